@@ -47,7 +47,7 @@ fn main() -> Result<(), Error> {
     }
 }
 
-/// Attaches under a name. Spins for as long as that has lately been worth it, then sleeps.
+/// Attaches under a name. Its calls spin for an adaptive time, then sleep.
 fn open(path: &Path, name: &str) -> Result<Endpoint, Error> {
     let endpoint = Endpoint::builder()
         .name(name)
@@ -71,9 +71,9 @@ fn answer(stream: Stream) -> Result<(), Error> {
     Ok(())
 }
 
-/// Asks the process called `db`, wherever it is.
+/// Queries the process called `db`.
 fn ask(endpoint: &Endpoint) -> Result<(), Error> {
-    // It may still be about to listen.
+    // It may not listen yet.
     let stream = loop {
         match endpoint.connect_name("db", PORT) {
             Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {

@@ -1,7 +1,7 @@
-//! A program that is the host: it has the vsock device in itself, reads what guests send where
-//! they wrote it, and writes its answers where they will read them.
+//! A program that is the host: it contains the vsock device, reads received bytes where the guests
+//! wrote them, and writes answers where the guests read them.
 //!
-//! With a path, it waits there for a VMM, whose guest is CID 3:
+//! With a path, it waits there for a VMM; the guest is CID 3:
 //!
 //! ```sh
 //! cargo run --example embed_host -- /run/vm3.sock
@@ -11,7 +11,7 @@
 //! guest$ echo hello | socat - VSOCK-CONNECT:2:1024
 //! ```
 //!
-//! Without, a thread of its own plays the guest.
+//! Without a path, a thread of the program attaches in place of a guest.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -47,7 +47,7 @@ fn main() -> Result<(), Error> {
     let (stream, _) = listener.accept()?;
     let bytes = shout(&stream)?;
     drop(stream);
-    // The guest's last words travel only while somebody drives the host.
+    // The guest's last packets arrive only while a thread drives the host.
     while !guest.is_finished() {
         host.turn()?;
         thread::yield_now();
@@ -61,7 +61,7 @@ fn main() -> Result<(), Error> {
     Ok(())
 }
 
-/// Answers everything in capital letters; how many bytes.
+/// Echoes everything in capital letters; returns how many bytes.
 fn shout(stream: &Stream) -> Result<usize, Error> {
     let mut total = 0;
     while let Some(lease) = stream.recv()? {
@@ -85,7 +85,7 @@ fn shout(stream: &Stream) -> Result<usize, Error> {
     Ok(total)
 }
 
-/// What a guest would do.
+/// The guest's side.
 fn guest(path: &Path) -> Result<String, Error> {
     let endpoint = Endpoint::builder().attach_device(path)?;
     let mut stream = endpoint.connect(Address::new(Cid::HOST, PORT))?;

@@ -1,13 +1,13 @@
-//! A file, from one process to another, without a buffer in between.
+//! Copies a file from one process to another without a buffer in between.
 //!
-//! The sender's `read(2)` puts the bytes where the receiver will find them (a loan), and the
-//! receiver's `write(2)` takes them from there (a lease). Neither process touches them.
+//! The sender's `read(2)` puts the bytes into memory that the receiver reads (a loan), and the
+//! receiver's `write(2)` takes them from there (a lease). Neither process copies them itself.
 //!
 //! ```sh
 //! cargo run --release --example in_place_copy_file -- FROM TO
 //! ```
 //!
-//! Without arguments it makes a file of its own, and compares.
+//! Without arguments it creates a file, copies it, and compares the two.
 
 use std::fs::File;
 use std::net::Shutdown;
@@ -39,7 +39,7 @@ fn main() -> Result<(), Error> {
     Ok(())
 }
 
-/// How many bytes went in place on both sides.
+/// Returns the number of bytes that were in place on both sides.
 fn copy(from: &Path, to: &Path) -> Result<u64, Error> {
     let dir = tempfile::tempdir()?;
     let socket = dir.path().join("sender.sock");
@@ -58,7 +58,7 @@ fn copy(from: &Path, to: &Path) -> Result<u64, Error> {
     while let Some(lease) = stream.recv()? {
         let mut written = lease.write_to(&out)?;
         while written < lease.len() {
-            // Only a full disk or a signal makes a file take less; then the rest is copied.
+            // Short only on a full disk or a signal; then the rest is copied.
             let rest = &lease.to_vec()[written..];
             written += rustix::io::write(&out, rest)?;
         }
@@ -85,7 +85,7 @@ fn send(socket: &Path, file: &File) -> Result<u64, Error> {
         loan.send()?;
     }
     stream.shutdown(Shutdown::Write)?;
-    // The end of the stream comes back when the receiver is done.
+    // The receiver closes the stream when it has finished.
     assert!(stream.recv()?.is_none());
     Ok(endpoint.stats().sent_in_place)
 }

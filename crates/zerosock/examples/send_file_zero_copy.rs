@@ -1,4 +1,4 @@
-//! A file over TCP: by `std::io::copy`, and by a zero-copy sender from where the file lies.
+//! Sends a file over TCP: by `std::io::copy`, and by a zero-copy sender from the page cache.
 //!
 //! ```sh
 //! cargo run --release --example send_file_zero_copy            # 256 MiB of its own, 9 rounds
@@ -6,8 +6,8 @@
 //! ```
 //!
 //! Both send the same file to a thread that reads it over the loopback device, in turn; the sum of
-//! the bytes is compared. `std::io::copy` is sendfile(2) here, in pieces of 64 KiB inside the kernel;
-//! the sender hands over parts of 1 MiB.
+//! the bytes is compared. `std::io::copy` uses sendfile(2), in pieces of 64 KiB inside the kernel;
+//! the sender submits parts of 1 MiB.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -21,7 +21,7 @@ type Error = Box<dyn std::error::Error + Send + Sync>;
 
 const PART: usize = 1 << 20;
 const LINE: usize = 64;
-/// Parts under way at most.
+/// Most parts in flight.
 const AHEAD: u32 = 16;
 
 fn main() -> Result<(), Error> {
@@ -36,12 +36,12 @@ fn main() -> Result<(), Error> {
     let mut sums = Vec::new();
     for round in 0..rounds {
         for step in 0..2 {
-            let who = (round + step) % 2;
-            let (time, sum) = timed(|socket| match who {
+            let method = (round + step) % 2;
+            let (time, sum) = timed(|socket| match method {
                 0 => by_copy(&file, socket),
                 _ => by_sender(&file, socket),
             })?;
-            times[who].push(time);
+            times[method].push(time);
             sums.push(sum);
         }
     }
@@ -58,7 +58,7 @@ fn main() -> Result<(), Error> {
     Ok(())
 }
 
-/// Sends all of it, by the kernel's sendfile(2).
+/// Sends the whole file with sendfile(2).
 fn by_copy(mut file: &File, mut socket: TcpStream) -> Result<(), Error> {
     use io::Seek;
     file.seek(io::SeekFrom::Start(0))?;
@@ -66,7 +66,7 @@ fn by_copy(mut file: &File, mut socket: TcpStream) -> Result<(), Error> {
     Ok(())
 }
 
-/// Sends all of it from where it lies in memory.
+/// Sends the whole file from its mapping.
 fn by_sender(file: &File, socket: TcpStream) -> Result<(), Error> {
     let file = FileMap::new(file)?;
     let builder = Sender::builder().capacity(AHEAD).discard_returned();
@@ -83,7 +83,7 @@ fn by_sender(file: &File, socket: TcpStream) -> Result<(), Error> {
     }
 }
 
-/// How long it takes until the last byte has been read, and the sum of all bytes.
+/// Returns the time until the last byte was read, and the checksum of the read bytes.
 fn timed(send: impl FnOnce(TcpStream) -> Result<(), Error>) -> Result<(Duration, u64), Error> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let socket = TcpStream::connect(listener.local_addr()?)?;
@@ -95,7 +95,7 @@ fn timed(send: impl FnOnce(TcpStream) -> Result<(), Error>) -> Result<(Duration,
             if count == 0 {
                 return Ok(sum + at as u64);
             }
-            // One byte of each line: that they are the right ones is not what is measured.
+            // One byte of each cache line: a full checksum would dominate the measured time.
             let lines = bytes[..count].iter().skip(at.wrapping_neg() % LINE);
             sum += lines
                 .step_by(LINE)
@@ -110,7 +110,7 @@ fn timed(send: impl FnOnce(TcpStream) -> Result<(), Error>) -> Result<(Duration,
     Ok((begin.elapsed(), sum))
 }
 
-/// Something to send.
+/// A temporary file to send.
 fn own_file() -> Result<File, Error> {
     let mut file = tempfile::tempfile()?;
     let part: Vec<u8> = (0..PART).map(|index| (index % 251) as u8).collect();

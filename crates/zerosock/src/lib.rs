@@ -1,8 +1,8 @@
 //! Zero-copy sockets between virtual machines, hosts and processes.
 //!
-//! [`vsock`] has the sockets: a program is the host itself ([`vsock::Host`]), or attaches to one as
-//! a process ([`vsock::Endpoint`]). What is received is read where it lies, and what is sent is
-//! written where it will be read:
+//! [`vsock`] has the sockets. A program is the host itself ([`vsock::Host`]), or attaches to one as
+//! a process ([`vsock::Endpoint`]). It reads received bytes where the peer wrote them, and writes
+//! sent bytes where the peer reads them:
 //!
 //! ```
 //! use std::io::Write;
@@ -35,10 +35,10 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! [`daemon`] is what `zerosock serve` runs: a vhost-user device whose payload goes between guest
-//! memory and host sockets without a buffer of ours. [`attach`] is the protocol by which processes
-//! join, [`driver`] the driver half beneath an endpoint. [`zc`] (the crate `zerosock-zc`) sends over
-//! kernel sockets without a copy. The rooms and the way of a byte through them are in ARCHITECTURE.md.
+//! [`daemon`] is what `zerosock serve` runs: a vhost-user device that moves payload between guest
+//! memory and host sockets without a buffer in between. [`attach`] is the protocol by which processes
+//! attach, [`driver`] the driver half of an endpoint. [`zc`] (the crate `zerosock-zc`) sends over
+//! kernel sockets without a copy. ARCHITECTURE.md describes the modules and the data path.
 #![forbid(unsafe_code)]
 
 mod control;

@@ -1,10 +1,11 @@
-//! What every kind of connected socket has: its connection, how its calls wait, and its end.
+//! The connection of all connected sockets: wait mode, time-outs, close.
 //!
-//! A [`Stream`](super::Stream) and a [`SeqPacket`](super::SeqPacket) are each a [`Connection`] and
-//! what is their own: bytes, or messages.
+//! # Invariants
+//! - A call that returns `WouldBlock` has armed the endpoint's descriptor.
+//! - Data sent before a shutdown or a close still arrives.
 //!
-//! What must hold: a call that says that it would block has armed the endpoint's descriptor; what
-//! was sent before a shutdown or a close still arrives.
+//! A [`Stream`](super::Stream) adds bytes to a [`Connection`], a [`SeqPacket`](super::SeqPacket)
+//! messages.
 
 mod options;
 pub(super) use options::option_calls;
@@ -31,7 +32,7 @@ use super::waiting::Wait;
 use crate::table::engine::{ConnInfo, Engine, RecvFault, SendFault};
 use crate::table::sockets::{StreamId, StreamState};
 
-/// A kind of connected socket.
+/// A type of connected socket.
 pub(super) trait Connected: Sized {
     const TYPE: SocketType;
 
@@ -42,7 +43,7 @@ pub(super) trait Connected: Sized {
     /// See [`Connection::adopt`].
     fn adopt(&mut self, options: Options, bound: Option<Bound>);
 
-    /// Gives up the port that it was connected from, if that was chosen.
+    /// Takes the bound port out, if the socket was bound before it connected.
     fn unbind(&mut self) -> Option<Bound>;
 }
 
@@ -86,7 +87,7 @@ impl Connected for SeqPacket {
     }
 }
 
-/// See the module. Dropping it closes the connection.
+/// A connection; dropping it closes the connection.
 pub(super) struct Connection {
     pub(super) core: Arc<Core>,
     pub(super) id: StreamId,
@@ -97,15 +98,15 @@ pub(super) struct Connection {
     /// Nanoseconds; 0: none.
     read_timeout: AtomicU64,
     write_timeout: AtomicU64,
-    /// As [`encode`] has it.
+    /// The wait mode, encoded by [`encode`].
     wait: AtomicU64,
-    /// Apart, as few sockets are asked for them often.
+    /// Boxed: rarely used.
     options: Box<Mutex<Options>>,
-    /// The port that it was connected from, if that was chosen.
+    /// The port that was bound before the connect, if any.
     bound: Option<Bound>,
 }
 
-/// Whether calls wait.
+/// What calls do when they would block.
 #[derive(Debug)]
 pub(super) struct Blocking(AtomicU8);
 
@@ -118,18 +119,18 @@ impl Blocking {
         self.0.store(nonblocking.into(), Ordering::Relaxed);
     }
 
-    /// Calls are made by tasks that are enlisted.
+    /// Calls are made by registered tasks.
     #[cfg(feature = "tokio")]
-    pub(super) fn set_told(&self) {
+    pub(super) fn set_async(&self) {
         self.0.store(2, Ordering::Relaxed);
     }
 
     pub(super) fn mode(&self, wait: Wait) -> WaitMode {
         match self.0.load(Ordering::Relaxed) {
-            0 => WaitMode::Waits(wait),
+            0 => WaitMode::Block(wait),
             #[cfg(feature = "tokio")]
-            2 => WaitMode::Told,
-            _ => WaitMode::Polls,
+            2 => WaitMode::Task,
+            _ => WaitMode::Poll,
         }
     }
 }
@@ -213,7 +214,7 @@ impl Connection {
         }
     }
 
-    /// Calls `get` until there is something to have.
+    /// Calls `get` until it returns data, end of file or an error.
     #[inline]
     pub(super) fn receive<T>(
         &self,
@@ -230,7 +231,7 @@ impl Connection {
         Ok(self.core.wait(interest, self.read_patience(), attempt)??)
     }
 
-    /// Calls `put` until there is room.
+    /// Calls `put` until it has room, or returns an error.
     #[inline]
     pub(super) fn transmit<T>(
         &self,
@@ -247,7 +248,7 @@ impl Connection {
         Ok(self.core.wait(interest, self.write_patience(), attempt)??)
     }
 
-    /// `None`: it is worth waiting.
+    /// `None`: the call would block.
     pub(super) fn send_fault<T>(
         &self,
         engine: &mut dyn Engine,
@@ -257,27 +258,26 @@ impl Connection {
         if error == StreamError::ShutDown
             && engine.info(self.id).is_some_and(|i| i.peer_recv_shutdown)
         {
-            error = StreamError::PeerDeaf;
+            error = StreamError::PeerRecvShutdown;
         }
         Some(Err(error))
     }
 }
 
 impl Drop for Connection {
-    /// Waits if it was told to linger.
+    /// Closes the connection; waits if it lingers.
     fn drop(&mut self) {
         self.end();
     }
 }
 
-/// A time-out in nanoseconds; 0 is none. What no clock reaches is for ever.
+/// A time-out in nanoseconds, 0 for none; saturates.
 pub(super) fn encode_timeout(timeout: Option<Duration>) -> u64 {
     let nanos = timeout.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     nanos.min(u64::MAX / 4)
 }
 
-/// A way to wait as one word: 0 sleeps, 1 spins, others are the adaptive limit in nanoseconds
-/// plus 2.
+/// A wait mode as a u64: 0 sleeps, 1 spins, others are the adaptive limit in nanoseconds plus 2.
 pub(super) fn encode(wait: Wait) -> u64 {
     match wait {
         Wait::Sleep => 0,
@@ -303,7 +303,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ways_to_wait_survive_their_word() {
+    fn wait_modes_survive_encoding() {
         let adaptive = |nanos| Wait::Adaptive {
             limit: Duration::from_nanos(nanos),
         };

@@ -1,7 +1,8 @@
-//! A process as an endpoint: attached to a host in another process, or to `zerosock serve`.
+//! The endpoint: a process that is attached to a host in another process, or to `zerosock serve`.
 //!
-//! What must hold: what is claimed (CID, name, ports) is held as long as the endpoint or one of its
-//! sockets lives, and free again when the last is dropped or the process dies.
+//! # Invariants
+//! - The endpoint's CID, name and ports stay reserved while the endpoint or one of its sockets
+//!   lives, and are free when the last is dropped or the process dies.
 
 use std::fmt;
 use std::io;
@@ -27,10 +28,10 @@ use crate::routing::name::Name;
 use crate::table::engine::{ConnInfo, EndpointStats};
 use crate::table::sockets::StreamState;
 
-/// A process that takes part as a guest without a virtual machine.
+/// A process with a CID and vsock sockets, as a guest has, without a virtual machine.
 ///
-/// It has no thread of its own: whatever thread calls one of its sockets does the work for all of
-/// them. A program that computes for long without calling lets its peers wait.
+/// It has no thread of its own: the thread that calls one of its sockets drives the queues for all
+/// of them. A program that makes no calls for long stalls its peers.
 ///
 /// ```
 /// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
@@ -59,7 +60,7 @@ use crate::table::sockets::StreamState;
 pub struct Endpoint {
     pub(super) core: Arc<Core>,
     pub(super) cid: Cid,
-    /// Those at which we can be reached; empty: all, unless we are a service.
+    /// The reachable ports. Empty: all, or none for a service.
     pub(super) ports: Arc<Mutex<Vec<Port>>>,
     pub(super) wait: Wait,
     pub(super) connect_timeout: Duration,
@@ -71,8 +72,8 @@ impl Endpoint {
     /// The CID of the attached process of this name.
     ///
     /// # Errors
-    /// `NotFound` when nobody has the name, or when we are not attached by an attach socket;
-    /// `InvalidInput` for a name that none can have.
+    /// `NotFound` when no attached process has the name, or when the endpoint was not opened at an
+    /// attach socket; `InvalidInput` for an invalid name.
     pub fn resolve(&self, name: &str) -> io::Result<Cid> {
         resolve(&self.core, name)
     }
@@ -85,29 +86,29 @@ impl Endpoint {
         self.connect(Address::new(self.resolve(name)?, port))
     }
 
-    /// Whether the memory that we share lies in huge pages.
+    /// Whether the shared memory lies in huge pages.
     pub fn has_huge_pages(&self) -> bool {
         self.huge_pages
     }
 
-    /// Queue pairs that were agreed on with the device; see
+    /// Queue pairs negotiated with the device; see
     /// [`EndpointBuilder::queue_pairs`](super::EndpointBuilder::queue_pairs).
     pub fn queue_pairs(&self) -> u16 {
         self.queue_pairs
     }
 
-    /// Our CID.
+    /// The endpoint's CID.
     pub fn cid(&self) -> Cid {
         self.cid
     }
 
-    /// What a datagram socket needs of it.
+    /// What a datagram socket needs of the endpoint.
     pub(super) fn home(&self) -> (&Arc<Core>, Wait) {
         (&self.core, self.wait)
     }
 
-    /// Whether a datagram socket may have this port: a service's those that it has claimed, for
-    /// all others are the host's; and of named ports those alone, and any that nobody is to reach.
+    /// Whether a datagram socket may bind this port. A service may bind only claimed ports; an
+    /// endpoint with named ports only those, or a free one for sending.
     pub(super) fn may_bind(&self, port: Port) -> bool {
         let ports = self.named();
         let free = !self.is_service() && (ports.is_empty() || port == Port::ANY);
@@ -117,34 +118,37 @@ impl Endpoint {
     /// Connects to `peer`.
     ///
     /// # Errors
-    /// With a [`ConnectError`] inside: `ConnectionRefused` when nobody listens there (or there is
-    /// nobody with that CID: only a [`Host`](super::Host) can tell), `TimedOut` when nobody answers
-    /// in [`connect_timeout`](super::EndpointBuilder::connect_timeout), `HostUnreachable` for an address
-    /// that is nobody's or when the device has gone, `AddrInUse` when no local port is left,
-    /// `OutOfMemory` beyond [`max_connections`](super::EndpointBuilder::max_connections). `ConnectionAborted` when the endpoint is over.
+    /// With a [`ConnectError`] inside: `ConnectionRefused` when no socket listens there or the CID
+    /// does not exist (only a [`Host`](super::Host) can tell the two apart), `TimedOut` without an
+    /// answer within [`connect_timeout`](super::EndpointBuilder::connect_timeout),
+    /// `HostUnreachable` for an address that no peer can have or when the device has gone,
+    /// `AddrInUse` when no local port is left, `OutOfMemory` beyond
+    /// [`max_connections`](super::EndpointBuilder::max_connections). `ConnectionAborted` when the
+    /// endpoint has failed.
     pub fn connect(&self, peer: Address) -> io::Result<Stream> {
         connect(&self.core, peer, self.wait, self.connect_timeout)
     }
 
-    /// Sends the request and waits for nothing. The stream is connecting: calls that read or write
-    /// wait until there is an answer, [`Stream::wait_connected`] says how it went, and a
-    /// [`Poller`](super::Poller) reports it as writable then.
+    /// Sends the request and does not wait for the answer. While the stream is connecting, reads
+    /// and writes block. On the answer [`Stream::wait_connected`] returns the result, and a
+    /// [`Poller`](super::Poller) reports the stream as writable.
     ///
     /// # Errors
-    /// When the request cannot be sent, such as `AddrNotAvailable` for our own CID.
+    /// When the request cannot be sent, such as `HostUnreachable` for an address that no peer can
+    /// have.
     pub fn begin_connect(&self, peer: Address) -> io::Result<Stream> {
         begin_connect(&self.core, peer, self.wait)
     }
 
-    /// Listens on `port` of our CID, or with [`Port::ANY`] on one that is free, which
-    /// [`Listener::local_addr`] tells. As on Linux at most `backlog + 1` connections wait to be
+    /// Listens on `port` of the endpoint's CID, or with [`Port::ANY`] on a free one, which
+    /// [`Listener::local_addr`] returns. As on Linux at most `backlog + 1` connections wait to be
     /// accepted; further ones are refused.
     ///
     /// # Errors
-    /// With a [`ListenError`] inside: `AddrInUse` when somebody listens there already, or has bound
-    /// the port, `InvalidInput` for a port that is not among the [`ports`](super::EndpointBuilder::ports) that the
-    /// endpoint was opened with, or, of a service, that it has [claimed](Self::claim), as nobody
-    /// would reach it.
+    /// With a [`ListenError`] inside: `AddrInUse` when another socket listens on the port or has
+    /// bound it; `InvalidInput` for a port that no peer could reach: one that is not among the
+    /// endpoint's [`ports`](super::EndpointBuilder::ports) or that a service has not
+    /// [claimed](Self::claim).
     pub fn listen(&self, port: Port, backlog: usize) -> io::Result<Listener> {
         self.listen_for(port, backlog, SocketType::Stream)
     }
@@ -155,7 +159,7 @@ impl Endpoint {
         backlog: usize,
         socket_type: SocketType,
     ) -> io::Result<Listener> {
-        // A service has no port that it has not claimed, and claims none by the way.
+        // A service may use only claimed ports, and listening claims none.
         if port == Port::ANY && !self.is_service() {
             return self.socket().listen_for(backlog, socket_type);
         }
@@ -194,16 +198,16 @@ impl Endpoint {
         Ok(SeqPacketListener::new(listener))
     }
 
-    /// Takes in what has come and acts on what is due, without waiting. Only for programs that do
+    /// Takes in received packets and runs due timers, without blocking. Only for programs that do
     /// not call their sockets for long.
     ///
     /// # Errors
-    /// `ConnectionAborted` when the endpoint is over.
+    /// `ConnectionAborted` when the endpoint has failed.
     pub fn turn(&self) -> io::Result<()> {
         turn(&self.core)
     }
 
-    /// What was counted since the beginning.
+    /// Counters since the endpoint was opened.
     pub fn stats(&self) -> EndpointStats {
         self.core.lock().engine().stats()
     }
@@ -213,8 +217,8 @@ impl Endpoint {
 pub(super) fn resolve(core: &Core, name: &str) -> io::Result<Cid> {
     let invalid = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
     let name: Name = name.parse().map_err(invalid)?;
-    let mut place = core.place().ok_or(io::ErrorKind::NotFound)?;
-    place.resolve(&name).map_err(|error| match error {
+    let mut attach_client = core.attach_client().ok_or(io::ErrorKind::NotFound)?;
+    attach_client.resolve(&name).map_err(|error| match error {
         attach::AttachError::UnknownName(_) => io::Error::new(io::ErrorKind::NotFound, error),
         other => io::Error::new(other.kind(), other),
     })
@@ -222,19 +226,19 @@ pub(super) fn resolve(core: &Core, name: &str) -> io::Result<Cid> {
 
 #[cfg(test)]
 impl Endpoint {
-    /// One of a driver whose device is a test.
+    /// An endpoint of a driver that is attached to a test.
     pub(crate) fn of(driver: Driver) -> Endpoint {
         Endpoint::builder().open(driver, None).unwrap()
     }
 
-    /// A connection that the driver has already.
+    /// The stream of a connection that the driver has already.
     pub(crate) fn stream(&self, id: driver::StreamId) -> Stream {
         let info = self.core.lock().engine().info(id).unwrap();
         Stream::new(self.core.clone(), id, &info, self.wait)
     }
 }
 
-/// Sends the request. The stream that it gives is connecting.
+/// Sends the request. The returned stream is connecting.
 pub(super) fn begin_connect<S: Connected>(
     core: &Arc<Core>,
     peer: Address,
@@ -269,9 +273,9 @@ pub(super) fn connect<S: Connected>(
 
 /// Waits for the answer to a request.
 pub(super) fn await_connected(conn: &Connection, wait: Wait, timeout: Duration) -> io::Result<()> {
-    // The protocol core gives up first; this is for a peer whose side does not move at all.
+    // The protocol core times out first. This covers a device that is not driven at all.
     let budget = WaitBudget {
-        mode: WaitMode::Waits(wait),
+        mode: WaitMode::Block(wait),
         deadline: deadline_in(timeout.saturating_add(Duration::from_secs(1))),
     };
     let outcome = conn.core.wait(Interest::Conn(conn.id), budget, |engine| {
@@ -284,11 +288,11 @@ pub(super) fn await_connected(conn: &Connection, wait: Wait, timeout: Duration) 
     }
 }
 
-/// What has become of a request; `None`: nothing yet.
+/// The result of a request; `None` while it is pending.
 pub(super) fn outcome(info: &ConnInfo) -> Option<Result<(), ConnectError>> {
     match info.state {
         StreamState::Connecting => None,
-        // Also one that the peer has ended since: its bytes may wait.
+        // Also a connection that the peer has closed since: it may have unread bytes.
         StreamState::Connected | StreamState::Finished => Some(Ok(())),
         StreamState::Reset => Some(match info.refused {
             Some(reason) => Err(of_refusal(reason)),
@@ -317,7 +321,7 @@ pub(super) fn turn(core: &Core) -> io::Result<()> {
 }
 
 impl AsFd for Endpoint {
-    /// Readable when something has happened after a call said that it would block.
+    /// Readable when an event has occurred since a call answered `WouldBlock`.
     fn as_fd(&self) -> BorrowedFd<'_> {
         (*self.core).as_fd()
     }

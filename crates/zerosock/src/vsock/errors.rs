@@ -1,7 +1,7 @@
-//! What can go wrong with a connection, by whose fault it is.
+//! The errors of connections and listeners; each names the side at fault.
 //!
-//! Calls that look like those of `std::net` return [`std::io::Error`]; its source is one of these,
-//! and its kind the one that a TCP socket would give.
+//! Calls that mirror `std::net` return [`std::io::Error`]. Its source is one of these errors, its
+//! kind the one that a TCP socket would give.
 
 use std::io::{Error, ErrorKind};
 
@@ -11,10 +11,10 @@ use zerosock_proto::{Cid, Port};
 use crate::fault::Fault;
 use crate::table::engine::{RecvFault, SendFault};
 
-/// Why a connection did not come about.
+/// Why a connect failed.
 ///
-/// The calls that connect return an [`std::io::Error`] with the kind that a TCP socket would give;
-/// this is inside.
+/// The connecting calls return an [`std::io::Error`] with the kind that a TCP socket would give;
+/// this is its source.
 ///
 /// ```
 /// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
@@ -24,8 +24,8 @@ use crate::table::engine::{RecvFault, SendFault};
 /// use zerosock::{Address, Cid, Port};
 ///
 /// let process = Endpoint::attach(&path)?;
-/// let nobody = Address::new(Cid::HOST, Port::new(4711));
-/// let error = process.connect(nobody).unwrap_err();
+/// let unused = Address::new(Cid::HOST, Port::new(4711));
+/// let error = process.connect(unused).unwrap_err();
 /// assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
 /// let reason = error.get_ref().and_then(|inner| inner.downcast_ref::<ConnectError>());
 /// assert_eq!(reason, Some(&ConnectError::Refused));
@@ -34,42 +34,41 @@ use crate::table::engine::{RecvFault, SendFault};
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConnectError {
-    /// The peer: nobody listens there, as many wait there as may, or, seen from a process, there
-    /// is nobody with that CID. `ConnectionRefused`.
+    /// The peer: no socket listens there, its backlog is full or, seen from a process, the CID does
+    /// not exist. `ConnectionRefused`.
     #[error("the peer refuses the connection")]
     Refused,
-    /// The peer: nobody has answered in time. `TimedOut`.
+    /// The peer: no answer in time. `TimedOut`.
     #[error("the peer has not answered in time")]
     TimedOut,
-    /// The peer: it answered with what makes no sense, and was reset. `InvalidData`.
+    /// The peer: its answer was invalid, and the connection was reset. `InvalidData`.
     #[error("the peer has broken the protocol")]
     Protocol,
-    /// The peer, or the device between: it went away, or was started anew, before the answer.
+    /// The peer, or the device in between: it disconnected or restarted before it answered.
     /// `ConnectionReset`.
     #[error("the peer has gone")]
     Gone,
-    /// The caller: nobody has that CID, it is no guest's, or its guest has no driver that runs.
+    /// The caller: the CID does not exist, is not a guest's, or its guest has no running driver.
     /// `HostUnreachable`.
-    #[error("nobody can be reached at that CID")]
+    #[error("no guest or process is reachable at that CID")]
     Unreachable,
-    /// The peer, or the device between: it has no sockets of that kind (it did not accept the
-    /// feature). `Unsupported`.
+    /// The peer, or the device in between: it has not negotiated this socket type. `Unsupported`.
     #[error("the peer has no sockets of that kind")]
     Unsupported,
-    /// The system: all local ports have a connection with that address, or the one that was chosen
-    /// has. `AddrInUse`.
+    /// The system: every local port, or the bound one, has a connection with that address already.
+    /// `AddrInUse`.
     #[error("no local port is left for that address")]
     NoPort,
-    /// The caller: it has as many connections as it may. `OutOfMemory`.
+    /// The caller: the limit of connections is reached. `OutOfMemory`.
     #[error("too many connections")]
     TooManyConnections,
-    /// The caller: it gave the stream up before the answer. `ConnectionAborted`.
-    #[error("the connection was given up")]
+    /// The caller: it closed the stream before the answer. `ConnectionAborted`.
+    #[error("the stream was closed before the peer answered")]
     GivenUp,
 }
 
 impl ConnectError {
-    /// Who is to blame.
+    /// The side at fault.
     pub fn fault(&self) -> Fault {
         match self {
             ConnectError::Refused
@@ -102,7 +101,7 @@ impl From<ConnectError> for Error {
     }
 }
 
-/// Why a connection does not do what was asked.
+/// Why a call of a connected socket failed.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
@@ -120,32 +119,31 @@ impl From<ConnectError> for Error {
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StreamError {
-    /// The peer: it reset the connection, broke the protocol, or is gone.
+    /// The peer: it reset the connection, violated the protocol, or disconnected.
     #[error("the peer has reset the connection")]
     Reset,
-    /// The peer: it will read no more.
-    #[error("the peer reads no more")]
-    PeerDeaf,
+    /// The peer: it has shut receiving down.
+    #[error("the peer has shut down receiving")]
+    PeerRecvShutdown,
     /// The caller: it has shut this direction down.
     #[error("this direction has been shut down")]
     ShutDown,
-    /// The caller: a message longer than the peer's buffer, or our own, can never arrive: EMSGSIZE.
-    /// Nothing of it was sent.
+    /// The caller: the message is longer than the peer's receive buffer or the socket's own, and
+    /// can never arrive: EMSGSIZE. Nothing of it was sent.
     #[error("the message is longer than the peer's buffer")]
     TooLong,
-    /// The caller: this connection has as many leases out as are left for all others of its
-    /// endpoint.
+    /// The caller: this connection holds as many leases as the endpoint has left for all others.
     #[error("too many leases and loans are out at once: drop some")]
     TooManyLeases,
-    /// The caller: the bytes lie in memory that the peer may write at any time, so there is no
-    /// plain slice of them; copy, or declare trust when opening the endpoint.
+    /// The caller: the peer may write the memory at any time, so there is no plain slice of it;
+    /// copy, or declare trust when opening the endpoint.
     #[error("the peer may write this memory: copy out of it, or declare trust")]
     Untrusted,
-    /// Nobody: the buffer lies in several pieces of the peer's memory, so there is no one slice of
-    /// it; use the calls that take pieces, or copy.
+    /// No fault: the buffer lies in several pieces of the peer's memory, so there is no single
+    /// slice of it; use the calls for pieces, or copy.
     #[error("the buffer lies in several pieces: there is no one slice of it")]
     Scattered,
-    /// The memory of a lease or a loan went back to the peer: what it holds means nothing.
+    /// The peer has taken back the memory of a lease or a loan: its contents are undefined.
     #[error("the memory went back to the peer")]
     Torn,
 }
@@ -154,7 +152,7 @@ impl From<StreamError> for Error {
     fn from(error: StreamError) -> Error {
         let kind = match error {
             StreamError::Reset | StreamError::Torn => ErrorKind::ConnectionReset,
-            StreamError::PeerDeaf | StreamError::ShutDown => ErrorKind::BrokenPipe,
+            StreamError::PeerRecvShutdown | StreamError::ShutDown => ErrorKind::BrokenPipe,
             StreamError::TooLong => ErrorKind::InvalidInput,
             StreamError::TooManyLeases => ErrorKind::OutOfMemory,
             StreamError::Untrusted => ErrorKind::PermissionDenied,
@@ -164,7 +162,7 @@ impl From<StreamError> for Error {
     }
 }
 
-/// `None`: not now.
+/// `None`: the call would block.
 pub(super) fn of_recv(fault: RecvFault) -> Option<StreamError> {
     match fault {
         RecvFault::WouldBlock | RecvFault::NotConnected => None,
@@ -173,7 +171,7 @@ pub(super) fn of_recv(fault: RecvFault) -> Option<StreamError> {
     }
 }
 
-/// `None`: not now.
+/// `None`: the call would block.
 pub(super) fn of_send(fault: SendFault) -> Option<StreamError> {
     match fault {
         SendFault::WouldBlock | SendFault::NotConnected => None,
@@ -184,18 +182,18 @@ pub(super) fn of_send(fault: SendFault) -> Option<StreamError> {
     }
 }
 
-/// The request was not even sent.
+/// The error of a request that was not sent.
 pub(super) fn of_connect(error: Denied) -> ConnectError {
     match error {
         Denied::InUse => ConnectError::NoPort,
         Denied::TooManyConnections => ConnectError::TooManyConnections,
-        // The other two are never asked for: our own CID, and streams.
+        // `LocalCid` cannot happen: sockets connect from their endpoint's own CID.
         Denied::Unreachable | Denied::LocalCid => ConnectError::Unreachable,
         Denied::SocketType => ConnectError::Unsupported,
     }
 }
 
-/// The request was sent.
+/// The error of a request that was sent.
 pub(super) fn of_refusal(reason: RefuseReason) -> ConnectError {
     match reason {
         RefuseReason::Reset => ConnectError::Refused,
@@ -219,7 +217,7 @@ pub(super) fn of_refusal(reason: RefuseReason) -> ConnectError {
 /// let listener = process.listen(Port::new(80), 16)?;
 /// let error = process.listen(Port::new(80), 16).unwrap_err();
 /// assert_eq!(error.kind(), ErrorKind::AddrInUse);
-/// // Nobody could reach it there.
+/// // No peer could reach that port.
 /// let error = process.listen(Port::new(81), 16).unwrap_err();
 /// assert_eq!(error.kind(), ErrorKind::InvalidInput);
 /// let reason = error.get_ref().and_then(|inner| inner.downcast_ref::<ListenError>());
@@ -229,20 +227,20 @@ pub(super) fn of_refusal(reason: RefuseReason) -> ConnectError {
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ListenError {
-    /// Somebody listens there, or has the port for a connection. `AddrInUse`.
+    /// Another socket listens on the port or uses it for a connection. `AddrInUse`.
     #[error("the port is in use")]
     InUse,
-    /// The wildcard is no port to listen on. `InvalidInput`.
+    /// The wildcard is not a port to listen on. `InvalidInput`.
     #[error("a port is needed to listen on")]
     AnyPort,
     /// The CID is not the endpoint's own. `AddrNotAvailable`.
     #[error("{0} is not the CID of this endpoint")]
     ForeignCid(Cid),
-    /// The socket has a port already. `InvalidInput`.
+    /// The socket is bound already. `InvalidInput`.
     #[error("the socket is bound already")]
     AlreadyBound,
     /// The endpoint was opened with [`ports`](super::EndpointBuilder::ports), and this one was not
-    /// among them: nobody would reach it. `InvalidInput`.
+    /// among them: no peer could reach it. `InvalidInput`.
     #[error("port {0} is not among those that the endpoint was opened with")]
     NotNamed(Port),
 }
@@ -262,7 +260,7 @@ impl From<ListenError> for Error {
 
 pub(super) fn of_listen(error: Occupied) -> ListenError {
     match error {
-        // The last one is about ending it.
+        // `NotListening` is an error of ending a listener, not of starting one.
         Occupied::InUse | Occupied::NotListening => ListenError::InUse,
         Occupied::AnyPort => ListenError::AnyPort,
     }

@@ -1,4 +1,4 @@
-//! An engine without queues, for tests of those who wait: a script says what it finds.
+//! An engine without queues that follows a script, for tests of waiters.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -21,16 +21,16 @@ use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
 use crate::table::sockets::{Copied, LeaseParts, Message, StreamId, StreamState};
 
-/// What has happened to an engine, and what it is to find.
+/// What the engine reports, and the calls that it has recorded.
 #[derive(Debug, Default)]
 pub(crate) struct Script {
-    /// When there is something to do of itself: the next turn after that does it.
+    /// When its timer is due; the next turn after that counts it in `fired`.
     pub(crate) due: Option<Instant>,
     pub(crate) stale: bool,
     pub(crate) stirred: VecDeque<ReadySource>,
     pub(crate) over: bool,
     pub(crate) answered: bool,
-    /// What was called, and how often.
+    /// Timers that fired.
     pub(crate) fired: u32,
     pub(crate) arms: u32,
     pub(crate) settled: u32,
@@ -49,7 +49,7 @@ struct Fake {
     fd: OwnedFd,
 }
 
-/// An endpoint with such an engine.
+/// An endpoint with a scripted engine.
 pub(crate) fn core() -> (Arc<Core>, Scripted) {
     let script = Scripted::default();
     let engine = Fake {
@@ -61,7 +61,7 @@ pub(crate) fn core() -> (Arc<Core>, Scripted) {
     (Arc::new(core), script)
 }
 
-/// What every connection is.
+/// The state of every connection of the engine.
 pub(crate) fn info(state: StreamState) -> ConnInfo {
     ConnInfo {
         state,

@@ -1,7 +1,8 @@
-//! A program as the host: the device in its own process.
+//! The host: an application that has the device in its own process.
 //!
-//! What must hold: sockets that were bound are removed at the end; the engine is driven by
-//! whoever calls, as for an endpoint.
+//! # Invariants
+//! - The socket files that the host has bound are removed when it is dropped.
+//! - The calling thread drives the engine, as for an endpoint.
 
 use std::fmt;
 use std::io;
@@ -31,28 +32,28 @@ use crate::routing::name::Name;
 use crate::table::engine::EndpointStats;
 use zerosock_vhost_user::{Fault, FaultCounts};
 
-/// A program that is CID 2 to VMs and to processes: what it receives it reads in their memory, and
-/// what it sends it writes there.
+/// CID 2 for VMs and processes: it reads received bytes in their memory and writes sent bytes
+/// there.
 ///
-/// It has no thread but one for the control sockets, on which nothing that moves bytes waits:
-/// whatever thread calls one of its sockets does the work for all of them, guests' connections to
-/// each other included. A program that computes for long without calling lets its guests wait.
+/// Its only thread serves the control sockets. The thread that calls one of its sockets drives the
+/// queues of all of them, connections between guests included. A program that makes no calls for
+/// long stalls its guests.
 ///
 /// # Memory that can vanish
-/// The bytes lie in files that a VMM or a process has made. Who can make such a file shorter takes
-/// the pages away under us, and the next access would end the program with SIGBUS. So memory is
-/// taken only if it is sealed against shrinking (F_SEAL_SHRINK, fcntl(2)): QEMU's
-/// `memory-backend-memfd` is, and crosvm's memory and that of zerosock's own endpoints; files, such
-/// as those of QEMU's `memory-backend-file` and of user-mode Linux, and a plain memfd are not. Who
-/// brings them is refused at SET_MEM_TABLE, which is counted
+/// The bytes lie in files that a VMM or a process has created. Shrinking such a file removes pages
+/// from the host's mapping, and the next access would end the program with SIGBUS. So the host maps
+/// only memory that is sealed against shrinking (F_SEAL_SHRINK, fcntl(2)). QEMU's
+/// `memory-backend-memfd`, crosvm's memory and that of zerosock's own endpoints are sealed; a plain
+/// memfd and files, such as those of QEMU's `memory-backend-file` and of user-mode Linux, are not.
+/// A front-end with unsealed memory is refused at SET_MEM_TABLE, counted
 /// ([`FrontendFault::Unsealed`](super::FrontendFault::Unsealed), see [`faults`](Host::faults)) and
-/// logged; [`HostBuilder::allow_unsealed_memory`] lets VMs in all the same.
+/// logged; [`HostBuilder::allow_unsealed_memory`] admits VMs with such memory.
 ///
-/// For those, and for pages that vanish for another reason, [`start`](HostBuilder::start) installs
-/// a handler for SIGBUS, **for the whole process**, once: a fault in memory that was mapped from a
-/// peer loses that peer's device and nothing else, and any other is passed on to whatever handler
-/// was there before. A program that installs one of its own later has to pass on what it does not
-/// know, or does without the guard.
+/// For them, and for pages that vanish for another reason, [`start`](HostBuilder::start) installs
+/// a SIGBUS handler **for the whole process**, once: a fault in memory mapped from a peer stops
+/// that peer's device and nothing else; any other fault goes to the handler installed before. A
+/// handler that the program installs later must forward faults that are not its own, or the guard
+/// is lost.
 ///
 /// ```
 /// # let dir = tempfile::tempdir()?;
@@ -71,8 +72,8 @@ use zerosock_vhost_user::{Fault, FaultCounts};
 /// #     let to = Address::new(Cid::HOST, Port::new(1024));
 /// #     process.connect(to).unwrap().write_all(b"from a process").unwrap();
 /// # });
-/// let (stream, who) = listener.accept()?;
-/// println!("{who} has connected");
+/// let (stream, peer) = listener.accept()?;
+/// println!("{peer} has connected");
 /// let copy = File::create(dir.path().join("copy"))?;
 /// while let Some(lease) = stream.recv()? {
 ///     // Straight from the memory of the guest, or the process, to the file.
@@ -87,12 +88,12 @@ pub struct Host {
     pub(super) core: Arc<Core>,
     pub(super) wait: Wait,
     pub(super) connect_timeout: Duration,
-    places: Arc<Directory>,
+    directory: Arc<Directory>,
     faults: FaultCounts,
     _files: Vec<SocketFile>,
 }
 
-/// How a [`Host`] is to be.
+/// The settings of a [`Host`].
 ///
 /// ```
 /// # let dir = tempfile::tempdir()?;
@@ -119,9 +120,10 @@ pub struct Host {
 pub struct HostBuilder {
     paths: Vec<(Cid, PathBuf)>,
     socket_mode: u32,
-    /// Where processes attach, and which users may beside those who may anyway.
-    attach: Option<Door>,
+    /// Where processes attach.
+    attach: Option<AttachSocket>,
     attach_mode: u32,
+    /// Users that may attach, beside those of the attach settings.
     uids: Vec<u32>,
     config: HostConfig,
     window: Option<u32>,
@@ -130,19 +132,19 @@ pub struct HostBuilder {
     trust: Option<Trust>,
 }
 
-/// Where processes come in.
+/// The attach socket: a path to bind, or complete settings with a socket.
 #[derive(Debug)]
-enum Door {
-    At(PathBuf),
-    With(Box<AttachConfig>),
+enum AttachSocket {
+    Path(PathBuf),
+    Config(Box<AttachConfig>),
 }
 
-/// Our own user's alone.
+/// The mode of a socket file that only the host's own user may connect to.
 const PRIVATE: u32 = 0o600;
 const WINDOW: u32 = 256 << 10;
 
 impl Host {
-    /// A host with the usual settings, and nobody to talk to yet.
+    /// The default settings, without VMs or an attach socket.
     pub fn builder() -> HostBuilder {
         HostBuilder {
             paths: Vec::new(),
@@ -161,16 +163,16 @@ impl Host {
     /// Connects to a guest or process.
     ///
     /// # Errors
-    /// With a [`ConnectError`](super::ConnectError) inside: `ConnectionRefused` when nobody listens
-    /// there, `TimedOut` when nobody answers in
+    /// With a [`ConnectError`](super::ConnectError) inside: `ConnectionRefused` when no socket
+    /// listens there, `TimedOut` without an answer within
     /// [`connect_timeout`](HostBuilder::connect_timeout), `HostUnreachable` when there is no such
     /// CID or its guest has no driver yet, `AddrInUse` when no local port is left, `OutOfMemory`
-    /// when the guest has as many connections as it may.
+    /// when the guest has reached its limit of connections.
     pub fn connect(&self, peer: Address) -> io::Result<Stream> {
         connect(&self.core, peer, self.wait, self.connect_timeout)
     }
 
-    /// Sends the request and waits for nothing; see
+    /// Sends the request and does not wait for the answer; see
     /// [`Endpoint::begin_connect`](super::Endpoint::begin_connect).
     ///
     /// # Errors
@@ -180,12 +182,12 @@ impl Host {
     }
 
     /// Listens on `port` of CID 2, or with [`Port::ANY`] on one that is free, which
-    /// [`Listener::local_addr`] tells. As on Linux at most `backlog + 1` connections wait to be
+    /// [`Listener::local_addr`] returns. As on Linux at most `backlog + 1` connections wait to be
     /// accepted; further ones are refused.
     ///
     /// # Errors
-    /// With a [`ListenError`](super::ListenError) inside: `AddrInUse` when somebody listens there
-    /// already, or has bound the port.
+    /// With a [`ListenError`](super::ListenError) inside: `AddrInUse` when another socket listens
+    /// on the port or has bound it.
     pub fn listen(&self, port: Port, backlog: usize) -> io::Result<Listener> {
         self.listen_for(port, backlog, SocketType::Stream)
     }
@@ -229,7 +231,7 @@ impl Host {
         Ok(SeqPacketListener::new(listener))
     }
 
-    /// What a datagram socket needs of it.
+    /// What a datagram socket needs of the host.
     pub(super) fn home(&self) -> (&Arc<Core>, Wait) {
         (&self.core, self.wait)
     }
@@ -237,11 +239,14 @@ impl Host {
     /// The CID of the attached process of this name.
     ///
     /// # Errors
-    /// `NotFound` when nobody has the name; `InvalidInput` for one that none can have.
+    /// `NotFound` when no attached process has the name; `InvalidInput` for an invalid name.
     pub fn resolve(&self, name: &str) -> io::Result<Cid> {
         let invalid = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
         let name: Name = name.parse().map_err(invalid)?;
-        Ok(self.places.resolve(&name).ok_or(io::ErrorKind::NotFound)?)
+        Ok(self
+            .directory
+            .resolve(&name)
+            .ok_or(io::ErrorKind::NotFound)?)
     }
 
     /// Connects to `port` of the attached process called `name`.
@@ -254,16 +259,16 @@ impl Host {
 
     /// The processes that are attached now.
     pub fn processes(&self) -> Vec<Process> {
-        self.places.processes()
+        self.directory.processes()
     }
 
-    /// How often VMMs and processes have done something wrong on their control sockets since the
-    /// beginning. Each time has cost nobody else anything, and is logged with its reason.
+    /// Number of faults of this kind that VMMs and processes have committed on their control
+    /// sockets since the start. Each affected only that front-end, and is logged with its reason.
     pub fn faults(&self, fault: Fault) -> u64 {
         self.faults.of(fault)
     }
 
-    /// Takes in what has come and acts on what is due, without waiting. Only for programs that do
+    /// Takes in received packets and runs due timers, without blocking. Only for programs that do
     /// not call their sockets for long.
     ///
     /// # Errors
@@ -272,153 +277,153 @@ impl Host {
         turn(&self.core)
     }
 
-    /// What was counted since the beginning.
+    /// Counters since the endpoint was opened.
     pub fn stats(&self) -> EndpointStats {
         self.core.lock().engine().stats()
     }
 }
 
 impl HostBuilder {
-    /// Adds a VM with this CID, whose VMM connects to the vhost-user socket at `path`. Its queues
+    /// Adds a VM with this CID. Its VMM connects to the vhost-user socket at `path`. Its queues
     /// may have 1024 entries ([`vm_with`](Self::vm_with) can say otherwise). A socket's file that a
-    /// dead owner left at `path` is replaced. Who may connect is the VM, so the file is our own
-    /// user's alone unless [`socket_mode`](Self::socket_mode) says otherwise.
+    /// dead owner left at `path` is replaced. Any process that can connect becomes the VM, so only
+    /// the host's own user can, unless [`socket_mode`](Self::socket_mode) is set otherwise.
     pub fn vm(mut self, cid: Cid, path: impl Into<PathBuf>) -> HostBuilder {
         self.paths.push((cid, path.into()));
         self
     }
 
-    /// Adds a VM with settings of its own. What its guest asks of ports that the program does not
-    /// listen on goes to its [`HostSide`].
+    /// Adds a VM with settings of its own. Connections of its guest to ports that the program does
+    /// not listen on go to its [`HostSide`].
     pub fn vm_with(mut self, vm: VmConfig) -> HostBuilder {
         self.config.vms.push(vm);
         self
     }
 
-    /// The mode of the VMs' sockets; at first 600, our own user's alone. It is in force before
-    /// anybody can connect. For a VMM of another user that is in a group of ours: 660, in a
-    /// directory of that group.
+    /// The mode of the VMs' sockets; default 600, the host's own user. It is set before the socket
+    /// accepts connections. For a VMM of another user that shares a group: 660, in a directory of
+    /// that group.
     pub fn socket_mode(mut self, mode: u32) -> HostBuilder {
         self.socket_mode = mode & 0o777;
         self
     }
 
-    /// Takes memory of VMs although it can shrink: that of VMMs which do not seal it. See
-    /// [`Host`], "Memory that can vanish". That of processes is refused in any case.
+    /// Accepts memory of VMs that is not sealed against shrinking. See [`Host`], "Memory that can
+    /// vanish". Unsealed memory of processes is always refused.
     pub fn allow_unsealed_memory(mut self) -> HostBuilder {
         self.config.unsealed_memory = true;
         self
     }
 
-    /// Lets processes attach at the Unix socket `path`: those of our own user, and of users that
-    /// [`allow_uid`](Self::allow_uid) names. They may have queues of up to 32768 entries; 256 of
-    /// them may be attached at once. A host has one attach socket: the last that it was told of,
-    /// here or with [`attach_with`](Self::attach_with).
+    /// Lets processes attach at the Unix socket `path`: those of the host's own user, and of users
+    /// that [`allow_uid`](Self::allow_uid) names. Their queues may have up to 32768 entries; 256
+    /// processes may be attached at once. A host has one attach socket: the last one set here or
+    /// with [`attach_with`](Self::attach_with).
     pub fn attach(mut self, path: impl Into<PathBuf>) -> HostBuilder {
-        self.attach = Some(Door::At(path.into()));
+        self.attach = Some(AttachSocket::Path(path.into()));
         self
     }
 
-    /// The mode of the socket of [`attach`](Self::attach); at first 600, our own user's alone. It
-    /// is in force before anybody can connect.
+    /// The mode of the socket of [`attach`](Self::attach); default 600, the host's own user. It is
+    /// set before the socket accepts connections.
     pub fn attach_mode(mut self, mode: u32) -> HostBuilder {
         self.attach_mode = mode & 0o777;
         self
     }
 
     /// Lets processes of this user attach too; they need access to the socket's file as well: see
-    /// [`attach_mode`](Self::attach_mode). Others are told
+    /// [`attach_mode`](Self::attach_mode). Other users get
     /// [`NotPermitted`](crate::control::attach::AttachError::NotPermitted).
     pub fn allow_uid(mut self, uid: u32) -> HostBuilder {
         self.uids.push(uid);
         self
     }
 
-    /// Lets processes attach on terms of the caller's, at a socket of the caller's, instead of the
-    /// one of [`attach`](Self::attach). [`allow_uid`](Self::allow_uid) adds to its users, and a
-    /// [`window`](Self::window) that is set replaces its own.
+    /// Lets processes attach with the settings and at the socket of `attach`, instead of the one of
+    /// [`attach`](Self::attach). [`allow_uid`](Self::allow_uid) adds to its users;
+    /// [`window`](Self::window), if set, replaces its window.
     pub fn attach_with(mut self, attach: AttachConfig) -> HostBuilder {
-        self.attach = Some(Door::With(Box::new(attach)));
+        self.attach = Some(AttachSocket::Config(Box::new(attach)));
         self
     }
 
-    /// Who may reach whom, the program itself included, beyond what groups say. At first groups
-    /// decide alone.
+    /// Access rules between CIDs, the host included, in addition to groups. Default: groups alone
+    /// decide.
     pub fn access(mut self, access: AccessList) -> HostBuilder {
         self.config.access = access;
         self
     }
 
-    /// Bytes that a peer may have under way to us in one connection: for VMs added with
-    /// [`vm`](Self::vm), and for processes; at least 1. At first 262144.
+    /// Receive window of a connection in bytes, for VMs added with [`vm`](Self::vm) and for
+    /// processes; at least 1, default 262144.
     pub fn window(mut self, bytes: u32) -> HostBuilder {
         self.window = Some(bytes);
         self
     }
 
-    /// Most queue pairs that a driver may use which knows of them (docs/queue-pairs.md), 1 to 16. At
-    /// first 1. One thread at a time drives them all: more of them serve to try things out here, and
-    /// to share work out in [`Daemon`](crate::daemon::Daemon)s.
+    /// Most queue pairs that a driver may negotiate (docs/queue-pairs.md), 1 to 16, default 1. One
+    /// thread at a time drives them all, so more pairs are useful here only for tests; in a
+    /// [`Daemon`](crate::daemon::Daemon) they spread load over workers.
     pub fn queue_pairs(mut self, most: u16) -> HostBuilder {
         self.config.queue_pairs = most;
         self
     }
 
-    /// How its sockets wait, until they are told otherwise. At first [`Wait::Sleep`].
+    /// How its sockets wait, unless they are set otherwise. Default: [`Wait::Sleep`].
     pub fn wait(mut self, wait: Wait) -> HostBuilder {
         self.wait = wait;
         self
     }
 
-    /// How long unread and leased bytes stay where the guest wrote them before they are copied
-    /// out and the guest gets its buffers back. At first 20 ms; at least 1 ms.
+    /// How long unread and leased bytes stay where the guest wrote them before the host copies them
+    /// out and returns the buffers to the guest. Default 20 ms; at least 1 ms.
     pub fn hold(mut self, hold: Duration) -> HostBuilder {
         self.config.hold = hold;
         self
     }
 
-    /// Bytes of one VM or process that are kept in copies because the program does not read them,
-    /// over all its connections, those of each queue pair by themselves. Above it those with most are
-    /// reset. At first 64 MiB.
+    /// Most unread bytes of one VM or process that the host keeps in copies, over all its
+    /// connections, counted for each queue pair. Above it the connections with most copied bytes
+    /// are reset. Default 64 MiB.
     pub fn max_copied(mut self, bytes: usize) -> HostBuilder {
         self.config.max_overflow = bytes;
         self
     }
 
-    /// Bytes of memory that one VM or process uses no more and that is kept alive for those who
-    /// still read it ([`Reading::is_torn`](super::Reading::is_torn)); at least twice what it uses.
-    /// Above it leases from that guest are copies, until some are dropped. At first 1 GiB.
+    /// Bytes of former memory of one VM or process that leases may keep mapped
+    /// ([`Reading::is_torn`](super::Reading::is_torn)); at least twice its current memory. Above it
+    /// leases from that guest are copies, until some are dropped. Default 1 GiB.
     pub fn old_memory(mut self, bytes: u64) -> HostBuilder {
         self.config.old_memory = bytes;
         self
     }
 
-    /// Bytes of memory that one VM, or all processes of one user together, may have mapped here, at
-    /// first 1 TiB, and all of them, at first 64 TiB. A front-end that asks for more is refused.
+    /// Bytes of memory that the host maps of one VM, or of all processes of one user (`each`,
+    /// default 1 TiB), and of all together (`total`, default 64 TiB). A front-end that exceeds it
+    /// is refused.
     pub fn max_memory(mut self, each: u64, total: u64) -> HostBuilder {
         self.config.memory.each = each;
         self.config.memory.total = total;
         self
     }
 
-    /// Connections of one VM or process at once; further requests of it are answered with a reset.
-    /// At first 131072; where VMs or processes have sockets of the host, as many as the descriptors
-    /// that one of them can have, if that is less.
+    /// Most connections of one VM or process; further requests are answered with a reset. Default
+    /// 131072, or the number of descriptors that one VM or process may use for host sockets, if
+    /// that is less.
     pub fn max_connections(mut self, connections: usize) -> HostBuilder {
         self.config.max_connections = Some(connections);
         self
     }
 
-    /// How long a connect waits for an answer: some time. At first 2 s.
+    /// How long a connect waits for an answer; not zero, default 2 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> HostBuilder {
         self.config.connect_timeout = timeout;
         self
     }
 
-    /// Trusts processes that attach, never VMs, to write nothing that we hold on lease and to read
-    /// nothing that we hold on loan, as zerosock's own endpoints do not. Leases and loans then
-    /// give plain slices. The token is had by the one `unsafe` declaration of [`Trust::declare`],
-    /// which says what is promised.
+    /// Trusts attached processes, never VMs, not to write leased memory and not to read lent
+    /// memory; zerosock's own endpoints do neither. Leases and loans then give plain slices. The
+    /// token comes from the `unsafe` [`Trust::declare`], which states the promise.
     pub fn trust_processes(mut self, trust: Trust) -> HostBuilder {
         self.trust = Some(trust);
         self
@@ -454,13 +459,13 @@ impl HostBuilder {
         }
         let attach = match self.attach {
             None => None,
-            Some(Door::At(path)) => {
+            Some(AttachSocket::Path(path)) => {
                 let listener = bind(path, SocketKind::Packets, self.attach_mode)?;
                 let mut attach = AttachConfig::new(listener);
                 attach.buf_alloc = WINDOW;
                 Some(attach)
             }
-            Some(Door::With(attach)) => Some(*attach),
+            Some(AttachSocket::Config(attach)) => Some(*attach),
         };
         config.attach = attach.map(|mut attach| {
             attach.allowed_uids.extend(self.uids);
@@ -470,7 +475,7 @@ impl HostBuilder {
         config.trust_processes = self.trust.is_some();
         let connect_timeout = config.connect_timeout;
         let engine = HostEngine::start(config)?;
-        let (places, faults) = (engine.places(), engine.faults());
+        let (directory, faults) = (engine.places(), engine.faults());
         let core =
             Core::new(Box::new(engine), self.trust, None).map_err(|source| StartError::System {
                 what: "duplicate a descriptor",
@@ -481,7 +486,7 @@ impl HostBuilder {
             core: Arc::new(core),
             wait: self.wait,
             connect_timeout,
-            places,
+            directory,
             faults,
             _files: files,
         })
@@ -489,7 +494,7 @@ impl HostBuilder {
 }
 
 impl AsFd for Host {
-    /// Readable when something has happened after a call said that it would block.
+    /// Readable when an event has occurred since a call answered `WouldBlock`.
     fn as_fd(&self) -> BorrowedFd<'_> {
         (*self.core).as_fd()
     }

@@ -1,13 +1,16 @@
-//! Leases: received bytes, read where they lie.
+//! Leases: received bytes, read in place.
 //!
-//! A lease in place names bytes in memory that the peer shares. Its buffer and its credit go back
-//! when it is dropped; until then the endpoint may still move it: after a bounded time, when
-//! nobody reads, the bytes are copied out and the buffer returns. The holder sees the same bytes
-//! either way. While a [`Reading`] lives they stay where they are.
+//! # Invariants
+//! - No reference to peer memory exists without the application's declaration of trust, and no new
+//!   one to memory that the peer has taken back.
+//! - Bytes are copied out once.
+//! - A lease is returned exactly once.
 //!
-//! What must hold: no reference to peer memory without the opener's declaration of trust, and no
-//! new one to memory that was torn away; what is copied out is copied once; a lease goes back
-//! exactly once.
+//! # Life of a lease
+//! A lease in place refers to bytes in memory that the peer shares. Dropping it returns the buffer
+//! and the credit. Before that, after a bounded time, the endpoint may copy the bytes out and
+//! return the buffer; the application reads the same bytes either way. While a [`Reading`] lives,
+//! they are not moved.
 
 mod shared;
 
@@ -27,8 +30,8 @@ use crate::table::leases::{Entered, NONE};
 use crate::table::sockets::{Copied, LeaseParts, PIECES, Place};
 use crate::zc::{Buf, Mapped};
 
-/// The right to read the bytes of one received packet where they lie. Dropping it gives the buffer
-/// back to its sender, and credit for more.
+/// The bytes of one received packet, in place. Dropping it returns the buffer and the credit to the
+/// sender.
 ///
 /// ```
 /// use std::io::Write;
@@ -58,8 +61,8 @@ pub struct Lease<'a> {
     body: Body,
 }
 
-/// A lease that is not bound to its stream: it keeps what it needs of the endpoint alive by
-/// itself. For handing received bytes to another thread, or to a [`Bytes`].
+/// A lease that may outlive its stream: it keeps the endpoint alive. For handing received bytes to
+/// another thread, or to a [`Bytes`].
 ///
 /// ```
 /// use std::io::Write;
@@ -76,18 +79,18 @@ pub struct OwnedLease {
     body: Body,
 }
 
-/// What both kinds are made of.
+/// The contents of [`Lease`] and [`OwnedLease`].
 #[derive(Debug)]
 struct Body {
     index: u32,
     len: usize,
     place: Place,
-    /// The opener's declaration, if it covers this peer.
+    /// The application's declaration of trust, if it covers this peer.
     trust: Option<Trust>,
 }
 
 impl Body {
-    /// What is left to be dropped when a lease has become another: it names none.
+    /// A body that refers to no lease: left behind for the drop when a lease is converted.
     fn nothing() -> Self {
         Self {
             index: NONE,
@@ -98,7 +101,7 @@ impl Body {
     }
 }
 
-/// Leased bytes that stay where they are as long as this lives.
+/// Leased bytes that are not moved while this lives.
 ///
 /// ```
 /// use std::io::Write;
@@ -107,14 +110,14 @@ impl Body {
 /// (&process).write_all(&[1, 0, 0, 0, 2, 0, 0, 0])?;
 /// let lease = host.recv()?.expect("a packet");
 /// let reading = lease.read();
-/// // Trust was declared, so there is a plain slice, and a value where it lies.
+/// // Trust was declared, so there are a plain slice and a value in place.
 /// assert_eq!(reading.as_slice().expect("trusted").len(), 8);
 /// assert_eq!(reading.view::<[u32; 2]>().map(|words| words[1].to_le()), Some(2));
 /// assert!(!reading.is_torn());
 /// # Ok::<(), std::io::Error>(())
 /// ```
 ///
-/// It cannot outlive its lease, nor a slice of it the reading:
+/// It cannot outlive its lease, and a slice of it cannot outlive the reading:
 ///
 /// ```compile_fail,E0505
 /// # use zerosock::vsock::Lease;
@@ -139,7 +142,7 @@ pub struct Reading<'l> {
     body: &'l Body,
     /// The bytes, if the endpoint has moved them.
     copy: Option<Copied>,
-    /// They are in place, and stay there until this is dropped.
+    /// The lease is entered: its bytes stay in place until the drop.
     entered: bool,
 }
 
@@ -161,18 +164,18 @@ impl<'a> Lease<'a> {
         self.body.len
     }
 
-    /// Whether the bytes were handed out where the peer's side wrote them, and not as a copy
-    /// because of the bounds on what may be held.
+    /// Whether the bytes lay where the peer's side wrote them when they were received. False for a
+    /// packet beyond the hold limit, which is a copy.
     pub fn is_in_place(&self) -> bool {
         matches!(self.body.place, Place::InPlace { .. })
     }
 
-    /// Keeps the bytes where they are, to be read there.
+    /// Keeps the bytes in place while they are read.
     pub fn read(&self) -> Reading<'_> {
         Reading::new(self.core, &self.body)
     }
 
-    /// Copies bytes from `offset` on to `out`; how many. Safe with any peer.
+    /// Copies bytes from `offset` on to `out`; returns how many. Safe with any peer.
     pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
         self.read().copy_to(offset, out)
     }
@@ -187,7 +190,7 @@ impl<'a> Lease<'a> {
         self.read().read_as(offset)
     }
 
-    /// Writes all bytes to `fd`, straight from where they lie; how many the system took.
+    /// Writes all bytes to `fd` without a copy in user space; returns how many the system took.
     ///
     /// # Errors
     /// Those of `writev(2)`.
@@ -195,7 +198,7 @@ impl<'a> Lease<'a> {
         self.read().write_to(fd)
     }
 
-    /// The same lease, no longer bound to its stream.
+    /// Converts it to a lease that may outlive the stream.
     pub fn into_owned(mut self) -> OwnedLease {
         OwnedLease {
             core: self.core.clone(),
@@ -203,20 +206,20 @@ impl<'a> Lease<'a> {
         }
     }
 
-    /// The bytes as what a [`zc::Sender`](crate::zc::Sender) sends, from where they lie: straight
-    /// from the peer's memory to a socket of the kernel. The buffer goes back to the peer when the
-    /// kernel has let go of it and the sender has been asked: who waits for more from the peer
-    /// while the sender has all that the peer may send waits for ever. No trust is needed: the
-    /// kernel reads what is there at that moment.
+    /// Converts it to a buffer for a [`zc::Sender`](crate::zc::Sender), which sends it over a
+    /// kernel socket directly from the peer's memory. The buffer returns to the peer once the
+    /// kernel has released it and the program has polled the sender. A program that waits for more
+    /// from the peer while the sender holds the peer's whole window, and does not poll the sender,
+    /// waits forever. No trust is needed: the kernel copies the bytes of that moment.
     ///
-    /// The endpoint cannot take it back, and the kernel keeps it until a TCP receiver has
-    /// acknowledged it, which can take as long as that one likes.
-    /// A sender with a limit ([`Builder::limit`](crate::zc::Builder::limit)) bounds that: it resets the
-    /// connection then, which lets go of the peer's memory.
-    /// [`Sender::close`](crate::zc::Sender::close) with a time does so, too.
+    /// The endpoint cannot take the buffer back, and the kernel keeps it until the TCP receiver has
+    /// acknowledged it, without a time limit. A limit of the sender
+    /// ([`Builder::limit`](crate::zc::Builder::limit)), or
+    /// [`Sender::close`](crate::zc::Sender::close) with a time, bounds that: the sender resets the
+    /// connection then, which releases the peer's memory.
     ///
     /// # Errors
-    /// [`StreamError::Torn`], and the lease as it was: see [`Reading::is_torn`].
+    /// [`StreamError::Torn`] with the unchanged lease: see [`Reading::is_torn`].
     pub fn into_buf(self) -> Result<Buf, (StreamError, Self)> {
         let core = self.core;
         self.into_owned()
@@ -224,12 +227,12 @@ impl<'a> Lease<'a> {
             .map_err(|(error, lease)| (error, lease.into_bound(core)))
     }
 
-    /// The bytes as one shared buffer that any number of readers can have without a copy. The
-    /// buffer goes back to its sender when the last of them is gone. Bytes that lie in several
-    /// pieces are copied, once, since a `Bytes` is one.
+    /// Converts it to a shared buffer, which can be cloned without a copy. The buffer returns to
+    /// its sender when the last clone is dropped. Bytes in several pieces are copied once, since a
+    /// `Bytes` is contiguous.
     ///
     /// # Errors
-    /// [`StreamError::Untrusted`], and the lease as it was: the peer may write the bytes at any
+    /// [`StreamError::Untrusted`] with the unchanged lease: the peer may write the bytes at any
     /// time, and `Bytes` is a plain slice. [`StreamError::Torn`]: see [`Reading::is_torn`].
     pub fn into_bytes(self) -> Result<Bytes, (StreamError, Self)> {
         let shared = self.read().share();
@@ -242,7 +245,7 @@ impl<'a> Lease<'a> {
 }
 
 impl OwnedLease {
-    /// The lease, bound to its stream again.
+    /// Converts it back to a lease that borrows its stream.
     fn into_bound(mut self, core: &Arc<Core>) -> Lease<'_> {
         let body = std::mem::replace(&mut self.body, Body::nothing());
         Lease { core, body }
@@ -259,12 +262,12 @@ impl OwnedLease {
         matches!(self.body.place, Place::InPlace { .. })
     }
 
-    /// Keeps the bytes where they are, to be read there.
+    /// Keeps the bytes in place while they are read.
     pub fn read(&self) -> Reading<'_> {
         Reading::new(&self.core, &self.body)
     }
 
-    /// Copies bytes from `offset` on to `out`; how many. Safe with any peer.
+    /// Copies bytes from `offset` on to `out`; returns how many. Safe with any peer.
     pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
         self.read().copy_to(offset, out)
     }
@@ -279,7 +282,7 @@ impl OwnedLease {
         self.read().read_as(offset)
     }
 
-    /// Writes all bytes to `fd`, straight from where they lie; how many the system took.
+    /// Writes all bytes to `fd` without a copy in user space; returns how many the system took.
     ///
     /// # Errors
     /// Those of `writev(2)`.
@@ -311,7 +314,7 @@ impl OwnedLease {
         }
         Ok(match Mapped::new(&memory, &pieces, offset, len, shared) {
             Ok(mapped) => mapped.into(),
-            // Scattered over more regions than fit: read where they lie, once.
+            // In more regions than a `Buf` takes: copied once.
             Err(shared) => shared.reading().to_vec().into(),
         })
     }
@@ -332,13 +335,13 @@ impl OwnedLease {
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
-        self.core.give_back(self.body.index);
+        self.core.return_buffer(self.body.index);
     }
 }
 
 impl Drop for OwnedLease {
     fn drop(&mut self) {
-        self.core.give_back(self.body.index);
+        self.core.return_buffer(self.body.index);
     }
 }
 
@@ -348,7 +351,7 @@ impl<'l> Reading<'l> {
         if let Place::InPlace { .. } = &body.place {
             entered = core.leases().enter(body.index) == Entered::InPlace;
             if !entered {
-                // It is there: the endpoint puts it there before it says that it has moved them.
+                // The copy exists: the endpoint stores it before it marks the lease as moved.
                 copy = core.lock().engine().copy_of(body.index);
                 debug_assert!(copy.is_some(), "moved to nowhere");
             }
@@ -376,22 +379,21 @@ impl<'l> Reading<'l> {
         self.body.len
     }
 
-    /// Whether the peer got its memory back although we were reading (it disconnected, rebooted,
-    /// or changed its memory): the memory is still there, but what it holds means nothing.
+    /// Whether the peer has taken its memory back during the reading (it disconnected, rebooted, or
+    /// changed its memory): the memory is still mapped, but its contents are undefined.
     ///
-    /// It stays mapped for as long as the reading lives, so who reads for long keeps memory alive
-    /// that its guest uses no more. Up to a bound, which is
-    /// [`HostBuilder::old_memory`](super::HostBuilder::old_memory) and at least twice the guest's
-    /// size: beyond it further leases from that guest are copies.
+    /// A long reading keeps mapped memory that its guest no longer uses. The limit is
+    /// [`HostBuilder::old_memory`](super::HostBuilder::old_memory), at least twice the guest's
+    /// memory: beyond it further leases from that guest are copies.
     pub fn is_torn(&self) -> bool {
         match self.entered {
             true => self.core.leases().is_torn(self.body.index),
-            // Neither in place nor anywhere else: it cannot be.
+            // Neither in place nor copied; cannot happen.
             false => self.private().is_none(),
         }
     }
 
-    /// Whether the bytes may become a shared buffer as they are; or a copy, if they have to.
+    /// `None`: the bytes can be shared in place. Otherwise a copy of them.
     fn share(&self) -> Result<Option<Vec<u8>>, StreamError> {
         if self.private().is_some() {
             return Ok(None);
@@ -406,8 +408,8 @@ impl<'l> Reading<'l> {
     }
 
     /// The bytes themselves. `None` if the peer may write them: then copy them out, or, for
-    /// process peers, declare trust when opening the endpoint. `None` also for bytes that lie in
-    /// more than one piece, or were torn away ([`is_torn`](Self::is_torn)).
+    /// process peers, declare trust when opening the endpoint. `None` also for bytes in more than
+    /// one piece, or torn ones ([`is_torn`](Self::is_torn)).
     pub fn as_slice(&self) -> Option<&[u8]> {
         if !self.entered {
             return self.private();
@@ -427,17 +429,16 @@ impl<'l> Reading<'l> {
         memory.trusted_slice(piece.part(*offset, self.body.len), self.body.trust?)
     }
 
-    /// The value at the beginning, where it lies. `None` as for [`as_slice`](Self::as_slice), or
-    /// if there are too few bytes or they are not aligned for it; payload begins on a border of 64
-    /// bytes where our driver half has the buffers.
+    /// The value at the beginning, in place. `None` as for [`as_slice`](Self::as_slice), or if
+    /// there are too few bytes or they are not aligned for it. In buffers of a zerosock driver,
+    /// payload is aligned to 64 bytes.
     pub fn view<T: FromBytes + KnownLayout + Immutable>(&self) -> Option<&T> {
         T::ref_from_prefix(self.as_slice()?)
             .ok()
             .map(|(value, _)| value)
     }
 
-    /// The values from `offset` on where they lie, as many as are there whole. `None` as for
-    /// [`view`](Self::view).
+    /// The complete values from `offset` on, in place. `None` as for [`view`](Self::view).
     ///
     /// ```
     /// use std::io::Write;
@@ -475,7 +476,7 @@ impl<'l> Reading<'l> {
         T::read_from_bytes(&bytes).ok()
     }
 
-    /// Copies bytes from `offset` on to `out`; how many. Safe with any peer.
+    /// Copies bytes from `offset` on to `out`; returns how many. Safe with any peer.
     pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
         let offset = offset.min(self.body.len);
         let len = out.len().min(self.body.len - offset);
@@ -501,7 +502,7 @@ impl<'l> Reading<'l> {
         bytes
     }
 
-    /// Writes all bytes to `fd`, straight from where they lie; how many the system took.
+    /// Writes all bytes to `fd` without a copy in user space; returns how many the system took.
     ///
     /// # Errors
     /// Those of `writev(2)`.
@@ -522,7 +523,7 @@ impl<'l> Reading<'l> {
         zerosock_sys::write_slices(fd.as_fd(), &slices)
     }
 
-    /// The address of the first byte: for telling that it lies where the peer wrote it.
+    /// The address of the first byte, to check that it lies where the peer wrote it.
     pub fn as_ptr(&self) -> *const u8 {
         if let Some(bytes) = self.private() {
             return bytes.as_ptr();
@@ -546,7 +547,7 @@ impl<'l> Reading<'l> {
 impl Drop for Reading<'_> {
     fn drop(&mut self) {
         if self.entered {
-            self.core.leave(self.body.index);
+            self.core.end_access(self.body.index);
         }
     }
 }

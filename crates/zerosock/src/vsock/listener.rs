@@ -1,4 +1,4 @@
-//! Connections that come in.
+//! Listeners for stream connections.
 
 use std::fmt;
 use std::io;
@@ -17,8 +17,7 @@ use super::stream::Stream;
 use super::waiting::Wait;
 use crate::io::deadline::deadline_in;
 
-/// A port that is listened on. Dropping it ends that, and resets connections that wait to be
-/// accepted.
+/// A listening socket. Dropping it stops listening and resets connections that were not accepted.
 ///
 /// ```
 /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -66,30 +65,29 @@ impl Listener {
         }
     }
 
-    /// The address that is listened on.
+    /// The local address.
     pub fn local_addr(&self) -> Address {
         self.local
     }
 
-    /// [`accept`](Self::accept) answers `WouldBlock` instead of waiting; see
+    /// [`accept`](Self::accept) answers `WouldBlock` instead of blocking; see
     /// [`Stream::set_nonblocking`].
     ///
     /// # Errors
-    /// None; as in `std::net`, the result is there for the future.
+    /// None. The signature is that of `std::net`.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
         self.blocking.set_nonblocking(nonblocking);
         Ok(())
     }
 
-    /// How [`accept`](Self::accept) waits, and streams that it gives, until they are told
-    /// otherwise. At first as the endpoint was told.
+    /// The wait mode of [`accept`](Self::accept) and, unless they are set otherwise, of accepted
+    /// streams.
     pub fn set_wait(&self, wait: Wait) {
         self.wait.store(encode(wait), Ordering::Relaxed);
     }
 
-    /// The receive buffer of connections that come from now on, in bytes; see
-    /// [`Stream::set_buffer_size`]. What else they begin with is told a
-    /// [`Socket`](super::Socket) before it listens.
+    /// Sets the receive buffer of later connections, in bytes; see [`Stream::set_buffer_size`].
+    /// Other options are set on the [`Socket`](super::Socket) before it listens.
     ///
     /// # Errors
     /// With an [`OptionError`](super::OptionError) inside: `InvalidInput` for 0.
@@ -100,26 +98,27 @@ impl Listener {
         Ok(())
     }
 
-    /// The receive buffer of connections that come, in bytes.
+    /// The receive buffer of later connections, in bytes.
     pub fn buffer_size(&self) -> u32 {
         self.options().buffer.unwrap_or(self.core.window())
     }
 
-    /// What the socket was told of which it has become.
+    /// Takes the options of the socket that it was made of.
     pub(super) fn adopt(&self, options: Options) {
         *self.options() = options;
     }
 
-    /// What an accepted socket begins with.
+    /// The options of accepted sockets.
     pub(super) fn options(&self) -> MutexGuard<'_, Options> {
-        // What is kept is whole whenever it can be seen.
+        // Each update leaves the value consistent, even where a panic has poisoned the lock.
         self.options.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The oldest connection that waits, and who it is from.
+    /// Accepts the oldest pending connection; returns it and the address of its peer.
     ///
     /// # Errors
-    /// `WouldBlock`, if the listener does not wait; `ConnectionAborted` when the endpoint is over.
+    /// `WouldBlock` if the listener is non-blocking; `ConnectionAborted` when the endpoint has
+    /// failed.
     pub fn accept(&self) -> io::Result<(Stream, Address)> {
         self.accept_until(None)
     }
@@ -132,7 +131,7 @@ impl Listener {
         self.accept_until(deadline_in(timeout))
     }
 
-    /// As `accept`, for any kind of socket.
+    /// As `accept`, for any type of socket.
     pub(super) fn accept_until<S: Connected>(
         &self,
         deadline: Option<Instant>,
@@ -154,14 +153,14 @@ impl Listener {
         Ok((socket, info.peer))
     }
 
-    /// Connections, as they come; never `None`.
+    /// An iterator over connections; it never ends.
     pub fn incoming(&self) -> Incoming<'_> {
         Incoming { listener: self }
     }
 }
 
-/// Connections of a [`Listener`], as they come: each step is an [`accept`](Listener::accept), and
-/// there is no end.
+/// An iterator over the connections of a [`Listener`]: each step is an
+/// [`accept`](Listener::accept); it never ends.
 ///
 /// ```
 /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -205,7 +204,8 @@ impl<'a> IntoIterator for &'a Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        self.core.end(DeferredClose::Listener(self.local.port));
+        self.core
+            .close_deferred(DeferredClose::Listener(self.local.port));
     }
 }
 

@@ -1,4 +1,4 @@
-//! A received packet while it is shown: see [`Stream::recv_each`](super::Stream::recv_each).
+//! Received packets in a callback: see [`Stream::recv_each`](super::Stream::recv_each).
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use zerosock_ring::Trust;
 
 use crate::table::engine::Payload;
 
-/// The bytes of one packet, where they lie, for the time of a call.
+/// The bytes of one received packet or datagram, in place, for the time of a callback.
 ///
 /// ```
 /// use std::io::Write;
@@ -22,7 +22,7 @@ use crate::table::engine::Payload;
 /// # Ok::<(), std::io::Error>(())
 /// ```
 ///
-/// Behind it the buffer is the sender's again, so it cannot be carried out of the call:
+/// After the callback the buffer returns to the sender, so a message cannot leave the callback:
 ///
 /// ```compile_fail,E0521
 /// # use zerosock::vsock::{Message, Stream};
@@ -70,7 +70,7 @@ impl<'m> Message<'m> {
         }
     }
 
-    /// Copies bytes from `offset` on to `out`; how many. Safe with any peer.
+    /// Copies bytes from `offset` on to `out`; returns how many. Safe with any peer.
     #[inline]
     pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
         self.payload.copy_to(offset, out)

@@ -1,26 +1,28 @@
-//! Sockets whose bytes are read where they lie and written where they will be read.
+//! Zero-copy vsock sockets: received bytes are read where the peer wrote them, sent bytes are
+//! written where the peer reads them.
 //!
-//! An endpoint is whatever has a CID. A program has one of two kinds:
+//! An endpoint is anything with a CID. A program opens one of two kinds:
 //!
 //! - an [`Endpoint`]: the program attaches to a host in another process, or to `zerosock serve`,
-//!   and is a guest without a virtual machine there;
-//! - a [`Host`]: the program has the device in itself, and is CID 2 to VMs and processes.
+//!   and has a CID of its own, as a guest has;
+//! - a [`Host`]: the program contains the device, and is CID 2 to VMs and processes.
 //!
-//! Both give the same [`Stream`]s and [`Listener`]s, and [`SeqPacket`]s for messages. Bytes move in two ways that may be mixed: by
-//! copying ([`std::io::Read`], [`std::io::Write`]), or in place ([`Lease`], [`Loan`]).
+//! Both have the same sockets: [`Stream`]s, [`SeqPacket`]s for messages, [`Listener`]s and
+//! [`Datagram`]s. Bytes move by copying ([`std::io::Read`], [`std::io::Write`]) or in place
+//! ([`Lease`], [`Loan`]); a program may mix the two.
 //!
-//! # Whom it trusts
-//! Nobody, unless told. A peer may change bytes while they are on lease; so a lease is copied from,
-//! or handed to the system. Plain slices of it are given only for peers that are processes and
-//! whose endpoint was opened with [`Trust`]: an `unsafe` declaration that they do not do that.
+//! # Trust
+//! No peer is trusted by default. A peer may change bytes while they are on lease; so a program
+//! copies out of a lease or hands it to the system. Plain slices of it exist only for peers that
+//! are processes, on an endpoint opened with [`Trust`]: an `unsafe` declaration that the peers do
+//! not change leased bytes.
 //!
-//! # What lives how long
+//! # Lifetimes
 //! A borrowed [`Lease`], [`Loan`] or [`Batch`] cannot outlive its stream: that does not compile.
-//! What owns its part keeps it alive: an endpoint, with its place and its name, lives as long as
-//! the last of its [`Stream`]s, [`Listener`]s and [`OwnedLease`]s, whether or not the [`Endpoint`]
-//! or [`Host`] value itself is still there; only a host's sockets are removed with its value, so
-//! that nobody new comes. An [`OwnedLease`] stays readable when its stream, and even its sender,
-//! are gone.
+//! An endpoint, with its CID and its name, lives as long as the last of its [`Stream`]s,
+//! [`Listener`]s and [`OwnedLease`]s, even after the [`Endpoint`] or [`Host`] value is dropped.
+//! Dropping a [`Host`] removes its socket files, so no new front-end connects. An [`OwnedLease`]
+//! stays readable after its stream, and even its sender, are gone.
 //!
 //! # Forks
 //! Rings and buffers lie in memory that a forked child shares with its parent, while the state that
@@ -29,17 +31,19 @@
 //! close the parent's connections. So the child calls `execve` or `_exit`, or forgets its copies
 //! ([`std::mem::forget`]), before anything drops them; their descriptors are close-on-exec.
 //! [`std::process::Command`] does that. A child that needs an endpoint opens one of its own. What
-//! holds for senders is said at [`zc::Sender`](crate::zc::Sender).
+//! holds for senders is documented at [`zc::Sender`](crate::zc::Sender).
 //!
-//! # What each file is for
-//! `endpoint`, `host`: how one comes to be either;
-//! `service`: an endpoint that is the host.
-//! `socket`: one before it is a connection or a listener, with `options` for what it may be told.
-//! `connection`: what all connected sockets have; `stream`, `seqpacket`, `listener`, `lease`, `loan`,
-//! `message`: what the user has in hand; `poller` and `tokio` wait for many of them, `waiting` says how;
-//! `errors`: what goes wrong, and which side is at fault. `hub`: the lock, which caller drives the
-//! queues and which ones sleep. `rxmap`: the interface of memory-mapped receive. The table of
-//! connections beneath is the module `table`.
+//! # Files
+//! - `endpoint`, `opening`, `host`, `service`: endpoints, how they are opened, and services.
+//! - `socket`, `options`: sockets before they connect or listen, and their options.
+//! - `connection`: what all connected sockets share; `stream`, `seqpacket`, `listener`, `datagram`:
+//!   the sockets; `lease`, `loan`, `message`: received and lent bytes.
+//! - `poller`, `tokio`: waiting for many sockets; `waiting`: the wait modes.
+//! - `errors`: errors, and the side at fault.
+//! - `hub`: the lock, the calling thread that drives the queues, and the waiters.
+//! - `rxmap`: receive maps.
+//!
+//! The table of connections is the crate's module `table`.
 
 mod connection;
 pub(crate) mod datagram;

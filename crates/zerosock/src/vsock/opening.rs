@@ -1,4 +1,4 @@
-//! How an endpoint comes about: its settings, the ways to its device, and why there is none.
+//! Opening an endpoint: settings, the ways to attach to a device, and errors.
 
 use std::io;
 use std::path::Path;
@@ -15,7 +15,7 @@ use crate::control::attach::{self, AttachRequest, Attached, Client};
 use crate::driver::{self, Driver, DriverConfig};
 use crate::fault::Fault;
 
-/// Why there is no endpoint.
+/// Why an endpoint could not be opened.
 ///
 /// ```
 /// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
@@ -24,7 +24,7 @@ use crate::fault::Fault;
 /// use zerosock::attach::AttachError;
 /// use zerosock::vsock::{Endpoint, Fault, OpenError};
 ///
-/// let error = Endpoint::attach(dir.path().join("nobody.sock")).unwrap_err();
+/// let error = Endpoint::attach(dir.path().join("missing.sock")).unwrap_err();
 /// assert_eq!(error.fault(), Fault::System);
 ///
 /// let _first = Endpoint::builder().name("db").attach(&path)?;
@@ -36,24 +36,24 @@ use crate::fault::Fault;
 /// ```
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// The attach socket did not give us a place. Whose fault it is, says
-    /// [`fault`](attach::AttachError::fault).
+    /// The attach socket refused the endpoint. [`fault`](attach::AttachError::fault) names the side
+    /// at fault.
     #[error(transparent)]
     Place(#[from] attach::AttachError),
-    /// The caller: a name that none can have.
+    /// The caller: an invalid name.
     #[error(transparent)]
     Name(#[from] attach::NameError),
-    /// The device did not take us, or broke its protocol.
+    /// The device refused the driver, or violated the protocol.
     #[error(transparent)]
     Device(#[from] driver::AttachError),
-    /// The system had no descriptor to give.
+    /// The system had no descriptor left.
     #[error("cannot share a descriptor: {0}")]
     System(#[from] io::Error),
 }
 
 impl OpenError {
-    /// Who is to blame: the device or the one who keeps the attach socket, the caller, or the
-    /// system.
+    /// The side at fault: the peer (the device or the server of the attach socket), the caller, or
+    /// the system.
     pub fn fault(&self) -> Fault {
         match self {
             OpenError::Place(error) => error.fault(),
@@ -65,10 +65,10 @@ impl OpenError {
 }
 
 impl From<OpenError> for io::Error {
-    /// With the kind that says most: `AddrInUse` for a CID or name that is taken,
-    /// `PermissionDenied` for a user who may not attach, `NotFound` or `ConnectionRefused` where
-    /// nobody is at the socket, `TimedOut`, `InvalidInput` for what the caller should not have
-    /// asked, `InvalidData` for who broke a protocol, `Unsupported` for another version.
+    /// The kind is `AddrInUse` for a CID or name that is taken, `PermissionDenied` for a user that
+    /// may not attach, `NotFound` or `ConnectionRefused` when no server is at the socket,
+    /// `TimedOut`, `InvalidInput` for invalid settings, `InvalidData` for a protocol violation,
+    /// `Unsupported` for another version.
     fn from(error: OpenError) -> io::Error {
         let kind = match &error {
             OpenError::Place(error) => error.kind(),
@@ -80,11 +80,11 @@ impl From<OpenError> for io::Error {
     }
 }
 
-/// Bytes of a receive buffer: as many as the longest packet has. Only the pages that packets reach
-/// are ever touched.
+/// Bytes of a receive buffer: the length of the longest packet. Only pages that packets reach use
+/// memory.
 const RECEIVE_BUFFER: u32 = 64 << 10;
 
-/// How an [`Endpoint`] is to be.
+/// The settings of an [`Endpoint`].
 ///
 /// ```
 /// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
@@ -95,7 +95,7 @@ const RECEIVE_BUFFER: u32 = 64 << 10;
 /// let endpoint = Endpoint::builder()
 ///     .name("loader")
 ///     .ports([Port::new(9000)])
-///     // Packets of up to 1 MiB, and 8 MiB of them under way.
+///     // Packets of up to 1 MiB, and 8 MiB of them in flight.
 ///     .receive_buffers(1 << 20)
 ///     .window(8 << 20)
 ///     .wait(Wait::ADAPTIVE)
@@ -115,7 +115,7 @@ pub struct EndpointBuilder {
 }
 
 impl Endpoint {
-    /// An endpoint with the usual settings.
+    /// The default settings.
     pub fn builder() -> EndpointBuilder {
         EndpointBuilder {
             config: DriverConfig {
@@ -129,7 +129,7 @@ impl Endpoint {
         }
     }
 
-    /// Attaches at an attach socket, with any CID and the usual settings.
+    /// Attaches at an attach socket, with any CID and the default settings.
     ///
     /// # Errors
     /// See [`OpenError`].
@@ -139,50 +139,50 @@ impl Endpoint {
 }
 
 impl EndpointBuilder {
-    /// How its sockets wait, until they are told otherwise. At first [`Wait::Sleep`].
+    /// How its sockets wait, unless they are set otherwise. Default: [`Wait::Sleep`].
     pub fn wait(mut self, wait: Wait) -> EndpointBuilder {
         self.wait = wait;
         self
     }
 
-    /// Whether to take memory from the system's pool of huge pages, if there is enough; at first,
-    /// yes. With the usual settings that is nine pages of 2 MiB, taken at once and whole.
+    /// Whether to use the system's pool of huge pages, if it has enough; default true. With the
+    /// default settings the endpoint uses nine pages of 2 MiB, allocated when it is opened.
     pub fn huge_pages(mut self, huge_pages: bool) -> EndpointBuilder {
         self.config.huge_pages = huge_pages;
         self
     }
 
-    /// Entries of each of its queues: a power of two, 8 to 32768; at first 256. A packet takes two.
+    /// Entries of each queue: a power of two, 8 to 32768; default 256. A packet uses two.
     pub fn queue_size(mut self, entries: u16) -> EndpointBuilder {
         self.config.queue_size = entries;
         self
     }
 
-    /// Bytes of a receive buffer, at most 1 MiB; at first 65536.
+    /// Bytes of a receive buffer, at most 1 MiB; default 65536.
     ///
-    /// A packet that is received is no longer, and a packet is no message: a stream has no messages
-    /// of its own. A peer's `loan(65536)` gives it as many bytes as the buffer has that lies ready
-    /// here, and it takes so many [`recv`](super::Stream::recv) here to get all of what it wrote. With
-    /// the default, whatever a peer sends as one packet arrives as one: no packet of zerosock's
-    /// is longer. There are half as many buffers as [`queue_size`](Self::queue_size) has entries,
-    /// so with the defaults they are 8 MiB of address space, of which only the pages that bytes came
-    /// into take memory; Linux guests have 4096, and memory can be saved so.
+    /// It limits the length of a received packet, and with it the capacity of a peer's
+    /// [`loan`](super::Stream::loan). Packet boundaries mean nothing to a stream: longer data takes
+    /// several [`recv`](super::Stream::recv). With the default, every packet that a zerosock peer
+    /// sends arrives as one. There are half as many buffers as [`queue_size`](Self::queue_size) has
+    /// entries: 8 MiB of address space with the defaults, of which only touched pages use memory.
+    /// Linux guests use buffers of 4096 bytes; smaller buffers save memory.
     pub fn receive_buffers(mut self, bytes: u32) -> EndpointBuilder {
         self.config.rx_buffer_size = bytes;
         self
     }
 
-    /// Bytes of a transmit buffer, at most 65536, which is also the default: a packet that is sent
-    /// is no longer.
+    /// Bytes of a transmit buffer, at most 65536, which is also the default. It limits the length
+    /// of a sent packet.
     pub fn transmit_buffers(mut self, bytes: u32) -> EndpointBuilder {
         self.config.tx_buffer_size = bytes;
         self
     }
 
-    /// Most queue pairs to use, 1 to 16, if the device offers as many (`zerosock serve
-    /// --queue-pairs`, [`DaemonConfig::queue_pairs`](crate::daemon::DaemonConfig::queue_pairs); docs/queue-pairs.md). At
-    /// first 1. Each belongs to another worker of the device and has buffers of its own;
-    /// connections are spread over them by a hash of their addresses, and can be
+    /// Most queue pairs to use, 1 to 16, default 1, as far as the device offers them (`zerosock
+    /// serve --queue-pairs`,
+    /// [`DaemonConfig::queue_pairs`](crate::daemon::DaemonConfig::queue_pairs);
+    /// docs/queue-pairs.md). Each pair belongs to another worker of the device and has buffers of
+    /// its own. A hash of the addresses assigns connections to pairs; they can be
     /// [moved](super::Stream::move_to_queue_pair).
     ///
     /// ```
@@ -218,66 +218,64 @@ impl EndpointBuilder {
         self
     }
 
-    /// Bytes that a peer may have under way to us in one connection, at least 1; at first 262144.
+    /// Receive window of a connection in bytes, at least 1; default 262144.
     pub fn window(mut self, bytes: u32) -> EndpointBuilder {
         self.config.buf_alloc = bytes;
         self
     }
 
-    /// Connections at once, at first 131072; a further connect fails, and further requests are
-    /// answered with a reset. What lies ready for a connection that nothing passes through is a few
-    /// hundred bytes, taken when it comes.
+    /// Most connections, default 131072; a further connect fails, and further requests are answered
+    /// with a reset. An idle connection uses a few hundred bytes, allocated when it is made.
     pub fn max_connections(mut self, connections: usize) -> EndpointBuilder {
         self.config.max_connections = connections;
         self
     }
 
-    /// Whether to negotiate datagrams ([`Datagram`](super::Datagram)); at first, yes. Without, it is
-    /// as stock guests are.
+    /// Whether to negotiate datagrams ([`Datagram`](super::Datagram)); default true. Stock guests
+    /// do not.
     pub fn datagrams(mut self, datagrams: bool) -> EndpointBuilder {
         self.config.datagrams = datagrams;
         self
     }
 
-    /// How long a connect waits for an answer: some time, at first 2 s.
+    /// How long a connect waits for an answer; not zero, default 2 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> EndpointBuilder {
         self.config.connect_timeout = timeout;
         self
     }
 
-    /// Trusts the device's process, and through it the peers, to write nothing that we hold on
-    /// lease and to read nothing that we hold on loan, as zerosock's own device does not. Leases
-    /// and loans then give plain slices. The token is had by the one `unsafe` declaration of
-    /// [`Trust::declare`], which says what is promised.
+    /// Trusts the device's process, and through it the peers, not to write leased memory and not to
+    /// read lent memory; zerosock's own device does neither. Leases and loans then give plain
+    /// slices. The token comes from the `unsafe` [`Trust::declare`], which states the promise.
     pub fn trust_host(mut self, trust: Trust) -> EndpointBuilder {
         self.trust = Some(trust);
         self
     }
 
-    /// The CID to ask for at the attach socket; without, any that is free.
+    /// The CID to request at the attach socket. Default: any free one.
     pub fn cid(mut self, cid: Cid) -> EndpointBuilder {
         self.request.cid = Some(cid);
         self
     }
 
-    /// The name to ask for at the attach socket, by which others find us: at most 64 letters,
-    /// digits, `.`, `_` or `-`.
+    /// The name to request at the attach socket, by which other processes find this one: at most 64
+    /// letters, digits, `.`, `_` or `-`.
     pub fn name(mut self, name: impl Into<String>) -> EndpointBuilder {
         self.name = Some(name.into());
         self
     }
 
-    /// The ports at which we can be reached, at most 256; without, all that we listen on. Of a
-    /// service, those that it claims; without, none. Only of effect with [`attach`](Self::attach)
-    /// and [`attach_as_host`](Self::attach_as_host), as is the name.
+    /// The ports at which peers can reach the endpoint, at most 256; default all that it listens
+    /// on. For a service: the ports to claim; default none. Ports and name take effect only with
+    /// [`attach`](Self::attach) and [`attach_as_host`](Self::attach_as_host).
     pub fn ports(mut self, ports: impl IntoIterator<Item = Port>) -> EndpointBuilder {
         self.request.ports = ports.into_iter().collect();
         self
     }
 
-    /// Attaches at the attach socket of `zerosock serve`, or of a `Host`, which gives us a place:
-    /// a CID and a device. Both, and the name, are free again when the endpoint is dropped, or its
-    /// process dies.
+    /// Attaches at the attach socket of `zerosock serve`, or of a `Host`, which assigns a CID and a
+    /// device. Both, and the name, are free again when the endpoint and its sockets are dropped or
+    /// the process dies.
     ///
     /// # Errors
     /// See [`OpenError`].
@@ -292,8 +290,8 @@ impl EndpointBuilder {
         self.open(driver, Some(control))
     }
 
-    /// Attaches to a device by its vhost-user socket, as a VMM does for a guest. The CID is the
-    /// one that the device has for its guest.
+    /// Attaches to a device by its vhost-user socket, as a VMM does for a guest. The device's
+    /// configuration sets the CID.
     ///
     /// # Errors
     /// See [`OpenError`].
@@ -307,12 +305,12 @@ impl EndpointBuilder {
     pub(super) fn open(
         self,
         mut driver: Driver,
-        place: Option<Client>,
+        attach_client: Option<Client>,
     ) -> Result<Endpoint, OpenError> {
         driver.set_trusted(self.trust.is_some());
         let (cid, huge_pages) = (driver.cid(), driver.huge_pages());
         let queue_pairs = driver.queue_pairs();
-        let core = Core::new(Box::new(driver), self.trust, place)?;
+        let core = Core::new(Box::new(driver), self.trust, attach_client)?;
         core.set_window(self.config.buf_alloc);
         Ok(Endpoint {
             core: Arc::new(core),

@@ -1,18 +1,19 @@
-//! Options of sockets, whatever their kind: how large a buffer is, how long calls and ends wait.
+//! Options of all sockets: buffer sizes, time-outs, linger.
 //!
-//! What must hold: they are checked where they are set, so that what is kept can be used as it is;
-//! an accepted socket begins with what its listener has; a peer hears of each change of a buffer.
+//! # Invariants
+//! - Options are validated when they are set, so stored options are valid.
+//! - An accepted socket starts with the options of its listener.
+//! - Each change of a receive buffer is announced to the peer.
 
 use std::io::{Error, ErrorKind};
 use std::time::Duration;
 
-/// The receive buffer of a vsock socket that was told nothing (Linux: the same), in bytes.
+/// The default receive buffer in bytes, as on Linux.
 pub(super) const DEFAULT_BUFFER: u32 = 256 << 10;
-/// The smallest that it may become, unless it was told otherwise (Linux: the same), in bytes.
+/// The default lower bound of the receive buffer in bytes, as on Linux.
 const DEFAULT_MIN: u32 = 128;
 
-/// Why an option cannot be set; always the caller's fault, and always `InvalidInput`. Nothing was
-/// changed.
+/// Why an option cannot be set: the caller's fault, `InvalidInput`. Nothing was changed.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
@@ -30,10 +31,10 @@ const DEFAULT_MIN: u32 = 128;
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptionError {
-    /// A receive buffer of no bytes would never receive anything.
+    /// A receive buffer of 0 bytes could receive nothing.
     #[error("a receive buffer has at least one byte")]
     EmptyBuffer,
-    /// The smallest buffer is to be larger than the largest.
+    /// The lower bound is above the upper one.
     #[error("the smallest buffer, {min} bytes, is larger than the largest, {max} bytes")]
     MinAboveMax {
         /// Bytes.
@@ -41,7 +42,7 @@ pub enum OptionError {
         /// Bytes.
         max: u32,
     },
-    /// So many bytes are never there at once, and a read would wait for ever.
+    /// A read would wait forever for more bytes than the buffer holds.
     #[error("a low-water mark of {low_water} bytes, above the buffer of {buffer} bytes")]
     LowWaterAboveBuffer {
         /// Bytes.
@@ -49,8 +50,8 @@ pub enum OptionError {
         /// Bytes.
         buffer: u32,
     },
-    /// A time-out of no time. For a call that does not wait there is `set_nonblocking`.
-    #[error("a time-out of no time")]
+    /// A time-out of zero. For calls that do not block use `set_nonblocking`.
+    #[error("a time-out of zero: use set_nonblocking for calls that do not block")]
     ZeroTimeout,
 }
 
@@ -60,26 +61,26 @@ impl From<OptionError> for Error {
     }
 }
 
-/// What a socket was told, and hands on to those that it accepts.
+/// The options of a socket. A listener passes them on to accepted sockets.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct Options {
-    /// Bytes of the receive buffer; `None`: as the endpoint was told.
+    /// Receive buffer in bytes; `None`: the endpoint's default.
     pub(super) buffer: Option<u32>,
     /// Bounds of the buffer.
     min: u32,
     max: u32,
-    /// `None`: as the endpoint was told.
+    /// `None`: the endpoint's default.
     pub(super) connect_timeout: Option<Duration>,
-    /// How long an end waits; zero resets.
+    /// How long closing waits for the peer; zero resets the connection.
     pub(super) linger: Option<Duration>,
-    /// At least 1.
+    /// Least bytes that a read waits for; at least 1.
     pub(super) low_water: u32,
     pub(super) read_timeout: Option<Duration>,
     pub(super) write_timeout: Option<Duration>,
 }
 
 impl Options {
-    /// Of a socket of an endpoint whose buffers have `window` bytes.
+    /// The defaults of an endpoint with receive buffers of `window` bytes.
     pub(super) fn new(window: u32) -> Options {
         Options {
             buffer: None,
@@ -98,7 +99,7 @@ impl Options {
         (self.min, self.max)
     }
 
-    /// A buffer of `bytes`, or what the bounds make of it.
+    /// Sets the buffer to `bytes`, clamped to the bounds; returns the result.
     pub(super) fn set_buffer(&mut self, bytes: u32) -> Result<u32, OptionError> {
         if bytes == 0 {
             return Err(OptionError::EmptyBuffer);
@@ -108,7 +109,7 @@ impl Options {
         Ok(bytes)
     }
 
-    /// Bounds, for a buffer that has `now` bytes; how many it has then.
+    /// Sets the bounds of a buffer that has `now` bytes; returns its size within them.
     pub(super) fn set_bounds(
         &mut self,
         min: u32,
@@ -130,7 +131,7 @@ impl Options {
         Ok(Some(bytes))
     }
 
-    /// A mark, for a buffer of `buffer` bytes. 0 is 1.
+    /// Sets the low-water mark for a buffer of `buffer` bytes; 0 becomes 1. Returns the mark.
     pub(super) fn set_low_water(&mut self, bytes: u32, buffer: u32) -> Result<u32, OptionError> {
         if bytes > buffer {
             return Err(OptionError::LowWaterAboveBuffer {
@@ -143,7 +144,7 @@ impl Options {
     }
 }
 
-/// Some time, if any.
+/// Validates a time-out: not zero.
 pub(super) fn timeout(timeout: Option<Duration>) -> Result<Option<Duration>, OptionError> {
     match timeout {
         Some(Duration::ZERO) => Err(OptionError::ZeroTimeout),
@@ -156,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_buffer_is_brought_within_its_bounds() {
+    fn buffer_size_is_clamped_to_its_bounds() {
         let mut options = Options::new(DEFAULT_BUFFER);
         assert_eq!(options.bounds(), (128, 262_144));
         assert_eq!(options.set_buffer(1), Ok(128));
@@ -173,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn an_endpoint_of_large_windows_may_have_large_buffers() {
+    fn upper_bound_of_the_buffer_is_at_least_the_window_of_the_endpoint() {
         assert_eq!(Options::new(8 << 20).bounds(), (128, 8 << 20));
         assert_eq!(Options::new(64).bounds(), (64, 262_144));
     }

@@ -1,8 +1,10 @@
-//! One wait over many endpoints, their sockets, and descriptors of other kinds.
+//! Waits for sockets of many endpoints and for other descriptors.
 //!
-//! What must hold: readiness is level-triggered, as with `poll(2)`: what is there and was not used
-//! is reported again. Nothing is consumed here. Each poller has a event_fd of its own, on the list of
-//! every endpoint while it sleeps, so that several do not take each other's ready_flags away.
+//! # Invariants
+//! - Readiness is level-triggered, as with `poll(2)`: what was not consumed is reported again. A
+//!   poller consumes nothing.
+//! - Each poller has an eventfd of its own, registered at every endpoint while it sleeps. So
+//!   several pollers do not clear each other's notifications.
 
 use std::fmt;
 use std::io;
@@ -19,17 +21,18 @@ use super::hub::{AlreadyReady, Core, EventFd, Locked};
 use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::stream::Stream;
-use super::waiting::{Learned, Wait};
+use super::waiting::{SpinTime, Wait};
 use crate::io::deadline::timespec;
 use crate::io::deadline::{deadline_in, earlier};
 use crate::table::sockets::{StreamId, StreamState};
 
-/// Looks at all endpoints between two looks at the clock and at descriptors, while spinning.
-const LOOKS: u32 = 32;
-/// Looks at the clock between two turns without a reason, which find what no look shows.
-const CLOCKS: u32 = 64;
+/// Checks of all endpoints between two readings of the clock and polls of descriptors, while
+/// spinning.
+const CHECKS_PER_CLOCK: u32 = 32;
+/// Readings of the clock between two unconditional turns, which find what the checks do not show.
+const CLOCKS_PER_TURN: u32 = 64;
 
-/// What is to be reported of a source.
+/// Which events of a source to report.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
@@ -43,10 +46,10 @@ const CLOCKS: u32 = 64;
 /// ```
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Readiness {
-    /// Bytes (as many as the stream's [low-water mark](Stream::set_low_water) asks for), an end, a
-    /// connection to accept.
+    /// Received bytes (at least the stream's [low-water mark](Stream::set_low_water)), end of file,
+    /// or a connection to accept.
     pub readable: bool,
-    /// Room to send, or a reason not to.
+    /// Room to send, or an error that a send would return.
     pub writable: bool,
 }
 
@@ -90,12 +93,12 @@ impl Readiness {
 pub struct Ready {
     /// The key.
     pub key: u64,
-    /// For what it is ready, of that which was asked for.
+    /// The requested events that are ready.
     pub readiness: Readiness,
 }
 
-/// Waits for many sockets at once: of any number of endpoints, and other descriptors. A wait looks
-/// at all of them, as `poll(2)` does; for thousands of sockets an executor is the better place.
+/// Waits for many sockets of any number of endpoints, and for other descriptors. Each wait checks
+/// all of them, as `poll(2)` does; for thousands of sockets use an async runtime.
 /// Several pollers, and threads that block, may use one endpoint at the same time.
 ///
 /// ```
@@ -127,21 +130,21 @@ pub struct Ready {
 pub struct Poller {
     sources: Vec<Source>,
     wait: Wait,
-    learned: Learned,
-    /// Made with the first sleep.
+    spin_time: SpinTime,
+    /// Created by the first sleep.
     event_fd: Option<Arc<EventFd>>,
 }
 
 struct Source {
     key: u64,
     wanted: Readiness,
-    what: What,
+    kind: SourceKind,
 }
 
-enum What {
+enum SourceKind {
     Stream(Arc<Core>, StreamId),
     Listener(Arc<Core>, Port),
-    /// With the destination of which it is asked whether it may be sent to.
+    /// With the destination for which writability is checked.
     Datagram(Arc<Core>, DatagramId, Option<Address>),
     Fd(OwnedFd),
 }
@@ -152,25 +155,26 @@ impl Poller {
         Poller {
             sources: Vec::new(),
             wait,
-            learned: Learned::default(),
+            spin_time: SpinTime::default(),
             event_fd: None,
         }
     }
 
     /// Adds a stream. It should be [non-blocking](Stream::set_nonblocking). A stream that is
-    /// dropped, or whose endpoint is over, is reported as ready until it is removed. One that is
-    /// [connecting](super::Endpoint::begin_connect) is writable when that has come to an end.
+    /// dropped, or that lost its endpoint, is reported as ready until it is removed. One that is
+    /// [connecting](super::Endpoint::begin_connect) is writable when the connect has succeeded or
+    /// failed.
     pub fn add_stream(&mut self, stream: &Stream, key: u64, wanted: Readiness) {
-        let what = What::Stream(stream.conn.core.clone(), stream.conn.id);
-        self.sources.push(Source { key, wanted, what });
+        let kind = SourceKind::Stream(stream.conn.core.clone(), stream.conn.id);
+        self.sources.push(Source { key, wanted, kind });
     }
 
     /// Adds a connection that carries messages, as [`add_stream`](Self::add_stream) adds a stream:
-    /// readable when there is one as a whole, writable when the next one may be sent, or the one for
-    /// which there was no room.
+    /// readable when a whole message is there, writable when a message may be sent, in particular
+    /// one that a send refused for lack of room.
     pub fn add_seqpacket(&mut self, socket: &SeqPacket, key: u64, wanted: Readiness) {
-        let what = What::Stream(socket.conn.core.clone(), socket.conn.id);
-        self.sources.push(Source { key, wanted, what });
+        let kind = SourceKind::Stream(socket.conn.core.clone(), socket.conn.id);
+        self.sources.push(Source { key, wanted, kind });
     }
 
     /// Adds a listener for such connections, as [`add_listener`](Self::add_listener).
@@ -180,18 +184,18 @@ impl Poller {
 
     /// Adds a listener: readable when a connection waits.
     pub fn add_listener(&mut self, listener: &Listener, key: u64) {
-        let what = What::Listener(listener.core.clone(), listener.local_addr().port);
+        let kind = SourceKind::Listener(listener.core.clone(), listener.local_addr().port);
         let wanted = Readiness::READABLE;
-        self.sources.push(Source { key, wanted, what });
+        self.sources.push(Source { key, wanted, kind });
     }
 
-    /// Adds a datagram socket: readable when a datagram is there, writable when one could be sent to
-    /// whom it is [connected](Datagram::connect) to now (or, if to nobody, when there is room at
-    /// all). It should be non-blocking.
+    /// Adds a datagram socket: readable when a datagram is there, writable when one could be sent
+    /// to the peer that it is [connected](Datagram::connect) to now or, unconnected, when there is
+    /// room at all. It should be non-blocking.
     pub fn add_datagram(&mut self, socket: &Datagram, key: u64, wanted: Readiness) {
-        let (core, id) = socket.polled();
-        let what = What::Datagram(core.clone(), id, socket.peer_addr());
-        self.sources.push(Source { key, wanted, what });
+        let (core, id) = socket.core_and_id();
+        let kind = SourceKind::Datagram(core.clone(), id, socket.peer_addr());
+        self.sources.push(Source { key, wanted, kind });
     }
 
     /// Adds a descriptor of another kind: a socket, a pipe, a timer.
@@ -199,12 +203,12 @@ impl Poller {
     /// # Errors
     /// When the system has no descriptor left for a duplicate.
     pub fn add_fd(&mut self, fd: impl AsFd, key: u64, wanted: Readiness) -> io::Result<()> {
-        let what = What::Fd(fd.as_fd().try_clone_to_owned()?);
-        self.sources.push(Source { key, wanted, what });
+        let kind = SourceKind::Fd(fd.as_fd().try_clone_to_owned()?);
+        self.sources.push(Source { key, wanted, kind });
         Ok(())
     }
 
-    /// Changes what is to be reported of the sources with `key`.
+    /// Changes which events of the sources with `key` are reported.
     pub fn want(&mut self, key: u64, wanted: Readiness) {
         for source in self.sources.iter_mut().filter(|source| source.key == key) {
             source.wanted = wanted;
@@ -216,11 +220,11 @@ impl Poller {
         self.sources.retain(|source| source.key != key);
     }
 
-    /// Waits until something is ready, or for `timeout` (`None`: for ever). Empty: the time was
-    /// up.
+    /// Waits until a source is ready, or for `timeout` (`None`: without limit). Returns the ready
+    /// sources, or none after the timeout.
     ///
     /// # Errors
-    /// What `poll(2)` answers; when the system has no descriptor left.
+    /// Those of `poll(2)`; when the system has no descriptor left.
     pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<Vec<Ready>> {
         let began = Instant::now();
         let deadline = timeout.and_then(deadline_in);
@@ -228,13 +232,13 @@ impl Poller {
         let mut slept = false;
         loop {
             for core in &cores {
-                // That an endpoint is over, its sockets tell.
+                // The sockets report the failure of an endpoint.
                 let _ = core.lock().turn();
             }
             let ready = self.ready()?;
             if !ready.is_empty() || deadline_is_past(deadline) {
                 let waited = began.elapsed();
-                self.learned.learn(self.wait, waited, slept);
+                self.spin_time.record(self.wait, waited, slept);
                 return Ok(ready);
             }
             if self.spin(&cores, began, deadline)? {
@@ -249,8 +253,9 @@ impl Poller {
     fn cores(&self) -> Vec<Arc<Core>> {
         let mut cores: Vec<Arc<Core>> = Vec::new();
         for source in &self.sources {
-            if let What::Stream(core, _) | What::Listener(core, _) | What::Datagram(core, ..) =
-                &source.what
+            if let SourceKind::Stream(core, _)
+            | SourceKind::Listener(core, _)
+            | SourceKind::Datagram(core, ..) = &source.kind
                 && !cores.iter().any(|known| Arc::ptr_eq(known, core))
             {
                 cores.push(core.clone());
@@ -259,13 +264,13 @@ impl Poller {
         cores
     }
 
-    /// What is ready now.
+    /// The sources that are ready now.
     fn ready(&self) -> io::Result<Vec<Ready>> {
         let mut ready = Vec::new();
         for source in &self.sources {
-            let readiness = match &source.what {
-                What::Stream(core, id) => of_stream(&mut core.lock(), *id, source.wanted),
-                What::Listener(core, port) => {
+            let readiness = match &source.kind {
+                SourceKind::Stream(core, id) => of_stream(&mut core.lock(), *id, source.wanted),
+                SourceKind::Listener(core, port) => {
                     let mut locked = core.lock();
                     let there = locked.is_over() || locked.engine().is_acceptable(*port);
                     Readiness {
@@ -273,10 +278,10 @@ impl Poller {
                         writable: false,
                     }
                 }
-                What::Datagram(core, id, to) => {
+                SourceKind::Datagram(core, id, to) => {
                     of_datagram(&mut core.lock(), *id, *to, source.wanted)
                 }
-                What::Fd(_) => continue,
+                SourceKind::Fd(_) => continue,
             };
             if readiness.any() {
                 let key = source.key;
@@ -287,19 +292,19 @@ impl Poller {
         Ok(ready)
     }
 
-    /// Looks again and again until the time to spin is over. True: something may be there.
+    /// Spins. Returns whether something may be ready; false when the spin time is used up.
     fn spin(
         &self,
         cores: &[Arc<Core>],
         began: Instant,
         deadline: Option<Instant>,
     ) -> io::Result<bool> {
-        let budget = self.learned.budget(self.wait);
+        let budget = self.spin_time.budget(self.wait);
         if budget.is_some_and(|budget| budget.is_zero()) {
             return Ok(false);
         }
         for clock in 1u32.. {
-            for _ in 0..LOOKS {
+            for _ in 0..CHECKS_PER_CLOCK {
                 if cores.iter().any(|core| core.lock().engine().pending()) {
                     return Ok(true);
                 }
@@ -311,7 +316,7 @@ impl Poller {
                 at.is_some_and(|at| at <= now)
             };
             if deadline.is_some_and(|at| at <= now)
-                || clock.is_multiple_of(CLOCKS)
+                || clock.is_multiple_of(CLOCKS_PER_TURN)
                 || cores.iter().any(due)
             {
                 return Ok(true);
@@ -319,7 +324,7 @@ impl Poller {
             if budget.is_some_and(|budget| now.saturating_duration_since(began) >= budget) {
                 return Ok(false);
             }
-            // Also what another thread has taken in.
+            // Another thread may have taken in what this poller waits for.
             if !self.ready()?.is_empty() {
                 return Ok(true);
             }
@@ -334,7 +339,7 @@ impl Poller {
         };
         let slept = self.sleep_on(cores, &event_fd, deadline);
         for core in cores {
-            core.lock().unwatch(&event_fd);
+            core.lock().deregister_poller(&event_fd);
         }
         slept
     }
@@ -345,37 +350,37 @@ impl Poller {
         event_fd: &Arc<EventFd>,
         mut until: Option<Instant>,
     ) -> io::Result<()> {
-        // Before it is on any list: what it tells from now on is ready_flags.
-        event_fd.silence();
+        // Cleared before it is registered anywhere: every later signal is an event.
+        event_fd.clear();
         let mut fds = vec![event_fd.as_fd()];
         for core in cores {
             let mut locked = core.lock();
-            match locked.watch_by(event_fd) {
+            match locked.register_poller(event_fd) {
                 Ok(at) => until = earlier(until, at),
                 Err(AlreadyReady) => return Ok(()),
             }
-            // Nothing comes of one that is over, and its descriptor may stay readable.
+            // A failed endpoint has no more events, and its descriptor may stay readable.
             if !locked.is_over() {
                 fds.push(core.engine_fd());
             }
         }
-        // What another thread took in before, nobody tells us of.
+        // What another thread took in before the registration is not signalled.
         if !self.ready()?.is_empty() {
             return Ok(());
         }
         self.poll_fds(&fds, until, &mut Vec::new())
     }
 
-    /// Polls all descriptors, and `others`, until one is ready or until `until`. Reports those of
-    /// sources.
+    /// Polls the descriptors of all sources, and `others`, until one is ready or until `until`.
+    /// Adds ready sources to `ready`.
     fn poll_fds(
         &self,
         others: &[BorrowedFd<'_>],
         until: Option<Instant>,
         ready: &mut Vec<Ready>,
     ) -> io::Result<()> {
-        let fds = self.sources.iter().filter_map(|source| match &source.what {
-            What::Fd(fd) => Some((fd.as_fd(), source)),
+        let fds = self.sources.iter().filter_map(|source| match &source.kind {
+            SourceKind::Fd(fd) => Some((fd.as_fd(), source)),
             _ => None,
         });
         let fds: Vec<(BorrowedFd<'_>, &Source)> = fds.collect();

@@ -1,7 +1,7 @@
-//! An endpoint as a service: one of several processes that are the host, each at ports of its own.
+//! Services: endpoints that share CID 2, each with ports of its own.
 //!
-//! What must hold: the ports that it may listen on are those that it has claimed, as the attach
-//! socket has answered.
+//! # Invariants
+//! - A service listens only on ports that it has claimed and the attach socket has confirmed.
 
 use std::io;
 use std::path::Path;
@@ -15,15 +15,16 @@ use crate::control::attach::{self, Client, ServiceRequest, Serving};
 use crate::driver::Driver;
 
 impl Endpoint {
-    /// Whether we are a service of the host, opened with
+    /// Whether this is a service of the host, opened with
     /// [`attach_as_host`](EndpointBuilder::attach_as_host).
     pub fn is_service(&self) -> bool {
         self.cid == Cid::HOST
     }
 
-    /// Claims `port` of the host for this service: when this returns, what guests and processes
-    /// ask of CID 2 there comes to us, until it is [released](Self::release) or the endpoint and
-    /// all its sockets are dropped. A port that somebody is giving up is waited for.
+    /// Claims `port` of the host for this service: when this returns, connections of guests and
+    /// processes to that port of CID 2 arrive here, until the port is [released](Self::release) or
+    /// the endpoint and all its sockets are dropped. Waits for a port that another service is
+    /// releasing.
     ///
     /// ```
     /// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/services.rs"));
@@ -43,23 +44,23 @@ impl Endpoint {
     /// ```
     ///
     /// # Errors
-    /// With an [`AttachError`](attach::AttachError) inside: `AddrInUse` when a service has it,
-    /// ourselves included; `PermissionDenied` for a port above
+    /// With an [`AttachError`](attach::AttachError) inside: `AddrInUse` when a service has it, this
+    /// one included; `PermissionDenied` for a port above
     /// [`LAST_CLAIMABLE`](attach::LAST_CLAIMABLE); `ResourceBusy` beyond
     /// [`MAX_CLAIMS`](attach::MAX_CLAIMS). `InvalidInput` for an endpoint that is no service.
     pub fn claim(&self, port: Port) -> io::Result<()> {
-        self.change_claims(|place| place.claim(&[port]))?;
+        self.change_claims(|attach_client| attach_client.claim(&[port]))?;
         self.named().push(port);
         Ok(())
     }
 
-    /// Gives `port` of the host up. What is connected there stays; what comes later goes to whoever
-    /// claims it next, or to the host's own side.
+    /// Releases `port` of the host. Its connections stay; later ones go to the service that claims
+    /// it next, or to the host's own side.
     ///
     /// # Errors
-    /// As for [`claim`](Self::claim); `AddrNotAvailable` for a port that is not ours.
+    /// As for [`claim`](Self::claim); `AddrNotAvailable` for a port that is not claimed here.
     pub fn release(&self, port: Port) -> io::Result<()> {
-        self.change_claims(|place| place.release(&[port]))?;
+        self.change_claims(|attach_client| attach_client.release(&[port]))?;
         self.named().retain(|&named| named != port);
         Ok(())
     }
@@ -68,12 +69,12 @@ impl Endpoint {
         &self,
         change: impl FnOnce(&mut Client) -> Result<(), attach::AttachError>,
     ) -> io::Result<()> {
-        let place = self.core.place().filter(|_| self.is_service());
-        let mut place = place.ok_or(io::ErrorKind::InvalidInput)?;
-        change(&mut place).map_err(|error| io::Error::new(error.kind(), error))
+        let attach_client = self.core.attach_client().filter(|_| self.is_service());
+        let mut attach_client = attach_client.ok_or(io::ErrorKind::InvalidInput)?;
+        change(&mut attach_client).map_err(|error| io::Error::new(error.kind(), error))
     }
 
-    /// The ports at which we can be reached.
+    /// The reachable ports.
     pub(super) fn named(&self) -> MutexGuard<'_, Vec<Port>> {
         // Each change is one push or one retain.
         self.ports.lock().unwrap_or_else(PoisonError::into_inner)
@@ -81,14 +82,14 @@ impl Endpoint {
 }
 
 impl EndpointBuilder {
-    /// Attaches at the attach socket of `zerosock serve` as the host: a service, which is reached at
-    /// CID 2 and the [`ports`](Self::ports) that it claims, now and [later](Endpoint::claim), and
-    /// which connects to guests and processes from there. Ports that no service has claimed belong
-    /// to the host's own side of each VM, as without services. All ports are free again when the
-    /// endpoint is dropped, or its process dies. The [`name`](Self::name) is for the log and
-    /// those who list it; the [`cid`](Self::cid) is of no effect.
+    /// Attaches at the attach socket of `zerosock serve` as a service of the host. Peers reach it
+    /// at CID 2 and the [`ports`](Self::ports) that it claims, now and [later](Endpoint::claim); it
+    /// connects to guests and processes from CID 2. Ports that no service has claimed belong to the
+    /// host's own side of each VM. All ports are free again when the endpoint and its sockets are
+    /// dropped or the process dies. The [`name`](Self::name) appears in logs and listings; the
+    /// [`cid`](Self::cid) has no effect.
     ///
-    /// Who may, is for the server to say (`--service-uid`,
+    /// The server decides which users may do this (`--service-uid`,
     /// [`service_uids`](attach::AttachConfig::service_uids)).
     ///
     /// ```

@@ -1,7 +1,8 @@
-//! A socket before it is a connection or a listener: where it is told what both will be.
+//! Sockets that neither connect nor listen yet: binding and options.
 //!
-//! What must hold: a bound port is its socket's alone, and that of what becomes of it, until the
-//! last of them is dropped.
+//! # Invariants
+//! - A bound port is reserved for its socket, and for the connection or listener made of it, until
+//!   the last of them is dropped.
 
 use std::fmt;
 use std::io;
@@ -22,12 +23,11 @@ use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::stream::Stream;
 use super::waiting::Wait;
 
-/// A socket that is neither connected nor listening, to be told how it is to be: from which port it
-/// connects, how large its buffer is.
+/// A socket that is neither connected nor listening: for binding a port and setting options first.
 ///
-/// Where nothing is to be told, [`Endpoint::connect`] and [`Endpoint::listen`] do. What it was told
-/// stays with it, so that it can be used again: only a port that it was bound to goes over to the
-/// connection or the listener, and comes back when the connection fails.
+/// Without either, [`Endpoint::connect`] and [`Endpoint::listen`] suffice. The socket keeps its
+/// options and can be used again. A bound port passes to the connection or the listener; a failed
+/// connect returns it.
 ///
 /// ```
 /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -35,9 +35,9 @@ use super::waiting::Wait;
 /// use zerosock::{Address, Cid, Port};
 ///
 /// let mut socket = db.socket();
-/// // Any port that is free.
+/// // Any free port.
 /// socket.bind(Address::new(Cid::ANY, Port::ANY))?;
-/// // Those that it accepts have it as well.
+/// // Accepted sockets have the same.
 /// socket.set_buffer_bounds(128, 1 << 20)?;
 /// socket.set_buffer_size(1 << 20)?;
 /// let listener = socket.listen(16)?;
@@ -57,7 +57,7 @@ use super::waiting::Wait;
 pub struct Socket {
     core: Arc<Core>,
     cid: Cid,
-    /// Those that can be listened on; empty: all, unless we are a service.
+    /// The reachable ports. Empty: all, or none for a service.
     ports: Arc<Mutex<Vec<Port>>>,
     service: bool,
     wait: Wait,
@@ -66,25 +66,25 @@ pub struct Socket {
     bound: Option<Bound>,
 }
 
-/// A port that is a socket's alone.
+/// A bound port, released on drop.
 #[derive(Debug)]
 pub(super) struct Bound {
     core: Arc<Core>,
     port: Port,
-    /// It has not become a listener's, who gives it up.
-    ours: bool,
+    /// False once a listener has taken the port over and releases it.
+    owns_port: bool,
 }
 
 impl Drop for Bound {
     fn drop(&mut self) {
-        if self.ours {
-            self.core.end(DeferredClose::Port(self.port));
+        if self.owns_port {
+            self.core.close_deferred(DeferredClose::Port(self.port));
         }
     }
 }
 
 impl Endpoint {
-    /// A socket of this endpoint, to be connected or to listen.
+    /// A new socket of this endpoint.
     pub fn socket(&self) -> Socket {
         Socket {
             core: self.core.clone(),
@@ -100,7 +100,7 @@ impl Endpoint {
 }
 
 impl Host {
-    /// A socket of the host, CID 2, to be connected or to listen.
+    /// A new socket of the host, CID 2.
     pub fn socket(&self) -> Socket {
         Socket {
             core: self.core.clone(),
@@ -116,14 +116,15 @@ impl Host {
 }
 
 impl Socket {
-    /// Takes a port: to connect from, or to listen on. [`Port::ANY`] takes one that nobody has,
-    /// [`Cid::ANY`] is our own CID. Until it listens, requests to the port are refused. It is free
-    /// again when the socket, or what has become of it, is dropped.
+    /// Binds a port to connect from or to listen on. [`Port::ANY`] takes a free one, [`Cid::ANY`]
+    /// is the endpoint's own CID. Until the socket listens, requests to the port are refused. The
+    /// port is free again when the socket, or the connection or listener made of it, is dropped.
     ///
     /// # Errors
-    /// With a [`ListenError`] inside: `AddrInUse` when somebody listens on the port, has bound it,
-    /// or has connected from it; `AddrNotAvailable` for a CID that is not ours; `InvalidInput` for a
-    /// socket that has a port, and for one that a service has not [claimed](Endpoint::claim).
+    /// With a [`ListenError`] inside: `AddrInUse` when another socket listens on the port, has
+    /// bound it, or has connected from it; `AddrNotAvailable` for a foreign CID; `InvalidInput` for
+    /// a socket that is bound already, and for a port that a service has not
+    /// [claimed](Endpoint::claim).
     pub fn bind(&mut self, local: Address) -> io::Result<()> {
         if self.bound.is_some() {
             return Err(ListenError::AlreadyBound.into());
@@ -138,19 +139,23 @@ impl Socket {
         let port = locked.engine().bind(local.port).map_err(of_listen)?;
         drop(locked);
         let core = self.core.clone();
-        let ours = true;
-        self.bound = Some(Bound { core, port, ours });
+        let owns_port = true;
+        self.bound = Some(Bound {
+            core,
+            port,
+            owns_port,
+        });
         Ok(())
     }
 
-    /// The address that it is bound to.
+    /// The bound address.
     pub fn local_addr(&self) -> Option<Address> {
         let bound = self.bound.as_ref()?;
         Some(Address::new(self.cid, bound.port))
     }
 
-    /// See [`Stream::set_buffer_size`]. The peer knows it from the first packet on; sockets that a
-    /// listener accepts have it as well, as all that is set here.
+    /// See [`Stream::set_buffer_size`]. The first packet announces it to the peer. Sockets that a
+    /// listener accepts inherit this and all other options.
     ///
     /// # Errors
     /// With an [`OptionError`](super::OptionError) inside: `InvalidInput` for 0.
@@ -159,7 +164,7 @@ impl Socket {
         Ok(())
     }
 
-    /// Bytes of the receive buffer.
+    /// The receive buffer in bytes.
     pub fn buffer_size(&self) -> u32 {
         self.options.buffer.unwrap_or(self.core.window())
     }
@@ -178,8 +183,8 @@ impl Socket {
         self.options.bounds()
     }
 
-    /// How long a connect waits for an answer (SO_VM_SOCKETS_CONNECT_TIMEOUT); at first as the
-    /// endpoint was told.
+    /// How long a connect waits for an answer (SO_VM_SOCKETS_CONNECT_TIMEOUT). Default: as the
+    /// endpoint is set.
     ///
     /// # Errors
     /// With an [`OptionError`](super::OptionError) inside: `InvalidInput` for a time of zero.
@@ -229,9 +234,9 @@ impl Socket {
     /// Connects to `peer`.
     ///
     /// # Errors
-    /// As [`Endpoint::connect`]; `AddrInUse` also when the socket is bound to a port from which
-    /// there is a connection to `peer` already. One that has been closed counts until the peer has
-    /// answered that, which [`Stream::set_linger`] can wait for.
+    /// As [`Endpoint::connect`]; `AddrInUse` also when the socket is bound to a port that has a
+    /// connection to `peer` already. A closed connection counts until the peer has acknowledged the
+    /// close, which [`Stream::set_linger`] can wait for.
     pub fn connect(&mut self, peer: Address) -> io::Result<Stream> {
         self.connect_as(peer)
     }
@@ -239,7 +244,7 @@ impl Socket {
     /// As [`connect`](Self::connect), for messages.
     ///
     /// # Errors
-    /// As there; `Unsupported` when the peer, or the device between, has none.
+    /// As there; `Unsupported` when the peer, or the device in between, has no seqpacket sockets.
     pub fn connect_seqpacket(&mut self, peer: Address) -> io::Result<SeqPacket> {
         self.connect_as(peer)
     }
@@ -257,7 +262,7 @@ impl Socket {
         }
     }
 
-    /// Sends the request and waits for nothing; see [`Endpoint::begin_connect`].
+    /// Sends the request and does not wait for the answer; see [`Endpoint::begin_connect`].
     ///
     /// # Errors
     /// Those of [`connect`](Self::connect) that are known at once.
@@ -278,7 +283,7 @@ impl Socket {
         let mut locked = self.core.lock();
         let engine = locked.engine();
         let id = engine.connect(from, peer, S::TYPE).map_err(of_connect)?;
-        // Before the request leaves, which tells of it.
+        // Before the request is sent, which announces the buffer.
         if let Some(bytes) = self.options.buffer {
             engine.set_buffer(id, bytes);
         }
@@ -293,7 +298,7 @@ impl Socket {
         Ok(socket)
     }
 
-    /// Listens, on a port that is free if the socket has none. As on Linux at most
+    /// Listens, on a free port if the socket is not bound. As on Linux at most
     /// `backlog + 1` connections wait to be accepted; further ones are refused.
     ///
     /// # Errors
@@ -325,7 +330,7 @@ impl Socket {
         let engine = locked.engine();
         engine.unbind(port);
         if let Err(error) = engine.listen(port, backlog, socket_type) {
-            // It was ours a moment ago, and so it is again.
+            // Cannot fail: the port was bound to this socket before, under the same lock.
             let _ = engine.bind(port);
             return Err(of_listen(error).into());
         }
@@ -333,9 +338,9 @@ impl Socket {
             engine.set_accept_buffer(port, bytes);
         }
         drop(locked);
-        // The port is the listener's from now on.
+        // The listener releases the port from now on.
         if let Some(mut bound) = self.bound.take() {
-            bound.ours = false;
+            bound.owns_port = false;
         }
         let local = Address::new(self.cid, port);
         let listener = Listener::new(self.core.clone(), local, self.wait);
@@ -344,11 +349,11 @@ impl Socket {
     }
 
     fn named(&self) -> MutexGuard<'_, Vec<Port>> {
-        // What is kept is whole whenever it can be seen.
+        // Each update leaves the value consistent, even where a panic has poisoned the lock.
         self.ports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether anybody would reach us there.
+    /// Checks that peers can reach `port`.
     fn check_named(&self, port: Port) -> Result<(), ListenError> {
         let ports = self.named();
         if ports.contains(&port) || (ports.is_empty() && !self.service) {
@@ -358,7 +363,7 @@ impl Socket {
         }
     }
 
-    /// Takes any port that can be listened on.
+    /// Binds a free port that peers can reach.
     fn bind_any(&mut self) -> io::Result<()> {
         let any = Address::new(Cid::ANY, Port::ANY);
         let ports = self.named().clone();

@@ -1,12 +1,12 @@
-//! The three ways to wait, and how long the adaptive one spins.
+//! The wait modes of blocking calls, and the spin time of the adaptive one.
 //!
-//! Spinning sees ready_flags within a cache line's way between two cores; sleeping costs no CPU but two
-//! system calls and a wake-up. The adaptive way spins as long as that has lately paid: it learns
-//! from how long waits were, as the polling of halted virtual CPUs in KVM does.
+//! Spinning sees an event after one cache line transfer between two cores. Sleeping uses no CPU but
+//! costs two system calls and a wake-up. The adaptive mode spins for a time that it derives from
+//! the length of recent waits, as KVM's halt polling does.
 
 use std::time::Duration;
 
-/// How a call that has to wait does so.
+/// How a blocking call waits.
 ///
 /// ```
 /// use std::io::Write;
@@ -24,18 +24,18 @@ use std::time::Duration;
 pub enum Wait {
     /// Sleeps until the peer notifies.
     Sleep,
-    /// Looks again and again, and never sleeps: takes a core for as long as the call waits.
+    /// Polls in a loop and never sleeps: uses a whole core while the call waits.
     Spin,
-    /// Spins for a time that it learns, at most `limit`; then sleeps. An endpoint that nothing
-    /// happens to comes to spin for no time at all.
+    /// Spins for a time that adapts to recent waits, at most `limit`; then sleeps. On an idle
+    /// endpoint the spin time falls to zero.
     Adaptive {
-        /// The longest that it spins in one wait.
+        /// Longest spin time of one wait.
         limit: Duration,
     },
 }
 
 impl Wait {
-    /// Spins for up to 200 microseconds: a few times what a sleep and a wake-up cost.
+    /// Spins for up to 200 microseconds: a few times the cost of a sleep and a wake-up.
     pub const ADAPTIVE: Wait = Wait::Adaptive {
         limit: Duration::from_micros(200),
     };
@@ -48,15 +48,15 @@ impl Default for Wait {
     }
 }
 
-/// What the adaptive way begins with, once it has seen that spinning would have paid.
+/// The first nonzero spin time of the adaptive mode.
 const FIRST: Duration = Duration::from_micros(5);
 
-/// The time that has lately been worth spinning.
+/// The adaptive spin time.
 #[derive(Debug, Default)]
-pub(crate) struct Learned(Duration);
+pub(crate) struct SpinTime(Duration);
 
-impl Learned {
-    /// How long to spin now; `None`: for ever.
+impl SpinTime {
+    /// How long to spin; `None`: without limit.
     pub(crate) fn budget(&self, wait: Wait) -> Option<Duration> {
         match wait {
             Wait::Sleep => Some(Duration::ZERO),
@@ -65,8 +65,8 @@ impl Learned {
         }
     }
 
-    /// A wait has lasted `waited`, and was longer than the time to spin if `slept`.
-    pub(crate) fn learn(&mut self, wait: Wait, waited: Duration, slept: bool) {
+    /// Adapts to a wait that lasted `waited`; `slept`: it outlasted the spin time.
+    pub(crate) fn record(&mut self, wait: Wait, waited: Duration, slept: bool) {
         let Wait::Adaptive { limit } = wait else {
             return;
         };
@@ -74,10 +74,10 @@ impl Learned {
             return;
         }
         self.0 = if waited > limit {
-            // No spinning within the limit would have helped. Less is spent on the next wait.
+            // Spinning up to the limit would not have helped: spin less next time.
             self.0 / 2
         } else {
-            // A longer look would have saved the sleep.
+            // A longer spin would have saved the sleep.
             (self.0 * 2).max(FIRST).min(limit)
         };
         if self.0 < FIRST / 2 {
@@ -93,32 +93,32 @@ mod tests {
     const MICRO: Duration = Duration::from_micros(1);
 
     #[test]
-    fn short_waits_teach_to_spin_and_long_ones_not_to() {
-        let mut learned = Learned::default();
+    fn adaptive_spin_time_grows_with_short_waits_and_falls_with_long_ones() {
+        let mut spin_time = SpinTime::default();
         let wait = Wait::ADAPTIVE;
-        assert_eq!(learned.budget(wait), Some(Duration::ZERO));
+        assert_eq!(spin_time.budget(wait), Some(Duration::ZERO));
         for _ in 0..10 {
-            learned.learn(wait, 20 * MICRO, true);
+            spin_time.record(wait, 20 * MICRO, true);
         }
-        assert_eq!(learned.budget(wait), Some(200 * MICRO));
-        learned.learn(wait, 10 * MICRO, false);
+        assert_eq!(spin_time.budget(wait), Some(200 * MICRO));
+        spin_time.record(wait, 10 * MICRO, false);
         assert_eq!(
-            learned.budget(wait),
+            spin_time.budget(wait),
             Some(200 * MICRO),
-            "it pays: no change"
+            "no sleep: no change"
         );
         for _ in 0..10 {
-            learned.learn(wait, Duration::from_millis(5), true);
+            spin_time.record(wait, Duration::from_millis(5), true);
         }
-        assert_eq!(learned.budget(wait), Some(Duration::ZERO), "idle: no CPU");
+        assert_eq!(spin_time.budget(wait), Some(Duration::ZERO), "idle: no CPU");
     }
 
     #[test]
-    fn the_other_two_do_not_learn() {
-        let mut learned = Learned::default();
-        learned.learn(Wait::Sleep, MICRO, true);
-        learned.learn(Wait::Spin, MICRO, true);
-        assert_eq!(learned.budget(Wait::Sleep), Some(Duration::ZERO));
-        assert_eq!(learned.budget(Wait::Spin), None);
+    fn spin_time_of_sleep_and_spin_modes_is_constant() {
+        let mut spin_time = SpinTime::default();
+        spin_time.record(Wait::Sleep, MICRO, true);
+        spin_time.record(Wait::Spin, MICRO, true);
+        assert_eq!(spin_time.budget(Wait::Sleep), Some(Duration::ZERO));
+        assert_eq!(spin_time.budget(Wait::Spin), None);
     }
 }

@@ -392,7 +392,7 @@ fn a_loan_is_refused_by_who_reads_no_more() {
             .is_err_and(|e| e.kind() == ErrorKind::BrokenPipe)
     });
     let error = loan.send().unwrap_err();
-    assert_eq!(inner(&error), Some(&StreamError::PeerDeaf));
+    assert_eq!(inner(&error), Some(&StreamError::PeerRecvShutdown));
 }
 
 #[test]

@@ -1,9 +1,12 @@
-//! What a connection can be told, and asked, beside what it carries: its buffer, its time-outs, its
-//! end. [`option_calls`] gives each kind of socket the calls for it.
+//! Options of a connection, and its close.
 //!
-//! What must hold: what is set here is in force when the call returns, and the peer hears of what
-//! concerns it; an end that lingers has shut sending down before it waits. Options are locked
-//! behind the endpoint, never the other way round.
+//! # Invariants
+//! - An option is in force when the call that sets it returns, and announced to the peer if it
+//!   concerns the peer.
+//! - A lingering close shuts sending down before it waits.
+//! - Lock order: the endpoint, then the options.
+//!
+//! [`option_calls`] generates the public calls for each type of socket.
 
 use std::io;
 use std::net::Shutdown;
@@ -23,19 +26,19 @@ use crate::vsock::options::{Options, timeout};
 use crate::vsock::socket::Bound;
 use crate::vsock::waiting::Wait;
 
-/// After which time an end that lingers asks its peer again how much it has taken, at first.
-const FIRST_QUESTION: Duration = Duration::from_millis(1);
-/// And in the end.
-const LAST_QUESTION: Duration = Duration::from_millis(64);
+/// First interval at which a lingering close requests a credit update.
+const FIRST_CREDIT_POLL: Duration = Duration::from_millis(1);
+/// Longest such interval; each one doubles the last.
+const MAX_CREDIT_POLL: Duration = Duration::from_millis(64);
 
 impl Connection {
     pub(in crate::vsock) fn options(&self) -> MutexGuard<'_, Options> {
-        // What is kept is whole whenever it can be seen.
+        // Each update leaves the value consistent, even where a panic has poisoned the lock.
         self.options.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes over what its listener, or the socket that it was made of, was told; the receive
-    /// buffer is so already.
+    /// Takes the options and the bound port of the listener or socket that it was made of. The
+    /// receive buffer was set before.
     pub(in crate::vsock) fn adopt(&mut self, options: Options, bound: Option<Bound>) {
         self.bound = bound;
         *self.options() = options;
@@ -45,7 +48,7 @@ impl Connection {
             .store(encode_timeout(options.write_timeout), Ordering::Relaxed);
     }
 
-    /// Gives up the port that it was connected from, if that was chosen.
+    /// Takes the bound port out, if the socket was bound before it connected.
     pub(in crate::vsock) fn unbind(&mut self) -> Option<Bound> {
         self.bound.take()
     }
@@ -66,7 +69,7 @@ impl Connection {
         Ok(())
     }
 
-    /// A buffer of `bytes`, brought within its bounds; of how many it is then.
+    /// Sets the buffer to `bytes`, clamped to its bounds; returns the result.
     pub(in crate::vsock) fn set_buffer_size(&self, bytes: u32) -> io::Result<u32> {
         let bytes = self.options().set_buffer(bytes)?;
         self.resize(bytes);
@@ -83,7 +86,7 @@ impl Connection {
         }
     }
 
-    /// How many bytes the buffer has then, if that has changed.
+    /// Sets the bounds; returns the size of the buffer if it has changed.
     pub(in crate::vsock) fn set_buffer_bounds(
         &self,
         min: u32,
@@ -101,7 +104,7 @@ impl Connection {
         self.core.lock().engine().queue_pair(self.id)
     }
 
-    /// Asks for the move, and waits for what comes of it.
+    /// Requests the move to queue pair `pair`, and waits for its result.
     pub(in crate::vsock) fn move_to_queue_pair(&self, pair: u16) -> io::Result<()> {
         let mut asked = false;
         let attempt = |engine: &mut dyn Engine| match engine.queue_pair(self.id) {
@@ -137,7 +140,7 @@ impl Connection {
         locked.engine().flush();
     }
 
-    /// How many bytes a read waits for.
+    /// Sets the bytes that a read waits for; returns the mark.
     pub(in crate::vsock) fn set_low_water(&self, bytes: u32) -> io::Result<u32> {
         let mut locked = self.core.lock();
         let engine = locked.engine();
@@ -150,7 +153,7 @@ impl Connection {
 
     pub(in crate::vsock) fn unread(&self) -> usize {
         let mut locked = self.core.lock();
-        // What has come counts; an endpoint that is over still has what came before.
+        // Counts packets not yet taken in. A failed endpoint still has what it received before.
         let _ = locked.turn();
         locked.engine().info(self.id).map_or(0, |info| info.unread)
     }
@@ -167,74 +170,77 @@ impl Connection {
         unsent as usize
     }
 
-    /// Waits as long as it was told to linger. What is left to do is done by the drop.
+    /// Lingers; the drop closes the connection.
     pub(in crate::vsock) fn close(&self) -> io::Result<()> {
         let linger = self.options().linger;
         let Some(time) = linger.filter(|time| !time.is_zero()) else {
             return Ok(());
         };
-        // Not twice.
+        // The drop must not linger again.
         self.options().linger = None;
         match self.waiting() {
-            Some(wait) => self.await_end(wait, deadline_in(time)),
+            Some(wait) => self.linger_until(wait, deadline_in(time)),
             None => Ok(()),
         }
     }
 
-    /// The end, when it is dropped.
+    /// Closes the connection, when it is dropped.
     pub(super) fn end(&self) {
         let linger = self.options().linger;
         match linger {
             None => {}
-            Some(Duration::ZERO) => return self.core.end(DeferredClose::Reset(self.id)),
+            Some(Duration::ZERO) => return self.core.close_deferred(DeferredClose::Reset(self.id)),
             Some(time) => {
-                if let Some(wait) = self.waiting().filter(|_| !self.core.is_mine()) {
-                    // There is nobody to be told.
-                    let _ = self.await_end(wait, deadline_in(time));
+                if let Some(wait) = self
+                    .waiting()
+                    .filter(|_| !self.core.is_held_by_this_thread())
+                {
+                    // A drop cannot report an error.
+                    let _ = self.linger_until(wait, deadline_in(time));
                 }
             }
         }
-        self.core.end(DeferredClose::Stream(self.id));
+        self.core.close_deferred(DeferredClose::Stream(self.id));
     }
 
-    /// How calls wait, if they do.
+    /// The wait mode of calls; `None` if they do not block.
     fn waiting(&self) -> Option<Wait> {
         match self.read_patience().mode {
-            WaitMode::Waits(wait) => Some(wait),
+            WaitMode::Block(wait) => Some(wait),
             _ => None,
         }
     }
 
-    /// Waits until the peer has taken everything, and then for its answer to the end. In this
-    /// order: Linux knows a connection no more whose peer has shut both ways down, and cannot be
-    /// asked; what its program has not read by then it would never tell.
-    fn await_end(&self, wait: Wait, deadline: Option<Instant>) -> io::Result<()> {
-        // Not connected: there is nothing to wait for.
+    /// Waits until the peer has consumed everything, then for its answer to the shutdown. In this
+    /// order, because Linux forgets a connection that its peer has shut down both ways: it would no
+    /// longer answer credit requests, and so never report what its program has read.
+    fn linger_until(&self, wait: Wait, deadline: Option<Instant>) -> io::Result<()> {
+        // Fails when it is not connected: then there is nothing to wait for.
         let _ = self.shutdown(Shutdown::Write);
-        self.await_taken(wait, deadline)?;
+        self.wait_consumed(wait, deadline)?;
         let _ = self.shutdown(Shutdown::Both);
         let budget = WaitBudget {
-            mode: WaitMode::Waits(wait),
+            mode: WaitMode::Block(wait),
             deadline,
         };
         let ended = self.core.wait(Interest::Conn(self.id), budget, |engine| {
             match engine.info(self.id).map(|info| info.state) {
                 Some(StreamState::Connected) => None,
                 Some(StreamState::Reset) => Some(Err(StreamError::Reset)),
-                // One that was never connected has sent nothing.
+                // A connection that was never established has sent nothing.
                 _ => Some(Ok(())),
             }
         })?;
         Ok(ended?)
     }
 
-    /// Asks the peer how much it has taken, less and less often, until that is everything, or it
-    /// takes no more.
-    fn await_taken(&self, wait: Wait, deadline: Option<Instant>) -> Result<(), WaitFault> {
-        let mut pause = FIRST_QUESTION;
+    /// Requests credit updates at growing intervals until the peer has consumed everything, or has
+    /// shut receiving down.
+    fn wait_consumed(&self, wait: Wait, deadline: Option<Instant>) -> Result<(), WaitFault> {
+        let mut pause = FIRST_CREDIT_POLL;
         loop {
             let budget = WaitBudget {
-                mode: WaitMode::Waits(wait),
+                mode: WaitMode::Block(wait),
                 deadline: earlier(deadline, deadline_in(pause)),
             };
             let mut asked = false;
@@ -253,7 +259,7 @@ impl Connection {
             });
             match taken {
                 Err(WaitFault::TimedOut) if deadline.is_none_or(|at| at > Instant::now()) => {
-                    pause = (pause * 2).min(LAST_QUESTION);
+                    pause = (pause * 2).min(MAX_CREDIT_POLL);
                 }
                 taken => return taken,
             }
@@ -261,12 +267,12 @@ impl Connection {
     }
 }
 
-/// Bytes that the peer is not known to have taken.
+/// Bytes sent and not yet reported as consumed.
 fn unsent(engine: &mut dyn Engine, id: StreamId) -> u32 {
     engine.credit(id).map_or(0, |credit| credit.unsent)
 }
 
-/// The calls for options that every kind of connected socket has, for a type with a `conn`.
+/// The option calls of all connected sockets, for a type with a field `conn`.
 macro_rules! option_calls {
     ($socket:ident) => {
         impl $socket {
@@ -275,12 +281,12 @@ macro_rules! option_calls {
                 self.conn.options().bounds()
             }
 
-            /// Bytes of the receive buffer (SO_VM_SOCKETS_BUFFER_SIZE).
+            /// The receive buffer in bytes (SO_VM_SOCKETS_BUFFER_SIZE).
             pub fn buffer_size(&self) -> u32 {
                 self.conn.buffer_size()
             }
 
-            /// How long a read or receive may wait; `None`: for ever.
+            /// How long a read or receive may wait; `None`: without limit.
             ///
             /// # Errors
             /// With an [`OptionError`](crate::vsock::OptionError) inside: `InvalidInput` for a time
@@ -294,7 +300,7 @@ macro_rules! option_calls {
                 self.conn.options().read_timeout
             }
 
-            /// How long a write, a send or a loan may wait; `None`: for ever.
+            /// How long a write, a send or a loan may wait; `None`: without limit.
             ///
             /// # Errors
             /// With an [`OptionError`](crate::vsock::OptionError) inside: `InvalidInput` for a time
@@ -308,16 +314,16 @@ macro_rules! option_calls {
                 self.conn.options().write_timeout
             }
 
-            /// What becomes of what was sent when the socket is dropped or [closed](Self::close)
+            /// What happens to sent data when the socket is dropped or [closed](Self::close)
             /// (SO_LINGER).
             ///
-            /// - `None`, at first: it still arrives, and nobody waits for it.
-            /// - Some time: the end waits so long for the peer to take all of it and to say so; what
-            ///   it has not taken by then still arrives. Only for sockets that wait: a
-            ///   [non-blocking](Self::set_nonblocking) one ends as with `None`. Between two
-            ///   processes or guests of one device it is the device that takes it: then all of it
-            ///   lies in the other's buffers, or will without us.
-            /// - [`Duration::ZERO`]: the connection is reset, and what is under way is lost.
+            /// - `None`, the default: it still arrives; closing does not wait.
+            /// - A time: closing waits that long until the peer has consumed all data and
+            ///   acknowledged the close; data that it has not consumed by then still arrives. A
+            ///   [non-blocking](Self::set_nonblocking) socket closes as with `None`. Between two
+            ///   processes or guests of one device it is the device that consumes the data: it is
+            ///   in the peer's buffers then, or the device delivers it without this socket.
+            /// - [`Duration::ZERO`]: the connection is reset, and data in flight is lost.
             pub fn set_linger(&self, linger: Option<Duration>) {
                 self.conn.options().linger = linger;
             }
@@ -327,7 +333,7 @@ macro_rules! option_calls {
                 self.conn.options().linger
             }
 
-            /// Ends the connection as dropping the socket does, and says how that went.
+            /// Closes the connection as dropping the socket does, and returns the result.
             ///
             /// ```
             /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
@@ -336,7 +342,7 @@ macro_rules! option_calls {
             ///
             /// (&process).write_all(b"read me")?;
             /// process.set_linger(Some(Duration::from_millis(10)));
-            /// // Nobody reads it.
+            /// // The peer does not read it.
             /// assert_eq!(process.close().unwrap_err().kind(), ErrorKind::TimedOut);
             /// let mut late = String::new();
             /// (&host).read_to_string(&mut late)?;
@@ -345,37 +351,37 @@ macro_rules! option_calls {
             /// ```
             ///
             /// # Errors
-            /// Only with [`set_linger`](Self::set_linger): `TimedOut` when the peer has not taken
-            /// all in time, `ConnectionReset` when it has reset the connection, and may not have
-            /// taken all.
+            /// Only with [`set_linger`](Self::set_linger): `TimedOut` when the peer has not
+            /// consumed everything in time, `ConnectionReset` when it has reset the connection and
+            /// may not have consumed everything.
             pub fn close(self) -> io::Result<()> {
                 self.conn.close()
             }
 
-            /// The number of the queue pair at which the connection is
+            /// The number of the connection's queue pair
             /// ([`EndpointBuilder::queue_pairs`](crate::vsock::EndpointBuilder::queue_pairs)).
             pub fn queue_pair(&self) -> u16 {
                 self.conn.queue_pair()
             }
 
-            /// Moves the connection to queue pair `pair`, for a program that shares its work out over
-            /// the workers of the device better than the hash of addresses does. It is quiet for one
-            /// and a half round trips; bytes keep their order. What is held unread in place is copied
-            /// once. Waits as a write does; one that does not wait has asked, and
-            /// [`queue_pair`](Self::queue_pair) tells later.
+            /// Moves the connection to queue pair `pair`, for a program that balances load over the
+            /// workers of the device better than the hash of addresses does. The connection pauses
+            /// for one and a half round trips; bytes keep their order. Unread bytes held in place
+            /// are copied once. Blocks as a write does; on a non-blocking socket the move goes on,
+            /// and [`queue_pair`](Self::queue_pair) shows its result later.
             ///
             /// # Errors
-            /// `Unsupported` at a host, and for a pair that is not used; `ResourceBusy` while a loan
-            /// is out or a message half sent, at either side, and when the device refuses;
-            /// `NotConnected`; `WouldBlock`, `TimedOut`.
+            /// `Unsupported` at a host, and for a pair that is not in use; `ResourceBusy` while a
+            /// loan is out or a message is partly sent, on either side, and when the device
+            /// refuses; `NotConnected`; `WouldBlock`, `TimedOut`.
             pub fn move_to_queue_pair(&self, pair: u16) -> io::Result<()> {
                 self.conn.move_to_queue_pair(pair)
             }
 
-            /// Bytes that were sent and that the peer is not known to have taken (SIOCOUTQ). A peer
-            /// tells of itself only now and then what it has taken, so this asks it: call again to
-            /// see the answer. As with [`set_linger`](Self::set_linger), a device between two
-            /// processes takes what it passes on.
+            /// Bytes sent and not yet reported as consumed (SIOCOUTQ). Peers report only now and
+            /// then, so this call requests a report: call again to see it. As with
+            /// [`set_linger`](Self::set_linger), a device between two processes consumes what it
+            /// forwards.
             pub fn unsent(&self) -> usize {
                 self.conn.unsent()
             }

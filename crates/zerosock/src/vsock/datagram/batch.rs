@@ -1,5 +1,4 @@
-//! Many datagrams with one call: the endpoint is locked once for all of them, and its peer is
-//! notified once.
+//! Many datagrams in one call, with one lock of the endpoint and one notification of its peer.
 
 use std::io;
 
@@ -9,9 +8,9 @@ use super::{Datagram, RecvFault};
 use crate::vsock::message::Message;
 
 impl Datagram {
-    /// Sends as many of `datagrams` as there is room for, in their order, each to its address; how
-    /// many. Waits for the first one only. One that cannot be sent ends it: the error is that of
-    /// the first, or comes with the next call, whose first it is.
+    /// Sends as many of `datagrams` as there is room for, in order, each to its address; returns
+    /// how many. Blocks for the first one only. The call stops at a datagram that cannot be sent;
+    /// it returns the error only for the first one.
     ///
     /// ```
     /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -53,7 +52,7 @@ impl Datagram {
         })
     }
 
-    /// As [`send_many`](Self::send_many), all to whom we are [connected](Self::connect) to.
+    /// As [`send_many`](Self::send_many), all to the [connected](Self::connect) peer.
     ///
     /// # Errors
     /// As there; `NotConnected`.
@@ -75,8 +74,8 @@ impl Datagram {
         })
     }
 
-    /// Receives as many datagrams as have come, one into each of `buffers`; for each the length of
-    /// all of it and who it is from, as [`recv_from`](Self::recv_from) does. Waits for the first
+    /// Receives the datagrams that have arrived, one into each of `buffers`; returns the full
+    /// length and the source of each, as [`recv_from`](Self::recv_from) does. Blocks for the first
     /// one only.
     ///
     /// # Errors
@@ -101,9 +100,9 @@ impl Datagram {
         })
     }
 
-    /// Shows up to `most` datagrams to `look`, each where it lies and with its source, and takes
-    /// them; how many. Waits for the first one only. The way for many small ones: nothing is
-    /// copied, and no lease is kept. `look` may drop what it likes, but not use this endpoint.
+    /// Receives up to `most` datagrams: calls `look` with each, in place, and its source. Returns
+    /// how many. Blocks for the first one only. Made for many small datagrams: without a copy and
+    /// without leases. `look` may drop sockets and leases, but must not call this endpoint.
     ///
     /// ```
     /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));

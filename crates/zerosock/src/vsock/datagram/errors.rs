@@ -1,4 +1,4 @@
-//! What goes wrong with datagrams, and by whose fault.
+//! The errors of datagram sockets; each names the side at fault.
 
 use std::io::{Error, ErrorKind};
 
@@ -7,7 +7,8 @@ use zerosock_proto::vsock::datagram;
 
 use crate::table::datagrams::DatagramFault;
 
-/// Why a datagram is not sent, and will not be by waiting. Inside the [`std::io::Error`].
+/// Why a datagram cannot be sent, whatever the caller waits for. The source of the
+/// [`std::io::Error`].
 ///
 /// ```
 /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -26,30 +27,30 @@ use crate::table::datagrams::DatagramFault;
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DatagramError {
-    /// The caller: it has more than 65536 bytes, or more than all buffers of its receiver's queue.
-    /// `InvalidInput`; EMSGSIZE on a kernel's socket.
+    /// The caller: the datagram has more than 65536 bytes, or more than all buffers of its
+    /// receiver's queue. `InvalidInput`; EMSGSIZE on a kernel socket.
     #[error("a datagram of {0} bytes is too long")]
     TooLong(usize),
-    /// The system: the device that we are attached to has not negotiated datagrams. `Unsupported`.
+    /// The system: the endpoint's device has not negotiated datagrams. `Unsupported`.
     #[error("the device does not take datagrams")]
     NoDatagrams,
-    /// The peer: it has not negotiated datagrams, as no stock kernel does. `Unsupported`.
+    /// The peer: it has not negotiated datagrams; no stock kernel does. `Unsupported`.
     #[error("the destination does not take datagrams")]
     Deaf,
-    /// The caller: there is nobody with that CID, nobody has started there yet, or it may not be
-    /// reached from here. `HostUnreachable`.
-    #[error("there is nobody to be reached at that address")]
+    /// The caller: the CID does not exist, its guest has no running driver yet, or access rules
+    /// forbid it. `HostUnreachable`.
+    #[error("no guest or process is reachable at that address")]
     Unreachable,
-    /// The caller: as many leases and loans are out as the endpoint can count. `OutOfMemory`.
+    /// The caller: the endpoint's limit of leases and loans is reached. `OutOfMemory`.
     #[error("too many leases and loans are out at once: drop some")]
     TooManyLoans,
-    /// The peer: it took the memory of a loan back, or is gone. `ConnectionReset`.
+    /// The peer: it has taken the memory of a loan back, or disconnected. `ConnectionReset`.
     #[error("the memory went back to the peer")]
     Torn,
 }
 
 impl DatagramError {
-    /// `None`: not now.
+    /// `None`: the call would block.
     pub(super) fn of(fault: DatagramFault) -> Option<DatagramError> {
         Some(match fault {
             DatagramFault::WouldBlock => return None,
@@ -76,7 +77,7 @@ impl From<DatagramError> for Error {
     }
 }
 
-/// Why there is no datagram socket; always the caller's fault.
+/// Why a datagram socket cannot be bound; always the caller's fault.
 ///
 /// ```
 /// # let (db, _web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -87,7 +88,7 @@ impl From<DatagramError> for Error {
 /// let _first = Datagram::bind(&db, Port::new(514))?;
 /// let error = Datagram::bind(&db, Port::new(514)).unwrap_err();
 /// assert_eq!(error.kind(), ErrorKind::AddrInUse);
-/// // A listener is something else.
+/// // Streams have ports of their own.
 /// let _listener = db.listen(Port::new(514), 1)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -97,7 +98,7 @@ pub enum BindError {
     /// Another socket has the port. `AddrInUse`.
     #[error("the port is in use")]
     InUse,
-    /// There are as many sockets as there may be. `OutOfMemory`.
+    /// The limit of sockets is reached. `OutOfMemory`.
     #[error("too many datagram sockets")]
     TooMany,
     /// The endpoint was opened with [`ports`](crate::vsock::EndpointBuilder::ports), and this one

@@ -1,4 +1,4 @@
-//! Datagrams read where they lie.
+//! Received datagrams, read in place.
 
 use std::fmt;
 use std::io;
@@ -8,8 +8,7 @@ use zerosock_proto::Address;
 use super::Datagram;
 use crate::vsock::lease::{Lease, OwnedLease};
 
-/// A received datagram, to be read where its sender's side wrote it. Dropping it gives the buffer
-/// back.
+/// A received datagram, read where the sender's side wrote it. Dropping it returns the buffer.
 ///
 /// ```
 /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -42,7 +41,7 @@ pub struct DatagramLease<'a> {
 }
 
 impl<'a> DatagramLease<'a> {
-    /// Who it is from.
+    /// The address of its sender.
     pub fn source(&self) -> Address {
         self.source
     }
@@ -57,23 +56,23 @@ impl<'a> DatagramLease<'a> {
         self.lease.is_none()
     }
 
-    /// Whether the bytes were handed out where the sender's side wrote them; not as a copy because
-    /// of the bounds on what may be held, or because they came in several packets.
+    /// Whether the bytes lie where the sender's side wrote them. False for a copy: beyond the hold
+    /// limit, or of a datagram of several packets.
     pub fn is_in_place(&self) -> bool {
         self.lease.as_ref().is_some_and(Lease::is_in_place)
     }
 
-    /// Its bytes, to be read like any others on lease. `None`: it is empty.
+    /// Its bytes as a lease. `None`: it is empty.
     pub fn lease(&self) -> Option<&Lease<'a>> {
         self.lease.as_ref()
     }
 
-    /// Its bytes, no longer bound to the socket. `None`: it is empty.
+    /// Its bytes as a lease that may outlive the socket. `None`: it is empty.
     pub fn into_owned(self) -> Option<OwnedLease> {
         self.lease.map(Lease::into_owned)
     }
 
-    /// Copies bytes from `offset` on to `out`; how many. Safe with any peer.
+    /// Copies bytes from `offset` on to `out`; returns how many. Safe with any peer.
     pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
         let lease = self.lease.as_ref();
         lease.map_or(0, |lease| lease.copy_to(offset, out))
@@ -86,11 +85,10 @@ impl<'a> DatagramLease<'a> {
 }
 
 impl Datagram {
-    /// Receives the next datagram where it lies.
+    /// Receives the next datagram in place.
     ///
     /// # Errors
-    /// As [`recv_from`](Self::recv_from); `OutOfMemory` when as many leases are out as the endpoint
-    /// can count.
+    /// As [`recv_from`](Self::recv_from); `OutOfMemory` at the endpoint's limit of leases.
     pub fn recv_lease(&self) -> io::Result<DatagramLease<'_>> {
         let (got, trusted) = self.receive(|engine| {
             let got = engine.lease(self.id)?;

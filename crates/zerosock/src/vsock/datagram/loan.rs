@@ -1,4 +1,4 @@
-//! Datagrams written where they will be read.
+//! Datagrams to send, written in place.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -13,10 +13,9 @@ use crate::table::sockets::Place;
 use crate::vsock::hub::Interest;
 use crate::vsock::loan::ZEROS;
 
-/// The right to write a datagram where its receiver's side will read it. It is sent with
-/// [`send`](Self::send); dropped, it goes back unsent. Beyond the bounds on loans, or for a datagram
-/// that takes several of the receiver's buffers, it is a private buffer, which is copied when it is
-/// sent.
+/// A buffer for a datagram, in memory that the receiver's side reads. [`send`](Self::send) sends
+/// it; dropped, it is returned unsent. Beyond the limit on loans, or for a datagram that needs
+/// several of the receiver's buffers, it is a private buffer, which is copied when it is sent.
 ///
 /// ```
 /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -37,14 +36,14 @@ pub struct DatagramLoan<'a> {
     index: u32,
     len: usize,
     place: Option<Place>,
-    /// The buffer of a loan that is not in place (any more).
+    /// The bytes of a loan that is not, or no longer, in place.
     private: Vec<u8>,
     filled: usize,
-    over: bool,
+    returned: bool,
 }
 
 impl Datagram {
-    /// Borrows a buffer for a datagram of at most `len` bytes to `to`.
+    /// Lends a buffer for a datagram of at most `len` bytes to `to`.
     ///
     /// # Errors
     /// As [`send_to`](Self::send_to).
@@ -62,13 +61,13 @@ impl Datagram {
             place,
             private,
             filled: 0,
-            over: false,
+            returned: false,
         })
     }
 }
 
 impl DatagramLoan<'_> {
-    /// Bytes that it takes at most.
+    /// Its capacity in bytes.
     pub fn capacity(&self) -> usize {
         self.len
     }
@@ -83,11 +82,11 @@ impl DatagramLoan<'_> {
         self.place.is_some()
     }
 
-    /// Writes `bytes` at `offset`; how many fitted. [`filled`](Self::filled) is at least their end
-    /// then. What lies between the bytes filled before and `offset` becomes zeros.
+    /// Writes `bytes` at `offset`; returns how many fit. [`filled`](Self::filled) is at least their
+    /// end then. Bytes between the old fill level and `offset` become zeros.
     ///
     /// # Errors
-    /// [`DatagramError::Torn`]: the peer took its memory back, and what was written before is lost.
+    /// [`DatagramError::Torn`]: the peer has taken its memory back, and earlier writes are lost.
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) -> io::Result<usize> {
         let offset = offset.min(self.len);
         while self.filled < offset {
@@ -102,7 +101,7 @@ impl DatagramLoan<'_> {
         Ok(written)
     }
 
-    /// Writes `bytes` at `offset`, which lies within; how many fitted.
+    /// Writes `bytes` at `offset`, which is within the capacity; returns how many fit.
     fn put_at(&mut self, offset: usize, bytes: &[u8]) -> Result<usize, DatagramError> {
         let fits = bytes.len().min(self.len - offset);
         let bytes = bytes.get(..fits).unwrap_or(bytes);
@@ -118,15 +117,15 @@ impl DatagramLoan<'_> {
         }) = &self.place
         {
             written = memory.write(pieces, start + offset, bytes);
-            core.leave(self.index);
+            core.end_access(self.index);
         } else if let Some(to) = self.private.get_mut(offset..offset + fits) {
             to.copy_from_slice(bytes);
         }
         Ok(written)
     }
 
-    /// Sends what was written so far, as one datagram; how many bytes. One in which nothing was
-    /// written is empty, and is sent as well.
+    /// Sends the bytes written so far as one datagram; returns how many. A loan without any is sent
+    /// as an empty datagram.
     ///
     /// # Errors
     /// As [`Datagram::send_to`]; [`DatagramError::Torn`].
@@ -134,7 +133,7 @@ impl DatagramLoan<'_> {
         self.try_send()
     }
 
-    /// As [`send`](Self::send); when it says that it would block, the loan is as it was.
+    /// As [`send`](Self::send); on `WouldBlock` the loan is unchanged.
     pub(in crate::vsock) fn try_send(&mut self) -> io::Result<usize> {
         let socket = self.socket;
         let attempt = |engine: &mut dyn Engine| match self.queue(engine) {
@@ -152,7 +151,8 @@ impl DatagramLoan<'_> {
     fn queue(&mut self, engine: &mut dyn Engine) -> Result<(), DatagramFault> {
         if self.place.is_some() {
             if self.enter() {
-                // Not by way of the core: the lock is ours, and is given back soon.
+                // Not `Core::end_access`: this thread holds the lock; releasing it returns dropped
+                // leases.
                 self.socket.core.leases().leave(self.index);
             } else {
                 self.moved(engine).map_err(|_| DatagramFault::Unknown)?;
@@ -163,18 +163,19 @@ impl DatagramLoan<'_> {
         let engine = engine.datagrams().ok_or(DatagramFault::Unknown)?;
         let sent = engine.send_loan(self.index, self.filled, private);
         if sent != Err(DatagramFault::WouldBlock) {
-            // The engine has it back, and its word is somebody else's.
-            self.over = true;
+            // The engine has the buffer back and may reuse the index.
+            self.returned = true;
         }
         sent
     }
 
-    /// False: the endpoint has taken its place away.
+    /// Begins a write. False: the endpoint has moved the loan out of the peer's memory.
     fn enter(&self) -> bool {
         self.socket.core.leases().enter_to_write(self.index) == Entered::InPlace
     }
 
-    /// The endpoint has taken the place away: what was written is in a copy, if there is one.
+    /// Makes the loan private after the endpoint has moved it; takes what was written from the
+    /// copy.
     fn moved(&mut self, engine: &mut dyn Engine) -> Result<(), DatagramError> {
         match engine.copy_of(self.index) {
             Some((bytes, start)) => {
@@ -191,12 +192,12 @@ impl DatagramLoan<'_> {
 }
 
 impl Write for DatagramLoan<'_> {
-    /// Appends; 0 when it is full.
+    /// Appends bytes; 0 when the loan is full.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.write_at(self.filled, bytes)
     }
 
-    /// Nothing to do: it is sent by [`DatagramLoan::send`].
+    /// Does nothing: [`DatagramLoan::send`] sends it.
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
@@ -204,8 +205,8 @@ impl Write for DatagramLoan<'_> {
 
 impl Drop for DatagramLoan<'_> {
     fn drop(&mut self) {
-        if !self.over {
-            self.socket.core.give_back(self.index);
+        if !self.returned {
+            self.socket.core.return_buffer(self.index);
         }
     }
 }

@@ -1,10 +1,13 @@
-//! Datagrams as their user has them (docs/datagrams.md).
+//! Datagram sockets (docs/datagrams.md).
 //!
-//! Two ways lead in and out, as with streams: by copying, as in `std::net`, and in place
-//! ([`Datagram::recv_lease`], [`Datagram::loan`]). `batch` moves many with one call, `lease` and `loan` are in place.
+//! # Invariants
+//! - A call that returns `WouldBlock` has armed the endpoint's descriptor.
+//! - A datagram is received whole or truncated, never in two parts.
 //!
-//! What must hold: a call that says that it would block has armed the endpoint's descriptor; a
-//! datagram is received whole or cut, and never in two.
+//! # Use
+//! As with streams, bytes are copied, as in `std::net`, or read and written in place
+//! ([`Datagram::recv_lease`] in `lease`, [`Datagram::loan`] in `loan`). `batch` moves many with one
+//! call.
 
 mod batch;
 mod errors;
@@ -34,14 +37,13 @@ pub use lease::DatagramLease;
 pub use loan::DatagramLoan;
 pub use zerosock_proto::vsock::datagram::{DatagramDrops, DatagramStats, MAX_DATAGRAM};
 
-/// A socket that sends and receives datagrams: each by itself, without a connection, and perhaps
-/// in vain.
+/// A socket for unreliable datagrams, without a connection.
 ///
-/// A datagram has 0 to 65536 bytes. It is dropped, silently, when nobody has its port, and when its
-/// receiver has as much unread as it keeps ([`set_receive_buffer`](Self::set_receive_buffer)). But
-/// a receiver of zerosock's that fills up asks those who send to it to stop, and later to go on: a
-/// send to such a destination waits (or says `WouldBlock`), and sends to others go on. So nothing is
-/// lost between endpoints as long as their buffers are in proportion; see docs/datagrams.md.
+/// A datagram has 0 to 65536 bytes. It is silently dropped when no socket has its port, and when
+/// the receiver's buffer is full ([`set_receive_buffer`](Self::set_receive_buffer)). A zerosock
+/// receiver with a filling buffer asks its senders to stop, and later to go on: a send to it blocks
+/// (or returns `WouldBlock`), sends to other destinations go on. So endpoints lose no datagrams as
+/// long as their buffers are in proportion; see docs/datagrams.md.
 ///
 /// Guests with a stock kernel do not take datagrams: a send to one fails with
 /// [`DatagramError::Deaf`].
@@ -59,7 +61,7 @@ pub use zerosock_proto::vsock::datagram::{DatagramDrops, DatagramStats, MAX_DATA
 ///
 /// let mut bytes = [0; 4];
 /// assert_eq!(ours.recv_from(&mut bytes)?, (3, theirs.local_addr()));
-/// // The length is the datagram's, however much of it was wanted.
+/// // The full length of the datagram, although the buffer is shorter.
 /// assert_eq!(ours.recv_from(&mut bytes)?, (7, theirs.local_addr()));
 /// assert_eq!(&bytes, b"anot");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -70,13 +72,13 @@ pub struct Datagram {
     core: Arc<Core>,
     id: DatagramId,
     local: Address,
-    /// As [`pack`] has it.
+    /// The connected peer, encoded by [`pack`], or `NO_PEER`.
     peer: AtomicU64,
     blocking: Blocking,
     /// Nanoseconds; 0: none.
     read_timeout: AtomicU64,
     write_timeout: AtomicU64,
-    /// As [`encode`] has it.
+    /// The wait mode, encoded by [`encode`].
     wait: AtomicU64,
 }
 
@@ -87,7 +89,7 @@ pub struct Datagram {
 /// use zerosock::Port;
 /// use zerosock::vsock::{Datagram, DatagramHome};
 ///
-/// /// For endpoints and hosts alike.
+/// /// Works for endpoints and hosts.
 /// fn log<'a>(at: impl Into<DatagramHome<'a>>) -> std::io::Result<Datagram> {
 ///     Datagram::bind(at, Port::new(514))
 /// }
@@ -97,7 +99,7 @@ pub struct Datagram {
 pub struct DatagramHome<'a> {
     core: &'a Arc<Core>,
     wait: Wait,
-    /// Whose ports may be limited.
+    /// The endpoint, which may limit the ports; `None` for a host.
     endpoint: Option<&'a Endpoint>,
 }
 
@@ -124,21 +126,21 @@ impl<'a> From<&'a Host> for DatagramHome<'a> {
 }
 
 /// No peer.
-const NOBODY: u64 = u64::MAX;
+const NO_PEER: u64 = u64::MAX;
 
 fn pack(address: Address) -> u64 {
     u64::from(address.cid.get()) << 32 | u64::from(address.port.get())
 }
 
 impl Datagram {
-    /// A socket at `port` of an endpoint's CID, or, for [`Port::ANY`], at one that nobody has.
-    /// Ports of datagrams are not those of streams.
+    /// Binds a socket to `port` of the endpoint's CID, or with [`Port::ANY`] to a free one.
+    /// Datagram ports are separate from stream ports.
     ///
     /// # Errors
     /// With a [`BindError`] inside: `AddrInUse` when another socket has the port; `InvalidInput`
-    /// for one that is not among the [`ports`](super::EndpointBuilder::ports) that the endpoint was
-    /// opened with, or that a service has claimed; `OutOfMemory` beyond 65536 sockets. An endpoint
-    /// with named ports can send from [`Port::ANY`], but nobody reaches it there.
+    /// for a port that is not among the endpoint's [`ports`](super::EndpointBuilder::ports) or that
+    /// a service has not claimed; `OutOfMemory` beyond 65536 sockets. An endpoint with named ports
+    /// can send from [`Port::ANY`], but receives nothing there.
     pub fn bind<'a>(at: impl Into<DatagramHome<'a>>, port: Port) -> io::Result<Datagram> {
         let DatagramHome {
             core,
@@ -158,7 +160,7 @@ impl Datagram {
             core: core.clone(),
             id,
             local,
-            peer: AtomicU64::new(NOBODY),
+            peer: AtomicU64::new(NO_PEER),
             blocking: Blocking::new(),
             read_timeout: AtomicU64::new(0),
             write_timeout: AtomicU64::new(0),
@@ -166,15 +168,15 @@ impl Datagram {
         })
     }
 
-    /// Our address.
+    /// The local address.
     pub fn local_addr(&self) -> Address {
         self.local
     }
 
-    /// Whom we are connected to.
+    /// The connected peer, if any.
     pub fn peer_addr(&self) -> Option<Address> {
         match self.peer.load(Ordering::Relaxed) {
-            NOBODY => None,
+            NO_PEER => None,
             packed => Some(Address::new(
                 Cid::new((packed >> 32) as u32),
                 Port::new(packed as u32),
@@ -182,8 +184,8 @@ impl Datagram {
         }
     }
 
-    /// From now on [`send`](Self::send) sends to `peer`, and only what comes from there is received;
-    /// what has come before stays. Nobody hears of it.
+    /// Makes [`send`](Self::send) send to `peer`, and receives only datagrams from it; datagrams
+    /// that arrived before stay. Sends nothing itself.
     pub fn connect(&self, peer: Address) {
         self.set_peer(Some(peer));
     }
@@ -199,20 +201,20 @@ impl Datagram {
             engine.connect(self.id, peer);
         }
         self.peer
-            .store(peer.map_or(NOBODY, pack), Ordering::Relaxed);
+            .store(peer.map_or(NO_PEER, pack), Ordering::Relaxed);
     }
 
-    /// Calls answer `WouldBlock` instead of waiting; see
+    /// Calls answer `WouldBlock` instead of blocking; see
     /// [`Stream::set_nonblocking`](super::Stream::set_nonblocking).
     ///
     /// # Errors
-    /// None; as in `std::net`, the result is there for the future.
+    /// None. The signature is that of `std::net`.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
         self.blocking.set_nonblocking(nonblocking);
         Ok(())
     }
 
-    /// How long a receive may wait; `None`: for ever.
+    /// How long a receive may wait; `None`: without limit.
     ///
     /// # Errors
     /// `InvalidInput` for a time of zero, as in `std::net`.
@@ -220,7 +222,7 @@ impl Datagram {
         Self::set_timeout(&self.read_timeout, timeout)
     }
 
-    /// How long a send or loan may wait; `None`: for ever.
+    /// How long a send or loan may wait; `None`: without limit.
     ///
     /// # Errors
     /// `InvalidInput` for a time of zero, as in `std::net`.
@@ -228,21 +230,21 @@ impl Datagram {
         Self::set_timeout(&self.write_timeout, timeout)
     }
 
-    /// How the calls of this socket wait. At first as its endpoint was told.
+    /// The wait mode of this socket's calls. Default: as its endpoint is set.
     pub fn set_wait(&self, wait: Wait) {
         self.wait.store(encode(wait), Ordering::Relaxed);
     }
 
-    /// Bytes that may be received and not read, 128 for each datagram included; at first 1 MiB. What
-    /// comes while there is more is dropped; so one may overshoot. From a quarter on senders are
-    /// asked to stop, down to an eighth.
+    /// The receive buffer in bytes, 128 per datagram included; default 1 MiB. A datagram that
+    /// arrives while more is unread is dropped; so the last one may exceed the limit. Flow control
+    /// asks senders to stop at a quarter of it, and to go on at an eighth.
     pub fn set_receive_buffer(&self, bytes: u32) {
         self.change_limits(|limits| limits.receive = bytes);
     }
 
-    /// Bytes that may be under way, 128 for each datagram included; at first 212992. While there
-    /// are as many, a send waits. Those of a [`Host`] are never under way: they lie in the
-    /// receiver's buffers at once.
+    /// The send buffer: bytes that may be in flight, 128 per datagram included; default 212992. At
+    /// the limit a send blocks. A [`Host`] has none in flight: it writes into the receiver's
+    /// buffers at once.
     pub fn set_send_buffer(&self, bytes: u32) {
         self.change_limits(|limits| limits.send = bytes);
     }
@@ -275,7 +277,7 @@ impl Datagram {
         }
     }
 
-    /// What this socket has counted.
+    /// The socket's counters.
     pub fn stats(&self) -> DatagramStats {
         let mut locked = self.core.lock();
         let engine = locked.engine().datagrams();
@@ -284,26 +286,26 @@ impl Datagram {
             .unwrap_or_default()
     }
 
-    /// What the endpoint has dropped, for all its sockets and for those that there are not.
+    /// Datagrams that the endpoint has dropped, for all its sockets and for unbound ports.
     pub fn drops(&self) -> DatagramDrops {
         let mut locked = self.core.lock();
         let engine = locked.engine().datagrams();
         engine.map(|engine| engine.drops()).unwrap_or_default()
     }
 
-    /// Sends a datagram to `to`; how many bytes, which are all.
+    /// Sends a datagram to `to`; returns its length.
     ///
     /// # Errors
     /// With a [`DatagramError`] inside: `InvalidInput` for one that is too long (EMSGSIZE),
-    /// `Unsupported` for a destination that takes no datagrams, `HostUnreachable` for one that is
-    /// nobody's as far as is known here. `WouldBlock` and `TimedOut` when there is no room, or the
-    /// destination has asked us to stop. `ConnectionAborted` when the endpoint is over.
+    /// `Unsupported` for a destination that takes no datagrams, `HostUnreachable` for a CID that is
+    /// known not to exist. `WouldBlock` and `TimedOut` when there is no room, or the destination
+    /// has asked its senders to stop. `ConnectionAborted` when the endpoint has failed.
     pub fn send_to(&self, bytes: &[u8], to: Address) -> io::Result<usize> {
         self.transmit(|engine| engine.send(self.id, to, bytes))?;
         Ok(bytes.len())
     }
 
-    /// As [`send_to`](Self::send_to), to whom we are [connected](Self::connect) to.
+    /// As [`send_to`](Self::send_to), to the [connected](Self::connect) peer.
     ///
     /// # Errors
     /// As there; `NotConnected`.
@@ -311,10 +313,9 @@ impl Datagram {
         self.send_to(bytes, self.peer()?)
     }
 
-    /// Waits until the other side of the queue has taken all that was sent: then it arrives, or is
-    /// dropped, whether or not this program is still there. What is sent, and not waited for,
-    /// before the program ends may be lost. A receiver that is a [`Host`] takes a datagram when it
-    /// is read, or copied aside, which is soon.
+    /// Waits until the device has consumed all sent datagrams. Then they are delivered or dropped,
+    /// even if this program ends; datagrams that it has not flushed may be lost. A [`Host`]
+    /// consumes a datagram when its program reads it, or when the hold time ends.
     ///
     /// ```
     /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -329,7 +330,7 @@ impl Datagram {
     /// ```
     ///
     /// # Errors
-    /// `WouldBlock` and `TimedOut`; `ConnectionAborted` when the endpoint is over.
+    /// `WouldBlock` and `TimedOut`; `ConnectionAborted` when the endpoint has failed.
     pub fn flush(&self) -> io::Result<()> {
         self.transmit(|engine| match engine.is_flushed(self.id) {
             true => Ok(()),
@@ -341,11 +342,11 @@ impl Datagram {
         Ok(self.peer_addr().ok_or(io::ErrorKind::NotConnected)?)
     }
 
-    /// Copies the next datagram to `out`, as far as it fits; the length of all of it, and who it is
-    /// from. What did not fit is lost.
+    /// Copies the next datagram to `out`; returns its full length and its source. Bytes that do not
+    /// fit are lost.
     ///
     /// # Errors
-    /// `WouldBlock` and `TimedOut`; `ConnectionAborted` when the endpoint is over.
+    /// `WouldBlock` and `TimedOut`; `ConnectionAborted` when the endpoint has failed.
     pub fn recv_from(&self, out: &mut [u8]) -> io::Result<(usize, Address)> {
         self.receive(|engine| {
             let got = engine
@@ -355,7 +356,7 @@ impl Datagram {
         })
     }
 
-    /// As [`recv_from`](Self::recv_from), without saying who it is from.
+    /// As [`recv_from`](Self::recv_from), without the source.
     ///
     /// # Errors
     /// As there.
@@ -363,7 +364,7 @@ impl Datagram {
         Ok(self.recv_from(out)?.0)
     }
 
-    /// As [`recv_from`](Self::recv_from), and leaves the datagram to be received again, whole.
+    /// As [`recv_from`](Self::recv_from), but leaves the datagram in the receive buffer.
     ///
     /// # Errors
     /// As there.
@@ -376,14 +377,14 @@ impl Datagram {
         })
     }
 
-    /// Calls are made by tasks that are enlisted.
+    /// Calls are made by registered tasks.
     #[cfg(feature = "tokio")]
-    pub(super) fn set_told(&self) {
-        self.blocking.set_told();
+    pub(super) fn set_async(&self) {
+        self.blocking.set_async();
     }
 
-    /// What a poller asks about it.
-    pub(super) fn polled(&self) -> (&Arc<Core>, DatagramId) {
+    /// The endpoint and the socket's id, for pollers.
+    pub(super) fn core_and_id(&self) -> (&Arc<Core>, DatagramId) {
         (&self.core, self.id)
     }
 
@@ -404,7 +405,7 @@ impl Datagram {
         }
     }
 
-    /// Calls `get` until there is something to have.
+    /// Calls `get` until it returns a datagram or an error.
     #[inline]
     fn receive<T>(
         &self,
@@ -423,7 +424,7 @@ impl Datagram {
         Ok(self.core.wait(interest, budget, attempt)??)
     }
 
-    /// Calls `put` until there is room.
+    /// Calls `put` until it has room, or returns an error.
     #[inline]
     fn transmit<T>(
         &self,
@@ -444,7 +445,7 @@ impl Datagram {
 
 impl Drop for Datagram {
     fn drop(&mut self) {
-        self.core.end(DeferredClose::Datagram(self.id));
+        self.core.close_deferred(DeferredClose::Datagram(self.id));
     }
 }
 

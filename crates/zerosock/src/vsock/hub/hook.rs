@@ -11,13 +11,13 @@ type Call = Box<dyn FnOnce() + Send>;
 pub(super) struct Hook(Mutex<Option<Call>>);
 
 impl Hook {
-    /// Has the code under test call `call` at its next passage.
+    /// Makes the code under test call `call` when it next reaches this point.
     pub(super) fn set(&self, call: impl FnOnce() + Send + 'static) {
         *self.0.lock().unwrap() = Some(Box::new(call));
     }
 
     pub(super) fn call(&self) {
-        // Taken out first: the call may pass here, too.
+        // Taken out first: the call may reach this point, too.
         let call = self.0.lock().unwrap().take();
         if let Some(call) = call {
             call();

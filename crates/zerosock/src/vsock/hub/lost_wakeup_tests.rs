@@ -1,5 +1,6 @@
-//! What one thread drops while another has the lock: the first does not wait, so the second has to
-//! look once more. Each test puts the drop at the one place where a missing look would lose it.
+//! Leases that one thread drops while another holds the lock: the first does not block, so the
+//! second must check again. Each test drops at the point where a missing check would lose the
+//! lease.
 
 use std::sync::Arc;
 use std::thread;
@@ -13,60 +14,60 @@ use crate::table::engine::Engine;
 use crate::vsock::fake::core;
 use crate::vsock::waiting::Wait;
 
-/// Longer than anything takes that works.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// A deadline that only a failing test reaches.
+const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Before `core`'s lock is released the next time, another thread drops the lease `index` and
 /// finds the lock taken.
 fn drop_before_release(core: &Arc<Core>, index: u32) {
     let other = core.clone();
     core.before_release.set(move || {
-        assert!(other.is_mine(), "called with the lock");
-        thread::spawn(move || other.give_back(index))
+        assert!(other.is_held_by_this_thread(), "called with the lock held");
+        thread::spawn(move || other.return_buffer(index))
             .join()
             .unwrap();
     });
 }
 
 #[test]
-fn lease_dropped_while_a_call_releases_the_lock_is_given_back() {
+fn lease_dropped_while_a_call_releases_the_lock_is_returned() {
     let (core, script) = core();
     let locked = core.lock();
     drop_before_release(&core, 5);
     drop(locked);
     let script = script.lock().unwrap();
     assert_eq!(script.given_back, [5]);
-    assert_eq!(script.settled, 1, "and shown to the peer");
+    assert_eq!(script.settled, 1, "and published to the peer");
 }
 
 #[test]
-fn lease_dropped_while_another_drop_releases_the_lock_is_given_back() {
+fn lease_dropped_while_another_drop_releases_the_lock_is_returned() {
     let (core, script) = core();
     drop_before_release(&core, 5);
-    core.give_back(3);
+    core.return_buffer(3);
     let script = script.lock().unwrap();
     assert_eq!(script.given_back, [3, 5]);
-    assert_eq!(script.settled, 2, "and shown to the peer");
+    assert_eq!(script.settled, 2, "and published to the peer");
 }
 
 #[test]
-fn lease_dropped_under_the_lock_of_a_call_is_given_back_by_its_end() {
+fn lease_dropped_while_a_call_holds_the_lock_is_returned_when_the_call_ends() {
     let (core, script) = core();
     let locked = core.lock();
-    thread::scope(|scope| scope.spawn(|| core.give_back(5)).join().unwrap());
+    thread::scope(|scope| scope.spawn(|| core.return_buffer(5)).join().unwrap());
     assert!(script.lock().unwrap().given_back.is_empty());
     drop(locked);
     assert_eq!(script.lock().unwrap().given_back, [5]);
 }
 
 #[test]
-fn spinning_call_gives_back_what_others_drop() {
+fn spinning_call_returns_leases_that_other_threads_drop() {
     let (core, script) = core();
     thread::scope(|scope| {
         let call = scope.spawn(|| {
             let budget = WaitBudget {
-                mode: WaitMode::Waits(Wait::Spin),
-                deadline: Some(Instant::now() + PATIENCE),
+                mode: WaitMode::Block(Wait::Spin),
+                deadline: Some(Instant::now() + DEADLINE),
             };
             let fired = |_: &mut dyn Engine| (script.lock().unwrap().fired > 0).then_some(());
             core.wait(Interest::Port(Port::new(1)), budget, fired)
@@ -74,9 +75,9 @@ fn spinning_call_gives_back_what_others_drop() {
         while core.state.try_lock().is_ok() {
             thread::yield_now();
         }
-        core.give_back(5);
-        let give_up = Instant::now() + PATIENCE;
-        // No call of the endpoint: that would look itself.
+        core.return_buffer(5);
+        let give_up = Instant::now() + DEADLINE;
+        // Without a call of the endpoint, which would return the lease itself.
         while script.lock().unwrap().given_back.is_empty() && Instant::now() < give_up {
             thread::yield_now();
         }
@@ -89,7 +90,7 @@ fn spinning_call_gives_back_what_others_drop() {
 
 #[cfg(feature = "tokio")]
 #[test]
-fn socket_of_a_task_that_a_drop_tells_is_closed() {
+fn stream_owned_by_a_task_that_a_lease_drop_wakes_is_closed() {
     use crate::table::engine::ReadySource;
     use crate::table::sockets::{StreamId, StreamState};
     use crate::vsock::fake::info;
@@ -103,11 +104,11 @@ fn socket_of_a_task_that_a_drop_tells_is_closed() {
     let state = info(StreamState::Connected);
     let stream = Stream::new(core.clone(), StreamId::FIRST, &state, Wait::Sleep);
     let task = std::task::Waker::from(Arc::new(Keeps(stream)));
-    core.enlist_task(&mut 0, Interest::Anything, &task);
+    core.register_task(&mut 0, Interest::Anything, &task);
     drop(task);
     let stirred = ReadySource::Port(Port::new(1));
     script.lock().unwrap().stirred.push_back(stirred);
-    // The drop of the lease takes the lock, tells the task and so drops the stream.
-    core.give_back(3);
+    // Returning the buffer takes the lock and wakes the task; dropping the task drops the stream.
+    core.return_buffer(3);
     assert_eq!(script.lock().unwrap().closed, 1);
 }

@@ -1,23 +1,25 @@
-//! What all sockets of an endpoint share: its engine behind a lock, and those who wait.
+//! The state that all sockets of an endpoint share: the engine behind a lock, and the waiters.
 //!
-//! There is no thread here. The thread that calls does the work, for itself and for whoever else
-//! waits:
+//! # Invariants
+//! - No lost wake-up: a waiter registers, then arms the rings, then sleeps. A thread that releases
+//!   the lock wakes the waiters of every socket that has an event and arms the rings again for the
+//!   waiters that sleep on them.
+//! - No missed timer: each waiter on the rings has a recorded wake-up time. A thread that sets an
+//!   earlier timer wakes one such waiter.
+//! - A thread that holds the lock never blocks on it: such a call panics, and a socket that the
+//!   thread drops meanwhile is closed when the thread releases the lock.
 //!
-//! - every call takes the lock once, however many packets it moves;
-//! - a call that has to wait spins, if it is told to, with the lock but giving way to whoever
-//!   knocks; then it sleeps. The first sleeper sleeps on the engine's descriptor; the others, on
-//!   nothing but being woken by whoever learns that something happened to their socket;
-//! - a lease that is dropped needs no lock: it goes onto a stack ([`Leases`]) which whoever has the
-//!   lock empties, and which whoever gives the lock back looks at once more.
+//! # Driving
+//! An endpoint has no thread of its own. The calling thread drives the queues for all sockets:
 //!
-//! What must hold: nobody sleeps over ready_flags. A sleeper is enlisted, then the rings are armed, then
-//! it sleeps; and whoever takes anything in meanwhile tells those that it concerns, and arms the
-//! rings again for those who sleep on them. Nor does anybody sleep over a timer: it is known when
-//! each of them wakes of himself, and whoever leaves a timer that is due earlier wakes one. A
-//! thread that has the lock does not wait for it: such a call panics, and what it drops ends later.
+//! - Each call takes the lock once, for any number of packets.
+//! - A call that must wait spins first, if its [`Wait`](super::waiting::Wait) says so. It holds the
+//!   lock while it spins and yields it to threads that want it. Then it sleeps: the first sleeper
+//!   polls the engine's descriptor, later ones park until another thread unparks them.
+//! - Dropping a lease takes no lock. The lease is pushed onto a lock-free stack ([`Leases`]). The
+//!   lock holder empties the stack, and checks it again after it has released the lock.
 //!
-//! Here are the lock and what is done with it; `wait` is how a call waits, `waiters` who is told and
-//! how.
+//! This file has the lock; `wait` blocks a call; `waiters` registers and wakes waiters.
 
 #[cfg(test)]
 mod hook;
@@ -38,7 +40,7 @@ use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_ring::Trust;
 
 use super::options::DEFAULT_BUFFER;
-use super::waiting::Learned;
+use super::waiting::SpinTime;
 use crate::control::attach::Client;
 use crate::table::engine::Engine;
 use crate::table::leases::{Leases, NONE};
@@ -46,95 +48,98 @@ use crate::table::over::EndpointOver;
 use crate::table::sockets::StreamId;
 pub(crate) use wait::{WaitBudget, WaitFault, WaitMode};
 use waiters::Waiter;
-pub(crate) use waiters::{Alarm, AlreadyReady, EventFd, Interest, any_of};
+pub(crate) use waiters::{AlreadyReady, EventFd, Interest, TimerFd, epoll_of};
 
-/// What the lock is about.
+/// What the lock protects.
 pub(crate) struct State {
     pub(crate) engine: Box<dyn Engine>,
-    /// Whoever sleeps on the engine's descriptor, by ticket.
+    /// Ticket of the thread that sleeps on the engine's descriptor.
     sleeper: Option<u64>,
     waiters: Vec<Waiter>,
     #[cfg(feature = "tokio")]
     tasks: tasks::Tasks,
+    /// The last ticket given to a waiter; 0 is never given.
     tickets: u64,
-    learned: Learned,
-    /// Calls since the last turn that needed none.
+    spin_time: SpinTime,
+    /// Consecutive calls that found what they wanted without a turn of the engine.
     skipped: u32,
-    /// The rings have been armed, and nothing was taken in since.
+    /// The rings are armed, and the engine has taken nothing in since.
     armed: bool,
-    /// Goes off when the engine has something to do of itself and nobody else comes for it.
-    alarm: Alarm,
-    /// The endpoint is over, and why.
+    /// Makes `poll_fd` readable when an engine timer is due.
+    timer_fd: TimerFd,
+    /// Why the endpoint has failed.
     fault: Option<EndpointOver>,
 }
 
-/// See the module.
+/// An endpoint's shared state; see the module.
 pub(crate) struct Core {
     state: Mutex<State>,
-    /// The thread that has the lock, by [`me`]; 0: none. A thread finds itself here only if it
-    /// has the lock: it alone writes its own number, and takes it away before it gives the lock
-    /// back.
+    /// [`thread_id`] of the lock holder, 0 without one. A thread reads its own id here only while
+    /// it holds the lock: only that thread stores the id, and it stores 0 before it unlocks.
     owner: AtomicUsize,
-    /// Threads that want the lock while somebody may be spinning with it.
-    knocking: AtomicU32,
-    /// What the thread that has the lock has dropped meanwhile, and whether there is any.
-    endings: Mutex<Vec<DeferredClose>>,
-    has_endings: AtomicBool,
+    /// Threads that block on the lock. A spinning holder yields while this is not 0.
+    lock_waiters: AtomicU32,
+    /// What the lock holder has dropped, to be closed when it releases the lock.
+    deferred_closes: Mutex<Vec<DeferredClose>>,
+    /// `deferred_closes` is not empty.
+    has_deferred_closes: AtomicBool,
     leases: Arc<Leases>,
-    /// Wakes the sleeper. Read by him alone: the engine's descriptor may be emptied by whoever
-    /// turns the engine meanwhile.
+    /// Wakes the sleeper. Only the sleeper reads it; the engine's descriptor alone would not do,
+    /// because any thread that turns the engine may clear it.
     waker: EventFd,
-    /// Tells who polls from outside.
+    /// Makes `poll_fd` readable when a socket has an event.
     event_fd: EventFd,
-    /// What is polled from outside: the engine's descriptor, the event_fd, the alarm.
-    outside: OwnedFd,
-    /// The engine's descriptor, once more: to be slept on without the lock.
-    fd: OwnedFd,
+    /// The descriptor that an application polls: an epoll instance of the engine's descriptor,
+    /// `event_fd` and `timer_fd`.
+    poll_fd: OwnedFd,
+    /// A duplicate of the engine's descriptor, to be polled without the lock.
+    engine_fd: OwnedFd,
     trust: Option<Trust>,
-    /// Our place at an attach socket, if we have one: held as long as any of our sockets is.
-    place: Option<Mutex<Client>>,
-    /// The task that works for async sockets, while there are any.
+    /// The connection to the attach socket, if the endpoint has one. The attachment ends when the
+    /// last socket of the endpoint is dropped.
+    attach_client: Option<Mutex<Client>>,
+    /// The task that drives the endpoint for async sockets, while there are any.
     #[cfg(feature = "tokio")]
     reactor: Mutex<std::sync::Weak<super::tokio::Reactor>>,
-    /// Connections from now on may have receive maps.
+    /// Later connections may have receive maps.
     rx_map: AtomicBool,
-    /// Bytes of a connection's receive buffer, unless it is told otherwise.
+    /// Default receive buffer of a connection, in bytes.
     window: AtomicU32,
     /// Called once, before the lock is released the next time.
     #[cfg(test)]
     before_release: hook::Hook,
 }
 
-/// The lock, taken. What was dropped before is given back at the beginning, and what was dropped
-/// meanwhile at the end.
+/// The held lock. Taking it returns leases dropped before; releasing it returns those dropped
+/// since.
 pub(crate) struct Locked<'a> {
     core: &'a Core,
     guard: Option<MutexGuard<'a, State>>,
-    /// Something was given back, and may not have been shown.
-    collected: bool,
+    /// Buffers were returned to the engine and may not have been published to the peer.
+    has_returned: bool,
 }
 
-/// What is to end, because its owner was dropped.
+/// What is to be closed because its owner was dropped.
 #[derive(Debug)]
 pub(crate) enum DeferredClose {
     Stream(StreamId),
-    /// It is reset.
+    /// Reset a connection.
     Reset(StreamId),
     Listener(Port),
-    /// It was bound.
+    /// Release a bound port.
     Port(Port),
     Datagram(DatagramId),
-    /// Whoever was enlisted by this ticket is told no more.
+    /// Deregister the task with this ticket.
     #[cfg(feature = "tokio")]
     Task(u64),
-    /// Whoever polls with this event_fd works for tasks no more.
+    /// The reactor that polls with this event_fd has ended.
     #[cfg(feature = "tokio")]
     EventFd(Arc<EventFd>),
 }
 
-/// A number that no other living thread has; never 0.
+/// An id that no other live thread has; never 0.
 #[inline]
-fn me() -> usize {
+fn thread_id() -> usize {
     thread_local! {
         static HERE: u8 = const { 0 };
     }
@@ -142,27 +147,30 @@ fn me() -> usize {
 }
 
 impl Core {
-    /// `trust`: the opener has declared it.
+    /// `trust`: what the application has declared. `attach_client`: its attach connection, if any.
+    ///
+    /// # Errors
+    /// When the system has no descriptor left.
     pub(crate) fn new(
         engine: Box<dyn Engine>,
         trust: Option<Trust>,
-        place: Option<Client>,
+        attach_client: Option<Client>,
     ) -> io::Result<Core> {
         let event_fd = EventFd::new()?;
-        let alarm = Alarm::new()?;
-        let outside = any_of([event_fd.as_fd(), alarm.as_fd(), engine.fd()])?;
+        let timer_fd = TimerFd::new()?;
+        let poll_fd = epoll_of([event_fd.as_fd(), timer_fd.as_fd(), engine.fd()])?;
         Ok(Core {
             waker: EventFd::new()?,
             event_fd,
-            outside,
-            fd: engine.fd().try_clone_to_owned()?,
+            poll_fd,
+            engine_fd: engine.fd().try_clone_to_owned()?,
             leases: engine.words(),
             owner: AtomicUsize::new(0),
-            knocking: AtomicU32::new(0),
-            endings: Mutex::default(),
-            has_endings: AtomicBool::new(false),
+            lock_waiters: AtomicU32::new(0),
+            deferred_closes: Mutex::default(),
+            has_deferred_closes: AtomicBool::new(false),
             trust,
-            place: place.map(Mutex::new),
+            attach_client: attach_client.map(Mutex::new),
             #[cfg(feature = "tokio")]
             reactor: Mutex::default(),
             rx_map: AtomicBool::new(false),
@@ -176,19 +184,19 @@ impl Core {
                 #[cfg(feature = "tokio")]
                 tasks: tasks::Tasks::default(),
                 tickets: 0,
-                learned: Learned::default(),
+                spin_time: SpinTime::default(),
                 skipped: 0,
                 armed: false,
-                alarm,
+                timer_fd,
                 fault: None,
             }),
         })
     }
 
-    /// Our place at an attach socket, if we have one.
-    pub(crate) fn place(&self) -> Option<MutexGuard<'_, Client>> {
-        let place = self.place.as_ref()?;
-        Some(place.lock().unwrap_or_else(PoisonError::into_inner))
+    /// The connection to the attach socket, if the endpoint has one.
+    pub(crate) fn attach_client(&self) -> Option<MutexGuard<'_, Client>> {
+        let attach_client = self.attach_client.as_ref()?;
+        Some(attach_client.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(crate) fn leases(&self) -> &Leases {
@@ -199,7 +207,7 @@ impl Core {
         self.trust
     }
 
-    /// Whether connections from now on may have receive maps.
+    /// Sets whether later connections may have receive maps.
     pub(crate) fn set_rx_map(&self, enabled: bool) {
         self.rx_map.store(enabled, Ordering::Relaxed);
     }
@@ -209,7 +217,7 @@ impl Core {
         self.rx_map.load(Ordering::Relaxed)
     }
 
-    /// Bytes of a connection's receive buffer, unless it is told otherwise.
+    /// Default receive buffer of a connection, in bytes.
     pub(crate) fn window(&self) -> u32 {
         self.window.load(Ordering::Relaxed)
     }
@@ -219,7 +227,7 @@ impl Core {
         self.window.store(bytes, Ordering::Relaxed);
     }
 
-    /// Takes the lock.
+    /// Takes the lock. Panics if this thread holds it already.
     #[inline]
     pub(crate) fn lock(&self) -> Locked<'_> {
         let guard = match self.state.try_lock() {
@@ -228,64 +236,69 @@ impl Core {
             Err(TryLockError::WouldBlock) => self.lock_contended(),
         };
         let mut locked = Locked::new(self, guard);
-        locked.collect();
+        locked.return_dropped();
         locked
     }
 
     #[cold]
     fn lock_contended(&self) -> MutexGuard<'_, State> {
         assert!(
-            !self.is_mine(),
-            "a call of an endpoint by a thread that is in one already: its recv_each is still \
-             showing packets, or its Batch is still alive"
+            !self.is_held_by_this_thread(),
+            "a thread called an endpoint from inside another call of it: from its recv_each \
+             callback, or while its Batch is alive"
         );
-        self.knocking.fetch_add(1, Ordering::Relaxed);
+        self.lock_waiters.fetch_add(1, Ordering::Relaxed);
         let guard = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        self.knocking.fetch_sub(1, Ordering::Relaxed);
+        self.lock_waiters.fetch_sub(1, Ordering::Relaxed);
         guard
     }
 
-    /// Whether this thread has the lock.
-    pub(crate) fn is_mine(&self) -> bool {
-        self.owner.load(Ordering::Relaxed) == me()
+    /// Whether this thread holds the lock.
+    pub(crate) fn is_held_by_this_thread(&self) -> bool {
+        self.owner.load(Ordering::Relaxed) == thread_id()
     }
 
-    /// The owner of a socket was dropped. If this thread has the lock, the socket ends when that
-    /// is given back.
-    pub(crate) fn end(&self, ending: DeferredClose) {
-        if self.is_mine() {
-            let endings = self.endings.lock();
-            endings.unwrap_or_else(PoisonError::into_inner).push(ending);
-            self.has_endings.store(true, Ordering::Relaxed);
+    /// Closes what a dropped value owned: now, or if this thread holds the lock, when it releases
+    /// the lock.
+    pub(crate) fn close_deferred(&self, close: DeferredClose) {
+        if self.is_held_by_this_thread() {
+            let deferred_closes = self.deferred_closes.lock();
+            deferred_closes
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(close);
+            self.has_deferred_closes.store(true, Ordering::Relaxed);
         } else {
-            self.lock().end(&ending);
+            self.lock().close_deferred(&close);
         }
     }
 
-    /// A lease or a loan was dropped. Waits for nobody: if somebody has the lock, he sees to it.
-    pub(crate) fn give_back(&self, index: u32) {
+    /// Returns the buffer of a dropped lease or loan to the engine. Does not block: if another
+    /// thread holds the lock, that thread returns it.
+    pub(crate) fn return_buffer(&self, index: u32) {
         self.leases.drop_one(index);
-        self.collect();
+        self.return_dropped();
     }
 
-    /// As [`give_back`](Self::give_back), of several: buffers that were lent one after the other.
-    pub(crate) fn give_all_back(&self, indices: impl Iterator<Item = u32>) {
-        // They come off the stack last first, which is the order in which they can be un-popped.
+    /// As [`return_buffer`](Self::return_buffer), for several buffers in the order they were lent.
+    pub(crate) fn return_buffers(&self, indices: impl Iterator<Item = u32>) {
+        // The stack reverses them: last lent first, the order in which the engine can un-pop them.
         self.leases.drop_all(indices);
-        self.collect();
+        self.return_dropped();
     }
 
-    /// Whoever read or wrote leased memory does so no more.
+    /// A reader or writer of leased memory has finished its access.
     #[inline]
-    pub(crate) fn leave(&self, index: u32) {
+    pub(crate) fn end_access(&self, index: u32) {
         if self.leases.leave(index) {
-            self.collect();
+            self.return_dropped();
         }
     }
 
-    /// Gives back what was dropped, unless somebody has the lock, who will.
-    fn collect(&self) {
-        let mut more = self.leases.any_dropped() || self.has_endings.load(Ordering::Relaxed);
+    /// Returns dropped leases and runs deferred closes, unless another thread holds the lock: that
+    /// thread does both when it releases the lock.
+    fn return_dropped(&self) {
+        let mut more =
+            self.leases.any_dropped() || self.has_deferred_closes.load(Ordering::Relaxed);
         while more {
             let guard = match self.state.try_lock() {
                 Ok(guard) => guard,
@@ -293,40 +306,41 @@ impl Core {
                 Err(TryLockError::WouldBlock) => return,
             };
             let mut locked = Locked::new(self, guard);
-            locked.collect();
-            locked.end_all();
-            locked.settle();
-            locked.settle_waiters();
-            // Without what `drop` does: this loop does it.
+            locked.return_dropped();
+            locked.run_deferred_closes();
+            locked.publish_returned();
+            locked.notify_waiters();
+            // Not by `drop`, which would call this function again.
             locked.release();
-            more = self.leases.any_dropped_meanwhile() || self.has_endings.load(Ordering::Relaxed);
+            more = self.leases.any_dropped_meanwhile()
+                || self.has_deferred_closes.load(Ordering::Relaxed);
         }
     }
 
-    /// Where the task of async sockets is known.
+    /// The task that drives the endpoint for async sockets.
     #[cfg(feature = "tokio")]
     pub(crate) fn reactor(&self) -> &Mutex<std::sync::Weak<super::tokio::Reactor>> {
         &self.reactor
     }
 
-    /// Readable when the engine has something: what those poll who have a [`EventFd`].
+    /// Readable when the engine has work. Polled by waiters that have an [`EventFd`] of their own.
     pub(crate) fn engine_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+        self.engine_fd.as_fd()
     }
 }
 
 impl<'a> Locked<'a> {
     #[inline]
     fn new(core: &'a Core, guard: MutexGuard<'a, State>) -> Locked<'a> {
-        core.owner.store(me(), Ordering::Relaxed);
+        core.owner.store(thread_id(), Ordering::Relaxed);
         Locked {
             core,
             guard: Some(guard),
-            collected: false,
+            has_returned: false,
         }
     }
 
-    /// Gives the lock back as it is.
+    /// Releases the lock and does nothing else.
     #[inline]
     fn release(&mut self) {
         if let Some(guard) = self.guard.take() {
@@ -338,7 +352,7 @@ impl<'a> Locked<'a> {
     }
 
     fn state(&mut self) -> &mut State {
-        // The guard is there until the drop.
+        // `release` and `drop` alone take the guard.
         self.guard.as_mut().expect("the lock is held")
     }
 
@@ -347,13 +361,13 @@ impl<'a> Locked<'a> {
         &mut *self.state().engine
     }
 
-    /// Gives back what was dropped.
+    /// Returns the buffers of dropped leases to the engine.
     #[inline]
-    fn collect(&mut self) {
+    fn return_dropped(&mut self) {
         if !self.core.leases.any_dropped() {
             return;
         }
-        self.collected = true;
+        self.has_returned = true;
         let mut index = self.core.leases.take_dropped();
         while index != NONE {
             let next = self.core.leases.after(index);
@@ -362,33 +376,36 @@ impl<'a> Locked<'a> {
         }
     }
 
-    /// Shows what was given back: a few buffers may wait until there are more, what the peer waits
-    /// for may not.
-    fn settle(&mut self) {
-        self.collected = false;
+    /// Publishes returned buffers to the peer: at once if the peer may be waiting for them,
+    /// otherwise in batches.
+    fn publish_returned(&mut self) {
+        self.has_returned = false;
         self.engine().settle();
     }
 
-    /// Ends what was dropped while this thread had the lock.
+    /// Closes what this thread dropped while it held the lock.
     #[inline]
-    fn end_all(&mut self) {
-        if self.core.has_endings.load(Ordering::Relaxed) {
-            self.end_them();
+    fn run_deferred_closes(&mut self) {
+        if self.core.has_deferred_closes.load(Ordering::Relaxed) {
+            self.close_all_deferred();
         }
     }
 
     #[cold]
-    fn end_them(&mut self) {
-        self.core.has_endings.store(false, Ordering::Relaxed);
-        let endings = self.core.endings.lock();
-        let endings = std::mem::take(&mut *endings.unwrap_or_else(PoisonError::into_inner));
-        for ending in &endings {
-            self.end(ending);
+    fn close_all_deferred(&mut self) {
+        self.core
+            .has_deferred_closes
+            .store(false, Ordering::Relaxed);
+        let deferred_closes = self.core.deferred_closes.lock();
+        let deferred_closes =
+            std::mem::take(&mut *deferred_closes.unwrap_or_else(PoisonError::into_inner));
+        for close in &deferred_closes {
+            self.close_deferred(close);
         }
     }
 
-    fn end(&mut self, ending: &DeferredClose) {
-        match ending {
+    fn close_deferred(&mut self, close: &DeferredClose) {
+        match close {
             DeferredClose::Stream(id) => self.engine().close(*id),
             DeferredClose::Reset(id) => self.engine().abort(*id),
             DeferredClose::Listener(port) => self.engine().unlisten(*port),
@@ -399,14 +416,14 @@ impl<'a> Locked<'a> {
                 }
             }
             #[cfg(feature = "tokio")]
-            DeferredClose::Task(ticket) => return self.delist_task(*ticket),
+            DeferredClose::Task(ticket) => return self.deregister_task(*ticket),
             #[cfg(feature = "tokio")]
-            DeferredClose::EventFd(event_fd) => return self.desert(event_fd),
+            DeferredClose::EventFd(event_fd) => return self.remove_reactor(event_fd),
         }
         self.engine().flush();
     }
 
-    /// Lets the engine work. True: something was taken in.
+    /// Drives the engine once. Returns whether it took anything in.
     pub(crate) fn turn(&mut self) -> Result<bool, WaitFault> {
         if let Some(fault) = &self.state().fault {
             return Err(WaitFault::Fault(fault.clone()));
@@ -414,7 +431,7 @@ impl<'a> Locked<'a> {
         self.state().skipped = 0;
         match self.engine().turn() {
             Ok(busy) => {
-                // What was taken in was the ready_flags that the rings were armed for.
+                // Taking something in uses up the notification that the rings were armed for.
                 self.state().armed &= !busy;
                 Ok(busy)
             }
@@ -425,20 +442,20 @@ impl<'a> Locked<'a> {
         }
     }
 
-    /// The endpoint is over. Nobody can hope for anything any more.
+    /// Marks the endpoint as failed and wakes all waiters.
     fn fail(&mut self, fault: EndpointOver) {
         let core = self.core;
         let state = self.state();
         state.fault = Some(fault);
         let sleeper = state.sleeper;
         for waiter in state.waiters.drain(..) {
-            waiter.kind.tell(core, sleeper == Some(waiter.ticket));
+            waiter.kind.wake(core, sleeper == Some(waiter.ticket));
         }
         #[cfg(feature = "tokio")]
-        state.tasks.tell_all();
+        state.tasks.wake_all();
     }
 
-    /// Whether the endpoint is over: what is there can be read, and nothing will come.
+    /// Whether the endpoint has failed: received data can still be read, no more will arrive.
     pub(crate) fn is_over(&mut self) -> bool {
         self.state().fault.is_some()
     }
@@ -450,19 +467,20 @@ impl Drop for Locked<'_> {
         if self.guard.is_none() {
             return;
         }
-        self.end_all();
-        if self.collected {
-            self.settle();
+        self.run_deferred_closes();
+        if self.has_returned {
+            self.publish_returned();
         }
-        if self.state().is_waited_for() {
-            self.settle_waiters();
-            self.hand_over();
+        if self.state().has_waiters() {
+            self.notify_waiters();
+            self.wake_next_sleeper();
         }
         self.release();
-        // A task that was told may have been the last to have a socket.
-        if self.core.leases.any_dropped_meanwhile() || self.core.has_endings.load(Ordering::Relaxed)
+        // A task that was woken may have dropped the last handle of a socket.
+        if self.core.leases.any_dropped_meanwhile()
+            || self.core.has_deferred_closes.load(Ordering::Relaxed)
         {
-            self.core.collect();
+            self.core.return_dropped();
         }
     }
 }
@@ -474,9 +492,9 @@ impl std::fmt::Debug for Core {
 }
 
 impl AsFd for Core {
-    /// Readable when something has happened after a call said that it would block.
+    /// Readable when an event has occurred since a call answered `WouldBlock`.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.outside.as_fd()
+        self.poll_fd.as_fd()
     }
 }
 

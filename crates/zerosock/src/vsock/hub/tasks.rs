@@ -1,9 +1,10 @@
-//! Tasks that wait, found by what they wait for.
+//! The waiting tasks of an endpoint, indexed by their interest.
 //!
-//! An endpoint may have as many as it has connections, so nobody looks at all of them but when the
-//! endpoint ends, or who worked for them.
+//! An endpoint may have as many tasks as connections. They are all visited only when the endpoint
+//! fails or its reactor ends.
 //!
-//! What must hold: a ticket is in the list of its interest exactly as long as it has a place.
+//! # Invariants
+//! `by_interest` lists a ticket exactly while `by_ticket` has it.
 
 use std::task::Waker;
 
@@ -11,41 +12,40 @@ use hashbrown::HashMap;
 
 use super::waiters::Interest;
 
-/// See the module.
+/// The waiting tasks, by ticket and by interest.
 #[derive(Debug, Default)]
 pub(super) struct Tasks {
-    /// By ticket.
-    places: HashMap<u64, (Interest, Waker)>,
+    by_ticket: HashMap<u64, (Interest, Waker)>,
     by_interest: HashMap<Interest, Vec<u64>>,
 }
 
 impl Tasks {
     pub(super) fn is_empty(&self) -> bool {
-        self.places.is_empty()
+        self.by_ticket.is_empty()
     }
 
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
-        self.places.len()
+        self.by_ticket.len()
     }
 
-    /// Another waker for a task that is here. False: it is not.
-    pub(super) fn renew(&mut self, ticket: u64, task: &Waker) -> bool {
-        let known = self.places.get_mut(&ticket);
+    /// Replaces the waker of a registered task. Returns whether the ticket is registered.
+    pub(super) fn update_waker(&mut self, ticket: u64, task: &Waker) -> bool {
+        let known = self.by_ticket.get_mut(&ticket);
         known.map(|(_, known)| known.clone_from(task)).is_some()
     }
 
     pub(super) fn add(&mut self, ticket: u64, interest: Interest, task: Waker) {
-        self.places.insert(ticket, (interest, task));
+        self.by_ticket.insert(ticket, (interest, task));
         self.by_interest.entry(interest).or_default().push(ticket);
     }
 
-    /// Whether it was here.
+    /// Removes a task. Returns whether it was registered.
     pub(super) fn remove(&mut self, ticket: u64) -> bool {
-        let Some((interest, _)) = self.places.remove(&ticket) else {
+        let Some((interest, _)) = self.by_ticket.remove(&ticket) else {
             return false;
         };
-        // A reader, a writer, and the calls that are awaited on one socket: a short list.
+        // Short: a reader, a writer, and the pending calls of one socket.
         if let Some(tickets) = self.by_interest.get_mut(&interest) {
             tickets.retain(|&other| other != ticket);
             if tickets.is_empty() {
@@ -55,28 +55,28 @@ impl Tasks {
         true
     }
 
-    /// Wakes those who wait for this. They are told once.
-    pub(super) fn tell(&mut self, interest: Interest) {
+    /// Wakes and removes the tasks with this interest.
+    pub(super) fn wake(&mut self, interest: Interest) {
         for ticket in self.by_interest.remove(&interest).unwrap_or_default() {
-            if let Some((_, task)) = self.places.remove(&ticket) {
+            if let Some((_, task)) = self.by_ticket.remove(&ticket) {
                 task.wake();
             }
         }
         self.shrink();
     }
 
-    /// Wakes all.
-    pub(super) fn tell_all(&mut self) {
+    /// Wakes and removes all tasks.
+    pub(super) fn wake_all(&mut self) {
         self.by_interest = HashMap::new();
-        for (_, (_, task)) in std::mem::take(&mut self.places) {
+        for (_, (_, task)) in std::mem::take(&mut self.by_ticket) {
             task.wake();
         }
     }
 
-    /// What a crowd has left behind is given back with it.
+    /// Frees the maps after a peak of many tasks.
     fn shrink(&mut self) {
-        if self.places.is_empty() && self.places.capacity() > 1024 {
-            (self.places, self.by_interest) = (HashMap::new(), HashMap::new());
+        if self.by_ticket.is_empty() && self.by_ticket.capacity() > 1024 {
+            (self.by_ticket, self.by_interest) = (HashMap::new(), HashMap::new());
         }
     }
 }
@@ -101,9 +101,9 @@ mod tests {
     }
 
     #[test]
-    fn those_who_wait_for_it_are_told_once_and_nobody_else() {
+    fn wake_wakes_the_tasks_of_one_interest_once_and_no_others() {
         let counts: Vec<Arc<Count>> = (0..4).map(|_| Arc::default()).collect();
-        let told = || -> Vec<usize> {
+        let wakeups = || -> Vec<usize> {
             let counts = counts.iter();
             counts
                 .map(|count| count.0.load(Ordering::Relaxed))
@@ -122,20 +122,20 @@ mod tests {
         {
             tasks.add(ticket as u64, interest, counts[count].clone().into());
         }
-        tasks.tell(port(1));
-        tasks.tell(port(1));
-        assert_eq!(told(), [1, 0, 1, 0]);
-        assert!(!tasks.remove(0), "it was told");
-        assert!(!tasks.renew(2, &counts[0].clone().into()));
-        // The second one's socket has another waker now.
-        assert!(tasks.renew(1, &counts[0].clone().into()));
-        tasks.tell(port(2));
-        assert_eq!(told(), [2, 0, 1, 0]);
+        tasks.wake(port(1));
+        tasks.wake(port(1));
+        assert_eq!(wakeups(), [1, 0, 1, 0]);
+        assert!(!tasks.remove(0), "it was woken");
+        assert!(!tasks.update_waker(2, &counts[0].clone().into()));
+        // The second task has another waker from now on.
+        assert!(tasks.update_waker(1, &counts[0].clone().into()));
+        tasks.wake(port(2));
+        assert_eq!(wakeups(), [2, 0, 1, 0]);
         assert!(tasks.remove(3) && tasks.is_empty() && tasks.by_interest.is_empty());
         tasks.add(9, port(1), counts[1].clone().into());
         tasks.add(10, Interest::Anything, counts[2].clone().into());
-        tasks.tell_all();
-        assert_eq!(told(), [2, 1, 2, 0]);
+        tasks.wake_all();
+        assert_eq!(wakeups(), [2, 1, 2, 0]);
         assert!(tasks.is_empty() && tasks.by_interest.is_empty());
     }
 }

@@ -1,4 +1,4 @@
-//! Those who wait, with an engine that does what a script says.
+//! Waiters of an endpoint with a scripted engine.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
@@ -17,114 +17,114 @@ use crate::vsock::stream::Stream;
 use crate::vsock::waiting::Wait;
 
 const SOON: Duration = Duration::from_millis(10);
-/// Longer than anything takes that works.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// A deadline that only a failing test reaches.
+const DEADLINE: Duration = Duration::from_secs(30);
 
 fn is_readable(fd: impl AsFd, within: Duration) -> bool {
     let mut fds = [PollFd::new(&fd, PollFlags::IN)];
     poll(&mut fds, Some(&timespec(within))).unwrap() > 0
 }
 
-/// Somebody who sleeps until the engine has done what was due; hears of it.
+/// A thread that sleeps until the engine's timer has fired; the receiver gets a message then.
 fn sleeper(core: &Arc<Core>, script: &Scripted) -> mpsc::Receiver<()> {
-    let (told, hears) = mpsc::channel();
+    let (done, woken) = mpsc::channel();
     let (mine, script) = (core.clone(), script.clone());
     thread::spawn(move || {
         let budget = WaitBudget {
-            mode: WaitMode::Waits(Wait::Sleep),
+            mode: WaitMode::Block(Wait::Sleep),
             deadline: None,
         };
         let fired = |_: &mut dyn Engine| (script.lock().unwrap().fired > 0).then_some(());
         let _ = mine.wait(Interest::Port(Port::new(1)), budget, fired);
-        let _ = told.send(());
+        let _ = done.send(());
     });
     while core.lock().state().sleeper.is_none() {
         thread::yield_now();
     }
-    hears
+    woken
 }
 
 #[test]
-fn a_timer_that_is_set_while_somebody_sleeps_is_not_slept_over() {
+fn sleeping_thread_wakes_for_a_timer_that_is_set_later() {
     let (core, script) = core();
-    let hears = sleeper(&core, &script);
+    let woken = sleeper(&core, &script);
     let locked = core.lock();
     script.lock().unwrap().due = Some(Instant::now() + SOON);
     drop(locked);
-    hears
-        .recv_timeout(PATIENCE)
-        .expect("the sleeper comes in time");
+    woken
+        .recv_timeout(DEADLINE)
+        .expect("the sleeper wakes in time");
 }
 
 #[test]
-fn who_polls_is_told_of_a_timer_that_is_set_since() {
+fn poller_is_woken_once_for_a_timer_that_is_set_later() {
     let (core, script) = core();
     let event_fd = Arc::new(EventFd::new().unwrap());
-    assert_eq!(core.lock().watch_by(&event_fd), Ok(None));
+    assert_eq!(core.lock().register_poller(&event_fd), Ok(None));
     let locked = core.lock();
-    script.lock().unwrap().due = Some(Instant::now() + PATIENCE);
+    script.lock().unwrap().due = Some(Instant::now() + DEADLINE);
     drop(locked);
     assert!(is_readable(&*event_fd, Duration::ZERO));
-    event_fd.silence();
+    event_fd.clear();
     drop(core.lock());
     assert!(!is_readable(&*event_fd, Duration::ZERO), "once");
     let due = script.lock().unwrap().due;
-    assert_eq!(core.lock().watch_by(&event_fd), Ok(due));
+    assert_eq!(core.lock().register_poller(&event_fd), Ok(due));
 }
 
 #[test]
-fn the_descriptor_is_readable_when_a_timer_is_due() {
+fn descriptor_is_readable_when_a_timer_is_due() {
     let (core, script) = core();
-    assert!(!core.lock().watch());
+    assert!(!core.lock().watch_descriptor());
     assert!(!is_readable(&*core, Duration::ZERO));
     let locked = core.lock();
     script.lock().unwrap().due = Some(Instant::now() + SOON);
     drop(locked);
-    assert!(is_readable(&*core, PATIENCE), "set by another");
+    assert!(is_readable(&*core, DEADLINE), "timer set later");
     core.lock().turn().unwrap();
-    assert!(!core.lock().watch());
-    assert!(!is_readable(&*core, Duration::ZERO), "and done");
+    assert!(!core.lock().watch_descriptor());
+    assert!(!is_readable(&*core, Duration::ZERO), "the timer has fired");
     script.lock().unwrap().due = Some(Instant::now() + SOON);
-    assert!(!core.lock().watch());
-    assert!(is_readable(&*core, PATIENCE), "known before");
+    assert!(!core.lock().watch_descriptor());
+    assert!(is_readable(&*core, DEADLINE), "timer set before");
 }
 
 #[test]
-fn each_who_polls_has_a_bell_that_no_other_silences() {
+fn eventfd_of_a_poller_stays_readable_when_another_poller_clears_its_own() {
     let (core, script) = core();
     let event_fds = [(); 2].map(|()| Arc::new(EventFd::new().unwrap()));
     for event_fd in &event_fds {
-        core.lock().watch_by(event_fd).unwrap();
+        core.lock().register_poller(event_fd).unwrap();
     }
-    assert!(!core.lock().watch());
+    assert!(!core.lock().watch_descriptor());
     let stirred = ReadySource::Port(Port::new(1));
     script.lock().unwrap().stirred.push_back(stirred);
     drop(core.lock());
-    // The first one looks, finds nothing for itself, and so does who polls the descriptor.
-    event_fds[0].silence();
-    core.lock().watch_by(&event_fds[0]).unwrap();
-    assert!(!core.lock().watch());
+    // The first poller finds nothing for itself; neither does a poller of the descriptor.
+    event_fds[0].clear();
+    core.lock().register_poller(&event_fds[0]).unwrap();
+    assert!(!core.lock().watch_descriptor());
     assert!(is_readable(&*event_fds[1], Duration::ZERO));
-    core.lock().unwatch(&event_fds[0]);
-    core.lock().unwatch(&event_fds[1]);
+    core.lock().deregister_poller(&event_fds[0]);
+    core.lock().deregister_poller(&event_fds[1]);
     assert_eq!(core.waiters(), 1, "the descriptor");
 }
 
 #[test]
-fn rings_are_armed_anew_when_more_is_wanted_than_was_asked_for() {
+fn rings_are_armed_again_when_the_engine_says_they_are_stale() {
     let (core, script) = core();
     let event_fd = Arc::new(EventFd::new().unwrap());
-    core.lock().watch_by(&event_fd).unwrap();
+    core.lock().register_poller(&event_fd).unwrap();
     let arms = script.lock().unwrap().arms;
     drop(core.lock());
-    assert_eq!(script.lock().unwrap().arms, arms, "as they were");
+    assert_eq!(script.lock().unwrap().arms, arms, "still armed");
     script.lock().unwrap().stale = true;
     drop(core.lock());
     assert_eq!(script.lock().unwrap().arms, arms + 1);
 }
 
 #[test]
-fn what_was_dropped_is_shown_by_who_finds_it() {
+fn returned_buffer_is_published_by_the_call_that_returns_it() {
     let (core, script) = core();
     core.leases().drop_one(3);
     core.lock().engine().stats();
@@ -134,46 +134,46 @@ fn what_was_dropped_is_shown_by_who_finds_it() {
 }
 
 #[test]
-fn an_endpoint_that_is_over_says_so_to_all_who_wait() {
+fn failed_endpoint_wakes_all_waiters() {
     let (core, script) = core();
-    let hears = sleeper(&core, &script);
+    let woken = sleeper(&core, &script);
     let event_fd = Arc::new(EventFd::new().unwrap());
-    core.lock().watch_by(&event_fd).unwrap();
+    core.lock().register_poller(&event_fd).unwrap();
     script.lock().unwrap().over = true;
     assert!(core.lock().turn().is_err());
-    hears.recv_timeout(PATIENCE).expect("the sleeper is told");
+    woken.recv_timeout(DEADLINE).expect("the sleeper is woken");
     assert!(is_readable(&*event_fd, Duration::ZERO));
-    event_fd.silence();
-    assert_eq!(core.lock().watch_by(&event_fd), Ok(None), "for ever");
+    event_fd.clear();
+    assert_eq!(core.lock().register_poller(&event_fd), Ok(None), "no timer");
     assert_eq!(core.waiters(), 0);
 }
 
 #[test]
-fn a_call_by_the_thread_that_has_the_lock_says_so() {
+fn call_by_the_thread_that_holds_the_lock_panics() {
     let (core, _) = core();
     let state = info(StreamState::Connected);
     let stream = Stream::new(core.clone(), StreamId::FIRST, &state, Wait::Sleep);
-    let says = |call: &mut dyn FnMut()| {
+    let assert_panics = |call: &mut dyn FnMut()| {
         let panic = catch_unwind(AssertUnwindSafe(call)).unwrap_err();
-        let said = panic.downcast_ref::<&str>().copied().unwrap_or_default();
-        assert!(said.contains("Batch"), "{said:?}");
+        let message = panic.downcast_ref::<&str>().copied().unwrap_or_default();
+        assert!(message.contains("Batch"), "{message:?}");
     };
     let batch = stream.batch();
-    says(&mut || drop(stream.recv()));
-    // Another thread waits as ever.
+    assert_panics(&mut || drop(stream.recv()));
+    // Another thread blocks until the lock is free.
     thread::scope(|scope| {
         let other = scope.spawn(|| stream.unread());
         drop(batch);
         assert_eq!(other.join().unwrap(), 0);
     });
     stream
-        .recv_each(1, |_| says(&mut || drop(stream.loan(1))))
+        .recv_each(1, |_| assert_panics(&mut || drop(stream.loan(1))))
         .unwrap();
-    assert_eq!(stream.unread(), 0, "and goes on");
+    assert_eq!(stream.unread(), 0, "the endpoint works on");
 }
 
 #[test]
-fn what_is_dropped_by_the_thread_that_has_the_lock_ends_later() {
+fn socket_dropped_by_the_lock_holder_is_closed_when_the_lock_is_released() {
     let (core, script) = core();
     let state = info(StreamState::Connected);
     let new = || Stream::new(core.clone(), StreamId::FIRST, &state, Wait::Sleep);
@@ -192,7 +192,7 @@ fn what_is_dropped_by_the_thread_that_has_the_lock_ends_later() {
 
 #[cfg(feature = "tokio")]
 #[test]
-fn what_a_told_task_was_the_last_to_have_ends_at_once() {
+fn stream_owned_by_a_woken_task_is_closed_at_once() {
     struct Keeps(#[expect(dead_code, reason = "it is there to be dropped")] Stream);
     impl std::task::Wake for Keeps {
         fn wake(self: Arc<Self>) {}
@@ -201,7 +201,7 @@ fn what_a_told_task_was_the_last_to_have_ends_at_once() {
     let state = info(StreamState::Connected);
     let stream = Stream::new(core.clone(), StreamId::FIRST, &state, Wait::Sleep);
     let task = std::task::Waker::from(Arc::new(Keeps(stream)));
-    core.enlist_task(&mut 0, Interest::Anything, &task);
+    core.register_task(&mut 0, Interest::Anything, &task);
     drop(task);
     let locked = core.lock();
     let stirred = ReadySource::Port(Port::new(1));

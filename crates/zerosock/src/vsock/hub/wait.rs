@@ -1,7 +1,9 @@
-//! How a call waits: it tries, lets the engine work, spins or sleeps, and tries again.
+//! Blocks a call: it attempts, turns the engine, spins or sleeps, and attempts again.
 //!
-//! What must hold: a call that was told to wait a certain time, or not at all, keeps to it, however
-//! busy a peer keeps the engine; who spins with the lock gives it to whoever knocks.
+//! # Invariants
+//! - A call keeps to its deadline, and a non-blocking call does not block, however much a peer
+//!   sends.
+//! - A call that spins with the lock yields it to threads that want it.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -12,7 +14,7 @@ use std::time::Instant;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::waiters::{Interest, WaiterKind};
-use super::{Core, Locked, State, me};
+use super::{Core, Locked, State, thread_id};
 use crate::fault::Fault as Blame;
 use crate::io::deadline::earlier;
 use crate::io::deadline::timespec;
@@ -20,35 +22,36 @@ use crate::table::engine::Engine;
 use crate::table::over::EndpointOver;
 use crate::vsock::waiting::Wait;
 
-/// Looks between two looks at the clock, while spinning.
-const LOOKS: u32 = 64;
-/// Calls in a row that find what they want without a turn of the engine.
-const MOST_SKIPPED: u32 = 64;
+/// Checks of the engine between two readings of the clock, while spinning.
+const CHECKS_PER_CLOCK: u32 = 64;
+/// Most consecutive calls that are served without a turn of the engine, and turns without a check
+/// of the deadline.
+const MAX_SKIPPED_TURNS: u32 = 64;
 
-/// What a call does that finds nothing.
+/// What a call does when its attempt finds nothing.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum WaitMode {
-    /// It waits.
-    Waits(Wait),
-    /// It says so; the descriptor tells when it is worth another try.
-    Polls,
-    /// It says so; its task is enlisted, or will be before it tries again.
+    /// It blocks.
+    Block(Wait),
+    /// It answers `WouldBlock`; the descriptor becomes readable when another try is worthwhile.
+    Poll,
+    /// It answers `WouldBlock`; its task is registered, or will be before it tries again.
     #[cfg(feature = "tokio")]
-    Told,
+    Task,
 }
 
-/// How a wait goes on that finds nothing.
+/// How, and how long, a call waits.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct WaitBudget {
     pub(crate) mode: WaitMode,
-    /// `None`: for ever.
+    /// `None`: without limit.
     pub(crate) deadline: Option<Instant>,
 }
 
 impl WaitBudget {
     fn wait(self) -> Option<Wait> {
         match self.mode {
-            WaitMode::Waits(wait) => Some(wait),
+            WaitMode::Block(wait) => Some(wait),
             _ => None,
         }
     }
@@ -57,9 +60,9 @@ impl WaitBudget {
 /// Why a wait ended without what it waited for.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WaitFault {
-    #[error("nothing there yet")]
+    #[error("the call would block")]
     WouldBlock,
-    #[error("nothing came in time")]
+    #[error("the call timed out")]
     TimedOut,
     #[error(transparent)]
     Fault(EndpointOver),
@@ -76,35 +79,38 @@ impl From<WaitFault> for io::Error {
     }
 }
 
-/// How a wait has gone so far.
+/// The progress of one wait.
 #[derive(Debug, Default)]
-struct Watch {
-    /// The next turn is due even if nothing has come.
-    look: bool,
+struct WaitProgress {
+    /// Turn the engine next, even if it shows nothing to take in.
+    turn_due: bool,
     began: Option<Instant>,
     slept: bool,
     timed_out: bool,
-    /// Looks at the clock.
-    clocks: u32,
+    /// Readings of the clock.
+    clock_reads: u32,
     /// Turns that took something in, but nothing for this call.
-    busy: u32,
+    busy_turns: u32,
 }
 
-impl Watch {
-    fn learn(&self, wait: Option<Wait>, state: &mut State) {
+impl WaitProgress {
+    fn record(&self, wait: Option<Wait>, state: &mut State) {
         if let (Some(wait @ Wait::Adaptive { .. }), Some(began), true) =
             (wait, self.began, self.slept)
         {
             let waited = Instant::now().saturating_duration_since(began);
-            state.learned.learn(wait, waited, true);
+            state.spin_time.record(wait, waited, true);
         }
     }
 }
 
 impl Core {
-    /// Calls `attempt` until it has something, or fails; between two calls takes in what has come,
-    /// and waits as `budget` says. `interest` is what `attempt` looks at. What `attempt` queues,
-    /// it shows itself ([`Engine::flush`], [`Engine::settle`]).
+    /// Calls `attempt` until it returns `Some`; between two attempts turns the engine and waits
+    /// within `budget`. `interest` names the socket of `attempt`. `attempt` publishes what it
+    /// queues ([`Engine::flush`], [`Engine::settle`]).
+    ///
+    /// # Errors
+    /// When `budget` does not allow more waiting, or the endpoint has failed.
     #[inline]
     pub(crate) fn wait<T>(
         &self,
@@ -116,7 +122,7 @@ impl Core {
         self.wait_with(&mut locked, interest, budget, attempt)
     }
 
-    /// As [`wait`](Core::wait), for one who has the lock already, and has it afterwards.
+    /// As [`wait`](Core::wait), for a caller that holds the lock before and after.
     #[inline]
     pub(crate) fn wait_with<'a, T>(
         &'a self,
@@ -126,45 +132,45 @@ impl Core {
         mut attempt: impl FnMut(&mut dyn Engine) -> Option<T>,
     ) -> Result<T, WaitFault> {
         let locked = held.get_or_insert_with(|| self.lock());
-        let mut watch = Watch::default();
+        let mut progress = WaitProgress::default();
         if locked.is_turn_due() {
-            watch.look = true;
+            progress.turn_due = true;
         } else if let Some(found) = attempt(locked.engine()) {
             return Ok(found);
         }
         let spins = budget.wait().filter(|wait| *wait != Wait::Sleep);
         loop {
             let locked = held.get_or_insert_with(|| self.lock());
-            if let Some(wait) = spins.filter(|_| !watch.look) {
-                // WaiterKind spins does so before anything dearer than a look, and first sees whether
-                // the attempt finds what has come by itself.
-                if !locked.spin(wait, budget.deadline, &mut watch) {
-                    self.sleep(held, interest, budget.deadline, &mut watch);
+            if let Some(wait) = spins.filter(|_| !progress.turn_due) {
+                // Spinning comes first: it is cheaper than a turn. The attempt may find what has
+                // arrived without a turn.
+                if !locked.spin(wait, budget.deadline, &mut progress) {
+                    self.sleep(held, interest, budget.deadline, &mut progress);
                     continue;
                 }
                 if let Some(found) = attempt(locked.engine()) {
                     return Ok(found);
                 }
             }
-            watch.look = false;
+            progress.turn_due = false;
             let turned = locked.turn();
             if let Some(found) = attempt(locked.engine()) {
-                watch.learn(budget.wait(), locked.state());
+                progress.record(budget.wait(), locked.state());
                 return Ok(found);
             }
-            // What had come before the end was there to be found.
+            // Only now: data that arrived before the failure was offered to the attempt.
             if turned? {
-                // A peer can keep us busy with what is nothing to this call.
-                watch.busy = watch.busy.wrapping_add(1);
-                if !watch.busy.is_multiple_of(MOST_SKIPPED) {
+                // A peer can send without end to other sockets than this call's.
+                progress.busy_turns = progress.busy_turns.wrapping_add(1);
+                if !progress.busy_turns.is_multiple_of(MAX_SKIPPED_TURNS) {
                     continue;
                 }
-                if self.knocking.load(Ordering::Relaxed) > 0 {
+                if self.lock_waiters.load(Ordering::Relaxed) > 0 {
                     locked.give_way();
                 }
-                if budget.mode == WaitMode::Polls {
-                    // Whoever polls is to come back.
-                    self.event_fd.ring();
+                if budget.mode == WaitMode::Poll {
+                    // The application must call again: more may be there.
+                    self.event_fd.signal();
                 }
                 if budget.wait().is_none() {
                     return Err(WaitFault::WouldBlock);
@@ -172,45 +178,45 @@ impl Core {
                 if budget.deadline.is_none_or(|at| at > Instant::now()) {
                     continue;
                 }
-                watch.timed_out = true;
+                progress.timed_out = true;
             }
-            if watch.timed_out {
+            if progress.timed_out {
                 return Err(WaitFault::TimedOut);
             }
             match budget.mode {
-                WaitMode::Polls if locked.watch() => {}
-                WaitMode::Polls => return Err(WaitFault::WouldBlock),
+                WaitMode::Poll if locked.watch_descriptor() => {}
+                WaitMode::Poll => return Err(WaitFault::WouldBlock),
                 #[cfg(feature = "tokio")]
-                WaitMode::Told => return Err(WaitFault::WouldBlock),
-                WaitMode::Waits(Wait::Sleep) => {
-                    self.sleep(held, interest, budget.deadline, &mut watch);
+                WaitMode::Task => return Err(WaitFault::WouldBlock),
+                WaitMode::Block(Wait::Sleep) => {
+                    self.sleep(held, interest, budget.deadline, &mut progress);
                 }
-                WaitMode::Waits(_) => {}
+                WaitMode::Block(_) => {}
             }
         }
     }
 
-    /// Sleeps until something happens that may concern `interest`.
+    /// Sleeps until an event that may concern `interest`, a timer of the engine, or `deadline`.
     fn sleep<'a>(
         &'a self,
         held: &mut Option<Locked<'a>>,
         interest: Interest,
         deadline: Option<Instant>,
-        watch: &mut Watch,
+        progress: &mut WaitProgress,
     ) {
         let mut locked = held.take().unwrap_or_else(|| self.lock());
-        watch.look = true;
-        watch.slept = true;
-        watch.began.get_or_insert_with(Instant::now);
-        let ticket = locked.enlist(interest, WaiterKind::Thread(thread::current()));
+        progress.turn_due = true;
+        progress.slept = true;
+        progress.began.get_or_insert_with(Instant::now);
+        let ticket = locked.register(interest, WaiterKind::Thread(thread::current()));
         if locked.state().sleeper.is_none() {
             if !locked.arm() {
                 let until = earlier(deadline, locked.engine().next_timeout());
                 locked.state().sleeper = Some(ticket);
-                locked.comes(ticket, until);
+                locked.set_wake_time(ticket, until);
                 drop(locked);
-                let slept = sleep_on([self.fd.as_fd(), self.waker.as_fd()], until);
-                self.waker.silence();
+                let slept = sleep_on([self.engine_fd.as_fd(), self.waker.as_fd()], until);
+                self.waker.clear();
                 locked = self.lock();
                 locked.state().sleeper = None;
                 if let Err(error) = slept {
@@ -227,54 +233,54 @@ impl Core {
             }
             locked = self.lock();
         }
-        locked.delist(ticket);
-        watch.timed_out = deadline.is_some_and(|at| at <= Instant::now());
+        locked.deregister(ticket);
+        progress.timed_out = deadline.is_some_and(|at| at <= Instant::now());
         *held = Some(locked);
     }
 }
 
 impl Locked<'_> {
-    /// Whether the engine is to work before the next attempt, although that may not need it: for
-    /// what is due, and for everybody else.
+    /// Whether to turn the engine before the next attempt, for timers and for other sockets.
     #[inline]
     fn is_turn_due(&mut self) -> bool {
         let state = self.state();
         state.skipped += 1;
-        state.skipped > MOST_SKIPPED
+        state.skipped > MAX_SKIPPED_TURNS
     }
 
-    /// Looks for something to take in, until the time to spin is over. False: it is.
+    /// Spins until the engine has something to take in or a turn is due. Returns false when the
+    /// spin time is used up.
     #[inline]
-    fn spin(&mut self, wait: Wait, deadline: Option<Instant>, watch: &mut Watch) -> bool {
-        let budget = self.state().learned.budget(wait);
+    fn spin(&mut self, wait: Wait, deadline: Option<Instant>, progress: &mut WaitProgress) -> bool {
+        let budget = self.state().spin_time.budget(wait);
         if budget.is_some_and(|budget| budget.is_zero()) {
             return false;
         }
         loop {
-            for _ in 0..LOOKS {
+            for _ in 0..CHECKS_PER_CLOCK {
                 if self.engine().pending() {
                     return true;
                 }
                 if self.core.leases.any_dropped() {
-                    self.collect();
-                    self.settle();
+                    self.return_dropped();
+                    self.publish_returned();
                 }
-                if self.core.knocking.load(Ordering::Relaxed) > 0 {
+                if self.core.lock_waiters.load(Ordering::Relaxed) > 0 {
                     self.give_way();
                     return true;
                 }
                 std::hint::spin_loop();
             }
-            // The clock is dearer than many looks: short waits never see it.
+            // Reading the clock costs more than many checks: short waits never do.
             let now = Instant::now();
-            let began = *watch.began.get_or_insert(now);
-            watch.timed_out = deadline.is_some_and(|at| at <= now);
-            // What no look shows, such as a device that has hung up, turns find now and then.
-            watch.clocks = watch.clocks.wrapping_add(1);
-            watch.look = watch.timed_out
-                || watch.clocks.is_multiple_of(LOOKS)
+            let began = *progress.began.get_or_insert(now);
+            progress.timed_out = deadline.is_some_and(|at| at <= now);
+            // Only a turn finds what the check does not show, such as a device that has hung up.
+            progress.clock_reads = progress.clock_reads.wrapping_add(1);
+            progress.turn_due = progress.timed_out
+                || progress.clock_reads.is_multiple_of(CHECKS_PER_CLOCK)
                 || self.engine().next_timeout().is_some_and(|at| at <= now);
-            if watch.look {
+            if progress.turn_due {
                 return true;
             }
             if budget.is_some_and(|budget| now.saturating_duration_since(began) >= budget) {
@@ -283,19 +289,19 @@ impl Locked<'_> {
         }
     }
 
-    /// Lets those who lock_contended have the lock.
+    /// Yields the lock to the threads that want it.
     #[cold]
     fn give_way(&mut self) {
-        self.end_all();
-        self.settle_waiters();
+        self.run_deferred_closes();
+        self.notify_waiters();
         self.release();
-        while self.core.knocking.load(Ordering::Relaxed) > 0 {
+        while self.core.lock_waiters.load(Ordering::Relaxed) > 0 {
             thread::yield_now();
         }
         self.guard = Some(self.core.lock_contended());
-        self.core.owner.store(me(), Ordering::Relaxed);
-        self.collect();
-        self.end_all();
+        self.core.owner.store(thread_id(), Ordering::Relaxed);
+        self.return_dropped();
+        self.run_deferred_closes();
     }
 }
 

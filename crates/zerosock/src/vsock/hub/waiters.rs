@@ -1,12 +1,16 @@
-//! Those who wait, and how each is told.
+//! Registers the waiters of an endpoint and wakes them when their sockets have events.
 //!
-//! Some sleep on the engine's descriptor, which the rings have to be armed for: one thread at most
-//! (the sleeper), those who poll with a [`EventFd`] of their own, and whoever polls the endpoint's
-//! descriptor. The others, parked threads and tasks, hear only what they are told. Threads and those
-//! who poll are few, and are looked at one by one; tasks may be very many, and are not (`tasks`).
+//! # Invariants
+//! When a thread releases the lock:
+//! - each waiter of a socket that has an event was woken;
+//! - the rings are armed if a waiter sleeps on them;
+//! - a waiter on the rings wakes in time for the engine's next timer.
 //!
-//! What must hold: whoever gives the lock back tells all that concerns others, leaves the rings
-//! armed for those who sleep on them, and leaves no timer that none of them wakes for.
+//! # Kinds of waiters
+//! Waiters on the rings sleep on the engine's descriptor: at most one thread (the sleeper), pollers
+//! with an [`EventFd`] of their own, and an application that polls the endpoint's descriptor.
+//! All other waiters, parked threads and tasks, sleep until the lock holder wakes them. Threads and
+//! pollers are few: a linear search finds them. Tasks may be many: `tasks` has a map of them.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -26,7 +30,7 @@ use crate::io::deadline::timespec;
 use crate::table::engine::ReadySource;
 use crate::table::sockets::StreamId;
 
-/// The shortest time that a timer can be set to.
+/// The shortest time that a timerfd can be set to: 0 would disarm it.
 const TICK: Duration = Duration::from_nanos(1);
 
 /// What a waiter waits for.
@@ -39,8 +43,8 @@ pub(crate) enum Interest {
 }
 
 impl From<ReadySource> for Interest {
-    fn from(stirred: ReadySource) -> Interest {
-        match stirred {
+    fn from(source: ReadySource) -> Interest {
+        match source {
             ReadySource::Conn(conn) => Interest::Conn(conn),
             ReadySource::Port(port) => Interest::Port(port),
             ReadySource::Datagram(socket) => Interest::Datagram(socket),
@@ -48,47 +52,48 @@ impl From<ReadySource> for Interest {
     }
 }
 
-/// Somebody to be told.
+/// A registered thread or poller.
 #[derive(Debug)]
 pub(super) struct Waiter {
     pub(super) ticket: u64,
     interest: Interest,
     pub(super) kind: WaiterKind,
-    /// When he comes of himself and lets the engine work.
-    until: Option<Instant>,
+    /// When it wakes by itself and turns the engine.
+    wakes_at: Option<Instant>,
 }
 
-/// What one who polls many things at once is told by, beside the engine's own descriptor.
+/// An eventfd that wakes a poller, polled beside the engine's descriptor.
 #[derive(Debug)]
 pub(crate) struct EventFd(OwnedFd);
 
-/// A descriptor that is readable once a time has come.
+/// A timerfd: readable once its time has come.
 #[derive(Debug)]
-pub(crate) struct Alarm {
+pub(crate) struct TimerFd {
     fd: OwnedFd,
-    /// When it goes off.
+    /// When it expires.
     at: Option<Instant>,
 }
 
 #[derive(Debug)]
 pub(super) enum WaiterKind {
-    /// Sleeps in [`Core::wait`].
+    /// A thread in [`Core::wait`].
     Thread(Thread),
-    /// Polls the engine's descriptor, and a event_fd that nobody else silences; told once.
+    /// A poller of the engine's descriptor and of an eventfd that only it clears; woken once.
     EventFd(Arc<EventFd>),
-    /// Polls the descriptor, by [`AsFd`]; told once.
+    /// An application that polls the descriptor of [`AsFd`]; woken once.
     Descriptor,
 }
 
-/// Something has come: there is no sleeping over it.
+/// The engine has something to take in already: the caller must not sleep.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct AlreadyReady;
 
 impl Core {
-    /// Tells `task` when something happens to `interest`, once. To be called before the last look.
-    /// `ticket` is what the same place was enlisted by before, 0 for never, and is replaced.
+    /// Wakes `task` once, at the next event of `interest`. The caller registers, then checks its
+    /// socket, then returns `Pending`. `ticket` is the previous registration of the same future,
+    /// 0 without one; the new ticket replaces it.
     #[cfg(feature = "tokio")]
-    pub(crate) fn enlist_task(
+    pub(crate) fn register_task(
         &self,
         ticket: &mut u64,
         interest: Interest,
@@ -96,9 +101,9 @@ impl Core {
     ) {
         let mut locked = self.lock();
         let state = locked.state();
-        // What the rings were armed for may not be what this one waits for.
+        // The rings may be armed for less than this waiter needs.
         state.armed = false;
-        if state.tasks.renew(*ticket, task) {
+        if state.tasks.update_waker(*ticket, task) {
             return;
         }
         state.tickets += 1;
@@ -106,7 +111,7 @@ impl Core {
         state.tasks.add(*ticket, interest, task.clone());
     }
 
-    /// Those who are to be told of something.
+    /// Number of registered waiters.
     #[cfg(test)]
     pub(crate) fn waiters(&self) -> usize {
         let mut locked = self.lock();
@@ -120,9 +125,9 @@ impl Core {
 }
 
 impl Locked<'_> {
-    /// Before a call says that it would block: the descriptor is to tell. True: something has come
-    /// meanwhile.
-    pub(crate) fn watch(&mut self) -> bool {
+    /// Registers the application's polling of the descriptor before a call answers `WouldBlock`.
+    /// Returns whether the engine has something to take in already.
+    pub(crate) fn watch_descriptor(&mut self) -> bool {
         let state = self.state();
         let known = state
             .waiters
@@ -130,66 +135,66 @@ impl Locked<'_> {
             .find(|waiter| matches!(waiter.kind, WaiterKind::Descriptor));
         let ticket = match known {
             Some(waiter) => waiter.ticket,
-            None => self.enlist(Interest::Anything, WaiterKind::Descriptor),
+            None => self.register(Interest::Anything, WaiterKind::Descriptor),
         };
-        // What was told before is forgotten, lest the descriptor stay readable.
-        self.core.event_fd.silence();
-        if self.is_come() {
+        // An earlier event must not keep the descriptor readable.
+        self.core.event_fd.clear();
+        if self.rearm() {
             return true;
         }
         let until = self.engine().next_timeout();
-        self.state().alarm.set(until);
-        self.comes(ticket, until);
+        self.state().timer_fd.set(until);
+        self.set_wake_time(ticket, until);
         false
     }
 
-    /// For one who is about to sleep on [`Core::engine_fd`] and `event_fd`, which he has silenced
-    /// before. Answers when he has to
-    /// come of himself.
+    /// Registers a poller that is about to sleep on [`Core::engine_fd`] and on `event_fd`, which it
+    /// has cleared before. Returns when the poller must turn the engine at the latest.
     ///
     /// # Errors
-    /// When something has come meanwhile.
-    pub(crate) fn watch_by(
+    /// When the engine has something to take in already.
+    pub(crate) fn register_poller(
         &mut self,
         event_fd: &Arc<EventFd>,
     ) -> Result<Option<Instant>, AlreadyReady> {
-        self.unwatch(event_fd);
+        self.deregister_poller(event_fd);
         if self.is_over() {
             return Ok(None);
         }
-        let ticket = self.enlist(Interest::Anything, WaiterKind::EventFd(event_fd.clone()));
-        if self.is_come() {
+        let ticket = self.register(Interest::Anything, WaiterKind::EventFd(event_fd.clone()));
+        if self.rearm() {
             return Err(AlreadyReady);
         }
         let until = self.engine().next_timeout();
-        self.comes(ticket, until);
+        self.set_wake_time(ticket, until);
         Ok(until)
     }
 
-    /// Rings `event_fd` no more.
-    pub(crate) fn unwatch(&mut self, event_fd: &Arc<EventFd>) {
+    /// Removes the poller that waits with `event_fd`.
+    pub(crate) fn deregister_poller(&mut self, event_fd: &Arc<EventFd>) {
         let other = |waiter: &Waiter| !matches!(&waiter.kind, WaiterKind::EventFd(it) if Arc::ptr_eq(it, event_fd));
         self.state().waiters.retain(other);
     }
 
-    /// As [`unwatch`](Self::unwatch), for one who worked for tasks: each is told, so that it sees
-    /// to another, which it may do in a runtime that is not his.
+    /// Removes a reactor that polled with `event_fd`, and wakes all tasks: the first that runs
+    /// starts another reactor, perhaps in another runtime.
     #[cfg(feature = "tokio")]
-    pub(super) fn desert(&mut self, event_fd: &Arc<EventFd>) {
-        self.unwatch(event_fd);
-        self.state().tasks.tell_all();
+    pub(super) fn remove_reactor(&mut self, event_fd: &Arc<EventFd>) {
+        self.deregister_poller(event_fd);
+        self.state().tasks.wake_all();
     }
 
-    /// Arms the rings anew for one who is about to sleep. True: something has come meanwhile.
-    fn is_come(&mut self) -> bool {
-        // What was told before is forgotten, too. Not what the sleeper was told: he forgets it.
+    /// Arms the rings again for a waiter that is about to sleep. Returns whether the engine has
+    /// something to take in already.
+    fn rearm(&mut self) -> bool {
+        // Clears old notifications, unless the sleeper may not have seen them: it clears them.
         if self.state().sleeper.is_none() {
             self.disarm();
         }
         self.arm()
     }
 
-    /// Asks to be told of what comes. True: something is there already.
+    /// Arms the rings. Returns whether the engine has something to take in already.
     pub(super) fn arm(&mut self) -> bool {
         let state = self.state();
         state.armed = !state.engine.arm();
@@ -202,17 +207,17 @@ impl Locked<'_> {
         state.engine.disarm();
     }
 
-    /// Notes when one who waits comes of himself.
-    pub(super) fn comes(&mut self, ticket: u64, until: Option<Instant>) {
+    /// Records when a waiter wakes by itself.
+    pub(super) fn set_wake_time(&mut self, ticket: u64, wakes_at: Option<Instant>) {
         let waiters = &mut self.state().waiters;
         if let Some(waiter) = waiters.iter_mut().find(|waiter| waiter.ticket == ticket) {
-            waiter.until = until;
+            waiter.wakes_at = wakes_at;
         }
     }
 
-    pub(super) fn enlist(&mut self, interest: Interest, kind: WaiterKind) -> u64 {
+    pub(super) fn register(&mut self, interest: Interest, kind: WaiterKind) -> u64 {
         let state = self.state();
-        // What the rings were armed for may not be what this one waits for.
+        // The rings may be armed for less than this waiter needs.
         state.armed = false;
         state.tickets += 1;
         let ticket = state.tickets;
@@ -220,124 +225,120 @@ impl Locked<'_> {
             ticket,
             interest,
             kind,
-            until: None,
+            wakes_at: None,
         });
         ticket
     }
 
-    /// A task waits no longer.
+    /// Removes a task.
     #[cfg(feature = "tokio")]
-    pub(super) fn delist_task(&mut self, ticket: u64) {
+    pub(super) fn deregister_task(&mut self, ticket: u64) {
         self.state().tasks.remove(ticket);
     }
 
-    pub(super) fn delist(&mut self, ticket: u64) {
+    pub(super) fn deregister(&mut self, ticket: u64) {
         let waiters = &mut self.state().waiters;
         if let Some(at) = waiters.iter().position(|waiter| waiter.ticket == ticket) {
             waiters.swap_remove(at);
         }
     }
 
-    /// Tells those who wait what has happened to their sockets, and arms the rings again for the
-    /// one who sleeps on them.
-    pub(super) fn settle_waiters(&mut self) {
+    /// Wakes the waiters of all sockets that have events, and arms the rings again for the waiters
+    /// that sleep on them.
+    pub(super) fn notify_waiters(&mut self) {
         let core = self.core;
-        if self
-            .guard
-            .as_ref()
-            .is_none_or(|state| !state.is_waited_for())
-        {
+        if self.guard.as_ref().is_none_or(|state| !state.has_waiters()) {
             return;
         }
         for _ in 0..4 {
-            self.tell();
+            self.wake_ready();
             let state = self.state();
-            if !state.is_watched() {
+            if !state.has_ring_waiter() {
                 return;
             }
             let armed = state.armed && !state.engine.is_stale();
-            if (armed || !self.arm()) && !self.is_due() {
+            if (armed || !self.arm()) && !self.ensure_timer_wakeup() {
                 return;
             }
-            // Something has come: whoever it is for has to hear of it.
+            // More has arrived: take it in, and wake its waiters too.
             if self.turn().is_err() {
                 return;
             }
         }
-        // There is no end to it: those who sleep may as well work too.
+        // The peer sends faster than this loop ends: the sleeping waiters take over.
         let state = self.state();
         let sleeper = state.sleeper;
         for waiter in &state.waiters {
-            if waiter.watches(sleeper) {
-                waiter.kind.tell(core, sleeper == Some(waiter.ticket));
+            if waiter.waits_on_rings(sleeper) {
+                waiter.kind.wake(core, sleeper == Some(waiter.ticket));
             }
         }
     }
 
-    /// Tells those who wait what has happened to their sockets.
-    fn tell(&mut self) {
+    /// Wakes the waiters of all sockets that have events.
+    fn wake_ready(&mut self) {
         let core = self.core;
         let state = self.state();
-        while let Some(stirred) = state.engine.next_stirred() {
+        while let Some(ready) = state.engine.next_stirred() {
             let sleeper = state.sleeper;
-            let stirred = Interest::from(stirred);
+            let ready = Interest::from(ready);
             #[cfg(feature = "tokio")]
-            for interest in [stirred, Interest::Anything] {
-                state.tasks.tell(interest);
+            for interest in [ready, Interest::Anything] {
+                state.tasks.wake(interest);
             }
             state.waiters.retain(|waiter| {
-                let told = waiter.interest == stirred || waiter.interest == Interest::Anything;
-                if told {
-                    waiter.kind.tell(core, sleeper == Some(waiter.ticket));
+                let woken = waiter.interest == ready || waiter.interest == Interest::Anything;
+                if woken {
+                    waiter.kind.wake(core, sleeper == Some(waiter.ticket));
                 }
-                !told || matches!(waiter.kind, WaiterKind::Thread(_))
+                !woken || matches!(waiter.kind, WaiterKind::Thread(_))
             });
         }
     }
 
-    /// Whether the engine has something to do of itself now. If it has later, one of those who
-    /// sleep on the rings is made to come in time: nobody told them of a timer that was set since.
-    fn is_due(&mut self) -> bool {
+    /// Returns whether a timer of the engine is due now. If it is due later, makes sure that one
+    /// waiter on the rings wakes in time; the timer may have been set after that waiter slept.
+    fn ensure_timer_wakeup(&mut self) -> bool {
         let core = self.core;
         let state = self.state();
         let Some(due) = state.engine.next_timeout() else {
             return false;
         };
         let sleeper = state.sleeper;
-        let mut one: Option<&mut Waiter> = None;
+        let mut candidate: Option<&mut Waiter> = None;
         for waiter in &mut state.waiters {
-            // WaiterKind polls from outside may not come back for long: his word counts for himself.
-            let certain = !matches!(waiter.kind, WaiterKind::Descriptor);
-            if !waiter.watches(sleeper) {
+            // An application that polls the descriptor may not call again: its time does not count.
+            let is_reliable = !matches!(waiter.kind, WaiterKind::Descriptor);
+            if !waiter.waits_on_rings(sleeper) {
                 continue;
             }
-            if certain && waiter.until.is_some_and(|at| at <= due) {
+            if is_reliable && waiter.wakes_at.is_some_and(|at| at <= due) {
                 return false;
             }
-            if one.is_none() || certain {
-                one = Some(waiter);
+            if candidate.is_none() || is_reliable {
+                candidate = Some(waiter);
             }
         }
         if due <= Instant::now() {
             return true;
         }
-        match one {
+        match candidate {
             Some(waiter) if matches!(waiter.kind, WaiterKind::Descriptor) => {
-                waiter.until = Some(due);
-                self.state().alarm.set(Some(due));
+                waiter.wakes_at = Some(due);
+                self.state().timer_fd.set(Some(due));
             }
             Some(waiter) => {
-                // He sees for himself until when he may sleep.
-                waiter.until = Some(due);
-                waiter.kind.tell(core, sleeper == Some(waiter.ticket));
+                // Once awake, it reads the new timer before it sleeps again.
+                waiter.wakes_at = Some(due);
+                waiter.kind.wake(core, sleeper == Some(waiter.ticket));
             }
             None => {}
         }
         false
     }
 
-    /// Whoever leaves without sleeping makes another one the sleeper.
-    pub(super) fn hand_over(&mut self) {
+    /// Unparks one thread to become the sleeper, if there is none.
+    pub(super) fn wake_next_sleeper(&mut self) {
         let state = self.state();
         if state.sleeper.is_none()
             && let Some(Waiter {
@@ -354,9 +355,9 @@ impl Locked<'_> {
 }
 
 impl State {
-    /// Whether anybody is to be told of anything.
+    /// Whether any waiter is registered.
     #[inline]
-    pub(super) fn is_waited_for(&self) -> bool {
+    pub(super) fn has_waiters(&self) -> bool {
         #[cfg(feature = "tokio")]
         if !self.tasks.is_empty() {
             return true;
@@ -364,16 +365,18 @@ impl State {
         !self.waiters.is_empty()
     }
 
-    /// Whether anybody sleeps on the rings.
-    fn is_watched(&self) -> bool {
+    /// Whether a waiter sleeps on the rings.
+    fn has_ring_waiter(&self) -> bool {
         let sleeper = self.sleeper;
-        self.waiters.iter().any(|waiter| waiter.watches(sleeper))
+        self.waiters
+            .iter()
+            .any(|waiter| waiter.waits_on_rings(sleeper))
     }
 }
 
 impl Waiter {
-    /// Whether he sleeps on the rings, not only until he is told.
-    fn watches(&self, sleeper: Option<u64>) -> bool {
+    /// Whether it sleeps on the rings, not only until the lock holder wakes it.
+    fn waits_on_rings(&self, sleeper: Option<u64>) -> bool {
         match self.kind {
             WaiterKind::Thread(_) => sleeper == Some(self.ticket),
             WaiterKind::EventFd(_) | WaiterKind::Descriptor => true,
@@ -382,12 +385,12 @@ impl Waiter {
 }
 
 impl WaiterKind {
-    pub(super) fn tell(&self, core: &Core, asleep_on_descriptor: bool) {
+    pub(super) fn wake(&self, core: &Core, asleep_on_descriptor: bool) {
         match self {
-            WaiterKind::Thread(_) if asleep_on_descriptor => core.waker.ring(),
+            WaiterKind::Thread(_) if asleep_on_descriptor => core.waker.signal(),
             WaiterKind::Thread(thread) => thread.unpark(),
-            WaiterKind::EventFd(event_fd) => event_fd.ring(),
-            WaiterKind::Descriptor => core.event_fd.ring(),
+            WaiterKind::EventFd(event_fd) => event_fd.signal(),
+            WaiterKind::Descriptor => core.event_fd.signal(),
         }
     }
 }
@@ -398,13 +401,13 @@ impl EventFd {
         Ok(EventFd(eventfd(0, flags)?))
     }
 
-    pub(super) fn ring(&self) {
-        // Non-blocking; a full counter is as readable as any.
+    pub(super) fn signal(&self) {
+        // Fails only when the counter is full: then the eventfd is readable, too.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
-    pub(crate) fn silence(&self) {
-        // Non-blocking; one that did not ring has nothing to give.
+    pub(crate) fn clear(&self) {
+        // Fails only when the eventfd was not signalled.
         let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }
 }
@@ -415,44 +418,47 @@ impl AsFd for EventFd {
     }
 }
 
-impl Alarm {
-    pub(crate) fn new() -> io::Result<Alarm> {
+impl TimerFd {
+    pub(crate) fn new() -> io::Result<TimerFd> {
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
         let fd = timerfd_create(TimerfdClockId::Monotonic, flags)?;
-        Ok(Alarm { fd, at: None })
+        Ok(TimerFd { fd, at: None })
     }
 
-    /// Goes off at `until`, or earlier.
+    /// Makes the timer expire at `until` or earlier; `None` disarms it.
     pub(crate) fn set(&mut self, until: Option<Instant>) {
         if self.at.is_none() && until.is_none() {
             return;
         }
         let now = Instant::now();
-        let soon = |at| at > now && until.is_none_or(|until| at <= until);
-        if self.at.is_some_and(soon) {
+        let is_early_enough = |at| at > now && until.is_none_or(|until| at <= until);
+        if self.at.is_some_and(is_early_enough) {
             return;
         }
-        // 0 is no time at all for the system; to set it anew also forgets that it went off.
+        // 0 would disarm the timer. Setting it also clears an earlier expiration.
         let left = until.map(|at| at.saturating_duration_since(now).max(TICK));
         let value = left.map_or_else(Timespec::default, timespec);
         let once = Itimerspec {
             it_interval: Timespec::default(),
             it_value: value,
         };
-        // A timer of our own, and a time that is one: it does not fail.
+        // Cannot fail: the descriptor is a timerfd, and the time is valid.
         let _ = timerfd_settime(&self.fd, TimerfdTimerFlags::empty(), &once);
         self.at = until;
     }
 }
 
-impl AsFd for Alarm {
+impl AsFd for TimerFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 }
 
-/// A descriptor that is readable when any of `fds` is.
-pub(crate) fn any_of<'a>(fds: impl IntoIterator<Item = BorrowedFd<'a>>) -> io::Result<OwnedFd> {
+/// An epoll instance that is readable when any of `fds` is.
+///
+/// # Errors
+/// When the system has no descriptor left.
+pub(crate) fn epoll_of<'a>(fds: impl IntoIterator<Item = BorrowedFd<'a>>) -> io::Result<OwnedFd> {
     let any = epoll::create(epoll::CreateFlags::CLOEXEC)?;
     for fd in fds {
         epoll::add(

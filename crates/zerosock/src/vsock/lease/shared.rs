@@ -1,20 +1,20 @@
-//! A lease as the owner of `Bytes`: read by whoever has a clone of them, on whatever thread.
+//! A lease as the owner of a `Bytes`; its clones read it on any thread.
 
 use super::{OwnedLease, Reading};
 use crate::table::sockets::{Copied, Place};
 
-/// An owned lease whose bytes stay where they are: what `Bytes` are made of.
+/// An owned lease that keeps its bytes in place: the owner of a `Bytes`.
 pub(super) struct Shared {
     lease: OwnedLease,
     /// The bytes, if the endpoint had moved them before.
     copy: Option<Copied>,
-    /// They are in place.
+    /// The lease is entered: its bytes stay in place until the drop.
     pub(super) entered: bool,
 }
 
 impl Shared {
     pub(super) fn new(lease: OwnedLease) -> Shared {
-        // The reading goes on for as long as this lives; the drop ends it.
+        // The reading ends in the drop of `Shared`.
         let mut reading = std::mem::ManuallyDrop::new(lease.read());
         let (copy, entered) = (reading.copy.take(), reading.entered);
         Shared {

@@ -1,7 +1,8 @@
-//! One buffer on loan: where its holder writes, wherever that is now.
+//! One lent buffer: in place, or private after the endpoint has moved it.
 //!
-//! What must hold: nothing is written where the endpoint has taken the place away; who writes has
-//! entered, and leaves.
+//! # Invariants
+//! - Nothing is written in place after the endpoint has moved the loan.
+//! - Each write in place enters the loan before and leaves it after.
 
 use std::sync::Arc;
 
@@ -14,26 +15,26 @@ use crate::table::sockets::Place;
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::Core;
 
-/// See the module.
+/// One lent buffer; see the module.
 #[derive(Debug)]
 pub(in crate::vsock) struct Buffer {
-    /// Its word; of what was private from the first, perhaps none.
+    /// Its index among the endpoint's leases; unused for some buffers that were always private.
     pub(super) index: u32,
     pub(super) len: usize,
     pub(super) place: Option<Place>,
-    /// The bytes of one that is not in place (any more).
+    /// The bytes of a buffer that is not, or no longer, in place.
     pub(super) private: Vec<u8>,
 }
 
-/// A buffer is being written to, as long as this lives.
-pub(super) struct Inside<'a> {
+/// Write access to an entered loan; leaves it on drop.
+pub(super) struct WriteAccess<'a> {
     pub(super) core: &'a Core,
     pub(super) index: u32,
 }
 
-impl Drop for Inside<'_> {
+impl Drop for WriteAccess<'_> {
     fn drop(&mut self) {
-        self.core.leave(self.index);
+        self.core.end_access(self.index);
     }
 }
 
@@ -56,7 +57,7 @@ impl Buffer {
         self.index
     }
 
-    /// Bytes that it takes.
+    /// Its length in bytes.
     pub(in crate::vsock) fn len(&self) -> usize {
         self.len
     }
@@ -71,7 +72,7 @@ impl Buffer {
         self.place.is_none().then_some(bytes)
     }
 
-    /// Writes `bytes` at `offset`; how many fitted. `filled`: whether anything was written before.
+    /// Writes `bytes` at `offset`; returns how many fit. `filled`: whether it has earlier writes.
     pub(in crate::vsock) fn write(
         &mut self,
         core: &Core,
@@ -90,7 +91,7 @@ impl Buffer {
                 offset: start,
             }) => {
                 let written = memory.write(pieces, start + offset, bytes);
-                core.leave(index);
+                core.end_access(index);
                 Ok(written)
             }
             _ => {
@@ -102,7 +103,7 @@ impl Buffer {
         }
     }
 
-    /// Slices of its bytes from `offset` on: one for each piece that they lie in.
+    /// Slices of its bytes from `offset` on: one for each piece of memory.
     pub(in crate::vsock) fn fillings<'l>(
         &'l mut self,
         core: &'l Core,
@@ -118,8 +119,8 @@ impl Buffer {
             out.push(Filling { core, index, place });
             return Ok(());
         }
-        // Each slice enters for itself; this one leaves when all have.
-        let _inside = Inside { core, index };
+        // Each slice enters once more; this access ends when all have entered.
+        let _access = WriteAccess { core, index };
         let Some(Place::InPlace {
             memory,
             pieces,
@@ -131,7 +132,7 @@ impl Buffer {
         let trust = trust.ok_or(StreamError::Untrusted)?;
         for piece in parts(pieces, start + offset, len.saturating_sub(offset)) {
             let claim = Claim::new(memory, piece, trust).ok_or(StreamError::Torn)?;
-            // It cannot be moved: we are in it already. Torn it may be, meanwhile.
+            // `_access` keeps it from being moved, but not from being torn.
             if core.leases().enter_to_write(index) == Entered::Moved {
                 return Err(StreamError::Torn);
             }
@@ -141,7 +142,7 @@ impl Buffer {
         Ok(())
     }
 
-    /// Begins to write where it is in place; `None`: into the private buffer.
+    /// Enters a buffer in place for writing; `None`: write to the private buffer.
     pub(super) fn enter(
         &mut self,
         core: &Core,
@@ -153,8 +154,9 @@ impl Buffer {
         Ok(self.place.as_ref())
     }
 
-    /// Whether it is in place, to be sent now; if not, what was written is private.
-    pub(in crate::vsock) fn settle(
+    /// Prepares to send it under the lock. Returns whether it is in place; if not, its bytes are in
+    /// the private buffer.
+    pub(in crate::vsock) fn prepare_send(
         &mut self,
         core: &Core,
         engine: &mut dyn Engine,
@@ -164,19 +166,21 @@ impl Buffer {
             if self.is_moved(core) {
                 self.moved(engine, filled)?;
             } else {
-                // Not by way of the core: the lock is ours, and is given back soon.
+                // Not `Core::end_access`: this thread holds the lock; releasing it returns dropped
+                // leases.
                 core.leases().leave(self.index);
             }
         }
         Ok(self.place.is_some())
     }
 
-    /// Enters it, unless the endpoint has taken its place away.
+    /// Enters it for writing. True: the endpoint has moved it, and it is not entered.
     fn is_moved(&self, core: &Core) -> bool {
         core.leases().enter_to_write(self.index) == Entered::Moved
     }
 
-    /// The endpoint has taken the place away: what was written is in a copy, if there is one.
+    /// Makes the buffer private after the endpoint has moved it; takes what was written from the
+    /// copy.
     fn moved(&mut self, engine: &mut dyn Engine, filled: bool) -> Result<(), StreamError> {
         match engine.copy_of(self.index) {
             Some((bytes, start)) => {
@@ -191,14 +195,14 @@ impl Buffer {
         Ok(())
     }
 
-    /// The engine has it back: its word and its place are somebody else's.
-    pub(in crate::vsock) fn forget_place(&mut self) {
+    /// The engine has the buffer back and may reuse its index and memory.
+    pub(in crate::vsock) fn mark_returned(&mut self) {
         self.place = None;
         self.private.resize(self.len, 0);
     }
 }
 
-/// What of `pieces` is `len` bytes from `skip` on.
+/// The parts of `pieces` that cover `len` bytes from `skip` on.
 pub(super) fn parts(
     pieces: &[Piece],
     mut skip: usize,

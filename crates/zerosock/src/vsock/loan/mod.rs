@@ -1,13 +1,15 @@
-//! Loans: bytes written where the peer will read them.
+//! Loans: buffers for bytes that are written where the peer reads them.
 //!
-//! A loan in place is a buffer of the peer's (a guest's receive buffer) or one that the peer will
-//! read where it is (our driver's transmit buffer). Credit for it is taken already. Beyond the
-//! bounds on loans it is a private buffer, which is copied when it is sent: nothing but the
-//! counters shows the difference.
+//! # Invariants
+//! - A loan is sent or returned exactly once.
+//! - Nothing is written to the peer's memory after the peer has taken it back.
+//! - A thread that has entered a loan for writing does not block, because the thread that takes the
+//!   loan back waits until it has left.
 //!
-//! What must hold: a loan is sent, or goes back, exactly once; nothing is written to the peer's
-//! memory after it was taken back; nobody waits for anything while he has a loan entered, because
-//! who takes it back waits for him.
+//! # Use
+//! A loan in place is a guest's receive buffer, or a transmit buffer of the driver, which the peer
+//! reads in place. Its credit is reserved. Beyond the limit on loans it is a private buffer, which
+//! is copied when it is sent: only counters show the difference.
 
 mod buffer;
 
@@ -27,20 +29,21 @@ use super::stream::Stream;
 use crate::table::engine::{Engine, LoanParts, SendFault};
 use crate::table::sockets::{PIECES, Place};
 pub(in crate::vsock) use buffer::Buffer;
-use buffer::{Inside, parts};
+use buffer::{WriteAccess, parts};
 
-/// What is written where a loan's holder left a gap: its buffer has held other packets, perhaps of
-/// other peers.
+/// Fills gaps that the application leaves in a loan: the buffer may hold bytes of other peers'
+/// packets.
 pub(in crate::vsock) static ZEROS: [u8; 4096] = [0; 4096];
 
-/// The right to write the bytes of one packet where the peer will read them. It is sent with
-/// [`send`](Loan::send); dropped, it goes back unsent.
+/// A buffer for one packet, in memory that the peer reads. [`send`](Loan::send) sends it; dropped,
+/// it is returned unsent.
 ///
-/// Bytes go in by [`Write`] (each call appends), by [`write_at`](Loan::write_at), or straight from
-/// a file or socket by [`read_from`](Loan::read_from) and [`read_at_from`](Loan::read_at_from):
-/// all of these with any peer. Plain slices of it ([`as_mut_slice`](Loan::as_mut_slice),
-/// [`with_io_slices`](Loan::with_io_slices)) need trust where it is in place: the peer of a VM may
-/// write its memory at any time, and Rust allows no slice of such bytes, however it is used.
+/// Bytes are written by [`Write`] (each call appends), by [`write_at`](Loan::write_at), or directly
+/// from a file or socket by [`read_from`](Loan::read_from) and
+/// [`read_at_from`](Loan::read_at_from): all of these with any peer. Plain slices
+/// ([`as_mut_slice`](Loan::as_mut_slice), [`with_io_slices`](Loan::with_io_slices)) of a loan in
+/// place need trust: a guest may write its memory at any time, and Rust allows no slice of such
+/// bytes.
 ///
 /// ```
 /// use std::io::Write;
@@ -82,14 +85,14 @@ pub struct Loan<'a> {
     buffer: Buffer,
     /// Bytes written, from the beginning.
     filled: usize,
-    /// Bytes that were in front of these, and have left.
-    left: usize,
-    /// Its holder had a slice of all of it, and may have written any part.
-    shown: bool,
+    /// Bytes of this loan that earlier calls have sent.
+    sent_before: usize,
+    /// The application had a slice of the whole buffer, and may have written any part.
+    slice_taken: bool,
     sent: bool,
 }
 
-/// A loan's bytes as plain slices, as long as this lives.
+/// A loan's bytes as a plain slice.
 ///
 /// ```
 /// use std::io::Read;
@@ -105,7 +108,7 @@ pub struct Loan<'a> {
 /// # Ok::<(), std::io::Error>(())
 /// ```
 ///
-/// While it lives, the loan is not sent, nor written to in another way:
+/// It borrows the loan, which can neither be sent nor written otherwise meanwhile:
 ///
 /// ```compile_fail,E0505
 /// # use zerosock::vsock::Loan;
@@ -132,13 +135,13 @@ impl<'a> Loan<'a> {
             stream,
             buffer: Buffer::new(parts),
             filled: 0,
-            left: 0,
-            shown: false,
+            sent_before: 0,
+            slice_taken: false,
             sent: false,
         }
     }
 
-    /// Bytes that it takes at most.
+    /// Its capacity in bytes.
     pub fn capacity(&self) -> usize {
         self.buffer.len
     }
@@ -148,18 +151,18 @@ impl<'a> Loan<'a> {
         self.filled
     }
 
-    /// Says that the first `filled` bytes are written: by way of
-    /// [`as_mut_slice`](Self::as_mut_slice), which cannot know. More than the capacity is the
-    /// capacity. Without such a slice, bytes that were not written become zeros.
+    /// Sets the number of bytes written, after writing through
+    /// [`as_mut_slice`](Self::as_mut_slice); at most the capacity. Without such a slice, bytes that
+    /// were not written become zeros.
     pub fn set_filled(&mut self, filled: usize) {
         let filled = filled.min(self.capacity());
-        // A loan that was torn meanwhile says so when it is sent.
-        if self.shown || self.fill_gap(filled).is_ok() {
+        // If the loan was torn meanwhile, the send reports it.
+        if self.slice_taken || self.fill_gap(filled).is_ok() {
             self.filled = filled;
         }
     }
 
-    /// Puts zeros behind what is filled, up to `end`.
+    /// Fills with zeros up to `end`.
     fn fill_gap(&mut self, end: usize) -> Result<(), StreamError> {
         let core = &self.stream.conn.core;
         while self.filled < end {
@@ -181,14 +184,14 @@ impl<'a> Loan<'a> {
         self.buffer.is_in_place()
     }
 
-    /// Writes `bytes` at `offset`; how many fitted. [`filled`](Self::filled) is at least their end
-    /// then. What lies between the bytes filled before and `offset` becomes zeros.
+    /// Writes `bytes` at `offset`; returns how many fit. [`filled`](Self::filled) is at least their
+    /// end then. Bytes between the old fill level and `offset` become zeros.
     ///
     /// # Errors
-    /// [`StreamError::Torn`]: the peer took its memory back, and what was written before is lost.
+    /// [`StreamError::Torn`]: the peer has taken its memory back, and earlier writes are lost.
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) -> io::Result<usize> {
         let offset = offset.min(self.capacity());
-        if !self.shown {
+        if !self.slice_taken {
             self.fill_gap(offset)?;
         }
         let core = &self.stream.conn.core;
@@ -197,12 +200,12 @@ impl<'a> Loan<'a> {
         Ok(written)
     }
 
-    /// Appends what one read of `fd` gives, straight to where the peer will read it; how many
-    /// bytes. 0 is the end of the file, or no room left. It blocks if `fd` does; the peer can have
-    /// its memory back meanwhile, and finds the bytes all the same.
+    /// Appends the bytes of one read of `fd`, in place; returns how many. 0 is end of file, or no
+    /// room left. It blocks if `fd` does; meanwhile the peer can take its memory back without loss
+    /// of bytes.
     ///
-    /// Of what cannot say without blocking whether it has something (a terminal; before Linux 6.5
-    /// a pipe) bytes are copied.
+    /// Bytes of a descriptor without non-blocking reads (a terminal; before Linux 6.5 a pipe) are
+    /// copied.
     ///
     /// # Errors
     /// Those of `readv(2)`; [`StreamError::Torn`].
@@ -228,7 +231,7 @@ impl<'a> Loan<'a> {
                 return Err(error);
             }
             if is_on_disk(fd)? {
-                // A disk may take its time, but it does not wait for anybody.
+                // A disk may be slow, but its read does not depend on another process.
                 match self.read_in_place(|slices| zerosock_sys::read_slices(fd, slices))? {
                     Some(got) => {
                         self.filled += *got.as_ref().unwrap_or(&0);
@@ -244,15 +247,15 @@ impl<'a> Loan<'a> {
                 wait_for(fd)?;
                 continue;
             }
-            // It cannot be read without blocking, or somebody else has read what was there.
+            // It has no non-blocking reads, or another reader has taken the bytes.
             let mut bytes = vec![0; self.capacity() - self.filled];
             let got = rustix::io::read(fd, &mut bytes)?;
             return self.write_at(self.filled, &bytes[..got]);
         }
     }
 
-    /// As [`read_from`](Self::read_from), from a place in a file, in bytes from its beginning;
-    /// where `fd` stands is not changed. What it gives is appended.
+    /// As [`read_from`](Self::read_from), from offset `at` of a file, in bytes; does not change the
+    /// file position of `fd`.
     ///
     /// ```
     /// # use std::io::Write;
@@ -267,7 +270,7 @@ impl<'a> Loan<'a> {
     /// ```
     ///
     /// # Errors
-    /// Those of `preadv(2)`, above all for what is no file; [`StreamError::Torn`].
+    /// Those of `preadv(2)`, such as for a descriptor that is not seekable; [`StreamError::Torn`].
     pub fn read_at_from(&mut self, fd: impl AsFd, at: u64) -> io::Result<usize> {
         let fd = fd.as_fd();
         let got = match self.read_in_place(|slices| zerosock_sys::read_slices_at(fd, slices, at))? {
@@ -278,7 +281,7 @@ impl<'a> Loan<'a> {
         Ok(got)
     }
 
-    /// Reads behind what is filled, where it is in place; `None` if it is not.
+    /// Appends by `read` in place; `None` if the loan is not in place.
     fn read_in_place(
         &mut self,
         read: impl FnOnce(&[GuestSlice<'_>]) -> io::Result<usize>,
@@ -293,18 +296,17 @@ impl<'a> Loan<'a> {
         else {
             return Ok(None);
         };
-        let inside = Inside { core, index };
+        let access = WriteAccess { core, index };
         let mut slices = SliceBuf::<PIECES>::new();
         memory.slices(pieces, offset + filled, room, &mut slices);
         let got = read(&slices);
-        drop(inside);
+        drop(access);
         Ok(Some(got))
     }
 
-    /// Has `read` fill what is free of it, in as many slices as it has pieces, and notes how many
-    /// bytes it says it has put there, from the beginning: for
-    /// [`read_vectored`](std::io::Read::read_vectored) and its like. What the slices hold before is
-    /// unspecified.
+    /// Calls `read` with slices of the free part, one for each piece of memory, and appends as many
+    /// bytes as it returns: for [`read_vectored`](std::io::Read::read_vectored) and similar calls.
+    /// The initial contents of the slices are unspecified.
     ///
     /// ```
     /// use std::io::Read;
@@ -319,7 +321,7 @@ impl<'a> Loan<'a> {
     /// ```
     ///
     /// # Errors
-    /// What `read` returns; as for [`as_mut_slice`](Self::as_mut_slice), but it may lie in pieces.
+    /// Those of `read`, and of [`as_mut_slice`](Self::as_mut_slice) except `Scattered`.
     pub fn with_io_slices(
         &mut self,
         read: impl FnOnce(&mut [IoSliceMut<'_>]) -> io::Result<usize>,
@@ -333,7 +335,7 @@ impl<'a> Loan<'a> {
             offset,
         }) = self.buffer.enter(core, filled > 0)?
         {
-            let _inside = Inside { core, index };
+            let _access = WriteAccess { core, index };
             let trust = trust.ok_or(StreamError::Untrusted)?;
             let mut claims = ArrayVec::<Claim, PIECES>::new();
             for part in parts(pieces, offset + filled, room) {
@@ -352,8 +354,8 @@ impl<'a> Loan<'a> {
         Ok(got)
     }
 
-    /// All of its bytes as a slice to write to; tell how many with
-    /// [`set_filled`](Self::set_filled). What they hold before is unspecified.
+    /// The whole buffer as a slice to write to; report the number of written bytes with
+    /// [`set_filled`](Self::set_filled). The initial contents are unspecified.
     ///
     /// # Errors
     /// [`StreamError::Untrusted`] if the peer may write or read them meanwhile: then use
@@ -364,11 +366,11 @@ impl<'a> Loan<'a> {
         let (core, trust) = (&*self.stream.conn.core, self.stream.conn.trust);
         let (index, len) = (self.buffer.index, self.buffer.len);
         if self.buffer.enter(core, self.filled > 0)?.is_none() {
-            self.shown = true;
+            self.slice_taken = true;
             let place = FillingPlace::Private(&mut self.buffer.private);
             return Ok(Filling { core, index, place });
         }
-        let inside = Inside { core, index };
+        let access = WriteAccess { core, index };
         let Some(Place::InPlace {
             memory,
             pieces,
@@ -383,41 +385,41 @@ impl<'a> Loan<'a> {
         };
         let claim = Claim::new(memory, piece.part(*offset, len), trust);
         let (claim, memory) = (claim.ok_or(StreamError::Torn)?, memory.clone());
-        self.shown = true;
-        // The filling leaves when it is dropped.
-        std::mem::forget(inside);
+        self.slice_taken = true;
+        // The drop of the `Filling` ends the write access.
+        std::mem::forget(access);
         let place = FillingPlace::Claimed(claim, memory);
         Ok(Filling { core, index, place })
     }
 
-    /// Sends the bytes written so far, as one packet; how many. A loan with nothing in it goes
-    /// back. One in place is sent at once; one that is not may have to wait for a buffer, as a
-    /// write does, and take several.
+    /// Sends the bytes written so far as one packet; returns how many. An empty loan is returned
+    /// unsent. A loan in place is sent at once; a private one may block for a buffer, as a write
+    /// does, and take several packets.
     ///
     /// # Errors
-    /// The connection has ended, or this direction was shut down; [`StreamError::Torn`]; and
-    /// `WouldBlock` or `TimedOut`, if there was no buffer. Who wants to keep the bytes then, uses
-    /// [`try_send`](Self::try_send).
+    /// The connection has ended, or this direction was shut down; [`StreamError::Torn`];
+    /// `WouldBlock` or `TimedOut` without a buffer: [`try_send`](Self::try_send) keeps the bytes
+    /// then.
     pub fn send(self) -> io::Result<usize> {
         self.try_send().map_err(|(error, _)| error)
     }
 
-    /// As [`send`](Self::send), but a loan that could not be sent now is given back. One that is
-    /// not in place may have left in part, if the peer's buffers are smaller now than they were:
-    /// what comes back is the rest, and what has left is no longer in it.
+    /// As [`send`](Self::send), but the error returns a loan that could not be sent. A private loan
+    /// may have been sent in part, if the peer's buffers are smaller than before: then the returned
+    /// loan has the rest.
     ///
     /// # Errors
     /// As [`send`](Self::send).
     #[allow(
         clippy::result_large_err,
-        reason = "a loan that comes back costs no allocation"
+        reason = "returning the loan costs no allocation"
     )]
     pub fn try_send(mut self) -> Result<usize, (io::Error, Self)> {
         if self.filled == 0 {
             return Ok(0);
         }
         if self.sent {
-            // It was tried before, and the connection has ended.
+            // An earlier try has sent or returned it, and the connection has ended.
             return Err((StreamError::Reset.into(), self));
         }
         let stream = self.stream;
@@ -442,15 +444,15 @@ impl<'a> Loan<'a> {
 
     fn queue(&mut self, engine: &mut dyn Engine) -> Result<usize, SendFault> {
         let core = &self.stream.conn.core;
-        let settled = self.buffer.settle(core, engine, self.filled > 0);
+        let settled = self.buffer.prepare_send(core, engine, self.filled > 0);
         settled.map_err(|_| SendFault::Unknown)?;
         let private = self.buffer.private(self.filled);
         let result = engine.send_loan(self.buffer.index, self.filled, private);
         match result {
             Ok(sent) if sent < self.filled => {
-                // The rest is to be sent later, or not at all: by whoever gets it back.
+                // The rest stays in the loan for another try.
                 self.buffer.private.drain(..sent);
-                self.left += sent;
+                self.sent_before += sent;
                 self.filled -= sent;
                 self.buffer.len -= sent;
                 Err(SendFault::WouldBlock)
@@ -458,11 +460,11 @@ impl<'a> Loan<'a> {
             Err(SendFault::WouldBlock) => Err(SendFault::WouldBlock),
             Ok(_) => {
                 self.sent = true;
-                Ok(self.left + self.filled)
+                Ok(self.sent_before + self.filled)
             }
             Err(fault) => {
                 self.sent = true;
-                self.buffer.forget_place();
+                self.buffer.mark_returned();
                 Err(fault)
             }
         }
@@ -486,7 +488,7 @@ pub(super) fn append_each(
 }
 
 impl Write for Loan<'_> {
-    /// Appends; 0 when it is full.
+    /// Appends bytes; 0 when the loan is full.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.write_at(self.filled, bytes)
     }
@@ -496,7 +498,7 @@ impl Write for Loan<'_> {
         append_each(slices, |slice| self.write(slice))
     }
 
-    /// Nothing to do: a loan is sent by [`Loan::send`].
+    /// Does nothing: [`Loan::send`] sends a loan.
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
@@ -505,7 +507,7 @@ impl Write for Loan<'_> {
 impl Drop for Loan<'_> {
     fn drop(&mut self) {
         if !self.sent {
-            self.stream.conn.core.give_back(self.buffer.index);
+            self.stream.conn.core.return_buffer(self.buffer.index);
         }
     }
 }
@@ -545,12 +547,12 @@ impl std::ops::DerefMut for Filling<'_> {
 impl Drop for Filling<'_> {
     fn drop(&mut self) {
         if matches!(self.place, FillingPlace::Claimed(..)) {
-            self.core.leave(self.index);
+            self.core.end_access(self.index);
         }
     }
 }
 
-/// Whether reading it waits for a disk at most.
+/// Whether a read of `fd` blocks for a disk at most.
 fn is_on_disk(fd: BorrowedFd<'_>) -> io::Result<bool> {
     let kind = FileType::from_raw_mode(fstat(fd)?.st_mode);
     Ok(matches!(
@@ -559,7 +561,7 @@ fn is_on_disk(fd: BorrowedFd<'_>) -> io::Result<bool> {
     ))
 }
 
-/// Waits until there is something to read.
+/// Waits until `fd` is readable.
 fn wait_for(fd: BorrowedFd<'_>) -> io::Result<()> {
     match poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], None) {
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),

@@ -1,4 +1,4 @@
-//! What can go wrong with a receive map, by whose fault it is.
+//! The errors of receive maps.
 
 use std::io;
 
@@ -6,15 +6,15 @@ use crate::table::engine::RecvFault;
 use crate::vsock::errors::of_recv;
 use crate::vsock::hub::WaitFault;
 
-/// Why a receive map does not do what was asked. But for [`Io`](RxMapError::Io), all of them are
-/// mistakes of the caller, and nothing was changed.
+/// Why a call of a receive map failed. All except [`Io`](RxMapError::Io) are the caller's fault,
+/// and nothing was changed.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));
 /// use zerosock::vsock::RxMap;
 /// use zerosock::vsock::rxmap::{RxMapConfig, RxMapError};
 ///
-/// // The host did not ask for maps before it accepted.
+/// // The host did not enable maps before it accepted.
 /// let error = RxMap::new(&host, RxMapConfig::default()).unwrap_err();
 /// assert!(matches!(error, RxMapError::NotEnabled));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -31,16 +31,16 @@ pub enum RxMapError {
     /// A mapping that can be written or executed was asked for, or one that cannot be read.
     #[error("a receive map is mapped for reading only")]
     Protection,
-    /// A length that is no map's.
+    /// An invalid length.
     #[error("a receive map of {0} bytes: it has whole pages, headers first, then data")]
     Length(usize),
-    /// The address is not the one of this map.
+    /// The address is not that of this map.
     #[error("address {0:#x} is not the beginning of this map")]
     Address(usize),
-    /// What was to be released does not lie in the map.
+    /// The range to release is not within the map.
     #[error("what is to be released does not lie in the map")]
     Range,
-    /// The map still has what the last fill gave.
+    /// Headers or pages of the last fill are not released.
     #[error("what the last fill gave is not released yet")]
     NotReleased,
     /// The connection or the endpoint: see its kind and source.
@@ -48,7 +48,7 @@ pub enum RxMapError {
     Io(#[from] io::Error),
 }
 
-/// How a fill ends that found nothing. `Ok`: with no headers.
+/// The result of a fill that found no packets. `Ok`: no headers, no error.
 pub(super) fn of_nothing(fault: RecvFault) -> Result<(), RxMapError> {
     match of_recv(fault) {
         None => Ok(()),

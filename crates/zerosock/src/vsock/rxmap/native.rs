@@ -1,15 +1,15 @@
-//! The native receive map: headers that say where in shared memory the packets lie.
+//! The native receive map: headers with the offsets of packets in shared memory.
 //!
-//! What must hold: a packet of which a header is out stays where it is. Its lease counts as being
-//! read the whole time, so the endpoint does not move it; the bounds on leases still hold, because
-//! a fill ends where they do.
+//! # Invariants
+//! - The endpoint does not move a packet that has an unreleased header: its lease stays entered.
+//! - The limits on leases hold: a fill ends at them.
 
 use std::borrow::Borrow;
 use std::fmt;
 use std::ops::Range;
 
 use super::errors::of_nothing;
-use super::packet::{Held, Home, Mapped, RxPacket};
+use super::packet::{HeldLease, MappedPacket, PacketLocation, RxPacket};
 use super::paged::reason;
 use super::pages::{Pages, capacity, pages_for};
 use super::rx_poll::{self, RxPoll};
@@ -21,10 +21,10 @@ use crate::vsock::stream::Stream;
 
 /// Bytes of a header.
 const HEADER: usize = 16;
-/// Headers that a last packet in several pieces adds.
+/// Most extra headers for a last packet in several pieces.
 const MORE: usize = PIECES - 1;
 
-/// `{u32 length, u32 flags, u64 offset}`: the document's header and a place.
+/// `{u32 length, u32 flags, u64 offset}`: the document's header and an offset.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));
@@ -46,13 +46,13 @@ pub struct RxHeader {
     pub length: u32,
     /// [`EOM`](super::EOM), [`EOR`](super::EOR), [`SPILLED`].
     pub flags: u32,
-    /// Of the first byte, in bytes from the beginning of the memory that the endpoint shares with
-    /// its peer's side (its regions one behind the other, in order of guest addresses), or of the
-    /// spill pages. `u64::MAX`: in neither; [`RxMap::packet`] has the bytes all the same.
+    /// Offset of the first byte, in bytes, in the memory shared with the peer's side (its regions
+    /// one after the other, in order of guest addresses), or in the spill pages. `u64::MAX`: in
+    /// neither; [`RxMap::packet`] has the bytes anyway.
     pub offset: u64,
 }
 
-/// How an [`RxMap`] is to be.
+/// The settings of an [`RxMap`].
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));
@@ -60,7 +60,7 @@ pub struct RxHeader {
 /// use zerosock::vsock::RxMap;
 /// use zerosock::vsock::rxmap::RxMapConfig;
 ///
-/// // One packet at a time, whatever waits.
+/// // One packet per fill.
 /// let mut map = RxMap::new(&process, RxMapConfig::default().headers(1))?;
 /// (&host).write_all(b"one")?;
 /// map.wait()?;
@@ -76,8 +76,8 @@ pub struct RxMapConfig {
 }
 
 impl Default for RxMapConfig {
-    /// One page of headers, which is 251 of them; a fill as large as they make it; 16 spill pages,
-    /// so that the largest packet of vsock fits.
+    /// One page of headers (251); fills without a limit in bytes; 16 spill pages, enough for the
+    /// largest vsock packet.
     fn default() -> RxMapConfig {
         RxMapConfig {
             headers: capacity(1, HEADER) - MORE,
@@ -88,41 +88,39 @@ impl Default for RxMapConfig {
 }
 
 impl RxMapConfig {
-    /// Headers of one fill at most; any number, over as many pages as that takes. A last packet
-    /// that needs several may add three.
+    /// Most headers of one fill, in as many pages as they need. A last packet in several pieces may
+    /// add three.
     pub fn headers(mut self, headers: usize) -> RxMapConfig {
         self.headers = headers;
         self
     }
 
-    /// Bytes of one fill: it ends before a packet that would exceed them. A first packet that is
-    /// longer comes alone: packets in place are not split.
+    /// Most bytes of one fill: it ends before a packet that would exceed them. A longer first
+    /// packet is filled alone, since packets in place are not split.
     pub fn bytes(mut self, bytes: usize) -> RxMapConfig {
         self.bytes = bytes;
         self
     }
 
-    /// Pages for bytes that cannot be given in place; at least one.
+    /// Pages for bytes that are not in place; at least one.
     pub fn spill_pages(mut self, pages: usize) -> RxMapConfig {
         self.spill_pages = pages;
         self
     }
 }
 
-/// A receive map whose headers point into the memory that the peer's side writes: nothing is
-/// copied, and nothing is mapped or unmapped for it.
+/// A receive map whose headers point into memory that the peer's side writes. It copies, maps and
+/// unmaps nothing.
 ///
-/// Each header holds its packet where it lies until it is [released](Self::release): the lease
-/// behind it counts as being read. As many packets as a connection may have on lease in place (an
-/// eighth of the endpoint's receive buffers) come in one fill; it ends there, and what follows
-/// comes with the next. Only bytes that cannot be had in place at all (they were copied aside while
-/// they waited, or other leases use the connection's share up) are copied, into pages of the map's
-/// own: a header with [`SPILLED`] names them.
+/// Each header keeps its packet in place until it is [released](Self::release). A fill ends at the
+/// connection's limit of leases in place (an eighth of the endpoint's receive buffers). Only
+/// packets that are not in place (copied out after the hold time, or beyond the connection's limit)
+/// are copied, into the map's spill pages: their headers have [`SPILLED`].
 ///
-/// A packet whose buffer is in several pieces of guest memory has a header for each.
+/// A packet in several pieces of guest memory has a header for each.
 ///
-/// `S` is the stream, or what refers to it: `&Stream`, `Arc<Stream>`. A stream can have any number
-/// of maps; each fill takes what comes next.
+/// `S` is the stream or a reference to it: `&Stream`, `Arc<Stream>`. A stream can have any number
+/// of maps; each fill takes the next packets.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));
@@ -157,9 +155,9 @@ pub struct RxMap<S: Borrow<Stream>> {
     config: RxMapConfig,
     pages: Pages,
     spill: Pages,
-    /// Of the last fill, in the order of headers.
-    packets: Vec<Mapped>,
-    leases: Vec<Held>,
+    /// Packets of the last fill, in the order of headers.
+    packets: Vec<MappedPacket>,
+    leases: Vec<HeldLease>,
     unreleased: usize,
     rx_poll: RxPoll,
 }
@@ -196,9 +194,9 @@ impl<S: Borrow<Stream>> RxMap<S> {
         self.stream.borrow()
     }
 
-    /// What there is to read: [`EMPTY`](super::EMPTY), [`DATA`](super::DATA) or
-    /// [`CLOSED`](super::CLOSED). To be called in a loop instead of waiting: no system call is
-    /// made while nothing comes.
+    /// The poll value: [`EMPTY`](super::EMPTY), [`DATA`](super::DATA) or
+    /// [`CLOSED`](super::CLOSED). For polling in a loop: makes no system call while no packet
+    /// arrives.
     ///
     /// # Errors
     /// When the endpoint is over.
@@ -209,22 +207,22 @@ impl<S: Borrow<Stream>> RxMap<S> {
     }
 
     /// Waits as the stream does ([`Stream::set_wait`], [`Stream::set_nonblocking`],
-    /// [`Stream::set_read_timeout`]) until there is something to read or nothing will come; the
-    /// poll value then. What `poll(2)` is for a program that does not spin.
+    /// [`Stream::set_read_timeout`]) until the poll value is not [`EMPTY`](super::EMPTY); returns
+    /// it. For programs that would use `poll(2)`.
     ///
     /// # Errors
-    /// `WouldBlock`, `TimedOut`, or when the endpoint is over.
+    /// `WouldBlock`, `TimedOut`, or when the endpoint has failed.
     pub fn wait(&mut self) -> Result<u32, RxMapError> {
         self.stream.borrow().wait_readable()?;
         self.poll_value()
     }
 
-    /// Puts headers for what has come into the map, without waiting; how many (`hdr_num`). 0:
-    /// nothing was there; with a poll value of [`CLOSED`](super::CLOSED), nothing will come.
+    /// Puts headers for received packets into the map, without blocking; returns how many
+    /// (`hdr_num`). 0: no packets; with a poll value of [`CLOSED`](super::CLOSED) none will arrive.
     ///
     /// # Errors
-    /// [`RxMapError::NotReleased`], for as long as headers of the last fill are not released. A
-    /// connection that was reset, once what had come before is taken.
+    /// [`RxMapError::NotReleased`] while headers of the last fill are not released. A reset of the
+    /// connection, after all packets received before it.
     pub fn fill(&mut self) -> Result<usize, RxMapError> {
         if self.unreleased > 0 {
             return Err(RxMapError::NotReleased);
@@ -284,10 +282,10 @@ impl<S: Borrow<Stream>> RxMap<S> {
                         flags: SPILLED | if len == next.len { STREAM_FLAGS } else { 0 },
                         offset: spilled as u64,
                     };
-                    let home = Home::Spilled(spilled);
-                    add(&mut self.pages, &mut self.packets, header, home);
+                    let location = PacketLocation::Spilled(spilled);
+                    add(&mut self.pages, &mut self.packets, header, location);
                     bytes += len;
-                    // On a border of 64 bytes, as bytes in place are.
+                    // Aligned to 64 bytes, as bytes in place are.
                     spilled = (spilled + len).next_multiple_of(64);
                     spilled = spilled.min(self.spill.as_slice().len());
                 }
@@ -310,12 +308,12 @@ impl<S: Borrow<Stream>> RxMap<S> {
         }
     }
 
-    /// `poll_value` as it lies in the map: what the last call found.
+    /// The `poll_value` stored in the map by the last call.
     pub fn last_poll_value(&self) -> u32 {
         self.pages.poll_value()
     }
 
-    /// `hdr_num` as it lies in the map: headers of the last fill.
+    /// The `hdr_num` stored in the map: headers of the last fill.
     pub fn hdr_num(&self) -> u32 {
         self.pages.hdr_num()
     }
@@ -326,7 +324,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
         self.pages.header(index).map(RxHeader::decode)
     }
 
-    /// The pages of headers as they lie in memory: `{u32 poll_value, u32 hdr_num}`, then
+    /// The header pages: `{u32 poll_value, u32 hdr_num}`, then
     /// `{u32 length, u32 flags, u64 offset}` for each header, in the machine's byte order; one of
     /// length 0 is the end.
     pub fn header_pages(&self) -> &[u8] {
@@ -338,7 +336,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
         self.spill.as_slice()
     }
 
-    /// The bytes behind header `index`; `None` if it is released, or there is none.
+    /// The bytes of header `index`; `None` if it is released or does not exist.
     pub fn packet(&self, index: usize) -> Option<RxPacket<'_>> {
         let mapped = self.packets.get(index).filter(|mapped| !mapped.released)?;
         Some(RxPacket {
@@ -350,16 +348,16 @@ impl<S: Borrow<Stream>> RxMap<S> {
         })
     }
 
-    /// What the last fill gave and is not released.
+    /// The unreleased packets of the last fill.
     pub fn packets(&self) -> impl Iterator<Item = RxPacket<'_>> {
         (0..self.packets.len()).filter_map(|index| self.packet(index))
     }
 
-    /// Gives the packets of a range of headers back: their buffers to the peer's side, credit to
-    /// their sender. In any order and in any parts; those that are released already are skipped.
+    /// Releases the packets of a range of headers: returns their buffers and their credit to the
+    /// peer. In any order and any parts; released headers are skipped.
     ///
     /// # Errors
-    /// [`RxMapError::Range`] for headers that the last fill did not give.
+    /// [`RxMapError::Range`] for headers beyond the last fill.
     pub fn release(&mut self, headers: Range<usize>) -> Result<(), RxMapError> {
         let Some(packets) = self.packets.get_mut(headers) else {
             return Err(RxMapError::Range);
@@ -368,26 +366,30 @@ impl<S: Borrow<Stream>> RxMap<S> {
             return Ok(());
         }
         let core = &self.stream.borrow().conn.core;
-        // In a batch, or while packets are shown: whoever gives the lock back sees to it.
-        let mut locked = (!core.is_mine()).then(|| core.lock());
+        // In a batch or a `recv_each` callback this thread holds the lock; its release returns
+        // them.
+        let mut locked = (!core.is_held_by_this_thread()).then(|| core.lock());
         for mapped in packets.iter_mut().filter(|mapped| !mapped.released) {
             mapped.released = true;
             self.unreleased -= 1;
-            let (Home::InPlace(lease, _) | Home::Copied(lease, _)) = mapped.home else {
+            let (PacketLocation::InPlace(lease, _) | PacketLocation::Copied(lease, _)) =
+                mapped.location
+            else {
                 continue;
             };
             let Some(held) = self.leases.get_mut(lease) else {
                 continue;
             };
-            held.left -= 1;
-            if held.left == 0 {
+            held.unreleased -= 1;
+            if held.unreleased == 0 {
                 if held.memory.take().is_some() {
-                    // Not by way of the core: the lock is ours, and is given back soon.
+                    // Not `Core::end_access`: this thread holds the lock; releasing it returns
+                    // dropped leases.
                     core.leases().leave(held.index);
                 }
                 match &mut locked {
                     Some(locked) => locked.engine().give_back(held.index),
-                    None => core.give_back(held.index),
+                    None => core.return_buffer(held.index),
                 }
             }
         }
@@ -397,18 +399,18 @@ impl<S: Borrow<Stream>> RxMap<S> {
         Ok(())
     }
 
-    /// Gives everything back.
+    /// Releases all packets of the last fill.
     pub fn release_all(&mut self) {
-        // The range is the whole.
+        // Cannot fail: the range is that of all packets.
         let _ = self.release(0..self.packets.len());
     }
 }
 
-/// A header for each piece of a lease, which is entered.
+/// Adds a header for each piece of a lease, and enters the lease.
 fn add_leased(
     pages: &mut Pages,
-    packets: &mut Vec<Mapped>,
-    leases: &mut Vec<Held>,
+    packets: &mut Vec<MappedPacket>,
+    leases: &mut Vec<HeldLease>,
     stream: &Stream,
     parts: LeaseParts,
 ) {
@@ -420,29 +422,28 @@ fn add_leased(
             pieces,
             offset,
         } => {
-            // Nobody has moved it since: whoever may needs the lock, which the caller has.
+            // Cannot have been moved: that takes the lock, which the caller holds.
             let entered = stream.conn.core.leases().enter(index);
             debug_assert_eq!(entered, Entered::InPlace, "moved behind the lock");
             (memory, pieces, offset)
         }
-        // The endpoint said that it would be in place, and then found that it holds too much of
-        // a peer's memory of before.
+        // The lease was to be in place, but the endpoint has reached its limit of old peer memory.
         Place::Copied(copy) => {
             let header = RxHeader {
                 length: len as u32,
                 flags: SPILLED | STREAM_FLAGS,
                 offset: u64::MAX,
             };
-            add(pages, packets, header, Home::Copied(lease, copy));
-            leases.push(Held {
+            add(pages, packets, header, PacketLocation::Copied(lease, copy));
+            leases.push(HeldLease {
                 index,
                 memory: None,
-                left: 1,
+                unreleased: 1,
             });
             return;
         }
     };
-    let (mut skip, mut rest, mut left) = (offset, len, 0);
+    let (mut skip, mut rest, mut unreleased) = (offset, len, 0);
     for piece in pieces {
         let part = piece.part(skip, rest);
         skip = skip.saturating_sub(piece.len());
@@ -450,25 +451,30 @@ fn add_leased(
             continue;
         }
         rest -= part.len();
-        left += 1;
+        unreleased += 1;
         let header = RxHeader {
             length: part.len() as u32,
             flags: if rest == 0 { STREAM_FLAGS } else { 0 },
             offset: memory.flat_offset(part).unwrap_or(u64::MAX),
         };
-        add(pages, packets, header, Home::InPlace(lease, part));
+        add(pages, packets, header, PacketLocation::InPlace(lease, part));
     }
-    leases.push(Held {
+    leases.push(HeldLease {
         index,
         memory: Some(memory),
-        left,
+        unreleased,
     });
 }
 
-fn add(pages: &mut Pages, packets: &mut Vec<Mapped>, header: RxHeader, home: Home) {
+fn add(
+    pages: &mut Pages,
+    packets: &mut Vec<MappedPacket>,
+    header: RxHeader,
+    location: PacketLocation,
+) {
     pages.set_header(packets.len(), header.encode());
     let released = false;
-    packets.push(Mapped { released, home });
+    packets.push(MappedPacket { released, location });
 }
 
 impl RxHeader {
@@ -511,7 +517,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_header_is_laid_out_as_said() {
+    fn header_layout_is_length_flags_offset() {
         let header = RxHeader {
             length: 0x0403_0201,
             flags: 0x0807_0605,

@@ -1,7 +1,8 @@
-//! The bytes behind a header of a native map.
+//! The bytes of a header of a native map.
 //!
-//! What must hold: they are looked at where they lie only as long as the header is not released,
-//! and no plain slice of peer memory is made that nobody declared trust in.
+//! # Invariants
+//! - Bytes are read in place only while the header is not released.
+//! - No plain slice of peer memory exists without a declaration of trust.
 
 use std::fmt;
 use std::io;
@@ -14,33 +15,33 @@ use super::native::RxHeader;
 use crate::table::sockets::Copied;
 use crate::vsock::stream::Stream;
 
-/// What is behind a header.
+/// The packet of a header.
 #[derive(Debug)]
-pub(super) struct Mapped {
+pub(super) struct MappedPacket {
     pub(super) released: bool,
-    pub(super) home: Home,
+    pub(super) location: PacketLocation,
 }
 
 #[derive(Debug)]
-pub(super) enum Home {
-    /// In the memory of a lease, by its place among `leases`.
+pub(super) enum PacketLocation {
+    /// In the memory of a lease, by its index among `leases`.
     InPlace(usize, Piece),
-    /// In the spill pages, from there on.
+    /// In the spill pages, at this offset.
     Spilled(usize),
-    /// In a lease that turned out to be a copy.
+    /// In a lease that is a copy.
     Copied(usize, Copied),
 }
 
-/// A lease, entered for as long as any of its headers is out.
+/// A lease, entered while any of its headers is unreleased.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct HeldLease {
     pub(super) index: u32,
     pub(super) memory: Option<Arc<Memory>>,
     /// Headers that are not released.
-    pub(super) left: usize,
+    pub(super) unreleased: usize,
 }
 
-/// The bytes behind one header, as long as it is not released.
+/// The bytes of one header.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));
@@ -59,7 +60,7 @@ pub(super) struct Held {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// It is gone with a release, and with the next fill:
+/// It cannot outlive a release or the next fill:
 ///
 /// ```compile_fail,E0502
 /// # use zerosock::vsock::rxmap::RxMap;
@@ -83,8 +84,8 @@ pub(super) struct Held {
 pub struct RxPacket<'m> {
     pub(super) stream: &'m Stream,
     pub(super) header: RxHeader,
-    pub(super) mapped: &'m Mapped,
-    pub(super) leases: &'m [Held],
+    pub(super) mapped: &'m MappedPacket,
+    pub(super) leases: &'m [HeldLease],
     pub(super) spill: &'m [u8],
 }
 
@@ -102,18 +103,18 @@ impl RxPacket<'_> {
 
     /// Whether the bytes are where the peer's side wrote them.
     pub fn is_in_place(&self) -> bool {
-        matches!(self.mapped.home, Home::InPlace(..))
+        matches!(self.mapped.location, PacketLocation::InPlace(..))
     }
 
-    /// Whether the peer got its memory back meanwhile (it disconnected, rebooted, or changed its
-    /// memory): the memory is still there, but what it holds means nothing.
+    /// Whether the peer has taken its memory back (it disconnected, rebooted, or changed its
+    /// memory): the memory is still mapped, but its contents are undefined.
     pub fn is_torn(&self) -> bool {
         self.in_place()
             .is_some_and(|(held, _, _)| self.stream.conn.core.leases().is_torn(held.index))
     }
 
-    fn in_place(&self) -> Option<(&Held, &Memory, Piece)> {
-        let Home::InPlace(lease, piece) = self.mapped.home else {
+    fn in_place(&self) -> Option<(&HeldLease, &Memory, Piece)> {
+        let PacketLocation::InPlace(lease, piece) = self.mapped.location else {
             return None;
         };
         let held = self.leases.get(lease)?;
@@ -122,16 +123,16 @@ impl RxPacket<'_> {
 
     /// Where the bytes are, if in private memory.
     fn private(&self) -> Option<&[u8]> {
-        match &self.mapped.home {
-            Home::InPlace(..) => None,
-            Home::Spilled(start) => self.spill.get(*start..*start + self.len()),
-            Home::Copied(_, (bytes, start)) => bytes.get(*start..*start + self.len()),
+        match &self.mapped.location {
+            PacketLocation::InPlace(..) => None,
+            PacketLocation::Spilled(start) => self.spill.get(*start..*start + self.len()),
+            PacketLocation::Copied(_, (bytes, start)) => bytes.get(*start..*start + self.len()),
         }
     }
 
-    /// The bytes themselves. `None` if the peer may write them meanwhile: then copy them out, or,
-    /// for process peers, declare [`Trust`](crate::vsock::Trust) when opening the endpoint. `None`
-    /// also if they were torn away ([`is_torn`](Self::is_torn)).
+    /// The bytes themselves. `None` if the peer may write them: then copy them out, or, for process
+    /// peers, declare [`Trust`](crate::vsock::Trust) when opening the endpoint. `None` also if they
+    /// are torn ([`is_torn`](Self::is_torn)).
     pub fn as_slice(&self) -> Option<&[u8]> {
         match self.in_place() {
             Some(_) if self.is_torn() => None,
@@ -140,7 +141,7 @@ impl RxPacket<'_> {
         }
     }
 
-    /// Copies bytes from `offset` on to `out`; how many. Safe with any peer.
+    /// Copies bytes from `offset` on to `out`; returns how many. Safe with any peer.
     pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
         match self.in_place() {
             Some((_, memory, piece)) => memory.read(&[piece], offset, out),
@@ -161,7 +162,7 @@ impl RxPacket<'_> {
         bytes
     }
 
-    /// Writes all bytes to `fd`, straight from where they lie; how many the system took.
+    /// Writes all bytes to `fd` without a copy in user space; returns how many the system took.
     ///
     /// # Errors
     /// Those of `writev(2)`.

@@ -1,4 +1,4 @@
-//! The compatibility view: the document's own layout, which copies.
+//! The paged receive map: the document's own layout, filled by copying.
 //!
 //! ```text
 //!             Page 0        Page 1      Page N
@@ -79,12 +79,12 @@ pub struct PagedHeader {
     pub flags: u32,
 }
 
-/// A receive map in the document's layout. Packets are copied into it: for programs that want
-/// whole pages one behind the other, or that were written for that interface. The one that does
-/// not copy is [`RxMap`](super::RxMap).
+/// A receive map in the document's layout, into which packets are copied: for programs that need
+/// consecutive whole pages, or that were written for that interface. [`RxMap`](super::RxMap) does
+/// not copy.
 ///
-/// `S` is the stream, or what refers to it: `&Stream`, `Arc<Stream>`. A stream can have any number
-/// of maps; each fill takes what comes next.
+/// `S` is the stream or a reference to it: `&Stream`, `Arc<Stream>`. A stream can have any number
+/// of maps; each fill takes the next packets.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));
@@ -102,7 +102,7 @@ pub struct PagedHeader {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// A page is gone with its release, and with the next fill:
+/// A page cannot outlive a release or the next fill:
 ///
 /// ```compile_fail,E0502
 /// # use zerosock::vsock::rxmap::PagedRxMap;
@@ -129,7 +129,7 @@ pub struct PagedRxMap<S: Borrow<Stream>> {
     stream: S,
     pages: Pages,
     header_pages: usize,
-    /// Data pages that the last fill used, and those of them that are not released.
+    /// The data pages that the last fill used; true for those that are not released.
     mapped: Vec<bool>,
     unreleased: usize,
     rx_poll: RxPoll,
@@ -200,9 +200,9 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
         self.stream.borrow()
     }
 
-    /// What there is to read: [`EMPTY`](super::EMPTY), [`DATA`](super::DATA) or
-    /// [`CLOSED`](super::CLOSED). To be called in a loop instead of waiting: no system call is
-    /// made while nothing comes.
+    /// The poll value: [`EMPTY`](super::EMPTY), [`DATA`](super::DATA) or
+    /// [`CLOSED`](super::CLOSED). For polling in a loop: makes no system call while no packet
+    /// arrives.
     ///
     /// # Errors
     /// When the endpoint is over.
@@ -213,26 +213,25 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
     }
 
     /// Waits as the stream does ([`Stream::set_wait`], [`Stream::set_nonblocking`],
-    /// [`Stream::set_read_timeout`]) until there is something to read or nothing will come; the
-    /// poll value then. What `poll(2)` is for a program that does not spin.
+    /// [`Stream::set_read_timeout`]) until the poll value is not [`EMPTY`](super::EMPTY); returns
+    /// it. For programs that would use `poll(2)`.
     ///
     /// # Errors
-    /// `WouldBlock`, `TimedOut`, or when the endpoint is over.
+    /// `WouldBlock`, `TimedOut`, or when the endpoint has failed.
     pub fn wait(&mut self) -> Result<u32, RxMapError> {
         self.stream.borrow().wait_readable()?;
         self.poll_value()
     }
 
-    /// Puts what has come into the map, without waiting; how many pages of data it has now
-    /// (`hdr_num`). 0: nothing was there; with a poll value of [`CLOSED`](super::CLOSED), nothing
-    /// will come.
+    /// Copies received packets into the map, without blocking; returns the number of data pages
+    /// (`hdr_num`). 0: no packets; with a poll value of [`CLOSED`](super::CLOSED) none will arrive.
     ///
-    /// Packets come whole. One that does not fit behind the others is left for the next fill, and
-    /// only one that is longer than all data pages together is split.
+    /// A packet that does not fit behind the others is left for the next fill. Only a packet longer
+    /// than all data pages together is split.
     ///
     /// # Errors
-    /// [`RxMapError::NotReleased`], for as long as pages of the last fill are not released. A
-    /// connection that was reset, once what had come before is taken.
+    /// [`RxMapError::NotReleased`] while pages of the last fill are not released. A reset of the
+    /// connection, after all packets received before it.
     pub fn fill(&mut self) -> Result<usize, RxMapError> {
         if self.unreleased > 0 {
             return Err(RxMapError::NotReleased);
@@ -256,7 +255,7 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
             let out = out
                 .get_mut(start..start + place.header.length as usize)
                 .unwrap_or(&mut []);
-            // As long as asked: it lies there, and nobody else has the lock.
+            // Reads exactly `out.len()` bytes: they were there, and this thread holds the lock.
             if let Err(error) = engine.read(stream.conn.id, out, false) {
                 fault = Some(error);
                 break;
@@ -295,17 +294,17 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
         self.fill()
     }
 
-    /// `poll_value` as it lies in the map: what the last call found.
+    /// The `poll_value` stored in the map by the last call.
     pub fn last_poll_value(&self) -> u32 {
         self.pages.poll_value()
     }
 
-    /// `hdr_num` as it lies in the map: pages of data.
+    /// The `hdr_num` stored in the map: pages of data.
     pub fn hdr_num(&self) -> u32 {
         self.pages.hdr_num()
     }
 
-    /// Header `index`; `None` if there is no place for it. The first of length 0 is the end.
+    /// Header `index`; `None` beyond the header pages. The first of length 0 is the end.
     pub fn header(&self, index: usize) -> Option<PagedHeader> {
         if index > capacity(self.header_pages, HEADER) {
             return None;
@@ -349,8 +348,7 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
             .is_some_and(|mapped| *mapped)
     }
 
-    /// Gives pages back, by their numbers in the map; those without data are skipped, the page of
-    /// headers among them.
+    /// Releases pages, by their numbers in the map; skips pages without data, such as header pages.
     ///
     /// # Errors
     /// [`RxMapError::Range`] for pages behind the end of the map.
@@ -382,9 +380,9 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
     }
 }
 
-/// Why there is nothing, if that is an error.
+/// The error of the connection, if it has no unread bytes and has failed.
 pub(super) fn reason(engine: &mut dyn Engine, stream: &Stream) -> Option<RecvFault> {
-    // With nothing unread a peek takes nothing and says how things stand.
+    // Without unread bytes a peek returns the state of the connection.
     engine.read(stream.conn.id, &mut [0], true).err()
 }
 
@@ -395,7 +393,7 @@ fn encode([length, flags]: [u32; 2]) -> [u8; HEADER] {
     bytes
 }
 
-/// Where packets go: apart from the connection, so that the rules can be tested with flags that
+/// Where packets go in the map. Separate from the connection, so that tests can use flags that
 /// streams do not have.
 #[derive(Debug)]
 struct Layout {
@@ -405,11 +403,11 @@ struct Layout {
     headers: usize,
 }
 
-/// A place for the next packet.
+/// The position of a packet in the map.
 #[derive(Debug, Eq, PartialEq)]
 struct Placed {
     index: usize,
-    /// Among the data pages.
+    /// The index of its first data page.
     page: usize,
     header: PagedHeader,
 }
@@ -424,7 +422,7 @@ impl Layout {
         }
     }
 
-    /// Where a packet of `len` bytes goes, or its first part; `None`: into the next fill.
+    /// The position of a packet of `len` bytes, or of its first part; `None`: in the next fill.
     fn place(&self, len: usize, flags: u32) -> Option<Placed> {
         let room = (self.data_pages - self.pages) * PAGE;
         if self.headers == self.most_headers || room == 0 || len == 0 {
@@ -439,7 +437,7 @@ impl Layout {
             page: self.pages,
             header: PagedHeader {
                 length: taken as u32,
-                // The end of a message is where the message ends.
+                // Only the last part carries the flags.
                 flags: if taken == len { flags } else { 0 },
             },
         })
@@ -479,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn the_documents_example_has_three_headers_and_five_pages() {
+    fn example_of_the_document_has_three_headers_and_five_pages() {
         let mut layout = Layout::new(5, 510);
         let laid = lay(&mut layout, &[(56, 0), (4096, 0), (8200, EOM), (1, 0)]);
         assert_eq!(laid, [(0, 56, 0), (1, 4096, 0), (2, 8200, EOM)]);
@@ -487,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn a_first_part_does_not_end_a_message() {
+    fn only_the_last_part_of_a_packet_has_its_flags() {
         let both = EOM | EOR;
         let mut layout = Layout::new(2, 510);
         assert_eq!(lay(&mut layout, &[(10_000, both)]), [(0, 8192, 0)]);
@@ -499,7 +497,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_behind_the_others_is_left_whole() {
+    fn packet_that_does_not_fit_is_left_for_the_next_fill() {
         let mut layout = Layout::new(3, 510);
         assert_eq!(lay(&mut layout, &[(1, EOM), (8193, EOM)]), [(0, 1, EOM)]);
         let mut layout = Layout::new(1000, 2);

@@ -13,9 +13,9 @@ use super::PAGE;
 /// Bytes of the prefix in front of the headers.
 pub(super) const PREFIX: usize = 8;
 
-/// Zeroed pages at an address that is a multiple of theirs.
+/// Zeroed, page-aligned pages.
 pub(super) struct Pages {
-    /// One page more than are used. Never reallocated, so that the address stays.
+    /// One page more than used, for alignment. Never reallocated: the address stays.
     bytes: Vec<u8>,
     start: usize,
     len: usize,
@@ -73,7 +73,7 @@ impl Pages {
         self.put(4, &number.to_ne_bytes());
     }
 
-    /// Header `index`, each of `N` bytes; `None` if the pages have no place for it.
+    /// Header `index`, of `N` bytes; `None` beyond the pages.
     pub(super) fn header<const N: usize>(&self, index: usize) -> Option<[u8; N]> {
         self.array(PREFIX + index * N)
     }
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_are_aligned_and_headers_lie_where_the_document_has_them() {
+    fn pages_are_aligned_and_headers_have_the_offsets_of_the_document() {
         let mut pages = Pages::new(2);
         assert!(pages.addr().is_multiple_of(PAGE));
         assert_eq!(pages.as_slice().len(), 2 * PAGE);
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn one_page_has_510_headers_and_their_end() {
+    fn one_page_has_510_headers_and_the_end_marker() {
         // 8 + 510 * 8 + 8 = 4096.
         assert_eq!(capacity(1, 8), 510);
         assert_eq!(pages_for(510, 8), 1);

@@ -1,8 +1,8 @@
-//! What a map hears of its stream: the poll value.
+//! The poll value of a map.
 //!
-//! The kernel of the document changes the word behind the reader's back. Here nobody runs but the
-//! caller, so it is the look itself that works for it: an index in memory that the peer writes,
-//! and only when that has moved, a turn of the engine.
+//! The document's kernel updates the poll value asynchronously. An endpoint has no thread, so
+//! reading the poll value does the work: it checks a ring index that the peer writes, and turns the
+//! engine only when the index has moved.
 
 use std::time::Instant;
 
@@ -10,21 +10,21 @@ use super::{CLOSED, DATA, EMPTY, RxMapError};
 use crate::table::engine::{Ahead, Engine};
 use crate::vsock::stream::Stream;
 
-/// Looks between two looks at the clock: a timer of the engine may be due. The clock is no system
-/// call (vDSO), but dearer than a look.
+/// Polls between two readings of the clock, for the engine's timers. Reading the clock is no system
+/// call (vDSO), but costs more than a poll.
 const CLOCK: u32 = 64;
-/// Looks between two turns without a reason: what an index does not show, such as a peer's process
-/// that died, is found by turns now and then.
+/// Polls between two unconditional turns, which find what the index does not show, such as the
+/// death of the peer's process.
 const TURN: u32 = 4096;
 
-/// See the module.
+/// The counters of polling; see the module.
 #[derive(Debug, Default)]
 pub(super) struct RxPoll {
     looks: u32,
 }
 
 impl RxPoll {
-    /// The poll value now. No system call as long as nothing has come.
+    /// The current poll value. Makes no system call while no packet arrives.
     pub(super) fn poll(&mut self, stream: &Stream) -> Result<u32, RxMapError> {
         let mut locked = stream.conn.core.lock();
         let found = value(locked.engine(), stream);
@@ -47,8 +47,8 @@ impl RxPoll {
     }
 }
 
-/// What the engine knows already. A low-water mark above one byte makes less than that "nothing",
-/// as SO_RCVLOWAT does for `poll(2)`.
+/// The poll value without a turn. Fewer unread bytes than the low-water mark count as none, as
+/// SO_RCVLOWAT does for `poll(2)`.
 pub(super) fn value(engine: &mut dyn Engine, stream: &Stream) -> u32 {
     match engine.ahead(stream.conn.id) {
         None | Some(Ahead { closed: true, .. }) => CLOSED,

@@ -1,4 +1,4 @@
-//! A message where it lies.
+//! Received messages, read in place.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,8 +9,8 @@ use crate::table::sockets::LeaseParts;
 use crate::vsock::hub::Core;
 use crate::vsock::lease::Lease;
 
-/// A received message where it lies, in order: a [`Lease`] for each packet that it came in. None for
-/// a message without a byte.
+/// A received message in place: a [`Lease`] for each of its packets, in order; none for an empty
+/// message.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/messages.rs"));
@@ -63,18 +63,18 @@ impl<'a> MessageLeases<'a> {
         self.len
     }
 
-    /// Whether it is a message without a byte.
+    /// Whether the message is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Its sender said that a record ends with it: MSG_EOR.
+    /// Whether it ends a record: MSG_EOR.
     pub fn end_of_record(&self) -> bool {
         self.end_of_record
     }
 
-    /// Whether all of it was handed out where the peer's side wrote it, and none as a copy because
-    /// of the bounds on what may be held.
+    /// Whether all of it lay where the peer's side wrote it when it was received. False if any
+    /// packet was beyond the hold limit, and is a copy.
     pub fn is_in_place(&self) -> bool {
         self.leases.iter().all(Lease::is_in_place)
     }
@@ -118,7 +118,7 @@ impl<'a> IntoIterator for MessageLeases<'a> {
     type Item = Lease<'a>;
     type IntoIter = std::vec::IntoIter<Lease<'a>>;
 
-    /// The leases, each to be dropped when it was read.
+    /// The leases, to be dropped one by one.
     fn into_iter(self) -> Self::IntoIter {
         self.leases.into_iter()
     }

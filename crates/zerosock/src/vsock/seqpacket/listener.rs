@@ -1,4 +1,4 @@
-//! Connections that carry messages, as they come in.
+//! Listeners for seqpacket connections.
 
 use std::io;
 use std::iter::FusedIterator;
@@ -12,8 +12,8 @@ use crate::io::deadline::deadline_in;
 use crate::vsock::listener::Listener;
 use crate::vsock::waiting::Wait;
 
-/// A port on which connections that carry messages are listened for; those for streams are refused
-/// there. Dropping it ends that, and resets connections that wait to be accepted.
+/// A listening socket for seqpacket connections; stream connections to its port are refused.
+/// Dropping it stops listening and resets connections that were not accepted.
 ///
 /// ```
 /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -46,30 +46,31 @@ impl SeqPacketListener {
         &self.0
     }
 
-    /// The address that is listened on.
+    /// The local address.
     pub fn local_addr(&self) -> Address {
         self.0.local_addr()
     }
 
-    /// [`accept`](Self::accept) answers `WouldBlock` instead of waiting; see
+    /// [`accept`](Self::accept) answers `WouldBlock` instead of blocking; see
     /// [`Stream::set_nonblocking`](crate::vsock::Stream::set_nonblocking).
     ///
     /// # Errors
-    /// None; as in `std::net`, the result is there for the future.
+    /// None. The signature is that of `std::net`.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
         self.0.set_nonblocking(nonblocking)
     }
 
-    /// How [`accept`](Self::accept) waits, and connections that it gives, until they are told
-    /// otherwise. At first as the endpoint was told.
+    /// The wait mode of [`accept`](Self::accept) and, unless they are set otherwise, of accepted
+    /// connections.
     pub fn set_wait(&self, wait: Wait) {
         self.0.set_wait(wait);
     }
 
-    /// The oldest connection that waits, and who it is from.
+    /// Accepts the oldest pending connection; returns it and the address of its peer.
     ///
     /// # Errors
-    /// `WouldBlock`, if the listener does not wait; `ConnectionAborted` when the endpoint is over.
+    /// `WouldBlock` if the listener is non-blocking; `ConnectionAborted` when the endpoint has
+    /// failed.
     pub fn accept(&self) -> io::Result<(SeqPacket, Address)> {
         self.0.accept_until(None)
     }
@@ -82,14 +83,14 @@ impl SeqPacketListener {
         self.0.accept_until(deadline_in(timeout))
     }
 
-    /// Connections, as they come; never `None`.
+    /// An iterator over connections; it never ends.
     pub fn incoming(&self) -> SeqPacketIncoming<'_> {
         SeqPacketIncoming { listener: self }
     }
 }
 
-/// Connections of a [`SeqPacketListener`], as they come: each step is an
-/// [`accept`](SeqPacketListener::accept), and there is no end.
+/// An iterator over the connections of a [`SeqPacketListener`]: each step is an
+/// [`accept`](SeqPacketListener::accept); it never ends.
 #[derive(Debug)]
 pub struct SeqPacketIncoming<'a> {
     listener: &'a SeqPacketListener,

@@ -1,7 +1,8 @@
-//! A message written where it will be read.
+//! Messages to send, written in place.
 //!
-//! What must hold: nothing of it is seen before it is sent, and then all of it is; one that is
-//! dropped gives its buffers and its credit back.
+//! # Invariants
+//! - The peer sees nothing of a message before it is sent, and then all of it.
+//! - A dropped loan returns its buffers and its credit.
 
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut, Write};
@@ -13,13 +14,13 @@ use crate::vsock::errors::StreamError;
 use crate::vsock::hub::Interest;
 use crate::vsock::loan::{Buffer, Filling, ZEROS, append_each};
 
-/// The right to write one message where the peer will read it: into as many of its buffers as it
-/// takes. It is sent with [`send`](Self::send), as a whole; dropped, it goes back unsent. The peer
-/// is told of none of it before.
+/// The buffers for one message, in memory that the peer reads. [`send`](Self::send) sends the whole
+/// message; dropped, the buffers are returned unsent. Nothing of it is visible to the peer before.
 ///
-/// Bytes go in by [`Write`] (each call appends) and by [`write_at`](Self::write_at), with any peer.
-/// Plain slices ([`as_mut_slices`](Self::as_mut_slices), [`with_io_slices`](Self::with_io_slices))
-/// need trust where it is in place, as for a [`Loan`](crate::vsock::Loan).
+/// Bytes are written by [`Write`] (each call appends) and by [`write_at`](Self::write_at), with any
+/// peer. Plain slices ([`as_mut_slices`](Self::as_mut_slices),
+/// [`with_io_slices`](Self::with_io_slices)) of a loan in place need trust, as for a
+/// [`Loan`](crate::vsock::Loan).
 ///
 /// ```
 /// use std::io::Write;
@@ -59,7 +60,7 @@ use crate::vsock::loan::{Buffer, Filling, ZEROS, append_each};
 /// }
 /// ```
 ///
-/// Nor is it sent while somebody has its slices:
+/// Nor can it be sent while its slices are borrowed:
 ///
 /// ```compile_fail,E0505
 /// # use zerosock::vsock::MessageLoan;
@@ -71,15 +72,15 @@ use crate::vsock::loan::{Buffer, Filling, ZEROS, append_each};
 /// ```
 pub struct MessageLoan<'a> {
     connection: &'a SeqPacket,
-    /// In order. Only the last may have been private from the first.
+    /// In order. Only the last may be private from the start.
     buffers: Vec<Buffer>,
-    /// Of the first ones so many are the engine's again.
-    over: usize,
+    /// Number of buffers, from the first, that the engine has back.
+    returned: usize,
     len: usize,
     /// Bytes written, from the beginning.
     filled: usize,
-    /// Its holder had slices of all of it, and may have written any part.
-    shown: bool,
+    /// The application had slices of the whole loan, and may have written any part.
+    slices_taken: bool,
 }
 
 impl<'a> MessageLoan<'a> {
@@ -89,13 +90,13 @@ impl<'a> MessageLoan<'a> {
             connection,
             len: buffers.iter().map(Buffer::len).sum(),
             buffers,
-            over: 0,
+            returned: 0,
             filled: 0,
-            shown: false,
+            slices_taken: false,
         }
     }
 
-    /// Bytes that it takes at most: as many as were asked for.
+    /// Its capacity in bytes, as requested.
     pub fn capacity(&self) -> usize {
         self.len
     }
@@ -105,18 +106,18 @@ impl<'a> MessageLoan<'a> {
         self.filled
     }
 
-    /// Says that the first `filled` bytes are written: by way of
-    /// [`as_mut_slices`](Self::as_mut_slices), which cannot know. More than the capacity is the
-    /// capacity. Without such slices, bytes that were not written become zeros.
+    /// Sets the number of bytes written, after writing through
+    /// [`as_mut_slices`](Self::as_mut_slices); at most the capacity. Without such slices, bytes
+    /// that were not written become zeros.
     pub fn set_filled(&mut self, filled: usize) {
         let filled = filled.min(self.len);
-        // A loan that was torn meanwhile says so when it is sent.
-        if self.shown || self.fill_gap(filled).is_ok() {
+        // If the loan was torn meanwhile, the send reports it.
+        if self.slices_taken || self.fill_gap(filled).is_ok() {
             self.filled = filled;
         }
     }
 
-    /// Puts zeros behind what is filled, up to `end`.
+    /// Fills with zeros up to `end`.
     fn fill_gap(&mut self, end: usize) -> Result<(), StreamError> {
         while self.filled < end {
             let part = ZEROS.len().min(end - self.filled);
@@ -128,19 +129,19 @@ impl<'a> MessageLoan<'a> {
         Ok(())
     }
 
-    /// Whether all of it is in place, and no part a private buffer that is copied when it is sent.
+    /// Whether all of it is in place, without a private buffer that is copied when it is sent.
     pub fn is_in_place(&self) -> bool {
         self.buffers.iter().all(Buffer::is_in_place)
     }
 
-    /// Writes `bytes` from `offset` on, across its buffers; how many fitted.
-    /// [`filled`](Self::filled) is at least their end then. What lies between the bytes filled
-    /// before and `offset` becomes zeros.
+    /// Writes `bytes` from `offset` on, across its buffers; returns how many fit.
+    /// [`filled`](Self::filled) is at least their end then. Bytes between the old fill level and
+    /// `offset` become zeros.
     ///
     /// # Errors
-    /// [`StreamError::Torn`]: the peer took its memory back, and what was written before is lost.
+    /// [`StreamError::Torn`]: the peer has taken its memory back, and earlier writes are lost.
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) -> io::Result<usize> {
-        if !self.shown && offset < self.len && !bytes.is_empty() {
+        if !self.slices_taken && offset < self.len && !bytes.is_empty() {
             self.fill_gap(offset)?;
         }
         let done = self.put_at(offset, bytes)?;
@@ -150,7 +151,7 @@ impl<'a> MessageLoan<'a> {
         Ok(done)
     }
 
-    /// Writes `bytes` from `offset` on, across its buffers; how many fitted.
+    /// Writes `bytes` from `offset` on, across its buffers; returns how many fit.
     fn put_at(&mut self, offset: usize, bytes: &[u8]) -> Result<usize, StreamError> {
         let core = &self.connection.conn.core;
         let (mut begin, mut done) = (0, 0);
@@ -168,9 +169,9 @@ impl<'a> MessageLoan<'a> {
         Ok(done)
     }
 
-    /// All of its bytes as slices to write to, in order: one for each piece of memory that they lie
-    /// in. Tell how many were written with [`set_filled`](Self::set_filled). What they hold before
-    /// is unspecified.
+    /// All its bytes as slices to write to, in order: one for each piece of memory. Report the
+    /// number of written bytes with [`set_filled`](Self::set_filled). The initial contents are
+    /// unspecified.
     ///
     /// # Errors
     /// [`StreamError::Untrusted`] if the peer may write or read them meanwhile: then use
@@ -178,14 +179,13 @@ impl<'a> MessageLoan<'a> {
     /// [`StreamError::Torn`].
     pub fn as_mut_slices(&mut self) -> Result<Vec<Filling<'_>>, StreamError> {
         let fillings = slices_from(self.connection, &mut self.buffers, self.filled, 0)?;
-        self.shown = true;
+        self.slices_taken = true;
         Ok(fillings)
     }
 
-    /// Has `read` fill what is free of it, in as many slices as it has pieces, and notes how many
-    /// bytes it says it has put there, from the beginning: for
-    /// [`read_vectored`](std::io::Read::read_vectored) and its like. What the slices hold before is
-    /// unspecified.
+    /// Calls `read` with slices of the free part, one for each piece of memory, and appends as many
+    /// bytes as it returns: for [`read_vectored`](std::io::Read::read_vectored) and similar calls.
+    /// The initial contents of the slices are unspecified.
     ///
     /// ```
     /// use std::io::Read;
@@ -201,7 +201,7 @@ impl<'a> MessageLoan<'a> {
     /// ```
     ///
     /// # Errors
-    /// What `read` returns; as for [`as_mut_slices`](Self::as_mut_slices).
+    /// Those of `read`, and of [`as_mut_slices`](Self::as_mut_slices).
     pub fn with_io_slices(
         &mut self,
         read: impl FnOnce(&mut [IoSliceMut<'_>]) -> io::Result<usize>,
@@ -218,20 +218,19 @@ impl<'a> MessageLoan<'a> {
         Ok(got)
     }
 
-    /// Sends the bytes written so far as one message; how many. One in which nothing was written is
-    /// a message without a byte, and is sent as well. What of it is in place leaves at once; what
-    /// is not may have to wait for buffers, as in [`SeqPacket::send`], and so does a message behind
-    /// another that has begun.
+    /// Sends the bytes written so far as one message, which may be empty; returns how many. The
+    /// part in place is sent at once. A private part may block for buffers, as in
+    /// [`SeqPacket::send`], and so does a message behind one that is partly sent.
     ///
     /// # Errors
-    /// The connection has ended, or this direction was shut down; [`StreamError::Torn`]; and
-    /// `WouldBlock` or `TimedOut`: nothing of it was sent. Who wants to keep the bytes then, uses
-    /// [`try_send`](Self::try_send).
+    /// The connection has ended, or this direction was shut down; [`StreamError::Torn`];
+    /// `WouldBlock` or `TimedOut`: nothing of it was sent, and [`try_send`](Self::try_send) keeps
+    /// the bytes.
     pub fn send(self) -> io::Result<usize> {
         self.try_send().map_err(|(error, _)| error)
     }
 
-    /// As [`send`](Self::send), and says that a record ends with it: MSG_EOR.
+    /// As [`send`](Self::send), and ends a record: MSG_EOR.
     ///
     /// # Errors
     /// As [`send`](Self::send).
@@ -239,7 +238,7 @@ impl<'a> MessageLoan<'a> {
         self.try_send_eor().map_err(|(error, _)| error)
     }
 
-    /// As [`send`](Self::send), but a loan that could not be sent now is given back.
+    /// As [`send`](Self::send), but the error returns a loan that could not be sent.
     ///
     /// # Errors
     /// As [`send`](Self::send).
@@ -247,7 +246,7 @@ impl<'a> MessageLoan<'a> {
         self.put(false)
     }
 
-    /// As [`send_eor`](Self::send_eor), but a loan that could not be sent now is given back.
+    /// As [`send_eor`](Self::send_eor), but the error returns a loan that could not be sent.
     ///
     /// # Errors
     /// As [`send`](Self::send).
@@ -259,19 +258,20 @@ impl<'a> MessageLoan<'a> {
         let connection = self.connection;
         let (len, all) = self.begin(ends_record)?;
         if !all {
-            // It is sent, whatever comes of the wait.
-            let _ = connection.see_off();
+            // The message is sent in any case.
+            let _ = connection.wait_queued_sent();
         }
         Ok(len)
     }
 
-    /// Sends it; how many bytes. False: what has found no buffer is kept, and to be seen off.
+    /// Sends it; returns how many bytes. False: a part is queued for lack of buffers; the caller
+    /// waits until it is sent.
     pub(in crate::vsock) fn begin(
         mut self,
         ends_record: bool,
     ) -> Result<(usize, bool), (io::Error, Self)> {
-        if self.over > 0 {
-            // It was tried before, and the connection has ended.
+        if self.returned > 0 {
+            // An earlier try has sent or returned it, and the connection has ended.
             return Err((StreamError::Reset.into(), self));
         }
         let conn = &self.connection.conn;
@@ -289,7 +289,7 @@ impl<'a> MessageLoan<'a> {
             .map_err(io::Error::from)
             .and_then(|result| Ok(result?));
         match done {
-            // What was not used goes back now, before others wait for it.
+            // Returns unused buffers at once: other senders may wait for them.
             Ok(all) => Ok((self.filled, all)),
             Err(error) => Err((error, self)),
         }
@@ -306,7 +306,7 @@ impl<'a> MessageLoan<'a> {
             if left == 0 && count > 0 {
                 break;
             }
-            buffer.settle(&conn.core, engine, left > 0)?;
+            buffer.prepare_send(&conn.core, engine, left > 0)?;
             left -= left.min(buffer.len());
             count += 1;
         }
@@ -327,18 +327,18 @@ impl<'a> MessageLoan<'a> {
             .collect();
         let sent = engine.send_message_loan(conn.id, &parts, ends_record);
         if sent != Err(SendFault::WouldBlock) {
-            // The engine has them back: their words and their places are somebody else's.
-            self.over = count;
+            // The engine has the buffers back and may reuse their indices and memory.
+            self.returned = count;
         }
         if sent.is_err_and(|fault| fault != SendFault::WouldBlock) {
-            let over = self.buffers.iter_mut().take(count);
-            over.for_each(Buffer::forget_place);
+            let returned = self.buffers.iter_mut().take(count);
+            returned.for_each(Buffer::mark_returned);
         }
         Ok(sent)
     }
 }
 
-/// Slices of what lies `skip` bytes and more from the beginning, of which `filled` are written.
+/// Slices of the bytes from `skip` on; `filled` bytes of the loan are written.
 fn slices_from<'l>(
     connection: &'l SeqPacket,
     buffers: &'l mut [Buffer],
@@ -360,7 +360,7 @@ fn slices_from<'l>(
 }
 
 impl Write for MessageLoan<'_> {
-    /// Appends; 0 when it is full.
+    /// Appends bytes; 0 when the loan is full.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.write_at(self.filled, bytes)
     }
@@ -370,7 +370,7 @@ impl Write for MessageLoan<'_> {
         append_each(slices, |slice| self.write(slice))
     }
 
-    /// Nothing to do: a message is sent by [`MessageLoan::send`].
+    /// Does nothing: [`MessageLoan::send`] sends a message.
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
@@ -378,9 +378,9 @@ impl Write for MessageLoan<'_> {
 
 impl Drop for MessageLoan<'_> {
     fn drop(&mut self) {
-        let out = self.buffers.iter().skip(self.over).map(Buffer::index);
+        let out = self.buffers.iter().skip(self.returned).map(Buffer::index);
         let out = out.filter(|index| *index != NONE);
-        self.connection.conn.core.give_all_back(out);
+        self.connection.conn.core.return_buffers(out);
     }
 }
 

@@ -1,12 +1,14 @@
-//! Connections that carry messages: SOCK_SEQPACKET.
+//! Seqpacket connections (SOCK_SEQPACKET): reliable messages.
 //!
-//! A message arrives as it was sent: as a whole, once, in order, and told apart from those beside
-//! it. One without a byte is a message too, and not the end. Two ways lead in and out, as for a
-//! [`Stream`](super::Stream): by copying ([`SeqPacket::recv`], [`SeqPacket::send`]), or in place
-//! ([`SeqPacket::recv_leases`], [`SeqPacket::loan`]).
+//! # Invariants
+//! - A message is sent as a whole, or not at all.
+//! - A receiver sees a message only when all of it has arrived.
 //!
-//! What must hold: a message that is sent is sent as a whole, or not at all; one that has not
-//! arrived as a whole is shown to nobody.
+//! # Use
+//! Messages arrive whole, once and in order, with their boundaries. An empty message is not the
+//! end. As with a [`Stream`](super::Stream), bytes are copied ([`SeqPacket::recv`],
+//! [`SeqPacket::send`]) or read and written in place ([`SeqPacket::recv_leases`],
+//! [`SeqPacket::loan`]).
 
 mod leases;
 mod listener;
@@ -46,7 +48,7 @@ pub use loan::MessageLoan;
 /// let one = host.recv(&mut out)?.expect("a message");
 /// assert_eq!((one.len, &out), (3, b"one"));
 /// assert_eq!(host.recv(&mut out)?.expect("not the end").len, 0);
-/// // It is longer than the buffer: the rest is gone, and its length is told.
+/// // The message is longer than the buffer: the rest is discarded, the full length is returned.
 /// let three = host.recv(&mut out)?.expect("a message");
 /// assert_eq!((three.len, three.copied, &out), (9, 3, b"and"));
 /// assert!(three.is_truncated() && three.end_of_record);
@@ -54,15 +56,15 @@ pub use loan::MessageLoan;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// # How long a message may be
-/// As long as what the peer's buffer takes ([`window`](super::EndpointBuilder::window); 262144 bytes
-/// unless somebody says otherwise), and our own, as Linux has it. What is longer could never arrive:
-/// [`StreamError::TooLong`](super::StreamError::TooLong), before a byte of it is sent. A peer that
-/// sends one above our buffer all the same is reset.
+/// # Length of a message
+/// At most the receive buffer of the peer ([`window`](super::EndpointBuilder::window), default
+/// 262144 bytes) and that of this socket, as on Linux. A longer message could never arrive: the
+/// send fails with [`StreamError::TooLong`](super::StreamError::TooLong) before it sends a byte. A
+/// peer that sends a message longer than this socket's buffer is reset.
 ///
-/// # Messages without a byte
-/// Linux guests send none, and can receive them. They cost no credit, so no more than 512 of them
-/// are kept unread: a peer that sends more is reset. One of ours waits before that.
+/// # Empty messages
+/// Linux guests send none, but receive them. They cost no credit, so at most 512 are kept unread: a
+/// peer that sends more is reset. A zerosock sender blocks before that.
 ///
 /// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 pub struct SeqPacket {
@@ -73,11 +75,11 @@ pub struct SeqPacket {
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Received {
-    /// The message's length in bytes, however many fitted: as recv(2) tells with MSG_TRUNC.
+    /// The full length of the message in bytes, as recv(2) returns with MSG_TRUNC.
     pub len: usize,
-    /// Bytes of it that were copied; the others are gone.
+    /// Bytes copied to the buffer; the rest is discarded.
     pub copied: usize,
-    /// Its sender said that a record ends with it: MSG_EOR.
+    /// Whether the message ends a record: MSG_EOR.
     pub end_of_record: bool,
 }
 
@@ -107,7 +109,7 @@ impl SeqPacket {
         }
     }
 
-    /// Our address.
+    /// The local address.
     pub fn local_addr(&self) -> Address {
         self.conn.local
     }
@@ -123,19 +125,19 @@ impl SeqPacket {
         self.conn.trust.is_some()
     }
 
-    /// Calls answer `WouldBlock` instead of waiting; see
+    /// Calls answer `WouldBlock` instead of blocking; see
     /// [`Stream::set_nonblocking`](super::Stream::set_nonblocking).
     ///
     /// # Errors
-    /// None; as in `std::net`, the result is there for the future.
+    /// None. The signature is that of `std::net`.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
         self.conn.blocking.set_nonblocking(nonblocking);
         Ok(())
     }
 
-    /// Changes the receive buffer, and with it how long a message may be that we receive, and that
-    /// we send; see [`Stream::set_buffer_size`](super::Stream::set_buffer_size). One that the peer
-    /// was promised room for before still arrives.
+    /// Changes the receive buffer, and with it the maximum length of received and sent messages;
+    /// see [`Stream::set_buffer_size`](super::Stream::set_buffer_size). Messages that the peer has
+    /// credit for already still arrive.
     ///
     /// # Errors
     /// As there.
@@ -153,12 +155,12 @@ impl SeqPacket {
         Ok(())
     }
 
-    /// How its calls wait. At first as its endpoint was told.
+    /// The wait mode of its calls. Default: as its endpoint is set.
     pub fn set_wait(&self, wait: Wait) {
         self.conn.set_wait(wait);
     }
 
-    /// Waits until the answer to [`begin_connect_seqpacket`] is there.
+    /// Waits for the answer to [`begin_connect_seqpacket`].
     ///
     /// # Errors
     /// As [`Stream::wait_connected`](super::Stream::wait_connected).
@@ -168,10 +170,10 @@ impl SeqPacket {
         self.conn.wait_connected()
     }
 
-    /// Waits until there is a message, or none will come any more, and takes nothing.
+    /// Waits until a message, or the end of the connection, can be received; receives nothing.
     ///
     /// # Errors
-    /// `WouldBlock`, `TimedOut`; `ConnectionAborted` when the endpoint is over.
+    /// `WouldBlock`, `TimedOut`; `ConnectionAborted` when the endpoint has failed.
     pub fn wait_readable(&self) -> io::Result<()> {
         let attempt = |engine: &mut dyn Engine| is_ready(engine, self.conn.id).then_some(());
         let interest = Interest::Conn(self.conn.id);
@@ -179,17 +181,17 @@ impl SeqPacket {
         Ok(self.conn.core.wait(interest, budget, attempt)?)
     }
 
-    /// Messages that could be received at once.
+    /// Number of messages that can be received without blocking.
     pub fn unread(&self) -> usize {
         let mut locked = self.conn.core.lock();
-        // What has come counts; an endpoint that is over still has what came before.
+        // Counts packets not yet taken in. A failed endpoint still has what it received before.
         let _ = locked.turn();
         let info = locked.engine().info(self.conn.id);
         info.and_then(|info| info.messages).unwrap_or(0) as usize
     }
 
-    /// Bytes that have come and wait, as Linux counts them (SIOCINQ): also those of a message of which
-    /// the end is under way.
+    /// Received bytes that were not read, as Linux counts them (SIOCINQ): including those of a
+    /// message whose end has not arrived.
     ///
     /// ```
     /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/messages.rs"));
@@ -206,12 +208,12 @@ impl SeqPacket {
         self.conn.unread()
     }
 
-    /// Receives the next message into `out`: as much of it as fits, the rest is gone. `None`: the
-    /// peer sends no more.
+    /// Receives the next message into `out`; discards bytes that do not fit. `None`: the peer has
+    /// shut sending down.
     ///
     /// # Errors
-    /// `WouldBlock`, `TimedOut`; else a [`StreamError`](super::StreamError) is the source. A peer
-    /// that has broken off within a message has sent nothing of it.
+    /// `WouldBlock`, `TimedOut`; else a [`StreamError`](super::StreamError) is the source. An
+    /// incomplete last message is not received.
     pub fn recv(&self, out: &mut [u8]) -> io::Result<Option<Received>> {
         let message = self
             .conn
@@ -219,7 +221,7 @@ impl SeqPacket {
         Ok(message.map(Received::from))
     }
 
-    /// As [`recv`](Self::recv), and leaves the message to be received again.
+    /// As [`recv`](Self::recv), but leaves the message in the receive buffer.
     ///
     /// # Errors
     /// As [`recv`](Self::recv).
@@ -230,8 +232,8 @@ impl SeqPacket {
         Ok(message.map(Received::from))
     }
 
-    /// Receives the next message where it lies: in one lease for each packet that it came in.
-    /// `None`: the peer sends no more. Its sender gets credit for it when the last lease is dropped.
+    /// Receives the next message in place: one lease for each of its packets. `None`: the peer has
+    /// shut sending down. The sender gets the credit back when the last lease is dropped.
     ///
     /// # Errors
     /// As [`recv`](Self::recv).
@@ -245,13 +247,13 @@ impl SeqPacket {
         }))
     }
 
-    /// Sends `message`, as a whole: waits until the peer has room for all of it, and its side
-    /// buffers. Who does not wait ([`set_nonblocking`](Self::set_nonblocking)) may find room but no
-    /// buffers for the end of a long one: it is sent all the same, with the endpoint's next calls.
+    /// Sends `message` as a whole: blocks until the peer has credit for all of it, and there are
+    /// buffers. On a [non-blocking](Self::set_nonblocking) socket, buffers may run out within a
+    /// long message: the endpoint's next calls send the rest.
     ///
     /// # Errors
-    /// [`StreamError::TooLong`](super::StreamError::TooLong) inside for one that the peer can never
-    /// take (EMSGSIZE). `WouldBlock`, `TimedOut`: nothing of it was sent. Else another
+    /// [`StreamError::TooLong`](super::StreamError::TooLong) inside for a message that the peer can
+    /// never receive (EMSGSIZE). `WouldBlock`, `TimedOut`: nothing of it was sent. Else another
     /// [`StreamError`](super::StreamError).
     pub fn send(&self, message: &[u8]) -> io::Result<()> {
         self.put(&[IoSlice::new(message)], false)
@@ -265,7 +267,7 @@ impl SeqPacket {
         self.put(slices, false)
     }
 
-    /// As [`send`](Self::send), and says that a record ends with it: MSG_EOR.
+    /// As [`send`](Self::send), and ends a record: MSG_EOR.
     ///
     /// # Errors
     /// As [`send`](Self::send).
@@ -273,7 +275,7 @@ impl SeqPacket {
         self.put(&[IoSlice::new(message)], true)
     }
 
-    /// As [`send_vectored`](Self::send_vectored), and says that a record ends with it: MSG_EOR.
+    /// As [`send_vectored`](Self::send_vectored), and ends a record: MSG_EOR.
     ///
     /// # Errors
     /// As [`send`](Self::send).
@@ -283,28 +285,29 @@ impl SeqPacket {
 
     fn put(&self, slices: &[IoSlice<'_>], ends_record: bool) -> io::Result<()> {
         if !self.begin(slices, ends_record)? {
-            // It is sent, whatever comes of the wait.
-            let _ = self.see_off();
+            // The message is sent in any case.
+            let _ = self.wait_queued_sent();
         }
         Ok(())
     }
 
-    /// Sends a message. False: what has found no buffer is kept, and to be seen off.
+    /// Sends a message. False: a part is queued for lack of buffers; the caller waits until it is
+    /// sent.
     pub(super) fn begin(&self, slices: &[IoSlice<'_>], ends_record: bool) -> io::Result<bool> {
         let id = self.conn.id;
         self.conn
             .transmit(|engine| engine.send_message(id, slices, ends_record))
     }
 
-    /// Borrows room for one message of at most `len` bytes where the peer will read it: its own
-    /// buffers at a [`Host`](super::Host), and those that it reads from at an
-    /// [`Endpoint`](super::Endpoint). As many as the bounds on loans allow, one after the other; what
-    /// is beyond is a private buffer. Waits until the peer has room for all of it, and its side a
-    /// buffer; credit for it is taken then, so [`MessageLoan::send`] waits for none.
+    /// Lends buffers for one message of at most `len` bytes, in memory that the peer reads: the
+    /// peer's receive buffers at a [`Host`](super::Host), transmit buffers at an
+    /// [`Endpoint`](super::Endpoint). Beyond the limit on loans the rest is a private buffer.
+    /// Blocks until there is credit for all of it, and a buffer. The credit is reserved, so
+    /// [`MessageLoan::send`] does not wait for any.
     ///
     /// # Errors
-    /// As [`send`](Self::send): above all [`StreamError::TooLong`](super::StreamError::TooLong)
-    /// inside for one that the peer can never take.
+    /// As [`send`](Self::send), such as [`StreamError::TooLong`](super::StreamError::TooLong)
+    /// inside for a message that the peer can never receive.
     /// [`StreamError::TooManyLeases`](super::StreamError::TooManyLeases).
     pub fn loan(&self, len: usize) -> io::Result<MessageLoan<'_>> {
         let parts = self
@@ -313,10 +316,10 @@ impl SeqPacket {
         Ok(MessageLoan::new(self, parts))
     }
 
-    /// Waits until the rest of a message that is sent has found buffers: nobody else may come to
-    /// work for the endpoint. Who does not wait is to come again himself.
+    /// Waits until the queued rest of a message is sent: the program may not call the endpoint
+    /// again. Does not wait on a non-blocking socket: its program must call again.
     #[cold]
-    pub(super) fn see_off(&self) -> io::Result<()> {
+    pub(super) fn wait_queued_sent(&self) -> io::Result<()> {
         let attempt = |engine: &mut dyn Engine| {
             engine.flush();
             (!engine.is_sending(self.conn.id)).then_some(())
@@ -326,9 +329,9 @@ impl SeqPacket {
         Ok(self.conn.core.wait(interest, budget, attempt)?)
     }
 
-    /// Ends one way, or both. What was sent before still arrives; the peer receives `None` behind it.
-    /// After [`Shutdown::Read`] receives return `None` at once, and so do those that wait; messages
-    /// that were not read are dropped, leases stay valid.
+    /// Shuts down one direction or both. Messages sent before still arrive; the peer receives
+    /// `None` after them. After [`Shutdown::Read`] blocked and later receives return `None`; unread
+    /// messages are discarded, leases stay valid.
     ///
     /// # Errors
     /// `NotConnected` when the connection has ended already.
@@ -336,18 +339,18 @@ impl SeqPacket {
         self.conn.shutdown(how)
     }
 
-    /// Resets the connection: what is under way is lost, and the peer is told.
+    /// Resets the connection: data in flight is lost, and the peer reads a reset.
     pub fn reset(self) {
         self.conn.reset();
     }
 
-    /// Whether the connection still stands, as far as is known without looking.
+    /// The state of the connection as of the last turn of the engine.
     pub fn state(&self) -> StreamState {
         self.conn.state()
     }
 }
 
-/// Whether a message could be received, or none will come any more.
+/// Whether a receive would return a message, the end or an error.
 fn is_ready(engine: &mut dyn Engine, id: StreamId) -> bool {
     engine.info(id).is_none_or(|info| {
         info.messages.is_none_or(|messages| messages > 0)

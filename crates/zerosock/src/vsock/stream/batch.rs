@@ -1,7 +1,8 @@
 //! Many packets, sent with one lock and one notification.
 //!
-//! What must hold: the lock is held from the first packet on, and given up only to wait for room;
-//! what was written is shown to the peer before that, and at the end.
+//! # Invariants
+//! - The lock is held from the first packet on, and released only to wait for room.
+//! - Written packets are published to the peer before such a wait, and when the batch is dropped.
 
 use std::fmt;
 use std::io;
@@ -11,8 +12,8 @@ use crate::table::engine::{Engine, SendFault};
 use crate::table::sockets::StreamId;
 use crate::vsock::hub::{Interest, Locked};
 
-/// Many packets, sent together. The endpoint stays locked as long as this lives: other threads'
-/// calls wait for it, and this thread's panic. Leases, loans and sockets may be dropped.
+/// Many packets, sent together. It keeps the endpoint locked: calls of other threads block, calls
+/// of this thread panic. Leases, loans and sockets may be dropped meanwhile.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
@@ -45,11 +46,11 @@ pub struct Batch<'a> {
 }
 
 impl Batch<'_> {
-    /// Appends a packet with `bytes` (several, if they fit no single buffer), all of them; waits
-    /// for room as the stream was told.
+    /// Appends all of `bytes` as a packet, or as several if one buffer is too small; waits for room
+    /// as the stream's other calls do.
     ///
     /// # Errors
-    /// `WouldBlock` and `TimedOut` when there was no room: some of the bytes may have gone. Else a
+    /// `WouldBlock` and `TimedOut` without room: some of the bytes may be sent. Else a
     /// [`StreamError`](crate::vsock::StreamError) is the source.
     pub fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
@@ -59,7 +60,7 @@ impl Batch<'_> {
         Ok(())
     }
 
-    /// Shows the peer what was written so far.
+    /// Publishes the packets written so far to the peer.
     pub fn flush(&mut self) {
         if let Some(locked) = &mut self.locked {
             locked.engine().flush();
@@ -72,7 +73,7 @@ impl Batch<'_> {
         mut put: impl FnMut(&mut dyn Engine, StreamId) -> Result<T, SendFault>,
     ) -> io::Result<T> {
         let stream = self.stream;
-        // Straight away, as nearly always.
+        // The common case: there is room, and the lock is held.
         if let Some(locked) = &mut self.locked
             && let Ok(done) = put(locked.engine(), stream.conn.id)
         {

@@ -1,53 +1,53 @@
-//! [`BufRead`]: what is unread, copied aside.
+//! [`BufRead`] for streams, on a copy of unread bytes.
 //!
-//! What must hold: nothing is taken before it is consumed, and nothing twice; a copy is worth
-//! something only as long as the stream has come no further than where it begins.
+//! # Invariants
+//! - Bytes leave the receive buffer only when they are consumed, and once.
+//! - The copy is valid only while the stream's position is where the copy begins.
 
 use std::io::{self, BufRead};
 use std::ops::Range;
 
 use super::Stream;
 
-/// Bytes that are copied at once.
+/// Most bytes of one copy.
 const BUFFER: usize = 64 << 10;
 
-/// A copy of what is unread, for [`BufRead`].
+/// A copy of unread bytes, for [`BufRead`].
 #[derive(Debug, Default)]
-pub(super) struct Shown {
+pub(super) struct ReadAhead {
     bytes: Vec<u8>,
-    /// What of it has not been consumed.
-    left: Range<usize>,
-    /// Where in the stream that begins. It is worth something only as long as nobody else has
-    /// taken bytes.
+    /// The range of the copy that was not consumed.
+    unconsumed: Range<usize>,
+    /// Stream position of the start of `unconsumed`. The copy is valid while the stream is there.
     at: u64,
 }
 
 impl BufRead for Stream {
-    /// Copies what has come aside, as peer memory is no plain slice, and takes none of it: reads,
-    /// leases and polls see it as long as it was not consumed.
+    /// Returns a copy of unread bytes, since peer memory has no plain slice. The bytes stay in the
+    /// receive buffer, visible to reads, leases and polls, until they are consumed.
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
-        if !self.is_shown() {
-            let mut bytes = std::mem::take(&mut self.shown.bytes);
+        if !self.is_current() {
+            let mut bytes = std::mem::take(&mut self.read_ahead.bytes);
             bytes.resize(BUFFER, 0);
             let got = self.receive(|engine| {
                 let got = engine.read(self.conn.id, &mut bytes, true)?;
                 Ok((got, engine.info(self.conn.id).map_or(0, |info| info.taken)))
             });
             let (len, at) = *got.as_ref().unwrap_or(&(0, 0));
-            self.shown = Shown {
+            self.read_ahead = ReadAhead {
                 bytes,
-                left: 0..len,
+                unconsumed: 0..len,
                 at,
             };
             got?;
         }
-        Ok(&self.shown.bytes[self.shown.left.clone()])
+        Ok(&self.read_ahead.bytes[self.read_ahead.unconsumed.clone()])
     }
 
-    /// Takes what was shown. What somebody has taken since by another call is not taken again.
+    /// Consumes bytes of the copy, except those that another call has read since.
     fn consume(&mut self, len: usize) {
-        let Shown { left, at, .. } = &mut self.shown;
-        let len = len.min(left.len());
+        let ReadAhead { unconsumed, at, .. } = &mut self.read_ahead;
+        let len = len.min(unconsumed.len());
         let mut locked = self.conn.core.lock();
         let engine = locked.engine();
         if let Some(info) = engine.info(self.conn.id) {
@@ -56,17 +56,17 @@ impl BufRead for Stream {
             engine.skip(self.conn.id, rest);
             engine.settle();
         }
-        left.start += len;
+        unconsumed.start += len;
         *at += len as u64;
     }
 }
 
 impl Stream {
-    /// Whether there is something of what was copied aside that nobody has taken since.
-    fn is_shown(&self) -> bool {
-        let Shown { left, at, .. } = &self.shown;
+    /// Whether the copy has unconsumed bytes and no other call has read since.
+    fn is_current(&self) -> bool {
+        let ReadAhead { unconsumed, at, .. } = &self.read_ahead;
         let mut locked = self.conn.core.lock();
         let info = locked.engine().info(self.conn.id);
-        !left.is_empty() && info.is_some_and(|info| info.taken == *at)
+        !unconsumed.is_empty() && info.is_some_and(|info| info.taken == *at)
     }
 }

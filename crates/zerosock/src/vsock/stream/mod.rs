@@ -1,12 +1,15 @@
-//! A connection as its user has it.
+//! Stream connections.
 //!
-//! Two ways lead in and out. The copying way is that of `std::net`: [`Read`], [`Write`] and
-//! [`BufRead`](io::BufRead), safe with any peer. The in-place way is [`Stream::recv`] (a [`Lease`] on what came)
-//! and [`Stream::loan`] (a [`Loan`] of what will be read). They may be mixed freely: what
-//! [`BufRead`](io::BufRead) has shown and its user has not consumed is still there for everybody.
+//! # Invariants
+//! - A call that returns `WouldBlock` has armed the endpoint's descriptor.
+//! - Bytes sent before a shutdown or a close still arrive.
 //!
-//! What must hold: a call that says that it would block has armed the endpoint's descriptor; bytes
-//! sent before a shutdown or a close still arrive.
+//! # Use
+//! Calls that copy are those of `std::net`: [`Read`], [`Write`] and [`BufRead`](io::BufRead), safe
+//! with any peer. In-place calls are [`Stream::recv`] (a [`Lease`] of received bytes) and
+//! [`Stream::loan`] (a [`Loan`] of a buffer to send). They may be mixed: bytes that
+//! [`BufRead`](io::BufRead) has returned but its user has not consumed can be read by any other
+//! call.
 
 mod batch;
 mod buffered;
@@ -30,12 +33,12 @@ use super::waiting::Wait;
 use crate::table::engine::{ConnInfo, Engine, RecvFault};
 use crate::table::sockets::{StreamId, StreamState};
 pub use batch::Batch;
-use buffered::Shown;
+use buffered::ReadAhead;
 
 /// A connection between two endpoints.
 ///
 /// May be used by several threads at once: `&Stream` is [`Read`] and [`Write`] as well. Dropping
-/// it closes the connection; what was sent still arrives.
+/// it closes the connection; sent data still arrives.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
@@ -46,7 +49,7 @@ use buffered::Shown;
 /// let mut hello = [0; 5];
 /// (&host).read_exact(&mut hello)?;
 ///
-/// // Or where the peer will read it, and where the peer has written it:
+/// // Or in place: written where the peer reads, read where the peer wrote:
 /// let mut loan = host.loan(9)?;
 /// loan.write_all(b"and hello")?;
 /// loan.send()?;
@@ -58,11 +61,11 @@ use buffered::Shown;
 /// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 pub struct Stream {
     pub(super) conn: Connection,
-    /// It may have receive maps.
+    /// Whether it may have receive maps.
     pub(super) rx_map: bool,
     low_water: AtomicU32,
     coalesces: AtomicBool,
-    shown: Shown,
+    read_ahead: ReadAhead,
 }
 
 impl Stream {
@@ -72,11 +75,11 @@ impl Stream {
             conn: Connection::new(core, id, info, wait),
             low_water: AtomicU32::new(1),
             coalesces: AtomicBool::new(false),
-            shown: Shown::default(),
+            read_ahead: ReadAhead::default(),
         }
     }
 
-    /// Our address.
+    /// The local address.
     pub fn local_addr(&self) -> Address {
         self.conn.local
     }
@@ -86,46 +89,45 @@ impl Stream {
         self.conn.peer
     }
 
-    /// Whether plain slices of leased and lent memory are to be had: the opener of the endpoint
-    /// has declared trust in such peers.
+    /// Whether leases and loans give plain slices: the application has declared trust in such
+    /// peers.
     pub fn is_trusted(&self) -> bool {
         self.conn.trust.is_some()
     }
 
-    /// Calls answer [`io::ErrorKind::WouldBlock`] instead of waiting. The descriptor
-    /// ([`AsFd`]) becomes readable when it is worth trying again: when something has happened to
-    /// any socket of the endpoint since the last call that said so, or when a call is due for a
-    /// timer. It is the same for all sockets of an endpoint, and is to be polled by one only: what
-    /// it told is forgotten with the next call that would block. Each [`Poller`](super::Poller)
-    /// beside it has its own way to be told.
+    /// Calls answer [`io::ErrorKind::WouldBlock`] instead of blocking. The descriptor
+    /// ([`AsFd`]) becomes readable when another try is worthwhile: when any socket of the endpoint
+    /// has had an event since the last such call, or a timer is due. All sockets of an endpoint
+    /// share the descriptor, and only one thread may poll it: the next call that would block clears
+    /// it. Each [`Poller`](super::Poller) is notified independently.
     ///
     /// # Errors
-    /// None; as in `std::net`, the result is there for the future.
+    /// None. The signature is that of `std::net`.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
         self.conn.blocking.set_nonblocking(nonblocking);
         Ok(())
     }
 
-    /// How the calls of this stream wait. At first as its endpoint was told.
+    /// The wait mode of this stream's calls. Default: as its endpoint is set.
     pub fn set_wait(&self, wait: Wait) {
         self.conn.set_wait(wait);
     }
 
-    /// Waits, as a read would, until the answer to
-    /// [`begin_connect`](super::Endpoint::begin_connect) is there.
+    /// Waits, as a read would, for the answer to
+    /// [`begin_connect`](super::Endpoint::begin_connect).
     ///
     /// # Errors
-    /// `WouldBlock` before that, `TimedOut` by the stream's own time-out. Else a
+    /// `WouldBlock`; `TimedOut` after the stream's read time-out. Else a
     /// [`ConnectError`](super::ConnectError) is the source.
     pub fn wait_connected(&self) -> io::Result<()> {
         self.conn.wait_connected()
     }
 
-    /// Waits, as a read would, until there is something to read (as much as the low-water mark
-    /// asks for) or nothing will come any more, and takes nothing: what `poll(2)` is for.
+    /// Waits, as a read would, until at least low-water mark bytes, end of file or an error can be
+    /// read; reads nothing. For programs that would use `poll(2)`.
     ///
     /// # Errors
-    /// `WouldBlock`, `TimedOut`; `ConnectionAborted` when the endpoint is over.
+    /// `WouldBlock`, `TimedOut`; `ConnectionAborted` when the endpoint has failed.
     pub fn wait_readable(&self) -> io::Result<()> {
         let low_water = self.low_water();
         let budget = self.conn.read_patience();
@@ -141,7 +143,7 @@ impl Stream {
             .wait(Interest::Conn(self.conn.id), budget, attempt)?)
     }
 
-    /// Receives the bytes of the next packet where they lie; `None` at the end of the stream.
+    /// Receives the bytes of the next packet in place; `None` at the end of the stream.
     ///
     /// # Errors
     /// `WouldBlock`, `TimedOut`; else a [`StreamError`](super::StreamError) is the source.
@@ -150,9 +152,9 @@ impl Stream {
         Ok(got.map(|parts| Lease::new(&self.conn.core, parts, self.conn.trust)))
     }
 
-    /// Shows up to `most` packets' bytes to `look`, each where it lies, and takes them; how many.
-    /// 0 is the end of the stream. The way for many small packets: the endpoint is locked once for
-    /// all of them, and no lease is kept. `look` may drop what it likes, but not use this endpoint.
+    /// Receives up to `most` packets: calls `look` with each, in place. Returns how many; 0 is the
+    /// end of the stream. Made for many small packets: with one lock and without leases. `look` may
+    /// drop sockets and leases, but must not call this endpoint.
     ///
     /// # Errors
     /// As [`recv`](Self::recv).
@@ -169,7 +171,7 @@ impl Stream {
         })
     }
 
-    /// Copies what has come to `out` and leaves it to be read again; how many bytes.
+    /// Copies unread bytes to `out` and leaves them in the receive buffer; returns how many.
     ///
     /// # Errors
     /// As [`recv`](Self::recv).
@@ -177,16 +179,14 @@ impl Stream {
         self.receive(|engine| engine.read(self.conn.id, out, true))
     }
 
-    /// Borrows a buffer for one packet of at most `max` bytes, to be written where the peer will
-    /// read it. It may be smaller ([`Loan::capacity`]): as large as the peer's buffer and its
-    /// credit allow.
+    /// Lends a buffer for one packet of at most `max` bytes, in memory that the peer reads. It may
+    /// be smaller ([`Loan::capacity`]): the peer's buffer and its credit limit it.
     ///
-    /// A packet is no message. The receiver's buffers say how much of what is to be sent one loan
-    /// takes: those of a Linux guest have 4096 bytes, those of an [`Endpoint`](super::Endpoint)
-    /// 65536 unless it was [told](super::EndpointBuilder::receive_buffers) otherwise, and no packet
-    /// is longer than that. What is longer takes several loans here and several
-    /// [`recv`](Self::recv) there, and the boundaries mean nothing to the stream: who needs them
-    /// sends a length first.
+    /// The receiver's buffers limit a loan: 4096 bytes for a Linux guest, by default 65536 for an
+    /// [`Endpoint`](super::Endpoint)
+    /// ([`receive_buffers`](super::EndpointBuilder::receive_buffers)), and never more than 65536.
+    /// Longer data takes several loans, and several [`recv`](Self::recv) at the peer. A stream has
+    /// no message boundaries: a protocol that needs them sends a length first.
     ///
     /// # Errors
     /// `WouldBlock`, `TimedOut`; else a [`StreamError`](super::StreamError) is the source.
@@ -205,9 +205,9 @@ impl Stream {
         loan.send()
     }
 
-    /// Sends many packets with one lock and one notification: what is written to the batch
-    /// becomes visible to the peer when the batch is dropped, or has to wait for room. Until then
-    /// this thread must make no other call of the endpoint: it would panic.
+    /// Sends many packets with one lock and one notification: packets written to the batch become
+    /// visible to the peer when the batch is dropped, or has to wait for room. Until it is dropped,
+    /// any other call of the endpoint by this thread panics.
     pub fn batch(&self) -> Batch<'_> {
         Batch {
             stream: self,
@@ -215,9 +215,9 @@ impl Stream {
         }
     }
 
-    /// Ends one way, or both. What was sent before still arrives; the peer reads end of file.
-    /// After [`Shutdown::Read`] reads return end of file at once, and calls that wait for bytes
-    /// return it; bytes that were not read are dropped, leases stay valid.
+    /// Shuts down one direction or both. Bytes sent before still arrive; then the peer reads end of
+    /// file. After [`Shutdown::Read`] blocked and later reads return end of file; unread bytes are
+    /// discarded, leases stay valid.
     ///
     /// # Errors
     /// `NotConnected` when the connection has ended already.
@@ -225,17 +225,18 @@ impl Stream {
         self.conn.shutdown(how)
     }
 
-    /// Resets the connection: what is under way is lost, and the peer is told.
+    /// Resets the connection: data in flight is lost, and the peer reads a reset.
     pub fn reset(self) {
         self.conn.reset();
     }
 
-    /// Whether the connection still stands, as far as is known without looking.
+    /// The state of the connection as of the last turn of the engine.
     pub fn state(&self) -> StreamState {
         self.conn.state()
     }
 
-    /// Calls `get` until there is something to have, and as much as the low-water mark asks for.
+    /// Calls `get` until it returns data, end of file or an error, and not before the low-water
+    /// mark is reached.
     #[inline]
     fn receive<T>(
         &self,
@@ -251,7 +252,7 @@ impl Stream {
     }
 }
 
-/// Whether a read for at least `low_water` bytes is to go on now.
+/// Whether a read that waits for `low_water` bytes may return.
 fn is_filled(engine: &mut dyn Engine, id: StreamId, low_water: u32) -> bool {
     engine.info(id).is_none_or(|info| {
         info.unread >= low_water as usize
@@ -276,9 +277,9 @@ impl Read for Stream {
 }
 
 impl Write for &Stream {
-    /// Copies as much as there is room for into buffers that the peer will read, in packets as
-    /// long as those are. The peer can see them when the call returns, unless
-    /// [`set_coalesce`](Stream::set_coalesce) has few of them wait.
+    /// Copies as much as there is room for into buffers that the peer reads, in packets as long as
+    /// those. The peer can see them when the call returns, unless
+    /// [`set_coalesce`](Stream::set_coalesce) delays small writes.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if bytes.is_empty() {
             return Ok(0);
@@ -287,8 +288,8 @@ impl Write for &Stream {
             .transmit(|engine| engine.write(self.conn.id, bytes))
     }
 
-    /// One slice after the other, as much as there is room for: with one lock and one
-    /// notification, but in packets of their own.
+    /// Writes one slice after the other, as much as there is room for, with one lock and one
+    /// notification; each slice starts a new packet.
     fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         if slices.iter().all(|slice| slice.is_empty()) {
             return Ok(0);
@@ -304,7 +305,7 @@ impl Write for &Stream {
                         }
                     }
                     Err(fault) if done == 0 => return Err(fault),
-                    // It says so again when the rest is written.
+                    // The next write returns the error.
                     Err(_) => break,
                 }
             }
@@ -312,8 +313,8 @@ impl Write for &Stream {
         })
     }
 
-    /// Small writes that wait for each other ([`set_coalesce`](Stream::set_coalesce)) wait no longer.
-    /// Else there is nothing to do: what was written is visible to the peer.
+    /// Sends small writes that [`set_coalesce`](Stream::set_coalesce) has delayed. All other
+    /// written bytes are visible to the peer already.
     fn flush(&mut self) -> io::Result<()> {
         if self.coalesces.load(Ordering::Relaxed) {
             let mut locked = self.conn.core.lock();

@@ -1,4 +1,4 @@
-//! What a stream can be told, and asked, beside its bytes.
+//! Options of streams.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -12,35 +12,36 @@ use crate::vsock::socket::Bound;
 option_calls!(Stream);
 
 impl Stream {
-    /// Changes the receive buffer: how many bytes the peer may have under way to us, and in the
-    /// peer's queue at most of what we send (SO_VM_SOCKETS_BUFFER_SIZE). As in Linux, a size out of
-    /// the [bounds](Self::set_buffer_bounds) becomes the nearest one within; the peer is told of
-    /// each change. A buffer may shrink at any time: what the peer was promised before still
-    /// arrives, and a [low-water mark](Self::set_low_water) that is above comes down to it.
+    /// Changes the receive buffer (SO_VM_SOCKETS_BUFFER_SIZE), which limits the unread bytes of
+    /// this stream and, as an upper bound on the credit that it uses, those at the peer. As on
+    /// Linux, the size is clamped to the [bounds](Self::set_buffer_bounds), and each change is
+    /// announced to the peer. A buffer may shrink at any time: bytes that the peer has credit for
+    /// already still arrive, and a higher [low-water mark](Self::set_low_water) is lowered to the
+    /// new size.
     ///
     /// # Errors
     /// With an [`OptionError`](crate::vsock::OptionError) inside: `InvalidInput` for 0.
     pub fn set_buffer_size(&self, bytes: u32) -> io::Result<()> {
         let bytes = self.conn.set_buffer_size(bytes)?;
-        self.mark_again(bytes)
+        self.clamp_low_water(bytes)
     }
 
     /// The smallest and the largest receive buffer, in bytes (SO_VM_SOCKETS_BUFFER_MIN_SIZE and
-    /// SO_VM_SOCKETS_BUFFER_MAX_SIZE). One that is out of them is brought within at once. At first
-    /// 128 and 262144, or what the endpoint's `window` is, if that is more.
+    /// SO_VM_SOCKETS_BUFFER_MAX_SIZE). The current buffer is clamped to them at once. Default 128
+    /// and 262144, or the endpoint's `window` if that is more.
     ///
     /// # Errors
     /// With an [`OptionError`](crate::vsock::OptionError) inside: `InvalidInput` when the smallest
     /// is 0 or above the largest.
     pub fn set_buffer_bounds(&self, min: u32, max: u32) -> io::Result<()> {
         match self.conn.set_buffer_bounds(min, max)? {
-            Some(bytes) => self.mark_again(bytes),
+            Some(bytes) => self.clamp_low_water(bytes),
             None => Ok(()),
         }
     }
 
-    /// The mark in a buffer of `bytes`: no higher than that.
-    fn mark_again(&self, bytes: u32) -> io::Result<()> {
+    /// Lowers the low-water mark to at most `bytes`.
+    fn clamp_low_water(&self, bytes: u32) -> io::Result<()> {
         match self.low_water() {
             ..2 => Ok(()),
             mark => self.set_low_water(mark.min(bytes)),
@@ -48,25 +49,25 @@ impl Stream {
     }
 
     /// How many bytes a read waits for (SO_RCVLOWAT): it returns with fewer only at the end of the
-    /// stream. 0 is 1. Pollers and maps go by it as well, and the peer is told of room early enough
-    /// that so many bytes can come. A peer of which [the own buffer](Self::set_buffer_size) is
-    /// smaller never has so many under way.
+    /// stream. 0 means 1. Pollers and maps use it, too. Credit updates are sent early enough that
+    /// the peer can send so many bytes. A peer with a smaller [own buffer](Self::set_buffer_size)
+    /// never sends so many at once.
     ///
     /// # Errors
     /// With an [`OptionError`](crate::vsock::OptionError) inside: `InvalidInput` for more than the
-    /// receive buffer has, as so many bytes are never there at once.
+    /// receive buffer holds.
     pub fn set_low_water(&self, bytes: u32) -> io::Result<()> {
         let bytes = self.conn.set_low_water(bytes)?;
         self.low_water.store(bytes, Ordering::Relaxed);
         Ok(())
     }
 
-    /// How many bytes a read waits for; at first 1.
+    /// How many bytes a read waits for; default 1.
     pub fn low_water(&self) -> u32 {
         self.low_water.load(Ordering::Relaxed)
     }
 
-    /// Bytes that a read would give at once (SIOCINQ).
+    /// Bytes that can be read without blocking (SIOCINQ).
     ///
     /// ```
     /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
@@ -77,7 +78,7 @@ impl Stream {
     /// host.wait_readable()?;
     /// assert_eq!(host.unread(), 5);
     /// (&host).read_exact(&mut [0; 5])?;
-    /// // The host takes part: another thread lets it.
+    /// // Another thread drives the host.
     /// while process.unsent() > 0 {}
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
@@ -85,18 +86,18 @@ impl Stream {
         self.conn.unread()
     }
 
-    /// Whether small writes wait for each other when the peer has very many packets unread. At first
-    /// they do not: each is a packet of its own, which the peer can see when the call returns, until as
-    /// many are unread as the peer has room for; then a write waits for the peer to read.
+    /// Whether small writes coalesce when the peer has very many packets unread. By default each
+    /// write is a packet of its own, visible to the peer when the call returns. When the peer has
+    /// no room for more packets, a write blocks until the peer reads.
     ///
-    /// That may be for ever: a reader who waits for many bytes (SO_RCVLOWAT), sent in very small
-    /// pieces, never gets them. If they coalesce, what is written in pieces below 2 KiB while two
-    /// thirds of that many packets are unread (281, for a buffer of 256 KiB) is copied, and leaves as
-    /// one packet: when it is 2 KiB, when the peer has read, after 2 ms and twice as long each time,
-    /// with [`flush`](std::io::Write::flush), or in front of a loan or the end. An endpoint has no
-    /// thread: time passes for it in calls, or while somebody waits for it. So the last of several
-    /// writes is to be followed by a flush, unless another call of the endpoint follows. Each write
-    /// costs a little more.
+    /// That can last forever: a reader that waits for many bytes (SO_RCVLOWAT), sent in very small
+    /// pieces, never gets them. With coalescing, writes below 2 KiB are gathered in a copy while
+    /// two thirds of the peer's room for packets are used (281 packets, for a buffer of 256 KiB).
+    /// The copy is sent as one packet when it has 2 KiB, when the peer has read, after 2 ms and
+    /// twice as long each further time, on [`flush`](std::io::Write::flush), or before a loan or a
+    /// shutdown. An endpoint has no thread: its timers run in calls, and while a thread waits for
+    /// it. So the program should flush after the last of several writes, unless it calls the
+    /// endpoint again. Each write costs slightly more.
     ///
     /// ```
     /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
@@ -120,16 +121,16 @@ impl Stream {
         self.coalesces.store(coalesce, Ordering::Relaxed);
     }
 
-    /// Whether small writes wait for each other when the peer has very many packets unread.
+    /// Whether small writes coalesce when the peer has very many packets unread.
     pub fn coalesces(&self) -> bool {
         self.coalesces.load(Ordering::Relaxed)
     }
 
-    /// Takes over what its listener, or the socket that it was made of, was told.
+    /// Takes the options and the bound port of the listener or socket that it was made of.
     pub(in crate::vsock) fn adopt(&mut self, options: Options, bound: Option<Bound>) {
         self.conn.adopt(options, bound);
         if options.low_water > 1 {
-            // The buffer is large enough: it was when the mark was set.
+            // Cannot fail: the mark was validated against the same buffer size.
             let _ = self.set_low_water(options.low_water);
         }
     }

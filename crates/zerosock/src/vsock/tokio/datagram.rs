@@ -15,7 +15,7 @@ use crate::vsock::message::Message;
 
 /// A [`Datagram`] in a tokio runtime. Any number of tasks may use it at once.
 ///
-/// A call that is dropped before it is done has sent, or taken, nothing.
+/// A cancelled call has sent or received nothing.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")]
@@ -48,8 +48,8 @@ pub struct AsyncDatagram {
 }
 
 impl AsyncDatagram {
-    /// Takes a socket into the runtime of the caller. Its time-outs are no longer heeded: those of
-    /// the runtime are.
+    /// Takes a socket into the runtime of the caller. Its time-outs are ignored from now on; use
+    /// those of the runtime.
     ///
     /// # Errors
     /// When the system has no descriptor left.
@@ -58,30 +58,31 @@ impl AsyncDatagram {
     /// Outside of a tokio runtime, or in one without its I/O driver, as with
     /// [`AsyncStream::new`](super::AsyncStream::new).
     pub fn new(socket: Datagram) -> io::Result<AsyncDatagram> {
-        let (core, id) = socket.polled();
+        let (core, id) = socket.core_and_id();
         let watch = Watched::new(core, Interest::Datagram(id))?;
-        socket.set_told();
+        socket.set_async();
         Ok(AsyncDatagram { socket, watch })
     }
 
-    /// Our address.
+    /// The local address.
     pub fn local_addr(&self) -> Address {
         self.socket.local_addr()
     }
 
-    /// Whom we are connected to ([`Datagram::connect`] of [`get_ref`](Self::get_ref)).
+    /// The peer that the socket is connected to ([`Datagram::connect`] of
+    /// [`get_ref`](Self::get_ref)).
     pub fn peer_addr(&self) -> Option<Address> {
         self.socket.peer_addr()
     }
 
-    /// The socket itself. Calls of it do not wait.
+    /// The socket itself. Its calls do not block.
     pub fn get_ref(&self) -> &Datagram {
         &self.socket
     }
 
-    /// The socket, taken out of the runtime; it waits again.
+    /// The socket, taken out of the runtime; its calls block again.
     pub fn into_inner(self) -> Datagram {
-        // Never fails.
+        // Cannot fail.
         let _ = self.socket.set_nonblocking(false);
         self.socket
     }
@@ -198,8 +199,8 @@ impl AsyncDatagram {
         self.watch.when(|| self.socket.recv_lease()).await
     }
 
-    /// As [`recv_from`](Self::recv_from), for who polls by himself: of the tasks that do so, the
-    /// last is woken. What does not fit `out` is lost.
+    /// As [`recv_from`](Self::recv_from), as a poll function. Only the last task that polled is
+    /// woken. Bytes that do not fit `out` are lost.
     ///
     /// # Errors
     /// As there.
@@ -217,8 +218,7 @@ impl AsyncDatagram {
         Poll::Ready(Ok(source))
     }
 
-    /// As [`send_to`](Self::send_to), for who polls by himself: of the tasks that do so, the last
-    /// is woken.
+    /// As [`send_to`](Self::send_to), as a poll function. Only the last task that polled is woken.
     ///
     /// # Errors
     /// As there.
@@ -233,8 +233,8 @@ impl AsyncDatagram {
     }
 }
 
-/// A [`DatagramLoan`] of an [`AsyncDatagram`]: written as that is, and sent by a call that is
-/// awaited, since its receiver may have asked to stop meanwhile. Dropped, it goes back unsent.
+/// A [`DatagramLoan`] of an [`AsyncDatagram`], with an async [`send`](Self::send): flow control of
+/// the receiver may delay it. Dropped, it is returned unsent.
 pub struct AsyncDatagramLoan<'a> {
     loan: DatagramLoan<'a>,
     watch: &'a Watched,

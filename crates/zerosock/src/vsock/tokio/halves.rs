@@ -127,11 +127,11 @@ pub struct OwnedReadHalf(pub(super) Arc<AsyncStream>);
 #[derive(Debug)]
 pub struct OwnedWriteHalf {
     pub(super) stream: Arc<AsyncStream>,
-    /// Dropping it says so to the peer.
+    /// Dropping it sends end of file.
     pub(super) ends: bool,
 }
 
-/// Two halves that were not of one stream; here they are again.
+/// The halves are not of one stream. The error returns both.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")]
@@ -179,8 +179,8 @@ impl OwnedReadHalf {
         }
         other.ends = false;
         drop(other);
-        // There are two halves, and one of them is gone.
-        Arc::try_unwrap(self.0).map_err(|_| unreachable!("a half was there twice"))
+        // A stream has two halves, and the other one was dropped above.
+        Arc::try_unwrap(self.0).map_err(|_| unreachable!("a stream has exactly two halves"))
     }
 }
 
@@ -258,7 +258,7 @@ macro_rules! half {
                 self.stream().poll_write(cx, bytes)
             }
 
-            /// As [`Stream`](crate::vsock::Stream)'s: it never waits.
+            /// As for [`Stream`](crate::vsock::Stream): it never blocks.
             fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
                 Poll::Ready(io::Write::flush(&mut &self.stream().stream))
             }
@@ -270,7 +270,7 @@ macro_rules! half {
         }
     };
     (addresses) => {
-        /// Our address.
+        /// The local address.
         pub fn local_addr(&self) -> Address {
             self.stream().local_addr()
         }

@@ -1,7 +1,9 @@
 //! Connections that carry messages, awaited.
 //!
-//! What must hold: whoever gives up waiting has sent nothing, or all of a message; a message that
-//! has begun is seen off by its call, because the endpoint's task ends with its last socket.
+//! # Invariants
+//! - A cancelled send has sent nothing or the whole message.
+//! - A call that has begun a message waits until all of it is sent, because the reactor ends with
+//!   the endpoint's last socket.
 
 use std::io::{self, IoSlice};
 use std::ops::{Deref, DerefMut};
@@ -16,9 +18,9 @@ use crate::vsock::seqpacket::{MessageLeases, MessageLoan, Received, SeqPacket, S
 
 /// A [`SeqPacket`] in a tokio runtime.
 ///
-/// Its calls take it by reference, so that several tasks may share one, in an `Arc`. Each call may
-/// be given up by dropping what it returns: what was to be received is there for the next, and of
-/// what was to be sent nothing was.
+/// Its calls take `&self`, so several tasks may share one in an `Arc`. Dropping the future of a
+/// call cancels it: a cancelled receive takes no message, a cancelled send sends nothing of its
+/// message.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")]
@@ -65,11 +67,11 @@ impl AsyncSeqPacket {
     /// As [`AsyncStream::new`](super::AsyncStream::new).
     pub fn new(socket: SeqPacket) -> io::Result<AsyncSeqPacket> {
         let watch = Watched::new(&socket.conn.core, Interest::Conn(socket.conn.id))?;
-        socket.conn.blocking.set_told();
+        socket.conn.blocking.set_async();
         Ok(AsyncSeqPacket { socket, watch })
     }
 
-    /// Connects to `peer`. To give up waiting is to drop what this returns.
+    /// Connects to `peer`. Dropping the future cancels the connect.
     ///
     /// # Errors
     /// As [`Endpoint::connect_seqpacket`](crate::vsock::Endpoint::connect_seqpacket).
@@ -86,8 +88,8 @@ impl AsyncSeqPacket {
     /// Connects to `port` of the attached process called `name`.
     ///
     /// # Errors
-    /// `NotFound` when nobody has the name, `InvalidInput` for one that none can have; else as
-    /// [`connect`](Self::connect).
+    /// `NotFound` when no attached process has the name, `InvalidInput` for an invalid name; else
+    /// as [`connect`](Self::connect).
     ///
     /// # Panics
     /// Outside of a tokio runtime.
@@ -101,7 +103,7 @@ impl AsyncSeqPacket {
         AsyncSeqPacket::connect(from, Address::new(cid, port)).await
     }
 
-    /// Our address.
+    /// The local address.
     pub fn local_addr(&self) -> Address {
         self.socket.local_addr()
     }
@@ -112,14 +114,14 @@ impl AsyncSeqPacket {
     }
 
     /// The connection itself: its options, its state, and how to
-    /// [`shutdown`](SeqPacket::shutdown) it. Calls of it do not wait.
+    /// [`shutdown`](SeqPacket::shutdown) it. Its calls do not block.
     pub fn get_ref(&self) -> &SeqPacket {
         &self.socket
     }
 
-    /// The connection, taken out of the runtime; it waits again.
+    /// The connection, taken out of the runtime; its calls block again.
     pub fn into_inner(self) -> SeqPacket {
-        // Never fails.
+        // Cannot fail.
         let _ = self.socket.set_nonblocking(false);
         self.socket
     }
@@ -148,8 +150,8 @@ impl AsyncSeqPacket {
         self.watch.when(|| self.socket.recv_leases()).await
     }
 
-    /// As [`SeqPacket::send`]. A message of which a part has left for want of buffers arrives even
-    /// if the call is given up then; but its socket, or another of the endpoint's, has to stay
+    /// As [`SeqPacket::send`]. A message of which a part was sent when buffers ran out arrives even
+    /// if the call is cancelled then, provided that this socket or another of the endpoint lives
     /// until it has.
     ///
     /// # Errors
@@ -158,7 +160,7 @@ impl AsyncSeqPacket {
         self.put(&[IoSlice::new(message)], false).await
     }
 
-    /// As [`send`](Self::send), and says that a record ends with it: MSG_EOR.
+    /// As [`send`](Self::send), and ends a record: MSG_EOR.
     ///
     /// # Errors
     /// As [`SeqPacket::send`].
@@ -185,7 +187,7 @@ impl AsyncSeqPacket {
     async fn put(&self, slices: &[IoSlice<'_>], ends_record: bool) -> io::Result<()> {
         let attempt = || self.socket.begin(slices, ends_record);
         if !self.watch.when(attempt).await? {
-            self.see_off().await;
+            self.wait_queued_sent().await;
         }
         Ok(())
     }
@@ -199,13 +201,13 @@ impl AsyncSeqPacket {
         Ok(AsyncMessageLoan { loan, of: self })
     }
 
-    async fn see_off(&self) {
-        // It is sent, whatever comes of the wait.
-        let _ = self.watch.when(|| self.socket.see_off()).await;
+    async fn wait_queued_sent(&self) {
+        // The message is sent in any case.
+        let _ = self.watch.when(|| self.socket.wait_queued_sent()).await;
     }
 }
 
-/// A [`MessageLoan`] of an [`AsyncSeqPacket`]: the same, but that [`send`](Self::send) is awaited.
+/// A [`MessageLoan`] of an [`AsyncSeqPacket`], with an async [`send`](Self::send).
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")]
@@ -234,8 +236,8 @@ pub struct AsyncMessageLoan<'a> {
 }
 
 impl<'a> AsyncMessageLoan<'a> {
-    /// As [`MessageLoan::send`]. Given up while it waits to begin, nothing is sent, and the loan
-    /// goes back.
+    /// As [`MessageLoan::send`]. Cancelled before it has begun to send, it sends nothing and
+    /// returns the loan.
     ///
     /// # Errors
     /// As [`MessageLoan::send`].
@@ -243,7 +245,7 @@ impl<'a> AsyncMessageLoan<'a> {
         self.put(false).await
     }
 
-    /// As [`send`](Self::send), and says that a record ends with it: MSG_EOR.
+    /// As [`send`](Self::send), and ends a record: MSG_EOR.
     ///
     /// # Errors
     /// As [`MessageLoan::send`].
@@ -251,7 +253,7 @@ impl<'a> AsyncMessageLoan<'a> {
         self.put(true).await
     }
 
-    /// The loan itself. Calls of it do not wait.
+    /// The loan itself. Its calls do not block.
     pub fn into_inner(self) -> MessageLoan<'a> {
         self.loan
     }
@@ -265,12 +267,12 @@ impl<'a> AsyncMessageLoan<'a> {
                 kept = Some(loan);
                 Err(error)
             }
-            // Nobody asks again who was told.
+            // Polled again after it has completed.
             None => Err(io::ErrorKind::BrokenPipe.into()),
         };
         let (len, all) = of.watch.when(attempt).await?;
         if !all {
-            of.see_off().await;
+            of.wait_queued_sent().await;
         }
         Ok(len)
     }
@@ -326,7 +328,7 @@ impl AsyncSeqPacketListener {
     pub fn new(listener: SeqPacketListener) -> io::Result<AsyncSeqPacketListener> {
         let interest = Interest::Port(listener.local_addr().port);
         let watch = Watched::new(&listener.port().core, interest)?;
-        listener.port().blocking.set_told();
+        listener.port().blocking.set_async();
         Ok(AsyncSeqPacketListener { listener, watch })
     }
 
@@ -335,7 +337,7 @@ impl AsyncSeqPacketListener {
         self.listener.local_addr()
     }
 
-    /// The oldest connection that waits, and who it is from.
+    /// Accepts the oldest pending connection; returns it and the address of its peer.
     ///
     /// # Errors
     /// As [`SeqPacketListener::accept`].

@@ -1,8 +1,8 @@
-//! Sockets for tokio: [`AsyncRead`], [`AsyncWrite`], and leases, loans and messages that are awaited.
+//! Sockets for tokio: [`AsyncRead`], [`AsyncWrite`], and leases, loans and messages that are
+//! awaited.
 //!
-//! A socket here is one of the others that does not wait, and a part in the task that its endpoint
-//! has in the runtime (`reactor`); `halves` are what a stream is split into; `messages` are those of
-//! the other kind, and `datagram` is what has no connection.
+//! An async socket is a non-blocking socket registered with the `reactor` of its endpoint. `halves`
+//! splits streams; `messages` has seqpacket sockets, `datagram` datagram sockets.
 
 mod datagram;
 mod halves;
@@ -34,7 +34,7 @@ pub use messages::{AsyncMessageLoan, AsyncSeqPacket, AsyncSeqPacketListener};
 pub(crate) use reactor::Reactor;
 use reactor::Watched;
 
-/// What async sockets are connected from: an [`Endpoint`] or a [`Host`].
+/// An [`Endpoint`] or a [`Host`] that async sockets connect from.
 pub trait Connector: sealed::Connect {}
 
 impl Connector for Endpoint {}
@@ -44,7 +44,7 @@ mod sealed {
     use super::*;
     use zerosock_proto::Cid;
 
-    /// Finds the CID of a name; may wait for the attach socket's answer.
+    /// Resolves a name to a CID; may block for the attach socket's answer.
     pub(super) type Resolver = Box<dyn FnOnce() -> io::Result<Cid> + Send>;
 
     pub trait Connect {
@@ -128,11 +128,11 @@ impl AsyncStream {
     /// (`enable_io`). Its time driver is not needed.
     pub fn new(stream: Stream) -> io::Result<AsyncStream> {
         let watch = Watched::new(&stream.conn.core, Interest::Conn(stream.conn.id))?;
-        stream.conn.blocking.set_told();
+        stream.conn.blocking.set_async();
         Ok(AsyncStream { stream, watch })
     }
 
-    /// Connects to `peer`. To give up waiting is to drop what this returns.
+    /// Connects to `peer`. Dropping the future cancels the connect.
     ///
     /// # Errors
     /// As [`Endpoint::connect`].
@@ -148,8 +148,8 @@ impl AsyncStream {
     /// Connects to `port` of the attached process called `name`.
     ///
     /// # Errors
-    /// `NotFound` when nobody has the name, `InvalidInput` for one that none can have; else as
-    /// [`connect`](Self::connect).
+    /// `NotFound` when no attached process has the name, `InvalidInput` for an invalid name; else
+    /// as [`connect`](Self::connect).
     ///
     /// # Panics
     /// Outside of a tokio runtime.
@@ -163,7 +163,7 @@ impl AsyncStream {
         AsyncStream::connect(from, Address::new(cid, port)).await
     }
 
-    /// Our address.
+    /// The local address.
     pub fn local_addr(&self) -> Address {
         self.stream.local_addr()
     }
@@ -173,14 +173,14 @@ impl AsyncStream {
         self.stream.peer_addr()
     }
 
-    /// The stream itself. Calls of it do not wait.
+    /// The stream itself. Its calls do not block.
     pub fn get_ref(&self) -> &Stream {
         &self.stream
     }
 
-    /// The stream, taken out of the runtime; it waits again.
+    /// The stream, taken out of the runtime; its calls block again.
     pub fn into_inner(self) -> Stream {
-        // Never fails.
+        // Cannot fail.
         let _ = self.stream.set_nonblocking(false);
         self.stream
     }
@@ -231,7 +231,7 @@ impl AsyncStream {
 
     fn finish(&self) -> io::Result<()> {
         match self.stream.shutdown(Shutdown::Write) {
-            // Over is over.
+            // The connection has ended already.
             Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(()),
             result => result,
         }
@@ -257,7 +257,7 @@ impl AsyncWrite for AsyncStream {
         AsyncStream::poll_write(&self, cx, bytes)
     }
 
-    /// As [`Stream`]'s: it never waits.
+    /// As for [`Stream`]: it never blocks.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready((&self.stream).flush())
     }
@@ -304,7 +304,7 @@ impl AsyncListener {
     pub fn new(listener: Listener) -> io::Result<AsyncListener> {
         let interest = Interest::Port(listener.local_addr().port);
         let watch = Watched::new(&listener.core, interest)?;
-        listener.blocking.set_told();
+        listener.blocking.set_async();
         Ok(AsyncListener { listener, watch })
     }
 
@@ -313,7 +313,7 @@ impl AsyncListener {
         self.listener.local_addr()
     }
 
-    /// The oldest connection that waits, and who it is from.
+    /// Accepts the oldest pending connection; returns it and the address of its peer.
     ///
     /// # Errors
     /// As [`Listener::accept`].

@@ -1,15 +1,16 @@
-//! The task of an endpoint in a runtime, and a socket's part in it.
+//! The reactor: the task that drives an endpoint's queues in a tokio runtime.
 //!
-//! Each endpoint that is used here has one task in the runtime that does for all its sockets what
-//! a blocked call does otherwise: it waits for the endpoint's descriptor and the next time-out,
-//! lets the engine work, and wakes the tasks whose sockets have ready_flags. It ends with the last async
-//! socket of the endpoint; if its runtime ends before, every task that waits is told, and the first
-//! of them that comes starts another, in its own runtime.
+//! # Invariants
+//! - A task registers its waker, then checks that the reactor runs, then tries its call once more,
+//!   and only then returns `Pending`.
+//! - A socket has one slot for its reader and one for its writer. Each pending call has a slot of
+//!   its own, freed when the future is dropped. So cancelled tasks leave no registrations behind.
 //!
-//! What must hold: a task that is told to wait was enlisted before the last look, and before it saw
-//! that the endpoint's task runs. A socket has a
-//! place for its reader and one for its writer, and each call that is awaited has one of its own as
-//! long as it is awaited: so nobody's list grows with tasks that have given up.
+//! # Life cycle
+//! An endpoint with async sockets has one reactor. It waits for the endpoint's descriptor and the
+//! next timer, turns the engine, and wakes the tasks of sockets that have events. It ends with the
+//! endpoint's last async socket. If its runtime ends earlier, it wakes all waiting tasks, and the
+//! first that runs starts a new reactor in its own runtime.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -22,41 +23,44 @@ use ::tokio::io::unix::AsyncFd;
 use ::tokio::runtime::Handle;
 use ::tokio::task::JoinHandle;
 
-use crate::vsock::hub::{Alarm, Core, DeferredClose, EventFd, Interest, any_of};
+use crate::vsock::hub::{Core, DeferredClose, EventFd, Interest, TimerFd, epoll_of};
 
-/// The task of an endpoint.
+/// The handle of an endpoint's reactor. Dropping it stops the task.
 #[derive(Debug)]
 pub(crate) struct Reactor {
     task: JoinHandle<()>,
-    /// The runtime says that a task is finished only after it has dropped what that had, which is
-    /// when it tells the others.
+    /// The task has ended. `JoinHandle::is_finished` would be too late: it turns true only after
+    /// the task's state was dropped, and that drop wakes the tasks that check here.
     ended: Arc<AtomicBool>,
 }
 
 impl Reactor {
-    /// The endpoint's task, started if it does not run.
+    /// Returns the endpoint's reactor, and starts it if none runs.
+    ///
+    /// # Errors
+    /// When the system has no descriptor left.
     fn of(core: &Arc<Core>) -> io::Result<Arc<Reactor>> {
         let mut place = locked(core.reactor());
         if let Some(running) = place.upgrade().filter(|it| it.is_running()) {
             return Ok(running);
         }
         let event_fd = Arc::new(EventFd::new()?);
-        let alarm = Alarm::new()?;
+        let timer_fd = TimerFd::new()?;
         let ended = Arc::new(AtomicBool::new(false));
-        let fd = any_of([core.engine_fd(), event_fd.as_fd(), alarm.as_fd()])?;
+        let fd = epoll_of([core.engine_fd(), event_fd.as_fd(), timer_fd.as_fd()])?;
         #[allow(
             deprecated,
-            reason = "the newer way is unsafe, to have promised what an OwnedFd does by itself: \
-                      that it stays open and the same"
+            reason = "the replacement is unsafe and requires what an OwnedFd guarantees: that the \
+                      descriptor stays open and the same"
         )]
         let fd = AsyncFd::with_interest(fd, IoInterest::READABLE)?;
-        let post = Post {
+        let reactor_state = ReactorState {
             core: Arc::downgrade(core),
             event_fd,
-            alarm,
+            timer_fd,
             ended: ended.clone(),
         };
-        let task = ::tokio::spawn(work(post, fd));
+        let task = ::tokio::spawn(work(reactor_state, fd));
         let reactor = Arc::new(Reactor { task, ended });
         *place = Arc::downgrade(&reactor);
         Ok(reactor)
@@ -73,44 +77,44 @@ impl Drop for Reactor {
     }
 }
 
-/// Where the task is told. When it ends, nobody relies on it any more.
-struct Post {
+/// What the reactor's task owns. Its drop reports the end of the task to the endpoint.
+struct ReactorState {
     core: Weak<Core>,
     event_fd: Arc<EventFd>,
-    /// Not the runtime's timer: it need not have one.
-    alarm: Alarm,
+    /// Not the runtime's timer: the runtime may have none.
+    timer_fd: TimerFd,
     ended: Arc<AtomicBool>,
 }
 
-impl Drop for Post {
+impl Drop for ReactorState {
     fn drop(&mut self) {
-        // Before anybody is told: who comes looks at this.
+        // Before `close_deferred` wakes the tasks, which check this.
         self.ended.store(true, Ordering::Release);
         if let Some(core) = self.core.upgrade() {
-            core.end(DeferredClose::EventFd(self.event_fd.clone()));
+            core.close_deferred(DeferredClose::EventFd(self.event_fd.clone()));
         }
     }
 }
 
-async fn work(mut post: Post, fd: AsyncFd<OwnedFd>) {
+async fn work(mut reactor_state: ReactorState, fd: AsyncFd<OwnedFd>) {
     loop {
         let watched = {
-            let Some(core) = post.core.upgrade() else {
+            let Some(core) = reactor_state.core.upgrade() else {
                 return;
             };
             let mut locked = core.lock();
             if locked.turn().is_err() {
-                // Everybody was told.
+                // The failed turn has woken all waiters.
                 return;
             }
-            post.event_fd.silence();
-            locked.watch_by(&post.event_fd)
+            reactor_state.event_fd.clear();
+            locked.register_poller(&reactor_state.event_fd)
         };
         let Ok(due) = watched else {
             ::tokio::task::yield_now().await;
             continue;
         };
-        post.alarm.set(due);
+        reactor_state.timer_fd.set(due);
         match fd.readable().await {
             Ok(mut guard) => guard.clear_ready(),
             Err(_) => return,
@@ -122,26 +126,26 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A socket's part in the task of its endpoint. When it goes, nobody is told of the socket any
-/// more.
+/// An async socket's registration at its endpoint. Dropping it deregisters the socket's tasks.
 #[derive(Debug)]
 pub(super) struct Watched {
     core: Arc<Core>,
     interest: Interest,
     reactor: Mutex<Arc<Reactor>>,
-    /// Those who were told to wait by `poll_read` and by `poll_write`.
-    pub(super) reader: Seat,
-    pub(super) writer: Seat,
+    /// The task that `poll_read` registered.
+    pub(super) reader: TaskSlot,
+    /// The task that `poll_write` registered.
+    pub(super) writer: TaskSlot,
 }
 
-/// A place among those who are told: the ticket of who had it last.
+/// The ticket of the last task that was registered with this slot; 0 without one.
 #[derive(Debug, Default)]
-pub(super) struct Seat(Mutex<u64>);
+pub(super) struct TaskSlot(Mutex<u64>);
 
-/// A call that is awaited, with a seat of its own.
-struct Visit<'w> {
+/// An awaited call, with a slot of its own.
+struct PendingCall<'w> {
     watched: &'w Watched,
-    seat: Seat,
+    slot: TaskSlot,
 }
 
 impl Watched {
@@ -150,15 +154,15 @@ impl Watched {
             reactor: Mutex::new(Reactor::of(core)?),
             core: core.clone(),
             interest,
-            reader: Seat::default(),
-            writer: Seat::default(),
+            reader: TaskSlot::default(),
+            writer: TaskSlot::default(),
         })
     }
 
-    /// Tries, is enlisted, and tries once more.
+    /// Tries `attempt`, registers the task, and tries once more.
     pub(super) fn poll<T>(
         &self,
-        seat: &Seat,
+        slot: &TaskSlot,
         cx: &Context<'_>,
         mut attempt: impl FnMut() -> io::Result<T>,
     ) -> Poll<io::Result<T>> {
@@ -167,16 +171,16 @@ impl Watched {
             result => return Poll::Ready(result),
         }
         self.core
-            .enlist_task(&mut locked(&seat.0), self.interest, cx.waker());
-        self.see_to_reactor()?;
+            .register_task(&mut locked(&slot.0), self.interest, cx.waker());
+        self.ensure_reactor()?;
         match attempt() {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Poll::Pending,
             result => Poll::Ready(result),
         }
     }
 
-    /// A runtime that has ended takes the endpoint's task with it, but not its sockets.
-    fn see_to_reactor(&self) -> io::Result<()> {
+    /// Starts a new reactor if the old one ended with its runtime.
+    fn ensure_reactor(&self) -> io::Result<()> {
         let mut reactor = locked(&self.reactor);
         if !reactor.is_running() {
             Handle::try_current().map_err(io::Error::other)?;
@@ -190,30 +194,30 @@ impl Watched {
         &self,
         mut attempt: impl FnMut() -> io::Result<T>,
     ) -> io::Result<T> {
-        let visit = Visit {
+        let call = PendingCall {
             watched: self,
-            seat: Seat::default(),
+            slot: TaskSlot::default(),
         };
-        std::future::poll_fn(|cx| self.poll(&visit.seat, cx, &mut attempt)).await
+        std::future::poll_fn(|cx| self.poll(&call.slot, cx, &mut attempt)).await
     }
 
-    fn leave(&self, seat: &Seat) {
-        let ticket = std::mem::take(&mut *locked(&seat.0));
+    fn deregister(&self, slot: &TaskSlot) {
+        let ticket = std::mem::take(&mut *locked(&slot.0));
         if ticket != 0 {
-            self.core.end(DeferredClose::Task(ticket));
+            self.core.close_deferred(DeferredClose::Task(ticket));
         }
     }
 }
 
-impl Drop for Visit<'_> {
+impl Drop for PendingCall<'_> {
     fn drop(&mut self) {
-        self.watched.leave(&self.seat);
+        self.watched.deregister(&self.slot);
     }
 }
 
 impl Drop for Watched {
     fn drop(&mut self) {
-        self.leave(&self.reader);
-        self.leave(&self.writer);
+        self.deregister(&self.reader);
+        self.deregister(&self.writer);
     }
 }

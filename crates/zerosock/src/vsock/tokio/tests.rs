@@ -1,4 +1,4 @@
-//! Tasks that give up, with an engine that does what a script says.
+//! Cancelled calls of an endpoint with a scripted engine.
 use super::*;
 use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::fake::{core, info};
@@ -33,7 +33,7 @@ async fn some_turns() {
 }
 
 #[::tokio::test]
-async fn tasks_that_gave_up_are_not_remembered() {
+async fn cancelled_calls_leave_no_registered_tasks() {
     let (core, _) = core();
     let state = info(StreamState::Connected);
     let stream = Stream::new(core.clone(), StreamId::FIRST, &state, Wait::Sleep);
@@ -72,11 +72,11 @@ async fn tasks_that_gave_up_are_not_remembered() {
     assert_eq!(core.waiters(), before + 2, "a reader and a writer");
     drop(stream);
     some_turns().await;
-    assert_eq!(core.waiters(), 0, "the endpoint's task has left as well");
+    assert_eq!(core.waiters(), 0, "the reactor has deregistered, too");
 }
 
 #[::tokio::test]
-async fn a_connect_that_is_given_up_leaves_nothing() {
+async fn cancelled_connect_closes_its_stream() {
     let (core, script) = core();
     let from = From(core.clone());
     let task = ::tokio::spawn(async move {
@@ -84,7 +84,7 @@ async fn a_connect_that_is_given_up_leaves_nothing() {
         connected.map(|_| ())
     });
     some_turns().await;
-    assert_eq!(core.waiters(), 2, "the endpoint's task, and ours");
+    assert_eq!(core.waiters(), 2, "the reactor and this task");
     task.abort();
     assert!(task.await.unwrap_err().is_cancelled());
     some_turns().await;

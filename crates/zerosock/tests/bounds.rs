@@ -1,6 +1,6 @@
-//! Bounds that hold whatever guests do: on chains held, bytes copied, work in a turn, and places.
+//! Bounds on held chains, copied bytes, work in a turn, and connections, whatever guests do.
 //!
-//! Where a bound in time would hide that one in number is missing, the time is made endless.
+//! Where a time limit would hide a missing bound on a number, the time limit is infinite.
 
 mod common;
 
@@ -28,7 +28,7 @@ fn to(guest: &RawGuest, cid: u32, port: u32, dst: u32, op: Op) -> Repr {
     }
 }
 
-/// A connection from guest 3's `port` to guest 4's 77, who lets nothing come.
+/// A connection from guest 3's `port` to guest 4's 77. Guest 4 grants no credit.
 fn joined(one: &mut RawGuest, two: &mut RawGuest, port: u32) {
     one.send(to(one, 4, port, 77, Op::Request), &[]);
     two.recv_where(|r| r.op.known() == Some(Op::Request) && r.src.port.get() == port);
@@ -82,7 +82,7 @@ fn a_broken_ring_with_chains_held_is_still_stopped() {
     assert!(base.is_ok(), "GET_VRING_BASE: {base:?}");
 }
 
-/// Chains lent to a sibling whose lender's connection has ended in order.
+/// Chains that a sibling holds return after the lender has closed the connection in order.
 #[test]
 fn chains_lent_to_a_sibling_that_does_not_read_come_back_after_the_connection_ended() {
     let daemon = TestDaemon::with(2, |_| {});

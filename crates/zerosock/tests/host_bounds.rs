@@ -1,5 +1,5 @@
-//! A program that embeds the device and does not read, or does not let go: what that costs
-//! others, and how it ends when the guest wants its memory back.
+//! A program that embeds the device does not read, or does not drop its leases: what this costs other
+//! connections, and how it ends when the guest takes its memory back.
 
 mod common;
 mod hosting;
@@ -303,7 +303,7 @@ fn hostile_lengths_reach_nobody() {
     guest.connect(5000, PORT.get());
     let (stream, _) = listener.accept_timeout(PATIENCE).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    // More than there is; more than anybody may; a header that ends early.
+    // A length above the bytes in the packet; above the maximum; a header that is too short.
     for len in [6, 4096, 65537, u32::MAX] {
         let mut raw = common::raw::emit(&guest.header(5000, PORT.get(), Op::Rw));
         raw[24..28].copy_from_slice(&len.to_le_bytes());
@@ -315,7 +315,7 @@ fn hostile_lengths_reach_nobody() {
     assert_eq!(lease.to_vec(), b"honest");
     drop(lease);
     guest.wait_tx_done();
-    // Beyond its credit: it is reset, and nobody else is.
+    // Beyond its credit: that connection is reset, and no other.
     guest.connect(5001, PORT.get());
     let (other, _) = listener.accept_timeout(PATIENCE).unwrap();
     other.set_read_timeout(Some(PATIENCE)).unwrap();

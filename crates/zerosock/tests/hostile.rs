@@ -1,4 +1,4 @@
-//! A guest that breaks the rules: nobody else notices, everything is counted.
+//! A guest that breaks the rules does not affect others, and every fault is counted.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! Endpoints, as their users have them, attached to a daemon.
+//! The API of endpoints that are attached to a daemon.
 
 use std::io::{ErrorKind, Read, Write};
 use std::thread;

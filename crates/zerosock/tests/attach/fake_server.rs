@@ -1,4 +1,4 @@
-//! What the client makes of a server that is none.
+//! The attach client against servers that break the protocol.
 
 use std::io::IoSlice;
 use std::os::fd::AsFd;

@@ -1,4 +1,4 @@
-//! Who asks for what it cannot have, or says what it should not, or nothing: loses its own.
+//! Malformed, forbidden and missing requests cost only the process that sends them.
 
 use std::io::IoSlice;
 use std::os::fd::{AsFd, OwnedFd};
@@ -205,7 +205,7 @@ fn a_lease_survives_a_bad_question_but_gives_nothing_more() {
         say(bad);
         assert_eq!(control.hear().unwrap().status, Status::BadRequest);
     }
-    // Many questions, and no answer is read: nobody else waits for it.
+    // Many requests without reading an answer: the server does not make other processes wait.
     let question = encode_request(&Request::Resolve("db".parse().unwrap())).unwrap();
     let mut asked = 0;
     while asked < 100_000 && send(&control.0, &question, SendFlags::DONTWAIT).is_ok() {
@@ -333,7 +333,7 @@ fn a_flood_of_clients_is_bounded() {
     flood.last().unwrap().refused(Status::Full);
     let error = lab.ask(&named("late")).unwrap_err();
     assert!(matches!(error, AttachError::Full), "{error}");
-    // Those who are in go on.
+    // Attached processes continue.
     connected(&mut guest, &mut attached.driver);
     drop(flood);
     eventually("let in again", || lab.ask(&named("late")).is_ok());

@@ -1,4 +1,4 @@
-//! Who attaches is there: by number, by name, for processes and for VMs.
+//! Attached processes can be reached by CID and by name, by processes and by VMs.
 
 use std::io::Read;
 
@@ -42,7 +42,7 @@ fn two_processes_talk_with_one_copy() {
     for workers in [1, 2] {
         let tune = |config: &mut DaemonConfig| {
             config.workers = workers;
-            // A slow machine is not to be taken for a stalled receiver, for whom bytes are copied.
+            // A slow machine must not look like a stalled receiver: its bytes would be copied.
             config.hold = common::PATIENCE;
         };
         let lab = Lab::with(0, tune, |_| {});

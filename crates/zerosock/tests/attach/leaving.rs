@@ -1,4 +1,4 @@
-//! Who leaves is gone: CID, name, route, connections; and nobody else notices.
+//! A process that leaves loses its CID, name, route and connections; other endpoints are not affected.
 
 use super::*;
 use crate::common::{assert_bytes, bytes, eventually, eventually_with};
@@ -110,7 +110,7 @@ fn a_process_that_dies_in_the_middle_disturbs_nobody() {
             let (a, _) = connected(&mut dying.driver, &mut guest);
             let (b, _) = connected(&mut dying.driver, &mut two.driver);
             let (c, _) = connected(&mut guest, &mut dying.driver);
-            // Both ways under way, and read by nobody.
+            // Unread bytes in both directions.
             for _ in 0..20 {
                 for stream in [a, b] {
                     let _ = dying.driver.send(stream, &[1; 30_000]);

@@ -1,4 +1,4 @@
-//! Processes that attach to a running daemon, and leave it again.
+//! Processes attach to a running daemon, and detach.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,4 +1,4 @@
-//! What changes while a daemon runs, and what does not notice.
+//! Reload: which settings change while a daemon runs, and which connections stay.
 
 use super::*;
 use crate::common::{assert_bytes, bytes, connect_guest, eventually, eventually_with, host};
@@ -142,7 +142,7 @@ fn a_stream_that_would_be_forbidden_now_goes_on() {
     for workers in [1, 3] {
         let tune = |config: &mut DaemonConfig| {
             config.workers = workers;
-            // A slow machine is not to be taken for a stalled receiver, for whom bytes are copied.
+            // A slow machine must not look like a stalled receiver: its bytes would be copied.
             config.hold = common::PATIENCE;
         };
         let lab = Lab::with(2, tune, |_| {});
@@ -310,7 +310,7 @@ fn an_order_that_cannot_be_carried_out_changes_nothing() {
         assert!(expected(&error), "{error}");
         assert!(reaches(&mut one, &mut two, PORT.get()));
     }
-    // The terms of attaching: more of them, other users; who is in stays.
+    // New limits and users for attaching; attached processes stay.
     let mut terms =
         AttachConfig::new(attach::listen(&lab.path.with_extension("x")).unwrap()).terms();
     terms.max_processes = 2;

@@ -1,4 +1,4 @@
-//! Services: processes that are the host, each with ports of its own.
+//! Services: processes that share CID 2, each with its own ports.
 
 use std::io::Read;
 use std::os::unix::net::UnixListener;
@@ -24,7 +24,7 @@ fn lab_with(vms: u32, workers: usize, tune: impl FnOnce(&mut AttachConfig)) -> L
         vms,
         |config| {
             config.workers = workers;
-            // A slow machine is not to be taken for a stalled receiver, for whom bytes are copied.
+            // A slow machine must not look like a stalled receiver: its bytes would be copied.
             config.hold = common::PATIENCE;
         },
         |attach| {
@@ -159,7 +159,7 @@ fn a_taken_port_is_said_to_be_taken() {
     // One's own is taken too.
     let error = one.control.claim(&ports(&[10])).unwrap_err();
     assert!(matches!(error, AttachError::PortTaken(_)), "{error}");
-    // All or none: the others are nobody's.
+    // A claim is granted as a whole or not at all: the other ports are free.
     refused(&mut guest, host(12));
     two.control.claim(&ports(&[9, 11, 12])).unwrap();
     assert_eq!(lab.stats().claimed_ports, 4);
@@ -201,7 +201,7 @@ fn reserved_ports_and_too_many_are_refused() {
 
 #[test]
 fn strangers_and_processes_claim_nothing() {
-    // Nobody may, unless it was configured.
+    // Without configuration no process may be a service.
     let lab = Lab::new(1);
     let error = ask(&lab, &[10]).unwrap_err();
     assert!(matches!(error, AttachError::NotPermitted), "{error}");
@@ -213,14 +213,14 @@ fn strangers_and_processes_claim_nothing() {
     assert_eq!(lab.stats().attached, 1, "its place is untouched");
     let mut guest = lab.guest(0);
     refused(&mut guest, host(10));
-    // Who may be a service may not be a process for that.
+    // A user that may be a service may not attach for that reason.
     let lab = lab_with(0, 1, |attach| attach.allowed_uids = vec![4_000_000_001]);
     let error = lab.ask(&named("db")).unwrap_err();
     assert!(matches!(error, AttachError::NotPermitted), "{error}");
     service(&lab, &[10]);
 }
 
-/// Asks as another user: the kernel tells whose process it is, nobody can say so himself.
+/// Asks as another user, as the kernel reports it (SO_PEERCRED).
 fn ask_as(uid: u32, lab: &Lab, claims: &[u32]) -> Result<Serving, AttachError> {
     std::thread::scope(|scope| {
         let asking = scope.spawn(|| {
@@ -249,7 +249,7 @@ fn another_user_is_a_service_only_if_he_is_named() {
             std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
         }
     };
-    // A process he may be; what he asks for stays nobody's.
+    // The user may attach, and may not claim: the ports stay free.
     let lab_of_ours = lab_with(1, 2, |attach| attach.allowed_uids = vec![NOBODY]);
     open(&lab_of_ours);
     for claims in [&[10][..], &[], &[10, 11]] {
@@ -260,7 +260,7 @@ fn another_user_is_a_service_only_if_he_is_named() {
     assert_eq!(lab_of_ours.stats().claimed_ports, 0);
     refused(&mut lab_of_ours.guest(0), host(10));
     service(&lab_of_ours, &[10]);
-    // He is named, and then we are not; whose it is is recorded.
+    // The list names that user, and so not ours. The owner of a claim is recorded.
     let lab_of_his = lab_with(0, 1, |attach| attach.service_uids = vec![NOBODY]);
     open(&lab_of_his);
     let error = ask(&lab_of_his, &[10]).unwrap_err();
@@ -290,7 +290,7 @@ fn ports_change_hands_on_a_lease() {
             matches!(error, AttachError::NotClaimed(port) if port.get() == 10),
             "{error}"
         );
-        // Nobody's: the hybrid socket has it.
+        // Without a claim the connect goes to the hybrid socket.
         guest.wait_connect(host(10), deadline()).unwrap();
         program.accept().unwrap();
         two.control.claim(&ports(&[10])).unwrap();
@@ -319,7 +319,7 @@ fn a_service_that_dies_resets_what_it_had_and_leaves_its_ports() {
         for round in 0..6 {
             let mut dying = service(&lab, &[10, 11]);
             let (stream, _) = connect(&mut guest, &mut dying.driver, host(10));
-            // Bytes are under way both ways, and read by nobody.
+            // Unread bytes in both directions.
             let _ = guest.send(stream, &[1; 30_000]);
             guest.turn().unwrap();
             match round % 3 {
@@ -393,7 +393,7 @@ fn services_connect_out_and_replies_come_to_the_right_one() {
             );
         }
         drop(program);
-        // A claimed port is one to come from, too; another service's is not, nor anybody else's.
+        // A service may connect from a port that it has claimed, and from no port of another owner.
         for port in [20, 21, 0x4000_0000, 0xfffe_ffff] {
             let out = one.driver.connect_from(Port::new(port), to).unwrap();
             eventually_with(&mut one.driver, "refused", |driver| {

@@ -1,5 +1,6 @@
-//! When buffers go back to a process while its host makes no further call. The process writes its
-//! rings by hand, so that a buffer that is back is seen in memory.
+//! Buffers return to a process while its host makes no further call.
+//!
+//! The process writes its rings by hand, so that it sees a returned buffer in memory.
 
 use std::thread;
 

@@ -1,4 +1,4 @@
-//! Who never gives leases back, on either side, stops nobody else.
+//! An endpoint that never drops its leases, on either side, does not stop others.
 
 use std::io::{ErrorKind, Read, Write};
 

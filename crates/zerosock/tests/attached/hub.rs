@@ -1,4 +1,4 @@
-//! A host with an attach socket, and a thread that keeps it going.
+//! A host with an attach socket, and a thread that calls its `turn`.
 
 use std::ops::Deref;
 use std::path::PathBuf;

@@ -1,5 +1,7 @@
-//! What is held longer than what it came from. Types see to it that nothing borrowed is; what owns
-//! its part of the endpoint keeps that alive, and its bytes with it.
+//! Leases, loans and streams that live longer than their endpoint's handle.
+//!
+//! The type system prevents this for what borrows. What owns its part of the endpoint keeps the endpoint and
+//! its bytes alive.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Command, Stdio};

@@ -1,4 +1,4 @@
-//! The pages that a process shares: huge ones where the system has some, ordinary ones where not.
+//! Shared pages of a process: huge pages where the system has some, ordinary ones otherwise.
 
 use std::fs;
 use std::io::Write;

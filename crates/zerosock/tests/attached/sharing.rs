@@ -1,4 +1,5 @@
-//! One endpoint, many threads: what may be shared and sent, and that who spins starves nobody.
+//! One endpoint used by many threads: which handles can be shared and sent, and that a spinning thread
+//! starves no other.
 
 use std::io::{Read, Write};
 use std::thread;

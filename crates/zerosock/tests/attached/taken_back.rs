@@ -1,5 +1,5 @@
-//! Memory that a process wants back, or takes with it, while somebody reads or writes it with trust;
-//! and looks that panic. The process writes its rings by hand.
+//! A process takes its memory back, or exits with it, while the host reads or writes that memory with
+//! declared trust; and closures that panic. The process writes its rings by hand.
 
 use std::io::{ErrorKind, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

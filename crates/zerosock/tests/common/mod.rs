@@ -134,8 +134,8 @@ impl TestDaemon {
             tune(&mut config);
             match Driver::attach(config) {
                 Ok(driver) => return driver,
-                // A device that is a program binds when it is ready; one whose guest has just
-                // left may not yet have noticed.
+                // A device that is a program binds when it is ready. A device may not have
+                // noticed yet that its previous guest has left.
                 Err(error) if Instant::now() > give_up => panic!("{error}"),
                 Err(_) => std::thread::sleep(Duration::from_millis(5)),
             }

@@ -1,6 +1,6 @@
 //! A guest that writes its rings by hand, so that it can write them wrongly.
 //!
-//! It knows no event index and never sleeps: it kicks always and looks at the used index.
+//! It does not negotiate the event index and never sleeps: it always kicks, and polls the used index.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};

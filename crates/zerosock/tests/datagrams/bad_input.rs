@@ -1,5 +1,5 @@
-//! What should not come, from a guest to the program that embeds the device and through the switch
-//! to a process: dropped, counted, bounded, and nobody else's trouble.
+//! Invalid datagrams of a guest, to the program that embeds the device and through the daemon to a process:
+//! dropped, counted, bounded, and without effect on others.
 
 use zerosock::vsock::DatagramDrops;
 use zerosock_proto::vsock::datagram::data;
@@ -10,10 +10,10 @@ use super::*;
 
 const OURS: Port = Port::new(40);
 
-/// A bad guest, whom it speaks to, and a pair that has nothing to do with it.
+/// A bad guest, the socket that it sends to, and a pair of other sockets.
 struct Scene {
     guest: Guest,
-    /// Whom it sends to.
+    /// The socket that the guest sends to.
     to: Datagram,
     good: [Datagram; 2],
     /// What the daemon counts, if there is one.
@@ -75,7 +75,7 @@ impl Scene {
         self.to.set_nonblocking(false).unwrap();
     }
 
-    /// So many were lost before they were whole: whoever puts them together has counted them.
+    /// The device that assembles datagrams has counted this many incomplete ones.
     fn counts_lost(&self, what: &str, of: impl Fn(DatagramDrops) -> u64, lost: u64) {
         match (self.counts)() {
             Some(_) => eventually(what, || {
@@ -93,7 +93,7 @@ impl Scene {
         }
     }
 
-    /// Nobody else has noticed.
+    /// Other sockets still exchange datagrams.
     fn others_are_unharmed(&self) {
         let [one, other] = &self.good;
         for number in 0..50 {
@@ -214,7 +214,7 @@ fn fragments_that_are_missing_cost_their_datagram_alone() {
             scene.part(port, PORT, &[7; 4000], false);
         }
         scene.still_hears(b"whole");
-        // The beginning is missing: what is left is one of its own, as far as anybody can know.
+        // The first part is missing: a receiver cannot know, and the rest is a datagram of its own.
         scene.still_hears(b"an end");
         // The last one has its time.
         scene.part(OURS.get(), PORT, b"and no more", false);

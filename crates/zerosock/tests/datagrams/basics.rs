@@ -1,4 +1,4 @@
-//! That they arrive, whole, with their source; and what is said when they cannot.
+//! Datagrams arrive whole and with their source; errors of sends that cannot arrive.
 
 use std::io::ErrorKind;
 use std::thread;
@@ -170,7 +170,7 @@ fn to_nobody_they_are_dropped_and_counted() {
     ours.send_to(b"found", theirs.local_addr()).unwrap();
     assert_eq!(recv(&theirs).0, b"found");
     assert_eq!(theirs.drops().no_socket, 1);
-    // There is no such CID: only who has the table knows.
+    // There is no such CID: only the side with the table of routes knows.
     let nowhere = Address::new(Cid::new(77), PORT);
     let error = ours.send_to(b"lost", nowhere).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::HostUnreachable);

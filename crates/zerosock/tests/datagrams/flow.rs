@@ -1,4 +1,4 @@
-//! Full receivers, and senders that are asked to stop.
+//! Flow control: full receivers, and senders that are told to stop.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
@@ -96,8 +96,7 @@ fn nor_does_one_behind_the_switch() {
     slow_and_fast(&sender, &other, &slow, &fast);
 }
 
-/// One who may be sent to and may not answer: he has no port that is open, neither the one he sends
-/// from.
+/// A receiver that others may send to, and that may not answer, because none of its ports is open.
 #[test]
 fn nor_does_one_who_could_not_answer() {
     let serve = Serve::new(2);
@@ -190,7 +189,7 @@ fn a_receiver_that_dies_lets_its_sources_go() {
         refused && ours.stats().stopped > 0
     });
     drop((theirs, to));
-    // Nobody says START; the time-out does.
+    // No START arrives; the block ends by its time-out.
     ours.set_nonblocking(false).unwrap();
     ours.send_to(&[0; 1000], there).unwrap();
 }

@@ -1,4 +1,4 @@
-//! Guests that write their packets by hand: fragments, words, and rubbish.
+//! Guests that write their packets by hand: fragments, STOP and START, and malformed packets.
 
 use zerosock_proto::vsock::datagram::{Control, F_DGRAM, F_DGRAM_FLOW, Place, data};
 use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
@@ -180,7 +180,7 @@ fn a_stop_blocks_its_sender_s_address_and_nobody_else_s() {
     let mut guest = guest(&hub, true, true);
     let stop = Control::Stop(Place::Receiver);
     let send = |to: Address| ours.send_to(b"x", to).map_err(|error| error.kind());
-    // For somebody else: dropped, as any packet that is not its sender's.
+    // From another endpoint's address: dropped, as any packet with a foreign source address.
     guest
         .raw
         .send(stop.emit(theirs.local_addr(), ours.local_addr()), &[]);

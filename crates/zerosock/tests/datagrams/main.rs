@@ -1,4 +1,4 @@
-//! Datagrams between processes, the host, and siblings behind the daemon's switch.
+//! Datagrams between processes, the host, and siblings of one daemon.
 
 mod bad_input;
 mod basics;

@@ -1,4 +1,4 @@
-//! Where the bytes lie: no copy between a process and the host, one through the switch.
+//! No copy of a datagram between a process and the host; one through the daemon.
 
 use std::io::Write;
 
@@ -6,7 +6,7 @@ use super::common::eventually;
 use super::*;
 use zerosock::vsock::{Lease, Trust};
 
-/// The file that a byte lies in, and where in it: the same for whoever has it mapped.
+/// File and offset of a byte: the same in every process that has it mapped.
 fn place(at: *const u8) -> (String, usize) {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     for line in maps.lines() {
@@ -35,7 +35,7 @@ fn travels_in_place(from: &Datagram, to: &Datagram) {
     let lease: &Lease<'_> = got.lease().unwrap();
     let (file, _) = place(lease.read().as_ptr());
     drop(got);
-    // Whoever receives has the other's memory mapped, not a buffer of his own.
+    // The receiver has the sender's memory mapped, not a buffer of its own.
     assert!(file.contains(':'), "a file's device and inode: {file}");
     assert!(!file.starts_with("00:00 0"), "anonymous memory is a copy");
 }
@@ -94,7 +94,7 @@ fn a_byte_that_is_changed_afterwards_shows() {
     let twin = at
         .with_addr(twin.expect("mapped by its sender as well"))
         .cast_mut();
-    // SAFETY: the sender's mapping, which lives as long as its endpoint; nobody has a slice of it
+    // SAFETY: the sender's mapping, which lives as long as its endpoint; no slice of it exists
     // now.
     unsafe { twin.write_volatile(b'j') };
     assert_eq!(got.to_vec(), b"jello", "not a copy");
@@ -130,7 +130,7 @@ fn loans_come_back_unsent_and_beyond_their_bound_are_private() {
 
 #[test]
 fn what_is_shown_is_a_plain_slice_of_who_is_trusted_alone() {
-    // SAFETY: nobody here writes what is shown.
+    // SAFETY: no code here writes these bytes while they are leased.
     let trust = unsafe { Trust::declare() };
     for trusted in [true, false] {
         let hub = Hub::with(|builder| match trusted {

@@ -1,4 +1,4 @@
-//! Sockets in a tokio runtime.
+//! Datagram sockets in a tokio runtime.
 
 use std::io::{ErrorKind, Write};
 use std::sync::Arc;
@@ -16,8 +16,7 @@ fn task(socket: Datagram) -> AsyncDatagram {
     AsyncDatagram::new(socket).unwrap()
 }
 
-/// What `wait` gives, if somebody told it: at the end of all patience it looks once more, and finds
-/// what it slept over.
+/// The output of `wait`. Panics if it took long: then no event woke it, and its time-out did.
 async fn told<T>(wait: impl Future<Output = T>) -> T {
     let began = Instant::now();
     let found = timeout(PATIENCE, wait).await.expect("never told");
@@ -86,8 +85,8 @@ async fn siblings_talk_in_tasks_of_one_thread() {
     many_tasks_talk_to(at(&to, PORT), clients).await;
 }
 
-/// One that is asked to stop waits in his task, and is woken; nothing is lost, and the other task of
-/// the same thread goes on.
+/// A sender that is told to stop waits in its task and is woken; no datagram is lost, and the other task
+/// of the same thread continues.
 #[tokio::test]
 async fn a_task_that_is_asked_to_stop_holds_up_no_other() {
     const MOST: u64 = 2000;
@@ -140,7 +139,7 @@ async fn leases_and_loans_are_awaited() {
     let mut loan = told(theirs.loan(to, 100)).await.unwrap();
     loan.write_all(b"before").unwrap();
     assert_eq!((loan.capacity(), loan.filled()), (100, 6));
-    // Filled until he says so.
+    // Fills the receiver until it sends STOP.
     let mut sent = 0;
     let give_up = deadline();
     loop {

@@ -1,4 +1,4 @@
-//! Sockets that wait: time-outs, pollers, several threads.
+//! Datagram sockets that wait: time-outs, pollers, several threads.
 
 use std::io::ErrorKind;
 use std::thread;

@@ -1,5 +1,4 @@
-//! A host under test, its VMs' sockets, and a thread that keeps it going while the test looks at
-//! a guest.
+//! A host under test, its VMs' sockets, and a thread that calls its `turn` while the test acts as the guest.
 #![allow(dead_code, reason = "each test program uses its own part")]
 
 use std::ops::Deref;

@@ -1,4 +1,4 @@
-//! Processes with several queue pairs: what they have in hand moves while it is used.
+//! Processes with several queue pairs: connections with leases and loans move while in use.
 
 use std::io::{ErrorKind, Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,5 +1,4 @@
-//! A guest with several queue pairs: rings written by hand, and a shard of the protocol core for
-//! each pair.
+//! A guest with several queue pairs: rings written by hand, and a `Shard` for each pair.
 
 use std::collections::HashMap;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! Drivers that move what they have not, to where nothing is, or go away in the middle.
+//! Drivers that move connections that they do not have, move to pairs that do not exist, or disconnect during
+//! a move.
 
 use std::io::Write;
 
@@ -87,7 +88,7 @@ fn one_who_keeps_asking_and_never_comes_harms_only_himself() {
         }
         guest.raw.send_on(pair, &header, &[]);
     }
-    // It is at another pair now, whose driver never says a word there; and the other one lives.
+    // The connection is at another pair now, where the driver never sends; the other one works.
     for program in &mut programs {
         program.write_all(b"hello").unwrap();
     }

@@ -1,5 +1,5 @@
-//! Drivers that move what is not theirs, or does not stand, or twice, or in the middle of a message;
-//! that talk where their connection is not yet. What they lose is their own.
+//! Drivers that move connections of others, move connections that are not established, move twice or in the
+//! middle of a message, or send at a pair too early. They harm only their own connections.
 
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
@@ -48,7 +48,7 @@ fn listen(path: &Path) -> OwnedFd {
     socket
 }
 
-/// A guest with three pairs that is us: nobody sees to it that it keeps to the rules.
+/// A guest with three pairs, written by hand, so that it can break the rules.
 struct Mover {
     raw: RawGuest,
     /// The connection that is spoken of.
@@ -275,7 +275,7 @@ fn half_a_message_goes_with_its_connection() {
     guest.say(at, Op::Rw, SEQ_EOM, b"end");
     expected.extend_from_slice(b"end");
     assert_eq!(recv().unwrap(), expected);
-    // One that never ends is nobody's.
+    // A message that never ends is dropped.
     guest.say(at, Op::Rw, 0, b"half");
     guest.goes(at, (at + 1) % 3);
     guest.say((at + 1) % 3, Op::Rst, 0, &[]);
@@ -338,7 +338,7 @@ fn half_a_message_between_siblings_goes_with_both() {
         assert_eq!(received, expected, "{round}");
         two.say(there, Op::CreditUpdate, 0, &[]);
     }
-    // One that never ends is nobody's.
+    // A message that never ends is dropped.
     one.say(at, Op::Rw, 0, b"half");
     one.say(at, Op::Move, u32::from((at + 1) % 3), &[]);
     let at = one.next_but_credit(at).1.flags as u16;

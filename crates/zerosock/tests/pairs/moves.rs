@@ -1,4 +1,4 @@
-//! Bytes keep their order wherever their connection is.
+//! Bytes keep their order when their connection moves.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

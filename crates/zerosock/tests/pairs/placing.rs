@@ -1,4 +1,4 @@
-//! Where connections begin when the port that was thought of has a connection already.
+//! A device chooses another source port when two addresses already have a connection.
 
 use std::collections::HashSet;
 use std::thread;
@@ -21,8 +21,8 @@ fn tune(config: &mut DaemonConfig) {
     config.queue_pairs = 3;
 }
 
-/// The guest connects from the port on which it listens to `TAKEN` ports of the host's from `first`
-/// on: whoever calls it from one of those finds the addresses in use.
+/// The guest connects from the port on which it listens to `TAKEN` ports of the host from `first` on: for
+/// a connect from one of those, the addresses are in use.
 fn take_ports(guest: &mut PairsGuest, first: u32) {
     let mut asked = HashSet::new();
     for port in first..first + TAKEN {
@@ -114,7 +114,7 @@ fn a_driver_finds_a_port_although_the_next_one_is_taken() {
     let _program = listener.accept().unwrap();
     let next = driver.addresses(stream).unwrap().0.port.get() + 1;
 
-    // A host program has a connection with the next one, and nobody listens there any more.
+    // A host program has a connection with the next port, which has no listener any more.
     driver.listen(Port::new(next), 4).unwrap();
     let path = daemon.uds_path();
     let program = thread::spawn(move || connect_guest(&path, next).unwrap());

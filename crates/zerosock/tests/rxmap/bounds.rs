@@ -1,4 +1,4 @@
-//! What a map holds: a bounded part of its guest's buffers, and those themselves.
+//! A map holds at most its share of the guest's buffers, and returns them when it is released.
 
 use std::io::{Read, Write};
 use std::thread;
@@ -10,7 +10,7 @@ use zerosock::{Address, Cid};
 use super::common::{PATIENCE, TestDaemon, assert_bytes, bytes};
 use super::{PORT, pair, send_packets, undisturbed, wait_for, wait_for_word};
 
-/// A map that is never released costs its own connection in-place packets, and nobody else theirs.
+/// A map that is never released costs its own connection in-place packets, and no other connection.
 #[test]
 fn what_a_map_holds_is_bounded() {
     const LEN: usize = 1 << 20;

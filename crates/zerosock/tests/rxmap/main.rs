@@ -1,7 +1,7 @@
-//! Receive maps: the document's own example and error cases, the native form, polling, bounds.
+//! Receive maps: the example and error cases of the patch set, the native form, polling, bounds.
 //!
-//! Packets that wait for 20 ms are copied aside and then are one stretch of bytes. Where a test is
-//! about single packets, it tries again when that has happened on a machine that was busy.
+//! Packets that wait for 20 ms are copied and then have one header for all their bytes. A test of single packets
+//! tries again if a busy machine has caused that.
 
 mod bounds;
 #[path = "../common/mod.rs"]

@@ -1,4 +1,4 @@
-//! Headers in shared memory: where they point, and that every byte is there once.
+//! Headers in shared memory: where they point, and that every byte occurs once.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -59,7 +59,7 @@ fn native_headers_point_to_where_the_packets_lie() {
                     assert_eq!(raw[8 + 2 * 16..][..4], 8200_u32.to_ne_bytes());
                     assert_eq!(raw[8 + 4 * 16..][..16], [0; 16]);
 
-                    // They stay, however long, and nobody copies them.
+                    // They stay in place however long, and are not copied.
                     let place = map.packet(2).unwrap().as_ptr();
                     let until = Instant::now() + Duration::from_millis(60);
                     while Instant::now() < until {

@@ -1,4 +1,4 @@
-//! Waiting for what a map will show: by looking, by the low-water mark, and to the end.
+//! Waiting for data of a map: by polling, by the low-water mark, and until the end.
 
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Write};

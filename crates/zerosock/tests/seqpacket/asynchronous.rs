@@ -13,8 +13,7 @@ use super::common::{PATIENCE, assert_bytes, bytes, pairs};
 use super::lanes::{Hub, Switchboard};
 use super::{PORT, ends_record, message};
 
-/// What `wait` gives, if somebody told it: at the end of all patience it looks once more, and finds
-/// what it slept over.
+/// The output of `wait`. Panics if it took long: then no event woke it, and its time-out did.
 async fn told<T>(wait: impl Future<Output = T>) -> T {
     let began = Instant::now();
     let found = timeout(PATIENCE, wait).await.expect("never told");
@@ -133,7 +132,7 @@ async fn joined(hub: &Hub, process: &Endpoint) -> (AsyncSeqPacket, AsyncSeqPacke
     (ours, AsyncSeqPacket::new(theirs).unwrap())
 }
 
-/// Whoever has sent may go: the message has left, however few buffers there were.
+/// The sender may be dropped: the message has left, however few buffers there were.
 #[tokio::test]
 async fn what_was_sent_has_left_when_the_call_returns() {
     let hub = Hub::new();
@@ -242,7 +241,7 @@ async fn loans_wait_for_their_turn() {
     }
 }
 
-/// Whoever waits is told of a reset, of a refusal, and of a name that nobody has.
+/// Waiting tasks get a reset, a refusal, and the error for an unknown name.
 #[tokio::test]
 async fn ends_are_told() {
     let hub = Hub::new();

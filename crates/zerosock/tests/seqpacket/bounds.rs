@@ -1,4 +1,4 @@
-//! What is held, and for how long; and peers that do not keep to bounds.
+//! Bounds on held messages, in number and in time; and peers that exceed bounds.
 
 use std::io::ErrorKind;
 use std::time::Duration;
@@ -82,7 +82,7 @@ fn a_message_longer_than_may_be_held_arrives() {
     });
 }
 
-/// Messages that nobody reads are copied in time, and keep their ends.
+/// Unread messages are copied after the hold time, and keep their boundaries.
 #[test]
 fn what_is_held_for_too_long_is_copied_and_keeps_its_ends() {
     let hub = Hub::with(|builder| builder.hold(Duration::from_millis(5)));

@@ -1,4 +1,4 @@
-//! Ends: of messages, of records, of what a peer sends, of time.
+//! Ends of messages, of records and of streams, and time-outs.
 
 use std::io::ErrorKind;
 use std::net::Shutdown;

@@ -1,4 +1,4 @@
-//! Guests that do not keep to the rules for messages: what they lose is their own.
+//! Guests that break the rules for messages harm only their own connections.
 
 use std::io::ErrorKind;
 use std::time::Duration;
@@ -126,7 +126,7 @@ fn a_message_above_the_buffer_is_reset_at_once() {
     pair.still_good();
 }
 
-/// It fills its buffer at most, holds up nobody, and is nobody's when its sender gives up.
+/// It fills its own buffer at most, delays no other connection, and is dropped when its sender resets.
 #[test]
 fn a_message_that_never_ends_fills_its_buffer_and_no_more() {
     for parts in [WINDOW / PART.len() - 1, 1] {
@@ -136,7 +136,7 @@ fn a_message_that_never_ends_fills_its_buffer_and_no_more() {
             for _ in 0..parts {
                 pair.raw.part(OURS, 0, &PART);
             }
-            // All buffers come back, whoever reads: in time, into copies.
+            // All buffers return without a reader: after the hold time the bytes are copied.
             pair.raw.guest.wait_tx_done();
             pair.still_good();
             assert_eq!(pair.bad.unread(), 0);
@@ -168,8 +168,8 @@ fn a_message_that_never_ends_fills_its_buffer_and_no_more() {
     }
 }
 
-/// As Linux reads them: an EOR counts on a packet that ends a message, and on no other; flags
-/// count on RW alone; others are nobody's.
+/// As in Linux: EOR has an effect only on a packet that ends a message; flags have an effect only on RW;
+/// other flags have none.
 #[test]
 fn ends_on_odd_packets_end_nothing() {
     let hosted = Hosted::new();

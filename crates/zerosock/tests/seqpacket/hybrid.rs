@@ -291,7 +291,7 @@ fn a_first_packet_that_is_no_connect_is_turned_away() {
         );
     }
     assert_eq!(lab.stats().bad_handshakes, lines.len() as u64);
-    // Nobody listens for messages at another port, nor for streams at this one.
+    // No listener for messages at another port, nor for streams at this one.
     let program = lab.program();
     program.send(b"CONNECT 1\n");
     while guest.turn().is_ok() && lab.stats().conns_refused == 0 {}

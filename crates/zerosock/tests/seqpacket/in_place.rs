@@ -1,4 +1,4 @@
-//! No copy of a message between a process and the host: by counters and by address.
+//! No copy of a message between a process and the host, shown by counters and by address.
 
 use zerosock::vsock::Trust;
 use zerosock_proto::wire::vsock::{Op, SEQ_EOM};
@@ -9,7 +9,7 @@ use super::hosting::Hosted;
 use super::lanes::Hub;
 use super::raw::{OURS, Raw};
 
-/// The file that a byte lies in, and where in it: the same for whoever has it mapped.
+/// File and offset of a byte: the same in every process that has it mapped.
 pub(crate) fn place(at: *const u8) -> (String, usize) {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     for line in maps.lines() {

@@ -1,5 +1,5 @@
-//! Messages written where they will be read: where they lie, when they are seen, and what comes
-//! back of those that are not sent, or cannot be.
+//! Loans for messages: where their bytes are, when the peer sees them, and what returns of loans that are not
+//! sent or cannot be.
 
 use std::io::{ErrorKind, Write};
 
@@ -14,7 +14,7 @@ use super::in_place::place;
 use super::lanes::Hub;
 use super::raw::{OURS, Raw};
 
-/// Bytes of a packet whose payload fills a buffer of the raw guest's.
+/// Bytes of a packet with a payload that fills a buffer of the raw guest.
 const FULL: u32 = HEADER_LEN as u32 + RX_LEN;
 
 fn places(loan: &mut MessageLoan<'_>) -> Vec<(String, usize)> {

@@ -1,4 +1,4 @@
-//! Whole messages, both ways at once, whatever lies between.
+//! Whole messages in both directions at once, over each path.
 
 use std::io::{ErrorKind, IoSlice};
 use std::thread;

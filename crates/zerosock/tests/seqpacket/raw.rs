@@ -48,7 +48,7 @@ impl Raw {
         patient(socket)
     }
 
-    /// Connects from `port`: somebody listens.
+    /// Connects from `port`, to a listener.
     #[track_caller]
     pub(crate) fn request(&mut self, port: u32) {
         let request = self.header(port, Op::Request);

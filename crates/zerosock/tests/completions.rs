@@ -129,7 +129,7 @@ fn a_lease_gives_back_what_it_lay_in_when_it_is_dropped() {
 }
 
 #[test]
-fn what_nobody_will_read_is_given_back_when_that_is_known() {
+fn dropping_a_stream_returns_its_unread_chains_at_once() {
     let (hosted, mut guest, stream) = still();
     for n in 0..4 {
         send(&mut guest, &[n; 100]);

@@ -313,7 +313,7 @@ fn lines_are_read_from_the_buffer() {
 }
 
 #[test]
-fn nobody_listening_is_refused() {
+fn a_connect_without_a_listener_is_refused() {
     // What the daemon gives up is refused as well, but after the client's patience.
     let daemon = TestDaemon::with(2, |config| config.connect_timeout = 2 * PATIENCE);
     let client = endpoint(&daemon, 0, |builder| builder.connect_timeout(PATIENCE));

@@ -177,7 +177,7 @@ fn a_loan_lies_in_a_buffer_that_the_guest_has_posted() {
 }
 
 #[test]
-fn who_listens_is_reached_and_nobody_else() {
+fn only_ports_with_a_listener_accept_connects() {
     let hosted = Hosted::new();
     let listener = hosted.listen(PORT, 1).unwrap();
     let mut guest = hosted.guest();

@@ -62,7 +62,7 @@ fn wakes_of_a_sleeper(other: &Stream, mut send: impl FnMut(u16), end: impl FnOnc
 }
 
 #[test]
-fn a_hosts_send_is_in_the_guests_queue_when_the_call_returns_and_wakes_nobody() {
+fn a_hosts_send_is_in_the_guests_queue_when_the_call_returns_and_wakes_no_thread() {
     let mut hosted = Hosted::new();
     let listener = hosted.listen(PORT, 4).unwrap();
     let mut guest = hosted.raw_guest();

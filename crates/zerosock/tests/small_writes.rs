@@ -290,7 +290,7 @@ fn an_endpoints_small_writes_come_to_few_packets_while_nobody_reads() {
 /// Both wait for the other otherwise: the reader for more bytes than packets have room for, the
 /// writer for the reader.
 #[test]
-fn a_reader_who_waits_for_many_bytes_gets_them_in_small_pieces() {
+fn a_reader_with_a_high_low_water_mark_gets_its_bytes_in_small_packets() {
     for from_host in [false, true] {
         let (_hosted, _endpoint, near, far) = process();
         let (reader, writer) = if from_host { (near, far) } else { (far, near) };

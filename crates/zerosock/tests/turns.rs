@@ -55,7 +55,7 @@ fn post_all(guest: &mut Driver, id: StreamId) -> u64 {
 }
 
 #[test]
-fn a_guest_that_posts_without_end_has_so_many_packets_in_a_turn_and_the_other_his() {
+fn a_turn_takes_a_bounded_number_of_packets_from_a_flooding_guest_and_serves_the_other() {
     let (_dir, hosted, [mut bulk, mut small]) = two();
     let mut bytes = [0; 4096];
     let (mut posted, mut read) = (0, 0);

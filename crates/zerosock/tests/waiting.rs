@@ -200,7 +200,7 @@ fn a_loop_of_the_callers_own_loses_no_wake_up() {
 }
 
 #[test]
-fn a_connect_is_begun_and_its_end_is_seen_by_who_polls() {
+fn a_poller_reports_the_result_of_a_begun_connect() {
     let daemon = TestDaemon::with(2, |config| {
         config.connect_timeout = Duration::from_secs(600);
     });
@@ -365,7 +365,7 @@ fn lines_that_are_longer_than_the_window_are_read() {
 }
 
 #[test]
-fn room_that_another_thread_makes_is_room_for_who_sleeps() {
+fn a_read_of_one_stream_frees_room_for_a_sleeping_reader_of_another() {
     // Held for so long that no timer helps.
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vm3.sock");

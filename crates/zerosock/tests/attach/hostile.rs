@@ -72,7 +72,7 @@ fn refused(lab: &Lab, request: &AttachRequest) -> AttachError {
 }
 
 #[test]
-fn what_others_have_is_taken() {
+fn a_cid_or_name_in_use_is_refused() {
     let lab = Lab::new(1);
     let owner = AttachRequest {
         cid: Some(Cid::new(700)),
@@ -103,7 +103,7 @@ fn what_others_have_is_taken() {
 }
 
 #[test]
-fn there_are_as_many_processes_as_there_may_be() {
+fn processes_above_the_maximum_are_refused() {
     let lab = Lab::with(0, |_| {}, |attach| attach.max_processes = 2);
     let one = lab.process("one");
     let _two = lab.process("two");
@@ -116,7 +116,7 @@ fn there_are_as_many_processes_as_there_may_be() {
 }
 
 #[test]
-fn a_stranger_is_turned_away_unheard() {
+fn a_user_that_may_not_attach_is_refused_before_its_request_is_read() {
     let lab = Lab::with(
         0,
         |_| {},
@@ -132,7 +132,7 @@ fn a_stranger_is_turned_away_unheard() {
 }
 
 #[test]
-fn another_version_is_told_both() {
+fn an_answer_to_another_major_version_has_both_versions() {
     let lab = Lab::new(0);
     for major in [0u16, 2, 0x100, u16::MAX] {
         let raw = Raw::new(&lab);
@@ -303,7 +303,7 @@ fn claims_without_end_are_answered_in_order_and_delay_nobody() {
 }
 
 #[test]
-fn silence_is_not_waited_for() {
+fn a_process_that_sends_nothing_delays_no_other_and_is_dropped() {
     let lab = Lab::new(0);
     let silent = Raw::new(&lab);
     let start = Instant::now();

@@ -335,7 +335,7 @@ fn an_order_that_cannot_be_carried_out_changes_nothing() {
 }
 
 #[test]
-fn who_may_be_no_service_any_more_keeps_its_ports_and_gets_no_others() {
+fn a_service_of_a_removed_user_keeps_its_ports_and_gets_no_others() {
     use super::services::service;
     let lab = Lab::with(
         1,

@@ -234,7 +234,7 @@ fn ask_as(uid: u32, lab: &Lab, claims: &[u32]) -> Result<Serving, AttachError> {
 }
 
 #[test]
-fn another_user_is_a_service_only_if_he_is_named() {
+fn another_user_is_a_service_only_if_configured() {
     use std::io::Write;
     use std::os::unix::fs::PermissionsExt;
     const NOBODY: u32 = 65534;

@@ -93,7 +93,7 @@ fn what_a_process_sent_before_it_went_arrives_at_a_host_that_was_busy() {
 
 /// Not a test by itself: the process that the next test stops and wakes.
 #[test]
-#[ignore = "a part of what_a_host_wrote_before_it_went_is_read_by_who_slept"]
+#[ignore = "a part of bytes_of_a_host_that_has_ended_are_read_by_a_process_that_slept"]
 fn sleeping_process() {
     let Some(path) = std::env::var_os("ZEROSOCK_TEST_ATTACH") else {
         return;
@@ -109,7 +109,7 @@ fn sleeping_process() {
 
 /// The reader sleeps, and gets to look only when the other side has gone.
 #[test]
-fn what_a_host_wrote_before_it_went_is_read_by_who_slept() {
+fn bytes_of_a_host_that_has_ended_are_read_by_a_process_that_slept() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("attach.sock");
     let host = Host::builder().attach(&path).start().unwrap();

@@ -16,7 +16,7 @@ fn is_send<T: Send>() {}
 fn is_sync<T: Sync>() {}
 
 #[test]
-fn what_may_be_sent_and_shared_is() {
+fn handles_are_send_and_sync() {
     is_send::<Stream>();
     is_sync::<Stream>();
     is_send::<Listener>();

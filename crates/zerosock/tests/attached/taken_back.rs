@@ -39,7 +39,7 @@ fn send(guest: &mut RawGuest, text: &[u8]) {
 }
 
 #[test]
-fn a_queue_that_stops_waits_for_who_reads_with_trust() {
+fn a_queue_that_stops_waits_for_a_trusted_read() {
     let hub = hub();
     let (mut guest, _place) = process(&hub);
     let stream = joined(&hub, &mut guest);
@@ -69,7 +69,7 @@ fn a_queue_that_stops_waits_for_who_reads_with_trust() {
 }
 
 #[test]
-fn who_reads_with_trust_for_too_long_costs_the_process_its_device_and_not_its_main_loop() {
+fn a_trusted_read_beyond_the_time_limit_costs_the_process_its_device() {
     let hub = hub();
     let (mut guest, _place) = process(&hub);
     let stream = joined(&hub, &mut guest);

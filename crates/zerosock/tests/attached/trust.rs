@@ -45,7 +45,7 @@ fn slices_both_ways_with_processes_and_none_with_a_vm() {
 }
 
 #[test]
-fn without_a_declaration_there_are_no_slices_of_anybody() {
+fn without_a_declaration_no_peer_gives_plain_slices() {
     let hub = Hub::new();
     let process = hub.process("p");
     let (ours, theirs) = hub.joined(&process);

@@ -118,7 +118,7 @@ fn a_small_buffer_cuts_and_tells_the_length() {
 }
 
 #[test]
-fn who_is_connected_receives_from_his_peer_alone() {
+fn a_connected_socket_receives_from_its_peer_only() {
     let hub = Hub::new();
     let (one, other) = (hub.process(), hub.process());
     let ours = at_host(&hub, PORT);
@@ -159,7 +159,7 @@ fn ports_are_not_those_of_streams() {
 }
 
 #[test]
-fn to_nobody_they_are_dropped_and_counted() {
+fn datagrams_without_a_receiver_are_dropped_and_counted() {
     let hub = Hub::new();
     let process = hub.process();
     let (ours, theirs) = (at_host(&hub, PORT), at(&process, PORT));

@@ -79,7 +79,7 @@ fn a_slow_receiver_loses_nothing_while_a_fast_one_runs_on() {
 }
 
 #[test]
-fn nor_does_a_slow_process_of_the_host_s() {
+fn a_slow_process_of_a_host_loses_nothing() {
     let hub = Hub::with(|builder| builder);
     let process = hub.process();
     let (slow, fast) = (at(&process, PORT), at(&process, Port::ANY));
@@ -88,7 +88,7 @@ fn nor_does_a_slow_process_of_the_host_s() {
 }
 
 #[test]
-fn nor_does_one_behind_the_switch() {
+fn a_slow_sibling_loses_nothing() {
     let serve = Serve::new(2);
     let (from, to) = (serve.process(), serve.process());
     let (slow, fast) = (at(&to, PORT), at(&to, Port::ANY));
@@ -98,7 +98,7 @@ fn nor_does_one_behind_the_switch() {
 
 /// A receiver that others may send to, and that may not answer, because none of its ports is open.
 #[test]
-fn nor_does_one_who_could_not_answer() {
+fn a_slow_receiver_that_may_not_answer_loses_nothing() {
     let serve = Serve::new(2);
     let from = serve.process_with(|builder| builder.ports([Port::new(9000)]));
     let to = serve.process();
@@ -108,7 +108,7 @@ fn nor_does_one_who_could_not_answer() {
 }
 
 #[test]
-fn nor_one_that_does_not_even_look_while_another_process_does() {
+fn a_process_that_does_not_read_loses_nothing_while_another_reads() {
     let serve = Serve::new(1);
     let (from, idle, busy) = (serve.process(), serve.process(), serve.process());
     let (slow, fast) = (at(&idle, PORT), at(&busy, PORT));

@@ -129,7 +129,7 @@ fn loans_come_back_unsent_and_beyond_their_bound_are_private() {
 }
 
 #[test]
-fn what_is_shown_is_a_plain_slice_of_who_is_trusted_alone() {
+fn recv_each_gives_plain_slices_of_trusted_peers_only() {
     // SAFETY: no code here writes these bytes while they are leased.
     let trust = unsafe { Trust::declare() };
     for trusted in [true, false] {

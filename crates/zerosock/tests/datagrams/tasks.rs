@@ -167,7 +167,7 @@ async fn leases_and_loans_are_awaited() {
 }
 
 #[tokio::test]
-async fn batches_and_who_polls_by_himself() {
+async fn batches_in_tasks_and_manual_polling() {
     let hub = Hub::new();
     let process = hub.process();
     let (ours, theirs) = (task(at_host(&hub, PORT)), task(at(&process, Port::ANY)));

@@ -151,7 +151,7 @@ fn messages_keep_their_ends_on_their_way() {
 }
 
 #[test]
-fn what_cannot_be_moved_says_so() {
+fn a_connection_that_cannot_move_returns_an_error() {
     let (daemon, [one, two], _dir) = processes();
     let listener = two.listen(PORT, 4).unwrap();
     let to = Address::new(two.cid(), PORT);
@@ -196,7 +196,7 @@ fn connections_of_a_process_are_spread_over_its_pairs() {
 }
 
 #[test]
-fn who_wants_more_pairs_than_there_are_gets_those() {
+fn an_endpoint_that_requests_too_many_pairs_gets_the_available_ones() {
     let (daemon, [one], dir) = processes();
     assert_eq!(one.queue_pairs(), 3);
     let path = dir.path().join("attach.sock");

@@ -70,7 +70,7 @@ fn a_connection_that_is_not_there_cannot_be_moved() {
 }
 
 #[test]
-fn one_who_keeps_asking_and_never_comes_harms_only_himself() {
+fn a_driver_that_repeats_move_and_never_sends_at_the_new_pair_harms_only_itself() {
     let daemon = TestDaemon::with(2, tune);
     let listener = daemon.host_listener(PORT);
     let mut guest = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
@@ -103,7 +103,7 @@ fn one_who_keeps_asking_and_never_comes_harms_only_himself() {
 }
 
 #[test]
-fn who_goes_away_in_the_middle_leaves_nothing_behind() {
+fn a_driver_that_disconnects_during_a_move_leaves_nothing_behind() {
     for _ in 0..10 {
         let daemon = TestDaemon::with(2, tune);
         let mut one = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
@@ -207,7 +207,7 @@ fn a_datagram_through_another_pair_than_the_first_is_dropped() {
 }
 
 #[test]
-fn who_sends_behind_its_move_gets_every_buffer_back() {
+fn a_driver_that_sends_after_move_gets_every_buffer_back() {
     let daemon = TestDaemon::with(2, tune);
     let mut one = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
     let mut two = PairsGuest::attach(&daemon.vms[1].socket, 3, PORT);

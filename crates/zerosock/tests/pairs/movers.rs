@@ -155,7 +155,7 @@ fn none_are_left(daemon: &TestDaemon) {
 }
 
 #[test]
-fn nobody_moves_what_is_not_his() {
+fn a_connection_moves_only_by_its_owner_and_at_its_own_pair() {
     let daemon = TestDaemon::with(2, tune);
     let listener = daemon.host_listener(PORT);
     let mut owner = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
@@ -414,7 +414,7 @@ fn what_has_not_been_accepted_does_not_move() {
 }
 
 #[test]
-fn who_talks_at_the_new_pair_too_early_harms_himself() {
+fn a_driver_that_sends_at_the_new_pair_too_early_harms_only_itself() {
     let daemon = TestDaemon::with(1, tune);
     let listener = daemon.host_listener(PORT);
     let mut guest = Mover::attach(&daemon.vms[0].socket, SocketType::Stream);

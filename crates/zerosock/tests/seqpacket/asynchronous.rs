@@ -243,7 +243,7 @@ async fn loans_wait_for_their_turn() {
 
 /// Waiting tasks get a reset, a refusal, and the error for an unknown name.
 #[tokio::test]
-async fn ends_are_told() {
+async fn waiting_tasks_get_resets_refusals_and_unknown_names() {
     let hub = Hub::new();
     let process = hub.process_with(|builder| builder.name("worker"));
     let (ours, theirs) = joined(&hub, &process).await;

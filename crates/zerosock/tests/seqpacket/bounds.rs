@@ -84,7 +84,7 @@ fn a_message_longer_than_may_be_held_arrives() {
 
 /// Unread messages are copied after the hold time, and keep their boundaries.
 #[test]
-fn what_is_held_for_too_long_is_copied_and_keeps_its_ends() {
+fn messages_held_beyond_the_time_limit_are_copied_and_keep_their_boundaries() {
     let hub = Hub::with(|builder| builder.hold(Duration::from_millis(5)));
     let process = hub.process();
     let (ours, theirs) = hub.joined(&process);

@@ -77,7 +77,7 @@ fn a_flood_of_empty_messages_costs_its_connection() {
 
 /// Nor do packets that are nothing at all: no byte, no end.
 #[test]
-fn a_flood_of_nothing_is_nothing() {
+fn packets_without_bytes_or_end_change_no_message() {
     let hosted = Hosted::new();
     let mut pair = Pair::new(&hosted);
     pair.raw.part(OURS, 0, b"half, ");
@@ -334,7 +334,7 @@ fn a_host_program_gets_nothing_of_a_half_message() {
 /// A guest that has not negotiated VIRTIO_VSOCK_F_SEQPACKET has no messages: it is not sent any, and
 /// what it sends all the same is refused.
 #[test]
-fn who_has_not_negotiated_messages_has_none() {
+fn a_guest_that_has_not_negotiated_messages_has_none() {
     let hosted = Hosted::new();
     let _listener = hosted.listen_seqpacket(PORT, 4).unwrap();
     let mut guest = hosted.raw_guest();

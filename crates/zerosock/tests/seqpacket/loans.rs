@@ -375,7 +375,7 @@ fn a_loan_of_a_connection_that_has_ended_goes_back() {
 
 /// The peer reads no more, and says so while a loan is out.
 #[test]
-fn a_loan_is_refused_by_who_reads_no_more() {
+fn a_loan_to_a_peer_that_has_shut_receiving_is_refused() {
     let hosted = Hosted::new();
     let (mut raw, socket) = Raw::joined(&hosted);
     let mut loan = socket.loan(5000).unwrap();

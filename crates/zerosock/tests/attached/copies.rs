@@ -35,7 +35,7 @@ fn trust() -> Trust {
     unsafe { Trust::declare() }
 }
 
-/// Sends `text` in a loan; where its first byte was written.
+/// Sends `text` in a loan; returns the place of its first byte.
 fn send(stream: &Stream, text: &[u8]) -> *mut u8 {
     let mut loan = stream.loan(text.len()).unwrap();
     assert!(loan.is_in_place());
@@ -55,7 +55,7 @@ fn change(at: *mut u8, byte: u8) {
     unsafe { at.write_volatile(byte) }
 }
 
-/// What is sent on `from` is not copied on its way to `to`.
+/// Bytes sent on `from` reach `to` without a copy.
 fn is_in_place(from: &Stream, to: &Stream) {
     let at = send(from, b"hello");
     let lease = to.recv().unwrap().unwrap();
@@ -192,7 +192,7 @@ fn by_name_and_by_number_from_either_side() {
     (&ours).write_all(b"word").unwrap();
     let mut got = [0; 4];
     (&theirs).read_exact(&mut got).unwrap();
-    // Processes find each other too, through the host's own switch.
+    // Processes find each other too, through the host's device.
     let other = hub.process("web");
     assert_eq!(other.resolve("db").unwrap(), process.cid());
     thread::scope(|scope| {

@@ -7,8 +7,8 @@ use zerosock::vsock::Stream;
 use super::common::{assert_bytes, bytes};
 use super::hub::Hub;
 
-/// Takes leases of what `from` sends and keeps them all, every other one under a reading; then
-/// others go on.
+/// Keeps leases on everything that `from` sends, every second one under a reading; other connections must
+/// continue.
 fn hoard(from: &Stream, to: &Stream, others: impl FnOnce()) {
     let mut leases = Vec::new();
     for round in 0..200 {

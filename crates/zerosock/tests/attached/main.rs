@@ -24,10 +24,10 @@ use zerosock::vsock::Stream;
 
 const PORT: Port = Port::new(5000);
 
-/// Longer than any test lasts: what is leased stays where it is.
+/// A hold time longer than any test: leased bytes stay in place.
 const FOR_EVER: Duration = Duration::from_secs(600);
 
-/// Gives up in the end.
+/// Sets time-outs of `PATIENCE`.
 fn patient(stream: Stream) -> Stream {
     stream.set_read_timeout(Some(common::PATIENCE)).unwrap();
     stream.set_write_timeout(Some(common::PATIENCE)).unwrap();

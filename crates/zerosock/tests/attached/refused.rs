@@ -95,7 +95,7 @@ fn every_error_of_opening_says_by_whose_fault() {
         let gone = (Fault::Peer, ErrorKind::ConnectionAborted);
         assert_eq!(open(plain(), &rude), gone);
     });
-    // And a device that is there twice.
+    // And two devices at one path.
     let first = Endpoint::builder().attach_device(hub.vm()).unwrap();
     let error = Endpoint::builder().attach_device(hub.vm()).unwrap_err();
     assert_eq!(error.fault(), Fault::Peer, "{error}");
@@ -103,7 +103,7 @@ fn every_error_of_opening_says_by_whose_fault() {
     drop(first);
 }
 
-/// What is inside of an error.
+/// The inner error.
 #[track_caller]
 fn reason<T: std::error::Error + Copy + 'static>(error: &std::io::Error) -> T {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
@@ -206,7 +206,7 @@ fn another_user_is_let_in_by_mode_and_uid() {
     const NOBODY: u32 = 65534;
     if !rustix::process::geteuid().is_root() {
         let reason = "only root can become another user";
-        // Past the harness, which shows nothing of a test that passes.
+        // Written directly, because the harness hides the output of a test that passes.
         let _ = writeln!(std::io::stdout(), "\nSKIPPED users: {reason}");
         return;
     }
@@ -259,7 +259,7 @@ fn the_last_attach_socket_that_is_named_is_the_hosts() {
     ));
     Endpoint::attach(dir.path().join("path")).unwrap();
     drop(hub);
-    // What a process may have under way, by the terms and by the builder.
+    // The window of a process, as set in the terms and in the builder.
     let hub = Hub::with(|builder| builder.attach_with(others));
     assert_eq!(under_way(&hub, &last), 12_345);
     drop(hub);

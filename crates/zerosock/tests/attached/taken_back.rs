@@ -17,7 +17,7 @@ use super::hub::Hub;
 use super::trust::trust;
 use super::{FOR_EVER, PORT, patient};
 
-/// A process that has attached, and its place.
+/// An attached process, and the client that has its lease.
 pub(crate) fn process(hub: &Hub) -> (RawGuest, Client) {
     let attached = Client::connect(&hub.path(), &AttachRequest::default()).unwrap();
     let frontend = Frontend::from_stream(attached.socket, PATIENCE).unwrap();
@@ -82,7 +82,7 @@ fn a_trusted_read_beyond_the_time_limit_costs_the_process_its_device() {
     assert!(closed, "{error}");
     assert!(reading.is_torn());
     assert_eq!(guest.used_index(TX), used, "it has not got it back");
-    // What is there already stays; nothing new is made of it.
+    // The bytes can still be copied; no slice of them is given.
     assert_eq!(reading.as_slice(), None);
     assert_eq!(reading.to_vec(), b"bytes");
     drop(reading);
@@ -138,7 +138,7 @@ fn bytes_in_several_pieces_are_filled_by_slices_and_shared_by_copying() {
     let hub = hub();
     let (mut guest, _place) = process(&hub);
     let stream = joined(&hub, &mut guest);
-    // The next receive buffer: the header, and two pieces.
+    // The next receive buffer: the header, and two parts.
     let head = 1;
     guest.desc(RX, head, guest.buffer(RX, head), 44, WRITE | NEXT, 62);
     guest.desc(RX, 62, guest.buffer(RX, 62), 1000, WRITE | NEXT, 63);
@@ -161,7 +161,7 @@ fn bytes_in_several_pieces_are_filled_by_slices_and_shared_by_copying() {
     guest.read(guest.buffer(RX, 63), two);
     assert_eq!(&got[..5], b"front");
     assert_bytes(&got[5..], &bytes(1, 1495));
-    // And the other way.
+    // In the other direction.
     let (a, b) = (guest.tx_pair(), guest.tx_pair());
     let mut header = guest.header(77, PORT.get(), Op::Rw);
     header.len = 2000;

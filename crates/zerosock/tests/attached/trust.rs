@@ -28,7 +28,7 @@ fn slices_both_ways_with_processes_and_none_with_a_vm() {
         assert_eq!(lease.read().as_slice().unwrap(), b"in place");
         assert_eq!(lease.into_bytes().unwrap(), &b"in place"[..]);
     }
-    // The same driver half, but as the guest of a VM: it may reboot at any time.
+    // The same driver, as the guest of a VM, which may reboot at any time.
     let guest = Endpoint::builder().attach_device(hub.vm()).unwrap();
     let (ours, theirs) = hub.joined(&guest);
     assert!(!ours.is_trusted());

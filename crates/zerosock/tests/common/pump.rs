@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use zerosock::vsock::Host;
 
-/// See the module. Ends with its value.
+/// The host and its thread. The thread ends when this is dropped.
 pub(crate) struct Pumped {
     host: Arc<Host>,
     stop: Arc<AtomicBool>,

@@ -127,7 +127,7 @@ fn a_connected_socket_receives_from_its_peer_only() {
     ours.connect(other.local_addr());
     assert_eq!(ours.peer_addr(), Some(other.local_addr()));
     one.send_to(b"from a stranger", ours.local_addr()).unwrap();
-    // Both are taken in by the host's thread, each when it looks.
+    // The host's thread processes both in its turns.
     eventually("dropped", || ours.stats().dropped_not_peer == 1);
     other.send_to(b"from the peer", ours.local_addr()).unwrap();
     assert_eq!(recv(&ours), (b"from the peer".to_vec(), other.local_addr()));
@@ -197,7 +197,7 @@ fn endpoints_without_datagrams_keep_working_and_are_told_of() {
     let error = ours.send_to(b"x", there).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert_eq!(reason(&error), DatagramError::Deaf);
-    // Through a switch the first is lost, and the next ones are told.
+    // Through the daemon the first datagram is lost, and later sends get an error.
     eventually("the sibling hears of it", || {
         match theirs.send_to(b"x", there) {
             Ok(_) => false,
@@ -207,7 +207,7 @@ fn endpoints_without_datagrams_keep_working_and_are_told_of() {
             }
         }
     });
-    // Its streams are as ever.
+    // Its streams still work.
     let listener = hub.listen(PORT, 1).unwrap();
     let host = Address::new(Cid::HOST, PORT);
     let stream = guest.wait_connect(host, common::deadline()).unwrap();
@@ -299,7 +299,7 @@ fn a_socket_that_is_closed_leaves_its_port_and_its_leases() {
     theirs.send_to(b"new", ours.local_addr()).unwrap();
     assert_eq!(recv(&ours).0, b"new");
     drop(kept);
-    // Every buffer is back: as many as the queue has go through, and once more.
+    // Every buffer has returned: as many datagrams as the queue has buffers pass, and once more.
     for _ in 0..300 {
         theirs.send_to(b"again", ours.local_addr()).unwrap();
         assert_eq!(recv(&ours).0, b"again");

@@ -21,8 +21,8 @@ fn place(at: *const u8) -> (String, usize) {
     panic!("{at:?} is not mapped");
 }
 
-/// Where a loan's bytes are written: known by what is found there. A datagram that is received
-/// elsewhere than it was written has another file or another offset.
+/// The place where a loan's bytes are written. A datagram that was copied has another file or another
+/// offset.
 fn travels_in_place(from: &Datagram, to: &Datagram) {
     let mut loan = from.loan(to.local_addr(), 64).unwrap();
     assert!(loan.is_in_place());
@@ -116,7 +116,7 @@ fn loans_come_back_unsent_and_beyond_their_bound_are_private() {
         for (at, loan) in loans.iter_mut().enumerate() {
             write!(loan, "{at}").unwrap();
         }
-        // In the order in which they are sent, whatever they are.
+        // In the order of the sends, whatever the kind of loan.
         let last = loans.split_off(98);
         for loan in last.into_iter().chain(loans.drain(..2)) {
             loan.send().unwrap();
@@ -161,7 +161,7 @@ fn bytes_of_a_loan_that_were_skipped_are_zeros() {
     let process = hub.process();
     let (ours, theirs) = (at_host(&hub, PORT), at(&process, PORT));
     for (from, to) in [(&ours, &theirs), (&theirs, &ours)] {
-        // Every buffer there is has held something.
+        // Every buffer has held earlier bytes.
         for _ in 0..1000 {
             from.send_to(&[0xee; 3000], to.local_addr()).unwrap();
             assert_eq!(recv(to).0.len(), 3000);
@@ -173,7 +173,7 @@ fn bytes_of_a_loan_that_were_skipped_are_zeros() {
         loan.send().unwrap();
         let expected = [&[0; 3], &b"some"[..], &[0; 2988], b"at th"].concat();
         assert_eq!(recv(to).0, expected);
-        // Without a byte, an offset is a length all the same.
+        // Without written bytes, the offset still sets the length.
         let mut loan = from.loan(to.local_addr(), 3000).unwrap();
         assert_eq!(loan.write_at(100, b"").unwrap(), 0);
         assert_eq!(loan.send().unwrap(), 100);

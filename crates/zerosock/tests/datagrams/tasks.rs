@@ -93,7 +93,7 @@ async fn a_task_that_is_asked_to_stop_holds_up_no_other() {
     let hub = Hub::with(|builder| builder);
     let process = hub.process();
     let (full, free) = (at_host(&hub, PORT), at_host(&hub, Port::ANY));
-    // Three quarters of it take what is under way.
+    // Three quarters of the buffer are for datagrams in flight.
     full.set_receive_buffer(700 << 10);
     let sender = at(&process, Port::ANY);
     sender.set_send_buffer(32 << 10);
@@ -127,7 +127,7 @@ async fn a_task_that_is_asked_to_stop_holds_up_no_other() {
     assert_eq!(full.get_ref().drops().full, 0);
 }
 
-/// A loan may have been given out before its receiver asks to stop.
+/// A loan can be older than its receiver's STOP.
 #[tokio::test]
 async fn leases_and_loans_are_awaited() {
     let hub = Hub::new();
@@ -190,7 +190,7 @@ async fn batches_in_tasks_and_manual_polling() {
         }
     };
     let sending = async {
-        // The other side is told to wait.
+        // The other side gets STOP.
         tokio::task::yield_now().await;
         let three: [(&[u8], Address); 3] = [(b"1", to), (b"22", to), (b"999999999", to)];
         assert_eq!(told(theirs.send_many(&three)).await.unwrap(), 3);
@@ -227,7 +227,7 @@ async fn batches_in_tasks_and_manual_polling() {
     };
     tokio::join!(receiving, sending);
     assert_eq!(&peeked, b"pol");
-    // Out of the runtime it waits again.
+    // Outside the runtime it blocks again.
     let waits = ours.into_inner();
     waits
         .set_read_timeout(Some(Duration::from_millis(20)))

@@ -114,7 +114,7 @@ fn a_poller_reports_readable_and_writable_sockets() {
     };
     assert_eq!(poller.wait(Some(PATIENCE)).unwrap(), [readable]);
     recv(&one);
-    // Until it is told to stop it may send; and again when it is told to start.
+    // It may send until STOP, and again after START.
     poller.add_datagram(&other, 2, Readiness::WRITABLE);
     let writable = Ready {
         key: 2,

@@ -71,7 +71,7 @@ fn what_a_map_holds_is_bounded() {
     });
 }
 
-/// What a host maps lies in its guest's memory: nothing is copied on the way.
+/// The bytes that a host maps are in its guest's memory: none are copied.
 #[test]
 fn a_host_maps_what_its_guest_wrote() {
     const LENS: [usize; 3] = [56, 4096, 8200];
@@ -114,7 +114,7 @@ fn a_host_maps_what_its_guest_wrote() {
             (&stream).write_all(b"!").unwrap();
             drop(map);
             drop(stream);
-            // The guest goes only when the device answers.
+            // The guest disconnects only after the device's answer.
             while !guest.is_finished() {
                 host.turn().unwrap();
                 thread::yield_now();

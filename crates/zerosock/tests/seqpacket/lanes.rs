@@ -12,7 +12,7 @@ use super::common::pump::Pumped;
 use super::common::{PATIENCE, pairs};
 use super::{FOR_EVER, PORT, patient};
 
-/// A host with an attach socket, and a thread that keeps it going.
+/// A host with an attach socket, and a thread that calls its `turn`.
 pub(crate) struct Hub {
     pub(crate) host: Pumped,
     dir: tempfile::TempDir,

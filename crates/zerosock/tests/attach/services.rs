@@ -8,7 +8,7 @@ use crate::common::{assert_bytes, bytes, connect_guest, eventually, eventually_w
 use zerosock::attach::{Fault, LAST_CLAIMABLE, MAX_CLAIMS, ServiceRequest, Serving};
 use zerosock::driver::WaitError;
 
-/// A service that works as long as it is asked to.
+/// A service; the test runs its driver.
 pub(crate) struct Service {
     pub(crate) driver: Driver,
     pub(crate) control: Client,
@@ -18,7 +18,7 @@ fn me() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// A daemon that lets our user's processes be services.
+/// A daemon on which the test's own user may run services.
 fn lab_with(vms: u32, workers: usize, tune: impl FnOnce(&mut AttachConfig)) -> Lab {
     Lab::with(
         vms,
@@ -50,7 +50,7 @@ fn ask(lab: &Lab, claims: &[u32]) -> Result<Serving, AttachError> {
     Client::serve_within(&lab.path, &request, common::PATIENCE)
 }
 
-/// A service with these ports, on which it listens.
+/// A service that has claimed these ports and listens on them.
 pub(crate) fn service(lab: &Lab, claims: &[u32]) -> Service {
     let Serving {
         socket,
@@ -69,7 +69,7 @@ pub(crate) fn service(lab: &Lab, claims: &[u32]) -> Service {
     Service { driver, control }
 }
 
-/// Connects from one to a port of the other, which listens there.
+/// Connects from one driver to a port on which the other listens.
 #[track_caller]
 fn connect(one: &mut Driver, two: &mut Driver, to: Address) -> (StreamId, StreamId) {
     let stream = one.connect(to).unwrap();
@@ -87,7 +87,7 @@ fn refused(driver: &mut Driver, to: Address) {
     assert!(matches!(refused, Err(WaitError::Refused)), "{refused:?}");
 }
 
-/// Sends there and back, both to the end.
+/// Sends in both directions, to the end of the streams.
 #[track_caller]
 fn there_and_back(one: (&mut Driver, StreamId), two: (&mut Driver, StreamId), seed: u64) {
     let sent = bytes(seed, 1 << 20);
@@ -106,7 +106,7 @@ fn a_guest_has_two_services_and_the_hybrid_socket_at_once() {
         let mut two = service(&lab, &[20]);
         let path = format!("{}_30", lab.vms[0].uds_path.display());
         let program = UnixListener::bind(path).unwrap();
-        // All three are there before anything is sent.
+        // All three connections exist before any bytes are sent.
         let (a, at_one) = connect(&mut guest, &mut one.driver, host(11));
         let (b, at_two) = connect(&mut guest, &mut two.driver, host(20));
         let c = guest.wait_connect(host(30), deadline()).unwrap();
@@ -128,7 +128,7 @@ fn a_guest_has_two_services_and_the_hybrid_socket_at_once() {
         socket.read_exact(&mut got).unwrap();
         assert_eq!(&got, b"to the socket");
         assert_eq!(lab.stats().copied_bytes, 0, "one copy, by the receiver");
-        // A process reaches a service as well.
+        // A process can connect to a service too.
         let mut process = lab.process("p");
         let (d, at_one) = connect(&mut process.driver, &mut one.driver, host(10));
         there_and_back((&mut process.driver, d), (&mut one.driver, at_one), 3);
@@ -143,7 +143,7 @@ fn a_taken_port_is_said_to_be_taken() {
     let mut one = service(&lab, &[10]);
     let before = lab.stats();
     assert_eq!((before.services, before.claimed_ports), (1, 1));
-    // In the first word, also among others that are free; and in a later one.
+    // In the first request, also among free ports; and in a later one.
     let error = ask(&lab, &[9, 10, 11]).unwrap_err();
     assert!(
         matches!(error, AttachError::PortTaken(port) if port.get() == 10),
@@ -156,7 +156,7 @@ fn a_taken_port_is_said_to_be_taken() {
         matches!(error, AttachError::PortTaken(port) if port.get() == 10),
         "{error}"
     );
-    // One's own is taken too.
+    // The service's own port counts as taken too.
     let error = one.control.claim(&ports(&[10])).unwrap_err();
     assert!(matches!(error, AttachError::PortTaken(_)), "{error}");
     // A claim is granted as a whole or not at all: the other ports are free.
@@ -164,7 +164,7 @@ fn a_taken_port_is_said_to_be_taken() {
     two.control.claim(&ports(&[9, 11, 12])).unwrap();
     assert_eq!(lab.stats().claimed_ports, 4);
     assert_eq!(lab.stats().attach_refused, before.attach_refused + 3);
-    // The owner has noticed nothing.
+    // The owner is not affected.
     connect(&mut guest, &mut one.driver, host(10));
 }
 
@@ -190,7 +190,7 @@ fn reserved_ports_and_too_many_are_refused() {
     one.control.claim(&ports(&more[1..])).unwrap();
     let error = one.control.claim(&ports(&more[..1])).unwrap_err();
     assert!(matches!(error, AttachError::Full), "{error}");
-    // As many services as there may be; processes are counted apart.
+    // The maximum of services; processes are counted separately.
     let two = service(&lab, &[]);
     let error = ask(&lab, &[7]).unwrap_err();
     assert!(matches!(error, AttachError::Full), "{error}");
@@ -225,7 +225,7 @@ fn ask_as(uid: u32, lab: &Lab, claims: &[u32]) -> Result<Serving, AttachError> {
     std::thread::scope(|scope| {
         let asking = scope.spawn(|| {
             let uid = rustix::process::Uid::from_raw(uid);
-            // Of this thread alone.
+            // Credentials of this thread only.
             rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
             ask(lab, claims)
         });
@@ -240,7 +240,7 @@ fn another_user_is_a_service_only_if_configured() {
     const NOBODY: u32 = 65534;
     if !rustix::process::geteuid().is_root() {
         let reason = "only root can become another user";
-        // Past the harness, which shows nothing of a test that passes.
+        // Written directly, because the harness hides the output of a test that passes.
         let _ = writeln!(std::io::stdout(), "\nSKIPPED services' users: {reason}");
         return;
     }
@@ -295,7 +295,7 @@ fn ports_change_hands_on_a_lease() {
         program.accept().unwrap();
         two.control.claim(&ports(&[10])).unwrap();
         connect(&mut guest, &mut two.driver, host(10));
-        // What was connected stays where it is.
+        // Existing connections stay.
         there_and_back((&mut guest, stays), (&mut one.driver, there), 4);
         two.control.release(&ports(&[10])).unwrap();
         one.control.claim(&ports(&[10])).unwrap();
@@ -331,7 +331,7 @@ fn a_service_that_dies_resets_what_it_had_and_leaves_its_ports() {
                 guest.state(stream) == Some(StreamState::Reset)
             });
             guest.close(stream).unwrap();
-            // At once after it: what it leaves behind is waited for.
+            // Directly after it: the request waits until the ports are free.
             let mut next = service(&lab, &[11, 10]);
             let (stream, _) = connect(&mut guest, &mut next.driver, host(10));
             guest.close(stream).unwrap();
@@ -369,7 +369,7 @@ fn services_connect_out_and_replies_come_to_the_right_one() {
             sources.push(source.port);
             pairs.push((out, there));
         }
-        // The host's own side has ports of its own, as well.
+        // The host's own side has source ports of its own too.
         let uds_path = &lab.vms[0].uds_path;
         let program = std::thread::scope(|scope| {
             let program = scope.spawn(|| connect_guest(uds_path, PORT.get()).unwrap());
@@ -410,7 +410,7 @@ fn services_connect_out_and_replies_come_to_the_right_one() {
         let source = guest.addresses(accepted.unwrap()).unwrap().1;
         assert_eq!(source, host(20));
         there_and_back((&mut two.driver, out), (&mut guest, accepted.unwrap()), 30);
-        // The host does not reach itself.
+        // The host cannot connect to itself.
         refused(&mut one.driver, host(20));
     }
 }
@@ -444,7 +444,7 @@ fn an_endpoint_is_a_service_with_messages_and_several_pairs() {
                     let mut message = [0; 8];
                     let got = record.recv(&mut message).unwrap().unwrap();
                     assert_eq!(&message[..got.len], [n; 3]);
-                    // The service calls back, from its block or from its claimed port.
+                    // The service connects back, from its block or from its claimed port.
                     let out = service.connect_seqpacket(at(guest.cid())).unwrap();
                     out.send(&[n; 5]).unwrap();
                     assert!(out.recv(&mut message).unwrap().is_none(), "the end");
@@ -467,7 +467,7 @@ fn an_endpoint_is_a_service_with_messages_and_several_pairs() {
             lab.daemon().resolve(&"records".parse().unwrap()),
             Some(Cid::HOST)
         );
-        // What it does not claim it cannot listen on, and what it gives up neither.
+        // It can listen only on ports that it has claimed and not released.
         for port in [Port::new(10), Port::ANY] {
             let error = service.listen(port, 1).unwrap_err();
             assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput);

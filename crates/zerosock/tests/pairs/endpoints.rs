@@ -29,7 +29,7 @@ fn processes<const N: usize>() -> (Daemon, [Endpoint; N], tempfile::TempDir) {
     (daemon.unwrap(), std::array::from_fn(attach), dir)
 }
 
-/// Moves it to one pair after the other until told to stop; how often it has moved.
+/// Moves a stream from pair to pair until `stop`; returns the number of moves.
 fn keep_moving(stop: &AtomicBool, mut go: impl FnMut(u16) -> std::io::Result<()>) -> usize {
     let mut moves = 0;
     for pair in (0..3).cycle() {
@@ -38,7 +38,7 @@ fn keep_moving(stop: &AtomicBool, mut go: impl FnMut(u16) -> std::io::Result<()>
         }
         match go(pair) {
             Ok(()) => moves += 1,
-            // Half a message is out, or the other end has just moved.
+            // Part of a message is in flight, or the other end has just moved.
             Err(error) if error.kind() == ErrorKind::ResourceBusy => thread::yield_now(),
             Err(error) => panic!("{error}"),
         }
@@ -206,7 +206,7 @@ fn an_endpoint_that_requests_too_many_pairs_gets_the_available_ones() {
     assert_eq!(fewer.queue_pairs(), 2);
     assert!(Endpoint::builder().queue_pairs(17).attach(&path).is_err());
     assert_eq!(Endpoint::attach(&path).unwrap().queue_pairs(), 1);
-    // A host that was not told has one.
+    // A host without the setting has one pair.
     let attach = dir.path().join("host.sock");
     let host = Host::builder().attach(&attach).start().unwrap();
     let stop = AtomicBool::new(false);

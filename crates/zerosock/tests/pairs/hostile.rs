@@ -122,7 +122,7 @@ fn a_driver_that_disconnects_during_a_move_leaves_nothing_behind() {
         }
         one.pump();
         drop(one);
-        // The other's connections end, and each of its chains comes back.
+        // The other guest's connections end, and all its chains return.
         until(&mut [&mut two], |guests| {
             guests[0].conns.iter().all(|conn| conn.at.is_none())
                 && (0..3).all(|pair| guests[0].raw.is_idle_on(pair))
@@ -149,7 +149,7 @@ fn queue_pairs_are_chosen_once_and_within_bounds() {
             "{refused}"
         );
     }
-    // Queues beyond those that are used cannot be set up.
+    // Queues beyond those in use cannot be set up.
     assert!(frontend.set_vring_num(3, 64).is_err());
     frontend.set_queue_pairs(2).unwrap();
     frontend.set_vring_num(4, 64).unwrap();
@@ -193,7 +193,7 @@ fn a_datagram_through_another_pair_than_the_first_is_dropped() {
     };
     for pair in [1, 2] {
         guest.raw.send_on(pair, &datagram, &[]);
-        // What comes behind it is answered, it is not.
+        // The packets after it are answered, it is not.
         let header = move_header(&guest, 6000, 0);
         guest.raw.send_on(pair, &header, &[]);
         let answer = next(&mut guest, pair);
@@ -227,7 +227,7 @@ fn a_driver_that_sends_after_move_gets_every_buffer_back() {
         buf_alloc: 16384,
         fwd_cnt: 0,
     };
-    // Bytes, MOVE, bytes: as fast as they go, so that some are under way when it is to leave.
+    // Bytes, MOVE, bytes, without a pause, so that some are in flight when the connection moves.
     for n in 0..16 {
         while !one.raw.may_send_on(pair) {
             two.pump();
@@ -240,7 +240,7 @@ fn a_driver_that_sends_after_move_gets_every_buffer_back() {
             _ => one.raw.send_on(pair, &header(kind, 0, 500), &[7; 500]),
         }
     }
-    // Whatever becomes of the connection, every buffer comes back, and the queues can be stopped.
+    // Whatever happens to the connection, every buffer returns, and the queues can be stopped.
     until(&mut [&mut two], |_| {
         (0..3).all(|pair| one.raw.is_idle_on(pair))
     });

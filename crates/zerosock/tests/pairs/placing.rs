@@ -13,7 +13,7 @@ use super::guest::{PairsGuest, until};
 use super::hosting::Hosted;
 
 const PORT: u32 = 7000;
-/// Ports of the host's that are taken, in a row: some of each pair.
+/// Consecutive ports of the host that are in use: some of each pair.
 const TAKEN: u32 = 24;
 
 fn tune(config: &mut DaemonConfig) {
@@ -35,7 +35,7 @@ fn take_ports(guest: &mut PairsGuest, first: u32) {
         guest.raw.send_on(pair, &request, &[]);
         asked.insert(to.port);
     }
-    // The guest's shards know nothing of them, and shall not see the answers.
+    // The guest's shards have no such connections, and must not see the answers.
     let give_up = deadline();
     while !asked.is_empty() {
         for pair in 0..3 {
@@ -49,7 +49,7 @@ fn take_ports(guest: &mut PairsGuest, first: u32) {
     }
 }
 
-/// The peer's port of the connection that the guest got last.
+/// The peer's port of the guest's latest connection.
 fn last_port(guest: &PairsGuest) -> u32 {
     let (pair, flow) = guest.conns.last().unwrap().at.unwrap();
     let info = guest.shards[usize::from(pair)].flow(flow).unwrap();

@@ -15,7 +15,7 @@ help:
 	@echo "make bench    zerosock beside its peers: sockets, iceoryx2, vhost-device-vsock"
 	@echo "              (ARGS='local', ARGS='device --rounds 9', ...)"
 	@echo "make bench-vm a stock guest under QEMU, side by side with vhost-device-vsock"
-	@echo "make lint     rustfmt, clippy, rustdoc, the walls between the crates, licences"
+	@echo "make lint     rustfmt, clippy, rustdoc, layers of crates, prose, licences"
 	@echo "make static   the static binary: $(STATIC)"
 
 demo:

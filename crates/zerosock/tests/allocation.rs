@@ -1,8 +1,8 @@
-//! No allocation on the way of a packet through the device: counted, not believed.
+//! Passing packets through the device allocates no memory.
 //!
-//! A test program of its own, because the counting allocator is the whole process's. The guest
-//! (our driver half), the host program and the worker all run here; none of them may allocate
-//! once their buffers have grown to their size.
+//! A test program of its own, because the counting allocator serves the whole process. The guest (the
+//! library's driver), the host program and the worker all run here. Once their buffers have grown, none
+//! of them may allocate.
 
 mod common;
 

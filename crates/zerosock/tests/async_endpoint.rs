@@ -12,8 +12,7 @@ use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
 use zerosock::vsock::{Endpoint, Host};
 use zerosock::{Address, Cid, Port};
 
-/// What `wait` gives, if somebody told it: at the end of all patience it looks once more, and finds
-/// what it slept over.
+/// The output of `wait`. Panics if it took long: then no event woke it, and its time-out did.
 async fn told<T>(wait: impl Future<Output = T>) -> T {
     let began = Instant::now();
     let found = timeout(PATIENCE, wait).await.expect("never told");
@@ -133,13 +132,13 @@ async fn a_connect_that_nobody_answers_ends_in_time() {
         .connect_timeout(Duration::from_millis(100))
         .attach_device(&daemon.vms[0].socket)
         .unwrap();
-    // It is there, but nobody drives it.
+    // It exists, but no thread runs it: no answer arrives.
     let silent = Endpoint::builder()
         .attach_device(&daemon.vms[1].socket)
         .unwrap();
     let _silent = silent.listen(PORT, 4).unwrap();
-    // The endpoint's task sleeps, and knows of no timer. The device has had a first packet, whose
-    // return it tells of; and the runtime looks at descriptors only now and then.
+    // The endpoint's task sleeps without a timer. The device has received a first packet and notifies
+    // its completion; the runtime polls descriptors only from time to time.
     let _listener = AsyncListener::new(client.listen(PORT, 4).unwrap()).unwrap();
     let nobody = AsyncStream::connect(&client, Address::new(Cid::HOST, PORT)).await;
     assert!(nobody.is_err());
@@ -229,7 +228,7 @@ fn runtime() -> tokio::runtime::Runtime {
     builder.enable_all().build().unwrap()
 }
 
-/// Two ends of a connection whose endpoints' tasks are of `runtime`.
+/// Two ends of a connection. The tasks of both endpoints run in `runtime`.
 fn connected_on(
     runtime: &tokio::runtime::Runtime,
     daemon: &TestDaemon,
@@ -273,7 +272,7 @@ fn a_runtime_that_ends_tells_the_tasks_of_another() {
             let mut word = [0; 4];
             far.read_exact(&mut word).await.map(|_| word)
         });
-        // It begins, and waits; who works for it is a task of the first.
+        // It starts and waits. A task of the first runtime runs its endpoint.
         tokio::task::yield_now().await;
         std::thread::spawn(move || drop(first)).join().unwrap();
         tokio::task::yield_now().await;
@@ -291,7 +290,7 @@ fn a_runtime_needs_no_timer() {
         .connect_timeout(Duration::from_millis(100))
         .attach_device(&daemon.vms[0].socket)
         .unwrap();
-    // It is there, but nobody drives it.
+    // It exists, but no thread runs it: no answer arrives.
     let silent = Endpoint::builder()
         .attach_device(&daemon.vms[1].socket)
         .unwrap();

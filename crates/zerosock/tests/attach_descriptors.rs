@@ -1,5 +1,6 @@
-//! Processes come and go and leave no descriptor behind. The one test of this program, because
-//! others in the same process would open and close descriptors of their own.
+//! Processes that attach and leave do not leak descriptors.
+//!
+//! The only test of this program, because others in the same process would open and close descriptors.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! Processes that are turned away and have sent descriptors that cannot be closed.
+//! Refused processes that have sent descriptors that cannot be closed.
 
 mod common;
 

@@ -1,6 +1,6 @@
-//! Bounds that hold whatever guests do: on chains held, bytes copied, work in a turn, and places.
+//! Bounds on held chains, copied bytes, work in a turn, and connections, whatever guests do.
 //!
-//! Where a bound in time would hide that one in number is missing, the time is made endless.
+//! Where a time limit would hide a missing bound on a number, the time limit is infinite.
 
 mod common;
 
@@ -17,7 +17,7 @@ use zerosock::daemon::HostSide;
 use zerosock::driver::{Address, Cid, Port};
 use zerosock_proto::wire::vsock::{Op, Repr, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
 
-/// Longer than any test.
+/// A time limit longer than any test.
 const ENDLESS: Duration = Duration::from_secs(3600);
 
 /// From `guest` (its `port`) to the sibling `cid`.
@@ -28,7 +28,7 @@ fn to(guest: &RawGuest, cid: u32, port: u32, dst: u32, op: Op) -> Repr {
     }
 }
 
-/// A connection from guest 3's `port` to guest 4's 77, who lets nothing come.
+/// A connection from guest 3's `port` to guest 4's 77. Guest 4 grants no credit.
 fn joined(one: &mut RawGuest, two: &mut RawGuest, port: u32) {
     one.send(to(one, 4, port, 77, Op::Request), &[]);
     two.recv_where(|r| r.op.known() == Some(Op::Request) && r.src.port.get() == port);
@@ -82,7 +82,7 @@ fn a_broken_ring_with_chains_held_is_still_stopped() {
     assert!(base.is_ok(), "GET_VRING_BASE: {base:?}");
 }
 
-/// Chains lent to a sibling whose lender's connection has ended in order.
+/// Chains that a sibling holds return after the lender has closed the connection in order.
 #[test]
 fn chains_lent_to_a_sibling_that_does_not_read_come_back_after_the_connection_ended() {
     let daemon = TestDaemon::with(2, |_| {});
@@ -101,7 +101,7 @@ fn chains_lent_to_a_sibling_that_does_not_read_come_back_after_the_connection_en
     assert!(base.is_ok(), "GET_VRING_BASE: {base:?}");
 }
 
-/// The device's cap on overflow does not see siblings.
+/// The cap on copied bytes covers packets for siblings.
 #[test]
 fn the_overflow_cap_holds_for_siblings() {
     let daemon = TestDaemon::with(2, |config| config.max_overflow = 1 << 20);
@@ -117,7 +117,7 @@ fn the_overflow_cap_holds_for_siblings() {
     eventually("a reset", || daemon.stats().unwrap().overflow_resets > 0);
 }
 
-/// What a sibling that reads no more has is never consumed, so the close waits for 8 s.
+/// A close does not wait for bytes that the sibling will never read.
 #[test]
 fn a_sibling_that_shuts_its_receiving_half_lets_the_sender_close() {
     let daemon = TestDaemon::with(2, |_| {});
@@ -189,7 +189,7 @@ fn a_guest_that_posts_useless_chains_without_end_does_not_keep_the_worker() {
         let _ = std::io::copy(&mut from, &mut to);
     });
     let guest = RawGuest::attach(&daemon.vms[0].socket);
-    // Buffers of no bytes.
+    // Buffers of length 0.
     for head in 0..SIZE {
         guest.desc(TX, head, guest.buffer(TX, 0), 0, 0, 0);
     }
@@ -278,7 +278,7 @@ fn a_guest_that_posts_useless_chains_without_end_does_not_keep_the_worker() {
     );
 }
 
-/// Requests that their guest has given up keep a sibling's places.
+/// Requests that their guest has given up free the sibling's places.
 #[test]
 fn abandoned_requests_to_a_sibling_do_not_keep_its_places() {
     let daemon = TestDaemon::with(2, |config| {
@@ -286,14 +286,14 @@ fn abandoned_requests_to_a_sibling_do_not_keep_its_places() {
         config.connect_timeout = ENDLESS;
     });
     let mut one = RawGuest::attach(&daemon.vms[0].socket);
-    // Slow to answer: never.
+    // Never answers.
     let mut two = RawGuest::attach(&daemon.vms[1].socket);
     for port in 5000..5016 {
         one.send(to(&one, 4, port, 77, Op::Request), &[]);
         one.send(to(&one, 4, port, 77, Op::Rst), &[]);
     }
     one.wait_tx_done();
-    // The sibling's device may not have heard of it yet: as a program would, try again.
+    // The sibling's device may not have processed it yet: try again, as a program would.
     let give_up = deadline();
     loop {
         let mut program = hybrid(&daemon.vms[1].uds_path);
@@ -308,7 +308,7 @@ fn abandoned_requests_to_a_sibling_do_not_keep_its_places() {
     }
 }
 
-/// The chains that siblings have do not count in the bound on the whole queue.
+/// Chains that siblings hold count in the bound on the whole queue.
 #[test]
 fn stalled_siblings_together_hold_at_most_half_of_the_queue() {
     let daemon = TestDaemon::with(2, |config| config.hold = ENDLESS);
@@ -333,8 +333,7 @@ fn stalled_siblings_together_hold_at_most_half_of_the_queue() {
     });
 }
 
-/// What a sibling has of a queue comes back before the queue is stopped, and what was in it still
-/// arrives.
+/// Chains that a sibling holds return before their queue is stopped, and their bytes still arrive.
 #[test]
 fn a_queue_is_stopped_while_a_sibling_has_its_chains() {
     let daemon = TestDaemon::with(2, |config| config.hold = ENDLESS);

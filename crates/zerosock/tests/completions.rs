@@ -1,7 +1,8 @@
-//! What a guest sends without copying it (MSG_ZEROCOPY) is its own again as soon as it is taken: the
-//! descriptors are back when the call returns that took the last of what there is, and the guest is
-//! told. Bytes that nobody takes would come back after a time; here that time is endless, nobody
-//! keeps a host going but the test, and descriptors are counted, not waited for.
+//! Descriptors of a zero-copy send (MSG_ZEROCOPY) return as soon as the host has read the bytes.
+//!
+//! The call that reads the last byte returns the descriptors and notifies the guest. Bytes that the host does
+//! not read would be copied after a time; here that time is infinite, only the test calls the host, and
+//! descriptors are counted, not waited for.
 
 mod common;
 mod hosting;
@@ -26,7 +27,7 @@ fn out(guest: &RawGuest) -> u16 {
     guest.avail_index(TX).wrapping_sub(guest.used_index(TX))
 }
 
-/// A connection of a guest's, and a host that nobody keeps going from now on.
+/// A connection of a guest, and a host with no thread that calls its `turn`.
 fn still() -> (Hosted, RawGuest, Stream) {
     let mut hosted = Hosted::with_hold(1, ENDLESS);
     let listener = hosted.listen(PORT, 4).unwrap();
@@ -121,14 +122,14 @@ fn a_lease_gives_back_what_it_lay_in_when_it_is_dropped() {
     // The last first: nothing waits for what was sent before it.
     for (before, lease) in (1..=4).zip(leases).rev() {
         assert_eq!(out(&guest), before);
-        // Whoever drops it, and nobody else calls.
+        // Another thread drops it, and no other call is made.
         thread::scope(|scope| scope.spawn(|| drop(lease)).join().unwrap());
         now_out(&guest, before, before - 1);
     }
 }
 
 #[test]
-fn what_nobody_will_read_is_given_back_when_that_is_known() {
+fn dropping_a_stream_returns_its_unread_chains_at_once() {
     let (hosted, mut guest, stream) = still();
     for n in 0..4 {
         send(&mut guest, &[n; 100]);

@@ -1,6 +1,6 @@
-//! How often bytes are copied: each row of the README's table is a test, by the daemon's counters.
+//! Each row of the README's table of copies is a test of the daemon's counters.
 //!
-//! Amounts are such that a socket takes them without stalling, except where stalling is the point.
+//! Amounts are such that a socket takes them without a stall, except in tests of stalls.
 
 mod common;
 

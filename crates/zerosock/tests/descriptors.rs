@@ -1,5 +1,6 @@
-//! Descriptors return to their number. The one test of this program, because others in the same
-//! process would open and close descriptors of their own.
+//! The number of open descriptors returns to its initial value.
+//!
+//! The only test of this program, because others in the same process would open and close descriptors.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! Two processes' endpoints (here: threads) through the daemon: sockets as their users have them.
+//! Endpoints of two processes (here: threads) that are connected through the daemon: the sockets' API.
 
 mod common;
 
@@ -313,7 +313,7 @@ fn lines_are_read_from_the_buffer() {
 }
 
 #[test]
-fn nobody_listening_is_refused() {
+fn a_connect_without_a_listener_is_refused() {
     // What the daemon gives up is refused as well, but after the client's patience.
     let daemon = TestDaemon::with(2, |config| config.connect_timeout = 2 * PATIENCE);
     let client = endpoint(&daemon, 0, |builder| builder.connect_timeout(PATIENCE));
@@ -324,7 +324,7 @@ fn nobody_listening_is_refused() {
         ErrorKind::AddrInUse
     );
     thread::scope(|scope| {
-        // The server's engine needs somebody who drives it.
+        // A thread must run the server's engine.
         scope.spawn(|| waiting.accept_timeout(PATIENCE).unwrap());
         let error = client.connect(there()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
@@ -442,7 +442,7 @@ fn a_loan_that_could_not_be_sent_goes_back_once() {
             assert_eq!(error.kind(), ErrorKind::ConnectionReset);
             let (error, mut loan) = loan.try_send().unwrap_err();
             assert_eq!(error.kind(), ErrorKind::ConnectionReset);
-            // Its place may be somebody else's by now.
+            // Its slot may have been reused.
             assert!(!loan.is_in_place());
             loan.write_at(0, b"harmless").unwrap();
             assert!(loan.try_send().is_err());

@@ -1,5 +1,5 @@
-//! A program with the device in itself: guests' bytes where the guests wrote them, and its own
-//! written where the guests will read them.
+//! A program that embeds the device reads guests' bytes in place, and writes into buffers that guests will
+//! read.
 
 mod common;
 mod hosting;
@@ -177,7 +177,7 @@ fn a_loan_lies_in_a_buffer_that_the_guest_has_posted() {
 }
 
 #[test]
-fn who_listens_is_reached_and_nobody_else() {
+fn only_ports_with_a_listener_accept_connects() {
     let hosted = Hosted::new();
     let listener = hosted.listen(PORT, 1).unwrap();
     let mut guest = hosted.guest();
@@ -217,7 +217,7 @@ fn a_silent_guest_times_out_a_refusing_one_refuses_and_an_absent_one_is_unreacha
         assert_eq!(reason(&error), ConnectError::Unreachable);
         assert_eq!(reason(&error).fault(), Fault::Caller);
     }
-    // One that nobody drives.
+    // A guest that no thread runs.
     let mut guest = hosting::guest_at(&socket);
     let error = loop {
         let error = hosted.connect(guest_port()).unwrap_err();
@@ -230,7 +230,7 @@ fn a_silent_guest_times_out_a_refusing_one_refuses_and_an_absent_one_is_unreacha
     assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
     assert_eq!(reason(&error), ConnectError::TimedOut);
     assert_eq!(reason(&error).fault(), Fault::Peer);
-    // One on which nobody listens.
+    // A port without a listener.
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -392,7 +392,7 @@ fn a_host_refuses_memory_that_can_shrink_unless_told() {
         let hosted = Hosted::of(builder());
         assert_eq!(refused(unsealed(&socket)), "SET_MEM_TABLE");
         assert_eq!(hosted.faults(FrontendFault::Unsealed), 1, "by its name");
-        // Who seals it is welcome afterwards.
+        // A guest with sealed memory is accepted afterwards.
         let listener = hosted.listen(PORT, 4).unwrap();
         let mut guest = hosting::guest_at(&socket);
         guest.wait_connect(host(700), deadline()).unwrap();

@@ -1,5 +1,5 @@
-//! A program that embeds the device and does not read, or does not let go: what that costs
-//! others, and how it ends when the guest wants its memory back.
+//! A program that embeds the device does not read, or does not drop its leases: what this costs other
+//! connections, and how it ends when the guest takes its memory back.
 
 mod common;
 mod hosting;
@@ -17,7 +17,7 @@ use zerosock_proto::wire::vsock::Op;
 
 const PORT: Port = Port::new(700);
 
-/// A connection of the guest's, and the program's side of it.
+/// A connection of the guest, and the program's side of it.
 fn pair(hosted: &Hosted, guest: &mut Driver) -> (zerosock::driver::StreamId, Stream) {
     let listener = hosted.listen(PORT, 4).unwrap();
     let id = guest.wait_connect(host(700), deadline()).unwrap();
@@ -27,8 +27,8 @@ fn pair(hosted: &Hosted, guest: &mut Driver) -> (zerosock::driver::StreamId, Str
     (id, stream)
 }
 
-/// Sends at least `least` bytes, and until there is no credit, or no buffer, and has been none for
-/// longer than the hold. How many.
+/// Sends at least `least` bytes, and continues until credit or buffers have been used up for longer than the
+/// hold time. Returns the number of bytes.
 fn flood(guest: &mut Driver, id: zerosock::driver::StreamId, part: &[u8], least: usize) -> usize {
     let give_up = deadline();
     let mut sent = 0;
@@ -88,7 +88,7 @@ fn leases_that_are_never_dropped_stop_nobody_else() {
             .unwrap();
         leases.push(hoarder.recv().unwrap().unwrap());
     }
-    // Half of them under a reader.
+    // Half of them are being read.
     let readings: Vec<_> = leases.iter().step_by(2).map(|lease| lease.read()).collect();
     let (id, mut stream) = pair(&hosted, &mut guest);
     for round in 0..50 {
@@ -107,7 +107,7 @@ fn leases_that_are_never_dropped_stop_nobody_else() {
     for (n, lease) in leases.iter().enumerate() {
         assert_bytes(&lease.to_vec(), &bytes(n as u64, 2000));
     }
-    // A guest that goes meanwhile takes nothing with it.
+    // A guest that disconnects meanwhile takes no bytes with it.
     drop(guest);
     let error = hoarder.recv().map(drop).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
@@ -167,7 +167,7 @@ fn a_new_memory_table_takes_leases_and_loans_back() {
     guest.send_memory_table().unwrap();
     guest.frontend().unwrap().sync().unwrap();
     assert_bytes(&lease.to_vec(), &bytes(1, 2000));
-    // What was written before is not lost, and the rest goes behind it.
+    // Earlier bytes of the loan are kept, and later ones follow them.
     loan.write_all(&bytes(3, 500)).unwrap();
     assert!(!loan.is_in_place());
     assert_eq!(loan.send().unwrap(), 1000);
@@ -191,8 +191,8 @@ fn memory_kept_by_torn_leases_is_capped() {
         guest.frontend().unwrap().sync().unwrap();
         lease
     };
-    // Twice what the guest has is allowed, however small that is: the memory of the first is old
-    // when the second comes, and so on.
+    // Twice the guest's memory may be kept, however small it is: the first table is old when the second
+    // arrives, and so on.
     let leases: Vec<_> = (0..5).map(|_| next()).collect();
     let in_place: Vec<_> = leases.iter().map(|lease| lease.is_in_place()).collect();
     assert_eq!(in_place, [true, true, true, false, false]);
@@ -230,7 +230,7 @@ fn a_guest_with_many_connections_that_nobody_reads_loses_those_with_most() {
         .map(|_| listener.accept_timeout(PATIENCE).unwrap().0)
         .collect();
     let unread: usize = streams.iter().map(Stream::unread).sum();
-    // With what is held in place, and no more is reset than has to be.
+    // Including bytes held in place; no more connections are reset than necessary.
     assert!(unread < MOST + 600_000, "{unread}");
     assert!(unread > MOST / 2, "{unread}");
     drop(streams);
@@ -244,7 +244,7 @@ fn a_guest_with_many_connections_that_nobody_reads_loses_those_with_most() {
 
 #[test]
 fn a_quarter_of_the_buffers_is_never_lent() {
-    // Of each queue; this counts those of one.
+    // The bound is for each queue; this counts one of them.
     let hosted = Hosted::tuned(|builder| builder.queue_pairs(1));
     let mut guest = hosted.guest();
     let listener = hosted.listen(PORT, 16).unwrap();
@@ -253,8 +253,7 @@ fn a_quarter_of_the_buffers_is_never_lent() {
         let id = guest.wait_connect(host(700), deadline()).unwrap();
         streams.push((id, listener.accept_timeout(PATIENCE).unwrap().0));
     }
-    // The guest's queue has 256 entries, and it posts a buffer for every other of them: the
-    // header has one of its own.
+    // The guest's queue has 256 entries, and each buffer uses two: the header has its own.
     let (size, posted) = (256, 128);
     let mut loans = Vec::new();
     let mut in_place = 0;
@@ -269,7 +268,7 @@ fn a_quarter_of_the_buffers_is_never_lent() {
         in_place += ours;
     }
     assert_eq!(in_place, posted / 4 * 3);
-    // Control packets and others' bytes pass.
+    // Control packets and bytes of other connections pass.
     let id = guest.wait_connect(host(700), deadline()).unwrap();
     let (mut last, _) = listener.accept_timeout(PATIENCE).unwrap();
     last.set_write_timeout(Some(PATIENCE)).unwrap();
@@ -279,7 +278,7 @@ fn a_quarter_of_the_buffers_is_never_lent() {
         guest.wait_recv_exact(id, &mut got, deadline()).unwrap();
         assert_bytes(&got, &bytes(5, 100_000));
     });
-    // Those in place can be sent although no buffer is free, in any order; others are dropped.
+    // Loans in place can be sent in any order although no buffer is free; other loans are dropped.
     let mut want = vec![0; streams.len()];
     for (n, mut loan) in loans.into_iter().enumerate().rev() {
         if n % 3 > 0 && loan.is_in_place() {
@@ -303,7 +302,7 @@ fn hostile_lengths_reach_nobody() {
     guest.connect(5000, PORT.get());
     let (stream, _) = listener.accept_timeout(PATIENCE).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    // More than there is; more than anybody may; a header that ends early.
+    // A length above the bytes in the packet; above the maximum; a header that is too short.
     for len in [6, 4096, 65537, u32::MAX] {
         let mut raw = common::raw::emit(&guest.header(5000, PORT.get(), Op::Rw));
         raw[24..28].copy_from_slice(&len.to_le_bytes());
@@ -315,7 +314,7 @@ fn hostile_lengths_reach_nobody() {
     assert_eq!(lease.to_vec(), b"honest");
     drop(lease);
     guest.wait_tx_done();
-    // Beyond its credit: it is reset, and nobody else is.
+    // Beyond its credit: that connection is reset, and no other.
     guest.connect(5001, PORT.get());
     let (other, _) = listener.accept_timeout(PATIENCE).unwrap();
     other.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -351,7 +350,7 @@ fn a_guest_that_rewrites_payload_header_and_ring_under_a_lease_harms_nobody() {
     let at = hosting::raw_send(&mut guest, 5000, PORT.get(), b"hello");
     let lease = stream.recv().unwrap().unwrap();
     let reading = lease.read();
-    // The header says more, the descriptors lie elsewhere, the index is far ahead.
+    // The header has a larger length, the descriptors point elsewhere, the index is far ahead.
     for index in 0..common::raw::SIZE {
         let buffer = guest.buffer(common::raw::TX, index);
         if buffer != at {
@@ -373,7 +372,7 @@ fn a_guest_that_rewrites_payload_header_and_ring_under_a_lease_harms_nobody() {
     let mut got = [0; 4];
     (&alive).read_exact(&mut got).unwrap();
     assert_eq!(&got, b"here");
-    // Known at once, and not only when the front-end goes.
+    // Detected at once, not only when the front-end disconnects.
     let error = stream.recv().map(drop).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     drop(guest);

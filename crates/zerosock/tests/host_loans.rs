@@ -1,5 +1,5 @@
-//! Loans of a program that embeds the device: where their bytes come from, and what becomes of them
-//! when the guest wants its buffers back, or has others than before.
+//! Loans of a program that embeds the device: where their bytes are, and what happens to them when the guest
+//! takes its buffers back or posts others.
 
 mod common;
 mod hosting;

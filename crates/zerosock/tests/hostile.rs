@@ -1,4 +1,4 @@
-//! A guest that breaks the rules: nobody else notices, everything is counted.
+//! A guest that breaks the rules does not affect others, and every fault is counted.
 
 mod common;
 
@@ -141,7 +141,7 @@ fn packets_that_break_the_rules_are_dropped_counted_and_harm_nobody() {
 }
 
 #[test]
-fn packets_for_nobody_are_answered_with_reset() {
+fn packets_without_a_connection_are_answered_with_reset() {
     if skip() {
         return;
     }

@@ -1,6 +1,7 @@
-//! A send for which there is room is made by the call itself: the packet is in the peer's queue when
-//! the call returns, and nobody is woken for it, neither a thread that sleeps on the endpoint nor one
-//! of the device's. By counters: turns, notifications, and how often each thread has slept.
+//! A send with room in the peer's queue is done by the calling thread.
+//!
+//! The packet is in the queue when the call returns, and no thread is woken for it, neither one that sleeps on
+//! the endpoint nor one of the device. Shown by counters: turns, notifications, and sleeps of each thread.
 
 mod common;
 mod hosting;
@@ -61,7 +62,7 @@ fn wakes_of_a_sleeper(other: &Stream, mut send: impl FnMut(u16), end: impl FnOnc
 }
 
 #[test]
-fn a_hosts_send_is_in_the_guests_queue_when_the_call_returns_and_wakes_nobody() {
+fn a_hosts_send_is_in_the_guests_queue_when_the_call_returns_and_wakes_no_thread() {
     let mut hosted = Hosted::new();
     let listener = hosted.listen(PORT, 4).unwrap();
     let mut guest = hosted.raw_guest();
@@ -73,7 +74,7 @@ fn a_hosts_send_is_in_the_guests_queue_when_the_call_returns_and_wakes_nobody() 
     };
     let stream = accept(&mut guest, 5000);
     let other = accept(&mut guest, 5001);
-    // Now nobody keeps the host going but its callers.
+    // From here on only calls of the test run the host.
     hosted.stop();
     let guest = RefCell::new(guest);
     let first = guest.borrow().used_index(RX);
@@ -120,7 +121,7 @@ fn an_endpoints_send_is_made_by_the_call_and_wakes_no_thread_of_its_own() {
     let send = |n: u16| {
         let message = [n as u8; 6];
         assert_eq!((&stream).write(&message).unwrap(), 6);
-        // The program has it, and nobody has called the endpoint or slept less since.
+        // The program has it, and no other thread has called the endpoint or woken up since.
         let mut got = [0; 6];
         program.read_exact(&mut got).unwrap();
         assert_eq!(got, message);

@@ -1,4 +1,4 @@
-//! What a peer's memory holds goes to a socket of the kernel from where it lies.
+//! Leases on a peer's memory are sent to kernel sockets without a copy.
 
 #[path = "common/pump.rs"]
 #[allow(dead_code, reason = "other tests stop a host early")]
@@ -70,7 +70,7 @@ fn a_lease_on_a_peers_memory_goes_to_a_socket_from_there() {
             let lease = match ours.recv() {
                 Ok(lease) => lease.expect("more"),
                 Err(error) => {
-                    // The peer may wait for what the sender has: who waits for both looks at both.
+                    // The peer may wait for buffers that the sender has, so this loop waits for both.
                     assert_eq!(error.kind(), ErrorKind::WouldBlock, "{error}");
                     sender.wait(Some(MOMENT)).expect("the kernel answers");
                     while sender.returned().is_some() {}
@@ -148,7 +148,7 @@ fn a_slow_receiver_holds_a_peers_memory_for_a_bounded_time() {
             .backend(backend)
             .open(socket.expect("loopback"))
             .expect("a sender");
-        // The peer writes as long as it can, and nobody reads at the far end.
+        // The peer writes as long as it can, and the far end does not read.
         let mut in_place = 0;
         let (bytes, begun) = ([7; 1 << 16], std::time::Instant::now());
         let mut waits = None;
@@ -182,7 +182,7 @@ fn a_slow_receiver_holds_a_peers_memory_for_a_bounded_time() {
     }
 }
 
-/// Nobody has to say when: a sender with a limit gives a peer's memory back by itself.
+/// A sender with a limit returns a peer's memory without a call of the program.
 #[test]
 fn a_limit_bounds_how_long_a_receiver_holds_a_peers_memory() {
     const LIMIT: Duration = Duration::from_millis(200);

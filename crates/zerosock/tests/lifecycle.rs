@@ -1,4 +1,4 @@
-//! Guests that come and go, daemons that die, queues that stop, memory that changes.
+//! Guests that connect and disconnect, daemons that die, queues that stop, memory that changes.
 
 mod common;
 

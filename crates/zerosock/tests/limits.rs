@@ -1,5 +1,5 @@
-//! Limits on the memory that peers may have mapped: one that asks for too much is refused, its
-//! neighbour goes on, and what it had comes back when it goes.
+//! Limits on mapped memory: a peer above its limit is refused, its neighbour continues, and the share is
+//! released when the peer leaves.
 
 mod common;
 

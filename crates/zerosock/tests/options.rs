@@ -1,5 +1,6 @@
-//! Options of sockets that are out of range, and those that take effect before a connection is
-//! there. What they do to one is in the list of behaviours of the command's tests.
+//! Socket options that are out of range, and options set before a connection exists.
+//!
+//! Their effect on a connection is in the list of behaviours (docs/behaviours.md).
 
 mod common;
 mod hosting;
@@ -178,7 +179,7 @@ fn a_host_or_endpoint_out_of_range_does_not_start() {
         };
         assert_eq!(what, why);
     }
-    // Nobody is left of those.
+    // None of those endpoints remains attached.
     Endpoint::attach(&path).unwrap();
 }
 
@@ -227,7 +228,7 @@ fn an_endpoint_with_named_ports_listens_on_those_alone() {
     drop(hosted);
 }
 
-/// One who is there, and whom nobody drives.
+/// The peer exists, and no thread runs it.
 #[test]
 fn a_connect_waits_as_long_as_its_socket_was_told() {
     // Others of this host wait longer than the test does.

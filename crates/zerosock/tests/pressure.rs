@@ -1,4 +1,4 @@
-//! Stalled readers, starved queues, full sockets: nobody else suffers and nothing is lost.
+//! Stalled readers, starved queues and full sockets lose no bytes and do not affect others.
 
 mod common;
 
@@ -120,7 +120,7 @@ fn a_stalled_guest_reader_stops_none_of_the_others() {
         let uds_path = uds_path.clone();
         writers.push(thread::spawn(move || {
             let mut program = connect_guest(&uds_path, 1000).unwrap();
-            // Who they are: accept order is not spawn order.
+            // Identifies the connection: accept order is not spawn order.
             program.write_all(&[seed as u8]).unwrap();
             program.write_all(&bytes(seed, 1 << 20)).unwrap();
             program.shutdown(Shutdown::Write).unwrap();
@@ -247,7 +247,7 @@ fn many_small_packets_under_back_pressure_reset_nothing() {
     let want = bytes(8, 600_000);
     let mut sent = 0;
     let mut size = 129;
-    // Nobody reads before the socket is full.
+    // The reader starts when the socket is full.
     let mut reader = None;
     let mut program = Some(program);
     eventually_with(&mut guest, "all read", |guest| {

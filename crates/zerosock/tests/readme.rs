@@ -1,4 +1,4 @@
-//! What README.md shows of the library compiles: it is here, word for word.
+//! The code in README.md compiles: this file has the same code, word for word.
 
 use std::fs::File;
 use std::net::TcpStream;
@@ -12,14 +12,14 @@ use zerosock::{Cid, Port};
 #[allow(dead_code, unused_variables, reason = "it is shown, not run")]
 fn sockets(file: File) -> Result<(), Box<dyn std::error::Error>> {
     // From here on
-    // The host: CID 2 to VMs, and to processes that attach.
+    // The host: CID 2 for VMs, and for processes that attach.
     let host = Host::builder().vm(Cid::guest(3)?, "/run/vm3.sock").attach("/run/attach.sock").start()?;
-    let (stream, who) = host.listen(Port::new(1024), 16)?.accept()?;
+    let (stream, peer) = host.listen(Port::new(1024), 16)?.accept()?;
     while let Some(lease) = stream.recv()? {       // the bytes where the guest wrote them
         lease.write_to(&file)?;                    // straight from there to a file
     }
 
-    // A process: by name, with or without a VM in sight.
+    // A process: connects to another one by name. No VM is needed.
     let endpoint = Endpoint::builder().name("web").attach("/run/attach.sock")?;
     let stream = endpoint.connect_name("db", Port::new(5432))?;
     let mut loan = stream.loan(65536)?;            // a buffer that the peer will read
@@ -37,7 +37,7 @@ fn zero_copy(socket: TcpStream, bytes: Bytes, lease: OwnedLease) -> Result<(), B
     sender.send(Outgoing::new(bytes))?;                        // Bytes, Vec, Arc<[u8]>, a block of a Pool
     let buffer = lease.into_buf().map_err(|(error, _)| error)?; // a guest's memory, from where it lies
     sender.send(Outgoing::new(buffer))?;
-    sender.poll()?;                                            // what has the kernel let go of?
+    sender.poll()?;                                            // collects completions
     while let Some(free) = sender.returned() { /* free.buffer is yours again */ }
     // Up to here
     Ok(())

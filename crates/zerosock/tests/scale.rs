@@ -1,6 +1,5 @@
-//! Very many connections on one device: all of them are found, none is waited for, and nothing is
-//! left of them when they have gone. What they cost in memory is measured where the switch is a
-//! process of its own, in `zerosock-cli/tests/scale.rs`.
+//! Very many connections on one device: each can be used, none delays others, and nothing remains of them
+//! after they close. `zerosock-cli/tests/scale.rs` measures their memory, with the daemon in its own process.
 
 mod common;
 

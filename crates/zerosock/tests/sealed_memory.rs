@@ -1,4 +1,4 @@
-//! VMs of which sealed memory is required, beside one of which it is not.
+//! VMs that must have sealed memory, beside one that need not.
 
 mod common;
 

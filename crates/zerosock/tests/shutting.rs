@@ -1,5 +1,5 @@
-//! SHUT_RD as its own side sees it: reads give the end at once, and everything that waits to read is
-//! told, in all the ways there are to wait. For the engines of both sides.
+//! SHUT_RD at the side that calls it: reads return the end at once, and every kind of waiting reader is woken.
+//! For the engines of both sides.
 
 mod common;
 mod hosting;

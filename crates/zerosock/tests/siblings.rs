@@ -1,4 +1,4 @@
-//! Two guests of one daemon talk to each other.
+//! Connections between two guests of one daemon.
 
 mod common;
 

@@ -1,6 +1,7 @@
-//! Small writes of a program to a peer that does not read: never more packets than a kernel that
-//! counts them has room for; told to coalesce, they come to few, and none is lost, out of order, or
-//! left behind. By counters, at a host and at an endpoint.
+//! Small writes to a peer that does not read: the packets stay within what a kernel that counts them accepts.
+//!
+//! Coalesced writes become few packets, and no byte is lost, reordered, or left behind. Shown by counters, at a
+//! host and at an endpoint.
 
 mod common;
 mod hosting;
@@ -41,7 +42,7 @@ fn write_all_that_is_taken(mut stream: &Stream, all: &[u8], piece: usize) -> usi
     taken
 }
 
-/// A guest of raw rings whose kernel takes packets from the ring, while nobody reads them.
+/// A guest that writes its rings by hand, and takes packets from the ring without reading their bytes.
 struct Kernel {
     guest: RawGuest,
     /// Unread packets, by their bytes.
@@ -289,7 +290,7 @@ fn an_endpoints_small_writes_come_to_few_packets_while_nobody_reads() {
 /// Both wait for the other otherwise: the reader for more bytes than packets have room for, the
 /// writer for the reader.
 #[test]
-fn a_reader_who_waits_for_many_bytes_gets_them_in_small_pieces() {
+fn a_reader_with_a_high_low_water_mark_gets_its_bytes_in_small_packets() {
     for from_host in [false, true] {
         let (_hosted, _endpoint, near, far) = process();
         let (reader, writer) = if from_host { (near, far) } else { (far, near) };
@@ -315,8 +316,8 @@ fn a_reader_who_waits_for_many_bytes_gets_them_in_small_pieces() {
     }
 }
 
-/// Who asks whether he may write is told that he may while his bytes would wait with others, and hears
-/// of it when he may again.
+/// A poller reports a stream writable while further bytes would wait with others, and reports it again
+/// when there is room again.
 #[test]
 fn a_poller_is_told_of_room_for_bytes_that_wait() {
     use zerosock::vsock::{Poller, Readiness, Wait};
@@ -348,7 +349,7 @@ fn a_poller_is_told_of_room_for_bytes_that_wait() {
     });
 }
 
-/// A guest whose buffers are shorter than what is gathered gets it in several packets.
+/// A guest with buffers shorter than the gathered bytes gets them in several packets.
 #[test]
 fn what_is_gathered_fits_no_single_buffer_of_the_guests() {
     let hosted = Hosted::new();

@@ -1,5 +1,5 @@
-//! A worker that looks for work before it sleeps: nobody has to kick it while work comes soon, it
-//! sleeps when none does, and it misses nothing either way. By counters, not by the clock.
+//! A worker that spins before it sleeps: guests need not kick it while work arrives often, it sleeps when none
+//! arrives, and it misses nothing in either state. Shown by counters, not by the clock.
 
 mod common;
 

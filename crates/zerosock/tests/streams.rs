@@ -1,4 +1,4 @@
-//! Streams between a guest and host programs: connecting, refusing, bytes, ends.
+//! Streams between a guest and host programs: connects, refusals, bytes, ends.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! What a host program can hold by not reading and not accepting ends by itself.
+//! Host programs that do not read or do not accept: what they hold is freed after a time limit.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! What one turn of an embedding host takes from each guest at most, whatever the guest posts: nobody
-//! keeps the host going here but the test, turn by turn, and packets are counted.
+//! One turn of an embedding host takes a bounded number of packets from each guest, whatever it posts. Only
+//! the test calls `turn`, and it counts packets.
 
 mod common;
 mod hosting;
@@ -28,7 +28,7 @@ fn join(hosted: &Hosted, socket: &std::path::Path) -> (Driver, StreamId, Stream)
     (guest, id, stream)
 }
 
-/// A host with two guests, which nobody keeps going.
+/// A host with two guests; only the test calls `turn`.
 fn two() -> (tempfile::TempDir, Hosted, [(Driver, StreamId, Stream); 2]) {
     let dir = tempfile::tempdir().unwrap();
     let sockets = [3, 4].map(|cid| dir.path().join(format!("vm{cid}")));
@@ -55,7 +55,7 @@ fn post_all(guest: &mut Driver, id: StreamId) -> u64 {
 }
 
 #[test]
-fn a_guest_that_posts_without_end_has_so_many_packets_in_a_turn_and_the_other_his() {
+fn a_turn_takes_a_bounded_number_of_packets_from_a_flooding_guest_and_serves_the_other() {
     let (_dir, hosted, [mut bulk, mut small]) = two();
     let mut bytes = [0; 4096];
     let (mut posted, mut read) = (0, 0);
@@ -67,7 +67,7 @@ fn a_guest_that_posts_without_end_has_so_many_packets_in_a_turn_and_the_other_hi
         hosted.turn().unwrap();
         let taken = hosted.stats().packets_received - before;
         assert!(taken > TURN / 2, "nothing to be bounded: {taken}");
-        // Beside his packet the other may send a word of credit.
+        // Beside its packet the other guest may send a credit update.
         assert!(taken <= TURN + 2, "{taken} packets in a turn");
         assert_eq!(small.2.unread(), 1, "in the same turn");
         assert_eq!(small.2.read(&mut bytes).unwrap(), 1);

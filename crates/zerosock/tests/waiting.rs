@@ -1,4 +1,4 @@
-//! Those who wait, in all the ways there are, while something happens that nobody tells them of.
+//! Every kind of wait is woken when another thread or the peer changes what it waits for.
 
 mod common;
 
@@ -28,8 +28,7 @@ fn endpoints(daemon: &TestDaemon) -> [Endpoint; 2] {
     })
 }
 
-/// What `wait` gives, if somebody told it: at the end of its patience every wait looks once more,
-/// and finds what it slept over.
+/// The output of `wait`. Panics if it took long: then no event woke it, and its time-out did.
 fn told<T>(wait: impl FnOnce() -> T) -> T {
     let began = Instant::now();
     let found = wait();
@@ -201,7 +200,7 @@ fn a_loop_of_the_callers_own_loses_no_wake_up() {
 }
 
 #[test]
-fn a_connect_is_begun_and_its_end_is_seen_by_who_polls() {
+fn a_poller_reports_the_result_of_a_begun_connect() {
     let daemon = TestDaemon::with(2, |config| {
         config.connect_timeout = Duration::from_secs(600);
     });
@@ -209,7 +208,7 @@ fn a_connect_is_begun_and_its_end_is_seen_by_who_polls() {
         .connect_timeout(Duration::from_millis(100))
         .attach_device(&daemon.vms[0].socket)
         .unwrap();
-    // It is there, but nobody drives it: no answer comes.
+    // It exists, but no thread runs it: no answer arrives.
     let silent = Endpoint::builder()
         .attach_device(&daemon.vms[1].socket)
         .unwrap();
@@ -324,7 +323,7 @@ fn a_line_and_then_a_lease_keep_their_order() {
     let mut body = [0; 4];
     (&far).read_exact(&mut body).unwrap();
     assert_eq!(&body, b"body");
-    // What was shown is not taken twice, whoever took it.
+    // Bytes of `fill_buf` that another read has taken are not consumed twice.
     assert_eq!(far.fill_buf().unwrap(), b"another\nlast");
     (&far).read_exact(&mut body).unwrap();
     far.consume(5);
@@ -366,7 +365,7 @@ fn lines_that_are_longer_than_the_window_are_read() {
 }
 
 #[test]
-fn room_that_another_thread_makes_is_room_for_who_sleeps() {
+fn a_read_of_one_stream_frees_room_for_a_sleeping_reader_of_another() {
     // Held for so long that no timer helps.
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vm3.sock");
@@ -387,7 +386,7 @@ fn room_that_another_thread_makes_is_room_for_who_sleeps() {
             other.set_read_timeout(Some(PATIENCE)).unwrap();
             told(|| other.recv().unwrap().unwrap().to_vec())
         });
-        // As many as may be held, and one for the sleeper, who cannot have it yet.
+        // As many as may be held, and one for the sleeping reader, which cannot have it yet.
         let most = usize::from(DriverConfig::default().queue_size / 2 / 4 * 3);
         for _ in 0..most {
             guest.send(ids[0], b"x").unwrap();

@@ -1,4 +1,4 @@
-//! Endpoints, as their users have them, attached to a daemon.
+//! The API of endpoints that are attached to a daemon.
 
 use std::io::{ErrorKind, Read, Write};
 use std::thread;
@@ -85,7 +85,7 @@ fn an_endpoint_whose_daemon_ends_says_so() {
             }
         }
     });
-    // At the latest the first one finds out.
+    // The first call detects it at the latest.
     let there = Address::new(db.cid(), PORT);
     web.connect(there).unwrap_err();
     let error = web.connect(there).unwrap_err();

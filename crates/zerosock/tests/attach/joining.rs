@@ -1,4 +1,4 @@
-//! Who attaches is there: by number, by name, for processes and for VMs.
+//! Attached processes can be reached by CID and by name, by processes and by VMs.
 
 use std::io::Read;
 
@@ -23,7 +23,7 @@ fn a_process_has_the_cid_and_the_name_it_asked_for() {
     let error = two.control.resolve(&name("nobody")).unwrap_err();
     assert!(matches!(error, AttachError::UnknownName(_)), "{error}");
     assert_eq!(error.fault(), Fault::Caller);
-    // From the daemon's own side.
+    // As the daemon lists it.
     assert_eq!(lab.daemon().resolve(&name("db")), Some(one.cid));
     assert_eq!(lab.daemon().resolve(&name("nobody")), None);
     let processes = lab.daemon().processes();
@@ -42,7 +42,7 @@ fn two_processes_talk_with_one_copy() {
     for workers in [1, 2] {
         let tune = |config: &mut DaemonConfig| {
             config.workers = workers;
-            // A slow machine is not to be taken for a stalled receiver, for whom bytes are copied.
+            // A slow machine must not look like a stalled receiver: its bytes would be copied.
             config.hold = common::PATIENCE;
         };
         let lab = Lab::with(0, tune, |_| {});
@@ -120,7 +120,7 @@ fn connects_to_ports_that_were_not_named_are_refused_by_the_switch() {
     for port in [Port::new(78), PORT] {
         server.driver.listen(port, 8).unwrap();
     }
-    // The process does nothing meanwhile: it is not asked.
+    // The process makes no call meanwhile: the daemon refuses on its own.
     let before = server.driver.stats().rx_packets;
     let closed = Address::new(server.cid, Port::new(78));
     let refused = guest.wait_connect(closed, deadline());
@@ -128,7 +128,7 @@ fn connects_to_ports_that_were_not_named_are_refused_by_the_switch() {
     server.driver.turn().unwrap();
     assert_eq!(server.driver.stats().rx_packets, before);
     connected(&mut guest, &mut server.driver);
-    // What it connects to itself is not limited.
+    // Its own connects are not limited.
     guest.listen(PORT, 8).unwrap();
     connected(&mut server.driver, &mut guest);
 }
@@ -170,6 +170,6 @@ fn cids_for_anybody_come_from_the_range_and_pass_over_those_of_vms() {
     assert!(matches!(error, AttachError::Full), "{error}");
     assert_eq!(error.fault(), Fault::System);
     drop(one);
-    // Its number is the only one, so it comes again at once; the request waits for it.
+    // The range has one CID, which is reused at once; the request waits for it.
     common::eventually("a CID free", || lab.ask(&named("three")).is_ok());
 }

@@ -1,4 +1,4 @@
-//! Who leaves is gone: CID, name, route, connections; and nobody else notices.
+//! A process that leaves loses its CID, name, route and connections; other endpoints are not affected.
 
 use super::*;
 use crate::common::{assert_bytes, bytes, eventually, eventually_with};
@@ -16,7 +16,7 @@ fn everything_is_free_again_when_a_process_is_gone() {
                 cid: Some(Cid::new(600)),
                 ..named("db")
             };
-            // At once after the one before: what it leaves behind is waited for.
+            // Directly after the previous process: the request waits until its CID and name are free.
             let mut process = lab.process_with(&request);
             process.driver.listen(PORT, 8).unwrap();
             let (stream, _) = connected(&mut guest, &mut process.driver);
@@ -74,7 +74,7 @@ fn a_device_that_closes_ends_the_lease() {
     let error = control.resolve(&"db".parse().unwrap()).unwrap_err();
     assert!(matches!(error, AttachError::Closed), "{error}");
     assert_eq!(error.fault(), Fault::Peer);
-    // So does one that was never used.
+    // So does a lease that was never used.
     let attached = lab.ask(&named("db")).unwrap();
     drop(attached.socket);
     eventually("the lease hung up", || hung_up(&attached.control));
@@ -110,7 +110,7 @@ fn a_process_that_dies_in_the_middle_disturbs_nobody() {
             let (a, _) = connected(&mut dying.driver, &mut guest);
             let (b, _) = connected(&mut dying.driver, &mut two.driver);
             let (c, _) = connected(&mut guest, &mut dying.driver);
-            // Both ways under way, and read by nobody.
+            // Unread bytes in both directions.
             for _ in 0..20 {
                 for stream in [a, b] {
                     let _ = dying.driver.send(stream, &[1; 30_000]);
@@ -120,7 +120,7 @@ fn a_process_that_dies_in_the_middle_disturbs_nobody() {
                 guest.turn().unwrap();
             }
             drop(dying);
-            // The two others go on with what they were about.
+            // The other two continue their transfer.
             let until = sent.len() * (round + 1) / 4;
             all([&mut guest, &mut two.driver], "bytes", |[guest, two]| {
                 push(guest, from, &sent, &mut done);

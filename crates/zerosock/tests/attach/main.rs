@@ -1,4 +1,4 @@
-//! Processes that attach to a running daemon, and leave it again.
+//! Processes attach to a running daemon, and detach.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -96,7 +96,7 @@ impl Lab {
         }
     }
 
-    /// The driver half as the guest of a VM.
+    /// The library's driver as the guest of a VM.
     fn guest(&self, index: usize) -> Driver {
         Driver::attach(DriverConfig::new(&self.vms[index].socket)).unwrap()
     }
@@ -110,7 +110,7 @@ impl Drop for Lab {
     }
 }
 
-/// An attached process that works as long as it is asked to.
+/// An attached process; the test runs its driver.
 struct Process {
     cid: Cid,
     driver: Driver,
@@ -135,7 +135,7 @@ fn at(cid: Cid) -> Address {
     Address::new(cid, PORT)
 }
 
-/// Lets all work until `done`.
+/// Runs all drivers until `done`.
 #[track_caller]
 fn all<const N: usize>(
     mut drivers: [&mut Driver; N],
@@ -154,7 +154,7 @@ fn all<const N: usize>(
     }
 }
 
-/// A connection from one to the other, which listens.
+/// A connection from one driver to the other, which listens.
 #[track_caller]
 fn connected(one: &mut Driver, two: &mut Driver) -> (StreamId, StreamId) {
     let stream = one.connect(at(two.cid())).unwrap();
@@ -166,7 +166,7 @@ fn connected(one: &mut Driver, two: &mut Driver) -> (StreamId, StreamId) {
     (stream, accepted.unwrap())
 }
 
-/// Sends `bytes` from one to the other, to the end of the stream; returns what arrived.
+/// Sends `bytes` from one driver to the other, to the end of the stream; returns the received bytes.
 #[track_caller]
 fn transfer(
     (one, from): (&mut Driver, StreamId),

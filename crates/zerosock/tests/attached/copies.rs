@@ -1,5 +1,6 @@
-//! No copy between a process and the host, either way: by counters, by address, and by a byte that
-//! is changed at the sender after the commit. Through the daemon's switch, one.
+//! No copy between a process and the host, in both directions; one copy through the daemon.
+//!
+//! Shown by counters, by address, and by a byte that is changed at the sender after the commit.
 
 use std::io::{Read, Write};
 use std::thread;
@@ -13,7 +14,7 @@ use super::common::{PATIENCE, assert_bytes, bytes, eventually};
 use super::hub::Hub;
 use super::{FOR_EVER, PORT, patient};
 
-/// The file that a byte lies in, and where in it: the same for whoever has it mapped.
+/// File and offset of a byte: the same in every process that has it mapped.
 fn place(at: *const u8) -> (String, usize) {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     for line in maps.lines() {
@@ -34,7 +35,7 @@ fn trust() -> Trust {
     unsafe { Trust::declare() }
 }
 
-/// Sends `text` in a loan; where its first byte was written.
+/// Sends `text` in a loan; returns the place of its first byte.
 fn send(stream: &Stream, text: &[u8]) -> *mut u8 {
     let mut loan = stream.loan(text.len()).unwrap();
     assert!(loan.is_in_place());
@@ -49,12 +50,12 @@ fn send(stream: &Stream, text: &[u8]) -> *mut u8 {
 
 /// Changes a byte that was sent.
 fn change(at: *mut u8, byte: u8) {
-    // SAFETY: it is in a mapping that lives as long as the sender's endpoint, and nobody has a
-    // slice of it: readers copy.
+    // SAFETY: it is in a mapping that lives as long as the sender's endpoint, and no slice of it
+    // exists: readers copy.
     unsafe { at.write_volatile(byte) }
 }
 
-/// What is sent on `from` is not copied on its way to `to`.
+/// Bytes sent on `from` reach `to` without a copy.
 fn is_in_place(from: &Stream, to: &Stream) {
     let at = send(from, b"hello");
     let lease = to.recv().unwrap().unwrap();
@@ -191,7 +192,7 @@ fn by_name_and_by_number_from_either_side() {
     (&ours).write_all(b"word").unwrap();
     let mut got = [0; 4];
     (&theirs).read_exact(&mut got).unwrap();
-    // Processes find each other too, through the host's own switch.
+    // Processes find each other too, through the host's device.
     let other = hub.process("web");
     assert_eq!(other.resolve("db").unwrap(), process.cid());
     thread::scope(|scope| {

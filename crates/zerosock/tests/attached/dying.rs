@@ -1,5 +1,5 @@
-//! A process that is killed in the middle: what it held is free, what it sent is still mapped
-//! under whoever reads it, and nobody else notices.
+//! A process is killed during a transfer. What it held is freed, what it sent stays mapped while it is
+//! read, and other endpoints are not affected.
 
 use std::io::{ErrorKind, Read, Write};
 use std::process::{Command, Stdio};
@@ -65,7 +65,7 @@ fn a_process_that_dies_in_the_middle_is_torn_away_and_forgotten() {
         eventually("its name and CID are free", || {
             hub.resolve("dying").is_err() && hub.processes().iter().all(|p| p.cid != cid)
         });
-        // And nobody else has noticed.
+        // Other endpoints are not affected.
         (&theirs).write_all(b"alive").unwrap();
         assert_eq!(ours.recv().unwrap().unwrap().to_vec(), b"alive");
     }

@@ -1,5 +1,6 @@
-//! When buffers go back to a process while its host makes no further call. The process writes its
-//! rings by hand, so that a buffer that is back is seen in memory.
+//! Buffers return to a process while its host makes no further call.
+//!
+//! The process writes its rings by hand, so that it sees a returned buffer in memory.
 
 use std::thread;
 
@@ -12,7 +13,7 @@ use super::hub::Hub;
 use super::taken_back::process;
 use super::{PORT, patient};
 
-/// Enough that they are shown to the process at once: an eighth of the queue.
+/// As many as are published to the process at once: an eighth of the queue.
 const PACKETS: u16 = SIZE / 8;
 
 #[test]
@@ -20,7 +21,7 @@ fn leases_dropped_by_another_thread_during_a_batch_are_back_when_it_ends() {
     let mut hub = Hub::new();
     let (mut guest, _place) = process(&hub);
     let listener = hub.listen(PORT, 4).unwrap();
-    // A packet on each of several connections: one alone may not keep so many buffers.
+    // One packet on each of several connections: a single one may not hold so many buffers.
     let streams: Vec<Stream> = (0..u32::from(PACKETS))
         .map(|port| {
             guest.connect(port, PORT.get());
@@ -35,7 +36,7 @@ fn leases_dropped_by_another_thread_during_a_batch_are_back_when_it_ends() {
         .collect();
     assert!(leases.iter().all(|lease| lease.is_in_place()));
     let before = guest.used_index(TX);
-    // Else the thread's next turn would give them back.
+    // Otherwise the thread's next turn would return them.
     hub.stop_pump();
     let batch = streams[0].batch();
     thread::scope(|scope| scope.spawn(|| drop(leases)).join().unwrap());

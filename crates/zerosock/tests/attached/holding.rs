@@ -1,4 +1,4 @@
-//! Who never gives leases back, on either side, stops nobody else.
+//! An endpoint that never drops its leases, on either side, does not stop others.
 
 use std::io::{ErrorKind, Read, Write};
 
@@ -7,8 +7,8 @@ use zerosock::vsock::Stream;
 use super::common::{assert_bytes, bytes};
 use super::hub::Hub;
 
-/// Takes leases of what `from` sends and keeps them all, every other one under a reading; then
-/// others go on.
+/// Keeps leases on everything that `from` sends, every second one under a reading; other connections must
+/// continue.
 fn hoard(from: &Stream, to: &Stream, others: impl FnOnce()) {
     let mut leases = Vec::new();
     for round in 0..200 {

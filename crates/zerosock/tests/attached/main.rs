@@ -1,6 +1,7 @@
-//! Processes that attach to a program that is the host: by name, without a copy either way, and
-//! gone without a trace. Where a byte lies is told by file and offset of the mapping that a pointer
-//! is in: two processes' pointers to one byte differ, these do not.
+//! Processes that attach to a program that embeds the device: names, zero copy, and cleanup.
+//!
+//! The place of a byte is compared by file and offset of the mapping that a pointer is in: pointers of two
+//! processes to one byte differ, these do not.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -23,10 +24,10 @@ use zerosock::vsock::Stream;
 
 const PORT: Port = Port::new(5000);
 
-/// Longer than any test lasts: what is leased stays where it is.
+/// A hold time longer than any test: leased bytes stay in place.
 const FOR_EVER: Duration = Duration::from_secs(600);
 
-/// Gives up in the end.
+/// Sets time-outs of `PATIENCE`.
 fn patient(stream: Stream) -> Stream {
     stream.set_read_timeout(Some(common::PATIENCE)).unwrap();
     stream.set_write_timeout(Some(common::PATIENCE)).unwrap();

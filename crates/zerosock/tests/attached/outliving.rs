@@ -1,5 +1,7 @@
-//! What is held longer than what it came from. Types see to it that nothing borrowed is; what owns
-//! its part of the endpoint keeps that alive, and its bytes with it.
+//! Leases, loans and streams that live longer than their endpoint's handle.
+//!
+//! The type system prevents this for what borrows. What owns its part of the endpoint keeps the endpoint and
+//! its bytes alive.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Command, Stdio};
@@ -25,7 +27,7 @@ fn a_lease_outlives_its_stream_its_endpoint_and_its_host() {
     drop(theirs);
     drop(process);
     assert_eq!(at_process.to_vec(), b"to the process");
-    // The place itself goes with the last of them.
+    // The attachment ends with the last of them.
     assert!(hub.resolve("leases").is_ok());
     drop(ours);
     assert_eq!(at_host.to_vec(), b"to the host");
@@ -57,7 +59,7 @@ fn a_stream_and_a_listener_outlive_the_endpoint_value() {
     common::eventually("the last of them", || hub.resolve("brief").is_err());
 }
 
-/// The device's side gets to run only when the process has gone.
+/// The device's side runs only after the process has exited.
 #[test]
 fn what_a_process_sent_before_it_went_arrives_at_a_host_that_was_busy() {
     let dir = tempfile::tempdir().unwrap();
@@ -77,7 +79,7 @@ fn what_a_process_sent_before_it_went_arrives_at_a_host_that_was_busy() {
     for packet in sent.chunks(100) {
         (&theirs).write_all(packet).unwrap();
     }
-    // As one that has others to serve: it takes in as much as it may hold, and that is not all.
+    // Like a busy host, it takes as much as it may hold, which is not all.
     host.turn().unwrap();
     drop((theirs, process));
     common::eventually("the host knows that it has gone", || {
@@ -91,7 +93,7 @@ fn what_a_process_sent_before_it_went_arrives_at_a_host_that_was_busy() {
 
 /// Not a test by itself: the process that the next test stops and wakes.
 #[test]
-#[ignore = "a part of what_a_host_wrote_before_it_went_is_read_by_who_slept"]
+#[ignore = "a part of bytes_of_a_host_that_has_ended_are_read_by_a_process_that_slept"]
 fn sleeping_process() {
     let Some(path) = std::env::var_os("ZEROSOCK_TEST_ATTACH") else {
         return;
@@ -105,9 +107,9 @@ fn sleeping_process() {
     println!("\nread {got:?}, {outcome:?}");
 }
 
-/// The reader sleeps, and gets to look only when the other side has gone.
+/// The reader sleeps, and runs only after the other side has exited.
 #[test]
-fn what_a_host_wrote_before_it_went_is_read_by_who_slept() {
+fn bytes_of_a_host_that_has_ended_are_read_by_a_process_that_slept() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("attach.sock");
     let host = Host::builder().attach(&path).start().unwrap();

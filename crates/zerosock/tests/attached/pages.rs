@@ -1,4 +1,4 @@
-//! The pages that a process shares: huge ones where the system has some, ordinary ones where not.
+//! Shared pages of a process: huge pages where the system has some, ordinary ones otherwise.
 
 use std::fs;
 use std::io::Write;
@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::hub::Hub;
 use super::{FOR_EVER, common};
 
-/// How many pages of 2 MiB the system has been told to keep.
+/// Number of 2 MiB pages that the system reserves.
 fn pool() -> u64 {
     let text = fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages");
     text.map_or(0, |text| text.trim().parse().unwrap())
@@ -32,7 +32,7 @@ fn huge_pages_are_had_where_there_are_some_and_done_without_where_not() {
     });
     assert!(!greedy.has_huge_pages() || pool() >= 8704);
     works(&greedy);
-    // With the usual settings it takes 9, and there are other tests.
+    // The default settings take 9, and other tests run.
     let mut usual = hub.process("usual");
     let pool = pool();
     if pool == 0 {
@@ -46,7 +46,7 @@ fn huge_pages_are_had_where_there_are_some_and_done_without_where_not() {
             usual = hub.process("usual");
         }
     } else {
-        // Past the harness, which shows nothing of a test that passes.
+        // Written directly, because the harness hides the output of a test that passes.
         let reason = format!("vm.nr_hugepages is {pool}, for half of this it should be 128");
         let _ = writeln!(std::io::stdout(), "\nSKIPPED hugepages: {reason}");
     }

@@ -1,4 +1,4 @@
-//! Processes that a host does not take.
+//! Attach requests that a host refuses.
 
 use std::io::{ErrorKind, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -32,7 +32,7 @@ fn memory_that_can_shrink_is_refused_by_a_host() {
         ),
         "{error}"
     );
-    // Nobody else minds.
+    // Others can still attach.
     Endpoint::attach(hub.path()).unwrap();
 }
 
@@ -58,7 +58,7 @@ fn a_taken_cid_or_name_is_the_callers_fault() {
     }
 }
 
-/// Of the error that whoever uses `?` in a function of `std::io` gets.
+/// The kind of the error after a conversion to `std::io::Error`.
 fn kind(error: OpenError) -> ErrorKind {
     std::io::Error::from(error).kind()
 }
@@ -86,7 +86,7 @@ fn every_error_of_opening_says_by_whose_fault() {
         open(plain().queue_size(100), &hub.path()),
         (caller, invalid)
     );
-    // Somebody who is no attach server, and hangs up.
+    // A listener that is no attach server, and closes the connection.
     let rude = hub.dir.path().join("rude.sock");
     let listener = attach::listen(&rude).unwrap();
     rustix::io::ioctl_fionbio(&listener, false).unwrap();
@@ -95,7 +95,7 @@ fn every_error_of_opening_says_by_whose_fault() {
         let gone = (Fault::Peer, ErrorKind::ConnectionAborted);
         assert_eq!(open(plain(), &rude), gone);
     });
-    // And a device that is there twice.
+    // And two devices at one path.
     let first = Endpoint::builder().attach_device(hub.vm()).unwrap();
     let error = Endpoint::builder().attach_device(hub.vm()).unwrap_err();
     assert_eq!(error.fault(), Fault::Peer, "{error}");
@@ -103,7 +103,7 @@ fn every_error_of_opening_says_by_whose_fault() {
     drop(first);
 }
 
-/// What is inside of an error.
+/// The inner error.
 #[track_caller]
 fn reason<T: std::error::Error + Copy + 'static>(error: &std::io::Error) -> T {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
@@ -117,11 +117,11 @@ fn a_process_is_told_why_it_is_not_connected() {
     let process = hub.process_with("asks", |builder| builder.connect_timeout(soon));
     let silent = hub.process("silent");
     let to = |cid| zerosock::Address::new(cid, PORT);
-    // Nobody drives it.
+    // No thread runs it.
     let error = process.connect(to(silent.cid())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
     assert_eq!(reason::<ConnectError>(&error), ConnectError::TimedOut);
-    // Nobody listens at the host; on a machine that is busy it may be late with saying so.
+    // The host has no listener; on a busy machine its refusal may be late.
     let error = loop {
         let error = process.connect(to(zerosock::Cid::HOST)).unwrap_err();
         if error.kind() != ErrorKind::TimedOut {
@@ -147,7 +147,7 @@ fn a_port_that_was_not_named_is_not_listened_on() {
     let error = process.listen(PORT, 1).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::AddrInUse);
     assert_eq!(reason::<ListenError>(&error), ListenError::InUse);
-    // Whoever names none may listen on any, and at a device there is nobody to name them to.
+    // A process that names no ports may listen on any. A device takes no port names.
     hub.process("web").listen(other, 1).unwrap();
     let builder = Endpoint::builder().ports([PORT]);
     let guest = builder.attach_device(hub.vm()).unwrap();
@@ -189,7 +189,7 @@ fn the_sockets_of_a_host_are_its_users_own() {
     assert_eq!((mode(&hub.path()), mode(&hub.vm())), (0o666, 0o660));
 }
 
-/// What another user is told who asks for a place. The credentials are a thread's own.
+/// The answer to an attach request of another user. Credentials are per thread.
 fn ask_as(uid: u32, path: &Path) -> Result<Attached, AttachError> {
     std::thread::scope(|scope| {
         let asking = scope.spawn(|| {
@@ -206,7 +206,7 @@ fn another_user_is_let_in_by_mode_and_uid() {
     const NOBODY: u32 = 65534;
     if !rustix::process::geteuid().is_root() {
         let reason = "only root can become another user";
-        // Past the harness, which shows nothing of a test that passes.
+        // Written directly, because the harness hides the output of a test that passes.
         let _ = writeln!(std::io::stdout(), "\nSKIPPED users: {reason}");
         return;
     }
@@ -230,7 +230,7 @@ fn another_user_is_let_in_by_mode_and_uid() {
     let hub = Hub::with(|builder| builder.attach_mode(0o666).allow_uid(NOBODY));
     open(&hub);
     ask_as(NOBODY, &hub.path()).unwrap();
-    // Also at a socket of the program's own, whose file is the program's affair.
+    // Also at a socket that the program has made itself, with its own permissions.
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("own.sock");
     let own = AttachConfig::new(attach::listen(&path).unwrap());
@@ -259,7 +259,7 @@ fn the_last_attach_socket_that_is_named_is_the_hosts() {
     ));
     Endpoint::attach(dir.path().join("path")).unwrap();
     drop(hub);
-    // What a process may have under way, by the terms and by the builder.
+    // The window of a process, as set in the terms and in the builder.
     let hub = Hub::with(|builder| builder.attach_with(others));
     assert_eq!(under_way(&hub, &last), 12_345);
     drop(hub);

@@ -1,4 +1,5 @@
-//! One endpoint, many threads: what may be shared and sent, and that who spins starves nobody.
+//! One endpoint used by many threads: which handles can be shared and sent, and that a spinning thread
+//! starves no other.
 
 use std::io::{Read, Write};
 use std::thread;
@@ -15,7 +16,7 @@ fn is_send<T: Send>() {}
 fn is_sync<T: Sync>() {}
 
 #[test]
-fn what_may_be_sent_and_shared_is() {
+fn handles_are_send_and_sync() {
     is_send::<Stream>();
     is_sync::<Stream>();
     is_send::<Listener>();
@@ -43,7 +44,7 @@ fn a_thread_that_spins_in_a_read_lets_others_write() {
     let hub = Hub::new();
     let process = hub.process_with("p", |builder| builder.wait(Wait::Spin));
     let (mut silent, talker) = hub.joined(&process);
-    // The read that spins is of another connection of the same endpoint, on which nothing comes.
+    // The spinning read is on another connection of the same endpoint, which receives nothing.
     let (answers, waiting) = hub.joined(&process);
     thread::scope(|scope| {
         let spinner = scope.spawn(|| {

@@ -1,5 +1,5 @@
-//! Memory that a process wants back, or takes with it, while somebody reads or writes it with trust;
-//! and looks that panic. The process writes its rings by hand.
+//! A process takes its memory back, or exits with it, while the host reads or writes that memory with
+//! declared trust; and closures that panic. The process writes its rings by hand.
 
 use std::io::{ErrorKind, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -17,7 +17,7 @@ use super::hub::Hub;
 use super::trust::trust;
 use super::{FOR_EVER, PORT, patient};
 
-/// A process that has attached, and its place.
+/// An attached process, and the client that has its lease.
 pub(crate) fn process(hub: &Hub) -> (RawGuest, Client) {
     let attached = Client::connect(&hub.path(), &AttachRequest::default()).unwrap();
     let frontend = Frontend::from_stream(attached.socket, PATIENCE).unwrap();
@@ -39,7 +39,7 @@ fn send(guest: &mut RawGuest, text: &[u8]) {
 }
 
 #[test]
-fn a_queue_that_stops_waits_for_who_reads_with_trust() {
+fn a_queue_that_stops_waits_for_a_trusted_read() {
     let hub = hub();
     let (mut guest, _place) = process(&hub);
     let stream = joined(&hub, &mut guest);
@@ -69,7 +69,7 @@ fn a_queue_that_stops_waits_for_who_reads_with_trust() {
 }
 
 #[test]
-fn who_reads_with_trust_for_too_long_costs_the_process_its_device_and_not_its_main_loop() {
+fn a_trusted_read_beyond_the_time_limit_costs_the_process_its_device() {
     let hub = hub();
     let (mut guest, _place) = process(&hub);
     let stream = joined(&hub, &mut guest);
@@ -82,7 +82,7 @@ fn who_reads_with_trust_for_too_long_costs_the_process_its_device_and_not_its_ma
     assert!(closed, "{error}");
     assert!(reading.is_torn());
     assert_eq!(guest.used_index(TX), used, "it has not got it back");
-    // What is there already stays; nothing new is made of it.
+    // The bytes can still be copied; no slice of them is given.
     assert_eq!(reading.as_slice(), None);
     assert_eq!(reading.to_vec(), b"bytes");
     drop(reading);
@@ -138,7 +138,7 @@ fn bytes_in_several_pieces_are_filled_by_slices_and_shared_by_copying() {
     let hub = hub();
     let (mut guest, _place) = process(&hub);
     let stream = joined(&hub, &mut guest);
-    // The next receive buffer: the header, and two pieces.
+    // The next receive buffer: the header, and two parts.
     let head = 1;
     guest.desc(RX, head, guest.buffer(RX, head), 44, WRITE | NEXT, 62);
     guest.desc(RX, 62, guest.buffer(RX, 62), 1000, WRITE | NEXT, 63);
@@ -161,7 +161,7 @@ fn bytes_in_several_pieces_are_filled_by_slices_and_shared_by_copying() {
     guest.read(guest.buffer(RX, 63), two);
     assert_eq!(&got[..5], b"front");
     assert_bytes(&got[5..], &bytes(1, 1495));
-    // And the other way.
+    // In the other direction.
     let (a, b) = (guest.tx_pair(), guest.tx_pair());
     let mut header = guest.header(77, PORT.get(), Op::Rw);
     header.len = 2000;

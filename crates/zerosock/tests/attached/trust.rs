@@ -1,4 +1,4 @@
-//! Who declares trust in processes has plain slices of theirs, and none of a VM's.
+//! A program that declares trust in processes gets plain slices of their memory, and none of a VM's.
 
 use std::io::Write;
 
@@ -28,7 +28,7 @@ fn slices_both_ways_with_processes_and_none_with_a_vm() {
         assert_eq!(lease.read().as_slice().unwrap(), b"in place");
         assert_eq!(lease.into_bytes().unwrap(), &b"in place"[..]);
     }
-    // The same driver half, but as the guest of a VM: it may reboot at any time.
+    // The same driver, as the guest of a VM, which may reboot at any time.
     let guest = Endpoint::builder().attach_device(hub.vm()).unwrap();
     let (ours, theirs) = hub.joined(&guest);
     assert!(!ours.is_trusted());
@@ -45,7 +45,7 @@ fn slices_both_ways_with_processes_and_none_with_a_vm() {
 }
 
 #[test]
-fn without_a_declaration_there_are_no_slices_of_anybody() {
+fn without_a_declaration_no_peer_gives_plain_slices() {
     let hub = Hub::new();
     let process = hub.process("p");
     let (ours, theirs) = hub.joined(&process);

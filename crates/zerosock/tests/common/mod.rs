@@ -1,10 +1,10 @@
-//! A daemon with guests that need no virtual machine: what every integration test begins with.
+//! A daemon with guests that need no virtual machine, for all integration tests.
 //!
-//! Each test has a daemon and a directory of its own. With ZEROSOCK_TEST_DEVICE set to a program
-//! with vhost-device-vsock's command line, that program is the device instead, for finding out
-//! whether a failure is the device's or the driver's; tests that need more than one VM or look at
-//! counters then skip themselves. With ZEROSOCK_TEST_PAIRS set to a number, devices and drivers of
-//! ours have so many queue pairs, and daemons two workers.
+//! Each test has its own daemon and directory. If ZEROSOCK_TEST_DEVICE names a program with the command
+//! line of vhost-device-vsock, that program is the device instead, which shows whether the device or
+//! the driver causes a failure; tests that need several VMs or counters then skip themselves. If
+//! ZEROSOCK_TEST_PAIRS is a number, devices and drivers have that many queue pairs, and daemons two
+//! workers.
 #![allow(dead_code, reason = "each test program uses its own part")]
 
 pub(crate) mod pump;
@@ -19,16 +19,16 @@ use std::time::{Duration, Instant};
 use zerosock::daemon::{Daemon, DaemonConfig, HostSide, Stats, VmConfig};
 use zerosock::driver::{Address, Cid, Driver, DriverConfig, Port};
 
-/// Longer than anything takes that works.
+/// Deadline for everything that a test waits for; only a hang exceeds it.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Queue pairs of devices and of drivers, where a test does not say it.
+/// Default number of queue pairs of devices and drivers.
 pub(crate) fn pairs() -> u16 {
     let pairs = std::env::var("ZEROSOCK_TEST_PAIRS");
     pairs.map_or(1, |pairs| pairs.parse().unwrap())
 }
 
-/// The end of all patience from now.
+/// The time `PATIENCE` from now.
 pub(crate) fn deadline() -> Instant {
     Instant::now() + PATIENCE
 }
@@ -100,7 +100,7 @@ impl TestDaemon {
         };
     }
 
-    /// Ends the daemon in good order (ours), or kills it.
+    /// Shuts the daemon down, or kills a device that is another program.
     pub(crate) fn stop(&mut self) {
         match std::mem::replace(&mut self.backend, Backend::Down) {
             Backend::Ours(daemon) => daemon.shutdown(),
@@ -112,7 +112,7 @@ impl TestDaemon {
         }
     }
 
-    /// Counters, where the device is ours.
+    /// Counters; not available when the device is another program.
     pub(crate) fn stats(&self) -> Option<Stats> {
         match &self.backend {
             Backend::Ours(daemon) => Some(daemon.stats()),
@@ -125,7 +125,7 @@ impl TestDaemon {
         self.guest_of(0, |_| {})
     }
 
-    /// A guest for VM `index`, its settings changed by `tune`.
+    /// A guest for VM `index`; `tune` changes its settings.
     pub(crate) fn guest_of(&self, index: usize, tune: impl Fn(&mut DriverConfig)) -> Driver {
         let give_up = deadline();
         loop {
@@ -134,15 +134,15 @@ impl TestDaemon {
             tune(&mut config);
             match Driver::attach(config) {
                 Ok(driver) => return driver,
-                // A device that is a program binds when it is ready; one whose guest has just
-                // left may not yet have noticed.
+                // A device that is a program binds when it is ready. A device may not have
+                // noticed yet that its previous guest has left.
                 Err(error) if Instant::now() > give_up => panic!("{error}"),
                 Err(_) => std::thread::sleep(Duration::from_millis(5)),
             }
         }
     }
 
-    /// A listener at the place where the guest's connects to `port` of the host arrive.
+    /// The Unix listener for the guest's connects to `port` of the host.
     pub(crate) fn host_listener(&self, port: u32) -> UnixListener {
         host_listener(&self.vms[0].uds_path, port)
     }
@@ -159,14 +159,14 @@ impl Drop for TestDaemon {
     }
 }
 
-/// Our daemon for `vms`, at their paths.
+/// A zerosock daemon for `vms`, at their paths.
 pub(crate) fn start_daemon(vms: &[Vm], tune: fn(&mut DaemonConfig)) -> Daemon {
     let mut config = daemon_config(vms);
     tune(&mut config);
     Daemon::start(config).unwrap()
 }
 
-/// The configuration of a daemon for `vms`, their sockets bound.
+/// The configuration of a daemon for `vms`, with their sockets bound.
 pub(crate) fn daemon_config(vms: &[Vm]) -> DaemonConfig {
     let mut config = DaemonConfig {
         queue_pairs: pairs(),
@@ -193,7 +193,7 @@ pub(crate) fn daemon_config(vms: &[Vm]) -> DaemonConfig {
     config
 }
 
-/// Port `port` of the host.
+/// The address of port `port` of the host.
 pub(crate) fn host(port: u32) -> Address {
     Address::new(Cid::HOST, Port::new(port))
 }
@@ -205,7 +205,7 @@ pub(crate) fn host_listener(uds_path: &Path, port: u32) -> UnixListener {
     UnixListener::bind(PathBuf::from(path)).unwrap()
 }
 
-/// Connects to a hybrid socket and says CONNECT; gives up reading after a while.
+/// Connects to a hybrid socket and sends the CONNECT line. Reads have a time-out.
 pub(crate) fn hybrid(uds_path: &Path) -> UnixStream {
     let stream = UnixStream::connect(uds_path).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -213,7 +213,7 @@ pub(crate) fn hybrid(uds_path: &Path) -> UnixStream {
     stream
 }
 
-/// Reads the line `OK PORT`, byte by byte, so that nothing behind it is lost.
+/// Reads the line `OK PORT`, byte by byte, so that no byte after it is lost.
 pub(crate) fn read_ok(stream: &mut UnixStream) -> io::Result<u32> {
     let mut line = Vec::new();
     let mut byte = [0u8; 1];
@@ -228,7 +228,7 @@ pub(crate) fn read_ok(stream: &mut UnixStream) -> io::Result<u32> {
     port.ok_or_else(|| io::Error::other(format!("no OK line: {line:?}")))
 }
 
-/// Connects through a hybrid socket to the guest's `port`. Blocks until the guest answered.
+/// Connects through a hybrid socket to the guest's `port`. Blocks until the guest has answered.
 pub(crate) fn connect_guest(uds_path: &Path, port: u32) -> io::Result<UnixStream> {
     let mut stream = hybrid(uds_path);
     stream.write_all(format!("CONNECT {port}\n").as_bytes())?;
@@ -236,7 +236,7 @@ pub(crate) fn connect_guest(uds_path: &Path, port: u32) -> io::Result<UnixStream
     Ok(stream)
 }
 
-/// The byte at place `at` of stream number `seed`: no two near places nor seeds look alike.
+/// The byte at offset `at` of stream number `seed`; nearby offsets and seeds give different bytes.
 pub(crate) fn byte(seed: u64, at: u64) -> u8 {
     let mut x = (at / 8) ^ seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     x = (x ^ (x >> 31)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -249,7 +249,7 @@ pub(crate) fn bytes(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| byte(seed, at)).collect()
 }
 
-/// Fails with the first place that differs, not with a megabyte of numbers.
+/// Panics with the first offset that differs, instead of printing all bytes.
 #[track_caller]
 pub(crate) fn assert_bytes(got: &[u8], want: &[u8]) {
     if let Some(at) = got.iter().zip(want).position(|(got, want)| got != want) {
@@ -271,7 +271,7 @@ pub(crate) fn open_fds() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// Waits for something that no event tells of; fails after all patience.
+/// Polls for a condition without an event; panics after `PATIENCE`.
 #[track_caller]
 pub(crate) fn eventually(what: &str, mut there: impl FnMut() -> bool) {
     let give_up = deadline();
@@ -286,7 +286,7 @@ pub(crate) fn this_thread() -> PathBuf {
     std::fs::canonicalize("/proc/thread-self").unwrap()
 }
 
-/// Waits until that thread sleeps.
+/// Waits until the thread sleeps.
 #[track_caller]
 pub(crate) fn until_asleep(thread: &Path) {
     eventually("a thread that sleeps", || {
@@ -296,7 +296,7 @@ pub(crate) fn until_asleep(thread: &Path) {
     });
 }
 
-/// As [`eventually`], with a guest that goes on working meanwhile.
+/// As [`eventually`], and runs a guest meanwhile.
 #[track_caller]
 pub(crate) fn eventually_with(
     driver: &mut Driver,

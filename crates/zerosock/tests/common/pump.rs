@@ -1,4 +1,4 @@
-//! A host and a thread that keeps it going while the test looks elsewhere: a host has none itself.
+//! A host and a thread that calls its `turn` while the test does something else.
 
 use std::ops::Deref;
 use std::os::fd::AsFd;
@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use zerosock::vsock::Host;
 
-/// See the module. Ends with its value.
+/// The host and its thread. The thread ends when this is dropped.
 pub(crate) struct Pumped {
     host: Arc<Host>,
     stop: Arc<AtomicBool>,
@@ -41,7 +41,7 @@ impl Pumped {
         }
     }
 
-    /// Nobody keeps the host going from now on.
+    /// Stops the thread: from now on no thread calls the host's `turn`.
     pub(crate) fn stop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {

@@ -1,6 +1,6 @@
 //! A guest that writes its rings by hand, so that it can write them wrongly.
 //!
-//! It knows no event index and never sleeps: it kicks always and looks at the used index.
+//! It does not negotiate the event index and never sleeps: it always kicks, and polls the used index.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
@@ -29,7 +29,7 @@ pub(crate) const RX: usize = 0;
 pub(crate) const TX: usize = 1;
 pub(crate) const EVENT: usize = 2;
 
-/// Guest address of the first byte, and the user address that stands for it.
+/// Guest address of the first byte, and its user address.
 pub(crate) const GUEST: u64 = 0x4000_0000;
 const USER: u64 = 0x7a00_0000_0000;
 const LEN: u64 = 8 << 20;
@@ -49,9 +49,9 @@ pub(crate) struct RawGuest {
     kicks: Vec<OwnedFd>,
     calls: Vec<OwnedFd>,
     avail: Vec<u16>,
-    /// Used elements that were read, of each queue.
+    /// Used elements read so far, for each queue.
     used: Vec<u16>,
-    /// Of each queue, by its number; only those of transmit queues are taken.
+    /// Slots of each queue, by its number; only those of transmit queues are used.
     tx_slots: Vec<TxSlots>,
 }
 
@@ -76,8 +76,7 @@ impl TxSlots {
         Some(head)
     }
 
-    /// The device returned the chain at `head`. A chain that a test wrote into no slot of ours is
-    /// ignored.
+    /// Frees the slot of the returned chain at `head`. Ignores chains that a test has written itself.
     fn give_back(&mut self, head: u32) {
         if let Some(taken) = self.taken.get_mut(head as usize)
             && std::mem::take(taken)
@@ -87,7 +86,7 @@ impl TxSlots {
     }
 }
 
-/// Connects, with the patience that a device needs which is still seeing its last guest off.
+/// Connects; tries again while the device still disconnects its previous guest.
 pub(crate) fn connect(socket: &Path) -> Frontend {
     let give_up = deadline();
     loop {
@@ -105,7 +104,7 @@ pub(crate) fn connect(socket: &Path) -> Frontend {
 }
 
 impl RawGuest {
-    /// Makes a plain write to any of the call descriptors wait for ever: full, and blocking.
+    /// Makes all call descriptors full and blocking, so that a write to one never returns.
     pub(crate) fn jam_calls(&self) {
         for call in &self.calls {
             // The counter becomes the largest that a write can reach.
@@ -117,7 +116,7 @@ impl RawGuest {
         }
     }
 
-    /// Whether the device has called since the last look.
+    /// Whether the device has notified since the previous call.
     pub(crate) fn was_called(&self, queue: usize) -> bool {
         rustix::io::read(&self.calls[queue], &mut [0; 8]).is_ok()
     }
@@ -131,7 +130,7 @@ impl RawGuest {
         RawGuest::over(connect(socket), seal)
     }
 
-    /// As the guest of a device that is there already. VERSION_1 and INDIRECT_DESC.
+    /// Attaches over an open front-end connection, with VERSION_1 and INDIRECT_DESC.
     pub(crate) fn over(frontend: Frontend, seal: bool) -> RawGuest {
         RawGuest::with_features(frontend, seal, 1 << 32 | 1 << 28)
     }
@@ -141,7 +140,7 @@ impl RawGuest {
         RawGuest::with_all(frontend, seal, features, QueuePairs::ONE)
     }
 
-    /// As `over`, with so many queue pairs, and SEQPACKET.
+    /// As `over`, with several queue pairs and SEQPACKET.
     pub(crate) fn with_pairs(frontend: Frontend, seal: bool, pairs: QueuePairs) -> RawGuest {
         RawGuest::with_all(frontend, seal, 1 << 32 | 1 << 28 | 1 << 1 | 1, pairs)
     }
@@ -226,7 +225,7 @@ impl RawGuest {
         }
     }
 
-    /// The memory's one region, for another SET_MEM_TABLE.
+    /// The one region of the memory, for another SET_MEM_TABLE.
     pub(crate) fn region(&self) -> RegionConfig {
         RegionConfig {
             guest_addr: GUEST,
@@ -290,7 +289,7 @@ impl RawGuest {
         self.set_avail(queue, self.avail[queue].wrapping_add(1));
     }
 
-    /// Writes the available index, whatever it may be.
+    /// Writes any value into the available index.
     pub(crate) fn set_avail(&mut self, queue: usize, index: u16) {
         fence(Ordering::SeqCst);
         self.avail[queue] = index;
@@ -322,7 +321,7 @@ impl RawGuest {
         self.make_available(queue, index);
     }
 
-    /// The head of the chain that was made available last.
+    /// The head of the last chain made available.
     pub(crate) fn last_available(&self, queue: usize) -> u16 {
         let slot = self.avail[queue].wrapping_sub(1) % SIZE;
         self.read_u16(self.rings[queue].avail + 4 + u64::from(slot) * 2)
@@ -340,7 +339,7 @@ impl RawGuest {
         Some((self.read_u32(at), self.read_u32(at + 4)))
     }
 
-    /// The next packet from the device, if one is there now.
+    /// The next packet from the device, without waiting.
     pub(crate) fn try_recv(&mut self) -> Option<(Repr, Vec<u8>)> {
         self.try_recv_on(0)
     }
@@ -360,7 +359,7 @@ impl RawGuest {
         Some((header, bytes[HEADER_LEN..].to_vec()))
     }
 
-    /// Waits for the next packet that `wanted` likes; drops others.
+    /// Waits for the next packet for which `wanted` is true; drops others.
     #[track_caller]
     pub(crate) fn recv_where(&mut self, wanted: impl Fn(&Repr) -> bool) -> (Repr, Vec<u8>) {
         let give_up = deadline();
@@ -422,7 +421,7 @@ impl RawGuest {
         self.tx_slots[tx].take()
     }
 
-    /// Sends raw header bytes with payload in a descriptor of its own.
+    /// Sends raw header bytes, with the payload in a second descriptor.
     pub(crate) fn send_bytes(&mut self, header: &[u8], payload: &[u8]) {
         let index = self.tx_pair();
         self.send_at(TX, index, header, payload);
@@ -454,14 +453,14 @@ impl RawGuest {
         self.used_index(tx) == self.avail[tx]
     }
 
-    /// Sends a packet as its header says through queue pair `pair`, which has room.
+    /// Sends a packet with this header through queue pair `pair`, which must have room.
     pub(crate) fn send_on(&mut self, pair: u16, header: &Repr, payload: &[u8]) {
         let tx = usize::from(tx_queue(pair));
         let index = self.take_tx_pair(tx).expect("there is no room");
         self.send_at(tx, index, &emit(header), payload);
     }
 
-    /// As `send`, with the header as it is.
+    /// As `send`, with the header unchanged.
     pub(crate) fn send_as(&mut self, header: &Repr, payload: &[u8]) {
         self.send_bytes(&emit(header), payload);
     }
@@ -475,14 +474,14 @@ impl RawGuest {
         self.send_bytes(&emit(&header), payload);
     }
 
-    /// Connects from our `port` to the host's `to`; the listener accepts by itself (backlog).
+    /// Connects from the guest's `port` to the host's `to`; the backlog accepts.
     #[track_caller]
     pub(crate) fn connect(&mut self, port: u32, to: u32) {
         self.send(self.header(port, to, Op::Request), &[]);
         self.recv_op(port, Op::Response);
     }
 
-    /// Waits until the device has returned everything it was sent.
+    /// Waits until the device has returned all sent chains.
     #[track_caller]
     pub(crate) fn wait_tx_done(&mut self) {
         let give_up = deadline();

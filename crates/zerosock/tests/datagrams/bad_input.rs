@@ -1,5 +1,5 @@
-//! What should not come, from a guest to the program that embeds the device and through the switch
-//! to a process: dropped, counted, bounded, and nobody else's trouble.
+//! Invalid datagrams of a guest, to the program that embeds the device and through the daemon to a process:
+//! dropped, counted, bounded, and without effect on others.
 
 use zerosock::vsock::DatagramDrops;
 use zerosock_proto::vsock::datagram::data;
@@ -10,19 +10,19 @@ use super::*;
 
 const OURS: Port = Port::new(40);
 
-/// A bad guest, whom it speaks to, and a pair that has nothing to do with it.
+/// A bad guest, the socket that it sends to, and a pair of other sockets.
 struct Scene {
     guest: Guest,
-    /// Whom it sends to.
+    /// The socket that the guest sends to.
     to: Datagram,
     good: [Datagram; 2],
-    /// What the daemon counts, if there is one.
+    /// The daemon's counters, if there is a daemon.
     counts: Box<dyn Fn() -> Option<Stats>>,
     _keep: Box<dyn std::any::Any>,
 }
 
 impl Scene {
-    /// The bad guest and the program that has its device.
+    /// The bad guest and the program that embeds its device.
     fn program(flow: bool) -> Scene {
         let hub = Hub::with(|builder| builder);
         let one = hub.process();
@@ -35,7 +35,7 @@ impl Scene {
         }
     }
 
-    /// The bad guest and a process behind the switch.
+    /// The bad guest and a process that is attached to the daemon.
     fn sibling(flow: bool) -> Scene {
         let serve = std::sync::Arc::new(Serve::new(1));
         let (one, other) = (serve.process(), serve.process());
@@ -49,7 +49,7 @@ impl Scene {
         }
     }
 
-    /// Sends a packet of a datagram to a port of the receiver's.
+    /// Sends a packet of a datagram to a port of the receiver.
     fn part(&mut self, from: u32, to: Port, payload: &[u8], last: bool) {
         let from = Address::new(self.guest.raw.cid, Port::new(from));
         let to = Address::new(self.to.local_addr().cid, to);
@@ -57,7 +57,7 @@ impl Scene {
         self.guest.raw.send(header, payload);
     }
 
-    /// The next thing that the receiver has is `wanted`, as a good datagram of the bad guest's.
+    /// The receiver's next datagram is `wanted`, a valid one of the bad guest.
     fn still_hears(&mut self, wanted: &[u8]) {
         self.part(OURS.get(), PORT, wanted, true);
         let (got, from) = recv(&self.to);
@@ -65,7 +65,7 @@ impl Scene {
         assert_bytes(&got, wanted);
     }
 
-    /// The receiver counts, as soon as it looks.
+    /// The receiver counts in its next call.
     fn counts(&self, what: &str, holds: impl Fn(DatagramDrops) -> bool) {
         self.to.set_nonblocking(true).unwrap();
         eventually(what, || {
@@ -75,7 +75,7 @@ impl Scene {
         self.to.set_nonblocking(false).unwrap();
     }
 
-    /// So many were lost before they were whole: whoever puts them together has counted them.
+    /// The device that assembles datagrams has counted this many incomplete ones.
     fn counts_lost(&self, what: &str, of: impl Fn(DatagramDrops) -> u64, lost: u64) {
         match (self.counts)() {
             Some(_) => eventually(what, || {
@@ -93,7 +93,7 @@ impl Scene {
         }
     }
 
-    /// Nobody else has noticed.
+    /// Other sockets still exchange datagrams.
     fn others_are_unharmed(&self) {
         let [one, other] = &self.good;
         for number in 0..50 {
@@ -136,7 +136,7 @@ fn datagrams_to_nobody_are_counted_and_unanswered() {
     }
 }
 
-/// Of one that does not know the flow control: it would not heed it either.
+/// From a guest without flow control, which would ignore STOP.
 #[test]
 fn datagrams_to_a_full_receiver_are_bounded_and_counted() {
     const MOST: u64 = 3000;
@@ -148,7 +148,7 @@ fn datagrams_to_a_full_receiver_are_bounded_and_counted() {
         scene.guest.raw.wait_tx_done();
         scene.others_are_unharmed();
         scene.to.set_nonblocking(true).unwrap();
-        // What the switch has kept may come later.
+        // Datagrams that the daemon has kept may arrive later.
         let mut got = 0;
         eventually("each is received or counted", || {
             while scene.to.recv(&mut [0; 3000]).is_ok() {
@@ -175,7 +175,7 @@ fn datagrams_to_a_full_receiver_are_bounded_and_counted() {
 fn datagrams_above_64_kib_are_dropped_to_their_end() {
     for mut scene in both(true) {
         for round in 0..20 {
-            // Half a megabyte of one datagram.
+            // Half a megabyte as one datagram.
             for _ in 0..64 {
                 scene.part(OURS.get(), PORT, &[7; 8000], false);
             }
@@ -197,7 +197,7 @@ fn datagrams_above_64_kib_are_dropped_to_their_end() {
             stats.datagrams_dropped == 20 && stats.bad_packets > 20
         });
         match (scene.counts)() {
-            // Of each no more than what may be kept, and what is put together.
+            // Of each sender at most the limit, and one datagram in assembly.
             Some(stats) => assert!(stats.copied_bytes <= 20 * 65536, "{}", stats.copied_bytes),
             None => assert_eq!(scene.to.drops().too_long, 20),
         }
@@ -214,13 +214,13 @@ fn fragments_that_are_missing_cost_their_datagram_alone() {
             scene.part(port, PORT, &[7; 4000], false);
         }
         scene.still_hears(b"whole");
-        // The beginning is missing: what is left is one of its own, as far as anybody can know.
+        // The first part is missing: a receiver cannot know, and the rest is a datagram of its own.
         scene.still_hears(b"an end");
-        // The last one has its time.
+        // The last datagram has one second.
         scene.part(OURS.get(), PORT, b"and no more", false);
         scene.counts_lost("incomplete", |drops| drops.incomplete, u64::from(MOST) + 1);
         scene.others_are_unharmed();
-        // What comes of it later is no datagram without a beginning.
+        // Its later packets have no beginning and are no datagram.
         scene.part(OURS.get(), PORT, b", too late", true);
         scene.still_hears(b"whole again");
     }
@@ -230,11 +230,11 @@ fn fragments_that_are_missing_cost_their_datagram_alone() {
 fn fragments_out_of_order_are_no_datagram() {
     for mut scene in both(true) {
         let all = bytes(1, 9000);
-        // The end first: it is taken for a whole one, and the rest has no end.
+        // The end first: it counts as a whole datagram, and the rest has no end.
         scene.still_hears(&all[6000..]);
         scene.part(OURS.get(), PORT, &all[3000..6000], false);
         scene.part(OURS.get(), PORT, &all[..3000], false);
-        // Another one ends it.
+        // Another datagram ends it.
         scene.part(41, PORT, b"whole", true);
         let (got, from) = recv(&scene.to);
         assert_eq!((&got[..], from.port.get()), (&b"whole"[..], 41));

@@ -1,4 +1,4 @@
-//! That they arrive, whole, with their source; and what is said when they cannot.
+//! Datagrams arrive whole and with their source; errors of sends that cannot arrive.
 
 use std::io::ErrorKind;
 use std::thread;
@@ -118,7 +118,7 @@ fn a_small_buffer_cuts_and_tells_the_length() {
 }
 
 #[test]
-fn who_is_connected_receives_from_his_peer_alone() {
+fn a_connected_socket_receives_from_its_peer_only() {
     let hub = Hub::new();
     let (one, other) = (hub.process(), hub.process());
     let ours = at_host(&hub, PORT);
@@ -127,7 +127,7 @@ fn who_is_connected_receives_from_his_peer_alone() {
     ours.connect(other.local_addr());
     assert_eq!(ours.peer_addr(), Some(other.local_addr()));
     one.send_to(b"from a stranger", ours.local_addr()).unwrap();
-    // Both are taken in by the host's thread, each when it looks.
+    // The host's thread processes both in its turns.
     eventually("dropped", || ours.stats().dropped_not_peer == 1);
     other.send_to(b"from the peer", ours.local_addr()).unwrap();
     assert_eq!(recv(&ours), (b"from the peer".to_vec(), other.local_addr()));
@@ -159,7 +159,7 @@ fn ports_are_not_those_of_streams() {
 }
 
 #[test]
-fn to_nobody_they_are_dropped_and_counted() {
+fn datagrams_without_a_receiver_are_dropped_and_counted() {
     let hub = Hub::new();
     let process = hub.process();
     let (ours, theirs) = (at_host(&hub, PORT), at(&process, PORT));
@@ -170,7 +170,7 @@ fn to_nobody_they_are_dropped_and_counted() {
     ours.send_to(b"found", theirs.local_addr()).unwrap();
     assert_eq!(recv(&theirs).0, b"found");
     assert_eq!(theirs.drops().no_socket, 1);
-    // There is no such CID: only who has the table knows.
+    // There is no such CID: only the side with the table of routes knows.
     let nowhere = Address::new(Cid::new(77), PORT);
     let error = ours.send_to(b"lost", nowhere).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::HostUnreachable);
@@ -197,7 +197,7 @@ fn endpoints_without_datagrams_keep_working_and_are_told_of() {
     let error = ours.send_to(b"x", there).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert_eq!(reason(&error), DatagramError::Deaf);
-    // Through a switch the first is lost, and the next ones are told.
+    // Through the daemon the first datagram is lost, and later sends get an error.
     eventually("the sibling hears of it", || {
         match theirs.send_to(b"x", there) {
             Ok(_) => false,
@@ -207,7 +207,7 @@ fn endpoints_without_datagrams_keep_working_and_are_told_of() {
             }
         }
     });
-    // Its streams are as ever.
+    // Its streams still work.
     let listener = hub.listen(PORT, 1).unwrap();
     let host = Address::new(Cid::HOST, PORT);
     let stream = guest.wait_connect(host, common::deadline()).unwrap();
@@ -299,7 +299,7 @@ fn a_socket_that_is_closed_leaves_its_port_and_its_leases() {
     theirs.send_to(b"new", ours.local_addr()).unwrap();
     assert_eq!(recv(&ours).0, b"new");
     drop(kept);
-    // Every buffer is back: as many as the queue has go through, and once more.
+    // Every buffer has returned: as many datagrams as the queue has buffers pass, and once more.
     for _ in 0..300 {
         theirs.send_to(b"again", ours.local_addr()).unwrap();
         assert_eq!(recv(&ours).0, b"again");

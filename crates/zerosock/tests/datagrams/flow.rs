@@ -1,4 +1,4 @@
-//! Full receivers, and senders that are asked to stop.
+//! Flow control: full receivers, and senders that are told to stop.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
@@ -10,7 +10,7 @@ use super::*;
 
 const LEN: usize = 2000;
 
-/// Sends numbered datagrams until `stop`, or `most` of them; how many.
+/// Sends numbered datagrams until `stop`, at most `most`; returns the number sent.
 fn pour(from: &Datagram, to: Address, most: u64, stop: &AtomicBool) -> u64 {
     let mut sent = 0;
     while sent < most && !stop.load(Ordering::Relaxed) {
@@ -20,14 +20,14 @@ fn pour(from: &Datagram, to: Address, most: u64, stop: &AtomicBool) -> u64 {
     sent
 }
 
-/// **The showpiece.** One sender, two receivers: one reads as it comes, the other not at all until
-/// the fast one has had many times what the slow one may keep; then it reads slowly. Nothing is
-/// lost at either, and the fast one never waits for the slow one.
+/// One endpoint sends to two receivers. The fast one reads at once. The slow one reads nothing until the
+/// fast one has received many times the slow one's limit, and then reads slowly. Neither loses a datagram,
+/// and the fast one never waits for the slow one.
 fn slow_and_fast(sender: &Datagram, other: &Datagram, slow: &Datagram, fast: &Datagram) {
     const FAST: u64 = 5000;
     const SLOW: u64 = 1000;
-    // Three quarters of it take what is under way: both senders' buffers, and the queues of a
-    // switch and of a process that does not look.
+    // Three quarters of the buffer are for datagrams in flight: both send buffers, and the queues of a
+    // device and of a process that makes no call.
     slow.set_receive_buffer(700 << 10);
     for socket in [sender, other] {
         socket.set_send_buffer(32 << 10);
@@ -58,7 +58,7 @@ fn slow_and_fast(sender: &Datagram, other: &Datagram, slow: &Datagram, fast: &Da
             assert_eq!(slow.recv(&mut buffer).unwrap(), LEN);
             assert_bytes(&buffer, &bytes(number, LEN));
             if number.is_multiple_of(64) {
-                // Slow, and now and then slower than a STOP holds.
+                // Slow, and sometimes slower than a STOP lasts.
                 thread::sleep(Duration::from_millis(if number == 512 { 700 } else { 5 }));
             }
         }
@@ -79,7 +79,7 @@ fn a_slow_receiver_loses_nothing_while_a_fast_one_runs_on() {
 }
 
 #[test]
-fn nor_does_a_slow_process_of_the_host_s() {
+fn a_slow_process_of_a_host_loses_nothing() {
     let hub = Hub::with(|builder| builder);
     let process = hub.process();
     let (slow, fast) = (at(&process, PORT), at(&process, Port::ANY));
@@ -88,7 +88,7 @@ fn nor_does_a_slow_process_of_the_host_s() {
 }
 
 #[test]
-fn nor_does_one_behind_the_switch() {
+fn a_slow_sibling_loses_nothing() {
     let serve = Serve::new(2);
     let (from, to) = (serve.process(), serve.process());
     let (slow, fast) = (at(&to, PORT), at(&to, Port::ANY));
@@ -96,10 +96,9 @@ fn nor_does_one_behind_the_switch() {
     slow_and_fast(&sender, &other, &slow, &fast);
 }
 
-/// One who may be sent to and may not answer: he has no port that is open, neither the one he sends
-/// from.
+/// A receiver that others may send to, and that may not answer, because none of its ports is open.
 #[test]
-fn nor_does_one_who_could_not_answer() {
+fn a_slow_receiver_that_may_not_answer_loses_nothing() {
     let serve = Serve::new(2);
     let from = serve.process_with(|builder| builder.ports([Port::new(9000)]));
     let to = serve.process();
@@ -109,7 +108,7 @@ fn nor_does_one_who_could_not_answer() {
 }
 
 #[test]
-fn nor_one_that_does_not_even_look_while_another_process_does() {
+fn a_process_that_does_not_read_loses_nothing_while_another_reads() {
     let serve = Serve::new(1);
     let (from, idle, busy) = (serve.process(), serve.process(), serve.process());
     let (slow, fast) = (at(&idle, PORT), at(&busy, PORT));
@@ -153,7 +152,7 @@ fn a_blocked_destination_says_would_block_and_others_are_not() {
     });
     let error = send(&full).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
-    // The host takes it before the other's words come: the send buffer has room.
+    // The host takes it before the other's STOP arrives: the send buffer has room.
     eventually("another is sent to", || {
         process.turn().unwrap();
         send(&free).is_ok()
@@ -165,7 +164,7 @@ fn a_blocked_destination_says_would_block_and_others_are_not() {
     let error = send(&full).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::TimedOut);
     assert_eq!(full.stats().dropped_full, 0);
-    // Read empty, it says START.
+    // Once all is read, it sends START.
     full.set_nonblocking(true).unwrap();
     while full.recv_from(&mut [0; 1000]).is_ok() {}
     theirs.set_write_timeout(Some(PATIENCE)).unwrap();
@@ -190,13 +189,13 @@ fn a_receiver_that_dies_lets_its_sources_go() {
         refused && ours.stats().stopped > 0
     });
     drop((theirs, to));
-    // Nobody says START; the time-out does.
+    // No START arrives; the block ends by its time-out.
     ours.set_nonblocking(false).unwrap();
     ours.send_to(&[0; 1000], there).unwrap();
 }
 
-/// A program that ends when all was taken has lost nothing. Without the flush it would go a while
-/// after the last send, and with it what the host holds in its memory.
+/// A program that exits after a flush has lost nothing. Without the flush the datagrams that the host holds
+/// in the program's memory would be lost with it.
 #[test]
 fn what_is_flushed_outlives_its_sender() {
     const MOST: u64 = 10;
@@ -216,7 +215,7 @@ fn what_is_flushed_outlives_its_sender() {
             tell.send("gone").unwrap();
         });
         assert_eq!(told.recv_timeout(PATIENCE), Ok("sent"));
-        // Far longer than one that goes waits by itself.
+        // Far longer than an exiting endpoint waits by itself.
         let early = told.recv_timeout(Duration::from_millis(1000));
         assert!(early.is_err(), "it is gone with what it sent");
         for number in 0..MOST {
@@ -226,7 +225,7 @@ fn what_is_flushed_outlives_its_sender() {
     });
 }
 
-/// A switch takes everything at once, so that this one does not show that the flush waits.
+/// A daemon takes everything at once, so this test does not show that the flush waits.
 #[test]
 fn what_is_flushed_through_a_switch_arrives() {
     const MOST: u64 = 100;

@@ -1,4 +1,4 @@
-//! Guests that write their packets by hand: fragments, words, and rubbish.
+//! Guests that write their packets by hand: fragments, STOP and START, and malformed packets.
 
 use zerosock_proto::vsock::datagram::{Control, F_DGRAM, F_DGRAM_FLOW, PauseSource, data};
 use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
@@ -7,7 +7,7 @@ use super::common::raw::{RX_LEN, RawGuest, connect};
 use super::common::{assert_bytes, bytes, eventually};
 use super::*;
 
-/// See the module.
+/// A guest that writes its packets by hand.
 pub(crate) struct Guest {
     pub(crate) raw: RawGuest,
 }
@@ -68,11 +68,11 @@ fn fragments_are_put_together_and_incomplete_sets_are_dropped() {
     let (got, from) = recv(&ours);
     assert_eq!(from, guest.us(OURS));
     assert_bytes(&got, &all);
-    // The end is missing: the next datagram, of another port, is whole all the same.
+    // The end is missing: the next datagram, of another port, arrives whole all the same.
     guest.part(OURS, PORT, b"lost", false);
     guest.part(Port::new(41), PORT, b"whole", true);
     assert_eq!(recv(&ours), (b"whole".to_vec(), guest.us(Port::new(41))));
-    // Interleaved: what is left of each is what came last of it.
+    // Interleaved: of each datagram only the last packets remain.
     guest.part(OURS, PORT, b"a", false);
     guest.part(Port::new(41), PORT, b"b", false);
     guest.part(OURS, PORT, b"c", true);
@@ -147,7 +147,7 @@ fn words_to_a_guest_are_those_of_the_document() {
     for _ in 0..3 {
         recv(&ours);
     }
-    // A repeated STOP may be under way.
+    // A repeated STOP may be in flight.
     let (word, _) = guest
         .raw
         .recv_where(|header| header.op != stop.emit(us, us).op);
@@ -163,7 +163,7 @@ fn a_guest_that_has_not_negotiated_words_gets_none() {
     for _ in 0..20 {
         guest.datagram(PORT, &[0; 800]);
     }
-    // Its own mean nothing, and are counted as rubbish.
+    // Its own STOP and START have no effect, and are counted as malformed.
     let word = Control::Stop(PauseSource::Receiver).emit(guest.us(OURS), ours.local_addr());
     guest.raw.send(word, &[]);
     guest.raw.wait_tx_done();
@@ -180,7 +180,7 @@ fn a_stop_blocks_its_sender_s_address_and_nobody_else_s() {
     let mut guest = guest(&hub, true, true);
     let stop = Control::Stop(PauseSource::Receiver);
     let send = |to: Address| ours.send_to(b"x", to).map_err(|error| error.kind());
-    // For somebody else: dropped, as any packet that is not its sender's.
+    // From another endpoint's address: dropped, as any packet with a foreign source address.
     guest
         .raw
         .send(stop.emit(theirs.local_addr(), ours.local_addr()), &[]);
@@ -266,7 +266,7 @@ fn sources_without_number_are_bounded() {
         while guest.raw.try_recv().is_some() {}
     }
     guest.raw.wait_tx_done();
-    // Another one is told all the same.
+    // Another source still gets STOP.
     let process = hub.process();
     let theirs = at(&process, Port::ANY);
     theirs.send_to(b"x", ours.local_addr()).unwrap();

@@ -1,4 +1,4 @@
-//! Datagrams between processes, the host, and siblings behind the daemon's switch.
+//! Datagrams between processes, the host, and siblings of one daemon.
 
 mod bad_input;
 mod basics;
@@ -24,10 +24,10 @@ use zerosock::{Address, Cid, Port};
 
 const PORT: Port = Port::new(514);
 
-/// Longer than any test lasts: what is leased stays where it is.
+/// A hold time longer than any test: leased bytes stay in place.
 const FOR_EVER: Duration = Duration::from_secs(600);
 
-/// A host with an attach socket and a VM with CID 3, and a thread that keeps it going.
+/// A host with an attach socket and a VM with CID 3, and a thread that calls its `turn`.
 struct Hub {
     host: Pumped,
     dir: tempfile::TempDir,
@@ -118,7 +118,7 @@ impl Drop for Serve {
     }
 }
 
-/// A socket that gives up in the end.
+/// A socket with time-outs of `PATIENCE`.
 fn patient(socket: Datagram) -> Datagram {
     socket.set_read_timeout(Some(PATIENCE)).unwrap();
     socket.set_write_timeout(Some(PATIENCE)).unwrap();
@@ -133,7 +133,7 @@ fn at(endpoint: &Endpoint, port: Port) -> Datagram {
     patient(Datagram::bind(endpoint, port).unwrap())
 }
 
-/// Why a send failed.
+/// The reason for a failed send.
 fn reason(error: &std::io::Error) -> DatagramError {
     let inner = error.get_ref().unwrap_or_else(|| panic!("{error}"));
     *inner

@@ -1,4 +1,4 @@
-//! Where the bytes lie: no copy between a process and the host, one through the switch.
+//! No copy of a datagram between a process and the host; one through the daemon.
 
 use std::io::Write;
 
@@ -6,7 +6,7 @@ use super::common::eventually;
 use super::*;
 use zerosock::vsock::{Lease, Trust};
 
-/// The file that a byte lies in, and where in it: the same for whoever has it mapped.
+/// File and offset of a byte: the same in every process that has it mapped.
 fn place(at: *const u8) -> (String, usize) {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     for line in maps.lines() {
@@ -21,8 +21,8 @@ fn place(at: *const u8) -> (String, usize) {
     panic!("{at:?} is not mapped");
 }
 
-/// Where a loan's bytes are written: known by what is found there. A datagram that is received
-/// elsewhere than it was written has another file or another offset.
+/// The place where a loan's bytes are written. A datagram that was copied has another file or another
+/// offset.
 fn travels_in_place(from: &Datagram, to: &Datagram) {
     let mut loan = from.loan(to.local_addr(), 64).unwrap();
     assert!(loan.is_in_place());
@@ -35,7 +35,7 @@ fn travels_in_place(from: &Datagram, to: &Datagram) {
     let lease: &Lease<'_> = got.lease().unwrap();
     let (file, _) = place(lease.read().as_ptr());
     drop(got);
-    // Whoever receives has the other's memory mapped, not a buffer of his own.
+    // The receiver has the sender's memory mapped, not a buffer of its own.
     assert!(file.contains(':'), "a file's device and inode: {file}");
     assert!(!file.starts_with("00:00 0"), "anonymous memory is a copy");
 }
@@ -94,7 +94,7 @@ fn a_byte_that_is_changed_afterwards_shows() {
     let twin = at
         .with_addr(twin.expect("mapped by its sender as well"))
         .cast_mut();
-    // SAFETY: the sender's mapping, which lives as long as its endpoint; nobody has a slice of it
+    // SAFETY: the sender's mapping, which lives as long as its endpoint; no slice of it exists
     // now.
     unsafe { twin.write_volatile(b'j') };
     assert_eq!(got.to_vec(), b"jello", "not a copy");
@@ -116,7 +116,7 @@ fn loans_come_back_unsent_and_beyond_their_bound_are_private() {
         for (at, loan) in loans.iter_mut().enumerate() {
             write!(loan, "{at}").unwrap();
         }
-        // In the order in which they are sent, whatever they are.
+        // In the order of the sends, whatever the kind of loan.
         let last = loans.split_off(98);
         for loan in last.into_iter().chain(loans.drain(..2)) {
             loan.send().unwrap();
@@ -129,8 +129,8 @@ fn loans_come_back_unsent_and_beyond_their_bound_are_private() {
 }
 
 #[test]
-fn what_is_shown_is_a_plain_slice_of_who_is_trusted_alone() {
-    // SAFETY: nobody here writes what is shown.
+fn recv_each_gives_plain_slices_of_trusted_peers_only() {
+    // SAFETY: no code here writes these bytes while they are leased.
     let trust = unsafe { Trust::declare() };
     for trusted in [true, false] {
         let hub = Hub::with(|builder| match trusted {
@@ -161,7 +161,7 @@ fn bytes_of_a_loan_that_were_skipped_are_zeros() {
     let process = hub.process();
     let (ours, theirs) = (at_host(&hub, PORT), at(&process, PORT));
     for (from, to) in [(&ours, &theirs), (&theirs, &ours)] {
-        // Every buffer there is has held something.
+        // Every buffer has held earlier bytes.
         for _ in 0..1000 {
             from.send_to(&[0xee; 3000], to.local_addr()).unwrap();
             assert_eq!(recv(to).0.len(), 3000);
@@ -173,7 +173,7 @@ fn bytes_of_a_loan_that_were_skipped_are_zeros() {
         loan.send().unwrap();
         let expected = [&[0; 3], &b"some"[..], &[0; 2988], b"at th"].concat();
         assert_eq!(recv(to).0, expected);
-        // Without a byte, an offset is a length all the same.
+        // Without written bytes, the offset still sets the length.
         let mut loan = from.loan(to.local_addr(), 3000).unwrap();
         assert_eq!(loan.write_at(100, b"").unwrap(), 0);
         assert_eq!(loan.send().unwrap(), 100);

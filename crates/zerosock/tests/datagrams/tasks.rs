@@ -1,4 +1,4 @@
-//! Sockets in a tokio runtime.
+//! Datagram sockets in a tokio runtime.
 
 use std::io::{ErrorKind, Write};
 use std::sync::Arc;
@@ -16,8 +16,7 @@ fn task(socket: Datagram) -> AsyncDatagram {
     AsyncDatagram::new(socket).unwrap()
 }
 
-/// What `wait` gives, if somebody told it: at the end of all patience it looks once more, and finds
-/// what it slept over.
+/// The output of `wait`. Panics if it took long: then no event woke it, and its time-out did.
 async fn told<T>(wait: impl Future<Output = T>) -> T {
     let began = Instant::now();
     let found = timeout(PATIENCE, wait).await.expect("never told");
@@ -86,15 +85,15 @@ async fn siblings_talk_in_tasks_of_one_thread() {
     many_tasks_talk_to(at(&to, PORT), clients).await;
 }
 
-/// One that is asked to stop waits in his task, and is woken; nothing is lost, and the other task of
-/// the same thread goes on.
+/// A sender that is told to stop waits in its task and is woken; no datagram is lost, and the other task
+/// of the same thread continues.
 #[tokio::test]
 async fn a_task_that_is_asked_to_stop_holds_up_no_other() {
     const MOST: u64 = 2000;
     let hub = Hub::with(|builder| builder);
     let process = hub.process();
     let (full, free) = (at_host(&hub, PORT), at_host(&hub, Port::ANY));
-    // Three quarters of it take what is under way.
+    // Three quarters of the buffer are for datagrams in flight.
     full.set_receive_buffer(700 << 10);
     let sender = at(&process, Port::ANY);
     sender.set_send_buffer(32 << 10);
@@ -128,7 +127,7 @@ async fn a_task_that_is_asked_to_stop_holds_up_no_other() {
     assert_eq!(full.get_ref().drops().full, 0);
 }
 
-/// A loan may have been given out before its receiver asks to stop.
+/// A loan can be older than its receiver's STOP.
 #[tokio::test]
 async fn leases_and_loans_are_awaited() {
     let hub = Hub::new();
@@ -140,7 +139,7 @@ async fn leases_and_loans_are_awaited() {
     let mut loan = told(theirs.loan(to, 100)).await.unwrap();
     loan.write_all(b"before").unwrap();
     assert_eq!((loan.capacity(), loan.filled()), (100, 6));
-    // Filled until he says so.
+    // Fills the receiver until it sends STOP.
     let mut sent = 0;
     let give_up = deadline();
     loop {
@@ -168,7 +167,7 @@ async fn leases_and_loans_are_awaited() {
 }
 
 #[tokio::test]
-async fn batches_and_who_polls_by_himself() {
+async fn batches_in_tasks_and_manual_polling() {
     let hub = Hub::new();
     let process = hub.process();
     let (ours, theirs) = (task(at_host(&hub, PORT)), task(at(&process, Port::ANY)));
@@ -191,7 +190,7 @@ async fn batches_and_who_polls_by_himself() {
         }
     };
     let sending = async {
-        // The other side is told to wait.
+        // The other side gets STOP.
         tokio::task::yield_now().await;
         let three: [(&[u8], Address); 3] = [(b"1", to), (b"22", to), (b"999999999", to)];
         assert_eq!(told(theirs.send_many(&three)).await.unwrap(), 3);
@@ -228,7 +227,7 @@ async fn batches_and_who_polls_by_himself() {
     };
     tokio::join!(receiving, sending);
     assert_eq!(&peeked, b"pol");
-    // Out of the runtime it waits again.
+    // Outside the runtime it blocks again.
     let waits = ours.into_inner();
     waits
         .set_read_timeout(Some(Duration::from_millis(20)))

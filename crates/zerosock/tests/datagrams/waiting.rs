@@ -1,4 +1,4 @@
-//! Sockets that wait: time-outs, pollers, several threads.
+//! Datagram sockets that wait: time-outs, pollers, several threads.
 
 use std::io::ErrorKind;
 use std::thread;
@@ -35,7 +35,7 @@ fn a_receive_times_out() {
 }
 
 #[test]
-fn who_sleeps_is_woken_whichever_way_he_waits() {
+fn a_sleeping_receiver_is_woken_with_every_kind_of_wait() {
     for wait in [Wait::Sleep, Wait::ADAPTIVE, Wait::Spin] {
         let hub = Hub::with(|builder| builder.wait(wait));
         let process = hub.process_with(|builder| builder.wait(wait));
@@ -97,7 +97,7 @@ fn several_threads_share_a_socket() {
 }
 
 #[test]
-fn a_poller_says_who_has_something_and_who_may_send() {
+fn a_poller_reports_readable_and_writable_sockets() {
     let hub = Hub::new();
     let process = hub.process();
     let ours = at_host(&hub, PORT);
@@ -114,7 +114,7 @@ fn a_poller_says_who_has_something_and_who_may_send() {
     };
     assert_eq!(poller.wait(Some(PATIENCE)).unwrap(), [readable]);
     recv(&one);
-    // Until it is told to stop it may send; and again when it is told to start.
+    // It may send until STOP, and again after START.
     poller.add_datagram(&other, 2, Readiness::WRITABLE);
     let writable = Ready {
         key: 2,

@@ -1,5 +1,4 @@
-//! A host under test, its VMs' sockets, and a thread that keeps it going while the test looks at
-//! a guest.
+//! A host under test, its VMs' sockets, and a thread that calls its `turn` while the test acts as the guest.
 #![allow(dead_code, reason = "each test program uses its own part")]
 
 use std::ops::Deref;
@@ -35,7 +34,7 @@ impl Hosted {
         Hosted::start(vms, wait, Duration::from_millis(20), |builder| builder)
     }
 
-    /// One VM, and a host with settings of its own.
+    /// One VM, and a host with other settings.
     pub(crate) fn tuned(tune: impl FnOnce(HostBuilder) -> HostBuilder) -> Hosted {
         Hosted::start(1, Wait::Sleep, Duration::from_millis(20), tune)
     }
@@ -74,7 +73,7 @@ impl Hosted {
         hosted
     }
 
-    /// A host of the caller's making, with sockets of the caller's.
+    /// A host made by the caller, with the caller's sockets.
     pub(crate) fn of(builder: HostBuilder) -> Hosted {
         Hosted {
             host: Pumped::new(builder.start().unwrap()),
@@ -102,7 +101,7 @@ impl Hosted {
         RawGuest::attach(&self.sockets[0])
     }
 
-    /// Connects, with the patience that a guest needs which is only just starting.
+    /// Connects; tries again while the guest is starting.
     pub(crate) fn connect_to(&self, to: Address) -> Stream {
         let give_up = deadline();
         let stream = loop {
@@ -117,7 +116,7 @@ impl Hosted {
         stream
     }
 
-    /// Ends the host as its user does.
+    /// Stops the thread: from now on only the test's calls run the host.
     pub(crate) fn stop(&mut self) {
         self.host.stop();
     }
@@ -139,14 +138,14 @@ pub(crate) fn guest_at(socket: &Path) -> Driver {
         config.queue_pairs = pairs();
         match Driver::attach(config) {
             Ok(driver) => return driver,
-            // The device may not yet have seen its last guest off.
+            // The device may still disconnect its previous guest.
             Err(error) if Instant::now() > give_up => panic!("{error}"),
             Err(_) => std::thread::sleep(Duration::from_millis(5)),
         }
     }
 }
 
-/// Sends a packet from our `port` to the host's `to`; where its payload lies.
+/// Sends a packet from the guest's `port` to the host's `to`; returns the place of its payload.
 pub(crate) fn raw_send(guest: &mut RawGuest, port: u32, to: u32, payload: &[u8]) -> u64 {
     let index = guest.tx_pair();
     let (at, data) = (guest.buffer(TX, index), guest.buffer(TX, index + 1));
@@ -162,7 +161,7 @@ pub(crate) fn raw_send(guest: &mut RawGuest, port: u32, to: u32, payload: &[u8])
     data
 }
 
-/// How often `needle` is in the guest's memory.
+/// The number of occurrences of `needle` in the guest's memory.
 pub(crate) fn raw_count(guest: &RawGuest, needle: &[u8]) -> usize {
     let mut all = vec![0; 4 << 20];
     guest.read(super::common::raw::GUEST, &mut all);

@@ -54,7 +54,7 @@ fn each_port_counts_once_and_is_gone_with_its_connection() {
     until(&mut [&mut guest], |_| {
         ports_now(&daemon) == CONNECTIONS as u64
     });
-    // Either side ends them, in another order than they began in.
+    // Either side closes them, in another order than they were opened.
     for (conn, program) in programs.into_iter().enumerate().rev() {
         match conn % 2 {
             0 => drop(program),
@@ -64,7 +64,7 @@ fn each_port_counts_once_and_is_gone_with_its_connection() {
     until(&mut [&mut guest], |_| ports_now(&daemon) == 0);
 }
 
-/// All queue pairs see that the memory is gone; the device is lost once.
+/// All queue pairs detect that the memory has vanished; the lost device is counted once.
 #[test]
 fn a_lost_device_counts_once() {
     let three = QueuePairs::new(PAIRS).unwrap();

@@ -1,4 +1,4 @@
-//! Processes with several queue pairs: what they have in hand moves while it is used.
+//! Processes with several queue pairs: connections with leases and loans move while in use.
 
 use std::io::{ErrorKind, Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,7 +29,7 @@ fn processes<const N: usize>() -> (Daemon, [Endpoint; N], tempfile::TempDir) {
     (daemon.unwrap(), std::array::from_fn(attach), dir)
 }
 
-/// Moves it to one pair after the other until told to stop; how often it has moved.
+/// Moves a stream from pair to pair until `stop`; returns the number of moves.
 fn keep_moving(stop: &AtomicBool, mut go: impl FnMut(u16) -> std::io::Result<()>) -> usize {
     let mut moves = 0;
     for pair in (0..3).cycle() {
@@ -38,7 +38,7 @@ fn keep_moving(stop: &AtomicBool, mut go: impl FnMut(u16) -> std::io::Result<()>
         }
         match go(pair) {
             Ok(()) => moves += 1,
-            // Half a message is out, or the other end has just moved.
+            // Part of a message is in flight, or the other end has just moved.
             Err(error) if error.kind() == ErrorKind::ResourceBusy => thread::yield_now(),
             Err(error) => panic!("{error}"),
         }
@@ -151,7 +151,7 @@ fn messages_keep_their_ends_on_their_way() {
 }
 
 #[test]
-fn what_cannot_be_moved_says_so() {
+fn a_connection_that_cannot_move_returns_an_error() {
     let (daemon, [one, two], _dir) = processes();
     let listener = two.listen(PORT, 4).unwrap();
     let to = Address::new(two.cid(), PORT);
@@ -196,7 +196,7 @@ fn connections_of_a_process_are_spread_over_its_pairs() {
 }
 
 #[test]
-fn who_wants_more_pairs_than_there_are_gets_those() {
+fn an_endpoint_that_requests_too_many_pairs_gets_the_available_ones() {
     let (daemon, [one], dir) = processes();
     assert_eq!(one.queue_pairs(), 3);
     let path = dir.path().join("attach.sock");
@@ -206,7 +206,7 @@ fn who_wants_more_pairs_than_there_are_gets_those() {
     assert_eq!(fewer.queue_pairs(), 2);
     assert!(Endpoint::builder().queue_pairs(17).attach(&path).is_err());
     assert_eq!(Endpoint::attach(&path).unwrap().queue_pairs(), 1);
-    // A host that was not told has one.
+    // A host without the setting has one pair.
     let attach = dir.path().join("host.sock");
     let host = Host::builder().attach(&attach).start().unwrap();
     let stop = AtomicBool::new(false);

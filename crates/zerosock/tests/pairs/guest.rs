@@ -1,5 +1,4 @@
-//! A guest with several queue pairs: rings written by hand, and a shard of the protocol core for
-//! each pair.
+//! A guest with several queue pairs: rings written by hand, and a `Shard` for each pair.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -20,13 +19,13 @@ const NOW: Instant = Instant::ZERO;
 /// A connection, as its program sees it.
 #[derive(Default)]
 pub(crate) struct Conn {
-    /// Where it is; `None` when it has ended.
+    /// Its queue pair and flow; `None` when it has ended.
     pub(crate) at: Option<(u16, FlowId)>,
     pub(crate) connected: bool,
     pub(crate) received: Vec<u8>,
-    /// The peer sends no more.
+    /// The peer has shut its sending side.
     pub(crate) finished: bool,
-    /// What is to be sent, and how much of it has a header.
+    /// Bytes to send, and the number of them that have a header.
     outgoing: Vec<u8>,
     sent: usize,
     pub(crate) moves: usize,
@@ -72,7 +71,7 @@ impl PairsGuest {
         self.pairs.of_flow(port, peer)
     }
 
-    /// Begins to connect, at the pair of the hash; the connection's number.
+    /// Starts a connect at the pair of the hash; returns the connection's number.
     pub(crate) fn connect(&mut self, from: u32, to: Address) -> usize {
         let from = Port::new(from);
         let pair = self.pairs.of_flow(from, to);
@@ -92,7 +91,7 @@ impl PairsGuest {
         self.conns.len() - 1
     }
 
-    /// Sends these bytes, as there is room.
+    /// Queues these bytes to be sent as there is room.
     pub(crate) fn send(&mut self, conn: usize, bytes: &[u8]) {
         let conn = &mut self.conns[conn];
         let (pair, flow) = conn.at.unwrap();
@@ -101,7 +100,7 @@ impl PairsGuest {
         shard.send(flow, bytes.len() as u32, 0).unwrap();
     }
 
-    /// Bytes that have not left.
+    /// Bytes not sent yet.
     pub(crate) fn unsent(&self, conn: usize) -> usize {
         self.conns[conn].outgoing.len() - self.conns[conn].sent
     }
@@ -112,7 +111,7 @@ impl PairsGuest {
         shard.shutdown(NOW, flow, how).unwrap();
     }
 
-    /// Asks that it go on at `pair`. False: not now.
+    /// Starts a move to `pair`. False: not possible now.
     pub(crate) fn ask_move(&mut self, conn: usize, pair: u16) -> bool {
         match self.conns[conn].at {
             Some((at, flow)) if at != pair => {
@@ -123,7 +122,7 @@ impl PairsGuest {
         }
     }
 
-    /// Takes in what has come, and sends what there is room for. False: nothing was done.
+    /// Processes received packets, and sends as there is room. False: nothing was done.
     pub(crate) fn pump(&mut self) -> bool {
         let mut busy = false;
         for pair in 0..self.pairs.get() {

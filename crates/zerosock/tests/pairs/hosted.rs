@@ -36,7 +36,7 @@ fn a_program_s_connections_move_under_it() {
             }
             writer.shutdown(std::net::Shutdown::Write).unwrap();
         });
-        // Half of them read in place, and keep a lease while the next is read.
+        // Half of the streams are read in place, and keep a lease during the next read.
         let reader = thread::spawn(move || {
             let mut bytes = Vec::new();
             if n % 2 == 0 {
@@ -94,7 +94,7 @@ fn a_lease_and_a_loan_outlive_the_move() {
     let lease = stream.recv().unwrap().unwrap();
     let (at, _) = guest.conns[conn].at.unwrap();
 
-    // While a loan is out it stays where it is.
+    // A connection with a loan cannot move.
     let mut loan = stream.loan(64).unwrap();
     assert!(guest.ask_move(conn, 1 - at));
     until(&mut [&mut guest], |guests| guests[0].ask_move(conn, 1 - at));
@@ -145,8 +145,7 @@ fn as_many_pairs_as_there_cannot_be_are_refused() {
     }
 }
 
-/// Each pair has a bound of its own for what a program does not read, and so it has for what comes
-/// from another pair.
+/// Each pair has its own bound on unread bytes, which also covers bytes from another pair.
 #[test]
 fn moves_do_not_get_around_the_bound_on_copies() {
     const MOST: usize = 100_000;
@@ -172,7 +171,7 @@ fn moves_do_not_get_around_the_bound_on_copies() {
     for &conn in &conns {
         guest.send(conn, &pattern(EACH, 1));
     }
-    // All of it is unread, in copies, and within the bounds of both.
+    // All bytes are unread, in copies, and within the bounds of both pairs.
     until(&mut [&mut guest], |guests| {
         unread() == conns.len() * EACH && (0..2).all(|pair| guests[0].raw.is_idle_on(pair))
     });
@@ -194,7 +193,7 @@ fn moves_do_not_get_around_the_bound_on_copies() {
             .count()
     };
     until(&mut [&mut guest], |guests| ended(guests[0]) > 0);
-    // Those that stand are whole.
+    // The remaining connections have all their bytes.
     let mut whole = 0;
     for mut stream in &streams {
         let mut bytes = vec![0; EACH];

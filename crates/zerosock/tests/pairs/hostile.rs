@@ -1,4 +1,5 @@
-//! Drivers that move what they have not, to where nothing is, or go away in the middle.
+//! Drivers that move connections that they do not have, move to pairs that do not exist, or disconnect during
+//! a move.
 
 use std::io::Write;
 
@@ -69,7 +70,7 @@ fn a_connection_that_is_not_there_cannot_be_moved() {
 }
 
 #[test]
-fn one_who_keeps_asking_and_never_comes_harms_only_himself() {
+fn a_driver_that_repeats_move_and_never_sends_at_the_new_pair_harms_only_itself() {
     let daemon = TestDaemon::with(2, tune);
     let listener = daemon.host_listener(PORT);
     let mut guest = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
@@ -87,7 +88,7 @@ fn one_who_keeps_asking_and_never_comes_harms_only_himself() {
         }
         guest.raw.send_on(pair, &header, &[]);
     }
-    // It is at another pair now, whose driver never says a word there; and the other one lives.
+    // The connection is at another pair now, where the driver never sends; the other one works.
     for program in &mut programs {
         program.write_all(b"hello").unwrap();
     }
@@ -102,7 +103,7 @@ fn one_who_keeps_asking_and_never_comes_harms_only_himself() {
 }
 
 #[test]
-fn who_goes_away_in_the_middle_leaves_nothing_behind() {
+fn a_driver_that_disconnects_during_a_move_leaves_nothing_behind() {
     for _ in 0..10 {
         let daemon = TestDaemon::with(2, tune);
         let mut one = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
@@ -121,7 +122,7 @@ fn who_goes_away_in_the_middle_leaves_nothing_behind() {
         }
         one.pump();
         drop(one);
-        // The other's connections end, and each of its chains comes back.
+        // The other guest's connections end, and all its chains return.
         until(&mut [&mut two], |guests| {
             guests[0].conns.iter().all(|conn| conn.at.is_none())
                 && (0..3).all(|pair| guests[0].raw.is_idle_on(pair))
@@ -148,7 +149,7 @@ fn queue_pairs_are_chosen_once_and_within_bounds() {
             "{refused}"
         );
     }
-    // Queues beyond those that are used cannot be set up.
+    // Queues beyond those in use cannot be set up.
     assert!(frontend.set_vring_num(3, 64).is_err());
     frontend.set_queue_pairs(2).unwrap();
     frontend.set_vring_num(4, 64).unwrap();
@@ -192,7 +193,7 @@ fn a_datagram_through_another_pair_than_the_first_is_dropped() {
     };
     for pair in [1, 2] {
         guest.raw.send_on(pair, &datagram, &[]);
-        // What comes behind it is answered, it is not.
+        // The packets after it are answered, it is not.
         let header = move_header(&guest, 6000, 0);
         guest.raw.send_on(pair, &header, &[]);
         let answer = next(&mut guest, pair);
@@ -206,7 +207,7 @@ fn a_datagram_through_another_pair_than_the_first_is_dropped() {
 }
 
 #[test]
-fn who_sends_behind_its_move_gets_every_buffer_back() {
+fn a_driver_that_sends_after_move_gets_every_buffer_back() {
     let daemon = TestDaemon::with(2, tune);
     let mut one = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
     let mut two = PairsGuest::attach(&daemon.vms[1].socket, 3, PORT);
@@ -226,7 +227,7 @@ fn who_sends_behind_its_move_gets_every_buffer_back() {
         buf_alloc: 16384,
         fwd_cnt: 0,
     };
-    // Bytes, MOVE, bytes: as fast as they go, so that some are under way when it is to leave.
+    // Bytes, MOVE, bytes, without a pause, so that some are in flight when the connection moves.
     for n in 0..16 {
         while !one.raw.may_send_on(pair) {
             two.pump();
@@ -239,7 +240,7 @@ fn who_sends_behind_its_move_gets_every_buffer_back() {
             _ => one.raw.send_on(pair, &header(kind, 0, 500), &[7; 500]),
         }
     }
-    // Whatever becomes of the connection, every buffer comes back, and the queues can be stopped.
+    // Whatever happens to the connection, every buffer returns, and the queues can be stopped.
     until(&mut [&mut two], |_| {
         (0..3).all(|pair| one.raw.is_idle_on(pair))
     });

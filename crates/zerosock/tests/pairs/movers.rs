@@ -1,5 +1,5 @@
-//! Drivers that move what is not theirs, or does not stand, or twice, or in the middle of a message;
-//! that talk where their connection is not yet. What they lose is their own.
+//! Drivers that move connections of others, move connections that are not established, move twice or in the
+//! middle of a message, or send at a pair too early. They harm only their own connections.
 
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
@@ -25,7 +25,7 @@ fn tune(config: &mut DaemonConfig) {
     config.queue_pairs = 3;
 }
 
-/// As `tune`, and the first VM meets packets of the host's too.
+/// As `tune`, and the first VM has SOCK_SEQPACKET hybrid sockets too.
 fn with_messages(config: &mut DaemonConfig) {
     tune(config);
     if let HostSide::Hybrid { path, messages, .. } = &mut config.vms[0].host {
@@ -48,14 +48,14 @@ fn listen(path: &Path) -> OwnedFd {
     socket
 }
 
-/// A guest with three pairs that is us: nobody sees to it that it keeps to the rules.
+/// A guest with three pairs, written by hand, so that it can break the rules.
 struct Mover {
     raw: RawGuest,
-    /// The connection that is spoken of.
+    /// The connection under test.
     local: Address,
     peer: Address,
     socket_type: SocketType,
-    /// Bytes of it that we have read, as we say.
+    /// Bytes read, as announced in `fwd_cnt`.
     read: u32,
 }
 
@@ -103,7 +103,7 @@ impl Mover {
         (header.op.known().unwrap(), header, payload)
     }
 
-    /// The next one at `pair` that is not about credit.
+    /// The next packet at `pair` other than a credit update.
     #[track_caller]
     fn next_but_credit(&mut self, pair: u16) -> (Op, Repr, Vec<u8>) {
         loop {
@@ -120,7 +120,7 @@ impl Mover {
         assert_eq!(self.next(pair).0, Op::Response);
     }
 
-    /// Moves as one should.
+    /// Moves as the protocol requires.
     #[track_caller]
     fn goes(&mut self, from: u16, to: u16) {
         self.say(from, Op::Move, to.into(), &[]);
@@ -129,7 +129,7 @@ impl Mover {
         self.say(to, Op::CreditUpdate, 0, &[]);
     }
 
-    /// Every buffer comes back, and the queues can be stopped.
+    /// Checks that every buffer returns, and that the queues can be stopped.
     #[track_caller]
     fn ends(&mut self) {
         eventually("all buffers are back", || {
@@ -155,7 +155,7 @@ fn none_are_left(daemon: &TestDaemon) {
 }
 
 #[test]
-fn nobody_moves_what_is_not_his() {
+fn a_connection_moves_only_by_its_owner_and_at_its_own_pair() {
     let daemon = TestDaemon::with(2, tune);
     let listener = daemon.host_listener(PORT);
     let mut owner = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
@@ -164,7 +164,7 @@ fn nobody_moves_what_is_not_his() {
     until(&mut [&mut owner], |guests| guests[0].conns[conn].connected);
     let (at, _) = owner.conns[conn].at.unwrap();
     let mut program = patient(listener.accept().unwrap().0);
-    // By its name, and by the owner's.
+    // With its own address, and with the owner's.
     for (pair, to) in [(0, 1), (1, 2), (2, 0)] {
         thief.local.cid = owner.raw.cid;
         thief.say(pair, Op::Move, to, &[]);
@@ -177,7 +177,7 @@ fn nobody_moves_what_is_not_his() {
             "the first has no answer"
         );
     }
-    // Nor does the owner, at a pair where it is not.
+    // The owner cannot move it either, at a pair where it is not.
     for pair in (0..3).filter(|pair| *pair != at) {
         let header = Repr {
             flags: u32::from(pair + 1) % 3,
@@ -210,11 +210,11 @@ fn a_move_that_is_asked_for_twice_is_one() {
     let mut program = patient(listener.accept().unwrap().0);
     let mut at = 0;
     for round in 0..60u8 {
-        // The second one to another pair, to one that is not there, to where it is.
+        // The second MOVE: to another pair, to one that does not exist, to the current one.
         let (to, other) = ((at + 1) % 3, [(at + 2) % 3, 9, at][usize::from(round % 3)]);
         guest.say(at, Op::Move, to.into(), &[]);
         guest.say(at, Op::Move, other.into(), &[]);
-        // One that is answered in its turn.
+        // A packet that is answered in order.
         guest.local.port = Port::new(OURS + 1);
         guest.say(at, Op::Move, to.into(), &[]);
         guest.local.port = Port::new(OURS);
@@ -226,7 +226,7 @@ fn a_move_that_is_asked_for_twice_is_one() {
                     moved += 1;
                 }
                 (Op::Rst, header, _) if header.dst.port.get() == OURS + 1 => behind = true,
-                // The first was already carried out: there is nothing here any more.
+                // The first MOVE is complete: this pair has no connection any more.
                 (Op::Rst, ..) => assert!(!behind),
                 packet => panic!("{packet:?}"),
             }
@@ -267,7 +267,7 @@ fn half_a_message_goes_with_its_connection() {
         expected.extend_from_slice(&[hop; 100]);
         let to = (at + 1 + u16::from(hop) % 2) % 3;
         guest.goes(at, to);
-        // A piece where it was before is of nothing, and ends nothing.
+        // A part of a message at the old pair is dropped, and ends no message.
         guest.say(at, Op::Rw, SEQ_EOM, b"stray");
         assert_eq!(guest.next_but_credit(at).0, Op::Rst);
         at = to;
@@ -275,7 +275,7 @@ fn half_a_message_goes_with_its_connection() {
     guest.say(at, Op::Rw, SEQ_EOM, b"end");
     expected.extend_from_slice(b"end");
     assert_eq!(recv().unwrap(), expected);
-    // One that never ends is nobody's.
+    // A message that never ends is dropped.
     guest.say(at, Op::Rw, 0, b"half");
     guest.goes(at, (at + 1) % 3);
     guest.say((at + 1) % 3, Op::Rst, 0, &[]);
@@ -306,13 +306,13 @@ fn half_a_message_between_siblings_goes_with_both() {
         for hop in 0..6u8 {
             one.say(at, Op::Rw, 0, &[round ^ hop; 700]);
             expected.extend_from_slice(&[round ^ hop; 700]);
-            // Both are on their way at once, now and then.
+            // Sometimes both ends move at once.
             let (to, back) = ((at + 1) % 3, (there + 1) % 3);
             if hop % 2 == 0 {
                 two.say(there, Op::Move, back.into(), &[]);
             }
             one.say(at, Op::Move, to.into(), &[]);
-            // It may be refused, while the sibling takes note of the last one.
+            // It may be refused while the sibling has not confirmed the previous move.
             let (op, header, _) = one.next_but_credit(at);
             assert_eq!(op, Op::Moved);
             at = header.flags as u16;
@@ -338,7 +338,7 @@ fn half_a_message_between_siblings_goes_with_both() {
         assert_eq!(received, expected, "{round}");
         two.say(there, Op::CreditUpdate, 0, &[]);
     }
-    // One that never ends is nobody's.
+    // A message that never ends is dropped.
     one.say(at, Op::Rw, 0, b"half");
     one.say(at, Op::Move, u32::from((at + 1) % 3), &[]);
     let at = one.next_but_credit(at).1.flags as u16;
@@ -371,7 +371,7 @@ fn half_a_message_for_a_program_goes_with_its_connection() {
         expected.extend_from_slice(b"end");
         let message = program.recv_leases().unwrap().unwrap();
         assert!(message.to_vec() == expected, "{round}");
-        // On lease while it goes on moving.
+        // Leased while the connection continues to move.
         kept.push((message, expected));
     }
     guest.say(at, Op::Rw, SEQ_EOM, b"whole");
@@ -402,7 +402,7 @@ fn what_has_not_been_accepted_does_not_move() {
     });
     let (pair, request) = request.unwrap();
     (guest.local, guest.peer) = (request.dst, request.src);
-    // In front of the answer, which is the first that moves anything.
+    // Before the answer, which starts the move.
     guest.say(pair, Op::Move, u32::from((pair + 1) % 3), &[]);
     guest.say(pair, Op::Response, 0, &[]);
     let mut program = program.join().unwrap();
@@ -414,7 +414,7 @@ fn what_has_not_been_accepted_does_not_move() {
 }
 
 #[test]
-fn who_talks_at_the_new_pair_too_early_harms_himself() {
+fn a_driver_that_sends_at_the_new_pair_too_early_harms_only_itself() {
     let daemon = TestDaemon::with(1, tune);
     let listener = daemon.host_listener(PORT);
     let mut guest = Mover::attach(&daemon.vms[0].socket, SocketType::Stream);
@@ -425,7 +425,7 @@ fn who_talks_at_the_new_pair_too_early_harms_himself() {
         let (at, to) = (round % 3, (round + 1 + round % 2) % 3);
         guest.say(at, Op::Request, 0, &[]);
         let mut response = guest.next_but_credit(at);
-        // What came too late for an earlier one.
+        // Packets that arrived too late for an earlier one.
         while response.1.dst != guest.local {
             response = guest.next_but_credit(at);
         }

@@ -1,4 +1,4 @@
-//! Bytes keep their order wherever their connection is.
+//! Bytes keep their order when their connection moves.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -19,14 +19,14 @@ fn tune(config: &mut DaemonConfig) {
     config.queue_pairs = 3;
 }
 
-/// Bytes that tell where they are, differently for each `seed`.
+/// Bytes that depend on their offset and on `seed`.
 pub(crate) fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len)
         .map(|at| (at as u32).wrapping_mul(2_654_435_761).to_be_bytes()[0] ^ seed)
         .collect()
 }
 
-/// A host program that sends a pattern, reads to the end, and hands out what it has read.
+/// A host program that sends a pattern, reads to the end, and returns the bytes.
 fn host_program(mut socket: UnixStream, seed: u8) -> thread::JoinHandle<Vec<u8>> {
     thread::spawn(move || {
         let mut reader = socket.try_clone().unwrap();
@@ -43,8 +43,8 @@ fn host_program(mut socket: UnixStream, seed: u8) -> thread::JoinHandle<Vec<u8>>
     })
 }
 
-/// Sends `LEN` bytes by each of `conns`, moving each to the next pair again and again, until all
-/// has come both ways.
+/// Sends `LEN` bytes on each of `conns`, moving each to the next pair repeatedly, until all bytes have
+/// arrived in both directions.
 pub(crate) fn stream_and_move(guests: &mut [&mut PairsGuest], conns: &[(usize, usize, u8)]) {
     let mut given = vec![0; conns.len()];
     let mut turn = 0u16;
@@ -74,7 +74,7 @@ fn connections_to_and_from_the_host_move_while_both_sides_send() {
     let mut guest = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
     let mut programs = Vec::new();
     let mut conns = Vec::new();
-    // From the guest: ports such that each pair has some.
+    // From the guest: source ports such that each pair has some connections.
     for n in 0..6u8 {
         let conn = guest.connect(
             6000 + u32::from(n),
@@ -175,7 +175,7 @@ fn siblings_move_at_both_ends_while_both_send() {
         let ended = |guest: &PairsGuest| guest.conns.iter().all(|conn| conn.at.is_none());
         ended(guests[0]) && ended(guests[1])
     });
-    // Every chain is back with its guest.
+    // Every chain has returned to its guest.
     until(&mut [&mut one, &mut two], |guests| {
         guests
             .iter()
@@ -223,7 +223,7 @@ fn a_pause_in_the_middle_of_a_move_loses_nothing() {
             moves += usize::from(driver.move_to_pair(stream, (pair + 1) % 3).is_ok());
         }
         driver.turn().unwrap();
-        // The device may have the connection anywhere.
+        // The device may have the connection at any pair.
         let bases = driver.suspend().unwrap();
         driver.resume(&bases).unwrap();
         while let Ok(n @ 1..) = driver.recv(stream, &mut bytes) {

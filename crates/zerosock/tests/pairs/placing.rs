@@ -1,4 +1,4 @@
-//! Where connections begin when the port that was thought of has a connection already.
+//! A device chooses another source port when two addresses already have a connection.
 
 use std::collections::HashSet;
 use std::thread;
@@ -13,7 +13,7 @@ use super::guest::{PairsGuest, until};
 use super::hosting::Hosted;
 
 const PORT: u32 = 7000;
-/// Ports of the host's that are taken, in a row: some of each pair.
+/// Consecutive ports of the host that are in use: some of each pair.
 const TAKEN: u32 = 24;
 
 fn tune(config: &mut DaemonConfig) {
@@ -21,8 +21,8 @@ fn tune(config: &mut DaemonConfig) {
     config.queue_pairs = 3;
 }
 
-/// The guest connects from the port on which it listens to `TAKEN` ports of the host's from `first`
-/// on: whoever calls it from one of those finds the addresses in use.
+/// The guest connects from the port on which it listens to `TAKEN` ports of the host from `first` on: for
+/// a connect from one of those, the addresses are in use.
 fn take_ports(guest: &mut PairsGuest, first: u32) {
     let mut asked = HashSet::new();
     for port in first..first + TAKEN {
@@ -35,7 +35,7 @@ fn take_ports(guest: &mut PairsGuest, first: u32) {
         guest.raw.send_on(pair, &request, &[]);
         asked.insert(to.port);
     }
-    // The guest's shards know nothing of them, and shall not see the answers.
+    // The guest's shards have no such connections, and must not see the answers.
     let give_up = deadline();
     while !asked.is_empty() {
         for pair in 0..3 {
@@ -49,7 +49,7 @@ fn take_ports(guest: &mut PairsGuest, first: u32) {
     }
 }
 
-/// The peer's port of the connection that the guest got last.
+/// The peer's port of the guest's latest connection.
 fn last_port(guest: &PairsGuest) -> u32 {
     let (pair, flow) = guest.conns.last().unwrap().at.unwrap();
     let info = guest.shards[usize::from(pair)].flow(flow).unwrap();
@@ -114,7 +114,7 @@ fn a_driver_finds_a_port_although_the_next_one_is_taken() {
     let _program = listener.accept().unwrap();
     let next = driver.addresses(stream).unwrap().0.port.get() + 1;
 
-    // A host program has a connection with the next one, and nobody listens there any more.
+    // A host program has a connection with the next port, which has no listener any more.
     driver.listen(Port::new(next), 4).unwrap();
     let path = daemon.uds_path();
     let program = thread::spawn(move || connect_guest(&path, next).unwrap());

@@ -1,4 +1,4 @@
-//! What a map holds: a bounded part of its guest's buffers, and those themselves.
+//! A map holds at most its share of the guest's buffers, and returns them when it is released.
 
 use std::io::{Read, Write};
 use std::thread;
@@ -10,7 +10,7 @@ use zerosock::{Address, Cid};
 use super::common::{PATIENCE, TestDaemon, assert_bytes, bytes};
 use super::{PORT, pair, send_packets, undisturbed, wait_for, wait_for_word};
 
-/// A map that is never released costs its own connection in-place packets, and nobody else theirs.
+/// A map that is never released costs its own connection in-place packets, and no other connection.
 #[test]
 fn what_a_map_holds_is_bounded() {
     const LEN: usize = 1 << 20;
@@ -71,7 +71,7 @@ fn what_a_map_holds_is_bounded() {
     });
 }
 
-/// What a host maps lies in its guest's memory: nothing is copied on the way.
+/// The bytes that a host maps are in its guest's memory: none are copied.
 #[test]
 fn a_host_maps_what_its_guest_wrote() {
     const LENS: [usize; 3] = [56, 4096, 8200];
@@ -114,7 +114,7 @@ fn a_host_maps_what_its_guest_wrote() {
             (&stream).write_all(b"!").unwrap();
             drop(map);
             drop(stream);
-            // The guest goes only when the device answers.
+            // The guest disconnects only after the device's answer.
             while !guest.is_finished() {
                 host.turn().unwrap();
                 thread::yield_now();

@@ -1,4 +1,4 @@
-//! The document's own example, and the errors that it has for misuse.
+//! The example of the patch set, and its errors for misuse (docs/rxmap.md).
 
 use std::io::{ErrorKind, Write};
 

@@ -1,7 +1,7 @@
-//! Receive maps: the document's own example and error cases, the native form, polling, bounds.
+//! Receive maps: the example and error cases of the patch set, the native form, polling, bounds.
 //!
-//! Packets that wait for 20 ms are copied aside and then are one stretch of bytes. Where a test is
-//! about single packets, it tries again when that has happened on a machine that was busy.
+//! Packets that wait for 20 ms are copied and then have one header for all their bytes. A test of single packets
+//! tries again if a busy machine has caused that.
 
 mod bounds;
 #[path = "../common/mod.rs"]
@@ -51,7 +51,7 @@ fn pair(
     });
 }
 
-/// Calls `attempt` until no packet was copied aside meanwhile, as `true` says.
+/// Calls `attempt` until it returns true: no packet was copied meanwhile.
 fn undisturbed(mut attempt: impl FnMut() -> bool) {
     let give_up = Instant::now() + PATIENCE;
     while !attempt() {
@@ -59,7 +59,7 @@ fn undisturbed(mut attempt: impl FnMut() -> bool) {
     }
 }
 
-/// Sends packets of these lengths in one go.
+/// Sends packets of these lengths in one batch.
 fn send_packets(stream: &Stream, lens: &[usize]) {
     let mut batch = stream.batch();
     for (seed, len) in lens.iter().enumerate() {
@@ -72,7 +72,7 @@ fn wait_for_word(mut stream: &Stream) {
     stream.read_exact(&mut word).unwrap();
 }
 
-/// Waits until `len` bytes are there.
+/// Waits until `len` bytes have arrived.
 fn wait_for(stream: &Stream, len: usize) {
     stream.set_low_water(len as u32).unwrap();
     stream.wait_readable().unwrap();

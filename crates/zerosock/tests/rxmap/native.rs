@@ -1,4 +1,4 @@
-//! Headers in shared memory: where they point, and that every byte is there once.
+//! Headers in shared memory: where they point, and that every byte occurs once.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -53,13 +53,13 @@ fn native_headers_point_to_where_the_packets_lie() {
                     }
                     bases.dedup();
                     assert_eq!(bases.len(), 1, "one region, at one address: {bases:?}");
-                    // As it lies in memory.
+                    // The bytes of the header in memory.
                     let raw = map.header_pages();
                     assert_eq!(raw[4..8], 4_u32.to_ne_bytes());
                     assert_eq!(raw[8 + 2 * 16..][..4], 8200_u32.to_ne_bytes());
                     assert_eq!(raw[8 + 4 * 16..][..16], [0; 16]);
 
-                    // They stay, however long, and nobody copies them.
+                    // They stay in place however long, and are not copied.
                     let place = map.packet(2).unwrap().as_ptr();
                     let until = Instant::now() + Duration::from_millis(60);
                     while Instant::now() < until {
@@ -135,7 +135,7 @@ fn headers_over_more_than_one_page() {
                     assert_eq!(data.unwrap(), (number as u32).to_le_bytes());
                 }
                 assert_eq!(paged.packets().count(), COUNT);
-                // Behind the border of the pages of headers.
+                // After the end of the header pages.
                 assert_eq!(paged.header(511).map(|header| header.length), Some(4));
                 assert_eq!(paged.header(COUNT).map(|header| header.length), Some(0));
                 let numbers = native.packets().map(|packet| packet.to_vec());
@@ -146,7 +146,7 @@ fn headers_over_more_than_one_page() {
     });
 }
 
-/// Whatever the sizes of packets and maps, and however long the reader takes: every byte once.
+/// Every byte arrives once, with any sizes of packets and maps, and with a slow reader.
 #[test]
 fn several_maps_of_one_stream_lose_and_repeat_nothing() {
     const LEN: usize = 2 << 20;
@@ -190,7 +190,7 @@ fn several_maps_of_one_stream_lose_and_repeat_nothing() {
                     }
                 }
                 for native in &mut natives {
-                    // Two fills are out at the same time.
+                    // Two fills are unreleased at the same time.
                     native.release_all();
                     native.fill().unwrap();
                     for packet in native.packets() {

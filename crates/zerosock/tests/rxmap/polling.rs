@@ -1,4 +1,4 @@
-//! Waiting for what a map will show: by looking, by the low-water mark, and to the end.
+//! Waiting for data of a map: by polling, by the low-water mark, and until the end.
 
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Write};
@@ -15,7 +15,7 @@ use super::{pair, send_packets, wait_for_word};
 #[test]
 fn polling_makes_no_system_call_while_nothing_comes() {
     const LOOKS: usize = 100_000;
-    // Whatever an engine could call to learn or to tell something, or to wait.
+    // The system calls by which an engine could query, notify, or wait.
     let calls = [
         libc::SYS_read,
         libc::SYS_write,
@@ -48,7 +48,7 @@ fn polling_makes_no_system_call_while_nothing_comes() {
         TargetArch::try_from(std::env::consts::ARCH).unwrap(),
     );
     let filter: BpfProgram = filter.unwrap().try_into().unwrap();
-    // In a process of its own: the filter ends it at the first call, and cannot be taken off.
+    // In a child process: the filter ends it at the first call, and cannot be removed.
     const UNDER_FILTER: &str = "ZEROSOCK_TEST_UNDER_FILTER";
     const PROVED: i32 = 7;
     if std::env::var_os(UNDER_FILTER).is_none() {
@@ -72,7 +72,7 @@ fn polling_makes_no_system_call_while_nothing_comes() {
             map.wait().unwrap();
             assert_eq!(map.fill().unwrap(), 1);
             map.release(0..1).unwrap();
-            // What is due a while after something came is over.
+            // Work that is due some time after an arrival is done.
             let until = Instant::now() + Duration::from_millis(50);
             while Instant::now() < until {
                 assert_eq!(map.poll_value().unwrap(), EMPTY);
@@ -84,7 +84,7 @@ fn polling_makes_no_system_call_while_nothing_comes() {
                         assert_eq!(map.poll_value().unwrap(), EMPTY);
                         assert_eq!(paged.poll_value().unwrap(), EMPTY);
                     }
-                    // Even the end of a thread is a call.
+                    // Even the exit of a thread is a system call.
                     std::process::exit(PROVED);
                 });
             });

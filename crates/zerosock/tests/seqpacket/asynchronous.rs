@@ -13,8 +13,7 @@ use super::common::{PATIENCE, assert_bytes, bytes, pairs};
 use super::lanes::{Hub, Switchboard};
 use super::{PORT, ends_record, message};
 
-/// What `wait` gives, if somebody told it: at the end of all patience it looks once more, and finds
-/// what it slept over.
+/// The output of `wait`. Panics if it took long: then no event woke it, and its time-out did.
 async fn told<T>(wait: impl Future<Output = T>) -> T {
     let began = Instant::now();
     let found = timeout(PATIENCE, wait).await.expect("never told");
@@ -22,7 +21,7 @@ async fn told<T>(wait: impl Future<Output = T>) -> T {
     found
 }
 
-/// Sends by each way in turn.
+/// Sends with each call in turn.
 async fn send(socket: &AsyncSeqPacket, number: u64) {
     let message = message(number);
     let eor = ends_record(number);
@@ -42,7 +41,7 @@ async fn send(socket: &AsyncSeqPacket, number: u64) {
     assert_eq!(sent, message.len());
 }
 
-/// Receives by each way in turn.
+/// Receives with each call in turn.
 async fn receive(socket: &AsyncSeqPacket, number: u64) {
     let expected = message(number);
     if number.is_multiple_of(2) {
@@ -122,7 +121,7 @@ async fn many_tasks_exchange_messages() {
     told(serving).await.unwrap();
 }
 
-/// A host and a process of its: their two ends of a connection, in the runtime of the caller.
+/// The two ends of a connection between a host and a process, in the caller's runtime.
 async fn joined(hub: &Hub, process: &Endpoint) -> (AsyncSeqPacket, AsyncSeqPacket) {
     let (ours, theirs) = hub.joined(process);
     for socket in [&ours, &theirs] {
@@ -133,7 +132,7 @@ async fn joined(hub: &Hub, process: &Endpoint) -> (AsyncSeqPacket, AsyncSeqPacke
     (ours, AsyncSeqPacket::new(theirs).unwrap())
 }
 
-/// Whoever has sent may go: the message has left, however few buffers there were.
+/// The sender may be dropped: the message has left, however few buffers there were.
 #[tokio::test]
 async fn what_was_sent_has_left_when_the_call_returns() {
     let hub = Hub::new();
@@ -173,7 +172,7 @@ async fn what_was_sent_has_left_when_the_call_returns() {
     }
 }
 
-/// Of what is given up nothing was sent, and nothing of what is there is lost.
+/// A cancelled send sends nothing, and a cancelled receive loses nothing.
 #[tokio::test]
 async fn calls_may_be_given_up() {
     const SOON: Duration = Duration::from_millis(20);
@@ -183,7 +182,7 @@ async fn calls_may_be_given_up() {
     for (from, to) in [(&theirs, &ours), (&ours, &theirs)] {
         assert!(timeout(SOON, to.recv(&mut [])).await.is_err());
         assert!(timeout(SOON, to.recv_leases()).await.is_err());
-        // All of its credit.
+        // All the credit.
         from.send(&[1; 200_000]).await.unwrap();
         assert!(timeout(SOON, from.send(&[2; 100_000])).await.is_err());
         assert!(timeout(SOON, from.loan(100_000)).await.is_err());
@@ -204,7 +203,7 @@ async fn calls_may_be_given_up() {
     }
 }
 
-/// A loan that may not begin yet waits for that, and is told.
+/// A loan that may not begin yet waits, and is woken.
 #[tokio::test]
 async fn loans_wait_for_their_turn() {
     let hub = Hub::new();
@@ -242,9 +241,9 @@ async fn loans_wait_for_their_turn() {
     }
 }
 
-/// Whoever waits is told of a reset, of a refusal, and of a name that nobody has.
+/// Waiting tasks get a reset, a refusal, and the error for an unknown name.
 #[tokio::test]
-async fn ends_are_told() {
+async fn waiting_tasks_get_resets_refusals_and_unknown_names() {
     let hub = Hub::new();
     let process = hub.process_with(|builder| builder.name("worker"));
     let (ours, theirs) = joined(&hub, &process).await;
@@ -272,7 +271,7 @@ async fn ends_are_told() {
         (peer, theirs.local_addr()),
         (ours.local_addr(), ours.peer_addr())
     );
-    // A socket that has left the runtime waits again.
+    // A socket that has left the runtime blocks again.
     let theirs = theirs.into_inner();
     std::thread::spawn(move || theirs.send(b"by a thread").unwrap())
         .join()

@@ -1,4 +1,4 @@
-//! What is held, and for how long; and peers that do not keep to bounds.
+//! Bounds on held messages, in number and in time; and peers that exceed bounds.
 
 use std::io::ErrorKind;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use zerosock::vsock::StreamError;
 use super::common::bytes;
 use super::lanes::{Hub, Switchboard, siblings};
 
-/// EMSGSIZE: above the peer's window, or our own; nothing of it is sent.
+/// A message above the peer's window or the own buffer gets EMSGSIZE, and no part of it is sent.
 #[test]
 fn a_message_that_could_never_arrive_is_refused() {
     let hub = Hub::with(|builder| builder.window(10_000));
@@ -20,13 +20,13 @@ fn a_message_that_could_never_arrive_is_refused() {
     assert_eq!(inner, Some(&StreamError::TooLong));
     theirs.send(&[1; 10_000]).unwrap();
     assert_eq!(ours.recv_leases().unwrap().unwrap().to_vec(), [1; 10_000]);
-    // The window is the host's; the process's takes more.
+    // The host's window is the limit; that of the process is larger.
     ours.send(&[2; 262_144]).unwrap();
     assert!(ours.send(&[2; 262_145]).is_err());
     assert_eq!(theirs.recv_leases().unwrap().unwrap().len(), 262_144);
 }
 
-/// Through a switch: our device's window takes what the other process's does not.
+/// Through a device: its window is large enough for the message, that of the other process is not.
 #[test]
 fn a_sibling_that_cannot_take_a_message_costs_that_connection() {
     let daemon = Switchboard::new(1);
@@ -42,7 +42,7 @@ fn a_sibling_that_cannot_take_a_message_costs_that_connection() {
         ErrorKind::ConnectionReset
     );
     assert_eq!(daemon.stats().message_resets, 1);
-    // Another connection of the same two goes on.
+    // Another connection of the same endpoints continues.
     drop((ours, theirs));
     let listener = one.listen_seqpacket(super::PORT, 1).unwrap();
     let to = zerosock::Address::new(one.cid(), super::PORT);
@@ -59,11 +59,11 @@ fn a_sibling_that_cannot_take_a_message_costs_that_connection() {
     );
 }
 
-/// Longer than an eighth of the queue: what is beyond is copied aside, and it arrives.
+/// A message longer than an eighth of the queue arrives; the part beyond is copied.
 #[test]
 fn a_message_longer_than_may_be_held_arrives() {
     let hub = Hub::new();
-    // 16 transmit buffers of 8 KiB: two may be held of one message.
+    // 16 transmit buffers of 8 KiB: two of one message may be held.
     let process = hub.process_with(|builder| builder.queue_size(32).transmit_buffers(8192));
     let (ours, theirs) = hub.joined(&process);
     let long = bytes(3, 250_000);
@@ -82,9 +82,9 @@ fn a_message_longer_than_may_be_held_arrives() {
     });
 }
 
-/// Messages that nobody reads are copied in time, and keep their ends.
+/// Unread messages are copied after the hold time, and keep their boundaries.
 #[test]
-fn what_is_held_for_too_long_is_copied_and_keeps_its_ends() {
+fn messages_held_beyond_the_time_limit_are_copied_and_keep_their_boundaries() {
     let hub = Hub::with(|builder| builder.hold(Duration::from_millis(5)));
     let process = hub.process();
     let (ours, theirs) = hub.joined(&process);
@@ -103,7 +103,7 @@ fn what_is_held_for_too_long_is_copied_and_keeps_its_ends() {
     }
 }
 
-/// One that sends empty messages waits for their reader, and others do not wait with it.
+/// A sender of empty messages waits for their reader, and other senders do not.
 #[test]
 fn a_flood_of_empty_messages_waits_while_others_run_on() {
     let hub = Hub::new();

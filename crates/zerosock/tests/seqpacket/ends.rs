@@ -1,4 +1,4 @@
-//! Ends: of messages, of records, of what a peer sends, of time.
+//! Ends of messages, of records and of streams, and time-outs.
 
 use std::io::ErrorKind;
 use std::net::Shutdown;
@@ -25,7 +25,7 @@ fn what_does_not_fit_is_gone_and_its_length_is_told() {
             (&out[..next.len], next.is_truncated()),
             (&b"next"[..], false)
         );
-        // Nor is it there with an empty buffer, or by a look.
+        // Neither an empty buffer nor a peek returns it.
         from.send(b"seen").unwrap();
         from.send(b"last").unwrap();
         let seen = to.peek(&mut out).unwrap().unwrap();
@@ -55,7 +55,7 @@ fn an_empty_message_is_not_the_end() {
     assert_eq!(ours.recv(&mut []).unwrap().unwrap().len, 0);
     assert_eq!(ours.recv(&mut []).unwrap(), None);
     assert!(ours.recv_leases().unwrap().is_none());
-    // The other way is open, and then it is not.
+    // The other direction is open, and then shut too.
     ours.send(b"still").unwrap();
     assert_eq!(theirs.recv_leases().unwrap().unwrap().to_vec(), b"still");
     let error = theirs.send(b"late").unwrap_err();
@@ -67,10 +67,10 @@ fn all_that_was_sent_arrives_before_the_end() {
     let hub = Hub::with(|builder| builder);
     let process = hub.process_with(|builder| builder.queue_size(16).transmit_buffers(4096));
     let (ours, theirs) = hub.joined(&process);
-    // More than there are slots for: the rest is kept, and leaves before the end does.
+    // More messages than slots: the rest is queued, and leaves before the end.
     theirs.send(&[7; 200_000]).unwrap();
     drop(theirs);
-    // Of an endpoint that is going, too.
+    // Also of an endpoint that is being dropped.
     drop(process);
     assert_eq!(ours.recv_leases().unwrap().unwrap().to_vec(), [7; 200_000]);
     assert!(ours.recv_leases().unwrap().is_none());
@@ -95,7 +95,7 @@ fn calls_that_wait_give_up_in_time() {
     let error = theirs.recv_leases().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::WouldBlock);
     assert!(theirs.set_read_timeout(Some(Duration::ZERO)).is_err());
-    // Of one that does not fit into what is free, nothing is sent.
+    // No part of a message is sent that does not fit the free space.
     theirs.send(&[1; 200_000]).unwrap();
     let error = theirs.send(&[2; 100_000]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::WouldBlock);

@@ -1,4 +1,4 @@
-//! Guests that do not keep to the rules for messages: what they lose is their own.
+//! Guests that break the rules for messages harm only their own connections.
 
 use std::io::ErrorKind;
 use std::time::Duration;
@@ -14,12 +14,12 @@ use super::raw::{OURS, Raw};
 use super::{PORT, common::PATIENCE};
 
 const OTHER: u32 = OURS + 1;
-/// Bytes that a connection may have unread.
+/// Most unread bytes of a connection.
 const WINDOW: usize = 262_144;
 /// A part of a message, so long that a whole number of them fill the window.
 const PART: [u8; 8192] = [7; 8192];
 
-/// Connections of a hostile guest: the bad one, and one that is to run on.
+/// Connections of a hostile guest: the bad one, and one that must continue.
 struct Pair {
     raw: Raw,
     bad: SeqPacket,
@@ -41,7 +41,7 @@ impl Pair {
         assert_eq!(message.to_vec(), b"runs on");
     }
 
-    /// The bad one was reset, on both sides, and nothing of a half message was seen.
+    /// The bad connection was reset on both sides, and no part of an incomplete message was delivered.
     #[track_caller]
     fn is_reset(&mut self) {
         self.raw.guest.recv_op(OURS, Op::Rst);
@@ -66,7 +66,7 @@ fn a_flood_of_empty_messages_costs_its_connection() {
     pair.still_good();
     pair.raw.part(OURS, SEQ_EOM, b"");
     pair.raw.guest.recv_op(OURS, Op::Rst);
-    // Whole ones stay to be read.
+    // Complete messages stay readable.
     for _ in 0..MAX_UNREAD_EMPTY {
         assert_eq!(pair.bad.recv(&mut []).unwrap().unwrap().len, 0);
     }
@@ -75,9 +75,9 @@ fn a_flood_of_empty_messages_costs_its_connection() {
     pair.still_good();
 }
 
-/// Nor do packets that are nothing at all: no byte, no end.
+/// Packets without a byte and without an end are ignored.
 #[test]
-fn a_flood_of_nothing_is_nothing() {
+fn packets_without_bytes_or_end_change_no_message() {
     let hosted = Hosted::new();
     let mut pair = Pair::new(&hosted);
     pair.raw.part(OURS, 0, b"half, ");
@@ -94,7 +94,7 @@ fn a_flood_of_nothing_is_nothing() {
 
 #[test]
 fn a_message_above_the_buffer_is_reset_at_once() {
-    // Without an end, as soon as it cannot have one; with one, when it is a byte too long.
+    // Without an end: as soon as it exceeds the buffer. With an end: when it is one byte too long.
     for (last, flags) in [(8192, 0), (8192, SEQ_EOR)] {
         let hosted = Hosted::new();
         let mut pair = Pair::new(&hosted);
@@ -115,7 +115,7 @@ fn a_message_above_the_buffer_is_reset_at_once() {
     pair.raw.is_quiet(OURS);
     pair.raw.part(OURS, SEQ_EOM, &PART[..2]);
     pair.is_reset();
-    // What just fits is whole.
+    // A message that just fits arrives whole.
     let hosted = Hosted::new();
     let mut pair = Pair::new(&hosted);
     for _ in 0..WINDOW / PART.len() - 1 {
@@ -126,7 +126,7 @@ fn a_message_above_the_buffer_is_reset_at_once() {
     pair.still_good();
 }
 
-/// It fills its buffer at most, holds up nobody, and is nobody's when its sender gives up.
+/// It fills its own buffer at most, delays no other connection, and is dropped when its sender resets.
 #[test]
 fn a_message_that_never_ends_fills_its_buffer_and_no_more() {
     for parts in [WINDOW / PART.len() - 1, 1] {
@@ -136,7 +136,7 @@ fn a_message_that_never_ends_fills_its_buffer_and_no_more() {
             for _ in 0..parts {
                 pair.raw.part(OURS, 0, &PART);
             }
-            // All buffers come back, whoever reads: in time, into copies.
+            // All buffers return without a reader: after the hold time the bytes are copied.
             pair.raw.guest.wait_tx_done();
             pair.still_good();
             assert_eq!(pair.bad.unread(), 0);
@@ -168,8 +168,8 @@ fn a_message_that_never_ends_fills_its_buffer_and_no_more() {
     }
 }
 
-/// As Linux reads them: an EOR counts on a packet that ends a message, and on no other; flags
-/// count on RW alone; others are nobody's.
+/// As in Linux: EOR has an effect only on a packet that ends a message; flags have an effect only on RW;
+/// other flags have none.
 #[test]
 fn ends_on_odd_packets_end_nothing() {
     let hosted = Hosted::new();
@@ -191,14 +191,14 @@ fn ends_on_odd_packets_end_nothing() {
     assert_eq!(message.to_vec(), b"one, two, three");
     assert!(!message.end_of_record());
     drop(message);
-    // An end in a packet of its own.
+    // The end in a separate packet.
     pair.raw.part(OURS, 0, b"four");
     pair.raw.part(OURS, !0, b"");
     let message = pair.bad.recv_leases().unwrap().unwrap();
     assert_eq!(message.to_vec(), b"four");
     assert!(message.end_of_record());
     drop(message);
-    // An end of the connection with flags that mean another thing there: both bits.
+    // SHUTDOWN with both bits of its flags, which mean something else there.
     let header = Repr {
         flags: SEQ_EOM | SEQ_EOR,
         ..pair.raw.header(OURS, Op::Shutdown)
@@ -208,7 +208,7 @@ fn ends_on_odd_packets_end_nothing() {
     pair.still_good();
 }
 
-/// Rule 3: a packet of another type is answered with RST, and is nothing to the connection.
+/// A packet of another type is answered with RST, and does not affect the connection.
 #[test]
 fn packets_of_another_type_are_refused() {
     let hosted = Hosted::new();
@@ -233,7 +233,7 @@ fn packets_of_another_type_are_refused() {
             assert_eq!(reset.socket_type, socket_type.into());
         }
     }
-    // A guest that goes on all the same has its connections.
+    // A guest that continues all the same keeps its connections.
     pair.raw.part(OURS, SEQ_EOM, b"a message");
     let message = pair.bad.recv_leases().unwrap().unwrap();
     assert_eq!(message.to_vec(), b"a message");
@@ -264,8 +264,7 @@ fn messages_above_the_credit_are_reset() {
     pair.still_good();
 }
 
-/// Very many messages of one byte: what each costs beside its byte counts too, by far more than the
-/// bytes.
+/// Very many messages of one byte: the overhead of each message counts too, far more than the bytes.
 #[test]
 fn a_crowd_of_tiny_messages_is_bounded() {
     const MOST: usize = 512 << 10;
@@ -292,12 +291,12 @@ fn a_crowd_of_tiny_messages_is_bounded() {
             Err(error) => break error,
         }
     };
-    // Their bytes alone would all fit.
+    // The bytes without the overhead would fit.
     assert_eq!(end.kind(), ErrorKind::ConnectionReset, "after {read}");
     pair.still_good();
 }
 
-/// To a host program's socket: it gets whole messages, or none.
+/// A host program's socket gets whole messages, or none.
 #[test]
 fn a_host_program_gets_nothing_of_a_half_message() {
     let lab = Lab::new();
@@ -331,10 +330,10 @@ fn a_host_program_gets_nothing_of_a_half_message() {
     still_good(&mut raw);
 }
 
-/// A guest that has not negotiated VIRTIO_VSOCK_F_SEQPACKET has no messages: it is not sent any, and
-/// what it sends all the same is refused.
+/// A guest that has not negotiated VIRTIO_VSOCK_F_SEQPACKET has no messages: it receives none,
+/// and its own are refused.
 #[test]
-fn who_has_not_negotiated_messages_has_none() {
+fn a_guest_that_has_not_negotiated_messages_has_none() {
     let hosted = Hosted::new();
     let _listener = hosted.listen_seqpacket(PORT, 4).unwrap();
     let mut guest = hosted.raw_guest();

@@ -21,7 +21,7 @@ pub(crate) struct Lab {
     dir: tempfile::TempDir,
 }
 
-/// A socket of packets of a host program.
+/// A SOCK_SEQPACKET socket of a host program.
 pub(crate) struct Program(pub(crate) OwnedFd);
 
 fn socket() -> OwnedFd {
@@ -113,7 +113,7 @@ impl Lab {
         Program(socket)
     }
 
-    /// The host program has called.
+    /// A connection that the host program has opened.
     fn called(&self, guest: &Endpoint) -> (SeqPacket, Program) {
         let listener = guest.listen_seqpacket(PORT, 4).unwrap();
         let program = self.program();
@@ -123,7 +123,7 @@ impl Lab {
         (patient(ours), program)
     }
 
-    /// The guest has called.
+    /// A connection that the guest has opened.
     fn calls(&self, guest: &Endpoint) -> (SeqPacket, Program) {
         let path = self.at(&format!("messages_{PORT}"));
         let _ = std::fs::remove_file(&path);
@@ -146,12 +146,12 @@ fn echo(ours: &SeqPacket, program: &Program) {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for _ in 0..150 {
-                // Each as one packet, both ways.
+                // Each message is one packet, in both directions.
                 program.send(&program.recv());
             }
         });
         scope.spawn(|| {
-            // Longer ones than a socket takes are another test's.
+            // Another test has messages longer than a socket takes.
             for number in 0..150 {
                 let message = short(number);
                 match ends_record(number) {
@@ -188,7 +188,7 @@ fn a_host_program_calls_and_is_called() {
         });
         for (ours, program) in [lab.called(&guest), lab.calls(&guest)] {
             echo(&ours, &program);
-            // Empty ones are none, and the end is one.
+            // An empty message is not sent; an empty packet is the end.
             program.send(b"");
             program.send(b"last");
             rustix::net::shutdown(&program.0, rustix::net::Shutdown::Write).unwrap();
@@ -220,7 +220,7 @@ fn nothing_is_copied_on_the_way() {
     assert_eq!(after.copied_bytes, before.copied_bytes);
 }
 
-/// EMSGSIZE either way: the connection ends, and it is counted.
+/// A message that gets EMSGSIZE, in either direction, ends the connection and is counted.
 #[test]
 fn a_message_that_the_other_side_cannot_take_ends_its_connection() {
     let lab = Lab::new();
@@ -232,19 +232,19 @@ fn a_message_that_the_other_side_cannot_take_ends_its_connection() {
     let error = ours.recv(&mut []).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     assert_eq!(lab.stats().message_resets, 1);
-    // The program's side has ended as well.
+    // The program's side is closed too.
     let end = rustix::net::recv(&program.0, &mut [0; 1][..], RecvFlags::empty());
     assert!(matches!(
         end,
         Ok((_, 0)) | Err(rustix::io::Errno::CONNRESET)
     ));
-    // Others go on.
+    // Other connections continue.
     let (ours, program) = lab.called(&guest);
     program.send(b"on");
     assert_eq!(ours.recv_leases().unwrap().unwrap().to_vec(), b"on");
 }
 
-/// A program that does not read: the guest's messages wait, whole, and others' do not.
+/// A program that does not read: the guest's messages to it wait, whole, and other messages do not.
 #[test]
 fn a_program_that_does_not_read_stalls_its_own() {
     let lab = Lab::new();
@@ -291,7 +291,7 @@ fn a_first_packet_that_is_no_connect_is_turned_away() {
         );
     }
     assert_eq!(lab.stats().bad_handshakes, lines.len() as u64);
-    // Nobody listens for messages at another port, nor for streams at this one.
+    // No listener for messages at another port, nor for streams at this one.
     let program = lab.program();
     program.send(b"CONNECT 1\n");
     while guest.turn().is_ok() && lab.stats().conns_refused == 0 {}

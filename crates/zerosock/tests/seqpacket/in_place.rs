@@ -1,4 +1,4 @@
-//! No copy of a message between a process and the host: by counters and by address.
+//! No copy of a message between a process and the host, shown by counters and by address.
 
 use zerosock::vsock::Trust;
 use zerosock_proto::wire::vsock::{Op, SEQ_EOM};
@@ -9,7 +9,7 @@ use super::hosting::Hosted;
 use super::lanes::Hub;
 use super::raw::{OURS, Raw};
 
-/// The file that a byte lies in, and where in it: the same for whoever has it mapped.
+/// File and offset of a byte: the same in every process that has it mapped.
 pub(crate) fn place(at: *const u8) -> (String, usize) {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     for line in maps.lines() {
@@ -24,7 +24,7 @@ pub(crate) fn place(at: *const u8) -> (String, usize) {
     panic!("{at:?} is not mapped");
 }
 
-/// Where the memory lies that a process shares: where a loan of it lies.
+/// The file of the memory that a process shares, found by the place of a loan.
 fn shared_by(stream: &zerosock::vsock::Stream) -> String {
     let mut loan = stream.loan(1).unwrap();
     assert!(loan.is_in_place());
@@ -44,7 +44,7 @@ fn a_message_is_received_where_its_sender_has_it() {
     let memory = shared_by(&stream);
     drop(streams);
     let (ours, theirs) = hub.joined(&process);
-    // Four packets of the process's: 65536 each, and the rest.
+    // Four packets of the process: 65536 bytes each, and the rest.
     theirs.send(&[5; 200_000]).unwrap();
     let message = ours.recv_leases().unwrap().unwrap();
     assert!(message.is_in_place());
@@ -55,7 +55,7 @@ fn a_message_is_received_where_its_sender_has_it() {
     }
     assert_eq!(message.to_vec(), [5; 200_000]);
     drop(message);
-    // And where the host has written it, for the process.
+    // In the other direction: the process reads where the host has written.
     ours.send(&[6; 200_000]).unwrap();
     let message = theirs.recv_leases().unwrap().unwrap();
     assert!(message.is_in_place() && message.len() == 200_000);
@@ -69,7 +69,7 @@ fn a_message_is_received_where_its_sender_has_it() {
     }
 }
 
-/// Leases hold credit: a message is paid for when the last of them is dropped.
+/// Leases hold credit: the credit of a message returns as its leases are dropped.
 #[test]
 fn credit_comes_back_lease_by_lease() {
     let hub = Hub::new();
@@ -87,7 +87,7 @@ fn credit_comes_back_lease_by_lease() {
     assert_eq!(ours.recv_leases().unwrap().unwrap().to_vec(), [2; 100_000]);
 }
 
-/// What is on lease stays, whatever its guest does; its buffers go back, and its credit once.
+/// Leased bytes stay, whatever the guest does; its buffers return, and its credit returns once.
 #[test]
 fn leases_of_a_message_outlast_a_pause_and_a_reset() {
     let hosted = Hosted::new();
@@ -102,7 +102,7 @@ fn leases_of_a_message_outlast_a_pause_and_a_reset() {
     let paused = socket.recv_leases().unwrap().unwrap();
     assert_eq!(paused.iter().len(), 3);
     assert!(paused.is_in_place());
-    // One that has no end yet is there when the guest goes on.
+    // A message without an end yet is complete after the guest continues.
     raw.part(OURS, 0, b"half ");
     raw.part(OURS, 0, b"a ");
     let stop = |queue: usize| raw.guest.frontend.get_vring_base(queue as u32).unwrap();
@@ -113,12 +113,12 @@ fn leases_of_a_message_outlast_a_pause_and_a_reset() {
     raw.part(OURS, SEQ_EOM, b"message");
     let message = socket.recv_leases().unwrap().unwrap();
     assert_eq!(message.to_vec(), b"half a message");
-    // All of its credit comes back: of those that were moved too.
+    // All credit returns, also of leases that were moved.
     drop((message, paused));
     socket.send(b"told").unwrap();
     let (header, _) = raw.guest.recv_op(OURS, Op::Rw);
     assert_eq!(header.fwd_cnt, 9000 + 14);
-    // And what is on lease at a reset is there until it is dropped.
+    // Bytes leased at a reset stay until the lease is dropped.
     send(&mut raw, SEQ_EOM);
     let kept = socket.recv_leases().unwrap().unwrap();
     raw.part(OURS, 0, b"never ended");

@@ -1,5 +1,5 @@
-//! The ways that messages go: between a process and a host, and between two processes through a
-//! host's switch and through a daemon's.
+//! Connections for messages over each path: between a process and a host, and between two processes through a
+//! host and through a daemon.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,7 @@ use super::common::pump::Pumped;
 use super::common::{PATIENCE, pairs};
 use super::{FOR_EVER, PORT, patient};
 
-/// A host with an attach socket, and a thread that keeps it going.
+/// A host with an attach socket, and a thread that calls its `turn`.
 pub(crate) struct Hub {
     pub(crate) host: Pumped,
     dir: tempfile::TempDir,
@@ -96,7 +96,7 @@ impl Drop for Switchboard {
     }
 }
 
-/// Two processes at an attach socket, and a connection between them: who listened, who connected.
+/// Two processes at an attach socket, and a connection between them: the listener, then the client.
 pub(crate) fn siblings(
     path: &Path,
     tune: [fn(EndpointBuilder) -> EndpointBuilder; 2],

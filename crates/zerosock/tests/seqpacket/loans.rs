@@ -1,5 +1,5 @@
-//! Messages written where they will be read: where they lie, when they are seen, and what comes
-//! back of those that are not sent, or cannot be.
+//! Loans for messages: where their bytes are, when the peer sees them, and what returns of loans that are not
+//! sent or cannot be.
 
 use std::io::{ErrorKind, Write};
 
@@ -14,7 +14,7 @@ use super::in_place::place;
 use super::lanes::Hub;
 use super::raw::{OURS, Raw};
 
-/// Bytes of a packet whose payload fills a buffer of the raw guest's.
+/// Bytes of a packet with a payload that fills a buffer of the raw guest.
 const FULL: u32 = HEADER_LEN as u32 + RX_LEN;
 
 fn places(loan: &mut MessageLoan<'_>) -> Vec<(String, usize)> {
@@ -97,13 +97,13 @@ fn nothing_is_seen_before_it_is_sent() {
 fn what_is_not_used_goes_back_as_if_it_had_never_been_taken() {
     let hosted = Hosted::new();
     let (mut raw, socket) = Raw::joined(&hosted);
-    // Unsent, again and again.
+    // Dropped unsent, many times.
     for _ in 0..1000 {
         let mut loan = socket.loan(30_000).unwrap();
         assert!(loan.is_in_place());
         loan.write_all(b"lost").unwrap();
     }
-    // Of one that was longer than what is said: two of eight are used.
+    // A loan longer than the message: two buffers of eight are used.
     let mut loan = socket.loan(32_768).unwrap();
     loan.write_all(&[1; 5000]).unwrap();
     loan.send().unwrap();
@@ -116,14 +116,14 @@ fn what_is_not_used_goes_back_as_if_it_had_never_been_taken() {
     let rest = HEADER_LEN as u32 + 5000 - RX_LEN;
     let next = HEADER_LEN as u32 + 4;
     assert_eq!(raw.came_back(), [(1, FULL), (2, rest), (3, next)]);
-    // Behind one that was taken since they can only be given back as they are.
+    // With a later loan behind them, buffers can only be returned empty.
     let loan = socket.loan(8000).unwrap();
     socket.send(b"next").unwrap();
     assert_eq!(raw.came_back(), [(6, next)]);
     drop(loan);
     eventually("given back", || raw.guest.used_index(RX) == 7);
     assert_eq!(raw.came_back(), [(5, 0), (4, 0)]);
-    // All of it is credit again, but for what was sent.
+    // All credit is back, except for the sent bytes.
     assert_eq!(socket.loan(262_144 - 5008).unwrap().capacity(), 257_136);
     socket.set_nonblocking(true).unwrap();
     let error = socket.loan(262_144 - 5007).unwrap_err();
@@ -147,7 +147,7 @@ fn slots_of_what_is_not_sent_are_used_again() {
     assert_eq!(process.stats().sent_in_place, 400);
 }
 
-/// EMSGSIZE, and credit for all of it before it begins.
+/// A loan above the window gets EMSGSIZE; any other has credit for all its bytes before it begins.
 #[test]
 fn a_loan_has_credit_for_all_of_it_or_is_none() {
     let hub = Hub::new();
@@ -175,7 +175,7 @@ fn a_loan_has_credit_for_all_of_it_or_is_none() {
         assert_eq!(error.kind(), ErrorKind::WouldBlock);
         assert_eq!(to.recv_leases().unwrap().unwrap().len(), 262_144);
         from.set_nonblocking(false).unwrap();
-        // It waits for what is read.
+        // It waits until bytes are read.
         let mut loan = from.loan(262_144).unwrap();
         loan.write_all(b"short").unwrap();
         loan.send().unwrap();
@@ -192,7 +192,7 @@ fn loans_are_sent_in_any_order_and_empty_ones_are_messages() {
         let mut first = from.loan(70_000).unwrap();
         let mut second = from.loan(70_000).unwrap();
         first.write_all(&[1; 70_000]).unwrap();
-        // Not from the beginning on.
+        // Not at the start of the message.
         second.write_at(69_999, &[2]).unwrap();
         second.write_at(0, &[2; 69_999]).unwrap();
         assert_eq!(second.filled(), 70_000);
@@ -217,7 +217,7 @@ fn loans_are_sent_in_any_order_and_empty_ones_are_messages() {
     }
 }
 
-/// Nor do loans flood a reader with empty messages.
+/// Loans of empty messages are bounded by their reader.
 #[test]
 fn empty_loans_wait_for_their_reader() {
     let hub = Hub::new();
@@ -243,7 +243,7 @@ fn empty_loans_wait_for_their_reader() {
     assert_eq!(ours.recv(&mut []).unwrap().unwrap().len, 0);
 }
 
-/// One that has a buffer of its own takes one of the guest's when it is sent, and not if it may not
+/// A loan with private memory takes one of the guest's buffers when it is sent, and none if it may not
 /// begin.
 #[test]
 fn a_loan_that_may_not_begin_takes_no_buffer() {
@@ -259,7 +259,7 @@ fn a_loan_that_may_not_begin_takes_no_buffer() {
         }
     };
     assert_eq!(in_place.len(), usize::from(SIZE) / 8);
-    // The guest never says that it has read any.
+    // The guest never returns credit.
     for _ in 0..MAX_SENT_EMPTY {
         socket.send(b"").unwrap();
         for (buffer, _) in raw.came_back() {
@@ -273,18 +273,18 @@ fn a_loan_that_may_not_begin_takes_no_buffer() {
         late = again;
     }
     drop((late, in_place));
-    // Every buffer is used for something, or given back.
+    // Every buffer is used or returned.
     while socket.send(b"x").is_ok() {}
     eventually("all buffers back", || {
         raw.guest.used_index(RX) == raw.guest.avail_index(RX)
     });
 }
 
-/// Beyond an eighth of the queue there is no buffer for a loan; what is written arrives.
+/// Beyond an eighth of the queue a loan gets no posted buffer; its bytes arrive as a copy.
 #[test]
 fn beyond_the_bounds_a_loan_is_copied() {
     let hub = Hub::new();
-    // 16 buffers of 8 KiB each way: two may be lent, or four of 32.
+    // 16 buffers of 8 KiB in each direction: two may be lent, or four of 32.
     let process = hub.process_with(|builder| {
         builder
             .queue_size(32)
@@ -316,7 +316,7 @@ fn beyond_the_bounds_a_loan_is_copied() {
     }
 }
 
-/// The queue stops with a loan out: its bytes are kept for its holder, and sent when it runs again.
+/// The queue stops during a loan: the loan's bytes are kept, and sent when the queue runs again.
 #[test]
 fn a_loan_outlasts_a_pause_of_its_guest() {
     let hosted = Hosted::new();
@@ -345,7 +345,7 @@ fn a_loan_outlasts_a_pause_of_its_guest() {
     assert_bytes(&got, &text);
 }
 
-/// A reset with a loan out: it cannot be sent, and the guest has its buffers back.
+/// A reset during a loan: the loan cannot be sent, and its buffers return to the guest.
 #[test]
 fn a_loan_of_a_connection_that_has_ended_goes_back() {
     let hosted = Hosted::new();
@@ -366,16 +366,16 @@ fn a_loan_of_a_connection_that_has_ended_goes_back() {
         Some(&StreamError::Reset)
     );
     drop(socket);
-    // They are all to be had: for as many connections as there are eighths, but for a quarter.
+    // All can be lent except a quarter: an eighth to each connection.
     let sockets: Vec<SeqPacket> = (0..5).map(|n| raw.connect(&hosted, 6000 + n)).collect();
     let loans: Vec<_> = sockets.iter().map(|s| s.loan(32_768).unwrap()).collect();
     let whole = loans.iter().filter(|loan| loan.is_in_place()).count();
     assert!(whole >= 4, "{loans:?}; of {SIZE}");
 }
 
-/// The peer reads no more, and says so while a loan is out.
+/// The peer shuts its receiving side during a loan.
 #[test]
-fn a_loan_is_refused_by_who_reads_no_more() {
+fn a_loan_to_a_peer_that_has_shut_receiving_is_refused() {
     let hosted = Hosted::new();
     let (mut raw, socket) = Raw::joined(&hosted);
     let mut loan = socket.loan(5000).unwrap();
@@ -401,7 +401,7 @@ fn bytes_of_a_loan_that_were_skipped_are_zeros() {
     let process = hub.process();
     let (ours, theirs) = hub.joined(&process);
     for (from, to) in [(&theirs, &ours), (&ours, &theirs)] {
-        // Every buffer there is has held something.
+        // Every buffer has held earlier bytes.
         for _ in 0..64 {
             from.send(&[0xee; 70_000]).unwrap();
             assert_eq!(to.recv_leases().unwrap().unwrap().len(), 70_000);

@@ -24,17 +24,17 @@ use zerosock::vsock::SeqPacket;
 
 const PORT: Port = Port::new(5000);
 
-/// Longer than any test lasts.
+/// A hold time longer than any test.
 const FOR_EVER: Duration = Duration::from_secs(600);
 
-/// Gives up in the end.
+/// Sets time-outs of `PATIENCE`.
 fn patient(socket: SeqPacket) -> SeqPacket {
     socket.set_read_timeout(Some(common::PATIENCE)).unwrap();
     socket.set_write_timeout(Some(common::PATIENCE)).unwrap();
     socket
 }
 
-/// What a message of that number is.
+/// The bytes of the message with this number.
 fn message(number: u64) -> Vec<u8> {
     let random = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let len = match random >> 61 {
@@ -48,7 +48,7 @@ fn message(number: u64) -> Vec<u8> {
     common::bytes(number, len)
 }
 
-/// Whether a record ends with it.
+/// Whether a record ends with this message.
 fn ends_record(number: u64) -> bool {
     number.is_multiple_of(3)
 }
@@ -64,7 +64,7 @@ fn send_all(socket: &SeqPacket, numbers: std::ops::Range<u64>) {
             }
             continue;
         }
-        // Some for more than what is written.
+        // Some loans are larger than what is written.
         let most = (message.len() + number as usize % 7 * 1000).min(262_144);
         let mut loan = socket.loan(most).unwrap();
         loan.write_all(&message).unwrap();

@@ -1,4 +1,4 @@
-//! Whole messages, both ways at once, whatever lies between.
+//! Whole messages in both directions at once, over each path.
 
 use std::io::{ErrorKind, IoSlice};
 use std::thread;
@@ -11,7 +11,7 @@ use super::lanes::{Hub, Switchboard, siblings};
 use super::{PORT, patient, receive_all, send_all};
 
 const PLAIN: fn(EndpointBuilder) -> EndpointBuilder = |builder| builder;
-/// Buffers so small that messages are cut many times, and queues so short that they wait for them.
+/// Small buffers split messages into many packets, and short queues make these wait.
 const SMALL: fn(EndpointBuilder) -> EndpointBuilder = |builder| {
     builder
         .queue_size(32)
@@ -78,7 +78,7 @@ fn two_processes_through_a_daemon() {
     }
 }
 
-/// A port is listened on for one kind; the other is refused at once.
+/// A port has a listener of one socket type; connects of the other type are refused at once.
 #[test]
 fn streams_and_messages_do_not_mix() {
     let hub = Hub::new();
@@ -106,7 +106,7 @@ fn streams_and_messages_do_not_mix() {
     assert!(process.connect_seqpacket(there).is_ok());
 }
 
-/// Threads that send on one connection do not cut each other's messages.
+/// Threads that send on one connection do not split each other's messages.
 #[test]
 fn messages_of_several_senders_stay_whole() {
     const EACH: usize = 60;

@@ -16,10 +16,10 @@ const FEATURES: u64 = 1 << 32 | 1 << 28 | 1 << 1;
 /// The guest's port.
 pub(crate) const OURS: u32 = 5001;
 
-/// See the module.
+/// The guest, and what it has received.
 pub(crate) struct Raw {
     pub(crate) guest: RawGuest,
-    /// Packets that it looked at, of all that came.
+    /// Received packets that were processed.
     seen: u16,
 }
 
@@ -48,7 +48,7 @@ impl Raw {
         patient(socket)
     }
 
-    /// Connects from `port`: somebody listens.
+    /// Connects from `port`, to a listener.
     #[track_caller]
     pub(crate) fn request(&mut self, port: u32) {
         let request = self.header(port, Op::Request);
@@ -56,7 +56,7 @@ impl Raw {
         self.guest.recv_op(port, Op::Response);
     }
 
-    /// Nothing but credit has come for `port`, and what was sent has been taken in.
+    /// Checks that `port` has received only credit, and that the device has processed all sent packets.
     #[track_caller]
     pub(crate) fn is_quiet(&mut self, port: u32) {
         self.guest.wait_tx_done();
@@ -69,7 +69,7 @@ impl Raw {
         }
     }
 
-    /// A header from our `port` to the program's.
+    /// A header from the guest's `port` to the program's.
     pub(crate) fn header(&self, port: u32, op: Op) -> Repr {
         Repr {
             socket_type: SocketType::SeqPacket.into(),
@@ -86,7 +86,7 @@ impl Raw {
         self.guest.send(header, payload);
     }
 
-    /// The buffers that came back since the last look, with how many bytes are in each.
+    /// The buffers that returned since the previous call, with the bytes in each.
     pub(crate) fn came_back(&mut self) -> Vec<(u16, u32)> {
         let mut back = Vec::new();
         while self.seen != self.guest.used_index(RX) {

@@ -1,12 +1,16 @@
-//! What a [`Core`](crate::vsock::hub::Core) drives: the half of the queues that an endpoint has.
+//! The interface between the sockets of an endpoint and the half of the virtqueues that carries
+//! them.
 //!
-//! Two things are engines: a [`Driver`](crate::driver::Driver) (a process as a guest) and a host's
-//! devices. Neither has a thread: every call here is made by a caller's thread that has the lock.
+//! Implemented by [`Driver`](crate::driver::Driver) (an attached process) and by the devices of an
+//! embedding program. A backend has no thread: a [`Core`](crate::vsock::hub::Core) calls it on the
+//! caller's thread, with its lock held.
 //!
-//! What must hold: no call here sleeps. What calls queue becomes visible to the peer with
-//! [`Engine::flush`], or with the next [`Engine::turn`], so that many packets cost one
-//! notification. After [`Engine::arm`] has answered false, whatever the peer does makes
-//! [`Engine::fd`] readable.
+//! # Invariants
+//! - No call sleeps.
+//! - Queued packets become visible to the peer with [`Backend::flush`] or the next
+//!   [`Backend::turn`], so that many packets cost one notification.
+//! - After [`Backend::arm`] has returned false, every action of the peer makes [`Backend::fd`]
+//!   readable.
 
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
@@ -24,133 +28,133 @@ use super::sockets::{Copied, LeaseParts, Message, Place, StreamId, StreamState};
 use crate::table::datagrams::DatagramEngine;
 use crate::table::over::EndpointOver;
 
-/// Why there is nothing to read.
+/// Why a receive returned nothing.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum RecvFault {
-    /// Not now.
+    /// No bytes are available.
     WouldBlock,
     /// The connection was reset or refused.
     Reset,
-    /// It is not connected yet.
+    /// The connection is not established yet.
     NotConnected,
-    /// As many leases and loans are out as the endpoint can count.
+    /// All entries of the endpoint's lease table are in use.
     TooManyLeases,
-    /// There is no such connection.
+    /// No such connection.
     Unknown,
 }
 
-/// Why nothing can be sent.
+/// Why a send was refused.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum SendFault {
-    /// No credit or no buffer now.
+    /// No credit or no free buffer.
     WouldBlock,
-    /// We, or the peer, said that no more is to be sent.
+    /// This side shut down sending, or the peer shut down receiving.
     ShutDown,
     /// The connection was reset or refused.
     Reset,
-    /// It is not connected yet.
+    /// The connection is not established yet.
     NotConnected,
-    /// A message that the peer's buffer can never take.
+    /// The message exceeds the peer's receive buffer.
     TooLong,
-    /// As many leases and loans are out as the endpoint can count.
+    /// All entries of the endpoint's lease table are in use.
     TooManyLoans,
-    /// There is no such connection, or no such loan.
+    /// No such connection or loan.
     Unknown,
 }
 
-/// What is known of a connection.
+/// The state of a connection.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct ConnInfo {
     pub(crate) state: StreamState,
-    /// Why it did not come about, if it did not.
+    /// Why the connect failed, if it did.
     pub(crate) refused: Option<RefuseReason>,
     pub(crate) local: Address,
     pub(crate) peer: Address,
-    /// Bytes to be read.
+    /// Received bytes not read yet.
     pub(crate) unread: usize,
-    /// Bytes that were read since the beginning.
+    /// Bytes read since the connection was established.
     pub(crate) taken: u64,
-    /// From how many unread bytes on there is something to read.
+    /// Fewer unread bytes than this do not make the connection readable.
     pub(crate) low_water: u32,
-    /// Nothing will be added to what is unread: the peer sends no more, or we read no more.
+    /// No more bytes will arrive: the peer shut down sending, or this side shut down receiving.
     pub(crate) at_end: bool,
-    /// The peer will read no more.
+    /// The peer shut down receiving.
     pub(crate) peer_recv_shutdown: bool,
-    /// Unread messages, for a connection that carries them; `None`: a stream.
+    /// Unread messages of a message connection; `None` for a stream.
     pub(crate) messages: Option<u32>,
-    /// Who opened the endpoint has declared that this peer writes nothing that is on lease.
+    /// The application declared this peer trusted: it does not write leased bytes.
     pub(crate) trusted: bool,
 }
 
-/// The credit of a connection that has not ended.
+/// The credit of an open connection.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct CreditInfo {
-    /// Our receive buffer, in bytes.
+    /// Size of the local receive buffer (`buf_alloc`), in bytes.
     pub(crate) buffer: u32,
-    /// Bytes that were sent and that the peer has not said to have consumed.
+    /// Bytes accepted from the writer that the peer has not reported as consumed.
     pub(crate) unsent: u32,
 }
 
-/// What lies ahead of the reader of a connection.
+/// What the reader of a connection would find.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Ahead {
-    /// Bytes to be read.
+    /// Received bytes not read yet.
     pub(crate) unread: usize,
-    /// Nothing will be added to them.
+    /// No more bytes will arrive.
     pub(crate) closed: bool,
-    /// What a lease would give now.
+    /// The part that the next lease would cover.
     pub(crate) next: Option<Next>,
 }
 
-/// The first of what was received.
+/// The first unread part of a connection.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Next {
     pub(crate) len: usize,
     pub(crate) kind: NextKind,
 }
 
-/// How a lease on it would be.
+/// How a lease on the first unread part would be made.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum NextKind {
-    /// In place.
+    /// In place, in the peer's buffer.
     InPlace,
-    /// A copy that is made for it: the bounds on leases allow no more in place.
+    /// As a new copy, because the lease limits are reached.
     Bounded,
-    /// On a copy that is there already, or that has to be made anyway.
+    /// As a copy that exists already or is unavoidable.
     Copied,
 }
 
-/// What a new loan is made of.
+/// A new loan, returned to the API.
 #[derive(Debug)]
 pub(crate) struct LoanParts {
-    /// Its word, and what it is sent or given back by.
+    /// The loan's index in the lease table; identifies it in later calls.
     pub(crate) index: u32,
-    /// Bytes that may be written.
+    /// Writable bytes.
     pub(crate) len: usize,
-    /// Where. `None`: in a private buffer of that length, which its holder makes and which is sent
-    /// by copying, because the bounds did not allow a loan in place.
+    /// Location of the buffer. `None`: the loan limits are reached; the holder allocates a private
+    /// buffer of `len` bytes, which is copied when it is sent.
     pub(crate) place: Option<Place>,
 }
 
-/// A buffer of a message's loan, as it is to be sent.
+/// One buffer of a message loan, ready to send.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct LoanedPart<'p> {
-    /// Its word; [`NONE`](super::leases::NONE) of what has none.
+    /// Index in the lease table; [`NONE`](super::leases::NONE) if the part has no entry.
     pub(crate) index: u32,
-    /// Bytes of it that are sent.
+    /// Bytes to send.
     pub(crate) len: usize,
-    /// They, if it is not in place.
+    /// The bytes, if the buffer is private.
     pub(crate) private: Option<&'p [u8]>,
 }
 
-/// A received part while it is shown.
+/// A received part, passed to a callback.
 #[derive(Copy, Clone, Debug)]
 pub(crate) enum Payload<'m> {
     InPlace(&'m [GuestSlice<'m>]),
     Copied(&'m [u8]),
 }
 
-/// How much of what arrives is shown at once.
+/// Limits on what one call may pass to a callback.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct ShowBounds {
     pub(crate) packets: usize,
@@ -158,14 +162,15 @@ pub(crate) struct ShowBounds {
 }
 
 impl ShowBounds {
-    /// No bytes: the next packet is taken in and held.
+    /// No bytes: the next packet is held.
     pub(crate) const HOLD: ShowBounds = ShowBounds {
         packets: 1,
         bytes: 0,
     };
 }
 
-/// Copies to `out` what `show` shows, which says how many packets and bytes that was; the bytes.
+/// Copies the parts that `show` passes to its callback to `out`. `show` returns (packets, bytes).
+/// Returns the bytes copied.
 #[inline]
 pub(crate) fn copy_shown(
     out: &mut [u8],
@@ -184,7 +189,7 @@ pub(crate) fn copy_shown(
 }
 
 impl<'m> Payload<'m> {
-    /// Bytes.
+    /// Length in bytes.
     #[inline]
     pub(crate) fn len(self) -> usize {
         match self {
@@ -201,7 +206,7 @@ impl<'m> Payload<'m> {
         Payload::Copied(bytes)
     }
 
-    /// Copies bytes from `offset` on to `out`; how many.
+    /// Copies bytes from `offset` on to `out`; returns how many.
     #[inline]
     pub(crate) fn copy_to(self, offset: usize, out: &mut [u8]) -> usize {
         match self {
@@ -226,18 +231,18 @@ impl<'m> Payload<'m> {
     }
 }
 
-/// What something has happened to.
+/// An object whose readiness changed.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum ReadySource {
     /// A connection.
     Conn(StreamId),
-    /// A port that is listened on.
+    /// A listening port.
     Port(Port),
     /// A datagram socket.
     Datagram(DatagramId),
 }
 
-/// Bytes that went through an endpoint.
+/// Byte and packet counters of an endpoint.
 ///
 /// ```
 /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -260,75 +265,75 @@ pub(crate) enum ReadySource {
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct EndpointStats {
-    /// Received, wherever they were put.
+    /// Bytes received, in place or copied.
     pub received: u64,
-    /// Of those, handed out where the peer's side wrote them.
+    /// Received bytes passed to the application in place.
     pub received_in_place: u64,
-    /// Of those, copied aside because of the bounds on what is held.
+    /// Received bytes copied because of the limits on held buffers.
     pub copied_aside: u64,
-    /// Copied to a reader's buffer by a call that copies.
+    /// Received bytes copied to the caller's buffer by a copying call.
     pub copied_out: u64,
-    /// Sent.
+    /// Bytes sent.
     pub sent: u64,
-    /// Of those, written by their sender where the peer's side reads them.
+    /// Sent bytes that the application wrote into a loaned buffer.
     pub sent_in_place: u64,
-    /// Of those, copied from a sender's buffer by a call that copies.
+    /// Sent bytes copied from the caller's buffer by a copying call.
     pub copied_in: u64,
-    /// Packets taken in, of every kind.
+    /// Packets received, of every kind.
     pub packets_received: u64,
-    /// Packets given out, of every kind.
+    /// Packets sent, of every kind.
     pub packets_sent: u64,
-    /// Times that the peer's side was notified.
+    /// Notifications sent to the peer.
     pub notifications: u64,
 }
 
-/// See the module.
+/// The sockets of an endpoint as seen by the API. See the module documentation.
 pub(crate) trait Engine: Send {
-    /// The words that leases and loans share with this engine.
+    /// The lease table shared with the holders of leases and loans.
     fn words(&self) -> Arc<Leases>;
 
-    /// Whether a turn would find something, as far as a cheap look can tell. No clock, no system
-    /// call.
+    /// Whether a turn would find work, by a cheap check without clock or system call.
     fn pending(&mut self) -> bool;
 
-    /// Takes in what the peer's side has sent and returned, acts on what is due, and shows what is
-    /// queued. Bounded. True: something was taken in.
+    /// Receives what the peer sent and returned, handles due timers and publishes queued packets.
+    /// The work per call is bounded. Returns whether anything was received.
     fn turn(&mut self) -> Result<bool, EndpointOver>;
 
-    /// Shows what is queued: packets, buffers that go back, credit.
+    /// Publishes queued packets, returned buffers and credit.
     fn flush(&mut self);
 
-    /// After reading: shows of that only what the peer's side may be waiting for, such as credit
-    /// that it has run out of, or a good number of buffers. So a reader of many small packets
-    /// notifies for few of them. What is left over is shown by the next turn or flush.
+    /// Publishes after a read only what the peer may be waiting for: credit that it has run out of,
+    /// or a batch of buffers. A reader of many small packets then sends few notifications. The next
+    /// turn or flush publishes the rest.
     fn settle(&mut self) {
         self.flush();
     }
 
-    /// Asks to be told. True: something came meanwhile, and perhaps nobody will tell.
+    /// Requests notifications from the peer. Returns true if work arrived meanwhile, for which no
+    /// notification may come.
     fn arm(&mut self) -> bool;
 
-    /// Whether what was asked for is less than what is wanted now: something was taken in or given
-    /// back since. Then it is to be asked again.
+    /// Whether the requested notifications no longer match the state, because packets were received
+    /// or buffers returned since. The caller must then [`arm`](Backend::arm) again.
     fn is_stale(&self) -> bool {
         false
     }
 
-    /// Asks no more, and forgets what was told.
+    /// Stops requesting notifications and clears pending ones.
     fn disarm(&mut self);
 
-    /// Readable when something was told: an epoll instance.
+    /// An epoll descriptor, readable when a notification arrived.
     fn fd(&self) -> BorrowedFd<'_>;
 
-    /// The next connection or port of which something is to be told: bytes or an end have come,
-    /// there is room again, it was connected, refused or closed; a connection waits. Each is named
-    /// once until something happens again.
+    /// The next object whose readiness changed: bytes or an end of stream arrived, room became
+    /// available, a connect completed or failed, a connection closed or waits for accept. Each
+    /// object is returned once per change.
     fn next_stirred(&mut self) -> Option<ReadySource>;
 
-    /// When a turn has something to do of itself.
+    /// When the next timer is due.
     fn next_timeout(&self) -> Option<Instant>;
 
-    /// Begins to connect.
+    /// Starts to connect.
     fn connect(
         &mut self,
         from: Port,
@@ -336,7 +341,7 @@ pub(crate) trait Engine: Send {
         socket_type: SocketType,
     ) -> Result<StreamId, ConnectError>;
 
-    /// Begins to listen for connections of that type; others are refused.
+    /// Listens for connections of that type; requests of the other type are refused.
     fn listen(
         &mut self,
         port: Port,
@@ -344,77 +349,78 @@ pub(crate) trait Engine: Send {
         socket_type: SocketType,
     ) -> Result<(), ListenError>;
 
-    /// Takes a port, or with [`Port::ANY`] one that nobody has, so that nobody else can listen on
-    /// it or bind it; which one it is.
+    /// Reserves a port, or a free one for [`Port::ANY`], against other listeners and binds. Returns
+    /// it.
     fn bind(&mut self, port: Port) -> Result<Port, ListenError>;
 
-    /// Gives a bound port up.
+    /// Releases a bound port.
     fn unbind(&mut self, port: Port);
 
-    /// The receive buffer of connections that come to `port`, which is listened on, from now on.
+    /// Sets the receive buffer of later connections to the listening `port`.
     fn set_accept_buffer(&mut self, port: Port, bytes: u32);
 
-    /// Listens no more, and resets what waits to be accepted.
+    /// Stops listening and resets connections that wait for accept.
     fn unlisten(&mut self, port: Port);
 
-    /// The oldest connection that waits on `port`.
+    /// Accepts the oldest waiting connection on `port`.
     fn accept(&mut self, port: Port) -> Option<StreamId>;
 
-    /// About a connection; `None` for one that was closed.
+    /// The state of a connection; `None` if it was closed.
     fn info(&self, id: StreamId) -> Option<ConnInfo>;
 
-    /// What a reader of the connection would find; `None` for one that was closed.
+    /// What a reader would find; `None` if the connection was closed.
     fn ahead(&mut self, id: StreamId) -> Option<Ahead>;
 
-    /// Ends one way, or both.
+    /// Shuts down one or both directions.
     fn shutdown(&mut self, id: StreamId, how: How);
 
-    /// Gives a connection up in good order; `id` is invalid from now on.
+    /// Closes a connection in order; `id` becomes invalid.
     fn close(&mut self, id: StreamId);
 
-    /// Resets a connection; `id` is invalid from now on.
+    /// Resets a connection; `id` becomes invalid.
     fn abort(&mut self, id: StreamId);
 
-    /// Copies received bytes out. `Ok(0)`: end of file, or `out` is empty.
+    /// Copies received bytes to `out`. `Ok(0)`: end of stream, or `out` is empty.
     fn read(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> Result<usize, RecvFault>;
 
-    /// Takes up to `len` bytes that a peek has shown; how many.
+    /// Consumes up to `len` bytes that a peek returned; returns how many.
     fn skip(&mut self, id: StreamId, len: usize) -> usize;
 
-    /// From how many unread bytes on a connection has something to read: fewer are no ready_flags.
+    /// Sets the low-water mark: fewer unread bytes do not make the connection readable.
     fn set_low_water(&mut self, id: StreamId, bytes: u32);
 
-    /// Changes a connection's receive buffer, and with it the most that it has under way to the
-    /// peer; the peer is told.
+    /// Sets a connection's receive buffer and with it the limit on its bytes in flight to the peer.
+    /// The peer is sent the new size.
     fn set_buffer(&mut self, id: StreamId, bytes: u32);
 
-    /// How long the request of a connection may go unanswered from now on.
+    /// Sets how long a connect waits for the answer.
     fn set_connect_timeout(&mut self, id: StreamId, timeout: Duration);
 
-    /// A connection's credit; `None` for one that has ended.
+    /// The credit of a connection; `None` if it has ended.
     fn credit(&self, id: StreamId) -> Option<CreditInfo>;
 
-    /// Asks the peer how much of what was sent it has consumed, unless that is known to be all.
+    /// Requests a credit update from the peer, unless all sent bytes are known to be consumed.
     fn ask_progress(&mut self, id: StreamId);
 
-    /// The queue pair at which a connection is.
+    /// The queue pair of a connection.
     fn queue_pair(&self, id: StreamId) -> u16;
 
-    /// Asks that a connection go on at another queue pair. Not visible before the next flush. What
-    /// comes of it is ready_flags of a sender: that it may send again.
+    /// Requests to move a connection to another queue pair. Visible after the next flush. The
+    /// connection becomes writable when the move has completed or failed.
     fn move_to_pair(&mut self, _: StreamId, _: u16) -> Result<(), MoveError> {
         Err(MoveError::NotNegotiated)
     }
 
-    /// Whether a connection is on its way to another queue pair.
+    /// Whether a move to another queue pair is in progress.
     fn is_moving(&self, _: StreamId) -> bool {
         false
     }
 
-    /// Lends the next packet's bytes out. `Ok(None)`: end of file.
+    /// Leases the next packet's bytes. `Ok(None)`: end of stream.
     fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault>;
 
-    /// Shows up to `most` packets' bytes where they lie, and takes them. `Ok(0)`: end of file.
+    /// Passes the bytes of up to `most` packets to the callback in place and consumes them.
+    /// `Ok(0)`: end of stream.
     fn each(
         &mut self,
         id: StreamId,
@@ -422,36 +428,34 @@ pub(crate) trait Engine: Send {
         look: &mut dyn FnMut(Payload<'_>) -> bool,
     ) -> Result<usize, RecvFault>;
 
-    /// The bytes of a lease that were moved.
+    /// The copy of a lease's bytes, if they were moved.
     fn copy_of(&self, index: u32) -> Option<Copied>;
 
-    /// A lease or a loan was dropped.
+    /// Ends a lease or loan that its holder dropped.
     fn give_back(&mut self, index: u32);
 
-    /// Sends a copy of as many bytes as there is room for: at least one, in as few packets as
-    /// buffers allow. Not visible before the next flush.
+    /// Sends a copy of as many bytes as credit and buffers allow: at least one, in as few packets
+    /// as possible. Visible after the next flush.
     fn write(&mut self, id: StreamId, bytes: &[u8]) -> Result<usize, SendFault>;
 
-    /// Whether small writes wait for each other when the peer has very many packets unread. Not
-    /// visible before the next flush.
+    /// Sets whether small writes are coalesced while the peer has many packets unread. Visible
+    /// after the next flush.
     fn set_coalesces(&mut self, _: StreamId, _: bool) {}
 
-    /// What was written in small pieces and waits for more waits no longer. Not visible before the
-    /// next flush.
+    /// Sends coalesced writes without further delay. Visible after the next flush.
     fn let_go(&mut self, _: StreamId) {}
 
-    /// Whether another write would be taken to wait with those that wait; `None`: none does.
+    /// Whether another write would be coalesced with the pending ones; `None` if none are pending.
     fn may_gather_more(&mut self, _: StreamId) -> Option<bool> {
         None
     }
 
-    /// Borrows a buffer that the peer's side will read, for one packet of at most `max` bytes.
+    /// Borrows a buffer that the peer will read, for one packet of at most `max` bytes.
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault>;
 
-    /// Sends the first `len` bytes of a loan; of `private` if the loan was not in place. The loan is
-    /// over, whatever comes of it, unless it was private and found no buffer (`WouldBlock`), or not
-    /// enough of them: fewer than `len` bytes were sent. Then the rest is still out, and can be
-    /// sent or given back.
+    /// Sends the first `len` bytes of a loan; `private` holds them if the loan was not in place.
+    /// Ends the loan, except for a private one that found no buffer (`WouldBlock`) or sent fewer
+    /// than `len` bytes: the rest can be sent later or dropped.
     fn send_loan(
         &mut self,
         index: u32,
@@ -459,8 +463,8 @@ pub(crate) trait Engine: Send {
         private: Option<&[u8]>,
     ) -> Result<usize, SendFault>;
 
-    /// Copies the first message to `out`, as much of it as fits, and takes it; with `peek` leaves
-    /// it. `Ok(None)`: there will be no other.
+    /// Copies the first message to `out`, truncated to its length, and consumes it unless `peek`.
+    /// `Ok(None)`: end of stream.
     fn read_message(
         &mut self,
         id: StreamId,
@@ -468,13 +472,13 @@ pub(crate) trait Engine: Send {
         peek: bool,
     ) -> Result<Option<Message>, RecvFault>;
 
-    /// Lends the first message out, in one lease for each part that it lies in; whether a record
-    /// ends with it. `Ok(None)`: there will be no other.
+    /// Leases the first message, one lease for each part. The flag tells whether it ends a record.
+    /// `Ok(None)`: end of stream.
     fn lease_message(&mut self, id: StreamId)
     -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault>;
 
-    /// Sends the bytes of `slices` as one message: all of it, or nothing. False: what there is no
-    /// buffer for now is kept, and sent by turns when there is. Not visible before the next flush.
+    /// Sends the bytes of `slices` as one message, completely or not at all. Returns false if a
+    /// part was queued for lack of buffers; later turns send it. Visible after the next flush.
     fn send_message(
         &mut self,
         id: StreamId,
@@ -482,16 +486,15 @@ pub(crate) trait Engine: Send {
         ends_record: bool,
     ) -> Result<bool, SendFault>;
 
-    /// Borrows buffers that the peer's side will read, for one message of at most `len` bytes, and
-    /// credit for all of it: in order, each with a word of its own. What there is no buffer for, or
-    /// none in place, is one private buffer behind them, which has a word only if it is the only
-    /// one.
+    /// Borrows buffers that the peer will read, with credit for one message of at most `len` bytes.
+    /// The loans are in order, each with its own lease table entry. Bytes without a buffer in place
+    /// form one private buffer at the end, which has an entry only if it is the only loan.
     fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault>;
 
-    /// Sends what was written into the buffers of such a loan as one message: `parts` are those
-    /// that have something, and the first in any case. They are over, whatever comes of it, unless
-    /// it is `WouldBlock`: then nothing was sent, and they are still out. False as for
-    /// [`send_message`](Engine::send_message). Not visible before the next flush.
+    /// Sends the bytes written into a message loan as one message. `parts` are the buffers with
+    /// bytes, and the first in any case. Ends all loans, except for `WouldBlock`: then nothing was
+    /// sent and the loans remain. Returns false as [`send_message`](Backend::send_message). Visible
+    /// after the next flush.
     fn send_message_loan(
         &mut self,
         id: StreamId,
@@ -499,14 +502,14 @@ pub(crate) trait Engine: Send {
         ends_record: bool,
     ) -> Result<bool, SendFault>;
 
-    /// Whether something of a message is kept.
+    /// Whether a part of a message is queued for lack of buffers.
     fn is_sending(&self, id: StreamId) -> bool;
 
-    /// Whether a message may be sent now: see [`is_writable`](Engine::is_writable).
+    /// Whether a message can be sent now, as [`is_writable`](Backend::is_writable).
     fn may_send_message(&mut self, id: StreamId) -> bool;
 
-    /// Whether a write would do something now: send, or fail. If not, the connection is named by
-    /// [`next_stirred`](Engine::next_stirred) when it would.
+    /// Whether a write would succeed or fail now instead of blocking. If not, the connection is
+    /// returned by [`next_ready`](Backend::next_ready) when it would.
     fn is_writable(&mut self, id: StreamId) -> bool {
         if self.info(id).is_some_and(|info| info.messages.is_some()) {
             return self.may_send_message(id);
@@ -524,13 +527,13 @@ pub(crate) trait Engine: Send {
         }
     }
 
-    /// Whether [`accept`](Engine::accept) would give a connection.
+    /// Whether [`accept`](Backend::accept) would return a connection.
     fn is_acceptable(&self, port: Port) -> bool;
 
-    /// What was counted.
+    /// The counters of the endpoint.
     fn stats(&self) -> EndpointStats;
 
-    /// The datagram sockets, if the engine has any.
+    /// The datagram sockets, if the backend supports them.
     fn datagrams(&mut self) -> Option<&mut dyn DatagramEngine> {
         None
     }

@@ -1,59 +1,60 @@
-//! What the holders of leases and loans share with their endpoint, without its lock: one word each,
-//! and the stack of those that were dropped.
+//! Lease and loan state shared between their holders and the endpoint without the endpoint's lock.
 //!
-//! An endpoint's state lies behind a lock. A reader of leased memory must not take it for each
-//! look, and a drop must never wait for it. So each lease has a word here: how many are reading
-//! (or, for a loan, writing) at this moment, and whether its bytes have been moved away. The
-//! endpoint moves bytes only of a lease that nobody reads: both sides decide by one atomic
-//! operation on the word, so that they cannot both win. A lease that is dropped goes onto a stack;
-//! whoever next has the endpoint's lock takes the whole stack at once (which is why a plain linked
-//! list has no ABA problem here).
+//! An endpoint's state lies behind a lock. Reading leased memory must not take that lock, and
+//! dropping a lease must not wait for it. Each lease therefore has an atomic state word here: the
+//! number of threads that read it now (or, for a loan, write), and whether its bytes were moved.
+//! The endpoint moves bytes only of a lease without readers: reader and endpoint each decide by one
+//! atomic operation on the word, so that only one can succeed. A dropped lease is pushed onto a
+//! lock-free stack; the next thread with the endpoint's lock takes the whole stack at once, which
+//! rules out the ABA problem.
 //!
-//! The endpoint that wanted the bytes of a lease under a reader leaves a mark in its word. The
-//! reader who leaves last sees it, and puts one more index on the stack, which is no lease's: *look
-//! again*. So a lease that is read for long costs no timer.
+//! If the endpoint needs to move bytes under a reader, it sets a mark in the word. The last reader
+//! to leave sees the mark and pushes one extra index, the *recheck* index, onto the stack. A lease
+//! that is read for long therefore needs no timer.
 //!
-//! What must hold: an index is on the stack at most once (a lease is dropped once), and is given
-//! out again only after it was taken off; nobody begins to write to memory that was torn away;
-//! nothing here allocates after the start.
+//! # Invariants
+//! - An index is on the stack at most once, and is reused only after it was taken off.
+//! - No holder begins to write to torn memory.
+//! - Nothing allocates after construction.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// No index.
 pub(crate) const NONE: u32 = u32::MAX;
-/// The bytes lie elsewhere now: ask the endpoint.
+/// The bytes were moved: the endpoint has the copy.
 const MOVED: u32 = 1 << 31;
-/// The memory is still mapped, but the peer may do with it what it likes.
+/// The buffer was returned to the peer under a reader. The memory is still mapped, but the peer may
+/// write it.
 const TORN: u32 = 1 << 30;
-/// The endpoint would have the bytes moved: it is to be told when nobody reads any more.
+/// The endpoint waits to move the bytes; the last reader must request a recheck.
 const WANTED: u32 = 1 << 29;
-/// How many are reading.
+/// The number of readers.
 const READERS: u32 = WANTED - 1;
-/// Most that may be reading. Safe code exceeds it only by forgetting guards; then the process is
-/// aborted, as `Arc` does it. The rest of the field is for the threads that are on their way there.
+/// Limit on readers. Safe code exceeds it only by forgetting guards; the process is then aborted,
+/// as with `Arc`. The rest of the field absorbs threads that increment concurrently.
 const MAX_READERS: u32 = READERS / 2;
 
 #[derive(Debug)]
 struct Word {
     state: AtomicU32,
-    /// The next index on the stack of dropped ones.
+    /// The next index on the stack of dropped leases.
     next: AtomicU32,
 }
 
-/// See the module.
+/// The lease table. See the module documentation.
 #[derive(Debug)]
 pub(crate) struct Leases {
-    /// The last one stands for *look again*; its state is 1 while it is on the stack.
+    /// The last entry is the recheck index; its state is 1 while it is on the stack.
     words: Box<[Word]>,
     dropped: AtomicU32,
 }
 
-/// What a holder finds when it wants to read.
+/// The result of [`Leases::enter`].
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Entered {
-    /// The bytes stay where they are until [`Leases::leave`].
+    /// The bytes stay in place until [`Leases::leave`].
     InPlace,
-    /// The endpoint has moved them; [`Leases::leave`] is not to be called.
+    /// The bytes were moved; [`Leases::leave`] must not be called.
     Moved,
 }
 
@@ -69,21 +70,22 @@ impl Leases {
         }
     }
 
-    /// How many leases and loans may be out at once.
+    /// Leases and loans that can be out at once.
     pub(crate) fn capacity(&self) -> usize {
         self.words.len() - 1
     }
 
-    /// The index that says *look again*.
+    /// The recheck index.
     #[inline]
     pub(crate) fn look(&self) -> u32 {
         self.capacity() as u32
     }
 
-    /// The look begins: whoever leaves from now on asks for another one. By the endpoint alone.
+    /// Begins a recheck: readers that leave from now on request another one. Called by the endpoint
+    /// only.
     pub(crate) fn begin_look(&self) {
         if let Some(look) = self.word(self.look()) {
-            // AcqRel: a reader that finds it on the stack still has left before it is looked.
+            // AcqRel: a reader that still finds the index on the stack has left before the recheck.
             look.state.swap(0, Ordering::AcqRel);
         }
     }
@@ -92,7 +94,7 @@ impl Leases {
         self.words.get(index as usize)
     }
 
-    /// A lease begins: its word forgets the one before. By the endpoint alone.
+    /// Starts a lease with a cleared state word. Called by the endpoint only.
     #[inline]
     pub(crate) fn begin(&self, index: u32) {
         if let Some(word) = self.word(index) {
@@ -100,13 +102,13 @@ impl Leases {
         }
     }
 
-    /// A holder begins to read. Torn memory may still be read, since it is mapped.
+    /// A holder begins to read. Torn memory may be read, because it is still mapped.
     #[inline]
     pub(crate) fn enter(&self, index: u32) -> Entered {
         self.enter_unless(index, MOVED)
     }
 
-    /// A holder begins to write. Not to torn memory: the peer was told that nobody does any more.
+    /// A holder begins to write. Refused for torn memory, which belongs to the peer again.
     #[inline]
     pub(crate) fn enter_to_write(&self, index: u32) -> Entered {
         self.enter_unless(index, MOVED | TORN)
@@ -117,8 +119,8 @@ impl Leases {
         let Some(word) = self.word(index) else {
             return Entered::Moved;
         };
-        // Acquire: pairs with the Release in `leave` and `try_move`, so that a reader that is let
-        // in reads after whatever was decided before.
+        // Acquire: pairs with the Release in `leave` and `try_move`, so that an admitted reader
+        // reads after every earlier decision.
         let before = word.state.fetch_add(1, Ordering::Acquire);
         if before & READERS > MAX_READERS {
             too_many_readers();
@@ -130,14 +132,14 @@ impl Leases {
         Entered::Moved
     }
 
-    /// A holder has read, or written. True: the endpoint waits for that, and *look again* is on
-    /// the stack.
+    /// A holder has finished reading or writing. Returns true if the endpoint waits for that: the
+    /// recheck index is on the stack.
     #[inline]
     pub(crate) fn leave(&self, index: u32) -> bool {
         let Some(word) = self.word(index) else {
             return false;
         };
-        // Release: what was read was read before the endpoint gives the buffer away.
+        // Release: the reads happen before the endpoint returns the buffer.
         let before = word.state.fetch_sub(1, Ordering::Release);
         before & WANTED != 0 && before & READERS == 1 && self.ask_to_look()
     }
@@ -145,7 +147,7 @@ impl Leases {
     #[cold]
     fn ask_to_look(&self) -> bool {
         let look = self.look();
-        // AcqRel: see `begin_look`.
+        // AcqRel: see `begin_recheck`.
         if let Some(word) = self.word(look)
             && word.state.swap(1, Ordering::AcqRel) == 0
         {
@@ -154,15 +156,15 @@ impl Leases {
         true
     }
 
-    /// Whether the memory was torn away.
+    /// Whether the buffer was returned to the peer under a reader.
     #[inline]
     pub(crate) fn is_torn(&self, index: u32) -> bool {
         self.word(index)
             .is_some_and(|word| word.state.load(Ordering::Acquire) & TORN != 0)
     }
 
-    /// Claims the bytes of a lease that nobody reads, so that they can be moved: from then on
-    /// nobody is let in. If somebody does, the last who leaves asks for another look.
+    /// Claims the bytes of a lease without readers so that they can be moved; later readers are
+    /// refused. Returns false if there are readers: the last of them requests a recheck.
     pub(crate) fn try_move(&self, index: u32) -> bool {
         let Some(word) = self.word(index) else {
             return false;
@@ -185,20 +187,20 @@ impl Leases {
         }
     }
 
-    /// Says that the peer has its memory back although somebody reads.
+    /// Marks a lease whose buffer is returned to the peer although it has readers.
     pub(crate) fn tear(&self, index: u32) {
         if let Some(word) = self.word(index) {
             word.state.fetch_or(TORN, Ordering::AcqRel);
         }
     }
 
-    /// Puts a dropped lease on the stack.
+    /// Pushes a dropped lease onto the stack.
     #[inline]
     pub(crate) fn drop_one(&self, index: u32) {
         self.drop_chain(index, index);
     }
 
-    /// Puts several on the stack at once: they come off together, the last one first.
+    /// Pushes several leases at once: they come off together, the last one first.
     pub(crate) fn drop_all(&self, mut indices: impl Iterator<Item = u32>) {
         let Some(first) = indices.next() else {
             return;
@@ -213,7 +215,7 @@ impl Leases {
         self.drop_chain(last, first);
     }
 
-    /// Puts `last` on the stack, and all that are linked behind it down to `first`.
+    /// Pushes `last` and all entries linked behind it down to `first`.
     #[inline]
     fn drop_chain(&self, last: u32, first: u32) {
         let Some(word) = self.word(first) else {
@@ -222,7 +224,7 @@ impl Leases {
         let mut head = self.dropped.load(Ordering::Relaxed);
         loop {
             word.next.store(head, Ordering::Relaxed);
-            // Release: the links, and all that the holder read, come before the index is seen.
+            // Release: the links and the holder's reads happen before the index becomes visible.
             // Acquire: pairs with `any_dropped_meanwhile`.
             match self.dropped.compare_exchange_weak(
                 head,
@@ -237,41 +239,41 @@ impl Leases {
     }
 
     /// As [`any_dropped`](Self::any_dropped), for the thread that has just released the lock: a
-    /// thread that dropped a lease and found the lock taken relies on this look to find it.
+    /// thread that dropped a lease and found the lock taken relies on this check to find it.
     ///
-    /// One thread writes the stack and then tries the lock, the other releases the lock and then
-    /// looks at the stack. With plain loads each could miss the other's write. So this look is a
-    /// read-modify-write, as the push in `drop_chain` is, and the two are ordered:
-    /// - If the push comes first, this look reads what it left there, or that the stack was taken
-    ///   since, by a holder of the lock.
-    /// - If this look comes first, the push reads from it or from a read-modify-write behind it,
+    /// One thread pushes onto the stack and then tries the lock; the other releases the lock and
+    /// then checks the stack. With plain loads each could miss the other's write. This check is
+    /// therefore a read-modify-write, as the push in `push_chain` is, and the two are ordered:
+    /// - If the push comes first, this check reads what it wrote, or that a later holder of the
+    ///   lock took the stack.
+    /// - If this check comes first, the push reads from it or from a read-modify-write behind it,
     ///   and so synchronizes with it: the release of the lock happens before the push and before
     ///   the attempt to lock. That attempt fails only if another thread took the lock later, which
-    ///   looks here again when it has released it.
+    ///   checks again after it has released it.
     #[inline]
     pub(crate) fn any_dropped_meanwhile(&self) -> bool {
-        // One that changes nothing, but is not a mere load as long as the stack is empty. Release:
-        // for the push behind it. Acquire: for one that a later look could be the first to see.
+        // Changes nothing, but is not a mere load while the stack is empty. Release: for the push
+        // behind it. Acquire: for a push that a later check could be the first to see.
         self.dropped
             .compare_exchange(NONE, NONE, Ordering::AcqRel, Ordering::Acquire)
             .is_err()
     }
 
-    /// Whether some were dropped since the last look.
+    /// Whether leases were dropped since the last [`take_dropped`](Self::take_dropped).
     #[inline]
     pub(crate) fn any_dropped(&self) -> bool {
         self.dropped.load(Ordering::Relaxed) != NONE
     }
 
-    /// Takes the stack off: the first of the dropped ones, to be followed with
-    /// [`after`](Leases::after). By the endpoint alone.
+    /// Takes the whole stack; returns the first dropped index, followed by
+    /// [`next_dropped`](Leases::next_dropped). Called by the endpoint only.
     #[inline]
     pub(crate) fn take_dropped(&self) -> u32 {
-        // Acquire: pairs with `drop_one`.
+        // Acquire: pairs with `push_dropped`.
         self.dropped.swap(NONE, Ordering::Acquire)
     }
 
-    /// The one that was dropped before `index`; to be asked before `index` is used again.
+    /// The index dropped before `index`; must be read before `index` is reused.
     #[inline]
     pub(crate) fn after(&self, index: u32) -> u32 {
         self.word(index)
@@ -279,7 +281,7 @@ impl Leases {
     }
 }
 
-/// A count that wrapped would let the endpoint move bytes that are being read.
+/// A wrapped count would let the endpoint move bytes that are being read.
 #[cold]
 fn too_many_readers() -> ! {
     eprintln!("zerosock: more than {MAX_READERS} readers of one lease: aborting");
@@ -310,7 +312,7 @@ mod tests {
         assert_eq!(leases.enter(7), Entered::Moved, "no such lease");
     }
 
-    /// Runs the test of that name again in a process of its own, with the variable set.
+    /// Runs the named test again in a child process, with the variable set.
     fn in_a_child(test: &str) -> std::process::Output {
         let mut child = std::process::Command::new(std::env::current_exe().unwrap());
         child.args(["--exact", test, "--nocapture", "--test-threads=1"]);
@@ -332,7 +334,7 @@ mod tests {
             return;
         }
         let leases = Leases::new(1);
-        // As many as `mem::forget` of guards leaves there in a few seconds.
+        // As many as `mem::forget` of guards leaves within a few seconds.
         leases.words[0].state.store(MAX_READERS, Ordering::Relaxed);
         assert_eq!(leases.enter(0), Entered::InPlace);
         assert!(!leases.try_move(0));
@@ -370,7 +372,7 @@ mod tests {
         assert_eq!(leases.after(leases.look()), NONE, "once for both");
         leases.begin_look();
         assert!(leases.try_move(0));
-        // Who came again meanwhile asks again.
+        // A reader that entered meanwhile requests another recheck.
         assert_eq!(leases.enter(1), Entered::InPlace);
         assert!(!leases.try_move(1) && leases.leave(1));
         assert_eq!(leases.take_dropped(), leases.look());

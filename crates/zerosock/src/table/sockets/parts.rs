@@ -1,4 +1,4 @@
-//! What a connection has received: buffers in place and copies, in order; taking in and reading.
+//! The received bytes of a connection: storing and reading an ordered list of buffers and copies.
 
 use super::messages::cost;
 use super::{Conn, Counted, Ends, Sockets, Store, StreamId};
@@ -7,26 +7,26 @@ use zerosock_proto::Instant;
 use zerosock_proto::vsock::FlowId;
 use zerosock_ring::SliceBuf;
 
-/// Bytes of a buffer of the pool.
+/// Unread bytes in a buffer of the pool.
 #[derive(Debug)]
 pub(crate) struct Held<T> {
     pub(crate) token: T,
-    /// The first byte not yet read, from the beginning of the buffer's pieces.
+    /// Offset of the first unread byte from the beginning of the buffer's pieces.
     pub(crate) offset: u32,
-    /// Bytes not yet read.
+    /// Bytes not read yet.
     pub(crate) len: u32,
-    /// When they came.
+    /// When they arrived.
     pub(crate) since: Instant,
-    /// What ends with them.
+    /// What ends with the last of them.
     pub(crate) ends: Ends,
 }
 
-/// A stretch of received bytes.
+/// Consecutive received bytes.
 #[derive(Debug)]
 pub(crate) enum Part<T> {
-    /// Where the peer's side wrote them.
+    /// In the peer's buffer.
     Held(Held<T>),
-    /// In a copy: the first `taken` bytes have been read.
+    /// In a copy, of which the first `taken` bytes were read.
     Copied {
         bytes: Vec<u8>,
         taken: usize,
@@ -43,9 +43,9 @@ impl<T> Part<T> {
     }
 }
 
-/// Copies the bytes of `held` to the end of `to`. What cannot be read is zeros, so that a stream
-/// keeps its length; but it can: buffers are checked when they are taken in, and recalled before
-/// their memory goes.
+/// Appends the bytes of `held` to `to`. Unreadable bytes become zeros, so that a stream keeps its
+/// length; this does not happen, because buffers are validated on receipt and recalled before their
+/// memory is unmapped.
 pub(super) fn copy_out<T>(store: &impl Store<Token = T>, held: &Held<T>, to: &mut Vec<u8>) {
     let start = to.len();
     to.resize(start + held.len as usize, 0);
@@ -56,13 +56,13 @@ pub(super) fn copy_out<T>(store: &impl Store<Token = T>, held: &Held<T>, to: &mu
     debug_assert_eq!(read, held.len as usize, "bytes that are nowhere");
 }
 
-/// Bytes of a buffer of copies: so much is allocated without a way to fail.
+/// Limit on one copy buffer, in bytes, so that its allocation does not fail.
 const MOST_COPIED: usize = 64 << 10;
 
 impl<T> Conn<T> {
-    /// Appends `len` bytes to the copies at the end: many small packets into one buffer of at most
-    /// [`MOST_COPIED`], unless a message ended there; what has been read of it is dropped when it is
-    /// half, so that it stays below twice the bytes that wait.
+    /// Appends `len` bytes to the last copy: many small packets share one buffer of at most
+    /// [`MAX_COPIED`] bytes, unless a message ends there. The read part of a buffer is removed when
+    /// it reaches half, so that the memory stays below twice the unread bytes.
     pub(super) fn push_copy(&mut self, ends: Ends, len: usize, copy: impl FnOnce(&mut Vec<u8>)) {
         if !self.whole
             && let Some(Part::Copied {
@@ -92,8 +92,8 @@ impl<T> Conn<T> {
 }
 
 impl<T> Sockets<T> {
-    /// Takes in `len` bytes at `offset` of a buffer's pieces. The buffer is held, or it goes back
-    /// at once because its bytes were copied (the connection has stalled) or nobody wants them.
+    /// Stores `len` bytes at `offset` of a buffer's pieces. The buffer is held, or returned at once
+    /// if its bytes were copied (the connection has stalled) or discarded.
     #[inline]
     pub(crate) fn deliver(
         &mut self,
@@ -130,7 +130,7 @@ impl<T> Sockets<T> {
         store.release(held.token);
     }
 
-    /// Copies received bytes to `out`, from the front; takes them, or with `peek` leaves them.
+    /// Copies received bytes to `out` and consumes them unless `peek`.
     pub(crate) fn read(
         &mut self,
         id: StreamId,
@@ -177,7 +177,7 @@ impl<T> Sockets<T> {
         done
     }
 
-    /// Takes up to `len` received bytes that the reader has had by a peek; how many.
+    /// Consumes up to `len` bytes that a peek returned; returns how many.
     pub(crate) fn skip(
         &mut self,
         id: StreamId,
@@ -236,8 +236,8 @@ impl<T> Sockets<T> {
         done
     }
 
-    /// Shows up to `most` parts to `look`, each where it lies, and takes them. Stops when `look`
-    /// says so (false), after the part it was shown.
+    /// Passes up to `most` parts to `look` in place and consumes them. Stops after the part for
+    /// which `look` returns false.
     #[inline]
     pub(crate) fn each(
         &mut self,
@@ -273,7 +273,7 @@ impl<T> Sockets<T> {
                     if covered == len {
                         look(Payload::in_place(&slices))
                     } else {
-                        // In more places than are worth naming.
+                        // In more pieces than fit on the stack.
                         let mut bytes = Vec::with_capacity(len);
                         copy_out(&*shown.store, held, &mut bytes);
                         look(Payload::copied(&bytes))
@@ -289,8 +289,8 @@ impl<T> Sockets<T> {
         seen
     }
 
-    /// The flow of a connection for which nothing is held, so that what arrives may be shown at
-    /// once; `None` if it has none, or wants nothing.
+    /// The flow of a connection that holds nothing, so that arriving bytes may be passed to the
+    /// reader directly; `None` if it has no flow or discards what arrives.
     #[inline]
     pub(crate) fn drained_flow(&self, id: StreamId) -> Option<FlowId> {
         let conn = self.get(id)?;
@@ -298,32 +298,32 @@ impl<T> Sockets<T> {
             .filter(|_| conn.parts.is_empty() && !conn.recv_shutdown)
     }
 
-    /// Bytes were shown where they lie, without having been held.
+    /// Counts bytes passed to a reader in place without having been held.
     #[inline]
     pub(crate) fn count_shown(&mut self, bytes: usize) {
         self.counted.received += bytes as u64;
         self.counted.leased += bytes as u64;
     }
 
-    /// Bytes were copied to a reader, without having been held.
+    /// Counts bytes copied to a reader without having been held.
     #[inline]
     pub(crate) fn count_read(&mut self, bytes: usize) {
         self.counted.received += bytes as u64;
         self.counted.copied_out += bytes as u64;
     }
 
-    /// Bytes were copied aside before anybody read them, without having been held.
+    /// Counts bytes copied because of the limits without having been held.
     pub(crate) fn count_copied(&mut self, bytes: usize) {
         self.counted.received += bytes as u64;
         self.counted.copied_aside += bytes as u64;
     }
 
-    /// Bytes of such a copy were copied to a reader.
+    /// Counts bytes of such a copy that were copied to a reader.
     pub(crate) fn count_copied_out(&mut self, bytes: usize) {
         self.counted.copied_out += bytes as u64;
     }
 
-    /// The first part has been used up.
+    /// Removes the first part, all of which was read.
     #[inline]
     pub(super) fn drop_front(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         let Some(part) = self.get_mut(id).and_then(|conn| conn.parts.pop_front()) else {
@@ -341,7 +341,7 @@ impl<T> Sockets<T> {
         self.catch_up(id.index);
     }
 
-    /// `bytes` have left the list of parts for good.
+    /// Reports `bytes` removed from the list as consumed.
     #[inline]
     pub(super) fn consumed(
         &mut self,
@@ -361,8 +361,8 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// SHUT_RD: a read finds the end of file from now on, as on Linux also when bytes had come that
-    /// were not read. They go back, and so does what still comes; leases stay with their holders.
+    /// SHUT_RD: reads return end of stream from now on, on Linux even if unread bytes had arrived.
+    /// Those and all arriving buffers are returned; leases remain valid.
     pub(crate) fn read_no_more(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         self.drop_unread(id, store);
         if let Some(conn) = self.get_mut(id) {
@@ -370,7 +370,7 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// Gives back a buffer that came for a connection that reads no more.
+    /// Returns a buffer that arrived after SHUT_RD.
     #[cold]
     pub(super) fn discard(
         &mut self,
@@ -387,7 +387,7 @@ impl<T> Sockets<T> {
         store.release(held.token);
     }
 
-    /// Throws away what was not read.
+    /// Discards the unread bytes.
     pub(crate) fn drop_unread(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         let Some(unread) = self.get(id).map(|conn| conn.unread) else {
             return;
@@ -404,24 +404,25 @@ impl<T> Sockets<T> {
 }
 
 impl Counted {
-    /// Bytes that were never copied by us.
+    /// Bytes that were never copied by the endpoint.
     pub(crate) fn in_place(&self) -> u64 {
         self.leased
     }
 }
 
-/// Parts that are being shown. What was shown is taken, also when the one who looks panics.
+/// Consumes the parts shown by `each` when dropped, so that a panic of the callback leaves the
+/// table consistent.
 struct Shown<'a, T, S: Store<Token = T>> {
     sockets: &'a mut Sockets<T>,
     store: &'a mut S,
     id: StreamId,
-    /// The first part is being looked at.
+    /// The callback is looking at the first part.
     showing: bool,
     bytes: usize,
 }
 
 impl<T, S: Store<Token = T>> Shown<'_, T, S> {
-    /// The first part has been looked at.
+    /// The callback has returned.
     #[inline]
     fn taken(&mut self) {
         self.showing = false;

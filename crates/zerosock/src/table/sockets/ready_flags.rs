@@ -1,8 +1,8 @@
-//! What there is to tell of connections.
+//! Pending readiness changes of connections.
 
 use super::{Sockets, StreamId};
 
-/// Each kind is told once until it happens again, in this order.
+/// A kind of readiness change. Each is reported once per change, in this order.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum ReadyFlags {
     Connected = 0,
@@ -23,7 +23,7 @@ const NEWS: [ReadyFlags; 6] = [
 ];
 
 impl<T> Sockets<T> {
-    /// Notes that there is something to tell about a connection.
+    /// Sets a ready flag of a connection.
     #[inline]
     pub(crate) fn announce(&mut self, id: StreamId, ready_flags: ReadyFlags) {
         let Some(conn) = self.get_mut(id) else {
@@ -35,7 +35,7 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// The next thing to tell. Connections take turns.
+    /// Returns and clears the next ready flag. Connections take turns.
     pub(crate) fn next_news(&mut self) -> Option<(StreamId, ReadyFlags)> {
         loop {
             let index = self.with_news.pop_front()?;
@@ -60,8 +60,8 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// The next connection with anything to tell, all of which is then told. Not to be mixed with
-    /// [`next_news`](Self::next_news).
+    /// Returns the next connection with ready flags and clears all of them. Must not be mixed with
+    /// [`next_ready_flag`](Self::next_ready_flag).
     pub(crate) fn next_stirred(&mut self) -> Option<StreamId> {
         loop {
             let index = self.with_news.pop_front()?;

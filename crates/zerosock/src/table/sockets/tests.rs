@@ -1,4 +1,4 @@
-//! The table's bounds one by one; `model` has it against plain queues of bytes.
+//! Unit tests of the limits; `model` compares the table with plain queues of bytes.
 
 mod messages;
 mod model;
@@ -19,18 +19,18 @@ use crate::table::engine::Payload;
 use crate::table::leases::Entered;
 
 const HOLD: Duration = Duration::from_millis(20);
-/// Bytes of a buffer.
+/// Size of a buffer in bytes.
 const LEN: u32 = 64;
-/// The pool.
+/// Buffers of the pool.
 const SIZE: u32 = 32;
-/// Bytes that may be in copies; more than any test has that is not about them.
+/// Limit on copied bytes; above what tests of other limits use.
 const MOST_COPIED: usize = 16 << 10;
 
-/// Buffers of a memory, and who has each.
+/// The buffers of a memory and which of them the table holds.
 struct Slots {
     memory: Arc<Memory>,
     pieces: Vec<Piece>,
-    /// With the sockets.
+    /// Held by the table.
     out: Vec<bool>,
     consumed: BTreeMap<usize, u64>,
 }
@@ -78,7 +78,7 @@ impl Store for Slots {
     fn release(&mut self, token: u32) {
         let out = &mut self.out[token as usize];
         assert!(std::mem::take(out), "{token} was released twice");
-        // The peer writes it at once.
+        // The peer overwrites a returned buffer at once.
         let piece = self.pieces[token as usize];
         self.memory.write(&[piece], 0, &[0xee; LEN as usize]);
     }
@@ -110,7 +110,7 @@ impl Table {
         }
     }
 
-    /// Flow ids come from a shard alone.
+    /// Only a shard creates flow ids.
     fn flow(&mut self) -> FlowId {
         let local = Address::new(Cid::new(3), Port::ANY);
         let peer = Address::new(Cid::HOST, Port::new(1));
@@ -126,7 +126,7 @@ impl Table {
             .insert(0, flow, StreamState::Connected, address, address)
     }
 
-    /// Takes in `bytes` if the bounds allow.
+    /// Stores `bytes` if the limits allow.
     fn deliver(&mut self, id: StreamId, offset: u32, bytes: &[u8]) -> bool {
         let free = self.slots.out.iter().position(|out| !out);
         let Some(slot) = free.filter(|_| self.sockets.has_room(0)) else {
@@ -162,7 +162,7 @@ impl Table {
         self.sockets.handle_timeout(self.now, &mut self.slots);
     }
 
-    /// A reader leaves, as by a `Core`.
+    /// A reader leaves, as `Core` does it.
     fn leave(&mut self, index: u32) {
         if self.sockets.words().leave(index) {
             let mut index = self.sockets.words().take_dropped();
@@ -174,7 +174,7 @@ impl Table {
         }
     }
 
-    /// What the holder of a lease finds.
+    /// The bytes that the holder of a lease reads.
     fn look(&mut self, index: u32, len: usize, place: &Place) -> Vec<u8> {
         let words = self.sockets.words().clone();
         let copied = |(bytes, from): Copied| bytes[from..from + len].to_vec();
@@ -211,7 +211,7 @@ fn more_bytes_are_news_as_long_as_there_are_too_few() {
     table.sockets.set_low_water(id, 6);
     assert!(table.deliver(id, 0, b"56") && is_news(&mut table));
     assert!(table.deliver(id, 0, b"7") && !is_news(&mut table));
-    // What a peek has shown is taken without being read.
+    // Consumes what a peek returned without reading it.
     assert_eq!(table.sockets.skip(id, 5, &mut table.slots), 5);
     let conn = table.sockets.get(id).unwrap();
     assert_eq!((conn.taken(), conn.unread()), (5, 2));
@@ -311,7 +311,7 @@ fn what_was_held_for_too_long_is_copied_unless_somebody_reads_it() {
     assert!(!table.is_in_place(&unread));
     assert_eq!(table.look(unread.index, 5, &unread.place), b"bytes");
     assert_eq!(table.read(id, 9, true), b"bytes");
-    // No timer goes on for it; it goes when its reader does.
+    // No timer runs for it; its buffer returns when its reader leaves.
     assert_eq!(table.sockets.next_timeout(), None);
     table.pass(HOLD);
     assert!(!words.is_torn(read.index));
@@ -397,7 +397,7 @@ fn a_look_that_panics_leaves_nothing_behind() {
     for _ in 0..3 {
         assert!(table.deliver(id, 0, b"bytes"));
     }
-    // First one in place, then the rest, which has become a copy.
+    // The first part in place, then the rest, which has become a copy.
     for (left, consumed) in [(2, 5), (0, 15)] {
         let Table { sockets, slots, .. } = &mut table;
         let look = &mut |_: Payload<'_>| -> bool { panic!("in the middle") };
@@ -455,7 +455,7 @@ fn leases_outlive_their_connection() {
         15,
         "nobody says so later"
     );
-    // The place is used again: the orphans are none of the newcomer's.
+    // A new connection at the same index does not own the orphans.
     let next = table.conn();
     assert_eq!(next.index(), id.index());
     assert_eq!(table.look(unread.index, 5, &unread.place), b"bytes");

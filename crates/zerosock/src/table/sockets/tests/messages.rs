@@ -1,10 +1,10 @@
-//! Messages in the table, against a plain queue of them.
+//! The table's messages, compared with a plain queue of messages.
 
 use std::collections::VecDeque;
 
 use super::*;
 
-/// Takes in a part, if the bounds allow.
+/// Stores a part if the limits allow.
 fn part(table: &mut Table, id: StreamId, bytes: &[u8], ends: Ends) -> bool {
     let free = table.slots.out.iter().position(|out| !out);
     let Some(slot) = free.filter(|_| table.sockets.has_room(0)) else {
@@ -56,7 +56,7 @@ fn a_half_message_is_shown_to_nobody_and_goes_back() {
     assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
 }
 
-/// Of one that has not ended an eighth of the pool is held; what is beyond is copied.
+/// An incomplete message holds at most an eighth of the pool; further parts are copied.
 #[test]
 fn a_half_message_holds_an_eighth() {
     let mut table = Table::new();

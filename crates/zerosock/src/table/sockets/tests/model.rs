@@ -1,5 +1,5 @@
-//! The table against plain queues of bytes: whatever steps it goes through, each byte arrives once and
-//! in order, each buffer comes back once, and the bounds hold at every step.
+//! Property test of the table against plain queues of bytes: after any steps each byte arrives once
+//! and in order, each buffer returns once, and the limits hold at every step.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -41,7 +41,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A lease that is out: what it is, what it should show, how often it is entered.
+/// A lease that is out: its connection, its expected bytes, the number of its readers.
 struct Out {
     parts: LeaseParts,
     conn: usize,
@@ -51,8 +51,8 @@ struct Out {
 }
 
 proptest! {
-    /// Three connections against three queues of bytes: order, every token back once, every byte
-    /// consumed once, the bounds at every step.
+    /// Three connections against three queues of bytes: order, tokens released once, bytes consumed
+    /// once, limits at every step.
     #[test]
     fn plain_queues_say_the_same(steps in prop::collection::vec(step(), 1..200)) {
         let mut table = Table::new();
@@ -176,7 +176,7 @@ proptest! {
             }
             prop_assert_eq!(table.slots.out(), table.sockets.held(0) as usize);
             prop_assert!(table.sockets.held(0) <= SIZE / 4 * 3);
-            // No timer for what is under a reader, when that is all.
+            // No timer runs if everything held has readers.
             let timer = table.sockets.next_timeout().is_some();
             let read = out.iter().any(|lease| lease.entered > 0);
             prop_assert!(timer == (table.sockets.held(0) > 0) || (read && !timer));

@@ -1,4 +1,5 @@
-//! Who waits for room to send: told once, not always last, and not remembered for ever.
+//! Waiting for send buffers: each connection is woken once, in rotating order, and removed ones are
+//! forgotten.
 
 use super::super::room::Waiters;
 use super::*;
@@ -17,7 +18,7 @@ fn who_waits_for_room_is_told_once_and_not_always_last() {
     while table.sockets.next_stirred().is_some() {}
     let mut first = Vec::new();
     for _ in 0..5 {
-        // Always in the same order, as tasks of one thread come that are always told so.
+        // The same order each time, as tasks of one thread that are woken in order.
         for &id in ids.iter().chain(&ids) {
             table.sockets.wait_for_room(id, &mut waiters);
         }
@@ -30,7 +31,7 @@ fn who_waits_for_room_is_told_once_and_not_always_last() {
     assert_eq!(first, ids, "each was first once");
 }
 
-/// A peer that gives no buffers and resets its connections as soon as somebody wants to answer.
+/// A peer that returns no buffers and resets its connections as soon as they have sends waiting.
 #[test]
 fn those_who_have_gone_do_not_wait_for_ever() {
     let mut table = Table::new();
@@ -47,7 +48,7 @@ fn those_who_have_gone_do_not_wait_for_ever() {
         let _ = table.shard.reset(flow);
         assert!(waiters.len() <= 100, "{} for 10", waiters.len());
     }
-    // Told of credit meanwhile, they wait again.
+    // Credit made them ready meanwhile; they wait again.
     for _ in 0..10_000 {
         for &id in &stay {
             table.sockets.get_mut(id).unwrap().wants_room = false;

@@ -1,5 +1,5 @@
-//! Before a driver sleeps it asks the device for calls, queue by queue. What came before the device
-//! saw that brings no call: the driver has to find it itself, and stay awake.
+//! Arming: before a driver sleeps, it requests notifications queue by queue. Work that arrived
+//! before the device saw a request brings no notification; the driver must find it and stay awake.
 
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_proto::wire::vsock::{Op, Repr};
@@ -15,7 +15,7 @@ fn driver(count: u16) -> (Driver, Peer) {
     pairs(count, |config| config.queue_size = 64)
 }
 
-/// The device sends a packet that every queue pair may bring. True: it has to call.
+/// The device sends a packet of any queue pair. Returns whether it must notify.
 fn send(peer: &mut Peer) -> bool {
     let header = peer.header;
     peer.header = Repr {
@@ -27,13 +27,13 @@ fn send(peer: &mut Peer) -> bool {
     peer.rx.publish()
 }
 
-/// The device takes a packet. True: it has to call.
+/// The device takes a packet. Returns whether it must notify.
 fn take(peer: &mut Peer) -> bool {
     peer.take().expect("a packet");
     peer.tx.publish()
 }
 
-/// Lets the driver work, without asking for calls.
+/// Takes a turn without requesting notifications.
 fn work(driver: &mut Driver) {
     driver.disarm();
     while Engine::turn(driver).unwrap() {}
@@ -46,7 +46,7 @@ fn arming_finds_a_packet_that_brought_no_call() {
         if pair > 0 {
             peer.swap(pair);
         }
-        // The first batch of a queue always brings a call.
+        // The first batch of a queue always notifies.
         send(&mut peer);
         work(&mut driver);
         assert!(!Engine::arm(&mut driver), "pair {pair}: nothing is there");
@@ -70,7 +70,7 @@ fn arming_finds_a_slot_that_came_back_without_a_call() {
         Engine::flush(driver);
     };
     fill(&mut driver);
-    // The first batch of a queue always brings a call.
+    // The first batch of a queue always notifies.
     take(&mut peer);
     work(&mut driver);
     fill(&mut driver);

@@ -1,5 +1,5 @@
-//! The driver as the engine of an endpoint: each call on the connections and the slots as they
-//! are, without a clock, a sleep or an event.
+//! The driver as the [`Backend`] of an endpoint's sockets: calls that act on connections and slots
+//! without sleeping or queueing events.
 
 use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -25,19 +25,19 @@ use crate::table::over::EndpointOver;
 use crate::table::sockets::{Copied, LeaseParts, Message, NoLease, ReadyFlags};
 
 impl Driver {
-    /// Who opened the endpoint has declared whether the peer writes what is on lease.
+    /// Declares whether the application trusts the peer not to write leased bytes.
     pub(crate) fn set_trusted(&mut self, trusted: bool) {
         self.trusted = trusted;
     }
 
-    /// What is said of a connection from which nothing was received: end of file, or why not.
+    /// The result of a read that found nothing: `Ok` for end of stream, else the reason.
     #[cold]
     fn nothing(&self, id: StreamId) -> Result<(), RecvFault> {
         let conn = self.sockets.get(id).ok_or(RecvFault::Unknown)?;
         conn.why_empty()
     }
 
-    /// Copies to `out` what has arrived for a connection of which nothing is held.
+    /// Copies arriving bytes of a connection that holds nothing to `out`.
     #[inline]
     fn read_arrivals(&mut self, id: StreamId, out: &mut [u8]) -> usize {
         let show = |bounds, copy: &mut dyn FnMut(Payload<'_>) -> bool| {
@@ -46,7 +46,7 @@ impl Driver {
         let bytes = copy_shown(out, show);
         self.sockets.count_read(bytes);
         match bytes {
-            // The first one is longer than `out`, and held.
+            // The first packet is longer than `out` and was held.
             0 => self.sockets.read(id, out, false, &mut self.store),
             bytes => bytes,
         }
@@ -69,7 +69,7 @@ impl Engine for Driver {
         if self.is_attached() {
             Ok(busy)
         } else {
-            // What had come is there to be read; nothing else will come.
+            // Received bytes remain readable; no more will arrive.
             Err(EndpointOver::new(Fault::Peer, "the device has hung up"))
         }
     }
@@ -92,13 +92,14 @@ impl Engine for Driver {
     }
 
     fn arm(&mut self) -> bool {
-        // A device that has hung up is for the next turn to tell of.
+        // The next turn reports the hang-up.
         Driver::arm(self) || !self.is_attached()
     }
 
     fn disarm(&mut self) {
         self.want_no_calls();
-        // A descriptor of our own cannot fail; one that does tells nothing that the rings do not.
+        // Reading an owned epoll descriptor cannot fail; if it does, the rings have the same
+        // information.
         if self.watch.forget().unwrap_or(false) {
             self.device_gone();
         }
@@ -193,12 +194,12 @@ impl Engine for Driver {
 
     fn shutdown(&mut self, id: StreamId, how: How) {
         Driver::shutdown(self, id, how);
-        // Who waits for it on another thread finds that there is nothing to wait for.
+        // Wakes a writer that waits on another thread.
         self.sockets.announce(id, ReadyFlags::Writable);
     }
 
     fn close(&mut self, id: StreamId) {
-        // Only fails when a slot cannot be posted, which the next turn says.
+        // Fails only if a slot cannot be posted, which the next turn reports.
         let _ = Driver::close(self, id);
     }
 
@@ -238,7 +239,7 @@ impl Engine for Driver {
     fn set_low_water(&mut self, id: StreamId, bytes: u32) {
         self.sockets.set_low_water(id, bytes);
         if let Some((queue_pair, flow)) = self.flow_of(id) {
-            // A flow that ended meanwhile needs no credit; the same goes for the calls below.
+            // Fails only for a flow that has ended; likewise in the calls below.
             let _ = self.store.queue_pairs[queue_pair]
                 .shard
                 .set_low_water(flow, bytes);
@@ -422,7 +423,7 @@ impl Engine for Driver {
         match self.sendable(id) {
             Ok((queue_pair, flow)) => {
                 if !self.store.queue_pairs[queue_pair].tx.has_data_slot() {
-                    // A ring that is broken is told by the next turn.
+                    // The next turn reports a broken ring.
                     let _ = self.store.queue_pairs[queue_pair].tx.reap();
                     if !self.store.queue_pairs[queue_pair].tx.has_data_slot() {
                         self.wait_for_slot(id);

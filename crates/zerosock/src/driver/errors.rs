@@ -1,4 +1,4 @@
-//! Why a call on a connection failed; one enum for each operation.
+//! The errors of calls on a driver's connections, one enum for each operation.
 
 use std::io;
 
@@ -6,10 +6,10 @@ use zerosock_ring::{AddError, DriverError as RingError};
 
 use crate::fault::Fault;
 
-/// The driver cannot go on: the device broke a ring, or the system failed us.
+/// The driver cannot continue: the device broke a ring, or a system call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DriverError {
-    /// The device wrote something impossible into a ring: the device's fault.
+    /// The device wrote an invalid entry into a ring: the device's fault.
     #[error("the device broke a virtqueue: {0}")]
     Ring(#[from] RingError),
     /// A chain could not be added although its slot was free.
@@ -21,7 +21,7 @@ pub enum DriverError {
 }
 
 impl DriverError {
-    /// Who is to blame.
+    /// Which side caused the error.
     pub fn fault(&self) -> Fault {
         match self {
             DriverError::Ring(_) => Fault::Peer,
@@ -33,19 +33,19 @@ impl DriverError {
 /// Why nothing was sent.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
-    /// No credit or no free buffer now: a `Writable` event follows.
+    /// No credit or no free buffer: a `Writable` event follows.
     #[error("no room now")]
     WouldBlock,
     /// The connection is not established yet.
     #[error("not connected yet")]
     NotConnected,
-    /// We, or the peer for us, have closed this direction (EPIPE).
+    /// This side shut down sending, or the peer shut down receiving (EPIPE).
     #[error("this direction is shut down")]
     ShutDown,
     /// The connection was reset.
     #[error("connection reset")]
     Reset,
-    /// A message that the peer's buffer can never take (EMSGSIZE).
+    /// The message exceeds the peer's receive buffer (EMSGSIZE).
     #[error("the message is larger than the peer's buffer")]
     TooLong,
     /// No such connection.
@@ -59,10 +59,10 @@ pub enum SendError {
 /// Why nothing was received.
 #[derive(Debug, thiserror::Error)]
 pub enum RecvError {
-    /// Nothing has arrived: a `Readable` event follows.
+    /// No unread bytes: a `Readable` event follows.
     #[error("nothing there yet")]
     WouldBlock,
-    /// The connection was reset, and all that came before was read.
+    /// The connection was reset, and all received bytes were read.
     #[error("connection reset")]
     Reset,
     /// No such connection.
@@ -73,7 +73,7 @@ pub enum RecvError {
     Driver(#[from] DriverError),
 }
 
-/// Why a call that waits gave up.
+/// Why a blocking call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum WaitError {
     /// The deadline passed.
@@ -88,10 +88,10 @@ pub enum WaitError {
     /// Receiving failed.
     #[error(transparent)]
     Recv(RecvError),
-    /// The end came before all that was asked for.
+    /// The stream ended before all requested bytes arrived.
     #[error("end of file")]
     Eof,
-    /// The connect could not even begin.
+    /// The connect could not be started.
     #[error(transparent)]
     Connect(#[from] zerosock_proto::vsock::ConnectError),
     /// The driver cannot go on.

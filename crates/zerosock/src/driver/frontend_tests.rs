@@ -1,4 +1,4 @@
-//! The front-end against devices that stutter, lie, or say nothing.
+//! The front-end against devices that split, falsify or omit replies.
 
 use super::*;
 use std::io::{Read, Write};

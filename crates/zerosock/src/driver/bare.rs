@@ -1,4 +1,4 @@
-//! Test support: a driver whose device is the test, which uses the device half of the rings
+//! Test support: a driver and, as its device, the test, which uses the device half of the rings
 //! directly. Nothing is negotiated and no notification is sent.
 
 use std::os::unix::net::UnixStream;

@@ -16,7 +16,7 @@ use zerosock_proto::vsock::pairs::{RX_QUEUE, TX_QUEUE};
 const RX: usize = RX_QUEUE as usize;
 const TX: usize = TX_QUEUE as usize;
 
-/// Longer than a payload buffer.
+/// Payload capacity of a receive buffer.
 const BUFFER: u32 = 4096;
 
 /// An endpoint with a connection, its device, and the addresses of the device's used rings.
@@ -202,7 +202,7 @@ fn packets_that_make_no_sense_are_dropped_and_their_buffers_go_round() {
     let nonsense = [
         (good, 0),
         (good, HEADER_LEN as u32 - 1),
-        // More than the header's length, or than a buffer holds.
+        // The header's length exceeds the written bytes or the buffer.
         (good, whole - 1),
         (with(|header| header.len = BUFFER + 1), u32::MAX),
         (with(|header| header.len = u32::MAX), u32::MAX),

@@ -1,9 +1,10 @@
-//! Transmit slots that are out on loan, to be written by a holder and sent later or never.
+//! Transmit slots on loan: written by their holders and sent later, or never.
 //!
-//! What must hold: a loan in place keeps one transmit slot and credit until it is sent or given
-//! back; a quarter of the slots is never out on loan, and of one connection at most an eighth is,
-//! so that writes and control packets always find some. Beyond that a loan is a private buffer
-//! with credit alone, copied into a slot when it is sent.
+//! # Invariants
+//! - A loan in place owns one transmit slot and credit until it is sent or dropped.
+//! - A quarter of the slots is never on loan, and a connection has at most an eighth, so that writes
+//!   and control packets always find slots. Beyond that a loan is a private buffer with credit only,
+//!   copied into a slot when it is sent.
 
 use zerosock_proto::vsock::{MessageRoom, Reservation};
 
@@ -14,18 +15,18 @@ use super::transfer::Loan;
 use crate::table::engine::{LoanParts, SendFault};
 use crate::table::sockets::{Place, StreamId};
 
-/// What is out, and how much of it.
+/// The loans that are out.
 #[derive(Debug)]
 pub(crate) struct Loans {
-    /// By the loan's word.
+    /// Indexed by the lease table's index.
     out: Vec<Option<Out>>,
-    /// Transmit slots of a queue_pair.
+    /// Transmit slots of a queue pair.
     slots: u16,
-    /// Slots that are out, of each queue_pair.
+    /// Slots on loan, for each queue pair.
     in_place: Vec<u16>,
-    /// Slots that are out, for each connection's place.
+    /// Slots on loan, for each connection's index.
     of: Vec<u16>,
-    /// Bytes sent where their holder wrote them.
+    /// Bytes sent that the holder wrote in place.
     pub(super) sent_in_place: u64,
     /// Bytes sent by copying.
     pub(super) copied_in: u64,
@@ -42,19 +43,19 @@ enum Out {
     Part(Part),
 }
 
-/// A part of a message.
+/// One buffer of a message loan.
 #[derive(Debug)]
 pub(super) struct Part {
     pub(super) stream: StreamId,
     pub(super) queue_pair: QueuePairId,
     /// `None`: a private buffer.
     pub(super) slot: Option<u16>,
-    /// Of the first one, until it is sent.
+    /// The credit for the whole message; with the first buffer only, until it is sent.
     pub(super) room: Option<MessageRoom>,
 }
 
 impl Out {
-    /// The connection and the queue_pair of one that has a slot.
+    /// The connection and queue pair of a loan that has a slot.
     fn has_slot(&self) -> Option<(StreamId, QueuePairId)> {
         match self {
             Out::InPlace(loan) => Some((loan.stream, loan.queue_pair)),
@@ -76,7 +77,7 @@ impl Loans {
         }
     }
 
-    /// Whether one more slot may be lent to a connection.
+    /// Whether the limits allow one more slot on loan to a connection.
     pub(super) fn may_lend(&self, stream: StreamId, queue_pair: QueuePairId) -> bool {
         let of = self.of.get(stream.index() as usize).copied().unwrap_or(0);
         let lent = self.in_place.get(usize::from(queue_pair.pair())).copied();
@@ -102,12 +103,12 @@ impl Loans {
         }
     }
 
-    /// A part of a message is out.
+    /// Records a buffer of a message loan.
     pub(super) fn put_part(&mut self, index: u32, part: Part) {
         self.put(index, Out::Part(part));
     }
 
-    /// A part of a message that is out.
+    /// The record of a buffer of a message loan.
     pub(super) fn part_mut(&mut self, index: u32) -> Option<&mut Part> {
         match self.out.get_mut(index as usize)? {
             Some(Out::Part(part)) => Some(part),
@@ -115,7 +116,7 @@ impl Loans {
         }
     }
 
-    /// The slot of a part that is out.
+    /// The slot of a buffer of a message loan.
     pub(super) fn slot_of_part(&self, index: u32) -> Option<u16> {
         match self.out.get(index as usize)? {
             Some(Out::Part(part)) => part.slot,
@@ -123,7 +124,7 @@ impl Loans {
         }
     }
 
-    /// A part was sent from its slot, which is the device's now.
+    /// The slot of a buffer was sent and belongs to the device.
     pub(super) fn part_left(&mut self, index: u32) {
         self.take(index);
     }
@@ -143,7 +144,7 @@ impl Loans {
 }
 
 impl Driver {
-    /// See [`Engine::loan`](crate::table::engine::Engine::loan).
+    /// See [`Backend::loan`](crate::table::backend::Backend::loan).
     pub(super) fn lend(&mut self, stream: StreamId, max: usize) -> Result<LoanParts, SendFault> {
         let (queue_pair, flow) = self.sendable(stream).map_err(fault)?;
         let index = self.sockets.begin_loan().ok_or(SendFault::TooManyLoans)?;
@@ -169,7 +170,7 @@ impl Driver {
         let (len, place) = match &out {
             Out::InPlace(loan) => (loan.len, Some(self.place_of(queue_pair, loan.slot))),
             Out::Private { reservation, .. } => (reservation.len(), None),
-            // A message's is made elsewhere.
+            // Message loans are made in `message_loans`.
             Out::Part(_) => (0, None),
         };
         self.loans.put(index, out);
@@ -190,7 +191,7 @@ impl Driver {
         }
     }
 
-    /// See [`Engine::send_loan`](crate::table::engine::Engine::send_loan).
+    /// See [`Backend::send_loan`](crate::table::backend::Backend::send_loan).
     pub(super) fn send_lent(
         &mut self,
         index: u32,
@@ -202,7 +203,7 @@ impl Driver {
         }
         let out = self.loans.take(index).ok_or(SendFault::Unknown)?;
         let (queue_pair, slot, reservation, copied) = match out {
-            // See above.
+            // Sent by `message_loans`.
             Out::Part(_) => return Err(SendFault::Unknown),
             Out::InPlace(loan) => (loan.queue_pair, loan.slot, loan.reservation, false),
             Out::Private {
@@ -256,7 +257,7 @@ impl Driver {
         Ok(len)
     }
 
-    /// A loan was dropped unsent.
+    /// Ends a loan that was dropped unsent.
     pub(super) fn end_lent(&mut self, index: u32) {
         match self.loans.take(index) {
             Some(Out::InPlace(loan)) => self.cancel(loan),
@@ -280,7 +281,7 @@ impl Driver {
     }
 }
 
-/// What a holder is told of it. A ring that the device broke is told by the next turn.
+/// Translates an error for the holder. The next turn reports a broken ring.
 pub(super) fn fault(error: SendError) -> SendFault {
     match error {
         SendError::WouldBlock => SendFault::WouldBlock,

@@ -1,8 +1,9 @@
 //! Transmit slots on loan for a whole message.
 //!
-//! What must hold: the credit for all of it is with the first of them, and goes with it; slots and
-//! words are back, whatever comes of it; of what was begun, what finds no slot is kept, as for any
-//! message.
+//! # Invariants
+//! - The first buffer carries the credit for the whole message.
+//! - All slots and lease table entries return, whatever happens.
+//! - The parts of a started message that find no slot are queued, as for any message.
 
 use zerosock_proto::vsock::{CommitError, MessageRoom};
 
@@ -16,7 +17,7 @@ use crate::table::outgoing::{Outgoing, end};
 use crate::table::sockets::StreamId;
 
 impl Driver {
-    /// See [`Engine::loan_message`](crate::table::engine::Engine::loan_message).
+    /// See [`Backend::loan_message`](crate::table::backend::Backend::loan_message).
     pub(super) fn lend_message(
         &mut self,
         stream: StreamId,
@@ -25,7 +26,7 @@ impl Driver {
         let (queue_pair, flow) = self.sendable(stream).map_err(fault)?;
         let total = u32::try_from(len).map_err(|_| SendFault::TooLong)?;
         let most = self.store.queue_pairs[queue_pair].slots.tx_data.len();
-        // If one may be lent, there is to be one.
+        // The loan exists even without a slot in place.
         let mut slot = self.slot_to_lend(stream, queue_pair, total.min(most));
         if slot.is_none() && self.loans.may_lend(stream, queue_pair) {
             self.wait_for_slot(stream);
@@ -84,12 +85,12 @@ impl Driver {
         }
     }
 
-    /// A slot, if one more may be lent and one is free.
+    /// A free slot, if the limits allow one more on loan.
     fn slot_to_lend(&mut self, stream: StreamId, queue_pair: QueuePairId, len: u32) -> Option<u16> {
         if !self.loans.may_lend(stream, queue_pair) {
             return None;
         }
-        // A ring that is broken is told by the next turn.
+        // The next turn reports a broken ring.
         self.store.queue_pairs[queue_pair]
             .tx
             .data_slot(len)
@@ -103,7 +104,7 @@ impl Driver {
         }
     }
 
-    /// See [`Engine::send_message_loan`](crate::table::engine::Engine::send_message_loan).
+    /// See [`Backend::send_message_loan`](crate::table::backend::Backend::send_message_loan).
     pub(super) fn send_lent_message(
         &mut self,
         stream: StreamId,
@@ -137,7 +138,8 @@ impl Driver {
         fault.map_or(Ok(all), Err)
     }
 
-    /// Sends parts as far as there are slots: which part was not sent, and from which byte on.
+    /// Sends parts while there are slots. Returns the first part not sent completely and its
+    /// offset.
     fn send_parts(
         &mut self,
         queue_pair: QueuePairId,
@@ -155,7 +157,7 @@ impl Driver {
             let slot = match part.private {
                 None => {
                     let lent = self.loans.part_mut(part.index);
-                    // It is the device's, or free, behind this.
+                    // From here on the slot belongs to the device, or is free.
                     lent.and_then(|lent| lent.slot).ok_or(SendFault::Reset)?
                 }
                 Some(bytes) => {
@@ -206,7 +208,7 @@ impl Driver {
         Ok((at, offset))
     }
 
-    /// The bytes from there on.
+    /// The unsent bytes from that offset on.
     fn rest_of(
         &self,
         queue_pair: QueuePairId,

@@ -1,5 +1,5 @@
-//! What a device that breaks the rules for messages costs: a connection, or its own endpoint. The
-//! device is the test itself.
+//! A device that violates the rules for messages affects one connection or its own endpoint only.
+//! The device is the test.
 
 use std::io::{Error, ErrorKind, Write};
 
@@ -11,21 +11,21 @@ use super::bare::{Peer, SERVER, pair};
 use super::hostile_tests::poke;
 use crate::vsock::{Endpoint, SeqPacket, StreamError};
 
-/// What a buffer of the endpoint takes.
+/// Payload capacity of a buffer of the endpoint, in bytes.
 const BUFFER: usize = 4096;
-/// Bytes that a connection may have unread.
+/// Limit on a connection's unread bytes.
 const WINDOW: usize = 262_144;
 
-/// An endpoint with a connection for messages, and its device.
+/// An endpoint with a message connection, and its device.
 struct Victim {
     endpoint: Endpoint,
     socket: SeqPacket,
     peer: Peer,
-    /// Where the used ring of the transmit queue lies.
+    /// Address of the transmit queue's used ring.
     used: u64,
 }
 
-/// A connection from the endpoint to its device.
+/// Opens a connection from the endpoint to its device.
 fn connect(endpoint: &Endpoint, peer: &mut Peer) -> SeqPacket {
     let socket = endpoint.begin_connect_seqpacket(SERVER).unwrap();
     socket.set_nonblocking(true).unwrap();
@@ -59,14 +59,15 @@ impl Victim {
         }
     }
 
-    /// A part of a message.
+    /// Sends a part of a message.
     fn part(&mut self, flags: u32, payload: &[u8]) {
         self.peer.header.flags = flags;
         self.peer.say(Op::Rw, payload);
         self.endpoint.turn().unwrap();
     }
 
-    /// Messages that it sends to a device that takes nothing: of a loan, and by copying.
+    /// The number of messages, from a loan and by copying, sent before the device would have to
+    /// return buffers.
     fn room(&mut self) -> usize {
         let socket = connect(&self.endpoint, &mut self.peer);
         let mut loan = socket.loan(4 * BUFFER).unwrap();
@@ -83,7 +84,7 @@ impl Victim {
         sent
     }
 
-    /// A connection beside it, or after it, which is as it should be.
+    /// Another connection of the endpoint works.
     fn others_work(&mut self) {
         let bad = self.peer.header;
         let other = connect(&self.endpoint, &mut self.peer);
@@ -117,7 +118,7 @@ fn a_flood_of_empty_messages_costs_its_connection() {
     victim.others_work();
     victim.part(SEQ_EOM, b"");
     victim.peer.take_op(Op::Rst);
-    // Those that were there are read still.
+    // Messages received before are still readable.
     for _ in 0..MOST_EMPTY_UNREAD {
         assert_eq!(victim.socket.recv(&mut []).unwrap().unwrap().len, 0);
     }
@@ -149,7 +150,8 @@ fn a_message_without_an_end_fills_its_buffer_and_no_more() {
     victim.others_work();
 }
 
-/// A device that takes nothing, with a loan out: it can be sent later, or is lost with its connection.
+/// The device consumes nothing while a loan is out: the loan can be sent later, or ends with its
+/// connection.
 #[test]
 fn loans_wait_for_a_device_that_takes_nothing() {
     for reset in [false, true] {
@@ -157,7 +159,7 @@ fn loans_wait_for_a_device_that_takes_nothing() {
         let mut late = victim.socket.loan(20_000).unwrap();
         late.write_all(&[1; 20_000]).unwrap();
         assert!(!late.is_in_place(), "an eighth of 32 buffers");
-        // All buffers: a message that has begun, and waits for its end.
+        // Uses all slots: the message starts, and its rest is queued.
         victim.socket.send(&[2; 200_000]).unwrap();
         let (error, late) = late.try_send().unwrap_err();
         is(error, ErrorKind::WouldBlock);
@@ -171,7 +173,7 @@ fn loans_wait_for_a_device_that_takes_nothing() {
             let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
             assert_eq!(inner, Some(&StreamError::Reset));
             drop(late);
-            // What had left before is taken, and is no message.
+            // The device takes the parts sent before, which are no complete message.
             while victim.peer.take().is_some() {}
         } else {
             let (mut got, mut late) = (Vec::new(), Some(late));
@@ -194,18 +196,18 @@ fn loans_wait_for_a_device_that_takes_nothing() {
         }
         victim.endpoint.turn().unwrap();
         victim.others_work();
-        // Every slot is free again.
+        // All slots are free again.
         assert_eq!(victim.room(), Victim::new().room());
     }
 }
 
-/// The endpoint ends under a loan: it can still be written and dropped.
+/// A loan remains writable after its endpoint has ended.
 #[test]
 fn a_loan_outlives_its_endpoint() {
     let victim = Victim::new();
     let mut loan = victim.socket.loan(10_000).unwrap();
     loan.write_all(&[1; 5000]).unwrap();
-    // A chain that was never given to it comes back.
+    // The device returns a chain that it was never given.
     poke(
         &victim.peer.tx,
         victim.used + 4,
@@ -222,7 +224,8 @@ fn a_loan_outlives_its_endpoint() {
         ErrorKind::ConnectionAborted,
     );
     loan.write_all(&[1; 5000]).unwrap();
-    // As a write, it goes into a buffer that nobody looks at any more; the other goes back.
+    // Sending succeeds like a write, into a buffer that is not read any more; the other loan is
+    // dropped.
     let other = victim
         .socket
         .loan(10)
@@ -235,7 +238,7 @@ fn a_loan_outlives_its_endpoint() {
     );
 }
 
-/// One that has a buffer of its own takes a slot when it is sent, and not if it may not begin.
+/// A private loan takes a slot only when its message can start.
 #[test]
 fn a_loan_that_may_not_begin_takes_no_slot() {
     let mut victim = Victim::new();

@@ -1,34 +1,30 @@
-//! For tests and tools; programs use [`vsock`](crate::vsock). The driver half: a process as the
-//! guest of a vhost-user vsock device, without a virtual machine.
+//! The driver half of a vsock device: a process acts as the guest of a vhost-user device, without a
+//! virtual machine. For tests and tools; programs use [`vsock`](crate::vsock).
 //!
-//! A [`Driver`] owns a piece of shared memory, the driver side of three
-//! virtqueues (receive, transmit, event) and a protocol core in the role of a
-//! driver. To the device it is a guest like any other: it negotiates over the
-//! vhost-user socket, posts buffers, kicks eventfds.
+//! A [`Driver`] owns shared memory, the driver side of three virtqueues (receive, transmit, event)
+//! and a protocol core in the driver role. The device treats it as any guest: it negotiates over
+//! the vhost-user socket, posts buffers and kicks eventfds.
+//!
+//! # Invariants
+//! - The device is not trusted: ring entries and headers are read once into private copies, which
+//!   are validated and used exclusively.
+//! - There is no unsafe code here; shared memory is accessed through `zerosock-ring` only.
+//! - The packet path does not allocate once its buffers have grown.
 //!
 //! # How to drive it
-//! The driver has no thread. Its calls never sleep, but for [`Driver::poll`]
-//! and the `wait_*` calls, which do so until a deadline that they are given:
+//! The driver has no thread. Only [`Driver::poll`] and the `wait_*` calls sleep, until a deadline:
 //!
 //! - **commands** ([`connect`](Driver::connect), [`listen`](Driver::listen),
-//!   [`accept`](Driver::accept), [`send`](Driver::send),
-//!   [`recv`](Driver::recv), [`shutdown`](Driver::shutdown),
-//!   [`close`](Driver::close)) act on the protocol core and the buffers at
-//!   once;
-//! - [`turn`](Driver::turn) takes in what the device returned and shows it
-//!   what the commands have queued, in one batch; [`poll`](Driver::poll) does
-//!   so and sleeps when there is nothing to do;
-//! - [`poll`](Driver::poll) and [`next_event`](Driver::next_event) hand out
-//!   [`DriverEvent`]s.
+//!   [`accept`](Driver::accept), [`send`](Driver::send), [`recv`](Driver::recv),
+//!   [`shutdown`](Driver::shutdown), [`close`](Driver::close)) act on the protocol core and the
+//!   buffers at once;
+//! - [`turn`](Driver::turn) receives what the device sent and returned, and publishes what the
+//!   commands queued, in one batch; [`poll`](Driver::poll) does the same and sleeps when there is
+//!   nothing to do;
+//! - [`poll`](Driver::poll) and [`next_event`](Driver::next_event) return [`DriverEvent`]s.
 //!
-//! What commands queue becomes visible to the device with the next `turn`,
-//! `poll` or `flush`: many small packets cost one kick.
-//!
-//! # What must hold here
-//! The device is not trusted: ring entries and headers are read once into
-//! private copies, checked, and only the copies are used. There is no unsafe
-//! code here; shared memory is touched through `zerosock-ring` alone. On the
-//! packet path nothing is allocated once buffers have grown to their size.
+//! Queued packets become visible to the device with the next `turn`, `poll` or `flush`, so that
+//! many small packets cost one kick.
 
 mod arena;
 #[cfg(test)]
@@ -95,16 +91,15 @@ use queues::EventQueue;
 use store::Buffers;
 use watch::Watch;
 
-/// How long received bytes may keep a receive slot when they can be moved elsewhere.
+/// How long received bytes may hold a receive slot that can be copied.
 const HOLD: time::Duration = time::Duration::from_millis(20);
-/// Bytes that all connections together may have in copies because nobody reads them.
+/// Limit on the copied unread bytes of all connections.
 const MOST_COPIED: usize = 64 << 20;
-/// Turns that found nothing, after which one looks whether the device is still there: nobody else
-/// does for who never sleeps.
+/// Turns without work after which the driver checks whether the device has hung up; a caller that
+/// never sleeps would not notice otherwise.
 const IDLE_TURNS: u32 = 256;
 
-/// A guest without a virtual machine. See the [module](self) for how to drive
-/// it.
+/// The driver of a vsock device. See the [module](self) for how to drive it.
 ///
 /// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 #[derive(Debug)]
@@ -112,7 +107,7 @@ pub struct Driver {
     config: DriverConfig,
     bells: Doorbells,
     watch: Watch,
-    /// None between the device's hang-up and the next reconnect.
+    /// `None` between the device's hang-up and the next reconnect.
     link: Option<Link>,
     store: Buffers,
     event_queue: EventQueue,
@@ -122,11 +117,11 @@ pub struct Driver {
     loans: Loans,
     datagrams: Datagrams,
     listeners: Vec<Listener>,
-    /// Told before anything else.
+    /// A transport reset to report before other events.
     reset_seen: bool,
     gone_seen: bool,
     stats: DriverStats,
-    /// Calls were asked for, and somebody may be asleep.
+    /// Notifications were requested, and a thread may be asleep.
     armed: bool,
     idle_turns: u32,
     trusted: bool,
@@ -137,20 +132,20 @@ struct Listener {
     port: Port,
     socket_type: SocketType,
     backlog: usize,
-    /// The receive buffer of its connections, if it is not what the driver was told.
+    /// The receive buffer of its connections, if not the configured one.
     buffer: Option<u32>,
     waiting: VecDeque<StreamId>,
-    /// Connections in `waiting` not told of yet.
+    /// Connections in `waiting` without an event yet.
     unreported: usize,
 }
 
 impl Driver {
-    /// Our CID, by the device's configuration space.
+    /// The CID in the device's configuration space.
     pub fn cid(&self) -> Cid {
         self.cid
     }
 
-    /// Whether our memory is made of huge pages.
+    /// Whether the shared memory consists of huge pages.
     pub fn huge_pages(&self) -> bool {
         self.store.arena.huge_pages
     }
@@ -167,26 +162,24 @@ impl Driver {
         }
     }
 
-    /// Whether a device is attached: false between
-    /// [`DriverEvent::DeviceGone`] and a successful
+    /// Whether a device is attached: false between [`DriverEvent::DeviceGone`] and a successful
     /// [`reconnect`](Driver::reconnect).
     pub fn is_attached(&self) -> bool {
         self.link.is_some()
     }
 
-    /// The control socket, to say more than the driver says by itself.
+    /// The control socket, for requests that the driver does not send by itself.
     pub fn frontend(&mut self) -> Option<&mut Frontend> {
         self.link.as_mut().map(|link| &mut link.frontend)
     }
 
-    /// Connections with a handle, those that have ended but are not closed
-    /// included.
+    /// Connections with a handle, including ended ones that are not closed yet.
     pub fn connections(&self) -> usize {
         self.sockets.len()
     }
 
-    /// Takes in what the device returned, and shows it what is queued. Returns
-    /// whether anything was taken in.
+    /// Receives what the device sent and returned, and publishes what is queued. Returns whether
+    /// anything was received.
     pub fn turn(&mut self) -> Result<bool, DriverError> {
         self.store.check()?;
         let mut busy = false;
@@ -197,14 +190,14 @@ impl Driver {
             }
         }
         let timer = self.next_due();
-        // Reading, too, may have ended a connection.
+        // Reading may have ended a connection.
         if !self.has_arrivals() && timer.is_none() && !self.has_core_events() {
             self.idle(busy)?;
             self.tell_of_slots();
             self.flush();
             return Ok(busy);
         }
-        // The one look at the clock, and only when there is a use for it.
+        // The clock is read once, and only if needed.
         let now = self.now();
         busy |= self.take_events(now)?;
         if timer.is_some_and(|at| at <= now) {
@@ -223,7 +216,7 @@ impl Driver {
         Ok(busy)
     }
 
-    /// Whether a turn would take something in: a look at indices.
+    /// Whether a turn would receive anything, by a check of the ring indices.
     #[inline]
     fn has_arrivals(&self) -> bool {
         let arrivals = |id| {
@@ -236,28 +229,28 @@ impl Driver {
             || self.has_landed()
     }
 
-    /// Whether the protocol core has something to tell.
+    /// Whether the protocol core has an event.
     #[inline]
     fn has_core_events(&self) -> bool {
         let mut queue_pairs = self.store.queue_pairs.iter();
         queue_pairs.any(|queue_pair| queue_pair.shard.has_events())
     }
 
-    /// Whether packets have to wait in the ring.
+    /// Whether packets must wait in the ring.
     #[inline]
     fn is_blocked(&self, queue_pair: QueuePairId) -> bool {
         self.store.queue_pairs[queue_pair].shard.is_backlogged()
             || !self.sockets.has_room(queue_pair.pool())
     }
 
-    /// Whether something waits for transmit slots of a queue_pair.
+    /// Whether a sender waits for transmit slots of a queue pair.
     #[inline]
     fn wants_slots(&self, queue_pair: QueuePairId) -> bool {
         let datagrams = queue_pair == QueuePairId::FIRST && self.datagrams.want_slots();
         datagrams || self.store.queue_pairs[queue_pair].wants_slots()
     }
 
-    /// When a turn has something to do of itself.
+    /// When the next timer is due.
     fn next_due(&self) -> Option<Instant> {
         let queue_pairs = self.store.queue_pairs.iter();
         let core = queue_pairs
@@ -277,7 +270,7 @@ impl Driver {
         self.datagrams.handle_timeout(now);
     }
 
-    /// Resets the connections with most unread copies: there are too many of those.
+    /// Resets the connections with most copied bytes, because the limit is exceeded.
     #[cold]
     fn shed(&mut self) {
         for stream in self.sockets.overfull() {
@@ -289,8 +282,8 @@ impl Driver {
         }
     }
 
-    /// Looks now and then whether the device is still there, for callers that never sleep. Not
-    /// while somebody may sleep: what was told is told to him.
+    /// Checks from time to time whether the device has hung up, for callers that never sleep. Not
+    /// while armed: a sleeping thread must find the notification.
     fn idle(&mut self, busy: bool) -> Result<(), DriverError> {
         if busy {
             self.idle_turns = 0;
@@ -306,7 +299,7 @@ impl Driver {
         Ok(())
     }
 
-    /// The device hung up: all connections end, as they do when the transport is reset.
+    /// Ends all connections after the device hung up, as for a transport reset.
     fn device_gone(&mut self) {
         if self.link.take().is_some() {
             self.gone_seen = true;
@@ -321,14 +314,14 @@ impl Driver {
         }
     }
 
-    /// Takes in what the device had shown before it went, while its connections are still there: a
-    /// peer's last words and its end. That is a queue at most, also of one that keeps our memory and
-    /// goes on. What goes wrong here goes wrong again in the next turn, which says so.
+    /// Receives what the device had published before it hung up, while its connections still exist:
+    /// the last bytes and shutdowns of the peers. Bounded by the size of the queue, even if the
+    /// device keeps writing the memory. An error recurs in the next turn, which reports it.
     fn take_last(&mut self, now: Instant) {
         let slots = usize::from(self.config.slots()) * self.store.queue_pairs.len();
         let end = self.stats.rx_packets + slots as u64;
         loop {
-            // What nobody has read makes room, as a copy.
+            // Unread bytes are copied to make room.
             for queue_pair in self.store.queue_pairs.ids() {
                 self.sockets
                     .recall(queue_pair.pool(), false, &mut self.store);
@@ -340,20 +333,20 @@ impl Driver {
         self.take_core_events(now);
     }
 
-    /// Shows the device what is queued, without taking anything in.
+    /// Publishes what is queued, without receiving anything.
     pub fn flush(&mut self) {
         let speaks = |queue_pair: &QueuePair| queue_pair.shard.has_transmit();
         let control = self.store.queue_pairs.iter().any(speaks);
         if control || self.datagrams.inboxes.table.has_control() {
             let now = self.now();
-            // What goes wrong here goes wrong again in the next turn, which says so.
+            // The error recurs in the next turn, which reports it.
             let _ = self.transmit_control(now);
             let _ = self.transmit_words(now);
         }
         for id in self.store.queue_pairs.ids() {
             let queue_pair = &mut self.store.queue_pairs[id];
-            // What is sent first: each publishing waits until its stores have reached the device,
-            // and nobody waits for buffers as he does for bytes.
+            // Sent packets first: each publication waits until its stores have reached the device,
+            // and the device waits for packets rather than for buffers.
             for (queue, ring) in [
                 (id.tx(), queue_pair.tx.publish()),
                 (id.rx(), queue_pair.rx.publish()),
@@ -361,7 +354,7 @@ impl Driver {
                 self.stats.kicks += u64::from(self.bells.kick_if(ring, queue));
             }
             if self.store.queue_pairs[id].blocked && self.armed && !self.is_blocked(id) {
-                // Whoever sleeps does not know of packets that can be taken in now.
+                // A sleeping thread does not know of packets that may be received now.
                 self.store.queue_pairs[id].blocked = false;
                 self.watch.wake();
             }
@@ -370,17 +363,18 @@ impl Driver {
         self.stats.kicks += u64::from(self.bells.kick_if(ring, EVENT));
     }
 
-    /// Asks to be called. True: something came meanwhile, and no call may come for it.
+    /// Requests notifications. Returns true if work arrived meanwhile, for which no notification
+    /// may come.
     fn arm(&mut self) -> bool {
         self.armed = true;
-        // What came back with a look for a free slot brings no call any more.
+        // A slot that was reclaimed before brings no notification any more.
         let mut more = self.land();
         more |= self.event_queue.want_calls(true);
         for id in self.store.queue_pairs.ids() {
             let blocked = self.is_blocked(id);
             let queue_pair = &mut self.store.queue_pairs[id];
             queue_pair.blocked = blocked;
-            // What may not be taken in must not keep anybody awake.
+            // Packets that may not be received yet must not keep the caller awake.
             more |= !blocked && queue_pair.rx.want_calls(true);
             let datagrams = (id == QueuePairId::FIRST).then_some(&self.datagrams);
             if queue_pair.wants_slots() || datagrams.is_some_and(Datagrams::want_a_slot) {
@@ -394,7 +388,7 @@ impl Driver {
         more
     }
 
-    /// Asks for no more calls.
+    /// Stops requesting notifications.
     fn want_no_calls(&mut self) {
         self.armed = false;
         self.event_queue.want_calls(false);
@@ -404,8 +398,8 @@ impl Driver {
         }
     }
 
-    /// Sleeps until the device calls, something is due, or `deadline`;
-    /// returns at once when something came while we went to sleep.
+    /// Sleeps until the device notifies, a timer is due, or `deadline`; returns at once if work
+    /// arrived while arming.
     fn sleep(&mut self, deadline: Option<time::Instant>) -> Result<(), DriverError> {
         if !self.arm() {
             let timeout = self.next_due().map(|at| self.wall(at));
@@ -418,7 +412,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Packets that the protocol core wants out, while there are slots.
+    /// Sends packets of the protocol core while there are slots.
     fn transmit_control(&mut self, now: Instant) -> Result<(), DriverError> {
         for queue_pair in self.store.queue_pairs.ids() {
             self.transmit_control_of(queue_pair, now)?;
@@ -435,7 +429,7 @@ impl Driver {
             let Some(slot) = self.store.queue_pairs[queue_pair].tx.control_slot()? else {
                 break;
             };
-            // Payload that the core has waits for slots of its own.
+            // Payload of the core needs a data slot.
             match self.store.queue_pairs[queue_pair]
                 .shard
                 .poll_transmit(now, 0)
@@ -453,8 +447,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Writes the header into slot `slot` and queues the packet; its payload,
-    /// if it has any, lies in the slot already.
+    /// Writes the header into slot `slot` and queues the packet; its payload, if any, is already in
+    /// the slot.
     #[inline]
     fn transmit(
         &mut self,
@@ -473,7 +467,7 @@ impl Driver {
         self.stats.tx_bytes += u64::from(repr.len);
     }
 
-    /// Tells those who wait for a slot that there are some.
+    /// Wakes the senders that wait for slots, if there are some.
     fn tell_of_slots(&mut self) {
         self.tell_of_datagram_slots();
         for queue_pair in self.store.queue_pairs.ids() {
@@ -497,15 +491,15 @@ impl Driver {
         self.sockets.tell_of_room(waiters);
     }
 
-    /// Keeps receive buffers from the device as they come back, or posts all
-    /// that were kept: a guest that is slow to refill its queue.
+    /// Keeps returned receive buffers from the device, or posts all kept ones: emulates a guest
+    /// that is slow to refill its queue.
     #[doc(hidden)]
     pub fn withhold_buffers(&mut self, withhold: bool) -> Result<(), DriverError> {
         self.store.withhold(withhold);
         Ok(self.store.check()?)
     }
 
-    /// Receive buffers kept from the device now.
+    /// Receive buffers kept from the device.
     #[doc(hidden)]
     pub fn withheld_buffers(&self) -> usize {
         self.store.withheld()
@@ -515,26 +509,26 @@ impl Driver {
         since(self.epoch)
     }
 
-    /// A time of the protocol core's on the system's clock.
+    /// Converts a time of the protocol core to the system clock.
     fn wall(&self, at: Instant) -> time::Instant {
         self.epoch + time::Duration::from_nanos(at.as_nanos())
     }
 }
 
-/// The time of a protocol core that began at `epoch`.
+/// The current time of a protocol core that began at `epoch`.
 fn since(epoch: time::Instant) -> Instant {
     let since = epoch.elapsed().as_nanos();
     Instant::from_nanos(u64::try_from(since).unwrap_or(u64::MAX))
 }
 
-/// How long a driver that goes waits for a device to take what was sent. A device in `serve` needs
-/// microseconds, or, with a stalled reader, the time after which it copies; an embedding program
-/// may not be driving its device at all.
+/// How long a dropped driver waits for the device to take sent packets. A device in `serve` needs
+/// microseconds or, with a stalled reader, its hold time; an embedding program may not be driving
+/// its device at all.
 const LINGER: time::Duration = time::Duration::from_millis(200);
 
 impl Drop for Driver {
-    /// Lets the device take what was sent: it reads our memory, but only what it took before it
-    /// sees us gone. One that does not get to it in time is left alone.
+    /// Waits for the device to take sent packets: it reads only what it took before it sees the
+    /// hang-up. The wait is limited to [`LINGER`].
     fn drop(&mut self) {
         let give_up = time::Instant::now() + LINGER;
         let is_busy = |queue_pair: &QueuePair| {
@@ -558,7 +552,7 @@ impl Drop for Driver {
             }
             self.tell_of_slots();
             let queue_pairs = self.store.queue_pairs.iter_mut();
-            // All of them are to be asked.
+            // Every queue pair must be checked.
             if returned
                 || queue_pairs.fold(false, |more, queue_pair| {
                     queue_pair.tx.want_calls(true) | more
@@ -568,7 +562,7 @@ impl Drop for Driver {
             }
             match self.watch.sleep(Some(give_up)) {
                 Ok(false) => {}
-                // It has gone itself, or cannot be waited for.
+                // The device has hung up, or waiting failed.
                 Ok(true) | Err(_) => return,
             }
         }

@@ -1,4 +1,4 @@
-//! A device that answers moves as no device should: what it costs is the connection.
+//! Invalid answers to moves: a device that sends them affects that connection only.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::bare::{Peer, SERVER, pairs};
 use super::{Driver, StreamId, StreamState};
 use crate::table::engine::{Engine, RecvFault};
 
-/// Three queue pairs, and a connection at the first.
+/// A driver with three queue pairs, and a connection at the first.
 fn connected() -> (Driver, Peer, StreamId) {
     let three = QueuePairs::new(3).unwrap();
     let (mut driver, mut peer) = pairs(three, |config| config.queue_size = 64);
@@ -18,7 +18,7 @@ fn connected() -> (Driver, Peer, StreamId) {
     (driver, peer, id)
 }
 
-/// A connection that begins at pair `pair`, where the peer is.
+/// A connection that begins at pair `pair`, which the peer uses.
 fn connect(driver: &mut Driver, peer: &mut Peer, pair: u16) -> StreamId {
     let three = QueuePairs::new(3).unwrap();
     let mut ports = (5000..).map(Port::new);
@@ -42,7 +42,7 @@ fn connect(driver: &mut Driver, peer: &mut Peer, pair: u16) -> StreamId {
     id
 }
 
-/// Asks for a move; the device has taken MOVE in.
+/// Requests a move; the device has received MOVE.
 fn ask(driver: &mut Driver, peer: &mut Peer, id: StreamId, pair: u16) {
     driver.move_to_pair(id, pair).unwrap();
     Engine::flush(driver);
@@ -50,7 +50,7 @@ fn ask(driver: &mut Driver, peer: &mut Peer, id: StreamId, pair: u16) {
     assert!(driver.is_moving(id));
 }
 
-/// MOVED, with that number.
+/// Sends MOVED with that pair number.
 fn say_moved(driver: &mut Driver, peer: &mut Peer, pair: u32) {
     peer.header.flags = pair;
     peer.say(Op::Moved, &[]);
@@ -59,7 +59,7 @@ fn say_moved(driver: &mut Driver, peer: &mut Peer, pair: u32) {
     Engine::flush(driver);
 }
 
-/// What the driver has sent at the pair where the peer is.
+/// The packets that the driver sent at the pair that the peer uses.
 fn taken(peer: &mut Peer) -> Vec<(Op, Repr)> {
     let headers = std::iter::from_fn(|| peer.take());
     headers
@@ -92,7 +92,7 @@ fn a_pair_that_is_not_there_ends_the_connection_and_its_user_hears_of_it() {
         assert!(!driver.is_moving(id));
         let told = taken(&mut peer);
         assert!(told.iter().any(|(op, _)| *op == Op::Rst), "{told:?}");
-        // What came before is there to be read, then the end is.
+        // Bytes received before are readable, then the stream ends.
         let mut out = [0; 8];
         assert_eq!(driver.read(id, &mut out, false), Ok(6));
         assert_eq!(driver.read(id, &mut out, false), Err(RecvFault::Reset));
@@ -107,14 +107,14 @@ fn an_answer_that_nobody_has_asked_for_changes_nothing() {
         say_moved(&mut driver, &mut peer, pair);
         assert_eq!(driver.queue_pair(id), Some(0));
     }
-    // Nor does one that is repeated: the connection is not there any more.
+    // A repeated answer changes nothing either: the connection has left that pair.
     ask(&mut driver, &mut peer, id, 1);
     for pair in [1, 2, 0, 1] {
         say_moved(&mut driver, &mut peer, pair);
         assert_eq!(driver.queue_pair(id), Some(1));
     }
     peer.swap(1);
-    // A device moves nothing by itself, and a driver is no device.
+    // A device does not start moves, and a driver does not act as a device.
     peer.header.flags = 2;
     peer.say(Op::Move, &[]);
     peer.header.flags = 0;
@@ -137,7 +137,7 @@ fn who_says_moved_of_nothing_is_told_at_the_pair_that_it_names() {
         assert_eq!((told[0].0, told[0].1.src.port), (Op::Rst, Port::new(4711)));
         peer.swap(pair);
     }
-    // A pair that is not there cannot be told.
+    // A pair that does not exist cannot be answered.
     say_moved(&mut driver, &mut peer, 3);
     assert!(taken(&mut peer).is_empty());
 }

@@ -1,5 +1,4 @@
-//! How a driver comes to its device, and back to it: memory, queues, and what is said to start and
-//! stop them.
+//! Attaching a driver to its device: memory, queues, and the requests that start and stop them.
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -23,16 +22,15 @@ use crate::table::leases::Leases;
 use crate::table::sockets::Sockets;
 
 impl Driver {
-    /// Makes the memory, connects to the device at `config.socket`, negotiates
-    /// and starts the queues.
+    /// Creates the memory, connects to the device at `config.socket`, negotiates and starts the
+    /// queues.
     pub fn attach(config: DriverConfig) -> Result<Driver, AttachError> {
         Driver::build(config, Link::connect)
     }
 
-    /// As [`attach`](Driver::attach), over a vhost-user socket that is connected
-    /// already, as a process gets it that [attaches](crate::control::attach) to a daemon.
-    /// Such a device cannot be had again:
-    /// [`reconnect`](Driver::reconnect) would go to `config.socket`.
+    /// As [`attach`](Driver::attach), over a connected vhost-user socket, as a process has it that
+    /// [attaches](crate::control::attach) to a daemon. [`reconnect`](Driver::reconnect) would
+    /// connect to `config.socket`.
     pub fn attach_over(socket: UnixStream, config: DriverConfig) -> Result<Driver, AttachError> {
         Driver::build(config, |config| Link::over(socket, config))
     }
@@ -49,7 +47,7 @@ impl Driver {
         })
     }
 
-    /// Makes the memory and the queues for a device that is there, and has `start` hand them over.
+    /// Creates the memory and the queues for a connected device, and calls `start` to pass them on.
     pub(super) fn with_link(
         config: DriverConfig,
         mut link: Link,
@@ -67,7 +65,7 @@ impl Driver {
             Some(ports) => PortTable::giving_out(ports.clone()),
             None => PortTable::new(),
         });
-        // Each slot can be out on a lease or a loan, and as many copies beside.
+        // Each slot can be on a lease or a loan, and as many copies on lease.
         let count = usize::from(config.slots());
         let words = Leases::new((4 * count * slots.len()).max(256));
         let loans = Loans::new(words.capacity(), slots.len(), config.slots());
@@ -80,8 +78,7 @@ impl Driver {
             let (rx, tx) = (arena.rings[queue_pair.rx()], arena.rings[queue_pair.tx()]);
             let mut rx = RxQueue::new(&slots, rx, link.event_idx)?;
             let tx = TxQueue::new(&slots, tx, link.event_idx)?;
-            // Posted before the device looks for the first time: no kick is owed
-            // for what it finds then, but it costs nothing to be sure.
+            // The device has not started yet and needs no kick.
             let _ = rx.publish();
             let mut shard = new_shard(&config, cid, &ports);
             link.agree(&mut shard);
@@ -90,7 +87,7 @@ impl Driver {
         let _ = event_queue.publish();
         start(&mut link, &arena, &bells)?;
         let mut queue_pairs = queue_pairs.into_iter();
-        // There is one at least.
+        // There is always at least one pair.
         let first = queue_pairs
             .next()
             .ok_or(AttachError::Missing("a queue pair"))?;
@@ -121,11 +118,10 @@ impl Driver {
         })
     }
 
-    /// Attaches to a restarted device with the memory, the queues and the
-    /// listeners as they are: what a VMM does for a guest that knows nothing
-    /// of it. Each queue goes on at its used index, so that the new device
-    /// works off again what the old one had taken and not returned. Connections
-    /// have ended with the old device.
+    /// Attaches to a restarted device with the existing memory, queues and listeners, as a VMM does
+    /// without the guest's help. Each queue continues at its used index, so that the new device
+    /// processes again what the old one had taken and not returned. Connections have ended with the
+    /// old device.
     pub fn reconnect(&mut self) -> Result<(), AttachError> {
         if self.link.is_some() {
             self.device_gone();
@@ -150,16 +146,15 @@ impl Driver {
         Ok(())
     }
 
-    /// Stops the queues, as a VMM does for a pause or a snapshot; returns the
-    /// index at which each can go on. Until [`resume`](Driver::resume) the
-    /// device neither reads nor writes our memory.
+    /// Stops the queues, as a VMM does for a pause or a snapshot; returns the index at which each
+    /// can continue. Until [`resume`](Driver::resume) the device does not access the memory.
     pub fn suspend(&mut self) -> Result<Vec<u16>, FrontendError> {
         let queues = self.store.arena.rings.len();
         let link = self.link.as_mut().ok_or(FrontendError::Closed)?;
         link.stop(queues)
     }
 
-    /// Hands the memory over again and starts the queues at `bases`, one for each.
+    /// Passes the memory table again and starts the queues at `bases`, one index each.
     pub fn resume(&mut self, bases: &[u16]) -> Result<(), AttachError> {
         let link = self.link.as_mut().ok_or(FrontendError::Closed)?;
         link.start(&self.store.arena, &self.bells, bases)?;
@@ -167,8 +162,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Sends the memory table again while the queues run, as a VMM does when
-    /// memory is plugged.
+    /// Sends the memory table again while the queues run, as a VMM does for memory hot-plug.
     pub fn send_memory_table(&mut self) -> Result<(), FrontendError> {
         let table = [(self.store.arena.fd.as_fd(), self.store.arena.region)];
         self.link
@@ -178,7 +172,8 @@ impl Driver {
             .set_mem_table(&table)
     }
 
-    /// The used index of each queue as it lies in memory: rx, tx, event, and those of further pairs.
+    /// The used index of each queue in shared memory: receive, transmit, event, then those of
+    /// further pairs.
     pub fn used_indices(&self) -> Vec<u16> {
         let memory = &self.store.arena.memory;
         let index = |ring: &DriverLayout| {

@@ -1,4 +1,4 @@
-//! The driver as an engine, against a device that is the test itself.
+//! The driver as a backend. The device is the test.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use super::{Driver, IDLE_TURNS, StreamId, StreamState};
 use crate::table::engine::{Engine, ReadySource, RecvFault, SendFault};
 use crate::table::sockets::Place;
 
-/// 32 slots each way.
+/// A driver with 32 slots each way.
 fn small() -> (Driver, Peer, StreamId) {
     let (mut driver, mut peer) = pair(|config| config.queue_size = 64);
     let id = connect(&mut driver, &mut peer);
@@ -42,7 +42,8 @@ fn packets_beyond_three_quarters_wait_in_the_ring_and_keep_nobody_awake() {
     assert!(!driver.pending(), "nothing that may be taken in");
     assert!(!Engine::arm(&mut driver), "nothing to stay awake for");
     assert!(Engine::next_timeout(&driver).is_some(), "but for the time");
-    // On another thread's behalf: who sleeps is woken, since nobody calls for what waits.
+    // Another thread freed held buffers: a sleeper must wake, since the device does not notify
+    // again.
     driver.watch.forget().unwrap();
     assert!(!is_told(&driver));
     let mut out = [0; 4];
@@ -118,7 +119,7 @@ fn loans_leave_slots_for_others_and_go_on_as_copies() {
         (stats.sent, stats.sent_in_place, stats.copied_in),
         (48, 28, 20)
     );
-    // One that is never sent returns its slot, its word and its credit.
+    // A loan dropped unsent returns its slot, its lease table entry and its credit.
     for _ in 0..1000 {
         let loan = Engine::loan(&mut driver, id, 8).unwrap();
         assert!(loan.place.is_some());
@@ -168,7 +169,7 @@ fn a_device_that_hangs_up_resets_all_and_ends_the_endpoint() {
     assert_eq!(connect, Err(ConnectError::Unreachable));
     assert!(!driver.pending());
     assert!(!is_told(&driver));
-    assert!(Engine::arm(&mut driver), "nobody is to sleep any more");
+    assert!(Engine::arm(&mut driver), "the caller must not sleep");
     assert!(Engine::turn(&mut driver).is_err());
 }
 

@@ -1,5 +1,5 @@
-//! What one turn of a driver, or one call that takes packets in as it reads, does at most before its
-//! user and its other connections have their say: counted in packets.
+//! Limits on the packets that one turn, or one reading call, receives before the caller and other
+//! connections run.
 
 use zerosock_proto::wire::vsock::{Op, Repr};
 
@@ -7,11 +7,11 @@ use super::bare::{Peer, connect, pair};
 use super::{Driver, StreamId};
 use crate::table::engine::{Engine, ReadySource};
 
-/// Packets that a turn takes in.
+/// Packets that a turn receives.
 const TURN: u64 = 256;
 
-/// 512 slots each way, a connection with a peer that sends without end and one with a byte: their
-/// headers.
+/// A driver with 512 slots each way, a connection with a peer that sends without end and one with a
+/// single byte; the headers of both.
 fn two() -> (Driver, Peer, [(StreamId, Repr); 2]) {
     let (mut driver, mut peer) = pair(|config| config.queue_size = 1024);
     let ends = [(); 2].map(|()| {
@@ -60,7 +60,7 @@ fn a_turn_takes_so_many_packets_and_tells_of_each_connection_once() {
     }
 }
 
-/// The short way, on which packets are shown as they are taken in.
+/// The fast path, which shows packets directly from the queue.
 #[test]
 fn a_call_shows_so_many_packets_at_most() {
     let (mut driver, mut peer, [(bulk, from), (small, other)]) = two();
@@ -92,13 +92,13 @@ fn a_call_shows_so_many_packets_at_most() {
     }
 }
 
-/// A connection that finds no slot, beside one that takes each that comes back.
+/// A connection that finds no slot, beside one that takes every slot that returns.
 #[test]
 fn who_finds_no_slot_has_one_when_another_takes_all_he_can() {
     let (mut driver, mut peer, [(bulk, _), (small, _)]) = two();
     let mut sent = 0;
     for _ in 0..20 {
-        // What they are told of last time's room is the order in which they come.
+        // The order of notification is the order in which they retry.
         let mut order: Vec<_> = std::iter::from_fn(|| driver.next_stirred()).collect();
         order.push(ReadySource::Conn(bulk));
         order.push(ReadySource::Conn(small));

@@ -231,7 +231,7 @@ impl<'m> Payload<'m> {
     }
 }
 
-/// An object whose readiness changed.
+/// An object with changed readiness.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum ReadySource {
     /// A connection.
@@ -325,7 +325,7 @@ pub(crate) trait Engine: Send {
     /// An epoll descriptor, readable when a notification arrived.
     fn fd(&self) -> BorrowedFd<'_>;
 
-    /// The next object whose readiness changed: bytes or an end of stream arrived, room became
+    /// The next object with changed readiness: bytes or an end of stream arrived, room became
     /// available, a connect completed or failed, a connection closed or waits for accept. Each
     /// object is returned once per change.
     fn next_stirred(&mut self) -> Option<ReadySource>;

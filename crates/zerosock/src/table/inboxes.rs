@@ -23,7 +23,7 @@ use super::sockets::{Held, LeaseParts, NoLease, Sockets, Store, StreamId, Stream
 pub(crate) struct Inboxes {
     pub(crate) table: DatagramTable,
     boxes: Vec<Inbox>,
-    /// Sockets whose readiness changed, oldest first.
+    /// Sockets with changed readiness, oldest first.
     stirred: VecDeque<DatagramId>,
 }
 
@@ -129,7 +129,7 @@ impl Inboxes {
         }
     }
 
-    /// The next socket whose readiness changed.
+    /// The next socket with changed readiness.
     #[inline]
     pub(crate) fn next_stirred(&mut self) -> Option<DatagramId> {
         while let Some(id) = self.stirred.pop_front() {
@@ -196,7 +196,7 @@ impl Inboxes {
         }
     }
 
-    /// The next datagram that still exists. Datagrams whose copies were dropped by the copy limit
+    /// The next datagram that still exists. Those dropped by the copy limit
     /// are skipped.
     fn front<T>(&mut self, id: DatagramId, sockets: &Sockets<T>) -> Option<&mut Entry> {
         loop {

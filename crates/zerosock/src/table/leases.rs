@@ -187,7 +187,7 @@ impl Leases {
         }
     }
 
-    /// Marks a lease whose buffer is returned to the peer although it has readers.
+    /// Marks a lease with readers as torn: its buffer returns to the peer.
     pub(crate) fn tear(&self, index: u32) {
         if let Some(word) = self.word(index) {
             word.state.fetch_or(TORN, Ordering::AcqRel);
@@ -303,12 +303,12 @@ mod tests {
         leases.tear(1);
         assert!(leases.is_torn(1));
         leases.leave(1);
-        assert!(!leases.try_move(1), "its buffer is gone already");
+        assert!(!leases.try_move(1), "it was moved already");
         leases.begin(1);
         assert!(leases.try_move(1));
         assert_eq!(leases.enter(1), Entered::Moved);
         leases.begin(1);
-        assert!(leases.try_move(1), "who was turned back is not counted");
+        assert!(leases.try_move(1), "a refused reader is not counted");
         assert_eq!(leases.enter(7), Entered::Moved, "no such lease");
     }
 
@@ -365,7 +365,7 @@ mod tests {
             assert_eq!(leases.enter(index), Entered::InPlace);
         }
         assert!(!leases.try_move(0) && !leases.try_move(1));
-        assert!(!leases.leave(0), "somebody still reads");
+        assert!(!leases.leave(0), "there is another reader");
         assert!(!leases.any_dropped());
         assert!(leases.leave(0) && leases.leave(1));
         assert_eq!(leases.take_dropped(), leases.look());

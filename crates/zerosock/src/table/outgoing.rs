@@ -82,7 +82,7 @@ impl Outgoing {
         }
     }
 
-    /// A message whose first `at` bytes were sent.
+    /// A message of which `at` bytes were sent.
     pub(crate) fn after(room: MessageRoom, bytes: Vec<u8>, at: usize) -> Outgoing {
         Outgoing {
             room,

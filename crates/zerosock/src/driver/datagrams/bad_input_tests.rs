@@ -1,5 +1,5 @@
-//! What should not come, from a device that breaks the rules: dropped, counted, bounded, and no
-//! trouble for another socket or a stream of the same endpoint. The device is the test itself.
+//! Invalid datagrams from a device are dropped, counted and bounded, and do not affect other
+//! sockets or streams of the endpoint. The device is the test.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ struct Victim {
     driver: Driver,
     peer: Peer,
     socket: DatagramId,
-    /// These have nothing to do with it.
+    /// A socket that the invalid datagrams do not concern.
     other: DatagramId,
     stream: StreamId,
     stream_header: Repr,
@@ -53,7 +53,7 @@ impl Victim {
         Engine::turn(&mut self.driver).unwrap();
     }
 
-    /// The device says that a packet has come from a port of the host's.
+    /// The device sends a packet that comes from port `from` of the host.
     fn part(&mut self, from: u32, to: Address, payload: &[u8], last: bool) {
         let from = Address::new(Cid::HOST, Port::new(from));
         self.peer.header = data(from, to, 0, last);
@@ -72,14 +72,13 @@ impl Victim {
         DatagramEngine::drops(&self.driver)
     }
 
-    /// Has something, at last, as if nothing had been.
+    /// The socket still receives a valid datagram.
     fn still_hears(&mut self, wanted: &[u8]) {
         self.part(9, us(), wanted, true);
         assert_eq!(self.recv(self.socket), Some((wanted.to_vec(), 9)));
     }
 
-    /// A stream's bytes and another socket's datagrams come through, and what the queue has is
-    /// there again.
+    /// A stream and another socket still receive, and all buffers are posted again.
     fn others_are_unharmed(&mut self) {
         for round in 0..100u32 {
             let sent = round.to_le_bytes();
@@ -95,7 +94,7 @@ impl Victim {
         assert!(self.driver.datagrams.kept.capacity() <= 2 * MAX_DATAGRAM as usize);
     }
 
-    /// Words of the flow control that the device gets.
+    /// The number of flow control packets that the device received.
     fn words(&mut self) -> usize {
         let mut words = 0;
         while let Some((header, _)) = self.peer.take() {
@@ -134,7 +133,7 @@ fn datagrams_to_a_full_receiver_are_bounded_and_counted() {
             victim.others_are_unharmed();
         }
     }
-    // 17 of 1000 bytes and 128 are not above the limit, and one may overshoot.
+    // 17 datagrams of 1000 bytes with their overhead are below the limit; one more may exceed it.
     let most = 1 + u64::from(LIMITS.receive / (1000 + OVERHEAD));
     let stats = DatagramEngine::stats(&victim.driver, victim.socket).unwrap();
     assert_eq!((stats.received, stats.dropped_full), (most, 2000 - most));
@@ -160,7 +159,7 @@ fn datagrams_above_64_kib_are_dropped_to_their_end() {
         assert_eq!(victim.drops().too_long, round + 1);
         victim.still_hears(b"short");
     }
-    // In one packet, for which there would be room in the buffer.
+    // In one packet, although the buffer has room for more.
     let before = victim.driver.stats().rx_malformed;
     victim.part(9, us(), &[7; MAX_DATAGRAM as usize + 1], true);
     assert_eq!(victim.driver.stats().rx_malformed, before + 1);
@@ -187,7 +186,7 @@ fn fragments_that_are_missing_cost_their_datagram_alone() {
     victim.driver.datagrams.handle_timeout(late);
     assert_eq!(victim.drops().incomplete, 501);
     assert_eq!(victim.driver.datagrams.kept.capacity(), 0);
-    // What comes of it later is no datagram without a beginning.
+    // Later fragments without a beginning are dropped.
     victim.part(9, us(), b", too late", true);
     victim.still_hears(b"whole again");
     victim.others_are_unharmed();
@@ -196,7 +195,7 @@ fn fragments_that_are_missing_cost_their_datagram_alone() {
 #[test]
 fn fragments_out_of_order_are_no_datagram() {
     let mut victim = Victim::new();
-    // The end comes first, and is taken for a whole one.
+    // The end arrives first and counts as a whole datagram.
     victim.still_hears(b"end");
     victim.part(9, us(), b"middle, ", false);
     victim.part(9, us(), b"beginning, ", false);
@@ -226,7 +225,7 @@ fn interleaved_fragments_never_mix() {
     victim.others_are_unharmed();
 }
 
-/// A header that says more than was written, or another operation, is no datagram.
+/// Packets with a length above the written bytes, or with another operation, are dropped.
 #[test]
 fn headers_that_do_not_hold_are_dropped() {
     let mut victim = Victim::new();

@@ -1,4 +1,4 @@
-//! What the datagram sockets of an endpoint call.
+//! The driver's implementation of datagram sockets.
 
 use zerosock_proto::vsock::datagram::{
     BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats, data,
@@ -59,7 +59,7 @@ impl DatagramEngine for Driver {
     ) -> Result<LoanParts, DatagramFault> {
         self.may_send_datagram(id, to, len)?;
         let most = self.store.queue_pairs[LANE].slots.tx_data.len() as usize;
-        // A quarter of the slots is never out.
+        // A quarter of the slots is never on loan.
         let in_place = len <= most && self.datagrams.lent < self.config.slots() / 4;
         let slot = match in_place {
             true => match self.store.queue_pairs[LANE].tx.data_slot(len as u32) {
@@ -134,7 +134,7 @@ impl DatagramEngine for Driver {
     }
 
     fn is_flushed(&mut self, id: DatagramId) -> bool {
-        // What goes wrong here goes wrong again in the next turn, which says so.
+        // The error recurs in the next turn, which reports it.
         let _ = self.store.queue_pairs[LANE].tx.reap();
         self.land();
         self.datagrams.inboxes.table.is_flushed(id)

@@ -1,12 +1,13 @@
-//! Datagrams through the driver's queues (docs/datagrams.md).
+//! Datagrams over the driver's queues (docs/datagrams.md).
 //!
-//! What comes in branches off where a packet is not payload of a connection. What goes out takes
-//! transmit slots, as many as it needs at once, and counts against its socket's buffer until the
-//! device has given the last of them back.
+//! Received datagrams branch off where a packet is not payload of a connection. A sent datagram
+//! takes all its transmit slots at once and counts against its socket's send buffer until the
+//! device has returned the last of them.
 //!
-//! What must hold: streams pay nothing for this but a look at a type that they do not have; a
-//! datagram's fragments lie in the queue one after the other; a word of the flow control that has
-//! arrived is heard before the next datagram is sent.
+//! # Invariants
+//! - The stream path pays only one comparison of the packet type for this feature.
+//! - The fragments of a datagram are adjacent in the queue.
+//! - Received flow control is processed before the next datagram is sent.
 
 #[cfg(test)]
 mod bad_input_tests;
@@ -29,41 +30,41 @@ use crate::table::engine::Payload;
 use crate::table::inboxes::Inboxes;
 use crate::table::sockets::{Ends, Held, Store};
 
-/// Of the packets that a turn may take in, as many as one that has to be copied counts for: what a
-/// reader leaves in the queue he will have in place.
+/// The number of packets of a turn's budget that a copied packet costs: packets left in the queue
+/// can later be read in place.
 const COPY: u16 = 16;
-/// The queue_pair of all datagrams: between queue pairs there is no order (docs/queue-pairs.md).
+/// The queue pair of all datagrams, because order is kept only within a pair (docs/queue-pairs.md).
 pub(super) const LANE: QueuePairId = QueuePairId::FIRST;
 
-/// What the driver has for its datagram sockets.
+/// The driver's datagram state.
 #[derive(Debug)]
 pub(crate) struct Datagrams {
-    /// The device takes datagrams.
+    /// The device negotiated datagrams.
     offered: bool,
-    /// And words of the flow control.
+    /// The device negotiated flow control of datagrams.
     flow: bool,
     pub(in crate::driver) inboxes: Inboxes,
     assembler: Assembler,
-    /// The fragments of the set at hand.
+    /// The fragments of the datagram being reassembled.
     kept: Vec<u8>,
-    /// What a turn may take in less, because something was copied.
+    /// The reduction of the turn's budget for a copied packet.
     cost: u16,
-    /// A send found fewer slots than these.
+    /// A send found fewer slots than this.
     wanted: usize,
-    /// By the loan's word.
+    /// Indexed by the lease table's index.
     loans: Vec<Option<Lent>>,
-    /// Slots that are out on loan.
+    /// Slots on loan.
     lent: u16,
     pub(in crate::driver) malformed: u64,
     pub(in crate::driver) dropped: u64,
 }
 
-/// A loan that is out.
+/// A datagram loan.
 #[derive(Debug)]
 struct Lent {
     id: DatagramId,
     to: Address,
-    /// `None`: it is a private buffer.
+    /// `None`: a private buffer.
     slot: Option<u16>,
 }
 
@@ -84,7 +85,7 @@ impl Datagrams {
         }
     }
 
-    /// What was negotiated with the device.
+    /// Sets what was negotiated with the device.
     pub(in crate::driver) fn negotiated(&mut self, offered: bool, flow: bool) {
         self.offered = offered;
         self.flow = offered && flow;
@@ -95,25 +96,25 @@ impl Datagrams {
         self.offered
     }
 
-    /// What the packet that was taken in last counts for beside itself.
+    /// The additional cost of the packet received last, in packets.
     #[inline]
     pub(in crate::driver) fn take_cost(&mut self) -> u16 {
         std::mem::take(&mut self.cost)
     }
 
-    /// Whether somebody waits for slots to come back.
+    /// Whether a sender waits for slots.
     #[inline]
     pub(in crate::driver) fn want_slots(&self) -> bool {
         self.wanted > 0 || self.inboxes.table.has_throttled()
     }
 
-    /// Whether somebody waits for the first slot that comes back.
+    /// Whether a sender waits for the first slot that returns.
     #[inline]
     pub(in crate::driver) fn want_a_slot(&self) -> bool {
         self.wanted > 0
     }
 
-    /// How many packets are taken before somebody may go on who waits for what is under way.
+    /// The number of packets in flight that must be consumed before a waiting sender may continue.
     pub(in crate::driver) fn packets_until_named(&self) -> Option<u32> {
         self.inboxes.table.packets_until_named()
     }
@@ -133,7 +134,7 @@ impl Datagrams {
         }
     }
 
-    /// Counts a datagram that will not be whole, if there is one.
+    /// Counts an incomplete datagram as lost, if there is one.
     #[inline]
     fn count_lost(&mut self) {
         if let Some(lost) = self.assembler.take_lost() {
@@ -142,7 +143,7 @@ impl Datagrams {
         }
     }
 
-    /// The transport was reset: nobody waits for anybody, and what is not complete will not be.
+    /// Handles a transport reset: senders wait no more, and an incomplete datagram is lost.
     pub(in crate::driver) fn reset(&mut self, cid: Cid) {
         self.inboxes.table.reset(cid);
         self.assembler.forget();
@@ -151,7 +152,7 @@ impl Datagrams {
 }
 
 impl Driver {
-    /// A packet of type DGRAM. Its slot goes back, or is held by a socket.
+    /// Processes a packet of type DGRAM. Its slot is returned, or held by a socket.
     #[cold]
     pub(in crate::driver) fn take_datagram(
         &mut self,
@@ -235,7 +236,7 @@ impl Driver {
         }
     }
 
-    /// Words of the flow control that are due, while there are slots.
+    /// Sends due flow control packets while there are slots.
     pub(in crate::driver) fn transmit_words(&mut self, now: Instant) -> Result<(), DriverError> {
         while let Some(word) = self.datagrams.inboxes.table.poll_control(now, |_| true) {
             match self.store.queue_pairs[LANE].tx.control_slot()? {
@@ -249,14 +250,14 @@ impl Driver {
         Ok(())
     }
 
-    /// Whether the device has taken something for which a sender waits: asked for last, by who looks
-    /// in vain for anything else.
+    /// Whether the device has consumed packets that a sender waits for. The last check of a caller
+    /// that found no other work.
     #[inline]
     pub(in crate::driver) fn has_landed(&self) -> bool {
         self.datagrams.want_slots() && self.store.queue_pairs[LANE].tx.has_used()
     }
 
-    /// Takes note of datagrams that the device has taken. True: there were some.
+    /// Collects datagrams that the device has consumed. Returns whether there were any.
     #[inline]
     pub(in crate::driver) fn land(&mut self) -> bool {
         let mut any = false;
@@ -267,7 +268,7 @@ impl Driver {
         any
     }
 
-    /// Tells those who found too few slots that there are some.
+    /// Wakes the senders that found too few slots, if there are enough.
     #[inline]
     pub(in crate::driver) fn tell_of_datagram_slots(&mut self) {
         if self.datagrams.wanted > 0
@@ -280,7 +281,7 @@ impl Driver {
         }
     }
 
-    /// Whether a datagram may be sent; from which address.
+    /// Checks whether a datagram may be sent; returns its source address.
     #[inline]
     fn may_send_datagram(
         &mut self,
@@ -292,15 +293,15 @@ impl Driver {
             return Err(DatagramFault::NoDatagrams);
         }
         if self.store.queue_pairs[LANE].rx.has_used() && !self.is_blocked(LANE) {
-            // Among it may be a word about this destination. What goes wrong here goes wrong again
-            // in the next turn, which says so.
+            // Received packets may contain flow control of this destination. An error recurs in the
+            // next turn, which reports it.
             let _ = self.take_packets(self.now());
         }
         let epoch = self.epoch;
         let now = || crate::driver::since(epoch);
         let mut may = self.datagrams.inboxes.table.may_send(id, to, len, now);
         if may == Err(zerosock_proto::vsock::datagram::Refusal::Throttled) {
-            // Perhaps the device has taken some.
+            // The device may have consumed some.
             let _ = self.store.queue_pairs[LANE].tx.reap();
             self.land();
             may = self.datagrams.inboxes.table.may_send(id, to, len, now);
@@ -308,7 +309,7 @@ impl Driver {
         Ok(may?)
     }
 
-    /// A send found too few slots: it is told when there are some.
+    /// Makes a send that found too few slots wait for them.
     #[cold]
     fn wait_for_datagram_slots(&mut self, id: DatagramId, slots: usize) -> DatagramFault {
         self.datagrams.wanted = self.datagrams.wanted.max(slots);
@@ -342,7 +343,7 @@ impl Driver {
             let part = rest.get(..most).unwrap_or(rest);
             let Ok(Some(slot)) = self.store.queue_pairs[LANE].tx.data_slot(part.len() as u32)
             else {
-                // The ring is broken, which the next turn says.
+                // The ring is broken; the next turn reports it.
                 return Err(DatagramFault::WouldBlock);
             };
             let slots = &self.store.queue_pairs[LANE].slots;
@@ -369,7 +370,7 @@ impl Driver {
         Ok(())
     }
 
-    /// A loan of a datagram's was dropped unsent. False: it is none.
+    /// Ends a datagram loan that was dropped unsent. Returns false if `index` is none.
     pub(in crate::driver) fn end_datagram_loan(&mut self, index: u32) -> bool {
         let place = self.datagrams.loans.get_mut(index as usize);
         let Some(lent) = place.and_then(Option::take) else {
@@ -383,8 +384,8 @@ impl Driver {
         true
     }
 
-    /// Takes the next packets in, up to one for this socket, of which nothing is held: that one is
-    /// shown, and its slot goes back at once. `None`: there was none.
+    /// Receives packets up to one for this socket, which holds nothing: that datagram is shown
+    /// directly and its slot returned at once. `None`: there was none.
     fn show_datagram(
         &mut self,
         id: DatagramId,
@@ -392,7 +393,7 @@ impl Driver {
     ) -> Option<()> {
         const MOST: u16 = 256;
         let mut taken = 0;
-        // One of several packets may come before.
+        // An earlier packet may be for another socket.
         while taken < MOST
             && self.store.queue_pairs[LANE].rx.has_used()
             && !self.is_blocked(LANE)
@@ -442,7 +443,7 @@ impl Driver {
         None
     }
 
-    /// The header of a packet that is a whole datagram, while no set is open.
+    /// The header of a packet that contains a whole datagram, if no reassembly is in progress.
     #[inline]
     fn peek_datagram(&mut self, slot: RxSlot, written: u32) -> Option<Repr> {
         use zerosock_proto::vsock::datagram::DGRAM_EOM;

@@ -1,4 +1,4 @@
-//! When the device is asked to call for a sender that waits. The device is the test itself.
+//! When a driver requests a notification for a waiting sender. The device is the test.
 
 use zerosock_proto::vsock::datagram::{DatagramId, DatagramLimits, OVERHEAD};
 use zerosock_proto::{Address, Cid, Port};
@@ -11,7 +11,7 @@ use crate::table::engine::Engine;
 
 const TO: Address = Address::new(Cid::HOST, Port::new(9));
 
-/// A driver, its device, and a socket whose send buffer `send` bytes are under way of.
+/// A driver, its device, and a socket with a send buffer of `send` bytes.
 fn scene(send: u32) -> (Driver, Peer, DatagramId) {
     let (mut driver, mut peer) = pair(|config| {
         config.queue_size = 128;
@@ -22,7 +22,7 @@ fn scene(send: u32) -> (Driver, Peer, DatagramId) {
         ..DatagramLimits::default()
     };
     let (id, _) = DatagramEngine::bind(&mut driver, Port::ANY, limits).unwrap();
-    // The first that a device gives back is always told of.
+    // The first returned packet always notifies.
     DatagramEngine::send(&mut driver, id, TO, b"").unwrap();
     Engine::flush(&mut driver);
     assert!(take(&mut peer));
@@ -31,7 +31,7 @@ fn scene(send: u32) -> (Driver, Peer, DatagramId) {
     (driver, peer, id)
 }
 
-/// Sends until it has to wait; how many were sent.
+/// Sends until it would block; returns the number of datagrams sent.
 fn fill(driver: &mut Driver, id: DatagramId, bytes: &[u8]) -> usize {
     let mut sent = 0;
     loop {
@@ -46,7 +46,7 @@ fn fill(driver: &mut Driver, id: DatagramId, bytes: &[u8]) -> usize {
     }
 }
 
-/// The device takes a packet. True: it has to call.
+/// The device takes a packet. Returns whether it must notify.
 fn take(peer: &mut Peer) -> bool {
     let chain = peer.tx.pop().unwrap().expect("a packet");
     peer.tx.complete(chain, 0);
@@ -68,7 +68,7 @@ fn one_call_is_asked_for_when_half_of_the_buffer_is_free() {
     }
 }
 
-/// A datagram of sixteen packets of which fifteen have come back: there are no sixteen more.
+/// A datagram of sixteen packets; after fifteen returned, no sixteen more are in flight.
 #[test]
 fn the_last_packet_of_a_long_datagram_brings_a_call() {
     let (mut driver, mut peer, id) = scene(1000);
@@ -84,7 +84,7 @@ fn the_last_packet_of_a_long_datagram_brings_a_call() {
     }
 }
 
-/// What a look for a free slot has found brings no call any more.
+/// Datagrams reclaimed by a search for a free slot bring no notification any more.
 #[test]
 fn what_has_come_back_unnoticed_is_noticed_before_anybody_sleeps() {
     let (mut driver, mut peer, id) = scene(4 * (100 + OVERHEAD));
@@ -93,7 +93,7 @@ fn what_has_come_back_unnoticed_is_noticed_before_anybody_sleeps() {
         take(&mut peer);
     }
     assert!(driver.store.queue_pairs[LANE].tx.reap().unwrap());
-    assert!(Engine::arm(&mut driver), "he would sleep for ever");
+    assert!(Engine::arm(&mut driver), "the caller must not sleep");
     Engine::disarm(&mut driver);
     assert_eq!(driver.datagrams.inboxes.table.poll_writable(), Some(id));
     assert!(!Engine::arm(&mut driver), "once");
@@ -110,7 +110,7 @@ fn who_spins_sees_what_the_device_has_taken() {
     Engine::turn(&mut driver).unwrap();
     assert!(!Engine::pending(&mut driver));
     assert!(DatagramEngine::may_send(&mut driver, id, Some(TO)));
-    // Nobody waits: what is taken is no ready_flags.
+    // No sender waits: consumed packets do not make the socket ready.
     DatagramEngine::send(&mut driver, id, TO, b"x").unwrap();
     Engine::flush(&mut driver);
     take(&mut peer);

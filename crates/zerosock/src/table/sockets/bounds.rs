@@ -7,7 +7,7 @@
 //! - number of leases: one connection leases at most an eighth of the pool in place, all
 //!   connections three eighths; further leases are copies;
 //! - age: a buffer held for [`Sockets::hold`](super::Sockets) is copied and returned if it has no
-//!   reader. A connection whose unread buffers were copied has stalled: arriving bytes are copied
+//!   reader. A connection with unread buffers that were copied for that reason has stalled: arriving bytes are copied
 //!   at once until it has read all. Credit bounds those copies.
 //!
 //! A lease with a reader keeps its buffer, and the buffer stays counted. When its time ends, the
@@ -38,7 +38,7 @@ pub(crate) struct Pool {
     leased: u32,
     /// Indices of the connections that hold buffers.
     holders: Vec<u32>,
-    /// Leases in place whose connection was removed; all had readers at the last check.
+    /// Leases in place of removed connections; all had readers at the last check.
     orphans: Vec<u32>,
     /// Leases in place past the hold time that had readers.
     overdue: Vec<u32>,
@@ -219,7 +219,7 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// Keeps a lease with a reader whose connection was removed.
+    /// Keeps a lease with a reader when its connection is removed.
     pub(super) fn add_orphan(&mut self, conn: u32, pool: u32, index: u32) {
         if let Some(conn) = self.conns.get_mut(conn as usize) {
             conn.leased = conn.leased.saturating_sub(1);
@@ -411,7 +411,7 @@ impl<T> Sockets<T> {
         None
     }
 
-    /// Moves the noted leases whose readers have left.
+    /// Moves the noted leases that have no readers any more.
     pub(super) fn look_again(&mut self, store: &mut impl Store<Token = T>) {
         for pool in 0..self.pools.len() {
             for at in (0..self.pools[pool].orphans.len()).rev() {
@@ -465,7 +465,7 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// As [`recall`](Self::recall) with `force`, for memory whose contents are invalid: unread
+    /// As [`recall`](Self::recall) with `force`, for memory with invalid contents: unread
     /// parts are discarded and all leases torn.
     pub(crate) fn lose(&mut self, pool: u32, store: &mut impl Store<Token = T>) {
         let trusted = self.pools.get(pool as usize).is_some_and(|p| p.trusted);

@@ -223,7 +223,7 @@ impl<T> Sockets<T> {
 
     /// Ends a dropped lease: returns its buffer and gives the sender credit. For the recheck index
     /// ([`Leases::recheck_index`](crate::table::leases::Leases::recheck_index)), moves the overdue
-    /// leases whose readers have left. Returns false if `index` is neither; it may be a loan.
+    /// leases that have no readers any more. Returns false if `index` is neither; it may be a loan.
     pub(crate) fn give_back(&mut self, index: u32, store: &mut impl Store<Token = T>) -> bool {
         let Some(lent) = self.lent.get_mut(index as usize) else {
             if index == self.words.look() {

@@ -188,7 +188,7 @@ pub(crate) struct Counted {
 }
 
 impl<T> Sockets<T> {
-    /// An empty table. Unread and leased buffers are copied after `hold`; a pool whose unread
+    /// An empty table. Unread and leased buffers are copied after `hold`; if a pool's unread
     /// copies exceed `max_copied` bytes has connections reset.
     pub(crate) fn new(words: Arc<Leases>, hold: Duration, most_copied: usize) -> Sockets<T> {
         Sockets {
@@ -301,7 +301,7 @@ impl<T> Sockets<T> {
         self.drop_unread(id, store);
         self.orphan_leases(id, store);
         if let Some(conn) = self.get_mut(id) {
-            debug_assert_eq!(conn.copied, 0, "copies that nobody can take off the pool");
+            debug_assert_eq!(conn.copied, 0, "copies still counted in the pool");
             conn.used = false;
             conn.ready_flags = 0;
             conn.flow = None;

@@ -1,4 +1,4 @@
-//! Connections whose sends found no buffer and wait for one.
+//! Connections that wait for a buffer because a send found none.
 //!
 //! # Invariants
 //! - Every waiting connection is made writable when buffers return.
@@ -31,7 +31,7 @@ impl Waiters {
 }
 
 impl<T> Sockets<T> {
-    /// Makes a connection whose send found no buffer wait for one.
+    /// Makes a connection wait for a buffer after a send found none.
     #[cold]
     pub(crate) fn wait_for_room(&mut self, id: StreamId, waiters: &mut Waiters) {
         let Some(conn) = self.get_mut(id) else {

@@ -247,7 +247,7 @@ fn a_connection_has_an_eighth_on_lease_and_copies_beyond() {
     }
     assert_eq!(table.sockets.counted().leased, 20);
     assert_eq!(table.sockets.counted().copied_aside, 10);
-    assert!(table.slots.consumed.is_empty(), "nobody is done with any");
+    assert!(table.slots.consumed.is_empty(), "no reader is done");
     for parts in leases {
         assert!(table.sockets.give_back(parts.index, &mut table.slots));
     }
@@ -383,7 +383,7 @@ fn a_reader_who_trusts_is_waited_for_unless_the_peer_is_gone() {
     assert!(table.sockets.recall(0, true, &mut table.slots));
     assert!(words.is_torn(leases[1].index));
     assert_eq!(table.sockets.held(0), 0);
-    assert_eq!(table.slots.out(), 1, "nobody has it to write to");
+    assert_eq!(table.slots.out(), 1, "its buffer is not returned");
     table.leave(leases[1].index);
     for lease in leases {
         assert!(table.sockets.give_back(lease.index, &mut table.slots));
@@ -453,7 +453,7 @@ fn leases_outlive_their_connection() {
     assert_eq!(
         table.slots.consumed.values().sum::<u64>(),
         15,
-        "nobody says so later"
+        "no later call gives this credit"
     );
     // A new connection at the same index does not own the orphans.
     let next = table.conn();

@@ -59,5 +59,5 @@ fn those_who_have_gone_do_not_wait_for_ever() {
     while table.sockets.next_stirred().is_some() {}
     let mut all = told(&mut table, &mut waiters);
     all.sort_unstable_by_key(|id| id.index);
-    assert_eq!(all, stay, "nobody was forgotten");
+    assert_eq!(all, stay, "each waiting connection is woken");
 }

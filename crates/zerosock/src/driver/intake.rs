@@ -87,9 +87,10 @@ impl Driver {
     }
 
     /// Receives packets and passes those of one connection to `look` directly, within `bounds`,
-    /// returning their slots at once. Packets of other connections are held; so is the first one out
-    /// of bounds, which is the last received. Does nothing if the connection holds packets already,
-    /// since those come first. Returns the packets and bytes shown. The fast path for small packets.
+    /// returning their slots at once. Packets of other connections are held; so is the first one
+    /// out of bounds, which is the last received. Does nothing if the connection holds packets
+    /// already, since those come first. Returns the packets and bytes shown. The fast path for
+    /// small packets.
     #[inline]
     pub(super) fn show_arrivals(
         &mut self,

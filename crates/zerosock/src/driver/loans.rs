@@ -2,9 +2,9 @@
 //!
 //! # Invariants
 //! - A loan in place owns one transmit slot and credit until it is sent or dropped.
-//! - A quarter of the slots is never on loan, and a connection has at most an eighth, so that writes
-//!   and control packets always find slots. Beyond that a loan is a private buffer with credit only,
-//!   copied into a slot when it is sent.
+//! - A quarter of the slots is never on loan, and a connection has at most an eighth, so that
+//!   writes and control packets always find slots. Beyond that a loan is a private buffer with
+//!   credit only, copied into a slot when it is sent.
 
 use zerosock_proto::vsock::{MessageRoom, Reservation};
 

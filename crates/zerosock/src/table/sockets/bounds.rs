@@ -7,8 +7,8 @@
 //! - number of leases: one connection leases at most an eighth of the pool in place, all
 //!   connections three eighths; further leases are copies;
 //! - age: a buffer held for [`Sockets::hold`](super::Sockets) is copied and returned if it has no
-//!   reader. A connection with unread buffers that were copied for that reason has stalled: arriving bytes are copied
-//!   at once until it has read all. Credit bounds those copies.
+//!   reader. If unread buffers of a connection were copied, it has stalled: arriving bytes are
+//!   copied at once until it has read all. Credit bounds those copies.
 //!
 //! A lease with a reader keeps its buffer, and the buffer stays counted. When its time ends, the
 //! pool notes the lease and the last reader requests a recheck ([`crate::table::leases`]); no timer

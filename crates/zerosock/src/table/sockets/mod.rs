@@ -188,8 +188,8 @@ pub(crate) struct Counted {
 }
 
 impl<T> Sockets<T> {
-    /// An empty table. Unread and leased buffers are copied after `hold`; if a pool's unread
-    /// copies exceed `max_copied` bytes has connections reset.
+    /// An empty table. Unread and leased buffers are copied after `hold`; connections are reset
+    /// when a pool has more than `max_copied` bytes of unread copies.
     pub(crate) fn new(words: Arc<Leases>, hold: Duration, most_copied: usize) -> Sockets<T> {
         Sockets {
             conns: Vec::new(),

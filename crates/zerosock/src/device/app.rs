@@ -21,7 +21,7 @@ use super::events::emit;
 use super::program::{App, HostToken};
 use super::ring::Ring;
 use super::{Context, Device};
-use crate::table::engine::{CreditInfo, SendFault};
+use crate::table::backend::{CreditInfo, SendFault};
 use crate::table::gathered::unsent;
 use crate::table::sockets::{Ends, Held, ReadyFlags, Sockets, StreamId, StreamState};
 

@@ -9,7 +9,7 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use super::app::send_fault;
 use super::events::emit;
 use super::{Context, Device};
-use crate::table::engine::SendFault;
+use crate::table::backend::SendFault;
 
 impl Device {
     /// Takes the first of `bytes` to be sent with those that follow; how many.
@@ -34,7 +34,7 @@ impl Device {
         }
     }
 
-    /// See [`Engine::may_gather_more`](crate::table::engine::Engine::may_gather_more).
+    /// See [`Backend::may_gather_more`](crate::table::backend::Backend::may_gather_more).
     pub(crate) fn may_gather_more(&mut self, flow: FlowId) -> Option<bool> {
         self.shard.may_gather_more(flow)
     }

@@ -26,8 +26,8 @@ use super::events::emit;
 use super::program::App;
 use super::ring::Ring;
 use super::{Context, Device};
+use crate::table::backend::{LoanParts, SendFault};
 use crate::table::datagrams::DatagramFault;
-use crate::table::engine::{LoanParts, SendFault};
 use crate::table::sockets::{Copied, PIECES, Place, StreamId};
 
 /// No loan.
@@ -363,7 +363,7 @@ impl Device {
         end.loans < (rx.queue.size() / 8).max(1) && self.leaves_a_quarter()
     }
 
-    /// See [`Engine::send_loan`](crate::table::engine::Engine::send_loan). One whose buffer was
+    /// See [`Backend::send_loan`](crate::table::backend::Backend::send_loan). One whose buffer was
     /// taken back is sent from where its holder has what was in it.
     pub(crate) fn app_send_loan(
         &mut self,

@@ -7,7 +7,7 @@ use zerosock_proto::{Address, Port};
 
 use super::Driver;
 use super::bare::{Peer, connect, pairs};
-use crate::table::engine::Engine;
+use crate::table::backend::Backend;
 
 /// A driver with `count` queue pairs of 32 slots each way.
 fn driver(count: u16) -> (Driver, Peer) {
@@ -36,7 +36,7 @@ fn take(peer: &mut Peer) -> bool {
 /// Takes a turn without requesting notifications.
 fn work(driver: &mut Driver) {
     driver.disarm();
-    while Engine::turn(driver).unwrap() {}
+    while Backend::turn(driver).unwrap() {}
 }
 
 #[test]
@@ -49,11 +49,11 @@ fn arming_finds_a_packet_that_brought_no_call() {
         // The first batch of a queue always notifies.
         send(&mut peer);
         work(&mut driver);
-        assert!(!Engine::arm(&mut driver), "pair {pair}: nothing is there");
+        assert!(!Backend::arm(&mut driver), "pair {pair}: nothing is there");
         assert!(send(&mut peer), "pair {pair}: a call is wanted");
         work(&mut driver);
         assert!(!send(&mut peer), "pair {pair}: one call was wanted");
-        assert!(Engine::arm(&mut driver), "pair {pair}: a packet is there");
+        assert!(Backend::arm(&mut driver), "pair {pair}: a packet is there");
         work(&mut driver);
         if pair > 0 {
             peer.swap(pair);
@@ -67,17 +67,17 @@ fn arming_finds_a_slot_that_came_back_without_a_call() {
     let id = connect(&mut driver, &mut peer);
     let fill = |driver: &mut Driver| {
         while driver.write(id, b"x").is_ok() {}
-        Engine::flush(driver);
+        Backend::flush(driver);
     };
     fill(&mut driver);
     // The first batch of a queue always notifies.
     take(&mut peer);
     work(&mut driver);
     fill(&mut driver);
-    assert!(!Engine::arm(&mut driver), "no slot is free");
+    assert!(!Backend::arm(&mut driver), "no slot is free");
     assert!(take(&mut peer), "a call is wanted");
     work(&mut driver);
     fill(&mut driver);
     assert!(!take(&mut peer), "one call was wanted");
-    assert!(Engine::arm(&mut driver), "a slot is free");
+    assert!(Backend::arm(&mut driver), "a slot is free");
 }

@@ -13,7 +13,7 @@ use zerosock_ring::{Chain, DeviceQueue, Memory, QueueConfig};
 
 use super::link::Link;
 use super::{Driver, DriverConfig, Frontend, StreamId, StreamState};
-use crate::table::engine::Engine;
+use crate::table::backend::Backend;
 
 /// The driver's CID.
 pub(super) const CID: Cid = Cid::new(3);
@@ -100,14 +100,14 @@ pub(super) fn pairs(pairs: QueuePairs, tune: impl FnOnce(&mut DriverConfig)) -> 
 
 /// Opens a connection from the driver to its device.
 pub(super) fn connect(driver: &mut Driver, peer: &mut Peer) -> StreamId {
-    let id = Engine::connect(driver, Port::ANY, SERVER, SocketType::Stream).unwrap();
-    Engine::flush(driver);
+    let id = Backend::connect(driver, Port::ANY, SERVER, SocketType::Stream).unwrap();
+    Backend::flush(driver);
     let request = peer.take_op(Op::Request);
     peer.header.dst = request.src;
     peer.header.fwd_cnt = 0;
     (peer.sent, peer.their_fwd_cnt) = (0, 0);
     peer.say(Op::Response, &[]);
-    assert!(Engine::turn(driver).unwrap());
+    assert!(Backend::turn(driver).unwrap());
     assert_eq!(driver.state(id), Some(StreamState::Connected));
     id
 }

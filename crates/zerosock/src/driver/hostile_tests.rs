@@ -9,7 +9,7 @@ use zerosock_ring::DeviceQueue;
 
 use super::bare::{Peer, SERVER, connect, pair};
 use crate::fault::Fault;
-use crate::table::engine::Engine;
+use crate::table::backend::Backend;
 use crate::vsock::{Endpoint, EndpointOver, Stream};
 use zerosock_proto::vsock::pairs::{RX_QUEUE, TX_QUEUE};
 
@@ -222,13 +222,13 @@ fn packets_that_make_no_sense_are_dropped_and_their_buffers_go_round() {
             // The device half of zerosock-ring refuses to report more than the chain holds.
             let element = used + 4 + 8 * u64::from(peer.rx.base().wrapping_sub(1) % 64);
             poke(&peer.rx, element + 4, &written.to_le_bytes());
-            Engine::turn(&mut driver).unwrap();
+            Backend::turn(&mut driver).unwrap();
         }
         let malformed = driver.stats().rx_malformed - before.rx_malformed;
         assert_eq!(malformed, (round + 1) * nonsense.len() as u64);
         // The connection continues and contains no bytes of the dropped packets.
         peer.say(Op::Rw, b"right");
-        Engine::turn(&mut driver).unwrap();
+        Backend::turn(&mut driver).unwrap();
         let mut got = [0; 16];
         assert_eq!(driver.read(id, &mut got, false), Ok(5));
         assert_eq!(&got[..5], b"right");

@@ -15,7 +15,7 @@ use super::arena::EVENT_SLOTS;
 use super::errors::DriverError;
 use super::queue_pairs::{QueuePairId, RxSlot};
 use crate::header;
-use crate::table::engine::{Payload, ShowBounds};
+use crate::table::backend::{Payload, ShowBounds};
 use crate::table::sockets::{Ends, Held, ReadyFlags, Store, StreamId, StreamState};
 
 /// Packets received by one turn before the caller runs again.

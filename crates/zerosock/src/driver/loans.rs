@@ -12,7 +12,7 @@ use super::Driver;
 use super::errors::{DriverError, SendError};
 use super::queue_pairs::QueuePairId;
 use super::transfer::Loan;
-use crate::table::engine::{LoanParts, SendFault};
+use crate::table::backend::{LoanParts, SendFault};
 use crate::table::sockets::{Place, StreamId};
 
 /// The loans that are out.

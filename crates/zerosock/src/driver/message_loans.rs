@@ -11,7 +11,7 @@ use super::Driver;
 use super::errors::{DriverError, SendError};
 use super::loans::{Part, fault};
 use super::queue_pairs::QueuePairId;
-use crate::table::engine::{LoanParts, LoanedPart, SendFault};
+use crate::table::backend::{LoanParts, LoanedPart, SendFault};
 use crate::table::leases::NONE;
 use crate::table::outgoing::{Outgoing, end};
 use crate::table::sockets::StreamId;

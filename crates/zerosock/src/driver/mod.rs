@@ -29,13 +29,13 @@
 mod arena;
 #[cfg(test)]
 mod arming_tests;
+mod backend;
 #[cfg(test)]
 mod bare;
 mod blocking;
 mod commands;
 mod config;
 mod datagrams;
-mod engine;
 mod errors;
 mod events;
 mod flows;

@@ -8,7 +8,7 @@ use zerosock_proto::{Address, Port};
 
 use super::bare::{Peer, SERVER, pairs};
 use super::{Driver, StreamId, StreamState};
-use crate::table::engine::{Engine, RecvFault};
+use crate::table::backend::{Backend, RecvFault};
 
 /// A driver with three queue pairs, and a connection at the first.
 fn connected() -> (Driver, Peer, StreamId) {
@@ -31,12 +31,12 @@ fn connect(driver: &mut Driver, peer: &mut Peer, pair: u16) -> StreamId {
                 .any(|queue_pair| queue_pair.shard.is_connected(local, SERVER))
     };
     let port = ports.find(fits).unwrap();
-    let id = Engine::connect(driver, port, SERVER, SocketType::Stream).unwrap();
-    Engine::flush(driver);
+    let id = Backend::connect(driver, port, SERVER, SocketType::Stream).unwrap();
+    Backend::flush(driver);
     peer.header.dst = peer.take_op(Op::Request).src;
     peer.header.fwd_cnt = 0;
     peer.say(Op::Response, &[]);
-    Engine::turn(driver).unwrap();
+    Backend::turn(driver).unwrap();
     assert_eq!(driver.state(id), Some(StreamState::Connected));
     assert_eq!(driver.queue_pair(id), Some(pair));
     id
@@ -45,7 +45,7 @@ fn connect(driver: &mut Driver, peer: &mut Peer, pair: u16) -> StreamId {
 /// Requests a move; the device has received MOVE.
 fn ask(driver: &mut Driver, peer: &mut Peer, id: StreamId, pair: u16) {
     driver.move_to_pair(id, pair).unwrap();
-    Engine::flush(driver);
+    Backend::flush(driver);
     assert_eq!(peer.take_op(Op::Move).flags, u32::from(pair));
     assert!(driver.is_moving(id));
 }
@@ -55,8 +55,8 @@ fn say_moved(driver: &mut Driver, peer: &mut Peer, pair: u32) {
     peer.header.flags = pair;
     peer.say(Op::Moved, &[]);
     peer.header.flags = 0;
-    let _ = Engine::turn(driver).unwrap();
-    Engine::flush(driver);
+    let _ = Backend::turn(driver).unwrap();
+    Backend::flush(driver);
 }
 
 /// The packets that the driver sent at the pair that the peer uses.
@@ -76,7 +76,7 @@ fn a_pair_that_was_not_asked_for_is_as_good_as_another() {
     peer.swap(2);
     assert_eq!(taken(&mut peer)[0].0, Op::CreditUpdate);
     peer.say(Op::Rw, b"here");
-    Engine::turn(&mut driver).unwrap();
+    Backend::turn(&mut driver).unwrap();
     let mut out = [0; 8];
     assert_eq!(driver.read(id, &mut out, false), Ok(4));
 }
@@ -119,7 +119,7 @@ fn an_answer_that_nobody_has_asked_for_changes_nothing() {
     peer.say(Op::Move, &[]);
     peer.header.flags = 0;
     peer.say(Op::Rw, b"on");
-    Engine::turn(&mut driver).unwrap();
+    Backend::turn(&mut driver).unwrap();
     assert_eq!(driver.queue_pair(id), Some(1));
     assert_eq!(driver.read(id, &mut [0; 8], false), Ok(2));
 }
@@ -150,13 +150,13 @@ fn a_storm_of_answers_is_bounded_and_others_go_on() {
         peer.header.dst.port = Port::new(100_000 + n);
         peer.header.flags = 1 + n % 2;
         while !peer.try_say(Op::Moved, &[]) {
-            Engine::turn(&mut driver).unwrap();
+            Backend::turn(&mut driver).unwrap();
         }
     }
-    Engine::turn(&mut driver).unwrap();
+    Backend::turn(&mut driver).unwrap();
     peer.header = ours;
     peer.say(Op::Rw, b"on");
-    Engine::turn(&mut driver).unwrap();
+    Backend::turn(&mut driver).unwrap();
     let mut out = [0; 8];
     assert_eq!(driver.read(id, &mut out, false), Ok(2));
 }
@@ -169,7 +169,7 @@ fn two_between_the_same_addresses_do_not_meet_at_one_pair() {
     peer.header.dst.port = port;
     let mut ask_in = |peer: &mut Peer| {
         peer.say(Op::Request, &[]);
-        Engine::turn(&mut driver).unwrap();
+        Backend::turn(&mut driver).unwrap();
         peer.take_op(Op::Response);
         driver.accept(port).unwrap()
     };
@@ -196,9 +196,9 @@ fn a_device_that_hangs_up_in_a_move_ends_the_connection() {
     peer.socket = None;
     let give_up = std::time::Instant::now() + Duration::from_secs(60);
     while driver.state(id) == Some(StreamState::Connected) {
-        let _ = Engine::turn(&mut driver);
-        let _ = Engine::arm(&mut driver);
-        Engine::disarm(&mut driver);
+        let _ = Backend::turn(&mut driver);
+        let _ = Backend::arm(&mut driver);
+        Backend::disarm(&mut driver);
         assert!(std::time::Instant::now() < give_up);
     }
     assert!(!driver.is_moving(id));

@@ -9,7 +9,7 @@ use zerosock_proto::wire::vsock::{Op, SocketType};
 
 use super::bare::{Peer, SERVER, connect, pair};
 use super::{Driver, IDLE_TURNS, StreamId, StreamState};
-use crate::table::engine::{Engine, ReadySource, RecvFault, SendFault};
+use crate::table::backend::{Backend, ReadySource, RecvFault, SendFault};
 use crate::table::sockets::Place;
 
 /// A driver with 32 slots each way.
@@ -37,30 +37,30 @@ fn packets_beyond_three_quarters_wait_in_the_ring_and_keep_nobody_awake() {
         peer.say(Op::Rw, b"x");
     }
     assert!(driver.pending());
-    Engine::turn(&mut driver).unwrap();
+    Backend::turn(&mut driver).unwrap();
     assert_eq!(driver.unread(id), 24);
     assert!(!driver.pending(), "nothing that may be taken in");
-    assert!(!Engine::arm(&mut driver), "nothing to stay awake for");
-    assert!(Engine::next_timeout(&driver).is_some(), "but for the time");
+    assert!(!Backend::arm(&mut driver), "nothing to stay awake for");
+    assert!(Backend::next_timeout(&driver).is_some(), "but for the time");
     // Another thread freed held buffers: a sleeper must wake, since the device does not notify
     // again.
     driver.watch.forget().unwrap();
     assert!(!is_told(&driver));
     let mut out = [0; 4];
     assert_eq!(driver.read(id, &mut out, false), Ok(4));
-    Engine::settle(&mut driver);
+    Backend::settle(&mut driver);
     assert!(is_told(&driver));
     driver.disarm();
     assert!(!is_told(&driver));
     assert!(driver.pending());
-    Engine::turn(&mut driver).unwrap();
+    Backend::turn(&mut driver).unwrap();
     assert_eq!(driver.unread(id), 24);
 }
 
 #[test]
 fn a_reset_and_a_connection_pass_a_reader_that_never_reads() {
     let (mut driver, mut peer, id) = small();
-    Engine::listen(&mut driver, Port::new(7), 4, SocketType::Stream).unwrap();
+    Backend::listen(&mut driver, Port::new(7), 4, SocketType::Stream).unwrap();
     for _ in 0..30 {
         peer.say(Op::Rw, b"x");
     }
@@ -76,7 +76,7 @@ fn a_reset_and_a_connection_pass_a_reader_that_never_reads() {
         Driver::poll(&mut driver, Some(give_up)).unwrap();
     }
     assert!(driver.is_acceptable(Port::new(7)));
-    assert!(Engine::accept(&mut driver, Port::new(7)).is_some());
+    assert!(Backend::accept(&mut driver, Port::new(7)).is_some());
     let mut out = [0; 64];
     assert_eq!(driver.read(id, &mut out, false), Ok(30), "what came before");
     assert_eq!(driver.read(id, &mut out, false), Err(RecvFault::Reset));
@@ -87,7 +87,7 @@ fn loans_leave_slots_for_others_and_go_on_as_copies() {
     let (mut driver, mut peer, id) = small();
     let other = connect(&mut driver, &mut peer);
     let loans: Vec<_> = (0..6)
-        .map(|_| Engine::loan(&mut driver, id, 8).unwrap())
+        .map(|_| Backend::loan(&mut driver, id, 8).unwrap())
         .collect();
     let in_place = loans.iter().filter(|loan| loan.place.is_some()).count();
     assert_eq!(in_place, 4, "an eighth of 32");
@@ -109,19 +109,19 @@ fn loans_leave_slots_for_others_and_go_on_as_copies() {
             Err(SendFault::Unknown)
         );
     }
-    Engine::flush(&mut driver);
+    Backend::flush(&mut driver);
     assert_eq!(peer.take().unwrap().1, b"passes");
     for n in 0..6 {
         assert_eq!(peer.take().unwrap().1, [n; 7]);
     }
-    let stats = Engine::stats(&driver);
+    let stats = Backend::stats(&driver);
     assert_eq!(
         (stats.sent, stats.sent_in_place, stats.copied_in),
         (48, 28, 20)
     );
     // A loan dropped unsent returns its slot, its lease table entry and its credit.
     for _ in 0..1000 {
-        let loan = Engine::loan(&mut driver, id, 8).unwrap();
+        let loan = Backend::loan(&mut driver, id, 8).unwrap();
         assert!(loan.place.is_some());
         driver.give_back(loan.index);
     }
@@ -137,7 +137,7 @@ fn a_quarter_of_the_slots_is_never_out_on_loan() {
     let mut in_place = 0;
     for id in &ids {
         for _ in 0..4 {
-            in_place += u32::from(Engine::loan(&mut driver, *id, 8).unwrap().place.is_some());
+            in_place += u32::from(Backend::loan(&mut driver, *id, 8).unwrap().place.is_some());
         }
     }
     assert_eq!(in_place, 24);
@@ -148,10 +148,10 @@ fn a_quarter_of_the_slots_is_never_out_on_loan() {
 fn a_device_that_hangs_up_resets_all_and_ends_the_endpoint() {
     let (mut driver, mut peer, id) = small();
     peer.say(Op::Rw, b"last");
-    Engine::turn(&mut driver).unwrap();
-    let loan = Engine::loan(&mut driver, id, 8).unwrap();
+    Backend::turn(&mut driver).unwrap();
+    let loan = Backend::loan(&mut driver, id, 8).unwrap();
     assert_eq!(driver.next_stirred(), Some(ReadySource::Conn(id)));
-    assert!(!Engine::arm(&mut driver));
+    assert!(!Backend::arm(&mut driver));
     driver.watch.forget().unwrap();
     peer.socket = None;
     assert!(is_told(&driver));
@@ -165,19 +165,19 @@ fn a_device_that_hangs_up_resets_all_and_ends_the_endpoint() {
     assert_eq!(driver.write(id, b"x"), Err(SendFault::Reset));
     let sent = driver.send_loan(loan.index, 8, None);
     assert_eq!(sent, Err(SendFault::Reset));
-    let connect = Engine::connect(&mut driver, Port::ANY, SERVER, SocketType::Stream);
+    let connect = Backend::connect(&mut driver, Port::ANY, SERVER, SocketType::Stream);
     assert_eq!(connect, Err(ConnectError::Unreachable));
     assert!(!driver.pending());
     assert!(!is_told(&driver));
-    assert!(Engine::arm(&mut driver), "the caller must not sleep");
-    assert!(Engine::turn(&mut driver).is_err());
+    assert!(Backend::arm(&mut driver), "the caller must not sleep");
+    assert!(Backend::turn(&mut driver).is_err());
 }
 
 #[test]
 fn who_never_sleeps_hears_of_a_hang_up_too() {
     let (mut driver, mut peer, id) = small();
     peer.socket = None;
-    assert!((0..=IDLE_TURNS).any(|_| Engine::turn(&mut driver).is_err()));
+    assert!((0..=IDLE_TURNS).any(|_| Backend::turn(&mut driver).is_err()));
     assert_eq!(driver.state(id), Some(StreamState::Reset));
 }
 
@@ -185,7 +185,7 @@ fn who_never_sleeps_hears_of_a_hang_up_too() {
 fn the_waker_is_heard_and_forgotten() {
     let (mut driver, _peer, _) = small();
     let waker = driver.watch.waker().clone();
-    assert!(!Engine::arm(&mut driver));
+    assert!(!Backend::arm(&mut driver));
     driver.watch.forget().unwrap();
     assert!(!is_told(&driver));
     for _ in 0..2 {
@@ -193,6 +193,6 @@ fn the_waker_is_heard_and_forgotten() {
         assert!(is_told(&driver));
         driver.disarm();
         assert!(!is_told(&driver));
-        assert!(!Engine::arm(&mut driver));
+        assert!(!Backend::arm(&mut driver));
     }
 }

@@ -5,7 +5,7 @@ use zerosock_proto::wire::vsock::{Op, Repr};
 
 use super::bare::{Peer, connect, pair};
 use super::{Driver, StreamId};
-use crate::table::engine::{Engine, ReadySource};
+use crate::table::backend::{Backend, ReadySource};
 
 /// Packets that a turn receives.
 const TURN: u64 = 256;
@@ -31,7 +31,7 @@ fn flood(peer: &mut Peer, header: Repr, count: usize) {
 }
 
 fn taken(driver: &Driver) -> u64 {
-    Engine::stats(driver).packets_received
+    Backend::stats(driver).packets_received
 }
 
 #[test]
@@ -43,7 +43,7 @@ fn a_turn_takes_so_many_packets_and_tells_of_each_connection_once() {
         flood(&mut peer, other, 1);
         flood(&mut peer, from, 120);
         let before = taken(&driver);
-        assert!(Engine::turn(&mut driver).unwrap());
+        assert!(Backend::turn(&mut driver).unwrap());
         assert_eq!(taken(&driver) - before, TURN, "round {round}");
         assert_eq!(driver.unread(bulk) + driver.unread(small), TURN as usize);
         let told: Vec<_> = std::iter::from_fn(|| driver.next_stirred()).collect();
@@ -51,11 +51,11 @@ fn a_turn_takes_so_many_packets_and_tells_of_each_connection_once() {
         assert_eq!(driver.read(small, &mut out, false), Ok(1));
         assert_eq!(driver.read(bulk, &mut out, false), Ok(255));
         assert!(driver.pending(), "the rest is still to be taken in");
-        Engine::turn(&mut driver).unwrap();
+        Backend::turn(&mut driver).unwrap();
         assert_eq!(taken(&driver) - before, 321);
         assert_eq!(driver.read(bulk, &mut out, false), Ok(65));
         while driver.next_stirred().is_some() {}
-        Engine::flush(&mut driver);
+        Backend::flush(&mut driver);
         while peer.take().is_some() {}
     }
 }
@@ -76,7 +76,7 @@ fn a_call_shows_so_many_packets_at_most() {
             1,
             "the other's was taken in on the way"
         );
-        Engine::flush(&mut driver);
+        Backend::flush(&mut driver);
         flood(&mut peer, from, 250);
         let mut seen = 0;
         let each = driver.each(bulk, usize::MAX, &mut |payload| {
@@ -86,7 +86,7 @@ fn a_call_shows_so_many_packets_at_most() {
         assert_eq!((each, seen), (Ok(256), 256));
         assert_eq!(driver.read(bulk, &mut out, false), Ok(59));
         assert_eq!(driver.read(small, &mut out, false), Ok(1));
-        Engine::turn(&mut driver).unwrap();
+        Backend::turn(&mut driver).unwrap();
         while driver.next_stirred().is_some() {}
         while peer.take().is_some() {}
     }
@@ -109,11 +109,11 @@ fn who_finds_no_slot_has_one_when_another_takes_all_he_can() {
                 while driver.write(bulk, b"x").is_ok() {}
             }
         }
-        Engine::flush(&mut driver);
+        Backend::flush(&mut driver);
         for _ in 0..3 {
             assert!(peer.take().is_some());
         }
-        Engine::turn(&mut driver).unwrap();
+        Backend::turn(&mut driver).unwrap();
     }
     assert!(sent >= 9, "{sent} of 20");
 }

@@ -15,17 +15,17 @@ use super::{HostEngine, IDLE_LOOKS};
 use crate::device::lending::LoanOf;
 use crate::device::program::App;
 use crate::io::deadline::earlier;
-use crate::table::datagrams::DatagramEngine;
-use crate::table::engine::{
-    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload,
+use crate::table::backend::{
+    Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, LoanParts, LoanedPart, Payload,
     ReadySource, RecvFault, SendFault, ShowBounds,
 };
+use crate::table::datagrams::DatagramBackend;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
 use crate::table::sockets::{Copied, LeaseParts, Message, NoLease, ReadyFlags, Sockets, StreamId};
 use crate::worker::Worker;
 
-impl Engine for HostEngine {
+impl Backend for HostEngine {
     fn words(&self) -> Arc<Leases> {
         self.words.clone()
     }
@@ -548,7 +548,7 @@ impl Engine for HostEngine {
         }
     }
 
-    fn datagrams(&mut self) -> Option<&mut dyn DatagramEngine> {
+    fn datagrams(&mut self) -> Option<&mut dyn DatagramBackend> {
         Some(self)
     }
 }

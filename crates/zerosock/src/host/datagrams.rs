@@ -11,8 +11,8 @@ use super::stores::AllStores;
 use crate::device::datagrams::NotPut;
 use crate::device::lending::LoanOf;
 use crate::device::program::{App, HostToken};
-use crate::table::datagrams::{DatagramEngine, DatagramFault};
-use crate::table::engine::{LoanParts, Payload, RecvFault};
+use crate::table::backend::{LoanParts, Payload, RecvFault};
+use crate::table::datagrams::{DatagramBackend, DatagramFault};
 use crate::table::inboxes::{Got, GotLease, Inboxes};
 use crate::table::sockets::Sockets;
 use crate::worker::Worker;
@@ -171,7 +171,7 @@ impl HostEngine {
     }
 }
 
-impl DatagramEngine for HostEngine {
+impl DatagramBackend for HostEngine {
     fn bind(
         &mut self,
         port: Port,

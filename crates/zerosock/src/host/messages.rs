@@ -4,7 +4,7 @@ use std::io::IoSlice;
 
 use super::HostEngine;
 use crate::device::lending::LoanOf;
-use crate::table::engine::{LoanParts, LoanedPart, RecvFault, SendFault};
+use crate::table::backend::{LoanParts, LoanedPart, RecvFault, SendFault};
 use crate::table::sockets::{LeaseParts, Message, NoLease, StreamId};
 
 impl HostEngine {

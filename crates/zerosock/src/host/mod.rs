@@ -29,7 +29,7 @@ use crate::device::placing::SPARE_PORTS;
 use crate::device::program::{App, HostToken};
 use crate::fault::Fault;
 use crate::routing::DeviceAddr;
-use crate::table::engine::{Payload, RecvFault, SendFault, ShowBounds, copy_shown};
+use crate::table::backend::{Payload, RecvFault, SendFault, ShowBounds, copy_shown};
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
 use crate::table::sockets::{Sockets, StreamId, StreamState};

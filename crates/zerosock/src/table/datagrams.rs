@@ -11,7 +11,7 @@ use zerosock_proto::vsock::datagram::{
 };
 use zerosock_proto::{Address, Port};
 
-use crate::table::engine::{LoanParts, Payload, RecvFault};
+use crate::table::backend::{LoanParts, Payload, RecvFault};
 use crate::table::inboxes::{Got, GotLease};
 
 /// Why a datagram was not sent.
@@ -45,7 +45,7 @@ impl From<Refusal> for DatagramFault {
 }
 
 /// Datagram sockets as seen by the API. See the module documentation.
-pub(crate) trait DatagramEngine {
+pub(crate) trait DatagramBackend {
     /// Opens a socket at `port`, or at a free port for [`Port::ANY`]. Returns its id and address.
     fn bind(
         &mut self,

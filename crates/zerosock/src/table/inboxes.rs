@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 use zerosock_proto::Address;
 use zerosock_proto::vsock::datagram::{DatagramId, DatagramTable};
 
-use super::engine::{Payload, RecvFault};
+use super::backend::{Payload, RecvFault};
 use super::sockets::{Held, LeaseParts, NoLease, Sockets, Store, StreamId, StreamState};
 
 /// The unread datagrams of all sockets. See the module documentation.

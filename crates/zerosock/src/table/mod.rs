@@ -11,8 +11,8 @@
 //! # Invariants
 //! No module in here uses virtqueues, devices or drivers.
 
+pub(crate) mod backend;
 pub(crate) mod datagrams;
-pub(crate) mod engine;
 pub(crate) mod gathered;
 pub(crate) mod inboxes;
 pub(crate) mod leases;

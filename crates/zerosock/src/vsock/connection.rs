@@ -28,7 +28,7 @@ use super::seqpacket::SeqPacket;
 use super::socket::Bound;
 use super::stream::Stream;
 use super::waiting::Wait;
-use crate::table::engine::{ConnInfo, Engine, RecvFault, SendFault};
+use crate::table::backend::{Backend, ConnInfo, RecvFault, SendFault};
 use crate::table::sockets::{StreamId, StreamState};
 
 /// A kind of connected socket.
@@ -159,7 +159,7 @@ impl Connection {
 
     /// Waits for the answer to a request, as a read would.
     pub(super) fn wait_connected(&self) -> io::Result<()> {
-        let attempt = |engine: &mut dyn Engine| outcome(&engine.info(self.id)?);
+        let attempt = |engine: &mut dyn Backend| outcome(&engine.info(self.id)?);
         let interest = Interest::Conn(self.id);
         Ok(self.core.wait(interest, self.read_patience(), attempt)??)
     }
@@ -217,9 +217,9 @@ impl Connection {
     #[inline]
     pub(super) fn receive<T>(
         &self,
-        mut get: impl FnMut(&mut dyn Engine) -> Result<T, RecvFault>,
+        mut get: impl FnMut(&mut dyn Backend) -> Result<T, RecvFault>,
     ) -> io::Result<T> {
-        let attempt = |engine: &mut dyn Engine| match get(engine) {
+        let attempt = |engine: &mut dyn Backend| match get(engine) {
             Ok(got) => {
                 engine.settle();
                 Some(Ok(got))
@@ -234,9 +234,9 @@ impl Connection {
     #[inline]
     pub(super) fn transmit<T>(
         &self,
-        mut put: impl FnMut(&mut dyn Engine) -> Result<T, SendFault>,
+        mut put: impl FnMut(&mut dyn Backend) -> Result<T, SendFault>,
     ) -> io::Result<T> {
-        let attempt = |engine: &mut dyn Engine| match put(engine) {
+        let attempt = |engine: &mut dyn Backend| match put(engine) {
             Ok(done) => {
                 engine.flush();
                 Some(Ok(done))
@@ -250,7 +250,7 @@ impl Connection {
     /// `None`: it is worth waiting.
     pub(super) fn send_fault<T>(
         &self,
-        engine: &mut dyn Engine,
+        engine: &mut dyn Backend,
         fault: SendFault,
     ) -> Option<Result<T, StreamError>> {
         let mut error = of_send(fault)?;

@@ -24,7 +24,7 @@ use crate::control::attach::{self};
 use crate::driver::{self, Driver};
 use crate::io::deadline::deadline_in;
 use crate::routing::name::Name;
-use crate::table::engine::{ConnInfo, EndpointStats};
+use crate::table::backend::{ConnInfo, EndpointStats};
 use crate::table::sockets::StreamState;
 
 /// A process that takes part as a guest without a virtual machine.

@@ -13,8 +13,8 @@ use zerosock_proto::{Address, Cid, Port};
 
 use super::Fault;
 use super::hub::Core;
-use crate::table::engine::{
-    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload,
+use crate::table::backend::{
+    Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, LoanParts, LoanedPart, Payload,
     ReadySource, RecvFault, SendFault,
 };
 use crate::table::leases::Leases;
@@ -84,7 +84,7 @@ impl Fake {
     }
 }
 
-impl Engine for Fake {
+impl Backend for Fake {
     fn words(&self) -> Arc<Leases> {
         self.words.clone()
     }

@@ -28,7 +28,7 @@ use crate::control::socket_file::{self, SocketFile, SocketKind};
 use crate::host::{HostConfig, HostEngine};
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
-use crate::table::engine::EndpointStats;
+use crate::table::backend::EndpointStats;
 use zerosock_vhost_user::{Fault, FaultCounts};
 
 /// A program that is CID 2 to VMs and to processes: what it receives it reads in their memory, and

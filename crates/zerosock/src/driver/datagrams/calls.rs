@@ -9,12 +9,12 @@ use super::LANE;
 use super::Lent;
 use crate::driver::Driver;
 use crate::driver::queue_pairs::RxSlot;
-use crate::table::datagrams::{DatagramEngine, DatagramFault};
-use crate::table::engine::{LoanParts, Payload, RecvFault};
+use crate::table::backend::{LoanParts, Payload, RecvFault};
+use crate::table::datagrams::{DatagramBackend, DatagramFault};
 use crate::table::inboxes::{Got, GotLease};
 use crate::table::sockets::Place;
 
-impl DatagramEngine for Driver {
+impl DatagramBackend for Driver {
     fn bind(
         &mut self,
         port: Port,
@@ -101,7 +101,7 @@ impl DatagramEngine for Driver {
         let Some(slot) = slot else {
             let bytes = private.unwrap_or_default();
             let bytes = bytes.get(..len).unwrap_or(bytes);
-            let sent = DatagramEngine::send(self, id, to, bytes);
+            let sent = DatagramBackend::send(self, id, to, bytes);
             if sent != Err(DatagramFault::WouldBlock) {
                 self.end_datagram_loan(index);
             }

@@ -25,8 +25,8 @@ use crate::driver::Driver;
 use crate::driver::errors::DriverError;
 use crate::driver::queue_pairs::{QueuePairId, RxSlot};
 use crate::io::deadline::earlier;
+use crate::table::backend::Payload;
 use crate::table::datagrams::DatagramFault;
-use crate::table::engine::Payload;
 use crate::table::inboxes::Inboxes;
 use crate::table::sockets::{Ends, Held, Store};
 

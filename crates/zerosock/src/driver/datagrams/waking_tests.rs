@@ -6,8 +6,8 @@ use zerosock_proto::{Address, Cid, Port};
 use super::LANE;
 use crate::driver::Driver;
 use crate::driver::bare::{Peer, pair};
-use crate::table::datagrams::{DatagramEngine, DatagramFault};
-use crate::table::engine::Engine;
+use crate::table::backend::Backend;
+use crate::table::datagrams::{DatagramBackend, DatagramFault};
 
 const TO: Address = Address::new(Cid::HOST, Port::new(9));
 
@@ -21,10 +21,10 @@ fn scene(send: u32) -> (Driver, Peer, DatagramId) {
         send,
         ..DatagramLimits::default()
     };
-    let (id, _) = DatagramEngine::bind(&mut driver, Port::ANY, limits).unwrap();
+    let (id, _) = DatagramBackend::bind(&mut driver, Port::ANY, limits).unwrap();
     // The first returned packet always notifies.
-    DatagramEngine::send(&mut driver, id, TO, b"").unwrap();
-    Engine::flush(&mut driver);
+    DatagramBackend::send(&mut driver, id, TO, b"").unwrap();
+    Backend::flush(&mut driver);
     assert!(take(&mut peer));
     driver.store.queue_pairs[LANE].tx.reap().unwrap();
     driver.land();
@@ -35,11 +35,11 @@ fn scene(send: u32) -> (Driver, Peer, DatagramId) {
 fn fill(driver: &mut Driver, id: DatagramId, bytes: &[u8]) -> usize {
     let mut sent = 0;
     loop {
-        match DatagramEngine::send(driver, id, TO, bytes) {
+        match DatagramBackend::send(driver, id, TO, bytes) {
             Ok(()) => sent += 1,
             Err(fault) => {
                 assert_eq!(fault, DatagramFault::WouldBlock);
-                Engine::flush(driver);
+                Backend::flush(driver);
                 return sent;
             }
         }
@@ -59,12 +59,12 @@ fn one_call_is_asked_for_when_half_of_the_buffer_is_free() {
     for _ in 0..3 {
         let sent = fill(&mut driver, id, &[7; 100]);
         assert!(sent == 8 || sent == 4, "{sent}: all of it, or half of it");
-        assert!(!Engine::arm(&mut driver));
+        assert!(!Backend::arm(&mut driver));
         let calls = [(); 4].map(|()| take(&mut peer));
         assert_eq!(calls, [false, false, false, true]);
-        Engine::disarm(&mut driver);
-        Engine::turn(&mut driver).unwrap();
-        assert!(DatagramEngine::may_send(&mut driver, id, Some(TO)));
+        Backend::disarm(&mut driver);
+        Backend::turn(&mut driver).unwrap();
+        assert!(DatagramBackend::may_send(&mut driver, id, Some(TO)));
     }
 }
 
@@ -74,12 +74,12 @@ fn the_last_packet_of_a_long_datagram_brings_a_call() {
     let (mut driver, mut peer, id) = scene(1000);
     assert_eq!(fill(&mut driver, id, &[7; 65536]), 1);
     for left in (0..16).rev() {
-        assert!(!Engine::arm(&mut driver), "{left} are under way");
+        assert!(!Backend::arm(&mut driver), "{left} are under way");
         let called = take(&mut peer);
-        Engine::disarm(&mut driver);
+        Backend::disarm(&mut driver);
         assert!(called, "one packet may be all that is missed");
-        Engine::turn(&mut driver).unwrap();
-        let may = DatagramEngine::may_send(&mut driver, id, Some(TO));
+        Backend::turn(&mut driver).unwrap();
+        let may = DatagramBackend::may_send(&mut driver, id, Some(TO));
         assert_eq!(may, left == 0);
     }
 }
@@ -93,26 +93,26 @@ fn what_has_come_back_unnoticed_is_noticed_before_anybody_sleeps() {
         take(&mut peer);
     }
     assert!(driver.store.queue_pairs[LANE].tx.reap().unwrap());
-    assert!(Engine::arm(&mut driver), "the caller must not sleep");
-    Engine::disarm(&mut driver);
+    assert!(Backend::arm(&mut driver), "the caller must not sleep");
+    Backend::disarm(&mut driver);
     assert_eq!(driver.datagrams.inboxes.table.poll_writable(), Some(id));
-    assert!(!Engine::arm(&mut driver), "once");
+    assert!(!Backend::arm(&mut driver), "once");
 }
 
 #[test]
 fn who_spins_sees_what_the_device_has_taken() {
     let (mut driver, mut peer, id) = scene(100 + OVERHEAD);
-    assert!(!Engine::pending(&mut driver));
+    assert!(!Backend::pending(&mut driver));
     assert_eq!(fill(&mut driver, id, &[7; 100]), 1);
-    assert!(!Engine::pending(&mut driver));
+    assert!(!Backend::pending(&mut driver));
     take(&mut peer);
-    assert!(Engine::pending(&mut driver));
-    Engine::turn(&mut driver).unwrap();
-    assert!(!Engine::pending(&mut driver));
-    assert!(DatagramEngine::may_send(&mut driver, id, Some(TO)));
+    assert!(Backend::pending(&mut driver));
+    Backend::turn(&mut driver).unwrap();
+    assert!(!Backend::pending(&mut driver));
+    assert!(DatagramBackend::may_send(&mut driver, id, Some(TO)));
     // No sender waits: consumed packets do not make the socket ready.
-    DatagramEngine::send(&mut driver, id, TO, b"x").unwrap();
-    Engine::flush(&mut driver);
+    DatagramBackend::send(&mut driver, id, TO, b"x").unwrap();
+    Backend::flush(&mut driver);
     take(&mut peer);
-    assert!(!Engine::pending(&mut driver));
+    assert!(!Backend::pending(&mut driver));
 }

@@ -12,7 +12,7 @@ use zerosock_ring::{Memory, Piece};
 use super::messages::cost;
 use super::parts::{Held, Part, copy_out};
 use super::{NONE, Sockets, Store, StreamId, StreamState};
-use crate::table::engine::{Ahead, Next, NextKind};
+use crate::table::backend::{Ahead, Next, NextKind};
 
 /// Limit on the pieces of a lease in place; bytes in more pieces are copied.
 pub(crate) const PIECES: usize = 4;

@@ -31,7 +31,7 @@ use zerosock_proto::vsock::{FlowId, RefuseReason};
 use zerosock_proto::{Address, Instant};
 use zerosock_ring::{Memory, Piece};
 
-use super::engine::RecvFault;
+use super::backend::RecvFault;
 use super::leases::Leases;
 use bounds::Pool;
 use lent::Lent;

@@ -2,7 +2,7 @@
 
 use super::messages::cost;
 use super::{Conn, Counted, Ends, Sockets, Store, StreamId};
-use crate::table::engine::Payload;
+use crate::table::backend::Payload;
 use zerosock_proto::Instant;
 use zerosock_proto::vsock::FlowId;
 use zerosock_ring::SliceBuf;

@@ -15,7 +15,7 @@ use zerosock_ring::{Memory, Piece, RegionConfig};
 use zerosock_sys::memfd;
 
 use super::*;
-use crate::table::engine::Payload;
+use crate::table::backend::Payload;
 use crate::table::leases::Entered;
 
 const HOLD: Duration = Duration::from_millis(20);

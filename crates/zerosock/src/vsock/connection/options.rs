@@ -15,7 +15,7 @@ use super::{Connection, encode_timeout};
 use zerosock_proto::vsock::MoveError;
 
 use crate::io::deadline::{deadline_in, earlier};
-use crate::table::engine::Engine;
+use crate::table::backend::Backend;
 use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::{DeferredClose, Interest, WaitBudget, WaitFault, WaitMode};
@@ -104,7 +104,7 @@ impl Connection {
     /// Asks for the move, and waits for what comes of it.
     pub(in crate::vsock) fn move_to_queue_pair(&self, pair: u16) -> io::Result<()> {
         let mut asked = false;
-        let attempt = |engine: &mut dyn Engine| match engine.queue_pair(self.id) {
+        let attempt = |engine: &mut dyn Backend| match engine.queue_pair(self.id) {
             there if there == pair => Some(Ok(())),
             _ if engine.is_moving(self.id) => {
                 asked = true;
@@ -262,7 +262,7 @@ impl Connection {
 }
 
 /// Bytes that the peer is not known to have taken.
-fn unsent(engine: &mut dyn Engine, id: StreamId) -> u32 {
+fn unsent(engine: &mut dyn Backend, id: StreamId) -> u32 {
     engine.credit(id).map_or(0, |credit| credit.unsent)
 }
 

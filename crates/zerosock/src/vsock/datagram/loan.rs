@@ -6,8 +6,8 @@ use std::io::{self, Write};
 use zerosock_proto::Address;
 
 use super::{Datagram, DatagramError};
+use crate::table::backend::{Backend, LoanParts};
 use crate::table::datagrams::DatagramFault;
-use crate::table::engine::{Engine, LoanParts};
 use crate::table::leases::Entered;
 use crate::table::sockets::Place;
 use crate::vsock::hub::Interest;
@@ -137,7 +137,7 @@ impl DatagramLoan<'_> {
     /// As [`send`](Self::send); when it says that it would block, the loan is as it was.
     pub(in crate::vsock) fn try_send(&mut self) -> io::Result<usize> {
         let socket = self.socket;
-        let attempt = |engine: &mut dyn Engine| match self.queue(engine) {
+        let attempt = |engine: &mut dyn Backend| match self.queue(engine) {
             Ok(()) => {
                 engine.flush();
                 Some(Ok(self.filled))
@@ -149,7 +149,7 @@ impl DatagramLoan<'_> {
         Ok(socket.core.wait(interest, budget, attempt)??)
     }
 
-    fn queue(&mut self, engine: &mut dyn Engine) -> Result<(), DatagramFault> {
+    fn queue(&mut self, engine: &mut dyn Backend) -> Result<(), DatagramFault> {
         if self.place.is_some() {
             if self.enter() {
                 // Not by way of the core: the lock is ours, and is given back soon.
@@ -175,7 +175,7 @@ impl DatagramLoan<'_> {
     }
 
     /// The endpoint has taken the place away: what was written is in a copy, if there is one.
-    fn moved(&mut self, engine: &mut dyn Engine) -> Result<(), DatagramError> {
+    fn moved(&mut self, engine: &mut dyn Backend) -> Result<(), DatagramError> {
         match engine.copy_of(self.index) {
             Some((bytes, start)) => {
                 let bytes = bytes.get(start..).unwrap_or(&[]);

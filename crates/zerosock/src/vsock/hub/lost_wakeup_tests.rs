@@ -9,7 +9,7 @@ use zerosock_proto::Port;
 
 use super::wait::{WaitBudget, WaitMode};
 use super::{Core, Interest};
-use crate::table::engine::Engine;
+use crate::table::backend::Backend;
 use crate::vsock::fake::core;
 use crate::vsock::waiting::Wait;
 
@@ -68,7 +68,7 @@ fn spinning_call_gives_back_what_others_drop() {
                 mode: WaitMode::Waits(Wait::Spin),
                 deadline: Some(Instant::now() + PATIENCE),
             };
-            let fired = |_: &mut dyn Engine| (script.lock().unwrap().fired > 0).then_some(());
+            let fired = |_: &mut dyn Backend| (script.lock().unwrap().fired > 0).then_some(());
             core.wait(Interest::Port(Port::new(1)), budget, fired)
         });
         while core.state.try_lock().is_ok() {
@@ -90,7 +90,7 @@ fn spinning_call_gives_back_what_others_drop() {
 #[cfg(feature = "tokio")]
 #[test]
 fn socket_of_a_task_that_a_drop_tells_is_closed() {
-    use crate::table::engine::ReadySource;
+    use crate::table::backend::ReadySource;
     use crate::table::sockets::{StreamId, StreamState};
     use crate::vsock::fake::info;
     use crate::vsock::stream::Stream;

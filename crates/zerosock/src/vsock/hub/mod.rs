@@ -40,7 +40,7 @@ use zerosock_ring::Trust;
 use super::options::DEFAULT_BUFFER;
 use super::waiting::Learned;
 use crate::control::attach::Client;
-use crate::table::engine::Engine;
+use crate::table::backend::Backend;
 use crate::table::leases::{Leases, NONE};
 use crate::table::over::EndpointOver;
 use crate::table::sockets::StreamId;
@@ -50,7 +50,7 @@ pub(crate) use waiters::{Alarm, AlreadyReady, EventFd, Interest, any_of};
 
 /// What the lock is about.
 pub(crate) struct State {
-    pub(crate) engine: Box<dyn Engine>,
+    pub(crate) engine: Box<dyn Backend>,
     /// Whoever sleeps on the engine's descriptor, by ticket.
     sleeper: Option<u64>,
     waiters: Vec<Waiter>,
@@ -144,7 +144,7 @@ fn me() -> usize {
 impl Core {
     /// `trust`: the opener has declared it.
     pub(crate) fn new(
-        engine: Box<dyn Engine>,
+        engine: Box<dyn Backend>,
         trust: Option<Trust>,
         place: Option<Client>,
     ) -> io::Result<Core> {
@@ -343,7 +343,7 @@ impl<'a> Locked<'a> {
     }
 
     #[inline]
-    pub(crate) fn engine(&mut self) -> &mut dyn Engine {
+    pub(crate) fn engine(&mut self) -> &mut dyn Backend {
         &mut *self.state().engine
     }
 

@@ -9,7 +9,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use super::*;
 use crate::io::deadline::timespec;
-use crate::table::engine::ReadySource;
+use crate::table::backend::ReadySource;
 use crate::table::sockets::StreamState;
 use crate::vsock::fake::{Scripted, core, info};
 use crate::vsock::listener::Listener;
@@ -34,7 +34,7 @@ fn sleeper(core: &Arc<Core>, script: &Scripted) -> mpsc::Receiver<()> {
             mode: WaitMode::Waits(Wait::Sleep),
             deadline: None,
         };
-        let fired = |_: &mut dyn Engine| (script.lock().unwrap().fired > 0).then_some(());
+        let fired = |_: &mut dyn Backend| (script.lock().unwrap().fired > 0).then_some(());
         let _ = mine.wait(Interest::Port(Port::new(1)), budget, fired);
         let _ = told.send(());
     });

@@ -16,7 +16,7 @@ use super::{Core, Locked, State, me};
 use crate::fault::Fault as Blame;
 use crate::io::deadline::earlier;
 use crate::io::deadline::timespec;
-use crate::table::engine::Engine;
+use crate::table::backend::Backend;
 use crate::table::over::EndpointOver;
 use crate::vsock::waiting::Wait;
 
@@ -104,13 +104,13 @@ impl Watch {
 impl Core {
     /// Calls `attempt` until it has something, or fails; between two calls takes in what has come,
     /// and waits as `budget` says. `interest` is what `attempt` looks at. What `attempt` queues,
-    /// it shows itself ([`Engine::flush`], [`Engine::settle`]).
+    /// it shows itself ([`Backend::flush`], [`Backend::settle`]).
     #[inline]
     pub(crate) fn wait<T>(
         &self,
         interest: Interest,
         budget: WaitBudget,
-        attempt: impl FnMut(&mut dyn Engine) -> Option<T>,
+        attempt: impl FnMut(&mut dyn Backend) -> Option<T>,
     ) -> Result<T, WaitFault> {
         let mut locked = Some(self.lock());
         self.wait_with(&mut locked, interest, budget, attempt)
@@ -123,7 +123,7 @@ impl Core {
         held: &mut Option<Locked<'a>>,
         interest: Interest,
         budget: WaitBudget,
-        mut attempt: impl FnMut(&mut dyn Engine) -> Option<T>,
+        mut attempt: impl FnMut(&mut dyn Backend) -> Option<T>,
     ) -> Result<T, WaitFault> {
         let locked = held.get_or_insert_with(|| self.lock());
         let mut watch = Watch::default();

@@ -23,7 +23,7 @@ use zerosock_proto::vsock::datagram::DatagramId;
 
 use super::{Core, Locked, State};
 use crate::io::deadline::timespec;
-use crate::table::engine::ReadySource;
+use crate::table::backend::ReadySource;
 use crate::table::sockets::StreamId;
 
 /// The shortest time that a timer can be set to.

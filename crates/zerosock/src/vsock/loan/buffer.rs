@@ -8,7 +8,7 @@ use std::sync::Arc;
 use zerosock_ring::{Claim, Piece, Trust};
 
 use super::{Filling, FillingPlace};
-use crate::table::engine::{Engine, LoanParts};
+use crate::table::backend::{Backend, LoanParts};
 use crate::table::leases::Entered;
 use crate::table::sockets::Place;
 use crate::vsock::errors::StreamError;
@@ -157,7 +157,7 @@ impl Buffer {
     pub(in crate::vsock) fn settle(
         &mut self,
         core: &Core,
-        engine: &mut dyn Engine,
+        engine: &mut dyn Backend,
         filled: bool,
     ) -> Result<bool, StreamError> {
         if self.place.is_some() {
@@ -177,7 +177,7 @@ impl Buffer {
     }
 
     /// The endpoint has taken the place away: what was written is in a copy, if there is one.
-    fn moved(&mut self, engine: &mut dyn Engine, filled: bool) -> Result<(), StreamError> {
+    fn moved(&mut self, engine: &mut dyn Backend, filled: bool) -> Result<(), StreamError> {
         match engine.copy_of(self.index) {
             Some((bytes, start)) => {
                 let bytes = bytes.get(start..).unwrap_or(&[]);

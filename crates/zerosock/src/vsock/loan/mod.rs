@@ -24,7 +24,7 @@ use zerosock_ring::{Claim, GuestSlice, SliceBuf};
 use super::errors::{StreamError, of_send};
 use super::hub::{Core, Interest};
 use super::stream::Stream;
-use crate::table::engine::{Engine, LoanParts, SendFault};
+use crate::table::backend::{Backend, LoanParts, SendFault};
 use crate::table::sockets::{PIECES, Place};
 pub(in crate::vsock) use buffer::Buffer;
 use buffer::{Inside, parts};
@@ -422,7 +422,7 @@ impl<'a> Loan<'a> {
         }
         let stream = self.stream;
         let interest = Interest::Conn(stream.conn.id);
-        let attempt = |engine: &mut dyn Engine| match self.queue(engine) {
+        let attempt = |engine: &mut dyn Backend| match self.queue(engine) {
             Ok(sent) => {
                 engine.flush();
                 Some(Ok(sent))
@@ -440,7 +440,7 @@ impl<'a> Loan<'a> {
         done.map_err(|error| (error, self))
     }
 
-    fn queue(&mut self, engine: &mut dyn Engine) -> Result<usize, SendFault> {
+    fn queue(&mut self, engine: &mut dyn Backend) -> Result<usize, SendFault> {
         let core = &self.stream.conn.core;
         let settled = self.buffer.settle(core, engine, self.filled > 0);
         settled.map_err(|_| SendFault::Unknown)?;

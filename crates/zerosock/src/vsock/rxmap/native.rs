@@ -14,7 +14,7 @@ use super::paged::reason;
 use super::pages::{Pages, capacity, pages_for};
 use super::rx_poll::{self, RxPoll};
 use super::{EMPTY, PAGE, RxMapError, SPILLED, STREAM_FLAGS};
-use crate::table::engine::NextKind;
+use crate::table::backend::NextKind;
 use crate::table::leases::Entered;
 use crate::table::sockets::{LeaseParts, PIECES, Place};
 use crate::vsock::stream::Stream;

@@ -17,7 +17,7 @@ use super::errors::of_nothing;
 use super::pages::{Pages, capacity};
 use super::rx_poll::{self, RxPoll};
 use super::{EMPTY, PAGE, RxMapError, STREAM_FLAGS};
-use crate::table::engine::{Engine, RecvFault};
+use crate::table::backend::{Backend, RecvFault};
 use crate::vsock::stream::Stream;
 
 /// Bytes of a header.
@@ -383,7 +383,7 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
 }
 
 /// Why there is nothing, if that is an error.
-pub(super) fn reason(engine: &mut dyn Engine, stream: &Stream) -> Option<RecvFault> {
+pub(super) fn reason(engine: &mut dyn Backend, stream: &Stream) -> Option<RecvFault> {
     // With nothing unread a peek takes nothing and says how things stand.
     engine.read(stream.conn.id, &mut [0], true).err()
 }

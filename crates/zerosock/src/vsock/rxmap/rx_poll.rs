@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use super::{CLOSED, DATA, EMPTY, RxMapError};
-use crate::table::engine::{Ahead, Engine};
+use crate::table::backend::{Ahead, Backend};
 use crate::vsock::stream::Stream;
 
 /// Looks between two looks at the clock: a timer of the engine may be due. The clock is no system
@@ -38,7 +38,7 @@ impl RxPoll {
         Ok(found)
     }
 
-    fn is_due(&mut self, engine: &mut dyn Engine) -> bool {
+    fn is_due(&mut self, engine: &mut dyn Backend) -> bool {
         self.looks = self.looks.wrapping_add(1);
         engine.pending()
             || self.looks.is_multiple_of(TURN)
@@ -49,7 +49,7 @@ impl RxPoll {
 
 /// What the engine knows already. A low-water mark above one byte makes less than that "nothing",
 /// as SO_RCVLOWAT does for `poll(2)`.
-pub(super) fn value(engine: &mut dyn Engine, stream: &Stream) -> u32 {
+pub(super) fn value(engine: &mut dyn Backend, stream: &Stream) -> u32 {
     match engine.ahead(stream.conn.id) {
         None | Some(Ahead { closed: true, .. }) => CLOSED,
         Some(ahead) if ahead.unread >= stream.low_water() as usize => DATA,

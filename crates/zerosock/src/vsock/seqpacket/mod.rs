@@ -24,7 +24,7 @@ use zerosock_proto::Address;
 use super::connection::{Connection, option_calls};
 use super::hub::{Core, Interest};
 use super::waiting::Wait;
-use crate::table::engine::{ConnInfo, Engine};
+use crate::table::backend::{Backend, ConnInfo};
 use crate::table::sockets::{Message, StreamId, StreamState};
 pub use leases::MessageLeases;
 pub use listener::{SeqPacketIncoming, SeqPacketListener};
@@ -173,7 +173,7 @@ impl SeqPacket {
     /// # Errors
     /// `WouldBlock`, `TimedOut`; `ConnectionAborted` when the endpoint is over.
     pub fn wait_readable(&self) -> io::Result<()> {
-        let attempt = |engine: &mut dyn Engine| is_ready(engine, self.conn.id).then_some(());
+        let attempt = |engine: &mut dyn Backend| is_ready(engine, self.conn.id).then_some(());
         let interest = Interest::Conn(self.conn.id);
         let budget = self.conn.read_patience();
         Ok(self.conn.core.wait(interest, budget, attempt)?)
@@ -317,7 +317,7 @@ impl SeqPacket {
     /// work for the endpoint. Who does not wait is to come again himself.
     #[cold]
     pub(super) fn see_off(&self) -> io::Result<()> {
-        let attempt = |engine: &mut dyn Engine| {
+        let attempt = |engine: &mut dyn Backend| {
             engine.flush();
             (!engine.is_sending(self.conn.id)).then_some(())
         };
@@ -348,7 +348,7 @@ impl SeqPacket {
 }
 
 /// Whether a message could be received, or none will come any more.
-fn is_ready(engine: &mut dyn Engine, id: StreamId) -> bool {
+fn is_ready(engine: &mut dyn Backend, id: StreamId) -> bool {
     engine.info(id).is_none_or(|info| {
         info.messages.is_none_or(|messages| messages > 0)
             || info.at_end

@@ -7,7 +7,7 @@ use std::fmt;
 use std::io;
 
 use super::Stream;
-use crate::table::engine::{Engine, SendFault};
+use crate::table::backend::{Backend, SendFault};
 use crate::table::sockets::StreamId;
 use crate::vsock::hub::{Interest, Locked};
 
@@ -69,7 +69,7 @@ impl Batch<'_> {
     #[inline]
     fn transmit<T>(
         &mut self,
-        mut put: impl FnMut(&mut dyn Engine, StreamId) -> Result<T, SendFault>,
+        mut put: impl FnMut(&mut dyn Backend, StreamId) -> Result<T, SendFault>,
     ) -> io::Result<T> {
         let stream = self.stream;
         // Straight away, as nearly always.
@@ -79,7 +79,7 @@ impl Batch<'_> {
             return Ok(done);
         }
         let budget = stream.conn.write_patience();
-        let attempt = |engine: &mut dyn Engine| match put(engine, stream.conn.id) {
+        let attempt = |engine: &mut dyn Backend| match put(engine, stream.conn.id) {
             Ok(done) => Some(Ok(done)),
             Err(fault) => stream.conn.send_fault(engine, fault),
         };

@@ -25,7 +25,7 @@ use zerosock_ring::GuestSlice;
 
 use super::leases::Leases;
 use super::sockets::{Copied, LeaseParts, Message, Place, StreamId, StreamState};
-use crate::table::datagrams::DatagramEngine;
+use crate::table::datagrams::DatagramBackend;
 use crate::table::over::EndpointOver;
 
 /// Why a receive returned nothing.
@@ -288,7 +288,7 @@ pub struct EndpointStats {
 }
 
 /// The sockets of an endpoint as seen by the API. See the module documentation.
-pub(crate) trait Engine: Send {
+pub(crate) trait Backend: Send {
     /// The lease table shared with the holders of leases and loans.
     fn words(&self) -> Arc<Leases>;
 
@@ -534,7 +534,7 @@ pub(crate) trait Engine: Send {
     fn stats(&self) -> EndpointStats;
 
     /// The datagram sockets, if the backend supports them.
-    fn datagrams(&mut self) -> Option<&mut dyn DatagramEngine> {
+    fn datagrams(&mut self) -> Option<&mut dyn DatagramBackend> {
         None
     }
 }

@@ -13,11 +13,11 @@ use zerosock_proto::{Address, Port};
 use super::queue_pairs::{QueuePair, QueuePairId};
 use super::{Driver, DriverError, SendError, StreamId, loans};
 use crate::fault::Fault;
-use crate::table::datagrams::DatagramEngine;
-use crate::table::engine::{
-    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload,
+use crate::table::backend::{
+    Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, LoanParts, LoanedPart, Payload,
     ReadySource, RecvFault, SendFault, ShowBounds, copy_shown,
 };
+use crate::table::datagrams::DatagramBackend;
 use crate::table::gathered::unsent;
 use crate::table::leases::Leases;
 use crate::table::outgoing::Outgoing;
@@ -53,7 +53,7 @@ impl Driver {
     }
 }
 
-impl Engine for Driver {
+impl Backend for Driver {
     fn words(&self) -> Arc<Leases> {
         self.sockets.words().clone()
     }
@@ -461,7 +461,7 @@ impl Engine for Driver {
         }
     }
 
-    fn datagrams(&mut self) -> Option<&mut dyn DatagramEngine> {
+    fn datagrams(&mut self) -> Option<&mut dyn DatagramBackend> {
         Some(self)
     }
 }

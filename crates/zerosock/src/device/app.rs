@@ -214,7 +214,7 @@ impl Device {
             && let Some(conn) = app.sockets.get_mut(id)
         {
             conn.state = StreamState::Connected;
-            app.sockets.announce(id, ReadyFlags::Connected);
+            app.sockets.set_ready(id, ReadyFlags::Connected);
         }
     }
 
@@ -234,7 +234,7 @@ impl Device {
             if send {
                 app.sockets.drop_half(id, &mut self.store());
             }
-            app.sockets.announce(id, ReadyFlags::PeerShutdown);
+            app.sockets.set_ready(id, ReadyFlags::PeerShutdown);
         }
     }
 
@@ -244,7 +244,7 @@ impl Device {
             && let Some(conn) = app.sockets.get_mut(id)
         {
             conn.wants_room = false;
-            app.sockets.announce(id, ReadyFlags::Writable);
+            app.sockets.set_ready(id, ReadyFlags::Writable);
         }
     }
 
@@ -283,7 +283,7 @@ impl Device {
             return;
         }
         if let Some(app) = cx.app.as_deref_mut() {
-            app.sockets.tell_of_room(&mut self.app.waiters);
+            app.sockets.wake_waiters(&mut self.app.waiters);
         }
     }
 
@@ -432,7 +432,7 @@ impl Device {
             return;
         };
         let flow = app.sockets.get(id).and_then(|conn| conn.flow);
-        app.sockets.give_up(id, &mut self.store());
+        app.sockets.mark_reset(id, &mut self.store());
         if let Some(key) = flow.and_then(|flow| self.key_of(flow)) {
             self.reset_bridge(key, cx);
         }

@@ -20,7 +20,7 @@ impl Device {
         bytes: &[u8],
         cx: &mut Context<'_>,
     ) -> Result<usize, SendFault> {
-        let Some(taken) = self.gathered.take_in(&mut self.shard, flow, bytes) else {
+        let Some(taken) = self.gathered.push(&mut self.shard, flow, bytes) else {
             return self.send_alone(flow, bytes, cx);
         };
         if self.shard.poll_timeout().is_some_and(|at| at <= cx.now) {
@@ -106,7 +106,7 @@ impl Device {
             };
             if let Some(span) = packet.span {
                 let memory = rx.queue.memory();
-                self.gathered.leave(span.flow, span.len, |bytes| {
+                self.gathered.pop(span.flow, span.len, |bytes| {
                     memory.write(chain.writable(), HEADER_LEN, bytes);
                 });
                 self.shard.handle_released(span);

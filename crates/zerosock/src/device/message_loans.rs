@@ -176,7 +176,7 @@ impl Device {
             app.tally.copied_in += rest.len() as u64;
         }
         if !all {
-            self.keep(Outgoing::of(room, rest, ends_record));
+            self.keep(Outgoing::new(room, rest, ends_record));
         }
         Ok(all)
     }

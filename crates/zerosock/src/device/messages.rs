@@ -353,7 +353,7 @@ impl Device {
             }
             match rx.pop_if(HEADER_LEN + 1, true) {
                 Some(next) => chain = next,
-                None => break Some(Outgoing::rest(room, slices, ends_record)),
+                None => break Some(Outgoing::from_slices(room, slices, ends_record)),
             }
         };
         let all = rest.is_none();

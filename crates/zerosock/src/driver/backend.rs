@@ -22,7 +22,7 @@ use crate::table::gathered::unsent;
 use crate::table::leases::Leases;
 use crate::table::outgoing::Outgoing;
 use crate::table::over::EndpointOver;
-use crate::table::sockets::{Copied, LeaseParts, Message, NoLease, ReadyFlags};
+use crate::table::sockets::{Copied, LeaseParts, MessageRead, NoLease, ReadyFlags};
 
 impl Driver {
     /// Declares whether the application trusts the peer not to write leased bytes.
@@ -54,8 +54,8 @@ impl Driver {
 }
 
 impl Backend for Driver {
-    fn words(&self) -> Arc<Leases> {
-        self.sockets.words().clone()
+    fn lease_table(&self) -> Arc<Leases> {
+        self.sockets.lease_table().clone()
     }
 
     #[inline]
@@ -79,7 +79,7 @@ impl Backend for Driver {
     }
 
     #[inline]
-    fn settle(&mut self) {
+    fn flush_after_read(&mut self) {
         let enough = (self.config.slots() / 8).max(1);
         let is_due = |queue_pair: &QueuePair| {
             queue_pair.rx.unshown() >= enough
@@ -109,18 +109,18 @@ impl Backend for Driver {
         self.watch.as_fd()
     }
 
-    fn next_stirred(&mut self) -> Option<ReadySource> {
+    fn next_ready(&mut self) -> Option<ReadySource> {
         let unreported = |listener: &&mut super::Listener| listener.unreported > 0;
         if let Some(listener) = self.listeners.iter_mut().find(unreported) {
             listener.unreported = 0;
             return Some(ReadySource::Port(listener.port));
         }
-        if let Some(stream) = self.sockets.next_stirred() {
+        if let Some(stream) = self.sockets.next_ready() {
             return Some(ReadySource::Conn(stream));
         }
         self.datagrams
             .inboxes
-            .next_stirred()
+            .next_ready()
             .map(ReadySource::Datagram)
     }
 
@@ -195,7 +195,7 @@ impl Backend for Driver {
     fn shutdown(&mut self, id: StreamId, how: How) {
         Driver::shutdown(self, id, how);
         // Wakes a writer that waits on another thread.
-        self.sockets.announce(id, ReadyFlags::Writable);
+        self.sockets.set_ready(id, ReadyFlags::Writable);
     }
 
     fn close(&mut self, id: StreamId) {
@@ -323,8 +323,8 @@ impl Backend for Driver {
         self.sockets.copy_of(index)
     }
 
-    fn give_back(&mut self, index: u32) {
-        if !self.sockets.give_back(index, &mut self.store) && !self.end_datagram_loan(index) {
+    fn handle_dropped(&mut self, index: u32) {
+        if !self.sockets.end_lease(index, &mut self.store) && !self.end_datagram_loan(index) {
             self.end_lent(index);
         }
     }
@@ -338,7 +338,7 @@ impl Backend for Driver {
         Driver::set_coalesces(self, id, coalesces);
     }
 
-    fn let_go(&mut self, id: StreamId) {
+    fn flush_coalesced(&mut self, id: StreamId) {
         if let Some((queue_pair, flow)) = self.flow_of(id) {
             self.store.queue_pairs[queue_pair].shard.let_go(flow);
         }
@@ -369,7 +369,7 @@ impl Backend for Driver {
         id: StreamId,
         out: &mut [u8],
         peek: bool,
-    ) -> Result<Option<Message>, RecvFault> {
+    ) -> Result<Option<MessageRead>, RecvFault> {
         let message = self.sockets.read_message(id, out, peek, &mut self.store);
         match message {
             Some(message) => Ok(Some(message)),

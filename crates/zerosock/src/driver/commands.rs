@@ -129,7 +129,7 @@ impl Driver {
     pub fn shutdown(&mut self, stream: StreamId, how: How) {
         let now = self.now();
         if how.receive {
-            self.sockets.read_no_more(stream, &mut self.store);
+            self.sockets.shutdown_recv(stream, &mut self.store);
         }
         let Some(entry) = self.sockets.get_mut(stream) else {
             return;

@@ -340,7 +340,7 @@ impl Driver {
                 Event::Connected { flow } => {
                     if let Some(stream) = self.flow(queue_pair, flow) {
                         self.set_state(stream, StreamState::Connected);
-                        self.sockets.announce(stream, ReadyFlags::Connected);
+                        self.sockets.set_ready(stream, ReadyFlags::Connected);
                     }
                 }
                 Event::Refused { flow, reason } => {
@@ -350,7 +350,7 @@ impl Driver {
                             entry.flow = None;
                             entry.refused = Some(reason);
                         }
-                        self.sockets.announce(stream, ReadyFlags::Refused);
+                        self.sockets.set_ready(stream, ReadyFlags::Refused);
                     }
                 }
                 Event::PeerShutdown {
@@ -369,12 +369,12 @@ impl Driver {
                         if send {
                             self.sockets.drop_half(stream, &mut self.store);
                         }
-                        self.sockets.announce(stream, ReadyFlags::PeerShutdown);
+                        self.sockets.set_ready(stream, ReadyFlags::PeerShutdown);
                     }
                 }
                 Event::Writable { flow } => {
                     if let Some(stream) = self.flow(queue_pair, flow) {
-                        self.sockets.announce(stream, ReadyFlags::Writable);
+                        self.sockets.set_ready(stream, ReadyFlags::Writable);
                     }
                 }
                 Event::Closed { flow, reason } => {
@@ -444,7 +444,7 @@ impl Driver {
             StreamState::Reset
         };
         self.sockets.drop_half(stream, &mut self.store);
-        self.sockets.announce(stream, ReadyFlags::Closed);
+        self.sockets.set_ready(stream, ReadyFlags::Closed);
     }
 
     fn set_state(&mut self, stream: StreamId, state: StreamState) {

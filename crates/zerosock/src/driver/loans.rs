@@ -13,7 +13,7 @@ use super::errors::{DriverError, SendError};
 use super::queue_pairs::QueuePairId;
 use super::transfer::Loan;
 use crate::table::backend::{LoanParts, SendFault};
-use crate::table::sockets::{Place, StreamId};
+use crate::table::sockets::{BufferPlace, StreamId};
 
 /// The loans that are out.
 #[derive(Debug)]
@@ -182,9 +182,9 @@ impl Driver {
     }
 
     /// Where the payload of a slot lies.
-    pub(super) fn place_of(&self, queue_pair: QueuePairId, slot: u16) -> Place {
+    pub(super) fn place_of(&self, queue_pair: QueuePairId, slot: u16) -> BufferPlace {
         let slots = &self.store.queue_pairs[queue_pair].slots;
-        Place::InPlace {
+        BufferPlace::InPlace {
             memory: slots.memory.clone(),
             pieces: slots.tx_data.pieces(slot).iter().copied().collect(),
             offset: 0,

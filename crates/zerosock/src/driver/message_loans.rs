@@ -133,7 +133,7 @@ impl Driver {
         let all = rest.is_empty();
         if !all {
             self.loans.copied_in += rest.len() as u64;
-            self.keep(queue_pair, stream, Outgoing::of(room, rest, ends_record));
+            self.keep(queue_pair, stream, Outgoing::new(room, rest, ends_record));
         }
         fault.map_or(Ok(all), Err)
     }

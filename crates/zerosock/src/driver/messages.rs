@@ -86,7 +86,7 @@ impl Driver {
             {
                 Some(next) => slot = next,
                 None => {
-                    let rest = Outgoing::rest(room, slices, ends_record);
+                    let rest = Outgoing::from_slices(room, slices, ends_record);
                     self.keep(queue_pair, stream, rest);
                     return Ok(false);
                 }

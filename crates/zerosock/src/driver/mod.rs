@@ -204,7 +204,7 @@ impl Driver {
             self.handle_timeout(now);
         }
         busy |= self.take_packets(now)?;
-        if self.sockets.is_over() {
+        if self.sockets.is_over_copy_limit() {
             self.shed();
         }
         self.take_core_events(now);
@@ -273,12 +273,12 @@ impl Driver {
     /// Resets the connections with most copied bytes, because the limit is exceeded.
     #[cold]
     fn shed(&mut self) {
-        for stream in self.sockets.overfull() {
+        for stream in self.sockets.connections_to_shed() {
             if let Some((queue_pair, flow)) = self.flow_of(stream) {
                 // A flow that ended meanwhile needs no reset.
                 let _ = self.store.queue_pairs[queue_pair].shard.reset(flow);
             }
-            self.sockets.give_up(stream, &mut self.store);
+            self.sockets.mark_reset(stream, &mut self.store);
         }
     }
 
@@ -488,7 +488,7 @@ impl Driver {
             }
         }
         let waiters = &mut self.store.queue_pairs[queue_pair].waiters;
-        self.sockets.tell_of_room(waiters);
+        self.sockets.wake_waiters(waiters);
     }
 
     /// Keeps returned receive buffers from the device, or posts all kept ones: emulates a guest

@@ -104,7 +104,7 @@ impl Driver {
         if there == queue_pair {
             // Fails only for a flow that has ended.
             let _ = self.store.queue_pairs[queue_pair].shard.resume(flow);
-            return self.sockets.announce(stream, ReadyFlags::Writable);
+            return self.sockets.set_ready(stream, ReadyFlags::Writable);
         }
         // Its unread bytes and its credit refer to slots of the old pair.
         self.sockets.leave_pool(stream, &mut self.store);
@@ -126,7 +126,7 @@ impl Driver {
         if let Some(conn) = self.sockets.get_mut(stream) {
             conn.wants_room = false;
         }
-        self.sockets.announce(stream, ReadyFlags::Writable);
+        self.sockets.set_ready(stream, ReadyFlags::Writable);
     }
 
     /// Resets a connection that the device moved to `pair` and that does not exist here.

@@ -10,13 +10,13 @@ use zerosock_proto::wire::vsock::{Op, SocketType};
 use super::bare::{Peer, SERVER, connect, pair};
 use super::{Driver, IDLE_TURNS, StreamId, StreamState};
 use crate::table::backend::{Backend, ReadySource, RecvFault, SendFault};
-use crate::table::sockets::Place;
+use crate::table::sockets::BufferPlace;
 
 /// A driver with 32 slots each way.
 fn small() -> (Driver, Peer, StreamId) {
     let (mut driver, mut peer) = pair(|config| config.queue_size = 64);
     let id = connect(&mut driver, &mut peer);
-    while driver.next_stirred().is_some() {}
+    while driver.next_ready().is_some() {}
     (driver, peer, id)
 }
 
@@ -48,7 +48,7 @@ fn packets_beyond_three_quarters_wait_in_the_ring_and_keep_nobody_awake() {
     assert!(!is_told(&driver));
     let mut out = [0; 4];
     assert_eq!(driver.read(id, &mut out, false), Ok(4));
-    Backend::settle(&mut driver);
+    Backend::flush_after_read(&mut driver);
     assert!(is_told(&driver));
     driver.disarm();
     assert!(!is_told(&driver));
@@ -96,7 +96,7 @@ fn loans_leave_slots_for_others_and_go_on_as_copies() {
         assert_eq!(loan.len, 8);
         let bytes = [n; 8];
         match &loan.place {
-            Some(Place::InPlace { memory, pieces, .. }) => {
+            Some(BufferPlace::InPlace { memory, pieces, .. }) => {
                 memory.write(pieces, 0, &bytes);
                 driver.send_loan(loan.index, 7, None).unwrap();
             }
@@ -123,7 +123,7 @@ fn loans_leave_slots_for_others_and_go_on_as_copies() {
     for _ in 0..1000 {
         let loan = Backend::loan(&mut driver, id, 8).unwrap();
         assert!(loan.place.is_some());
-        driver.give_back(loan.index);
+        driver.handle_dropped(loan.index);
     }
 }
 
@@ -150,14 +150,14 @@ fn a_device_that_hangs_up_resets_all_and_ends_the_endpoint() {
     peer.say(Op::Rw, b"last");
     Backend::turn(&mut driver).unwrap();
     let loan = Backend::loan(&mut driver, id, 8).unwrap();
-    assert_eq!(driver.next_stirred(), Some(ReadySource::Conn(id)));
+    assert_eq!(driver.next_ready(), Some(ReadySource::Conn(id)));
     assert!(!Backend::arm(&mut driver));
     driver.watch.forget().unwrap();
     peer.socket = None;
     assert!(is_told(&driver));
     driver.disarm();
     assert!(!driver.is_attached());
-    assert_eq!(driver.next_stirred(), Some(ReadySource::Conn(id)));
+    assert_eq!(driver.next_ready(), Some(ReadySource::Conn(id)));
     assert_eq!(driver.state(id), Some(StreamState::Reset));
     let mut out = [0; 8];
     assert_eq!(driver.read(id, &mut out, false), Ok(4));

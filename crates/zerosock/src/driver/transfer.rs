@@ -290,7 +290,7 @@ impl Driver {
         bytes: &[u8],
     ) -> Result<usize, SendError> {
         let of = &mut self.store.queue_pairs[queue_pair];
-        let Some(taken) = of.gathered.take_in(&mut of.shard, flow, bytes) else {
+        let Some(taken) = of.gathered.push(&mut of.shard, flow, bytes) else {
             return self.send_alone(stream, (queue_pair, flow), bytes);
         };
         let now = self.now();
@@ -329,7 +329,7 @@ impl Driver {
             };
             if let Some(span) = packet.span {
                 let slots = &of.slots;
-                of.gathered.leave(span.flow, span.len, |bytes| {
+                of.gathered.pop(span.flow, span.len, |bytes| {
                     slots.memory.write(slots.tx_data.pieces(slot), 0, bytes);
                 });
                 of.shard.handle_released(span);

@@ -18,7 +18,7 @@ fn two() -> (Driver, Peer, [(StreamId, Repr); 2]) {
         let id = connect(&mut driver, &mut peer);
         (id, peer.header)
     });
-    while driver.next_stirred().is_some() {}
+    while driver.next_ready().is_some() {}
     (driver, peer, ends)
 }
 
@@ -46,7 +46,7 @@ fn a_turn_takes_so_many_packets_and_tells_of_each_connection_once() {
         assert!(Backend::turn(&mut driver).unwrap());
         assert_eq!(taken(&driver) - before, TURN, "round {round}");
         assert_eq!(driver.unread(bulk) + driver.unread(small), TURN as usize);
-        let told: Vec<_> = std::iter::from_fn(|| driver.next_stirred()).collect();
+        let told: Vec<_> = std::iter::from_fn(|| driver.next_ready()).collect();
         assert_eq!(told, [ReadySource::Conn(bulk), ReadySource::Conn(small)]);
         assert_eq!(driver.read(small, &mut out, false), Ok(1));
         assert_eq!(driver.read(bulk, &mut out, false), Ok(255));
@@ -54,7 +54,7 @@ fn a_turn_takes_so_many_packets_and_tells_of_each_connection_once() {
         Backend::turn(&mut driver).unwrap();
         assert_eq!(taken(&driver) - before, 321);
         assert_eq!(driver.read(bulk, &mut out, false), Ok(65));
-        while driver.next_stirred().is_some() {}
+        while driver.next_ready().is_some() {}
         Backend::flush(&mut driver);
         while peer.take().is_some() {}
     }
@@ -87,7 +87,7 @@ fn a_call_shows_so_many_packets_at_most() {
         assert_eq!(driver.read(bulk, &mut out, false), Ok(59));
         assert_eq!(driver.read(small, &mut out, false), Ok(1));
         Backend::turn(&mut driver).unwrap();
-        while driver.next_stirred().is_some() {}
+        while driver.next_ready().is_some() {}
         while peer.take().is_some() {}
     }
 }
@@ -99,7 +99,7 @@ fn who_finds_no_slot_has_one_when_another_takes_all_he_can() {
     let mut sent = 0;
     for _ in 0..20 {
         // The order of notification is the order in which they retry.
-        let mut order: Vec<_> = std::iter::from_fn(|| driver.next_stirred()).collect();
+        let mut order: Vec<_> = std::iter::from_fn(|| driver.next_ready()).collect();
         order.push(ReadySource::Conn(bulk));
         order.push(ReadySource::Conn(small));
         for told in order {

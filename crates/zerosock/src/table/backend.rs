@@ -24,7 +24,7 @@ use zerosock_proto::{Address, Port};
 use zerosock_ring::GuestSlice;
 
 use super::leases::Leases;
-use super::sockets::{Copied, LeaseParts, Message, Place, StreamId, StreamState};
+use super::sockets::{BufferPlace, Copied, LeaseParts, MessageRead, StreamId, StreamState};
 use crate::table::datagrams::DatagramBackend;
 use crate::table::over::EndpointOver;
 
@@ -133,7 +133,7 @@ pub(crate) struct LoanParts {
     pub(crate) len: usize,
     /// Location of the buffer. `None`: the loan limits are reached; the holder allocates a private
     /// buffer of `len` bytes, which is copied when it is sent.
-    pub(crate) place: Option<Place>,
+    pub(crate) place: Option<BufferPlace>,
 }
 
 /// One buffer of a message loan, ready to send.
@@ -290,7 +290,7 @@ pub struct EndpointStats {
 /// The sockets of an endpoint as seen by the API. See the module documentation.
 pub(crate) trait Backend: Send {
     /// The lease table shared with the holders of leases and loans.
-    fn words(&self) -> Arc<Leases>;
+    fn lease_table(&self) -> Arc<Leases>;
 
     /// Whether a turn would find work, by a cheap check without clock or system call.
     fn pending(&mut self) -> bool;
@@ -305,7 +305,7 @@ pub(crate) trait Backend: Send {
     /// Publishes after a read only what the peer may be waiting for: credit that it has run out of,
     /// or a batch of buffers. A reader of many small packets then sends few notifications. The next
     /// turn or flush publishes the rest.
-    fn settle(&mut self) {
+    fn flush_after_read(&mut self) {
         self.flush();
     }
 
@@ -328,7 +328,7 @@ pub(crate) trait Backend: Send {
     /// The next object with changed readiness: bytes or an end of stream arrived, room became
     /// available, a connect completed or failed, a connection closed or waits for accept. Each
     /// object is returned once per change.
-    fn next_stirred(&mut self) -> Option<ReadySource>;
+    fn next_ready(&mut self) -> Option<ReadySource>;
 
     /// When the next timer is due.
     fn next_timeout(&self) -> Option<Instant>;
@@ -432,7 +432,7 @@ pub(crate) trait Backend: Send {
     fn copy_of(&self, index: u32) -> Option<Copied>;
 
     /// Ends a lease or loan that its holder dropped.
-    fn give_back(&mut self, index: u32);
+    fn handle_dropped(&mut self, index: u32);
 
     /// Sends a copy of as many bytes as credit and buffers allow: at least one, in as few packets
     /// as possible. Visible after the next flush.
@@ -443,7 +443,7 @@ pub(crate) trait Backend: Send {
     fn set_coalesces(&mut self, _: StreamId, _: bool) {}
 
     /// Sends coalesced writes without further delay. Visible after the next flush.
-    fn let_go(&mut self, _: StreamId) {}
+    fn flush_coalesced(&mut self, _: StreamId) {}
 
     /// Whether another write would be coalesced with the pending ones; `None` if none are pending.
     fn may_gather_more(&mut self, _: StreamId) -> Option<bool> {
@@ -470,7 +470,7 @@ pub(crate) trait Backend: Send {
         id: StreamId,
         out: &mut [u8],
         peek: bool,
-    ) -> Result<Option<Message>, RecvFault>;
+    ) -> Result<Option<MessageRead>, RecvFault>;
 
     /// Leases the first message, one lease for each part. The flag tells whether it ends a record.
     /// `Ok(None)`: end of stream.
@@ -519,7 +519,7 @@ pub(crate) trait Backend: Send {
         }
         match self.loan(id, 1) {
             Ok(parts) => {
-                self.give_back(parts.index);
+                self.handle_dropped(parts.index);
                 true
             }
             Err(SendFault::WouldBlock | SendFault::NotConnected) => false,

@@ -12,7 +12,7 @@ use zerosock_proto::vsock::datagram::{
 use zerosock_proto::{Address, Port};
 
 use crate::table::backend::{LoanParts, Payload, RecvFault};
-use crate::table::inboxes::{Got, GotLease};
+use crate::table::inboxes::{LeasedDatagram, ReceivedDatagram};
 
 /// Why a datagram was not sent.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -92,10 +92,10 @@ pub(crate) trait DatagramBackend {
     fn may_send(&mut self, id: DatagramId, to: Option<Address>) -> bool;
 
     /// Copies the next datagram to `out`, truncated to its length. `None`: the socket is empty.
-    fn recv(&mut self, id: DatagramId, out: &mut [u8], peek: bool) -> Option<Got>;
+    fn recv(&mut self, id: DatagramId, out: &mut [u8], peek: bool) -> Option<ReceivedDatagram>;
 
     /// Leases the next datagram.
-    fn lease(&mut self, id: DatagramId) -> Result<GotLease, RecvFault>;
+    fn lease(&mut self, id: DatagramId) -> Result<LeasedDatagram, RecvFault>;
 
     /// Whether the application declared the peer of `pool` trusted: it does not write leased bytes.
     fn trusts(&self, pool: Option<u32>) -> bool;

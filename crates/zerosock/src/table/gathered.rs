@@ -31,12 +31,7 @@ pub(crate) struct Gathered(HashMap<FlowId, Vec<u8>>);
 impl Gathered {
     /// Stores the first of `bytes`, as many as `shard` allows, and returns how many. `None`: the
     /// bytes are to be sent uncoalesced.
-    pub(crate) fn take_in(
-        &mut self,
-        shard: &mut Shard,
-        flow: FlowId,
-        bytes: &[u8],
-    ) -> Option<usize> {
+    pub(crate) fn push(&mut self, shard: &mut Shard, flow: FlowId, bytes: &[u8]) -> Option<usize> {
         if self.0.len() >= MOST && !self.0.contains_key(&flow) {
             let unsent = |flow| shard.flow(flow).is_some_and(|info| info.unsent > 0);
             self.0.retain(|flow, _| unsent(*flow));
@@ -56,7 +51,7 @@ impl Gathered {
     }
 
     /// Removes the next `len` bytes of a connection and passes them to `put`.
-    pub(crate) fn leave(&mut self, flow: FlowId, len: u32, put: impl FnOnce(&[u8])) {
+    pub(crate) fn pop(&mut self, flow: FlowId, len: u32, put: impl FnOnce(&[u8])) {
         let Some(kept) = self.0.get_mut(&flow) else {
             return;
         };

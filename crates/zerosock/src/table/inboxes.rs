@@ -54,7 +54,7 @@ enum At {
 
 /// The result of reading a datagram.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Got {
+pub(crate) struct ReceivedDatagram {
     /// Bytes copied.
     pub(crate) copied: usize,
     /// Length of the datagram in bytes.
@@ -64,7 +64,7 @@ pub(crate) struct Got {
 
 /// A leased datagram.
 #[derive(Debug)]
-pub(crate) struct GotLease {
+pub(crate) struct LeasedDatagram {
     /// `None`: the datagram is empty.
     pub(crate) parts: Option<LeaseParts>,
     pub(crate) source: Address,
@@ -131,7 +131,7 @@ impl Inboxes {
 
     /// The next socket with changed readiness.
     #[inline]
-    pub(crate) fn next_stirred(&mut self) -> Option<DatagramId> {
+    pub(crate) fn next_ready(&mut self) -> Option<DatagramId> {
         while let Some(id) = self.stirred.pop_front() {
             if let Some(inbox) = self.inbox(id) {
                 inbox.listed = false;
@@ -220,7 +220,7 @@ impl Inboxes {
         peek: bool,
         sockets: &mut Sockets<T>,
         store: &mut impl Store<Token = T>,
-    ) -> Option<Got> {
+    ) -> Option<ReceivedDatagram> {
         let entry = self.front(id, sockets)?;
         let (source, len) = (entry.source, entry.len);
         let copied = (len as usize).min(out.len());
@@ -244,7 +244,7 @@ impl Inboxes {
             self.inbox(id)?.entries.pop_front();
             self.table.taken(id, len);
         }
-        Some(Got {
+        Some(ReceivedDatagram {
             copied,
             len: len as usize,
             source,
@@ -257,7 +257,7 @@ impl Inboxes {
         id: DatagramId,
         sockets: &mut Sockets<T>,
         store: &mut impl Store<Token = T>,
-    ) -> Result<GotLease, RecvFault> {
+    ) -> Result<LeasedDatagram, RecvFault> {
         let entry = self.front(id, sockets).ok_or(RecvFault::WouldBlock)?;
         let (source, len) = (entry.source, entry.len);
         let mut pool = None;
@@ -283,7 +283,7 @@ impl Inboxes {
             inbox.entries.pop_front();
         }
         self.table.taken(id, len);
-        Ok(GotLease {
+        Ok(LeasedDatagram {
             parts,
             source,
             pool,

@@ -151,7 +151,7 @@ impl Leases {
         if let Some(word) = self.word(look)
             && word.state.swap(1, Ordering::AcqRel) == 0
         {
-            self.drop_one(look);
+            self.push_dropped(look);
         }
         true
     }
@@ -196,12 +196,12 @@ impl Leases {
 
     /// Pushes a dropped lease onto the stack.
     #[inline]
-    pub(crate) fn drop_one(&self, index: u32) {
-        self.drop_chain(index, index);
+    pub(crate) fn push_dropped(&self, index: u32) {
+        self.push_chain(index, index);
     }
 
     /// Pushes several leases at once: they come off together, the last one first.
-    pub(crate) fn drop_all(&self, mut indices: impl Iterator<Item = u32>) {
+    pub(crate) fn push_all_dropped(&self, mut indices: impl Iterator<Item = u32>) {
         let Some(first) = indices.next() else {
             return;
         };
@@ -212,12 +212,12 @@ impl Leases {
                 last = index;
             }
         }
-        self.drop_chain(last, first);
+        self.push_chain(last, first);
     }
 
     /// Pushes `last` and all entries linked behind it down to `first`.
     #[inline]
-    fn drop_chain(&self, last: u32, first: u32) {
+    fn push_chain(&self, last: u32, first: u32) {
         let Some(word) = self.word(first) else {
             return;
         };
@@ -225,7 +225,7 @@ impl Leases {
         loop {
             word.next.store(head, Ordering::Relaxed);
             // Release: the links and the holder's reads happen before the index becomes visible.
-            // Acquire: pairs with `any_dropped_meanwhile`.
+            // Acquire: pairs with `any_dropped_after_unlock`.
             match self.dropped.compare_exchange_weak(
                 head,
                 last,
@@ -251,7 +251,7 @@ impl Leases {
     ///   the attempt to lock. That attempt fails only if another thread took the lock later, which
     ///   checks again after it has released it.
     #[inline]
-    pub(crate) fn any_dropped_meanwhile(&self) -> bool {
+    pub(crate) fn any_dropped_after_unlock(&self) -> bool {
         // Changes nothing, but is not a mere load while the stack is empty. Release: for the push
         // behind it. Acquire: for a push that a later check could be the first to see.
         self.dropped
@@ -275,7 +275,7 @@ impl Leases {
 
     /// The index dropped before `index`; must be read before `index` is reused.
     #[inline]
-    pub(crate) fn after(&self, index: u32) -> u32 {
+    pub(crate) fn next_dropped(&self, index: u32) -> u32 {
         self.word(index)
             .map_or(NONE, |word| word.next.load(Ordering::Relaxed))
     }
@@ -369,7 +369,7 @@ mod tests {
         assert!(!leases.any_dropped());
         assert!(leases.leave(0) && leases.leave(1));
         assert_eq!(leases.take_dropped(), leases.look());
-        assert_eq!(leases.after(leases.look()), NONE, "once for both");
+        assert_eq!(leases.next_dropped(leases.look()), NONE, "once for both");
         leases.begin_look();
         assert!(leases.try_move(0));
         // A reader that entered meanwhile requests another recheck.
@@ -383,15 +383,15 @@ mod tests {
     #[test]
     fn those_dropped_together_come_back_together_last_first() {
         let leases = Leases::new(9);
-        leases.drop_one(7);
-        leases.drop_all([3, 1, 4].into_iter());
-        leases.drop_all(std::iter::empty());
-        leases.drop_all(std::iter::once(5));
+        leases.push_dropped(7);
+        leases.push_all_dropped([3, 1, 4].into_iter());
+        leases.push_all_dropped(std::iter::empty());
+        leases.push_all_dropped(std::iter::once(5));
         let mut index = leases.take_dropped();
         let mut seen = Vec::new();
         while index != NONE {
             seen.push(index);
-            index = leases.after(index);
+            index = leases.next_dropped(index);
         }
         assert_eq!(seen, [5, 4, 1, 3, 7]);
     }
@@ -404,7 +404,7 @@ mod tests {
             .map(|thread| {
                 let leases = leases.clone();
                 std::thread::spawn(move || {
-                    (0..EACH).for_each(|i| leases.drop_one(thread * EACH + i));
+                    (0..EACH).for_each(|i| leases.push_dropped(thread * EACH + i));
                 })
             })
             .collect();
@@ -412,7 +412,7 @@ mod tests {
         let take = |seen: &mut BTreeSet<u32>| {
             let mut index = leases.take_dropped();
             while index != NONE {
-                let next = leases.after(index);
+                let next = leases.next_dropped(index);
                 assert!(seen.insert(index), "{index} came back twice");
                 index = next;
             }

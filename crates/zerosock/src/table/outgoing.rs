@@ -66,14 +66,18 @@ pub(crate) struct Outgoing {
 
 impl Outgoing {
     /// The rest of a message in `slices`, sent with the credit `room`.
-    pub(crate) fn rest(room: MessageRoom, mut slices: Slices<'_>, ends_record: bool) -> Outgoing {
+    pub(crate) fn from_slices(
+        room: MessageRoom,
+        mut slices: Slices<'_>,
+        ends_record: bool,
+    ) -> Outgoing {
         let mut bytes = Vec::with_capacity(slices.left());
         slices.take(slices.left(), |_, part| bytes.extend_from_slice(part));
-        Outgoing::of(room, bytes, ends_record)
+        Outgoing::new(room, bytes, ends_record)
     }
 
     /// A message of `bytes`, sent with the credit `room`.
-    pub(crate) fn of(room: MessageRoom, bytes: Vec<u8>, ends_record: bool) -> Outgoing {
+    pub(crate) fn new(room: MessageRoom, bytes: Vec<u8>, ends_record: bool) -> Outgoing {
         Outgoing {
             room,
             bytes,
@@ -83,7 +87,7 @@ impl Outgoing {
     }
 
     /// A message of which `at` bytes were sent.
-    pub(crate) fn after(room: MessageRoom, bytes: Vec<u8>, at: usize) -> Outgoing {
+    pub(crate) fn resumed(room: MessageRoom, bytes: Vec<u8>, at: usize) -> Outgoing {
         Outgoing {
             room,
             bytes,

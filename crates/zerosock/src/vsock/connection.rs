@@ -221,7 +221,7 @@ impl Connection {
     ) -> io::Result<T> {
         let attempt = |engine: &mut dyn Backend| match get(engine) {
             Ok(got) => {
-                engine.settle();
+                engine.flush_after_read();
                 Some(Ok(got))
             }
             Err(fault) => of_recv(fault).map(Err),

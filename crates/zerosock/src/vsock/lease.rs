@@ -24,7 +24,7 @@ use self::shared::Shared;
 use super::errors::StreamError;
 use super::hub::Core;
 use crate::table::leases::{Entered, NONE};
-use crate::table::sockets::{Copied, LeaseParts, PIECES, Place};
+use crate::table::sockets::{BufferPlace, Copied, LeaseParts, PIECES};
 use crate::zc::{Buf, Mapped};
 
 /// The right to read the bytes of one received packet where they lie. Dropping it gives the buffer
@@ -81,7 +81,7 @@ pub struct OwnedLease {
 struct Body {
     index: u32,
     len: usize,
-    place: Place,
+    place: BufferPlace,
     /// The opener's declaration, if it covers this peer.
     trust: Option<Trust>,
 }
@@ -92,7 +92,7 @@ impl Body {
         Self {
             index: NONE,
             len: 0,
-            place: Place::Copied((Arc::default(), 0)),
+            place: BufferPlace::Copied((Arc::default(), 0)),
             trust: None,
         }
     }
@@ -164,7 +164,7 @@ impl<'a> Lease<'a> {
     /// Whether the bytes were handed out where the peer's side wrote them, and not as a copy
     /// because of the bounds on what may be held.
     pub fn is_in_place(&self) -> bool {
-        matches!(self.body.place, Place::InPlace { .. })
+        matches!(self.body.place, BufferPlace::InPlace { .. })
     }
 
     /// Keeps the bytes where they are, to be read there.
@@ -256,7 +256,7 @@ impl OwnedLease {
 
     /// As [`Lease::is_in_place`].
     pub fn is_in_place(&self) -> bool {
-        matches!(self.body.place, Place::InPlace { .. })
+        matches!(self.body.place, BufferPlace::InPlace { .. })
     }
 
     /// Keeps the bytes where they are, to be read there.
@@ -298,7 +298,7 @@ impl OwnedLease {
         let len = self.len();
         let place = self.body.place.clone();
         let shared = Shared::new(self);
-        let Place::InPlace {
+        let BufferPlace::InPlace {
             memory,
             pieces,
             offset,
@@ -345,7 +345,7 @@ impl Drop for OwnedLease {
 impl<'l> Reading<'l> {
     fn new(core: &'l Core, body: &'l Body) -> Reading<'l> {
         let (mut copy, mut entered) = (None, false);
-        if let Place::InPlace { .. } = &body.place {
+        if let BufferPlace::InPlace { .. } = &body.place {
             entered = core.leases().enter(body.index) == Entered::InPlace;
             if !entered {
                 // It is there: the endpoint puts it there before it says that it has moved them.
@@ -364,8 +364,8 @@ impl<'l> Reading<'l> {
     /// Where the bytes are, if in private memory.
     fn private(&self) -> Option<&[u8]> {
         let (bytes, start) = match (&self.copy, &self.body.place) {
-            (Some(copy), _) | (None, Place::Copied(copy)) => copy,
-            (None, Place::InPlace { .. }) => return None,
+            (Some(copy), _) | (None, BufferPlace::Copied(copy)) => copy,
+            (None, BufferPlace::InPlace { .. }) => return None,
         };
         bytes.get(*start..*start + self.body.len)
     }
@@ -415,7 +415,7 @@ impl<'l> Reading<'l> {
         if self.core.leases().is_torn(self.body.index) {
             return None;
         }
-        let Place::InPlace {
+        let BufferPlace::InPlace {
             memory,
             pieces,
             offset,
@@ -485,12 +485,12 @@ impl<'l> Reading<'l> {
             return len;
         }
         match &self.body.place {
-            Place::InPlace {
+            BufferPlace::InPlace {
                 memory,
                 pieces,
                 offset: start,
             } => memory.read(pieces, start + offset, out),
-            Place::Copied(_) => 0,
+            BufferPlace::Copied(_) => 0,
         }
     }
 
@@ -509,7 +509,7 @@ impl<'l> Reading<'l> {
         if let Some(bytes) = self.private() {
             return Ok(rustix::io::writev(fd, &[IoSlice::new(bytes)])?);
         }
-        let Place::InPlace {
+        let BufferPlace::InPlace {
             memory,
             pieces,
             offset,
@@ -527,7 +527,7 @@ impl<'l> Reading<'l> {
         if let Some(bytes) = self.private() {
             return bytes.as_ptr();
         }
-        let Place::InPlace {
+        let BufferPlace::InPlace {
             memory,
             pieces,
             offset,

@@ -11,8 +11,8 @@ use crate::driver::Driver;
 use crate::driver::queue_pairs::RxSlot;
 use crate::table::backend::{LoanParts, Payload, RecvFault};
 use crate::table::datagrams::{DatagramBackend, DatagramFault};
-use crate::table::inboxes::{Got, GotLease};
-use crate::table::sockets::Place;
+use crate::table::inboxes::{LeasedDatagram, ReceivedDatagram};
+use crate::table::sockets::BufferPlace;
 
 impl DatagramBackend for Driver {
     fn bind(
@@ -76,7 +76,7 @@ impl DatagramBackend for Driver {
         };
         self.datagrams.lent += u16::from(slot.is_some());
         let slots = &self.store.queue_pairs[LANE].slots;
-        let place = slot.map(|slot| Place::InPlace {
+        let place = slot.map(|slot| BufferPlace::InPlace {
             memory: slots.memory.clone(),
             pieces: slots.tx_data.pieces(slot).iter().copied().collect(),
             offset: 0,
@@ -152,13 +152,13 @@ impl DatagramBackend for Driver {
         }
     }
 
-    fn recv(&mut self, id: DatagramId, out: &mut [u8], peek: bool) -> Option<Got> {
+    fn recv(&mut self, id: DatagramId, out: &mut [u8], peek: bool) -> Option<ReceivedDatagram> {
         if self.datagrams.inboxes.is_empty(id) && !peek {
             let mut got = None;
             self.show_datagram(id, &mut |source, payload| {
                 let copied = payload.copy_to(0, out);
                 let len = payload.len();
-                got = Some(Got {
+                got = Some(ReceivedDatagram {
                     copied,
                     len,
                     source,
@@ -173,7 +173,7 @@ impl DatagramBackend for Driver {
         self.datagrams.inboxes.read(id, out, peek, sockets, store)
     }
 
-    fn lease(&mut self, id: DatagramId) -> Result<GotLease, RecvFault> {
+    fn lease(&mut self, id: DatagramId) -> Result<LeasedDatagram, RecvFault> {
         if self.datagrams.inboxes.is_empty(id) {
             let mut taken = 0;
             while taken < 256 && !self.is_blocked(LANE) && self.datagrams.inboxes.is_empty(id) {

@@ -274,14 +274,14 @@ impl<T> Sockets<T> {
 
     /// Whether a pool may exceed the limit on copied bytes.
     #[inline]
-    pub(crate) fn is_over(&self) -> bool {
+    pub(crate) fn is_over_copy_limit(&self) -> bool {
         self.over
     }
 
     /// The connections to reset because a pool exceeds the limit on copied bytes: those with most,
     /// until an eighth of the limit is free again. The table is therefore scanned once for many
     /// bytes, however few each connection has.
-    pub(crate) fn overfull(&mut self) -> Vec<StreamId> {
+    pub(crate) fn connections_to_shed(&mut self) -> Vec<StreamId> {
         self.over = false;
         let mut found = Vec::new();
         for (number, pool) in self.pools.iter().enumerate() {
@@ -312,12 +312,12 @@ impl<T> Sockets<T> {
     }
 
     /// Marks a connection as reset by this side and discards its unread bytes.
-    pub(crate) fn give_up(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+    pub(crate) fn mark_reset(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         self.drop_unread(id, store);
         if let Some(conn) = self.get_mut(id) {
             conn.flow = None;
             conn.state = StreamState::Reset;
-            self.announce(id, ReadyFlags::Closed);
+            self.set_ready(id, ReadyFlags::Closed);
         }
     }
 
@@ -467,7 +467,7 @@ impl<T> Sockets<T> {
 
     /// As [`recall`](Self::recall) with `force`, for memory with invalid contents: unread
     /// parts are discarded and all leases torn.
-    pub(crate) fn lose(&mut self, pool: u32, store: &mut impl Store<Token = T>) {
+    pub(crate) fn recall_lost(&mut self, pool: u32, store: &mut impl Store<Token = T>) {
         let trusted = self.pools.get(pool as usize).is_some_and(|p| p.trusted);
         self.each_lease(pool, store, Self::drop_unread, |sockets, lease, store| {
             sockets.tear(lease, trusted, store);

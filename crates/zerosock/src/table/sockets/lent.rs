@@ -22,7 +22,7 @@ pub(crate) type Copied = (Arc<Vec<u8>>, usize);
 
 /// Where the bytes of a lease or loan lie.
 #[derive(Clone, Debug)]
-pub(crate) enum Place {
+pub(crate) enum BufferPlace {
     /// In the peer's buffer, until the lease's state word says otherwise.
     InPlace {
         memory: Arc<Memory>,
@@ -40,7 +40,7 @@ pub(crate) struct LeaseParts {
     /// The lease's index in the lease table; identifies it in later calls.
     pub(crate) index: u32,
     pub(crate) len: usize,
-    pub(crate) place: Place,
+    pub(crate) place: BufferPlace,
 }
 
 /// Why no lease was made.
@@ -149,7 +149,7 @@ impl<T> Sockets<T> {
         let (held, place) = match part {
             Part::Copied { bytes, taken, ends } => {
                 self.uncopy(id.index, len + cost(ends));
-                (None, Place::Copied((Arc::new(bytes), taken)))
+                (None, BufferPlace::Copied((Arc::new(bytes), taken)))
             }
             Part::Held(held) => match self.may_lease(pool, leased).then(|| place(store, &held)) {
                 Some(Some(place)) => (Some(held), place),
@@ -159,7 +159,7 @@ impl<T> Sockets<T> {
                     self.counted.copied_aside += len as u64;
                     store.release(held.token);
                     self.unhold(id.index, 1);
-                    (None, Place::Copied((Arc::new(bytes), 0)))
+                    (None, BufferPlace::Copied((Arc::new(bytes), 0)))
                 }
             },
         };
@@ -180,7 +180,7 @@ impl<T> Sockets<T> {
         let Some(index) = self.free_lent.pop() else {
             return Err((NoLease::TooMany, bytes));
         };
-        self.words.begin(index);
+        self.lease_table.begin(index);
         let len = bytes.len();
         if let Some(lent) = self.lent.get_mut(index as usize) {
             *lent = Lent {
@@ -189,12 +189,12 @@ impl<T> Sockets<T> {
                 ..Lent::default()
             };
         }
-        let place = Place::Copied((Arc::new(bytes), 0));
+        let place = BufferPlace::Copied((Arc::new(bytes), 0));
         Ok(LeaseParts { index, len, place })
     }
 
     fn begin(&mut self, index: u32, id: StreamId, pool: u32, len: usize, held: Option<Held<T>>) {
-        self.words.begin(index);
+        self.lease_table.begin(index);
         if held.is_some() {
             self.lease_one(id.index, pool);
         }
@@ -224,10 +224,10 @@ impl<T> Sockets<T> {
     /// Ends a dropped lease: returns its buffer and gives the sender credit. For the recheck index
     /// ([`Leases::recheck_index`](crate::table::leases::Leases::recheck_index)), moves the overdue
     /// leases that have no readers any more. Returns false if `index` is neither; it may be a loan.
-    pub(crate) fn give_back(&mut self, index: u32, store: &mut impl Store<Token = T>) -> bool {
+    pub(crate) fn end_lease(&mut self, index: u32, store: &mut impl Store<Token = T>) -> bool {
         let Some(lent) = self.lent.get_mut(index as usize) else {
-            if index == self.words.look() {
-                self.words.begin_look();
+            if index == self.lease_table.look() {
+                self.lease_table.begin_look();
                 self.look_again(store);
                 return true;
             }
@@ -283,7 +283,7 @@ impl<T> Sockets<T> {
         let Some(lent) = self.lent.get_mut(index as usize) else {
             return false;
         };
-        if lent.held.is_none() || !self.words.try_move(index) {
+        if lent.held.is_none() || !self.lease_table.try_move(index) {
             return false;
         }
         let (conn, pool) = (lent.conn, lent.pool);
@@ -306,7 +306,7 @@ impl<T> Sockets<T> {
         };
         let (conn, pool) = (lent.conn, lent.pool);
         if let Some(held) = lent.held.take() {
-            self.words.tear(index);
+            self.lease_table.tear(index);
             if !keep {
                 store.release(held.token);
             }
@@ -375,7 +375,7 @@ impl<T> Sockets<T> {
     /// Reserves an entry for a loan; freed by [`end_loan`](Self::end_loan).
     pub(crate) fn begin_loan(&mut self) -> Option<u32> {
         let index = self.free_lent.pop()?;
-        self.words.begin(index);
+        self.lease_table.begin(index);
         if let Some(lent) = self.lent.get_mut(index as usize) {
             lent.what = What::Loan;
         }
@@ -413,7 +413,7 @@ fn can_place<T>(store: &impl Store<Token = T>, held: &Held<T>) -> bool {
 }
 
 /// Describes where a held buffer lies; `None` if it has too many pieces.
-fn place<T>(store: &impl Store<Token = T>, held: &Held<T>) -> Option<Place> {
+fn place<T>(store: &impl Store<Token = T>, held: &Held<T>) -> Option<BufferPlace> {
     let memory = store.memory(&held.token)?.clone();
     let (mut pieces, mut offset) = (store.pieces(&held.token), held.offset as usize);
     // Skips the piece that contains only the header; the rest is then often one piece, and a
@@ -425,7 +425,7 @@ fn place<T>(store: &impl Store<Token = T>, held: &Held<T>) -> Option<Place> {
         offset -= first.len();
         pieces = rest;
     }
-    Some(Place::InPlace {
+    Some(BufferPlace::InPlace {
         memory,
         pieces: ArrayVec::try_from(pieces).ok()?,
         offset,

@@ -45,7 +45,7 @@ impl Ends {
 
 /// The result of reading or peeking at a message.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Message {
+pub(crate) struct MessageRead {
     /// Length of the message in bytes.
     pub(crate) len: usize,
     /// Bytes copied to the caller.
@@ -167,7 +167,7 @@ impl<T> Sockets<T> {
             store.release(held.token);
         }
         if ends.any() && first {
-            self.announce(id, ReadyFlags::Readable);
+            self.set_ready(id, ReadyFlags::Readable);
         }
     }
 
@@ -179,7 +179,7 @@ impl<T> Sockets<T> {
         out: &mut [u8],
         peek: bool,
         store: &mut impl Store<Token = T>,
-    ) -> Option<Message> {
+    ) -> Option<MessageRead> {
         let conn = self.get(id)?;
         let (parts, len) = conn.first_message()?;
         let mut copied = 0;
@@ -207,7 +207,7 @@ impl<T> Sockets<T> {
             self.counted.copied_out += copied as u64;
             self.take_message(id, parts, store);
         }
-        Some(Message {
+        Some(MessageRead {
             len,
             copied,
             ends_record,
@@ -273,7 +273,7 @@ impl<T> Sockets<T> {
                 leases.push(lease);
             } else {
                 // A part without bytes that only carries the end.
-                self.give_back(lease.index, store);
+                self.end_lease(lease.index, store);
             }
             lent += 1;
         }

@@ -35,8 +35,8 @@ use super::backend::RecvFault;
 use super::leases::Leases;
 use bounds::Pool;
 use lent::Lent;
-pub(crate) use lent::{Copied, LeaseParts, NoLease, PIECES, Place};
-pub(crate) use messages::{Ends, Message, Messages};
+pub(crate) use lent::{BufferPlace, Copied, LeaseParts, NoLease, PIECES};
+pub(crate) use messages::{Ends, MessageRead, Messages};
 pub(crate) use parts::{Held, Part};
 pub(crate) use ready_flags::ReadyFlags;
 pub(crate) use room::Waiters;
@@ -168,7 +168,7 @@ pub(crate) struct Sockets<T> {
     most_copied: usize,
     /// A pool exceeds that limit.
     over: bool,
-    words: Arc<Leases>,
+    lease_table: Arc<Leases>,
     lent: Vec<Lent<T>>,
     free_lent: Vec<u32>,
     counted: Counted,
@@ -190,7 +190,7 @@ pub(crate) struct Counted {
 impl<T> Sockets<T> {
     /// An empty table. Unread and leased buffers are copied after `hold`; connections are reset
     /// when a pool has more than `max_copied` bytes of unread copies.
-    pub(crate) fn new(words: Arc<Leases>, hold: Duration, most_copied: usize) -> Sockets<T> {
+    pub(crate) fn new(lease_table: Arc<Leases>, hold: Duration, most_copied: usize) -> Sockets<T> {
         Sockets {
             conns: Vec::new(),
             free: Vec::new(),
@@ -199,9 +199,11 @@ impl<T> Sockets<T> {
             hold,
             most_copied,
             over: false,
-            free_lent: (0..words.capacity() as u32).rev().collect(),
-            lent: (0..words.capacity()).map(|_| Lent::default()).collect(),
-            words,
+            free_lent: (0..lease_table.capacity() as u32).rev().collect(),
+            lent: (0..lease_table.capacity())
+                .map(|_| Lent::default())
+                .collect(),
+            lease_table,
             counted: Counted::default(),
         }
     }
@@ -211,8 +213,8 @@ impl<T> Sockets<T> {
     }
 
     /// The lease table shared with the holders.
-    pub(crate) fn words(&self) -> &Arc<Leases> {
-        &self.words
+    pub(crate) fn lease_table(&self) -> &Arc<Leases> {
+        &self.lease_table
     }
 
     /// Adds a connection with buffers from `pool`.

@@ -112,7 +112,7 @@ impl<T> Sockets<T> {
             return self.discard(id, held, store);
         }
         if conn.unread < conn.low_water as usize {
-            self.announce(id, super::ReadyFlags::Readable);
+            self.set_ready(id, super::ReadyFlags::Readable);
         }
         let Some(conn) = self.conns.get_mut(id.index as usize) else {
             return;
@@ -363,7 +363,7 @@ impl<T> Sockets<T> {
 
     /// SHUT_RD: reads return end of stream from now on, on Linux even if unread bytes had arrived.
     /// Those and all arriving buffers are returned; leases remain valid.
-    pub(crate) fn read_no_more(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+    pub(crate) fn shutdown_recv(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         self.drop_unread(id, store);
         if let Some(conn) = self.get_mut(id) {
             conn.recv_shutdown = true;

@@ -25,7 +25,7 @@ const NEWS: [ReadyFlags; 6] = [
 impl<T> Sockets<T> {
     /// Sets a ready flag of a connection.
     #[inline]
-    pub(crate) fn announce(&mut self, id: StreamId, ready_flags: ReadyFlags) {
+    pub(crate) fn set_ready(&mut self, id: StreamId, ready_flags: ReadyFlags) {
         let Some(conn) = self.get_mut(id) else {
             return;
         };
@@ -62,7 +62,7 @@ impl<T> Sockets<T> {
 
     /// Returns the next connection with ready flags and clears all of them. Must not be mixed with
     /// [`next_ready_flag`](Self::next_ready_flag).
-    pub(crate) fn next_stirred(&mut self) -> Option<StreamId> {
+    pub(crate) fn next_ready(&mut self) -> Option<StreamId> {
         loop {
             let index = self.with_news.pop_front()?;
             let conn = self.conns.get_mut(index as usize)?;

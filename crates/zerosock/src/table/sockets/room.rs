@@ -47,14 +47,14 @@ impl<T> Sockets<T> {
     }
 
     /// Makes all waiting connections writable.
-    pub(crate) fn tell_of_room(&mut self, waiters: &mut Waiters) {
+    pub(crate) fn wake_waiters(&mut self, waiters: &mut Waiters) {
         let count = waiters.list.len();
         waiters.told = waiters.told.wrapping_add(1);
         waiters.list.rotate_left(waiters.told % count.max(1));
         for id in waiters.list.drain(..) {
             if let Some(conn) = self.get_mut(id) {
                 conn.wants_room = false;
-                self.announce(id, ReadyFlags::Writable);
+                self.set_ready(id, ReadyFlags::Writable);
             }
         }
     }

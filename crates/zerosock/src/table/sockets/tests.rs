@@ -164,23 +164,23 @@ impl Table {
 
     /// A reader leaves, as `Core` does it.
     fn leave(&mut self, index: u32) {
-        if self.sockets.words().leave(index) {
-            let mut index = self.sockets.words().take_dropped();
+        if self.sockets.lease_table().leave(index) {
+            let mut index = self.sockets.lease_table().take_dropped();
             while index != NONE {
-                let next = self.sockets.words().after(index);
-                assert!(self.sockets.give_back(index, &mut self.slots));
+                let next = self.sockets.lease_table().next_dropped(index);
+                assert!(self.sockets.end_lease(index, &mut self.slots));
                 index = next;
             }
         }
     }
 
     /// The bytes that the holder of a lease reads.
-    fn look(&mut self, index: u32, len: usize, place: &Place) -> Vec<u8> {
-        let words = self.sockets.words().clone();
+    fn look(&mut self, index: u32, len: usize, place: &BufferPlace) -> Vec<u8> {
+        let words = self.sockets.lease_table().clone();
         let copied = |(bytes, from): Copied| bytes[from..from + len].to_vec();
         match place {
-            Place::Copied(copy) => copied(copy.clone()),
-            Place::InPlace {
+            BufferPlace::Copied(copy) => copied(copy.clone()),
+            BufferPlace::InPlace {
                 memory,
                 pieces,
                 offset,
@@ -197,7 +197,8 @@ impl Table {
     }
 
     fn is_in_place(&self, parts: &LeaseParts) -> bool {
-        matches!(parts.place, Place::InPlace { .. }) && self.sockets.copy_of(parts.index).is_none()
+        matches!(parts.place, BufferPlace::InPlace { .. })
+            && self.sockets.copy_of(parts.index).is_none()
     }
 }
 
@@ -205,7 +206,7 @@ impl Table {
 fn more_bytes_are_news_as_long_as_there_are_too_few() {
     let mut table = Table::new();
     let id = table.conn();
-    let is_news = |table: &mut Table| table.sockets.next_stirred() == Some(id);
+    let is_news = |table: &mut Table| table.sockets.next_ready() == Some(id);
     assert!(table.deliver(id, 0, b"123") && is_news(&mut table));
     assert!(table.deliver(id, 0, b"4") && !is_news(&mut table));
     table.sockets.set_low_water(id, 6);
@@ -249,7 +250,7 @@ fn a_connection_has_an_eighth_on_lease_and_copies_beyond() {
     assert_eq!(table.sockets.counted().copied_aside, 10);
     assert!(table.slots.consumed.is_empty(), "no reader is done");
     for parts in leases {
-        assert!(table.sockets.give_back(parts.index, &mut table.slots));
+        assert!(table.sockets.end_lease(parts.index, &mut table.slots));
     }
     assert_eq!(table.slots.out(), 0);
 }
@@ -287,7 +288,7 @@ fn who_keeps_every_lease_leaves_some_to_others() {
         let other = table.conn();
         assert!(table.deliver(other, 0, b"y"));
         let parts = table.lease(other);
-        assert!(table.sockets.give_back(parts.index, &mut table.slots));
+        assert!(table.sockets.end_lease(parts.index, &mut table.slots));
         let loan = table.sockets.begin_loan().expect("a loan");
         assert!(table.sockets.end_loan(loan));
     }
@@ -301,7 +302,7 @@ fn what_was_held_for_too_long_is_copied_unless_somebody_reads_it() {
         assert!(table.deliver(id, 0, b"bytes"));
     }
     let (read, unread) = (table.lease(id), table.lease(id));
-    let words = table.sockets.words().clone();
+    let words = table.sockets.lease_table().clone();
     assert_eq!(words.enter(read.index), Entered::InPlace);
     table.pass(HOLD - Duration::from_millis(1));
     assert_eq!(table.slots.out(), 3, "not yet");
@@ -347,7 +348,7 @@ fn a_lease_under_a_reader_is_torn_when_the_queue_goes() {
         assert!(table.deliver(id, 0, b"bytes"));
     }
     let (read, unread) = (table.lease(id), table.lease(id));
-    let words = table.sockets.words().clone();
+    let words = table.sockets.lease_table().clone();
     assert_eq!(words.enter(read.index), Entered::InPlace);
     assert!(table.sockets.recall(0, false, &mut table.slots));
     assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
@@ -356,8 +357,8 @@ fn a_lease_under_a_reader_is_torn_when_the_queue_goes() {
     assert!(!words.is_torn(unread.index));
     assert_eq!(table.look(unread.index, 5, &unread.place), b"bytes");
     assert_eq!(table.read(id, 9, false), b"bytes");
-    assert!(table.sockets.give_back(read.index, &mut table.slots));
-    assert!(table.sockets.give_back(unread.index, &mut table.slots));
+    assert!(table.sockets.end_lease(read.index, &mut table.slots));
+    assert!(table.sockets.end_lease(unread.index, &mut table.slots));
     assert_eq!(table.slots.consumed.values().sum::<u64>(), 15);
 }
 
@@ -370,7 +371,7 @@ fn a_reader_who_trusts_is_waited_for_unless_the_peer_is_gone() {
         assert!(table.deliver(id, 0, b"bytes"));
     }
     let leases: Vec<_> = (0..3).map(|_| table.lease(id)).collect();
-    let words = table.sockets.words().clone();
+    let words = table.sockets.lease_table().clone();
     for lease in &leases[..2] {
         assert_eq!(words.enter(lease.index), Entered::InPlace);
     }
@@ -386,7 +387,7 @@ fn a_reader_who_trusts_is_waited_for_unless_the_peer_is_gone() {
     assert_eq!(table.slots.out(), 1, "its buffer is not returned");
     table.leave(leases[1].index);
     for lease in leases {
-        assert!(table.sockets.give_back(lease.index, &mut table.slots));
+        assert!(table.sockets.end_lease(lease.index, &mut table.slots));
     }
 }
 
@@ -420,18 +421,18 @@ fn the_connections_with_most_copies_are_given_up_beyond_the_bound() {
     }
     table.pass(HOLD);
     let mut sent = 2;
-    while !table.sockets.is_over() {
+    while !table.sockets.is_over_copy_limit() {
         assert_eq!(table.sockets.copies(0), sent);
         let id = if sent % 7 == 0 { small } else { large };
         assert!(table.deliver(id, 0, &[7; 64]));
         sent += 64;
     }
     assert!(sent > MOST_COPIED && sent <= MOST_COPIED + 64);
-    assert_eq!(table.sockets.overfull(), [large]);
-    table.sockets.give_up(large, &mut table.slots);
+    assert_eq!(table.sockets.connections_to_shed(), [large]);
+    table.sockets.mark_reset(large, &mut table.slots);
     assert_eq!(table.sockets.get(large).unwrap().state, StreamState::Reset);
     assert_eq!(table.sockets.unread(large), 0);
-    assert!(!table.sockets.is_over() && table.sockets.overfull().is_empty());
+    assert!(!table.sockets.is_over_copy_limit() && table.sockets.connections_to_shed().is_empty());
     let kept = table.sockets.unread(small);
     assert_eq!(table.sockets.copies(0), kept);
     assert_eq!(table.read(small, kept, false).len(), kept);
@@ -446,7 +447,7 @@ fn leases_outlive_their_connection() {
         assert!(table.deliver(id, 0, b"bytes"));
     }
     let (read, unread) = (table.lease(id), table.lease(id));
-    let words = table.sockets.words().clone();
+    let words = table.sockets.lease_table().clone();
     assert_eq!(words.enter(read.index), Entered::InPlace);
     table.sockets.remove(id, &mut table.slots);
     assert_eq!(table.slots.out(), 1, "the one under a reader");
@@ -466,7 +467,7 @@ fn leases_outlive_their_connection() {
     assert_eq!(table.slots.out(), 0);
     assert_eq!(table.look(read.index, 5, &read.place), b"bytes");
     for index in [read.index, unread.index] {
-        assert!(table.sockets.give_back(index, &mut table.slots));
+        assert!(table.sockets.end_lease(index, &mut table.slots));
     }
     assert_eq!(table.sockets.lent_out(), 0);
     assert_eq!(table.slots.consumed.values().sum::<u64>(), 15);
@@ -486,10 +487,10 @@ fn news_are_told_once_and_listed_once() {
     let mut table = Table::new();
     let id = table.conn();
     let sockets = &mut table.sockets;
-    sockets.announce(id, ReadyFlags::Closed);
-    sockets.announce(id, ReadyFlags::Readable);
-    sockets.announce(id, ReadyFlags::PeerShutdown);
-    sockets.announce(id, ReadyFlags::Closed);
+    sockets.set_ready(id, ReadyFlags::Closed);
+    sockets.set_ready(id, ReadyFlags::Readable);
+    sockets.set_ready(id, ReadyFlags::PeerShutdown);
+    sockets.set_ready(id, ReadyFlags::Closed);
     assert_eq!(sockets.with_news.len(), 1);
     assert_eq!(
         sockets.next_news(),
@@ -498,11 +499,11 @@ fn news_are_told_once_and_listed_once() {
     );
     assert_eq!(sockets.next_news(), Some((id, ReadyFlags::Closed)));
     assert_eq!(sockets.next_news(), None);
-    sockets.announce(id, ReadyFlags::Closed);
-    sockets.announce(id, ReadyFlags::Writable);
-    assert_eq!(sockets.next_stirred(), Some(id), "all at once");
-    assert_eq!(sockets.next_stirred(), None);
-    sockets.announce(id, ReadyFlags::Writable);
+    sockets.set_ready(id, ReadyFlags::Closed);
+    sockets.set_ready(id, ReadyFlags::Writable);
+    assert_eq!(sockets.next_ready(), Some(id), "all at once");
+    assert_eq!(sockets.next_ready(), None);
+    sockets.set_ready(id, ReadyFlags::Writable);
     sockets.remove(id, &mut table.slots);
     assert_eq!(sockets.next_news(), None, "nothing about the dead");
 }

@@ -144,7 +144,7 @@ impl Connection {
         let buffer = engine.credit(self.id).map_or(u32::MAX, |it| it.buffer);
         let bytes = self.options().set_low_water(bytes, buffer)?;
         engine.set_low_water(self.id, bytes);
-        engine.settle();
+        engine.flush_after_read();
         Ok(bytes)
     }
 

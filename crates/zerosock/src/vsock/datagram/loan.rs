@@ -9,7 +9,7 @@ use super::{Datagram, DatagramError};
 use crate::table::backend::{Backend, LoanParts};
 use crate::table::datagrams::DatagramFault;
 use crate::table::leases::Entered;
-use crate::table::sockets::Place;
+use crate::table::sockets::BufferPlace;
 use crate::vsock::hub::Interest;
 use crate::vsock::loan::ZEROS;
 
@@ -36,7 +36,7 @@ pub struct DatagramLoan<'a> {
     socket: &'a Datagram,
     index: u32,
     len: usize,
-    place: Option<Place>,
+    place: Option<BufferPlace>,
     /// The buffer of a loan that is not in place (any more).
     private: Vec<u8>,
     filled: usize,
@@ -111,7 +111,7 @@ impl DatagramLoan<'_> {
         if self.place.is_some() && !self.enter() {
             self.moved(core.lock().engine())?;
         }
-        if let Some(Place::InPlace {
+        if let Some(BufferPlace::InPlace {
             memory,
             pieces,
             offset: start,

@@ -412,7 +412,7 @@ impl Datagram {
     ) -> io::Result<T> {
         let attempt = |engine: &mut dyn Backend| match get(engine.datagrams()?) {
             Ok(got) => {
-                engine.settle();
+                engine.flush_after_read();
                 Some(Ok(got))
             }
             Err(RecvFault::TooManyLeases) => Some(Err(StreamError::TooManyLeases)),

@@ -156,7 +156,7 @@ impl Core {
             event_fd,
             outside,
             fd: engine.fd().try_clone_to_owned()?,
-            leases: engine.words(),
+            leases: engine.lease_table(),
             owner: AtomicUsize::new(0),
             knocking: AtomicU32::new(0),
             endings: Mutex::default(),
@@ -264,14 +264,14 @@ impl Core {
 
     /// A lease or a loan was dropped. Waits for nobody: if somebody has the lock, he sees to it.
     pub(crate) fn give_back(&self, index: u32) {
-        self.leases.drop_one(index);
+        self.leases.push_dropped(index);
         self.collect();
     }
 
     /// As [`give_back`](Self::give_back), of several: buffers that were lent one after the other.
     pub(crate) fn give_all_back(&self, indices: impl Iterator<Item = u32>) {
         // They come off the stack last first, which is the order in which they can be un-popped.
-        self.leases.drop_all(indices);
+        self.leases.push_all_dropped(indices);
         self.collect();
     }
 
@@ -299,7 +299,8 @@ impl Core {
             locked.settle_waiters();
             // Without what `drop` does: this loop does it.
             locked.release();
-            more = self.leases.any_dropped_meanwhile() || self.has_endings.load(Ordering::Relaxed);
+            more =
+                self.leases.any_dropped_after_unlock() || self.has_endings.load(Ordering::Relaxed);
         }
     }
 
@@ -356,8 +357,8 @@ impl<'a> Locked<'a> {
         self.collected = true;
         let mut index = self.core.leases.take_dropped();
         while index != NONE {
-            let next = self.core.leases.after(index);
-            self.engine().give_back(index);
+            let next = self.core.leases.next_dropped(index);
+            self.engine().handle_dropped(index);
             index = next;
         }
     }
@@ -366,7 +367,7 @@ impl<'a> Locked<'a> {
     /// for may not.
     fn settle(&mut self) {
         self.collected = false;
-        self.engine().settle();
+        self.engine().flush_after_read();
     }
 
     /// Ends what was dropped while this thread had the lock.
@@ -460,7 +461,8 @@ impl Drop for Locked<'_> {
         }
         self.release();
         // A task that was told may have been the last to have a socket.
-        if self.core.leases.any_dropped_meanwhile() || self.core.has_endings.load(Ordering::Relaxed)
+        if self.core.leases.any_dropped_after_unlock()
+            || self.core.has_endings.load(Ordering::Relaxed)
         {
             self.core.collect();
         }

@@ -126,7 +126,7 @@ fn rings_are_armed_anew_when_more_is_wanted_than_was_asked_for() {
 #[test]
 fn what_was_dropped_is_shown_by_who_finds_it() {
     let (core, script) = core();
-    core.leases().drop_one(3);
+    core.leases().push_dropped(3);
     core.lock().engine().stats();
     let script = script.lock().unwrap();
     assert_eq!(script.given_back, [3]);

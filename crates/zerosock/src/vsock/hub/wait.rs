@@ -104,7 +104,7 @@ impl Watch {
 impl Core {
     /// Calls `attempt` until it has something, or fails; between two calls takes in what has come,
     /// and waits as `budget` says. `interest` is what `attempt` looks at. What `attempt` queues,
-    /// it shows itself ([`Backend::flush`], [`Backend::settle`]).
+    /// it shows itself ([`Backend::flush`], [`Backend::flush_after_read`]).
     #[inline]
     pub(crate) fn wait<T>(
         &self,

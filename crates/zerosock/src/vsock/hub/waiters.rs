@@ -278,7 +278,7 @@ impl Locked<'_> {
     fn tell(&mut self) {
         let core = self.core;
         let state = self.state();
-        while let Some(stirred) = state.engine.next_stirred() {
+        while let Some(stirred) = state.engine.next_ready() {
             let sleeper = state.sleeper;
             let stirred = Interest::from(stirred);
             #[cfg(feature = "tokio")]

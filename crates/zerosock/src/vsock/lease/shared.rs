@@ -1,7 +1,7 @@
 //! A lease as the owner of `Bytes`: read by whoever has a clone of them, on whatever thread.
 
 use super::{OwnedLease, Reading};
-use crate::table::sockets::{Copied, Place};
+use crate::table::sockets::{BufferPlace, Copied};
 
 /// An owned lease whose bytes stay where they are: what `Bytes` are made of.
 pub(super) struct Shared {
@@ -42,10 +42,10 @@ impl AsRef<[u8]> for Shared {
                 .unwrap_or(&[]);
         }
         match &self.lease.body.place {
-            Place::Copied((bytes, start)) => bytes
+            BufferPlace::Copied((bytes, start)) => bytes
                 .get(*start..*start + self.lease.body.len)
                 .unwrap_or(&[]),
-            Place::InPlace {
+            BufferPlace::InPlace {
                 memory,
                 pieces,
                 offset,

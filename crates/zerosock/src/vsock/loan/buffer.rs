@@ -10,7 +10,7 @@ use zerosock_ring::{Claim, Piece, Trust};
 use super::{Filling, FillingPlace};
 use crate::table::backend::{Backend, LoanParts};
 use crate::table::leases::Entered;
-use crate::table::sockets::Place;
+use crate::table::sockets::BufferPlace;
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::Core;
 
@@ -20,7 +20,7 @@ pub(in crate::vsock) struct Buffer {
     /// Its word; of what was private from the first, perhaps none.
     pub(super) index: u32,
     pub(super) len: usize,
-    pub(super) place: Option<Place>,
+    pub(super) place: Option<BufferPlace>,
     /// The bytes of one that is not in place (any more).
     pub(super) private: Vec<u8>,
 }
@@ -84,7 +84,7 @@ impl Buffer {
         let bytes = bytes.get(..fits).unwrap_or(bytes);
         let index = self.index;
         match self.enter(core, filled)? {
-            Some(Place::InPlace {
+            Some(BufferPlace::InPlace {
                 memory,
                 pieces,
                 offset: start,
@@ -120,7 +120,7 @@ impl Buffer {
         }
         // Each slice enters for itself; this one leaves when all have.
         let _inside = Inside { core, index };
-        let Some(Place::InPlace {
+        let Some(BufferPlace::InPlace {
             memory,
             pieces,
             offset: start,
@@ -146,7 +146,7 @@ impl Buffer {
         &mut self,
         core: &Core,
         filled: bool,
-    ) -> Result<Option<&Place>, StreamError> {
+    ) -> Result<Option<&BufferPlace>, StreamError> {
         if self.place.is_some() && self.is_moved(core) {
             self.moved(core.lock().engine(), filled)?;
         }

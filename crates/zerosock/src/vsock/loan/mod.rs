@@ -25,7 +25,7 @@ use super::errors::{StreamError, of_send};
 use super::hub::{Core, Interest};
 use super::stream::Stream;
 use crate::table::backend::{Backend, LoanParts, SendFault};
-use crate::table::sockets::{PIECES, Place};
+use crate::table::sockets::{BufferPlace, PIECES};
 pub(in crate::vsock) use buffer::Buffer;
 use buffer::{Inside, parts};
 
@@ -285,7 +285,7 @@ impl<'a> Loan<'a> {
     ) -> io::Result<Option<io::Result<usize>>> {
         let (filled, room) = (self.filled, self.capacity() - self.filled);
         let (core, index) = (&self.stream.conn.core, self.buffer.index);
-        let Some(Place::InPlace {
+        let Some(BufferPlace::InPlace {
             memory,
             pieces,
             offset,
@@ -327,7 +327,7 @@ impl<'a> Loan<'a> {
         let (filled, room) = (self.filled, self.capacity() - self.filled);
         let (core, index) = (&self.stream.conn.core, self.buffer.index);
         let trust = self.stream.conn.trust;
-        let got = if let Some(Place::InPlace {
+        let got = if let Some(BufferPlace::InPlace {
             memory,
             pieces,
             offset,
@@ -369,7 +369,7 @@ impl<'a> Loan<'a> {
             return Ok(Filling { core, index, place });
         }
         let inside = Inside { core, index };
-        let Some(Place::InPlace {
+        let Some(BufferPlace::InPlace {
             memory,
             pieces,
             offset,

@@ -16,7 +16,7 @@ use super::rx_poll::{self, RxPoll};
 use super::{EMPTY, PAGE, RxMapError, SPILLED, STREAM_FLAGS};
 use crate::table::backend::NextKind;
 use crate::table::leases::Entered;
-use crate::table::sockets::{LeaseParts, PIECES, Place};
+use crate::table::sockets::{BufferPlace, LeaseParts, PIECES};
 use crate::vsock::stream::Stream;
 
 /// Bytes of a header.
@@ -298,7 +298,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
             fault = reason(engine, stream);
         }
         let value = rx_poll::value(engine, stream);
-        engine.settle();
+        engine.flush_after_read();
         drop(locked);
         self.pages.set_header(headers, RxHeader::default().encode());
         self.pages.set_hdr_num(headers as u32);
@@ -386,13 +386,13 @@ impl<S: Borrow<Stream>> RxMap<S> {
                     core.leases().leave(held.index);
                 }
                 match &mut locked {
-                    Some(locked) => locked.engine().give_back(held.index),
+                    Some(locked) => locked.engine().handle_dropped(held.index),
                     None => core.give_back(held.index),
                 }
             }
         }
         if let Some(locked) = &mut locked {
-            locked.engine().settle();
+            locked.engine().flush_after_read();
         }
         Ok(())
     }
@@ -415,7 +415,7 @@ fn add_leased(
     let LeaseParts { index, len, place } = parts;
     let lease = leases.len();
     let (memory, pieces, offset) = match place {
-        Place::InPlace {
+        BufferPlace::InPlace {
             memory,
             pieces,
             offset,
@@ -427,7 +427,7 @@ fn add_leased(
         }
         // The endpoint said that it would be in place, and then found that it holds too much of
         // a peer's memory of before.
-        Place::Copied(copy) => {
+        BufferPlace::Copied(copy) => {
             let header = RxHeader {
                 length: len as u32,
                 flags: SPILLED | STREAM_FLAGS,

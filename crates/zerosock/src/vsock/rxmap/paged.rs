@@ -269,7 +269,7 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
             fault = reason(engine, stream);
         }
         let value = rx_poll::value(engine, stream);
-        engine.settle();
+        engine.flush_after_read();
         drop(locked);
         self.pages.set_header(layout.headers, encode([0, 0]));
         self.pages.set_hdr_num(layout.pages as u32);

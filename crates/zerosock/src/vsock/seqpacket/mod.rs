@@ -25,7 +25,7 @@ use super::connection::{Connection, option_calls};
 use super::hub::{Core, Interest};
 use super::waiting::Wait;
 use crate::table::backend::{Backend, ConnInfo};
-use crate::table::sockets::{Message, StreamId, StreamState};
+use crate::table::sockets::{MessageRead, StreamId, StreamState};
 pub use leases::MessageLeases;
 pub use listener::{SeqPacketIncoming, SeqPacketListener};
 pub use loan::MessageLoan;
@@ -88,8 +88,8 @@ impl Received {
     }
 }
 
-impl From<Message> for Received {
-    fn from(message: Message) -> Received {
+impl From<MessageRead> for Received {
+    fn from(message: MessageRead) -> Received {
         Received {
             len: message.len,
             copied: message.copied,

@@ -317,7 +317,7 @@ impl Write for &Stream {
     fn flush(&mut self) -> io::Result<()> {
         if self.coalesces.load(Ordering::Relaxed) {
             let mut locked = self.conn.core.lock();
-            locked.engine().let_go(self.conn.id);
+            locked.engine().flush_coalesced(self.conn.id);
             locked.engine().flush();
         }
         Ok(())

@@ -75,7 +75,7 @@ fn a_half_message_holds_an_eighth() {
     assert_eq!(leases.iter().map(|lease| lease.len).sum::<usize>(), 200);
     assert_eq!(leases.len() as u32, SIZE / 8 + 1, "and one copy");
     for lease in leases {
-        assert!(table.sockets.give_back(lease.index, &mut table.slots));
+        assert!(table.sockets.end_lease(lease.index, &mut table.slots));
     }
     assert_eq!((table.slots.out(), table.sockets.copies(0)), (0, 0));
 }
@@ -135,7 +135,7 @@ fn messages_are_those_of_a_plain_queue() {
                 9 => {
                     if !out.is_empty() {
                         let lease = out.swap_remove(dice(out.len() as u64) as usize);
-                        assert!(table.sockets.give_back(lease.index, &mut table.slots));
+                        assert!(table.sockets.end_lease(lease.index, &mut table.slots));
                     }
                 }
                 10 => {
@@ -151,7 +151,7 @@ fn messages_are_those_of_a_plain_queue() {
             }
         }
         for lease in out {
-            assert!(table.sockets.give_back(lease.index, &mut table.slots));
+            assert!(table.sockets.end_lease(lease.index, &mut table.slots));
         }
         if seed % 2 == 0 {
             table.sockets.drop_half(id, &mut table.slots);

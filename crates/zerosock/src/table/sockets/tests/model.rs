@@ -129,7 +129,7 @@ proptest! {
                 Step::Enter { lease } => {
                     if let Some(lease) = out.get_mut(lease)
                         && table.is_in_place(&lease.parts)
-                        && table.sockets.words().enter(lease.parts.index) == Entered::InPlace
+                        && table.sockets.lease_table().enter(lease.parts.index) == Entered::InPlace
                     {
                         lease.entered += 1;
                     }
@@ -137,7 +137,7 @@ proptest! {
                 Step::Leave { lease } => {
                     if let Some(lease) = out.get_mut(lease).filter(|lease| lease.entered > 0) {
                         lease.entered -= 1;
-                        let torn = table.sockets.words().is_torn(lease.parts.index);
+                        let torn = table.sockets.lease_table().is_torn(lease.parts.index);
                         prop_assert_eq!(torn, lease.torn);
                         table.leave(lease.parts.index);
                     }
@@ -149,8 +149,8 @@ proptest! {
                             table.leave(lease.parts.index);
                         }
                         let Table { sockets, slots, .. } = &mut table;
-                        prop_assert!(sockets.give_back(lease.parts.index, slots));
-                        prop_assert!(!sockets.give_back(lease.parts.index, slots));
+                        prop_assert!(sockets.end_lease(lease.parts.index, slots));
+                        prop_assert!(!sockets.end_lease(lease.parts.index, slots));
                         done[lease.conn] += lease.want.len() as u64;
                     }
                 }
@@ -188,7 +188,7 @@ proptest! {
                 table.leave(lease.parts.index);
             }
             let Table { sockets, slots, .. } = &mut table;
-            prop_assert!(sockets.give_back(lease.parts.index, slots));
+            prop_assert!(sockets.end_lease(lease.parts.index, slots));
             done[lease.conn] += lease.want.len() as u64;
         }
         for (conn, id) in ids.into_iter().enumerate() {

@@ -5,9 +5,9 @@ use super::super::room::Waiters;
 use super::*;
 
 fn told(table: &mut Table, waiters: &mut Waiters) -> Vec<StreamId> {
-    table.sockets.tell_of_room(waiters);
+    table.sockets.wake_waiters(waiters);
     assert!(waiters.is_empty());
-    std::iter::from_fn(|| table.sockets.next_stirred()).collect()
+    std::iter::from_fn(|| table.sockets.next_ready()).collect()
 }
 
 #[test]
@@ -15,7 +15,7 @@ fn who_waits_for_room_is_told_once_and_not_always_last() {
     let mut table = Table::new();
     let mut waiters = Waiters::default();
     let ids: Vec<_> = (0..5).map(|_| table.conn()).collect();
-    while table.sockets.next_stirred().is_some() {}
+    while table.sockets.next_ready().is_some() {}
     let mut first = Vec::new();
     for _ in 0..5 {
         // The same order each time, as tasks of one thread that are woken in order.
@@ -56,7 +56,7 @@ fn those_who_have_gone_do_not_wait_for_ever() {
             assert!(waiters.len() <= 100, "{} for 10", waiters.len());
         }
     }
-    while table.sockets.next_stirred().is_some() {}
+    while table.sockets.next_ready().is_some() {}
     let mut all = told(&mut table, &mut waiters);
     all.sort_unstable_by_key(|id| id.index);
     assert_eq!(all, stay, "each waiting connection is woken");

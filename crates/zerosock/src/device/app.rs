@@ -23,7 +23,7 @@ use super::ring::Ring;
 use super::{Context, Device};
 use crate::table::backend::{CreditInfo, SendFault};
 use crate::table::gathered::unsent;
-use crate::table::sockets::{Ends, Held, ReadyFlags, Sockets, StreamId, StreamState};
+use crate::table::sockets::{Ends, HeldBuffer, ReadyFlags, Sockets, StreamId, StreamState};
 
 impl Device {
     /// Whether there is something that a turn would take in. Reads what the guest writes only if
@@ -115,13 +115,13 @@ impl Device {
         len: u32,
         ends: Ends,
         cx: &mut Context<'_>,
-        deliver: impl FnOnce(&mut Sockets<HostToken>, Held<HostToken>, &mut QueueStore<'_>),
+        deliver: impl FnOnce(&mut Sockets<HostToken>, HeldBuffer<HostToken>, &mut QueueStore<'_>),
     ) {
         let (Some(tx), Some(app)) = (self.tx.as_mut(), cx.app.as_deref_mut()) else {
             return;
         };
         self.app.note_descriptors(chain.descriptors(), tx, app);
-        let held = Held {
+        let held = HeldBuffer {
             token: HostToken {
                 chain,
                 vm: self.addr.vm,

@@ -22,7 +22,7 @@ fn send(peer: &mut Peer) -> bool {
         dst: Address::new(header.dst.cid, Port::new(9999)),
         ..header
     };
-    peer.say(Op::Rst, &[]);
+    peer.send(Op::Rst, &[]);
     peer.header = header;
     peer.rx.publish()
 }

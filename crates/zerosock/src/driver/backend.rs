@@ -32,7 +32,7 @@ impl Driver {
 
     /// The result of a read that found nothing: `Ok` for end of stream, else the reason.
     #[cold]
-    fn nothing(&self, id: StreamId) -> Result<(), RecvFault> {
+    fn why_empty(&self, id: StreamId) -> Result<(), RecvFault> {
         let conn = self.sockets.get(id).ok_or(RecvFault::Unknown)?;
         conn.why_empty()
     }
@@ -100,7 +100,7 @@ impl Backend for Driver {
         self.want_no_calls();
         // Reading an owned epoll descriptor cannot fail; if it does, the rings have the same
         // information.
-        if self.watch.forget().unwrap_or(false) {
+        if self.watch.clear().unwrap_or(false) {
             self.device_gone();
         }
     }
@@ -215,7 +215,7 @@ impl Backend for Driver {
         }
         match done {
             0 if out.is_empty() && self.sockets.get(id).is_some() => Ok(0),
-            0 => self.nothing(id).map(|()| 0),
+            0 => self.why_empty(id).map(|()| 0),
             done => Ok(done),
         }
     }
@@ -286,7 +286,7 @@ impl Backend for Driver {
         }
         match parts {
             Ok(parts) => Ok(Some(parts)),
-            Err(NoLease::Empty) => self.nothing(id).map(|()| None),
+            Err(NoLease::Empty) => self.why_empty(id).map(|()| None),
             Err(NoLease::TooMany) => Err(RecvFault::TooManyLeases),
         }
     }
@@ -314,7 +314,7 @@ impl Backend for Driver {
             seen += more;
         }
         match seen {
-            0 if most > 0 => self.nothing(id).map(|()| 0),
+            0 if most > 0 => self.why_empty(id).map(|()| 0),
             seen => Ok(seen),
         }
     }
@@ -373,7 +373,7 @@ impl Backend for Driver {
         let message = self.sockets.read_message(id, out, peek, &mut self.store);
         match message {
             Some(message) => Ok(Some(message)),
-            None => self.nothing(id).map(|()| None),
+            None => self.why_empty(id).map(|()| None),
         }
     }
 
@@ -383,7 +383,7 @@ impl Backend for Driver {
     ) -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault> {
         match self.sockets.lease_message(id, &mut self.store) {
             Ok(message) => Ok(Some(message)),
-            Err(NoLease::Empty) => self.nothing(id).map(|()| None),
+            Err(NoLease::Empty) => self.why_empty(id).map(|()| None),
             Err(NoLease::TooMany) => Err(RecvFault::TooManyLeases),
         }
     }

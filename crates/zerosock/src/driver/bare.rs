@@ -106,7 +106,7 @@ pub(super) fn connect(driver: &mut Driver, peer: &mut Peer) -> StreamId {
     peer.header.dst = request.src;
     peer.header.fwd_cnt = 0;
     (peer.sent, peer.their_fwd_cnt) = (0, 0);
-    peer.say(Op::Response, &[]);
+    peer.send(Op::Response, &[]);
     assert!(Backend::turn(driver).unwrap());
     assert_eq!(driver.state(id), Some(StreamState::Connected));
     id
@@ -156,7 +156,7 @@ impl Peer {
     }
 
     /// Sends a packet of the connection; returns false if the driver has posted no buffer.
-    pub(super) fn try_say(&mut self, op: Op, payload: &[u8]) -> bool {
+    pub(super) fn try_send(&mut self, op: Op, payload: &[u8]) -> bool {
         let Some(chain) = self.rx.pop().unwrap() else {
             return false;
         };
@@ -181,7 +181,7 @@ impl Peer {
 
     /// Sends a packet of the connection.
     #[track_caller]
-    pub(super) fn say(&mut self, op: Op, payload: &[u8]) {
-        assert!(self.try_say(op, payload), "no receive buffer is posted");
+    pub(super) fn send(&mut self, op: Op, payload: &[u8]) {
+        assert!(self.try_send(op, payload), "no receive buffer is posted");
     }
 }

@@ -35,7 +35,7 @@ impl Driver {
             return Err(ConnectError::Unreachable);
         }
         let now = self.now();
-        let (queue_pair, port) = self.place(port, peer)?;
+        let (queue_pair, port) = self.choose_queue_pair(port, peer)?;
         let local = Address {
             cid: self.cid,
             port,
@@ -188,7 +188,7 @@ impl Driver {
                 port: listener.port,
             });
         }
-        let (stream, ready_flags) = self.sockets.next_news()?;
+        let (stream, ready_flags) = self.sockets.next_ready_flag()?;
         let entry = self.sockets.get(stream)?;
         Some(match ready_flags {
             ReadyFlags::Connected => DriverEvent::Connected { stream },

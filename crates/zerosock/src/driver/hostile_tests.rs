@@ -83,7 +83,7 @@ impl Victim {
 
     /// Sends a byte through the connection.
     fn works(&mut self) {
-        self.peer.say(Op::Rw, b"x");
+        self.peer.send(Op::Rw, b"x");
         let mut got = [0];
         assert_eq!((&self.stream).read(&mut got).unwrap(), 1);
         assert_eq!(&got, b"x");
@@ -105,7 +105,7 @@ impl Victim {
 }
 
 #[test]
-fn a_device_that_returns_what_it_was_not_given_ends_that_endpoint_alone() {
+fn returning_a_chain_not_in_flight_ends_that_endpoint_only() {
     let mut other = Victim::new();
     let wild: [(usize, &[u32]); 5] = [
         // Beyond the table; in the table, but not the head of a chain; one twice; more than the
@@ -121,7 +121,7 @@ fn a_device_that_returns_what_it_was_not_given_ends_that_endpoint_alone() {
         let mut victim = Victim::new();
         victim.works();
         let lease = {
-            victim.peer.say(Op::Rw, b"kept");
+            victim.peer.send(Op::Rw, b"kept");
             victim.stream.recv().unwrap().unwrap().into_owned()
         };
         victim.return_chains(queue, ids);
@@ -137,7 +137,7 @@ fn a_device_that_returns_what_it_was_not_given_ends_that_endpoint_alone() {
 }
 
 #[test]
-fn what_came_before_a_ring_broke_is_still_read() {
+fn bytes_received_before_a_ring_broke_stay_readable() {
     type Look = fn(&Stream) -> Vec<u8>;
     let looks: [Look; 2] = [
         |stream| {
@@ -156,7 +156,7 @@ fn what_came_before_a_ring_broke_is_still_read() {
         let mut victim = Victim::new();
         victim.works();
         for half in [b"one", b"two"] {
-            victim.peer.say(Op::Rw, half);
+            victim.peer.send(Op::Rw, half);
         }
         victim.return_chains(RX, &[0x1234_5678]);
         assert_eq!(look(&victim.stream), b"onetwo");
@@ -165,7 +165,7 @@ fn what_came_before_a_ring_broke_is_still_read() {
 }
 
 #[test]
-fn what_left_before_a_ring_broke_is_said_to_have_been_written() {
+fn bytes_sent_before_a_ring_broke_are_reported_as_written() {
     // Of 32 slots; the driver checks the ring when few are left, in the middle of the long write.
     for short in 20..32 {
         let mut victim = Victim::new();
@@ -183,7 +183,7 @@ fn what_left_before_a_ring_broke_is_said_to_have_been_written() {
 }
 
 #[test]
-fn packets_that_make_no_sense_are_dropped_and_their_buffers_go_round() {
+fn invalid_packets_are_dropped_and_their_buffers_reused() {
     let (mut driver, mut peer) = pair(|config| config.queue_size = 64);
     let id = connect(&mut driver, &mut peer);
     let used = driver.store.arena.rings[RX].used;
@@ -227,7 +227,7 @@ fn packets_that_make_no_sense_are_dropped_and_their_buffers_go_round() {
         let malformed = driver.stats().rx_malformed - before.rx_malformed;
         assert_eq!(malformed, (round + 1) * nonsense.len() as u64);
         // The connection continues and contains no bytes of the dropped packets.
-        peer.say(Op::Rw, b"right");
+        peer.send(Op::Rw, b"right");
         Backend::turn(&mut driver).unwrap();
         let mut got = [0; 16];
         assert_eq!(driver.read(id, &mut got, false), Ok(5));
@@ -236,7 +236,7 @@ fn packets_that_make_no_sense_are_dropped_and_their_buffers_go_round() {
 }
 
 #[test]
-fn packets_for_others_reach_nobody() {
+fn packets_of_other_connections_are_dropped() {
     let mut victim = Victim::new();
     let ours = victim.peer.header;
     let changes: [fn(&mut Repr); 4] = [
@@ -248,7 +248,7 @@ fn packets_for_others_reach_nobody() {
     for change in changes {
         victim.peer.header = ours;
         change(&mut victim.peer.header);
-        victim.peer.say(Op::Rw, b"not for you");
+        victim.peer.send(Op::Rw, b"not for you");
         victim.endpoint.turn().unwrap();
         victim.peer.header = ours;
         let error = (&victim.stream).read(&mut [0; 16]).unwrap_err();

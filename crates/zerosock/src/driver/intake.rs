@@ -16,7 +16,7 @@ use super::errors::DriverError;
 use super::queue_pairs::{QueuePairId, RxSlot};
 use crate::header;
 use crate::table::backend::{Payload, ShowBounds};
-use crate::table::sockets::{Ends, Held, ReadyFlags, Store, StreamId, StreamState};
+use crate::table::sockets::{Ends, HeldBuffer, ReadyFlags, Store, StreamId, StreamState};
 
 /// Packets received by one turn before the caller runs again.
 const TURN_BUDGET: u16 = 256;
@@ -165,7 +165,7 @@ impl Driver {
     /// Holds payload for a connection, if it still exists.
     #[inline]
     pub(super) fn hold(&mut self, now: Instant, slot: RxSlot, flow: FlowId, len: u32) {
-        let held = Held {
+        let held = HeldBuffer {
             token: slot,
             offset: 0,
             len,
@@ -181,7 +181,7 @@ impl Driver {
 
     /// As `hold`, for a part of a message.
     fn hold_part(&mut self, now: Instant, slot: RxSlot, flow: FlowId, len: u32, flags: u32) {
-        let held = Held {
+        let held = HeldBuffer {
             token: slot,
             offset: 0,
             len,
@@ -209,7 +209,7 @@ impl Driver {
         let slots = &queue_pair.slots;
         // Prefetches the payload while the header is loaded, and both of a later packet.
         slots.rx_data.prefetch(&slots.memory, slot.slot);
-        if let Some(later) = queue_pair.rx.guess() {
+        if let Some(later) = queue_pair.rx.likely_next() {
             slots.rx_headers.prefetch(&slots.memory, later);
             slots.rx_data.prefetch(&slots.memory, later);
         }
@@ -249,7 +249,7 @@ impl Driver {
                 return None;
             }
             Disposition::Moved { flow, pair } => self.moved(slot.queue_pair, flow, pair, &repr),
-            Disposition::MovedStray { pair } => self.moved_stray(pair, &repr),
+            Disposition::MovedStray { pair } => self.reset_unknown_move(pair, &repr),
             // Devices alone receive moves.
             Disposition::Move { .. } | Disposition::Dropped(_) => self.stats.rx_dropped += 1,
         }

@@ -108,13 +108,13 @@ impl AttachError {
 
 /// Two eventfds for each queue.
 #[derive(Debug)]
-pub(crate) struct Doorbells {
+pub(crate) struct QueueEventFds {
     kicks: Vec<OwnedFd>,
     calls: Vec<OwnedFd>,
 }
 
-impl Doorbells {
-    pub(crate) fn new(pairs: QueuePairs) -> Result<Doorbells, AttachError> {
+impl QueueEventFds {
+    pub(crate) fn new(pairs: QueuePairs) -> Result<QueueEventFds, AttachError> {
         let make = || {
             let make = |_| {
                 eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -122,7 +122,7 @@ impl Doorbells {
             };
             (0..pairs.queues()).map(make).collect::<Result<Vec<_>, _>>()
         };
-        Ok(Doorbells {
+        Ok(QueueEventFds {
             kicks: make()?,
             calls: make()?,
         })
@@ -233,12 +233,16 @@ impl Link {
     pub(crate) fn start(
         &mut self,
         arena: &Arena,
-        bells: &Doorbells,
+        event_fds: &QueueEventFds,
         bases: &[u16],
     ) -> Result<(), AttachError> {
         let frontend = &mut self.frontend;
         frontend.set_mem_table(&[(arena.fd.as_fd(), arena.region)])?;
-        let parts = arena.rings.iter().zip(&bells.kicks).zip(&bells.calls);
+        let parts = arena
+            .rings
+            .iter()
+            .zip(&event_fds.kicks)
+            .zip(&event_fds.calls);
         for (index, (((ring, kick), call), base)) in (0u32..).zip(parts.zip(bases)) {
             frontend.set_vring_num(index, ring.size)?;
             frontend.set_vring_base(index, *base)?;

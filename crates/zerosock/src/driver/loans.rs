@@ -19,7 +19,7 @@ use crate::table::sockets::{BufferPlace, StreamId};
 #[derive(Debug)]
 pub(crate) struct Loans {
     /// Indexed by the lease table's index.
-    out: Vec<Option<Out>>,
+    out: Vec<Option<LoanRecord>>,
     /// Transmit slots of a queue pair.
     slots: u16,
     /// Slots on loan, for each queue pair.
@@ -33,19 +33,19 @@ pub(crate) struct Loans {
 }
 
 #[derive(Debug)]
-enum Out {
+enum LoanRecord {
     InPlace(Loan),
     Private {
         stream: StreamId,
         queue_pair: QueuePairId,
         reservation: Reservation,
     },
-    Part(Part),
+    Part(MessagePart),
 }
 
 /// One buffer of a message loan.
 #[derive(Debug)]
-pub(super) struct Part {
+pub(super) struct MessagePart {
     pub(super) stream: StreamId,
     pub(super) queue_pair: QueuePairId,
     /// `None`: a private buffer.
@@ -54,21 +54,21 @@ pub(super) struct Part {
     pub(super) room: Option<MessageRoom>,
 }
 
-impl Out {
+impl LoanRecord {
     /// The connection and queue pair of a loan that has a slot.
     fn has_slot(&self) -> Option<(StreamId, QueuePairId)> {
         match self {
-            Out::InPlace(loan) => Some((loan.stream, loan.queue_pair)),
-            Out::Private { .. } => None,
-            Out::Part(part) => part.slot.map(|_| (part.stream, part.queue_pair)),
+            LoanRecord::InPlace(loan) => Some((loan.stream, loan.queue_pair)),
+            LoanRecord::Private { .. } => None,
+            LoanRecord::Part(part) => part.slot.map(|_| (part.stream, part.queue_pair)),
         }
     }
 }
 
 impl Loans {
-    pub(super) fn new(words: usize, queue_pairs: usize, slots: u16) -> Loans {
+    pub(super) fn new(capacity: usize, queue_pairs: usize, slots: u16) -> Loans {
         Loans {
-            out: (0..words).map(|_| None).collect(),
+            out: (0..capacity).map(|_| None).collect(),
             slots,
             in_place: vec![0; queue_pairs],
             of: Vec::new(),
@@ -85,7 +85,7 @@ impl Loans {
             && lent.is_some_and(|lent| lent < self.slots - (self.slots / 4).max(1))
     }
 
-    fn put(&mut self, index: u32, out: Out) {
+    fn put(&mut self, index: u32, out: LoanRecord) {
         if let Some((stream, queue_pair)) = out.has_slot() {
             if let Some(lent) = self.in_place.get_mut(usize::from(queue_pair.pair())) {
                 *lent += 1;
@@ -104,14 +104,14 @@ impl Loans {
     }
 
     /// Records a buffer of a message loan.
-    pub(super) fn put_part(&mut self, index: u32, part: Part) {
-        self.put(index, Out::Part(part));
+    pub(super) fn put_part(&mut self, index: u32, part: MessagePart) {
+        self.put(index, LoanRecord::Part(part));
     }
 
     /// The record of a buffer of a message loan.
-    pub(super) fn part_mut(&mut self, index: u32) -> Option<&mut Part> {
+    pub(super) fn part_mut(&mut self, index: u32) -> Option<&mut MessagePart> {
         match self.out.get_mut(index as usize)? {
-            Some(Out::Part(part)) => Some(part),
+            Some(LoanRecord::Part(part)) => Some(part),
             _ => None,
         }
     }
@@ -119,7 +119,7 @@ impl Loans {
     /// The slot of a buffer of a message loan.
     pub(super) fn slot_of_part(&self, index: u32) -> Option<u16> {
         match self.out.get(index as usize)? {
-            Some(Out::Part(part)) => part.slot,
+            Some(LoanRecord::Part(part)) => part.slot,
             _ => None,
         }
     }
@@ -129,7 +129,7 @@ impl Loans {
         self.take(index);
     }
 
-    fn take(&mut self, index: u32) -> Option<Out> {
+    fn take(&mut self, index: u32) -> Option<LoanRecord> {
         let out = self.out.get_mut(index as usize)?.take()?;
         if let Some((stream, queue_pair)) = out.has_slot() {
             if let Some(lent) = self.in_place.get_mut(usize::from(queue_pair.pair())) {
@@ -151,10 +151,10 @@ impl Driver {
         let max = u32::try_from(max).unwrap_or(u32::MAX);
         let out = if self.loans.may_lend(stream, queue_pair) {
             self.borrow_slot(stream, (queue_pair, flow), max)
-                .map(Out::InPlace)
+                .map(LoanRecord::InPlace)
         } else {
             let reserved = self.reserve((queue_pair, flow), max);
-            reserved.map(|reservation| Out::Private {
+            reserved.map(|reservation| LoanRecord::Private {
                 stream,
                 queue_pair,
                 reservation,
@@ -168,10 +168,10 @@ impl Driver {
             }
         };
         let (len, place) = match &out {
-            Out::InPlace(loan) => (loan.len, Some(self.place_of(queue_pair, loan.slot))),
-            Out::Private { reservation, .. } => (reservation.len(), None),
+            LoanRecord::InPlace(loan) => (loan.len, Some(self.place_of(queue_pair, loan.slot))),
+            LoanRecord::Private { reservation, .. } => (reservation.len(), None),
             // Message loans are made in `message_loans`.
-            Out::Part(_) => (0, None),
+            LoanRecord::Part(_) => (0, None),
         };
         self.loans.put(index, out);
         Ok(LoanParts {
@@ -204,9 +204,9 @@ impl Driver {
         let out = self.loans.take(index).ok_or(SendFault::Unknown)?;
         let (queue_pair, slot, reservation, copied) = match out {
             // Sent by `message_loans`.
-            Out::Part(_) => return Err(SendFault::Unknown),
-            Out::InPlace(loan) => (loan.queue_pair, loan.slot, loan.reservation, false),
-            Out::Private {
+            LoanRecord::Part(_) => return Err(SendFault::Unknown),
+            LoanRecord::InPlace(loan) => (loan.queue_pair, loan.slot, loan.reservation, false),
+            LoanRecord::Private {
                 stream,
                 queue_pair,
                 reservation,
@@ -216,7 +216,7 @@ impl Driver {
             {
                 Ok(Some(slot)) => (queue_pair, slot, reservation, true),
                 Ok(None) => {
-                    let out = Out::Private {
+                    let out = LoanRecord::Private {
                         stream,
                         queue_pair,
                         reservation,
@@ -260,13 +260,13 @@ impl Driver {
     /// Ends a loan that was dropped unsent.
     pub(super) fn end_lent(&mut self, index: u32) {
         match self.loans.take(index) {
-            Some(Out::InPlace(loan)) => self.cancel(loan),
-            Some(Out::Private {
+            Some(LoanRecord::InPlace(loan)) => self.cancel(loan),
+            Some(LoanRecord::Private {
                 queue_pair,
                 reservation,
                 ..
             }) => self.store.queue_pairs[queue_pair].shard.cancel(reservation),
-            Some(Out::Part(part)) => {
+            Some(LoanRecord::Part(part)) => {
                 let queue_pair = &mut self.store.queue_pairs[part.queue_pair];
                 if let Some(room) = part.room {
                     queue_pair.shard.cancel_message(room);

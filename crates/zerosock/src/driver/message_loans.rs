@@ -9,7 +9,7 @@ use zerosock_proto::vsock::{CommitError, MessageRoom};
 
 use super::Driver;
 use super::errors::{DriverError, SendError};
-use super::loans::{Part, fault};
+use super::loans::{MessagePart, fault};
 use super::queue_pairs::QueuePairId;
 use crate::table::backend::{LoanParts, LoanedPart, SendFault};
 use crate::table::leases::NONE;
@@ -57,7 +57,7 @@ impl Driver {
                 len: len as usize,
                 place,
             });
-            let part = Part {
+            let part = MessagePart {
                 stream,
                 queue_pair,
                 slot,
@@ -133,7 +133,7 @@ impl Driver {
         let all = rest.is_empty();
         if !all {
             self.loans.copied_in += rest.len() as u64;
-            self.keep(queue_pair, stream, Outgoing::new(room, rest, ends_record));
+            self.queue_rest(queue_pair, stream, Outgoing::new(room, rest, ends_record));
         }
         fault.map_or(Ok(all), Err)
     }

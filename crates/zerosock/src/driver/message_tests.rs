@@ -35,7 +35,7 @@ fn connect(endpoint: &Endpoint, peer: &mut Peer) -> SeqPacket {
     peer.header.dst = request.src;
     peer.header.flags = 0;
     peer.header.fwd_cnt = 0;
-    peer.say(Op::Response, &[]);
+    peer.send(Op::Response, &[]);
     endpoint.turn().unwrap();
     socket.wait_connected().unwrap();
     socket
@@ -62,7 +62,7 @@ impl Victim {
     /// Sends a part of a message.
     fn part(&mut self, flags: u32, payload: &[u8]) {
         self.peer.header.flags = flags;
-        self.peer.say(Op::Rw, payload);
+        self.peer.send(Op::Rw, payload);
         self.endpoint.turn().unwrap();
     }
 
@@ -167,7 +167,7 @@ fn loans_wait_for_a_device_that_takes_nothing() {
         is(victim.socket.loan(1).unwrap_err(), ErrorKind::WouldBlock);
         if reset {
             victim.peer.header.flags = 0;
-            victim.peer.say(Op::Rst, b"");
+            victim.peer.send(Op::Rst, b"");
             victim.endpoint.turn().unwrap();
             let (error, late) = late.try_send().unwrap_err();
             let inner = error.get_ref().and_then(|inner| inner.downcast_ref());

@@ -87,7 +87,7 @@ impl Driver {
                 Some(next) => slot = next,
                 None => {
                     let rest = Outgoing::from_slices(room, slices, ends_record);
-                    self.keep(queue_pair, stream, rest);
+                    self.queue_rest(queue_pair, stream, rest);
                     return Ok(false);
                 }
             }
@@ -95,7 +95,7 @@ impl Driver {
     }
 
     /// Queues the part of a message for which there is no slot.
-    pub(super) fn keep(&mut self, queue_pair: QueuePairId, stream: StreamId, rest: Outgoing) {
+    pub(super) fn queue_rest(&mut self, queue_pair: QueuePairId, stream: StreamId, rest: Outgoing) {
         self.store.queue_pairs[queue_pair].outgoing.push_back(rest);
         self.wait_for_slot(stream);
     }
@@ -126,7 +126,7 @@ impl Driver {
     }
 
     /// Sends queued messages while there are slots. Connections take turns by message.
-    pub(super) fn send_kept(&mut self, queue_pair: QueuePairId) {
+    pub(super) fn send_outgoing(&mut self, queue_pair: QueuePairId) {
         while let Some(mut kept) = self.store.queue_pairs[queue_pair].outgoing.pop_front() {
             // The error recurs in the next turn, which reports it.
             let most = self.store.queue_pairs[queue_pair].slots.tx_data.len() as usize;

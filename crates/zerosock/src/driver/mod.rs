@@ -84,7 +84,7 @@ pub use zerosock_proto::{Address, Cid, Port};
 use crate::io::deadline::earlier;
 use crate::table::sockets::Sockets;
 use datagrams::Datagrams;
-use link::{Doorbells, EVENT, Link};
+use link::{EVENT, Link, QueueEventFds};
 use loans::Loans;
 use queue_pairs::{QueuePair, QueuePairId, RxSlot};
 use queues::EventQueue;
@@ -105,7 +105,7 @@ const IDLE_TURNS: u32 = 256;
 #[derive(Debug)]
 pub struct Driver {
     config: DriverConfig,
-    bells: Doorbells,
+    event_fds: QueueEventFds,
     watch: Watch,
     /// `None` between the device's hang-up and the next reconnect.
     link: Option<Link>,
@@ -186,14 +186,14 @@ impl Driver {
         for queue_pair in self.store.queue_pairs.ids() {
             if self.wants_slots(queue_pair) || self.store.queue_pairs[queue_pair].tx.is_low() {
                 busy |= self.store.queue_pairs[queue_pair].tx.reap()?;
-                self.land();
+                self.collect_consumed_datagrams();
             }
         }
         let timer = self.next_due();
         // Reading may have ended a connection.
         if !self.has_arrivals() && timer.is_none() && !self.has_core_events() {
-            self.idle(busy)?;
-            self.tell_of_slots();
+            self.check_for_hang_up(busy)?;
+            self.wake_slot_waiters();
             self.flush();
             return Ok(busy);
         }
@@ -209,9 +209,9 @@ impl Driver {
         }
         self.take_core_events(now);
         self.transmit_control(now)?;
-        self.transmit_words(now)?;
-        self.idle(busy)?;
-        self.tell_of_slots();
+        self.transmit_flow_control(now)?;
+        self.check_for_hang_up(busy)?;
+        self.wake_slot_waiters();
         self.flush();
         Ok(busy)
     }
@@ -226,7 +226,7 @@ impl Driver {
         };
         self.store.queue_pairs.ids().any(arrivals)
             || self.event_queue.has_used()
-            || self.has_landed()
+            || self.has_consumed_datagrams()
     }
 
     /// Whether the protocol core has an event.
@@ -246,7 +246,7 @@ impl Driver {
     /// Whether a sender waits for transmit slots of a queue pair.
     #[inline]
     fn wants_slots(&self, queue_pair: QueuePairId) -> bool {
-        let datagrams = queue_pair == QueuePairId::FIRST && self.datagrams.want_slots();
+        let datagrams = queue_pair == QueuePairId::FIRST && self.datagrams.waits_for_slots();
         datagrams || self.store.queue_pairs[queue_pair].wants_slots()
     }
 
@@ -284,7 +284,7 @@ impl Driver {
 
     /// Checks from time to time whether the device has hung up, for callers that never sleep. Not
     /// while armed: a sleeping thread must find the notification.
-    fn idle(&mut self, busy: bool) -> Result<(), DriverError> {
+    fn check_for_hang_up(&mut self, busy: bool) -> Result<(), DriverError> {
         if busy {
             self.idle_turns = 0;
             return Ok(());
@@ -292,7 +292,7 @@ impl Driver {
         self.idle_turns = self.idle_turns.saturating_add(1);
         if self.idle_turns >= IDLE_TURNS && !self.armed {
             self.idle_turns = 0;
-            if self.watch.forget()? {
+            if self.watch.clear()? {
                 self.device_gone();
             }
         }
@@ -304,7 +304,7 @@ impl Driver {
         if self.link.take().is_some() {
             self.gone_seen = true;
             let now = self.now();
-            self.take_last(now);
+            self.receive_before_hang_up(now);
             for queue_pair in self.store.queue_pairs.iter_mut() {
                 queue_pair.shard.handle_transport_reset(now);
                 queue_pair.gathered.clear();
@@ -317,7 +317,7 @@ impl Driver {
     /// Receives what the device had published before it hung up, while its connections still exist:
     /// the last bytes and shutdowns of the peers. Bounded by the size of the queue, even if the
     /// device keeps writing the memory. An error recurs in the next turn, which reports it.
-    fn take_last(&mut self, now: Instant) {
+    fn receive_before_hang_up(&mut self, now: Instant) {
         let slots = usize::from(self.config.slots()) * self.store.queue_pairs.len();
         let end = self.stats.rx_packets + slots as u64;
         loop {
@@ -341,7 +341,7 @@ impl Driver {
             let now = self.now();
             // The error recurs in the next turn, which reports it.
             let _ = self.transmit_control(now);
-            let _ = self.transmit_words(now);
+            let _ = self.transmit_flow_control(now);
         }
         for id in self.store.queue_pairs.ids() {
             let queue_pair = &mut self.store.queue_pairs[id];
@@ -351,7 +351,7 @@ impl Driver {
                 (id.tx(), queue_pair.tx.publish()),
                 (id.rx(), queue_pair.rx.publish()),
             ] {
-                self.stats.kicks += u64::from(self.bells.kick_if(ring, queue));
+                self.stats.kicks += u64::from(self.event_fds.kick_if(ring, queue));
             }
             if self.store.queue_pairs[id].blocked && self.armed && !self.is_blocked(id) {
                 // A sleeping thread does not know of packets that may be received now.
@@ -360,7 +360,7 @@ impl Driver {
             }
         }
         let ring = self.event_queue.publish();
-        self.stats.kicks += u64::from(self.bells.kick_if(ring, EVENT));
+        self.stats.kicks += u64::from(self.event_fds.kick_if(ring, EVENT));
     }
 
     /// Requests notifications. Returns true if work arrived meanwhile, for which no notification
@@ -368,7 +368,7 @@ impl Driver {
     fn arm(&mut self) -> bool {
         self.armed = true;
         // A slot that was reclaimed before brings no notification any more.
-        let mut more = self.land();
+        let mut more = self.collect_consumed_datagrams();
         more |= self.event_queue.want_calls(true);
         for id in self.store.queue_pairs.ids() {
             let blocked = self.is_blocked(id);
@@ -377,7 +377,7 @@ impl Driver {
             // Packets that may not be received yet must not keep the caller awake.
             more |= !blocked && queue_pair.rx.want_calls(true);
             let datagrams = (id == QueuePairId::FIRST).then_some(&self.datagrams);
-            if queue_pair.wants_slots() || datagrams.is_some_and(Datagrams::want_a_slot) {
+            if queue_pair.wants_slots() || datagrams.is_some_and(Datagrams::waits_for_one_slot) {
                 more |= queue_pair.tx.want_calls(true);
             } else if let Some(datagrams) = datagrams
                 && let Some(packets) = datagrams.packets_until_named()
@@ -468,21 +468,21 @@ impl Driver {
     }
 
     /// Wakes the senders that wait for slots, if there are some.
-    fn tell_of_slots(&mut self) {
-        self.tell_of_datagram_slots();
+    fn wake_slot_waiters(&mut self) {
+        self.wake_datagram_senders();
         for queue_pair in self.store.queue_pairs.ids() {
-            self.tell_of_slots_in(queue_pair);
+            self.wake_slot_waiters_of(queue_pair);
         }
     }
 
-    fn tell_of_slots_in(&mut self, queue_pair: QueuePairId) {
+    fn wake_slot_waiters_of(&mut self, queue_pair: QueuePairId) {
         let of = &self.store.queue_pairs[queue_pair];
         let waits = !of.waiters.is_empty() || !of.outgoing.is_empty();
         if !waits || !of.tx.has_data_slot() {
             return;
         }
         if !of.outgoing.is_empty() {
-            self.send_kept(queue_pair);
+            self.send_outgoing(queue_pair);
             if !self.store.queue_pairs[queue_pair].outgoing.is_empty() {
                 return;
             }
@@ -550,7 +550,7 @@ impl Drop for Driver {
             for queue_pair in self.store.queue_pairs.iter_mut() {
                 returned |= queue_pair.tx.reap().unwrap_or(true);
             }
-            self.tell_of_slots();
+            self.wake_slot_waiters();
             let queue_pairs = self.store.queue_pairs.iter_mut();
             // Every queue pair must be checked.
             if returned

@@ -38,7 +38,7 @@ impl Driver {
         let there = self.store.queue_pairs.of_pair(pair.into());
         match there.ok_or(MoveError::NotNegotiated)? {
             there if there == queue_pair => Ok(()),
-            _ if !self.hurry(queue_pair, flow) => Err(MoveError::Busy),
+            _ if !self.try_flush_coalesced(queue_pair, flow) => Err(MoveError::Busy),
             _ => self.store.queue_pairs[queue_pair]
                 .shard
                 .ask_move(flow, pair),
@@ -55,7 +55,7 @@ impl Driver {
 
     /// Chooses the queue pair and the local port of a connection to `peer`. With several pairs, the
     /// queue pair depends on the port. No other connection on any pair has the same two addresses.
-    pub(super) fn place(
+    pub(super) fn choose_queue_pair(
         &self,
         port: Port,
         peer: Address,
@@ -99,7 +99,7 @@ impl Driver {
             // The pair is not in use, or this side closed the connection during the move. An event
             // follows.
             let _ = self.store.queue_pairs[queue_pair].shard.reset(flow);
-            return self.moved_stray(pair, header);
+            return self.reset_unknown_move(pair, header);
         };
         if there == queue_pair {
             // Fails only for a flow that has ended.
@@ -117,7 +117,7 @@ impl Driver {
         };
         let Some(now) = adopted else {
             // The new shard has no room: the device and the connection's owner are notified.
-            self.moved_stray(pair, header);
+            self.reset_unknown_move(pair, header);
             return self.closed(queue_pair, flow, false);
         };
         self.store.queue_pairs[there].flows.insert(now, stream);
@@ -131,7 +131,7 @@ impl Driver {
 
     /// Resets a connection that the device moved to `pair` and that does not exist here.
     #[cold]
-    pub(super) fn moved_stray(&mut self, pair: u32, header: &Repr) {
+    pub(super) fn reset_unknown_move(&mut self, pair: u32, header: &Repr) {
         if let Some(there) = self.store.queue_pairs.of_pair(pair) {
             self.store.queue_pairs[there].shard.reset_stray(header);
         }

@@ -35,7 +35,7 @@ fn connect(driver: &mut Driver, peer: &mut Peer, pair: u16) -> StreamId {
     Backend::flush(driver);
     peer.header.dst = peer.take_op(Op::Request).src;
     peer.header.fwd_cnt = 0;
-    peer.say(Op::Response, &[]);
+    peer.send(Op::Response, &[]);
     Backend::turn(driver).unwrap();
     assert_eq!(driver.state(id), Some(StreamState::Connected));
     assert_eq!(driver.queue_pair(id), Some(pair));
@@ -51,9 +51,9 @@ fn ask(driver: &mut Driver, peer: &mut Peer, id: StreamId, pair: u16) {
 }
 
 /// Sends MOVED with that pair number.
-fn say_moved(driver: &mut Driver, peer: &mut Peer, pair: u32) {
+fn send_moved(driver: &mut Driver, peer: &mut Peer, pair: u32) {
     peer.header.flags = pair;
-    peer.say(Op::Moved, &[]);
+    peer.send(Op::Moved, &[]);
     peer.header.flags = 0;
     let _ = Backend::turn(driver).unwrap();
     Backend::flush(driver);
@@ -68,26 +68,26 @@ fn taken(peer: &mut Peer) -> Vec<(Op, Repr)> {
 }
 
 #[test]
-fn a_pair_that_was_not_asked_for_is_as_good_as_another() {
+fn a_move_to_an_unrequested_pair_is_accepted() {
     let (mut driver, mut peer, id) = connected();
     ask(&mut driver, &mut peer, id, 1);
-    say_moved(&mut driver, &mut peer, 2);
+    send_moved(&mut driver, &mut peer, 2);
     assert_eq!(driver.queue_pair(id), Some(2));
     peer.swap(2);
     assert_eq!(taken(&mut peer)[0].0, Op::CreditUpdate);
-    peer.say(Op::Rw, b"here");
+    peer.send(Op::Rw, b"here");
     Backend::turn(&mut driver).unwrap();
     let mut out = [0; 8];
     assert_eq!(driver.read(id, &mut out, false), Ok(4));
 }
 
 #[test]
-fn a_pair_that_is_not_there_ends_the_connection_and_its_user_hears_of_it() {
+fn a_move_to_a_missing_pair_closes_the_connection_with_an_event() {
     for wrong in [3, 16, 1 << 16, u32::MAX] {
         let (mut driver, mut peer, id) = connected();
         ask(&mut driver, &mut peer, id, 1);
-        peer.say(Op::Rw, b"before");
-        say_moved(&mut driver, &mut peer, wrong);
+        peer.send(Op::Rw, b"before");
+        send_moved(&mut driver, &mut peer, wrong);
         assert_eq!(driver.state(id), Some(StreamState::Reset), "{wrong}");
         assert!(!driver.is_moving(id));
         let told = taken(&mut peer);
@@ -101,35 +101,35 @@ fn a_pair_that_is_not_there_ends_the_connection_and_its_user_hears_of_it() {
 }
 
 #[test]
-fn an_answer_that_nobody_has_asked_for_changes_nothing() {
+fn an_unrequested_move_answer_changes_nothing() {
     let (mut driver, mut peer, id) = connected();
     for pair in [0, 1, 2, 3, u32::MAX] {
-        say_moved(&mut driver, &mut peer, pair);
+        send_moved(&mut driver, &mut peer, pair);
         assert_eq!(driver.queue_pair(id), Some(0));
     }
     // A repeated answer changes nothing either: the connection has left that pair.
     ask(&mut driver, &mut peer, id, 1);
     for pair in [1, 2, 0, 1] {
-        say_moved(&mut driver, &mut peer, pair);
+        send_moved(&mut driver, &mut peer, pair);
         assert_eq!(driver.queue_pair(id), Some(1));
     }
     peer.swap(1);
     // A device does not start moves, and a driver does not act as a device.
     peer.header.flags = 2;
-    peer.say(Op::Move, &[]);
+    peer.send(Op::Move, &[]);
     peer.header.flags = 0;
-    peer.say(Op::Rw, b"on");
+    peer.send(Op::Rw, b"on");
     Backend::turn(&mut driver).unwrap();
     assert_eq!(driver.queue_pair(id), Some(1));
     assert_eq!(driver.read(id, &mut [0; 8], false), Ok(2));
 }
 
 #[test]
-fn who_says_moved_of_nothing_is_told_at_the_pair_that_it_names() {
+fn a_move_of_an_unknown_connection_is_reset_at_the_named_pair() {
     let (mut driver, mut peer, _) = connected();
     peer.header.dst.port = Port::new(4711);
     for pair in [1, 2] {
-        say_moved(&mut driver, &mut peer, pair as u32);
+        send_moved(&mut driver, &mut peer, pair as u32);
         assert!(taken(&mut peer).is_empty());
         peer.swap(pair);
         let told = taken(&mut peer);
@@ -138,37 +138,37 @@ fn who_says_moved_of_nothing_is_told_at_the_pair_that_it_names() {
         peer.swap(pair);
     }
     // A pair that does not exist cannot be answered.
-    say_moved(&mut driver, &mut peer, 3);
+    send_moved(&mut driver, &mut peer, 3);
     assert!(taken(&mut peer).is_empty());
 }
 
 #[test]
-fn a_storm_of_answers_is_bounded_and_others_go_on() {
+fn a_flood_of_move_answers_is_bounded_and_others_continue() {
     let (mut driver, mut peer, id) = connected();
     let ours = peer.header;
     for n in 0..20_000u32 {
         peer.header.dst.port = Port::new(100_000 + n);
         peer.header.flags = 1 + n % 2;
-        while !peer.try_say(Op::Moved, &[]) {
+        while !peer.try_send(Op::Moved, &[]) {
             Backend::turn(&mut driver).unwrap();
         }
     }
     Backend::turn(&mut driver).unwrap();
     peer.header = ours;
-    peer.say(Op::Rw, b"on");
+    peer.send(Op::Rw, b"on");
     Backend::turn(&mut driver).unwrap();
     let mut out = [0; 8];
     assert_eq!(driver.read(id, &mut out, false), Ok(2));
 }
 
 #[test]
-fn two_between_the_same_addresses_do_not_meet_at_one_pair() {
+fn connections_between_the_same_addresses_do_not_share_a_pair() {
     let (mut driver, mut peer, _) = connected();
     let port = Port::new(80);
     driver.listen(port, 4).unwrap();
     peer.header.dst.port = port;
     let mut ask_in = |peer: &mut Peer| {
-        peer.say(Op::Request, &[]);
+        peer.send(Op::Request, &[]);
         Backend::turn(&mut driver).unwrap();
         peer.take_op(Op::Response);
         driver.accept(port).unwrap()
@@ -180,7 +180,7 @@ fn two_between_the_same_addresses_do_not_meet_at_one_pair() {
     assert_eq!(driver.queue_pair(first), Some(0));
     assert_eq!(driver.queue_pair(second), Some(1));
     ask(&mut driver, &mut peer, first, 1);
-    say_moved(&mut driver, &mut peer, 1);
+    send_moved(&mut driver, &mut peer, 1);
     assert_eq!(driver.state(first), Some(StreamState::Reset));
     assert_eq!(
         driver.read(first, &mut [0; 8], false),

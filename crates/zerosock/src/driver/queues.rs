@@ -17,14 +17,14 @@ use super::arena::{Arena, EVENT_LEN, EVENT_SLOTS, PairSlots, Slots};
 
 /// How many packets ahead memory is prefetched: a cache line takes longer to arrive from the
 /// device's core than a small packet takes to process.
-const AHEAD: u16 = 8;
+const PREFETCH_AHEAD: u16 = 8;
 
 /// Limit on the bytes of transmit slots used in rotation: a core's second-level TLB covers 2048
 /// pages of 4 KiB. With 16 MiB instead of 8 MiB, transfers were slower by a third.
-const ROUND: u32 = 8 << 20;
+const ROTATION: u32 = 8 << 20;
 
 /// Packets from this length on are long: they have too many lines to prefetch.
-const LONG: u32 = 16 << 10;
+const LONG_PACKET: u32 = 16 << 10;
 
 /// Length of a header, as in a descriptor.
 const HEADER: u32 = HEADER_LEN as u32;
@@ -117,8 +117,8 @@ impl RxQueue {
 
     /// The slot that is probably filled a few packets later, to prefetch it.
     #[inline]
-    pub(crate) fn guess(&self) -> Option<u16> {
-        self.queue.guess(AHEAD).map(|token| token as u16)
+    pub(crate) fn likely_next(&self) -> Option<u16> {
+        self.queue.guess(PREFETCH_AHEAD).map(|token| token as u16)
     }
 
     /// Whether a packet arrived: one load.
@@ -146,7 +146,7 @@ pub(crate) struct TxQueue {
     /// In the order of their return.
     free: VecDeque<u16>,
     /// Slots below this one are used in rotation; the others only when all of these are in use,
-    /// because more than [`ROUND`] bytes exceed the TLB.
+    /// because more than [`ROTATION`] bytes exceed the TLB.
     round: u16,
     /// Free slots outside the rotation.
     reserve: Vec<u16>,
@@ -154,11 +154,11 @@ pub(crate) struct TxQueue {
     spare: u16,
     dirty: bool,
     /// For each slot in flight that ends a datagram: the socket and the datagram's bytes.
-    flying: Vec<Option<(DatagramId, u32)>>,
+    datagram_ends: Vec<Option<(DatagramId, u32)>>,
     /// The number of such slots.
     in_flight: usize,
     /// Datagrams that the device has consumed, not reported yet.
-    landed: Vec<(DatagramId, u32)>,
+    consumed_datagrams: Vec<(DatagramId, u32)>,
 }
 
 impl TxQueue {
@@ -171,7 +171,7 @@ impl TxQueue {
         let slots = layout.size / 2;
         let mut queue = DriverQueue::new(Arc::clone(&of.memory), layout, event_idx)?;
         let parts = (&of.tx_headers, &of.tx_data);
-        let round = (ROUND / of.tx_data.len().max(1)).max(u32::from(2 * AHEAD));
+        let round = (ROTATION / of.tx_data.len().max(1)).max(u32::from(2 * PREFETCH_AHEAD));
         let round = u16::try_from(round).map_or(slots, |round| round.min(slots));
         Ok(TxQueue {
             chains: chains(&mut queue, parts, slots, false)?,
@@ -181,9 +181,9 @@ impl TxQueue {
             reserve: (round..slots).rev().collect(),
             spare: (slots / 8).clamp(1, 8),
             dirty: false,
-            flying: vec![None; usize::from(slots)],
+            datagram_ends: vec![None; usize::from(slots)],
             in_flight: 0,
-            landed: Vec::new(),
+            consumed_datagrams: Vec::new(),
         })
     }
 
@@ -205,10 +205,10 @@ impl TxQueue {
         let mut any = false;
         while let Some(used) = self.queue.poll()? {
             let slot = slot_of(&used);
-            let ends = self.flying.get_mut(usize::from(slot));
+            let ends = self.datagram_ends.get_mut(usize::from(slot));
             if let Some(ended) = ends.and_then(Option::take) {
                 self.in_flight -= 1;
-                self.landed.push(ended);
+                self.consumed_datagrams.push(ended);
             }
             self.put_back(slot);
             any = true;
@@ -218,8 +218,8 @@ impl TxQueue {
 
     /// Records that the packet in `slot` is the last of a datagram of `len` bytes.
     #[inline]
-    pub(crate) fn fly(&mut self, slot: u16, id: DatagramId, len: u32) {
-        if let Some(ends) = self.flying.get_mut(usize::from(slot)) {
+    pub(crate) fn track_datagram(&mut self, slot: u16, id: DatagramId, len: u32) {
+        if let Some(ends) = self.datagram_ends.get_mut(usize::from(slot)) {
             self.in_flight += usize::from(ends.is_none());
             *ends = Some((id, len));
         }
@@ -227,8 +227,8 @@ impl TxQueue {
 
     /// The next datagram that the device has consumed.
     #[inline]
-    pub(crate) fn landed(&mut self) -> Option<(DatagramId, u32)> {
-        self.landed.pop()
+    pub(crate) fn next_consumed_datagram(&mut self) -> Option<(DatagramId, u32)> {
+        self.consumed_datagrams.pop()
     }
 
     /// Limit on the slots used for data.
@@ -253,7 +253,7 @@ impl TxQueue {
     /// the shared one, from where they are written faster.
     #[inline]
     fn take_free(&mut self, len: u32) -> Option<u16> {
-        let slot = if len < LONG {
+        let slot = if len < LONG_PACKET {
             self.free.pop_back()
         } else {
             self.free.pop_front()
@@ -290,8 +290,8 @@ impl TxQueue {
 
     /// The slot that will be used a few short packets later, to prefetch it.
     #[inline]
-    pub(crate) fn later(&self) -> Option<u16> {
-        let at = self.free.len().checked_sub(usize::from(AHEAD))?;
+    pub(crate) fn next_free(&self) -> Option<u16> {
+        let at = self.free.len().checked_sub(usize::from(PREFETCH_AHEAD))?;
         self.free.get(at).copied()
     }
 

@@ -11,7 +11,7 @@ use zerosock_ring::DriverLayout;
 
 use super::arena::Arena;
 use super::datagrams::Datagrams;
-use super::link::{AttachError, Doorbells, EVENT, Link};
+use super::link::{AttachError, EVENT, Link, QueueEventFds};
 use super::loans::Loans;
 use super::queue_pairs::{QueuePair, QueuePairId, QueuePairSet};
 use super::queues::{EventQueue, RxQueue, TxQueue};
@@ -41,9 +41,9 @@ impl Driver {
     ) -> Result<Driver, AttachError> {
         config.check()?;
         let link = connect(&config)?;
-        Driver::with_link(config, link, |link, arena, bells| {
+        Driver::with_link(config, link, |link, arena, event_fds| {
             let bases = vec![0; arena.rings.len()];
-            link.start(arena, bells, &bases)
+            link.start(arena, event_fds, &bases)
         })
     }
 
@@ -51,11 +51,11 @@ impl Driver {
     pub(super) fn with_link(
         config: DriverConfig,
         mut link: Link,
-        start: impl FnOnce(&mut Link, &Arena, &Doorbells) -> Result<(), AttachError>,
+        start: impl FnOnce(&mut Link, &Arena, &QueueEventFds) -> Result<(), AttachError>,
     ) -> Result<Driver, AttachError> {
         let (arena, slots) = Arena::new(&config, link.pairs)?;
-        let bells = Doorbells::new(link.pairs)?;
-        let mut watch = Watch::new(bells.calls()).map_err(AttachError::Eventfd)?;
+        let event_fds = QueueEventFds::new(link.pairs)?;
+        let mut watch = Watch::new(event_fds.calls()).map_err(AttachError::Eventfd)?;
         watch
             .device(link.frontend.as_fd())
             .map_err(AttachError::Eventfd)?;
@@ -67,11 +67,11 @@ impl Driver {
         });
         // Each slot can be on a lease or a loan, and as many copies on lease.
         let count = usize::from(config.slots());
-        let words = Leases::new((4 * count * slots.len()).max(256));
-        let loans = Loans::new(words.capacity(), slots.len(), config.slots());
-        let mut datagrams = Datagrams::new(cid, words.capacity());
+        let lease_table = Leases::new((4 * count * slots.len()).max(256));
+        let loans = Loans::new(lease_table.capacity(), slots.len(), config.slots());
+        let mut datagrams = Datagrams::new(cid, lease_table.capacity());
         datagrams.negotiated(link.datagrams, link.datagram_flow);
-        let mut sockets = Sockets::new(Arc::new(words), HOLD, MOST_COPIED);
+        let mut sockets = Sockets::new(Arc::new(lease_table), HOLD, MOST_COPIED);
         let mut queue_pairs = Vec::new();
         for slots in slots {
             let queue_pair = QueuePairId::of_pool(sockets.add_pool(config.slots().into()));
@@ -85,7 +85,7 @@ impl Driver {
             queue_pairs.push(QueuePair::new(rx, tx, slots, shard));
         }
         let _ = event_queue.publish();
-        start(&mut link, &arena, &bells)?;
+        start(&mut link, &arena, &event_fds)?;
         let mut queue_pairs = queue_pairs.into_iter();
         // There is always at least one pair.
         let first = queue_pairs
@@ -94,14 +94,14 @@ impl Driver {
         let queue_pairs = QueuePairSet::new(first, queue_pairs.collect());
         queue_pairs
             .ids()
-            .for_each(|queue_pair| bells.kick(queue_pair.rx()));
-        bells.kick(EVENT);
+            .for_each(|queue_pair| event_fds.kick(queue_pair.rx()));
+        event_fds.kick(EVENT);
         Ok(Driver {
             store: Buffers::new(arena, queue_pairs),
             sockets,
             loans,
             datagrams,
-            bells,
+            event_fds,
             watch,
             link: Some(link),
             event_queue,
@@ -135,8 +135,8 @@ impl Driver {
             .device(link.frontend.as_fd())
             .map_err(AttachError::Eventfd)?;
         let bases = self.used_indices();
-        link.start(&self.store.arena, &self.bells, &bases)?;
-        self.bells.kick_all();
+        link.start(&self.store.arena, &self.event_fds, &bases)?;
+        self.event_fds.kick_all();
         for queue_pair in self.store.queue_pairs.iter_mut() {
             link.agree(&mut queue_pair.shard);
         }
@@ -157,8 +157,8 @@ impl Driver {
     /// Passes the memory table again and starts the queues at `bases`, one index each.
     pub fn resume(&mut self, bases: &[u16]) -> Result<(), AttachError> {
         let link = self.link.as_mut().ok_or(FrontendError::Closed)?;
-        link.start(&self.store.arena, &self.bells, bases)?;
-        self.bells.kick_all();
+        link.start(&self.store.arena, &self.event_fds, bases)?;
+        self.event_fds.kick_all();
         Ok(())
     }
 

@@ -20,7 +20,7 @@ fn small() -> (Driver, Peer, StreamId) {
     (driver, peer, id)
 }
 
-fn is_told(driver: &Driver) -> bool {
+fn is_notified(driver: &Driver) -> bool {
     let fd = driver.fd();
     let mut fds = [PollFd::new(&fd, PollFlags::IN)];
     let now = rustix::event::Timespec {
@@ -31,10 +31,10 @@ fn is_told(driver: &Driver) -> bool {
 }
 
 #[test]
-fn packets_beyond_three_quarters_wait_in_the_ring_and_keep_nobody_awake() {
+fn packets_beyond_three_quarters_wait_in_the_ring_and_let_the_driver_sleep() {
     let (mut driver, mut peer, id) = small();
     for _ in 0..30 {
-        peer.say(Op::Rw, b"x");
+        peer.send(Op::Rw, b"x");
     }
     assert!(driver.pending());
     Backend::turn(&mut driver).unwrap();
@@ -44,14 +44,14 @@ fn packets_beyond_three_quarters_wait_in_the_ring_and_keep_nobody_awake() {
     assert!(Backend::next_timeout(&driver).is_some(), "but for the time");
     // Another thread freed held buffers: a sleeper must wake, since the device does not notify
     // again.
-    driver.watch.forget().unwrap();
-    assert!(!is_told(&driver));
+    driver.watch.clear().unwrap();
+    assert!(!is_notified(&driver));
     let mut out = [0; 4];
     assert_eq!(driver.read(id, &mut out, false), Ok(4));
     Backend::flush_after_read(&mut driver);
-    assert!(is_told(&driver));
+    assert!(is_notified(&driver));
     driver.disarm();
-    assert!(!is_told(&driver));
+    assert!(!is_notified(&driver));
     assert!(driver.pending());
     Backend::turn(&mut driver).unwrap();
     assert_eq!(driver.unread(id), 24);
@@ -62,14 +62,14 @@ fn a_reset_and_a_connection_pass_a_reader_that_never_reads() {
     let (mut driver, mut peer, id) = small();
     Backend::listen(&mut driver, Port::new(7), 4, SocketType::Stream).unwrap();
     for _ in 0..30 {
-        peer.say(Op::Rw, b"x");
+        peer.send(Op::Rw, b"x");
     }
     let stuck = peer.header;
     peer.header.dst.port = Port::new(7);
     peer.header.src.port = Port::new(9999);
-    peer.say(Op::Request, &[]);
+    peer.send(Op::Request, &[]);
     peer.header = stuck;
-    peer.say(Op::Rst, &[]);
+    peer.send(Op::Rst, &[]);
     let give_up = Instant::now() + Duration::from_secs(60);
     while driver.state(id) != Some(StreamState::Reset) {
         assert!(Instant::now() < give_up);
@@ -83,7 +83,7 @@ fn a_reset_and_a_connection_pass_a_reader_that_never_reads() {
 }
 
 #[test]
-fn loans_leave_slots_for_others_and_go_on_as_copies() {
+fn loans_leave_slots_for_others_and_continue_as_copies() {
     let (mut driver, mut peer, id) = small();
     let other = connect(&mut driver, &mut peer);
     let loans: Vec<_> = (0..6)
@@ -147,14 +147,14 @@ fn a_quarter_of_the_slots_is_never_out_on_loan() {
 #[test]
 fn a_device_that_hangs_up_resets_all_and_ends_the_endpoint() {
     let (mut driver, mut peer, id) = small();
-    peer.say(Op::Rw, b"last");
+    peer.send(Op::Rw, b"last");
     Backend::turn(&mut driver).unwrap();
     let loan = Backend::loan(&mut driver, id, 8).unwrap();
     assert_eq!(driver.next_ready(), Some(ReadySource::Conn(id)));
     assert!(!Backend::arm(&mut driver));
-    driver.watch.forget().unwrap();
+    driver.watch.clear().unwrap();
     peer.socket = None;
-    assert!(is_told(&driver));
+    assert!(is_notified(&driver));
     driver.disarm();
     assert!(!driver.is_attached());
     assert_eq!(driver.next_ready(), Some(ReadySource::Conn(id)));
@@ -168,13 +168,13 @@ fn a_device_that_hangs_up_resets_all_and_ends_the_endpoint() {
     let connect = Backend::connect(&mut driver, Port::ANY, SERVER, SocketType::Stream);
     assert_eq!(connect, Err(ConnectError::Unreachable));
     assert!(!driver.pending());
-    assert!(!is_told(&driver));
+    assert!(!is_notified(&driver));
     assert!(Backend::arm(&mut driver), "the caller must not sleep");
     assert!(Backend::turn(&mut driver).is_err());
 }
 
 #[test]
-fn who_never_sleeps_hears_of_a_hang_up_too() {
+fn a_spinning_caller_notices_a_hang_up() {
     let (mut driver, mut peer, id) = small();
     peer.socket = None;
     assert!((0..=IDLE_TURNS).any(|_| Backend::turn(&mut driver).is_err()));
@@ -182,17 +182,17 @@ fn who_never_sleeps_hears_of_a_hang_up_too() {
 }
 
 #[test]
-fn the_waker_is_heard_and_forgotten() {
+fn a_wake_up_is_reported_until_it_is_cleared() {
     let (mut driver, _peer, _) = small();
     let waker = driver.watch.waker().clone();
     assert!(!Backend::arm(&mut driver));
-    driver.watch.forget().unwrap();
-    assert!(!is_told(&driver));
+    driver.watch.clear().unwrap();
+    assert!(!is_notified(&driver));
     for _ in 0..2 {
         rustix::io::write(&waker, &1u64.to_ne_bytes()).unwrap();
-        assert!(is_told(&driver));
+        assert!(is_notified(&driver));
         driver.disarm();
-        assert!(!is_told(&driver));
+        assert!(!is_notified(&driver));
         assert!(!Backend::arm(&mut driver));
     }
 }

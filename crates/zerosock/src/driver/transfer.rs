@@ -215,7 +215,7 @@ impl Driver {
             return Err(SendError::WouldBlock);
         };
         let slots = &of.slots;
-        if let Some(later) = of.tx.later() {
+        if let Some(later) = of.tx.next_free() {
             slots.tx_headers.prefetch_write(&slots.memory, later);
             slots.tx_data.prefetch_write(&slots.memory, later);
         }
@@ -230,7 +230,7 @@ impl Driver {
             }
             Err(error) => {
                 of.tx.put_back(slot);
-                self.send_again(stream, (queue_pair, flow), bytes, error)
+                self.send_without_credit(stream, (queue_pair, flow), bytes, error)
             }
         }
     }
@@ -238,7 +238,7 @@ impl Driver {
     /// Continues a send that found no credit: coalesces it, or retries after pending control
     /// packets.
     #[cold]
-    fn send_again(
+    fn send_without_credit(
         &mut self,
         stream: StreamId,
         (queue_pair, flow): (QueuePairId, FlowId),
@@ -253,11 +253,11 @@ impl Driver {
         {
             return Err(refused(error));
         }
-        self.send_alone(stream, (queue_pair, flow), bytes)
+        self.send_uncoalesced(stream, (queue_pair, flow), bytes)
     }
 
     /// Sends one packet of as many of `bytes` as there is room for, without coalescing.
-    fn send_alone(
+    fn send_uncoalesced(
         &mut self,
         stream: StreamId,
         (queue_pair, flow): (QueuePairId, FlowId),
@@ -291,7 +291,7 @@ impl Driver {
     ) -> Result<usize, SendError> {
         let of = &mut self.store.queue_pairs[queue_pair];
         let Some(taken) = of.gathered.push(&mut of.shard, flow, bytes) else {
-            return self.send_alone(stream, (queue_pair, flow), bytes);
+            return self.send_uncoalesced(stream, (queue_pair, flow), bytes);
         };
         let now = self.now();
         let of = &mut self.store.queue_pairs[queue_pair];
@@ -341,7 +341,7 @@ impl Driver {
 
     /// Sends the coalesced writes of a connection, if there are credit and a slot. Returns whether
     /// none are left.
-    pub(super) fn hurry(&mut self, queue_pair: QueuePairId, flow: FlowId) -> bool {
+    pub(super) fn try_flush_coalesced(&mut self, queue_pair: QueuePairId, flow: FlowId) -> bool {
         if self.store.queue_pairs[queue_pair].gathered.has(flow) {
             self.store.queue_pairs[queue_pair].shard.let_go(flow);
             let now = self.now();

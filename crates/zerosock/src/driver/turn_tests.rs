@@ -26,7 +26,7 @@ fn two() -> (Driver, Peer, [(StreamId, Repr); 2]) {
 fn flood(peer: &mut Peer, header: Repr, count: usize) {
     peer.header = header;
     for _ in 0..count {
-        peer.say(Op::Rw, b"x");
+        peer.send(Op::Rw, b"x");
     }
 }
 
@@ -35,7 +35,7 @@ fn taken(driver: &Driver) -> u64 {
 }
 
 #[test]
-fn a_turn_takes_so_many_packets_and_tells_of_each_connection_once() {
+fn a_turn_receives_a_bounded_number_of_packets_and_reports_each_connection_once() {
     let (mut driver, mut peer, [(bulk, from), (small, other)]) = two();
     let mut out = [0; 1024];
     for round in 0..20 {
@@ -62,7 +62,7 @@ fn a_turn_takes_so_many_packets_and_tells_of_each_connection_once() {
 
 /// The fast path, which shows packets directly from the queue.
 #[test]
-fn a_call_shows_so_many_packets_at_most() {
+fn a_call_receives_a_bounded_number_of_packets() {
     let (mut driver, mut peer, [(bulk, from), (small, other)]) = two();
     let mut out = [0; 1024];
     for _ in 0..20 {
@@ -94,7 +94,7 @@ fn a_call_shows_so_many_packets_at_most() {
 
 /// A connection that finds no slot, beside one that takes every slot that returns.
 #[test]
-fn who_finds_no_slot_has_one_when_another_takes_all_he_can() {
+fn a_waiting_connection_gets_a_slot_beside_a_greedy_sender() {
     let (mut driver, mut peer, [(bulk, _), (small, _)]) = two();
     let mut sent = 0;
     for _ in 0..20 {

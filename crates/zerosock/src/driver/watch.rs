@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use crate::io::deadline::timespec;
 
 /// Event key of the queues' calls and of the waker.
-const BELL: u64 = 0;
+const NOTIFICATION: u64 = 0;
 /// Event key of the first attached device; later devices have higher keys.
 const DEVICE: u64 = 1;
 /// Events returned by one system call: as a rule all of a driver with several queue pairs.
@@ -43,9 +43,9 @@ impl Watch {
     pub(crate) fn new(calls: &[OwnedFd]) -> io::Result<Watch> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        for bell in calls.iter().chain([&waker]) {
+        for event_fd in calls.iter().chain([&waker]) {
             let flags = EventFlags::IN | EventFlags::ET;
-            epoll::add(&epoll, bell, EventData::new_u64(BELL), flags)?;
+            epoll::add(&epoll, event_fd, EventData::new_u64(NOTIFICATION), flags)?;
         }
         Ok(Watch {
             epoll,
@@ -76,7 +76,7 @@ impl Watch {
     }
 
     /// Clears pending notifications. Returns true if the device has hung up.
-    pub(crate) fn forget(&self) -> io::Result<bool> {
+    pub(crate) fn clear(&self) -> io::Result<bool> {
         self.take(Some(&NOW))
     }
 
@@ -90,7 +90,7 @@ impl Watch {
     fn take(&self, timeout: Option<&Timespec>) -> io::Result<bool> {
         let none = Event {
             flags: EventFlags::empty(),
-            data: EventData::new_u64(BELL),
+            data: EventData::new_u64(NOTIFICATION),
         };
         let mut gone = false;
         let mut timeout = timeout;
@@ -98,17 +98,17 @@ impl Watch {
         // notification.
         for _ in 0..=self.watched / EVENTS {
             let mut events = [none; EVENTS];
-            let told = match epoll::wait(&self.epoll, &mut events, timeout) {
-                Ok(told) => told,
+            let count = match epoll::wait(&self.epoll, &mut events, timeout) {
+                Ok(count) => count,
                 Err(Errno::INTR) => 0,
                 Err(error) => return Err(error.into()),
             };
-            gone |= events.iter().take(told).any(|event| {
+            gone |= events.iter().take(count).any(|event| {
                 // Copied out of the packed structure before use.
                 let data = event.data;
                 data.u64() == self.device
             });
-            if told < EVENTS {
+            if count < EVENTS {
                 break;
             }
             timeout = Some(&NOW);
@@ -151,7 +151,7 @@ mod tests {
             let mut watch = Watch::new(&calls).unwrap();
             let (ours, theirs) = UnixStream::pair().unwrap();
             watch.device(ours.as_fd()).unwrap();
-            assert!(!watch.forget().unwrap() && !is_readable(&watch));
+            assert!(!watch.clear().unwrap() && !is_readable(&watch));
             let raise = || {
                 for call in &calls {
                     rustix::io::write(call, &1u64.to_ne_bytes()).unwrap();
@@ -159,7 +159,7 @@ mod tests {
                 watch.wake();
             };
             raise();
-            assert!(!watch.forget().unwrap());
+            assert!(!watch.clear().unwrap());
             assert!(!is_readable(&watch), "{pairs} queue pairs");
             raise();
             let soon = Instant::now() + Duration::from_secs(60);
@@ -168,7 +168,7 @@ mod tests {
             // The hang-up comes last.
             raise();
             drop(theirs);
-            assert!(watch.forget().unwrap(), "{pairs} queue pairs");
+            assert!(watch.clear().unwrap(), "{pairs} queue pairs");
             assert!(!is_readable(&watch));
         }
     }

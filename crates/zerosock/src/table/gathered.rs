@@ -8,14 +8,14 @@
 //! - Each connection has here exactly the bytes that its shard counts as gathered, in order: fewer
 //!   than a packet, and never more than its credit.
 //! - The bytes of a closed connection are removed.
-//! - At most [`MOST`] connections have bytes here.
+//! - At most [`MAX_CONNECTIONS`] connections have bytes here.
 
 use std::collections::HashMap;
 
 use zerosock_proto::vsock::{FlowId, FlowInfo, SMALL, Shard};
 
 /// Connections that may have bytes here. Writes of further ones are sent uncoalesced, or block.
-const MOST: usize = 512;
+const MAX_CONNECTIONS: usize = 512;
 
 /// Bytes accepted from the writer that the peer has not reported as consumed.
 pub(crate) fn unsent(info: &FlowInfo) -> u32 {
@@ -32,10 +32,10 @@ impl Gathered {
     /// Stores the first of `bytes`, as many as `shard` allows, and returns how many. `None`: the
     /// bytes are to be sent uncoalesced.
     pub(crate) fn push(&mut self, shard: &mut Shard, flow: FlowId, bytes: &[u8]) -> Option<usize> {
-        if self.0.len() >= MOST && !self.0.contains_key(&flow) {
+        if self.0.len() >= MAX_CONNECTIONS && !self.0.contains_key(&flow) {
             let unsent = |flow| shard.flow(flow).is_some_and(|info| info.unsent > 0);
             self.0.retain(|flow, _| unsent(*flow));
-            if self.0.len() >= MOST {
+            if self.0.len() >= MAX_CONNECTIONS {
                 return None;
             }
         }
@@ -43,22 +43,22 @@ impl Gathered {
         let taken = shard.gather(flow, len) as usize;
         let taken = bytes.get(..taken).unwrap_or(bytes);
         if !taken.is_empty() {
-            let kept = self.0.entry(flow);
-            let kept = kept.or_insert_with(|| Vec::with_capacity(SMALL as usize));
-            kept.extend_from_slice(taken);
+            let pending = self.0.entry(flow);
+            let pending = pending.or_insert_with(|| Vec::with_capacity(SMALL as usize));
+            pending.extend_from_slice(taken);
         }
         Some(taken.len())
     }
 
     /// Removes the next `len` bytes of a connection and passes them to `put`.
     pub(crate) fn pop(&mut self, flow: FlowId, len: u32, put: impl FnOnce(&[u8])) {
-        let Some(kept) = self.0.get_mut(&flow) else {
+        let Some(pending) = self.0.get_mut(&flow) else {
             return;
         };
-        let len = (len as usize).min(kept.len());
-        put(kept.get(..len).unwrap_or(kept));
-        kept.drain(..len);
-        if kept.is_empty() {
+        let len = (len as usize).min(pending.len());
+        put(pending.get(..len).unwrap_or(pending));
+        pending.drain(..len);
+        if pending.is_empty() {
             self.forget(flow);
         }
     }

@@ -16,7 +16,7 @@ use zerosock_proto::Address;
 use zerosock_proto::vsock::datagram::{DatagramId, DatagramTable};
 
 use super::backend::{Payload, RecvFault};
-use super::sockets::{Held, LeaseParts, NoLease, Sockets, Store, StreamId, StreamState};
+use super::sockets::{HeldBuffer, LeaseParts, NoLease, Sockets, Store, StreamId, StreamState};
 
 /// The unread datagrams of all sockets. See the module documentation.
 #[derive(Debug)]
@@ -24,7 +24,7 @@ pub(crate) struct Inboxes {
     pub(crate) table: DatagramTable,
     boxes: Vec<Inbox>,
     /// Sockets with changed readiness, oldest first.
-    stirred: VecDeque<DatagramId>,
+    ready_list: VecDeque<DatagramId>,
 }
 
 #[derive(Debug, Default)]
@@ -77,7 +77,7 @@ impl Inboxes {
         Inboxes {
             table,
             boxes: Vec::new(),
-            stirred: VecDeque::new(),
+            ready_list: VecDeque::new(),
         }
     }
 
@@ -125,14 +125,14 @@ impl Inboxes {
         if let Some(inbox) = self.inbox(id)
             && !std::mem::replace(&mut inbox.listed, true)
         {
-            self.stirred.push_back(id);
+            self.ready_list.push_back(id);
         }
     }
 
     /// The next socket with changed readiness.
     #[inline]
     pub(crate) fn next_ready(&mut self) -> Option<DatagramId> {
-        while let Some(id) = self.stirred.pop_front() {
+        while let Some(id) = self.ready_list.pop_front() {
             if let Some(inbox) = self.inbox(id) {
                 inbox.listed = false;
                 return Some(id);
@@ -148,7 +148,7 @@ impl Inboxes {
         id: DatagramId,
         source: Address,
         pool: u32,
-        held: Held<T>,
+        held: HeldBuffer<T>,
         sockets: &mut Sockets<T>,
         store: &mut impl Store<Token = T>,
     ) -> bool {
@@ -158,7 +158,7 @@ impl Inboxes {
             store.release(held.token);
             return false;
         };
-        let (place, copied) = if len > 0 && sockets.has_place(pool) {
+        let (place, copied) = if len > 0 && sockets.may_hold_datagram(pool) {
             let conn = inbox.conn(pool, local, sockets, store);
             sockets.deliver(conn, held, store);
             (At::Conn(conn), false)

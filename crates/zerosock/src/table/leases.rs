@@ -35,7 +35,7 @@ const READERS: u32 = WANTED - 1;
 const MAX_READERS: u32 = READERS / 2;
 
 #[derive(Debug)]
-struct Word {
+struct Entry {
     state: AtomicU32,
     /// The next index on the stack of dropped leases.
     next: AtomicU32,
@@ -45,7 +45,7 @@ struct Word {
 #[derive(Debug)]
 pub(crate) struct Leases {
     /// The last entry is the recheck index; its state is 1 while it is on the stack.
-    words: Box<[Word]>,
+    entries: Box<[Entry]>,
     dropped: AtomicU32,
 }
 
@@ -60,45 +60,45 @@ pub(crate) enum Entered {
 
 impl Leases {
     pub(crate) fn new(capacity: usize) -> Leases {
-        let word = |_| Word {
+        let entry = |_| Entry {
             state: AtomicU32::new(0),
             next: AtomicU32::new(NONE),
         };
         Leases {
-            words: (0..=capacity).map(word).collect(),
+            entries: (0..=capacity).map(entry).collect(),
             dropped: AtomicU32::new(NONE),
         }
     }
 
     /// Leases and loans that can be out at once.
     pub(crate) fn capacity(&self) -> usize {
-        self.words.len() - 1
+        self.entries.len() - 1
     }
 
     /// The recheck index.
     #[inline]
-    pub(crate) fn look(&self) -> u32 {
+    pub(crate) fn recheck_index(&self) -> u32 {
         self.capacity() as u32
     }
 
     /// Begins a recheck: readers that leave from now on request another one. Called by the endpoint
     /// only.
-    pub(crate) fn begin_look(&self) {
-        if let Some(look) = self.word(self.look()) {
+    pub(crate) fn begin_recheck(&self) {
+        if let Some(entry) = self.entry(self.recheck_index()) {
             // AcqRel: a reader that still finds the index on the stack has left before the recheck.
-            look.state.swap(0, Ordering::AcqRel);
+            entry.state.swap(0, Ordering::AcqRel);
         }
     }
 
-    fn word(&self, index: u32) -> Option<&Word> {
-        self.words.get(index as usize)
+    fn entry(&self, index: u32) -> Option<&Entry> {
+        self.entries.get(index as usize)
     }
 
     /// Starts a lease with a cleared state word. Called by the endpoint only.
     #[inline]
     pub(crate) fn begin(&self, index: u32) {
-        if let Some(word) = self.word(index) {
-            word.state.store(0, Ordering::Relaxed);
+        if let Some(entry) = self.entry(index) {
+            entry.state.store(0, Ordering::Relaxed);
         }
     }
 
@@ -116,19 +116,19 @@ impl Leases {
 
     #[inline]
     fn enter_unless(&self, index: u32, gone: u32) -> Entered {
-        let Some(word) = self.word(index) else {
+        let Some(entry) = self.entry(index) else {
             return Entered::Moved;
         };
         // Acquire: pairs with the Release in `leave` and `try_move`, so that an admitted reader
         // reads after every earlier decision.
-        let before = word.state.fetch_add(1, Ordering::Acquire);
+        let before = entry.state.fetch_add(1, Ordering::Acquire);
         if before & READERS > MAX_READERS {
             too_many_readers();
         }
         if before & gone == 0 {
             return Entered::InPlace;
         }
-        word.state.fetch_sub(1, Ordering::Relaxed);
+        entry.state.fetch_sub(1, Ordering::Relaxed);
         Entered::Moved
     }
 
@@ -136,22 +136,22 @@ impl Leases {
     /// recheck index is on the stack.
     #[inline]
     pub(crate) fn leave(&self, index: u32) -> bool {
-        let Some(word) = self.word(index) else {
+        let Some(entry) = self.entry(index) else {
             return false;
         };
         // Release: the reads happen before the endpoint returns the buffer.
-        let before = word.state.fetch_sub(1, Ordering::Release);
-        before & WANTED != 0 && before & READERS == 1 && self.ask_to_look()
+        let before = entry.state.fetch_sub(1, Ordering::Release);
+        before & WANTED != 0 && before & READERS == 1 && self.request_recheck()
     }
 
     #[cold]
-    fn ask_to_look(&self) -> bool {
-        let look = self.look();
+    fn request_recheck(&self) -> bool {
+        let recheck_index = self.recheck_index();
         // AcqRel: see `begin_recheck`.
-        if let Some(word) = self.word(look)
-            && word.state.swap(1, Ordering::AcqRel) == 0
+        if let Some(entry) = self.entry(recheck_index)
+            && entry.state.swap(1, Ordering::AcqRel) == 0
         {
-            self.push_dropped(look);
+            self.push_dropped(recheck_index);
         }
         true
     }
@@ -159,17 +159,17 @@ impl Leases {
     /// Whether the buffer was returned to the peer under a reader.
     #[inline]
     pub(crate) fn is_torn(&self, index: u32) -> bool {
-        self.word(index)
-            .is_some_and(|word| word.state.load(Ordering::Acquire) & TORN != 0)
+        self.entry(index)
+            .is_some_and(|entry| entry.state.load(Ordering::Acquire) & TORN != 0)
     }
 
     /// Claims the bytes of a lease without readers so that they can be moved; later readers are
     /// refused. Returns false if there are readers: the last of them requests a recheck.
     pub(crate) fn try_move(&self, index: u32) -> bool {
-        let Some(word) = self.word(index) else {
+        let Some(entry) = self.entry(index) else {
             return false;
         };
-        let mut state = word.state.load(Ordering::Relaxed);
+        let mut state = entry.state.load(Ordering::Relaxed);
         loop {
             if state & (MOVED | TORN) != 0 {
                 return false;
@@ -177,10 +177,12 @@ impl Leases {
             let free = state & READERS == 0;
             let next = if free { MOVED } else { state | WANTED };
             // AcqRel: see `enter_unless`.
-            match word
-                .state
-                .compare_exchange_weak(state, next, Ordering::AcqRel, Ordering::Relaxed)
-            {
+            match entry.state.compare_exchange_weak(
+                state,
+                next,
+                Ordering::AcqRel,
+                Ordering::Relaxed,
+            ) {
                 Ok(_) => return free,
                 Err(now) => state = now,
             }
@@ -189,8 +191,8 @@ impl Leases {
 
     /// Marks a lease with readers as torn: its buffer returns to the peer.
     pub(crate) fn tear(&self, index: u32) {
-        if let Some(word) = self.word(index) {
-            word.state.fetch_or(TORN, Ordering::AcqRel);
+        if let Some(entry) = self.entry(index) {
+            entry.state.fetch_or(TORN, Ordering::AcqRel);
         }
     }
 
@@ -207,8 +209,8 @@ impl Leases {
         };
         let mut last = first;
         for index in indices {
-            if let Some(word) = self.word(index) {
-                word.next.store(last, Ordering::Relaxed);
+            if let Some(entry) = self.entry(index) {
+                entry.next.store(last, Ordering::Relaxed);
                 last = index;
             }
         }
@@ -218,12 +220,12 @@ impl Leases {
     /// Pushes `last` and all entries linked behind it down to `first`.
     #[inline]
     fn push_chain(&self, last: u32, first: u32) {
-        let Some(word) = self.word(first) else {
+        let Some(entry) = self.entry(first) else {
             return;
         };
         let mut head = self.dropped.load(Ordering::Relaxed);
         loop {
-            word.next.store(head, Ordering::Relaxed);
+            entry.next.store(head, Ordering::Relaxed);
             // Release: the links and the holder's reads happen before the index becomes visible.
             // Acquire: pairs with `any_dropped_after_unlock`.
             match self.dropped.compare_exchange_weak(
@@ -276,8 +278,8 @@ impl Leases {
     /// The index dropped before `index`; must be read before `index` is reused.
     #[inline]
     pub(crate) fn next_dropped(&self, index: u32) -> u32 {
-        self.word(index)
-            .map_or(NONE, |word| word.next.load(Ordering::Relaxed))
+        self.entry(index)
+            .map_or(NONE, |entry| entry.next.load(Ordering::Relaxed))
     }
 }
 
@@ -335,7 +337,9 @@ mod tests {
         }
         let leases = Leases::new(1);
         // As many as `mem::forget` of guards leaves within a few seconds.
-        leases.words[0].state.store(MAX_READERS, Ordering::Relaxed);
+        leases.entries[0]
+            .state
+            .store(MAX_READERS, Ordering::Relaxed);
         assert_eq!(leases.enter(0), Entered::InPlace);
         assert!(!leases.try_move(0));
         for _ in 0..2 {
@@ -357,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_reader_of_a_wanted_lease_asks_for_a_look() {
+    fn the_last_reader_of_a_wanted_lease_requests_a_recheck() {
         let leases = Leases::new(2);
         leases.begin(0);
         leases.begin(1);
@@ -368,20 +372,24 @@ mod tests {
         assert!(!leases.leave(0), "there is another reader");
         assert!(!leases.any_dropped());
         assert!(leases.leave(0) && leases.leave(1));
-        assert_eq!(leases.take_dropped(), leases.look());
-        assert_eq!(leases.next_dropped(leases.look()), NONE, "once for both");
-        leases.begin_look();
+        assert_eq!(leases.take_dropped(), leases.recheck_index());
+        assert_eq!(
+            leases.next_dropped(leases.recheck_index()),
+            NONE,
+            "once for both"
+        );
+        leases.begin_recheck();
         assert!(leases.try_move(0));
         // A reader that entered meanwhile requests another recheck.
         assert_eq!(leases.enter(1), Entered::InPlace);
         assert!(!leases.try_move(1) && leases.leave(1));
-        assert_eq!(leases.take_dropped(), leases.look());
-        leases.begin_look();
+        assert_eq!(leases.take_dropped(), leases.recheck_index());
+        leases.begin_recheck();
         assert!(leases.try_move(1));
     }
 
     #[test]
-    fn those_dropped_together_come_back_together_last_first() {
+    fn leases_dropped_together_return_together_last_first() {
         let leases = Leases::new(9);
         leases.push_dropped(7);
         leases.push_all_dropped([3, 1, 4].into_iter());
@@ -397,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn dropped_leases_come_back_once_each_from_many_threads() {
+    fn dropped_leases_return_once_each_from_many_threads() {
         const EACH: u32 = 1000;
         let leases = Arc::new(Leases::new(4 * EACH as usize));
         let threads: Vec<_> = (0..4)

@@ -57,7 +57,7 @@ impl Victim {
     fn part(&mut self, from: u32, to: Address, payload: &[u8], last: bool) {
         let from = Address::new(Cid::HOST, Port::new(from));
         self.peer.header = data(from, to, 0, last);
-        self.peer.say(Op::Rw, payload);
+        self.peer.send(Op::Rw, payload);
         self.turn();
     }
 
@@ -73,7 +73,7 @@ impl Victim {
     }
 
     /// The socket still receives a valid datagram.
-    fn still_hears(&mut self, wanted: &[u8]) {
+    fn still_receives(&mut self, wanted: &[u8]) {
         self.part(9, us(), wanted, true);
         assert_eq!(self.recv(self.socket), Some((wanted.to_vec(), 9)));
     }
@@ -83,7 +83,7 @@ impl Victim {
         for round in 0..100u32 {
             let sent = round.to_le_bytes();
             self.peer.header = self.stream_header;
-            self.peer.say(Op::Rw, &sent);
+            self.peer.send(Op::Rw, &sent);
             self.turn();
             let mut got = [0; 8];
             assert_eq!(self.driver.read(self.stream, &mut got, false), Ok(4));
@@ -91,16 +91,16 @@ impl Victim {
             self.part(9, Address::new(CID, Port::new(2)), &sent, true);
             assert_eq!(self.recv(self.other), Some((sent.to_vec(), 9)));
         }
-        assert!(self.driver.datagrams.kept.capacity() <= 2 * MAX_DATAGRAM as usize);
+        assert!(self.driver.datagrams.fragments.capacity() <= 2 * MAX_DATAGRAM as usize);
     }
 
     /// The number of flow control packets that the device received.
-    fn words(&mut self) -> usize {
-        let mut words = 0;
+    fn flow_control_packets(&mut self) -> usize {
+        let mut packets = 0;
         while let Some((header, _)) = self.peer.take() {
-            words += usize::from(header.socket_type.known() == Some(SocketType::Datagram));
+            packets += usize::from(header.socket_type.known() == Some(SocketType::Datagram));
         }
-        words
+        packets
     }
 }
 
@@ -109,7 +109,7 @@ fn us() -> Address {
 }
 
 #[test]
-fn datagrams_to_nobody_are_counted_and_unanswered() {
+fn datagrams_to_unbound_ports_are_counted_and_unanswered() {
     let mut victim = Victim::new();
     // Many more than there are buffers.
     for port in 0..500 {
@@ -118,9 +118,9 @@ fn datagrams_to_nobody_are_counted_and_unanswered() {
     }
     assert_eq!(victim.drops().no_socket, 1000);
     assert_eq!(victim.driver.stats().rx_dropped, 1000);
-    assert_eq!(victim.words(), 0);
+    assert_eq!(victim.flow_control_packets(), 0);
     assert_eq!(victim.recv(victim.socket), None);
-    victim.still_hears(b"here");
+    victim.still_receives(b"here");
     victim.others_are_unharmed();
 }
 
@@ -142,7 +142,7 @@ fn datagrams_to_a_full_receiver_are_bounded_and_counted() {
         assert_eq!(victim.recv(victim.socket), Some((vec![1; 1000], from)));
     }
     assert_eq!(victim.recv(victim.socket), None);
-    victim.still_hears(b"there is room again");
+    victim.still_receives(b"there is room again");
     victim.others_are_unharmed();
 }
 
@@ -152,12 +152,12 @@ fn datagrams_above_64_kib_are_dropped_to_their_end() {
     for round in 0..20 {
         for _ in 0..40 {
             victim.part(9, us(), &[7; 60_000], false);
-            let kept = victim.driver.datagrams.kept.capacity();
+            let kept = victim.driver.datagrams.fragments.capacity();
             assert!(kept <= 2 * MAX_DATAGRAM as usize, "{kept} bytes kept");
         }
         victim.part(9, us(), &[7; 10], true);
         assert_eq!(victim.drops().too_long, round + 1);
-        victim.still_hears(b"short");
+        victim.still_receives(b"short");
     }
     // In one packet, although the buffer has room for more.
     let before = victim.driver.stats().rx_malformed;
@@ -165,7 +165,7 @@ fn datagrams_above_64_kib_are_dropped_to_their_end() {
     assert_eq!(victim.driver.stats().rx_malformed, before + 1);
     assert_eq!(victim.recv(victim.socket), None);
     victim.others_are_unharmed();
-    victim.still_hears(&[3; 8000]);
+    victim.still_receives(&[3; 8000]);
 }
 
 #[test]
@@ -179,16 +179,16 @@ fn fragments_that_are_missing_cost_their_datagram_alone() {
         499,
         "the last may still be ended"
     );
-    victim.still_hears(b"whole");
+    victim.still_receives(b"whole");
     assert_eq!(victim.drops().incomplete, 500);
     victim.part(9, us(), b"and no more", false);
     let late = victim.driver.now() + ASSEMBLY + Duration::from_millis(1);
     victim.driver.datagrams.handle_timeout(late);
     assert_eq!(victim.drops().incomplete, 501);
-    assert_eq!(victim.driver.datagrams.kept.capacity(), 0);
+    assert_eq!(victim.driver.datagrams.fragments.capacity(), 0);
     // Later fragments without a beginning are dropped.
     victim.part(9, us(), b", too late", true);
-    victim.still_hears(b"whole again");
+    victim.still_receives(b"whole again");
     victim.others_are_unharmed();
 }
 
@@ -196,7 +196,7 @@ fn fragments_that_are_missing_cost_their_datagram_alone() {
 fn fragments_out_of_order_are_no_datagram() {
     let mut victim = Victim::new();
     // The end arrives first and counts as a whole datagram.
-    victim.still_hears(b"end");
+    victim.still_receives(b"end");
     victim.part(9, us(), b"middle, ", false);
     victim.part(9, us(), b"beginning, ", false);
     victim.part(8, us(), b"another", true);
@@ -227,7 +227,7 @@ fn interleaved_fragments_never_mix() {
 
 /// Packets with a length above the written bytes, or with another operation, are dropped.
 #[test]
-fn headers_that_do_not_hold_are_dropped() {
+fn inconsistent_headers_are_dropped() {
     let mut victim = Victim::new();
     let from = Address::new(Cid::HOST, Port::new(9));
     let mut malformed = victim.driver.stats().rx_malformed;
@@ -244,12 +244,15 @@ fn headers_that_do_not_hold_are_dropped() {
     }
     for op in [Op::Request, Op::Rst, Op::Shutdown, Op::CreditUpdate] {
         victim.peer.header = data(from, us(), 0, true);
-        victim.peer.say(op, b"");
+        victim.peer.send(op, b"");
         victim.turn();
         malformed += 1;
         assert_eq!(victim.driver.stats().rx_malformed, malformed, "{op:?}");
     }
-    assert_eq!((victim.recv(victim.socket), victim.words()), (None, 0));
-    victim.still_hears(b"here");
+    assert_eq!(
+        (victim.recv(victim.socket), victim.flow_control_packets()),
+        (None, 0)
+    );
+    victim.still_receives(b"here");
     victim.others_are_unharmed();
 }

@@ -5,8 +5,8 @@ use zerosock_proto::vsock::datagram::{
 };
 use zerosock_proto::{Address, Cid, Port};
 
-use super::LANE;
-use super::Lent;
+use super::DatagramLoan;
+use super::QUEUE_PAIR;
 use crate::driver::Driver;
 use crate::driver::queue_pairs::RxSlot;
 use crate::table::backend::{LoanParts, Payload, RecvFault};
@@ -58,11 +58,11 @@ impl DatagramBackend for Driver {
         len: usize,
     ) -> Result<LoanParts, DatagramFault> {
         self.may_send_datagram(id, to, len)?;
-        let most = self.store.queue_pairs[LANE].slots.tx_data.len() as usize;
+        let most = self.store.queue_pairs[QUEUE_PAIR].slots.tx_data.len() as usize;
         // A quarter of the slots is never on loan.
         let in_place = len <= most && self.datagrams.lent < self.config.slots() / 4;
         let slot = match in_place {
-            true => match self.store.queue_pairs[LANE].tx.data_slot(len as u32) {
+            true => match self.store.queue_pairs[QUEUE_PAIR].tx.data_slot(len as u32) {
                 Ok(Some(slot)) => Some(slot),
                 _ => return Err(self.wait_for_datagram_slots(id, 1)),
             },
@@ -70,19 +70,19 @@ impl DatagramBackend for Driver {
         };
         let Some(index) = self.sockets.begin_loan() else {
             if let Some(slot) = slot {
-                self.store.queue_pairs[LANE].tx.put_back(slot);
+                self.store.queue_pairs[QUEUE_PAIR].tx.put_back(slot);
             }
             return Err(DatagramFault::TooManyLoans);
         };
         self.datagrams.lent += u16::from(slot.is_some());
-        let slots = &self.store.queue_pairs[LANE].slots;
+        let slots = &self.store.queue_pairs[QUEUE_PAIR].slots;
         let place = slot.map(|slot| BufferPlace::InPlace {
             memory: slots.memory.clone(),
             pieces: slots.tx_data.pieces(slot).iter().copied().collect(),
             offset: 0,
         });
         if let Some(place) = self.datagrams.loans.get_mut(index as usize) {
-            *place = Some(Lent { id, to, slot });
+            *place = Some(DatagramLoan { id, to, slot });
         }
         Ok(LoanParts { index, len, place })
     }
@@ -94,7 +94,7 @@ impl DatagramBackend for Driver {
         private: Option<&[u8]>,
     ) -> Result<(), DatagramFault> {
         let place = self.datagrams.loans.get(index as usize);
-        let Some(Lent { id, to, slot }) = place.and_then(Option::as_ref) else {
+        let Some(DatagramLoan { id, to, slot }) = place.and_then(Option::as_ref) else {
             return Err(DatagramFault::Unknown);
         };
         let (id, to, slot) = (*id, *to, *slot);
@@ -120,10 +120,12 @@ impl DatagramBackend for Driver {
         }
         self.datagrams.lent = self.datagrams.lent.saturating_sub(1);
         self.sockets.end_loan(index);
-        let len = (len as u32).min(self.store.queue_pairs[LANE].slots.tx_data.len());
-        self.store.queue_pairs[LANE].tx.fly(slot, id, len);
+        let len = (len as u32).min(self.store.queue_pairs[QUEUE_PAIR].slots.tx_data.len());
+        self.store.queue_pairs[QUEUE_PAIR]
+            .tx
+            .track_datagram(slot, id, len);
         if self
-            .transmit(LANE, slot, &data(from, to, len, true))
+            .transmit(QUEUE_PAIR, slot, &data(from, to, len, true))
             .is_err()
         {
             return Err(DatagramFault::Unknown);
@@ -135,15 +137,15 @@ impl DatagramBackend for Driver {
 
     fn is_flushed(&mut self, id: DatagramId) -> bool {
         // The error recurs in the next turn, which reports it.
-        let _ = self.store.queue_pairs[LANE].tx.reap();
-        self.land();
+        let _ = self.store.queue_pairs[QUEUE_PAIR].tx.reap();
+        self.collect_consumed_datagrams();
         self.datagrams.inboxes.table.is_flushed(id)
     }
 
     fn may_send(&mut self, id: DatagramId, to: Option<Address>) -> bool {
         let to = to.unwrap_or(Address::new(Cid::ANY, Port::ANY));
         match self.may_send_datagram(id, to, 0) {
-            Ok(_) if self.store.queue_pairs[LANE].tx.has_data_slots(1) => true,
+            Ok(_) if self.store.queue_pairs[QUEUE_PAIR].tx.has_data_slots(1) => true,
             Ok(_) => {
                 self.wait_for_datagram_slots(id, 1);
                 false
@@ -176,15 +178,16 @@ impl DatagramBackend for Driver {
     fn lease(&mut self, id: DatagramId) -> Result<LeasedDatagram, RecvFault> {
         if self.datagrams.inboxes.is_empty(id) {
             let mut taken = 0;
-            while taken < 256 && !self.is_blocked(LANE) && self.datagrams.inboxes.is_empty(id) {
-                let Ok(Some((slot, written))) = self.store.queue_pairs[LANE].rx.take() else {
+            while taken < 256 && !self.is_blocked(QUEUE_PAIR) && self.datagrams.inboxes.is_empty(id)
+            {
+                let Ok(Some((slot, written))) = self.store.queue_pairs[QUEUE_PAIR].rx.take() else {
                     break;
                 };
                 taken += 1;
                 self.stats.rx_packets += 1;
                 let now = self.now();
                 let slot = RxSlot {
-                    queue_pair: LANE,
+                    queue_pair: QUEUE_PAIR,
                     slot,
                 };
                 if let Some((flow, len)) = self.take_packet(Some(now), slot, written) {

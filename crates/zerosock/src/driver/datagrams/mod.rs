@@ -28,13 +28,13 @@ use crate::io::deadline::earlier;
 use crate::table::backend::Payload;
 use crate::table::datagrams::DatagramFault;
 use crate::table::inboxes::Inboxes;
-use crate::table::sockets::{Ends, Held, Store};
+use crate::table::sockets::{Ends, HeldBuffer, Store};
 
 /// The number of packets of a turn's budget that a copied packet costs: packets left in the queue
 /// can later be read in place.
 const COPY: u16 = 16;
 /// The queue pair of all datagrams, because order is kept only within a pair (docs/queue-pairs.md).
-pub(super) const LANE: QueuePairId = QueuePairId::FIRST;
+pub(super) const QUEUE_PAIR: QueuePairId = QueuePairId::FIRST;
 
 /// The driver's datagram state.
 #[derive(Debug)]
@@ -46,13 +46,13 @@ pub(crate) struct Datagrams {
     pub(in crate::driver) inboxes: Inboxes,
     assembler: Assembler,
     /// The fragments of the datagram being reassembled.
-    kept: Vec<u8>,
+    fragments: Vec<u8>,
     /// The reduction of the turn's budget for a copied packet.
     cost: u16,
     /// A send found fewer slots than this.
     wanted: usize,
     /// Indexed by the lease table's index.
-    loans: Vec<Option<Lent>>,
+    loans: Vec<Option<DatagramLoan>>,
     /// Slots on loan.
     lent: u16,
     pub(in crate::driver) malformed: u64,
@@ -61,7 +61,7 @@ pub(crate) struct Datagrams {
 
 /// A datagram loan.
 #[derive(Debug)]
-struct Lent {
+struct DatagramLoan {
     id: DatagramId,
     to: Address,
     /// `None`: a private buffer.
@@ -69,16 +69,16 @@ struct Lent {
 }
 
 impl Datagrams {
-    pub(in crate::driver) fn new(cid: Cid, words: usize) -> Datagrams {
+    pub(in crate::driver) fn new(cid: Cid, capacity: usize) -> Datagrams {
         Datagrams {
             offered: false,
             flow: false,
             inboxes: Inboxes::new(DatagramTable::new(cid)),
             assembler: Assembler::new(),
-            kept: Vec::new(),
+            fragments: Vec::new(),
             cost: 0,
             wanted: 0,
-            loans: (0..words).map(|_| None).collect(),
+            loans: (0..capacity).map(|_| None).collect(),
             lent: 0,
             malformed: 0,
             dropped: 0,
@@ -104,13 +104,13 @@ impl Datagrams {
 
     /// Whether a sender waits for slots.
     #[inline]
-    pub(in crate::driver) fn want_slots(&self) -> bool {
+    pub(in crate::driver) fn waits_for_slots(&self) -> bool {
         self.wanted > 0 || self.inboxes.table.has_throttled()
     }
 
     /// Whether a sender waits for the first slot that returns.
     #[inline]
-    pub(in crate::driver) fn want_a_slot(&self) -> bool {
+    pub(in crate::driver) fn waits_for_one_slot(&self) -> bool {
         self.wanted > 0
     }
 
@@ -129,7 +129,7 @@ impl Datagrams {
     pub(in crate::driver) fn handle_timeout(&mut self, now: Instant) {
         self.inboxes.table.handle_timeout(now);
         if self.assembler.handle_timeout(now) {
-            self.kept = Vec::new();
+            self.fragments = Vec::new();
             self.count_lost();
         }
     }
@@ -147,7 +147,7 @@ impl Datagrams {
     pub(in crate::driver) fn reset(&mut self, cid: Cid) {
         self.inboxes.table.reset(cid);
         self.assembler.forget();
-        self.kept = Vec::new();
+        self.fragments = Vec::new();
     }
 }
 
@@ -177,28 +177,28 @@ impl Driver {
                 return self.whole_datagram(now, slot, header);
             }
             Piece::First => {
-                datagrams.kept.clear();
+                datagrams.fragments.clear();
                 None
             }
             Piece::More => None,
             Piece::Last { len } => Some(len),
             Piece::Lost => {
-                datagrams.kept = Vec::new();
+                datagrams.fragments = Vec::new();
                 return self.store.release(slot);
             }
         };
-        let slots = &self.store.queue_pairs[LANE].slots;
-        let start = datagrams.kept.len();
-        datagrams.kept.resize(start + header.len as usize, 0);
+        let slots = &self.store.queue_pairs[QUEUE_PAIR].slots;
+        let start = datagrams.fragments.len();
+        datagrams.fragments.resize(start + header.len as usize, 0);
         let pieces = slots.rx_data.pieces(slot.slot);
         slots.memory.read(
             pieces,
             0,
-            datagrams.kept.get_mut(start..).unwrap_or(&mut []),
+            datagrams.fragments.get_mut(start..).unwrap_or(&mut []),
         );
         self.store.release(slot);
         let Some(len) = len else { return };
-        let bytes = std::mem::take(&mut datagrams.kept);
+        let bytes = std::mem::take(&mut datagrams.fragments);
         let flow = datagrams.flow;
         let table = &mut datagrams.inboxes.table;
         match table.receive(header.src, header.dst, len, flow, now) {
@@ -216,7 +216,7 @@ impl Driver {
         let table = &mut datagrams.inboxes.table;
         match table.receive(header.src, header.dst, header.len, flow, &now) {
             Ok(id) => {
-                let held = Held {
+                let held = HeldBuffer {
                     token: slot,
                     offset: 0,
                     len: header.len,
@@ -225,7 +225,7 @@ impl Driver {
                 };
                 let inboxes = &mut datagrams.inboxes;
                 let (sockets, store) = (&mut self.sockets, &mut self.store);
-                if inboxes.deliver(id, header.src, LANE.pool(), held, sockets, store) {
+                if inboxes.deliver(id, header.src, QUEUE_PAIR.pool(), held, sockets, store) {
                     datagrams.cost = COPY;
                 }
             }
@@ -237,10 +237,13 @@ impl Driver {
     }
 
     /// Sends due flow control packets while there are slots.
-    pub(in crate::driver) fn transmit_words(&mut self, now: Instant) -> Result<(), DriverError> {
+    pub(in crate::driver) fn transmit_flow_control(
+        &mut self,
+        now: Instant,
+    ) -> Result<(), DriverError> {
         while let Some(word) = self.datagrams.inboxes.table.poll_control(now, |_| true) {
-            match self.store.queue_pairs[LANE].tx.control_slot()? {
-                Some(slot) => self.transmit(LANE, slot, &word)?,
+            match self.store.queue_pairs[QUEUE_PAIR].tx.control_slot()? {
+                Some(slot) => self.transmit(QUEUE_PAIR, slot, &word)?,
                 None => {
                     self.datagrams.inboxes.table.control_again(now, |_| true);
                     break;
@@ -253,15 +256,18 @@ impl Driver {
     /// Whether the device has consumed packets that a sender waits for. The last check of a caller
     /// that found no other work.
     #[inline]
-    pub(in crate::driver) fn has_landed(&self) -> bool {
-        self.datagrams.want_slots() && self.store.queue_pairs[LANE].tx.has_used()
+    pub(in crate::driver) fn has_consumed_datagrams(&self) -> bool {
+        self.datagrams.waits_for_slots() && self.store.queue_pairs[QUEUE_PAIR].tx.has_used()
     }
 
     /// Collects datagrams that the device has consumed. Returns whether there were any.
     #[inline]
-    pub(in crate::driver) fn land(&mut self) -> bool {
+    pub(in crate::driver) fn collect_consumed_datagrams(&mut self) -> bool {
         let mut any = false;
-        while let Some((id, len)) = self.store.queue_pairs[LANE].tx.landed() {
+        while let Some((id, len)) = self.store.queue_pairs[QUEUE_PAIR]
+            .tx
+            .next_consumed_datagram()
+        {
             self.datagrams.inboxes.table.arrived(id, len);
             any = true;
         }
@@ -270,9 +276,9 @@ impl Driver {
 
     /// Wakes the senders that found too few slots, if there are enough.
     #[inline]
-    pub(in crate::driver) fn tell_of_datagram_slots(&mut self) {
+    pub(in crate::driver) fn wake_datagram_senders(&mut self) {
         if self.datagrams.wanted > 0
-            && self.store.queue_pairs[LANE]
+            && self.store.queue_pairs[QUEUE_PAIR]
                 .tx
                 .has_data_slots(self.datagrams.wanted)
         {
@@ -292,7 +298,7 @@ impl Driver {
         if !self.datagrams.offered || self.link.is_none() {
             return Err(DatagramFault::NoDatagrams);
         }
-        if self.store.queue_pairs[LANE].rx.has_used() && !self.is_blocked(LANE) {
+        if self.store.queue_pairs[QUEUE_PAIR].rx.has_used() && !self.is_blocked(QUEUE_PAIR) {
             // Received packets may contain flow control of this destination. An error recurs in the
             // next turn, which reports it.
             let _ = self.take_packets(self.now());
@@ -302,8 +308,8 @@ impl Driver {
         let mut may = self.datagrams.inboxes.table.may_send(id, to, len, now);
         if may == Err(zerosock_proto::vsock::datagram::Refusal::Throttled) {
             // The device may have consumed some.
-            let _ = self.store.queue_pairs[LANE].tx.reap();
-            self.land();
+            let _ = self.store.queue_pairs[QUEUE_PAIR].tx.reap();
+            self.collect_consumed_datagrams();
             may = self.datagrams.inboxes.table.may_send(id, to, len, now);
         }
         Ok(may?)
@@ -325,15 +331,19 @@ impl Driver {
         bytes: &[u8],
     ) -> Result<(), DatagramFault> {
         let from = self.may_send_datagram(id, to, bytes.len())?;
-        let most = self.store.queue_pairs[LANE].slots.tx_data.len().max(1) as usize;
+        let most = self.store.queue_pairs[QUEUE_PAIR]
+            .slots
+            .tx_data
+            .len()
+            .max(1) as usize;
         let slots = bytes.len().div_ceil(most).max(1);
-        if slots > self.store.queue_pairs[LANE].tx.most_data_slots() {
+        if slots > self.store.queue_pairs[QUEUE_PAIR].tx.most_data_slots() {
             return Err(DatagramFault::TooLong(bytes.len()));
         }
-        if !self.store.queue_pairs[LANE].tx.has_data_slots(slots) {
-            let _ = self.store.queue_pairs[LANE].tx.reap();
-            self.land();
-            if !self.store.queue_pairs[LANE].tx.has_data_slots(slots) {
+        if !self.store.queue_pairs[QUEUE_PAIR].tx.has_data_slots(slots) {
+            let _ = self.store.queue_pairs[QUEUE_PAIR].tx.reap();
+            self.collect_consumed_datagrams();
+            if !self.store.queue_pairs[QUEUE_PAIR].tx.has_data_slots(slots) {
                 return Err(self.wait_for_datagram_slots(id, slots));
             }
         }
@@ -341,24 +351,26 @@ impl Driver {
         for left in (0..slots).rev() {
             let rest = bytes.get(at..).unwrap_or(&[]);
             let part = rest.get(..most).unwrap_or(rest);
-            let Ok(Some(slot)) = self.store.queue_pairs[LANE].tx.data_slot(part.len() as u32)
+            let Ok(Some(slot)) = self.store.queue_pairs[QUEUE_PAIR]
+                .tx
+                .data_slot(part.len() as u32)
             else {
                 // The ring is broken; the next turn reports it.
                 return Err(DatagramFault::WouldBlock);
             };
-            let slots = &self.store.queue_pairs[LANE].slots;
-            if let Some(later) = self.store.queue_pairs[LANE].tx.later() {
+            let slots = &self.store.queue_pairs[QUEUE_PAIR].slots;
+            if let Some(later) = self.store.queue_pairs[QUEUE_PAIR].tx.next_free() {
                 slots.tx_headers.prefetch_write(&slots.memory, later);
                 slots.tx_data.prefetch_write(&slots.memory, later);
             }
             slots.memory.write(slots.tx_data.pieces(slot), 0, part);
             let header = data(from, to, part.len() as u32, left == 0);
             if left == 0 {
-                self.store.queue_pairs[LANE]
+                self.store.queue_pairs[QUEUE_PAIR]
                     .tx
-                    .fly(slot, id, bytes.len() as u32);
+                    .track_datagram(slot, id, bytes.len() as u32);
             }
-            if self.transmit(LANE, slot, &header).is_err() {
+            if self.transmit(QUEUE_PAIR, slot, &header).is_err() {
                 return Err(DatagramFault::WouldBlock);
             }
             at += part.len();
@@ -378,7 +390,7 @@ impl Driver {
         };
         if let Some(slot) = lent.slot {
             self.datagrams.lent = self.datagrams.lent.saturating_sub(1);
-            self.store.queue_pairs[LANE].tx.put_back(slot);
+            self.store.queue_pairs[QUEUE_PAIR].tx.put_back(slot);
         }
         self.sockets.end_loan(index);
         true
@@ -395,17 +407,17 @@ impl Driver {
         let mut taken = 0;
         // An earlier packet may be for another socket.
         while taken < MOST
-            && self.store.queue_pairs[LANE].rx.has_used()
-            && !self.is_blocked(LANE)
+            && self.store.queue_pairs[QUEUE_PAIR].rx.has_used()
+            && !self.is_blocked(QUEUE_PAIR)
             && self.datagrams.inboxes.is_empty(id)
         {
-            let Ok(Some((slot, written))) = self.store.queue_pairs[LANE].rx.take() else {
+            let Ok(Some((slot, written))) = self.store.queue_pairs[QUEUE_PAIR].rx.take() else {
                 break;
             };
             taken += 1;
             self.stats.rx_packets += 1;
             let slot = RxSlot {
-                queue_pair: LANE,
+                queue_pair: QUEUE_PAIR,
                 slot,
             };
             let Some(header) = self.peek_datagram(slot, written) else {
@@ -432,7 +444,7 @@ impl Driver {
                 continue;
             }
             table.taken(id, header.len);
-            let slots = &self.store.queue_pairs[LANE].slots;
+            let slots = &self.store.queue_pairs[QUEUE_PAIR].slots;
             let piece = slots.rx_data.pieces(slot.slot).first();
             let slice = piece.and_then(|piece| slots.memory.slice(*piece));
             let slice = slice.map(|slice| slice.part(0, header.len as usize));
@@ -448,9 +460,9 @@ impl Driver {
     fn peek_datagram(&mut self, slot: RxSlot, written: u32) -> Option<Repr> {
         use zerosock_proto::vsock::datagram::DGRAM_EOM;
         use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
-        let slots = &self.store.queue_pairs[LANE].slots;
+        let slots = &self.store.queue_pairs[QUEUE_PAIR].slots;
         slots.rx_data.prefetch(&slots.memory, slot.slot);
-        if let Some(later) = self.store.queue_pairs[LANE].rx.guess() {
+        if let Some(later) = self.store.queue_pairs[QUEUE_PAIR].rx.likely_next() {
             slots.rx_headers.prefetch(&slots.memory, later);
             slots.rx_data.prefetch(&slots.memory, later);
         }

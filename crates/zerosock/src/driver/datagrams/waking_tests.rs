@@ -3,7 +3,7 @@
 use zerosock_proto::vsock::datagram::{DatagramId, DatagramLimits, OVERHEAD};
 use zerosock_proto::{Address, Cid, Port};
 
-use super::LANE;
+use super::QUEUE_PAIR;
 use crate::driver::Driver;
 use crate::driver::bare::{Peer, pair};
 use crate::table::backend::Backend;
@@ -26,8 +26,8 @@ fn scene(send: u32) -> (Driver, Peer, DatagramId) {
     DatagramBackend::send(&mut driver, id, TO, b"").unwrap();
     Backend::flush(&mut driver);
     assert!(take(&mut peer));
-    driver.store.queue_pairs[LANE].tx.reap().unwrap();
-    driver.land();
+    driver.store.queue_pairs[QUEUE_PAIR].tx.reap().unwrap();
+    driver.collect_consumed_datagrams();
     (driver, peer, id)
 }
 
@@ -86,13 +86,13 @@ fn the_last_packet_of_a_long_datagram_brings_a_call() {
 
 /// Datagrams reclaimed by a search for a free slot bring no notification any more.
 #[test]
-fn what_has_come_back_unnoticed_is_noticed_before_anybody_sleeps() {
+fn arming_finds_datagrams_consumed_without_a_notification() {
     let (mut driver, mut peer, id) = scene(4 * (100 + OVERHEAD));
     assert_eq!(fill(&mut driver, id, &[7; 100]), 4);
     for _ in 0..4 {
         take(&mut peer);
     }
-    assert!(driver.store.queue_pairs[LANE].tx.reap().unwrap());
+    assert!(driver.store.queue_pairs[QUEUE_PAIR].tx.reap().unwrap());
     assert!(Backend::arm(&mut driver), "the caller must not sleep");
     Backend::disarm(&mut driver);
     assert_eq!(driver.datagrams.inboxes.table.poll_writable(), Some(id));
@@ -100,7 +100,7 @@ fn what_has_come_back_unnoticed_is_noticed_before_anybody_sleeps() {
 }
 
 #[test]
-fn who_spins_sees_what_the_device_has_taken() {
+fn a_spinning_sender_sees_consumed_datagrams() {
     let (mut driver, mut peer, id) = scene(100 + OVERHEAD);
     assert!(!Backend::pending(&mut driver));
     assert_eq!(fill(&mut driver, id, &[7; 100]), 1);

@@ -22,7 +22,7 @@
 //! number is bounded by the pool's size.
 
 use super::messages::cost;
-use super::parts::{Part, copy_out};
+use super::parts::{ReceivedPart, copy_out};
 use super::{NONE, ReadyFlags, Sockets, Store, StreamId, StreamState, due};
 use crate::io::deadline::earlier;
 use zerosock_proto::Instant;
@@ -120,7 +120,7 @@ impl<T> Sockets<T> {
     /// Whether a datagram may hold one more buffer of `pool`. Datagrams hold at most half, so that
     /// they alone never stop reception.
     #[inline]
-    pub(crate) fn has_place(&self, pool: u32) -> bool {
+    pub(crate) fn may_hold_datagram(&self, pool: u32) -> bool {
         let pool = self.pools.get(pool as usize);
         pool.is_some_and(|pool| pool.held < pool.size / 2)
     }
@@ -146,7 +146,7 @@ impl<T> Sockets<T> {
 
     /// Counts a held part added to a connection.
     #[inline]
-    pub(super) fn hold_one(&mut self, index: u32) {
+    pub(super) fn add_held(&mut self, index: u32) {
         let Some(conn) = self.conns.get_mut(index as usize) else {
             return;
         };
@@ -160,7 +160,7 @@ impl<T> Sockets<T> {
             pool.holders.push(index);
         }
         if pool.check.is_none()
-            && let Some(Part::Held(held)) = conn.parts.back()
+            && let Some(ReceivedPart::Held(held)) = conn.parts.back()
         {
             pool.check = Some(due(held.since, self.hold));
         }
@@ -168,7 +168,7 @@ impl<T> Sockets<T> {
 
     /// Counts `count` buffers that a connection no longer holds.
     #[inline]
-    pub(super) fn unhold(&mut self, index: u32, count: u32) {
+    pub(super) fn remove_held(&mut self, index: u32, count: u32) {
         let Some(conn) = self.conns.get_mut(index as usize) else {
             return;
         };
@@ -192,7 +192,7 @@ impl<T> Sockets<T> {
     }
 
     /// Counts a held part that became a lease in place.
-    pub(super) fn lease_one(&mut self, index: u32, pool: u32) {
+    pub(super) fn add_leased(&mut self, index: u32, pool: u32) {
         if let Some(conn) = self.conns.get_mut(index as usize) {
             conn.leased += 1;
         }
@@ -203,7 +203,7 @@ impl<T> Sockets<T> {
 
     /// Counts a lease in place that returned its buffer. `index` is `NONE` if its connection was
     /// removed.
-    pub(super) fn unlease_one(&mut self, index: u32, pool: u32) {
+    pub(super) fn remove_leased(&mut self, index: u32, pool: u32) {
         if let Some(pool) = self.pools.get_mut(pool as usize) {
             pool.leased = pool.leased.saturating_sub(1);
             if index == NONE {
@@ -215,7 +215,7 @@ impl<T> Sockets<T> {
         }
         if let Some(conn) = self.conns.get_mut(index as usize) {
             conn.leased = conn.leased.saturating_sub(1);
-            self.unhold(index, 1);
+            self.remove_held(index, 1);
         }
     }
 
@@ -225,7 +225,7 @@ impl<T> Sockets<T> {
             conn.leased = conn.leased.saturating_sub(1);
         }
         // No longer held by the connection, but still counted in the pool.
-        self.unhold(conn, 1);
+        self.remove_held(conn, 1);
         if let Some(pool) = self.pools.get_mut(pool as usize) {
             pool.held += 1;
             pool.orphans.push(index);
@@ -250,19 +250,19 @@ impl<T> Sockets<T> {
     }
 
     /// Counts `bytes` unread bytes of a connection as copied.
-    pub(super) fn copied(&mut self, index: u32, bytes: usize) {
+    pub(super) fn add_copied(&mut self, index: u32, bytes: usize) {
         let Some(conn) = self.conns.get_mut(index as usize) else {
             return;
         };
         conn.copied += bytes;
         if let Some(pool) = self.pools.get_mut(conn.pool as usize) {
             pool.unread_copies += bytes;
-            self.over |= pool.unread_copies > self.most_copied;
+            self.over_copy_limit |= pool.unread_copies > self.max_copied;
         }
     }
 
     /// Counts `bytes` copied bytes of a connection as read or discarded.
-    pub(super) fn uncopy(&mut self, index: u32, bytes: usize) {
+    pub(super) fn remove_copied(&mut self, index: u32, bytes: usize) {
         let Some(conn) = self.conns.get_mut(index as usize) else {
             return;
         };
@@ -275,17 +275,17 @@ impl<T> Sockets<T> {
     /// Whether a pool may exceed the limit on copied bytes.
     #[inline]
     pub(crate) fn is_over_copy_limit(&self) -> bool {
-        self.over
+        self.over_copy_limit
     }
 
     /// The connections to reset because a pool exceeds the limit on copied bytes: those with most,
     /// until an eighth of the limit is free again. The table is therefore scanned once for many
     /// bytes, however few each connection has.
     pub(crate) fn connections_to_shed(&mut self) -> Vec<StreamId> {
-        self.over = false;
+        self.over_copy_limit = false;
         let mut found = Vec::new();
         for (number, pool) in self.pools.iter().enumerate() {
-            if pool.unread_copies <= self.most_copied {
+            if pool.unread_copies <= self.max_copied {
                 continue;
             }
             let with_copies = |(index, conn): (usize, &super::Conn<T>)| {
@@ -301,7 +301,7 @@ impl<T> Sockets<T> {
             all.sort_unstable_by(|one, other| other.cmp(one));
             let mut left = pool.unread_copies;
             for (bytes, index) in all {
-                if left <= self.most_copied / 8 * 7 {
+                if left <= self.max_copied / 8 * 7 {
                     break;
                 }
                 left = left.saturating_sub(bytes);
@@ -323,7 +323,7 @@ impl<T> Sockets<T> {
 
     /// Ends the stalled state of a connection that has read all: arriving bytes are held again.
     #[inline]
-    pub(super) fn catch_up(&mut self, index: u32) {
+    pub(super) fn clear_stalled_if_drained(&mut self, index: u32) {
         if let Some(conn) = self.conns.get_mut(index as usize) {
             conn.stalled &= !conn.parts.is_empty();
         }
@@ -338,18 +338,18 @@ impl<T> Sockets<T> {
     pub(crate) fn handle_timeout(&mut self, now: Instant, store: &mut impl Store<Token = T>) {
         for pool in 0..self.pools.len() {
             if self.pools[pool].check.is_some_and(|at| at <= now) {
-                self.relieve(pool, now, store);
+                self.copy_overdue(pool, now, store);
             }
         }
     }
 
-    fn relieve(&mut self, pool: usize, now: Instant, store: &mut impl Store<Token = T>) {
+    fn copy_overdue(&mut self, pool: usize, now: Instant, store: &mut impl Store<Token = T>) {
         let mut check = None;
         let mut at = 0;
         while let Some(&index) = self.pools[pool].holders.get(at) {
             if let Some(id) = self.at(index) {
-                check = earlier(check, self.relieve_leases(id, now, store));
-                check = earlier(check, self.relieve_parts(id, now, store));
+                check = earlier(check, self.move_overdue_leases(id, now, store));
+                check = earlier(check, self.copy_overdue_parts(id, now, store));
             }
             // A connection that holds nothing any more has left the list, and another has its
             // place.
@@ -360,7 +360,7 @@ impl<T> Sockets<T> {
 
     /// Moves the overdue leases of a connection that have no reader; returns when the next one is
     /// due.
-    fn relieve_leases(
+    fn move_overdue_leases(
         &mut self,
         id: StreamId,
         now: Instant,
@@ -390,21 +390,21 @@ impl<T> Sockets<T> {
 
     /// Copies the unread parts of a connection if the oldest is overdue; else returns when it is
     /// due.
-    fn relieve_parts(
+    fn copy_overdue_parts(
         &mut self,
         id: StreamId,
         now: Instant,
         store: &mut impl Store<Token = T>,
     ) -> Option<Instant> {
         let oldest = self.get(id)?.parts.iter().find_map(|part| match part {
-            Part::Held(held) => Some(held.since),
-            Part::Copied { .. } => None,
+            ReceivedPart::Held(held) => Some(held.since),
+            ReceivedPart::Copied { .. } => None,
         });
         let at = due(oldest?, self.hold);
         if at > now {
             return Some(at);
         }
-        self.spill(id, store);
+        self.copy_unread(id, store);
         if let Some(conn) = self.get_mut(id) {
             conn.stalled = true;
         }
@@ -412,7 +412,7 @@ impl<T> Sockets<T> {
     }
 
     /// Moves the noted leases that have no readers any more.
-    pub(super) fn look_again(&mut self, store: &mut impl Store<Token = T>) {
+    pub(super) fn recheck_overdue(&mut self, store: &mut impl Store<Token = T>) {
         for pool in 0..self.pools.len() {
             for at in (0..self.pools[pool].orphans.len()).rev() {
                 let orphan = self.pools[pool].orphans[at];
@@ -431,7 +431,7 @@ impl<T> Sockets<T> {
     }
 
     /// Copies all unread parts of a connection.
-    pub(super) fn spill(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+    pub(super) fn copy_unread(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         let Some(conn) = self.get_mut(id) else { return };
         let parts = std::mem::take(&mut conn.parts);
         let mut released = 0;
@@ -439,7 +439,7 @@ impl<T> Sockets<T> {
         let mut costs = 0;
         for part in parts {
             match part {
-                Part::Held(held) => {
+                ReceivedPart::Held(held) => {
                     conn.push_copy(held.ends, held.len as usize, |bytes| {
                         copy_out(store, &held, bytes)
                     });
@@ -448,7 +448,7 @@ impl<T> Sockets<T> {
                     released += 1;
                     store.release(held.token);
                 }
-                Part::Copied { bytes, taken, ends } => {
+                ReceivedPart::Copied { bytes, taken, ends } => {
                     conn.push_copy(ends, bytes.len() - taken, |to| {
                         to.extend_from_slice(bytes.get(taken..).unwrap_or(&[]))
                     });
@@ -459,9 +459,9 @@ impl<T> Sockets<T> {
         if let Some(messages) = self.get_mut(id).and_then(|conn| conn.messages.as_mut()) {
             messages.half_held = 0;
         }
-        self.copied(id.index, copied as usize + costs);
+        self.add_copied(id.index, copied as usize + costs);
         if released > 0 {
-            self.unhold(id.index, released);
+            self.remove_held(id.index, released);
         }
     }
 
@@ -488,7 +488,7 @@ impl<T> Sockets<T> {
     ) -> bool {
         let trusted = self.pools.get(pool as usize).is_some_and(|p| p.trusted);
         let mut all = true;
-        self.each_lease(pool, store, Self::spill, |sockets, lease, store| {
+        self.each_lease(pool, store, Self::copy_unread, |sockets, lease, store| {
             if sockets.is_held(lease) && !sockets.move_out(lease, store) {
                 if trusted && !force {
                     all = false;

@@ -10,7 +10,7 @@ use arrayvec::ArrayVec;
 use zerosock_ring::{Memory, Piece};
 
 use super::messages::cost;
-use super::parts::{Held, Part, copy_out};
+use super::parts::{HeldBuffer, ReceivedPart, copy_out};
 use super::{NONE, Sockets, Store, StreamId, StreamState};
 use crate::table::backend::{Ahead, Next, NextKind};
 
@@ -54,14 +54,14 @@ pub(crate) enum NoLease {
 
 /// A lease or loan that is out.
 #[derive(Debug)]
-pub(crate) struct Lent<T> {
-    what: What,
+pub(crate) struct LentEntry<T> {
+    kind: LentKind,
     /// The connection; `None` after it was removed.
     conn: Option<StreamId>,
     pool: u32,
     len: u32,
     /// The buffer, while the lease is in place.
-    held: Option<Held<T>>,
+    held: Option<HeldBuffer<T>>,
     /// The copy, after the bytes were moved.
     copy: Option<Copied>,
     /// Position in the pool's overdue list: the lease is due to be moved, but had a reader.
@@ -72,17 +72,17 @@ pub(crate) struct Lent<T> {
 }
 
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-enum What {
+enum LentKind {
     #[default]
     Nothing,
     Lease,
     Loan,
 }
 
-impl<T> Default for Lent<T> {
-    fn default() -> Lent<T> {
-        Lent {
-            what: What::Nothing,
+impl<T> Default for LentEntry<T> {
+    fn default() -> LentEntry<T> {
+        LentEntry {
+            kind: LentKind::Nothing,
             conn: None,
             pool: 0,
             len: 0,
@@ -102,7 +102,7 @@ impl<T> Sockets<T> {
         let next = conn.parts.front().map(|part| Next {
             len: part.len(),
             kind: match part {
-                Part::Held(held) if can_place(store, held) => {
+                ReceivedPart::Held(held) if can_place(store, held) => {
                     if self.may_lease(conn.pool, conn.leased) {
                         NextKind::InPlace
                     } else {
@@ -147,27 +147,29 @@ impl<T> Sockets<T> {
             conn.taken += len as u64;
         }
         let (held, place) = match part {
-            Part::Copied { bytes, taken, ends } => {
-                self.uncopy(id.index, len + cost(ends));
+            ReceivedPart::Copied { bytes, taken, ends } => {
+                self.remove_copied(id.index, len + cost(ends));
                 (None, BufferPlace::Copied((Arc::new(bytes), taken)))
             }
-            Part::Held(held) => match self.may_lease(pool, leased).then(|| place(store, &held)) {
-                Some(Some(place)) => (Some(held), place),
-                _ => {
-                    let mut bytes = Vec::with_capacity(len);
-                    copy_out(store, &held, &mut bytes);
-                    self.counted.copied_aside += len as u64;
-                    store.release(held.token);
-                    self.unhold(id.index, 1);
-                    (None, BufferPlace::Copied((Arc::new(bytes), 0)))
+            ReceivedPart::Held(held) => {
+                match self.may_lease(pool, leased).then(|| place(store, &held)) {
+                    Some(Some(place)) => (Some(held), place),
+                    _ => {
+                        let mut bytes = Vec::with_capacity(len);
+                        copy_out(store, &held, &mut bytes);
+                        self.counted.copied_aside += len as u64;
+                        store.release(held.token);
+                        self.remove_held(id.index, 1);
+                        (None, BufferPlace::Copied((Arc::new(bytes), 0)))
+                    }
                 }
-            },
+            }
         };
         if held.is_some() {
             self.counted.leased += len as u64;
         }
-        self.begin(index, id, pool, len, held);
-        self.catch_up(id.index);
+        self.insert_lease(index, id, pool, len, held);
+        self.clear_stalled_if_drained(id.index);
         Ok(LeaseParts { index, len, place })
     }
 
@@ -183,28 +185,35 @@ impl<T> Sockets<T> {
         self.lease_table.begin(index);
         let len = bytes.len();
         if let Some(lent) = self.lent.get_mut(index as usize) {
-            *lent = Lent {
-                what: What::Lease,
+            *lent = LentEntry {
+                kind: LentKind::Lease,
                 len: len as u32,
-                ..Lent::default()
+                ..LentEntry::default()
             };
         }
         let place = BufferPlace::Copied((Arc::new(bytes), 0));
         Ok(LeaseParts { index, len, place })
     }
 
-    fn begin(&mut self, index: u32, id: StreamId, pool: u32, len: usize, held: Option<Held<T>>) {
+    fn insert_lease(
+        &mut self,
+        index: u32,
+        id: StreamId,
+        pool: u32,
+        len: usize,
+        held: Option<HeldBuffer<T>>,
+    ) {
         self.lease_table.begin(index);
         if held.is_some() {
-            self.lease_one(id.index, pool);
+            self.add_leased(id.index, pool);
         }
         let next = self.get(id).map_or(NONE, |conn| conn.leases);
         if let Some(first) = self.lent.get_mut(next as usize) {
             first.previous = index;
         }
         if let Some(lent) = self.lent.get_mut(index as usize) {
-            *lent = Lent {
-                what: What::Lease,
+            *lent = LentEntry {
+                kind: LentKind::Lease,
                 conn: Some(id),
                 pool,
                 len: len as u32,
@@ -226,14 +235,14 @@ impl<T> Sockets<T> {
     /// leases that have no readers any more. Returns false if `index` is neither; it may be a loan.
     pub(crate) fn end_lease(&mut self, index: u32, store: &mut impl Store<Token = T>) -> bool {
         let Some(lent) = self.lent.get_mut(index as usize) else {
-            if index == self.lease_table.look() {
-                self.lease_table.begin_look();
-                self.look_again(store);
+            if index == self.lease_table.recheck_index() {
+                self.lease_table.begin_recheck();
+                self.recheck_overdue(store);
                 return true;
             }
             return false;
         };
-        if lent.what != What::Lease {
+        if lent.kind != LentKind::Lease {
             return false;
         }
         let lent = std::mem::take(lent);
@@ -244,7 +253,7 @@ impl<T> Sockets<T> {
         }
         if let Some(held) = lent.held {
             store.release(held.token);
-            self.unlease_one(lent.conn.map_or(NONE, |id| id.index), lent.pool);
+            self.remove_leased(lent.conn.map_or(NONE, |id| id.index), lent.pool);
             if lent.conn.is_none() {
                 self.forget_orphan(lent.pool, index);
             }
@@ -256,13 +265,13 @@ impl<T> Sockets<T> {
             if let Some(flow) = conn.flow {
                 store.consumed(lent.pool, flow, lent.len);
             }
-            self.catch_up(id.index);
+            self.clear_stalled_if_drained(id.index);
         }
         true
     }
 
     /// Removes a lease from its connection's list.
-    fn unlink(&mut self, lent: &Lent<T>) {
+    fn unlink(&mut self, lent: &LentEntry<T>) {
         if let Some(previous) = self.lent.get_mut(lent.previous as usize) {
             previous.next = lent.next;
         } else if let Some(conn) = lent.conn.and_then(|id| self.get_mut(id)) {
@@ -293,7 +302,7 @@ impl<T> Sockets<T> {
             self.counted.copied_aside += bytes.len() as u64;
             lent.copy = Some((Arc::new(bytes), 0));
             store.release(held.token);
-            self.unlease_one(conn.map_or(NONE, |id| id.index), pool);
+            self.remove_leased(conn.map_or(NONE, |id| id.index), pool);
         }
         true
     }
@@ -310,7 +319,7 @@ impl<T> Sockets<T> {
             if !keep {
                 store.release(held.token);
             }
-            self.unlease_one(conn.map_or(NONE, |id| id.index), pool);
+            self.remove_leased(conn.map_or(NONE, |id| id.index), pool);
         }
     }
 
@@ -377,7 +386,7 @@ impl<T> Sockets<T> {
         let index = self.free_lent.pop()?;
         self.lease_table.begin(index);
         if let Some(lent) = self.lent.get_mut(index as usize) {
-            lent.what = What::Loan;
+            lent.kind = LentKind::Loan;
         }
         Some(index)
     }
@@ -387,10 +396,10 @@ impl<T> Sockets<T> {
         let Some(lent) = self.lent.get_mut(index as usize) else {
             return false;
         };
-        if lent.what != What::Loan {
+        if lent.kind != LentKind::Loan {
             return false;
         }
-        lent.what = What::Nothing;
+        lent.kind = LentKind::Nothing;
         self.free_lent.push(index);
         true
     }
@@ -408,12 +417,12 @@ impl<T> Sockets<T> {
 }
 
 /// Whether [`place`] succeeds.
-fn can_place<T>(store: &impl Store<Token = T>, held: &Held<T>) -> bool {
+fn can_place<T>(store: &impl Store<Token = T>, held: &HeldBuffer<T>) -> bool {
     store.memory(&held.token).is_some() && store.pieces(&held.token).len() <= PIECES
 }
 
 /// Describes where a held buffer lies; `None` if it has too many pieces.
-fn place<T>(store: &impl Store<Token = T>, held: &Held<T>) -> Option<BufferPlace> {
+fn place<T>(store: &impl Store<Token = T>, held: &HeldBuffer<T>) -> Option<BufferPlace> {
     let memory = store.memory(&held.token)?.clone();
     let (mut pieces, mut offset) = (store.pieces(&held.token), held.offset as usize);
     // Skips the piece that contains only the header; the rest is then often one piece, and a

@@ -11,7 +11,7 @@
 
 use zerosock_proto::wire::vsock::{SEQ_EOM, SEQ_EOR};
 
-use super::parts::{Held, Part, copy_out};
+use super::parts::{HeldBuffer, ReceivedPart, copy_out};
 use super::{LeaseParts, NoLease, ReadyFlags, Sockets, Store, StreamId};
 
 /// What a copied message counts for in addition to its bytes.
@@ -64,11 +64,11 @@ pub(crate) struct Messages {
     pub(super) half_held: u32,
 }
 
-impl<T> Part<T> {
+impl<T> ReceivedPart<T> {
     pub(super) fn ends(&self) -> Ends {
         match self {
-            Part::Held(held) => held.ends,
-            Part::Copied { ends, .. } => *ends,
+            ReceivedPart::Held(held) => held.ends,
+            ReceivedPart::Copied { ends, .. } => *ends,
         }
     }
 }
@@ -112,7 +112,7 @@ impl<T> Sockets<T> {
     pub(crate) fn deliver_part(
         &mut self,
         id: StreamId,
-        held: Held<T>,
+        held: HeldBuffer<T>,
         store: &mut impl Store<Token = T>,
     ) {
         let eighth = |pool: u32| {
@@ -146,13 +146,13 @@ impl<T> Sockets<T> {
             messages.whole += 1;
         }
         if len > 0 && !aside {
-            conn.parts.push_back(Part::Held(held));
-            self.hold_one(id.index);
+            conn.parts.push_back(ReceivedPart::Held(held));
+            self.add_held(id.index);
         } else {
             let mut copied = len;
             match conn.parts.back_mut() {
                 // Ends the stored part of the message.
-                Some(Part::Held(last)) if len == 0 && begun => last.ends = ends,
+                Some(ReceivedPart::Held(last)) if len == 0 && begun => last.ends = ends,
                 _ => {
                     copied += cost(ends);
                     conn.push_copy(ends, len, |bytes| {
@@ -163,7 +163,7 @@ impl<T> Sockets<T> {
                 }
             }
             self.counted.copied_aside += len as u64;
-            self.copied(id.index, copied);
+            self.add_copied(id.index, copied);
             store.release(held.token);
         }
         if ends.any() && first {
@@ -189,14 +189,14 @@ impl<T> Sockets<T> {
             let step = rest.len().min(part.len());
             let rest = &mut rest[..step];
             match part {
-                Part::Held(held) if step > 0 => {
+                ReceivedPart::Held(held) if step > 0 => {
                     if let Some(memory) = store.memory(&held.token) {
                         let pieces = store.pieces(&held.token);
                         memory.read(pieces, held.offset as usize, rest);
                     }
                 }
-                Part::Held(_) => {}
-                Part::Copied { bytes, taken, .. } => {
+                ReceivedPart::Held(_) => {}
+                ReceivedPart::Copied { bytes, taken, .. } => {
                     rest.copy_from_slice(&bytes[*taken..*taken + step]);
                 }
             }
@@ -219,7 +219,7 @@ impl<T> Sockets<T> {
         let mut bytes = 0;
         for _ in 0..parts {
             let first = self.get(id).and_then(|conn| conn.parts.front());
-            bytes += first.map_or(0, Part::len);
+            bytes += first.map_or(0, ReceivedPart::len);
             self.drop_front(id, store);
         }
         self.consumed(id, bytes, store);
@@ -246,7 +246,7 @@ impl<T> Sockets<T> {
     ) -> Result<(Vec<LeaseParts>, bool), NoLease> {
         let conn = self.get(id).ok_or(NoLease::Empty)?;
         let (mut parts, len) = conn.first_message().ok_or(NoLease::Empty)?;
-        let last = conn.parts.get(parts - 1).map(Part::ends);
+        let last = conn.parts.get(parts - 1).map(ReceivedPart::ends);
         let ends_record = last == Some(Ends::Record);
         if len == 0 {
             self.take_message(id, parts, store);
@@ -292,29 +292,29 @@ impl<T> Sockets<T> {
         for part in conn.parts.drain(..parts.min(conn.parts.len())) {
             last = part.ends();
             match part {
-                Part::Held(held) => {
+                ReceivedPart::Held(held) => {
                     copy_out(store, &held, &mut all);
                     aside += held.len as usize;
                     released += 1;
                     store.release(held.token);
                 }
-                Part::Copied { bytes, taken, ends } => {
+                ReceivedPart::Copied { bytes, taken, ends } => {
                     all.extend_from_slice(bytes.get(taken..).unwrap_or(&[]));
                     was += bytes.len() - taken + cost(ends);
                 }
             }
         }
         let now = all.len() + cost(last);
-        conn.parts.push_front(Part::Copied {
+        conn.parts.push_front(ReceivedPart::Copied {
             bytes: all,
             taken: 0,
             ends: last,
         });
         self.counted.copied_aside += aside as u64;
-        self.uncopy(id.index, was);
-        self.copied(id.index, now);
+        self.remove_copied(id.index, was);
+        self.add_copied(id.index, now);
         if released > 0 {
-            self.unhold(id.index, released);
+            self.remove_held(id.index, released);
         }
     }
 
@@ -332,20 +332,20 @@ impl<T> Sockets<T> {
                 break;
             };
             match part {
-                Part::Held(held) => {
+                ReceivedPart::Held(held) => {
                     store.release(held.token);
                     released += 1;
                 }
-                Part::Copied { bytes, taken, .. } => copies += bytes.len() - taken,
+                ReceivedPart::Copied { bytes, taken, .. } => copies += bytes.len() - taken,
             }
         }
         if let Some(flow) = conn.flow.filter(|_| half > 0) {
             store.consumed(conn.pool, flow, half as u32);
         }
-        self.uncopy(id.index, copies);
+        self.remove_copied(id.index, copies);
         if released > 0 {
-            self.unhold(id.index, released);
+            self.remove_held(id.index, released);
         }
-        self.catch_up(id.index);
+        self.clear_stalled_if_drained(id.index);
     }
 }

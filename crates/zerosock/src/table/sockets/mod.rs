@@ -34,10 +34,10 @@ use zerosock_ring::{Memory, Piece};
 use super::backend::RecvFault;
 use super::leases::Leases;
 use bounds::Pool;
-use lent::Lent;
+use lent::LentEntry;
 pub(crate) use lent::{BufferPlace, Copied, LeaseParts, NoLease, PIECES};
 pub(crate) use messages::{Ends, MessageRead, Messages};
-pub(crate) use parts::{Held, Part};
+pub(crate) use parts::{HeldBuffer, ReceivedPart};
 pub(crate) use ready_flags::ReadyFlags;
 pub(crate) use room::Waiters;
 
@@ -129,7 +129,7 @@ pub(crate) struct Conn<T> {
     pub(crate) wants_room: bool,
     /// Message boundaries, if the connection carries messages.
     messages: Option<Box<Messages>>,
-    parts: VecDeque<Part<T>>,
+    parts: VecDeque<ReceivedPart<T>>,
     /// Received bytes not read yet; leased bytes count as read.
     unread: usize,
     /// Bytes read since the connection was established; leased bytes count as read.
@@ -161,15 +161,15 @@ pub(crate) struct Sockets<T> {
     conns: Vec<Conn<T>>,
     free: Vec<u32>,
     /// Indices with pending ready flags, oldest first; at most one entry for each connection.
-    with_news: VecDeque<u32>,
+    ready_list: VecDeque<u32>,
     pools: Vec<Pool>,
     hold: Duration,
     /// Limit on the copied bytes of all connections of a pool.
-    most_copied: usize,
+    max_copied: usize,
     /// A pool exceeds that limit.
-    over: bool,
+    over_copy_limit: bool,
     lease_table: Arc<Leases>,
-    lent: Vec<Lent<T>>,
+    lent: Vec<LentEntry<T>>,
     free_lent: Vec<u32>,
     counted: Counted,
 }
@@ -190,18 +190,18 @@ pub(crate) struct Counted {
 impl<T> Sockets<T> {
     /// An empty table. Unread and leased buffers are copied after `hold`; connections are reset
     /// when a pool has more than `max_copied` bytes of unread copies.
-    pub(crate) fn new(lease_table: Arc<Leases>, hold: Duration, most_copied: usize) -> Sockets<T> {
+    pub(crate) fn new(lease_table: Arc<Leases>, hold: Duration, max_copied: usize) -> Sockets<T> {
         Sockets {
             conns: Vec::new(),
             free: Vec::new(),
-            with_news: VecDeque::new(),
+            ready_list: VecDeque::new(),
             pools: Vec::new(),
             hold,
-            most_copied,
-            over: false,
+            max_copied,
+            over_copy_limit: false,
             free_lent: (0..lease_table.capacity() as u32).rev().collect(),
             lent: (0..lease_table.capacity())
-                .map(|_| Lent::default())
+                .map(|_| LentEntry::default())
                 .collect(),
             lease_table,
             counted: Counted::default(),

@@ -12,7 +12,7 @@ impl<T> Sockets<T> {
     /// the others return their buffers when they are dropped. Gives credit for the leased bytes
     /// now, so the flow must still exist.
     pub(crate) fn leave_pool(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
-        self.spill(id, store);
+        self.copy_unread(id, store);
         self.orphan_leases(id, store);
     }
 
@@ -21,11 +21,11 @@ impl<T> Sockets<T> {
         let Some(copied) = self.get(id).map(|conn| conn.copied) else {
             return;
         };
-        self.uncopy(id.index, copied);
+        self.remove_copied(id.index, copied);
         if let Some(conn) = self.get_mut(id) {
             conn.pool = pool;
             conn.flow = Some(flow);
         }
-        self.copied(id.index, copied);
+        self.add_copied(id.index, copied);
     }
 }

@@ -9,7 +9,7 @@ use zerosock_ring::SliceBuf;
 
 /// Unread bytes in a buffer of the pool.
 #[derive(Debug)]
-pub(crate) struct Held<T> {
+pub(crate) struct HeldBuffer<T> {
     pub(crate) token: T,
     /// Offset of the first unread byte from the beginning of the buffer's pieces.
     pub(crate) offset: u32,
@@ -23,9 +23,9 @@ pub(crate) struct Held<T> {
 
 /// Consecutive received bytes.
 #[derive(Debug)]
-pub(crate) enum Part<T> {
+pub(crate) enum ReceivedPart<T> {
     /// In the peer's buffer.
-    Held(Held<T>),
+    Held(HeldBuffer<T>),
     /// In a copy, of which the first `taken` bytes were read.
     Copied {
         bytes: Vec<u8>,
@@ -34,11 +34,11 @@ pub(crate) enum Part<T> {
     },
 }
 
-impl<T> Part<T> {
+impl<T> ReceivedPart<T> {
     pub(crate) fn len(&self) -> usize {
         match self {
-            Part::Held(held) => held.len as usize,
-            Part::Copied { bytes, taken, .. } => bytes.len() - taken,
+            ReceivedPart::Held(held) => held.len as usize,
+            ReceivedPart::Copied { bytes, taken, .. } => bytes.len() - taken,
         }
     }
 }
@@ -46,7 +46,7 @@ impl<T> Part<T> {
 /// Appends the bytes of `held` to `to`. Unreadable bytes become zeros, so that a stream keeps its
 /// length; this does not happen, because buffers are validated on receipt and recalled before their
 /// memory is unmapped.
-pub(super) fn copy_out<T>(store: &impl Store<Token = T>, held: &Held<T>, to: &mut Vec<u8>) {
+pub(super) fn copy_out<T>(store: &impl Store<Token = T>, held: &HeldBuffer<T>, to: &mut Vec<u8>) {
     let start = to.len();
     to.resize(start + held.len as usize, 0);
     let mut read = 0;
@@ -57,7 +57,7 @@ pub(super) fn copy_out<T>(store: &impl Store<Token = T>, held: &Held<T>, to: &mu
 }
 
 /// Limit on one copy buffer, in bytes, so that its allocation does not fail.
-const MOST_COPIED: usize = 64 << 10;
+const MAX_COPIED: usize = 64 << 10;
 
 impl<T> Conn<T> {
     /// Appends `len` bytes to the last copy: many small packets share one buffer of at most
@@ -65,12 +65,12 @@ impl<T> Conn<T> {
     /// it reaches half, so that the memory stays below twice the unread bytes.
     pub(super) fn push_copy(&mut self, ends: Ends, len: usize, copy: impl FnOnce(&mut Vec<u8>)) {
         if !self.whole
-            && let Some(Part::Copied {
+            && let Some(ReceivedPart::Copied {
                 bytes,
                 taken,
                 ends: end @ Ends::Nothing,
             }) = self.parts.back_mut()
-            && bytes.len() - *taken + len <= MOST_COPIED
+            && bytes.len() - *taken + len <= MAX_COPIED
             && bytes.try_reserve(len).is_ok()
         {
             if *taken >= bytes.len() / 2 {
@@ -82,7 +82,7 @@ impl<T> Conn<T> {
         } else {
             let mut bytes = Vec::with_capacity(len);
             copy(&mut bytes);
-            self.parts.push_back(Part::Copied {
+            self.parts.push_back(ReceivedPart::Copied {
                 bytes,
                 taken: 0,
                 ends,
@@ -98,7 +98,7 @@ impl<T> Sockets<T> {
     pub(crate) fn deliver(
         &mut self,
         id: StreamId,
-        held: Held<T>,
+        held: HeldBuffer<T>,
         store: &mut impl Store<Token = T>,
     ) {
         let Some(conn) = self
@@ -120,13 +120,13 @@ impl<T> Sockets<T> {
         self.counted.received += u64::from(held.len);
         conn.unread += held.len as usize;
         if !conn.stalled {
-            conn.parts.push_back(Part::Held(held));
-            return self.hold_one(id.index);
+            conn.parts.push_back(ReceivedPart::Held(held));
+            return self.add_held(id.index);
         }
         self.counted.copied_aside += u64::from(held.len);
         let len = held.len as usize;
         conn.push_copy(Ends::Nothing, len, |bytes| copy_out(store, &held, bytes));
-        self.copied(id.index, held.len as usize);
+        self.add_copied(id.index, held.len as usize);
         store.release(held.token);
     }
 
@@ -150,7 +150,7 @@ impl<T> Sockets<T> {
             };
             let len = rest.len().min(part.len());
             match part {
-                Part::Held(held) => {
+                ReceivedPart::Held(held) => {
                     if let Some(memory) = store.memory(&held.token) {
                         let pieces = store.pieces(&held.token);
                         memory.read(pieces, held.offset as usize, &mut rest[..len]);
@@ -158,7 +158,7 @@ impl<T> Sockets<T> {
                     held.offset += len as u32;
                     held.len -= len as u32;
                 }
-                Part::Copied { bytes, taken, .. } => {
+                ReceivedPart::Copied { bytes, taken, .. } => {
                     rest[..len].copy_from_slice(&bytes[*taken..*taken + len]);
                     *taken += len;
                     uncopied += len;
@@ -170,7 +170,7 @@ impl<T> Sockets<T> {
             }
         }
         if uncopied > 0 {
-            self.uncopy(id.index, uncopied);
+            self.remove_copied(id.index, uncopied);
         }
         self.counted.copied_out += done as u64;
         self.consumed(id, done, store);
@@ -192,11 +192,11 @@ impl<T> Sockets<T> {
             };
             let step = part.len().min(len - done);
             match part {
-                Part::Held(held) => {
+                ReceivedPart::Held(held) => {
                     held.offset += step as u32;
                     held.len -= step as u32;
                 }
-                Part::Copied { taken, .. } => {
+                ReceivedPart::Copied { taken, .. } => {
                     *taken += step;
                     uncopied += step;
                 }
@@ -207,7 +207,7 @@ impl<T> Sockets<T> {
             }
         }
         if uncopied > 0 {
-            self.uncopy(id.index, uncopied);
+            self.remove_copied(id.index, uncopied);
         }
         self.counted.copied_out += done as u64;
         self.consumed(id, done, store);
@@ -221,13 +221,13 @@ impl<T> Sockets<T> {
             let rest = &mut out[done..];
             let len = rest.len().min(part.len());
             match part {
-                Part::Held(held) => {
+                ReceivedPart::Held(held) => {
                     if let Some(memory) = store.memory(&held.token) {
                         let pieces = store.pieces(&held.token);
                         memory.read(pieces, held.offset as usize, &mut rest[..len]);
                     }
                 }
-                Part::Copied { bytes, taken, .. } => {
+                ReceivedPart::Copied { bytes, taken, .. } => {
                     rest[..len].copy_from_slice(&bytes[*taken..*taken + len]);
                 }
             }
@@ -261,8 +261,10 @@ impl<T> Sockets<T> {
             shown.bytes += part.len();
             shown.showing = true;
             let go_on = match part {
-                Part::Copied { bytes, taken, .. } => look(Payload::copied(&bytes[*taken..])),
-                Part::Held(held) => {
+                ReceivedPart::Copied { bytes, taken, .. } => {
+                    look(Payload::copied(&bytes[*taken..]))
+                }
+                ReceivedPart::Held(held) => {
                     let mut slices = SliceBuf::<4>::new();
                     let (offset, len) = (held.offset as usize, held.len as usize);
                     let mut covered = 0;
@@ -330,15 +332,15 @@ impl<T> Sockets<T> {
             return;
         };
         match part {
-            Part::Held(held) => {
+            ReceivedPart::Held(held) => {
                 store.release(held.token);
-                self.unhold(id.index, 1);
+                self.remove_held(id.index, 1);
             }
-            Part::Copied { bytes, taken, ends } => {
-                self.uncopy(id.index, bytes.len() - taken + cost(ends));
+            ReceivedPart::Copied { bytes, taken, ends } => {
+                self.remove_copied(id.index, bytes.len() - taken + cost(ends));
             }
         }
-        self.catch_up(id.index);
+        self.clear_stalled_if_drained(id.index);
     }
 
     /// Reports `bytes` removed from the list as consumed.
@@ -375,7 +377,7 @@ impl<T> Sockets<T> {
     pub(super) fn discard(
         &mut self,
         id: StreamId,
-        held: Held<T>,
+        held: HeldBuffer<T>,
         store: &mut impl Store<Token = T>,
     ) {
         self.counted.received += u64::from(held.len);

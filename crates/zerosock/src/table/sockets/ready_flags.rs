@@ -13,7 +13,7 @@ pub(crate) enum ReadyFlags {
     Closed = 5,
 }
 
-const NEWS: [ReadyFlags; 6] = [
+const ALL: [ReadyFlags; 6] = [
     ReadyFlags::Connected,
     ReadyFlags::Readable,
     ReadyFlags::PeerShutdown,
@@ -31,20 +31,20 @@ impl<T> Sockets<T> {
         };
         conn.ready_flags |= 1 << ready_flags as u8;
         if !std::mem::replace(&mut conn.listed, true) {
-            self.with_news.push_back(id.index);
+            self.ready_list.push_back(id.index);
         }
     }
 
     /// Returns and clears the next ready flag. Connections take turns.
-    pub(crate) fn next_news(&mut self) -> Option<(StreamId, ReadyFlags)> {
+    pub(crate) fn next_ready_flag(&mut self) -> Option<(StreamId, ReadyFlags)> {
         loop {
-            let index = self.with_news.pop_front()?;
+            let index = self.ready_list.pop_front()?;
             let conn = self.conns.get_mut(index as usize)?;
             conn.listed = false;
             if conn.unread == 0 && conn.messages().unwrap_or(0) == 0 {
                 conn.ready_flags &= !(1 << ReadyFlags::Readable as u8);
             }
-            let Some(ready_flags) = NEWS
+            let Some(ready_flags) = ALL
                 .into_iter()
                 .find(|ready_flags| conn.ready_flags & (1 << *ready_flags as u8) != 0)
             else {
@@ -53,7 +53,7 @@ impl<T> Sockets<T> {
             conn.ready_flags &= !(1 << ready_flags as u8);
             if conn.ready_flags != 0 {
                 conn.listed = true;
-                self.with_news.push_back(index);
+                self.ready_list.push_back(index);
             }
             let generation = conn.generation;
             return Some((StreamId { index, generation }, ready_flags));
@@ -64,7 +64,7 @@ impl<T> Sockets<T> {
     /// [`next_ready_flag`](Self::next_ready_flag).
     pub(crate) fn next_ready(&mut self) -> Option<StreamId> {
         loop {
-            let index = self.with_news.pop_front()?;
+            let index = self.ready_list.pop_front()?;
             let conn = self.conns.get_mut(index as usize)?;
             conn.listed = false;
             if std::mem::take(&mut conn.ready_flags) != 0 && conn.used {

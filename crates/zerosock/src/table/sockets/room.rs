@@ -15,7 +15,7 @@ const STALE: usize = 64;
 pub(crate) struct Waiters {
     list: Vec<StreamId>,
     /// Rotation of the list before the next wake-up; grows each time.
-    told: usize,
+    rotation: usize,
 }
 
 impl Waiters {
@@ -49,8 +49,8 @@ impl<T> Sockets<T> {
     /// Makes all waiting connections writable.
     pub(crate) fn wake_waiters(&mut self, waiters: &mut Waiters) {
         let count = waiters.list.len();
-        waiters.told = waiters.told.wrapping_add(1);
-        waiters.list.rotate_left(waiters.told % count.max(1));
+        waiters.rotation = waiters.rotation.wrapping_add(1);
+        waiters.list.rotate_left(waiters.rotation % count.max(1));
         for id in waiters.list.drain(..) {
             if let Some(conn) = self.get_mut(id) {
                 conn.wants_room = false;

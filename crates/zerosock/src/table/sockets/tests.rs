@@ -24,7 +24,7 @@ const LEN: u32 = 64;
 /// Buffers of the pool.
 const SIZE: u32 = 32;
 /// Limit on copied bytes; above what tests of other limits use.
-const MOST_COPIED: usize = 16 << 10;
+const MAX_COPIED: usize = 16 << 10;
 
 /// The buffers of a memory and which of them the table holds.
 struct Slots {
@@ -99,7 +99,7 @@ struct Table {
 
 impl Table {
     fn new() -> Table {
-        let mut sockets = Sockets::new(Arc::new(Leases::new(64)), HOLD, MOST_COPIED);
+        let mut sockets = Sockets::new(Arc::new(Leases::new(64)), HOLD, MAX_COPIED);
         assert_eq!(sockets.add_pool(SIZE), 0);
         let ports = PortTable::new().into();
         Table {
@@ -135,7 +135,7 @@ impl Table {
         self.slots.out[slot] = true;
         let piece = self.slots.pieces[slot];
         self.slots.memory.write(&[piece], offset as usize, bytes);
-        let held = Held {
+        let held = HeldBuffer {
             token: slot as u32,
             offset,
             len: bytes.len() as u32,
@@ -176,7 +176,7 @@ impl Table {
 
     /// The bytes that the holder of a lease reads.
     fn look(&mut self, index: u32, len: usize, place: &BufferPlace) -> Vec<u8> {
-        let words = self.sockets.lease_table().clone();
+        let lease_table = self.sockets.lease_table().clone();
         let copied = |(bytes, from): Copied| bytes[from..from + len].to_vec();
         match place {
             BufferPlace::Copied(copy) => copied(copy.clone()),
@@ -184,7 +184,7 @@ impl Table {
                 memory,
                 pieces,
                 offset,
-            } => match words.enter(index) {
+            } => match lease_table.enter(index) {
                 Entered::InPlace => {
                     let mut out = vec![0; len];
                     assert_eq!(memory.read(pieces, *offset, &mut out), len);
@@ -203,7 +203,7 @@ impl Table {
 }
 
 #[test]
-fn more_bytes_are_news_as_long_as_there_are_too_few() {
+fn a_connection_becomes_readable_when_unread_bytes_reach_the_low_water_mark() {
     let mut table = Table::new();
     let id = table.conn();
     let is_news = |table: &mut Table| table.sockets.next_ready() == Some(id);
@@ -221,7 +221,7 @@ fn more_bytes_are_news_as_long_as_there_are_too_few() {
 }
 
 #[test]
-fn three_quarters_are_held_and_no_more() {
+fn reception_stops_when_three_quarters_of_the_pool_are_held() {
     let mut table = Table::new();
     let id = table.conn();
     for _ in 0..24 {
@@ -233,7 +233,7 @@ fn three_quarters_are_held_and_no_more() {
 }
 
 #[test]
-fn a_connection_has_an_eighth_on_lease_and_copies_beyond() {
+fn leases_of_a_connection_beyond_an_eighth_of_the_pool_are_copies() {
     let mut table = Table::new();
     let id = table.conn();
     for _ in 0..6 {
@@ -256,7 +256,7 @@ fn a_connection_has_an_eighth_on_lease_and_copies_beyond() {
 }
 
 #[test]
-fn all_connections_have_three_eighths_on_lease() {
+fn leases_of_all_connections_beyond_three_eighths_of_the_pool_are_copies() {
     let mut table = Table::new();
     let mut in_place = 0;
     for _ in 0..8 {
@@ -271,7 +271,7 @@ fn all_connections_have_three_eighths_on_lease() {
 }
 
 #[test]
-fn who_keeps_every_lease_leaves_some_to_others() {
+fn a_connection_that_keeps_its_leases_leaves_entries_to_others() {
     let mut table = Table::new();
     for left in [32, 16, 8] {
         let id = table.conn();
@@ -283,7 +283,7 @@ fn who_keeps_every_lease_leaves_some_to_others() {
                 Err(reason) => break assert_eq!(reason, NoLease::TooMany),
             }
         }
-        assert_eq!(taken, left, "half of what there was");
+        assert_eq!(taken, left, "half of the free entries");
         assert_eq!(table.read(id, 1, false), b"x", "it can still be read");
         let other = table.conn();
         assert!(table.deliver(other, 0, b"y"));
@@ -295,15 +295,15 @@ fn who_keeps_every_lease_leaves_some_to_others() {
 }
 
 #[test]
-fn what_was_held_for_too_long_is_copied_unless_somebody_reads_it() {
+fn buffers_past_the_hold_time_are_copied_unless_they_have_a_reader() {
     let mut table = Table::new();
     let id = table.conn();
     for _ in 0..3 {
         assert!(table.deliver(id, 0, b"bytes"));
     }
     let (read, unread) = (table.lease(id), table.lease(id));
-    let words = table.sockets.lease_table().clone();
-    assert_eq!(words.enter(read.index), Entered::InPlace);
+    let lease_table = table.sockets.lease_table().clone();
+    assert_eq!(lease_table.enter(read.index), Entered::InPlace);
     table.pass(HOLD - Duration::from_millis(1));
     assert_eq!(table.slots.out(), 3, "not yet");
     table.pass(Duration::from_millis(1));
@@ -315,7 +315,7 @@ fn what_was_held_for_too_long_is_copied_unless_somebody_reads_it() {
     // No timer runs for it; its buffer returns when its reader leaves.
     assert_eq!(table.sockets.next_timeout(), None);
     table.pass(HOLD);
-    assert!(!words.is_torn(read.index));
+    assert!(!lease_table.is_torn(read.index));
     assert_eq!(table.slots.out(), 1);
     table.leave(read.index);
     assert_eq!(table.slots.out(), 0);
@@ -324,7 +324,7 @@ fn what_was_held_for_too_long_is_copied_unless_somebody_reads_it() {
 }
 
 #[test]
-fn a_connection_that_stalled_has_copies_until_it_has_caught_up() {
+fn a_stalled_connection_receives_copies_until_it_is_drained() {
     let mut table = Table::new();
     let (id, other) = (table.conn(), table.conn());
     assert!(table.deliver(id, 0, b"one"));
@@ -341,20 +341,20 @@ fn a_connection_that_stalled_has_copies_until_it_has_caught_up() {
 }
 
 #[test]
-fn a_lease_under_a_reader_is_torn_when_the_queue_goes() {
+fn a_lease_under_a_reader_is_torn_when_the_queue_stops() {
     let mut table = Table::new();
     let id = table.conn();
     for _ in 0..3 {
         assert!(table.deliver(id, 0, b"bytes"));
     }
     let (read, unread) = (table.lease(id), table.lease(id));
-    let words = table.sockets.lease_table().clone();
-    assert_eq!(words.enter(read.index), Entered::InPlace);
+    let lease_table = table.sockets.lease_table().clone();
+    assert_eq!(lease_table.enter(read.index), Entered::InPlace);
     assert!(table.sockets.recall(0, false, &mut table.slots));
     assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
     table.leave(read.index);
-    assert!(words.is_torn(read.index), "the reader is told");
-    assert!(!words.is_torn(unread.index));
+    assert!(lease_table.is_torn(read.index), "the reader is told");
+    assert!(!lease_table.is_torn(unread.index));
     assert_eq!(table.look(unread.index, 5, &unread.place), b"bytes");
     assert_eq!(table.read(id, 9, false), b"bytes");
     assert!(table.sockets.end_lease(read.index, &mut table.slots));
@@ -363,7 +363,7 @@ fn a_lease_under_a_reader_is_torn_when_the_queue_goes() {
 }
 
 #[test]
-fn a_reader_who_trusts_is_waited_for_unless_the_peer_is_gone() {
+fn a_trusted_lease_under_a_reader_is_kept_unless_the_peer_is_gone() {
     let mut table = Table::new();
     let id = table.conn();
     table.sockets.trust_pool(0, true);
@@ -371,18 +371,18 @@ fn a_reader_who_trusts_is_waited_for_unless_the_peer_is_gone() {
         assert!(table.deliver(id, 0, b"bytes"));
     }
     let leases: Vec<_> = (0..3).map(|_| table.lease(id)).collect();
-    let words = table.sockets.lease_table().clone();
+    let lease_table = table.sockets.lease_table().clone();
     for lease in &leases[..2] {
-        assert_eq!(words.enter(lease.index), Entered::InPlace);
+        assert_eq!(lease_table.enter(lease.index), Entered::InPlace);
     }
     assert!(!table.sockets.recall(0, false, &mut table.slots));
     assert_eq!(table.slots.out(), 2, "but for those under readers");
     table.leave(leases[0].index);
     assert!(!table.sockets.recall(0, false, &mut table.slots));
-    assert!(!words.is_torn(leases[0].index));
+    assert!(!lease_table.is_torn(leases[0].index));
     assert_eq!(table.slots.out(), 1);
     assert!(table.sockets.recall(0, true, &mut table.slots));
-    assert!(words.is_torn(leases[1].index));
+    assert!(lease_table.is_torn(leases[1].index));
     assert_eq!(table.sockets.held(0), 0);
     assert_eq!(table.slots.out(), 1, "its buffer is not returned");
     table.leave(leases[1].index);
@@ -392,7 +392,7 @@ fn a_reader_who_trusts_is_waited_for_unless_the_peer_is_gone() {
 }
 
 #[test]
-fn a_look_that_panics_leaves_nothing_behind() {
+fn a_panicking_callback_consumes_the_part_it_was_shown() {
     let mut table = Table::new();
     let id = table.conn();
     for _ in 0..3 {
@@ -413,7 +413,7 @@ fn a_look_that_panics_leaves_nothing_behind() {
 }
 
 #[test]
-fn the_connections_with_most_copies_are_given_up_beyond_the_bound() {
+fn connections_with_most_copies_are_reset_above_the_limit() {
     let mut table = Table::new();
     let (small, large) = (table.conn(), table.conn());
     for id in [small, large] {
@@ -427,7 +427,7 @@ fn the_connections_with_most_copies_are_given_up_beyond_the_bound() {
         assert!(table.deliver(id, 0, &[7; 64]));
         sent += 64;
     }
-    assert!(sent > MOST_COPIED && sent <= MOST_COPIED + 64);
+    assert!(sent > MAX_COPIED && sent <= MAX_COPIED + 64);
     assert_eq!(table.sockets.connections_to_shed(), [large]);
     table.sockets.mark_reset(large, &mut table.slots);
     assert_eq!(table.sockets.get(large).unwrap().state, StreamState::Reset);
@@ -447,8 +447,8 @@ fn leases_outlive_their_connection() {
         assert!(table.deliver(id, 0, b"bytes"));
     }
     let (read, unread) = (table.lease(id), table.lease(id));
-    let words = table.sockets.lease_table().clone();
-    assert_eq!(words.enter(read.index), Entered::InPlace);
+    let lease_table = table.sockets.lease_table().clone();
+    assert_eq!(lease_table.enter(read.index), Entered::InPlace);
     table.sockets.remove(id, &mut table.slots);
     assert_eq!(table.slots.out(), 1, "the one under a reader");
     assert_eq!(
@@ -474,7 +474,7 @@ fn leases_outlive_their_connection() {
 }
 
 #[test]
-fn bytes_for_nobody_go_back_at_once() {
+fn bytes_for_a_closed_connection_are_returned_at_once() {
     let mut table = Table::new();
     let id = table.conn();
     table.sockets.remove(id, &mut table.slots);
@@ -483,7 +483,7 @@ fn bytes_for_nobody_go_back_at_once() {
 }
 
 #[test]
-fn news_are_told_once_and_listed_once() {
+fn ready_flags_are_reported_once_and_listed_once() {
     let mut table = Table::new();
     let id = table.conn();
     let sockets = &mut table.sockets;
@@ -491,25 +491,25 @@ fn news_are_told_once_and_listed_once() {
     sockets.set_ready(id, ReadyFlags::Readable);
     sockets.set_ready(id, ReadyFlags::PeerShutdown);
     sockets.set_ready(id, ReadyFlags::Closed);
-    assert_eq!(sockets.with_news.len(), 1);
+    assert_eq!(sockets.ready_list.len(), 1);
     assert_eq!(
-        sockets.next_news(),
+        sockets.next_ready_flag(),
         Some((id, ReadyFlags::PeerShutdown)),
         "nothing to read any more"
     );
-    assert_eq!(sockets.next_news(), Some((id, ReadyFlags::Closed)));
-    assert_eq!(sockets.next_news(), None);
+    assert_eq!(sockets.next_ready_flag(), Some((id, ReadyFlags::Closed)));
+    assert_eq!(sockets.next_ready_flag(), None);
     sockets.set_ready(id, ReadyFlags::Closed);
     sockets.set_ready(id, ReadyFlags::Writable);
     assert_eq!(sockets.next_ready(), Some(id), "all at once");
     assert_eq!(sockets.next_ready(), None);
     sockets.set_ready(id, ReadyFlags::Writable);
     sockets.remove(id, &mut table.slots);
-    assert_eq!(sockets.next_news(), None, "nothing about the dead");
+    assert_eq!(sockets.next_ready_flag(), None, "nothing about the dead");
 }
 
 #[test]
-fn a_closed_handle_is_dead_also_when_its_place_is_used_again() {
+fn a_closed_id_stays_invalid_when_its_index_is_reused() {
     let mut table = Table::new();
     let id = table.conn();
     table.sockets.remove(id, &mut table.slots);

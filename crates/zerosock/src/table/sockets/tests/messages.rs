@@ -13,7 +13,7 @@ fn part(table: &mut Table, id: StreamId, bytes: &[u8], ends: Ends) -> bool {
     table.slots.out[slot] = true;
     let piece = table.slots.pieces[slot];
     table.slots.memory.write(&[piece], 0, bytes);
-    let held = Held {
+    let held = HeldBuffer {
         token: slot as u32,
         offset: 0,
         len: bytes.len() as u32,
@@ -34,7 +34,7 @@ fn read(table: &mut Table, id: StreamId, peek: bool) -> Option<(Vec<u8>, bool)> 
 }
 
 #[test]
-fn a_half_message_is_shown_to_nobody_and_goes_back() {
+fn an_incomplete_message_is_unreadable_and_returns_its_buffers() {
     let mut table = Table::new();
     let id = table.conn();
     table.sockets.carry_messages(id);
@@ -58,7 +58,7 @@ fn a_half_message_is_shown_to_nobody_and_goes_back() {
 
 /// An incomplete message holds at most an eighth of the pool; further parts are copied.
 #[test]
-fn a_half_message_holds_an_eighth() {
+fn an_incomplete_message_holds_an_eighth_of_the_pool() {
     let mut table = Table::new();
     let id = table.conn();
     table.sockets.carry_messages(id);
@@ -81,7 +81,7 @@ fn a_half_message_holds_an_eighth() {
 }
 
 #[test]
-fn messages_are_those_of_a_plain_queue() {
+fn messages_match_a_plain_queue() {
     for seed in 0..200u64 {
         let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         let mut dice = |most: u64| {
@@ -162,11 +162,7 @@ fn messages_are_those_of_a_plain_queue() {
         }
         table.sockets.remove(id, &mut table.slots);
         assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
-        assert_eq!(
-            table.sockets.copies(0),
-            0,
-            "what is counted comes off again"
-        );
+        assert_eq!(table.sockets.copies(0), 0, "no copied bytes remain counted");
         assert_eq!(table.sockets.lent_out(), 0);
     }
 }

@@ -54,7 +54,7 @@ proptest! {
     /// Three connections against three queues of bytes: order, tokens released once, bytes consumed
     /// once, limits at every step.
     #[test]
-    fn plain_queues_say_the_same(steps in prop::collection::vec(step(), 1..200)) {
+    fn the_table_matches_plain_queues(steps in prop::collection::vec(step(), 1..200)) {
         let mut table = Table::new();
         let ids: Vec<_> = (0..3).map(|_| table.conn()).collect();
         let flows: Vec<_> = ids

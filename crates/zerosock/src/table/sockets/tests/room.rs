@@ -11,7 +11,7 @@ fn told(table: &mut Table, waiters: &mut Waiters) -> Vec<StreamId> {
 }
 
 #[test]
-fn who_waits_for_room_is_told_once_and_not_always_last() {
+fn waiting_connections_are_woken_once_in_rotating_order() {
     let mut table = Table::new();
     let mut waiters = Waiters::default();
     let ids: Vec<_> = (0..5).map(|_| table.conn()).collect();
@@ -33,7 +33,7 @@ fn who_waits_for_room_is_told_once_and_not_always_last() {
 
 /// A peer that returns no buffers and resets its connections as soon as they have sends waiting.
 #[test]
-fn those_who_have_gone_do_not_wait_for_ever() {
+fn removed_connections_leave_the_waiting_list() {
     let mut table = Table::new();
     let mut waiters = Waiters::default();
     let stay: Vec<_> = (0..10).map(|_| table.conn()).collect();

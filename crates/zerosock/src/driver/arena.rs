@@ -35,13 +35,13 @@ const PAGE: u64 = 4096;
 #[derive(Debug, thiserror::Error)]
 pub enum ArenaError {
     /// The memfd could not be created or duplicated.
-    #[error("cannot make shared memory: {0}")]
+    #[error("cannot create shared memory: {0}")]
     Memfd(#[from] io::Error),
     /// It could not be mapped.
     #[error("cannot map shared memory: {0}")]
     Map(#[from] MapError),
     /// A slot lies outside of the memory: an error in the layout computed here.
-    #[error("shared memory is laid out wrongly: {0}")]
+    #[error("a buffer lies outside of the shared memory: {0}")]
     Layout(#[from] TranslateError),
 }
 

@@ -127,10 +127,10 @@ pub enum ConfigError {
     #[error("tx_buffer_size {0}: must be from 1 to 65536")]
     TxBufferSize(u32),
     /// See [`DriverConfig::buf_alloc`].
-    #[error("a receive window of no bytes would never receive any")]
+    #[error("buf_alloc 0: must be at least 1")]
     EmptyWindow,
     /// See [`DriverConfig::connect_timeout`].
-    #[error("no connection can come about in no time")]
+    #[error("connect_timeout 0: must be longer")]
     NoConnectTime,
 }
 

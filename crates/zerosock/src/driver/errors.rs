@@ -13,7 +13,7 @@ pub enum DriverError {
     #[error("the device broke a virtqueue: {0}")]
     Ring(#[from] RingError),
     /// A chain could not be added although its slot was free.
-    #[error("a virtqueue is out of step with its buffers: {0}")]
+    #[error("a free buffer could not be added to a virtqueue: {0}")]
     Add(#[from] AddError),
     /// Waiting for the eventfds failed.
     #[error("waiting for the device failed: {0}")]
@@ -34,16 +34,16 @@ impl DriverError {
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
     /// No credit or no free buffer: a `Writable` event follows.
-    #[error("no room now")]
+    #[error("no credit or transmit buffer is available")]
     WouldBlock,
     /// The connection is not established yet.
-    #[error("not connected yet")]
+    #[error("the connection is not established yet")]
     NotConnected,
     /// This side shut down sending, or the peer shut down receiving (EPIPE).
-    #[error("this direction is shut down")]
+    #[error("the connection is shut down for sending")]
     ShutDown,
     /// The connection was reset.
-    #[error("connection reset")]
+    #[error("the connection was reset")]
     Reset,
     /// The message exceeds the peer's receive buffer (EMSGSIZE).
     #[error("the message is larger than the peer's buffer")]
@@ -60,10 +60,10 @@ pub enum SendError {
 #[derive(Debug, thiserror::Error)]
 pub enum RecvError {
     /// No unread bytes: a `Readable` event follows.
-    #[error("nothing there yet")]
+    #[error("no received bytes are available")]
     WouldBlock,
     /// The connection was reset, and all received bytes were read.
-    #[error("connection reset")]
+    #[error("the connection was reset")]
     Reset,
     /// No such connection.
     #[error("no such connection")]
@@ -77,7 +77,7 @@ pub enum RecvError {
 #[derive(Debug, thiserror::Error)]
 pub enum WaitError {
     /// The deadline passed.
-    #[error("deadline passed")]
+    #[error("the deadline passed")]
     TimedOut,
     /// A connect was refused, by the device or the peer behind it.
     #[error("connection refused")]
@@ -89,7 +89,7 @@ pub enum WaitError {
     #[error(transparent)]
     Recv(RecvError),
     /// The stream ended before all requested bytes arrived.
-    #[error("end of file")]
+    #[error("the stream ended before all requested bytes arrived")]
     Eof,
     /// The connect could not be started.
     #[error(transparent)]

@@ -12,14 +12,14 @@ use std::io::{Error, ErrorKind};
 /// use zerosock::vsock::{EndpointOver, Fault};
 ///
 /// /// Whether to attach again.
-/// fn again(error: &Error) -> bool {
+/// fn should_reattach(error: &Error) -> bool {
 ///     let inside = error.get_ref().and_then(|inner| inner.downcast_ref::<EndpointOver>());
 ///     inside.is_some_and(|over| over.fault() == Fault::Peer)
 /// }
-/// assert!(!again(&ErrorKind::ConnectionReset.into()));
+/// assert!(!should_reattach(&ErrorKind::ConnectionReset.into()));
 /// ```
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("the endpoint is over: {why}")]
+#[error("the endpoint has ended: {why}")]
 pub struct EndpointOver {
     fault: Fault,
     why: String,

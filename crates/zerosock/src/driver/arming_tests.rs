@@ -62,7 +62,7 @@ fn arming_finds_a_packet_that_brought_no_call() {
 }
 
 #[test]
-fn arming_finds_a_slot_that_came_back_without_a_call() {
+fn arming_finds_a_slot_that_returned_without_a_call() {
     let (mut driver, mut peer) = driver(1);
     let id = connect(&mut driver, &mut peer);
     let fill = |driver: &mut Driver| {

@@ -82,7 +82,7 @@ impl Backend for Driver {
     fn flush_after_read(&mut self) {
         let enough = (self.config.slots() / 8).max(1);
         let is_due = |queue_pair: &QueuePair| {
-            queue_pair.rx.unshown() >= enough
+            queue_pair.rx.unpublished() >= enough
                 || queue_pair.shard.has_transmit()
                 || queue_pair.blocked
         };

@@ -128,17 +128,17 @@ impl Frontend {
     /// GET_FEATURES: the virtio features the device offers, with
     /// VHOST_USER_F_PROTOCOL_FEATURES (bit 30) among them.
     pub fn get_features(&mut self) -> Result<u64, FrontendError> {
-        self.ask_u64(FrontendReq::GET_FEATURES)
+        self.request_u64(FrontendReq::GET_FEATURES)
     }
 
     /// SET_FEATURES: the subset this front-end acknowledges.
     pub fn set_features(&mut self, features: u64) -> Result<(), FrontendError> {
-        self.tell(FrontendReq::SET_FEATURES, &features.to_ne_bytes(), &[])
+        self.send_request(FrontendReq::SET_FEATURES, &features.to_ne_bytes(), &[])
     }
 
     /// GET_PROTOCOL_FEATURES.
     pub fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures, FrontendError> {
-        self.ask_u64(FrontendReq::GET_PROTOCOL_FEATURES)
+        self.request_u64(FrontendReq::GET_PROTOCOL_FEATURES)
             .map(VhostUserProtocolFeatures::from_bits_truncate)
     }
 
@@ -147,7 +147,7 @@ impl Frontend {
         &mut self,
         features: VhostUserProtocolFeatures,
     ) -> Result<(), FrontendError> {
-        self.tell(
+        self.send_request(
             FrontendReq::SET_PROTOCOL_FEATURES,
             &features.bits().to_ne_bytes(),
             &[],
@@ -177,17 +177,17 @@ impl Frontend {
 
     /// GET_QUEUE_NUM: the number of virtqueues of the device (needs MQ).
     pub fn get_queue_num(&mut self) -> Result<u64, FrontendError> {
-        self.ask_u64(FrontendReq::GET_QUEUE_NUM)
+        self.request_u64(FrontendReq::GET_QUEUE_NUM)
     }
 
     /// SET_OWNER.
     pub fn set_owner(&mut self) -> Result<(), FrontendError> {
-        self.tell(FrontendReq::SET_OWNER, &[], &[])
+        self.send_request(FrontendReq::SET_OWNER, &[], &[])
     }
 
     /// RESET_DEVICE (needs RESET_DEVICE): stops all rings and resets the device state.
     pub fn reset_device(&mut self) -> Result<(), FrontendError> {
-        self.tell(FrontendReq::RESET_DEVICE, &[], &[])
+        self.send_request(FrontendReq::RESET_DEVICE, &[], &[])
     }
 
     /// SET_MEM_TABLE: all memory regions, with one descriptor each.
@@ -214,12 +214,12 @@ impl Frontend {
             }
             fds.push(*fd);
         }
-        self.tell(FrontendReq::SET_MEM_TABLE, &payload, &fds)
+        self.send_request(FrontendReq::SET_MEM_TABLE, &payload, &fds)
     }
 
     /// SET_VRING_NUM: entries of the queue.
     pub fn set_vring_num(&mut self, index: u32, size: u16) -> Result<(), FrontendError> {
-        self.tell(
+        self.send_request(
             FrontendReq::SET_VRING_NUM,
             &vring_state(index, u32::from(size)),
             &[],
@@ -228,7 +228,7 @@ impl Frontend {
 
     /// SET_VRING_BASE: the available index at which the device starts.
     pub fn set_vring_base(&mut self, index: u32, base: u16) -> Result<(), FrontendError> {
-        self.tell(
+        self.send_request(
             FrontendReq::SET_VRING_BASE,
             &vring_state(index, u32::from(base)),
             &[],
@@ -242,7 +242,7 @@ impl Frontend {
         payload[8..16].copy_from_slice(&addr.desc.to_ne_bytes());
         payload[16..24].copy_from_slice(&addr.used.to_ne_bytes());
         payload[24..32].copy_from_slice(&addr.avail.to_ne_bytes());
-        self.tell(FrontendReq::SET_VRING_ADDR, &payload, &[])
+        self.send_request(FrontendReq::SET_VRING_ADDR, &payload, &[])
     }
 
     /// SET_VRING_KICK: the eventfd that the driver writes to; `None` makes the device poll.
@@ -274,7 +274,7 @@ impl Frontend {
 
     /// SET_VRING_ENABLE.
     pub fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<(), FrontendError> {
-        self.tell(
+        self.send_request(
             FrontendReq::SET_VRING_ENABLE,
             &vring_state(index, u32::from(enable)),
             &[],
@@ -290,9 +290,12 @@ impl Frontend {
         self.receive_reply(request, &mut reply)?;
         let (queue, base) = (ne_u32(&reply, 0), ne_u32(&reply, 4));
         if queue != index {
-            return Err(FrontendError::Protocol("vring base of another queue"));
+            return Err(FrontendError::Protocol(
+                "GET_VRING_BASE answered for another queue",
+            ));
         }
-        u16::try_from(base).map_err(|_| FrontendError::Protocol("vring base above 16 bits"))
+        u16::try_from(base)
+            .map_err(|_| FrontendError::Protocol("GET_VRING_BASE answered an index above 16 bits"))
     }
 
     /// GET_CONFIG (needs CONFIG): the guest CID from the first eight bytes of the vsock
@@ -335,7 +338,7 @@ impl Frontend {
         payload[0..4].copy_from_slice(&10u32.to_ne_bytes());
         payload[4..8].copy_from_slice(&2u32.to_ne_bytes());
         payload[12..].copy_from_slice(&pairs.to_le_bytes());
-        self.tell(FrontendReq::SET_CONFIG, &payload, &[])
+        self.send_request(FrontendReq::SET_CONFIG, &payload, &[])
     }
 
     /// Waits until the device has processed every request sent so far, also without REPLY_ACK.
@@ -365,7 +368,7 @@ impl Frontend {
         }
     }
 
-    fn ask_u64(&mut self, request: FrontendReq) -> Result<u64, FrontendError> {
+    fn request_u64(&mut self, request: FrontendReq) -> Result<u64, FrontendError> {
         self.send(request, 0, &[], &[])?;
         let mut reply = [0u8; 8];
         self.receive_reply(request, &mut reply)?;
@@ -374,7 +377,7 @@ impl Frontend {
 
     /// Sends a request without an answer of its own; waits for the acknowledgement if REPLY_ACK was
     /// negotiated.
-    fn tell(
+    fn send_request(
         &mut self,
         request: FrontendReq,
         payload: &[u8],
@@ -403,10 +406,10 @@ impl Frontend {
         fd: Option<BorrowedFd<'_>>,
     ) -> Result<(), FrontendError> {
         match fd {
-            Some(fd) => self.tell(request, &u64::from(index).to_ne_bytes(), &[fd]),
+            Some(fd) => self.send_request(request, &u64::from(index).to_ne_bytes(), &[fd]),
             None => {
                 let value = u64::from(index) | VRING_NO_FD;
-                self.tell(request, &value.to_ne_bytes(), &[])
+                self.send_request(request, &value.to_ne_bytes(), &[])
             }
         }
     }

@@ -49,7 +49,7 @@ pub enum AttachError {
     #[error(transparent)]
     Frontend(#[from] FrontendError),
     /// No eventfd could be created.
-    #[error("cannot make an eventfd: {0}")]
+    #[error("cannot create an eventfd: {0}")]
     Eventfd(io::Error),
     /// The device lacks a feature that the driver requires.
     #[error("the vhost-user device does not offer {0}")]
@@ -214,7 +214,7 @@ impl Link {
         let mut pairs = QueuePairs::ONE;
         if features & F_PAIRS != 0 {
             let most = frontend.max_queue_pairs()?.min(config.queue_pairs);
-            // Without that configuration space, only the mandatory pair is used.
+            // A device that reports no pairs still has the mandatory one.
             pairs = QueuePairs::new(most).unwrap_or(QueuePairs::ONE);
             frontend.set_queue_pairs(pairs.get())?;
         }
@@ -273,7 +273,7 @@ impl Link {
     }
 
     /// Passes the negotiated features to a shard.
-    pub(crate) fn agree(&self, shard: &mut Shard) {
+    pub(crate) fn apply_features(&self, shard: &mut Shard) {
         shard.set_seqpacket(self.seqpacket);
         shard.set_moves(self.pairs != QueuePairs::ONE);
     }

@@ -25,7 +25,7 @@ pub(crate) struct Loans {
     /// Slots on loan, for each queue pair.
     in_place: Vec<u16>,
     /// Slots on loan, for each connection's index.
-    of: Vec<u16>,
+    per_connection: Vec<u16>,
     /// Bytes sent that the holder wrote in place.
     pub(super) sent_in_place: u64,
     /// Bytes sent by copying.
@@ -71,7 +71,7 @@ impl Loans {
             out: (0..capacity).map(|_| None).collect(),
             slots,
             in_place: vec![0; queue_pairs],
-            of: Vec::new(),
+            per_connection: Vec::new(),
             sent_in_place: 0,
             copied_in: 0,
         }
@@ -79,7 +79,11 @@ impl Loans {
 
     /// Whether the limits allow one more slot on loan to a connection.
     pub(super) fn may_lend(&self, stream: StreamId, queue_pair: QueuePairId) -> bool {
-        let of = self.of.get(stream.index() as usize).copied().unwrap_or(0);
+        let of = self
+            .per_connection
+            .get(stream.index() as usize)
+            .copied()
+            .unwrap_or(0);
         let lent = self.in_place.get(usize::from(queue_pair.pair())).copied();
         of < (self.slots / 8).max(1)
             && lent.is_some_and(|lent| lent < self.slots - (self.slots / 4).max(1))
@@ -91,10 +95,10 @@ impl Loans {
                 *lent += 1;
             }
             let place = stream.index() as usize;
-            if self.of.len() <= place {
-                self.of.resize(place + 1, 0);
+            if self.per_connection.len() <= place {
+                self.per_connection.resize(place + 1, 0);
             }
-            if let Some(of) = self.of.get_mut(place) {
+            if let Some(of) = self.per_connection.get_mut(place) {
                 *of += 1;
             }
         }
@@ -125,7 +129,7 @@ impl Loans {
     }
 
     /// The slot of a buffer was sent and belongs to the device.
-    pub(super) fn part_left(&mut self, index: u32) {
+    pub(super) fn part_sent(&mut self, index: u32) {
         self.take(index);
     }
 
@@ -135,7 +139,7 @@ impl Loans {
             if let Some(lent) = self.in_place.get_mut(usize::from(queue_pair.pair())) {
                 *lent = lent.saturating_sub(1);
             }
-            if let Some(of) = self.of.get_mut(stream.index() as usize) {
+            if let Some(of) = self.per_connection.get_mut(stream.index() as usize) {
                 *of = of.saturating_sub(1);
             }
         }

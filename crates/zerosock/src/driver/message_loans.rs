@@ -26,7 +26,7 @@ impl Driver {
         let (queue_pair, flow) = self.sendable(stream).map_err(fault)?;
         let total = u32::try_from(len).map_err(|_| SendFault::TooLong)?;
         let most = self.store.queue_pairs[queue_pair].slots.tx_data.len();
-        // The loan exists even without a slot in place.
+        // If the limits allow a slot on loan, none free means waiting, not a private buffer.
         let mut slot = self.slot_to_lend(stream, queue_pair, total.min(most));
         if slot.is_none() && self.loans.may_lend(stream, queue_pair) {
             self.wait_for_slot(stream);
@@ -35,12 +35,12 @@ impl Driver {
         let room = match self.reserve_message((queue_pair, flow), total) {
             Ok(room) => room,
             Err(error) => {
-                self.take_back(queue_pair, slot);
+                self.return_slot(queue_pair, slot);
                 return Err(fault(error));
             }
         };
         let Some(mut index) = self.sockets.begin_loan() else {
-            self.take_back(queue_pair, slot);
+            self.return_slot(queue_pair, slot);
             self.store.queue_pairs[queue_pair]
                 .shard
                 .cancel_message(room);
@@ -73,7 +73,7 @@ impl Driver {
             match word {
                 Some(word) => index = word,
                 None => {
-                    self.take_back(queue_pair, slot);
+                    self.return_slot(queue_pair, slot);
                     parts.push(LoanParts {
                         index: NONE,
                         len: left as usize,
@@ -98,7 +98,7 @@ impl Driver {
             .flatten()
     }
 
-    fn take_back(&mut self, queue_pair: QueuePairId, slot: Option<u16>) {
+    fn return_slot(&mut self, queue_pair: QueuePairId, slot: Option<u16>) {
         if let Some(slot) = slot {
             self.store.queue_pairs[queue_pair].tx.put_back(slot);
         }
@@ -123,7 +123,7 @@ impl Driver {
             return Err(SendFault::WouldBlock);
         }
         let rest = match sent {
-            Ok(at) => self.rest_of(queue_pair, parts, at),
+            Ok(at) => self.unsent_bytes(queue_pair, parts, at),
             Err(_) => Vec::new(),
         };
         for part in parts {
@@ -192,7 +192,7 @@ impl Driver {
                 }
             };
             if part.private.is_none() {
-                self.loans.part_left(part.index);
+                self.loans.part_sent(part.index);
                 self.sockets.end_loan(part.index);
                 self.loans.sent_in_place += len as u64;
             } else {
@@ -209,7 +209,7 @@ impl Driver {
     }
 
     /// The unsent bytes from that offset on.
-    fn rest_of(
+    fn unsent_bytes(
         &self,
         queue_pair: QueuePairId,
         parts: &[LoanedPart<'_>],

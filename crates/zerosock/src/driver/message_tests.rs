@@ -66,9 +66,9 @@ impl Victim {
         self.endpoint.turn().unwrap();
     }
 
-    /// The number of messages, from a loan and by copying, sent before the device would have to
-    /// return buffers.
-    fn room(&mut self) -> usize {
+    /// The number of messages that can be sent beside a message loan while the device returns no
+    /// buffers.
+    fn sendable_messages(&mut self) -> usize {
         let socket = connect(&self.endpoint, &mut self.peer);
         let mut loan = socket.loan(4 * BUFFER).unwrap();
         assert!(loan.is_in_place());
@@ -76,7 +76,7 @@ impl Victim {
         let mut sent = 0;
         while socket.send(&[4; BUFFER]).is_ok() {
             sent += 1;
-            assert!(sent < 1000, "there is no bound");
+            assert!(sent < 1000, "no limit is reached");
         }
         loan.send().unwrap();
         let packets = std::iter::from_fn(|| self.peer.take()).count();
@@ -105,7 +105,7 @@ impl Victim {
 }
 
 #[track_caller]
-fn is(error: Error, kind: ErrorKind) {
+fn assert_kind(error: Error, kind: ErrorKind) {
     assert_eq!(error.kind(), kind, "{error}");
 }
 
@@ -122,7 +122,7 @@ fn a_flood_of_empty_messages_costs_its_connection() {
     for _ in 0..MOST_EMPTY_UNREAD {
         assert_eq!(victim.socket.recv(&mut []).unwrap().unwrap().len, 0);
     }
-    is(
+    assert_kind(
         victim.socket.recv(&mut []).unwrap_err(),
         ErrorKind::ConnectionReset,
     );
@@ -134,7 +134,7 @@ fn a_message_without_an_end_fills_its_buffer_and_no_more() {
     let mut victim = Victim::new();
     for _ in 1..WINDOW / BUFFER {
         victim.part(0, &[7; BUFFER]);
-        is(
+        assert_kind(
             victim.socket.recv(&mut []).unwrap_err(),
             ErrorKind::WouldBlock,
         );
@@ -143,7 +143,7 @@ fn a_message_without_an_end_fills_its_buffer_and_no_more() {
     assert!(victim.endpoint.stats().copied_aside <= WINDOW as u64);
     victim.part(0, &[7; BUFFER]);
     victim.peer.take_op(Op::Rst);
-    is(
+    assert_kind(
         victim.socket.recv(&mut []).unwrap_err(),
         ErrorKind::ConnectionReset,
     );
@@ -162,9 +162,9 @@ fn loans_wait_for_a_device_that_takes_nothing() {
         // Uses all slots: the message starts, and its rest is queued.
         victim.socket.send(&[2; 200_000]).unwrap();
         let (error, late) = late.try_send().unwrap_err();
-        is(error, ErrorKind::WouldBlock);
-        is(victim.socket.send(b"").unwrap_err(), ErrorKind::WouldBlock);
-        is(victim.socket.loan(1).unwrap_err(), ErrorKind::WouldBlock);
+        assert_kind(error, ErrorKind::WouldBlock);
+        assert_kind(victim.socket.send(b"").unwrap_err(), ErrorKind::WouldBlock);
+        assert_kind(victim.socket.loan(1).unwrap_err(), ErrorKind::WouldBlock);
         if reset {
             victim.peer.header.flags = 0;
             victim.peer.send(Op::Rst, b"");
@@ -197,7 +197,10 @@ fn loans_wait_for_a_device_that_takes_nothing() {
         victim.endpoint.turn().unwrap();
         victim.others_work();
         // All slots are free again.
-        assert_eq!(victim.room(), Victim::new().room());
+        assert_eq!(
+            victim.sendable_messages(),
+            Victim::new().sendable_messages()
+        );
     }
 }
 
@@ -219,7 +222,7 @@ fn a_loan_outlives_its_endpoint() {
         sent += 1;
         assert!(sent < 1000);
     }
-    is(
+    assert_kind(
         victim.endpoint.turn().unwrap_err(),
         ErrorKind::ConnectionAborted,
     );
@@ -229,10 +232,10 @@ fn a_loan_outlives_its_endpoint() {
     let other = victim
         .socket
         .loan(10)
-        .map_err(|error| is(error, ErrorKind::ConnectionAborted));
+        .map_err(|error| assert_kind(error, ErrorKind::ConnectionAborted));
     drop(other);
     let _ = loan.send();
-    is(
+    assert_kind(
         victim.socket.loan(1).unwrap_err(),
         ErrorKind::ConnectionAborted,
     );
@@ -240,7 +243,7 @@ fn a_loan_outlives_its_endpoint() {
 
 /// A private loan takes a slot only when its message can start.
 #[test]
-fn a_loan_that_may_not_begin_takes_no_slot() {
+fn a_loan_of_a_message_that_cannot_start_takes_no_slot() {
     let mut victim = Victim::new();
     let in_place = victim.socket.loan(4 * BUFFER).unwrap();
     let mut late = victim.socket.loan(1).unwrap();
@@ -249,14 +252,17 @@ fn a_loan_that_may_not_begin_takes_no_slot() {
     while victim.socket.send(b"").is_ok() {
         while victim.peer.take().is_some() {}
         sent += 1;
-        assert!(sent < 1000, "there is no bound");
+        assert!(sent < 1000, "no limit is reached");
     }
     for _ in 0..100 {
         let (error, again) = late.try_send().unwrap_err();
-        is(error, ErrorKind::WouldBlock);
+        assert_kind(error, ErrorKind::WouldBlock);
         late = again;
     }
     drop((late, in_place));
     while victim.peer.take().is_some() {}
-    assert_eq!(victim.room(), Victim::new().room());
+    assert_eq!(
+        victim.sendable_messages(),
+        Victim::new().sendable_messages()
+    );
 }

@@ -90,8 +90,8 @@ fn a_move_to_a_missing_pair_closes_the_connection_with_an_event() {
         send_moved(&mut driver, &mut peer, wrong);
         assert_eq!(driver.state(id), Some(StreamState::Reset), "{wrong}");
         assert!(!driver.is_moving(id));
-        let told = taken(&mut peer);
-        assert!(told.iter().any(|(op, _)| *op == Op::Rst), "{told:?}");
+        let packets = taken(&mut peer);
+        assert!(packets.iter().any(|(op, _)| *op == Op::Rst), "{packets:?}");
         // Bytes received before are readable, then the stream ends.
         let mut out = [0; 8];
         assert_eq!(driver.read(id, &mut out, false), Ok(6));
@@ -132,9 +132,12 @@ fn a_move_of_an_unknown_connection_is_reset_at_the_named_pair() {
         send_moved(&mut driver, &mut peer, pair as u32);
         assert!(taken(&mut peer).is_empty());
         peer.swap(pair);
-        let told = taken(&mut peer);
-        assert_eq!(told.len(), 1, "{told:?}");
-        assert_eq!((told[0].0, told[0].1.src.port), (Op::Rst, Port::new(4711)));
+        let packets = taken(&mut peer);
+        assert_eq!(packets.len(), 1, "{packets:?}");
+        assert_eq!(
+            (packets[0].0, packets[0].1.src.port),
+            (Op::Rst, Port::new(4711))
+        );
         peer.swap(pair);
     }
     // A pair that does not exist cannot be answered.

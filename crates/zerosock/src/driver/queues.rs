@@ -69,7 +69,7 @@ pub(crate) struct RxQueue {
     queue: DriverQueue,
     chains: Vec<FixedChain>,
     /// Slots posted and not published yet.
-    unshown: u16,
+    unpublished: u16,
 }
 
 impl RxQueue {
@@ -86,7 +86,7 @@ impl RxQueue {
         let mut rx = RxQueue {
             queue,
             chains,
-            unshown: 0,
+            unpublished: 0,
         };
         for slot in 0..slots {
             rx.post(slot)?;
@@ -99,14 +99,14 @@ impl RxQueue {
     pub(crate) fn post(&mut self, slot: u16) -> Result<(), AddError> {
         let chain = self.chains.get(usize::from(slot));
         self.queue.add_fixed(*chain.ok_or(AddError::NotFixed)?)?;
-        self.unshown += 1;
+        self.unpublished += 1;
         Ok(())
     }
 
     /// Slots posted but not yet visible to the device.
     #[inline]
-    pub(crate) fn unshown(&self) -> u16 {
-        self.unshown
+    pub(crate) fn unpublished(&self) -> u16 {
+        self.unpublished
     }
 
     /// The next slot that the device filled, with the length it wrote (header and payload).
@@ -129,7 +129,7 @@ impl RxQueue {
 
     /// Publishes posted slots. Returns whether the device must be kicked.
     pub(crate) fn publish(&mut self) -> bool {
-        std::mem::take(&mut self.unshown) > 0 && self.queue.publish()
+        std::mem::take(&mut self.unpublished) > 0 && self.queue.publish()
     }
 
     /// Enables or disables notifications. Returns true if enabled and packets arrived meanwhile.

@@ -81,7 +81,7 @@ impl Driver {
             // The device has not started yet and needs no kick.
             let _ = rx.publish();
             let mut shard = new_shard(&config, cid, &ports);
-            link.agree(&mut shard);
+            link.apply_features(&mut shard);
             queue_pairs.push(QueuePair::new(rx, tx, slots, shard));
         }
         let _ = event_queue.publish();
@@ -138,7 +138,7 @@ impl Driver {
         link.start(&self.store.arena, &self.event_fds, &bases)?;
         self.event_fds.kick_all();
         for queue_pair in self.store.queue_pairs.iter_mut() {
-            link.agree(&mut queue_pair.shard);
+            link.apply_features(&mut queue_pair.shard);
         }
         self.datagrams
             .negotiated(link.datagrams, link.datagram_flow);

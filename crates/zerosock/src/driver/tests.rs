@@ -39,10 +39,13 @@ fn packets_beyond_three_quarters_wait_in_the_ring_and_let_the_driver_sleep() {
     assert!(driver.pending());
     Backend::turn(&mut driver).unwrap();
     assert_eq!(driver.unread(id), 24);
-    assert!(!driver.pending(), "nothing that may be taken in");
-    assert!(!Backend::arm(&mut driver), "nothing to stay awake for");
-    assert!(Backend::next_timeout(&driver).is_some(), "but for the time");
-    // Another thread freed held buffers: a sleeper must wake, since the device does not notify
+    assert!(!driver.pending(), "no packet may be received");
+    assert!(!Backend::arm(&mut driver), "the caller may sleep");
+    assert!(
+        Backend::next_timeout(&driver).is_some(),
+        "the hold time is due later"
+    );
+    // A read on another thread makes room: the sleeper must wake, since the device does not notify
     // again.
     driver.watch.clear().unwrap();
     assert!(!is_notified(&driver));

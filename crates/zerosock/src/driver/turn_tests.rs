@@ -12,7 +12,7 @@ const TURN: u64 = 256;
 
 /// A driver with 512 slots each way, a connection with a peer that sends without end and one with a
 /// single byte; the headers of both.
-fn two() -> (Driver, Peer, [(StreamId, Repr); 2]) {
+fn driver_with_two_connections() -> (Driver, Peer, [(StreamId, Repr); 2]) {
     let (mut driver, mut peer) = pair(|config| config.queue_size = 1024);
     let ends = [(); 2].map(|()| {
         let id = connect(&mut driver, &mut peer);
@@ -36,7 +36,7 @@ fn taken(driver: &Driver) -> u64 {
 
 #[test]
 fn a_turn_receives_a_bounded_number_of_packets_and_reports_each_connection_once() {
-    let (mut driver, mut peer, [(bulk, from), (small, other)]) = two();
+    let (mut driver, mut peer, [(bulk, from), (small, other)]) = driver_with_two_connections();
     let mut out = [0; 1024];
     for round in 0..20 {
         flood(&mut peer, from, 200);
@@ -63,7 +63,7 @@ fn a_turn_receives_a_bounded_number_of_packets_and_reports_each_connection_once(
 /// The fast path, which shows packets directly from the queue.
 #[test]
 fn a_call_receives_a_bounded_number_of_packets() {
-    let (mut driver, mut peer, [(bulk, from), (small, other)]) = two();
+    let (mut driver, mut peer, [(bulk, from), (small, other)]) = driver_with_two_connections();
     let mut out = [0; 1024];
     for _ in 0..20 {
         flood(&mut peer, other, 1);
@@ -74,7 +74,7 @@ fn a_call_receives_a_bounded_number_of_packets() {
         assert_eq!(
             driver.unread(small),
             1,
-            "the other's was taken in on the way"
+            "the other connection's packet is held"
         );
         Backend::flush(&mut driver);
         flood(&mut peer, from, 250);
@@ -95,15 +95,15 @@ fn a_call_receives_a_bounded_number_of_packets() {
 /// A connection that finds no slot, beside one that takes every slot that returns.
 #[test]
 fn a_waiting_connection_gets_a_slot_beside_a_greedy_sender() {
-    let (mut driver, mut peer, [(bulk, _), (small, _)]) = two();
+    let (mut driver, mut peer, [(bulk, _), (small, _)]) = driver_with_two_connections();
     let mut sent = 0;
     for _ in 0..20 {
         // The order of notification is the order in which they retry.
         let mut order: Vec<_> = std::iter::from_fn(|| driver.next_ready()).collect();
         order.push(ReadySource::Conn(bulk));
         order.push(ReadySource::Conn(small));
-        for told in order {
-            if told == ReadySource::Conn(small) {
+        for ready in order {
+            if ready == ReadySource::Conn(small) {
                 sent += usize::from(driver.write(small, b"x").is_ok());
             } else {
                 while driver.write(bulk, b"x").is_ok() {}

@@ -142,7 +142,7 @@ mod tests {
 
     /// Each queue pair has two calls; all of them, the waker and the device may be raised at once.
     #[test]
-    fn one_call_forgets_what_all_queue_pairs_have_raised() {
+    fn one_call_clears_what_all_queue_pairs_have_raised() {
         for pairs in [1, 2, 3, 8, 16] {
             let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
             let calls: Vec<OwnedFd> = (0..2 * pairs + 1)

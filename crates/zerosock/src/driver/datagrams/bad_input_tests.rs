@@ -74,7 +74,7 @@ impl Victim {
 
     /// The socket still receives a valid datagram.
     fn still_receives(&mut self, wanted: &[u8]) {
-        self.part(9, us(), wanted, true);
+        self.part(9, local(), wanted, true);
         assert_eq!(self.recv(self.socket), Some((wanted.to_vec(), 9)));
     }
 
@@ -104,7 +104,7 @@ impl Victim {
     }
 }
 
-fn us() -> Address {
+fn local() -> Address {
     Address::new(CID, PORT)
 }
 
@@ -128,7 +128,7 @@ fn datagrams_to_unbound_ports_are_counted_and_unanswered() {
 fn datagrams_to_a_full_receiver_are_bounded_and_counted() {
     let mut victim = Victim::new();
     for port in 0..2000 {
-        victim.part(port, us(), &[1; 1000], true);
+        victim.part(port, local(), &[1; 1000], true);
         if port % 500 == 0 {
             victim.others_are_unharmed();
         }
@@ -151,17 +151,17 @@ fn datagrams_above_64_kib_are_dropped_to_their_end() {
     let mut victim = Victim::new();
     for round in 0..20 {
         for _ in 0..40 {
-            victim.part(9, us(), &[7; 60_000], false);
+            victim.part(9, local(), &[7; 60_000], false);
             let kept = victim.driver.datagrams.fragments.capacity();
             assert!(kept <= 2 * MAX_DATAGRAM as usize, "{kept} bytes kept");
         }
-        victim.part(9, us(), &[7; 10], true);
+        victim.part(9, local(), &[7; 10], true);
         assert_eq!(victim.drops().too_long, round + 1);
         victim.still_receives(b"short");
     }
     // In one packet, although the buffer has room for more.
     let before = victim.driver.stats().rx_malformed;
-    victim.part(9, us(), &[7; MAX_DATAGRAM as usize + 1], true);
+    victim.part(9, local(), &[7; MAX_DATAGRAM as usize + 1], true);
     assert_eq!(victim.driver.stats().rx_malformed, before + 1);
     assert_eq!(victim.recv(victim.socket), None);
     victim.others_are_unharmed();
@@ -172,7 +172,7 @@ fn datagrams_above_64_kib_are_dropped_to_their_end() {
 fn fragments_that_are_missing_cost_their_datagram_alone() {
     let mut victim = Victim::new();
     for port in 0..500 {
-        victim.part(1000 + port, us(), &[7; 4000], false);
+        victim.part(1000 + port, local(), &[7; 4000], false);
     }
     assert_eq!(
         victim.drops().incomplete,
@@ -181,13 +181,13 @@ fn fragments_that_are_missing_cost_their_datagram_alone() {
     );
     victim.still_receives(b"whole");
     assert_eq!(victim.drops().incomplete, 500);
-    victim.part(9, us(), b"and no more", false);
+    victim.part(9, local(), b"and no more", false);
     let late = victim.driver.now() + ASSEMBLY + Duration::from_millis(1);
     victim.driver.datagrams.handle_timeout(late);
     assert_eq!(victim.drops().incomplete, 501);
     assert_eq!(victim.driver.datagrams.fragments.capacity(), 0);
     // Later fragments without a beginning are dropped.
-    victim.part(9, us(), b", too late", true);
+    victim.part(9, local(), b", too late", true);
     victim.still_receives(b"whole again");
     victim.others_are_unharmed();
 }
@@ -197,9 +197,9 @@ fn fragments_out_of_order_are_no_datagram() {
     let mut victim = Victim::new();
     // The end arrives first and counts as a whole datagram.
     victim.still_receives(b"end");
-    victim.part(9, us(), b"middle, ", false);
-    victim.part(9, us(), b"beginning, ", false);
-    victim.part(8, us(), b"another", true);
+    victim.part(9, local(), b"middle, ", false);
+    victim.part(9, local(), b"beginning, ", false);
+    victim.part(8, local(), b"another", true);
     assert_eq!(victim.recv(victim.socket), Some((b"another".to_vec(), 8)));
     assert_eq!(victim.recv(victim.socket), None);
     assert_eq!(victim.drops().incomplete, 1);
@@ -216,7 +216,7 @@ fn interleaved_fragments_never_mix() {
             (1, "c", true),
             (2, "d", true),
         ] {
-            victim.part(from, us(), what.as_bytes(), last);
+            victim.part(from, local(), what.as_bytes(), last);
         }
         assert_eq!(victim.recv(victim.socket), Some((b"c".to_vec(), 1)));
         assert_eq!(victim.recv(victim.socket), Some((b"d".to_vec(), 2)));
@@ -234,7 +234,7 @@ fn inconsistent_headers_are_dropped() {
     for len in [6, 4096, MAX_DATAGRAM, MAX_DATAGRAM + 1, u32::MAX] {
         let chain = victim.peer.rx.pop().unwrap().expect("a buffer");
         let mut bytes = [0; HEADER_LEN];
-        data(from, us(), len, true).emit(&mut bytes);
+        data(from, local(), len, true).emit(&mut bytes);
         victim.peer.rx.memory().write(chain.writable(), 0, &bytes);
         victim.peer.rx.complete(chain, HEADER_LEN as u32 + 5);
         victim.peer.rx.publish_quietly();
@@ -243,7 +243,7 @@ fn inconsistent_headers_are_dropped() {
         assert_eq!(victim.driver.stats().rx_malformed, malformed, "{len}");
     }
     for op in [Op::Request, Op::Rst, Op::Shutdown, Op::CreditUpdate] {
-        victim.peer.header = data(from, us(), 0, true);
+        victim.peer.header = data(from, local(), 0, true);
         victim.peer.send(op, b"");
         victim.turn();
         malformed += 1;

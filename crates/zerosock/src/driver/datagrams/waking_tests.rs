@@ -68,16 +68,17 @@ fn one_call_is_asked_for_when_half_of_the_buffer_is_free() {
     }
 }
 
-/// A datagram of sixteen packets; after fifteen returned, no sixteen more are in flight.
+/// A datagram of sixteen packets: once some have returned, a notification requested after sixteen
+/// more would never come.
 #[test]
 fn the_last_packet_of_a_long_datagram_brings_a_call() {
     let (mut driver, mut peer, id) = scene(1000);
     assert_eq!(fill(&mut driver, id, &[7; 65536]), 1);
     for left in (0..16).rev() {
-        assert!(!Backend::arm(&mut driver), "{left} are under way");
+        assert!(!Backend::arm(&mut driver), "{left} are in flight");
         let called = take(&mut peer);
         Backend::disarm(&mut driver);
-        assert!(called, "one packet may be all that is missed");
+        assert!(called, "the next packet may be the last one");
         Backend::turn(&mut driver).unwrap();
         let may = DatagramBackend::may_send(&mut driver, id, Some(TO));
         assert_eq!(may, left == 0);

@@ -242,7 +242,7 @@ fn leases_of_a_connection_beyond_an_eighth_of_the_pool_are_copies() {
     let leases: Vec<_> = (0..6).map(|_| table.lease(id)).collect();
     let in_place = leases.iter().filter(|parts| table.is_in_place(parts));
     assert_eq!(in_place.count(), 4, "an eighth of 32");
-    assert_eq!(table.slots.out(), 4, "those of the copies are back");
+    assert_eq!(table.slots.out(), 4, "buffers of copies are returned");
     for parts in &leases {
         assert_eq!(table.look(parts.index, parts.len, &parts.place), b"lease");
     }
@@ -353,7 +353,7 @@ fn a_lease_under_a_reader_is_torn_when_the_queue_stops() {
     assert!(table.sockets.recall(0, false, &mut table.slots));
     assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
     table.leave(read.index);
-    assert!(lease_table.is_torn(read.index), "the reader is told");
+    assert!(lease_table.is_torn(read.index), "the reader sees it");
     assert!(!lease_table.is_torn(unread.index));
     assert_eq!(table.look(unread.index, 5, &unread.place), b"bytes");
     assert_eq!(table.read(id, 9, false), b"bytes");
@@ -495,17 +495,21 @@ fn ready_flags_are_reported_once_and_listed_once() {
     assert_eq!(
         sockets.next_ready_flag(),
         Some((id, ReadyFlags::PeerShutdown)),
-        "nothing to read any more"
+        "nothing is unread"
     );
     assert_eq!(sockets.next_ready_flag(), Some((id, ReadyFlags::Closed)));
     assert_eq!(sockets.next_ready_flag(), None);
     sockets.set_ready(id, ReadyFlags::Closed);
     sockets.set_ready(id, ReadyFlags::Writable);
-    assert_eq!(sockets.next_ready(), Some(id), "all at once");
+    assert_eq!(sockets.next_ready(), Some(id), "all flags at once");
     assert_eq!(sockets.next_ready(), None);
     sockets.set_ready(id, ReadyFlags::Writable);
     sockets.remove(id, &mut table.slots);
-    assert_eq!(sockets.next_ready_flag(), None, "nothing about the dead");
+    assert_eq!(
+        sockets.next_ready_flag(),
+        None,
+        "nothing about a removed connection"
+    );
 }
 
 #[test]

@@ -161,7 +161,7 @@ proptest! {
                     }
                     let Table { sockets, slots, .. } = &mut table;
                     prop_assert!(sockets.recall(0, false, slots));
-                    prop_assert_eq!(slots.out(), 0, "all are given back");
+                    prop_assert_eq!(slots.out(), 0, "all buffers are returned");
                 }
             }
             for (conn, queue) in queues.iter().enumerate() {

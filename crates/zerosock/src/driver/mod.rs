@@ -528,7 +528,7 @@ const LINGER: time::Duration = time::Duration::from_millis(200);
 
 impl Drop for Driver {
     /// Waits for the device to take sent packets: it reads only what it took before it sees the
-    /// hang-up. The wait is limited to [`LINGER`].
+    /// hang-up. The wait is limited to `LINGER`.
     fn drop(&mut self) {
         let give_up = time::Instant::now() + LINGER;
         let is_busy = |queue_pair: &QueuePair| {

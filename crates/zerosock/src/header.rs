@@ -1,24 +1,25 @@
-//! Headers in shared memory.
+//! Access to vsock packet headers in shared memory.
 //!
-//! A header is read as words, each by one load, and written likewise: a copy through private
-//! memory, stored in narrow pieces and loaded in wide ones, would have to wait for every store
-//! before it, those to the peer's cache lines included.
+//! A header is read and written in words of eight bytes, each by one access. A copy through private
+//! memory, stored in narrow pieces and loaded in wide ones, would defeat store-to-load forwarding
+//! and wait for all earlier stores, including those to the peer's cache lines.
 //!
-//! What must hold: what is read is read once, and only that is looked at.
+//! # Invariants
+//! Each byte is read once into a private copy, and only the copy is used.
 
 use zerosock_proto::wire::vsock::{HEADER_LEN, ParseError, Repr};
 use zerosock_ring::{Memory, Piece};
 
-/// Where the last half-word is read and written from: with the half before it, it is one more
-/// word.
+/// Offset of the last word. The header's length is an odd number of half-words, so this word
+/// overlaps the one before.
 const TAIL: usize = HEADER_LEN - 8;
 
-/// Why there is no header.
+/// Why a header could not be read.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum HeaderFault {
-    /// The pieces are too short.
+    /// The pieces are shorter than a header.
     Short,
-    /// It says what none may say.
+    /// A field has an invalid value.
     Bad(ParseError),
 }
 
@@ -34,7 +35,7 @@ pub(crate) fn read(memory: &Memory, pieces: &[Piece]) -> Result<Repr, HeaderFaul
     Repr::from_words(words, (tail >> 32) as u32).map_err(HeaderFault::Bad)
 }
 
-/// Writes a header to the beginning of `pieces`. False: they are too short.
+/// Writes a header to the beginning of `pieces`. Returns false if they are too short.
 #[inline]
 pub(crate) fn write(memory: &Memory, pieces: &[Piece], header: &Repr) -> bool {
     let (words, last) = header.to_words();
@@ -48,7 +49,7 @@ mod tests {
     use zerosock_proto::wire::vsock::Packet;
     use zerosock_ring::RegionConfig;
 
-    /// Two regions that meet in the middle of the header, and one that has it all.
+    /// Two regions that meet in the middle of the header, and one that contains all of it.
     fn memory(first: u64) -> (Memory, Vec<Piece>) {
         let region = |guest_addr, len, fd_offset| {
             let config = RegionConfig {

@@ -21,9 +21,9 @@ use super::events::emit;
 use super::program::{App, HostToken};
 use super::ring::Ring;
 use super::{Context, Device};
-use crate::table::engine::{CreditInfo, SendFault};
+use crate::table::backend::{CreditInfo, SendFault};
 use crate::table::gathered::unsent;
-use crate::table::sockets::{Ends, Held, ReadyFlags, Sockets, StreamId, StreamState};
+use crate::table::sockets::{Ends, HeldBuffer, ReadyFlags, Sockets, StreamId, StreamState};
 
 impl Device {
     /// Whether there is something that a turn would take in. Reads what the guest writes only if
@@ -115,13 +115,13 @@ impl Device {
         len: u32,
         ends: Ends,
         cx: &mut Context<'_>,
-        deliver: impl FnOnce(&mut Sockets<HostToken>, Held<HostToken>, &mut QueueStore<'_>),
+        deliver: impl FnOnce(&mut Sockets<HostToken>, HeldBuffer<HostToken>, &mut QueueStore<'_>),
     ) {
         let (Some(tx), Some(app)) = (self.tx.as_mut(), cx.app.as_deref_mut()) else {
             return;
         };
         self.app.note_descriptors(chain.descriptors(), tx, app);
-        let held = Held {
+        let held = HeldBuffer {
             token: HostToken {
                 chain,
                 vm: self.addr.vm,
@@ -214,7 +214,7 @@ impl Device {
             && let Some(conn) = app.sockets.get_mut(id)
         {
             conn.state = StreamState::Connected;
-            app.sockets.announce(id, ReadyFlags::Connected);
+            app.sockets.set_ready(id, ReadyFlags::Connected);
         }
     }
 
@@ -234,7 +234,7 @@ impl Device {
             if send {
                 app.sockets.drop_half(id, &mut self.store());
             }
-            app.sockets.announce(id, ReadyFlags::PeerShutdown);
+            app.sockets.set_ready(id, ReadyFlags::PeerShutdown);
         }
     }
 
@@ -244,7 +244,7 @@ impl Device {
             && let Some(conn) = app.sockets.get_mut(id)
         {
             conn.wants_room = false;
-            app.sockets.announce(id, ReadyFlags::Writable);
+            app.sockets.set_ready(id, ReadyFlags::Writable);
         }
     }
 
@@ -283,7 +283,7 @@ impl Device {
             return;
         }
         if let Some(app) = cx.app.as_deref_mut() {
-            app.sockets.tell_of_room(&mut self.app.waiters);
+            app.sockets.wake_waiters(&mut self.app.waiters);
         }
     }
 
@@ -432,7 +432,7 @@ impl Device {
             return;
         };
         let flow = app.sockets.get(id).and_then(|conn| conn.flow);
-        app.sockets.give_up(id, &mut self.store());
+        app.sockets.mark_reset(id, &mut self.store());
         if let Some(key) = flow.and_then(|flow| self.key_of(flow)) {
             self.reset_bridge(key, cx);
         }

@@ -178,7 +178,7 @@ impl Device {
     pub(super) fn app_lose(&mut self, cx: &mut Context<'_>) {
         let pool = self.app.pool;
         if let Some(app) = cx.app.as_deref_mut().filter(|_| pool != NONE) {
-            app.sockets.lose(pool, &mut self.store());
+            app.sockets.recall_lost(pool, &mut self.store());
         }
     }
 

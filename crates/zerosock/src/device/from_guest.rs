@@ -10,7 +10,7 @@ use super::flush::share_of;
 use super::outbound::Held;
 use super::{Context, Device, TURN_BYTES};
 use crate::header;
-use crate::table::engine::{Payload, ShowBounds};
+use crate::table::backend::{Payload, ShowBounds};
 use zerosock_proto::vsock::{Disposition, DropReason, FlowId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
 use zerosock_ring::{Chain, SliceBuf};

@@ -9,7 +9,7 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use super::app::send_fault;
 use super::events::emit;
 use super::{Context, Device};
-use crate::table::engine::SendFault;
+use crate::table::backend::SendFault;
 
 impl Device {
     /// Takes the first of `bytes` to be sent with those that follow; how many.
@@ -20,7 +20,7 @@ impl Device {
         bytes: &[u8],
         cx: &mut Context<'_>,
     ) -> Result<usize, SendFault> {
-        let Some(taken) = self.gathered.take_in(&mut self.shard, flow, bytes) else {
+        let Some(taken) = self.gathered.push(&mut self.shard, flow, bytes) else {
             return self.send_alone(flow, bytes, cx);
         };
         if self.shard.poll_timeout().is_some_and(|at| at <= cx.now) {
@@ -34,7 +34,7 @@ impl Device {
         }
     }
 
-    /// See [`Engine::may_gather_more`](crate::table::engine::Engine::may_gather_more).
+    /// See [`Backend::may_gather_more`](crate::table::backend::Backend::may_gather_more).
     pub(crate) fn may_gather_more(&mut self, flow: FlowId) -> Option<bool> {
         self.shard.can_coalesce_more(flow)
     }
@@ -106,7 +106,7 @@ impl Device {
             };
             if let Some(span) = packet.span {
                 let memory = rx.queue.memory();
-                self.gathered.leave(span.flow, span.len, |bytes| {
+                self.gathered.pop(span.flow, span.len, |bytes| {
                     memory.write(chain.writable(), HEADER_LEN, bytes);
                 });
                 self.shard.handle_released(span);

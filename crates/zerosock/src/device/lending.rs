@@ -26,9 +26,9 @@ use super::events::emit;
 use super::program::App;
 use super::ring::Ring;
 use super::{Context, Device};
+use crate::table::backend::{LoanParts, SendFault};
 use crate::table::datagrams::DatagramFault;
-use crate::table::engine::{LoanParts, SendFault};
-use crate::table::sockets::{Copied, PIECES, Place, StreamId};
+use crate::table::sockets::{BufferPlace, Copied, PIECES, StreamId};
 
 /// No loan.
 const NONE: u32 = u32::MAX;
@@ -139,7 +139,7 @@ pub(super) fn lend_chain(
     rx: &mut Ring,
     chain: Chain,
     in_place: bool,
-) -> (Option<Lent>, Option<Place>) {
+) -> (Option<Lent>, Option<BufferPlace>) {
     let pieces: Option<ArrayVec<_, PIECES>> = ArrayVec::try_from(chain.writable()).ok();
     let Some(mut pieces) = pieces.filter(|_| in_place) else {
         rx.queue.unpop(chain);
@@ -152,7 +152,7 @@ pub(super) fn lend_chain(
         offset -= header.len();
         pieces.remove(0);
     }
-    let place = Place::InPlace {
+    let place = BufferPlace::InPlace {
         memory: rx.queue.memory().clone(),
         pieces,
         offset,
@@ -363,7 +363,7 @@ impl Device {
         end.loans < (rx.queue.size() / 8).max(1) && self.leaves_a_quarter()
     }
 
-    /// See [`Engine::send_loan`](crate::table::engine::Engine::send_loan). One whose buffer was
+    /// See [`Backend::send_loan`](crate::table::backend::Backend::send_loan). One whose buffer was
     /// taken back is sent from where its holder has what was in it.
     pub(crate) fn app_send_loan(
         &mut self,
@@ -487,7 +487,7 @@ impl Device {
         let Some(app) = cx.app.as_deref_mut() else {
             return all;
         };
-        let words = app.sockets.words().clone();
+        let words = app.sockets.lease_table().clone();
         let mut back = Vec::new();
         for (_, loan) in app.loans.iter_mut().filter(|(_, loan)| loan.vm == vm) {
             let Some(lent) = &loan.chain else { continue };

@@ -16,7 +16,7 @@ use super::app::send_fault;
 use super::events::emit;
 use super::lending::{Credit, Loan, LoanOf, lend_chain};
 use super::{Context, Device};
-use crate::table::engine::{LoanParts, LoanedPart, SendFault};
+use crate::table::backend::{LoanParts, LoanedPart, SendFault};
 use crate::table::leases::NONE;
 use crate::table::outgoing::{Outgoing, end};
 use crate::table::sockets::StreamId;
@@ -27,7 +27,7 @@ fn room_of(chain: &Chain) -> u32 {
 }
 
 impl Device {
-    /// See [`Engine::loan_message`](crate::table::engine::Engine::loan_message).
+    /// See [`Backend::loan_message`](crate::table::backend::Backend::loan_message).
     pub(crate) fn app_loan_message(
         &mut self,
         id: StreamId,
@@ -138,7 +138,7 @@ impl Device {
         }
     }
 
-    /// See [`Engine::send_message_loan`](crate::table::engine::Engine::send_message_loan).
+    /// See [`Backend::send_message_loan`](crate::table::backend::Backend::send_message_loan).
     pub(crate) fn app_send_message_loan(
         &mut self,
         id: StreamId,
@@ -176,7 +176,7 @@ impl Device {
             app.tally.copied_in += rest.len() as u64;
         }
         if !all {
-            self.keep(Outgoing::of(room, rest, ends_record));
+            self.keep(Outgoing::new(room, rest, ends_record));
         }
         Ok(all)
     }

@@ -332,7 +332,7 @@ impl Device {
         };
         let done = self.give_parts(&mut room, chains, len, write, cx);
         if done < len {
-            self.keep(Outgoing::after(room, bytes, done));
+            self.keep(Outgoing::resumed(room, bytes, done));
         }
         Fill::Again
     }

@@ -26,7 +26,7 @@ use super::sibling;
 use super::to_guest::{Fill, GATHER};
 use super::{Context, Device, TURN_BYTES};
 use crate::device::sibling_message::Message;
-use crate::table::engine::SendFault;
+use crate::table::backend::SendFault;
 use crate::table::outgoing::{Outgoing, Slices, end};
 use crate::table::sockets::{Ends, StreamId};
 
@@ -353,7 +353,7 @@ impl Device {
             }
             match rx.pop_if(HEADER_LEN + 1, true) {
                 Some(next) => chain = next,
-                None => break Some(Outgoing::rest(room, slices, ends_record)),
+                None => break Some(Outgoing::from_slices(room, slices, ends_record)),
             }
         };
         let all = rest.is_none();
@@ -375,7 +375,7 @@ impl Device {
     }
 
     /// Whether the program may send a message: see
-    /// [`Engine::is_writable`](crate::table::engine::Engine::is_writable).
+    /// [`Backend::is_writable`](crate::table::backend::Backend::is_writable).
     pub(crate) fn app_may_send(
         &mut self,
         id: StreamId,

@@ -246,6 +246,6 @@ impl App {
         } else {
             StreamState::Reset
         };
-        self.sockets.announce(id, ready_flags);
+        self.sockets.set_ready(id, ready_flags);
     }
 }

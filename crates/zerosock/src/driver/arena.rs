@@ -1,11 +1,11 @@
-//! The memory a driver shares with its device: one memfd, cut once into
-//! rings, header slots, event slots and payload buffers.
+//! The memory that a driver shares with its device: one memfd, divided into rings, header slots,
+//! event slots and payload buffers.
 //!
-//! What must hold here: nothing overlaps; every slot's place is computed once,
-//! at the start, so that the packet path translates no address. A payload
-//! begins on a cache line's border (typed leases rely on it), and its header
-//! has the line in front: the two make a pair, which a processor fetches
-//! together.
+//! # Invariants
+//! - Nothing overlaps.
+//! - Every slot's address is computed once at the start; the packet path translates no addresses.
+//! - A payload begins at a cache line boundary (typed leases rely on it), directly behind the line
+//!   of its header: processors fetch such pairs of lines together.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,36 +17,36 @@ use zerosock_sys::memfd;
 
 use super::config::DriverConfig;
 
-/// Bytes of a header's place: one cache line, so that no two packets share one.
+/// Bytes reserved for a header: one cache line, so that no two packets share one.
 pub(crate) const HEADER_SLOT: u32 = 64;
 /// Bytes of an event (`struct virtio_vsock_event`: `le32 id`).
 pub(crate) const EVENT_LEN: u32 = 4;
 /// Event buffers kept posted, as many as Linux keeps.
 pub(crate) const EVENT_SLOTS: u16 = 8;
-/// Guest address of the arena's first byte. Not zero: a device that confuses
-/// an unset address with a valid one shall fail.
+/// Guest address of the arena's first byte. Not zero, so that a device fails that confuses an unset
+/// address with a valid one.
 const GUEST_BASE: u64 = 0x10_0000;
-/// Front-end ("user") address of the same byte. Another number on purpose: a
-/// device that confuses the two kinds of address shall fail.
+/// Front-end ("user") address of the same byte. Different from the guest address, so that a device
+/// fails that confuses the two.
 const USER_BASE: u64 = 0x7e00_0000_0000;
 const PAGE: u64 = 4096;
 
-/// Why the shared memory could not be made.
+/// Why the shared memory could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum ArenaError {
-    /// The memfd could not be made or duplicated.
-    #[error("cannot make shared memory: {0}")]
+    /// The memfd could not be created or duplicated.
+    #[error("cannot create shared memory: {0}")]
     Memfd(#[from] io::Error),
     /// It could not be mapped.
     #[error("cannot map shared memory: {0}")]
     Map(#[from] MapError),
-    /// A slot does not lie in it: a fault of this file's arithmetic.
-    #[error("shared memory is laid out wrongly: {0}")]
+    /// A slot lies outside of the memory: an error in the layout computed here.
+    #[error("a buffer lies outside of the shared memory: {0}")]
     Layout(#[from] TranslateError),
 }
 
-/// Equal buffers of shared memory: where each lies for the device (a guest
-/// address) and for us (a piece of the mapping).
+/// Buffers of equal size in shared memory, each as the device addresses it (a guest address) and as
+/// this process does (a piece of the mapping).
 #[derive(Debug)]
 pub(crate) struct Slots {
     base: u64,
@@ -65,7 +65,7 @@ impl Slots {
     ) -> Result<Slots, ArenaError> {
         let mut pieces = Vec::with_capacity(usize::from(count));
         for slot in 0..u64::from(count) {
-            // One region, so that each slot is one piece.
+            // The memory is one region, so each slot is one piece.
             memory.translate(base + slot * stride, len, &mut pieces)?;
         }
         Ok(Slots {
@@ -81,7 +81,7 @@ impl Slots {
         self.base + u64::from(index) * self.stride
     }
 
-    /// Brings the first line of slot `index` near, to be read.
+    /// Prefetches the first line of slot `index` for reading.
     #[inline]
     pub(crate) fn prefetch(&self, memory: &Memory, index: u16) {
         let piece = self.pieces.get(usize::from(index));
@@ -90,7 +90,7 @@ impl Slots {
         }
     }
 
-    /// Brings the first line of slot `index` near, to be written.
+    /// Prefetches the first line of slot `index` for writing.
     #[inline]
     pub(crate) fn prefetch_write(&self, memory: &Memory, index: u16) {
         let piece = self.pieces.get(usize::from(index));
@@ -104,26 +104,26 @@ impl Slots {
         self.len
     }
 
-    /// Our view of slot `index`, as the slice that `Memory`'s calls take;
-    /// empty for an index out of range.
+    /// Slot `index` in the mapping, as the slice that calls of `Memory` take; empty for an index
+    /// out of range.
     pub(crate) fn pieces(&self, index: u16) -> &[Piece] {
         let index = usize::from(index);
         self.pieces.get(index..index + 1).unwrap_or(&[])
     }
 }
 
-/// The whole of a driver's shared memory.
+/// All shared memory of a driver.
 #[derive(Debug)]
 pub(crate) struct Arena {
     /// The mapping.
     pub(crate) memory: Arc<Memory>,
     /// The memfd, for SET_MEM_TABLE.
     pub(crate) fd: OwnedFd,
-    /// Its one region.
+    /// The memory's only region.
     pub(crate) region: RegionConfig,
-    /// It is made of huge pages.
+    /// The memory consists of huge pages.
     pub(crate) huge_pages: bool,
-    /// Places of the rings, by the queue's number.
+    /// Layouts of the rings, by queue index.
     pub(crate) rings: Vec<DriverLayout>,
     /// Event buffers.
     pub(crate) events: Slots,
@@ -140,12 +140,12 @@ pub(crate) struct PairSlots {
     pub(crate) tx_headers: Slots,
     /// Payload of packets to send.
     pub(crate) tx_data: Slots,
-    /// Where they lie.
+    /// The mapping that contains them.
     pub(crate) memory: Arc<Memory>,
 }
 
 impl Arena {
-    /// Makes and maps the memory that `config` asks for; with the buffers of each of `pairs`.
+    /// Creates and maps the memory for `config`, with buffers for each of `pairs`.
     pub(crate) fn new(
         config: &DriverConfig,
         pairs: QueuePairs,
@@ -205,7 +205,7 @@ impl Arena {
         Ok((arena, slots?))
     }
 
-    /// The user address that stands for guest address `addr`.
+    /// The user address that corresponds to guest address `addr`.
     pub(crate) fn user_addr(&self, addr: u64) -> u64 {
         addr - GUEST_BASE + USER_BASE
     }
@@ -213,9 +213,9 @@ impl Arena {
 
 type Mapped = (OwnedFd, RegionConfig, Memory);
 
-/// The memory in huge pages, if the system has as many to give.
+/// Maps huge pages, if enough are free.
 fn map_huge(len: u64) -> Option<Mapped> {
-    // Whole pages: a part of one could not be unmapped.
+    // Whole pages, because a part of one could not be unmapped.
     let len = len.next_multiple_of(memfd::HUGE_PAGE);
     let fd = memfd::create_huge("zerosock-driver", len).ok()?;
     map(fd, len).ok()
@@ -232,9 +232,8 @@ fn map(fd: OwnedFd, len: u64) -> Result<Mapped, ArenaError> {
     Ok((fd, region, memory))
 }
 
-/// From one slot to the next: a header's line and the payload, in whole pairs of lines. An odd
-/// number of pairs, so that the beginnings of all slots do not fall into a few sets of the caches,
-/// as they would at distances of a power of two.
+/// Distance of two slots: the header's line and the payload, rounded up to an odd number of line
+/// pairs. At distances of a power of two, the beginnings of all slots would share a few cache sets.
 fn stride(len: u32) -> u64 {
     let pair = 2 * u64::from(HEADER_SLOT);
     let pairs = (u64::from(HEADER_SLOT) + u64::from(len)).div_ceil(pair);

@@ -1,6 +1,5 @@
-//! For tests: a driver whose device is the test itself, by the device half of the rings alone.
-//!
-//! Nobody negotiates and nobody is called: what the test does is all that happens.
+//! Test support: a driver and, as its device, the test, which uses the device half of the rings
+//! directly. Nothing is negotiated and no notification is sent.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -14,34 +13,34 @@ use zerosock_ring::{Chain, DeviceQueue, Memory, QueueConfig};
 
 use super::link::Link;
 use super::{Driver, DriverConfig, Frontend, StreamId, StreamState};
-use crate::table::engine::Engine;
+use crate::table::backend::Backend;
 
-/// Our CID.
+/// The driver's CID.
 pub(super) const CID: Cid = Cid::new(3);
-/// Whom connections are made to.
+/// The peer that connections are made to.
 pub(super) const SERVER: Address = Address::new(Cid::HOST, Port::new(1024));
 
-/// The device's end.
+/// The device's side.
 pub(super) struct Peer {
     pub(super) rx: DeviceQueue,
     pub(super) tx: DeviceQueue,
     /// The queues of further pairs, receive and transmit; `rx` and `tx` change places with them.
     pub(super) others: Vec<(DeviceQueue, DeviceQueue)>,
-    /// Dropped, it is a hang-up.
+    /// Dropping it hangs up.
     pub(super) socket: Option<UnixStream>,
-    /// Our header of the connection that was made last.
+    /// Header for packets of the connection made last.
     pub(super) header: Repr,
-    /// Bytes sent and not consumed by the driver, as far as it said so.
+    /// Payload bytes sent on the connection.
     pub(super) sent: u32,
     pub(super) their_fwd_cnt: u32,
 }
 
-/// A driver and its device, `tune`d.
+/// A driver with the configuration changed by `tune`, and its device.
 pub(super) fn pair(tune: impl FnOnce(&mut DriverConfig)) -> (Driver, Peer) {
     pairs(QueuePairs::ONE, tune)
 }
 
-/// As `pair`, with so many queue pairs.
+/// As `pair`, with `pairs` queue pairs.
 pub(super) fn pairs(pairs: QueuePairs, tune: impl FnOnce(&mut DriverConfig)) -> (Driver, Peer) {
     let mut config = DriverConfig::new("/nowhere");
     config.control_timeout = Duration::from_millis(10);
@@ -60,7 +59,7 @@ pub(super) fn pairs(pairs: QueuePairs, tune: impl FnOnce(&mut DriverConfig)) -> 
     let size = config.queue_size;
     let driver = Driver::with_link(config, link, |_, _, _| Ok(())).unwrap();
     let arena = &driver.store.arena;
-    // A mapping of its own, as another process has it.
+    // A separate mapping, as another process has it.
     let fd = arena.fd.try_clone().unwrap();
     let memory = Arc::new(Memory::map(vec![(fd, arena.region)]).unwrap());
     let queue = |at: usize| {
@@ -99,16 +98,16 @@ pub(super) fn pairs(pairs: QueuePairs, tune: impl FnOnce(&mut DriverConfig)) -> 
     (driver, peer)
 }
 
-/// A connection from the driver to its device.
+/// Opens a connection from the driver to its device.
 pub(super) fn connect(driver: &mut Driver, peer: &mut Peer) -> StreamId {
-    let id = Engine::connect(driver, Port::ANY, SERVER, SocketType::Stream).unwrap();
-    Engine::flush(driver);
+    let id = Backend::connect(driver, Port::ANY, SERVER, SocketType::Stream).unwrap();
+    Backend::flush(driver);
     let request = peer.take_op(Op::Request);
     peer.header.dst = request.src;
     peer.header.fwd_cnt = 0;
     (peer.sent, peer.their_fwd_cnt) = (0, 0);
-    peer.say(Op::Response, &[]);
-    assert!(Engine::turn(driver).unwrap());
+    peer.send(Op::Response, &[]);
+    assert!(Backend::turn(driver).unwrap());
     assert_eq!(driver.state(id), Some(StreamState::Connected));
     id
 }
@@ -122,7 +121,7 @@ fn header(queue: &DeviceQueue, chain: &Chain) -> Repr {
 }
 
 impl Peer {
-    /// From now on all is said and heard at another pair, and what was is at pair `pair` (from 1).
+    /// Uses queue pair `pair` (from 1) from now on; the current one takes its place in `others`.
     pub(super) fn swap(&mut self, pair: usize) {
         let other = &mut self.others[pair - 1];
         std::mem::swap(&mut self.rx, &mut other.0);
@@ -156,8 +155,8 @@ impl Peer {
         }
     }
 
-    /// Sends a packet of the connection; false if the driver has posted no buffer.
-    pub(super) fn try_say(&mut self, op: Op, payload: &[u8]) -> bool {
+    /// Sends a packet of the connection; returns false if the driver has posted no buffer.
+    pub(super) fn try_send(&mut self, op: Op, payload: &[u8]) -> bool {
         let Some(chain) = self.rx.pop().unwrap() else {
             return false;
         };
@@ -182,7 +181,7 @@ impl Peer {
 
     /// Sends a packet of the connection.
     #[track_caller]
-    pub(super) fn say(&mut self, op: Op, payload: &[u8]) {
-        assert!(self.try_say(op, payload), "no receive buffer is posted");
+    pub(super) fn send(&mut self, op: Op, payload: &[u8]) {
+        assert!(self.try_send(op, payload), "no receive buffer is posted");
     }
 }

@@ -1,7 +1,7 @@
-//! Calls that wait: for programs and tests that do one thing at a time.
+//! Blocking calls, for programs and tests that do one thing at a time.
 //!
-//! They drive the driver as [`Driver::poll`] does. Events stay queued, so that
-//! a program may mix both ways.
+//! They drive the driver as [`Driver::poll`] does. Events stay queued, so that both styles can be
+//! mixed.
 
 use std::time::Instant;
 
@@ -12,8 +12,8 @@ use super::errors::{DriverError, RecvError, SendError, WaitError};
 use super::{StreamId, StreamState};
 
 impl Driver {
-    /// Works and sleeps until `ready` gives something, or until `deadline`
-    /// (`Ok(None)`). `ready` is asked after every turn.
+    /// Takes turns and sleeps until `ready` returns a value, or until `deadline` (`Ok(None)`).
+    /// `ready` is called after every turn.
     pub fn wait_until<T>(
         &mut self,
         deadline: Instant,
@@ -22,7 +22,7 @@ impl Driver {
         loop {
             let busy = self.turn()?;
             if let Some(found) = ready(self) {
-                // What `ready` queued must not wait for the next call.
+                // Publishes what `ready` queued.
                 self.flush();
                 return Ok(Some(found));
             }
@@ -49,7 +49,7 @@ impl Driver {
                 .filter(|state| *state != StreamState::Connecting)
         })?;
         match state {
-            // Also one that the peer has ended since: its bytes may wait.
+            // Finished: the peer has shut down since, but bytes may be unread.
             Some(StreamState::Connected | StreamState::Finished) => return Ok(stream),
             Some(_) => self.close(stream)?,
             None => {
@@ -61,7 +61,7 @@ impl Driver {
         Err(WaitError::Refused)
     }
 
-    /// Waits for a connection on `port`, which is being listened on.
+    /// Waits for a connection to the listening `port`.
     pub fn wait_accept(&mut self, port: Port, deadline: Instant) -> Result<StreamId, WaitError> {
         self.wait_until(deadline, |driver| driver.accept(port))?
             .ok_or(WaitError::TimedOut)
@@ -91,7 +91,7 @@ impl Driver {
         }
     }
 
-    /// Receives what there is, at least one byte; 0 at the end of the stream.
+    /// Receives the available bytes, at least one; returns 0 at the end of the stream.
     pub fn wait_recv(
         &mut self,
         stream: StreamId,

@@ -1,4 +1,4 @@
-//! What a user of the driver asks of it, apart from bytes: connections, listeners, events.
+//! Connections, listeners and events of a driver.
 
 use std::collections::VecDeque;
 use std::time;
@@ -14,18 +14,17 @@ use super::{Driver, Listener};
 use crate::table::sockets::{ReadyFlags, StreamId, StreamState};
 
 impl Driver {
-    /// Begins to connect to `peer`. [`DriverEvent::Connected`] or
-    /// [`DriverEvent::Refused`] follows.
+    /// Starts to connect to `peer`. [`DriverEvent::Connected`] or [`DriverEvent::Refused`] follows.
     pub fn connect(&mut self, peer: Address) -> Result<StreamId, ConnectError> {
         self.connect_from(Port::ANY, peer)
     }
 
-    /// As [`connect`](Driver::connect), from a port of our choice.
+    /// As [`connect`](Driver::connect), from local port `port`.
     pub fn connect_from(&mut self, port: Port, peer: Address) -> Result<StreamId, ConnectError> {
         self.connect_for(port, peer, SocketType::Stream)
     }
 
-    /// As [`connect_from`](Driver::connect_from), for a stream or for messages.
+    /// As [`connect_from`](Driver::connect_from), with a socket type.
     pub fn connect_for(
         &mut self,
         port: Port,
@@ -36,7 +35,7 @@ impl Driver {
             return Err(ConnectError::Unreachable);
         }
         let now = self.now();
-        let (queue_pair, port) = self.place(port, peer)?;
+        let (queue_pair, port) = self.choose_queue_pair(port, peer)?;
         let local = Address {
             cid: self.cid,
             port,
@@ -63,8 +62,8 @@ impl Driver {
         self.listen_for(port, backlog, SocketType::Stream)
     }
 
-    /// As [`listen`](Driver::listen), for streams or for messages; requests of the other kind are
-    /// answered with RST as well.
+    /// As [`listen`](Driver::listen), with a socket type; requests of the other type are answered
+    /// with RST as well.
     pub fn listen_for(
         &mut self,
         port: Port,
@@ -85,10 +84,9 @@ impl Driver {
         Ok(())
     }
 
-    /// Listens no longer on `port`; connections that wait to be accepted are
-    /// reset.
+    /// Stops listening on `port` and resets connections that wait to be accepted.
     pub fn unlisten(&mut self, port: Port) {
-        // Nothing to do for a port that nobody listens on.
+        // An error means that the port is not listening.
         let _ = self.store.queue_pairs[QueuePairId::FIRST]
             .shard
             .unlisten(port);
@@ -103,7 +101,7 @@ impl Driver {
         }
     }
 
-    /// The oldest connection that waits on `port`.
+    /// Accepts the oldest waiting connection on `port`.
     pub fn accept(&mut self, port: Port) -> Option<StreamId> {
         let listener = self
             .listeners
@@ -114,24 +112,24 @@ impl Driver {
         stream
     }
 
-    /// Where a connection stands; `None` for one that was closed.
+    /// The state of a connection; `None` if it was closed.
     pub fn state(&self, stream: StreamId) -> Option<StreamState> {
         self.sockets.get(stream).map(|stream| stream.state)
     }
 
-    /// Our and the peer's address.
+    /// The local and the peer's address.
     pub fn addresses(&self, stream: StreamId) -> Option<(Address, Address)> {
         self.sockets
             .get(stream)
             .map(|stream| (stream.local, stream.peer))
     }
 
-    /// Says that we will read no more, send no more, or both. What was sent
-    /// before still arrives; what was received and not read is thrown away.
+    /// Shuts down receiving, sending, or both. Bytes sent before still arrive; received unread
+    /// bytes are discarded.
     pub fn shutdown(&mut self, stream: StreamId, how: How) {
         let now = self.now();
         if how.receive {
-            self.sockets.read_no_more(stream, &mut self.store);
+            self.sockets.shutdown_recv(stream, &mut self.store);
         }
         let Some(entry) = self.sockets.get_mut(stream) else {
             return;
@@ -139,16 +137,15 @@ impl Driver {
         entry.send_shutdown |= how.send;
         let (queue_pair, flow) = (QueuePairId::of_pool(entry.pool), entry.flow);
         if let Some(flow) = flow {
-            // A flow that ended meanwhile needs no shutdown.
+            // Fails only for a flow that has ended.
             let _ = self.store.queue_pairs[queue_pair]
                 .shard
                 .shutdown(now, flow, how);
         }
     }
 
-    /// Gives a connection up in good order: what was sent still arrives, what
-    /// was not read is thrown away. The handle is dead afterwards.
-    /// One that the peer has not answered can only be reset.
+    /// Closes a connection in order: bytes sent before still arrive, unread bytes are discarded,
+    /// the handle becomes invalid. A connection that the peer has not answered yet is reset.
     pub fn close(&mut self, stream: StreamId) -> Result<(), DriverError> {
         let now = self.now();
         if let Some((queue_pair, flow)) = self.flow_of(stream)
@@ -157,23 +154,23 @@ impl Driver {
                 .shutdown(now, flow, How::BOTH)
                 .is_err()
         {
-            // A flow that ended meanwhile needs no reset.
+            // Fails only for a flow that has ended.
             let _ = self.store.queue_pairs[queue_pair].shard.reset(flow);
         }
         self.sockets.remove(stream, &mut self.store);
         Ok(self.store.check()?)
     }
 
-    /// Resets a connection at once. The handle is dead afterwards.
+    /// Resets a connection; the handle becomes invalid.
     pub fn abort(&mut self, stream: StreamId) {
         if let Some((queue_pair, flow)) = self.flow_of(stream) {
-            // A flow that ended meanwhile needs no reset.
+            // Fails only for a flow that has ended.
             let _ = self.store.queue_pairs[queue_pair].shard.reset(flow);
         }
         self.sockets.remove(stream, &mut self.store);
     }
 
-    /// The next event, if there is one; takes nothing in from the device.
+    /// The next queued event; receives nothing from the device.
     pub fn next_event(&mut self) -> Option<DriverEvent> {
         if std::mem::take(&mut self.gone_seen) {
             return Some(DriverEvent::DeviceGone);
@@ -191,7 +188,7 @@ impl Driver {
                 port: listener.port,
             });
         }
-        let (stream, ready_flags) = self.sockets.next_news()?;
+        let (stream, ready_flags) = self.sockets.next_ready_flag()?;
         let entry = self.sockets.get(stream)?;
         Some(match ready_flags {
             ReadyFlags::Connected => DriverEvent::Connected { stream },
@@ -213,8 +210,8 @@ impl Driver {
         })
     }
 
-    /// Works and sleeps until there is an event, or until `deadline` (`None`
-    /// waits for ever). `Ok(None)`: the deadline passed.
+    /// Takes turns and sleeps until there is an event, or until `deadline` (`None`: no limit).
+    /// `Ok(None)`: the deadline passed.
     pub fn poll(
         &mut self,
         deadline: Option<time::Instant>,

@@ -1,4 +1,4 @@
-//! What a [`Driver`](super::Driver) is built from, and what it refuses.
+//! The configuration of a [`Driver`](super::Driver) and its validation.
 
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -12,51 +12,50 @@ use super::arena::HEADER_SLOT;
 
 /// How a driver attaches and how much memory it shares with the device.
 ///
-/// [`DriverConfig::new`] gives what a Linux guest would use; every field may
-/// be changed before [`Driver::attach`](super::Driver::attach).
+/// [`DriverConfig::new`] has the settings of a Linux guest; every field can be changed before
+/// [`Driver::attach`](super::Driver::attach).
 #[derive(Clone, Debug)]
 pub struct DriverConfig {
     /// Path of the device's vhost-user control socket; unused by
-    /// [`Driver::attach_over`](super::Driver::attach_over), which has one.
+    /// [`Driver::attach_over`](super::Driver::attach_over), which is given a connected one.
     pub socket: PathBuf,
     /// Entries of each virtqueue: a power of two, 8 to 32768. A packet takes
     /// two of them, one for the header and one for the payload.
     pub queue_size: u16,
-    /// Most queue pairs to use, of a device that offers several (docs/queue-pairs.md): 1 to 16. Each
-    /// has buffers of its own.
+    /// Limit on the queue pairs to use if the device offers several (docs/queue-pairs.md): 1 to 16.
+    /// Each has its own buffers.
     pub queue_pairs: u16,
     /// Payload bytes of one receive buffer. Linux posts 4096.
     pub rx_buffer_size: u32,
-    /// Payload bytes of one transmit buffer, the most that one packet carries:
-    /// at most 65536, since no packet may be longer.
+    /// Payload bytes of one transmit buffer, which limit the payload of a packet: at most 65536,
+    /// the longest packet.
     pub tx_buffer_size: u32,
-    /// Receive window of a connection in bytes: what we advertise as
-    /// `buf_alloc`.
+    /// Receive window of a connection in bytes, advertised as `buf_alloc`.
     pub buf_alloc: u32,
-    /// Connections at once; further requests are answered with RST.
+    /// Limit on open connections; further requests are answered with RST.
     pub max_connections: usize,
-    /// The endpoint is a service of the host: its CID is 2, and its connections come from these
-    /// ports, as it was told when it attached. `None`: it is a guest, or a process like one.
+    /// Set if the endpoint is a service of the host: its CID is 2 and its connections use these
+    /// local ports, which the daemon assigned when it attached. `None` for a guest or a process
+    /// with its own CID.
     pub host_ports: Option<RangeInclusive<Port>>,
     /// How long a connect waits for the peer's answer. Linux: 2 s.
     pub connect_timeout: Duration,
-    /// Bound on each vhost-user request.
+    /// Time limit of each vhost-user request.
     pub control_timeout: Duration,
     /// Whether to negotiate VIRTIO_RING_F_EVENT_IDX.
     pub event_idx: bool,
     /// Whether to negotiate datagrams and their flow control (docs/datagrams.md).
     pub datagrams: bool,
-    /// Whether to take the memory from the system's pool of huge pages, if that
-    /// has enough; [`Driver::huge_pages`](super::Driver::huge_pages) tells what
-    /// became of it. Only with `seal`.
+    /// Whether to use huge pages if enough are free;
+    /// [`Driver::huge_pages`](super::Driver::huge_pages) tells the result. Only with `seal`.
     pub huge_pages: bool,
-    /// Whether to seal the memory against shrinking. Only a test that wants
-    /// to pull memory away from under a device says no.
+    /// Whether to seal the memory against shrinking. Disabled only by tests that shrink the memory
+    /// under a device.
     pub seal: bool,
 }
 
 impl Default for DriverConfig {
-    /// The settings of a Linux guest, for a device that is connected already.
+    /// The settings of a Linux guest, for a device that is already connected.
     fn default() -> DriverConfig {
         DriverConfig::new("")
     }
@@ -83,7 +82,7 @@ impl DriverConfig {
         }
     }
 
-    /// Names the first setting that cannot work.
+    /// Returns the first invalid setting.
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
         if !self.queue_size.is_power_of_two() || !(8..=32768).contains(&self.queue_size) {
             return Err(ConfigError::QueueSize(self.queue_size));
@@ -106,7 +105,7 @@ impl DriverConfig {
         Ok(())
     }
 
-    /// Packets that one queue holds: a header and a payload descriptor each.
+    /// Packets that one queue holds: each takes a header and a payload descriptor.
     pub(crate) fn slots(&self) -> u16 {
         self.queue_size / 2
     }
@@ -128,10 +127,10 @@ pub enum ConfigError {
     #[error("tx_buffer_size {0}: must be from 1 to 65536")]
     TxBufferSize(u32),
     /// See [`DriverConfig::buf_alloc`].
-    #[error("a receive window of no bytes would never receive any")]
+    #[error("buf_alloc 0: must be at least 1")]
     EmptyWindow,
     /// See [`DriverConfig::connect_timeout`].
-    #[error("no connection can come about in no time")]
+    #[error("connect_timeout 0: must be longer")]
     NoConnectTime,
 }
 

@@ -1,4 +1,4 @@
-//! Why a call on a connection failed; one enum for each operation.
+//! The errors of calls on a driver's connections, one enum for each operation.
 
 use std::io;
 
@@ -6,14 +6,14 @@ use zerosock_ring::{AddError, DriverError as RingError};
 
 use crate::fault::Fault;
 
-/// The driver cannot go on: the device broke a ring, or the system failed us.
+/// The driver cannot continue: the device broke a ring, or a system call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DriverError {
-    /// The device wrote something impossible into a ring: the device's fault.
+    /// The device wrote an invalid entry into a ring: the device's fault.
     #[error("the device broke a virtqueue: {0}")]
     Ring(#[from] RingError),
     /// A chain could not be added although its slot was free.
-    #[error("a virtqueue is out of step with its buffers: {0}")]
+    #[error("a free buffer could not be added to a virtqueue: {0}")]
     Add(#[from] AddError),
     /// Waiting for the eventfds failed.
     #[error("waiting for the device failed: {0}")]
@@ -21,7 +21,7 @@ pub enum DriverError {
 }
 
 impl DriverError {
-    /// Who is to blame.
+    /// Which side caused the error.
     pub fn fault(&self) -> Fault {
         match self {
             DriverError::Ring(_) => Fault::Peer,
@@ -33,19 +33,19 @@ impl DriverError {
 /// Why nothing was sent.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
-    /// No credit or no free buffer now: a `Writable` event follows.
-    #[error("no room now")]
+    /// No credit or no free buffer: a `Writable` event follows.
+    #[error("no credit or transmit buffer is available")]
     WouldBlock,
     /// The connection is not established yet.
-    #[error("not connected yet")]
+    #[error("the connection is not established yet")]
     NotConnected,
-    /// We, or the peer for us, have closed this direction (EPIPE).
-    #[error("this direction is shut down")]
+    /// This side shut down sending, or the peer shut down receiving (EPIPE).
+    #[error("the connection is shut down for sending")]
     ShutDown,
     /// The connection was reset.
-    #[error("connection reset")]
+    #[error("the connection was reset")]
     Reset,
-    /// A message that the peer's buffer can never take (EMSGSIZE).
+    /// The message exceeds the peer's receive buffer (EMSGSIZE).
     #[error("the message is larger than the peer's buffer")]
     TooLong,
     /// No such connection.
@@ -59,11 +59,11 @@ pub enum SendError {
 /// Why nothing was received.
 #[derive(Debug, thiserror::Error)]
 pub enum RecvError {
-    /// Nothing has arrived: a `Readable` event follows.
-    #[error("nothing there yet")]
+    /// No unread bytes: a `Readable` event follows.
+    #[error("no received bytes are available")]
     WouldBlock,
-    /// The connection was reset, and all that came before was read.
-    #[error("connection reset")]
+    /// The connection was reset, and all received bytes were read.
+    #[error("the connection was reset")]
     Reset,
     /// No such connection.
     #[error("no such connection")]
@@ -73,11 +73,11 @@ pub enum RecvError {
     Driver(#[from] DriverError),
 }
 
-/// Why a call that waits gave up.
+/// Why a blocking call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum WaitError {
     /// The deadline passed.
-    #[error("deadline passed")]
+    #[error("the deadline passed")]
     TimedOut,
     /// A connect was refused, by the device or the peer behind it.
     #[error("connection refused")]
@@ -88,10 +88,10 @@ pub enum WaitError {
     /// Receiving failed.
     #[error(transparent)]
     Recv(RecvError),
-    /// The end came before all that was asked for.
-    #[error("end of file")]
+    /// The stream ended before all requested bytes arrived.
+    #[error("the stream ended before all requested bytes arrived")]
     Eof,
-    /// The connect could not even begin.
+    /// The connect could not be started.
     #[error(transparent)]
     Connect(#[from] zerosock_proto::vsock::ConnectError),
     /// The driver cannot go on.

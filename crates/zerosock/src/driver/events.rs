@@ -1,11 +1,11 @@
-//! What a driver tells its user.
+//! The events and counters of a driver.
 
 use zerosock_proto::{Address, Port};
 
 use super::StreamId;
 
-/// Something that happened; [`Driver::poll`](super::Driver::poll) hands them
-/// out one by one, oldest first.
+/// An event of a driver; [`Driver::poll`](super::Driver::poll) returns them one by one, oldest
+/// first.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum DriverEvent {
     /// A connection waits at a listener: call
@@ -19,45 +19,45 @@ pub enum DriverEvent {
         /// The connection.
         stream: StreamId,
     },
-    /// A connect failed: refused, or not answered in time. The connection's
-    /// state is [`StreamState::Reset`](super::StreamState::Reset).
+    /// A connect failed: refused, or not answered in time. The connection's state is
+    /// [`StreamState::Reset`](super::StreamState::Reset).
     Refused {
-        /// The connection; still to be closed.
+        /// The connection; must still be closed.
         stream: StreamId,
-        /// Whom it tried to reach.
+        /// The peer's address.
         peer: Address,
     },
-    /// Bytes wait where there were none before.
+    /// Bytes arrived on a connection without unread bytes.
     Readable {
         /// The connection.
         stream: StreamId,
     },
-    /// There is room again after a send found none.
+    /// Room became available after a send found none.
     Writable {
         /// The connection.
         stream: StreamId,
     },
-    /// The peer shut down one way or both. Cumulative and for good.
+    /// The peer shut down one or both directions. The flags are cumulative.
     PeerShutdown {
         /// The connection.
         stream: StreamId,
-        /// It will read no more.
+        /// The peer shut down receiving.
         receive: bool,
-        /// It will send no more: after the bytes that wait, end of file.
+        /// The peer shut down sending: end of stream follows the unread bytes.
         send: bool,
     },
-    /// The connection is over. What waits to be read can still be read.
+    /// The connection has ended. Unread bytes can still be read.
     Closed {
-        /// The connection; still to be closed.
+        /// The connection; must still be closed.
         stream: StreamId,
-        /// Whether the end came by a reset instead of in good order.
+        /// Whether it ended by a reset instead of in order.
         reset: bool,
     },
-    /// The device announced that it lost all state (virtio 1.2, 5.10.6.7.1):
-    /// connections are gone (a `Closed` each follows), listeners stay.
+    /// The device announced a transport reset (virtio 1.2, 5.10.6.7.1): connections are lost (a
+    /// `Closed` each follows), listeners remain.
     TransportReset,
-    /// The device hung up. [`Driver::reconnect`](super::Driver::reconnect)
-    /// may be tried.
+    /// The device hung up. [`Driver::reconnect`](super::Driver::reconnect) can attach to a
+    /// restarted one.
     DeviceGone,
 }
 
@@ -65,28 +65,26 @@ pub enum DriverEvent {
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct DriverStats {
-    /// Packets given to the device, control packets included.
+    /// Packets sent to the device, including control packets.
     pub tx_packets: u64,
-    /// Payload bytes given to the device.
+    /// Payload bytes sent to the device.
     pub tx_bytes: u64,
-    /// Packets taken from the device, control packets included.
+    /// Packets received from the device, including control packets.
     pub rx_packets: u64,
-    /// Payload bytes taken from the device for a connection of ours.
+    /// Payload bytes received for an existing connection.
     pub rx_bytes: u64,
-    /// Received bytes copied aside because their connection held receive
-    /// buffers for too long.
+    /// Received bytes copied because their connection held receive buffers for too long.
     pub rx_overflow_bytes: u64,
-    /// Packets that were none: shorter than a header, shorter than they said,
-    /// or with fields that no packet may have.
+    /// Invalid packets: shorter than a header or than their length field, or with invalid fields.
     pub rx_malformed: u64,
     /// Well-formed packets that the protocol core dropped.
     pub rx_dropped: u64,
     /// Writes to a kick eventfd.
     pub kicks: u64,
-    /// Times the driver slept.
+    /// Times that the driver slept.
     pub sleeps: u64,
-    /// TRANSPORT_RESET events seen.
+    /// TRANSPORT_RESET events received.
     pub transport_resets: u64,
-    /// Events of an unknown kind, or too short.
+    /// Events of an unknown kind or too short.
     pub unknown_events: u64,
 }

@@ -1,13 +1,14 @@
-//! Which connection a flow of the protocol core belongs to.
+//! The connection of each flow of the protocol core.
 //!
-//! What must hold: this is a hint. A flow that has ended and a connection that was closed may still
-//! be named here; the connection's own flow decides.
+//! # Invariants
+//! An entry is a hint: it may name an ended flow or a closed connection. The connection's own flow
+//! decides.
 
 use zerosock_proto::vsock::FlowId;
 
 use crate::table::sockets::StreamId;
 
-/// By the flow's place, which is small and reused.
+/// Indexed by the flow's index, which is small and reused.
 #[derive(Debug, Default)]
 pub(crate) struct Flows(Vec<Option<StreamId>>);
 

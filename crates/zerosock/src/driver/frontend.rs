@@ -1,15 +1,12 @@
-//! The front-end half of vhost-user: what a VMM says to a device, said without
-//! a VMM.
+//! The front-end half of vhost-user: the requests that a VMM sends to a device.
 //!
-//! A [`Frontend`] is one connected control socket. Every call is one request;
-//! it returns when the request was answered, or, where the protocol knows no
-//! answer, when the request was handed to the socket. No call outlives the
-//! time-out given at [`Frontend::connect`], whatever the device does.
+//! A [`Frontend`] is one connected control socket. Every call sends one request and returns when
+//! the device has answered it, or, if the protocol defines no answer, when it was written to the
+//! socket. No call takes longer than the time-out given to [`Frontend::connect`].
 //!
-//! What must hold here: a device is a stranger. Reply headers are checked
-//! (version, request code, reply flag, size) before their payload is believed,
-//! and a device that answers something else is a [`FrontendError::Protocol`],
-//! never a panic.
+//! # Invariants
+//! The device is not trusted. Reply headers are validated (version, request code, reply flag, size)
+//! before their payload is used; an invalid reply is a [`FrontendError::Protocol`], never a panic.
 //!
 //! Clauses cited are those of QEMU's `docs/interop/vhost-user.rst`.
 
@@ -35,11 +32,11 @@ const HEADER_LEN: usize = 12;
 const VERSION: u32 = 1;
 const FLAG_REPLY: u32 = 1 << 2;
 const FLAG_NEED_REPLY: u32 = 1 << 3;
-/// "Vring descriptor index": bit 8 of a `u64` vring payload says that no
-/// descriptor comes with the message.
+/// "Vring descriptor index": bit 8 of a `u64` vring payload says that the message carries no
+/// descriptor.
 const VRING_NO_FD: u64 = 1 << 8;
 
-/// What can go wrong between a front-end and its device.
+/// Why a request to a device failed.
 #[derive(Debug, thiserror::Error)]
 pub enum FrontendError {
     /// The device does not listen, or its socket cannot be reached.
@@ -47,7 +44,7 @@ pub enum FrontendError {
     Connect {
         /// The control socket's path.
         path: String,
-        /// What `connect` said.
+        /// The error of `connect`.
         source: io::Error,
     },
     /// The control socket failed.
@@ -70,16 +67,16 @@ pub enum FrontendError {
         /// The status it answered.
         status: u64,
     },
-    /// The device answered something that vhost-user does not allow.
+    /// The device's answer violates vhost-user.
     #[error("the vhost-user device broke the protocol: {0}")]
     Protocol(&'static str),
-    /// The caller asked for more than a message can carry.
+    /// The caller passed more regions than a message can carry.
     #[error("too many memory regions for one message: {0}")]
     TooManyRegions(usize),
 }
 
-/// Addresses of one virtqueue's three parts, as SET_VRING_ADDR wants them:
-/// front-end ("user") addresses, translated through the memory table.
+/// Addresses of the three parts of a virtqueue for SET_VRING_ADDR: front-end ("user") addresses,
+/// translated through the memory table.
 #[derive(Copy, Clone, Debug)]
 pub struct VringAddr {
     /// Descriptor table.
@@ -104,13 +101,12 @@ pub struct VringAddr {
 pub struct Frontend {
     socket: UnixStream,
     timeout: Duration,
-    /// Set once REPLY_ACK is negotiated: then every request is answered.
+    /// REPLY_ACK was negotiated: every request is answered.
     reply_ack: bool,
 }
 
 impl Frontend {
-    /// Connects to the device's control socket. `timeout` bounds this and
-    /// every later call.
+    /// Connects to the device's control socket. `timeout` limits this and every later call.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Frontend, FrontendError> {
         let socket = UnixStream::connect(path).map_err(|source| FrontendError::Connect {
             path: path.display().to_string(),
@@ -119,7 +115,7 @@ impl Frontend {
         Frontend::from_stream(socket, timeout)
     }
 
-    /// Takes over a control socket that is connected already.
+    /// Uses a control socket that is already connected.
     pub fn from_stream(socket: UnixStream, timeout: Duration) -> Result<Frontend, FrontendError> {
         socket.set_nonblocking(true)?;
         Ok(Frontend {
@@ -132,27 +128,26 @@ impl Frontend {
     /// GET_FEATURES: the virtio features the device offers, with
     /// VHOST_USER_F_PROTOCOL_FEATURES (bit 30) among them.
     pub fn get_features(&mut self) -> Result<u64, FrontendError> {
-        self.ask_u64(FrontendReq::GET_FEATURES)
+        self.request_u64(FrontendReq::GET_FEATURES)
     }
 
     /// SET_FEATURES: the subset this front-end acknowledges.
     pub fn set_features(&mut self, features: u64) -> Result<(), FrontendError> {
-        self.tell(FrontendReq::SET_FEATURES, &features.to_ne_bytes(), &[])
+        self.send_request(FrontendReq::SET_FEATURES, &features.to_ne_bytes(), &[])
     }
 
     /// GET_PROTOCOL_FEATURES.
     pub fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures, FrontendError> {
-        self.ask_u64(FrontendReq::GET_PROTOCOL_FEATURES)
+        self.request_u64(FrontendReq::GET_PROTOCOL_FEATURES)
             .map(VhostUserProtocolFeatures::from_bits_truncate)
     }
 
-    /// SET_PROTOCOL_FEATURES. From here on every request is acknowledged if
-    /// REPLY_ACK is among `features`.
+    /// SET_PROTOCOL_FEATURES. Later requests are acknowledged if `features` contain REPLY_ACK.
     pub fn set_protocol_features(
         &mut self,
         features: VhostUserProtocolFeatures,
     ) -> Result<(), FrontendError> {
-        self.tell(
+        self.send_request(
             FrontendReq::SET_PROTOCOL_FEATURES,
             &features.bits().to_ne_bytes(),
             &[],
@@ -161,9 +156,8 @@ impl Frontend {
         Ok(())
     }
 
-    /// Negotiates: acknowledges what both sides know of `wanted` (virtio
-    /// feature bits) and of `protocol`, and returns the two sets agreed on.
-    /// Claims the session with SET_OWNER on the way.
+    /// Negotiates features: acknowledges the intersection of the offered ones with `wanted` (virtio
+    /// feature bits) and `protocol`, and returns both results. Sends SET_OWNER.
     pub fn negotiate(
         &mut self,
         wanted: u64,
@@ -181,22 +175,22 @@ impl Frontend {
         Ok((agreed, agreed_protocol))
     }
 
-    /// GET_QUEUE_NUM: how many virtqueues the device has (needs MQ).
+    /// GET_QUEUE_NUM: the number of virtqueues of the device (needs MQ).
     pub fn get_queue_num(&mut self) -> Result<u64, FrontendError> {
-        self.ask_u64(FrontendReq::GET_QUEUE_NUM)
+        self.request_u64(FrontendReq::GET_QUEUE_NUM)
     }
 
     /// SET_OWNER.
     pub fn set_owner(&mut self) -> Result<(), FrontendError> {
-        self.tell(FrontendReq::SET_OWNER, &[], &[])
+        self.send_request(FrontendReq::SET_OWNER, &[], &[])
     }
 
-    /// RESET_DEVICE (needs RESET_DEVICE): all rings stop, all device state goes.
+    /// RESET_DEVICE (needs RESET_DEVICE): stops all rings and resets the device state.
     pub fn reset_device(&mut self) -> Result<(), FrontendError> {
-        self.tell(FrontendReq::RESET_DEVICE, &[], &[])
+        self.send_request(FrontendReq::RESET_DEVICE, &[], &[])
     }
 
-    /// SET_MEM_TABLE: the whole of the memory, one descriptor for each region.
+    /// SET_MEM_TABLE: all memory regions, with one descriptor each.
     pub fn set_mem_table(
         &mut self,
         regions: &[(BorrowedFd<'_>, RegionConfig)],
@@ -220,12 +214,12 @@ impl Frontend {
             }
             fds.push(*fd);
         }
-        self.tell(FrontendReq::SET_MEM_TABLE, &payload, &fds)
+        self.send_request(FrontendReq::SET_MEM_TABLE, &payload, &fds)
     }
 
     /// SET_VRING_NUM: entries of the queue.
     pub fn set_vring_num(&mut self, index: u32, size: u16) -> Result<(), FrontendError> {
-        self.tell(
+        self.send_request(
             FrontendReq::SET_VRING_NUM,
             &vring_state(index, u32::from(size)),
             &[],
@@ -234,7 +228,7 @@ impl Frontend {
 
     /// SET_VRING_BASE: the available index at which the device starts.
     pub fn set_vring_base(&mut self, index: u32, base: u16) -> Result<(), FrontendError> {
-        self.tell(
+        self.send_request(
             FrontendReq::SET_VRING_BASE,
             &vring_state(index, u32::from(base)),
             &[],
@@ -248,10 +242,10 @@ impl Frontend {
         payload[8..16].copy_from_slice(&addr.desc.to_ne_bytes());
         payload[16..24].copy_from_slice(&addr.used.to_ne_bytes());
         payload[24..32].copy_from_slice(&addr.avail.to_ne_bytes());
-        self.tell(FrontendReq::SET_VRING_ADDR, &payload, &[])
+        self.send_request(FrontendReq::SET_VRING_ADDR, &payload, &[])
     }
 
-    /// SET_VRING_KICK: the eventfd we write to; `None` asks the device to poll.
+    /// SET_VRING_KICK: the eventfd that the driver writes to; `None` makes the device poll.
     pub fn set_vring_kick(
         &mut self,
         index: u32,
@@ -260,7 +254,7 @@ impl Frontend {
         self.vring_fd(FrontendReq::SET_VRING_KICK, index, kick)
     }
 
-    /// SET_VRING_CALL: the eventfd the device writes to; `None`: we poll.
+    /// SET_VRING_CALL: the eventfd that the device writes to; `None` if the driver polls.
     pub fn set_vring_call(
         &mut self,
         index: u32,
@@ -269,7 +263,7 @@ impl Frontend {
         self.vring_fd(FrontendReq::SET_VRING_CALL, index, call)
     }
 
-    /// SET_VRING_ERR: the eventfd the device writes to when the queue broke.
+    /// SET_VRING_ERR: the eventfd that the device writes to when the queue is broken.
     pub fn set_vring_err(
         &mut self,
         index: u32,
@@ -280,15 +274,15 @@ impl Frontend {
 
     /// SET_VRING_ENABLE.
     pub fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<(), FrontendError> {
-        self.tell(
+        self.send_request(
             FrontendReq::SET_VRING_ENABLE,
             &vring_state(index, u32::from(enable)),
             &[],
         )
     }
 
-    /// GET_VRING_BASE: stops the queue; returns the next available index. When
-    /// it returns, the device no longer touches the queue nor its buffers.
+    /// GET_VRING_BASE: stops the queue and returns the next available index. Afterwards the device
+    /// no longer accesses the queue or its buffers.
     pub fn get_vring_base(&mut self, index: u32) -> Result<u16, FrontendError> {
         let request = FrontendReq::GET_VRING_BASE;
         self.send(request, 0, &vring_state(index, 0), &[])?;
@@ -296,13 +290,16 @@ impl Frontend {
         self.receive_reply(request, &mut reply)?;
         let (queue, base) = (ne_u32(&reply, 0), ne_u32(&reply, 4));
         if queue != index {
-            return Err(FrontendError::Protocol("vring base of another queue"));
+            return Err(FrontendError::Protocol(
+                "GET_VRING_BASE answered for another queue",
+            ));
         }
-        u16::try_from(base).map_err(|_| FrontendError::Protocol("vring base above 16 bits"))
+        u16::try_from(base)
+            .map_err(|_| FrontendError::Protocol("GET_VRING_BASE answered an index above 16 bits"))
     }
 
-    /// GET_CONFIG (needs CONFIG): the device's guest CID, as it stands in the
-    /// first eight bytes of the vsock configuration space.
+    /// GET_CONFIG (needs CONFIG): the guest CID from the first eight bytes of the vsock
+    /// configuration space.
     pub fn guest_cid(&mut self) -> Result<u64, FrontendError> {
         let mut cid = [0u8; 8];
         self.get_config(0, &mut cid)?;
@@ -326,37 +323,36 @@ impl Frontend {
         Ok(())
     }
 
-    /// GET_CONFIG (needs CONFIG): the most queue pairs that can be used, of a device that offers
-    /// them (docs/queue-pairs.md).
+    /// GET_CONFIG (needs CONFIG): the number of queue pairs that the device supports
+    /// (docs/queue-pairs.md).
     pub fn max_queue_pairs(&mut self) -> Result<u16, FrontendError> {
         let mut pairs = [0u8; 2];
         self.get_config(8, &mut pairs)?;
         Ok(u16::from_le_bytes(pairs))
     }
 
-    /// SET_CONFIG (needs CONFIG): how many queue pairs are used from now on, of a device that offers
-    /// them (docs/queue-pairs.md). Before any queue is started.
+    /// SET_CONFIG (needs CONFIG): the number of queue pairs in use from now on
+    /// (docs/queue-pairs.md). Must precede the start of any queue.
     pub fn set_queue_pairs(&mut self, pairs: u16) -> Result<(), FrontendError> {
         let mut payload = [0u8; 14];
         payload[0..4].copy_from_slice(&10u32.to_ne_bytes());
         payload[4..8].copy_from_slice(&2u32.to_ne_bytes());
         payload[12..].copy_from_slice(&pairs.to_le_bytes());
-        self.tell(FrontendReq::SET_CONFIG, &payload, &[])
+        self.send_request(FrontendReq::SET_CONFIG, &payload, &[])
     }
 
-    /// Waits until the device has worked off every request sent so far, also
-    /// where REPLY_ACK was not negotiated.
+    /// Waits until the device has processed every request sent so far, also without REPLY_ACK.
     pub fn sync(&mut self) -> Result<(), FrontendError> {
         self.get_features().map(drop)
     }
 
-    /// Sends bytes as they are, with descriptors, and waits for nothing: for
-    /// tests that speak badly.
+    /// Sends raw bytes with descriptors, without waiting for an answer: for tests of invalid
+    /// requests.
     pub fn send_raw(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), FrontendError> {
         self.send_bytes("raw bytes", bytes, fds)
     }
 
-    /// Whether the device hung up. Does not wait.
+    /// Whether the device hung up. Does not block.
     pub fn is_closed(&self) -> bool {
         let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
         let now = Timespec {
@@ -372,16 +368,16 @@ impl Frontend {
         }
     }
 
-    fn ask_u64(&mut self, request: FrontendReq) -> Result<u64, FrontendError> {
+    fn request_u64(&mut self, request: FrontendReq) -> Result<u64, FrontendError> {
         self.send(request, 0, &[], &[])?;
         let mut reply = [0u8; 8];
         self.receive_reply(request, &mut reply)?;
         Ok(u64::from_ne_bytes(reply))
     }
 
-    /// A request that the protocol does not answer by itself: acknowledged if
-    /// REPLY_ACK was negotiated.
-    fn tell(
+    /// Sends a request without an answer of its own; waits for the acknowledgement if REPLY_ACK was
+    /// negotiated.
+    fn send_request(
         &mut self,
         request: FrontendReq,
         payload: &[u8],
@@ -410,10 +406,10 @@ impl Frontend {
         fd: Option<BorrowedFd<'_>>,
     ) -> Result<(), FrontendError> {
         match fd {
-            Some(fd) => self.tell(request, &u64::from(index).to_ne_bytes(), &[fd]),
+            Some(fd) => self.send_request(request, &u64::from(index).to_ne_bytes(), &[fd]),
             None => {
                 let value = u64::from(index) | VRING_NO_FD;
-                self.tell(request, &value.to_ne_bytes(), &[])
+                self.send_request(request, &value.to_ne_bytes(), &[])
             }
         }
     }
@@ -445,7 +441,7 @@ impl Frontend {
             match fd_passing::send(self.socket.as_fd(), &[IoSlice::new(bytes)], fds) {
                 Ok(sent) => {
                     bytes = bytes.get(sent..).unwrap_or(&[]);
-                    // Descriptors travel with the first byte.
+                    // Descriptors are sent with the first byte.
                     fds = &[];
                 }
                 Err(error) => self.wait(error, PollFlags::OUT, deadline, request)?,
@@ -479,8 +475,7 @@ impl Frontend {
         mut out: &mut [u8],
         deadline: Instant,
     ) -> Result<(), FrontendError> {
-        // Replies that we ask for carry no descriptors; any that come are
-        // closed with this vector.
+        // The expected replies carry no descriptors; dropping this vector closes any that arrive.
         let mut unwanted = Vec::new();
         while !out.is_empty() {
             match fd_passing::recv(self.socket.as_fd(), out, &mut unwanted) {
@@ -495,8 +490,8 @@ impl Frontend {
         Ok(())
     }
 
-    /// After `error`: sleeps until the socket is ready, if that is what the
-    /// error asks for and there is time left.
+    /// Waits until the socket is ready if `error` is `WouldBlock` and time is left; else returns
+    /// the error.
     fn wait(
         &self,
         error: io::Error,
@@ -535,7 +530,7 @@ fn vring_state(index: u32, num: u32) -> [u8; 8] {
     payload
 }
 
-/// Four bytes at `at`; the callers' arrays are long enough by their type.
+/// Four bytes at `at`; the callers' array types guarantee the length.
 fn ne_u32(bytes: &[u8], at: usize) -> u32 {
     let mut word = [0u8; 4];
     word.copy_from_slice(&bytes[at..at + 4]);

@@ -1,4 +1,4 @@
-//! The front-end against devices that stutter, lie, or say nothing.
+//! The front-end against devices that split, falsify or omit replies.
 
 use super::*;
 use std::io::{Read, Write};
@@ -64,7 +64,7 @@ fn wrong_replies_are_refused() {
 }
 
 #[test]
-fn a_closed_device_is_named_so() {
+fn a_closed_socket_is_reported_as_closed() {
     let (mut frontend, device) = pair(Duration::from_secs(20));
     assert!(!frontend.is_closed());
     drop(device);

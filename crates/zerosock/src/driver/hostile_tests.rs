@@ -1,5 +1,5 @@
-//! What a device that breaks the rules costs: its own endpoint, and nobody else. The device is the
-//! test itself, and writes the rings by hand where the rules would stop it.
+//! A device that violates the protocol affects its own endpoint only. The device is the test, which
+//! writes invalid ring entries directly.
 
 use std::io::{Error, ErrorKind, Read, Write};
 
@@ -9,17 +9,17 @@ use zerosock_ring::DeviceQueue;
 
 use super::bare::{Peer, SERVER, connect, pair};
 use crate::fault::Fault;
-use crate::table::engine::Engine;
+use crate::table::backend::Backend;
 use crate::vsock::{Endpoint, EndpointOver, Stream};
 use zerosock_proto::vsock::pairs::{RX_QUEUE, TX_QUEUE};
 
 const RX: usize = RX_QUEUE as usize;
 const TX: usize = TX_QUEUE as usize;
 
-/// Longer than what is behind a header may be.
+/// Payload capacity of a receive buffer.
 const BUFFER: u32 = 4096;
 
-/// An endpoint with a connection, its device, and where the used rings of that lie.
+/// An endpoint with a connection, its device, and the addresses of the device's used rings.
 struct Victim {
     endpoint: Endpoint,
     stream: Stream,
@@ -27,7 +27,7 @@ struct Victim {
     used: [u64; 2],
 }
 
-/// Writes into the memory of a queue's, where nobody should.
+/// Writes into the memory of a queue at address `at`.
 pub(super) fn poke(queue: &DeviceQueue, at: u64, bytes: &[u8]) {
     let mut pieces = Vec::new();
     let len = bytes.len() as u32;
@@ -69,7 +69,7 @@ impl Victim {
         u16::from_le_bytes(memory.read_array(&pieces, 0).unwrap())
     }
 
-    /// Says that it is done with these chains.
+    /// Returns these chains in the used ring.
     fn return_chains(&self, queue: usize, ids: &[u32]) {
         let mut index = self.used_index(queue);
         for id in ids {
@@ -81,9 +81,9 @@ impl Victim {
         self.poke(queue, 2, &index.to_le_bytes());
     }
 
-    /// A byte comes through.
+    /// Sends a byte through the connection.
     fn works(&mut self) {
-        self.peer.say(Op::Rw, b"x");
+        self.peer.send(Op::Rw, b"x");
         let mut got = [0];
         assert_eq!((&self.stream).read(&mut got).unwrap(), 1);
         assert_eq!(&got, b"x");
@@ -105,38 +105,39 @@ impl Victim {
 }
 
 #[test]
-fn a_device_that_returns_what_it_was_not_given_ends_that_endpoint_alone() {
+fn returning_a_chain_not_in_flight_ends_that_endpoint_only() {
     let mut other = Victim::new();
     let wild: [(usize, &[u32]); 5] = [
-        // Beyond the table; in it, but no chain's first; twice the same; far more than there are.
+        // Beyond the table; in the table, but not the head of a chain; one twice; more than the
+        // queue has.
         (RX, &[0x1234_5678]),
         (RX, &[1]),
         (RX, &[0, 0]),
         (RX, &[0; 60]),
-        // Of the other queue nothing is out.
+        // No chain of the other queue is in flight.
         (TX, &[0]),
     ];
     for (queue, ids) in wild {
         let mut victim = Victim::new();
         victim.works();
         let lease = {
-            victim.peer.say(Op::Rw, b"kept");
+            victim.peer.send(Op::Rw, b"kept");
             victim.stream.recv().unwrap().unwrap().into_owned()
         };
         victim.return_chains(queue, ids);
         if queue == TX {
-            // Sent buffers are asked for when few are left.
+            // The driver checks for returned chains when few slots are left.
             while (&victim.stream).write(b"x").is_ok() {}
         }
         victim.is_over();
-        // What is on lease was received before, and lies in memory of our own.
+        // The lease was received before; its memory belongs to the endpoint.
         assert_eq!(lease.to_vec(), b"kept");
         other.works();
     }
 }
 
 #[test]
-fn what_came_before_a_ring_broke_is_still_read() {
+fn bytes_received_before_a_ring_broke_stay_readable() {
     type Look = fn(&Stream) -> Vec<u8>;
     let looks: [Look; 2] = [
         |stream| {
@@ -155,7 +156,7 @@ fn what_came_before_a_ring_broke_is_still_read() {
         let mut victim = Victim::new();
         victim.works();
         for half in [b"one", b"two"] {
-            victim.peer.say(Op::Rw, half);
+            victim.peer.send(Op::Rw, half);
         }
         victim.return_chains(RX, &[0x1234_5678]);
         assert_eq!(look(&victim.stream), b"onetwo");
@@ -164,8 +165,8 @@ fn what_came_before_a_ring_broke_is_still_read() {
 }
 
 #[test]
-fn what_left_before_a_ring_broke_is_said_to_have_been_written() {
-    // Of 32 slots; the ring is looked at when few are left, in the middle of the long write.
+fn bytes_sent_before_a_ring_broke_are_reported_as_written() {
+    // Of 32 slots; the driver checks the ring when few are left, in the middle of the long write.
     for short in 20..32 {
         let mut victim = Victim::new();
         victim.works();
@@ -182,7 +183,7 @@ fn what_left_before_a_ring_broke_is_said_to_have_been_written() {
 }
 
 #[test]
-fn packets_that_make_no_sense_are_dropped_and_their_buffers_go_round() {
+fn invalid_packets_are_dropped_and_their_buffers_reused() {
     let (mut driver, mut peer) = pair(|config| config.queue_size = 64);
     let id = connect(&mut driver, &mut peer);
     let used = driver.store.arena.rings[RX].used;
@@ -197,17 +198,17 @@ fn packets_that_make_no_sense_are_dropped_and_their_buffers_go_round() {
         header
     };
     let whole = HEADER_LEN as u32 + 5;
-    // The header, and how much the device says that it has written.
+    // The header, and the written length that the device reports.
     let nonsense = [
         (good, 0),
         (good, HEADER_LEN as u32 - 1),
-        // More than it says that there is, or than can be.
+        // The header's length exceeds the written bytes or the buffer.
         (good, whole - 1),
         (with(|header| header.len = BUFFER + 1), u32::MAX),
         (with(|header| header.len = u32::MAX), u32::MAX),
     ];
     let before = driver.stats();
-    // More of them than there are buffers.
+    // More rounds than there are buffers.
     for round in 0..40 {
         for (header, written) in &nonsense {
             let chain = peer.rx.pop().unwrap().expect("a buffer, over and over");
@@ -218,16 +219,16 @@ fn packets_that_make_no_sense_are_dropped_and_their_buffers_go_round() {
             memory.write(chain.writable(), HEADER_LEN, b"wrong");
             peer.rx.complete(chain, 0);
             peer.rx.publish_without_notify();
-            // Our own device half would not say that it has written more than there is.
+            // The device half of zerosock-ring refuses to report more than the chain holds.
             let element = used + 4 + 8 * u64::from(peer.rx.base().wrapping_sub(1) % 64);
             poke(&peer.rx, element + 4, &written.to_le_bytes());
-            Engine::turn(&mut driver).unwrap();
+            Backend::turn(&mut driver).unwrap();
         }
         let malformed = driver.stats().rx_malformed - before.rx_malformed;
         assert_eq!(malformed, (round + 1) * nonsense.len() as u64);
-        // The connection goes on, and has nothing of theirs.
-        peer.say(Op::Rw, b"right");
-        Engine::turn(&mut driver).unwrap();
+        // The connection continues and contains no bytes of the dropped packets.
+        peer.send(Op::Rw, b"right");
+        Backend::turn(&mut driver).unwrap();
         let mut got = [0; 16];
         assert_eq!(driver.read(id, &mut got, false), Ok(5));
         assert_eq!(&got[..5], b"right");
@@ -235,7 +236,7 @@ fn packets_that_make_no_sense_are_dropped_and_their_buffers_go_round() {
 }
 
 #[test]
-fn packets_for_others_reach_nobody() {
+fn packets_of_other_connections_are_dropped() {
     let mut victim = Victim::new();
     let ours = victim.peer.header;
     let changes: [fn(&mut Repr); 4] = [
@@ -247,7 +248,7 @@ fn packets_for_others_reach_nobody() {
     for change in changes {
         victim.peer.header = ours;
         change(&mut victim.peer.header);
-        victim.peer.say(Op::Rw, b"not for you");
+        victim.peer.send(Op::Rw, b"not for you");
         victim.endpoint.turn().unwrap();
         victim.peer.header = ours;
         let error = (&victim.stream).read(&mut [0; 16]).unwrap_err();

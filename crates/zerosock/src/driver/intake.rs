@@ -1,9 +1,10 @@
-//! What comes in: packets, events of the device, events of the protocol core.
+//! Reception: packets, device events, events of the protocol core.
 //!
-//! What must hold here: a header is read once into a private copy and only the copy is used; a
-//! slot goes back to the device at once unless a connection holds it; packets are taken in only
-//! while there is room to hold what they bring, so that a quarter of the slots is always with the
-//! device or on its way there.
+//! # Invariants
+//! - A header is read once into a private copy, and only the copy is used.
+//! - A slot returns to the device at once unless a connection holds it.
+//! - Packets are received only while their payload may be held, so that a quarter of the slots is
+//!   always with the device or about to be posted.
 
 use zerosock_proto::vsock::{Disposition, Event, FlowId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
@@ -14,19 +15,19 @@ use super::arena::EVENT_SLOTS;
 use super::errors::DriverError;
 use super::queue_pairs::{QueuePairId, RxSlot};
 use crate::header;
-use crate::table::engine::{Payload, ShowBounds};
-use crate::table::sockets::{Ends, Held, ReadyFlags, Store, StreamId, StreamState};
+use crate::table::backend::{Payload, ShowBounds};
+use crate::table::sockets::{Ends, HeldBuffer, ReadyFlags, Store, StreamId, StreamState};
 
-/// Packets taken in by one turn before the user gets a say.
+/// Packets received by one turn before the caller runs again.
 const TURN_BUDGET: u16 = 256;
 
-/// Packets that are being shown as they are taken in. What was shown is taken, also when the one
-/// who looks panics.
+/// Consumes packets shown directly from the queue when dropped, so that a panic of the callback
+/// leaves the queue consistent.
 struct Shown<'a> {
     driver: &'a mut Driver,
     queue_pair: QueuePairId,
     flow: FlowId,
-    /// The one that is being looked at.
+    /// The packet that the callback is looking at.
     slot: Option<RxSlot>,
     bytes: usize,
     taken: u64,
@@ -38,7 +39,7 @@ impl Drop for Shown<'_> {
         let driver = &mut *self.driver;
         if let Some(slot) = self.slot {
             driver.store.release(slot);
-            // Else the caller counts.
+            // Otherwise the caller counts them.
             driver.sockets.count_shown(self.bytes);
         }
         driver.stats.rx_packets += self.taken;
@@ -54,7 +55,7 @@ impl Drop for Shown<'_> {
 }
 
 impl Driver {
-    /// Takes packets from the receive queue into the protocol core.
+    /// Passes packets from the receive queues to the protocol core.
     pub(super) fn take_packets(&mut self, now: Instant) -> Result<bool, DriverError> {
         let mut any = false;
         for queue_pair in self.store.queue_pairs.ids() {
@@ -85,10 +86,11 @@ impl Driver {
         Ok(taken > 0)
     }
 
-    /// Shows packets of a connection to `look` as they are taken in, as far as `bounds` go, and
-    /// gives their slots back at once; packets of others are held, and so is one of the connection
-    /// that is out of bounds, the last to be taken in. Nothing if packets of the connection are held
-    /// already: those come first. Packets and bytes shown. The short way for small packets.
+    /// Receives packets and passes those of one connection to `look` directly, within `bounds`,
+    /// returning their slots at once. Packets of other connections are held; so is the first one
+    /// out of bounds, which is the last received. Does nothing if the connection holds packets
+    /// already, since those come first. Returns the packets and bytes shown. The fast path for
+    /// small packets.
     #[inline]
     pub(super) fn show_arrivals(
         &mut self,
@@ -118,8 +120,8 @@ impl Driver {
             && !shown.driver.is_blocked(queue_pair)
         {
             let driver = &mut *shown.driver;
-            // What goes wrong here goes wrong again in the next turn, which says so. What was shown
-            // before is received all the same.
+            // The error recurs in the next turn, which reports it. Packets shown before count as
+            // received.
             let Ok(Some((slot, written))) = driver.store.queue_pairs[queue_pair].rx.take() else {
                 break;
             };
@@ -144,7 +146,7 @@ impl Driver {
                 }
                 _ => {
                     driver.hold(driver.now(), slot, of, len);
-                    // Those behind a packet that is held are held too.
+                    // Packets behind a held one are held too.
                     go_on = of != flow;
                 }
             }
@@ -152,18 +154,18 @@ impl Driver {
         (seen, shown.bytes)
     }
 
-    /// The queue_pair and the flow of a connection for which nothing is held, so that what arrives may be
-    /// shown at once.
+    /// The queue pair and flow of a connection that holds nothing, so that arriving bytes may be
+    /// passed to the reader directly.
     #[inline]
     fn drained_flow(&self, id: StreamId) -> Option<(QueuePairId, FlowId)> {
         let flow = self.sockets.drained_flow(id)?;
         Some((QueuePairId::of_pool(self.sockets.get(id)?.pool), flow))
     }
 
-    /// Payload for a connection, if it still is one of ours.
+    /// Holds payload for a connection, if it still exists.
     #[inline]
     pub(super) fn hold(&mut self, now: Instant, slot: RxSlot, flow: FlowId, len: u32) {
-        let held = Held {
+        let held = HeldBuffer {
             token: slot,
             offset: 0,
             len,
@@ -172,14 +174,14 @@ impl Driver {
         };
         match self.flow(slot.queue_pair, flow) {
             Some(stream) => self.sockets.deliver(stream, held, &mut self.store),
-            // Closed by us, and the peer does not know yet.
+            // This side closed the connection, and the peer has not processed that yet.
             None => self.store.release(slot),
         }
     }
 
-    /// As `hold`, a part of a message.
+    /// As `hold`, for a part of a message.
     fn hold_part(&mut self, now: Instant, slot: RxSlot, flow: FlowId, len: u32, flags: u32) {
-        let held = Held {
+        let held = HeldBuffer {
             token: slot,
             offset: 0,
             len,
@@ -188,13 +190,14 @@ impl Driver {
         };
         match self.flow(slot.queue_pair, flow) {
             Some(stream) => self.sockets.deliver_part(stream, held, &mut self.store),
-            // Closed by us, and the peer does not know yet.
+            // This side closed the connection, and the peer has not processed that yet.
             None => self.store.release(slot),
         }
     }
 
-    /// One packet. Its slot goes back, unless it has payload for a connection: then it is the
-    /// caller's. Without `now` the clock is looked at if the packet needs it, as few do.
+    /// Processes one packet. Its slot is returned, unless the packet has payload for a connection:
+    /// then the caller owns the slot. Without `now` the clock is read only if the packet needs it,
+    /// as few do.
     #[inline]
     pub(super) fn take_packet(
         &mut self,
@@ -204,13 +207,13 @@ impl Driver {
     ) -> Option<(FlowId, u32)> {
         let queue_pair = &mut self.store.queue_pairs[slot.queue_pair];
         let slots = &queue_pair.slots;
-        // The payload comes near while the header does, and so do those of a later packet.
+        // Prefetches the payload while the header is loaded, and both of a later packet.
         slots.rx_data.prefetch(&slots.memory, slot.slot);
-        if let Some(later) = queue_pair.rx.guess() {
+        if let Some(later) = queue_pair.rx.likely_next() {
             slots.rx_headers.prefetch(&slots.memory, later);
             slots.rx_data.prefetch(&slots.memory, later);
         }
-        // The private copy: the device may change the header under us.
+        // The device may change the header concurrently; only this copy is used.
         let repr = header::read(&slots.memory, slots.rx_headers.pieces(slot.slot));
         let payload = written.checked_sub(HEADER_LEN as u32);
         let (Some(payload), Ok(repr)) = (payload, repr) else {
@@ -246,8 +249,8 @@ impl Driver {
                 return None;
             }
             Disposition::Moved { flow, pair } => self.moved(slot.queue_pair, flow, pair, &repr),
-            Disposition::MovedStray { pair } => self.moved_stray(pair, &repr),
-            // The first is for devices.
+            Disposition::MovedStray { pair } => self.reset_unknown_move(pair, &repr),
+            // Devices alone receive moves.
             Disposition::Move { .. } | Disposition::Dropped(_) => self.stats.rx_dropped += 1,
         }
         self.store.release(slot);
@@ -260,7 +263,7 @@ impl Driver {
         self.store.release(slot);
     }
 
-    /// The connection that a flow of the protocol core belongs to.
+    /// The connection of a flow of the protocol core.
     #[inline]
     pub(super) fn flow(&self, queue_pair: QueuePairId, flow: FlowId) -> Option<StreamId> {
         let stream = self.store.queue_pairs[queue_pair].flows.get(flow)?;
@@ -268,17 +271,17 @@ impl Driver {
         (conn.flow == Some(flow) && conn.pool == queue_pair.pool()).then_some(stream)
     }
 
-    /// The queue_pair and the flow of a connection that has one.
+    /// The queue pair and flow of a connection that has one.
     #[inline]
     pub(super) fn flow_of(&self, id: StreamId) -> Option<(QueuePairId, FlowId)> {
         let conn = self.sockets.get(id)?;
         Some((QueuePairId::of_pool(conn.pool), conn.flow?))
     }
 
-    /// Takes events from the event queue.
+    /// Processes events from the event queue.
     pub(super) fn take_events(&mut self, now: Instant) -> Result<bool, DriverError> {
         let mut any = false;
-        // A device can fill them as fast as they are posted again.
+        // Bounded, because a device can fill the buffers as fast as they are posted.
         for _ in 0..EVENT_SLOTS {
             let Some(id) = self.event_queue.take(&self.store.arena)? else {
                 break;
@@ -295,8 +298,7 @@ impl Driver {
         Ok(any)
     }
 
-    /// virtio 1.2, 5.10.6.7.1: read the CID again, drop the connections, keep
-    /// the listeners.
+    /// virtio 1.2, 5.10.6.7.1: read the CID again, drop the connections, keep the listeners.
     fn transport_reset(&mut self, now: Instant) {
         for queue_pair in self.store.queue_pairs.iter_mut() {
             queue_pair.shard.handle_transport_reset(now);
@@ -307,7 +309,7 @@ impl Driver {
             .link
             .as_mut()
             .and_then(|link| link.frontend.guest_cid().ok());
-        // A service is what it is.
+        // The CID of a service does not change.
         let cid = cid.filter(|_| self.config.host_ports.is_none());
         let Some(cid) = cid.and_then(|cid| Cid::guest(cid).ok()) else {
             return;
@@ -319,7 +321,7 @@ impl Driver {
         self.datagrams.reset(cid);
     }
 
-    /// Turns the protocol core's events into ours.
+    /// Translates events of the protocol core into events of the driver.
     pub(super) fn take_core_events(&mut self, now: Instant) {
         for queue_pair in self.store.queue_pairs.ids() {
             self.take_core_events_of(queue_pair, now);
@@ -338,7 +340,7 @@ impl Driver {
                 Event::Connected { flow } => {
                     if let Some(stream) = self.flow(queue_pair, flow) {
                         self.set_state(stream, StreamState::Connected);
-                        self.sockets.announce(stream, ReadyFlags::Connected);
+                        self.sockets.set_ready(stream, ReadyFlags::Connected);
                     }
                 }
                 Event::Refused { flow, reason } => {
@@ -348,7 +350,7 @@ impl Driver {
                             entry.flow = None;
                             entry.refused = Some(reason);
                         }
-                        self.sockets.announce(stream, ReadyFlags::Refused);
+                        self.sockets.set_ready(stream, ReadyFlags::Refused);
                     }
                 }
                 Event::PeerShutdown {
@@ -367,12 +369,12 @@ impl Driver {
                         if send {
                             self.sockets.drop_half(stream, &mut self.store);
                         }
-                        self.sockets.announce(stream, ReadyFlags::PeerShutdown);
+                        self.sockets.set_ready(stream, ReadyFlags::PeerShutdown);
                     }
                 }
                 Event::Writable { flow } => {
                     if let Some(stream) = self.flow(queue_pair, flow) {
-                        self.sockets.announce(stream, ReadyFlags::Writable);
+                        self.sockets.set_ready(stream, ReadyFlags::Writable);
                     }
                 }
                 Event::Closed { flow, reason } => {
@@ -397,7 +399,7 @@ impl Driver {
         let Some(listener) = listener
             .filter(|one| one.socket_type == socket_type && one.waiting.len() <= one.backlog)
         else {
-            // A flow that ended meanwhile needs no answer.
+            // Fails only for a flow that has ended.
             let _ = self.store.queue_pairs[queue_pair].shard.reject(flow);
             return;
         };
@@ -407,7 +409,7 @@ impl Driver {
             .is_ok()
         {
             if let Some(bytes) = listener.buffer {
-                // The RESPONSE, which tells of it, has not left: it cannot fail.
+                // Cannot fail: the RESPONSE that carries the size has not been sent yet.
                 let _ = self.store.queue_pairs[queue_pair]
                     .shard
                     .set_buf_alloc(flow, bytes);
@@ -442,7 +444,7 @@ impl Driver {
             StreamState::Reset
         };
         self.sockets.drop_half(stream, &mut self.store);
-        self.sockets.announce(stream, ReadyFlags::Closed);
+        self.sockets.set_ready(stream, ReadyFlags::Closed);
     }
 
     fn set_state(&mut self, stream: StreamId, state: StreamState) {

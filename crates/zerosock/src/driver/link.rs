@@ -1,9 +1,8 @@
-//! The tie between a driver and its device: the control socket, and an eventfd
-//! pair for each queue.
+//! The connection of a driver to its device: the control socket and two eventfds for each queue.
 //!
-//! What must hold here: the eventfds live as long as the driver does and are
-//! passed again to every device that follows, so that a kick written while a
-//! device restarts is found by the next one.
+//! # Invariants
+//! The eventfds live as long as the driver and are passed to every later device, so that a kick
+//! written while a device restarts reaches the new one.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -28,10 +27,10 @@ const F_VERSION_1: u64 = 1 << 32;
 /// VIRTIO_RING_F_EVENT_IDX.
 const F_EVENT_IDX: u64 = 1 << 29;
 
-/// The CID of the host, which a service's device has.
+/// The CID of the host, which a service's device reports.
 const HOST: u64 = 2;
 
-/// The event queue's number (virtio 1.2, 5.10.2 "Virtqueues").
+/// The event queue's index (virtio 1.2, 5.10.2 "Virtqueues").
 pub(crate) const EVENT: usize = EVENT_QUEUE as usize;
 
 /// Why a driver could not attach to a device.
@@ -40,28 +39,28 @@ pub enum AttachError {
     /// A setting out of its range: the caller's fault.
     #[error(transparent)]
     Config(#[from] super::ConfigError),
-    /// The shared memory could not be made.
+    /// The shared memory could not be created.
     #[error(transparent)]
     Arena(#[from] ArenaError),
-    /// The queues could not be laid out in it.
+    /// The queues could not be laid out in the memory.
     #[error("cannot set up a virtqueue: {0}")]
     Queue(#[from] super::queues::QueueSetupError),
-    /// The device refused, or broke the protocol.
+    /// The device refused a request or violated the protocol.
     #[error(transparent)]
     Frontend(#[from] FrontendError),
-    /// No eventfd to be had.
-    #[error("cannot make an eventfd: {0}")]
+    /// No eventfd could be created.
+    #[error("cannot create an eventfd: {0}")]
     Eventfd(io::Error),
-    /// The device lacks what a driver cannot do without.
+    /// The device lacks a feature that the driver requires.
     #[error("the vhost-user device does not offer {0}")]
     Missing(&'static str),
-    /// The device gave us a CID that no guest may have.
+    /// The device reported a CID that no guest may have.
     #[error("the vhost-user device configures no valid CID: {0}")]
     Cid(#[from] CidError),
 }
 
 impl AttachError {
-    /// Who is to blame.
+    /// Which side caused the error.
     pub fn fault(&self) -> Fault {
         match self {
             AttachError::Config(_) | AttachError::Frontend(FrontendError::TooManyRegions(_)) => {
@@ -84,7 +83,7 @@ impl AttachError {
         }
     }
 
-    /// What the system would have said.
+    /// The equivalent kind of I/O error.
     pub(crate) fn kind(&self) -> io::ErrorKind {
         use io::ErrorKind;
         match self {
@@ -107,15 +106,15 @@ impl AttachError {
     }
 }
 
-/// One eventfd pair for each queue.
+/// Two eventfds for each queue.
 #[derive(Debug)]
-pub(crate) struct Doorbells {
+pub(crate) struct QueueEventFds {
     kicks: Vec<OwnedFd>,
     calls: Vec<OwnedFd>,
 }
 
-impl Doorbells {
-    pub(crate) fn new(pairs: QueuePairs) -> Result<Doorbells, AttachError> {
+impl QueueEventFds {
+    pub(crate) fn new(pairs: QueuePairs) -> Result<QueueEventFds, AttachError> {
         let make = || {
             let make = |_| {
                 eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -123,27 +122,26 @@ impl Doorbells {
             };
             (0..pairs.queues()).map(make).collect::<Result<Vec<_>, _>>()
         };
-        Ok(Doorbells {
+        Ok(QueueEventFds {
             kicks: make()?,
             calls: make()?,
         })
     }
 
-    /// On which the device calls.
+    /// The eventfds that the device writes to.
     pub(crate) fn calls(&self) -> &[OwnedFd] {
         &self.calls
     }
 
-    /// Tells the device that queue `index` has something for it.
+    /// Notifies the device of new entries in queue `index`.
     pub(crate) fn kick(&self, index: usize) {
         if let Some(kick) = self.kicks.get(index) {
-            // Only a full counter fails (EAGAIN), and then a kick is pending
-            // already.
+            // Fails only if the counter is full (EAGAIN); then a kick is pending already.
             let _ = rustix::io::write(kick, &1u64.to_ne_bytes());
         }
     }
 
-    /// As `kick`, if that is wanted; whether it was.
+    /// As `kick`, if `wanted`; returns `wanted`.
     pub(crate) fn kick_if(&self, wanted: bool, index: usize) -> bool {
         if wanted {
             self.kick(index);
@@ -151,7 +149,7 @@ impl Doorbells {
         wanted
     }
 
-    /// Tells the device that every queue has something for it.
+    /// Notifies the device of every queue.
     pub(crate) fn kick_all(&self) {
         (0..self.kicks.len()).for_each(|queue| self.kick(queue));
     }
@@ -161,28 +159,28 @@ impl Doorbells {
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) frontend: Frontend,
-    /// Whether event-index suppression was agreed on.
+    /// Whether VIRTIO_RING_F_EVENT_IDX was negotiated.
     pub(crate) event_idx: bool,
-    /// Whether there are connections that carry messages.
+    /// Whether SOCK_SEQPACKET was negotiated.
     pub(crate) seqpacket: bool,
-    /// Datagrams were agreed on.
+    /// Whether datagrams were negotiated.
     pub(crate) datagrams: bool,
-    /// And their flow control.
+    /// Whether flow control of datagrams was negotiated.
     pub(crate) datagram_flow: bool,
-    /// Queue pairs that are used.
+    /// Queue pairs in use.
     pub(crate) pairs: QueuePairs,
-    /// Our CID, by the device's configuration space.
+    /// The CID in the device's configuration space.
     pub(crate) cid: Cid,
 }
 
 impl Link {
-    /// Connects and negotiates; no queue runs yet.
+    /// Connects and negotiates; starts no queue.
     pub(crate) fn connect(config: &DriverConfig) -> Result<Link, AttachError> {
         let frontend = Frontend::connect(&config.socket, config.control_timeout)?;
         Link::negotiate(frontend, config)
     }
 
-    /// As [`Link::connect`], over a socket that is connected already.
+    /// As [`Link::connect`], over a connected socket.
     pub(crate) fn over(socket: UnixStream, config: &DriverConfig) -> Result<Link, AttachError> {
         let frontend = Frontend::from_stream(socket, config.control_timeout)?;
         Link::negotiate(frontend, config)
@@ -216,7 +214,7 @@ impl Link {
         let mut pairs = QueuePairs::ONE;
         if features & F_PAIRS != 0 {
             let most = frontend.max_queue_pairs()?.min(config.queue_pairs);
-            // Of a device that has none in its configuration space we use the one there must be.
+            // A device that reports no pairs still has the mandatory one.
             pairs = QueuePairs::new(most).unwrap_or(QueuePairs::ONE);
             frontend.set_queue_pairs(pairs.get())?;
         }
@@ -231,17 +229,20 @@ impl Link {
         })
     }
 
-    /// Hands the memory over and starts the queues, each at its index in
-    /// `bases`.
+    /// Passes the memory table and starts the queues, each at its index in `bases`.
     pub(crate) fn start(
         &mut self,
         arena: &Arena,
-        bells: &Doorbells,
+        event_fds: &QueueEventFds,
         bases: &[u16],
     ) -> Result<(), AttachError> {
         let frontend = &mut self.frontend;
         frontend.set_mem_table(&[(arena.fd.as_fd(), arena.region)])?;
-        let parts = arena.rings.iter().zip(&bells.kicks).zip(&bells.calls);
+        let parts = arena
+            .rings
+            .iter()
+            .zip(&event_fds.kicks)
+            .zip(&event_fds.calls);
         for (index, (((ring, kick), call), base)) in (0u32..).zip(parts.zip(bases)) {
             frontend.set_vring_num(index, ring.size)?;
             frontend.set_vring_base(index, *base)?;
@@ -263,16 +264,16 @@ impl Link {
         Ok(())
     }
 
-    /// Stops the queues; returns the index at which each could go on. When it
-    /// returns, the device no longer touches our memory.
+    /// Stops the queues; returns the index at which each can continue. Afterwards the device no
+    /// longer accesses the memory.
     pub(crate) fn stop(&mut self, queues: usize) -> Result<Vec<u16>, FrontendError> {
         (0..queues as u32)
             .map(|index| self.frontend.get_vring_base(index))
             .collect()
     }
 
-    /// Tells a shard what was negotiated.
-    pub(crate) fn agree(&self, shard: &mut Shard) {
+    /// Passes the negotiated features to a shard.
+    pub(crate) fn apply_features(&self, shard: &mut Shard) {
         shard.set_seqpacket(self.seqpacket);
         shard.set_moves(self.pairs != QueuePairs::ONE);
     }

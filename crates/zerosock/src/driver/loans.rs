@@ -1,9 +1,10 @@
-//! Transmit slots that are out on loan, to be written by a holder and sent later or never.
+//! Transmit slots on loan: written by their holders and sent later, or never.
 //!
-//! What must hold: a loan in place keeps one transmit slot and credit until it is sent or given
-//! back; a quarter of the slots is never out on loan, and of one connection at most an eighth is,
-//! so that writes and control packets always find some. Beyond that a loan is a private buffer
-//! with credit alone, copied into a slot when it is sent.
+//! # Invariants
+//! - A loan in place owns one transmit slot and credit until it is sent or dropped.
+//! - A quarter of the slots is never on loan, and a connection has at most an eighth, so that
+//!   writes and control packets always find slots. Beyond that a loan is a private buffer with
+//!   credit only, copied into a slot when it is sent.
 
 use zerosock_proto::vsock::{MessageReservation, Reservation};
 
@@ -11,89 +12,93 @@ use super::Driver;
 use super::errors::{DriverError, SendError};
 use super::queue_pairs::QueuePairId;
 use super::transfer::Loan;
-use crate::table::engine::{LoanParts, SendFault};
-use crate::table::sockets::{Place, StreamId};
+use crate::table::backend::{LoanParts, SendFault};
+use crate::table::sockets::{BufferPlace, StreamId};
 
-/// What is out, and how much of it.
+/// The loans that are out.
 #[derive(Debug)]
 pub(crate) struct Loans {
-    /// By the loan's word.
-    out: Vec<Option<Out>>,
-    /// Transmit slots of a queue_pair.
+    /// Indexed by the lease table's index.
+    out: Vec<Option<LoanRecord>>,
+    /// Transmit slots of a queue pair.
     slots: u16,
-    /// Slots that are out, of each queue_pair.
+    /// Slots on loan, for each queue pair.
     in_place: Vec<u16>,
-    /// Slots that are out, for each connection's place.
-    of: Vec<u16>,
-    /// Bytes sent where their holder wrote them.
+    /// Slots on loan, for each connection's index.
+    per_connection: Vec<u16>,
+    /// Bytes sent that the holder wrote in place.
     pub(super) sent_in_place: u64,
     /// Bytes sent by copying.
     pub(super) copied_in: u64,
 }
 
 #[derive(Debug)]
-enum Out {
+enum LoanRecord {
     InPlace(Loan),
     Private {
         stream: StreamId,
         queue_pair: QueuePairId,
         reservation: Reservation,
     },
-    Part(Part),
+    Part(MessagePart),
 }
 
-/// A part of a message.
+/// One buffer of a message loan.
 #[derive(Debug)]
-pub(super) struct Part {
+pub(super) struct MessagePart {
     pub(super) stream: StreamId,
     pub(super) queue_pair: QueuePairId,
     /// `None`: a private buffer.
     pub(super) slot: Option<u16>,
-    /// Of the first one, until it is sent.
+    /// The credit for the whole message; with the first buffer only, until it is sent.
     pub(super) room: Option<MessageReservation>,
 }
 
-impl Out {
-    /// The connection and the queue_pair of one that has a slot.
+impl LoanRecord {
+    /// The connection and queue pair of a loan that has a slot.
     fn has_slot(&self) -> Option<(StreamId, QueuePairId)> {
         match self {
-            Out::InPlace(loan) => Some((loan.stream, loan.queue_pair)),
-            Out::Private { .. } => None,
-            Out::Part(part) => part.slot.map(|_| (part.stream, part.queue_pair)),
+            LoanRecord::InPlace(loan) => Some((loan.stream, loan.queue_pair)),
+            LoanRecord::Private { .. } => None,
+            LoanRecord::Part(part) => part.slot.map(|_| (part.stream, part.queue_pair)),
         }
     }
 }
 
 impl Loans {
-    pub(super) fn new(words: usize, queue_pairs: usize, slots: u16) -> Loans {
+    pub(super) fn new(capacity: usize, queue_pairs: usize, slots: u16) -> Loans {
         Loans {
-            out: (0..words).map(|_| None).collect(),
+            out: (0..capacity).map(|_| None).collect(),
             slots,
             in_place: vec![0; queue_pairs],
-            of: Vec::new(),
+            per_connection: Vec::new(),
             sent_in_place: 0,
             copied_in: 0,
         }
     }
 
-    /// Whether one more slot may be lent to a connection.
+    /// Whether the limits allow one more slot on loan to a connection.
     pub(super) fn may_lend(&self, stream: StreamId, queue_pair: QueuePairId) -> bool {
-        let of = self.of.get(stream.index() as usize).copied().unwrap_or(0);
+        let of = self
+            .per_connection
+            .get(stream.index() as usize)
+            .copied()
+            .unwrap_or(0);
         let lent = self.in_place.get(usize::from(queue_pair.pair())).copied();
         of < (self.slots / 8).max(1)
             && lent.is_some_and(|lent| lent < self.slots - (self.slots / 4).max(1))
     }
 
-    fn put(&mut self, index: u32, out: Out) {
+    fn put(&mut self, index: u32, out: LoanRecord) {
         if let Some((stream, queue_pair)) = out.has_slot() {
             if let Some(lent) = self.in_place.get_mut(usize::from(queue_pair.pair())) {
                 *lent += 1;
             }
             let place = stream.index() as usize;
-            if self.of.len() <= place {
-                self.of.resize(place + 1, 0);
+            if self.per_connection.len() <= place {
+                self.per_connection.resize(place + 1, 0);
             }
-            if let Some(of) = self.of.get_mut(place) {
+            if let Some(of) = self.per_connection.get_mut(place) {
                 *of += 1;
             }
         }
@@ -102,39 +107,39 @@ impl Loans {
         }
     }
 
-    /// A part of a message is out.
-    pub(super) fn put_part(&mut self, index: u32, part: Part) {
-        self.put(index, Out::Part(part));
+    /// Records a buffer of a message loan.
+    pub(super) fn put_part(&mut self, index: u32, part: MessagePart) {
+        self.put(index, LoanRecord::Part(part));
     }
 
-    /// A part of a message that is out.
-    pub(super) fn part_mut(&mut self, index: u32) -> Option<&mut Part> {
+    /// The record of a buffer of a message loan.
+    pub(super) fn part_mut(&mut self, index: u32) -> Option<&mut MessagePart> {
         match self.out.get_mut(index as usize)? {
-            Some(Out::Part(part)) => Some(part),
+            Some(LoanRecord::Part(part)) => Some(part),
             _ => None,
         }
     }
 
-    /// The slot of a part that is out.
+    /// The slot of a buffer of a message loan.
     pub(super) fn slot_of_part(&self, index: u32) -> Option<u16> {
         match self.out.get(index as usize)? {
-            Some(Out::Part(part)) => part.slot,
+            Some(LoanRecord::Part(part)) => part.slot,
             _ => None,
         }
     }
 
-    /// A part was sent from its slot, which is the device's now.
-    pub(super) fn part_left(&mut self, index: u32) {
+    /// The slot of a buffer was sent and belongs to the device.
+    pub(super) fn part_sent(&mut self, index: u32) {
         self.take(index);
     }
 
-    fn take(&mut self, index: u32) -> Option<Out> {
+    fn take(&mut self, index: u32) -> Option<LoanRecord> {
         let out = self.out.get_mut(index as usize)?.take()?;
         if let Some((stream, queue_pair)) = out.has_slot() {
             if let Some(lent) = self.in_place.get_mut(usize::from(queue_pair.pair())) {
                 *lent = lent.saturating_sub(1);
             }
-            if let Some(of) = self.of.get_mut(stream.index() as usize) {
+            if let Some(of) = self.per_connection.get_mut(stream.index() as usize) {
                 *of = of.saturating_sub(1);
             }
         }
@@ -143,17 +148,17 @@ impl Loans {
 }
 
 impl Driver {
-    /// See [`Engine::loan`](crate::table::engine::Engine::loan).
+    /// See [`Backend::loan`](crate::table::backend::Backend::loan).
     pub(super) fn lend(&mut self, stream: StreamId, max: usize) -> Result<LoanParts, SendFault> {
         let (queue_pair, flow) = self.sendable(stream).map_err(fault)?;
         let index = self.sockets.begin_loan().ok_or(SendFault::TooManyLoans)?;
         let max = u32::try_from(max).unwrap_or(u32::MAX);
         let out = if self.loans.may_lend(stream, queue_pair) {
             self.borrow_slot(stream, (queue_pair, flow), max)
-                .map(Out::InPlace)
+                .map(LoanRecord::InPlace)
         } else {
             let reserved = self.reserve((queue_pair, flow), max);
-            reserved.map(|reservation| Out::Private {
+            reserved.map(|reservation| LoanRecord::Private {
                 stream,
                 queue_pair,
                 reservation,
@@ -167,10 +172,10 @@ impl Driver {
             }
         };
         let (len, place) = match &out {
-            Out::InPlace(loan) => (loan.len, Some(self.place_of(queue_pair, loan.slot))),
-            Out::Private { reservation, .. } => (reservation.len(), None),
-            // A message's is made elsewhere.
-            Out::Part(_) => (0, None),
+            LoanRecord::InPlace(loan) => (loan.len, Some(self.place_of(queue_pair, loan.slot))),
+            LoanRecord::Private { reservation, .. } => (reservation.len(), None),
+            // Message loans are made in `message_loans`.
+            LoanRecord::Part(_) => (0, None),
         };
         self.loans.put(index, out);
         Ok(LoanParts {
@@ -181,16 +186,16 @@ impl Driver {
     }
 
     /// Where the payload of a slot lies.
-    pub(super) fn place_of(&self, queue_pair: QueuePairId, slot: u16) -> Place {
+    pub(super) fn place_of(&self, queue_pair: QueuePairId, slot: u16) -> BufferPlace {
         let slots = &self.store.queue_pairs[queue_pair].slots;
-        Place::InPlace {
+        BufferPlace::InPlace {
             memory: slots.memory.clone(),
             pieces: slots.tx_data.pieces(slot).iter().copied().collect(),
             offset: 0,
         }
     }
 
-    /// See [`Engine::send_loan`](crate::table::engine::Engine::send_loan).
+    /// See [`Backend::send_loan`](crate::table::backend::Backend::send_loan).
     pub(super) fn send_lent(
         &mut self,
         index: u32,
@@ -202,10 +207,10 @@ impl Driver {
         }
         let out = self.loans.take(index).ok_or(SendFault::Unknown)?;
         let (queue_pair, slot, reservation, copied) = match out {
-            // See above.
-            Out::Part(_) => return Err(SendFault::Unknown),
-            Out::InPlace(loan) => (loan.queue_pair, loan.slot, loan.reservation, false),
-            Out::Private {
+            // Sent by `message_loans`.
+            LoanRecord::Part(_) => return Err(SendFault::Unknown),
+            LoanRecord::InPlace(loan) => (loan.queue_pair, loan.slot, loan.reservation, false),
+            LoanRecord::Private {
                 stream,
                 queue_pair,
                 reservation,
@@ -215,7 +220,7 @@ impl Driver {
             {
                 Ok(Some(slot)) => (queue_pair, slot, reservation, true),
                 Ok(None) => {
-                    let out = Out::Private {
+                    let out = LoanRecord::Private {
                         stream,
                         queue_pair,
                         reservation,
@@ -256,16 +261,16 @@ impl Driver {
         Ok(len)
     }
 
-    /// A loan was dropped unsent.
+    /// Ends a loan that was dropped unsent.
     pub(super) fn end_lent(&mut self, index: u32) {
         match self.loans.take(index) {
-            Some(Out::InPlace(loan)) => self.cancel(loan),
-            Some(Out::Private {
+            Some(LoanRecord::InPlace(loan)) => self.cancel(loan),
+            Some(LoanRecord::Private {
                 queue_pair,
                 reservation,
                 ..
             }) => self.store.queue_pairs[queue_pair].shard.cancel(reservation),
-            Some(Out::Part(part)) => {
+            Some(LoanRecord::Part(part)) => {
                 let queue_pair = &mut self.store.queue_pairs[part.queue_pair];
                 if let Some(room) = part.room {
                     queue_pair.shard.cancel_message(room);
@@ -280,7 +285,7 @@ impl Driver {
     }
 }
 
-/// What a holder is told of it. A ring that the device broke is told by the next turn.
+/// Translates an error for the holder. The next turn reports a broken ring.
 pub(super) fn fault(error: SendError) -> SendFault {
     match error {
         SendError::WouldBlock => SendFault::WouldBlock,

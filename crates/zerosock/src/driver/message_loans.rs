@@ -1,22 +1,23 @@
 //! Transmit slots on loan for a whole message.
 //!
-//! What must hold: the credit for all of it is with the first of them, and goes with it; slots and
-//! words are back, whatever comes of it; of what was begun, what finds no slot is kept, as for any
-//! message.
+//! # Invariants
+//! - The first buffer carries the credit for the whole message.
+//! - All slots and lease table entries return, whatever happens.
+//! - The parts of a started message that find no slot are queued, as for any message.
 
 use zerosock_proto::vsock::{CommitError, MessageReservation};
 
 use super::Driver;
 use super::errors::{DriverError, SendError};
-use super::loans::{Part, fault};
+use super::loans::{MessagePart, fault};
 use super::queue_pairs::QueuePairId;
-use crate::table::engine::{LoanParts, LoanedPart, SendFault};
+use crate::table::backend::{LoanParts, LoanedPart, SendFault};
 use crate::table::leases::NONE;
 use crate::table::outgoing::{Outgoing, end};
 use crate::table::sockets::StreamId;
 
 impl Driver {
-    /// See [`Engine::loan_message`](crate::table::engine::Engine::loan_message).
+    /// See [`Backend::loan_message`](crate::table::backend::Backend::loan_message).
     pub(super) fn lend_message(
         &mut self,
         stream: StreamId,
@@ -25,7 +26,7 @@ impl Driver {
         let (queue_pair, flow) = self.sendable(stream).map_err(fault)?;
         let total = u32::try_from(len).map_err(|_| SendFault::TooLong)?;
         let most = self.store.queue_pairs[queue_pair].slots.tx_data.len();
-        // If one may be lent, there is to be one.
+        // If the limits allow a slot on loan, none free means waiting, not a private buffer.
         let mut slot = self.slot_to_lend(stream, queue_pair, total.min(most));
         if slot.is_none() && self.loans.may_lend(stream, queue_pair) {
             self.wait_for_slot(stream);
@@ -34,12 +35,12 @@ impl Driver {
         let room = match self.reserve_message((queue_pair, flow), total) {
             Ok(room) => room,
             Err(error) => {
-                self.take_back(queue_pair, slot);
+                self.return_slot(queue_pair, slot);
                 return Err(fault(error));
             }
         };
         let Some(mut index) = self.sockets.begin_loan() else {
-            self.take_back(queue_pair, slot);
+            self.return_slot(queue_pair, slot);
             self.store.queue_pairs[queue_pair]
                 .shard
                 .cancel_message(room);
@@ -56,7 +57,7 @@ impl Driver {
                 len: len as usize,
                 place,
             });
-            let part = Part {
+            let part = MessagePart {
                 stream,
                 queue_pair,
                 slot,
@@ -72,7 +73,7 @@ impl Driver {
             match word {
                 Some(word) => index = word,
                 None => {
-                    self.take_back(queue_pair, slot);
+                    self.return_slot(queue_pair, slot);
                     parts.push(LoanParts {
                         index: NONE,
                         len: left as usize,
@@ -84,12 +85,12 @@ impl Driver {
         }
     }
 
-    /// A slot, if one more may be lent and one is free.
+    /// A free slot, if the limits allow one more on loan.
     fn slot_to_lend(&mut self, stream: StreamId, queue_pair: QueuePairId, len: u32) -> Option<u16> {
         if !self.loans.may_lend(stream, queue_pair) {
             return None;
         }
-        // A ring that is broken is told by the next turn.
+        // The next turn reports a broken ring.
         self.store.queue_pairs[queue_pair]
             .tx
             .data_slot(len)
@@ -97,13 +98,13 @@ impl Driver {
             .flatten()
     }
 
-    fn take_back(&mut self, queue_pair: QueuePairId, slot: Option<u16>) {
+    fn return_slot(&mut self, queue_pair: QueuePairId, slot: Option<u16>) {
         if let Some(slot) = slot {
             self.store.queue_pairs[queue_pair].tx.put_back(slot);
         }
     }
 
-    /// See [`Engine::send_message_loan`](crate::table::engine::Engine::send_message_loan).
+    /// See [`Backend::send_message_loan`](crate::table::backend::Backend::send_message_loan).
     pub(super) fn send_lent_message(
         &mut self,
         stream: StreamId,
@@ -122,7 +123,7 @@ impl Driver {
             return Err(SendFault::WouldBlock);
         }
         let rest = match sent {
-            Ok(at) => self.rest_of(queue_pair, parts, at),
+            Ok(at) => self.unsent_bytes(queue_pair, parts, at),
             Err(_) => Vec::new(),
         };
         for part in parts {
@@ -132,12 +133,13 @@ impl Driver {
         let all = rest.is_empty();
         if !all {
             self.loans.copied_in += rest.len() as u64;
-            self.keep(queue_pair, stream, Outgoing::of(room, rest, ends_record));
+            self.queue_rest(queue_pair, stream, Outgoing::new(room, rest, ends_record));
         }
         fault.map_or(Ok(all), Err)
     }
 
-    /// Sends parts as far as there are slots: which part was not sent, and from which byte on.
+    /// Sends parts while there are slots. Returns the first part not sent completely and its
+    /// offset.
     fn send_parts(
         &mut self,
         queue_pair: QueuePairId,
@@ -155,7 +157,7 @@ impl Driver {
             let slot = match part.private {
                 None => {
                     let lent = self.loans.part_mut(part.index);
-                    // It is the device's, or free, behind this.
+                    // From here on the slot belongs to the device, or is free.
                     lent.and_then(|lent| lent.slot).ok_or(SendFault::Reset)?
                 }
                 Some(bytes) => {
@@ -190,7 +192,7 @@ impl Driver {
                 }
             };
             if part.private.is_none() {
-                self.loans.part_left(part.index);
+                self.loans.part_sent(part.index);
                 self.sockets.end_loan(part.index);
                 self.loans.sent_in_place += len as u64;
             } else {
@@ -206,8 +208,8 @@ impl Driver {
         Ok((at, offset))
     }
 
-    /// The bytes from there on.
-    fn rest_of(
+    /// The unsent bytes from that offset on.
+    fn unsent_bytes(
         &self,
         queue_pair: QueuePairId,
         parts: &[LoanedPart<'_>],

@@ -1,5 +1,5 @@
-//! What a device that breaks the rules for messages costs: a connection, or its own endpoint. The
-//! device is the test itself.
+//! A device that violates the rules for messages affects one connection or its own endpoint only.
+//! The device is the test.
 
 use std::io::{Error, ErrorKind, Write};
 
@@ -11,21 +11,21 @@ use super::bare::{Peer, SERVER, pair};
 use super::hostile_tests::poke;
 use crate::vsock::{Endpoint, SeqPacket, StreamError};
 
-/// What a buffer of the endpoint takes.
+/// Payload capacity of a buffer of the endpoint, in bytes.
 const BUFFER: usize = 4096;
-/// Bytes that a connection may have unread.
+/// Limit on a connection's unread bytes.
 const WINDOW: usize = 262_144;
 
-/// An endpoint with a connection for messages, and its device.
+/// An endpoint with a message connection, and its device.
 struct Victim {
     endpoint: Endpoint,
     socket: SeqPacket,
     peer: Peer,
-    /// Where the used ring of the transmit queue lies.
+    /// Address of the transmit queue's used ring.
     used: u64,
 }
 
-/// A connection from the endpoint to its device.
+/// Opens a connection from the endpoint to its device.
 fn connect(endpoint: &Endpoint, peer: &mut Peer) -> SeqPacket {
     let socket = endpoint.begin_connect_seqpacket(SERVER).unwrap();
     socket.set_nonblocking(true).unwrap();
@@ -35,7 +35,7 @@ fn connect(endpoint: &Endpoint, peer: &mut Peer) -> SeqPacket {
     peer.header.dst = request.src;
     peer.header.flags = 0;
     peer.header.fwd_cnt = 0;
-    peer.say(Op::Response, &[]);
+    peer.send(Op::Response, &[]);
     endpoint.turn().unwrap();
     socket.wait_connected().unwrap();
     socket
@@ -59,15 +59,16 @@ impl Victim {
         }
     }
 
-    /// A part of a message.
+    /// Sends a part of a message.
     fn part(&mut self, flags: u32, payload: &[u8]) {
         self.peer.header.flags = flags;
-        self.peer.say(Op::Rw, payload);
+        self.peer.send(Op::Rw, payload);
         self.endpoint.turn().unwrap();
     }
 
-    /// Messages that it sends to a device that takes nothing: of a loan, and by copying.
-    fn room(&mut self) -> usize {
+    /// The number of messages that can be sent beside a message loan while the device returns no
+    /// buffers.
+    fn sendable_messages(&mut self) -> usize {
         let socket = connect(&self.endpoint, &mut self.peer);
         let mut loan = socket.loan(4 * BUFFER).unwrap();
         assert!(loan.is_in_place());
@@ -75,7 +76,7 @@ impl Victim {
         let mut sent = 0;
         while socket.send(&[4; BUFFER]).is_ok() {
             sent += 1;
-            assert!(sent < 1000, "there is no bound");
+            assert!(sent < 1000, "no limit is reached");
         }
         loan.send().unwrap();
         let packets = std::iter::from_fn(|| self.peer.take()).count();
@@ -83,7 +84,7 @@ impl Victim {
         sent
     }
 
-    /// A connection beside it, or after it, which is as it should be.
+    /// Another connection of the endpoint works.
     fn others_work(&mut self) {
         let bad = self.peer.header;
         let other = connect(&self.endpoint, &mut self.peer);
@@ -104,7 +105,7 @@ impl Victim {
 }
 
 #[track_caller]
-fn is(error: Error, kind: ErrorKind) {
+fn assert_kind(error: Error, kind: ErrorKind) {
     assert_eq!(error.kind(), kind, "{error}");
 }
 
@@ -117,11 +118,11 @@ fn a_flood_of_empty_messages_costs_its_connection() {
     victim.others_work();
     victim.part(SEQ_EOM, b"");
     victim.peer.take_op(Op::Rst);
-    // Those that were there are read still.
+    // Messages received before are still readable.
     for _ in 0..MAX_UNREAD_EMPTY {
         assert_eq!(victim.socket.recv(&mut []).unwrap().unwrap().len, 0);
     }
-    is(
+    assert_kind(
         victim.socket.recv(&mut []).unwrap_err(),
         ErrorKind::ConnectionReset,
     );
@@ -133,7 +134,7 @@ fn a_message_without_an_end_fills_its_buffer_and_no_more() {
     let mut victim = Victim::new();
     for _ in 1..WINDOW / BUFFER {
         victim.part(0, &[7; BUFFER]);
-        is(
+        assert_kind(
             victim.socket.recv(&mut []).unwrap_err(),
             ErrorKind::WouldBlock,
         );
@@ -142,14 +143,15 @@ fn a_message_without_an_end_fills_its_buffer_and_no_more() {
     assert!(victim.endpoint.stats().copied_aside <= WINDOW as u64);
     victim.part(0, &[7; BUFFER]);
     victim.peer.take_op(Op::Rst);
-    is(
+    assert_kind(
         victim.socket.recv(&mut []).unwrap_err(),
         ErrorKind::ConnectionReset,
     );
     victim.others_work();
 }
 
-/// A device that takes nothing, with a loan out: it can be sent later, or is lost with its connection.
+/// The device consumes nothing while a loan is out: the loan can be sent later, or ends with its
+/// connection.
 #[test]
 fn loans_wait_for_a_device_that_takes_nothing() {
     for reset in [false, true] {
@@ -157,21 +159,21 @@ fn loans_wait_for_a_device_that_takes_nothing() {
         let mut late = victim.socket.loan(20_000).unwrap();
         late.write_all(&[1; 20_000]).unwrap();
         assert!(!late.is_in_place(), "an eighth of 32 buffers");
-        // All buffers: a message that has begun, and waits for its end.
+        // Uses all slots: the message starts, and its rest is queued.
         victim.socket.send(&[2; 200_000]).unwrap();
         let (error, late) = late.try_send().unwrap_err();
-        is(error, ErrorKind::WouldBlock);
-        is(victim.socket.send(b"").unwrap_err(), ErrorKind::WouldBlock);
-        is(victim.socket.loan(1).unwrap_err(), ErrorKind::WouldBlock);
+        assert_kind(error, ErrorKind::WouldBlock);
+        assert_kind(victim.socket.send(b"").unwrap_err(), ErrorKind::WouldBlock);
+        assert_kind(victim.socket.loan(1).unwrap_err(), ErrorKind::WouldBlock);
         if reset {
             victim.peer.header.flags = 0;
-            victim.peer.say(Op::Rst, b"");
+            victim.peer.send(Op::Rst, b"");
             victim.endpoint.turn().unwrap();
             let (error, late) = late.try_send().unwrap_err();
             let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
             assert_eq!(inner, Some(&StreamError::Reset));
             drop(late);
-            // What had left before is taken, and is no message.
+            // The device takes the parts sent before, which are no complete message.
             while victim.peer.take().is_some() {}
         } else {
             let (mut got, mut late) = (Vec::new(), Some(late));
@@ -194,18 +196,21 @@ fn loans_wait_for_a_device_that_takes_nothing() {
         }
         victim.endpoint.turn().unwrap();
         victim.others_work();
-        // Every slot is free again.
-        assert_eq!(victim.room(), Victim::new().room());
+        // All slots are free again.
+        assert_eq!(
+            victim.sendable_messages(),
+            Victim::new().sendable_messages()
+        );
     }
 }
 
-/// The endpoint ends under a loan: it can still be written and dropped.
+/// A loan remains writable after its endpoint has ended.
 #[test]
 fn a_loan_outlives_its_endpoint() {
     let victim = Victim::new();
     let mut loan = victim.socket.loan(10_000).unwrap();
     loan.write_all(&[1; 5000]).unwrap();
-    // A chain that was never given to it comes back.
+    // The device returns a chain that it was never given.
     poke(
         &victim.peer.tx,
         victim.used + 4,
@@ -217,27 +222,28 @@ fn a_loan_outlives_its_endpoint() {
         sent += 1;
         assert!(sent < 1000);
     }
-    is(
+    assert_kind(
         victim.endpoint.turn().unwrap_err(),
         ErrorKind::ConnectionAborted,
     );
     loan.write_all(&[1; 5000]).unwrap();
-    // As a write, it goes into a buffer that nobody looks at any more; the other goes back.
+    // Sending succeeds like a write, into a buffer that is not read any more; the other loan is
+    // dropped.
     let other = victim
         .socket
         .loan(10)
-        .map_err(|error| is(error, ErrorKind::ConnectionAborted));
+        .map_err(|error| assert_kind(error, ErrorKind::ConnectionAborted));
     drop(other);
     let _ = loan.send();
-    is(
+    assert_kind(
         victim.socket.loan(1).unwrap_err(),
         ErrorKind::ConnectionAborted,
     );
 }
 
-/// One that has a buffer of its own takes a slot when it is sent, and not if it may not begin.
+/// A private loan takes a slot only when its message can start.
 #[test]
-fn a_loan_that_may_not_begin_takes_no_slot() {
+fn a_loan_of_a_message_that_cannot_start_takes_no_slot() {
     let mut victim = Victim::new();
     let in_place = victim.socket.loan(4 * BUFFER).unwrap();
     let mut late = victim.socket.loan(1).unwrap();
@@ -246,14 +252,17 @@ fn a_loan_that_may_not_begin_takes_no_slot() {
     while victim.socket.send(b"").is_ok() {
         while victim.peer.take().is_some() {}
         sent += 1;
-        assert!(sent < 1000, "there is no bound");
+        assert!(sent < 1000, "no limit is reached");
     }
     for _ in 0..100 {
         let (error, again) = late.try_send().unwrap_err();
-        is(error, ErrorKind::WouldBlock);
+        assert_kind(error, ErrorKind::WouldBlock);
         late = again;
     }
     drop((late, in_place));
     while victim.peer.take().is_some() {}
-    assert_eq!(victim.room(), Victim::new().room());
+    assert_eq!(
+        victim.sendable_messages(),
+        Victim::new().sendable_messages()
+    );
 }

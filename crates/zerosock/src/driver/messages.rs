@@ -1,7 +1,9 @@
-//! Messages in and out of a driver's connections.
+//! Sending and receiving messages on a driver's connections.
 //!
-//! What must hold: a message leaves as a whole or not at all. What of one finds no slot is kept, and
-//! leaves before anything else of its connection, its end included.
+//! # Invariants
+//! - A message is sent completely or not at all.
+//! - Parts that find no slot are queued and sent before anything else of the connection, including
+//!   its shutdown.
 
 use std::io::IoSlice;
 
@@ -15,7 +17,7 @@ use crate::table::outgoing::{Outgoing, Slices, end};
 use crate::table::sockets::StreamId;
 
 impl Driver {
-    /// Credit for a message of `len` bytes.
+    /// Reserves credit for a message of `len` bytes.
     pub(super) fn reserve_message(
         &mut self,
         (queue_pair, flow): (QueuePairId, FlowId),
@@ -27,7 +29,7 @@ impl Driver {
         if matches!(result, Err(ReserveError::NoCredit))
             && self.store.queue_pairs[queue_pair].shard.has_transmit()
         {
-            // Perhaps there is credit, but a RESPONSE must not be overtaken by the data behind it.
+            // A pending RESPONSE must precede the data.
             let now = self.now();
             self.transmit_control_of(queue_pair, now)?;
             result = self.store.queue_pairs[queue_pair]
@@ -37,7 +39,7 @@ impl Driver {
         result.map_err(refused)
     }
 
-    /// See [`Engine::send_message`](crate::table::engine::Engine::send_message).
+    /// See [`Backend::send_message`](crate::table::backend::Backend::send_message).
     pub(super) fn put_message(
         &mut self,
         stream: StreamId,
@@ -47,7 +49,7 @@ impl Driver {
         let (queue_pair, flow) = self.sendable(stream)?;
         let mut slices = Slices::new(slices);
         let total = u32::try_from(slices.left()).map_err(|_| SendError::TooLong)?;
-        // A slot for its first part, or it is not begun.
+        // A message starts only if there is a slot for its first part.
         let most = self.store.queue_pairs[queue_pair].slots.tx_data.len();
         let Some(mut slot) = self.store.queue_pairs[queue_pair]
             .tx
@@ -84,16 +86,16 @@ impl Driver {
             {
                 Some(next) => slot = next,
                 None => {
-                    let rest = Outgoing::rest(room, slices, ends_record);
-                    self.keep(queue_pair, stream, rest);
+                    let rest = Outgoing::from_slices(room, slices, ends_record);
+                    self.queue_rest(queue_pair, stream, rest);
                     return Ok(false);
                 }
             }
         }
     }
 
-    /// Keeps what there is no slot for.
-    pub(super) fn keep(&mut self, queue_pair: QueuePairId, stream: StreamId, rest: Outgoing) {
+    /// Queues the part of a message for which there is no slot.
+    pub(super) fn queue_rest(&mut self, queue_pair: QueuePairId, stream: StreamId, rest: Outgoing) {
         self.store.queue_pairs[queue_pair].outgoing.push_back(rest);
         self.wait_for_slot(stream);
     }
@@ -116,17 +118,17 @@ impl Driver {
                 self.store.queue_pairs[queue_pair].tx.put_back(slot);
                 Err(match error {
                     CommitError::Shutdown | CommitError::PeerShutdown => SendError::ShutDown,
-                    // Nobody else sends while one is kept.
+                    // A connection with a queued message sends nothing else.
                     _ => SendError::Reset,
                 })
             }
         }
     }
 
-    /// Sends what was kept, as far as there are slots. Connections take turns by message.
-    pub(super) fn send_kept(&mut self, queue_pair: QueuePairId) {
+    /// Sends queued messages while there are slots. Connections take turns by message.
+    pub(super) fn send_outgoing(&mut self, queue_pair: QueuePairId) {
         while let Some(mut kept) = self.store.queue_pairs[queue_pair].outgoing.pop_front() {
-            // What goes wrong here goes wrong again in the next turn, which says so.
+            // The error recurs in the next turn, which reports it.
             let most = self.store.queue_pairs[queue_pair].slots.tx_data.len() as usize;
             let len = kept.left().len().min(most);
             let Ok(Some(slot)) = self.store.queue_pairs[queue_pair].tx.data_slot(len as u32) else {

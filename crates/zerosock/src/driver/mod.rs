@@ -1,45 +1,41 @@
-//! For tests and tools; programs use [`vsock`](crate::vsock). The driver half: a process as the
-//! guest of a vhost-user vsock device, without a virtual machine.
+//! The driver half of a vsock device: a process acts as the guest of a vhost-user device, without a
+//! virtual machine. For tests and tools; programs use [`vsock`](crate::vsock).
 //!
-//! A [`Driver`] owns a piece of shared memory, the driver side of three
-//! virtqueues (receive, transmit, event) and a protocol core in the role of a
-//! driver. To the device it is a guest like any other: it negotiates over the
-//! vhost-user socket, posts buffers, kicks eventfds.
+//! A [`Driver`] owns shared memory, the driver side of three virtqueues (receive, transmit, event)
+//! and a protocol core in the driver role. The device treats it as any guest: it negotiates over
+//! the vhost-user socket, posts buffers and kicks eventfds.
+//!
+//! # Invariants
+//! - The device is not trusted: ring entries and headers are read once into private copies, which
+//!   are validated and used exclusively.
+//! - There is no unsafe code here; shared memory is accessed through `zerosock-ring` only.
+//! - The packet path does not allocate once its buffers have grown.
 //!
 //! # How to drive it
-//! The driver has no thread. Its calls never sleep, but for [`Driver::poll`]
-//! and the `wait_*` calls, which do so until a deadline that they are given:
+//! The driver has no thread. Only [`Driver::poll`] and the `wait_*` calls sleep, until a deadline:
 //!
 //! - **commands** ([`connect`](Driver::connect), [`listen`](Driver::listen),
-//!   [`accept`](Driver::accept), [`send`](Driver::send),
-//!   [`recv`](Driver::recv), [`shutdown`](Driver::shutdown),
-//!   [`close`](Driver::close)) act on the protocol core and the buffers at
-//!   once;
-//! - [`turn`](Driver::turn) takes in what the device returned and shows it
-//!   what the commands have queued, in one batch; [`poll`](Driver::poll) does
-//!   so and sleeps when there is nothing to do;
-//! - [`poll`](Driver::poll) and [`next_event`](Driver::next_event) hand out
-//!   [`DriverEvent`]s.
+//!   [`accept`](Driver::accept), [`send`](Driver::send), [`recv`](Driver::recv),
+//!   [`shutdown`](Driver::shutdown), [`close`](Driver::close)) act on the protocol core and the
+//!   buffers at once;
+//! - [`turn`](Driver::turn) receives what the device sent and returned, and publishes what the
+//!   commands queued, in one batch; [`poll`](Driver::poll) does the same and sleeps when there is
+//!   nothing to do;
+//! - [`poll`](Driver::poll) and [`next_event`](Driver::next_event) return [`DriverEvent`]s.
 //!
-//! What commands queue becomes visible to the device with the next `turn`,
-//! `poll` or `flush`: many small packets cost one kick.
-//!
-//! # What must hold here
-//! The device is not trusted: ring entries and headers are read once into
-//! private copies, checked, and only the copies are used. There is no unsafe
-//! code here; shared memory is touched through `zerosock-ring` alone. On the
-//! packet path nothing is allocated once buffers have grown to their size.
+//! Queued packets become visible to the device with the next `turn`, `poll` or `flush`, so that
+//! many small packets cost one kick.
 
 mod arena;
 #[cfg(test)]
 mod arming_tests;
+mod backend;
 #[cfg(test)]
 mod bare;
 mod blocking;
 mod commands;
 mod config;
 mod datagrams;
-mod engine;
 mod errors;
 mod events;
 mod flows;
@@ -88,31 +84,30 @@ pub use zerosock_proto::{Address, Cid, Port};
 use crate::io::deadline::earlier;
 use crate::table::sockets::Sockets;
 use datagrams::Datagrams;
-use link::{Doorbells, EVENT, Link};
+use link::{EVENT, Link, QueueEventFds};
 use loans::Loans;
 use queue_pairs::{QueuePair, QueuePairId, RxSlot};
 use queues::EventQueue;
 use store::Buffers;
 use watch::Watch;
 
-/// How long received bytes may keep a receive slot when they can be moved elsewhere.
+/// How long received bytes may hold a receive slot that can be copied.
 const HOLD: time::Duration = time::Duration::from_millis(20);
-/// Bytes that all connections together may have in copies because nobody reads them.
+/// Limit on the copied unread bytes of all connections.
 const MOST_COPIED: usize = 64 << 20;
-/// Turns that found nothing, after which one looks whether the device is still there: nobody else
-/// does for who never sleeps.
+/// Turns without work after which the driver checks whether the device has hung up; a caller that
+/// never sleeps would not notice otherwise.
 const IDLE_TURNS: u32 = 256;
 
-/// A guest without a virtual machine. See the [module](self) for how to drive
-/// it.
+/// The driver of a vsock device. See the [module](self) for how to drive it.
 ///
 /// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 #[derive(Debug)]
 pub struct Driver {
     config: DriverConfig,
-    bells: Doorbells,
+    event_fds: QueueEventFds,
     watch: Watch,
-    /// None between the device's hang-up and the next reconnect.
+    /// `None` between the device's hang-up and the next reconnect.
     link: Option<Link>,
     store: Buffers,
     event_queue: EventQueue,
@@ -122,11 +117,11 @@ pub struct Driver {
     loans: Loans,
     datagrams: Datagrams,
     listeners: Vec<Listener>,
-    /// Told before anything else.
+    /// A transport reset to report before other events.
     reset_seen: bool,
     gone_seen: bool,
     stats: DriverStats,
-    /// Calls were asked for, and somebody may be asleep.
+    /// Notifications were requested, and a thread may be asleep.
     armed: bool,
     idle_turns: u32,
     trusted: bool,
@@ -137,20 +132,20 @@ struct Listener {
     port: Port,
     socket_type: SocketType,
     backlog: usize,
-    /// The receive buffer of its connections, if it is not what the driver was told.
+    /// The receive buffer of its connections, if not the configured one.
     buffer: Option<u32>,
     waiting: VecDeque<StreamId>,
-    /// Connections in `waiting` not told of yet.
+    /// Connections in `waiting` without an event yet.
     unreported: usize,
 }
 
 impl Driver {
-    /// Our CID, by the device's configuration space.
+    /// The CID in the device's configuration space.
     pub fn cid(&self) -> Cid {
         self.cid
     }
 
-    /// Whether our memory is made of huge pages.
+    /// Whether the shared memory consists of huge pages.
     pub fn huge_pages(&self) -> bool {
         self.store.arena.huge_pages
     }
@@ -167,63 +162,61 @@ impl Driver {
         }
     }
 
-    /// Whether a device is attached: false between
-    /// [`DriverEvent::DeviceGone`] and a successful
+    /// Whether a device is attached: false between [`DriverEvent::DeviceGone`] and a successful
     /// [`reconnect`](Driver::reconnect).
     pub fn is_attached(&self) -> bool {
         self.link.is_some()
     }
 
-    /// The control socket, to say more than the driver says by itself.
+    /// The control socket, for requests that the driver does not send by itself.
     pub fn frontend(&mut self) -> Option<&mut Frontend> {
         self.link.as_mut().map(|link| &mut link.frontend)
     }
 
-    /// Connections with a handle, those that have ended but are not closed
-    /// included.
+    /// Connections with a handle, including ended ones that are not closed yet.
     pub fn connections(&self) -> usize {
         self.sockets.len()
     }
 
-    /// Takes in what the device returned, and shows it what is queued. Returns
-    /// whether anything was taken in.
+    /// Receives what the device sent and returned, and publishes what is queued. Returns whether
+    /// anything was received.
     pub fn turn(&mut self) -> Result<bool, DriverError> {
         self.store.check()?;
         let mut busy = false;
         for queue_pair in self.store.queue_pairs.ids() {
             if self.wants_slots(queue_pair) || self.store.queue_pairs[queue_pair].tx.is_low() {
                 busy |= self.store.queue_pairs[queue_pair].tx.reap()?;
-                self.land();
+                self.collect_consumed_datagrams();
             }
         }
         let timer = self.next_due();
-        // Reading, too, may have ended a connection.
+        // Reading may have ended a connection.
         if !self.has_arrivals() && timer.is_none() && !self.has_core_events() {
-            self.idle(busy)?;
-            self.tell_of_slots();
+            self.check_for_hang_up(busy)?;
+            self.wake_slot_waiters();
             self.flush();
             return Ok(busy);
         }
-        // The one look at the clock, and only when there is a use for it.
+        // The clock is read once, and only if needed.
         let now = self.now();
         busy |= self.take_events(now)?;
         if timer.is_some_and(|at| at <= now) {
             self.handle_timeout(now);
         }
         busy |= self.take_packets(now)?;
-        if self.sockets.is_over() {
+        if self.sockets.is_over_copy_limit() {
             self.shed();
         }
         self.take_core_events(now);
         self.transmit_control(now)?;
-        self.transmit_words(now)?;
-        self.idle(busy)?;
-        self.tell_of_slots();
+        self.transmit_flow_control(now)?;
+        self.check_for_hang_up(busy)?;
+        self.wake_slot_waiters();
         self.flush();
         Ok(busy)
     }
 
-    /// Whether a turn would take something in: a look at indices.
+    /// Whether a turn would receive anything, by a check of the ring indices.
     #[inline]
     fn has_arrivals(&self) -> bool {
         let arrivals = |id| {
@@ -233,31 +226,31 @@ impl Driver {
         };
         self.store.queue_pairs.ids().any(arrivals)
             || self.event_queue.has_used()
-            || self.has_landed()
+            || self.has_consumed_datagrams()
     }
 
-    /// Whether the protocol core has something to tell.
+    /// Whether the protocol core has an event.
     #[inline]
     fn has_core_events(&self) -> bool {
         let mut queue_pairs = self.store.queue_pairs.iter();
         queue_pairs.any(|queue_pair| queue_pair.shard.has_events())
     }
 
-    /// Whether packets have to wait in the ring.
+    /// Whether packets must wait in the ring.
     #[inline]
     fn is_blocked(&self, queue_pair: QueuePairId) -> bool {
         self.store.queue_pairs[queue_pair].shard.is_backlogged()
             || !self.sockets.has_room(queue_pair.pool())
     }
 
-    /// Whether something waits for transmit slots of a queue_pair.
+    /// Whether a sender waits for transmit slots of a queue pair.
     #[inline]
     fn wants_slots(&self, queue_pair: QueuePairId) -> bool {
-        let datagrams = queue_pair == QueuePairId::FIRST && self.datagrams.want_slots();
+        let datagrams = queue_pair == QueuePairId::FIRST && self.datagrams.waits_for_slots();
         datagrams || self.store.queue_pairs[queue_pair].wants_slots()
     }
 
-    /// When a turn has something to do of itself.
+    /// When the next timer is due.
     fn next_due(&self) -> Option<Instant> {
         let queue_pairs = self.store.queue_pairs.iter();
         let core = queue_pairs
@@ -277,21 +270,21 @@ impl Driver {
         self.datagrams.handle_timeout(now);
     }
 
-    /// Resets the connections with most unread copies: there are too many of those.
+    /// Resets the connections with most copied bytes, because the limit is exceeded.
     #[cold]
     fn shed(&mut self) {
-        for stream in self.sockets.overfull() {
+        for stream in self.sockets.connections_to_shed() {
             if let Some((queue_pair, flow)) = self.flow_of(stream) {
                 // A flow that ended meanwhile needs no reset.
                 let _ = self.store.queue_pairs[queue_pair].shard.reset(flow);
             }
-            self.sockets.give_up(stream, &mut self.store);
+            self.sockets.mark_reset(stream, &mut self.store);
         }
     }
 
-    /// Looks now and then whether the device is still there, for callers that never sleep. Not
-    /// while somebody may sleep: what was told is told to him.
-    fn idle(&mut self, busy: bool) -> Result<(), DriverError> {
+    /// Checks from time to time whether the device has hung up, for callers that never sleep. Not
+    /// while armed: a sleeping thread must find the notification.
+    fn check_for_hang_up(&mut self, busy: bool) -> Result<(), DriverError> {
         if busy {
             self.idle_turns = 0;
             return Ok(());
@@ -299,19 +292,19 @@ impl Driver {
         self.idle_turns = self.idle_turns.saturating_add(1);
         if self.idle_turns >= IDLE_TURNS && !self.armed {
             self.idle_turns = 0;
-            if self.watch.forget()? {
+            if self.watch.clear()? {
                 self.device_gone();
             }
         }
         Ok(())
     }
 
-    /// The device hung up: all connections end, as they do when the transport is reset.
+    /// Ends all connections after the device hung up, as for a transport reset.
     fn device_gone(&mut self) {
         if self.link.take().is_some() {
             self.gone_seen = true;
             let now = self.now();
-            self.take_last(now);
+            self.receive_before_hang_up(now);
             for queue_pair in self.store.queue_pairs.iter_mut() {
                 queue_pair.shard.handle_transport_reset(now);
                 queue_pair.gathered.clear();
@@ -321,14 +314,14 @@ impl Driver {
         }
     }
 
-    /// Takes in what the device had shown before it went, while its connections are still there: a
-    /// peer's last words and its end. That is a queue at most, also of one that keeps our memory and
-    /// goes on. What goes wrong here goes wrong again in the next turn, which says so.
-    fn take_last(&mut self, now: Instant) {
+    /// Receives what the device had published before it hung up, while its connections still exist:
+    /// the last bytes and shutdowns of the peers. Bounded by the size of the queue, even if the
+    /// device keeps writing the memory. An error recurs in the next turn, which reports it.
+    fn receive_before_hang_up(&mut self, now: Instant) {
         let slots = usize::from(self.config.slots()) * self.store.queue_pairs.len();
         let end = self.stats.rx_packets + slots as u64;
         loop {
-            // What nobody has read makes room, as a copy.
+            // Unread bytes are copied to make room.
             for queue_pair in self.store.queue_pairs.ids() {
                 self.sockets
                     .recall(queue_pair.pool(), false, &mut self.store);
@@ -340,50 +333,51 @@ impl Driver {
         self.take_core_events(now);
     }
 
-    /// Shows the device what is queued, without taking anything in.
+    /// Publishes what is queued, without receiving anything.
     pub fn flush(&mut self) {
         let speaks = |queue_pair: &QueuePair| queue_pair.shard.has_transmit();
         let control = self.store.queue_pairs.iter().any(speaks);
         if control || self.datagrams.inboxes.table.has_control() {
             let now = self.now();
-            // What goes wrong here goes wrong again in the next turn, which says so.
+            // The error recurs in the next turn, which reports it.
             let _ = self.transmit_control(now);
-            let _ = self.transmit_words(now);
+            let _ = self.transmit_flow_control(now);
         }
         for id in self.store.queue_pairs.ids() {
             let queue_pair = &mut self.store.queue_pairs[id];
-            // What is sent first: each publishing waits until its stores have reached the device,
-            // and nobody waits for buffers as he does for bytes.
+            // Sent packets first: each publication waits until its stores have reached the device,
+            // and the device waits for packets rather than for buffers.
             for (queue, ring) in [
                 (id.tx(), queue_pair.tx.publish()),
                 (id.rx(), queue_pair.rx.publish()),
             ] {
-                self.stats.kicks += u64::from(self.bells.kick_if(ring, queue));
+                self.stats.kicks += u64::from(self.event_fds.kick_if(ring, queue));
             }
             if self.store.queue_pairs[id].blocked && self.armed && !self.is_blocked(id) {
-                // Whoever sleeps does not know of packets that can be taken in now.
+                // A sleeping thread does not know of packets that may be received now.
                 self.store.queue_pairs[id].blocked = false;
                 self.watch.wake();
             }
         }
         let ring = self.event_queue.publish();
-        self.stats.kicks += u64::from(self.bells.kick_if(ring, EVENT));
+        self.stats.kicks += u64::from(self.event_fds.kick_if(ring, EVENT));
     }
 
-    /// Asks to be called. True: something came meanwhile, and no call may come for it.
+    /// Requests notifications. Returns true if work arrived meanwhile, for which no notification
+    /// may come.
     fn arm(&mut self) -> bool {
         self.armed = true;
-        // What came back with a look for a free slot brings no call any more.
-        let mut more = self.land();
+        // A slot that was reclaimed before brings no notification any more.
+        let mut more = self.collect_consumed_datagrams();
         more |= self.event_queue.want_calls(true);
         for id in self.store.queue_pairs.ids() {
             let blocked = self.is_blocked(id);
             let queue_pair = &mut self.store.queue_pairs[id];
             queue_pair.blocked = blocked;
-            // What may not be taken in must not keep anybody awake.
+            // Packets that may not be received yet must not keep the caller awake.
             more |= !blocked && queue_pair.rx.want_calls(true);
             let datagrams = (id == QueuePairId::FIRST).then_some(&self.datagrams);
-            if queue_pair.wants_slots() || datagrams.is_some_and(Datagrams::want_a_slot) {
+            if queue_pair.wants_slots() || datagrams.is_some_and(Datagrams::waits_for_one_slot) {
                 more |= queue_pair.tx.want_calls(true);
             } else if let Some(datagrams) = datagrams
                 && let Some(packets) = datagrams.packets_until_named()
@@ -394,7 +388,7 @@ impl Driver {
         more
     }
 
-    /// Asks for no more calls.
+    /// Stops requesting notifications.
     fn want_no_calls(&mut self) {
         self.armed = false;
         self.event_queue.want_calls(false);
@@ -404,8 +398,8 @@ impl Driver {
         }
     }
 
-    /// Sleeps until the device calls, something is due, or `deadline`;
-    /// returns at once when something came while we went to sleep.
+    /// Sleeps until the device notifies, a timer is due, or `deadline`; returns at once if work
+    /// arrived while arming.
     fn sleep(&mut self, deadline: Option<time::Instant>) -> Result<(), DriverError> {
         if !self.arm() {
             let timeout = self.next_due().map(|at| self.wall(at));
@@ -418,7 +412,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Packets that the protocol core wants out, while there are slots.
+    /// Sends packets of the protocol core while there are slots.
     fn transmit_control(&mut self, now: Instant) -> Result<(), DriverError> {
         for queue_pair in self.store.queue_pairs.ids() {
             self.transmit_control_of(queue_pair, now)?;
@@ -435,7 +429,7 @@ impl Driver {
             let Some(slot) = self.store.queue_pairs[queue_pair].tx.control_slot()? else {
                 break;
             };
-            // Payload that the core has waits for slots of its own.
+            // Payload of the core needs a data slot.
             match self.store.queue_pairs[queue_pair]
                 .shard
                 .poll_transmit(now, 0)
@@ -453,8 +447,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Writes the header into slot `slot` and queues the packet; its payload,
-    /// if it has any, lies in the slot already.
+    /// Writes the header into slot `slot` and queues the packet; its payload, if any, is already in
+    /// the slot.
     #[inline]
     fn transmit(
         &mut self,
@@ -473,39 +467,39 @@ impl Driver {
         self.stats.tx_bytes += u64::from(repr.len);
     }
 
-    /// Tells those who wait for a slot that there are some.
-    fn tell_of_slots(&mut self) {
-        self.tell_of_datagram_slots();
+    /// Wakes the senders that wait for slots, if there are some.
+    fn wake_slot_waiters(&mut self) {
+        self.wake_datagram_senders();
         for queue_pair in self.store.queue_pairs.ids() {
-            self.tell_of_slots_in(queue_pair);
+            self.wake_slot_waiters_of(queue_pair);
         }
     }
 
-    fn tell_of_slots_in(&mut self, queue_pair: QueuePairId) {
+    fn wake_slot_waiters_of(&mut self, queue_pair: QueuePairId) {
         let of = &self.store.queue_pairs[queue_pair];
         let waits = !of.waiters.is_empty() || !of.outgoing.is_empty();
         if !waits || !of.tx.has_data_slot() {
             return;
         }
         if !of.outgoing.is_empty() {
-            self.send_kept(queue_pair);
+            self.send_outgoing(queue_pair);
             if !self.store.queue_pairs[queue_pair].outgoing.is_empty() {
                 return;
             }
         }
         let waiters = &mut self.store.queue_pairs[queue_pair].waiters;
-        self.sockets.tell_of_room(waiters);
+        self.sockets.wake_waiters(waiters);
     }
 
-    /// Keeps receive buffers from the device as they come back, or posts all
-    /// that were kept: a guest that is slow to refill its queue.
+    /// Keeps returned receive buffers from the device, or posts all kept ones: emulates a guest
+    /// that is slow to refill its queue.
     #[doc(hidden)]
     pub fn withhold_buffers(&mut self, withhold: bool) -> Result<(), DriverError> {
         self.store.withhold(withhold);
         Ok(self.store.check()?)
     }
 
-    /// Receive buffers kept from the device now.
+    /// Receive buffers kept from the device.
     #[doc(hidden)]
     pub fn withheld_buffers(&self) -> usize {
         self.store.withheld()
@@ -515,26 +509,26 @@ impl Driver {
         since(self.epoch)
     }
 
-    /// A time of the protocol core's on the system's clock.
+    /// Converts a time of the protocol core to the system clock.
     fn wall(&self, at: Instant) -> time::Instant {
         self.epoch + time::Duration::from_nanos(at.as_nanos())
     }
 }
 
-/// The time of a protocol core that began at `epoch`.
+/// The current time of a protocol core that began at `epoch`.
 fn since(epoch: time::Instant) -> Instant {
     let since = epoch.elapsed().as_nanos();
     Instant::from_nanos(u64::try_from(since).unwrap_or(u64::MAX))
 }
 
-/// How long a driver that goes waits for a device to take what was sent. A device in `serve` needs
-/// microseconds, or, with a stalled reader, the time after which it copies; an embedding program
-/// may not be driving its device at all.
+/// How long a dropped driver waits for the device to take sent packets. A device in `serve` needs
+/// microseconds or, with a stalled reader, its hold time; an embedding program may not be driving
+/// its device at all.
 const LINGER: time::Duration = time::Duration::from_millis(200);
 
 impl Drop for Driver {
-    /// Lets the device take what was sent: it reads our memory, but only what it took before it
-    /// sees us gone. One that does not get to it in time is left alone.
+    /// Waits for the device to take sent packets: it reads only what it took before it sees the
+    /// hang-up. The wait is limited to `LINGER`.
     fn drop(&mut self) {
         let give_up = time::Instant::now() + LINGER;
         let is_busy = |queue_pair: &QueuePair| {
@@ -556,9 +550,9 @@ impl Drop for Driver {
             for queue_pair in self.store.queue_pairs.iter_mut() {
                 returned |= queue_pair.tx.reap().unwrap_or(true);
             }
-            self.tell_of_slots();
+            self.wake_slot_waiters();
             let queue_pairs = self.store.queue_pairs.iter_mut();
-            // All of them are to be asked.
+            // Every queue pair must be checked.
             if returned
                 || queue_pairs.fold(false, |more, queue_pair| {
                     queue_pair.tx.want_calls(true) | more
@@ -568,7 +562,7 @@ impl Drop for Driver {
             }
             match self.watch.sleep(Some(give_up)) {
                 Ok(false) => {}
-                // It has gone itself, or cannot be waited for.
+                // The device has hung up, or waiting failed.
                 Ok(true) | Err(_) => return,
             }
         }

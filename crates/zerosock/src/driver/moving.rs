@@ -1,7 +1,8 @@
-//! Where a connection begins, and how it goes on at another queue pair (docs/queue-pairs.md).
+//! The queue pair of a new connection, and moves to another queue pair (docs/queue-pairs.md).
 //!
-//! What must hold: while it is on its way nothing is sent for it; what was received stays to be
-//! read, in copies, and leases stay with their holders.
+//! # Invariants
+//! While a move is in progress, nothing is sent on the connection. Unread bytes remain readable as
+//! copies, and leases remain valid.
 
 use zerosock_proto::vsock::{ConnectError, FlowId, MoveError, QueuePairs};
 use zerosock_proto::wire::vsock::Repr;
@@ -13,38 +14,38 @@ use crate::device::placing::SPARE_PORTS;
 use crate::table::sockets::ReadyFlags;
 
 impl Driver {
-    /// Queue pairs that are used.
+    /// The number of queue pairs in use.
     pub fn queue_pairs(&self) -> u16 {
         self.store.queue_pairs.len() as u16
     }
 
-    /// The queue pair at which a connection is; `None` for one that was closed.
+    /// The queue pair of a connection; `None` if it was closed.
     pub fn queue_pair(&self, stream: StreamId) -> Option<u16> {
         let conn = self.sockets.get(stream)?;
         Some(QueuePairId::of_pool(conn.pool).pair())
     }
 
-    /// Asks the device that a connection go on at queue pair `pair`. Until it has answered, which takes
-    /// a round trip, nothing is sent; what comes is received. The device may refuse:
-    /// [`queue_pair`](Driver::queue_pair) tells.
+    /// Asks the device to move a connection to queue pair `pair`. Nothing is sent until the device
+    /// answers, one round trip later; bytes are still received. The device may refuse:
+    /// [`queue_pair`](Driver::queue_pair) returns the result.
     ///
     /// # Errors
-    /// [`MoveError::Busy`] while a loan is out or a message half sent, while small sends wait for each
-    /// other and for credit, and while it is on its way.
-    /// [`MoveError::NotNegotiated`] for a pair that is not used.
+    /// [`MoveError::Busy`] while a loan is out, a message is partly sent, small sends are coalesced
+    /// and wait for credit, or another move is in progress. [`MoveError::NotNegotiated`] for a pair
+    /// that is not in use.
     pub fn move_to_pair(&mut self, stream: StreamId, pair: u16) -> Result<(), MoveError> {
         let (queue_pair, flow) = self.flow_of(stream).ok_or(MoveError::Stale)?;
         let there = self.store.queue_pairs.of_pair(pair.into());
         match there.ok_or(MoveError::NotNegotiated)? {
             there if there == queue_pair => Ok(()),
-            _ if !self.hurry(queue_pair, flow) => Err(MoveError::Busy),
+            _ if !self.try_flush_coalesced(queue_pair, flow) => Err(MoveError::Busy),
             _ => self.store.queue_pairs[queue_pair]
                 .shard
                 .request_move(flow, pair),
         }
     }
 
-    /// Whether a connection is on its way to another queue pair.
+    /// Whether a move to another queue pair is in progress.
     pub fn is_moving(&self, stream: StreamId) -> bool {
         let flow = self.flow_of(stream);
         flow.is_some_and(|(queue_pair, flow)| {
@@ -52,9 +53,9 @@ impl Driver {
         })
     }
 
-    /// The queue_pair where a connection to `peer` begins, and the port that it is from: which queue_pair it is
-    /// depends on that, if there are several. Nobody else has both addresses, at whichever pair.
-    pub(super) fn place(
+    /// Chooses the queue pair and the local port of a connection to `peer`. With several pairs, the
+    /// queue pair depends on the port. No other connection on any pair has the same two addresses.
+    pub(super) fn choose_queue_pair(
         &self,
         port: Port,
         peer: Address,
@@ -84,7 +85,7 @@ impl Driver {
         Err(ConnectError::InUse)
     }
 
-    /// The device has answered: the connection is at `pair`. `header`: the answer.
+    /// The device has answered a move with `header`: the connection is at `pair`.
     #[cold]
     pub(super) fn moved(
         &mut self,
@@ -95,16 +96,17 @@ impl Driver {
     ) {
         let there = self.store.queue_pairs.of_pair(pair);
         let (Some(there), Some(stream)) = (there, self.flow(queue_pair, flow)) else {
-            // At a pair that is not used, or closed by us while it was on its way. An event tells.
+            // The pair is not in use, or this side closed the connection during the move. An event
+            // follows.
             let _ = self.store.queue_pairs[queue_pair].shard.reset(flow);
-            return self.moved_stray(pair, header);
+            return self.reset_unknown_move(pair, header);
         };
         if there == queue_pair {
-            // A flow that ended meanwhile goes on nowhere.
+            // Fails only for a flow that has ended.
             let _ = self.store.queue_pairs[queue_pair].shard.resume(flow);
-            return self.sockets.announce(stream, ReadyFlags::Writable);
+            return self.sockets.set_ready(stream, ReadyFlags::Writable);
         }
-        // Its unread bytes and its credit are of the slots that it leaves.
+        // Its unread bytes and its credit refer to slots of the old pair.
         self.sockets.leave_pool(stream, &mut self.store);
         let adopted = match self.store.queue_pairs[queue_pair]
             .shard
@@ -114,22 +116,22 @@ impl Driver {
             Err(_) => return,
         };
         let Some(now) = adopted else {
-            // There is no place for it there: the device is told, and so is its user.
-            self.moved_stray(pair, header);
+            // The new shard has no room: the device and the connection's owner are notified.
+            self.reset_unknown_move(pair, header);
             return self.closed(queue_pair, flow, false);
         };
         self.store.queue_pairs[there].flows.insert(now, stream);
         self.sockets.enter_pool(stream, there.pool(), now);
-        // A sender that waits for a slot waits for one of another queue_pair from now on.
+        // A sender that waited for a slot of the old pair retries at the new one.
         if let Some(conn) = self.sockets.get_mut(stream) {
             conn.wants_room = false;
         }
-        self.sockets.announce(stream, ReadyFlags::Writable);
+        self.sockets.set_ready(stream, ReadyFlags::Writable);
     }
 
-    /// The device has moved a connection to `pair` that we have not: it is to give it up.
+    /// Resets a connection that the device moved to `pair` and that does not exist here.
     #[cold]
-    pub(super) fn moved_stray(&mut self, pair: u32, header: &Repr) {
+    pub(super) fn reset_unknown_move(&mut self, pair: u32, header: &Repr) {
         if let Some(there) = self.store.queue_pairs.of_pair(pair) {
             self.store.queue_pairs[there].shard.reset_stray(header);
         }

@@ -1,4 +1,4 @@
-//! A device that answers moves as no device should: what it costs is the connection.
+//! Invalid answers to moves: a device that sends them affects that connection only.
 
 use std::time::Duration;
 
@@ -8,9 +8,9 @@ use zerosock_proto::{Address, Port};
 
 use super::bare::{Peer, SERVER, pairs};
 use super::{Driver, StreamId, StreamState};
-use crate::table::engine::{Engine, RecvFault};
+use crate::table::backend::{Backend, RecvFault};
 
-/// Three queue pairs, and a connection at the first.
+/// A driver with three queue pairs, and a connection at the first.
 fn connected() -> (Driver, Peer, StreamId) {
     let three = QueuePairs::new(3).unwrap();
     let (mut driver, mut peer) = pairs(three, |config| config.queue_size = 64);
@@ -18,7 +18,7 @@ fn connected() -> (Driver, Peer, StreamId) {
     (driver, peer, id)
 }
 
-/// A connection that begins at pair `pair`, where the peer is.
+/// A connection that begins at pair `pair`, which the peer uses.
 fn connect(driver: &mut Driver, peer: &mut Peer, pair: u16) -> StreamId {
     let three = QueuePairs::new(3).unwrap();
     let mut ports = (5000..).map(Port::new);
@@ -31,35 +31,35 @@ fn connect(driver: &mut Driver, peer: &mut Peer, pair: u16) -> StreamId {
                 .any(|queue_pair| queue_pair.shard.is_connected(local, SERVER))
     };
     let port = ports.find(fits).unwrap();
-    let id = Engine::connect(driver, port, SERVER, SocketType::Stream).unwrap();
-    Engine::flush(driver);
+    let id = Backend::connect(driver, port, SERVER, SocketType::Stream).unwrap();
+    Backend::flush(driver);
     peer.header.dst = peer.take_op(Op::Request).src;
     peer.header.fwd_cnt = 0;
-    peer.say(Op::Response, &[]);
-    Engine::turn(driver).unwrap();
+    peer.send(Op::Response, &[]);
+    Backend::turn(driver).unwrap();
     assert_eq!(driver.state(id), Some(StreamState::Connected));
     assert_eq!(driver.queue_pair(id), Some(pair));
     id
 }
 
-/// Asks for a move; the device has taken MOVE in.
+/// Requests a move; the device has received MOVE.
 fn ask(driver: &mut Driver, peer: &mut Peer, id: StreamId, pair: u16) {
     driver.move_to_pair(id, pair).unwrap();
-    Engine::flush(driver);
+    Backend::flush(driver);
     assert_eq!(peer.take_op(Op::Move).flags, u32::from(pair));
     assert!(driver.is_moving(id));
 }
 
-/// MOVED, with that number.
-fn say_moved(driver: &mut Driver, peer: &mut Peer, pair: u32) {
+/// Sends MOVED with that pair number.
+fn send_moved(driver: &mut Driver, peer: &mut Peer, pair: u32) {
     peer.header.flags = pair;
-    peer.say(Op::Moved, &[]);
+    peer.send(Op::Moved, &[]);
     peer.header.flags = 0;
-    let _ = Engine::turn(driver).unwrap();
-    Engine::flush(driver);
+    let _ = Backend::turn(driver).unwrap();
+    Backend::flush(driver);
 }
 
-/// What the driver has sent at the pair where the peer is.
+/// The packets that the driver sent at the pair that the peer uses.
 fn taken(peer: &mut Peer) -> Vec<(Op, Repr)> {
     let headers = std::iter::from_fn(|| peer.take());
     headers
@@ -68,31 +68,31 @@ fn taken(peer: &mut Peer) -> Vec<(Op, Repr)> {
 }
 
 #[test]
-fn a_pair_that_was_not_asked_for_is_as_good_as_another() {
+fn a_move_to_an_unrequested_pair_is_accepted() {
     let (mut driver, mut peer, id) = connected();
     ask(&mut driver, &mut peer, id, 1);
-    say_moved(&mut driver, &mut peer, 2);
+    send_moved(&mut driver, &mut peer, 2);
     assert_eq!(driver.queue_pair(id), Some(2));
     peer.swap(2);
     assert_eq!(taken(&mut peer)[0].0, Op::CreditUpdate);
-    peer.say(Op::Rw, b"here");
-    Engine::turn(&mut driver).unwrap();
+    peer.send(Op::Rw, b"here");
+    Backend::turn(&mut driver).unwrap();
     let mut out = [0; 8];
     assert_eq!(driver.read(id, &mut out, false), Ok(4));
 }
 
 #[test]
-fn a_pair_that_is_not_there_ends_the_connection_and_its_user_hears_of_it() {
+fn a_move_to_a_missing_pair_closes_the_connection_with_an_event() {
     for wrong in [3, 16, 1 << 16, u32::MAX] {
         let (mut driver, mut peer, id) = connected();
         ask(&mut driver, &mut peer, id, 1);
-        peer.say(Op::Rw, b"before");
-        say_moved(&mut driver, &mut peer, wrong);
+        peer.send(Op::Rw, b"before");
+        send_moved(&mut driver, &mut peer, wrong);
         assert_eq!(driver.state(id), Some(StreamState::Reset), "{wrong}");
         assert!(!driver.is_moving(id));
-        let told = taken(&mut peer);
-        assert!(told.iter().any(|(op, _)| *op == Op::Rst), "{told:?}");
-        // What came before is there to be read, then the end is.
+        let packets = taken(&mut peer);
+        assert!(packets.iter().any(|(op, _)| *op == Op::Rst), "{packets:?}");
+        // Bytes received before are readable, then the stream ends.
         let mut out = [0; 8];
         assert_eq!(driver.read(id, &mut out, false), Ok(6));
         assert_eq!(driver.read(id, &mut out, false), Err(RecvFault::Reset));
@@ -101,75 +101,78 @@ fn a_pair_that_is_not_there_ends_the_connection_and_its_user_hears_of_it() {
 }
 
 #[test]
-fn an_answer_that_nobody_has_asked_for_changes_nothing() {
+fn an_unrequested_move_answer_changes_nothing() {
     let (mut driver, mut peer, id) = connected();
     for pair in [0, 1, 2, 3, u32::MAX] {
-        say_moved(&mut driver, &mut peer, pair);
+        send_moved(&mut driver, &mut peer, pair);
         assert_eq!(driver.queue_pair(id), Some(0));
     }
-    // Nor does one that is repeated: the connection is not there any more.
+    // A repeated answer changes nothing either: the connection has left that pair.
     ask(&mut driver, &mut peer, id, 1);
     for pair in [1, 2, 0, 1] {
-        say_moved(&mut driver, &mut peer, pair);
+        send_moved(&mut driver, &mut peer, pair);
         assert_eq!(driver.queue_pair(id), Some(1));
     }
     peer.swap(1);
-    // A device moves nothing by itself, and a driver is no device.
+    // A device does not start moves, and a driver does not act as a device.
     peer.header.flags = 2;
-    peer.say(Op::Move, &[]);
+    peer.send(Op::Move, &[]);
     peer.header.flags = 0;
-    peer.say(Op::Rw, b"on");
-    Engine::turn(&mut driver).unwrap();
+    peer.send(Op::Rw, b"on");
+    Backend::turn(&mut driver).unwrap();
     assert_eq!(driver.queue_pair(id), Some(1));
     assert_eq!(driver.read(id, &mut [0; 8], false), Ok(2));
 }
 
 #[test]
-fn who_says_moved_of_nothing_is_told_at_the_pair_that_it_names() {
+fn a_move_of_an_unknown_connection_is_reset_at_the_named_pair() {
     let (mut driver, mut peer, _) = connected();
     peer.header.dst.port = Port::new(4711);
     for pair in [1, 2] {
-        say_moved(&mut driver, &mut peer, pair as u32);
+        send_moved(&mut driver, &mut peer, pair as u32);
         assert!(taken(&mut peer).is_empty());
         peer.swap(pair);
-        let told = taken(&mut peer);
-        assert_eq!(told.len(), 1, "{told:?}");
-        assert_eq!((told[0].0, told[0].1.src.port), (Op::Rst, Port::new(4711)));
+        let packets = taken(&mut peer);
+        assert_eq!(packets.len(), 1, "{packets:?}");
+        assert_eq!(
+            (packets[0].0, packets[0].1.src.port),
+            (Op::Rst, Port::new(4711))
+        );
         peer.swap(pair);
     }
-    // A pair that is not there cannot be told.
-    say_moved(&mut driver, &mut peer, 3);
+    // A pair that does not exist cannot be answered.
+    send_moved(&mut driver, &mut peer, 3);
     assert!(taken(&mut peer).is_empty());
 }
 
 #[test]
-fn a_storm_of_answers_is_bounded_and_others_go_on() {
+fn a_flood_of_move_answers_is_bounded_and_others_continue() {
     let (mut driver, mut peer, id) = connected();
     let ours = peer.header;
     for n in 0..20_000u32 {
         peer.header.dst.port = Port::new(100_000 + n);
         peer.header.flags = 1 + n % 2;
-        while !peer.try_say(Op::Moved, &[]) {
-            Engine::turn(&mut driver).unwrap();
+        while !peer.try_send(Op::Moved, &[]) {
+            Backend::turn(&mut driver).unwrap();
         }
     }
-    Engine::turn(&mut driver).unwrap();
+    Backend::turn(&mut driver).unwrap();
     peer.header = ours;
-    peer.say(Op::Rw, b"on");
-    Engine::turn(&mut driver).unwrap();
+    peer.send(Op::Rw, b"on");
+    Backend::turn(&mut driver).unwrap();
     let mut out = [0; 8];
     assert_eq!(driver.read(id, &mut out, false), Ok(2));
 }
 
 #[test]
-fn two_between_the_same_addresses_do_not_meet_at_one_pair() {
+fn connections_between_the_same_addresses_do_not_share_a_pair() {
     let (mut driver, mut peer, _) = connected();
     let port = Port::new(80);
     driver.listen(port, 4).unwrap();
     peer.header.dst.port = port;
     let mut ask_in = |peer: &mut Peer| {
-        peer.say(Op::Request, &[]);
-        Engine::turn(&mut driver).unwrap();
+        peer.send(Op::Request, &[]);
+        Backend::turn(&mut driver).unwrap();
         peer.take_op(Op::Response);
         driver.accept(port).unwrap()
     };
@@ -180,7 +183,7 @@ fn two_between_the_same_addresses_do_not_meet_at_one_pair() {
     assert_eq!(driver.queue_pair(first), Some(0));
     assert_eq!(driver.queue_pair(second), Some(1));
     ask(&mut driver, &mut peer, first, 1);
-    say_moved(&mut driver, &mut peer, 1);
+    send_moved(&mut driver, &mut peer, 1);
     assert_eq!(driver.state(first), Some(StreamState::Reset));
     assert_eq!(
         driver.read(first, &mut [0; 8], false),
@@ -196,9 +199,9 @@ fn a_device_that_hangs_up_in_a_move_ends_the_connection() {
     peer.socket = None;
     let give_up = std::time::Instant::now() + Duration::from_secs(60);
     while driver.state(id) == Some(StreamState::Connected) {
-        let _ = Engine::turn(&mut driver);
-        let _ = Engine::arm(&mut driver);
-        Engine::disarm(&mut driver);
+        let _ = Backend::turn(&mut driver);
+        let _ = Backend::arm(&mut driver);
+        Backend::disarm(&mut driver);
         assert!(std::time::Instant::now() < give_up);
     }
     assert!(!driver.is_moving(id));

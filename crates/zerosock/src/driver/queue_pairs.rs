@@ -1,8 +1,9 @@
-//! The driver's queue pairs (docs/queue-pairs.md): each a queue_pair with its two queues, its slots and a
-//! shard of the protocol core.
+//! The driver's queue pairs (docs/queue-pairs.md), each with its two queues, its slots and a shard
+//! of the protocol core.
 //!
-//! What must hold: a connection is in one queue_pair; its received bytes lie in slots of that queue_pair's pool,
-//! which has the queue_pair's number.
+//! # Invariants
+//! A connection belongs to one queue pair. Its received bytes lie in slots of the pool with the
+//! same number.
 
 use std::collections::VecDeque;
 use std::ops::{Index, IndexMut};
@@ -20,51 +21,51 @@ use crate::table::gathered::Gathered;
 use crate::table::outgoing::Outgoing;
 use crate::table::sockets::Waiters;
 
-/// Names a queue_pair of a driver's.
+/// Identifies a queue pair of a driver.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct QueuePairId(u16);
 
 impl QueuePairId {
-    /// The only one, unless several pairs were negotiated.
+    /// The only pair, unless several were negotiated.
     pub(crate) const FIRST: QueuePairId = QueuePairId(0);
 
-    /// The queue_pair whose slots are in `pool`.
+    /// The queue pair with the slots of `pool`.
     #[inline]
     pub(crate) fn of_pool(pool: u32) -> QueuePairId {
-        // Pools are numbered as queue_pairs are.
+        // Pools and queue pairs have the same numbers.
         QueuePairId(pool as u16)
     }
 
-    /// Its slots, as the table of connections knows them.
+    /// The pool of its slots in the table of connections.
     #[inline]
     pub(crate) fn pool(self) -> u32 {
         self.0.into()
     }
 
-    /// The number of its queue pair.
+    /// Its number.
     pub(crate) fn pair(self) -> u16 {
         self.0
     }
 
-    /// The number of its receive queue.
+    /// The index of its receive queue.
     pub(crate) fn rx(self) -> usize {
         rx_queue(self.0).into()
     }
 
-    /// The number of its transmit queue.
+    /// The index of its transmit queue.
     pub(crate) fn tx(self) -> usize {
         tx_queue(self.0).into()
     }
 }
 
-/// A slot of a queue_pair's with received bytes.
+/// A receive slot of a queue pair that holds a packet.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct RxSlot {
     pub(crate) queue_pair: QueuePairId,
     pub(crate) slot: u16,
 }
 
-/// See the module.
+/// One queue pair. See the module documentation.
 #[derive(Debug)]
 pub(crate) struct QueuePair {
     pub(super) rx: RxQueue,
@@ -74,11 +75,12 @@ pub(crate) struct QueuePair {
     pub(super) flows: Flows,
     /// Connections that wait for a transmit slot.
     pub(super) waiters: Waiters,
-    /// Messages that have begun and found no slot for the rest.
+    /// Partly sent messages that wait for slots.
     pub(super) outgoing: VecDeque<Outgoing>,
-    /// Small writes that wait for more.
+    /// Coalesced small writes.
     pub(super) gathered: Gathered,
-    /// Packets wait in the ring, as the bounds on what is held demand, and no call was asked for.
+    /// Packets wait in the ring because of the limits on held buffers, and no notification was
+    /// requested.
     pub(super) blocked: bool,
 }
 
@@ -105,15 +107,15 @@ impl QueuePair {
         self.tx.push(slot)
     }
 
-    /// Whether something waits for transmit slots.
+    /// Whether a sender waits for transmit slots.
     #[inline]
     pub(super) fn wants_slots(&self) -> bool {
         !self.waiters.is_empty() || !self.outgoing.is_empty() || self.shard.has_transmit()
     }
 }
 
-/// All queue_pairs of a driver. The first lies apart: most drivers have one, and its packets shall not pay
-/// for those that others might have.
+/// All queue pairs of a driver. The first is stored separately: most drivers have only one, and
+/// access to it needs no bounds check.
 #[derive(Debug)]
 pub(crate) struct QueuePairSet {
     first: QueuePair,
@@ -121,24 +123,24 @@ pub(crate) struct QueuePairSet {
 }
 
 impl QueuePairSet {
-    /// `others` are those of the second pair and so on.
+    /// `others` are the second pair and so on.
     pub(super) fn new(first: QueuePair, others: Vec<QueuePair>) -> QueuePairSet {
         QueuePairSet { first, others }
     }
 
-    /// How many there are.
+    /// The number of queue pairs.
     #[inline]
     pub(super) fn len(&self) -> usize {
         1 + self.others.len()
     }
 
-    /// Their names; what they name may change meanwhile.
+    /// The ids of all pairs; borrows nothing, so the pairs may change meanwhile.
     #[inline]
     pub(super) fn ids(&self) -> impl Iterator<Item = QueuePairId> + use<> {
         (0..self.len() as u16).map(QueuePairId)
     }
 
-    /// The queue_pair of a queue pair, if it is used.
+    /// The id of queue pair number `pair`, if it is in use.
     pub(super) fn of_pair(&self, pair: u32) -> Option<QueuePairId> {
         let pair = u16::try_from(pair).ok()?;
         (usize::from(pair) < self.len()).then_some(QueuePairId(pair))
@@ -155,7 +157,7 @@ impl QueuePairSet {
     }
 }
 
-/// A name is had of queue_pairs that are there, and they stay.
+/// Ids exist only for existing pairs, which are never removed.
 impl Index<QueuePairId> for QueuePairSet {
     type Output = QueuePair;
 

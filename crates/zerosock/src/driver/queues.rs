@@ -1,10 +1,9 @@
-//! The driver's three queues with their buffers: which slot is with the
-//! device, which is with us, which is free.
+//! The driver's queues and their slots: which are free, held, or owned by the device.
 //!
-//! What must hold here: a slot's number is its chain's token, so that what the
-//! device gives back is found without a search. `DriverQueue` has checked the
-//! token and clamped the length before we see them. Nothing is allocated once
-//! the queues stand.
+//! # Invariants
+//! - A slot's number is the token of its chain, so returned chains are found without a search.
+//!   `DriverQueue` validates the token and clamps the length.
+//! - Nothing is allocated after construction.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,24 +15,24 @@ use zerosock_ring::{FixedChain, Memory, QueueError, Used};
 
 use super::arena::{Arena, EVENT_LEN, EVENT_SLOTS, PairSlots, Slots};
 
-/// Packets ahead whose memory is brought near: a cache line is on its way from the device's core for
-/// longer than a small packet takes.
-const AHEAD: u16 = 8;
+/// How many packets ahead memory is prefetched: a cache line takes longer to arrive from the
+/// device's core than a small packet takes to process.
+const PREFETCH_AHEAD: u16 = 8;
 
-/// Bytes of transmit slots that are used in turn, if they are enough: what lies in 4 KiB pages of
-/// which a core's second table of translations holds 2048. 16 MiB were slower than 8 by a third.
-const ROUND: u32 = 8 << 20;
+/// Limit on the bytes of transmit slots used in rotation: a core's second-level TLB covers 2048
+/// pages of 4 KiB. With 16 MiB instead of 8 MiB, transfers were slower by a third.
+const ROTATION: u32 = 8 << 20;
 
-/// From so many bytes on a packet is a long one: its lines are too many to be fetched in advance.
-const LONG: u32 = 16 << 10;
+/// Packets from this length on are long: they have too many lines to prefetch.
+const LONG_PACKET: u32 = 16 << 10;
 
-/// Bytes of a header, as a descriptor's length.
+/// Length of a header, as in a descriptor.
 const HEADER: u32 = HEADER_LEN as u32;
 
 /// Why a queue could not be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueSetupError {
-    /// The ring does not lie in the memory as it should.
+    /// The ring does not fit the memory.
     #[error(transparent)]
     Ring(#[from] QueueError),
     /// The first buffers could not be posted.
@@ -41,7 +40,7 @@ pub enum QueueSetupError {
     Post(#[from] AddError),
 }
 
-/// Lays out a chain of a header and a payload for each slot, once and for all.
+/// Lays out the chain of each slot once: a header and a payload.
 fn chains(
     queue: &mut DriverQueue,
     (headers, data): (&Slots, &Slots),
@@ -64,17 +63,17 @@ fn chains(
     (0..slots).map(chain).collect()
 }
 
-/// Receive queue: every slot is posted, or holds a packet nobody has read yet.
+/// Receive queue: every slot is posted or holds a packet not read yet.
 #[derive(Debug)]
 pub(crate) struct RxQueue {
     queue: DriverQueue,
     chains: Vec<FixedChain>,
-    /// Slots posted and not shown yet.
-    unshown: u16,
+    /// Slots posted and not published yet.
+    unpublished: u16,
 }
 
 impl RxQueue {
-    /// A fresh ring with every slot posted, but not yet published.
+    /// A new ring with every slot posted, but not yet published.
     pub(crate) fn new(
         of: &PairSlots,
         layout: DriverLayout,
@@ -87,7 +86,7 @@ impl RxQueue {
         let mut rx = RxQueue {
             queue,
             chains,
-            unshown: 0,
+            unpublished: 0,
         };
         for slot in 0..slots {
             rx.post(slot)?;
@@ -100,41 +99,42 @@ impl RxQueue {
     pub(crate) fn post(&mut self, slot: u16) -> Result<(), AddError> {
         let chain = self.chains.get(usize::from(slot));
         self.queue.add_fixed(*chain.ok_or(AddError::NotFixed)?)?;
-        self.unshown += 1;
+        self.unpublished += 1;
         Ok(())
     }
 
-    /// Slots that were given to the device, which it does not see yet.
+    /// Slots posted but not yet visible to the device.
     #[inline]
-    pub(crate) fn unshown(&self) -> u16 {
-        self.unshown
+    pub(crate) fn unpublished(&self) -> u16 {
+        self.unpublished
     }
 
-    /// The next slot that the device filled, with the bytes it wrote (header
-    /// and payload together).
+    /// The next slot that the device filled, with the length it wrote (header and payload).
     #[inline]
     pub(crate) fn take(&mut self) -> Result<Option<(u16, u32)>, RingError> {
         Ok(self.queue.poll()?.map(|used| (slot_of(&used), used.len)))
     }
 
-    /// The slot that is probably taken a few packets later.
+    /// The slot that is probably filled a few packets later, to prefetch it.
     #[inline]
-    pub(crate) fn guess(&self) -> Option<u16> {
-        self.queue.peek_token(AHEAD).map(|token| token as u16)
+    pub(crate) fn likely_next(&self) -> Option<u16> {
+        self.queue
+            .peek_token(PREFETCH_AHEAD)
+            .map(|token| token as u16)
     }
 
-    /// Whether a packet is there: one load.
+    /// Whether a packet arrived: one load.
     #[inline]
     pub(crate) fn has_used(&self) -> bool {
         self.queue.has_used()
     }
 
-    /// Shows the device what was posted. True: kick it.
+    /// Publishes posted slots. Returns whether the device must be kicked.
     pub(crate) fn publish(&mut self) -> bool {
-        std::mem::take(&mut self.unshown) > 0 && self.queue.publish()
+        std::mem::take(&mut self.unpublished) > 0 && self.queue.publish()
     }
 
-    /// Asks to be called, or not. True when asked: something came meanwhile.
+    /// Enables or disables notifications. Returns true if enabled and packets arrived meanwhile.
     pub(crate) fn want_calls(&mut self, want: bool) -> bool {
         want_calls(&mut self.queue, want)
     }
@@ -145,26 +145,26 @@ impl RxQueue {
 pub(crate) struct TxQueue {
     queue: DriverQueue,
     chains: Vec<FixedChain>,
-    /// In the order in which they came back.
+    /// In the order of their return.
     free: VecDeque<u16>,
-    /// The slots below this one go round; those from it on are used when all others are out: more
-    /// than [`ROUND`] bytes are more pages than a core keeps track of.
+    /// Slots below this one are used in rotation; the others only when all of these are in use,
+    /// because more than [`ROTATION`] bytes exceed the TLB.
     round: u16,
-    /// Those of them that are free.
+    /// Free slots outside the rotation.
     reserve: Vec<u16>,
-    /// Slots that data leaves for control packets.
+    /// Slots reserved for control packets.
     spare: u16,
     dirty: bool,
-    /// Whose datagram a slot ends, and its bytes, while the device has it.
-    flying: Vec<Option<(DatagramId, u32)>>,
-    /// How many there are.
+    /// For each slot in flight that ends a datagram: the socket and the datagram's bytes.
+    datagram_ends: Vec<Option<(DatagramId, u32)>>,
+    /// The number of such slots.
     in_flight: usize,
-    /// Those that the device has taken.
-    landed: Vec<(DatagramId, u32)>,
+    /// Datagrams that the device has consumed, not reported yet.
+    consumed_datagrams: Vec<(DatagramId, u32)>,
 }
 
 impl TxQueue {
-    /// A fresh ring with every slot free.
+    /// A new ring with every slot free.
     pub(crate) fn new(
         of: &PairSlots,
         layout: DriverLayout,
@@ -173,7 +173,7 @@ impl TxQueue {
         let slots = layout.size / 2;
         let mut queue = DriverQueue::new(Arc::clone(&of.memory), layout, event_idx)?;
         let parts = (&of.tx_headers, &of.tx_data);
-        let round = (ROUND / of.tx_data.len().max(1)).max(u32::from(2 * AHEAD));
+        let round = (ROTATION / of.tx_data.len().max(1)).max(u32::from(2 * PREFETCH_AHEAD));
         let round = u16::try_from(round).map_or(slots, |round| round.min(slots));
         Ok(TxQueue {
             chains: chains(&mut queue, parts, slots, false)?,
@@ -183,14 +183,13 @@ impl TxQueue {
             reserve: (round..slots).rev().collect(),
             spare: (slots / 8).clamp(1, 8),
             dirty: false,
-            flying: vec![None; usize::from(slots)],
+            datagram_ends: vec![None; usize::from(slots)],
             in_flight: 0,
-            landed: Vec::new(),
+            consumed_datagrams: Vec::new(),
         })
     }
 
-    /// Takes back what the device has worked off. Returns whether there was
-    /// any.
+    /// Reclaims the slots that the device has returned. Returns whether there were any.
     pub(crate) fn reap(&mut self) -> Result<bool, RingError> {
         let mut any = false;
         if self.in_flight > 0 {
@@ -203,15 +202,15 @@ impl TxQueue {
         Ok(any)
     }
 
-    /// As `reap`, and notes which of them were ends of datagrams.
+    /// As `reap`, and records the datagrams that ended in them.
     fn reap_datagrams(&mut self) -> Result<bool, RingError> {
         let mut any = false;
         while let Some(used) = self.queue.poll()? {
             let slot = slot_of(&used);
-            let ends = self.flying.get_mut(usize::from(slot));
+            let ends = self.datagram_ends.get_mut(usize::from(slot));
             if let Some(ended) = ends.and_then(Option::take) {
                 self.in_flight -= 1;
-                self.landed.push(ended);
+                self.consumed_datagrams.push(ended);
             }
             self.put_back(slot);
             any = true;
@@ -219,44 +218,44 @@ impl TxQueue {
         Ok(any)
     }
 
-    /// The packet in `slot` is the last of a datagram of `len` bytes.
+    /// Records that the packet in `slot` is the last of a datagram of `len` bytes.
     #[inline]
-    pub(crate) fn fly(&mut self, slot: u16, id: DatagramId, len: u32) {
-        if let Some(ends) = self.flying.get_mut(usize::from(slot)) {
+    pub(crate) fn track_datagram(&mut self, slot: u16, id: DatagramId, len: u32) {
+        if let Some(ends) = self.datagram_ends.get_mut(usize::from(slot)) {
             self.in_flight += usize::from(ends.is_none());
             *ends = Some((id, len));
         }
     }
 
-    /// A datagram that the device has taken.
+    /// The next datagram that the device has consumed.
     #[inline]
-    pub(crate) fn landed(&mut self) -> Option<(DatagramId, u32)> {
-        self.landed.pop()
+    pub(crate) fn next_consumed_datagram(&mut self) -> Option<(DatagramId, u32)> {
+        self.consumed_datagrams.pop()
     }
 
-    /// Slots that there are for data at most.
+    /// Limit on the slots used for data.
     pub(crate) fn most_data_slots(&self) -> usize {
         self.chains.len().saturating_sub(usize::from(self.spare))
     }
 
-    /// Whether [`TxQueue::data_slot`] would give so many.
+    /// Whether [`TxQueue::data_slot`] would return `count` slots.
     #[inline]
     pub(crate) fn has_data_slots(&self, count: usize) -> bool {
         self.count_free() >= usize::from(self.spare) + count
     }
 
-    /// Free slots.
+    /// The number of free slots.
     #[inline]
     fn count_free(&self) -> usize {
         self.free.len() + self.reserve.len()
     }
 
-    /// For a short packet the slot that came back last: what was just written and read is still
-    /// near. For a long one the first of those that came back: the lines that the other core has
-    /// read have then left its own cache for the common one, from where a writer gets them sooner.
+    /// For a short packet, the slot returned last: its lines are still in the cache. For a long
+    /// one, the slot returned first: its lines have then left the device core's private cache for
+    /// the shared one, from where they are written faster.
     #[inline]
     fn take_free(&mut self, len: u32) -> Option<u16> {
-        let slot = if len < LONG {
+        let slot = if len < LONG_PACKET {
             self.free.pop_back()
         } else {
             self.free.pop_front()
@@ -264,7 +263,7 @@ impl TxQueue {
         slot.or_else(|| self.reserve.pop())
     }
 
-    /// Whether the device has slots of ours.
+    /// Whether slots are in flight.
     pub(crate) fn is_busy(&self) -> bool {
         self.count_free() < self.chains.len()
     }
@@ -277,7 +276,8 @@ impl TxQueue {
         Ok(self.take_free(0))
     }
 
-    /// A free slot for `len` bytes of data, or for what it holds; leaves a few for control packets.
+    /// A free slot for `len` bytes of data, or for as many as it holds; leaves some for control
+    /// packets.
     #[inline]
     pub(crate) fn data_slot(&mut self, len: u32) -> Result<Option<u16>, RingError> {
         if self.free.is_empty() || !self.has_data_slot() {
@@ -290,31 +290,31 @@ impl TxQueue {
         })
     }
 
-    /// The slot that is given out a few packets later, if they are short.
+    /// The slot that will be used a few short packets later, to prefetch it.
     #[inline]
-    pub(crate) fn later(&self) -> Option<u16> {
-        let at = self.free.len().checked_sub(usize::from(AHEAD))?;
+    pub(crate) fn next_free(&self) -> Option<u16> {
+        let at = self.free.len().checked_sub(usize::from(PREFETCH_AHEAD))?;
         self.free.get(at).copied()
     }
 
-    /// Whether fewer than half of the slots that go round are free.
+    /// Whether fewer than half of the slots in the rotation are free.
     #[inline]
     pub(crate) fn is_low(&self) -> bool {
         self.free.len() < usize::from(self.round / 2)
     }
 
-    /// Whether the device has worked something off: one load.
+    /// Whether the device has returned slots: one load.
     #[inline]
     pub(crate) fn has_used(&self) -> bool {
         self.queue.has_used()
     }
 
-    /// Whether [`TxQueue::data_slot`] would give one.
+    /// Whether [`TxQueue::data_slot`] would return a slot.
     pub(crate) fn has_data_slot(&self) -> bool {
         self.count_free() > usize::from(self.spare)
     }
 
-    /// Gives a slot back unused.
+    /// Returns an unused slot.
     #[inline]
     pub(crate) fn put_back(&mut self, slot: u16) {
         if slot < self.round {
@@ -324,8 +324,8 @@ impl TxQueue {
         }
     }
 
-    /// Queues the packet in `slot`. Its chain is always as long as the slot; how much of it is
-    /// meant is said by the header.
+    /// Queues the packet in `slot`. Its chain always covers the whole slot; the header has the
+    /// length of the packet.
     #[inline]
     pub(crate) fn push(&mut self, slot: u16) -> Result<(), AddError> {
         let chain = self.chains.get(usize::from(slot));
@@ -334,20 +334,21 @@ impl TxQueue {
         Ok(())
     }
 
-    /// Shows the device what was pushed. True: kick it.
+    /// Publishes queued packets. Returns whether the device must be kicked.
     pub(crate) fn publish(&mut self) -> bool {
         std::mem::take(&mut self.dirty) && self.queue.publish()
     }
 
-    /// Asks to be called, or not. True when asked: slots came back meanwhile.
+    /// Enables or disables notifications. Returns true if enabled and slots returned meanwhile.
     pub(crate) fn want_calls(&mut self, want: bool) -> bool {
         want_calls(&mut self.queue, want)
     }
 
-    /// Asks to be called when so many packets have been taken, of which as many are under way at
-    /// least. True: they have been.
+    /// Requests a notification after `packets` more packets, at most as many as are in flight.
+    /// Returns true if they have been consumed already.
     pub(crate) fn want_call_after(&mut self, packets: u32) -> bool {
-        // Each datagram's last packet is there; for more there might be no call.
+        // Each datagram in flight has a last packet in the queue; a higher count might never be
+        // reached.
         let most = u16::try_from(self.in_flight).unwrap_or(u16::MAX);
         let packets = u16::try_from(packets).unwrap_or(u16::MAX).min(most);
         self.queue
@@ -363,7 +364,7 @@ pub(crate) struct EventQueue {
 }
 
 impl EventQueue {
-    /// A fresh ring with every buffer posted, but not yet published.
+    /// A new ring with every buffer posted, but not yet published.
     pub(crate) fn new(
         arena: &Arena,
         layout: DriverLayout,
@@ -390,14 +391,13 @@ impl EventQueue {
         Ok(())
     }
 
-    /// Whether an event is there: one load.
+    /// Whether an event arrived: one load.
     #[inline]
     pub(crate) fn has_used(&self) -> bool {
         self.queue.has_used()
     }
 
-    /// The next event's id; its buffer is posted again. `Some(None)`: an event
-    /// too short to have one.
+    /// The id of the next event; its buffer is posted again. `Some(None)`: the event was too short.
     pub(crate) fn take(&mut self, arena: &Arena) -> Result<Option<Option<u32>>, RingError> {
         let Some(used) = self.queue.poll()? else {
             return Ok(None);
@@ -408,23 +408,23 @@ impl EventQueue {
             read(&arena.memory, &arena.events, slot, &mut id);
             u32::from_le_bytes(id)
         });
-        // The chain just came back, so there is room for it.
+        // Cannot fail: the chain was just returned.
         let _ = self.post(arena, slot);
         Ok(Some(id))
     }
 
-    /// Shows the device what was posted. True: kick it.
+    /// Publishes posted buffers. Returns whether the device must be kicked.
     pub(crate) fn publish(&mut self) -> bool {
         std::mem::take(&mut self.dirty) && self.queue.publish()
     }
 
-    /// Asks to be called, or not. True when asked: something came meanwhile.
+    /// Enables or disables notifications. Returns true if enabled and events arrived meanwhile.
     pub(crate) fn want_calls(&mut self, want: bool) -> bool {
         want_calls(&mut self.queue, want)
     }
 }
 
-/// Copies the beginning of a slot out.
+/// Copies the beginning of a slot.
 pub(crate) fn read(memory: &Memory, slots: &Slots, slot: u16, out: &mut [u8]) -> usize {
     memory.read(slots.pieces(slot), 0, out)
 }
@@ -438,7 +438,7 @@ fn want_calls(queue: &mut DriverQueue, want: bool) -> bool {
     }
 }
 
-/// Tokens are slot numbers, and only tokens we gave come back.
+/// Tokens are slot numbers, and the queue returns only tokens that it was given.
 fn slot_of(used: &Used) -> u16 {
     used.token as u16
 }

@@ -1,5 +1,4 @@
-//! How a driver comes to its device, and back to it: memory, queues, and what is said to start and
-//! stop them.
+//! Attaching a driver to its device: memory, queues, and the requests that start and stop them.
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -12,7 +11,7 @@ use zerosock_ring::DriverLayout;
 
 use super::arena::Arena;
 use super::datagrams::Datagrams;
-use super::link::{AttachError, Doorbells, EVENT, Link};
+use super::link::{AttachError, EVENT, Link, QueueEventFds};
 use super::loans::Loans;
 use super::queue_pairs::{QueuePair, QueuePairId, QueuePairSet};
 use super::queues::{EventQueue, RxQueue, TxQueue};
@@ -23,16 +22,15 @@ use crate::table::leases::Leases;
 use crate::table::sockets::Sockets;
 
 impl Driver {
-    /// Makes the memory, connects to the device at `config.socket`, negotiates
-    /// and starts the queues.
+    /// Creates the memory, connects to the device at `config.socket`, negotiates and starts the
+    /// queues.
     pub fn attach(config: DriverConfig) -> Result<Driver, AttachError> {
         Driver::build(config, Link::connect)
     }
 
-    /// As [`attach`](Driver::attach), over a vhost-user socket that is connected
-    /// already, as a process gets it that [attaches](crate::control::attach) to a daemon.
-    /// Such a device cannot be had again:
-    /// [`reconnect`](Driver::reconnect) would go to `config.socket`.
+    /// As [`attach`](Driver::attach), over a connected vhost-user socket, as a process has it that
+    /// [attaches](crate::control::attach) to a daemon. [`reconnect`](Driver::reconnect) would
+    /// connect to `config.socket`.
     pub fn attach_over(socket: UnixStream, config: DriverConfig) -> Result<Driver, AttachError> {
         Driver::build(config, |config| Link::over(socket, config))
     }
@@ -43,21 +41,21 @@ impl Driver {
     ) -> Result<Driver, AttachError> {
         config.check()?;
         let link = connect(&config)?;
-        Driver::with_link(config, link, |link, arena, bells| {
+        Driver::with_link(config, link, |link, arena, event_fds| {
             let bases = vec![0; arena.rings.len()];
-            link.start(arena, bells, &bases)
+            link.start(arena, event_fds, &bases)
         })
     }
 
-    /// Makes the memory and the queues for a device that is there, and has `start` hand them over.
+    /// Creates the memory and the queues for a connected device, and calls `start` to pass them on.
     pub(super) fn with_link(
         config: DriverConfig,
         mut link: Link,
-        start: impl FnOnce(&mut Link, &Arena, &Doorbells) -> Result<(), AttachError>,
+        start: impl FnOnce(&mut Link, &Arena, &QueueEventFds) -> Result<(), AttachError>,
     ) -> Result<Driver, AttachError> {
         let (arena, slots) = Arena::new(&config, link.pairs)?;
-        let bells = Doorbells::new(link.pairs)?;
-        let mut watch = Watch::new(bells.calls()).map_err(AttachError::Eventfd)?;
+        let event_fds = QueueEventFds::new(link.pairs)?;
+        let mut watch = Watch::new(event_fds.calls()).map_err(AttachError::Eventfd)?;
         watch
             .device(link.frontend.as_fd())
             .map_err(AttachError::Eventfd)?;
@@ -67,44 +65,43 @@ impl Driver {
             Some(ports) => PortTable::with_ephemeral(ports.clone()),
             None => PortTable::new(),
         });
-        // Each slot can be out on a lease or a loan, and as many copies beside.
+        // Each slot can be on a lease or a loan, and as many copies on lease.
         let count = usize::from(config.slots());
-        let words = Leases::new((4 * count * slots.len()).max(256));
-        let loans = Loans::new(words.capacity(), slots.len(), config.slots());
-        let mut datagrams = Datagrams::new(cid, words.capacity());
+        let lease_table = Leases::new((4 * count * slots.len()).max(256));
+        let loans = Loans::new(lease_table.capacity(), slots.len(), config.slots());
+        let mut datagrams = Datagrams::new(cid, lease_table.capacity());
         datagrams.negotiated(link.datagrams, link.datagram_flow);
-        let mut sockets = Sockets::new(Arc::new(words), HOLD, MOST_COPIED);
+        let mut sockets = Sockets::new(Arc::new(lease_table), HOLD, MOST_COPIED);
         let mut queue_pairs = Vec::new();
         for slots in slots {
             let queue_pair = QueuePairId::of_pool(sockets.add_pool(config.slots().into()));
             let (rx, tx) = (arena.rings[queue_pair.rx()], arena.rings[queue_pair.tx()]);
             let mut rx = RxQueue::new(&slots, rx, link.event_idx)?;
             let tx = TxQueue::new(&slots, tx, link.event_idx)?;
-            // Posted before the device looks for the first time: no kick is owed
-            // for what it finds then, but it costs nothing to be sure.
+            // The device has not started yet and needs no kick.
             let _ = rx.publish();
             let mut shard = new_shard(&config, cid, &ports);
-            link.agree(&mut shard);
+            link.apply_features(&mut shard);
             queue_pairs.push(QueuePair::new(rx, tx, slots, shard));
         }
         let _ = event_queue.publish();
-        start(&mut link, &arena, &bells)?;
+        start(&mut link, &arena, &event_fds)?;
         let mut queue_pairs = queue_pairs.into_iter();
-        // There is one at least.
+        // There is always at least one pair.
         let first = queue_pairs
             .next()
             .ok_or(AttachError::Missing("a queue pair"))?;
         let queue_pairs = QueuePairSet::new(first, queue_pairs.collect());
         queue_pairs
             .ids()
-            .for_each(|queue_pair| bells.kick(queue_pair.rx()));
-        bells.kick(EVENT);
+            .for_each(|queue_pair| event_fds.kick(queue_pair.rx()));
+        event_fds.kick(EVENT);
         Ok(Driver {
             store: Buffers::new(arena, queue_pairs),
             sockets,
             loans,
             datagrams,
-            bells,
+            event_fds,
             watch,
             link: Some(link),
             event_queue,
@@ -121,11 +118,10 @@ impl Driver {
         })
     }
 
-    /// Attaches to a restarted device with the memory, the queues and the
-    /// listeners as they are: what a VMM does for a guest that knows nothing
-    /// of it. Each queue goes on at its used index, so that the new device
-    /// works off again what the old one had taken and not returned. Connections
-    /// have ended with the old device.
+    /// Attaches to a restarted device with the existing memory, queues and listeners, as a VMM does
+    /// without the guest's help. Each queue continues at its used index, so that the new device
+    /// processes again what the old one had taken and not returned. Connections have ended with the
+    /// old device.
     pub fn reconnect(&mut self) -> Result<(), AttachError> {
         if self.link.is_some() {
             self.device_gone();
@@ -139,10 +135,10 @@ impl Driver {
             .device(link.frontend.as_fd())
             .map_err(AttachError::Eventfd)?;
         let bases = self.used_indices();
-        link.start(&self.store.arena, &self.bells, &bases)?;
-        self.bells.kick_all();
+        link.start(&self.store.arena, &self.event_fds, &bases)?;
+        self.event_fds.kick_all();
         for queue_pair in self.store.queue_pairs.iter_mut() {
-            link.agree(&mut queue_pair.shard);
+            link.apply_features(&mut queue_pair.shard);
         }
         self.datagrams
             .negotiated(link.datagrams, link.datagram_flow);
@@ -150,25 +146,23 @@ impl Driver {
         Ok(())
     }
 
-    /// Stops the queues, as a VMM does for a pause or a snapshot; returns the
-    /// index at which each can go on. Until [`resume`](Driver::resume) the
-    /// device neither reads nor writes our memory.
+    /// Stops the queues, as a VMM does for a pause or a snapshot; returns the index at which each
+    /// can continue. Until [`resume`](Driver::resume) the device does not access the memory.
     pub fn suspend(&mut self) -> Result<Vec<u16>, FrontendError> {
         let queues = self.store.arena.rings.len();
         let link = self.link.as_mut().ok_or(FrontendError::Closed)?;
         link.stop(queues)
     }
 
-    /// Hands the memory over again and starts the queues at `bases`, one for each.
+    /// Passes the memory table again and starts the queues at `bases`, one index each.
     pub fn resume(&mut self, bases: &[u16]) -> Result<(), AttachError> {
         let link = self.link.as_mut().ok_or(FrontendError::Closed)?;
-        link.start(&self.store.arena, &self.bells, bases)?;
-        self.bells.kick_all();
+        link.start(&self.store.arena, &self.event_fds, bases)?;
+        self.event_fds.kick_all();
         Ok(())
     }
 
-    /// Sends the memory table again while the queues run, as a VMM does when
-    /// memory is plugged.
+    /// Sends the memory table again while the queues run, as a VMM does for memory hot-plug.
     pub fn send_memory_table(&mut self) -> Result<(), FrontendError> {
         let table = [(self.store.arena.fd.as_fd(), self.store.arena.region)];
         self.link
@@ -178,7 +172,8 @@ impl Driver {
             .set_mem_table(&table)
     }
 
-    /// The used index of each queue as it lies in memory: rx, tx, event, and those of further pairs.
+    /// The used index of each queue in shared memory: receive, transmit, event, then those of
+    /// further pairs.
     pub fn used_indices(&self) -> Vec<u16> {
         let memory = &self.store.arena.memory;
         let index = |ring: &DriverLayout| {

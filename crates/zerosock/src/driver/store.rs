@@ -1,9 +1,10 @@
-//! What the driver's connections hold their received bytes in: the receive slots of each queue_pair, and
-//! the shard of the protocol core that gives credit for them.
+//! The buffers of the driver's connections: the receive slots of each queue pair, and the shard of
+//! the protocol core that gives credit for them.
 //!
-//! What must hold: a slot that a connection gives back is posted at once, to the place in the ring
-//! that the device looks at next but for those that are posted already; credit is given for bytes
-//! that have left our hands, not before.
+//! # Invariants
+//! - A released slot is posted at once, to the ring position that the device uses next after those
+//!   already posted.
+//! - Credit is given only for bytes that the reader is done with.
 
 use std::sync::Arc;
 
@@ -14,15 +15,16 @@ use super::arena::Arena;
 use super::queue_pairs::{QueuePairId, QueuePairSet, RxSlot};
 use crate::table::sockets::Store;
 
-/// See the module. Apart from the connections, because they call it while they change.
+/// The slots and shards; separate from the connections, which call it while they borrow
+/// themselves.
 #[derive(Debug)]
 pub(crate) struct Buffers {
     pub(super) arena: Arena,
     pub(super) queue_pairs: QueuePairSet,
-    /// Receive buffers are kept from the device: for tests of what it does then.
+    /// Returned receive buffers are kept from the device, for tests.
     withhold: bool,
     withheld: Vec<RxSlot>,
-    /// A slot could not be posted, although it was free: told by the next turn.
+    /// The error of posting a free slot; the next turn reports it.
     fault: Option<AddError>,
 }
 
@@ -37,7 +39,7 @@ impl Buffers {
         }
     }
 
-    /// What went wrong in calls that cannot say so.
+    /// The error of calls that cannot return one.
     pub(super) fn check(&self) -> Result<(), AddError> {
         self.fault.map_or(Ok(()), Err)
     }
@@ -83,14 +85,14 @@ impl Store for Buffers {
 
     #[inline]
     fn consumed(&mut self, pool: u32, flow: FlowId, bytes: u32) {
-        // A flow that ended meanwhile wants no credit.
+        // Fails only for a flow that has ended.
         let _ = self.queue_pairs[QueuePairId::of_pool(pool)]
             .shard
             .consume(flow, bytes);
     }
 
     fn consumed_empty(&mut self, pool: u32, flow: FlowId, messages: u16) {
-        // As above.
+        // Fails only for a flow that has ended.
         let shard = &mut self.queue_pairs[QueuePairId::of_pool(pool)].shard;
         let _ = shard.consume_empty(flow, messages);
     }

@@ -1,4 +1,4 @@
-//! The driver as an engine, against a device that is the test itself.
+//! The driver as a backend. The device is the test.
 
 use std::time::{Duration, Instant};
 
@@ -9,18 +9,18 @@ use zerosock_proto::wire::vsock::{Op, SocketType};
 
 use super::bare::{Peer, SERVER, connect, pair};
 use super::{Driver, IDLE_TURNS, StreamId, StreamState};
-use crate::table::engine::{Engine, ReadySource, RecvFault, SendFault};
-use crate::table::sockets::Place;
+use crate::table::backend::{Backend, ReadySource, RecvFault, SendFault};
+use crate::table::sockets::BufferPlace;
 
-/// 32 slots each way.
+/// A driver with 32 slots each way.
 fn small() -> (Driver, Peer, StreamId) {
     let (mut driver, mut peer) = pair(|config| config.queue_size = 64);
     let id = connect(&mut driver, &mut peer);
-    while driver.next_stirred().is_some() {}
+    while driver.next_ready().is_some() {}
     (driver, peer, id)
 }
 
-fn is_told(driver: &Driver) -> bool {
+fn is_notified(driver: &Driver) -> bool {
     let fd = driver.fd();
     let mut fds = [PollFd::new(&fd, PollFlags::IN)];
     let now = rustix::event::Timespec {
@@ -31,62 +31,66 @@ fn is_told(driver: &Driver) -> bool {
 }
 
 #[test]
-fn packets_beyond_three_quarters_wait_in_the_ring_and_keep_nobody_awake() {
+fn packets_beyond_three_quarters_wait_in_the_ring_and_let_the_driver_sleep() {
     let (mut driver, mut peer, id) = small();
     for _ in 0..30 {
-        peer.say(Op::Rw, b"x");
+        peer.send(Op::Rw, b"x");
     }
     assert!(driver.pending());
-    Engine::turn(&mut driver).unwrap();
+    Backend::turn(&mut driver).unwrap();
     assert_eq!(driver.unread(id), 24);
-    assert!(!driver.pending(), "nothing that may be taken in");
-    assert!(!Engine::arm(&mut driver), "nothing to stay awake for");
-    assert!(Engine::next_timeout(&driver).is_some(), "but for the time");
-    // On another thread's behalf: who sleeps is woken, since nobody calls for what waits.
-    driver.watch.forget().unwrap();
-    assert!(!is_told(&driver));
+    assert!(!driver.pending(), "no packet may be received");
+    assert!(!Backend::arm(&mut driver), "the caller may sleep");
+    assert!(
+        Backend::next_timeout(&driver).is_some(),
+        "the hold time is due later"
+    );
+    // A read on another thread makes room: the sleeper must wake, since the device does not notify
+    // again.
+    driver.watch.clear().unwrap();
+    assert!(!is_notified(&driver));
     let mut out = [0; 4];
     assert_eq!(driver.read(id, &mut out, false), Ok(4));
-    Engine::settle(&mut driver);
-    assert!(is_told(&driver));
+    Backend::flush_after_read(&mut driver);
+    assert!(is_notified(&driver));
     driver.disarm();
-    assert!(!is_told(&driver));
+    assert!(!is_notified(&driver));
     assert!(driver.pending());
-    Engine::turn(&mut driver).unwrap();
+    Backend::turn(&mut driver).unwrap();
     assert_eq!(driver.unread(id), 24);
 }
 
 #[test]
 fn a_reset_and_a_connection_pass_a_reader_that_never_reads() {
     let (mut driver, mut peer, id) = small();
-    Engine::listen(&mut driver, Port::new(7), 4, SocketType::Stream).unwrap();
+    Backend::listen(&mut driver, Port::new(7), 4, SocketType::Stream).unwrap();
     for _ in 0..30 {
-        peer.say(Op::Rw, b"x");
+        peer.send(Op::Rw, b"x");
     }
     let stuck = peer.header;
     peer.header.dst.port = Port::new(7);
     peer.header.src.port = Port::new(9999);
-    peer.say(Op::Request, &[]);
+    peer.send(Op::Request, &[]);
     peer.header = stuck;
-    peer.say(Op::Rst, &[]);
+    peer.send(Op::Rst, &[]);
     let give_up = Instant::now() + Duration::from_secs(60);
     while driver.state(id) != Some(StreamState::Reset) {
         assert!(Instant::now() < give_up);
         Driver::poll(&mut driver, Some(give_up)).unwrap();
     }
     assert!(driver.is_acceptable(Port::new(7)));
-    assert!(Engine::accept(&mut driver, Port::new(7)).is_some());
+    assert!(Backend::accept(&mut driver, Port::new(7)).is_some());
     let mut out = [0; 64];
     assert_eq!(driver.read(id, &mut out, false), Ok(30), "what came before");
     assert_eq!(driver.read(id, &mut out, false), Err(RecvFault::Reset));
 }
 
 #[test]
-fn loans_leave_slots_for_others_and_go_on_as_copies() {
+fn loans_leave_slots_for_others_and_continue_as_copies() {
     let (mut driver, mut peer, id) = small();
     let other = connect(&mut driver, &mut peer);
     let loans: Vec<_> = (0..6)
-        .map(|_| Engine::loan(&mut driver, id, 8).unwrap())
+        .map(|_| Backend::loan(&mut driver, id, 8).unwrap())
         .collect();
     let in_place = loans.iter().filter(|loan| loan.place.is_some()).count();
     assert_eq!(in_place, 4, "an eighth of 32");
@@ -95,7 +99,7 @@ fn loans_leave_slots_for_others_and_go_on_as_copies() {
         assert_eq!(loan.len, 8);
         let bytes = [n; 8];
         match &loan.place {
-            Some(Place::InPlace { memory, pieces, .. }) => {
+            Some(BufferPlace::InPlace { memory, pieces, .. }) => {
                 memory.write(pieces, 0, &bytes);
                 driver.send_loan(loan.index, 7, None).unwrap();
             }
@@ -108,21 +112,21 @@ fn loans_leave_slots_for_others_and_go_on_as_copies() {
             Err(SendFault::Unknown)
         );
     }
-    Engine::flush(&mut driver);
+    Backend::flush(&mut driver);
     assert_eq!(peer.take().unwrap().1, b"passes");
     for n in 0..6 {
         assert_eq!(peer.take().unwrap().1, [n; 7]);
     }
-    let stats = Engine::stats(&driver);
+    let stats = Backend::stats(&driver);
     assert_eq!(
         (stats.sent, stats.sent_in_place, stats.copied_in),
         (48, 28, 20)
     );
-    // One that is never sent returns its slot, its word and its credit.
+    // A loan dropped unsent returns its slot, its lease table entry and its credit.
     for _ in 0..1000 {
-        let loan = Engine::loan(&mut driver, id, 8).unwrap();
+        let loan = Backend::loan(&mut driver, id, 8).unwrap();
         assert!(loan.place.is_some());
-        driver.give_back(loan.index);
+        driver.handle_dropped(loan.index);
     }
 }
 
@@ -136,7 +140,7 @@ fn a_quarter_of_the_slots_is_never_out_on_loan() {
     let mut in_place = 0;
     for id in &ids {
         for _ in 0..4 {
-            in_place += u32::from(Engine::loan(&mut driver, *id, 8).unwrap().place.is_some());
+            in_place += u32::from(Backend::loan(&mut driver, *id, 8).unwrap().place.is_some());
         }
     }
     assert_eq!(in_place, 24);
@@ -146,17 +150,17 @@ fn a_quarter_of_the_slots_is_never_out_on_loan() {
 #[test]
 fn a_device_that_hangs_up_resets_all_and_ends_the_endpoint() {
     let (mut driver, mut peer, id) = small();
-    peer.say(Op::Rw, b"last");
-    Engine::turn(&mut driver).unwrap();
-    let loan = Engine::loan(&mut driver, id, 8).unwrap();
-    assert_eq!(driver.next_stirred(), Some(ReadySource::Conn(id)));
-    assert!(!Engine::arm(&mut driver));
-    driver.watch.forget().unwrap();
+    peer.send(Op::Rw, b"last");
+    Backend::turn(&mut driver).unwrap();
+    let loan = Backend::loan(&mut driver, id, 8).unwrap();
+    assert_eq!(driver.next_ready(), Some(ReadySource::Conn(id)));
+    assert!(!Backend::arm(&mut driver));
+    driver.watch.clear().unwrap();
     peer.socket = None;
-    assert!(is_told(&driver));
+    assert!(is_notified(&driver));
     driver.disarm();
     assert!(!driver.is_attached());
-    assert_eq!(driver.next_stirred(), Some(ReadySource::Conn(id)));
+    assert_eq!(driver.next_ready(), Some(ReadySource::Conn(id)));
     assert_eq!(driver.state(id), Some(StreamState::Reset));
     let mut out = [0; 8];
     assert_eq!(driver.read(id, &mut out, false), Ok(4));
@@ -164,34 +168,34 @@ fn a_device_that_hangs_up_resets_all_and_ends_the_endpoint() {
     assert_eq!(driver.write(id, b"x"), Err(SendFault::Reset));
     let sent = driver.send_loan(loan.index, 8, None);
     assert_eq!(sent, Err(SendFault::Reset));
-    let connect = Engine::connect(&mut driver, Port::ANY, SERVER, SocketType::Stream);
+    let connect = Backend::connect(&mut driver, Port::ANY, SERVER, SocketType::Stream);
     assert_eq!(connect, Err(ConnectError::Unreachable));
     assert!(!driver.pending());
-    assert!(!is_told(&driver));
-    assert!(Engine::arm(&mut driver), "nobody is to sleep any more");
-    assert!(Engine::turn(&mut driver).is_err());
+    assert!(!is_notified(&driver));
+    assert!(Backend::arm(&mut driver), "the caller must not sleep");
+    assert!(Backend::turn(&mut driver).is_err());
 }
 
 #[test]
-fn who_never_sleeps_hears_of_a_hang_up_too() {
+fn a_spinning_caller_notices_a_hang_up() {
     let (mut driver, mut peer, id) = small();
     peer.socket = None;
-    assert!((0..=IDLE_TURNS).any(|_| Engine::turn(&mut driver).is_err()));
+    assert!((0..=IDLE_TURNS).any(|_| Backend::turn(&mut driver).is_err()));
     assert_eq!(driver.state(id), Some(StreamState::Reset));
 }
 
 #[test]
-fn the_waker_is_heard_and_forgotten() {
+fn a_wake_up_is_reported_until_it_is_cleared() {
     let (mut driver, _peer, _) = small();
     let waker = driver.watch.waker().clone();
-    assert!(!Engine::arm(&mut driver));
-    driver.watch.forget().unwrap();
-    assert!(!is_told(&driver));
+    assert!(!Backend::arm(&mut driver));
+    driver.watch.clear().unwrap();
+    assert!(!is_notified(&driver));
     for _ in 0..2 {
         rustix::io::write(&waker, &1u64.to_ne_bytes()).unwrap();
-        assert!(is_told(&driver));
+        assert!(is_notified(&driver));
         driver.disarm();
-        assert!(!is_told(&driver));
-        assert!(!Engine::arm(&mut driver));
+        assert!(!is_notified(&driver));
+        assert!(!Backend::arm(&mut driver));
     }
 }

@@ -1,9 +1,9 @@
-//! Bytes in and out of a driver's connections.
+//! Sending and receiving bytes on a driver's connections.
 //!
-//! What must hold here: sent bytes are written once, into the buffer that the
-//! device reads; received bytes are copied once, out of the buffer that the
-//! device wrote. Credit goes back to the peer when bytes have left our hands,
-//! not before.
+//! # Invariants
+//! - Sent bytes are written once, into the buffer that the device reads; received bytes are copied
+//!   once, out of the buffer that the device wrote.
+//! - Credit is given only for bytes that the reader has copied out.
 
 use zerosock_proto::Instant;
 use zerosock_proto::vsock::{CommitError, FlowId, Reservation, ReserveError, SMALL_PACKET};
@@ -13,9 +13,8 @@ use super::errors::{DriverError, RecvError, SendError};
 use super::queue_pairs::QueuePairId;
 use super::{StreamId, StreamState};
 
-/// Room in a transmit buffer that the device will read in place: fill it with
-/// [`Driver::fill`], then [`Driver::commit`] or [`Driver::cancel`] it. Credit
-/// for it is taken already.
+/// A loaned transmit buffer that the device reads in place: fill it with [`Driver::fill`], then
+/// [`Driver::commit`] or [`Driver::cancel`] it. Its credit is already reserved.
 #[derive(Debug)]
 #[must_use = "a loan that is neither committed nor cancelled keeps a buffer and credit"]
 pub struct Loan {
@@ -33,21 +32,21 @@ impl Loan {
         self.len
     }
 
-    /// The connection it belongs to.
+    /// The connection it was borrowed for.
     pub fn stream(&self) -> StreamId {
         self.stream
     }
 }
 
 impl Driver {
-    /// Borrows a transmit buffer for a packet of at most `max` bytes, as many
-    /// as credit and buffer size allow.
+    /// Borrows a transmit buffer for a packet of at most `max` bytes, limited by credit and buffer
+    /// size.
     pub fn loan(&mut self, stream: StreamId, max: u32) -> Result<Loan, SendError> {
         let flow = self.sendable(stream)?;
         self.borrow_slot(stream, flow, max)
     }
 
-    /// The queue_pair and the flow that a connection sends by.
+    /// The queue pair and flow for sending on a connection; an error if it cannot send.
     #[inline]
     pub(super) fn sendable(&self, stream: StreamId) -> Result<(QueuePairId, FlowId), SendError> {
         let entry = self.sockets.get(stream).ok_or(SendError::Unknown)?;
@@ -60,7 +59,7 @@ impl Driver {
         }
     }
 
-    /// Takes a transmit slot, and credit for at most `max` bytes.
+    /// Takes a transmit slot and reserves credit for at most `max` bytes.
     #[inline]
     pub(super) fn borrow_slot(
         &mut self,
@@ -91,7 +90,7 @@ impl Driver {
         }
     }
 
-    /// A send has found no slot: it is told when there are some.
+    /// Makes a connection wait for a slot after a send found none.
     #[cold]
     pub(super) fn wait_for_slot(&mut self, stream: StreamId) {
         if let Some(entry) = self.sockets.get(stream) {
@@ -101,7 +100,7 @@ impl Driver {
         }
     }
 
-    /// Takes credit for a packet of at most `max` bytes, and no more than a slot has.
+    /// Reserves credit for a packet of at most `max` bytes, at most the size of a slot.
     #[inline]
     pub(super) fn reserve(
         &mut self,
@@ -111,7 +110,7 @@ impl Driver {
         let max = max.min(self.store.queue_pairs[queue_pair].slots.tx_data.len());
         let mut result = self.store.queue_pairs[queue_pair].shard.reserve(flow, max);
         if matches!(result, Err(ReserveError::NoCredit)) {
-            // Small sends that wait for others go first, and at once.
+            // Coalesced writes are sent first.
             self.store.queue_pairs[queue_pair]
                 .shard
                 .flush_coalesced(flow);
@@ -119,7 +118,7 @@ impl Driver {
         if matches!(result, Err(ReserveError::NoCredit))
             && self.store.queue_pairs[queue_pair].shard.has_transmit()
         {
-            // Perhaps there is credit, but a RESPONSE must not be overtaken by the data behind it.
+            // A pending RESPONSE must precede the data.
             let now = self.now();
             self.transmit_control_of(queue_pair, now)?;
             result = self.store.queue_pairs[queue_pair].shard.reserve(flow, max);
@@ -127,7 +126,7 @@ impl Driver {
         result.map_err(refused)
     }
 
-    /// Writes `bytes` into a loan at `offset`; returns how many fitted.
+    /// Writes `bytes` into a loan at `offset`; returns how many fit.
     pub fn fill(&mut self, loan: &Loan, offset: u32, bytes: &[u8]) -> usize {
         let room = loan.len.saturating_sub(offset) as usize;
         let bytes = &bytes[..bytes.len().min(room)];
@@ -137,10 +136,9 @@ impl Driver {
             .write(slots.tx_data.pieces(loan.slot), offset as usize, bytes)
     }
 
-    /// Sends the first `len` bytes of a loan; the rest of its credit returns.
-    /// Visible to the device with the next turn or flush. Those of them that
-    /// were not filled are what an earlier packet left in the buffer: fill all
-    /// `len`.
+    /// Sends the first `len` bytes of a loan and returns the rest of its credit. Visible to the
+    /// device after the next turn or flush. Bytes that were not filled contain data of an earlier
+    /// packet: fill all `len`.
     pub fn commit(&mut self, loan: Loan, len: u32) -> Result<(), SendError> {
         let len = len.min(loan.len);
         if len == 0 {
@@ -150,8 +148,8 @@ impl Driver {
         self.send_slot(loan.queue_pair, loan.slot, loan.reservation, len)
     }
 
-    /// Sends the first `len` bytes of a slot, which is free again when the device has read it, or
-    /// at once if nothing was sent.
+    /// Sends the first `len` bytes of a slot, which is free when the device has returned it, or at
+    /// once if sending failed.
     #[inline]
     pub(super) fn send_slot(
         &mut self,
@@ -175,17 +173,16 @@ impl Driver {
         }
     }
 
-    /// Gives a loan back unsent.
+    /// Drops a loan unsent.
     pub fn cancel(&mut self, loan: Loan) {
         let queue_pair = &mut self.store.queue_pairs[loan.queue_pair];
         queue_pair.shard.cancel(loan.reservation);
         queue_pair.tx.put_back(loan.slot);
     }
 
-    /// Sends as many of `bytes` as there is room for now, in packets as long
-    /// as buffers and credit allow, and returns how many. Visible to the
-    /// device with the next turn or flush, unless [`set_coalesces`](Driver::set_coalesces)
-    /// has few bytes wait.
+    /// Sends as many of `bytes` as credit and buffers allow, in packets as long as possible, and
+    /// returns how many. Visible to the device after the next turn or flush, unless
+    /// [`set_coalesces`](Driver::set_coalesces) delays small writes.
     pub fn send(&mut self, stream: StreamId, bytes: &[u8]) -> Result<usize, SendError> {
         let mut sent = 0;
         if bytes.is_empty() {
@@ -195,7 +192,7 @@ impl Driver {
         while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
             match self.send_packet(stream, flow, rest) {
                 Ok(more) => sent += more,
-                // It says so again when the rest is written.
+                // The error recurs when the caller writes the rest.
                 Err(_) if sent > 0 => break,
                 Err(error) => return Err(error),
             }
@@ -220,13 +217,13 @@ impl Driver {
             return Err(SendError::WouldBlock);
         };
         let slots = &of.slots;
-        if let Some(later) = of.tx.later() {
+        if let Some(later) = of.tx.next_free() {
             slots.tx_headers.prefetch_write(&slots.memory, later);
             slots.tx_data.prefetch_write(&slots.memory, later);
         }
         match of.shard.send_now(flow, want, 0) {
             Ok(header) => {
-                // As many as the header says: no more than there are.
+                // The header has at most as many.
                 let bytes = bytes.get(..header.len as usize).unwrap_or(bytes);
                 slots.memory.write(slots.tx_data.pieces(slot), 0, bytes);
                 of.send(slot, &header).map_err(DriverError::from)?;
@@ -235,14 +232,15 @@ impl Driver {
             }
             Err(error) => {
                 of.tx.put_back(slot);
-                self.send_again(stream, (queue_pair, flow), bytes, error)
+                self.send_without_credit(stream, (queue_pair, flow), bytes, error)
             }
         }
     }
 
-    /// There was no credit; perhaps there is when what waits to be sent has left.
+    /// Continues a send that found no credit: coalesces it, or retries after pending control
+    /// packets.
     #[cold]
-    fn send_again(
+    fn send_without_credit(
         &mut self,
         stream: StreamId,
         (queue_pair, flow): (QueuePairId, FlowId),
@@ -257,11 +255,11 @@ impl Driver {
         {
             return Err(refused(error));
         }
-        self.send_alone(stream, (queue_pair, flow), bytes)
+        self.send_uncoalesced(stream, (queue_pair, flow), bytes)
     }
 
-    /// Sends one packet of as many of `bytes` as there is room for, however few.
-    fn send_alone(
+    /// Sends one packet of as many of `bytes` as there is room for, without coalescing.
+    fn send_uncoalesced(
         &mut self,
         stream: StreamId,
         (queue_pair, flow): (QueuePairId, FlowId),
@@ -274,9 +272,9 @@ impl Driver {
         Ok(filled)
     }
 
-    /// Whether small sends of a connection wait for each other while its peer has very many packets of
-    /// ours unread: until they are 2 KiB, the peer has read, or for some milliseconds in which turns
-    /// are to be taken. At first each is a packet of its own.
+    /// Sets whether small writes are coalesced while the peer has many packets of this connection
+    /// unread: until they are 2 KiB, the peer has read, or some milliseconds have passed, during
+    /// which the caller must take turns. Initially off: each write is a packet.
     pub fn set_coalesces(&mut self, stream: StreamId, coalesces: bool) {
         if let Some((queue_pair, flow)) = self.flow_of(stream) {
             self.store.queue_pairs[queue_pair]
@@ -285,7 +283,7 @@ impl Driver {
         }
     }
 
-    /// Takes the first of `bytes` to be sent with those that follow; how many.
+    /// Coalesces the first of `bytes` with later writes; returns how many.
     #[cold]
     fn gather(
         &mut self,
@@ -294,13 +292,13 @@ impl Driver {
         bytes: &[u8],
     ) -> Result<usize, SendError> {
         let of = &mut self.store.queue_pairs[queue_pair];
-        let Some(taken) = of.gathered.take_in(&mut of.shard, flow, bytes) else {
-            return self.send_alone(stream, (queue_pair, flow), bytes);
+        let Some(taken) = of.gathered.push(&mut of.shard, flow, bytes) else {
+            return self.send_uncoalesced(stream, (queue_pair, flow), bytes);
         };
         let now = self.now();
         let of = &mut self.store.queue_pairs[queue_pair];
         if of.shard.poll_timeout().is_some_and(|at| at <= now) {
-            // No turn has been taken for as long as it was to wait.
+            // No turn was taken for the whole delay.
             of.shard.handle_timeout(now);
         }
         if of.shard.has_data() {
@@ -312,18 +310,18 @@ impl Driver {
         }
     }
 
-    /// Sends what was gathered of connections that wait no longer, while there are slots.
+    /// Sends coalesced writes that are due, while there are slots.
     #[cold]
     pub(super) fn send_gathered(
         &mut self,
         queue_pair: QueuePairId,
         now: Instant,
     ) -> Result<(), DriverError> {
-        // What follows it, such as the end, goes with it.
+        // Later packets of the connection, such as SHUTDOWN, follow at once.
         while self.store.queue_pairs[queue_pair].shard.has_transmit() {
             let of = &mut self.store.queue_pairs[queue_pair];
             let most = of.slots.tx_data.len();
-            // Who waits for slots is told of some by the queue_pair's having something to send.
+            // The pending transmission makes `wants_slots` true, so a returned slot retries this.
             let Some(slot) = of.tx.data_slot(most.min(SMALL_PACKET))? else {
                 break;
             };
@@ -333,7 +331,7 @@ impl Driver {
             };
             if let Some(span) = packet.span {
                 let slots = &of.slots;
-                of.gathered.leave(span.flow, span.len, |bytes| {
+                of.gathered.pop(span.flow, span.len, |bytes| {
                     slots.memory.write(slots.tx_data.pieces(slot), 0, bytes);
                 });
                 of.shard.handle_released(span);
@@ -343,22 +341,21 @@ impl Driver {
         Ok(())
     }
 
-    /// Sends what was gathered of a connection, if there is credit and a slot. Whether nothing is
-    /// left.
-    pub(super) fn hurry(&mut self, queue_pair: QueuePairId, flow: FlowId) -> bool {
+    /// Sends the coalesced writes of a connection, if there are credit and a slot. Returns whether
+    /// none are left.
+    pub(super) fn try_flush_coalesced(&mut self, queue_pair: QueuePairId, flow: FlowId) -> bool {
         if self.store.queue_pairs[queue_pair].gathered.has(flow) {
             self.store.queue_pairs[queue_pair]
                 .shard
                 .flush_coalesced(flow);
             let now = self.now();
-            // What goes wrong here goes wrong again in the next turn, which says so.
+            // The error recurs in the next turn, which reports it.
             let _ = self.send_gathered(queue_pair, now);
         }
         !self.store.queue_pairs[queue_pair].gathered.has(flow)
     }
 
-    /// Receives into `out`: at least one byte, or 0 at the end of the stream
-    /// (or for an empty `out`).
+    /// Receives into `out`: at least one byte, or 0 at the end of the stream or for an empty `out`.
     pub fn recv(&mut self, stream: StreamId, out: &mut [u8]) -> Result<usize, RecvError> {
         let done = self.sockets.read(stream, out, false, &mut self.store);
         if done > 0 {
@@ -374,7 +371,7 @@ impl Driver {
         }
     }
 
-    /// Bytes that [`Driver::recv`] would give at once.
+    /// Bytes that [`Driver::recv`] would return now.
     pub fn unread(&self, stream: StreamId) -> usize {
         self.sockets.unread(stream)
     }

@@ -1,24 +1,24 @@
-//! What one turn of a driver, or one call that takes packets in as it reads, does at most before its
-//! user and its other connections have their say: counted in packets.
+//! Limits on the packets that one turn, or one reading call, receives before the caller and other
+//! connections run.
 
 use zerosock_proto::wire::vsock::{Op, Repr};
 
 use super::bare::{Peer, connect, pair};
 use super::{Driver, StreamId};
-use crate::table::engine::{Engine, ReadySource};
+use crate::table::backend::{Backend, ReadySource};
 
-/// Packets that a turn takes in.
+/// Packets that a turn receives.
 const TURN: u64 = 256;
 
-/// 512 slots each way, a connection with a peer that sends without end and one with a byte: their
-/// headers.
-fn two() -> (Driver, Peer, [(StreamId, Repr); 2]) {
+/// A driver with 512 slots each way, a connection with a peer that sends without end and one with a
+/// single byte; the headers of both.
+fn driver_with_two_connections() -> (Driver, Peer, [(StreamId, Repr); 2]) {
     let (mut driver, mut peer) = pair(|config| config.queue_size = 1024);
     let ends = [(); 2].map(|()| {
         let id = connect(&mut driver, &mut peer);
         (id, peer.header)
     });
-    while driver.next_stirred().is_some() {}
+    while driver.next_ready().is_some() {}
     (driver, peer, ends)
 }
 
@@ -26,44 +26,44 @@ fn two() -> (Driver, Peer, [(StreamId, Repr); 2]) {
 fn flood(peer: &mut Peer, header: Repr, count: usize) {
     peer.header = header;
     for _ in 0..count {
-        peer.say(Op::Rw, b"x");
+        peer.send(Op::Rw, b"x");
     }
 }
 
 fn taken(driver: &Driver) -> u64 {
-    Engine::stats(driver).packets_received
+    Backend::stats(driver).packets_received
 }
 
 #[test]
-fn a_turn_takes_so_many_packets_and_tells_of_each_connection_once() {
-    let (mut driver, mut peer, [(bulk, from), (small, other)]) = two();
+fn a_turn_receives_a_bounded_number_of_packets_and_reports_each_connection_once() {
+    let (mut driver, mut peer, [(bulk, from), (small, other)]) = driver_with_two_connections();
     let mut out = [0; 1024];
     for round in 0..20 {
         flood(&mut peer, from, 200);
         flood(&mut peer, other, 1);
         flood(&mut peer, from, 120);
         let before = taken(&driver);
-        assert!(Engine::turn(&mut driver).unwrap());
+        assert!(Backend::turn(&mut driver).unwrap());
         assert_eq!(taken(&driver) - before, TURN, "round {round}");
         assert_eq!(driver.unread(bulk) + driver.unread(small), TURN as usize);
-        let told: Vec<_> = std::iter::from_fn(|| driver.next_stirred()).collect();
+        let told: Vec<_> = std::iter::from_fn(|| driver.next_ready()).collect();
         assert_eq!(told, [ReadySource::Conn(bulk), ReadySource::Conn(small)]);
         assert_eq!(driver.read(small, &mut out, false), Ok(1));
         assert_eq!(driver.read(bulk, &mut out, false), Ok(255));
         assert!(driver.pending(), "the rest is still to be taken in");
-        Engine::turn(&mut driver).unwrap();
+        Backend::turn(&mut driver).unwrap();
         assert_eq!(taken(&driver) - before, 321);
         assert_eq!(driver.read(bulk, &mut out, false), Ok(65));
-        while driver.next_stirred().is_some() {}
-        Engine::flush(&mut driver);
+        while driver.next_ready().is_some() {}
+        Backend::flush(&mut driver);
         while peer.take().is_some() {}
     }
 }
 
-/// The short way, on which packets are shown as they are taken in.
+/// The fast path, which shows packets directly from the queue.
 #[test]
-fn a_call_shows_so_many_packets_at_most() {
-    let (mut driver, mut peer, [(bulk, from), (small, other)]) = two();
+fn a_call_receives_a_bounded_number_of_packets() {
+    let (mut driver, mut peer, [(bulk, from), (small, other)]) = driver_with_two_connections();
     let mut out = [0; 1024];
     for _ in 0..20 {
         flood(&mut peer, other, 1);
@@ -74,9 +74,9 @@ fn a_call_shows_so_many_packets_at_most() {
         assert_eq!(
             driver.unread(small),
             1,
-            "the other's was taken in on the way"
+            "the other connection's packet is held"
         );
-        Engine::flush(&mut driver);
+        Backend::flush(&mut driver);
         flood(&mut peer, from, 250);
         let mut seen = 0;
         let each = driver.each(bulk, usize::MAX, &mut |payload| {
@@ -86,34 +86,34 @@ fn a_call_shows_so_many_packets_at_most() {
         assert_eq!((each, seen), (Ok(256), 256));
         assert_eq!(driver.read(bulk, &mut out, false), Ok(59));
         assert_eq!(driver.read(small, &mut out, false), Ok(1));
-        Engine::turn(&mut driver).unwrap();
-        while driver.next_stirred().is_some() {}
+        Backend::turn(&mut driver).unwrap();
+        while driver.next_ready().is_some() {}
         while peer.take().is_some() {}
     }
 }
 
-/// A connection that finds no slot, beside one that takes each that comes back.
+/// A connection that finds no slot, beside one that takes every slot that returns.
 #[test]
-fn who_finds_no_slot_has_one_when_another_takes_all_he_can() {
-    let (mut driver, mut peer, [(bulk, _), (small, _)]) = two();
+fn a_waiting_connection_gets_a_slot_beside_a_greedy_sender() {
+    let (mut driver, mut peer, [(bulk, _), (small, _)]) = driver_with_two_connections();
     let mut sent = 0;
     for _ in 0..20 {
-        // What they are told of last time's room is the order in which they come.
-        let mut order: Vec<_> = std::iter::from_fn(|| driver.next_stirred()).collect();
+        // The order of notification is the order in which they retry.
+        let mut order: Vec<_> = std::iter::from_fn(|| driver.next_ready()).collect();
         order.push(ReadySource::Conn(bulk));
         order.push(ReadySource::Conn(small));
-        for told in order {
-            if told == ReadySource::Conn(small) {
+        for ready in order {
+            if ready == ReadySource::Conn(small) {
                 sent += usize::from(driver.write(small, b"x").is_ok());
             } else {
                 while driver.write(bulk, b"x").is_ok() {}
             }
         }
-        Engine::flush(&mut driver);
+        Backend::flush(&mut driver);
         for _ in 0..3 {
             assert!(peer.take().is_some());
         }
-        Engine::turn(&mut driver).unwrap();
+        Backend::turn(&mut driver).unwrap();
     }
     assert!(sent >= 9, "{sent} of 20");
 }

@@ -1,8 +1,10 @@
-//! One descriptor to sleep on: the device's calls, its hang-up, and a bell of our own.
+//! One epoll descriptor for the device's notifications, its hang-up and wake-ups by other threads.
 //!
-//! All is registered edge-triggered: what happened is forgotten by asking for it once, as a rule with
-//! one system call, and without reading any eventfd. What must hold: nothing is forgotten while
-//! somebody may sleep on the descriptor without having been woken.
+//! All descriptors are registered edge-triggered: one `epoll_wait` clears what was raised, as a
+//! rule with one system call and without reading an eventfd.
+//!
+//! # Invariants
+//! No notification is cleared while a thread may sleep on the descriptor without having been woken.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -15,25 +17,25 @@ use rustix::io::Errno;
 
 use crate::io::deadline::timespec;
 
-/// A call of a queue, or our own bell.
-const BELL: u64 = 0;
-/// The first device that was ever attached; later ones count on.
+/// Event key of the queues' calls and of the waker.
+const NOTIFICATION: u64 = 0;
+/// Event key of the first attached device; later devices have higher keys.
 const DEVICE: u64 = 1;
-/// Events that one system call takes: all that a driver with several queue pairs has, as a rule.
+/// Events returned by one system call: as a rule all of a driver with several queue pairs.
 const EVENTS: usize = 16;
 const NOW: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 0,
 };
 
-/// See the module.
+/// The descriptors of a driver to sleep on. See the module documentation.
 #[derive(Debug)]
 pub(crate) struct Watch {
     epoll: OwnedFd,
     waker: Arc<OwnedFd>,
-    /// What the device that is attached now is known by.
+    /// Event key of the attached device.
     device: u64,
-    /// Descriptors that are watched: the calls, the waker, the device.
+    /// Number of registered descriptors: calls, waker, device.
     watched: usize,
 }
 
@@ -41,9 +43,9 @@ impl Watch {
     pub(crate) fn new(calls: &[OwnedFd]) -> io::Result<Watch> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        for bell in calls.iter().chain([&waker]) {
+        for event_fd in calls.iter().chain([&waker]) {
             let flags = EventFlags::IN | EventFlags::ET;
-            epoll::add(&epoll, bell, EventData::new_u64(BELL), flags)?;
+            epoll::add(&epoll, event_fd, EventData::new_u64(NOTIFICATION), flags)?;
         }
         Ok(Watch {
             epoll,
@@ -53,8 +55,8 @@ impl Watch {
         })
     }
 
-    /// Watches a device's control socket instead of that of the one before, which leaves by being
-    /// closed.
+    /// Registers a device's control socket. That of the previous device is deregistered by closing
+    /// it.
     pub(crate) fn device(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
         self.device += 1;
         let flags = EventFlags::RDHUP | EventFlags::ET;
@@ -67,19 +69,19 @@ impl Watch {
         &self.waker
     }
 
-    /// Wakes who sleeps here.
+    /// Wakes a thread that sleeps on the descriptor.
     pub(crate) fn wake(&self) {
-        // Only a full counter fails, and then it is being woken already.
+        // Fails only if the counter is full; then a wake-up is pending.
         let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
     }
 
-    /// Forgets what was told. True: the device has hung up.
-    pub(crate) fn forget(&self) -> io::Result<bool> {
+    /// Clears pending notifications. Returns true if the device has hung up.
+    pub(crate) fn clear(&self) -> io::Result<bool> {
         self.take(Some(&NOW))
     }
 
-    /// Sleeps until something is told, or until `deadline`, and forgets it. True: the device has
-    /// hung up.
+    /// Sleeps until a notification or until `deadline`, and clears it. Returns true if the device
+    /// has hung up.
     pub(crate) fn sleep(&self, deadline: Option<Instant>) -> io::Result<bool> {
         let left = deadline.map(|at| timespec(at.saturating_duration_since(Instant::now())));
         self.take(left.as_ref())
@@ -88,24 +90,25 @@ impl Watch {
     fn take(&self, timeout: Option<&Timespec>) -> io::Result<bool> {
         let none = Event {
             flags: EventFlags::empty(),
-            data: EventData::new_u64(BELL),
+            data: EventData::new_u64(NOTIFICATION),
         };
         let mut gone = false;
         let mut timeout = timeout;
-        // No more often than it takes to see everything once: what is raised again meanwhile is ready_flags.
+        // At most one pass over all descriptors; what is raised again meanwhile is a new
+        // notification.
         for _ in 0..=self.watched / EVENTS {
             let mut events = [none; EVENTS];
-            let told = match epoll::wait(&self.epoll, &mut events, timeout) {
-                Ok(told) => told,
+            let count = match epoll::wait(&self.epoll, &mut events, timeout) {
+                Ok(count) => count,
                 Err(Errno::INTR) => 0,
                 Err(error) => return Err(error.into()),
             };
-            gone |= events.iter().take(told).any(|event| {
+            gone |= events.iter().take(count).any(|event| {
                 // Copied out of the packed structure before use.
                 let data = event.data;
                 data.u64() == self.device
             });
-            if told < EVENTS {
+            if count < EVENTS {
                 break;
             }
             timeout = Some(&NOW);
@@ -137,9 +140,9 @@ mod tests {
         poll(&mut [PollFd::new(watch, PollFlags::IN)], Some(&now)).unwrap() > 0
     }
 
-    /// Each queue pair has two calls: all of them, the waker and the device may raise at once.
+    /// Each queue pair has two calls; all of them, the waker and the device may be raised at once.
     #[test]
-    fn one_call_forgets_what_all_queue_pairs_have_raised() {
+    fn one_call_clears_what_all_queue_pairs_have_raised() {
         for pairs in [1, 2, 3, 8, 16] {
             let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
             let calls: Vec<OwnedFd> = (0..2 * pairs + 1)
@@ -148,7 +151,7 @@ mod tests {
             let mut watch = Watch::new(&calls).unwrap();
             let (ours, theirs) = UnixStream::pair().unwrap();
             watch.device(ours.as_fd()).unwrap();
-            assert!(!watch.forget().unwrap() && !is_readable(&watch));
+            assert!(!watch.clear().unwrap() && !is_readable(&watch));
             let raise = || {
                 for call in &calls {
                     rustix::io::write(call, &1u64.to_ne_bytes()).unwrap();
@@ -156,7 +159,7 @@ mod tests {
                 watch.wake();
             };
             raise();
-            assert!(!watch.forget().unwrap());
+            assert!(!watch.clear().unwrap());
             assert!(!is_readable(&watch), "{pairs} queue pairs");
             raise();
             let soon = Instant::now() + Duration::from_secs(60);
@@ -165,7 +168,7 @@ mod tests {
             // The hang-up comes last.
             raise();
             drop(theirs);
-            assert!(watch.forget().unwrap(), "{pairs} queue pairs");
+            assert!(watch.clear().unwrap(), "{pairs} queue pairs");
             assert!(!is_readable(&watch));
         }
     }

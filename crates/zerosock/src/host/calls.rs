@@ -15,18 +15,20 @@ use super::{HostEngine, IDLE_LOOKS};
 use crate::device::lending::LoanOf;
 use crate::device::program::App;
 use crate::io::deadline::earlier;
-use crate::table::datagrams::DatagramEngine;
-use crate::table::engine::{
-    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload,
+use crate::table::backend::{
+    Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, LoanParts, LoanedPart, Payload,
     ReadySource, RecvFault, SendFault, ShowBounds,
 };
+use crate::table::datagrams::DatagramBackend;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
-use crate::table::sockets::{Copied, LeaseParts, Message, NoLease, ReadyFlags, Sockets, StreamId};
+use crate::table::sockets::{
+    Copied, LeaseParts, MessageRead, NoLease, ReadyFlags, Sockets, StreamId,
+};
 use crate::worker::Worker;
 
-impl Engine for HostEngine {
-    fn words(&self) -> Arc<Leases> {
+impl Backend for HostEngine {
+    fn lease_table(&self) -> Arc<Leases> {
         self.words.clone()
     }
 
@@ -52,7 +54,7 @@ impl Engine for HostEngine {
     }
 
     #[inline]
-    fn settle(&mut self) {
+    fn flush_after_read(&mut self) {
         self.send_flow_control();
         let mut at = 0;
         while let Some(&vm) = self.touched.get(at) {
@@ -109,15 +111,15 @@ impl Engine for HostEngine {
         self.worker.as_fd()
     }
 
-    fn next_stirred(&mut self) -> Option<ReadySource> {
+    fn next_ready(&mut self) -> Option<ReadySource> {
         let app = self.worker.app.as_deref_mut()?;
         if let Some(port) = app.next_port() {
             return Some(ReadySource::Port(port));
         }
-        if let Some(id) = app.sockets.next_stirred() {
+        if let Some(id) = app.sockets.next_ready() {
             return Some(ReadySource::Conn(id));
         }
-        app.inboxes.next_stirred().map(ReadySource::Datagram)
+        app.inboxes.next_ready().map(ReadySource::Datagram)
     }
 
     fn next_timeout(&self) -> Option<StdInstant> {
@@ -236,7 +238,7 @@ impl Engine for HostEngine {
         let flow = self.flow_of(id);
         if how.receive {
             self.received(id, |sockets, store| {
-                sockets.read_no_more(id, store);
+                sockets.shutdown_recv(id, store);
                 true
             });
         }
@@ -247,7 +249,7 @@ impl Engine for HostEngine {
         conn.send_shutdown |= how.send;
         // Who waits for it on another thread finds that there is nothing to wait for.
         if let Some(app) = self.worker.app.as_deref_mut() {
-            app.sockets.announce(id, ReadyFlags::Writable);
+            app.sockets.set_ready(id, ReadyFlags::Writable);
         }
         if let Some((vm, flow)) = flow {
             let now = self.worker.clock.now();
@@ -393,7 +395,7 @@ impl Engine for HostEngine {
     }
 
     #[inline]
-    fn give_back(&mut self, index: u32) {
+    fn handle_dropped(&mut self, index: u32) {
         let Worker { devices, app, .. } = &mut self.worker;
         let Some(app) = app.as_deref_mut() else {
             return;
@@ -403,7 +405,7 @@ impl Engine for HostEngine {
             pools: &app.pools,
             touched: &mut self.touched,
         };
-        if app.sockets.give_back(index, &mut store) {
+        if app.sockets.end_lease(index, &mut store) {
             return;
         }
         let Some((_, vm)) = app.loan_at(index) else {
@@ -430,7 +432,7 @@ impl Engine for HostEngine {
         });
     }
 
-    fn let_go(&mut self, id: StreamId) {
+    fn flush_coalesced(&mut self, id: StreamId) {
         self.tune(id, |shard, flow| {
             shard.flush_coalesced(flow);
             Ok(())
@@ -488,7 +490,7 @@ impl Engine for HostEngine {
         id: StreamId,
         out: &mut [u8],
         peek: bool,
-    ) -> Result<Option<Message>, RecvFault> {
+    ) -> Result<Option<MessageRead>, RecvFault> {
         HostEngine::read_message(self, id, out, peek)
     }
 
@@ -548,7 +550,7 @@ impl Engine for HostEngine {
         }
     }
 
-    fn datagrams(&mut self) -> Option<&mut dyn DatagramEngine> {
+    fn datagrams(&mut self) -> Option<&mut dyn DatagramBackend> {
         Some(self)
     }
 }

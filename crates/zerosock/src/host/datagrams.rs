@@ -11,9 +11,9 @@ use super::stores::AllStores;
 use crate::device::datagrams::NotPut;
 use crate::device::lending::LoanOf;
 use crate::device::program::{App, HostToken};
-use crate::table::datagrams::{DatagramEngine, DatagramFault};
-use crate::table::engine::{LoanParts, Payload, RecvFault};
-use crate::table::inboxes::{Got, GotLease, Inboxes};
+use crate::table::backend::{LoanParts, Payload, RecvFault};
+use crate::table::datagrams::{DatagramBackend, DatagramFault};
+use crate::table::inboxes::{Inboxes, LeasedDatagram, ReceivedDatagram};
 use crate::table::sockets::Sockets;
 use crate::worker::Worker;
 
@@ -171,7 +171,7 @@ impl HostEngine {
     }
 }
 
-impl DatagramEngine for HostEngine {
+impl DatagramBackend for HostEngine {
     fn bind(
         &mut self,
         port: Port,
@@ -307,14 +307,14 @@ impl DatagramEngine for HostEngine {
     }
 
     #[inline]
-    fn recv(&mut self, id: DatagramId, out: &mut [u8], peek: bool) -> Option<Got> {
+    fn recv(&mut self, id: DatagramId, out: &mut [u8], peek: bool) -> Option<ReceivedDatagram> {
         let empty = self.app().is_some_and(|app| app.inboxes.is_empty(id));
         if empty && !peek {
             let mut got = None;
             self.show_datagram(id, &mut |source, payload, _| {
                 let copied = payload.copy_to(0, out);
                 let len = payload.len();
-                got = Some(Got {
+                got = Some(ReceivedDatagram {
                     copied,
                     len,
                     source,
@@ -328,7 +328,7 @@ impl DatagramEngine for HostEngine {
         self.with_inboxes(|inboxes, sockets, store| inboxes.read(id, out, peek, sockets, store))
     }
 
-    fn lease(&mut self, id: DatagramId) -> Result<GotLease, RecvFault> {
+    fn lease(&mut self, id: DatagramId) -> Result<LeasedDatagram, RecvFault> {
         if self.app().is_some_and(|app| app.inboxes.is_empty(id)) {
             // What has come is taken in and held.
             let ready_flags = self.find_news();

@@ -4,8 +4,8 @@ use std::io::IoSlice;
 
 use super::HostEngine;
 use crate::device::lending::LoanOf;
-use crate::table::engine::{LoanParts, LoanedPart, RecvFault, SendFault};
-use crate::table::sockets::{LeaseParts, Message, NoLease, StreamId};
+use crate::table::backend::{LoanParts, LoanedPart, RecvFault, SendFault};
+use crate::table::sockets::{LeaseParts, MessageRead, NoLease, StreamId};
 
 impl HostEngine {
     pub(super) fn read_message(
@@ -13,7 +13,7 @@ impl HostEngine {
         id: StreamId,
         out: &mut [u8],
         peek: bool,
-    ) -> Result<Option<Message>, RecvFault> {
+    ) -> Result<Option<MessageRead>, RecvFault> {
         let mut message = None;
         self.received(id, |sockets, store| {
             message = sockets.read_message(id, out, peek, store);

@@ -29,7 +29,7 @@ use crate::device::placing::SPARE_PORTS;
 use crate::device::program::{App, HostToken};
 use crate::fault::Fault;
 use crate::routing::DeviceAddr;
-use crate::table::engine::{Payload, RecvFault, SendFault, ShowBounds, copy_shown};
+use crate::table::backend::{Payload, RecvFault, SendFault, ShowBounds, copy_shown};
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
 use crate::table::sockets::{Sockets, StreamId, StreamState};
@@ -339,7 +339,7 @@ impl HostEngine {
         // A device that takes packets in asks for no kicks while it does so.
         self.armed &= self.worker.is_idle();
         self.worker.turn_devices(now);
-        if self.sockets().is_some_and(Sockets::is_over) {
+        if self.sockets().is_some_and(Sockets::is_over_copy_limit) {
             self.shed();
         }
         self.show();
@@ -402,12 +402,12 @@ impl HostEngine {
     #[cold]
     fn shed(&mut self) {
         let app = self.worker.app.as_deref_mut();
-        let overfull = app.map(|app| app.sockets.overfull());
+        let overfull = app.map(|app| app.sockets.connections_to_shed());
         for id in overfull.into_iter().flatten() {
             let Some(vm) = self.device_of(id) else {
                 // Its device is gone: what is left are copies.
                 if let Some(app) = self.worker.app.as_deref_mut() {
-                    app.sockets.give_up(id, &mut QueueStore::default());
+                    app.sockets.mark_reset(id, &mut QueueStore::default());
                 }
                 continue;
             };

@@ -1,33 +1,35 @@
-//! What the datagram sockets of an endpoint ask of its [`Engine`](crate::table::engine::Engine).
+//! The datagram calls of a [`Backend`](crate::table::backend::Backend).
 //!
-//! What must hold: as there. No call sleeps, and what calls queue becomes visible with the next
-//! flush or turn. A send that is refused for now makes the engine name the socket
-//! ([`ReadySource::Datagram`](crate::table::engine::ReadySource)) when it is worth another try.
+//! # Invariants
+//! - No call sleeps.
+//! - Queued packets become visible to the peer with the next flush or turn.
+//! - After [`DatagramFault::WouldBlock`] the backend reports the socket as
+//!   [`ReadySource::Datagram`](crate::table::backend::ReadySource) when a retry may succeed.
 
 use zerosock_proto::vsock::datagram::{
     BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats, Refusal,
 };
 use zerosock_proto::{Address, Port};
 
-use crate::table::engine::{LoanParts, Payload, RecvFault};
-use crate::table::inboxes::{Got, GotLease};
+use crate::table::backend::{LoanParts, Payload, RecvFault};
+use crate::table::inboxes::{LeasedDatagram, ReceivedDatagram};
 
-/// Why a datagram is not sent.
+/// Why a datagram was not sent.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum DatagramFault {
-    /// No buffer now, or the destination has enough.
+    /// No free buffer, or the destination's receive limit is reached.
     WouldBlock,
-    /// Longer than any may be, or than the receiver's queue can take.
+    /// Longer than the largest datagram, or than the receiver's queue can take.
     TooLong(usize),
-    /// Our own device has not negotiated datagrams.
+    /// The device of this endpoint did not negotiate datagrams.
     NoDatagrams,
-    /// The destination has not.
+    /// The destination did not negotiate datagrams.
     Deaf,
-    /// There is nobody with that CID, or he may not be reached.
+    /// No endpoint has that CID, or the access rules forbid to reach it.
     Unreachable,
-    /// As many leases and loans are out as the endpoint can count.
+    /// All entries of the endpoint's lease table are in use.
     TooManyLoans,
-    /// There is no such socket, or no such loan.
+    /// No such socket or loan.
     Unknown,
 }
 
@@ -42,36 +44,36 @@ impl From<Refusal> for DatagramFault {
     }
 }
 
-/// See the module.
-pub(crate) trait DatagramEngine {
-    /// A socket at `port`, or at one that nobody has; and its address.
+/// Datagram sockets as seen by the API. See the module documentation.
+pub(crate) trait DatagramBackend {
+    /// Opens a socket at `port`, or at a free port for [`Port::ANY`]. Returns its id and address.
     fn bind(
         &mut self,
         port: Port,
         limits: DatagramLimits,
     ) -> Result<(DatagramId, Address), BindError>;
 
-    /// Ends a socket; what it has not read is dropped.
+    /// Closes a socket and drops its unread datagrams.
     fn close(&mut self, id: DatagramId);
 
-    /// Receives from `peer` alone, or from everybody.
+    /// Restricts reception to datagrams from `peer`; `None` accepts all senders.
     fn connect(&mut self, id: DatagramId, peer: Option<Address>);
 
-    /// How much of a socket's may wait.
+    /// The limits on unread and unsent bytes of a socket.
     fn limits(&self, id: DatagramId) -> Option<DatagramLimits>;
 
-    /// Changes it.
+    /// Changes the limits.
     fn set_limits(&mut self, id: DatagramId, limits: DatagramLimits);
 
-    /// Copies a datagram to where the peer's side reads it.
+    /// Copies a datagram into buffers that the peer reads.
     fn send(&mut self, id: DatagramId, to: Address, bytes: &[u8]) -> Result<(), DatagramFault>;
 
-    /// Borrows a buffer that the peer's side will read, for a datagram of at most `len` bytes.
+    /// Borrows a buffer that the peer will read, for a datagram of at most `len` bytes.
     fn loan(&mut self, id: DatagramId, to: Address, len: usize)
     -> Result<LoanParts, DatagramFault>;
 
-    /// Sends the first `len` bytes of a loan; of `private` if it was not in place. Unless it says
-    /// `WouldBlock`, the loan is over.
+    /// Sends the first `len` bytes of a loan; `private` holds them if the loan was not in place.
+    /// Ends the loan unless it returns `WouldBlock`.
     fn send_loan(
         &mut self,
         index: u32,
@@ -79,27 +81,28 @@ pub(crate) trait DatagramEngine {
         private: Option<&[u8]>,
     ) -> Result<(), DatagramFault>;
 
-    /// Whether the other side of the queue has taken all that was sent. If not, the socket is named
-    /// when it is worth another look.
+    /// Whether the peer has consumed all sent buffers. If not, the socket becomes ready when they
+    /// return.
     fn is_flushed(&mut self, _id: DatagramId) -> bool {
         true
     }
 
-    /// Whether a send would do something now: send, or fail. If not, the socket is named when it
-    /// would.
+    /// Whether a send would succeed or fail now instead of blocking. If not, the socket becomes
+    /// ready when it would.
     fn may_send(&mut self, id: DatagramId, to: Option<Address>) -> bool;
 
-    /// Copies the next datagram to `out`, as far as it fits; `None`: there is none.
-    fn recv(&mut self, id: DatagramId, out: &mut [u8], peek: bool) -> Option<Got>;
+    /// Copies the next datagram to `out`, truncated to its length. `None`: the socket is empty.
+    fn recv(&mut self, id: DatagramId, out: &mut [u8], peek: bool) -> Option<ReceivedDatagram>;
 
-    /// Lends the next datagram out.
-    fn lease(&mut self, id: DatagramId) -> Result<GotLease, RecvFault>;
+    /// Leases the next datagram.
+    fn lease(&mut self, id: DatagramId) -> Result<LeasedDatagram, RecvFault>;
 
-    /// Whether the opener has declared that this peer writes nothing that is on lease.
+    /// Whether the application declared the peer of `pool` trusted: it does not write leased bytes.
     fn trusts(&self, pool: Option<u32>) -> bool;
 
-    /// Shows up to `most` datagrams where they lie, and takes them, as long as `look` says so; how
-    /// many. `look` hears whether the opener has declared that the peer writes nothing meanwhile.
+    /// Passes up to `most` datagrams to `look` in place and consumes them, until `look` returns
+    /// false. Returns their number. The last argument of `look` tells whether the peer is trusted
+    /// not to write the bytes meanwhile.
     fn each(
         &mut self,
         id: DatagramId,
@@ -107,12 +110,12 @@ pub(crate) trait DatagramEngine {
         look: &mut dyn FnMut(Address, Payload<'_>, bool) -> bool,
     ) -> usize;
 
-    /// Whether a datagram is there.
+    /// Whether a datagram is unread.
     fn has_some(&self, id: DatagramId) -> bool;
 
-    /// What a socket has counted.
+    /// The counters of a socket.
     fn stats(&self, id: DatagramId) -> Option<DatagramStats>;
 
-    /// What was dropped, over all sockets.
+    /// Dropped datagrams over all sockets.
     fn drops(&self) -> DatagramDrops;
 }

@@ -1,45 +1,41 @@
-//! Small writes of a program that wait to leave together.
+//! Coalescing of small writes.
 //!
-//! When a peer has so many unread packets of a connection that small ones should wait for each other
-//! ([`Shard::gather`]), what a program writes in small pieces is copied here, and leaves as one packet
-//! when it is not small any more, when the peer has read, or after some milliseconds. The protocol core
-//! says when: here are the bytes alone, of one shard.
+//! While the peer has many unread packets of a connection, small writes are copied here and sent as
+//! one packet: when enough bytes are pending, when the peer has read, or after some milliseconds.
+//! The protocol core decides when ([`Shard::gather`]); this file stores the bytes of one shard.
 //!
-//! What must hold: of each connection lie here as many bytes as its shard has unsent, in their order
-//! (fewer than a packet's worth, and never above its credit); what is here of connections that have
-//! ended is forgotten; no more connections than [`MOST`] have something here.
+//! # Invariants
+//! - Each connection has here exactly the bytes that its shard counts as gathered, in order: fewer
+//!   than a packet, and never more than its credit.
+//! - The bytes of a closed connection are removed.
+//! - At most [`MAX_CONNECTIONS`] connections have bytes here.
 
 use std::collections::HashMap;
 
 use zerosock_proto::vsock::{FlowId, FlowInfo, SMALL_PACKET, Shard};
 
-/// Connections that may have something here. Those beyond send packets of their own, and wait.
-const MOST: usize = 512;
+/// Connections that may have bytes here. Writes of further ones are sent uncoalesced, or block.
+const MAX_CONNECTIONS: usize = 512;
 
-/// Bytes of a connection that were taken from its user and that the peer is not known to have consumed.
+/// Bytes accepted from the writer that the peer has not reported as consumed.
 pub(crate) fn unsent(info: &FlowInfo) -> u32 {
     let gathered = u32::try_from(info.unsent).unwrap_or(u32::MAX);
     let sent = info.tx_cnt.wrapping_sub(info.peer_fwd_cnt);
     sent.saturating_add(gathered)
 }
 
-/// See the module.
+/// The coalesced bytes of each connection. See the module documentation.
 #[derive(Debug, Default)]
 pub(crate) struct Gathered(HashMap<FlowId, Vec<u8>>);
 
 impl Gathered {
-    /// Takes the first of `bytes`, as many as `shard` lets wait; how many. `None`: they are to leave
-    /// as they are.
-    pub(crate) fn take_in(
-        &mut self,
-        shard: &mut Shard,
-        flow: FlowId,
-        bytes: &[u8],
-    ) -> Option<usize> {
-        if self.0.len() >= MOST && !self.0.contains_key(&flow) {
+    /// Stores the first of `bytes`, as many as `shard` allows, and returns how many. `None`: the
+    /// bytes are to be sent uncoalesced.
+    pub(crate) fn push(&mut self, shard: &mut Shard, flow: FlowId, bytes: &[u8]) -> Option<usize> {
+        if self.0.len() >= MAX_CONNECTIONS && !self.0.contains_key(&flow) {
             let unsent = |flow| shard.flow(flow).is_some_and(|info| info.unsent > 0);
             self.0.retain(|flow, _| unsent(*flow));
-            if self.0.len() >= MOST {
+            if self.0.len() >= MAX_CONNECTIONS {
                 return None;
             }
         }
@@ -47,27 +43,27 @@ impl Gathered {
         let taken = shard.coalesce(flow, len) as usize;
         let taken = bytes.get(..taken).unwrap_or(bytes);
         if !taken.is_empty() {
-            let kept = self.0.entry(flow);
-            let kept = kept.or_insert_with(|| Vec::with_capacity(SMALL_PACKET as usize));
-            kept.extend_from_slice(taken);
+            let pending = self.0.entry(flow);
+            let pending = pending.or_insert_with(|| Vec::with_capacity(SMALL_PACKET as usize));
+            pending.extend_from_slice(taken);
         }
         Some(taken.len())
     }
 
-    /// The next `len` bytes of a connection leave: they are given to `put`.
-    pub(crate) fn leave(&mut self, flow: FlowId, len: u32, put: impl FnOnce(&[u8])) {
-        let Some(kept) = self.0.get_mut(&flow) else {
+    /// Removes the next `len` bytes of a connection and passes them to `put`.
+    pub(crate) fn pop(&mut self, flow: FlowId, len: u32, put: impl FnOnce(&[u8])) {
+        let Some(pending) = self.0.get_mut(&flow) else {
             return;
         };
-        let len = (len as usize).min(kept.len());
-        put(kept.get(..len).unwrap_or(kept));
-        kept.drain(..len);
-        if kept.is_empty() {
+        let len = (len as usize).min(pending.len());
+        put(pending.get(..len).unwrap_or(pending));
+        pending.drain(..len);
+        if pending.is_empty() {
             self.forget(flow);
         }
     }
 
-    /// Nobody will receive what is here of a connection.
+    /// Drops the bytes of a connection that has ended.
     pub(crate) fn forget(&mut self, flow: FlowId) {
         self.0.remove(&flow);
         if self.0.is_empty() {
@@ -75,7 +71,7 @@ impl Gathered {
         }
     }
 
-    /// Nor of any.
+    /// Drops the bytes of all connections.
     pub(crate) fn clear(&mut self) {
         self.0 = HashMap::new();
     }
@@ -88,7 +84,7 @@ impl Gathered {
         self.0.contains_key(&flow)
     }
 
-    /// Those that have something here.
+    /// The connections with bytes here.
     pub(crate) fn flows(&self) -> impl Iterator<Item = FlowId> + '_ {
         self.0.keys().copied()
     }

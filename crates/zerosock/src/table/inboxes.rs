@@ -1,41 +1,40 @@
-//! What the datagram sockets of an endpoint have received and nobody has read, whichever half of
-//! the queues it came through.
+//! The unread datagrams of an endpoint's sockets.
 //!
-//! The protocol core's table says whose a datagram is and how many bytes a socket may have; here is
-//! where they lie. In place first: in a hidden connection of the table of [`Sockets`], one for each
-//! socket and pool, so that the bounds on what is held, in number and in time, are those of
-//! streams, and leases come from there. Beyond half of a pool they are copied, and beyond the
-//! socket's limit they were dropped before: so nothing that is not read keeps a queue from being
-//! worked off.
+//! The protocol core's [`DatagramTable`] assigns datagrams to sockets and limits their bytes. The
+//! payloads lie in [`Sockets`], in one internal connection for each socket and pool, so that the
+//! limits on held buffers and the leases of streams apply to datagrams too. Beyond half of a pool,
+//! datagrams are copied; beyond the socket's limit the core drops them. Unread datagrams therefore
+//! never block a queue.
 //!
-//! What must hold: a socket's datagrams are read in the order in which they came; each is reported
-//! to the table as taken once.
+//! # Invariants
+//! - A socket's datagrams are read in order of arrival.
+//! - Each is reported to the table as taken exactly once.
 
 use std::collections::VecDeque;
 
 use zerosock_proto::Address;
 use zerosock_proto::vsock::datagram::{DatagramId, DatagramTable};
 
-use super::engine::{Payload, RecvFault};
-use super::sockets::{Held, LeaseParts, NoLease, Sockets, Store, StreamId, StreamState};
+use super::backend::{Payload, RecvFault};
+use super::sockets::{HeldBuffer, LeaseParts, NoLease, Sockets, Store, StreamId, StreamState};
 
-/// See the module.
+/// The unread datagrams of all sockets. See the module documentation.
 #[derive(Debug)]
 pub(crate) struct Inboxes {
     pub(crate) table: DatagramTable,
     boxes: Vec<Inbox>,
-    /// Those with ready_flags, oldest first.
-    stirred: VecDeque<DatagramId>,
+    /// Sockets with changed readiness, oldest first.
+    ready_list: VecDeque<DatagramId>,
 }
 
 #[derive(Debug, Default)]
 struct Inbox {
-    /// The socket that it is of.
+    /// The socket; `None` for a free entry.
     id: Option<DatagramId>,
     entries: VecDeque<Entry>,
-    /// A connection for each pool that something has come from.
+    /// The internal connection for each pool from which datagrams arrived.
     conns: Vec<(u32, StreamId)>,
-    /// In the list of those with ready_flags.
+    /// The socket is in the ready list.
     listed: bool,
 }
 
@@ -53,23 +52,23 @@ enum At {
     Copy(Vec<u8>),
 }
 
-/// What was read.
+/// The result of reading a datagram.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Got {
-    /// Bytes that were copied.
+pub(crate) struct ReceivedDatagram {
+    /// Bytes copied.
     pub(crate) copied: usize,
-    /// Bytes that the datagram has.
+    /// Length of the datagram in bytes.
     pub(crate) len: usize,
     pub(crate) source: Address,
 }
 
-/// A datagram that was lent out.
+/// A leased datagram.
 #[derive(Debug)]
-pub(crate) struct GotLease {
-    /// `None`: it is empty.
+pub(crate) struct LeasedDatagram {
+    /// `None`: the datagram is empty.
     pub(crate) parts: Option<LeaseParts>,
     pub(crate) source: Address,
-    /// The pool that it came in, for who asks whether its peer is trusted.
+    /// The pool of its buffer; tells whether the peer is trusted.
     pub(crate) pool: Option<u32>,
 }
 
@@ -78,7 +77,7 @@ impl Inboxes {
         Inboxes {
             table,
             boxes: Vec::new(),
-            stirred: VecDeque::new(),
+            ready_list: VecDeque::new(),
         }
     }
 
@@ -88,7 +87,7 @@ impl Inboxes {
         (inbox.id == Some(id)).then_some(inbox)
     }
 
-    /// A new socket has this id.
+    /// Adds a new socket.
     pub(crate) fn open(&mut self, id: DatagramId) {
         let index = id.index() as usize;
         if self.boxes.len() <= index {
@@ -99,7 +98,7 @@ impl Inboxes {
         }
     }
 
-    /// Throws away what a socket has, which is closed.
+    /// Drops the unread datagrams of a closed socket.
     pub(crate) fn close<T>(
         &mut self,
         id: DatagramId,
@@ -113,27 +112,27 @@ impl Inboxes {
         }
     }
 
-    /// Whether nothing waits for its reader.
+    /// Whether the socket has no unread datagram.
     #[inline]
     pub(crate) fn is_empty(&self, id: DatagramId) -> bool {
         let inbox = self.boxes.get(id.index() as usize);
         inbox.is_none_or(|inbox| inbox.entries.is_empty())
     }
 
-    /// Something has happened to a socket that somebody may wait for.
+    /// Puts a socket on the ready list.
     #[inline]
     pub(crate) fn mark_ready(&mut self, id: DatagramId) {
         if let Some(inbox) = self.inbox(id)
             && !std::mem::replace(&mut inbox.listed, true)
         {
-            self.stirred.push_back(id);
+            self.ready_list.push_back(id);
         }
     }
 
-    /// The next socket that something has happened to.
+    /// The next socket with changed readiness.
     #[inline]
-    pub(crate) fn next_stirred(&mut self) -> Option<DatagramId> {
-        while let Some(id) = self.stirred.pop_front() {
+    pub(crate) fn next_ready(&mut self) -> Option<DatagramId> {
+        while let Some(id) = self.ready_list.pop_front() {
             if let Some(inbox) = self.inbox(id) {
                 inbox.listed = false;
                 return Some(id);
@@ -142,14 +141,14 @@ impl Inboxes {
         self.table.poll_writable()
     }
 
-    /// Takes in a datagram that the table has found a socket for, and that lies in a buffer of
-    /// `pool`. True: it had to be copied.
+    /// Stores a datagram in a buffer of `pool` for the socket that the table chose. Returns whether
+    /// it had to be copied.
     pub(crate) fn deliver<T>(
         &mut self,
         id: DatagramId,
         source: Address,
         pool: u32,
-        held: Held<T>,
+        held: HeldBuffer<T>,
         sockets: &mut Sockets<T>,
         store: &mut impl Store<Token = T>,
     ) -> bool {
@@ -159,7 +158,7 @@ impl Inboxes {
             store.release(held.token);
             return false;
         };
-        let (place, copied) = if len > 0 && sockets.has_place(pool) {
+        let (place, copied) = if len > 0 && sockets.may_hold_datagram(pool) {
             let conn = inbox.conn(pool, local, sockets, store);
             sockets.deliver(conn, held, store);
             (At::Conn(conn), false)
@@ -178,7 +177,7 @@ impl Inboxes {
         copied
     }
 
-    /// As [`deliver`](Self::deliver), for one that was put together.
+    /// As [`deliver`](Self::deliver), for a datagram reassembled from fragments.
     pub(crate) fn deliver_copy<T>(
         &mut self,
         id: DatagramId,
@@ -197,8 +196,8 @@ impl Inboxes {
         }
     }
 
-    /// The next datagram that is still there. One of a connection that had to give up its copies,
-    /// because there were too many, is not.
+    /// The next datagram that still exists. Those dropped by the copy limit
+    /// are skipped.
     fn front<T>(&mut self, id: DatagramId, sockets: &Sockets<T>) -> Option<&mut Entry> {
         loop {
             let entry = self.inbox(id)?.entries.front()?;
@@ -213,7 +212,7 @@ impl Inboxes {
         }
     }
 
-    /// Copies the next datagram to `out`, as far as it fits, and takes it, all of it.
+    /// Copies the next datagram to `out`, truncated to its length, and consumes all of it.
     pub(crate) fn read<T>(
         &mut self,
         id: DatagramId,
@@ -221,7 +220,7 @@ impl Inboxes {
         peek: bool,
         sockets: &mut Sockets<T>,
         store: &mut impl Store<Token = T>,
-    ) -> Option<Got> {
+    ) -> Option<ReceivedDatagram> {
         let entry = self.front(id, sockets)?;
         let (source, len) = (entry.source, entry.len);
         let copied = (len as usize).min(out.len());
@@ -245,20 +244,20 @@ impl Inboxes {
             self.inbox(id)?.entries.pop_front();
             self.table.consume(id, len);
         }
-        Some(Got {
+        Some(ReceivedDatagram {
             copied,
             len: len as usize,
             source,
         })
     }
 
-    /// Lends the next datagram out.
+    /// Leases the next datagram.
     pub(crate) fn lease<T>(
         &mut self,
         id: DatagramId,
         sockets: &mut Sockets<T>,
         store: &mut impl Store<Token = T>,
-    ) -> Result<GotLease, RecvFault> {
+    ) -> Result<LeasedDatagram, RecvFault> {
         let entry = self.front(id, sockets).ok_or(RecvFault::WouldBlock)?;
         let (source, len) = (entry.source, entry.len);
         let mut pool = None;
@@ -284,14 +283,14 @@ impl Inboxes {
             inbox.entries.pop_front();
         }
         self.table.consume(id, len);
-        Ok(GotLease {
+        Ok(LeasedDatagram {
             parts,
             source,
             pool,
         })
     }
 
-    /// The pool that the next datagram lies in; `None`: in none, or there is none.
+    /// The pool of the next datagram's buffer; `None` if it is a copy, or there is none.
     pub(crate) fn front_pool<T>(&self, id: DatagramId, sockets: &Sockets<T>) -> Option<u32> {
         let inbox = self.boxes.get(id.index() as usize)?;
         match inbox.entries.front()?.place {
@@ -300,7 +299,7 @@ impl Inboxes {
         }
     }
 
-    /// Shows the next datagram to `look`, where it lies, and takes it.
+    /// Passes the next datagram to `look` in place and consumes it.
     pub(crate) fn show<T>(
         &mut self,
         id: DatagramId,
@@ -310,7 +309,7 @@ impl Inboxes {
     ) -> Option<bool> {
         self.front(id, sockets)?;
         let Entry { source, len, place } = self.inbox(id)?.entries.pop_front()?;
-        // Beforehand: who looks may panic.
+        // Before the call, because `look` may panic.
         self.table.consume(id, len);
         let mut go_on = true;
         match place {
@@ -331,7 +330,7 @@ impl Inboxes {
 }
 
 impl Inbox {
-    /// The connection for what comes in buffers of `pool`.
+    /// The internal connection for buffers of `pool`.
     fn conn<T>(
         &mut self,
         pool: u32,
@@ -346,7 +345,7 @@ impl Inbox {
             if known.is_some_and(|conn| conn.state == StreamState::Connected) {
                 return conn;
             }
-            // It had to give up what it had; its leases stay.
+            // The copy limit reset it; its leases remain valid.
             sockets.remove(conn, store);
         }
         let conn = sockets.insert_datagrams(pool, local);

@@ -1,18 +1,18 @@
-//! The sockets of one endpoint, as its two halves of virtqueues share them: the driver of an attached
-//! process, and the device of a program that is the host.
+//! The sockets of one endpoint, shared by both halves of the virtqueues: the driver of an attached
+//! process and the device of an embedding program.
 //!
-//! - [`engine`], [`datagrams`]: what the sockets of the API ask of the half of the queues that they
-//!   have;
-//! - [`sockets`]: the table of connections, their leases and loans, and the bounds on what is held;
-//! - [`leases`]: the words that the table shares with the holders of leases and loans;
+//! - [`backend`], [`datagrams`]: the traits between the API and that half of the queues;
+//! - [`sockets`]: the table of connections, their leases and loans, and the limits on held buffers;
+//! - [`leases`]: lease state shared with the holders of leases and loans;
 //! - [`inboxes`]: received datagrams;
-//! - [`gathered`], [`outgoing`]: bytes that wait to be sent.
+//! - [`gathered`], [`outgoing`]: bytes waiting to be sent;
+//! - [`over`]: the error after the endpoint's end.
 //!
 //! # Invariants
-//! Nothing in here knows virtqueues, devices or drivers.
+//! No module in here uses virtqueues, devices or drivers.
 
+pub(crate) mod backend;
 pub(crate) mod datagrams;
-pub(crate) mod engine;
 pub(crate) mod gathered;
 pub(crate) mod inboxes;
 pub(crate) mod leases;

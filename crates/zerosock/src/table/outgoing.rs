@@ -1,20 +1,20 @@
-//! Messages on their way out: what of one has not left for want of buffers.
+//! Messages that were only partly sent for lack of buffers.
 //!
-//! A message is sent as a whole or not at all. Credit for all of it is there before it begins, but
-//! buffers may not be; the rest is copied aside then, and its engine sends it as buffers come. Until
-//! it has ended no other of its connection begins, so there is one at most for each, no longer than
-//! what its peer's buffer takes.
+//! A message is sent completely or not at all. Credit for the whole message is reserved first, but
+//! buffers may run out; the rest is then copied here, and the backend sends it as buffers return. A
+//! connection sends no other message before that, so each has at most one entry, no longer than the
+//! peer's receive buffer.
 
 use std::io::IoSlice;
 
 use zerosock_proto::vsock::MessageReservation;
 use zerosock_proto::wire::vsock::SEQ_EOR;
 
-/// The bytes of a message, in slices, from which parts are taken one after the other.
+/// A cursor over the bytes of a message that lies in several slices.
 #[derive(Debug)]
 pub(crate) struct Slices<'a> {
     slices: &'a [IoSlice<'a>],
-    /// Taken of the first of them.
+    /// Bytes already taken of the first slice.
     taken: usize,
     left: usize,
 }
@@ -29,12 +29,12 @@ impl<'a> Slices<'a> {
         }
     }
 
-    /// Bytes that were not taken.
+    /// Bytes not taken yet.
     pub(crate) fn left(&self) -> usize {
         self.left
     }
 
-    /// Takes the next `len` bytes: gives them to `put`, with where each stretch of them begins.
+    /// Takes the next `len` bytes: passes each piece to `put` with its offset.
     pub(crate) fn take(&mut self, len: usize, mut put: impl FnMut(usize, &[u8])) {
         let mut at = 0;
         while at < len
@@ -54,30 +54,30 @@ impl<'a> Slices<'a> {
     }
 }
 
-/// See the module.
+/// The unsent rest of a message. See the module documentation.
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     pub(crate) room: MessageReservation,
     bytes: Vec<u8>,
-    /// Those that have left.
+    /// Bytes of `bytes` already sent.
     at: usize,
     ends_record: bool,
 }
 
 impl Outgoing {
-    /// What is left in `slices`, of a message with that credit.
-    pub(crate) fn rest(
+    /// The rest of a message in `slices`, sent with the credit `room`.
+    pub(crate) fn from_slices(
         room: MessageReservation,
         mut slices: Slices<'_>,
         ends_record: bool,
     ) -> Outgoing {
         let mut bytes = Vec::with_capacity(slices.left());
         slices.take(slices.left(), |_, part| bytes.extend_from_slice(part));
-        Outgoing::of(room, bytes, ends_record)
+        Outgoing::new(room, bytes, ends_record)
     }
 
-    /// `bytes`, of a message with that credit.
-    pub(crate) fn of(room: MessageReservation, bytes: Vec<u8>, ends_record: bool) -> Outgoing {
+    /// A message of `bytes`, sent with the credit `room`.
+    pub(crate) fn new(room: MessageReservation, bytes: Vec<u8>, ends_record: bool) -> Outgoing {
         Outgoing {
             room,
             bytes,
@@ -86,8 +86,8 @@ impl Outgoing {
         }
     }
 
-    /// A message of which the first `at` bytes have left.
-    pub(crate) fn after(room: MessageReservation, bytes: Vec<u8>, at: usize) -> Outgoing {
+    /// A message of which `at` bytes were sent.
+    pub(crate) fn resumed(room: MessageReservation, bytes: Vec<u8>, at: usize) -> Outgoing {
         Outgoing {
             room,
             bytes,
@@ -96,23 +96,23 @@ impl Outgoing {
         }
     }
 
-    /// Bytes that have not left.
+    /// Bytes not sent yet.
     pub(crate) fn left(&self) -> &[u8] {
         self.bytes.get(self.at..).unwrap_or(&[])
     }
 
-    /// So many of them have.
+    /// Marks `len` more bytes as sent.
     pub(crate) fn advance(&mut self, len: usize) {
         self.at += len;
     }
 
-    /// What `len` more bytes end.
+    /// The header flags of a part of `len` bytes, if it ends the message.
     pub(crate) fn end(&self, len: usize) -> Option<u32> {
         end(self.left().len() - len, self.ends_record)
     }
 }
 
-/// What ends with a part behind which `left` bytes follow.
+/// The header flags of a part that `left` bytes follow, if it ends the message.
 pub(crate) fn end(left: usize, ends_record: bool) -> Option<u32> {
     (left == 0).then_some(if ends_record { SEQ_EOR } else { 0 })
 }

@@ -1,25 +1,25 @@
-//! The end of an endpoint.
+//! The error of calls on an endpoint that has ended.
 
 use crate::fault::Fault;
 use std::io::{Error, ErrorKind};
 
-/// An endpoint or a host is over: its device broke the rings, or the system failed it. All of its
-/// sockets answer with an [`std::io::Error`] of the kind `ConnectionAborted`; this is inside. Other
-/// endpoints of the process are not concerned.
+/// The endpoint has ended: its peer violated the virtio protocol, or a system call failed. All its
+/// sockets return an [`std::io::Error`] of the kind `ConnectionAborted` that contains this error.
+/// Other endpoints of the process are not affected.
 ///
 /// ```
 /// use std::io::{Error, ErrorKind};
 /// use zerosock::vsock::{EndpointOver, Fault};
 ///
-/// /// Whether to attach once more.
-/// fn again(error: &Error) -> bool {
+/// /// Whether to attach again.
+/// fn should_reattach(error: &Error) -> bool {
 ///     let inside = error.get_ref().and_then(|inner| inner.downcast_ref::<EndpointOver>());
 ///     inside.is_some_and(|over| over.fault() == Fault::Peer)
 /// }
-/// assert!(!again(&ErrorKind::ConnectionReset.into()));
+/// assert!(!should_reattach(&ErrorKind::ConnectionReset.into()));
 /// ```
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("the endpoint is over: {why}")]
+#[error("the endpoint has ended: {why}")]
 pub struct EndpointOver {
     fault: Fault,
     why: String,
@@ -33,7 +33,7 @@ impl EndpointOver {
         }
     }
 
-    /// Who is to blame.
+    /// Which side caused the end.
     pub fn fault(&self) -> Fault {
         self.fault
     }

@@ -29,7 +29,7 @@ use super::seqpacket::SeqPacket;
 use super::socket::Bound;
 use super::stream::Stream;
 use super::waiting::Wait;
-use crate::table::engine::{ConnInfo, Engine, RecvFault, SendFault};
+use crate::table::backend::{Backend, ConnInfo, RecvFault, SendFault};
 use crate::table::sockets::{StreamId, StreamState};
 
 /// A type of connected socket.
@@ -160,7 +160,7 @@ impl Connection {
 
     /// Waits for the answer to a request, as a read would.
     pub(super) fn wait_connected(&self) -> io::Result<()> {
-        let attempt = |engine: &mut dyn Engine| outcome(&engine.info(self.id)?);
+        let attempt = |engine: &mut dyn Backend| outcome(&engine.info(self.id)?);
         let interest = Interest::Conn(self.id);
         Ok(self.core.wait(interest, self.read_patience(), attempt)??)
     }
@@ -218,11 +218,11 @@ impl Connection {
     #[inline]
     pub(super) fn receive<T>(
         &self,
-        mut get: impl FnMut(&mut dyn Engine) -> Result<T, RecvFault>,
+        mut get: impl FnMut(&mut dyn Backend) -> Result<T, RecvFault>,
     ) -> io::Result<T> {
-        let attempt = |engine: &mut dyn Engine| match get(engine) {
+        let attempt = |engine: &mut dyn Backend| match get(engine) {
             Ok(got) => {
-                engine.settle();
+                engine.flush_after_read();
                 Some(Ok(got))
             }
             Err(fault) => of_recv(fault).map(Err),
@@ -235,9 +235,9 @@ impl Connection {
     #[inline]
     pub(super) fn transmit<T>(
         &self,
-        mut put: impl FnMut(&mut dyn Engine) -> Result<T, SendFault>,
+        mut put: impl FnMut(&mut dyn Backend) -> Result<T, SendFault>,
     ) -> io::Result<T> {
-        let attempt = |engine: &mut dyn Engine| match put(engine) {
+        let attempt = |engine: &mut dyn Backend| match put(engine) {
             Ok(done) => {
                 engine.flush();
                 Some(Ok(done))
@@ -251,7 +251,7 @@ impl Connection {
     /// `None`: the call would block.
     pub(super) fn send_fault<T>(
         &self,
-        engine: &mut dyn Engine,
+        engine: &mut dyn Backend,
         fault: SendFault,
     ) -> Option<Result<T, StreamError>> {
         let mut error = of_send(fault)?;

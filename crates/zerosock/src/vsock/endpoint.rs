@@ -25,7 +25,7 @@ use crate::control::attach::{self};
 use crate::driver::{self, Driver};
 use crate::io::deadline::deadline_in;
 use crate::routing::name::Name;
-use crate::table::engine::{ConnInfo, EndpointStats};
+use crate::table::backend::{ConnInfo, EndpointStats};
 use crate::table::sockets::StreamState;
 
 /// A process with a CID and vsock sockets, as a guest has, without a virtual machine.

@@ -13,13 +13,13 @@ use zerosock_proto::{Address, Cid, Port};
 
 use super::Fault;
 use super::hub::Core;
-use crate::table::engine::{
-    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload,
+use crate::table::backend::{
+    Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, LoanParts, LoanedPart, Payload,
     ReadySource, RecvFault, SendFault,
 };
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
-use crate::table::sockets::{Copied, LeaseParts, Message, StreamId, StreamState};
+use crate::table::sockets::{Copied, LeaseParts, MessageRead, StreamId, StreamState};
 
 /// What the engine reports, and the calls that it has recorded.
 #[derive(Debug, Default)]
@@ -84,8 +84,8 @@ impl Fake {
     }
 }
 
-impl Engine for Fake {
-    fn words(&self) -> Arc<Leases> {
+impl Backend for Fake {
+    fn lease_table(&self) -> Arc<Leases> {
         self.words.clone()
     }
 
@@ -107,7 +107,7 @@ impl Engine for Fake {
 
     fn flush(&mut self) {}
 
-    fn settle(&mut self) {
+    fn flush_after_read(&mut self) {
         self.script().settled += 1;
     }
 
@@ -128,7 +128,7 @@ impl Engine for Fake {
         self.fd.as_fd()
     }
 
-    fn next_stirred(&mut self) -> Option<ReadySource> {
+    fn next_ready(&mut self) -> Option<ReadySource> {
         self.script().stirred.pop_front()
     }
 
@@ -226,7 +226,7 @@ impl Engine for Fake {
         None
     }
 
-    fn give_back(&mut self, index: u32) {
+    fn handle_dropped(&mut self, index: u32) {
         self.script().given_back.push(index);
     }
 
@@ -247,7 +247,7 @@ impl Engine for Fake {
         _: StreamId,
         _: &mut [u8],
         _: bool,
-    ) -> Result<Option<Message>, RecvFault> {
+    ) -> Result<Option<MessageRead>, RecvFault> {
         Err(RecvFault::WouldBlock)
     }
 

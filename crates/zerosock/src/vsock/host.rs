@@ -29,7 +29,7 @@ use crate::control::socket_file::{self, SocketFile, SocketKind};
 use crate::host::{HostConfig, HostEngine};
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
-use crate::table::engine::EndpointStats;
+use crate::table::backend::EndpointStats;
 use zerosock_vhost_user::{Fault, FaultCounts};
 
 /// CID 2 for VMs and processes: it reads received bytes in their memory and writes sent bytes

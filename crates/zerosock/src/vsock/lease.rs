@@ -27,7 +27,7 @@ use self::shared::Shared;
 use super::errors::StreamError;
 use super::hub::Core;
 use crate::table::leases::{Entered, NONE};
-use crate::table::sockets::{Copied, LeaseParts, PIECES, Place};
+use crate::table::sockets::{BufferPlace, Copied, LeaseParts, PIECES};
 use crate::zc::{Buf, Mapped};
 
 /// The bytes of one received packet, in place. Dropping it returns the buffer and the credit to the
@@ -84,7 +84,7 @@ pub struct OwnedLease {
 struct Body {
     index: u32,
     len: usize,
-    place: Place,
+    place: BufferPlace,
     /// The application's declaration of trust, if it covers this peer.
     trust: Option<Trust>,
 }
@@ -95,7 +95,7 @@ impl Body {
         Self {
             index: NONE,
             len: 0,
-            place: Place::Copied((Arc::default(), 0)),
+            place: BufferPlace::Copied((Arc::default(), 0)),
             trust: None,
         }
     }
@@ -167,7 +167,7 @@ impl<'a> Lease<'a> {
     /// Whether the bytes lay where the peer's side wrote them when they were received. False for a
     /// packet beyond the hold limit, which is a copy.
     pub fn is_in_place(&self) -> bool {
-        matches!(self.body.place, Place::InPlace { .. })
+        matches!(self.body.place, BufferPlace::InPlace { .. })
     }
 
     /// Keeps the bytes in place while they are read.
@@ -259,7 +259,7 @@ impl OwnedLease {
 
     /// As [`Lease::is_in_place`].
     pub fn is_in_place(&self) -> bool {
-        matches!(self.body.place, Place::InPlace { .. })
+        matches!(self.body.place, BufferPlace::InPlace { .. })
     }
 
     /// Keeps the bytes in place while they are read.
@@ -301,7 +301,7 @@ impl OwnedLease {
         let len = self.len();
         let place = self.body.place.clone();
         let shared = Shared::new(self);
-        let Place::InPlace {
+        let BufferPlace::InPlace {
             memory,
             pieces,
             offset,
@@ -348,7 +348,7 @@ impl Drop for OwnedLease {
 impl<'l> Reading<'l> {
     fn new(core: &'l Core, body: &'l Body) -> Reading<'l> {
         let (mut copy, mut entered) = (None, false);
-        if let Place::InPlace { .. } = &body.place {
+        if let BufferPlace::InPlace { .. } = &body.place {
             entered = core.leases().enter(body.index) == Entered::InPlace;
             if !entered {
                 // The copy exists: the endpoint stores it before it marks the lease as moved.
@@ -367,8 +367,8 @@ impl<'l> Reading<'l> {
     /// Where the bytes are, if in private memory.
     fn private(&self) -> Option<&[u8]> {
         let (bytes, start) = match (&self.copy, &self.body.place) {
-            (Some(copy), _) | (None, Place::Copied(copy)) => copy,
-            (None, Place::InPlace { .. }) => return None,
+            (Some(copy), _) | (None, BufferPlace::Copied(copy)) => copy,
+            (None, BufferPlace::InPlace { .. }) => return None,
         };
         bytes.get(*start..*start + self.body.len)
     }
@@ -417,7 +417,7 @@ impl<'l> Reading<'l> {
         if self.core.leases().is_torn(self.body.index) {
             return None;
         }
-        let Place::InPlace {
+        let BufferPlace::InPlace {
             memory,
             pieces,
             offset,
@@ -486,12 +486,12 @@ impl<'l> Reading<'l> {
             return len;
         }
         match &self.body.place {
-            Place::InPlace {
+            BufferPlace::InPlace {
                 memory,
                 pieces,
                 offset: start,
             } => memory.read(pieces, start + offset, out),
-            Place::Copied(_) => 0,
+            BufferPlace::Copied(_) => 0,
         }
     }
 
@@ -510,7 +510,7 @@ impl<'l> Reading<'l> {
         if let Some(bytes) = self.private() {
             return Ok(rustix::io::writev(fd, &[IoSlice::new(bytes)])?);
         }
-        let Place::InPlace {
+        let BufferPlace::InPlace {
             memory,
             pieces,
             offset,
@@ -528,7 +528,7 @@ impl<'l> Reading<'l> {
         if let Some(bytes) = self.private() {
             return bytes.as_ptr();
         }
-        let Place::InPlace {
+        let BufferPlace::InPlace {
             memory,
             pieces,
             offset,

@@ -70,7 +70,7 @@ pub mod tokio;
 mod waiting;
 
 pub use crate::fault::Fault;
-pub use crate::table::engine::EndpointStats;
+pub use crate::table::backend::EndpointStats;
 pub use crate::table::over::EndpointOver;
 pub use crate::table::sockets::StreamState;
 pub use datagram::{

@@ -9,7 +9,7 @@ use super::put::{NotPut, Source};
 use super::{COPY, Datagrams, wake_all};
 use crate::device::{Context, Device};
 use crate::header;
-use crate::table::engine::Payload;
+use crate::table::backend::Payload;
 
 /// Packets taken in for one datagram of the program's.
 const BUDGET: usize = 256;

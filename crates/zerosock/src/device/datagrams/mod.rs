@@ -33,7 +33,7 @@ use crate::device::program::HostToken;
 use crate::device::ring::Ring;
 use crate::device::{Context, Device};
 use crate::io::deadline::earlier;
-use crate::table::sockets::{Ends, Held};
+use crate::table::sockets::{Ends, HeldBuffer};
 pub(crate) use put::NotPut;
 pub(crate) use siblings::returned;
 
@@ -290,7 +290,7 @@ impl Device {
             return;
         }
         self.app.note_descriptors(chain.descriptors(), tx, app);
-        let held = Held {
+        let held = HeldBuffer {
             token: HostToken {
                 chain,
                 vm: self.addr.vm,

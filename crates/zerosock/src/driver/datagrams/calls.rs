@@ -1,20 +1,20 @@
-//! What the datagram sockets of an endpoint call.
+//! The driver's implementation of datagram sockets.
 
 use zerosock_proto::vsock::datagram::{
     BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats, data,
 };
 use zerosock_proto::{Address, Cid, Port};
 
-use super::LANE;
-use super::Lent;
+use super::DatagramLoan;
+use super::QUEUE_PAIR;
 use crate::driver::Driver;
 use crate::driver::queue_pairs::RxSlot;
-use crate::table::datagrams::{DatagramEngine, DatagramFault};
-use crate::table::engine::{LoanParts, Payload, RecvFault};
-use crate::table::inboxes::{Got, GotLease};
-use crate::table::sockets::Place;
+use crate::table::backend::{LoanParts, Payload, RecvFault};
+use crate::table::datagrams::{DatagramBackend, DatagramFault};
+use crate::table::inboxes::{LeasedDatagram, ReceivedDatagram};
+use crate::table::sockets::BufferPlace;
 
-impl DatagramEngine for Driver {
+impl DatagramBackend for Driver {
     fn bind(
         &mut self,
         port: Port,
@@ -58,11 +58,11 @@ impl DatagramEngine for Driver {
         len: usize,
     ) -> Result<LoanParts, DatagramFault> {
         self.may_send_datagram(id, to, len)?;
-        let most = self.store.queue_pairs[LANE].slots.tx_data.len() as usize;
-        // A quarter of the slots is never out.
+        let most = self.store.queue_pairs[QUEUE_PAIR].slots.tx_data.len() as usize;
+        // A quarter of the slots is never on loan.
         let in_place = len <= most && self.datagrams.lent < self.config.slots() / 4;
         let slot = match in_place {
-            true => match self.store.queue_pairs[LANE].tx.data_slot(len as u32) {
+            true => match self.store.queue_pairs[QUEUE_PAIR].tx.data_slot(len as u32) {
                 Ok(Some(slot)) => Some(slot),
                 _ => return Err(self.wait_for_datagram_slots(id, 1)),
             },
@@ -70,19 +70,19 @@ impl DatagramEngine for Driver {
         };
         let Some(index) = self.sockets.begin_loan() else {
             if let Some(slot) = slot {
-                self.store.queue_pairs[LANE].tx.put_back(slot);
+                self.store.queue_pairs[QUEUE_PAIR].tx.put_back(slot);
             }
             return Err(DatagramFault::TooManyLoans);
         };
         self.datagrams.lent += u16::from(slot.is_some());
-        let slots = &self.store.queue_pairs[LANE].slots;
-        let place = slot.map(|slot| Place::InPlace {
+        let slots = &self.store.queue_pairs[QUEUE_PAIR].slots;
+        let place = slot.map(|slot| BufferPlace::InPlace {
             memory: slots.memory.clone(),
             pieces: slots.tx_data.pieces(slot).iter().copied().collect(),
             offset: 0,
         });
         if let Some(place) = self.datagrams.loans.get_mut(index as usize) {
-            *place = Some(Lent { id, to, slot });
+            *place = Some(DatagramLoan { id, to, slot });
         }
         Ok(LoanParts { index, len, place })
     }
@@ -94,14 +94,14 @@ impl DatagramEngine for Driver {
         private: Option<&[u8]>,
     ) -> Result<(), DatagramFault> {
         let place = self.datagrams.loans.get(index as usize);
-        let Some(Lent { id, to, slot }) = place.and_then(Option::as_ref) else {
+        let Some(DatagramLoan { id, to, slot }) = place.and_then(Option::as_ref) else {
             return Err(DatagramFault::Unknown);
         };
         let (id, to, slot) = (*id, *to, *slot);
         let Some(slot) = slot else {
             let bytes = private.unwrap_or_default();
             let bytes = bytes.get(..len).unwrap_or(bytes);
-            let sent = DatagramEngine::send(self, id, to, bytes);
+            let sent = DatagramBackend::send(self, id, to, bytes);
             if sent != Err(DatagramFault::WouldBlock) {
                 self.end_datagram_loan(index);
             }
@@ -120,10 +120,12 @@ impl DatagramEngine for Driver {
         }
         self.datagrams.lent = self.datagrams.lent.saturating_sub(1);
         self.sockets.end_loan(index);
-        let len = (len as u32).min(self.store.queue_pairs[LANE].slots.tx_data.len());
-        self.store.queue_pairs[LANE].tx.fly(slot, id, len);
+        let len = (len as u32).min(self.store.queue_pairs[QUEUE_PAIR].slots.tx_data.len());
+        self.store.queue_pairs[QUEUE_PAIR]
+            .tx
+            .track_datagram(slot, id, len);
         if self
-            .transmit(LANE, slot, &data(from, to, len, true))
+            .transmit(QUEUE_PAIR, slot, &data(from, to, len, true))
             .is_err()
         {
             return Err(DatagramFault::Unknown);
@@ -134,16 +136,16 @@ impl DatagramEngine for Driver {
     }
 
     fn is_flushed(&mut self, id: DatagramId) -> bool {
-        // What goes wrong here goes wrong again in the next turn, which says so.
-        let _ = self.store.queue_pairs[LANE].tx.reap();
-        self.land();
+        // The error recurs in the next turn, which reports it.
+        let _ = self.store.queue_pairs[QUEUE_PAIR].tx.reap();
+        self.collect_consumed_datagrams();
         self.datagrams.inboxes.table.is_flushed(id)
     }
 
     fn may_send(&mut self, id: DatagramId, to: Option<Address>) -> bool {
         let to = to.unwrap_or(Address::new(Cid::ANY, Port::ANY));
         match self.may_send_datagram(id, to, 0) {
-            Ok(_) if self.store.queue_pairs[LANE].tx.has_data_slots(1) => true,
+            Ok(_) if self.store.queue_pairs[QUEUE_PAIR].tx.has_data_slots(1) => true,
             Ok(_) => {
                 self.wait_for_datagram_slots(id, 1);
                 false
@@ -152,13 +154,13 @@ impl DatagramEngine for Driver {
         }
     }
 
-    fn recv(&mut self, id: DatagramId, out: &mut [u8], peek: bool) -> Option<Got> {
+    fn recv(&mut self, id: DatagramId, out: &mut [u8], peek: bool) -> Option<ReceivedDatagram> {
         if self.datagrams.inboxes.is_empty(id) && !peek {
             let mut got = None;
             self.show_datagram(id, &mut |source, payload| {
                 let copied = payload.copy_to(0, out);
                 let len = payload.len();
-                got = Some(Got {
+                got = Some(ReceivedDatagram {
                     copied,
                     len,
                     source,
@@ -173,18 +175,19 @@ impl DatagramEngine for Driver {
         self.datagrams.inboxes.read(id, out, peek, sockets, store)
     }
 
-    fn lease(&mut self, id: DatagramId) -> Result<GotLease, RecvFault> {
+    fn lease(&mut self, id: DatagramId) -> Result<LeasedDatagram, RecvFault> {
         if self.datagrams.inboxes.is_empty(id) {
             let mut taken = 0;
-            while taken < 256 && !self.is_blocked(LANE) && self.datagrams.inboxes.is_empty(id) {
-                let Ok(Some((slot, written))) = self.store.queue_pairs[LANE].rx.take() else {
+            while taken < 256 && !self.is_blocked(QUEUE_PAIR) && self.datagrams.inboxes.is_empty(id)
+            {
+                let Ok(Some((slot, written))) = self.store.queue_pairs[QUEUE_PAIR].rx.take() else {
                     break;
                 };
                 taken += 1;
                 self.stats.rx_packets += 1;
                 let now = self.now();
                 let slot = RxSlot {
-                    queue_pair: LANE,
+                    queue_pair: QUEUE_PAIR,
                     slot,
                 };
                 if let Some((flow, len)) = self.take_packet(Some(now), slot, written) {

@@ -1,12 +1,13 @@
-//! Datagrams through the driver's queues (docs/datagrams.md).
+//! Datagrams over the driver's queues (docs/datagrams.md).
 //!
-//! What comes in branches off where a packet is not payload of a connection. What goes out takes
-//! transmit slots, as many as it needs at once, and counts against its socket's buffer until the
-//! device has given the last of them back.
+//! Received datagrams branch off where a packet is not payload of a connection. A sent datagram
+//! takes all its transmit slots at once and counts against its socket's send buffer until the
+//! device has returned the last of them.
 //!
-//! What must hold: streams pay nothing for this but a look at a type that they do not have; a
-//! datagram's fragments lie in the queue one after the other; a word of the flow control that has
-//! arrived is heard before the next datagram is sent.
+//! # Invariants
+//! - The stream path pays only one comparison of the packet type for this feature.
+//! - The fragments of a datagram are adjacent in the queue.
+//! - Received flow control is processed before the next datagram is sent.
 
 #[cfg(test)]
 mod bad_input_tests;
@@ -24,67 +25,67 @@ use crate::driver::Driver;
 use crate::driver::errors::DriverError;
 use crate::driver::queue_pairs::{QueuePairId, RxSlot};
 use crate::io::deadline::earlier;
+use crate::table::backend::Payload;
 use crate::table::datagrams::DatagramFault;
-use crate::table::engine::Payload;
 use crate::table::inboxes::Inboxes;
-use crate::table::sockets::{Ends, Held, Store};
+use crate::table::sockets::{Ends, HeldBuffer, Store};
 
-/// Of the packets that a turn may take in, as many as one that has to be copied counts for: what a
-/// reader leaves in the queue he will have in place.
+/// The number of packets of a turn's budget that a copied packet costs: packets left in the queue
+/// can later be read in place.
 const COPY: u16 = 16;
-/// The queue_pair of all datagrams: between queue pairs there is no order (docs/queue-pairs.md).
-pub(super) const LANE: QueuePairId = QueuePairId::FIRST;
+/// The queue pair of all datagrams, because order is kept only within a pair (docs/queue-pairs.md).
+pub(super) const QUEUE_PAIR: QueuePairId = QueuePairId::FIRST;
 
-/// What the driver has for its datagram sockets.
+/// The driver's datagram state.
 #[derive(Debug)]
 pub(crate) struct Datagrams {
-    /// The device takes datagrams.
+    /// The device negotiated datagrams.
     offered: bool,
-    /// And words of the flow control.
+    /// The device negotiated flow control of datagrams.
     flow: bool,
     pub(in crate::driver) inboxes: Inboxes,
     assembler: Assembler,
-    /// The fragments of the set at hand.
-    kept: Vec<u8>,
-    /// What a turn may take in less, because something was copied.
+    /// The fragments of the datagram being reassembled.
+    fragments: Vec<u8>,
+    /// The reduction of the turn's budget for a copied packet.
     cost: u16,
-    /// A send found fewer slots than these.
+    /// A send found fewer slots than this.
     wanted: usize,
-    /// By the loan's word.
-    loans: Vec<Option<Lent>>,
-    /// Slots that are out on loan.
+    /// Indexed by the lease table's index.
+    loans: Vec<Option<DatagramLoan>>,
+    /// Slots on loan.
     lent: u16,
     pub(in crate::driver) malformed: u64,
     pub(in crate::driver) dropped: u64,
 }
 
-/// A loan that is out.
+/// A datagram loan.
 #[derive(Debug)]
-struct Lent {
+struct DatagramLoan {
     id: DatagramId,
     to: Address,
-    /// `None`: it is a private buffer.
+    /// `None`: a private buffer.
     slot: Option<u16>,
 }
 
 impl Datagrams {
-    pub(in crate::driver) fn new(cid: Cid, words: usize) -> Datagrams {
+    pub(in crate::driver) fn new(cid: Cid, capacity: usize) -> Datagrams {
         Datagrams {
             offered: false,
             flow: false,
             inboxes: Inboxes::new(DatagramTable::new(cid)),
             assembler: Assembler::new(),
-            kept: Vec::new(),
+            fragments: Vec::new(),
             cost: 0,
             wanted: 0,
-            loans: (0..words).map(|_| None).collect(),
+            loans: (0..capacity).map(|_| None).collect(),
             lent: 0,
             malformed: 0,
             dropped: 0,
         }
     }
 
-    /// What was negotiated with the device.
+    /// Sets what was negotiated with the device.
     pub(in crate::driver) fn negotiated(&mut self, offered: bool, flow: bool) {
         self.offered = offered;
         self.flow = offered && flow;
@@ -95,25 +96,25 @@ impl Datagrams {
         self.offered
     }
 
-    /// What the packet that was taken in last counts for beside itself.
+    /// The additional cost of the packet received last, in packets.
     #[inline]
     pub(in crate::driver) fn take_cost(&mut self) -> u16 {
         std::mem::take(&mut self.cost)
     }
 
-    /// Whether somebody waits for slots to come back.
+    /// Whether a sender waits for slots.
     #[inline]
-    pub(in crate::driver) fn want_slots(&self) -> bool {
+    pub(in crate::driver) fn waits_for_slots(&self) -> bool {
         self.wanted > 0 || self.inboxes.table.has_throttled()
     }
 
-    /// Whether somebody waits for the first slot that comes back.
+    /// Whether a sender waits for the first slot that returns.
     #[inline]
-    pub(in crate::driver) fn want_a_slot(&self) -> bool {
+    pub(in crate::driver) fn waits_for_one_slot(&self) -> bool {
         self.wanted > 0
     }
 
-    /// How many packets are taken before somebody may go on who waits for what is under way.
+    /// The number of packets in flight that must be consumed before a waiting sender may continue.
     pub(in crate::driver) fn packets_until_named(&self) -> Option<u32> {
         self.inboxes.table.completions_until_writable()
     }
@@ -128,12 +129,12 @@ impl Datagrams {
     pub(in crate::driver) fn handle_timeout(&mut self, now: Instant) {
         self.inboxes.table.handle_timeout(now);
         if self.assembler.handle_timeout(now) {
-            self.kept = Vec::new();
+            self.fragments = Vec::new();
             self.count_lost();
         }
     }
 
-    /// Counts a datagram that will not be whole, if there is one.
+    /// Counts an incomplete datagram as lost, if there is one.
     #[inline]
     fn count_lost(&mut self) {
         if let Some(lost) = self.assembler.take_lost() {
@@ -142,16 +143,16 @@ impl Datagrams {
         }
     }
 
-    /// The transport was reset: nobody waits for anybody, and what is not complete will not be.
+    /// Handles a transport reset: senders wait no more, and an incomplete datagram is lost.
     pub(in crate::driver) fn reset(&mut self, cid: Cid) {
         self.inboxes.table.reset(cid);
         self.assembler.forget();
-        self.kept = Vec::new();
+        self.fragments = Vec::new();
     }
 }
 
 impl Driver {
-    /// A packet of type DGRAM. Its slot goes back, or is held by a socket.
+    /// Processes a packet of type DGRAM. Its slot is returned, or held by a socket.
     #[cold]
     pub(in crate::driver) fn take_datagram(
         &mut self,
@@ -176,28 +177,28 @@ impl Driver {
                 return self.whole_datagram(now, slot, header);
             }
             PayloadPart::First => {
-                datagrams.kept.clear();
+                datagrams.fragments.clear();
                 None
             }
             PayloadPart::More => None,
             PayloadPart::Last { len } => Some(len),
             PayloadPart::Lost => {
-                datagrams.kept = Vec::new();
+                datagrams.fragments = Vec::new();
                 return self.store.release(slot);
             }
         };
-        let slots = &self.store.queue_pairs[LANE].slots;
-        let start = datagrams.kept.len();
-        datagrams.kept.resize(start + header.len as usize, 0);
+        let slots = &self.store.queue_pairs[QUEUE_PAIR].slots;
+        let start = datagrams.fragments.len();
+        datagrams.fragments.resize(start + header.len as usize, 0);
         let pieces = slots.rx_data.pieces(slot.slot);
         slots.memory.read(
             pieces,
             0,
-            datagrams.kept.get_mut(start..).unwrap_or(&mut []),
+            datagrams.fragments.get_mut(start..).unwrap_or(&mut []),
         );
         self.store.release(slot);
         let Some(len) = len else { return };
-        let bytes = std::mem::take(&mut datagrams.kept);
+        let bytes = std::mem::take(&mut datagrams.fragments);
         let flow = datagrams.flow;
         let table = &mut datagrams.inboxes.table;
         match table.receive(header.src, header.dst, len, flow, now) {
@@ -215,7 +216,7 @@ impl Driver {
         let table = &mut datagrams.inboxes.table;
         match table.receive(header.src, header.dst, header.len, flow, &now) {
             Ok(id) => {
-                let held = Held {
+                let held = HeldBuffer {
                     token: slot,
                     offset: 0,
                     len: header.len,
@@ -224,7 +225,7 @@ impl Driver {
                 };
                 let inboxes = &mut datagrams.inboxes;
                 let (sockets, store) = (&mut self.sockets, &mut self.store);
-                if inboxes.deliver(id, header.src, LANE.pool(), held, sockets, store) {
+                if inboxes.deliver(id, header.src, QUEUE_PAIR.pool(), held, sockets, store) {
                     datagrams.cost = COPY;
                 }
             }
@@ -235,11 +236,14 @@ impl Driver {
         }
     }
 
-    /// Words of the flow control that are due, while there are slots.
-    pub(in crate::driver) fn transmit_words(&mut self, now: Instant) -> Result<(), DriverError> {
+    /// Sends due flow control packets while there are slots.
+    pub(in crate::driver) fn transmit_flow_control(
+        &mut self,
+        now: Instant,
+    ) -> Result<(), DriverError> {
         while let Some(word) = self.datagrams.inboxes.table.poll_control(now, |_| true) {
-            match self.store.queue_pairs[LANE].tx.control_slot()? {
-                Some(slot) => self.transmit(LANE, slot, &word)?,
+            match self.store.queue_pairs[QUEUE_PAIR].tx.control_slot()? {
+                Some(slot) => self.transmit(QUEUE_PAIR, slot, &word)?,
                 None => {
                     self.datagrams.inboxes.table.retry_control(now, |_| true);
                     break;
@@ -249,29 +253,32 @@ impl Driver {
         Ok(())
     }
 
-    /// Whether the device has taken something for which a sender waits: asked for last, by who looks
-    /// in vain for anything else.
+    /// Whether the device has consumed packets that a sender waits for. The last check of a caller
+    /// that found no other work.
     #[inline]
-    pub(in crate::driver) fn has_landed(&self) -> bool {
-        self.datagrams.want_slots() && self.store.queue_pairs[LANE].tx.has_used()
+    pub(in crate::driver) fn has_consumed_datagrams(&self) -> bool {
+        self.datagrams.waits_for_slots() && self.store.queue_pairs[QUEUE_PAIR].tx.has_used()
     }
 
-    /// Takes note of datagrams that the device has taken. True: there were some.
+    /// Collects datagrams that the device has consumed. Returns whether there were any.
     #[inline]
-    pub(in crate::driver) fn land(&mut self) -> bool {
+    pub(in crate::driver) fn collect_consumed_datagrams(&mut self) -> bool {
         let mut any = false;
-        while let Some((id, len)) = self.store.queue_pairs[LANE].tx.landed() {
+        while let Some((id, len)) = self.store.queue_pairs[QUEUE_PAIR]
+            .tx
+            .next_consumed_datagram()
+        {
             self.datagrams.inboxes.table.handle_completed(id, len);
             any = true;
         }
         any
     }
 
-    /// Tells those who found too few slots that there are some.
+    /// Wakes the senders that found too few slots, if there are enough.
     #[inline]
-    pub(in crate::driver) fn tell_of_datagram_slots(&mut self) {
+    pub(in crate::driver) fn wake_datagram_senders(&mut self) {
         if self.datagrams.wanted > 0
-            && self.store.queue_pairs[LANE]
+            && self.store.queue_pairs[QUEUE_PAIR]
                 .tx
                 .has_data_slots(self.datagrams.wanted)
         {
@@ -280,7 +287,7 @@ impl Driver {
         }
     }
 
-    /// Whether a datagram may be sent; from which address.
+    /// Checks whether a datagram may be sent; returns its source address.
     #[inline]
     fn may_send_datagram(
         &mut self,
@@ -291,24 +298,24 @@ impl Driver {
         if !self.datagrams.offered || self.link.is_none() {
             return Err(DatagramFault::NoDatagrams);
         }
-        if self.store.queue_pairs[LANE].rx.has_used() && !self.is_blocked(LANE) {
-            // Among it may be a word about this destination. What goes wrong here goes wrong again
-            // in the next turn, which says so.
+        if self.store.queue_pairs[QUEUE_PAIR].rx.has_used() && !self.is_blocked(QUEUE_PAIR) {
+            // Received packets may contain flow control of this destination. An error recurs in the
+            // next turn, which reports it.
             let _ = self.take_packets(self.now());
         }
         let epoch = self.epoch;
         let now = || crate::driver::since(epoch);
         let mut may = self.datagrams.inboxes.table.may_send(id, to, len, now);
         if may == Err(zerosock_proto::vsock::datagram::Refusal::Throttled) {
-            // Perhaps the device has taken some.
-            let _ = self.store.queue_pairs[LANE].tx.reap();
-            self.land();
+            // The device may have consumed some.
+            let _ = self.store.queue_pairs[QUEUE_PAIR].tx.reap();
+            self.collect_consumed_datagrams();
             may = self.datagrams.inboxes.table.may_send(id, to, len, now);
         }
         Ok(may?)
     }
 
-    /// A send found too few slots: it is told when there are some.
+    /// Makes a send that found too few slots wait for them.
     #[cold]
     fn wait_for_datagram_slots(&mut self, id: DatagramId, slots: usize) -> DatagramFault {
         self.datagrams.wanted = self.datagrams.wanted.max(slots);
@@ -324,15 +331,19 @@ impl Driver {
         bytes: &[u8],
     ) -> Result<(), DatagramFault> {
         let from = self.may_send_datagram(id, to, bytes.len())?;
-        let most = self.store.queue_pairs[LANE].slots.tx_data.len().max(1) as usize;
+        let most = self.store.queue_pairs[QUEUE_PAIR]
+            .slots
+            .tx_data
+            .len()
+            .max(1) as usize;
         let slots = bytes.len().div_ceil(most).max(1);
-        if slots > self.store.queue_pairs[LANE].tx.most_data_slots() {
+        if slots > self.store.queue_pairs[QUEUE_PAIR].tx.most_data_slots() {
             return Err(DatagramFault::TooLong(bytes.len()));
         }
-        if !self.store.queue_pairs[LANE].tx.has_data_slots(slots) {
-            let _ = self.store.queue_pairs[LANE].tx.reap();
-            self.land();
-            if !self.store.queue_pairs[LANE].tx.has_data_slots(slots) {
+        if !self.store.queue_pairs[QUEUE_PAIR].tx.has_data_slots(slots) {
+            let _ = self.store.queue_pairs[QUEUE_PAIR].tx.reap();
+            self.collect_consumed_datagrams();
+            if !self.store.queue_pairs[QUEUE_PAIR].tx.has_data_slots(slots) {
                 return Err(self.wait_for_datagram_slots(id, slots));
             }
         }
@@ -340,24 +351,26 @@ impl Driver {
         for left in (0..slots).rev() {
             let rest = bytes.get(at..).unwrap_or(&[]);
             let part = rest.get(..most).unwrap_or(rest);
-            let Ok(Some(slot)) = self.store.queue_pairs[LANE].tx.data_slot(part.len() as u32)
+            let Ok(Some(slot)) = self.store.queue_pairs[QUEUE_PAIR]
+                .tx
+                .data_slot(part.len() as u32)
             else {
-                // The ring is broken, which the next turn says.
+                // The ring is broken; the next turn reports it.
                 return Err(DatagramFault::WouldBlock);
             };
-            let slots = &self.store.queue_pairs[LANE].slots;
-            if let Some(later) = self.store.queue_pairs[LANE].tx.later() {
+            let slots = &self.store.queue_pairs[QUEUE_PAIR].slots;
+            if let Some(later) = self.store.queue_pairs[QUEUE_PAIR].tx.next_free() {
                 slots.tx_headers.prefetch_write(&slots.memory, later);
                 slots.tx_data.prefetch_write(&slots.memory, later);
             }
             slots.memory.write(slots.tx_data.pieces(slot), 0, part);
             let header = data(from, to, part.len() as u32, left == 0);
             if left == 0 {
-                self.store.queue_pairs[LANE]
+                self.store.queue_pairs[QUEUE_PAIR]
                     .tx
-                    .fly(slot, id, bytes.len() as u32);
+                    .track_datagram(slot, id, bytes.len() as u32);
             }
-            if self.transmit(LANE, slot, &header).is_err() {
+            if self.transmit(QUEUE_PAIR, slot, &header).is_err() {
                 return Err(DatagramFault::WouldBlock);
             }
             at += part.len();
@@ -369,7 +382,7 @@ impl Driver {
         Ok(())
     }
 
-    /// A loan of a datagram's was dropped unsent. False: it is none.
+    /// Ends a datagram loan that was dropped unsent. Returns false if `index` is none.
     pub(in crate::driver) fn end_datagram_loan(&mut self, index: u32) -> bool {
         let place = self.datagrams.loans.get_mut(index as usize);
         let Some(lent) = place.and_then(Option::take) else {
@@ -377,14 +390,14 @@ impl Driver {
         };
         if let Some(slot) = lent.slot {
             self.datagrams.lent = self.datagrams.lent.saturating_sub(1);
-            self.store.queue_pairs[LANE].tx.put_back(slot);
+            self.store.queue_pairs[QUEUE_PAIR].tx.put_back(slot);
         }
         self.sockets.end_loan(index);
         true
     }
 
-    /// Takes the next packets in, up to one for this socket, of which nothing is held: that one is
-    /// shown, and its slot goes back at once. `None`: there was none.
+    /// Receives packets up to one for this socket, which holds nothing: that datagram is shown
+    /// directly and its slot returned at once. `None`: there was none.
     fn show_datagram(
         &mut self,
         id: DatagramId,
@@ -392,19 +405,19 @@ impl Driver {
     ) -> Option<()> {
         const MOST: u16 = 256;
         let mut taken = 0;
-        // One of several packets may come before.
+        // An earlier packet may be for another socket.
         while taken < MOST
-            && self.store.queue_pairs[LANE].rx.has_used()
-            && !self.is_blocked(LANE)
+            && self.store.queue_pairs[QUEUE_PAIR].rx.has_used()
+            && !self.is_blocked(QUEUE_PAIR)
             && self.datagrams.inboxes.is_empty(id)
         {
-            let Ok(Some((slot, written))) = self.store.queue_pairs[LANE].rx.take() else {
+            let Ok(Some((slot, written))) = self.store.queue_pairs[QUEUE_PAIR].rx.take() else {
                 break;
             };
             taken += 1;
             self.stats.rx_packets += 1;
             let slot = RxSlot {
-                queue_pair: LANE,
+                queue_pair: QUEUE_PAIR,
                 slot,
             };
             let Some(header) = self.peek_datagram(slot, written) else {
@@ -431,7 +444,7 @@ impl Driver {
                 continue;
             }
             table.consume(id, header.len);
-            let slots = &self.store.queue_pairs[LANE].slots;
+            let slots = &self.store.queue_pairs[QUEUE_PAIR].slots;
             let piece = slots.rx_data.pieces(slot.slot).first();
             let slice = piece.and_then(|piece| slots.memory.slice(*piece));
             let slice = slice.map(|slice| slice.part(0, header.len as usize));
@@ -442,14 +455,14 @@ impl Driver {
         None
     }
 
-    /// The header of a packet that is a whole datagram, while no set is open.
+    /// The header of a packet that contains a whole datagram, if no reassembly is in progress.
     #[inline]
     fn peek_datagram(&mut self, slot: RxSlot, written: u32) -> Option<Repr> {
         use zerosock_proto::vsock::datagram::DGRAM_EOM;
         use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
-        let slots = &self.store.queue_pairs[LANE].slots;
+        let slots = &self.store.queue_pairs[QUEUE_PAIR].slots;
         slots.rx_data.prefetch(&slots.memory, slot.slot);
-        if let Some(later) = self.store.queue_pairs[LANE].rx.guess() {
+        if let Some(later) = self.store.queue_pairs[QUEUE_PAIR].rx.likely_next() {
             slots.rx_headers.prefetch(&slots.memory, later);
             slots.rx_data.prefetch(&slots.memory, later);
         }

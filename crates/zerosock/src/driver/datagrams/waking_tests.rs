@@ -1,17 +1,17 @@
-//! When the device is asked to call for a sender that waits. The device is the test itself.
+//! When a driver requests a notification for a waiting sender. The device is the test.
 
 use zerosock_proto::vsock::datagram::{DatagramId, DatagramLimits, OVERHEAD};
 use zerosock_proto::{Address, Cid, Port};
 
-use super::LANE;
+use super::QUEUE_PAIR;
 use crate::driver::Driver;
 use crate::driver::bare::{Peer, pair};
-use crate::table::datagrams::{DatagramEngine, DatagramFault};
-use crate::table::engine::Engine;
+use crate::table::backend::Backend;
+use crate::table::datagrams::{DatagramBackend, DatagramFault};
 
 const TO: Address = Address::new(Cid::HOST, Port::new(9));
 
-/// A driver, its device, and a socket whose send buffer `send` bytes are under way of.
+/// A driver, its device, and a socket with a send buffer of `send` bytes.
 fn scene(send: u32) -> (Driver, Peer, DatagramId) {
     let (mut driver, mut peer) = pair(|config| {
         config.queue_size = 128;
@@ -21,32 +21,32 @@ fn scene(send: u32) -> (Driver, Peer, DatagramId) {
         send,
         ..DatagramLimits::default()
     };
-    let (id, _) = DatagramEngine::bind(&mut driver, Port::ANY, limits).unwrap();
-    // The first that a device gives back is always told of.
-    DatagramEngine::send(&mut driver, id, TO, b"").unwrap();
-    Engine::flush(&mut driver);
+    let (id, _) = DatagramBackend::bind(&mut driver, Port::ANY, limits).unwrap();
+    // The first returned packet always notifies.
+    DatagramBackend::send(&mut driver, id, TO, b"").unwrap();
+    Backend::flush(&mut driver);
     assert!(take(&mut peer));
-    driver.store.queue_pairs[LANE].tx.reap().unwrap();
-    driver.land();
+    driver.store.queue_pairs[QUEUE_PAIR].tx.reap().unwrap();
+    driver.collect_consumed_datagrams();
     (driver, peer, id)
 }
 
-/// Sends until it has to wait; how many were sent.
+/// Sends until it would block; returns the number of datagrams sent.
 fn fill(driver: &mut Driver, id: DatagramId, bytes: &[u8]) -> usize {
     let mut sent = 0;
     loop {
-        match DatagramEngine::send(driver, id, TO, bytes) {
+        match DatagramBackend::send(driver, id, TO, bytes) {
             Ok(()) => sent += 1,
             Err(fault) => {
                 assert_eq!(fault, DatagramFault::WouldBlock);
-                Engine::flush(driver);
+                Backend::flush(driver);
                 return sent;
             }
         }
     }
 }
 
-/// The device takes a packet. True: it has to call.
+/// The device takes a packet. Returns whether it must notify.
 fn take(peer: &mut Peer) -> bool {
     let chain = peer.tx.pop().unwrap().expect("a packet");
     peer.tx.complete(chain, 0);
@@ -59,60 +59,61 @@ fn one_call_is_asked_for_when_half_of_the_buffer_is_free() {
     for _ in 0..3 {
         let sent = fill(&mut driver, id, &[7; 100]);
         assert!(sent == 8 || sent == 4, "{sent}: all of it, or half of it");
-        assert!(!Engine::arm(&mut driver));
+        assert!(!Backend::arm(&mut driver));
         let calls = [(); 4].map(|()| take(&mut peer));
         assert_eq!(calls, [false, false, false, true]);
-        Engine::disarm(&mut driver);
-        Engine::turn(&mut driver).unwrap();
-        assert!(DatagramEngine::may_send(&mut driver, id, Some(TO)));
+        Backend::disarm(&mut driver);
+        Backend::turn(&mut driver).unwrap();
+        assert!(DatagramBackend::may_send(&mut driver, id, Some(TO)));
     }
 }
 
-/// A datagram of sixteen packets of which fifteen have come back: there are no sixteen more.
+/// A datagram of sixteen packets: once some have returned, a notification requested after sixteen
+/// more would never come.
 #[test]
 fn the_last_packet_of_a_long_datagram_brings_a_call() {
     let (mut driver, mut peer, id) = scene(1000);
     assert_eq!(fill(&mut driver, id, &[7; 65536]), 1);
     for left in (0..16).rev() {
-        assert!(!Engine::arm(&mut driver), "{left} are under way");
+        assert!(!Backend::arm(&mut driver), "{left} are in flight");
         let called = take(&mut peer);
-        Engine::disarm(&mut driver);
-        assert!(called, "one packet may be all that is missed");
-        Engine::turn(&mut driver).unwrap();
-        let may = DatagramEngine::may_send(&mut driver, id, Some(TO));
+        Backend::disarm(&mut driver);
+        assert!(called, "the next packet may be the last one");
+        Backend::turn(&mut driver).unwrap();
+        let may = DatagramBackend::may_send(&mut driver, id, Some(TO));
         assert_eq!(may, left == 0);
     }
 }
 
-/// What a look for a free slot has found brings no call any more.
+/// Datagrams reclaimed by a search for a free slot bring no notification any more.
 #[test]
-fn what_has_come_back_unnoticed_is_noticed_before_anybody_sleeps() {
+fn arming_finds_datagrams_consumed_without_a_notification() {
     let (mut driver, mut peer, id) = scene(4 * (100 + OVERHEAD));
     assert_eq!(fill(&mut driver, id, &[7; 100]), 4);
     for _ in 0..4 {
         take(&mut peer);
     }
-    assert!(driver.store.queue_pairs[LANE].tx.reap().unwrap());
-    assert!(Engine::arm(&mut driver), "he would sleep for ever");
-    Engine::disarm(&mut driver);
+    assert!(driver.store.queue_pairs[QUEUE_PAIR].tx.reap().unwrap());
+    assert!(Backend::arm(&mut driver), "the caller must not sleep");
+    Backend::disarm(&mut driver);
     assert_eq!(driver.datagrams.inboxes.table.poll_writable(), Some(id));
-    assert!(!Engine::arm(&mut driver), "once");
+    assert!(!Backend::arm(&mut driver), "once");
 }
 
 #[test]
-fn who_spins_sees_what_the_device_has_taken() {
+fn a_spinning_sender_sees_consumed_datagrams() {
     let (mut driver, mut peer, id) = scene(100 + OVERHEAD);
-    assert!(!Engine::pending(&mut driver));
+    assert!(!Backend::pending(&mut driver));
     assert_eq!(fill(&mut driver, id, &[7; 100]), 1);
-    assert!(!Engine::pending(&mut driver));
+    assert!(!Backend::pending(&mut driver));
     take(&mut peer);
-    assert!(Engine::pending(&mut driver));
-    Engine::turn(&mut driver).unwrap();
-    assert!(!Engine::pending(&mut driver));
-    assert!(DatagramEngine::may_send(&mut driver, id, Some(TO)));
-    // Nobody waits: what is taken is no ready_flags.
-    DatagramEngine::send(&mut driver, id, TO, b"x").unwrap();
-    Engine::flush(&mut driver);
+    assert!(Backend::pending(&mut driver));
+    Backend::turn(&mut driver).unwrap();
+    assert!(!Backend::pending(&mut driver));
+    assert!(DatagramBackend::may_send(&mut driver, id, Some(TO)));
+    // No sender waits: consumed packets do not make the socket ready.
+    DatagramBackend::send(&mut driver, id, TO, b"x").unwrap();
+    Backend::flush(&mut driver);
     take(&mut peer);
-    assert!(!Engine::pending(&mut driver));
+    assert!(!Backend::pending(&mut driver));
 }

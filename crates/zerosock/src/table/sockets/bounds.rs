@@ -1,55 +1,54 @@
-//! How many buffers may be held, and for how long.
+//! Limits on the number and age of held buffers.
 //!
-//! A buffer that is held is one that the peer's side cannot use. Three bounds keep one slow reader
-//! from stopping everybody behind it:
+//! The peer cannot use a held buffer. These limits keep one slow reader from blocking the queue:
 //!
-//! - in number, for all: of a pool at most three quarters are held, unread or on lease; at that
-//!   point no more packets are taken in, until some come back or time is up;
-//! - in number, for leases: a connection has an eighth of the pool on lease in place, all of them
-//!   three eighths; beyond that a lease is a copy;
-//! - in time: what was held for [`Sockets::hold`](super::Sockets) and can be moved is copied out.
-//!   A connection of which unread buffers had to be copied has stalled: what comes for it is
-//!   copied at once, until it has caught up. Credit bounds those copies.
+//! - number of held buffers: at most three quarters of a pool are held, unread or leased; beyond
+//!   that no packets are received until buffers return or the hold time ends;
+//! - number of leases: one connection leases at most an eighth of the pool in place, all
+//!   connections three eighths; further leases are copies;
+//! - age: a buffer held for [`Sockets::hold`](super::Sockets) is copied and returned if it has no
+//!   reader. If unread buffers of a connection were copied, it has stalled: arriving bytes are
+//!   copied at once until it has read all. Credit bounds those copies.
 //!
-//! A lease under a reader stays where it is, and keeps counting. Once it is due the pool notes it,
-//! and the last of its readers says when he has left ([`crate::table::leases`]): no timer goes on
-//! for it.
+//! A lease with a reader keeps its buffer, and the buffer stays counted. When its time ends, the
+//! pool notes the lease and the last reader requests a recheck ([`crate::table::leases`]); no timer
+//! runs.
 //!
-//! The copies have a bound of their own, for all connections of a pool together: credit bounds
-//! them for each, but a peer can have many connections that nobody reads. Above it those that have
-//! most are to be reset ([`Sockets::overfull`]).
+//! The copied bytes of all connections of a pool have a limit as well, because a peer can open many
+//! connections that the application does not read. Above it, the connections with most copied bytes
+//! are reset ([`Sockets::connections_to_shed`]).
 //!
-//! The holders of a pool are looked through when its oldest buffer may be due, not more often:
-//! there are never more of them than buffers.
+//! The holders of a pool are scanned when its oldest buffer may be due, not more often; their
+//! number is bounded by the pool's size.
 
 use super::messages::cost;
-use super::parts::{Part, copy_out};
+use super::parts::{ReceivedPart, copy_out};
 use super::{NONE, ReadyFlags, Sockets, Store, StreamId, StreamState, due};
 use crate::io::deadline::earlier;
 use zerosock_proto::Instant;
 
-/// Buffers that come from one queue.
+/// The buffers of one queue.
 #[derive(Debug)]
 pub(crate) struct Pool {
-    /// How many there are.
+    /// Number of buffers.
     size: u32,
-    /// Unread or on lease, in place.
+    /// Buffers unread or leased in place.
     held: u32,
-    /// On lease, in place.
+    /// Buffers leased in place.
     leased: u32,
-    /// Connections that hold some.
+    /// Indices of the connections that hold buffers.
     holders: Vec<u32>,
-    /// Leases in place whose connection is gone; all of them under readers when last looked at.
+    /// Leases in place of removed connections; all had readers at the last check.
     orphans: Vec<u32>,
-    /// Leases in place that were due, but under readers.
+    /// Leases in place past the hold time that had readers.
     overdue: Vec<u32>,
-    /// Bytes of its connections that are unread and in copies.
+    /// Unread bytes in copies, over all connections.
     unread_copies: usize,
-    /// When to look next for what is due; `None` while nothing is held.
+    /// When to check for overdue buffers; `None` if nothing is held.
     check: Option<Instant>,
-    /// Every lease is a copy.
+    /// All leases are copies.
     copied: bool,
-    /// Readers may have plain slices of its buffers.
+    /// The peer is trusted: readers may have plain slices of its buffers.
     trusted: bool,
 }
 
@@ -58,14 +57,14 @@ impl Pool {
         (self.size / 4 * 3).max(1)
     }
 
-    /// What one connection may lease in place, or hold of a message that has not ended.
+    /// Buffers that one connection may lease in place, or hold for an incomplete message.
     pub(super) fn eighth(&self) -> u32 {
         (self.size / 8).max(1)
     }
 }
 
 impl<T> Sockets<T> {
-    /// A new pool of `size` buffers; its number.
+    /// Adds a pool of `size` buffers; returns its number.
     pub(crate) fn add_pool(&mut self, size: u32) -> u32 {
         self.pools.push(Pool {
             size,
@@ -82,29 +81,29 @@ impl<T> Sockets<T> {
         self.pools.len() as u32 - 1
     }
 
-    /// Whether leases of `pool` are copies, however few there are.
+    /// Sets whether all leases of `pool` are copies.
     pub(crate) fn lease_copies(&mut self, pool: u32, copied: bool) {
         if let Some(pool) = self.pools.get_mut(pool as usize) {
             pool.copied = copied;
         }
     }
 
-    /// Whether readers of `pool` may have plain slices of its buffers: then none of them gets into
-    /// the peer's hands under a reader.
+    /// Sets whether readers of `pool` may have plain slices of its buffers. A buffer of such a pool
+    /// is never returned to the peer under a reader.
     pub(crate) fn trust_pool(&mut self, pool: u32, trusted: bool) {
         if let Some(pool) = self.pools.get_mut(pool as usize) {
             pool.trusted = trusted;
         }
     }
 
-    /// The pool has another number of buffers, because its queue was set up anew.
+    /// Sets the number of buffers after a queue was set up again.
     pub(crate) fn resize_pool(&mut self, pool: u32, size: u32) {
         if let Some(pool) = self.pools.get_mut(pool as usize) {
             pool.size = size;
         }
     }
 
-    /// Whether one more packet may be taken in from `pool`.
+    /// Whether one more packet may be received from `pool`.
     #[inline]
     pub(crate) fn has_room(&self, pool: u32) -> bool {
         self.pools
@@ -112,27 +111,27 @@ impl<T> Sockets<T> {
             .is_some_and(|pool| pool.held < pool.limit())
     }
 
-    /// Whether anything in `pool`'s buffers is unread.
+    /// Whether unread bytes lie in `pool`'s buffers.
     pub(crate) fn has_unread(&self, pool: u32) -> bool {
         let pool = self.pools.get(pool as usize);
         pool.is_some_and(|pool| pool.held > pool.leased)
     }
 
-    /// Whether one more buffer of `pool` may be held by a datagram: at most half are held then, so
-    /// that datagrams alone never keep packets from being taken in.
+    /// Whether a datagram may hold one more buffer of `pool`. Datagrams hold at most half, so that
+    /// they alone never stop reception.
     #[inline]
-    pub(crate) fn has_place(&self, pool: u32) -> bool {
+    pub(crate) fn may_hold_datagram(&self, pool: u32) -> bool {
         let pool = self.pools.get(pool as usize);
         pool.is_some_and(|pool| pool.held < pool.size / 2)
     }
 
-    /// Buffers of `pool` that are held.
+    /// Held buffers of `pool`.
     #[cfg(test)]
     pub(crate) fn held(&self, pool: u32) -> u32 {
         self.pools.get(pool as usize).map_or(0, |pool| pool.held)
     }
 
-    /// Bytes of `pool` that are unread and in copies.
+    /// Unread bytes of `pool` in copies.
     #[cfg(test)]
     pub(crate) fn copies(&self, pool: u32) -> usize {
         let pool = self.pools.get(pool as usize);
@@ -145,9 +144,9 @@ impl<T> Sockets<T> {
         })
     }
 
-    /// A part in place was added to a connection.
+    /// Counts a held part added to a connection.
     #[inline]
-    pub(super) fn hold_one(&mut self, index: u32) {
+    pub(super) fn add_held(&mut self, index: u32) {
         let Some(conn) = self.conns.get_mut(index as usize) else {
             return;
         };
@@ -161,15 +160,15 @@ impl<T> Sockets<T> {
             pool.holders.push(index);
         }
         if pool.check.is_none()
-            && let Some(Part::Held(held)) = conn.parts.back()
+            && let Some(ReceivedPart::Held(held)) = conn.parts.back()
         {
             pool.check = Some(due(held.since, self.hold));
         }
     }
 
-    /// `count` buffers of a connection are held no more.
+    /// Counts `count` buffers that a connection no longer holds.
     #[inline]
-    pub(super) fn unhold(&mut self, index: u32, count: u32) {
+    pub(super) fn remove_held(&mut self, index: u32, count: u32) {
         let Some(conn) = self.conns.get_mut(index as usize) else {
             return;
         };
@@ -192,8 +191,8 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// A held part became a lease in place.
-    pub(super) fn lease_one(&mut self, index: u32, pool: u32) {
+    /// Counts a held part that became a lease in place.
+    pub(super) fn add_leased(&mut self, index: u32, pool: u32) {
         if let Some(conn) = self.conns.get_mut(index as usize) {
             conn.leased += 1;
         }
@@ -202,8 +201,9 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// A lease in place has given its buffer back. `index` is `NONE` if its connection is gone.
-    pub(super) fn unlease_one(&mut self, index: u32, pool: u32) {
+    /// Counts a lease in place that returned its buffer. `index` is `NONE` if its connection was
+    /// removed.
+    pub(super) fn remove_leased(&mut self, index: u32, pool: u32) {
         if let Some(pool) = self.pools.get_mut(pool as usize) {
             pool.leased = pool.leased.saturating_sub(1);
             if index == NONE {
@@ -215,17 +215,17 @@ impl<T> Sockets<T> {
         }
         if let Some(conn) = self.conns.get_mut(index as usize) {
             conn.leased = conn.leased.saturating_sub(1);
-            self.unhold(index, 1);
+            self.remove_held(index, 1);
         }
     }
 
-    /// A lease under a reader has lost its connection.
+    /// Keeps a lease with a reader when its connection is removed.
     pub(super) fn add_orphan(&mut self, conn: u32, pool: u32, index: u32) {
         if let Some(conn) = self.conns.get_mut(conn as usize) {
             conn.leased = conn.leased.saturating_sub(1);
         }
-        // Held no more by the connection, but still of the pool.
-        self.unhold(conn, 1);
+        // No longer held by the connection, but still counted in the pool.
+        self.remove_held(conn, 1);
         if let Some(pool) = self.pools.get_mut(pool as usize) {
             pool.held += 1;
             pool.orphans.push(index);
@@ -238,7 +238,7 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// Takes the lease at `place` off the list of overdue ones; `NONE` is on none.
+    /// Removes the lease at `place` from the overdue list; `NONE` is not listed.
     pub(super) fn forget_overdue(&mut self, pool: u32, place: u32) {
         let pool = self.pools.get_mut(pool as usize).filter(|_| place != NONE);
         if let Some(pool) = pool {
@@ -249,20 +249,20 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// `bytes` of a connection that are unread lie in a copy now.
-    pub(super) fn copied(&mut self, index: u32, bytes: usize) {
+    /// Counts `bytes` unread bytes of a connection as copied.
+    pub(super) fn add_copied(&mut self, index: u32, bytes: usize) {
         let Some(conn) = self.conns.get_mut(index as usize) else {
             return;
         };
         conn.copied += bytes;
         if let Some(pool) = self.pools.get_mut(conn.pool as usize) {
             pool.unread_copies += bytes;
-            self.over |= pool.unread_copies > self.most_copied;
+            self.over_copy_limit |= pool.unread_copies > self.max_copied;
         }
     }
 
-    /// `bytes` of a connection that lay in a copy were read, or never will be.
-    pub(super) fn uncopy(&mut self, index: u32, bytes: usize) {
+    /// Counts `bytes` copied bytes of a connection as read or discarded.
+    pub(super) fn remove_copied(&mut self, index: u32, bytes: usize) {
         let Some(conn) = self.conns.get_mut(index as usize) else {
             return;
         };
@@ -272,20 +272,20 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// Whether a pool's connections may have more bytes in copies than they are allowed.
+    /// Whether a pool may exceed the limit on copied bytes.
     #[inline]
-    pub(crate) fn is_over(&self) -> bool {
-        self.over
+    pub(crate) fn is_over_copy_limit(&self) -> bool {
+        self.over_copy_limit
     }
 
-    /// The connections to be reset because there are too many bytes in copies: of each pool that
-    /// is over, those with most, until an eighth of what is allowed is free again. So the table is
-    /// looked through once for many bytes, however small its connections' parts of them.
-    pub(crate) fn overfull(&mut self) -> Vec<StreamId> {
-        self.over = false;
+    /// The connections to reset because a pool exceeds the limit on copied bytes: those with most,
+    /// until an eighth of the limit is free again. The table is therefore scanned once for many
+    /// bytes, however few each connection has.
+    pub(crate) fn connections_to_shed(&mut self) -> Vec<StreamId> {
+        self.over_copy_limit = false;
         let mut found = Vec::new();
         for (number, pool) in self.pools.iter().enumerate() {
-            if pool.unread_copies <= self.most_copied {
+            if pool.unread_copies <= self.max_copied {
                 continue;
             }
             let with_copies = |(index, conn): (usize, &super::Conn<T>)| {
@@ -301,7 +301,7 @@ impl<T> Sockets<T> {
             all.sort_unstable_by(|one, other| other.cmp(one));
             let mut left = pool.unread_copies;
             for (bytes, index) in all {
-                if left <= self.most_copied / 8 * 7 {
+                if left <= self.max_copied / 8 * 7 {
                     break;
                 }
                 left = left.saturating_sub(bytes);
@@ -311,54 +311,56 @@ impl<T> Sockets<T> {
         found
     }
 
-    /// Notes that a connection was reset on our part, and throws away what was not read of it.
-    pub(crate) fn give_up(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+    /// Marks a connection as reset by this side and discards its unread bytes.
+    pub(crate) fn mark_reset(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         self.drop_unread(id, store);
         if let Some(conn) = self.get_mut(id) {
             conn.flow = None;
             conn.state = StreamState::Reset;
-            self.announce(id, ReadyFlags::Closed);
+            self.set_ready(id, ReadyFlags::Closed);
         }
     }
 
-    /// A connection that had stalled has read everything: what comes is held again.
+    /// Ends the stalled state of a connection that has read all: arriving bytes are held again.
     #[inline]
-    pub(super) fn catch_up(&mut self, index: u32) {
+    pub(super) fn clear_stalled_if_drained(&mut self, index: u32) {
         if let Some(conn) = self.conns.get_mut(index as usize) {
             conn.stalled &= !conn.parts.is_empty();
         }
     }
 
-    /// When [`handle_timeout`](Self::handle_timeout) has something to do.
+    /// When [`handle_timeout`](Self::handle_timeout) is due.
     pub(crate) fn next_timeout(&self) -> Option<Instant> {
         self.pools.iter().filter_map(|pool| pool.check).min()
     }
 
-    /// Copies out what was held for too long.
+    /// Copies buffers held for too long.
     pub(crate) fn handle_timeout(&mut self, now: Instant, store: &mut impl Store<Token = T>) {
         for pool in 0..self.pools.len() {
             if self.pools[pool].check.is_some_and(|at| at <= now) {
-                self.relieve(pool, now, store);
+                self.copy_overdue(pool, now, store);
             }
         }
     }
 
-    fn relieve(&mut self, pool: usize, now: Instant, store: &mut impl Store<Token = T>) {
+    fn copy_overdue(&mut self, pool: usize, now: Instant, store: &mut impl Store<Token = T>) {
         let mut check = None;
         let mut at = 0;
         while let Some(&index) = self.pools[pool].holders.get(at) {
             if let Some(id) = self.at(index) {
-                check = earlier(check, self.relieve_leases(id, now, store));
-                check = earlier(check, self.relieve_parts(id, now, store));
+                check = earlier(check, self.move_overdue_leases(id, now, store));
+                check = earlier(check, self.copy_overdue_parts(id, now, store));
             }
-            // One that holds nothing any more has left the list, and another has its place.
+            // A connection that holds nothing any more has left the list, and another has its
+            // place.
             at += usize::from(self.pools[pool].holders.get(at) == Some(&index));
         }
         self.pools[pool].check = check;
     }
 
-    /// Moves the leases of a connection that are due and that nobody reads; when the next one is.
-    fn relieve_leases(
+    /// Moves the overdue leases of a connection that have no reader; returns when the next one is
+    /// due.
+    fn move_overdue_leases(
         &mut self,
         id: StreamId,
         now: Instant,
@@ -386,30 +388,31 @@ impl<T> Sockets<T> {
         check
     }
 
-    /// Copies out the unread parts of a connection if the oldest is due; else, when it is.
-    fn relieve_parts(
+    /// Copies the unread parts of a connection if the oldest is overdue; else returns when it is
+    /// due.
+    fn copy_overdue_parts(
         &mut self,
         id: StreamId,
         now: Instant,
         store: &mut impl Store<Token = T>,
     ) -> Option<Instant> {
         let oldest = self.get(id)?.parts.iter().find_map(|part| match part {
-            Part::Held(held) => Some(held.since),
-            Part::Copied { .. } => None,
+            ReceivedPart::Held(held) => Some(held.since),
+            ReceivedPart::Copied { .. } => None,
         });
         let at = due(oldest?, self.hold);
         if at > now {
             return Some(at);
         }
-        self.spill(id, store);
+        self.copy_unread(id, store);
         if let Some(conn) = self.get_mut(id) {
             conn.stalled = true;
         }
         None
     }
 
-    /// Readers have left leases that were wanted: those that nobody reads any more are moved.
-    pub(super) fn look_again(&mut self, store: &mut impl Store<Token = T>) {
+    /// Moves the noted leases that have no readers any more.
+    pub(super) fn recheck_overdue(&mut self, store: &mut impl Store<Token = T>) {
         for pool in 0..self.pools.len() {
             for at in (0..self.pools[pool].orphans.len()).rev() {
                 let orphan = self.pools[pool].orphans[at];
@@ -427,8 +430,8 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// Copies out all unread parts of a connection.
-    pub(super) fn spill(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+    /// Copies all unread parts of a connection.
+    pub(super) fn copy_unread(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         let Some(conn) = self.get_mut(id) else { return };
         let parts = std::mem::take(&mut conn.parts);
         let mut released = 0;
@@ -436,7 +439,7 @@ impl<T> Sockets<T> {
         let mut costs = 0;
         for part in parts {
             match part {
-                Part::Held(held) => {
+                ReceivedPart::Held(held) => {
                     conn.push_copy(held.ends, held.len as usize, |bytes| {
                         copy_out(store, &held, bytes)
                     });
@@ -445,7 +448,7 @@ impl<T> Sockets<T> {
                     released += 1;
                     store.release(held.token);
                 }
-                Part::Copied { bytes, taken, ends } => {
+                ReceivedPart::Copied { bytes, taken, ends } => {
                     conn.push_copy(ends, bytes.len() - taken, |to| {
                         to.extend_from_slice(bytes.get(taken..).unwrap_or(&[]))
                     });
@@ -456,27 +459,27 @@ impl<T> Sockets<T> {
         if let Some(messages) = self.get_mut(id).and_then(|conn| conn.messages.as_mut()) {
             messages.half_held = 0;
         }
-        self.copied(id.index, copied as usize + costs);
+        self.add_copied(id.index, copied as usize + costs);
         if released > 0 {
-            self.unhold(id.index, released);
+            self.remove_held(id.index, released);
         }
     }
 
-    /// As [`recall`](Self::recall) with force, but what the memory holds means nothing any more:
-    /// unread parts in it are thrown away, and all leases are torn.
-    pub(crate) fn lose(&mut self, pool: u32, store: &mut impl Store<Token = T>) {
+    /// As [`recall`](Self::recall) with `force`, for memory with invalid contents: unread
+    /// parts are discarded and all leases torn.
+    pub(crate) fn recall_lost(&mut self, pool: u32, store: &mut impl Store<Token = T>) {
         let trusted = self.pools.get(pool as usize).is_some_and(|p| p.trusted);
         self.each_lease(pool, store, Self::drop_unread, |sockets, lease, store| {
             sockets.tear(lease, trusted, store);
         });
     }
 
-    /// Gives every buffer of `pool` back: its queue stops, or its memory goes. Unread parts and
-    /// leases are copied out; a lease under a reader is torn.
+    /// Returns every buffer of `pool`, before its queue stops or its memory is unmapped. Unread
+    /// parts and leases are copied; a lease with a reader is torn.
     ///
-    /// Not so if readers may have plain slices of it: a peer that keeps its promise writes what it
-    /// has back. False: some are read at this moment, and have their buffers still. With `force`,
-    /// for a peer that is gone, they are torn as well, but nobody gets those buffers.
+    /// A trusted pool's leases are not torn, because a trusted peer may write a buffer that it has
+    /// back. Returns false if some have readers and keep their buffers. With `force`, for a peer
+    /// that is gone, they are torn as well, but their buffers are not returned.
     pub(crate) fn recall(
         &mut self,
         pool: u32,
@@ -485,7 +488,7 @@ impl<T> Sockets<T> {
     ) -> bool {
         let trusted = self.pools.get(pool as usize).is_some_and(|p| p.trusted);
         let mut all = true;
-        self.each_lease(pool, store, Self::spill, |sockets, lease, store| {
+        self.each_lease(pool, store, Self::copy_unread, |sockets, lease, store| {
             if sockets.is_held(lease) && !sockets.move_out(lease, store) {
                 if trusted && !force {
                     all = false;
@@ -497,7 +500,7 @@ impl<T> Sockets<T> {
         all
     }
 
-    /// Does `conn` with every connection that holds buffers of the pool, and `lease` with every
+    /// Calls `conn` for every connection that holds buffers of the pool, and `lease` for every
     /// lease of them.
     fn each_lease<S: Store<Token = T>>(
         &mut self,
@@ -526,7 +529,7 @@ impl<T> Sockets<T> {
         for orphan in orphans {
             lease(self, orphan, store);
         }
-        // Those that have lost their buffers are nobody's business any more.
+        // Orphans without a buffer need no further attention.
         let Some(of) = self.pools.get_mut(pool as usize) else {
             return;
         };
@@ -540,7 +543,7 @@ impl<T> Sockets<T> {
 
 #[cfg(test)]
 impl<T> super::Conn<T> {
-    /// Whether what comes is copied because it stalled.
+    /// Whether arriving bytes are copied because the connection stalled.
     pub(crate) fn is_stalled(&self) -> bool {
         self.stalled
     }

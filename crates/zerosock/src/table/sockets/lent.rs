@@ -1,8 +1,8 @@
-//! Received bytes out on lease: handed out, moved away under the holder, taken back.
+//! Leases on received bytes: creation, copying out under the holder, return of the buffer.
 //!
-//! A lease's place in this table is the index of its word in [`Leases`](crate::table::leases). A
-//! loan has a place here too, so that both come back by the same way, but what is lent with it is
-//! the engine's business.
+//! A lease's index in this table is its index in [`Leases`](crate::table::leases). Loans have
+//! entries here too, because holders return both in the same way; the backend keeps the loaned
+//! buffer.
 
 use std::sync::Arc;
 
@@ -10,79 +10,79 @@ use arrayvec::ArrayVec;
 use zerosock_ring::{Memory, Piece};
 
 use super::messages::cost;
-use super::parts::{Held, Part, copy_out};
+use super::parts::{HeldBuffer, ReceivedPart, copy_out};
 use super::{NONE, Sockets, Store, StreamId, StreamState};
-use crate::table::engine::{Ahead, Next, NextKind};
+use crate::table::backend::{Ahead, Next, NextKind};
 
-/// Pieces of one buffer that a lease in place can name; in more pieces it is copied.
+/// Limit on the pieces of a lease in place; bytes in more pieces are copied.
 pub(crate) const PIECES: usize = 4;
 
-/// A copy, and where in it the lease's bytes begin.
+/// A copy and the offset of the lease's bytes in it.
 pub(crate) type Copied = (Arc<Vec<u8>>, usize);
 
-/// Where leased bytes lie.
+/// Where the bytes of a lease or loan lie.
 #[derive(Clone, Debug)]
-pub(crate) enum Place {
-    /// Where the peer's side wrote them, as long as the lease's word says so.
+pub(crate) enum BufferPlace {
+    /// In the peer's buffer, until the lease's state word says otherwise.
     InPlace {
         memory: Arc<Memory>,
         pieces: ArrayVec<Piece, PIECES>,
-        /// Of the first byte, from the beginning of the pieces.
+        /// Offset of the first byte from the beginning of the pieces.
         offset: usize,
     },
     /// In a copy.
     Copied(Copied),
 }
 
-/// What a new lease is made of.
+/// A new lease, returned to the API.
 #[derive(Debug)]
 pub(crate) struct LeaseParts {
-    /// Its word, and what it is given back by.
+    /// The lease's index in the lease table; identifies it in later calls.
     pub(crate) index: u32,
     pub(crate) len: usize,
-    pub(crate) place: Place,
+    pub(crate) place: BufferPlace,
 }
 
-/// Why there is no lease.
+/// Why no lease was made.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum NoLease {
-    /// Nothing was received.
+    /// Nothing is unread.
     Empty,
-    /// The connection has as many leases out as could still be given to all others.
+    /// The connection has as many leases out as all others could still get.
     TooMany,
 }
 
 /// A lease or loan that is out.
 #[derive(Debug)]
-pub(crate) struct Lent<T> {
-    what: What,
-    /// The connection; `None` once that is closed.
+pub(crate) struct LentEntry<T> {
+    kind: LentKind,
+    /// The connection; `None` after it was removed.
     conn: Option<StreamId>,
     pool: u32,
     len: u32,
-    /// The buffer, while it is in place.
-    held: Option<Held<T>>,
-    /// The bytes, once they were moved.
+    /// The buffer, while the lease is in place.
+    held: Option<HeldBuffer<T>>,
+    /// The copy, after the bytes were moved.
     copy: Option<Copied>,
-    /// It was to be moved, and somebody read it: its place on its pool's list of those.
+    /// Position in the pool's overdue list: the lease is due to be moved, but had a reader.
     overdue: u32,
-    /// Its neighbours among the leases of its connection.
+    /// Neighbours in the list of the connection's leases.
     previous: u32,
     next: u32,
 }
 
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-enum What {
+enum LentKind {
     #[default]
     Nothing,
     Lease,
     Loan,
 }
 
-impl<T> Default for Lent<T> {
-    fn default() -> Lent<T> {
-        Lent {
-            what: What::Nothing,
+impl<T> Default for LentEntry<T> {
+    fn default() -> LentEntry<T> {
+        LentEntry {
+            kind: LentKind::Nothing,
             conn: None,
             pool: 0,
             len: 0,
@@ -96,13 +96,13 @@ impl<T> Default for Lent<T> {
 }
 
 impl<T> Sockets<T> {
-    /// What a reader would find, and how a [`lease`](Self::lease) would be.
+    /// What a reader would find, and how a [`lease`](Self::lease) would be made.
     pub(crate) fn ahead(&self, id: StreamId, store: &impl Store<Token = T>) -> Option<Ahead> {
         let conn = self.get(id)?;
         let next = conn.parts.front().map(|part| Next {
             len: part.len(),
             kind: match part {
-                Part::Held(held) if can_place(store, held) => {
+                ReceivedPart::Held(held) if can_place(store, held) => {
                     if self.may_lease(conn.pool, conn.leased) {
                         NextKind::InPlace
                     } else {
@@ -119,8 +119,7 @@ impl<T> Sockets<T> {
         })
     }
 
-    /// Lends out the first part of what was received. In place, if the bounds allow; a copy
-    /// otherwise.
+    /// Leases the first unread part: in place if the limits allow, else as a copy.
     pub(crate) fn lease(
         &mut self,
         id: StreamId,
@@ -131,8 +130,8 @@ impl<T> Sockets<T> {
         if conn.parts.is_empty() {
             return Err(NoLease::Empty);
         }
-        // Of what an endpoint can count, one connection has half at most, the next one half of the
-        // rest: a reader that never drops a lease leaves some to everybody, and to loans.
+        // A connection may use at most half of the free entries, the next one half of the rest: a
+        // reader that never drops a lease leaves entries to other connections and to loans.
         if lent >= self.free_lent.len() {
             return Err(NoLease::TooMany);
         }
@@ -148,64 +147,73 @@ impl<T> Sockets<T> {
             conn.taken += len as u64;
         }
         let (held, place) = match part {
-            Part::Copied { bytes, taken, ends } => {
-                self.uncopy(id.index, len + cost(ends));
-                (None, Place::Copied((Arc::new(bytes), taken)))
+            ReceivedPart::Copied { bytes, taken, ends } => {
+                self.remove_copied(id.index, len + cost(ends));
+                (None, BufferPlace::Copied((Arc::new(bytes), taken)))
             }
-            Part::Held(held) => match self.may_lease(pool, leased).then(|| place(store, &held)) {
-                Some(Some(place)) => (Some(held), place),
-                _ => {
-                    let mut bytes = Vec::with_capacity(len);
-                    copy_out(store, &held, &mut bytes);
-                    self.counted.copied_aside += len as u64;
-                    store.release(held.token);
-                    self.unhold(id.index, 1);
-                    (None, Place::Copied((Arc::new(bytes), 0)))
+            ReceivedPart::Held(held) => {
+                match self.may_lease(pool, leased).then(|| place(store, &held)) {
+                    Some(Some(place)) => (Some(held), place),
+                    _ => {
+                        let mut bytes = Vec::with_capacity(len);
+                        copy_out(store, &held, &mut bytes);
+                        self.counted.copied_aside += len as u64;
+                        store.release(held.token);
+                        self.remove_held(id.index, 1);
+                        (None, BufferPlace::Copied((Arc::new(bytes), 0)))
+                    }
                 }
-            },
+            }
         };
         if held.is_some() {
             self.counted.leased += len as u64;
         }
-        self.begin(index, id, pool, len, held);
-        self.catch_up(id.index);
+        self.insert_lease(index, id, pool, len, held);
+        self.clear_stalled_if_drained(id.index);
         Ok(LeaseParts { index, len, place })
     }
 
-    /// A lease on a copy that is no connection's.
+    /// Leases a copy that belongs to no connection.
     pub(crate) fn lend_copy(&mut self, bytes: Vec<u8>) -> Result<LeaseParts, (NoLease, Vec<u8>)> {
-        // As much is left to all others as connections leave.
+        // Leaves to others as much as connections do.
         if self.free_lent.len() <= self.lent.len() / 4 {
             return Err((NoLease::TooMany, bytes));
         }
         let Some(index) = self.free_lent.pop() else {
             return Err((NoLease::TooMany, bytes));
         };
-        self.words.begin(index);
+        self.lease_table.begin(index);
         let len = bytes.len();
         if let Some(lent) = self.lent.get_mut(index as usize) {
-            *lent = Lent {
-                what: What::Lease,
+            *lent = LentEntry {
+                kind: LentKind::Lease,
                 len: len as u32,
-                ..Lent::default()
+                ..LentEntry::default()
             };
         }
-        let place = Place::Copied((Arc::new(bytes), 0));
+        let place = BufferPlace::Copied((Arc::new(bytes), 0));
         Ok(LeaseParts { index, len, place })
     }
 
-    fn begin(&mut self, index: u32, id: StreamId, pool: u32, len: usize, held: Option<Held<T>>) {
-        self.words.begin(index);
+    fn insert_lease(
+        &mut self,
+        index: u32,
+        id: StreamId,
+        pool: u32,
+        len: usize,
+        held: Option<HeldBuffer<T>>,
+    ) {
+        self.lease_table.begin(index);
         if held.is_some() {
-            self.lease_one(id.index, pool);
+            self.add_leased(id.index, pool);
         }
         let next = self.get(id).map_or(NONE, |conn| conn.leases);
         if let Some(first) = self.lent.get_mut(next as usize) {
             first.previous = index;
         }
         if let Some(lent) = self.lent.get_mut(index as usize) {
-            *lent = Lent {
-                what: What::Lease,
+            *lent = LentEntry {
+                kind: LentKind::Lease,
                 conn: Some(id),
                 pool,
                 len: len as u32,
@@ -222,19 +230,19 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// A lease was dropped: its buffer goes back, and its sender gets credit. Or readers have left
-    /// leases that are overdue ([`Leases::look`](crate::table::leases::Leases::look)): those are
-    /// moved. False: `index` is neither, but perhaps a loan.
-    pub(crate) fn give_back(&mut self, index: u32, store: &mut impl Store<Token = T>) -> bool {
+    /// Ends a dropped lease: returns its buffer and gives the sender credit. For the recheck index
+    /// ([`Leases::recheck_index`](crate::table::leases::Leases::recheck_index)), moves the overdue
+    /// leases that have no readers any more. Returns false if `index` is neither; it may be a loan.
+    pub(crate) fn end_lease(&mut self, index: u32, store: &mut impl Store<Token = T>) -> bool {
         let Some(lent) = self.lent.get_mut(index as usize) else {
-            if index == self.words.look() {
-                self.words.begin_look();
-                self.look_again(store);
+            if index == self.lease_table.recheck_index() {
+                self.lease_table.begin_recheck();
+                self.recheck_overdue(store);
                 return true;
             }
             return false;
         };
-        if lent.what != What::Lease {
+        if lent.kind != LentKind::Lease {
             return false;
         }
         let lent = std::mem::take(lent);
@@ -245,7 +253,7 @@ impl<T> Sockets<T> {
         }
         if let Some(held) = lent.held {
             store.release(held.token);
-            self.unlease_one(lent.conn.map_or(NONE, |id| id.index), lent.pool);
+            self.remove_leased(lent.conn.map_or(NONE, |id| id.index), lent.pool);
             if lent.conn.is_none() {
                 self.forget_orphan(lent.pool, index);
             }
@@ -257,13 +265,13 @@ impl<T> Sockets<T> {
             if let Some(flow) = conn.flow {
                 store.consumed(lent.pool, flow, lent.len);
             }
-            self.catch_up(id.index);
+            self.clear_stalled_if_drained(id.index);
         }
         true
     }
 
-    /// Takes a lease out of its connection's list.
-    fn unlink(&mut self, lent: &Lent<T>) {
+    /// Removes a lease from its connection's list.
+    fn unlink(&mut self, lent: &LentEntry<T>) {
         if let Some(previous) = self.lent.get_mut(lent.previous as usize) {
             previous.next = lent.next;
         } else if let Some(conn) = lent.conn.and_then(|id| self.get_mut(id)) {
@@ -274,17 +282,17 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// The bytes of a lease that were moved.
+    /// The copy of a lease's bytes, if they were moved.
     pub(crate) fn copy_of(&self, index: u32) -> Option<Copied> {
         self.lent.get(index as usize)?.copy.clone()
     }
 
-    /// Copies the bytes of a lease out and gives its buffer back, unless somebody is reading.
+    /// Copies the bytes of a lease and returns its buffer, unless it has readers.
     pub(super) fn move_out(&mut self, index: u32, store: &mut impl Store<Token = T>) -> bool {
         let Some(lent) = self.lent.get_mut(index as usize) else {
             return false;
         };
-        if lent.held.is_none() || !self.words.try_move(index) {
+        if lent.held.is_none() || !self.lease_table.try_move(index) {
             return false;
         }
         let (conn, pool) = (lent.conn, lent.pool);
@@ -294,28 +302,28 @@ impl<T> Sockets<T> {
             self.counted.copied_aside += bytes.len() as u64;
             lent.copy = Some((Arc::new(bytes), 0));
             store.release(held.token);
-            self.unlease_one(conn.map_or(NONE, |id| id.index), pool);
+            self.remove_leased(conn.map_or(NONE, |id| id.index), pool);
         }
         true
     }
 
-    /// Takes a lease's buffer from it although somebody is reading: what is read from now on is no
-    /// longer what was sent. With `keep` nobody gets the buffer.
+    /// Takes a lease's buffer under its readers: from now on they may read other bytes than were
+    /// sent. With `keep` the buffer is not returned to the peer.
     pub(super) fn tear(&mut self, index: u32, keep: bool, store: &mut impl Store<Token = T>) {
         let Some(lent) = self.lent.get_mut(index as usize) else {
             return;
         };
         let (conn, pool) = (lent.conn, lent.pool);
         if let Some(held) = lent.held.take() {
-            self.words.tear(index);
+            self.lease_table.tear(index);
             if !keep {
                 store.release(held.token);
             }
-            self.unlease_one(conn.map_or(NONE, |id| id.index), pool);
+            self.remove_leased(conn.map_or(NONE, |id| id.index), pool);
         }
     }
 
-    /// Since when a lease has had its buffer; `None` if it has none, or is known to be overdue.
+    /// Since when a lease has held its buffer; `None` if it holds none or is on the overdue list.
     pub(super) fn leased_since(&self, index: u32) -> Option<zerosock_proto::Instant> {
         let lent = self
             .lent
@@ -324,26 +332,26 @@ impl<T> Sockets<T> {
         lent.held.as_ref().map(|held| held.since)
     }
 
-    /// Whether a lease has its buffer.
+    /// Whether a lease holds its buffer.
     pub(super) fn is_held(&self, index: u32) -> bool {
         self.lent
             .get(index as usize)
             .is_some_and(|lent| lent.held.is_some())
     }
 
-    /// Notes a lease's place on its pool's list of overdue ones; the place it had before.
+    /// Stores a lease's position in the overdue list; returns the previous one.
     pub(super) fn set_overdue(&mut self, index: u32, place: u32) -> u32 {
         let lent = self.lent.get_mut(index as usize);
         lent.map_or(NONE, |lent| std::mem::replace(&mut lent.overdue, place))
     }
 
-    /// The lease behind `index` in its connection's list.
+    /// The next lease in the connection's list.
     pub(super) fn next_lease(&self, index: u32) -> u32 {
         self.lent.get(index as usize).map_or(NONE, |lent| lent.next)
     }
 
-    /// The connection goes, its leases stay: each stands for itself now. Those that nobody reads
-    /// give their buffers back at once.
+    /// Detaches the leases of a connection that is removed. Those without readers return their
+    /// buffers at once.
     pub(super) fn orphan_leases(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         let mut index = self.get(id).map_or(NONE, |conn| conn.leases);
         let mut bytes = 0;
@@ -365,38 +373,38 @@ impl<T> Sockets<T> {
         }
         if let Some(conn) = self.get_mut(id) {
             conn.leases = NONE;
-            // Nobody will say so later: the protocol core forgets the connection when all that
-            // came is consumed.
+            // Given now, because the protocol core forgets the connection when everything received
+            // is consumed.
             if let Some(flow) = conn.flow.filter(|_| bytes > 0) {
                 store.consumed(conn.pool, flow, bytes);
             }
         }
     }
 
-    /// A place for a loan, to be ended with [`end_loan`](Self::end_loan).
+    /// Reserves an entry for a loan; freed by [`end_loan`](Self::end_loan).
     pub(crate) fn begin_loan(&mut self) -> Option<u32> {
         let index = self.free_lent.pop()?;
-        self.words.begin(index);
+        self.lease_table.begin(index);
         if let Some(lent) = self.lent.get_mut(index as usize) {
-            lent.what = What::Loan;
+            lent.kind = LentKind::Loan;
         }
         Some(index)
     }
 
-    /// A loan is over. False: `index` is not a loan.
+    /// Frees the entry of a loan. Returns false if `index` is not a loan.
     pub(crate) fn end_loan(&mut self, index: u32) -> bool {
         let Some(lent) = self.lent.get_mut(index as usize) else {
             return false;
         };
-        if lent.what != What::Loan {
+        if lent.kind != LentKind::Loan {
             return false;
         }
-        lent.what = What::Nothing;
+        lent.kind = LentKind::Nothing;
         self.free_lent.push(index);
         true
     }
 
-    /// Words that are free.
+    /// Free entries.
     pub(super) fn free_lent(&self) -> usize {
         self.free_lent.len()
     }
@@ -408,17 +416,17 @@ impl<T> Sockets<T> {
     }
 }
 
-/// Whether [`place`] can name it.
-fn can_place<T>(store: &impl Store<Token = T>, held: &Held<T>) -> bool {
+/// Whether [`place`] succeeds.
+fn can_place<T>(store: &impl Store<Token = T>, held: &HeldBuffer<T>) -> bool {
     store.memory(&held.token).is_some() && store.pieces(&held.token).len() <= PIECES
 }
 
-/// Names where a held buffer lies; `None` if that takes too many pieces.
-fn place<T>(store: &impl Store<Token = T>, held: &Held<T>) -> Option<Place> {
+/// Describes where a held buffer lies; `None` if it has too many pieces.
+fn place<T>(store: &impl Store<Token = T>, held: &HeldBuffer<T>) -> Option<BufferPlace> {
     let memory = store.memory(&held.token)?.clone();
     let (mut pieces, mut offset) = (store.pieces(&held.token), held.offset as usize);
-    // Without the piece that the header has to itself, the rest is one: a slice, for those who
-    // trust.
+    // Skips the piece that contains only the header; the rest is then often one piece, and a
+    // trusting reader gets one slice.
     while let [first, rest @ ..] = pieces
         && first.len() <= offset
         && !rest.is_empty()
@@ -426,7 +434,7 @@ fn place<T>(store: &impl Store<Token = T>, held: &Held<T>) -> Option<Place> {
         offset -= first.len();
         pieces = rest;
     }
-    Some(Place::InPlace {
+    Some(BufferPlace::InPlace {
         memory,
         pieces: ArrayVec::try_from(pieces).ok()?,
         offset,

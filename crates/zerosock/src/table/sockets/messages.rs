@@ -1,35 +1,35 @@
-//! Connections that carry messages: where each ends, and reading one as a whole.
+//! Message boundaries on connections of type SOCK_SEQPACKET, and reading of whole messages.
 //!
-//! The parts of a message come as a stream's do; the last of them has its end. A message is there
-//! for its reader when it has ended, and not before: what is unread counts whole ones. One that has
-//! not ended when the connection does is nobody's, and goes back.
+//! The parts of a message arrive as those of a stream; the last one carries the end. Only complete
+//! messages are readable. An incomplete message is discarded when its connection ends.
 //!
-//! What must hold: the bounds on what is held are the same for half messages. Of one that has not
-//! ended an eighth of the pool is held at most, what is beyond is copied aside: so a message may be
-//! longer than what may be held in place, and arrives. A message in a copy costs more than its bytes,
-//! and is counted so ([`COST`]), because a peer chooses how short its messages are.
+//! # Invariants
+//! - An incomplete message holds at most an eighth of the pool; further parts are copied. A message
+//!   can therefore be longer than what may be held in place.
+//! - A copied message counts for more than its bytes ([`COST`]), because the peer chooses how short
+//!   its messages are.
 
 use zerosock_proto::wire::vsock::{SEQ_EOM, SEQ_EOR};
 
-use super::parts::{Held, Part, copy_out};
+use super::parts::{HeldBuffer, ReceivedPart, copy_out};
 use super::{LeaseParts, NoLease, ReadyFlags, Sockets, Store, StreamId};
 
-/// What a message in a copy costs beside its bytes.
+/// What a copied message counts for in addition to its bytes.
 const COST: usize = 64;
 
-/// Whether a part is the last of its message. A stream's parts never are.
+/// Whether a part ends a message. Parts of a stream never do.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub(crate) enum Ends {
     #[default]
     Nothing,
-    /// A message.
+    /// Ends a message.
     Message,
-    /// A message, and with it a record, as its sender said (MSG_EOR).
+    /// Ends a message and a record (MSG_EOR).
     Record,
 }
 
 impl Ends {
-    /// What ends with a packet that has these flags.
+    /// Reads the flags of a packet header.
     pub(crate) fn from_flags(flags: u32) -> Ends {
         match flags {
             _ if flags & SEQ_EOM == 0 => Ends::Nothing,
@@ -43,48 +43,48 @@ impl Ends {
     }
 }
 
-/// A message that was read, or looked at.
+/// The result of reading or peeking at a message.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Message {
-    /// Its bytes.
+pub(crate) struct MessageRead {
+    /// Length of the message in bytes.
     pub(crate) len: usize,
-    /// Those of them that were copied.
+    /// Bytes copied to the caller.
     pub(crate) copied: usize,
     pub(crate) ends_record: bool,
 }
 
-/// What a connection that carries messages has beside a stream's.
+/// Message state of a connection.
 #[derive(Debug, Default)]
 pub(crate) struct Messages {
-    /// Unread ones that have ended.
+    /// Complete messages not read yet.
     pub(super) whole: u32,
-    /// Bytes of one that has not.
+    /// Bytes of the incomplete message.
     pub(super) half: usize,
-    /// Buffers held of it.
+    /// Buffers that the incomplete message holds.
     pub(super) half_held: u32,
 }
 
-impl<T> Part<T> {
+impl<T> ReceivedPart<T> {
     pub(super) fn ends(&self) -> Ends {
         match self {
-            Part::Held(held) => held.ends,
-            Part::Copied { ends, .. } => *ends,
+            ReceivedPart::Held(held) => held.ends,
+            ReceivedPart::Copied { ends, .. } => *ends,
         }
     }
 }
 
-/// What a copy with that end costs beside its bytes.
+/// What a copy with this end counts for in addition to its bytes.
 pub(super) fn cost(ends: Ends) -> usize {
     if ends.any() { COST } else { 0 }
 }
 
 impl<T> super::Conn<T> {
-    /// Unread messages, if the connection carries any.
+    /// Complete unread messages; `None` for a stream.
     pub(crate) fn messages(&self) -> Option<u32> {
         self.messages.as_ref().map(|messages| messages.whole)
     }
 
-    /// Parts of the first message, and its bytes.
+    /// The number of parts and bytes of the first message.
     fn first_message(&self) -> Option<(usize, usize)> {
         if self.messages()? == 0 {
             return None;
@@ -101,18 +101,18 @@ impl<T> super::Conn<T> {
 }
 
 impl<T> Sockets<T> {
-    /// The connection, which is new, carries messages.
+    /// Makes a new connection carry messages.
     pub(crate) fn carry_messages(&mut self, id: StreamId) {
         if let Some(conn) = self.get_mut(id) {
             conn.messages = Some(Box::default());
         }
     }
 
-    /// Takes in a part of a message. As [`deliver`](Self::deliver).
+    /// Stores a part of a message, as [`deliver`](Self::deliver).
     pub(crate) fn deliver_part(
         &mut self,
         id: StreamId,
-        held: Held<T>,
+        held: HeldBuffer<T>,
         store: &mut impl Store<Token = T>,
     ) {
         let eighth = |pool: u32| {
@@ -146,13 +146,13 @@ impl<T> Sockets<T> {
             messages.whole += 1;
         }
         if len > 0 && !aside {
-            conn.parts.push_back(Part::Held(held));
-            self.hold_one(id.index);
+            conn.parts.push_back(ReceivedPart::Held(held));
+            self.add_held(id.index);
         } else {
             let mut copied = len;
             match conn.parts.back_mut() {
-                // The end of what is there already.
-                Some(Part::Held(last)) if len == 0 && begun => last.ends = ends,
+                // Ends the stored part of the message.
+                Some(ReceivedPart::Held(last)) if len == 0 && begun => last.ends = ends,
                 _ => {
                     copied += cost(ends);
                     conn.push_copy(ends, len, |bytes| {
@@ -163,23 +163,23 @@ impl<T> Sockets<T> {
                 }
             }
             self.counted.copied_aside += len as u64;
-            self.copied(id.index, copied);
+            self.add_copied(id.index, copied);
             store.release(held.token);
         }
         if ends.any() && first {
-            self.announce(id, ReadyFlags::Readable);
+            self.set_ready(id, ReadyFlags::Readable);
         }
     }
 
-    /// Copies the first message to `out`, as much of it as fits, and takes it; with `peek` leaves
-    /// it. `None`: there is none.
+    /// Copies the first message to `out`, truncated to its length, and consumes it unless `peek`.
+    /// `None`: no complete message.
     pub(crate) fn read_message(
         &mut self,
         id: StreamId,
         out: &mut [u8],
         peek: bool,
         store: &mut impl Store<Token = T>,
-    ) -> Option<Message> {
+    ) -> Option<MessageRead> {
         let conn = self.get(id)?;
         let (parts, len) = conn.first_message()?;
         let mut copied = 0;
@@ -189,14 +189,14 @@ impl<T> Sockets<T> {
             let step = rest.len().min(part.len());
             let rest = &mut rest[..step];
             match part {
-                Part::Held(held) if step > 0 => {
+                ReceivedPart::Held(held) if step > 0 => {
                     if let Some(memory) = store.memory(&held.token) {
                         let pieces = store.pieces(&held.token);
                         memory.read(pieces, held.offset as usize, rest);
                     }
                 }
-                Part::Held(_) => {}
-                Part::Copied { bytes, taken, .. } => {
+                ReceivedPart::Held(_) => {}
+                ReceivedPart::Copied { bytes, taken, .. } => {
                     rest.copy_from_slice(&bytes[*taken..*taken + step]);
                 }
             }
@@ -207,26 +207,26 @@ impl<T> Sockets<T> {
             self.counted.copied_out += copied as u64;
             self.take_message(id, parts, store);
         }
-        Some(Message {
+        Some(MessageRead {
             len,
             copied,
             ends_record,
         })
     }
 
-    /// Throws the first message away, which has so many parts.
+    /// Discards the first message, which has `parts` parts.
     fn take_message(&mut self, id: StreamId, parts: usize, store: &mut impl Store<Token = T>) {
         let mut bytes = 0;
         for _ in 0..parts {
             let first = self.get(id).and_then(|conn| conn.parts.front());
-            bytes += first.map_or(0, Part::len);
+            bytes += first.map_or(0, ReceivedPart::len);
             self.drop_front(id, store);
         }
         self.consumed(id, bytes, store);
         self.took_message(id, bytes, store);
     }
 
-    /// The first message, of so many bytes, is no more among the unread ones.
+    /// Removes the first message, of `bytes` bytes, from the counters.
     fn took_message(&mut self, id: StreamId, bytes: usize, store: &mut impl Store<Token = T>) {
         let Some(conn) = self.get_mut(id) else { return };
         if let Some(messages) = &mut conn.messages {
@@ -237,8 +237,8 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// Lends out the first message, in as many leases as it has parts, each in place if the bounds
-    /// allow. None for one without a byte.
+    /// Leases the first message, one lease for each part, each in place if the limits allow. An
+    /// empty message has no lease.
     pub(crate) fn lease_message(
         &mut self,
         id: StreamId,
@@ -246,14 +246,14 @@ impl<T> Sockets<T> {
     ) -> Result<(Vec<LeaseParts>, bool), NoLease> {
         let conn = self.get(id).ok_or(NoLease::Empty)?;
         let (mut parts, len) = conn.first_message().ok_or(NoLease::Empty)?;
-        let last = conn.parts.get(parts - 1).map(Part::ends);
+        let last = conn.parts.get(parts - 1).map(ReceivedPart::ends);
         let ends_record = last == Some(Ends::Record);
         if len == 0 {
             self.take_message(id, parts, store);
             return Ok((Vec::new(), ends_record));
         }
-        // What an endpoint can count is shared out as for streams; a message takes all of its
-        // leases or, as one copy, a single one.
+        // Lease table entries are shared as for streams. A message takes an entry for each part or,
+        // as one copy, a single one.
         let lent = conn.lent as usize;
         if lent + 2 * parts > self.free_lent() {
             self.join_parts(id, parts, store);
@@ -265,15 +265,15 @@ impl<T> Sockets<T> {
         let mut leases = Vec::with_capacity(parts);
         let mut lent = 0;
         while lent < parts {
-            // There are words for all of them.
+            // The entries were checked above.
             let Ok(lease) = self.lease(id, store) else {
                 break;
             };
             if lease.len > 0 {
                 leases.push(lease);
             } else {
-                // An end that came by itself.
-                self.give_back(lease.index, store);
+                // A part without bytes that only carries the end.
+                self.end_lease(lease.index, store);
             }
             lent += 1;
         }
@@ -281,7 +281,7 @@ impl<T> Sockets<T> {
         Ok((leases, ends_record))
     }
 
-    /// Copies the first so many parts into one.
+    /// Joins the first `parts` parts into one copy.
     fn join_parts(&mut self, id: StreamId, parts: usize, store: &mut impl Store<Token = T>) {
         let Some(conn) = self.get_mut(id).filter(|_| parts > 1) else {
             return;
@@ -292,33 +292,33 @@ impl<T> Sockets<T> {
         for part in conn.parts.drain(..parts.min(conn.parts.len())) {
             last = part.ends();
             match part {
-                Part::Held(held) => {
+                ReceivedPart::Held(held) => {
                     copy_out(store, &held, &mut all);
                     aside += held.len as usize;
                     released += 1;
                     store.release(held.token);
                 }
-                Part::Copied { bytes, taken, ends } => {
+                ReceivedPart::Copied { bytes, taken, ends } => {
                     all.extend_from_slice(bytes.get(taken..).unwrap_or(&[]));
                     was += bytes.len() - taken + cost(ends);
                 }
             }
         }
         let now = all.len() + cost(last);
-        conn.parts.push_front(Part::Copied {
+        conn.parts.push_front(ReceivedPart::Copied {
             bytes: all,
             taken: 0,
             ends: last,
         });
         self.counted.copied_aside += aside as u64;
-        self.uncopy(id.index, was);
-        self.copied(id.index, now);
+        self.remove_copied(id.index, was);
+        self.add_copied(id.index, now);
         if released > 0 {
-            self.unhold(id.index, released);
+            self.remove_held(id.index, released);
         }
     }
 
-    /// Nothing more will come: a message that has not ended is nobody's.
+    /// Discards an incomplete message: no more parts will arrive.
     pub(crate) fn drop_half(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         let Some(conn) = self.get_mut(id) else { return };
         let Some(messages) = conn.messages.as_deref_mut() else {
@@ -332,20 +332,20 @@ impl<T> Sockets<T> {
                 break;
             };
             match part {
-                Part::Held(held) => {
+                ReceivedPart::Held(held) => {
                     store.release(held.token);
                     released += 1;
                 }
-                Part::Copied { bytes, taken, .. } => copies += bytes.len() - taken,
+                ReceivedPart::Copied { bytes, taken, .. } => copies += bytes.len() - taken,
             }
         }
         if let Some(flow) = conn.flow.filter(|_| half > 0) {
             store.consumed(conn.pool, flow, half as u32);
         }
-        self.uncopy(id.index, copies);
+        self.remove_copied(id.index, copies);
         if released > 0 {
-            self.unhold(id.index, released);
+            self.remove_held(id.index, released);
         }
-        self.catch_up(id.index);
+        self.clear_stalled_if_drained(id.index);
     }
 }

@@ -1,18 +1,19 @@
-//! The connections of an endpoint as its user sees them, whichever half of the queues they come
-//! through: what was received and not read, what is out on lease, what there is to tell.
+//! The connections of an endpoint, independent of the half of the virtqueues: unread bytes, leases,
+//! readiness.
 //!
-//! Received bytes lie where the peer's side wrote them, in buffers of a [`Pool`] (a device's
-//! transmit queue, a driver's receive queue), each known here by a token of the engine's. A
-//! connection is a list of [`Part`]s in order: buffers held in place, and copies. What each file
-//! does: `parts` reads them, `messages` those of connections that carry messages, `lent` lends them
-//! out and takes them back, `bounds` keeps the number and the time of what is held within limits,
-//! `ready_flags` says what has happened, `room` who waits to send; here they come and go.
+//! Received bytes lie in the buffers of a [`Pool`] (a device's transmit queue, a driver's receive
+//! queue), each identified by a token of the backend. A connection is an ordered list of
+//! [`ReceivedPart`]s: held buffers and copies. `parts` stores and reads them, `messages` adds
+//! message boundaries, `lent` manages leases, `bounds` limits the number and age of held buffers,
+//! `moving` changes a connection's pool, `ready_flags` reports readiness, `room` tracks connections
+//! that wait to send. This file adds and removes connections.
 //!
-//! What must hold: every token that came in goes back to the engine exactly once
-//! ([`Store::release`]), whatever happens to the connection (but for buffers of a peer that is
-//! gone and was trusted: see [`Sockets::recall`]); every byte is reported as consumed
-//! once, and only when its reader is done with it, because that is what gives the sender credit;
-//! bytes keep their order.
+//! # Invariants
+//! - Every token is returned to the backend exactly once ([`Store::release`]), except for buffers
+//!   of a trusted peer that is gone (see [`Sockets::recall`]).
+//! - Every byte is reported as consumed once, when its reader is done with it, because that gives
+//!   the sender credit.
+//! - Bytes keep their order.
 
 mod bounds;
 mod lent;
@@ -30,48 +31,49 @@ use zerosock_proto::vsock::{FlowId, RefuseReason};
 use zerosock_proto::{Address, Instant};
 use zerosock_ring::{Memory, Piece};
 
-use super::engine::RecvFault;
+use super::backend::RecvFault;
 use super::leases::Leases;
 use bounds::Pool;
-use lent::Lent;
-pub(crate) use lent::{Copied, LeaseParts, NoLease, PIECES, Place};
-pub(crate) use messages::{Ends, Message, Messages};
-pub(crate) use parts::{Held, Part};
+use lent::LentEntry;
+pub(crate) use lent::{BufferPlace, Copied, LeaseParts, NoLease, PIECES};
+pub(crate) use messages::{Ends, MessageRead, Messages};
+pub(crate) use parts::{HeldBuffer, ReceivedPart};
 pub(crate) use ready_flags::ReadyFlags;
 pub(crate) use room::Waiters;
 
-/// No place.
+/// No index.
 const NONE: u32 = u32::MAX;
 
-/// What an engine does for its connections.
+/// The backend's operations on its buffers and flows.
 pub(crate) trait Store {
-    /// What the engine knows a held buffer by.
+    /// Identifies a held buffer.
     type Token;
 
-    /// The memory in which a buffer lies; `None` if it is gone.
+    /// The memory of a buffer; `None` if it was unmapped.
     fn memory(&self, token: &Self::Token) -> Option<&Arc<Memory>>;
 
-    /// The buffer's pieces in that memory. A [`Held`]'s offset counts from their beginning.
+    /// The buffer's pieces in that memory. The offset of a [`HeldBuffer`] counts from the first
+    /// piece.
     fn pieces<'a>(&'a self, token: &'a Self::Token) -> &'a [Piece];
 
-    /// Gives a buffer back to the peer's side.
+    /// Returns a buffer to the peer.
     fn release(&mut self, token: Self::Token);
 
-    /// `bytes` of a connection were read, or never will be: the sender gets credit for them.
+    /// Reports `bytes` of a connection as read or discarded: the sender gets credit for them.
     fn consumed(&mut self, pool: u32, flow: FlowId, bytes: u32);
 
-    /// `messages` without a byte of a connection were read.
+    /// Reports `messages` empty messages of a connection as read.
     fn consumed_empty(&mut self, pool: u32, flow: FlowId, messages: u16);
 }
 
-/// A connection of one endpoint. Valid until the connection is closed by its owner.
+/// Identifies a connection of one endpoint until its owner closes it.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
 pub struct StreamId {
     index: u32,
     generation: u32,
 }
 
-/// Where a connection stands.
+/// The state of a connection.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
@@ -85,12 +87,11 @@ pub struct StreamId {
 /// ```
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum StreamState {
-    /// The request is out, no answer yet.
+    /// The request was sent and not answered yet.
     Connecting,
-    /// Both sides agreed; each may have shut down one way.
+    /// Established; each side may have shut down one direction.
     Connected,
-    /// The peer had already said that it would send no more, or we closed it: the end came in
-    /// good order.
+    /// Ended in order: the peer had shut down sending before, or this side closed it.
     Finished,
     /// Refused, timed out, reset by the peer or by a protocol error, or lost with the transport.
     Reset,
@@ -101,55 +102,56 @@ pub enum StreamState {
 pub(crate) struct Conn<T> {
     generation: u32,
     used: bool,
-    /// A bit for each [`ReadyFlags`] not told yet.
+    /// One bit for each pending [`ReadyFlags`].
     ready_flags: u8,
-    /// This place is in the list of those with ready_flags. Outlives the connection, so that a place is
-    /// never listed twice.
+    /// The index is in the ready list. Outlives the connection, so that an index is never listed
+    /// twice.
     listed: bool,
-    /// The buffers that its bytes come in.
+    /// The pool of its receive buffers.
     pub(crate) pool: u32,
-    /// The protocol core's connection; `None` when that has ended.
+    /// The flow of the protocol core; `None` when it has ended.
     pub(crate) flow: Option<FlowId>,
     pub(crate) state: StreamState,
-    /// Why it did not come about, if it did not.
+    /// Why the connect failed, if it did.
     pub(crate) refused: Option<RefuseReason>,
     pub(crate) local: Address,
     pub(crate) peer: Address,
-    /// The peer will send no more.
+    /// The peer shut down sending.
     pub(crate) peer_finished: bool,
-    /// The peer will read no more.
+    /// The peer shut down receiving.
     pub(crate) peer_recv_shutdown: bool,
-    /// We will send no more.
+    /// This side shut down sending.
     pub(crate) send_shutdown: bool,
-    /// We read no more (SHUT_RD): nothing is unread, and what still comes is thrown away. Set by
-    /// [`Sockets::read_no_more`].
+    /// This side shut down receiving (SHUT_RD): nothing is unread, and arriving bytes are
+    /// discarded. Set by [`Sockets::shutdown_recv`].
     recv_shutdown: bool,
-    /// A send found no room: tell when there is some.
+    /// A send found no room; the connection becomes writable when there is some.
     pub(crate) wants_room: bool,
-    /// It carries messages.
+    /// Message boundaries, if the connection carries messages.
     messages: Option<Box<Messages>>,
-    parts: VecDeque<Part<T>>,
-    /// Bytes received and not read, wherever they lie; leased ones are counted as read.
+    parts: VecDeque<ReceivedPart<T>>,
+    /// Received bytes not read yet; leased bytes count as read.
     unread: usize,
-    /// Bytes read since the beginning; leased ones are counted as read.
+    /// Bytes read since the connection was established; leased bytes count as read.
     taken: u64,
-    /// Fewer unread bytes than this are no ready_flags of themselves; at least 1.
+    /// Fewer unread bytes do not make the connection readable; at least 1.
     low_water: u32,
-    /// Buffers held: parts in place and leases in place.
+    /// Buffers held: unread ones and leases in place.
     held: u32,
     /// Leases in place.
     leased: u32,
-    /// Unread bytes that lie in copies.
+    /// Unread bytes in copies.
     copied: usize,
-    /// The first of its leases, in no order.
+    /// The first entry of the unordered list of its leases.
     leases: u32,
-    /// How many there are, copies as well.
+    /// The length of that list, including copies.
     lent: u32,
-    /// It held buffers for too long and has not caught up since: what comes is copied.
+    /// Its unread buffers were copied because they were held too long; arriving bytes are copied
+    /// until it has read all.
     stalled: bool,
-    /// Its parts are not to be joined: each is a datagram.
+    /// Its parts must not be joined: each is a datagram.
     whole: bool,
-    /// Its place among those who hold buffers of the pool.
+    /// Its position in the pool's list of holders.
     holder: u32,
 }
 
@@ -158,48 +160,50 @@ pub(crate) struct Conn<T> {
 pub(crate) struct Sockets<T> {
     conns: Vec<Conn<T>>,
     free: Vec<u32>,
-    /// Places with ready_flags, oldest first; as long as the table at most.
-    with_news: VecDeque<u32>,
+    /// Indices with pending ready flags, oldest first; at most one entry for each connection.
+    ready_list: VecDeque<u32>,
     pools: Vec<Pool>,
     hold: Duration,
-    /// Bytes that the connections of a pool together may have in copies.
-    most_copied: usize,
-    /// A pool has more.
-    over: bool,
-    words: Arc<Leases>,
-    lent: Vec<Lent<T>>,
+    /// Limit on the copied bytes of all connections of a pool.
+    max_copied: usize,
+    /// A pool exceeds that limit.
+    over_copy_limit: bool,
+    lease_table: Arc<Leases>,
+    lent: Vec<LentEntry<T>>,
     free_lent: Vec<u32>,
     counted: Counted,
 }
 
-/// What was counted, over all connections.
+/// Byte counters over all connections.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Counted {
-    /// Bytes received, wherever they were put.
+    /// Bytes received, in place or copied.
     pub(crate) received: u64,
-    /// Bytes of those that were copied aside, because of the bounds on what is held.
+    /// Received bytes copied because of the limits on held buffers.
     pub(crate) copied_aside: u64,
-    /// Bytes handed out on leases in place.
+    /// Bytes passed out on leases in place.
     pub(crate) leased: u64,
-    /// Bytes copied out by calls that copy.
+    /// Bytes copied to the caller by copying calls.
     pub(crate) copied_out: u64,
 }
 
 impl<T> Sockets<T> {
-    /// A table without connections. Unread and leased buffers are copied out after `hold` at the
-    /// latest; the unread copies of a pool are to be `most_copied` bytes at most.
-    pub(crate) fn new(words: Arc<Leases>, hold: Duration, most_copied: usize) -> Sockets<T> {
+    /// An empty table. Unread and leased buffers are copied after `hold`; connections are reset
+    /// when a pool has more than `max_copied` bytes of unread copies.
+    pub(crate) fn new(lease_table: Arc<Leases>, hold: Duration, max_copied: usize) -> Sockets<T> {
         Sockets {
             conns: Vec::new(),
             free: Vec::new(),
-            with_news: VecDeque::new(),
+            ready_list: VecDeque::new(),
             pools: Vec::new(),
             hold,
-            most_copied,
-            over: false,
-            free_lent: (0..words.capacity() as u32).rev().collect(),
-            lent: (0..words.capacity()).map(|_| Lent::default()).collect(),
-            words,
+            max_copied,
+            over_copy_limit: false,
+            free_lent: (0..lease_table.capacity() as u32).rev().collect(),
+            lent: (0..lease_table.capacity())
+                .map(|_| LentEntry::default())
+                .collect(),
+            lease_table,
             counted: Counted::default(),
         }
     }
@@ -208,12 +212,12 @@ impl<T> Sockets<T> {
         self.counted
     }
 
-    /// The words that leases share with this table.
-    pub(crate) fn words(&self) -> &Arc<Leases> {
-        &self.words
+    /// The lease table shared with the holders.
+    pub(crate) fn lease_table(&self) -> &Arc<Leases> {
+        &self.lease_table
     }
 
-    /// A new connection; its buffers come from `pool`.
+    /// Adds a connection with buffers from `pool`.
     pub(crate) fn insert(
         &mut self,
         pool: u32,
@@ -225,8 +229,8 @@ impl<T> Sockets<T> {
         self.add(pool, Some(flow), state, local, peer)
     }
 
-    /// A connection that nobody else knows of, for the datagrams that come for one socket in
-    /// buffers of `pool`: each delivery is one part, and none is ready_flags of itself.
+    /// Adds an internal connection for the datagrams that one socket receives in buffers of `pool`:
+    /// each delivery is one part and sets no ready flag.
     pub(crate) fn insert_datagrams(&mut self, pool: u32, local: Address) -> StreamId {
         let id = self.add(pool, None, StreamState::Connected, local, local);
         if let Some(conn) = self.get_mut(id) {
@@ -294,16 +298,16 @@ impl<T> Sockets<T> {
         StreamId { index, generation }
     }
 
-    /// Frees a connection's place. What was not read goes back; leases stay with their holders.
+    /// Removes a connection. Unread buffers are returned; leases remain valid.
     pub(crate) fn remove(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         self.drop_unread(id, store);
         self.orphan_leases(id, store);
         if let Some(conn) = self.get_mut(id) {
-            debug_assert_eq!(conn.copied, 0, "copies that nobody can take off the pool");
+            debug_assert_eq!(conn.copied, 0, "copies still counted in the pool");
             conn.used = false;
             conn.ready_flags = 0;
             conn.flow = None;
-            // A connection at rest owns no memory, and one that is gone less so.
+            // An idle connection owns no memory; a free entry must not either.
             conn.parts = VecDeque::new();
             self.free.push(id.index);
         }
@@ -323,7 +327,7 @@ impl<T> Sockets<T> {
             .filter(|conn| conn.used && conn.generation == id.generation)
     }
 
-    /// The connection at a place, if there is one.
+    /// The connection at an index, if there is one.
     pub(crate) fn at(&self, index: u32) -> Option<StreamId> {
         let conn = self.conns.get(index as usize).filter(|conn| conn.used)?;
         Some(StreamId {
@@ -332,17 +336,17 @@ impl<T> Sockets<T> {
         })
     }
 
-    /// Connections that exist.
+    /// The number of connections.
     pub(crate) fn len(&self) -> usize {
         self.conns.len() - self.free.len()
     }
 
-    /// Bytes that a read would give at once.
+    /// Bytes that a read would return now.
     pub(crate) fn unread(&self, id: StreamId) -> usize {
         self.get(id).map_or(0, |conn| conn.unread)
     }
 
-    /// From how many unread bytes on there is something to read.
+    /// Sets the number of unread bytes from which the connection is readable.
     pub(crate) fn set_low_water(&mut self, id: StreamId, bytes: u32) {
         if let Some(conn) = self.get_mut(id) {
             conn.low_water = bytes.max(1);
@@ -351,41 +355,41 @@ impl<T> Sockets<T> {
 }
 
 impl StreamId {
-    /// What the first connection of an endpoint is known by.
+    /// The id of the first connection of an endpoint.
     #[cfg(test)]
     pub(crate) const FIRST: StreamId = StreamId {
         index: 0,
         generation: 0,
     };
 
-    /// A small number that no other connection of the endpoint has at the same time.
+    /// A small number, unique among the endpoint's current connections.
     pub(crate) fn index(self) -> u32 {
         self.index
     }
 }
 
 impl<T> Conn<T> {
-    /// Bytes that a read would give at once.
+    /// Bytes that a read would return now.
     pub(crate) fn unread(&self) -> usize {
         self.unread
     }
 
-    /// Bytes that were read since the beginning.
+    /// Bytes read since the connection was established.
     pub(crate) fn taken(&self) -> u64 {
         self.taken
     }
 
-    /// From how many unread bytes on there is something to read.
+    /// The number of unread bytes from which the connection is readable.
     pub(crate) fn low_water(&self) -> u32 {
         self.low_water
     }
 
-    /// Whether there is nothing more to come: end of file behind what is unread.
+    /// Whether no more bytes will arrive: end of stream follows the unread bytes.
     pub(crate) fn is_at_end(&self) -> bool {
         self.peer_finished || self.recv_shutdown || self.state == StreamState::Finished
     }
 
-    /// What is said when nothing was received: end of file, or why not.
+    /// The result of a read that found nothing: `Ok` for end of stream, else the reason.
     #[cold]
     pub(crate) fn why_empty(&self) -> Result<(), RecvFault> {
         match self.state {
@@ -397,7 +401,7 @@ impl<T> Conn<T> {
     }
 }
 
-/// When something that began at `since` has lasted for `span`.
+/// When `span` has passed since `since`.
 fn due(since: Instant, span: Duration) -> Instant {
     since + span
 }

@@ -1,31 +1,31 @@
-//! Connections that go on with buffers of another pool: at another queue pair.
+//! Connections that change to another pool, because they move to another queue pair.
 //!
-//! What must hold: nothing of the old pool's is held when the connection has left it; what its user
-//! has not read is still there, in copies.
+//! # Invariants
+//! A connection that has left a pool holds none of its buffers; its unread bytes are in copies.
 
 use zerosock_proto::vsock::FlowId;
 
 use super::{Sockets, Store, StreamId};
 
 impl<T> Sockets<T> {
-    /// Copies out what a connection has unread, and parts it from its leases: those that nobody
-    /// reads are moved, the others give their buffers back when they are dropped. Credit for them is
-    /// given now. Its flow is to be there still.
+    /// Copies a connection's unread bytes and detaches its leases: those without readers are moved,
+    /// the others return their buffers when they are dropped. Gives credit for the leased bytes
+    /// now, so the flow must still exist.
     pub(crate) fn leave_pool(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
-        self.spill(id, store);
+        self.copy_unread(id, store);
         self.orphan_leases(id, store);
     }
 
-    /// A connection that has left its pool goes on with that one, under this name.
+    /// Continues a connection that has left its pool in `pool`, with the flow `flow`.
     pub(crate) fn enter_pool(&mut self, id: StreamId, pool: u32, flow: FlowId) {
         let Some(copied) = self.get(id).map(|conn| conn.copied) else {
             return;
         };
-        self.uncopy(id.index, copied);
+        self.remove_copied(id.index, copied);
         if let Some(conn) = self.get_mut(id) {
             conn.pool = pool;
             conn.flow = Some(flow);
         }
-        self.copied(id.index, copied);
+        self.add_copied(id.index, copied);
     }
 }

@@ -1,32 +1,32 @@
-//! What a connection has received: buffers in place and copies, in order; taking in and reading.
+//! The received bytes of a connection: storing and reading an ordered list of buffers and copies.
 
 use super::messages::cost;
 use super::{Conn, Counted, Ends, Sockets, Store, StreamId};
-use crate::table::engine::Payload;
+use crate::table::backend::Payload;
 use zerosock_proto::Instant;
 use zerosock_proto::vsock::FlowId;
 use zerosock_ring::SliceBuf;
 
-/// Bytes of a buffer of the pool.
+/// Unread bytes in a buffer of the pool.
 #[derive(Debug)]
-pub(crate) struct Held<T> {
+pub(crate) struct HeldBuffer<T> {
     pub(crate) token: T,
-    /// The first byte not yet read, from the beginning of the buffer's pieces.
+    /// Offset of the first unread byte from the beginning of the buffer's pieces.
     pub(crate) offset: u32,
-    /// Bytes not yet read.
+    /// Bytes not read yet.
     pub(crate) len: u32,
-    /// When they came.
+    /// When they arrived.
     pub(crate) since: Instant,
-    /// What ends with them.
+    /// What ends with the last of them.
     pub(crate) ends: Ends,
 }
 
-/// A stretch of received bytes.
+/// Consecutive received bytes.
 #[derive(Debug)]
-pub(crate) enum Part<T> {
-    /// Where the peer's side wrote them.
-    Held(Held<T>),
-    /// In a copy: the first `taken` bytes have been read.
+pub(crate) enum ReceivedPart<T> {
+    /// In the peer's buffer.
+    Held(HeldBuffer<T>),
+    /// In a copy, of which the first `taken` bytes were read.
     Copied {
         bytes: Vec<u8>,
         taken: usize,
@@ -34,19 +34,19 @@ pub(crate) enum Part<T> {
     },
 }
 
-impl<T> Part<T> {
+impl<T> ReceivedPart<T> {
     pub(crate) fn len(&self) -> usize {
         match self {
-            Part::Held(held) => held.len as usize,
-            Part::Copied { bytes, taken, .. } => bytes.len() - taken,
+            ReceivedPart::Held(held) => held.len as usize,
+            ReceivedPart::Copied { bytes, taken, .. } => bytes.len() - taken,
         }
     }
 }
 
-/// Copies the bytes of `held` to the end of `to`. What cannot be read is zeros, so that a stream
-/// keeps its length; but it can: buffers are checked when they are taken in, and recalled before
-/// their memory goes.
-pub(super) fn copy_out<T>(store: &impl Store<Token = T>, held: &Held<T>, to: &mut Vec<u8>) {
+/// Appends the bytes of `held` to `to`. Unreadable bytes become zeros, so that a stream keeps its
+/// length; this does not happen, because buffers are validated on receipt and recalled before their
+/// memory is unmapped.
+pub(super) fn copy_out<T>(store: &impl Store<Token = T>, held: &HeldBuffer<T>, to: &mut Vec<u8>) {
     let start = to.len();
     to.resize(start + held.len as usize, 0);
     let mut read = 0;
@@ -56,21 +56,21 @@ pub(super) fn copy_out<T>(store: &impl Store<Token = T>, held: &Held<T>, to: &mu
     debug_assert_eq!(read, held.len as usize, "bytes that are nowhere");
 }
 
-/// Bytes of a buffer of copies: so much is allocated without a way to fail.
-const MOST_COPIED: usize = 64 << 10;
+/// Limit on one copy buffer, in bytes, so that its allocation does not fail.
+const MAX_COPIED: usize = 64 << 10;
 
 impl<T> Conn<T> {
-    /// Appends `len` bytes to the copies at the end: many small packets into one buffer of at most
-    /// [`MOST_COPIED`], unless a message ended there; what has been read of it is dropped when it is
-    /// half, so that it stays below twice the bytes that wait.
+    /// Appends `len` bytes to the last copy: many small packets share one buffer of at most
+    /// [`MAX_COPIED`] bytes, unless a message ends there. The read part of a buffer is removed when
+    /// it reaches half, so that the memory stays below twice the unread bytes.
     pub(super) fn push_copy(&mut self, ends: Ends, len: usize, copy: impl FnOnce(&mut Vec<u8>)) {
         if !self.whole
-            && let Some(Part::Copied {
+            && let Some(ReceivedPart::Copied {
                 bytes,
                 taken,
                 ends: end @ Ends::Nothing,
             }) = self.parts.back_mut()
-            && bytes.len() - *taken + len <= MOST_COPIED
+            && bytes.len() - *taken + len <= MAX_COPIED
             && bytes.try_reserve(len).is_ok()
         {
             if *taken >= bytes.len() / 2 {
@@ -82,7 +82,7 @@ impl<T> Conn<T> {
         } else {
             let mut bytes = Vec::with_capacity(len);
             copy(&mut bytes);
-            self.parts.push_back(Part::Copied {
+            self.parts.push_back(ReceivedPart::Copied {
                 bytes,
                 taken: 0,
                 ends,
@@ -92,13 +92,13 @@ impl<T> Conn<T> {
 }
 
 impl<T> Sockets<T> {
-    /// Takes in `len` bytes at `offset` of a buffer's pieces. The buffer is held, or it goes back
-    /// at once because its bytes were copied (the connection has stalled) or nobody wants them.
+    /// Stores `len` bytes at `offset` of a buffer's pieces. The buffer is held, or returned at once
+    /// if its bytes were copied (the connection has stalled) or discarded.
     #[inline]
     pub(crate) fn deliver(
         &mut self,
         id: StreamId,
-        held: Held<T>,
+        held: HeldBuffer<T>,
         store: &mut impl Store<Token = T>,
     ) {
         let Some(conn) = self
@@ -112,7 +112,7 @@ impl<T> Sockets<T> {
             return self.discard(id, held, store);
         }
         if conn.unread < conn.low_water as usize {
-            self.announce(id, super::ReadyFlags::Readable);
+            self.set_ready(id, super::ReadyFlags::Readable);
         }
         let Some(conn) = self.conns.get_mut(id.index as usize) else {
             return;
@@ -120,17 +120,17 @@ impl<T> Sockets<T> {
         self.counted.received += u64::from(held.len);
         conn.unread += held.len as usize;
         if !conn.stalled {
-            conn.parts.push_back(Part::Held(held));
-            return self.hold_one(id.index);
+            conn.parts.push_back(ReceivedPart::Held(held));
+            return self.add_held(id.index);
         }
         self.counted.copied_aside += u64::from(held.len);
         let len = held.len as usize;
         conn.push_copy(Ends::Nothing, len, |bytes| copy_out(store, &held, bytes));
-        self.copied(id.index, held.len as usize);
+        self.add_copied(id.index, held.len as usize);
         store.release(held.token);
     }
 
-    /// Copies received bytes to `out`, from the front; takes them, or with `peek` leaves them.
+    /// Copies received bytes to `out` and consumes them unless `peek`.
     pub(crate) fn read(
         &mut self,
         id: StreamId,
@@ -150,7 +150,7 @@ impl<T> Sockets<T> {
             };
             let len = rest.len().min(part.len());
             match part {
-                Part::Held(held) => {
+                ReceivedPart::Held(held) => {
                     if let Some(memory) = store.memory(&held.token) {
                         let pieces = store.pieces(&held.token);
                         memory.read(pieces, held.offset as usize, &mut rest[..len]);
@@ -158,7 +158,7 @@ impl<T> Sockets<T> {
                     held.offset += len as u32;
                     held.len -= len as u32;
                 }
-                Part::Copied { bytes, taken, .. } => {
+                ReceivedPart::Copied { bytes, taken, .. } => {
                     rest[..len].copy_from_slice(&bytes[*taken..*taken + len]);
                     *taken += len;
                     uncopied += len;
@@ -170,14 +170,14 @@ impl<T> Sockets<T> {
             }
         }
         if uncopied > 0 {
-            self.uncopy(id.index, uncopied);
+            self.remove_copied(id.index, uncopied);
         }
         self.counted.copied_out += done as u64;
         self.consumed(id, done, store);
         done
     }
 
-    /// Takes up to `len` received bytes that the reader has had by a peek; how many.
+    /// Consumes up to `len` bytes that a peek returned; returns how many.
     pub(crate) fn skip(
         &mut self,
         id: StreamId,
@@ -192,11 +192,11 @@ impl<T> Sockets<T> {
             };
             let step = part.len().min(len - done);
             match part {
-                Part::Held(held) => {
+                ReceivedPart::Held(held) => {
                     held.offset += step as u32;
                     held.len -= step as u32;
                 }
-                Part::Copied { taken, .. } => {
+                ReceivedPart::Copied { taken, .. } => {
                     *taken += step;
                     uncopied += step;
                 }
@@ -207,7 +207,7 @@ impl<T> Sockets<T> {
             }
         }
         if uncopied > 0 {
-            self.uncopy(id.index, uncopied);
+            self.remove_copied(id.index, uncopied);
         }
         self.counted.copied_out += done as u64;
         self.consumed(id, done, store);
@@ -221,13 +221,13 @@ impl<T> Sockets<T> {
             let rest = &mut out[done..];
             let len = rest.len().min(part.len());
             match part {
-                Part::Held(held) => {
+                ReceivedPart::Held(held) => {
                     if let Some(memory) = store.memory(&held.token) {
                         let pieces = store.pieces(&held.token);
                         memory.read(pieces, held.offset as usize, &mut rest[..len]);
                     }
                 }
-                Part::Copied { bytes, taken, .. } => {
+                ReceivedPart::Copied { bytes, taken, .. } => {
                     rest[..len].copy_from_slice(&bytes[*taken..*taken + len]);
                 }
             }
@@ -236,8 +236,8 @@ impl<T> Sockets<T> {
         done
     }
 
-    /// Shows up to `most` parts to `look`, each where it lies, and takes them. Stops when `look`
-    /// says so (false), after the part it was shown.
+    /// Passes up to `most` parts to `look` in place and consumes them. Stops after the part for
+    /// which `look` returns false.
     #[inline]
     pub(crate) fn each(
         &mut self,
@@ -261,8 +261,10 @@ impl<T> Sockets<T> {
             shown.bytes += part.len();
             shown.showing = true;
             let go_on = match part {
-                Part::Copied { bytes, taken, .. } => look(Payload::copied(&bytes[*taken..])),
-                Part::Held(held) => {
+                ReceivedPart::Copied { bytes, taken, .. } => {
+                    look(Payload::copied(&bytes[*taken..]))
+                }
+                ReceivedPart::Held(held) => {
                     let mut slices = SliceBuf::<4>::new();
                     let (offset, len) = (held.offset as usize, held.len as usize);
                     let mut covered = 0;
@@ -273,7 +275,7 @@ impl<T> Sockets<T> {
                     if covered == len {
                         look(Payload::in_place(&slices))
                     } else {
-                        // In more places than are worth naming.
+                        // In more pieces than fit on the stack.
                         let mut bytes = Vec::with_capacity(len);
                         copy_out(&*shown.store, held, &mut bytes);
                         look(Payload::copied(&bytes))
@@ -289,8 +291,8 @@ impl<T> Sockets<T> {
         seen
     }
 
-    /// The flow of a connection for which nothing is held, so that what arrives may be shown at
-    /// once; `None` if it has none, or wants nothing.
+    /// The flow of a connection that holds nothing, so that arriving bytes may be passed to the
+    /// reader directly; `None` if it has no flow or discards what arrives.
     #[inline]
     pub(crate) fn drained_flow(&self, id: StreamId) -> Option<FlowId> {
         let conn = self.get(id)?;
@@ -298,50 +300,50 @@ impl<T> Sockets<T> {
             .filter(|_| conn.parts.is_empty() && !conn.recv_shutdown)
     }
 
-    /// Bytes were shown where they lie, without having been held.
+    /// Counts bytes passed to a reader in place without having been held.
     #[inline]
     pub(crate) fn count_shown(&mut self, bytes: usize) {
         self.counted.received += bytes as u64;
         self.counted.leased += bytes as u64;
     }
 
-    /// Bytes were copied to a reader, without having been held.
+    /// Counts bytes copied to a reader without having been held.
     #[inline]
     pub(crate) fn count_read(&mut self, bytes: usize) {
         self.counted.received += bytes as u64;
         self.counted.copied_out += bytes as u64;
     }
 
-    /// Bytes were copied aside before anybody read them, without having been held.
+    /// Counts bytes copied because of the limits without having been held.
     pub(crate) fn count_copied(&mut self, bytes: usize) {
         self.counted.received += bytes as u64;
         self.counted.copied_aside += bytes as u64;
     }
 
-    /// Bytes of such a copy were copied to a reader.
+    /// Counts bytes of such a copy that were copied to a reader.
     pub(crate) fn count_copied_out(&mut self, bytes: usize) {
         self.counted.copied_out += bytes as u64;
     }
 
-    /// The first part has been used up.
+    /// Removes the first part, all of which was read.
     #[inline]
     pub(super) fn drop_front(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         let Some(part) = self.get_mut(id).and_then(|conn| conn.parts.pop_front()) else {
             return;
         };
         match part {
-            Part::Held(held) => {
+            ReceivedPart::Held(held) => {
                 store.release(held.token);
-                self.unhold(id.index, 1);
+                self.remove_held(id.index, 1);
             }
-            Part::Copied { bytes, taken, ends } => {
-                self.uncopy(id.index, bytes.len() - taken + cost(ends));
+            ReceivedPart::Copied { bytes, taken, ends } => {
+                self.remove_copied(id.index, bytes.len() - taken + cost(ends));
             }
         }
-        self.catch_up(id.index);
+        self.clear_stalled_if_drained(id.index);
     }
 
-    /// `bytes` have left the list of parts for good.
+    /// Reports `bytes` removed from the list as consumed.
     #[inline]
     pub(super) fn consumed(
         &mut self,
@@ -361,21 +363,21 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// SHUT_RD: a read finds the end of file from now on, as on Linux also when bytes had come that
-    /// were not read. They go back, and so does what still comes; leases stay with their holders.
-    pub(crate) fn read_no_more(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+    /// SHUT_RD: reads return end of stream from now on, on Linux even if unread bytes had arrived.
+    /// Those and all arriving buffers are returned; leases remain valid.
+    pub(crate) fn shutdown_recv(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         self.drop_unread(id, store);
         if let Some(conn) = self.get_mut(id) {
             conn.recv_shutdown = true;
         }
     }
 
-    /// Gives back a buffer that came for a connection that reads no more.
+    /// Returns a buffer that arrived after SHUT_RD.
     #[cold]
     pub(super) fn discard(
         &mut self,
         id: StreamId,
-        held: Held<T>,
+        held: HeldBuffer<T>,
         store: &mut impl Store<Token = T>,
     ) {
         self.counted.received += u64::from(held.len);
@@ -387,7 +389,7 @@ impl<T> Sockets<T> {
         store.release(held.token);
     }
 
-    /// Throws away what was not read.
+    /// Discards the unread bytes.
     pub(crate) fn drop_unread(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         let Some(unread) = self.get(id).map(|conn| conn.unread) else {
             return;
@@ -404,24 +406,25 @@ impl<T> Sockets<T> {
 }
 
 impl Counted {
-    /// Bytes that were never copied by us.
+    /// Bytes that were never copied by the endpoint.
     pub(crate) fn in_place(&self) -> u64 {
         self.leased
     }
 }
 
-/// Parts that are being shown. What was shown is taken, also when the one who looks panics.
+/// Consumes the parts shown by `each` when dropped, so that a panic of the callback leaves the
+/// table consistent.
 struct Shown<'a, T, S: Store<Token = T>> {
     sockets: &'a mut Sockets<T>,
     store: &'a mut S,
     id: StreamId,
-    /// The first part is being looked at.
+    /// The callback is looking at the first part.
     showing: bool,
     bytes: usize,
 }
 
 impl<T, S: Store<Token = T>> Shown<'_, T, S> {
-    /// The first part has been looked at.
+    /// The callback has returned.
     #[inline]
     fn taken(&mut self) {
         self.showing = false;

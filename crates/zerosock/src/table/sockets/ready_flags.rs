@@ -1,8 +1,8 @@
-//! What there is to tell of connections.
+//! Pending readiness changes of connections.
 
 use super::{Sockets, StreamId};
 
-/// Each kind is told once until it happens again, in this order.
+/// A kind of readiness change. Each is reported once per change, in this order.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum ReadyFlags {
     Connected = 0,
@@ -13,7 +13,7 @@ pub(crate) enum ReadyFlags {
     Closed = 5,
 }
 
-const NEWS: [ReadyFlags; 6] = [
+const ALL: [ReadyFlags; 6] = [
     ReadyFlags::Connected,
     ReadyFlags::Readable,
     ReadyFlags::PeerShutdown,
@@ -23,28 +23,28 @@ const NEWS: [ReadyFlags; 6] = [
 ];
 
 impl<T> Sockets<T> {
-    /// Notes that there is something to tell about a connection.
+    /// Sets a ready flag of a connection.
     #[inline]
-    pub(crate) fn announce(&mut self, id: StreamId, ready_flags: ReadyFlags) {
+    pub(crate) fn set_ready(&mut self, id: StreamId, ready_flags: ReadyFlags) {
         let Some(conn) = self.get_mut(id) else {
             return;
         };
         conn.ready_flags |= 1 << ready_flags as u8;
         if !std::mem::replace(&mut conn.listed, true) {
-            self.with_news.push_back(id.index);
+            self.ready_list.push_back(id.index);
         }
     }
 
-    /// The next thing to tell. Connections take turns.
-    pub(crate) fn next_news(&mut self) -> Option<(StreamId, ReadyFlags)> {
+    /// Returns and clears the next ready flag. Connections take turns.
+    pub(crate) fn next_ready_flag(&mut self) -> Option<(StreamId, ReadyFlags)> {
         loop {
-            let index = self.with_news.pop_front()?;
+            let index = self.ready_list.pop_front()?;
             let conn = self.conns.get_mut(index as usize)?;
             conn.listed = false;
             if conn.unread == 0 && conn.messages().unwrap_or(0) == 0 {
                 conn.ready_flags &= !(1 << ReadyFlags::Readable as u8);
             }
-            let Some(ready_flags) = NEWS
+            let Some(ready_flags) = ALL
                 .into_iter()
                 .find(|ready_flags| conn.ready_flags & (1 << *ready_flags as u8) != 0)
             else {
@@ -53,18 +53,18 @@ impl<T> Sockets<T> {
             conn.ready_flags &= !(1 << ready_flags as u8);
             if conn.ready_flags != 0 {
                 conn.listed = true;
-                self.with_news.push_back(index);
+                self.ready_list.push_back(index);
             }
             let generation = conn.generation;
             return Some((StreamId { index, generation }, ready_flags));
         }
     }
 
-    /// The next connection with anything to tell, all of which is then told. Not to be mixed with
-    /// [`next_news`](Self::next_news).
-    pub(crate) fn next_stirred(&mut self) -> Option<StreamId> {
+    /// Returns the next connection with ready flags and clears all of them. Must not be mixed with
+    /// [`next_ready_flag`](Self::next_ready_flag).
+    pub(crate) fn next_ready(&mut self) -> Option<StreamId> {
         loop {
-            let index = self.with_news.pop_front()?;
+            let index = self.ready_list.pop_front()?;
             let conn = self.conns.get_mut(index as usize)?;
             conn.listed = false;
             if std::mem::take(&mut conn.ready_flags) != 0 && conn.used {

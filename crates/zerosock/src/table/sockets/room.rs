@@ -1,20 +1,21 @@
-//! Connections whose sends found no buffer, until there are some.
+//! Connections that wait for a buffer because a send found none.
 //!
-//! What must hold: whoever waits is told; the list is no longer than twice the table and a bit,
-//! however many connections come, find no room and go; and nobody is always told first, because who
-//! is told first may take all.
+//! # Invariants
+//! - Every waiting connection is made writable when buffers return.
+//! - The list is bounded by about twice the table, however many connections wait and end.
+//! - The order rotates, because the first connection woken may take all buffers.
 
 use super::{ReadyFlags, Sockets, StreamId};
 
-/// Entries of those who have gone that are not worth a sweep.
+/// Entries of removed connections that are tolerated before a sweep.
 const STALE: usize = 64;
 
-/// See the module.
+/// The waiting connections. See the module documentation.
 #[derive(Debug, Default)]
 pub(crate) struct Waiters {
     list: Vec<StreamId>,
-    /// Turns the list before it is told, a little further each time.
-    told: usize,
+    /// Rotation of the list before the next wake-up; grows each time.
+    rotation: usize,
 }
 
 impl Waiters {
@@ -30,7 +31,7 @@ impl Waiters {
 }
 
 impl<T> Sockets<T> {
-    /// A send has found no buffer: its connection is told when there are some.
+    /// Makes a connection wait for a buffer after a send found none.
     #[cold]
     pub(crate) fn wait_for_room(&mut self, id: StreamId, waiters: &mut Waiters) {
         let Some(conn) = self.get_mut(id) else {
@@ -45,20 +46,20 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// There are buffers: tells all who wait for them.
-    pub(crate) fn tell_of_room(&mut self, waiters: &mut Waiters) {
+    /// Makes all waiting connections writable.
+    pub(crate) fn wake_waiters(&mut self, waiters: &mut Waiters) {
         let count = waiters.list.len();
-        waiters.told = waiters.told.wrapping_add(1);
-        waiters.list.rotate_left(waiters.told % count.max(1));
+        waiters.rotation = waiters.rotation.wrapping_add(1);
+        waiters.list.rotate_left(waiters.rotation % count.max(1));
         for id in waiters.list.drain(..) {
             if let Some(conn) = self.get_mut(id) {
                 conn.wants_room = false;
-                self.announce(id, ReadyFlags::Writable);
+                self.set_ready(id, ReadyFlags::Writable);
             }
         }
     }
 
-    /// Drops those who have gone, and all but one entry of each who waits.
+    /// Removes entries of removed connections and duplicates.
     fn sweep(&mut self, waiters: &mut Waiters) {
         waiters.list.retain(|&id| {
             let conn = self.get_mut(id);

@@ -1,4 +1,4 @@
-//! The table's bounds one by one; `model` has it against plain queues of bytes.
+//! Unit tests of the limits; `model` compares the table with plain queues of bytes.
 
 mod messages;
 mod model;
@@ -15,22 +15,22 @@ use zerosock_ring::{Memory, Piece, RegionConfig};
 use zerosock_sys::memfd;
 
 use super::*;
-use crate::table::engine::Payload;
+use crate::table::backend::Payload;
 use crate::table::leases::Entered;
 
 const HOLD: Duration = Duration::from_millis(20);
-/// Bytes of a buffer.
+/// Size of a buffer in bytes.
 const LEN: u32 = 64;
-/// The pool.
+/// Buffers of the pool.
 const SIZE: u32 = 32;
-/// Bytes that may be in copies; more than any test has that is not about them.
-const MOST_COPIED: usize = 16 << 10;
+/// Limit on copied bytes; above what tests of other limits use.
+const MAX_COPIED: usize = 16 << 10;
 
-/// Buffers of a memory, and who has each.
+/// The buffers of a memory and which of them the table holds.
 struct Slots {
     memory: Arc<Memory>,
     pieces: Vec<Piece>,
-    /// With the sockets.
+    /// Held by the table.
     out: Vec<bool>,
     consumed: BTreeMap<usize, u64>,
 }
@@ -78,7 +78,7 @@ impl Store for Slots {
     fn release(&mut self, token: u32) {
         let out = &mut self.out[token as usize];
         assert!(std::mem::take(out), "{token} was released twice");
-        // The peer writes it at once.
+        // The peer overwrites a returned buffer at once.
         let piece = self.pieces[token as usize];
         self.memory.write(&[piece], 0, &[0xee; LEN as usize]);
     }
@@ -99,7 +99,7 @@ struct Table {
 
 impl Table {
     fn new() -> Table {
-        let mut sockets = Sockets::new(Arc::new(Leases::new(64)), HOLD, MOST_COPIED);
+        let mut sockets = Sockets::new(Arc::new(Leases::new(64)), HOLD, MAX_COPIED);
         assert_eq!(sockets.add_pool(SIZE), 0);
         let ports = PortTable::new().into();
         Table {
@@ -110,7 +110,7 @@ impl Table {
         }
     }
 
-    /// Flow ids come from a shard alone.
+    /// Only a shard creates flow ids.
     fn flow(&mut self) -> FlowId {
         let local = Address::new(Cid::new(3), Port::ANY);
         let peer = Address::new(Cid::HOST, Port::new(1));
@@ -126,7 +126,7 @@ impl Table {
             .insert(0, flow, StreamState::Connected, address, address)
     }
 
-    /// Takes in `bytes` if the bounds allow.
+    /// Stores `bytes` if the limits allow.
     fn deliver(&mut self, id: StreamId, offset: u32, bytes: &[u8]) -> bool {
         let free = self.slots.out.iter().position(|out| !out);
         let Some(slot) = free.filter(|_| self.sockets.has_room(0)) else {
@@ -135,7 +135,7 @@ impl Table {
         self.slots.out[slot] = true;
         let piece = self.slots.pieces[slot];
         self.slots.memory.write(&[piece], offset as usize, bytes);
-        let held = Held {
+        let held = HeldBuffer {
             token: slot as u32,
             offset,
             len: bytes.len() as u32,
@@ -162,29 +162,29 @@ impl Table {
         self.sockets.handle_timeout(self.now, &mut self.slots);
     }
 
-    /// A reader leaves, as by a `Core`.
+    /// A reader leaves, as `Core` does it.
     fn leave(&mut self, index: u32) {
-        if self.sockets.words().leave(index) {
-            let mut index = self.sockets.words().take_dropped();
+        if self.sockets.lease_table().leave(index) {
+            let mut index = self.sockets.lease_table().take_dropped();
             while index != NONE {
-                let next = self.sockets.words().after(index);
-                assert!(self.sockets.give_back(index, &mut self.slots));
+                let next = self.sockets.lease_table().next_dropped(index);
+                assert!(self.sockets.end_lease(index, &mut self.slots));
                 index = next;
             }
         }
     }
 
-    /// What the holder of a lease finds.
-    fn look(&mut self, index: u32, len: usize, place: &Place) -> Vec<u8> {
-        let words = self.sockets.words().clone();
+    /// The bytes that the holder of a lease reads.
+    fn look(&mut self, index: u32, len: usize, place: &BufferPlace) -> Vec<u8> {
+        let lease_table = self.sockets.lease_table().clone();
         let copied = |(bytes, from): Copied| bytes[from..from + len].to_vec();
         match place {
-            Place::Copied(copy) => copied(copy.clone()),
-            Place::InPlace {
+            BufferPlace::Copied(copy) => copied(copy.clone()),
+            BufferPlace::InPlace {
                 memory,
                 pieces,
                 offset,
-            } => match words.enter(index) {
+            } => match lease_table.enter(index) {
                 Entered::InPlace => {
                     let mut out = vec![0; len];
                     assert_eq!(memory.read(pieces, *offset, &mut out), len);
@@ -197,21 +197,22 @@ impl Table {
     }
 
     fn is_in_place(&self, parts: &LeaseParts) -> bool {
-        matches!(parts.place, Place::InPlace { .. }) && self.sockets.copy_of(parts.index).is_none()
+        matches!(parts.place, BufferPlace::InPlace { .. })
+            && self.sockets.copy_of(parts.index).is_none()
     }
 }
 
 #[test]
-fn more_bytes_are_news_as_long_as_there_are_too_few() {
+fn a_connection_becomes_readable_when_unread_bytes_reach_the_low_water_mark() {
     let mut table = Table::new();
     let id = table.conn();
-    let is_news = |table: &mut Table| table.sockets.next_stirred() == Some(id);
+    let is_news = |table: &mut Table| table.sockets.next_ready() == Some(id);
     assert!(table.deliver(id, 0, b"123") && is_news(&mut table));
     assert!(table.deliver(id, 0, b"4") && !is_news(&mut table));
     table.sockets.set_low_water(id, 6);
     assert!(table.deliver(id, 0, b"56") && is_news(&mut table));
     assert!(table.deliver(id, 0, b"7") && !is_news(&mut table));
-    // What a peek has shown is taken without being read.
+    // Consumes what a peek returned without reading it.
     assert_eq!(table.sockets.skip(id, 5, &mut table.slots), 5);
     let conn = table.sockets.get(id).unwrap();
     assert_eq!((conn.taken(), conn.unread()), (5, 2));
@@ -220,7 +221,7 @@ fn more_bytes_are_news_as_long_as_there_are_too_few() {
 }
 
 #[test]
-fn three_quarters_are_held_and_no_more() {
+fn reception_stops_when_three_quarters_of_the_pool_are_held() {
     let mut table = Table::new();
     let id = table.conn();
     for _ in 0..24 {
@@ -232,7 +233,7 @@ fn three_quarters_are_held_and_no_more() {
 }
 
 #[test]
-fn a_connection_has_an_eighth_on_lease_and_copies_beyond() {
+fn leases_of_a_connection_beyond_an_eighth_of_the_pool_are_copies() {
     let mut table = Table::new();
     let id = table.conn();
     for _ in 0..6 {
@@ -241,21 +242,21 @@ fn a_connection_has_an_eighth_on_lease_and_copies_beyond() {
     let leases: Vec<_> = (0..6).map(|_| table.lease(id)).collect();
     let in_place = leases.iter().filter(|parts| table.is_in_place(parts));
     assert_eq!(in_place.count(), 4, "an eighth of 32");
-    assert_eq!(table.slots.out(), 4, "those of the copies are back");
+    assert_eq!(table.slots.out(), 4, "buffers of copies are returned");
     for parts in &leases {
         assert_eq!(table.look(parts.index, parts.len, &parts.place), b"lease");
     }
     assert_eq!(table.sockets.counted().leased, 20);
     assert_eq!(table.sockets.counted().copied_aside, 10);
-    assert!(table.slots.consumed.is_empty(), "nobody is done with any");
+    assert!(table.slots.consumed.is_empty(), "no reader is done");
     for parts in leases {
-        assert!(table.sockets.give_back(parts.index, &mut table.slots));
+        assert!(table.sockets.end_lease(parts.index, &mut table.slots));
     }
     assert_eq!(table.slots.out(), 0);
 }
 
 #[test]
-fn all_connections_have_three_eighths_on_lease() {
+fn leases_of_all_connections_beyond_three_eighths_of_the_pool_are_copies() {
     let mut table = Table::new();
     let mut in_place = 0;
     for _ in 0..8 {
@@ -270,7 +271,7 @@ fn all_connections_have_three_eighths_on_lease() {
 }
 
 #[test]
-fn who_keeps_every_lease_leaves_some_to_others() {
+fn a_connection_that_keeps_its_leases_leaves_entries_to_others() {
     let mut table = Table::new();
     for left in [32, 16, 8] {
         let id = table.conn();
@@ -282,27 +283,27 @@ fn who_keeps_every_lease_leaves_some_to_others() {
                 Err(reason) => break assert_eq!(reason, NoLease::TooMany),
             }
         }
-        assert_eq!(taken, left, "half of what there was");
+        assert_eq!(taken, left, "half of the free entries");
         assert_eq!(table.read(id, 1, false), b"x", "it can still be read");
         let other = table.conn();
         assert!(table.deliver(other, 0, b"y"));
         let parts = table.lease(other);
-        assert!(table.sockets.give_back(parts.index, &mut table.slots));
+        assert!(table.sockets.end_lease(parts.index, &mut table.slots));
         let loan = table.sockets.begin_loan().expect("a loan");
         assert!(table.sockets.end_loan(loan));
     }
 }
 
 #[test]
-fn what_was_held_for_too_long_is_copied_unless_somebody_reads_it() {
+fn buffers_past_the_hold_time_are_copied_unless_they_have_a_reader() {
     let mut table = Table::new();
     let id = table.conn();
     for _ in 0..3 {
         assert!(table.deliver(id, 0, b"bytes"));
     }
     let (read, unread) = (table.lease(id), table.lease(id));
-    let words = table.sockets.words().clone();
-    assert_eq!(words.enter(read.index), Entered::InPlace);
+    let lease_table = table.sockets.lease_table().clone();
+    assert_eq!(lease_table.enter(read.index), Entered::InPlace);
     table.pass(HOLD - Duration::from_millis(1));
     assert_eq!(table.slots.out(), 3, "not yet");
     table.pass(Duration::from_millis(1));
@@ -311,10 +312,10 @@ fn what_was_held_for_too_long_is_copied_unless_somebody_reads_it() {
     assert!(!table.is_in_place(&unread));
     assert_eq!(table.look(unread.index, 5, &unread.place), b"bytes");
     assert_eq!(table.read(id, 9, true), b"bytes");
-    // No timer goes on for it; it goes when its reader does.
+    // No timer runs for it; its buffer returns when its reader leaves.
     assert_eq!(table.sockets.next_timeout(), None);
     table.pass(HOLD);
-    assert!(!words.is_torn(read.index));
+    assert!(!lease_table.is_torn(read.index));
     assert_eq!(table.slots.out(), 1);
     table.leave(read.index);
     assert_eq!(table.slots.out(), 0);
@@ -323,7 +324,7 @@ fn what_was_held_for_too_long_is_copied_unless_somebody_reads_it() {
 }
 
 #[test]
-fn a_connection_that_stalled_has_copies_until_it_has_caught_up() {
+fn a_stalled_connection_receives_copies_until_it_is_drained() {
     let mut table = Table::new();
     let (id, other) = (table.conn(), table.conn());
     assert!(table.deliver(id, 0, b"one"));
@@ -340,29 +341,29 @@ fn a_connection_that_stalled_has_copies_until_it_has_caught_up() {
 }
 
 #[test]
-fn a_lease_under_a_reader_is_torn_when_the_queue_goes() {
+fn a_lease_under_a_reader_is_torn_when_the_queue_stops() {
     let mut table = Table::new();
     let id = table.conn();
     for _ in 0..3 {
         assert!(table.deliver(id, 0, b"bytes"));
     }
     let (read, unread) = (table.lease(id), table.lease(id));
-    let words = table.sockets.words().clone();
-    assert_eq!(words.enter(read.index), Entered::InPlace);
+    let lease_table = table.sockets.lease_table().clone();
+    assert_eq!(lease_table.enter(read.index), Entered::InPlace);
     assert!(table.sockets.recall(0, false, &mut table.slots));
     assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
     table.leave(read.index);
-    assert!(words.is_torn(read.index), "the reader is told");
-    assert!(!words.is_torn(unread.index));
+    assert!(lease_table.is_torn(read.index), "the reader sees it");
+    assert!(!lease_table.is_torn(unread.index));
     assert_eq!(table.look(unread.index, 5, &unread.place), b"bytes");
     assert_eq!(table.read(id, 9, false), b"bytes");
-    assert!(table.sockets.give_back(read.index, &mut table.slots));
-    assert!(table.sockets.give_back(unread.index, &mut table.slots));
+    assert!(table.sockets.end_lease(read.index, &mut table.slots));
+    assert!(table.sockets.end_lease(unread.index, &mut table.slots));
     assert_eq!(table.slots.consumed.values().sum::<u64>(), 15);
 }
 
 #[test]
-fn a_reader_who_trusts_is_waited_for_unless_the_peer_is_gone() {
+fn a_trusted_lease_under_a_reader_is_kept_unless_the_peer_is_gone() {
     let mut table = Table::new();
     let id = table.conn();
     table.sockets.trust_pool(0, true);
@@ -370,34 +371,34 @@ fn a_reader_who_trusts_is_waited_for_unless_the_peer_is_gone() {
         assert!(table.deliver(id, 0, b"bytes"));
     }
     let leases: Vec<_> = (0..3).map(|_| table.lease(id)).collect();
-    let words = table.sockets.words().clone();
+    let lease_table = table.sockets.lease_table().clone();
     for lease in &leases[..2] {
-        assert_eq!(words.enter(lease.index), Entered::InPlace);
+        assert_eq!(lease_table.enter(lease.index), Entered::InPlace);
     }
     assert!(!table.sockets.recall(0, false, &mut table.slots));
     assert_eq!(table.slots.out(), 2, "but for those under readers");
     table.leave(leases[0].index);
     assert!(!table.sockets.recall(0, false, &mut table.slots));
-    assert!(!words.is_torn(leases[0].index));
+    assert!(!lease_table.is_torn(leases[0].index));
     assert_eq!(table.slots.out(), 1);
     assert!(table.sockets.recall(0, true, &mut table.slots));
-    assert!(words.is_torn(leases[1].index));
+    assert!(lease_table.is_torn(leases[1].index));
     assert_eq!(table.sockets.held(0), 0);
-    assert_eq!(table.slots.out(), 1, "nobody has it to write to");
+    assert_eq!(table.slots.out(), 1, "its buffer is not returned");
     table.leave(leases[1].index);
     for lease in leases {
-        assert!(table.sockets.give_back(lease.index, &mut table.slots));
+        assert!(table.sockets.end_lease(lease.index, &mut table.slots));
     }
 }
 
 #[test]
-fn a_look_that_panics_leaves_nothing_behind() {
+fn a_panicking_callback_consumes_the_part_it_was_shown() {
     let mut table = Table::new();
     let id = table.conn();
     for _ in 0..3 {
         assert!(table.deliver(id, 0, b"bytes"));
     }
-    // First one in place, then the rest, which has become a copy.
+    // The first part in place, then the rest, which has become a copy.
     for (left, consumed) in [(2, 5), (0, 15)] {
         let Table { sockets, slots, .. } = &mut table;
         let look = &mut |_: Payload<'_>| -> bool { panic!("in the middle") };
@@ -412,7 +413,7 @@ fn a_look_that_panics_leaves_nothing_behind() {
 }
 
 #[test]
-fn the_connections_with_most_copies_are_given_up_beyond_the_bound() {
+fn connections_with_most_copies_are_reset_above_the_limit() {
     let mut table = Table::new();
     let (small, large) = (table.conn(), table.conn());
     for id in [small, large] {
@@ -420,18 +421,18 @@ fn the_connections_with_most_copies_are_given_up_beyond_the_bound() {
     }
     table.pass(HOLD);
     let mut sent = 2;
-    while !table.sockets.is_over() {
+    while !table.sockets.is_over_copy_limit() {
         assert_eq!(table.sockets.copies(0), sent);
         let id = if sent % 7 == 0 { small } else { large };
         assert!(table.deliver(id, 0, &[7; 64]));
         sent += 64;
     }
-    assert!(sent > MOST_COPIED && sent <= MOST_COPIED + 64);
-    assert_eq!(table.sockets.overfull(), [large]);
-    table.sockets.give_up(large, &mut table.slots);
+    assert!(sent > MAX_COPIED && sent <= MAX_COPIED + 64);
+    assert_eq!(table.sockets.connections_to_shed(), [large]);
+    table.sockets.mark_reset(large, &mut table.slots);
     assert_eq!(table.sockets.get(large).unwrap().state, StreamState::Reset);
     assert_eq!(table.sockets.unread(large), 0);
-    assert!(!table.sockets.is_over() && table.sockets.overfull().is_empty());
+    assert!(!table.sockets.is_over_copy_limit() && table.sockets.connections_to_shed().is_empty());
     let kept = table.sockets.unread(small);
     assert_eq!(table.sockets.copies(0), kept);
     assert_eq!(table.read(small, kept, false).len(), kept);
@@ -446,16 +447,16 @@ fn leases_outlive_their_connection() {
         assert!(table.deliver(id, 0, b"bytes"));
     }
     let (read, unread) = (table.lease(id), table.lease(id));
-    let words = table.sockets.words().clone();
-    assert_eq!(words.enter(read.index), Entered::InPlace);
+    let lease_table = table.sockets.lease_table().clone();
+    assert_eq!(lease_table.enter(read.index), Entered::InPlace);
     table.sockets.remove(id, &mut table.slots);
     assert_eq!(table.slots.out(), 1, "the one under a reader");
     assert_eq!(
         table.slots.consumed.values().sum::<u64>(),
         15,
-        "nobody says so later"
+        "no later call gives this credit"
     );
-    // The place is used again: the orphans are none of the newcomer's.
+    // A new connection at the same index does not own the orphans.
     let next = table.conn();
     assert_eq!(next.index(), id.index());
     assert_eq!(table.look(unread.index, 5, &unread.place), b"bytes");
@@ -466,14 +467,14 @@ fn leases_outlive_their_connection() {
     assert_eq!(table.slots.out(), 0);
     assert_eq!(table.look(read.index, 5, &read.place), b"bytes");
     for index in [read.index, unread.index] {
-        assert!(table.sockets.give_back(index, &mut table.slots));
+        assert!(table.sockets.end_lease(index, &mut table.slots));
     }
     assert_eq!(table.sockets.lent_out(), 0);
     assert_eq!(table.slots.consumed.values().sum::<u64>(), 15);
 }
 
 #[test]
-fn bytes_for_nobody_go_back_at_once() {
+fn bytes_for_a_closed_connection_are_returned_at_once() {
     let mut table = Table::new();
     let id = table.conn();
     table.sockets.remove(id, &mut table.slots);
@@ -482,33 +483,37 @@ fn bytes_for_nobody_go_back_at_once() {
 }
 
 #[test]
-fn news_are_told_once_and_listed_once() {
+fn ready_flags_are_reported_once_and_listed_once() {
     let mut table = Table::new();
     let id = table.conn();
     let sockets = &mut table.sockets;
-    sockets.announce(id, ReadyFlags::Closed);
-    sockets.announce(id, ReadyFlags::Readable);
-    sockets.announce(id, ReadyFlags::PeerShutdown);
-    sockets.announce(id, ReadyFlags::Closed);
-    assert_eq!(sockets.with_news.len(), 1);
+    sockets.set_ready(id, ReadyFlags::Closed);
+    sockets.set_ready(id, ReadyFlags::Readable);
+    sockets.set_ready(id, ReadyFlags::PeerShutdown);
+    sockets.set_ready(id, ReadyFlags::Closed);
+    assert_eq!(sockets.ready_list.len(), 1);
     assert_eq!(
-        sockets.next_news(),
+        sockets.next_ready_flag(),
         Some((id, ReadyFlags::PeerShutdown)),
-        "nothing to read any more"
+        "nothing is unread"
     );
-    assert_eq!(sockets.next_news(), Some((id, ReadyFlags::Closed)));
-    assert_eq!(sockets.next_news(), None);
-    sockets.announce(id, ReadyFlags::Closed);
-    sockets.announce(id, ReadyFlags::Writable);
-    assert_eq!(sockets.next_stirred(), Some(id), "all at once");
-    assert_eq!(sockets.next_stirred(), None);
-    sockets.announce(id, ReadyFlags::Writable);
+    assert_eq!(sockets.next_ready_flag(), Some((id, ReadyFlags::Closed)));
+    assert_eq!(sockets.next_ready_flag(), None);
+    sockets.set_ready(id, ReadyFlags::Closed);
+    sockets.set_ready(id, ReadyFlags::Writable);
+    assert_eq!(sockets.next_ready(), Some(id), "all flags at once");
+    assert_eq!(sockets.next_ready(), None);
+    sockets.set_ready(id, ReadyFlags::Writable);
     sockets.remove(id, &mut table.slots);
-    assert_eq!(sockets.next_news(), None, "nothing about the dead");
+    assert_eq!(
+        sockets.next_ready_flag(),
+        None,
+        "nothing about a removed connection"
+    );
 }
 
 #[test]
-fn a_closed_handle_is_dead_also_when_its_place_is_used_again() {
+fn a_closed_id_stays_invalid_when_its_index_is_reused() {
     let mut table = Table::new();
     let id = table.conn();
     table.sockets.remove(id, &mut table.slots);

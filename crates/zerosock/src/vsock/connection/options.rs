@@ -18,7 +18,7 @@ use super::{Connection, encode_timeout};
 use zerosock_proto::vsock::MoveError;
 
 use crate::io::deadline::{deadline_in, earlier};
-use crate::table::engine::Engine;
+use crate::table::backend::Backend;
 use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::{DeferredClose, Interest, WaitBudget, WaitFault, WaitMode};
@@ -107,7 +107,7 @@ impl Connection {
     /// Requests the move to queue pair `pair`, and waits for its result.
     pub(in crate::vsock) fn move_to_queue_pair(&self, pair: u16) -> io::Result<()> {
         let mut asked = false;
-        let attempt = |engine: &mut dyn Engine| match engine.queue_pair(self.id) {
+        let attempt = |engine: &mut dyn Backend| match engine.queue_pair(self.id) {
             there if there == pair => Some(Ok(())),
             _ if engine.is_moving(self.id) => {
                 asked = true;
@@ -147,7 +147,7 @@ impl Connection {
         let buffer = engine.credit(self.id).map_or(u32::MAX, |it| it.buffer);
         let bytes = self.options().set_low_water(bytes, buffer)?;
         engine.set_low_water(self.id, bytes);
-        engine.settle();
+        engine.flush_after_read();
         Ok(bytes)
     }
 
@@ -268,7 +268,7 @@ impl Connection {
 }
 
 /// Bytes sent and not yet reported as consumed.
-fn unsent(engine: &mut dyn Engine, id: StreamId) -> u32 {
+fn unsent(engine: &mut dyn Backend, id: StreamId) -> u32 {
     engine.credit(id).map_or(0, |credit| credit.unsent)
 }
 

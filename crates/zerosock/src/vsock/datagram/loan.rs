@@ -6,10 +6,10 @@ use std::io::{self, Write};
 use zerosock_proto::Address;
 
 use super::{Datagram, DatagramError};
+use crate::table::backend::{Backend, LoanParts};
 use crate::table::datagrams::DatagramFault;
-use crate::table::engine::{Engine, LoanParts};
 use crate::table::leases::Entered;
-use crate::table::sockets::Place;
+use crate::table::sockets::BufferPlace;
 use crate::vsock::hub::Interest;
 use crate::vsock::loan::ZEROS;
 
@@ -35,7 +35,7 @@ pub struct DatagramLoan<'a> {
     socket: &'a Datagram,
     index: u32,
     len: usize,
-    place: Option<Place>,
+    place: Option<BufferPlace>,
     /// The bytes of a loan that is not, or no longer, in place.
     private: Vec<u8>,
     filled: usize,
@@ -110,7 +110,7 @@ impl DatagramLoan<'_> {
         if self.place.is_some() && !self.enter() {
             self.moved(core.lock().engine())?;
         }
-        if let Some(Place::InPlace {
+        if let Some(BufferPlace::InPlace {
             memory,
             pieces,
             offset: start,
@@ -136,7 +136,7 @@ impl DatagramLoan<'_> {
     /// As [`send`](Self::send); on `WouldBlock` the loan is unchanged.
     pub(in crate::vsock) fn try_send(&mut self) -> io::Result<usize> {
         let socket = self.socket;
-        let attempt = |engine: &mut dyn Engine| match self.queue(engine) {
+        let attempt = |engine: &mut dyn Backend| match self.queue(engine) {
             Ok(()) => {
                 engine.flush();
                 Some(Ok(self.filled))
@@ -148,7 +148,7 @@ impl DatagramLoan<'_> {
         Ok(socket.core.wait(interest, budget, attempt)??)
     }
 
-    fn queue(&mut self, engine: &mut dyn Engine) -> Result<(), DatagramFault> {
+    fn queue(&mut self, engine: &mut dyn Backend) -> Result<(), DatagramFault> {
         if self.place.is_some() {
             if self.enter() {
                 // Not `Core::end_access`: this thread holds the lock; releasing it returns dropped
@@ -176,7 +176,7 @@ impl DatagramLoan<'_> {
 
     /// Makes the loan private after the endpoint has moved it; takes what was written from the
     /// copy.
-    fn moved(&mut self, engine: &mut dyn Engine) -> Result<(), DatagramError> {
+    fn moved(&mut self, engine: &mut dyn Backend) -> Result<(), DatagramError> {
         match engine.copy_of(self.index) {
             Some((bytes, start)) => {
                 let bytes = bytes.get(start..).unwrap_or(&[]);

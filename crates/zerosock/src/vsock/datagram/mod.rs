@@ -30,8 +30,8 @@ use super::errors::StreamError;
 use super::host::Host;
 use super::hub::{Core, DeferredClose, Interest, WaitBudget};
 use super::waiting::Wait;
-use crate::table::datagrams::{DatagramEngine, DatagramFault};
-use crate::table::engine::{Engine, RecvFault};
+use crate::table::backend::{Backend, RecvFault};
+use crate::table::datagrams::{DatagramBackend, DatagramFault};
 pub use errors::{BindError, DatagramError};
 pub use lease::DatagramLease;
 pub use loan::DatagramLoan;
@@ -409,11 +409,11 @@ impl Datagram {
     #[inline]
     fn receive<T>(
         &self,
-        mut get: impl FnMut(&mut dyn DatagramEngine) -> Result<T, RecvFault>,
+        mut get: impl FnMut(&mut dyn DatagramBackend) -> Result<T, RecvFault>,
     ) -> io::Result<T> {
-        let attempt = |engine: &mut dyn Engine| match get(engine.datagrams()?) {
+        let attempt = |engine: &mut dyn Backend| match get(engine.datagrams()?) {
             Ok(got) => {
-                engine.settle();
+                engine.flush_after_read();
                 Some(Ok(got))
             }
             Err(RecvFault::TooManyLeases) => Some(Err(StreamError::TooManyLeases)),
@@ -428,9 +428,9 @@ impl Datagram {
     #[inline]
     fn transmit<T>(
         &self,
-        mut put: impl FnMut(&mut dyn DatagramEngine) -> Result<T, DatagramFault>,
+        mut put: impl FnMut(&mut dyn DatagramBackend) -> Result<T, DatagramFault>,
     ) -> io::Result<T> {
-        let attempt = |engine: &mut dyn Engine| match put(engine.datagrams()?) {
+        let attempt = |engine: &mut dyn Backend| match put(engine.datagrams()?) {
             Ok(done) => {
                 engine.flush();
                 Some(Ok(done))

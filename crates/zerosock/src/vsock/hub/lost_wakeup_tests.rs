@@ -10,7 +10,7 @@ use zerosock_proto::Port;
 
 use super::wait::{WaitBudget, WaitMode};
 use super::{Core, Interest};
-use crate::table::engine::Engine;
+use crate::table::backend::Backend;
 use crate::vsock::fake::core;
 use crate::vsock::waiting::Wait;
 
@@ -69,7 +69,7 @@ fn spinning_call_returns_leases_that_other_threads_drop() {
                 mode: WaitMode::Block(Wait::Spin),
                 deadline: Some(Instant::now() + DEADLINE),
             };
-            let fired = |_: &mut dyn Engine| (script.lock().unwrap().fired > 0).then_some(());
+            let fired = |_: &mut dyn Backend| (script.lock().unwrap().fired > 0).then_some(());
             core.wait(Interest::Port(Port::new(1)), budget, fired)
         });
         while core.state.try_lock().is_ok() {
@@ -91,7 +91,7 @@ fn spinning_call_returns_leases_that_other_threads_drop() {
 #[cfg(feature = "tokio")]
 #[test]
 fn stream_owned_by_a_task_that_a_lease_drop_wakes_is_closed() {
-    use crate::table::engine::ReadySource;
+    use crate::table::backend::ReadySource;
     use crate::table::sockets::{StreamId, StreamState};
     use crate::vsock::fake::info;
     use crate::vsock::stream::Stream;

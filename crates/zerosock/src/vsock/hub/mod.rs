@@ -42,7 +42,7 @@ use zerosock_ring::Trust;
 use super::options::DEFAULT_BUFFER;
 use super::waiting::SpinTime;
 use crate::control::attach::Client;
-use crate::table::engine::Engine;
+use crate::table::backend::Backend;
 use crate::table::leases::{Leases, NONE};
 use crate::table::over::EndpointOver;
 use crate::table::sockets::StreamId;
@@ -52,7 +52,7 @@ pub(crate) use waiters::{AlreadyReady, EventFd, Interest, TimerFd, epoll_of};
 
 /// What the lock protects.
 pub(crate) struct State {
-    pub(crate) engine: Box<dyn Engine>,
+    pub(crate) engine: Box<dyn Backend>,
     /// Ticket of the thread that sleeps on the engine's descriptor.
     sleeper: Option<u64>,
     waiters: Vec<Waiter>,
@@ -152,7 +152,7 @@ impl Core {
     /// # Errors
     /// When the system has no descriptor left.
     pub(crate) fn new(
-        engine: Box<dyn Engine>,
+        engine: Box<dyn Backend>,
         trust: Option<Trust>,
         attach_client: Option<Client>,
     ) -> io::Result<Core> {
@@ -164,7 +164,7 @@ impl Core {
             event_fd,
             poll_fd,
             engine_fd: engine.fd().try_clone_to_owned()?,
-            leases: engine.words(),
+            leases: engine.lease_table(),
             owner: AtomicUsize::new(0),
             lock_waiters: AtomicU32::new(0),
             deferred_closes: Mutex::default(),
@@ -275,14 +275,14 @@ impl Core {
     /// Returns the buffer of a dropped lease or loan to the engine. Does not block: if another
     /// thread holds the lock, that thread returns it.
     pub(crate) fn return_buffer(&self, index: u32) {
-        self.leases.drop_one(index);
+        self.leases.push_dropped(index);
         self.return_dropped();
     }
 
     /// As [`return_buffer`](Self::return_buffer), for several buffers in the order they were lent.
     pub(crate) fn return_buffers(&self, indices: impl Iterator<Item = u32>) {
         // The stack reverses them: last lent first, the order in which the engine can un-pop them.
-        self.leases.drop_all(indices);
+        self.leases.push_all_dropped(indices);
         self.return_dropped();
     }
 
@@ -312,7 +312,7 @@ impl Core {
             locked.notify_waiters();
             // Not by `drop`, which would call this function again.
             locked.release();
-            more = self.leases.any_dropped_meanwhile()
+            more = self.leases.any_dropped_after_unlock()
                 || self.has_deferred_closes.load(Ordering::Relaxed);
         }
     }
@@ -357,7 +357,7 @@ impl<'a> Locked<'a> {
     }
 
     #[inline]
-    pub(crate) fn engine(&mut self) -> &mut dyn Engine {
+    pub(crate) fn engine(&mut self) -> &mut dyn Backend {
         &mut *self.state().engine
     }
 
@@ -370,8 +370,8 @@ impl<'a> Locked<'a> {
         self.has_returned = true;
         let mut index = self.core.leases.take_dropped();
         while index != NONE {
-            let next = self.core.leases.after(index);
-            self.engine().give_back(index);
+            let next = self.core.leases.next_dropped(index);
+            self.engine().handle_dropped(index);
             index = next;
         }
     }
@@ -380,7 +380,7 @@ impl<'a> Locked<'a> {
     /// otherwise in batches.
     fn publish_returned(&mut self) {
         self.has_returned = false;
-        self.engine().settle();
+        self.engine().flush_after_read();
     }
 
     /// Closes what this thread dropped while it held the lock.
@@ -477,7 +477,7 @@ impl Drop for Locked<'_> {
         }
         self.release();
         // A task that was woken may have dropped the last handle of a socket.
-        if self.core.leases.any_dropped_meanwhile()
+        if self.core.leases.any_dropped_after_unlock()
             || self.core.has_deferred_closes.load(Ordering::Relaxed)
         {
             self.core.return_dropped();

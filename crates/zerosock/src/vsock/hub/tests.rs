@@ -9,7 +9,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use super::*;
 use crate::io::deadline::timespec;
-use crate::table::engine::ReadySource;
+use crate::table::backend::ReadySource;
 use crate::table::sockets::StreamState;
 use crate::vsock::fake::{Scripted, core, info};
 use crate::vsock::listener::Listener;
@@ -34,7 +34,7 @@ fn sleeper(core: &Arc<Core>, script: &Scripted) -> mpsc::Receiver<()> {
             mode: WaitMode::Block(Wait::Sleep),
             deadline: None,
         };
-        let fired = |_: &mut dyn Engine| (script.lock().unwrap().fired > 0).then_some(());
+        let fired = |_: &mut dyn Backend| (script.lock().unwrap().fired > 0).then_some(());
         let _ = mine.wait(Interest::Port(Port::new(1)), budget, fired);
         let _ = done.send(());
     });
@@ -126,7 +126,7 @@ fn rings_are_armed_again_when_the_engine_says_they_are_stale() {
 #[test]
 fn returned_buffer_is_published_by_the_call_that_returns_it() {
     let (core, script) = core();
-    core.leases().drop_one(3);
+    core.leases().push_dropped(3);
     core.lock().engine().stats();
     let script = script.lock().unwrap();
     assert_eq!(script.given_back, [3]);

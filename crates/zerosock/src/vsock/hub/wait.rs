@@ -18,7 +18,7 @@ use super::{Core, Locked, State, thread_id};
 use crate::fault::Fault as Blame;
 use crate::io::deadline::earlier;
 use crate::io::deadline::timespec;
-use crate::table::engine::Engine;
+use crate::table::backend::Backend;
 use crate::table::over::EndpointOver;
 use crate::vsock::waiting::Wait;
 
@@ -107,7 +107,7 @@ impl WaitProgress {
 impl Core {
     /// Calls `attempt` until it returns `Some`; between two attempts turns the engine and waits
     /// within `budget`. `interest` names the socket of `attempt`. `attempt` publishes what it
-    /// queues ([`Engine::flush`], [`Engine::settle`]).
+    /// queues ([`Backend::flush`], [`Backend::flush_after_read`]).
     ///
     /// # Errors
     /// When `budget` does not allow more waiting, or the endpoint has failed.
@@ -116,7 +116,7 @@ impl Core {
         &self,
         interest: Interest,
         budget: WaitBudget,
-        attempt: impl FnMut(&mut dyn Engine) -> Option<T>,
+        attempt: impl FnMut(&mut dyn Backend) -> Option<T>,
     ) -> Result<T, WaitFault> {
         let mut locked = Some(self.lock());
         self.wait_with(&mut locked, interest, budget, attempt)
@@ -129,7 +129,7 @@ impl Core {
         held: &mut Option<Locked<'a>>,
         interest: Interest,
         budget: WaitBudget,
-        mut attempt: impl FnMut(&mut dyn Engine) -> Option<T>,
+        mut attempt: impl FnMut(&mut dyn Backend) -> Option<T>,
     ) -> Result<T, WaitFault> {
         let locked = held.get_or_insert_with(|| self.lock());
         let mut progress = WaitProgress::default();

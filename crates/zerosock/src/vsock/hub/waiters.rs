@@ -27,7 +27,7 @@ use zerosock_proto::vsock::datagram::DatagramId;
 
 use super::{Core, Locked, State};
 use crate::io::deadline::timespec;
-use crate::table::engine::ReadySource;
+use crate::table::backend::ReadySource;
 use crate::table::sockets::StreamId;
 
 /// The shortest time that a timerfd can be set to: 0 would disarm it.
@@ -279,7 +279,7 @@ impl Locked<'_> {
     fn wake_ready(&mut self) {
         let core = self.core;
         let state = self.state();
-        while let Some(ready) = state.engine.next_stirred() {
+        while let Some(ready) = state.engine.next_ready() {
             let sleeper = state.sleeper;
             let ready = Interest::from(ready);
             #[cfg(feature = "tokio")]

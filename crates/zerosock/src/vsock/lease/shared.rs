@@ -1,7 +1,7 @@
 //! A lease as the owner of a `Bytes`; its clones read it on any thread.
 
 use super::{OwnedLease, Reading};
-use crate::table::sockets::{Copied, Place};
+use crate::table::sockets::{BufferPlace, Copied};
 
 /// An owned lease that keeps its bytes in place: the owner of a `Bytes`.
 pub(super) struct Shared {
@@ -42,10 +42,10 @@ impl AsRef<[u8]> for Shared {
                 .unwrap_or(&[]);
         }
         match &self.lease.body.place {
-            Place::Copied((bytes, start)) => bytes
+            BufferPlace::Copied((bytes, start)) => bytes
                 .get(*start..*start + self.lease.body.len)
                 .unwrap_or(&[]),
-            Place::InPlace {
+            BufferPlace::InPlace {
                 memory,
                 pieces,
                 offset,

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use zerosock_ring::{Claim, Piece, Trust};
 
 use super::{Filling, FillingPlace};
-use crate::table::engine::{Engine, LoanParts};
+use crate::table::backend::{Backend, LoanParts};
 use crate::table::leases::Entered;
-use crate::table::sockets::Place;
+use crate::table::sockets::BufferPlace;
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::Core;
 
@@ -21,7 +21,7 @@ pub(in crate::vsock) struct Buffer {
     /// Its index among the endpoint's leases; unused for some buffers that were always private.
     pub(super) index: u32,
     pub(super) len: usize,
-    pub(super) place: Option<Place>,
+    pub(super) place: Option<BufferPlace>,
     /// The bytes of a buffer that is not, or no longer, in place.
     pub(super) private: Vec<u8>,
 }
@@ -85,7 +85,7 @@ impl Buffer {
         let bytes = bytes.get(..fits).unwrap_or(bytes);
         let index = self.index;
         match self.enter(core, filled)? {
-            Some(Place::InPlace {
+            Some(BufferPlace::InPlace {
                 memory,
                 pieces,
                 offset: start,
@@ -121,7 +121,7 @@ impl Buffer {
         }
         // Each slice enters once more; this access ends when all have entered.
         let _access = WriteAccess { core, index };
-        let Some(Place::InPlace {
+        let Some(BufferPlace::InPlace {
             memory,
             pieces,
             offset: start,
@@ -147,7 +147,7 @@ impl Buffer {
         &mut self,
         core: &Core,
         filled: bool,
-    ) -> Result<Option<&Place>, StreamError> {
+    ) -> Result<Option<&BufferPlace>, StreamError> {
         if self.place.is_some() && self.is_moved(core) {
             self.moved(core.lock().engine(), filled)?;
         }
@@ -159,7 +159,7 @@ impl Buffer {
     pub(in crate::vsock) fn prepare_send(
         &mut self,
         core: &Core,
-        engine: &mut dyn Engine,
+        engine: &mut dyn Backend,
         filled: bool,
     ) -> Result<bool, StreamError> {
         if self.place.is_some() {
@@ -181,7 +181,7 @@ impl Buffer {
 
     /// Makes the buffer private after the endpoint has moved it; takes what was written from the
     /// copy.
-    fn moved(&mut self, engine: &mut dyn Engine, filled: bool) -> Result<(), StreamError> {
+    fn moved(&mut self, engine: &mut dyn Backend, filled: bool) -> Result<(), StreamError> {
         match engine.copy_of(self.index) {
             Some((bytes, start)) => {
                 let bytes = bytes.get(start..).unwrap_or(&[]);

@@ -26,8 +26,8 @@ use zerosock_ring::{Claim, GuestSlice, SliceBuf};
 use super::errors::{StreamError, of_send};
 use super::hub::{Core, Interest};
 use super::stream::Stream;
-use crate::table::engine::{Engine, LoanParts, SendFault};
-use crate::table::sockets::{PIECES, Place};
+use crate::table::backend::{Backend, LoanParts, SendFault};
+use crate::table::sockets::{BufferPlace, PIECES};
 pub(in crate::vsock) use buffer::Buffer;
 use buffer::{WriteAccess, parts};
 
@@ -288,7 +288,7 @@ impl<'a> Loan<'a> {
     ) -> io::Result<Option<io::Result<usize>>> {
         let (filled, room) = (self.filled, self.capacity() - self.filled);
         let (core, index) = (&self.stream.conn.core, self.buffer.index);
-        let Some(Place::InPlace {
+        let Some(BufferPlace::InPlace {
             memory,
             pieces,
             offset,
@@ -329,7 +329,7 @@ impl<'a> Loan<'a> {
         let (filled, room) = (self.filled, self.capacity() - self.filled);
         let (core, index) = (&self.stream.conn.core, self.buffer.index);
         let trust = self.stream.conn.trust;
-        let got = if let Some(Place::InPlace {
+        let got = if let Some(BufferPlace::InPlace {
             memory,
             pieces,
             offset,
@@ -371,7 +371,7 @@ impl<'a> Loan<'a> {
             return Ok(Filling { core, index, place });
         }
         let access = WriteAccess { core, index };
-        let Some(Place::InPlace {
+        let Some(BufferPlace::InPlace {
             memory,
             pieces,
             offset,
@@ -424,7 +424,7 @@ impl<'a> Loan<'a> {
         }
         let stream = self.stream;
         let interest = Interest::Conn(stream.conn.id);
-        let attempt = |engine: &mut dyn Engine| match self.queue(engine) {
+        let attempt = |engine: &mut dyn Backend| match self.queue(engine) {
             Ok(sent) => {
                 engine.flush();
                 Some(Ok(sent))
@@ -442,7 +442,7 @@ impl<'a> Loan<'a> {
         done.map_err(|error| (error, self))
     }
 
-    fn queue(&mut self, engine: &mut dyn Engine) -> Result<usize, SendFault> {
+    fn queue(&mut self, engine: &mut dyn Backend) -> Result<usize, SendFault> {
         let core = &self.stream.conn.core;
         let settled = self.buffer.prepare_send(core, engine, self.filled > 0);
         settled.map_err(|_| SendFault::Unknown)?;

@@ -14,9 +14,9 @@ use super::paged::reason;
 use super::pages::{Pages, capacity, pages_for};
 use super::rx_poll::{self, RxPoll};
 use super::{EMPTY, PAGE, RxMapError, SPILLED, STREAM_FLAGS};
-use crate::table::engine::NextKind;
+use crate::table::backend::NextKind;
 use crate::table::leases::Entered;
-use crate::table::sockets::{LeaseParts, PIECES, Place};
+use crate::table::sockets::{BufferPlace, LeaseParts, PIECES};
 use crate::vsock::stream::Stream;
 
 /// Bytes of a header.
@@ -296,7 +296,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
             fault = reason(engine, stream);
         }
         let value = rx_poll::value(engine, stream);
-        engine.settle();
+        engine.flush_after_read();
         drop(locked);
         self.pages.set_header(headers, RxHeader::default().encode());
         self.pages.set_hdr_num(headers as u32);
@@ -388,13 +388,13 @@ impl<S: Borrow<Stream>> RxMap<S> {
                     core.leases().leave(held.index);
                 }
                 match &mut locked {
-                    Some(locked) => locked.engine().give_back(held.index),
+                    Some(locked) => locked.engine().handle_dropped(held.index),
                     None => core.return_buffer(held.index),
                 }
             }
         }
         if let Some(locked) = &mut locked {
-            locked.engine().settle();
+            locked.engine().flush_after_read();
         }
         Ok(())
     }
@@ -417,7 +417,7 @@ fn add_leased(
     let LeaseParts { index, len, place } = parts;
     let lease = leases.len();
     let (memory, pieces, offset) = match place {
-        Place::InPlace {
+        BufferPlace::InPlace {
             memory,
             pieces,
             offset,
@@ -428,7 +428,7 @@ fn add_leased(
             (memory, pieces, offset)
         }
         // The lease was to be in place, but the endpoint has reached its limit of old peer memory.
-        Place::Copied(copy) => {
+        BufferPlace::Copied(copy) => {
             let header = RxHeader {
                 length: len as u32,
                 flags: SPILLED | STREAM_FLAGS,

@@ -17,7 +17,7 @@ use super::errors::of_nothing;
 use super::pages::{Pages, capacity};
 use super::rx_poll::{self, RxPoll};
 use super::{EMPTY, PAGE, RxMapError, STREAM_FLAGS};
-use crate::table::engine::{Engine, RecvFault};
+use crate::table::backend::{Backend, RecvFault};
 use crate::vsock::stream::Stream;
 
 /// Bytes of a header.
@@ -268,7 +268,7 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
             fault = reason(engine, stream);
         }
         let value = rx_poll::value(engine, stream);
-        engine.settle();
+        engine.flush_after_read();
         drop(locked);
         self.pages.set_header(layout.headers, encode([0, 0]));
         self.pages.set_hdr_num(layout.pages as u32);
@@ -381,7 +381,7 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
 }
 
 /// The error of the connection, if it has no unread bytes and has failed.
-pub(super) fn reason(engine: &mut dyn Engine, stream: &Stream) -> Option<RecvFault> {
+pub(super) fn reason(engine: &mut dyn Backend, stream: &Stream) -> Option<RecvFault> {
     // Without unread bytes a peek returns the state of the connection.
     engine.read(stream.conn.id, &mut [0], true).err()
 }

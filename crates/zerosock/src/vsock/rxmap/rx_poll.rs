@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use super::{CLOSED, DATA, EMPTY, RxMapError};
-use crate::table::engine::{Ahead, Engine};
+use crate::table::backend::{Ahead, Backend};
 use crate::vsock::stream::Stream;
 
 /// Polls between two readings of the clock, for the engine's timers. Reading the clock is no system
@@ -38,7 +38,7 @@ impl RxPoll {
         Ok(found)
     }
 
-    fn is_due(&mut self, engine: &mut dyn Engine) -> bool {
+    fn is_due(&mut self, engine: &mut dyn Backend) -> bool {
         self.looks = self.looks.wrapping_add(1);
         engine.pending()
             || self.looks.is_multiple_of(TURN)
@@ -49,7 +49,7 @@ impl RxPoll {
 
 /// The poll value without a turn. Fewer unread bytes than the low-water mark count as none, as
 /// SO_RCVLOWAT does for `poll(2)`.
-pub(super) fn value(engine: &mut dyn Engine, stream: &Stream) -> u32 {
+pub(super) fn value(engine: &mut dyn Backend, stream: &Stream) -> u32 {
     match engine.ahead(stream.conn.id) {
         None | Some(Ahead { closed: true, .. }) => CLOSED,
         Some(ahead) if ahead.unread >= stream.low_water() as usize => DATA,

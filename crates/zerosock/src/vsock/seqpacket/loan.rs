@@ -8,7 +8,7 @@ use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut, Write};
 
 use super::SeqPacket;
-use crate::table::engine::{Engine, LoanParts, LoanedPart, SendFault};
+use crate::table::backend::{Backend, LoanParts, LoanedPart, SendFault};
 use crate::table::leases::NONE;
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::Interest;
@@ -275,7 +275,7 @@ impl<'a> MessageLoan<'a> {
             return Err((StreamError::Reset.into(), self));
         }
         let conn = &self.connection.conn;
-        let attempt = |engine: &mut dyn Engine| match self.queue(engine, ends_record) {
+        let attempt = |engine: &mut dyn Backend| match self.queue(engine, ends_record) {
             Ok(Ok(all)) => {
                 engine.flush();
                 Some(Ok(all))
@@ -297,7 +297,7 @@ impl<'a> MessageLoan<'a> {
 
     fn queue(
         &mut self,
-        engine: &mut dyn Engine,
+        engine: &mut dyn Backend,
         ends_record: bool,
     ) -> Result<Result<bool, SendFault>, StreamError> {
         let conn = &self.connection.conn;

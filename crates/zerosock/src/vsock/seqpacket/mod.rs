@@ -26,8 +26,8 @@ use zerosock_proto::Address;
 use super::connection::{Connection, option_calls};
 use super::hub::{Core, Interest};
 use super::waiting::Wait;
-use crate::table::engine::{ConnInfo, Engine};
-use crate::table::sockets::{Message, StreamId, StreamState};
+use crate::table::backend::{Backend, ConnInfo};
+use crate::table::sockets::{MessageRead, StreamId, StreamState};
 pub use leases::MessageLeases;
 pub use listener::{SeqPacketIncoming, SeqPacketListener};
 pub use loan::MessageLoan;
@@ -90,8 +90,8 @@ impl Received {
     }
 }
 
-impl From<Message> for Received {
-    fn from(message: Message) -> Received {
+impl From<MessageRead> for Received {
+    fn from(message: MessageRead) -> Received {
         Received {
             len: message.len,
             copied: message.copied,
@@ -175,7 +175,7 @@ impl SeqPacket {
     /// # Errors
     /// `WouldBlock`, `TimedOut`; `ConnectionAborted` when the endpoint has failed.
     pub fn wait_readable(&self) -> io::Result<()> {
-        let attempt = |engine: &mut dyn Engine| is_ready(engine, self.conn.id).then_some(());
+        let attempt = |engine: &mut dyn Backend| is_ready(engine, self.conn.id).then_some(());
         let interest = Interest::Conn(self.conn.id);
         let budget = self.conn.read_patience();
         Ok(self.conn.core.wait(interest, budget, attempt)?)
@@ -320,7 +320,7 @@ impl SeqPacket {
     /// again. Does not wait on a non-blocking socket: its program must call again.
     #[cold]
     pub(super) fn wait_queued_sent(&self) -> io::Result<()> {
-        let attempt = |engine: &mut dyn Engine| {
+        let attempt = |engine: &mut dyn Backend| {
             engine.flush();
             (!engine.is_sending(self.conn.id)).then_some(())
         };
@@ -351,7 +351,7 @@ impl SeqPacket {
 }
 
 /// Whether a receive would return a message, the end or an error.
-fn is_ready(engine: &mut dyn Engine, id: StreamId) -> bool {
+fn is_ready(engine: &mut dyn Backend, id: StreamId) -> bool {
     engine.info(id).is_none_or(|info| {
         info.messages.is_none_or(|messages| messages > 0)
             || info.at_end

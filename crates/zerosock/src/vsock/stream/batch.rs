@@ -8,7 +8,7 @@ use std::fmt;
 use std::io;
 
 use super::Stream;
-use crate::table::engine::{Engine, SendFault};
+use crate::table::backend::{Backend, SendFault};
 use crate::table::sockets::StreamId;
 use crate::vsock::hub::{Interest, Locked};
 
@@ -70,7 +70,7 @@ impl Batch<'_> {
     #[inline]
     fn transmit<T>(
         &mut self,
-        mut put: impl FnMut(&mut dyn Engine, StreamId) -> Result<T, SendFault>,
+        mut put: impl FnMut(&mut dyn Backend, StreamId) -> Result<T, SendFault>,
     ) -> io::Result<T> {
         let stream = self.stream;
         // The common case: there is room, and the lock is held.
@@ -80,7 +80,7 @@ impl Batch<'_> {
             return Ok(done);
         }
         let budget = stream.conn.write_patience();
-        let attempt = |engine: &mut dyn Engine| match put(engine, stream.conn.id) {
+        let attempt = |engine: &mut dyn Backend| match put(engine, stream.conn.id) {
             Ok(done) => Some(Ok(done)),
             Err(fault) => stream.conn.send_fault(engine, fault),
         };

@@ -54,7 +54,7 @@ impl BufRead for Stream {
             let gone = info.taken.saturating_sub(*at);
             let rest = len.saturating_sub(usize::try_from(gone).unwrap_or(usize::MAX));
             engine.skip(self.conn.id, rest);
-            engine.settle();
+            engine.flush_after_read();
         }
         unconsumed.start += len;
         *at += len as u64;

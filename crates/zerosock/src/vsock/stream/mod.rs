@@ -30,7 +30,7 @@ use super::lease::Lease;
 use super::loan::Loan;
 use super::message::Message;
 use super::waiting::Wait;
-use crate::table::engine::{ConnInfo, Engine, RecvFault};
+use crate::table::backend::{Backend, ConnInfo, RecvFault};
 use crate::table::sockets::{StreamId, StreamState};
 pub use batch::Batch;
 use buffered::ReadAhead;
@@ -131,7 +131,7 @@ impl Stream {
     pub fn wait_readable(&self) -> io::Result<()> {
         let low_water = self.low_water();
         let budget = self.conn.read_patience();
-        let attempt = |engine: &mut dyn Engine| {
+        let attempt = |engine: &mut dyn Backend| {
             let there = engine
                 .ahead(self.conn.id)
                 .is_none_or(|ahead| ahead.closed || ahead.unread >= low_water as usize);
@@ -240,7 +240,7 @@ impl Stream {
     #[inline]
     fn receive<T>(
         &self,
-        mut get: impl FnMut(&mut dyn Engine) -> Result<T, RecvFault>,
+        mut get: impl FnMut(&mut dyn Backend) -> Result<T, RecvFault>,
     ) -> io::Result<T> {
         let low_water = self.low_water.load(Ordering::Relaxed);
         self.conn.receive(|engine| {
@@ -253,7 +253,7 @@ impl Stream {
 }
 
 /// Whether a read that waits for `low_water` bytes may return.
-fn is_filled(engine: &mut dyn Engine, id: StreamId, low_water: u32) -> bool {
+fn is_filled(engine: &mut dyn Backend, id: StreamId, low_water: u32) -> bool {
     engine.info(id).is_none_or(|info| {
         info.unread >= low_water as usize
             || info.at_end
@@ -318,7 +318,7 @@ impl Write for &Stream {
     fn flush(&mut self) -> io::Result<()> {
         if self.coalesces.load(Ordering::Relaxed) {
             let mut locked = self.conn.core.lock();
-            locked.engine().let_go(self.conn.id);
+            locked.engine().flush_coalesced(self.conn.id);
             locked.engine().flush();
         }
         Ok(())

@@ -1,10 +1,10 @@
-//! Messages in the table, against a plain queue of them.
+//! The table's messages, compared with a plain queue of messages.
 
 use std::collections::VecDeque;
 
 use super::*;
 
-/// Takes in a part, if the bounds allow.
+/// Stores a part if the limits allow.
 fn part(table: &mut Table, id: StreamId, bytes: &[u8], ends: Ends) -> bool {
     let free = table.slots.out.iter().position(|out| !out);
     let Some(slot) = free.filter(|_| table.sockets.has_room(0)) else {
@@ -13,7 +13,7 @@ fn part(table: &mut Table, id: StreamId, bytes: &[u8], ends: Ends) -> bool {
     table.slots.out[slot] = true;
     let piece = table.slots.pieces[slot];
     table.slots.memory.write(&[piece], 0, bytes);
-    let held = Held {
+    let held = HeldBuffer {
         token: slot as u32,
         offset: 0,
         len: bytes.len() as u32,
@@ -34,7 +34,7 @@ fn read(table: &mut Table, id: StreamId, peek: bool) -> Option<(Vec<u8>, bool)> 
 }
 
 #[test]
-fn a_half_message_is_shown_to_nobody_and_goes_back() {
+fn an_incomplete_message_is_unreadable_and_returns_its_buffers() {
     let mut table = Table::new();
     let id = table.conn();
     table.sockets.carry_messages(id);
@@ -56,9 +56,9 @@ fn a_half_message_is_shown_to_nobody_and_goes_back() {
     assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
 }
 
-/// Of one that has not ended an eighth of the pool is held; what is beyond is copied.
+/// An incomplete message holds at most an eighth of the pool; further parts are copied.
 #[test]
-fn a_half_message_holds_an_eighth() {
+fn an_incomplete_message_holds_an_eighth_of_the_pool() {
     let mut table = Table::new();
     let id = table.conn();
     table.sockets.carry_messages(id);
@@ -75,13 +75,13 @@ fn a_half_message_holds_an_eighth() {
     assert_eq!(leases.iter().map(|lease| lease.len).sum::<usize>(), 200);
     assert_eq!(leases.len() as u32, SIZE / 8 + 1, "and one copy");
     for lease in leases {
-        assert!(table.sockets.give_back(lease.index, &mut table.slots));
+        assert!(table.sockets.end_lease(lease.index, &mut table.slots));
     }
     assert_eq!((table.slots.out(), table.sockets.copies(0)), (0, 0));
 }
 
 #[test]
-fn messages_are_those_of_a_plain_queue() {
+fn messages_match_a_plain_queue() {
     for seed in 0..200u64 {
         let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         let mut dice = |most: u64| {
@@ -135,7 +135,7 @@ fn messages_are_those_of_a_plain_queue() {
                 9 => {
                     if !out.is_empty() {
                         let lease = out.swap_remove(dice(out.len() as u64) as usize);
-                        assert!(table.sockets.give_back(lease.index, &mut table.slots));
+                        assert!(table.sockets.end_lease(lease.index, &mut table.slots));
                     }
                 }
                 10 => {
@@ -151,7 +151,7 @@ fn messages_are_those_of_a_plain_queue() {
             }
         }
         for lease in out {
-            assert!(table.sockets.give_back(lease.index, &mut table.slots));
+            assert!(table.sockets.end_lease(lease.index, &mut table.slots));
         }
         if seed % 2 == 0 {
             table.sockets.drop_half(id, &mut table.slots);
@@ -162,11 +162,7 @@ fn messages_are_those_of_a_plain_queue() {
         }
         table.sockets.remove(id, &mut table.slots);
         assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
-        assert_eq!(
-            table.sockets.copies(0),
-            0,
-            "what is counted comes off again"
-        );
+        assert_eq!(table.sockets.copies(0), 0, "no copied bytes remain counted");
         assert_eq!(table.sockets.lent_out(), 0);
     }
 }

@@ -1,5 +1,5 @@
-//! The table against plain queues of bytes: whatever steps it goes through, each byte arrives once and
-//! in order, each buffer comes back once, and the bounds hold at every step.
+//! Property test of the table against plain queues of bytes: after any steps each byte arrives once
+//! and in order, each buffer returns once, and the limits hold at every step.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -41,7 +41,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A lease that is out: what it is, what it should show, how often it is entered.
+/// A lease that is out: its connection, its expected bytes, the number of its readers.
 struct Out {
     parts: LeaseParts,
     conn: usize,
@@ -51,10 +51,10 @@ struct Out {
 }
 
 proptest! {
-    /// Three connections against three queues of bytes: order, every token back once, every byte
-    /// consumed once, the bounds at every step.
+    /// Three connections against three queues of bytes: order, tokens released once, bytes consumed
+    /// once, limits at every step.
     #[test]
-    fn plain_queues_say_the_same(steps in prop::collection::vec(step(), 1..200)) {
+    fn the_table_matches_plain_queues(steps in prop::collection::vec(step(), 1..200)) {
         let mut table = Table::new();
         let ids: Vec<_> = (0..3).map(|_| table.conn()).collect();
         let flows: Vec<_> = ids
@@ -129,7 +129,7 @@ proptest! {
                 Step::Enter { lease } => {
                     if let Some(lease) = out.get_mut(lease)
                         && table.is_in_place(&lease.parts)
-                        && table.sockets.words().enter(lease.parts.index) == Entered::InPlace
+                        && table.sockets.lease_table().enter(lease.parts.index) == Entered::InPlace
                     {
                         lease.entered += 1;
                     }
@@ -137,7 +137,7 @@ proptest! {
                 Step::Leave { lease } => {
                     if let Some(lease) = out.get_mut(lease).filter(|lease| lease.entered > 0) {
                         lease.entered -= 1;
-                        let torn = table.sockets.words().is_torn(lease.parts.index);
+                        let torn = table.sockets.lease_table().is_torn(lease.parts.index);
                         prop_assert_eq!(torn, lease.torn);
                         table.leave(lease.parts.index);
                     }
@@ -149,8 +149,8 @@ proptest! {
                             table.leave(lease.parts.index);
                         }
                         let Table { sockets, slots, .. } = &mut table;
-                        prop_assert!(sockets.give_back(lease.parts.index, slots));
-                        prop_assert!(!sockets.give_back(lease.parts.index, slots));
+                        prop_assert!(sockets.end_lease(lease.parts.index, slots));
+                        prop_assert!(!sockets.end_lease(lease.parts.index, slots));
                         done[lease.conn] += lease.want.len() as u64;
                     }
                 }
@@ -161,7 +161,7 @@ proptest! {
                     }
                     let Table { sockets, slots, .. } = &mut table;
                     prop_assert!(sockets.recall(0, false, slots));
-                    prop_assert_eq!(slots.out(), 0, "all are given back");
+                    prop_assert_eq!(slots.out(), 0, "all buffers are returned");
                 }
             }
             for (conn, queue) in queues.iter().enumerate() {
@@ -176,7 +176,7 @@ proptest! {
             }
             prop_assert_eq!(table.slots.out(), table.sockets.held(0) as usize);
             prop_assert!(table.sockets.held(0) <= SIZE / 4 * 3);
-            // No timer for what is under a reader, when that is all.
+            // No timer runs if everything held has readers.
             let timer = table.sockets.next_timeout().is_some();
             let read = out.iter().any(|lease| lease.entered > 0);
             prop_assert!(timer == (table.sockets.held(0) > 0) || (read && !timer));
@@ -188,7 +188,7 @@ proptest! {
                 table.leave(lease.parts.index);
             }
             let Table { sockets, slots, .. } = &mut table;
-            prop_assert!(sockets.give_back(lease.parts.index, slots));
+            prop_assert!(sockets.end_lease(lease.parts.index, slots));
             done[lease.conn] += lease.want.len() as u64;
         }
         for (conn, id) in ids.into_iter().enumerate() {

@@ -1,23 +1,24 @@
-//! Who waits for room to send: told once, not always last, and not remembered for ever.
+//! Waiting for send buffers: each connection is woken once, in rotating order, and removed ones are
+//! forgotten.
 
 use super::super::room::Waiters;
 use super::*;
 
 fn told(table: &mut Table, waiters: &mut Waiters) -> Vec<StreamId> {
-    table.sockets.tell_of_room(waiters);
+    table.sockets.wake_waiters(waiters);
     assert!(waiters.is_empty());
-    std::iter::from_fn(|| table.sockets.next_stirred()).collect()
+    std::iter::from_fn(|| table.sockets.next_ready()).collect()
 }
 
 #[test]
-fn who_waits_for_room_is_told_once_and_not_always_last() {
+fn waiting_connections_are_woken_once_in_rotating_order() {
     let mut table = Table::new();
     let mut waiters = Waiters::default();
     let ids: Vec<_> = (0..5).map(|_| table.conn()).collect();
-    while table.sockets.next_stirred().is_some() {}
+    while table.sockets.next_ready().is_some() {}
     let mut first = Vec::new();
     for _ in 0..5 {
-        // Always in the same order, as tasks of one thread come that are always told so.
+        // The same order each time, as tasks of one thread that are woken in order.
         for &id in ids.iter().chain(&ids) {
             table.sockets.wait_for_room(id, &mut waiters);
         }
@@ -30,9 +31,9 @@ fn who_waits_for_room_is_told_once_and_not_always_last() {
     assert_eq!(first, ids, "each was first once");
 }
 
-/// A peer that gives no buffers and resets its connections as soon as somebody wants to answer.
+/// A peer that returns no buffers and resets its connections as soon as they have sends waiting.
 #[test]
-fn those_who_have_gone_do_not_wait_for_ever() {
+fn removed_connections_leave_the_waiting_list() {
     let mut table = Table::new();
     let mut waiters = Waiters::default();
     let stay: Vec<_> = (0..10).map(|_| table.conn()).collect();
@@ -47,7 +48,7 @@ fn those_who_have_gone_do_not_wait_for_ever() {
         let _ = table.shard.reset(flow);
         assert!(waiters.len() <= 100, "{} for 10", waiters.len());
     }
-    // Told of credit meanwhile, they wait again.
+    // Credit made them ready meanwhile; they wait again.
     for _ in 0..10_000 {
         for &id in &stay {
             table.sockets.get_mut(id).unwrap().wants_room = false;
@@ -55,8 +56,8 @@ fn those_who_have_gone_do_not_wait_for_ever() {
             assert!(waiters.len() <= 100, "{} for 10", waiters.len());
         }
     }
-    while table.sockets.next_stirred().is_some() {}
+    while table.sockets.next_ready().is_some() {}
     let mut all = told(&mut table, &mut waiters);
     all.sort_unstable_by_key(|id| id.index);
-    assert_eq!(all, stay, "nobody was forgotten");
+    assert_eq!(all, stay, "each waiting connection is woken");
 }

@@ -1,5 +1,5 @@
-//! The driver as the engine of an endpoint: each call on the connections and the slots as they
-//! are, without a clock, a sleep or an event.
+//! The driver as the [`Backend`] of an endpoint's sockets: calls that act on connections and slots
+//! without sleeping or queueing events.
 
 use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -13,31 +13,31 @@ use zerosock_proto::{Address, Port};
 use super::queue_pairs::{QueuePair, QueuePairId};
 use super::{Driver, DriverError, SendError, StreamId, loans};
 use crate::fault::Fault;
-use crate::table::datagrams::DatagramEngine;
-use crate::table::engine::{
-    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload,
+use crate::table::backend::{
+    Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, LoanParts, LoanedPart, Payload,
     ReadySource, RecvFault, SendFault, ShowBounds, copy_shown,
 };
+use crate::table::datagrams::DatagramBackend;
 use crate::table::gathered::unsent;
 use crate::table::leases::Leases;
 use crate::table::outgoing::Outgoing;
 use crate::table::over::EndpointOver;
-use crate::table::sockets::{Copied, LeaseParts, Message, NoLease, ReadyFlags};
+use crate::table::sockets::{Copied, LeaseParts, MessageRead, NoLease, ReadyFlags};
 
 impl Driver {
-    /// Who opened the endpoint has declared whether the peer writes what is on lease.
+    /// Declares whether the application trusts the peer not to write leased bytes.
     pub(crate) fn set_trusted(&mut self, trusted: bool) {
         self.trusted = trusted;
     }
 
-    /// What is said of a connection from which nothing was received: end of file, or why not.
+    /// The result of a read that found nothing: `Ok` for end of stream, else the reason.
     #[cold]
-    fn nothing(&self, id: StreamId) -> Result<(), RecvFault> {
+    fn why_empty(&self, id: StreamId) -> Result<(), RecvFault> {
         let conn = self.sockets.get(id).ok_or(RecvFault::Unknown)?;
         conn.why_empty()
     }
 
-    /// Copies to `out` what has arrived for a connection of which nothing is held.
+    /// Copies arriving bytes of a connection that holds nothing to `out`.
     #[inline]
     fn read_arrivals(&mut self, id: StreamId, out: &mut [u8]) -> usize {
         let show = |bounds, copy: &mut dyn FnMut(Payload<'_>) -> bool| {
@@ -46,16 +46,16 @@ impl Driver {
         let bytes = copy_shown(out, show);
         self.sockets.count_read(bytes);
         match bytes {
-            // The first one is longer than `out`, and held.
+            // The first packet is longer than `out` and was held.
             0 => self.sockets.read(id, out, false, &mut self.store),
             bytes => bytes,
         }
     }
 }
 
-impl Engine for Driver {
-    fn words(&self) -> Arc<Leases> {
-        self.sockets.words().clone()
+impl Backend for Driver {
+    fn lease_table(&self) -> Arc<Leases> {
+        self.sockets.lease_table().clone()
     }
 
     #[inline]
@@ -69,7 +69,7 @@ impl Engine for Driver {
         if self.is_attached() {
             Ok(busy)
         } else {
-            // What had come is there to be read; nothing else will come.
+            // Received bytes remain readable; no more will arrive.
             Err(EndpointOver::new(Fault::Peer, "the device has hung up"))
         }
     }
@@ -79,10 +79,10 @@ impl Engine for Driver {
     }
 
     #[inline]
-    fn settle(&mut self) {
+    fn flush_after_read(&mut self) {
         let enough = (self.config.slots() / 8).max(1);
         let is_due = |queue_pair: &QueuePair| {
-            queue_pair.rx.unshown() >= enough
+            queue_pair.rx.unpublished() >= enough
                 || queue_pair.shard.has_transmit()
                 || queue_pair.blocked
         };
@@ -92,14 +92,15 @@ impl Engine for Driver {
     }
 
     fn arm(&mut self) -> bool {
-        // A device that has hung up is for the next turn to tell of.
+        // The next turn reports the hang-up.
         Driver::arm(self) || !self.is_attached()
     }
 
     fn disarm(&mut self) {
         self.want_no_calls();
-        // A descriptor of our own cannot fail; one that does tells nothing that the rings do not.
-        if self.watch.forget().unwrap_or(false) {
+        // Reading an owned epoll descriptor cannot fail; if it does, the rings have the same
+        // information.
+        if self.watch.clear().unwrap_or(false) {
             self.device_gone();
         }
     }
@@ -108,18 +109,18 @@ impl Engine for Driver {
         self.watch.as_fd()
     }
 
-    fn next_stirred(&mut self) -> Option<ReadySource> {
+    fn next_ready(&mut self) -> Option<ReadySource> {
         let unreported = |listener: &&mut super::Listener| listener.unreported > 0;
         if let Some(listener) = self.listeners.iter_mut().find(unreported) {
             listener.unreported = 0;
             return Some(ReadySource::Port(listener.port));
         }
-        if let Some(stream) = self.sockets.next_stirred() {
+        if let Some(stream) = self.sockets.next_ready() {
             return Some(ReadySource::Conn(stream));
         }
         self.datagrams
             .inboxes
-            .next_stirred()
+            .next_ready()
             .map(ReadySource::Datagram)
     }
 
@@ -193,12 +194,12 @@ impl Engine for Driver {
 
     fn shutdown(&mut self, id: StreamId, how: How) {
         Driver::shutdown(self, id, how);
-        // Who waits for it on another thread finds that there is nothing to wait for.
-        self.sockets.announce(id, ReadyFlags::Writable);
+        // Wakes a writer that waits on another thread.
+        self.sockets.set_ready(id, ReadyFlags::Writable);
     }
 
     fn close(&mut self, id: StreamId) {
-        // Only fails when a slot cannot be posted, which the next turn says.
+        // Fails only if a slot cannot be posted, which the next turn reports.
         let _ = Driver::close(self, id);
     }
 
@@ -214,7 +215,7 @@ impl Engine for Driver {
         }
         match done {
             0 if out.is_empty() && self.sockets.get(id).is_some() => Ok(0),
-            0 => self.nothing(id).map(|()| 0),
+            0 => self.why_empty(id).map(|()| 0),
             done => Ok(done),
         }
     }
@@ -238,7 +239,7 @@ impl Engine for Driver {
     fn set_low_water(&mut self, id: StreamId, bytes: u32) {
         self.sockets.set_low_water(id, bytes);
         if let Some((queue_pair, flow)) = self.flow_of(id) {
-            // A flow that ended meanwhile needs no credit; the same goes for the calls below.
+            // Fails only for a flow that has ended; likewise in the calls below.
             let _ = self.store.queue_pairs[queue_pair]
                 .shard
                 .set_low_water(flow, bytes);
@@ -287,7 +288,7 @@ impl Engine for Driver {
         }
         match parts {
             Ok(parts) => Ok(Some(parts)),
-            Err(NoLease::Empty) => self.nothing(id).map(|()| None),
+            Err(NoLease::Empty) => self.why_empty(id).map(|()| None),
             Err(NoLease::TooMany) => Err(RecvFault::TooManyLeases),
         }
     }
@@ -315,7 +316,7 @@ impl Engine for Driver {
             seen += more;
         }
         match seen {
-            0 if most > 0 => self.nothing(id).map(|()| 0),
+            0 if most > 0 => self.why_empty(id).map(|()| 0),
             seen => Ok(seen),
         }
     }
@@ -324,8 +325,8 @@ impl Engine for Driver {
         self.sockets.copy_of(index)
     }
 
-    fn give_back(&mut self, index: u32) {
-        if !self.sockets.give_back(index, &mut self.store) && !self.end_datagram_loan(index) {
+    fn handle_dropped(&mut self, index: u32) {
+        if !self.sockets.end_lease(index, &mut self.store) && !self.end_datagram_loan(index) {
             self.end_lent(index);
         }
     }
@@ -339,7 +340,7 @@ impl Engine for Driver {
         Driver::set_coalesces(self, id, coalesces);
     }
 
-    fn let_go(&mut self, id: StreamId) {
+    fn flush_coalesced(&mut self, id: StreamId) {
         if let Some((queue_pair, flow)) = self.flow_of(id) {
             self.store.queue_pairs[queue_pair]
                 .shard
@@ -372,11 +373,11 @@ impl Engine for Driver {
         id: StreamId,
         out: &mut [u8],
         peek: bool,
-    ) -> Result<Option<Message>, RecvFault> {
+    ) -> Result<Option<MessageRead>, RecvFault> {
         let message = self.sockets.read_message(id, out, peek, &mut self.store);
         match message {
             Some(message) => Ok(Some(message)),
-            None => self.nothing(id).map(|()| None),
+            None => self.why_empty(id).map(|()| None),
         }
     }
 
@@ -386,7 +387,7 @@ impl Engine for Driver {
     ) -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault> {
         match self.sockets.lease_message(id, &mut self.store) {
             Ok(message) => Ok(Some(message)),
-            Err(NoLease::Empty) => self.nothing(id).map(|()| None),
+            Err(NoLease::Empty) => self.why_empty(id).map(|()| None),
             Err(NoLease::TooMany) => Err(RecvFault::TooManyLeases),
         }
     }
@@ -426,7 +427,7 @@ impl Engine for Driver {
         match self.sendable(id) {
             Ok((queue_pair, flow)) => {
                 if !self.store.queue_pairs[queue_pair].tx.has_data_slot() {
-                    // A ring that is broken is told by the next turn.
+                    // The next turn reports a broken ring.
                     let _ = self.store.queue_pairs[queue_pair].tx.reap();
                     if !self.store.queue_pairs[queue_pair].tx.has_data_slot() {
                         self.wait_for_slot(id);
@@ -464,7 +465,7 @@ impl Engine for Driver {
         }
     }
 
-    fn datagrams(&mut self) -> Option<&mut dyn DatagramEngine> {
+    fn datagrams(&mut self) -> Option<&mut dyn DatagramBackend> {
         Some(self)
     }
 }

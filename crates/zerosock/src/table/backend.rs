@@ -1,0 +1,540 @@
+//! The interface between the sockets of an endpoint and the half of the virtqueues that carries
+//! them.
+//!
+//! Implemented by [`Driver`](crate::driver::Driver) (an attached process) and by the devices of an
+//! embedding program. A backend has no thread: a [`Core`](crate::vsock::hub::Core) calls it on the
+//! caller's thread, with its lock held.
+//!
+//! # Invariants
+//! - No call sleeps.
+//! - Queued packets become visible to the peer with [`Backend::flush`] or the next
+//!   [`Backend::turn`], so that many packets cost one notification.
+//! - After [`Backend::arm`] has returned false, every action of the peer makes [`Backend::fd`]
+//!   readable.
+
+use std::io::IoSlice;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use zerosock_proto::vsock::datagram::DatagramId;
+use zerosock_proto::vsock::{ConnectError, How, ListenError, MoveError, RefuseReason};
+use zerosock_proto::wire::vsock::SocketType;
+use zerosock_proto::{Address, Port};
+use zerosock_ring::GuestSlice;
+
+use super::leases::Leases;
+use super::sockets::{BufferPlace, Copied, LeaseParts, MessageRead, StreamId, StreamState};
+use crate::table::datagrams::DatagramBackend;
+use crate::table::over::EndpointOver;
+
+/// Why a receive returned nothing.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum RecvFault {
+    /// No bytes are available.
+    WouldBlock,
+    /// The connection was reset or refused.
+    Reset,
+    /// The connection is not established yet.
+    NotConnected,
+    /// All entries of the endpoint's lease table are in use.
+    TooManyLeases,
+    /// No such connection.
+    Unknown,
+}
+
+/// Why a send was refused.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum SendFault {
+    /// No credit or no free buffer.
+    WouldBlock,
+    /// This side shut down sending, or the peer shut down receiving.
+    ShutDown,
+    /// The connection was reset or refused.
+    Reset,
+    /// The connection is not established yet.
+    NotConnected,
+    /// The message exceeds the peer's receive buffer.
+    TooLong,
+    /// All entries of the endpoint's lease table are in use.
+    TooManyLoans,
+    /// No such connection or loan.
+    Unknown,
+}
+
+/// The state of a connection.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct ConnInfo {
+    pub(crate) state: StreamState,
+    /// Why the connect failed, if it did.
+    pub(crate) refused: Option<RefuseReason>,
+    pub(crate) local: Address,
+    pub(crate) peer: Address,
+    /// Received bytes not read yet.
+    pub(crate) unread: usize,
+    /// Bytes read since the connection was established.
+    pub(crate) taken: u64,
+    /// Fewer unread bytes than this do not make the connection readable.
+    pub(crate) low_water: u32,
+    /// No more bytes will arrive: the peer shut down sending, or this side shut down receiving.
+    pub(crate) at_end: bool,
+    /// The peer shut down receiving.
+    pub(crate) peer_recv_shutdown: bool,
+    /// Unread messages of a message connection; `None` for a stream.
+    pub(crate) messages: Option<u32>,
+    /// The application declared this peer trusted: it does not write leased bytes.
+    pub(crate) trusted: bool,
+}
+
+/// The credit of an open connection.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct CreditInfo {
+    /// Size of the local receive buffer (`buf_alloc`), in bytes.
+    pub(crate) buffer: u32,
+    /// Bytes accepted from the writer that the peer has not reported as consumed.
+    pub(crate) unsent: u32,
+}
+
+/// What the reader of a connection would find.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Ahead {
+    /// Received bytes not read yet.
+    pub(crate) unread: usize,
+    /// No more bytes will arrive.
+    pub(crate) closed: bool,
+    /// The part that the next lease would cover.
+    pub(crate) next: Option<Next>,
+}
+
+/// The first unread part of a connection.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Next {
+    pub(crate) len: usize,
+    pub(crate) kind: NextKind,
+}
+
+/// How a lease on the first unread part would be made.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum NextKind {
+    /// In place, in the peer's buffer.
+    InPlace,
+    /// As a new copy, because the lease limits are reached.
+    Bounded,
+    /// As a copy that exists already or is unavoidable.
+    Copied,
+}
+
+/// A new loan, returned to the API.
+#[derive(Debug)]
+pub(crate) struct LoanParts {
+    /// The loan's index in the lease table; identifies it in later calls.
+    pub(crate) index: u32,
+    /// Writable bytes.
+    pub(crate) len: usize,
+    /// Location of the buffer. `None`: the loan limits are reached; the holder allocates a private
+    /// buffer of `len` bytes, which is copied when it is sent.
+    pub(crate) place: Option<BufferPlace>,
+}
+
+/// One buffer of a message loan, ready to send.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct LoanedPart<'p> {
+    /// Index in the lease table; [`NONE`](super::leases::NONE) if the part has no entry.
+    pub(crate) index: u32,
+    /// Bytes to send.
+    pub(crate) len: usize,
+    /// The bytes, if the buffer is private.
+    pub(crate) private: Option<&'p [u8]>,
+}
+
+/// A received part, passed to a callback.
+#[derive(Copy, Clone, Debug)]
+pub(crate) enum Payload<'m> {
+    InPlace(&'m [GuestSlice<'m>]),
+    Copied(&'m [u8]),
+}
+
+/// Limits on what one call may pass to a callback.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct ShowBounds {
+    pub(crate) packets: usize,
+    pub(crate) bytes: usize,
+}
+
+impl ShowBounds {
+    /// No bytes: the next packet is held.
+    pub(crate) const HOLD: ShowBounds = ShowBounds {
+        packets: 1,
+        bytes: 0,
+    };
+}
+
+/// Copies the parts that `show` passes to its callback to `out`. `show` returns (packets, bytes).
+/// Returns the bytes copied.
+#[inline]
+pub(crate) fn copy_shown(
+    out: &mut [u8],
+    show: impl FnOnce(ShowBounds, &mut dyn FnMut(Payload<'_>) -> bool) -> (usize, usize),
+) -> usize {
+    let bounds = ShowBounds {
+        packets: usize::MAX,
+        bytes: out.len(),
+    };
+    let mut at = 0;
+    let mut copy = |payload: Payload<'_>| {
+        at += payload.copy_to(0, out.get_mut(at..).unwrap_or(&mut []));
+        at < out.len()
+    };
+    show(bounds, &mut copy).1
+}
+
+impl<'m> Payload<'m> {
+    /// Length in bytes.
+    #[inline]
+    pub(crate) fn len(self) -> usize {
+        match self {
+            Payload::Copied(bytes) => bytes.len(),
+            Payload::InPlace(slices) => slices.iter().map(|slice| slice.len()).sum(),
+        }
+    }
+
+    pub(crate) fn in_place(slices: &'m [GuestSlice<'m>]) -> Payload<'m> {
+        Payload::InPlace(slices)
+    }
+
+    pub(crate) fn copied(bytes: &'m [u8]) -> Payload<'m> {
+        Payload::Copied(bytes)
+    }
+
+    /// Copies bytes from `offset` on to `out`; returns how many.
+    #[inline]
+    pub(crate) fn copy_to(self, offset: usize, out: &mut [u8]) -> usize {
+        match self {
+            Payload::Copied(bytes) => {
+                let rest = bytes.get(offset..).unwrap_or(&[]);
+                let len = rest.len().min(out.len());
+                out[..len].copy_from_slice(&rest[..len]);
+                len
+            }
+            Payload::InPlace(slices) => {
+                let (mut skip, mut done) = (offset, 0);
+                for slice in slices {
+                    let Some(rest) = out.get_mut(done..).filter(|rest| !rest.is_empty()) else {
+                        break;
+                    };
+                    done += slice.read(skip, rest);
+                    skip = skip.saturating_sub(slice.len());
+                }
+                done
+            }
+        }
+    }
+}
+
+/// An object with changed readiness.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum ReadySource {
+    /// A connection.
+    Conn(StreamId),
+    /// A listening port.
+    Port(Port),
+    /// A datagram socket.
+    Datagram(DatagramId),
+}
+
+/// Byte and packet counters of an endpoint.
+///
+/// ```
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use std::io::Write;
+/// use zerosock::{Address, Port};
+///
+/// let listener = db.listen(Port::new(1), 1)?;
+/// let mut theirs = web.begin_connect(Address::new(db.cid(), Port::new(1)))?;
+/// let (ours, _) = listener.accept()?;
+/// theirs.wait_connected()?;
+/// theirs.write_all(b"counted")?;
+/// assert_eq!(ours.recv()?.expect("a packet").to_vec(), b"counted");
+///
+/// let sender = web.stats();
+/// assert_eq!((sender.sent, sender.copied_in), (7, 7));
+/// let receiver = db.stats();
+/// assert_eq!((receiver.received, receiver.copied_out), (7, 0));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct EndpointStats {
+    /// Bytes received, in place or copied.
+    pub received: u64,
+    /// Received bytes passed to the application in place.
+    pub received_in_place: u64,
+    /// Received bytes copied because of the limits on held buffers.
+    pub copied_aside: u64,
+    /// Received bytes copied to the caller's buffer by a copying call.
+    pub copied_out: u64,
+    /// Bytes sent.
+    pub sent: u64,
+    /// Sent bytes that the application wrote into a loaned buffer.
+    pub sent_in_place: u64,
+    /// Sent bytes copied from the caller's buffer by a copying call.
+    pub copied_in: u64,
+    /// Packets received, of every kind.
+    pub packets_received: u64,
+    /// Packets sent, of every kind.
+    pub packets_sent: u64,
+    /// Notifications sent to the peer.
+    pub notifications: u64,
+}
+
+/// The sockets of an endpoint as seen by the API. See the module documentation.
+pub(crate) trait Backend: Send {
+    /// The lease table shared with the holders of leases and loans.
+    fn lease_table(&self) -> Arc<Leases>;
+
+    /// Whether a turn would find work, by a cheap check without clock or system call.
+    fn pending(&mut self) -> bool;
+
+    /// Receives what the peer sent and returned, handles due timers and publishes queued packets.
+    /// The work per call is bounded. Returns whether anything was received.
+    fn turn(&mut self) -> Result<bool, EndpointOver>;
+
+    /// Publishes queued packets, returned buffers and credit.
+    fn flush(&mut self);
+
+    /// Publishes after a read only what the peer may be waiting for: credit that it has run out of,
+    /// or a batch of buffers. A reader of many small packets then sends few notifications. The next
+    /// turn or flush publishes the rest.
+    fn flush_after_read(&mut self) {
+        self.flush();
+    }
+
+    /// Requests notifications from the peer. Returns true if work arrived meanwhile, for which no
+    /// notification may come.
+    fn arm(&mut self) -> bool;
+
+    /// Whether the requested notifications no longer match the state, because packets were received
+    /// or buffers returned since. The caller must then [`arm`](Backend::arm) again.
+    fn is_stale(&self) -> bool {
+        false
+    }
+
+    /// Stops requesting notifications and clears pending ones.
+    fn disarm(&mut self);
+
+    /// An epoll descriptor, readable when a notification arrived.
+    fn fd(&self) -> BorrowedFd<'_>;
+
+    /// The next object with changed readiness: bytes or an end of stream arrived, room became
+    /// available, a connect completed or failed, a connection closed or waits for accept. Each
+    /// object is returned once per change.
+    fn next_ready(&mut self) -> Option<ReadySource>;
+
+    /// When the next timer is due.
+    fn next_timeout(&self) -> Option<Instant>;
+
+    /// Starts to connect.
+    fn connect(
+        &mut self,
+        from: Port,
+        to: Address,
+        socket_type: SocketType,
+    ) -> Result<StreamId, ConnectError>;
+
+    /// Listens for connections of that type; requests of the other type are refused.
+    fn listen(
+        &mut self,
+        port: Port,
+        backlog: usize,
+        socket_type: SocketType,
+    ) -> Result<(), ListenError>;
+
+    /// Reserves a port, or a free one for [`Port::ANY`], against other listeners and binds. Returns
+    /// it.
+    fn bind(&mut self, port: Port) -> Result<Port, ListenError>;
+
+    /// Releases a bound port.
+    fn unbind(&mut self, port: Port);
+
+    /// Sets the receive buffer of later connections to the listening `port`.
+    fn set_accept_buffer(&mut self, port: Port, bytes: u32);
+
+    /// Stops listening and resets connections that wait for accept.
+    fn unlisten(&mut self, port: Port);
+
+    /// Accepts the oldest waiting connection on `port`.
+    fn accept(&mut self, port: Port) -> Option<StreamId>;
+
+    /// The state of a connection; `None` if it was closed.
+    fn info(&self, id: StreamId) -> Option<ConnInfo>;
+
+    /// What a reader would find; `None` if the connection was closed.
+    fn ahead(&mut self, id: StreamId) -> Option<Ahead>;
+
+    /// Shuts down one or both directions.
+    fn shutdown(&mut self, id: StreamId, how: How);
+
+    /// Closes a connection in order; `id` becomes invalid.
+    fn close(&mut self, id: StreamId);
+
+    /// Resets a connection; `id` becomes invalid.
+    fn abort(&mut self, id: StreamId);
+
+    /// Copies received bytes to `out`. `Ok(0)`: end of stream, or `out` is empty.
+    fn read(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> Result<usize, RecvFault>;
+
+    /// Consumes up to `len` bytes that a peek returned; returns how many.
+    fn skip(&mut self, id: StreamId, len: usize) -> usize;
+
+    /// Sets the low-water mark: fewer unread bytes do not make the connection readable.
+    fn set_low_water(&mut self, id: StreamId, bytes: u32);
+
+    /// Sets a connection's receive buffer and with it the limit on its bytes in flight to the peer.
+    /// The peer is sent the new size.
+    fn set_buffer(&mut self, id: StreamId, bytes: u32);
+
+    /// Sets how long a connect waits for the answer.
+    fn set_connect_timeout(&mut self, id: StreamId, timeout: Duration);
+
+    /// The credit of a connection; `None` if it has ended.
+    fn credit(&self, id: StreamId) -> Option<CreditInfo>;
+
+    /// Requests a credit update from the peer, unless all sent bytes are known to be consumed.
+    fn ask_progress(&mut self, id: StreamId);
+
+    /// The queue pair of a connection.
+    fn queue_pair(&self, id: StreamId) -> u16;
+
+    /// Requests to move a connection to another queue pair. Visible after the next flush. The
+    /// connection becomes writable when the move has completed or failed.
+    fn move_to_pair(&mut self, _: StreamId, _: u16) -> Result<(), MoveError> {
+        Err(MoveError::NotNegotiated)
+    }
+
+    /// Whether a move to another queue pair is in progress.
+    fn is_moving(&self, _: StreamId) -> bool {
+        false
+    }
+
+    /// Leases the next packet's bytes. `Ok(None)`: end of stream.
+    fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault>;
+
+    /// Passes the bytes of up to `most` packets to the callback in place and consumes them.
+    /// `Ok(0)`: end of stream.
+    fn each(
+        &mut self,
+        id: StreamId,
+        most: usize,
+        look: &mut dyn FnMut(Payload<'_>) -> bool,
+    ) -> Result<usize, RecvFault>;
+
+    /// The copy of a lease's bytes, if they were moved.
+    fn copy_of(&self, index: u32) -> Option<Copied>;
+
+    /// Ends a lease or loan that its holder dropped.
+    fn handle_dropped(&mut self, index: u32);
+
+    /// Sends a copy of as many bytes as credit and buffers allow: at least one, in as few packets
+    /// as possible. Visible after the next flush.
+    fn write(&mut self, id: StreamId, bytes: &[u8]) -> Result<usize, SendFault>;
+
+    /// Sets whether small writes are coalesced while the peer has many packets unread. Visible
+    /// after the next flush.
+    fn set_coalesces(&mut self, _: StreamId, _: bool) {}
+
+    /// Sends coalesced writes without further delay. Visible after the next flush.
+    fn flush_coalesced(&mut self, _: StreamId) {}
+
+    /// Whether another write would be coalesced with the pending ones; `None` if none are pending.
+    fn may_gather_more(&mut self, _: StreamId) -> Option<bool> {
+        None
+    }
+
+    /// Borrows a buffer that the peer will read, for one packet of at most `max` bytes.
+    fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault>;
+
+    /// Sends the first `len` bytes of a loan; `private` holds them if the loan was not in place.
+    /// Ends the loan, except for a private one that found no buffer (`WouldBlock`) or sent fewer
+    /// than `len` bytes: the rest can be sent later or dropped.
+    fn send_loan(
+        &mut self,
+        index: u32,
+        len: usize,
+        private: Option<&[u8]>,
+    ) -> Result<usize, SendFault>;
+
+    /// Copies the first message to `out`, truncated to its length, and consumes it unless `peek`.
+    /// `Ok(None)`: end of stream.
+    fn read_message(
+        &mut self,
+        id: StreamId,
+        out: &mut [u8],
+        peek: bool,
+    ) -> Result<Option<MessageRead>, RecvFault>;
+
+    /// Leases the first message, one lease for each part. The flag tells whether it ends a record.
+    /// `Ok(None)`: end of stream.
+    fn lease_message(&mut self, id: StreamId)
+    -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault>;
+
+    /// Sends the bytes of `slices` as one message, completely or not at all. Returns false if a
+    /// part was queued for lack of buffers; later turns send it. Visible after the next flush.
+    fn send_message(
+        &mut self,
+        id: StreamId,
+        slices: &[IoSlice<'_>],
+        ends_record: bool,
+    ) -> Result<bool, SendFault>;
+
+    /// Borrows buffers that the peer will read, with credit for one message of at most `len` bytes.
+    /// The loans are in order, each with its own lease table entry. Bytes without a buffer in place
+    /// form one private buffer at the end, which has an entry only if it is the only loan.
+    fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault>;
+
+    /// Sends the bytes written into a message loan as one message. `parts` are the buffers with
+    /// bytes, and the first in any case. Ends all loans, except for `WouldBlock`: then nothing was
+    /// sent and the loans remain. Returns false as [`send_message`](Backend::send_message). Visible
+    /// after the next flush.
+    fn send_message_loan(
+        &mut self,
+        id: StreamId,
+        parts: &[LoanedPart<'_>],
+        ends_record: bool,
+    ) -> Result<bool, SendFault>;
+
+    /// Whether a part of a message is queued for lack of buffers.
+    fn is_sending(&self, id: StreamId) -> bool;
+
+    /// Whether a message can be sent now, as [`is_writable`](Backend::is_writable).
+    fn may_send_message(&mut self, id: StreamId) -> bool;
+
+    /// Whether a write would succeed or fail now instead of blocking. If not, the connection is
+    /// returned by [`next_ready`](Backend::next_ready) when it would.
+    fn is_writable(&mut self, id: StreamId) -> bool {
+        if self.info(id).is_some_and(|info| info.messages.is_some()) {
+            return self.may_send_message(id);
+        }
+        if let Some(more) = self.may_gather_more(id) {
+            return more;
+        }
+        match self.loan(id, 1) {
+            Ok(parts) => {
+                self.handle_dropped(parts.index);
+                true
+            }
+            Err(SendFault::WouldBlock | SendFault::NotConnected) => false,
+            Err(_) => true,
+        }
+    }
+
+    /// Whether [`accept`](Backend::accept) would return a connection.
+    fn is_acceptable(&self, port: Port) -> bool;
+
+    /// The counters of the endpoint.
+    fn stats(&self) -> EndpointStats;
+
+    /// The datagram sockets, if the backend supports them.
+    fn datagrams(&mut self) -> Option<&mut dyn DatagramBackend> {
+        None
+    }
+}

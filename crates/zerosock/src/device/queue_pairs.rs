@@ -1,23 +1,25 @@
-//! The device as one of several queue pairs (docs/queue-pairs.md), and connections that go from one
-//! to another.
+//! Devices with several queue pairs (docs/queue-pairs.md), and the handoff of connections between
+//! the pairs.
 //!
-//! A device with several pairs is several `Device`s, its queue_pairs, each with a shard, two queues and a
-//! worker of its own; the first is the one that others know by address. What they share is the
-//! memory and the front-end, which the control thread sees to.
+//! Each queue pair is a `Device` of its own with a shard, two queues and a worker; the address of
+//! the first pair is the address of the whole device. The pairs share the memory and the
+//! front-end, which the control thread manages.
 //!
-//! A connection leaves when its driver has asked and no chain of it is out any more: what is held
-//! is copied, what a sibling has is called back. It goes as a message, with its bridge and the
-//! protocol core's half; only when the other queue_pair has it, its driver is told, at the pair that it
-//! has left.
+//! # Invariants
+//! - Bytes and ends of stream keep their order.
+//! - A chain is completed in the ring that it came from.
+//! - A connection that cannot be adopted is reset for both of its ends.
 //!
-//! # The sibling's side
-//! A sibling sends to the queue_pair that it knows. What comes to the old one is sent on from there. The
-//! sibling is told of the new one by the new one, says to the old one that nothing more will come,
-//! and from then on sends to the new one: which leaves that alone until the last of what was sent
-//! on has come. So both may be moved at once.
+//! # Handoff
+//! A connection leaves its pair after the driver has sent MOVE and all its chains have been
+//! returned: held chains are copied out, chains lent to a sibling are recalled. It travels as a
+//! [`Handoff`] message with its bridge and its state in the protocol core. The old pair answers
+//! the driver after the new pair has adopted the connection.
 //!
-//! What must hold: bytes and ends keep their order; a chain goes back to the ring that it is of; a
-//! connection that finds no place is ended for everybody.
+//! A sibling keeps sending to the old pair, which forwards its messages, until the new pair sends
+//! it `Relocated`. The sibling then sends `Flushed` to the old pair and everything after that to
+//! the new pair. The new pair parks messages that come directly until the forwarded `Flushed` has
+//! arrived. So both ends may move at the same time.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -33,52 +35,52 @@ use crate::device::sibling_message::{Message, Peer};
 use crate::io::poller::Source;
 use crate::routing::DeviceAddr;
 
-/// Which of its device's queue_pairs this is.
+/// The queue pairs of a device, and the connections moving between this pair and others.
 #[derive(Debug)]
 pub(crate) struct QueuePairSet {
-    /// The number of its pair.
+    /// The number of this pair.
     pub(super) pair: u16,
     own: DeviceAddr,
-    /// All of them.
+    /// The addresses of all pairs, by number.
     all: Arc<[DeviceAddr]>,
-    /// How many the driver uses.
+    /// The number of pairs that the driver uses.
     pub(super) used: QueuePairs,
-    /// Connections that have left and have not arrived, as far as is known.
+    /// Connections handed off whose arrival the new pair has not confirmed.
     departed: HashSet<FlowId>,
-    /// Connections that have left, to which siblings may still send here.
+    /// Connections handed off whose siblings may still send to this pair.
     left: HashMap<FlowId, Left>,
-    /// Connections that have come and wait for the last of what their siblings had sent elsewhere.
+    /// Adopted connections that wait for forwarded messages of their siblings.
     parking: usize,
 }
 
-/// Where a connection went.
+/// Where messages for a connection that was handed off have to go.
 #[derive(Debug)]
 enum Left {
-    /// It has not arrived: what is to be sent on.
+    /// The new pair has not confirmed the arrival: messages to forward afterwards.
     OnItsWay(Vec<Message>),
     There(Peer),
 }
 
-/// A connection between two queue_pairs.
+/// A connection on its way from one queue pair to another.
 #[derive(Debug)]
 pub(crate) struct Handoff {
     parcel: Parcel,
     bridge: Bridge,
-    /// Who it was.
+    /// Its address at the old pair.
     old: Peer,
-    /// What its driver is told at the old pair when it has arrived.
+    /// The answer to the driver's MOVE, sent at the old pair after the arrival.
     answer: Repr,
 }
 
-/// What a sibling sends to a connection that has arrived, before the last of what it had sent to
-/// where that was.
+/// Messages that a sibling sent to the new pair directly. They wait until the old pair has
+/// forwarded the sibling's earlier messages.
 #[derive(Debug)]
 pub(crate) struct Parked {
     messages: Vec<Message>,
 }
 
 impl QueuePairSet {
-    /// The only queue_pair, or the first of those that there will be.
+    /// A device with a single pair, or its first pair before the others are known.
     pub(super) fn one(addr: DeviceAddr) -> QueuePairSet {
         QueuePairSet::new(0, addr, Arc::new([addr]))
     }
@@ -95,18 +97,18 @@ impl QueuePairSet {
         }
     }
 
-    /// Whether no connection is on its way, as far as this queue_pair has to do with it.
+    /// Whether no handoff from or to this pair is in progress.
     #[cfg(test)]
     pub(super) fn is_at_rest(&self) -> bool {
         self.departed.is_empty() && self.left.is_empty() && self.parking == 0
     }
 
-    /// The one that others know the device by.
+    /// The address of the first pair, which is the address of the device.
     pub(super) fn first(&self) -> DeviceAddr {
         self.all.first().copied().unwrap_or(self.own)
     }
 
-    /// The queue_pair of pair `pair`, if the driver uses it and it is another one.
+    /// The address of pair `pair`, if the driver uses it and it is not this one.
     pub(super) fn other(&self, pair: u32) -> Option<DeviceAddr> {
         let other = pair < u32::from(self.used.get()) && pair != u32::from(self.pair);
         self.all.get(pair as usize).copied().filter(|_| other)
@@ -114,24 +116,24 @@ impl QueuePairSet {
 }
 
 impl Device {
-    /// Makes it the queue_pair of pair `pair` among `all`.
+    /// Makes this device queue pair `pair` of `all`.
     pub(crate) fn set_lane(&mut self, pair: u16, all: Arc<[DeviceAddr]>) {
         self.queue_pairs = QueuePairSet::new(pair, self.addr, all);
-        // A chain names the start of a queue that it is of, and no two queue_pairs have one in common.
+        // Epochs of different pairs never coincide, so a chain identifies its ring.
         self.epoch = u32::from(pair) << 24;
     }
 
-    /// The queue_pairs of its device, it among them, in the order of their pairs.
+    /// The addresses of all queue pairs of the device, by number.
     pub(crate) fn all_lanes(&self) -> &Arc<[DeviceAddr]> {
         &self.queue_pairs.all
     }
 
-    /// The number of its queue pair.
+    /// The number of this queue pair.
     pub(crate) fn pair(&self) -> u16 {
         self.queue_pairs.pair
     }
 
-    /// The driver knows connections that we do not: the first queue_pair tells it, as it has the events.
+    /// Announces lost connections to the driver. Only the first pair has the event queue.
     pub(super) fn announce_lost(&mut self, cx: &mut Context<'_>) {
         if self.queue_pairs.pair == 0 {
             self.announce_reset = true;
@@ -140,7 +142,13 @@ impl Device {
         }
     }
 
-    /// The driver wants a connection to go on at pair `pair`.
+    /// Handles the driver's request (MOVE) to continue a connection at queue pair `pair`.
+    ///
+    /// A connection whose chains have all been returned is handed off at once. If a sibling still
+    /// has chains, they are recalled and [`handoff_if_returned`](Self::handoff_if_returned)
+    /// continues. The request is refused if the pair does not exist, a command is pending, the
+    /// connection is not established, the program has loans on it, or a previous handoff is not
+    /// complete.
     pub(super) fn handle_move_request(&mut self, flow: FlowId, pair: u32, cx: &mut Context<'_>) {
         let key = self.key_of(flow).filter(|_| self.waiting.is_none());
         let queue_pair = self.queue_pairs.other(pair);
@@ -154,7 +162,7 @@ impl Device {
         match &mut bridge.end {
             BridgePeer::Socket { .. } if bridge.open => self.hand_off(flow, pair as u16, cx),
             BridgePeer::App(end) if end.loans == 0 => self.hand_off(flow, pair as u16, cx),
-            // Where it came from last, something may be on its way still.
+            // Parked messages mean that the previous handoff is not complete.
             BridgePeer::Sibling(s) if bridge.open && s.parked.is_none() => {
                 s.move_to = Some(pair as u16);
                 if s.out > 0 {
@@ -175,11 +183,11 @@ impl Device {
         {
             s.move_to = None;
         }
-        // One that has ended meanwhile stays nowhere.
+        // Fails if the flow has ended meanwhile, and then there is nothing to refuse.
         let _ = self.shard.keep(flow, self.queue_pairs.pair);
     }
 
-    /// The chains that a sibling had are back: a connection that waited for that goes.
+    /// Continues a requested handoff after the sibling has returned all chains.
     pub(super) fn chains_are_back(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
@@ -193,13 +201,15 @@ impl Device {
         }
     }
 
-    /// The worker is to take the connection to the other queue_pair.
+    /// Asks the worker to hand the connection off: see [`extract`](Self::extract).
     fn hand_off(&mut self, flow: FlowId, pair: u16, cx: &mut Context<'_>) {
         cx.outbox
             .send(self.addr, Message::HandOff { to: flow, pair });
     }
 
-    /// Takes a connection out for another queue_pair, and says for which. `None`: it stays, or has ended.
+    /// Removes a connection from this device for queue pair `pair`. Returns the address of that
+    /// pair and the connection; `None` if it has ended, the move was refused, or chains that a
+    /// sibling still has were recalled.
     pub(crate) fn extract(
         &mut self,
         flow: FlowId,
@@ -208,15 +218,15 @@ impl Device {
     ) -> Option<(DeviceAddr, Box<Handoff>)> {
         let key = self.key_of(flow)?;
         let queue_pair = self.queue_pairs.other(u32::from(pair));
-        // A driver that reboots has stopped all queues before it starts one: from then on nothing
-        // leaves that the next one does not know.
+        // A driver that reboots stops all queues before it starts one. No connection may leave
+        // after that: the next driver would not know it.
         let runs = self.waiting.is_none() && self.tx.is_some();
         let Some(queue_pair) = queue_pair.filter(|_| runs) else {
             self.stay(flow);
             return None;
         };
         if !self.hurry(flow, cx) || !self.shard.may_leave(flow) {
-            // Half a message is out, or small writes that find no room, or it is being closed.
+            // A partly sent message, gathered writes without buffers, or a close in progress.
             self.stay(flow);
             return None;
         }
@@ -226,7 +236,7 @@ impl Device {
             .map(|bridge| &mut bridge.end)
         {
             if s.out > 0 {
-                // Its guest has sent behind MOVE.
+                // The guest has sent more bytes after MOVE.
                 s.move_to = Some(pair);
                 let (device, to) = (s.peer.device, s.peer.flow);
                 cx.outbox.send(device, Message::Recall { to });
@@ -234,7 +244,7 @@ impl Device {
             }
             s.move_to = None;
         }
-        // Lent chains are back, and what is held is copied: none of it is of this ring any more.
+        // No chain of this ring is lent any more; held chains are copied out here.
         self.spill(key, 0, cx);
         if let Some(BridgePeer::App(end)) = self.bridges.get(key as usize).map(|bridge| &bridge.end)
             && let Some(app) = cx.app.as_deref_mut()
@@ -243,7 +253,7 @@ impl Device {
         }
         let (parcel, answer) = match self.shard.extract(flow, pair) {
             Ok((parcel, Some(answer))) => (parcel, answer),
-            // It may leave, and nothing has happened since.
+            // `may_leave` was true and nothing ran in between.
             _ => {
                 self.stay(flow);
                 return None;
@@ -284,9 +294,10 @@ impl Device {
         Some((queue_pair, Box::new(handoff)))
     }
 
-    /// Takes a connection in. The queue_pair that it comes from is told, and a sibling.
+    /// Adopts a connection that another queue pair has handed off; notifies that pair and the
+    /// sibling. A connection that cannot be adopted is reset.
     pub(crate) fn unpack(&mut self, handoff: Handoff, cx: &mut Context<'_>) {
-        // Nothing that it brings needs a queue that runs: one that is paused goes on with it.
+        // The queues need not run: a paused pair continues with the connection later.
         if self.memory.is_none() {
             return handoff.abandon(cx);
         }
@@ -318,7 +329,7 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        // Edges may have passed meanwhile: look again.
+        // Events may have been missed during the handoff: poll both directions.
         bridge.readable = true;
         bridge.writable = true;
         match &mut bridge.end {
@@ -357,11 +368,12 @@ impl Device {
         self.flush(key, cx);
     }
 
-    /// A connection that has left has arrived, or found no place: now its driver is told.
+    /// Completes a handoff at the old pair: `now` is the new address, or `None` if the connection
+    /// could not be adopted. Answers the driver's MOVE.
     fn arrived(&mut self, flow: FlowId, now: Option<Peer>, answer: Repr, cx: &mut Context<'_>) {
         if !self.queue_pairs.departed.remove(&flow) {
-            // Its driver is gone, and the next one knows nothing of it: where it is now, that may have
-            // been heard before it came.
+            // The driver has gone, and the next one does not know the connection. The new pair
+            // may have processed the reset before the connection arrived.
             if let Some(now) = now {
                 let to = now.flow;
                 cx.outbox.send(now.device, Message::Orphaned { to });
@@ -397,7 +409,8 @@ impl Device {
         }
     }
 
-    /// Deals with what is about queue_pairs, or is for a connection that is on its way: nothing is left.
+    /// Handles messages about handoffs and messages for connections in transit. Returns any other
+    /// message.
     pub(super) fn route_message(
         &mut self,
         message: Message,
@@ -438,7 +451,7 @@ impl Device {
         }
     }
 
-    /// Sends on what a sibling has sent here for a connection that has left.
+    /// Forwards a sibling's message for a connection that was handed off.
     fn send_on(&mut self, flow: FlowId, mut message: Message, cx: &mut Context<'_>) {
         let now = match self.queue_pairs.left.get_mut(&flow) {
             Some(Left::There(now)) => *now,
@@ -446,7 +459,7 @@ impl Device {
             None => return,
         };
         if let Message::Flushed { .. } = message {
-            // Nothing more will come here.
+            // The sibling sends nothing more to this pair.
             self.queue_pairs.left.remove(&flow);
         }
         message.set_to(now.flow);
@@ -454,7 +467,7 @@ impl Device {
             .send(now.device, Message::SentOn(Box::new(message)));
     }
 
-    /// All that a sibling had sent to the old queue_pair is here.
+    /// Processes the parked messages: everything that the sibling sent to the old pair is here.
     fn unpark(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(flow) else { return };
         if let Some(BridgePeer::Sibling(s)) = self
@@ -470,7 +483,7 @@ impl Device {
         }
     }
 
-    /// A sibling's connection is somewhere else now.
+    /// Records the new address of a sibling's connection.
     pub(super) fn relocated(&mut self, to: FlowId, from: Peer, old: Peer, cx: &mut Context<'_>) {
         if let Some(key) = self.key_of(to)
             && let Some(BridgePeer::Sibling(s)) = self
@@ -484,7 +497,7 @@ impl Device {
         cx.outbox.send(old.device, Message::Flushed { to });
     }
 
-    /// A connection has ended before all was here that its sibling had sent.
+    /// Returns what parked messages carry: the connection ended while they were parked.
     pub(super) fn abandon_parked(&mut self, parked: Parked, cx: &mut Context<'_>) {
         self.queue_pairs.parking -= 1;
         for message in parked.messages {
@@ -492,24 +505,26 @@ impl Device {
         }
     }
 
-    /// The driver of a connection that has come here went while it was on its way.
+    /// Ends an adopted connection whose driver went away during the handoff.
     fn orphaned(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(flow) else { return };
-        // Whoever drives now has no such connection: an RST could only hit one of his own.
+        // Without an RST: the current driver does not know the connection, and an RST could only
+        // hit one of its own.
         let _ = self.shard.forget(cx.now, flow);
         if !self.linger(key, cx) {
             self.part_bridge(key, cx);
         }
     }
 
-    /// Nobody comes back to what has left: its driver is gone.
+    /// Forgets connections that were handed off: their driver has gone.
     pub(super) fn forget_those_who_left(&mut self, cx: &mut Context<'_>) {
         for (_, left) in self.queue_pairs.left.drain() {
             match left {
                 Left::OnItsWay(messages) => messages
                     .into_iter()
                     .for_each(|message| turn_back(message, cx)),
-                // What its sibling sends here from now on is lost, and the rest waits for it.
+                // Messages that siblings send here from now on are dropped, so the new pair must
+                // not wait for them.
                 Left::There(now) => {
                     let to = now.flow;
                     cx.outbox.send(now.device, Message::Orphaned { to });
@@ -519,14 +534,14 @@ impl Device {
         self.queue_pairs.departed.clear();
     }
 
-    /// The front-end is gone, or starts anew: how many pairs are used is for the next one to say.
+    /// Resets the number of pairs in use; the next driver sets it again.
     pub(super) fn use_one_pair(&mut self) {
         self.queue_pairs.used = QueuePairs::ONE;
     }
 }
 
 impl Handoff {
-    /// It finds no place: everybody is told, and what is lent goes back.
+    /// Resets the connection for both ends and returns lent chains: no pair can adopt it.
     pub(crate) fn abandon(self, cx: &mut Context<'_>) {
         let Handoff {
             parcel,
@@ -539,7 +554,7 @@ impl Handoff {
             sibling::return_inbound(s, false, cx);
         }
         sibling::tell_end(&bridge, false, cx);
-        // What is held was the old queue_pair's, and went back when it left.
+        // Held chains belonged to the old pair, which completed them before the handoff.
         Device::app_ended_in(&mut QueueStore::default(), &bridge, false, cx);
         cx.counters.conns_removed.add(1);
         let arrived = Message::Arrived {
@@ -551,7 +566,7 @@ impl Handoff {
     }
 }
 
-/// Answers for a connection that is not there any more.
+/// Answers a message for a connection that no longer exists.
 fn turn_back(message: Message, cx: &mut Context<'_>) {
     if let Some((device, answer)) = message.undeliverable() {
         cx.outbox.send(device, answer);

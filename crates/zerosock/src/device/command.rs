@@ -1,13 +1,14 @@
-//! What the VMM wants of the device, carried out between two turns.
+//! Commands of the VMM, carried out between two turns.
 //!
-//! What must hold: before a queue's base is told and before memory is replaced, no chain is held
-//! and nothing of the old memory is used. Chains that siblings have are called back first; until
-//! they are here the command waits and the queue rests. So it does for who writes into a loan at
-//! that moment, and for who reads with trust. But a front-end does not wait for ever: the program
-//! that embeds the device may keep a buffer for as long as it likes, and the front-end's main loop
-//! must not stop with it. After [`RECALL`] it loses its device instead: it is told nothing that is
-//! not so, and has not got its buffer back. A front-end that goes waits for nothing: what siblings
-//! still read stays mapped, and comes back to a queue that is gone.
+//! # Invariants
+//! - Before a queue's base is answered and before memory is replaced, no chain is held and the old
+//!   memory is not used any more.
+//! - A pending command waits, and the queue with it, until siblings have returned their chains, no
+//!   loan is being written to, and no lease is under a read guard.
+//! - The front-end does not wait longer than [`RECALL`] for the embedding program, which may keep a
+//!   buffer for any time. After that the front-end is disconnected without an answer.
+//! - A disconnect waits for nothing: memory that siblings still read stays mapped, and chains that
+//!   return to a stopped queue are dropped.
 
 use super::bridge::BridgePeer;
 use super::model::used_pairs;
@@ -24,7 +25,7 @@ use zerosock_sys::PeerFd;
 use zerosock_sys::notify::CallFd;
 use zerosock_vhost_user::{DeviceCommand, Reply};
 
-/// A command that waits until no chain is out.
+/// A command that waits until chains, leases or loans have been returned.
 #[derive(Debug)]
 pub(crate) enum Waiting {
     Stop(Reply),
@@ -33,14 +34,15 @@ pub(crate) enum Waiting {
     Reset(Reply),
 }
 
-/// How long until the next look whether a writer has left the guest's buffers: it tells nobody.
+/// Interval at which a pending command checks whether a writer has left the guest's buffers; the
+/// writer sends no notification.
 const LOOK: Duration = Duration::from_millis(1);
-/// How long a command waits for the program that embeds the device: longer than any copy takes, and
-/// shorter than any front-end's patience.
+/// How long a command waits for the embedding program: longer than any copy takes, and shorter
+/// than the timeout of any front-end.
 const RECALL: Duration = Duration::from_secs(1);
 
 impl Device {
-    /// Carries out `command`; the answer goes through `reply`, perhaps later.
+    /// Carries out `command`; answers through `reply`, possibly later.
     pub(crate) fn command(&mut self, command: DeviceCommand, reply: Reply, cx: &mut Context<'_>) {
         match command {
             DeviceCommand::Connected { link } => {
@@ -50,11 +52,11 @@ impl Device {
                 self.shard.set_seqpacket(false);
                 reply.done();
             }
-            // The rings get what they need of it in their configuration.
+            // The rings get the ring features in their configuration.
             DeviceCommand::SetFeatures(features) => {
                 self.shard.set_moves(features & F_PAIRS != 0);
                 self.shard.set_seqpacket(features & F_SEQPACKET != 0);
-                // Datagrams are the first queue_pair's.
+                // Only the first queue pair carries datagrams.
                 let first = self.queue_pairs.pair == 0;
                 self.datagrams.negotiated(if first { features } else { 0 });
                 reply.done();
@@ -134,7 +136,8 @@ impl Device {
         let stopped_at = self.stopped_at.get_mut(usize::from(index));
         let stopped_at = stopped_at.and_then(Option::take);
         if config.base == 0 && stopped_at.is_some_and(|at| at != 0) {
-            // The driver starts from nothing: it has rebooted and knows no connection of ours.
+            // A base of 0 after a stop at another base: the driver has rebooted and knows no
+            // connection of this device.
             self.stopped_at = [None; 2];
             self.forget_connections(cx);
         }
@@ -154,8 +157,8 @@ impl Device {
             EVENT => self.event = Some(ring),
             _ => return Err(format!("no queue {index}")),
         }
-        // A front-end whose first queue goes on in the middle has a driver that knew an earlier
-        // device, with connections that we know nothing of.
+        // The first queue started by a front-end continues at a base other than 0: its driver used
+        // an earlier device and has connections that this one does not know.
         if self.fresh && config.base != 0 {
             self.announce_lost(cx);
         }
@@ -191,9 +194,9 @@ impl Device {
         reply.base(base);
     }
 
-    /// Copies out what is held of the guest's chains and calls back what siblings have.
+    /// Copies out held chains and recalls those lent to siblings.
     fn release_chains(&mut self, cx: &mut Context<'_>) {
-        // Those that are read with trust come later.
+        // Leases under a read guard are recalled by `finish_command`.
         self.app_recall(false, cx);
         let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
@@ -209,7 +212,7 @@ impl Device {
         }
     }
 
-    /// Goes on with a command once the last chain is back.
+    /// Completes the pending command once everything that it waits for has been returned.
     pub(super) fn finish_waiting(&mut self, cx: &mut Context<'_>) {
         let (chains, leases, loans) = match self.waiting {
             None => return,
@@ -255,11 +258,11 @@ impl Device {
             }
             None => {}
         }
-        // Nobody was told of buffers meanwhile.
+        // The program was not notified of buffers while the command was pending.
         self.starved |= self.rx.is_some() && self.starves_program();
     }
 
-    /// The program does not let go of the guest's buffers, and the front-end waits.
+    /// Disconnects a front-end that waits for buffers that the embedding program keeps in use.
     fn give_up(&mut self, cx: &mut Context<'_>) {
         let reason = "the program that has the device kept a buffer in use for too long";
         tracing::warn!(cid = %self.cid, reason, "the front-end is turned away");
@@ -288,12 +291,12 @@ impl Device {
         result
     }
 
-    /// Closes every connection without a word to the guest, which knows of none. What it had sent
-    /// before it went is still delivered.
+    /// Ends every connection without a packet to the guest, whose driver knows none of them. Bytes
+    /// that the guest sent before are still delivered.
     fn forget_connections(&mut self, cx: &mut Context<'_>) {
         self.app_recall(true, cx);
         self.recall_loans(true, cx);
-        // Those that linger have been parted from the guest before.
+        // Lingering bridges have no flow any more.
         let known = self
             .bridges
             .iter()
@@ -316,7 +319,7 @@ impl Device {
 
     fn stop_all(&mut self, cx: &mut Context<'_>) {
         self.forget_connections(cx);
-        // A command that still waits is answered by its token: it was not carried out.
+        // Dropping the reply of a pending command answers that it failed.
         self.waiting = None;
         self.give_up_at = None;
         for ring in [self.rx.take(), self.tx.take(), self.event.take()]
@@ -331,15 +334,14 @@ impl Device {
         self.stopped_at = [None; 2];
     }
 
-    /// Takes in what the guest had shown before its front-end went, and nobody had looked at yet:
-    /// its sender was told that it was sent. Of an honest driver that is at most a queue; and so it
-    /// is of one that keeps its memory and goes on.
+    /// Processes the packets that the guest made available before its front-end disconnected. Takes
+    /// at most one queue size of packets, even if the driver keeps adding more.
     fn take_last(&mut self, cx: &mut Context<'_>) {
         let taken = |device: &Device| device.tx.as_ref().map_or(0, |tx| tx.taken);
         let size = self.tx.as_ref().map_or(0, |tx| tx.queue.size());
         let start = taken(self);
         loop {
-            // What the program has not read makes room, as a copy.
+            // Copies out what the program has not read: that frees room for more packets.
             self.app_recall(false, cx);
             let before = taken(self);
             self.moved = 0;
@@ -351,10 +353,10 @@ impl Device {
         }
     }
 
-    /// The front-end is gone.
+    /// Ends the service for a front-end that has disconnected.
     pub(super) fn disconnect(&mut self, cx: &mut Context<'_>) {
-        // A command that still waits stops no packet, and is answered by its token at the end: it was
-        // not carried out.
+        // A pending command must not block the last packets. It is dropped at the end, which
+        // answers that it failed.
         let waiting = self.waiting.take();
         self.take_last(cx);
         self.stop_all(cx);
@@ -364,7 +366,7 @@ impl Device {
         drop(waiting);
     }
 
-    /// Before the daemon ends: every connection is reset so that the guest knows at once.
+    /// Resets every connection before the daemon ends, so that the guest learns it at once.
     pub(crate) fn say_goodbye(&mut self, cx: &mut Context<'_>) {
         let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
@@ -374,7 +376,7 @@ impl Device {
     }
 }
 
-/// Takes a ring out of service; returns the index at which it would go on.
+/// Stops a ring; returns the index at which it would continue.
 fn close(mut ring: Ring, cx: &mut Context<'_>) -> u16 {
     ring.publish(cx.notifier);
     cx.poller.remove(&ring.kick);

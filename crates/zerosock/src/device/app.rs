@@ -396,8 +396,8 @@ impl Device {
     }
 
     /// Closes a connection: in order, as a kernel socket (bytes sent still arrive, then SHUTDOWN of
-    /// both directions; unread bytes are dropped), or with an RST if `reset` is set or the guest has
-    /// not answered the request.
+    /// both directions; unread bytes are dropped), or with an RST if `reset` is set or the guest
+    /// has not answered the request.
     pub(crate) fn app_close(&mut self, flow: FlowId, reset: bool, cx: &mut Context<'_>) {
         if let Some(key) = self.key_of(flow) {
             self.remove_bridge(key, cx);

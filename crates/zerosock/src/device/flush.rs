@@ -1,8 +1,11 @@
-//! From the bridges on: what a guest has sent goes to those it is for, in one `sendmsg` for each of
-//! them, or by loan to a sibling; and what they do not take stays held within bounds.
+//! Bytes from the guest to the other end of a bridge: one `sendmsg` per host socket, or loans to a
+//! sibling.
 //!
-//! What must hold: bytes keep their order; a device holds half of its queue at most, and copies up to
-//! its cap, above which those with most of it are reset ([`super::outbound`]).
+//! # Invariants
+//! - Bytes keep their order.
+//! - Stalled bridges together hold at most half of the queue.
+//! - Copies stay below the device's overflow limit: above it, the connections with the most copied
+//!   bytes are reset ([`super::outbound`]).
 
 use super::bridge::{Bridge, BridgePeer};
 use super::timers::Timer;
@@ -17,7 +20,7 @@ use zerosock_ring::SliceBuf;
 /// Pieces of memory given to one `sendmsg`.
 const SLICES: usize = 128;
 
-/// What became of an attempt to write.
+/// The result of a write.
 enum Wrote {
     Some { bytes: usize, all: bool },
     Full,
@@ -38,7 +41,7 @@ impl Device {
         self.dirty = dirty;
     }
 
-    /// Hands on what a bridge has from the guest, as far as the other end takes it.
+    /// Passes bytes from the guest on, as far as the other end takes them.
     pub(super) fn flush(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
@@ -90,7 +93,7 @@ impl Device {
                     } else {
                         bridge.outbound.advance_overflow(bytes);
                     }
-                    // Short: the socket is full, and its next room is an edge.
+                    // A short write: the socket is full, and new room produces an edge.
                     bridge.writable = all;
                 }
                 Wrote::Full => bridge.writable = false,
@@ -120,7 +123,7 @@ impl Device {
         self.settle(key, cx);
     }
 
-    /// The host takes nothing any more: drop what waits for it and tell the guest.
+    /// Drops the bytes for a host program that has stopped reading, and tells the guest.
     pub(super) fn host_is_deaf(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
@@ -137,7 +140,7 @@ impl Device {
         }
     }
 
-    /// Lends the guest's chains to the sibling. One that has stalled gets its share, and copies.
+    /// Lends the guest's chains to the sibling. A stalled sibling gets its share, and copies.
     fn flush_sibling(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
@@ -157,7 +160,7 @@ impl Device {
         let others = self.stalled_chains - bridge.counted.0 as usize;
         let half = usize::from(size / 2).saturating_sub(others);
         let most = if sibling.move_to.is_some() {
-            // Those that are out are awaited.
+            // A handoff waits for the chains that are out: lend no more.
             0
         } else if sibling.stalled {
             share_of(size).min(half)
@@ -191,8 +194,9 @@ impl Device {
         self.settle(key, cx);
     }
 
-    /// After a flush: keeps the hold within its bounds, and passes on the guest's end of stream
-    /// once everything before it has been taken.
+    /// Restores the invariants of a bridge after its bytes or chains have changed: bounds the held
+    /// chains, updates the device's sums and timers, passes on the guest's end of stream once all
+    /// bytes have been taken, and removes a bridge that has nothing left to do.
     pub(super) fn settle(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
@@ -257,7 +261,7 @@ impl Device {
             bridge.finish_told = true;
             match &bridge.end {
                 BridgePeer::Socket { socket, .. } => {
-                    // An error means that the host has gone: it needs no telling.
+                    // Fails only if the host has gone.
                     let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);
                 }
                 BridgePeer::Sibling(s) => {
@@ -279,7 +283,7 @@ impl Device {
         }
     }
 
-    /// Copies out all but `keep` of the chains that a bridge holds.
+    /// Copies out the chains that a bridge holds, except the first `keep`.
     pub(super) fn spill(&mut self, key: u32, keep: usize, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
@@ -295,7 +299,7 @@ impl Device {
         cx.counters.copied_bytes.add(copied as u64);
     }
 
-    /// There was no memory for bytes of this connection: it is reset, whatever it has.
+    /// Resets a connection whose bytes were lost to a failed allocation.
     #[cold]
     pub(super) fn end_for_want_of_memory(&mut self, key: u32, cx: &mut Context<'_>) {
         cx.counters.no_memory.add(1);
@@ -303,9 +307,8 @@ impl Device {
         self.reset_bridge(key, cx);
     }
 
-    /// The device's overflow is over its cap: the connections that have most of it are reset, until
-    /// an eighth of the cap is free again. So all connections are looked through once for many
-    /// bytes, however small the parts are that each has of them.
+    /// Resets the connections with the most copied bytes until an eighth of the device's overflow
+    /// limit is free. The margin makes the scan of all connections rare, however small their parts.
     fn shed(&mut self, cx: &mut Context<'_>) {
         let with_bytes = |(key, bridge): (usize, &Bridge)| match bridge.counted.1 {
             0 => None,
@@ -324,7 +327,7 @@ impl Device {
     }
 }
 
-/// How many chains of a queue of `size` one stalled connection may hold.
+/// Chains that one stalled connection may hold of a queue of `size`.
 pub(super) fn share_of(size: u16) -> usize {
     usize::from(size / 8).max(1)
 }
@@ -354,7 +357,7 @@ fn wrote(result: std::io::Result<usize>, want: usize) -> Wrote {
             all: bytes == want,
         },
         Err(e) => match Errno::from_io_error(&e) {
-            // Interrupted: nothing was taken; try again in the same loop.
+            // Interrupted before any byte was sent: try again in the same loop.
             Some(Errno::INTR) => Wrote::Some {
                 bytes: 0,
                 all: true,

@@ -533,9 +533,9 @@ impl Device {
         }
     }
 
-    /// Whether leases and loans may be in place: the replaced memory that is still mapped is
-    /// within [`Limits::old_memory`](super::Limits), or within twice the guest's size if that is
-    /// larger. A guest that reboots during a read keeps one old table mapped, in the worst case two.
+    /// Whether leases and loans may be in place: the replaced memory that is still mapped is within
+    /// [`Limits::old_memory`](super::Limits), or within twice the guest's size if that is larger. A
+    /// guest that reboots during a read keeps one old table mapped, in the worst case two.
     pub(crate) fn weigh_old(&mut self, cx: &mut Context<'_>) -> bool {
         if self.app.old.0.is_empty() {
             return true;

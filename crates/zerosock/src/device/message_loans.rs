@@ -1,12 +1,13 @@
-//! Buffers of the guest on loan for a whole message of the program's.
+//! Loans for a whole message of the embedding program.
 //!
-//! As many of them as the bounds on loans allow, and a private buffer for the rest, which is copied
-//! when the message is sent. Nothing of it is seen by the guest before; then all of its packets are
-//! completed one after the other.
+//! A message gets as many receive buffers on loan as the bounds allow, and a private buffer for the
+//! rest, which is copied when the message is sent. The guest sees nothing before that; then all
+//! packets are completed one after the other.
 //!
-//! What must hold: the credit for all of it is with the first of them, and goes with it; they were
-//! taken one after the other, so that those that nothing was written into can all go back as if
-//! they had never been taken; of what was begun, what finds no buffer is kept, as for any message.
+//! # Invariants
+//! - The credit for the whole message is kept with its first loan.
+//! - The chains are popped without others in between, so that unused ones can all be un-popped.
+//! - The rest of a message that was begun and finds no buffer is kept, as for any message.
 
 use zerosock_proto::vsock::{CommitError, FlowId, MessageRoom};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
@@ -21,7 +22,7 @@ use crate::table::leases::NONE;
 use crate::table::outgoing::{Outgoing, end};
 use crate::table::sockets::StreamId;
 
-/// Bytes of payload that a chain takes.
+/// Payload bytes that fit into a chain.
 fn room_of(chain: &Chain) -> u32 {
     (chain.writable_len().saturating_sub(HEADER_LEN as u32)).min(MAX_PAYLOAD)
 }
@@ -40,7 +41,7 @@ impl Device {
         }
         let total = u32::try_from(len).map_err(|_| SendFault::TooLong)?;
         let mut in_place = self.may_lend(flow, cx);
-        // A buffer for its first part, or it is not begun.
+        // The message needs a buffer for its first part.
         let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
         let Some((mut chain, rx)) = popped else {
@@ -104,7 +105,7 @@ impl Device {
             if !in_place {
                 break;
             }
-            // Nothing is turned back here: those before it could not be un-popped behind that.
+            // `skip` is false: earlier chains could not be un-popped behind a completed one.
             let next = self
                 .rx
                 .as_mut()
@@ -125,7 +126,8 @@ impl Device {
         Ok(parts)
     }
 
-    /// They can go back as long as none was taken behind the last of them.
+    /// Sets `taken` of all loans of a message to the value after the last one, so that they can be
+    /// un-popped unless another chain is popped later.
     fn lent_together(&mut self, parts: &[LoanParts], cx: &mut Context<'_>) {
         let (Some(rx), Some(app)) = (&self.rx, cx.app.as_deref_mut()) else {
             return;
@@ -181,7 +183,8 @@ impl Device {
         Ok(all)
     }
 
-    /// Sends parts as far as there are buffers: which part was not sent, and from which byte on.
+    /// Sends parts as far as there are buffers. Returns the index of the first part that was not
+    /// sent completely, and the offset of its first unsent byte.
     fn send_parts(
         &mut self,
         id: StreamId,
@@ -193,7 +196,7 @@ impl Device {
         let mut left: usize = parts.iter().map(|part| part.len).sum();
         let (mut at, mut offset) = (0, 0);
         while let Some(part) = parts.get(at) {
-            // One that is to be copied needs a buffer first.
+            // A part to be copied needs a buffer first.
             let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
             let fresh = match part.private {
                 None => None,
@@ -262,7 +265,7 @@ impl Device {
         Ok((at, offset))
     }
 
-    /// The bytes from there on.
+    /// Copies the bytes from part `at`, offset `offset`, to the end of the message.
     fn rest_of(
         &mut self,
         parts: &[LoanedPart<'_>],

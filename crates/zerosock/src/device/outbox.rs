@@ -1,11 +1,11 @@
-//! Messages of a worker's devices that are on their way to sibling devices.
+//! Queues of messages from a worker's devices to sibling devices.
 
 use super::sibling_message::Message;
 use crate::routing::DeviceAddr;
 use std::collections::VecDeque;
 
-/// Queues that devices append to and their worker empties: messages to devices of the same worker,
-/// and those to devices of others.
+/// Messages that devices append and their worker takes out: for devices of the same worker, and
+/// for devices of other workers.
 #[derive(Debug)]
 pub(crate) struct Outbox {
     worker: u32,
@@ -41,7 +41,7 @@ impl Outbox {
         self.remote.pop_front()
     }
 
-    /// Nothing is on its way.
+    /// Whether no message waits.
     pub(crate) fn is_empty(&self) -> bool {
         self.local.is_empty() && self.remote.is_empty()
     }

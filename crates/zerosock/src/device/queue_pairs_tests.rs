@@ -1,5 +1,5 @@
-//! Connections between queue_pairs whose driver goes, stops or starts anew meanwhile: two queue_pairs of one
-//! device, between which the test carries what they say, when it likes.
+//! Connections between queue_pairs whose driver goes, stops or starts anew meanwhile: two
+//! queue_pairs of one device, between which the test carries what they say, when it likes.
 
 use super::bare::{self, Guest};
 use super::ready_tests::Lab;
@@ -15,8 +15,8 @@ use zerosock_vhost_user::{DeviceCommand, Reply};
 const THERE: Address = Address::new(Cid::HOST, Port::new(9));
 const HERE: Address = Address::new(Cid::new(3), Port::new(5));
 const SIBLING: DeviceAddr = DeviceAddr { worker: 0, vm: 7 };
-/// The queue_pair that a connection leaves has pair 1, the other one pair 0: the guest of the test moves
-/// all to that.
+/// The queue_pair that a connection leaves has pair 1, the other one pair 0: the guest of the test
+/// moves all to that.
 const OLD: usize = 1;
 const NEW: usize = 0;
 
@@ -199,7 +199,8 @@ fn a_connection_goes_from_lane_to_lane() {
 
 #[test]
 fn one_that_arrives_after_a_reset_ends() {
-    // Each queue_pair hears of the reset when it comes to it: the new one before the connection comes.
+    // Each queue_pair hears of the reset when it comes to it: the new one before the connection
+    // comes.
     let mut queue_pairs = QueuePairSet::new();
     let handoff = queue_pairs.leave().expect("it leaves");
     for queue_pair in [NEW, OLD] {

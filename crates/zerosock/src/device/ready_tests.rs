@@ -1,5 +1,5 @@
-//! The list of bridges that may have something for the guest: who is on it, once, and that those who
-//! have gone do not stay on it for ever.
+//! The list of bridges that may have something for the guest: who is on it, once, and that those
+//! who have gone do not stay on it for ever.
 
 use super::*;
 use zerosock_proto::vsock::{PortTable, ShardConfig};

@@ -1,7 +1,10 @@
 //! Connections between two guests of this daemon, as one of the two devices sees them.
 //!
-//! See [`sibling_message`](super::sibling_message) for what is said and why. What must hold here: a chain that was lent
-//! comes back exactly once, whichever side ends first; bytes and ends keep their order.
+//! # Invariants
+//! - A lent chain comes back exactly once, whichever side ends first.
+//! - Bytes and ends keep their order.
+//!
+//! [`sibling_message`](super::sibling_message) describes the messages.
 
 use super::bridge::{Bridge, BridgePeer, Inbound, SiblingEnd, Waiting};
 use super::outbound::{Spares, copy_out};
@@ -11,8 +14,8 @@ use zerosock_proto::vsock::{FlowId, How, SMALL};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
-/// `len` bytes of the front of `inbound` were read; the sibling's guest gets its credit, and its
-/// chain if it is `used_up`.
+/// Reports that `len` bytes of the front of `inbound` were read, for the sender's credit. With
+/// `used_up`, also returns the sender's chain.
 pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx: &mut Context<'_>) {
     let chain = if used_up {
         match sibling.pop() {
@@ -33,8 +36,8 @@ pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx:
     );
 }
 
-/// Makes small packets that wait for our guest one piece; how many bytes wait. Copies, because the
-/// guest would not take as many packets, and the sender's chains have waited for long enough.
+/// Merges small waiting packets into one copy and returns how many bytes wait. The guest would not
+/// take as many packets, and the sender's chains have waited long enough.
 pub(super) fn merge_inbound(
     sibling: &mut SiblingEnd,
     spares: &mut Spares<Waiting>,
@@ -67,8 +70,8 @@ pub(super) fn merge_inbound(
     u32::try_from(first + others).unwrap_or(u32::MAX)
 }
 
-/// Gives back everything from the sibling: `read`, because our guest will never read it and that
-/// is all right, or unread, because the connection ends.
+/// Returns everything received from the sibling: with `read`, its bytes count as read because our
+/// guest has stopped receiving; without, the connection ends.
 pub(super) fn return_inbound(sibling: &mut SiblingEnd, read: bool, cx: &mut Context<'_>) {
     let Peer { device, flow: to } = sibling.peer;
     for inbound in sibling.take_all() {
@@ -85,14 +88,14 @@ fn give_back(to: FlowId, inbound: Inbound, read: bool) -> Message {
     Message::Returned { to, bytes, chain }
 }
 
-/// Tells the other side that this one has ended: in order (everything was read, both ways were
-/// shut), or cut off.
+/// Tells the sibling that this side has ended: in order (everything was read, both directions were
+/// shut down), or by a reset.
 pub(super) fn tell_end(bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
     let (device, message) = match &bridge.end {
         BridgePeer::Sibling(s) if orderly => {
             let Peer { device, flow: to } = s.peer;
             if s.out > 0 {
-                // Nobody here will watch over them any more.
+                // This side no longer enforces the hold limit on them.
                 cx.outbox.send(device, Message::Recall { to });
             }
             let (receive, send) = (true, true);
@@ -106,13 +109,13 @@ pub(super) fn tell_end(bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
     cx.outbox.send(device, message);
 }
 
-/// Requests to siblings that may be unanswered at once: their number is all that bounds what one
-/// guest can put into the mailbox of another's worker.
+/// Unanswered requests to siblings. This limit bounds what one guest can put into the mailbox of
+/// another's worker.
 const MAX_UNANSWERED: usize = 1024;
 
 impl Device {
-    /// Whether our guest may connect from this port. Services are one CID: a port that two had
-    /// would be one address, and what a guest answers would have two ends.
+    /// Whether our guest may connect from this port. All services share CID 2, so two services
+    /// must not connect from the same port.
     fn may_come_from(&self, port: Port, cx: &Context<'_>) -> bool {
         match &self.service {
             Some(own) => {
@@ -122,7 +125,7 @@ impl Device {
         }
     }
 
-    /// Our guest wants to reach `local`: another endpoint, or a service.
+    /// Forwards our guest's request for `local` to the device of that endpoint or service.
     pub(super) fn ask_sibling(
         &mut self,
         flow: FlowId,
@@ -156,7 +159,7 @@ impl Device {
         );
     }
 
-    /// A sibling's device has something to say.
+    /// Handles a message from a sibling's device.
     pub(crate) fn sibling_says(&mut self, message: Message, cx: &mut Context<'_>) {
         let Some(message) = self.route_message(message, cx) else {
             return;
@@ -189,7 +192,7 @@ impl Device {
             }
             Message::Ended { to, len, ends } => self.sibling_ended_message(to, len, ends, cx),
             Message::ReadEmpty { to } => {
-                // A flow that ended meanwhile wants no credit.
+                // Fails if the flow has ended meanwhile.
                 let _ = self.shard.consume_empty(to, 1);
             }
             Message::Returned { to, bytes, chain } => self.returned(to, bytes, chain, cx),
@@ -211,7 +214,7 @@ impl Device {
             Message::DatagramWord(word) => self.datagram_word(word),
             Message::TakeOver(handoff) => self.unpack(*handoff, cx),
             Message::Call { caller, local } => self.connect_guest(caller, local, false, cx),
-            // Those about queue_pairs have been dealt with; the worker takes `HandOff`.
+            // `route_message` has handled those about queue pairs; the worker takes `HandOff`.
             Message::Arrived { .. }
             | Message::Orphaned { .. }
             | Message::Lost
@@ -221,7 +224,7 @@ impl Device {
         }
     }
 
-    /// The other side is gone, or never came to be: nobody to tell.
+    /// Ends a connection whose sibling has ended, refused it, or does not exist.
     fn sibling_ended(&mut self, to: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(to) else { return };
         let ended = match self.remove_bridge(key, cx) {
@@ -234,11 +237,11 @@ impl Device {
             }
             _ => self.shard.reset(to),
         };
-        // A flow that has ended of itself meanwhile needs no more.
+        // Fails if the flow has ended by itself meanwhile.
         let _ = ended;
     }
 
-    /// A sibling has begun to ask its guest.
+    /// A sibling has passed our guest's request on to its own guest.
     fn sibling_asks(&mut self, to: FlowId, from: Peer, cx: &mut Context<'_>) {
         self.unanswered = self.unanswered.saturating_sub(1);
         let key = self.key_of(to);
@@ -312,7 +315,7 @@ impl Device {
         let _ = self.shard.accept(cx.now, to);
     }
 
-    /// Bytes from a sibling for our guest.
+    /// Queues bytes from a sibling for our guest.
     fn inbound(&mut self, to: FlowId, from: Option<Peer>, inbound: Inbound, cx: &mut Context<'_>) {
         let key = self.key_of(to);
         let bridge = key.and_then(|k| Some((k, self.bridges.get_mut(k as usize)?)));
@@ -333,16 +336,16 @@ impl Device {
                 }
                 Some(s.peer)
             }
-            // The flow has ended here; what was copied is nobody's any more.
+            // The flow has ended here: copied bytes are dropped.
             None => from,
         };
-        // Our guest will never read it: the sender's credit and its chain go back all the same.
+        // Our guest never reads them: return the sender's credit and chain all the same.
         if let Some(Peer { device, flow }) = peer {
             cx.outbox.send(device, give_back(flow, inbound, true));
         }
     }
 
-    /// A sibling has read `bytes` of what we sent it, or gives a chain back unread.
+    /// A sibling has read `bytes` of what we sent, or returns a chain.
     fn returned(
         &mut self,
         to: FlowId,
@@ -352,7 +355,7 @@ impl Device {
     ) {
         let returned = chain.is_some();
         if let (Some((chain, epoch)), Some(tx)) = (chain, self.tx.as_mut()) {
-            // A chain of an earlier start of the queue belongs to nobody any more.
+            // A chain of an earlier epoch needs no completion: its queue was stopped.
             if tx.epoch == epoch {
                 tx.complete(chain, 0);
             }
@@ -371,7 +374,7 @@ impl Device {
             s.out = s.out.saturating_sub(u32::from(returned));
             s.stalled &= !caught_up;
             if s.out <= s.younger {
-                // All that was out at that time is back: the others are younger.
+                // Every chain that was out at `held_since` is back; the others are younger.
                 *held_since = None;
             }
         }
@@ -380,7 +383,7 @@ impl Device {
         self.chains_are_back(key, cx);
     }
 
-    /// A sibling wants its chains back now.
+    /// Copies out and returns all chains that a sibling recalls.
     fn recall(&mut self, to: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(to) else { return };
         let Some(Bridge {
@@ -421,7 +424,7 @@ impl Device {
         }
         if send {
             s.finish = true;
-            // With nothing left to deliver, the end is what there is to "read".
+            // With nothing left to deliver, a read finds the end of the stream.
             bridge.readable = true;
             bridge.hold_back_no_more();
             self.enqueue(key);

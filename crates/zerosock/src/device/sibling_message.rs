@@ -1,10 +1,10 @@
-//! What the devices of one daemon say to each other.
+//! Messages between the devices of one daemon.
 //!
 //! Two guests of one daemon are joined by two connections, one in each device's shard, so that
-//! credit, caps and state are enforced against each of them separately. Bytes go from the
-//! sender's chain straight into the receiver's posted buffer, in the receiver's worker: one
-//! copy. Until then the chain is on loan to the receiver ([`Message::Lent`]) and comes back by
-//! [`Message::Returned`]; the lender can ask for it back at any time ([`Message::Recall`]).
+//! credit, limits and state are enforced against each guest separately. The receiver's worker
+//! copies bytes from the sender's chain into the receiver's posted buffer: one copy. Until then the
+//! chain is lent to the receiver ([`Message::Lent`]) and comes back by [`Message::Returned`]; the
+//! lender can recall it at any time ([`Message::Recall`]).
 
 use super::datagrams::returned;
 use super::host::Caller;
@@ -25,24 +25,25 @@ pub(crate) struct Peer {
     pub(crate) flow: FlowId,
 }
 
-/// What one side of a sibling connection says to the other. Messages of one pair keep their
-/// order. One that names a flow that has ended is dropped, after what it carries was returned.
+/// A message from one side of a sibling connection to the other. Messages between the same two
+/// devices keep their order. A message for a flow that has ended is dropped after what it carries
+/// was returned.
 #[derive(Debug)]
 pub(crate) enum Message {
-    /// A guest wants to reach its sibling: connect to your guest and answer.
+    /// A guest connects to its sibling: ask your guest and answer.
     Connect {
         from: Peer,
         local: Address,
         peer: Address,
         socket_type: SocketType,
     },
-    /// The answer to `Connect`, at once: `from` is asking its guest.
+    /// The immediate answer to `Connect`: `from` is asking its guest.
     Asking { to: FlowId, from: Peer },
-    /// The other answer to `Connect`: it cannot be asked.
+    /// The other immediate answer to `Connect`: the guest cannot be asked.
     Refused { to: FlowId },
-    /// Your connect went through; `from` is the other side from now on.
+    /// The guest has accepted; `from` is the other side from now on.
     Accepted { to: FlowId, from: Peer },
-    /// Bytes that lie in my guest's memory. Give the chain back when they are read.
+    /// Bytes in the sending guest's memory. Return the chain when they have been read.
     Lent {
         to: FlowId,
         from: Peer,
@@ -50,65 +51,66 @@ pub(crate) enum Message {
         held: Held,
         epoch: u32,
     },
-    /// Bytes that I had to copy.
+    /// Bytes in a copy.
     Copied { to: FlowId, bytes: Vec<u8> },
-    /// The last `len` bytes, all of which I have sent, are a message.
+    /// The last `len` bytes sent form a message.
     Ended { to: FlowId, len: u32, ends: Ends },
-    /// A message of yours without a byte was read.
+    /// An empty message was read.
     ReadEmpty { to: FlowId },
-    /// `bytes` of what you sent were read; a chain that is no longer needed comes with it.
+    /// `bytes` of the peer's data were read; `chain` is a chain that is no longer needed, with its
+    /// epoch.
     Returned {
         to: FlowId,
         bytes: u32,
         chain: Option<(zerosock_ring::Chain, u32)>,
     },
-    /// Copy out what you hold of mine for this flow and return it now.
+    /// Copy out and return the chains lent for this flow now.
     Recall { to: FlowId },
-    /// My guest will not receive, or not send, any more.
+    /// The sending guest has shut down receiving, sending, or both.
     Shutdown {
         to: FlowId,
         receive: bool,
         send: bool,
     },
-    /// The connection is gone, or the guest has refused it.
+    /// The connection has ended, or the guest has refused it.
     Reset { to: FlowId },
 
-    /// From queue_pair to queue_pair of a device with several queue pairs: this host program's connection belongs
-    /// to you, from that port.
+    /// Between queue pairs of one device: this host program's connection, from port `local`,
+    /// belongs to your pair.
     Call { caller: Caller, local: Port },
-    /// From queue_pair to queue_pair, to the first: the driver knows connections that the device does not.
+    /// To the first queue pair: the driver has connections that the device does not know.
     Lost,
-    /// From a device to itself, that is to its worker: the connection goes to the queue_pair of that queue
-    /// pair.
+    /// From a device to its own worker: hand the connection off to queue pair `pair`.
     HandOff { to: FlowId, pair: u16 },
-    /// From queue_pair to queue_pair: take this connection.
+    /// Between queue pairs: adopt this connection.
     TakeOver(Box<Handoff>),
-    /// The answer: it is there, or nowhere. With what the driver is to be told.
+    /// The answer to `TakeOver`: the new address, or `None` if the connection was reset. `answer`
+    /// is the packet for the driver.
     Arrived {
         to: FlowId,
         now: Option<Peer>,
         answer: Repr,
     },
-    /// From the old queue_pair to the new one: the driver that had this connection is gone.
+    /// From the old queue pair to the new one: the driver of this connection has gone.
     Orphaned { to: FlowId },
-    /// From the queue_pair that has a connection now, to its sibling: send to me. `old` is who had it.
+    /// From the new queue pair to the sibling: send to `from` now; `old` was the previous address.
     Relocated { to: FlowId, from: Peer, old: Peer },
-    /// The answer, to `old`: nothing more will come to you.
+    /// The sibling's answer, to `old`: no more messages follow.
     Flushed { to: FlowId },
-    /// From the old queue_pair to the new one: what was sent to me.
+    /// From the old queue pair to the new one: a message that was sent to the old pair.
     SentOn(Box<Message>),
 
-    /// A datagram, or a word of their flow control, for your guest. Give the chain back at once.
+    /// A datagram or flow-control packet for the peer's guest. Return the chain at once.
     Datagram(Datagram),
-    /// The answer to `Datagram`: the chain, and a word for your guest.
+    /// The answer to `Datagram`: the chain, and a flow-control packet for the sender's guest.
     DatagramDone {
         chain: zerosock_ring::Chain,
         epoch: u32,
-        /// Bytes of it that were put together.
+        /// Bytes of the datagram if it was assembled, else 0.
         copied: usize,
         answer: Option<Repr>,
     },
-    /// A word of the flow control for your guest.
+    /// A flow-control packet for the peer's guest.
     DatagramWord(Repr),
 }
 
@@ -116,27 +118,27 @@ pub(crate) enum Message {
 #[derive(Debug)]
 pub(crate) struct Datagram {
     pub(crate) from: DeviceAddr,
-    /// Its sender understands words of the flow control.
+    /// The sender's driver has negotiated datagram flow control.
     pub(crate) flow: bool,
-    /// As the guest has sent it; of one that was put together, with the length of all of it.
+    /// The header as the guest sent it; for an assembled datagram with its total length.
     pub(crate) header: Repr,
     pub(crate) payload: Payload,
-    /// The chain that it came in, the last of those.
+    /// The chain of the datagram, or of its last fragment.
     pub(crate) chain: zerosock_ring::Chain,
     pub(crate) epoch: u32,
 }
 
-/// Where a datagram lies.
+/// Where the payload of a datagram is.
 #[derive(Debug)]
 pub(crate) enum Payload {
     /// In its chain, behind the header.
     Lent(Arc<Memory>),
-    /// It was put together.
+    /// Assembled from fragments.
     Copied(Box<[u8]>),
 }
 
 impl Payload {
-    /// Bytes that were put together.
+    /// Bytes of an assembled datagram, else 0.
     pub(crate) fn copied(&self) -> usize {
         match self {
             Payload::Lent(_) => 0,
@@ -146,7 +148,7 @@ impl Payload {
 }
 
 impl Message {
-    /// The connection that it is for, if it is for one that exists.
+    /// The flow that the message is for, if any.
     pub(crate) fn to(&self) -> Option<FlowId> {
         match self {
             Message::Asking { to, .. }
@@ -176,7 +178,7 @@ impl Message {
         }
     }
 
-    /// The connection that it is for has this name now.
+    /// Replaces the flow that the message is for.
     pub(crate) fn set_to(&mut self, now: FlowId) {
         match self {
             Message::Asking { to, .. }
@@ -206,9 +208,9 @@ impl Message {
         }
     }
 
-    /// What is to be said, and to whom, when the device that this was for is gone: whoever asked
-    /// it gets an answer, whoever lent it something gets it back. All others know already, or will
-    /// when they have read what the device said before it went.
+    /// The answer, with its destination, when the device that this message was for has gone: a
+    /// request is refused, a lent chain is returned. In all other cases the sender knows already,
+    /// or learns it from the messages that the device sent before it went.
     pub(crate) fn undeliverable(self) -> Option<(DeviceAddr, Message)> {
         match self {
             Message::Connect { from, .. } => {
@@ -229,16 +231,16 @@ impl Message {
                 };
                 Some((from.device, message))
             }
-            // Who had it sends on the ready_flags that nothing more will come.
+            // The sibling of the old address may be told that nothing more follows.
             Message::Relocated { old, .. } => {
                 let to = old.flow;
                 Some((old.device, Message::Flushed { to }))
             }
             Message::SentOn(message) => message.undeliverable(),
             Message::Datagram(datagram) => Some(returned(datagram)),
-            // Whoever has one sees to it: it is more than one answer.
+            // Needs more than one answer: see `Handoff::abandon`.
             Message::TakeOver(_) => None,
-            // The program sees its socket close.
+            // The program's socket is closed.
             Message::Call { .. }
             | Message::Lost
             | Message::HandOff { .. }
@@ -264,7 +266,7 @@ mod tests {
     use super::*;
     use zerosock_proto::Cid;
 
-    /// Every packet between siblings is one, and is moved from list to list: two cache lines.
+    /// Messages move through several queues; 128 bytes are two cache lines.
     #[test]
     fn a_message_is_small() {
         assert!(size_of::<Message>() <= 128, "{}", size_of::<Message>());

@@ -35,7 +35,7 @@ impl Device {
         if let Some(tx) = &mut self.tx
             && tx.live()
             && tx.queue.available() > 0
-            && self.waiting.is_none()
+            && self.pending_command.is_none()
             && !self.shard.is_backlogged()
             && (self.app.pool == NONE || app.sockets.has_room(self.app.pool))
         {
@@ -172,7 +172,7 @@ impl Device {
         if socket_type == SocketType::SeqPacket {
             app.sockets.carry_messages(id);
         }
-        app.wait_on(local.port, id);
+        app.queue_for_accept(local.port, id);
         let key = self.add_bridge(flow, BridgePeer::App(AppEnd { id, loans: 0 }), cx);
         if let Some(bridge) = self.bridges.get_mut(key as usize) {
             bridge.open = true;
@@ -272,17 +272,17 @@ impl Device {
     }
 
     /// Wakes connections that found no buffer once buffers are available; else asks for kicks.
-    pub(super) fn tell_of_room(&mut self, cx: &mut Context<'_>) {
+    pub(super) fn wake_buffer_waiters(&mut self, cx: &mut Context<'_>) {
         if self.app.waiters.is_empty() {
             return;
         }
-        let room = self.waiting.is_none()
+        let room = self.pending_command.is_none()
             && self
                 .rx
                 .as_mut()
                 .is_some_and(|rx| rx.live() && rx.queue.available() > 0);
         if !room {
-            self.starve();
+            self.request_buffers();
             return;
         }
         if let Some(app) = cx.app.as_deref_mut() {
@@ -292,18 +292,18 @@ impl Device {
 
     /// Asks for a kick when buffers are posted. Has no effect while a command is pending: then the
     /// program gets no buffers, even if some are available.
-    pub(super) fn starve(&mut self) {
-        self.starved |= self.waiting.is_none();
+    pub(super) fn request_buffers(&mut self) {
+        self.starved |= self.pending_command.is_none();
     }
 
     /// Whether the program waits for buffers.
-    pub(super) fn starves_program(&self) -> bool {
-        self.datagrams.are_wanted() || !self.app.waiters.is_empty()
+    pub(super) fn program_waits(&self) -> bool {
+        self.datagrams.room_is_wanted() || !self.app.waiters.is_empty()
     }
 
     /// Registers a connection whose send found no buffer.
     pub(super) fn wait_for_room(&mut self, id: StreamId, cx: &mut Context<'_>) {
-        self.starve();
+        self.request_buffers();
         if let Some(app) = cx.app.as_deref_mut() {
             app.sockets.wait_for_room(id, &mut self.app.waiters);
         }
@@ -324,7 +324,7 @@ impl Device {
         let (mut sent, mut gathered, mut packets) = (0, 0, 0);
         let mut fault = None;
         while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
-            let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+            let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
             let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
             let Some((chain, rx)) = popped else {
                 self.wait_for_room(id, cx);
@@ -416,7 +416,7 @@ impl Device {
         if control {
             self.transmit_control(cx);
         }
-        self.put_app_words(cx);
+        self.put_app_controls(cx);
         if self.shard.has_events() {
             self.drain_events(cx);
         }

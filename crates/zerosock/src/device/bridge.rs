@@ -10,7 +10,7 @@
 
 use super::backlog::HostPort;
 use super::messages::Messages;
-use super::outbound::{Held, Outbound, Spare, Spares};
+use super::outbound::{HeldChain, Outbound, Spare, Spares};
 use super::queue_pairs::Parked;
 
 use crate::device::host_sockets::HostSocket;
@@ -58,7 +58,7 @@ pub(crate) struct AppEnd {
 pub(crate) struct SiblingEnd {
     pub(crate) peer: Peer,
     /// Bytes from the sibling for our guest; `None` while idle.
-    inbound: Option<Box<Waiting>>,
+    inbound: Option<Box<InboundQueue>>,
     /// Chains of our guest that the sibling has; they come back in order.
     pub(crate) out: u32,
     /// Chains lent since [`Bridge::held_since`].
@@ -95,9 +95,9 @@ impl SiblingEnd {
     pub(crate) fn push(
         &mut self,
         inbound: Inbound,
-        spares: &mut Spares<Waiting>,
+        spares: &mut Spares<InboundQueue>,
     ) -> Option<Inbound> {
-        let waiting = spares.fill(&mut self.inbound);
+        let waiting = spares.get_or_take(&mut self.inbound);
         match (waiting.parts.back_mut(), inbound) {
             (Some(Inbound::Copied { bytes, taken }), Inbound::Copied { bytes: more, .. }) => {
                 waiting.copied += more.len();
@@ -155,8 +155,8 @@ impl SiblingEnd {
 
     /// Records lost bytes: see [`has_lost_bytes`](SiblingEnd::has_lost_bytes).
     #[cold]
-    pub(crate) fn lose(&mut self, spares: &mut Spares<Waiting>) {
-        spares.fill(&mut self.inbound).lost = true;
+    pub(crate) fn lose(&mut self, spares: &mut Spares<InboundQueue>) {
+        spares.get_or_take(&mut self.inbound).lost = true;
     }
 
     /// Whether no bytes wait.
@@ -179,14 +179,14 @@ impl SiblingEnd {
 
     /// Returns an empty list to `spares`.
     #[inline]
-    pub(crate) fn rest(&mut self, spares: &mut Spares<Waiting>) {
-        spares.rest(&mut self.inbound);
+    pub(crate) fn recycle(&mut self, spares: &mut Spares<InboundQueue>) {
+        spares.recycle(&mut self.inbound);
     }
 }
 
 /// Bytes from a sibling that have not been sent to our guest, in order.
 #[derive(Debug, Default)]
-pub(crate) struct Waiting {
+pub(crate) struct InboundQueue {
     parts: VecDeque<Inbound>,
     /// Bytes of `parts` that are in copies.
     copied: usize,
@@ -194,7 +194,7 @@ pub(crate) struct Waiting {
     lost: bool,
 }
 
-impl Spare for Waiting {
+impl Spare for InboundQueue {
     #[inline]
     fn is_empty(&self) -> bool {
         self.parts.is_empty() && self.copied == 0 && !self.lost
@@ -212,7 +212,7 @@ pub(crate) enum Inbound {
     /// In the sibling guest's memory; the chain is returned when the bytes have been read.
     Lent {
         memory: Arc<Memory>,
-        held: Held,
+        held: HeldChain,
         epoch: u32,
     },
     /// In a copy, of which the first `taken` bytes have been read.

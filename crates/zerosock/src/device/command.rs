@@ -27,7 +27,7 @@ use zerosock_vhost_user::{DeviceCommand, Reply};
 
 /// A command that waits until chains, leases or loans have been returned.
 #[derive(Debug)]
-pub(crate) enum Waiting {
+pub(crate) enum PendingCommand {
     Stop(Reply),
     StopReceive(Reply),
     Memory(Arc<Memory>, Reply),
@@ -47,7 +47,7 @@ impl Device {
         match command {
             DeviceCommand::Connected { link } => {
                 self.link = Some(link);
-                self.fresh = true;
+                self.no_queue_started = true;
                 self.announce_reset = false;
                 self.shard.set_seqpacket(false);
                 reply.done();
@@ -58,7 +58,8 @@ impl Device {
                 self.shard.set_seqpacket(features & F_SEQPACKET != 0);
                 // Only the first queue pair carries datagrams.
                 let first = self.queue_pairs.pair == 0;
-                self.datagrams.negotiated(if first { features } else { 0 });
+                self.datagrams
+                    .set_features(if first { features } else { 0 });
                 reply.done();
             }
             DeviceCommand::SetConfig(config) => {
@@ -67,8 +68,8 @@ impl Device {
             }
             DeviceCommand::SetMemory(memory) => {
                 self.release_chains(cx);
-                self.waiting = Some(Waiting::Memory(memory, reply));
-                self.finish_waiting(cx);
+                self.pending_command = Some(PendingCommand::Memory(memory, reply));
+                self.finish_command(cx);
             }
             DeviceCommand::StartQueue {
                 index,
@@ -101,8 +102,8 @@ impl Device {
             }
             DeviceCommand::StopQueue { index } => self.stop_queue(index, reply, cx),
             DeviceCommand::ResetDevice => {
-                self.waiting = Some(Waiting::Reset(reply));
-                self.finish_waiting(cx);
+                self.pending_command = Some(PendingCommand::Reset(reply));
+                self.finish_command(cx);
             }
             DeviceCommand::Disconnected => {
                 self.link = None;
@@ -159,22 +160,22 @@ impl Device {
         }
         // The first queue started by a front-end continues at a base other than 0: its driver used
         // an earlier device and has connections that this one does not know.
-        if self.fresh && config.base != 0 {
+        if self.no_queue_started && config.base != 0 {
             self.announce_lost(cx);
         }
-        self.fresh = false;
+        self.no_queue_started = false;
         Ok(())
     }
 
     fn stop_queue(&mut self, index: u16, reply: Reply, cx: &mut Context<'_>) {
         if index == TX && self.tx.is_some() {
             self.release_chains(cx);
-            self.waiting = Some(Waiting::Stop(reply));
-            return self.finish_waiting(cx);
+            self.pending_command = Some(PendingCommand::Stop(reply));
+            return self.finish_command(cx);
         }
         if index == RX && self.rx.is_some() {
-            self.waiting = Some(Waiting::StopReceive(reply));
-            return self.finish_waiting(cx);
+            self.pending_command = Some(PendingCommand::StopReceive(reply));
+            return self.finish_command(cx);
         }
         let ring = match index {
             EVENT => self.event.take(),
@@ -201,7 +202,7 @@ impl Device {
         let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
             self.spill(key, 0, cx);
-            self.settle(key, cx);
+            self.update_bridge(key, cx);
             if let Some(bridge) = self.bridges.get(key as usize)
                 && let BridgePeer::Sibling(s) = &bridge.end
                 && s.out > 0
@@ -213,21 +214,21 @@ impl Device {
     }
 
     /// Completes the pending command once everything that it waits for has been returned.
-    pub(super) fn finish_waiting(&mut self, cx: &mut Context<'_>) {
-        let (chains, leases, loans) = match self.waiting {
+    pub(super) fn finish_command(&mut self, cx: &mut Context<'_>) {
+        let (chains, leases, loans) = match self.pending_command {
             None => return,
-            Some(Waiting::Stop(_)) => (true, true, false),
-            Some(Waiting::StopReceive(_)) => (false, false, true),
-            Some(Waiting::Reset(_)) => (false, true, true),
-            Some(Waiting::Memory(..)) => (true, true, true),
+            Some(PendingCommand::Stop(_)) => (true, true, false),
+            Some(PendingCommand::StopReceive(_)) => (false, false, true),
+            Some(PendingCommand::Reset(_)) => (false, true, true),
+            Some(PendingCommand::Memory(..)) => (true, true, true),
         };
         let mut back = !loans || self.recall_loans(false, cx);
         back &= !leases || self.app_recall(false, cx);
         if !back {
-            if cx.now < *self.give_up_at.get_or_insert(cx.now + RECALL) {
+            if cx.now < *self.command_deadline.get_or_insert(cx.now + RECALL) {
                 self.timers.set(cx.now + LOOK, Timer::Recall);
             } else {
-                self.give_up(cx);
+                self.drop_frontend(cx);
             }
             return;
         }
@@ -238,32 +239,32 @@ impl Device {
         if chains && out {
             return;
         }
-        self.give_up_at = None;
-        match self.waiting.take() {
-            Some(Waiting::Stop(reply)) => match self.tx.take() {
+        self.command_deadline = None;
+        match self.pending_command.take() {
+            Some(PendingCommand::Stop(reply)) => match self.tx.take() {
                 Some(ring) => self.answer_base(TX, ring, reply, cx),
                 None => reply.failed("queue 1 does not run"),
             },
-            Some(Waiting::StopReceive(reply)) => match self.rx.take() {
+            Some(PendingCommand::StopReceive(reply)) => match self.rx.take() {
                 Some(ring) => self.answer_base(RX, ring, reply, cx),
                 None => reply.failed("queue 0 does not run"),
             },
-            Some(Waiting::Memory(memory, reply)) => match self.remap(memory, cx) {
+            Some(PendingCommand::Memory(memory, reply)) => match self.remap(memory, cx) {
                 Ok(()) => reply.done(),
                 Err(reason) => reply.failed(reason),
             },
-            Some(Waiting::Reset(reply)) => {
+            Some(PendingCommand::Reset(reply)) => {
                 self.stop_all(cx);
                 reply.done();
             }
             None => {}
         }
         // The program was not notified of buffers while the command was pending.
-        self.starved |= self.rx.is_some() && self.starves_program();
+        self.starved |= self.rx.is_some() && self.program_waits();
     }
 
     /// Disconnects a front-end that waits for buffers that the embedding program keeps in use.
-    fn give_up(&mut self, cx: &mut Context<'_>) {
+    fn drop_frontend(&mut self, cx: &mut Context<'_>) {
         let reason = "the program that has the device kept a buffer in use for too long";
         tracing::warn!(cid = %self.cid, reason, "the front-end is turned away");
         self.disconnect(cx);
@@ -287,7 +288,7 @@ impl Device {
             }
         }
         let old = self.memory.replace(memory);
-        self.note_old(old, cx);
+        self.track_old_memory(old, cx);
         result
     }
 
@@ -304,7 +305,7 @@ impl Device {
         let keys: Vec<u32> = known.map(|(key, _)| key as u32).collect();
         for key in keys {
             if !self.linger(key, cx) {
-                self.part_bridge(key, cx);
+                self.remove_without_guest(key, cx);
             }
         }
         self.ready.clear();
@@ -313,15 +314,15 @@ impl Device {
         self.stale_ready = 0;
         self.shard.handle_transport_reset(cx.now);
         self.forget_datagrams(cx);
-        self.forget_those_who_left(cx);
+        self.forget_handed_off(cx);
         while self.shard.poll_event().is_some() {}
     }
 
     fn stop_all(&mut self, cx: &mut Context<'_>) {
         self.forget_connections(cx);
         // Dropping the reply of a pending command answers that it failed.
-        self.waiting = None;
-        self.give_up_at = None;
+        self.pending_command = None;
+        self.command_deadline = None;
         for ring in [self.rx.take(), self.tx.take(), self.event.take()]
             .into_iter()
             .flatten()
@@ -336,7 +337,7 @@ impl Device {
 
     /// Processes the packets that the guest made available before its front-end disconnected. Takes
     /// at most one queue size of packets, even if the driver keeps adding more.
-    fn take_last(&mut self, cx: &mut Context<'_>) {
+    fn receive_remaining(&mut self, cx: &mut Context<'_>) {
         let taken = |device: &Device| device.tx.as_ref().map_or(0, |tx| tx.taken);
         let size = self.tx.as_ref().map_or(0, |tx| tx.queue.size());
         let start = taken(self);
@@ -357,13 +358,13 @@ impl Device {
     pub(super) fn disconnect(&mut self, cx: &mut Context<'_>) {
         // A pending command must not block the last packets. It is dropped at the end, which
         // answers that it failed.
-        let waiting = self.waiting.take();
-        self.take_last(cx);
+        let pending = self.pending_command.take();
+        self.receive_remaining(cx);
         self.stop_all(cx);
-        self.datagrams.negotiated(0);
+        self.datagrams.set_features(0);
         let old = self.memory.take();
-        self.note_old(old, cx);
-        drop(waiting);
+        self.track_old_memory(old, cx);
+        drop(pending);
     }
 
     /// Resets every connection before the daemon ends, so that the guest learns it at once.

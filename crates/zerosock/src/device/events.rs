@@ -24,11 +24,11 @@ impl Device {
     #[inline]
     pub(super) fn drain_events(&mut self, cx: &mut Context<'_>) {
         while let Some(event) = self.shard.poll_event() {
-            self.event(event, cx);
+            self.handle_event(event, cx);
         }
     }
 
-    fn event(&mut self, event: Event, cx: &mut Context<'_>) {
+    fn handle_event(&mut self, event: Event, cx: &mut Context<'_>) {
         match event {
             Event::Incoming {
                 flow,
@@ -161,7 +161,7 @@ impl Device {
             self.flush(key, cx);
         }
         // Bytes that waited for the guest were dropped.
-        self.settle(key, cx);
+        self.update_bridge(key, cx);
     }
 
     /// The flow of the guest has ended.
@@ -187,7 +187,7 @@ impl Device {
             {
                 host_sockets::leave_nothing_unread(socket);
             }
-            sibling::tell_end(&bridge, orderly, cx);
+            sibling::send_end(&bridge, orderly, cx);
             self.app_ended(&bridge, orderly, cx);
         }
     }
@@ -216,7 +216,7 @@ impl Device {
             self.by_flow[flow.index()] = u32::MAX;
             self.start_lingering(key, cx);
         }
-        self.settle(key, cx);
+        self.update_bridge(key, cx);
         true
     }
 
@@ -230,10 +230,10 @@ impl Device {
 
     /// Removes a bridge whose guest has gone. The other end sees an orderly end of stream if the
     /// guest had shut down sending before, else a reset.
-    pub(super) fn part_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
+    pub(super) fn remove_without_guest(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(bridge) = self.remove_bridge(key, cx) {
             let orderly = bridge.guest_finished;
-            sibling::tell_end(&bridge, orderly, cx);
+            sibling::send_end(&bridge, orderly, cx);
             self.app_ended(&bridge, orderly, cx);
         }
     }
@@ -241,7 +241,7 @@ impl Device {
     /// Removes a bridge whose flow was reset, and resets the other end.
     pub(super) fn end_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(bridge) = self.remove_bridge(key, cx) {
-            sibling::tell_end(&bridge, false, cx);
+            sibling::send_end(&bridge, false, cx);
             self.app_ended(&bridge, false, cx);
         }
     }
@@ -282,7 +282,7 @@ impl Device {
             .is_none_or(|since| since + cx.limits.hold > cx.now)
         {
             // The chains changed meanwhile: set a timer for the present ones.
-            return self.settle(key, cx);
+            return self.update_bridge(key, cx);
         }
         bridge.held_since = None;
         bridge.no_memory = false;
@@ -290,7 +290,7 @@ impl Device {
             s.stalled = true;
             let to = s.peer.flow;
             cx.outbox.send(s.peer.device, Message::Recall { to });
-            return self.settle(key, cx);
+            return self.update_bridge(key, cx);
         }
         self.spill(key, 0, cx);
         if let Some(bridge) = self.bridges.get_mut(key as usize) {

@@ -47,14 +47,14 @@ impl Device {
             return;
         };
         if !bridge.open {
-            return self.settle(key, cx);
+            return self.update_bridge(key, cx);
         }
         let lingers = bridge.flow.is_none().then(|| bridge.outbound.len());
         match bridge.end {
             BridgePeer::Socket { .. } if bridge.messages.is_some() => self.flush_messages(key, cx),
             BridgePeer::Socket { .. } => self.flush_socket(key, cx),
             BridgePeer::Sibling(_) => self.flush_sibling(key, cx),
-            _ => self.settle(key, cx),
+            _ => self.update_bridge(key, cx),
         }
         if let (Some(before), Some(bridge)) = (lingers, self.bridges.get(key as usize))
             && bridge.outbound.len() < before
@@ -103,7 +103,7 @@ impl Device {
                 }
                 Wrote::Gone => {
                     consumed += bridge.outbound.len();
-                    self.host_is_deaf(key, cx);
+                    self.stop_writing(key, cx);
                     break;
                 }
                 Wrote::Lost => {
@@ -120,11 +120,11 @@ impl Device {
             let _ = self.shard.consume(flow, consumed as u32);
             self.drain_events(cx);
         }
-        self.settle(key, cx);
+        self.update_bridge(key, cx);
     }
 
     /// Drops the bytes for a host program that has stopped reading, and tells the guest.
-    pub(super) fn host_is_deaf(&mut self, key: u32, cx: &mut Context<'_>) {
+    pub(super) fn stop_writing(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
@@ -190,14 +190,14 @@ impl Device {
         if !bytes.is_empty() {
             cx.outbox.send(device, Message::Copied { to, bytes });
         }
-        self.tell_sibling_of_messages(key, cx);
-        self.settle(key, cx);
+        self.send_message_lengths(key, cx);
+        self.update_bridge(key, cx);
     }
 
     /// Restores the invariants of a bridge after its bytes or chains have changed: bounds the held
     /// chains, updates the device's sums and timers, passes on the guest's end of stream once all
     /// bytes have been taken, and removes a bridge that has nothing left to do.
-    pub(super) fn settle(&mut self, key: u32, cx: &mut Context<'_>) {
+    pub(super) fn update_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
@@ -226,7 +226,7 @@ impl Device {
                 if bridge.held_since.is_none() {
                     s.younger = 0;
                 }
-                s.rest(&mut self.spare_inbound);
+                s.recycle(&mut self.spare_inbound);
                 s.out as usize
             }
             _ => bridge.outbound.held_chains(),
@@ -255,7 +255,7 @@ impl Device {
         let before = std::mem::replace(&mut bridge.counted, now_counted);
         self.stalled_chains = self.stalled_chains - before.0 as usize + now_counted.0 as usize;
         self.overflow_bytes = self.overflow_bytes - before.1 as usize + now_counted.1 as usize;
-        bridge.outbound.rest(&mut self.spare_outbound);
+        bridge.outbound.recycle(&mut self.spare_outbound);
         if bridge.outbound.is_empty() && bridge.guest_finished && bridge.open && !bridge.finish_told
         {
             bridge.finish_told = true;

@@ -6,7 +6,7 @@
 
 use super::bridge::BridgePeer;
 use super::flush::share_of;
-use super::outbound::Held;
+use super::outbound::HeldChain;
 use super::{Context, Device, TURN_BYTES};
 use crate::header;
 use crate::table::engine::{Payload, ShowBounds};
@@ -19,7 +19,7 @@ const BUDGET: usize = 256;
 
 /// Accounts for packets shown to the program; on drop, so that they count as consumed even if the
 /// callback panics.
-struct Shown<'a, 'c> {
+struct ShownPackets<'a, 'c> {
     device: &'a mut Device,
     cx: &'a mut Context<'c>,
     flow: FlowId,
@@ -31,21 +31,21 @@ struct Shown<'a, 'c> {
     taken: u64,
 }
 
-impl Shown<'_, '_> {
+impl ShownPackets<'_, '_> {
     /// Completes the chain of the packet that was shown.
     #[inline]
-    fn give_back(&mut self) {
+    fn complete_opened(&mut self) {
         if let (Some(tx), Some((chain, ..))) = (&mut self.device.tx, self.opened.take()) {
             tx.complete(chain, 0);
         }
     }
 }
 
-impl Drop for Shown<'_, '_> {
+impl Drop for ShownPackets<'_, '_> {
     #[inline]
     fn drop(&mut self) {
         let panicked = self.opened.is_some();
-        self.give_back();
+        self.complete_opened();
         let (device, cx) = (&mut *self.device, &mut *self.cx);
         if self.bytes > 0 {
             // Fails if the flow has ended meanwhile.
@@ -72,7 +72,7 @@ impl Device {
     /// Whether packets of the guest must wait: too many answers wait for buffers, or a command is
     /// pending.
     pub(super) fn receive_blocked(&self) -> bool {
-        self.waiting.is_some() || self.shard.is_backlogged()
+        self.pending_command.is_some() || self.shard.is_backlogged()
     }
 
     /// Processes a budget of packets from the guest. Returns true if there may be more.
@@ -89,7 +89,7 @@ impl Device {
             let Some(chain) = self.tx.as_mut().and_then(|tx| tx.pop()) else {
                 break;
             };
-            self.packet(chain, cx);
+            self.receive_packet(chain, cx);
             taken += 1;
         }
         cx.counters.rx_packets.add(taken as u64);
@@ -100,7 +100,7 @@ impl Device {
         }
         self.drain_events(cx);
         self.flush_dirty(cx);
-        self.put_app_words(cx);
+        self.put_app_controls(cx);
         taken == BUDGET || self.moved >= TURN_BYTES
     }
 
@@ -116,7 +116,7 @@ impl Device {
         look: &mut dyn FnMut(Payload<'_>) -> bool,
         cx: &mut Context<'_>,
     ) -> (usize, usize) {
-        let mut shown = Shown {
+        let mut shown = ShownPackets {
             device: self,
             cx,
             flow,
@@ -152,7 +152,7 @@ impl Device {
             if want > 0 && memory.slices(readable, HEADER_LEN, want, &mut slices) == want {
                 shown.bytes += want;
                 go_on = look(Payload::in_place(&slices));
-                shown.give_back();
+                shown.complete_opened();
                 seen += 1;
             } else if let Some((chain, ..)) = shown.opened.take() {
                 shown.cx.time();
@@ -167,7 +167,7 @@ impl Device {
         (seen, shown.bytes)
     }
 
-    pub(super) fn packet(&mut self, chain: Chain, cx: &mut Context<'_>) {
+    pub(super) fn receive_packet(&mut self, chain: Chain, cx: &mut Context<'_>) {
         if let Some((chain, flow, len)) = self.open(chain, cx) {
             self.deliver(chain, flow, len, cx);
         }
@@ -197,7 +197,7 @@ impl Device {
         let disposition = match self.shard.handle_payload(&header) {
             Some(disposition) => disposition,
             None if header.socket_type.get() == SocketType::Datagram as u16
-                && self.datagrams.are_agreed() =>
+                && self.datagrams.are_negotiated() =>
             {
                 self.guest_datagram(chain, header, cx);
                 return None;
@@ -215,7 +215,7 @@ impl Device {
         match disposition {
             Disposition::Deliver { flow, len, .. } => return Some((chain, flow, len)),
             Disposition::Part { flow, len, flags } => {
-                self.part(chain, flow, len, flags, cx);
+                self.receive_part(chain, flow, len, flags, cx);
                 return None;
             }
             Disposition::Move { flow, pair } => wanted = Some((flow, pair)),
@@ -266,7 +266,7 @@ impl Device {
         } else {
             share_of(tx.queue.size())
         };
-        let held = Held {
+        let held = HeldChain {
             chain,
             offset: HEADER_LEN as u32,
             len,

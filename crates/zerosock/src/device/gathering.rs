@@ -125,7 +125,7 @@ impl Device {
 
     /// Sends the gathered bytes of a connection as far as there are credit and buffers. Returns
     /// whether none are left.
-    pub(super) fn hurry(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
+    pub(super) fn flush_gathered(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
         if self.gathered.has(flow) {
             self.shard.let_go(flow);
             self.send_gathered(cx);

@@ -33,7 +33,7 @@ use crate::table::datagrams::DatagramFault;
 use crate::table::engine::{LoanParts, SendFault};
 use crate::table::sockets::{Copied, PIECES, Place, StreamId};
 
-/// Marks an unused entry of `loan_of`.
+/// Marks an unused entry of `loan_keys`.
 const NONE: u32 = u32::MAX;
 
 /// A buffer on loan to the embedding program.
@@ -97,34 +97,34 @@ impl OldMemory {
 
 impl App {
     pub(super) fn loan_mut(&mut self, index: u32) -> Option<&mut Loan> {
-        let key = *self.loan_of.get(index as usize)?;
+        let key = *self.loan_keys.get(index as usize)?;
         self.loans.get_mut(key as usize)
     }
 
     /// What a loan is for, and the number of its device.
     pub(crate) fn loan_at(&self, index: u32) -> Option<(LoanOf, u32)> {
-        let key = *self.loan_of.get(index as usize)?;
+        let key = *self.loan_keys.get(index as usize)?;
         let loan = self.loans.get(key as usize)?;
         Some((loan.of, loan.vm))
     }
 
     /// The contents of a loan's buffer when it was taken back.
     pub(crate) fn loan_copy(&self, index: u32) -> Option<Copied> {
-        let key = *self.loan_of.get(index as usize)?;
+        let key = *self.loan_keys.get(index as usize)?;
         self.loans.get(key as usize)?.copy.clone()
     }
 
     pub(super) fn add_loan(&mut self, loan: Loan) {
         let index = loan.index as usize;
         let key = self.loans.insert(loan);
-        if let Some(place) = self.loan_of.get_mut(index) {
+        if let Some(place) = self.loan_keys.get_mut(index) {
             *place = key as u32;
         }
     }
 
     /// Removes a loan and frees its slot in the lease table.
     pub(super) fn remove_loan(&mut self, index: u32) -> Option<Loan> {
-        let place = self.loan_of.get_mut(index as usize)?;
+        let place = self.loan_keys.get_mut(index as usize)?;
         let key = std::mem::replace(place, NONE);
         let loan = self.loans.try_remove(key as usize)?;
         self.sockets.end_loan(index);
@@ -183,11 +183,11 @@ impl Device {
         }
         if !self.gathered.is_empty() {
             // Gathered bytes go first.
-            self.hurry(flow, cx);
+            self.flush_gathered(flow, cx);
         }
         let in_place = self.may_lend(flow, cx);
         let vm = self.addr.vm;
-        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
         let Some((chain, rx)) = popped else {
             self.wait_for_room(id, cx);
@@ -202,11 +202,11 @@ impl Device {
                 return Err(send_fault(error));
             }
         };
-        let word = cx.app.as_deref_mut().and_then(|app| {
+        let slot = cx.app.as_deref_mut().and_then(|app| {
             let index = app.sockets.begin_loan()?;
             Some((index, app))
         });
-        let Some((index, app)) = word else {
+        let Some((index, app)) = slot else {
             rx.queue.unpop(chain);
             self.shard.cancel(reservation);
             return Err(SendFault::TooManyLoans);
@@ -258,18 +258,18 @@ impl Device {
     ) -> Result<LoanParts, DatagramFault> {
         let room = self.weigh_old(cx) && self.leaves_a_quarter();
         let vm = self.addr.vm;
-        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
         let Some((chain, rx)) = popped else {
             self.want_datagram_room();
             return Err(DatagramFault::WouldBlock);
         };
         let in_place = room && chain.writable_len() as usize - HEADER_LEN >= len;
-        let word = cx.app.as_deref_mut().and_then(|app| {
+        let slot = cx.app.as_deref_mut().and_then(|app| {
             let index = app.sockets.begin_loan()?;
             Some((index, app))
         });
-        let Some((index, app)) = word else {
+        let Some((index, app)) = slot else {
             rx.queue.unpop(chain);
             return Err(DatagramFault::TooManyLoans);
         };
@@ -490,11 +490,11 @@ impl Device {
         let Some(app) = cx.app.as_deref_mut() else {
             return all;
         };
-        let words = app.sockets.words().clone();
+        let leases = app.sockets.words().clone();
         let mut back = Vec::new();
         for (_, loan) in app.loans.iter_mut().filter(|(_, loan)| loan.vm == vm) {
             let Some(lent) = &loan.chain else { continue };
-            let moved = words.try_move(loan.index);
+            let moved = leases.try_move(loan.index);
             if !moved && !force {
                 all = false;
                 continue;
@@ -510,7 +510,7 @@ impl Device {
                 loan.copy = Some((Arc::new(bytes), 0));
             }
             if !moved {
-                words.tear(loan.index);
+                leases.tear(loan.index);
             }
             let chain = loan.chain.take();
             back.extend(chain.map(|lent| (lent, flow, moved)));
@@ -526,7 +526,7 @@ impl Device {
     }
 
     /// Tracks memory that the device no longer uses but that leases may keep mapped.
-    pub(super) fn note_old(&mut self, memory: Option<Arc<Memory>>, cx: &Context<'_>) {
+    pub(super) fn track_old_memory(&mut self, memory: Option<Arc<Memory>>, cx: &Context<'_>) {
         if let Some(memory) = memory.filter(|_| cx.app.is_some()) {
             let size = memory.size();
             self.app.old.0.push((Arc::downgrade(&memory), size));

@@ -42,7 +42,7 @@ impl Device {
         let total = u32::try_from(len).map_err(|_| SendFault::TooLong)?;
         let mut in_place = self.may_lend(flow, cx);
         // The message needs a buffer for its first part.
-        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
         let Some((mut chain, rx)) = popped else {
             self.wait_for_room(id, cx);
@@ -59,14 +59,14 @@ impl Device {
         let mut left = total;
         let mut parts = Vec::new();
         loop {
-            let word = cx.app.as_deref_mut().and_then(|app| {
+            let slot = cx.app.as_deref_mut().and_then(|app| {
                 let index = app.sockets.begin_loan()?;
                 Some((index, app))
             });
             let Some(rx) = self.rx.as_mut() else {
                 return Err(SendFault::Reset);
             };
-            let Some((index, app)) = word else {
+            let Some((index, app)) = slot else {
                 rx.queue.unpop(chain);
                 if let Credit::Message(room) = credit {
                     self.shard.cancel_message(room);
@@ -165,7 +165,7 @@ impl Device {
             return Err(SendFault::WouldBlock);
         }
         let rest = match sent {
-            Ok(at) => self.rest_of(parts, at, cx),
+            Ok(at) => self.remaining_bytes(parts, at, cx),
             Err(_) => Vec::new(),
         };
         for part in parts {
@@ -178,7 +178,7 @@ impl Device {
             app.tally.copied_in += rest.len() as u64;
         }
         if !all {
-            self.keep(Outgoing::of(room, rest, ends_record));
+            self.keep_outgoing(Outgoing::of(room, rest, ends_record));
         }
         Ok(all)
     }
@@ -197,8 +197,8 @@ impl Device {
         let (mut at, mut offset) = (0, 0);
         while let Some(part) = parts.get(at) {
             // A part to be copied needs a buffer first.
-            let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
-            let fresh = match part.private {
+            let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
+            let copy_into = match part.private {
                 None => None,
                 Some(_) => match rx.and_then(|rx| rx.pop_if(HEADER_LEN + 1, true)) {
                     Some(chain) => Some(chain),
@@ -212,10 +212,10 @@ impl Device {
             let (Some(rx), Some(app)) = (self.rx.as_mut(), cx.app.as_deref_mut()) else {
                 return Err(SendFault::Reset);
             };
-            let room_here = fresh.as_ref().map_or(u32::MAX, room_of) as usize;
+            let room_here = copy_into.as_ref().map_or(u32::MAX, room_of) as usize;
             let len = (part.len - offset).min(room_here);
             let last = end(left - len, ends_record);
-            if fresh.is_none() {
+            if copy_into.is_none() {
                 let lent = app
                     .loan_mut(part.index)
                     .and_then(|loan| loan.chain.as_ref());
@@ -226,7 +226,7 @@ impl Device {
             let header = match self.shard.commit_part(room, len as u32, last) {
                 Ok(header) => header,
                 Err(error) => {
-                    if let Some(chain) = fresh {
+                    if let Some(chain) = copy_into {
                         rx.queue.unpop(chain);
                     }
                     return Err(match error {
@@ -238,7 +238,7 @@ impl Device {
             };
             app.tally.sent += len as u64;
             app.tally.packets_sent += 1;
-            match fresh {
+            match copy_into {
                 Some(chain) => {
                     let bytes = part.private.unwrap_or_default();
                     let bytes = bytes.get(offset..offset + len).unwrap_or(&[]);
@@ -266,7 +266,7 @@ impl Device {
     }
 
     /// Copies the bytes from part `at`, offset `offset`, to the end of the message.
-    fn rest_of(
+    fn remaining_bytes(
         &mut self,
         parts: &[LoanedPart<'_>],
         (at, offset): (usize, usize),

@@ -107,7 +107,7 @@ impl Device {
                         messages.outbound.clear();
                         messages.half = 0;
                     }
-                    self.host_is_deaf(key, cx);
+                    self.stop_writing(key, cx);
                     break;
                 }
                 Sent::Lost => return self.lose("guest memory vanished under a send", cx),
@@ -126,7 +126,7 @@ impl Device {
             }
             self.drain_events(cx);
         }
-        self.settle(key, cx);
+        self.update_bridge(key, cx);
     }
 
     /// Drops a message that the guest can no longer complete; returns its bytes.
@@ -204,7 +204,7 @@ impl Device {
                     bridge.readable = false;
                     return Fill::Idle;
                 }
-                Ahead::BridgePeer => return self.host_ended(key, cx),
+                Ahead::EndOfFile => return self.host_ended(key, cx),
                 Ahead::Gone => {
                     bridge.host_gone = true;
                     return self.host_ended(key, cx);
@@ -334,7 +334,7 @@ impl Device {
         };
         let done = self.give_parts(&mut room, chains, len, write, cx);
         if done < len {
-            self.keep(Outgoing::after(room, bytes, done));
+            self.keep_outgoing(Outgoing::after(room, bytes, done));
         }
         Fill::Again
     }

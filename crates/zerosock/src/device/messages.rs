@@ -22,7 +22,7 @@ use super::app::send_fault;
 use super::bridge::{BridgePeer, Inbound};
 use super::events::emit;
 use super::flush::share_of;
-use super::outbound::Held;
+use super::outbound::HeldChain;
 use super::sibling;
 use super::to_guest::{Fill, GATHER};
 use super::{Context, Device, TURN_BYTES};
@@ -61,7 +61,7 @@ impl Messages {
 
 impl Device {
     /// Handles a part of a message from the guest.
-    pub(super) fn part(
+    pub(super) fn receive_part(
         &mut self,
         chain: Chain,
         flow: FlowId,
@@ -111,7 +111,7 @@ impl Device {
                 share_of(tx.queue.size())
             };
             let offset = HEADER_LEN as u32;
-            let held = Held { chain, offset, len };
+            let held = HeldChain { chain, offset, len };
             if let Some(chain) =
                 bridge
                     .outbound
@@ -128,7 +128,7 @@ impl Device {
     }
 
     /// Sends the sibling the lengths of messages whose bytes it has received.
-    pub(super) fn tell_sibling_of_messages(&mut self, key: u32, cx: &mut Context<'_>) {
+    pub(super) fn send_message_lengths(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
@@ -173,7 +173,7 @@ impl Device {
         messages.inbound.push_back((len, ends));
         bridge.readable = true;
         self.enqueue(key);
-        self.settle(key, cx);
+        self.update_bridge(key, cx);
     }
 
     /// Sends messages of the sibling to the guest.
@@ -280,7 +280,7 @@ impl Device {
             let _ = self.shard.shutdown(cx.now, flow, How::SEND);
         }
         // Fewer bytes are in copies now.
-        self.settle(key, cx);
+        self.update_bridge(key, cx);
         fill
     }
 
@@ -318,7 +318,7 @@ impl Device {
         }
         let mut slices = Slices::new(slices);
         let total = u32::try_from(slices.left()).map_err(|_| SendFault::TooLong)?;
-        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
         let Some((mut chain, rx)) = popped else {
             self.wait_for_room(id, cx);
@@ -359,7 +359,7 @@ impl Device {
         };
         let all = rest.is_none();
         if let Some(rest) = rest {
-            self.keep(rest);
+            self.keep_outgoing(rest);
         }
         if let Some(app) = cx.app.as_deref_mut() {
             app.tally.sent += u64::from(total);
@@ -370,7 +370,7 @@ impl Device {
     }
 
     /// Keeps the rest of a message until there are buffers for it.
-    pub(super) fn keep(&mut self, rest: Outgoing) {
+    pub(super) fn keep_outgoing(&mut self, rest: Outgoing) {
         self.starved = true;
         self.outgoing.push_back(rest);
     }
@@ -383,7 +383,7 @@ impl Device {
         flow: FlowId,
         cx: &mut Context<'_>,
     ) -> bool {
-        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
         if !rx.is_some_and(|rx| rx.live() && rx.queue.posted() > 0) {
             self.wait_for_room(id, cx);
             return false;
@@ -397,7 +397,7 @@ impl Device {
     }
 
     /// Sends kept messages to the guest as far as there are buffers.
-    pub(super) fn send_kept(&mut self, cx: &mut Context<'_>) {
+    pub(super) fn send_outgoing(&mut self, cx: &mut Context<'_>) {
         let Some(rx) = self.rx.as_mut() else { return };
         while self.moved < TURN_BYTES
             && let Some(mut kept) = self.outgoing.pop_front()

@@ -181,13 +181,13 @@ pub(crate) struct Device {
     /// Number of the last queue start. A chain that returns late carries the epoch of its queue.
     epoch: u32,
     /// The front-end has not started a queue since it connected.
-    fresh: bool,
+    no_queue_started: bool,
     /// A TRANSPORT_RESET event has to be sent to the driver.
     announce_reset: bool,
     /// The command that waits until chains, leases or loans have been returned.
-    waiting: Option<command::Waiting>,
+    pending_command: Option<command::PendingCommand>,
     /// When the device stops waiting for the embedding program and drops the front-end.
-    give_up_at: Option<Instant>,
+    command_deadline: Option<Instant>,
 
     bridges: Slab<Bridge>,
     /// Key of the bridge, by flow index; `u32::MAX`: none.
@@ -204,8 +204,8 @@ pub(crate) struct Device {
     /// Keys of bridges that received bytes from the guest in this turn.
     dirty: Vec<u32>,
     /// Queues of idle bridges, for reuse.
-    spare_outbound: Spares<outbound::Bytes>,
-    spare_inbound: Spares<bridge::Waiting>,
+    spare_outbound: Spares<outbound::OutboundQueue>,
+    spare_inbound: Spares<bridge::InboundQueue>,
     /// Sums of [`Bridge::counted`] over all bridges.
     stalled_chains: usize,
     overflow_bytes: usize,
@@ -258,10 +258,10 @@ impl Device {
             tx: None,
             event: None,
             epoch: 0,
-            fresh: true,
+            no_queue_started: true,
             announce_reset: false,
-            waiting: None,
-            give_up_at: None,
+            pending_command: None,
+            command_deadline: None,
             bridges: Slab::new(),
             by_flow: Vec::new(),
             lingering: lingering::Lingering::default(),
@@ -319,7 +319,7 @@ impl Device {
                 .add(std::mem::take(&mut ring.malformed));
         }
         self.reset_on_broken_ring(cx);
-        self.finish_waiting(cx);
+        self.finish_command(cx);
         if self.memory.as_ref().is_some_and(|m| m.is_lost()) {
             self.lose("guest memory vanished under the device", cx);
             return false;
@@ -420,7 +420,7 @@ impl Device {
                 || !self.ready.is_empty()
                 || !self.outgoing.is_empty()
                 // Datagrams are not sent while a command is pending.
-                || (self.waiting.is_none() && self.datagrams.has_some()))
+                || (self.pending_command.is_none() && self.datagrams.has_work()))
     }
 
     /// The key of the bridge of `flow`, if it exists.

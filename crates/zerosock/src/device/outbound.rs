@@ -15,7 +15,7 @@ use zerosock_ring::{Chain, Memory, SliceBuf};
 
 /// Part of a chain's readable bytes.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct HeldChain {
     pub(crate) chain: Chain,
     pub(crate) offset: u32,
     pub(crate) len: u32,
@@ -48,13 +48,13 @@ impl<T> Default for Spares<T> {
 impl<T: Spare> Spares<T> {
     /// Returns the queue in `place`, filling an empty place from the spares.
     #[inline]
-    pub(crate) fn fill<'a>(&mut self, place: &'a mut Option<Box<T>>) -> &'a mut T {
+    pub(crate) fn get_or_take<'a>(&mut self, place: &'a mut Option<Box<T>>) -> &'a mut T {
         place.get_or_insert_with(|| self.0.pop().unwrap_or_default())
     }
 
     /// Takes the queue in `place` back if it is empty.
     #[inline]
-    pub(crate) fn rest(&mut self, place: &mut Option<Box<T>>) {
+    pub(crate) fn recycle(&mut self, place: &mut Option<Box<T>>) {
         let Some(list) = place.take_if(|list| list.is_empty()) else {
             return;
         };
@@ -66,12 +66,12 @@ impl<T: Spare> Spares<T> {
 
 /// The bytes of one connection: see the module.
 #[derive(Debug, Default)]
-pub(crate) struct Outbound(Option<Box<Bytes>>);
+pub(crate) struct Outbound(Option<Box<OutboundQueue>>);
 
 /// Waiting bytes: held, then copied.
 #[derive(Debug, Default)]
-pub(crate) struct Bytes {
-    held: VecDeque<Held>,
+pub(crate) struct OutboundQueue {
+    held: VecDeque<HeldChain>,
     held_bytes: usize,
     overflow: Vec<u8>,
     /// Bytes at the front of `overflow` that have been taken.
@@ -81,7 +81,7 @@ pub(crate) struct Bytes {
     lost: bool,
 }
 
-impl Bytes {
+impl OutboundQueue {
     #[cold]
     fn lose(&mut self) {
         fallible::free(std::mem::take(&mut self.overflow));
@@ -90,7 +90,7 @@ impl Bytes {
     }
 }
 
-impl Spare for Bytes {
+impl Spare for OutboundQueue {
     #[inline]
     fn is_empty(&self) -> bool {
         self.held.is_empty() && self.overflow.is_empty() && !self.lost
@@ -106,9 +106,9 @@ impl Outbound {
     /// An `Outbound` with these bytes in its overflow.
     #[cfg(test)]
     pub(crate) fn of_copies(overflow: Vec<u8>) -> Outbound {
-        Outbound(Some(Box::new(Bytes {
+        Outbound(Some(Box::new(OutboundQueue {
             overflow,
-            ..Bytes::default()
+            ..OutboundQueue::default()
         })))
     }
 
@@ -118,7 +118,7 @@ impl Outbound {
 
     /// Waiting bytes, held and copied.
     pub(crate) fn len(&self) -> usize {
-        let waiting = |bytes: &Bytes| bytes.held_bytes + bytes.overflow.len() - bytes.taken;
+        let waiting = |bytes: &OutboundQueue| bytes.held_bytes + bytes.overflow.len() - bytes.taken;
         self.0.as_deref().map_or(0, waiting)
     }
 
@@ -134,14 +134,14 @@ impl Outbound {
 
     /// Bytes in the private overflow.
     pub(crate) fn overflow_len(&self) -> usize {
-        let waiting = |bytes: &Bytes| bytes.overflow.len() - bytes.taken;
+        let waiting = |bytes: &OutboundQueue| bytes.overflow.len() - bytes.taken;
         self.0.as_deref().map_or(0, waiting)
     }
 
     /// Returns an empty queue to `spares`.
     #[inline]
-    pub(crate) fn rest(&mut self, spares: &mut Spares<Bytes>) {
-        spares.rest(&mut self.0);
+    pub(crate) fn recycle(&mut self, spares: &mut Spares<OutboundQueue>) {
+        spares.recycle(&mut self.0);
     }
 
     /// Appends `len` bytes of a chain's readable part. The chain is held if fewer than `share` are
@@ -151,11 +151,11 @@ impl Outbound {
     pub(crate) fn push(
         &mut self,
         mem: &Memory,
-        held: Held,
+        held: HeldChain,
         share: usize,
-        spares: &mut Spares<Bytes>,
+        spares: &mut Spares<OutboundQueue>,
     ) -> Option<Chain> {
-        let bytes = spares.fill(&mut self.0);
+        let bytes = spares.get_or_take(&mut self.0);
         if bytes.lost {
             return Some(held.chain);
         }
@@ -297,13 +297,13 @@ impl Outbound {
     /// Drops all bytes; passes the chains to `done`.
     pub(crate) fn clear(&mut self, mut done: impl FnMut(Chain)) {
         let Some(bytes) = self.0.take() else { return };
-        let Bytes { held, overflow, .. } = *bytes;
+        let OutboundQueue { held, overflow, .. } = *bytes;
         held.into_iter().for_each(|held| done(held.chain));
         fallible::free(overflow);
     }
 
     /// Removes the first held chain, to lend it to a sibling.
-    pub(crate) fn pop_held(&mut self) -> Option<Held> {
+    pub(crate) fn pop_held(&mut self) -> Option<HeldChain> {
         let bytes = self.0.as_deref_mut()?;
         let held = bytes.held.pop_front()?;
         bytes.held_bytes -= held.len as usize;
@@ -324,7 +324,7 @@ impl Outbound {
 
 /// Appends the bytes of `held` to `to`. A piece outside the memory would read as zeros; it cannot
 /// occur, because chains are translated when they are popped.
-pub(crate) fn copy_out(mem: &Memory, held: &Held, to: &mut Vec<u8>) {
+pub(crate) fn copy_out(mem: &Memory, held: &HeldChain, to: &mut Vec<u8>) {
     let start = to.len();
     to.resize(start + held.len as usize, 0);
     mem.read(
@@ -421,7 +421,7 @@ mod tests {
                     let mut spares = Spares::default();
                     let mut back = 0;
                     for (i, chain) in chains.into_iter().enumerate() {
-                        let held = Held {
+                        let held = HeldChain {
                             chain,
                             offset: 0,
                             len: 16,
@@ -439,7 +439,7 @@ mod tests {
                         "{bytes:?}"
                     );
                     assert_eq!(back + heads.len(), 8, "every chain comes back once");
-                    outbound.rest(&mut spares);
+                    outbound.recycle(&mut spares);
                     assert!(outbound.0.is_none(), "no memory at rest");
                     let [spare] = &spares.0[..] else {
                         panic!("not kept for others");
@@ -457,7 +457,7 @@ mod tests {
         let mut outbound = Outbound::default();
         let mut spares = Spares::default();
         for chain in chains {
-            let held = Held {
+            let held = HeldChain {
                 chain,
                 offset: 0,
                 len: 16,
@@ -473,19 +473,19 @@ mod tests {
 
     #[test]
     fn few_lists_are_kept_and_none_that_are_large() {
-        let mut spares = Spares::<Bytes>::default();
-        let mut places: Vec<Option<Box<Bytes>>> = Vec::new();
+        let mut spares = Spares::<OutboundQueue>::default();
+        let mut places: Vec<Option<Box<OutboundQueue>>> = Vec::new();
         places.resize_with(2 * SPARES, || None);
         for place in &mut places {
-            spares.fill(place).held.reserve(4);
+            spares.get_or_take(place).held.reserve(4);
         }
-        places.iter_mut().for_each(|place| spares.rest(place));
+        places.iter_mut().for_each(|place| spares.recycle(place));
         assert!(places.iter().all(Option::is_none));
         assert_eq!(spares.0.len(), SPARES);
-        let large = spares.fill(&mut places[0]);
+        let large = spares.get_or_take(&mut places[0]);
         assert!(large.held.capacity() >= 4, "one that was there before");
         large.held.reserve(2 * SPARE_MOST);
-        spares.rest(&mut places[0]);
+        spares.recycle(&mut places[0]);
         assert!(places[0].is_none());
         assert_eq!(spares.0.len(), SPARES - 1);
     }

@@ -20,7 +20,7 @@ use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
 use crate::table::sockets::{ReadyFlags, Sockets, StreamId, StreamState};
 
-/// Marks an unused entry of `loan_of`.
+/// Marks an unused entry of `loan_keys`.
 const NONE: u32 = u32::MAX;
 
 /// A chain that the program holds.
@@ -54,7 +54,7 @@ pub(super) struct Listener {
     pub(super) buffer: Option<u32>,
     pub(super) waiting: VecDeque<StreamId>,
     /// Listed in `App::ready_ports`.
-    stirred: bool,
+    in_ready_ports: bool,
 }
 
 fn of_host(port: Port) -> Address {
@@ -71,12 +71,12 @@ pub(crate) struct App {
     listeners: Vec<Listener>,
     /// Ports that sockets have bound without listening.
     bound: PortTable,
-    stirred: VecDeque<Port>,
+    ready_ports: VecDeque<Port>,
     /// The device number of each pool.
     pub(crate) pools: Vec<Option<u32>>,
     pub(super) loans: Slab<Loan>,
     /// Key in `loans`, by index of the loan's slot in the lease table.
-    pub(super) loan_of: Box<[u32]>,
+    pub(super) loan_keys: Box<[u32]>,
     pub(crate) tally: Tally,
 }
 
@@ -84,22 +84,22 @@ impl App {
     /// For each device, chains are held for at most `hold` and at most `most_copied` bytes are
     /// copied.
     pub(crate) fn new(
-        words: Arc<Leases>,
+        leases: Arc<Leases>,
         hold: std::time::Duration,
         most_copied: usize,
         trust_processes: bool,
     ) -> App {
-        let capacity = words.capacity();
+        let capacity = leases.capacity();
         App {
-            sockets: Sockets::new(words, hold, most_copied),
+            sockets: Sockets::new(leases, hold, most_copied),
             inboxes: Inboxes::new(DatagramTable::new(Cid::HOST)),
             trust_processes,
             listeners: Vec::new(),
             bound: PortTable::new(),
-            stirred: VecDeque::new(),
+            ready_ports: VecDeque::new(),
             pools: Vec::new(),
             loans: Slab::new(),
-            loan_of: vec![NONE; capacity].into_boxed_slice(),
+            loan_keys: vec![NONE; capacity].into_boxed_slice(),
             tally: Tally::default(),
         }
     }
@@ -184,7 +184,7 @@ impl App {
             backlog,
             buffer: None,
             waiting: VecDeque::new(),
-            stirred: false,
+            in_ready_ports: false,
         });
         true
     }
@@ -209,24 +209,24 @@ impl App {
     /// The next port on which a new connection waits.
     pub(crate) fn next_port(&mut self) -> Option<Port> {
         loop {
-            let port = self.stirred.pop_front()?;
+            let port = self.ready_ports.pop_front()?;
             let Some(listener) = self.listener(port) else {
                 continue;
             };
-            listener.stirred = false;
+            listener.in_ready_ports = false;
             if !listener.waiting.is_empty() {
                 return Some(port);
             }
         }
     }
 
-    pub(super) fn wait_on(&mut self, port: Port, id: StreamId) {
+    pub(super) fn queue_for_accept(&mut self, port: Port, id: StreamId) {
         let Some(listener) = self.listener(port) else {
             return;
         };
         listener.waiting.push_back(id);
-        if !std::mem::replace(&mut listener.stirred, true) {
-            self.stirred.push_back(port);
+        if !std::mem::replace(&mut listener.in_ready_ports, true) {
+            self.ready_ports.push_back(port);
         }
     }
 

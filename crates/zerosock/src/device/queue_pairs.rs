@@ -46,19 +46,19 @@ pub(crate) struct QueuePairSet {
     /// The number of pairs that the driver uses.
     pub(super) used: QueuePairs,
     /// Connections handed off whose arrival the new pair has not confirmed.
-    departed: HashSet<FlowId>,
+    unconfirmed: HashSet<FlowId>,
     /// Connections handed off whose siblings may still send to this pair.
-    left: HashMap<FlowId, Left>,
+    forwarding: HashMap<FlowId, Forwarding>,
     /// Adopted connections that wait for forwarded messages of their siblings.
     parking: usize,
 }
 
 /// Where messages for a connection that was handed off have to go.
 #[derive(Debug)]
-enum Left {
+enum Forwarding {
     /// The new pair has not confirmed the arrival: messages to forward afterwards.
-    OnItsWay(Vec<Message>),
-    There(Peer),
+    InTransit(Vec<Message>),
+    To(Peer),
 }
 
 /// A connection on its way from one queue pair to another.
@@ -91,8 +91,8 @@ impl QueuePairSet {
             own,
             all,
             used: QueuePairs::ONE,
-            departed: HashSet::new(),
-            left: HashMap::new(),
+            unconfirmed: HashSet::new(),
+            forwarding: HashMap::new(),
             parking: 0,
         }
     }
@@ -100,7 +100,7 @@ impl QueuePairSet {
     /// Whether no handoff from or to this pair is in progress.
     #[cfg(test)]
     pub(super) fn is_at_rest(&self) -> bool {
-        self.departed.is_empty() && self.left.is_empty() && self.parking == 0
+        self.unconfirmed.is_empty() && self.forwarding.is_empty() && self.parking == 0
     }
 
     /// The address of the first pair, which is the address of the device.
@@ -150,18 +150,18 @@ impl Device {
     /// connection is not established, the program has loans on it, or a previous handoff is not
     /// complete.
     pub(super) fn handle_move_request(&mut self, flow: FlowId, pair: u32, cx: &mut Context<'_>) {
-        let key = self.key_of(flow).filter(|_| self.waiting.is_none());
+        let key = self.key_of(flow).filter(|_| self.pending_command.is_none());
         let queue_pair = self.queue_pairs.other(pair);
         let (Some(key), Some(_)) = (key, queue_pair) else {
-            return self.stay(flow);
+            return self.refuse_move(flow);
         };
         self.flush(key, cx);
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
-            return self.stay(flow);
+            return self.refuse_move(flow);
         };
         match &mut bridge.end {
-            BridgePeer::Socket { .. } if bridge.open => self.hand_off(flow, pair as u16, cx),
-            BridgePeer::App(end) if end.loans == 0 => self.hand_off(flow, pair as u16, cx),
+            BridgePeer::Socket { .. } if bridge.open => self.request_handoff(flow, pair as u16, cx),
+            BridgePeer::App(end) if end.loans == 0 => self.request_handoff(flow, pair as u16, cx),
             // Parked messages mean that the previous handoff is not complete.
             BridgePeer::Sibling(s) if bridge.open && s.parked.is_none() => {
                 s.move_to = Some(pair as u16);
@@ -169,14 +169,14 @@ impl Device {
                     let (device, to) = (s.peer.device, s.peer.flow);
                     cx.outbox.send(device, Message::Recall { to });
                 } else {
-                    self.hand_off(flow, pair as u16, cx);
+                    self.request_handoff(flow, pair as u16, cx);
                 }
             }
-            _ => self.stay(flow),
+            _ => self.refuse_move(flow),
         }
     }
 
-    fn stay(&mut self, flow: FlowId) {
+    fn refuse_move(&mut self, flow: FlowId) {
         if let Some(key) = self.key_of(flow)
             && let Some(bridge) = self.bridges.get_mut(key as usize)
             && let BridgePeer::Sibling(s) = &mut bridge.end
@@ -188,7 +188,7 @@ impl Device {
     }
 
     /// Continues a requested handoff after the sibling has returned all chains.
-    pub(super) fn chains_are_back(&mut self, key: u32, cx: &mut Context<'_>) {
+    pub(super) fn handoff_if_returned(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
@@ -197,12 +197,12 @@ impl Device {
             && let Some(pair) = s.move_to
             && let Some(flow) = bridge.flow
         {
-            self.hand_off(flow, pair, cx);
+            self.request_handoff(flow, pair, cx);
         }
     }
 
     /// Asks the worker to hand the connection off: see [`extract`](Self::extract).
-    fn hand_off(&mut self, flow: FlowId, pair: u16, cx: &mut Context<'_>) {
+    fn request_handoff(&mut self, flow: FlowId, pair: u16, cx: &mut Context<'_>) {
         cx.outbox
             .send(self.addr, Message::HandOff { to: flow, pair });
     }
@@ -220,14 +220,14 @@ impl Device {
         let queue_pair = self.queue_pairs.other(u32::from(pair));
         // A driver that reboots stops all queues before it starts one. No connection may leave
         // after that: the next driver would not know it.
-        let runs = self.waiting.is_none() && self.tx.is_some();
+        let runs = self.pending_command.is_none() && self.tx.is_some();
         let Some(queue_pair) = queue_pair.filter(|_| runs) else {
-            self.stay(flow);
+            self.refuse_move(flow);
             return None;
         };
-        if !self.hurry(flow, cx) || !self.shard.may_leave(flow) {
+        if !self.flush_gathered(flow, cx) || !self.shard.may_leave(flow) {
             // A partly sent message, gathered writes without buffers, or a close in progress.
-            self.stay(flow);
+            self.refuse_move(flow);
             return None;
         }
         if let Some(BridgePeer::Sibling(s)) = self
@@ -255,7 +255,7 @@ impl Device {
             Ok((parcel, Some(answer))) => (parcel, answer),
             // `may_leave` was true and nothing ran in between.
             _ => {
-                self.stay(flow);
+                self.refuse_move(flow);
                 return None;
             }
         };
@@ -271,13 +271,13 @@ impl Device {
         let counted = std::mem::take(&mut bridge.counted);
         self.stalled_chains -= counted.0 as usize;
         self.overflow_bytes -= counted.1 as usize;
-        self.queue_pairs.departed.insert(flow);
+        self.queue_pairs.unconfirmed.insert(flow);
         match &bridge.end {
             BridgePeer::Socket { socket, .. } => cx.poller.remove(socket),
             BridgePeer::Sibling(_) => {
                 self.queue_pairs
-                    .left
-                    .insert(flow, Left::OnItsWay(Vec::new()));
+                    .forwarding
+                    .insert(flow, Forwarding::InTransit(Vec::new()));
             }
             _ => {}
         }
@@ -296,7 +296,7 @@ impl Device {
 
     /// Adopts a connection that another queue pair has handed off; notifies that pair and the
     /// sibling. A connection that cannot be adopted is reset.
-    pub(crate) fn unpack(&mut self, handoff: Handoff, cx: &mut Context<'_>) {
+    pub(crate) fn adopt(&mut self, handoff: Handoff, cx: &mut Context<'_>) {
         // The queues need not run: a paused pair continues with the connection later.
         if self.memory.is_none() {
             return handoff.abandon(cx);
@@ -370,8 +370,14 @@ impl Device {
 
     /// Completes a handoff at the old pair: `now` is the new address, or `None` if the connection
     /// could not be adopted. Answers the driver's MOVE.
-    fn arrived(&mut self, flow: FlowId, now: Option<Peer>, answer: Repr, cx: &mut Context<'_>) {
-        if !self.queue_pairs.departed.remove(&flow) {
+    fn complete_handoff(
+        &mut self,
+        flow: FlowId,
+        now: Option<Peer>,
+        answer: Repr,
+        cx: &mut Context<'_>,
+    ) {
+        if !self.queue_pairs.unconfirmed.remove(&flow) {
             // The driver has gone, and the next one does not know the connection. The new pair
             // may have processed the reset before the connection arrived.
             if let Some(now) = now {
@@ -382,21 +388,23 @@ impl Device {
         }
         match now {
             Some(now) => {
-                if let Some(left) = self.queue_pairs.left.get_mut(&flow) {
-                    let waiting = std::mem::replace(left, Left::There(now));
-                    if let Left::OnItsWay(messages) = waiting {
+                if let Some(target) = self.queue_pairs.forwarding.get_mut(&flow) {
+                    let earlier = std::mem::replace(target, Forwarding::To(now));
+                    if let Forwarding::InTransit(messages) = earlier {
                         for message in messages {
-                            self.send_on(flow, message, cx);
+                            self.forward_message(flow, message, cx);
                         }
                     }
                 }
                 self.shard.answer_moved(answer);
             }
             None => {
-                if let Some(Left::OnItsWay(messages)) = self.queue_pairs.left.remove(&flow) {
+                if let Some(Forwarding::InTransit(messages)) =
+                    self.queue_pairs.forwarding.remove(&flow)
+                {
                     messages
                         .into_iter()
-                        .for_each(|message| turn_back(message, cx));
+                        .for_each(|message| send_undeliverable(message, cx));
                 }
                 self.shard.answer_moved(Repr {
                     op: Op::Rst.into(),
@@ -417,22 +425,22 @@ impl Device {
         cx: &mut Context<'_>,
     ) -> Option<Message> {
         match message {
-            Message::Arrived { to, now, answer } => self.arrived(to, now, answer, cx),
-            Message::Orphaned { to } => self.orphaned(to, cx),
+            Message::Arrived { to, now, answer } => self.complete_handoff(to, now, answer, cx),
+            Message::Orphaned { to } => self.end_orphan(to, cx),
             Message::Lost => self.announce_reset = true,
             Message::SentOn(message) => match *message {
-                Message::Flushed { to } => self.unpark(to, cx),
+                Message::Flushed { to } => self.process_parked(to, cx),
                 message => return Some(message),
             },
-            message if self.queue_pairs.left.is_empty() && self.queue_pairs.parking == 0 => {
+            message if self.queue_pairs.forwarding.is_empty() && self.queue_pairs.parking == 0 => {
                 return Some(message);
             }
             message => {
                 let Some(to) = message.to() else {
                     return Some(message);
                 };
-                if self.queue_pairs.left.contains_key(&to) {
-                    self.send_on(to, message, cx);
+                if self.queue_pairs.forwarding.contains_key(&to) {
+                    self.forward_message(to, message, cx);
                 } else if let Some(parked) = self.parked(to) {
                     parked.messages.push(message);
                 } else {
@@ -452,15 +460,15 @@ impl Device {
     }
 
     /// Forwards a sibling's message for a connection that was handed off.
-    fn send_on(&mut self, flow: FlowId, mut message: Message, cx: &mut Context<'_>) {
-        let now = match self.queue_pairs.left.get_mut(&flow) {
-            Some(Left::There(now)) => *now,
-            Some(Left::OnItsWay(messages)) => return messages.push(message),
+    fn forward_message(&mut self, flow: FlowId, mut message: Message, cx: &mut Context<'_>) {
+        let now = match self.queue_pairs.forwarding.get_mut(&flow) {
+            Some(Forwarding::To(now)) => *now,
+            Some(Forwarding::InTransit(messages)) => return messages.push(message),
             None => return,
         };
         if let Message::Flushed { .. } = message {
             // The sibling sends nothing more to this pair.
-            self.queue_pairs.left.remove(&flow);
+            self.queue_pairs.forwarding.remove(&flow);
         }
         message.set_to(now.flow);
         cx.outbox
@@ -468,7 +476,7 @@ impl Device {
     }
 
     /// Processes the parked messages: everything that the sibling sent to the old pair is here.
-    fn unpark(&mut self, flow: FlowId, cx: &mut Context<'_>) {
+    fn process_parked(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(flow) else { return };
         if let Some(BridgePeer::Sibling(s)) = self
             .bridges
@@ -484,7 +492,13 @@ impl Device {
     }
 
     /// Records the new address of a sibling's connection.
-    pub(super) fn relocated(&mut self, to: FlowId, from: Peer, old: Peer, cx: &mut Context<'_>) {
+    pub(super) fn handle_relocated(
+        &mut self,
+        to: FlowId,
+        from: Peer,
+        old: Peer,
+        cx: &mut Context<'_>,
+    ) {
         if let Some(key) = self.key_of(to)
             && let Some(BridgePeer::Sibling(s)) = self
                 .bridges
@@ -501,37 +515,37 @@ impl Device {
     pub(super) fn abandon_parked(&mut self, parked: Parked, cx: &mut Context<'_>) {
         self.queue_pairs.parking -= 1;
         for message in parked.messages {
-            turn_back(message, cx);
+            send_undeliverable(message, cx);
         }
     }
 
     /// Ends an adopted connection whose driver went away during the handoff.
-    fn orphaned(&mut self, flow: FlowId, cx: &mut Context<'_>) {
+    fn end_orphan(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(flow) else { return };
         // Without an RST: the current driver does not know the connection, and an RST could only
         // hit one of its own.
         let _ = self.shard.forget(cx.now, flow);
         if !self.linger(key, cx) {
-            self.part_bridge(key, cx);
+            self.remove_without_guest(key, cx);
         }
     }
 
     /// Forgets connections that were handed off: their driver has gone.
-    pub(super) fn forget_those_who_left(&mut self, cx: &mut Context<'_>) {
-        for (_, left) in self.queue_pairs.left.drain() {
-            match left {
-                Left::OnItsWay(messages) => messages
+    pub(super) fn forget_handed_off(&mut self, cx: &mut Context<'_>) {
+        for (_, target) in self.queue_pairs.forwarding.drain() {
+            match target {
+                Forwarding::InTransit(messages) => messages
                     .into_iter()
-                    .for_each(|message| turn_back(message, cx)),
+                    .for_each(|message| send_undeliverable(message, cx)),
                 // Messages that siblings send here from now on are dropped, so the new pair must
                 // not wait for them.
-                Left::There(now) => {
+                Forwarding::To(now) => {
                     let to = now.flow;
                     cx.outbox.send(now.device, Message::Orphaned { to });
                 }
             }
         }
-        self.queue_pairs.departed.clear();
+        self.queue_pairs.unconfirmed.clear();
     }
 
     /// Resets the number of pairs in use; the next driver sets it again.
@@ -553,7 +567,7 @@ impl Handoff {
         if let BridgePeer::Sibling(s) = &mut bridge.end {
             sibling::return_inbound(s, false, cx);
         }
-        sibling::tell_end(&bridge, false, cx);
+        sibling::send_end(&bridge, false, cx);
         // Held chains belonged to the old pair, which completed them before the handoff.
         Device::app_ended_in(&mut QueueStore::default(), &bridge, false, cx);
         cx.counters.conns_removed.add(1);
@@ -567,7 +581,7 @@ impl Handoff {
 }
 
 /// Answers a message for a connection that no longer exists.
-fn turn_back(message: Message, cx: &mut Context<'_>) {
+fn send_undeliverable(message: Message, cx: &mut Context<'_>) {
     if let Some((device, answer)) = message.undeliverable() {
         cx.outbox.send(device, answer);
     }

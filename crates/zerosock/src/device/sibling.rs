@@ -6,7 +6,7 @@
 //!
 //! [`sibling_message`](super::sibling_message) describes the messages.
 
-use super::bridge::{Bridge, BridgePeer, Inbound, SiblingEnd, Waiting};
+use super::bridge::{Bridge, BridgePeer, Inbound, InboundQueue, SiblingEnd};
 use super::outbound::{Spares, copy_out};
 use super::{Context, Device};
 use crate::device::sibling_message::{Message, Peer};
@@ -40,7 +40,7 @@ pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx:
 /// take as many packets, and the sender's chains have waited long enough.
 pub(super) fn merge_inbound(
     sibling: &mut SiblingEnd,
-    spares: &mut Spares<Waiting>,
+    spares: &mut Spares<InboundQueue>,
     cx: &mut Context<'_>,
 ) -> u32 {
     let mut sizes = sibling.parts().map(|part| part.len());
@@ -57,7 +57,8 @@ pub(super) fn merge_inbound(
                 Inbound::Lent { memory, held, .. } => {
                     copy_out(memory, held, &mut bytes);
                     cx.counters.copied_bytes.add(held.len.into());
-                    cx.outbox.send(device, give_back(flow, inbound, false));
+                    cx.outbox
+                        .send(device, returned_message(flow, inbound, false));
                 }
                 Inbound::Copied { bytes: more, taken } => {
                     bytes.extend_from_slice(more.get(*taken..).unwrap_or_default());
@@ -75,11 +76,11 @@ pub(super) fn merge_inbound(
 pub(super) fn return_inbound(sibling: &mut SiblingEnd, read: bool, cx: &mut Context<'_>) {
     let Peer { device, flow: to } = sibling.peer;
     for inbound in sibling.take_all() {
-        cx.outbox.send(device, give_back(to, inbound, read));
+        cx.outbox.send(device, returned_message(to, inbound, read));
     }
 }
 
-fn give_back(to: FlowId, inbound: Inbound, read: bool) -> Message {
+fn returned_message(to: FlowId, inbound: Inbound, read: bool) -> Message {
     let bytes = if read { inbound.len() as u32 } else { 0 };
     let chain = match inbound {
         Inbound::Lent { held, epoch, .. } => Some((held.chain, epoch)),
@@ -90,7 +91,7 @@ fn give_back(to: FlowId, inbound: Inbound, read: bool) -> Message {
 
 /// Tells the sibling that this side has ended: in order (everything was read, both directions were
 /// shut down), or by a reset.
-pub(super) fn tell_end(bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
+pub(super) fn send_end(bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
     let (device, message) = match &bridge.end {
         BridgePeer::Sibling(s) if orderly => {
             let Peer { device, flow: to } = s.peer;
@@ -171,7 +172,7 @@ impl Device {
                 peer,
                 socket_type,
             } => self.sibling_connects(from, local, peer, socket_type, cx),
-            Message::Relocated { to, from, old } => self.relocated(to, from, old, cx),
+            Message::Relocated { to, from, old } => self.handle_relocated(to, from, old, cx),
             Message::Accepted { to, from } => self.sibling_accepted(to, from, cx),
             Message::Lent {
                 to,
@@ -185,18 +186,18 @@ impl Device {
                     held,
                     epoch,
                 };
-                self.inbound(to, Some(from), inbound, cx);
+                self.queue_inbound(to, Some(from), inbound, cx);
             }
             Message::Copied { to, bytes } => {
-                self.inbound(to, None, Inbound::Copied { bytes, taken: 0 }, cx);
+                self.queue_inbound(to, None, Inbound::Copied { bytes, taken: 0 }, cx);
             }
             Message::Ended { to, len, ends } => self.sibling_ended_message(to, len, ends, cx),
             Message::ReadEmpty { to } => {
                 // Fails if the flow has ended meanwhile.
                 let _ = self.shard.consume_empty(to, 1);
             }
-            Message::Returned { to, bytes, chain } => self.returned(to, bytes, chain, cx),
-            Message::Recall { to } => self.recall(to, cx),
+            Message::Returned { to, bytes, chain } => self.handle_returned(to, bytes, chain, cx),
+            Message::Recall { to } => self.return_recalled(to, cx),
             Message::Shutdown { to, receive, send } => self.sibling_shut(to, receive, send, cx),
             Message::Asking { to, from } => self.sibling_asks(to, from, cx),
             Message::Refused { to } => {
@@ -211,8 +212,8 @@ impl Device {
                 copied,
                 answer,
             } => self.datagram_done(chain, epoch, copied, answer),
-            Message::DatagramWord(word) => self.datagram_word(word),
-            Message::TakeOver(handoff) => self.unpack(*handoff, cx),
+            Message::DatagramControl(control) => self.datagram_control(control),
+            Message::TakeOver(handoff) => self.adopt(*handoff, cx),
             Message::Call { caller, local } => self.connect_guest(caller, local, false, cx),
             // `route_message` has handled those about queue pairs; the worker takes `HandOff`.
             Message::Arrived { .. }
@@ -316,7 +317,13 @@ impl Device {
     }
 
     /// Queues bytes from a sibling for our guest.
-    fn inbound(&mut self, to: FlowId, from: Option<Peer>, inbound: Inbound, cx: &mut Context<'_>) {
+    fn queue_inbound(
+        &mut self,
+        to: FlowId,
+        from: Option<Peer>,
+        inbound: Inbound,
+        cx: &mut Context<'_>,
+    ) {
         let key = self.key_of(to);
         let bridge = key.and_then(|k| Some((k, self.bridges.get_mut(k as usize)?)));
         let peer = match bridge {
@@ -327,12 +334,13 @@ impl Device {
                 if !bridge.read_closed {
                     if let Some(inbound) = s.push(inbound, &mut self.spare_inbound) {
                         let Peer { device, flow } = s.peer;
-                        cx.outbox.send(device, give_back(flow, inbound, false));
+                        cx.outbox
+                            .send(device, returned_message(flow, inbound, false));
                     }
                     bridge.readable = true;
                     bridge.hold_back_no_more();
                     self.enqueue(key);
-                    return self.settle(key, cx);
+                    return self.update_bridge(key, cx);
                 }
                 Some(s.peer)
             }
@@ -341,12 +349,13 @@ impl Device {
         };
         // Our guest never reads them: return the sender's credit and chain all the same.
         if let Some(Peer { device, flow }) = peer {
-            cx.outbox.send(device, give_back(flow, inbound, true));
+            cx.outbox
+                .send(device, returned_message(flow, inbound, true));
         }
     }
 
     /// A sibling has read `bytes` of what we sent, or returns a chain.
-    fn returned(
+    fn handle_returned(
         &mut self,
         to: FlowId,
         bytes: u32,
@@ -379,12 +388,12 @@ impl Device {
             }
         }
         self.drain_events(cx);
-        self.settle(key, cx);
-        self.chains_are_back(key, cx);
+        self.update_bridge(key, cx);
+        self.handoff_if_returned(key, cx);
     }
 
     /// Copies out and returns all chains that a sibling recalls.
-    fn recall(&mut self, to: FlowId, cx: &mut Context<'_>) {
+    fn return_recalled(&mut self, to: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(to) else { return };
         let Some(Bridge {
             end: BridgePeer::Sibling(s),
@@ -403,11 +412,11 @@ impl Device {
                 copied += bytes.len();
                 let copy = Inbound::Copied { bytes, taken: 0 };
                 let lent = std::mem::replace(inbound, copy);
-                cx.outbox.send(device, give_back(flow, lent, false));
+                cx.outbox.send(device, returned_message(flow, lent, false));
             }
         }
         s.change_copied(|before| before + copied);
-        self.settle(key, cx);
+        self.update_bridge(key, cx);
     }
 
     fn sibling_shut(&mut self, to: FlowId, receive: bool, send: bool, cx: &mut Context<'_>) {

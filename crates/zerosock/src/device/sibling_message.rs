@@ -8,7 +8,7 @@
 
 use super::datagrams::returned;
 use super::host::Caller;
-use super::outbound::Held;
+use super::outbound::HeldChain;
 use super::queue_pairs::Handoff;
 use crate::routing::DeviceAddr;
 use crate::table::sockets::Ends;
@@ -48,7 +48,7 @@ pub(crate) enum Message {
         to: FlowId,
         from: Peer,
         memory: Arc<Memory>,
-        held: Held,
+        held: HeldChain,
         epoch: u32,
     },
     /// Bytes in a copy.
@@ -111,7 +111,7 @@ pub(crate) enum Message {
         answer: Option<Repr>,
     },
     /// A flow-control packet for the peer's guest.
-    DatagramWord(Repr),
+    DatagramControl(Repr),
 }
 
 /// A packet of type DGRAM on its way from one guest to another.
@@ -174,7 +174,7 @@ impl Message {
             | Message::SentOn(_)
             | Message::Datagram(_)
             | Message::DatagramDone { .. }
-            | Message::DatagramWord(_) => None,
+            | Message::DatagramControl(_) => None,
         }
     }
 
@@ -204,7 +204,7 @@ impl Message {
             | Message::SentOn(_)
             | Message::Datagram(_)
             | Message::DatagramDone { .. }
-            | Message::DatagramWord(_) => {}
+            | Message::DatagramControl(_) => {}
         }
     }
 
@@ -248,7 +248,7 @@ impl Message {
             | Message::Orphaned { .. }
             | Message::Flushed { .. }
             | Message::DatagramDone { .. }
-            | Message::DatagramWord(_)
+            | Message::DatagramControl(_)
             | Message::Refused { .. }
             | Message::Copied { .. }
             | Message::Ended { .. }

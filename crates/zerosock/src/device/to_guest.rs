@@ -46,7 +46,7 @@ impl Device {
         }
         self.transmit_control(cx);
         if !self.outgoing.is_empty() {
-            self.send_kept(cx);
+            self.send_outgoing(cx);
         }
         self.transmit_datagrams(cx);
         for _ in 0..BUDGET {
@@ -94,10 +94,10 @@ impl Device {
                 }
             }
         }
-        self.streams_had_turn();
+        self.renew_share();
         self.transmit_control(cx);
-        self.tell_of_room(cx);
-        self.tell_of_datagram_room(cx);
+        self.wake_buffer_waiters(cx);
+        self.wake_datagram_waiters(cx);
         !self.starved && (!self.ready.is_empty() || !self.outgoing.is_empty())
     }
 
@@ -219,12 +219,12 @@ impl Device {
             // Small packets go as one packet while the guest does not read.
             let bytes = siblings::merge_inbound(sibling, &mut self.spare_inbound, cx);
             if sibling.has_lost_bytes() {
-                self.settle(key, cx);
+                self.update_bridge(key, cx);
                 return Fill::Idle;
             }
             if bytes > 0 && !sibling.finish && self.shard.holds_back(flow, bytes) {
                 (bridge.holds_back, bridge.no_credit) = (true, true);
-                self.settle(key, cx);
+                self.update_bridge(key, cx);
                 return Fill::Idle;
             }
         }
@@ -279,7 +279,7 @@ impl Device {
             let _ = self.shard.shutdown(cx.now, flow, How::SEND);
         }
         // Fewer bytes are in copies now.
-        self.settle(key, cx);
+        self.update_bridge(key, cx);
         fill
     }
 }

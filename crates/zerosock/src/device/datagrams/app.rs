@@ -50,7 +50,7 @@ impl Device {
             } else {
                 others = true;
                 let before = self.datagrams.charged;
-                self.packet(chain, cx);
+                self.receive_packet(chain, cx);
                 // The difference saturates: the packet may have ended the device, which clears
                 // `charged`.
                 taken += self.datagrams.charged.saturating_sub(before) / COPY * 16;
@@ -80,7 +80,7 @@ impl Device {
         let Ok(header) = header::read(tx.queue.memory(), chain.readable()) else {
             return false;
         };
-        self.datagrams.agreed
+        self.datagrams.negotiated
             && header.socket_type.get() == SocketType::Datagram as u16
             && !self.datagrams.assembler.is_open()
             && header.dst.cid == Cid::HOST
@@ -116,12 +116,12 @@ impl Device {
                 header
             }
             _ => {
-                self.packet(chain, cx);
+                self.receive_packet(chain, cx);
                 return false;
             }
         };
         let len = header.len as usize;
-        let flow = self.datagrams.flow;
+        let flow = self.datagrams.flow_control;
         let (now, clock) = (cx.now, cx.clock);
         let now = || clock.map_or(now, |clock| clock.now());
         let table = &mut app.inboxes.table;
@@ -180,27 +180,27 @@ impl Device {
 
     /// Registers that a send found too few buffers: all sockets are woken when there are some.
     pub(crate) fn want_datagram_room(&mut self) {
-        self.starve();
-        self.datagrams.wanted = true;
+        self.request_buffers();
+        self.datagrams.room_wanted = true;
     }
 
     /// Whether a datagram that needs one buffer would find it.
     pub(crate) fn has_datagram_room(&mut self) -> bool {
-        let waits = self.waiting.is_some();
+        let waits = self.pending_command.is_some();
         let rx = self.rx.as_mut().filter(|rx| !waits && rx.live());
         rx.is_some_and(|rx| rx.queue.available() > 0)
     }
 
     /// Wakes the program's sockets if there are buffers again.
-    pub(in crate::device) fn tell_of_datagram_room(&mut self, cx: &mut Context<'_>) {
-        if !self.datagrams.wanted {
+    pub(in crate::device) fn wake_datagram_waiters(&mut self, cx: &mut Context<'_>) {
+        if !self.datagrams.room_wanted {
             return;
         }
         if !self.has_datagram_room() {
-            self.starve();
+            self.request_buffers();
             return;
         }
-        self.datagrams.wanted = false;
+        self.datagrams.room_wanted = false;
         wake_all(cx);
     }
 }

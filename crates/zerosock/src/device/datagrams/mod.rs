@@ -24,7 +24,7 @@ mod waiting_tests;
 use std::collections::VecDeque;
 
 use zerosock_proto::vsock::datagram::{
-    Assembler, Control, F_DGRAM, F_DGRAM_FLOW, Piece as Part, Place, Stops,
+    Assembler, Control, F_DGRAM, F_DGRAM_FLOW, Piece as Fragment, Place, Stops,
 };
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr};
 use zerosock_proto::{Address, Cid, Instant};
@@ -40,7 +40,7 @@ pub(crate) use put::NotPut;
 pub(crate) use siblings::returned;
 
 /// Flow-control packets that may wait for a buffer of the guest.
-const WORDS: usize = 64;
+const MAX_CONTROLS: usize = 64;
 /// Bytes of the turn's budget charged for a datagram that had to be copied: datagrams that stay in
 /// the queue can later be read in place.
 const COPY: usize = 128 << 10;
@@ -49,18 +49,18 @@ const COPY: usize = 128 << 10;
 #[derive(Debug)]
 pub(super) struct Datagrams {
     /// The driver has negotiated datagrams.
-    agreed: bool,
+    negotiated: bool,
     /// The driver has also negotiated datagram flow control.
-    flow: bool,
+    flow_control: bool,
     assembler: Assembler,
     /// The fragments so far of the datagram that is being assembled.
     kept: Vec<u8>,
     /// Datagrams of siblings that wait for buffers of the guest.
-    waiting: VecDeque<Waiting>,
+    waiting: VecDeque<WaitingDatagram>,
     /// Bytes of `waiting`, overheads included.
     waiting_bytes: usize,
     /// Flow-control packets for the guest.
-    words: VecDeque<Repr>,
+    controls: VecDeque<Repr>,
     /// Sources that were told to stop because of `waiting`.
     stops: Stops,
     stopping: bool,
@@ -70,7 +70,7 @@ pub(super) struct Datagrams {
     /// Bytes of assembled datagrams that siblings have not confirmed.
     under_way: usize,
     /// A socket of the program waits for a buffer.
-    wanted: bool,
+    room_wanted: bool,
     /// When to try again after a datagram found some buffers, but too few: no notification tells
     /// how many are posted.
     retry: Option<Instant>,
@@ -83,7 +83,7 @@ pub(super) struct Datagrams {
 }
 
 #[derive(Debug)]
-struct Waiting {
+struct WaitingDatagram {
     from: Address,
     to: Address,
     bytes: Vec<u8>,
@@ -92,18 +92,18 @@ struct Waiting {
 impl Datagrams {
     pub(super) fn new() -> Datagrams {
         Datagrams {
-            agreed: false,
-            flow: false,
+            negotiated: false,
+            flow_control: false,
             assembler: Assembler::new(),
             kept: Vec::new(),
             waiting: VecDeque::new(),
             waiting_bytes: 0,
-            words: VecDeque::new(),
+            controls: VecDeque::new(),
             stops: Stops::new(Place::OnTheWay),
             stopping: false,
             share: None,
             under_way: 0,
-            wanted: false,
+            room_wanted: false,
             retry: None,
             returned: 0,
             gathered: Vec::new(),
@@ -116,25 +116,27 @@ impl Datagrams {
     }
 
     #[inline]
-    pub(super) fn are_agreed(&self) -> bool {
-        self.agreed
+    pub(super) fn are_negotiated(&self) -> bool {
+        self.negotiated
     }
 
-    pub(super) fn negotiated(&mut self, features: u64) {
-        self.agreed = features & F_DGRAM != 0;
-        self.flow = self.agreed && features & F_DGRAM_FLOW != 0;
+    pub(super) fn set_features(&mut self, features: u64) {
+        self.negotiated = features & F_DGRAM != 0;
+        self.flow_control = self.negotiated && features & F_DGRAM_FLOW != 0;
     }
 
     /// Drops all datagrams and assembly state: the driver has gone or was reset.
     pub(super) fn forget(&mut self) {
-        let (agreed, flow, under_way) = (self.agreed, self.flow, self.under_way);
+        let (negotiated, flow_control, under_way) =
+            (self.negotiated, self.flow_control, self.under_way);
         *self = Datagrams::new();
-        (self.agreed, self.flow, self.under_way) = (agreed, flow, under_way);
+        (self.negotiated, self.flow_control, self.under_way) =
+            (negotiated, flow_control, under_way);
     }
 
     pub(super) fn next_timeout(&self) -> Option<Instant> {
-        let words = earlier(self.assembler.poll_timeout(), self.stops.poll_timeout());
-        earlier(words, self.retry)
+        let deadline = earlier(self.assembler.poll_timeout(), self.stops.poll_timeout());
+        earlier(deadline, self.retry)
     }
 
     /// Returns true if senders that found too few buffers may try again.
@@ -150,19 +152,19 @@ impl Datagrams {
     }
 
     /// Whether sockets of the program wait for buffers of the guest.
-    pub(super) fn are_wanted(&self) -> bool {
-        self.wanted
+    pub(super) fn room_is_wanted(&self) -> bool {
+        self.room_wanted
     }
 
     /// Whether there are datagrams or flow-control packets that can be sent to the guest now.
-    pub(super) fn has_some(&self) -> bool {
-        self.retry.is_none() && (!self.waiting.is_empty() || !self.words.is_empty())
+    pub(super) fn has_work(&self) -> bool {
+        self.retry.is_none() && (!self.waiting.is_empty() || !self.controls.is_empty())
     }
 
-    fn add_word(&mut self, word: Repr) {
+    fn queue_control(&mut self, control: Repr) {
         // A lost flow-control packet only costs time.
-        if self.flow && self.words.len() < WORDS {
-            self.words.push_back(word);
+        if self.flow_control && self.controls.len() < MAX_CONTROLS {
+            self.controls.push_back(control);
         }
     }
 }
@@ -171,33 +173,33 @@ impl Device {
     /// Whether the guest's driver has negotiated datagrams; `None`: no driver runs.
     pub(crate) fn takes_datagrams(&self) -> Option<bool> {
         let running = self.rx.as_ref().is_some_and(Ring::live);
-        running.then_some(self.datagrams.agreed)
+        running.then_some(self.datagrams.negotiated)
     }
 
     /// Handles a packet of type DGRAM from the guest.
     #[cold]
     pub(super) fn guest_datagram(&mut self, chain: Chain, header: Repr, cx: &mut Context<'_>) {
-        let word = Control::parse(&header).is_some();
+        let is_control = Control::parse(&header).is_some();
         if !self.speaks_for(header.src, cx)
-            || !(Datagrams::is_data(&header) || (word && self.datagrams.flow))
+            || !(Datagrams::is_data(&header) || (is_control && self.datagrams.flow_control))
         {
             cx.counters.bad_packets.add(1);
             return self.complete_tx(chain);
         }
-        if word {
-            return self.guest_word(chain, header, cx);
+        if is_control {
+            return self.guest_control(chain, header, cx);
         }
         let piece = self.datagrams.assembler.handle(&header, || cx.time());
         self.count_lost(cx);
         let end = match piece {
-            Part::Whole => return self.dispatch(chain, header, None, cx),
-            Part::First => {
+            Fragment::Whole => return self.dispatch(chain, header, None, cx),
+            Fragment::First => {
                 self.datagrams.kept.clear();
                 None
             }
-            Part::More => None,
-            Part::Last { len } => Some(len),
-            Part::Lost => {
+            Fragment::More => None,
+            Fragment::Last { len } => Some(len),
+            Fragment::Lost => {
                 self.datagrams.kept = Vec::new();
                 cx.counters.bad_packets.add(1);
                 return self.complete_tx(chain);
@@ -248,7 +250,7 @@ impl Device {
     }
 
     /// Handles a flow-control packet from the guest.
-    fn guest_word(&mut self, chain: Chain, header: Repr, cx: &mut Context<'_>) {
+    fn guest_control(&mut self, chain: Chain, header: Repr, cx: &mut Context<'_>) {
         if is_apps(header.dst, cx) {
             let now = cx.time();
             if let Some(app) = cx.app.as_deref_mut() {
@@ -271,7 +273,7 @@ impl Device {
         if !is_apps(header.dst, cx) {
             return self.lend_to_sibling(chain, header, bytes, cx);
         }
-        let flow = self.datagrams.flow;
+        let flow = self.datagrams.flow_control;
         if cx.app.is_none() || !cx.routes.may_reach(self.cid, header.dst) {
             cx.counters.datagrams_dropped.add(1);
             return self.complete_tx(chain);
@@ -318,7 +320,7 @@ impl Device {
             wake_all(cx);
         }
         self.count_lost(cx);
-        self.tell_sources(cx);
+        self.notify_sources(cx);
     }
 
     /// Drops all datagram state, also the program's about this guest: the driver has gone.

@@ -60,24 +60,24 @@ impl Source<'_> {
 
 impl Device {
     /// Sends the guest a flow-control packet. Returns false if there is no buffer.
-    pub(crate) fn put_word(&mut self, word: &Repr, cx: &mut Context<'_>) -> bool {
-        if !self.datagrams.flow {
+    pub(crate) fn put_control(&mut self, control: &Repr, cx: &mut Context<'_>) -> bool {
+        if !self.datagrams.flow_control {
             // The driver has not negotiated flow control.
             return true;
         }
-        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN, true)?, rx)));
         let Some((chain, rx)) = popped else {
-            self.starve();
+            self.request_buffers();
             return false;
         };
-        emit(rx, chain, word, 0);
+        emit(rx, chain, control, 0);
         cx.counters.tx_packets.add(1);
         true
     }
 
     /// Sends the guest the flow-control packets of the program's sockets.
-    pub(in crate::device) fn put_app_words(&mut self, cx: &mut Context<'_>) {
+    pub(in crate::device) fn put_app_controls(&mut self, cx: &mut Context<'_>) {
         let cid = self.cid;
         let has = |app: &mut App| app.inboxes.table.has_control();
         if !cx.app.as_deref_mut().is_some_and(has) {
@@ -87,10 +87,10 @@ impl Device {
         loop {
             let app = cx.app.as_deref_mut();
             let poll = |app: &mut App| app.inboxes.table.poll_control(now, |to| to.cid == cid);
-            let Some(word) = app.and_then(poll) else {
+            let Some(control) = app.and_then(poll) else {
                 break;
             };
-            if !self.put_word(&word, cx)
+            if !self.put_control(&control, cx)
                 && let Some(app) = cx.app.as_deref_mut()
             {
                 app.inboxes.table.control_again(now, |to| to.cid == cid);
@@ -109,7 +109,7 @@ impl Device {
     ) -> Result<(), NotPut> {
         let len = source.len();
         let least = HEADER_LEN + usize::from(len > 0);
-        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
         let Some(rx) = rx else {
             return Err(NotPut::NoRoom);
         };

@@ -12,7 +12,7 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 use zerosock_ring::Chain;
 
 use super::put::{NotPut, Source};
-use super::{Datagrams, Waiting};
+use super::{Datagrams, WaitingDatagram};
 use crate::device::sibling_message::{Datagram, Message, Payload as Carried};
 use crate::device::{Context, Device};
 use crate::routing::DeviceAddr;
@@ -58,7 +58,7 @@ impl Device {
         };
         let datagram = Datagram {
             from: self.addr,
-            flow: self.datagrams.flow,
+            flow: self.datagrams.flow_control,
             header,
             payload,
             chain,
@@ -79,7 +79,7 @@ impl Device {
         } = datagram;
         let copied = payload.copied();
         let mut answer = None;
-        if !self.datagrams.agreed {
+        if !self.datagrams.negotiated {
             let data = Datagrams::is_data(&header);
             cx.counters.datagrams_dropped.add(u64::from(data));
             // Also if no driver runs at all.
@@ -87,7 +87,7 @@ impl Device {
                 answer = Some(Control::Deaf.emit(header.dst, header.src));
             }
         } else if !Datagrams::is_data(&header) {
-            self.datagrams.add_word(header);
+            self.datagrams.queue_control(header);
         } else {
             let source = match &payload {
                 Carried::Copied(bytes) => Source::Bytes(bytes),
@@ -132,7 +132,9 @@ impl Device {
             }
             cx.counters.copied_bytes.add(bytes.len() as u64);
             datagrams.waiting_bytes += bytes.len() + OVERHEAD as usize;
-            datagrams.waiting.push_back(Waiting { from, to, bytes });
+            datagrams
+                .waiting
+                .push_back(WaitingDatagram { from, to, bytes });
         } else {
             cx.counters.datagrams_dropped.add(1);
         }
@@ -140,7 +142,7 @@ impl Device {
             datagrams.stopping = true;
             let now = cx.time();
             datagrams.stops.stop(now, to, from);
-            self.tell_sources(cx);
+            self.notify_sources(cx);
         }
     }
 
@@ -178,19 +180,19 @@ impl Device {
     }
 
     /// Renews the share of datagrams: ready streams have had their turn.
-    pub(in crate::device) fn streams_had_turn(&mut self) {
+    pub(in crate::device) fn renew_share(&mut self) {
         self.datagrams.share = None;
     }
 
     /// Sends the flow-control packets that are due to the sources.
-    pub(in crate::device) fn tell_sources(&mut self, cx: &mut Context<'_>) {
+    pub(in crate::device) fn notify_sources(&mut self, cx: &mut Context<'_>) {
         if self.datagrams.stops.is_empty() {
             return;
         }
         let now = cx.time();
-        while let Some(word) = self.datagrams.stops.poll(now, |_| true) {
-            if let Some(device) = cx.routes.target(word.dst) {
-                cx.outbox.send(device, Message::DatagramWord(word));
+        while let Some(control) = self.datagrams.stops.poll(now, |_| true) {
+            if let Some(device) = cx.routes.target(control.dst) {
+                cx.outbox.send(device, Message::DatagramControl(control));
             }
         }
     }
@@ -209,24 +211,24 @@ impl Device {
             tx.complete(chain, 0);
         }
         if let Some(answer) = answer {
-            self.datagrams.add_word(answer);
+            self.datagrams.queue_control(answer);
         }
     }
 
     /// Queues a flow-control packet for our guest.
-    pub(in crate::device) fn datagram_word(&mut self, word: Repr) {
-        self.datagrams.add_word(word);
+    pub(in crate::device) fn datagram_control(&mut self, control: Repr) {
+        self.datagrams.queue_control(control);
     }
 
     /// Sends the guest waiting flow-control packets and datagrams, as far as there are buffers.
     pub(in crate::device) fn transmit_datagrams(&mut self, cx: &mut Context<'_>) {
-        if self.waiting.is_some() {
+        if self.pending_command.is_some() {
             // The queue is stopped while a command is pending.
             return;
         }
-        while let Some(word) = self.datagrams.words.pop_front() {
-            if !self.put_word(&word, cx) {
-                self.datagrams.words.push_front(word);
+        while let Some(control) = self.datagrams.controls.pop_front() {
+            if !self.put_control(&control, cx) {
+                self.datagrams.controls.push_front(control);
                 return;
             }
         }
@@ -244,7 +246,7 @@ impl Device {
             self.datagrams.stopping = false;
             self.datagrams.stops.start_all();
         }
-        self.tell_sources(cx);
+        self.notify_sources(cx);
     }
 }
 

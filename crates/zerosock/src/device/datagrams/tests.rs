@@ -75,7 +75,7 @@ pub(crate) fn datagrams(n: usize, len: usize) -> Vec<Datagram> {
 
 fn receiver(buffers: usize) -> Lab {
     let mut lab = Lab::new();
-    lab.device.datagrams.negotiated(F_DGRAM);
+    lab.device.datagrams.set_features(F_DGRAM);
     lab.device.rx = Some(ring(buffers, 4096, true));
     lab
 }
@@ -99,7 +99,7 @@ fn streams_that_have_something_keep_half_of_the_buffers() {
     assert_eq!(posted(&mut lab), 4);
     // Streams have had their turn, and took nothing.
     let (device, mut cx) = lab.lend();
-    device.streams_had_turn();
+    device.renew_share();
     device.transmit_datagrams(&mut cx);
     assert_eq!(device.datagrams.waiting.len(), 2);
     device.ready.clear();

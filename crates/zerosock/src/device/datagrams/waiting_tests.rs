@@ -8,7 +8,7 @@ use zerosock_ring::{
     Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig,
 };
 
-use super::{NotPut, Waiting};
+use super::{NotPut, WaitingDatagram};
 use crate::device::command;
 use crate::device::ready_tests::Lab;
 use crate::device::ring::Ring;
@@ -61,13 +61,13 @@ fn a_datagram_that_waits_for_a_command_is_no_work() {
     let mut lab = Lab::new();
     let (device, mut cx) = lab.lend();
     device.rx = Some(queue());
-    device.datagrams.waiting.push_back(Waiting {
+    device.datagrams.waiting.push_back(WaitingDatagram {
         from: Address::new(Cid::new(4), Port::new(1)),
         to: guest(),
         bytes: vec![7; 100],
     });
     assert!(device.has_work_for_guest());
-    device.waiting = Some(command::Waiting::Reset(Reply::discarded()));
+    device.pending_command = Some(command::PendingCommand::Reset(Reply::discarded()));
     assert!(
         !device.has_work_for_guest(),
         "the worker would turn it on and on"
@@ -75,7 +75,7 @@ fn a_datagram_that_waits_for_a_command_is_no_work() {
     assert!(!device.transmit(&mut cx));
     assert_eq!(device.datagrams.waiting.len(), 1, "the queue rests");
     // The command is done: the datagram has its buffer.
-    device.waiting = None;
+    device.pending_command = None;
     assert!(device.has_work_for_guest());
     device.transmit(&mut cx);
     assert!(device.datagrams.waiting.is_empty() && !device.has_work_for_guest());
@@ -86,27 +86,27 @@ fn a_program_that_waits_for_buffers_is_told_after_a_command_and_spins_for_none()
     let mut lab = Lab::new();
     let (device, mut cx) = lab.lend();
     device.rx = Some(queue());
-    device.waiting = Some(command::Waiting::StopReceive(Reply::discarded()));
+    device.pending_command = Some(command::PendingCommand::StopReceive(Reply::discarded()));
     let put = device.app_send_datagram(host(), guest(), b"later", &mut cx);
     assert_eq!(put, Err(NotPut::NoRoom));
-    // A word of the flow control is refused as well.
-    device.datagrams.negotiated(F_DGRAM | F_DGRAM_FLOW);
-    assert!(!device.put_word(&Control::Deaf.emit(host(), guest()), &mut cx));
+    // A flow-control packet finds no room either.
+    device.datagrams.set_features(F_DGRAM | F_DGRAM_FLOW);
+    assert!(!device.put_control(&Control::Deaf.emit(host(), guest()), &mut cx));
     for _ in 0..2 {
         assert!(!device.has_come() && !device.ask_for_kicks(), "it spins");
         assert!(!device.transmit(&mut cx));
     }
-    assert!(device.starves_program());
+    assert!(device.program_waits());
     // Not carried out, as of a queue that is not there any more; another goes on.
     let rx = device.rx.take();
-    device.finish_waiting(&mut cx);
-    assert!(device.waiting.is_none() && !device.has_come());
-    device.waiting = Some(command::Waiting::Stop(Reply::discarded()));
+    device.finish_command(&mut cx);
+    assert!(device.pending_command.is_none() && !device.has_come());
+    device.pending_command = Some(command::PendingCommand::Stop(Reply::discarded()));
     device.rx = rx;
-    device.finish_waiting(&mut cx);
+    device.finish_command(&mut cx);
     assert!(device.has_come(), "the buffer that was there all the time");
     device.transmit(&mut cx);
-    assert!(!device.starves_program() && !device.has_come());
+    assert!(!device.program_waits() && !device.has_come());
     let put = device.app_send_datagram(host(), guest(), b"now", &mut cx);
     assert_eq!(put, Ok(()));
 }

@@ -81,13 +81,13 @@ pub(crate) fn read_packet(socket: &HostSocket) -> Line {
         Err(_) => return Line::Bad("failed before it said CONNECT"),
     };
     match parse_line(&line[..seen]) {
-        Parsed::Port(port, len) if len == seen && prepare(socket) => Line::Connect(port),
+        Parsed::Port(port, len) if len == seen && configure_packets(socket) => Line::Connect(port),
         _ => Line::Bad("did not say CONNECT <port> in a packet of its own"),
     }
 }
 
 /// Enables the distinction of empty packets from end of file, and enlarges the send buffer.
-fn prepare(socket: impl AsFd) -> bool {
+fn configure_packets(socket: impl AsFd) -> bool {
     // Best effort: a packet that does not fit is reported when it is sent.
     let _ = net::sockopt::set_socket_send_buffer_size(&socket, LONGEST);
     net::sockopt::set_socket_passcred(&socket, true).is_ok()
@@ -102,7 +102,7 @@ pub(crate) enum Ahead {
     /// A packet of this many bytes, possibly 0.
     Message(usize),
     Nothing,
-    BridgePeer,
+    EndOfFile,
     /// The program has gone.
     Gone,
 }
@@ -117,7 +117,7 @@ pub(crate) fn look_ahead(socket: impl AsFd) -> Ahead {
         Ok(got) if got.bytes > 0 || got.flags.contains(net::ReturnFlags::CTRUNC) => {
             Ahead::Message(got.bytes)
         }
-        Ok(_) => Ahead::BridgePeer,
+        Ok(_) => Ahead::EndOfFile,
         Err(Errno::AGAIN | Errno::INTR) => Ahead::Nothing,
         Err(_) => Ahead::Gone,
     }
@@ -259,7 +259,7 @@ fn connect_to(
         None => named,
     };
     let socket = HostSocket::unconnected(kind, account)?;
-    if kind == SocketType::SEQPACKET && !prepare(&socket) {
+    if kind == SocketType::SEQPACKET && !configure_packets(&socket) {
         return Err(io::ErrorKind::Unsupported.into());
     }
     match net::connect(&socket, &address) {

@@ -28,7 +28,7 @@ use zerosock_proto::vsock::{FlowId, Parcel, QueuePairs};
 use zerosock_proto::wire::vsock::{Op, Repr};
 
 use super::app_store::QueueStore;
-use super::bridge::{Bridge, BridgePeer};
+use super::bridge::{Bridge, BridgePeer, SiblingEnd};
 use super::sibling;
 use super::{Context, Device};
 use crate::device::sibling_message::{Message, Peer};
@@ -77,6 +77,16 @@ pub(crate) struct Handoff {
 #[derive(Debug)]
 pub(crate) struct Parked {
     messages: Vec<Message>,
+}
+
+/// Whether a connection can be handed off.
+enum MoveState {
+    Ready,
+    /// A sibling was asked to return the connection's chains.
+    AwaitsChains,
+    /// The pair does not exist, a command is pending, the connection is not established, the
+    /// program has loans on it, or its previous handoff is not complete.
+    Refused,
 }
 
 impl QueuePairSet {
@@ -142,40 +152,46 @@ impl Device {
         }
     }
 
-    /// Handles the driver's request (MOVE) to continue a connection at queue pair `pair`.
-    ///
-    /// A connection whose chains have all been returned is handed off at once. If a sibling still
-    /// has chains, they are recalled and [`handoff_if_returned`](Self::handoff_if_returned)
-    /// continues. The request is refused if the pair does not exist, a command is pending, the
-    /// connection is not established, the program has loans on it, or a previous handoff is not
-    /// complete.
+    /// Handles the driver's request (MOVE) to continue a connection at queue pair `pair`: starts
+    /// the handoff, waits until a sibling has returned the connection's chains, or refuses.
     pub(super) fn handle_move_request(&mut self, flow: FlowId, pair: u32, cx: &mut Context<'_>) {
-        let key = self.key_of(flow).filter(|_| self.pending_command.is_none());
-        let queue_pair = self.queue_pairs.other(pair);
-        let (Some(key), Some(_)) = (key, queue_pair) else {
-            return self.refuse_move(flow);
-        };
-        self.flush(key, cx);
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
-            return self.refuse_move(flow);
-        };
-        match &mut bridge.end {
-            BridgePeer::Socket { .. } if bridge.open => self.request_handoff(flow, pair as u16, cx),
-            BridgePeer::App(end) if end.loans == 0 => self.request_handoff(flow, pair as u16, cx),
-            // Parked messages mean that the previous handoff is not complete.
-            BridgePeer::Sibling(s) if bridge.open && s.parked.is_none() => {
-                s.move_to = Some(pair as u16);
-                if s.out > 0 {
-                    let (device, to) = (s.peer.device, s.peer.flow);
-                    cx.outbox.send(device, Message::Recall { to });
-                } else {
-                    self.request_handoff(flow, pair as u16, cx);
-                }
-            }
-            _ => self.refuse_move(flow),
+        match self.prepare_move(flow, pair, cx) {
+            MoveState::Ready => self.request_handoff(flow, pair as u16, cx),
+            // `handoff_if_returned` continues.
+            MoveState::AwaitsChains => {}
+            MoveState::Refused => self.refuse_move(flow),
         }
     }
 
+    /// Passes on the bytes that came before MOVE and decides whether the connection can move.
+    fn prepare_move(&mut self, flow: FlowId, pair: u32, cx: &mut Context<'_>) -> MoveState {
+        if self.pending_command.is_some() || self.queue_pairs.other(pair).is_none() {
+            return MoveState::Refused;
+        }
+        let Some(key) = self.key_of(flow) else {
+            return MoveState::Refused;
+        };
+        self.flush(key, cx);
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            return MoveState::Refused;
+        };
+        match &mut bridge.end {
+            BridgePeer::Socket { .. } if bridge.open => MoveState::Ready,
+            BridgePeer::App(end) if end.loans == 0 => MoveState::Ready,
+            // Parked messages mean that the previous handoff is not complete.
+            BridgePeer::Sibling(s) if bridge.open && s.parked.is_none() => {
+                s.move_to = Some(pair as u16);
+                if s.out == 0 {
+                    return MoveState::Ready;
+                }
+                recall_chains(s, cx);
+                MoveState::AwaitsChains
+            }
+            _ => MoveState::Refused,
+        }
+    }
+
+    /// Answers the driver that the connection stays at this queue pair.
     fn refuse_move(&mut self, flow: FlowId) {
         if let Some(key) = self.key_of(flow)
             && let Some(bridge) = self.bridges.get_mut(key as usize)
@@ -238,8 +254,7 @@ impl Device {
             if s.out > 0 {
                 // The guest has sent more bytes after MOVE.
                 s.move_to = Some(pair);
-                let (device, to) = (s.peer.device, s.peer.flow);
-                cx.outbox.send(device, Message::Recall { to });
+                recall_chains(s, cx);
                 return None;
             }
             s.move_to = None;
@@ -578,6 +593,12 @@ impl Handoff {
         };
         cx.outbox.send(old.device, arrived);
     }
+}
+
+/// Asks a sibling to return the chains of a connection.
+fn recall_chains(sibling: &SiblingEnd, cx: &mut Context<'_>) {
+    let Peer { device, flow: to } = sibling.peer;
+    cx.outbox.send(device, Message::Recall { to });
 }
 
 /// Answers a message for a connection that no longer exists.

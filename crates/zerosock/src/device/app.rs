@@ -256,7 +256,7 @@ impl Device {
         Self::app_ended_in(&mut self.store(), bridge, orderly, cx);
     }
 
-    /// As `app_ended`, for a bridge whose chains are in `store`.
+    /// As `app_ended`, for a bridge with its chains in `store`.
     pub(super) fn app_ended_in(
         store: &mut QueueStore<'_>,
         bridge: &Bridge,
@@ -301,7 +301,7 @@ impl Device {
         self.datagrams.room_is_wanted() || !self.app.waiters.is_empty()
     }
 
-    /// Registers a connection whose send found no buffer.
+    /// Registers a connection: its send found no buffer.
     pub(super) fn wait_for_room(&mut self, id: StreamId, cx: &mut Context<'_>) {
         self.request_buffers();
         if let Some(app) = cx.app.as_deref_mut() {
@@ -391,7 +391,7 @@ impl Device {
 
     /// Shuts down one direction, or both.
     pub(crate) fn app_shutdown(&mut self, flow: FlowId, how: How, now: Instant) {
-        // A flow that ended meanwhile needs no shutdown.
+        // Fails if the flow has ended, and then no shutdown is needed.
         let _ = self.shard.shutdown(now, flow, how);
     }
 
@@ -403,7 +403,7 @@ impl Device {
             self.remove_bridge(key, cx);
         }
         if reset || self.shard.shutdown(cx.now, flow, How::BOTH).is_err() {
-            // A flow that ended meanwhile needs no reset.
+            // Fails if the flow has ended, and then no reset is needed.
             let _ = self.shard.reset(flow);
         }
     }
@@ -429,7 +429,7 @@ impl Device {
         control || self.has_broken()
     }
 
-    /// Resets a connection whose unread bytes exceed the limit for copies.
+    /// Resets a connection with more unread bytes than may be copied.
     pub(crate) fn app_give_up(&mut self, id: StreamId, cx: &mut Context<'_>) {
         let Some(app) = cx.app.as_deref_mut() else {
             return;

@@ -19,7 +19,7 @@ use crate::table::sockets::{Store, Waiters};
 pub(super) const NONE: u32 = u32::MAX;
 
 /// The transmit queue and shard to which held chains and credit are returned. Both are `None` for
-/// a connection whose device has gone, of which only copies are left.
+/// a connection that has outlived its device, of which only copies are left.
 #[derive(Default)]
 pub(crate) struct QueueStore<'a> {
     tx: Option<&'a mut Ring>,
@@ -62,7 +62,7 @@ impl Store for QueueStore<'_> {
     #[inline]
     fn consumed(&mut self, _pool: u32, flow: FlowId, bytes: u32) {
         if let Some(shard) = &mut self.shard {
-            // Fails if the flow has ended meanwhile.
+            // Fails if the flow has ended.
             let _ = shard.consume(flow, bytes);
         }
     }

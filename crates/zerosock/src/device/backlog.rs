@@ -1,4 +1,4 @@
-//! Retries of the guest's connects to host sockets whose backlog is full.
+//! Retries of the guest's connects to host sockets with a full backlog.
 //!
 //! A non-blocking connect to such a Unix socket fails with EAGAIN, and no event reports room. The
 //! connect is therefore retried after a pause that doubles. All connections to a port wait in the

@@ -87,7 +87,7 @@ impl SiblingEnd {
         }
     }
 
-    /// Appends bytes from the sibling. Copies go into a single buffer, whose read bytes are dropped
+    /// Appends bytes from the sibling. Copies go into a single buffer; its read bytes are dropped
     /// when they make up half of it, so it stays below twice the waiting bytes.
     ///
     /// Returns `inbound` if the list could not grow: see
@@ -336,7 +336,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn copies_that_are_never_all_read_stay_small() {
+    fn buffer_of_copies_that_never_empties_stays_small() {
         let mut shard = zerosock_proto::vsock::Shard::new(
             zerosock_proto::vsock::ShardConfig::driver(zerosock_proto::Cid::new(3)),
             Arc::new(zerosock_proto::vsock::PortTable::new()),
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_join_at_rest_is_small() {
+    fn idle_bridge_is_small() {
         // A connection between two guests has two bridges and two flows: together at most 1 KiB.
         assert!(size_of::<Bridge>() <= 112, "{}", size_of::<Bridge>());
     }

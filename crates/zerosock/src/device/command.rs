@@ -6,7 +6,7 @@
 //! - A pending command waits, and the queue with it, until siblings have returned their chains, no
 //!   loan is being written to, and no lease is under a read guard.
 //! - The front-end does not wait longer than [`RECALL`] for the embedding program, which may keep a
-//!   buffer for any time. After that the front-end is disconnected without an answer.
+//!   buffer for any time. After that the command fails and the front-end is disconnected.
 //! - A disconnect waits for nothing: memory that siblings still read stays mapped, and chains that
 //!   return to a stopped queue are dropped.
 
@@ -265,8 +265,8 @@ impl Device {
 
     /// Disconnects a front-end that waits for buffers that the embedding program keeps in use.
     fn drop_frontend(&mut self, cx: &mut Context<'_>) {
-        let reason = "the program that has the device kept a buffer in use for too long";
-        tracing::warn!(cid = %self.cid, reason, "the front-end is turned away");
+        let reason = "the embedding program kept a guest buffer in use for too long";
+        tracing::warn!(cid = %self.cid, reason, "front-end disconnected");
         self.disconnect(cx);
         if let Some(link) = self.link.take() {
             link.close(reason);
@@ -292,7 +292,7 @@ impl Device {
         result
     }
 
-    /// Ends every connection without a packet to the guest, whose driver knows none of them. Bytes
+    /// Ends every connection without a packet to the guest: its driver knows none of them. Bytes
     /// that the guest sent before are still delivered.
     fn forget_connections(&mut self, cx: &mut Context<'_>) {
         self.app_recall(true, cx);

@@ -228,7 +228,7 @@ impl Device {
         self.end_bridge(key, cx);
     }
 
-    /// Removes a bridge whose guest has gone. The other end sees an orderly end of stream if the
+    /// Removes a bridge without its guest. The other end sees an orderly end of stream if the
     /// guest had shut down sending before, else a reset.
     pub(super) fn remove_without_guest(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(bridge) = self.remove_bridge(key, cx) {
@@ -238,7 +238,7 @@ impl Device {
         }
     }
 
-    /// Removes a bridge whose flow was reset, and resets the other end.
+    /// Removes a bridge after a reset of its flow, and resets the other end.
     pub(super) fn end_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(bridge) = self.remove_bridge(key, cx) {
             sibling::send_end(&bridge, false, cx);
@@ -281,7 +281,7 @@ impl Device {
             .held_since
             .is_none_or(|since| since + cx.limits.hold > cx.now)
         {
-            // The chains changed meanwhile: set a timer for the present ones.
+            // Other chains are held now: set a timer for the present ones.
             return self.update_bridge(key, cx);
         }
         bridge.held_since = None;
@@ -316,7 +316,7 @@ impl Device {
                 .write(chain.writable(), 0, &TRANSPORT_RESET);
             event.complete(chain, written as u32);
             self.announce_reset = false;
-            tracing::info!(cid = %self.cid, "told the driver that its connections are gone");
+            tracing::info!(cid = %self.cid, "sent TRANSPORT_RESET: the device has lost the connections of the driver");
         }
     }
 }

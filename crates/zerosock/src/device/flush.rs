@@ -299,11 +299,11 @@ impl Device {
         cx.counters.copied_bytes.add(copied as u64);
     }
 
-    /// Resets a connection whose bytes were lost to a failed allocation.
+    /// Resets a connection after an allocation for its bytes failed.
     #[cold]
     pub(super) fn end_for_want_of_memory(&mut self, key: u32, cx: &mut Context<'_>) {
         cx.counters.no_memory.add(1);
-        tracing::warn!(cid = %self.cid, "a connection was reset: no memory for what it has sent");
+        tracing::warn!(cid = %self.cid, "connection reset: out of memory for its bytes");
         self.reset_bridge(key, cx);
     }
 
@@ -321,7 +321,7 @@ impl Device {
                 break;
             }
             cx.counters.overflow_resets.add(1);
-            tracing::warn!(cid = %self.cid, "a connection whose reader stalls was reset: overflow");
+            tracing::warn!(cid = %self.cid, "connection reset: its reader stalls and the overflow limit is reached");
             self.reset_bridge(key, cx);
         }
     }

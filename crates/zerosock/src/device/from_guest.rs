@@ -48,7 +48,7 @@ impl Drop for ShownPackets<'_, '_> {
         self.complete_opened();
         let (device, cx) = (&mut *self.device, &mut *self.cx);
         if self.bytes > 0 {
-            // Fails if the flow has ended meanwhile.
+            // Fails if the flow has ended.
             let _ = device.shard.consume(self.flow, self.bytes as u32);
         }
         cx.counters.rx_packets.add(self.taken);

@@ -83,7 +83,7 @@ impl Device {
         Ok(payload.len())
     }
 
-    /// Sends gathered bytes whose delay has ended, as far as there are buffers.
+    /// Sends gathered bytes after their delay, as far as there are buffers.
     #[inline]
     pub(super) fn send_gathered(&mut self, cx: &mut Context<'_>) {
         if self.shard.has_data() {

@@ -172,7 +172,7 @@ impl Device {
                         // only if descriptors are queued in it.
                         drop(PeerFd::from(socket).owned_by(&self.account));
                         cx.counters.conns_refused.add(1);
-                        self.warn(&format!("a host program is refused: {exceeded}"));
+                        self.warn(&format!("host program refused: {exceeded}"));
                     }
                     (None, Ok(permit)) => {
                         let socket = HostSocket::accepted(socket, permit);
@@ -193,7 +193,7 @@ impl Device {
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(e) => {
                     // Most likely out of descriptors. The edge is used up: retry after a pause.
-                    tracing::warn!(cid = %self.cid, error = %e, "cannot accept a host program");
+                    tracing::warn!(cid = %self.cid, error = %e, "cannot accept a connection of a host program");
                     self.timers.set(cx.now + ACCEPT_PAUSE, Timer::Accept(key));
                     return;
                 }
@@ -229,7 +229,7 @@ impl Device {
             key,
         };
         if let Err(error) = cx.poller.add(&socket, source) {
-            tracing::warn!(cid = %self.cid, %error, "cannot watch a host program");
+            tracing::warn!(cid = %self.cid, %error, "cannot add a host program's socket to the poller");
             return;
         }
         entry.insert(Handshake {
@@ -242,7 +242,7 @@ impl Device {
         self.handshake_ready(key, cx);
     }
 
-    /// Handles bytes from a host program whose CONNECT line is incomplete.
+    /// Handles bytes from a host program with an incomplete CONNECT line.
     pub(crate) fn handshake_ready(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(handshake) = self.handshakes.get(key as usize) else {
             return;
@@ -272,7 +272,7 @@ impl Device {
             }
             Line::Bad(reason) => {
                 forget_handshake(&socket, cx);
-                tracing::debug!(cid = %self.cid, reason, "a host program was turned away");
+                tracing::debug!(cid = %self.cid, reason, "host program refused: bad CONNECT line");
                 cx.counters.bad_handshakes.add(1);
             }
             Line::Partial => {}
@@ -287,7 +287,7 @@ impl Device {
         if due {
             let handshake = self.handshakes.remove(key as usize);
             forget_handshake(&handshake.socket, cx);
-            tracing::debug!(cid = %self.cid, "a host program did not say CONNECT in time");
+            tracing::debug!(cid = %self.cid, "host program refused: no CONNECT line in time");
             cx.counters.bad_handshakes.add(1);
         }
     }
@@ -329,7 +329,7 @@ impl Device {
         } = caller;
         if !self.rx.as_ref().is_some_and(|rx| rx.live()) {
             cx.counters.conns_refused.add(1);
-            tracing::debug!(cid = %self.cid, %port, "no driver to connect to");
+            tracing::debug!(cid = %self.cid, %port, "host program refused: no driver runs");
             return;
         }
         let peer = Address {
@@ -369,7 +369,7 @@ impl Device {
             false => cx.poller.add(socket, source),
         };
         if let Err(error) = watched {
-            tracing::warn!(cid = %self.cid, %error, "cannot watch a host program");
+            tracing::warn!(cid = %self.cid, %error, "cannot add a host program's socket to the poller");
             self.reset_bridge(key, cx);
         }
     }
@@ -412,13 +412,13 @@ impl Device {
         Tried::Decided
     }
 
-    /// Refuses a connect whose deadline has passed.
+    /// Refuses a connect after its deadline.
     pub(super) fn connect_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(BridgePeer::Connecting { deadline, .. }) =
             self.bridges.get(key as usize).map(|j| &j.end)
             && *deadline <= cx.now
         {
-            self.refuse(key, "it did not answer in time", cx);
+            self.refuse(key, "no answer before the connect deadline", cx);
         }
     }
 
@@ -427,7 +427,7 @@ impl Device {
         cx.counters.conns_refused.add(1);
         if let Some(flow) = self.bridges.get(key as usize).and_then(|j| j.flow) {
             let port = self.shard.flow(flow).map(|f| f.local.port);
-            tracing::debug!(cid = %self.cid, ?port, reason, "no host program took the connection");
+            tracing::debug!(cid = %self.cid, ?port, reason, "connection of the guest refused");
             let _ = self.shard.reject(flow);
         }
         self.remove_bridge(key, cx);

@@ -131,7 +131,7 @@ impl App {
         Some(loan)
     }
 
-    /// Removes a loan whose device has gone.
+    /// Removes a loan after its device has gone.
     pub(crate) fn forget_loan(&mut self, index: u32) {
         self.remove_loan(index);
     }

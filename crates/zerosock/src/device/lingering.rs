@@ -30,7 +30,7 @@ impl Lingering {
 }
 
 impl Device {
-    /// Registers a bridge whose flow has ended.
+    /// Registers a bridge after its flow has ended.
     pub(super) fn start_lingering(&mut self, key: u32, cx: &Context<'_>) {
         self.lingering.last_progress.insert(key, cx.now);
         if self.lingering.look_at.is_none() {
@@ -68,7 +68,7 @@ impl Device {
             .collect();
         for key in keys {
             cx.counters.linger_timeouts.add(1);
-            tracing::debug!(cid = %self.cid, "a host program did not take the last bytes in time");
+            tracing::debug!(cid = %self.cid, "host socket closed: the program did not take the last bytes in time");
             self.end_bridge(key, cx);
         }
         if let Some(&oldest) = self.lingering.last_progress.values().min() {

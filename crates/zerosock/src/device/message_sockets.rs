@@ -119,7 +119,7 @@ impl Device {
             .get(key as usize)
             .and_then(|bridge| bridge.flow)
         {
-            // Fails if the flow has ended meanwhile.
+            // Fails if the flow has ended.
             let _ = self.shard.consume(flow, bytes as u32);
             if empty > 0 {
                 let _ = self.shard.consume_empty(flow, empty);

@@ -127,7 +127,7 @@ impl Device {
         }
     }
 
-    /// Sends the sibling the lengths of messages whose bytes it has received.
+    /// Sends the sibling the lengths of messages that it has received completely.
     pub(super) fn send_message_lengths(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
@@ -289,17 +289,17 @@ impl Device {
         cx.counters.message_resets.add(1);
         tracing::warn!(
             cid = %self.cid, len,
-            "a connection was reset: a message is longer than its receiver can take"
+            "connection reset: a message is longer than its receiver can take"
         );
         self.reset_bridge(key, cx);
     }
 
-    /// Resets a connection with a message whose bytes are missing: the guest must not receive other
+    /// Resets a connection with an incomplete message: the guest must not receive other
     /// bytes in their place.
     #[cold]
     fn lost_message(&mut self, key: u32, cx: &mut Context<'_>) {
         cx.counters.message_resets.add(1);
-        tracing::error!(cid = %self.cid, "a connection was reset: a message lacks bytes");
+        tracing::error!(cid = %self.cid, "connection reset: bytes of a message are missing");
         self.reset_bridge(key, cx);
     }
 

@@ -122,7 +122,7 @@ pub(crate) struct Limits {
     /// Bytes of replaced guest memory that leases may keep mapped; at least twice the size of the
     /// guest's current memory is allowed.
     pub(crate) old_memory: u64,
-    /// Accepted host programs whose CONNECT line is incomplete, at most.
+    /// Accepted host programs with an incomplete CONNECT line, at most.
     pub(crate) handshakes: usize,
     /// Host sockets of ended connections that still have bytes to take, at most.
     pub(crate) lingering: usize,
@@ -197,7 +197,7 @@ pub(crate) struct Device {
     handshakes: Slab<Handshake>,
     /// Keys of bridges that may have something for the guest, in the order of their turns.
     ready: VecDeque<u32>,
-    /// Messages whose remaining bytes wait for buffers of the guest.
+    /// Messages with remaining bytes that wait for buffers of the guest.
     outgoing: VecDeque<Outgoing>,
     /// Small writes of the embedding program, gathered into larger packets.
     gathered: Gathered,
@@ -210,7 +210,7 @@ pub(crate) struct Device {
     stalled_chains: usize,
     overflow_bytes: usize,
     timers: Timers,
-    /// Entries of `ready` whose bridge was removed.
+    /// Entries of `ready` without a bridge, which was removed.
     stale_ready: usize,
     /// Connection requests to siblings without an answer.
     unanswered: usize,
@@ -533,7 +533,7 @@ impl Device {
     fn lose(&mut self, reason: &str, cx: &mut Context<'_>) {
         let link = self.link.take();
         if link.as_ref().is_some_and(FrontendLink::note_loss) {
-            tracing::error!(cid = %self.cid, reason, "the device is lost");
+            tracing::error!(cid = %self.cid, reason, "device lost");
             cx.counters.devices_lost.add(1);
         }
         self.app_lose(cx);

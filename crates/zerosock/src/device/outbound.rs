@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_keep_their_order_however_many_are_held_copied_or_spilled() {
+    fn bytes_keep_their_order_when_held_copied_or_spilled() {
         for share in [0, 1, 3, 10] {
             for keep in [0, 1, 2, 10] {
                 for step in [1, 5, 16, 100] {
@@ -440,9 +440,9 @@ mod tests {
                     );
                     assert_eq!(back + heads.len(), 8, "every chain comes back once");
                     outbound.recycle(&mut spares);
-                    assert!(outbound.0.is_none(), "no memory at rest");
+                    assert!(outbound.0.is_none(), "an empty queue was not recycled");
                     let [spare] = &spares.0[..] else {
-                        panic!("not kept for others");
+                        panic!("the queue is not in the spares");
                     };
                     assert!(spare.is_empty() && spare.held_bytes == 0);
                     assert_eq!(spare.overflow.capacity(), 0);
@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn an_overflow_that_never_empties_stays_small() {
+    fn overflow_that_never_empties_stays_small() {
         let (memory, _queue, chains) = chains(64);
         let mut outbound = Outbound::default();
         let mut spares = Spares::default();
@@ -472,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn few_lists_are_kept_and_none_that_are_large() {
+    fn spares_keep_few_small_queues() {
         let mut spares = Spares::<OutboundQueue>::default();
         let mut places: Vec<Option<Box<OutboundQueue>>> = Vec::new();
         places.resize_with(2 * SPARES, || None);
@@ -483,7 +483,7 @@ mod tests {
         assert!(places.iter().all(Option::is_none));
         assert_eq!(spares.0.len(), SPARES);
         let large = spares.get_or_take(&mut places[0]);
-        assert!(large.held.capacity() >= 4, "one that was there before");
+        assert!(large.held.capacity() >= 4, "a reused queue");
         large.held.reserve(2 * SPARE_MOST);
         spares.recycle(&mut places[0]);
         assert!(places[0].is_none());

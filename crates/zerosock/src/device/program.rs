@@ -104,7 +104,7 @@ impl App {
         }
     }
 
-    /// The device whose buffers are in `pool`.
+    /// The device with its buffers in `pool`.
     #[inline]
     pub(crate) fn device_of(&self, pool: u32) -> Option<u32> {
         *self.pools.get(pool as usize)?

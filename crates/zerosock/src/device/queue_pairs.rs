@@ -45,9 +45,9 @@ pub(crate) struct QueuePairSet {
     all: Arc<[DeviceAddr]>,
     /// The number of pairs that the driver uses.
     pub(super) used: QueuePairs,
-    /// Connections handed off whose arrival the new pair has not confirmed.
+    /// Connections handed off without a confirmation by the new pair.
     unconfirmed: HashSet<FlowId>,
-    /// Connections handed off whose siblings may still send to this pair.
+    /// Connections handed off with siblings that may still send to this pair.
     forwarding: HashMap<FlowId, Forwarding>,
     /// Adopted connections that wait for forwarded messages of their siblings.
     parking: usize,
@@ -129,7 +129,7 @@ impl Device {
     /// Makes this device queue pair `pair` of `all`.
     pub(crate) fn set_lane(&mut self, pair: u16, all: Arc<[DeviceAddr]>) {
         self.queue_pairs = QueuePairSet::new(pair, self.addr, all);
-        // Epochs of different pairs never coincide, so a chain identifies its ring.
+        // The pair in the upper bits keeps epochs of different pairs apart.
         self.epoch = u32::from(pair) << 24;
     }
 
@@ -199,7 +199,7 @@ impl Device {
         {
             s.move_to = None;
         }
-        // Fails if the flow has ended meanwhile, and then there is nothing to refuse.
+        // Fails if the flow has ended, and then there is nothing to refuse.
         let _ = self.shard.keep(flow, self.queue_pairs.pair);
     }
 
@@ -351,7 +351,7 @@ impl Device {
             BridgePeer::Socket { socket, .. } => {
                 let vm = self.addr.vm;
                 if let Err(error) = cx.poller.add(&*socket, Source::Bridge { vm, key }) {
-                    tracing::warn!(cid = %self.cid, %error, "cannot watch a host program");
+                    tracing::warn!(cid = %self.cid, %error, "cannot add a host program's socket to the poller");
                     self.reset_bridge(key, cx);
                 }
             }
@@ -534,7 +534,7 @@ impl Device {
         }
     }
 
-    /// Ends an adopted connection whose driver went away during the handoff.
+    /// Ends an adopted connection: its driver went away during the handoff.
     fn end_orphan(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(flow) else { return };
         // Without an RST: the current driver does not know the connection, and an RST could only

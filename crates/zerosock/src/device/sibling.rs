@@ -193,7 +193,7 @@ impl Device {
             }
             Message::Ended { to, len, ends } => self.sibling_ended_message(to, len, ends, cx),
             Message::ReadEmpty { to } => {
-                // Fails if the flow has ended meanwhile.
+                // Fails if the flow has ended.
                 let _ = self.shard.consume_empty(to, 1);
             }
             Message::Returned { to, bytes, chain } => self.handle_returned(to, bytes, chain, cx),
@@ -225,7 +225,7 @@ impl Device {
         }
     }
 
-    /// Ends a connection whose sibling has ended, refused it, or does not exist.
+    /// Ends a connection: its sibling has ended, refused it, or does not exist.
     fn sibling_ended(&mut self, to: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(to) else { return };
         let ended = match self.remove_bridge(key, cx) {
@@ -238,7 +238,7 @@ impl Device {
             }
             _ => self.shard.reset(to),
         };
-        // Fails if the flow has ended by itself meanwhile.
+        // Fails if the flow has ended by itself.
         let _ = ended;
     }
 
@@ -248,7 +248,7 @@ impl Device {
         let key = self.key_of(to);
         match key.and_then(|key| self.bridges.get_mut(key as usize)) {
             Some(bridge) => bridge.end = BridgePeer::Asked(Some(from)),
-            // Our guest has given up meanwhile.
+            // Our guest has given up already.
             None => {
                 let message = Message::Reset { to: from.flow };
                 cx.outbox.send(from.device, message);
@@ -299,7 +299,7 @@ impl Device {
 
     fn sibling_accepted(&mut self, to: FlowId, from: Peer, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(to) else {
-            // Our guest has given up meanwhile.
+            // Our guest has given up already.
             cx.outbox
                 .send(from.device, Message::Reset { to: from.flow });
             return;

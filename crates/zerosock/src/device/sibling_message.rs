@@ -268,12 +268,12 @@ mod tests {
 
     /// Messages move through several queues; 128 bytes are two cache lines.
     #[test]
-    fn a_message_is_small() {
+    fn message_fits_in_two_cache_lines() {
         assert!(size_of::<Message>() <= 128, "{}", size_of::<Message>());
     }
 
     #[test]
-    fn who_asks_or_lends_is_answered_for_a_device_that_is_gone() {
+    fn requests_to_a_removed_device_are_answered() {
         let mut shard = zerosock_proto::vsock::Shard::new(
             zerosock_proto::vsock::ShardConfig::driver(Cid::new(3)),
             Arc::new(zerosock_proto::vsock::PortTable::new()),
@@ -292,7 +292,7 @@ mod tests {
             socket_type: SocketType::SeqPacket,
         };
         let Some((to, Message::Refused { to: told })) = connect.undeliverable() else {
-            panic!("an unanswered connect");
+            panic!("a connect without an answer");
         };
         assert_eq!((to, told), (device, flow));
         for message in [
@@ -300,7 +300,7 @@ mod tests {
             Message::Accepted { to: flow, from },
         ] {
             let Some((to, Message::Reset { to: told })) = message.undeliverable() else {
-                panic!("a half connection");
+                panic!("a half-open connection without an answer");
             };
             assert_eq!((to, told), (device, flow));
         }

@@ -8,11 +8,11 @@ use zerosock_proto::Instant;
 /// What a deadline is for; the number is a key into the device's tables.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(crate) enum Timer {
-    /// Close a host program whose CONNECT line is incomplete.
+    /// Close a host program with an incomplete CONNECT line.
     Handshake(u32),
     /// Refuse a connect that the kernel has not completed.
     Connect(u32),
-    /// Retry connects to a host socket whose backlog was full.
+    /// Retry connects to a host socket with a full backlog.
     Backlog(HostPort),
     /// Close host sockets that do not take the last bytes of ended connections.
     Linger,

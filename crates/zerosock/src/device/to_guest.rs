@@ -163,7 +163,7 @@ impl Device {
             Ok(_) if received == 0 => self.host_ended(key, cx),
             Ok(_) if received < want => {
                 // A short read: the socket is empty, and new bytes produce an edge. Exceptions: an
-                // end of file whose edge was already seen; and a read that stopped behind a passed
+                // end of file after its edge was seen; and a read that stopped behind a passed
                 // descriptor (cut off) or at an urgent byte.
                 bridge.readable = bridge.host_finished || cut || bridge.urgent;
                 if bridge.readable {

@@ -3,7 +3,7 @@
 //!
 //! # Invariants
 //! - The fragments of a datagram are contiguous in the guest's queue.
-//! - A packet whose source is not the guest's own address is dropped.
+//! - A packet with a source other than the guest's own address is dropped.
 //! - Every lent chain comes back.
 //! - Everything that waits is bounded.
 //!

@@ -250,7 +250,7 @@ impl Device {
     }
 }
 
-/// The answer that returns a lent packet whose receiver has gone.
+/// The answer that returns a lent packet: its receiver has gone.
 pub(crate) fn returned(datagram: Datagram) -> (DeviceAddr, Message) {
     let Datagram {
         from,

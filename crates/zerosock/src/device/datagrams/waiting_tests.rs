@@ -1,4 +1,4 @@
-//! What waits for the guest's buffers while a command of the VMM's waits, too.
+//! Datagrams that wait for the guest's buffers while a command of the VMM is pending.
 
 use std::sync::Arc;
 
@@ -57,7 +57,7 @@ fn queue() -> Ring {
 }
 
 #[test]
-fn a_datagram_that_waits_for_a_command_is_no_work() {
+fn datagram_behind_a_pending_command_does_not_keep_the_worker_awake() {
     let mut lab = Lab::new();
     let (device, mut cx) = lab.lend();
     device.rx = Some(queue());
@@ -68,13 +68,10 @@ fn a_datagram_that_waits_for_a_command_is_no_work() {
     });
     assert!(device.has_work_for_guest());
     device.pending_command = Some(command::PendingCommand::Reset(Reply::discarded()));
-    assert!(
-        !device.has_work_for_guest(),
-        "the worker would turn it on and on"
-    );
+    assert!(!device.has_work_for_guest(), "the worker would never sleep");
     assert!(!device.transmit(&mut cx));
-    assert_eq!(device.datagrams.waiting.len(), 1, "the queue rests");
-    // The command is done: the datagram has its buffer.
+    assert_eq!(device.datagrams.waiting.len(), 1, "the queue is stopped");
+    // After the command the datagram gets its buffer.
     device.pending_command = None;
     assert!(device.has_work_for_guest());
     device.transmit(&mut cx);
@@ -82,7 +79,7 @@ fn a_datagram_that_waits_for_a_command_is_no_work() {
 }
 
 #[test]
-fn a_program_that_waits_for_buffers_is_told_after_a_command_and_spins_for_none() {
+fn program_is_woken_for_buffers_after_a_pending_command() {
     let mut lab = Lab::new();
     let (device, mut cx) = lab.lend();
     device.rx = Some(queue());
@@ -93,18 +90,21 @@ fn a_program_that_waits_for_buffers_is_told_after_a_command_and_spins_for_none()
     device.datagrams.set_features(F_DGRAM | F_DGRAM_FLOW);
     assert!(!device.put_control(&Control::Deaf.emit(host(), guest()), &mut cx));
     for _ in 0..2 {
-        assert!(!device.has_come() && !device.ask_for_kicks(), "it spins");
+        assert!(
+            !device.has_come() && !device.ask_for_kicks(),
+            "the worker would not sleep"
+        );
         assert!(!device.transmit(&mut cx));
     }
     assert!(device.program_waits());
-    // Not carried out, as of a queue that is not there any more; another goes on.
+    // The command fails without its queue; a later one completes.
     let rx = device.rx.take();
     device.finish_command(&mut cx);
     assert!(device.pending_command.is_none() && !device.has_come());
     device.pending_command = Some(command::PendingCommand::Stop(Reply::discarded()));
     device.rx = rx;
     device.finish_command(&mut cx);
-    assert!(device.has_come(), "the buffer that was there all the time");
+    assert!(device.has_come(), "the buffer was posted all the time");
     device.transmit(&mut cx);
     assert!(!device.program_waits() && !device.has_come());
     let put = device.app_send_datagram(host(), guest(), b"now", &mut cx);

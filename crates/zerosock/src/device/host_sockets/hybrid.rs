@@ -50,23 +50,23 @@ pub(crate) enum Line {
 pub(crate) fn read_line(socket: &HostSocket) -> Line {
     let mut line = [0u8; MAX_LINE];
     let seen = match net::recv(socket, &mut line[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-        Ok((_, 0)) => return Line::Bad("closed before it said CONNECT"),
+        Ok((_, 0)) => return Line::Bad("closed before its CONNECT line was complete"),
         Ok((_, n)) => n,
         Err(Errno::AGAIN | Errno::INTR) => return Line::Partial,
-        Err(_) => return Line::Bad("failed before it said CONNECT"),
+        Err(_) => return Line::Bad("failed before its CONNECT line was complete"),
     };
     let parsed = parse_line(&line[..seen]);
     if let Parsed::Port(_, len) = parsed {
         // Read exactly the line, which the peek has shown to be there.
         match socket.recv(&mut line[..len]) {
             Ok(n) if n == len => {}
-            _ => return Line::Bad("lost its CONNECT line"),
+            _ => return Line::Bad("the CONNECT line could not be read"),
         }
     }
     match parsed {
         Parsed::Port(port, _) => Line::Connect(port),
         Parsed::Partial => Line::Partial,
-        Parsed::Bad => Line::Bad("did not say CONNECT <port>"),
+        Parsed::Bad => Line::Bad("the first line is not CONNECT <port>"),
     }
 }
 
@@ -75,14 +75,14 @@ pub(crate) fn read_packet(socket: &HostSocket) -> Line {
     // One more byte detects a longer packet.
     let mut line = [0u8; MAX_LINE + 1];
     let seen = match socket.recv(&mut line) {
-        Ok(0) => return Line::Bad("closed before it said CONNECT"),
+        Ok(0) => return Line::Bad("closed before its CONNECT line was complete"),
         Ok(n) => n,
         Err(Errno::AGAIN | Errno::INTR) => return Line::Partial,
-        Err(_) => return Line::Bad("failed before it said CONNECT"),
+        Err(_) => return Line::Bad("failed before its CONNECT line was complete"),
     };
     match parse_line(&line[..seen]) {
         Parsed::Port(port, len) if len == seen && configure_packets(socket) => Line::Connect(port),
-        _ => Line::Bad("did not say CONNECT <port> in a packet of its own"),
+        _ => Line::Bad("the first packet is not CONNECT <port>"),
     }
 }
 
@@ -275,12 +275,13 @@ fn is_trusted_user(uid: u32) -> bool {
     uid == 0 || uid == rustix::process::geteuid().as_raw()
 }
 
-/// Opens the socket at `path` for connect(2) without looking into any other kind of file: where
-/// others may create files in the directory, a symbolic link could lead to a file system whose
-/// server lets us wait. `None`: a symbolic link of root or of our own user, which is followed.
+/// Opens the socket at `path` for connect(2) without opening any other kind of file. If other users
+/// may create files in the directory, a symbolic link could lead to a file system with a server
+/// that does not answer. Returns `None` for a symbolic link of root or our own user, to be
+/// followed.
 ///
 /// # Errors
-/// `ConnectionRefused` when it is no socket, `PermissionDenied` for a symbolic link of another user.
+/// `ConnectionRefused` if it is no socket, `PermissionDenied` for a symbolic link of another user.
 fn find_socket(path: &Path) -> io::Result<Option<OwnedFd>> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = openat(CWD, path, flags, Mode::empty())?;
@@ -352,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_leaves_is_noticed() {
+    fn closed_program_is_a_bad_line() {
         let (b, mut a) = pair();
         a.write_all(b"CONN").unwrap();
         drop(a);
@@ -363,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_too_long_is_named() {
+    fn overlong_path_is_named_in_the_error() {
         let base = PathBuf::from(format!("/tmp/{}", "x".repeat(104)));
         let Attempt::Refused(e) = attempt(&mut Services::from(base), 1) else {
             panic!("connected")

@@ -30,7 +30,7 @@ pub(crate) fn stop_reading(socket: &HostSocket) {
     }
 }
 
-/// Drops unread bytes before a host socket is closed whose guest has closed in order: as
+/// Drops unread bytes before a host socket is closed after its guest has closed in order: as
 /// [`stop_reading`], but with one call in the usual case without such bytes. A later write of the
 /// program fails as on any closed socket.
 pub(crate) fn leave_nothing_unread(socket: &HostSocket) {

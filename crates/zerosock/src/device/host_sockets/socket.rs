@@ -136,7 +136,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn descriptors_that_come_are_not_left_to_the_kernel() {
+    fn received_descriptors_are_closed_by_the_reaper() {
         let (socket, program) = pair();
         assert!(matches!(socket.0, Kind::TakesRights(_)));
         let (passed, other) = UnixStream::pair().unwrap();
@@ -156,7 +156,7 @@ pub(super) mod tests {
         assert_eq!(rustix::event::poll(&mut fds, Some(&limit)), Ok(1));
     }
 
-    /// Sends a byte and a descriptor whose close lasts until the returned socket is dropped.
+    /// Sends a byte and a descriptor that takes to close until the returned socket is dropped.
     fn send_lingering(program: impl AsFd) -> TcpStream {
         let (fd, receiver) = lingering_socket();
         fd_passing::send(program, &[IoSlice::new(b"x")], &[fd.as_fd()]).unwrap();
@@ -164,7 +164,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn bytes_that_are_thrown_away_are_not_waited_for() {
+    fn dropping_unread_bytes_does_not_wait_for_their_descriptors() {
         for stop in [
             super::super::stop_reading,
             super::super::leave_nothing_unread,
@@ -174,7 +174,7 @@ pub(super) mod tests {
             without_waiting(move || {
                 stop(&socket);
                 let left = net::recv(&socket, &mut [0][..], RecvFlags::DONTWAIT);
-                assert_eq!(left.map(|(_, n)| n), Ok(0), "all of it is taken");
+                assert_eq!(left.map(|(_, n)| n), Ok(0), "all bytes are read");
             });
         }
     }
@@ -192,7 +192,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn one_that_we_connect_refuses_descriptors_where_the_kernel_can() {
+    fn unconnected_socket_refuses_descriptors_if_the_kernel_can() {
         let account = Budget::unlimited().account();
         let socket = HostSocket::unconnected(SocketType::STREAM, &account).unwrap();
         let refuses = fd_passing::refuses_rights(&socket);

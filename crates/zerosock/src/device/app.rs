@@ -31,7 +31,7 @@ impl Device {
     /// Whether a turn would take something from the rings. Reads the driver's index only if no
     /// chain is known to be available.
     #[inline]
-    pub(crate) fn has_news(&mut self, app: &App) -> bool {
+    pub(crate) fn has_ring_work(&mut self, app: &App) -> bool {
         if let Some(tx) = &mut self.tx
             && tx.live()
             && tx.queue.available() > 0
@@ -430,7 +430,7 @@ impl Device {
     }
 
     /// Resets a connection with more unread bytes than may be copied.
-    pub(crate) fn app_give_up(&mut self, id: StreamId, cx: &mut Context<'_>) {
+    pub(crate) fn app_reset_unread(&mut self, id: StreamId, cx: &mut Context<'_>) {
         let Some(app) = cx.app.as_deref_mut() else {
             return;
         };

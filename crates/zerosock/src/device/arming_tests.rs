@@ -11,20 +11,20 @@ use super::ready_tests::Lab;
 fn enabling_kicks_finds_a_packet_posted_without_a_kick() {
     let mut lab = Lab::new();
     let mut guest = bare::start(&mut lab.device);
-    assert!(!lab.device.ask_for_kicks(), "no packet is posted");
+    assert!(!lab.device.enable_kicks(), "no packet is posted");
     let to = Address::new(Cid::HOST, Port::new(9));
     guest.send(1, to, Op::Request, 0);
-    assert!(lab.device.ask_for_kicks(), "a packet is posted");
+    assert!(lab.device.enable_kicks(), "a packet is posted");
     let (device, mut cx) = lab.lend();
     device.turn(&mut cx);
-    assert!(!lab.device.ask_for_kicks(), "the packet was received");
+    assert!(!lab.device.enable_kicks(), "the packet was received");
 }
 
 #[test]
 fn enabling_kicks_finds_buffers_posted_without_a_kick() {
     let mut lab = Lab::new();
     let _guest = bare::start(&mut lab.device);
-    assert!(!lab.device.ask_for_kicks(), "no buffer is needed");
+    assert!(!lab.device.enable_kicks(), "no buffer is needed");
     lab.device.starved = true;
-    assert!(lab.device.ask_for_kicks(), "buffers are posted");
+    assert!(lab.device.enable_kicks(), "buffers are posted");
 }

@@ -368,7 +368,7 @@ impl Device {
     }
 
     /// Resets every connection before the daemon ends, so that the guest learns it at once.
-    pub(crate) fn say_goodbye(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn reset_connections(&mut self, cx: &mut Context<'_>) {
         let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
             self.reset_bridge(key, cx);

@@ -300,7 +300,7 @@ impl Device {
             return self.connect_guest(caller, Port::ANY, handshake.is_some(), cx);
         }
         let local = Address::new(Cid::HOST, self.shard.spare_port());
-        match self.lane_for(guest, local) {
+        match self.queue_pair_for(guest, local) {
             Some(queue_pair) => {
                 if handshake.is_some() {
                     cx.poller.remove(&caller.socket);

@@ -256,7 +256,7 @@ impl Device {
         len: usize,
         cx: &mut Context<'_>,
     ) -> Result<LoanParts, DatagramFault> {
-        let room = self.weigh_old(cx) && self.leaves_a_quarter();
+        let room = self.old_memory_fits(cx) && self.leaves_a_quarter();
         let vm = self.addr.vm;
         let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
@@ -353,7 +353,7 @@ impl Device {
 
     /// Whether one more buffer may be lent in place to this connection.
     pub(super) fn may_lend(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
-        if !self.weigh_old(cx) {
+        if !self.old_memory_fits(cx) {
             return false;
         }
         let bridge = self.key_of(flow);
@@ -536,7 +536,7 @@ impl Device {
     /// Whether leases and loans may be in place: the replaced memory that is still mapped is within
     /// [`Limits::old_memory`](super::Limits), or within twice the guest's size if that is larger. A
     /// guest that reboots during a read keeps one old table mapped, in the worst case two.
-    pub(crate) fn weigh_old(&mut self, cx: &mut Context<'_>) -> bool {
+    pub(crate) fn old_memory_fits(&mut self, cx: &mut Context<'_>) -> bool {
         if self.app.old.0.is_empty() {
             return true;
         }

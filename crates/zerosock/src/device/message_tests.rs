@@ -36,7 +36,7 @@ impl Joined {
             peer: HERE,
             socket_type: SocketType::SeqPacket,
         };
-        device.sibling_says(connect, &mut cx);
+        device.handle_sibling_message(connect, &mut cx);
         device.turn(&mut cx);
         let response = Repr {
             src: HERE,
@@ -69,7 +69,7 @@ impl Joined {
     fn deliver(&mut self, messages: impl IntoIterator<Item = Message>) -> Vec<(Op, u32)> {
         let (device, mut cx) = self.lab.lend();
         for message in messages {
-            device.sibling_says(message, &mut cx);
+            device.handle_sibling_message(message, &mut cx);
         }
         while device.turn(&mut cx) {}
         let received = self.guest.received();

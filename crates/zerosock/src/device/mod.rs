@@ -376,7 +376,7 @@ impl Device {
     }
 
     /// Whether the guest has made chains available that a turn would take.
-    pub(crate) fn has_come(&mut self) -> bool {
+    pub(crate) fn has_available_chains(&mut self) -> bool {
         let blocked = self.receive_blocked();
         let tx = self.tx.as_mut().filter(|ring| ring.live() && !blocked);
         let starved = self.starved;
@@ -386,7 +386,7 @@ impl Device {
     }
 
     /// Asks the driver for kicks. Returns true if chains became available meanwhile.
-    pub(crate) fn ask_for_kicks(&mut self) -> bool {
+    pub(crate) fn enable_kicks(&mut self) -> bool {
         self.rearm(false)
     }
 

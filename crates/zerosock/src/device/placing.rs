@@ -15,14 +15,14 @@ pub(crate) const SPARE_PORTS: usize = 256;
 
 impl Device {
     /// The queue pair of a connection to the guest's port `guest`; `None`: this one.
-    pub(super) fn lane_for(&self, guest: Address, peer: Address) -> Option<DeviceAddr> {
+    pub(super) fn queue_pair_for(&self, guest: Address, peer: Address) -> Option<DeviceAddr> {
         self.queue_pairs
             .other(u32::from(self.queue_pairs.used.of_flow(guest.port, peer)))
     }
 
     /// The queue pair and local port of a connection that the program opens. The port is chosen
     /// here only if there are several pairs, because it decides the pair.
-    pub(crate) fn lane_of_app(&self, from: Port, to: Address) -> (DeviceAddr, Port) {
+    pub(crate) fn queue_pair_of_app(&self, from: Port, to: Address) -> (DeviceAddr, Port) {
         if self.queue_pairs.used == QueuePairs::ONE {
             return (self.addr, from);
         }
@@ -30,7 +30,7 @@ impl Device {
             Port::ANY => self.shard.spare_port(),
             from => from,
         };
-        let queue_pair = self.lane_for(to, Address::new(Cid::HOST, from));
+        let queue_pair = self.queue_pair_for(to, Address::new(Cid::HOST, from));
         (queue_pair.unwrap_or(self.addr), from)
     }
 
@@ -49,7 +49,7 @@ impl Device {
         let mut spare = std::iter::repeat_with(|| self.shard.spare_port()).take(SPARE_PORTS);
         let fits = |port: &Port| {
             let begins_here = self
-                .lane_for(guest, Address::new(Cid::HOST, *port))
+                .queue_pair_for(guest, Address::new(Cid::HOST, *port))
                 .is_none();
             begins_here && !self.is_connected(*port, guest)
         };

@@ -127,14 +127,14 @@ impl QueuePairSet {
 
 impl Device {
     /// Makes this device queue pair `pair` of `all`.
-    pub(crate) fn set_lane(&mut self, pair: u16, all: Arc<[DeviceAddr]>) {
+    pub(crate) fn set_queue_pair(&mut self, pair: u16, all: Arc<[DeviceAddr]>) {
         self.queue_pairs = QueuePairSet::new(pair, self.addr, all);
         // The pair in the upper bits keeps epochs of different pairs apart.
         self.epoch = u32::from(pair) << 24;
     }
 
     /// The addresses of all queue pairs of the device, by number.
-    pub(crate) fn all_lanes(&self) -> &Arc<[DeviceAddr]> {
+    pub(crate) fn queue_pair_addrs(&self) -> &Arc<[DeviceAddr]> {
         &self.queue_pairs.all
     }
 
@@ -501,7 +501,7 @@ impl Device {
         {
             self.queue_pairs.parking -= 1;
             for message in parked.messages {
-                self.sibling_says(message, cx);
+                self.handle_sibling_message(message, cx);
             }
         }
     }

@@ -39,7 +39,7 @@ impl TwoPairs {
         let guests = [0, 1].map(|pair| {
             let device = labs[pair].lend().0;
             device.addr = addrs[pair];
-            device.set_lane(pair as u16, Arc::new(addrs));
+            device.set_queue_pair(pair as u16, Arc::new(addrs));
             device.shard.set_moves(true);
             device.queue_pairs.used = two;
             bare::start(device)
@@ -61,7 +61,7 @@ impl TwoPairs {
             peer: HERE,
             socket_type: SocketType::Stream,
         };
-        device.sibling_says(connect, &mut cx);
+        device.handle_sibling_message(connect, &mut cx);
         device.turn(&mut cx);
         let flow = device.bridges.iter().next().unwrap().1.flow.unwrap();
         let mut pairs = TwoPairs {
@@ -106,7 +106,7 @@ impl TwoPairs {
 
     fn adopt(&mut self, handoff: Box<Handoff>) {
         let (device, mut cx) = self.labs[NEW].lend();
-        device.sibling_says(Message::TakeOver(handoff), &mut cx);
+        device.handle_sibling_message(Message::TakeOver(handoff), &mut cx);
     }
 
     /// Delivers messages until there are none; answers `Relocated` for the sibling.
@@ -125,13 +125,13 @@ impl TwoPairs {
                 match (vm as usize, message) {
                     (queue_pair @ (0 | 1), message) => {
                         let (device, mut cx) = self.labs[queue_pair].lend();
-                        device.sibling_says(message, &mut cx);
+                        device.handle_sibling_message(message, &mut cx);
                     }
                     (_, Message::Relocated { to, from, old }) => {
                         assert_eq!(to, self.there);
                         let to = old.flow;
                         let (device, mut cx) = self.labs[old.device.vm as usize].lend();
-                        device.sibling_says(Message::Flushed { to }, &mut cx);
+                        device.handle_sibling_message(Message::Flushed { to }, &mut cx);
                         self.told.push(Message::Asking { to, from });
                     }
                     (_, message) => self.told.push(message),
@@ -233,7 +233,7 @@ fn reset_of_the_old_queue_pair_ends_an_adopted_connection() {
     for (vm, message) in messages {
         if vm as usize == OLD {
             let (device, mut cx) = pairs.labs[OLD].lend();
-            device.sibling_says(message, &mut cx);
+            device.handle_sibling_message(message, &mut cx);
         }
     }
     pairs.command(OLD, DeviceCommand::ResetDevice);

@@ -161,7 +161,7 @@ impl Device {
     }
 
     /// Handles a message from a sibling's device.
-    pub(crate) fn sibling_says(&mut self, message: Message, cx: &mut Context<'_>) {
+    pub(crate) fn handle_sibling_message(&mut self, message: Message, cx: &mut Context<'_>) {
         let Some(message) = self.route_message(message, cx) else {
             return;
         };
@@ -264,7 +264,7 @@ impl Device {
         socket_type: SocketType,
         cx: &mut Context<'_>,
     ) {
-        if let Some(queue_pair) = self.lane_for(peer, local) {
+        if let Some(queue_pair) = self.queue_pair_for(peer, local) {
             let connect = Message::Connect {
                 from,
                 local,

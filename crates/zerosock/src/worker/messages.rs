@@ -65,7 +65,7 @@ impl Worker {
         let (device, mut cx) = self.lend(vm, now);
         match (device, message) {
             (Some(device), message) => {
-                device.sibling_says(message, &mut cx);
+                device.handle_sibling_message(message, &mut cx);
                 self.activate(vm);
             }
             (None, Message::TakeOver(handoff)) => handoff.abandon(&mut cx),
@@ -160,7 +160,7 @@ impl Worker {
                     for vm in self.devices.numbers() {
                         let (device, mut cx) = self.lend(vm, now);
                         if let Some(device) = device {
-                            device.say_goodbye(&mut cx);
+                            device.reset_connections(&mut cx);
                         }
                     }
                     self.send_remote();

@@ -157,7 +157,7 @@ fn assembled_datagrams_in_flight_are_bounded() {
     device.datagrams.forget();
     assert_eq!(device.datagrams.under_way, siblings::UNDER_WAY);
     let (_, done) = returned(lent.pop().unwrap());
-    device.sibling_says(done, &mut cx);
+    device.handle_sibling_message(done, &mut cx);
     assert_eq!(device.datagrams.under_way, siblings::UNDER_WAY - LEN);
     send(device, lent.pop().unwrap().chain, &mut cx);
     assert!(cx.outbox.pop_local().is_some());

@@ -91,7 +91,7 @@ fn program_is_woken_for_buffers_after_a_pending_command() {
     assert!(!device.put_control(&Control::Deaf.emit(host(), guest()), &mut cx));
     for _ in 0..2 {
         assert!(
-            !device.has_come() && !device.ask_for_kicks(),
+            !device.has_available_chains() && !device.enable_kicks(),
             "the worker would not sleep"
         );
         assert!(!device.transmit(&mut cx));
@@ -100,13 +100,16 @@ fn program_is_woken_for_buffers_after_a_pending_command() {
     // The command fails without its queue; a later one completes.
     let rx = device.rx.take();
     device.finish_command(&mut cx);
-    assert!(device.pending_command.is_none() && !device.has_come());
+    assert!(device.pending_command.is_none() && !device.has_available_chains());
     device.pending_command = Some(command::PendingCommand::Stop(Reply::discarded()));
     device.rx = rx;
     device.finish_command(&mut cx);
-    assert!(device.has_come(), "the buffer was posted all the time");
+    assert!(
+        device.has_available_chains(),
+        "the buffer was posted all the time"
+    );
     device.transmit(&mut cx);
-    assert!(!device.program_waits() && !device.has_come());
+    assert!(!device.program_waits() && !device.has_available_chains());
     let put = device.app_send_datagram(host(), guest(), b"now", &mut cx);
     assert_eq!(put, Ok(()));
 }

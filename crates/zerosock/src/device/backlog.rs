@@ -1,13 +1,14 @@
 //! Retries of the guest's connects to host sockets with a full backlog.
 //!
-//! A non-blocking connect to such a Unix socket fails with EAGAIN, and no event reports room. The
-//! connect is therefore retried after a pause that doubles. All connections to a port wait in the
-//! order of their deadlines, and only the first of them is tried.
-//!
 //! # Invariants
 //! - A bridge is in the list of its port exactly while its end is [`BridgePeer::Retrying`] and no
 //!   attempt for it is running.
 //! - A port with a list has a timer at `next`, or an earlier one.
+//!
+//! # Operation
+//! A non-blocking connect to such a Unix socket fails with EAGAIN, and no event reports room. The
+//! connect is therefore retried after a pause that doubles. All connections to a port wait in the
+//! order of their deadlines, and only the first of them is tried.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

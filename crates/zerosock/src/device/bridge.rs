@@ -1,12 +1,13 @@
 //! A connection of the guest joined to its other end.
 //!
-//! The shard has the vsock half (state, credit, counters); a [`Bridge`] has the socket or sibling,
-//! the bytes in flight, and the edges seen.
-//!
 //! # Invariants
 //! - Bytes and ends keep their order in each direction.
 //! - A bridge that cannot proceed is registered where the cause is resolved: on the `ready` list,
 //!   with a timer, in the poller, or for a credit event.
+//!
+//! # Structure
+//! The shard has the vsock half (state, credit, counters); a [`Bridge`] has the socket or sibling,
+//! the bytes in flight, and the edges seen.
 
 use super::backlog::HostPort;
 use super::messages::Messages;

@@ -1,12 +1,13 @@
 //! Connections that have ended before the host program has read all bytes of the guest.
 //!
-//! The flow has ended; the socket stays open until the program has taken the bytes, as a kernel
-//! socket does after close(2). A socket that takes no byte for
-//! [`Limits::linger`](super::Limits::linger) is closed, and the bytes are lost.
-//!
 //! # Invariants
 //! - A bridge is listed exactly while it exists and has no flow.
 //! - While the list is not empty there is one timer, at `look_at`.
+//!
+//! # Operation
+//! The flow has ended; the socket stays open until the program has taken the bytes, as a kernel
+//! socket does after close(2). A socket that takes no byte for
+//! [`Limits::linger`](super::Limits::linger) is closed, and the bytes are lost.
 
 use std::collections::BTreeMap;
 

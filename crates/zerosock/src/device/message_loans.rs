@@ -1,13 +1,14 @@
 //! Loans for a whole message of the embedding program.
 //!
-//! A message gets as many receive buffers on loan as the bounds allow, and a private buffer for the
-//! rest, which is copied when the message is sent. The guest sees nothing before that; then all
-//! packets are completed one after the other.
-//!
 //! # Invariants
 //! - The credit for the whole message is kept with its first loan.
 //! - The chains are popped without others in between, so that unused ones can all be un-popped.
 //! - The rest of a message that was begun and finds no buffer is kept, as for any message.
+//!
+//! # Operation
+//! A message gets as many receive buffers on loan as the bounds allow, and a private buffer for the
+//! rest, which is copied when the message is sent. The guest sees nothing before that; then all
+//! packets are completed one after the other.
 
 use zerosock_proto::vsock::{CommitError, FlowId, MessageRoom};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};

@@ -1,13 +1,14 @@
 //! Messages between the guest and host sockets of type SOCK_SEQPACKET (unix(7)).
 //!
-//! A message from the guest leaves with one `sendmsg` from guest memory once all of it has arrived.
-//! A message from the host is received into the guest's buffers with one `recvmsg` once there is
-//! credit for all of it. A message in too many pieces, or with too few buffers, is copied once.
-//!
 //! # Invariants
 //! - No message is truncated or split.
 //! - A message that exceeds the receiver's buffer (the guest's) or the socket's limit (the host's)
 //!   resets its connection.
+//!
+//! # Operation
+//! A message from the guest leaves with one `sendmsg` from guest memory once all of it has arrived.
+//! A message from the host is received into the guest's buffers with one `recvmsg` once there is
+//! credit for all of it. A message in too many pieces, or with too few buffers, is copied once.
 
 use arrayvec::ArrayVec;
 use rustix::fd::AsFd;

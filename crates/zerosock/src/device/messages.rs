@@ -1,15 +1,16 @@
 //! Connections of the guest that carry messages (SEQPACKET).
 //!
-//! Bytes of messages are held, lent or copied like those of a stream, within the same bounds. The
-//! lengths of complete messages are passed beside them, so that the receiving side sends a message
-//! only if it can send all of it: a guest takes it with credit for the whole message or its
-//! connection is reset; a host socket takes it with one call.
-//!
 //! # Invariants
 //! - The length of a message is passed after all of its bytes.
 //! - A message that is incomplete when its sender shuts down sending is dropped.
 //! - The kept rest of a message leaves before anything else of its connection.
 //! - Bytes of a buffer that were not written are never sent.
+//!
+//! # Operation
+//! Bytes of messages are held, lent or copied like those of a stream, within the same bounds. The
+//! lengths of complete messages are passed beside them, so that the receiving side sends a message
+//! only if it can send all of it: a guest takes it with credit for the whole message or its
+//! connection is reset; a host socket takes it with one call.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;

@@ -1,13 +1,14 @@
 //! Bytes of one connection from the guest that the other end has not taken yet.
 //!
-//! Bytes stay in the guest's buffers (one held chain each) within bounds: at most `share` chains
-//! per connection once the other end has stalled. The rest is copied into an overflow buffer, which
-//! credit limits to the advertised `buf_alloc`.
-//!
 //! # Invariants
 //! - Held chains precede the overflow; while there is overflow, no new chain is held.
 //! - A connection without bytes owns no queue: the few connections with bytes share the queues in
 //!   [`Spares`].
+//!
+//! # Operation
+//! Bytes stay in the guest's buffers (one held chain each) within bounds: at most `share` chains
+//! per connection once the other end has stalled. The rest is copied into an overflow buffer, which
+//! credit limits to the advertised `buf_alloc`.
 
 use crate::fallible;
 use std::collections::VecDeque;

@@ -1,14 +1,15 @@
 //! Devices with several queue pairs (docs/queue-pairs.md), and the handoff of connections between
 //! the pairs.
 //!
-//! Each queue pair is a `Device` of its own with a shard, two queues and a worker; the address of
-//! the first pair is the address of the whole device. The pairs share the memory and the
-//! front-end, which the control thread manages.
-//!
 //! # Invariants
 //! - Bytes and ends of stream keep their order.
 //! - A chain is completed in the ring that it came from.
 //! - A connection that cannot be adopted is reset for both of its ends.
+//!
+//! # Structure
+//! Each queue pair is a `Device` of its own with a shard, two queues and a worker; the address of
+//! the first pair is the address of the whole device. The pairs share the memory and the
+//! front-end, which the control thread manages.
 //!
 //! # Handoff
 //! A connection leaves its pair after the driver has sent MOVE and all its chains have been

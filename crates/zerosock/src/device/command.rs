@@ -15,7 +15,7 @@ use super::model::used_pairs;
 use super::ring::Ring;
 use super::timers::Timer;
 use super::{Context, Device, EVENT, RX, TX};
-use crate::device::sibling_message::Message;
+use crate::device::sibling_message::SiblingMessage;
 use crate::io::poller::Source;
 use std::sync::Arc;
 use std::time::Duration;
@@ -208,7 +208,7 @@ impl Device {
                 && s.out > 0
             {
                 cx.outbox
-                    .send(s.peer.device, Message::Recall { to: s.peer.flow });
+                    .send(s.peer.device, SiblingMessage::Recall { to: s.peer.flow });
             }
         }
     }

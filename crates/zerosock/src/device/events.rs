@@ -6,7 +6,7 @@ use super::sibling;
 use super::timers::Timer;
 use super::{Context, Device};
 use crate::device::host_sockets::{self, hybrid};
-use crate::device::sibling_message::Message;
+use crate::device::sibling_message::SiblingMessage;
 use crate::header;
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::{Event, FlowId};
@@ -108,7 +108,7 @@ impl Device {
                     device: self.addr,
                     flow,
                 };
-                let message = Message::Accepted {
+                let message = SiblingMessage::Accepted {
                     to: s.peer.flow,
                     from,
                 };
@@ -145,7 +145,7 @@ impl Device {
                 BridgePeer::Sibling(s) => {
                     sibling::return_inbound(s, true, cx);
                     let to = s.peer.flow;
-                    let message = Message::Shutdown {
+                    let message = SiblingMessage::Shutdown {
                         to,
                         receive: true,
                         send: false,
@@ -289,7 +289,7 @@ impl Device {
         if let BridgePeer::Sibling(s) = &mut bridge.end {
             s.stalled = true;
             let to = s.peer.flow;
-            cx.outbox.send(s.peer.device, Message::Recall { to });
+            cx.outbox.send(s.peer.device, SiblingMessage::Recall { to });
             return self.update_bridge(key, cx);
         }
         self.spill(key, 0, cx);
@@ -316,7 +316,10 @@ impl Device {
                 .write(chain.writable(), 0, &TRANSPORT_RESET);
             event.complete(chain, written as u32);
             self.announce_reset = false;
-            tracing::info!(cid = %self.cid, "sent TRANSPORT_RESET: the device has lost the connections of the driver");
+            tracing::info!(
+                cid = %self.cid,
+                "sent TRANSPORT_RESET: the device has lost the connections of the driver"
+            );
         }
     }
 }

@@ -10,7 +10,7 @@
 use super::bridge::{Bridge, BridgePeer};
 use super::timers::Timer;
 use super::{Context, Device};
-use crate::device::sibling_message::{Message, Peer};
+use crate::device::sibling_message::{Peer, SiblingMessage};
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::SendFlags;
@@ -173,7 +173,7 @@ impl Device {
             };
             sibling.out += 1;
             sibling.younger += 1;
-            let message = Message::Lent {
+            let message = SiblingMessage::Lent {
                 to,
                 from,
                 memory: tx.queue.memory().clone(),
@@ -188,7 +188,7 @@ impl Device {
         };
         let bytes = bridge.outbound.take_overflow();
         if !bytes.is_empty() {
-            cx.outbox.send(device, Message::Copied { to, bytes });
+            cx.outbox.send(device, SiblingMessage::Copied { to, bytes });
         }
         self.send_message_lengths(key, cx);
         self.update_bridge(key, cx);
@@ -266,7 +266,7 @@ impl Device {
                 }
                 BridgePeer::Sibling(s) => {
                     let to = s.peer.flow;
-                    let message = Message::Shutdown {
+                    let message = SiblingMessage::Shutdown {
                         to,
                         receive: false,
                         send: true,
@@ -321,7 +321,10 @@ impl Device {
                 break;
             }
             cx.counters.overflow_resets.add(1);
-            tracing::warn!(cid = %self.cid, "connection reset: its reader stalls and the overflow limit is reached");
+            tracing::warn!(
+                cid = %self.cid,
+                "connection reset: its reader stalls and the overflow limit is reached"
+            );
             self.reset_bridge(key, cx);
         }
     }

@@ -6,7 +6,7 @@ use super::timers::Timer;
 use super::{Context, Device};
 use crate::device::host_sockets::hybrid::{self, Line, OkConvention, Services};
 use crate::device::host_sockets::{Attempt, HostSocket, forward};
-use crate::device::sibling_message::Message;
+use crate::device::sibling_message::SiblingMessage;
 use crate::io::poller::{Readiness, Source};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
@@ -193,7 +193,10 @@ impl Device {
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(e) => {
                     // Most likely out of descriptors. The edge is used up: retry after a pause.
-                    tracing::warn!(cid = %self.cid, error = %e, "cannot accept a connection of a host program");
+                    tracing::warn!(
+                        cid = %self.cid, error = %e,
+                        "cannot accept a connection of a host program"
+                    );
                     self.timers.set(cx.now + ACCEPT_PAUSE, Timer::Accept(key));
                     return;
                 }
@@ -229,7 +232,10 @@ impl Device {
             key,
         };
         if let Err(error) = cx.poller.add(&socket, source) {
-            tracing::warn!(cid = %self.cid, %error, "cannot add a host program's socket to the poller");
+            tracing::warn!(
+                cid = %self.cid, %error,
+                "cannot add a host program's socket to the poller"
+            );
             return;
         }
         entry.insert(Handshake {
@@ -306,7 +312,8 @@ impl Device {
                     cx.poller.remove(&caller.socket);
                 }
                 let local = local.port;
-                cx.outbox.send(queue_pair, Message::Call { caller, local });
+                cx.outbox
+                    .send(queue_pair, SiblingMessage::Call { caller, local });
             }
             None => self.connect_guest(caller, local.port, handshake.is_some(), cx),
         }
@@ -369,7 +376,10 @@ impl Device {
             false => cx.poller.add(socket, source),
         };
         if let Err(error) = watched {
-            tracing::warn!(cid = %self.cid, %error, "cannot add a host program's socket to the poller");
+            tracing::warn!(
+                cid = %self.cid, %error,
+                "cannot add a host program's socket to the poller"
+            );
             self.reset_bridge(key, cx);
         }
     }

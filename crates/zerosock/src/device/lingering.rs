@@ -69,7 +69,10 @@ impl Device {
             .collect();
         for key in keys {
             cx.counters.linger_timeouts.add(1);
-            tracing::debug!(cid = %self.cid, "host socket closed: the program did not take the last bytes in time");
+            tracing::debug!(
+                cid = %self.cid,
+                "host socket closed: the program did not take the last bytes in time"
+            );
             self.end_bridge(key, cx);
         }
         if let Some(&oldest) = self.lingering.last_progress.values().min() {

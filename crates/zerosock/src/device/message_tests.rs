@@ -5,7 +5,7 @@ use super::bare::{self, Guest};
 use super::ready_tests::Lab;
 use super::*;
 use crate::device::host_sockets::HostSocket;
-use crate::device::sibling_message::{Message, Peer};
+use crate::device::sibling_message::{Peer, SiblingMessage};
 use crate::table::sockets::Ends;
 use zerosock_proto::Address;
 use zerosock_proto::wire::vsock::{Op, Repr};
@@ -27,7 +27,7 @@ impl Joined {
         let (device, mut cx) = lab.lend();
         let guest = bare::start(device);
         device.shard.set_seqpacket(true);
-        let connect = Message::Connect {
+        let connect = SiblingMessage::Connect {
             from: Peer {
                 device: DeviceAddr { worker: 0, vm: 7 },
                 flow: some_flow(),
@@ -50,9 +50,9 @@ impl Joined {
         };
         let _ = device.shard.handle_packet(cx.now, &response);
         device.turn(&mut cx);
-        let sent: Vec<Message> = sent(&mut lab);
+        let sent: Vec<SiblingMessage> = sent(&mut lab);
         let accepted = sent.iter().find_map(|message| match message {
-            Message::Accepted { from, .. } => Some(from.flow),
+            SiblingMessage::Accepted { from, .. } => Some(from.flow),
             _ => None,
         });
         let mut joined = Joined {
@@ -66,7 +66,7 @@ impl Joined {
 
     /// Delivers messages of the sibling; returns the operations and lengths that the guest
     /// receives.
-    fn deliver(&mut self, messages: impl IntoIterator<Item = Message>) -> Vec<(Op, u32)> {
+    fn deliver(&mut self, messages: impl IntoIterator<Item = SiblingMessage>) -> Vec<(Op, u32)> {
         let (device, mut cx) = self.lab.lend();
         for message in messages {
             device.handle_sibling_message(message, &mut cx);
@@ -77,16 +77,16 @@ impl Joined {
         received.iter().map(told).collect()
     }
 
-    fn bytes(&self, len: usize) -> Message {
-        Message::Copied {
+    fn bytes(&self, len: usize) -> SiblingMessage {
+        SiblingMessage::Copied {
             to: self.flow,
             bytes: vec![7; len],
         }
     }
 
-    fn end(&self, len: u32) -> Message {
+    fn end(&self, len: u32) -> SiblingMessage {
         let ends = Ends::Message;
-        Message::Ended {
+        SiblingMessage::Ended {
             to: self.flow,
             len,
             ends,
@@ -111,7 +111,7 @@ fn some_flow() -> FlowId {
 }
 
 /// Messages of the device to the sibling.
-fn sent(lab: &mut Lab) -> Vec<Message> {
+fn sent(lab: &mut Lab) -> Vec<SiblingMessage> {
     let (_, cx) = lab.lend();
     std::iter::from_fn(|| cx.outbox.pop_local())
         .map(|(_, message)| message)
@@ -173,7 +173,9 @@ fn message_length_without_its_bytes_resets_the_connection() {
         }
         assert_eq!(received, expected, "{have} of 100 bytes");
         let sent = sent(&mut joined.lab);
-        let told = sent.iter().any(|one| matches!(one, Message::Reset { .. }));
+        let told = sent
+            .iter()
+            .any(|one| matches!(one, SiblingMessage::Reset { .. }));
         assert!(told, "{sent:?}");
     }
 }

@@ -27,7 +27,7 @@ use super::outbound::HeldChain;
 use super::sibling;
 use super::to_guest::{Fill, GATHER};
 use super::{Context, Device, TURN_BYTES};
-use crate::device::sibling_message::Message;
+use crate::device::sibling_message::SiblingMessage;
 use crate::table::engine::SendFault;
 use crate::table::outgoing::{Outgoing, Slices, end};
 use crate::table::sockets::{Ends, StreamId};
@@ -142,7 +142,7 @@ impl Device {
         }
         let to = sibling.peer.flow;
         for (len, ends) in messages.outbound.drain(..) {
-            let message = Message::Ended { to, len, ends };
+            let message = SiblingMessage::Ended { to, len, ends };
             cx.outbox.send(sibling.peer.device, message);
         }
     }
@@ -167,7 +167,7 @@ impl Device {
             if len == 0 {
                 let to = sibling.peer.flow;
                 cx.outbox
-                    .send(sibling.peer.device, Message::ReadEmpty { to });
+                    .send(sibling.peer.device, SiblingMessage::ReadEmpty { to });
             }
             return;
         }
@@ -267,7 +267,7 @@ impl Device {
             if empty {
                 let to = sibling.peer.flow;
                 cx.outbox
-                    .send(sibling.peer.device, Message::ReadEmpty { to });
+                    .send(sibling.peer.device, SiblingMessage::ReadEmpty { to });
             } else {
                 let used_up = sibling.front().is_some_and(|one| one.len() == 0);
                 sibling::return_read(sibling, len as u32, used_up, cx);

@@ -32,7 +32,7 @@ use super::app_store::QueueStore;
 use super::bridge::{Bridge, BridgePeer, SiblingEnd};
 use super::sibling;
 use super::{Context, Device};
-use crate::device::sibling_message::{Message, Peer};
+use crate::device::sibling_message::{Peer, SiblingMessage};
 use crate::io::poller::Source;
 use crate::routing::DeviceAddr;
 
@@ -58,7 +58,7 @@ pub(crate) struct QueuePairSet {
 #[derive(Debug)]
 enum Forwarding {
     /// The new pair has not confirmed the arrival: messages to forward afterwards.
-    InTransit(Vec<Message>),
+    InTransit(Vec<SiblingMessage>),
     To(Peer),
 }
 
@@ -77,7 +77,7 @@ pub(crate) struct Handoff {
 /// forwarded the sibling's earlier messages.
 #[derive(Debug)]
 pub(crate) struct Parked {
-    messages: Vec<Message>,
+    messages: Vec<SiblingMessage>,
 }
 
 /// Whether a connection can be handed off.
@@ -149,7 +149,8 @@ impl Device {
         if self.queue_pairs.pair == 0 {
             self.announce_reset = true;
         } else {
-            cx.outbox.send(self.queue_pairs.first(), Message::Lost);
+            cx.outbox
+                .send(self.queue_pairs.first(), SiblingMessage::Lost);
         }
     }
 
@@ -221,7 +222,7 @@ impl Device {
     /// Asks the worker to hand the connection off: see [`extract`](Self::extract).
     fn request_handoff(&mut self, flow: FlowId, pair: u16, cx: &mut Context<'_>) {
         cx.outbox
-            .send(self.addr, Message::HandOff { to: flow, pair });
+            .send(self.addr, SiblingMessage::HandOff { to: flow, pair });
     }
 
     /// Removes a connection from this device for queue pair `pair`. Returns the address of that
@@ -352,7 +353,10 @@ impl Device {
             BridgePeer::Socket { socket, .. } => {
                 let vm = self.addr.vm;
                 if let Err(error) = cx.poller.add(&*socket, Source::Bridge { vm, key }) {
-                    tracing::warn!(cid = %self.cid, %error, "cannot add a host program's socket to the poller");
+                    tracing::warn!(
+                        cid = %self.cid, %error,
+                        "cannot add a host program's socket to the poller"
+                    );
                     self.reset_bridge(key, cx);
                 }
             }
@@ -361,7 +365,7 @@ impl Device {
                 s.parked = Some(Box::new(Parked { messages }));
                 self.queue_pairs.parking += 1;
                 let Peer { device, flow: to } = s.peer;
-                let relocated = Message::Relocated { to, from: now, old };
+                let relocated = SiblingMessage::Relocated { to, from: now, old };
                 cx.outbox.send(device, relocated);
             }
             BridgePeer::App(end) => {
@@ -374,7 +378,7 @@ impl Device {
             }
             _ => {}
         }
-        let arrived = Message::Arrived {
+        let arrived = SiblingMessage::Arrived {
             to: old.flow,
             now: Some(now),
             answer,
@@ -398,7 +402,7 @@ impl Device {
             // may have processed the reset before the connection arrived.
             if let Some(now) = now {
                 let to = now.flow;
-                cx.outbox.send(now.device, Message::Orphaned { to });
+                cx.outbox.send(now.device, SiblingMessage::Orphaned { to });
             }
             return;
         }
@@ -437,15 +441,17 @@ impl Device {
     /// message.
     pub(super) fn route_message(
         &mut self,
-        message: Message,
+        message: SiblingMessage,
         cx: &mut Context<'_>,
-    ) -> Option<Message> {
+    ) -> Option<SiblingMessage> {
         match message {
-            Message::Arrived { to, now, answer } => self.complete_handoff(to, now, answer, cx),
-            Message::Orphaned { to } => self.end_orphan(to, cx),
-            Message::Lost => self.announce_reset = true,
-            Message::SentOn(message) => match *message {
-                Message::Flushed { to } => self.process_parked(to, cx),
+            SiblingMessage::Arrived { to, now, answer } => {
+                self.complete_handoff(to, now, answer, cx)
+            }
+            SiblingMessage::Orphaned { to } => self.end_orphan(to, cx),
+            SiblingMessage::Lost => self.announce_reset = true,
+            SiblingMessage::SentOn(message) => match *message {
+                SiblingMessage::Flushed { to } => self.process_parked(to, cx),
                 message => return Some(message),
             },
             message if self.queue_pairs.forwarding.is_empty() && self.queue_pairs.parking == 0 => {
@@ -476,19 +482,19 @@ impl Device {
     }
 
     /// Forwards a sibling's message for a connection that was handed off.
-    fn forward_message(&mut self, flow: FlowId, mut message: Message, cx: &mut Context<'_>) {
+    fn forward_message(&mut self, flow: FlowId, mut message: SiblingMessage, cx: &mut Context<'_>) {
         let now = match self.queue_pairs.forwarding.get_mut(&flow) {
             Some(Forwarding::To(now)) => *now,
             Some(Forwarding::InTransit(messages)) => return messages.push(message),
             None => return,
         };
-        if let Message::Flushed { .. } = message {
+        if let SiblingMessage::Flushed { .. } = message {
             // The sibling sends nothing more to this pair.
             self.queue_pairs.forwarding.remove(&flow);
         }
         message.set_to(now.flow);
         cx.outbox
-            .send(now.device, Message::SentOn(Box::new(message)));
+            .send(now.device, SiblingMessage::SentOn(Box::new(message)));
     }
 
     /// Processes the parked messages: everything that the sibling sent to the old pair is here.
@@ -524,7 +530,7 @@ impl Device {
             s.peer = from;
         }
         let to = old.flow;
-        cx.outbox.send(old.device, Message::Flushed { to });
+        cx.outbox.send(old.device, SiblingMessage::Flushed { to });
     }
 
     /// Returns what parked messages carry: the connection ended while they were parked.
@@ -557,7 +563,7 @@ impl Device {
                 // not wait for them.
                 Forwarding::To(now) => {
                     let to = now.flow;
-                    cx.outbox.send(now.device, Message::Orphaned { to });
+                    cx.outbox.send(now.device, SiblingMessage::Orphaned { to });
                 }
             }
         }
@@ -587,7 +593,7 @@ impl Handoff {
         // Held chains belonged to the old pair, which completed them before the handoff.
         Device::app_ended_in(&mut QueueStore::default(), &bridge, false, cx);
         cx.counters.conns_removed.add(1);
-        let arrived = Message::Arrived {
+        let arrived = SiblingMessage::Arrived {
             to: old.flow,
             now: None,
             answer,
@@ -599,11 +605,11 @@ impl Handoff {
 /// Asks a sibling to return the chains of a connection.
 fn recall_chains(sibling: &SiblingEnd, cx: &mut Context<'_>) {
     let Peer { device, flow: to } = sibling.peer;
-    cx.outbox.send(device, Message::Recall { to });
+    cx.outbox.send(device, SiblingMessage::Recall { to });
 }
 
 /// Answers a message for a connection that no longer exists.
-fn send_undeliverable(message: Message, cx: &mut Context<'_>) {
+fn send_undeliverable(message: SiblingMessage, cx: &mut Context<'_>) {
     if let Some((device, answer)) = message.undeliverable() {
         cx.outbox.send(device, answer);
     }

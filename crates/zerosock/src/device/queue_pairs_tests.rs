@@ -5,7 +5,7 @@ use super::bare::{self, Guest};
 use super::ready_tests::Lab;
 use super::*;
 use crate::device::queue_pairs::Handoff;
-use crate::device::sibling_message::{Message, Peer};
+use crate::device::sibling_message::{Peer, SiblingMessage};
 use crate::stats::Stats;
 use zerosock_proto::Address;
 use zerosock_proto::vsock::{PortTable, QueuePairs, ShardConfig};
@@ -27,7 +27,7 @@ struct TwoPairs {
     /// The flow of the sibling.
     there: FlowId,
     /// Messages sent to the sibling.
-    told: Vec<Message>,
+    told: Vec<SiblingMessage>,
 }
 
 impl TwoPairs {
@@ -55,7 +55,7 @@ impl TwoPairs {
             device: SIBLING,
             flow: there,
         };
-        let connect = Message::Connect {
+        let connect = SiblingMessage::Connect {
             from,
             local,
             peer: HERE,
@@ -73,7 +73,7 @@ impl TwoPairs {
         };
         pairs.guest_sends(OLD, local, Op::Response);
         pairs.deliver_messages();
-        let accepted = |one: &Message| matches!(one, Message::Accepted { .. });
+        let accepted = |one: &SiblingMessage| matches!(one, SiblingMessage::Accepted { .. });
         assert!(pairs.told.iter().any(accepted), "{:?}", pairs.told);
         pairs.told.clear();
         pairs.guests[OLD].received();
@@ -96,7 +96,7 @@ impl TwoPairs {
         let local = self.local();
         self.guest_sends(OLD, local, Op::Move);
         let (device, mut cx) = self.labs[OLD].lend();
-        let Some((0, Message::HandOff { to, pair })) = self_message(&mut cx) else {
+        let Some((0, SiblingMessage::HandOff { to, pair })) = self_message(&mut cx) else {
             return None;
         };
         let (queue_pair, handoff) = device.extract(to, pair, &mut cx)?;
@@ -106,7 +106,7 @@ impl TwoPairs {
 
     fn adopt(&mut self, handoff: Box<Handoff>) {
         let (device, mut cx) = self.labs[NEW].lend();
-        device.handle_sibling_message(Message::TakeOver(handoff), &mut cx);
+        device.handle_sibling_message(SiblingMessage::TakeOver(handoff), &mut cx);
     }
 
     /// Delivers messages until there are none; answers `Relocated` for the sibling.
@@ -127,12 +127,12 @@ impl TwoPairs {
                         let (device, mut cx) = self.labs[queue_pair].lend();
                         device.handle_sibling_message(message, &mut cx);
                     }
-                    (_, Message::Relocated { to, from, old }) => {
+                    (_, SiblingMessage::Relocated { to, from, old }) => {
                         assert_eq!(to, self.there);
                         let to = old.flow;
                         let (device, mut cx) = self.labs[old.device.vm as usize].lend();
-                        device.handle_sibling_message(Message::Flushed { to }, &mut cx);
-                        self.told.push(Message::Asking { to, from });
+                        device.handle_sibling_message(SiblingMessage::Flushed { to }, &mut cx);
+                        self.told.push(SiblingMessage::Asking { to, from });
                     }
                     (_, message) => self.told.push(message),
                 }
@@ -150,7 +150,7 @@ impl TwoPairs {
     }
 
     fn resets_sent(&self) -> usize {
-        let is_end = |one: &&Message| matches!(one, Message::Reset { .. });
+        let is_end = |one: &&SiblingMessage| matches!(one, SiblingMessage::Reset { .. });
         self.told.iter().filter(is_end).count()
     }
 
@@ -162,7 +162,7 @@ impl TwoPairs {
 }
 
 /// The next message of the old pair to its own worker.
-fn self_message(cx: &mut Context<'_>) -> Option<(usize, Message)> {
+fn self_message(cx: &mut Context<'_>) -> Option<(usize, SiblingMessage)> {
     let (vm, message) = cx.outbox.pop_local()?;
     assert_eq!(vm, OLD as u32);
     Some((0, message))
@@ -251,7 +251,7 @@ fn stopped_queue_pair_refuses_a_move() {
     pairs.command(OLD, DeviceCommand::StopQueue { index: TX });
     assert!(pairs.labs[OLD].lend().0.tx.is_none());
     let (device, mut cx) = pairs.labs[OLD].lend();
-    let Some((_, Message::HandOff { to, pair })) = self_message(&mut cx) else {
+    let Some((_, SiblingMessage::HandOff { to, pair })) = self_message(&mut cx) else {
         panic!("no handoff was requested");
     };
     assert!(device.extract(to, pair, &mut cx).is_none());

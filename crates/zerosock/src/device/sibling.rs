@@ -9,7 +9,7 @@
 use super::bridge::{Bridge, BridgePeer, Inbound, InboundQueue, SiblingEnd};
 use super::outbound::{Spares, copy_out};
 use super::{Context, Device};
-use crate::device::sibling_message::{Message, Peer};
+use crate::device::sibling_message::{Peer, SiblingMessage};
 use zerosock_proto::vsock::{FlowId, How, SMALL};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
@@ -28,7 +28,7 @@ pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx:
     let to = sibling.peer.flow;
     cx.outbox.send(
         sibling.peer.device,
-        Message::Returned {
+        SiblingMessage::Returned {
             to,
             bytes: len,
             chain,
@@ -80,13 +80,13 @@ pub(super) fn return_inbound(sibling: &mut SiblingEnd, read: bool, cx: &mut Cont
     }
 }
 
-fn returned_message(to: FlowId, inbound: Inbound, read: bool) -> Message {
+fn returned_message(to: FlowId, inbound: Inbound, read: bool) -> SiblingMessage {
     let bytes = if read { inbound.len() as u32 } else { 0 };
     let chain = match inbound {
         Inbound::Lent { held, epoch, .. } => Some((held.chain, epoch)),
         Inbound::Copied { .. } => None,
     };
-    Message::Returned { to, bytes, chain }
+    SiblingMessage::Returned { to, bytes, chain }
 }
 
 /// Tells the sibling that this side has ended: in order (everything was read, both directions were
@@ -97,13 +97,13 @@ pub(super) fn send_end(bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
             let Peer { device, flow: to } = s.peer;
             if s.out > 0 {
                 // This side no longer enforces the hold limit on them.
-                cx.outbox.send(device, Message::Recall { to });
+                cx.outbox.send(device, SiblingMessage::Recall { to });
             }
             let (receive, send) = (true, true);
-            (device, Message::Shutdown { to, receive, send })
+            (device, SiblingMessage::Shutdown { to, receive, send })
         }
         BridgePeer::Sibling(SiblingEnd { peer, .. }) | BridgePeer::Asked(Some(peer)) => {
-            (peer.device, Message::Reset { to: peer.flow })
+            (peer.device, SiblingMessage::Reset { to: peer.flow })
         }
         _ => return,
     };
@@ -151,7 +151,7 @@ impl Device {
         };
         cx.outbox.send(
             device,
-            Message::Connect {
+            SiblingMessage::Connect {
                 from,
                 local: peer,
                 peer: local,
@@ -161,20 +161,20 @@ impl Device {
     }
 
     /// Handles a message from a sibling's device.
-    pub(crate) fn handle_sibling_message(&mut self, message: Message, cx: &mut Context<'_>) {
+    pub(crate) fn handle_sibling_message(&mut self, message: SiblingMessage, cx: &mut Context<'_>) {
         let Some(message) = self.route_message(message, cx) else {
             return;
         };
         match message {
-            Message::Connect {
+            SiblingMessage::Connect {
                 from,
                 local,
                 peer,
                 socket_type,
             } => self.sibling_connects(from, local, peer, socket_type, cx),
-            Message::Relocated { to, from, old } => self.handle_relocated(to, from, old, cx),
-            Message::Accepted { to, from } => self.sibling_accepted(to, from, cx),
-            Message::Lent {
+            SiblingMessage::Relocated { to, from, old } => self.handle_relocated(to, from, old, cx),
+            SiblingMessage::Accepted { to, from } => self.sibling_accepted(to, from, cx),
+            SiblingMessage::Lent {
                 to,
                 from,
                 memory,
@@ -188,40 +188,46 @@ impl Device {
                 };
                 self.queue_inbound(to, Some(from), inbound, cx);
             }
-            Message::Copied { to, bytes } => {
+            SiblingMessage::Copied { to, bytes } => {
                 self.queue_inbound(to, None, Inbound::Copied { bytes, taken: 0 }, cx);
             }
-            Message::Ended { to, len, ends } => self.sibling_ended_message(to, len, ends, cx),
-            Message::ReadEmpty { to } => {
+            SiblingMessage::Ended { to, len, ends } => {
+                self.sibling_ended_message(to, len, ends, cx)
+            }
+            SiblingMessage::ReadEmpty { to } => {
                 // Fails if the flow has ended.
                 let _ = self.shard.consume_empty(to, 1);
             }
-            Message::Returned { to, bytes, chain } => self.handle_returned(to, bytes, chain, cx),
-            Message::Recall { to } => self.return_recalled(to, cx),
-            Message::Shutdown { to, receive, send } => self.sibling_shut(to, receive, send, cx),
-            Message::Asking { to, from } => self.sibling_asks(to, from, cx),
-            Message::Refused { to } => {
+            SiblingMessage::Returned { to, bytes, chain } => {
+                self.handle_returned(to, bytes, chain, cx)
+            }
+            SiblingMessage::Recall { to } => self.return_recalled(to, cx),
+            SiblingMessage::Shutdown { to, receive, send } => {
+                self.sibling_shut(to, receive, send, cx)
+            }
+            SiblingMessage::Asking { to, from } => self.sibling_asks(to, from, cx),
+            SiblingMessage::Refused { to } => {
                 self.unanswered = self.unanswered.saturating_sub(1);
                 self.sibling_ended(to, cx);
             }
-            Message::Reset { to } => self.sibling_ended(to, cx),
-            Message::Datagram(datagram) => self.sibling_datagram(datagram, cx),
-            Message::DatagramDone {
+            SiblingMessage::Reset { to } => self.sibling_ended(to, cx),
+            SiblingMessage::Datagram(datagram) => self.sibling_datagram(datagram, cx),
+            SiblingMessage::DatagramDone {
                 chain,
                 epoch,
                 copied,
                 answer,
             } => self.datagram_done(chain, epoch, copied, answer),
-            Message::DatagramControl(control) => self.datagram_control(control),
-            Message::TakeOver(handoff) => self.adopt(*handoff, cx),
-            Message::Call { caller, local } => self.connect_guest(caller, local, false, cx),
+            SiblingMessage::DatagramControl(control) => self.datagram_control(control),
+            SiblingMessage::TakeOver(handoff) => self.adopt(*handoff, cx),
+            SiblingMessage::Call { caller, local } => self.connect_guest(caller, local, false, cx),
             // `route_message` has handled those about queue pairs; the worker takes `HandOff`.
-            Message::Arrived { .. }
-            | Message::Orphaned { .. }
-            | Message::Lost
-            | Message::Flushed { .. }
-            | Message::SentOn(_)
-            | Message::HandOff { .. } => {}
+            SiblingMessage::Arrived { .. }
+            | SiblingMessage::Orphaned { .. }
+            | SiblingMessage::Lost
+            | SiblingMessage::Flushed { .. }
+            | SiblingMessage::SentOn(_)
+            | SiblingMessage::HandOff { .. } => {}
         }
     }
 
@@ -250,7 +256,7 @@ impl Device {
             Some(bridge) => bridge.end = BridgePeer::Asked(Some(from)),
             // Our guest has given up already.
             None => {
-                let message = Message::Reset { to: from.flow };
+                let message = SiblingMessage::Reset { to: from.flow };
                 cx.outbox.send(from.device, message);
             }
         }
@@ -265,7 +271,7 @@ impl Device {
         cx: &mut Context<'_>,
     ) {
         if let Some(queue_pair) = self.queue_pair_for(peer, local) {
-            let connect = Message::Connect {
+            let connect = SiblingMessage::Connect {
                 from,
                 local,
                 peer,
@@ -281,7 +287,7 @@ impl Device {
                     let _ = self.shard.reset(flow);
                 }
                 cx.outbox
-                    .send(from.device, Message::Refused { to: from.flow });
+                    .send(from.device, SiblingMessage::Refused { to: from.flow });
                 return;
             }
         };
@@ -289,7 +295,7 @@ impl Device {
             device: self.addr,
             flow,
         };
-        let asking = Message::Asking {
+        let asking = SiblingMessage::Asking {
             to: from.flow,
             from: us,
         };
@@ -301,7 +307,7 @@ impl Device {
         let Some(key) = self.key_of(to) else {
             // Our guest has given up already.
             cx.outbox
-                .send(from.device, Message::Reset { to: from.flow });
+                .send(from.device, SiblingMessage::Reset { to: from.flow });
             return;
         };
         let Some(bridge) = self.bridges.get_mut(key as usize) else {

@@ -3,8 +3,8 @@
 //! Two guests of one daemon are joined by two connections, one in each device's shard, so that
 //! credit, limits and state are enforced against each guest separately. The receiver's worker
 //! copies bytes from the sender's chain into the receiver's posted buffer: one copy. Until then the
-//! chain is lent to the receiver ([`Message::Lent`]) and comes back by [`Message::Returned`]; the
-//! lender can recall it at any time ([`Message::Recall`]).
+//! chain is lent to the receiver ([`SiblingMessage::Lent`]) and comes back by
+//! [`SiblingMessage::Returned`]; the lender can recall it at any time ([`SiblingMessage::Recall`]).
 
 use super::datagrams::returned;
 use super::host::Caller;
@@ -29,7 +29,7 @@ pub(crate) struct Peer {
 /// devices keep their order. A message for a flow that has ended is dropped after what it carries
 /// was returned.
 #[derive(Debug)]
-pub(crate) enum Message {
+pub(crate) enum SiblingMessage {
     /// A guest connects to its sibling: ask your guest and answer.
     Connect {
         from: Peer,
@@ -98,7 +98,7 @@ pub(crate) enum Message {
     /// The sibling's answer, to `old`: no more messages follow.
     Flushed { to: FlowId },
     /// From the old queue pair to the new one: a message that was sent to the old pair.
-    SentOn(Box<Message>),
+    SentOn(Box<SiblingMessage>),
 
     /// A datagram or flow-control packet for the peer's guest. Return the chain at once.
     Datagram(Datagram),
@@ -147,84 +147,84 @@ impl Payload {
     }
 }
 
-impl Message {
+impl SiblingMessage {
     /// The flow that the message is for, if any.
     pub(crate) fn to(&self) -> Option<FlowId> {
         match self {
-            Message::Asking { to, .. }
-            | Message::Refused { to }
-            | Message::Accepted { to, .. }
-            | Message::Lent { to, .. }
-            | Message::Copied { to, .. }
-            | Message::Ended { to, .. }
-            | Message::ReadEmpty { to, .. }
-            | Message::Returned { to, .. }
-            | Message::Recall { to }
-            | Message::Shutdown { to, .. }
-            | Message::Reset { to }
-            | Message::HandOff { to, .. }
-            | Message::Arrived { to, .. }
-            | Message::Orphaned { to }
-            | Message::Relocated { to, .. }
-            | Message::Flushed { to } => Some(*to),
-            Message::Connect { .. }
-            | Message::Call { .. }
-            | Message::Lost
-            | Message::TakeOver(_)
-            | Message::SentOn(_)
-            | Message::Datagram(_)
-            | Message::DatagramDone { .. }
-            | Message::DatagramControl(_) => None,
+            SiblingMessage::Asking { to, .. }
+            | SiblingMessage::Refused { to }
+            | SiblingMessage::Accepted { to, .. }
+            | SiblingMessage::Lent { to, .. }
+            | SiblingMessage::Copied { to, .. }
+            | SiblingMessage::Ended { to, .. }
+            | SiblingMessage::ReadEmpty { to, .. }
+            | SiblingMessage::Returned { to, .. }
+            | SiblingMessage::Recall { to }
+            | SiblingMessage::Shutdown { to, .. }
+            | SiblingMessage::Reset { to }
+            | SiblingMessage::HandOff { to, .. }
+            | SiblingMessage::Arrived { to, .. }
+            | SiblingMessage::Orphaned { to }
+            | SiblingMessage::Relocated { to, .. }
+            | SiblingMessage::Flushed { to } => Some(*to),
+            SiblingMessage::Connect { .. }
+            | SiblingMessage::Call { .. }
+            | SiblingMessage::Lost
+            | SiblingMessage::TakeOver(_)
+            | SiblingMessage::SentOn(_)
+            | SiblingMessage::Datagram(_)
+            | SiblingMessage::DatagramDone { .. }
+            | SiblingMessage::DatagramControl(_) => None,
         }
     }
 
     /// Replaces the flow that the message is for.
     pub(crate) fn set_to(&mut self, now: FlowId) {
         match self {
-            Message::Asking { to, .. }
-            | Message::Refused { to }
-            | Message::Accepted { to, .. }
-            | Message::Lent { to, .. }
-            | Message::Copied { to, .. }
-            | Message::Ended { to, .. }
-            | Message::ReadEmpty { to, .. }
-            | Message::Returned { to, .. }
-            | Message::Recall { to }
-            | Message::Shutdown { to, .. }
-            | Message::Reset { to }
-            | Message::HandOff { to, .. }
-            | Message::Arrived { to, .. }
-            | Message::Orphaned { to }
-            | Message::Relocated { to, .. }
-            | Message::Flushed { to } => *to = now,
-            Message::Connect { .. }
-            | Message::Call { .. }
-            | Message::Lost
-            | Message::TakeOver(_)
-            | Message::SentOn(_)
-            | Message::Datagram(_)
-            | Message::DatagramDone { .. }
-            | Message::DatagramControl(_) => {}
+            SiblingMessage::Asking { to, .. }
+            | SiblingMessage::Refused { to }
+            | SiblingMessage::Accepted { to, .. }
+            | SiblingMessage::Lent { to, .. }
+            | SiblingMessage::Copied { to, .. }
+            | SiblingMessage::Ended { to, .. }
+            | SiblingMessage::ReadEmpty { to, .. }
+            | SiblingMessage::Returned { to, .. }
+            | SiblingMessage::Recall { to }
+            | SiblingMessage::Shutdown { to, .. }
+            | SiblingMessage::Reset { to }
+            | SiblingMessage::HandOff { to, .. }
+            | SiblingMessage::Arrived { to, .. }
+            | SiblingMessage::Orphaned { to }
+            | SiblingMessage::Relocated { to, .. }
+            | SiblingMessage::Flushed { to } => *to = now,
+            SiblingMessage::Connect { .. }
+            | SiblingMessage::Call { .. }
+            | SiblingMessage::Lost
+            | SiblingMessage::TakeOver(_)
+            | SiblingMessage::SentOn(_)
+            | SiblingMessage::Datagram(_)
+            | SiblingMessage::DatagramDone { .. }
+            | SiblingMessage::DatagramControl(_) => {}
         }
     }
 
     /// The answer, with its destination, when the device that this message was for has gone: a
     /// request is refused, a lent chain is returned. In all other cases the sender knows already,
     /// or learns it from the messages that the device sent before it went.
-    pub(crate) fn undeliverable(self) -> Option<(DeviceAddr, Message)> {
+    pub(crate) fn undeliverable(self) -> Option<(DeviceAddr, SiblingMessage)> {
         match self {
-            Message::Connect { from, .. } => {
+            SiblingMessage::Connect { from, .. } => {
                 let to = from.flow;
-                Some((from.device, Message::Refused { to }))
+                Some((from.device, SiblingMessage::Refused { to }))
             }
-            Message::Asking { from, .. } | Message::Accepted { from, .. } => {
+            SiblingMessage::Asking { from, .. } | SiblingMessage::Accepted { from, .. } => {
                 let to = from.flow;
-                Some((from.device, Message::Reset { to }))
+                Some((from.device, SiblingMessage::Reset { to }))
             }
-            Message::Lent {
+            SiblingMessage::Lent {
                 from, held, epoch, ..
             } => {
-                let message = Message::Returned {
+                let message = SiblingMessage::Returned {
                     to: from.flow,
                     bytes: 0,
                     chain: Some((held.chain, epoch)),
@@ -232,31 +232,31 @@ impl Message {
                 Some((from.device, message))
             }
             // The sibling of the old address may be told that nothing more follows.
-            Message::Relocated { old, .. } => {
+            SiblingMessage::Relocated { old, .. } => {
                 let to = old.flow;
-                Some((old.device, Message::Flushed { to }))
+                Some((old.device, SiblingMessage::Flushed { to }))
             }
-            Message::SentOn(message) => message.undeliverable(),
-            Message::Datagram(datagram) => Some(returned(datagram)),
+            SiblingMessage::SentOn(message) => message.undeliverable(),
+            SiblingMessage::Datagram(datagram) => Some(returned(datagram)),
             // Needs more than one answer: see `Handoff::abandon`.
-            Message::TakeOver(_) => None,
+            SiblingMessage::TakeOver(_) => None,
             // The program's socket is closed.
-            Message::Call { .. }
-            | Message::Lost
-            | Message::HandOff { .. }
-            | Message::Arrived { .. }
-            | Message::Orphaned { .. }
-            | Message::Flushed { .. }
-            | Message::DatagramDone { .. }
-            | Message::DatagramControl(_)
-            | Message::Refused { .. }
-            | Message::Copied { .. }
-            | Message::Ended { .. }
-            | Message::ReadEmpty { .. }
-            | Message::Returned { .. }
-            | Message::Recall { .. }
-            | Message::Shutdown { .. }
-            | Message::Reset { .. } => None,
+            SiblingMessage::Call { .. }
+            | SiblingMessage::Lost
+            | SiblingMessage::HandOff { .. }
+            | SiblingMessage::Arrived { .. }
+            | SiblingMessage::Orphaned { .. }
+            | SiblingMessage::Flushed { .. }
+            | SiblingMessage::DatagramDone { .. }
+            | SiblingMessage::DatagramControl(_)
+            | SiblingMessage::Refused { .. }
+            | SiblingMessage::Copied { .. }
+            | SiblingMessage::Ended { .. }
+            | SiblingMessage::ReadEmpty { .. }
+            | SiblingMessage::Returned { .. }
+            | SiblingMessage::Recall { .. }
+            | SiblingMessage::Shutdown { .. }
+            | SiblingMessage::Reset { .. } => None,
         }
     }
 }
@@ -269,7 +269,11 @@ mod tests {
     /// Messages move through several queues; 128 bytes are two cache lines.
     #[test]
     fn message_fits_in_two_cache_lines() {
-        assert!(size_of::<Message>() <= 128, "{}", size_of::<Message>());
+        assert!(
+            size_of::<SiblingMessage>() <= 128,
+            "{}",
+            size_of::<SiblingMessage>()
+        );
     }
 
     #[test]
@@ -285,25 +289,25 @@ mod tests {
         let flow = shard.connect(now, any, host, stream).unwrap();
         let device = DeviceAddr { worker: 1, vm: 2 };
         let from = Peer { device, flow };
-        let connect = Message::Connect {
+        let connect = SiblingMessage::Connect {
             from,
             local: any,
             peer: host,
             socket_type: SocketType::SeqPacket,
         };
-        let Some((to, Message::Refused { to: told })) = connect.undeliverable() else {
+        let Some((to, SiblingMessage::Refused { to: told })) = connect.undeliverable() else {
             panic!("a connect without an answer");
         };
         assert_eq!((to, told), (device, flow));
         for message in [
-            Message::Asking { to: flow, from },
-            Message::Accepted { to: flow, from },
+            SiblingMessage::Asking { to: flow, from },
+            SiblingMessage::Accepted { to: flow, from },
         ] {
-            let Some((to, Message::Reset { to: told })) = message.undeliverable() else {
+            let Some((to, SiblingMessage::Reset { to: told })) = message.undeliverable() else {
                 panic!("a half-open connection without an answer");
             };
             assert_eq!((to, told), (device, flow));
         }
-        assert!(Message::Reset { to: flow }.undeliverable().is_none());
+        assert!(SiblingMessage::Reset { to: flow }.undeliverable().is_none());
     }
 }

@@ -13,7 +13,7 @@ use zerosock_ring::Chain;
 
 use super::put::{NotPut, Source};
 use super::{Datagrams, WaitingDatagram};
-use crate::device::sibling_message::{Datagram, Message, Payload as Carried};
+use crate::device::sibling_message::{Datagram, Payload as Carried, SiblingMessage};
 use crate::device::{Context, Device};
 use crate::routing::DeviceAddr;
 
@@ -64,7 +64,7 @@ impl Device {
             chain,
             epoch: tx.epoch,
         };
-        cx.outbox.send(device, Message::Datagram(datagram));
+        cx.outbox.send(device, SiblingMessage::Datagram(datagram));
     }
 
     /// Handles a sibling's datagram or flow-control packet for our guest.
@@ -95,7 +95,7 @@ impl Device {
             };
             self.take_from_sibling(&header, source, flow, cx);
         }
-        let done = Message::DatagramDone {
+        let done = SiblingMessage::DatagramDone {
             chain,
             epoch,
             copied,
@@ -192,7 +192,8 @@ impl Device {
         let now = cx.time();
         while let Some(control) = self.datagrams.stops.poll(now, |_| true) {
             if let Some(device) = cx.routes.target(control.dst) {
-                cx.outbox.send(device, Message::DatagramControl(control));
+                cx.outbox
+                    .send(device, SiblingMessage::DatagramControl(control));
             }
         }
     }
@@ -251,7 +252,7 @@ impl Device {
 }
 
 /// The answer that returns a lent packet: its receiver has gone.
-pub(crate) fn returned(datagram: Datagram) -> (DeviceAddr, Message) {
+pub(crate) fn returned(datagram: Datagram) -> (DeviceAddr, SiblingMessage) {
     let Datagram {
         from,
         chain,
@@ -260,7 +261,7 @@ pub(crate) fn returned(datagram: Datagram) -> (DeviceAddr, Message) {
         ..
     } = datagram;
     let (copied, answer) = (payload.copied(), None);
-    let done = Message::DatagramDone {
+    let done = SiblingMessage::DatagramDone {
         chain,
         epoch,
         copied,

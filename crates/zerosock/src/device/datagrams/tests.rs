@@ -11,7 +11,7 @@ use zerosock_ring::{
 
 use super::*;
 use crate::device::ready_tests::Lab;
-use crate::device::sibling_message::{Datagram, Message, Payload};
+use crate::device::sibling_message::{Datagram, Payload, SiblingMessage};
 use crate::routing::DeviceAddr;
 
 const SOURCE: DeviceAddr = DeviceAddr { worker: 0, vm: 8 };
@@ -143,7 +143,7 @@ fn assembled_datagrams_in_flight_are_bounded() {
     }
     let mut lent = Vec::new();
     while let Some((vm, message)) = cx.outbox.pop_local() {
-        let Message::Datagram(mut datagram) = message else {
+        let SiblingMessage::Datagram(mut datagram) = message else {
             panic!("{message:?}");
         };
         assert_eq!(vm, SOURCE.vm);

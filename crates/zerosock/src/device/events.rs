@@ -294,7 +294,7 @@ impl Device {
         }
         self.spill(key, 0, cx);
         if let Some(bridge) = self.bridges.get_mut(key as usize) {
-            // After ENOBUFS or ENOMEM no edge comes: try once more.
+            // ENOBUFS and ENOMEM leave no edge: try once more.
             bridge.writable |= bridge.open;
         }
         self.flush(key, cx);

@@ -284,7 +284,7 @@ impl Device {
                 |error: &std::io::Error| Errno::from_io_error(error) == Some(Errno::FAULT);
             return match received {
                 Err(error) if vanished(&error) => Fill::Lost,
-                // The next look at the socket tells.
+                // `look_ahead` finds the cause in the next round.
                 _ => Fill::Again,
             };
         }

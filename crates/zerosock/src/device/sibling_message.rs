@@ -6,7 +6,7 @@
 //! chain is lent to the receiver ([`SiblingMessage::Lent`]) and comes back by
 //! [`SiblingMessage::Returned`]; the lender can recall it at any time ([`SiblingMessage::Recall`]).
 
-use super::datagrams::returned;
+use super::datagrams::return_lent;
 use super::host::Caller;
 use super::outbound::HeldChain;
 use super::queue_pairs::Handoff;
@@ -231,13 +231,13 @@ impl SiblingMessage {
                 };
                 Some((from.device, message))
             }
-            // The sibling of the old address may be told that nothing more follows.
+            // The sibling has gone, so nothing more follows for the old address.
             SiblingMessage::Relocated { old, .. } => {
                 let to = old.flow;
                 Some((old.device, SiblingMessage::Flushed { to }))
             }
             SiblingMessage::SentOn(message) => message.undeliverable(),
-            SiblingMessage::Datagram(datagram) => Some(returned(datagram)),
+            SiblingMessage::Datagram(datagram) => Some(return_lent(datagram)),
             // Needs more than one answer: see `Handoff::abandon`.
             SiblingMessage::TakeOver(_) => None,
             // The program's socket is closed.

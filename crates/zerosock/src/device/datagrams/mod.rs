@@ -37,7 +37,7 @@ use crate::device::{Context, Device};
 use crate::io::deadline::earlier;
 use crate::table::sockets::{Ends, Held};
 pub(crate) use put::NotPut;
-pub(crate) use siblings::returned;
+pub(crate) use siblings::return_lent;
 
 /// Flow-control packets that may wait for a buffer of the guest.
 const MAX_CONTROLS: usize = 64;

@@ -252,7 +252,7 @@ impl Device {
 }
 
 /// The answer that returns a lent packet: its receiver has gone.
-pub(crate) fn returned(datagram: Datagram) -> (DeviceAddr, SiblingMessage) {
+pub(crate) fn return_lent(datagram: Datagram) -> (DeviceAddr, SiblingMessage) {
     let Datagram {
         from,
         chain,

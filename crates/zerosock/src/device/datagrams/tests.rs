@@ -156,7 +156,7 @@ fn assembled_datagrams_in_flight_are_bounded() {
     // A restarted driver does not free room; an answer does.
     device.datagrams.forget();
     assert_eq!(device.datagrams.under_way, siblings::UNDER_WAY);
-    let (_, done) = returned(lent.pop().unwrap());
+    let (_, done) = return_lent(lent.pop().unwrap());
     device.handle_sibling_message(done, &mut cx);
     assert_eq!(device.datagrams.under_way, siblings::UNDER_WAY - LEN);
     send(device, lent.pop().unwrap().chain, &mut cx);

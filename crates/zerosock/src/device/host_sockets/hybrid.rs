@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn closed_program_is_a_bad_line() {
+    fn read_line_reports_a_closed_program() {
         let (b, mut a) = pair();
         a.write_all(b"CONN").unwrap();
         drop(a);

@@ -211,7 +211,7 @@ impl DeviceRegistry {
                 let shard = self.shard(cid, buf_alloc, &ports);
                 let mut device = Device::new(queue_pair, cid, shard, host, service.clone());
                 device.process = process;
-                device.set_lane(pair, queue_pairs.clone());
+                device.set_queue_pair(pair, queue_pairs.clone());
                 device.set_account(account.clone());
                 device
             })

@@ -1,14 +1,16 @@
 //! Connections of the guest with the program that embeds the device.
 //!
-//! The other end of such a connection is no socket but an entry of the program's table of
-//! [`Sockets`]: what the guest sends is held there where the guest wrote it, and goes back when
-//! the program has read it; what the program sends is written straight into the buffers that the
-//! guest has posted. Here is what a device does for them; [`super::app_store`] has what is held,
-//! [`super::lending`] the loans, and [`crate::host`] what the program calls.
+//! # Invariants
+//! - A held chain belongs to the running queue: stopping the queue recalls all of them first.
+//! - The table entry and the bridge of a connection end together.
+//! - The end of a connection is reported after the bytes before it.
 //!
-//! What must hold: a chain that is held is of the queue that runs now, because every way to stop
-//! it recalls them first; the table and the bridge of a connection end together, whoever ends it; an
-//! end is told after the bytes before it.
+//! # Use
+//! The other end of such a connection is an entry of the program's table of [`Sockets`], not a
+//! socket. Bytes from the guest stay in their chain until the program has read them; bytes from the
+//! program are written into the buffers that the guest has posted. [`super::app_store`] accounts
+//! for held chains, [`super::lending`] has the loans, and [`crate::host`] the functions that the
+//! program calls.
 
 use zerosock_proto::vsock::{ConnectError, FlowError, FlowId, How, ReserveError, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD, SocketType};
@@ -26,14 +28,14 @@ use crate::table::gathered::unsent;
 use crate::table::sockets::{Ends, HeldBuffer, ReadyFlags, Sockets, StreamId, StreamState};
 
 impl Device {
-    /// Whether there is something that a turn would take in. Reads what the guest writes only if
-    /// nothing is known to be left.
+    /// Whether a turn would take something from the rings. Reads the driver's index only if no
+    /// chain is known to be available.
     #[inline]
-    pub(crate) fn has_news(&mut self, app: &App) -> bool {
+    pub(crate) fn has_ring_work(&mut self, app: &App) -> bool {
         if let Some(tx) = &mut self.tx
             && tx.live()
             && tx.queue.available() > 0
-            && self.waiting.is_none()
+            && self.pending_command.is_none()
             && !self.shard.is_backlogged()
             && (self.app.pool == NONE || app.sockets.has_room(self.app.pool))
         {
@@ -46,22 +48,22 @@ impl Device {
                 .is_some_and(|rx| rx.live() && rx.queue.available() > 0)
     }
 
-    /// Whether packets of the guest are there.
+    /// Whether packets of the guest are available.
     #[inline]
     pub(crate) fn has_arrivals(&mut self) -> bool {
         let tx = self.tx.as_mut().filter(|tx| tx.live());
         tx.is_some_and(|tx| tx.queue.available() > 0)
     }
 
-    /// Whether packets without payload wait to be sent: to send them takes the time.
+    /// Whether packets without payload wait to be sent, which needs the current time.
     #[inline]
     pub(crate) fn has_control(&self) -> bool {
         self.shard.has_transmit()
     }
 
-    /// Whether the guest may be waiting for what was given back: credit is to be told, a good
-    /// number of buffers is there, or it has asked to be told of fewer (as one does that sends
-    /// without a copy) and the program has taken all that there is.
+    /// Whether the guest may be waiting for completed chains or credit: a credit update is due, an
+    /// eighth of the queue has been completed, or the driver asked for an earlier notification (as
+    /// one that sends without copying does) and the program has read everything.
     #[inline]
     pub(crate) fn is_awaited(&self, app: &App) -> bool {
         let many = |tx: &Ring| u32::from(tx.unseen) >= u32::from(tx.queue.size() / 8).max(1);
@@ -75,12 +77,12 @@ impl Device {
         !matches!(self.host, super::HostEnd::None)
     }
 
-    /// Asks the guest's driver for kicks. True: something came meanwhile.
+    /// Asks the guest's driver for kicks. Returns true if chains became available meanwhile.
     pub(crate) fn arm(&mut self, app: &App) -> bool {
         self.rearm(self.is_full(app))
     }
 
-    /// Bytes of the guest's for the program.
+    /// Delivers bytes of the guest to the program.
     #[inline]
     pub(super) fn app_deliver(
         &mut self,
@@ -94,7 +96,7 @@ impl Device {
         });
     }
 
-    /// As `app_deliver`, a part of a message.
+    /// As `app_deliver`, for a part of a message.
     pub(super) fn app_deliver_part(
         &mut self,
         id: StreamId,
@@ -136,7 +138,8 @@ impl Device {
         deliver(&mut app.sockets, held, &mut store);
     }
 
-    /// The guest wants to reach a port of the host. False: the program does not listen there.
+    /// Handles the guest's request to connect to the host. Returns false if the program does not
+    /// listen on the port.
     pub(super) fn app_incoming(
         &mut self,
         flow: FlowId,
@@ -160,7 +163,7 @@ impl Device {
             return true;
         }
         if let Some(bytes) = listener.buffer {
-            // The RESPONSE, which tells of it, has not left: it cannot fail.
+            // The RESPONSE, which advertises the size, has not been sent yet: this cannot fail.
             let _ = self.shard.set_buf_alloc(flow, bytes);
         }
         let pool = self.app_pool(app);
@@ -169,7 +172,7 @@ impl Device {
         if socket_type == SocketType::SeqPacket {
             app.sockets.carry_messages(id);
         }
-        app.wait_on(local.port, id);
+        app.queue_for_accept(local.port, id);
         let key = self.add_bridge(flow, BridgePeer::App(AppEnd { id, loans: 0 }), cx);
         if let Some(bridge) = self.bridges.get_mut(key as usize) {
             bridge.open = true;
@@ -177,7 +180,7 @@ impl Device {
         true
     }
 
-    /// The program wants to reach the guest.
+    /// Connects the program to the guest.
     pub(crate) fn app_connect(
         &mut self,
         from: Port,
@@ -208,7 +211,7 @@ impl Device {
         Ok(id)
     }
 
-    /// The guest has accepted what the program asked for.
+    /// The guest has accepted a connection of the program.
     pub(super) fn app_connected(id: StreamId, cx: &mut Context<'_>) {
         if let Some(app) = cx.app.as_deref_mut()
             && let Some(conn) = app.sockets.get_mut(id)
@@ -218,7 +221,7 @@ impl Device {
         }
     }
 
-    /// The guest will not receive, or not send, any more.
+    /// The guest has shut down receiving, sending, or both.
     pub(super) fn app_shut(
         &mut self,
         id: StreamId,
@@ -238,7 +241,7 @@ impl Device {
         }
     }
 
-    /// There is credit again.
+    /// The connection has credit again.
     pub(super) fn app_writable(id: StreamId, cx: &mut Context<'_>) {
         if let Some(app) = cx.app.as_deref_mut()
             && let Some(conn) = app.sockets.get_mut(id)
@@ -248,12 +251,12 @@ impl Device {
         }
     }
 
-    /// A bridge is gone: the program is told how.
+    /// Tells the program how its connection ended, after the bridge was removed.
     pub(super) fn app_ended(&mut self, bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
         Self::app_ended_in(&mut self.store(), bridge, orderly, cx);
     }
 
-    /// As `app_ended`, of a bridge whose device has this store.
+    /// As `app_ended`, for a bridge with its chains in `store`.
     pub(super) fn app_ended_in(
         store: &mut QueueStore<'_>,
         bridge: &Bridge,
@@ -268,18 +271,18 @@ impl Device {
         }
     }
 
-    /// Tells those who found no buffer, once there are some; else asks to be told of them.
-    pub(super) fn tell_of_room(&mut self, cx: &mut Context<'_>) {
+    /// Wakes connections that found no buffer once buffers are available; else asks for kicks.
+    pub(super) fn wake_buffer_waiters(&mut self, cx: &mut Context<'_>) {
         if self.app.waiters.is_empty() {
             return;
         }
-        let room = self.waiting.is_none()
+        let room = self.pending_command.is_none()
             && self
                 .rx
                 .as_mut()
                 .is_some_and(|rx| rx.live() && rx.queue.available() > 0);
         if !room {
-            self.starve();
+            self.request_buffers();
             return;
         }
         if let Some(app) = cx.app.as_deref_mut() {
@@ -287,26 +290,26 @@ impl Device {
         }
     }
 
-    /// The program wants to be told of buffers. While a command waits it gets none, and those that are
-    /// there are no ready_flags.
-    pub(super) fn starve(&mut self) {
-        self.starved |= self.waiting.is_none();
+    /// Asks for a kick when buffers are posted. Has no effect while a command is pending: then the
+    /// program gets no buffers, even if some are available.
+    pub(super) fn request_buffers(&mut self) {
+        self.starved |= self.pending_command.is_none();
     }
 
-    /// Whether the program waits to be told of buffers.
-    pub(super) fn starves_program(&self) -> bool {
-        self.datagrams.are_wanted() || !self.app.waiters.is_empty()
+    /// Whether the program waits for buffers.
+    pub(super) fn program_waits(&self) -> bool {
+        self.datagrams.room_is_wanted() || !self.app.waiters.is_empty()
     }
 
-    /// A send found no buffer.
+    /// Registers a connection: its send found no buffer.
     pub(super) fn wait_for_room(&mut self, id: StreamId, cx: &mut Context<'_>) {
-        self.starve();
+        self.request_buffers();
         if let Some(app) = cx.app.as_deref_mut() {
             app.sockets.wait_for_room(id, &mut self.app.waiters);
         }
     }
 
-    /// Copies as much of `bytes` as there is room for into buffers of the guest.
+    /// Copies as much of `bytes` into the guest's buffers as fits; returns how many bytes.
     pub(crate) fn app_write(
         &mut self,
         id: StreamId,
@@ -315,13 +318,13 @@ impl Device {
         cx: &mut Context<'_>,
     ) -> Result<usize, SendFault> {
         if self.shard.has_transmit() {
-            // What was said before goes first: a RESPONSE above all.
+            // Earlier control packets go first, above all a RESPONSE.
             self.transmit_control(cx);
         }
         let (mut sent, mut gathered, mut packets) = (0, 0, 0);
         let mut fault = None;
         while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
-            let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+            let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
             let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
             let Some((chain, rx)) = popped else {
                 self.wait_for_room(id, cx);
@@ -368,7 +371,7 @@ impl Device {
         }
     }
 
-    /// Changes how a connection is; one that has ended needs nothing.
+    /// Applies `act` to a connection; a flow that has ended is ignored.
     pub(crate) fn app_tune(
         &mut self,
         flow: FlowId,
@@ -386,34 +389,34 @@ impl Device {
         })
     }
 
-    /// Shuts one way down, or both.
+    /// Shuts down one direction, or both.
     pub(crate) fn app_shutdown(&mut self, flow: FlowId, how: How, now: Instant) {
-        // A flow that ended meanwhile needs no shutdown.
+        // Fails if the flow has ended, and then no shutdown is needed.
         let _ = self.shard.shutdown(now, flow, how);
     }
 
-    /// The program gives a connection up: in good order, as a kernel closes a socket (what was
-    /// sent still arrives, SHUTDOWN of both ways follows, bytes that were not read are dropped), or
-    /// with a RST. One that the guest has not answered can only be reset.
+    /// Closes a connection: in order, as a kernel socket (bytes sent still arrive, then SHUTDOWN of
+    /// both directions; unread bytes are dropped), or with an RST if `reset` is set or the guest
+    /// has not answered the request.
     pub(crate) fn app_close(&mut self, flow: FlowId, reset: bool, cx: &mut Context<'_>) {
         if let Some(key) = self.key_of(flow) {
             self.remove_bridge(key, cx);
         }
         if reset || self.shard.shutdown(cx.now, flow, How::BOTH).is_err() {
-            // A flow that ended meanwhile needs no reset.
+            // Fails if the flow has ended, and then no reset is needed.
             let _ = self.shard.reset(flow);
         }
     }
 
-    /// Shows the guest what the program has queued or given back. True: there may be a timer to
-    /// note, or something left to do.
+    /// Publishes what the program has sent or returned. Returns true if a timer may have changed or
+    /// work is left.
     #[inline]
     pub(crate) fn app_flush(&mut self, cx: &mut Context<'_>) -> bool {
         let control = self.shard.has_transmit();
         if control {
             self.transmit_control(cx);
         }
-        self.put_app_words(cx);
+        self.put_app_controls(cx);
         if self.shard.has_events() {
             self.drain_events(cx);
         }
@@ -426,8 +429,8 @@ impl Device {
         control || self.has_broken()
     }
 
-    /// Resets a connection of which nobody reads so much that it has to be kept in copies.
-    pub(crate) fn app_give_up(&mut self, id: StreamId, cx: &mut Context<'_>) {
+    /// Resets a connection with more unread bytes than may be copied.
+    pub(crate) fn app_reset_unread(&mut self, id: StreamId, cx: &mut Context<'_>) {
         let Some(app) = cx.app.as_deref_mut() else {
             return;
         };
@@ -439,7 +442,7 @@ impl Device {
     }
 }
 
-/// What a refused reservation means for the sender.
+/// The error for the sender when a reservation was refused.
 pub(super) fn send_fault(error: ReserveError) -> SendFault {
     match error {
         ReserveError::NoCredit | ReserveError::ShouldCoalesce => SendFault::WouldBlock,

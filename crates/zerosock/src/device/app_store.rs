@@ -1,8 +1,9 @@
-//! What the program that embeds the device holds of its transmit queue: where it lies, how much it
-//! may be, and how all of it comes back.
+//! Chains of the transmit queue that the embedding program holds: their memory, their bounds, and
+//! their recall.
 //!
-//! What must hold: before a queue or its memory goes, nothing of it is held; a token of an earlier
-//! start of the queue is nothing.
+//! # Invariants
+//! - Before a queue stops or its memory is replaced, the program holds no chain of it.
+//! - A token of an earlier epoch is ignored.
 
 use std::sync::Arc;
 
@@ -14,11 +15,11 @@ use super::ring::Ring;
 use super::{Context, Device};
 use crate::table::sockets::{Store, Waiters};
 
-/// No pool yet.
+/// No pool assigned yet.
 pub(super) const NONE: u32 = u32::MAX;
 
-/// A device's transmit queue and shard, as the home of what the program holds of it. Without
-/// either for a connection whose device is gone: of that only copies are left.
+/// The transmit queue and shard to which held chains and credit are returned. Both are `None` for
+/// a connection that has outlived its device, of which only copies are left.
 #[derive(Default)]
 pub(crate) struct QueueStore<'a> {
     tx: Option<&'a mut Ring>,
@@ -61,7 +62,7 @@ impl Store for QueueStore<'_> {
     #[inline]
     fn consumed(&mut self, _pool: u32, flow: FlowId, bytes: u32) {
         if let Some(shard) = &mut self.shard {
-            // A flow that ended meanwhile wants no credit.
+            // Fails if the flow has ended.
             let _ = shard.consume(flow, bytes);
         }
     }
@@ -74,18 +75,18 @@ impl Store for QueueStore<'_> {
     }
 }
 
-/// What the table needs of one device.
+/// A device's state for the embedding program.
 #[derive(Debug)]
 pub(super) struct AppState {
-    /// Its transmit buffers in the table.
+    /// The device's pool in the table.
     pub(super) pool: u32,
-    /// The most descriptors that a chain of the guest's has had: as many fewer chains there are.
+    /// The most descriptors that one chain of the guest has had; limits the chains in the queue.
     descriptors: u16,
     /// Connections that found no buffer to send in.
     pub(super) waiters: Waiters,
-    /// Loans of its receive buffers that are out.
+    /// Receive buffers on loan.
     pub(super) loans: u16,
-    /// Memory that it had before and that somebody still holds.
+    /// Replaced memory that leases may keep mapped.
     pub(super) old: super::lending::OldMemory,
 }
 
@@ -102,7 +103,7 @@ impl Default for AppState {
 }
 
 impl AppState {
-    /// A chain has so many descriptors: as many fewer of them are there.
+    /// Records the descriptors of a chain; more per chain mean fewer chains in the pool.
     #[inline]
     pub(super) fn note_descriptors(&mut self, descriptors: u16, tx: &Ring, app: &mut App) {
         if descriptors > self.descriptors {
@@ -114,7 +115,7 @@ impl AppState {
 }
 
 impl Device {
-    /// The home of what the program holds of this device.
+    /// The store for chains and credit of this device.
     #[inline]
     pub(crate) fn store(&mut self) -> QueueStore<'_> {
         QueueStore {
@@ -132,7 +133,7 @@ impl Device {
         self.app.pool
     }
 
-    /// The transmit queue has started: as many buffers as it has may be held.
+    /// Sizes the pool when the transmit queue has started: one buffer per descriptor.
     pub(super) fn app_started(&mut self, cx: &mut Context<'_>) {
         let Some(app) = cx.app.as_deref_mut() else {
             return;
@@ -143,7 +144,7 @@ impl Device {
         app.sockets.resize_pool(pool, u32::from(size));
     }
 
-    /// Whether the program holds so much that nothing more may be taken from the guest now.
+    /// Whether the program holds so much that no more packets may be taken from the guest.
     #[inline]
     pub(super) fn app_is_full(&self, cx: &Context<'_>) -> bool {
         match &cx.app {
@@ -152,20 +153,20 @@ impl Device {
         }
     }
 
-    /// Whether nothing more may be taken in before the program gives something back.
+    /// Whether packets must wait until the program returns chains.
     pub(crate) fn is_full(&self, app: &App) -> bool {
         self.app.pool != NONE && !app.sockets.has_room(self.app.pool)
     }
 
-    /// The memory in which a chain lies that the program holds.
+    /// The memory of a chain that the program holds.
     pub(crate) fn memory_of(&self, token: &HostToken) -> Option<&Arc<Memory>> {
         let tx = self.tx.as_ref().filter(|tx| tx.epoch == token.epoch)?;
         Some(tx.queue.memory())
     }
 
-    /// Gets back every chain that the program holds, before the queue or its memory goes. False:
-    /// some are read at this moment, by somebody who trusts that they stay as they are. With
-    /// `force`, for a peer that is gone, that is no reason.
+    /// Recalls every chain that the program holds, before the queue stops or its memory is
+    /// replaced. Returns false if some are under a read guard. With `force`, for a guest that has
+    /// gone, these are taken back as well.
     pub(super) fn app_recall(&mut self, force: bool, cx: &mut Context<'_>) -> bool {
         let pool = self.app.pool;
         match cx.app.as_deref_mut().filter(|_| pool != NONE) {
@@ -174,7 +175,7 @@ impl Device {
         }
     }
 
-    /// The guest's memory is gone: nothing in it means anything.
+    /// Marks held chains as lost: the guest's memory has vanished.
     pub(super) fn app_lose(&mut self, cx: &mut Context<'_>) {
         let pool = self.app.pool;
         if let Some(app) = cx.app.as_deref_mut().filter(|_| pool != NONE) {
@@ -182,7 +183,7 @@ impl Device {
         }
     }
 
-    /// The device leaves for good.
+    /// Frees the pool: the device is removed.
     pub(super) fn app_retire(&mut self, cx: &mut Context<'_>) {
         let pool = std::mem::replace(&mut self.app.pool, NONE);
         if let Some(app) = cx.app.as_deref_mut().filter(|_| pool != NONE) {

@@ -1,5 +1,5 @@
-//! Before a worker sleeps it asks the guest for kicks. What the guest did before it saw that brings
-//! no kick: the device has to find it itself, and keep the worker awake.
+//! Enabling kicks before a worker sleeps. For chains that the guest posts before it sees that kicks
+//! are enabled it sends no kick: the device has to find them itself and keep the worker awake.
 
 use zerosock_proto::wire::vsock::Op;
 use zerosock_proto::{Address, Cid, Port};
@@ -8,23 +8,23 @@ use super::bare;
 use super::ready_tests::Lab;
 
 #[test]
-fn arming_finds_a_packet_that_brought_no_kick() {
+fn enabling_kicks_finds_a_packet_posted_without_a_kick() {
     let mut lab = Lab::new();
     let mut guest = bare::start(&mut lab.device);
-    assert!(!lab.device.ask_for_kicks(), "nothing is there");
+    assert!(!lab.device.enable_kicks(), "no packet is posted");
     let to = Address::new(Cid::HOST, Port::new(9));
     guest.send(1, to, Op::Request, 0);
-    assert!(lab.device.ask_for_kicks(), "a packet is there");
+    assert!(lab.device.enable_kicks(), "a packet is posted");
     let (device, mut cx) = lab.lend();
     device.turn(&mut cx);
-    assert!(!lab.device.ask_for_kicks(), "it was taken");
+    assert!(!lab.device.enable_kicks(), "the packet was received");
 }
 
 #[test]
-fn arming_finds_buffers_that_brought_no_kick() {
+fn enabling_kicks_finds_buffers_posted_without_a_kick() {
     let mut lab = Lab::new();
     let _guest = bare::start(&mut lab.device);
-    assert!(!lab.device.ask_for_kicks(), "there are enough");
+    assert!(!lab.device.enable_kicks(), "no buffer is needed");
     lab.device.starved = true;
-    assert!(lab.device.ask_for_kicks(), "there are some again");
+    assert!(lab.device.enable_kicks(), "buffers are posted");
 }

@@ -1,13 +1,14 @@
-//! Connects of the guest to host sockets that have a full backlog.
-//!
-//! A non-blocking connect to such a Unix socket fails with EAGAIN, and no event tells of room. So
-//! it is tried again after a pause that doubles, and for all connections to a port together: they
-//! wait in the order of their deadlines, and only the first of them is tried.
+//! Retries of the guest's connects to host sockets with a full backlog.
 //!
 //! # Invariants
-//! - A bridge is in the list of its port exactly while its end is [`BridgePeer::Retrying`] and it is not
-//!   being tried.
+//! - A bridge is in the list of its port exactly while its end is [`BridgePeer::Retrying`] and no
+//!   attempt for it is running.
 //! - A port with a list has a timer at `next`, or an earlier one.
+//!
+//! # Operation
+//! A non-blocking connect to such a Unix socket fails with EAGAIN, and no event reports room. The
+//! connect is therefore retried after a pause that doubles. All connections to a port wait in the
+//! order of their deadlines, and only the first of them is tried.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -19,11 +20,11 @@ use super::bridge::{Bridge, BridgePeer};
 use super::timers::Timer;
 use super::{Context, Device};
 
-/// The first pause: a program that accepts has made room by then.
+/// The first pause: an accepting program has usually made room by then.
 const FIRST_PAUSE: Duration = Duration::from_micros(250);
 /// The longest pause.
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
-/// Connects that are tried in one go.
+/// Connects tried per call.
 const BUDGET: usize = 64;
 
 /// A host socket that guests connect to: its port, and whether it takes messages.
@@ -39,20 +40,20 @@ pub(crate) struct Backlogs(BTreeMap<HostPort, Backlog>);
 
 #[derive(Debug)]
 struct Backlog {
-    /// Deadlines and keys of bridges.
+    /// Deadlines and keys of the bridges that wait.
     waiting: BTreeSet<(Instant, u32)>,
     /// The last pause.
     pause: Duration,
-    /// When the first is tried again.
+    /// When the first bridge is tried again.
     next: Instant,
 }
 
-/// What became of an attempt to connect.
+/// The result of an attempt to connect.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Tried {
     /// The backlog is full.
     Full,
-    /// The connection has a socket, or was refused, or has gone.
+    /// The bridge is connected, connecting, refused or removed.
     Decided,
 }
 
@@ -62,13 +63,13 @@ impl Backlogs {
         self.0.len()
     }
 
-    /// Makes a bridge wait behind others, if others wait.
+    /// Queues a bridge behind others for the same port. Returns false if no other bridge waits.
     fn wait_behind_others(&mut self, to: HostPort, deadline: Instant, key: u32) -> bool {
         let backlog = self.0.get_mut(&to);
         backlog.is_some_and(|backlog| backlog.waiting.insert((deadline, key)))
     }
 
-    /// A bridge that is removed waits no more.
+    /// Removes a bridge from the list of its port.
     pub(super) fn forget(&mut self, key: u32, bridge: &Bridge) {
         if let BridgePeer::Retrying { to, deadline } = bridge.end
             && let Some(backlog) = self.0.get_mut(&to)
@@ -82,7 +83,7 @@ impl Backlogs {
 }
 
 impl Device {
-    /// The guest wants to reach `port` on the host.
+    /// Connects a flow of the guest to `port` on the host.
     pub(super) fn guest_connects(&mut self, flow: FlowId, port: Port, cx: &mut Context<'_>) {
         let deadline = cx.now + cx.limits.connect;
         let mut to = HostPort {
@@ -108,17 +109,17 @@ impl Device {
         }
     }
 
-    /// Tries the connects to a port again, until its backlog is full.
+    /// Retries the connects to a port until its backlog is full again.
     pub(super) fn retry_connects(&mut self, to: HostPort, cx: &mut Context<'_>) {
         let Some(backlog) = self.backlogs.0.get_mut(&to) else {
             return;
         };
         if backlog.next > cx.now {
-            // The timer of a list that has ended, and another one has begun.
+            // The timer of an earlier list of this port.
             return;
         }
         let longer = (backlog.pause * 2).min(LONGEST_PAUSE);
-        // As much as is tried at once; there may be more in the next turn, which is later than now.
+        // After a full budget, continue in the next turn.
         let mut pause = Duration::from_nanos(1);
         for tried in 0..BUDGET {
             let backlog = self.backlogs.0.get_mut(&to);

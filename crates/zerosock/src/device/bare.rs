@@ -1,6 +1,6 @@
-//! For tests: a device whose guest is the test itself, by the driver half of the rings alone.
+//! For tests: a device with the test itself as its guest, which uses the driver half of the rings.
 //!
-//! Nobody negotiates and nobody kicks: what the test does is all that happens.
+//! There is no feature negotiation and no kick: the test calls the device.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,30 +17,30 @@ use super::ring::Ring;
 
 /// Descriptors of each queue.
 const SIZE: u16 = 1024;
-/// A packet to the device takes two.
+/// A packet to the device takes two descriptors.
 const PACKETS: u16 = SIZE / 2;
 /// Bytes of each buffer for the guest.
 const BUFFER: u32 = 4096;
-/// Bytes that a connection may send to the guest unread.
+/// Receive window of the guest in bytes.
 const WINDOW: u32 = 16 << 20;
 
 const TX: u64 = 0;
 const RX: u64 = 0x1_0000;
 const HEADERS: u64 = 0x2_0000;
-/// All packets have the same bytes.
+/// Address of the payload that all packets share.
 const BYTES: u64 = 0x3_0000;
 const BUFFERS: u64 = 0x4_0000;
 const LEN: u64 = BUFFERS + SIZE as u64 * BUFFER as u64;
 
-/// The guest's end.
+/// The guest's half of the rings.
 pub(crate) struct Guest {
     cid: Cid,
     memory: Arc<Memory>,
     tx: DriverQueue,
     rx: DriverQueue,
-    /// Places of packets that the device has not got.
+    /// Packet slots that the device does not hold.
     free: Vec<u16>,
-    /// What was received on each of our ports, all of it read.
+    /// Bytes received and read, by local port.
     read: BTreeMap<u32, u32>,
 }
 
@@ -100,12 +100,12 @@ impl Guest {
         self.rx.add(&[buffer], at).unwrap();
     }
 
-    /// A packet from our `port`; false if the queue is full.
+    /// Sends a packet from our `port`. Returns false if the queue is full.
     pub(crate) fn try_send(&mut self, port: u32, to: Address, op: Op, len: u32) -> bool {
         self.try_send_as(SocketType::Stream, 0, port, to, op, len)
     }
 
-    /// A whole message from our `port`, in one packet.
+    /// Sends a whole message from our `port` in one packet.
     #[track_caller]
     pub(crate) fn send_message(&mut self, port: u32, to: Address, len: u32) {
         let sent = self.try_send_as(SocketType::SeqPacket, SEQ_EOM, port, to, Op::Rw, len);
@@ -155,13 +155,13 @@ impl Guest {
         true
     }
 
-    /// As `try_send`, with room.
+    /// As `try_send`; panics if the queue is full.
     #[track_caller]
     pub(crate) fn send(&mut self, port: u32, to: Address, op: Op, len: u32) {
         assert!(self.try_send(port, to, op, len), "the queue is full");
     }
 
-    /// The packets that have come; all are read, and their buffers posted again.
+    /// Reads all received packets and posts their buffers again.
     pub(crate) fn received(&mut self) -> Vec<Repr> {
         let mut all = Vec::new();
         while let Some(used) = self.rx.poll().unwrap() {

@@ -1,13 +1,17 @@
 //! A connection of the guest joined to its other end.
 //!
-//! The shard knows the vsock half (state, credit, counters); a [`Bridge`] knows the rest: the
-//! socket or the sibling, the bytes under way, and which edges have been seen. What must hold:
-//! the order of bytes and ends in each direction, and that a bridge which is stuck is on exactly
-//! the list that its cure will look at (`ready`, a timer, an edge, a credit event).
+//! # Invariants
+//! - Bytes and ends keep their order in each direction.
+//! - A bridge that cannot proceed is registered where the cause is resolved: on the `ready` list,
+//!   with a timer, in the poller, or for a credit event.
+//!
+//! # Structure
+//! The shard has the vsock half (state, credit, counters); a [`Bridge`] has the socket or sibling,
+//! the bytes in flight, and the edges seen.
 
 use super::backlog::HostPort;
 use super::messages::Messages;
-use super::outbound::{Held, Outbound, Spare, Spares};
+use super::outbound::{HeldChain, Outbound, Spare, Spares};
 use super::queue_pairs::Parked;
 
 use crate::device::host_sockets::HostSocket;
@@ -19,22 +23,22 @@ use zerosock_proto::vsock::FlowId;
 use zerosock_proto::{Instant, Port};
 use zerosock_ring::Memory;
 
-/// What the guest is joined to.
+/// The other end of a connection of the guest.
 #[derive(Debug)]
 pub(crate) enum BridgePeer {
-    /// A host socket with a full backlog: tried again until the deadline.
+    /// A host socket with a full backlog; retried until the deadline.
     Retrying { to: HostPort, deadline: Instant },
-    /// A connect that the kernel has not decided.
+    /// A connect that the kernel has not completed.
     Connecting {
         socket: HostSocket,
         deadline: Instant,
     },
-    /// A host socket. `ok` is the port for the OK line, while the guest has not answered.
+    /// A host socket. `ok` is the port for the OK line until the guest has answered.
     Socket {
         socket: HostSocket,
         ok: Option<Port>,
     },
-    /// A sibling that was asked and has not accepted; who it is, once it has said so.
+    /// A sibling that has not accepted yet; its address, once it is known.
     Asked(Option<Peer>),
     /// A sibling.
     Sibling(SiblingEnd),
@@ -42,11 +46,11 @@ pub(crate) enum BridgePeer {
     App(AppEnd),
 }
 
-/// The program's side of a bridge.
+/// The embedding program's side of a bridge.
 #[derive(Debug)]
 pub(crate) struct AppEnd {
     pub(crate) id: StreamId,
-    /// Buffers of the guest that it has on loan.
+    /// Buffers of the guest that the connection has on loan.
     pub(crate) loans: u16,
 }
 
@@ -54,19 +58,19 @@ pub(crate) struct AppEnd {
 #[derive(Debug)]
 pub(crate) struct SiblingEnd {
     pub(crate) peer: Peer,
-    /// Bytes from the sibling for our guest; none at rest.
-    inbound: Option<Box<Waiting>>,
+    /// Bytes from the sibling for our guest; `None` while idle.
+    inbound: Option<Box<InboundQueue>>,
     /// Chains of our guest that the sibling has; they come back in order.
     pub(crate) out: u32,
-    /// Those that were lent since [`Bridge::held_since`].
+    /// Chains lent since [`Bridge::held_since`].
     pub(crate) younger: u32,
-    /// It held a chain too long, and has not caught up since.
+    /// The sibling held a chain beyond the hold limit and has not caught up since.
     pub(crate) stalled: bool,
     /// The sibling's guest will send no more once `inbound` is empty.
     pub(crate) finish: bool,
-    /// It is to go on at this queue pair once no chain of our guest is out.
+    /// The queue pair to which the connection moves once `out` is 0.
     pub(crate) move_to: Option<u16>,
-    /// It has come from another pair, and what its sibling sends has to wait.
+    /// Messages that wait until the handoff from another pair is complete.
     pub(crate) parked: Option<Box<Parked>>,
 }
 
@@ -84,17 +88,17 @@ impl SiblingEnd {
         }
     }
 
-    /// Appends bytes from the sibling. Copies go into one buffer, however many small packets they
-    /// were; what has been read of it is dropped when it is half, so that it stays below twice the
-    /// bytes that wait.
+    /// Appends bytes from the sibling. Copies go into a single buffer; its read bytes are dropped
+    /// when they make up half of it, so it stays below twice the waiting bytes.
     ///
-    /// Returns what there is no memory for: see [`has_lost_bytes`](SiblingEnd::has_lost_bytes).
+    /// Returns `inbound` if the list could not grow: see
+    /// [`has_lost_bytes`](SiblingEnd::has_lost_bytes).
     pub(crate) fn push(
         &mut self,
         inbound: Inbound,
-        spares: &mut Spares<Waiting>,
+        spares: &mut Spares<InboundQueue>,
     ) -> Option<Inbound> {
-        let waiting = spares.fill(&mut self.inbound);
+        let waiting = spares.get_or_take(&mut self.inbound);
         match (waiting.parts.back_mut(), inbound) {
             (Some(Inbound::Copied { bytes, taken }), Inbound::Copied { bytes: more, .. }) => {
                 waiting.copied += more.len();
@@ -121,77 +125,77 @@ impl SiblingEnd {
         None
     }
 
-    /// The oldest bytes that wait.
+    /// The oldest waiting bytes.
     pub(crate) fn front(&mut self) -> Option<&mut Inbound> {
         self.inbound.as_mut()?.parts.front_mut()
     }
 
-    /// Takes the oldest bytes out.
+    /// Removes the oldest waiting bytes.
     pub(crate) fn pop(&mut self) -> Option<Inbound> {
         self.inbound.as_mut()?.parts.pop_front()
     }
 
-    /// All bytes that wait, in order.
+    /// All waiting bytes, in order.
     pub(crate) fn parts(&mut self) -> impl Iterator<Item = &mut Inbound> {
         self.inbound
             .iter_mut()
             .flat_map(|waiting| &mut waiting.parts)
     }
 
-    /// Takes out all bytes that wait, and the memory of the list.
+    /// Removes all waiting bytes and the list that held them.
     pub(crate) fn take_all(&mut self) -> impl Iterator<Item = Inbound> {
         let waiting = self.inbound.take();
         waiting.into_iter().flat_map(|waiting| waiting.parts)
     }
 
-    /// Whether bytes are missing, for want of memory: the connection is to be reset.
+    /// Whether bytes were lost to a failed allocation: the connection has to be reset.
     #[inline]
     pub(crate) fn has_lost_bytes(&self) -> bool {
         self.inbound.as_ref().is_some_and(|waiting| waiting.lost)
     }
 
-    /// Bytes are missing: see [`has_lost_bytes`](SiblingEnd::has_lost_bytes).
+    /// Records lost bytes: see [`has_lost_bytes`](SiblingEnd::has_lost_bytes).
     #[cold]
-    pub(crate) fn lose(&mut self, spares: &mut Spares<Waiting>) {
-        spares.fill(&mut self.inbound).lost = true;
+    pub(crate) fn lose(&mut self, spares: &mut Spares<InboundQueue>) {
+        spares.get_or_take(&mut self.inbound).lost = true;
     }
 
-    /// Nothing waits.
+    /// Whether no bytes wait.
     pub(crate) fn is_drained(&self) -> bool {
         let waiting = self.inbound.as_ref();
         waiting.is_none_or(|waiting| waiting.parts.is_empty())
     }
 
-    /// Bytes that wait in copies; they count as overflow of our device.
+    /// Waiting bytes in copies; they count as overflow of our device.
     pub(crate) fn copied(&self) -> usize {
         self.inbound.as_ref().map_or(0, |waiting| waiting.copied)
     }
 
-    /// Bytes that wait were copied, or such copies were read.
+    /// Updates the number of waiting bytes in copies.
     pub(crate) fn change_copied(&mut self, change: impl FnOnce(usize) -> usize) {
         if let Some(waiting) = &mut self.inbound {
             waiting.copied = change(waiting.copied);
         }
     }
 
-    /// At rest, if nothing waits: the list is for others.
+    /// Returns an empty list to `spares`.
     #[inline]
-    pub(crate) fn rest(&mut self, spares: &mut Spares<Waiting>) {
-        spares.rest(&mut self.inbound);
+    pub(crate) fn recycle(&mut self, spares: &mut Spares<InboundQueue>) {
+        spares.recycle(&mut self.inbound);
     }
 }
 
-/// Bytes from a sibling that our guest has not got yet, in order.
+/// Bytes from a sibling that have not been sent to our guest, in order.
 #[derive(Debug, Default)]
-pub(crate) struct Waiting {
+pub(crate) struct InboundQueue {
     parts: VecDeque<Inbound>,
-    /// Those of them that are in copies.
+    /// Bytes of `parts` that are in copies.
     copied: usize,
-    /// There was no memory for a copy.
+    /// An allocation failed and bytes were lost.
     lost: bool,
 }
 
-impl Spare for Waiting {
+impl Spare for InboundQueue {
     #[inline]
     fn is_empty(&self) -> bool {
         self.parts.is_empty() && self.copied == 0 && !self.lost
@@ -206,13 +210,13 @@ impl Spare for Waiting {
 /// Bytes from a sibling.
 #[derive(Debug)]
 pub(crate) enum Inbound {
-    /// In the sibling guest's memory; the chain goes back when they are read.
+    /// In the sibling guest's memory; the chain is returned when the bytes have been read.
     Lent {
         memory: Arc<Memory>,
-        held: Held,
+        held: HeldChain,
         epoch: u32,
     },
-    /// In a copy: the first `taken` bytes have been read.
+    /// In a copy, of which the first `taken` bytes have been read.
     Copied { bytes: Vec<u8>, taken: usize },
 }
 
@@ -225,53 +229,55 @@ impl Inbound {
     }
 }
 
-/// See the module.
+/// A connection of the guest and its other end: see the module.
 #[derive(Debug)]
 pub(crate) struct Bridge {
-    /// The vsock half; `None` when it has ended and the host still has bytes to take.
+    /// The vsock half; `None` while the bridge lingers: the flow has ended, bytes for the host
+    /// remain.
     pub(crate) flow: Option<FlowId>,
     pub(crate) end: BridgePeer,
     pub(crate) outbound: Outbound,
-    /// Where the messages end that it carries, if it carries any.
+    /// Boundaries of messages, for a SEQPACKET connection.
     pub(crate) messages: Option<Box<Messages>>,
     /// Both halves are connected.
     pub(crate) open: bool,
-    /// The socket may have bytes or an end for us (an edge was seen and not used up).
+    /// The socket may have bytes or an end of file (an edge was seen and not used up).
     pub(crate) readable: bool,
     /// The socket may take bytes.
     pub(crate) writable: bool,
-    /// The host has finished sending: end of file comes after what is still to be read.
+    /// The host has shut down sending: end of file follows the unread bytes.
     pub(crate) host_finished: bool,
-    /// The host has closed both ways.
+    /// The host has closed both directions.
     pub(crate) host_gone: bool,
-    /// We do not read from the host any more: end of file was read, or the guest is recv_shutdown.
+    /// We do not read from the host any more: end of file was read, or the guest has shut down
+    /// receiving.
     pub(crate) read_closed: bool,
     /// We do not write to the host any more: bytes from the guest are dropped.
     pub(crate) write_closed: bool,
-    /// The guest will send no more once `outbound` is empty.
+    /// The guest sends nothing after the bytes in `outbound`.
     pub(crate) guest_finished: bool,
-    /// The host has been told that the guest will send no more.
+    /// The end of the guest's stream was passed on to the host.
     pub(crate) finish_told: bool,
-    /// On the device's ready list.
+    /// On the device's `ready` list.
     pub(crate) in_ready: bool,
-    /// On the device's list of bridges to flush.
+    /// On the device's `dirty` list.
     pub(crate) in_dirty: bool,
-    /// Waits for credit: the shard will say `Writable`.
+    /// Waits for credit, which a `Writable` event of the shard reports.
     pub(crate) no_credit: bool,
-    /// Does so only because it has few bytes: more of them end it.
+    /// `no_credit` is set only because few bytes wait; more bytes clear it.
     pub(crate) holds_back: bool,
     /// Since when chains of the guest are held or lent without progress; `None`: none are.
     pub(crate) held_since: Option<Instant>,
-    /// A hold timer is set. It may find that nothing is held any more: one for many holds.
+    /// A hold timer is set. It may expire after the chains that it was set for were returned.
     pub(crate) hold_timer: bool,
-    /// The kernel had no memory for a send; no edge tells when it has.
+    /// A send failed with ENOBUFS or ENOMEM; no edge reports when memory is available.
     pub(crate) no_memory: bool,
-    /// Every read goes on until there is nothing: the host plays with urgent bytes, at which reads
-    /// stop short.
+    /// Reads go on until the socket is empty: the host sends urgent bytes, at which a read returns
+    /// early.
     pub(crate) urgent: bool,
-    /// How many receive buffers the next read gathers.
+    /// Number of receive buffers that the next read fills.
     pub(crate) read_chains: u8,
-    /// What this bridge adds to the device's sums of held chains and overflow bytes.
+    /// This bridge's part of the device's sums: chains held or lent, and overflow bytes.
     pub(crate) counted: (u32, u32),
 }
 
@@ -304,14 +310,15 @@ impl Bridge {
         }
     }
 
-    /// Whether bytes either way are missing, for want of memory: the connection is to be reset.
+    /// Whether bytes of either direction were lost to a failed allocation: the connection has to
+    /// be reset.
     #[inline]
     pub(crate) fn has_lost_bytes(&self) -> bool {
         self.outbound.has_lost_bytes()
             || matches!(&self.end, BridgePeer::Sibling(sibling) if sibling.has_lost_bytes())
     }
 
-    /// There are more bytes: perhaps enough to be sent.
+    /// Clears `holds_back`: more bytes have come, perhaps enough to be sent.
     #[inline]
     pub(crate) fn hold_back_no_more(&mut self) {
         if std::mem::take(&mut self.holds_back) {
@@ -319,7 +326,7 @@ impl Bridge {
         }
     }
 
-    /// Whether a look at the other end may bring something for the guest.
+    /// Whether reading from the other end may bring something for the guest.
     pub(crate) fn may_read(&self) -> bool {
         self.open && self.readable && !self.read_closed && !self.no_credit && self.flow.is_some()
     }
@@ -330,7 +337,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn copies_that_are_never_all_read_stay_small() {
+    fn buffer_of_copies_that_never_empties_stays_small() {
         let mut shard = zerosock_proto::vsock::Shard::new(
             zerosock_proto::vsock::ShardConfig::driver(zerosock_proto::Cid::new(3)),
             Arc::new(zerosock_proto::vsock::PortTable::new()),
@@ -346,7 +353,7 @@ mod tests {
         for _ in 0..1000 {
             let (bytes, taken) = (vec![7; 1000], 0);
             sibling.push(Inbound::Copied { bytes, taken }, &mut spares);
-            // All but the last of it is read.
+            // Read all but the last of it.
             while sibling.copied() > 1000 {
                 let Some(Inbound::Copied { taken, .. }) = sibling.front() else {
                     panic!("nothing there");
@@ -363,9 +370,8 @@ mod tests {
     }
 
     #[test]
-    fn a_join_at_rest_is_small() {
-        // With the shard's half, and both twice for two guests of one daemon, this stays below the
-        // design's 1 KiB for a connection.
+    fn idle_bridge_is_small() {
+        // A connection between two guests has two bridges and two flows: together at most 1 KiB.
         assert!(size_of::<Bridge>() <= 112, "{}", size_of::<Bridge>());
     }
 }

@@ -1,20 +1,21 @@
-//! What the VMM wants of the device, carried out between two turns.
+//! Commands of the VMM, carried out between two turns.
 //!
-//! What must hold: before a queue's base is told and before memory is replaced, no chain is held
-//! and nothing of the old memory is used. Chains that siblings have are called back first; until
-//! they are here the command waits and the queue rests. So it does for who writes into a loan at
-//! that moment, and for who reads with trust. But a front-end does not wait for ever: the program
-//! that embeds the device may keep a buffer for as long as it likes, and the front-end's main loop
-//! must not stop with it. After [`RECALL`] it loses its device instead: it is told nothing that is
-//! not so, and has not got its buffer back. A front-end that goes waits for nothing: what siblings
-//! still read stays mapped, and comes back to a queue that is gone.
+//! # Invariants
+//! - Before a queue's base is answered and before memory is replaced, no chain is held and the old
+//!   memory is not used any more.
+//! - A pending command waits, and the queue with it, until siblings have returned their chains, no
+//!   loan is being written to, and no lease is under a read guard.
+//! - The front-end does not wait longer than [`RECALL`] for the embedding program, which may keep a
+//!   buffer for any time. After that the command fails and the front-end is disconnected.
+//! - A disconnect waits for nothing: memory that siblings still read stays mapped, and chains that
+//!   return to a stopped queue are dropped.
 
 use super::bridge::BridgePeer;
 use super::model::used_pairs;
 use super::ring::Ring;
 use super::timers::Timer;
 use super::{Context, Device, EVENT, RX, TX};
-use crate::device::sibling_message::Message;
+use crate::device::sibling_message::SiblingMessage;
 use crate::io::poller::Source;
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,39 +25,41 @@ use zerosock_sys::PeerFd;
 use zerosock_sys::notify::CallFd;
 use zerosock_vhost_user::{DeviceCommand, Reply};
 
-/// A command that waits until no chain is out.
+/// A command that waits until chains, leases or loans have been returned.
 #[derive(Debug)]
-pub(crate) enum Waiting {
+pub(crate) enum PendingCommand {
     Stop(Reply),
     StopReceive(Reply),
     Memory(Arc<Memory>, Reply),
     Reset(Reply),
 }
 
-/// How long until the next look whether a writer has left the guest's buffers: it tells nobody.
+/// Interval at which a pending command checks whether a writer has left the guest's buffers; the
+/// writer sends no notification.
 const LOOK: Duration = Duration::from_millis(1);
-/// How long a command waits for the program that embeds the device: longer than any copy takes, and
-/// shorter than any front-end's patience.
+/// How long a command waits for the embedding program: longer than any copy takes, and shorter
+/// than the timeout of any front-end.
 const RECALL: Duration = Duration::from_secs(1);
 
 impl Device {
-    /// Carries out `command`; the answer goes through `reply`, perhaps later.
+    /// Carries out `command`; answers through `reply`, possibly later.
     pub(crate) fn command(&mut self, command: DeviceCommand, reply: Reply, cx: &mut Context<'_>) {
         match command {
             DeviceCommand::Connected { link } => {
                 self.link = Some(link);
-                self.fresh = true;
+                self.no_queue_started = true;
                 self.announce_reset = false;
                 self.shard.set_seqpacket(false);
                 reply.done();
             }
-            // The rings get what they need of it in their configuration.
+            // The rings get the ring features in their configuration.
             DeviceCommand::SetFeatures(features) => {
                 self.shard.set_moves(features & F_PAIRS != 0);
                 self.shard.set_seqpacket(features & F_SEQPACKET != 0);
-                // Datagrams are the first queue_pair's.
+                // Only the first queue pair carries datagrams.
                 let first = self.queue_pairs.pair == 0;
-                self.datagrams.negotiated(if first { features } else { 0 });
+                self.datagrams
+                    .set_features(if first { features } else { 0 });
                 reply.done();
             }
             DeviceCommand::SetConfig(config) => {
@@ -65,8 +68,8 @@ impl Device {
             }
             DeviceCommand::SetMemory(memory) => {
                 self.release_chains(cx);
-                self.waiting = Some(Waiting::Memory(memory, reply));
-                self.finish_waiting(cx);
+                self.pending_command = Some(PendingCommand::Memory(memory, reply));
+                self.finish_command(cx);
             }
             DeviceCommand::StartQueue {
                 index,
@@ -99,8 +102,8 @@ impl Device {
             }
             DeviceCommand::StopQueue { index } => self.stop_queue(index, reply, cx),
             DeviceCommand::ResetDevice => {
-                self.waiting = Some(Waiting::Reset(reply));
-                self.finish_waiting(cx);
+                self.pending_command = Some(PendingCommand::Reset(reply));
+                self.finish_command(cx);
             }
             DeviceCommand::Disconnected => {
                 self.link = None;
@@ -134,7 +137,8 @@ impl Device {
         let stopped_at = self.stopped_at.get_mut(usize::from(index));
         let stopped_at = stopped_at.and_then(Option::take);
         if config.base == 0 && stopped_at.is_some_and(|at| at != 0) {
-            // The driver starts from nothing: it has rebooted and knows no connection of ours.
+            // A base of 0 after a stop at another base: the driver has rebooted and knows no
+            // connection of this device.
             self.stopped_at = [None; 2];
             self.forget_connections(cx);
         }
@@ -154,24 +158,24 @@ impl Device {
             EVENT => self.event = Some(ring),
             _ => return Err(format!("no queue {index}")),
         }
-        // A front-end whose first queue goes on in the middle has a driver that knew an earlier
-        // device, with connections that we know nothing of.
-        if self.fresh && config.base != 0 {
+        // The first queue started by a front-end continues at a base other than 0: its driver used
+        // an earlier device and has connections that this one does not know.
+        if self.no_queue_started && config.base != 0 {
             self.announce_lost(cx);
         }
-        self.fresh = false;
+        self.no_queue_started = false;
         Ok(())
     }
 
     fn stop_queue(&mut self, index: u16, reply: Reply, cx: &mut Context<'_>) {
         if index == TX && self.tx.is_some() {
             self.release_chains(cx);
-            self.waiting = Some(Waiting::Stop(reply));
-            return self.finish_waiting(cx);
+            self.pending_command = Some(PendingCommand::Stop(reply));
+            return self.finish_command(cx);
         }
         if index == RX && self.rx.is_some() {
-            self.waiting = Some(Waiting::StopReceive(reply));
-            return self.finish_waiting(cx);
+            self.pending_command = Some(PendingCommand::StopReceive(reply));
+            return self.finish_command(cx);
         }
         let ring = match index {
             EVENT => self.event.take(),
@@ -191,40 +195,40 @@ impl Device {
         reply.base(base);
     }
 
-    /// Copies out what is held of the guest's chains and calls back what siblings have.
+    /// Copies out held chains and recalls those lent to siblings.
     fn release_chains(&mut self, cx: &mut Context<'_>) {
-        // Those that are read with trust come later.
+        // Leases under a read guard are recalled by `finish_command`.
         self.app_recall(false, cx);
         let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
             self.spill(key, 0, cx);
-            self.settle(key, cx);
+            self.update_bridge(key, cx);
             if let Some(bridge) = self.bridges.get(key as usize)
                 && let BridgePeer::Sibling(s) = &bridge.end
                 && s.out > 0
             {
                 cx.outbox
-                    .send(s.peer.device, Message::Recall { to: s.peer.flow });
+                    .send(s.peer.device, SiblingMessage::Recall { to: s.peer.flow });
             }
         }
     }
 
-    /// Goes on with a command once the last chain is back.
-    pub(super) fn finish_waiting(&mut self, cx: &mut Context<'_>) {
-        let (chains, leases, loans) = match self.waiting {
+    /// Completes the pending command once everything that it waits for has been returned.
+    pub(super) fn finish_command(&mut self, cx: &mut Context<'_>) {
+        let (chains, leases, loans) = match self.pending_command {
             None => return,
-            Some(Waiting::Stop(_)) => (true, true, false),
-            Some(Waiting::StopReceive(_)) => (false, false, true),
-            Some(Waiting::Reset(_)) => (false, true, true),
-            Some(Waiting::Memory(..)) => (true, true, true),
+            Some(PendingCommand::Stop(_)) => (true, true, false),
+            Some(PendingCommand::StopReceive(_)) => (false, false, true),
+            Some(PendingCommand::Reset(_)) => (false, true, true),
+            Some(PendingCommand::Memory(..)) => (true, true, true),
         };
         let mut back = !loans || self.recall_loans(false, cx);
         back &= !leases || self.app_recall(false, cx);
         if !back {
-            if cx.now < *self.give_up_at.get_or_insert(cx.now + RECALL) {
+            if cx.now < *self.command_deadline.get_or_insert(cx.now + RECALL) {
                 self.timers.set(cx.now + LOOK, Timer::Recall);
             } else {
-                self.give_up(cx);
+                self.drop_frontend(cx);
             }
             return;
         }
@@ -235,34 +239,34 @@ impl Device {
         if chains && out {
             return;
         }
-        self.give_up_at = None;
-        match self.waiting.take() {
-            Some(Waiting::Stop(reply)) => match self.tx.take() {
+        self.command_deadline = None;
+        match self.pending_command.take() {
+            Some(PendingCommand::Stop(reply)) => match self.tx.take() {
                 Some(ring) => self.answer_base(TX, ring, reply, cx),
                 None => reply.failed("queue 1 does not run"),
             },
-            Some(Waiting::StopReceive(reply)) => match self.rx.take() {
+            Some(PendingCommand::StopReceive(reply)) => match self.rx.take() {
                 Some(ring) => self.answer_base(RX, ring, reply, cx),
                 None => reply.failed("queue 0 does not run"),
             },
-            Some(Waiting::Memory(memory, reply)) => match self.remap(memory, cx) {
+            Some(PendingCommand::Memory(memory, reply)) => match self.remap(memory, cx) {
                 Ok(()) => reply.done(),
                 Err(reason) => reply.failed(reason),
             },
-            Some(Waiting::Reset(reply)) => {
+            Some(PendingCommand::Reset(reply)) => {
                 self.stop_all(cx);
                 reply.done();
             }
             None => {}
         }
-        // Nobody was told of buffers meanwhile.
-        self.starved |= self.rx.is_some() && self.starves_program();
+        // The program was not notified of buffers while the command was pending.
+        self.starved |= self.rx.is_some() && self.program_waits();
     }
 
-    /// The program does not let go of the guest's buffers, and the front-end waits.
-    fn give_up(&mut self, cx: &mut Context<'_>) {
-        let reason = "the program that has the device kept a buffer in use for too long";
-        tracing::warn!(cid = %self.cid, reason, "the front-end is turned away");
+    /// Disconnects a front-end that waits for buffers that the embedding program keeps in use.
+    fn drop_frontend(&mut self, cx: &mut Context<'_>) {
+        let reason = "the embedding program kept a guest buffer in use for too long";
+        tracing::warn!(cid = %self.cid, reason, "front-end disconnected");
         self.disconnect(cx);
         if let Some(link) = self.link.take() {
             link.close(reason);
@@ -284,16 +288,16 @@ impl Device {
             }
         }
         let old = self.memory.replace(memory);
-        self.note_old(old, cx);
+        self.track_old_memory(old, cx);
         result
     }
 
-    /// Closes every connection without a word to the guest, which knows of none. What it had sent
-    /// before it went is still delivered.
+    /// Ends every connection without a packet to the guest: its driver knows none of them. Bytes
+    /// that the guest sent before are still delivered.
     fn forget_connections(&mut self, cx: &mut Context<'_>) {
         self.app_recall(true, cx);
         self.recall_loans(true, cx);
-        // Those that linger have been parted from the guest before.
+        // Lingering bridges have no flow any more.
         let known = self
             .bridges
             .iter()
@@ -301,7 +305,7 @@ impl Device {
         let keys: Vec<u32> = known.map(|(key, _)| key as u32).collect();
         for key in keys {
             if !self.linger(key, cx) {
-                self.part_bridge(key, cx);
+                self.remove_without_guest(key, cx);
             }
         }
         self.ready.clear();
@@ -310,15 +314,15 @@ impl Device {
         self.stale_ready = 0;
         self.shard.handle_transport_reset(cx.now);
         self.forget_datagrams(cx);
-        self.forget_those_who_left(cx);
+        self.forget_handed_off(cx);
         while self.shard.poll_event().is_some() {}
     }
 
     fn stop_all(&mut self, cx: &mut Context<'_>) {
         self.forget_connections(cx);
-        // A command that still waits is answered by its token: it was not carried out.
-        self.waiting = None;
-        self.give_up_at = None;
+        // Dropping the reply of a pending command answers that it failed.
+        self.pending_command = None;
+        self.command_deadline = None;
         for ring in [self.rx.take(), self.tx.take(), self.event.take()]
             .into_iter()
             .flatten()
@@ -331,15 +335,14 @@ impl Device {
         self.stopped_at = [None; 2];
     }
 
-    /// Takes in what the guest had shown before its front-end went, and nobody had looked at yet:
-    /// its sender was told that it was sent. Of an honest driver that is at most a queue; and so it
-    /// is of one that keeps its memory and goes on.
-    fn take_last(&mut self, cx: &mut Context<'_>) {
+    /// Processes the packets that the guest made available before its front-end disconnected. Takes
+    /// at most one queue size of packets, even if the driver keeps adding more.
+    fn receive_remaining(&mut self, cx: &mut Context<'_>) {
         let taken = |device: &Device| device.tx.as_ref().map_or(0, |tx| tx.taken);
         let size = self.tx.as_ref().map_or(0, |tx| tx.queue.size());
         let start = taken(self);
         loop {
-            // What the program has not read makes room, as a copy.
+            // Copies out what the program has not read: that frees room for more packets.
             self.app_recall(false, cx);
             let before = taken(self);
             self.moved = 0;
@@ -351,21 +354,21 @@ impl Device {
         }
     }
 
-    /// The front-end is gone.
+    /// Ends the service for a front-end that has disconnected.
     pub(super) fn disconnect(&mut self, cx: &mut Context<'_>) {
-        // A command that still waits stops no packet, and is answered by its token at the end: it was
-        // not carried out.
-        let waiting = self.waiting.take();
-        self.take_last(cx);
+        // A pending command must not block the last packets. It is dropped at the end, which
+        // answers that it failed.
+        let pending = self.pending_command.take();
+        self.receive_remaining(cx);
         self.stop_all(cx);
-        self.datagrams.negotiated(0);
+        self.datagrams.set_features(0);
         let old = self.memory.take();
-        self.note_old(old, cx);
-        drop(waiting);
+        self.track_old_memory(old, cx);
+        drop(pending);
     }
 
-    /// Before the daemon ends: every connection is reset so that the guest knows at once.
-    pub(crate) fn say_goodbye(&mut self, cx: &mut Context<'_>) {
+    /// Resets every connection before the daemon ends, so that the guest learns it at once.
+    pub(crate) fn reset_connections(&mut self, cx: &mut Context<'_>) {
         let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
             self.reset_bridge(key, cx);
@@ -374,7 +377,7 @@ impl Device {
     }
 }
 
-/// Takes a ring out of service; returns the index at which it would go on.
+/// Stops a ring; returns the index at which it would continue.
 fn close(mut ring: Ring, cx: &mut Context<'_>) -> u16 {
     ring.publish(cx.notifier);
     cx.poller.remove(&ring.kick);

@@ -1,4 +1,4 @@
-//! What the protocol core says has happened to the guest's connections, and what follows.
+//! Events of the protocol core and expired timers, and the device's actions on them.
 
 use super::bridge::BridgePeer;
 use super::ring::Ring;
@@ -6,29 +6,29 @@ use super::sibling;
 use super::timers::Timer;
 use super::{Context, Device};
 use crate::device::host_sockets::{self, hybrid};
-use crate::device::sibling_message::Message;
+use crate::device::sibling_message::SiblingMessage;
 use crate::header;
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::{Event, FlowId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 use zerosock_ring::Chain;
 
-/// Writes `repr` in front of the `len` bytes of payload that lie in `chain` and completes it.
+/// Writes `repr` in front of the `len` payload bytes in `chain` and completes the chain.
 pub(super) fn emit(rx: &mut Ring, chain: Chain, repr: &Repr, len: usize) {
     header::write(rx.queue.memory(), chain.writable(), repr);
     rx.complete(chain, (HEADER_LEN + len) as u32);
 }
 
 impl Device {
-    /// Acts on every event that the core has.
+    /// Handles all pending events of the core.
     #[inline]
     pub(super) fn drain_events(&mut self, cx: &mut Context<'_>) {
         while let Some(event) = self.shard.poll_event() {
-            self.event(event, cx);
+            self.handle_event(event, cx);
         }
     }
 
-    fn event(&mut self, event: Event, cx: &mut Context<'_>) {
+    fn handle_event(&mut self, event: Event, cx: &mut Context<'_>) {
         match event {
             Event::Incoming {
                 flow,
@@ -85,7 +85,7 @@ impl Device {
         }
     }
 
-    /// The guest has accepted what the host or a sibling asked for.
+    /// The guest has accepted a connection of the host or a sibling.
     fn guest_accepted(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(flow) else { return };
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
@@ -94,7 +94,7 @@ impl Device {
         bridge.open = true;
         match &mut bridge.end {
             BridgePeer::Socket { socket, ok } => {
-                // Edges may have passed while the guest made up its mind: look again.
+                // Edges may have passed before the guest answered: poll both directions.
                 bridge.readable = true;
                 bridge.writable = true;
                 if let Some(port) = ok.take()
@@ -108,13 +108,13 @@ impl Device {
                     device: self.addr,
                     flow,
                 };
-                let message = Message::Accepted {
+                let message = SiblingMessage::Accepted {
                     to: s.peer.flow,
                     from,
                 };
                 cx.outbox.send(s.peer.device, message);
                 bridge.readable = !s.is_drained();
-                // A sibling has room, until it is found to have stalled.
+                // A sibling counts as writable until it stalls.
                 bridge.writable = true;
             }
             BridgePeer::App(end) => Self::app_connected(end.id, cx),
@@ -136,7 +136,7 @@ impl Device {
             return self.app_shut(id, receive, send, cx);
         }
         if receive && !bridge.read_closed {
-            // Nothing more goes to the guest: the host learns it by EPIPE.
+            // The guest receives no more; the host's next write fails with EPIPE.
             bridge.read_closed = true;
             match &mut bridge.end {
                 BridgePeer::Socket { socket, .. } => {
@@ -145,7 +145,7 @@ impl Device {
                 BridgePeer::Sibling(s) => {
                     sibling::return_inbound(s, true, cx);
                     let to = s.peer.flow;
-                    let message = Message::Shutdown {
+                    let message = SiblingMessage::Shutdown {
                         to,
                         receive: true,
                         send: false,
@@ -157,44 +157,44 @@ impl Device {
         }
         if send && !bridge.guest_finished {
             bridge.guest_finished = true;
-            // Everything that came before it goes first.
+            // Bytes sent before the shutdown go first.
             self.flush(key, cx);
         }
-        // What was waiting for the guest waits no more.
-        self.settle(key, cx);
+        // Bytes that waited for the guest were dropped.
+        self.update_bridge(key, cx);
     }
 
-    /// The vsock half has ended.
+    /// The flow of the guest has ended.
     fn guest_closed(&mut self, flow: FlowId, orderly: bool, cx: &mut Context<'_>) {
         if !self.gathered.is_empty() {
             self.gathered.forget(flow);
         }
         let Some(key) = self.key_of(flow) else { return };
-        // One attempt for what came in the same turn.
+        // One attempt to deliver what arrived in the same turn.
         self.flush(key, cx);
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        // The guest may have sent its last byte and then given up waiting. A reset in the middle
-        // of its stream drops what was under way, as it would in a kernel.
+        // After the guest's SHUTDOWN, its last bytes are still delivered. A reset in the middle of
+        // its stream drops the bytes in flight, as a kernel would.
         if bridge.guest_finished && self.linger(key, cx) {
             return;
         }
         if let Some(bridge) = self.remove_bridge(key, cx) {
-            // Whose end was read, or whom we had stopped reading before, has left nothing.
+            // After end of file or `stop_reading` no unread bytes are left.
             if let (BridgePeer::Socket { socket, .. }, true) =
                 (&bridge.end, orderly && !bridge.read_closed)
             {
                 host_sockets::leave_nothing_unread(socket);
             }
-            sibling::tell_end(&bridge, orderly, cx);
+            sibling::send_end(&bridge, orderly, cx);
             self.app_ended(&bridge, orderly, cx);
         }
     }
 
-    /// Parts a bridge from its vsock half but lets the host socket take the bytes that are here, as
-    /// it would from a kernel socket whose owner has gone. False: there is nothing to take, or
-    /// nobody to take it.
+    /// Separates a bridge from its flow and lets the host socket take the remaining bytes, as it
+    /// would from a closed kernel socket. Returns false if there are no such bytes or no open host
+    /// socket, or the limit of lingering sockets is reached.
     pub(super) fn linger(&mut self, key: u32, cx: &mut Context<'_>) -> bool {
         let Some(bridge) = self.bridges.get(key as usize) else {
             return false;
@@ -216,11 +216,11 @@ impl Device {
             self.by_flow[flow.index()] = u32::MAX;
             self.start_lingering(key, cx);
         }
-        self.settle(key, cx);
+        self.update_bridge(key, cx);
         true
     }
 
-    /// Ends the vsock half of a bridge (if it is there) with a RST, and the bridge with it.
+    /// Resets the flow of a bridge, if it has one, and removes the bridge.
     pub(super) fn reset_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(flow) = self.bridges.get(key as usize).and_then(|j| j.flow) {
             let _ = self.shard.reset(flow);
@@ -228,25 +228,25 @@ impl Device {
         self.end_bridge(key, cx);
     }
 
-    /// Removes a bridge whose guest is gone. If it had said that it sends no more, the other side has
-    /// missed nothing, and reads to the end; else it is told that the connection was cut off.
-    pub(super) fn part_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
+    /// Removes a bridge without its guest. The other end sees an orderly end of stream if the
+    /// guest had shut down sending before, else a reset.
+    pub(super) fn remove_without_guest(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(bridge) = self.remove_bridge(key, cx) {
             let orderly = bridge.guest_finished;
-            sibling::tell_end(&bridge, orderly, cx);
+            sibling::send_end(&bridge, orderly, cx);
             self.app_ended(&bridge, orderly, cx);
         }
     }
 
-    /// Removes a bridge whose vsock half has been cut off and tells a sibling so.
+    /// Removes a bridge after a reset of its flow, and resets the other end.
     pub(super) fn end_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(bridge) = self.remove_bridge(key, cx) {
-            sibling::tell_end(&bridge, false, cx);
+            sibling::send_end(&bridge, false, cx);
             self.app_ended(&bridge, false, cx);
         }
     }
 
-    /// Answers what the timers say is due.
+    /// Handles expired timers of the device and the core.
     pub(super) fn fire_timers(&mut self, cx: &mut Context<'_>) {
         while let Some(timer) = self.timers.pop(cx.now) {
             match timer {
@@ -256,7 +256,7 @@ impl Device {
                 Timer::Linger => self.linger_timed_out(cx),
                 Timer::Accept(key) => self.accept(key, cx),
                 Timer::Hold(key) => self.hold_timed_out(key, cx),
-                // The turn itself looks again.
+                // `turn` calls `finish_command`.
                 Timer::Recall => {}
             }
         }
@@ -269,7 +269,7 @@ impl Device {
         }
     }
 
-    /// A bridge has held chains for long enough.
+    /// Handles an expired hold limit.
     fn hold_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
@@ -281,26 +281,26 @@ impl Device {
             .held_since
             .is_none_or(|since| since + cx.limits.hold > cx.now)
         {
-            // Held for less than that, or no more: look again in time.
-            return self.settle(key, cx);
+            // Other chains are held now: set a timer for the present ones.
+            return self.update_bridge(key, cx);
         }
         bridge.held_since = None;
         bridge.no_memory = false;
         if let BridgePeer::Sibling(s) = &mut bridge.end {
             s.stalled = true;
             let to = s.peer.flow;
-            cx.outbox.send(s.peer.device, Message::Recall { to });
-            return self.settle(key, cx);
+            cx.outbox.send(s.peer.device, SiblingMessage::Recall { to });
+            return self.update_bridge(key, cx);
         }
         self.spill(key, 0, cx);
         if let Some(bridge) = self.bridges.get_mut(key as usize) {
-            // A send that failed for want of memory leaves no edge behind: try once more.
+            // ENOBUFS and ENOMEM leave no edge: try once more.
             bridge.writable |= bridge.open;
         }
         self.flush(key, cx);
     }
 
-    /// Tells the driver that the device lost its connections (virtio 1.2, 5.10.6.7).
+    /// Sends the driver the TRANSPORT_RESET event (virtio 1.2, 5.10.6.7).
     pub(super) fn serve_events(&mut self) {
         if !self.announce_reset {
             return;
@@ -316,7 +316,10 @@ impl Device {
                 .write(chain.writable(), 0, &TRANSPORT_RESET);
             event.complete(chain, written as u32);
             self.announce_reset = false;
-            tracing::info!(cid = %self.cid, "told the driver that its connections are gone");
+            tracing::info!(
+                cid = %self.cid,
+                "sent TRANSPORT_RESET: the device has lost the connections of the driver"
+            );
         }
     }
 }

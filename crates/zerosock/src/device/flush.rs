@@ -1,13 +1,16 @@
-//! From the bridges on: what a guest has sent goes to those it is for, in one `sendmsg` for each of
-//! them, or by loan to a sibling; and what they do not take stays held within bounds.
+//! Bytes from the guest to the other end of a bridge: one `sendmsg` per host socket, or loans to a
+//! sibling.
 //!
-//! What must hold: bytes keep their order; a device holds half of its queue at most, and copies up to
-//! its cap, above which those with most of it are reset ([`super::outbound`]).
+//! # Invariants
+//! - Bytes keep their order.
+//! - Stalled bridges together hold at most half of the queue.
+//! - Copies stay below the device's overflow limit: above it, the connections with the most copied
+//!   bytes are reset ([`super::outbound`]).
 
 use super::bridge::{Bridge, BridgePeer};
 use super::timers::Timer;
 use super::{Context, Device};
-use crate::device::sibling_message::{Message, Peer};
+use crate::device::sibling_message::{Peer, SiblingMessage};
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::SendFlags;
@@ -17,7 +20,7 @@ use zerosock_ring::SliceBuf;
 /// Pieces of memory given to one `sendmsg`.
 const SLICES: usize = 128;
 
-/// What became of an attempt to write.
+/// The result of a write.
 enum Wrote {
     Some { bytes: usize, all: bool },
     Full,
@@ -38,20 +41,20 @@ impl Device {
         self.dirty = dirty;
     }
 
-    /// Hands on what a bridge has from the guest, as far as the other end takes it.
+    /// Passes bytes from the guest on, as far as the other end takes them.
     pub(super) fn flush(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
         if !bridge.open {
-            return self.settle(key, cx);
+            return self.update_bridge(key, cx);
         }
         let lingers = bridge.flow.is_none().then(|| bridge.outbound.len());
         match bridge.end {
             BridgePeer::Socket { .. } if bridge.messages.is_some() => self.flush_messages(key, cx),
             BridgePeer::Socket { .. } => self.flush_socket(key, cx),
             BridgePeer::Sibling(_) => self.flush_sibling(key, cx),
-            _ => self.settle(key, cx),
+            _ => self.update_bridge(key, cx),
         }
         if let (Some(before), Some(bridge)) = (lingers, self.bridges.get(key as usize))
             && bridge.outbound.len() < before
@@ -90,7 +93,7 @@ impl Device {
                     } else {
                         bridge.outbound.advance_overflow(bytes);
                     }
-                    // Short: the socket is full, and its next room is an edge.
+                    // A short write: the socket is full, and new room produces an edge.
                     bridge.writable = all;
                 }
                 Wrote::Full => bridge.writable = false,
@@ -100,7 +103,7 @@ impl Device {
                 }
                 Wrote::Gone => {
                     consumed += bridge.outbound.len();
-                    self.host_is_deaf(key, cx);
+                    self.stop_writing(key, cx);
                     break;
                 }
                 Wrote::Lost => {
@@ -117,11 +120,11 @@ impl Device {
             let _ = self.shard.consume(flow, consumed as u32);
             self.drain_events(cx);
         }
-        self.settle(key, cx);
+        self.update_bridge(key, cx);
     }
 
-    /// The host takes nothing any more: drop what waits for it and tell the guest.
-    pub(super) fn host_is_deaf(&mut self, key: u32, cx: &mut Context<'_>) {
+    /// Drops the bytes for a host program that has stopped reading, and tells the guest.
+    pub(super) fn stop_writing(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
@@ -137,7 +140,7 @@ impl Device {
         }
     }
 
-    /// Lends the guest's chains to the sibling. One that has stalled gets its share, and copies.
+    /// Lends the guest's chains to the sibling. A stalled sibling gets its share, and copies.
     fn flush_sibling(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
@@ -157,7 +160,7 @@ impl Device {
         let others = self.stalled_chains - bridge.counted.0 as usize;
         let half = usize::from(size / 2).saturating_sub(others);
         let most = if sibling.move_to.is_some() {
-            // Those that are out are awaited.
+            // A handoff waits for the chains that are out: lend no more.
             0
         } else if sibling.stalled {
             share_of(size).min(half)
@@ -170,7 +173,7 @@ impl Device {
             };
             sibling.out += 1;
             sibling.younger += 1;
-            let message = Message::Lent {
+            let message = SiblingMessage::Lent {
                 to,
                 from,
                 memory: tx.queue.memory().clone(),
@@ -185,15 +188,16 @@ impl Device {
         };
         let bytes = bridge.outbound.take_overflow();
         if !bytes.is_empty() {
-            cx.outbox.send(device, Message::Copied { to, bytes });
+            cx.outbox.send(device, SiblingMessage::Copied { to, bytes });
         }
-        self.tell_sibling_of_messages(key, cx);
-        self.settle(key, cx);
+        self.send_message_lengths(key, cx);
+        self.update_bridge(key, cx);
     }
 
-    /// After a flush: keeps the hold within its bounds, and passes on the guest's end of stream
-    /// once everything before it has been taken.
-    pub(super) fn settle(&mut self, key: u32, cx: &mut Context<'_>) {
+    /// Restores the invariants of a bridge after its bytes or chains have changed: bounds the held
+    /// chains, updates the device's sums and timers, passes on the guest's end of stream once all
+    /// bytes have been taken, and removes a bridge that has nothing left to do.
+    pub(super) fn update_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
@@ -222,7 +226,7 @@ impl Device {
                 if bridge.held_since.is_none() {
                     s.younger = 0;
                 }
-                s.rest(&mut self.spare_inbound);
+                s.recycle(&mut self.spare_inbound);
                 s.out as usize
             }
             _ => bridge.outbound.held_chains(),
@@ -251,18 +255,18 @@ impl Device {
         let before = std::mem::replace(&mut bridge.counted, now_counted);
         self.stalled_chains = self.stalled_chains - before.0 as usize + now_counted.0 as usize;
         self.overflow_bytes = self.overflow_bytes - before.1 as usize + now_counted.1 as usize;
-        bridge.outbound.rest(&mut self.spare_outbound);
+        bridge.outbound.recycle(&mut self.spare_outbound);
         if bridge.outbound.is_empty() && bridge.guest_finished && bridge.open && !bridge.finish_told
         {
             bridge.finish_told = true;
             match &bridge.end {
                 BridgePeer::Socket { socket, .. } => {
-                    // An error means that the host has gone: it needs no telling.
+                    // Fails only if the host has gone.
                     let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);
                 }
                 BridgePeer::Sibling(s) => {
                     let to = s.peer.flow;
-                    let message = Message::Shutdown {
+                    let message = SiblingMessage::Shutdown {
                         to,
                         receive: false,
                         send: true,
@@ -279,7 +283,7 @@ impl Device {
         }
     }
 
-    /// Copies out all but `keep` of the chains that a bridge holds.
+    /// Copies out the chains that a bridge holds, except the first `keep`.
     pub(super) fn spill(&mut self, key: u32, keep: usize, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
@@ -295,17 +299,16 @@ impl Device {
         cx.counters.copied_bytes.add(copied as u64);
     }
 
-    /// There was no memory for bytes of this connection: it is reset, whatever it has.
+    /// Resets a connection after an allocation for its bytes failed.
     #[cold]
     pub(super) fn end_for_want_of_memory(&mut self, key: u32, cx: &mut Context<'_>) {
         cx.counters.no_memory.add(1);
-        tracing::warn!(cid = %self.cid, "a connection was reset: no memory for what it has sent");
+        tracing::warn!(cid = %self.cid, "connection reset: out of memory for its bytes");
         self.reset_bridge(key, cx);
     }
 
-    /// The device's overflow is over its cap: the connections that have most of it are reset, until
-    /// an eighth of the cap is free again. So all connections are looked through once for many
-    /// bytes, however small the parts are that each has of them.
+    /// Resets the connections with the most copied bytes until an eighth of the device's overflow
+    /// limit is free. The margin makes the scan of all connections rare, however small their parts.
     fn shed(&mut self, cx: &mut Context<'_>) {
         let with_bytes = |(key, bridge): (usize, &Bridge)| match bridge.counted.1 {
             0 => None,
@@ -318,13 +321,16 @@ impl Device {
                 break;
             }
             cx.counters.overflow_resets.add(1);
-            tracing::warn!(cid = %self.cid, "a connection whose reader stalls was reset: overflow");
+            tracing::warn!(
+                cid = %self.cid,
+                "connection reset: its reader stalls and the overflow limit is reached"
+            );
             self.reset_bridge(key, cx);
         }
     }
 }
 
-/// How many chains of a queue of `size` one stalled connection may hold.
+/// Chains that one stalled connection may hold of a queue of `size`.
 pub(super) fn share_of(size: u16) -> usize {
     usize::from(size / 8).max(1)
 }
@@ -354,7 +360,7 @@ fn wrote(result: std::io::Result<usize>, want: usize) -> Wrote {
             all: bytes == want,
         },
         Err(e) => match Errno::from_io_error(&e) {
-            // Interrupted: nothing was taken; try again in the same loop.
+            // Interrupted before any byte was sent: try again in the same loop.
             Some(Errno::INTR) => Wrote::Some {
                 bytes: 0,
                 all: true,

@@ -1,13 +1,12 @@
-//! Packets from the guest: from the transmit queue to the bridges. From there [`super::flush`] brings
-//! them into the host's sockets.
+//! Packets from the guest's transmit queue to the bridges; [`super::flush`] passes their bytes on.
 //!
-//! The floor for a packet is one pop, one private copy of 44 bytes, one lookup, and its share of
-//! one `sendmsg` for all packets of a connection that came in the same turn; the payload is not
-//! touched. A socket that is full leaves chains held, within bounds ([`super::outbound`]).
+//! A packet costs one pop, one private copy of its 44-byte header, one lookup, and its share of one
+//! `sendmsg` for all packets of a connection in the same turn; the payload is not touched. A full
+//! socket leaves chains held, within bounds ([`super::outbound`]).
 
 use super::bridge::BridgePeer;
 use super::flush::share_of;
-use super::outbound::Held;
+use super::outbound::HeldChain;
 use super::{Context, Device, TURN_BYTES};
 use crate::header;
 use crate::table::backend::{Payload, ShowBounds};
@@ -15,41 +14,41 @@ use zerosock_proto::vsock::{Disposition, DropReason, FlowId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
 use zerosock_ring::{Chain, SliceBuf};
 
-/// Packets taken in one turn.
+/// Packets processed in one turn.
 const BUDGET: usize = 256;
 
-/// Packets that are being shown to the program as they are taken in. What was shown is taken, also
-/// when the one who looks panics.
-struct Shown<'a, 'c> {
+/// Accounts for packets shown to the program; on drop, so that they count as consumed even if the
+/// callback panics.
+struct ShownPackets<'a, 'c> {
     device: &'a mut Device,
     cx: &'a mut Context<'c>,
     flow: FlowId,
-    /// The one that was taken in last, with whose it is and its length; until it is given back.
+    /// The packet being processed, with its flow and length, until its chain is completed.
     opened: Option<(Chain, FlowId, u32)>,
     bytes: usize,
-    /// Bytes that were taken in without being shown.
+    /// Bytes of packets that were delivered without being shown.
     delivered: u64,
     taken: u64,
 }
 
-impl Shown<'_, '_> {
-    /// The chain has been looked at.
+impl ShownPackets<'_, '_> {
+    /// Completes the chain of the packet that was shown.
     #[inline]
-    fn give_back(&mut self) {
+    fn complete_opened(&mut self) {
         if let (Some(tx), Some((chain, ..))) = (&mut self.device.tx, self.opened.take()) {
             tx.complete(chain, 0);
         }
     }
 }
 
-impl Drop for Shown<'_, '_> {
+impl Drop for ShownPackets<'_, '_> {
     #[inline]
     fn drop(&mut self) {
         let panicked = self.opened.is_some();
-        self.give_back();
+        self.complete_opened();
         let (device, cx) = (&mut *self.device, &mut *self.cx);
         if self.bytes > 0 {
-            // A flow that ended meanwhile wants no credit.
+            // Fails if the flow has ended.
             let _ = device.shard.consume(self.flow, self.bytes as u32);
         }
         cx.counters.rx_packets.add(self.taken);
@@ -57,7 +56,7 @@ impl Drop for Shown<'_, '_> {
         if let Some(app) = cx.app.as_deref_mut() {
             app.tally.packets_received += self.taken;
             if panicked {
-                // Else the caller counts.
+                // Without a panic the caller counts them.
                 app.sockets.count_shown(self.bytes);
             }
         }
@@ -70,13 +69,13 @@ impl Drop for Shown<'_, '_> {
 }
 
 impl Device {
-    /// Whether packets of the guest must wait: answers that cannot be delivered have piled up, or
-    /// a command wants the queue to be empty.
+    /// Whether packets of the guest must wait: too many answers wait for buffers, or a command is
+    /// pending.
     pub(super) fn receive_blocked(&self) -> bool {
-        self.waiting.is_some() || self.shard.is_backlogged()
+        self.pending_command.is_some() || self.shard.is_backlogged()
     }
 
-    /// Takes a budget of packets from the guest. True: there may be more.
+    /// Processes a budget of packets from the guest. Returns true if there may be more.
     pub(super) fn receive(&mut self, cx: &mut Context<'_>) -> bool {
         if let Some(tx) = self.tx.as_mut().filter(|r| r.live()) {
             tx.queue.disable_notifications();
@@ -90,7 +89,7 @@ impl Device {
             let Some(chain) = self.tx.as_mut().and_then(|tx| tx.pop()) else {
                 break;
             };
-            self.packet(chain, cx);
+            self.receive_packet(chain, cx);
             taken += 1;
         }
         cx.counters.rx_packets.add(taken as u64);
@@ -101,14 +100,14 @@ impl Device {
         }
         self.drain_events(cx);
         self.flush_dirty(cx);
-        self.put_app_words(cx);
+        self.put_app_controls(cx);
         taken == BUDGET || self.moved >= TURN_BYTES
     }
 
-    /// Shows packets of one connection of the program's to `look` as they are taken in, as far as
-    /// `bounds` go, and gives their chains back at once; packets of others go their way, and one of
-    /// the connection that is out of bounds is held, the last to be taken in. Packets and bytes
-    /// shown. For a connection of which nothing is held. The short way for small packets.
+    /// The fast path for small packets of a connection with the program that holds nothing: passes
+    /// the payload to `look` and completes each chain at once, within `bounds`. Packets of other
+    /// connections are processed as usual. A packet of this connection beyond the bounds is held
+    /// and ends the call. Returns the packets and bytes shown.
     #[inline]
     pub(crate) fn app_show(
         &mut self,
@@ -117,7 +116,7 @@ impl Device {
         look: &mut dyn FnMut(Payload<'_>) -> bool,
         cx: &mut Context<'_>,
     ) -> (usize, usize) {
-        let mut shown = Shown {
+        let mut shown = ShownPackets {
             device: self,
             cx,
             flow,
@@ -153,14 +152,14 @@ impl Device {
             if want > 0 && memory.slices(readable, HEADER_LEN, want, &mut slices) == want {
                 shown.bytes += want;
                 go_on = look(Payload::in_place(&slices));
-                shown.give_back();
+                shown.complete_opened();
                 seen += 1;
             } else if let Some((chain, ..)) = shown.opened.take() {
                 shown.cx.time();
                 shown.delivered += u64::from(len);
                 device.deliver(chain, of, len, shown.cx);
                 if of == flow {
-                    // Those behind a packet that is held are held too.
+                    // Packets behind a held packet must be held too.
                     break;
                 }
             }
@@ -168,13 +167,14 @@ impl Device {
         (seen, shown.bytes)
     }
 
-    pub(super) fn packet(&mut self, chain: Chain, cx: &mut Context<'_>) {
+    pub(super) fn receive_packet(&mut self, chain: Chain, cx: &mut Context<'_>) {
         if let Some((chain, flow, len)) = self.open(chain, cx) {
             self.deliver(chain, flow, len, cx);
         }
     }
 
-    /// Reads a packet's header. The chain goes back, unless it has payload for a connection.
+    /// Parses a packet's header and processes control packets. Returns the chain, flow and length
+    /// if the packet has payload for a stream; else the chain is completed or passed on.
     #[inline]
     fn open(&mut self, chain: Chain, cx: &mut Context<'_>) -> Option<(Chain, FlowId, u32)> {
         let tx = self.tx.as_mut()?;
@@ -184,11 +184,11 @@ impl Device {
                 .memory()
                 .contiguous(chain.readable(), HEADER_LEN, 1)
         {
-            // The payload comes near while the header does.
+            // Overlap the cache miss of the payload with that of the header.
             payload.prefetch();
         }
         let header = match header::read(tx.queue.memory(), chain.readable()) {
-            // The payload that is said to be there must be there.
+            // The chain must contain the payload length that the header declares.
             Ok(h) if h.len as usize <= chain.readable_len() as usize - HEADER_LEN => h,
             _ => {
                 cx.counters.bad_packets.add(1);
@@ -200,12 +200,12 @@ impl Device {
         let disposition = match self.shard.handle_payload(&header) {
             Some(disposition) => disposition,
             None if header.socket_type.get() == SocketType::Datagram as u16
-                && self.datagrams.are_agreed() =>
+                && self.datagrams.are_negotiated() =>
             {
                 self.guest_datagram(chain, header, cx);
                 return None;
             }
-            // Datagrams are the first queue_pair's, and get no answer.
+            // Only the first queue pair carries datagrams; they get no answer.
             None if header.socket_type.get() == SocketType::Datagram as u16
                 && self.queue_pairs.pair != 0 =>
             {
@@ -218,22 +218,22 @@ impl Device {
         match disposition {
             Disposition::Deliver { flow, len, .. } => return Some((chain, flow, len)),
             Disposition::Part { flow, len, flags } => {
-                self.part(chain, flow, len, flags, cx);
+                self.receive_part(chain, flow, len, flags, cx);
                 return None;
             }
             Disposition::Move { flow, pair } => wanted = Some((flow, pair)),
-            // The last two are for drivers.
+            // The last two occur in drivers only.
             Disposition::Handled | Disposition::Moved { .. } | Disposition::MovedStray { .. } => {}
             Disposition::Dropped(reason) => {
                 tracing::debug!(cid = %self.cid, ?reason, ?header, "packet dropped");
-                // What crosses our own SHUTDOWN is in order.
+                // Packets in flight when we sent SHUTDOWN are no error.
                 if reason != DropReason::ReceiveShut {
                     cx.counters.bad_packets.add(1);
                 }
             }
         }
         tx.complete(chain, 0);
-        // At once, because the next packet may reuse what this one has ended.
+        // Now, because the next packet may reuse the addresses of a connection that ended.
         self.drain_events(cx);
         if let Some((flow, pair)) = wanted {
             cx.time();
@@ -249,7 +249,7 @@ impl Device {
         let Some(tx) = self.tx.as_mut() else { return };
         let Some((key, bridge)) = key.and_then(|k| Some((k, self.bridges.get_mut(k as usize)?)))
         else {
-            // The shard knows a flow that the device does not: end it rather than lose bytes.
+            // The device has no bridge for this flow: reset it rather than lose bytes.
             tx.complete(chain, 0);
             let _ = self.shard.reset(flow);
             return;
@@ -263,13 +263,13 @@ impl Device {
             let _ = self.shard.consume(flow, len);
             return;
         }
-        // Within a turn everything may be held: the flush at its end decides what stays so.
+        // During a turn every chain may be held: the flush at its end applies the bounds.
         let share = if bridge.writable {
             usize::MAX
         } else {
             share_of(tx.queue.size())
         };
-        let held = Held {
+        let held = HeldChain {
             chain,
             offset: HEADER_LEN as u32,
             len,

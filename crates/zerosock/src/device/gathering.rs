@@ -1,7 +1,9 @@
-//! Small writes of the program to a guest that has many packets unread: they leave together.
+//! Small writes of the embedding program, gathered into larger packets while the guest has many
+//! packets unread.
 //!
-//! What must hold: the bytes of a connection leave in their order, behind what it has sent before and
-//! in front of its end; a guest that has not posted buffers gets them when it has.
+//! # Invariants
+//! - Gathered bytes leave in order, after earlier packets and before the end of the stream.
+//! - Gathered bytes that find no buffer leave when the guest has posted one.
 
 use zerosock_proto::vsock::{FlowId, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
@@ -12,7 +14,7 @@ use super::{Context, Device};
 use crate::table::backend::SendFault;
 
 impl Device {
-    /// Takes the first of `bytes` to be sent with those that follow; how many.
+    /// Gathers the first of `bytes`; returns how many.
     #[cold]
     pub(super) fn app_gather(
         &mut self,
@@ -24,7 +26,7 @@ impl Device {
             return self.send_alone(flow, bytes, cx);
         };
         if self.shard.poll_timeout().is_some_and(|at| at <= cx.now) {
-            // No turn has been taken for as long as it was to wait.
+            // The gathering delay has expired and no turn ran since.
             self.shard.handle_timeout(cx.now);
         }
         self.send_gathered(cx);
@@ -39,7 +41,7 @@ impl Device {
         self.shard.can_coalesce_more(flow)
     }
 
-    /// Sends one packet of as many of `bytes` as there is room for, however few.
+    /// Sends one packet with as many of `bytes` as fit.
     fn send_alone(
         &mut self,
         flow: FlowId,
@@ -57,7 +59,7 @@ impl Device {
         let max = bytes.len().min(room) as u32;
         let header = self.shard.reserve(flow, max).and_then(|reservation| {
             let len = reservation.len();
-            // Nothing has happened since.
+            // Cannot fail: nothing ran since the reservation.
             let header = self.shard.commit(reservation, len, 0);
             header.map_err(|_| ReserveError::Stale)
         });
@@ -74,14 +76,14 @@ impl Device {
             .write(chain.writable(), HEADER_LEN, payload);
         emit(rx, chain, &header, payload.len());
         if let Some(app) = cx.app.as_deref_mut() {
-            // Who asked counts it as gathered, which is counted when it is sent.
+            // The caller adds these bytes to `gathered`, which it subtracts from `sent`.
             app.tally.sent += payload.len() as u64;
             app.tally.packets_sent += 1;
         }
         Ok(payload.len())
     }
 
-    /// Sends what was gathered of connections that wait no longer, while there are buffers.
+    /// Sends gathered bytes after their delay, as far as there are buffers.
     #[inline]
     pub(super) fn send_gathered(&mut self, cx: &mut Context<'_>) {
         if self.shard.has_data() {
@@ -93,7 +95,7 @@ impl Device {
     fn send_gathered_now(&mut self, cx: &mut Context<'_>) {
         let Some(rx) = self.rx.as_mut() else { return };
         let (mut sent, mut packets) = (0, 0);
-        // What follows it, such as the end, goes with it.
+        // Packets behind it, such as the SHUTDOWN, go with it.
         while self.shard.has_transmit() {
             let Some(chain) = rx.pop_if(HEADER_LEN + 1, true) else {
                 self.starved = true;
@@ -121,9 +123,9 @@ impl Device {
         }
     }
 
-    /// Sends what was gathered of a connection, if there is credit and a buffer. Whether nothing is
-    /// left.
-    pub(super) fn hurry(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
+    /// Sends the gathered bytes of a connection as far as there are credit and buffers. Returns
+    /// whether none are left.
+    pub(super) fn flush_gathered(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
         if self.gathered.has(flow) {
             self.shard.flush_coalesced(flow);
             self.send_gathered(cx);

@@ -1,4 +1,4 @@
-//! The host side of a device: listeners, CONNECT lines, and connects to host programs.
+//! The host side of a device: listeners, CONNECT handshakes, and connects to host programs.
 
 use super::backlog::{HostPort, Tried};
 use super::bridge::BridgePeer;
@@ -6,7 +6,7 @@ use super::timers::Timer;
 use super::{Context, Device};
 use crate::device::host_sockets::hybrid::{self, Line, OkConvention, Services};
 use crate::device::host_sockets::{Attempt, HostSocket, forward};
-use crate::device::sibling_message::Message;
+use crate::device::sibling_message::SiblingMessage;
 use crate::io::poller::{Readiness, Source};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
@@ -17,33 +17,33 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_sys::PeerFd;
 
-/// The pause after an accept that failed for want of descriptors.
+/// Pause after an accept that failed for lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Connections accepted in one go.
+/// Connections accepted per call.
 const ACCEPT_BUDGET: usize = 64;
 
-/// How a device meets the host.
+/// How the guest reaches host programs and they reach the guest.
 #[derive(Debug)]
 pub(crate) enum HostEnd {
-    /// Hybrid vsock: one listener (or none: programs cannot call), and the sockets of programs.
+    /// Hybrid vsock: Unix sockets of host programs, and a listener if programs may connect.
     Hybrid {
         services: Services,
         listener: Option<PeerFd>,
-        /// The same for messages, if they are wanted: sockets of type SOCK_SEQPACKET.
+        /// The same for messages, if enabled: sockets of type SOCK_SEQPACKET.
         messages: Option<(Services, Option<PeerFd>)>,
     },
-    /// The machine's own AF_VSOCK: a CID to connect to, and listeners with their ports.
+    /// The machine's own AF_VSOCK: the CID to connect to, and listeners with their ports.
     Forward {
         cid: u32,
         listeners: Vec<(u32, OwnedFd)>,
     },
-    /// None: the guest reaches siblings only.
+    /// No host side: the guest reaches siblings only.
     None,
 }
 
 impl HostEnd {
-    /// The way from the guest to the host, without those by which programs come.
+    /// A copy without the listeners: for connections from the guest only.
     pub(crate) fn outward(&self) -> HostEnd {
         match self {
             HostEnd::Hybrid {
@@ -64,7 +64,7 @@ impl HostEnd {
     }
 }
 
-/// A host program that has not yet said CONNECT.
+/// A host program that has not sent its complete CONNECT line yet.
 #[derive(Debug)]
 pub(crate) struct Handshake {
     socket: HostSocket,
@@ -72,23 +72,23 @@ pub(crate) struct Handshake {
     deadline: Instant,
 }
 
-/// Where a hybrid device's listeners are in its poller.
+/// Poller keys of a hybrid device's listeners.
 const STREAMS: u32 = 0;
 const MESSAGES: u32 = 1;
 
-/// A host program that wants to reach the guest.
+/// A host program that connects to the guest.
 #[derive(Debug)]
 pub(crate) struct Caller {
     socket: HostSocket,
     socket_type: SocketType,
     /// The guest's port.
     to: Port,
-    /// It has said CONNECT and waits for OK.
+    /// The program sent CONNECT and waits for the OK line.
     wants_ok: bool,
 }
 
 impl Device {
-    /// Registers the listeners; to be called once, by the worker that owns the device.
+    /// Adds the listeners to the poller. The worker that owns the device calls it once.
     pub(crate) fn listen(&mut self, cx: &Context<'_>) -> std::io::Result<()> {
         let vm = self.addr.vm;
         match &self.host {
@@ -121,8 +121,8 @@ impl Device {
         }
     }
 
-    /// Watches the listeners no longer. The reaper closes them later: until then they would be
-    /// reported on and on.
+    /// Removes the listeners from the poller. The reaper closes them later; until then they would
+    /// be reported again and again.
     pub(super) fn stop_listening(&self, cx: &Context<'_>) {
         if let HostEnd::Hybrid {
             listener, messages, ..
@@ -135,10 +135,10 @@ impl Device {
         }
     }
 
-    /// Accepts everything that waits on a listener.
+    /// Accepts pending connections of a listener, up to a budget.
     pub(crate) fn accept(&mut self, key: u32, cx: &mut Context<'_>) {
         if self.account.is_clogged() {
-            // Those of earlier programs cannot be closed.
+            // Closes of this account's earlier sockets are stuck: accept no more for now.
             self.timers.set(cx.now + ACCEPT_PAUSE, Timer::Accept(key));
             return;
         }
@@ -168,11 +168,11 @@ impl Device {
             match rustix::net::accept_with(listener, flags) {
                 Ok(socket) => match (port, self.account.take_descriptors(1)) {
                     (_, Err(exceeded)) => {
-                        // None of ours was made of it yet: its close does not wait for its program
-                        // unless descriptors are queued in it.
+                        // No HostSocket was made of it yet, so its close waits for the program
+                        // only if descriptors are queued in it.
                         drop(PeerFd::from(socket).owned_by(&self.account));
                         cx.counters.conns_refused.add(1);
-                        self.warn(&format!("a host program is refused: {exceeded}"));
+                        self.warn(&format!("host program refused: {exceeded}"));
                     }
                     (None, Ok(permit)) => {
                         let socket = HostSocket::accepted(socket, permit);
@@ -192,19 +192,22 @@ impl Device {
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(e) => {
-                    // Out of descriptors, most likely. The edge is used up: come back for it.
-                    tracing::warn!(cid = %self.cid, error = %e, "cannot accept a host program");
+                    // Most likely out of descriptors. The edge is used up: retry after a pause.
+                    tracing::warn!(
+                        cid = %self.cid, error = %e,
+                        "cannot accept a connection of a host program"
+                    );
                     self.timers.set(cx.now + ACCEPT_PAUSE, Timer::Accept(key));
                     return;
                 }
             }
         }
-        // There may be more, and their edge is used up: in the next turn, which is later than now.
+        // There may be more and the edge is used up: continue in the next turn.
         let next = cx.now + Duration::from_nanos(1);
         self.timers.set(next, Timer::Accept(key));
     }
 
-    /// Logs a warning, unless there have been many.
+    /// Logs a warning, rate limited.
     fn warn(&self, text: &str) {
         if let Some(suppressed) = self.warnings.admit(std::time::Instant::now()) {
             tracing::warn!(cid = %self.cid, suppressed, "{text}");
@@ -229,7 +232,10 @@ impl Device {
             key,
         };
         if let Err(error) = cx.poller.add(&socket, source) {
-            tracing::warn!(cid = %self.cid, %error, "cannot watch a host program");
+            tracing::warn!(
+                cid = %self.cid, %error,
+                "cannot add a host program's socket to the poller"
+            );
             return;
         }
         entry.insert(Handshake {
@@ -238,11 +244,11 @@ impl Device {
             deadline,
         });
         self.timers.set(deadline, Timer::Handshake(key));
-        // Most programs have said it by now.
+        // Most programs have sent the line already.
         self.handshake_ready(key, cx);
     }
 
-    /// Bytes have come from a host program that has not yet said CONNECT.
+    /// Handles bytes from a host program with an incomplete CONNECT line.
     pub(crate) fn handshake_ready(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(handshake) = self.handshakes.get(key as usize) else {
             return;
@@ -272,7 +278,7 @@ impl Device {
             }
             Line::Bad(reason) => {
                 forget_handshake(&socket, cx);
-                tracing::debug!(cid = %self.cid, reason, "a host program was turned away");
+                tracing::debug!(cid = %self.cid, reason, "host program refused: bad CONNECT line");
                 cx.counters.bad_handshakes.add(1);
             }
             Line::Partial => {}
@@ -287,33 +293,34 @@ impl Device {
         if due {
             let handshake = self.handshakes.remove(key as usize);
             forget_handshake(&handshake.socket, cx);
-            tracing::debug!(cid = %self.cid, "a host program did not say CONNECT in time");
+            tracing::debug!(cid = %self.cid, "host program refused: no CONNECT line in time");
             cx.counters.bad_handshakes.add(1);
         }
     }
 
     /// Connects a host program to the guest, at the queue pair to which the connection belongs.
-    /// `handshake`: the program's socket is watched as such.
+    /// `handshake`: the key under which the program's socket is in the poller.
     fn call_guest(&mut self, caller: Caller, handshake: Option<u32>, cx: &mut Context<'_>) {
         let guest = Address::new(self.cid, caller.to);
         if self.queue_pairs.used == QueuePairs::ONE {
             return self.connect_guest(caller, Port::ANY, handshake.is_some(), cx);
         }
         let local = Address::new(Cid::HOST, self.shard.spare_port());
-        match self.lane_for(guest, local) {
+        match self.queue_pair_for(guest, local) {
             Some(queue_pair) => {
                 if handshake.is_some() {
                     cx.poller.remove(&caller.socket);
                 }
                 let local = local.port;
-                cx.outbox.send(queue_pair, Message::Call { caller, local });
+                cx.outbox
+                    .send(queue_pair, SiblingMessage::Call { caller, local });
             }
             None => self.connect_guest(caller, local.port, handshake.is_some(), cx),
         }
     }
 
-    /// Connects a host program to the guest, from port `local`. If it cannot be, the socket closes,
-    /// which is how the program learns it.
+    /// Connects a host program to the guest, from port `local`. On failure the socket is closed,
+    /// which tells the program.
     pub(super) fn connect_guest(
         &mut self,
         caller: Caller,
@@ -329,7 +336,7 @@ impl Device {
         } = caller;
         if !self.rx.as_ref().is_some_and(|rx| rx.live()) {
             cx.counters.conns_refused.add(1);
-            tracing::debug!(cid = %self.cid, %port, "no driver to connect to");
+            tracing::debug!(cid = %self.cid, %port, "host program refused: no driver runs");
             return;
         }
         let peer = Address {
@@ -369,12 +376,15 @@ impl Device {
             false => cx.poller.add(socket, source),
         };
         if let Err(error) = watched {
-            tracing::warn!(cid = %self.cid, %error, "cannot watch a host program");
+            tracing::warn!(
+                cid = %self.cid, %error,
+                "cannot add a host program's socket to the poller"
+            );
             self.reset_bridge(key, cx);
         }
     }
 
-    /// Tries to connect a bridge of the guest to the host socket that it is for.
+    /// Tries to connect a bridge of the guest to its host socket.
     pub(super) fn try_connect(&mut self, key: u32, cx: &mut Context<'_>) -> Tried {
         let Some(bridge) = self.bridges.get(key as usize) else {
             return Tried::Decided;
@@ -412,28 +422,28 @@ impl Device {
         Tried::Decided
     }
 
-    /// A connect has perhaps taken too long.
+    /// Refuses a connect after its deadline.
     pub(super) fn connect_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(BridgePeer::Connecting { deadline, .. }) =
             self.bridges.get(key as usize).map(|j| &j.end)
             && *deadline <= cx.now
         {
-            self.refuse(key, "it did not answer in time", cx);
+            self.refuse(key, "no answer before the connect deadline", cx);
         }
     }
 
-    /// Nobody on the host takes the connection: the guest knows at once.
+    /// Rejects the guest's connection: no host program accepted it.
     pub(super) fn refuse(&mut self, key: u32, reason: &str, cx: &mut Context<'_>) {
         cx.counters.conns_refused.add(1);
         if let Some(flow) = self.bridges.get(key as usize).and_then(|j| j.flow) {
             let port = self.shard.flow(flow).map(|f| f.local.port);
-            tracing::debug!(cid = %self.cid, ?port, reason, "no host program took the connection");
+            tracing::debug!(cid = %self.cid, ?port, reason, "connection of the guest refused");
             let _ = self.shard.reject(flow);
         }
         self.remove_bridge(key, cx);
     }
 
-    /// Gives a bridge its socket and watches it.
+    /// Sets the socket of a bridge and adds it to the poller. Returns false if that failed.
     fn watch(&mut self, key: u32, end: BridgePeer, cx: &mut Context<'_>) -> bool {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return false;
@@ -460,8 +470,8 @@ impl Device {
     fn host_connected(&mut self, key: u32, socket: HostSocket, cx: &mut Context<'_>) {
         if self.watch(key, BridgePeer::Socket { socket, ok: None }, cx) {
             self.host_accepted(key, cx);
-            // Watched only since it is connected: what is there to be read is an edge to come, and
-            // a look now would find nothing for almost everybody.
+            // The socket was added to the poller after it connected, so readable data produces an
+            // edge; a read now would almost always find nothing.
             if let Some(bridge) = self.bridges.get_mut(key as usize) {
                 bridge.readable = false;
             }
@@ -481,7 +491,7 @@ impl Device {
         self.enqueue(key);
     }
 
-    /// An edge of a bridge's socket.
+    /// Handles an edge of a bridge's socket.
     pub(crate) fn bridge_ready(&mut self, key: u32, readiness: Readiness, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
@@ -502,11 +512,11 @@ impl Device {
         bridge.host_finished |= readiness.peer_finished();
         bridge.host_gone |= readiness.hung_up();
         if !bridge.open {
-            // Also when the program has gone already: what it wrote is still to be delivered.
+            // Not even if the program has gone: bytes that it wrote are still to be delivered.
             return;
         }
         if bridge.host_gone && bridge.read_closed {
-            // Its end of stream was passed on before; now it does not listen either.
+            // The program's end of stream was passed on before; now it has also stopped reading.
             if let Some(flow) = bridge.flow {
                 let _ = self.shard.shutdown(cx.now, flow, How::BOTH);
             }
@@ -540,10 +550,10 @@ impl Device {
     }
 }
 
-/// Before a handshake's socket is dropped.
+/// Removes a handshake's socket from the poller before it is dropped.
 fn forget_handshake(socket: &HostSocket, cx: &Context<'_>) {
     if socket.is_closed_later() {
-        // Until then its events would be taken for those of the next handshake with its key.
+        // An event of the open socket would be attributed to the next handshake with this key.
         cx.poller.remove(socket);
     }
 }

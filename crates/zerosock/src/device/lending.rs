@@ -1,14 +1,17 @@
-//! Buffers of the guest on loan to the program, which writes what it sends straight into them; and
-//! memory of the guest's that is kept alive for those who still read it.
+//! Loans: receive buffers of the guest that the embedding program writes into directly; and
+//! replaced guest memory that leases keep mapped.
 //!
-//! A loan is a chain of the receive queue with credit for it. Sent, it gets its header and is
-//! completed; dropped, it goes back as if it had never been taken, or, when others were taken since,
-//! as an empty buffer, which a guest's driver posts again.
+//! # Invariants
+//! - A quarter of the posted buffers is never lent: control packets need them.
+//! - A connection has at most an eighth of the queue on loan.
+//! - Before the queue stops or its memory is replaced, every loan is taken back. The device waits
+//!   for a loan that is being written to: guest memory must not be written to after the command
+//!   was answered.
 //!
-//! What must hold: a quarter of what the guest has posted is never lent, since control packets need
-//! it, and a connection has an eighth of the queue at most; before the queue stops or its memory
-//! goes, every loan is taken back, and one that somebody is writing into is waited for, because the
-//! guest must not be written to after it has been told that we do so no more.
+//! # Life of a loan
+//! A loan is a chain of the receive queue with credit for its bytes. When it is sent, it gets its
+//! header and is completed. When it is dropped, its chain is un-popped, or, if later chains were
+//! popped since, completed with no bytes, after which the driver posts it again.
 
 use std::sync::{Arc, Weak};
 
@@ -30,62 +33,62 @@ use crate::table::backend::{LoanParts, SendFault};
 use crate::table::datagrams::DatagramFault;
 use crate::table::sockets::{BufferPlace, Copied, PIECES, StreamId};
 
-/// No loan.
+/// Marks an unused entry of `loan_keys`.
 const NONE: u32 = u32::MAX;
 
-/// A loan that is out.
+/// A buffer on loan to the embedding program.
 #[derive(Debug)]
 pub(crate) struct Loan {
-    /// Its word.
+    /// Index of the loan's slot in the lease table.
     pub(super) index: u32,
     pub(crate) of: LoanOf,
     pub(crate) vm: u32,
     pub(super) len: u32,
-    /// The connection, but for a datagram's.
+    /// The connection; `None` for a datagram.
     pub(super) flow: Option<FlowId>,
-    /// The buffer, while the loan is in place.
+    /// The buffer, while the loan is in place; `None` after it was taken back.
     pub(super) chain: Option<Lent>,
     pub(super) credit: Credit,
-    /// What was in the buffer when it was taken back.
+    /// The contents of the buffer when it was taken back.
     pub(super) copy: Option<Copied>,
 }
 
-/// What a loan has, until it is used.
+/// The credit reserved for a loan.
 #[derive(Debug)]
 pub(super) enum Credit {
     None,
     Packet(Reservation),
-    /// The first of a message's.
+    /// For the whole message; in the first of its loans.
     Message(MessageReservation),
 }
 
-/// Whose a loan is.
+/// What a loan is for.
 #[derive(Copy, Clone, Debug)]
 pub(crate) enum LoanOf {
     Stream(StreamId),
-    /// One buffer of a message's.
+    /// One buffer of a message.
     Message,
-    /// A datagram's of this socket, to this address.
+    /// A datagram from this socket to this address.
     Datagram(DatagramId, Address),
 }
 
 #[derive(Debug)]
 pub(super) struct Lent {
     pub(super) chain: Chain,
-    /// Which start of the queue it is of.
+    /// The epoch of its queue.
     pub(super) epoch: u32,
-    /// The queue's base, just after this one was taken; and the number of chains taken then, those
-    /// included that were lent with it.
+    /// The queue's base and its `taken` counter just after this chain was popped. For loans of one
+    /// message, `taken` is the value after the last of them.
     base: u16,
     pub(super) taken: u32,
 }
 
-/// Memory tables that were replaced.
+/// Replaced memory tables and their sizes in bytes.
 #[derive(Debug, Default)]
 pub(super) struct OldMemory(Vec<(Weak<Memory>, u64)>);
 
 impl OldMemory {
-    /// Bytes of those that are still alive.
+    /// Bytes of the tables that are still mapped.
     fn alive(&mut self) -> u64 {
         self.0.retain(|(memory, _)| memory.strong_count() > 0);
         self.0.iter().map(|(_, size)| *size).sum()
@@ -94,47 +97,47 @@ impl OldMemory {
 
 impl App {
     pub(super) fn loan_mut(&mut self, index: u32) -> Option<&mut Loan> {
-        let key = *self.loan_of.get(index as usize)?;
+        let key = *self.loan_keys.get(index as usize)?;
         self.loans.get_mut(key as usize)
     }
 
-    /// Whose a loan is, and its device.
+    /// What a loan is for, and the number of its device.
     pub(crate) fn loan_at(&self, index: u32) -> Option<(LoanOf, u32)> {
-        let key = *self.loan_of.get(index as usize)?;
+        let key = *self.loan_keys.get(index as usize)?;
         let loan = self.loans.get(key as usize)?;
         Some((loan.of, loan.vm))
     }
 
-    /// What was in the buffer of a loan when it was taken back.
+    /// The contents of a loan's buffer when it was taken back.
     pub(crate) fn loan_copy(&self, index: u32) -> Option<Copied> {
-        let key = *self.loan_of.get(index as usize)?;
+        let key = *self.loan_keys.get(index as usize)?;
         self.loans.get(key as usize)?.copy.clone()
     }
 
     pub(super) fn add_loan(&mut self, loan: Loan) {
         let index = loan.index as usize;
         let key = self.loans.insert(loan);
-        if let Some(place) = self.loan_of.get_mut(index) {
+        if let Some(place) = self.loan_keys.get_mut(index) {
             *place = key as u32;
         }
     }
 
-    /// Takes a loan out; its word is free.
+    /// Removes a loan and frees its slot in the lease table.
     pub(super) fn remove_loan(&mut self, index: u32) -> Option<Loan> {
-        let place = self.loan_of.get_mut(index as usize)?;
+        let place = self.loan_keys.get_mut(index as usize)?;
         let key = std::mem::replace(place, NONE);
         let loan = self.loans.try_remove(key as usize)?;
         self.sockets.end_loan(index);
         Some(loan)
     }
 
-    /// Ends a loan whose device is gone.
+    /// Removes a loan after its device has gone.
     pub(crate) fn forget_loan(&mut self, index: u32) {
         self.remove_loan(index);
     }
 }
 
-/// Lends the payload part of a chain, if it may be; else the chain goes back.
+/// Lends the payload part of a chain if `in_place` and it has few enough pieces; else un-pops it.
 pub(super) fn lend_chain(
     rx: &mut Ring,
     chain: Chain,
@@ -145,8 +148,8 @@ pub(super) fn lend_chain(
         rx.queue.unpop(chain);
         return (None, None);
     };
-    // What has the header to itself is not lent: the rest is one piece then, and those we trust
-    // have it as a slice.
+    // Pieces that contain only the header are left out: the payload is then often a single piece,
+    // which trusted readers get as a slice.
     let mut offset = HEADER_LEN;
     while let Some(header) = pieces.first().filter(|piece| piece.len() <= offset) {
         offset -= header.len();
@@ -167,7 +170,7 @@ pub(super) fn lend_chain(
 }
 
 impl Device {
-    /// Lends a buffer of the guest's for at most `max` bytes of a connection.
+    /// Lends a receive buffer for at most `max` bytes of a connection.
     pub(crate) fn app_loan(
         &mut self,
         id: StreamId,
@@ -179,12 +182,12 @@ impl Device {
             self.transmit_control(cx);
         }
         if !self.gathered.is_empty() {
-            // It goes behind what waits.
-            self.hurry(flow, cx);
+            // Gathered bytes go first.
+            self.flush_gathered(flow, cx);
         }
         let in_place = self.may_lend(flow, cx);
         let vm = self.addr.vm;
-        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
         let Some((chain, rx)) = popped else {
             self.wait_for_room(id, cx);
@@ -199,11 +202,11 @@ impl Device {
                 return Err(send_fault(error));
             }
         };
-        let word = cx.app.as_deref_mut().and_then(|app| {
+        let slot = cx.app.as_deref_mut().and_then(|app| {
             let index = app.sockets.begin_loan()?;
             Some((index, app))
         });
-        let Some((index, app)) = word else {
+        let Some((index, app)) = slot else {
             rx.queue.unpop(chain);
             self.shard.cancel(reservation);
             return Err(SendFault::TooManyLoans);
@@ -244,8 +247,8 @@ impl Device {
         }
     }
 
-    /// Lends a buffer of the guest's for a datagram of at most `len` bytes. One that needs several
-    /// is a private buffer, and so is one beyond the bounds.
+    /// Lends a receive buffer for a datagram of at most `len` bytes. The loan is a private buffer
+    /// if the datagram needs several chains or the bounds on loans are reached.
     pub(crate) fn app_loan_datagram(
         &mut self,
         id: DatagramId,
@@ -253,20 +256,20 @@ impl Device {
         len: usize,
         cx: &mut Context<'_>,
     ) -> Result<LoanParts, DatagramFault> {
-        let room = self.weigh_old(cx) && self.leaves_a_quarter();
+        let room = self.old_memory_fits(cx) && self.leaves_a_quarter();
         let vm = self.addr.vm;
-        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
         let Some((chain, rx)) = popped else {
             self.want_datagram_room();
             return Err(DatagramFault::WouldBlock);
         };
         let in_place = room && chain.writable_len() as usize - HEADER_LEN >= len;
-        let word = cx.app.as_deref_mut().and_then(|app| {
+        let slot = cx.app.as_deref_mut().and_then(|app| {
             let index = app.sockets.begin_loan()?;
             Some((index, app))
         });
-        let Some((index, app)) = word else {
+        let Some((index, app)) = slot else {
             rx.queue.unpop(chain);
             return Err(DatagramFault::TooManyLoans);
         };
@@ -288,7 +291,7 @@ impl Device {
         Ok(LoanParts { index, len, place })
     }
 
-    /// Sends the first `len` bytes of a datagram's loan. Unless there is no room, the loan is over.
+    /// Sends the first `len` bytes of a datagram's loan. The loan ends, except on `WouldBlock`.
     pub(crate) fn app_send_datagram_loan(
         &mut self,
         index: u32,
@@ -334,7 +337,7 @@ impl Device {
         Ok(())
     }
 
-    /// Whether with one more loan a quarter of the posted buffers is left.
+    /// Whether a quarter of the posted buffers remains after one more loan.
     fn leaves_a_quarter(&mut self) -> bool {
         let loans = self.app.loans;
         let Some(rx) = self.rx.as_mut() else {
@@ -344,13 +347,13 @@ impl Device {
             let all = posted.saturating_add(loans);
             loans < all - all.div_ceil(4)
         };
-        // What is known is a lower bound: only when that does not do is it worth a look.
+        // `available` is a lower bound; `posted` reads the driver's index.
         fits(rx.queue.available()) || fits(rx.queue.posted())
     }
 
-    /// Whether one more buffer may be lent in place, to this connection.
+    /// Whether one more buffer may be lent in place to this connection.
     pub(super) fn may_lend(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
-        if !self.weigh_old(cx) {
+        if !self.old_memory_fits(cx) {
             return false;
         }
         let bridge = self.key_of(flow);
@@ -363,8 +366,8 @@ impl Device {
         end.loans < (rx.queue.size() / 8).max(1) && self.leaves_a_quarter()
     }
 
-    /// See [`Backend::send_loan`](crate::table::backend::Backend::send_loan). One whose buffer was
-    /// taken back is sent from where its holder has what was in it.
+    /// See [`Backend::send_loan`](crate::table::backend::Backend::send_loan). A loan that was taken
+    /// back is sent by copying from `private`.
     pub(crate) fn app_send_loan(
         &mut self,
         index: u32,
@@ -420,7 +423,7 @@ impl Device {
         Ok(len)
     }
 
-    /// Sends `bytes` of a loan by copying. The loan is over when all of them are sent.
+    /// Sends `bytes` of a loan by copying. The loan ends when all of them have been sent.
     fn send_copy(
         &mut self,
         index: u32,
@@ -453,7 +456,7 @@ impl Device {
         }
     }
 
-    /// A loan was dropped unsent.
+    /// Ends a loan that was dropped without being sent.
     pub(crate) fn app_drop_loan(&mut self, index: u32, cx: &mut Context<'_>) {
         let loan = cx.app.as_deref_mut().and_then(|app| app.remove_loan(index));
         let Some(loan) = loan else { return };
@@ -465,8 +468,8 @@ impl Device {
         let Some(lent) = loan.chain else { return };
         self.count_loan(loan.flow, false);
         if let Some(rx) = self.rx.as_mut().filter(|rx| rx.epoch == lent.epoch) {
-            // Both: indices come again after 65536 chains, and numbers after an un-pop. Of several
-            // that were lent together the last is to come back first.
+            // Check both: the base repeats after 65536 chains, and `taken` counts un-popped
+            // chains. Loans taken together are un-popped in reverse order.
             if rx.queue.base() == lent.base && rx.taken == lent.taken {
                 rx.queue.unpop(lent.chain);
             } else {
@@ -475,10 +478,10 @@ impl Device {
         }
     }
 
-    /// Takes every loan of this device back. What was written so far is kept for its holder, who
-    /// sends it by copying. False: somebody is writing into one at this moment, and has it still.
-    /// With `force`, which is for a guest that is gone, that one is torn, but not returned: it may
-    /// be written to yet.
+    /// Takes back every loan of this device. Bytes written so far are saved, and the holder sends
+    /// them by copying. Returns false if a loan is being written to at this moment; it stays out.
+    /// With `force`, for a guest that has gone, such a loan is marked torn, and its chain is not
+    /// completed because it may still be written to.
     pub(super) fn recall_loans(&mut self, force: bool, cx: &mut Context<'_>) -> bool {
         let (vm, mut all) = (self.addr.vm, true);
         if self.app.loans == 0 {
@@ -487,11 +490,11 @@ impl Device {
         let Some(app) = cx.app.as_deref_mut() else {
             return all;
         };
-        let words = app.sockets.lease_table().clone();
+        let leases = app.sockets.lease_table().clone();
         let mut back = Vec::new();
         for (_, loan) in app.loans.iter_mut().filter(|(_, loan)| loan.vm == vm) {
             let Some(lent) = &loan.chain else { continue };
-            let moved = words.try_move(loan.index);
+            let moved = leases.try_move(loan.index);
             if !moved && !force {
                 all = false;
                 continue;
@@ -507,7 +510,7 @@ impl Device {
                 loan.copy = Some((Arc::new(bytes), 0));
             }
             if !moved {
-                words.tear(loan.index);
+                leases.tear(loan.index);
             }
             let chain = loan.chain.take();
             back.extend(chain.map(|lent| (lent, flow, moved)));
@@ -522,19 +525,18 @@ impl Device {
         all
     }
 
-    /// Memory that the device does not use any more; leases may keep it alive.
-    pub(super) fn note_old(&mut self, memory: Option<Arc<Memory>>, cx: &Context<'_>) {
+    /// Tracks memory that the device no longer uses but that leases may keep mapped.
+    pub(super) fn track_old_memory(&mut self, memory: Option<Arc<Memory>>, cx: &Context<'_>) {
         if let Some(memory) = memory.filter(|_| cx.app.is_some()) {
             let size = memory.size();
             self.app.old.0.push((Arc::downgrade(&memory), size));
         }
     }
 
-    /// Whether leases and loans may be in place: so much old memory is not kept alive that more
-    /// would be too much. Twice the guest's own size is allowed, since a guest that reboots while
-    /// somebody reads keeps one old table alive, and an unlucky one two; and
-    /// [`Limits::old_memory`](super::Limits) for small ones.
-    pub(crate) fn weigh_old(&mut self, cx: &mut Context<'_>) -> bool {
+    /// Whether leases and loans may be in place: the replaced memory that is still mapped is within
+    /// [`Limits::old_memory`](super::Limits), or within twice the guest's size if that is larger. A
+    /// guest that reboots during a read keeps one old table mapped, in the worst case two.
+    pub(crate) fn old_memory_fits(&mut self, cx: &mut Context<'_>) -> bool {
         if self.app.old.0.is_empty() {
             return true;
         }

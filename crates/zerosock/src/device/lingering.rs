@@ -1,12 +1,13 @@
-//! Connections that have ended while the host program has not read all that the guest had sent.
-//!
-//! The vsock half is gone; the socket stays open until the program has taken the bytes, as a
-//! kernel socket does after its owner has closed it. One that takes nothing for as long as
-//! [`Limits::linger`](super::Limits::linger) says is closed, and the bytes are lost.
+//! Connections that have ended before the host program has read all bytes of the guest.
 //!
 //! # Invariants
 //! - A bridge is listed exactly while it exists and has no flow.
 //! - While the list is not empty there is one timer, at `look_at`.
+//!
+//! # Operation
+//! The flow has ended; the socket stays open until the program has taken the bytes, as a kernel
+//! socket does after close(2). A socket that takes no byte for
+//! [`Limits::linger`](super::Limits::linger) is closed, and the bytes are lost.
 
 use std::collections::BTreeMap;
 
@@ -15,10 +16,10 @@ use zerosock_proto::Instant;
 use super::timers::Timer;
 use super::{Context, Device};
 
-/// See the module.
+/// The lingering bridges: see the module.
 #[derive(Debug, Default)]
 pub(crate) struct Lingering {
-    /// By the bridge's key: when its program last took bytes, or when the connection ended.
+    /// By bridge key: when the program last took bytes, or when the connection ended.
     last_progress: BTreeMap<u32, Instant>,
     look_at: Option<Instant>,
 }
@@ -30,7 +31,7 @@ impl Lingering {
 }
 
 impl Device {
-    /// A bridge has been parted from its flow.
+    /// Registers a bridge after its flow has ended.
     pub(super) fn start_lingering(&mut self, key: u32, cx: &Context<'_>) {
         self.lingering.last_progress.insert(key, cx.now);
         if self.lingering.look_at.is_none() {
@@ -38,14 +39,14 @@ impl Device {
         }
     }
 
-    /// The program has taken bytes of a bridge that lingers.
+    /// Records that the program has taken bytes of a lingering bridge.
     pub(super) fn note_lingering_progress(&mut self, key: u32, cx: &Context<'_>) {
         if let Some(last) = self.lingering.last_progress.get_mut(&key) {
             *last = cx.now;
         }
     }
 
-    /// A bridge without a flow was removed.
+    /// Unregisters a bridge that was removed.
     pub(super) fn stop_lingering(&mut self, key: u32) {
         self.lingering.last_progress.remove(&key);
         if self.lingering.last_progress.is_empty()
@@ -68,7 +69,10 @@ impl Device {
             .collect();
         for key in keys {
             cx.counters.linger_timeouts.add(1);
-            tracing::debug!(cid = %self.cid, "a host program did not take the last bytes in time");
+            tracing::debug!(
+                cid = %self.cid,
+                "host socket closed: the program did not take the last bytes in time"
+            );
             self.end_bridge(key, cx);
         }
         if let Some(&oldest) = self.lingering.last_progress.values().min() {

@@ -1,4 +1,4 @@
-//! A device as one of many: who it is, and how it leaves.
+//! The identity of a device, and its removal.
 
 use super::{Context, Device};
 use crate::routing::DeviceAddr;
@@ -6,20 +6,19 @@ use std::fmt;
 use zerosock_proto::Cid;
 
 impl Device {
-    /// Where it is.
+    /// The address of the device.
     pub(crate) fn addr(&self) -> DeviceAddr {
         self.addr
     }
 
-    /// Its guest's CID.
+    /// The guest's CID.
     pub(crate) fn cid(&self) -> Cid {
         self.cid
     }
 
-    /// The device leaves for good, most often after `Disconnected` has ended its connections to
-    /// siblings: what is left are those whose last bytes a host program has not taken, which end
-    /// now. Siblings are told; their chains go back. Chains of its own that siblings still have
-    /// stay mapped until they are read, and then come back to nobody.
+    /// Removes the device from service, usually after `Disconnected`. Remaining bridges, most of
+    /// them lingering, end now; siblings are told and get their chains back. Memory of this guest
+    /// that siblings still read stays mapped until they have read it.
     pub(crate) fn retire(&mut self, cx: &mut Context<'_>) {
         let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
@@ -29,7 +28,7 @@ impl Device {
         self.link = None;
         self.disconnect(cx);
         self.app_retire(cx);
-        // Nothing of it is left to be counted.
+        // The device no longer counts in the worker's totals.
         let before = std::mem::take(&mut self.counted);
         cx.counters.hold(before, self.counted);
     }

@@ -1,12 +1,14 @@
-//! Buffers of the guest on loan for a whole message of the program's.
+//! Loans for a whole message of the embedding program.
 //!
-//! As many of them as the bounds on loans allow, and a private buffer for the rest, which is copied
-//! when the message is sent. Nothing of it is seen by the guest before; then all of its packets are
-//! completed one after the other.
+//! # Invariants
+//! - The credit for the whole message is kept with its first loan.
+//! - The chains are popped without others in between, so that unused ones can all be un-popped.
+//! - The rest of a message that was begun and finds no buffer is kept, as for any message.
 //!
-//! What must hold: the credit for all of it is with the first of them, and goes with it; they were
-//! taken one after the other, so that those that nothing was written into can all go back as if
-//! they had never been taken; of what was begun, what finds no buffer is kept, as for any message.
+//! # Operation
+//! A message gets as many receive buffers on loan as the bounds allow, and a private buffer for the
+//! rest, which is copied when the message is sent. The guest sees nothing before that; then all
+//! packets are completed one after the other.
 
 use zerosock_proto::vsock::{CommitError, FlowId, MessageReservation};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
@@ -21,7 +23,7 @@ use crate::table::leases::NONE;
 use crate::table::outgoing::{Outgoing, end};
 use crate::table::sockets::StreamId;
 
-/// Bytes of payload that a chain takes.
+/// Payload bytes that fit into a chain.
 fn room_of(chain: &Chain) -> u32 {
     (chain.writable_len().saturating_sub(HEADER_LEN as u32)).min(MAX_PAYLOAD)
 }
@@ -40,8 +42,8 @@ impl Device {
         }
         let total = u32::try_from(len).map_err(|_| SendFault::TooLong)?;
         let mut in_place = self.may_lend(flow, cx);
-        // A buffer for its first part, or it is not begun.
-        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        // The message needs a buffer for its first part.
+        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
         let Some((mut chain, rx)) = popped else {
             self.wait_for_room(id, cx);
@@ -58,14 +60,14 @@ impl Device {
         let mut left = total;
         let mut parts = Vec::new();
         loop {
-            let word = cx.app.as_deref_mut().and_then(|app| {
+            let slot = cx.app.as_deref_mut().and_then(|app| {
                 let index = app.sockets.begin_loan()?;
                 Some((index, app))
             });
             let Some(rx) = self.rx.as_mut() else {
                 return Err(SendFault::Reset);
             };
-            let Some((index, app)) = word else {
+            let Some((index, app)) = slot else {
                 rx.queue.unpop(chain);
                 if let Credit::Message(room) = credit {
                     self.shard.cancel_message(room);
@@ -104,7 +106,7 @@ impl Device {
             if !in_place {
                 break;
             }
-            // Nothing is turned back here: those before it could not be un-popped behind that.
+            // `skip` is false: earlier chains could not be un-popped behind a completed one.
             let next = self
                 .rx
                 .as_mut()
@@ -125,7 +127,8 @@ impl Device {
         Ok(parts)
     }
 
-    /// They can go back as long as none was taken behind the last of them.
+    /// Sets `taken` of all loans of a message to the value after the last one, so that they can be
+    /// un-popped unless another chain is popped later.
     fn lent_together(&mut self, parts: &[LoanParts], cx: &mut Context<'_>) {
         let (Some(rx), Some(app)) = (&self.rx, cx.app.as_deref_mut()) else {
             return;
@@ -163,7 +166,7 @@ impl Device {
             return Err(SendFault::WouldBlock);
         }
         let rest = match sent {
-            Ok(at) => self.rest_of(parts, at, cx),
+            Ok(at) => self.remaining_bytes(parts, at, cx),
             Err(_) => Vec::new(),
         };
         for part in parts {
@@ -176,12 +179,13 @@ impl Device {
             app.tally.copied_in += rest.len() as u64;
         }
         if !all {
-            self.keep(Outgoing::new(room, rest, ends_record));
+            self.keep_outgoing(Outgoing::new(room, rest, ends_record));
         }
         Ok(all)
     }
 
-    /// Sends parts as far as there are buffers: which part was not sent, and from which byte on.
+    /// Sends parts as far as there are buffers. Returns the index of the first part that was not
+    /// sent completely, and the offset of its first unsent byte.
     fn send_parts(
         &mut self,
         id: StreamId,
@@ -193,9 +197,9 @@ impl Device {
         let mut left: usize = parts.iter().map(|part| part.len).sum();
         let (mut at, mut offset) = (0, 0);
         while let Some(part) = parts.get(at) {
-            // One that is to be copied needs a buffer first.
-            let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
-            let fresh = match part.private {
+            // A part to be copied needs a buffer first.
+            let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
+            let copy_into = match part.private {
                 None => None,
                 Some(_) => match rx.and_then(|rx| rx.pop_if(HEADER_LEN + 1, true)) {
                     Some(chain) => Some(chain),
@@ -209,10 +213,10 @@ impl Device {
             let (Some(rx), Some(app)) = (self.rx.as_mut(), cx.app.as_deref_mut()) else {
                 return Err(SendFault::Reset);
             };
-            let room_here = fresh.as_ref().map_or(u32::MAX, room_of) as usize;
+            let room_here = copy_into.as_ref().map_or(u32::MAX, room_of) as usize;
             let len = (part.len - offset).min(room_here);
             let last = end(left - len, ends_record);
-            if fresh.is_none() {
+            if copy_into.is_none() {
                 let lent = app
                     .loan_mut(part.index)
                     .and_then(|loan| loan.chain.as_ref());
@@ -223,7 +227,7 @@ impl Device {
             let header = match self.shard.commit_part(room, len as u32, last) {
                 Ok(header) => header,
                 Err(error) => {
-                    if let Some(chain) = fresh {
+                    if let Some(chain) = copy_into {
                         rx.queue.unpop(chain);
                     }
                     return Err(match error {
@@ -235,7 +239,7 @@ impl Device {
             };
             app.tally.sent += len as u64;
             app.tally.packets_sent += 1;
-            match fresh {
+            match copy_into {
                 Some(chain) => {
                     let bytes = part.private.unwrap_or_default();
                     let bytes = bytes.get(offset..offset + len).unwrap_or(&[]);
@@ -262,8 +266,8 @@ impl Device {
         Ok((at, offset))
     }
 
-    /// The bytes from there on.
-    fn rest_of(
+    /// Copies the bytes from part `at`, offset `offset`, to the end of the message.
+    fn remaining_bytes(
         &mut self,
         parts: &[LoanedPart<'_>],
         (at, offset): (usize, usize),

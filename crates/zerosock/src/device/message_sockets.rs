@@ -1,12 +1,14 @@
 //! Messages between the guest and host sockets of type SOCK_SEQPACKET (unix(7)).
 //!
-//! One message is one call: what the guest has sent leaves with one `sendmsg` whose vectors point
-//! into guest memory, when all of it is here; what the host has sent is received into the guest's
-//! buffers with one `recvmsg`, when there is credit for all of it. A message that lies in too many
-//! pieces, or for which there are too few buffers, is copied once.
+//! # Invariants
+//! - No message is truncated or split.
+//! - A message that exceeds the receiver's buffer (the guest's) or the socket's limit (the host's)
+//!   resets its connection.
 //!
-//! What must hold: no message is cut. One that the other side can never take ends its connection:
-//! the guest's by the size of its buffer, the host's by the size of the socket's.
+//! # Operation
+//! A message from the guest leaves with one `sendmsg` from guest memory once all of it has arrived.
+//! A message from the host is received into the guest's buffers with one `recvmsg` once there is
+//! credit for all of it. A message in too many pieces, or with too few buffers, is copied once.
 
 use arrayvec::ArrayVec;
 use rustix::fd::AsFd;
@@ -24,20 +26,20 @@ use crate::device::host_sockets::hybrid::{self, Ahead};
 use crate::fallible;
 use crate::table::outgoing::{Outgoing, end};
 
-/// Messages of a connection in one turn.
+/// Messages of a connection per turn.
 const BUDGET: usize = 64;
-/// Buffers, and pieces of memory, that one call reaches.
+/// Most buffers, and pieces of memory, in one call.
 const PIECES: usize = 128;
 
-/// What became of a message.
+/// The result of sending a message.
 enum Sent {
     Yes,
     /// Not now.
     Full,
     NoMemory,
-    /// The socket can never take it.
+    /// The message exceeds the socket's limit.
     TooLong,
-    /// Nobody is there.
+    /// The host program has gone.
     Gone,
     /// The guest's memory has vanished.
     Lost,
@@ -57,7 +59,7 @@ fn sent(result: std::io::Result<usize>) -> Sent {
 }
 
 impl Device {
-    /// Hands the host socket the messages that are here as a whole, as far as it takes them.
+    /// Sends complete messages to the host socket, as far as it takes them.
     pub(super) fn flush_messages(&mut self, key: u32, cx: &mut Context<'_>) {
         let (mut bytes, mut empty) = (0, 0);
         loop {
@@ -106,7 +108,7 @@ impl Device {
                         messages.outbound.clear();
                         messages.half = 0;
                     }
-                    self.host_is_deaf(key, cx);
+                    self.stop_writing(key, cx);
                     break;
                 }
                 Sent::Lost => return self.lose("guest memory vanished under a send", cx),
@@ -118,17 +120,17 @@ impl Device {
             .get(key as usize)
             .and_then(|bridge| bridge.flow)
         {
-            // A flow that ended meanwhile wants no credit.
+            // Fails if the flow has ended.
             let _ = self.shard.consume(flow, bytes as u32);
             if empty > 0 {
                 let _ = self.shard.consume_empty(flow, empty);
             }
             self.drain_events(cx);
         }
-        self.settle(key, cx);
+        self.update_bridge(key, cx);
     }
 
-    /// A message that the guest will not end is nobody's; its bytes.
+    /// Drops a message that the guest can no longer complete; returns its bytes.
     fn drop_half(&mut self, key: u32) -> usize {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return 0;
@@ -150,7 +152,8 @@ impl Device {
         half
     }
 
-    /// Sends the first `len` bytes from the guest, and whether they were where it wrote them.
+    /// Sends the first `len` bytes from the guest. Returns the result, and whether they were sent
+    /// from guest memory.
     fn send_one(&mut self, key: u32, len: usize, cx: &mut Context<'_>) -> (Sent, bool) {
         let in_place = |device: &Device| {
             let bridge = device.bridges.get(key as usize)?;
@@ -167,8 +170,8 @@ impl Device {
         if let Some(sent) = in_place(self) {
             return (sent, true);
         }
-        // Copied already, or in too many pieces. A message without a byte lies nowhere: what is held
-        // behind it stays where it is.
+        // Copied already, or in too many pieces. An empty message needs no bytes: held chains
+        // behind it stay held.
         if len > 0 {
             self.spill(key, 0, cx);
         }
@@ -184,7 +187,7 @@ impl Device {
         (sent(result.map_err(Into::into)), false)
     }
 
-    /// Gives the guest messages of its host socket.
+    /// Receives messages of the host socket into the guest's buffers.
     pub(super) fn fill_messages_from_socket(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
         for _ in 0..BUDGET {
             if self.moved >= TURN_BYTES {
@@ -202,7 +205,7 @@ impl Device {
                     bridge.readable = false;
                     return Fill::Idle;
                 }
-                Ahead::BridgePeer => return self.host_ended(key, cx),
+                Ahead::EndOfFile => return self.host_ended(key, cx),
                 Ahead::Gone => {
                     bridge.host_gone = true;
                     return self.host_ended(key, cx);
@@ -221,7 +224,7 @@ impl Device {
                     self.too_long(key, len, cx);
                     return Fill::Idle;
                 }
-                // No credit; or the guest will not receive, which an event has said or will say.
+                // No credit; or the guest has stopped receiving, which an event reports.
                 Err(_) => {
                     bridge.no_credit = true;
                     return Fill::Idle;
@@ -231,7 +234,7 @@ impl Device {
         Fill::Again
     }
 
-    /// Receives the next message, which has `len` bytes, into buffers of the guest.
+    /// Receives the next message of `len` bytes into buffers of the guest.
     fn fill_message(
         &mut self,
         key: u32,
@@ -281,7 +284,7 @@ impl Device {
                 |error: &std::io::Error| Errno::from_io_error(error) == Some(Errno::FAULT);
             return match received {
                 Err(error) if vanished(&error) => Fill::Lost,
-                // What it is, the next look says.
+                // `look_ahead` finds the cause in the next round.
                 _ => Fill::Again,
             };
         }
@@ -291,8 +294,8 @@ impl Device {
         Fill::Again
     }
 
-    /// As `fill_message`, for a message for which there are too few buffers now, or which would lie
-    /// in too many pieces. It begins at once, so that no other one goes before it.
+    /// As `fill_message`, for a message with too few buffers or too many pieces. It is started at
+    /// once, so that no other message overtakes it.
     fn fill_by_copy(
         &mut self,
         key: u32,
@@ -316,7 +319,7 @@ impl Device {
             _ => Err(Errno::NOTCONN),
         };
         if received != Ok(len) {
-            // Not what it was a moment ago: look again.
+            // The head of the socket's queue has changed: look again.
             if let Some(rx) = self.rx.as_mut() {
                 while let Some(chain) = chains.pop() {
                     rx.queue.unpop(chain);
@@ -332,13 +335,13 @@ impl Device {
         };
         let done = self.give_parts(&mut room, chains, len, write, cx);
         if done < len {
-            self.keep(Outgoing::resumed(room, bytes, done));
+            self.keep_outgoing(Outgoing::resumed(room, bytes, done));
         }
         Fill::Again
     }
 
-    /// Gives the guest as much of a message of `len` bytes as there is room for in `chains`, which
-    /// `put` fills; how much.
+    /// Sends as much of a message of `len` bytes as fits into `chains`, which `put` fills. Returns
+    /// the bytes sent.
     fn give_parts(
         &mut self,
         room: &mut MessageReservation,
@@ -361,7 +364,7 @@ impl Device {
                     emit(rx, chain, &header, part);
                     cx.counters.tx_packets.add(1);
                 }
-                // The flow ended since: it cannot, nothing ran in between.
+                // The flow cannot have ended: nothing ran since the credit was reserved.
                 Err(_) => rx.complete(chain, 0),
             }
         }
@@ -371,7 +374,7 @@ impl Device {
     }
 }
 
-/// Bytes of payload that a buffer takes.
+/// Payload bytes that fit into a buffer.
 fn fits(chain: &Chain) -> usize {
     (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize)
 }

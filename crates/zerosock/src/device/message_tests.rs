@@ -1,20 +1,20 @@
-//! Messages from a sibling, as the device passes them on that has the receiver: the sibling is the
-//! test, and says what no sibling should.
+//! SEQPACKET messages from a sibling to the guest. The test is the sibling and also sends what no
+//! correct sibling sends.
 
 use super::bare::{self, Guest};
 use super::ready_tests::Lab;
 use super::*;
 use crate::device::host_sockets::HostSocket;
-use crate::device::sibling_message::{Message, Peer};
+use crate::device::sibling_message::{Peer, SiblingMessage};
 use crate::table::sockets::Ends;
 use zerosock_proto::Address;
 use zerosock_proto::wire::vsock::{Op, Repr};
 
-/// A service of the host.
+/// The address of the sibling's service.
 const THERE: Address = Address::new(Cid::HOST, Port::new(9));
 const HERE: Address = Address::new(Cid::new(3), Port::new(5));
 
-/// A connection for messages between a guest and a sibling.
+/// A SEQPACKET connection between a guest and a sibling.
 struct Joined {
     lab: Lab,
     guest: Guest,
@@ -27,7 +27,7 @@ impl Joined {
         let (device, mut cx) = lab.lend();
         let guest = bare::start(device);
         device.shard.set_seqpacket(true);
-        let connect = Message::Connect {
+        let connect = SiblingMessage::Connect {
             from: Peer {
                 device: DeviceAddr { worker: 0, vm: 7 },
                 flow: some_flow(),
@@ -36,7 +36,7 @@ impl Joined {
             peer: HERE,
             socket_type: SocketType::SeqPacket,
         };
-        device.sibling_says(connect, &mut cx);
+        device.handle_sibling_message(connect, &mut cx);
         device.turn(&mut cx);
         let response = Repr {
             src: HERE,
@@ -50,9 +50,9 @@ impl Joined {
         };
         let _ = device.shard.handle_packet(cx.now, &response);
         device.turn(&mut cx);
-        let said: Vec<Message> = said(&mut lab);
-        let accepted = said.iter().find_map(|message| match message {
-            Message::Accepted { from, .. } => Some(from.flow),
+        let sent: Vec<SiblingMessage> = sent(&mut lab);
+        let accepted = sent.iter().find_map(|message| match message {
+            SiblingMessage::Accepted { from, .. } => Some(from.flow),
             _ => None,
         });
         let mut joined = Joined {
@@ -64,11 +64,12 @@ impl Joined {
         joined
     }
 
-    /// The sibling says this; what the guest receives, by operation and length.
-    fn say(&mut self, messages: impl IntoIterator<Item = Message>) -> Vec<(Op, u32)> {
+    /// Delivers messages of the sibling; returns the operations and lengths that the guest
+    /// receives.
+    fn deliver(&mut self, messages: impl IntoIterator<Item = SiblingMessage>) -> Vec<(Op, u32)> {
         let (device, mut cx) = self.lab.lend();
         for message in messages {
-            device.sibling_says(message, &mut cx);
+            device.handle_sibling_message(message, &mut cx);
         }
         while device.turn(&mut cx) {}
         let received = self.guest.received();
@@ -76,16 +77,16 @@ impl Joined {
         received.iter().map(told).collect()
     }
 
-    fn bytes(&self, len: usize) -> Message {
-        Message::Copied {
+    fn bytes(&self, len: usize) -> SiblingMessage {
+        SiblingMessage::Copied {
             to: self.flow,
             bytes: vec![7; len],
         }
     }
 
-    fn end(&self, len: u32) -> Message {
+    fn end(&self, len: u32) -> SiblingMessage {
         let ends = Ends::Message;
-        Message::Ended {
+        SiblingMessage::Ended {
             to: self.flow,
             len,
             ends,
@@ -93,7 +94,7 @@ impl Joined {
     }
 }
 
-/// The name of a flow of another device's.
+/// A flow of another device.
 fn some_flow() -> FlowId {
     let ports = Arc::new(zerosock_proto::vsock::PortTable::new());
     let config = zerosock_proto::vsock::ShardConfig::driver(Cid::new(4));
@@ -109,17 +110,16 @@ fn some_flow() -> FlowId {
         .unwrap()
 }
 
-/// What the device has said to the sibling.
-fn said(lab: &mut Lab) -> Vec<Message> {
+/// Messages of the device to the sibling.
+fn sent(lab: &mut Lab) -> Vec<SiblingMessage> {
     let (_, cx) = lab.lend();
     std::iter::from_fn(|| cx.outbox.pop_local())
         .map(|(_, message)| message)
         .collect()
 }
 
-/// Messages that lie behind an empty one go to the host socket in place, too.
 #[test]
-fn an_empty_message_copies_nothing_that_is_held_behind_it() {
+fn messages_behind_an_empty_message_are_sent_in_place() {
     use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, socketpair};
     let mut joined = Joined::new();
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -148,32 +148,34 @@ fn an_empty_message_copies_nothing_that_is_held_behind_it() {
 }
 
 #[test]
-fn a_message_whose_bytes_have_come_is_passed_on() {
+fn complete_messages_are_passed_to_the_guest() {
     let mut joined = Joined::new();
     let messages = [joined.bytes(3000), joined.bytes(2000), joined.end(5000)];
-    let received = joined.say(messages);
+    let received = joined.deliver(messages);
     assert!(received.iter().all(|(op, _)| *op == Op::Rw), "{received:?}");
     assert_eq!(received.iter().map(|(_, len)| len).sum::<u32>(), 5000);
     let empty = [joined.end(0)];
-    assert_eq!(joined.say(empty), [(Op::Rw, 0)]);
+    assert_eq!(joined.deliver(empty), [(Op::Rw, 0)]);
 }
 
 #[test]
-fn a_length_without_bytes_ends_the_connection_and_sends_nothing() {
+fn message_length_without_its_bytes_resets_the_connection() {
     for have in [0, 60] {
         let mut joined = Joined::new();
         let mut messages = vec![joined.end(100)];
         if have > 0 {
             messages.insert(0, joined.bytes(have));
         }
-        let received = joined.say(messages);
+        let received = joined.deliver(messages);
         let mut expected = vec![(Op::Rst, 0)];
         if have > 0 {
             expected.insert(0, (Op::Rw, have as u32));
         }
         assert_eq!(received, expected, "{have} of 100 bytes");
-        let said = said(&mut joined.lab);
-        let told = said.iter().any(|one| matches!(one, Message::Reset { .. }));
-        assert!(told, "{said:?}");
+        let sent = sent(&mut joined.lab);
+        let told = sent
+            .iter()
+            .any(|one| matches!(one, SiblingMessage::Reset { .. }));
+        assert!(told, "{sent:?}");
     }
 }

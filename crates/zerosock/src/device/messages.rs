@@ -1,14 +1,16 @@
 //! Connections of the guest that carry messages (SEQPACKET).
 //!
-//! Their bytes go the ways of a stream's: held, lent, copied, within the same bounds. Beside them go
-//! the lengths of messages, which are told when a message has come as a whole. So whoever takes
-//! bytes up knows how long a message is before it begins to pass it on, and begins only what can be
-//! ended: a guest takes it with credit for all of it, or is reset for it; a host socket takes it
-//! with one call.
+//! # Invariants
+//! - The length of a message is passed after all of its bytes.
+//! - A message that is incomplete when its sender shuts down sending is dropped.
+//! - The kept rest of a message leaves before anything else of its connection.
+//! - Bytes of a buffer that were not written are never sent.
 //!
-//! What must hold: a length is told behind all of its bytes; a message that has not ended when its
-//! sender says that it sends no more is nobody's; what is kept for want of buffers leaves before
-//! anything else of its connection; what lies in a buffer that nobody has written is never sent.
+//! # Operation
+//! Bytes of messages are held, lent or copied like those of a stream, within the same bounds. The
+//! lengths of complete messages are passed beside them, so that the receiving side sends a message
+//! only if it can send all of it: a guest takes it with credit for the whole message or its
+//! connection is reset; a host socket takes it with one call.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -21,29 +23,29 @@ use super::app::send_fault;
 use super::bridge::{BridgePeer, Inbound};
 use super::events::emit;
 use super::flush::share_of;
-use super::outbound::Held;
+use super::outbound::HeldChain;
 use super::sibling;
 use super::to_guest::{Fill, GATHER};
 use super::{Context, Device, TURN_BYTES};
-use crate::device::sibling_message::Message;
+use crate::device::sibling_message::SiblingMessage;
 use crate::table::backend::SendFault;
 use crate::table::outgoing::{Outgoing, Slices, end};
 use crate::table::sockets::{Ends, StreamId};
 
-/// What a bridge has beside a stream's.
+/// The message boundaries of a bridge.
 #[derive(Debug, Default)]
 pub(crate) struct Messages {
-    /// From the guest: those that lie in `outbound` as a whole, oldest first.
+    /// Lengths of complete messages from the guest in `outbound`, oldest first.
     pub(super) outbound: VecDeque<(u32, Ends)>,
-    /// Bytes of the one that has not ended, behind them.
+    /// Bytes of the incomplete message behind them.
     pub(super) half: u32,
-    /// From a sibling: those that are here as a whole.
+    /// Lengths of complete messages from a sibling.
     pub(super) inbound: VecDeque<(u32, Ends)>,
-    /// The one that the guest is given.
+    /// The message that is being sent to the guest.
     pub(super) sending: Option<Sending>,
 }
 
-/// A message that has begun.
+/// A message of which a part was sent.
 #[derive(Debug)]
 pub(super) struct Sending {
     room: MessageReservation,
@@ -52,15 +54,15 @@ pub(super) struct Sending {
 }
 
 impl Messages {
-    /// Bytes that the lists take.
+    /// Bytes that the lists occupy.
     pub(super) fn cost(&self) -> usize {
         (self.outbound.len() + self.inbound.len()) * size_of::<(u32, Ends)>()
     }
 }
 
 impl Device {
-    /// A part of a message of the guest's.
-    pub(super) fn part(
+    /// Handles a part of a message from the guest.
+    pub(super) fn receive_part(
         &mut self,
         chain: Chain,
         flow: FlowId,
@@ -75,7 +77,7 @@ impl Device {
         let Some(tx) = self.tx.as_mut() else { return };
         let Some((key, bridge)) = key.and_then(|k| Some((k, self.bridges.get_mut(k as usize)?)))
         else {
-            // The shard knows a flow that the device does not: end it rather than lose bytes.
+            // The device has no bridge for this flow: reset it rather than lose bytes.
             tx.complete(chain, 0);
             let _ = self.shard.reset(flow);
             return;
@@ -110,7 +112,7 @@ impl Device {
                 share_of(tx.queue.size())
             };
             let offset = HEADER_LEN as u32;
-            let held = Held { chain, offset, len };
+            let held = HeldChain { chain, offset, len };
             if let Some(chain) =
                 bridge
                     .outbound
@@ -126,8 +128,8 @@ impl Device {
         }
     }
 
-    /// Tells the sibling of the messages whose bytes it has been given.
-    pub(super) fn tell_sibling_of_messages(&mut self, key: u32, cx: &mut Context<'_>) {
+    /// Sends the sibling the lengths of messages that it has received completely.
+    pub(super) fn send_message_lengths(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
@@ -140,12 +142,12 @@ impl Device {
         }
         let to = sibling.peer.flow;
         for (len, ends) in messages.outbound.drain(..) {
-            let message = Message::Ended { to, len, ends };
+            let message = SiblingMessage::Ended { to, len, ends };
             cx.outbox.send(sibling.peer.device, message);
         }
     }
 
-    /// The sibling's last bytes were a message.
+    /// The last `len` bytes from the sibling form a message.
     pub(super) fn sibling_ended_message(
         &mut self,
         to: FlowId,
@@ -165,17 +167,17 @@ impl Device {
             if len == 0 {
                 let to = sibling.peer.flow;
                 cx.outbox
-                    .send(sibling.peer.device, Message::ReadEmpty { to });
+                    .send(sibling.peer.device, SiblingMessage::ReadEmpty { to });
             }
             return;
         }
         messages.inbound.push_back((len, ends));
         bridge.readable = true;
         self.enqueue(key);
-        self.settle(key, cx);
+        self.update_bridge(key, cx);
     }
 
-    /// Gives the guest messages of its sibling.
+    /// Sends messages of the sibling to the guest.
     pub(super) fn fill_messages_from_sibling(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
         let (Some(rx), Some(bridge)) = (self.rx.as_mut(), self.bridges.get_mut(key as usize))
         else {
@@ -200,7 +202,7 @@ impl Device {
                         self.too_long(key, left as usize, cx);
                         return Fill::Idle;
                     }
-                    // The guest will not receive, which an event has said or will say.
+                    // The guest has stopped receiving, which an event reports.
                     Err(_) => {
                         bridge.no_credit = true;
                         fill = Fill::Idle;
@@ -239,8 +241,8 @@ impl Device {
                     sibling.change_copied(|copied| copied.saturating_sub(len));
                 }
                 None if empty => {}
-                // A length without its bytes, which no sibling of ours tells. What lies in the buffer
-                // is no message.
+                // A length without bytes, which a correct sibling never sends. The buffer's
+                // contents are no message.
                 None => {
                     rx.queue.unpop(chain);
                     self.lost_message(key, cx);
@@ -254,7 +256,7 @@ impl Device {
                     emit(rx, chain, &header, len);
                     cx.counters.tx_packets.add(1);
                 }
-                // The flow has ended: an event says so.
+                // The flow has ended, which an event reports.
                 Err(_) => rx.complete(chain, 0),
             }
             cx.counters.tx_bytes.add(len as u64);
@@ -265,7 +267,7 @@ impl Device {
             if empty {
                 let to = sibling.peer.flow;
                 cx.outbox
-                    .send(sibling.peer.device, Message::ReadEmpty { to });
+                    .send(sibling.peer.device, SiblingMessage::ReadEmpty { to });
             } else {
                 let used_up = sibling.front().is_some_and(|one| one.len() == 0);
                 sibling::return_read(sibling, len as u32, used_up, cx);
@@ -273,37 +275,37 @@ impl Device {
         }
         let done = messages.inbound.is_empty() && messages.sending.is_none();
         if sibling.finish && done && !bridge.read_closed {
-            // What is left has no end.
+            // The remaining bytes are an incomplete message.
             sibling::return_inbound(sibling, true, cx);
             bridge.read_closed = true;
             let _ = self.shard.shutdown(cx.now, flow, How::SEND);
         }
-        // What was copied has become less.
-        self.settle(key, cx);
+        // Fewer bytes are in copies now.
+        self.update_bridge(key, cx);
         fill
     }
 
-    /// A message that the guest's buffer can never take: its connection ends.
+    /// Resets a connection with a message that exceeds its receiver's buffer.
     pub(super) fn too_long(&mut self, key: u32, len: usize, cx: &mut Context<'_>) {
         cx.counters.message_resets.add(1);
         tracing::warn!(
             cid = %self.cid, len,
-            "a connection was reset: a message is longer than its receiver can take"
+            "connection reset: a message is longer than its receiver can take"
         );
         self.reset_bridge(key, cx);
     }
 
-    /// The bytes of a message that was said to be whole are not there: its connection ends, rather
-    /// than that the guest takes something else for them.
+    /// Resets a connection with an incomplete message: the guest must not receive other
+    /// bytes in their place.
     #[cold]
     fn lost_message(&mut self, key: u32, cx: &mut Context<'_>) {
         cx.counters.message_resets.add(1);
-        tracing::error!(cid = %self.cid, "a connection was reset: a message lacks bytes");
+        tracing::error!(cid = %self.cid, "connection reset: bytes of a message are missing");
         self.reset_bridge(key, cx);
     }
 
-    /// Copies a message of the program's into buffers of the guest: all of it, or nothing. What
-    /// there is no buffer for is kept.
+    /// Copies a message of the program into buffers of the guest: all of it, or nothing. The part
+    /// that finds no buffer is kept. Returns whether all of it was sent.
     pub(crate) fn app_send_message(
         &mut self,
         id: StreamId,
@@ -317,7 +319,7 @@ impl Device {
         }
         let mut slices = Slices::new(slices);
         let total = u32::try_from(slices.left()).map_err(|_| SendFault::TooLong)?;
-        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
         let Some((mut chain, rx)) = popped else {
             self.wait_for_room(id, cx);
@@ -341,7 +343,7 @@ impl Device {
             let last = end(slices.left(), ends_record);
             match self.shard.commit_part(&mut room, len as u32, last) {
                 Ok(header) => emit(rx, chain, &header, len),
-                // Nothing ran since the credit was taken.
+                // Cannot happen: nothing ran since the credit was reserved.
                 Err(_) => {
                     rx.complete(chain, 0);
                     return Err(SendFault::Reset);
@@ -358,7 +360,7 @@ impl Device {
         };
         let all = rest.is_none();
         if let Some(rest) = rest {
-            self.keep(rest);
+            self.keep_outgoing(rest);
         }
         if let Some(app) = cx.app.as_deref_mut() {
             app.tally.sent += u64::from(total);
@@ -368,8 +370,8 @@ impl Device {
         Ok(all)
     }
 
-    /// Keeps a message, or the rest of one, until there are buffers for it.
-    pub(super) fn keep(&mut self, rest: Outgoing) {
+    /// Keeps the rest of a message until there are buffers for it.
+    pub(super) fn keep_outgoing(&mut self, rest: Outgoing) {
         self.starved = true;
         self.outgoing.push_back(rest);
     }
@@ -382,7 +384,7 @@ impl Device {
         flow: FlowId,
         cx: &mut Context<'_>,
     ) -> bool {
-        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
         if !rx.is_some_and(|rx| rx.live() && rx.queue.posted() > 0) {
             self.wait_for_room(id, cx);
             return false;
@@ -390,13 +392,13 @@ impl Device {
         self.shard.can_reserve_message(flow)
     }
 
-    /// Whether something of a message is kept.
+    /// Whether the rest of a message is kept for this flow.
     pub(crate) fn is_sending(&self, flow: FlowId) -> bool {
         self.outgoing.iter().any(|kept| kept.room.flow() == flow)
     }
 
-    /// Gives the guest what was kept, as far as there are buffers.
-    pub(super) fn send_kept(&mut self, cx: &mut Context<'_>) {
+    /// Sends kept messages to the guest as far as there are buffers.
+    pub(super) fn send_outgoing(&mut self, cx: &mut Context<'_>) {
         let Some(rx) = self.rx.as_mut() else { return };
         while self.moved < TURN_BYTES
             && let Some(mut kept) = self.outgoing.pop_front()
@@ -413,7 +415,7 @@ impl Device {
             let last = kept.end(len);
             match self.shard.commit_part(&mut kept.room, len as u32, last) {
                 Ok(header) => emit(rx, chain, &header, len),
-                // The connection has ended: it needs the rest no more.
+                // The connection has ended: drop the rest.
                 Err(_) => {
                     rx.complete(chain, 0);
                     continue;
@@ -430,7 +432,7 @@ impl Device {
                 self.outgoing.push_front(kept);
                 continue;
             }
-            // Its sender may wait for that, and nothing else tells.
+            // The sender may wait for the end of the message; no other event reports it.
             let flow = kept.room.flow();
             let key = self.by_flow.get(flow.index());
             let bridge = key.and_then(|key| self.bridges.get(*key as usize));

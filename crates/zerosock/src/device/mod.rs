@@ -2,23 +2,26 @@
 //!
 //! The device half: a vhost-user back-end that gives a guest a vsock device.
 //!
-//! A `Device` belongs to one worker. It has the rings on one side and the protocol core on the
-//! other, and bridges each of the guest's connections to a host socket or to a sibling:
+//! # Invariants
+//! - A turn works to a budget and never blocks.
+//! - Each chain that was popped is completed exactly once.
+//! - The packet path does not allocate, lock or search.
+//!
+//! # Structure
+//! A `Device` belongs to one worker. It connects the rings to the protocol core and bridges each
+//! connection of the guest to a host socket, a sibling device or the embedding program:
 //!
 //! - `from_guest`, `flush`: packets from the guest's transmit queue; payload goes by `sendmsg` from
 //!   guest memory into the socket;
 //! - `to_guest`: packets to the guest; payload comes by `recvmsg` from the socket into the
 //!   buffers that the guest has posted;
-//! - `events`, `host`, `backlog`, `lingering`, `sibling`: connections that come, change and go;
-//! - `messages`, `message_sockets`: connections that carry messages;
-//! - `program`, `app`, `app_store`, `lending`, `message_loans`: the program that embeds the device,
-//!   and connections with it;
-//! - `command`: what the VMM says, through [`control`];
-//! - `member`: the device as one of many that come and go;
-//! - `queue_pairs`: the device as one of several queue pairs.
-//!
-//! What must hold: a turn works to a budget and never blocks; each chain popped is completed
-//! once; no allocation, lock or search on the way of a packet.
+//! - `events`, `host`, `backlog`, `lingering`, `sibling`: the life cycle of connections;
+//! - `messages`, `message_sockets`: connections that carry messages (SEQPACKET);
+//! - `program`, `app`, `app_store`, `lending`, `message_loans`: connections with the program that
+//!   embeds the device;
+//! - `command`: commands of the VMM, received through [`control`](crate::control);
+//! - `member`: identity and removal of a device;
+//! - `queue_pairs`: a device with several queue pairs.
 
 pub(crate) mod app;
 pub(crate) mod app_store;
@@ -91,48 +94,47 @@ use zerosock_sys::account::{Account, Budget};
 use zerosock_sys::notify::Notifier;
 use zerosock_vhost_user::{FrontendLink, LogLimit};
 
-/// Index of the queue of buffers for packets to the guest (virtio 1.2, 5.10.2).
+/// Index of the receive queue: buffers for packets to the guest (virtio 1.2, 5.10.2).
 pub(crate) const RX: u16 = 0;
-/// Index of the queue of packets from the guest.
+/// Index of the transmit queue: packets from the guest.
 pub(crate) const TX: u16 = 1;
-/// Index of the queue of events.
+/// Index of the event queue.
 pub(crate) const EVENT: u16 = 2;
 
-/// Payload bytes moved each way in one turn of a device before others have theirs: about a
-/// millisecond.
+/// Payload bytes that one turn of a device moves in each direction: about a millisecond of work.
 pub(crate) const TURN_BYTES: usize = 2 << 20;
 
-/// Places for bridges whose memory is kept when there are none.
+/// The bridge slab is freed when it is empty and its capacity exceeds this number.
 const KEPT: usize = 1024;
 
-/// Bounds that hold for each device.
+/// Limits of each device.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    /// How long a host program may take to say CONNECT.
+    /// Time from accepting a host program to its complete CONNECT line.
     pub(crate) handshake: Duration,
-    /// How long a host socket with a full backlog is tried.
+    /// Time for which a connect to a host socket with a full backlog is retried.
     pub(crate) connect: Duration,
-    /// How long a stalled connection may hold chains of the guest.
+    /// Time for which a stalled connection may hold chains of the guest.
     pub(crate) hold: Duration,
-    /// Bytes that all connections of a device together may have in overflow buffers; those with
-    /// the program that embeds it as much again.
+    /// Bytes that all connections of a device together may have in overflow buffers. Connections
+    /// with the embedding program have a second limit of the same size.
     pub(crate) overflow: usize,
-    /// Bytes of memory that a guest does not use any more and leases may keep alive, or twice the
-    /// guest's own if that is more.
+    /// Bytes of replaced guest memory that leases may keep mapped; at least twice the size of the
+    /// guest's current memory is allowed.
     pub(crate) old_memory: u64,
-    /// Host programs that may be connected without having said CONNECT.
+    /// Accepted host programs with an incomplete CONNECT line, at most.
     pub(crate) handshakes: usize,
-    /// Host sockets that may still be taking bytes of connections that have ended.
+    /// Host sockets of ended connections that still have bytes to take, at most.
     pub(crate) lingering: usize,
-    /// How long such a socket may take no byte.
+    /// Time after which a lingering socket that takes no byte is closed.
     pub(crate) linger: Duration,
     pub(crate) ok: OkConvention,
 }
 
-/// What a device is lent for a turn.
+/// What the worker lends a device for one turn.
 pub(crate) struct Context<'a> {
     pub(crate) now: Instant,
-    /// `now` is old, and this tells the time: see [`Context::time`].
+    /// If set, `now` may be old and this clock gives the time: see [`Context::time`].
     pub(crate) clock: Option<&'a Clock>,
     pub(crate) poller: &'a Poller,
     pub(crate) routes: &'a Routes,
@@ -140,15 +142,14 @@ pub(crate) struct Context<'a> {
     pub(crate) counters: &'a Counters,
     pub(crate) notifier: &'a Notifier,
     pub(crate) limits: &'a Limits,
-    /// The worker looks at the rings before it sleeps: no kicks are asked for.
+    /// The worker polls the rings before it sleeps, so the device asks for no kicks.
     pub(crate) spins: bool,
-    /// The program that embeds the device, if one does.
+    /// The embedding program's state, if a program embeds the device.
     pub(crate) app: Option<&'a mut program::App>,
 }
 
 impl Context<'_> {
-    /// The time, for what few packets need and most do not: the clock is looked at when it is
-    /// asked for first.
+    /// The current time. Few packets need it, so the clock is read at the first call only.
     #[inline]
     pub(crate) fn time(&mut self) -> Instant {
         if let Some(clock) = self.clock.take() {
@@ -158,17 +159,17 @@ impl Context<'_> {
     }
 }
 
-/// See the module.
+/// The device half of one queue pair: see the module.
 pub(crate) struct Device {
     addr: DeviceAddr,
     cid: Cid,
     shard: Shard,
     host: HostEnd,
-    /// The guest is a host service: it is CID 2, and may connect from these ports and from those
-    /// that it has claimed, so that no two services have the same.
+    /// Set if the guest is a host service (CID 2): it may connect from these ports and from ports
+    /// that it has claimed, so that no two services use the same address.
     service: Option<RangeInclusive<Port>>,
     queue_pairs: queue_pairs::QueuePairSet,
-    /// The share of descriptors that host sockets count against.
+    /// The descriptor budget that host sockets count against.
     account: Account,
     warnings: LogLimit,
 
@@ -177,60 +178,60 @@ pub(crate) struct Device {
     rx: Option<Ring>,
     tx: Option<Ring>,
     event: Option<Ring>,
-    /// Numbers the starts of queues, so that chains that come back late are told apart.
+    /// Number of the last queue start. A chain that returns late carries the epoch of its queue.
     epoch: u32,
-    /// No queue of this front-end's has been started yet.
-    fresh: bool,
-    /// The driver is to be told that the device has lost its connections.
+    /// The front-end has not started a queue since it connected.
+    no_queue_started: bool,
+    /// A TRANSPORT_RESET event has to be sent to the driver.
     announce_reset: bool,
-    /// A command that waits for chains to come back from siblings.
-    waiting: Option<command::Waiting>,
-    /// When it waits no more.
-    give_up_at: Option<Instant>,
+    /// The command that waits until chains, leases or loans have been returned.
+    pending_command: Option<command::PendingCommand>,
+    /// When the device stops waiting for the embedding program and drops the front-end.
+    command_deadline: Option<Instant>,
 
     bridges: Slab<Bridge>,
-    /// From the index of a flow to the key of its bridge.
+    /// Key of the bridge, by flow index; `u32::MAX`: none.
     by_flow: Vec<u32>,
     lingering: lingering::Lingering,
     backlogs: backlog::Backlogs,
     handshakes: Slab<Handshake>,
-    /// Joins that have something for the guest, in turn.
+    /// Keys of bridges that may have something for the guest, in the order of their turns.
     ready: VecDeque<u32>,
-    /// Messages that have begun and found no buffer for the rest.
+    /// Messages with remaining bytes that wait for buffers of the guest.
     outgoing: VecDeque<Outgoing>,
-    /// The program's small writes that wait for more.
+    /// Small writes of the embedding program, gathered into larger packets.
     gathered: Gathered,
-    /// Joins that got bytes from the guest in this turn.
+    /// Keys of bridges that received bytes from the guest in this turn.
     dirty: Vec<u32>,
-    /// Lists of bridges that are at rest.
-    spare_outbound: Spares<outbound::Bytes>,
-    spare_inbound: Spares<bridge::Waiting>,
-    /// Sums over the bridges' [`Bridge::counted`].
+    /// Queues of idle bridges, for reuse.
+    spare_outbound: Spares<outbound::OutboundQueue>,
+    spare_inbound: Spares<bridge::InboundQueue>,
+    /// Sums of [`Bridge::counted`] over all bridges.
     stalled_chains: usize,
     overflow_bytes: usize,
     timers: Timers,
-    /// Entries of `ready` whose bridge has gone.
+    /// Entries of `ready` without a bridge, which was removed.
     stale_ready: usize,
-    /// Requests of our guest to siblings that have not been answered.
+    /// Connection requests to siblings without an answer.
     unanswered: usize,
-    /// The index at which a queue was stopped, receive and transmit.
+    /// The base at which the receive and transmit queues were stopped.
     stopped_at: [Option<u16>; 2],
-    /// Payload bytes moved in this turn, the way that has its turn.
+    /// Payload bytes moved in this turn in the current direction.
     moved: usize,
-    /// There was something for the guest and no buffer for it.
+    /// The guest had no buffer for something that is to be sent to it.
     starved: bool,
     app: app_store::AppState,
     datagrams: datagrams::Datagrams,
 
-    /// Its guest is a process that has attached.
+    /// The peer is an attached process, not a VM.
     pub(crate) process: bool,
-    /// Has something for the guest to see that only [`app_flush`](Self::app_flush) shows.
+    /// The rings have unpublished changes that [`app_flush`](Self::app_flush) publishes.
     pub(crate) touched: bool,
-    /// On the worker's list of devices to be turned.
+    /// On the worker's list of devices that need a turn.
     pub(crate) active: bool,
-    /// What the worker's counters know of.
+    /// The values last reported to the worker's counters.
     counted: Holdings,
-    /// The deadline that the worker has noted for this device.
+    /// The deadline that the worker has recorded for this device.
     pub(crate) armed: Option<Instant>,
 }
 
@@ -257,10 +258,10 @@ impl Device {
             tx: None,
             event: None,
             epoch: 0,
-            fresh: true,
+            no_queue_started: true,
             announce_reset: false,
-            waiting: None,
-            give_up_at: None,
+            pending_command: None,
+            command_deadline: None,
             bridges: Slab::new(),
             by_flow: Vec::new(),
             lingering: lingering::Lingering::default(),
@@ -290,19 +291,19 @@ impl Device {
         }
     }
 
-    /// Has the device's host sockets count against this account.
+    /// Sets the budget that the device's host sockets count against.
     pub(crate) fn set_account(&mut self, account: Account) {
         self.account = account;
     }
 
-    /// Does a bounded amount of what there is to do. True: there is more.
+    /// Runs one turn within its budgets. Returns true if there is more to do.
     pub(crate) fn turn(&mut self, cx: &mut Context<'_>) -> bool {
         self.moved = 0;
         self.fire_timers(cx);
         let mut more = self.receive(cx);
         self.moved = 0;
         more |= self.transmit(cx);
-        // What was received may have made room or answers for more.
+        // The packets received may have freed buffers or produced answers.
         self.drain_events(cx);
         self.serve_events();
         for ring in [&mut self.rx, &mut self.tx, &mut self.event]
@@ -318,17 +319,17 @@ impl Device {
                 .add(std::mem::take(&mut ring.malformed));
         }
         self.reset_on_broken_ring(cx);
-        self.finish_waiting(cx);
+        self.finish_command(cx);
         if self.memory.as_ref().is_some_and(|m| m.is_lost()) {
             self.lose("guest memory vanished under the device", cx);
             return false;
         }
         self.count(cx);
-        // A program that embeds the device asks for kicks itself, when it is about to sleep.
+        // The embedding program arms the device itself before it sleeps.
         more || (cx.app.is_none() && !cx.spins && self.rearm(false)) || self.has_work_for_guest()
     }
 
-    /// Has the counters say what there is.
+    /// Publishes the current counts of connections, bridges, timers and ports to the counters.
     pub(super) fn count(&mut self, cx: &Context<'_>) {
         let now = Holdings {
             connections: self.shard.occupied(),
@@ -342,14 +343,14 @@ impl Device {
         }
     }
 
-    /// Whether a queue has broken and its connections have not been ended.
+    /// Whether a queue has broken and its connections have not been reset yet.
     fn has_broken(&self) -> bool {
         let rings = [&self.rx, &self.tx];
         rings.into_iter().flatten().any(|ring| ring.reset_pending)
     }
 
-    /// Ends all connections when a queue that carries them has broken: nothing will ever come of
-    /// them, and whoever is at the other end has done no wrong and shall know.
+    /// Resets all connections if the receive or transmit queue has broken, so that their peers
+    /// learn that no more data will come.
     fn reset_on_broken_ring(&mut self, cx: &mut Context<'_>) {
         if !self.has_broken() {
             return;
@@ -357,7 +358,7 @@ impl Device {
         for ring in [&mut self.rx, &mut self.tx].into_iter().flatten() {
             ring.reset_pending = false;
         }
-        // Those that linger have been parted from the guest before.
+        // Lingering bridges have no flow any more.
         let known = self
             .bridges
             .iter()
@@ -368,14 +369,14 @@ impl Device {
         }
     }
 
-    /// The next time at which [`turn`](Self::turn) has something to do of itself.
+    /// The next time at which [`turn`](Self::turn) has timed work.
     pub(crate) fn next_timeout(&self) -> Option<Instant> {
         let streams = earlier(self.timers.next(), self.shard.poll_timeout());
         earlier(streams, self.datagrams.next_timeout())
     }
 
-    /// Whether the guest has put something into a ring that a turn would take.
-    pub(crate) fn has_come(&mut self) -> bool {
+    /// Whether the guest has made chains available that a turn would take.
+    pub(crate) fn has_available_chains(&mut self) -> bool {
         let blocked = self.receive_blocked();
         let tx = self.tx.as_mut().filter(|ring| ring.live() && !blocked);
         let starved = self.starved;
@@ -384,13 +385,13 @@ impl Device {
         rings.any(|ring| ring.queue.available() > 0)
     }
 
-    /// Asks the driver for kicks. True: something came meanwhile.
-    pub(crate) fn ask_for_kicks(&mut self) -> bool {
+    /// Asks the driver for kicks. Returns true if chains became available meanwhile.
+    pub(crate) fn enable_kicks(&mut self) -> bool {
         self.rearm(false)
     }
 
-    /// Asks the driver for kicks before the worker sleeps. True: something came meanwhile. With
-    /// `full` nothing may be taken from the guest until something has gone back.
+    /// Asks the driver for kicks. Returns true if chains became available meanwhile. With `full`
+    /// the transmit queue is left out: nothing may be taken from it until chains are returned.
     fn rearm(&mut self, full: bool) -> bool {
         let mut more = false;
         if !full
@@ -418,11 +419,11 @@ impl Device {
             && (self.shard.has_transmit()
                 || !self.ready.is_empty()
                 || !self.outgoing.is_empty()
-                // While a command waits no datagram is put into the queue.
-                || (self.waiting.is_none() && self.datagrams.has_some()))
+                // Datagrams are not sent while a command is pending.
+                || (self.pending_command.is_none() && self.datagrams.has_work()))
     }
 
-    /// The bridge of `flow`, if it is still there.
+    /// The key of the bridge of `flow`, if it exists.
     #[inline]
     fn key_of(&self, flow: FlowId) -> Option<u32> {
         let key = *self.by_flow.get(flow.index())?;
@@ -443,7 +444,7 @@ impl Device {
         key
     }
 
-    /// From now on the bridge at `key` is found by its flow.
+    /// Records `key` as the bridge of `flow`.
     fn name_bridge(&mut self, flow: FlowId, key: u32) {
         if self.by_flow.len() <= flow.index() {
             self.by_flow.resize(flow.index() + 1, u32::MAX);
@@ -462,12 +463,12 @@ impl Device {
         }
     }
 
-    /// An entry of `ready` has lost its bridge. The list is swept when most of it is so.
+    /// Counts a `ready` entry without a bridge; sweeps the list when most entries are such.
     fn forget_ready(&mut self) {
         self.stale_ready += 1;
         if self.stale_ready > 64 && self.stale_ready > self.ready.len() / 2 {
             self.stale_ready = 0;
-            // One entry for each bridge that is on the list: a key that was used again has more.
+            // Keep one entry per listed bridge: a reused key has several.
             let bridges = &mut self.bridges;
             self.ready.retain(|&key| {
                 let bridge = bridges.get_mut(key as usize);
@@ -481,15 +482,15 @@ impl Device {
         }
     }
 
-    /// Ends a bridge: chains go back, the socket closes, the sums forget it. The vsock half is
-    /// someone else's business.
+    /// Removes a bridge: completes its chains, closes its socket and updates the sums. The flow in
+    /// the protocol core is left to the caller.
     fn remove_bridge(&mut self, key: u32, cx: &mut Context<'_>) -> Option<Bridge> {
         let mut bridge = self.bridges.try_remove(key as usize)?;
         if let BridgePeer::Connecting { socket, .. } | BridgePeer::Socket { socket, .. } =
             &bridge.end
             && socket.is_closed_later()
         {
-            // Until then its events would be taken for those of the next bridge with this key.
+            // An event for the open socket would be attributed to the next bridge with this key.
             cx.poller.remove(socket);
         }
         self.backlogs.forget(key, &bridge);
@@ -519,7 +520,7 @@ impl Device {
         }
         cx.counters.conns_removed.add(1);
         if self.bridges.is_empty() && self.bridges.capacity() > KEPT {
-            // Keys are hints wherever they are kept.
+            // Stored keys are hints: every use checks that the bridge exists.
             self.bridges = Slab::new();
             self.by_flow = Vec::new();
             self.ready = VecDeque::new();
@@ -528,11 +529,11 @@ impl Device {
         Some(bridge)
     }
 
-    /// Gives the device up: its memory or its rings cannot be used any more. Other devices go on.
+    /// Gives up the device because its memory or a ring is unusable. Other devices are unaffected.
     fn lose(&mut self, reason: &str, cx: &mut Context<'_>) {
         let link = self.link.take();
         if link.as_ref().is_some_and(FrontendLink::note_loss) {
-            tracing::error!(cid = %self.cid, reason, "the device is lost");
+            tracing::error!(cid = %self.cid, reason, "device lost");
             cx.counters.devices_lost.add(1);
         }
         self.app_lose(cx);
@@ -543,7 +544,7 @@ impl Device {
             ring.fail();
             ring.publish(cx.notifier);
         }
-        // What is left in the memory means nothing any more: it is not delivered.
+        // Bytes left in the lost memory are undefined: they are not delivered.
         let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
             self.end_bridge(key, cx);

@@ -1,7 +1,7 @@
-//! The vsock device as the control side of vhost-user knows it.
+//! The vsock device model for the control side of vhost-user.
 //!
 //! The configuration space is the guest's CID as le64 (virtio 1.3, 5.10.4) and, for a device with
-//! more than one queue pair, how many there can be and how many are used (docs/queue-pairs.md).
+//! several queue pairs, the maximum and the number in use (docs/queue-pairs.md).
 
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
@@ -13,19 +13,19 @@ use zerosock_vhost_user::{ConfigWrite, DeviceModel, Fault};
 const FEATURES: u64 =
     F_STREAM | F_SEQPACKET | F_DGRAM | F_DGRAM_FLOW | F_INDIRECT_DESC | F_EVENT_IDX | F_VERSION_1;
 
-/// Where the number of queue pairs in use lies in the configuration space, an le16.
+/// Offset of the number of queue pairs in use, an le16, in the configuration space.
 const USED_PAIRS: usize = 10;
 
-/// See the module.
+/// A vsock device: see the module.
 #[derive(Debug)]
 pub(crate) struct VsockModel {
-    /// The guest's.
+    /// The guest's CID.
     pub(crate) cid: Cid,
     /// Most queue pairs that a driver may use.
     pub(crate) max_pairs: QueuePairs,
 }
 
-/// How many queue pairs the driver uses, as this configuration space says.
+/// The number of queue pairs in use according to this configuration space.
 pub(crate) fn used_pairs(config: &[u8]) -> QueuePairs {
     match config.get(USED_PAIRS..USED_PAIRS + 2) {
         Some(&[low, high]) => {
@@ -64,7 +64,7 @@ impl DeviceModel for VsockModel {
         config
     }
 
-    /// Only the number of queue pairs is the driver's to write, before any queue runs.
+    /// The driver may write only the number of queue pairs, before any queue runs.
     fn write_config(
         &self,
         config: &mut [u8],

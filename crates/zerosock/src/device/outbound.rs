@@ -1,13 +1,14 @@
-//! Bytes of one connection on their way from the guest to the host, not yet taken.
+//! Bytes of one connection from the guest that the other end has not taken yet.
 //!
-//! They lie where the guest put them (a held chain each) for as long as the hold is bounded:
-//! at most `share` chains per connection once the other end has stalled, the rest in a private
-//! overflow no larger than the `buf_alloc` that we advertised, because credit lets no more in.
-//! Order is by construction: held chains first, then the overflow; while there is overflow,
-//! nothing new is held.
+//! # Invariants
+//! - Held chains precede the overflow; while there is overflow, no new chain is held.
+//! - A connection without bytes owns no queue: the few connections with bytes share the queues in
+//!   [`Spares`].
 //!
-//! A connection at rest has no lists: a device has very many connections, few of which have bytes
-//! under way at a time, and these take turns with a few lists ([`Spares`]).
+//! # Operation
+//! Bytes stay in the guest's buffers (one held chain each) within bounds: at most `share` chains
+//! per connection once the other end has stalled. The rest is copied into an overflow buffer, which
+//! credit limits to the advertised `buf_alloc`.
 
 use crate::fallible;
 use std::collections::VecDeque;
@@ -15,29 +16,28 @@ use zerosock_ring::{Chain, Memory, SliceBuf};
 
 /// Part of a chain's readable bytes.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct HeldChain {
     pub(crate) chain: Chain,
     pub(crate) offset: u32,
     pub(crate) len: u32,
 }
 
-/// Lists of connections that are at rest, for those that are not: so that no packet of a connection
-/// allocates, and no connection keeps what it once needed.
+/// Empty queues for reuse, so that packets do not allocate and idle connections own no memory.
 #[derive(Debug)]
 pub(crate) struct Spares<T>(Vec<Box<T>>);
 
-/// What can be kept for another connection.
+/// A container that can be reused by another connection.
 pub(crate) trait Spare: Default {
-    /// Nothing is in it.
+    /// Whether it is empty.
     fn is_empty(&self) -> bool;
 
-    /// How much would fit into the memory that it has.
+    /// The number of elements that fit without allocation.
     fn capacity(&self) -> usize;
 }
 
-/// Lists kept.
+/// Queues kept for reuse.
 const SPARES: usize = 64;
-/// Elements of a list that is kept: more than one turn brings.
+/// Largest capacity of a queue that is kept: more elements than one turn adds.
 const SPARE_MOST: usize = 512;
 
 impl<T> Default for Spares<T> {
@@ -47,15 +47,15 @@ impl<T> Default for Spares<T> {
 }
 
 impl<T: Spare> Spares<T> {
-    /// The list at `place`, which has one from now on.
+    /// Returns the queue in `place`, filling an empty place from the spares.
     #[inline]
-    pub(crate) fn fill<'a>(&mut self, place: &'a mut Option<Box<T>>) -> &'a mut T {
+    pub(crate) fn get_or_take<'a>(&mut self, place: &'a mut Option<Box<T>>) -> &'a mut T {
         place.get_or_insert_with(|| self.0.pop().unwrap_or_default())
     }
 
-    /// Takes the list at `place` back if nothing is in it.
+    /// Takes the queue in `place` back if it is empty.
     #[inline]
-    pub(crate) fn rest(&mut self, place: &mut Option<Box<T>>) {
+    pub(crate) fn recycle(&mut self, place: &mut Option<Box<T>>) {
         let Some(list) = place.take_if(|list| list.is_empty()) else {
             return;
         };
@@ -65,24 +65,24 @@ impl<T: Spare> Spares<T> {
     }
 }
 
-/// See the module.
+/// The bytes of one connection: see the module.
 #[derive(Debug, Default)]
-pub(crate) struct Outbound(Option<Box<Bytes>>);
+pub(crate) struct Outbound(Option<Box<OutboundQueue>>);
 
-/// What waits.
+/// Waiting bytes: held, then copied.
 #[derive(Debug, Default)]
-pub(crate) struct Bytes {
-    held: VecDeque<Held>,
+pub(crate) struct OutboundQueue {
+    held: VecDeque<HeldChain>,
     held_bytes: usize,
     overflow: Vec<u8>,
     /// Bytes at the front of `overflow` that have been taken.
     taken: usize,
-    /// There was no memory for a copy: what came after the held bytes is lost, and so is all that
-    /// comes.
+    /// An allocation for a copy failed: the bytes after the held ones are lost, and later bytes
+    /// are dropped.
     lost: bool,
 }
 
-impl Bytes {
+impl OutboundQueue {
     #[cold]
     fn lose(&mut self) {
         fallible::free(std::mem::take(&mut self.overflow));
@@ -91,7 +91,7 @@ impl Bytes {
     }
 }
 
-impl Spare for Bytes {
+impl Spare for OutboundQueue {
     #[inline]
     fn is_empty(&self) -> bool {
         self.held.is_empty() && self.overflow.is_empty() && !self.lost
@@ -104,12 +104,12 @@ impl Spare for Bytes {
 }
 
 impl Outbound {
-    /// Bytes that were copied.
+    /// An `Outbound` with these bytes in its overflow.
     #[cfg(test)]
     pub(crate) fn of_copies(overflow: Vec<u8>) -> Outbound {
-        Outbound(Some(Box::new(Bytes {
+        Outbound(Some(Box::new(OutboundQueue {
             overflow,
-            ..Bytes::default()
+            ..OutboundQueue::default()
         })))
     }
 
@@ -117,9 +117,9 @@ impl Outbound {
         self.len() == 0
     }
 
-    /// Bytes waiting, held and copied.
+    /// Waiting bytes, held and copied.
     pub(crate) fn len(&self) -> usize {
-        let waiting = |bytes: &Bytes| bytes.held_bytes + bytes.overflow.len() - bytes.taken;
+        let waiting = |bytes: &OutboundQueue| bytes.held_bytes + bytes.overflow.len() - bytes.taken;
         self.0.as_deref().map_or(0, waiting)
     }
 
@@ -127,7 +127,7 @@ impl Outbound {
         self.0.as_ref().map_or(0, |bytes| bytes.held.len())
     }
 
-    /// Whether bytes are missing at the end, for want of memory: the connection is to be reset.
+    /// Whether bytes were lost to a failed allocation: the connection has to be reset.
     #[inline]
     pub(crate) fn has_lost_bytes(&self) -> bool {
         self.0.as_ref().is_some_and(|bytes| bytes.lost)
@@ -135,27 +135,28 @@ impl Outbound {
 
     /// Bytes in the private overflow.
     pub(crate) fn overflow_len(&self) -> usize {
-        let waiting = |bytes: &Bytes| bytes.overflow.len() - bytes.taken;
+        let waiting = |bytes: &OutboundQueue| bytes.overflow.len() - bytes.taken;
         self.0.as_deref().map_or(0, waiting)
     }
 
-    /// At rest, if it is empty: its lists are for others.
+    /// Returns an empty queue to `spares`.
     #[inline]
-    pub(crate) fn rest(&mut self, spares: &mut Spares<Bytes>) {
-        spares.rest(&mut self.0);
+    pub(crate) fn recycle(&mut self, spares: &mut Spares<OutboundQueue>) {
+        spares.recycle(&mut self.0);
     }
 
-    /// Appends `len` bytes of `chain`'s readable part. Held if fewer than `share` chains are and
-    /// nothing was copied before; else copied, and the chain comes back to be completed.
+    /// Appends `len` bytes of a chain's readable part. The chain is held if fewer than `share` are
+    /// and there is no overflow; else its bytes are copied and the chain is returned for
+    /// completion.
     #[inline]
     pub(crate) fn push(
         &mut self,
         mem: &Memory,
-        held: Held,
+        held: HeldChain,
         share: usize,
-        spares: &mut Spares<Bytes>,
+        spares: &mut Spares<OutboundQueue>,
     ) -> Option<Chain> {
-        let bytes = spares.fill(&mut self.0);
+        let bytes = spares.get_or_take(&mut self.0);
         if bytes.lost {
             return Some(held.chain);
         }
@@ -175,7 +176,7 @@ impl Outbound {
         Some(held.chain)
     }
 
-    /// Lists the held bytes from the front, as much as `out` takes; returns how many.
+    /// Adds slices of the held bytes to `out`, from the front; returns the bytes covered.
     pub(crate) fn gather<'m, const N: usize>(
         &self,
         mem: &'m Memory,
@@ -197,7 +198,7 @@ impl Outbound {
         total
     }
 
-    /// As `gather`, no more than `len` bytes.
+    /// As `gather`, for at most `len` bytes.
     pub(crate) fn gather_first<'m, const N: usize>(
         &self,
         mem: &'m Memory,
@@ -216,14 +217,14 @@ impl Outbound {
         total
     }
 
-    /// The copied bytes; to be sent once nothing is held.
+    /// The copied bytes; to be sent once no chain is held.
     pub(crate) fn overflow(&self) -> &[u8] {
         let bytes = self.0.as_deref();
         let waiting = bytes.and_then(|bytes| bytes.overflow.get(bytes.taken..));
         waiting.unwrap_or_default()
     }
 
-    /// `n` held bytes were taken from the front; each chain that is used up goes to `done`.
+    /// Removes `n` held bytes from the front; passes each chain that is used up to `done`.
     #[inline]
     pub(crate) fn advance_held(&mut self, mut n: usize, mut done: impl FnMut(Chain)) {
         let Some(bytes) = self.0.as_deref_mut() else {
@@ -246,9 +247,9 @@ impl Outbound {
         }
     }
 
-    /// `n` copied bytes were taken. An empty overflow gives its memory back: a connection at
-    /// rest owns none. One that never empties is moved down when half of it is taken, so that it
-    /// stays below twice the bytes that wait and each byte is moved once at most.
+    /// Removes `n` copied bytes from the front. An empty overflow is freed. A non-empty one is
+    /// compacted when half of it was taken: it stays below twice the waiting bytes, and each byte
+    /// is moved at most once.
     pub(crate) fn advance_overflow(&mut self, n: usize) {
         let Some(bytes) = self.0.as_deref_mut() else {
             return;
@@ -263,8 +264,8 @@ impl Outbound {
         }
     }
 
-    /// Copies out all held chains but the first `keep`; each goes to `done`. Returns the bytes
-    /// copied.
+    /// Copies out all held chains after the first `keep` and passes them to `done`. Returns the
+    /// bytes copied.
     pub(crate) fn spill(
         &mut self,
         mem: &Memory,
@@ -294,23 +295,23 @@ impl Outbound {
         spilt
     }
 
-    /// Gives up everything: the bytes are lost, the chains come back.
+    /// Drops all bytes; passes the chains to `done`.
     pub(crate) fn clear(&mut self, mut done: impl FnMut(Chain)) {
         let Some(bytes) = self.0.take() else { return };
-        let Bytes { held, overflow, .. } = *bytes;
+        let OutboundQueue { held, overflow, .. } = *bytes;
         held.into_iter().for_each(|held| done(held.chain));
         fallible::free(overflow);
     }
 
-    /// Takes the first held part out (a sibling reads it in place).
-    pub(crate) fn pop_held(&mut self) -> Option<Held> {
+    /// Removes the first held chain, to lend it to a sibling.
+    pub(crate) fn pop_held(&mut self) -> Option<HeldChain> {
         let bytes = self.0.as_deref_mut()?;
         let held = bytes.held.pop_front()?;
         bytes.held_bytes -= held.len as usize;
         Some(held)
     }
 
-    /// Takes the copied bytes out. To be called once nothing is held.
+    /// Removes the copied bytes. No chain may be held.
     pub(crate) fn take_overflow(&mut self) -> Vec<u8> {
         let Some(bytes) = self.0.as_deref_mut() else {
             return Vec::new();
@@ -322,9 +323,9 @@ impl Outbound {
     }
 }
 
-/// Appends the bytes of `held` to `to`. A piece that lies outside the memory (it cannot: chains
-/// are translated when popped) reads as zeros, so that the stream keeps its length.
-pub(crate) fn copy_out(mem: &Memory, held: &Held, to: &mut Vec<u8>) {
+/// Appends the bytes of `held` to `to`. A piece outside the memory would read as zeros; it cannot
+/// occur, because chains are translated when they are popped.
+pub(crate) fn copy_out(mem: &Memory, held: &HeldChain, to: &mut Vec<u8>) {
     let start = to.len();
     to.resize(start + held.len as usize, 0);
     mem.read(
@@ -344,7 +345,7 @@ mod tests {
 
     const DATA: u64 = 0x8000;
 
-    /// A queue with `n` chains of 16 bytes, of which byte i of chain c is 16 * c + i.
+    /// A queue with `n` chains of 16 bytes; byte i of chain c is 16 * c + i.
     fn chains(n: usize) -> (Arc<Memory>, DeviceQueue, Vec<Chain>) {
         let len = 1 << 16;
         let fd = zerosock_sys::memfd::create("outbound", len, true).unwrap();
@@ -412,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_keep_their_order_however_many_are_held_copied_or_spilled() {
+    fn bytes_keep_their_order_when_held_copied_or_spilled() {
         for share in [0, 1, 3, 10] {
             for keep in [0, 1, 2, 10] {
                 for step in [1, 5, 16, 100] {
@@ -421,7 +422,7 @@ mod tests {
                     let mut spares = Spares::default();
                     let mut back = 0;
                     for (i, chain) in chains.into_iter().enumerate() {
-                        let held = Held {
+                        let held = HeldChain {
                             chain,
                             offset: 0,
                             len: 16,
@@ -439,10 +440,10 @@ mod tests {
                         "{bytes:?}"
                     );
                     assert_eq!(back + heads.len(), 8, "every chain comes back once");
-                    outbound.rest(&mut spares);
-                    assert!(outbound.0.is_none(), "no memory at rest");
+                    outbound.recycle(&mut spares);
+                    assert!(outbound.0.is_none(), "an empty queue was not recycled");
                     let [spare] = &spares.0[..] else {
-                        panic!("not kept for others");
+                        panic!("the queue is not in the spares");
                     };
                     assert!(spare.is_empty() && spare.held_bytes == 0);
                     assert_eq!(spare.overflow.capacity(), 0);
@@ -452,12 +453,12 @@ mod tests {
     }
 
     #[test]
-    fn an_overflow_that_never_empties_stays_small() {
+    fn overflow_that_never_empties_stays_small() {
         let (memory, _queue, chains) = chains(64);
         let mut outbound = Outbound::default();
         let mut spares = Spares::default();
         for chain in chains {
-            let held = Held {
+            let held = HeldChain {
                 chain,
                 offset: 0,
                 len: 16,
@@ -472,20 +473,20 @@ mod tests {
     }
 
     #[test]
-    fn few_lists_are_kept_and_none_that_are_large() {
-        let mut spares = Spares::<Bytes>::default();
-        let mut places: Vec<Option<Box<Bytes>>> = Vec::new();
+    fn spares_keep_few_small_queues() {
+        let mut spares = Spares::<OutboundQueue>::default();
+        let mut places: Vec<Option<Box<OutboundQueue>>> = Vec::new();
         places.resize_with(2 * SPARES, || None);
         for place in &mut places {
-            spares.fill(place).held.reserve(4);
+            spares.get_or_take(place).held.reserve(4);
         }
-        places.iter_mut().for_each(|place| spares.rest(place));
+        places.iter_mut().for_each(|place| spares.recycle(place));
         assert!(places.iter().all(Option::is_none));
         assert_eq!(spares.0.len(), SPARES);
-        let large = spares.fill(&mut places[0]);
-        assert!(large.held.capacity() >= 4, "one that was there before");
+        let large = spares.get_or_take(&mut places[0]);
+        assert!(large.held.capacity() >= 4, "a reused queue");
         large.held.reserve(2 * SPARE_MOST);
-        spares.rest(&mut places[0]);
+        spares.recycle(&mut places[0]);
         assert!(places[0].is_none());
         assert_eq!(spares.0.len(), SPARES - 1);
     }

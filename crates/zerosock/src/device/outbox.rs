@@ -1,16 +1,16 @@
-//! Messages of a worker's devices that are on their way to sibling devices.
+//! Queues of messages from a worker's devices to sibling devices.
 
-use super::sibling_message::Message;
+use super::sibling_message::SiblingMessage;
 use crate::routing::DeviceAddr;
 use std::collections::VecDeque;
 
-/// Queues that devices append to and their worker empties: messages to devices of the same worker,
-/// and those to devices of others.
+/// Messages that devices append and their worker takes out: for devices of the same worker, and
+/// for devices of other workers.
 #[derive(Debug)]
 pub(crate) struct Outbox {
     worker: u32,
-    local: VecDeque<(u32, Message)>,
-    remote: VecDeque<(DeviceAddr, Message)>,
+    local: VecDeque<(u32, SiblingMessage)>,
+    remote: VecDeque<(DeviceAddr, SiblingMessage)>,
 }
 
 impl Outbox {
@@ -23,7 +23,7 @@ impl Outbox {
         }
     }
 
-    pub(crate) fn send(&mut self, to: DeviceAddr, message: Message) {
+    pub(crate) fn send(&mut self, to: DeviceAddr, message: SiblingMessage) {
         if to.worker == self.worker {
             self.local.push_back((to.vm, message));
         } else {
@@ -32,16 +32,16 @@ impl Outbox {
     }
 
     /// The next message to a device of the same worker: its number there, and the message.
-    pub(crate) fn pop_local(&mut self) -> Option<(u32, Message)> {
+    pub(crate) fn pop_local(&mut self) -> Option<(u32, SiblingMessage)> {
         self.local.pop_front()
     }
 
     /// The next message to a device of another worker.
-    pub(crate) fn pop_remote(&mut self) -> Option<(DeviceAddr, Message)> {
+    pub(crate) fn pop_remote(&mut self) -> Option<(DeviceAddr, SiblingMessage)> {
         self.remote.pop_front()
     }
 
-    /// Nothing is on its way.
+    /// Whether no message waits.
     pub(crate) fn is_empty(&self) -> bool {
         self.local.is_empty() && self.remote.is_empty()
     }

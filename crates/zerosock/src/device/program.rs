@@ -1,8 +1,9 @@
-//! The program that embeds the device, as its devices see it: its table of connections, the ports
-//! that it listens on, what went through.
+//! State of the embedding program that its devices share: its table of connections, listeners,
+//! and counters.
 //!
-//! What must hold: a pool of the table belongs to one device at a time; a connection that waits to
-//! be accepted waits on one port.
+//! # Invariants
+//! - A pool of the table belongs to at most one device at a time.
+//! - A connection that waits to be accepted waits on one port.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,20 +20,20 @@ use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
 use crate::table::sockets::{ReadyFlags, Sockets, StreamId, StreamState};
 
-/// No loan.
+/// Marks an unused entry of `loan_keys`.
 const NONE: u32 = u32::MAX;
 
 /// A chain that the program holds.
 #[derive(Debug)]
 pub(crate) struct HostToken {
     pub(crate) chain: Chain,
-    /// The device.
+    /// The number of the device.
     pub(crate) vm: u32,
-    /// Which start of its transmit queue the chain is of.
+    /// The epoch of the transmit queue that the chain belongs to.
     pub(super) epoch: u32,
 }
 
-/// What went through, counted without atomics: only the program's thread counts.
+/// Traffic counters; no atomics, because only the program's thread counts.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) packets_received: u64,
@@ -49,60 +50,61 @@ pub(super) struct Listener {
     port: Port,
     pub(super) socket_type: SocketType,
     pub(super) backlog: usize,
-    /// The receive buffer of its connections, if it is not what the device was told.
+    /// Receive buffer of accepted connections in bytes, if it differs from the device's default.
     pub(super) buffer: Option<u32>,
     pub(super) waiting: VecDeque<StreamId>,
-    /// In the list of ports with ready_flags.
-    stirred: bool,
+    /// Listed in `App::ready_ports`.
+    in_ready_ports: bool,
 }
 
 fn of_host(port: Port) -> Address {
     Address::new(Cid::HOST, port)
 }
 
-/// The program's side of all devices of a worker.
+/// The program's state for all devices of a worker.
 #[derive(Debug)]
 pub(crate) struct App {
     pub(crate) sockets: Sockets<HostToken>,
     pub(crate) inboxes: Inboxes,
-    /// Readers may have plain slices of what processes share.
+    /// Readers may get plain slices of memory that processes share.
     pub(crate) trust_processes: bool,
     listeners: Vec<Listener>,
-    /// Ports that sockets have without listening on them.
+    /// Ports that sockets have bound without listening.
     bound: PortTable,
-    stirred: VecDeque<Port>,
-    /// The device of each pool.
+    ready_ports: VecDeque<Port>,
+    /// The device number of each pool.
     pub(crate) pools: Vec<Option<u32>>,
     pub(super) loans: Slab<Loan>,
-    /// The place in `loans` by the index of the loan's word.
-    pub(super) loan_of: Box<[u32]>,
+    /// Key in `loans`, by index of the loan's slot in the lease table.
+    pub(super) loan_keys: Box<[u32]>,
     pub(crate) tally: Tally,
 }
 
 impl App {
-    /// Buffers are held for `hold` and copies are `most_copied` bytes at most, of each device.
+    /// For each device, chains are held for at most `hold` and at most `most_copied` bytes are
+    /// copied.
     pub(crate) fn new(
-        words: Arc<Leases>,
+        leases: Arc<Leases>,
         hold: std::time::Duration,
         most_copied: usize,
         trust_processes: bool,
     ) -> App {
-        let capacity = words.capacity();
+        let capacity = leases.capacity();
         App {
-            sockets: Sockets::new(words, hold, most_copied),
+            sockets: Sockets::new(leases, hold, most_copied),
             inboxes: Inboxes::new(DatagramTable::new(Cid::HOST)),
             trust_processes,
             listeners: Vec::new(),
             bound: PortTable::new(),
-            stirred: VecDeque::new(),
+            ready_ports: VecDeque::new(),
             pools: Vec::new(),
             loans: Slab::new(),
-            loan_of: vec![NONE; capacity].into_boxed_slice(),
+            loan_keys: vec![NONE; capacity].into_boxed_slice(),
             tally: Tally::default(),
         }
     }
 
-    /// The device whose buffers are in `pool`.
+    /// The device with its buffers in `pool`.
     #[inline]
     pub(crate) fn device_of(&self, pool: u32) -> Option<u32> {
         *self.pools.get(pool as usize)?
@@ -139,7 +141,8 @@ impl App {
         self.listeners.iter().any(|l| l.port == port)
     }
 
-    /// Takes a port that nobody listens on or has bound, and which; `None`: it is in use.
+    /// Binds a port that is neither bound nor listened on, any if `port` is [`Port::ANY`]. Returns
+    /// the port; `None` if it is in use.
     pub(crate) fn bind(&mut self, port: Port) -> Option<Port> {
         if self.listens(port) {
             return None;
@@ -148,7 +151,7 @@ impl App {
             return self.bound.bind(of_host(port));
         }
         loop {
-            // Ends: there are more ports than listeners can be.
+            // Terminates: there are more ports than listeners.
             let port = self.bound.bind(of_host(Port::ANY))?;
             if !self.listens(port) {
                 return Some(port);
@@ -161,16 +164,16 @@ impl App {
         self.bound.unbind(of_host(port));
     }
 
-    /// The receive buffer of connections that come to `port` from now on.
+    /// Sets the receive buffer of connections accepted on `port` from now on.
     pub(crate) fn set_accept_buffer(&mut self, port: Port, bytes: u32) {
         if let Some(listener) = self.listener(port) {
             listener.buffer = Some(bytes);
         }
     }
 
-    /// False: somebody listens there, or has bound it.
+    /// Listens on `port`. Returns false if the port is in use.
     pub(crate) fn listen(&mut self, port: Port, backlog: usize, socket_type: SocketType) -> bool {
-        // To have it for a moment shows that nobody else has.
+        // Binding succeeds only if the port is free.
         if self.bind(port).is_none() {
             return false;
         }
@@ -181,12 +184,12 @@ impl App {
             backlog,
             buffer: None,
             waiting: VecDeque::new(),
-            stirred: false,
+            in_ready_ports: false,
         });
         true
     }
 
-    /// Ends a listener; what waits there is the caller's to reset.
+    /// Closes a listener and returns the connections that wait there, which the caller resets.
     pub(crate) fn unlisten(&mut self, port: Port) -> VecDeque<StreamId> {
         match self.listeners.iter().position(|l| l.port == port) {
             Some(at) => self.listeners.swap_remove(at).waiting,
@@ -203,31 +206,31 @@ impl App {
         self.listener(port)?.waiting.pop_front()
     }
 
-    /// The next port on which a connection has come to wait.
+    /// The next port on which a new connection waits.
     pub(crate) fn next_port(&mut self) -> Option<Port> {
         loop {
-            let port = self.stirred.pop_front()?;
+            let port = self.ready_ports.pop_front()?;
             let Some(listener) = self.listener(port) else {
                 continue;
             };
-            listener.stirred = false;
+            listener.in_ready_ports = false;
             if !listener.waiting.is_empty() {
                 return Some(port);
             }
         }
     }
 
-    pub(super) fn wait_on(&mut self, port: Port, id: StreamId) {
+    pub(super) fn queue_for_accept(&mut self, port: Port, id: StreamId) {
         let Some(listener) = self.listener(port) else {
             return;
         };
         listener.waiting.push_back(id);
-        if !std::mem::replace(&mut listener.stirred, true) {
-            self.stirred.push_back(port);
+        if !std::mem::replace(&mut listener.in_ready_ports, true) {
+            self.ready_ports.push_back(port);
         }
     }
 
-    /// Notes how a connection has ended; its bytes stay to be read.
+    /// Records how a connection has ended; received bytes can still be read.
     pub(super) fn ended(&mut self, id: StreamId, orderly: bool) {
         let Some(conn) = self.sockets.get_mut(id) else {
             return;
@@ -235,7 +238,7 @@ impl App {
         conn.flow = None;
         let ready_flags = match conn.state {
             StreamState::Connecting => {
-                // Without a word of the protocol: the device has lost its guest.
+                // Without an RST: the device has lost its guest.
                 conn.refused.get_or_insert(RefuseReason::TransportReset);
                 ReadyFlags::Refused
             }

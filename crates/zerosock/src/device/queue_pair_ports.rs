@@ -1,16 +1,17 @@
-//! The way to a device that has several queue pairs: each pair is a queue_pair, a `Device` of its own, on
-//! whichever worker.
+//! Command ports of a device with several queue pairs, each of which is a `Device`, on any worker.
 //!
-//! What must hold: what is said of a queue goes to the queue_pair that has it, as the queue_pair knows it (each
-//! has the queues of the standard's device; events are the first one's); what is said of the whole
-//! goes to all, in the same order, and is answered when all have answered.
+//! # Invariants
+//! - A command for one queue goes to its queue pair, with the queue's index there; the event queue
+//!   belongs to the first pair.
+//! - A command for the whole device goes to all pairs, in the same order, and is answered when all
+//!   have answered.
 
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_proto::vsock::pairs::{EVENT_QUEUE, QueueUse, RX_QUEUE, TX_QUEUE};
 
 use zerosock_vhost_user::{DeviceCommand, DevicePort, Reply};
 
-/// The queue_pairs of one device, as the control thread reaches them.
+/// The ports of one device's queue pairs, for the control thread.
 pub(crate) struct QueuePairPorts {
     queue_pairs: Vec<Box<dyn DevicePort>>,
     most: QueuePairs,
@@ -22,7 +23,7 @@ impl QueuePairPorts {
         QueuePairPorts { queue_pairs, most }
     }
 
-    /// The queue_pair that has queue `index`, and which queue it is there.
+    /// The queue pair of queue `index`, and the queue's index there.
     fn of_queue(&mut self, index: u16) -> Option<(&mut Box<dyn DevicePort>, u16)> {
         let (pair, index) = match self.most.queue_use(index)? {
             QueueUse::Receive(pair) => (pair, RX_QUEUE),

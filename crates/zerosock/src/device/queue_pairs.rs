@@ -1,23 +1,26 @@
-//! The device as one of several queue pairs (docs/queue-pairs.md), and connections that go from one
-//! to another.
+//! Devices with several queue pairs (docs/queue-pairs.md), and the handoff of connections between
+//! the pairs.
 //!
-//! A device with several pairs is several `Device`s, its queue_pairs, each with a shard, two queues and a
-//! worker of its own; the first is the one that others know by address. What they share is the
-//! memory and the front-end, which the control thread sees to.
+//! # Invariants
+//! - Bytes and ends of stream keep their order.
+//! - A chain is completed in the ring that it came from.
+//! - A connection that cannot be adopted is reset for both of its ends.
 //!
-//! A connection leaves when its driver has asked and no chain of it is out any more: what is held
-//! is copied, what a sibling has is called back. It goes as a message, with its bridge and the
-//! protocol core's half; only when the other queue_pair has it, its driver is told, at the pair that it
-//! has left.
+//! # Structure
+//! Each queue pair is a `Device` of its own with a shard, two queues and a worker; the address of
+//! the first pair is the address of the whole device. The pairs share the memory and the
+//! front-end, which the control thread manages.
 //!
-//! # The sibling's side
-//! A sibling sends to the queue_pair that it knows. What comes to the old one is sent on from there. The
-//! sibling is told of the new one by the new one, says to the old one that nothing more will come,
-//! and from then on sends to the new one: which leaves that alone until the last of what was sent
-//! on has come. So both may be moved at once.
+//! # Handoff
+//! A connection leaves its pair after the driver has sent MOVE and all its chains have been
+//! returned: held chains are copied out, chains lent to a sibling are recalled. It travels as a
+//! [`Handoff`] message with its bridge and its state in the protocol core. The old pair answers
+//! the driver after the new pair has adopted the connection.
 //!
-//! What must hold: bytes and ends keep their order; a chain goes back to the ring that it is of; a
-//! connection that finds no place is ended for everybody.
+//! A sibling keeps sending to the old pair, which forwards its messages, until the new pair sends
+//! it `Relocated`. The sibling then sends `Flushed` to the old pair and everything after that to
+//! the new pair. The new pair parks messages that come directly until the forwarded `Flushed` has
+//! arrived. So both ends may move at the same time.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -26,59 +29,69 @@ use zerosock_proto::vsock::{FlowId, FlowSnapshot, QueuePairs};
 use zerosock_proto::wire::vsock::{Op, Repr};
 
 use super::app_store::QueueStore;
-use super::bridge::{Bridge, BridgePeer};
+use super::bridge::{Bridge, BridgePeer, SiblingEnd};
 use super::sibling;
 use super::{Context, Device};
-use crate::device::sibling_message::{Message, Peer};
+use crate::device::sibling_message::{Peer, SiblingMessage};
 use crate::io::poller::Source;
 use crate::routing::DeviceAddr;
 
-/// Which of its device's queue_pairs this is.
+/// The queue pairs of a device, and the connections moving between this pair and others.
 #[derive(Debug)]
 pub(crate) struct QueuePairSet {
-    /// The number of its pair.
+    /// The number of this pair.
     pub(super) pair: u16,
     own: DeviceAddr,
-    /// All of them.
+    /// The addresses of all pairs, by number.
     all: Arc<[DeviceAddr]>,
-    /// How many the driver uses.
+    /// The number of pairs that the driver uses.
     pub(super) used: QueuePairs,
-    /// Connections that have left and have not arrived, as far as is known.
-    departed: HashSet<FlowId>,
-    /// Connections that have left, to which siblings may still send here.
-    left: HashMap<FlowId, Left>,
-    /// Connections that have come and wait for the last of what their siblings had sent elsewhere.
+    /// Connections handed off without a confirmation by the new pair.
+    unconfirmed: HashSet<FlowId>,
+    /// Connections handed off with siblings that may still send to this pair.
+    forwarding: HashMap<FlowId, Forwarding>,
+    /// Adopted connections that wait for forwarded messages of their siblings.
     parking: usize,
 }
 
-/// Where a connection went.
+/// Where messages for a connection that was handed off have to go.
 #[derive(Debug)]
-enum Left {
-    /// It has not arrived: what is to be sent on.
-    OnItsWay(Vec<Message>),
-    There(Peer),
+enum Forwarding {
+    /// The new pair has not confirmed the arrival: messages to forward afterwards.
+    InTransit(Vec<SiblingMessage>),
+    To(Peer),
 }
 
-/// A connection between two queue_pairs.
+/// A connection on its way from one queue pair to another.
 #[derive(Debug)]
 pub(crate) struct Handoff {
     snapshot: FlowSnapshot,
     bridge: Bridge,
-    /// Who it was.
+    /// Its address at the old pair.
     old: Peer,
-    /// What its driver is told at the old pair when it has arrived.
+    /// The answer to the driver's MOVE, sent at the old pair after the arrival.
     answer: Repr,
 }
 
-/// What a sibling sends to a connection that has arrived, before the last of what it had sent to
-/// where that was.
+/// Messages that a sibling sent to the new pair directly. They wait until the old pair has
+/// forwarded the sibling's earlier messages.
 #[derive(Debug)]
 pub(crate) struct Parked {
-    messages: Vec<Message>,
+    messages: Vec<SiblingMessage>,
+}
+
+/// Whether a connection can be handed off.
+enum MoveState {
+    Ready,
+    /// A sibling was asked to return the connection's chains.
+    AwaitsChains,
+    /// The pair does not exist, a command is pending, the connection is not established, the
+    /// program has loans on it, or its previous handoff is not complete.
+    Refused,
 }
 
 impl QueuePairSet {
-    /// The only queue_pair, or the first of those that there will be.
+    /// A device with a single pair, or its first pair before the others are known.
     pub(super) fn one(addr: DeviceAddr) -> QueuePairSet {
         QueuePairSet::new(0, addr, Arc::new([addr]))
     }
@@ -89,24 +102,24 @@ impl QueuePairSet {
             own,
             all,
             used: QueuePairs::ONE,
-            departed: HashSet::new(),
-            left: HashMap::new(),
+            unconfirmed: HashSet::new(),
+            forwarding: HashMap::new(),
             parking: 0,
         }
     }
 
-    /// Whether no connection is on its way, as far as this queue_pair has to do with it.
+    /// Whether no handoff from or to this pair is in progress.
     #[cfg(test)]
     pub(super) fn is_at_rest(&self) -> bool {
-        self.departed.is_empty() && self.left.is_empty() && self.parking == 0
+        self.unconfirmed.is_empty() && self.forwarding.is_empty() && self.parking == 0
     }
 
-    /// The one that others know the device by.
+    /// The address of the first pair, which is the address of the device.
     pub(super) fn first(&self) -> DeviceAddr {
         self.all.first().copied().unwrap_or(self.own)
     }
 
-    /// The queue_pair of pair `pair`, if the driver uses it and it is another one.
+    /// The address of pair `pair`, if the driver uses it and it is not this one.
     pub(super) fn other(&self, pair: u32) -> Option<DeviceAddr> {
         let other = pair < u32::from(self.used.get()) && pair != u32::from(self.pair);
         self.all.get(pair as usize).copied().filter(|_| other)
@@ -114,73 +127,86 @@ impl QueuePairSet {
 }
 
 impl Device {
-    /// Makes it the queue_pair of pair `pair` among `all`.
-    pub(crate) fn set_lane(&mut self, pair: u16, all: Arc<[DeviceAddr]>) {
+    /// Makes this device queue pair `pair` of `all`.
+    pub(crate) fn set_queue_pair(&mut self, pair: u16, all: Arc<[DeviceAddr]>) {
         self.queue_pairs = QueuePairSet::new(pair, self.addr, all);
-        // A chain names the start of a queue that it is of, and no two queue_pairs have one in common.
+        // The pair in the upper bits keeps epochs of different pairs apart.
         self.epoch = u32::from(pair) << 24;
     }
 
-    /// The queue_pairs of its device, it among them, in the order of their pairs.
-    pub(crate) fn all_lanes(&self) -> &Arc<[DeviceAddr]> {
+    /// The addresses of all queue pairs of the device, by number.
+    pub(crate) fn queue_pair_addrs(&self) -> &Arc<[DeviceAddr]> {
         &self.queue_pairs.all
     }
 
-    /// The number of its queue pair.
+    /// The number of this queue pair.
     pub(crate) fn pair(&self) -> u16 {
         self.queue_pairs.pair
     }
 
-    /// The driver knows connections that we do not: the first queue_pair tells it, as it has the events.
+    /// Announces lost connections to the driver. Only the first pair has the event queue.
     pub(super) fn announce_lost(&mut self, cx: &mut Context<'_>) {
         if self.queue_pairs.pair == 0 {
             self.announce_reset = true;
         } else {
-            cx.outbox.send(self.queue_pairs.first(), Message::Lost);
+            cx.outbox
+                .send(self.queue_pairs.first(), SiblingMessage::Lost);
         }
     }
 
-    /// The driver wants a connection to go on at pair `pair`.
+    /// Handles the driver's request (MOVE) to continue a connection at queue pair `pair`: starts
+    /// the handoff, waits until a sibling has returned the connection's chains, or refuses.
     pub(super) fn handle_move_request(&mut self, flow: FlowId, pair: u32, cx: &mut Context<'_>) {
-        let key = self.key_of(flow).filter(|_| self.waiting.is_none());
-        let queue_pair = self.queue_pairs.other(pair);
-        let (Some(key), Some(_)) = (key, queue_pair) else {
-            return self.stay(flow);
+        match self.prepare_move(flow, pair, cx) {
+            MoveState::Ready => self.request_handoff(flow, pair as u16, cx),
+            // `handoff_if_returned` continues.
+            MoveState::AwaitsChains => {}
+            MoveState::Refused => self.refuse_move(flow),
+        }
+    }
+
+    /// Passes on the bytes that came before MOVE and decides whether the connection can move.
+    fn prepare_move(&mut self, flow: FlowId, pair: u32, cx: &mut Context<'_>) -> MoveState {
+        if self.pending_command.is_some() || self.queue_pairs.other(pair).is_none() {
+            return MoveState::Refused;
+        }
+        let Some(key) = self.key_of(flow) else {
+            return MoveState::Refused;
         };
         self.flush(key, cx);
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
-            return self.stay(flow);
+            return MoveState::Refused;
         };
         match &mut bridge.end {
-            BridgePeer::Socket { .. } if bridge.open => self.hand_off(flow, pair as u16, cx),
-            BridgePeer::App(end) if end.loans == 0 => self.hand_off(flow, pair as u16, cx),
-            // Where it came from last, something may be on its way still.
+            BridgePeer::Socket { .. } if bridge.open => MoveState::Ready,
+            BridgePeer::App(end) if end.loans == 0 => MoveState::Ready,
+            // Parked messages mean that the previous handoff is not complete.
             BridgePeer::Sibling(s) if bridge.open && s.parked.is_none() => {
                 s.move_to = Some(pair as u16);
-                if s.out > 0 {
-                    let (device, to) = (s.peer.device, s.peer.flow);
-                    cx.outbox.send(device, Message::Recall { to });
-                } else {
-                    self.hand_off(flow, pair as u16, cx);
+                if s.out == 0 {
+                    return MoveState::Ready;
                 }
+                recall_chains(s, cx);
+                MoveState::AwaitsChains
             }
-            _ => self.stay(flow),
+            _ => MoveState::Refused,
         }
     }
 
-    fn stay(&mut self, flow: FlowId) {
+    /// Answers the driver that the connection stays at this queue pair.
+    fn refuse_move(&mut self, flow: FlowId) {
         if let Some(key) = self.key_of(flow)
             && let Some(bridge) = self.bridges.get_mut(key as usize)
             && let BridgePeer::Sibling(s) = &mut bridge.end
         {
             s.move_to = None;
         }
-        // One that has ended meanwhile stays nowhere.
+        // Fails if the flow has ended, and then there is nothing to refuse.
         let _ = self.shard.decline_move(flow, self.queue_pairs.pair);
     }
 
-    /// The chains that a sibling had are back: a connection that waited for that goes.
-    pub(super) fn chains_are_back(&mut self, key: u32, cx: &mut Context<'_>) {
+    /// Continues a requested handoff after the sibling has returned all chains.
+    pub(super) fn handoff_if_returned(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
@@ -189,17 +215,19 @@ impl Device {
             && let Some(pair) = s.move_to
             && let Some(flow) = bridge.flow
         {
-            self.hand_off(flow, pair, cx);
+            self.request_handoff(flow, pair, cx);
         }
     }
 
-    /// The worker is to take the connection to the other queue_pair.
-    fn hand_off(&mut self, flow: FlowId, pair: u16, cx: &mut Context<'_>) {
+    /// Asks the worker to hand the connection off: see [`extract`](Self::extract).
+    fn request_handoff(&mut self, flow: FlowId, pair: u16, cx: &mut Context<'_>) {
         cx.outbox
-            .send(self.addr, Message::HandOff { to: flow, pair });
+            .send(self.addr, SiblingMessage::HandOff { to: flow, pair });
     }
 
-    /// Takes a connection out for another queue_pair, and says for which. `None`: it stays, or has ended.
+    /// Removes a connection from this device for queue pair `pair`. Returns the address of that
+    /// pair and the connection; `None` if it has ended, the move was refused, or chains that a
+    /// sibling still has were recalled.
     pub(crate) fn extract(
         &mut self,
         flow: FlowId,
@@ -208,16 +236,16 @@ impl Device {
     ) -> Option<(DeviceAddr, Box<Handoff>)> {
         let key = self.key_of(flow)?;
         let queue_pair = self.queue_pairs.other(u32::from(pair));
-        // A driver that reboots has stopped all queues before it starts one: from then on nothing
-        // leaves that the next one does not know.
-        let runs = self.waiting.is_none() && self.tx.is_some();
+        // A driver that reboots stops all queues before it starts one. No connection may leave
+        // after that: the next driver would not know it.
+        let runs = self.pending_command.is_none() && self.tx.is_some();
         let Some(queue_pair) = queue_pair.filter(|_| runs) else {
-            self.stay(flow);
+            self.refuse_move(flow);
             return None;
         };
-        if !self.hurry(flow, cx) || !self.shard.can_extract(flow) {
-            // Half a message is out, or small writes that find no room, or it is being closed.
-            self.stay(flow);
+        if !self.flush_gathered(flow, cx) || !self.shard.can_extract(flow) {
+            // A partly sent message, gathered writes without buffers, or a close in progress.
+            self.refuse_move(flow);
             return None;
         }
         if let Some(BridgePeer::Sibling(s)) = self
@@ -226,15 +254,14 @@ impl Device {
             .map(|bridge| &mut bridge.end)
         {
             if s.out > 0 {
-                // Its guest has sent behind MOVE.
+                // The guest has sent more bytes after MOVE.
                 s.move_to = Some(pair);
-                let (device, to) = (s.peer.device, s.peer.flow);
-                cx.outbox.send(device, Message::Recall { to });
+                recall_chains(s, cx);
                 return None;
             }
             s.move_to = None;
         }
-        // Lent chains are back, and what is held is copied: none of it is of this ring any more.
+        // No chain of this ring is lent any more; held chains are copied out here.
         self.spill(key, 0, cx);
         if let Some(BridgePeer::App(end)) = self.bridges.get(key as usize).map(|bridge| &bridge.end)
             && let Some(app) = cx.app.as_deref_mut()
@@ -243,9 +270,9 @@ impl Device {
         }
         let (snapshot, answer) = match self.shard.extract(flow, pair) {
             Ok((snapshot, Some(answer))) => (snapshot, answer),
-            // It may leave, and nothing has happened since.
+            // `can_extract` was true and nothing ran in between.
             _ => {
-                self.stay(flow);
+                self.refuse_move(flow);
                 return None;
             }
         };
@@ -261,13 +288,13 @@ impl Device {
         let counted = std::mem::take(&mut bridge.counted);
         self.stalled_chains -= counted.0 as usize;
         self.overflow_bytes -= counted.1 as usize;
-        self.queue_pairs.departed.insert(flow);
+        self.queue_pairs.unconfirmed.insert(flow);
         match &bridge.end {
             BridgePeer::Socket { socket, .. } => cx.poller.remove(socket),
             BridgePeer::Sibling(_) => {
                 self.queue_pairs
-                    .left
-                    .insert(flow, Left::OnItsWay(Vec::new()));
+                    .forwarding
+                    .insert(flow, Forwarding::InTransit(Vec::new()));
             }
             _ => {}
         }
@@ -284,9 +311,10 @@ impl Device {
         Some((queue_pair, Box::new(handoff)))
     }
 
-    /// Takes a connection in. The queue_pair that it comes from is told, and a sibling.
-    pub(crate) fn unpack(&mut self, handoff: Handoff, cx: &mut Context<'_>) {
-        // Nothing that it brings needs a queue that runs: one that is paused goes on with it.
+    /// Adopts a connection that another queue pair has handed off; notifies that pair and the
+    /// sibling. A connection that cannot be adopted is reset.
+    pub(crate) fn adopt(&mut self, handoff: Handoff, cx: &mut Context<'_>) {
+        // The queues need not run: a paused pair continues with the connection later.
         if self.memory.is_none() {
             return handoff.abandon(cx);
         }
@@ -318,14 +346,17 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        // Edges may have passed meanwhile: look again.
+        // Events may have been missed during the handoff: poll both directions.
         bridge.readable = true;
         bridge.writable = true;
         match &mut bridge.end {
             BridgePeer::Socket { socket, .. } => {
                 let vm = self.addr.vm;
                 if let Err(error) = cx.poller.add(&*socket, Source::Bridge { vm, key }) {
-                    tracing::warn!(cid = %self.cid, %error, "cannot watch a host program");
+                    tracing::warn!(
+                        cid = %self.cid, %error,
+                        "cannot add a host program's socket to the poller"
+                    );
                     self.reset_bridge(key, cx);
                 }
             }
@@ -334,7 +365,7 @@ impl Device {
                 s.parked = Some(Box::new(Parked { messages }));
                 self.queue_pairs.parking += 1;
                 let Peer { device, flow: to } = s.peer;
-                let relocated = Message::Relocated { to, from: now, old };
+                let relocated = SiblingMessage::Relocated { to, from: now, old };
                 cx.outbox.send(device, relocated);
             }
             BridgePeer::App(end) => {
@@ -347,7 +378,7 @@ impl Device {
             }
             _ => {}
         }
-        let arrived = Message::Arrived {
+        let arrived = SiblingMessage::Arrived {
             to: old.flow,
             now: Some(now),
             answer,
@@ -357,34 +388,43 @@ impl Device {
         self.flush(key, cx);
     }
 
-    /// A connection that has left has arrived, or found no place: now its driver is told.
-    fn arrived(&mut self, flow: FlowId, now: Option<Peer>, answer: Repr, cx: &mut Context<'_>) {
-        if !self.queue_pairs.departed.remove(&flow) {
-            // Its driver is gone, and the next one knows nothing of it: where it is now, that may have
-            // been heard before it came.
+    /// Completes a handoff at the old pair: `now` is the new address, or `None` if the connection
+    /// could not be adopted. Answers the driver's MOVE.
+    fn complete_handoff(
+        &mut self,
+        flow: FlowId,
+        now: Option<Peer>,
+        answer: Repr,
+        cx: &mut Context<'_>,
+    ) {
+        if !self.queue_pairs.unconfirmed.remove(&flow) {
+            // The driver has gone, and the next one does not know the connection. The new pair
+            // may have processed the reset before the connection arrived.
             if let Some(now) = now {
                 let to = now.flow;
-                cx.outbox.send(now.device, Message::Orphaned { to });
+                cx.outbox.send(now.device, SiblingMessage::Orphaned { to });
             }
             return;
         }
         match now {
             Some(now) => {
-                if let Some(left) = self.queue_pairs.left.get_mut(&flow) {
-                    let waiting = std::mem::replace(left, Left::There(now));
-                    if let Left::OnItsWay(messages) = waiting {
+                if let Some(target) = self.queue_pairs.forwarding.get_mut(&flow) {
+                    let earlier = std::mem::replace(target, Forwarding::To(now));
+                    if let Forwarding::InTransit(messages) = earlier {
                         for message in messages {
-                            self.send_on(flow, message, cx);
+                            self.forward_message(flow, message, cx);
                         }
                     }
                 }
                 self.shard.send_moved(answer);
             }
             None => {
-                if let Some(Left::OnItsWay(messages)) = self.queue_pairs.left.remove(&flow) {
+                if let Some(Forwarding::InTransit(messages)) =
+                    self.queue_pairs.forwarding.remove(&flow)
+                {
                     messages
                         .into_iter()
-                        .for_each(|message| turn_back(message, cx));
+                        .for_each(|message| send_undeliverable(message, cx));
                 }
                 self.shard.send_moved(Repr {
                     op: Op::Rst.into(),
@@ -397,29 +437,32 @@ impl Device {
         }
     }
 
-    /// Deals with what is about queue_pairs, or is for a connection that is on its way: nothing is left.
+    /// Handles messages about handoffs and messages for connections in transit. Returns any other
+    /// message.
     pub(super) fn route_message(
         &mut self,
-        message: Message,
+        message: SiblingMessage,
         cx: &mut Context<'_>,
-    ) -> Option<Message> {
+    ) -> Option<SiblingMessage> {
         match message {
-            Message::Arrived { to, now, answer } => self.arrived(to, now, answer, cx),
-            Message::Orphaned { to } => self.orphaned(to, cx),
-            Message::Lost => self.announce_reset = true,
-            Message::SentOn(message) => match *message {
-                Message::Flushed { to } => self.unpark(to, cx),
+            SiblingMessage::Arrived { to, now, answer } => {
+                self.complete_handoff(to, now, answer, cx)
+            }
+            SiblingMessage::Orphaned { to } => self.end_orphan(to, cx),
+            SiblingMessage::Lost => self.announce_reset = true,
+            SiblingMessage::SentOn(message) => match *message {
+                SiblingMessage::Flushed { to } => self.process_parked(to, cx),
                 message => return Some(message),
             },
-            message if self.queue_pairs.left.is_empty() && self.queue_pairs.parking == 0 => {
+            message if self.queue_pairs.forwarding.is_empty() && self.queue_pairs.parking == 0 => {
                 return Some(message);
             }
             message => {
                 let Some(to) = message.to() else {
                     return Some(message);
                 };
-                if self.queue_pairs.left.contains_key(&to) {
-                    self.send_on(to, message, cx);
+                if self.queue_pairs.forwarding.contains_key(&to) {
+                    self.forward_message(to, message, cx);
                 } else if let Some(parked) = self.parked(to) {
                     parked.messages.push(message);
                 } else {
@@ -438,24 +481,24 @@ impl Device {
         }
     }
 
-    /// Sends on what a sibling has sent here for a connection that has left.
-    fn send_on(&mut self, flow: FlowId, mut message: Message, cx: &mut Context<'_>) {
-        let now = match self.queue_pairs.left.get_mut(&flow) {
-            Some(Left::There(now)) => *now,
-            Some(Left::OnItsWay(messages)) => return messages.push(message),
+    /// Forwards a sibling's message for a connection that was handed off.
+    fn forward_message(&mut self, flow: FlowId, mut message: SiblingMessage, cx: &mut Context<'_>) {
+        let now = match self.queue_pairs.forwarding.get_mut(&flow) {
+            Some(Forwarding::To(now)) => *now,
+            Some(Forwarding::InTransit(messages)) => return messages.push(message),
             None => return,
         };
-        if let Message::Flushed { .. } = message {
-            // Nothing more will come here.
-            self.queue_pairs.left.remove(&flow);
+        if let SiblingMessage::Flushed { .. } = message {
+            // The sibling sends nothing more to this pair.
+            self.queue_pairs.forwarding.remove(&flow);
         }
         message.set_to(now.flow);
         cx.outbox
-            .send(now.device, Message::SentOn(Box::new(message)));
+            .send(now.device, SiblingMessage::SentOn(Box::new(message)));
     }
 
-    /// All that a sibling had sent to the old queue_pair is here.
-    fn unpark(&mut self, flow: FlowId, cx: &mut Context<'_>) {
+    /// Processes the parked messages: everything that the sibling sent to the old pair is here.
+    fn process_parked(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(flow) else { return };
         if let Some(BridgePeer::Sibling(s)) = self
             .bridges
@@ -465,13 +508,19 @@ impl Device {
         {
             self.queue_pairs.parking -= 1;
             for message in parked.messages {
-                self.sibling_says(message, cx);
+                self.handle_sibling_message(message, cx);
             }
         }
     }
 
-    /// A sibling's connection is somewhere else now.
-    pub(super) fn relocated(&mut self, to: FlowId, from: Peer, old: Peer, cx: &mut Context<'_>) {
+    /// Records the new address of a sibling's connection.
+    pub(super) fn handle_relocated(
+        &mut self,
+        to: FlowId,
+        from: Peer,
+        old: Peer,
+        cx: &mut Context<'_>,
+    ) {
         if let Some(key) = self.key_of(to)
             && let Some(BridgePeer::Sibling(s)) = self
                 .bridges
@@ -481,52 +530,54 @@ impl Device {
             s.peer = from;
         }
         let to = old.flow;
-        cx.outbox.send(old.device, Message::Flushed { to });
+        cx.outbox.send(old.device, SiblingMessage::Flushed { to });
     }
 
-    /// A connection has ended before all was here that its sibling had sent.
+    /// Returns what parked messages carry: the connection ended while they were parked.
     pub(super) fn abandon_parked(&mut self, parked: Parked, cx: &mut Context<'_>) {
         self.queue_pairs.parking -= 1;
         for message in parked.messages {
-            turn_back(message, cx);
+            send_undeliverable(message, cx);
         }
     }
 
-    /// The driver of a connection that has come here went while it was on its way.
-    fn orphaned(&mut self, flow: FlowId, cx: &mut Context<'_>) {
+    /// Ends an adopted connection: its driver went away during the handoff.
+    fn end_orphan(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(flow) else { return };
-        // Whoever drives now has no such connection: an RST could only hit one of his own.
+        // Without an RST: the current driver does not know the connection, and an RST could only
+        // hit one of its own.
         let _ = self.shard.forget(cx.now, flow);
         if !self.linger(key, cx) {
-            self.part_bridge(key, cx);
+            self.remove_without_guest(key, cx);
         }
     }
 
-    /// Nobody comes back to what has left: its driver is gone.
-    pub(super) fn forget_those_who_left(&mut self, cx: &mut Context<'_>) {
-        for (_, left) in self.queue_pairs.left.drain() {
-            match left {
-                Left::OnItsWay(messages) => messages
+    /// Forgets connections that were handed off: their driver has gone.
+    pub(super) fn forget_handed_off(&mut self, cx: &mut Context<'_>) {
+        for (_, target) in self.queue_pairs.forwarding.drain() {
+            match target {
+                Forwarding::InTransit(messages) => messages
                     .into_iter()
-                    .for_each(|message| turn_back(message, cx)),
-                // What its sibling sends here from now on is lost, and the rest waits for it.
-                Left::There(now) => {
+                    .for_each(|message| send_undeliverable(message, cx)),
+                // Messages that siblings send here from now on are dropped, so the new pair must
+                // not wait for them.
+                Forwarding::To(now) => {
                     let to = now.flow;
-                    cx.outbox.send(now.device, Message::Orphaned { to });
+                    cx.outbox.send(now.device, SiblingMessage::Orphaned { to });
                 }
             }
         }
-        self.queue_pairs.departed.clear();
+        self.queue_pairs.unconfirmed.clear();
     }
 
-    /// The front-end is gone, or starts anew: how many pairs are used is for the next one to say.
+    /// Resets the number of pairs in use; the next driver sets it again.
     pub(super) fn use_one_pair(&mut self) {
         self.queue_pairs.used = QueuePairs::ONE;
     }
 }
 
 impl Handoff {
-    /// It finds no place: everybody is told, and what is lent goes back.
+    /// Resets the connection for both ends and returns lent chains: no pair can adopt it.
     pub(crate) fn abandon(self, cx: &mut Context<'_>) {
         let Handoff {
             snapshot,
@@ -538,11 +589,11 @@ impl Handoff {
         if let BridgePeer::Sibling(s) = &mut bridge.end {
             sibling::return_inbound(s, false, cx);
         }
-        sibling::tell_end(&bridge, false, cx);
-        // What is held was the old queue_pair's, and went back when it left.
+        sibling::send_end(&bridge, false, cx);
+        // Held chains belonged to the old pair, which completed them before the handoff.
         Device::app_ended_in(&mut QueueStore::default(), &bridge, false, cx);
         cx.counters.conns_removed.add(1);
-        let arrived = Message::Arrived {
+        let arrived = SiblingMessage::Arrived {
             to: old.flow,
             now: None,
             answer,
@@ -551,8 +602,14 @@ impl Handoff {
     }
 }
 
-/// Answers for a connection that is not there any more.
-fn turn_back(message: Message, cx: &mut Context<'_>) {
+/// Asks a sibling to return the chains of a connection.
+fn recall_chains(sibling: &SiblingEnd, cx: &mut Context<'_>) {
+    let Peer { device, flow: to } = sibling.peer;
+    cx.outbox.send(device, SiblingMessage::Recall { to });
+}
+
+/// Answers a message for a connection that no longer exists.
+fn send_undeliverable(message: SiblingMessage, cx: &mut Context<'_>) {
     if let Some((device, answer)) = message.undeliverable() {
         cx.outbox.send(device, answer);
     }

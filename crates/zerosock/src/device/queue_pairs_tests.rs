@@ -1,11 +1,11 @@
-//! Connections between queue_pairs whose driver goes, stops or starts anew meanwhile: two queue_pairs of one
-//! device, between which the test carries what they say, when it likes.
+//! Handoffs between two queue pairs of one device during which the driver stops or resets a pair.
+//! The test delivers the messages between the pairs, in an order of its own.
 
 use super::bare::{self, Guest};
 use super::ready_tests::Lab;
 use super::*;
 use crate::device::queue_pairs::Handoff;
-use crate::device::sibling_message::{Message, Peer};
+use crate::device::sibling_message::{Peer, SiblingMessage};
 use crate::stats::Stats;
 use zerosock_proto::Address;
 use zerosock_proto::vsock::{PortTable, QueuePairs, ShardConfig};
@@ -15,24 +15,23 @@ use zerosock_vhost_user::{DeviceCommand, Reply};
 const THERE: Address = Address::new(Cid::HOST, Port::new(9));
 const HERE: Address = Address::new(Cid::new(3), Port::new(5));
 const SIBLING: DeviceAddr = DeviceAddr { worker: 0, vm: 7 };
-/// The queue_pair that a connection leaves has pair 1, the other one pair 0: the guest of the test moves
-/// all to that.
+/// Connections move from pair 1 to pair 0.
 const OLD: usize = 1;
 const NEW: usize = 0;
 
-struct QueuePairSet {
+struct TwoPairs {
     labs: [Lab; 2],
     guests: [Guest; 2],
-    /// The connection, in the old queue_pair.
+    /// The connection at the old queue pair.
     flow: FlowId,
-    /// Its other end.
+    /// The flow of the sibling.
     there: FlowId,
-    /// What the sibling has been told.
-    told: Vec<Message>,
+    /// Messages sent to the sibling.
+    told: Vec<SiblingMessage>,
 }
 
-impl QueuePairSet {
-    fn new() -> QueuePairSet {
+impl TwoPairs {
+    fn new() -> TwoPairs {
         let addrs = [0, 1].map(|vm| DeviceAddr { worker: 0, vm });
         let two = QueuePairs::new(2).unwrap();
         let ports = Arc::new(PortTable::new());
@@ -40,14 +39,14 @@ impl QueuePairSet {
         let guests = [0, 1].map(|pair| {
             let device = labs[pair].lend().0;
             device.addr = addrs[pair];
-            device.set_lane(pair as u16, Arc::new(addrs));
+            device.set_queue_pair(pair as u16, Arc::new(addrs));
             device.shard.set_moves(true);
             device.queue_pairs.used = two;
             bare::start(device)
         });
         let there = some_flow();
         let (device, mut cx) = labs[OLD].lend();
-        // As a queue_pair that was asked by the first one.
+        // The first pair has forwarded this request to the old pair.
         let local = (0..)
             .map(|port| Address::new(THERE.cid, Port::new(port)))
             .find(|local| two.of_flow(HERE.port, *local) == OLD as u16)
@@ -56,33 +55,29 @@ impl QueuePairSet {
             device: SIBLING,
             flow: there,
         };
-        let connect = Message::Connect {
+        let connect = SiblingMessage::Connect {
             from,
             local,
             peer: HERE,
             socket_type: SocketType::Stream,
         };
-        device.sibling_says(connect, &mut cx);
+        device.handle_sibling_message(connect, &mut cx);
         device.turn(&mut cx);
         let flow = device.bridges.iter().next().unwrap().1.flow.unwrap();
-        let mut queue_pairs = QueuePairSet {
+        let mut pairs = TwoPairs {
             labs,
             guests,
             flow,
             there,
             told: Vec::new(),
         };
-        queue_pairs.guest_says(OLD, local, Op::Response);
-        queue_pairs.carry();
-        let accepted = |one: &Message| matches!(one, Message::Accepted { .. });
-        assert!(
-            queue_pairs.told.iter().any(accepted),
-            "{:?}",
-            queue_pairs.told
-        );
-        queue_pairs.told.clear();
-        queue_pairs.guests[OLD].received();
-        queue_pairs
+        pairs.guest_sends(OLD, local, Op::Response);
+        pairs.deliver_messages();
+        let accepted = |one: &SiblingMessage| matches!(one, SiblingMessage::Accepted { .. });
+        assert!(pairs.told.iter().any(accepted), "{:?}", pairs.told);
+        pairs.told.clear();
+        pairs.guests[OLD].received();
+        pairs
     }
 
     fn local(&mut self) -> Address {
@@ -90,18 +85,18 @@ impl QueuePairSet {
         device.shard.flow(self.flow).unwrap().local
     }
 
-    fn guest_says(&mut self, queue_pair: usize, to: Address, op: Op) {
+    fn guest_sends(&mut self, queue_pair: usize, to: Address, op: Op) {
         self.guests[queue_pair].send(HERE.port.get(), to, op, 0);
         let (device, mut cx) = self.labs[queue_pair].lend();
         device.turn(&mut cx);
     }
 
-    /// The guest has asked for a move, and the old queue_pair has given the connection out.
-    fn leave(&mut self) -> Option<Box<Handoff>> {
+    /// Sends MOVE and extracts the connection from the old queue pair.
+    fn extract(&mut self) -> Option<Box<Handoff>> {
         let local = self.local();
-        self.guest_says(OLD, local, Op::Move);
+        self.guest_sends(OLD, local, Op::Move);
         let (device, mut cx) = self.labs[OLD].lend();
-        let Some((0, Message::HandOff { to, pair })) = self_message(&mut cx) else {
+        let Some((0, SiblingMessage::HandOff { to, pair })) = self_message(&mut cx) else {
             return None;
         };
         let (queue_pair, handoff) = device.extract(to, pair, &mut cx)?;
@@ -109,35 +104,35 @@ impl QueuePairSet {
         Some(handoff)
     }
 
-    fn arrive(&mut self, handoff: Box<Handoff>) {
+    fn adopt(&mut self, handoff: Box<Handoff>) {
         let (device, mut cx) = self.labs[NEW].lend();
-        device.sibling_says(Message::TakeOver(handoff), &mut cx);
+        device.handle_sibling_message(SiblingMessage::TakeOver(handoff), &mut cx);
     }
 
-    /// Carries what they have to say, until they have said all; the sibling answers what it must.
-    fn carry(&mut self) {
+    /// Delivers messages until there are none; answers `Relocated` for the sibling.
+    fn deliver_messages(&mut self) {
         loop {
-            let mut said = Vec::new();
+            let mut messages = Vec::new();
             for lab in &mut self.labs {
                 let (device, mut cx) = lab.lend();
                 device.turn(&mut cx);
-                said.extend(std::iter::from_fn(|| cx.outbox.pop_local()));
+                messages.extend(std::iter::from_fn(|| cx.outbox.pop_local()));
             }
-            if said.is_empty() {
+            if messages.is_empty() {
                 return;
             }
-            for (vm, message) in said {
+            for (vm, message) in messages {
                 match (vm as usize, message) {
                     (queue_pair @ (0 | 1), message) => {
                         let (device, mut cx) = self.labs[queue_pair].lend();
-                        device.sibling_says(message, &mut cx);
+                        device.handle_sibling_message(message, &mut cx);
                     }
-                    (_, Message::Relocated { to, from, old }) => {
+                    (_, SiblingMessage::Relocated { to, from, old }) => {
                         assert_eq!(to, self.there);
                         let to = old.flow;
                         let (device, mut cx) = self.labs[old.device.vm as usize].lend();
-                        device.sibling_says(Message::Flushed { to }, &mut cx);
-                        self.told.push(Message::Asking { to, from });
+                        device.handle_sibling_message(SiblingMessage::Flushed { to }, &mut cx);
+                        self.told.push(SiblingMessage::Asking { to, from });
                     }
                     (_, message) => self.told.push(message),
                 }
@@ -154,8 +149,8 @@ impl QueuePairSet {
         [0, 1].map(|queue_pair| self.labs[queue_pair].lend().0.bridges.len())
     }
 
-    fn ends_told(&self) -> usize {
-        let is_end = |one: &&Message| matches!(one, Message::Reset { .. });
+    fn resets_sent(&self) -> usize {
+        let is_end = |one: &&SiblingMessage| matches!(one, SiblingMessage::Reset { .. });
         self.told.iter().filter(is_end).count()
     }
 
@@ -166,14 +161,14 @@ impl QueuePairSet {
     }
 }
 
-/// What a device has said to its own worker.
-fn self_message(cx: &mut Context<'_>) -> Option<(usize, Message)> {
+/// The next message of the old pair to its own worker.
+fn self_message(cx: &mut Context<'_>) -> Option<(usize, SiblingMessage)> {
     let (vm, message) = cx.outbox.pop_local()?;
     assert_eq!(vm, OLD as u32);
     Some((0, message))
 }
 
-/// The name of a flow of another device's.
+/// A flow of another device.
 fn some_flow() -> FlowId {
     let ports = Arc::new(PortTable::new());
     let cid = Cid::new(4);
@@ -184,33 +179,37 @@ fn some_flow() -> FlowId {
 }
 
 #[test]
-fn a_connection_goes_from_lane_to_lane() {
-    let mut queue_pairs = QueuePairSet::new();
-    let handoff = queue_pairs.leave().expect("it leaves");
-    assert_eq!(queue_pairs.bridges(), [0, 0]);
-    queue_pairs.arrive(handoff);
-    queue_pairs.carry();
-    assert_eq!(queue_pairs.bridges(), [1, 0]);
-    assert_eq!(queue_pairs.ends_told(), 0);
-    assert_eq!(queue_pairs.received(OLD), [(Some(Op::Moved), 0)]);
-    let old = &queue_pairs.labs[OLD].lend().0.queue_pairs;
-    assert!(old.is_at_rest() && queue_pairs.labs[NEW].lend().0.queue_pairs.is_at_rest());
+fn moved_connection_continues_at_the_new_queue_pair() {
+    let mut pairs = TwoPairs::new();
+    let handoff = pairs.extract().expect("handed off");
+    assert_eq!(pairs.bridges(), [0, 0]);
+    pairs.adopt(handoff);
+    pairs.deliver_messages();
+    assert_eq!(pairs.bridges(), [1, 0]);
+    assert_eq!(pairs.resets_sent(), 0);
+    assert_eq!(pairs.received(OLD), [(Some(Op::Moved), 0)]);
+    let old = &pairs.labs[OLD].lend().0.queue_pairs;
+    assert!(old.is_at_rest() && pairs.labs[NEW].lend().0.queue_pairs.is_at_rest());
 }
 
 #[test]
-fn one_that_arrives_after_a_reset_ends() {
-    // Each queue_pair hears of the reset when it comes to it: the new one before the connection comes.
-    let mut queue_pairs = QueuePairSet::new();
-    let handoff = queue_pairs.leave().expect("it leaves");
+fn handoff_that_arrives_after_a_reset_ends_the_connection() {
+    // The new pair processes the reset before the connection arrives.
+    let mut pairs = TwoPairs::new();
+    let handoff = pairs.extract().expect("handed off");
     for queue_pair in [NEW, OLD] {
-        queue_pairs.command(queue_pair, DeviceCommand::ResetDevice);
+        pairs.command(queue_pair, DeviceCommand::ResetDevice);
     }
-    queue_pairs.arrive(handoff);
-    assert_eq!(queue_pairs.bridges(), [1, 0], "its queue_pair cannot know");
-    queue_pairs.carry();
-    assert_eq!(queue_pairs.bridges(), [0, 0]);
-    assert_eq!(queue_pairs.ends_told(), 1, "{:?}", queue_pairs.told);
-    for lab in &mut queue_pairs.labs {
+    pairs.adopt(handoff);
+    assert_eq!(
+        pairs.bridges(),
+        [1, 0],
+        "the new pair cannot know of the reset"
+    );
+    pairs.deliver_messages();
+    assert_eq!(pairs.bridges(), [0, 0]);
+    assert_eq!(pairs.resets_sent(), 1, "{:?}", pairs.told);
+    for lab in &mut pairs.labs {
         let (device, mut cx) = lab.lend();
         assert!(device.queue_pairs.is_at_rest());
         assert_eq!(device.shard.ports().len(), 0);
@@ -218,70 +217,70 @@ fn one_that_arrives_after_a_reset_ends() {
         device.turn(&mut cx);
         assert!(
             next.received().is_empty(),
-            "the next driver has no part in it"
+            "the next driver receives no packet about it"
         );
     }
 }
 
 #[test]
-fn one_that_has_arrived_when_its_old_lane_is_reset_ends() {
-    // The sibling has not taken note yet: what it has sent to the old queue_pair is lost.
-    let mut queue_pairs = QueuePairSet::new();
-    let handoff = queue_pairs.leave().expect("it leaves");
-    queue_pairs.arrive(handoff);
-    let outbox = queue_pairs.labs[NEW].lend().1.outbox;
-    let said: Vec<_> = std::iter::from_fn(|| outbox.pop_local()).collect();
-    for (vm, message) in said {
+fn reset_of_the_old_queue_pair_ends_an_adopted_connection() {
+    // The sibling has not processed `Relocated`: its messages to the old pair are lost.
+    let mut pairs = TwoPairs::new();
+    let handoff = pairs.extract().expect("handed off");
+    pairs.adopt(handoff);
+    let outbox = pairs.labs[NEW].lend().1.outbox;
+    let messages: Vec<_> = std::iter::from_fn(|| outbox.pop_local()).collect();
+    for (vm, message) in messages {
         if vm as usize == OLD {
-            let (device, mut cx) = queue_pairs.labs[OLD].lend();
-            device.sibling_says(message, &mut cx);
+            let (device, mut cx) = pairs.labs[OLD].lend();
+            device.handle_sibling_message(message, &mut cx);
         }
     }
-    queue_pairs.command(OLD, DeviceCommand::ResetDevice);
-    queue_pairs.carry();
-    assert_eq!(queue_pairs.bridges(), [0, 0]);
-    assert_eq!(queue_pairs.ends_told(), 1, "{:?}", queue_pairs.told);
-    assert!(queue_pairs.labs[NEW].lend().0.queue_pairs.is_at_rest());
+    pairs.command(OLD, DeviceCommand::ResetDevice);
+    pairs.deliver_messages();
+    assert_eq!(pairs.bridges(), [0, 0]);
+    assert_eq!(pairs.resets_sent(), 1, "{:?}", pairs.told);
+    assert!(pairs.labs[NEW].lend().0.queue_pairs.is_at_rest());
 }
 
 #[test]
-fn nothing_leaves_a_lane_whose_queue_is_stopped() {
-    let mut queue_pairs = QueuePairSet::new();
-    let local = queue_pairs.local();
-    queue_pairs.guest_says(OLD, local, Op::Move);
-    queue_pairs.command(OLD, DeviceCommand::StopQueue { index: TX });
-    assert!(queue_pairs.labs[OLD].lend().0.tx.is_none());
-    let (device, mut cx) = queue_pairs.labs[OLD].lend();
-    let Some((_, Message::HandOff { to, pair })) = self_message(&mut cx) else {
-        panic!("it was to leave");
+fn stopped_queue_pair_refuses_a_move() {
+    let mut pairs = TwoPairs::new();
+    let local = pairs.local();
+    pairs.guest_sends(OLD, local, Op::Move);
+    pairs.command(OLD, DeviceCommand::StopQueue { index: TX });
+    assert!(pairs.labs[OLD].lend().0.tx.is_none());
+    let (device, mut cx) = pairs.labs[OLD].lend();
+    let Some((_, SiblingMessage::HandOff { to, pair })) = self_message(&mut cx) else {
+        panic!("no handoff was requested");
     };
     assert!(device.extract(to, pair, &mut cx).is_none());
-    queue_pairs.carry();
-    assert_eq!(queue_pairs.bridges(), [0, 1]);
+    pairs.deliver_messages();
+    assert_eq!(pairs.bridges(), [0, 1]);
     assert_eq!(
-        queue_pairs.received(OLD),
+        pairs.received(OLD),
         [(Some(Op::Moved), OLD as u32)],
-        "it stays"
+        "the move is refused"
     );
 }
 
 #[test]
-fn one_that_finds_its_addresses_taken_ends_for_everybody() {
-    let mut queue_pairs = QueuePairSet::new();
-    let local = queue_pairs.local();
-    let (device, mut cx) = queue_pairs.labs[NEW].lend();
+fn handoff_to_a_pair_with_the_same_addresses_resets_both_ends() {
+    let mut pairs = TwoPairs::new();
+    let local = pairs.local();
+    let (device, mut cx) = pairs.labs[NEW].lend();
     let stream = SocketType::Stream;
     device.shard.connect(cx.now, local, HERE, stream).unwrap();
     device.turn(&mut cx);
-    let handoff = queue_pairs.leave().expect("it leaves");
-    queue_pairs.arrive(handoff);
-    queue_pairs.carry();
-    assert_eq!(queue_pairs.bridges(), [0, 0]);
-    assert_eq!(queue_pairs.ends_told(), 1);
-    assert_eq!(queue_pairs.received(OLD), [(Some(Op::Rst), 0)]);
-    assert!(queue_pairs.labs[OLD].lend().0.queue_pairs.is_at_rest());
+    let handoff = pairs.extract().expect("handed off");
+    pairs.adopt(handoff);
+    pairs.deliver_messages();
+    assert_eq!(pairs.bridges(), [0, 0]);
+    assert_eq!(pairs.resets_sent(), 1);
+    assert_eq!(pairs.received(OLD), [(Some(Op::Rst), 0)]);
+    assert!(pairs.labs[OLD].lend().0.queue_pairs.is_at_rest());
     let mut stats = Stats::default();
-    for lab in &mut queue_pairs.labs {
+    for lab in &mut pairs.labs {
         lab.lend().1.counters.add_to(&mut stats);
     }
     assert_eq!((stats.conns_added, stats.conns_removed), (1, 1));

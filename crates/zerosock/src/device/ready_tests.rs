@@ -1,5 +1,4 @@
-//! The list of bridges that may have something for the guest: who is on it, once, and that those who
-//! have gone do not stay on it for ever.
+//! The ready list: each bridge is on it at most once, and entries of removed bridges are swept.
 
 use super::*;
 use zerosock_proto::vsock::{PortTable, ShardConfig};
@@ -20,7 +19,7 @@ impl Lab {
         Lab::of(Arc::new(PortTable::new()))
     }
 
-    /// One of several queue_pairs of a device, which have a table of ports in common.
+    /// One queue pair of a device; `ports` is the port table that its pairs share.
     pub(super) fn of(ports: Arc<PortTable>) -> Lab {
         let second = Duration::from_secs(1);
         let addr = DeviceAddr { worker: 0, vm: 0 };
@@ -89,7 +88,7 @@ impl Lab {
         while device.shard.poll_event().is_some() {}
     }
 
-    /// The bridges that would have their turn, in order, as `transmit` takes them off the list.
+    /// Takes the bridges off the list in the order of their turns, as `transmit` does.
     fn turns(&mut self) -> Vec<u32> {
         let mut all = Vec::new();
         while let Some(key) = self.device.ready.pop_front() {
@@ -104,7 +103,7 @@ impl Lab {
 }
 
 #[test]
-fn a_join_is_on_the_list_once_and_in_the_order_in_which_it_came() {
+fn ready_bridges_are_listed_once_in_order() {
     let mut lab = Lab::new();
     let keys: Vec<u32> = (0..10).map(|_| lab.ready()).collect();
     assert_eq!(lab.device.ready.len(), 10);
@@ -112,7 +111,7 @@ fn a_join_is_on_the_list_once_and_in_the_order_in_which_it_came() {
 }
 
 #[test]
-fn those_who_have_gone_are_swept_off_the_list() {
+fn entries_of_removed_bridges_are_swept() {
     let mut lab = Lab::new();
     let stays: Vec<u32> = (0..10).map(|_| lab.ready()).collect();
     for _ in 0..10_000 {
@@ -121,7 +120,7 @@ fn those_who_have_gone_are_swept_off_the_list() {
         let entries = lab.device.ready.len();
         assert!(entries <= 10 + 2 * 66, "{entries} entries for 10 bridges");
     }
-    // One that has the place of one that has gone is there once, too, and nobody lost his turn.
+    // A bridge with a reused key is listed once, and every other bridge keeps its turn.
     let last = lab.ready();
     let mut turns = lab.turns();
     assert_eq!(turns.iter().filter(|&&key| key == last).count(), 1);

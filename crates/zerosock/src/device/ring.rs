@@ -1,19 +1,19 @@
-//! A running virtqueue of a device: the ring, the descriptors that wake, and how chains are
-//! ended.
+//! A running virtqueue of a device: the ring, its kick, call and error descriptors, and the
+//! completion of chains.
 //!
-//! What must hold: every chain popped is completed once, here; nothing is published without the
-//! front-end being told when it asked to be told; from a ring that broke nothing is taken any more,
-//! but what was taken before is given back.
+//! # Invariants
+//! - Every popped chain is completed once, by [`Ring::complete`].
+//! - Every publish notifies the driver if it asked for a notification.
+//! - No chain is popped from a broken ring, but chains popped before are still completed.
 
 use zerosock_ring::{Chain, DeviceQueue, PopError};
 use zerosock_sys::PeerFd;
 use zerosock_sys::notify::{CallFd, Notifier};
 
-/// Useless chains turned back before others get their turn: a driver can post them as fast as
-/// they come back.
+/// Unusable chains completed per call: a driver can post them as fast as they are returned.
 const MOST_USELESS: usize = 64;
 
-/// A virtqueue in the worker's hands.
+/// A virtqueue owned by a worker.
 #[derive(Debug)]
 pub(crate) struct Ring {
     pub(crate) queue: DeviceQueue,
@@ -22,17 +22,17 @@ pub(crate) struct Ring {
     err: Option<CallFd>,
     pub(crate) enabled: bool,
     broken: bool,
-    /// The front-end has not been told yet that the ring broke.
+    /// The ring has broken and the front-end has not been notified.
     err_pending: bool,
-    /// The device has not yet ended its connections since the ring broke.
+    /// The ring has broken and the device has not reset its connections.
     pub(crate) reset_pending: bool,
     /// Chains completed since the last publish.
     pub(crate) unseen: u16,
-    /// Which start of this queue this is; a chain that comes back late names the one it is from.
+    /// Number of the queue start; a chain that returns late carries the epoch of its queue.
     pub(crate) epoch: u32,
-    /// Chains that could not be used (see [`PopError::Malformed`]).
+    /// Unusable chains since the counter was last read (see [`PopError::Malformed`]).
     pub(crate) malformed: u64,
-    /// Chains taken so far, those included that were un-popped; goes round.
+    /// Chains popped so far, un-popped ones included; wraps around.
     pub(crate) taken: u32,
 }
 
@@ -61,20 +61,20 @@ impl Ring {
         }
     }
 
-    /// Whether the device may work on this ring.
+    /// Whether the device may process this ring.
     pub(crate) fn live(&self) -> bool {
         self.enabled && !self.broken
     }
 
-    /// The next chain that can be used, or `None` when there is none (or the ring is broken).
+    /// The next usable chain; `None` if there is none or the ring is broken.
     #[inline]
     pub(crate) fn pop(&mut self) -> Option<Chain> {
         self.pop_if(0, true)
     }
 
-    /// The next chain with at least `room` writable bytes. One that is of no use goes back to the
-    /// driver, which is counted; but if `skip` is false it stays posted and there is none for now:
-    /// so that chains popped before can still be un-popped.
+    /// The next chain with at least `room` writable bytes. An unusable chain is counted and
+    /// completed, unless `skip` is false: then it stays posted and `None` is returned, so that
+    /// chains popped before can still be un-popped.
     #[inline]
     pub(crate) fn pop_if(&mut self, room: usize, skip: bool) -> Option<Chain> {
         if !self.live() {
@@ -102,19 +102,19 @@ impl Ring {
             self.malformed += 1;
             self.complete(useless, 0);
         }
-        // There may be more, and what there is will be found when kicks are asked for.
+        // The check for new chains when kicks are enabled finds any further ones.
         None
     }
 
-    /// Gives `chain` back to the driver with `written` bytes in it.
+    /// Completes `chain` with `written` bytes.
     #[inline]
     pub(crate) fn complete(&mut self, chain: Chain, written: u32) {
         self.queue.complete(chain, written);
         self.unseen = self.unseen.saturating_add(1);
     }
 
-    /// Shows the driver what was completed, and tells it if it wants to be told; tells the
-    /// front-end if the ring has broken. True: the driver was told.
+    /// Publishes completed chains and notifies the driver if it asked for that; notifies the
+    /// front-end of a broken ring. Returns true if the driver was notified.
     #[inline]
     pub(crate) fn publish(&mut self, notifier: &Notifier) -> bool {
         if std::mem::take(&mut self.err_pending)
@@ -132,7 +132,7 @@ impl Ring {
         false
     }
 
-    /// Stops the ring for good; the next publish says so to the front-end.
+    /// Stops the ring for good; the next publish notifies the front-end.
     pub(crate) fn fail(&mut self) {
         self.err_pending |= !self.broken;
         self.reset_pending |= !self.broken;
@@ -140,7 +140,7 @@ impl Ring {
     }
 
     pub(crate) fn set_call(&mut self, call: Option<CallFd>, notifier: &Notifier) {
-        // The driver may have been promised a notification on the old descriptor.
+        // A notification due on the old descriptor may not have been sent.
         if let Some(call) = &call {
             notifier.notify(call);
         }

@@ -1,18 +1,21 @@
 //! Connections between two guests of this daemon, as one of the two devices sees them.
 //!
-//! See [`sibling_message`](super::sibling_message) for what is said and why. What must hold here: a chain that was lent
-//! comes back exactly once, whichever side ends first; bytes and ends keep their order.
+//! # Invariants
+//! - A lent chain comes back exactly once, whichever side ends first.
+//! - Bytes and ends keep their order.
+//!
+//! [`sibling_message`](super::sibling_message) describes the messages.
 
-use super::bridge::{Bridge, BridgePeer, Inbound, SiblingEnd, Waiting};
+use super::bridge::{Bridge, BridgePeer, Inbound, InboundQueue, SiblingEnd};
 use super::outbound::{Spares, copy_out};
 use super::{Context, Device};
-use crate::device::sibling_message::{Message, Peer};
+use crate::device::sibling_message::{Peer, SiblingMessage};
 use zerosock_proto::vsock::{FlowId, How, SMALL_PACKET};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
-/// `len` bytes of the front of `inbound` were read; the sibling's guest gets its credit, and its
-/// chain if it is `used_up`.
+/// Reports that `len` bytes of the front of `inbound` were read, for the sender's credit. With
+/// `used_up`, also returns the sender's chain.
 pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx: &mut Context<'_>) {
     let chain = if used_up {
         match sibling.pop() {
@@ -25,7 +28,7 @@ pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx:
     let to = sibling.peer.flow;
     cx.outbox.send(
         sibling.peer.device,
-        Message::Returned {
+        SiblingMessage::Returned {
             to,
             bytes: len,
             chain,
@@ -33,11 +36,11 @@ pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx:
     );
 }
 
-/// Makes small packets that wait for our guest one piece; how many bytes wait. Copies, because the
-/// guest would not take as many packets, and the sender's chains have waited for long enough.
+/// Merges small waiting packets into one copy and returns how many bytes wait. The guest would not
+/// take as many packets, and the sender's chains have waited long enough.
 pub(super) fn merge_inbound(
     sibling: &mut SiblingEnd,
-    spares: &mut Spares<Waiting>,
+    spares: &mut Spares<InboundQueue>,
     cx: &mut Context<'_>,
 ) -> u32 {
     let mut sizes = sibling.parts().map(|part| part.len());
@@ -54,7 +57,8 @@ pub(super) fn merge_inbound(
                 Inbound::Lent { memory, held, .. } => {
                     copy_out(memory, held, &mut bytes);
                     cx.counters.copied_bytes.add(held.len.into());
-                    cx.outbox.send(device, give_back(flow, inbound, false));
+                    cx.outbox
+                        .send(device, returned_message(flow, inbound, false));
                 }
                 Inbound::Copied { bytes: more, taken } => {
                     bytes.extend_from_slice(more.get(*taken..).unwrap_or_default());
@@ -67,52 +71,52 @@ pub(super) fn merge_inbound(
     u32::try_from(first + others).unwrap_or(u32::MAX)
 }
 
-/// Gives back everything from the sibling: `read`, because our guest will never read it and that
-/// is all right, or unread, because the connection ends.
+/// Returns everything received from the sibling: with `read`, its bytes count as read because our
+/// guest has stopped receiving; without, the connection ends.
 pub(super) fn return_inbound(sibling: &mut SiblingEnd, read: bool, cx: &mut Context<'_>) {
     let Peer { device, flow: to } = sibling.peer;
     for inbound in sibling.take_all() {
-        cx.outbox.send(device, give_back(to, inbound, read));
+        cx.outbox.send(device, returned_message(to, inbound, read));
     }
 }
 
-fn give_back(to: FlowId, inbound: Inbound, read: bool) -> Message {
+fn returned_message(to: FlowId, inbound: Inbound, read: bool) -> SiblingMessage {
     let bytes = if read { inbound.len() as u32 } else { 0 };
     let chain = match inbound {
         Inbound::Lent { held, epoch, .. } => Some((held.chain, epoch)),
         Inbound::Copied { .. } => None,
     };
-    Message::Returned { to, bytes, chain }
+    SiblingMessage::Returned { to, bytes, chain }
 }
 
-/// Tells the other side that this one has ended: in order (everything was read, both ways were
-/// shut), or cut off.
-pub(super) fn tell_end(bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
+/// Tells the sibling that this side has ended: in order (everything was read, both directions were
+/// shut down), or by a reset.
+pub(super) fn send_end(bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
     let (device, message) = match &bridge.end {
         BridgePeer::Sibling(s) if orderly => {
             let Peer { device, flow: to } = s.peer;
             if s.out > 0 {
-                // Nobody here will watch over them any more.
-                cx.outbox.send(device, Message::Recall { to });
+                // This side no longer enforces the hold limit on them.
+                cx.outbox.send(device, SiblingMessage::Recall { to });
             }
             let (receive, send) = (true, true);
-            (device, Message::Shutdown { to, receive, send })
+            (device, SiblingMessage::Shutdown { to, receive, send })
         }
         BridgePeer::Sibling(SiblingEnd { peer, .. }) | BridgePeer::Asked(Some(peer)) => {
-            (peer.device, Message::Reset { to: peer.flow })
+            (peer.device, SiblingMessage::Reset { to: peer.flow })
         }
         _ => return,
     };
     cx.outbox.send(device, message);
 }
 
-/// Requests to siblings that may be unanswered at once: their number is all that bounds what one
-/// guest can put into the mailbox of another's worker.
+/// Unanswered requests to siblings. This limit bounds what one guest can put into the mailbox of
+/// another's worker.
 const MAX_UNANSWERED: usize = 1024;
 
 impl Device {
-    /// Whether our guest may connect from this port. Services are one CID: a port that two had
-    /// would be one address, and what a guest answers would have two ends.
+    /// Whether our guest may connect from this port. All services share CID 2, so two services
+    /// must not connect from the same port.
     fn may_come_from(&self, port: Port, cx: &Context<'_>) -> bool {
         match &self.service {
             Some(own) => {
@@ -122,7 +126,7 @@ impl Device {
         }
     }
 
-    /// Our guest wants to reach `local`: another endpoint, or a service.
+    /// Forwards our guest's request for `local` to the device of that endpoint or service.
     pub(super) fn ask_sibling(
         &mut self,
         flow: FlowId,
@@ -147,7 +151,7 @@ impl Device {
         };
         cx.outbox.send(
             device,
-            Message::Connect {
+            SiblingMessage::Connect {
                 from,
                 local: peer,
                 peer: local,
@@ -156,21 +160,21 @@ impl Device {
         );
     }
 
-    /// A sibling's device has something to say.
-    pub(crate) fn sibling_says(&mut self, message: Message, cx: &mut Context<'_>) {
+    /// Handles a message from a sibling's device.
+    pub(crate) fn handle_sibling_message(&mut self, message: SiblingMessage, cx: &mut Context<'_>) {
         let Some(message) = self.route_message(message, cx) else {
             return;
         };
         match message {
-            Message::Connect {
+            SiblingMessage::Connect {
                 from,
                 local,
                 peer,
                 socket_type,
             } => self.sibling_connects(from, local, peer, socket_type, cx),
-            Message::Relocated { to, from, old } => self.relocated(to, from, old, cx),
-            Message::Accepted { to, from } => self.sibling_accepted(to, from, cx),
-            Message::Lent {
+            SiblingMessage::Relocated { to, from, old } => self.handle_relocated(to, from, old, cx),
+            SiblingMessage::Accepted { to, from } => self.sibling_accepted(to, from, cx),
+            SiblingMessage::Lent {
                 to,
                 from,
                 memory,
@@ -182,46 +186,52 @@ impl Device {
                     held,
                     epoch,
                 };
-                self.inbound(to, Some(from), inbound, cx);
+                self.queue_inbound(to, Some(from), inbound, cx);
             }
-            Message::Copied { to, bytes } => {
-                self.inbound(to, None, Inbound::Copied { bytes, taken: 0 }, cx);
+            SiblingMessage::Copied { to, bytes } => {
+                self.queue_inbound(to, None, Inbound::Copied { bytes, taken: 0 }, cx);
             }
-            Message::Ended { to, len, ends } => self.sibling_ended_message(to, len, ends, cx),
-            Message::ReadEmpty { to } => {
-                // A flow that ended meanwhile wants no credit.
+            SiblingMessage::Ended { to, len, ends } => {
+                self.sibling_ended_message(to, len, ends, cx)
+            }
+            SiblingMessage::ReadEmpty { to } => {
+                // Fails if the flow has ended.
                 let _ = self.shard.consume_empty(to, 1);
             }
-            Message::Returned { to, bytes, chain } => self.returned(to, bytes, chain, cx),
-            Message::Recall { to } => self.recall(to, cx),
-            Message::Shutdown { to, receive, send } => self.sibling_shut(to, receive, send, cx),
-            Message::Asking { to, from } => self.sibling_asks(to, from, cx),
-            Message::Refused { to } => {
+            SiblingMessage::Returned { to, bytes, chain } => {
+                self.handle_returned(to, bytes, chain, cx)
+            }
+            SiblingMessage::Recall { to } => self.return_recalled(to, cx),
+            SiblingMessage::Shutdown { to, receive, send } => {
+                self.sibling_shut(to, receive, send, cx)
+            }
+            SiblingMessage::Asking { to, from } => self.sibling_asks(to, from, cx),
+            SiblingMessage::Refused { to } => {
                 self.unanswered = self.unanswered.saturating_sub(1);
                 self.sibling_ended(to, cx);
             }
-            Message::Reset { to } => self.sibling_ended(to, cx),
-            Message::Datagram(datagram) => self.sibling_datagram(datagram, cx),
-            Message::DatagramDone {
+            SiblingMessage::Reset { to } => self.sibling_ended(to, cx),
+            SiblingMessage::Datagram(datagram) => self.sibling_datagram(datagram, cx),
+            SiblingMessage::DatagramDone {
                 chain,
                 epoch,
                 copied,
                 answer,
             } => self.datagram_done(chain, epoch, copied, answer),
-            Message::DatagramWord(word) => self.datagram_word(word),
-            Message::TakeOver(handoff) => self.unpack(*handoff, cx),
-            Message::Call { caller, local } => self.connect_guest(caller, local, false, cx),
-            // Those about queue_pairs have been dealt with; the worker takes `HandOff`.
-            Message::Arrived { .. }
-            | Message::Orphaned { .. }
-            | Message::Lost
-            | Message::Flushed { .. }
-            | Message::SentOn(_)
-            | Message::HandOff { .. } => {}
+            SiblingMessage::DatagramControl(control) => self.datagram_control(control),
+            SiblingMessage::TakeOver(handoff) => self.adopt(*handoff, cx),
+            SiblingMessage::Call { caller, local } => self.connect_guest(caller, local, false, cx),
+            // `route_message` has handled those about queue pairs; the worker takes `HandOff`.
+            SiblingMessage::Arrived { .. }
+            | SiblingMessage::Orphaned { .. }
+            | SiblingMessage::Lost
+            | SiblingMessage::Flushed { .. }
+            | SiblingMessage::SentOn(_)
+            | SiblingMessage::HandOff { .. } => {}
         }
     }
 
-    /// The other side is gone, or never came to be: nobody to tell.
+    /// Ends a connection: its sibling has ended, refused it, or does not exist.
     fn sibling_ended(&mut self, to: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(to) else { return };
         let ended = match self.remove_bridge(key, cx) {
@@ -234,19 +244,19 @@ impl Device {
             }
             _ => self.shard.reset(to),
         };
-        // A flow that has ended of itself meanwhile needs no more.
+        // Fails if the flow has ended by itself.
         let _ = ended;
     }
 
-    /// A sibling has begun to ask its guest.
+    /// A sibling has passed our guest's request on to its own guest.
     fn sibling_asks(&mut self, to: FlowId, from: Peer, cx: &mut Context<'_>) {
         self.unanswered = self.unanswered.saturating_sub(1);
         let key = self.key_of(to);
         match key.and_then(|key| self.bridges.get_mut(key as usize)) {
             Some(bridge) => bridge.end = BridgePeer::Asked(Some(from)),
-            // Our guest has given up meanwhile.
+            // Our guest has given up already.
             None => {
-                let message = Message::Reset { to: from.flow };
+                let message = SiblingMessage::Reset { to: from.flow };
                 cx.outbox.send(from.device, message);
             }
         }
@@ -260,8 +270,8 @@ impl Device {
         socket_type: SocketType,
         cx: &mut Context<'_>,
     ) {
-        if let Some(queue_pair) = self.lane_for(peer, local) {
-            let connect = Message::Connect {
+        if let Some(queue_pair) = self.queue_pair_for(peer, local) {
+            let connect = SiblingMessage::Connect {
                 from,
                 local,
                 peer,
@@ -277,7 +287,7 @@ impl Device {
                     let _ = self.shard.reset(flow);
                 }
                 cx.outbox
-                    .send(from.device, Message::Refused { to: from.flow });
+                    .send(from.device, SiblingMessage::Refused { to: from.flow });
                 return;
             }
         };
@@ -285,7 +295,7 @@ impl Device {
             device: self.addr,
             flow,
         };
-        let asking = Message::Asking {
+        let asking = SiblingMessage::Asking {
             to: from.flow,
             from: us,
         };
@@ -295,9 +305,9 @@ impl Device {
 
     fn sibling_accepted(&mut self, to: FlowId, from: Peer, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(to) else {
-            // Our guest has given up meanwhile.
+            // Our guest has given up already.
             cx.outbox
-                .send(from.device, Message::Reset { to: from.flow });
+                .send(from.device, SiblingMessage::Reset { to: from.flow });
             return;
         };
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
@@ -312,8 +322,14 @@ impl Device {
         let _ = self.shard.accept(cx.now, to);
     }
 
-    /// Bytes from a sibling for our guest.
-    fn inbound(&mut self, to: FlowId, from: Option<Peer>, inbound: Inbound, cx: &mut Context<'_>) {
+    /// Queues bytes from a sibling for our guest.
+    fn queue_inbound(
+        &mut self,
+        to: FlowId,
+        from: Option<Peer>,
+        inbound: Inbound,
+        cx: &mut Context<'_>,
+    ) {
         let key = self.key_of(to);
         let bridge = key.and_then(|k| Some((k, self.bridges.get_mut(k as usize)?)));
         let peer = match bridge {
@@ -324,26 +340,28 @@ impl Device {
                 if !bridge.read_closed {
                     if let Some(inbound) = s.push(inbound, &mut self.spare_inbound) {
                         let Peer { device, flow } = s.peer;
-                        cx.outbox.send(device, give_back(flow, inbound, false));
+                        cx.outbox
+                            .send(device, returned_message(flow, inbound, false));
                     }
                     bridge.readable = true;
                     bridge.hold_back_no_more();
                     self.enqueue(key);
-                    return self.settle(key, cx);
+                    return self.update_bridge(key, cx);
                 }
                 Some(s.peer)
             }
-            // The flow has ended here; what was copied is nobody's any more.
+            // The flow has ended here: copied bytes are dropped.
             None => from,
         };
-        // Our guest will never read it: the sender's credit and its chain go back all the same.
+        // Our guest never reads them: return the sender's credit and chain all the same.
         if let Some(Peer { device, flow }) = peer {
-            cx.outbox.send(device, give_back(flow, inbound, true));
+            cx.outbox
+                .send(device, returned_message(flow, inbound, true));
         }
     }
 
-    /// A sibling has read `bytes` of what we sent it, or gives a chain back unread.
-    fn returned(
+    /// A sibling has read `bytes` of what we sent, or returns a chain.
+    fn handle_returned(
         &mut self,
         to: FlowId,
         bytes: u32,
@@ -352,7 +370,7 @@ impl Device {
     ) {
         let returned = chain.is_some();
         if let (Some((chain, epoch)), Some(tx)) = (chain, self.tx.as_mut()) {
-            // A chain of an earlier start of the queue belongs to nobody any more.
+            // A chain of an earlier epoch needs no completion: its queue was stopped.
             if tx.epoch == epoch {
                 tx.complete(chain, 0);
             }
@@ -371,17 +389,17 @@ impl Device {
             s.out = s.out.saturating_sub(u32::from(returned));
             s.stalled &= !caught_up;
             if s.out <= s.younger {
-                // All that was out at that time is back: the others are younger.
+                // Every chain that was out at `held_since` is back; the others are younger.
                 *held_since = None;
             }
         }
         self.drain_events(cx);
-        self.settle(key, cx);
-        self.chains_are_back(key, cx);
+        self.update_bridge(key, cx);
+        self.handoff_if_returned(key, cx);
     }
 
-    /// A sibling wants its chains back now.
-    fn recall(&mut self, to: FlowId, cx: &mut Context<'_>) {
+    /// Copies out and returns all chains that a sibling recalls.
+    fn return_recalled(&mut self, to: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(to) else { return };
         let Some(Bridge {
             end: BridgePeer::Sibling(s),
@@ -400,11 +418,11 @@ impl Device {
                 copied += bytes.len();
                 let copy = Inbound::Copied { bytes, taken: 0 };
                 let lent = std::mem::replace(inbound, copy);
-                cx.outbox.send(device, give_back(flow, lent, false));
+                cx.outbox.send(device, returned_message(flow, lent, false));
             }
         }
         s.change_copied(|before| before + copied);
-        self.settle(key, cx);
+        self.update_bridge(key, cx);
     }
 
     fn sibling_shut(&mut self, to: FlowId, receive: bool, send: bool, cx: &mut Context<'_>) {
@@ -421,7 +439,7 @@ impl Device {
         }
         if send {
             s.finish = true;
-            // With nothing left to deliver, the end is what there is to "read".
+            // With nothing left to deliver, a read finds the end of the stream.
             bridge.readable = true;
             bridge.hold_back_no_more();
             self.enqueue(key);

@@ -1,14 +1,14 @@
-//! What the devices of one daemon say to each other.
+//! Messages between the devices of one daemon.
 //!
 //! Two guests of one daemon are joined by two connections, one in each device's shard, so that
-//! credit, caps and state are enforced against each of them separately. Bytes go from the
-//! sender's chain straight into the receiver's posted buffer, in the receiver's worker: one
-//! copy. Until then the chain is on loan to the receiver ([`Message::Lent`]) and comes back by
-//! [`Message::Returned`]; the lender can ask for it back at any time ([`Message::Recall`]).
+//! credit, limits and state are enforced against each guest separately. The receiver's worker
+//! copies bytes from the sender's chain into the receiver's posted buffer: one copy. Until then the
+//! chain is lent to the receiver ([`SiblingMessage::Lent`]) and comes back by
+//! [`SiblingMessage::Returned`]; the lender can recall it at any time ([`SiblingMessage::Recall`]).
 
-use super::datagrams::returned;
+use super::datagrams::return_lent;
 use super::host::Caller;
-use super::outbound::Held;
+use super::outbound::HeldChain;
 use super::queue_pairs::Handoff;
 use crate::routing::DeviceAddr;
 use crate::table::sockets::Ends;
@@ -25,118 +25,120 @@ pub(crate) struct Peer {
     pub(crate) flow: FlowId,
 }
 
-/// What one side of a sibling connection says to the other. Messages of one pair keep their
-/// order. One that names a flow that has ended is dropped, after what it carries was returned.
+/// A message from one side of a sibling connection to the other. Messages between the same two
+/// devices keep their order. A message for a flow that has ended is dropped after what it carries
+/// was returned.
 #[derive(Debug)]
-pub(crate) enum Message {
-    /// A guest wants to reach its sibling: connect to your guest and answer.
+pub(crate) enum SiblingMessage {
+    /// A guest connects to its sibling: ask your guest and answer.
     Connect {
         from: Peer,
         local: Address,
         peer: Address,
         socket_type: SocketType,
     },
-    /// The answer to `Connect`, at once: `from` is asking its guest.
+    /// The immediate answer to `Connect`: `from` is asking its guest.
     Asking { to: FlowId, from: Peer },
-    /// The other answer to `Connect`: it cannot be asked.
+    /// The other immediate answer to `Connect`: the guest cannot be asked.
     Refused { to: FlowId },
-    /// Your connect went through; `from` is the other side from now on.
+    /// The guest has accepted; `from` is the other side from now on.
     Accepted { to: FlowId, from: Peer },
-    /// Bytes that lie in my guest's memory. Give the chain back when they are read.
+    /// Bytes in the sending guest's memory. Return the chain when they have been read.
     Lent {
         to: FlowId,
         from: Peer,
         memory: Arc<Memory>,
-        held: Held,
+        held: HeldChain,
         epoch: u32,
     },
-    /// Bytes that I had to copy.
+    /// Bytes in a copy.
     Copied { to: FlowId, bytes: Vec<u8> },
-    /// The last `len` bytes, all of which I have sent, are a message.
+    /// The last `len` bytes sent form a message.
     Ended { to: FlowId, len: u32, ends: Ends },
-    /// A message of yours without a byte was read.
+    /// An empty message was read.
     ReadEmpty { to: FlowId },
-    /// `bytes` of what you sent were read; a chain that is no longer needed comes with it.
+    /// `bytes` of the peer's data were read; `chain` is a chain that is no longer needed, with its
+    /// epoch.
     Returned {
         to: FlowId,
         bytes: u32,
         chain: Option<(zerosock_ring::Chain, u32)>,
     },
-    /// Copy out what you hold of mine for this flow and return it now.
+    /// Copy out and return the chains lent for this flow now.
     Recall { to: FlowId },
-    /// My guest will not receive, or not send, any more.
+    /// The sending guest has shut down receiving, sending, or both.
     Shutdown {
         to: FlowId,
         receive: bool,
         send: bool,
     },
-    /// The connection is gone, or the guest has refused it.
+    /// The connection has ended, or the guest has refused it.
     Reset { to: FlowId },
 
-    /// From queue_pair to queue_pair of a device with several queue pairs: this host program's connection belongs
-    /// to you, from that port.
+    /// Between queue pairs of one device: this host program's connection, from port `local`,
+    /// belongs to your pair.
     Call { caller: Caller, local: Port },
-    /// From queue_pair to queue_pair, to the first: the driver knows connections that the device does not.
+    /// To the first queue pair: the driver has connections that the device does not know.
     Lost,
-    /// From a device to itself, that is to its worker: the connection goes to the queue_pair of that queue
-    /// pair.
+    /// From a device to its own worker: hand the connection off to queue pair `pair`.
     HandOff { to: FlowId, pair: u16 },
-    /// From queue_pair to queue_pair: take this connection.
+    /// Between queue pairs: adopt this connection.
     TakeOver(Box<Handoff>),
-    /// The answer: it is there, or nowhere. With what the driver is to be told.
+    /// The answer to `TakeOver`: the new address, or `None` if the connection was reset. `answer`
+    /// is the packet for the driver.
     Arrived {
         to: FlowId,
         now: Option<Peer>,
         answer: Repr,
     },
-    /// From the old queue_pair to the new one: the driver that had this connection is gone.
+    /// From the old queue pair to the new one: the driver of this connection has gone.
     Orphaned { to: FlowId },
-    /// From the queue_pair that has a connection now, to its sibling: send to me. `old` is who had it.
+    /// From the new queue pair to the sibling: send to `from` now; `old` was the previous address.
     Relocated { to: FlowId, from: Peer, old: Peer },
-    /// The answer, to `old`: nothing more will come to you.
+    /// The sibling's answer, to `old`: no more messages follow.
     Flushed { to: FlowId },
-    /// From the old queue_pair to the new one: what was sent to me.
-    SentOn(Box<Message>),
+    /// From the old queue pair to the new one: a message that was sent to the old pair.
+    SentOn(Box<SiblingMessage>),
 
-    /// A datagram, or a word of their flow control, for your guest. Give the chain back at once.
+    /// A datagram or flow-control packet for the peer's guest. Return the chain at once.
     Datagram(Datagram),
-    /// The answer to `Datagram`: the chain, and a word for your guest.
+    /// The answer to `Datagram`: the chain, and a flow-control packet for the sender's guest.
     DatagramDone {
         chain: zerosock_ring::Chain,
         epoch: u32,
-        /// Bytes of it that were put together.
+        /// Bytes of the datagram if it was assembled, else 0.
         copied: usize,
         answer: Option<Repr>,
     },
-    /// A word of the flow control for your guest.
-    DatagramWord(Repr),
+    /// A flow-control packet for the peer's guest.
+    DatagramControl(Repr),
 }
 
 /// A packet of type DGRAM on its way from one guest to another.
 #[derive(Debug)]
 pub(crate) struct Datagram {
     pub(crate) from: DeviceAddr,
-    /// Its sender understands words of the flow control.
+    /// The sender's driver has negotiated datagram flow control.
     pub(crate) flow: bool,
-    /// As the guest has sent it; of one that was put together, with the length of all of it.
+    /// The header as the guest sent it; for an assembled datagram with its total length.
     pub(crate) header: Repr,
     pub(crate) payload: Payload,
-    /// The chain that it came in, the last of those.
+    /// The chain of the datagram, or of its last fragment.
     pub(crate) chain: zerosock_ring::Chain,
     pub(crate) epoch: u32,
 }
 
-/// Where a datagram lies.
+/// Where the payload of a datagram is.
 #[derive(Debug)]
 pub(crate) enum Payload {
     /// In its chain, behind the header.
     Lent(Arc<Memory>),
-    /// It was put together.
+    /// Assembled from fragments.
     Copied(Box<[u8]>),
 }
 
 impl Payload {
-    /// Bytes that were put together.
+    /// Bytes of an assembled datagram, else 0.
     pub(crate) fn copied(&self) -> usize {
         match self {
             Payload::Lent(_) => 0,
@@ -145,116 +147,116 @@ impl Payload {
     }
 }
 
-impl Message {
-    /// The connection that it is for, if it is for one that exists.
+impl SiblingMessage {
+    /// The flow that the message is for, if any.
     pub(crate) fn to(&self) -> Option<FlowId> {
         match self {
-            Message::Asking { to, .. }
-            | Message::Refused { to }
-            | Message::Accepted { to, .. }
-            | Message::Lent { to, .. }
-            | Message::Copied { to, .. }
-            | Message::Ended { to, .. }
-            | Message::ReadEmpty { to, .. }
-            | Message::Returned { to, .. }
-            | Message::Recall { to }
-            | Message::Shutdown { to, .. }
-            | Message::Reset { to }
-            | Message::HandOff { to, .. }
-            | Message::Arrived { to, .. }
-            | Message::Orphaned { to }
-            | Message::Relocated { to, .. }
-            | Message::Flushed { to } => Some(*to),
-            Message::Connect { .. }
-            | Message::Call { .. }
-            | Message::Lost
-            | Message::TakeOver(_)
-            | Message::SentOn(_)
-            | Message::Datagram(_)
-            | Message::DatagramDone { .. }
-            | Message::DatagramWord(_) => None,
+            SiblingMessage::Asking { to, .. }
+            | SiblingMessage::Refused { to }
+            | SiblingMessage::Accepted { to, .. }
+            | SiblingMessage::Lent { to, .. }
+            | SiblingMessage::Copied { to, .. }
+            | SiblingMessage::Ended { to, .. }
+            | SiblingMessage::ReadEmpty { to, .. }
+            | SiblingMessage::Returned { to, .. }
+            | SiblingMessage::Recall { to }
+            | SiblingMessage::Shutdown { to, .. }
+            | SiblingMessage::Reset { to }
+            | SiblingMessage::HandOff { to, .. }
+            | SiblingMessage::Arrived { to, .. }
+            | SiblingMessage::Orphaned { to }
+            | SiblingMessage::Relocated { to, .. }
+            | SiblingMessage::Flushed { to } => Some(*to),
+            SiblingMessage::Connect { .. }
+            | SiblingMessage::Call { .. }
+            | SiblingMessage::Lost
+            | SiblingMessage::TakeOver(_)
+            | SiblingMessage::SentOn(_)
+            | SiblingMessage::Datagram(_)
+            | SiblingMessage::DatagramDone { .. }
+            | SiblingMessage::DatagramControl(_) => None,
         }
     }
 
-    /// The connection that it is for has this name now.
+    /// Replaces the flow that the message is for.
     pub(crate) fn set_to(&mut self, now: FlowId) {
         match self {
-            Message::Asking { to, .. }
-            | Message::Refused { to }
-            | Message::Accepted { to, .. }
-            | Message::Lent { to, .. }
-            | Message::Copied { to, .. }
-            | Message::Ended { to, .. }
-            | Message::ReadEmpty { to, .. }
-            | Message::Returned { to, .. }
-            | Message::Recall { to }
-            | Message::Shutdown { to, .. }
-            | Message::Reset { to }
-            | Message::HandOff { to, .. }
-            | Message::Arrived { to, .. }
-            | Message::Orphaned { to }
-            | Message::Relocated { to, .. }
-            | Message::Flushed { to } => *to = now,
-            Message::Connect { .. }
-            | Message::Call { .. }
-            | Message::Lost
-            | Message::TakeOver(_)
-            | Message::SentOn(_)
-            | Message::Datagram(_)
-            | Message::DatagramDone { .. }
-            | Message::DatagramWord(_) => {}
+            SiblingMessage::Asking { to, .. }
+            | SiblingMessage::Refused { to }
+            | SiblingMessage::Accepted { to, .. }
+            | SiblingMessage::Lent { to, .. }
+            | SiblingMessage::Copied { to, .. }
+            | SiblingMessage::Ended { to, .. }
+            | SiblingMessage::ReadEmpty { to, .. }
+            | SiblingMessage::Returned { to, .. }
+            | SiblingMessage::Recall { to }
+            | SiblingMessage::Shutdown { to, .. }
+            | SiblingMessage::Reset { to }
+            | SiblingMessage::HandOff { to, .. }
+            | SiblingMessage::Arrived { to, .. }
+            | SiblingMessage::Orphaned { to }
+            | SiblingMessage::Relocated { to, .. }
+            | SiblingMessage::Flushed { to } => *to = now,
+            SiblingMessage::Connect { .. }
+            | SiblingMessage::Call { .. }
+            | SiblingMessage::Lost
+            | SiblingMessage::TakeOver(_)
+            | SiblingMessage::SentOn(_)
+            | SiblingMessage::Datagram(_)
+            | SiblingMessage::DatagramDone { .. }
+            | SiblingMessage::DatagramControl(_) => {}
         }
     }
 
-    /// What is to be said, and to whom, when the device that this was for is gone: whoever asked
-    /// it gets an answer, whoever lent it something gets it back. All others know already, or will
-    /// when they have read what the device said before it went.
-    pub(crate) fn undeliverable(self) -> Option<(DeviceAddr, Message)> {
+    /// The answer, with its destination, when the device that this message was for has gone: a
+    /// request is refused, a lent chain is returned. In all other cases the sender knows already,
+    /// or learns it from the messages that the device sent before it went.
+    pub(crate) fn undeliverable(self) -> Option<(DeviceAddr, SiblingMessage)> {
         match self {
-            Message::Connect { from, .. } => {
+            SiblingMessage::Connect { from, .. } => {
                 let to = from.flow;
-                Some((from.device, Message::Refused { to }))
+                Some((from.device, SiblingMessage::Refused { to }))
             }
-            Message::Asking { from, .. } | Message::Accepted { from, .. } => {
+            SiblingMessage::Asking { from, .. } | SiblingMessage::Accepted { from, .. } => {
                 let to = from.flow;
-                Some((from.device, Message::Reset { to }))
+                Some((from.device, SiblingMessage::Reset { to }))
             }
-            Message::Lent {
+            SiblingMessage::Lent {
                 from, held, epoch, ..
             } => {
-                let message = Message::Returned {
+                let message = SiblingMessage::Returned {
                     to: from.flow,
                     bytes: 0,
                     chain: Some((held.chain, epoch)),
                 };
                 Some((from.device, message))
             }
-            // Who had it sends on the ready_flags that nothing more will come.
-            Message::Relocated { old, .. } => {
+            // The sibling has gone, so nothing more follows for the old address.
+            SiblingMessage::Relocated { old, .. } => {
                 let to = old.flow;
-                Some((old.device, Message::Flushed { to }))
+                Some((old.device, SiblingMessage::Flushed { to }))
             }
-            Message::SentOn(message) => message.undeliverable(),
-            Message::Datagram(datagram) => Some(returned(datagram)),
-            // Whoever has one sees to it: it is more than one answer.
-            Message::TakeOver(_) => None,
-            // The program sees its socket close.
-            Message::Call { .. }
-            | Message::Lost
-            | Message::HandOff { .. }
-            | Message::Arrived { .. }
-            | Message::Orphaned { .. }
-            | Message::Flushed { .. }
-            | Message::DatagramDone { .. }
-            | Message::DatagramWord(_)
-            | Message::Refused { .. }
-            | Message::Copied { .. }
-            | Message::Ended { .. }
-            | Message::ReadEmpty { .. }
-            | Message::Returned { .. }
-            | Message::Recall { .. }
-            | Message::Shutdown { .. }
-            | Message::Reset { .. } => None,
+            SiblingMessage::SentOn(message) => message.undeliverable(),
+            SiblingMessage::Datagram(datagram) => Some(return_lent(datagram)),
+            // Needs more than one answer: see `Handoff::abandon`.
+            SiblingMessage::TakeOver(_) => None,
+            // The program's socket is closed.
+            SiblingMessage::Call { .. }
+            | SiblingMessage::Lost
+            | SiblingMessage::HandOff { .. }
+            | SiblingMessage::Arrived { .. }
+            | SiblingMessage::Orphaned { .. }
+            | SiblingMessage::Flushed { .. }
+            | SiblingMessage::DatagramDone { .. }
+            | SiblingMessage::DatagramControl(_)
+            | SiblingMessage::Refused { .. }
+            | SiblingMessage::Copied { .. }
+            | SiblingMessage::Ended { .. }
+            | SiblingMessage::ReadEmpty { .. }
+            | SiblingMessage::Returned { .. }
+            | SiblingMessage::Recall { .. }
+            | SiblingMessage::Shutdown { .. }
+            | SiblingMessage::Reset { .. } => None,
         }
     }
 }
@@ -264,14 +266,18 @@ mod tests {
     use super::*;
     use zerosock_proto::Cid;
 
-    /// Every packet between siblings is one, and is moved from list to list: two cache lines.
+    /// Messages move through several queues; 128 bytes are two cache lines.
     #[test]
-    fn a_message_is_small() {
-        assert!(size_of::<Message>() <= 128, "{}", size_of::<Message>());
+    fn message_fits_in_two_cache_lines() {
+        assert!(
+            size_of::<SiblingMessage>() <= 128,
+            "{}",
+            size_of::<SiblingMessage>()
+        );
     }
 
     #[test]
-    fn who_asks_or_lends_is_answered_for_a_device_that_is_gone() {
+    fn requests_to_a_removed_device_are_answered() {
         let mut shard = zerosock_proto::vsock::Shard::new(
             zerosock_proto::vsock::ShardConfig::driver(Cid::new(3)),
             Arc::new(zerosock_proto::vsock::PortTable::new()),
@@ -283,25 +289,25 @@ mod tests {
         let flow = shard.connect(now, any, host, stream).unwrap();
         let device = DeviceAddr { worker: 1, vm: 2 };
         let from = Peer { device, flow };
-        let connect = Message::Connect {
+        let connect = SiblingMessage::Connect {
             from,
             local: any,
             peer: host,
             socket_type: SocketType::SeqPacket,
         };
-        let Some((to, Message::Refused { to: told })) = connect.undeliverable() else {
-            panic!("an unanswered connect");
+        let Some((to, SiblingMessage::Refused { to: told })) = connect.undeliverable() else {
+            panic!("a connect without an answer");
         };
         assert_eq!((to, told), (device, flow));
         for message in [
-            Message::Asking { to: flow, from },
-            Message::Accepted { to: flow, from },
+            SiblingMessage::Asking { to: flow, from },
+            SiblingMessage::Accepted { to: flow, from },
         ] {
-            let Some((to, Message::Reset { to: told })) = message.undeliverable() else {
-                panic!("a half connection");
+            let Some((to, SiblingMessage::Reset { to: told })) = message.undeliverable() else {
+                panic!("a half-open connection without an answer");
             };
             assert_eq!((to, told), (device, flow));
         }
-        assert!(Message::Reset { to: flow }.undeliverable().is_none());
+        assert!(SiblingMessage::Reset { to: flow }.undeliverable().is_none());
     }
 }

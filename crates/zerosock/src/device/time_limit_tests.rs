@@ -1,4 +1,4 @@
-//! Limits in time, at a clock of the test's own.
+//! Time limits, tested with a simulated clock.
 
 use std::io::Read;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -13,14 +13,14 @@ use super::*;
 use crate::device::host_sockets::HostSocket;
 
 impl Lab {
-    /// Has the timers fire that are due `at` so long after the start.
+    /// Handles the timers that are due `at` after the start.
     fn fire_at(&mut self, at: Duration) {
         let (device, mut cx) = self.lend();
         cx.now = Instant::ZERO + at;
         device.fire_timers(&mut cx);
     }
 
-    /// An ended connection of which the host program at the other end is to take `bytes`.
+    /// An ended connection with `bytes` left for the host program.
     fn lingering(&mut self, bytes: usize) -> (u32, UnixStream) {
         let key = self.ready();
         let (ours, program) = UnixStream::pair().unwrap();
@@ -33,7 +33,7 @@ impl Lab {
         bridge.outbound = Outbound::of_copies(vec![7; bytes]);
         bridge.writable = true;
         let flow = bridge.flow.unwrap();
-        assert!(device.linger(key, &mut cx), "there is something left");
+        assert!(device.linger(key, &mut cx), "bytes are left");
         device.flush(key, &mut cx);
         let _ = device.shard.reset(flow);
         while device.shard.poll_event().is_some() {}
@@ -49,13 +49,13 @@ impl Lab {
     }
 }
 
-/// As the labs have it for all limits.
+/// Every limit in `Lab`.
 const LIMIT: Duration = Duration::from_secs(1);
-/// More than a socket takes, and no more than a device may copy.
+/// More than a socket buffers, and no more than the overflow limit.
 const MANY_BYTES: usize = 1 << 20;
 
 #[test]
-fn the_last_bytes_of_an_ended_connection_are_dropped_when_nothing_is_taken() {
+fn lingering_socket_that_takes_no_byte_is_closed_at_the_limit() {
     let mut lab = Lab::new();
     let (key, mut program) = lab.lingering(MANY_BYTES);
     lab.fire_at(LIMIT - Duration::from_nanos(1));
@@ -69,7 +69,7 @@ fn the_last_bytes_of_an_ended_connection_are_dropped_when_nothing_is_taken() {
 }
 
 #[test]
-fn a_program_that_takes_bytes_slowly_gets_all_of_them() {
+fn lingering_socket_delivers_all_bytes_to_a_slow_reader() {
     let mut lab = Lab::new();
     let (key, mut program) = lab.lingering(MANY_BYTES);
     let mut got = 0;
@@ -92,18 +92,18 @@ fn a_program_that_takes_bytes_slowly_gets_all_of_them() {
     assert!(now > 4 * LIMIT && lab.is_at_rest());
 }
 
-/// A listener whose backlog is full, and what fills it.
+/// A listener with a full backlog, and the connection that fills it.
 fn full_listener(path: &Path) -> (UnixListener, UnixStream) {
     let kind = SocketKind::STREAM;
     let flags = SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None).unwrap();
     rustix::net::bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
-    // Linux lets in one more than it is told.
+    // Linux admits one connection more than the backlog.
     rustix::net::listen(&socket, 0).unwrap();
     (socket.into(), UnixStream::connect(path).unwrap())
 }
 
-/// A lab whose guest connects to a full listener.
+/// A device with connects of its guest to a full listener.
 fn before_full_listener(connections: usize) -> (Lab, tempfile::TempDir, UnixListener, Vec<u32>) {
     let dir = tempfile::tempdir().unwrap();
     let base = dir.path().join("vm");
@@ -131,7 +131,7 @@ fn before_full_listener(connections: usize) -> (Lab, tempfile::TempDir, UnixList
 }
 
 #[test]
-fn connects_to_a_full_backlog_are_tried_one_at_a_time_and_ever_more_seldom() {
+fn connects_to_a_full_backlog_are_retried_one_at_a_time_with_growing_pauses() {
     let (mut lab, _dir, _listener, keys) = before_full_listener(500);
     let mut pauses = Vec::new();
     let mut last = Instant::ZERO;
@@ -143,7 +143,7 @@ fn connects_to_a_full_backlog_are_tried_one_at_a_time_and_ever_more_seldom() {
     }
     let doubled = pauses.windows(2).take(8).all(|pair| pair[1] == 2 * pair[0]);
     assert!(doubled, "{pauses:?}");
-    // Until the limit, when all are refused, a turn's share at a time.
+    // At the deadline all are refused, one budget per turn.
     assert_eq!(lab.counters().conns_refused.get(), 500);
     assert!(keys.iter().all(|&key| !lab.lingers(key)) && lab.is_at_rest());
     let tried = lab.counters().connect_retries.get();
@@ -154,14 +154,14 @@ fn connects_to_a_full_backlog_are_tried_one_at_a_time_and_ever_more_seldom() {
 }
 
 #[test]
-fn room_in_the_backlog_is_given_in_the_order_of_the_connects() {
+fn backlog_room_goes_to_the_oldest_connect() {
     let (mut lab, _dir, listener, keys) = before_full_listener(3);
     let is_open = |lab: &Lab, key: u32| lab.device.bridges[key as usize].open;
     listener.accept().unwrap();
     lab.fire_at(Duration::from_millis(1));
     let open: Vec<bool> = keys.iter().map(|&key| is_open(&lab, key)).collect();
     assert_eq!(open, [true, false, false]);
-    // One that goes meanwhile does not hold up those behind it.
+    // A connection that is removed does not delay those behind it.
     let (device, mut cx) = lab.lend();
     device.reset_bridge(keys[1], &mut cx);
     listener.accept().unwrap();

@@ -1,5 +1,5 @@
-//! The deadlines of one device, ordered. A timer that fires is a hint: whoever set it may be gone
-//! or have moved its deadline, so the receiver looks at the deadline of the thing itself.
+//! The deadlines of one device, ordered. An expired timer is a hint: its object may have been
+//! removed or its deadline moved, so the handler checks the object's own deadline.
 
 use super::backlog::HostPort;
 use std::collections::BTreeSet;
@@ -8,19 +8,19 @@ use zerosock_proto::Instant;
 /// What a deadline is for; the number is a key into the device's tables.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(crate) enum Timer {
-    /// A host program has not said CONNECT in time.
+    /// Close a host program with an incomplete CONNECT line.
     Handshake(u32),
-    /// A connect that the kernel has not decided takes too long.
+    /// Refuse a connect that the kernel has not completed.
     Connect(u32),
-    /// Try to reach a host socket again that had a full backlog.
+    /// Retry connects to a host socket with a full backlog.
     Backlog(HostPort),
     /// Close host sockets that do not take the last bytes of ended connections.
     Linger,
-    /// Copy out what a stalled connection holds.
+    /// Copy out the chains that a stalled connection holds.
     Hold(u32),
-    /// Try again to accept on a listener that failed for want of descriptors.
+    /// Retry accept on a listener after a failure.
     Accept(u32),
-    /// Look again whether a writer has left the guest's buffers.
+    /// Check whether the pending command can be completed.
     Recall,
 }
 
@@ -33,7 +33,7 @@ impl Timers {
         self.0.insert((at, timer));
     }
 
-    /// Takes a timer back.
+    /// Removes a timer.
     pub(crate) fn cancel(&mut self, at: Instant, timer: Timer) {
         self.0.remove(&(at, timer));
     }
@@ -42,12 +42,12 @@ impl Timers {
         self.0.first().map(|t| t.0)
     }
 
-    /// Timers that are set.
+    /// The number of timers.
     pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// A timer that is due.
+    /// Removes and returns an expired timer.
     pub(crate) fn pop(&mut self, now: Instant) -> Option<Timer> {
         if self.next()? > now {
             return None;

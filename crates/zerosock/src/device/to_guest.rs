@@ -1,10 +1,8 @@
-//! Packets to the guest: from the host's sockets into the buffers that the guest has posted.
+//! Packets to the guest: from host sockets into the buffers that the guest has posted.
 //!
-//! Credit and a packet slot are reserved first, then one `recvmsg` fills the payload parts of
-//! several buffers at once, then each buffer gets its header in front of what it received. What
-//! was not filled is un-popped, so that nothing is spent on a short read. How many buffers a
-//! read gathers is learned: a connection of small messages takes one, a stream up to
-//! [`GATHER`].
+//! Credit and a packet slot are reserved, one `recvmsg` fills the payload parts of several buffers,
+//! and each filled buffer gets its header. Unfilled buffers are un-popped. The number of buffers
+//! per read adapts: a connection of small messages takes one, a stream up to [`GATHER`].
 
 use super::bridge::{Bridge, BridgePeer, Inbound};
 use super::events::emit;
@@ -23,24 +21,24 @@ pub(super) const GATHER: usize = 32;
 const SLICES: usize = 64;
 /// Reads (of whatever size) in one turn of a device.
 const BUDGET: usize = 64;
-/// Bytes of one read: beyond that, larger reads save nothing.
+/// Bytes of one read: larger reads are not faster.
 const READ_MAX: usize = 256 * 1024;
 
-/// How a bridge's turn ended.
+/// The result of filling buffers from one bridge.
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum Fill {
-    /// There may be more: back to the end of the list.
+    /// There may be more: append the bridge to the ready list.
     Again,
-    /// Nothing more until an edge, credit, or the sibling.
+    /// Nothing more until an edge, credit, or a message of the sibling.
     Idle,
-    /// No buffers.
+    /// The guest has posted no buffers.
     Starved,
-    /// The device's memory is gone.
+    /// The device's memory has vanished.
     Lost,
 }
 
 impl Device {
-    /// Fills a budget of the guest's buffers. True: there is more to fill and there are buffers.
+    /// Fills a budget of buffers. Returns true if there is more to send and buffers are available.
     pub(super) fn transmit(&mut self, cx: &mut Context<'_>) -> bool {
         self.starved = false;
         if !self.rx.as_ref().is_some_and(Ring::live) {
@@ -48,7 +46,7 @@ impl Device {
         }
         self.transmit_control(cx);
         if !self.outgoing.is_empty() {
-            self.send_kept(cx);
+            self.send_outgoing(cx);
         }
         self.transmit_datagrams(cx);
         for _ in 0..BUDGET {
@@ -59,10 +57,10 @@ impl Device {
                 break;
             };
             let fill = match self.bridges.get_mut(key as usize) {
-                // The bridge has gone.
+                // The bridge was removed.
                 None => continue,
                 Some(bridge) => {
-                    // Not on the list: this is the entry of a bridge that had this key before.
+                    // A stale entry of an earlier bridge with this key.
                     if !std::mem::take(&mut bridge.in_ready) || !bridge.may_read() {
                         continue;
                     }
@@ -84,7 +82,7 @@ impl Device {
                 Fill::Idle => {}
                 Fill::Starved => {
                     self.starved = true;
-                    // Its turn is still to come.
+                    // Keep its place at the front.
                     if let Some(bridge) = self.bridges.get_mut(key as usize) {
                         bridge.in_ready = true;
                         self.ready.push_front(key);
@@ -96,14 +94,14 @@ impl Device {
                 }
             }
         }
-        self.streams_had_turn();
+        self.renew_share();
         self.transmit_control(cx);
-        self.tell_of_room(cx);
-        self.tell_of_datagram_room(cx);
+        self.wake_buffer_waiters(cx);
+        self.wake_datagram_waiters(cx);
         !self.starved && (!self.ready.is_empty() || !self.outgoing.is_empty())
     }
 
-    /// Hands the guest the packets that carry no payload.
+    /// Sends the packets that carry no payload.
     pub(super) fn transmit_control(&mut self, cx: &mut Context<'_>) {
         self.drain_events(cx);
         let Some(rx) = self.rx.as_mut() else { return };
@@ -131,7 +129,7 @@ impl Device {
             return Fill::Idle;
         };
         if self.shard.nears_packet_limit(flow) && !bridge.host_finished {
-            // Many small writes of a program go as one packet when the guest does not read them.
+            // Small writes go as one packet while the guest does not read.
             let bytes = rustix::io::ioctl_fionread(socket).unwrap_or(u64::MAX);
             let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
             if bytes > 0 && self.shard.should_delay(flow, bytes) {
@@ -164,9 +162,9 @@ impl Device {
         match result {
             Ok(_) if received == 0 => self.host_ended(key, cx),
             Ok(_) if received < want => {
-                // Short: the socket is empty, and what comes next is an edge. But the edge of an
-                // end that was already seen does not come again: read on to reach it. And a read
-                // also stops behind a descriptor that was passed (cut off), and at an urgent byte.
+                // A short read: the socket is empty, and new bytes produce an edge. Exceptions: an
+                // end of file after its edge was seen; and a read that stopped behind a passed
+                // descriptor (cut off) or at an urgent byte.
                 bridge.readable = bridge.host_finished || cut || bridge.urgent;
                 if bridge.readable {
                     Fill::Again
@@ -182,7 +180,7 @@ impl Device {
                 }
                 Some(Errno::INTR) => Fill::Again,
                 Some(Errno::FAULT) => Fill::Lost,
-                // Reset by a program that left bytes of ours unread.
+                // Reset by a program that closed with unread bytes.
                 _ => {
                     bridge.host_gone = true;
                     self.host_ended(key, cx)
@@ -191,7 +189,7 @@ impl Device {
         }
     }
 
-    /// The host has sent its last byte.
+    /// Handles the end of file of a host socket.
     pub(super) fn host_ended(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
         if let Some(bridge) = self.bridges.get_mut(key as usize) {
             bridge.read_closed = true;
@@ -218,15 +216,15 @@ impl Device {
             return Fill::Idle;
         };
         if self.shard.nears_packet_limit(flow) {
-            // Many small packets go as one when the guest does not read them.
+            // Small packets go as one packet while the guest does not read.
             let bytes = siblings::merge_inbound(sibling, &mut self.spare_inbound, cx);
             if sibling.has_lost_bytes() {
-                self.settle(key, cx);
+                self.update_bridge(key, cx);
                 return Fill::Idle;
             }
             if bytes > 0 && !sibling.finish && self.shard.should_delay(flow, bytes) {
                 (bridge.holds_back, bridge.no_credit) = (true, true);
-                self.settle(key, cx);
+                self.update_bridge(key, cx);
                 return Fill::Idle;
             }
         }
@@ -280,22 +278,22 @@ impl Device {
             bridge.read_closed = true;
             let _ = self.shard.shutdown(cx.now, flow, How::SEND);
         }
-        // What was copied has become less.
-        self.settle(key, cx);
+        // Fewer bytes are in copies now.
+        self.update_bridge(key, cx);
         fill
     }
 }
 
-/// A buffer with credit for it.
+/// A buffer with reserved credit.
 struct Slot {
     chain: Chain,
     reservation: Reservation,
-    /// Payload bytes that fit and that there is credit for.
+    /// Payload bytes for which there are room and credit.
     room: usize,
 }
 
-/// Takes up to `count` buffers with credit for each. Says why it stopped short: `Starved` without
-/// buffers, `Idle` without credit.
+/// Takes up to `count` buffers and reserves credit for each. Returns why it stopped short:
+/// `Starved` without buffers, `Idle` without credit.
 fn gather<const N: usize>(
     rx: &mut Ring,
     shard: &mut Shard,
@@ -305,7 +303,7 @@ fn gather<const N: usize>(
 ) -> Option<Fill> {
     let mut total = 0;
     while out.len() < usize::from(count).min(N) && total < READ_MAX {
-        // Room for a header only is good for control packets, but useless here.
+        // A buffer with room for a header only is useless for payload.
         let Some(chain) = rx.pop_if(HEADER_LEN + 1, out.is_empty()) else {
             return Some(Fill::Starved);
         };
@@ -320,7 +318,7 @@ fn gather<const N: usize>(
                     room,
                 });
             }
-            // No credit; or the guest will not receive, which an event has said or will say.
+            // No credit; or the guest has stopped receiving, which an event reports.
             Err(_) => {
                 rx.queue.unpop(chain);
                 return Some(Fill::Idle);
@@ -330,7 +328,7 @@ fn gather<const N: usize>(
     None
 }
 
-/// Sends the buffers that `received` bytes went into and gives back the others, last one first.
+/// Sends the buffers that received bytes and un-pops the others, last one first.
 fn commit(
     rx: &mut Ring,
     shard: &mut Shard,
@@ -376,13 +374,13 @@ fn finish(
             emit(rx, chain, &header, len);
             cx.counters.tx_packets.add(1);
         }
-        // The flow ended between reserve and commit: it cannot, nothing ran in between.
+        // The flow cannot have ended between reserve and commit: nothing ran in between.
         Err(_) => rx.complete(chain, 0),
     }
 }
 
-/// Doubles the buffers of the next read when this one filled all, halves them when most were in
-/// vain.
+/// Adapts the number of buffers of the next read: doubles it when this read filled all, halves it
+/// when most stayed empty.
 fn learn(bridge: &mut Bridge, received: usize, want: usize) {
     let n = bridge.read_chains;
     if received == want {

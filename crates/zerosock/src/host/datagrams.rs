@@ -110,7 +110,7 @@ impl HostEngine {
             let (device, mut cx) = self.worker.lend(device.vm, now);
             let Some(device) = device else { continue };
             let vm = device.addr().vm;
-            if device.put_word(&word, &mut cx) {
+            if device.put_control(&word, &mut cx) {
                 self.touch(vm);
             } else if let Some(app) = self.worker.app.as_deref_mut() {
                 let same = |to: Address| to.cid == word.dst.cid;

@@ -211,7 +211,7 @@ impl HostEngine {
             let now = self.now;
             let (device, mut cx) = self.worker.lend(vm, now);
             if let Some(device) = device {
-                device.weigh_old(&mut cx);
+                device.old_memory_fits(&mut cx);
             }
         }
     }
@@ -283,7 +283,7 @@ impl HostEngine {
         };
         let mut any = false;
         for (vm, device) in devices.iter_mut() {
-            if device.has_news(app) {
+            if device.has_ring_work(app) {
                 any = true;
                 if !std::mem::replace(&mut device.active, true) {
                     active.push_back(vm);
@@ -362,12 +362,12 @@ impl HostEngine {
     fn place(&self, vm: u32, from: Port, to: Address) -> Result<(u32, Port), ConnectError> {
         let devices = &self.worker.devices;
         let device = devices.get(vm).ok_or(ConnectError::Unreachable)?;
-        let queue_pairs = device.all_lanes();
+        let queue_pairs = device.queue_pair_addrs();
         if queue_pairs.len() == 1 {
             return Ok((vm, from));
         }
         for _ in 0..SPARE_PORTS {
-            let (queue_pair, port) = device.lane_of_app(from, to);
+            let (queue_pair, port) = device.queue_pair_of_app(from, to);
             let is_taken = |queue_pair: &DeviceAddr| {
                 let device = devices.get(queue_pair.vm);
                 device.is_some_and(|device| device.is_connected(port, to))
@@ -414,7 +414,7 @@ impl HostEngine {
             let now = self.now;
             let (device, mut cx) = self.worker.lend(vm, now);
             if let Some(device) = device {
-                device.app_give_up(id, &mut cx);
+                device.app_reset_unread(id, &mut cx);
             }
             self.mark_ready(vm);
         }
@@ -456,7 +456,7 @@ impl Drop for HostEngine {
         for vm in self.worker.devices.numbers() {
             let (device, mut cx) = self.worker.lend(vm, now);
             if let Some(device) = device {
-                device.say_goodbye(&mut cx);
+                device.reset_connections(&mut cx);
             }
         }
     }

@@ -4,7 +4,7 @@
 //! receivers copy; what is over it waits where it is, in its order; one at least is taken.
 
 use crate::device::TURN_BYTES;
-use crate::device::sibling_message::Message;
+use crate::device::sibling_message::SiblingMessage;
 
 /// Messages taken before devices have their turn.
 const MESSAGES: usize = 1024;
@@ -32,9 +32,9 @@ impl Intake {
 
     /// One of a sibling was taken.
     #[inline]
-    pub(super) fn add_from_sibling(&mut self, message: &Message) {
+    pub(super) fn add_from_sibling(&mut self, message: &SiblingMessage) {
         self.add();
-        if let Message::Datagram(datagram) = message {
+        if let SiblingMessage::Datagram(datagram) = message {
             self.bytes = self.bytes.saturating_add(datagram.header.len as usize);
         }
     }

@@ -10,7 +10,7 @@ use super::messages::WorkerMessage;
 use crate::device::Limits;
 use crate::device::datagrams::tests::datagrams;
 use crate::device::host_sockets::hybrid::OkConvention;
-use crate::device::sibling_message::Message;
+use crate::device::sibling_message::SiblingMessage;
 use crate::io::mailbox::{Mailbox, Sender};
 use crate::routing::DeviceAddr;
 
@@ -39,7 +39,7 @@ fn worker() -> (Sender<WorkerMessage>, Worker) {
 /// The answers that wait for their receivers; whatever waits with them is dropped.
 fn answered(worker: &mut Worker) -> usize {
     let all = std::iter::from_fn(|| worker.outbox.pop_local());
-    all.filter(|(_, message)| matches!(message, Message::DatagramDone { .. }))
+    all.filter(|(_, message)| matches!(message, SiblingMessage::DatagramDone { .. }))
         .count()
 }
 
@@ -47,7 +47,7 @@ fn answered(worker: &mut Worker) -> usize {
 fn a_step_takes_no_more_bytes_of_datagrams_than_a_turn_moves() {
     let (sender, mut worker) = worker();
     for datagram in datagrams(100, LEN) {
-        let (vm, message) = (NOBODY.vm, Message::Datagram(datagram));
+        let (vm, message) = (NOBODY.vm, SiblingMessage::Datagram(datagram));
         sender.send(WorkerMessage::Sibling { vm, message }).unwrap();
     }
     let mut steps = Vec::new();
@@ -63,7 +63,9 @@ fn a_step_takes_no_more_bytes_of_datagrams_than_a_turn_moves() {
 fn nor_do_devices_of_one_worker_hand_over_more() {
     let (_sender, mut worker) = worker();
     for datagram in datagrams(100, LEN) {
-        worker.outbox.send(NOBODY, Message::Datagram(datagram));
+        worker
+            .outbox
+            .send(NOBODY, SiblingMessage::Datagram(datagram));
     }
     worker.deliver(Instant::ZERO);
     assert!(!worker.is_idle(), "the rest comes with the next step");

@@ -11,7 +11,7 @@ use zerosock_proto::vsock::FlowId;
 use super::Worker;
 use super::intake::Intake;
 use crate::device::Device;
-use crate::device::sibling_message::Message;
+use crate::device::sibling_message::SiblingMessage;
 use crate::routing::Routes;
 use zerosock_vhost_user::pulse::Question;
 use zerosock_vhost_user::{DeviceCommand, Notice, Reply};
@@ -26,7 +26,7 @@ pub(crate) enum WorkerMessage {
         reply: Reply,
     },
     /// A sibling in another worker has something for `vm`.
-    Sibling { vm: u32, message: Message },
+    Sibling { vm: u32, message: SiblingMessage },
     /// A device of this worker's; its address says which number it has.
     AddDevice(Box<Device>),
     /// The device leaves for good: its front-end is gone.
@@ -58,17 +58,17 @@ impl Worker {
     }
 
     /// Hands a message of a sibling to device `vm`, or answers for it if it is gone.
-    fn deliver_to(&mut self, vm: u32, message: Message, now: Instant) {
-        if let Message::HandOff { to, pair } = message {
+    fn deliver_to(&mut self, vm: u32, message: SiblingMessage, now: Instant) {
+        if let SiblingMessage::HandOff { to, pair } = message {
             return self.hand_off(vm, to, pair, now);
         }
         let (device, mut cx) = self.lend(vm, now);
         match (device, message) {
             (Some(device), message) => {
-                device.sibling_says(message, &mut cx);
+                device.handle_sibling_message(message, &mut cx);
                 self.activate(vm);
             }
-            (None, Message::TakeOver(handoff)) => handoff.abandon(&mut cx),
+            (None, SiblingMessage::TakeOver(handoff)) => handoff.abandon(&mut cx),
             (None, message) => {
                 if let Some((to, answer)) = message.undeliverable() {
                     cx.outbox.send(to, answer);
@@ -89,9 +89,10 @@ impl Worker {
         };
         self.activate(vm);
         if queue_pair.worker == here {
-            self.deliver_to(queue_pair.vm, Message::TakeOver(handoff), now);
+            self.deliver_to(queue_pair.vm, SiblingMessage::TakeOver(handoff), now);
         } else {
-            self.outbox.send(queue_pair, Message::TakeOver(handoff));
+            self.outbox
+                .send(queue_pair, SiblingMessage::TakeOver(handoff));
         }
     }
 
@@ -160,7 +161,7 @@ impl Worker {
                     for vm in self.devices.numbers() {
                         let (device, mut cx) = self.lend(vm, now);
                         if let Some(device) = device {
-                            device.say_goodbye(&mut cx);
+                            device.reset_connections(&mut cx);
                         }
                     }
                     self.send_remote();

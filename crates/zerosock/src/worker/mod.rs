@@ -182,7 +182,7 @@ impl Worker {
         }
         let mut more = false;
         for vm in std::mem::take(&mut self.unarmed) {
-            if self.devices.get_mut(vm).is_some_and(Device::ask_for_kicks) {
+            if self.devices.get_mut(vm).is_some_and(Device::enable_kicks) {
                 self.activate(vm);
                 more = true;
             }
@@ -195,7 +195,11 @@ impl Worker {
         let mut any = false;
         for at in 0..self.unarmed.len() {
             let vm = self.unarmed[at];
-            if self.devices.get_mut(vm).is_some_and(Device::has_come) {
+            if self
+                .devices
+                .get_mut(vm)
+                .is_some_and(Device::has_available_chains)
+            {
                 self.activate(vm);
                 any = true;
             }

@@ -1,4 +1,4 @@
-//! Datagrams of the program that embeds the device: shown as they are taken in, and sent.
+//! Datagrams of the embedding program: received in place, and sent.
 
 use zerosock_proto::vsock::datagram::{DGRAM_EOM, DatagramId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
@@ -11,17 +11,16 @@ use crate::device::{Context, Device};
 use crate::header;
 use crate::table::backend::Payload;
 
-/// Packets taken in for one datagram of the program's.
+/// Packets processed per received datagram.
 const BUDGET: usize = 256;
 
-/// Bytes of datagrams that were looked at, after which their sender gets its buffers back: a part of
-/// the usual send buffer, so that one writes while the other reads.
+/// Bytes of consumed datagrams after which their buffers are published: a part of the usual send
+/// buffer, so that the sender writes while the receiver reads.
 const RETURN: usize = 64 << 10;
 
 impl Device {
-    /// Shows the next datagram for a socket of the program's, of which nothing is held, as it is
-    /// taken in, and gives its chain back at once; packets before it go their way. False: there was
-    /// none.
+    /// Passes the next datagram for a socket that holds none to `look` and completes its chain at
+    /// once; earlier packets are processed as usual. Returns false if there was none.
     pub(crate) fn app_show_datagram(
         &mut self,
         id: DatagramId,
@@ -39,7 +38,7 @@ impl Device {
             && taken < BUDGET
             && !self.receive_blocked()
             && !self.app_is_full(cx)
-            // One of several packets may have come before.
+            // A datagram assembled from several packets may have arrived.
             && (!others || empty(cx))
         {
             let Some(chain) = self.tx.as_mut().and_then(|tx| tx.pop()) else {
@@ -51,8 +50,9 @@ impl Device {
             } else {
                 others = true;
                 let before = self.datagrams.charged;
-                self.packet(chain, cx);
-                // None is left of them when the packet was the device's end.
+                self.receive_packet(chain, cx);
+                // The difference saturates: the packet may have ended the device, which clears
+                // `charged`.
                 taken += self.datagrams.charged.saturating_sub(before) / COPY * 16;
             }
         }
@@ -68,7 +68,7 @@ impl Device {
         shown
     }
 
-    /// Whether a packet of the guest's seems to be a whole datagram for a socket of the program's.
+    /// Whether a packet seems to be a whole datagram for this socket of the program.
     fn is_for(&mut self, id: DatagramId, chain: &Chain, cx: &mut Context<'_>) -> bool {
         let (Some(tx), Some(app)) = (&self.tx, cx.app.as_deref_mut()) else {
             return false;
@@ -78,13 +78,13 @@ impl Device {
             .memory()
             .contiguous(chain.readable(), HEADER_LEN, 1)
         {
-            // The payload comes near while the header does.
+            // Overlap the cache miss of the payload with that of the header.
             payload.prefetch();
         }
         let Ok(header) = header::read(tx.queue.memory(), chain.readable()) else {
             return false;
         };
-        self.datagrams.agreed
+        self.datagrams.negotiated
             && header.socket_type.get() == SocketType::Datagram as u16
             && !self.datagrams.assembler.is_open()
             && header.dst.cid == Cid::HOST
@@ -92,8 +92,8 @@ impl Device {
             && app.inboxes.table.find(header.dst.port) == Some(id)
     }
 
-    /// Shows a packet that seemed to be a datagram; what it is, its header decides that is read
-    /// here.
+    /// Shows a packet that seems to be a datagram. The guest may have changed the header since:
+    /// only the copy read here decides.
     fn show_chain(
         &mut self,
         id: DatagramId,
@@ -120,12 +120,12 @@ impl Device {
                 header
             }
             _ => {
-                self.packet(chain, cx);
+                self.receive_packet(chain, cx);
                 return false;
             }
         };
         let len = header.len as usize;
-        let flow = self.datagrams.flow;
+        let flow = self.datagrams.flow_control;
         let (now, clock) = (cx.now, cx.clock);
         let now = || clock.map_or(now, |clock| clock.now());
         let table = &mut app.inboxes.table;
@@ -141,7 +141,7 @@ impl Device {
         if memory.slices(chain.readable(), HEADER_LEN, len, &mut slices) == len {
             look(header.src, Payload::in_place(&slices));
         } else {
-            // In more places than are worth naming.
+            // Too many pieces: copy.
             let mut bytes = vec![0; len];
             memory.read(chain.readable(), HEADER_LEN, &mut bytes);
             look(header.src, Payload::copied(&bytes));
@@ -149,8 +149,8 @@ impl Device {
         tx.complete(chain, 0);
         self.datagrams.returned += len;
         if self.datagrams.returned >= RETURN {
-            // Its sender may have no more under way than a few of these, and has no credit to tell
-            // that it waits.
+            // The sender may have no more than this in flight, and datagrams have no credit by
+            // which it could tell that it waits.
             self.datagrams.returned = 0;
             tx.publish(cx.notifier);
         }
@@ -158,7 +158,7 @@ impl Device {
         true
     }
 
-    /// Copies a datagram of the program's into buffers of the guest.
+    /// Copies a datagram of the program into buffers of the guest.
     pub(crate) fn app_send_datagram(
         &mut self,
         from: Address,
@@ -182,29 +182,29 @@ impl Device {
         put
     }
 
-    /// A send found too few buffers: all sockets are told when there are some.
+    /// Registers that a send found too few buffers: all sockets are woken when there are some.
     pub(crate) fn want_datagram_room(&mut self) {
-        self.starve();
-        self.datagrams.wanted = true;
+        self.request_buffers();
+        self.datagrams.room_wanted = true;
     }
 
     /// Whether a datagram that needs one buffer would find it.
     pub(crate) fn has_datagram_room(&mut self) -> bool {
-        let waits = self.waiting.is_some();
+        let waits = self.pending_command.is_some();
         let rx = self.rx.as_mut().filter(|rx| !waits && rx.live());
         rx.is_some_and(|rx| rx.queue.available() > 0)
     }
 
-    /// Tells the program's sockets that there are buffers again.
-    pub(in crate::device) fn tell_of_datagram_room(&mut self, cx: &mut Context<'_>) {
-        if !self.datagrams.wanted {
+    /// Wakes the program's sockets if there are buffers again.
+    pub(in crate::device) fn wake_datagram_waiters(&mut self, cx: &mut Context<'_>) {
+        if !self.datagrams.room_wanted {
             return;
         }
         if !self.has_datagram_room() {
-            self.starve();
+            self.request_buffers();
             return;
         }
-        self.datagrams.wanted = false;
+        self.datagrams.room_wanted = false;
         wake_all(cx);
     }
 }

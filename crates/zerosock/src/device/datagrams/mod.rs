@@ -1,15 +1,17 @@
-//! Datagrams of the guest (docs/datagrams.md): to and from the program that embeds the device, and
-//! to and from siblings.
+//! Datagrams of the guest (docs/datagrams.md): to and from the embedding program, and to and from
+//! siblings.
 //!
-//! From the guest a packet branches off where it is not payload of a connection. For the program
-//! its chain is held, or copied, by the bounds of [`crate::table::inboxes`]; for a sibling it is
-//! lent by one message, and the sibling's worker copies the payload into a posted buffer at once
-//! and gives the chain back, so that nobody holds it. What finds no buffer waits there in a copy,
-//! bounded, and its sources are told to stop.
+//! # Invariants
+//! - The fragments of a datagram are contiguous in the guest's queue.
+//! - A packet with a source other than the guest's own address is dropped.
+//! - Every lent chain comes back.
+//! - Everything that waits is bounded.
 //!
-//! What must hold: the fragments of a datagram lie in the guest's queue one after the other; a
-//! packet of the guest's speaks for no other CID; every chain that was lent comes back; whatever
-//! waits has a bound.
+//! # Delivery
+//! A datagram for the program is held in its chain or copied, within the bounds of
+//! [`crate::table::inboxes`]. A datagram for a sibling is lent by one message; the sibling's worker
+//! copies the payload into a posted buffer and returns the chain at once. A datagram that finds no
+//! buffer waits as a copy, within bounds, and its sources are told to stop.
 
 mod app;
 mod put;
@@ -22,7 +24,7 @@ mod waiting_tests;
 use std::collections::VecDeque;
 
 use zerosock_proto::vsock::datagram::{
-    Assembler, Control, F_DGRAM, F_DGRAM_FLOW, PauseSource, PausedSenders, PayloadPart as Part,
+    Assembler, Control, F_DGRAM, F_DGRAM_FLOW, PauseSource, PausedSenders, PayloadPart as Fragment,
 };
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr};
 use zerosock_proto::{Address, Cid, Instant};
@@ -35,53 +37,53 @@ use crate::device::{Context, Device};
 use crate::io::deadline::earlier;
 use crate::table::sockets::{Ends, HeldBuffer};
 pub(crate) use put::NotPut;
-pub(crate) use siblings::returned;
+pub(crate) use siblings::return_lent;
 
-/// Words of the flow control that wait for it.
-const WORDS: usize = 64;
-/// What a datagram that had to be copied counts for, of the bytes that a turn may move: what a
-/// reader leaves in the queue he will have in place.
+/// Flow-control packets that may wait for a buffer of the guest.
+const MAX_CONTROLS: usize = 64;
+/// Bytes of the turn's budget charged for a datagram that had to be copied: datagrams that stay in
+/// the queue can later be read in place.
 const COPY: usize = 128 << 10;
 
-/// What a device has for datagrams.
+/// The datagram state of a device.
 #[derive(Debug)]
 pub(super) struct Datagrams {
-    /// Its driver takes them.
-    agreed: bool,
-    /// And words of the flow control.
-    flow: bool,
+    /// The driver has negotiated datagrams.
+    negotiated: bool,
+    /// The driver has also negotiated datagram flow control.
+    flow_control: bool,
     assembler: Assembler,
-    /// The fragments of the set at hand.
+    /// The fragments so far of the datagram that is being assembled.
     kept: Vec<u8>,
-    /// For the guest, from siblings, while there are no buffers.
-    waiting: VecDeque<Waiting>,
-    /// Bytes of those, overheads included.
+    /// Datagrams of siblings that wait for buffers of the guest.
+    waiting: VecDeque<WaitingDatagram>,
+    /// Bytes of `waiting`, overheads included.
     waiting_bytes: usize,
-    /// Words for the guest.
-    words: VecDeque<Repr>,
+    /// Flow-control packets for the guest.
+    controls: VecDeque<Repr>,
     /// Sources that were told to stop because of `waiting`.
     stops: PausedSenders,
     stopping: bool,
-    /// Buffers that datagrams of siblings may still take before streams that have something have
-    /// had their turn; `None`: none was taken since.
+    /// Buffers that datagrams of siblings may still take before ready streams have had a turn;
+    /// `None`: they have taken none since the last turn.
     share: Option<u16>,
-    /// Bytes of ours that went to siblings and were not answered.
+    /// Bytes of assembled datagrams that siblings have not confirmed.
     under_way: usize,
-    /// Sockets of the program found no buffer.
-    wanted: bool,
-    /// Something found too few buffers, but some, of which nobody tells how many there are: when it
-    /// is tried again.
+    /// A socket of the program waits for a buffer.
+    room_wanted: bool,
+    /// When to try again after a datagram found some buffers, but too few: no notification tells
+    /// how many are posted.
     retry: Option<Instant>,
-    /// Bytes shown to the program whose buffers have gone back and were not published.
+    /// Bytes of completed chains that were shown to the program and are not published yet.
     returned: usize,
-    /// Kept for its memory.
+    /// Empty between uses; kept to reuse its allocation.
     gathered: Vec<Chain>,
-    /// Counted in the bytes that were moved, and are none.
+    /// Part of the device's `moved` that is a charge for copies, not payload.
     pub(super) charged: usize,
 }
 
 #[derive(Debug)]
-struct Waiting {
+struct WaitingDatagram {
     from: Address,
     to: Address,
     bytes: Vec<u8>,
@@ -90,18 +92,18 @@ struct Waiting {
 impl Datagrams {
     pub(super) fn new() -> Datagrams {
         Datagrams {
-            agreed: false,
-            flow: false,
+            negotiated: false,
+            flow_control: false,
             assembler: Assembler::new(),
             kept: Vec::new(),
             waiting: VecDeque::new(),
             waiting_bytes: 0,
-            words: VecDeque::new(),
+            controls: VecDeque::new(),
             stops: PausedSenders::new(PauseSource::Switch),
             stopping: false,
             share: None,
             under_way: 0,
-            wanted: false,
+            room_wanted: false,
             retry: None,
             returned: 0,
             gathered: Vec::new(),
@@ -114,28 +116,30 @@ impl Datagrams {
     }
 
     #[inline]
-    pub(super) fn are_agreed(&self) -> bool {
-        self.agreed
+    pub(super) fn are_negotiated(&self) -> bool {
+        self.negotiated
     }
 
-    pub(super) fn negotiated(&mut self, features: u64) {
-        self.agreed = features & F_DGRAM != 0;
-        self.flow = self.agreed && features & F_DGRAM_FLOW != 0;
+    pub(super) fn set_features(&mut self, features: u64) {
+        self.negotiated = features & F_DGRAM != 0;
+        self.flow_control = self.negotiated && features & F_DGRAM_FLOW != 0;
     }
 
-    /// The driver is gone, or has forgotten everything.
+    /// Drops all datagrams and assembly state: the driver has gone or was reset.
     pub(super) fn forget(&mut self) {
-        let (agreed, flow, under_way) = (self.agreed, self.flow, self.under_way);
+        let (negotiated, flow_control, under_way) =
+            (self.negotiated, self.flow_control, self.under_way);
         *self = Datagrams::new();
-        (self.agreed, self.flow, self.under_way) = (agreed, flow, under_way);
+        (self.negotiated, self.flow_control, self.under_way) =
+            (negotiated, flow_control, under_way);
     }
 
     pub(super) fn next_timeout(&self) -> Option<Instant> {
-        let words = earlier(self.assembler.poll_timeout(), self.stops.poll_timeout());
-        earlier(words, self.retry)
+        let deadline = earlier(self.assembler.poll_timeout(), self.stops.poll_timeout());
+        earlier(deadline, self.retry)
     }
 
-    /// True: who found too few buffers may try again.
+    /// Returns true if senders that found too few buffers may try again.
     pub(super) fn handle_timeout(&mut self, now: Instant) -> bool {
         if self.assembler.handle_timeout(now) {
             self.kept = Vec::new();
@@ -147,55 +151,55 @@ impl Datagrams {
         again
     }
 
-    /// Whether sockets of the program's wait for the guest's buffers.
-    pub(super) fn are_wanted(&self) -> bool {
-        self.wanted
+    /// Whether sockets of the program wait for buffers of the guest.
+    pub(super) fn room_is_wanted(&self) -> bool {
+        self.room_wanted
     }
 
-    /// Whether something can be tried for the guest's buffers.
-    pub(super) fn has_some(&self) -> bool {
-        self.retry.is_none() && (!self.waiting.is_empty() || !self.words.is_empty())
+    /// Whether there are datagrams or flow-control packets that can be sent to the guest now.
+    pub(super) fn has_work(&self) -> bool {
+        self.retry.is_none() && (!self.waiting.is_empty() || !self.controls.is_empty())
     }
 
-    fn add_word(&mut self, word: Repr) {
-        // One that is lost costs its time.
-        if self.flow && self.words.len() < WORDS {
-            self.words.push_back(word);
+    fn queue_control(&mut self, control: Repr) {
+        // A lost flow-control packet only costs time.
+        if self.flow_control && self.controls.len() < MAX_CONTROLS {
+            self.controls.push_back(control);
         }
     }
 }
 
 impl Device {
-    /// Whether the guest's driver takes datagrams; `None`: there is no driver.
+    /// Whether the guest's driver has negotiated datagrams; `None`: no driver runs.
     pub(crate) fn takes_datagrams(&self) -> Option<bool> {
         let running = self.rx.as_ref().is_some_and(Ring::live);
-        running.then_some(self.datagrams.agreed)
+        running.then_some(self.datagrams.negotiated)
     }
 
-    /// A packet of type DGRAM from the guest.
+    /// Handles a packet of type DGRAM from the guest.
     #[cold]
     pub(super) fn guest_datagram(&mut self, chain: Chain, header: Repr, cx: &mut Context<'_>) {
-        let word = Control::parse(&header).is_some();
+        let is_control = Control::parse(&header).is_some();
         if !self.speaks_for(header.src, cx)
-            || !(Datagrams::is_data(&header) || (word && self.datagrams.flow))
+            || !(Datagrams::is_data(&header) || (is_control && self.datagrams.flow_control))
         {
             cx.counters.bad_packets.add(1);
             return self.complete_tx(chain);
         }
-        if word {
-            return self.guest_word(chain, header, cx);
+        if is_control {
+            return self.guest_control(chain, header, cx);
         }
         let piece = self.datagrams.assembler.handle(&header, || cx.time());
         self.count_lost(cx);
         let end = match piece {
-            Part::Whole => return self.dispatch(chain, header, None, cx),
-            Part::First => {
+            Fragment::Whole => return self.dispatch(chain, header, None, cx),
+            Fragment::First => {
                 self.datagrams.kept.clear();
                 None
             }
-            Part::More => None,
-            Part::Last { len } => Some(len),
-            Part::Lost => {
+            Fragment::More => None,
+            Fragment::Last { len } => Some(len),
+            Fragment::Lost => {
                 self.datagrams.kept = Vec::new();
                 cx.counters.bad_packets.add(1);
                 return self.complete_tx(chain);
@@ -218,14 +222,14 @@ impl Device {
         }
     }
 
-    /// Whether a packet with this source is the guest's own: one of its CID, and, of the host's, one
-    /// of a port that the service has claimed.
+    /// Whether `source` is the guest's own address: its CID and, for a host service, a port that
+    /// the service has claimed.
     fn speaks_for(&self, source: Address, cx: &Context<'_>) -> bool {
         source.cid == self.cid
             && (self.cid != Cid::HOST || cx.routes.service(source.port) == Some(self.addr))
     }
 
-    /// Counts a datagram that will not be whole, if there is one.
+    /// Counts a datagram that can no longer be completed, if there is one.
     #[inline]
     fn count_lost(&mut self, cx: &mut Context<'_>) {
         let Some(lost) = self.datagrams.assembler.take_lost() else {
@@ -245,8 +249,8 @@ impl Device {
         }
     }
 
-    /// A word of the flow control from the guest.
-    fn guest_word(&mut self, chain: Chain, header: Repr, cx: &mut Context<'_>) {
+    /// Handles a flow-control packet from the guest.
+    fn guest_control(&mut self, chain: Chain, header: Repr, cx: &mut Context<'_>) {
         if is_apps(header.dst, cx) {
             let now = cx.time();
             if let Some(app) = cx.app.as_deref_mut() {
@@ -257,7 +261,7 @@ impl Device {
         self.lend_to_sibling(chain, header, None, cx);
     }
 
-    /// A whole datagram of the guest's, in `chain`, or put together.
+    /// Delivers a complete datagram of the guest: in `chain`, or assembled in `bytes`.
     fn dispatch(
         &mut self,
         chain: Chain,
@@ -269,7 +273,7 @@ impl Device {
         if !is_apps(header.dst, cx) {
             return self.lend_to_sibling(chain, header, bytes, cx);
         }
-        let flow = self.datagrams.flow;
+        let flow = self.datagrams.flow_control;
         if cx.app.is_none() || !cx.routes.may_reach(self.cid, header.dst) {
             cx.counters.datagrams_dropped.add(1);
             return self.complete_tx(chain);
@@ -310,16 +314,16 @@ impl Device {
         }
     }
 
-    /// Acts on what is due.
+    /// Handles expired datagram deadlines.
     pub(super) fn datagram_timeout(&mut self, cx: &mut Context<'_>) {
         if self.datagrams.handle_timeout(cx.now) {
             wake_all(cx);
         }
         self.count_lost(cx);
-        self.tell_sources(cx);
+        self.notify_sources(cx);
     }
 
-    /// The driver is gone, or has forgotten everything: so has the program about it.
+    /// Drops all datagram state, also the program's about this guest: the driver has gone.
     pub(super) fn forget_datagrams(&mut self, cx: &mut Context<'_>) {
         self.datagrams.forget();
         let cid = self.cid;
@@ -329,14 +333,14 @@ impl Device {
     }
 }
 
-/// Every socket of the program's that waits may try again.
+/// Wakes every socket of the program that waits for buffers.
 fn wake_all(cx: &mut Context<'_>) {
     if let Some(app) = cx.app.as_deref_mut() {
         app.inboxes.table.wake_all();
     }
 }
 
-/// Whether a destination is the program's that embeds the device: CID 2, but for what services have.
+/// Whether the destination is the embedding program: CID 2, except ports of services.
 fn is_apps(to: Address, cx: &Context<'_>) -> bool {
     to.cid == Cid::HOST && cx.routes.service(to.port).is_none()
 }

@@ -1,6 +1,8 @@
-//! Datagrams and words into the guest's posted buffers.
+//! Writes datagrams and flow-control packets into the guest's posted buffers.
 //!
-//! What must hold: all of a datagram or nothing; its fragments lie in the queue one after the other.
+//! # Invariants
+//! - A datagram is written completely or not at all.
+//! - Its fragments are contiguous in the queue.
 
 use std::time::Duration;
 
@@ -13,23 +15,23 @@ use crate::device::events::emit;
 use crate::device::program::App;
 use crate::device::{Context, Device};
 
-/// When to look again for as many buffers as a datagram of several packets needs.
+/// Interval of retries for a datagram that needs several buffers.
 const RETRY: Duration = Duration::from_millis(1);
 
-/// What a datagram is made of.
+/// The payload of a datagram.
 #[derive(Copy, Clone)]
 pub(super) enum Source<'a> {
     Bytes(&'a [u8]),
-    /// Of a chain, behind the header.
+    /// The given number of bytes of a chain, behind the header.
     Chain(&'a Memory, &'a Chain, usize),
 }
 
-/// Why a datagram was not put into the guest's queue.
+/// Why a datagram was not sent to the guest.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum NotPut {
-    /// Too few buffers are there.
+    /// Too few buffers are posted.
     NoRoom,
-    /// The guest's queue cannot take so much.
+    /// It does not fit into a full queue of such buffers.
     TooLong,
 }
 
@@ -41,7 +43,7 @@ impl Source<'_> {
         }
     }
 
-    /// Copies `len` bytes from `at` on to the payload part of `chain`.
+    /// Copies `len` bytes from offset `at` into the payload part of `chain`.
     fn copy(self, at: usize, len: usize, memory: &Memory, chain: &Chain) {
         match self {
             Source::Bytes(bytes) => {
@@ -57,25 +59,25 @@ impl Source<'_> {
 }
 
 impl Device {
-    /// Puts a word of the flow control into the guest's queue. False: there is no buffer.
-    pub(crate) fn put_word(&mut self, word: &Repr, cx: &mut Context<'_>) -> bool {
-        if !self.datagrams.flow {
-            // Nobody who would understand.
+    /// Sends the guest a flow-control packet. Returns false if there is no buffer.
+    pub(crate) fn put_control(&mut self, control: &Repr, cx: &mut Context<'_>) -> bool {
+        if !self.datagrams.flow_control {
+            // The driver has not negotiated flow control.
             return true;
         }
-        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN, true)?, rx)));
         let Some((chain, rx)) = popped else {
-            self.starve();
+            self.request_buffers();
             return false;
         };
-        emit(rx, chain, word, 0);
+        emit(rx, chain, control, 0);
         cx.counters.tx_packets.add(1);
         true
     }
 
-    /// What the program's sockets have to say to this guest.
-    pub(in crate::device) fn put_app_words(&mut self, cx: &mut Context<'_>) {
+    /// Sends the guest the flow-control packets of the program's sockets.
+    pub(in crate::device) fn put_app_controls(&mut self, cx: &mut Context<'_>) {
         let cid = self.cid;
         let has = |app: &mut App| app.inboxes.table.has_control();
         if !cx.app.as_deref_mut().is_some_and(has) {
@@ -85,10 +87,10 @@ impl Device {
         loop {
             let app = cx.app.as_deref_mut();
             let poll = |app: &mut App| app.inboxes.table.poll_control(now, |to| to.cid == cid);
-            let Some(word) = app.and_then(poll) else {
+            let Some(control) = app.and_then(poll) else {
                 break;
             };
-            if !self.put_word(&word, cx)
+            if !self.put_control(&control, cx)
                 && let Some(app) = cx.app.as_deref_mut()
             {
                 app.inboxes.table.retry_control(now, |to| to.cid == cid);
@@ -97,7 +99,7 @@ impl Device {
         }
     }
 
-    /// Puts a datagram into as many of the guest's buffers as it needs: all of it, or nothing.
+    /// Sends a datagram in as many of the guest's buffers as it needs.
     pub(super) fn put_datagram(
         &mut self,
         from: Address,
@@ -107,7 +109,7 @@ impl Device {
     ) -> Result<(), NotPut> {
         let len = source.len();
         let least = HEADER_LEN + usize::from(len > 0);
-        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
         let Some(rx) = rx else {
             return Err(NotPut::NoRoom);
         };
@@ -149,7 +151,7 @@ impl Device {
             chains.push(chain);
         }
         if room < len {
-            // What a queue full of such buffers would have.
+            // The room of a queue full of such buffers.
             let descriptors: usize = chains.iter().map(|c| usize::from(c.descriptors())).sum();
             let most = room * usize::from(rx.queue.size()) / descriptors.max(1);
             while let Some(chain) = chains.pop() {

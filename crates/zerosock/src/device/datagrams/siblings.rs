@@ -1,8 +1,10 @@
 //! Datagrams between two guests of this daemon.
 //!
-//! What must hold: every packet that was lent is answered at once; what waits for a guest without
-//! buffers is bounded, and its sources are told; what was put together and is on its way to siblings
-//! is bounded; streams that have something for the guest keep half of its buffers.
+//! # Invariants
+//! - Every lent packet is answered at once.
+//! - Datagrams that wait for buffers are bounded, and their sources are told to stop.
+//! - Assembled datagrams in flight to siblings are bounded.
+//! - Ready streams keep half of the guest's buffers.
 
 use zerosock_proto::Address;
 use zerosock_proto::vsock::datagram::{Control, OVERHEAD};
@@ -10,19 +12,19 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 use zerosock_ring::Chain;
 
 use super::put::{NotPut, Source};
-use super::{Datagrams, Waiting};
-use crate::device::sibling_message::{Datagram, Message, Payload as Carried};
+use super::{Datagrams, WaitingDatagram};
+use crate::device::sibling_message::{Datagram, Payload as Carried, SiblingMessage};
 use crate::device::{Context, Device};
 use crate::routing::DeviceAddr;
 
-/// Bytes that wait for a guest without buffers, overheads included; one datagram may overshoot.
+/// Bytes that may wait for buffers of a guest, overheads included; one datagram may overshoot.
 const WAITING: usize = 256 << 10;
-/// Bytes that were put together for siblings and wait for them to be taken: what is above is
-/// dropped; one datagram may overshoot.
+/// Bytes of assembled datagrams in flight to siblings, above which they are dropped; one datagram
+/// may overshoot.
 pub(super) const UNDER_WAY: usize = 1 << 20;
 
 impl Device {
-    /// Hands a packet on to the device of its destination.
+    /// Passes a packet on to the device of its destination.
     pub(super) fn lend_to_sibling(
         &mut self,
         chain: Chain,
@@ -30,8 +32,8 @@ impl Device {
         bytes: Option<Vec<u8>>,
         cx: &mut Context<'_>,
     ) {
-        // A word goes to who may reach the one that says it: he need not be reached himself, and
-        // the port that he sends from need not be one that he has named.
+        // A flow-control packet may go to any endpoint that may reach its sender: the reverse
+        // direction need not be allowed, nor the source port be claimed.
         let may = match Datagrams::is_data(&header) {
             true => cx.routes.may_reach(self.cid, header.dst),
             false => cx.routes.may_reach(header.dst.cid, header.src),
@@ -56,16 +58,16 @@ impl Device {
         };
         let datagram = Datagram {
             from: self.addr,
-            flow: self.datagrams.flow,
+            flow: self.datagrams.flow_control,
             header,
             payload,
             chain,
             epoch: tx.epoch,
         };
-        cx.outbox.send(device, Message::Datagram(datagram));
+        cx.outbox.send(device, SiblingMessage::Datagram(datagram));
     }
 
-    /// A sibling's datagram, or word, for our guest.
+    /// Handles a sibling's datagram or flow-control packet for our guest.
     pub(in crate::device) fn sibling_datagram(&mut self, datagram: Datagram, cx: &mut Context<'_>) {
         let Datagram {
             from,
@@ -77,15 +79,15 @@ impl Device {
         } = datagram;
         let copied = payload.copied();
         let mut answer = None;
-        if !self.datagrams.agreed {
+        if !self.datagrams.negotiated {
             let data = Datagrams::is_data(&header);
             cx.counters.datagrams_dropped.add(u64::from(data));
-            // Also for one without a driver: there is nobody.
+            // Also if no driver runs at all.
             if flow && data {
                 answer = Some(Control::Unsupported.emit(header.dst, header.src));
             }
         } else if !Datagrams::is_data(&header) {
-            self.datagrams.add_word(header);
+            self.datagrams.queue_control(header);
         } else {
             let source = match &payload {
                 Carried::Copied(bytes) => Source::Bytes(bytes),
@@ -93,7 +95,7 @@ impl Device {
             };
             self.take_from_sibling(&header, source, flow, cx);
         }
-        let done = Message::DatagramDone {
+        let done = SiblingMessage::DatagramDone {
             chain,
             epoch,
             copied,
@@ -130,7 +132,9 @@ impl Device {
             }
             cx.counters.copied_bytes.add(bytes.len() as u64);
             datagrams.waiting_bytes += bytes.len() + OVERHEAD as usize;
-            datagrams.waiting.push_back(Waiting { from, to, bytes });
+            datagrams
+                .waiting
+                .push_back(WaitingDatagram { from, to, bytes });
         } else {
             cx.counters.datagrams_dropped.add(1);
         }
@@ -138,12 +142,12 @@ impl Device {
             datagrams.stopping = true;
             let now = cx.time();
             datagrams.stops.pause(now, to, from);
-            self.tell_sources(cx);
+            self.notify_sources(cx);
         }
     }
 
-    /// As [`put_datagram`](Self::put_datagram), within the share that streams leave; one datagram
-    /// may overshoot.
+    /// As [`put_datagram`](Self::put_datagram), within the share that ready streams leave; one
+    /// datagram may overshoot.
     fn put_of_sibling(
         &mut self,
         from: Address,
@@ -175,25 +179,26 @@ impl Device {
         Ok(())
     }
 
-    /// Streams have had their turn: datagrams have a share again.
-    pub(in crate::device) fn streams_had_turn(&mut self) {
+    /// Renews the share of datagrams: ready streams have had their turn.
+    pub(in crate::device) fn renew_share(&mut self) {
         self.datagrams.share = None;
     }
 
-    /// Says to sources what is due of it.
-    pub(in crate::device) fn tell_sources(&mut self, cx: &mut Context<'_>) {
+    /// Sends the flow-control packets that are due to the sources.
+    pub(in crate::device) fn notify_sources(&mut self, cx: &mut Context<'_>) {
         if self.datagrams.stops.is_empty() {
             return;
         }
         let now = cx.time();
-        while let Some(word) = self.datagrams.stops.poll(now, |_| true) {
-            if let Some(device) = cx.routes.target(word.dst) {
-                cx.outbox.send(device, Message::DatagramWord(word));
+        while let Some(control) = self.datagrams.stops.poll(now, |_| true) {
+            if let Some(device) = cx.routes.target(control.dst) {
+                cx.outbox
+                    .send(device, SiblingMessage::DatagramControl(control));
             }
         }
     }
 
-    /// A sibling has done with a packet of our guest's.
+    /// A sibling has processed a packet of our guest.
     pub(in crate::device) fn datagram_done(
         &mut self,
         chain: Chain,
@@ -202,29 +207,29 @@ impl Device {
         answer: Option<Repr>,
     ) {
         self.datagrams.under_way = self.datagrams.under_way.saturating_sub(copied);
-        // A chain of an earlier start of the queue belongs to nobody any more.
+        // A chain of an earlier epoch needs no completion: its queue was stopped.
         if let Some(tx) = self.tx.as_mut().filter(|tx| tx.epoch == epoch) {
             tx.complete(chain, 0);
         }
         if let Some(answer) = answer {
-            self.datagrams.add_word(answer);
+            self.datagrams.queue_control(answer);
         }
     }
 
-    /// A sibling's device has something to say to our guest.
-    pub(in crate::device) fn datagram_word(&mut self, word: Repr) {
-        self.datagrams.add_word(word);
+    /// Queues a flow-control packet for our guest.
+    pub(in crate::device) fn datagram_control(&mut self, control: Repr) {
+        self.datagrams.queue_control(control);
     }
 
-    /// Hands the guest what waits for it, as far as there are buffers.
+    /// Sends the guest waiting flow-control packets and datagrams, as far as there are buffers.
     pub(in crate::device) fn transmit_datagrams(&mut self, cx: &mut Context<'_>) {
-        if self.waiting.is_some() {
-            // The queue rests until the command has been carried out.
+        if self.pending_command.is_some() {
+            // The queue is stopped while a command is pending.
             return;
         }
-        while let Some(word) = self.datagrams.words.pop_front() {
-            if !self.put_word(&word, cx) {
-                self.datagrams.words.push_front(word);
+        while let Some(control) = self.datagrams.controls.pop_front() {
+            if !self.put_control(&control, cx) {
+                self.datagrams.controls.push_front(control);
                 return;
             }
         }
@@ -242,12 +247,12 @@ impl Device {
             self.datagrams.stopping = false;
             self.datagrams.stops.resume_all();
         }
-        self.tell_sources(cx);
+        self.notify_sources(cx);
     }
 }
 
-/// Where a packet that was lent goes back to when its receiver is gone.
-pub(crate) fn returned(datagram: Datagram) -> (DeviceAddr, Message) {
+/// The answer that returns a lent packet: its receiver has gone.
+pub(crate) fn return_lent(datagram: Datagram) -> (DeviceAddr, SiblingMessage) {
     let Datagram {
         from,
         chain,
@@ -256,7 +261,7 @@ pub(crate) fn returned(datagram: Datagram) -> (DeviceAddr, Message) {
         ..
     } = datagram;
     let (copied, answer) = (payload.copied(), None);
-    let done = Message::DatagramDone {
+    let done = SiblingMessage::DatagramDone {
         chain,
         epoch,
         copied,

@@ -1,4 +1,4 @@
-//! Datagrams between devices, one call at a time: shares and bounds.
+//! Datagrams between devices: the share that streams leave, and bounds.
 
 use std::sync::Arc;
 
@@ -11,14 +11,14 @@ use zerosock_ring::{
 
 use super::*;
 use crate::device::ready_tests::Lab;
-use crate::device::sibling_message::{Datagram, Message, Payload};
+use crate::device::sibling_message::{Datagram, Payload, SiblingMessage};
 use crate::routing::DeviceAddr;
 
 const SOURCE: DeviceAddr = DeviceAddr { worker: 0, vm: 8 };
 const FROM: Address = Address::new(Cid::new(4), Port::new(1));
 const TO: Address = Address::new(Cid::new(3), Port::new(2));
 
-/// A queue of which `n` chains of `len` bytes are posted.
+/// A queue with `n` posted chains of `len` bytes.
 fn queue(n: usize, len: u32, writable: bool) -> DeviceQueue {
     const DATA: u64 = 0x8000;
     let bytes = (DATA + n as u64 * u64::from(len)).next_multiple_of(4096);
@@ -59,7 +59,7 @@ fn ring(n: usize, len: u32, writable: bool) -> Ring {
     Ring::new(queue(n, len, writable), kick.into(), None, None, true, 0)
 }
 
-/// `n` assembled datagrams of a sibling's, each of `len` bytes.
+/// `n` assembled datagrams of a sibling, each of `len` bytes.
 pub(crate) fn datagrams(n: usize, len: usize) -> Vec<Datagram> {
     let mut queue = queue(n, 64, false);
     let one = |_| Datagram {
@@ -75,7 +75,7 @@ pub(crate) fn datagrams(n: usize, len: usize) -> Vec<Datagram> {
 
 fn receiver(buffers: usize) -> Lab {
     let mut lab = Lab::new();
-    lab.device.datagrams.negotiated(F_DGRAM);
+    lab.device.datagrams.set_features(F_DGRAM);
     lab.device.rx = Some(ring(buffers, 4096, true));
     lab
 }
@@ -85,7 +85,7 @@ fn posted(lab: &mut Lab) -> u16 {
 }
 
 #[test]
-fn streams_that_have_something_keep_half_of_the_buffers() {
+fn ready_streams_keep_half_of_the_buffers() {
     let mut lab = receiver(8);
     lab.ready();
     let (device, mut cx) = lab.lend();
@@ -94,12 +94,16 @@ fn streams_that_have_something_keep_half_of_the_buffers() {
     }
     assert_eq!(device.datagrams.waiting.len(), 4);
     device.transmit_datagrams(&mut cx);
-    assert_eq!(device.datagrams.waiting.len(), 4, "before streams' turn");
-    assert!(device.has_work_for_guest(), "nobody waits for the guest");
+    assert_eq!(
+        device.datagrams.waiting.len(),
+        4,
+        "streams have had no turn"
+    );
+    assert!(device.has_work_for_guest(), "datagrams wait for the guest");
     assert_eq!(posted(&mut lab), 4);
-    // Streams have had their turn, and took nothing.
+    // Streams have had their turn and took no buffer.
     let (device, mut cx) = lab.lend();
-    device.streams_had_turn();
+    device.renew_share();
     device.transmit_datagrams(&mut cx);
     assert_eq!(device.datagrams.waiting.len(), 2);
     device.ready.clear();
@@ -109,7 +113,7 @@ fn streams_that_have_something_keep_half_of_the_buffers() {
 }
 
 #[test]
-fn without_streams_datagrams_have_all_buffers() {
+fn datagrams_get_all_buffers_without_ready_streams() {
     let mut lab = receiver(8);
     let (device, mut cx) = lab.lend();
     for datagram in datagrams(9, 100) {
@@ -120,7 +124,7 @@ fn without_streams_datagrams_have_all_buffers() {
 }
 
 #[test]
-fn assembled_datagrams_on_their_way_are_bounded() {
+fn assembled_datagrams_in_flight_are_bounded() {
     const LEN: usize = 64 << 10;
     let mut lab = Lab::new();
     let mut tx = ring(20, 64, false);
@@ -139,7 +143,7 @@ fn assembled_datagrams_on_their_way_are_bounded() {
     }
     let mut lent = Vec::new();
     while let Some((vm, message)) = cx.outbox.pop_local() {
-        let Message::Datagram(mut datagram) = message else {
+        let SiblingMessage::Datagram(mut datagram) = message else {
             panic!("{message:?}");
         };
         assert_eq!(vm, SOURCE.vm);
@@ -148,12 +152,12 @@ fn assembled_datagrams_on_their_way_are_bounded() {
     }
     assert_eq!(lent.len() * LEN, siblings::UNDER_WAY);
     let back = device.tx.as_ref().unwrap().unseen;
-    assert_eq!(back, 4, "the chains of the others");
-    // A driver that starts again does not make room; an answer does.
+    assert_eq!(back, 4, "chains of the dropped datagrams");
+    // A restarted driver does not free room; an answer does.
     device.datagrams.forget();
     assert_eq!(device.datagrams.under_way, siblings::UNDER_WAY);
-    let (_, done) = returned(lent.pop().unwrap());
-    device.sibling_says(done, &mut cx);
+    let (_, done) = return_lent(lent.pop().unwrap());
+    device.handle_sibling_message(done, &mut cx);
     assert_eq!(device.datagrams.under_way, siblings::UNDER_WAY - LEN);
     send(device, lent.pop().unwrap().chain, &mut cx);
     assert!(cx.outbox.pop_local().is_some());

@@ -1,4 +1,4 @@
-//! What waits for the guest's buffers while a command of the VMM's waits, too.
+//! Datagrams that wait for the guest's buffers while a command of the VMM is pending.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use zerosock_ring::{
     Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig,
 };
 
-use super::{NotPut, Waiting};
+use super::{NotPut, WaitingDatagram};
 use crate::device::command;
 use crate::device::ready_tests::Lab;
 use crate::device::ring::Ring;
@@ -57,56 +57,59 @@ fn queue() -> Ring {
 }
 
 #[test]
-fn a_datagram_that_waits_for_a_command_is_no_work() {
+fn datagram_behind_a_pending_command_does_not_keep_the_worker_awake() {
     let mut lab = Lab::new();
     let (device, mut cx) = lab.lend();
     device.rx = Some(queue());
-    device.datagrams.waiting.push_back(Waiting {
+    device.datagrams.waiting.push_back(WaitingDatagram {
         from: Address::new(Cid::new(4), Port::new(1)),
         to: guest(),
         bytes: vec![7; 100],
     });
     assert!(device.has_work_for_guest());
-    device.waiting = Some(command::Waiting::Reset(Reply::discarded()));
-    assert!(
-        !device.has_work_for_guest(),
-        "the worker would turn it on and on"
-    );
+    device.pending_command = Some(command::PendingCommand::Reset(Reply::discarded()));
+    assert!(!device.has_work_for_guest(), "the worker would never sleep");
     assert!(!device.transmit(&mut cx));
-    assert_eq!(device.datagrams.waiting.len(), 1, "the queue rests");
-    // The command is done: the datagram has its buffer.
-    device.waiting = None;
+    assert_eq!(device.datagrams.waiting.len(), 1, "the queue is stopped");
+    // After the command the datagram gets its buffer.
+    device.pending_command = None;
     assert!(device.has_work_for_guest());
     device.transmit(&mut cx);
     assert!(device.datagrams.waiting.is_empty() && !device.has_work_for_guest());
 }
 
 #[test]
-fn a_program_that_waits_for_buffers_is_told_after_a_command_and_spins_for_none() {
+fn program_is_woken_for_buffers_after_a_pending_command() {
     let mut lab = Lab::new();
     let (device, mut cx) = lab.lend();
     device.rx = Some(queue());
-    device.waiting = Some(command::Waiting::StopReceive(Reply::discarded()));
+    device.pending_command = Some(command::PendingCommand::StopReceive(Reply::discarded()));
     let put = device.app_send_datagram(host(), guest(), b"later", &mut cx);
     assert_eq!(put, Err(NotPut::NoRoom));
-    // A word of the flow control is refused as well.
-    device.datagrams.negotiated(F_DGRAM | F_DGRAM_FLOW);
-    assert!(!device.put_word(&Control::Unsupported.emit(host(), guest()), &mut cx));
+    // A flow-control packet finds no room either.
+    device.datagrams.set_features(F_DGRAM | F_DGRAM_FLOW);
+    assert!(!device.put_control(&Control::Unsupported.emit(host(), guest()), &mut cx));
     for _ in 0..2 {
-        assert!(!device.has_come() && !device.ask_for_kicks(), "it spins");
+        assert!(
+            !device.has_available_chains() && !device.enable_kicks(),
+            "the worker would not sleep"
+        );
         assert!(!device.transmit(&mut cx));
     }
-    assert!(device.starves_program());
-    // Not carried out, as of a queue that is not there any more; another goes on.
+    assert!(device.program_waits());
+    // The command fails without its queue; a later one completes.
     let rx = device.rx.take();
-    device.finish_waiting(&mut cx);
-    assert!(device.waiting.is_none() && !device.has_come());
-    device.waiting = Some(command::Waiting::Stop(Reply::discarded()));
+    device.finish_command(&mut cx);
+    assert!(device.pending_command.is_none() && !device.has_available_chains());
+    device.pending_command = Some(command::PendingCommand::Stop(Reply::discarded()));
     device.rx = rx;
-    device.finish_waiting(&mut cx);
-    assert!(device.has_come(), "the buffer that was there all the time");
+    device.finish_command(&mut cx);
+    assert!(
+        device.has_available_chains(),
+        "the buffer was posted all the time"
+    );
     device.transmit(&mut cx);
-    assert!(!device.starves_program() && !device.has_come());
+    assert!(!device.program_waits() && !device.has_available_chains());
     let put = device.app_send_datagram(host(), guest(), b"now", &mut cx);
     assert_eq!(put, Ok(()));
 }

@@ -1,5 +1,5 @@
-//! Forwarding to the machine's own AF_VSOCK: for a daemon that runs inside a virtual machine
-//! whose host should serve the nested guest, or whose `vsock_loopback` is wanted.
+//! Forwarding to the machine's own AF_VSOCK, for a daemon in a virtual machine with a host that
+//! serves the nested guest, or for use with `vsock_loopback`.
 //!
 //! A guest's connection to port P of CID 2 becomes one to port P of the configured CID; a
 //! connection to one of the listed ports here becomes one to the same port of the guest.

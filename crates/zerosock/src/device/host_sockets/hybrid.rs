@@ -2,14 +2,14 @@
 //!
 //! A host program connects to `uds_path`, writes `CONNECT <port>\n`, and reads
 //! `OK <port>\n` once the guest has accepted; a refusal closes the socket. A guest that connects
-//! to port P of the host reaches the program that listens on `uds_path_P`. Whatever follows the
-//! newline is payload: the line is looked at with `MSG_PEEK` and only the line is taken, so that
-//! the payload stays in the socket, from where it is received into guest memory.
+//! to port P of the host reaches the program that listens on `uds_path_P`. Bytes after the newline
+//! are payload: the line is found with `MSG_PEEK` and only the line is read, so that the payload
+//! stays in the socket, from where it is received into guest memory.
 //!
-//! For messages the sockets are of type SOCK_SEQPACKET, and the lines are packets of their own. What
-//! tells a packet without a byte from the end of all packets, at both of which a receive gives 0:
-//! with SO_PASSCRED the kernel has credentials to give with every packet and none with the end, and
-//! says so (MSG_CTRUNC) when there is no room for them.
+//! For messages the sockets are of type SOCK_SEQPACKET, and each line is a packet of its own. A
+//! receive returns 0 both for an empty packet and for end of file. With SO_PASSCRED the kernel adds
+//! credentials to every packet but not to the end of file, and sets MSG_CTRUNC if there is no room
+//! for them: that tells the two apart.
 
 use super::{Attempt, HostSocket};
 use rustix::fd::{AsFd, AsRawFd, OwnedFd};
@@ -22,7 +22,7 @@ use std::time::Duration;
 use zerosock_proto::{Instant, Port};
 use zerosock_sys::account::Account;
 
-/// Longest line that is still a CONNECT: the word, a space, ten digits, CR and LF.
+/// Longest CONNECT line: the word, a space, ten digits, CR and LF.
 const MAX_LINE: usize = "CONNECT 4294967295\r\n".len();
 
 /// Which port the OK line names.
@@ -31,83 +31,83 @@ pub enum OkConvention {
     /// The guest's port, as vhost-device-vsock does.
     #[default]
     GuestPort,
-    /// The port that the host side was given, as Firecracker and cloud-hypervisor do.
+    /// The port that was assigned on the host side, as Firecracker and cloud-hypervisor do.
     HostPort,
 }
 
-/// What a look at the CONNECT line found.
+/// The result of reading the CONNECT line.
 #[derive(Debug, Eq, PartialEq)]
 pub(crate) enum Line {
-    /// The whole line was there and was taken: connect to this port.
+    /// The whole line was read: connect to this port.
     Connect(Port),
-    /// Not yet a whole line.
+    /// The line is incomplete.
     Partial,
     /// Not a CONNECT line, or the program has gone.
     Bad(&'static str),
 }
 
-/// Looks for the CONNECT line on `socket` without taking a byte behind it.
+/// Reads the CONNECT line from `socket` and no byte after it.
 pub(crate) fn read_line(socket: &HostSocket) -> Line {
     let mut line = [0u8; MAX_LINE];
     let seen = match net::recv(socket, &mut line[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-        Ok((_, 0)) => return Line::Bad("closed before it said CONNECT"),
+        Ok((_, 0)) => return Line::Bad("closed before its CONNECT line was complete"),
         Ok((_, n)) => n,
         Err(Errno::AGAIN | Errno::INTR) => return Line::Partial,
-        Err(_) => return Line::Bad("failed before it said CONNECT"),
+        Err(_) => return Line::Bad("failed before its CONNECT line was complete"),
     };
     let parsed = parse_line(&line[..seen]);
     if let Parsed::Port(_, len) = parsed {
-        // Exactly the line: these bytes are there, as the peek has shown.
+        // Read exactly the line, which the peek has shown to be there.
         match socket.recv(&mut line[..len]) {
             Ok(n) if n == len => {}
-            _ => return Line::Bad("lost its CONNECT line"),
+            _ => return Line::Bad("the CONNECT line could not be read"),
         }
     }
     match parsed {
         Parsed::Port(port, _) => Line::Connect(port),
         Parsed::Partial => Line::Partial,
-        Parsed::Bad => Line::Bad("did not say CONNECT <port>"),
+        Parsed::Bad => Line::Bad("the first line is not CONNECT <port>"),
     }
 }
 
-/// As [`read_line`], for a socket of packets: the line is the whole of the first one.
+/// As [`read_line`], for a socket of packets: the line must be the whole first packet.
 pub(crate) fn read_packet(socket: &HostSocket) -> Line {
-    // One byte more shows a packet that is longer.
+    // One more byte detects a longer packet.
     let mut line = [0u8; MAX_LINE + 1];
     let seen = match socket.recv(&mut line) {
-        Ok(0) => return Line::Bad("closed before it said CONNECT"),
+        Ok(0) => return Line::Bad("closed before its CONNECT line was complete"),
         Ok(n) => n,
         Err(Errno::AGAIN | Errno::INTR) => return Line::Partial,
-        Err(_) => return Line::Bad("failed before it said CONNECT"),
+        Err(_) => return Line::Bad("failed before its CONNECT line was complete"),
     };
     match parse_line(&line[..seen]) {
-        Parsed::Port(port, len) if len == seen && prepare(socket) => Line::Connect(port),
-        _ => Line::Bad("did not say CONNECT <port> in a packet of its own"),
+        Parsed::Port(port, len) if len == seen && configure_packets(socket) => Line::Connect(port),
+        _ => Line::Bad("the first packet is not CONNECT <port>"),
     }
 }
 
-/// Has ends told apart from packets without a byte, and makes room for long ones to be sent.
-fn prepare(socket: impl AsFd) -> bool {
-    // As much as the system gives: the rest is for the packets to show.
+/// Enables the distinction of empty packets from end of file, and enlarges the send buffer.
+fn configure_packets(socket: impl AsFd) -> bool {
+    // Best effort: a packet that does not fit is reported when it is sent.
     let _ = net::sockopt::set_socket_send_buffer_size(&socket, LONGEST);
     net::sockopt::set_socket_passcred(&socket, true).is_ok()
 }
 
-/// Bytes of a packet that a socket should take.
+/// Send buffer size that is requested: the longest packet a socket should take.
 const LONGEST: usize = 1 << 20;
 
-/// What is next on a socket of packets.
+/// The next item in a socket of packets.
 #[derive(Debug, Eq, PartialEq)]
 pub(crate) enum Ahead {
-    /// A packet of so many bytes, perhaps none.
+    /// A packet of this many bytes, possibly 0.
     Message(usize),
     Nothing,
-    BridgePeer,
+    EndOfFile,
     /// The program has gone.
     Gone,
 }
 
-/// Looks at the next packet without taking it.
+/// Inspects the next packet without reading it.
 pub(crate) fn look_ahead(socket: impl AsFd) -> Ahead {
     let mut byte = [0u8; 1];
     let mut slices = [IoSliceMut::new(&mut byte)];
@@ -117,7 +117,7 @@ pub(crate) fn look_ahead(socket: impl AsFd) -> Ahead {
         Ok(got) if got.bytes > 0 || got.flags.contains(net::ReturnFlags::CTRUNC) => {
             Ahead::Message(got.bytes)
         }
-        Ok(_) => Ahead::BridgePeer,
+        Ok(_) => Ahead::EndOfFile,
         Err(Errno::AGAIN | Errno::INTR) => Ahead::Nothing,
         Err(_) => Ahead::Gone,
     }
@@ -157,9 +157,9 @@ fn parse_line(bytes: &[u8]) -> Parsed {
     }
 }
 
-/// Writes the OK line. It is the first thing that this socket is sent, so there is room for it:
-/// false if there is not, because then a program plays tricks. One that has already gone needs no
-/// answer, and what it wrote is still delivered.
+/// Writes the OK line. It is the first data on this socket, so it fits; returns false if it does
+/// not, because then the program has shrunk the socket's buffer. A program that has already gone
+/// needs no answer, and what it wrote is still delivered.
 pub(crate) fn write_ok(socket: impl AsFd, port: Port) -> bool {
     let line = format!("OK {}\n", port.get());
     let flags = net::SendFlags::NOSIGNAL | net::SendFlags::DONTWAIT;
@@ -177,7 +177,7 @@ pub(crate) fn service_path(base: &Path, port: Port) -> PathBuf {
     path.into()
 }
 
-/// How long a look at the directory of the sockets holds good.
+/// How long a check of the sockets' directory stays valid.
 const TRUST: Duration = Duration::from_secs(1);
 
 /// The sockets of host programs: the one for port P is at the base path with `_P` appended.
@@ -259,7 +259,7 @@ fn connect_to(
         None => named,
     };
     let socket = HostSocket::unconnected(kind, account)?;
-    if kind == SocketType::SEQPACKET && !prepare(&socket) {
+    if kind == SocketType::SEQPACKET && !configure_packets(&socket) {
         return Err(io::ErrorKind::Unsupported.into());
     }
     match net::connect(&socket, &address) {
@@ -275,12 +275,13 @@ fn is_trusted_user(uid: u32) -> bool {
     uid == 0 || uid == rustix::process::geteuid().as_raw()
 }
 
-/// Opens the socket at `path` for connect(2) without looking into any other kind of file: where
-/// others may create files in the directory, a symbolic link could lead to a file system whose server
-/// lets us wait. `None`: a symbolic link of root or of our own user, which is followed.
+/// Opens the socket at `path` for connect(2) without opening any other kind of file. If other users
+/// may create files in the directory, a symbolic link could lead to a file system with a server
+/// that does not answer. Returns `None` for a symbolic link of root or our own user, to be
+/// followed.
 ///
 /// # Errors
-/// `ConnectionRefused` when it is no socket, `PermissionDenied` for a symbolic link of another user.
+/// `ConnectionRefused` if it is no socket, `PermissionDenied` for a symbolic link of another user.
 fn find_socket(path: &Path) -> io::Result<Option<OwnedFd>> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = openat(CWD, path, flags, Mode::empty())?;
@@ -352,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_leaves_is_noticed() {
+    fn read_line_reports_a_closed_program() {
         let (b, mut a) = pair();
         a.write_all(b"CONN").unwrap();
         drop(a);
@@ -363,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_too_long_is_named() {
+    fn overlong_path_is_named_in_the_error() {
         let base = PathBuf::from(format!("/tmp/{}", "x".repeat(104)));
         let Attempt::Refused(e) = attempt(&mut Services::from(base), 1) else {
             panic!("connected")

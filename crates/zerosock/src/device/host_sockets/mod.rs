@@ -1,8 +1,9 @@
-//! Relays: a vsock connection joined to a socket of another kind.
+//! Host sockets: how host programs reach a guest, and a guest host programs.
 //!
-//! Here are only the sockets: how a host program reaches a guest and a guest a host program.
-//! The bytes never pass through this room: [`crate::device`] moves them between guest memory and
-//! the socket. What must hold: no call blocks, whatever a peer or a full backlog does.
+//! # Invariants
+//! - No call blocks, whatever a peer or a full backlog does.
+//!
+//! [`crate::device`] moves the bytes between guest memory and the sockets.
 
 pub(crate) mod forward;
 pub(crate) mod hybrid;
@@ -12,14 +13,14 @@ use rustix::io::Errno;
 use rustix::net::RecvFlags;
 pub(crate) use socket::HostSocket;
 
-/// Stops reading from a host socket: its program gets EPIPE from now on. What it had written before
-/// is thrown away here, because a socket that is closed with unread bytes resets its peer, which
-/// would then see an error where the guest's stream ends in order.
+/// Stops reading from a host socket: its program gets EPIPE from now on. Bytes that it has written
+/// are read and dropped, because closing a socket with unread bytes resets its peer, which would
+/// then see an error where the guest's stream ends in order.
 pub(crate) fn stop_reading(socket: &HostSocket) {
-    // Errors mean that the program has gone: there is nobody to tell.
+    // Fails only if the program has gone.
     let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Read);
     let mut waste = [0u8; 16 << 10];
-    // A send buffer's worth at most, as nothing is let in any more.
+    // At most a send buffer of bytes: no more can be written.
     for _ in 0..4096 {
         match socket.recv(&mut waste) {
             Ok(n) if n > 0 => {}
@@ -29,9 +30,9 @@ pub(crate) fn stop_reading(socket: &HostSocket) {
     }
 }
 
-/// Before a host socket is closed whose guest has closed in order: as [`stop_reading`], which costs
-/// one call more, for what was written before. Who writes only now is told as any other that writes
-/// to somebody who has gone.
+/// Drops unread bytes before a host socket is closed after its guest has closed in order: as
+/// [`stop_reading`], but with one call in the usual case without such bytes. A later write of the
+/// program fails as on any closed socket.
 pub(crate) fn leave_nothing_unread(socket: &HostSocket) {
     match rustix::net::recv(
         socket,
@@ -40,21 +41,21 @@ pub(crate) fn leave_nothing_unread(socket: &HostSocket) {
     ) {
         Ok((_, n)) if n > 0 => stop_reading(socket),
         Err(Errno::INTR) => stop_reading(socket),
-        // Nothing, the end, or an error: the program has gone.
+        // No bytes, end of file, or the program has gone.
         _ => {}
     }
 }
 
-/// How far a connect to a host socket has come.
+/// The result of starting a connect to a host socket.
 #[derive(Debug)]
 pub(crate) enum Attempt {
     /// Connected.
     Ready(HostSocket),
-    /// Under way: the socket becomes writable when it is decided.
+    /// In progress: the socket becomes writable when the connect has succeeded or failed.
     InProgress(HostSocket),
-    /// The listener's backlog is full: try again a little later. (A non-blocking Unix connect
-    /// says EAGAIN and leaves nothing to wait on.)
+    /// The listener's backlog is full: try again later. (A non-blocking connect to a Unix socket
+    /// fails with EAGAIN, and no event reports room.)
     Later,
-    /// Nobody is there.
+    /// No host program accepts connections there.
     Refused(std::io::Error),
 }

@@ -1,10 +1,10 @@
-//! A socket that bridges a host program to a guest.
+//! The socket between the device and a host program.
 //!
 //! # Invariants
 //! - Closing and receiving never wait for the program. A Unix socket that [refuses
 //!   descriptors](fd_passing::refuse_rights) holds no objects of the program; any other is closed by
 //!   the reaper, and descriptors that come on it are received and closed there too.
-//! - It counts against the guest's share of descriptors until it is closed.
+//! - It counts against the guest's descriptor budget until it is closed.
 
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
@@ -14,15 +14,15 @@ use zerosock_ring::GuestSlice;
 use zerosock_sys::account::{Account, Permit};
 use zerosock_sys::{PeerFd, Received, fd_passing};
 
-/// See the module.
+/// A socket to a host program: see the module.
 #[derive(Debug)]
 pub(crate) struct HostSocket(Kind);
 
 #[derive(Debug)]
 enum Kind {
-    /// Nothing of the program's is ever in it.
+    /// Carries no descriptors of the program.
     Plain { fd: OwnedFd, _permit: Permit },
-    /// It takes descriptors: the kernel has no SO_PASSRIGHTS, or the program connected before the
+    /// May carry descriptors: the kernel has no SO_PASSRIGHTS, or the program connected before the
     /// listener refused them.
     TakesRights(PeerFd),
 }
@@ -45,9 +45,9 @@ impl HostSocket {
         }))
     }
 
-    /// One that was accepted from a listener of Unix sockets.
+    /// A socket accepted from a listener of Unix sockets.
     pub(crate) fn accepted(fd: OwnedFd, permit: Permit) -> HostSocket {
-        // The listener may refuse descriptors since later than this program has connected.
+        // The program may have connected before the listener refused descriptors.
         HostSocket(match fd_passing::refuses_rights(&fd) {
             true => Kind::Plain {
                 fd,
@@ -57,7 +57,7 @@ impl HostSocket {
         })
     }
 
-    /// One of AF_VSOCK, which carries no descriptors.
+    /// An AF_VSOCK socket, which carries no descriptors.
     pub(crate) fn vsock(fd: OwnedFd, permit: Permit) -> HostSocket {
         HostSocket(Kind::Plain {
             fd,
@@ -65,12 +65,12 @@ impl HostSocket {
         })
     }
 
-    /// The reaper closes it. It has to leave its poller before it is dropped.
+    /// Whether the reaper closes it. Such a socket has to leave its poller before it is dropped.
     pub(crate) fn is_closed_later(&self) -> bool {
         matches!(self.0, Kind::TakesRights(_))
     }
 
-    /// Receives without waiting. 0: the end, or a packet of no bytes.
+    /// Receives without waiting. Returns 0 at end of file or for an empty packet.
     pub(crate) fn recv(&self, buf: &mut [u8]) -> Result<usize, Errno> {
         match &self.0 {
             Kind::Plain { fd, .. } => net::recv(fd, buf, RecvFlags::DONTWAIT).map(|(_, n)| n),
@@ -128,7 +128,7 @@ pub(super) mod tests {
 
     use crate::lingering::{lingering_socket, without_waiting};
 
-    /// One end as it is accepted, and the program's.
+    /// An accepted socket, and the program's end.
     pub(crate) fn pair() -> (HostSocket, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let permit = Budget::unlimited().account().take_descriptors(1).unwrap();
@@ -136,7 +136,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn descriptors_that_come_are_not_left_to_the_kernel() {
+    fn received_descriptors_are_closed_by_the_reaper() {
         let (socket, program) = pair();
         assert!(matches!(socket.0, Kind::TakesRights(_)));
         let (passed, other) = UnixStream::pair().unwrap();
@@ -156,7 +156,7 @@ pub(super) mod tests {
         assert_eq!(rustix::event::poll(&mut fds, Some(&limit)), Ok(1));
     }
 
-    /// Sends a byte and a descriptor that does not close until what is returned is dropped.
+    /// Sends a byte and a descriptor that takes to close until the returned socket is dropped.
     fn send_lingering(program: impl AsFd) -> TcpStream {
         let (fd, receiver) = lingering_socket();
         fd_passing::send(program, &[IoSlice::new(b"x")], &[fd.as_fd()]).unwrap();
@@ -164,7 +164,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn bytes_that_are_thrown_away_are_not_waited_for() {
+    fn dropping_unread_bytes_does_not_wait_for_their_descriptors() {
         for stop in [
             super::super::stop_reading,
             super::super::leave_nothing_unread,
@@ -174,7 +174,7 @@ pub(super) mod tests {
             without_waiting(move || {
                 stop(&socket);
                 let left = net::recv(&socket, &mut [0][..], RecvFlags::DONTWAIT);
-                assert_eq!(left.map(|(_, n)| n), Ok(0), "all of it is taken");
+                assert_eq!(left.map(|(_, n)| n), Ok(0), "all bytes are read");
             });
         }
     }
@@ -192,7 +192,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn one_that_we_connect_refuses_descriptors_where_the_kernel_can() {
+    fn unconnected_socket_refuses_descriptors_if_the_kernel_can() {
         let account = Budget::unlimited().account();
         let socket = HostSocket::unconnected(SocketType::STREAM, &account).unwrap();
         let refuses = fd_passing::refuses_rights(&socket);

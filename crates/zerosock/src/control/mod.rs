@@ -206,13 +206,12 @@ impl PreparedControlPlane {
         let directory = Arc::new(Directory::default());
         let budget = self.registry.budget().clone();
         let list = Arc::clone(&directory);
-        let server = |registry| match self.attach {
-            Some(config) => Server::new(config, registry, list).map(Ok),
-            None => Ok(Err(registry)),
-        };
+        let server = self.attach.map(|config| Server::new(config, list));
+        let server = server
+            .transpose()
+            .map_err(system("prepare the attach socket"))?;
         let (reload_handler, orders) =
-            ReloadHandler::new(self.registry, server, self.vms, self.sealed_memory)
-                .map_err(system("prepare the attach socket"))?;
+            ReloadHandler::new(self.registry, server, self.vms, self.sealed_memory);
         let extension = Some(Box::new(reload_handler) as _);
         let control = Control::spawn_with(self.specs, extension)
             .map_err(system("start the control thread"))?;

@@ -49,14 +49,6 @@ pub(super) enum Stage {
     Removing(u64),
 }
 
-/// The owner of the registry.
-enum RegistryOwner {
-    /// Nobody may attach.
-    Vms(Box<DeviceRegistry>),
-    /// The attach server.
-    All(Box<Server>),
-}
-
 /// What front-ends of a VM that is added are told and held to.
 struct Front {
     listener: PeerFd,
@@ -66,7 +58,9 @@ struct Front {
 
 /// See the module.
 pub(super) struct ReloadHandler {
-    owner: RegistryOwner,
+    registry: DeviceRegistry,
+    /// Lets processes attach, if that is configured. Borrows the registry for each call.
+    server: Option<Server>,
     vms: BTreeMap<Cid, Place>,
     orders: Receiver<Order>,
     /// Orders of which the workers are being told, by the numbers of the notices.
@@ -78,41 +72,24 @@ impl ReloadHandler {
     /// The handler, and the way to give it orders.
     pub(super) fn new(
         registry: DeviceRegistry,
-        server: impl FnOnce(DeviceRegistry) -> io::Result<Result<Server, DeviceRegistry>>,
+        server: Option<Server>,
         vms: BTreeMap<Cid, Place>,
         sealed_memory: bool,
-    ) -> io::Result<(ReloadHandler, Sender<Order>)> {
-        let owner = match server(registry)? {
-            Ok(server) => RegistryOwner::All(Box::new(server)),
-            Err(registry) => RegistryOwner::Vms(Box::new(registry)),
-        };
+    ) -> (ReloadHandler, Sender<Order>) {
         let (sender, orders) = channel();
         let reload_handler = ReloadHandler {
-            owner,
+            registry,
+            server,
             vms,
             orders,
             told: Vec::new(),
             sealed_memory,
         };
-        Ok((reload_handler, sender))
-    }
-
-    fn registry(&mut self) -> &mut DeviceRegistry {
-        match &mut self.owner {
-            RegistryOwner::Vms(registry) => registry,
-            RegistryOwner::All(server) => server.registry(),
-        }
-    }
-
-    fn server(&mut self) -> Option<&mut Server> {
-        match &mut self.owner {
-            RegistryOwner::Vms(_) => None,
-            RegistryOwner::All(server) => Some(server),
-        }
+        (reload_handler, sender)
     }
 
     /// Whether an order can be carried out.
-    fn check(&mut self, add: &[NewVm], reload: &Reload) -> Result<(), ReloadError> {
+    fn check(&self, add: &[NewVm], reload: &Reload) -> Result<(), ReloadError> {
         let known = |cid: &Cid| self.vms.get(cid).is_some_and(|vm| vm.stage == Stage::In);
         let named = reload.remove.iter().chain(reload.groups.keys());
         if let Some(&cid) = named.clone().find(|cid| !known(cid)) {
@@ -122,12 +99,12 @@ impl ReloadHandler {
         for vm in add {
             let cid = vm.cid;
             // One that leaves has its CID until it has left.
-            let taken = self.vms.contains_key(&cid) || self.registry().contains(cid);
+            let taken = self.vms.contains_key(&cid) || self.registry.contains(cid);
             if taken || !added.insert(cid) {
                 return Err(ReloadError::CidTaken(cid));
             }
         }
-        if reload.attach.is_some() && matches!(self.owner, RegistryOwner::Vms(_)) {
+        if reload.attach.is_some() && self.server.is_none() {
             return Err(ReloadError::NobodyAttaches);
         }
         Ok(())
@@ -179,13 +156,13 @@ impl ReloadHandler {
             self.send_off(*cid, frontends);
         }
         for (cid, groups) in &reload.groups {
-            self.registry().set_groups(*cid, groups);
+            self.registry.set_groups(*cid, groups);
         }
-        if let (Some(terms), Some(server)) = (reload.attach, self.server()) {
-            server.set_terms(terms);
+        if let (Some(terms), Some(server)) = (reload.attach, &mut self.server) {
+            server.set_terms(terms, &mut self.registry);
         }
-        self.registry().set_access(reload.access);
-        self.registry().tell(&notice);
+        self.registry.set_access(reload.access);
+        self.registry.tell(&notice);
         self.told.push((number, answer));
     }
 
@@ -198,12 +175,12 @@ impl ReloadHandler {
         frontends: &mut FrontendRegistry,
     ) -> Result<(), ReloadError> {
         let (cid, account) = (member.cid, member.account.clone());
-        let added = self.registry().add(member, entry, notice);
+        let added = self.registry.add(member, entry, notice);
         let addr = added.ok_or(ReloadError::Full(cid))?;
-        let port = self.registry().port(addr).ok_or(ReloadError::Full(cid))?;
+        let port = self.registry.port(addr).ok_or(ReloadError::Full(cid))?;
         let spec = VmSpec {
             name: format!("vm (cid {cid})"),
-            model: self.registry().model(cid),
+            model: self.registry.model(cid),
             socket: FrontendSocket::Listener(front.listener),
             max_queue_size: front.queue_size,
             sealed_memory: self.sealed_memory || front.sealed_memory,
@@ -219,7 +196,7 @@ impl ReloadHandler {
             Err(source) => {
                 // Its place is not given out again: this happens when memory is at its end.
                 let (_, notice) = frontends.notice();
-                self.registry().remove(cid, addr, &notice);
+                self.registry.remove(cid, addr, &notice);
                 Err(ReloadError::Socket { cid, source })
             }
         }
@@ -230,7 +207,7 @@ impl ReloadHandler {
         if let Some(place) = self.vms.get_mut(&cid) {
             place.stage = Stage::Leaving;
             let vm = place.vm;
-            self.registry().reserve(cid);
+            self.registry.reserve(cid);
             frontends.close(vm, "it is not configured any more");
         }
     }
@@ -278,19 +255,21 @@ impl ReloadHandler {
 
 impl ControlExtension for ReloadHandler {
     fn begin(&mut self, frontends: &mut FrontendRegistry) -> io::Result<()> {
-        self.server()
-            .map_or(Ok(()), |server| server.begin(frontends))
+        match &mut self.server {
+            Some(server) => server.begin(frontends),
+            None => Ok(()),
+        }
     }
 
     fn end(&mut self, frontends: &mut FrontendRegistry) {
-        if let Some(server) = self.server() {
+        if let Some(server) = &mut self.server {
             server.end(frontends);
         }
     }
 
     fn ready(&mut self, key: u32, flags: EventFlags, frontends: &mut FrontendRegistry) {
-        if let Some(server) = self.server() {
-            server.ready(key, flags, frontends);
+        if let Some(server) = &mut self.server {
+            server.ready(key, flags, &mut self.registry, frontends);
         }
     }
 
@@ -302,8 +281,8 @@ impl ControlExtension for ReloadHandler {
 
     fn vm_over(&mut self, vm: usize, frontends: &mut FrontendRegistry) {
         let Some(cid) = self.of_vm(vm) else {
-            if let Some(server) = self.server() {
-                server.vm_over(vm, frontends);
+            if let Some(server) = &mut self.server {
+                server.vm_over(vm, &mut self.registry, frontends);
             }
             return;
         };
@@ -311,7 +290,7 @@ impl ControlExtension for ReloadHandler {
         if let Some(place) = self.vms.get_mut(&cid) {
             place.stage = Stage::Removing(number);
             let addr = place.addr;
-            self.registry().remove(cid, addr, &notice);
+            self.registry.remove(cid, addr, &notice);
         }
     }
 
@@ -325,25 +304,22 @@ impl ControlExtension for ReloadHandler {
         if let Some((&cid, _)) = gone
             && let Some(place) = self.vms.remove(&cid)
         {
-            self.registry().release(place.addr);
-            self.registry().give_back(cid);
+            self.registry.release(place.addr);
+            self.registry.give_back(cid);
             tracing::info!(%cid, "VM gone");
         }
-        if let Some(server) = self.server() {
-            server.noticed(number, frontends);
+        if let Some(server) = &mut self.server {
+            server.noticed(number, &mut self.registry, frontends);
         }
     }
 
     fn deadline(&self) -> Option<Instant> {
-        match &self.owner {
-            RegistryOwner::Vms(_) => None,
-            RegistryOwner::All(server) => server.deadline(),
-        }
+        self.server.as_ref().and_then(Server::deadline)
     }
 
     fn time_passed(&mut self, now: Instant, frontends: &mut FrontendRegistry) {
-        if let Some(server) = self.server() {
-            server.time_passed(now, frontends);
+        if let Some(server) = &mut self.server {
+            server.time_passed(now, &mut self.registry, frontends);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The attach server: a extension on the control thread. Processes get CIDs of their own from it, and
+//! The attach server: a part of the extension on the control thread, which lends it the registry. Processes get CIDs of their own from it, and
 //! services ports of the host's.
 //!
 //! ```text
@@ -42,7 +42,7 @@ use crate::routing::name::Name;
 use claims::{Claim, PendingClaim};
 use clients::{Client, State, dismiss, is_allowed};
 use places::{ClaimConflict, JoinRequest, Member, Stage};
-use zerosock_vhost_user::{ControlExtension, FrontendRegistry, LogLimit};
+use zerosock_vhost_user::{FrontendRegistry, LogLimit};
 
 /// How long a client may take to say what it wants, and to wait for what is about to be free.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -63,7 +63,6 @@ const LISTENER: u32 = 0;
 /// See the module.
 pub(crate) struct Server {
     config: AttachConfig,
-    registry: DeviceRegistry,
     directory: Arc<Directory>,
     clients: BTreeMap<u32, Client>,
     last_key: u32,
@@ -88,11 +87,7 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    pub(crate) fn new(
-        config: AttachConfig,
-        registry: DeviceRegistry,
-        directory: Arc<Directory>,
-    ) -> io::Result<Server> {
+    pub(crate) fn new(config: AttachConfig, directory: Arc<Directory>) -> io::Result<Server> {
         rustix::io::ioctl_fionbio(&config.listener, true)?;
         // No request has any. Where the kernel cannot refuse them, they are received and closed.
         fd_passing::refuse_rights(&config.listener)?;
@@ -104,7 +99,6 @@ impl Server {
         let next_cid = *config.cids.start();
         Ok(Server {
             config,
-            registry,
             directory,
             clients: BTreeMap::new(),
             last_key: LISTENER,
@@ -121,29 +115,24 @@ impl Server {
         })
     }
 
-    /// Who is a device of which worker, VMs included.
-    pub(crate) fn registry(&mut self) -> &mut DeviceRegistry {
-        &mut self.registry
-    }
-
     /// The account of a user's processes.
-    fn account(&mut self, uid: u32) -> Account {
-        let budget = self.registry.budget();
+    fn account(&mut self, uid: u32, registry: &DeviceRegistry) -> Account {
+        let budget = registry.budget();
         let account = self.accounts.entry(uid);
         account.or_insert_with(|| budget.account()).clone()
     }
 
     /// Goes by other terms from now on. Whoever is attached stays; the groups are those of all
     /// processes, also of those who are there. The workers are not told.
-    pub(crate) fn set_terms(&mut self, terms: AttachTerms) {
+    pub(crate) fn set_terms(&mut self, terms: AttachTerms, registry: &mut DeviceRegistry) {
         for &cid in self.by_cid.keys() {
-            self.registry.set_groups(cid, &terms.groups);
+            registry.set_groups(cid, &terms.groups);
         }
         self.config.set_terms(terms);
     }
 
     /// Handles what a client has said.
-    fn serve(&mut self, key: u32, frontends: &mut FrontendRegistry) {
+    fn serve(&mut self, key: u32, registry: &mut DeviceRegistry, frontends: &mut FrontendRegistry) {
         for _ in 0..BUDGET {
             let Some(client) = self.clients.get_mut(&key) else {
                 return;
@@ -171,7 +160,7 @@ impl Server {
                 true => decode_request(bytes.get(..len).unwrap_or_default()),
                 false => Err(Answer::refusal(Status::BadRequest, Version::default())),
             };
-            self.handle(key, request, frontends);
+            self.handle(key, request, registry, frontends);
         }
         self.settle(key, frontends);
     }
@@ -180,6 +169,7 @@ impl Server {
         &mut self,
         key: u32,
         request: Result<Request, Answer>,
+        registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
     ) {
         let Some(client) = self.clients.get_mut(&key) else {
@@ -187,16 +177,28 @@ impl Server {
         };
         match (&client.state, request) {
             (&State::Silent { until }, Ok(Request::Attach(request))) => {
-                self.attach(key, JoinRequest::Process(request), until, frontends);
+                self.attach(
+                    key,
+                    JoinRequest::Process(request),
+                    until,
+                    registry,
+                    frontends,
+                );
             }
             (&State::Silent { until }, Ok(Request::Serve(request))) => {
-                self.attach(key, JoinRequest::Service(request), until, frontends);
+                self.attach(
+                    key,
+                    JoinRequest::Service(request),
+                    until,
+                    registry,
+                    frontends,
+                );
             }
             (State::Attached { .. }, Ok(Request::Claim(ports))) => {
-                self.claim(key, ports, Self::patience(), frontends);
+                self.claim(key, ports, Self::patience(), registry, frontends);
             }
             (State::Attached { .. }, Ok(Request::Release(ports))) => {
-                self.give_up(key, ports, frontends);
+                self.give_up(key, ports, registry, frontends);
             }
             (State::Attached { .. }, Ok(Request::Resolve(name))) => {
                 let vm = self.by_name.get(&name);
@@ -238,6 +240,7 @@ impl Server {
         key: u32,
         request: JoinRequest,
         until: Instant,
+        registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
     ) {
         let uids = match request {
@@ -247,7 +250,7 @@ impl Server {
         let client = self.clients.get(&key);
         let allowed = client.is_some_and(|client| is_allowed(uids, client.uid));
         let slot = match allowed {
-            true => self.slot(&request, frontends),
+            true => self.slot(&request, registry, frontends),
             false => Err(ClaimConflict::Refused(Answer::refusal(
                 Status::NotPermitted,
                 VERSION,
@@ -265,14 +268,14 @@ impl Server {
                 return self.refuse(key, &answer);
             }
         };
-        if let Err(error) = self.join(key, slot, &request, frontends) {
+        if let Err(error) = self.join(key, slot, &request, registry, frontends) {
             self.warn(&format!("cannot attach a process: {error}"));
             self.refuse(key, &Answer::refusal(Status::ServerFailed, VERSION));
         }
     }
 
     /// Something may be free now: those who wait for it try again.
-    fn retry(&mut self, frontends: &mut FrontendRegistry) {
+    fn retry(&mut self, registry: &mut DeviceRegistry, frontends: &mut FrontendRegistry) {
         let waiting = |(&key, client): (&u32, &Client)| match client.state {
             State::Waiting { .. } => Some(key),
             _ => None,
@@ -287,10 +290,10 @@ impl Server {
             };
             if let State::Waiting { until, request } = std::mem::replace(&mut client.state, silent)
             {
-                self.attach(key, request, until, frontends);
+                self.attach(key, request, until, registry, frontends);
             }
         }
-        self.retry_claims(frontends, |_| true);
+        self.retry_claims(registry, frontends, |_| true);
     }
 
     /// Logs what processes do wrong, but does not let them fill the log.
@@ -299,21 +302,25 @@ impl Server {
             tracing::warn!(suppressed, "{text}");
         }
     }
-}
 
-impl ControlExtension for Server {
-    fn begin(&mut self, frontends: &mut FrontendRegistry) -> io::Result<()> {
+    pub(crate) fn begin(&mut self, frontends: &mut FrontendRegistry) -> io::Result<()> {
         frontends.watch(&self.config.listener, LISTENER, EventFlags::IN)
     }
 
-    fn end(&mut self, frontends: &mut FrontendRegistry) {
+    pub(crate) fn end(&mut self, frontends: &mut FrontendRegistry) {
         // The reaper closes it later, which until then would be reported again and again.
         self.watch_listener(frontends, EventFlags::empty());
     }
 
-    fn ready(&mut self, key: u32, flags: EventFlags, frontends: &mut FrontendRegistry) {
+    pub(crate) fn ready(
+        &mut self,
+        key: u32,
+        flags: EventFlags,
+        registry: &mut DeviceRegistry,
+        frontends: &mut FrontendRegistry,
+    ) {
         match key {
-            LISTENER => self.accept(frontends),
+            LISTENER => self.accept(registry, frontends),
             // It is not read while it waits, so nothing else would notice.
             key if self
                 .clients
@@ -323,11 +330,16 @@ impl ControlExtension for Server {
             {
                 self.lose(key, "it closed its lease", frontends);
             }
-            key => self.serve(key, frontends),
+            key => self.serve(key, registry, frontends),
         }
     }
 
-    fn vm_over(&mut self, vm: usize, frontends: &mut FrontendRegistry) {
+    pub(crate) fn vm_over(
+        &mut self,
+        vm: usize,
+        registry: &mut DeviceRegistry,
+        frontends: &mut FrontendRegistry,
+    ) {
         let Some(member) = self.members.get_mut(&vm) else {
             return;
         };
@@ -349,9 +361,9 @@ impl ControlExtension for Server {
             let ports: Vec<Port> = self.claims_of(vm).collect();
             self.let_go(ports.iter().copied(), number);
             // Those that it had begun to give up are on their way already.
-            self.registry.remove_service(addr, ports, &notice);
+            registry.remove_service(addr, ports, &notice);
         } else {
-            self.registry.remove(cid, addr, &notice);
+            registry.remove(cid, addr, &notice);
         }
         if let Some(suppressed) = self.log.admit(Instant::now()) {
             match service {
@@ -361,12 +373,17 @@ impl ControlExtension for Server {
         }
     }
 
-    fn noticed(&mut self, number: u64, frontends: &mut FrontendRegistry) {
+    pub(crate) fn noticed(
+        &mut self,
+        number: u64,
+        registry: &mut DeviceRegistry,
+        frontends: &mut FrontendRegistry,
+    ) {
         self.claims_noticed(number, frontends);
         let stages = [Stage::Joining(number), Stage::Removing(number)];
         let found = self.members.iter().find(|(_, m)| stages.contains(&m.stage));
         let Some((&vm, member)) = found else {
-            return self.retry(frontends);
+            return self.retry(registry, frontends);
         };
         if member.stage == Stage::Joining(number) {
             return self.joined(vm, frontends);
@@ -378,12 +395,12 @@ impl ControlExtension for Server {
             if let Some(name) = &member.name {
                 self.by_name.remove(name);
             }
-            self.registry.release(member.addr);
+            registry.release(member.addr);
         }
-        self.retry(frontends);
+        self.retry(registry, frontends);
     }
 
-    fn deadline(&self) -> Option<Instant> {
+    pub(crate) fn deadline(&self) -> Option<Instant> {
         let clients = self.clients.values().filter_map(|c| c.state.until());
         let pending_claims = self.clients.values().filter_map(|c| match c.pending_claim {
             Some(PendingClaim::Waiting { until, .. }) => Some(until),
@@ -397,12 +414,17 @@ impl ControlExtension for Server {
             .min()
     }
 
-    fn time_passed(&mut self, now: Instant, frontends: &mut FrontendRegistry) {
+    pub(crate) fn time_passed(
+        &mut self,
+        now: Instant,
+        registry: &mut DeviceRegistry,
+        frontends: &mut FrontendRegistry,
+    ) {
         if self.rest.is_some_and(|until| now >= until) {
             self.rest = None;
             self.watch_listener(frontends, EventFlags::IN);
         }
-        self.retry_claims(frontends, |until| now >= until);
+        self.retry_claims(registry, frontends, |until| now >= until);
         let stalled = self.clients.iter();
         let stalled = stalled.filter(|(_, c)| c.stalled_until.is_some_and(|until| now >= until));
         let stalled: Vec<u32> = stalled.map(|(&key, _)| key).collect();
@@ -419,7 +441,9 @@ impl ControlExtension for Server {
             let silent = State::Silent { until: now };
             match std::mem::replace(&mut client.state, silent) {
                 // What it waits for has not become free in time: it is told what that was.
-                State::Waiting { until, request } => self.attach(key, request, until, frontends),
+                State::Waiting { until, request } => {
+                    self.attach(key, request, until, registry, frontends)
+                }
                 _ => {
                     self.warn("a process said nothing for too long");
                     self.clients.remove(&key);

@@ -15,6 +15,7 @@ use super::super::{HOST, LAST_CLAIMABLE, MAX_CLAIMS};
 use super::clients::{has_hung_up, is_allowed};
 use super::places::{ClaimConflict, Stage};
 use super::{PATIENCE, Server, State, granted};
+use crate::control::registry::DeviceRegistry;
 use zerosock_vhost_user::FrontendRegistry;
 
 /// A port that belongs to a service.
@@ -106,6 +107,7 @@ impl Server {
         key: u32,
         ports: Vec<Port>,
         until: Instant,
+        registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
     ) {
         let Some(vm) = self.service_of(key) else {
@@ -135,7 +137,7 @@ impl Server {
                 };
                 let (number, notice) = frontends.notice();
                 self.take_ports(vm, &ports);
-                self.registry.claim(addr, &ports, &notice);
+                registry.claim(addr, &ports, &notice);
                 self.note_claims(key, vm);
                 PendingClaim::Telling(number)
             }
@@ -146,7 +148,13 @@ impl Server {
     }
 
     /// A service that is in gives ports up.
-    pub(super) fn give_up(&mut self, key: u32, ports: Vec<Port>, frontends: &mut FrontendRegistry) {
+    pub(super) fn give_up(
+        &mut self,
+        key: u32,
+        ports: Vec<Port>,
+        registry: &mut DeviceRegistry,
+        frontends: &mut FrontendRegistry,
+    ) {
         let Some(vm) = self.service_of(key) else {
             return;
         };
@@ -159,7 +167,7 @@ impl Server {
         }
         let (number, notice) = frontends.notice();
         self.let_go(ports.iter().copied(), number);
-        self.registry.unclaim(ports, &notice);
+        registry.unclaim(ports, &notice);
         self.note_claims(key, vm);
         if let Some(client) = self.clients.get_mut(&key) {
             client.pending_claim = Some(PendingClaim::Telling(number));
@@ -208,6 +216,7 @@ impl Server {
     /// Something may be free now, or it is too late: those services try again whom `which` names.
     pub(super) fn retry_claims(
         &mut self,
+        registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
         which: impl Fn(Instant) -> bool,
     ) {
@@ -221,7 +230,7 @@ impl Server {
             if let Some(PendingClaim::Waiting { until, ports }) =
                 client.and_then(|client| client.pending_claim.take())
             {
-                self.claim(key, ports, until, frontends);
+                self.claim(key, ports, until, registry, frontends);
                 self.settle(key, frontends);
             }
         }

@@ -21,6 +21,7 @@ use super::super::codec::{ANSWER_LEN, Answer, Status, Version, encode_answer};
 use super::claims::PendingClaim;
 use super::places::JoinRequest;
 use super::{ACCEPT_REST, ANSWER_LIMIT, BUDGET, LISTENER, MAX_CLIENTS, PATIENCE, Server};
+use crate::control::registry::DeviceRegistry;
 use zerosock_vhost_user::FrontendRegistry;
 
 pub(super) struct Client {
@@ -70,7 +71,11 @@ pub(super) fn is_allowed(allowed: &[u32], uid: u32) -> bool {
 }
 
 impl Server {
-    pub(super) fn accept(&mut self, frontends: &mut FrontendRegistry) {
+    pub(super) fn accept(
+        &mut self,
+        registry: &mut DeviceRegistry,
+        frontends: &mut FrontendRegistry,
+    ) {
         for _ in 0..BUDGET {
             let permit = match self.turned_away.take_descriptors(1) {
                 Ok(permit) => permit,
@@ -81,7 +86,11 @@ impl Server {
             };
             let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
             match accept_with(&self.config.listener, flags) {
-                Ok(socket) => self.admit(PeerFd::from(socket).with_permit(permit), frontends),
+                Ok(socket) => self.admit(
+                    PeerFd::from(socket).with_permit(permit),
+                    registry,
+                    frontends,
+                ),
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(error) => {
@@ -105,7 +114,12 @@ impl Server {
     }
 
     /// Lets a process say what it wants, or turns it away.
-    pub(super) fn admit(&mut self, socket: PeerFd, frontends: &mut FrontendRegistry) {
+    pub(super) fn admit(
+        &mut self,
+        socket: PeerFd,
+        registry: &mut DeviceRegistry,
+        frontends: &mut FrontendRegistry,
+    ) {
         let (uid, pid) = match socket_peercred(&socket) {
             Ok(cred) => (cred.uid.as_raw(), cred.pid.as_raw_nonzero().get()),
             Err(error) => return self.warn(&format!("a process without a user: {error}")),
@@ -114,7 +128,7 @@ impl Server {
             Status::NotPermitted
         } else if self.newcomers() >= MAX_CLIENTS {
             Status::Full
-        } else if let Ok(permit) = self.account(uid).take_descriptors(1) {
+        } else if let Ok(permit) = self.account(uid, registry).take_descriptors(1) {
             let socket = socket.with_permit(permit);
             let until = Instant::now() + PATIENCE;
             let key = self.free_key();

@@ -19,7 +19,7 @@ use super::super::directory::Process;
 use super::claims::Shown;
 use super::clients::has_hung_up;
 use super::{Server, State, granted};
-use crate::control::registry::{Entry, Member as Device};
+use crate::control::registry::{DeviceRegistry, Entry, Member as Device};
 use crate::control::socket_file::SocketFile;
 use crate::device::HostEnd;
 use crate::routing::DeviceAddr;
@@ -124,6 +124,7 @@ impl Server {
     pub(super) fn slot(
         &mut self,
         request: &JoinRequest,
+        registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
     ) -> Result<AddressSlot, ClaimConflict> {
         if let Some(name) = request.name()
@@ -132,9 +133,9 @@ impl Server {
             return Err(self.conflict(vm, Status::NameTaken, frontends));
         }
         match request {
-            JoinRequest::Process(request) => {
-                self.free_cid(request, frontends).map(AddressSlot::Cid)
-            }
+            JoinRequest::Process(request) => self
+                .free_cid(request, registry, frontends)
+                .map(AddressSlot::Cid),
             JoinRequest::Service(request) => {
                 self.check_ports(&request.ports, 0, frontends)?;
                 self.check_room(true, self.config.max_services)?;
@@ -149,20 +150,23 @@ impl Server {
     fn free_cid(
         &mut self,
         request: &AttachRequest,
+        registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
     ) -> Result<Cid, ClaimConflict> {
         if let Some(cid) = request.cid {
             if let Some(&vm) = self.by_cid.get(&cid) {
                 return Err(self.conflict(vm, Status::CidTaken, frontends));
             }
-            if self.registry.contains(cid) {
+            if registry.contains(cid) {
                 return Err(ClaimConflict::refused(Status::CidTaken));
             }
         }
         self.check_room(false, self.config.max_processes)?;
         match request.cid {
             Some(cid) => Ok(cid),
-            None => self.any_cid().ok_or(ClaimConflict::refused(Status::Full)),
+            None => self
+                .any_cid(registry)
+                .ok_or(ClaimConflict::refused(Status::Full)),
         }
     }
 
@@ -228,15 +232,14 @@ impl Server {
         member.stage.is_leaving() || !frontends.has_frontend(vm)
     }
 
-    pub(super) fn any_cid(&mut self) -> Option<Cid> {
+    pub(super) fn any_cid(&mut self, registry: &DeviceRegistry) -> Option<Cid> {
         let cids = self.config.cids.clone();
-        let taken = |cid: Cid| {
-            !cid.is_guest() || self.by_cid.contains_key(&cid) || self.registry.contains(cid)
-        };
+        let taken =
+            |cid: Cid| !cid.is_guest() || self.by_cid.contains_key(&cid) || registry.contains(cid);
         let later = self.next_cid.max(*cids.start())..=*cids.end();
         let found = later.chain(cids.clone()).map(Cid::new);
         // More than are taken need not be looked at; reserved ones are four.
-        let most = 2 * (self.members.len() + self.registry.len()) + 8;
+        let most = 2 * (self.members.len() + registry.len()) + 8;
         let cid = found.take(most).find(|&cid| !taken(cid))?;
         self.next_cid = cid.get().wrapping_add(1);
         Some(cid)
@@ -248,10 +251,11 @@ impl Server {
         key: u32,
         slot: AddressSlot,
         request: &JoinRequest,
+        registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
     ) -> io::Result<()> {
         let uid = self.clients.get(&key).map_or(u32::MAX, |client| client.uid);
-        let account = self.account(uid);
+        let account = self.account(uid, registry);
         let permit = account.take_descriptors(EACH).map_err(io::Error::other)?;
         let (ours, theirs) = UnixStream::pair()?;
         let config = &self.config;
@@ -284,13 +288,13 @@ impl Server {
                     ports,
                     name: request.name(),
                 };
-                self.registry.add(device, entry, &notice)
+                registry.add(device, entry, &notice)
             }
-            JoinRequest::Service(_) => self.registry.add_service(device, ports, &notice),
+            JoinRequest::Service(_) => registry.add_service(device, ports, &notice),
         };
         let addr = addr.ok_or_else(|| io::Error::other("all places are taken"))?;
         drop(notice);
-        let port = self.registry.port(addr);
+        let port = registry.port(addr);
         let spec = port.map(|port| VmSpec {
             name: match (request.name(), service) {
                 (Some(name), Some(_)) => format!("service {name}"),
@@ -298,7 +302,7 @@ impl Server {
                 (Some(name), None) => format!("process {name} (cid {cid})"),
                 (None, None) => format!("process (cid {cid})"),
             },
-            model: self.registry.model(cid),
+            model: registry.model(cid),
             socket: FrontendSocket::Connected(ours),
             max_queue_size: config.queue_size,
             sealed_memory: true,
@@ -315,10 +319,9 @@ impl Server {
                 // The place is not given out again: this happens when memory is at its end.
                 let (_, notice) = frontends.notice();
                 match request {
-                    JoinRequest::Process(_) => self.registry.remove(cid, addr, &notice),
+                    JoinRequest::Process(_) => registry.remove(cid, addr, &notice),
                     JoinRequest::Service(_) => {
-                        self.registry
-                            .remove_service(addr, ports.iter().copied(), &notice);
+                        registry.remove_service(addr, ports.iter().copied(), &notice);
                     }
                 }
                 return Err(error);

@@ -26,6 +26,7 @@
 
 pub mod codec;
 pub mod fds;
+pub mod frontend;
 mod frontends;
 mod log_limit;
 mod mailbox;

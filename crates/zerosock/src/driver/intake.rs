@@ -12,6 +12,7 @@ use zerosock_proto::{Address, Cid, Instant};
 use super::Driver;
 use super::arena::EVENT_SLOTS;
 use super::errors::DriverError;
+use super::link::guest_cid;
 use super::queue_pairs::{QueuePairId, RxSlot};
 use crate::header;
 use crate::table::engine::{Payload, ShowBounds};
@@ -306,7 +307,7 @@ impl Driver {
         let cid = self
             .link
             .as_mut()
-            .and_then(|link| link.frontend.guest_cid().ok());
+            .and_then(|link| guest_cid(&mut link.frontend).ok());
         // A service is what it is.
         let cid = cid.filter(|_| self.config.host_ports.is_none());
         let Some(cid) = cid.and_then(|cid| Cid::guest(cid).ok()) else {

@@ -90,3 +90,15 @@ fn a_refusal_under_reply_ack_is_an_error() {
         })
     ));
 }
+
+#[test]
+fn write_config_sends_offset_length_flags_and_bytes() {
+    let (mut frontend, mut device) = pair(Duration::from_secs(20));
+    frontend.write_config(10, &[3, 0]).unwrap();
+    let mut message = [0u8; HEADER_LEN + 14];
+    device.read_exact(&mut message).unwrap();
+    assert_eq!(ne_u32(&message, 0), FrontendReq::SET_CONFIG as u32);
+    let fields = [4, 8, 12, 16, 20].map(|at| ne_u32(&message, at));
+    assert_eq!(fields, [VERSION, 14, 10, 2, 0]);
+    assert_eq!(message[24..], [3, 0]);
+}

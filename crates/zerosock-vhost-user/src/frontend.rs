@@ -19,7 +19,6 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::io::deadline::timespec;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vhost::vhost_user::message::{
     FrontendReq, MAX_ATTACHED_FD_ENTRIES, MAX_MSG_SIZE, VhostUserProtocolFeatures,
@@ -94,11 +93,11 @@ pub struct VringAddr {
 ///
 /// ```no_run
 /// # use std::{path::Path, time::Duration};
-/// use zerosock::driver::Frontend;
+/// use zerosock_vhost_user::frontend::Frontend;
 /// let mut device = Frontend::connect(Path::new("/run/vm3.sock"), Duration::from_secs(2))?;
 /// let features = device.get_features()?;
 /// println!("offered: {features:#x}");
-/// # Ok::<(), zerosock::driver::FrontendError>(())
+/// # Ok::<(), zerosock_vhost_user::frontend::FrontendError>(())
 /// ```
 #[derive(Debug)]
 pub struct Frontend {
@@ -301,17 +300,9 @@ impl Frontend {
         u16::try_from(base).map_err(|_| FrontendError::Protocol("vring base above 16 bits"))
     }
 
-    /// GET_CONFIG (needs CONFIG): the device's guest CID, as it stands in the
-    /// first eight bytes of the vsock configuration space.
-    pub fn guest_cid(&mut self) -> Result<u64, FrontendError> {
-        let mut cid = [0u8; 8];
-        self.get_config(0, &mut cid)?;
-        Ok(u64::from_le_bytes(cid))
-    }
-
     /// GET_CONFIG (needs CONFIG): `out.len()` bytes of configuration space from
     /// `offset`. At most 256 bytes.
-    pub fn get_config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), FrontendError> {
+    pub fn read_config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), FrontendError> {
         let request = FrontendReq::GET_CONFIG;
         let len = out.len().min(256);
         let mut payload = [0u8; 12 + 256];
@@ -326,21 +317,14 @@ impl Frontend {
         Ok(())
     }
 
-    /// GET_CONFIG (needs CONFIG): the most queue pairs that can be used, of a device that offers
-    /// them (docs/queue-pairs.md).
-    pub fn max_queue_pairs(&mut self) -> Result<u16, FrontendError> {
-        let mut pairs = [0u8; 2];
-        self.get_config(8, &mut pairs)?;
-        Ok(u16::from_le_bytes(pairs))
-    }
-
-    /// SET_CONFIG (needs CONFIG): how many queue pairs are used from now on, of a device that offers
-    /// them (docs/queue-pairs.md). Before any queue is started.
-    pub fn set_queue_pairs(&mut self, pairs: u16) -> Result<(), FrontendError> {
-        let mut payload = [0u8; 14];
-        payload[0..4].copy_from_slice(&10u32.to_ne_bytes());
-        payload[4..8].copy_from_slice(&2u32.to_ne_bytes());
-        payload[12..].copy_from_slice(&pairs.to_le_bytes());
+    /// SET_CONFIG (needs CONFIG): writes `bytes` to the configuration space at `offset`. At most 256
+    /// bytes.
+    pub fn write_config(&mut self, offset: u32, bytes: &[u8]) -> Result<(), FrontendError> {
+        let mut payload = Vec::with_capacity(12 + bytes.len());
+        payload.extend_from_slice(&offset.to_ne_bytes());
+        payload.extend_from_slice(&(bytes.len() as u32).to_ne_bytes());
+        payload.extend_from_slice(&0u32.to_ne_bytes());
+        payload.extend_from_slice(bytes);
         self.tell(FrontendReq::SET_CONFIG, &payload, &[])
     }
 
@@ -514,7 +498,8 @@ impl Frontend {
         }
         let left = deadline.saturating_duration_since(Instant::now());
         let mut fds = [PollFd::new(&self.socket, flags)];
-        match poll(&mut fds, Some(&timespec(left))) {
+        // A time-out that a timespec cannot hold is none.
+        match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
             Ok(0) => Err(FrontendError::TimedOut { request }),
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(error) => Err(FrontendError::Io(error.into())),

@@ -1,15 +1,13 @@
-//! The front-end half of vhost-user: what a VMM says to a device, said without
-//! a VMM.
+//! A vhost-user front-end for drivers outside of a VMM.
 //!
-//! A [`Frontend`] is one connected control socket. Every call is one request;
-//! it returns when the request was answered, or, where the protocol knows no
-//! answer, when the request was handed to the socket. No call outlives the
-//! time-out given at [`Frontend::connect`], whatever the device does.
+//! A [`Frontend`] is one connected control socket. Every call sends one request. It returns when the
+//! request is answered or, if the protocol has no answer to it, when the request is written to the
+//! socket. Each call ends within the time-out given at [`Frontend::connect`].
 //!
-//! What must hold here: a device is a stranger. Reply headers are checked
-//! (version, request code, reply flag, size) before their payload is believed,
-//! and a device that answers something else is a [`FrontendError::Protocol`],
-//! never a panic.
+//! # Invariants
+//!
+//! - The device is not trusted: version, request code, reply flag and size of a reply are checked
+//!   before its payload is used. A bad reply is a [`FrontendError::Protocol`], never a panic.
 //!
 //! Clauses cited are those of QEMU's `docs/interop/vhost-user.rst`.
 
@@ -27,18 +25,17 @@ use vhost::vhost_user::message::{
 use zerosock_ring::RegionConfig;
 use zerosock_sys::fd_passing;
 
-/// Bytes of a message header: request, flags, payload size ("Message
-/// specification").
+/// Bytes of a message header: request, flags, payload size ("Message specification").
 const HEADER_LEN: usize = 12;
 /// Protocol version, in the two lowest bits of the flags.
 const VERSION: u32 = 1;
 const FLAG_REPLY: u32 = 1 << 2;
 const FLAG_NEED_REPLY: u32 = 1 << 3;
-/// "Vring descriptor index": bit 8 of a `u64` vring payload says that no
-/// descriptor comes with the message.
+/// "Vring descriptor index": bit 8 of a `u64` vring payload says that no descriptor comes with the
+/// message.
 const VRING_NO_FD: u64 = 1 << 8;
 
-/// What can go wrong between a front-end and its device.
+/// Why a request of a front-end failed.
 #[derive(Debug, thiserror::Error)]
 pub enum FrontendError {
     /// The device does not listen, or its socket cannot be reached.
@@ -46,7 +43,7 @@ pub enum FrontendError {
     Connect {
         /// The control socket's path.
         path: String,
-        /// What `connect` said.
+        /// The error of connect(2).
         source: io::Error,
     },
     /// The control socket failed.
@@ -69,16 +66,16 @@ pub enum FrontendError {
         /// The status it answered.
         status: u64,
     },
-    /// The device answered something that vhost-user does not allow.
+    /// The device sent a reply that vhost-user does not allow.
     #[error("the vhost-user device broke the protocol: {0}")]
     Protocol(&'static str),
-    /// The caller asked for more than a message can carry.
+    /// The caller passed more regions than a message can carry.
     #[error("too many memory regions for one message: {0}")]
     TooManyRegions(usize),
 }
 
-/// Addresses of one virtqueue's three parts, as SET_VRING_ADDR wants them:
-/// front-end ("user") addresses, translated through the memory table.
+/// Addresses of the three parts of a virtqueue for SET_VRING_ADDR: front-end ("user") addresses,
+/// translated through the memory table.
 #[derive(Copy, Clone, Debug)]
 pub struct VringAddr {
     /// Descriptor table.
@@ -89,7 +86,7 @@ pub struct VringAddr {
     pub used: u64,
 }
 
-/// One connected vhost-user control socket, front-end side.
+/// A connected vhost-user control socket, front-end side.
 ///
 /// ```no_run
 /// # use std::{path::Path, time::Duration};
@@ -103,13 +100,12 @@ pub struct VringAddr {
 pub struct Frontend {
     socket: UnixStream,
     timeout: Duration,
-    /// Set once REPLY_ACK is negotiated: then every request is answered.
+    /// Whether REPLY_ACK is negotiated. Then every request is answered.
     reply_ack: bool,
 }
 
 impl Frontend {
-    /// Connects to the device's control socket. `timeout` bounds this and
-    /// every later call.
+    /// Connects to the device's control socket. `timeout` bounds each later call.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Frontend, FrontendError> {
         let socket = UnixStream::connect(path).map_err(|source| FrontendError::Connect {
             path: path.display().to_string(),
@@ -118,7 +114,7 @@ impl Frontend {
         Frontend::from_stream(socket, timeout)
     }
 
-    /// Takes over a control socket that is connected already.
+    /// Uses a control socket that is connected already.
     pub fn from_stream(socket: UnixStream, timeout: Duration) -> Result<Frontend, FrontendError> {
         socket.set_nonblocking(true)?;
         Ok(Frontend {
@@ -128,13 +124,13 @@ impl Frontend {
         })
     }
 
-    /// GET_FEATURES: the virtio features the device offers, with
-    /// VHOST_USER_F_PROTOCOL_FEATURES (bit 30) among them.
+    /// GET_FEATURES: the virtio features that the device offers, including
+    /// VHOST_USER_F_PROTOCOL_FEATURES (bit 30).
     pub fn get_features(&mut self) -> Result<u64, FrontendError> {
         self.ask_u64(FrontendReq::GET_FEATURES)
     }
 
-    /// SET_FEATURES: the subset this front-end acknowledges.
+    /// SET_FEATURES: the features that the driver accepts.
     pub fn set_features(&mut self, features: u64) -> Result<(), FrontendError> {
         self.tell(FrontendReq::SET_FEATURES, &features.to_ne_bytes(), &[])
     }
@@ -145,8 +141,7 @@ impl Frontend {
             .map(VhostUserProtocolFeatures::from_bits_truncate)
     }
 
-    /// SET_PROTOCOL_FEATURES. From here on every request is acknowledged if
-    /// REPLY_ACK is among `features`.
+    /// SET_PROTOCOL_FEATURES. If `features` contains REPLY_ACK, every later request is acknowledged.
     pub fn set_protocol_features(
         &mut self,
         features: VhostUserProtocolFeatures,
@@ -160,9 +155,8 @@ impl Frontend {
         Ok(())
     }
 
-    /// Negotiates: acknowledges what both sides know of `wanted` (virtio
-    /// feature bits) and of `protocol`, and returns the two sets agreed on.
-    /// Claims the session with SET_OWNER on the way.
+    /// Negotiates: accepts those virtio features of `wanted` and those protocol features of `protocol`
+    /// that the device offers, and returns both sets. Sends SET_OWNER in between.
     pub fn negotiate(
         &mut self,
         wanted: u64,
@@ -180,7 +174,7 @@ impl Frontend {
         Ok((agreed, agreed_protocol))
     }
 
-    /// GET_QUEUE_NUM: how many virtqueues the device has (needs MQ).
+    /// GET_QUEUE_NUM (needs MQ): the number of virtqueues of the device.
     pub fn get_queue_num(&mut self) -> Result<u64, FrontendError> {
         self.ask_u64(FrontendReq::GET_QUEUE_NUM)
     }
@@ -190,12 +184,12 @@ impl Frontend {
         self.tell(FrontendReq::SET_OWNER, &[], &[])
     }
 
-    /// RESET_DEVICE (needs RESET_DEVICE): all rings stop, all device state goes.
+    /// RESET_DEVICE (needs RESET_DEVICE): stops all rings and resets the state of the device.
     pub fn reset_device(&mut self) -> Result<(), FrontendError> {
         self.tell(FrontendReq::RESET_DEVICE, &[], &[])
     }
 
-    /// SET_MEM_TABLE: the whole of the memory, one descriptor for each region.
+    /// SET_MEM_TABLE: the complete memory table, with a descriptor for each region.
     pub fn set_mem_table(
         &mut self,
         regions: &[(BorrowedFd<'_>, RegionConfig)],
@@ -222,7 +216,7 @@ impl Frontend {
         self.tell(FrontendReq::SET_MEM_TABLE, &payload, &fds)
     }
 
-    /// SET_VRING_NUM: entries of the queue.
+    /// SET_VRING_NUM: the number of entries of the queue.
     pub fn set_vring_num(&mut self, index: u32, size: u16) -> Result<(), FrontendError> {
         self.tell(
             FrontendReq::SET_VRING_NUM,
@@ -250,7 +244,7 @@ impl Frontend {
         self.tell(FrontendReq::SET_VRING_ADDR, &payload, &[])
     }
 
-    /// SET_VRING_KICK: the eventfd we write to; `None` asks the device to poll.
+    /// SET_VRING_KICK: the eventfd that the driver writes to; `None`: the device polls.
     pub fn set_vring_kick(
         &mut self,
         index: u32,
@@ -259,7 +253,7 @@ impl Frontend {
         self.vring_fd(FrontendReq::SET_VRING_KICK, index, kick)
     }
 
-    /// SET_VRING_CALL: the eventfd the device writes to; `None`: we poll.
+    /// SET_VRING_CALL: the eventfd that the device writes to; `None`: the driver polls.
     pub fn set_vring_call(
         &mut self,
         index: u32,
@@ -268,7 +262,7 @@ impl Frontend {
         self.vring_fd(FrontendReq::SET_VRING_CALL, index, call)
     }
 
-    /// SET_VRING_ERR: the eventfd the device writes to when the queue broke.
+    /// SET_VRING_ERR: the eventfd that the device writes to when the queue breaks.
     pub fn set_vring_err(
         &mut self,
         index: u32,
@@ -286,8 +280,8 @@ impl Frontend {
         )
     }
 
-    /// GET_VRING_BASE: stops the queue; returns the next available index. When
-    /// it returns, the device no longer touches the queue nor its buffers.
+    /// GET_VRING_BASE: stops the queue and returns its next available index. After that the device
+    /// does not access the queue or its buffers.
     pub fn get_vring_base(&mut self, index: u32) -> Result<u16, FrontendError> {
         let request = FrontendReq::GET_VRING_BASE;
         self.send(request, 0, &vring_state(index, 0), &[])?;
@@ -300,8 +294,8 @@ impl Frontend {
         u16::try_from(base).map_err(|_| FrontendError::Protocol("vring base above 16 bits"))
     }
 
-    /// GET_CONFIG (needs CONFIG): `out.len()` bytes of configuration space from
-    /// `offset`. At most 256 bytes.
+    /// GET_CONFIG (needs CONFIG): reads `out.len()` bytes, at most 256, of the configuration space at
+    /// `offset`.
     pub fn read_config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), FrontendError> {
         let request = FrontendReq::GET_CONFIG;
         let len = out.len().min(256);
@@ -317,8 +311,7 @@ impl Frontend {
         Ok(())
     }
 
-    /// SET_CONFIG (needs CONFIG): writes `bytes` to the configuration space at `offset`. At most 256
-    /// bytes.
+    /// SET_CONFIG (needs CONFIG): writes `bytes`, at most 256, to the configuration space at `offset`.
     pub fn write_config(&mut self, offset: u32, bytes: &[u8]) -> Result<(), FrontendError> {
         let mut payload = Vec::with_capacity(12 + bytes.len());
         payload.extend_from_slice(&offset.to_ne_bytes());
@@ -328,19 +321,18 @@ impl Frontend {
         self.tell(FrontendReq::SET_CONFIG, &payload, &[])
     }
 
-    /// Waits until the device has worked off every request sent so far, also
-    /// where REPLY_ACK was not negotiated.
+    /// Waits until the device has handled every request sent so far, even without REPLY_ACK.
     pub fn sync(&mut self) -> Result<(), FrontendError> {
         self.get_features().map(drop)
     }
 
-    /// Sends bytes as they are, with descriptors, and waits for nothing: for
-    /// tests that speak badly.
+    /// Sends bytes and descriptors as they are, and waits for no reply. For tests of malformed
+    /// messages.
     pub fn send_raw(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), FrontendError> {
         self.send_bytes("raw bytes", bytes, fds)
     }
 
-    /// Whether the device hung up. Does not wait.
+    /// Whether the device has closed the connection. Does not block.
     pub fn is_closed(&self) -> bool {
         let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
         let now = Timespec {
@@ -363,8 +355,8 @@ impl Frontend {
         Ok(u64::from_ne_bytes(reply))
     }
 
-    /// A request that the protocol does not answer by itself: acknowledged if
-    /// REPLY_ACK was negotiated.
+    /// Sends a request that has no reply of its own, and waits for the acknowledgement if REPLY_ACK
+    /// is negotiated.
     fn tell(
         &mut self,
         request: FrontendReq,
@@ -429,7 +421,7 @@ impl Frontend {
             match fd_passing::send(self.socket.as_fd(), &[IoSlice::new(bytes)], fds) {
                 Ok(sent) => {
                     bytes = bytes.get(sent..).unwrap_or(&[]);
-                    // Descriptors travel with the first byte.
+                    // Descriptors go with the first byte.
                     fds = &[];
                 }
                 Err(error) => self.wait(error, PollFlags::OUT, deadline, request)?,
@@ -463,8 +455,7 @@ impl Frontend {
         mut out: &mut [u8],
         deadline: Instant,
     ) -> Result<(), FrontendError> {
-        // Replies that we ask for carry no descriptors; any that come are
-        // closed with this vector.
+        // No expected reply carries descriptors; dropping the vector closes any that come.
         let mut unwanted = Vec::new();
         while !out.is_empty() {
             match fd_passing::recv(self.socket.as_fd(), out, &mut unwanted) {
@@ -479,8 +470,7 @@ impl Frontend {
         Ok(())
     }
 
-    /// After `error`: sleeps until the socket is ready, if that is what the
-    /// error asks for and there is time left.
+    /// Handles an error of send or receive: polls for `flags` if it was EAGAIN, until the deadline.
     fn wait(
         &self,
         error: io::Error,
@@ -498,7 +488,7 @@ impl Frontend {
         }
         let left = deadline.saturating_duration_since(Instant::now());
         let mut fds = [PollFd::new(&self.socket, flags)];
-        // A time-out that a timespec cannot hold is none.
+        // A time-out too long for a timespec is no time-out.
         match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
             Ok(0) => Err(FrontendError::TimedOut { request }),
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
@@ -520,7 +510,7 @@ fn vring_state(index: u32, num: u32) -> [u8; 8] {
     payload
 }
 
-/// Four bytes at `at`; the callers' arrays are long enough by their type.
+/// Four bytes at `at`; the arrays of all callers are long enough by their type.
 fn ne_u32(bytes: &[u8], at: usize) -> u32 {
     let mut word = [0u8; 4];
     word.copy_from_slice(&bytes[at..at + 4]);

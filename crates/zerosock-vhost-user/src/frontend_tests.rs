@@ -1,4 +1,4 @@
-//! The front-end against devices that stutter, lie, or say nothing.
+//! The front-end against devices that send replies in parts, malformed replies, or none.
 
 use super::*;
 use std::io::{Read, Write};
@@ -18,7 +18,7 @@ fn reply(code: u32, flags: u32, payload: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn a_reply_split_in_bytes_is_put_together() {
+fn a_reply_sent_byte_by_byte_is_reassembled() {
     let (mut frontend, mut device) = pair(Duration::from_secs(20));
     let writer = std::thread::spawn(move || {
         let mut request = [0u8; HEADER_LEN];
@@ -64,7 +64,7 @@ fn wrong_replies_are_refused() {
 }
 
 #[test]
-fn a_closed_device_is_named_so() {
+fn a_closed_connection_is_reported_as_closed() {
     let (mut frontend, device) = pair(Duration::from_secs(20));
     assert!(!frontend.is_closed());
     drop(device);

@@ -28,7 +28,7 @@ use std::time::Duration;
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::reaper;
-use zerosock_vhost_user::pulse::Pulse;
+use zerosock_vhost_user::liveness::LivenessProbe;
 
 /// What a daemon is made of.
 ///
@@ -156,7 +156,7 @@ pub struct Daemon {
     control_plane: ControlPlane,
     workers: Vec<(Sender<WorkerMessage>, JoinHandle<()>)>,
     /// The control thread's, then those of the workers.
-    pulses: Vec<Pulse>,
+    probes: Vec<LivenessProbe>,
     counters: Vec<Arc<Counters>>,
     ended: Arc<OwnedFd>,
 }
@@ -213,9 +213,11 @@ impl Daemon {
                 .map_err(system("start a worker"))?;
             running.push((sender, thread));
         }
-        let pulses = (0..=running.len()).map(|_| Pulse::default()).collect();
+        let probes = (0..=running.len())
+            .map(|_| LivenessProbe::default())
+            .collect();
         Ok(Daemon {
-            pulses,
+            probes,
             control_plane: prepared.control_plane.start()?,
             workers: running,
             counters: prepared.counters,
@@ -292,22 +294,22 @@ impl Daemon {
         self.ended.as_fd()
     }
 
-    /// The names of the threads that have not answered the question of an earlier call; the
+    /// The names of the threads that have not answered the query of an earlier call; the
     /// others are asked now. An idle thread is woken to answer; one that is stuck stays in the
     /// list until it goes on. To be called at intervals in which every thread can answer, for
     /// instance for a watchdog.
     pub fn stalled_threads(&self) -> Vec<String> {
         let mut stalled = Vec::new();
-        let mut pulses = self.pulses.iter();
-        match pulses.next().map(Pulse::ask) {
-            Some(Some(question)) => self.control_plane.ask(question),
+        let mut probes = self.probes.iter();
+        match probes.next().map(LivenessProbe::query) {
+            Some(Some(query)) => self.control_plane.send_liveness_query(query),
             Some(None) => stalled.push("zerosock-control".to_owned()),
             None => {}
         }
-        for ((sender, thread), pulse) in self.workers.iter().zip(pulses) {
-            match pulse.ask() {
-                // One that has ended leaves the question unanswered.
-                Some(question) => drop(sender.send(WorkerMessage::Pulse(question))),
+        for ((sender, thread), probe) in self.workers.iter().zip(probes) {
+            match probe.query() {
+                // One that has ended leaves the query unanswered.
+                Some(query) => drop(sender.send(WorkerMessage::Liveness(query))),
                 None => stalled.push(thread.thread().name().unwrap_or("worker").to_owned()),
             }
         }

@@ -36,7 +36,7 @@ use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::account::Budget;
 use zerosock_sys::reaper;
-use zerosock_vhost_user::pulse::Question;
+use zerosock_vhost_user::liveness::LivenessQuery;
 use zerosock_vhost_user::{Control, Fault, FaultCounts, FrontendSocket, VmSpec};
 
 /// What is to be made.
@@ -276,8 +276,8 @@ impl ControlPlane {
     }
 
     /// Asks the control thread whether it makes progress.
-    pub(crate) fn ask(&self, question: Question) {
-        self.control.ask(question);
+    pub(crate) fn send_liveness_query(&self, query: LivenessQuery) {
+        self.control.send_liveness_query(query);
     }
 
     /// What front-ends have done wrong, all of them together.

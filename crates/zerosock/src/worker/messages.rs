@@ -13,7 +13,7 @@ use super::intake::Intake;
 use crate::device::Device;
 use crate::device::sibling_message::Message;
 use crate::routing::Routes;
-use zerosock_vhost_user::pulse::Question;
+use zerosock_vhost_user::liveness::LivenessQuery;
 use zerosock_vhost_user::{DeviceCommand, Notice, Reply};
 
 /// What other threads say to a worker.
@@ -37,7 +37,7 @@ pub(crate) enum WorkerMessage {
         taken: Arc<Notice>,
     },
     /// To be answered at once.
-    Pulse(Question),
+    Liveness(LivenessQuery),
     /// BridgePeer all connections and the thread.
     Shutdown,
 }
@@ -155,7 +155,7 @@ impl Worker {
                     self.routes = routes;
                     drop(taken);
                 }
-                WorkerMessage::Pulse(question) => question.answer(),
+                WorkerMessage::Liveness(query) => query.answer(),
                 WorkerMessage::Shutdown => {
                     for vm in self.devices.numbers() {
                         let (device, mut cx) = self.lend(vm, now);

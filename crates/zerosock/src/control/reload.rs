@@ -1,8 +1,11 @@
-//! The extension on the control thread: it has the registry, knows the VMs that were configured, lets
-//! the attach server work, and carries out what is to change while all of it runs.
+//! Configuration changes at run time: the extension of the control thread that owns the device
+//! registry, the configured VMs and the attach server.
 //!
-//! What must hold: an order is carried out whole or not at all; who gave it is answered when every
-//! worker goes by it; what exists (connections, devices that stay) is not touched.
+//! # Invariants
+//!
+//! - An order is carried out completely or not at all.
+//! - An order is answered when every worker uses the new routes.
+//! - Connections are not affected, except those of VMs that are removed.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -22,18 +25,18 @@ use crate::control::registry::{DeviceRegistry, Entry, Member};
 use crate::routing::DeviceAddr;
 use zerosock_vhost_user::{ControlExtension, FrontendRegistry, FrontendSocket, Notice, VmSpec};
 
-/// An order to the handler.
+/// A configuration change, and where its result goes.
 #[derive(Debug)]
 pub(super) struct Order {
-    /// What is to be added, instead of [`Reload::add`].
+    /// Used instead of [`Reload::add`].
     pub(super) add: Vec<NewVm>,
     pub(super) reload: Reload,
     pub(super) answer: Sender<Result<(), ReloadError>>,
 }
 
-/// A VM that was configured.
+/// A configured VM.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct ConfiguredVm {
     /// Its number on the control thread.
     pub(super) vm: usize,
     pub(super) addr: DeviceAddr,
@@ -42,38 +45,38 @@ pub(super) struct Place {
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Stage {
-    In,
-    /// Its front-end is seen off.
+    Active,
+    /// Its front-end is being disconnected.
     Leaving,
-    /// The workers forget it; the number of the notice.
+    /// The workers are removing it; the number of the notice.
     Removing(u64),
 }
 
-/// What front-ends of a VM that is added are told and held to.
-struct Front {
+/// Settings of the front-end socket of a VM to add.
+struct FrontendSpec {
     listener: PeerFd,
     queue_size: u16,
     sealed_memory: bool,
 }
 
-/// See the module.
+/// See the [module](self).
 pub(super) struct ReloadHandler {
     registry: DeviceRegistry,
     /// Lets processes attach, if that is configured. Borrows the registry for each call.
     server: Option<Server>,
-    vms: BTreeMap<Cid, Place>,
+    vms: BTreeMap<Cid, ConfiguredVm>,
     orders: Receiver<Order>,
-    /// Orders of which the workers are being told, by the numbers of the notices.
-    told: Vec<(u64, Sender<Result<(), ReloadError>>)>,
+    /// Orders whose routes the workers have not all received, by the number of the notice.
+    unpublished: Vec<(u64, Sender<Result<(), ReloadError>>)>,
     sealed_memory: bool,
 }
 
 impl ReloadHandler {
-    /// The handler, and the way to give it orders.
+    /// Makes the handler and the sender of orders to it.
     pub(super) fn new(
         registry: DeviceRegistry,
         server: Option<Server>,
-        vms: BTreeMap<Cid, Place>,
+        vms: BTreeMap<Cid, ConfiguredVm>,
         sealed_memory: bool,
     ) -> (ReloadHandler, Sender<Order>) {
         let (sender, orders) = channel();
@@ -82,15 +85,19 @@ impl ReloadHandler {
             server,
             vms,
             orders,
-            told: Vec::new(),
+            unpublished: Vec::new(),
             sealed_memory,
         };
         (reload_handler, sender)
     }
 
-    /// Whether an order can be carried out.
+    /// Whether an order can be carried out. Changes nothing.
     fn check(&self, add: &[NewVm], reload: &Reload) -> Result<(), ReloadError> {
-        let known = |cid: &Cid| self.vms.get(cid).is_some_and(|vm| vm.stage == Stage::In);
+        let known = |cid: &Cid| {
+            self.vms
+                .get(cid)
+                .is_some_and(|vm| vm.stage == Stage::Active)
+        };
         let named = reload.remove.iter().chain(reload.groups.keys());
         if let Some(&cid) = named.clone().find(|cid| !known(cid)) {
             return Err(ReloadError::UnknownVm(cid));
@@ -98,7 +105,7 @@ impl ReloadHandler {
         let mut added = std::collections::BTreeSet::new();
         for vm in add {
             let cid = vm.cid;
-            // One that leaves has its CID until it has left.
+            // A VM keeps its CID until it is removed.
             let taken = self.vms.contains_key(&cid) || self.registry.contains(cid);
             if taken || !added.insert(cid) {
                 return Err(ReloadError::CidTaken(cid));
@@ -110,18 +117,18 @@ impl ReloadHandler {
         Ok(())
     }
 
-    fn carry_out(&mut self, order: Order, frontends: &mut FrontendRegistry) {
+    fn apply(&mut self, order: Order, frontends: &mut FrontendRegistry) {
         let Order {
             add,
             reload,
             answer,
         } = order;
         if let Err(error) = self.check(&add, &reload) {
-            // Who has asked may have gone.
+            // The receiver may be gone.
             let _ = answer.send(Err(error));
             return;
         }
-        // All that can fail comes first.
+        // Everything that can fail comes before the first change, as far as possible.
         let mut ready = Vec::new();
         for vm in add {
             match self.prepare(vm) {
@@ -143,9 +150,9 @@ impl ReloadHandler {
             match self.add(front, member, entry, &notice, frontends) {
                 Ok(()) => added.push(cid),
                 Err(error) => {
-                    // The others go as they came.
+                    // Undo: remove those that were added.
                     for cid in added {
-                        self.send_off(cid, frontends);
+                        self.begin_removal(cid, frontends);
                     }
                     let _ = answer.send(Err(error));
                     return;
@@ -153,7 +160,7 @@ impl ReloadHandler {
             }
         }
         for cid in &reload.remove {
-            self.send_off(*cid, frontends);
+            self.begin_removal(*cid, frontends);
         }
         for (cid, groups) in &reload.groups {
             self.registry.set_groups(*cid, groups);
@@ -162,13 +169,13 @@ impl ReloadHandler {
             server.set_terms(terms, &mut self.registry);
         }
         self.registry.set_access(reload.access);
-        self.registry.tell(&notice);
-        self.told.push((number, answer));
+        self.registry.publish_routes(&notice);
+        self.unpublished.push((number, answer));
     }
 
     fn add(
         &mut self,
-        front: Front,
+        front: FrontendSpec,
         member: Member,
         entry: Entry<'_>,
         notice: &Arc<Notice>,
@@ -189,12 +196,12 @@ impl ReloadHandler {
         };
         match frontends.add(spec) {
             Ok(vm) => {
-                let stage = Stage::In;
-                self.vms.insert(cid, Place { vm, addr, stage });
+                let stage = Stage::Active;
+                self.vms.insert(cid, ConfiguredVm { vm, addr, stage });
                 Ok(())
             }
             Err(source) => {
-                // Its place is not given out again: this happens when memory is at its end.
+                // The address is not reused: this happens only when the system is out of memory.
                 let (_, notice) = frontends.notice();
                 self.registry.remove(cid, addr, &notice);
                 Err(ReloadError::Socket { cid, source })
@@ -202,18 +209,18 @@ impl ReloadHandler {
         }
     }
 
-    /// A VM is to leave.
-    fn send_off(&mut self, cid: Cid, frontends: &mut FrontendRegistry) {
-        if let Some(place) = self.vms.get_mut(&cid) {
-            place.stage = Stage::Leaving;
-            let vm = place.vm;
+    /// Begins the removal of a VM: disconnects its front-end. The CID stays reserved until then.
+    fn begin_removal(&mut self, cid: Cid, frontends: &mut FrontendRegistry) {
+        if let Some(configured) = self.vms.get_mut(&cid) {
+            configured.stage = Stage::Leaving;
+            let vm = configured.vm;
             self.registry.reserve(cid);
             frontends.close(vm, "it is not configured any more");
         }
     }
 
-    /// What can fail of adding a VM.
-    fn prepare(&mut self, vm: NewVm) -> Result<(Front, Member, Vec<String>), ReloadError> {
+    /// The fallible part of adding a VM.
+    fn prepare(&mut self, vm: NewVm) -> Result<(FrontendSpec, Member, Vec<String>), ReloadError> {
         let cid = vm.cid;
         let refuse = |source| ReloadError::Host {
             cid,
@@ -237,7 +244,7 @@ impl ReloadHandler {
             process: false,
             account: vm.account,
         };
-        let front = Front {
+        let front = FrontendSpec {
             listener: vm.listener,
             queue_size: vm.queue_size,
             sealed_memory: vm.require_sealed_memory,
@@ -245,10 +252,9 @@ impl ReloadHandler {
         Ok((front, member, vm.groups))
     }
 
-    fn of_vm(&self, vm: usize) -> Option<Cid> {
-        let mut places = self.vms.iter();
-        places
-            .find(|(_, place)| place.vm == vm)
+    fn cid_of(&self, vm: usize) -> Option<Cid> {
+        let mut vms = self.vms.iter();
+        vms.find(|(_, configured)| configured.vm == vm)
             .map(|(&cid, _)| cid)
     }
 }
@@ -275,37 +281,44 @@ impl ControlExtension for ReloadHandler {
 
     fn woken(&mut self, frontends: &mut FrontendRegistry) {
         while let Ok(order) = self.orders.try_recv() {
-            self.carry_out(order, frontends);
+            self.apply(order, frontends);
         }
     }
 
     fn vm_over(&mut self, vm: usize, frontends: &mut FrontendRegistry) {
-        let Some(cid) = self.of_vm(vm) else {
+        let Some(cid) = self.cid_of(vm) else {
             if let Some(server) = &mut self.server {
                 server.vm_over(vm, &mut self.registry, frontends);
             }
             return;
         };
         let (number, notice) = frontends.notice();
-        if let Some(place) = self.vms.get_mut(&cid) {
-            place.stage = Stage::Removing(number);
-            let addr = place.addr;
+        if let Some(configured) = self.vms.get_mut(&cid) {
+            configured.stage = Stage::Removing(number);
+            let addr = configured.addr;
             self.registry.remove(cid, addr, &notice);
         }
     }
 
     fn noticed(&mut self, number: u64, frontends: &mut FrontendRegistry) {
-        if let Some(at) = self.told.iter().position(|&(told, _)| told == number) {
-            let (_, answer) = self.told.swap_remove(at);
+        if let Some(at) = self
+            .unpublished
+            .iter()
+            .position(|&(notice, _)| notice == number)
+        {
+            let (_, answer) = self.unpublished.swap_remove(at);
             let _ = answer.send(Ok(()));
         }
         let gone = Stage::Removing(number);
-        let gone = self.vms.iter().find(|(_, place)| place.stage == gone);
+        let gone = self
+            .vms
+            .iter()
+            .find(|(_, configured)| configured.stage == gone);
         if let Some((&cid, _)) = gone
-            && let Some(place) = self.vms.remove(&cid)
+            && let Some(configured) = self.vms.remove(&cid)
         {
-            self.registry.release(place.addr);
-            self.registry.give_back(cid);
+            self.registry.release(configured.addr);
+            self.registry.release_cid(cid);
             tracing::info!(%cid, "VM gone");
         }
         if let Some(server) = &mut self.server {

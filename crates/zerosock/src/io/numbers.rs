@@ -48,7 +48,7 @@ impl Numbers {
     }
 
     /// The device that had `number` is gone from its worker.
-    pub(crate) fn give_back(&mut self, number: u32) {
+    pub(crate) fn release(&mut self, number: u32) {
         let generation = (number >> PLACE_BITS).wrapping_add(1) % GENERATIONS;
         self.free
             .push_back(generation << PLACE_BITS | place(number) as u32);
@@ -148,13 +148,13 @@ mod tests {
         let first: Vec<u32> = (0..3).map(|_| numbers.take().unwrap()).collect();
         assert_eq!(first, [0, 1, 2]);
         let mut seen = std::collections::HashSet::from([1]);
-        numbers.give_back(1);
+        numbers.release(1);
         for _ in 1..GENERATIONS {
             let number = numbers.take().unwrap();
             assert!(number < 1 << NUMBER_BITS);
             assert_eq!(place(number), 1);
             assert!(seen.insert(number), "{number} came twice");
-            numbers.give_back(number);
+            numbers.release(number);
         }
         assert_eq!(numbers.take(), Some(1));
         assert_eq!(numbers.taken(), 3);
@@ -167,7 +167,7 @@ mod tests {
             assert_eq!(numbers.take(), Some(n));
         }
         assert_eq!(numbers.take(), None);
-        numbers.give_back(7);
+        numbers.release(7);
         assert_eq!(numbers.take(), Some(1 << PLACE_BITS | 7));
     }
 
@@ -178,7 +178,7 @@ mod tests {
         let old = numbers.take().unwrap();
         assert!(table.insert(old, "old").is_none());
         assert_eq!(table.remove(old), Some("old"));
-        numbers.give_back(old);
+        numbers.release(old);
         let new = numbers.take().unwrap();
         assert!(table.insert(new, "new").is_none());
         assert_eq!(table.get_mut(old), None);

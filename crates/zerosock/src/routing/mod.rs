@@ -51,7 +51,7 @@ impl Routes {
     }
 
     /// From now on rules about `name` are about `cid`.
-    pub(crate) fn call(&mut self, cid: Cid, name: &Name) {
+    pub(crate) fn set_name(&mut self, cid: Cid, name: &Name) {
         if let Some(route) = self.by_cid.get_mut(&cid) {
             route.name = Some(name.clone());
         }
@@ -215,7 +215,7 @@ mod tests {
         let device = DeviceAddr { worker: 0, vm: 0 };
         routes.add(one, device, &["a".into()]);
         routes.add(two, device, &["a".into()]);
-        routes.call(two, &"db".parse().unwrap());
+        routes.set_name(two, &"db".parse().unwrap());
         routes.limit_ports(two, [5, 6].map(Port::new));
         let rule = |verdict, from, port, to| Rule {
             verdict,

@@ -515,7 +515,7 @@ mod tests {
         let cid = Cid::guest(3).unwrap();
         let mut numbers = Vec::new();
         for _ in 0..2 {
-            let addr = registry.enrol(cid, Entry::default()).unwrap();
+            let addr = registry.assign(cid, Entry::default()).unwrap();
             let member = Member {
                 cid,
                 host: crate::device::HostEnd::None,

@@ -90,7 +90,7 @@ impl Lab {
                 groups: &groups,
                 ..Entry::default()
             };
-            let addr = registry.enrol(cid, entry).unwrap();
+            let addr = registry.assign(cid, entry).unwrap();
             let member = Member {
                 cid,
                 host,

@@ -1,26 +1,31 @@
-//! The attach server: a part of the extension on the control thread, which lends it the registry. Processes get CIDs of their own from it, and
-//! services ports of the host's.
+//! The attach server: a part of the control thread's extension. It assigns CIDs to processes and
+//! ports of the host to services.
 //!
 //! ```text
-//!  client:  Silent --attach--> Waiting? --> Joining --workers know--> Attached --resolve--> …
+//!  client:  AwaitingRequest --attach--> Waiting? --> Joining --workers know--> Attached --resolve--> …
 //!  member:                                  Joining -----------------> In --> Leaving --> Removing
 //! ```
 //!
-//! A client is a connection to the attach socket, a member a device on its account. The answer
-//! goes out only when every worker goes by the new routes, so that whoever is told a CID can be
-//! reached at it. A member leaves when either of its sockets closes; its CID, name and place are
-//! free when its front-end is seen off and every worker has forgotten it. Who asks for something
-//! that is about to be free waits for that moment.
+//! A client is a connection to the attach socket; a member is a device that was made for a client.
+//! The client gets its answer when every worker uses the new routes, so the process can be reached
+//! at its CID from then on. A member leaves when its control connection or its vhost-user connection
+//! closes. Its CID, name and address become free when its front-end is disconnected and every worker
+//! has removed it. A request for something that is about to become free waits for that.
 //!
-//! `clients` has the connections, `places` the members, `claims` the ports of services; here is
-//! what is said between them.
+//! `clients` handles the connections, `members` the members, `claims` the ports of services; this
+//! file handles requests and the events of the control thread. The owner of the [`DeviceRegistry`]
+//! passes it to each call.
 //!
-//! What must hold: nothing blocks; a client whose user is not allowed never becomes one; what has
-//! not become a member in [`PATIENCE`] is dropped, and there are at most [`MAX_CLIENTS`] such.
+//! # Invariants
+//!
+//! - No call blocks.
+//! - A connection of a user that is not allowed never becomes a client.
+//! - A client that does not become a member within [`REQUEST_TIMEOUT`] is dropped; there are at most
+//!   [`MAX_CLIENTS`] such clients.
 
 mod claims;
 mod clients;
-mod places;
+mod members;
 
 use std::collections::BTreeMap;
 use std::io::{self};
@@ -40,27 +45,27 @@ use super::{AttachConfig, AttachTerms, HOST};
 use crate::control::registry::DeviceRegistry;
 use crate::routing::name::Name;
 use claims::{Claim, PendingClaim};
-use clients::{Client, State, dismiss, is_allowed};
-use places::{ClaimConflict, JoinRequest, Member, Stage};
+use clients::{Client, State, is_allowed, send_last_answer};
+use members::{Conflict, JoinRequest, Member, Stage};
 use zerosock_vhost_user::{FrontendRegistry, LogLimit};
 
-/// How long a client may take to say what it wants, and to wait for what is about to be free.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// How long a client may leave an answer in its socket: it may have gone and have left its own end of
-/// the connection in a message that nothing reads before the answer is taken.
+/// Time-out for the first request, and for a request that waits for something to become free.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a client may leave an answer unread. It may have exited and have left its own end of the
+/// connection in a message that is not read before the answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-/// Clients that have no place yet.
+/// Limit of clients that are not members.
 const MAX_CLIENTS: usize = 64;
-/// Connections of all users together that are turned away, or about to be, and not closed yet.
+/// Limit of connections, of all users together, that are being turned away and are not closed yet.
 pub(crate) const MAX_TURNED_AWAY: u64 = 64;
-/// Connections accepted, and messages of one client handled, before others get their turn.
+/// Connections accepted, or messages of one client handled, before other descriptors are polled.
 const BUDGET: usize = 16;
-/// How long the listener rests when there is no descriptor for a connection.
-const ACCEPT_REST: Duration = Duration::from_millis(200);
-/// The listener's key; clients have others.
+/// How long accepting pauses when there is no descriptor for a connection.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+/// The listener's epoll key. No client has it.
 const LISTENER: u32 = 0;
 
-/// See the module.
+/// See the [module](self).
 pub(crate) struct Server {
     config: AttachConfig,
     directory: Arc<Directory>,
@@ -69,27 +74,27 @@ pub(crate) struct Server {
     members: BTreeMap<usize, Member>,
     by_cid: BTreeMap<Cid, usize>,
     by_name: BTreeMap<Name, usize>,
-    /// Ports of the host that belong to services, those included that are being given up.
+    /// Ports of the host that belong to services, including those being released.
     claims: BTreeMap<Port, Claim>,
-    /// The CID to try first for a process that wants any: the one after the last that was given,
-    /// so that one that has just become free rests for long.
+    /// The CID to try first for a process that requests any: the one after the last assigned, so that
+    /// CIDs are reused as late as possible.
     next_cid: u32,
-    /// As for CIDs, the block of ports to try first for a service.
+    /// The block of source ports to try first for a service, likewise.
     next_block: u32,
-    /// The listener is not watched until then.
-    rest: Option<Instant>,
+    /// Until then the listener is not watched.
+    accept_paused_until: Option<Instant>,
     log: LogLimit,
-    /// What the processes of each user may have of descriptors and memory, together.
+    /// The limits of descriptors and memory for all processes of each user.
     accounts: BTreeMap<u32, Account>,
-    /// For connections until their user is known, and for those that are turned away: they cannot use
-    /// up what VMs and users are guaranteed.
+    /// For connections whose user is not known yet, and for those that are turned away. They cannot
+    /// use up the guaranteed descriptors of VMs and users.
     turned_away: Account,
 }
 
 impl Server {
     pub(crate) fn new(config: AttachConfig, directory: Arc<Directory>) -> io::Result<Server> {
         rustix::io::ioctl_fionbio(&config.listener, true)?;
-        // No request has any. Where the kernel cannot refuse them, they are received and closed.
+        // Requests carry no descriptors. Where the kernel cannot refuse them, they are closed below.
         fd_passing::refuse_rights(&config.listener)?;
         let limits = Limits {
             descriptors: MAX_TURNED_AWAY,
@@ -108,7 +113,7 @@ impl Server {
             claims: BTreeMap::new(),
             next_cid,
             next_block: 0,
-            rest: None,
+            accept_paused_until: None,
             log: LogLimit::default(),
             accounts: BTreeMap::new(),
             turned_away: Budget::new(limits, 1).account(),
@@ -122,8 +127,7 @@ impl Server {
         account.or_insert_with(|| budget.account()).clone()
     }
 
-    /// Goes by other terms from now on. Whoever is attached stays; the groups are those of all
-    /// processes, also of those who are there. The workers are not told.
+    /// Replaces the terms. Members stay; the groups apply to them too. Does not publish the routes.
     pub(crate) fn set_terms(&mut self, terms: AttachTerms, registry: &mut DeviceRegistry) {
         for &cid in self.by_cid.keys() {
             registry.set_groups(cid, &terms.groups);
@@ -131,7 +135,7 @@ impl Server {
         self.config.set_terms(terms);
     }
 
-    /// Handles what a client has said.
+    /// Reads and handles requests of a client.
     fn serve(&mut self, key: u32, registry: &mut DeviceRegistry, frontends: &mut FrontendRegistry) {
         for _ in 0..BUDGET {
             let Some(client) = self.clients.get_mut(&key) else {
@@ -140,7 +144,7 @@ impl Server {
             match client.flush() {
                 Ok(true) => {}
                 Ok(false) => break,
-                Err(_) => return self.lose(key, "it does not take answers", frontends),
+                Err(_) => return self.drop_client(key, "it does not take answers", frontends),
             }
             if client.pending_claim.is_some() {
                 break;
@@ -150,19 +154,19 @@ impl Server {
             let len = match fd_passing::recv_owned(&client.socket, &mut bytes, &mut fds) {
                 Ok(received) => received.bytes,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                Err(_) => return self.lose(key, "its socket failed", frontends),
+                Err(_) => return self.drop_client(key, "its socket failed", frontends),
             };
             if len == 0 {
-                return self.lose(key, "it closed its lease", frontends);
+                return self.drop_client(key, "it closed its control connection", frontends);
             }
-            // Descriptors have no place in a request.
+            // A request carries no descriptors.
             let request = match fds.is_empty() {
                 true => decode_request(bytes.get(..len).unwrap_or_default()),
                 false => Err(Answer::refusal(Status::BadRequest, Version::default())),
             };
             self.handle(key, request, registry, frontends);
         }
-        self.settle(key, frontends);
+        self.update_interest(key, frontends);
     }
 
     fn handle(
@@ -176,7 +180,7 @@ impl Server {
             return;
         };
         match (&client.state, request) {
-            (&State::Silent { until }, Ok(Request::Attach(request))) => {
+            (&State::AwaitingRequest { until }, Ok(Request::Attach(request))) => {
                 self.attach(
                     key,
                     JoinRequest::Process(request),
@@ -185,7 +189,7 @@ impl Server {
                     frontends,
                 );
             }
-            (&State::Silent { until }, Ok(Request::Serve(request))) => {
+            (&State::AwaitingRequest { until }, Ok(Request::Serve(request))) => {
                 self.attach(
                     key,
                     JoinRequest::Service(request),
@@ -195,7 +199,7 @@ impl Server {
                 );
             }
             (State::Attached { .. }, Ok(Request::Claim(ports))) => {
-                self.claim(key, ports, Self::patience(), registry, frontends);
+                self.claim(key, ports, Self::claim_deadline(), registry, frontends);
             }
             (State::Attached { .. }, Ok(Request::Release(ports))) => {
                 self.give_up(key, ports, registry, frontends);
@@ -203,14 +207,14 @@ impl Server {
             (State::Attached { .. }, Ok(Request::Resolve(name))) => {
                 let vm = self.by_name.get(&name);
                 let member = vm.and_then(|vm| self.members.get(vm));
-                let member = member.filter(|member| member.stage == Stage::In);
+                let member = member.filter(|member| member.stage == Stage::Active);
                 let answer = match member {
                     Some(member) => granted(member.cid),
                     None => Answer::refusal(Status::UnknownName, VERSION),
                 };
                 client.answer = Some(encode_answer(&answer));
             }
-            // It can go on with its place: what it asked for is all that it does not get.
+            // A member stays attached after a bad request.
             (State::Attached { .. }, Err(refusal)) => {
                 client.answer = Some(encode_answer(&refusal));
             }
@@ -218,14 +222,14 @@ impl Server {
                 let refusal = Answer::refusal(Status::BadRequest, VERSION);
                 client.answer = Some(encode_answer(&refusal));
             }
-            (State::Silent { .. }, Err(refusal)) => self.refuse(key, &refusal),
-            // A place first; and one thing after the other.
-            (State::Silent { .. }, Ok(_)) => {
+            (State::AwaitingRequest { .. }, Err(refusal)) => self.refuse(key, &refusal),
+            // The first request must attach, and only one request may be under way before that.
+            (State::AwaitingRequest { .. }, Ok(_)) => {
                 self.refuse(key, &Answer::refusal(Status::BadRequest, VERSION));
             }
             (&State::Joining { vm, .. }, _) => {
                 self.refuse(key, &Answer::refusal(Status::BadRequest, VERSION));
-                self.send_off(vm, "it spoke out of turn", frontends);
+                self.disconnect_member(vm, "it sent a request before it was answered", frontends);
             }
             (State::Waiting { .. }, _) => {
                 self.refuse(key, &Answer::refusal(Status::BadRequest, VERSION));
@@ -233,8 +237,8 @@ impl Server {
         }
     }
 
-    /// Grants a request, refuses it, or lets it wait. Who may make it is asked each time: it may have
-    /// changed while the client waited.
+    /// Grants a request to attach, refuses it, or lets it wait. The permission is checked each time,
+    /// because the terms may have changed while the client waited.
     fn attach(
         &mut self,
         key: u32,
@@ -251,20 +255,20 @@ impl Server {
         let allowed = client.is_some_and(|client| is_allowed(uids, client.uid));
         let slot = match allowed {
             true => self.slot(&request, registry, frontends),
-            false => Err(ClaimConflict::Refused(Answer::refusal(
+            false => Err(Conflict::Refused(Answer::refusal(
                 Status::NotPermitted,
                 VERSION,
             ))),
         };
         let slot = match slot {
             Ok(slot) => slot,
-            Err(ClaimConflict::Passing(_)) if Instant::now() < until => {
+            Err(Conflict::Temporary(_)) if Instant::now() < until => {
                 if let Some(client) = self.clients.get_mut(&key) {
                     client.state = State::Waiting { until, request };
                 }
                 return;
             }
-            Err(ClaimConflict::Passing(answer) | ClaimConflict::Refused(answer)) => {
+            Err(Conflict::Temporary(answer) | Conflict::Refused(answer)) => {
                 return self.refuse(key, &answer);
             }
         };
@@ -274,7 +278,7 @@ impl Server {
         }
     }
 
-    /// Something may be free now: those who wait for it try again.
+    /// Retries requests that wait for something to become free.
     fn retry(&mut self, registry: &mut DeviceRegistry, frontends: &mut FrontendRegistry) {
         let waiting = |(&key, client): (&u32, &Client)| match client.state {
             State::Waiting { .. } => Some(key),
@@ -285,10 +289,11 @@ impl Server {
             let Some(client) = self.clients.get_mut(&key) else {
                 continue;
             };
-            let silent = State::Silent {
+            let placeholder = State::AwaitingRequest {
                 until: Instant::now(),
             };
-            if let State::Waiting { until, request } = std::mem::replace(&mut client.state, silent)
+            if let State::Waiting { until, request } =
+                std::mem::replace(&mut client.state, placeholder)
             {
                 self.attach(key, request, until, registry, frontends);
             }
@@ -296,7 +301,7 @@ impl Server {
         self.retry_claims(registry, frontends, |_| true);
     }
 
-    /// Logs what processes do wrong, but does not let them fill the log.
+    /// Logs a fault of a process, subject to the limit.
     fn warn(&self, text: &str) {
         if let Some(suppressed) = self.log.admit(Instant::now()) {
             tracing::warn!(suppressed, "{text}");
@@ -308,7 +313,7 @@ impl Server {
     }
 
     pub(crate) fn end(&mut self, frontends: &mut FrontendRegistry) {
-        // The reaper closes it later, which until then would be reported again and again.
+        // The reaper closes the listener later. Without this, epoll would report it until then.
         self.watch_listener(frontends, EventFlags::empty());
     }
 
@@ -321,14 +326,14 @@ impl Server {
     ) {
         match key {
             LISTENER => self.accept(registry, frontends),
-            // It is not read while it waits, so nothing else would notice.
+            // The socket is not read while a claim is pending, so only epoll reports the hang-up.
             key if self
                 .clients
                 .get(&key)
                 .is_some_and(|c| c.pending_claim.is_some())
                 && flags.intersects(EventFlags::HUP | EventFlags::ERR) =>
             {
-                self.lose(key, "it closed its lease", frontends);
+                self.drop_client(key, "it closed its control connection", frontends);
             }
             key => self.serve(key, registry, frontends),
         }
@@ -351,7 +356,7 @@ impl Server {
             && let Some(client) = self.clients.remove(&key)
             && matches!(client.state, State::Joining { .. })
         {
-            dismiss(
+            send_last_answer(
                 &client.socket,
                 &Answer::refusal(Status::ServerFailed, VERSION),
             );
@@ -359,8 +364,8 @@ impl Server {
         self.directory.remove(vm);
         if service {
             let ports: Vec<Port> = self.claims_of(vm).collect();
-            self.let_go(ports.iter().copied(), number);
-            // Those that it had begun to give up are on their way already.
+            self.mark_releasing(ports.iter().copied(), number);
+            // The routes of ports being released are removed already.
             registry.remove_service(addr, ports, &notice);
         } else {
             registry.remove(cid, addr, &notice);
@@ -410,7 +415,7 @@ impl Server {
         clients
             .chain(pending_claims)
             .chain(stalled)
-            .chain(self.rest)
+            .chain(self.accept_paused_until)
             .min()
     }
 
@@ -420,8 +425,8 @@ impl Server {
         registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
     ) {
-        if self.rest.is_some_and(|until| now >= until) {
-            self.rest = None;
+        if self.accept_paused_until.is_some_and(|until| now >= until) {
+            self.accept_paused_until = None;
             self.watch_listener(frontends, EventFlags::IN);
         }
         self.retry_claims(registry, frontends, |until| now >= until);
@@ -429,7 +434,7 @@ impl Server {
         let stalled = stalled.filter(|(_, c)| c.stalled_until.is_some_and(|until| now >= until));
         let stalled: Vec<u32> = stalled.map(|(&key, _)| key).collect();
         for key in stalled {
-            self.lose(key, "it takes no answer", frontends);
+            self.drop_client(key, "it does not read its answer", frontends);
         }
         let late = self.clients.iter();
         let late = late.filter(|(_, c)| c.state.until().is_some_and(|until| now >= until));
@@ -438,14 +443,14 @@ impl Server {
             let Some(client) = self.clients.get_mut(&key) else {
                 continue;
             };
-            let silent = State::Silent { until: now };
-            match std::mem::replace(&mut client.state, silent) {
-                // What it waits for has not become free in time: it is told what that was.
+            let placeholder = State::AwaitingRequest { until: now };
+            match std::mem::replace(&mut client.state, placeholder) {
+                // Time is up: `attach` answers with the conflict.
                 State::Waiting { until, request } => {
                     self.attach(key, request, until, registry, frontends)
                 }
                 _ => {
-                    self.warn("a process said nothing for too long");
+                    self.warn("a process sent no request in time");
                     self.clients.remove(&key);
                 }
             }

@@ -1,7 +1,7 @@
 //! vhost-user framing: from the bytes and descriptors of a socket to whole messages.
 //!
 //! A [`Decoder`] reads what has arrived and keeps it; it never waits. It reads a header, then exactly
-//! its payload, so that each descriptor belongs to the message with whose bytes it came.
+//! its payload, so that each descriptor belongs to the message it arrived with.
 //!
 //! # Invariants
 //!

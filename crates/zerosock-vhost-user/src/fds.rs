@@ -1,6 +1,6 @@
 //! Classification of the descriptors that a front-end sends, on arrival and before any other use.
 //!
-//! A descriptor may lead to a file system whose server is the front-end itself (FUSE), or be the
+//! A descriptor may lead to a file system served by the front-end itself (FUSE), or be the
 //! front-end's own end of the connection.
 //!
 //! # Invariants
@@ -18,7 +18,7 @@ use zerosock_sys::account::{Account, Permit};
 use zerosock_sys::notify::FdKind;
 use zerosock_sys::{PeerFd, fd_passing, memfd, reaper};
 
-/// File systems, besides those in memory, whose page faults do not depend on a peer.
+/// File systems, besides those in memory, with page faults that do not depend on a peer.
 const LOCAL_FILE_SYSTEMS: [&str; 9] = [
     "tmpfs",
     "hugetlbfs",

@@ -137,7 +137,7 @@ impl Reply {
         }
     }
 
-    /// A reply whose answer is discarded, for tests of devices.
+    /// A reply that discards its answer, for tests of devices.
     pub fn discarded() -> Reply {
         Reply {
             destination: Destination::Discard,

@@ -105,7 +105,7 @@ enum OnDone {
     Nothing,
 }
 
-/// The request whose command is with the worker.
+/// The request that the worker is carrying out.
 #[derive(Debug)]
 struct Pending {
     request: u32,
@@ -153,8 +153,8 @@ pub struct Session {
     queues: Vec<Queue>,
     /// SET_OWNER was received.
     has_owner: bool,
-    /// The back-end request channel of user-mode Linux: kept open and not used. A channel whose queue
-    /// could hold the front-end's own end of this connection is refused on arrival.
+    /// The back-end request channel of user-mode Linux: kept open and not used. A channel with
+    /// a queue that could hold the front-end's own end of this connection is refused on arrival.
     backend_channel: Option<PeerFd>,
     account: Account,
     /// Writes to call descriptors that could block a worker.
@@ -410,7 +410,7 @@ impl Session {
         }
     }
 
-    /// The first running queue whose rings overlap those of queue `index`, started with `config`.
+    /// The first running queue that overlaps with queue `index`, started with `config`, in its rings.
     fn started_over(&self, index: u16, config: &QueueConfig) -> Option<u16> {
         let shares = |queue: &Queue| {
             let (Some(size), Some((desc, avail, used))) = (queue.size, queue.addresses) else {

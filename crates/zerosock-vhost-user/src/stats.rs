@@ -23,14 +23,14 @@ pub enum Fault {
     TooManyDescriptors,
     /// The connection ended, or failed, in the middle of a message.
     Truncated,
-    /// A request that is unknown, or whose feature was not offered or not negotiated. Refused.
+    /// A request that is unknown, or needs a feature that was not offered or negotiated. Refused.
     Unsupported,
     /// A payload of the wrong length, or with a value out of range. Refused.
     Payload,
     /// Too many or too few descriptors for the request, or of the wrong kind. Refused.
     Descriptors,
-    /// A request out of order: it changes a running queue, or starts one whose size or addresses
-    /// are not set. Refused.
+    /// A request out of order: it changes a running queue, or starts one before its size and
+    /// addresses are set. Refused.
     Order,
     /// Memory that cannot be mapped. Refused.
     Memory,

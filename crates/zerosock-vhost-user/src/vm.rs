@@ -101,7 +101,7 @@ pub(super) struct Connection {
     written: usize,
     /// Since when the socket has had no room for the rest of the reply.
     stalled_since: Option<Instant>,
-    /// Sequence number of the command whose answer is awaited. Nothing is read until then.
+    /// Sequence number of the command that the worker is to answer. Nothing is read until then.
     waiting: Option<u64>,
     /// Whether the front-end has sent a message.
     has_sent_message: bool,

@@ -122,7 +122,7 @@ const HOLD: Duration = Duration::from_millis(20);
 const LINGER: Duration = Duration::from_secs(60);
 /// Limit of host programs of one VM that have connected and not sent CONNECT yet.
 const MAX_HANDSHAKES: usize = 1024;
-/// Limit of ended connections of one VM whose last bytes are not read yet.
+/// Limit of ended connections of one VM with unread bytes.
 const MAX_LINGERING: usize = 1024;
 
 /// A running daemon. Dropping it does not stop it: [`shutdown`](Daemon::shutdown) does.
@@ -164,7 +164,7 @@ impl Daemon {
     /// connect.
     ///
     /// Memory of VMs that can shrink is accepted: this installs a process-wide handler for SIGBUS,
-    /// described at [`Host`](crate::vsock::Host), so that only the VM whose memory vanished is lost.
+    /// described at [`Host`](crate::vsock::Host), so that only the VM that owned the memory is lost.
     /// Memory of processes must be sealed.
     pub fn start(config: DaemonConfig) -> Result<Daemon, StartError> {
         zerosock_sys::sigbus::install().map_err(system("guard against vanishing memory"))?;
@@ -189,7 +189,7 @@ impl Daemon {
             queue_pairs: QueuePairs::new(config.queue_pairs).map_err(StartError::QueuePairs)?,
             attach: config.attach,
             access: config.access,
-            // Only the VM whose memory vanished is lost.
+            // If memory vanishes, only its VM is lost.
             sealed_memory: false,
             memory: MemoryLimits {
                 each: config.max_memory,
@@ -235,8 +235,8 @@ impl Daemon {
             }
         }
         self.control_plane.shutdown();
-        // Closing a descriptor tells its peer that the daemon has ended. Descriptors whose close blocks
-        // longer than this are left to the exit of the process.
+        // Closing a descriptor tells its peer that the daemon has ended. Descriptors that
+        // are not closed by then are left to the exit of the process.
         reaper::drain(REAPER_LIMIT);
     }
 
@@ -265,13 +265,13 @@ impl Daemon {
     /// # let accepting = std::thread::spawn(move || listener.accept());
     /// let stream = web.connect(there)?;
     /// // From now on every new connection is denied.
-    /// let nobody = Rule {
+    /// let deny_all = Rule {
     ///     verdict: Verdict::Deny,
     ///     from: vec![Party::Any],
     ///     to: vec![Party::Any],
     ///     ports: Ports::all(),
     /// };
-    /// daemon.reload(Reload { access: AccessList::new([nobody]), ..Reload::default() })?;
+    /// daemon.reload(Reload { access: AccessList::new([deny_all]), ..Reload::default() })?;
     /// assert_eq!(web.connect(there).unwrap_err().kind(), ErrorKind::ConnectionRefused);
     /// // The established connection still works.
     /// std::io::Write::write_all(&mut &stream, b"still here")?;

@@ -1,11 +1,11 @@
-//! Allocation and freeing of memory whose size a peer chooses.
+//! Allocation and freeing of memory in a size that a peer chooses.
 //!
 //! # Invariants
 //!
-//! - An allocation whose size a peer chooses, and which can exceed 64 KiB (the largest payload of a
+//! - An allocation in a size that a peer chooses, and that can exceed 64 KiB (the largest payload of a
 //!   packet), uses the `try_reserve` family. If it fails, that peer loses its connection, its request
 //!   or its device, and the process continues.
-//! - Smaller allocations, and those whose size the embedding program chooses, abort the process on
+//! - Smaller allocations, and those in a size that the embedding program chooses, abort the process on
 //!   failure as usual in Rust.
 //! - Freeing a large buffer takes time in proportion to its pages: see [`free`].
 

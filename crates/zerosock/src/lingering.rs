@@ -1,4 +1,4 @@
-//! For tests: sockets whose close(2) blocks.
+//! For tests: sockets on which close(2) blocks.
 
 use std::io::{ErrorKind, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};

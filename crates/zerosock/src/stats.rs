@@ -103,8 +103,8 @@ counters! {
     /// Devices lost because their memory vanished or their rings broke, one for each device however many
     /// queue pairs it has.
     devices_lost,
-    /// Connections that exist now, including those being established, and those whose end the guest
-    /// has not been told yet.
+    /// Connections that exist now, including those being established, and ended ones that the
+    /// guest has not been told of yet.
     connections_now,
     /// Bridges that exist now: host sockets and siblings, including sockets that still take the last
     /// bytes of an ended connection.

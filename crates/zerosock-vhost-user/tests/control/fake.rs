@@ -102,7 +102,7 @@ impl DeviceModel for TestModel {
     }
 }
 
-/// A control thread with some VMs, whose sockets are in a temporary directory.
+/// A control thread with some VMs and their sockets in a temporary directory.
 pub(crate) struct Harness {
     pub(crate) control: Control,
     dir: tempfile::TempDir,

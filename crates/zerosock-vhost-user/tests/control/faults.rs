@@ -12,7 +12,7 @@ fn faults(lab: &Harness, fault: Fault) -> u64 {
 }
 
 #[test]
-fn a_queue_whose_rings_overlap_those_of_a_running_one_is_not_started() {
+fn a_queue_with_rings_that_overlap_a_running_queue_is_not_started() {
     let (lab, worker) = Harness::one();
     let commands = worker.answer_all();
     let raw = lab.raw(0);
@@ -194,7 +194,7 @@ fn without_need_reply_a_refusal_is_silent() {
     raw.send(8, NEED_REPLY, &state(0, 3), &[]);
     raw.ping();
     assert_eq!(faults(&lab, Fault::Payload), 2);
-    // A request whose protocol feature was not negotiated is unknown.
+    // A request that needs a protocol feature which was not negotiated is unknown.
     raw.send(16, 0, &u64s(&[8]), &[]);
     raw.send(34, NEED_REPLY, &[], &[]);
     assert_eq!(raw.reply_u64(34), 1);

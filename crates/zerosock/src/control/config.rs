@@ -65,7 +65,7 @@ pub struct VmConfig {
     pub queue_size: u16,
     /// Guests with a common group reach each other.
     pub groups: Vec<String>,
-    /// Refuse guest memory that can shrink: a region whose memfd has no F_SEAL_SHRINK. If it is
+    /// Refuse guest memory that can shrink: a region without F_SEAL_SHRINK. If it is
     /// accepted and vanishes, only this VM loses its device. The memory of attached processes must
     /// always be sealed.
     pub require_sealed_memory: bool,

@@ -70,7 +70,7 @@ pub(crate) struct Prepared {
     pub(crate) control_plane: PreparedControlPlane,
 }
 
-/// A control plane whose thread does not run yet.
+/// A control plane before its thread is started.
 pub(crate) struct PreparedControlPlane {
     specs: Vec<VmSpec>,
     registry: DeviceRegistry,

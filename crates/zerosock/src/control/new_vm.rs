@@ -114,7 +114,7 @@ mod tests {
         rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None).unwrap()
     }
 
-    /// A listener with a connection in its backlog that carries a descriptor whose close blocks.
+    /// A listener with a connection in its backlog that carries a descriptor on which close(2) blocks.
     fn listener(path: &Path, kind: SocketType) -> (OwnedFd, TcpStream) {
         let address = SocketAddrUnix::new(path).unwrap();
         let listener = socket(kind);

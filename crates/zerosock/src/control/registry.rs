@@ -223,7 +223,7 @@ impl DeviceRegistry {
             connect_timeout: self.terms.connect_timeout,
             max_pending_resets: MAX_PENDING_RESETS,
             accept_all: true,
-            // The switch decides who may connect to whom when a connection is requested.
+            // The routes decide which endpoints may connect when a connection is requested.
             local: LocalCids::All,
             // The guest's own receive buffer is the only limit for data sent to it.
             send_limit: Some(u32::MAX),

@@ -66,7 +66,7 @@ pub(super) struct ReloadHandler {
     server: Option<Server>,
     vms: BTreeMap<Cid, ConfiguredVm>,
     orders: Receiver<Order>,
-    /// Orders whose routes the workers have not all received, by the number of the notice.
+    /// Orders with routes that some workers do not use yet, by the number of the notice.
     unpublished: Vec<(u64, Sender<Result<(), ReloadError>>)>,
     sealed_memory: bool,
 }

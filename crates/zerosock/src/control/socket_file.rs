@@ -72,7 +72,7 @@ mod tests {
         let error = bind(&path).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
         let mode = std::fs::metadata(&path).unwrap().permissions().mode();
-        assert_eq!(mode & 0o777, 0o600, "nobody else's");
+        assert_eq!(mode & 0o777, 0o600, "only the owner may connect");
         listener.set_nonblocking(true).unwrap();
         let error = listener.accept().unwrap_err();
         assert_eq!(

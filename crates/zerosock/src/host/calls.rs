@@ -43,8 +43,8 @@ impl Engine for HostEngine {
     #[inline]
     fn turn(&mut self) -> Result<bool, EndpointOver> {
         self.checks = self.checks.saturating_add(1);
-        let ready_flags = self.activate_ready_devices();
-        self.run_turn(ready_flags)
+        let any_ready = self.activate_ready_devices();
+        self.run_turn(any_ready)
     }
 
     fn flush(&mut self) {

@@ -100,20 +100,20 @@ impl HostEngine {
         loop {
             let app = self.worker.app.as_deref_mut();
             let poll = |app: &mut App| app.inboxes.table.poll_control(now, |_| true);
-            let Some(word) = app.and_then(poll) else {
+            let Some(message) = app.and_then(poll) else {
                 return;
             };
             // The endpoint is gone and needs no message.
-            let Some(device) = self.worker.routes.device(word.dst.cid) else {
+            let Some(device) = self.worker.routes.device(message.dst.cid) else {
                 continue;
             };
             let (device, mut cx) = self.worker.lend(device.vm, now);
             let Some(device) = device else { continue };
             let vm = device.addr().vm;
-            if device.put_word(&word, &mut cx) {
+            if device.put_word(&message, &mut cx) {
                 self.touch(vm);
             } else if let Some(app) = self.worker.app.as_deref_mut() {
-                let same = |to: Address| to.cid == word.dst.cid;
+                let same = |to: Address| to.cid == message.dst.cid;
                 app.inboxes.table.control_again(now, same);
             }
         }
@@ -331,8 +331,7 @@ impl DatagramEngine for HostEngine {
     fn lease(&mut self, id: DatagramId) -> Result<GotLease, RecvFault> {
         if self.app().is_some_and(|app| app.inboxes.is_empty(id)) {
             // Moves queued datagrams to the inboxes.
-            let ready_flags = self.activate_ready_devices();
-            if ready_flags {
+            if self.activate_ready_devices() {
                 let now = self.worker.clock.now();
                 self.now = now;
                 self.worker.turn_devices(now);

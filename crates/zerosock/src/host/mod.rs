@@ -1,5 +1,5 @@
-//! The engine of an embedding program: a worker with its devices, driven by the program's threads, whose
-//! sockets are peers of the guests' connections.
+//! The engine of an embedding program: a worker with its devices, driven by the program's threads. The
+//! program's sockets are peers of the guests' connections.
 //!
 //! Most calls affect one device: they find it by the pool of the connection's buffers and act on its
 //! queues immediately; [`HostEngine::flush`] or the next turn makes the results visible to the guest.
@@ -63,7 +63,7 @@ pub(crate) struct HostEngine {
     watches_host_sockets: bool,
     /// No device had a turn since kicks were enabled.
     armed: bool,
-    /// Number of devices whose receive limits were reached when kicks were enabled.
+    /// Number of devices that had reached their receive limits when kicks were enabled.
     full_devices: usize,
     trust_processes: bool,
     /// The slot where the next search for a datagram begins.
@@ -141,11 +141,11 @@ impl HostEngine {
             return;
         };
         // Recorded before the call, because `act` may pass bytes to a caller that panics.
-        let ready_flags = !std::mem::replace(&mut device.touched, true);
-        if ready_flags {
+        let newly_touched = !std::mem::replace(&mut device.touched, true);
+        if newly_touched {
             self.touched.push(vm);
         }
-        if !act(&mut app.sockets, &mut device.store()) && ready_flags {
+        if !act(&mut app.sockets, &mut device.store()) && newly_touched {
             device.touched = false;
             self.touched.pop();
         }
@@ -272,7 +272,7 @@ impl HostEngine {
         self.now
     }
 
-    /// Activates the devices whose queues have work. Returns whether there are any.
+    /// Activates the devices that have work in their queues. Returns whether there are any.
     #[inline]
     fn activate_ready_devices(&mut self) -> bool {
         let Worker {
@@ -318,8 +318,8 @@ impl HostEngine {
         }
     }
 
-    fn run_turn(&mut self, ready_flags: bool) -> Result<bool, EndpointOver> {
-        let mut busy = ready_flags;
+    fn run_turn(&mut self, any_ready: bool) -> Result<bool, EndpointOver> {
+        let mut busy = any_ready;
         if self.worker.has_messages() {
             busy = true;
             if !self.worker.take_messages() {

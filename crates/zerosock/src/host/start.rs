@@ -20,7 +20,7 @@ use zerosock_proto::vsock::QueuePairs;
 use zerosock_vhost_user::FaultCounts;
 
 /// Limit of host programs of one VM that have connected and not sent CONNECT yet; also of ended
-/// connections whose last bytes a host program has not read.
+/// connections with bytes that a host program has not read.
 const MAX_PROGRAMS: usize = 1024;
 /// How long a host program may leave the last bytes of an ended connection unread.
 const LINGER: Duration = Duration::from_secs(60);

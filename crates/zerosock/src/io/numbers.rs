@@ -46,7 +46,7 @@ impl Numbers {
         Some(number)
     }
 
-    /// Frees `number`, whose device was removed from its worker.
+    /// Frees `number` after its device was removed from its worker.
     pub(crate) fn release(&mut self, number: u32) {
         let generation = (number >> SLOT_BITS).wrapping_add(1) % GENERATIONS;
         self.free

@@ -16,7 +16,7 @@ const MAX_CREDIT: u8 = 8;
 /// Credit that a pause longer than the polling time costs.
 const MISS_COST: u8 = 3;
 
-/// Whether polling poll_time, by the lengths of recent pauses.
+/// Whether polling pays, by the lengths of recent pauses.
 #[derive(Debug)]
 pub(crate) struct Spin {
     most: Duration,

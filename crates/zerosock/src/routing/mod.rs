@@ -195,7 +195,7 @@ mod tests {
         assert_eq!(reached(&routes, 3), [4, 6]);
         assert_eq!(reached(&routes, 4), [3]);
         assert!(reached(&routes, 5).is_empty());
-        assert!(reached(&routes, 9).is_empty(), "it is nobody");
+        assert!(reached(&routes, 9).is_empty(), "no endpoint has this CID");
         routes.remove(cid(4));
         assert_eq!(reached(&routes, 3), [6]);
         assert!(!routes.contains(cid(4)) && routes.contains(cid(6)));

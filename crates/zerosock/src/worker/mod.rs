@@ -43,7 +43,7 @@ use std::time::Duration;
 use zerosock_proto::Instant;
 use zerosock_sys::notify::Notifier;
 
-/// Limit of devices whose rings a worker polls. Polling more would take as long as a kick.
+/// Limit of devices with rings that a worker polls. Polling more would take as long as a kick.
 const MAX_POLLED_DEVICES: usize = 8;
 
 /// See the [module](self).
@@ -63,7 +63,7 @@ pub(crate) struct Worker {
     notifier: Notifier,
     /// Decides on polling; used by [`run`](Worker::run) only.
     spin: Spin,
-    /// Devices whose drivers are told not to kick, because their rings are polled.
+    /// Devices with kicks disabled, because the worker polls their rings.
     kicks_disabled: Vec<u32>,
     /// When the poller was last checked.
     last_poll: Instant,
@@ -122,7 +122,7 @@ impl Worker {
         self.devices.insert(device.addr().vm, device);
     }
 
-    /// Runs until shutdown. Before it sleeps it polls for at most `spin`, while that poll_time.
+    /// Runs until shutdown. Before it sleeps it polls for at most `spin`, while that pays.
     pub(crate) fn run(mut self, spin: Duration) -> io::Result<()> {
         self.spin = Spin::new(spin);
         self.start()?;
@@ -154,7 +154,7 @@ impl Worker {
         Ok(true)
     }
 
-    /// Polls for work if that poll_time. If there is none, enables kicks. Returns whether there is work.
+    /// Polls for work if that pays. If there is none, enables kicks. Returns whether there is work.
     fn poll_before_sleep(&mut self) -> io::Result<bool> {
         if let Some(most) = self.spin.poll_time() {
             let from = self.clock.now();
@@ -257,7 +257,7 @@ impl Worker {
         Ok((now, any))
     }
 
-    /// Activates the devices whose deadline has passed.
+    /// Activates the devices with a deadline that has passed.
     pub(crate) fn run_deadlines(&mut self, now: Instant) {
         while let Some(&(at, vm)) = self.deadlines.first() {
             if at > now {
@@ -350,7 +350,7 @@ impl Worker {
         }
     }
 
-    /// Adds a device to those whose rings are polled before the next sleep. Returns whether it is among
+    /// Adds a device to those with rings that are polled before the next sleep. Returns whether it is among
     /// them; false if there are too many.
     fn may_disable_kicks(&mut self, vm: u32) -> bool {
         let known = self.kicks_disabled.contains(&vm);

@@ -441,7 +441,7 @@ fn connect_to(path: &Path, timeout: Duration) -> io::Result<OwnedFd> {
     let address = SocketAddrUnix::new(path)?;
     let kind = SocketType::SEQPACKET;
     let socket = socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
-    // Bounds connect(2) to a server whose backlog is full.
+    // Bounds connect(2) to a server with a full backlog.
     set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
     connect(&socket, &address)?;
     Ok(socket)

@@ -132,7 +132,7 @@ pub struct AttachConfig {
     pub host: AttachHost,
     /// Limit of attached processes, not counting services.
     pub max_processes: usize,
-    /// The users (SO_PEERCRED) whose processes may attach as services, which claim ports of CID 2.
+    /// The users (SO_PEERCRED) that may attach services, which claim ports of CID 2.
     /// Exactly these; none by default. A service is trusted with guests' connections to the host: a
     /// claimed port takes precedence over the host side of every VM.
     pub service_uids: Vec<u32>,

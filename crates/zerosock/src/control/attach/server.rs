@@ -2,8 +2,8 @@
 //! ports of the host to services.
 //!
 //! ```text
-//!  client:  AwaitingRequest --attach--> Waiting? --> Joining --workers know--> Attached --resolve--> …
-//!  member:                                  Joining -----------------> In --> Leaving --> Removing
+//!  client: AwaitingRequest --attach--> Waiting? -> Joining --routes used--> Attached --resolve--> …
+//!  member:                                         Joining --> Active --> Leaving --> Removing
 //! ```
 //!
 //! A client is a connection to the attach socket; a member is a device that was made for a client.
@@ -86,7 +86,7 @@ pub(crate) struct Server {
     log: LogLimit,
     /// The limits of descriptors and memory for all processes of each user.
     accounts: BTreeMap<u32, Account>,
-    /// For connections whose user is not known yet, and for those that are turned away. They cannot
+    /// For connections of a user not known yet, and for those that are turned away. They cannot
     /// use up the guaranteed descriptors of VMs and users.
     turned_away: Account,
 }

@@ -198,8 +198,8 @@ impl Server {
         }
     }
 
-    /// Frees ports whose release every worker has carried out, and answers the client whose request
-    /// the notice was for.
+    /// Handles the end of the notice with this number: frees the ports that were being released, and
+    /// answers the client that claimed or released ports.
     pub(super) fn claims_noticed(&mut self, number: u64, frontends: &mut FrontendRegistry) {
         self.claims
             .retain(|_, claim| claim.releasing != Some(number));
@@ -216,7 +216,7 @@ impl Server {
         }
     }
 
-    /// Retries pending claims for whose deadline `which` returns true.
+    /// Retries pending claims if `which` returns true for their deadline.
     pub(super) fn retry_claims(
         &mut self,
         registry: &mut DeviceRegistry,

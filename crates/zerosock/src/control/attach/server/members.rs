@@ -53,7 +53,7 @@ impl JoinRequest {
 pub(super) enum AddressSlot {
     /// A process at this CID.
     Cid(Cid),
-    /// A service at CID 2, whose connections use the block of source ports with this number.
+    /// A service at CID 2. Its connections use the block of source ports with this number.
     Block(u32),
 }
 

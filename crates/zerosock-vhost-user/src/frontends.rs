@@ -40,10 +40,10 @@ pub trait ControlExtension: Send {
 
     /// A VM that was added or closed at run time is removed: its front-end has disconnected and the
     /// worker has answered `Disconnected`.
-    fn vm_over(&mut self, vm: usize, frontends: &mut FrontendRegistry);
+    fn vm_removed(&mut self, vm: usize, frontends: &mut FrontendRegistry);
 
     /// All clones of the [`Notice`] with this number were dropped.
-    fn noticed(&mut self, number: u64, frontends: &mut FrontendRegistry);
+    fn notice_dropped(&mut self, number: u64, frontends: &mut FrontendRegistry);
 
     /// When [`time_passed`](Self::time_passed) is to be called next, if ever.
     fn deadline(&self) -> Option<Instant>;
@@ -169,20 +169,20 @@ impl FrontendRegistry {
     }
 
     /// Whether a front-end is connected and has not hung up. If a VM that was added at run time has
-    /// none, [`ControlExtension::vm_over`] follows.
+    /// none, [`ControlExtension::vm_removed`] follows.
     pub fn has_frontend(&self, vm: usize) -> bool {
         self.vms.get(&vm).is_some_and(Vm::has_frontend)
     }
 
     /// Closes the connection of a VM's front-end. For a VM without a listener,
-    /// [`ControlExtension::vm_over`] follows.
+    /// [`ControlExtension::vm_removed`] follows.
     pub fn disconnect(&mut self, vm: usize, reason: &str) {
         if let Some(vm) = self.vms.get_mut(&vm) {
             vm.disconnect(reason);
         }
     }
 
-    /// Closes the connection of a VM's front-end and the VM's listener; [`ControlExtension::vm_over`]
+    /// Closes the connection of a VM's front-end and the VM's listener; [`ControlExtension::vm_removed`]
     /// follows.
     pub fn close(&mut self, vm: usize, reason: &str) {
         if let Some(closed) = self.vms.get_mut(&vm) {
@@ -194,7 +194,7 @@ impl FrontendRegistry {
         }
     }
 
-    /// Makes a notice; returns its number for [`ControlExtension::noticed`].
+    /// Makes a notice; returns its number for [`ControlExtension::notice_dropped`].
     pub fn notice(&mut self) -> (u64, Arc<Notice>) {
         self.notices += 1;
         let notice = Notice::new(self.mail.clone(), self.notices);

@@ -287,9 +287,10 @@ impl fmt::Debug for FrontendLink {
     }
 }
 
-/// A completion barrier. The extension hands clones of its [`Arc`] to workers; when the last clone is
-/// dropped, the control thread calls [`ControlExtension::noticed`](super::ControlExtension::noticed)
-/// with the number. A worker that has ended has dropped its clones.
+/// A completion barrier. The extension hands clones of its [`Arc`] to workers. When the last clone is
+/// dropped, the control thread calls
+/// [`notice_dropped`](super::ControlExtension::notice_dropped) with the number. A worker that has
+/// ended has dropped its clones.
 #[derive(Debug)]
 pub struct Notice {
     sender: MailSender,

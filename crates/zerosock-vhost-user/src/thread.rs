@@ -307,7 +307,7 @@ impl Reactor {
             }
             Mail::Notice(number) => {
                 if let Some(extension) = &mut self.extension {
-                    extension.noticed(number, &mut self.frontends);
+                    extension.notice_dropped(number, &mut self.frontends);
                 }
                 return;
             }
@@ -340,7 +340,7 @@ impl Reactor {
         if self.frontends.vms.get(&index).is_some_and(Vm::is_over) {
             self.frontends.vms.remove(&index);
             if let Some(extension) = &mut self.extension {
-                extension.vm_over(index, &mut self.frontends);
+                extension.vm_removed(index, &mut self.frontends);
             }
         }
     }

@@ -285,10 +285,10 @@ impl ControlExtension for ReloadHandler {
         }
     }
 
-    fn vm_over(&mut self, vm: usize, frontends: &mut FrontendRegistry) {
+    fn vm_removed(&mut self, vm: usize, frontends: &mut FrontendRegistry) {
         let Some(cid) = self.cid_of(vm) else {
             if let Some(server) = &mut self.server {
-                server.vm_over(vm, &mut self.registry, frontends);
+                server.vm_removed(vm, &mut self.registry, frontends);
             }
             return;
         };
@@ -300,7 +300,7 @@ impl ControlExtension for ReloadHandler {
         }
     }
 
-    fn noticed(&mut self, number: u64, frontends: &mut FrontendRegistry) {
+    fn notice_dropped(&mut self, number: u64, frontends: &mut FrontendRegistry) {
         if let Some(at) = self
             .unpublished
             .iter()
@@ -322,7 +322,7 @@ impl ControlExtension for ReloadHandler {
             tracing::info!(%cid, "VM gone");
         }
         if let Some(server) = &mut self.server {
-            server.noticed(number, &mut self.registry, frontends);
+            server.notice_dropped(number, &mut self.registry, frontends);
         }
     }
 

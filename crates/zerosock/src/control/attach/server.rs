@@ -339,7 +339,7 @@ impl Server {
         }
     }
 
-    pub(crate) fn vm_over(
+    pub(crate) fn vm_removed(
         &mut self,
         vm: usize,
         registry: &mut DeviceRegistry,
@@ -378,13 +378,13 @@ impl Server {
         }
     }
 
-    pub(crate) fn noticed(
+    pub(crate) fn notice_dropped(
         &mut self,
         number: u64,
         registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
     ) {
-        self.claims_noticed(number, frontends);
+        self.claims_notice_dropped(number, frontends);
         let stages = [Stage::Joining(number), Stage::Removing(number)];
         let found = self.members.iter().find(|(_, m)| stages.contains(&m.stage));
         let Some((&vm, member)) = found else {

@@ -200,7 +200,7 @@ impl Server {
 
     /// Handles the end of the notice with this number: frees the ports that were being released, and
     /// answers the client that claimed or released ports.
-    pub(super) fn claims_noticed(&mut self, number: u64, frontends: &mut FrontendRegistry) {
+    pub(super) fn claims_notice_dropped(&mut self, number: u64, frontends: &mut FrontendRegistry) {
         self.claims
             .retain(|_, claim| claim.releasing != Some(number));
         let asked = |(&key, client): (&u32, &super::Client)| match client.pending_claim {

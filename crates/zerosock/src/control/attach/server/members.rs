@@ -198,7 +198,7 @@ impl Server {
         Some(block)
     }
 
-    /// The conflict with member `vm`. If its process has exited, which may not have been noticed yet,
+    /// The conflict with member `vm`. If its process has exited, which may not have been detected yet,
     /// the member is disconnected.
     pub(super) fn conflict(
         &mut self,

@@ -98,7 +98,7 @@ pub enum ReloadError {
     CidTaken(Cid),
     /// The daemon has no attach socket.
     #[error("there is no attach socket")]
-    NobodyAttaches,
+    NoAttachSocket,
     /// The host side of a VM could not be set up.
     #[error("the VM with CID {cid}: {source}")]
     Host {

@@ -112,7 +112,7 @@ impl ReloadHandler {
             }
         }
         if reload.attach.is_some() && self.server.is_none() {
-            return Err(ReloadError::NobodyAttaches);
+            return Err(ReloadError::NoAttachSocket);
         }
         Ok(())
     }

@@ -146,7 +146,7 @@ impl HostEngine {
     }
 
     /// The attached processes.
-    pub(crate) fn places(&self) -> Arc<Directory> {
+    pub(crate) fn directory(&self) -> Arc<Directory> {
         self.control_plane.directory()
     }
 }

@@ -399,7 +399,7 @@ access: [deny: {from: 3, to: host, ports: 5}]",
     // The rest has changed: the users, the numbers, the list.
     let process = Endpoint::attach(room.at("attach")).unwrap();
     let full = Endpoint::attach(room.at("attach")).unwrap_err();
-    assert!(full.to_string().contains("no place free"), "{full}");
+    assert!(full.to_string().contains("limit of processes"), "{full}");
     let full = Endpoint::builder().attach_as_host(room.at("attach"));
     assert!(full.is_err());
     let programs = [5, 6].map(|port| UnixListener::bind(room.at(&format!("u3_{port}"))).unwrap());

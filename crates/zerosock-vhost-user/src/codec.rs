@@ -1,11 +1,15 @@
-//! vhost-user framing: bytes and descriptors of a socket into whole messages.
+//! vhost-user framing: from the bytes and descriptors of a socket to whole messages.
 //!
-//! A [`Decoder`] reads what is there and keeps it; it never waits. It reads no further than the
-//! message at hand, first its header, then its payload, so that each descriptor belongs to the
-//! message with whose bytes it came. What must hold: memory is bounded by one message, at most
-//! [`MAX_FDS`] descriptors are held, and all of them are closed when the decoder is dropped.
+//! A [`Decoder`] reads what has arrived and keeps it; it never waits. It reads a header, then exactly
+//! its payload, so that each descriptor belongs to the message it arrived with.
+//!
+//! # Invariants
+//!
+//! - Memory is bounded by one message and [`MAX_FDS`] descriptors.
+//! - Dropping the decoder closes the descriptors that it holds.
 //!
 //! vhost-user, "Message Specification": a header of three native-endian u32 (request, flags,
+//! size), then `size` bytes.
 //! size), then `size` bytes.
 
 use std::io;
@@ -21,26 +25,26 @@ use super::stats::Fault;
 
 /// Length of a message's header in bytes.
 pub const HEADER_LEN: usize = 12;
-/// The longest payload of a message in bytes. The longest that we understand, a SET_MEM_TABLE
-/// of 32 regions, has 1032.
+/// The longest payload of a message in bytes. The longest of a known request, a SET_MEM_TABLE of 32
+/// regions, has 1032.
 pub const MAX_PAYLOAD: usize = MAX_MSG_SIZE;
-/// The most descriptors that a message brings, over all its parts. More are received, so that the
-/// kernel never has to close any in our thread, and end the connection.
+/// The most descriptors of a message, over all its parts. More end the connection. The decoder
+/// receives them nevertheless, so that the kernel never has to close them on the control thread.
 pub const MAX_FDS: usize = 32;
 
 /// The protocol's version, in the low two bits of the flags.
 const VERSION: u32 = 1;
 
-/// A whole message of a front-end, of whatever kind and contents.
+/// A whole message of a front-end. Its kind and contents are not validated.
 #[derive(Debug)]
 pub struct Message {
-    /// The kind of request; not necessarily one that we know.
+    /// The kind of request; may be unknown.
     pub request: u32,
-    /// The front-end wants to know how it went, if REPLY_ACK is negotiated.
+    /// The front-end wants an acknowledgement, if REPLY_ACK is negotiated.
     pub need_reply: bool,
     /// At most [`MAX_PAYLOAD`] bytes.
     pub payload: Vec<u8>,
-    /// At most [`MAX_FDS`]; those that no request has a use for are closed already.
+    /// At most [`MAX_FDS`] descriptors. Those of a kind that no request accepts are closed already.
     pub fds: Vec<SentFd>,
 }
 
@@ -58,22 +62,22 @@ pub(super) fn request_name(request: u32) -> String {
     }
 }
 
-/// Why a connection can give no more messages. It is to be closed.
+/// Why a connection yields no further messages. The caller closes it.
 #[derive(Debug, Error)]
 pub enum DecodeError {
-    /// The front-end closed it, between two messages.
+    /// The front-end closed the connection between two messages.
     #[error("the front-end closed the connection")]
     End,
-    /// The front-end closed it, or it failed, in the middle of a message. Peer's fault.
+    /// The connection ended or failed within a message. Peer's fault.
     #[error("the connection ended in the middle of a message")]
     Truncated,
-    /// Another protocol version, or a reply where none was due. Peer's fault.
+    /// Another protocol version, or the reply flag. Peer's fault.
     #[error("a header with flags {flags:#x}: not a vhost-user version 1 request")]
     Header {
         /// The header's flags.
         flags: u32,
     },
-    /// Peer's fault.
+    /// The payload is too long. Peer's fault.
     #[error("{} with a payload of {size} bytes, at most {MAX_PAYLOAD} are taken", request_name(*.request))]
     PayloadTooLong {
         /// The kind of request.
@@ -81,17 +85,17 @@ pub enum DecodeError {
         /// The length in its header.
         size: u32,
     },
-    /// More than [`MAX_FDS`] descriptors, or this process may open no more of them. Peer's fault,
-    /// or the system's.
+    /// More than [`MAX_FDS`] descriptors (peer's fault), or no descriptor left in this process
+    /// (system's fault).
     #[error("more descriptors in a message than the {MAX_FDS} that are taken, or than may be open")]
     TooManyDescriptors,
-    /// The system's fault.
+    /// The socket failed. System's fault.
     #[error("cannot read the connection: {0}")]
     Io(io::Error),
 }
 
 impl DecodeError {
-    /// What it is counted as; the end of a connection is no fault.
+    /// The fault to count; `None` for the regular end of a connection.
     pub fn fault(&self) -> Option<Fault> {
         match self {
             DecodeError::End | DecodeError::Io(_) => None,
@@ -103,29 +107,29 @@ impl DecodeError {
     }
 }
 
-/// The message that is being read.
+/// Reads one message at a time from a socket.
 #[derive(Debug, Default)]
 pub struct Decoder {
     header: [u8; HEADER_LEN],
-    /// Bytes of the header that are there.
+    /// Bytes of the header received.
     filled: usize,
-    /// As long as the payload will be, once the header is whole.
+    /// Has the length of the payload once the header is complete.
     payload: Vec<u8>,
-    /// Bytes of the payload that are there.
+    /// Bytes of the payload received.
     received: usize,
     fds: Vec<SentFd>,
 }
 
 impl Decoder {
-    /// Nothing read yet.
+    /// A decoder at the start of a message.
     pub fn new() -> Decoder {
         Decoder::default()
     }
 
-    /// Reads on. `Ok(None)` when the socket has no more now. Descriptors count against `account`.
+    /// Reads on. `Ok(None)` if the socket has no more bytes now. Descriptors count against `account`.
     ///
     /// # Errors
-    /// See [`DecodeError`]; afterwards the connection is of no use.
+    /// See [`DecodeError`]; the decoder cannot be used afterwards.
     pub fn read(
         &mut self,
         socket: impl AsFd,
@@ -152,7 +156,7 @@ impl Decoder {
             }
         }
         let done = std::mem::take(self);
-        let [request, flags, _] = done.words();
+        let [request, flags, _] = done.fields();
         Ok(Some(Message {
             request,
             need_reply: flags & VhostUserHeaderFlag::NEED_REPLY.bits() != 0,
@@ -161,9 +165,9 @@ impl Decoder {
         }))
     }
 
-    /// Validates the header; the payload's length.
+    /// Validates the header and returns the length of the payload.
     fn check_header(&self) -> Result<usize, DecodeError> {
-        let [request, flags, size] = self.words();
+        let [request, flags, size] = self.fields();
         if flags & VhostUserHeaderFlag::VERSION.bits() != VERSION
             || flags & VhostUserHeaderFlag::REPLY.bits() != 0
         {
@@ -176,13 +180,14 @@ impl Decoder {
     }
 
     /// Request, flags and size.
-    fn words(&self) -> [u32; 3] {
+    fn fields(&self) -> [u32; 3] {
         let [a, b, c, d, e, f, g, h, i, j, k, l] = self.header;
         [[a, b, c, d], [e, f, g, h], [i, j, k, l]].map(u32::from_ne_bytes)
     }
 }
 
-/// Receives into `room`, which is not empty: the number of bytes, or `None` when none are there.
+/// Receives into `room`, which is not empty. Returns the number of bytes, or `None` if none have
+/// arrived.
 fn receive(
     socket: impl AsFd,
     room: &mut [u8],
@@ -207,7 +212,7 @@ fn receive(
         Err(error) => return Err(DecodeError::Io(error)),
     };
     if received.truncated_fds || fds.len() + sent.len() > MAX_FDS {
-        // Not even looked at, which takes time.
+        // Not examined, to save time.
         let sent = sent.into_iter();
         sent.for_each(|fd| drop(fd.owned_by(account)));
         return Err(DecodeError::TooManyDescriptors);
@@ -221,7 +226,7 @@ fn receive(
     }
 }
 
-/// A reply to `request`, ready to be written. `payload` is ours and short.
+/// Encodes a reply to `request`. `payload` is short and comes from this process.
 pub fn encode_reply(request: u32, payload: &[u8]) -> Vec<u8> {
     let flags = VERSION | VhostUserHeaderFlag::REPLY.bits();
     let size = payload.len() as u32;

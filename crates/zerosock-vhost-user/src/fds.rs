@@ -1,11 +1,13 @@
-//! What kind of descriptor a front-end has sent: found out as it arrives, before anything is done
-//! with it.
+//! Classification of the descriptors that a front-end sends, on arrival and before any other use.
 //!
-//! A descriptor may lead to a file system whose server is the front-end itself (FUSE), or be the
-//! front-end's own end of the connection. What must hold: nothing here, and nothing that is done later
-//! with a descriptor that is kept, waits for such a server; and a descriptor that no request has a use
-//! for is given to the reaper at once. So fstat(2) is not asked: the kernel answers these questions
-//! from its own tables.
+//! A descriptor may lead to a file system served by the front-end itself (FUSE), or be the
+//! front-end's own end of the connection.
+//!
+//! # Invariants
+//!
+//! - No call here, and no later call on a descriptor that is kept, waits for such a server. So the
+//!   kernel's own tables (/proc) are read instead of calling fstat(2).
+//! - A descriptor of a kind that no request accepts goes to the reaper at once.
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd};
@@ -34,22 +36,22 @@ const LOCAL_FILE_SYSTEMS: [&str; 9] = [
 /// A descriptor that came with a message.
 #[derive(Debug)]
 pub enum SentFd {
-    /// To be notified by, or to notify with.
+    /// For notifications in either direction.
     Eventfd(PeerFd),
     /// An end of a pipe.
     Pipe(PeerFd),
-    /// A Unix socket that can only be sent to: user-mode Linux has these for pipes.
+    /// A Unix socket that can only be written to: user-mode Linux uses these as pipes.
     Socket(PeerFd),
-    /// A file to map guest memory from: one in memory, or on a local disk.
+    /// A file to map guest memory from: in memory or on a local disk.
     Memory(PeerFd),
-    /// Closed already; why.
+    /// Closed already, and why.
     Refused(String),
 }
 
 impl SentFd {
-    /// Finds out what a descriptor is and counts it against the front-end's account.
+    /// Classifies a descriptor and counts it against the front-end's account.
     pub fn examine(fd: PeerFd, account: &Account) -> SentFd {
-        // Also if it is refused: it counts until the reaper has closed it.
+        // A refused descriptor counts too, until the reaper has closed it.
         let fd = match account.take_descriptors(1) {
             Ok(permit) => fd.with_permit(permit),
             Err(exceeded) => {
@@ -76,9 +78,9 @@ impl SentFd {
                 return refuse(format!("cannot examine the descriptor: {error}"));
             }
         };
-        // What is no file has no path.
+        // Descriptors that are not files have no path.
         if !target.starts_with('/') {
-            return refuse(format!("{target} is of no use"));
+            return refuse(format!("{target} is of a kind that no request accepts"));
         }
         let kind = file_system(&fd).unwrap_or_else(|| "unknown".into());
         match LOCAL_FILE_SYSTEMS.contains(&kind.as_str()) {
@@ -90,7 +92,7 @@ impl SentFd {
         }
     }
 
-    /// The file to map guest memory from.
+    /// The file to map guest memory from; an error for any other kind.
     pub(super) fn memory(self) -> Result<PeerFd, String> {
         match self {
             SentFd::Memory(fd) => Ok(fd),
@@ -98,7 +100,7 @@ impl SentFd {
         }
     }
 
-    /// The descriptor that tells us of something.
+    /// The eventfd; an error for any other kind.
     pub(super) fn eventfd(self) -> Result<PeerFd, String> {
         match self {
             SentFd::Eventfd(fd) => Ok(fd),
@@ -106,7 +108,7 @@ impl SentFd {
         }
     }
 
-    /// The descriptor by which a peer is notified.
+    /// A descriptor to notify the driver by; an error for a kind that cannot be one.
     pub(super) fn call(self) -> Result<PeerFd, String> {
         match self {
             SentFd::Eventfd(fd) | SentFd::Pipe(fd) | SentFd::Socket(fd) => Ok(fd),
@@ -129,7 +131,7 @@ impl std::fmt::Display for SentFd {
     }
 }
 
-/// The name of the file system that the file is on, if it is mounted where we can see it.
+/// The type of the file system that holds the file, if it is mounted in our mount namespace.
 fn file_system(fd: impl AsFd) -> Option<String> {
     let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd())).ok()?;
     let mount = info
@@ -144,7 +146,8 @@ fn file_system(fd: impl AsFd) -> Option<String> {
     Some(line.split_once(" - ")?.1.split(' ').next()?.to_owned())
 }
 
-/// Has the memory of one table unmapped by the reaper, and counted until then.
+/// The account's share for one memory table. The reaper unmaps the table; the share is held until
+/// then.
 #[derive(Debug)]
 pub(super) struct MappedShare {
     account: Account,
@@ -152,7 +155,7 @@ pub(super) struct MappedShare {
 }
 
 impl MappedShare {
-    /// For a table of so many bytes.
+    /// Reserves `bytes` of mapped memory.
     pub(super) fn take(account: &Account, bytes: u64) -> Result<Arc<MappedShare>, String> {
         let permit = account.take_mapped(bytes).map_err(|e| e.to_string())?;
         Ok(Arc::new(MappedShare {
@@ -202,9 +205,9 @@ mod tests {
         examine(memory()).call().unwrap_err();
     }
 
-    /// An epoll instance shares its inode with eventfds, and a socket can be the front-end's own end.
+    /// An epoll instance has the same inode as eventfds. A socket can be the front-end's own end.
     #[test]
-    fn what_no_request_has_a_use_for_is_refused() {
+    fn descriptors_of_unusable_kinds_are_refused() {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
         let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let proc = fs::File::open("/proc/self/status").unwrap();
@@ -219,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_counts_until_it_is_closed() {
+    fn a_kept_descriptor_counts_until_it_is_closed() {
         let limits = zerosock_sys::account::Limits {
             descriptors: 2,
             mapped: 0,

@@ -1,8 +1,11 @@
-//! What the control thread has charge of: the epoll instance, the VMs, and a place for a extension.
+//! The control thread's epoll instance and its VMs, and the trait of an extension of the thread.
 //!
-//! A [`ControlExtension`] is something else that lives on the thread, with descriptors of its own in the
-//! same epoll instance, and adds VMs while it runs: the attach server. What must hold for it is
-//! what holds for the rest of the thread: it never blocks, and works to a budget.
+//! A [`ControlExtension`] runs on the control thread, watches descriptors of its own in the same epoll
+//! instance, and adds and closes VMs at run time.
+//!
+//! # Invariants
+//!
+//! - An extension never blocks, and limits the work of each call, as the rest of the thread does.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -18,49 +21,50 @@ use super::mailbox::{MailSender, Notice};
 use super::stats::Counters;
 use super::vm::Vm;
 
-/// See the module. All its calls are made on the control thread.
+/// Code that runs on the control thread beside the VMs; see the [module](self).
 pub trait ControlExtension: Send {
-    /// Moves in, before anything else.
+    /// Called once, before the thread handles any event. An error keeps the thread from starting.
     fn begin(&mut self, frontends: &mut FrontendRegistry) -> io::Result<()>;
 
-    /// A descriptor that it watches under `key` is ready. May be about one that is not watched any
-    /// more.
+    /// The descriptor watched under `key` is ready. May be called once more after the descriptor
+    /// was removed from the epoll instance.
     fn ready(&mut self, key: u32, flags: EventFlags, frontends: &mut FrontendRegistry);
 
-    /// It will be dropped, and watches nothing any more.
+    /// The thread shuts down and drops the extension. The extension stops watching its descriptors.
     fn end(&mut self, frontends: &mut FrontendRegistry);
 
-    /// Somebody has [woken](super::Control::wake_extension).
+    /// Called after [`Control::wake_extension`](super::Control::wake_extension).
     fn woken(&mut self, frontends: &mut FrontendRegistry) {
         let _ = frontends;
     }
 
-    /// A VM that it added is over: its front-end has gone and the worker has let go.
-    fn vm_over(&mut self, vm: usize, frontends: &mut FrontendRegistry);
+    /// A VM that was added or closed at run time is removed: its front-end has disconnected and the
+    /// worker has answered `Disconnected`.
+    fn vm_removed(&mut self, vm: usize, frontends: &mut FrontendRegistry);
 
-    /// All who held the notice of this number have dropped it.
-    fn noticed(&mut self, number: u64, frontends: &mut FrontendRegistry);
+    /// All clones of the [`Notice`] with this number were dropped.
+    fn notice_dropped(&mut self, number: u64, frontends: &mut FrontendRegistry);
 
-    /// When it wants to be called next, if nothing happens before.
+    /// When [`time_passed`](Self::time_passed) is to be called next, if ever.
     fn deadline(&self) -> Option<Instant>;
 
-    /// Its time has come; may be called before.
+    /// The deadline has passed. May be called early.
     fn time_passed(&mut self, now: Instant, frontends: &mut FrontendRegistry);
 }
 
-/// What an event is about.
+/// The source of an event, as encoded in its epoll data.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Token {
     Mail,
     Listener(usize),
-    /// Of a VM, the connection of this number, modulo 2^32: an event that was taken before the
-    /// connection ended must not be taken for one of the next.
+    /// VM, and the number of its connection modulo 2^32. The number tells a stale event of an
+    /// earlier connection from one of the current connection.
     Frontend(usize, u32),
-    /// The extension's descriptor of this key.
+    /// The extension's descriptor with this key.
     ControlExtension(u32),
 }
 
-/// VMs have numbers below this.
+/// VM numbers are below this.
 const VMS: usize = 1 << 30;
 
 impl Token {
@@ -86,19 +90,19 @@ impl Token {
     }
 }
 
-/// See the module.
+/// The VMs on the control thread and its epoll instance. Used on that thread only.
 pub struct FrontendRegistry {
     pub(super) epoll: Arc<OwnedFd>,
     pub(super) vms: BTreeMap<usize, Vm>,
     mail: MailSender,
-    /// The number of the next VM. Numbers are used again only after all others.
+    /// The number to try first for the next VM: numbers are reused as late as possible.
     next_vm: usize,
     notices: u64,
-    /// Of all VMs that are added at run time.
+    /// Counters shared by all VMs that are added at run time.
     dynamic_counters: Arc<Counters>,
-    /// VMs that were closed and have not been looked at since.
+    /// VMs that were closed since their watches were last updated.
     pub(super) closed: Vec<usize>,
-    /// When a VM has something to do of itself; may be too early.
+    /// The earliest deadline of a VM, or an earlier time.
     pub(super) deadline: Option<Instant>,
     limits: [Arc<LogLimit>; 2],
 }
@@ -122,7 +126,7 @@ impl FrontendRegistry {
         }
     }
 
-    /// Adds a VM that was there from the start.
+    /// Adds a VM before the thread starts, with counters of its own.
     pub(super) fn add_static(
         &mut self,
         spec: VmSpec,
@@ -131,10 +135,10 @@ impl FrontendRegistry {
         self.insert(spec, counters, Default::default())
     }
 
-    /// Adds a VM at run time.
+    /// Adds a VM at run time and returns its number.
     ///
     /// # Errors
-    /// When its socket cannot be watched.
+    /// Its socket cannot be watched.
     pub fn add(&mut self, spec: VmSpec) -> io::Result<usize> {
         self.insert(
             spec,
@@ -164,21 +168,22 @@ impl FrontendRegistry {
         Ok(index)
     }
 
-    /// Whether the VM has a front-end that has not gone. If a VM that was added at run time has
-    /// none, [`ControlExtension::vm_over`] follows.
+    /// Whether a front-end is connected and has not hung up. If a VM that was added at run time has
+    /// none, [`ControlExtension::vm_removed`] follows.
     pub fn has_frontend(&self, vm: usize) -> bool {
         self.vms.get(&vm).is_some_and(Vm::has_frontend)
     }
 
-    /// Ends a VM's connection; [`ControlExtension::vm_over`] follows.
+    /// Closes the connection of a VM's front-end. For a VM without a listener,
+    /// [`ControlExtension::vm_removed`] follows.
     pub fn disconnect(&mut self, vm: usize, reason: &str) {
         if let Some(vm) = self.vms.get_mut(&vm) {
             vm.disconnect(reason);
         }
     }
 
-    /// Ends a VM's connection, lets no other front-end in, and closes its listener;
-    /// [`ControlExtension::vm_over`] follows.
+    /// Closes the connection of a VM's front-end and the VM's listener; [`ControlExtension::vm_removed`]
+    /// follows.
     pub fn close(&mut self, vm: usize, reason: &str) {
         if let Some(closed) = self.vms.get_mut(&vm) {
             if let Some(listener) = closed.listener() {
@@ -189,19 +194,19 @@ impl FrontendRegistry {
         }
     }
 
-    /// A notice, and the number by which it will be known when it comes back.
+    /// Makes a notice; returns its number for [`ControlExtension::notice_dropped`].
     pub fn notice(&mut self) -> (u64, Arc<Notice>) {
         self.notices += 1;
         let notice = Notice::new(self.mail.clone(), self.notices);
         (self.notices, Arc::new(notice))
     }
 
-    /// The epoll instance, which a peer's socket has to leave before it is handed to the reaper.
+    /// The epoll instance. A peer's socket must be removed from it before the reaper gets the socket.
     pub fn epoll(&self) -> Arc<OwnedFd> {
         Arc::clone(&self.epoll)
     }
 
-    /// Watches a descriptor of the extension's.
+    /// Watches a descriptor of the extension.
     pub fn watch(&self, fd: impl AsFd, key: u32, flags: EventFlags) -> io::Result<()> {
         Ok(epoll::add(
             &self.epoll,
@@ -211,7 +216,7 @@ impl FrontendRegistry {
         )?)
     }
 
-    /// Watches a descriptor that is watched already for something else.
+    /// Changes the events that a watched descriptor is watched for.
     pub fn watch_for(&self, fd: impl AsFd, key: u32, flags: EventFlags) -> io::Result<()> {
         Ok(epoll::modify(
             &self.epoll,
@@ -221,8 +226,8 @@ impl FrontendRegistry {
         )?)
     }
 
-    /// Makes the epoll instance watch what the VM's connection and listener want watched now. A
-    /// connection leaves it when it is dropped.
+    /// Updates the epoll instance to the current interest of the VM's connection and listener. A
+    /// connection removes itself when it is dropped.
     pub(super) fn update_watch(&mut self, index: usize) {
         let Some(vm) = self.vms.get_mut(&index) else {
             return;
@@ -259,7 +264,7 @@ impl FrontendRegistry {
         }
     }
 
-    /// Lets the listeners be watched, or not.
+    /// Sets the events that all listeners are watched for.
     pub(super) fn watch_listeners(&self, flags: EventFlags) {
         for (&index, vm) in &self.vms {
             let data = Token::Listener(index).encode();
@@ -278,7 +283,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_survive_the_epoll_instance() {
+    fn decoding_an_encoded_token_returns_it() {
         let tokens = [
             Token::Mail,
             Token::Listener(0),

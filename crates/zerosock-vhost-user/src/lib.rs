@@ -1,13 +1,15 @@
-//! The vhost-user control control_plane: what a VMM says about its device, made into whole configurations.
+//! vhost-user for devices of any kind: the control side of a back-end, and a front-end
+//! ([`frontend`]).
 //!
-//! One thread, [`Control`], owns the control sockets of all VMs (`frontends`, with a place for the
-//! attach server). It reads their messages without
-//! ever blocking ([`codec`]), checks order and validity ([`session`]), and hands complete
-//! [`DeviceCommand`]s to the worker that owns the device ([`DevicePort`]). What must hold here:
+//! One thread, [`Control`], owns the control sockets of all VMs. It reads their messages without
+//! blocking ([`codec`]), checks order and validity ([`session`]), and hands complete
+//! [`DeviceCommand`]s to the worker that owns the device ([`DevicePort`]).
 //!
-//! - a VMM that sends half a message, or nothing, or rubbish, delays no other VM and no data path;
-//! - every descriptor that arrives is either handed on or closed, whatever happens;
-//! - nothing a VMM sends panics; each kind of fault is counted ([`ControlStats`]).
+//! # Invariants
+//!
+//! - A VMM that sends half a message, no message or garbage delays no other VM and no data path.
+//! - Every descriptor that arrives is either handed on or closed.
+//! - No message of a VMM causes a panic; faults are counted by kind ([`ControlStats`]).
 //!
 //! # How to drive it
 //!
@@ -26,11 +28,12 @@
 
 pub mod codec;
 pub mod fds;
+pub mod frontend;
 mod frontends;
+pub mod liveness;
 mod log_limit;
 mod mailbox;
 mod model;
-pub mod pulse;
 pub mod session;
 mod stats;
 mod thread;
@@ -54,23 +57,23 @@ pub use self::stats::FaultCounts;
 pub use self::stats::{ControlStats, Fault};
 pub use self::thread::Control;
 
-/// What the front-end wants of the device; answered through the [`Reply`] that comes with it.
+/// A request to the worker that owns the device; answered through the [`Reply`] that comes with it.
 #[derive(Debug)]
 pub enum DeviceCommand {
-    /// A front-end has connected. No queue runs and there is no memory. Answer: `Done`.
+    /// A front-end connected. No queue runs and no memory is mapped. Answer: `Done`.
     Connected {
-        /// A way to close this front-end's connection, for instance when guest memory was lost.
+        /// Closes this front-end's connection, for instance when guest memory was lost.
         link: FrontendLink,
     },
     /// The virtio features that the driver accepted: a subset of those offered. Answer: `Done`.
     SetFeatures(u64),
-    /// The driver has written to the configuration space, which reads like this from now on. Until
-    /// then, and after the features have changed or the device was reset, it is
-    /// [`DeviceModel::config`]. Answer: `Done`.
+    /// The configuration space after a write by the driver. Until the first write, and after a
+    /// change of the features or a reset of the device, it is [`DeviceModel::config`]. Answer:
+    /// `Done`.
     SetConfig(Arc<[u8]>),
-    /// A new memory table replaces the old one. Queues that run go on with it: their addresses
-    /// are user addresses and translate anew. Answer `Done` when nothing of the old table is used
-    /// any more, or `Failed` when a running queue no longer lies in it.
+    /// A new memory table replaces the old one. Running queues go on in it: their ring addresses
+    /// are user addresses, which the worker translates again. Answer: `Done` when the old table is
+    /// no longer used, or `Failed` when a running queue does not lie in the new one.
     SetMemory(Arc<Memory>),
     /// Start a queue. Answer: `Done`, or `Failed` when the rings do not lie in memory.
     StartQueue {
@@ -78,14 +81,14 @@ pub enum DeviceCommand {
         index: u16,
         /// Size, user addresses of the rings, next available index, and what was negotiated.
         config: QueueConfig,
-        /// An eventfd that the driver writes to when buffers were made available. It is not read: a
-        /// read could wait, as the front-end shares its flags.
+        /// An eventfd that the driver writes to after it has made buffers available. The worker
+        /// does not read it: the front-end shares its O_NONBLOCK flag, so a read could block.
         kick: PeerFd,
-        /// To be notified when buffers were used; `None`: the driver polls.
+        /// Signalled after buffers were used; `None`: the driver polls.
         call: Option<CallFd>,
-        /// To be notified when the queue breaks.
+        /// Signalled when the queue breaks.
         err: Option<CallFd>,
-        /// Whether data may pass yet; see `EnableQueue`.
+        /// Whether the queue may process buffers already; see `EnableQueue`.
         enabled: bool,
     },
     /// Replace the call descriptor of a running queue. Answer: `Done`.
@@ -102,22 +105,22 @@ pub enum DeviceCommand {
         /// The new descriptor, or none.
         err: Option<CallFd>,
     },
-    /// Let data pass through a running queue, or stop it from doing so. Answer: `Done`.
+    /// Enable or disable processing of buffers on a running queue. Answer: `Done`.
     EnableQueue {
         /// Queue index, below [`DeviceModel::max_queues`].
         index: u16,
-        /// Whether data may pass.
+        /// Whether the queue may process buffers.
         enabled: bool,
     },
-    /// Stop a running queue: complete every chain that is held, close its descriptors. Answer:
-    /// `Base` with the index of the next available entry.
+    /// Stop a running queue: complete every chain that is held, close the queue's descriptors.
+    /// Answer: `Base` with the index of the next available entry.
     StopQueue {
         /// Queue index, below [`DeviceModel::max_queues`].
         index: u16,
     },
     /// Stop all queues and reset all connections; the memory stays. Answer: `Done`.
     ResetDevice,
-    /// The front-end is gone: stop all queues, reset all connections, drop the memory. Answer:
+    /// The front-end disconnected: stop all queues, reset all connections, drop the memory. Answer:
     /// `Done`, after which the next front-end may connect.
     Disconnected,
 }
@@ -144,49 +147,50 @@ impl DeviceCommand {
 /// A worker's answer to a [`DeviceCommand`].
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum DeviceReply {
-    /// It was carried out.
+    /// The command was carried out.
     Done,
-    /// The queue has stopped; the index of the next available entry.
+    /// The queue has stopped; the index of its next available entry.
     Base(u16),
-    /// It was not carried out, and why; the front-end is told so where the protocol allows.
+    /// The command was not carried out, and why. The front-end gets an error where the protocol
+    /// allows one.
     Failed(String),
 }
 
-/// The way from the control thread to the worker that owns a device.
+/// Queues commands of the control thread for the worker that owns a device.
 pub trait DevicePort: Send {
     /// Queues `command` for the worker, which answers through `reply`. Called on the control
     /// thread: it must not block and must not wait for the worker.
     fn submit(&mut self, command: DeviceCommand, reply: Reply);
 }
 
-/// A VM as the control control_plane sees it.
+/// A VM and its device, for the control thread.
 ///
-/// One whose front-end is connected already has nobody after it: when that front-end goes, and the
-/// worker has answered `Disconnected`, the VM is forgotten.
+/// A VM with [`FrontendSocket::Connected`] accepts no second front-end: it is removed when its
+/// front-end has disconnected and the worker has answered `Disconnected`.
 pub struct VmSpec {
-    /// What logs call it.
+    /// The VM's name in logs.
     pub name: String,
-    /// The kind of device that its driver gets.
+    /// The kind of device that the driver gets.
     pub model: Arc<dyn DeviceModel>,
-    /// Where its front-ends come from. It is made non-blocking.
+    /// The source of front-end connections. It is made non-blocking.
     pub socket: FrontendSocket,
     /// The largest queue that the front-end may set up: a power of two of at most 32768.
     pub max_queue_size: u16,
-    /// Refuse memory that can shrink (no F_SEAL_SHRINK). Where it is taken as it is, what vanishes
-    /// costs that VM alone, as long as the guard against SIGBUS is the process's handler.
+    /// Refuse memory that can shrink (no F_SEAL_SHRINK). If it is accepted and vanishes, only this VM
+    /// is lost, provided that the SIGBUS guard of `zerosock_sys` is installed.
     pub sealed_memory: bool,
-    /// What its front-end may have of descriptors and mapped memory.
+    /// Limits the descriptors and the mapped memory of the front-end.
     pub account: Account,
-    /// Where this VM's commands go.
+    /// Takes the commands to this VM's device.
     pub port: Box<dyn DevicePort>,
 }
 
-/// Where a VM's front-ends come from.
+/// The source of a VM's front-end connections.
 #[derive(Debug)]
 pub enum FrontendSocket {
-    /// A bound vhost-user socket: one front-end after the other.
+    /// A bound vhost-user socket. It serves one front-end at a time.
     Listener(PeerFd),
-    /// The one front-end's connection.
+    /// The connection of the only front-end.
     Connected(UnixStream),
 }
 

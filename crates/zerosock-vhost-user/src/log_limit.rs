@@ -1,10 +1,10 @@
-//! A bound on the log lines that a peer can cause.
+//! A rate limit for log lines that a peer can cause.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Admits at most [`LogLimit::LINES`] lines in each [`LogLimit::PERIOD`]. Devices that come and go share
-/// one, so that a device that comes again gets no new lines.
+/// Admits at most [`LogLimit::LINES`] lines in each [`LogLimit::PERIOD`]. Devices that are added and
+/// removed at run time share one limit, so that reconnecting yields no further lines.
 #[derive(Debug, Default)]
 pub struct LogLimit(Mutex<Lines>);
 
@@ -19,9 +19,9 @@ impl LogLimit {
     const LINES: u32 = 20;
     const PERIOD: Duration = Duration::from_secs(10);
 
-    /// `Some`: a line may be written; within, how many were not since the last one, if any.
+    /// `Some` if a line may be written, with the number of lines suppressed since the last one, if any.
     pub fn admit(&self, now: Instant) -> Option<Option<u64>> {
-        // Numbers are whole at every step, so a panic elsewhere leaves nothing half done.
+        // Every update is a single assignment, so a poisoned lock guards a consistent value.
         let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if lines
             .since

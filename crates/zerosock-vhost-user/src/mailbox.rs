@@ -1,7 +1,7 @@
-//! Messages to the control thread: answers of workers, requests to close, the end.
+//! Messages to the control thread: answers of workers, and requests of other threads.
 //!
-//! An unbounded channel and an eventfd that wakes the control thread. It holds at most two answers
-//! for each VM (a command's and `Disconnected`'s), so it stays short.
+//! An unbounded channel and an eventfd that wakes the control thread. The channel holds at most two
+//! answers for each VM (a command's and `Disconnected`'s), so it stays short.
 
 use std::fmt;
 use std::io;
@@ -14,30 +14,30 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, write};
 
 use super::DeviceReply;
-use crate::pulse::Question;
+use crate::liveness::LivenessQuery;
 
-/// What arrives at the control thread.
+/// A message to the control thread.
 #[derive(Debug)]
 pub(super) enum Mail {
-    /// A worker's answer to the command with this number.
+    /// A worker's answer to the command with this sequence number.
     Reply {
         vm: usize,
         sequence: u64,
         reply: DeviceReply,
     },
-    /// A worker asks that the connection of this number be closed.
+    /// A worker's request to close the connection with this number.
     Close {
         vm: usize,
         connection: u64,
         reason: String,
     },
-    /// A [`Notice`] of this number was dropped.
+    /// The last clone of the [`Notice`] with this number was dropped.
     Notice(u64),
-    /// The extension is wanted.
-    Knock,
-    /// To be answered at once.
-    Pulse(Question),
-    /// Disconnect everything and end.
+    /// Calls [`ControlExtension::woken`](super::ControlExtension::woken).
+    WakeExtension,
+    /// Answered as soon as it is received.
+    Liveness(LivenessQuery),
+    /// Disconnect all front-ends and end the thread.
     Shutdown,
 }
 
@@ -49,11 +49,11 @@ pub(super) struct MailSender {
 }
 
 impl MailSender {
-    /// Sends and wakes the control thread. Nothing happens when that thread has ended.
+    /// Sends and wakes the control thread. Has no effect once that thread has ended.
     pub(super) fn send(&self, mail: Mail) {
         if self.channel.send(mail).is_ok() {
-            // The counter cannot reach its limit, so this neither blocks nor fails; when the
-            // control thread has ended, the write goes to an eventfd that nobody reads.
+            // The counter cannot reach its limit, so this neither blocks nor fails. After the control
+            // thread has ended, the write has no effect.
             let _ = write(&self.wake, &1u64.to_ne_bytes());
         }
     }
@@ -78,14 +78,14 @@ impl Mailbox {
         Ok((Mailbox { channel, wake }, sender))
     }
 
-    /// Takes back the wake-up. To be called before the last `next`: what is sent after it wakes
-    /// again.
+    /// Clears the eventfd. Call it before [`next`](Self::next): a message sent after it wakes the
+    /// thread again.
     pub(super) fn clear(&self) {
         let mut count = [0; 8];
         let _ = read(&self.wake, &mut count);
     }
 
-    /// The next message, if there is one.
+    /// The next message, or `None` if the channel is empty.
     pub(super) fn next(&self) -> Option<Mail> {
         self.channel.try_recv().ok()
     }
@@ -97,38 +97,38 @@ impl AsFd for Mailbox {
     }
 }
 
-/// The right, and the duty, to answer one [`DeviceCommand`](super::DeviceCommand). May be sent to
-/// any thread. Dropping it answers `Failed`.
+/// The obligation to answer one [`DeviceCommand`](super::DeviceCommand). It may be sent to any
+/// thread. Dropping it answers `Failed`.
 #[must_use = "a reply that is dropped answers that the command failed"]
 pub struct Reply {
-    to: To,
+    destination: Destination,
     answered: bool,
 }
 
-/// Where an answer goes.
-enum To {
+/// Destination of an answer.
+enum Destination {
     Control {
         sender: MailSender,
         vm: usize,
         sequence: u64,
     },
-    /// It is one of several, and the last of them is given on.
-    Joint(Arc<Joint>),
+    /// One part of a reply that was split.
+    Part(Arc<SplitReply>),
     Discard,
 }
 
-/// Several answers that make one.
-struct Joint {
-    /// Taken by the last.
-    whole: Mutex<Option<Reply>>,
-    left: AtomicUsize,
+/// The reply that was split, and the state of its parts.
+struct SplitReply {
+    /// Taken by the last part that is answered.
+    original: Mutex<Option<Reply>>,
+    unanswered: AtomicUsize,
     failed: Mutex<Option<String>>,
 }
 
 impl Reply {
     pub(super) fn new(sender: MailSender, vm: usize, sequence: u64) -> Reply {
         Reply {
-            to: To::Control {
+            destination: Destination::Control {
                 sender,
                 vm,
                 sequence,
@@ -137,29 +137,29 @@ impl Reply {
         }
     }
 
-    /// A token whose answer is discarded, for tests of devices.
+    /// A reply that discards its answer, for tests of devices.
     pub fn discarded() -> Reply {
         Reply {
-            to: To::Discard,
+            destination: Destination::Discard,
             answered: false,
         }
     }
 
-    /// As many tokens, all of which are to be answered before this one is: `Done`, or with a failure
-    /// if there is one.
+    /// Splits the reply into `count` parts. It is answered when all parts are: `Done`, or `Failed` if
+    /// a part failed.
     pub fn split(self, count: usize) -> impl Iterator<Item = Reply> {
-        let joint = Arc::new(Joint {
-            whole: Mutex::new(Some(self)),
-            left: AtomicUsize::new(count),
+        let split = Arc::new(SplitReply {
+            original: Mutex::new(Some(self)),
+            unanswered: AtomicUsize::new(count),
             failed: Mutex::new(None),
         });
         (0..count).map(move |_| Reply {
-            to: To::Joint(Arc::clone(&joint)),
+            destination: Destination::Part(Arc::clone(&split)),
             answered: false,
         })
     }
 
-    /// Answers, and wakes the control thread. Never blocks.
+    /// Sends the answer and wakes the control thread. Never blocks.
     pub fn send(mut self, reply: DeviceReply) {
         self.answer(reply);
     }
@@ -181,8 +181,8 @@ impl Reply {
 
     fn answer(&mut self, reply: DeviceReply) {
         self.answered = true;
-        match &self.to {
-            To::Control {
+        match &self.destination {
+            Destination::Control {
                 sender,
                 vm,
                 sequence,
@@ -191,31 +191,31 @@ impl Reply {
                 sequence: *sequence,
                 reply,
             }),
-            To::Joint(joint) => joint.answer(reply),
-            To::Discard => {}
+            Destination::Part(split) => split.answer(reply),
+            Destination::Discard => {}
         }
     }
 }
 
-impl Joint {
+impl SplitReply {
     fn answer(&self, reply: DeviceReply) {
         if let DeviceReply::Failed(reason) = reply {
             *lock(&self.failed) = Some(reason);
         }
-        // Pairs with itself: the last sees what the others have noted.
-        if self.left.fetch_sub(1, Ordering::AcqRel) == 1
-            && let Some(whole) = lock(&self.whole).take()
+        // Release publishes this part's failure; acquire lets the last part see all of them.
+        if self.unanswered.fetch_sub(1, Ordering::AcqRel) == 1
+            && let Some(original) = lock(&self.original).take()
         {
             match lock(&self.failed).take() {
-                Some(reason) => whole.failed(reason),
-                None => whole.done(),
+                Some(reason) => original.failed(reason),
+                None => original.done(),
             }
         }
     }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What is in there is whole, whoever has panicked meanwhile.
+    // Every update is a single assignment, so a poisoned lock guards a consistent value.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -229,25 +229,26 @@ impl Drop for Reply {
 
 impl fmt::Debug for Reply {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.to {
-            To::Control { vm, sequence, .. } => f
+        match &self.destination {
+            Destination::Control { vm, sequence, .. } => f
                 .debug_struct("Reply")
                 .field("vm", vm)
                 .field("sequence", sequence)
                 .finish(),
-            To::Joint(_) => f.write_str("Reply(one of several)"),
-            To::Discard => f.write_str("Reply(discarded)"),
+            Destination::Part(_) => f.write_str("Reply(part)"),
+            Destination::Discard => f.write_str("Reply(discarded)"),
         }
     }
 }
 
-/// A worker's hold on one connection of a front-end.
+/// A worker's handle on one connection of a front-end.
 #[derive(Clone)]
 pub struct FrontendLink {
     sender: MailSender,
     vm: usize,
     connection: u64,
-    /// The device was lost during this connection, and that was reported. Shared by the queue pairs.
+    /// Set when the device was lost during this connection and the loss reported. Shared by the queue
+    /// pairs.
     lost: Arc<AtomicBool>,
 }
 
@@ -261,14 +262,13 @@ impl FrontendLink {
         }
     }
 
-    /// Notes that the device is lost. True for the first of its queue pairs to see that, which is
-    /// to report it.
+    /// Records that the device is lost. Returns true to the first caller, which reports the loss.
     pub fn note_loss(&self) -> bool {
         !self.lost.swap(true, Ordering::Relaxed)
     }
 
-    /// Closes the connection; `reason` goes to the log. The worker then gets `Disconnected`.
-    /// Without effect on a connection that is gone, and on later ones. Never blocks.
+    /// Closes the connection; `reason` goes to the log. The worker then gets `Disconnected`. Has no
+    /// effect if this connection has ended. Never blocks.
     pub fn close(&self, reason: impl fmt::Display) {
         self.sender.send(Mail::Close {
             vm: self.vm,
@@ -287,8 +287,10 @@ impl fmt::Debug for FrontendLink {
     }
 }
 
-/// Tells the control thread, by being dropped, that everybody who held it is done. Shared in an
-/// [`Arc`] with whoever is waited for; one that is gone for good counts as done.
+/// A completion barrier. The extension hands clones of its [`Arc`] to workers. When the last clone is
+/// dropped, the control thread calls
+/// [`notice_dropped`](super::ControlExtension::notice_dropped) with the number. A worker that has
+/// ended has dropped its clones.
 #[derive(Debug)]
 pub struct Notice {
     sender: MailSender,

@@ -1,4 +1,4 @@
-//! What kind of device a front-end gets, as far as the control side knows it.
+//! The features, queues and configuration space of a kind of device.
 
 use std::fmt;
 
@@ -6,29 +6,29 @@ use crate::stats::Fault;
 
 /// The features, the queues and the configuration space of a kind of device.
 ///
-/// The session keeps what a driver has negotiated and written, and hands it to the model, which has
-/// no state of its own: one model serves each front-end that connects.
+/// A model has no state: the session keeps what a driver has negotiated and written, and passes it
+/// in. One model serves every front-end that connects.
 pub trait DeviceModel: fmt::Debug + Send + Sync {
-    /// The virtio features that are offered. VHOST_USER_F_PROTOCOL_FEATURES is added to them.
+    /// The virtio features to offer. The session adds VHOST_USER_F_PROTOCOL_FEATURES.
     fn features(&self) -> u64;
 
-    /// The most queues that a driver can have.
+    /// The largest number of queues that a driver can use.
     fn max_queues(&self) -> u16;
 
-    /// The number of queues of a driver that has accepted `features` and has left `config` in the
+    /// The number of queues for a driver that accepted `features` and wrote `config` to the
     /// configuration space; at most [`max_queues`](Self::max_queues).
     fn queues(&self, features: u64, config: &[u8]) -> u16 {
         let (_, _) = (features, config);
         self.max_queues()
     }
 
-    /// The configuration space before the driver writes to it.
+    /// The configuration space before the first write by the driver.
     fn config(&self) -> Vec<u8>;
 
-    /// Carries out a write of the driver's in `config`, the configuration space as it is.
+    /// Applies a write by the driver to `config`, the current configuration space.
     ///
     /// # Errors
-    /// The kind of the front-end's fault and a text for a log. The default refuses every write.
+    /// The kind of fault and a text for the log. The default refuses every write.
     fn write_config(
         &self,
         config: &mut [u8],
@@ -45,10 +45,10 @@ pub trait DeviceModel: fmt::Debug + Send + Sync {
 pub struct ConfigWrite<'a> {
     /// The features that the driver has accepted.
     pub features: u64,
-    /// A queue of the device runs.
+    /// Whether a queue of the device runs.
     pub running: bool,
-    /// Where the bytes go.
+    /// Offset of the first byte in the configuration space.
     pub offset: usize,
-    /// The bytes. They need not lie within the configuration space.
+    /// The bytes to write. They may lie beyond the end of the configuration space.
     pub bytes: &'a [u8],
 }

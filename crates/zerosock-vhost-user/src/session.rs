@@ -1,15 +1,15 @@
-//! What one front-end has said so far, and what follows from its next message. No I/O on sockets.
-//!
-//! # How to drive it
+//! The vhost-user state of one front-end's connection. No I/O on sockets.
 //!
 //! [`Session::handle_message`] takes a whole message, [`Session::handle_reply`] the worker's
-//! answer to a command; both return a [`Turn`]. After [`Step::Command`] the session waits: no
-//! message is to be handled before the answer. A [`Refusal`] is for the log and the counters; the
-//! front-end has been told as far as the protocol allows.
+//! answer to a command; both return an [`Outcome`]. After [`Step::Command`] the session waits: the
+//! caller handles no message before the answer. A [`Refusal`] is for the log and the counters; the
+//! front-end has been answered as far as the protocol allows.
 //!
-//! What must hold: a queue that runs is never changed but through `SET_VRING_CALL`, `_ERR`,
-//! `_ENABLE` and `GET_VRING_BASE`; a command is whole and valid as far as this thread can tell;
-//! whatever arrives is answered, refused or ends the connection, and never panics.
+//! # Invariants
+//!
+//! - A running queue is changed only by `SET_VRING_CALL`, `_ERR`, `_ENABLE` and `GET_VRING_BASE`.
+//! - A command is complete, and valid as far as the control thread can tell.
+//! - Every message is answered, refused, or ends the connection; none causes a panic.
 //!
 //! The table of requests, with their sizes, descriptors and handlers, is in `session/requests.rs`.
 
@@ -41,60 +41,60 @@ pub const F_EVENT_IDX: u64 = 1 << 29;
 /// VIRTIO_F_VERSION_1.
 pub const F_VERSION_1: u64 = 1 << 32;
 
-/// The protocol features that we offer to every front-end.
+/// The protocol features that are offered to every front-end.
 pub const PROTOCOL_FEATURES: Protocol = Protocol::MQ
     .union(Protocol::REPLY_ACK)
     .union(Protocol::CONFIG)
     .union(Protocol::RESET_DEVICE)
     .union(Protocol::CONFIGURE_MEM_SLOTS);
 
-/// What is to be done next.
+/// What the caller does next.
 #[derive(Debug)]
 pub enum Step {
-    /// Read on.
+    /// Read the next message.
     Next,
-    /// Write this reply, then read on.
+    /// Write this reply, then read the next message.
     Reply(Vec<u8>),
-    /// Submit this and read no further until [`Session::handle_reply`] was called.
+    /// Submit this and read nothing until [`Session::handle_reply`] was called.
     Command(DeviceCommand),
-    /// Close the connection: a request that must be answered cannot be.
+    /// Close the connection: a request that has a reply of its own cannot be answered.
     Close,
 }
 
 /// Why a request was not carried out.
 #[derive(Debug, Eq, PartialEq)]
 pub struct Refusal {
-    /// Whose fault.
+    /// The kind of fault.
     pub fault: Fault,
-    /// The request and the reason, for a log.
+    /// The request and the reason, for the log.
     pub text: String,
 }
 
-/// The outcome of a message or a reply.
+/// The result of handling a message or a worker's answer.
 #[derive(Debug)]
-pub struct Turn {
-    /// What is to be done.
+pub struct Outcome {
+    /// What the caller does next.
     pub step: Step,
-    /// Set when the request was refused.
+    /// Set if the request was refused.
     pub refusal: Option<Refusal>,
 }
 
-/// Fault and reason; the request's name is added by the caller.
+/// Kind of fault and reason; the caller adds the request's name.
 type Denied = (Fault, String);
 
 /// A request that was accepted.
 enum Accepted {
-    /// To be acknowledged if the front-end asked for that.
+    /// Acknowledged if the front-end asked for that.
     Ack,
-    /// The reply that belongs to this request.
+    /// The request's own reply.
     Answer(Vec<u8>),
-    /// To be carried out by the worker; what follows when it has been.
-    Command(DeviceCommand, Then),
+    /// Carried out by the worker; the session changes as `OnDone` says after that.
+    Command(DeviceCommand, OnDone),
 }
 
-/// What follows when the worker has carried out a command.
+/// How the session changes when the worker has carried out a command.
 #[derive(Debug)]
-enum Then {
+enum OnDone {
     Features(u64),
     Memory(Vec<Slot>),
     Start(u16),
@@ -105,30 +105,30 @@ enum Then {
     Nothing,
 }
 
-/// The request whose command the worker has.
+/// The request that the worker is carrying out.
 #[derive(Debug)]
 struct Pending {
     request: u32,
     need_reply: bool,
-    then: Then,
+    on_done: OnDone,
 }
 
-/// A region of the memory table; the file is kept so that the table can be mapped anew with
-/// another region. Only with CONFIGURE_MEM_SLOTS.
+/// A region of the memory table. The file is kept so that the table can be mapped again when a region
+/// is added or removed. Used with CONFIGURE_MEM_SLOTS only.
 #[derive(Clone, Debug)]
 struct Slot {
     file: Arc<PeerFd>,
     region: RegionConfig,
 }
 
-/// What is known of a queue.
+/// The state of a queue.
 #[derive(Debug, Default)]
 struct Queue {
     size: Option<u16>,
     /// User addresses of descriptor table, available ring, used ring.
     addresses: Option<(u64, u64, u64)>,
     base: u16,
-    /// Kept while the queue runs and after, in case the front-end starts it without sending it
+    /// Kept after the queue stops: the front-end may start it again without sending the descriptor
     /// again.
     call: Option<CallFd>,
     err: Option<CallFd>,
@@ -136,37 +136,37 @@ struct Queue {
     started: bool,
 }
 
-/// One front-end's side of the device, from connect to disconnect.
+/// The session of one front-end, from connect to disconnect.
 #[derive(Debug)]
 pub struct Session {
     model: Arc<dyn DeviceModel>,
-    /// The configuration space, with what the driver has written.
+    /// The configuration space, with the driver's writes.
     config: Arc<[u8]>,
     max_queue_size: u16,
-    /// Memory that can shrink is refused.
+    /// Refuse memory without F_SEAL_SHRINK.
     sealed_memory: bool,
     features: u64,
     protocol: Protocol,
     has_memory: bool,
     slots: Vec<Slot>,
-    /// As many as there can be.
+    /// One for each queue that the model allows.
     queues: Vec<Queue>,
-    /// SET_OWNER has come.
+    /// SET_OWNER was received.
     has_owner: bool,
-    /// The back-end request channel of user-mode Linux: kept open, and not used. One that could have
-    /// the front-end's own end of this connection in its queue is refused when it arrives.
-    channel: Option<PeerFd>,
+    /// The back-end request channel of user-mode Linux: kept open and not used. A channel with
+    /// a queue that could hold the front-end's own end of this connection is refused on arrival.
+    backend_channel: Option<PeerFd>,
     account: Account,
-    /// Writes to call descriptors that could make a worker wait.
+    /// Writes to call descriptors that could block a worker.
     call_thread: CallThread,
     pending: Option<Pending>,
 }
 
 impl Session {
-    /// A front-end that has sent nothing yet, and gets a device of this model.
+    /// The session of a front-end that has sent nothing yet, for a device of this model.
     ///
-    /// Descriptors and memory count against `account`, and `threads` are those that write to call
-    /// descriptors of this VM, also of its earlier front-ends.
+    /// Descriptors and memory count against `account`. `threads` counts the threads that write to call
+    /// descriptors of this VM, including those of its earlier front-ends.
     pub fn new(
         model: Arc<dyn DeviceModel>,
         max_queue_size: u16,
@@ -186,26 +186,26 @@ impl Session {
             slots: Vec::new(),
             queues,
             has_owner: false,
-            channel: None,
+            backend_channel: None,
             account,
             call_thread: CallThread::new(threads),
             pending: None,
         }
     }
 
-    /// From now on refuses memory without F_SEAL_SHRINK (fcntl(2)), which its owner could cut off
-    /// under whoever reads it.
+    /// Refuses memory without F_SEAL_SHRINK (fcntl(2)) from now on: its owner could truncate it while
+    /// it is read.
     pub fn require_sealed_memory(&mut self) {
         self.sealed_memory = true;
     }
 
-    /// Whether a command waits for the worker's answer.
+    /// Whether a command awaits the worker's answer.
     pub fn is_waiting(&self) -> bool {
         self.pending.is_some()
     }
 
     /// Handles a message. Descriptors that do not go into the session or a command are dropped.
-    pub fn handle_message(&mut self, message: Message) -> Turn {
+    pub fn handle_message(&mut self, message: Message) -> Outcome {
         let Message {
             request,
             need_reply,
@@ -213,7 +213,7 @@ impl Session {
             fds,
         } = message;
         let rule = Rule::of(request);
-        // A command is being carried out: the caller does not keep to the order.
+        // A command is with the worker: the caller broke the protocol of this type.
         debug_assert!(self.pending.is_none());
         let result = match rule {
             None => Err((Fault::Unsupported, "not supported".into())),
@@ -233,17 +233,17 @@ impl Session {
         };
         match result {
             Ok(Accepted::Ack) => self.acknowledge(request, need_reply),
-            Ok(Accepted::Answer(payload)) => Turn {
+            Ok(Accepted::Answer(payload)) => Outcome {
                 step: Step::Reply(encode_reply(request, &payload)),
                 refusal: None,
             },
-            Ok(Accepted::Command(command, then)) => {
+            Ok(Accepted::Command(command, on_done)) => {
                 self.pending = Some(Pending {
                     request,
                     need_reply,
-                    then,
+                    on_done,
                 });
-                Turn {
+                Outcome {
                     step: Step::Command(command),
                     refusal: None,
                 }
@@ -256,20 +256,20 @@ impl Session {
     }
 
     /// Handles the worker's answer to the last [`Step::Command`].
-    pub fn handle_reply(&mut self, reply: DeviceReply) -> Turn {
+    pub fn handle_reply(&mut self, reply: DeviceReply) -> Outcome {
         let Some(Pending {
             request,
             need_reply,
-            then,
+            on_done,
         }) = self.pending.take()
         else {
-            return Turn {
+            return Outcome {
                 step: Step::Next,
                 refusal: None,
             };
         };
-        let stop = match &then {
-            Then::Stop(index) => Some(*index),
+        let stop = match &on_done {
+            OnDone::Stop(index) => Some(*index),
             _ => None,
         };
         match (reply, stop) {
@@ -280,7 +280,7 @@ impl Session {
                 }
                 let state = VhostUserVringState::new(index.into(), base.into());
                 let bytes = encode_reply(request, state.as_slice());
-                Turn {
+                Outcome {
                     step: Step::Reply(bytes),
                     refusal: None,
                 }
@@ -289,7 +289,7 @@ impl Session {
                 self.refuse(request, need_reply, stop.is_some(), (Fault::Worker, reason))
             }
             (DeviceReply::Done, None) => {
-                self.carry_out(then);
+                self.apply_change(on_done);
                 self.acknowledge(request, need_reply)
             }
             (reply @ (DeviceReply::Done | DeviceReply::Base(_)), _) => {
@@ -299,31 +299,31 @@ impl Session {
         }
     }
 
-    /// Notes what the worker has carried out.
-    fn carry_out(&mut self, then: Then) {
-        match then {
-            Then::Features(features) => {
+    /// Applies the change that the worker has carried out.
+    fn apply_change(&mut self, on_done: OnDone) {
+        match on_done {
+            OnDone::Features(features) => {
                 if self.features != features {
                     self.config = self.model.config().into();
                 }
                 self.features = features;
             }
-            Then::Config(config) => self.config = config,
-            Then::Memory(slots) => {
+            OnDone::Config(config) => self.config = config,
+            OnDone::Memory(slots) => {
                 self.has_memory = true;
                 self.slots = slots;
             }
-            Then::Start(index) => {
+            OnDone::Start(index) => {
                 if let Some(queue) = self.queues.get_mut(usize::from(index)) {
                     queue.started = true;
                 }
             }
-            Then::Enable(index, enabled) => {
+            OnDone::Enable(index, enabled) => {
                 if let Some(queue) = self.queues.get_mut(usize::from(index)) {
                     queue.enabled = enabled;
                 }
             }
-            Then::Reset => {
+            OnDone::Reset => {
                 self.config = self.model.config().into();
                 for queue in &mut self.queues {
                     let (call, err) = (queue.call.take(), queue.err.take());
@@ -334,29 +334,29 @@ impl Session {
                     };
                 }
             }
-            Then::Stop(_) | Then::Nothing => {}
+            OnDone::Stop(_) | OnDone::Nothing => {}
         }
     }
 
     /// "REPLY_ACK": a u64 of zero, if that was negotiated and the front-end asked for it.
-    fn acknowledge(&self, request: u32, need_reply: bool) -> Turn {
+    fn acknowledge(&self, request: u32, need_reply: bool) -> Outcome {
         let step = self.status(request, need_reply, 0);
-        Turn {
+        Outcome {
             step,
             refusal: None,
         }
     }
 
-    /// Tells the front-end as far as it can be told. `answered`: the request has a reply of its
-    /// own for which the front-end waits, and which cannot express failure.
-    fn refuse(&self, request: u32, need_reply: bool, answered: bool, denied: Denied) -> Turn {
+    /// Answers a refused request as far as the protocol allows. `answered`: the request has a reply of
+    /// its own, which cannot express failure.
+    fn refuse(&self, request: u32, need_reply: bool, answered: bool, denied: Denied) -> Outcome {
         let (fault, reason) = denied;
         let step = match answered {
             true => Step::Close,
             false => self.status(request, need_reply, 1),
         };
         let text = format!("{}: {reason}", request_name(request));
-        Turn {
+        Outcome {
             step,
             refusal: Some(Refusal { fault, text }),
         }
@@ -372,8 +372,8 @@ impl Session {
     /// The protocol features that are offered to this front-end.
     ///
     /// The driver of user-mode Linux (arch/um/drivers/virtio_uml.c) has no interrupt without a back-end
-    /// channel. It sends SET_OWNER first. QEMU asks before that; it works without the channel, and
-    /// would log that it was closed.
+    /// request channel. It sends SET_OWNER before it asks for the features; QEMU sends it after. QEMU
+    /// does not need the channel, and would log that the back-end closed it.
     fn offered_protocol(&self) -> Protocol {
         match self.has_owner {
             true => PROTOCOL_FEATURES | Protocol::BACKEND_REQ,
@@ -381,7 +381,7 @@ impl Session {
         }
     }
 
-    /// What is offered to this front-end's driver.
+    /// The virtio features that are offered to this front-end's driver.
     fn offered(&self) -> u64 {
         self.model.features() | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
     }
@@ -410,7 +410,7 @@ impl Session {
         }
     }
 
-    /// The first queue that runs and has bytes in common with queue `index`, started with `config`.
+    /// The first running queue that overlaps with queue `index`, started with `config`, in its rings.
     fn started_over(&self, index: u16, config: &QueueConfig) -> Option<u16> {
         let shares = |queue: &Queue| {
             let (Some(size), Some((desc, avail, used))) = (queue.size, queue.addresses) else {
@@ -435,7 +435,7 @@ impl Session {
         self.queues.iter().any(|queue| queue.started)
     }
 
-    /// Maps a table of regions; a command that hands it to the worker.
+    /// Maps a table of regions; the command hands it to the worker.
     fn map(&self, slots: Vec<Slot>) -> Result<Accepted, Denied> {
         let mut regions = Vec::with_capacity(slots.len());
         let mut kept = Vec::new();
@@ -466,7 +466,7 @@ impl Session {
             .map_err(|error| (Fault::Memory, error.to_string()))?;
         Ok(Accepted::Command(
             DeviceCommand::SetMemory(Arc::new(memory)),
-            Then::Memory(kept),
+            OnDone::Memory(kept),
         ))
     }
 }

@@ -1,9 +1,9 @@
-//! Counters of the control control_plane, by VM.
+//! Counters of the control thread, by VM.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A kind of fault of a front-end. Each is counted, and none costs more than its own connection.
+/// A fault of a front-end. Each is counted; none affects more than the connection it occurred on.
 ///
 /// ```
 /// use zerosock_vhost_user::Fault;
@@ -14,34 +14,34 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
 #[repr(usize)]
 pub enum Fault {
-    /// A header of another protocol version, or marked as a reply. Closes the connection.
+    /// A header with another protocol version, or with the reply flag. Closes the connection.
     Header,
-    /// A payload beyond the limit of the protocol's messages. Closes the connection.
+    /// A payload longer than the protocol allows. Closes the connection.
     PayloadTooLong,
-    /// More descriptors than any message may carry, or more than we had room for. Closes the
+    /// More descriptors than any message may carry, or than the account allows. Closes the
     /// connection.
     TooManyDescriptors,
     /// The connection ended, or failed, in the middle of a message.
     Truncated,
-    /// A request that we do not know, did not offer, or that was not negotiated. Refused.
+    /// A request that is unknown, or needs a feature that was not offered or negotiated. Refused.
     Unsupported,
     /// A payload of the wrong length, or with a value out of range. Refused.
     Payload,
     /// Too many or too few descriptors for the request, or of the wrong kind. Refused.
     Descriptors,
-    /// A request out of order: a queue changed while it runs, or started before it is described.
-    /// Refused.
+    /// A request out of order: it changes a running queue, or starts one before its size and
+    /// addresses are set. Refused.
     Order,
     /// Memory that cannot be mapped. Refused.
     Memory,
     /// The worker refused the command.
     Worker,
-    /// A second front-end came while the first is connected. It is turned away.
+    /// A second front-end connected while the first is connected. The second is closed.
     Busy,
-    /// No message for ten seconds while another front-end waited, or no reply taken for ten seconds.
-    /// Closes the connection.
+    /// No message for ten seconds while another front-end waited, or a reply not read for ten
+    /// seconds. Closes the connection.
     Silent,
-    /// Memory that can shrink, from a front-end that has to seal it. Refused.
+    /// Memory without F_SEAL_SHRINK where the seal is required. Refused.
     Unsealed,
 }
 
@@ -83,12 +83,12 @@ impl Fault {
     }
 }
 
-/// What happened on one VM's control socket since the start.
+/// Events on one VM's control socket since the start.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct ControlStats {
     /// Front-ends that connected.
     pub connections: u64,
-    /// Messages that were read whole.
+    /// Complete messages received.
     pub messages: u64,
     faults: [u64; Fault::ALL.len()],
 }
@@ -100,7 +100,7 @@ impl ControlStats {
     }
 }
 
-/// The faults of several front-ends, as they stand whenever one looks.
+/// A live view of the faults of several front-ends.
 #[derive(Clone, Debug)]
 pub struct FaultCounts(Vec<Arc<Counters>>);
 
@@ -115,7 +115,7 @@ impl FaultCounts {
     }
 }
 
-/// The counters behind [`ControlStats`]: written by the control thread, read by any.
+/// The counters behind [`ControlStats`]: written by the control thread, read by any thread.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     connections: AtomicU64,

@@ -1,9 +1,11 @@
 //! The control thread: listeners, sessions and workers' answers of all VMs, in one epoll loop.
 //!
-//! What must hold: nothing here waits for a front-end or a worker. A session that waits for its
-//! worker is not read; one whose front-end takes no reply is not read; one that has much to say
-//! gives way after a few messages. All events are level-triggered, so what is left over is
-//! reported again.
+//! # Invariants
+//!
+//! - The thread never waits for a front-end or a worker.
+//! - A connection is not read while its worker has a command, or while a reply is not fully written.
+//! - Each connection is served within a budget. Events are level-triggered, so the rest is reported
+//!   again.
 
 use std::io;
 use std::sync::Arc;
@@ -19,11 +21,11 @@ use super::frontends::{ControlExtension, FrontendRegistry, Token};
 use super::mailbox::{Mail, MailSender, Mailbox};
 use super::stats::{ControlStats, Counters, FaultCounts};
 use super::vm::Vm;
-use crate::pulse::Question;
+use crate::liveness::LivenessQuery;
 
-/// How long `shutdown` waits for workers that do not answer.
+/// How long `shutdown` waits for workers' answers.
 const SHUTDOWN_LIMIT: Duration = Duration::from_secs(5);
-/// Events that are taken at once.
+/// Events received by one epoll_wait.
 const EVENTS: usize = 64;
 
 /// The running control thread. Dropping it shuts it down as [`Control::shutdown`] does.
@@ -31,21 +33,21 @@ const EVENTS: usize = 64;
 pub struct Control {
     mail: MailSender,
     counters: Vec<Arc<Counters>>,
-    /// Of all VMs that came at run time.
+    /// Counters shared by all VMs that are added at run time.
     dynamic_counters: Arc<Counters>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Control {
-    /// Starts the thread. VMs are numbered as they come in `vms`.
+    /// Starts the thread. VMs are numbered in the order of `vms`.
     ///
     /// # Errors
-    /// When the system has no thread, epoll instance or eventfd to give.
+    /// The system has no thread, epoll instance or eventfd left.
     pub fn spawn(vms: Vec<VmSpec>) -> io::Result<Control> {
         Control::spawn_with(vms, None)
     }
 
-    /// As [`Control::spawn`], with a extension on the thread.
+    /// As [`Control::spawn`], with an extension on the thread.
     pub fn spawn_with(
         vms: Vec<VmSpec>,
         extension: Option<Box<dyn ControlExtension>>,
@@ -75,34 +77,34 @@ impl Control {
         })
     }
 
-    /// The counters of all VMs together that came at run time.
+    /// The sum for all VMs added at run time.
     pub fn dynamic_stats(&self) -> ControlStats {
         self.dynamic_counters.snapshot()
     }
 
-    /// What all front-ends together do wrong, for other threads to look at.
+    /// A live view of the faults of all front-ends.
     pub fn fault_counts(&self) -> FaultCounts {
         let all = self.counters.iter().chain([&self.dynamic_counters]);
         FaultCounts::new(all.cloned().collect())
     }
 
-    /// Has the extension look at what it is wanted for.
+    /// Makes the thread call [`ControlExtension::woken`].
     pub fn wake_extension(&self) {
-        self.mail.send(Mail::Knock);
+        self.mail.send(Mail::WakeExtension);
     }
 
-    /// Asks the thread whether it makes progress.
-    pub fn ask(&self, question: Question) {
-        self.mail.send(Mail::Pulse(question));
+    /// Sends a liveness query; the thread answers it if it makes progress.
+    pub fn send_liveness_query(&self, query: LivenessQuery) {
+        self.mail.send(Mail::Liveness(query));
     }
 
-    /// The counters of a VM, by its place in what was given to `spawn`.
+    /// The counters of a VM, by its index in the `vms` given to `spawn`.
     pub fn stats(&self, vm: usize) -> Option<ControlStats> {
         self.counters.get(vm).map(|counters| counters.snapshot())
     }
 
     /// Disconnects all front-ends, waits until the workers have answered (five seconds at most),
-    /// and joins the thread. The workers must still run. Not to be called by a worker.
+    /// and joins the thread. The workers must still run, so a worker must not call this.
     pub fn shutdown(mut self) {
         self.end();
     }
@@ -123,12 +125,12 @@ impl Drop for Control {
     }
 }
 
-/// The state of the thread.
+/// The state of the control thread.
 struct Reactor {
     frontends: FrontendRegistry,
     mailbox: Mailbox,
     extension: Option<Box<dyn ControlExtension>>,
-    /// Set when the thread is to end: at the latest then.
+    /// Set on shutdown: the time at which the thread ends even if workers have not answered.
     ending: Option<Instant>,
 }
 
@@ -182,7 +184,7 @@ impl Reactor {
             match self.wait(&mut events, now) {
                 Ok(()) => {}
                 Err(error) => {
-                    // Only a broken epoll instance gets here; no VM can cause it.
+                    // Only a broken epoll instance fails here; no VM can cause it.
                     tracing::error!(%error, "the control thread cannot wait and ends");
                     return;
                 }
@@ -201,7 +203,7 @@ impl Reactor {
         let deadlines = [self.ending, extension, self.frontends.deadline];
         let deadline = deadlines.into_iter().flatten().min();
         let timeout = deadline.map(|deadline| {
-            // Rounded up, so that it has passed when the wait is over.
+            // Rounded up, so that the deadline has passed when the wait ends.
             let left = deadline.saturating_duration_since(now) + Duration::from_millis(1);
             Timespec {
                 tv_sec: left.as_secs() as i64,
@@ -218,7 +220,7 @@ impl Reactor {
         }
     }
 
-    /// Gives every VM its turn that has reached its deadline; the frontends notes the next deadline.
+    /// Calls every VM that has a deadline, and collects the next deadlines.
     fn time_passed(&mut self, now: Instant) {
         self.frontends.deadline = None;
         let with_deadline = |(&index, vm): (&usize, &Vm)| vm.deadline().map(|_| index);
@@ -305,19 +307,19 @@ impl Reactor {
             }
             Mail::Notice(number) => {
                 if let Some(extension) = &mut self.extension {
-                    extension.noticed(number, &mut self.frontends);
+                    extension.notice_dropped(number, &mut self.frontends);
                 }
                 return;
             }
-            Mail::Knock => {
+            Mail::WakeExtension => {
                 if let Some(extension) = &mut self.extension {
                     extension.woken(&mut self.frontends);
                 }
                 return;
             }
-            Mail::Pulse(question) => return question.answer(),
+            Mail::Liveness(query) => return query.answer(),
             Mail::Shutdown => {
-                // Nobody is let in any more; who is in is seen off with the rest.
+                // No front-end or process is admitted any more; those connected are disconnected below.
                 if let Some(mut extension) = self.extension.take() {
                     extension.end(&mut self.frontends);
                 }
@@ -332,14 +334,13 @@ impl Reactor {
         self.update_watch(index);
     }
 
-    /// After something has happened to a VM: watches what is to be watched now, and forgets it if
-    /// it is over.
+    /// Updates the watches of a VM after its state has changed, and removes it if it is over.
     fn update_watch(&mut self, index: usize) {
         self.frontends.update_watch(index);
         if self.frontends.vms.get(&index).is_some_and(Vm::is_over) {
             self.frontends.vms.remove(&index);
             if let Some(extension) = &mut self.extension {
-                extension.vm_over(index, &mut self.frontends);
+                extension.vm_removed(index, &mut self.frontends);
             }
         }
     }

@@ -1,15 +1,17 @@
-//! One VM on the control thread: its front-end's connection, and who may connect when.
+//! One VM on the control thread: the connection of its front-end.
 //!
 //! ```text
-//!  Idle --accept--> Live --end of connection--> Draining --worker let go--> Idle
+//!  Idle --accept--> Live --connection ends--> Draining --worker answers Disconnected--> Idle
 //! ```
 //!
-//! A VM without a listener begins with its only front-end's connection, and is over when it is
+//! A VM without a listener begins with the connection of its only front-end, and is removed when it is
 //! idle again.
 //!
-//! What must hold: `Disconnected` is submitted once for each `Connected`; the next front-end is
-//! let in only when the worker has answered it; of the answers of a worker, only the one that is
-//! waited for counts.
+//! # Invariants
+//!
+//! - `Disconnected` is submitted once for each `Connected`.
+//! - The next front-end is connected only after the worker has answered `Disconnected`.
+//! - An answer of the worker counts only if its sequence number is the one awaited.
 
 use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
@@ -28,50 +30,50 @@ use zerosock_sys::{PeerFd, fd_passing};
 use super::codec::{DecodeError, Decoder};
 use super::log_limit::LogLimit;
 use super::mailbox::{FrontendLink, MailSender, Reply};
-use super::session::{Session, Step, Turn};
+use super::session::{Outcome, Session, Step};
 use super::stats::{Counters, Fault};
 use super::{DeviceCommand, DeviceModel, DevicePort, DeviceReply, FrontendSocket, VmSpec};
 
-/// Messages of one front-end that are handled before others get their turn.
+/// Messages of one front-end handled before the other descriptors are polled again.
 const BUDGET: usize = 16;
-/// Connections that are accepted, mostly to be turned away, before others get their turn.
+/// Connections accepted before the other descriptors are polled again. Most are turned away.
 const ACCEPT_BUDGET: usize = 8;
-/// How long the listener rests when no connection can be taken.
-const ACCEPT_REST: Duration = Duration::from_millis(200);
+/// How long accepting pauses after no connection could be taken.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 /// How long a front-end that has sent no message keeps another one waiting.
 const SILENCE: Duration = Duration::from_secs(10);
-/// How long a front-end may leave a reply in the socket.
+/// How long a front-end may leave a reply unread.
 const REPLY_LIMIT: Duration = Duration::from_secs(10);
 
-/// See the module.
+/// See the [module](self).
 pub(super) struct Vm {
     name: String,
     model: Arc<dyn DeviceModel>,
     index: usize,
-    /// `None`: nobody comes after the front-end that is there.
+    /// `None`: no further front-end can connect.
     listener: Option<PeerFd>,
-    /// The listener is not watched until then: the system had no descriptor for a connection, or too
-    /// many of its front-ends' wait to be closed.
-    rest_until: Option<Instant>,
+    /// Until then the listener is not watched: the system had no descriptor for a connection, or too
+    /// many descriptors of earlier front-ends wait to be closed.
+    accept_paused_until: Option<Instant>,
     listener_watched: bool,
     max_queue_size: u16,
     sealed_memory: bool,
     account: Account,
-    /// Threads that write to call descriptors of its front-ends.
+    /// Threads that write to call descriptors of this VM's front-ends.
     threads: ThreadCount,
     port: Box<dyn DevicePort>,
     mail: MailSender,
     counters: Arc<Counters>,
     front: Front,
-    /// A front-end that came before the last one's end was known, or over with, or that waits for
-    /// the first message of a silent one.
+    /// The next front-end: it waits until the device of the previous one is drained, or until the
+    /// connected one, which has sent no message, reaches [`SILENCE`].
     next: Option<PeerFd>,
-    /// Number of the last command.
+    /// Sequence number of the last command.
     sequence: u64,
     /// Number of the last connection.
     connection: u64,
-    /// For what front-ends do wrong, and for their coming and going: each has a limit of its own,
-    /// so that neither hides the other.
+    /// Limits for faults of front-ends, and for connects and disconnects. They are separate so that
+    /// neither hides the other.
     warnings: Arc<LogLimit>,
     arrivals: Arc<LogLimit>,
 }
@@ -79,7 +81,7 @@ pub(super) struct Vm {
 enum Front {
     Idle,
     Live(Box<Connection>),
-    /// `Disconnected` was submitted as the command of this number.
+    /// `Disconnected` was submitted with this sequence number.
     Draining(u64),
 }
 
@@ -87,29 +89,29 @@ enum Front {
 pub(super) struct Connection {
     pub(super) socket: PeerFd,
     pub(super) number: u64,
-    /// What the epoll instance has been told to watch for, if it has been told.
+    /// The events that the epoll instance watches for; `None` before the socket was added.
     pub(super) watched: Option<EventFlags>,
     /// The epoll instance, once it watches the socket.
     pub(super) epoll: Option<Arc<OwnedFd>>,
     decoder: Decoder,
     session: Session,
-    /// A reply, and how much of it is written. While there is some, nothing is read: so there is
-    /// never more than one.
+    /// The current reply, and how much of it is written. Nothing is read while a part of it is left,
+    /// so there is never more than one.
     output: Vec<u8>,
     written: usize,
-    /// Since when the socket takes no more of the reply.
+    /// Since when the socket has had no room for the rest of the reply.
     stalled_since: Option<Instant>,
-    /// The command whose answer is awaited. Until then nothing is read.
+    /// Sequence number of the command that the worker is to answer. Nothing is read until then.
     waiting: Option<u64>,
-    /// It has sent a message.
-    has_spoken: bool,
-    /// Since when it is read; `None` while the worker has not let it in.
+    /// Whether the front-end has sent a message.
+    has_sent_message: bool,
+    /// Since when the connection is read; `None` until the worker has answered `Connected`.
     read_since: Option<Instant>,
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // The reaper closes the socket later, which until then would be reported again and again.
+        // The reaper closes the socket later. Without this, epoll would report it until then.
         if let Some(epoll) = &self.epoll {
             let _ = epoll::delete(epoll, &self.socket);
         }
@@ -117,7 +119,7 @@ impl Drop for Connection {
 }
 
 impl Connection {
-    /// What is to be watched for now. The end of the connection is always reported.
+    /// The events to watch for now. The end of the connection is always reported.
     pub(super) fn interest(&self) -> EventFlags {
         if self.waiting.is_some() {
             EventFlags::empty()
@@ -128,7 +130,7 @@ impl Connection {
         }
     }
 
-    /// Writes what is left of the reply. False: the socket takes no more now.
+    /// Writes the rest of the reply. Returns false if the socket has no room for all of it.
     fn flush(&mut self) -> io::Result<bool> {
         while let Some(rest) = self
             .output
@@ -177,7 +179,7 @@ impl Vm {
             model: spec.model,
             index,
             listener,
-            rest_until: None,
+            accept_paused_until: None,
             listener_watched: true,
             max_queue_size: spec.max_queue_size,
             sealed_memory: spec.sealed_memory,
@@ -203,12 +205,12 @@ impl Vm {
         self.listener.as_ref()
     }
 
-    /// Idle, and nobody will come any more.
+    /// Whether the VM is idle and no further front-end can connect.
     pub(super) fn is_over(&self) -> bool {
         self.listener.is_none() && self.is_idle()
     }
 
-    /// Whether a front-end is connected that has not gone, noticed or not.
+    /// Whether a front-end is connected and has not hung up.
     pub(super) fn has_frontend(&self) -> bool {
         match &self.front {
             Front::Live(connection) => !has_hung_up(&connection.socket),
@@ -223,53 +225,53 @@ impl Vm {
         }
     }
 
-    /// No front-end, and the worker knows it.
+    /// Whether there is no front-end and the worker has answered `Disconnected`.
     pub(super) fn is_idle(&self) -> bool {
         matches!(self.front, Front::Idle)
     }
 
-    /// Takes connections from the listener. If the system has no descriptor or memory for one, or too
-    /// many descriptors of earlier ones wait to be closed, the listener rests.
+    /// Accepts connections. Accepting pauses if the system has no descriptor or memory for a connection,
+    /// or if too many descriptors of earlier ones wait to be closed.
     pub(super) fn accept(&mut self) {
         for _ in 0..ACCEPT_BUDGET {
             let Some(listener) = &self.listener else {
                 return;
             };
             if self.account.is_clogged() {
-                self.warn("takes no front-end: descriptors of earlier ones cannot be closed");
-                return self.rest();
+                self.warn("accepts no front-end: descriptors of earlier ones cannot be closed yet");
+                return self.pause_accepting();
             }
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             match accept_with(listener, flags) {
                 Ok(socket) => self.admit(PeerFd::from(socket).owned_by(&self.account)),
                 Err(Errno::AGAIN) => return,
-                // A front-end that gave up before it was accepted.
+                // The front-end closed the connection before it was accepted.
                 Err(Errno::CONNABORTED | Errno::INTR) => {}
                 Err(error) => {
                     self.warn(&format!("cannot accept a front-end: {error}"));
-                    return self.rest();
+                    return self.pause_accepting();
                 }
             }
         }
     }
 
-    fn rest(&mut self) {
-        self.rest_until = Some(Instant::now() + ACCEPT_REST);
+    fn pause_accepting(&mut self) {
+        self.accept_paused_until = Some(Instant::now() + ACCEPT_PAUSE);
     }
 
-    /// Lets a front-end in, makes it wait for the end of a dead one or for a silent one to speak,
-    /// or turns it away.
+    /// Connects the front-end, or lets it wait for the previous one (see [`Vm::next`]), or turns it
+    /// away.
     fn admit(&mut self, socket: PeerFd) {
         if let Front::Live(connection) = &self.front
             && has_hung_up(&connection.socket)
         {
-            self.disconnect("the front-end has gone and another one came");
+            self.disconnect("the front-end hung up and another one connected");
         }
         let room = self.next.as_ref().is_none_or(has_hung_up);
         match &self.front {
             Front::Idle => self.connect(socket),
             Front::Draining(_) if room => self.next = Some(socket),
-            Front::Live(connection) if room && !connection.has_spoken => {
+            Front::Live(connection) if room && !connection.has_sent_message => {
                 self.next = Some(socket);
             }
             Front::Live(_) | Front::Draining(_) => self.turn_away(socket),
@@ -279,7 +281,7 @@ impl Vm {
     fn turn_away(&mut self, socket: PeerFd) {
         self.counters.fault(Fault::Busy);
         let peer = peer(&socket);
-        // Until it is closed. One that finds no room is bounded by `is_clogged` alone.
+        // Counted until the reaper has closed it. If the account is full, only `is_clogged` bounds it.
         if let Ok(permit) = self.account.take_descriptors(1) {
             drop(socket.with_permit(permit));
         }
@@ -288,11 +290,11 @@ impl Vm {
         ));
     }
 
-    /// When [`Vm::time_passed`] has something to do: another front-end waits for the end of a
-    /// silent one, or a reply is not taken.
+    /// When [`Vm::time_passed`] is to be called next: accepting resumes, a silent front-end gives way
+    /// to another one, or a reply has not been read for too long.
     pub(super) fn deadline(&self) -> Option<Instant> {
         let of_front = self.front_deadline();
-        of_front.into_iter().chain(self.rest_until).min()
+        of_front.into_iter().chain(self.accept_paused_until).min()
     }
 
     fn front_deadline(&self) -> Option<Instant> {
@@ -300,14 +302,14 @@ impl Vm {
             return None;
         };
         match &self.next {
-            Some(_) if !connection.has_spoken => Some(connection.read_since? + SILENCE),
+            Some(_) if !connection.has_sent_message => Some(connection.read_since? + SILENCE),
             _ => Some(connection.stalled_since? + REPLY_LIMIT),
         }
     }
 
-    /// What the listener is to be watched for from now on, if that has changed.
+    /// The events to watch the listener for, if they have changed.
     pub(super) fn listener_change(&mut self) -> Option<EventFlags> {
-        let watched = self.rest_until.is_none();
+        let watched = self.accept_paused_until.is_none();
         if std::mem::replace(&mut self.listener_watched, watched) == watched {
             return None;
         }
@@ -317,23 +319,24 @@ impl Vm {
         })
     }
 
-    /// Ends the connection of a front-end that has been silent for too long while another waits, or
-    /// that has not taken a reply for too long: it may have gone and have left its own end of the
-    /// connection in a message behind, which nothing reads and which keeps the connection open.
+    /// Resumes accepting if it is due. Closes the connection of a front-end that has been silent for too
+    /// long while another one waits, or that has not read a reply for too long. The latter may have sent
+    /// its own end of the connection in a message that is not read: then the connection stays open
+    /// although the front-end has exited.
     pub(super) fn time_passed(&mut self, now: Instant) {
-        if self.rest_until.is_some_and(|until| now >= until) {
-            self.rest_until = None;
+        if self.accept_paused_until.is_some_and(|until| now >= until) {
+            self.accept_paused_until = None;
         }
         if let Front::Live(connection) = &self.front
             && let Some(since) = connection.stalled_since
             && now >= since + REPLY_LIMIT
         {
             self.counters.fault(Fault::Silent);
-            return self.disconnect("the front-end takes no reply");
+            return self.disconnect("the front-end does not read a reply");
         }
         let is_due = |vm: &Vm| vm.front_deadline().is_some_and(|at| now >= at);
         if is_due(self) {
-            // It may have spoken since it was read last.
+            // It may have sent a message since the socket was read last.
             self.serve();
         }
         if is_due(self) {
@@ -342,10 +345,10 @@ impl Vm {
         }
     }
 
-    /// The front-end that is connected has sent its first message.
+    /// Records the first message of the connected front-end, and turns away one that waits.
     fn note_message(&mut self) {
         if let Front::Live(connection) = &mut self.front
-            && !std::mem::replace(&mut connection.has_spoken, true)
+            && !std::mem::replace(&mut connection.has_sent_message, true)
             && let Some(socket) = self.next.take()
         {
             self.turn_away(socket);
@@ -381,12 +384,12 @@ impl Vm {
             written: 0,
             stalled_since: None,
             waiting: Some(waiting),
-            has_spoken: false,
+            has_sent_message: false,
             read_since: None,
         }));
     }
 
-    /// Ends the connection, if there is one, and tells the worker.
+    /// Closes the connection, if there is one, and submits `Disconnected`.
     pub(super) fn disconnect(&mut self, reason: &str) {
         if let Front::Live(_) = self.front {
             if let Some(suppressed) = self.arrivals.admit(Instant::now()) {
@@ -394,33 +397,33 @@ impl Vm {
                     vm = %self.name, reason, suppressed, "front-end disconnected"
                 );
             }
-            // The session goes first: the front-end's files are closed when the worker lets go.
+            // Drop the session first: its files must be closed before the worker answers.
             self.front = Front::Idle;
             self.front = Front::Draining(self.submit(DeviceCommand::Disconnected));
         }
     }
 
-    /// As `disconnect`, and this VM is over.
+    /// As `disconnect`; the VM is removed afterwards.
     pub(super) fn close(&mut self, reason: &str) {
         self.listener = None;
         self.next = None;
         self.disconnect(reason);
     }
 
-    /// As `disconnect`, and nobody comes after.
+    /// As `disconnect`, without a next front-end.
     pub(super) fn end(&mut self) {
-        (self.rest_until, self.listener_watched) = (None, true);
+        (self.accept_paused_until, self.listener_watched) = (None, true);
         self.next = None;
         self.disconnect("the device is shut down");
     }
 
-    /// The connection can be read or written, or has ended (`hung_up`).
+    /// Handles readiness of the connection; `hung_up`: it has ended.
     pub(super) fn handle_ready(&mut self, hung_up: bool) {
         match &self.front {
-            // What the front-end may still have said is of no interest when it is gone.
+            // Nothing is read while a command is under way; unread messages are dropped.
             Front::Live(connection) if connection.waiting.is_some() => {
                 if hung_up {
-                    self.disconnect("the front-end is gone, while a request was carried out");
+                    self.disconnect("the front-end hung up while a request was carried out");
                 }
             }
             Front::Live(_) => self.serve(),
@@ -428,7 +431,7 @@ impl Vm {
         }
     }
 
-    /// A worker has answered a command.
+    /// Handles a worker's answer to the command with this sequence number.
     pub(super) fn handle_reply(&mut self, sequence: u64, reply: DeviceReply) {
         match &mut self.front {
             Front::Live(connection) if connection.waiting == Some(sequence) => {
@@ -439,8 +442,8 @@ impl Vm {
                 } else if let DeviceReply::Failed(reason) = reply {
                     // The answer to `Connected`.
                     self.counters.fault(Fault::Worker);
-                    self.warn(&format!("the worker takes no front-end: {reason}"));
-                    self.disconnect("the worker takes no front-end");
+                    self.warn(&format!("the worker refuses the front-end: {reason}"));
+                    self.disconnect("the worker refuses the front-end");
                 } else {
                     connection.read_since = Some(Instant::now());
                 }
@@ -448,7 +451,7 @@ impl Vm {
             Front::Draining(last) if *last == sequence => {
                 if let DeviceReply::Failed(reason) = reply {
                     self.warn(&format!(
-                        "the worker could not let go of the device: {reason}"
+                        "the worker failed to release the device: {reason}"
                     ));
                 }
                 self.front = Front::Idle;
@@ -456,12 +459,12 @@ impl Vm {
                     self.connect(socket);
                 }
             }
-            // To a command of a connection that is gone.
+            // The answer to a command of an earlier connection.
             Front::Live(_) | Front::Draining(_) | Front::Idle => {}
         }
     }
 
-    /// A worker wants this connection closed.
+    /// Closes the connection with this number at the worker's request.
     pub(super) fn handle_close(&mut self, number: u64, reason: &str) {
         if let Front::Live(connection) = &self.front
             && connection.number == number
@@ -470,8 +473,7 @@ impl Vm {
         }
     }
 
-    /// Handles what the front-end has sent, until there is no more, a command is under way, or it
-    /// is another one's turn.
+    /// Reads and handles messages until none is left, a command is under way, or the budget is used up.
     fn serve(&mut self) {
         for _ in 0..BUDGET {
             let Front::Live(connection) = &mut self.front else {
@@ -494,7 +496,9 @@ impl Vm {
                     self.note_message();
                     self.apply(turn);
                 }
-                Err(DecodeError::End) => return self.disconnect("the front-end closed it"),
+                Err(DecodeError::End) => {
+                    return self.disconnect("the front-end closed the connection");
+                }
                 Err(error) => {
                     let text = error.to_string();
                     if let Some(fault) = error.fault() {
@@ -507,8 +511,8 @@ impl Vm {
         }
     }
 
-    fn apply(&mut self, turn: Turn) {
-        let Turn { step, refusal } = turn;
+    fn apply(&mut self, turn: Outcome) {
+        let Outcome { step, refusal } = turn;
         if let Some(refusal) = refusal {
             self.counters.fault(refusal.fault);
             self.warn(&format!("refused {}", refusal.text));
@@ -529,7 +533,7 @@ impl Vm {
                     connection.waiting = Some(sequence);
                 }
             }
-            Step::Close => self.disconnect("a request that must be answered could not be"),
+            Step::Close => self.disconnect("a request with a reply of its own failed"),
         }
     }
 
@@ -541,7 +545,7 @@ impl Vm {
         self.sequence
     }
 
-    /// Logs what a front-end did wrong, but does not let it fill the log.
+    /// Logs a fault of the front-end, subject to the limit.
     fn warn(&mut self, text: &str) {
         if let Some(suppressed) = self.warnings.admit(Instant::now()) {
             tracing::warn!(vm = %self.name, suppressed, "{text}");
@@ -549,7 +553,7 @@ impl Vm {
     }
 }
 
-/// Whether nobody is at the other end any more.
+/// Whether the peer has closed its end or the socket has failed.
 fn has_hung_up(socket: &PeerFd) -> bool {
     let now = Timespec {
         tv_sec: 0,
@@ -563,7 +567,7 @@ fn has_hung_up(socket: &PeerFd) -> bool {
     fd.revents().intersects(PollFlags::HUP | PollFlags::ERR)
 }
 
-/// Who is at the other end, for the log.
+/// The peer's process and user, for the log.
 fn peer(socket: &PeerFd) -> String {
     match socket_peercred(socket) {
         Ok(cred) => format!(

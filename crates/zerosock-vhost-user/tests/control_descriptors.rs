@@ -1,5 +1,5 @@
-//! Descriptors that a front-end sends are closed, whatever else it does. The one test of this
-//! binary, because it counts the descriptors of the process, and finds the control thread by name.
+//! Descriptors that a front-end sends are closed, whatever the front-end does. The only test of this
+//! binary, because it counts the descriptors of the process and finds the control thread by name.
 
 #[path = "control/fake.rs"]
 mod fake;
@@ -19,30 +19,29 @@ use zerosock_sys::reaper;
 use zerosock_vhost_user::DeviceCommand;
 use zerosock_vhost_user::codec::{Decoder, MAX_FDS};
 
-/// What a front-end does next.
+/// An action of the front-end.
 #[derive(Clone, Debug)]
 enum Act {
-    /// The messages that start the queues, from one to another, as they should be or with other
-    /// descriptors.
+    /// A range of the messages that start the queues, unchanged or with other descriptors.
     Sequence {
         from: usize,
         count: usize,
         fds: Option<Vec<u8>>,
     },
-    /// A message with a right header and any payload.
+    /// A message with a correct header and an arbitrary payload.
     Message {
         request: u32,
         flags: u32,
         payload: Vec<u8>,
         fds: Vec<u8>,
     },
-    /// A vring or memory message with numbers that may make sense.
+    /// A vring or memory message with plausible numbers.
     Numbers {
         request: u32,
         numbers: Vec<u8>,
         fds: Vec<u8>,
     },
-    /// Any bytes.
+    /// Arbitrary bytes.
     Bytes { bytes: Vec<u8>, fds: Vec<u8> },
 }
 
@@ -64,7 +63,7 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// One descriptor of each kind, to be sent again and again.
+/// One descriptor of each kind, sent repeatedly.
 struct Kinds(Vec<OwnedFd>);
 
 impl Kinds {
@@ -131,13 +130,13 @@ fn perform(raw: &Raw, kinds: &Kinds, act: &Act) {
     }
 }
 
-/// Once the reaper has closed what was dropped.
+/// The number of open descriptors, after the reaper has closed what was dropped.
 fn open_descriptors() -> usize {
     assert!(reaper::drain(Duration::from_secs(60)));
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// A decoder alone, on a socket pair.
+/// Tests the decoder alone on a socket pair.
 fn decode(acts: &[Act], kinds: &Kinds) -> Result<(), TestCaseError> {
     let before = open_descriptors();
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -163,9 +162,9 @@ fn decode(acts: &[Act], kinds: &Kinds) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// A whole session with the control thread and a worker that drops all it gets.
+/// A whole session with the control thread and a worker that drops all commands.
 fn converse(
-    lab: &Lab,
+    lab: &Harness,
     commands: &Receiver<DeviceCommand>,
     acts: &[Act],
     kinds: &Kinds,
@@ -181,7 +180,7 @@ fn converse(
     Ok(())
 }
 
-/// Nanoseconds of processor time that the control thread has used.
+/// Processor time of the control thread in nanoseconds.
 fn control_thread_time() -> u64 {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     let control = tasks
@@ -195,15 +194,15 @@ fn control_thread_time() -> u64 {
     usage.split(' ').next().unwrap().parse().unwrap()
 }
 
-/// A session that waits for its worker, while more requests lie in its socket.
-fn park(lab: &Lab, worker: &Worker) {
+/// Makes a session wait for its worker while more requests are in its socket.
+fn park(lab: &Harness, worker: &Worker) {
     let raw = lab.raw(0);
     let (_, reply) = worker.expect("Connected");
     raw.send(1, 0, &[], &[]);
     raw.send(1, 0, &[], &[]);
     let give_up = Instant::now() + DEADLINE;
     loop {
-        // One that goes round for nothing never stops for that long.
+        // A thread that spins would never be idle for that long.
         let before = control_thread_time();
         std::thread::sleep(Duration::from_millis(100));
         if control_thread_time() == before {
@@ -219,9 +218,9 @@ fn park(lab: &Lab, worker: &Worker) {
 }
 
 #[test]
-fn no_bytes_and_descriptors_panic_or_leak() {
+fn arbitrary_bytes_and_descriptors_neither_panic_nor_leak() {
     let kinds = Kinds::new();
-    // A runner counts its successes, so each run has its own.
+    // A runner counts its successes, so each run has a runner of its own.
     let runner = || {
         TestRunner::new(Config {
             cases: 500,
@@ -233,10 +232,10 @@ fn no_bytes_and_descriptors_panic_or_leak() {
         .run(&vec(act(), 1..6), |acts| decode(&acts, &kinds))
         .unwrap();
 
-    let (lab, worker) = Lab::one();
+    let (lab, worker) = Harness::one();
     park(&lab, &worker);
     let commands = worker.answer_all();
-    // The reading of the directory, the first time, may leave something open for good.
+    // The first run may open descriptors that stay open.
     converse(&lab, &commands, &[], &kinds).unwrap();
     runner()
         .run(&vec(act(), 1..12), |acts| {
@@ -244,12 +243,12 @@ fn no_bytes_and_descriptors_panic_or_leak() {
         })
         .unwrap();
 
-    // The thread is alive, and does what it should.
+    // The thread still works.
     start(&lab.raw(0));
     wait_for(&commands, "Disconnected");
     let stats = lab.control.stats(0).unwrap();
     eprintln!("{stats:?}");
-    // A session ends with the first reply for which its front-end is gone already: how many of the
-    // messages are read depends on the threads, but few sessions have none.
+    // A session ends at the first reply that cannot be written. How many messages are read before
+    // depends on timing, but few sessions read none.
     assert!(stats.messages > 100, "{stats:?}");
 }

@@ -1,7 +1,7 @@
-//! The daemon: VMs shared out over workers, and one thread for their control sockets.
+//! The daemon: VMs distributed over worker threads, and one control thread.
 //!
-//! This is what `zerosock serve` runs, and what a program embeds that wants the device in its own
-//! process. Nothing here is on the way of a packet.
+//! `zerosock serve` runs it; a program can also run it in its own process. No code here is on the packet
+//! path.
 
 use crate::control::attach::{AttachConfig, Process};
 use crate::control::config::system;
@@ -28,9 +28,9 @@ use std::time::Duration;
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::reaper;
-use zerosock_vhost_user::pulse::Pulse;
+use zerosock_vhost_user::liveness::LivenessProbe;
 
-/// What a daemon is made of.
+/// The configuration of a daemon.
 ///
 /// ```
 /// # let dir = tempfile::tempdir()?;
@@ -55,44 +55,42 @@ use zerosock_vhost_user::pulse::Pulse;
 pub struct DaemonConfig {
     /// The VMs.
     pub vms: Vec<VmConfig>,
-    /// Threads that own the VMs; at least one.
+    /// Number of worker threads, at least one.
     pub workers: usize,
-    /// CPUs that the workers are pinned to, in turn; empty: they are not pinned.
+    /// CPUs that the workers are pinned to, in order and repeating; empty: no pinning.
     pub cpus: Vec<usize>,
-    /// Connections that one VM or process may have; its further requests are answered with a reset.
+    /// Limit of connections of one VM or process. Further requests get a reset.
     ///
-    /// None: 131072. Where VMs or processes have sockets of the host, which take a descriptor for each
-    /// connection: as many as the descriptors that one VM can have, if that is less, but 64 at least.
-    /// [`Daemon::shares`] says how many.
+    /// `None`: 131072. If VMs or processes have host sockets, which take a descriptor for each
+    /// connection: the number of descriptors that one VM can have, if that is less, but at least 64.
+    /// [`Daemon::shares`] reports it.
     pub max_connections: Option<usize>,
-    /// Bytes of memory that one VM, or all processes of one user together, may have mapped here;
-    /// while a memory table is replaced, the old one counts too. A front-end that asks for more is
-    /// refused.
+    /// Limit of mapped memory in bytes of one VM, or of all processes of one user together. While a
+    /// memory table is replaced, the old one counts too. A memory table beyond the limit is refused.
     pub max_memory: u64,
-    /// Bytes of memory that all VMs and processes together may have mapped here.
+    /// Limit of mapped memory in bytes of all VMs and processes together.
     pub max_memory_total: u64,
-    /// Bytes that all stalled connections of a VM together may have copied; beyond, the one with
-    /// most of them is reset.
+    /// Limit of copied bytes of all stalled connections of a VM together; beyond it, the connection
+    /// with the most is reset.
     pub max_overflow: usize,
-    /// How long a stalled connection may hold chains of the guest before they are copied out.
+    /// How long a stalled connection may hold descriptor chains before they are copied out.
     pub hold: Duration,
-    /// How long a worker looks for more work before it sleeps, while that pays: packets are then
-    /// taken sooner and without a kick, and the worker's processor does nothing else meanwhile. Zero:
-    /// not at all.
+    /// How long a worker polls for work before it sleeps, while that pays. Polling finds packets
+    /// sooner and without a kick, but uses the worker's processor. Zero: no polling.
     pub spin: Duration,
-    /// Which port the OK line names.
+    /// The port in the OK line.
     pub ok: OkConvention,
-    /// How long a connect may take, and a CONNECT line.
+    /// Time-out of a connect, and of the CONNECT line of a host program.
     pub connect_timeout: Duration,
-    /// How long a host program may take none of the bytes that a connection which has ended left
-    /// for it. Then its socket is closed, and the bytes are lost.
+    /// How long a host program may leave the last bytes of an ended connection unread. After that its
+    /// socket is closed and the bytes are lost.
     pub linger: Duration,
-    /// Most queue pairs that a driver may use which knows of them (docs/queue-pairs.md), each on the
-    /// next worker: 1 to 16.
+    /// Largest number of queue pairs of a device, 1 to 16, for drivers that support several
+    /// (docs/queue-pairs.md). Each pair runs on the next worker.
     pub queue_pairs: u16,
-    /// Whether processes may attach without a VM, and on what terms.
+    /// The attach server; `None`: processes cannot attach.
     pub attach: Option<AttachConfig>,
-    /// Who may reach whom, beyond what groups say.
+    /// Which endpoints may connect to which, beyond groups.
     pub access: AccessList,
 }
 
@@ -118,13 +116,13 @@ impl Default for DaemonConfig {
     }
 }
 
-/// How long the end of a daemon waits for the reaper to close what peers have sent.
+/// How long shutdown waits for the reaper to close descriptors of peers.
 const REAPER_LIMIT: Duration = Duration::from_secs(1);
 const HOLD: Duration = Duration::from_millis(20);
 const LINGER: Duration = Duration::from_secs(60);
-/// Host programs of one VM that may be connected without having said CONNECT.
+/// Limit of host programs of one VM that have connected and not sent CONNECT yet.
 const MAX_HANDSHAKES: usize = 1024;
-/// Ended connections of one VM whose last bytes the host is still taking.
+/// Limit of ended connections of one VM with unread bytes.
 const MAX_LINGERING: usize = 1024;
 
 /// A running daemon. Dropping it does not stop it: [`shutdown`](Daemon::shutdown) does.
@@ -149,14 +147,14 @@ const MAX_LINGERING: usize = 1024;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// A forked child has no copy of its threads, and must neither use nor drop its value: see
-/// [forks](crate::vsock#forks).
+/// A forked child has no copy of the threads, and must neither use nor drop its copy of the value:
+/// see [forks](crate::vsock#forks).
 #[derive(Debug)]
 pub struct Daemon {
     control_plane: ControlPlane,
     workers: Vec<(Sender<WorkerMessage>, JoinHandle<()>)>,
-    /// The control thread's, then those of the workers.
-    pulses: Vec<Pulse>,
+    /// The control thread's, then one for each worker.
+    probes: Vec<LivenessProbe>,
     counters: Vec<Arc<Counters>>,
     ended: Arc<OwnedFd>,
 }
@@ -165,18 +163,18 @@ impl Daemon {
     /// Starts the workers and the control thread. When this returns, VMMs and host programs may
     /// connect.
     ///
-    /// Memory of VMs that can shrink is taken: the handler for SIGBUS that this installs for the
-    /// whole process, as described at [`Host`](crate::vsock::Host), loses that VM alone. That of
-    /// processes has to be sealed.
+    /// Memory of VMs that can shrink is accepted: this installs a process-wide handler for SIGBUS,
+    /// described at [`Host`](crate::vsock::Host), so that only the VM that owned the memory is lost.
+    /// Memory of processes must be sealed.
     pub fn start(config: DaemonConfig) -> Result<Daemon, StartError> {
         zerosock_sys::sigbus::install().map_err(system("guard against vanishing memory"))?;
         let limits = Limits {
             handshake: config.connect_timeout,
             connect: config.connect_timeout,
-            // A hold of no time would be over before it began, again and again.
+            // A hold of zero would expire as soon as it begins, over and over.
             hold: config.hold.max(Duration::from_millis(1)),
             overflow: config.max_overflow,
-            // Nobody here holds leases.
+            // No program in this process holds leases.
             old_memory: 0,
             handshakes: MAX_HANDSHAKES,
             lingering: MAX_LINGERING,
@@ -191,7 +189,7 @@ impl Daemon {
             queue_pairs: QueuePairs::new(config.queue_pairs).map_err(StartError::QueuePairs)?,
             attach: config.attach,
             access: config.access,
-            // The loss of one VM's memory is survived, and nobody else notices.
+            // If memory vanishes, only its VM is lost.
             sealed_memory: false,
             memory: MemoryLimits {
                 each: config.max_memory,
@@ -207,15 +205,17 @@ impl Daemon {
             let thread = std::thread::Builder::new()
                 .name(format!("zerosock-{index}"))
                 .spawn({
-                    let bell = Deathbell(ended.clone());
-                    move || run_worker(worker, cpu, config.spin, bell)
+                    let signal = EndSignal(ended.clone());
+                    move || run_worker(worker, cpu, config.spin, signal)
                 })
                 .map_err(system("start a worker"))?;
             running.push((sender, thread));
         }
-        let pulses = (0..=running.len()).map(|_| Pulse::default()).collect();
+        let probes = (0..=running.len())
+            .map(|_| LivenessProbe::default())
+            .collect();
         Ok(Daemon {
-            pulses,
+            probes,
             control_plane: prepared.control_plane.start()?,
             workers: running,
             counters: prepared.counters,
@@ -223,7 +223,8 @@ impl Daemon {
         })
     }
 
-    /// Ends every connection, so that guests and host programs know at once, and all threads.
+    /// Resets every connection, so that guests and host programs learn of the end, and ends all
+    /// threads.
     pub fn shutdown(self) {
         for (sender, _) in &self.workers {
             let _ = sender.send(WorkerMessage::Shutdown);
@@ -234,15 +235,14 @@ impl Daemon {
             }
         }
         self.control_plane.shutdown();
-        // Those at the other end of a descriptor that waits to be closed learn of the end by it, also
-        // if a stuck call keeps this process from ending. What is not closed by then is left.
+        // Closing a descriptor tells its peer that the daemon has ended. Descriptors that
+        // are not closed by then are left to the exit of the process.
         reaper::drain(REAPER_LIMIT);
     }
 
-    /// Changes what [`Reload`] names while everything runs, and returns when every worker goes by
-    /// it: VMs come and go, groups, access list and the terms of attaching are new. Connections
-    /// that exist go on, also those that would not come about any more; only the ones of VMs that
-    /// are removed are reset.
+    /// Applies [`Reload`] while the daemon runs, and returns when every worker uses the new
+    /// configuration. Established connections stay, even if they would no longer be allowed, except
+    /// those of VMs that are removed.
     ///
     /// ```
     /// # let dir = tempfile::tempdir()?;
@@ -264,16 +264,16 @@ impl Daemon {
     /// let there = Address::new(db.cid(), Port::new(5432));
     /// # let accepting = std::thread::spawn(move || listener.accept());
     /// let stream = web.connect(there)?;
-    /// // From now on nobody reaches anybody.
-    /// let nobody = Rule {
+    /// // From now on every new connection is denied.
+    /// let deny_all = Rule {
     ///     verdict: Verdict::Deny,
     ///     from: vec![Party::Any],
     ///     to: vec![Party::Any],
     ///     ports: Ports::all(),
     /// };
-    /// daemon.reload(Reload { access: AccessList::new([nobody]), ..Reload::default() })?;
+    /// daemon.reload(Reload { access: AccessList::new([deny_all]), ..Reload::default() })?;
     /// assert_eq!(web.connect(there).unwrap_err().kind(), ErrorKind::ConnectionRefused);
-    /// // What was connected is.
+    /// // The established connection still works.
     /// std::io::Write::write_all(&mut &stream, b"still here")?;
     /// # accepting.join().unwrap()?;
     /// daemon.shutdown();
@@ -281,33 +281,32 @@ impl Daemon {
     /// ```
     ///
     /// # Errors
-    /// [`ReloadError`]; nothing has changed.
+    /// [`ReloadError`]; the daemon is unchanged.
     pub fn reload(&self, reload: Reload) -> Result<(), ReloadError> {
         self.control_plane.reload(reload)
     }
 
-    /// Becomes readable when a worker has ended although nobody asked it to: its VMs have no
-    /// device any more, and the daemon is best started anew.
+    /// Readable if a worker has ended without [`shutdown`](Daemon::shutdown). Its VMs have lost their
+    /// devices; restart the daemon.
     pub fn worker_ended(&self) -> BorrowedFd<'_> {
         self.ended.as_fd()
     }
 
-    /// The names of the threads that have not answered the question of an earlier call; the
-    /// others are asked now. An idle thread is woken to answer; one that is stuck stays in the
-    /// list until it goes on. To be called at intervals in which every thread can answer, for
-    /// instance for a watchdog.
+    /// The names of threads that have not answered the query of an earlier call. Sends a query to
+    /// the other threads. An idle thread wakes up to answer; a stuck one stays in the list until it
+    /// continues. Call it at intervals long enough for every thread to answer, as a watchdog does.
     pub fn stalled_threads(&self) -> Vec<String> {
         let mut stalled = Vec::new();
-        let mut pulses = self.pulses.iter();
-        match pulses.next().map(Pulse::ask) {
-            Some(Some(question)) => self.control_plane.ask(question),
+        let mut probes = self.probes.iter();
+        match probes.next().map(LivenessProbe::query) {
+            Some(Some(query)) => self.control_plane.send_liveness_query(query),
             Some(None) => stalled.push("zerosock-control".to_owned()),
             None => {}
         }
-        for ((sender, thread), pulse) in self.workers.iter().zip(pulses) {
-            match pulse.ask() {
-                // One that has ended leaves the question unanswered.
-                Some(question) => drop(sender.send(WorkerMessage::Pulse(question))),
+        for ((sender, thread), probe) in self.workers.iter().zip(probes) {
+            match probe.query() {
+                // A worker that has ended leaves the query unanswered.
+                Some(query) => drop(sender.send(WorkerMessage::Liveness(query))),
                 None => stalled.push(thread.thread().name().unwrap_or("worker").to_owned()),
             }
         }
@@ -324,12 +323,12 @@ impl Daemon {
         self.control_plane.resolve(name)
     }
 
-    /// How descriptors are shared out among VMs and processes.
+    /// How descriptors are divided among VMs and processes.
     pub fn shares(&self) -> Shares {
         self.control_plane.shares()
     }
 
-    /// What was counted since the start, summed over all workers and VMs.
+    /// The counters since the start, summed over all workers and VMs.
     pub fn stats(&self) -> Stats {
         let mut sum = Stats::default();
         self.control_plane.add_to(&mut sum);
@@ -340,7 +339,7 @@ impl Daemon {
     }
 }
 
-fn run_worker(worker: Worker, cpu: Option<usize>, spin: Duration, _bell: Deathbell) {
+fn run_worker(worker: Worker, cpu: Option<usize>, spin: Duration, _signal: EndSignal) {
     if let Some(cpu) = cpu
         && let Err(error) = zerosock_sys::affinity::pin_current_thread(cpu)
     {
@@ -351,12 +350,12 @@ fn run_worker(worker: Worker, cpu: Option<usize>, spin: Duration, _bell: Deathbe
     }
 }
 
-/// Rings when a worker ends, also by a panic.
-struct Deathbell(Arc<OwnedFd>);
+/// Signals the end of a worker when it is dropped, also by a panic.
+struct EndSignal(Arc<OwnedFd>);
 
-impl Drop for Deathbell {
+impl Drop for EndSignal {
     fn drop(&mut self) {
-        // Non-blocking; a full counter is as readable as any.
+        // Fails only if the counter is full, and then the eventfd is readable.
         let _ = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
     }
 }

@@ -1,19 +1,19 @@
-//! Memory that a peer makes us need.
+//! Allocation and freeing of memory in a size that a peer chooses.
 //!
-//! # The rule
-//! An allocation of which a peer chooses the size, and which can be larger than 64 KiB (the largest
-//! payload of a packet), is asked for by the `try_reserve` family: where there is no memory, that
-//! peer loses its connection, its request or its device, and the process goes on. Smaller ones, and
-//! those of which the embedding program chooses the size, are as any other in Rust: the process ends
-//! where there is no memory for them.
+//! # Invariants
 //!
-//! Freeing a large buffer takes as long as its pages are many: see [`free`].
+//! - An allocation in a size that a peer chooses, and that can exceed 64 KiB (the largest payload of a
+//!   packet), uses the `try_reserve` family. If it fails, that peer loses its connection, its request
+//!   or its device, and the process continues.
+//! - Smaller allocations, and those in a size that the embedding program chooses, abort the process on
+//!   failure as usual in Rust.
+//! - Freeing a large buffer takes time in proportion to its pages: see [`free`].
 
 use std::collections::TryReserveError;
 
 use zerosock_sys::reaper;
 
-/// So many bytes of zero.
+/// A buffer of `len` zero bytes.
 pub(crate) fn zeroed(len: usize) -> Result<Vec<u8>, TryReserveError> {
     let mut bytes = Vec::new();
     bytes.try_reserve_exact(len)?;
@@ -21,11 +21,10 @@ pub(crate) fn zeroed(len: usize) -> Result<Vec<u8>, TryReserveError> {
     Ok(bytes)
 }
 
-/// From here on the pages of a buffer are returned to the system when it is freed, which takes
-/// 150 us per MiB.
+/// From this size on, freeing a buffer returns its pages to the system, which takes 150 us per MiB.
 const LARGE: usize = 1 << 20;
 
-/// Frees a buffer. The reaper does so with a large one, so that a worker does not stand still.
+/// Frees a buffer. Large ones go to the reaper, so that the worker does not block.
 pub(crate) fn free(bytes: Vec<u8>) {
     if bytes.capacity() >= LARGE {
         reaper::run(move || drop(bytes), None);

@@ -1,6 +1,6 @@
-//! Which side is at fault.
+//! The party at fault for an error.
 
-/// Who is to blame for an error.
+/// The party at fault for an error.
 ///
 /// ```
 /// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
@@ -9,17 +9,17 @@
 /// use zerosock::vsock::{Endpoint, Fault};
 ///
 /// let first = Endpoint::attach(&path)?;
-/// // To ask for what another one has is no fault of his.
+/// // The CID belongs to another process: a fault of the caller.
 /// let error = Endpoint::builder().cid(first.cid()).attach(&path).unwrap_err();
 /// assert_eq!(error.fault(), Fault::Caller);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Fault {
-    /// The other side: it broke the protocol, went away, or speaks another version.
+    /// The other side: it broke the protocol, disconnected, or speaks another version.
     Peer,
-    /// Whoever asked: for what belongs to others, or is not allowed.
+    /// The caller: it requested something that belongs to others or is not allowed.
     Caller,
-    /// The system, here or there, had nothing to give.
+    /// The system, on either side, ran out of a resource or refused a call.
     System,
 }

@@ -1,4 +1,4 @@
-//! For tests: descriptors on which close(2) waits.
+//! For tests: sockets on which close(2) blocks.
 
 use std::io::{ErrorKind, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -30,7 +30,7 @@ pub(crate) fn lingering_socket() -> (OwnedFd, TcpStream) {
     (socket.into(), receiver)
 }
 
-/// Makes a call on a thread of its own, which must not wait for a [`lingering_socket`].
+/// Runs `call` on a thread of its own and fails if it blocks, as on a [`lingering_socket`].
 pub(crate) fn without_waiting<R: Send + 'static>(call: impl FnOnce() -> R + Send + 'static) -> R {
     let (done, result) = channel();
     std::thread::spawn(move || done.send(call()));

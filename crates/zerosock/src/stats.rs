@@ -1,48 +1,48 @@
-//! What the daemon counts. Each worker adds to counters of its own, once per turn; whoever asks
-//! gets their sum.
+//! Counters of the daemon. Each worker adds to counters of its own once per turn; a reader gets their
+//! sum.
 //!
-//! Most count what has happened. Those that say `now` count what there is: they go down as well,
-//! and all of them are where they were before when what came has gone.
+//! Most counters count events. Those named `now` are gauges: they return to their earlier value when
+//! everything that was added is removed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// A sum over all workers, taken while they run.
+        /// The sum over all workers, taken while they run.
         #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
         pub struct Stats {
             $($(#[$doc])* pub $name: u64,)*
-            /// Messages and descriptors of front-ends that were refused; the control plane's own
-            /// counters tell them apart.
+            /// Messages and descriptors of front-ends that were refused. The control thread also
+            /// counts them by kind.
             pub control_faults: u64,
-            /// Processes that are attached now.
+            /// Attached processes, services not included.
             pub attached: u64,
-            /// Host services that are attached now.
+            /// Attached services of the host.
             pub services: u64,
-            /// Ports of the host that they have claimed.
+            /// Ports of the host that services have claimed.
             pub claimed_ports: u64,
             /// Requests to attach that were refused.
             pub attach_refused: u64,
-            /// Descriptors of peers that were refused, each of them closed: of no use, or beyond the
-            /// peer's [share](crate::daemon::Shares). Connections of host programs beyond it count
-            /// here too.
+            /// Descriptors of peers that were refused and closed: of a kind that no request accepts, or
+            /// beyond the peer's [share](crate::daemon::Shares). Includes connections of host programs
+            /// beyond the share.
             pub descriptors_refused: u64,
-            /// System calls on objects of peers (close, munmap) that the reaper threads of this
-            /// process have finished.
+            /// System calls on objects of peers (close, munmap) that the reaper of this process has
+            /// finished.
             pub reaper_finished: u64,
-            /// Those that took long, while others waited: a peer can hold them up.
+            /// Those that took long while others waited: a peer can delay them.
             pub reaper_stuck: u64,
-            /// Descriptors and memory given up for good, because too many waited.
+            /// Descriptors and mappings that are never released, because too many were waiting.
             pub reaper_leaked: u64,
-            /// Reaper threads now.
+            /// Reaper threads that exist now.
             pub reaper_threads: u64,
-            /// Calls that wait or are under way now.
+            /// Calls that wait or run now.
             pub reaper_pending: u64,
-            /// For how many milliseconds the oldest call has been under way.
+            /// Age of the oldest running call in milliseconds.
             pub reaper_longest_ms: u64,
         }
 
-        /// One worker's counters.
+        /// The counters of one worker.
         #[derive(Debug, Default)]
         pub(crate) struct Counters {
             $(pub(crate) $name: Counter,)*
@@ -57,10 +57,10 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Payload bytes that the kernel read from or wrote into guest memory itself, or that went
-    /// from guest to guest by one copy.
+    /// Payload bytes that the kernel read from or wrote into guest memory directly, or that were
+    /// copied once from guest to guest.
     in_place_bytes,
-    /// Payload bytes that passed through a buffer of ours because their receiver had stalled.
+    /// Payload bytes that were copied into a buffer of the device because their receiver stalled.
     copied_bytes,
     /// Payload bytes from guests.
     rx_bytes,
@@ -70,49 +70,49 @@ counters! {
     rx_packets,
     /// Packets to guests.
     tx_packets,
-    /// Packets that were no valid vsock packets, or not the guest's to send.
+    /// Packets that were malformed, or had a source that is not the guest's.
     bad_packets,
-    /// Descriptor chains that could not be used.
+    /// Descriptor chains that were malformed or too short.
     bad_chains,
-    /// Connections joined.
+    /// Connections established.
     conns_added,
-    /// Connections that have ended.
+    /// Connections ended.
     conns_removed,
     /// Connections refused, by either side or by a limit.
     conns_refused,
     /// Kicks from guests.
     kicks,
-    /// Calls for which a host program's handshake was closed: time-out or no CONNECT line.
+    /// Handshakes of host programs that were closed: time-out, or no CONNECT line.
     bad_handshakes,
-    /// Connects to host sockets that were tried again because the listener's backlog was full.
+    /// Connects to host sockets that were retried because the listener's backlog was full.
     connect_retries,
-    /// Ended connections that were dropped because the host program took none of the last bytes for
-    /// too long.
+    /// Ended connections that were dropped because the host program did not read the last bytes in
+    /// time.
     linger_timeouts,
-    /// Connections reset because too many bytes were waiting for their receiver.
+    /// Connections reset because too many bytes waited for their receiver.
     overflow_resets,
-    /// Connections reset, and devices lost, because there was no memory for what they need.
+    /// Connections reset and devices lost because memory could not be allocated.
     no_memory,
-    /// Connections reset because a message was longer than its receiver can take.
+    /// Connections reset because a message was longer than its receiver accepts.
     message_resets,
-    /// Datagrams from guests that were dropped: some of their fragments were missing, or they were
-    /// too long; there is nobody whom they are for, whom the guest may reach, and who takes
-    /// datagrams; or too much waited for the receiver or was on its way. Those that came to a
-    /// program's sockets are counted there.
+    /// Datagrams from guests that were dropped: fragments were missing or the datagram was too long;
+    /// the destination does not exist, is not allowed, or does not accept datagrams; or too many
+    /// bytes waited for the receiver. Datagrams dropped at a socket of the embedding program are
+    /// counted there.
     datagrams_dropped,
-    /// Devices lost because their memory or their rings went away: one for each, however many queue
-    /// pairs it has.
+    /// Devices lost because their memory vanished or their rings broke, one for each device however many
+    /// queue pairs it has.
     devices_lost,
-    /// Connections that exist now, those included that are being made, and those whose end a guest
-    /// has not been told.
+    /// Connections that exist now, including those being established, and ended ones that the
+    /// guest has not been told of yet.
     connections_now,
-    /// Other ends of connections that exist now: sockets, siblings, and sockets that still take
-    /// the last bytes of a connection that has ended.
+    /// Bridges that exist now: host sockets and siblings, including sockets that still take the last
+    /// bytes of an ended connection.
     joins_now,
     /// Timers that run now.
     timers_now,
-    /// Ports of connections that host programs and siblings have made, now: one for each
-    /// connection, at whichever queue pair it is.
+    /// Ports used now by connections that host programs and siblings have made: one for each
+    /// connection, on whichever queue pair it is.
     ports_now,
 }
 
@@ -135,14 +135,14 @@ impl Counter {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// What was counted here as `before` is `now`.
-    pub(crate) fn moves(&self, before: usize, now: usize) {
-        // Goes round on the way down, as the sum does.
+    /// Replaces the contribution `before` of a device to a gauge by `now`.
+    pub(crate) fn replace(&self, before: usize, now: usize) {
+        // Wraps on the way down, as the sum does.
         self.add((now as u64).wrapping_sub(before as u64));
     }
 }
 
-/// What a device has, as it was last counted.
+/// Contributions of a device to the gauges, as last counted.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Holdings {
     pub(crate) connections: usize,
@@ -154,10 +154,10 @@ pub(crate) struct Holdings {
 impl Counters {
     pub(crate) fn hold(&self, before: Holdings, now: Holdings) {
         self.connections_now
-            .moves(before.connections, now.connections);
-        self.joins_now.moves(before.bridges, now.bridges);
-        self.timers_now.moves(before.timers, now.timers);
-        self.ports_now.moves(before.ports, now.ports);
+            .replace(before.connections, now.connections);
+        self.joins_now.replace(before.bridges, now.bridges);
+        self.timers_now.replace(before.timers, now.timers);
+        self.ports_now.replace(before.ports, now.ports);
     }
 }
 
@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_there_is_goes_down_as_well() {
+    fn gauges_return_to_zero_when_contributions_are_removed() {
         let workers = [Counters::default(), Counters::default()];
         let none = Holdings::default();
         let some = |connections| Holdings {

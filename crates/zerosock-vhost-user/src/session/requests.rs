@@ -1,8 +1,8 @@
-//! The requests that we know: one table, and a handler for each.
+//! The known requests: one table, and a handler for each.
 //!
-//! A rule says which protocol feature must have been negotiated, how long the payload is, how many
-//! descriptors come with it, and whether the request has a reply of its own. A handler runs after
-//! these checks; it changes the session only when it accepts. Quotations are from the vhost-user
+//! A rule says which protocol feature must have been negotiated, the length of the payload, the number
+//! of descriptors, and whether the request has a reply of its own. A handler runs after these
+//! checks; it changes the session only if it accepts the request. Quotations are from the vhost-user
 //! specification.
 
 use std::sync::Arc;
@@ -23,10 +23,10 @@ use super::super::fds::SentFd;
 use super::super::model::ConfigWrite;
 use super::super::stats::Fault;
 use super::{
-    Accepted, Denied, F_EVENT_IDX, F_INDIRECT_DESC, PROTOCOL_FEATURES, Session, Slot, Then,
+    Accepted, Denied, F_EVENT_IDX, F_INDIRECT_DESC, OnDone, PROTOCOL_FEATURES, Session, Slot,
 };
 
-/// The most memory regions that are taken, as many as QEMU has slots at most.
+/// The most memory regions that are accepted: the maximum of QEMU.
 const MAX_SLOTS: usize = 32;
 
 /// "A back-end can signal the descriptor's absence": bit 8 of the payload of KICK, CALL and ERR.
@@ -59,16 +59,16 @@ fn body<T: ByteValued + Default>(payload: &[u8]) -> Result<T, Denied> {
 
 type Handler = fn(&mut Session, Arguments<'_>) -> Result<Accepted, Denied>;
 
-/// What holds for a kind of request, and who handles it.
+/// The checks and the handler of a request.
 pub(super) struct Rule {
     request: FrontendReq,
-    /// Must have been negotiated.
+    /// The protocol feature that must have been negotiated.
     pub(super) feature: Protocol,
     /// Shortest and longest payload in bytes.
     payload: (usize, usize),
     /// Fewest and most descriptors.
     fds: (usize, usize),
-    /// It has a reply of its own, for which the front-end waits.
+    /// The request has a reply of its own, for which the front-end waits.
     pub(super) answered: bool,
     pub(super) handler: Handler,
 }
@@ -111,7 +111,7 @@ impl Rule {
         }
     }
 
-    /// The rule for a request, if we know it.
+    /// The rule for a request, if it is known.
     pub(super) fn of(request: u32) -> Option<&'static Rule> {
         let known = FrontendReq::try_from(request).ok()?;
         RULES.iter().find(|rule| rule.request == known)
@@ -126,10 +126,7 @@ impl Rule {
         }
         let (fewest, most) = self.fds;
         if fds.len() < fewest || fds.len() > most {
-            let text = format!(
-                "{} descriptors came, {fewest} to {most} belong to it",
-                fds.len()
-            );
+            let text = format!("{} descriptors instead of {fewest} to {most}", fds.len());
             return Err((Fault::Descriptors, text));
         }
         Ok(())
@@ -141,7 +138,7 @@ const STATE: usize = size_of::<VhostUserVringState>();
 const REGION: usize = size_of::<VhostUserMemoryRegion>();
 const SINGLE_REGION: usize = size_of::<VhostUserSingleMemoryRegion>();
 
-/// The requests that we know. What is not here is refused.
+/// The known requests. All others are refused.
 const RULES: &[Rule] = &[
     Rule::new(FrontendReq::GET_FEATURES, 0, get_features).answered(),
     Rule::new(FrontendReq::SET_FEATURES, U64, set_features),
@@ -156,7 +153,7 @@ const RULES: &[Rule] = &[
     Rule::new(FrontendReq::GET_QUEUE_NUM, 0, get_queue_num)
         .feature(Protocol::MQ)
         .answered(),
-    // User-mode Linux always sends the table at its full length.
+    // User-mode Linux always sends the table in full length.
     Rule::new(
         FrontendReq::SET_MEM_TABLE,
         size_of::<VhostUserMemory>(),
@@ -237,7 +234,7 @@ fn set_features(session: &mut Session, arguments: Arguments<'_>) -> Result<Accep
     }
     Ok(Accepted::Command(
         DeviceCommand::SetFeatures(features),
-        Then::Features(features),
+        OnDone::Features(features),
     ))
 }
 
@@ -246,11 +243,11 @@ fn set_owner(session: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied
     Ok(Accepted::Ack)
 }
 
-/// Keeps what can only be sent to, and drops anything else.
+/// Keeps a socket that can only be written to; drops any other descriptor.
 fn set_backend_req_fd(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
     if let Some(SentFd::Pipe(channel) | SentFd::Socket(channel)) = arguments.fds.into_iter().next()
     {
-        session.channel = Some(channel);
+        session.backend_channel = Some(channel);
     }
     Ok(Accepted::Ack)
 }
@@ -410,13 +407,13 @@ fn get_vring_base(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
     if queue.started {
         return Ok(Accepted::Command(
             DeviceCommand::StopQueue { index },
-            Then::Stop(index),
+            OnDone::Stop(index),
         ));
     }
     answer(VhostUserVringState::new(index.into(), queue.base.into()))
 }
 
-/// The queue and the descriptor of KICK, CALL and ERR, which `kind` accepts.
+/// The queue and the descriptor of a KICK, CALL or ERR request; `kind` converts the descriptor.
 fn notifier(
     arguments: Arguments<'_>,
     kind: fn(SentFd) -> Result<PeerFd, String>,
@@ -431,13 +428,13 @@ fn notifier(
     }
     let fd = fd.map(kind).transpose();
     let fd = fd.map_err(|text| (Fault::Descriptors, text))?;
-    // Where bits above NO_FD are set, the number is too large for any queue.
+    // Bits above NO_FD make the number larger than any queue index.
     let index = u32::try_from(value & !NO_FD).unwrap_or(u32::MAX);
     Ok((index, fd))
 }
 
-/// Starts the queue: "the back-end must start a ring upon receiving a kick", and may at once when
-/// it has the descriptor, as the driver may have made buffers available before.
+/// Starts the queue. The specification requires it on the first kick; the driver may have made
+/// buffers available earlier, so the queue starts as soon as its kick descriptor arrives.
 fn set_vring_kick(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
     let (index, kick) = notifier(arguments, SentFd::eventfd)?;
     let negotiated = session.features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() != 0;
@@ -484,7 +481,7 @@ fn set_vring_kick(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
         // "Ring states": without the protocol features a ring that is started is enabled.
         enabled: queue.enabled || !negotiated,
     };
-    Ok(Accepted::Command(command, Then::Start(index)))
+    Ok(Accepted::Command(command, OnDone::Start(index)))
 }
 
 fn call_fd(session: &Session, fd: Option<PeerFd>) -> Result<Option<CallFd>, Denied> {
@@ -501,7 +498,7 @@ fn set_vring_call(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
     match queue.started {
         true => Ok(Accepted::Command(
             DeviceCommand::SetCall { index, call },
-            Then::Nothing,
+            OnDone::Nothing,
         )),
         false => Ok(Accepted::Ack),
     }
@@ -515,7 +512,7 @@ fn set_vring_err(session: &mut Session, arguments: Arguments<'_>) -> Result<Acce
     match queue.started {
         true => Ok(Accepted::Command(
             DeviceCommand::SetErr { index, err },
-            Then::Nothing,
+            OnDone::Nothing,
         )),
         false => Ok(Accepted::Ack),
     }
@@ -539,7 +536,7 @@ fn set_vring_enable(session: &mut Session, arguments: Arguments<'_>) -> Result<A
     let (index, queue) = session.queue(state.index)?;
     if queue.started && queue.enabled != enabled {
         let command = DeviceCommand::EnableQueue { index, enabled };
-        return Ok(Accepted::Command(command, Then::Enable(index, enabled)));
+        return Ok(Accepted::Command(command, OnDone::Enable(index, enabled)));
     }
     queue.enabled = enabled;
     Ok(Accepted::Ack)
@@ -581,10 +578,10 @@ fn set_config(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepte
     let config: Arc<[u8]> = config.into();
     Ok(Accepted::Command(
         DeviceCommand::SetConfig(Arc::clone(&config)),
-        Then::Config(config),
+        OnDone::Config(config),
     ))
 }
 
 fn reset_device(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
-    Ok(Accepted::Command(DeviceCommand::ResetDevice, Then::Reset))
+    Ok(Accepted::Command(DeviceCommand::ResetDevice, OnDone::Reset))
 }

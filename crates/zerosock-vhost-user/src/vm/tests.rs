@@ -16,8 +16,8 @@ impl DevicePort for Port {
     }
 }
 
-/// A VM whose worker answers at once, and its listener's path.
-struct Lab {
+/// A VM with a worker that answers at once.
+struct Harness {
     vm: Vm,
     mailbox: Mailbox,
     counters: Arc<Counters>,
@@ -42,8 +42,8 @@ impl DeviceModel for TestModel {
     }
 }
 
-impl Lab {
-    fn new() -> Lab {
+impl Harness {
+    fn new() -> Harness {
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("s")).unwrap();
         let (mailbox, mail) = Mailbox::new().unwrap();
@@ -58,7 +58,7 @@ impl Lab {
             port: Box::new(Port),
         };
         let vm = Vm::new(spec, 0, mail, counters.clone(), Default::default()).unwrap();
-        Lab {
+        Harness {
             vm,
             mailbox,
             counters,
@@ -66,7 +66,7 @@ impl Lab {
         }
     }
 
-    /// A front-end that connects, and what the control thread does about it.
+    /// Connects a front-end and lets the VM accept it.
     fn connect(&mut self) -> UnixStream {
         let socket = UnixStream::connect(self.dir.path().join("s")).unwrap();
         socket.set_nonblocking(true).unwrap();
@@ -105,8 +105,8 @@ fn is_open(mut socket: &UnixStream) -> bool {
 const MESSAGE: [u8; 12] = [1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0];
 
 #[test]
-fn a_silent_front_end_gives_way_to_one_that_waits() {
-    let mut lab = Lab::new();
+fn a_silent_front_end_is_disconnected_for_a_waiting_one() {
+    let mut lab = Harness::new();
     let silent = lab.connect();
     lab.pass(10 * SILENCE);
     assert!(is_open(&silent), "nothing waits for its end");
@@ -115,7 +115,7 @@ fn a_silent_front_end_gives_way_to_one_that_waits() {
     assert!(is_open(&silent) && is_open(&waiting) && !is_open(&third));
     lab.pass(SILENCE / 2);
     assert!(is_open(&silent), "not before its time");
-    // Half a message is none.
+    // Half a message does not count.
     (&silent).write_all(&MESSAGE[..6]).unwrap();
     lab.pass(SILENCE);
     assert!(!is_open(&silent) && is_open(&waiting));
@@ -132,12 +132,12 @@ fn a_silent_front_end_gives_way_to_one_that_waits() {
 }
 
 #[test]
-fn a_front_end_that_speaks_in_time_stays_and_the_other_is_turned_away() {
-    let mut lab = Lab::new();
+fn a_message_in_time_keeps_the_front_end_and_turns_the_waiting_one_away() {
+    let mut lab = Harness::new();
     let first = lab.connect();
     let second = lab.connect();
     assert!(lab.vm.deadline().is_some() && is_open(&second));
-    // Not read before the time is up.
+    // Not read before the deadline.
     (&first).write_all(&MESSAGE).unwrap();
     lab.pass(SILENCE);
     assert_eq!((&first).read(&mut [0; 20]).unwrap(), 20);
@@ -149,10 +149,10 @@ fn a_front_end_that_speaks_in_time_stays_and_the_other_is_turned_away() {
     assert!(is_open(&first));
 }
 
-/// Its own end of the connection lies in a message that is not read before the reply is taken.
+/// The front-end's own end of the connection is in a message that stays unread.
 #[test]
-fn a_front_end_that_takes_no_reply_does_not_keep_its_place() {
-    let mut lab = Lab::new();
+fn a_front_end_that_leaves_a_reply_unread_is_disconnected() {
+    let mut lab = Harness::new();
     let front = lab.connect();
     while lab.vm.deadline().is_none() {
         (&front).write_all(&MESSAGE).unwrap();
@@ -169,8 +169,8 @@ fn a_front_end_that_takes_no_reply_does_not_keep_its_place() {
 }
 
 #[test]
-fn one_that_waited_and_has_gone_makes_room_for_the_next() {
-    let mut lab = Lab::new();
+fn a_waiting_front_end_that_hung_up_is_replaced_by_the_next() {
+    let mut lab = Harness::new();
     let silent = lab.connect();
     drop(lab.connect());
     let waiting = lab.connect();

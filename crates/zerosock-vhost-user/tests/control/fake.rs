@@ -1,5 +1,5 @@
-//! A worker that only answers, and a front-end that may say anything.
-// Each test binary uses its part of this.
+//! A worker that only answers, and a front-end that sends any message.
+// Each test binary uses only some of these.
 #![allow(dead_code, reason = "two test programs use it, each its part")]
 
 use std::io::{IoSlice, Read};
@@ -19,11 +19,11 @@ use zerosock_vhost_user::{
     Control, DeviceCommand, DeviceModel, DevicePort, DeviceReply, FrontendSocket, Reply, VmSpec,
 };
 
-/// Beyond this a test has failed.
+/// A wait that takes longer fails the test.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 pub(crate) const MAX_QUEUE_SIZE: u16 = 1024;
 
-/// Hands commands to whoever has the other end.
+/// Sends commands to the test's [`Worker`].
 struct Port(Sender<(DeviceCommand, Reply)>);
 
 impl DevicePort for Port {
@@ -33,31 +33,31 @@ impl DevicePort for Port {
     }
 }
 
-/// The worker's end, to be answered by hand.
+/// Receives commands; the test answers them.
 pub(crate) struct Worker(Receiver<(DeviceCommand, Reply)>);
 
 impl Worker {
-    /// The next command, which must have this name.
+    /// Waits for the next command, which must have this name.
     pub(crate) fn expect(&self, name: &str) -> (DeviceCommand, Reply) {
         let (command, reply) = self.0.recv_timeout(DEADLINE).expect(name);
         assert_eq!(command.name(), name);
         (command, reply)
     }
 
-    /// The next command, which must have this name, is done.
+    /// Waits for the next command, which must have this name, and answers `Done`.
     pub(crate) fn done(&self, name: &str) -> DeviceCommand {
         let (command, reply) = self.expect(name);
         reply.done();
         command
     }
 
-    /// No command has come so far.
+    /// Whether no command has arrived.
     pub(crate) fn is_quiet(&self) -> bool {
         self.0.try_recv().is_err()
     }
 
-    /// Answers everything from now on; queues stop at index 77. Commands come out of the channel
-    /// after they were answered.
+    /// Answers all further commands; queues stop at index 77. The channel returns each command after it
+    /// was answered.
     pub(crate) fn answer_all(self) -> Receiver<DeviceCommand> {
         let (sender, commands) = channel();
         std::thread::spawn(move || {
@@ -73,7 +73,7 @@ impl Worker {
     }
 }
 
-/// Waits for the next command of this name and forgets those before.
+/// Waits for the next command of this name and drops those before it.
 pub(crate) fn wait_for(commands: &Receiver<DeviceCommand>, name: &str) -> DeviceCommand {
     loop {
         let command = commands.recv_timeout(DEADLINE).expect(name);
@@ -102,14 +102,14 @@ impl DeviceModel for TestModel {
     }
 }
 
-/// A control thread with some VMs, whose sockets are in a directory of their own.
-pub(crate) struct Lab {
+/// A control thread with some VMs and their sockets in a temporary directory.
+pub(crate) struct Harness {
     pub(crate) control: Control,
     dir: tempfile::TempDir,
 }
 
-impl Lab {
-    pub(crate) fn new(vms: usize) -> (Lab, Vec<Worker>) {
+impl Harness {
+    pub(crate) fn new(vms: usize) -> (Harness, Vec<Worker>) {
         let dir = tempfile::tempdir().unwrap();
         let mut workers = Vec::new();
         let mut specs = Vec::new();
@@ -130,7 +130,7 @@ impl Lab {
             });
         }
         (
-            Lab {
+            Harness {
                 control: Control::spawn(specs).unwrap(),
                 dir,
             },
@@ -138,8 +138,8 @@ impl Lab {
         )
     }
 
-    pub(crate) fn one() -> (Lab, Worker) {
-        let (lab, mut workers) = Lab::new(1);
+    pub(crate) fn one() -> (Harness, Worker) {
+        let (lab, mut workers) = Harness::new(1);
         (lab, workers.remove(0))
     }
 
@@ -161,7 +161,7 @@ fn socket_path(dir: &Path, vm: usize) -> PathBuf {
 
 pub(crate) const NEED_REPLY: u32 = 0x8;
 
-/// A front-end that sends what it is told.
+/// A front-end that sends raw messages.
 pub(crate) struct Raw(pub(crate) UnixStream);
 
 impl Raw {
@@ -171,7 +171,7 @@ impl Raw {
         self.send_bytes(&bytes, fds).unwrap();
     }
 
-    /// At most 253 descriptors, the kernel's limit.
+    /// Sends at most 253 descriptors, the kernel's limit.
     pub(crate) fn send_bytes(
         &self,
         bytes: &[u8],
@@ -190,7 +190,7 @@ impl Raw {
         )
     }
 
-    /// The next reply: request and payload.
+    /// Receives a reply: request and payload.
     pub(crate) fn reply(&self) -> (u32, Vec<u8>) {
         let mut header = [0; 12];
         (&self.0).read_exact(&mut header).unwrap();
@@ -201,20 +201,20 @@ impl Raw {
         (word(0), payload)
     }
 
-    /// The next reply is to this request, and a u64.
+    /// Receives a reply, which must be to this request, with a u64.
     pub(crate) fn reply_u64(&self, request: u32) -> u64 {
         let (got, payload) = self.reply();
         assert_eq!(got, request);
         u64::from_ne_bytes(payload.try_into().unwrap())
     }
 
-    /// Asks for the features: everything sent before has been handled when the answer is here.
+    /// Sends GET_FEATURES and waits: all earlier messages have been handled when the reply arrives.
     pub(crate) fn ping(&self) {
         self.send(1, 0, &[], &[]);
         assert_ne!(self.reply_u64(1), 0);
     }
 
-    /// The other side has closed the connection.
+    /// The control thread has closed the connection.
     pub(crate) fn expect_end(&self) {
         assert_eq!((&self.0).read(&mut [0; 64]).unwrap_or(0), 0);
     }
@@ -228,7 +228,7 @@ pub(crate) fn header(request: u32, flags: u32, size: u32) -> [u8; 12] {
     header
 }
 
-pub(crate) fn words(words: &[u64]) -> Vec<u8> {
+pub(crate) fn u64s(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
 
@@ -240,16 +240,14 @@ pub(crate) fn state(index: u32, number: u32) -> Vec<u8> {
 /// A memory table: count, then guest address, size, user address, offset of each region.
 pub(crate) fn table(regions: &[[u64; 4]]) -> Vec<u8> {
     let mut bytes = state(regions.len() as u32, 0);
-    regions
-        .iter()
-        .for_each(|region| bytes.extend(words(region)));
+    regions.iter().for_each(|region| bytes.extend(u64s(region)));
     bytes
 }
 
 /// A vring address message.
 pub(crate) fn addresses(index: u32, desc: u64, used: u64, avail: u64) -> Vec<u8> {
     let mut bytes = state(index, 0);
-    bytes.extend(words(&[desc, used, avail, 0]));
+    bytes.extend(u64s(&[desc, used, avail, 0]));
     bytes
 }
 
@@ -268,16 +266,16 @@ pub(crate) const FEATURES: u64 = 1 << 32 | 1 << 30 | 1 << 29;
 /// Protocol features: MQ, REPLY_ACK, BACKEND_REQ, CONFIG, RESET_DEVICE, CONFIGURE_MEM_SLOTS.
 pub(crate) const PROTOCOL: u64 = 1 | 1 << 3 | 1 << 5 | 1 << 9 | 1 << 13 | 1 << 15;
 
-/// A message with descriptors of its own.
+/// Request, payload and descriptors.
 pub(crate) type Prepared = (u32, Vec<u8>, Vec<OwnedFd>);
 
-/// What a front-end sends to start queues 0 and 1, as QEMU does.
+/// The messages that start queues 0 and 1, in the order of QEMU.
 pub(crate) fn start_sequence() -> Vec<Prepared> {
     let mut messages: Vec<Prepared> = vec![
-        (16, words(&[PROTOCOL]), vec![]),
+        (16, u64s(&[PROTOCOL]), vec![]),
         (3, vec![], vec![]),
         (21, vec![], vec![event()]),
-        (2, words(&[FEATURES]), vec![]),
+        (2, u64s(&[FEATURES]), vec![]),
         (5, table(&[[0, MEMORY, USER, 0]]), vec![memory(MEMORY)]),
     ];
     for index in 0..2 {
@@ -286,16 +284,16 @@ pub(crate) fn start_sequence() -> Vec<Prepared> {
             (8, state(index, 128), vec![]),
             (10, state(index, 0), vec![]),
             (9, addresses(index, at, at + 0x2000, at + 0x1000), vec![]),
-            (13, words(&[index.into()]), vec![event()]),
-            (14, words(&[index.into()]), vec![event()]),
-            (12, words(&[index.into()]), vec![event()]),
+            (13, u64s(&[index.into()]), vec![event()]),
+            (14, u64s(&[index.into()]), vec![event()]),
+            (12, u64s(&[index.into()]), vec![event()]),
             (18, state(index, 1), vec![]),
         ]);
     }
     messages
 }
 
-/// Sends the sequence with NEED_REPLY; each must be acknowledged.
+/// Sends the sequence with NEED_REPLY; each message must be acknowledged.
 pub(crate) fn start(raw: &Raw) {
     for (request, payload, fds) in start_sequence() {
         let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();

@@ -1,4 +1,4 @@
-//! What a bad front-end says: it is refused, counted, and nobody else notices.
+//! Bad messages are refused and counted, and do not disturb other VMs.
 
 use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
@@ -7,13 +7,13 @@ use zerosock_vhost_user::{DeviceCommand, Fault};
 
 use super::fake::*;
 
-fn faults(lab: &Lab, fault: Fault) -> u64 {
+fn faults(lab: &Harness, fault: Fault) -> u64 {
     lab.control.stats(0).unwrap().faults(fault)
 }
 
 #[test]
-fn a_queue_whose_rings_overlap_those_of_a_running_one_is_not_started() {
-    let (lab, worker) = Lab::one();
+fn a_queue_with_rings_that_overlap_a_running_queue_is_not_started() {
+    let (lab, worker) = Harness::one();
     let commands = worker.answer_all();
     let raw = lab.raw(0);
     start(&raw);
@@ -22,7 +22,7 @@ fn a_queue_whose_rings_overlap_those_of_a_running_one_is_not_started() {
         raw.send(8, 0, &state(2, 64), &[]);
         let all = addresses(2, desc, USER + 0x22000, USER + 0x21000);
         raw.send(9, 0, &all, &[]);
-        raw.send(12, NEED_REPLY, &words(&[2]), &[kick.as_fd()]);
+        raw.send(12, NEED_REPLY, &u64s(&[2]), &[kick.as_fd()]);
         raw.reply_u64(12)
     };
     // The last of 128 descriptors, and the end of a used ring of 1030 bytes, of queues 0 and 1.
@@ -38,7 +38,7 @@ fn a_queue_whose_rings_overlap_those_of_a_running_one_is_not_started() {
 
 #[test]
 fn a_running_queue_cannot_be_changed() {
-    let (lab, worker) = Lab::one();
+    let (lab, worker) = Harness::one();
     let commands = worker.answer_all();
     let raw = lab.raw(0);
     start(&raw);
@@ -47,8 +47,8 @@ fn a_running_queue_cannot_be_changed() {
         (8, state(0, 64), None),
         (9, addresses(0, USER, USER + 0x2000, USER + 0x1000), None),
         (10, state(0, 1), None),
-        (12, words(&[0]), Some(&kick)),
-        (2, words(&[1 << 32]), None),
+        (12, u64s(&[0]), Some(&kick)),
+        (2, u64s(&[1 << 32]), None),
     ];
     for (request, payload, fd) in changes {
         let fds: Vec<_> = fd.into_iter().map(|fd| fd.as_fd()).collect();
@@ -56,7 +56,7 @@ fn a_running_queue_cannot_be_changed() {
         assert_eq!(raw.reply_u64(request), 1, "request {request}");
     }
     assert_eq!(faults(&lab, Fault::Order), 5);
-    // Unchanged, it can be stopped, and then changed.
+    // An unchanged queue can be stopped; then it can be changed.
     raw.send(11, 0, &state(0, 0), &[]);
     assert_eq!(raw.reply(), (11, state(0, 77)));
     raw.send(8, NEED_REPLY, &state(0, 64), &[]);
@@ -65,11 +65,11 @@ fn a_running_queue_cannot_be_changed() {
 }
 
 #[test]
-fn wrong_values_are_refused_and_the_session_goes_on() {
-    let (lab, worker) = Lab::one();
+fn wrong_values_are_refused_and_the_session_continues() {
+    let (lab, worker) = Harness::one();
     let _commands = worker.answer_all();
     let raw = lab.raw(0);
-    raw.send(16, 0, &words(&[PROTOCOL]), &[]);
+    raw.send(16, 0, &u64s(&[PROTOCOL]), &[]);
     let file = memory(MEMORY);
     let event = event();
     let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
@@ -112,24 +112,24 @@ fn wrong_values_are_refused_and_the_session_goes_on() {
         ),
         (Fault::Payload, 9, addresses(3, USER, USER, USER), vec![]),
         // Descriptors.
-        (Fault::Descriptors, 2, words(&[0]), vec![event]),
+        (Fault::Descriptors, 2, u64s(&[0]), vec![event]),
         (Fault::Descriptors, 3, vec![], vec![event]),
-        (Fault::Descriptors, 12, words(&[0]), vec![]),
-        (Fault::Descriptors, 12, words(&[0]), vec![event, event]),
-        (Fault::Descriptors, 12, words(&[0]), vec![file]),
-        (Fault::Descriptors, 13, words(&[0x100]), vec![event]),
-        (Fault::Descriptors, 13, words(&[0]), vec![file]),
-        (Fault::Descriptors, 14, words(&[0]), vec![]),
+        (Fault::Descriptors, 12, u64s(&[0]), vec![]),
+        (Fault::Descriptors, 12, u64s(&[0]), vec![event, event]),
+        (Fault::Descriptors, 12, u64s(&[0]), vec![file]),
+        (Fault::Descriptors, 13, u64s(&[0x100]), vec![event]),
+        (Fault::Descriptors, 13, u64s(&[0]), vec![file]),
+        (Fault::Descriptors, 14, u64s(&[0]), vec![]),
         // Sockets, which could be the front-end's own end of the connection, and other kinds.
-        (Fault::Descriptors, 12, words(&[0]), vec![socket]),
-        (Fault::Descriptors, 14, words(&[0]), vec![socket]),
-        (Fault::Descriptors, 13, words(&[0]), vec![epoll]),
-        // A pipe can be a call descriptor only.
-        (Fault::Descriptors, 12, words(&[0]), vec![pipe]),
-        (Fault::Descriptors, 14, words(&[0]), vec![pipe]),
+        (Fault::Descriptors, 12, u64s(&[0]), vec![socket]),
+        (Fault::Descriptors, 14, u64s(&[0]), vec![socket]),
+        (Fault::Descriptors, 13, u64s(&[0]), vec![epoll]),
+        // A pipe can only be a call descriptor.
+        (Fault::Descriptors, 12, u64s(&[0]), vec![pipe]),
+        (Fault::Descriptors, 14, u64s(&[0]), vec![pipe]),
         (Fault::Descriptors, 21, vec![], vec![]),
-        (Fault::Payload, 13, words(&[0xff]), vec![event]),
-        (Fault::Payload, 13, words(&[1 << 40]), vec![event]),
+        (Fault::Payload, 13, u64s(&[0xff]), vec![event]),
+        (Fault::Payload, 13, u64s(&[1 << 40]), vec![event]),
         // Memory.
         (Fault::Descriptors, 5, one(good), vec![]),
         (Fault::Descriptors, 5, one(good), vec![file, file]),
@@ -155,14 +155,14 @@ fn wrong_values_are_refused_and_the_session_goes_on() {
             vec![file],
         ),
         (Fault::Memory, 5, table(&[good, good]), vec![file, file]),
-        (Fault::Memory, 38, words(&[0, 0, MEMORY, USER, 0]), vec![]),
-        // Order, and what was not offered.
-        (Fault::Order, 12, words(&[0]), vec![event]),
-        (Fault::Unsupported, 12, words(&[0x100]), vec![]),
-        (Fault::Unsupported, 2, words(&[1 << 34]), vec![]),
-        (Fault::Unsupported, 16, words(&[PROTOCOL | 1 << 12]), vec![]),
-        (Fault::Unsupported, 6, words(&[0, 0]), vec![file]),
-        (Fault::Unsupported, 39, words(&[0]), vec![]),
+        (Fault::Memory, 38, u64s(&[0, 0, MEMORY, USER, 0]), vec![]),
+        // Wrong order, and features that were not offered.
+        (Fault::Order, 12, u64s(&[0]), vec![event]),
+        (Fault::Unsupported, 12, u64s(&[0x100]), vec![]),
+        (Fault::Unsupported, 2, u64s(&[1 << 34]), vec![]),
+        (Fault::Unsupported, 16, u64s(&[PROTOCOL | 1 << 12]), vec![]),
+        (Fault::Unsupported, 6, u64s(&[0, 0]), vec![file]),
+        (Fault::Unsupported, 39, u64s(&[0]), vec![]),
         (Fault::Unsupported, 0, vec![], vec![]),
         (Fault::Unsupported, 1000, vec![1; 100], vec![event]),
     ];
@@ -183,27 +183,27 @@ fn wrong_values_are_refused_and_the_session_goes_on() {
 
 #[test]
 fn without_need_reply_a_refusal_is_silent() {
-    let (lab, worker) = Lab::one();
+    let (lab, worker) = Harness::one();
     let _commands = worker.answer_all();
     let raw = lab.raw(0);
-    raw.send(16, 0, &words(&[PROTOCOL]), &[]);
+    raw.send(16, 0, &u64s(&[PROTOCOL]), &[]);
     raw.send(8, 0, &state(0, 3), &[]);
     raw.ping();
-    // Nor is one given that was not negotiated.
-    raw.send(16, 0, &words(&[PROTOCOL & !8]), &[]);
+    // No acknowledgement without REPLY_ACK.
+    raw.send(16, 0, &u64s(&[PROTOCOL & !8]), &[]);
     raw.send(8, NEED_REPLY, &state(0, 3), &[]);
     raw.ping();
     assert_eq!(faults(&lab, Fault::Payload), 2);
-    // Not negotiated: not known.
-    raw.send(16, 0, &words(&[8]), &[]);
+    // A request that needs a protocol feature which was not negotiated is unknown.
+    raw.send(16, 0, &u64s(&[8]), &[]);
     raw.send(34, NEED_REPLY, &[], &[]);
     assert_eq!(raw.reply_u64(34), 1);
     assert_eq!(faults(&lab, Fault::Unsupported), 1);
 }
 
 #[test]
-fn a_request_that_must_be_answered_and_cannot_be_ends_the_connection() {
-    let (lab, worker) = Lab::one();
+fn a_failed_request_with_a_reply_of_its_own_ends_the_connection() {
+    let (lab, worker) = Harness::one();
     let commands = worker.answer_all();
     let raw = lab.raw(0);
     raw.send(11, NEED_REPLY, &state(3, 0), &[]);
@@ -214,7 +214,7 @@ fn a_request_that_must_be_answered_and_cannot_be_ends_the_connection() {
 
 #[test]
 fn a_broken_frame_ends_the_connection() {
-    let (lab, worker) = Lab::one();
+    let (lab, worker) = Harness::one();
     let commands = worker.answer_all();
     let many: Vec<OwnedFd> = (0..200).map(|_| event()).collect();
     let many: Vec<_> = many.iter().map(|fd| fd.as_fd()).collect();
@@ -224,7 +224,7 @@ fn a_broken_frame_ends_the_connection() {
         (Fault::Header, header(1, 5, 0), &[]),
         (Fault::PayloadTooLong, header(5, 1, 4097), &[]),
         (Fault::PayloadTooLong, header(5, 1, u32::MAX), &[]),
-        // With each of its halves.
+        // In either half of the message.
         (Fault::TooManyDescriptors, header(1, 1, 0), &many[..]),
     ] {
         let before = faults(&lab, fault);
@@ -237,7 +237,7 @@ fn a_broken_frame_ends_the_connection() {
         wait_for(&commands, "Disconnected");
         assert_eq!(faults(&lab, fault), before + 1, "{fault:?}");
     }
-    // As many in all, in parts.
+    // The same total, spread over parts.
     let raw = lab.raw(0);
     raw.send_bytes(&header(5, 1, 8), &many[..200]).unwrap();
     raw.send_bytes(&[0; 4], &many[..54]).unwrap();
@@ -246,7 +246,7 @@ fn a_broken_frame_ends_the_connection() {
     assert_eq!(faults(&lab, Fault::TooManyDescriptors), 2);
     for half in [&header(1, 1, 0)[..5], &header(2, 1, 8)[..]] {
         let raw = lab.raw(0);
-        // Until the worker has taken the front-end, it is not read.
+        // The connection is not read before the worker has answered `Connected`.
         raw.ping();
         raw.send_bytes(half, &[]).unwrap();
         drop(raw);
@@ -256,8 +256,8 @@ fn a_broken_frame_ends_the_connection() {
 }
 
 #[test]
-fn half_a_message_and_silence_stop_nobody_else() {
-    let (lab, mut workers) = Lab::new(2);
+fn half_a_message_does_not_delay_other_vms() {
+    let (lab, mut workers) = Harness::new(2);
     let _second = workers.remove(1).answer_all();
     let _first = workers.remove(0).answer_all();
     let silent = lab.raw(0);
@@ -269,18 +269,18 @@ fn half_a_message_and_silence_stop_nobody_else() {
         (&silent.0).write_all(&[*byte]).unwrap();
         lab.raw(1).ping();
     }
-    silent.send_bytes(&words(&[1 << 32]), &[]).unwrap();
+    silent.send_bytes(&u64s(&[1 << 32]), &[]).unwrap();
     silent.ping();
 }
 
 #[test]
-fn a_front_end_that_takes_no_replies_stops_nobody_else() {
-    let (lab, mut workers) = Lab::new(2);
+fn unread_replies_do_not_delay_other_vms() {
+    let (lab, mut workers) = Harness::new(2);
     let _second = workers.remove(1).answer_all();
     let _first = workers.remove(0).answer_all();
     let deaf = lab.raw(0);
     deaf.0.set_nonblocking(true).unwrap();
-    // Until both directions are full.
+    // Until the socket is full in both directions.
     let mut sent = 0;
     let ask = header(1, 1, 0);
     let mut settled = 0;
@@ -292,7 +292,7 @@ fn a_front_end_that_takes_no_replies_stops_nobody_else() {
                 settled = 0;
             }
             Err(_) => {
-                // Whenever the other VM has been served, this one has had its turn.
+                // The other VM has a turn only after this one had its turn.
                 lab.raw(1).ping();
                 settled += 1;
             }
@@ -307,22 +307,22 @@ fn a_front_end_that_takes_no_replies_stops_nobody_else() {
 }
 
 #[test]
-fn what_the_worker_refuses_is_refused() {
-    let (lab, worker) = Lab::one();
+fn a_command_refused_by_the_worker_is_refused_to_the_front_end() {
+    let (lab, worker) = Harness::one();
     let raw = lab.raw(0);
     worker.done("Connected");
-    raw.send(16, 0, &words(&[PROTOCOL]), &[]);
-    raw.send(2, NEED_REPLY, &words(&[FEATURES]), &[]);
+    raw.send(16, 0, &u64s(&[PROTOCOL]), &[]);
+    raw.send(2, NEED_REPLY, &u64s(&[FEATURES]), &[]);
     worker.expect("SetFeatures").1.failed("no");
     assert_eq!(raw.reply_u64(2), 1);
-    raw.send(2, NEED_REPLY, &words(&[FEATURES]), &[]);
+    raw.send(2, NEED_REPLY, &u64s(&[FEATURES]), &[]);
     drop(worker.expect("SetFeatures"));
     assert_eq!(raw.reply_u64(2), 1, "dropped");
-    raw.send(2, NEED_REPLY, &words(&[FEATURES]), &[]);
+    raw.send(2, NEED_REPLY, &u64s(&[FEATURES]), &[]);
     worker.expect("SetFeatures").1.base(4);
     assert_eq!(raw.reply_u64(2), 1, "an answer to something else");
     assert_eq!(faults(&lab, Fault::Worker), 3);
-    raw.send(2, NEED_REPLY, &words(&[FEATURES]), &[]);
+    raw.send(2, NEED_REPLY, &u64s(&[FEATURES]), &[]);
     worker.done("SetFeatures");
     assert_eq!(raw.reply_u64(2), 0);
     let _commands = worker.answer_all();

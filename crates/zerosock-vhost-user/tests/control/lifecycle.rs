@@ -1,4 +1,4 @@
-//! Front-ends that come and go, and the end of the control thread.
+//! Front-ends that connect and disconnect, and shutdown of the control thread.
 
 use std::os::fd::AsFd;
 
@@ -7,8 +7,8 @@ use zerosock_vhost_user::{DeviceCommand, Fault};
 use super::fake::*;
 
 #[test]
-fn front_ends_come_and_go_any_number_of_times() {
-    let (lab, worker) = Lab::one();
+fn front_ends_reconnect_any_number_of_times() {
+    let (lab, worker) = Harness::one();
     let commands = worker.answer_all();
     for _ in 0..50 {
         start(&lab.raw(0));
@@ -19,8 +19,8 @@ fn front_ends_come_and_go_any_number_of_times() {
 }
 
 #[test]
-fn a_front_end_may_go_in_the_middle_of_everything() {
-    let (lab, worker) = Lab::one();
+fn a_front_end_may_disconnect_within_any_message() {
+    let (lab, worker) = Harness::one();
     let commands = worker.answer_all();
     let whole = start_sequence().len();
     for messages in 0..=whole {
@@ -50,14 +50,14 @@ fn a_front_end_may_go_in_the_middle_of_everything() {
 }
 
 #[test]
-fn the_next_front_end_waits_until_the_worker_has_let_go() {
-    let (lab, worker) = Lab::one();
+fn the_next_front_end_waits_until_disconnected_is_answered() {
+    let (lab, worker) = Harness::one();
     let first = lab.raw(0);
     worker.done("Connected");
     drop(first);
     let (_, let_go) = worker.expect("Disconnected");
     let second = lab.raw(0);
-    // A third is one too many; when it is turned away, the second has been seen.
+    // A third front-end is turned away. After that, the second one has been accepted.
     let third = lab.raw(0);
     third.expect_end();
     assert!(worker.is_quiet());
@@ -70,7 +70,7 @@ fn the_next_front_end_waits_until_the_worker_has_let_go() {
 
 #[test]
 fn a_second_front_end_is_turned_away() {
-    let (lab, worker) = Lab::one();
+    let (lab, worker) = Harness::one();
     let _commands = worker.answer_all();
     let first = lab.raw(0);
     first.ping();
@@ -81,8 +81,8 @@ fn a_second_front_end_is_turned_away() {
 }
 
 #[test]
-fn a_front_end_may_go_while_the_worker_is_busy() {
-    let (lab, mut workers) = Lab::new(2);
+fn a_front_end_may_disconnect_during_a_command() {
+    let (lab, mut workers) = Harness::new(2);
     let _second = workers.remove(1).answer_all();
     let worker = workers.remove(0);
     let raw = lab.raw(0);
@@ -107,7 +107,7 @@ fn a_front_end_may_go_while_the_worker_is_busy() {
 
 #[test]
 fn a_worker_can_close_the_connection_and_only_that_one() {
-    let (lab, worker) = Lab::one();
+    let (lab, worker) = Harness::one();
     let raw = lab.raw(0);
     let DeviceCommand::Connected { link } = worker.done("Connected") else {
         panic!()
@@ -125,8 +125,8 @@ fn a_worker_can_close_the_connection_and_only_that_one() {
 }
 
 #[test]
-fn a_worker_that_takes_no_front_end_ends_the_connection() {
-    let (lab, worker) = Lab::one();
+fn a_worker_that_refuses_connected_ends_the_connection() {
+    let (lab, worker) = Harness::one();
     let raw = lab.raw(0);
     worker.expect("Connected").1.failed("full");
     raw.expect_end();
@@ -138,8 +138,8 @@ fn a_worker_that_takes_no_front_end_ends_the_connection() {
 }
 
 #[test]
-fn shutdown_disconnects_everybody_and_joins() {
-    let (lab, workers) = Lab::new(3);
+fn shutdown_disconnects_all_front_ends_and_joins() {
+    let (lab, workers) = Harness::new(3);
     let commands: Vec<_> = workers.into_iter().map(Worker::answer_all).collect();
     let fronts: Vec<_> = (0..2).map(|vm| lab.raw(vm)).collect();
     fronts.iter().for_each(Raw::ping);
@@ -150,20 +150,20 @@ fn shutdown_disconnects_everybody_and_joins() {
         front.expect_end();
         wait_for(commands, "Disconnected");
     }
-    // The third had nobody, and its worker is let go of like the others'.
+    // The third VM had no front-end, so its worker gets no command.
     assert!(commands[2].recv_timeout(DEADLINE).is_err());
 }
 
 #[test]
-fn a_silent_front_end_gives_way_after_ten_seconds_and_neighbours_are_served_meanwhile() {
-    let (lab, mut workers) = Lab::new(2);
+fn a_silent_front_end_is_disconnected_after_ten_seconds_and_other_vms_are_served() {
+    let (lab, mut workers) = Harness::new(2);
     let _neighbour = workers.remove(1).answer_all();
     let _commands = workers.remove(0).answer_all();
     let silent = lab.raw(0);
     let waiting = lab.raw(0);
     waiting.0.set_read_timeout(Some(4 * DEADLINE)).unwrap();
     lab.raw(1).ping();
-    // Returns when the silent one has been sent away.
+    // Returns after the silent front-end was disconnected.
     waiting.ping();
     silent.expect_end();
     assert_eq!(lab.control.stats(0).unwrap().faults(Fault::Silent), 1);

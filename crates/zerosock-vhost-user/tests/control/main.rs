@@ -1,4 +1,4 @@
-//! The control control_plane behind real sockets: a front-end, sometimes that of the vhost crate, and a
+//! The control thread behind real sockets: a front-end, in some tests that of the vhost crate, and a
 //! worker that only answers.
 
 mod fake;

@@ -1,4 +1,4 @@
-//! What a well-behaved front-end says, and what the worker is told.
+//! A correct front-end, and the commands that the worker gets.
 
 use std::os::fd::{AsFd, AsRawFd};
 
@@ -35,7 +35,7 @@ fn ring(index: u64) -> VringConfigData {
 
 #[test]
 fn the_vhost_crates_front_end_starts_and_stops_queues() {
-    let (lab, worker) = Lab::one();
+    let (lab, worker) = Harness::one();
     let commands = worker.answer_all();
     let mut front = Frontend::from_stream(lab.connect(0), 3);
     front.set_owner().unwrap();
@@ -112,7 +112,7 @@ fn the_vhost_crates_front_end_starts_and_stops_queues() {
         DeviceCommand::StopQueue { index: 1 }
     ));
 
-    // Started again at the base where it stopped, with the call descriptor that it had.
+    // Restarted at the index where it stopped, with its earlier call descriptor.
     front.set_vring_kick(1, &kick).unwrap();
     match commands.recv().unwrap() {
         DeviceCommand::StartQueue {
@@ -144,10 +144,10 @@ fn the_vhost_crates_front_end_starts_and_stops_queues() {
 
 #[test]
 fn a_memory_table_may_be_longer_than_its_count() {
-    let (lab, worker) = Lab::one();
+    let (lab, worker) = Harness::one();
     let commands = worker.answer_all();
     let raw = lab.raw(0);
-    raw.send(16, 0, &words(&[PROTOCOL]), &[]);
+    raw.send(16, 0, &u64s(&[PROTOCOL]), &[]);
     let mut payload = table(&[[0, MEMORY, USER, 0]]);
     payload.extend([0; 32]);
     let file = memory(MEMORY);
@@ -157,8 +157,8 @@ fn a_memory_table_may_be_longer_than_its_count() {
 }
 
 #[test]
-fn an_unsealed_file_is_taken_by_the_daemon() {
-    let (lab, worker) = Lab::one();
+fn an_unsealed_memory_file_is_accepted_by_default() {
+    let (lab, worker) = Harness::one();
     let commands = worker.answer_all();
     let raw = lab.raw(0);
     let file = zerosock_sys::memfd::create("guest", MEMORY, false).unwrap();
@@ -168,7 +168,7 @@ fn an_unsealed_file_is_taken_by_the_daemon() {
 
 #[test]
 fn memory_slots_are_added_and_removed() {
-    let (lab, worker) = Lab::one();
+    let (lab, worker) = Harness::one();
     let commands = worker.answer_all();
     let mut front = Frontend::from_stream(lab.connect(0), 3);
     front.get_features().unwrap();
@@ -206,10 +206,10 @@ fn memory_slots_are_added_and_removed() {
 
 #[test]
 fn the_reply_to_a_memory_table_waits_for_the_worker() {
-    let (lab, worker) = Lab::one();
+    let (lab, worker) = Harness::one();
     let raw = lab.raw(0);
     worker.done("Connected");
-    raw.send(16, NEED_REPLY, &words(&[PROTOCOL]), &[]);
+    raw.send(16, NEED_REPLY, &u64s(&[PROTOCOL]), &[]);
     assert_eq!(raw.reply_u64(16), 0);
     let file = memory(MEMORY);
     raw.send(
@@ -218,7 +218,7 @@ fn the_reply_to_a_memory_table_waits_for_the_worker() {
         &table(&[[0, MEMORY, USER, 0]]),
         &[file.as_fd()],
     );
-    // What comes after is not handled before.
+    // A later message is not handled before the answer.
     raw.send(1, 0, &[], &[]);
     let (_, reply) = worker.expect("SetMemory");
     raw.0.set_nonblocking(true).unwrap();
@@ -232,12 +232,12 @@ fn the_reply_to_a_memory_table_waits_for_the_worker() {
 
 #[test]
 fn without_protocol_features_a_started_queue_is_enabled_and_nothing_is_acknowledged() {
-    let (lab, worker) = Lab::one();
+    let (lab, worker) = Harness::one();
     let commands = worker.answer_all();
     let raw = lab.raw(0);
     for (request, payload, fds) in start_sequence() {
         let payload = match request {
-            2 => words(&[1 << 32]),
+            2 => u64s(&[1 << 32]),
             16 | 18 | 21 => continue,
             _ => payload,
         };
@@ -259,10 +259,10 @@ fn without_protocol_features_a_started_queue_is_enabled_and_nothing_is_acknowled
 #[test]
 fn a_queue_may_be_enabled_before_the_features_are_set() {
     for enabled in [1, 0] {
-        let (lab, worker) = Lab::one();
+        let (lab, worker) = Harness::one();
         let commands = worker.answer_all();
         let raw = lab.raw(0);
-        raw.send(16, 0, &words(&[PROTOCOL]), &[]);
+        raw.send(16, 0, &u64s(&[PROTOCOL]), &[]);
         raw.send(18, NEED_REPLY, &state(0, enabled), &[]);
         assert_eq!(raw.reply_u64(18), 0);
         for (request, payload, fds) in start_sequence() {
@@ -279,11 +279,11 @@ fn a_queue_may_be_enabled_before_the_features_are_set() {
         assert_eq!(got, enabled == 1);
     }
     // A front-end that has set features without VHOST_USER_F_PROTOCOL_FEATURES cannot enable a queue.
-    let (lab, worker) = Lab::one();
+    let (lab, worker) = Harness::one();
     let _commands = worker.answer_all();
     let raw = lab.raw(0);
-    raw.send(16, 0, &words(&[PROTOCOL]), &[]);
-    raw.send(2, NEED_REPLY, &words(&[1 << 32]), &[]);
+    raw.send(16, 0, &u64s(&[PROTOCOL]), &[]);
+    raw.send(2, NEED_REPLY, &u64s(&[1 << 32]), &[]);
     assert_eq!(raw.reply_u64(2), 0);
     raw.send(18, NEED_REPLY, &state(0, 1), &[]);
     assert_eq!(raw.reply_u64(18), 1);
@@ -292,14 +292,14 @@ fn a_queue_may_be_enabled_before_the_features_are_set() {
 
 #[test]
 fn a_running_queue_gets_new_call_and_error_descriptors() {
-    let (lab, worker) = Lab::one();
+    let (lab, worker) = Harness::one();
     let commands = worker.answer_all();
     let raw = lab.raw(0);
     start(&raw);
     let call = event();
-    raw.send(13, NEED_REPLY, &words(&[1]), &[call.as_fd()]);
+    raw.send(13, NEED_REPLY, &u64s(&[1]), &[call.as_fd()]);
     assert_eq!(raw.reply_u64(13), 0);
-    raw.send(14, NEED_REPLY, &words(&[0x101]), &[]);
+    raw.send(14, NEED_REPLY, &u64s(&[0x101]), &[]);
     assert_eq!(raw.reply_u64(14), 0);
     let command = wait_for(&commands, "SetCall");
     assert!(matches!(
@@ -321,17 +321,17 @@ fn a_running_queue_gets_new_call_and_error_descriptors() {
 
 #[test]
 fn the_configuration_space_has_eight_bytes() {
-    let (lab, worker) = Lab::one();
+    let (lab, worker) = Harness::one();
     let _commands = worker.answer_all();
     let raw = lab.raw(0);
-    raw.send(16, 0, &words(&[PROTOCOL]), &[]);
+    raw.send(16, 0, &u64s(&[PROTOCOL]), &[]);
     let ask = |offset: u32, size: u32| {
         let mut payload = [offset, size, 0].map(u32::to_ne_bytes).concat();
         payload.extend(vec![0; size.min(256) as usize]);
         raw.send(24, 0, &payload, &[]);
         let (request, reply) = raw.reply();
         assert_eq!(request, 24);
-        // Its own size says how much there is: the front-end sees by it that it failed.
+        // The size of the reply tells the front-end that the request failed.
         assert_eq!(reply[4..8], (reply.len() as u32 - 12).to_ne_bytes());
         reply[12..].to_vec()
     };

@@ -1,4 +1,4 @@
-//! What a set of devices is made of, and why it could not be made.
+//! The configuration of a set of devices, and errors of starting and changing it.
 
 use crate::control::attach::AttachTerms;
 use crate::io::numbers::MAX_DEVICES;
@@ -11,39 +11,39 @@ use std::path::PathBuf;
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::pairs::BadPairs;
 
-/// How a guest meets the host.
+/// How a guest and programs on the host connect to each other.
 #[derive(Debug)]
 pub enum HostSide {
     /// Hybrid vsock over Unix sockets.
     Hybrid {
-        /// Programs that serve the guest's port P listen on `path_P`.
+        /// Programs that accept connections to port P of CID 2 listen on `path_P`.
         path: PathBuf,
-        /// The bound socket on which programs say `CONNECT <port>`.
+        /// The bound socket where programs send `CONNECT <port>`.
         listener: UnixListener,
-        /// The same for connections that carry messages, if there are to be any.
+        /// The same for connections that carry messages (SEQPACKET), if wanted.
         messages: Option<HybridMessages>,
     },
-    /// The machine's own AF_VSOCK.
+    /// The AF_VSOCK of this machine.
     Forward {
         /// Connections of the guest to CID 2 go to this CID.
         cid: u32,
-        /// Connections to these ports of the machine go to the same ports of the guest.
+        /// Connections to these AF_VSOCK ports of this machine go to the same ports of the guest.
         listen: Vec<u32>,
     },
-    /// The guest reaches siblings only.
+    /// No connections: the guest reaches only siblings.
     None,
 }
 
-/// Hybrid vsock for messages, over Unix sockets of type SOCK_SEQPACKET: each message is one packet,
-/// either way. The first packet that a program sends is its `CONNECT <port>` line, and the first that
-/// it gets the `OK <port>` line.
+/// Hybrid vsock for messages, over Unix sockets of type SOCK_SEQPACKET: each message is one packet in
+/// either direction. The first packet that a program sends is the `CONNECT <port>` line, and the first
+/// that it receives is the `OK <port>` line.
 ///
-/// A packet without a byte is a message as well: a program that wants to tell it from the end, at
-/// which recv(2) gives 0 too, sets SO_PASSCRED and finds no credentials with the end. MSG_EOR does
-/// not cross, since Unix sockets have none.
+/// An empty packet is a message too. A program tells it from the end of the connection, where recv(2)
+/// also returns 0, by SO_PASSCRED: the end carries no credentials. MSG_EOR is not transferred, since
+/// Unix sockets do not have it.
 #[derive(Debug)]
 pub struct HybridMessages {
-    /// Programs that serve the guest's port P listen on `path_P`.
+    /// Programs that accept connections to port P of CID 2 listen on `path_P`.
     pub path: PathBuf,
     /// The bound and listening socket, of type SOCK_SEQPACKET.
     pub listener: OwnedFd,
@@ -52,74 +52,74 @@ pub struct HybridMessages {
 /// One VM.
 #[derive(Debug)]
 pub struct VmConfig {
-    /// The guest's CID; two VMs of a daemon never have the same.
+    /// The guest's CID, unique in a daemon.
     pub cid: Cid,
     /// The bound socket to which the VMM connects.
     pub listener: UnixListener,
-    /// How the guest meets the host.
+    /// How the guest and programs on the host connect to each other.
     pub host: HostSide,
-    /// Bytes that a connection's sender may have under way to the host: the `buf_alloc` that the
-    /// guest is told, and the most that a stalled connection copies.
+    /// Bytes that the guest may send on a connection before they are acknowledged: the `buf_alloc`
+    /// that it is told. Also the most bytes that are copied for a stalled connection.
     pub buf_alloc: u32,
     /// The largest queue that the VMM may set up: a power of two, at most 32768.
     pub queue_size: u16,
     /// Guests with a common group reach each other.
     pub groups: Vec<String>,
-    /// Refuse guest memory that can shrink: a region whose memfd has no F_SEAL_SHRINK. Without it
-    /// the loss of such memory costs this VM its device, and no other. The memory of attached
-    /// processes must be sealed in any case.
+    /// Refuse guest memory that can shrink: a region without F_SEAL_SHRINK. If it is
+    /// accepted and vanishes, only this VM loses its device. The memory of attached processes must
+    /// always be sealed.
     pub require_sealed_memory: bool,
 }
 
-/// What is to change of a running daemon. What is not named stays as it is, and so does every
-/// connection that exists, but for those of VMs that are removed.
+/// Changes to a running daemon. Everything else stays as it is, including all connections but those of
+/// VMs that are removed.
 #[derive(Debug, Default)]
 pub struct Reload {
-    /// VMs that are to be added.
+    /// VMs to add.
     pub add: Vec<VmConfig>,
-    /// VMs that are to go: their front-ends are disconnected, their connections reset.
+    /// VMs to remove: their front-ends are disconnected and their connections reset.
     pub remove: Vec<Cid>,
-    /// The groups of VMs that stay.
+    /// New groups of VMs that stay.
     pub groups: BTreeMap<Cid, Vec<String>>,
-    /// The access list, whole.
+    /// The complete access list.
     pub access: AccessList,
-    /// The terms on which processes attach; `None`: as they are.
+    /// New terms of the attach server; `None`: no change.
     pub attach: Option<AttachTerms>,
 }
 
-/// Why a daemon has not changed: it is as it was.
+/// Why a daemon was not changed. It runs as before.
 #[derive(Debug, thiserror::Error)]
 pub enum ReloadError {
-    /// There is no such VM, or it is about to go.
+    /// No VM has this CID, or it is being removed.
     #[error("there is no VM with CID {0}")]
     UnknownVm(Cid),
-    /// The CID of a VM that was to be added belongs to somebody, or did until just now.
-    #[error("CID {0} belongs to a VM or process, or to one that is just going")]
+    /// The CID of a VM to add belongs to another endpoint, or to one that is being removed.
+    #[error("CID {0} belongs to a VM or process, or to one that is being removed")]
     CidTaken(Cid),
-    /// Nobody attaches here.
+    /// The daemon has no attach socket.
     #[error("there is no attach socket")]
-    NobodyAttaches,
-    /// A VM's way to the host could not be made.
+    NoAttachSocket,
+    /// The host side of a VM could not be set up.
     #[error("the VM with CID {cid}: {source}")]
     Host {
-        /// The VM.
+        /// The VM's CID.
         cid: Cid,
-        /// Why.
+        /// The cause.
         source: Box<StartError>,
     },
     /// A VM's socket cannot be used.
     #[error("the socket of the VM with CID {cid}: {source}")]
     Socket {
-        /// The VM.
+        /// The VM's CID.
         cid: Cid,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// There are as many VMs as there can be.
-    #[error("no worker has a place for the VM with CID {0}")]
+    /// The workers have no free address for another VM.
+    #[error("the workers have no free address for the VM with CID {0}")]
     Full(Cid),
-    /// The daemon is ending.
-    #[error("the daemon is ending")]
+    /// The daemon is shutting down.
+    #[error("the daemon is shutting down")]
     Ending,
 }
 
@@ -129,40 +129,40 @@ pub enum StartError {
     /// Two VMs have the same CID.
     #[error("CID {0} is given to two VMs")]
     DuplicateCid(Cid),
-    /// More VMs than can be told apart.
+    /// More VMs than the workers have addresses for.
     #[error("more than {MAX_DEVICES} VMs for each worker")]
     TooManyVms,
-    /// As many queue pairs as there cannot be.
+    /// A number of queue pairs out of range.
     #[error(transparent)]
     QueuePairs(BadPairs),
-    /// Receive buffers of no bytes, of a VM or of processes.
-    #[error("a receive window of no bytes would never receive any")]
+    /// A receive buffer of zero bytes, of a VM or of processes.
+    #[error("a receive buffer of 0 bytes cannot receive anything")]
     EmptyWindow,
-    /// A connect that does not wait for an answer at all.
-    #[error("no connection can come about in no time")]
+    /// A connect time-out of zero.
+    #[error("a connect time-out of 0 lets no connection succeed")]
     NoConnectTime,
-    /// A port of the machine's AF_VSOCK cannot be listened on.
+    /// An AF_VSOCK port of this machine cannot be listened on.
     #[error("cannot listen on vsock port {port}: {source}")]
     Forward {
         /// The port.
         port: u32,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// A socket cannot be bound.
     #[error("cannot bind {}: {source}", path.display())]
     Bind {
-        /// Where.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// The system refused something that every daemon needs.
+    /// A system call that every daemon needs failed.
     #[error("cannot {what}: {source}")]
     System {
-        /// What was tried.
+        /// The attempted operation.
         what: &'static str,
-        /// Why it failed.
+        /// The cause.
         source: io::Error,
     },
 }

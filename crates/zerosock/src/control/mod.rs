@@ -1,10 +1,14 @@
-//! The control control_plane of a set of devices: one thread for control sockets, the VMs, and the
-//! processes that attach.
+//! The control plane of a set of devices: one thread for the control sockets of VMs and of processes
+//! that attach.
 //!
-//! A [`ControlPlane`] does not care who drives the workers. [`prepare`] makes workers with their devices
-//! and a [`PreparedControlPlane`]; the daemon gives each worker a thread, a program that embeds the device
-//! steps its only one itself; then [`PreparedControlPlane::start`] lets front-ends in. What must hold:
-//! nothing in here is on the way of a packet, and nothing waits for a worker.
+//! [`prepare`] makes workers with their devices and a [`PreparedControlPlane`]. The daemon then gives
+//! each worker a thread; an embedding program drives its only worker itself.
+//! [`PreparedControlPlane::start`] lets front-ends connect.
+//!
+//! # Invariants
+//!
+//! - No code here is on the packet path.
+//! - The control thread never waits for a worker.
 
 pub mod attach;
 pub(crate) mod config;
@@ -27,7 +31,7 @@ use crate::worker::messages::WorkerMessage;
 use config::{HostSide, Reload, ReloadError, StartError, VmConfig, system};
 use new_vm::NewVm;
 use registry::{DeviceRegistry, Entry, Member, Terms};
-use reload::{Order, Place, ReloadHandler, Stage};
+use reload::{ConfiguredVm, Order, ReloadHandler, Stage};
 use shares::{MemoryLimits, Shares, Wanted};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -36,47 +40,47 @@ use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::account::Budget;
 use zerosock_sys::reaper;
-use zerosock_vhost_user::pulse::Question;
+use zerosock_vhost_user::liveness::LivenessQuery;
 use zerosock_vhost_user::{Control, Fault, FaultCounts, FrontendSocket, VmSpec};
 
-/// What is to be made.
+/// The configuration of a set of devices.
 #[derive(Debug)]
 pub(crate) struct Setup {
     pub(crate) vms: Vec<VmConfig>,
     pub(crate) workers: usize,
     pub(crate) limits: Limits,
-    /// None: what [`Shares`] says.
+    /// `None`: as [`Shares`] computes it.
     pub(crate) max_connections: Option<usize>,
     pub(crate) queue_pairs: QueuePairs,
     pub(crate) attach: Option<AttachConfig>,
     pub(crate) access: AccessList,
-    /// Refuse the memory of every VM that can shrink. A process's is refused in any case.
+    /// Refuse memory of VMs that can shrink. Memory of processes that can shrink is always refused.
     pub(crate) sealed_memory: bool,
     pub(crate) memory: MemoryLimits,
 }
 
-/// What [`prepare`] has made.
+/// The result of [`prepare`].
 pub(crate) struct Prepared {
-    /// To be run, each by its owner.
+    /// The caller drives each.
     pub(crate) workers: Vec<Worker>,
-    /// A way to each worker.
+    /// A sender to each worker.
     pub(crate) senders: Vec<Sender<WorkerMessage>>,
-    /// What each worker counts.
+    /// The counters of each worker.
     pub(crate) counters: Vec<Arc<Counters>>,
     pub(crate) control_plane: PreparedControlPlane,
 }
 
-/// The rest, which makes sense once the workers run, or will.
+/// A control plane before its thread is started.
 pub(crate) struct PreparedControlPlane {
     specs: Vec<VmSpec>,
     registry: DeviceRegistry,
     attach: Option<AttachConfig>,
-    vms: BTreeMap<Cid, Place>,
+    vms: BTreeMap<Cid, ConfiguredVm>,
     sealed_memory: bool,
     shares: Shares,
 }
 
-/// Makes workers and their devices. Nothing runs yet.
+/// Makes workers and their devices. Starts no thread.
 pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     if setup.limits.connect.is_zero() {
         return Err(StartError::NoConnectTime);
@@ -118,7 +122,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     };
     let mut registry = DeviceRegistry::new(senders.clone(), terms, budget);
     registry.set_access(setup.access);
-    let mut places = Vec::new();
+    let mut addrs = Vec::new();
     for vm in &setup.vms {
         if registry.contains(vm.cid) {
             return Err(StartError::DuplicateCid(vm.cid));
@@ -127,8 +131,8 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             groups: &vm.groups,
             ..Entry::default()
         };
-        let addr = registry.enrol(vm.cid, entry);
-        places.push(addr.ok_or(StartError::TooManyVms)?);
+        let addr = registry.assign(vm.cid, entry);
+        addrs.push(addr.ok_or(StartError::TooManyVms)?);
     }
     let mut workers = Vec::new();
     let mut counters = Vec::new();
@@ -149,7 +153,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     }
     let mut specs = Vec::new();
     let mut vms = BTreeMap::new();
-    for (n, (vm, addr)) in setup.vms.into_iter().zip(places).enumerate() {
+    for (n, (vm, addr)) in setup.vms.into_iter().zip(addrs).enumerate() {
         let cid = vm.cid;
         let Some(port) = registry.port(addr) else {
             continue;
@@ -164,12 +168,12 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             process: false,
             account: account.clone(),
         };
-        let place = Place {
+        let configured = ConfiguredVm {
             vm: n,
             addr,
-            stage: Stage::In,
+            stage: Stage::Active,
         };
-        vms.insert(cid, place);
+        vms.insert(cid, configured);
         for device in registry.devices(addr, member) {
             if let Some(worker) = workers.get_mut(device.addr().worker as usize) {
                 worker.add(device);
@@ -201,18 +205,17 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
 }
 
 impl PreparedControlPlane {
-    /// Starts the control thread: from now on front-ends are let in, and processes.
+    /// Starts the control thread, which accepts front-ends and processes from now on.
     pub(crate) fn start(self) -> Result<ControlPlane, StartError> {
         let directory = Arc::new(Directory::default());
         let budget = self.registry.budget().clone();
         let list = Arc::clone(&directory);
-        let server = |registry| match self.attach {
-            Some(config) => Server::new(config, registry, list).map(Ok),
-            None => Ok(Err(registry)),
-        };
+        let server = self.attach.map(|config| Server::new(config, list));
+        let server = server
+            .transpose()
+            .map_err(system("prepare the attach socket"))?;
         let (reload_handler, orders) =
-            ReloadHandler::new(self.registry, server, self.vms, self.sealed_memory)
-                .map_err(system("prepare the attach socket"))?;
+            ReloadHandler::new(self.registry, server, self.vms, self.sealed_memory);
         let extension = Some(Box::new(reload_handler) as _);
         let control = Control::spawn_with(self.specs, extension)
             .map_err(system("start the control thread"))?;
@@ -226,7 +229,7 @@ impl PreparedControlPlane {
     }
 }
 
-/// See the module. Dropping it ends the control thread as [`ControlPlane::shutdown`] does.
+/// See the [module](self). Dropping it ends the control thread as [`ControlPlane::shutdown`] does.
 #[derive(Debug)]
 pub(crate) struct ControlPlane {
     control: Control,
@@ -237,7 +240,7 @@ pub(crate) struct ControlPlane {
 }
 
 impl ControlPlane {
-    /// Adds what was counted on the control thread.
+    /// Adds the counters of the control thread to `sum`.
     pub(crate) fn add_to(&self, sum: &mut Stats) {
         let vms = (0..).map_while(|vm| self.control.stats(vm));
         for control in vms.chain([self.control.dynamic_stats()]) {
@@ -254,13 +257,13 @@ impl ControlPlane {
         sum.reaper_longest_ms = reaper.longest.as_millis() as u64;
     }
 
-    /// How descriptors are shared out.
+    /// How descriptors are divided among peers.
     pub(crate) fn shares(&self) -> Shares {
         *self.shares
     }
 
-    /// Changes what is to change, and waits until every worker goes by it: not to be called by who
-    /// drives one.
+    /// Changes the configuration, and blocks until every worker uses it. Must not be called by a thread
+    /// that drives a worker.
     pub(crate) fn reload(&self, reload: Reload) -> Result<(), ReloadError> {
         let (answer, answered) = channel();
         let mut reload = reload;
@@ -276,17 +279,17 @@ impl ControlPlane {
         answered.recv().map_err(|_| ReloadError::Ending)?
     }
 
-    /// Asks the control thread whether it makes progress.
-    pub(crate) fn ask(&self, question: Question) {
-        self.control.ask(question);
+    /// Sends a liveness query to the control thread.
+    pub(crate) fn send_liveness_query(&self, query: LivenessQuery) {
+        self.control.send_liveness_query(query);
     }
 
-    /// What front-ends have done wrong, all of them together.
+    /// A live view of the faults of all front-ends.
     pub(crate) fn faults(&self) -> FaultCounts {
         self.control.fault_counts()
     }
 
-    /// Who is attached, as far as anybody may ask.
+    /// The attached processes, for other threads.
     pub(crate) fn directory(&self) -> Arc<Directory> {
         Arc::clone(&self.directory)
     }
@@ -301,8 +304,8 @@ impl ControlPlane {
         self.directory.resolve(name)
     }
 
-    /// Sees all front-ends off and ends the thread. A worker that has ended before is not waited
-    /// for; one that is alive must be driven meanwhile, on another thread.
+    /// Disconnects all front-ends and ends the thread. Blocks until the workers have answered; a worker
+    /// that runs must be driven meanwhile on another thread. Workers that have ended are skipped.
     pub(crate) fn shutdown(self) {
         self.control.shutdown();
     }

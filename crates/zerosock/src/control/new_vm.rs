@@ -1,8 +1,9 @@
 //! A VM that is about to be added.
 //!
-//! # Invariant
-//! The reaper closes its sockets, wherever and for whatever reason it is dropped: connections that
-//! nothing has accepted can have descriptors queued, which close with the listener.
+//! # Invariants
+//!
+//! - The reaper closes the sockets of a VM that is dropped: connections in the backlog of a listener
+//!   can carry descriptors, which are closed with it.
 
 use std::os::fd::OwnedFd;
 
@@ -14,13 +15,13 @@ use super::config::{HostSide, StartError, VmConfig, system};
 use crate::device::HostEnd;
 use crate::device::host_sockets::forward;
 
-/// See the module. The fields are those of [`VmConfig`].
+/// See the [module](self). The fields are those of [`VmConfig`].
 #[derive(Debug)]
 pub(super) struct NewVm {
     pub(super) cid: Cid,
     pub(super) listener: PeerFd,
     host: HostEnd,
-    /// Ports of the machine's AF_VSOCK that are still to be listened on.
+    /// Host AF_VSOCK ports to listen on.
     listen: Vec<u32>,
     pub(super) buf_alloc: u32,
     pub(super) queue_size: u16,
@@ -64,8 +65,8 @@ impl NewVm {
         }
     }
 
-    /// Its way to the host, once: accepting does not wait, and descriptors of host programs are
-    /// refused, where the kernel can: from now on, for those that connect.
+    /// Takes the host side out, to be called once. Makes its listeners non-blocking and, where the
+    /// kernel can, makes them refuse descriptors from programs that connect from now on.
     pub(super) fn take_host(&mut self) -> Result<HostEnd, StartError> {
         let mut host = std::mem::replace(&mut self.host, HostEnd::None);
         match &mut host {
@@ -113,7 +114,7 @@ mod tests {
         rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None).unwrap()
     }
 
-    /// A listener in whose backlog a connection waits, with a descriptor that does not close.
+    /// A listener with a connection in its backlog that carries a descriptor on which close(2) blocks.
     fn listener(path: &Path, kind: SocketType) -> (OwnedFd, TcpStream) {
         let address = SocketAddrUnix::new(path).unwrap();
         let listener = socket(kind);
@@ -126,7 +127,7 @@ mod tests {
         (listener, receiver)
     }
 
-    /// With such listeners of all kinds, and what makes them close.
+    /// A VM with such listeners of all kinds, and the handle that lets them close.
     fn new_vm(dir: &Path, account: Account) -> (NewVm, Vec<TcpStream>) {
         let of = |name: &str, kind| listener(&dir.join(name), kind);
         let (control, one) = of("control", SocketType::STREAM);

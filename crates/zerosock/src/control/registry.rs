@@ -1,9 +1,13 @@
-//! Who is a device of which worker: places are given out here, and devices sent to their workers.
+//! The registry of devices: assigns each queue pair of a device an address on a worker, keeps the
+//! routes, and sends devices and routes to the workers.
 //!
-//! All that a registry needs of the workers is a way to send them messages, so it is the same for
-//! workers with threads of their own and for one that a program steps itself. What must hold: the
-//! workers' tables of routes are snapshots of the one here, sent in the order of the changes; a
-//! place is given out again only after the device has left.
+//! # Invariants
+//!
+//! - The workers' routes are snapshots of the registry's, sent in the order of the changes.
+//! - An address is reused only after the workers have removed the device.
+//!
+//! The registry only sends messages to workers, so it serves workers with threads of their own and a
+//! worker that the embedding program drives.
 
 use crate::device::model::VsockModel;
 use crate::device::queue_pair_ports::QueuePairPorts;
@@ -24,51 +28,51 @@ use zerosock_proto::{Cid, Port};
 use zerosock_sys::account::{Account, Budget};
 use zerosock_vhost_user::{DeviceCommand, DeviceModel, DevicePort, Notice, Reply};
 
-/// Resets that may wait for a buffer of the guest before its packets must wait.
+/// Resets that may wait for a receive buffer of the guest. Beyond them its packets are not read.
 const MAX_PENDING_RESETS: usize = 1024;
 
-/// What holds for the connections of every device.
+/// Limits of every device.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms {
     pub(crate) max_connections: usize,
     pub(crate) connect_timeout: Duration,
-    /// Most queue pairs of a device.
+    /// Largest number of queue pairs of a device.
     pub(crate) queue_pairs: QueuePairs,
 }
 
-/// What a device is to be.
+/// The parameters of a device.
 #[derive(Debug)]
 pub(crate) struct Member {
     pub(crate) cid: Cid,
     pub(crate) host: HostEnd,
     pub(crate) buf_alloc: u32,
-    /// A host service, and from which ports it may connect beside those that it has claimed.
+    /// Set for a host service: the ports it may connect from, beside those that it has claimed.
     pub(crate) service: Option<RangeInclusive<Port>>,
-    /// It has no VM.
+    /// The driver is an attached process, not a VM.
     pub(crate) process: bool,
     pub(crate) account: Account,
 }
 
-/// How a device is entered in the table of routes.
+/// The routes to a device.
 #[derive(Copy, Clone, Debug, Default)]
 pub(crate) struct Entry<'a> {
     pub(crate) groups: &'a [String],
-    /// Empty: all.
+    /// The ports that others may connect to; empty: all.
     pub(crate) ports: &'a [Port],
     pub(crate) name: Option<&'a Name>,
 }
 
-/// See the module.
+/// See the [module](self).
 #[derive(Debug)]
 pub(crate) struct DeviceRegistry {
     workers: Vec<Sender<WorkerMessage>>,
     numbers: Vec<Numbers>,
     routes: Arc<Routes>,
-    /// CIDs of those that leave.
+    /// CIDs of VMs that are being removed.
     reserved: BTreeSet<Cid>,
     terms: Terms,
     budget: Budget,
-    /// The places of all queue pairs of a device, by that of its first.
+    /// The addresses of all queue pairs of a device, by the address of its first.
     queue_pairs: HashMap<DeviceAddr, Arc<[DeviceAddr]>>,
 }
 
@@ -91,17 +95,17 @@ impl DeviceRegistry {
         }
     }
 
-    /// Whether a device has this CID, or it is reserved.
+    /// Whether a device has this CID, or the CID is reserved.
     pub(crate) fn contains(&self, cid: Cid) -> bool {
         self.routes.contains(cid) || self.reserved.contains(&cid)
     }
 
-    /// What all devices share.
+    /// The budget of descriptors and memory that all devices share.
     pub(crate) fn budget(&self) -> &Budget {
         &self.budget
     }
 
-    /// What the front-end of the device with this CID is told of it.
+    /// The model for the front-end of the device with this CID.
     pub(crate) fn model(&self, cid: Cid) -> Arc<dyn DeviceModel> {
         Arc::new(VsockModel {
             cid,
@@ -109,60 +113,54 @@ impl DeviceRegistry {
         })
     }
 
-    /// Devices that have a route, and CIDs that are reserved.
+    /// Number of devices with a route plus number of reserved CIDs.
     pub(crate) fn len(&self) -> usize {
         self.routes.len() + self.reserved.len()
     }
 
-    /// The table as it is now.
+    /// The current routes.
     pub(crate) fn routes(&self) -> &Arc<Routes> {
         &self.routes
     }
 
-    /// The rules of the table. The workers are not told, as by [`enrol`](DeviceRegistry::enrol).
+    /// Replaces the access rules. Call [`publish_routes`](DeviceRegistry::publish_routes) afterwards.
     pub(crate) fn set_access(&mut self, access: AccessList) {
         Arc::make_mut(&mut self.routes).set_access(access);
     }
 
-    /// From now on the endpoint is in these groups. The workers are not told, as by
-    /// [`enrol`](DeviceRegistry::enrol).
+    /// Replaces the groups of an endpoint. Call [`publish_routes`](DeviceRegistry::publish_routes)
+    /// afterwards.
     pub(crate) fn set_groups(&mut self, cid: Cid, groups: &[String]) {
         Arc::make_mut(&mut self.routes).set_groups(cid, groups);
     }
 
-    /// Nobody gets this CID until it is given back, with or without a route.
+    /// Keeps other devices from using this CID, whether or not it has a route.
     pub(crate) fn reserve(&mut self, cid: Cid) {
         self.reserved.insert(cid);
     }
 
-    /// The CID that was reserved is anybody's.
-    pub(crate) fn give_back(&mut self, cid: Cid) {
+    /// Ends the reservation of a CID.
+    pub(crate) fn release_cid(&mut self, cid: Cid) {
         self.reserved.remove(&cid);
     }
 
-    /// Tells the workers of what they have not been told. When `taken` comes back, every worker
-    /// goes by it.
-    pub(crate) fn tell(&self, taken: &Arc<Notice>) {
-        self.tell_routes(taken);
-    }
-
-    /// Gives `cid` a place on the worker that has the fewest devices, and a route. The workers are
-    /// not told: for those who are there before a worker starts. `None`: all places are taken.
-    pub(crate) fn enrol(&mut self, cid: Cid, entry: Entry<'_>) -> Option<DeviceAddr> {
-        let addr = self.take_places()?;
+    /// Assigns `cid` an address on the worker with the fewest devices, and adds a route. Does not
+    /// publish the routes: for devices that exist before a worker starts. `None`: no address is free.
+    pub(crate) fn assign(&mut self, cid: Cid, entry: Entry<'_>) -> Option<DeviceAddr> {
+        let addr = self.allocate()?;
         let routes = Arc::make_mut(&mut self.routes);
         routes.add(cid, addr, entry.groups);
         if !entry.ports.is_empty() {
             routes.limit_ports(cid, entry.ports.iter().copied());
         }
         if let Some(name) = entry.name {
-            routes.call(cid, name);
+            routes.set_name(cid, name);
         }
         Some(addr)
     }
 
-    /// A place for each queue pair, on one worker after the other; that of the first.
-    fn take_places(&mut self) -> Option<DeviceAddr> {
+    /// Allocates an address for each queue pair, on consecutive workers. Returns the first.
+    fn allocate(&mut self) -> Option<DeviceAddr> {
         let workers = self.numbers.iter().enumerate();
         let (least, _) = workers.min_by_key(|(_, numbers)| numbers.taken())?;
         let mut queue_pairs = Vec::new();
@@ -184,13 +182,13 @@ impl DeviceRegistry {
         Some(addr)
     }
 
-    /// The places of a device's queue pairs.
+    /// The addresses of a device's queue pairs.
     fn queue_pairs(&self, addr: DeviceAddr) -> Arc<[DeviceAddr]> {
         let queue_pairs = self.queue_pairs.get(&addr).cloned();
         queue_pairs.unwrap_or_else(|| Arc::new([addr]))
     }
 
-    /// The devices for a place: one for each queue pair, the first first.
+    /// Makes the devices of an address: one for each queue pair, in their order.
     pub(crate) fn devices(&self, addr: DeviceAddr, member: Member) -> Vec<Device> {
         let Member {
             cid,
@@ -202,7 +200,7 @@ impl DeviceRegistry {
         } = member;
         let ports = Arc::new(PortTable::new());
         let queue_pairs = self.queue_pairs(addr);
-        // Host programs come to the first; from each the guest goes to them.
+        // Host programs connect through the first queue pair; the guest connects to them through any.
         let outward = host.outward();
         let hosts = std::iter::once(host).chain(std::iter::repeat_with(|| outward.outward()));
         let devices = (0..).zip(queue_pairs.iter()).zip(hosts);
@@ -225,16 +223,16 @@ impl DeviceRegistry {
             connect_timeout: self.terms.connect_timeout,
             max_pending_resets: MAX_PENDING_RESETS,
             accept_all: true,
-            // Who is there, and may be reached, the switch knows when it is asked.
+            // The routes decide which endpoints may connect when a connection is requested.
             local: LocalCids::All,
-            // The guest's own buffer is the only bound on what goes to it.
+            // The guest's own receive buffer is the only limit for data sent to it.
             send_limit: Some(u32::MAX),
             ..ShardConfig::device(cid)
         };
         Shard::new(config, ports.clone())
     }
 
-    /// The way to the worker of a device.
+    /// The port through which the control thread sends commands to a device.
     pub(crate) fn port(&self, addr: DeviceAddr) -> Option<Box<dyn DevicePort>> {
         let queue_pairs = self.queue_pairs(addr);
         let mut ports = Vec::new();
@@ -252,29 +250,29 @@ impl DeviceRegistry {
         }
     }
 
-    /// Adds a device while the workers run. When `taken` comes back, every worker knows it, and
-    /// everybody in its groups can reach it.
+    /// Adds a device while the workers run. When `taken` is dropped, every worker knows it, and the
+    /// members of its groups can reach it. `None`: no address is free.
     pub(crate) fn add(
         &mut self,
         member: Member,
         entry: Entry<'_>,
         taken: &Arc<Notice>,
     ) -> Option<DeviceAddr> {
-        let addr = self.enrol(member.cid, entry)?;
+        let addr = self.assign(member.cid, entry)?;
         self.start(addr, member);
-        self.tell_routes(taken);
+        self.publish_routes(taken);
         Some(addr)
     }
 
-    /// Adds a service's device, with its claims, while the workers run. When `taken` comes back,
-    /// every worker sends to it what guests ask of these ports of the host.
+    /// Adds a service's device and its claims while the workers run. When `taken` is dropped, every
+    /// worker routes guests' connections to these ports of the host to it. `None`: no address is free.
     pub(crate) fn add_service(
         &mut self,
         member: Member,
         ports: &[Port],
         taken: &Arc<Notice>,
     ) -> Option<DeviceAddr> {
-        let addr = self.take_places()?;
+        let addr = self.allocate()?;
         self.start(addr, member);
         self.claim(addr, ports, taken);
         Some(addr)
@@ -293,27 +291,26 @@ impl DeviceRegistry {
         }
     }
 
-    /// From now on these ports of the host belong to a service. When `taken` comes back, every
-    /// worker knows.
+    /// Routes these ports of the host to a service. Every worker does so when `taken` is dropped.
     pub(crate) fn claim(&mut self, addr: DeviceAddr, ports: &[Port], taken: &Arc<Notice>) {
         let routes = Arc::make_mut(&mut self.routes);
         for &port in ports {
             routes.claim(port, addr);
         }
-        self.tell_routes(taken);
+        self.publish_routes(taken);
     }
 
-    /// From now on these ports belong to nobody. When `taken` comes back, no worker sends
-    /// anything to whose they were, and they can be claimed again.
+    /// Removes the routes of these ports of the host. When `taken` is dropped, no worker routes to the
+    /// service any more and the ports can be claimed again.
     pub(crate) fn unclaim(&mut self, ports: impl IntoIterator<Item = Port>, taken: &Arc<Notice>) {
         let routes = Arc::make_mut(&mut self.routes);
         for port in ports {
             routes.unclaim(port);
         }
-        self.tell_routes(taken);
+        self.publish_routes(taken);
     }
 
-    /// Removes a service's device, and its claims, as [`remove`](DeviceRegistry::remove) does.
+    /// Removes a service's device and its claims; otherwise as [`remove`](DeviceRegistry::remove).
     pub(crate) fn remove_service(
         &mut self,
         addr: DeviceAddr,
@@ -324,15 +321,15 @@ impl DeviceRegistry {
         self.unclaim(ports, taken);
     }
 
-    /// Removes a device that was added. When `taken` comes back, no worker knows it any more, and
-    /// its place can be [released](DeviceRegistry::release).
+    /// Removes a device. When `taken` is dropped, no worker has it any more and its address can be
+    /// [released](DeviceRegistry::release).
     pub(crate) fn remove(&mut self, cid: Cid, addr: DeviceAddr, taken: &Arc<Notice>) {
         Arc::make_mut(&mut self.routes).remove(cid);
         self.stop(addr);
-        self.tell_routes(taken);
+        self.publish_routes(taken);
     }
 
-    /// The device that had this place is gone, by word of its worker.
+    /// Frees the addresses of a device that the workers have removed.
     pub(crate) fn release(&mut self, addr: DeviceAddr) {
         let queue_pairs = self.queue_pairs(addr);
         self.queue_pairs.remove(&addr);
@@ -343,11 +340,12 @@ impl DeviceRegistry {
 
     fn release_one(&mut self, addr: DeviceAddr) {
         if let Some(numbers) = self.numbers.get_mut(addr.worker as usize) {
-            numbers.give_back(addr.vm);
+            numbers.release(addr.vm);
         }
     }
 
-    fn tell_routes(&self, taken: &Arc<Notice>) {
+    /// Sends the routes to the workers. Every worker uses them when `taken` is dropped.
+    pub(crate) fn publish_routes(&self, taken: &Arc<Notice>) {
         for worker in 0..self.workers.len() as u32 {
             let message = WorkerMessage::Routes {
                 routes: Arc::clone(&self.routes),
@@ -359,7 +357,7 @@ impl DeviceRegistry {
 
     fn send(&self, worker: u32, message: WorkerMessage) {
         if let Some(worker) = self.workers.get(worker as usize) {
-            // A worker that is gone has no device any more, and drops what it would answer with.
+            // A worker that has ended has no devices; the message, with its reply or notice, is dropped.
             let _ = worker.send(message);
         }
     }
@@ -372,7 +370,7 @@ struct WorkerPort {
 
 impl DevicePort for WorkerPort {
     fn submit(&mut self, command: DeviceCommand, reply: Reply) {
-        // A worker that is gone drops the token, and that answers.
+        // A worker that has ended drops the reply, which answers `Failed`.
         let _ = self.worker.send(WorkerMessage::Command {
             vm: self.vm,
             command,

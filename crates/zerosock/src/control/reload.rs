@@ -1,8 +1,11 @@
-//! The extension on the control thread: it has the registry, knows the VMs that were configured, lets
-//! the attach server work, and carries out what is to change while all of it runs.
+//! Configuration changes at run time: the extension of the control thread that owns the device
+//! registry, the configured VMs and the attach server.
 //!
-//! What must hold: an order is carried out whole or not at all; who gave it is answered when every
-//! worker goes by it; what exists (connections, devices that stay) is not touched.
+//! # Invariants
+//!
+//! - An order is carried out completely or not at all.
+//! - An order is answered when every worker uses the new routes.
+//! - Connections are not affected, except those of VMs that are removed.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -22,18 +25,18 @@ use crate::control::registry::{DeviceRegistry, Entry, Member};
 use crate::routing::DeviceAddr;
 use zerosock_vhost_user::{ControlExtension, FrontendRegistry, FrontendSocket, Notice, VmSpec};
 
-/// An order to the handler.
+/// A configuration change, and where its result goes.
 #[derive(Debug)]
 pub(super) struct Order {
-    /// What is to be added, instead of [`Reload::add`].
+    /// Used instead of [`Reload::add`].
     pub(super) add: Vec<NewVm>,
     pub(super) reload: Reload,
     pub(super) answer: Sender<Result<(), ReloadError>>,
 }
 
-/// A VM that was configured.
+/// A configured VM.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct ConfiguredVm {
     /// Its number on the control thread.
     pub(super) vm: usize,
     pub(super) addr: DeviceAddr,
@@ -42,78 +45,59 @@ pub(super) struct Place {
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Stage {
-    In,
-    /// Its front-end is seen off.
+    Active,
+    /// Its front-end is being disconnected.
     Leaving,
-    /// The workers forget it; the number of the notice.
+    /// The workers are removing it; the number of the notice.
     Removing(u64),
 }
 
-/// The owner of the registry.
-enum RegistryOwner {
-    /// Nobody may attach.
-    Vms(Box<DeviceRegistry>),
-    /// The attach server.
-    All(Box<Server>),
-}
-
-/// What front-ends of a VM that is added are told and held to.
-struct Front {
+/// Settings of the front-end socket of a VM to add.
+struct FrontendSpec {
     listener: PeerFd,
     queue_size: u16,
     sealed_memory: bool,
 }
 
-/// See the module.
+/// See the [module](self).
 pub(super) struct ReloadHandler {
-    owner: RegistryOwner,
-    vms: BTreeMap<Cid, Place>,
+    registry: DeviceRegistry,
+    /// Lets processes attach, if that is configured. Borrows the registry for each call.
+    server: Option<Server>,
+    vms: BTreeMap<Cid, ConfiguredVm>,
     orders: Receiver<Order>,
-    /// Orders of which the workers are being told, by the numbers of the notices.
-    told: Vec<(u64, Sender<Result<(), ReloadError>>)>,
+    /// Orders with routes that some workers do not use yet, by the number of the notice.
+    unpublished: Vec<(u64, Sender<Result<(), ReloadError>>)>,
     sealed_memory: bool,
 }
 
 impl ReloadHandler {
-    /// The handler, and the way to give it orders.
+    /// Makes the handler and the sender of orders to it.
     pub(super) fn new(
         registry: DeviceRegistry,
-        server: impl FnOnce(DeviceRegistry) -> io::Result<Result<Server, DeviceRegistry>>,
-        vms: BTreeMap<Cid, Place>,
+        server: Option<Server>,
+        vms: BTreeMap<Cid, ConfiguredVm>,
         sealed_memory: bool,
-    ) -> io::Result<(ReloadHandler, Sender<Order>)> {
-        let owner = match server(registry)? {
-            Ok(server) => RegistryOwner::All(Box::new(server)),
-            Err(registry) => RegistryOwner::Vms(Box::new(registry)),
-        };
+    ) -> (ReloadHandler, Sender<Order>) {
         let (sender, orders) = channel();
         let reload_handler = ReloadHandler {
-            owner,
+            registry,
+            server,
             vms,
             orders,
-            told: Vec::new(),
+            unpublished: Vec::new(),
             sealed_memory,
         };
-        Ok((reload_handler, sender))
+        (reload_handler, sender)
     }
 
-    fn registry(&mut self) -> &mut DeviceRegistry {
-        match &mut self.owner {
-            RegistryOwner::Vms(registry) => registry,
-            RegistryOwner::All(server) => server.registry(),
-        }
-    }
-
-    fn server(&mut self) -> Option<&mut Server> {
-        match &mut self.owner {
-            RegistryOwner::Vms(_) => None,
-            RegistryOwner::All(server) => Some(server),
-        }
-    }
-
-    /// Whether an order can be carried out.
-    fn check(&mut self, add: &[NewVm], reload: &Reload) -> Result<(), ReloadError> {
-        let known = |cid: &Cid| self.vms.get(cid).is_some_and(|vm| vm.stage == Stage::In);
+    /// Whether an order can be carried out. Changes nothing.
+    fn check(&self, add: &[NewVm], reload: &Reload) -> Result<(), ReloadError> {
+        let known = |cid: &Cid| {
+            self.vms
+                .get(cid)
+                .is_some_and(|vm| vm.stage == Stage::Active)
+        };
         let named = reload.remove.iter().chain(reload.groups.keys());
         if let Some(&cid) = named.clone().find(|cid| !known(cid)) {
             return Err(ReloadError::UnknownVm(cid));
@@ -121,30 +105,30 @@ impl ReloadHandler {
         let mut added = std::collections::BTreeSet::new();
         for vm in add {
             let cid = vm.cid;
-            // One that leaves has its CID until it has left.
-            let taken = self.vms.contains_key(&cid) || self.registry().contains(cid);
+            // A VM keeps its CID until it is removed.
+            let taken = self.vms.contains_key(&cid) || self.registry.contains(cid);
             if taken || !added.insert(cid) {
                 return Err(ReloadError::CidTaken(cid));
             }
         }
-        if reload.attach.is_some() && matches!(self.owner, RegistryOwner::Vms(_)) {
-            return Err(ReloadError::NobodyAttaches);
+        if reload.attach.is_some() && self.server.is_none() {
+            return Err(ReloadError::NoAttachSocket);
         }
         Ok(())
     }
 
-    fn carry_out(&mut self, order: Order, frontends: &mut FrontendRegistry) {
+    fn apply(&mut self, order: Order, frontends: &mut FrontendRegistry) {
         let Order {
             add,
             reload,
             answer,
         } = order;
         if let Err(error) = self.check(&add, &reload) {
-            // Who has asked may have gone.
+            // The receiver may be gone.
             let _ = answer.send(Err(error));
             return;
         }
-        // All that can fail comes first.
+        // Everything that can fail comes before the first change, as far as possible.
         let mut ready = Vec::new();
         for vm in add {
             match self.prepare(vm) {
@@ -166,9 +150,9 @@ impl ReloadHandler {
             match self.add(front, member, entry, &notice, frontends) {
                 Ok(()) => added.push(cid),
                 Err(error) => {
-                    // The others go as they came.
+                    // Undo: remove those that were added.
                     for cid in added {
-                        self.send_off(cid, frontends);
+                        self.begin_removal(cid, frontends);
                     }
                     let _ = answer.send(Err(error));
                     return;
@@ -176,34 +160,34 @@ impl ReloadHandler {
             }
         }
         for cid in &reload.remove {
-            self.send_off(*cid, frontends);
+            self.begin_removal(*cid, frontends);
         }
         for (cid, groups) in &reload.groups {
-            self.registry().set_groups(*cid, groups);
+            self.registry.set_groups(*cid, groups);
         }
-        if let (Some(terms), Some(server)) = (reload.attach, self.server()) {
-            server.set_terms(terms);
+        if let (Some(terms), Some(server)) = (reload.attach, &mut self.server) {
+            server.set_terms(terms, &mut self.registry);
         }
-        self.registry().set_access(reload.access);
-        self.registry().tell(&notice);
-        self.told.push((number, answer));
+        self.registry.set_access(reload.access);
+        self.registry.publish_routes(&notice);
+        self.unpublished.push((number, answer));
     }
 
     fn add(
         &mut self,
-        front: Front,
+        front: FrontendSpec,
         member: Member,
         entry: Entry<'_>,
         notice: &Arc<Notice>,
         frontends: &mut FrontendRegistry,
     ) -> Result<(), ReloadError> {
         let (cid, account) = (member.cid, member.account.clone());
-        let added = self.registry().add(member, entry, notice);
+        let added = self.registry.add(member, entry, notice);
         let addr = added.ok_or(ReloadError::Full(cid))?;
-        let port = self.registry().port(addr).ok_or(ReloadError::Full(cid))?;
+        let port = self.registry.port(addr).ok_or(ReloadError::Full(cid))?;
         let spec = VmSpec {
             name: format!("vm (cid {cid})"),
-            model: self.registry().model(cid),
+            model: self.registry.model(cid),
             socket: FrontendSocket::Listener(front.listener),
             max_queue_size: front.queue_size,
             sealed_memory: self.sealed_memory || front.sealed_memory,
@@ -212,31 +196,31 @@ impl ReloadHandler {
         };
         match frontends.add(spec) {
             Ok(vm) => {
-                let stage = Stage::In;
-                self.vms.insert(cid, Place { vm, addr, stage });
+                let stage = Stage::Active;
+                self.vms.insert(cid, ConfiguredVm { vm, addr, stage });
                 Ok(())
             }
             Err(source) => {
-                // Its place is not given out again: this happens when memory is at its end.
+                // The address is not reused: this happens only when the system is out of memory.
                 let (_, notice) = frontends.notice();
-                self.registry().remove(cid, addr, &notice);
+                self.registry.remove(cid, addr, &notice);
                 Err(ReloadError::Socket { cid, source })
             }
         }
     }
 
-    /// A VM is to leave.
-    fn send_off(&mut self, cid: Cid, frontends: &mut FrontendRegistry) {
-        if let Some(place) = self.vms.get_mut(&cid) {
-            place.stage = Stage::Leaving;
-            let vm = place.vm;
-            self.registry().reserve(cid);
+    /// Begins the removal of a VM: disconnects its front-end. The CID stays reserved until then.
+    fn begin_removal(&mut self, cid: Cid, frontends: &mut FrontendRegistry) {
+        if let Some(configured) = self.vms.get_mut(&cid) {
+            configured.stage = Stage::Leaving;
+            let vm = configured.vm;
+            self.registry.reserve(cid);
             frontends.close(vm, "it is not configured any more");
         }
     }
 
-    /// What can fail of adding a VM.
-    fn prepare(&mut self, vm: NewVm) -> Result<(Front, Member, Vec<String>), ReloadError> {
+    /// The fallible part of adding a VM.
+    fn prepare(&mut self, vm: NewVm) -> Result<(FrontendSpec, Member, Vec<String>), ReloadError> {
         let cid = vm.cid;
         let refuse = |source| ReloadError::Host {
             cid,
@@ -260,7 +244,7 @@ impl ReloadHandler {
             process: false,
             account: vm.account,
         };
-        let front = Front {
+        let front = FrontendSpec {
             listener: vm.listener,
             queue_size: vm.queue_size,
             sealed_memory: vm.require_sealed_memory,
@@ -268,82 +252,87 @@ impl ReloadHandler {
         Ok((front, member, vm.groups))
     }
 
-    fn of_vm(&self, vm: usize) -> Option<Cid> {
-        let mut places = self.vms.iter();
-        places
-            .find(|(_, place)| place.vm == vm)
+    fn cid_of(&self, vm: usize) -> Option<Cid> {
+        let mut vms = self.vms.iter();
+        vms.find(|(_, configured)| configured.vm == vm)
             .map(|(&cid, _)| cid)
     }
 }
 
 impl ControlExtension for ReloadHandler {
     fn begin(&mut self, frontends: &mut FrontendRegistry) -> io::Result<()> {
-        self.server()
-            .map_or(Ok(()), |server| server.begin(frontends))
+        match &mut self.server {
+            Some(server) => server.begin(frontends),
+            None => Ok(()),
+        }
     }
 
     fn end(&mut self, frontends: &mut FrontendRegistry) {
-        if let Some(server) = self.server() {
+        if let Some(server) = &mut self.server {
             server.end(frontends);
         }
     }
 
     fn ready(&mut self, key: u32, flags: EventFlags, frontends: &mut FrontendRegistry) {
-        if let Some(server) = self.server() {
-            server.ready(key, flags, frontends);
+        if let Some(server) = &mut self.server {
+            server.ready(key, flags, &mut self.registry, frontends);
         }
     }
 
     fn woken(&mut self, frontends: &mut FrontendRegistry) {
         while let Ok(order) = self.orders.try_recv() {
-            self.carry_out(order, frontends);
+            self.apply(order, frontends);
         }
     }
 
-    fn vm_over(&mut self, vm: usize, frontends: &mut FrontendRegistry) {
-        let Some(cid) = self.of_vm(vm) else {
-            if let Some(server) = self.server() {
-                server.vm_over(vm, frontends);
+    fn vm_removed(&mut self, vm: usize, frontends: &mut FrontendRegistry) {
+        let Some(cid) = self.cid_of(vm) else {
+            if let Some(server) = &mut self.server {
+                server.vm_removed(vm, &mut self.registry, frontends);
             }
             return;
         };
         let (number, notice) = frontends.notice();
-        if let Some(place) = self.vms.get_mut(&cid) {
-            place.stage = Stage::Removing(number);
-            let addr = place.addr;
-            self.registry().remove(cid, addr, &notice);
+        if let Some(configured) = self.vms.get_mut(&cid) {
+            configured.stage = Stage::Removing(number);
+            let addr = configured.addr;
+            self.registry.remove(cid, addr, &notice);
         }
     }
 
-    fn noticed(&mut self, number: u64, frontends: &mut FrontendRegistry) {
-        if let Some(at) = self.told.iter().position(|&(told, _)| told == number) {
-            let (_, answer) = self.told.swap_remove(at);
+    fn notice_dropped(&mut self, number: u64, frontends: &mut FrontendRegistry) {
+        if let Some(at) = self
+            .unpublished
+            .iter()
+            .position(|&(notice, _)| notice == number)
+        {
+            let (_, answer) = self.unpublished.swap_remove(at);
             let _ = answer.send(Ok(()));
         }
         let gone = Stage::Removing(number);
-        let gone = self.vms.iter().find(|(_, place)| place.stage == gone);
+        let gone = self
+            .vms
+            .iter()
+            .find(|(_, configured)| configured.stage == gone);
         if let Some((&cid, _)) = gone
-            && let Some(place) = self.vms.remove(&cid)
+            && let Some(configured) = self.vms.remove(&cid)
         {
-            self.registry().release(place.addr);
-            self.registry().give_back(cid);
+            self.registry.release(configured.addr);
+            self.registry.release_cid(cid);
             tracing::info!(%cid, "VM gone");
         }
-        if let Some(server) = self.server() {
-            server.noticed(number, frontends);
+        if let Some(server) = &mut self.server {
+            server.notice_dropped(number, &mut self.registry, frontends);
         }
     }
 
     fn deadline(&self) -> Option<Instant> {
-        match &self.owner {
-            RegistryOwner::Vms(_) => None,
-            RegistryOwner::All(server) => server.deadline(),
-        }
+        self.server.as_ref().and_then(Server::deadline)
     }
 
     fn time_passed(&mut self, now: Instant, frontends: &mut FrontendRegistry) {
-        if let Some(server) = self.server() {
-            server.time_passed(now, frontends);
+        if let Some(server) = &mut self.server {
+            server.time_passed(now, &mut self.registry, frontends);
         }
     }
 }

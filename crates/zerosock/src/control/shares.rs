@@ -1,4 +1,4 @@
-//! What all peers of a daemon may use together of what this process has once.
+//! How descriptors and mapped memory of this process are divided among all peers.
 
 use std::ops::RangeInclusive;
 
@@ -11,9 +11,9 @@ use crate::attach::server::MAX_TURNED_AWAY;
 /// Bytes of memory that peers may have mapped here.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct MemoryLimits {
-    /// One VM, or all processes of one user.
+    /// Limit of one VM, or of all processes of one user.
     pub(crate) each: u64,
-    /// All together.
+    /// Limit of all peers together.
     pub(crate) total: u64,
 }
 
@@ -26,53 +26,53 @@ impl Default for MemoryLimits {
     }
 }
 
-/// Descriptors of the process itself: what a message may bring before it is counted, processes that
-/// are turned away, and event loops, logs, metrics.
+/// Descriptors for the process itself: those received but not yet counted, connections of processes
+/// that are turned away, event loops, logs and metrics.
 const OWN: u64 = fd_passing::RESERVE + MAX_TURNED_AWAY + 66;
-/// Descriptors of each VM that are not counted: listeners, and connections of front-ends.
+/// Descriptors of each VM that are not counted: listeners and front-end connections.
 const EACH_VM: u64 = 5;
 
-/// Connections that one peer may have in any case, and at most unless another number is configured.
+/// Bounds of the default limit of connections per peer.
 const CONNECTIONS: RangeInclusive<u64> = 64..=131_072;
 
-/// What there is to share out.
+/// The configuration that determines the shares.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct Wanted {
     pub(crate) memory: MemoryLimits,
-    /// VMs, and users that attach.
+    /// VMs, and users that may attach.
     pub(crate) vms: usize,
     pub(crate) users: usize,
-    /// Host programs connect to peers, or peers to host programs: by sockets of the host.
+    /// Whether guests or processes and host programs connect to each other by sockets of the host.
     pub(crate) host_sockets: bool,
     pub(crate) max_connections: Option<usize>,
 }
 
 /// How descriptors are shared out among the VMs and the users that attach.
 ///
-/// A connection between a guest and a program of the host is one descriptor. So are the memory and
-/// the eventfds that a front-end sends. Connections to other guests, to processes and to the program
-/// that embeds the device are none.
+/// Each connection between a guest and a program of the host needs one descriptor, as does each memory
+/// region and eventfd that a front-end sends. Connections to other guests, to processes and to the
+/// embedding program need none.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Shares {
     /// RLIMIT_NOFILE at the start.
     pub limit: u64,
-    /// Those that the process itself needs, among them what a message may bring before it is counted.
+    /// Descriptors for the process itself, including those received but not yet counted.
     pub reserved: u64,
     /// VMs, and users that may attach, at the start.
     pub peers: u64,
-    /// What each of them is guaranteed: half of the rest, divided by their number. VMs that are added
-    /// later are guaranteed as many, as far as they are free.
+    /// Descriptors guaranteed to each peer: half of the rest, divided by the number of peers. VMs added
+    /// later get the same guarantee as far as descriptors are free.
     pub guaranteed: u64,
-    /// The other half: what any of them gets beyond that, as long as there are some.
+    /// The other half, which any peer may use beyond its guarantee while some are free.
     pub common: u64,
-    /// Connections that each of them may have, of all kinds.
+    /// Limit of connections of each peer, of all kinds.
     pub max_connections: usize,
 }
 
-/// The budget for so many VMs and users that attach.
+/// The budget and the shares for this configuration.
 ///
-/// RLIMIT_NOFILE, less [`OWN`] and [`EACH_VM`], but a quarter of it at least, is for the peers.
+/// Peers share RLIMIT_NOFILE less [`OWN`] and [`EACH_VM`], but at least a quarter of it.
 pub(crate) fn budget(wanted: Wanted) -> (Budget, Shares) {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let shares = shares(limit, &wanted);
@@ -132,10 +132,10 @@ mod tests {
         } = shares;
         assert_eq!((peers, guaranteed, common), (4, 125, 500));
         assert_eq!(max_connections, 625);
-        // They need no descriptors, or the number is configured.
+        // No descriptors are needed, or the number is configured.
         assert_eq!(of(1024, false, None).max_connections, 131_072);
         assert_eq!(of(1024, true, Some(7)).max_connections, 7);
-        // Within bounds.
+        // Clamped to the bounds.
         assert_eq!(of(1 << 30, true, None).max_connections, 131_072);
         assert_eq!(of(64, true, None).max_connections, 64);
     }

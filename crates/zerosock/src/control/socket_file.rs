@@ -11,11 +11,11 @@ use zerosock_sys::socket_file::{self, Options};
 
 pub(crate) use zerosock_sys::socket_file::SocketFile;
 
-/// Binds a listener at `path`, with this mode, if any, else by the umask. A socket there that
-/// no process holds any more is replaced. It never waits.
+/// Binds a listener at `path`, with this mode, or by the umask if `None`. Replaces a socket file that
+/// no process listens on. Never blocks.
 ///
 /// # Errors
-/// `AddrInUse` when a process listens there, or when something else than a socket is there.
+/// `AddrInUse` if a process listens there, or if the file is not a socket.
 pub(crate) fn bind(
     path: &Path,
     kind: SocketKind,
@@ -36,12 +36,12 @@ pub(crate) fn bind(
     Ok(socket_file::bind(path, options)?)
 }
 
-/// What is said on a socket.
+/// The protocol of a listening socket.
 #[derive(Copy, Clone, Debug)]
 pub(crate) enum SocketKind {
     /// vhost-user messages, with descriptors.
     Frontend,
-    /// A connection of the hybrid convention.
+    /// Connections of the hybrid vsock convention.
     Program,
     /// Requests to attach (SOCK_SEQPACKET).
     Packets,
@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_owner_is_replaced_and_a_living_one_is_not() {
+    fn a_socket_file_is_replaced_only_if_no_process_listens() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("socket");
         drop(UnixListener::bind(&path).unwrap());
@@ -72,7 +72,7 @@ mod tests {
         let error = bind(&path).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
         let mode = std::fs::metadata(&path).unwrap().permissions().mode();
-        assert_eq!(mode & 0o777, 0o600, "nobody else's");
+        assert_eq!(mode & 0o777, 0o600, "only the owner may connect");
         listener.set_nonblocking(true).unwrap();
         let error = listener.accept().unwrap_err();
         assert_eq!(
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_another_kind_or_owner_stays() {
+    fn a_file_of_another_kind_or_owner_is_not_removed() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         std::fs::write(&path, "mine").unwrap();
@@ -93,9 +93,9 @@ mod tests {
         assert!(path.exists());
         let path = dir.path().join("socket");
         let (_listener, file) = bind(&path).unwrap();
-        // There before the other goes, lest it be given the same inode.
+        // Created before the other is removed, so that it gets another inode.
         let other = dir.path().join("other");
-        std::fs::write(&other, "somebody else's").unwrap();
+        std::fs::write(&other, "another process's").unwrap();
         std::fs::rename(&other, &path).unwrap();
         drop(file);
         assert!(path.exists());

@@ -13,6 +13,7 @@ use zerosock_proto::{Address, Cid, Instant};
 use super::Driver;
 use super::arena::EVENT_SLOTS;
 use super::errors::DriverError;
+use super::link::guest_cid;
 use super::queue_pairs::{QueuePairId, RxSlot};
 use crate::header;
 use crate::table::backend::{Payload, ShowBounds};
@@ -308,7 +309,7 @@ impl Driver {
         let cid = self
             .link
             .as_mut()
-            .and_then(|link| link.frontend.guest_cid().ok());
+            .and_then(|link| guest_cid(&mut link.frontend).ok());
         // The CID of a service does not change.
         let cid = cid.filter(|_| self.config.host_ports.is_none());
         let Some(cid) = cid.and_then(|cid| Cid::guest(cid).ok()) else {

@@ -18,14 +18,20 @@ use zerosock_proto::vsock::{QueuePairs, Shard};
 
 use super::arena::{Arena, ArenaError};
 use super::config::DriverConfig;
-use super::frontend::{Frontend, FrontendError, VringAddr};
 use crate::fault::Fault;
 use zerosock_proto::vsock::features::{F_PAIRS, F_SEQPACKET, F_STREAM};
+use zerosock_vhost_user::frontend::{Frontend, FrontendError, VringAddr};
 
 /// VIRTIO_F_VERSION_1 (virtio 1.2, 6 "Reserved Feature Bits").
 const F_VERSION_1: u64 = 1 << 32;
 /// VIRTIO_RING_F_EVENT_IDX.
 const F_EVENT_IDX: u64 = 1 << 29;
+
+/// Offset of `guest_cid` in the configuration space of a vsock device, an le64 (virtio 1.2, 5.10.4).
+const GUEST_CID: u32 = 0;
+/// Offsets of the le16 fields that F_PAIRS adds (docs/queue-pairs.md).
+const MAX_QUEUE_PAIRS: u32 = 8;
+const QUEUE_PAIRS: u32 = 10;
 
 /// The CID of the host, which a service's device reports.
 const HOST: u64 = 2;
@@ -104,6 +110,25 @@ impl AttachError {
             },
         }
     }
+}
+
+/// Reads the CID that the device configures for its driver.
+pub(crate) fn guest_cid(frontend: &mut Frontend) -> Result<u64, FrontendError> {
+    let mut cid = [0; 8];
+    frontend.read_config(GUEST_CID, &mut cid)?;
+    Ok(u64::from_le_bytes(cid))
+}
+
+/// Reads the largest number of queue pairs that a device with F_PAIRS accepts.
+fn max_queue_pairs(frontend: &mut Frontend) -> Result<u16, FrontendError> {
+    let mut pairs = [0; 2];
+    frontend.read_config(MAX_QUEUE_PAIRS, &mut pairs)?;
+    Ok(u16::from_le_bytes(pairs))
+}
+
+/// Writes the number of queue pairs in use. The device accepts it only before a queue runs.
+fn set_queue_pairs(frontend: &mut Frontend, pairs: QueuePairs) -> Result<(), FrontendError> {
+    frontend.write_config(QUEUE_PAIRS, &pairs.get().to_le_bytes())
 }
 
 /// Two eventfds for each queue.
@@ -207,16 +232,16 @@ impl Link {
         if !protocol.contains(VhostUserProtocolFeatures::CONFIG) {
             return Err(AttachError::Missing("VHOST_USER_PROTOCOL_F_CONFIG"));
         }
-        let cid = match (frontend.guest_cid()?, &config.host_ports) {
+        let cid = match (guest_cid(&mut frontend)?, &config.host_ports) {
             (HOST, Some(_)) => Cid::HOST,
             (cid, _) => Cid::guest(cid)?,
         };
         let mut pairs = QueuePairs::ONE;
         if features & F_PAIRS != 0 {
-            let most = frontend.max_queue_pairs()?.min(config.queue_pairs);
+            let most = max_queue_pairs(&mut frontend)?.min(config.queue_pairs);
             // A device that reports no pairs still has the mandatory one.
             pairs = QueuePairs::new(most).unwrap_or(QueuePairs::ONE);
-            frontend.set_queue_pairs(pairs.get())?;
+            set_queue_pairs(&mut frontend, pairs)?;
         }
         Ok(Link {
             frontend,

@@ -39,7 +39,6 @@ mod datagrams;
 mod errors;
 mod events;
 mod flows;
-mod frontend;
 #[cfg(test)]
 mod hostile_tests;
 mod intake;
@@ -74,12 +73,12 @@ pub use arena::ArenaError;
 pub use config::{ConfigError, DriverConfig};
 pub use errors::{DriverError, RecvError, SendError, WaitError};
 pub use events::{DriverEvent, DriverStats};
-pub use frontend::{Frontend, FrontendError, VringAddr};
 pub use link::AttachError;
 pub use queues::QueueSetupError;
 pub use transfer::Loan;
 pub use zerosock_proto::vsock::How;
 pub use zerosock_proto::{Address, Cid, Port};
+pub use zerosock_vhost_user::frontend::{Frontend, FrontendError, VringAddr};
 
 use crate::io::deadline::earlier;
 use crate::table::sockets::Sockets;

@@ -1,5 +1,5 @@
-//! What the sockets of a host call: each finds the device that it is about and acts on its queues
-//! at once.
+//! The calls of a host's sockets. Each finds the device of its connection and acts on its queues
+//! immediately.
 
 use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -11,7 +11,7 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
 use super::stores::AllStores;
-use super::{HostEngine, IDLE_LOOKS};
+use super::{HostEngine, IDLE_CHECKS};
 use crate::device::lending::LoanOf;
 use crate::device::program::App;
 use crate::io::deadline::earlier;
@@ -29,28 +29,28 @@ use crate::worker::Worker;
 
 impl Backend for HostEngine {
     fn lease_table(&self) -> Arc<Leases> {
-        self.words.clone()
+        self.leases.clone()
     }
 
     #[inline]
     fn pending(&mut self) -> bool {
-        self.looks = self.looks.saturating_add(1);
-        self.looks >= IDLE_LOOKS
+        self.checks = self.checks.saturating_add(1);
+        self.checks >= IDLE_CHECKS
             || !self.touched.is_empty()
             || self.worker.has_messages()
             || !self.worker.is_idle()
-            || self.find_news()
+            || self.activate_ready_devices()
     }
 
     #[inline]
     fn turn(&mut self) -> Result<bool, EndpointOver> {
-        self.looks = self.looks.saturating_add(1);
-        let ready_flags = self.find_news();
-        self.work(ready_flags)
+        self.checks = self.checks.saturating_add(1);
+        let any_ready = self.activate_ready_devices();
+        self.run_turn(any_ready)
     }
 
     fn flush(&mut self) {
-        self.show();
+        self.flush_touched();
     }
 
     #[inline]
@@ -66,13 +66,13 @@ impl Backend for HostEngine {
                 continue;
             }
             self.touched.swap_remove(at);
-            self.show_one(vm);
+            self.flush_device(vm);
         }
     }
 
     fn arm(&mut self) -> bool {
-        self.show();
-        // A message that comes after this look rings: the mailbox was emptied before.
+        self.flush_touched();
+        // The mailbox was emptied before, so a message sent after this check wakes the poller.
         if self.worker.has_messages() || !self.worker.is_idle() {
             return true;
         }
@@ -81,9 +81,9 @@ impl Backend for HostEngine {
             return false;
         };
         let mut more = false;
-        self.full = 0;
+        self.full_devices = 0;
         for (_, device) in devices.iter_mut() {
-            self.full += usize::from(device.is_full(app));
+            self.full_devices += usize::from(device.is_full(app));
             more |= device.arm(app);
         }
         self.armed = !more;
@@ -98,13 +98,13 @@ impl Backend for HostEngine {
                 .filter(|(_, device)| device.is_full(app))
                 .count()
         };
-        !self.armed || (self.full > 0 && self.app().map_or(0, full) < self.full)
+        !self.armed || (self.full_devices > 0 && self.app().map_or(0, full) < self.full_devices)
     }
 
     fn disarm(&mut self) {
-        // Kicks are asked for no more because the next turn of each device says so. An epoll
-        // instance that fails now fails the next turn as well.
-        let _ = self.look();
+        // The next turn of each device disables kicks. An error of the epoll instance here recurs in the
+        // next turn, which reports it.
+        let _ = self.poll_events();
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
@@ -144,7 +144,7 @@ impl Backend for HostEngine {
         if self.app().is_some_and(|app| app.listens(from)) {
             return Err(ConnectError::InUse);
         }
-        let (vm, from) = self.place(vm, from, to)?;
+        let (vm, from) = self.place_connection(vm, from, to)?;
         let now = self.worker.clock.now();
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(ConnectError::Unreachable)?;
@@ -177,7 +177,7 @@ impl Backend for HostEngine {
             .flat_map(|app| app.unlisten(port))
             .collect::<Vec<_>>()
         {
-            self.end(id, true);
+            self.close_connection(id, true);
         }
     }
 
@@ -247,7 +247,7 @@ impl Backend for HostEngine {
             return;
         };
         conn.send_shutdown |= how.send;
-        // Who waits for it on another thread finds that there is nothing to wait for.
+        // Wakes threads that wait for room: they find the connection shut down.
         if let Some(app) = self.worker.app.as_deref_mut() {
             app.sockets.set_ready(id, ReadyFlags::Writable);
         }
@@ -261,11 +261,11 @@ impl Backend for HostEngine {
     }
 
     fn close(&mut self, id: StreamId) {
-        self.end(id, false);
+        self.close_connection(id, false);
     }
 
     fn abort(&mut self, id: StreamId) {
-        self.end(id, true);
+        self.close_connection(id, true);
     }
 
     #[inline]
@@ -276,7 +276,7 @@ impl Backend for HostEngine {
                 got = self.read_arrivals(id, out);
             }
             if got == 0 {
-                // The first one may be longer than `out`, and held.
+                // The first message may be longer than `out`; then it is held.
                 got = self.read_held(id, out, peek);
             }
             if got == 0 {
@@ -305,20 +305,20 @@ impl Backend for HostEngine {
         if let Some(app) = self.worker.app.as_deref_mut() {
             app.sockets.set_low_water(id, bytes);
         }
-        // A flow that ended meanwhile needs no credit; the same goes for the calls below.
-        self.tune(id, |shard, flow| shard.set_low_water(flow, bytes));
+        // A flow that has ended needs no credit. The same holds for the calls below.
+        self.with_flow(id, |shard, flow| shard.set_low_water(flow, bytes));
     }
 
     fn set_buffer(&mut self, id: StreamId, bytes: u32) {
-        self.tune(id, |shard, flow| shard.set_buf_alloc(flow, bytes));
+        self.with_flow(id, |shard, flow| shard.set_buf_alloc(flow, bytes));
     }
 
     fn set_connect_timeout(&mut self, id: StreamId, timeout: Duration) {
         let now = self.worker.clock.now();
-        self.tune(id, |shard, flow| {
+        self.with_flow(id, |shard, flow| {
             shard.set_connect_timeout(now, flow, timeout)
         });
-        // There is another timer to note.
+        // The device has another timer, which its turn registers.
         if let Some(vm) = self.device_of(id) {
             self.worker.activate(vm);
         }
@@ -330,7 +330,7 @@ impl Backend for HostEngine {
     }
 
     fn ask_progress(&mut self, id: StreamId) {
-        self.tune(id, |shard, flow| shard.request_progress(flow));
+        self.with_flow(id, |shard, flow| shard.request_progress(flow));
     }
 
     #[inline]
@@ -426,14 +426,14 @@ impl Backend for HostEngine {
     }
 
     fn set_coalesces(&mut self, id: StreamId, coalesces: bool) {
-        self.tune(id, |shard, flow| {
+        self.with_flow(id, |shard, flow| {
             shard.set_coalescing(flow, coalesces);
             Ok(())
         });
     }
 
     fn flush_coalesced(&mut self, id: StreamId) {
-        self.tune(id, |shard, flow| {
+        self.with_flow(id, |shard, flow| {
             shard.flush_coalesced(flow);
             Ok(())
         });

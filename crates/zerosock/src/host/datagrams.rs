@@ -1,5 +1,5 @@
-//! The datagram sockets of a host: CID 2 to every device. Each call finds the device of the
-//! destination, or the one that a datagram lies in, and acts on its queues at once.
+//! The datagram sockets of a host: CID 2 to every device. Each call finds the device of the destination,
+//! or that of a received datagram, and acts on its queues immediately.
 
 use zerosock_proto::vsock::datagram::{
     BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats,
@@ -18,7 +18,7 @@ use crate::table::sockets::Sockets;
 use crate::worker::Worker;
 
 impl HostEngine {
-    /// Acts on what the sockets have received.
+    /// Calls `act` with the inboxes, the sockets and the buffers of all devices.
     #[inline]
     fn with_inboxes<T>(
         &mut self,
@@ -39,7 +39,7 @@ impl HostEngine {
         act(inboxes, sockets, &mut store)
     }
 
-    /// Whether a datagram may be sent to `to`: from which address, and by which device.
+    /// Checks whether a datagram may be sent to `to`. Returns the source address and the device.
     #[inline]
     fn may_send_datagram(
         &mut self,
@@ -65,10 +65,10 @@ impl HostEngine {
         Ok((from, vm))
     }
 
-    /// A send found no buffer.
+    /// Registers a socket that found no buffer, to be notified when there is one.
     #[cold]
     fn wait_for_datagram_room(&mut self, id: DatagramId, vm: u32) -> DatagramFault {
-        // There may be a timer to note.
+        // The device may have a timer, which its turn registers.
         self.worker.activate(vm);
         if let Some(app) = self.worker.app.as_deref_mut() {
             app.inboxes.table.wait_for_buffer(id);
@@ -78,71 +78,71 @@ impl HostEngine {
 
     fn count_sent(&mut self, id: DatagramId, len: usize) {
         if let Some(app) = self.worker.app.as_deref_mut() {
-            // It lies in the receiver's buffers: nothing is under way.
+            // The datagram is in the receiver's buffers already, so nothing is in flight.
             app.inboxes.table.sent(id, len as u32, false);
         }
     }
 
-    /// Puts words of the flow control that are due into the queues of those whom they are for.
+    /// Sends due flow-control messages of datagram sockets.
     #[inline]
     pub(super) fn send_flow_control(&mut self) {
         if self
             .app()
             .is_some_and(|app| app.inboxes.table.has_control())
         {
-            self.say_them();
+            self.put_flow_control();
         }
     }
 
     #[cold]
-    fn say_them(&mut self) {
+    fn put_flow_control(&mut self) {
         let now = self.worker.clock.now();
         loop {
             let app = self.worker.app.as_deref_mut();
             let poll = |app: &mut App| app.inboxes.table.poll_control(now, |_| true);
-            let Some(word) = app.and_then(poll) else {
+            let Some(message) = app.and_then(poll) else {
                 return;
             };
-            // Nobody need be told who is gone.
-            let Some(device) = self.worker.routes.device(word.dst.cid) else {
+            // The endpoint is gone and needs no message.
+            let Some(device) = self.worker.routes.device(message.dst.cid) else {
                 continue;
             };
             let (device, mut cx) = self.worker.lend(device.vm, now);
             let Some(device) = device else { continue };
             let vm = device.addr().vm;
-            if device.put_control(&word, &mut cx) {
+            if device.put_control(&message, &mut cx) {
                 self.touch(vm);
             } else if let Some(app) = self.worker.app.as_deref_mut() {
-                let same = |to: Address| to.cid == word.dst.cid;
+                let same = |to: Address| to.cid == message.dst.cid;
                 app.inboxes.table.retry_control(now, same);
             }
         }
     }
 
-    /// Ends blocks whose time is over, and repeats words that are due.
+    /// Ends blocks that have expired, and repeats flow-control messages that are due.
     #[inline]
     pub(super) fn end_blocks(&mut self, now: Instant) {
         if let Some(app) = self.worker.app.as_deref_mut()
             && app.inboxes.table.poll_timeout().is_some_and(|at| at <= now)
         {
             app.inboxes.table.handle_timeout(now);
-            self.say_them();
+            self.put_flow_control();
         }
     }
 
-    /// Shows the next datagram for a socket of which nothing is held, as it is taken in.
+    /// Passes the next datagram to `look` directly from the queue, for a socket without held datagrams.
     fn show_datagram(
         &mut self,
         id: DatagramId,
         look: &mut dyn FnMut(Address, Payload<'_>, bool),
     ) -> bool {
         let trusts = self.trust_processes;
-        // The devices take turns.
-        for _ in 0..self.worker.devices.places() {
-            if self.next_datagram >= self.worker.devices.places() {
+        // Round-robin over the devices.
+        for _ in 0..self.worker.devices.slots() {
+            if self.next_datagram >= self.worker.devices.slots() {
                 self.next_datagram = 0;
             }
-            let vm = self.worker.devices.at_place(self.next_datagram);
+            let vm = self.worker.devices.at_slot(self.next_datagram);
             let device = vm.and_then(|vm| Some((vm, self.worker.devices.get_mut(vm)?)));
             let Some((vm, _)) =
                 device.and_then(|(vm, device)| device.has_arrivals().then_some((vm, ())))
@@ -150,7 +150,7 @@ impl HostEngine {
                 self.next_datagram += 1;
                 continue;
             };
-            // Beforehand: who looks may panic.
+            // Before the call, because `look` may panic.
             self.touch(vm);
             let (device, mut cx) = self.worker.lend_late(vm, self.now);
             let shown = device.is_some_and(|device| {
@@ -159,7 +159,7 @@ impl HostEngine {
                 device.app_show_datagram(id, &mut look, &mut cx)
             });
             if cx.clock.is_none() {
-                // There was more than plain datagrams: timers may have been set.
+                // Packets of other kinds were handled too and may have set timers.
                 self.worker.activate(vm);
             }
             if shown {
@@ -255,7 +255,7 @@ impl DatagramBackend for HostEngine {
             return Err(DatagramFault::Unknown);
         };
         let (from, vm) = match self.may_send_datagram(id, to, len) {
-            // Another device has the CID now.
+            // The CID now belongs to another device.
             Ok((_, other)) if other != vm => {
                 self.drop_loan(index, vm);
                 return Err(DatagramFault::Unreachable);
@@ -284,7 +284,7 @@ impl DatagramBackend for HostEngine {
 
     fn may_send(&mut self, id: DatagramId, to: Option<Address>) -> bool {
         let Some(to) = to else {
-            // To whom is not known: the table alone can say that it would wait.
+            // Without a destination only the table could say that a send would block.
             return true;
         };
         match self.may_send_datagram(id, to, 0) {
@@ -330,9 +330,8 @@ impl DatagramBackend for HostEngine {
 
     fn lease(&mut self, id: DatagramId) -> Result<LeasedDatagram, RecvFault> {
         if self.app().is_some_and(|app| app.inboxes.is_empty(id)) {
-            // What has come is taken in and held.
-            let ready_flags = self.find_news();
-            if ready_flags {
+            // Moves queued datagrams to the inboxes.
+            if self.activate_ready_devices() {
                 let now = self.worker.clock.now();
                 self.now = now;
                 self.worker.turn_devices(now);
@@ -344,7 +343,7 @@ impl DatagramBackend for HostEngine {
     }
 
     fn trusts(&self, pool: Option<u32>) -> bool {
-        // A copy is our own.
+        // A copy is our own memory.
         pool.is_none_or(|pool| self.trust_processes && self.is_process(pool))
     }
 

@@ -1,4 +1,4 @@
-//! Whole messages of a host's sockets, as [`super::calls`] asks for them: read, leased, sent, lent.
+//! Calls of [`super::calls`] on whole messages of a host's sockets: read, lease, send and loan.
 
 use std::io::IoSlice;
 

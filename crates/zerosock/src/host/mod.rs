@@ -1,14 +1,18 @@
-//! The device half as the engine of an endpoint: a worker with its devices, driven by the threads
-//! of the program that embeds them, which takes part in the guests' connections itself.
+//! The engine of an embedding program: a worker with its devices, driven by the program's threads. The
+//! program's sockets are peers of the guests' connections.
 //!
-//! Most calls touch one device: they find it by the pool of the connection's buffers and act on its
-//! queues at once; [`HostEngine::flush`] and the next turn show the guest what came of it. `calls`
-//! has those calls, `messages` what they do with whole messages, `start` makes the devices, `stores`
-//! finds the home of what is held when it may be any of them; here is what a turn does.
+//! Most calls affect one device: they find it by the pool of the connection's buffers and act on its
+//! queues immediately; [`HostEngine::flush`] or the next turn makes the results visible to the guest.
+//! `calls` has those calls, `messages` the ones on whole messages, `datagrams` the ones of datagram
+//! sockets; `start` makes the devices, and `stores` finds the device of a held buffer. This file has the
+//! turn of the engine.
 //!
-//! What must hold: a turn that finds nothing costs a look at each queue's index and no system call;
-//! descriptors are looked at when something may be there (every so many turns, and often while
-//! host sockets are joined); a clock is read once in a turn, and for no look.
+//! # Invariants
+//!
+//! - A turn without work reads each queue's index and makes no system call.
+//! - Descriptors are polled every [`IDLE_CHECKS`] turns, and every [`POLL_INTERVAL`] while host sockets are
+//!   bridged.
+//! - A turn reads the clock once; the check for work does not read it.
 
 mod calls;
 mod datagrams;
@@ -37,33 +41,32 @@ use crate::worker::Worker;
 pub(crate) use start::HostConfig;
 use stores::AllStores;
 
-/// Looks for something to do until descriptors are looked at although nothing was found: a host
-/// socket, or a kick that nobody asked for, waits for microseconds at most.
-const IDLE_LOOKS: u32 = 1024;
-/// How often descriptors are looked at while there is always something to do and host sockets are
-/// watched.
-const LOOK_EVERY: Duration = Duration::from_micros(100);
+/// Checks without work until descriptors are polled: an event of a host socket, or a kick while kicks
+/// are disabled, waits for microseconds at most.
+const IDLE_CHECKS: u32 = 1024;
+/// How often descriptors are polled while there is always work and host sockets are watched.
+const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// See the module.
+/// See the [module](self).
 pub(crate) struct HostEngine {
-    /// Dropped before `control_plane`, whose thread waits for answers to what it has asked.
+    /// Dropped before `control_plane`: the control thread waits for its answers.
     worker: Worker,
-    words: Arc<Leases>,
-    /// Devices that have something to show.
+    leases: Arc<Leases>,
+    /// Devices with changes that the guest has not been shown.
     touched: Vec<u32>,
-    /// As of the last turn that read the clock.
+    /// The time of the last turn that read the clock.
     now: Instant,
-    /// Looks since descriptors were last looked at.
-    looks: u32,
-    look_at: Instant,
-    /// Host sockets may become readable.
-    watches: bool,
-    /// No device had a turn since the guests were asked for kicks.
+    /// Checks for work since descriptors were last polled.
+    checks: u32,
+    next_poll: Instant,
+    /// Whether host sockets are watched.
+    watches_host_sockets: bool,
+    /// No device had a turn since kicks were enabled.
     armed: bool,
-    /// Devices of which nothing more could be taken in when the guests were asked for kicks.
-    full: usize,
+    /// Number of devices that had reached their receive limits when kicks were enabled.
+    full_devices: usize,
     trust_processes: bool,
-    /// Where the next look for a datagram begins.
+    /// The slot where the next search for a datagram begins.
     next_datagram: usize,
     control_plane: ControlPlane,
 }
@@ -79,14 +82,14 @@ impl HostEngine {
         self.app().map(|app| &app.sockets)
     }
 
-    /// Whether a pool's buffers are those of a process that has attached.
+    /// Whether a pool belongs to an attached process.
     fn is_process(&self, pool: u32) -> bool {
         let vm = self.app().and_then(|app| app.device_of(pool));
         let device = vm.and_then(|vm| self.worker.devices.get(vm));
         device.is_some_and(|device| device.process)
     }
 
-    /// Notes that a device has something to show.
+    /// Records that a device has changes to show to its guest.
     #[inline]
     fn touch(&mut self, vm: u32) {
         if let Some(device) = self.worker.devices.get_mut(vm)
@@ -96,7 +99,7 @@ impl HostEngine {
         }
     }
 
-    /// As `touch`, and the device gets a turn.
+    /// As `touch`, and activates the device.
     fn mark_ready(&mut self, vm: u32) {
         self.touch(vm);
         self.worker.activate(vm);
@@ -109,7 +112,7 @@ impl HostEngine {
         app.device_of(app.sockets.get(id)?.pool)
     }
 
-    /// The device and the flow of a connection that has one.
+    /// The device and the flow of a connection, if it has both.
     #[inline]
     fn flow_of(&self, id: StreamId) -> Option<(u32, FlowId)> {
         let app = self.app()?;
@@ -117,7 +120,7 @@ impl HostEngine {
         Some((app.device_of(conn.pool)?, conn.flow?))
     }
 
-    /// Acts on what a connection has received. True from `act`: something was taken.
+    /// Calls `act` with the buffers of a connection. `act` returns whether it consumed any.
     #[inline]
     fn received(
         &mut self,
@@ -133,22 +136,22 @@ impl HostEngine {
         let vm = app.device_of(pool);
         let Some((vm, device)) = vm.and_then(|vm| Some((vm, self.worker.devices.get_mut(vm)?)))
         else {
-            // Its device is gone: what is left are copies.
+            // The device is removed; only copies are left.
             act(&mut app.sockets, &mut QueueStore::default());
             return;
         };
-        // Noted beforehand: it may show bytes to somebody who panics.
-        let ready_flags = !std::mem::replace(&mut device.touched, true);
-        if ready_flags {
+        // Recorded before the call, because `act` may pass bytes to a caller that panics.
+        let newly_touched = !std::mem::replace(&mut device.touched, true);
+        if newly_touched {
             self.touched.push(vm);
         }
-        if !act(&mut app.sockets, &mut device.store()) && ready_flags {
+        if !act(&mut app.sockets, &mut device.store()) && newly_touched {
             device.touched = false;
             self.touched.pop();
         }
     }
 
-    /// Shows packets of a connection of which nothing is held as they are taken in.
+    /// Passes arriving packets of a connection without held packets to `look`, directly from the queue.
     #[inline]
     fn show_arrivals(
         &mut self,
@@ -167,20 +170,20 @@ impl HostEngine {
         if device.is_none_or(|device| !device.has_arrivals()) {
             return (0, 0);
         }
-        // Beforehand: who looks may panic.
+        // Before the call, because `look` may panic.
         self.touch(vm);
         let (device, mut cx) = self.worker.lend_late(vm, self.now);
         let shown = device.map_or((0, 0), |device| {
             device.app_show(flow, bounds, look, &mut cx)
         });
         if cx.clock.is_none() {
-            // There was more than plain packets of this connection: timers may have been set.
+            // Packets of other kinds or connections were handled too and may have set timers.
             self.worker.activate(vm);
         }
         shown
     }
 
-    /// As [`show_arrivals`](Self::show_arrivals), copying to `out`.
+    /// As [`show_arrivals`](Self::show_arrivals), but copies to `out`.
     #[inline]
     fn read_arrivals(&mut self, id: StreamId, out: &mut [u8]) -> usize {
         let show = |bounds, copy: &mut dyn FnMut(Payload<'_>) -> bool| {
@@ -193,7 +196,7 @@ impl HostEngine {
         bytes
     }
 
-    /// Copies to `out` what is held of a connection.
+    /// Copies held bytes of a connection to `out`.
     #[inline]
     fn read_held(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> usize {
         let mut got = 0;
@@ -204,7 +207,7 @@ impl HostEngine {
         got
     }
 
-    /// Notes whether old memory that leases keep alive allows more of them in place.
+    /// Updates whether replaced memory that leases keep mapped permits further leases in place.
     #[inline]
     fn weigh_old(&mut self, id: StreamId) {
         if let Some(vm) = self.device_of(id) {
@@ -216,7 +219,7 @@ impl HostEngine {
         }
     }
 
-    /// Why nothing was received: `Ok` is the end.
+    /// Why nothing was received. `Ok`: end of stream.
     fn why_empty(&self, id: StreamId) -> Result<(), RecvFault> {
         let conn = self.sockets().and_then(|sockets| sockets.get(id));
         conn.ok_or(RecvFault::Unknown)?.why_empty()
@@ -241,8 +244,8 @@ impl HostEngine {
         }
     }
 
-    /// Acts on the flow of a connection, if it has one; what comes of it waits for the next flush.
-    fn tune(
+    /// Calls `act` on the flow of a connection, if it has one. The next flush makes the result visible.
+    fn with_flow(
         &mut self,
         id: StreamId,
         act: impl FnOnce(&mut Shard, FlowId) -> Result<(), FlowError>,
@@ -256,22 +259,22 @@ impl HostEngine {
         self.touch(vm);
     }
 
-    /// The time for an act on a device: read from the clock only if the act may set timers.
+    /// The time for a call on a device. Reads the clock only if the call may set timers.
     #[inline]
     fn time_for(&mut self, vm: u32) -> Instant {
-        let words = self.worker.app.as_deref();
-        let words = words.is_some_and(|app| app.inboxes.table.has_control());
+        let has_control = self.worker.app.as_deref();
+        let has_control = has_control.is_some_and(|app| app.inboxes.table.has_control());
         let device = self.worker.devices.get_mut(vm);
-        if words || device.is_some_and(|device| device.has_control()) {
+        if has_control || device.is_some_and(|device| device.has_control()) {
             self.now = self.worker.clock.now();
             self.worker.activate(vm);
         }
         self.now
     }
 
-    /// Makes the devices active of which a look says that they have something.
+    /// Activates the devices that have work in their queues. Returns whether there are any.
     #[inline]
-    fn find_news(&mut self) -> bool {
+    fn activate_ready_devices(&mut self) -> bool {
         let Worker {
             devices,
             app,
@@ -293,30 +296,30 @@ impl HostEngine {
         any
     }
 
-    /// Shows what is queued.
+    /// Makes queued results visible to the guests.
     #[inline]
-    fn show(&mut self) {
+    fn flush_touched(&mut self) {
         self.send_flow_control();
         while let Some(vm) = self.touched.pop() {
-            self.show_one(vm);
+            self.flush_device(vm);
         }
     }
 
     #[inline]
-    fn show_one(&mut self, vm: u32) {
+    fn flush_device(&mut self, vm: u32) {
         let now = self.time_for(vm);
         let (device, mut cx) = self.worker.lend(vm, now);
         if let Some(device) = device {
             device.touched = false;
             if device.app_flush(&mut cx) {
-                // There may be a timer to note.
+                // The device may have a timer, which its turn registers.
                 self.worker.activate(vm);
             }
         }
     }
 
-    fn work(&mut self, ready_flags: bool) -> Result<bool, EndpointOver> {
-        let mut busy = ready_flags;
+    fn run_turn(&mut self, any_ready: bool) -> Result<bool, EndpointOver> {
+        let mut busy = any_ready;
         if self.worker.has_messages() {
             busy = true;
             if !self.worker.take_messages() {
@@ -327,39 +330,44 @@ impl HostEngine {
             }
         }
         self.now = self.worker.clock.now();
-        if self.looks >= IDLE_LOOKS || (self.watches && self.now >= self.look_at) {
+        if self.checks >= IDLE_CHECKS || (self.watches_host_sockets && self.now >= self.next_poll) {
             busy |= self
-                .look()
+                .poll_events()
                 .map_err(|error| EndpointOver::new(Fault::System, error))?;
         }
         let now = self.now;
-        self.worker.fire(now);
-        self.relieve(now);
+        self.worker.run_deadlines(now);
+        self.handle_hold_timeouts(now);
         self.end_blocks(now);
-        // A device that takes packets in asks for no kicks while it does so.
+        // A device that handles packets has disabled kicks.
         self.armed &= self.worker.is_idle();
         self.worker.turn_devices(now);
         if self.sockets().is_some_and(Sockets::is_over_copy_limit) {
-            self.shed();
+            self.reset_overfull();
         }
-        self.show();
+        self.flush_touched();
         Ok(busy)
     }
 
-    /// Looks at descriptors without waiting.
-    fn look(&mut self) -> io::Result<bool> {
-        self.looks = 0;
-        let (now, any) = self.worker.look(Some(Duration::ZERO))?;
+    /// Polls descriptors without waiting. Returns whether there were events.
+    fn poll_events(&mut self) -> io::Result<bool> {
+        self.checks = 0;
+        let (now, any) = self.worker.poll_events(Some(Duration::ZERO))?;
         self.now = now;
-        self.look_at = now + LOOK_EVERY;
+        self.next_poll = now + POLL_INTERVAL;
         let mut devices = self.worker.devices.iter_mut();
-        self.watches = devices.any(|(_, device)| device.watches_host());
+        self.watches_host_sockets = devices.any(|(_, device)| device.watches_host());
         Ok(any)
     }
 
-    /// The queue_pair of device `vm`'s where a connection begins that the program asks for, and the port
-    /// that it is from. All of them are this worker's, so that what any of them has is seen.
-    fn place(&self, vm: u32, from: Port, to: Address) -> Result<(u32, Port), ConnectError> {
+    /// Chooses the queue pair of device `vm` and the local port of a new connection. All queue pairs
+    /// are on this worker, so the check for duplicates covers all of them.
+    fn place_connection(
+        &self,
+        vm: u32,
+        from: Port,
+        to: Address,
+    ) -> Result<(u32, Port), ConnectError> {
         let devices = &self.worker.devices;
         let device = devices.get(vm).ok_or(ConnectError::Unreachable)?;
         let queue_pairs = device.queue_pair_addrs();
@@ -382,8 +390,8 @@ impl HostEngine {
         Err(ConnectError::InUse)
     }
 
-    /// Copies out what was held for too long.
-    fn relieve(&mut self, now: Instant) {
+    /// Copies out buffers that were held for too long.
+    fn handle_hold_timeouts(&mut self, now: Instant) {
         let Worker { devices, app, .. } = &mut self.worker;
         let Some(App { sockets, pools, .. }) = app.as_deref_mut() else {
             return;
@@ -398,14 +406,14 @@ impl HostEngine {
         }
     }
 
-    /// Resets the connections with most unread copies: there are too many of those.
+    /// Resets the connections with the most unread copies, because the limit is exceeded.
     #[cold]
-    fn shed(&mut self) {
+    fn reset_overfull(&mut self) {
         let app = self.worker.app.as_deref_mut();
         let overfull = app.map(|app| app.sockets.connections_to_shed());
         for id in overfull.into_iter().flatten() {
             let Some(vm) = self.device_of(id) else {
-                // Its device is gone: what is left are copies.
+                // The device is removed; only copies are left.
                 if let Some(app) = self.worker.app.as_deref_mut() {
                     app.sockets.mark_reset(id, &mut QueueStore::default());
                 }
@@ -420,8 +428,8 @@ impl HostEngine {
         }
     }
 
-    /// Ends a connection from our side and forgets it.
-    fn end(&mut self, id: StreamId, reset: bool) {
+    /// Closes or resets a connection and removes it.
+    fn close_connection(&mut self, id: StreamId, reset: bool) {
         if let Some((vm, flow)) = self.flow_of(id) {
             let now = self.worker.clock.now();
             let (device, mut cx) = self.worker.lend(vm, now);
@@ -450,7 +458,7 @@ impl HostEngine {
 }
 
 impl Drop for HostEngine {
-    /// Every connection is reset, so that guests and host programs know at once.
+    /// Resets every connection, so that guests and host programs learn of the end immediately.
     fn drop(&mut self) {
         let now = self.worker.clock.now();
         for vm in self.worker.devices.numbers() {

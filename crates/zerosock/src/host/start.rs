@@ -1,4 +1,4 @@
-//! How a host's devices are made.
+//! The configuration of a host, and the start of its devices.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,41 +19,41 @@ use crate::table::leases::Leases;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_vhost_user::FaultCounts;
 
-/// Host programs of one VM that may be connected without having said CONNECT, and ended
-/// connections of which a host program is still taking bytes.
+/// Limit of host programs of one VM that have connected and not sent CONNECT yet; also of ended
+/// connections with bytes that a host program has not read.
 const MAX_PROGRAMS: usize = 1024;
-/// How long a host program may take none of the last bytes of an ended connection.
+/// How long a host program may leave the last bytes of an ended connection unread.
 const LINGER: Duration = Duration::from_secs(60);
 
-/// What a host is made of.
+/// The configuration of a host.
 #[derive(Debug)]
 pub(crate) struct HostConfig {
-    /// The VMs. What a guest asks of the host goes to the program if it listens there, else to the
-    /// VM's [`HostSide`](crate::daemon::HostSide).
+    /// The VMs. A guest's connection to the host goes to the program if it listens on the port, else
+    /// to the VM's [`HostSide`](crate::daemon::HostSide).
     pub(crate) vms: Vec<VmConfig>,
-    /// Whether processes may attach, and on what terms.
+    /// The attach server; `None`: processes cannot attach.
     pub(crate) attach: Option<AttachConfig>,
-    /// Who may reach whom, beyond what groups say.
+    /// Which endpoints may connect to which, beyond groups.
     pub(crate) access: AccessList,
-    /// Connections that one VM may have; see [`DaemonConfig`](crate::daemon::DaemonConfig).
+    /// Limit of connections of one VM; see [`DaemonConfig`](crate::daemon::DaemonConfig).
     pub(crate) max_connections: Option<usize>,
     pub(crate) queue_pairs: u16,
     pub(crate) memory: MemoryLimits,
-    /// Bytes that the connections of a VM to stalled host programs together may have copied; and
-    /// those with the program itself that it does not read.
+    /// Limit of copied bytes of a VM's connections to stalled host programs, together; and of those
+    /// that the embedding program does not read.
     pub(crate) max_overflow: usize,
     /// See [`Limits::old_memory`].
     pub(crate) old_memory: u64,
-    /// How long unread and leased buffers stay in place.
+    /// How long unread and leased buffers may stay in place.
     pub(crate) hold: Duration,
     pub(crate) ok: OkConvention,
-    /// How long a connect may take.
+    /// Time-out of a connect.
     pub(crate) connect_timeout: Duration,
-    /// Leases and loans that may be out at once.
+    /// Limit of leases and loans that exist at once.
     pub(crate) leases: usize,
-    /// Take memory of VMs that can shrink as well.
+    /// Accept memory of VMs that can shrink.
     pub(crate) unsealed_memory: bool,
-    /// Processes that attach are trusted to write nothing that is on lease.
+    /// Attached processes are trusted not to write to memory that is leased.
     pub(crate) trust_processes: bool,
 }
 
@@ -80,7 +80,7 @@ impl Default for HostConfig {
 
 impl HostEngine {
     /// Makes the devices and starts the control thread. When this returns, VMMs and processes may
-    /// connect; they are answered when the engine is driven.
+    /// connect; they are answered while the engine is driven.
     ///
     /// # Errors
     /// [`StartError`].
@@ -89,7 +89,7 @@ impl HostEngine {
         let limits = Limits {
             handshake: config.connect_timeout,
             connect: config.connect_timeout,
-            // A hold of no time would be over before it began, again and again.
+            // A hold of zero would expire as soon as it begins, over and over.
             hold: config.hold.max(Duration::from_millis(1)),
             overflow: config.max_overflow,
             old_memory: config.old_memory,
@@ -113,9 +113,9 @@ impl HostEngine {
             let none = std::io::ErrorKind::NotFound.into();
             return Err(system("make a worker")(none));
         };
-        let words = Arc::new(Leases::new(config.leases));
+        let leases = Arc::new(Leases::new(config.leases));
         let app = App::new(
-            words.clone(),
+            leases.clone(),
             limits.hold,
             limits.overflow,
             config.trust_processes,
@@ -124,29 +124,29 @@ impl HostEngine {
         worker.start().map_err(system("watch host sockets"))?;
         let mut engine = HostEngine {
             worker,
-            words,
+            leases,
             touched: Vec::new(),
             now: Instant::ZERO,
-            looks: 0,
-            look_at: Instant::ZERO,
-            watches: false,
+            checks: 0,
+            next_poll: Instant::ZERO,
+            watches_host_sockets: false,
             armed: false,
-            full: 0,
+            full_devices: 0,
             trust_processes: config.trust_processes,
             next_datagram: 0,
             control_plane: prepared.control_plane.start()?,
         };
-        engine.look().map_err(system("wait for events"))?;
+        engine.poll_events().map_err(system("wait for events"))?;
         Ok(engine)
     }
 
-    /// What front-ends have done wrong.
+    /// A live view of the faults of all front-ends.
     pub(crate) fn faults(&self) -> FaultCounts {
         self.control_plane.faults()
     }
 
-    /// The processes that are attached.
-    pub(crate) fn places(&self) -> Arc<Directory> {
+    /// The attached processes.
+    pub(crate) fn directory(&self) -> Arc<Directory> {
         self.control_plane.directory()
     }
 }

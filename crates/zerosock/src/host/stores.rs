@@ -1,5 +1,5 @@
-//! The home of what is held when it may be of any device: leases come back by their number, and
-//! time runs out for all of them.
+//! Finds the device of held buffers when they may belong to any device: for leases that are returned
+//! by number, and for time-outs.
 
 use std::sync::Arc;
 
@@ -11,12 +11,12 @@ use crate::device::program::HostToken;
 use crate::io::numbers::Table;
 use crate::table::sockets::Store;
 
-/// See the module.
+/// The buffers of all devices.
 pub(super) struct AllStores<'a> {
     pub(super) devices: &'a mut Table<Device>,
     /// The device of each pool.
     pub(super) pools: &'a [Option<u32>],
-    /// Devices that have something to show.
+    /// Devices with changes that the guest has not been shown.
     pub(super) touched: &'a mut Vec<u32>,
 }
 

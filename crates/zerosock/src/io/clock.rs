@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant as StdInstant};
 use zerosock_proto::Instant;
 
-/// The clock of a worker: nanoseconds since the worker was made, as the protocol core takes it.
+/// The clock of a worker: nanoseconds since it was made, in the type of the protocol core.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Clock {
     start: StdInstant,
@@ -21,7 +21,7 @@ impl Clock {
         Instant::from_nanos(self.start.elapsed().as_nanos() as u64)
     }
 
-    /// The system's name for a time of this clock.
+    /// Converts a time of this clock to the system's type.
     pub(crate) fn at(&self, at: Instant) -> StdInstant {
         self.start + Duration::from_nanos(at.as_nanos())
     }

@@ -1,9 +1,9 @@
-//! Times by which something is to be done, of which there may be none. None is later than any.
+//! Deadlines that may be absent. An absent one is later than any other.
 
 use rustix::event::Timespec;
 use std::time::{Duration, Instant};
 
-/// When `timeout` is over; `None`, for ever, if no clock goes that far.
+/// The end of `timeout`; `None` if the clock cannot represent it.
 pub(crate) fn deadline_in(timeout: Duration) -> Option<Instant> {
     Instant::now().checked_add(timeout)
 }
@@ -17,7 +17,7 @@ pub(crate) fn earlier<T: Ord>(one: Option<T>, other: Option<T>) -> Option<T> {
     }
 }
 
-/// A time span as `ppoll` takes it.
+/// A duration in the type of `ppoll`.
 pub(crate) fn timespec(span: Duration) -> Timespec {
     Timespec {
         tv_sec: i64::try_from(span.as_secs()).unwrap_or(i64::MAX),
@@ -30,7 +30,7 @@ mod tests {
     use super::earlier;
 
     #[test]
-    fn none_is_later_than_any() {
+    fn an_absent_deadline_is_later_than_any() {
         assert_eq!(earlier(Some(2), Some(1)), Some(1));
         assert_eq!(earlier(Some(2), None), Some(2));
         assert_eq!(earlier(None, Some(3)), Some(3));

@@ -1,8 +1,7 @@
-//! Messages to a worker from other threads: an unbounded queue and an eventfd that wakes.
+//! Messages to a worker from other threads: an unbounded queue and an eventfd that wakes it.
 //!
-//! Only control messages and sibling hand-overs come this way, never a packet of a socket. The
-//! eventfd is written once per sleep, not once per message: `pending` says that a wake-up is
-//! already on its way.
+//! Carries control messages and messages between sibling devices on different workers. The eventfd is
+//! written once per sleep, not once per message: `pending` says that a wake-up is on its way.
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,85 +11,85 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 
 #[derive(Debug)]
-struct Bell {
+struct Wakeup {
     fd: OwnedFd,
     pending: AtomicBool,
 }
 
-impl Bell {
-    fn ring(&self) {
+impl Wakeup {
+    fn signal(&self) {
         // AcqRel: pairs with the swap in `drain`. Either the owner clears `pending` after this
         // store and then sees the message, or this swap sees false and writes the eventfd.
         if !self.pending.swap(true, Ordering::AcqRel) {
-            // A full counter (EAGAIN) wakes just as well.
+            // Fails only if the counter is full (EAGAIN), and then a wake-up is pending.
             let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
         }
     }
 }
 
-/// The sending side; cheap to clone.
+/// The sending half; cheap to clone.
 #[derive(Debug)]
 pub(crate) struct Sender<T> {
     queue: mpsc::Sender<T>,
-    bell: Arc<Bell>,
+    wakeup: Arc<Wakeup>,
 }
 
 impl<T> Clone for Sender<T> {
     fn clone(&self) -> Self {
         Sender {
             queue: self.queue.clone(),
-            bell: self.bell.clone(),
+            wakeup: self.wakeup.clone(),
         }
     }
 }
 
 impl<T> Sender<T> {
-    /// Sends `message`; gives it back when the owner is gone.
+    /// Sends `message`; returns it if the receiver was dropped.
     pub(crate) fn send(&self, message: T) -> Result<(), T> {
         self.queue.send(message).map_err(|e| e.0)?;
-        self.bell.ring();
+        self.wakeup.signal();
         Ok(())
     }
 }
 
-/// The owner's side.
+/// The receiving half.
 #[derive(Debug)]
 pub(crate) struct Mailbox<T> {
     queue: mpsc::Receiver<T>,
-    bell: Arc<Bell>,
+    wakeup: Arc<Wakeup>,
 }
 
 impl<T> Mailbox<T> {
     pub(crate) fn new() -> io::Result<(Sender<T>, Mailbox<T>)> {
         let (tx, rx) = mpsc::channel();
-        let bell = Arc::new(Bell {
+        let wakeup = Arc::new(Wakeup {
             fd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             pending: AtomicBool::new(false),
         });
         Ok((
             Sender {
                 queue: tx,
-                bell: bell.clone(),
+                wakeup: wakeup.clone(),
             },
-            Mailbox { queue: rx, bell },
+            Mailbox { queue: rx, wakeup },
         ))
     }
 
-    /// The descriptor to wait on, edge-triggered.
+    /// The descriptor to poll, edge-triggered.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        self.bell.fd.as_fd()
+        self.wakeup.fd.as_fd()
     }
 
-    /// Whether messages have come since the last [`drain`](Self::drain).
+    /// Whether messages were sent since the last [`drain`](Self::drain).
     #[inline]
     pub(crate) fn is_pending(&self) -> bool {
-        self.bell.pending.load(Ordering::Acquire)
+        self.wakeup.pending.load(Ordering::Acquire)
     }
 
-    /// Allows the next wake-up, then takes the messages that are there. To be called before
-    /// every sleep: a message sent after this call writes the eventfd.
+    /// Clears `pending`, then takes the queued messages. Call it before every sleep: a message sent
+    /// after this call writes the eventfd.
     pub(crate) fn drain(&self) -> impl Iterator<Item = T> + '_ {
-        self.bell.pending.swap(false, Ordering::AcqRel);
+        self.wakeup.pending.swap(false, Ordering::AcqRel);
         self.queue.try_iter()
     }
 }

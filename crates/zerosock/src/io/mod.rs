@@ -1,8 +1,10 @@
-//! What an event loop is made of: a [`poller`] of descriptors, a [`mailbox`] for messages of other
-//! threads, a [`clock`], and [`spin`]ning before it sleeps.
+//! The parts of an event loop: a [`poller`] of descriptors, a [`mailbox`] for messages of other
+//! threads, a [`clock`], and [`spin`], which decides whether to poll before sleeping.
 //!
 //! # Invariants
-//! Nothing in here knows devices or connections, and nothing blocks except [`poller::Poller::wait`].
+//!
+//! - No code here knows devices or connections.
+//! - Nothing blocks except [`poller::Poller::wait`].
 
 pub(crate) mod clock;
 pub(crate) mod deadline;

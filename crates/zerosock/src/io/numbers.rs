@@ -1,43 +1,42 @@
-//! Numbers of devices, and the table that finds a device by its number.
+//! Device numbers with a generation, and the table that finds a device by its number.
 //!
-//! Devices come and go while messages to them are under way in mailboxes, so a number is not a
-//! bare place in a table: it is a place and a generation. Whoever gives out numbers
-//! ([`Numbers`]) gives a place out again only after its device is gone, with the next generation;
-//! what was meant for the one before finds nothing ([`Table::get`]) and is dropped or sent back.
-//! A message would have to be under way while its place is reused [`GENERATIONS`] times to be
-//! taken for one of another device; each reuse takes a round trip through the same mailbox.
+//! Messages to a device may still be in a mailbox when the device is removed. So a number is a slot in
+//! a table and a generation. [`Numbers`] reuses a slot only after its device was removed, with the next
+//! generation; [`Table::get`] finds nothing for a number of an earlier generation, and the message is
+//! dropped or sent back. A message could reach a wrong device only if it stayed in a mailbox while
+//! its slot is reused [`GENERATIONS`] times; each reuse takes a round trip through the same mailbox.
 //!
-//! A number that is never used again would need no generation, but a search on the way of a
-//! packet: this way the lookup is an index and a comparison.
+//! Numbers that are never reused would need no generation, but a search for each packet. With slots the
+//! lookup is an index and a comparison.
 
 use std::collections::VecDeque;
 
-/// Bits of a number that are the place.
-const PLACE_BITS: u32 = 16;
+/// Bits of a number that are the slot.
+const SLOT_BITS: u32 = 16;
 const GENERATION_BITS: u32 = 12;
-/// Bits of a number: as many as fit into the token of a descriptor.
-pub(crate) const NUMBER_BITS: u32 = PLACE_BITS + GENERATION_BITS;
+/// Bits of a number: as many as fit into an epoll token.
+pub(crate) const NUMBER_BITS: u32 = SLOT_BITS + GENERATION_BITS;
 /// Devices that one worker can have at once.
-pub(crate) const MAX_DEVICES: usize = 1 << PLACE_BITS;
-/// Devices that may have a place one after the other before a number comes again.
+pub(crate) const MAX_DEVICES: usize = 1 << SLOT_BITS;
+/// How often a slot is reused before a number repeats.
 const GENERATIONS: u32 = 1 << GENERATION_BITS;
 
-fn place(number: u32) -> usize {
+fn slot(number: u32) -> usize {
     number as usize & (MAX_DEVICES - 1)
 }
 
-/// Gives out the numbers of one worker's devices: 0, 1, 2 and so on, then those of places that
-/// are free again, the one that is free for longest first.
+/// Allocates the numbers of one worker's devices: 0, 1, 2 and so on, then those of free slots, the
+/// longest free first.
 #[derive(Debug, Default)]
 pub(crate) struct Numbers {
-    /// Places that were given out at least once.
+    /// Slots that were allocated at least once.
     used: usize,
-    /// The next numbers of places that are free.
+    /// The next numbers of free slots.
     free: VecDeque<u32>,
 }
 
 impl Numbers {
-    /// A number that no device has; `None`: there are [`MAX_DEVICES`].
+    /// Allocates a number; `None` if [`MAX_DEVICES`] are in use.
     pub(crate) fn take(&mut self) -> Option<u32> {
         if let Some(number) = self.free.pop_front() {
             return Some(number);
@@ -47,93 +46,93 @@ impl Numbers {
         Some(number)
     }
 
-    /// The device that had `number` is gone from its worker.
-    pub(crate) fn give_back(&mut self, number: u32) {
-        let generation = (number >> PLACE_BITS).wrapping_add(1) % GENERATIONS;
+    /// Frees `number` after its device was removed from its worker.
+    pub(crate) fn release(&mut self, number: u32) {
+        let generation = (number >> SLOT_BITS).wrapping_add(1) % GENERATIONS;
         self.free
-            .push_back(generation << PLACE_BITS | place(number) as u32);
+            .push_back(generation << SLOT_BITS | slot(number) as u32);
     }
 
-    /// Numbers that are given out.
+    /// How many numbers are in use.
     pub(crate) fn taken(&self) -> usize {
         self.used - self.free.len()
     }
 }
 
-/// What has a number, found by it.
+/// Values by number.
 #[derive(Debug)]
 pub(crate) struct Table<T> {
-    places: Vec<Option<(u32, T)>>,
+    slots: Vec<Option<(u32, T)>>,
 }
 
 impl<T> Table<T> {
     pub(crate) fn new() -> Table<T> {
-        Table { places: Vec::new() }
+        Table { slots: Vec::new() }
     }
 
-    /// What has this very number, not an earlier or later one of the same place.
+    /// The value with this number. A number of another generation of the slot finds nothing.
     #[inline]
     pub(crate) fn get_mut(&mut self, number: u32) -> Option<&mut T> {
-        match self.places.get_mut(place(number)) {
+        match self.slots.get_mut(slot(number)) {
             Some(Some((n, value))) if *n == number => Some(value),
             _ => None,
         }
     }
 
-    /// As [`get_mut`](Self::get_mut), to look only.
+    /// As [`get_mut`](Self::get_mut), by shared reference.
     #[inline]
     pub(crate) fn get(&self, number: u32) -> Option<&T> {
-        match self.places.get(place(number)) {
+        match self.slots.get(slot(number)) {
             Some(Some((n, value))) if *n == number => Some(value),
             _ => None,
         }
     }
 
-    /// Everything in the table, with its number.
+    /// All values with their numbers.
     #[inline]
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
-        let used = self.places.iter().flatten();
+        let used = self.slots.iter().flatten();
         used.map(|(number, value)| (*number, value))
     }
 
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut T)> {
-        let used = self.places.iter_mut().flatten();
+        let used = self.slots.iter_mut().flatten();
         used.map(|(number, value)| (*number, value))
     }
 
-    /// Puts `value` in; gives back what had the place, which is nothing if numbers come from
+    /// Inserts `value`; returns the previous value of the slot, which is `None` if numbers come from
     /// [`Numbers`].
     pub(crate) fn insert(&mut self, number: u32, value: T) -> Option<T> {
-        let place = place(number);
-        if self.places.len() <= place {
-            self.places.resize_with(place + 1, || None);
+        let slot = slot(number);
+        if self.slots.len() <= slot {
+            self.slots.resize_with(slot + 1, || None);
         }
-        let entry = self.places.get_mut(place)?;
+        let entry = self.slots.get_mut(slot)?;
         entry.replace((number, value)).map(|(_, old)| old)
     }
 
-    /// Takes out what has this very number.
+    /// Removes the value with this number.
     pub(crate) fn remove(&mut self, number: u32) -> Option<T> {
         self.get_mut(number)?;
-        let entry = self.places.get_mut(place(number))?;
+        let entry = self.slots.get_mut(slot(number))?;
         entry.take().map(|(_, value)| value)
     }
 
-    /// Places that there are, used or not.
-    pub(crate) fn places(&self) -> usize {
-        self.places.len()
+    /// The number of slots, used or not.
+    pub(crate) fn slots(&self) -> usize {
+        self.slots.len()
     }
 
-    /// The number of what has this place now.
+    /// The number of the value that is in this slot.
     #[inline]
-    pub(crate) fn at_place(&self, place: usize) -> Option<u32> {
-        let (number, _) = self.places.get(place)?.as_ref()?;
+    pub(crate) fn at_slot(&self, slot: usize) -> Option<u32> {
+        let (number, _) = self.slots.get(slot)?.as_ref()?;
         Some(*number)
     }
 
     /// The numbers in use.
     pub(crate) fn numbers(&self) -> Vec<u32> {
-        let used = self.places.iter().flatten();
+        let used = self.slots.iter().flatten();
         used.map(|(number, _)| *number).collect()
     }
 }
@@ -143,42 +142,42 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_number_comes_again_only_after_all_generations_of_its_place() {
+    fn a_number_repeats_only_after_all_generations_of_its_slot() {
         let mut numbers = Numbers::default();
         let first: Vec<u32> = (0..3).map(|_| numbers.take().unwrap()).collect();
         assert_eq!(first, [0, 1, 2]);
         let mut seen = std::collections::HashSet::from([1]);
-        numbers.give_back(1);
+        numbers.release(1);
         for _ in 1..GENERATIONS {
             let number = numbers.take().unwrap();
             assert!(number < 1 << NUMBER_BITS);
-            assert_eq!(place(number), 1);
+            assert_eq!(slot(number), 1);
             assert!(seen.insert(number), "{number} came twice");
-            numbers.give_back(number);
+            numbers.release(number);
         }
         assert_eq!(numbers.take(), Some(1));
         assert_eq!(numbers.taken(), 3);
     }
 
     #[test]
-    fn there_are_so_many_and_no_more() {
+    fn at_most_max_devices_numbers_are_allocated() {
         let mut numbers = Numbers::default();
         for n in 0..MAX_DEVICES as u32 {
             assert_eq!(numbers.take(), Some(n));
         }
         assert_eq!(numbers.take(), None);
-        numbers.give_back(7);
-        assert_eq!(numbers.take(), Some(1 << PLACE_BITS | 7));
+        numbers.release(7);
+        assert_eq!(numbers.take(), Some(1 << SLOT_BITS | 7));
     }
 
     #[test]
-    fn what_was_meant_for_an_earlier_one_finds_nothing() {
+    fn a_number_of_an_earlier_generation_finds_nothing() {
         let mut table = Table::new();
         let mut numbers = Numbers::default();
         let old = numbers.take().unwrap();
         assert!(table.insert(old, "old").is_none());
         assert_eq!(table.remove(old), Some("old"));
-        numbers.give_back(old);
+        numbers.release(old);
         let new = numbers.take().unwrap();
         assert!(table.insert(new, "new").is_none());
         assert_eq!(table.get_mut(old), None);

@@ -1,10 +1,12 @@
-//! One epoll instance, and the packing of what a file descriptor stands for into its token.
+//! One epoll instance, and the encoding of the source of an event in its token.
 //!
-//! Everything is registered edge-triggered, once: no system call to re-arm, and none to read an
-//! eventfd (each write to it is an edge of its own). Who takes an edge must go on until the
-//! descriptor says EAGAIN, or remember that it did not. A token may be stale by the time it is
-//! read (its descriptor closed, its key reused): tokens are hints, and every receiver must
-//! tolerate one that is not true.
+//! # Invariants
+//!
+//! - Every descriptor is registered edge-triggered, once: no system call to re-arm it, and none to
+//!   read an eventfd (each write to it is an edge). The receiver of an edge goes on until EAGAIN, or
+//!   records that it did not.
+//! - A token may be stale when it is read (descriptor closed, key reused). Receivers treat tokens as
+//!   hints.
 
 use super::deadline::timespec;
 use super::numbers::NUMBER_BITS;
@@ -14,29 +16,29 @@ use rustix::io::Errno;
 use std::io;
 use std::time::Duration;
 
-/// What is wanted of the socket of a join.
+/// The events of the socket of a bridge.
 const BRIDGE: EventFlags = EventFlags::IN
     .union(EventFlags::PRI)
     .union(EventFlags::OUT)
     .union(EventFlags::RDHUP)
     .union(EventFlags::ET);
 
-/// What a registered descriptor stands for.
+/// The source of an event.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Source {
     /// The worker's own mailbox.
     Mailbox,
-    /// A guest's kick, on whichever queue: a turn looks at all of them.
+    /// A guest's kick on any queue: a turn checks all of them.
     Kick { vm: u32 },
     /// A host-side listening socket.
     Listener { vm: u32, key: u32 },
-    /// A host program that has connected and not yet said CONNECT.
+    /// A host program that has connected and has not sent CONNECT yet.
     Handshake { vm: u32, key: u32 },
-    /// The socket of a joined connection.
+    /// The socket of a bridge.
     Bridge { vm: u32, key: u32 },
 }
 
-/// A token is four bits of kind, the device's number, and 32 bits of key.
+/// A token consists of four bits of kind, the device's number, and 32 bits of key.
 const VM_BITS: u32 = NUMBER_BITS;
 const KIND_SHIFT: u32 = 32 + VM_BITS;
 
@@ -66,7 +68,7 @@ impl Source {
     }
 }
 
-/// What has happened to a descriptor.
+/// The events of a descriptor.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Readiness(EventFlags);
 
@@ -77,24 +79,24 @@ impl Readiness {
             .intersects(EventFlags::IN | EventFlags::RDHUP | EventFlags::HUP | EventFlags::ERR)
     }
 
-    /// Room to write, or an error that a write will tell.
+    /// There is room to write, or an error that a write will return.
     pub(crate) fn writable(self) -> bool {
         self.0
             .intersects(EventFlags::OUT | EventFlags::HUP | EventFlags::ERR)
     }
 
-    /// The peer will write no more: end of file follows what is still to be read.
+    /// The peer has shut down writing: end of file follows the unread bytes.
     pub(crate) fn peer_finished(self) -> bool {
         self.0
             .intersects(EventFlags::RDHUP | EventFlags::HUP | EventFlags::ERR)
     }
 
-    /// A byte out of band is there, at which reads stop short.
+    /// There is an out-of-band byte, at which reads stop.
     pub(crate) fn urgent(self) -> bool {
         self.0.contains(EventFlags::PRI)
     }
 
-    /// Both directions are closed.
+    /// Both directions are closed, or the socket failed.
     pub(crate) fn hung_up(self) -> bool {
         self.0.intersects(EventFlags::HUP | EventFlags::ERR)
     }
@@ -113,7 +115,7 @@ impl Poller {
         })
     }
 
-    /// Registers `fd` for edges in both directions. It leaves by being closed.
+    /// Registers `fd` for edges in both directions. Closing it removes it.
     pub(crate) fn add(&self, fd: impl AsFd, source: Source) -> io::Result<()> {
         let flags = match source {
             Source::Bridge { .. } => BRIDGE,
@@ -128,7 +130,7 @@ impl Poller {
         )?)
     }
 
-    /// Makes a registered `fd` stand for something else. An edge that was there comes again.
+    /// Changes the source of a registered `fd`. A pending edge is reported again.
     pub(crate) fn change(&self, fd: impl AsFd, source: Source) -> io::Result<()> {
         let flags = BRIDGE;
         Ok(epoll::modify(
@@ -139,14 +141,14 @@ impl Poller {
         )?)
     }
 
-    /// Takes `fd` out although it stays open elsewhere (a kick that the front-end still holds).
+    /// Removes an `fd` that stays open elsewhere (a kick that the front-end still holds).
     pub(crate) fn remove(&self, fd: impl AsFd) {
-        // It is gone either way: an error means that it was not there.
+        // An error means that it was not registered.
         let _ = epoll::delete(&self.epoll, fd);
     }
 
-    /// Waits until something happens or `timeout` is over (`None`: as long as it takes) and
-    /// puts what happened into `out`.
+    /// Waits for events or until `timeout` has passed (`None`: no limit), and stores the events in
+    /// `out`.
     pub(crate) fn wait(
         &self,
         timeout: Option<Duration>,
@@ -175,7 +177,7 @@ impl Poller {
 }
 
 impl AsFd for Poller {
-    /// Readable when something has happened that [`Poller::wait`] has not told yet.
+    /// Readable if there are events that [`Poller::wait`] has not returned yet.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }

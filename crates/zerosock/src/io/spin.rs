@@ -1,58 +1,61 @@
-//! When a worker looks for work before it sleeps, and when it does not.
+//! Decides whether a worker polls for work before it sleeps.
 //!
-//! To sleep and be woken takes some microseconds of both sides: a kick, a wake-up, and with it a
-//! packet waits. Whoever looks for work for that long instead has it at once, but burns the processor
-//! meanwhile. So it is done only while it pays: as long as most pauses end within the time that is
-//! spent on looking. What must hold: with a time of zero nothing is ever looked for, and a worker that
-//! has nothing to do sleeps.
+//! Sleeping and waking costs some microseconds on both sides: the driver's kick, the wake-up, and the
+//! delay of a packet. Polling for that time avoids the cost but uses the processor. So a worker polls
+//! only while most pauses between work are shorter than the polling time.
+//!
+//! # Invariants
+//!
+//! - With a polling time of zero the worker never polls.
+//! - A worker without work sleeps.
 
 use std::time::Duration;
 
-/// Pauses that are remembered.
-const MOST: u8 = 8;
-/// What a pause that was too long takes of them.
-const MISS: u8 = 3;
+/// Largest credit.
+const MAX_CREDIT: u8 = 8;
+/// Credit that a pause longer than the polling time costs.
+const MISS_COST: u8 = 3;
 
-/// Whether looking pays.
+/// Whether polling pays, by the lengths of recent pauses.
 #[derive(Debug)]
 pub(crate) struct Spin {
     most: Duration,
-    /// Pauses in a row that were short enough, but for those that were not.
+    /// Short pauses counted, less [`MISS_COST`] for each long one; 0 to [`MAX_CREDIT`].
     credit: u8,
 }
 
 impl Spin {
-    /// Looks for at most `most`.
+    /// Polls for at most `most`.
     pub(crate) fn new(most: Duration) -> Spin {
         Spin { most, credit: 0 }
     }
 
-    /// How long to look before the next sleep, if at all.
+    /// How long to poll before the next sleep; `None`: do not poll.
     #[inline]
-    pub(crate) fn pays(&self) -> Option<Duration> {
+    pub(crate) fn poll_time(&self) -> Option<Duration> {
         (self.credit > 0).then_some(self.most)
     }
 
-    /// Whether it is worth knowing how long the worker sleeps.
+    /// Whether polling is enabled, so that [`slept`](Self::slept) is to be called.
     #[inline]
-    pub(crate) fn is_on(&self) -> bool {
+    pub(crate) fn is_enabled(&self) -> bool {
         !self.most.is_zero()
     }
 
-    /// Something came while it was looked for.
-    pub(crate) fn hit(&mut self) {
-        self.credit = (self.credit + 1).min(MOST);
+    /// Polling found work.
+    pub(crate) fn found_work(&mut self) {
+        self.credit = (self.credit + 1).min(MAX_CREDIT);
     }
 
-    /// Nothing came.
-    pub(crate) fn missed(&mut self) {
-        self.credit = self.credit.saturating_sub(MISS);
+    /// Polling found no work.
+    pub(crate) fn found_nothing(&mut self) {
+        self.credit = self.credit.saturating_sub(MISS_COST);
     }
 
-    /// The worker slept for `time` instead of looking.
+    /// The worker slept for `time` without polling.
     pub(crate) fn slept(&mut self, time: Duration) {
         if time < self.most {
-            self.hit();
+            self.found_work();
         }
     }
 }
@@ -64,27 +67,27 @@ mod tests {
     const MICRO: Duration = Duration::from_micros(1);
 
     #[test]
-    fn it_is_looked_for_work_only_while_work_comes_soon() {
+    fn polling_is_used_only_while_pauses_are_short() {
         let mut spin = Spin::new(50 * MICRO);
-        assert_eq!(spin.pays(), None, "not before it is known");
+        assert_eq!(spin.poll_time(), None, "not before it is known");
         spin.slept(200 * MICRO);
-        assert_eq!(spin.pays(), None);
+        assert_eq!(spin.poll_time(), None);
         spin.slept(20 * MICRO);
-        assert_eq!(spin.pays(), Some(50 * MICRO));
-        (0..100).for_each(|_| spin.hit());
-        // Not for one pause that is longer; but for three.
-        spin.missed();
-        spin.missed();
-        assert!(spin.pays().is_some());
-        spin.missed();
-        assert_eq!(spin.pays(), None);
+        assert_eq!(spin.poll_time(), Some(50 * MICRO));
+        (0..100).for_each(|_| spin.found_work());
+        // One long pause does not stop polling, three do.
+        spin.found_nothing();
+        spin.found_nothing();
+        assert!(spin.poll_time().is_some());
+        spin.found_nothing();
+        assert_eq!(spin.poll_time(), None);
     }
 
     #[test]
-    fn who_is_not_told_to_never_looks() {
+    fn a_polling_time_of_zero_disables_polling() {
         let mut spin = Spin::new(Duration::ZERO);
-        assert!(!spin.is_on());
+        assert!(!spin.is_enabled());
         spin.slept(Duration::ZERO);
-        assert_eq!(spin.pays(), None);
+        assert_eq!(spin.poll_time(), None);
     }
 }

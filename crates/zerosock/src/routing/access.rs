@@ -1,10 +1,12 @@
-//! Who may reach whom: an access list, on top of what groups and the host's side give.
+//! The access list: which endpoints may connect to which, beyond groups.
 //!
-//! A list is asked when a connection is asked for, never for a packet of one that exists. Its
-//! rules are looked at in order; the first that fits decides. When none fits, everything is as it
-//! is without a list: endpoints that share a group reach each other, the host and its services
-//! reach everybody, and everybody reaches them. What must hold: a list says nothing illegal once
-//! it exists; what cannot be meant (no ports, a reserved CID) cannot be made.
+//! The list is consulted when a connection is requested, never for a packet of an established one. The
+//! first rule that matches decides. If none matches, endpoints that share a group reach each other,
+//! and the host and its services reach, and are reached by, every endpoint.
+//!
+//! # Invariants
+//!
+//! - Invalid rules (no ports, a reserved CID) cannot be constructed.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -13,10 +15,10 @@ use zerosock_proto::{Cid, Port};
 
 use crate::routing::name::Name;
 
-/// Endpoints that a rule is about.
+/// A set of endpoints in a rule.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Party {
-    /// All of them, the host included.
+    /// All endpoints, including the host.
     Any,
     /// CID 2: programs behind hybrid sockets or AF_VSOCK, the program that embeds the device, and
     /// host services.
@@ -25,55 +27,55 @@ pub enum Party {
     Cids(Cids),
     /// VMs and processes in this group.
     Group(String),
-    /// The attached process of this name, whoever has it at the time.
+    /// The attached process that has this name when the rule is applied.
     Name(Name),
 }
 
-/// CIDs that VMs and processes can have, from one to another.
+/// A range of CIDs that VMs and processes can have.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Cids(RangeInclusive<Cid>);
 
-/// Ports, from one to another, at most to 4294967294.
+/// Ranges of ports, up to 4294967294.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Ports(Vec<RangeInclusive<Port>>);
 
-/// Why a range is none.
+/// Why a range is invalid.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum RangeError {
-    /// The last comes before the first.
+    /// The last element is less than the first.
     #[error("the last comes before the first")]
     Reversed,
-    /// One end is reserved.
+    /// An end of the range is reserved.
     #[error("an end of it is reserved")]
     Reserved,
-    /// There is nothing in it.
+    /// There is no range.
     #[error("it is empty")]
     Empty,
 }
 
-/// Whether a rule lets in or keeps out.
+/// Whether a rule allows or denies a connection.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Verdict {
-    /// They may.
+    /// The connection is allowed.
     Allow,
-    /// They may not: refused as where nobody listens.
+    /// The connection is refused, as if no program listened on the port.
     Deny,
 }
 
-/// One line of an [`AccessList`].
+/// A rule of an [`AccessList`].
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Rule {
-    /// What it says.
+    /// Allow or deny.
     pub verdict: Verdict,
-    /// Who asks: one of these.
+    /// Matches if the source is in one of these sets.
     pub from: Vec<Party>,
-    /// Who is asked: one of these.
+    /// Matches if the destination is in one of these sets.
     pub to: Vec<Party>,
-    /// At which ports of theirs.
+    /// The destination ports that the rule matches.
     pub ports: Ports,
 }
 
-/// Rules in their order. The default has none.
+/// An ordered list of rules, empty by default.
 ///
 /// ```
 /// # let dir = tempfile::tempdir()?;
@@ -84,7 +86,7 @@ pub struct Rule {
 /// use zerosock::vsock::Endpoint;
 /// use zerosock::{Address, Port};
 ///
-/// // Of those in the group, nobody but the web server may reach the database's admin port.
+/// // Within the group, only the web server may connect to the database's admin port.
 /// let admin = |verdict, from| Rule {
 ///     verdict,
 ///     from: vec![from],
@@ -111,19 +113,19 @@ pub struct Rule {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct AccessList(Arc<[Rule]>);
 
-/// An endpoint, as a rule sees it.
+/// The properties of an endpoint that rules match.
 #[derive(Copy, Clone, Debug)]
-pub(crate) struct Who<'a> {
+pub(crate) struct EndpointTraits<'a> {
     pub(crate) cid: Cid,
     pub(crate) groups: &'a [String],
     pub(crate) name: Option<&'a Name>,
 }
 
 impl Cids {
-    /// From one to another, both included.
+    /// The CIDs from `first` to `last`, both included.
     ///
     /// # Errors
-    /// When there is none between them, or an end is no CID that a VM can have.
+    /// `last` is less than `first`, or one of them is not a CID that a VM can have.
     pub fn new(first: Cid, last: Cid) -> Result<Cids, RangeError> {
         if !first.is_guest() || !last.is_guest() {
             return Err(RangeError::Reserved);
@@ -136,23 +138,23 @@ impl Cids {
 }
 
 impl Ports {
-    /// All of them.
+    /// All ports.
     pub fn all() -> Ports {
         Ports(vec![Port::new(0)..=Port::new(Port::ANY.get() - 1)])
     }
 
-    /// This one.
+    /// A single port.
     ///
     /// # Errors
-    /// For [`Port::ANY`], which is none.
+    /// The port is [`Port::ANY`].
     pub fn one(port: Port) -> Result<Ports, RangeError> {
         Ports::new([port..=port])
     }
 
-    /// All in these ranges.
+    /// The union of these ranges.
     ///
     /// # Errors
-    /// When there is no range, or one has nothing in it or ends with [`Port::ANY`].
+    /// There is no range, or one is empty or ends with [`Port::ANY`].
     pub fn new(
         ranges: impl IntoIterator<Item = RangeInclusive<Port>>,
     ) -> Result<Ports, RangeError> {
@@ -177,30 +179,35 @@ impl Ports {
 }
 
 impl AccessList {
-    /// These rules, in this order.
+    /// A list of these rules, in this order.
     pub fn new(rules: impl IntoIterator<Item = Rule>) -> AccessList {
         AccessList(rules.into_iter().collect())
     }
 
-    /// The rules, in their order.
+    /// The rules in order.
     pub fn rules(&self) -> &[Rule] {
         &self.0
     }
 
-    /// What the first rule that fits says; `None`: none fits.
+    /// The verdict of the first rule that matches; `None` if none does.
     #[inline]
-    pub(crate) fn verdict(&self, from: Who<'_>, to: Who<'_>, port: Port) -> Option<Verdict> {
-        let fits = |rule: &&Rule| {
+    pub(crate) fn verdict(
+        &self,
+        from: EndpointTraits<'_>,
+        to: EndpointTraits<'_>,
+        port: Port,
+    ) -> Option<Verdict> {
+        let matches = |rule: &&Rule| {
             rule.ports.contains(port)
                 && rule.from.iter().any(|party| party.includes(from))
                 && rule.to.iter().any(|party| party.includes(to))
         };
-        self.0.iter().find(fits).map(|rule| rule.verdict)
+        self.0.iter().find(matches).map(|rule| rule.verdict)
     }
 }
 
 impl Party {
-    fn includes(&self, who: Who<'_>) -> bool {
+    fn includes(&self, who: EndpointTraits<'_>) -> bool {
         match self {
             Party::Any => true,
             Party::Host => who.cid == Cid::HOST,
@@ -220,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_meant_cannot_be_made() {
+    fn invalid_ranges_cannot_be_constructed() {
         assert_eq!(Ports::new([]), Err(RangeError::Empty));
         assert_eq!(ports(5, 4), Err(RangeError::Reversed));
         assert_eq!(ports(5, u32::MAX), Err(RangeError::Reserved));
@@ -235,10 +242,10 @@ mod tests {
     }
 
     #[test]
-    fn the_first_rule_that_fits_decides() {
+    fn the_first_matching_rule_decides() {
         let name: Name = "db".parse().unwrap();
         let groups = ["red".to_owned()];
-        let who = |cid, groups, name| Who {
+        let who = |cid, groups, name| EndpointTraits {
             cid: Cid::new(cid),
             groups,
             name,

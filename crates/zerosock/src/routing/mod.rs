@@ -1,27 +1,27 @@
-//! Which endpoint a CID is, and which endpoints may reach each other.
+//! Routes: the device of each CID, and the rules on which endpoints may connect to which.
 
 pub mod access;
 pub(crate) mod name;
 
-use self::access::{AccessList, Verdict, Who};
+use self::access::{AccessList, EndpointTraits, Verdict};
 use self::name::Name;
 use std::collections::HashMap;
 use std::sync::Arc;
 use zerosock_proto::{Address, Cid, Port};
 
-/// A device, wherever it runs.
+/// The address of a device: its worker, and its number there.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Hash)]
 pub(crate) struct DeviceAddr {
     pub(crate) worker: u32,
     pub(crate) vm: u32,
 }
 
-/// The table of endpoints. It is never changed in place: each worker has a snapshot, and gets the
-/// next one by message, so that no lock lies on the way of a connect.
+/// The routes to all endpoints. They are immutable once shared: each worker has a snapshot and gets the
+/// next one by message, so that connects take no lock.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Routes {
     by_cid: HashMap<Cid, Route>,
-    /// The ports of CID 2 that services have claimed, and whose they are.
+    /// The ports of CID 2 that services have claimed.
     services: HashMap<Port, DeviceAddr>,
     access: AccessList,
 }
@@ -31,12 +31,12 @@ struct Route {
     device: DeviceAddr,
     groups: Arc<[String]>,
     name: Option<Name>,
-    /// The ports that may be connected to, sorted; `None`: all.
+    /// The ports that others may connect to, sorted; `None`: all.
     ports: Option<Arc<[Port]>>,
 }
 
 impl Routes {
-    /// Adds an endpoint; one with the same CID is replaced.
+    /// Adds an endpoint, or replaces the one with the same CID.
     pub(crate) fn add(&mut self, cid: Cid, device: DeviceAddr, groups: &[String]) {
         let groups = groups.into();
         self.by_cid.insert(
@@ -50,26 +50,26 @@ impl Routes {
         );
     }
 
-    /// From now on rules about `name` are about `cid`.
-    pub(crate) fn call(&mut self, cid: Cid, name: &Name) {
+    /// Sets the name by which rules match `cid`.
+    pub(crate) fn set_name(&mut self, cid: Cid, name: &Name) {
         if let Some(route) = self.by_cid.get_mut(&cid) {
             route.name = Some(name.clone());
         }
     }
 
-    /// From now on `cid` is in these groups.
+    /// Replaces the groups of `cid`.
     pub(crate) fn set_groups(&mut self, cid: Cid, groups: &[String]) {
         if let Some(route) = self.by_cid.get_mut(&cid) {
             route.groups = groups.into();
         }
     }
 
-    /// From now on these rules hold, for what is asked for from now on.
+    /// Replaces the access list. It applies to later requests.
     pub(crate) fn set_access(&mut self, access: AccessList) {
         self.access = access;
     }
 
-    /// From now on only these ports of `cid` may be connected to.
+    /// Limits the ports of `cid` that others may connect to.
     pub(crate) fn limit_ports(&mut self, cid: Cid, ports: impl IntoIterator<Item = Port>) {
         let mut ports: Vec<Port> = ports.into_iter().collect();
         ports.sort_unstable();
@@ -90,31 +90,31 @@ impl Routes {
         self.by_cid.len()
     }
 
-    /// Whether anybody at all may connect to this port.
+    /// Whether the endpoint accepts connections to this port at all.
     fn is_open(&self, to: Address) -> bool {
         let ports = self.by_cid.get(&to.cid).and_then(|r| r.ports.as_ref());
         ports.is_none_or(|ports| ports.binary_search(&to.port).is_ok())
     }
 
-    /// `port` of CID 2 belongs to the service with this device.
+    /// Routes `port` of CID 2 to a service.
     pub(crate) fn claim(&mut self, port: Port, service: DeviceAddr) {
         self.services.insert(port, service);
     }
 
-    /// `port` of CID 2 belongs to nobody any more.
+    /// Removes the route of `port` of CID 2.
     pub(crate) fn unclaim(&mut self, port: Port) {
         self.services.remove(&port);
     }
 
-    /// The service that has claimed `port` of CID 2. What nobody has claimed is for the host's
-    /// side of the asking device.
+    /// The service that has claimed `port` of CID 2. Unclaimed ports belong to the host side of the
+    /// requesting device.
     #[inline]
     pub(crate) fn service(&self, port: Port) -> Option<DeviceAddr> {
         self.services.get(&port).copied()
     }
 
-    /// The device that is to be asked for `to`, once [`may_reach`](Routes::may_reach) has said
-    /// yes: the endpoint's, or the service's that has claimed the port.
+    /// The device that handles a request to `to`, which [`may_reach`](Routes::may_reach) has allowed:
+    /// the endpoint's, or that of the service that has claimed the port.
     pub(crate) fn target(&self, to: Address) -> Option<DeviceAddr> {
         match to.cid {
             Cid::HOST => self.service(to.port),
@@ -127,21 +127,21 @@ impl Routes {
         self.by_cid.get(&cid).map(|route| route.device)
     }
 
-    /// Whether the endpoint `from` may ask the endpoint and port `to` for a connection, or send it
-    /// a datagram: all that groups, the ports that a process has named, and the access list say.
-    /// `from` and `to.cid` may be [`Cid::HOST`], which stands for everything that is CID 2, host
-    /// programs and services alike. The answer holds for what begins now; what exists stays.
+    /// Whether `from` may connect to `to`, or send it a datagram, by groups, the ports that a process
+    /// accepts, and the access list. `from` and `to.cid` may be [`Cid::HOST`], which stands for
+    /// everything at CID 2: host programs and services. The answer applies to new connections only.
     ///
-    /// - Nobody reaches himself, so neither does the host; and nobody a CID that is nobody's.
-    /// - A port that a process has not named, when it attached, is reached by nobody.
-    /// - The first rule of the access list that fits decides.
-    /// - If none does, the host reaches everybody and is reached by everybody (whether something
-    ///   of it is there is for others to know), and all others need a group in common.
+    /// - An endpoint cannot reach itself, and the host cannot reach itself.
+    /// - A CID without an endpoint cannot be reached.
+    /// - A port that a process did not list when it attached cannot be reached.
+    /// - The first matching rule of the access list decides.
+    /// - If none matches, the host reaches all endpoints and all reach the host (the host side finds out
+    ///   whether the port is served); other endpoints need a common group.
     ///
-    /// Without a list that is two searches by CID and, between guests, a comparison of a few
-    /// names; with one, a walk over its rules. No lock, and no allocation.
+    /// Without a list this takes two lookups by CID and, between guests, a comparison of a few names;
+    /// with a list, a walk over its rules. No lock and no allocation.
     pub(crate) fn may_reach(&self, from: Cid, to: Address) -> bool {
-        let (Some(asking), Some(asked)) = (self.who(from), self.who(to.cid)) else {
+        let (Some(asking), Some(asked)) = (self.traits(from), self.traits(to.cid)) else {
             return false;
         };
         if from == to.cid || !self.is_open(to) {
@@ -154,13 +154,13 @@ impl Routes {
         }
     }
 
-    fn who(&self, cid: Cid) -> Option<Who<'_>> {
+    fn traits(&self, cid: Cid) -> Option<EndpointTraits<'_>> {
         if cid == Cid::HOST {
             let (groups, name) = (&[][..], None);
-            return Some(Who { cid, groups, name });
+            return Some(EndpointTraits { cid, groups, name });
         }
         let route = self.by_cid.get(&cid)?;
-        Some(Who {
+        Some(EndpointTraits {
             cid,
             groups: &route.groups,
             name: route.name.as_ref(),
@@ -195,11 +195,11 @@ mod tests {
         assert_eq!(reached(&routes, 3), [4, 6]);
         assert_eq!(reached(&routes, 4), [3]);
         assert!(reached(&routes, 5).is_empty());
-        assert!(reached(&routes, 9).is_empty(), "it is nobody");
+        assert!(reached(&routes, 9).is_empty(), "no endpoint has this CID");
         routes.remove(cid(4));
         assert_eq!(reached(&routes, 3), [6]);
         assert!(!routes.contains(cid(4)) && routes.contains(cid(6)));
-        // The host needs no group; it is not itself.
+        // The host needs no group, and cannot reach itself.
         let host = Address::new(Cid::HOST, Port::new(1));
         assert!(routes.may_reach(cid(5), host));
         assert!(routes.may_reach(Cid::HOST, Address::new(cid(5), Port::new(1))));
@@ -215,7 +215,7 @@ mod tests {
         let device = DeviceAddr { worker: 0, vm: 0 };
         routes.add(one, device, &["a".into()]);
         routes.add(two, device, &["a".into()]);
-        routes.call(two, &"db".parse().unwrap());
+        routes.set_name(two, &"db".parse().unwrap());
         routes.limit_ports(two, [5, 6].map(Port::new));
         let rule = |verdict, from, port, to| Rule {
             verdict,

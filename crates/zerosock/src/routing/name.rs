@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// The most bytes of a name.
+/// Longest name in bytes.
 pub(crate) const MAX_NAME: usize = 64;
 
 /// The name of an attached process: 1 to 64 of the characters `A-Z a-z 0-9 . _ -`.
@@ -19,7 +19,7 @@ pub(crate) const MAX_NAME: usize = 64;
 #[derive(Clone, Debug, Eq, PartialEq, Ord, PartialOrd, Hash)]
 pub struct Name(Box<str>);
 
-/// Why a text is no [`Name`].
+/// The text is not a valid [`Name`].
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("a name has 1 to 64 of the characters A-Z a-z 0-9 . _ -")]
 pub struct NameError;
@@ -35,7 +35,7 @@ impl Name {
         Ok(Name(text.into()))
     }
 
-    /// The name as a text.
+    /// The name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }

@@ -475,7 +475,7 @@ impl HostBuilder {
         config.trust_processes = self.trust.is_some();
         let connect_timeout = config.connect_timeout;
         let engine = HostEngine::start(config)?;
-        let (directory, faults) = (engine.places(), engine.faults());
+        let (directory, faults) = (engine.directory(), engine.faults());
         let core =
             Core::new(Box::new(engine), self.trust, None).map_err(|source| StartError::System {
                 what: "duplicate a descriptor",

@@ -1,36 +1,39 @@
-//! How many messages a worker takes in before its devices have their turn.
+//! The limit of messages that a worker handles before its devices have their turns.
 //!
-//! What must hold: there is a bound on their number, and on the bytes of datagrams that their
-//! receivers copy; what is over it waits where it is, in its order; one at least is taken.
+//! # Invariants
+//!
+//! - The number of messages, and the bytes of datagrams that receivers copy, are bounded.
+//! - Messages beyond the limit stay queued in order.
+//! - At least one message is handled.
 
 use crate::device::TURN_BYTES;
 use crate::device::sibling_message::SiblingMessage;
 
-/// Messages taken before devices have their turn.
+/// Messages handled before devices have their turns.
 const MESSAGES: usize = 1024;
 
-/// What was taken so far.
+/// The messages taken so far in this step.
 #[derive(Debug, Default)]
 pub(super) struct Intake {
     messages: usize,
-    /// Of datagrams.
+    /// Bytes of datagrams.
     bytes: usize,
 }
 
 impl Intake {
-    /// Whether one more may be taken.
+    /// Whether another message may be taken.
     #[inline]
     pub(super) fn is_open(&self) -> bool {
         self.messages < MESSAGES && self.bytes < TURN_BYTES
     }
 
-    /// One was taken.
+    /// Counts a message.
     #[inline]
     pub(super) fn add(&mut self) {
         self.messages += 1;
     }
 
-    /// One of a sibling was taken.
+    /// Counts a message of a sibling.
     #[inline]
     pub(super) fn add_from_sibling(&mut self, message: &SiblingMessage) {
         self.add();

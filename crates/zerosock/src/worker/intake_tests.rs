@@ -1,4 +1,4 @@
-//! How much of what siblings say a worker takes in at once.
+//! The number of siblings' messages that a worker handles in one step.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,7 +36,7 @@ fn worker() -> (Sender<WorkerMessage>, Worker) {
     (sender, worker.unwrap())
 }
 
-/// The answers that wait for their receivers; whatever waits with them is dropped.
+/// The queued answers; other queued messages are dropped.
 fn answered(worker: &mut Worker) -> usize {
     let all = std::iter::from_fn(|| worker.outbox.pop_local());
     all.filter(|(_, message)| matches!(message, SiblingMessage::DatagramDone { .. }))
@@ -44,7 +44,7 @@ fn answered(worker: &mut Worker) -> usize {
 }
 
 #[test]
-fn a_step_takes_no_more_bytes_of_datagrams_than_a_turn_moves() {
+fn datagram_bytes_per_step_are_bounded_as_in_a_turn() {
     let (sender, mut worker) = worker();
     for datagram in datagrams(100, LEN) {
         let (vm, message) = (NOBODY.vm, SiblingMessage::Datagram(datagram));
@@ -60,7 +60,7 @@ fn a_step_takes_no_more_bytes_of_datagrams_than_a_turn_moves() {
 }
 
 #[test]
-fn nor_do_devices_of_one_worker_hand_over_more() {
+fn datagram_bytes_between_devices_of_one_worker_are_bounded() {
     let (_sender, mut worker) = worker();
     for datagram in datagrams(100, LEN) {
         worker

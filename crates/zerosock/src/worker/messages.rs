@@ -1,7 +1,10 @@
-//! Messages to a worker: from other threads, and from its devices to each other.
+//! Messages to a worker: from other threads, and between its devices.
 //!
-//! What must hold: no message waits for another's wake-up; what cannot be delivered is answered; so
-//! many are taken at once, and so many bytes, that sockets have their turn ([`super::intake`]).
+//! # Invariants
+//!
+//! - A message makes its receiver active; it never waits for another wake-up.
+//! - A message that cannot be delivered is answered.
+//! - The number of messages handled at once is bounded ([`super::intake`]).
 
 use std::sync::Arc;
 
@@ -13,40 +16,40 @@ use super::intake::Intake;
 use crate::device::Device;
 use crate::device::sibling_message::SiblingMessage;
 use crate::routing::Routes;
-use zerosock_vhost_user::pulse::Question;
+use zerosock_vhost_user::liveness::LivenessQuery;
 use zerosock_vhost_user::{DeviceCommand, Notice, Reply};
 
-/// What other threads say to a worker.
+/// A message of another thread to a worker.
 #[derive(Debug)]
 pub(crate) enum WorkerMessage {
-    /// The VMM of `vm` wants something.
+    /// A command of the VMM of `vm`.
     Command {
         vm: u32,
         command: DeviceCommand,
         reply: Reply,
     },
-    /// A sibling in another worker has something for `vm`.
+    /// A message of a sibling on another worker to `vm`.
     Sibling { vm: u32, message: SiblingMessage },
-    /// A device of this worker's; its address says which number it has.
+    /// A new device of this worker; its address contains its number.
     AddDevice(Box<Device>),
-    /// The device leaves for good: its front-end is gone.
+    /// Remove a device. Its front-end has disconnected.
     RemoveDevice { vm: u32 },
-    /// The table of endpoints has changed. `taken` is dropped when the worker goes by the new one.
+    /// New routes. `taken` is dropped when the worker uses them.
     Routes {
         routes: Arc<Routes>,
         taken: Arc<Notice>,
     },
-    /// To be answered at once.
-    Pulse(Question),
-    /// BridgePeer all connections and the thread.
+    /// Answered as soon as it is handled.
+    Liveness(LivenessQuery),
+    /// End all connections and the thread.
     Shutdown,
 }
 
 impl Worker {
-    /// Hands over what devices have for their siblings. Each message makes its receiver active, so
-    /// that none waits for a wake-up.
+    /// Delivers messages of devices to their siblings. Each makes its receiver active, so that none waits
+    /// for a wake-up.
     pub(crate) fn deliver(&mut self, now: Instant) {
-        // Bounded: an answer to a message may be another message, and sockets want their turn.
+        // Bounded: the answer to a message is another message, and sockets must have their turn.
         let mut intake = Intake::default();
         while intake.is_open()
             && let Some((vm, message)) = self.outbox.pop_local()
@@ -57,7 +60,7 @@ impl Worker {
         self.send_remote();
     }
 
-    /// Hands a message of a sibling to device `vm`, or answers for it if it is gone.
+    /// Delivers a message to device `vm`, or answers it if that device is removed.
     fn deliver_to(&mut self, vm: u32, message: SiblingMessage, now: Instant) {
         if let SiblingMessage::HandOff { to, pair } = message {
             return self.hand_off(vm, to, pair, now);
@@ -77,8 +80,8 @@ impl Worker {
         }
     }
 
-    /// Takes a connection from one queue_pair of a device to another: at once if that is here, so that the
-    /// program that embeds the device never finds it nowhere.
+    /// Moves a connection to another queue pair of its device. If that is on this worker, the move is
+    /// completed at once, so that the embedding program always finds the connection.
     fn hand_off(&mut self, vm: u32, flow: FlowId, pair: u16, now: Instant) {
         let (Some(device), mut cx) = self.lend(vm, now) else {
             return;
@@ -120,13 +123,13 @@ impl Worker {
         self.active.retain(|&other| other != vm);
     }
 
-    /// Takes the messages of other threads. False: the worker is to end.
+    /// Handles messages of other threads. Returns false on shutdown.
     pub(crate) fn take_messages(&mut self) -> bool {
         let mut messages = Vec::new();
         let mut intake = Intake::default();
-        let mut come = self.mailbox.drain();
+        let mut queued = self.mailbox.drain();
         while intake.is_open()
-            && let Some(message) = come.next()
+            && let Some(message) = queued.next()
         {
             match &message {
                 WorkerMessage::Sibling { message, .. } => intake.add_from_sibling(message),
@@ -134,7 +137,7 @@ impl Worker {
             }
             messages.push(message);
         }
-        drop(come);
+        drop(queued);
         self.more_messages = !intake.is_open();
         if messages.is_empty() {
             return true;
@@ -156,7 +159,7 @@ impl Worker {
                     self.routes = routes;
                     drop(taken);
                 }
-                WorkerMessage::Pulse(question) => question.answer(),
+                WorkerMessage::Liveness(query) => query.answer(),
                 WorkerMessage::Shutdown => {
                     for vm in self.devices.numbers() {
                         let (device, mut cx) = self.lend(vm, now);

@@ -1,20 +1,21 @@
-//! The event loop: kicks, readable sockets and messages come in, and devices get their turns.
+//! The event loop that runs devices on kicks, ready sockets, timers and messages.
 //!
 //! A [`Worker`] is one thread. It owns devices and shares nothing with other workers: no lock and no
-//! hop between cores lies on the data path. It sleeps in one `epoll_wait` and is woken by a guest's
-//! kick, a socket's edge, a timer or its mailbox. Devices come and go by message ([`messages`]).
+//! hop between cores lies on the data path. It sleeps in one `epoll_wait`; a guest's kick, an edge of a
+//! socket, a timer or the mailbox wakes it. Devices are added and removed by message ([`messages`]).
 //!
 //! # Invariants
-//! - Nothing in here blocks but the one wait.
-//! - A device with work left gets another turn before the loop sleeps, and each turn works to a
+//!
+//! - No call blocks except the one wait.
+//! - A device with work left has another turn before the loop sleeps, and each turn keeps to a
 //!   budget ([`Device::turn`]).
-//! - Messages sent before the sleep wake it.
+//! - A message sent before the sleep ends it.
 //!
 //! # How to drive it
 //!
-//! [`Worker::run`] is the loop, for a thread that does nothing else. A caller with a loop of its own
-//! calls [`Worker::start`] once and then [`Worker::step`] whenever the worker's descriptor is
-//! readable or [`Worker::next_timeout`] is over.
+//! [`Worker::run`] is the loop, for a thread that does nothing else. A caller with an event loop of its
+//! own calls [`Worker::start`] once, and then [`Worker::step`] whenever the worker's descriptor is
+//! readable or [`Worker::next_timeout`] has passed.
 
 mod intake;
 #[cfg(test)]
@@ -42,40 +43,40 @@ use std::time::Duration;
 use zerosock_proto::Instant;
 use zerosock_sys::notify::Notifier;
 
-/// Devices whose rings a worker looks at while it looks for work: more would take as long as a kick.
-const UNARMED: usize = 8;
+/// Limit of devices with rings that a worker polls. Polling more would take as long as a kick.
+const MAX_POLLED_DEVICES: usize = 8;
 
-/// See the module.
+/// See the [module](self).
 pub(crate) struct Worker {
     pub(super) devices: Table<Device>,
-    /// The program that embeds the devices, if one does.
+    /// The embedding program, if there is one.
     pub(super) app: Option<Box<App>>,
     pub(crate) poller: Poller,
     pub(crate) mailbox: Mailbox<WorkerMessage>,
     pub(crate) outbox: Outbox,
-    /// The mailboxes of all workers.
+    /// Senders to the mailboxes of all workers.
     workers: Vec<Sender<WorkerMessage>>,
     pub(crate) routes: Arc<Routes>,
     pub(crate) counters: Arc<Counters>,
     pub(crate) limits: Limits,
     pub(crate) clock: Clock,
     notifier: Notifier,
-    /// Of a worker that [runs](Worker::run) by itself.
+    /// Decides on polling; used by [`run`](Worker::run) only.
     spin: Spin,
-    /// Devices whose drivers were not asked for kicks, because their rings are looked at.
-    unarmed: Vec<u32>,
-    /// When it was last looked for edges.
-    looked_at: Instant,
-    /// The mailbox may have more than was taken.
+    /// Devices with kicks disabled, because the worker polls their rings.
+    kicks_disabled: Vec<u32>,
+    /// When the poller was last checked.
+    last_poll: Instant,
+    /// The mailbox may have messages left.
     pub(super) more_messages: bool,
     pub(super) active: VecDeque<u32>,
     pub(super) deadlines: BTreeSet<(Instant, u32)>,
-    /// Kept for its memory.
+    /// Empty between calls; kept to reuse its allocation.
     events: Vec<(Source, Readiness)>,
 }
 
 impl Worker {
-    /// The worker with this number, whose mailbox is fed by the sender in that place of `workers`.
+    /// The worker with this number; its mailbox belongs to the sender at that index of `workers`.
     pub(crate) fn new(
         number: u32,
         workers: Vec<Sender<WorkerMessage>>,
@@ -107,8 +108,8 @@ impl Worker {
             clock: Clock::new(),
             notifier,
             spin: Spin::new(Duration::ZERO),
-            unarmed: Vec::new(),
-            looked_at: Instant::ZERO,
+            kicks_disabled: Vec::new(),
+            last_poll: Instant::ZERO,
             more_messages: false,
             active: VecDeque::new(),
             deadlines: BTreeSet::new(),
@@ -116,59 +117,59 @@ impl Worker {
         })
     }
 
-    /// Takes a device in before the start.
+    /// Adds a device.
     pub(crate) fn add(&mut self, device: Device) {
         self.devices.insert(device.addr().vm, device);
     }
 
-    /// Runs until it is told to stop. Before it sleeps it looks for work for at most `spin`, while
-    /// that pays.
+    /// Runs until shutdown. Before it sleeps it polls for at most `spin`, while that pays.
     pub(crate) fn run(mut self, spin: Duration) -> io::Result<()> {
         self.spin = Spin::new(spin);
         self.start()?;
         loop {
-            if !self.round()? {
+            if !self.poll_and_step()? {
                 return Ok(());
             }
         }
     }
 
-    /// Looks for work, or sleeps, and does what there is. False: the worker was told to end.
-    fn round(&mut self) -> io::Result<bool> {
-        let idle = self.is_idle() && self.spin.is_on() && !self.look_around()?;
+    /// Polls or sleeps, then handles the work. Returns false on shutdown.
+    fn poll_and_step(&mut self) -> io::Result<bool> {
+        let idle = self.is_idle() && self.spin.is_enabled() && !self.poll_before_sleep()?;
         let before = if idle {
             self.clock.now()
         } else {
             Instant::ZERO
         };
-        // What was found may make no device active: nobody sleeps while kicks are not asked for.
-        let wait = (!self.unarmed.is_empty()).then_some(Duration::ZERO);
+        // Polling may have found only events that make no device active. While kicks are disabled the
+        // worker must not sleep.
+        let wait = (!self.kicks_disabled.is_empty()).then_some(Duration::ZERO);
         if !self.step(wait)? {
             return Ok(false);
         }
         if idle {
-            let slept = self.looked_at.saturating_duration_since(before);
+            let slept = self.last_poll.saturating_duration_since(before);
             self.spin.slept(slept);
         }
         Ok(true)
     }
 
-    /// Looks for work if that pays, and if there is none asks for kicks. Whether there is some.
-    fn look_around(&mut self) -> io::Result<bool> {
-        if let Some(most) = self.spin.pays() {
+    /// Polls for work if that pays. If there is none, enables kicks. Returns whether there is work.
+    fn poll_before_sleep(&mut self) -> io::Result<bool> {
+        if let Some(most) = self.spin.poll_time() {
             let from = self.clock.now();
             let until = match self.next_deadline() {
                 Some(at) => at.min(from + most),
                 None => from + most,
             };
             loop {
-                if self.look_at_rings() || self.has_messages() {
-                    self.spin.hit();
+                if self.poll_rings() || self.has_messages() {
+                    self.spin.found_work();
                     return Ok(true);
                 }
-                let (now, any) = self.look(Some(Duration::ZERO))?;
+                let (now, any) = self.poll_events(Some(Duration::ZERO))?;
                 if any {
-                    self.spin.hit();
+                    self.spin.found_work();
                     return Ok(true);
                 }
                 if now >= until {
@@ -177,11 +178,11 @@ impl Worker {
                 std::hint::spin_loop();
             }
             if until == from + most {
-                self.spin.missed();
+                self.spin.found_nothing();
             }
         }
         let mut more = false;
-        for vm in std::mem::take(&mut self.unarmed) {
+        for vm in std::mem::take(&mut self.kicks_disabled) {
             if self.devices.get_mut(vm).is_some_and(Device::enable_kicks) {
                 self.activate(vm);
                 more = true;
@@ -190,11 +191,12 @@ impl Worker {
         Ok(more)
     }
 
-    /// Whether a device has something whose driver was not asked for kicks; it is active then.
-    fn look_at_rings(&mut self) -> bool {
+    /// Polls the rings of devices with disabled kicks, and activates those that have buffers. Returns
+    /// whether there are any.
+    fn poll_rings(&mut self) -> bool {
         let mut any = false;
-        for at in 0..self.unarmed.len() {
-            let vm = self.unarmed[at];
+        for at in 0..self.kicks_disabled.len() {
+            let vm = self.kicks_disabled[at];
             if self
                 .devices
                 .get_mut(vm)
@@ -207,8 +209,7 @@ impl Worker {
         any
     }
 
-    /// Watches the listeners of the devices that were added. To be called once, before the first
-    /// step, on any thread.
+    /// Watches the listeners of all devices. Called once, before the first step, on any thread.
     pub(crate) fn start(&mut self) -> io::Result<()> {
         let now = self.clock.now();
         for vm in self.devices.numbers() {
@@ -220,13 +221,12 @@ impl Worker {
         Ok(())
     }
 
-    /// Does what there is to do: messages, edges, deadlines, one turn of each device that has
-    /// something. Before, it sleeps for at most `wait` (`None`: until there is something) if there
-    /// is nothing to do. False: the worker was told to end, its connections are ended, and it is
-    /// not to be stepped again.
+    /// Handles messages, events and deadlines, and gives each active device one turn. If there is no
+    /// work, first sleeps for at most `wait` (`None`: no limit). Returns false on shutdown: all
+    /// connections are ended, and the worker must not be stepped again.
     ///
     /// # Errors
-    /// When the system cannot wait any more; no device can cause it.
+    /// The system cannot wait; no device can cause it.
     pub(crate) fn step(&mut self, wait: Option<Duration>) -> io::Result<bool> {
         if !self.take_messages() {
             return Ok(false);
@@ -235,23 +235,23 @@ impl Worker {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
         };
-        let (now, _) = self.look(timeout)?;
-        self.fire(now);
+        let (now, _) = self.poll_events(timeout)?;
+        self.run_deadlines(now);
         self.turn_devices(now);
         self.notifier.retry();
         Ok(true)
     }
 
-    /// Waits for edges, for at most `timeout`, and tells the devices of them. Returns when that was,
-    /// and whether there were any.
+    /// Waits for events for at most `timeout` and passes them to the devices. Returns the time after the
+    /// wait, and whether there were events.
     ///
     /// # Errors
-    /// When the system cannot wait any more.
-    pub(crate) fn look(&mut self, timeout: Option<Duration>) -> io::Result<(Instant, bool)> {
+    /// The system cannot wait.
+    pub(crate) fn poll_events(&mut self, timeout: Option<Duration>) -> io::Result<(Instant, bool)> {
         let mut events = std::mem::take(&mut self.events);
         let waited = self.poller.wait(timeout, &mut events);
         let now = self.clock.now();
-        self.looked_at = now;
+        self.last_poll = now;
         let any = !events.is_empty();
         for (source, readiness) in events.drain(..) {
             self.dispatch(source, readiness, now);
@@ -261,8 +261,8 @@ impl Worker {
         Ok((now, any))
     }
 
-    /// Makes the devices active whose time has come.
-    pub(crate) fn fire(&mut self, now: Instant) {
+    /// Activates the devices with a deadline that has passed.
+    pub(crate) fn run_deadlines(&mut self, now: Instant) {
         while let Some(&(at, vm)) = self.deadlines.first() {
             if at > now {
                 break;
@@ -275,13 +275,13 @@ impl Worker {
         }
     }
 
-    /// When a device has something to do of itself.
+    /// The earliest deadline of a device.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         self.deadlines.first().map(|&(at, _)| at)
     }
 
-    /// How long a step may be put off if the worker's descriptor does not become readable: no time
-    /// when there is work left, `None` when nothing will happen of itself.
+    /// How long the caller may wait before the next step if the worker's descriptor does not become
+    /// readable: zero if there is work left, `None` if there is no deadline.
     pub(crate) fn next_timeout(&self) -> Option<Duration> {
         if !self.is_idle() {
             return Some(Duration::ZERO);
@@ -291,18 +291,18 @@ impl Worker {
         of_devices.into_iter().chain(self.notifier.retry_in()).min()
     }
 
-    /// Nothing is left to do until something happens or a time has come.
+    /// Whether there is no work until an event or a deadline.
     pub(crate) fn is_idle(&self) -> bool {
         self.active.is_empty() && !self.more_messages && self.outbox.is_empty()
     }
 
-    /// Whether other threads have said something that was not taken yet.
+    /// Whether there are messages of other threads.
     #[inline]
     pub(crate) fn has_messages(&self) -> bool {
         self.more_messages || self.mailbox.is_pending()
     }
 
-    /// Tells a device what an edge was about and gives it a turn.
+    /// Passes an event to its device and activates the device.
     fn dispatch(&mut self, source: Source, readiness: Readiness, now: Instant) {
         let vm = match source {
             Source::Mailbox => return,
@@ -330,7 +330,7 @@ impl Worker {
             let Some(vm) = self.active.pop_front() else {
                 break;
             };
-            let spins = self.spin.pays().is_some() && self.may_leave_unarmed(vm);
+            let spins = self.spin.poll_time().is_some() && self.may_disable_kicks(vm);
             let (device, mut cx) = self.lend(vm, now);
             let Some(device) = device else { continue };
             cx.spins = spins;
@@ -344,21 +344,22 @@ impl Worker {
         self.deliver(now);
     }
 
-    /// Sends what devices have for devices of other workers.
+    /// Sends messages of devices to devices of other workers.
     pub(crate) fn send_remote(&mut self) {
         while let Some((to, message)) = self.outbox.pop_remote() {
             if let Some(worker) = self.workers.get(to.worker as usize) {
-                // A worker that is gone is shutting down with the rest of the daemon.
+                // A worker that has ended is shutting down with the rest of the daemon.
                 let _ = worker.send(WorkerMessage::Sibling { vm: to.vm, message });
             }
         }
     }
 
-    /// Notes that a device's rings will be looked at before the next sleep; no, if there are many.
-    fn may_leave_unarmed(&mut self, vm: u32) -> bool {
-        let known = self.unarmed.contains(&vm);
-        if !known && self.unarmed.len() < UNARMED {
-            self.unarmed.push(vm);
+    /// Adds a device to those with rings that are polled before the next sleep. Returns whether it is among
+    /// them; false if there are too many.
+    fn may_disable_kicks(&mut self, vm: u32) -> bool {
+        let known = self.kicks_disabled.contains(&vm);
+        if !known && self.kicks_disabled.len() < MAX_POLLED_DEVICES {
+            self.kicks_disabled.push(vm);
             return true;
         }
         known
@@ -389,14 +390,15 @@ impl Worker {
         }
     }
 
-    /// A device and what it needs for its turn.
+    /// A device and the context for its turn.
     #[inline]
     pub(crate) fn lend(&mut self, vm: u32, now: Instant) -> (Option<&mut Device>, Context<'_>) {
         let (device, cx) = self.lend_late(vm, now);
         (device, Context { clock: None, ..cx })
     }
 
-    /// As `lend`, for an act that needs the time only in few cases: `then` is an old time.
+    /// As `lend`, for calls that seldom need the time: `then` is an earlier time, and the context reads
+    /// the clock on demand.
     #[inline]
     pub(crate) fn lend_late(
         &mut self,
@@ -420,7 +422,7 @@ impl Worker {
 }
 
 impl AsFd for Worker {
-    /// Readable when a step has something to do that it did not have at the end of the last one.
+    /// Readable if a step has new work since the end of the last one.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.poller.as_fd()
     }
@@ -462,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_is_stepped_by_whoever_has_a_loop_of_his_own() {
+    fn a_caller_with_its_own_loop_can_step_a_worker() {
         let (sender, mut worker) = worker();
         worker.start().unwrap();
         assert!(worker.step(Some(Duration::ZERO)).unwrap());
@@ -475,9 +477,9 @@ mod tests {
         assert!(!worker.step(None).unwrap());
     }
 
-    /// There are as many threads as one peer may have, and they wait in a pipe.
+    /// The peer has as many threads as it may have, and all of them are blocked on a pipe.
     #[test]
-    fn a_worker_sleeps_until_it_is_to_ask_for_a_thread_again() {
+    fn a_worker_sleeps_until_the_retry_for_a_notifier_thread() {
         use rustix::pipe::{PipeFlags, pipe_with};
         use zerosock_sys::notify::{CallFd, CallThread, ThreadCount};
         let threads = ThreadCount::default();
@@ -499,7 +501,7 @@ mod tests {
         worker.notifier.notify(&late);
         assert!(worker.next_timeout().is_some());
         drop(reader);
-        // Each step sleeps until then.
+        // Each step sleeps until the retry.
         while worker.next_timeout().is_some() {
             assert!(worker.step(None).unwrap());
         }
@@ -507,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_come_and_go_by_message() {
+    fn devices_are_added_and_removed_by_message() {
         let (sender, mut worker) = worker();
         let terms = Terms {
             max_connections: 8,
@@ -519,7 +521,7 @@ mod tests {
         let cid = Cid::guest(3).unwrap();
         let mut numbers = Vec::new();
         for _ in 0..2 {
-            let addr = registry.enrol(cid, Entry::default()).unwrap();
+            let addr = registry.assign(cid, Entry::default()).unwrap();
             let member = Member {
                 cid,
                 host: crate::device::HostEnd::None,

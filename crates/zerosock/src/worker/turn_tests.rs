@@ -1,5 +1,5 @@
-//! What a device may do in one turn before the worker's other devices have theirs, and one
-//! connection of a device's before the others have theirs: in packets, reads and bytes, and turns
+//! What a device may do in one turn before the worker's other devices have theirs, and what one
+//! connection may do before the device's other connections: in packets, reads and bytes. Turns are
 //! counted one by one.
 
 use std::collections::BTreeMap;
@@ -20,35 +20,35 @@ use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::{HostEnd, Limits, TURN_BYTES};
 use crate::io::mailbox::Mailbox;
 
-/// Packets that are taken from a guest in one turn.
+/// Packets handled from a guest in one turn.
 const FROM_GUEST: u64 = 256;
 /// Reads from sockets or siblings in one turn.
 const READS: usize = 64;
-/// Bytes, or packets, of one of them.
+/// Bytes, or packets, in one read.
 const READ_BYTES: u32 = 256 << 10;
 const READ_PACKETS: usize = 32;
 const MAX_PAYLOAD: u64 = 64 << 10;
 
 /// A worker and its devices.
-struct Lab {
+struct Harness {
     dir: tempfile::TempDir,
     worker: Worker,
-    /// Numbers of the devices, whose guests have CIDs from 3 on.
+    /// Numbers of the devices. Their guests have CIDs from 3 on.
     numbers: Vec<u32>,
     guests: Vec<Guest>,
-    /// Guests' ports are all different.
+    /// The next port of a guest; all are different.
     port: AtomicU32,
 }
 
-impl Lab {
-    fn new(guests: u32) -> Lab {
+impl Harness {
+    fn new(guests: u32) -> Harness {
         let dir = tempfile::tempdir().unwrap();
         let (sender, mailbox) = Mailbox::new().unwrap();
         let hour = Duration::from_secs(3600);
         let limits = Limits {
             handshake: hour,
             connect: hour,
-            // What the test is about is not to end by a timer.
+            // No timer may end what a test measures.
             hold: hour,
             overflow: 1 << 30,
             old_memory: 0,
@@ -71,7 +71,7 @@ impl Lab {
             queue_pairs: zerosock_proto::vsock::QueuePairs::ONE,
         };
         let mut registry = DeviceRegistry::new(vec![sender], terms, Budget::unlimited());
-        let mut lab = Lab {
+        let mut lab = Harness {
             worker: worker.unwrap(),
             numbers: Vec::new(),
             guests: Vec::new(),
@@ -90,7 +90,7 @@ impl Lab {
                 groups: &groups,
                 ..Entry::default()
             };
-            let addr = registry.enrol(cid, entry).unwrap();
+            let addr = registry.assign(cid, entry).unwrap();
             let member = Member {
                 cid,
                 host,
@@ -113,7 +113,7 @@ impl Lab {
         self.dir.path().join(format!("vm{cid}"))
     }
 
-    /// Each device that has something to do has a turn. Guests have kicked.
+    /// Kicks all guests and gives each active device a turn.
     fn turn(&mut self) {
         for vm in self.numbers.clone() {
             self.worker.activate(vm);
@@ -128,7 +128,7 @@ impl Lab {
         }
     }
 
-    /// A connection from a guest to a program of its own.
+    /// A connection from a guest to a host program of its own.
     fn join(&mut self, guest: usize) -> (u32, UnixStream) {
         let port = *self.port.get_mut();
         *self.port.get_mut() += 1;
@@ -160,7 +160,7 @@ fn assert_op(packets: &[Repr], op: Op) {
     assert_eq!(ops, [Some(op)]);
 }
 
-/// Bytes that are there for a program.
+/// Bytes that a program can read.
 fn read_all(program: &mut UnixStream) -> usize {
     let mut all = 0;
     let mut bytes = vec![0; 1 << 20];
@@ -174,13 +174,14 @@ fn read_all(program: &mut UnixStream) -> usize {
     }
 }
 
-/// Fills a program's socket.
+/// Fills the receive buffer of a program's socket.
 fn fill(program: &mut UnixStream) {
     let bytes = [7; 4096];
     while program.write(&bytes).is_ok() {}
 }
 
-/// Reads, as their packets show: who was served, and with what, each time that somebody else was.
+/// The order of reads, by their packets: the connection and the bytes read, with a new entry for each
+/// change of connection.
 fn reads(packets: &[Repr]) -> Vec<(u32, usize, u32)> {
     let mut reads: Vec<(u32, usize, u32)> = Vec::new();
     let data = packets
@@ -200,8 +201,8 @@ fn reads(packets: &[Repr]) -> Vec<(u32, usize, u32)> {
 }
 
 #[test]
-fn a_guest_that_posts_without_end_has_so_many_packets_and_its_neighbour_has_his_turn() {
-    let mut lab = Lab::new(2);
+fn packets_of_one_guest_per_turn_are_bounded_and_other_guests_have_turns() {
+    let mut lab = Harness::new(2);
     let (bulk, mut sink) = lab.join(0);
     let (small, mut other) = lab.join(1);
     for _ in 0..50 {
@@ -216,11 +217,11 @@ fn a_guest_that_posts_without_end_has_so_many_packets_and_its_neighbour_has_his_
 }
 
 #[test]
-fn a_guest_that_sends_long_packets_has_so_many_bytes_and_its_neighbour_has_his_turn() {
-    let mut lab = Lab::new(2);
+fn bytes_of_one_guest_per_turn_are_bounded_and_other_guests_have_turns() {
+    let mut lab = Harness::new(2);
     let (small, mut other) = lab.join(1);
     let most = TURN_BYTES as u64;
-    // Never more than its credit, and nobody reads.
+    // Never more than the credit; no program reads.
     let (bulk, _sink) = lab.join(0);
     for _ in 0..255 {
         lab.guests[0].send(bulk, host(bulk), Op::Rw, MAX_PAYLOAD as u32);
@@ -235,10 +236,10 @@ fn a_guest_that_sends_long_packets_has_so_many_bytes_and_its_neighbour_has_his_t
     }
 }
 
-/// Programs that write without end, and programs with a byte.
+/// Programs that write without end, and programs with one byte.
 #[test]
-fn connections_to_a_guest_take_turns_and_a_turn_has_its_bytes() {
-    let mut lab = Lab::new(2);
+fn connections_to_a_guest_alternate_and_bytes_per_turn_are_bounded() {
+    let mut lab = Harness::new(2);
     let mut bulk: Vec<_> = (0..40).map(|_| lab.join(0)).collect();
     let mut few: Vec<_> = (0..10).map(|_| lab.join(0)).collect();
     let (_, mut neighbour) = lab.join(1);
@@ -248,7 +249,7 @@ fn connections_to_a_guest_take_turns_and_a_turn_has_its_bytes() {
         for (_, program) in &mut few {
             program.write_all(&[round]).unwrap();
         }
-        // Who was ready has been served when one who came first has his second turn.
+        // Ready connections have been served before an earlier one has its second turn.
         let mut waiting = few.len();
         let mut served = BTreeMap::<u32, usize>::new();
         while waiting > 0 {
@@ -278,15 +279,15 @@ fn connections_to_a_guest_take_turns_and_a_turn_has_its_bytes() {
 }
 
 #[test]
-fn a_turn_has_so_many_reads_however_small() {
-    let mut lab = Lab::new(2);
+fn reads_per_turn_are_bounded_however_small() {
+    let mut lab = Harness::new(2);
     let mut programs: Vec<_> = (0..120).map(|_| lab.join(0)).collect();
     let (_, mut neighbour) = lab.join(1);
     for round in 0..10 {
         for (_, program) in &mut programs {
             program.write_all(&[round]).unwrap();
         }
-        // Fewer than one look has edges.
+        // Fewer than the events of one wait.
         let mut order = Vec::new();
         while order.len() < programs.len() {
             neighbour.write_all(&[round]).unwrap();
@@ -303,10 +304,10 @@ fn a_turn_has_so_many_reads_however_small() {
     }
 }
 
-/// A sibling that sends without end, and a program that has a byte now and then.
+/// A sibling that sends without end, and a program that writes a byte now and then.
 #[test]
-fn a_sibling_that_sends_without_end_leaves_others_their_turn() {
-    let mut lab = Lab::new(2);
+fn a_sibling_that_sends_without_end_does_not_starve_others() {
+    let mut lab = Harness::new(2);
     let to = Address::new(Cid::new(4), Port::new(77));
     lab.guests[0].send(4000, to, Op::Request, 0);
     lab.settle();

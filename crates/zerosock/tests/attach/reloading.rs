@@ -330,7 +330,7 @@ fn an_order_that_cannot_be_carried_out_changes_nothing() {
     assert_eq!(lab.daemon().processes()[0].cid, process.cid);
     let none = Daemon::start(DaemonConfig::default()).unwrap();
     let refused = none.reload(with(&terms));
-    assert!(matches!(refused, Err(ReloadError::NobodyAttaches)));
+    assert!(matches!(refused, Err(ReloadError::NoAttachSocket)));
     none.shutdown();
 }
 

@@ -103,6 +103,11 @@ pub(crate) fn connect(socket: &Path) -> Frontend {
     }
 }
 
+/// Writes `queue_pairs` in the configuration space (docs/queue-pairs.md).
+pub(crate) fn set_queue_pairs(frontend: &mut Frontend, pairs: u16) -> Result<(), FrontendError> {
+    frontend.write_config(10, &pairs.to_le_bytes())
+}
+
 impl RawGuest {
     /// Makes all call descriptors full and blocking, so that a write to one never returns.
     pub(crate) fn jam_calls(&self) {
@@ -160,10 +165,12 @@ impl RawGuest {
         let (agreed, _) = frontend.negotiate(features, protocol).unwrap();
         if pairs != QueuePairs::ONE {
             assert_eq!(agreed & F_PAIRS, F_PAIRS, "no queue pairs are offered");
-            frontend.set_queue_pairs(pairs.get()).unwrap();
+            set_queue_pairs(&mut frontend, pairs.get()).unwrap();
         }
         let queues = usize::from(pairs.queues());
-        let cid = Cid::guest(frontend.guest_cid().unwrap()).unwrap();
+        let mut cid = [0; 8];
+        frontend.read_config(0, &mut cid).unwrap();
+        let cid = Cid::guest(u64::from_le_bytes(cid)).unwrap();
         let fd = memfd::create("raw-guest", LEN, seal).unwrap();
         let region = RegionConfig {
             guest_addr: GUEST,

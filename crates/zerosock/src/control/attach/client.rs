@@ -1,4 +1,4 @@
-//! The side of the process: asks for a place, and holds it.
+//! The client of the attach protocol, for the process that attaches.
 
 use std::io::{self, IoSlice};
 use std::ops::RangeInclusive;
@@ -21,22 +21,22 @@ use crate::fault::Fault;
 use crate::io::deadline::timespec;
 use crate::routing::name::Name;
 
-/// How long [`Client::connect`] waits for each step unless told otherwise.
+/// The default time-out of [`Client::connect`], for each step.
 pub const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why a process did not attach, or a name was not found.
+/// Why a request to the attach server failed.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
-    /// Nobody listens there, or the socket cannot be reached.
+    /// No server listens at the path, or the socket cannot be reached.
     #[error("cannot reach the attach socket {path}: {source}")]
     Connect {
         /// The path.
         path: String,
-        /// What connect(2) said.
+        /// The error of connect(2).
         source: io::Error,
     },
-    /// More than 256 ports, or the port 2^32 - 1.
-    #[error("at most 256 ports can be named, and 4294967295 is none")]
+    /// More than 256 ports, or the port 2^32 - 1, which means "any port".
+    #[error("at most 256 ports can be named, and 4294967295 is not a port")]
     Ports,
     /// The socket failed.
     #[error("the attach socket failed: {0}")]
@@ -44,13 +44,13 @@ pub enum AttachError {
     /// The server closed the connection.
     #[error("the server closed the attach socket")]
     Closed,
-    /// The server gave no answer in time.
+    /// The server did not answer in time.
     #[error("the server did not answer in time")]
     TimedOut,
-    /// The server's answer is none.
+    /// The server's answer is malformed or does not match the request.
     #[error("the server broke the attach protocol: {0}")]
     Protocol(&'static str),
-    /// The server speaks another major version, or a minor one that does not know what we ask.
+    /// The server has another major version, or a minor version without the request.
     #[error("the server speaks version {server} of the attach protocol, we speak {ours}")]
     VersionMismatch {
         /// Our version.
@@ -58,17 +58,17 @@ pub enum AttachError {
         /// The server's.
         server: Version,
     },
-    /// Our user is not among those who may attach, or not among those who may be the host.
-    #[error("our user may not attach here")]
+    /// Our user may not attach, or may not attach as a service.
+    #[error("our user may not attach here; the server lists the users that may")]
     NotPermitted,
-    /// The port belongs to a service: another one, or ourselves.
+    /// The port belongs to a service, possibly this one.
     #[error("port {0} of the host is taken")]
     PortTaken(Port),
-    /// The port is none that a service can have.
-    #[error("port {0} of the host is reserved; services have those up to 1073741823")]
+    /// The port is outside of the range that services may claim.
+    #[error("port {0} of the host is reserved; services may claim ports up to 1073741823")]
     PortReserved(Port),
-    /// The port that was to be given up is not ours.
-    #[error("port {0} of the host is not ours")]
+    /// The port to release is not claimed by this service.
+    #[error("port {0} of the host is not claimed by this service")]
     NotClaimed(Port),
     /// The CID belongs to a VM or to another process.
     #[error("CID {} is taken", .0.map_or(0, Cid::get))]
@@ -76,22 +76,22 @@ pub enum AttachError {
     /// Another process has the name.
     #[error("the name {} is taken", .0.as_ref().map_or("", Name::as_str))]
     NameTaken(Option<Name>),
-    /// The server finds fault with the request.
-    #[error("the server says that the request is not well formed")]
+    /// The server rejected the request as malformed.
+    #[error("the server rejects the request as malformed")]
     BadRequest,
-    /// No place, no CID or no room for the request is free.
-    #[error("the server has no place free")]
+    /// The server's limit of processes, services, claims or requests is reached.
+    #[error("the server's limit of processes, services or claims is reached")]
     Full,
     /// No attached process has the name.
-    #[error("nobody has the name {0}")]
+    #[error("no attached process has the name {0}")]
     UnknownName(Name),
-    /// The server's system refused something.
-    #[error("the server's system refused something; its log says what")]
+    /// A system call failed in the server.
+    #[error("a system call failed in the server; its log has the error")]
     ServerFailed,
 }
 
 impl AttachError {
-    /// Who is to blame.
+    /// The party at fault.
     pub fn fault(&self) -> Fault {
         match self {
             AttachError::Closed
@@ -116,7 +116,7 @@ impl AttachError {
 }
 
 impl AttachError {
-    /// What the system would have said.
+    /// The corresponding kind of system error.
     pub(crate) fn kind(&self) -> io::ErrorKind {
         use io::ErrorKind;
         match self {
@@ -138,7 +138,7 @@ impl AttachError {
     }
 }
 
-/// A place that was granted.
+/// The result of attaching as an endpoint.
 ///
 /// ```
 /// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
@@ -149,7 +149,7 @@ impl AttachError {
 /// let Attached { cid, socket, control, .. } = Client::connect(&path, &AttachRequest::default())?;
 /// let driver = Driver::attach_over(socket, DriverConfig::default())?;
 /// assert_eq!(driver.cid(), cid);
-/// // The place is held as long as this is.
+/// // Dropping the control connection detaches the process.
 /// drop(control);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -162,11 +162,11 @@ pub struct Attached {
     /// The vhost-user connection of our device, for
     /// [`Driver::attach_over`](crate::driver::Driver::attach_over).
     pub socket: UnixStream,
-    /// The lease: dropping it gives up the place, and ends the device.
+    /// The control connection. Dropping it frees the CID and the name, and removes the device.
     pub control: Client,
 }
 
-/// A place as the host that was granted to a service.
+/// The result of attaching as a service of the host.
 ///
 /// ```
 /// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/services.rs"));
@@ -189,28 +189,28 @@ pub struct Serving {
     /// The vhost-user connection of our device, for
     /// [`Driver::attach_over`](crate::driver::Driver::attach_over).
     pub socket: UnixStream,
-    /// The ports that our own connections come from, for
+    /// The ports that our outgoing connections use, for
     /// [`DriverConfig::host_ports`](crate::driver::DriverConfig::host_ports). No other service has
-    /// them; connections from other ports than these and the claimed ones are refused.
+    /// them. The device refuses connections from ports other than these and the claimed ones.
     pub sources: RangeInclusive<Port>,
-    /// The lease: dropping it gives up the ports, and ends the device.
+    /// The control connection. Dropping it releases the ports and removes the device.
     pub control: Client,
 }
 
-/// The socket on which a process asked for its place. It is the lease on CID and name: to be kept
-/// as long as they are to be kept.
+/// The control connection of an attached process. The process keeps its CID, name and ports as long
+/// as it is open.
 ///
 /// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 #[derive(Debug)]
 pub struct Client {
     socket: OwnedFd,
     timeout: Duration,
-    /// Answers that did not come in time, and may come yet: answers come in the order of requests.
-    late: u32,
+    /// Answers that missed the time-out and may still arrive. Answers have the order of requests.
+    overdue_answers: u32,
 }
 
 impl Client {
-    /// Asks for a place at the attach socket `path`. Blocks, for each step at most [`TIMEOUT`].
+    /// Attaches at the attach socket `path`. Blocks, for each step at most [`TIMEOUT`].
     ///
     /// ```no_run
     /// use zerosock::attach::{AttachRequest, Client};
@@ -227,7 +227,7 @@ impl Client {
     /// ```
     ///
     /// # Errors
-    /// See [`AttachError`]; [`AttachError::fault`] says who is to blame.
+    /// See [`AttachError`]; [`AttachError::fault`] names the party at fault.
     pub fn connect(path: &Path, request: &AttachRequest) -> Result<Attached, AttachError> {
         Client::connect_within(path, request, TIMEOUT)
     }
@@ -239,7 +239,7 @@ impl Client {
         timeout: Duration,
     ) -> Result<Attached, AttachError> {
         let bytes = encode_request(&Request::Attach(request.clone())).ok_or(AttachError::Ports)?;
-        let (client, answer, fds) = Client::begin(path, timeout, &bytes)?;
+        let (client, answer, fds) = Client::open(path, timeout, &bytes)?;
         match answer.status {
             Status::Ok => {}
             Status::CidTaken => return Err(AttachError::CidTaken(request.cid)),
@@ -248,7 +248,7 @@ impl Client {
         }
         let socket = only_socket(fds)?;
         if !answer.cid.is_guest() || request.cid.is_some_and(|cid| cid != answer.cid) {
-            return Err(AttachError::Protocol("another CID than was asked for"));
+            return Err(AttachError::Protocol("a CID that was not requested"));
         }
         Ok(Attached {
             cid: answer.cid,
@@ -258,11 +258,11 @@ impl Client {
         })
     }
 
-    /// Asks to be the host, with these ports of its own, at the attach socket `path`. Blocks as
-    /// [`Client::connect`] does.
+    /// Attaches as a service of the host that claims these ports, at the attach socket `path`. Blocks
+    /// as [`Client::connect`] does.
     ///
     /// # Errors
-    /// See [`AttachError`]; [`AttachError::fault`] says who is to blame.
+    /// See [`AttachError`]; [`AttachError::fault`] names the party at fault.
     pub fn serve(path: &Path, request: &ServiceRequest) -> Result<Serving, AttachError> {
         Client::serve_within(path, request, TIMEOUT)
     }
@@ -274,7 +274,7 @@ impl Client {
         timeout: Duration,
     ) -> Result<Serving, AttachError> {
         let bytes = encode_request(&Request::Serve(request.clone())).ok_or(AttachError::Ports)?;
-        let (client, answer, fds) = Client::begin(path, timeout, &bytes)?;
+        let (client, answer, fds) = Client::open(path, timeout, &bytes)?;
         match answer.status {
             Status::Ok => {}
             Status::NameTaken => return Err(AttachError::NameTaken(request.name.clone())),
@@ -295,13 +295,13 @@ impl Client {
         })
     }
 
-    /// Connects, and says the first word.
-    fn begin(
+    /// Connects and sends the first request.
+    fn open(
         path: &Path,
         timeout: Duration,
         request: &[u8],
     ) -> Result<(Client, Answer, Vec<OwnedFd>), AttachError> {
-        // A time of zero would mean no limit to the kernel.
+        // Zero would mean no limit to the kernel.
         let timeout = timeout.max(Duration::from_millis(1));
         let socket = connect_to(path, timeout).map_err(|source| AttachError::Connect {
             path: path.display().to_string(),
@@ -310,15 +310,15 @@ impl Client {
         let mut client = Client {
             socket,
             timeout,
-            late: 0,
+            overdue_answers: 0,
         };
-        let (answer, fds) = client.ask(request)?;
+        let (answer, fds) = client.request(request)?;
         Ok((client, answer, fds))
     }
 
-    /// Claims these ports of the host, all of them or none, for a place had with
-    /// [`Client::serve`]. When this returns, guests that connect there come to us. Ports that
-    /// somebody is giving up are waited for.
+    /// Claims these ports of the host, all or none, for a service attached with [`Client::serve`].
+    /// When this returns, guests' connections to them reach this service. Waits for ports that another
+    /// service is releasing.
     ///
     /// # Errors
     /// [`AttachError::PortTaken`], [`AttachError::PortReserved`], or [`AttachError::Full`] beyond
@@ -327,8 +327,8 @@ impl Client {
         self.change(Request::Claim(ports.to_vec()))
     }
 
-    /// Gives these ports up, all of them or none. When this returns they are anybody's; what was
-    /// connected there stays.
+    /// Releases these ports, all or none. When this returns, other services can claim them;
+    /// established connections stay.
     ///
     /// # Errors
     /// [`AttachError::NotClaimed`].
@@ -338,7 +338,7 @@ impl Client {
 
     fn change(&mut self, request: Request) -> Result<(), AttachError> {
         let bytes = encode_request(&request).ok_or(AttachError::Ports)?;
-        let (answer, _) = self.ask(&bytes)?;
+        let (answer, _) = self.request(&bytes)?;
         match answer.status {
             Status::Ok => Ok(()),
             _ => Err(refusal_of_claim(&answer)),
@@ -348,11 +348,11 @@ impl Client {
     /// The CID of the attached process of this name.
     ///
     /// # Errors
-    /// [`AttachError::UnknownName`] when there is none now.
+    /// [`AttachError::UnknownName`] if no attached process has the name.
     pub fn resolve(&mut self, name: &Name) -> Result<Cid, AttachError> {
         let request = Request::Resolve(name.clone());
         let bytes = encode_request(&request).ok_or(AttachError::BadRequest)?;
-        let (answer, _) = self.ask(&bytes)?;
+        let (answer, _) = self.request(&bytes)?;
         match answer.status {
             Status::Ok => Ok(answer.cid),
             Status::UnknownName => Err(AttachError::UnknownName(name.clone())),
@@ -360,44 +360,46 @@ impl Client {
         }
     }
 
-    fn ask(&mut self, request: &[u8]) -> Result<(Answer, Vec<OwnedFd>), AttachError> {
+    fn request(&mut self, request: &[u8]) -> Result<(Answer, Vec<OwnedFd>), AttachError> {
         let deadline = Instant::now() + self.timeout;
         loop {
             match fd_passing::send(&self.socket, &[IoSlice::new(request)], &[]) {
-                // The message goes whole or not at all.
+                // A SEQPACKET message is sent whole or not at all.
                 Ok(_) => break,
-                // Who refuses us unheard has answered already.
-                Err(error) if gone(&error) => break,
+                // A server that refuses the connection has sent its answer already.
+                Err(error) if is_disconnected(&error) => break,
                 Err(error) => self.wait(error, PollFlags::OUT, deadline)?,
             }
         }
-        // A longer one is of a later minor version.
+        // A longer answer is of a later minor version.
         let mut bytes = [0; 4 * ANSWER_LEN];
         let mut tries = 0;
         loop {
             let mut fds = Vec::new();
             match fd_passing::recv(&self.socket, &mut bytes, &mut fds) {
                 Ok(received) if received.bytes == 0 => return Err(AttachError::Closed),
-                Ok(_) if self.late > 0 => self.late -= 1,
+                Ok(_) if self.overdue_answers > 0 => self.overdue_answers -= 1,
                 Ok(received) => {
                     if received.truncated_fds {
-                        let error = io::Error::other("no room for the descriptor that came");
+                        let error = io::Error::other(
+                            "no free descriptor number for the received descriptor",
+                        );
                         return Err(error.into());
                     }
                     let bytes = bytes.get(..received.bytes).unwrap_or_default();
                     let answer = decode_answer(bytes)
-                        .map_err(|_| AttachError::Protocol("not an answer that we know"))?;
+                        .map_err(|_| AttachError::Protocol("an answer of an unknown form"))?;
                     // The server is trusted.
                     let fds = fds.into_iter().map(PeerFd::into_trusted).collect();
                     return Ok((answer, fds));
                 }
-                // A server that closed without having read us makes the kernel say so once, before
-                // the answer that is there.
-                Err(error) if gone(&error) && tries == 0 => tries += 1,
-                Err(error) if gone(&error) => return Err(AttachError::Closed),
+                // If the server closed without reading our request, the kernel reports a reset once, before
+                // the answer.
+                Err(error) if is_disconnected(&error) && tries == 0 => tries += 1,
+                Err(error) if is_disconnected(&error) => return Err(AttachError::Closed),
                 Err(error) => {
                     let waited = self.wait(error, PollFlags::IN, deadline);
-                    self.late += u32::from(matches!(waited, Err(AttachError::TimedOut)));
+                    self.overdue_answers += u32::from(matches!(waited, Err(AttachError::TimedOut)));
                     waited?;
                 }
             }
@@ -424,13 +426,13 @@ impl Client {
 }
 
 impl AsFd for Client {
-    /// Hangs up when the place is lost: the server has ended, or ended our device.
+    /// Reports a hang-up when the server has ended or has removed our device.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 }
 
-fn gone(error: &io::Error) -> bool {
+fn is_disconnected(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionReset};
     matches!(error.kind(), BrokenPipe | ConnectionReset)
 }
@@ -439,16 +441,16 @@ fn connect_to(path: &Path, timeout: Duration) -> io::Result<OwnedFd> {
     let address = SocketAddrUnix::new(path)?;
     let kind = SocketType::SEQPACKET;
     let socket = socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
-    // Bounds a connect to a server whose backlog is full.
+    // Bounds connect(2) to a server with a full backlog.
     set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
     connect(&socket, &address)?;
     Ok(socket)
 }
 
-/// The one descriptor that comes with a place.
+/// The one descriptor that comes with a successful answer.
 fn only_socket(fds: Vec<OwnedFd>) -> Result<UnixStream, AttachError> {
     let Ok([socket]) = <[OwnedFd; 1]>::try_from(fds) else {
-        return Err(AttachError::Protocol("not exactly one descriptor came"));
+        return Err(AttachError::Protocol("not exactly one descriptor"));
     };
     if socket_type(&socket) != Ok(SocketType::STREAM) {
         return Err(AttachError::Protocol("the descriptor is no stream socket"));
@@ -456,13 +458,13 @@ fn only_socket(fds: Vec<OwnedFd>) -> Result<UnixStream, AttachError> {
     Ok(UnixStream::from(socket))
 }
 
-/// What a refusal to a service means.
+/// The error for a refused request of a service.
 fn refusal_of_claim(answer: &Answer) -> AttachError {
     match answer.status {
         Status::PortTaken => AttachError::PortTaken(answer.port),
         Status::PortReserved => AttachError::PortReserved(answer.port),
         Status::NotClaimed => AttachError::NotClaimed(answer.port),
-        // It does not know what a service is.
+        // A server of version 1.0 does not know services.
         Status::BadRequest if answer.version.minor < VERSION.minor => {
             AttachError::VersionMismatch {
                 ours: VERSION,
@@ -473,7 +475,7 @@ fn refusal_of_claim(answer: &Answer) -> AttachError {
     }
 }
 
-/// What a refusal means that is not about what was asked for.
+/// The error for a refusal that no request-specific error describes.
 fn refusal(answer: &Answer) -> AttachError {
     match answer.status {
         Status::VersionMismatch => AttachError::VersionMismatch {

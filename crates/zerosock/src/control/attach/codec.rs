@@ -1,8 +1,11 @@
 //! The messages of the attach protocol, byte by byte; docs/attach.md describes them.
 //!
-//! Pure functions over byte slices: no socket, no clock. What must hold: whatever bytes come in,
-//! what comes out is a request in which nothing illegal is said, or the status that refuses it;
-//! and every length is checked before it is believed.
+//! Pure functions over byte slices.
+//!
+//! # Invariants
+//!
+//! - Any bytes decode to a valid request or to the status that refuses them.
+//! - Every length is checked before it is used.
 
 use std::fmt;
 
@@ -11,9 +14,9 @@ use zerosock_proto::{Cid, Port};
 
 /// The first bytes of every message.
 pub const MAGIC: [u8; 4] = *b"zsat";
-/// The version that is spoken here.
+/// The version implemented here.
 pub const VERSION: Version = Version { major: 1, minor: 1 };
-/// The most ports of a request.
+/// The largest number of ports in a request.
 pub const MAX_PORTS: usize = 256;
 /// Bytes of a request without ports.
 pub const REQUEST_LEN: usize = 88;
@@ -21,7 +24,7 @@ pub const REQUEST_LEN: usize = 88;
 pub const MAX_REQUEST: usize = REQUEST_LEN + 4 * MAX_PORTS;
 /// Bytes of an answer.
 pub const ANSWER_LEN: usize = 32;
-/// Bytes of an answer of version 1.0. What is missing is zero.
+/// Bytes of an answer of version 1.0. The fields that it lacks are zero.
 pub const SHORT_ANSWER_LEN: usize = 24;
 
 const OP_ATTACH: u16 = 1;
@@ -31,12 +34,12 @@ const OP_SERVE: u16 = 3;
 const OP_CLAIM: u16 = 4;
 const OP_RELEASE: u16 = 5;
 
-/// A version of the protocol. Those with the same `major` understand each other.
+/// A version of the protocol. Versions with the same `major` are compatible.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct Version {
-    /// Another one is refused.
+    /// A request with another one is refused.
     pub major: u16,
-    /// A higher one knows more, and uses of it only what both know.
+    /// A side with a higher one uses only what the other side knows.
     pub minor: u16,
 }
 
@@ -46,7 +49,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// What a process asks for when it attaches. The default: any CID, no name, all ports.
+/// A request to attach. The default: any CID, no name, all ports.
 ///
 /// ```
 /// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
@@ -65,17 +68,15 @@ impl fmt::Display for Version {
 /// ```
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct AttachRequest {
-    /// The CID it wants; `None`: any that is free.
+    /// The CID; `None`: any that is free.
     pub cid: Option<Cid>,
     /// The name by which others find its CID.
     pub name: Option<Name>,
-    /// The ports that others may connect to; connects to all others are refused without asking the
-    /// process. Empty: all.
+    /// The ports that others may connect to; the device refuses connections to all others. Empty: all.
     pub ports: Vec<Port>,
 }
 
-/// What a process asks for when it attaches as the host: a service. The default: no name, and no
-/// ports yet.
+/// A request to attach as a service of the host. The default: no name, and no ports yet.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct ServiceRequest {
     /// The name by which it is listed.
@@ -84,53 +85,53 @@ pub struct ServiceRequest {
     pub ports: Vec<Port>,
 }
 
-/// A message of a process.
+/// A request.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Request {
-    /// The first one, of a process with a CID of its own.
+    /// The first request of a process that gets a CID.
     Attach(AttachRequest),
-    /// The first one, of a host service.
+    /// The first request of a service.
     Serve(ServiceRequest),
-    /// Any later one: which CID has this name?
+    /// A later request: which CID has this name?
     Resolve(Name),
-    /// Any later one of a service: it wants these ports as well, at least one.
+    /// A later request of a service: claim these ports, at least one.
     Claim(Vec<Port>),
-    /// Any later one of a service: it gives these ports up, at least one.
+    /// A later request of a service: release these ports, at least one.
     Release(Vec<Port>),
 }
 
-/// How a request ended.
+/// The result of a request.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[repr(u16)]
 pub enum Status {
-    /// It was granted.
+    /// The request was granted.
     Ok = 0,
     /// The two sides speak different major versions.
     VersionMismatch = 1,
     /// The process's user may not attach.
     NotPermitted = 2,
-    /// The CID that was asked for belongs to someone.
+    /// Another endpoint has the requested CID.
     CidTaken = 3,
-    /// So does the name.
+    /// Another process has the requested name.
     NameTaken = 4,
     /// The request breaks the protocol.
     BadRequest = 5,
-    /// There are as many processes, or requests under way, as there may be.
+    /// The limit of processes, services, claims or requests is reached.
     Full = 6,
-    /// Nobody has that name.
+    /// No attached process has the name.
     UnknownName = 7,
-    /// The server's system refused something.
+    /// A system call failed in the server.
     ServerFailed = 8,
     /// The port belongs to a service.
     PortTaken = 9,
-    /// The port is one that no service can have.
+    /// The port is outside of the range that services may claim.
     PortReserved = 10,
-    /// The port that was to be given up is not the process's.
+    /// The port to release is not claimed by the service.
     NotClaimed = 11,
 }
 
 impl Status {
-    /// All of them, in the order of their numbers.
+    /// All statuses, in the order of their numbers.
     pub const ALL: [Status; 12] = [
         Status::Ok,
         Status::VersionMismatch,
@@ -152,23 +153,23 @@ impl Status {
 pub struct Answer {
     /// The version of the server.
     pub version: Version,
-    /// How it ended.
+    /// The result.
     pub status: Status,
-    /// The CID that was given or found; 0 unless the status is `Ok`.
+    /// The CID that was assigned or found; 0 unless the status is `Ok`.
     pub cid: Cid,
     /// The CID at which the host is reached; 0 unless the status is `Ok`.
     pub host: Cid,
     /// The version that the request named; 0.0 if it could not be read.
     pub asked: Version,
-    /// The port that the status is about; for a service that has attached, the first of those
-    /// that its own connections come from; else 0.
+    /// For a refusal, the port that the status is about; for a service that has attached, the first
+    /// port of the block that its own connections use; else 0.
     pub port: Port,
-    /// How many those are; else 0.
+    /// The size of that block; else 0.
     pub ports: u32,
 }
 
 impl Answer {
-    /// One that refuses.
+    /// An answer that refuses a request.
     pub fn refusal(status: Status, asked: Version) -> Answer {
         let none = Cid::new(0);
         Answer {
@@ -182,7 +183,7 @@ impl Answer {
         }
     }
 
-    /// One that refuses for the sake of a port.
+    /// An answer that refuses a request because of a port.
     pub fn about(status: Status, port: Port) -> Answer {
         Answer {
             port,
@@ -191,7 +192,7 @@ impl Answer {
     }
 }
 
-/// Why bytes are no answer: the server's fault.
+/// Why bytes are not an answer: the server's fault.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum AnswerError {
     /// Too short, too long, or not of this protocol at all.
@@ -202,7 +203,7 @@ pub enum AnswerError {
     UnknownStatus(u16),
 }
 
-/// Writes a request. `None` when it has more than [`MAX_PORTS`] ports or one that cannot be named.
+/// Encodes a request. `None` if it has more than [`MAX_PORTS`] ports or the port 2^32 - 1.
 pub fn encode_request(request: &Request) -> Option<Vec<u8>> {
     let mut bytes = vec![0; REQUEST_LEN];
     let (op, cid, name, ports) = match request {
@@ -236,7 +237,7 @@ pub fn encode_request(request: &Request) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// Reads a request; else the answer that refuses it.
+/// Decodes a request, or returns the answer that refuses it.
 pub fn decode_request(bytes: &[u8]) -> Result<Request, Answer> {
     let header = bytes.first_chunk::<8>().filter(|h| h.starts_with(&MAGIC));
     let Some(header) = header else {
@@ -249,7 +250,7 @@ pub fn decode_request(bytes: &[u8]) -> Result<Request, Answer> {
     request(bytes).ok_or_else(|| Answer::refusal(Status::BadRequest, asked))
 }
 
-/// All that follows the version.
+/// Decodes what follows the version.
 fn request(bytes: &[u8]) -> Option<Request> {
     let (fixed, rest) = bytes.split_first_chunk::<REQUEST_LEN>()?;
     let (op, flags) = (u16_at(fixed, 8), u16_at(fixed, 10));
@@ -286,7 +287,7 @@ fn request(bytes: &[u8]) -> Option<Request> {
     }
 }
 
-/// Writes an answer.
+/// Encodes an answer.
 pub fn encode_answer(answer: &Answer) -> [u8; ANSWER_LEN] {
     let mut bytes = [0; ANSWER_LEN];
     put(&mut bytes, 0, &MAGIC);
@@ -302,8 +303,7 @@ pub fn encode_answer(answer: &Answer) -> [u8; ANSWER_LEN] {
     bytes
 }
 
-/// Reads an answer. One that is longer than ours is of a higher minor version; what is behind is
-/// not for us.
+/// Decodes an answer. A longer one is of a higher minor version; the additional bytes are ignored.
 pub fn decode_answer(bytes: &[u8]) -> Result<Answer, AnswerError> {
     let fixed = bytes.first_chunk::<SHORT_ANSWER_LEN>();
     let fixed = fixed.filter(|f| f.starts_with(&MAGIC));
@@ -328,7 +328,7 @@ fn version(bytes: &[u8], at: usize) -> Version {
     }
 }
 
-/// Places are constants that lie within the fixed part; outside of it there are only zeroes.
+/// Offsets are constants within the fixed part; bytes beyond its end read as zero.
 fn u16_at(bytes: &[u8], at: usize) -> u16 {
     let word = bytes.get(at..).and_then(|b| b.first_chunk());
     word.map_or(0, |word| u16::from_le_bytes(*word))
@@ -340,8 +340,8 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 }
 
 fn put(bytes: &mut [u8], at: usize, what: &[u8]) {
-    if let Some(place) = bytes.get_mut(at..at + what.len()) {
-        place.copy_from_slice(what);
+    if let Some(field) = bytes.get_mut(at..at + what.len()) {
+        field.copy_from_slice(what);
     }
 }
 

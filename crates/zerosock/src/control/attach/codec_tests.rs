@@ -1,4 +1,4 @@
-//! What the codec makes of good bytes, of broken ones, and of every broken length.
+//! The codec with valid, invalid and truncated messages.
 
 use super::*;
 use crate::routing::name::MAX_NAME;
@@ -12,7 +12,7 @@ fn full() -> AttachRequest {
     }
 }
 
-/// The document's layout, written by hand.
+/// The layout of docs/attach.md, written by hand.
 fn full_bytes() -> Vec<u8> {
     let mut bytes = Vec::new();
     bytes.extend(b"zsat");
@@ -33,7 +33,7 @@ fn refused(bytes: &[u8]) -> Status {
 }
 
 #[test]
-fn a_request_lies_as_the_document_says() {
+fn a_request_has_the_documented_layout() {
     let request = Request::Attach(full());
     assert_eq!(encode_request(&request).unwrap(), full_bytes());
     assert_eq!(decode_request(&full_bytes()), Ok(request));
@@ -45,7 +45,7 @@ fn a_request_lies_as_the_document_says() {
 }
 
 #[test]
-fn the_requests_of_a_service_lie_as_the_document_says() {
+fn requests_of_a_service_have_the_documented_layout() {
     let ports = vec![Port::new(5), Port::new(0xaabb_ccdd)];
     let mut wanted = full_bytes();
     wanted[8] = 3;
@@ -56,7 +56,7 @@ fn the_requests_of_a_service_lie_as_the_document_says() {
     });
     assert_eq!(encode_request(&serve).unwrap(), wanted);
     assert_eq!(decode_request(&wanted), Ok(serve));
-    // A service has one CID, and it need not ask for it.
+    // A service always has CID 2, and may leave the field zero.
     wanted[12] = 2;
     assert_eq!(refused(&wanted), Status::BadRequest);
     wanted[12] = 3;
@@ -80,7 +80,7 @@ fn the_requests_of_a_service_lie_as_the_document_says() {
 }
 
 #[test]
-fn an_answer_lies_as_the_document_says() {
+fn an_answer_has_the_documented_layout() {
     let answer = Answer {
         version: VERSION,
         status: Status::NameTaken,
@@ -96,7 +96,7 @@ fn an_answer_lies_as_the_document_says() {
     ];
     assert_eq!(encode_answer(&answer), bytes);
     assert_eq!(decode_answer(&bytes), Ok(answer));
-    // One of version 1.0 ends earlier.
+    // An answer of version 1.0 is shorter.
     let mut short = bytes;
     short[6] = 0;
     let short = decode_answer(&short[..SHORT_ANSWER_LEN]).unwrap();
@@ -126,13 +126,13 @@ fn every_truncation_is_refused() {
 }
 
 #[test]
-fn every_bit_of_the_lengths_and_of_what_must_be_zero_counts() {
-    // Flags, length of the name, number of ports, reserved, what follows the name.
+fn every_bit_of_lengths_and_zero_fields_is_checked() {
+    // Flags, length of the name, number of ports, reserved, the bytes after the name.
     for at in (10..12).chain(16..24).chain(28..88) {
         for bit in 0..8 {
             let mut bytes = full_bytes();
             bytes[at] ^= 1 << bit;
-            // A shorter name leaves bytes where zeroes belong, a longer one has a zero in it.
+            // A shorter name leaves bytes where zeroes belong; a longer one contains a zero.
             assert_eq!(
                 refused(&bytes),
                 Status::BadRequest,
@@ -143,7 +143,7 @@ fn every_bit_of_the_lengths_and_of_what_must_be_zero_counts() {
 }
 
 #[test]
-fn every_bit_of_the_magic_and_the_version_counts() {
+fn every_bit_of_the_magic_and_the_version_is_checked() {
     for at in 0..4 {
         for bit in 0..8 {
             let mut bytes = full_bytes();
@@ -160,23 +160,23 @@ fn every_bit_of_the_magic_and_the_version_counts() {
         assert_eq!(answer.status, Status::VersionMismatch);
         assert_eq!(answer.asked, Version { major, minor: 3 });
         assert_eq!(answer.version, VERSION);
-        // Whatever the rest of another version looks like.
+        // The rest of a message of another major version is not decoded.
         assert_eq!(refused(&bytes[..8]), Status::VersionMismatch);
     }
-    // A higher minor version is understood.
+    // A higher minor version is accepted.
     let mut bytes = full_bytes();
     bytes[6] = 200;
     assert_eq!(decode_request(&bytes), Ok(Request::Attach(full())));
 }
 
 #[test]
-fn what_cannot_be_granted_is_refused() {
+fn requests_with_invalid_fields_are_refused() {
     let with = |at: usize, what: &[u8]| {
         let mut bytes = full_bytes();
         bytes[at..at + what.len()].copy_from_slice(what);
         bytes
     };
-    // The third is refused for the CID, as it is another message.
+    // Operation 3 is refused because of the CID: serve needs another layout.
     for op in [0u16, 6, 3, 0x0100, u16::MAX] {
         assert_eq!(refused(&with(8, &op.to_le_bytes())), Status::BadRequest);
     }
@@ -194,7 +194,7 @@ fn what_cannot_be_granted_is_refused() {
     ] {
         assert_eq!(refused(&with(24, name)), Status::BadRequest, "{name:?}");
     }
-    // A name to be resolved, and nothing else.
+    // A resolve request must contain nothing but a name.
     assert_eq!(refused(&with(8, &[2, 0])), Status::BadRequest);
     let many = AttachRequest {
         ports: vec![Port::new(1); MAX_PORTS + 1],
@@ -214,7 +214,7 @@ fn what_cannot_be_granted_is_refused() {
 }
 
 #[test]
-fn an_answer_with_a_foreign_status_says_so() {
+fn an_answer_with_an_unknown_status_is_an_error() {
     let mut bytes = encode_answer(&Answer::refusal(Status::Full, VERSION));
     bytes[8] = 12;
     assert_eq!(decode_answer(&bytes), Err(AnswerError::UnknownStatus(12)));
@@ -223,9 +223,9 @@ fn an_answer_with_a_foreign_status_says_so() {
 }
 
 proptest! {
-    /// Rubbish with a good beginning: never a panic, and what is understood can be said again.
+    /// Random bytes after a valid beginning never cause a panic, and a decoded request encodes again.
     #[test]
-    fn rubbish_is_refused_or_means_something(
+    fn random_bytes_are_refused_or_decode_to_an_encodable_request(
         mut bytes in prop::collection::vec(any::<u8>(), 0..MAX_REQUEST + 9),
         start in 0usize..32,
         op in 0u8..8,

@@ -1,4 +1,4 @@
-//! Who is attached, for threads other than the control thread. The server writes, others look.
+//! A list of the attached processes for threads other than the control thread. The server writes it.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,13 +12,13 @@ use crate::stats::Stats;
 /// An attached process, or a host service.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Process {
-    /// Its CID: that of the host for a service.
+    /// The CID; that of the host for a service.
     pub cid: Cid,
-    /// Its name, if it has one.
+    /// The name, if it has one.
     pub name: Option<Name>,
-    /// Its user when it connected.
+    /// The user at the time of connect(2).
     pub uid: u32,
-    /// Its process number when it connected.
+    /// The process id at the time of connect(2).
     pub pid: i32,
     /// The ports of the host that it has claimed; empty unless it is a service.
     pub claims: Vec<Port>,
@@ -31,17 +31,17 @@ impl Process {
     }
 }
 
-/// See the module.
+/// See the [module](self).
 #[derive(Debug, Default)]
 pub(crate) struct Directory {
-    /// By their numbers at the control thread.
+    /// By number on the control thread.
     processes: Mutex<BTreeMap<usize, Process>>,
     refused: AtomicU64,
 }
 
 impl Directory {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, Process>> {
-        // Each change is one insert or remove: a panic elsewhere leaves nothing half done.
+        // Each change is one insert or remove, so a poisoned lock guards a consistent value.
         self.processes
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -61,7 +61,7 @@ impl Directory {
         }
     }
 
-    pub(super) fn refuse(&self) {
+    pub(super) fn count_refusal(&self) {
         self.refused.fetch_add(1, Ordering::Relaxed);
     }
 

@@ -1,20 +1,22 @@
-//! Attaching: a process without a VM becomes an endpoint, while the daemon or the program that
-//! embeds the device runs.
+//! Attaching: a process without a VM becomes an endpoint at run time.
 //!
-//! A process connects to the attach socket and asks for a CID, a name and ports
-//! ([`client::Client::connect`]); it gets one end of a vhost-user connection, over which it is a
-//! guest like any other ([`Driver::attach_over`](crate::driver::Driver::attach_over)). The socket
-//! on which it asked stays open as its lease: when it closes, for whatever reason, the CID and the
-//! name are free again. The bytes are described in docs/attach.md.
+//! A process connects to the attach socket and requests a CID, a name and ports
+//! ([`client::Client::connect`]). It gets one end of a vhost-user connection, over which it acts as a
+//! driver ([`Driver::attach_over`](crate::driver::Driver::attach_over)). The socket of the request
+//! stays open as its control connection: when that closes, the CID and the name become free.
+//! docs/attach.md describes the protocol.
 //!
 //! - `codec`: the messages, pure functions;
 //! - `client`: the side of the process;
 //! - `server`: the other side, on the control thread;
-//! - `directory`: who is attached, for other threads.
+//! - `directory`: the attached processes, for other threads.
 //!
-//! What must hold: a process that says half a message, or nothing, or rubbish, delays nobody; one
-//! whose user is not allowed to gets no further than a refusal; everything that a process had is
-//! free again when its sockets close, and nothing of the others is touched.
+//! # Invariants
+//!
+//! - A process that sends half a message, no message or garbage delays no other process or VM.
+//! - A user that is not allowed gets a refusal and nothing else.
+//! - When the sockets of a process close, everything that it had becomes free; other endpoints are
+//!   not affected.
 
 pub mod client;
 pub mod codec;
@@ -40,42 +42,41 @@ pub use client::{AttachError, Attached, Client, Serving};
 pub use codec::{AttachRequest, ServiceRequest, Status, Version};
 pub use directory::Process;
 
-/// The CIDs that processes get who want any: 0x40000000 to 0x7fffffff. VMMs are given small
-/// numbers by hand, or random ones; one that a VM of the same daemon has is passed over.
+/// The CIDs for processes that request any: 0x40000000 to 0x7fffffff. VMMs use small numbers or
+/// random ones; a CID that a VM of the same daemon has is skipped.
 pub const DEFAULT_CIDS: RangeInclusive<u32> = 0x4000_0000..=0x7fff_ffff;
 
-/// How an attached process meets the host.
+/// How an attached process and programs on the host connect to each other.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub enum AttachHost {
-    /// Not at all: it reaches those who share a group with it.
+    /// Not at all: the process reaches only endpoints that share a group with it.
     #[default]
     None,
-    /// Its connects to port P of the host go to the Unix socket `path_P`. Programs of the host
-    /// cannot call it.
+    /// The process's connections to port P of the host go to the Unix socket `path_P`. Programs on
+    /// the host cannot connect to the process.
     Hybrid {
-        /// The first part of the sockets' paths.
+        /// The common part of the sockets' paths.
         path: PathBuf,
     },
-    /// By hybrid sockets of its own, as a VM does: its connects to port P of the host go to the
-    /// Unix socket `path_P`, and programs of the host that connect to `path` and say `CONNECT P`
-    /// come to its port P. The socket at `path` is there as long as the process is attached.
+    /// As for a VM with hybrid sockets: the process's connections to port P of the host go to the
+    /// Unix socket `path_P`, and programs that connect to `path` and send `CONNECT P` reach its port
+    /// P. The socket at `path` exists as long as the process is attached.
     HybridEach {
-        /// The path; `{cid}` in it, which must be there, stands for the process's CID.
+        /// The path. It must contain `{cid}`, which stands for the process's CID.
         path: PathBuf,
         /// The socket's permission bits; `None`: by the umask.
         mode: Option<u32>,
-        /// The socket's group; `None`: our own.
+        /// The socket's group; `None`: the effective group.
         group: Option<u32>,
     },
 }
 
-/// What stands for a CID in a path.
+/// Placeholder for the CID in a path.
 const CID_IN_PATH: &str = "{cid}";
 
 impl AttachHost {
-    /// How the process with this CID meets the host; with the file of the socket that was made
-    /// for it.
-    fn end_of(&self, cid: Cid, account: &Account) -> io::Result<(HostEnd, Option<SocketFile>)> {
+    /// The host end for the process with this CID, and the file of the socket that was bound for it.
+    fn host_end(&self, cid: Cid, account: &Account) -> io::Result<(HostEnd, Option<SocketFile>)> {
         let (path, mode, group) = match self {
             AttachHost::None => return Ok((HostEnd::None, None)),
             AttachHost::Hybrid { path } => {
@@ -103,7 +104,7 @@ impl AttachHost {
     }
 }
 
-/// On what terms processes may attach.
+/// The configuration of the attach server.
 ///
 /// ```
 /// # let dir = tempfile::tempdir()?;
@@ -121,21 +122,21 @@ impl AttachHost {
 pub struct AttachConfig {
     /// See [`AttachConfig::new`].
     pub(crate) listener: PeerFd,
-    /// The users (SO_PEERCRED) who may attach: exactly these, root is no exception.
+    /// The users (SO_PEERCRED) that may attach: exactly these, without an exception for root.
     pub allowed_uids: Vec<u32>,
-    /// The CIDs for those who want any.
+    /// The CIDs for processes that request any.
     pub cids: RangeInclusive<u32>,
-    /// Processes reach, and are reached by, those with a common group.
+    /// Processes reach, and are reached by, endpoints with a common group.
     pub groups: Vec<String>,
-    /// How they meet the host.
+    /// How processes and programs on the host connect to each other.
     pub host: AttachHost,
-    /// Processes that may be attached at once, services apart.
+    /// Limit of attached processes, not counting services.
     pub max_processes: usize,
-    /// The users (SO_PEERCRED) whose processes may be the host: attach as services, which claim
-    /// ports of CID 2. Exactly these; at first nobody. Who may is trusted with what guests ask of
-    /// the host: a claimed port goes before the host's own side of every VM.
+    /// The users (SO_PEERCRED) that may attach services, which claim ports of CID 2.
+    /// Exactly these; none by default. A service is trusted with guests' connections to the host: a
+    /// claimed port takes precedence over the host side of every VM.
     pub service_uids: Vec<u32>,
-    /// Services that may be attached at once.
+    /// Limit of attached services.
     pub max_services: usize,
     /// As [`VmConfig::buf_alloc`](crate::daemon::VmConfig::buf_alloc).
     pub buf_alloc: u32,
@@ -144,8 +145,8 @@ pub struct AttachConfig {
 }
 
 impl AttachConfig {
-    /// For processes of our own effective user, in the group "default". `listener` is the bound and
-    /// listening Unix socket of type SOCK_SEQPACKET.
+    /// A configuration for processes of our own effective user, in the group "default". `listener` is
+    /// a bound and listening Unix socket of type SOCK_SEQPACKET.
     pub fn new(listener: OwnedFd) -> AttachConfig {
         AttachConfig {
             listener: listener.into(),
@@ -162,24 +163,25 @@ impl AttachConfig {
     }
 }
 
-/// What of an [`AttachConfig`] may change while processes are attached; the fields are those of
-/// that.
+/// The part of an [`AttachConfig`] that can change while processes are attached. The fields have the
+/// same meaning.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct AttachTerms {
-    /// See [`AttachConfig::allowed_uids`]. Who is attached stays.
+    /// See [`AttachConfig::allowed_uids`]. Attached processes stay.
     pub allowed_uids: Vec<u32>,
-    /// See [`AttachConfig::groups`]: of all processes, those included that are attached.
+    /// See [`AttachConfig::groups`]. Applies to attached processes too.
     pub groups: Vec<String>,
     /// See [`AttachConfig::max_processes`]. If more are attached, they stay.
     pub max_processes: usize,
-    /// See [`AttachConfig::service_uids`]. Who is a service stays one, and may claim on.
+    /// See [`AttachConfig::service_uids`]. Attached services stay and keep their claims, but cannot
+    /// claim more if their user is no longer listed.
     pub service_uids: Vec<u32>,
     /// See [`AttachConfig::max_services`]. If more are attached, they stay.
     pub max_services: usize,
 }
 
 impl AttachConfig {
-    /// What of it may change later.
+    /// The part that can change later.
     pub fn terms(&self) -> AttachTerms {
         AttachTerms {
             allowed_uids: self.allowed_uids.clone(),
@@ -190,7 +192,7 @@ impl AttachConfig {
         }
     }
 
-    /// Goes by other terms.
+    /// Replaces the part that can change.
     pub fn set_terms(&mut self, terms: AttachTerms) {
         self.allowed_uids = terms.allowed_uids;
         self.groups = terms.groups;
@@ -200,11 +202,11 @@ impl AttachConfig {
     }
 }
 
-/// Binds an attach socket at `path`, where nothing may be, and listens. Who may connect is a matter
-/// of the file's mode, which is the umask's.
+/// Binds an attach socket at `path`, where no file may exist, and listens. The mode of the file, by the
+/// umask, decides which users can connect.
 ///
 /// # Errors
-/// What socket(2), bind(2) and listen(2) say.
+/// Those of socket(2), bind(2) and listen(2).
 pub fn listen(path: &Path) -> io::Result<OwnedFd> {
     let address = SocketAddrUnix::new(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -215,13 +217,13 @@ pub fn listen(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Ports that a service may claim: 0 to this. Above are those from which connections come:
-/// 0x40000000 to 0x7fffffff the host's own, then a block for each service.
+/// The highest port that a service may claim. Above it are the source ports of connections:
+/// 0x40000000 to 0x7fffffff for the host itself, then a block for each service.
 pub const LAST_CLAIMABLE: Port = Port::new(0x3fff_ffff);
-/// Ports that one service may have claimed.
+/// Limit of claimed ports of one service.
 pub const MAX_CLAIMS: usize = 256;
 
-/// Processes that may wait to be accepted.
+/// Connections that may wait to be accepted.
 const BACKLOG: i32 = 128;
 
 /// The CID at which attached processes reach the host.

@@ -1,26 +1,31 @@
-//! The attach server: a extension on the control thread. Processes get CIDs of their own from it, and
-//! services ports of the host's.
+//! The attach server: a part of the control thread's extension. It assigns CIDs to processes and
+//! ports of the host to services.
 //!
 //! ```text
-//!  client:  Silent --attach--> Waiting? --> Joining --workers know--> Attached --resolve--> …
-//!  member:                                  Joining -----------------> In --> Leaving --> Removing
+//!  client: AwaitingRequest --attach--> Waiting? -> Joining --routes used--> Attached --resolve--> …
+//!  member:                                         Joining --> Active --> Leaving --> Removing
 //! ```
 //!
-//! A client is a connection to the attach socket, a member a device on its account. The answer
-//! goes out only when every worker goes by the new routes, so that whoever is told a CID can be
-//! reached at it. A member leaves when either of its sockets closes; its CID, name and place are
-//! free when its front-end is seen off and every worker has forgotten it. Who asks for something
-//! that is about to be free waits for that moment.
+//! A client is a connection to the attach socket; a member is a device that was made for a client.
+//! The client gets its answer when every worker uses the new routes, so the process can be reached
+//! at its CID from then on. A member leaves when its control connection or its vhost-user connection
+//! closes. Its CID, name and address become free when its front-end is disconnected and every worker
+//! has removed it. A request for something that is about to become free waits for that.
 //!
-//! `clients` has the connections, `places` the members, `claims` the ports of services; here is
-//! what is said between them.
+//! `clients` handles the connections, `members` the members, `claims` the ports of services; this
+//! file handles requests and the events of the control thread. The owner of the [`DeviceRegistry`]
+//! passes it to each call.
 //!
-//! What must hold: nothing blocks; a client whose user is not allowed never becomes one; what has
-//! not become a member in [`PATIENCE`] is dropped, and there are at most [`MAX_CLIENTS`] such.
+//! # Invariants
+//!
+//! - No call blocks.
+//! - A connection of a user that is not allowed never becomes a client.
+//! - A client that does not become a member within [`REQUEST_TIMEOUT`] is dropped; there are at most
+//!   [`MAX_CLIENTS`] such clients.
 
 mod claims;
 mod clients;
-mod places;
+mod members;
 
 use std::collections::BTreeMap;
 use std::io::{self};
@@ -40,61 +45,56 @@ use super::{AttachConfig, AttachTerms, HOST};
 use crate::control::registry::DeviceRegistry;
 use crate::routing::name::Name;
 use claims::{Claim, PendingClaim};
-use clients::{Client, State, dismiss, is_allowed};
-use places::{ClaimConflict, JoinRequest, Member, Stage};
-use zerosock_vhost_user::{ControlExtension, FrontendRegistry, LogLimit};
+use clients::{Client, State, is_allowed, send_last_answer};
+use members::{Conflict, JoinRequest, Member, Stage};
+use zerosock_vhost_user::{FrontendRegistry, LogLimit};
 
-/// How long a client may take to say what it wants, and to wait for what is about to be free.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// How long a client may leave an answer in its socket: it may have gone and have left its own end of
-/// the connection in a message that nothing reads before the answer is taken.
+/// Time-out for the first request, and for a request that waits for something to become free.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a client may leave an answer unread. It may have exited and have left its own end of the
+/// connection in a message that is not read before the answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-/// Clients that have no place yet.
+/// Limit of clients that are not members.
 const MAX_CLIENTS: usize = 64;
-/// Connections of all users together that are turned away, or about to be, and not closed yet.
+/// Limit of connections, of all users together, that are being turned away and are not closed yet.
 pub(crate) const MAX_TURNED_AWAY: u64 = 64;
-/// Connections accepted, and messages of one client handled, before others get their turn.
+/// Connections accepted, or messages of one client handled, before other descriptors are polled.
 const BUDGET: usize = 16;
-/// How long the listener rests when there is no descriptor for a connection.
-const ACCEPT_REST: Duration = Duration::from_millis(200);
-/// The listener's key; clients have others.
+/// How long accepting pauses when there is no descriptor for a connection.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+/// The listener's epoll key. No client has it.
 const LISTENER: u32 = 0;
 
-/// See the module.
+/// See the [module](self).
 pub(crate) struct Server {
     config: AttachConfig,
-    registry: DeviceRegistry,
     directory: Arc<Directory>,
     clients: BTreeMap<u32, Client>,
     last_key: u32,
     members: BTreeMap<usize, Member>,
     by_cid: BTreeMap<Cid, usize>,
     by_name: BTreeMap<Name, usize>,
-    /// Ports of the host that belong to services, those included that are being given up.
+    /// Ports of the host that belong to services, including those being released.
     claims: BTreeMap<Port, Claim>,
-    /// The CID to try first for a process that wants any: the one after the last that was given,
-    /// so that one that has just become free rests for long.
+    /// The CID to try first for a process that requests any: the one after the last assigned, so that
+    /// CIDs are reused as late as possible.
     next_cid: u32,
-    /// As for CIDs, the block of ports to try first for a service.
+    /// The block of source ports to try first for a service, likewise.
     next_block: u32,
-    /// The listener is not watched until then.
-    rest: Option<Instant>,
+    /// Until then the listener is not watched.
+    accept_paused_until: Option<Instant>,
     log: LogLimit,
-    /// What the processes of each user may have of descriptors and memory, together.
+    /// The limits of descriptors and memory for all processes of each user.
     accounts: BTreeMap<u32, Account>,
-    /// For connections until their user is known, and for those that are turned away: they cannot use
-    /// up what VMs and users are guaranteed.
+    /// For connections of a user not known yet, and for those that are turned away. They cannot
+    /// use up the guaranteed descriptors of VMs and users.
     turned_away: Account,
 }
 
 impl Server {
-    pub(crate) fn new(
-        config: AttachConfig,
-        registry: DeviceRegistry,
-        directory: Arc<Directory>,
-    ) -> io::Result<Server> {
+    pub(crate) fn new(config: AttachConfig, directory: Arc<Directory>) -> io::Result<Server> {
         rustix::io::ioctl_fionbio(&config.listener, true)?;
-        // No request has any. Where the kernel cannot refuse them, they are received and closed.
+        // Requests carry no descriptors. Where the kernel cannot refuse them, they are closed below.
         fd_passing::refuse_rights(&config.listener)?;
         let limits = Limits {
             descriptors: MAX_TURNED_AWAY,
@@ -104,7 +104,6 @@ impl Server {
         let next_cid = *config.cids.start();
         Ok(Server {
             config,
-            registry,
             directory,
             clients: BTreeMap::new(),
             last_key: LISTENER,
@@ -114,36 +113,30 @@ impl Server {
             claims: BTreeMap::new(),
             next_cid,
             next_block: 0,
-            rest: None,
+            accept_paused_until: None,
             log: LogLimit::default(),
             accounts: BTreeMap::new(),
             turned_away: Budget::new(limits, 1).account(),
         })
     }
 
-    /// Who is a device of which worker, VMs included.
-    pub(crate) fn registry(&mut self) -> &mut DeviceRegistry {
-        &mut self.registry
-    }
-
     /// The account of a user's processes.
-    fn account(&mut self, uid: u32) -> Account {
-        let budget = self.registry.budget();
+    fn account(&mut self, uid: u32, registry: &DeviceRegistry) -> Account {
+        let budget = registry.budget();
         let account = self.accounts.entry(uid);
         account.or_insert_with(|| budget.account()).clone()
     }
 
-    /// Goes by other terms from now on. Whoever is attached stays; the groups are those of all
-    /// processes, also of those who are there. The workers are not told.
-    pub(crate) fn set_terms(&mut self, terms: AttachTerms) {
+    /// Replaces the terms. Members stay; the groups apply to them too. Does not publish the routes.
+    pub(crate) fn set_terms(&mut self, terms: AttachTerms, registry: &mut DeviceRegistry) {
         for &cid in self.by_cid.keys() {
-            self.registry.set_groups(cid, &terms.groups);
+            registry.set_groups(cid, &terms.groups);
         }
         self.config.set_terms(terms);
     }
 
-    /// Handles what a client has said.
-    fn serve(&mut self, key: u32, frontends: &mut FrontendRegistry) {
+    /// Reads and handles requests of a client.
+    fn serve(&mut self, key: u32, registry: &mut DeviceRegistry, frontends: &mut FrontendRegistry) {
         for _ in 0..BUDGET {
             let Some(client) = self.clients.get_mut(&key) else {
                 return;
@@ -151,7 +144,7 @@ impl Server {
             match client.flush() {
                 Ok(true) => {}
                 Ok(false) => break,
-                Err(_) => return self.lose(key, "it does not take answers", frontends),
+                Err(_) => return self.drop_client(key, "it does not take answers", frontends),
             }
             if client.pending_claim.is_some() {
                 break;
@@ -161,54 +154,67 @@ impl Server {
             let len = match fd_passing::recv_owned(&client.socket, &mut bytes, &mut fds) {
                 Ok(received) => received.bytes,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                Err(_) => return self.lose(key, "its socket failed", frontends),
+                Err(_) => return self.drop_client(key, "its socket failed", frontends),
             };
             if len == 0 {
-                return self.lose(key, "it closed its lease", frontends);
+                return self.drop_client(key, "it closed its control connection", frontends);
             }
-            // Descriptors have no place in a request.
+            // A request carries no descriptors.
             let request = match fds.is_empty() {
                 true => decode_request(bytes.get(..len).unwrap_or_default()),
                 false => Err(Answer::refusal(Status::BadRequest, Version::default())),
             };
-            self.handle(key, request, frontends);
+            self.handle(key, request, registry, frontends);
         }
-        self.settle(key, frontends);
+        self.update_interest(key, frontends);
     }
 
     fn handle(
         &mut self,
         key: u32,
         request: Result<Request, Answer>,
+        registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
     ) {
         let Some(client) = self.clients.get_mut(&key) else {
             return;
         };
         match (&client.state, request) {
-            (&State::Silent { until }, Ok(Request::Attach(request))) => {
-                self.attach(key, JoinRequest::Process(request), until, frontends);
+            (&State::AwaitingRequest { until }, Ok(Request::Attach(request))) => {
+                self.attach(
+                    key,
+                    JoinRequest::Process(request),
+                    until,
+                    registry,
+                    frontends,
+                );
             }
-            (&State::Silent { until }, Ok(Request::Serve(request))) => {
-                self.attach(key, JoinRequest::Service(request), until, frontends);
+            (&State::AwaitingRequest { until }, Ok(Request::Serve(request))) => {
+                self.attach(
+                    key,
+                    JoinRequest::Service(request),
+                    until,
+                    registry,
+                    frontends,
+                );
             }
             (State::Attached { .. }, Ok(Request::Claim(ports))) => {
-                self.claim(key, ports, Self::patience(), frontends);
+                self.claim(key, ports, Self::claim_deadline(), registry, frontends);
             }
             (State::Attached { .. }, Ok(Request::Release(ports))) => {
-                self.give_up(key, ports, frontends);
+                self.give_up(key, ports, registry, frontends);
             }
             (State::Attached { .. }, Ok(Request::Resolve(name))) => {
                 let vm = self.by_name.get(&name);
                 let member = vm.and_then(|vm| self.members.get(vm));
-                let member = member.filter(|member| member.stage == Stage::In);
+                let member = member.filter(|member| member.stage == Stage::Active);
                 let answer = match member {
                     Some(member) => granted(member.cid),
                     None => Answer::refusal(Status::UnknownName, VERSION),
                 };
                 client.answer = Some(encode_answer(&answer));
             }
-            // It can go on with its place: what it asked for is all that it does not get.
+            // A member stays attached after a bad request.
             (State::Attached { .. }, Err(refusal)) => {
                 client.answer = Some(encode_answer(&refusal));
             }
@@ -216,14 +222,14 @@ impl Server {
                 let refusal = Answer::refusal(Status::BadRequest, VERSION);
                 client.answer = Some(encode_answer(&refusal));
             }
-            (State::Silent { .. }, Err(refusal)) => self.refuse(key, &refusal),
-            // A place first; and one thing after the other.
-            (State::Silent { .. }, Ok(_)) => {
+            (State::AwaitingRequest { .. }, Err(refusal)) => self.refuse(key, &refusal),
+            // The first request must attach, and only one request may be under way before that.
+            (State::AwaitingRequest { .. }, Ok(_)) => {
                 self.refuse(key, &Answer::refusal(Status::BadRequest, VERSION));
             }
             (&State::Joining { vm, .. }, _) => {
                 self.refuse(key, &Answer::refusal(Status::BadRequest, VERSION));
-                self.send_off(vm, "it spoke out of turn", frontends);
+                self.disconnect_member(vm, "it sent a request before it was answered", frontends);
             }
             (State::Waiting { .. }, _) => {
                 self.refuse(key, &Answer::refusal(Status::BadRequest, VERSION));
@@ -231,13 +237,14 @@ impl Server {
         }
     }
 
-    /// Grants a request, refuses it, or lets it wait. Who may make it is asked each time: it may have
-    /// changed while the client waited.
+    /// Grants a request to attach, refuses it, or lets it wait. The permission is checked each time,
+    /// because the terms may have changed while the client waited.
     fn attach(
         &mut self,
         key: u32,
         request: JoinRequest,
         until: Instant,
+        registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
     ) {
         let uids = match request {
@@ -247,32 +254,32 @@ impl Server {
         let client = self.clients.get(&key);
         let allowed = client.is_some_and(|client| is_allowed(uids, client.uid));
         let slot = match allowed {
-            true => self.slot(&request, frontends),
-            false => Err(ClaimConflict::Refused(Answer::refusal(
+            true => self.slot(&request, registry, frontends),
+            false => Err(Conflict::Refused(Answer::refusal(
                 Status::NotPermitted,
                 VERSION,
             ))),
         };
         let slot = match slot {
             Ok(slot) => slot,
-            Err(ClaimConflict::Passing(_)) if Instant::now() < until => {
+            Err(Conflict::Temporary(_)) if Instant::now() < until => {
                 if let Some(client) = self.clients.get_mut(&key) {
                     client.state = State::Waiting { until, request };
                 }
                 return;
             }
-            Err(ClaimConflict::Passing(answer) | ClaimConflict::Refused(answer)) => {
+            Err(Conflict::Temporary(answer) | Conflict::Refused(answer)) => {
                 return self.refuse(key, &answer);
             }
         };
-        if let Err(error) = self.join(key, slot, &request, frontends) {
+        if let Err(error) = self.join(key, slot, &request, registry, frontends) {
             self.warn(&format!("cannot attach a process: {error}"));
             self.refuse(key, &Answer::refusal(Status::ServerFailed, VERSION));
         }
     }
 
-    /// Something may be free now: those who wait for it try again.
-    fn retry(&mut self, frontends: &mut FrontendRegistry) {
+    /// Retries requests that wait for something to become free.
+    fn retry(&mut self, registry: &mut DeviceRegistry, frontends: &mut FrontendRegistry) {
         let waiting = |(&key, client): (&u32, &Client)| match client.state {
             State::Waiting { .. } => Some(key),
             _ => None,
@@ -282,52 +289,62 @@ impl Server {
             let Some(client) = self.clients.get_mut(&key) else {
                 continue;
             };
-            let silent = State::Silent {
+            let placeholder = State::AwaitingRequest {
                 until: Instant::now(),
             };
-            if let State::Waiting { until, request } = std::mem::replace(&mut client.state, silent)
+            if let State::Waiting { until, request } =
+                std::mem::replace(&mut client.state, placeholder)
             {
-                self.attach(key, request, until, frontends);
+                self.attach(key, request, until, registry, frontends);
             }
         }
-        self.retry_claims(frontends, |_| true);
+        self.retry_claims(registry, frontends, |_| true);
     }
 
-    /// Logs what processes do wrong, but does not let them fill the log.
+    /// Logs a fault of a process, subject to the limit.
     fn warn(&self, text: &str) {
         if let Some(suppressed) = self.log.admit(Instant::now()) {
             tracing::warn!(suppressed, "{text}");
         }
     }
-}
 
-impl ControlExtension for Server {
-    fn begin(&mut self, frontends: &mut FrontendRegistry) -> io::Result<()> {
+    pub(crate) fn begin(&mut self, frontends: &mut FrontendRegistry) -> io::Result<()> {
         frontends.watch(&self.config.listener, LISTENER, EventFlags::IN)
     }
 
-    fn end(&mut self, frontends: &mut FrontendRegistry) {
-        // The reaper closes it later, which until then would be reported again and again.
+    pub(crate) fn end(&mut self, frontends: &mut FrontendRegistry) {
+        // The reaper closes the listener later. Without this, epoll would report it until then.
         self.watch_listener(frontends, EventFlags::empty());
     }
 
-    fn ready(&mut self, key: u32, flags: EventFlags, frontends: &mut FrontendRegistry) {
+    pub(crate) fn ready(
+        &mut self,
+        key: u32,
+        flags: EventFlags,
+        registry: &mut DeviceRegistry,
+        frontends: &mut FrontendRegistry,
+    ) {
         match key {
-            LISTENER => self.accept(frontends),
-            // It is not read while it waits, so nothing else would notice.
+            LISTENER => self.accept(registry, frontends),
+            // The socket is not read while a claim is pending, so only epoll reports the hang-up.
             key if self
                 .clients
                 .get(&key)
                 .is_some_and(|c| c.pending_claim.is_some())
                 && flags.intersects(EventFlags::HUP | EventFlags::ERR) =>
             {
-                self.lose(key, "it closed its lease", frontends);
+                self.drop_client(key, "it closed its control connection", frontends);
             }
-            key => self.serve(key, frontends),
+            key => self.serve(key, registry, frontends),
         }
     }
 
-    fn vm_over(&mut self, vm: usize, frontends: &mut FrontendRegistry) {
+    pub(crate) fn vm_removed(
+        &mut self,
+        vm: usize,
+        registry: &mut DeviceRegistry,
+        frontends: &mut FrontendRegistry,
+    ) {
         let Some(member) = self.members.get_mut(&vm) else {
             return;
         };
@@ -339,7 +356,7 @@ impl ControlExtension for Server {
             && let Some(client) = self.clients.remove(&key)
             && matches!(client.state, State::Joining { .. })
         {
-            dismiss(
+            send_last_answer(
                 &client.socket,
                 &Answer::refusal(Status::ServerFailed, VERSION),
             );
@@ -347,11 +364,11 @@ impl ControlExtension for Server {
         self.directory.remove(vm);
         if service {
             let ports: Vec<Port> = self.claims_of(vm).collect();
-            self.let_go(ports.iter().copied(), number);
-            // Those that it had begun to give up are on their way already.
-            self.registry.remove_service(addr, ports, &notice);
+            self.mark_releasing(ports.iter().copied(), number);
+            // The routes of ports being released are removed already.
+            registry.remove_service(addr, ports, &notice);
         } else {
-            self.registry.remove(cid, addr, &notice);
+            registry.remove(cid, addr, &notice);
         }
         if let Some(suppressed) = self.log.admit(Instant::now()) {
             match service {
@@ -361,12 +378,17 @@ impl ControlExtension for Server {
         }
     }
 
-    fn noticed(&mut self, number: u64, frontends: &mut FrontendRegistry) {
-        self.claims_noticed(number, frontends);
+    pub(crate) fn notice_dropped(
+        &mut self,
+        number: u64,
+        registry: &mut DeviceRegistry,
+        frontends: &mut FrontendRegistry,
+    ) {
+        self.claims_notice_dropped(number, frontends);
         let stages = [Stage::Joining(number), Stage::Removing(number)];
         let found = self.members.iter().find(|(_, m)| stages.contains(&m.stage));
         let Some((&vm, member)) = found else {
-            return self.retry(frontends);
+            return self.retry(registry, frontends);
         };
         if member.stage == Stage::Joining(number) {
             return self.joined(vm, frontends);
@@ -378,12 +400,12 @@ impl ControlExtension for Server {
             if let Some(name) = &member.name {
                 self.by_name.remove(name);
             }
-            self.registry.release(member.addr);
+            registry.release(member.addr);
         }
-        self.retry(frontends);
+        self.retry(registry, frontends);
     }
 
-    fn deadline(&self) -> Option<Instant> {
+    pub(crate) fn deadline(&self) -> Option<Instant> {
         let clients = self.clients.values().filter_map(|c| c.state.until());
         let pending_claims = self.clients.values().filter_map(|c| match c.pending_claim {
             Some(PendingClaim::Waiting { until, .. }) => Some(until),
@@ -393,21 +415,26 @@ impl ControlExtension for Server {
         clients
             .chain(pending_claims)
             .chain(stalled)
-            .chain(self.rest)
+            .chain(self.accept_paused_until)
             .min()
     }
 
-    fn time_passed(&mut self, now: Instant, frontends: &mut FrontendRegistry) {
-        if self.rest.is_some_and(|until| now >= until) {
-            self.rest = None;
+    pub(crate) fn time_passed(
+        &mut self,
+        now: Instant,
+        registry: &mut DeviceRegistry,
+        frontends: &mut FrontendRegistry,
+    ) {
+        if self.accept_paused_until.is_some_and(|until| now >= until) {
+            self.accept_paused_until = None;
             self.watch_listener(frontends, EventFlags::IN);
         }
-        self.retry_claims(frontends, |until| now >= until);
+        self.retry_claims(registry, frontends, |until| now >= until);
         let stalled = self.clients.iter();
         let stalled = stalled.filter(|(_, c)| c.stalled_until.is_some_and(|until| now >= until));
         let stalled: Vec<u32> = stalled.map(|(&key, _)| key).collect();
         for key in stalled {
-            self.lose(key, "it takes no answer", frontends);
+            self.drop_client(key, "it does not read its answer", frontends);
         }
         let late = self.clients.iter();
         let late = late.filter(|(_, c)| c.state.until().is_some_and(|until| now >= until));
@@ -416,12 +443,14 @@ impl ControlExtension for Server {
             let Some(client) = self.clients.get_mut(&key) else {
                 continue;
             };
-            let silent = State::Silent { until: now };
-            match std::mem::replace(&mut client.state, silent) {
-                // What it waits for has not become free in time: it is told what that was.
-                State::Waiting { until, request } => self.attach(key, request, until, frontends),
+            let placeholder = State::AwaitingRequest { until: now };
+            match std::mem::replace(&mut client.state, placeholder) {
+                // Time is up: `attach` answers with the conflict.
+                State::Waiting { until, request } => {
+                    self.attach(key, request, until, registry, frontends)
+                }
                 _ => {
-                    self.warn("a process said nothing for too long");
+                    self.warn("a process sent no request in time");
                     self.clients.remove(&key);
                 }
             }

@@ -1,9 +1,11 @@
-//! Claims: which service has which port of the host, and how one gets more of them or gives some
-//! up on its lease.
+//! Claims: which service has which ports of the host, and requests to claim and release ports.
 //!
-//! What must hold: a port belongs to one service at a time, and is free again only when every
-//! worker has forgotten whose it was; who is told that it has a port can be reached there at once;
-//! a request gets all of its ports or none.
+//! # Invariants
+//!
+//! - A port belongs to one service at a time. It becomes free only when every worker has removed its
+//!   route.
+//! - When a claim is answered, connections to its ports reach the service.
+//! - A request gets all of its ports or none.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -13,99 +15,95 @@ use zerosock_proto::Port;
 use super::super::codec::{Answer, Status, VERSION, encode_answer};
 use super::super::{HOST, LAST_CLAIMABLE, MAX_CLAIMS};
 use super::clients::{has_hung_up, is_allowed};
-use super::places::{ClaimConflict, Stage};
-use super::{PATIENCE, Server, State, granted};
+use super::members::{Conflict, Stage};
+use super::{REQUEST_TIMEOUT, Server, State, granted};
+use crate::control::registry::DeviceRegistry;
 use zerosock_vhost_user::FrontendRegistry;
 
 /// A port that belongs to a service.
 #[derive(Debug)]
 pub(super) struct Claim {
-    /// The service's device.
+    /// The service's number on the control thread.
     pub(super) vm: usize,
-    /// The workers forget it; the number of the notice.
-    pub(super) going: Option<u64>,
+    /// Set while the workers remove the route; the number of the notice.
+    pub(super) releasing: Option<u64>,
 }
 
-/// What a service has asked for on its lease, and has not been answered.
+/// A request of a service that is not answered yet.
 #[derive(Debug)]
 pub(super) enum PendingClaim {
-    /// It wants ports of which some are about to be free.
+    /// Some of the ports are about to become free.
     Waiting { until: Instant, ports: Vec<Port> },
-    /// The workers are told; the number of the notice.
-    Telling(u64),
+    /// The workers are getting the new routes; the number of the notice.
+    Publishing(u64),
 }
 
 impl Server {
-    /// Whether a service may have these ports beside the `held` that it has: they are claimable,
-    /// not too many, and nobody's.
+    /// Whether a service with `held` ports may have these as well: all are claimable and free, and
+    /// the limit is kept.
     pub(super) fn check_ports(
         &mut self,
         ports: &[Port],
         held: usize,
         frontends: &mut FrontendRegistry,
-    ) -> Result<(), ClaimConflict> {
+    ) -> Result<(), Conflict> {
         if let Some(&port) = ports.iter().find(|&&port| port > LAST_CLAIMABLE) {
-            return Err(ClaimConflict::Refused(Answer::about(
-                Status::PortReserved,
-                port,
-            )));
+            return Err(Conflict::Refused(Answer::about(Status::PortReserved, port)));
         }
         let wanted: BTreeSet<Port> = ports.iter().copied().collect();
         if held + wanted.len() > MAX_CLAIMS {
-            return Err(ClaimConflict::Refused(Answer::refusal(
-                Status::Full,
-                VERSION,
-            )));
+            return Err(Conflict::Refused(Answer::refusal(Status::Full, VERSION)));
         }
-        let mut passing = None;
+        let mut temporary = None;
         for &port in &wanted {
             match self.check_port(port, frontends) {
-                Err(ClaimConflict::Passing(answer)) => passing = Some(answer),
+                Err(Conflict::Temporary(answer)) => temporary = Some(answer),
                 other => other?,
             }
         }
-        passing.map_or(Ok(()), |answer| Err(ClaimConflict::Passing(answer)))
+        temporary.map_or(Ok(()), |answer| Err(Conflict::Temporary(answer)))
     }
 
-    fn check_port(
-        &mut self,
-        port: Port,
-        frontends: &mut FrontendRegistry,
-    ) -> Result<(), ClaimConflict> {
+    fn check_port(&mut self, port: Port, frontends: &mut FrontendRegistry) -> Result<(), Conflict> {
         let Some(claim) = self.claims.get(&port) else {
             return Ok(());
         };
         let taken = Answer::about(Status::PortTaken, port);
         let Some(member) = self.members.get(&claim.vm) else {
-            return Err(ClaimConflict::Refused(taken));
+            return Err(Conflict::Refused(taken));
         };
-        if claim.going.is_some() || self.is_leaving(claim.vm, member, frontends) {
-            return Err(ClaimConflict::Passing(taken));
+        if claim.releasing.is_some() || self.is_leaving(claim.vm, member, frontends) {
+            return Err(Conflict::Temporary(taken));
         }
-        // Its process may be gone without anybody having noticed.
+        // Its process may have exited without an event having been handled yet.
         if let Some(key) = member.client
             && let Some(client) = self.clients.get(&key)
             && has_hung_up(&client.socket)
         {
-            self.lose(key, "it closed its lease, and another one came", frontends);
-            return Err(ClaimConflict::Passing(taken));
+            self.drop_client(
+                key,
+                "it closed its control connection, and another service requests the port",
+                frontends,
+            );
+            return Err(Conflict::Temporary(taken));
         }
         let owner = member.client.and_then(|key| self.clients.get(&key));
         if let Some(owner) = owner {
             let (pid, uid) = (owner.pid, owner.uid);
             self.warn(&format!(
-                "port {port} is claimed once more; it is process {pid}'s, of user {uid}"
+                "a claim of port {port} is refused: process {pid} of user {uid} has it"
             ));
         }
-        Err(ClaimConflict::Refused(taken))
+        Err(Conflict::Refused(taken))
     }
 
-    /// A service that is in wants more ports.
+    /// Handles a request of a service to claim ports.
     pub(super) fn claim(
         &mut self,
         key: u32,
         ports: Vec<Port>,
         until: Instant,
+        registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
     ) {
         let Some(vm) = self.service_of(key) else {
@@ -117,16 +115,16 @@ impl Server {
         let conflict = if allowed {
             self.check_ports(&ports, held, frontends).err()
         } else {
-            // Its user has been taken off the list meanwhile: it keeps what it has.
+            // The user was removed from the list since: the service keeps its ports.
             let refusal = Answer::refusal(Status::NotPermitted, VERSION);
-            Some(ClaimConflict::Refused(refusal))
+            Some(Conflict::Refused(refusal))
         };
         let pending_claim = match conflict {
-            Some(ClaimConflict::Passing(_)) if Instant::now() < until => {
+            Some(Conflict::Temporary(_)) if Instant::now() < until => {
                 PendingClaim::Waiting { until, ports }
             }
-            Some(ClaimConflict::Passing(answer) | ClaimConflict::Refused(answer)) => {
-                self.directory.refuse();
+            Some(Conflict::Temporary(answer) | Conflict::Refused(answer)) => {
+                self.directory.count_refusal();
                 return self.answer(key, &answer);
             }
             None => {
@@ -135,9 +133,9 @@ impl Server {
                 };
                 let (number, notice) = frontends.notice();
                 self.take_ports(vm, &ports);
-                self.registry.claim(addr, &ports, &notice);
-                self.note_claims(key, vm);
-                PendingClaim::Telling(number)
+                registry.claim(addr, &ports, &notice);
+                self.publish_claims(key, vm);
+                PendingClaim::Publishing(number)
             }
         };
         if let Some(client) = self.clients.get_mut(&key) {
@@ -145,55 +143,68 @@ impl Server {
         }
     }
 
-    /// A service that is in gives ports up.
-    pub(super) fn give_up(&mut self, key: u32, ports: Vec<Port>, frontends: &mut FrontendRegistry) {
+    /// Handles a request of a service to release ports.
+    pub(super) fn give_up(
+        &mut self,
+        key: u32,
+        ports: Vec<Port>,
+        registry: &mut DeviceRegistry,
+        frontends: &mut FrontendRegistry,
+    ) {
         let Some(vm) = self.service_of(key) else {
             return;
         };
         let has = |port: &Port| {
             let claim = self.claims.get(port);
-            claim.is_some_and(|claim| claim.vm == vm && claim.going.is_none())
+            claim.is_some_and(|claim| claim.vm == vm && claim.releasing.is_none())
         };
         if let Some(&port) = ports.iter().find(|port| !has(port)) {
             return self.answer(key, &Answer::about(Status::NotClaimed, port));
         }
         let (number, notice) = frontends.notice();
-        self.let_go(ports.iter().copied(), number);
-        self.registry.unclaim(ports, &notice);
-        self.note_claims(key, vm);
+        self.mark_releasing(ports.iter().copied(), number);
+        registry.unclaim(ports, &notice);
+        self.publish_claims(key, vm);
         if let Some(client) = self.clients.get_mut(&key) {
-            client.pending_claim = Some(PendingClaim::Telling(number));
+            client.pending_claim = Some(PendingClaim::Publishing(number));
         }
     }
 
-    /// Ports of a service that it has and keeps.
+    /// Ports of a service, without those being released.
     pub(super) fn claims_of(&self, vm: usize) -> impl Iterator<Item = Port> + '_ {
-        let own = move |(_, claim): &(&Port, &Claim)| claim.vm == vm && claim.going.is_none();
+        let own = move |(_, claim): &(&Port, &Claim)| claim.vm == vm && claim.releasing.is_none();
         self.claims.iter().filter(own).map(|(&port, _)| port)
     }
 
-    /// The ports belong to this service from now on.
+    /// Assigns the ports to a service.
     pub(super) fn take_ports(&mut self, vm: usize, ports: &[Port]) {
         for &port in ports {
-            self.claims.insert(port, Claim { vm, going: None });
+            self.claims.insert(
+                port,
+                Claim {
+                    vm,
+                    releasing: None,
+                },
+            );
         }
     }
 
-    /// The ports are nobody's when the notice of this number comes back.
-    pub(super) fn let_go(&mut self, ports: impl IntoIterator<Item = Port>, number: u64) {
+    /// Marks the ports as being released; they are free when the notice with this number is dropped.
+    pub(super) fn mark_releasing(&mut self, ports: impl IntoIterator<Item = Port>, number: u64) {
         for port in ports {
             if let Some(claim) = self.claims.get_mut(&port) {
-                claim.going = Some(number);
+                claim.releasing = Some(number);
             }
         }
     }
 
-    /// The workers know what the notice of this number was about, if it was about claims. Those
-    /// who have asked for it are answered.
-    pub(super) fn claims_noticed(&mut self, number: u64, frontends: &mut FrontendRegistry) {
-        self.claims.retain(|_, claim| claim.going != Some(number));
+    /// Handles the end of the notice with this number: frees the ports that were being released, and
+    /// answers the client that claimed or released ports.
+    pub(super) fn claims_notice_dropped(&mut self, number: u64, frontends: &mut FrontendRegistry) {
+        self.claims
+            .retain(|_, claim| claim.releasing != Some(number));
         let asked = |(&key, client): (&u32, &super::Client)| match client.pending_claim {
-            Some(PendingClaim::Telling(told)) if told == number => Some(key),
+            Some(PendingClaim::Publishing(notice)) if notice == number => Some(key),
             _ => None,
         };
         if let Some(key) = self.clients.iter().find_map(asked) {
@@ -201,13 +212,14 @@ impl Server {
                 client.pending_claim = None;
             }
             self.answer(key, &granted(HOST));
-            self.settle(key, frontends);
+            self.update_interest(key, frontends);
         }
     }
 
-    /// Something may be free now, or it is too late: those services try again whom `which` names.
+    /// Retries pending claims if `which` returns true for their deadline.
     pub(super) fn retry_claims(
         &mut self,
+        registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
         which: impl Fn(Instant) -> bool,
     ) {
@@ -221,19 +233,18 @@ impl Server {
             if let Some(PendingClaim::Waiting { until, ports }) =
                 client.and_then(|client| client.pending_claim.take())
             {
-                self.claim(key, ports, until, frontends);
-                self.settle(key, frontends);
+                self.claim(key, ports, until, registry, frontends);
+                self.update_interest(key, frontends);
             }
         }
     }
 
-    /// Until when a claim may wait that is made now.
-    pub(super) fn patience() -> Instant {
-        Instant::now() + PATIENCE
+    /// The deadline of a claim that is made now.
+    pub(super) fn claim_deadline() -> Instant {
+        Instant::now() + REQUEST_TIMEOUT
     }
 
-    /// The device of a client that is a service and is in; else the client is told that it asks
-    /// for what it cannot have.
+    /// The number of a client's service, if it is attached. Otherwise answers that the request is bad.
     fn service_of(&mut self, key: u32) -> Option<usize> {
         let client = self.clients.get(&key)?;
         let member = match client.state {
@@ -241,7 +252,9 @@ impl Server {
             _ => None,
         };
         match member {
-            Some((vm, member)) if member.service.is_some() && member.stage == Stage::In => Some(vm),
+            Some((vm, member)) if member.service.is_some() && member.stage == Stage::Active => {
+                Some(vm)
+            }
             _ => {
                 self.answer(key, &Answer::refusal(Status::BadRequest, VERSION));
                 None
@@ -255,24 +268,24 @@ impl Server {
         }
     }
 
-    /// Lists and logs what a service has now.
-    fn note_claims(&mut self, key: u32, vm: usize) {
+    /// Updates the directory with the ports of a service, and logs them.
+    fn publish_claims(&mut self, key: u32, vm: usize) {
         let ports: Vec<Port> = self.claims_of(vm).collect();
         if let Some(client) = self.clients.get(&key)
             && let Some(suppressed) = self.log.admit(Instant::now())
         {
             let (pid, uid) = (client.pid, client.uid);
-            let ports = Shown(&ports);
+            let ports = PortList(&ports);
             tracing::info!(pid, uid, %ports, suppressed, "service changes its claims");
         }
         self.directory.set_claims(vm, ports);
     }
 }
 
-/// Ports for the log.
-pub(super) struct Shown<'a>(pub(super) &'a [Port]);
+/// Ports, separated by commas, for the log.
+pub(super) struct PortList<'a>(pub(super) &'a [Port]);
 
-impl std::fmt::Display for Shown<'_> {
+impl std::fmt::Display for PortList<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         for (index, port) in self.0.iter().enumerate() {
             let comma = if index == 0 { "" } else { "," };

@@ -1,7 +1,9 @@
-//! Connections to the attach socket: who may have one, and what is said on it in the end.
+//! Connections to the attach socket: accepting, refusing and watching them.
 //!
-//! What must hold: a client is watched for what it is waited for, and for nothing else; whoever is
-//! turned away is told why first.
+//! # Invariants
+//!
+//! - A client is watched only for the events that its state can handle.
+//! - A client that is turned away gets the reason first.
 
 use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
@@ -19,8 +21,9 @@ use zerosock_sys::{PeerFd, fd_passing};
 
 use super::super::codec::{ANSWER_LEN, Answer, Status, Version, encode_answer};
 use super::claims::PendingClaim;
-use super::places::JoinRequest;
-use super::{ACCEPT_REST, ANSWER_LIMIT, BUDGET, LISTENER, MAX_CLIENTS, PATIENCE, Server};
+use super::members::JoinRequest;
+use super::{ACCEPT_PAUSE, ANSWER_LIMIT, BUDGET, LISTENER, MAX_CLIENTS, REQUEST_TIMEOUT, Server};
+use crate::control::registry::DeviceRegistry;
 use zerosock_vhost_user::FrontendRegistry;
 
 pub(super) struct Client {
@@ -28,27 +31,26 @@ pub(super) struct Client {
     pub(super) uid: u32,
     pub(super) pid: i32,
     pub(super) state: State,
-    /// An answer that the socket did not take. While there is one, nothing is read.
+    /// An answer that the socket had no room for. Nothing is read until it is sent.
     pub(super) answer: Option<[u8; ANSWER_LEN]>,
-    /// What a service has asked for and the workers are told of. While there is something,
-    /// nothing is read.
+    /// The request of a service that is not answered yet. Nothing is read until it is.
     pub(super) pending_claim: Option<PendingClaim>,
     pub(super) watched: EventFlags,
-    /// When it is dropped for not having taken its answer.
+    /// When the client is dropped for not reading its answer.
     pub(super) stalled_until: Option<Instant>,
-    /// Watches the socket.
+    /// The epoll instance that watches the socket.
     pub(super) epoll: Arc<OwnedFd>,
 }
 
 impl Drop for Client {
     fn drop(&mut self) {
-        // The reaper closes the socket later, which until then would be reported again and again.
+        // The reaper closes the socket later. Without this, epoll would report it until then.
         let _ = epoll::delete(&self.epoll, &self.socket);
     }
 }
 
 pub(super) enum State {
-    Silent {
+    AwaitingRequest {
         until: Instant,
     },
     Waiting {
@@ -64,37 +66,45 @@ pub(super) enum State {
     },
 }
 
-/// Whether a user is among those who may.
+/// Whether a user is in the list.
 pub(super) fn is_allowed(allowed: &[u32], uid: u32) -> bool {
     allowed.contains(&uid)
 }
 
 impl Server {
-    pub(super) fn accept(&mut self, frontends: &mut FrontendRegistry) {
+    pub(super) fn accept(
+        &mut self,
+        registry: &mut DeviceRegistry,
+        frontends: &mut FrontendRegistry,
+    ) {
         for _ in 0..BUDGET {
             let permit = match self.turned_away.take_descriptors(1) {
                 Ok(permit) => permit,
                 Err(_) => {
-                    self.warn("accepts no process: those that were turned away cannot be closed");
-                    return self.rest(frontends);
+                    self.warn("accepts no process: connections that were turned away cannot be closed yet");
+                    return self.pause_accepting(frontends);
                 }
             };
             let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
             match accept_with(&self.config.listener, flags) {
-                Ok(socket) => self.admit(PeerFd::from(socket).with_permit(permit), frontends),
+                Ok(socket) => self.admit(
+                    PeerFd::from(socket).with_permit(permit),
+                    registry,
+                    frontends,
+                ),
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(error) => {
                     self.warn(&format!("cannot accept a process: {error}"));
-                    return self.rest(frontends);
+                    return self.pause_accepting(frontends);
                 }
             }
         }
     }
 
-    /// Accepts nothing for a while.
-    fn rest(&mut self, frontends: &FrontendRegistry) {
-        self.rest = Some(Instant::now() + ACCEPT_REST);
+    /// Stops accepting for [`ACCEPT_PAUSE`].
+    fn pause_accepting(&mut self, frontends: &FrontendRegistry) {
+        self.accept_paused_until = Some(Instant::now() + ACCEPT_PAUSE);
         self.watch_listener(frontends, EventFlags::empty());
     }
 
@@ -104,19 +114,24 @@ impl Server {
         }
     }
 
-    /// Lets a process say what it wants, or turns it away.
-    pub(super) fn admit(&mut self, socket: PeerFd, frontends: &mut FrontendRegistry) {
+    /// Makes a connection a client, or turns it away.
+    pub(super) fn admit(
+        &mut self,
+        socket: PeerFd,
+        registry: &mut DeviceRegistry,
+        frontends: &mut FrontendRegistry,
+    ) {
         let (uid, pid) = match socket_peercred(&socket) {
             Ok(cred) => (cred.uid.as_raw(), cred.pid.as_raw_nonzero().get()),
-            Err(error) => return self.warn(&format!("a process without a user: {error}")),
+            Err(error) => return self.warn(&format!("cannot get the user of a process: {error}")),
         };
         let status = if !self.may_connect(uid) {
             Status::NotPermitted
-        } else if self.newcomers() >= MAX_CLIENTS {
+        } else if self.unattached_clients() >= MAX_CLIENTS {
             Status::Full
-        } else if let Ok(permit) = self.account(uid).take_descriptors(1) {
+        } else if let Ok(permit) = self.account(uid, registry).take_descriptors(1) {
             let socket = socket.with_permit(permit);
-            let until = Instant::now() + PATIENCE;
+            let until = Instant::now() + REQUEST_TIMEOUT;
             let key = self.free_key();
             let watched = EventFlags::IN;
             if let Err(error) = frontends.watch(&socket, key, watched) {
@@ -126,7 +141,7 @@ impl Server {
                 socket,
                 uid,
                 pid,
-                state: State::Silent { until },
+                state: State::AwaitingRequest { until },
                 answer: None,
                 pending_claim: None,
                 watched,
@@ -138,20 +153,20 @@ impl Server {
         } else {
             Status::Full
         };
-        self.directory.refuse();
+        self.directory.count_refusal();
         self.warn(&format!(
-            "process {pid} of user {uid} is turned away: {status:?}"
+            "process {pid} of user {uid} is refused a connection: {status:?}"
         ));
-        dismiss(&socket, &Answer::refusal(status, Version::default()));
+        send_last_answer(&socket, &Answer::refusal(status, Version::default()));
     }
 
-    /// Whether the processes of a user may ask for anything.
+    /// Whether processes of a user may attach, in either way.
     fn may_connect(&self, uid: u32) -> bool {
         let config = &self.config;
         is_allowed(&config.allowed_uids, uid) || is_allowed(&config.service_uids, uid)
     }
 
-    pub(super) fn newcomers(&self) -> usize {
+    pub(super) fn unattached_clients(&self) -> usize {
         let clients = self.clients.values();
         let attached = clients.filter(|c| matches!(c.state, State::Attached { .. }));
         self.clients.len() - attached.count()
@@ -166,37 +181,37 @@ impl Server {
         }
     }
 
-    /// Tells a client that has no place why not, and is done with it.
+    /// Refuses the request of a client that is no member, and drops the client.
     pub(super) fn refuse(&mut self, key: u32, answer: &Answer) {
         let Some(client) = self.clients.remove(&key) else {
             return;
         };
-        self.directory.refuse();
+        self.directory.count_refusal();
         let (pid, uid, status) = (client.pid, client.uid, answer.status);
         self.warn(&format!(
             "process {pid} of user {uid} is refused: {status:?}"
         ));
-        dismiss(&client.socket, answer);
+        send_last_answer(&client.socket, answer);
     }
 
-    /// A client is gone, or given up.
-    pub(super) fn lose(&mut self, key: u32, reason: &str, frontends: &mut FrontendRegistry) {
+    /// Drops a client and disconnects its member.
+    pub(super) fn drop_client(&mut self, key: u32, reason: &str, frontends: &mut FrontendRegistry) {
         let Some(client) = self.clients.remove(&key) else {
             return;
         };
         if let State::Joining { vm, .. } | State::Attached { vm } = client.state {
-            self.send_off(vm, reason, frontends);
+            self.disconnect_member(vm, reason, frontends);
         }
     }
 
-    /// Watches a client for what it is waited for now.
-    pub(super) fn settle(&mut self, key: u32, frontends: &mut FrontendRegistry) {
+    /// Watches a client for the events that its state can handle.
+    pub(super) fn update_interest(&mut self, key: u32, frontends: &mut FrontendRegistry) {
         let Some(client) = self.clients.get_mut(&key) else {
             return;
         };
         let interest = match (&client.answer, &client.pending_claim) {
             (Some(_), _) => EventFlags::OUT,
-            // That it hangs up is told all the same.
+            // A hang-up is reported nevertheless.
             (None, Some(_)) => EventFlags::empty(),
             (None, None) => EventFlags::IN,
         };
@@ -205,23 +220,23 @@ impl Server {
         }
         client.watched = interest;
         if let Err(error) = frontends.watch_for(&client.socket, key, interest) {
-            self.lose(key, &format!("cannot watch it: {error}"), frontends);
+            self.drop_client(key, &format!("cannot watch it: {error}"), frontends);
         }
     }
 }
 
 impl State {
-    /// When patience is at its end.
+    /// The deadline of the state.
     pub(super) fn until(&self) -> Option<Instant> {
         match self {
-            State::Silent { until } | State::Waiting { until, .. } => Some(*until),
+            State::AwaitingRequest { until } | State::Waiting { until, .. } => Some(*until),
             State::Joining { .. } | State::Attached { .. } => None,
         }
     }
 }
 
 impl Client {
-    /// Sends the answer that is left over. False: not now.
+    /// Sends the pending answer. Returns false if the socket has no room for it.
     pub(super) fn flush(&mut self) -> io::Result<bool> {
         if let Some(answer) = &self.answer {
             match fd_passing::send(&self.socket, &[IoSlice::new(answer)], &[]) {
@@ -238,13 +253,14 @@ impl Client {
     }
 }
 
-/// The last word to someone whose socket is about to be closed.
-pub(super) fn dismiss(socket: &PeerFd, answer: &Answer) {
+/// Sends an answer on a connection that is about to be closed, without waiting.
+pub(super) fn send_last_answer(socket: &PeerFd, answer: &Answer) {
     let bytes = encode_answer(answer);
-    // It may have gone, or may not want to hear.
+    // The client may have exited or may not read.
     let _ = fd_passing::send(socket, &[IoSlice::new(&bytes)], &[]);
-    // What it has said and nobody read would make the kernel speak of a reset before the answer. One
-    // that has sent descriptors may get the reset: no more of them are received.
+    // Unread bytes would make the kernel report a reset to the client before the answer, so they are
+    // read here. After descriptors have arrived nothing more is received, and the client may get the
+    // reset.
     let (mut bytes, mut fds) = ([0; 1], Vec::new());
     for _ in 0..BUDGET {
         if socket.account().is_some_and(Account::is_clogged) || !fds.is_empty() {
@@ -257,7 +273,7 @@ pub(super) fn dismiss(socket: &PeerFd, answer: &Answer) {
     }
 }
 
-/// Whether nobody is at the other end any more.
+/// Whether the other end is closed.
 pub(super) fn has_hung_up(socket: &PeerFd) -> bool {
     let now = Timespec {
         tv_sec: 0,
@@ -275,7 +291,7 @@ mod tests {
     fn only_the_users_named_may_attach() {
         assert!(is_allowed(&[1000, 7], 7));
         assert!(!is_allowed(&[1000, 7], 8));
-        // Root is a user like any other.
+        // Root has no special rights.
         assert!(!is_allowed(&[1000], 0));
         assert!(!is_allowed(&[], 0));
     }

@@ -1,7 +1,9 @@
-//! Members: which CID, name and ports somebody gets, and how a device comes and goes on his account.
+//! Members: assigns CIDs, names and source ports, and adds and removes members' devices.
 //!
-//! What must hold: a CID, a name and a place are given to one at a time, and are free again only
-//! when every worker has forgotten who had them.
+//! # Invariants
+//!
+//! - A CID, a name and an address belong to one member at a time, and become free only when every
+//!   worker has removed the member's device.
 
 use std::io::{self, IoSlice};
 use std::ops::RangeInclusive;
@@ -16,21 +18,21 @@ use zerosock_sys::fd_passing;
 use super::super::HOST;
 use super::super::codec::{Answer, AttachRequest, ServiceRequest, Status, VERSION, encode_answer};
 use super::super::directory::Process;
-use super::claims::Shown;
+use super::claims::PortList;
 use super::clients::has_hung_up;
 use super::{Server, State, granted};
-use crate::control::registry::{Entry, Member as Device};
+use crate::control::registry::{DeviceRegistry, Entry, Member as Device};
 use crate::control::socket_file::SocketFile;
 use crate::device::HostEnd;
 use crate::routing::DeviceAddr;
 use crate::routing::name::Name;
 use zerosock_vhost_user::{FrontendRegistry, FrontendSocket, VmSpec};
 
-/// Descriptors of a member, beside its lease and those of its front-end and host sockets: both ends of
-/// its device's connection until it has its own, and the listeners of host programs that call it.
-const EACH: u64 = 4;
+/// Descriptors of a member beside its control connection, its front-end and its host connections: both
+/// ends of its vhost-user connection until the process has its own, and its hybrid listeners.
+const DESCRIPTORS_PER_MEMBER: u64 = 4;
 
-/// What a client wants to be.
+/// A request to attach.
 #[derive(Debug)]
 pub(super) enum JoinRequest {
     Process(AttachRequest),
@@ -46,16 +48,16 @@ impl JoinRequest {
     }
 }
 
-/// Where there is room for it.
+/// The address that a member will have.
 #[derive(Copy, Clone, Debug)]
 pub(super) enum AddressSlot {
-    /// This CID.
+    /// A process at this CID.
     Cid(Cid),
-    /// The host, connecting from the block of ports of this number.
+    /// A service at CID 2. Its connections use the block of source ports with this number.
     Block(u32),
 }
 
-/// The first of the ports from which services connect, how many each has, and how many can.
+/// The first source port of services, the size of a block, and the number of blocks.
 const FIRST_SOURCE: u32 = 0x8000_0000;
 const BLOCK: u32 = 0x1_0000;
 const BLOCKS: u32 = 0x7fff;
@@ -70,27 +72,27 @@ impl AddressSlot {
 
 pub(super) struct Member {
     pub(super) cid: Cid,
-    /// A service, and the number of its block of ports.
+    /// For a service: the number of its block of source ports.
     pub(super) service: Option<u32>,
     pub(super) name: Option<Name>,
     pub(super) addr: DeviceAddr,
-    /// The client whose it is, while that one is there.
+    /// The key of its client, as long as that is connected.
     pub(super) client: Option<u32>,
     pub(super) stage: Stage,
-    /// Of the socket by which host programs call it; gone when its worker has forgotten it.
+    /// The file of its hybrid socket; removed when the workers have removed the member.
     pub(super) _file: Option<SocketFile>,
-    /// For its connections and listeners.
+    /// Holds its share of descriptors.
     pub(super) _permit: Permit,
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Stage {
-    /// The workers get to know it; the number of the notice.
+    /// The workers are getting the new routes; the number of the notice.
     Joining(u64),
-    In,
-    /// Its front-end is seen off.
+    Active,
+    /// Its front-end is being disconnected.
     Leaving,
-    /// The workers forget it.
+    /// The workers are removing it; the number of the notice.
     Removing(u64),
 }
 
@@ -100,47 +102,46 @@ impl Stage {
     }
 }
 
-/// Why a request cannot be granted.
+/// Why a request to attach or to claim cannot be granted now.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum ClaimConflict {
-    /// For good.
+pub(super) enum Conflict {
+    /// Permanently.
     Refused(Answer),
-    /// Until someone has left who is about to.
-    Passing(Answer),
+    /// Until a member that is leaving is removed.
+    Temporary(Answer),
 }
 
-impl ClaimConflict {
-    fn refused(status: Status) -> ClaimConflict {
-        ClaimConflict::Refused(Answer::refusal(status, VERSION))
+impl Conflict {
+    fn refused(status: Status) -> Conflict {
+        Conflict::Refused(Answer::refusal(status, VERSION))
     }
 
-    fn passing(status: Status) -> ClaimConflict {
-        ClaimConflict::Passing(Answer::refusal(status, VERSION))
+    fn temporary(status: Status) -> Conflict {
+        Conflict::Temporary(Answer::refusal(status, VERSION))
     }
 }
 
 impl Server {
-    /// Where the client can go, if all that it wants is free.
+    /// Finds an address for the member, if everything that it requests is free.
     pub(super) fn slot(
         &mut self,
         request: &JoinRequest,
+        registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
-    ) -> Result<AddressSlot, ClaimConflict> {
+    ) -> Result<AddressSlot, Conflict> {
         if let Some(name) = request.name()
             && let Some(&vm) = self.by_name.get(name)
         {
             return Err(self.conflict(vm, Status::NameTaken, frontends));
         }
         match request {
-            JoinRequest::Process(request) => {
-                self.free_cid(request, frontends).map(AddressSlot::Cid)
-            }
+            JoinRequest::Process(request) => self
+                .free_cid(request, registry, frontends)
+                .map(AddressSlot::Cid),
             JoinRequest::Service(request) => {
                 self.check_ports(&request.ports, 0, frontends)?;
-                self.check_room(true, self.config.max_services)?;
-                let block = self
-                    .free_block()
-                    .ok_or(ClaimConflict::refused(Status::Full))?;
+                self.check_limit(true, self.config.max_services)?;
+                let block = self.free_block().ok_or(Conflict::refused(Status::Full))?;
                 Ok(AddressSlot::Block(block))
             }
         }
@@ -149,44 +150,47 @@ impl Server {
     fn free_cid(
         &mut self,
         request: &AttachRequest,
+        registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
-    ) -> Result<Cid, ClaimConflict> {
+    ) -> Result<Cid, Conflict> {
         if let Some(cid) = request.cid {
             if let Some(&vm) = self.by_cid.get(&cid) {
                 return Err(self.conflict(vm, Status::CidTaken, frontends));
             }
-            if self.registry.contains(cid) {
-                return Err(ClaimConflict::refused(Status::CidTaken));
+            if registry.contains(cid) {
+                return Err(Conflict::refused(Status::CidTaken));
             }
         }
-        self.check_room(false, self.config.max_processes)?;
+        self.check_limit(false, self.config.max_processes)?;
         match request.cid {
             Some(cid) => Ok(cid),
-            None => self.any_cid().ok_or(ClaimConflict::refused(Status::Full)),
+            None => self
+                .any_cid(registry)
+                .ok_or(Conflict::refused(Status::Full)),
         }
     }
 
-    /// Whether there may be one more service, or process.
-    fn check_room(&self, services: bool, most: usize) -> Result<(), ClaimConflict> {
+    /// Checks the limit of services, or of processes.
+    fn check_limit(&self, services: bool, most: usize) -> Result<(), Conflict> {
         let members = self.members.values();
         let mut members = members.filter(|member| member.service.is_some() == services);
         if members.clone().count() < most {
             return Ok(());
         }
         Err(match members.any(|member| member.stage.is_leaving()) {
-            true => ClaimConflict::passing(Status::Full),
-            false => ClaimConflict::refused(Status::Full),
+            true => Conflict::temporary(Status::Full),
+            false => Conflict::refused(Status::Full),
         })
     }
 
-    /// A block of ports that nobody connects from; the one that has rested for longest.
+    /// A free block of source ports, reused as late as possible.
     fn free_block(&mut self) -> Option<u32> {
         let taken = |block: &u32| {
             let mut members = self.members.values();
             members.any(|member| member.service == Some(*block))
         };
         let blocks = (0..BLOCKS).map(|n| (self.next_block + n) % BLOCKS);
-        // More than are taken need not be looked at.
+        // With n members, one of n + 1 blocks is free.
         let block = blocks
             .take(self.members.len() + 1)
             .find(|block| !taken(block))?;
@@ -194,31 +198,35 @@ impl Server {
         Some(block)
     }
 
-    /// What member `vm` has is wanted. If its process is gone, which may not have been noticed
-    /// yet, it is sent off.
+    /// The conflict with member `vm`. If its process has exited, which may not have been detected yet,
+    /// the member is disconnected.
     pub(super) fn conflict(
         &mut self,
         vm: usize,
         status: Status,
         frontends: &mut FrontendRegistry,
-    ) -> ClaimConflict {
+    ) -> Conflict {
         let Some(member) = self.members.get(&vm) else {
-            return ClaimConflict::refused(status);
+            return Conflict::refused(status);
         };
         let client = member.client.and_then(|key| self.clients.get(&key));
         if let (Some(key), Some(client)) = (member.client, client)
             && has_hung_up(&client.socket)
         {
-            self.lose(key, "it closed its lease, and another one came", frontends);
-            return ClaimConflict::passing(status);
+            self.drop_client(
+                key,
+                "it closed its control connection, and another process requests the same",
+                frontends,
+            );
+            return Conflict::temporary(status);
         }
         match self.is_leaving(vm, member, frontends) {
-            true => ClaimConflict::passing(status),
-            false => ClaimConflict::refused(status),
+            true => Conflict::temporary(status),
+            false => Conflict::refused(status),
         }
     }
 
-    /// Whether what the member has is about to be free: it is seen off, or has closed its device.
+    /// Whether the member's CID, name and ports are about to become free.
     pub(super) fn is_leaving(
         &self,
         vm: usize,
@@ -228,36 +236,38 @@ impl Server {
         member.stage.is_leaving() || !frontends.has_frontend(vm)
     }
 
-    pub(super) fn any_cid(&mut self) -> Option<Cid> {
+    pub(super) fn any_cid(&mut self, registry: &DeviceRegistry) -> Option<Cid> {
         let cids = self.config.cids.clone();
-        let taken = |cid: Cid| {
-            !cid.is_guest() || self.by_cid.contains_key(&cid) || self.registry.contains(cid)
-        };
+        let taken =
+            |cid: Cid| !cid.is_guest() || self.by_cid.contains_key(&cid) || registry.contains(cid);
         let later = self.next_cid.max(*cids.start())..=*cids.end();
         let found = later.chain(cids.clone()).map(Cid::new);
-        // More than are taken need not be looked at; reserved ones are four.
-        let most = 2 * (self.members.len() + self.registry.len()) + 8;
+        // Bounds the search: members and registry have at most this many CIDs, and four are reserved.
+        let most = 2 * (self.members.len() + registry.len()) + 8;
         let cid = found.take(most).find(|&cid| !taken(cid))?;
         self.next_cid = cid.get().wrapping_add(1);
         Some(cid)
     }
 
-    /// Makes the device, and lets the workers know.
+    /// Makes the member's device and sends it to the workers.
     pub(super) fn join(
         &mut self,
         key: u32,
         slot: AddressSlot,
         request: &JoinRequest,
+        registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
     ) -> io::Result<()> {
         let uid = self.clients.get(&key).map_or(u32::MAX, |client| client.uid);
-        let account = self.account(uid);
-        let permit = account.take_descriptors(EACH).map_err(io::Error::other)?;
+        let account = self.account(uid, registry);
+        let permit = account
+            .take_descriptors(DESCRIPTORS_PER_MEMBER)
+            .map_err(io::Error::other)?;
         let (ours, theirs) = UnixStream::pair()?;
         let config = &self.config;
         let (host, file) = match slot {
-            AddressSlot::Cid(cid) => config.host.end_of(cid, &account)?,
-            // It is the host.
+            AddressSlot::Cid(cid) => config.host.host_end(cid, &account)?,
+            // A service is the host itself.
             AddressSlot::Block(_) => (HostEnd::None, None),
         };
         let (cid, service) = match slot {
@@ -284,13 +294,13 @@ impl Server {
                     ports,
                     name: request.name(),
                 };
-                self.registry.add(device, entry, &notice)
+                registry.add(device, entry, &notice)
             }
-            JoinRequest::Service(_) => self.registry.add_service(device, ports, &notice),
+            JoinRequest::Service(_) => registry.add_service(device, ports, &notice),
         };
-        let addr = addr.ok_or_else(|| io::Error::other("all places are taken"))?;
+        let addr = addr.ok_or_else(|| io::Error::other("the workers have no free address"))?;
         drop(notice);
-        let port = self.registry.port(addr);
+        let port = registry.port(addr);
         let spec = port.map(|port| VmSpec {
             name: match (request.name(), service) {
                 (Some(name), Some(_)) => format!("service {name}"),
@@ -298,7 +308,7 @@ impl Server {
                 (Some(name), None) => format!("process {name} (cid {cid})"),
                 (None, None) => format!("process (cid {cid})"),
             },
-            model: self.registry.model(cid),
+            model: registry.model(cid),
             socket: FrontendSocket::Connected(ours),
             max_queue_size: config.queue_size,
             sealed_memory: true,
@@ -312,13 +322,12 @@ impl Server {
         {
             Ok(vm) => vm,
             Err(error) => {
-                // The place is not given out again: this happens when memory is at its end.
+                // The address is not reused: this happens only when the system is out of memory.
                 let (_, notice) = frontends.notice();
                 match request {
-                    JoinRequest::Process(_) => self.registry.remove(cid, addr, &notice),
+                    JoinRequest::Process(_) => registry.remove(cid, addr, &notice),
                     JoinRequest::Service(_) => {
-                        self.registry
-                            .remove_service(addr, ports.iter().copied(), &notice);
+                        registry.remove_service(addr, ports.iter().copied(), &notice);
                     }
                 }
                 return Err(error);
@@ -350,13 +359,13 @@ impl Server {
         Ok(())
     }
 
-    /// Every worker knows the member: its process gets its end.
+    /// Every worker knows the member: sends the process its end of the vhost-user connection.
     pub(super) fn joined(&mut self, vm: usize, frontends: &mut FrontendRegistry) {
         let claims: Vec<Port> = self.claims_of(vm).collect();
         let Some(member) = self.members.get_mut(&vm) else {
             return;
         };
-        member.stage = Stage::In;
+        member.stage = Stage::Active;
         let (cid, name, service) = (member.cid, member.name.clone(), member.service);
         let Some((key, client)) = member
             .client
@@ -374,7 +383,7 @@ impl Server {
         }
         let answer = encode_answer(&answer);
         let (uid, pid) = (client.uid, client.pid);
-        // Before the answer: who has that can be found.
+        // Before the answer, so that a process that has its answer is in the directory.
         let process = Process {
             cid,
             name: name.clone(),
@@ -385,22 +394,31 @@ impl Server {
         self.directory.insert(vm, process);
         let sent = fd_passing::send(&client.socket, &[IoSlice::new(&answer)], &[theirs.as_fd()]);
         if let Err(error) = sent {
-            return self.lose(key, &format!("it takes no answer: {error}"), frontends);
+            return self.drop_client(
+                key,
+                &format!("it does not read its answer: {error}"),
+                frontends,
+            );
         }
         if let Some(suppressed) = self.log.admit(Instant::now()) {
             let name = name.as_ref().map_or("", Name::as_str);
             match service {
                 None => tracing::info!(%cid, name, pid, uid, suppressed, "process attached"),
                 Some(_) => {
-                    let ports = Shown(&claims);
+                    let ports = PortList(&claims);
                     tracing::info!(name, pid, uid, %ports, suppressed, "service attached");
                 }
             }
         }
     }
 
-    /// A member is to leave.
-    pub(super) fn send_off(&mut self, vm: usize, reason: &str, frontends: &mut FrontendRegistry) {
+    /// Disconnects a member.
+    pub(super) fn disconnect_member(
+        &mut self,
+        vm: usize,
+        reason: &str,
+        frontends: &mut FrontendRegistry,
+    ) {
         let Some(member) = self.members.get_mut(&vm) else {
             return;
         };

@@ -1,4 +1,4 @@
-//! The front-end against devices that split, falsify or omit replies.
+//! The front-end against devices that send replies in parts, malformed replies, or none.
 
 use super::*;
 use std::io::{Read, Write};
@@ -18,7 +18,7 @@ fn reply(code: u32, flags: u32, payload: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn a_reply_split_in_bytes_is_put_together() {
+fn a_reply_sent_byte_by_byte_is_reassembled() {
     let (mut frontend, mut device) = pair(Duration::from_secs(20));
     let writer = std::thread::spawn(move || {
         let mut request = [0u8; HEADER_LEN];
@@ -64,7 +64,7 @@ fn wrong_replies_are_refused() {
 }
 
 #[test]
-fn a_closed_socket_is_reported_as_closed() {
+fn a_closed_connection_is_reported_as_closed() {
     let (mut frontend, device) = pair(Duration::from_secs(20));
     assert!(!frontend.is_closed());
     drop(device);
@@ -89,4 +89,16 @@ fn a_refusal_under_reply_ack_is_an_error() {
             status: 5
         })
     ));
+}
+
+#[test]
+fn write_config_sends_offset_length_flags_and_bytes() {
+    let (mut frontend, mut device) = pair(Duration::from_secs(20));
+    frontend.write_config(10, &[3, 0]).unwrap();
+    let mut message = [0u8; HEADER_LEN + 14];
+    device.read_exact(&mut message).unwrap();
+    assert_eq!(ne_u32(&message, 0), FrontendReq::SET_CONFIG as u32);
+    let fields = [4, 8, 12, 16, 20].map(|at| ne_u32(&message, at));
+    assert_eq!(fields, [VERSION, 14, 10, 2, 0]);
+    assert_eq!(message[24..], [3, 0]);
 }

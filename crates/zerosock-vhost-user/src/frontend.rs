@@ -1,12 +1,13 @@
-//! The front-end half of vhost-user: the requests that a VMM sends to a device.
+//! A vhost-user front-end for drivers outside of a VMM.
 //!
-//! A [`Frontend`] is one connected control socket. Every call sends one request and returns when
-//! the device has answered it, or, if the protocol defines no answer, when it was written to the
-//! socket. No call takes longer than the time-out given to [`Frontend::connect`].
+//! A [`Frontend`] is one connected control socket. Every call sends one request. It returns when the
+//! request is answered or, if the protocol has no answer to it, when the request is written to the
+//! socket. Each call ends within the time-out given at [`Frontend::connect`].
 //!
 //! # Invariants
-//! The device is not trusted. Reply headers are validated (version, request code, reply flag, size)
-//! before their payload is used; an invalid reply is a [`FrontendError::Protocol`], never a panic.
+//!
+//! - The device is not trusted: version, request code, reply flag and size of a reply are checked
+//!   before its payload is used. A bad reply is a [`FrontendError::Protocol`], never a panic.
 //!
 //! Clauses cited are those of QEMU's `docs/interop/vhost-user.rst`.
 
@@ -16,7 +17,6 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::io::deadline::timespec;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vhost::vhost_user::message::{
     FrontendReq, MAX_ATTACHED_FD_ENTRIES, MAX_MSG_SIZE, VhostUserProtocolFeatures,
@@ -25,18 +25,17 @@ use vhost::vhost_user::message::{
 use zerosock_ring::RegionConfig;
 use zerosock_sys::fd_passing;
 
-/// Bytes of a message header: request, flags, payload size ("Message
-/// specification").
+/// Bytes of a message header: request, flags, payload size ("Message specification").
 const HEADER_LEN: usize = 12;
 /// Protocol version, in the two lowest bits of the flags.
 const VERSION: u32 = 1;
 const FLAG_REPLY: u32 = 1 << 2;
 const FLAG_NEED_REPLY: u32 = 1 << 3;
-/// "Vring descriptor index": bit 8 of a `u64` vring payload says that the message carries no
-/// descriptor.
+/// "Vring descriptor index": bit 8 of a `u64` vring payload says that no descriptor comes with the
+/// message.
 const VRING_NO_FD: u64 = 1 << 8;
 
-/// Why a request to a device failed.
+/// Why a request of a front-end failed.
 #[derive(Debug, thiserror::Error)]
 pub enum FrontendError {
     /// The device does not listen, or its socket cannot be reached.
@@ -44,7 +43,7 @@ pub enum FrontendError {
     Connect {
         /// The control socket's path.
         path: String,
-        /// The error of `connect`.
+        /// The error of connect(2).
         source: io::Error,
     },
     /// The control socket failed.
@@ -67,7 +66,7 @@ pub enum FrontendError {
         /// The status it answered.
         status: u64,
     },
-    /// The device's answer violates vhost-user.
+    /// The device sent a reply that vhost-user does not allow.
     #[error("the vhost-user device broke the protocol: {0}")]
     Protocol(&'static str),
     /// The caller passed more regions than a message can carry.
@@ -87,26 +86,26 @@ pub struct VringAddr {
     pub used: u64,
 }
 
-/// One connected vhost-user control socket, front-end side.
+/// A connected vhost-user control socket, front-end side.
 ///
 /// ```no_run
 /// # use std::{path::Path, time::Duration};
-/// use zerosock::driver::Frontend;
+/// use zerosock_vhost_user::frontend::Frontend;
 /// let mut device = Frontend::connect(Path::new("/run/vm3.sock"), Duration::from_secs(2))?;
 /// let features = device.get_features()?;
 /// println!("offered: {features:#x}");
-/// # Ok::<(), zerosock::driver::FrontendError>(())
+/// # Ok::<(), zerosock_vhost_user::frontend::FrontendError>(())
 /// ```
 #[derive(Debug)]
 pub struct Frontend {
     socket: UnixStream,
     timeout: Duration,
-    /// REPLY_ACK was negotiated: every request is answered.
+    /// Whether REPLY_ACK is negotiated. Then every request is answered.
     reply_ack: bool,
 }
 
 impl Frontend {
-    /// Connects to the device's control socket. `timeout` limits this and every later call.
+    /// Connects to the device's control socket. `timeout` bounds each later call.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Frontend, FrontendError> {
         let socket = UnixStream::connect(path).map_err(|source| FrontendError::Connect {
             path: path.display().to_string(),
@@ -115,7 +114,7 @@ impl Frontend {
         Frontend::from_stream(socket, timeout)
     }
 
-    /// Uses a control socket that is already connected.
+    /// Uses a control socket that is connected already.
     pub fn from_stream(socket: UnixStream, timeout: Duration) -> Result<Frontend, FrontendError> {
         socket.set_nonblocking(true)?;
         Ok(Frontend {
@@ -125,13 +124,13 @@ impl Frontend {
         })
     }
 
-    /// GET_FEATURES: the virtio features the device offers, with
-    /// VHOST_USER_F_PROTOCOL_FEATURES (bit 30) among them.
+    /// GET_FEATURES: the virtio features that the device offers, including
+    /// VHOST_USER_F_PROTOCOL_FEATURES (bit 30).
     pub fn get_features(&mut self) -> Result<u64, FrontendError> {
         self.request_u64(FrontendReq::GET_FEATURES)
     }
 
-    /// SET_FEATURES: the subset this front-end acknowledges.
+    /// SET_FEATURES: the features that the driver accepts.
     pub fn set_features(&mut self, features: u64) -> Result<(), FrontendError> {
         self.send_request(FrontendReq::SET_FEATURES, &features.to_ne_bytes(), &[])
     }
@@ -142,7 +141,7 @@ impl Frontend {
             .map(VhostUserProtocolFeatures::from_bits_truncate)
     }
 
-    /// SET_PROTOCOL_FEATURES. Later requests are acknowledged if `features` contain REPLY_ACK.
+    /// SET_PROTOCOL_FEATURES. If `features` contains REPLY_ACK, every later request is acknowledged.
     pub fn set_protocol_features(
         &mut self,
         features: VhostUserProtocolFeatures,
@@ -156,8 +155,8 @@ impl Frontend {
         Ok(())
     }
 
-    /// Negotiates features: acknowledges the intersection of the offered ones with `wanted` (virtio
-    /// feature bits) and `protocol`, and returns both results. Sends SET_OWNER.
+    /// Negotiates: accepts those virtio features of `wanted` and those protocol features of `protocol`
+    /// that the device offers, and returns both sets. Sends SET_OWNER in between.
     pub fn negotiate(
         &mut self,
         wanted: u64,
@@ -175,7 +174,7 @@ impl Frontend {
         Ok((agreed, agreed_protocol))
     }
 
-    /// GET_QUEUE_NUM: the number of virtqueues of the device (needs MQ).
+    /// GET_QUEUE_NUM (needs MQ): the number of virtqueues of the device.
     pub fn get_queue_num(&mut self) -> Result<u64, FrontendError> {
         self.request_u64(FrontendReq::GET_QUEUE_NUM)
     }
@@ -185,12 +184,12 @@ impl Frontend {
         self.send_request(FrontendReq::SET_OWNER, &[], &[])
     }
 
-    /// RESET_DEVICE (needs RESET_DEVICE): stops all rings and resets the device state.
+    /// RESET_DEVICE (needs RESET_DEVICE): stops all rings and resets the state of the device.
     pub fn reset_device(&mut self) -> Result<(), FrontendError> {
         self.send_request(FrontendReq::RESET_DEVICE, &[], &[])
     }
 
-    /// SET_MEM_TABLE: all memory regions, with one descriptor each.
+    /// SET_MEM_TABLE: the complete memory table, with a descriptor for each region.
     pub fn set_mem_table(
         &mut self,
         regions: &[(BorrowedFd<'_>, RegionConfig)],
@@ -217,7 +216,7 @@ impl Frontend {
         self.send_request(FrontendReq::SET_MEM_TABLE, &payload, &fds)
     }
 
-    /// SET_VRING_NUM: entries of the queue.
+    /// SET_VRING_NUM: the number of entries of the queue.
     pub fn set_vring_num(&mut self, index: u32, size: u16) -> Result<(), FrontendError> {
         self.send_request(
             FrontendReq::SET_VRING_NUM,
@@ -245,7 +244,7 @@ impl Frontend {
         self.send_request(FrontendReq::SET_VRING_ADDR, &payload, &[])
     }
 
-    /// SET_VRING_KICK: the eventfd that the driver writes to; `None` makes the device poll.
+    /// SET_VRING_KICK: the eventfd that the driver writes to; `None`: the device polls.
     pub fn set_vring_kick(
         &mut self,
         index: u32,
@@ -254,7 +253,7 @@ impl Frontend {
         self.vring_fd(FrontendReq::SET_VRING_KICK, index, kick)
     }
 
-    /// SET_VRING_CALL: the eventfd that the device writes to; `None` if the driver polls.
+    /// SET_VRING_CALL: the eventfd that the device writes to; `None`: the driver polls.
     pub fn set_vring_call(
         &mut self,
         index: u32,
@@ -263,7 +262,7 @@ impl Frontend {
         self.vring_fd(FrontendReq::SET_VRING_CALL, index, call)
     }
 
-    /// SET_VRING_ERR: the eventfd that the device writes to when the queue is broken.
+    /// SET_VRING_ERR: the eventfd that the device writes to when the queue breaks.
     pub fn set_vring_err(
         &mut self,
         index: u32,
@@ -281,8 +280,8 @@ impl Frontend {
         )
     }
 
-    /// GET_VRING_BASE: stops the queue and returns the next available index. Afterwards the device
-    /// no longer accesses the queue or its buffers.
+    /// GET_VRING_BASE: stops the queue and returns its next available index. After that the device
+    /// does not access the queue or its buffers.
     pub fn get_vring_base(&mut self, index: u32) -> Result<u16, FrontendError> {
         let request = FrontendReq::GET_VRING_BASE;
         self.send(request, 0, &vring_state(index, 0), &[])?;
@@ -298,17 +297,9 @@ impl Frontend {
             .map_err(|_| FrontendError::Protocol("GET_VRING_BASE answered an index above 16 bits"))
     }
 
-    /// GET_CONFIG (needs CONFIG): the guest CID from the first eight bytes of the vsock
-    /// configuration space.
-    pub fn guest_cid(&mut self) -> Result<u64, FrontendError> {
-        let mut cid = [0u8; 8];
-        self.get_config(0, &mut cid)?;
-        Ok(u64::from_le_bytes(cid))
-    }
-
-    /// GET_CONFIG (needs CONFIG): `out.len()` bytes of configuration space from
-    /// `offset`. At most 256 bytes.
-    pub fn get_config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), FrontendError> {
+    /// GET_CONFIG (needs CONFIG): reads `out.len()` bytes, at most 256, of the configuration space at
+    /// `offset`.
+    pub fn read_config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), FrontendError> {
         let request = FrontendReq::GET_CONFIG;
         let len = out.len().min(256);
         let mut payload = [0u8; 12 + 256];
@@ -323,36 +314,28 @@ impl Frontend {
         Ok(())
     }
 
-    /// GET_CONFIG (needs CONFIG): the number of queue pairs that the device supports
-    /// (docs/queue-pairs.md).
-    pub fn max_queue_pairs(&mut self) -> Result<u16, FrontendError> {
-        let mut pairs = [0u8; 2];
-        self.get_config(8, &mut pairs)?;
-        Ok(u16::from_le_bytes(pairs))
-    }
-
-    /// SET_CONFIG (needs CONFIG): the number of queue pairs in use from now on
-    /// (docs/queue-pairs.md). Must precede the start of any queue.
-    pub fn set_queue_pairs(&mut self, pairs: u16) -> Result<(), FrontendError> {
-        let mut payload = [0u8; 14];
-        payload[0..4].copy_from_slice(&10u32.to_ne_bytes());
-        payload[4..8].copy_from_slice(&2u32.to_ne_bytes());
-        payload[12..].copy_from_slice(&pairs.to_le_bytes());
+    /// SET_CONFIG (needs CONFIG): writes `bytes`, at most 256, to the configuration space at `offset`.
+    pub fn write_config(&mut self, offset: u32, bytes: &[u8]) -> Result<(), FrontendError> {
+        let mut payload = Vec::with_capacity(12 + bytes.len());
+        payload.extend_from_slice(&offset.to_ne_bytes());
+        payload.extend_from_slice(&(bytes.len() as u32).to_ne_bytes());
+        payload.extend_from_slice(&0u32.to_ne_bytes());
+        payload.extend_from_slice(bytes);
         self.send_request(FrontendReq::SET_CONFIG, &payload, &[])
     }
 
-    /// Waits until the device has processed every request sent so far, also without REPLY_ACK.
+    /// Waits until the device has handled every request sent so far, even without REPLY_ACK.
     pub fn sync(&mut self) -> Result<(), FrontendError> {
         self.get_features().map(drop)
     }
 
-    /// Sends raw bytes with descriptors, without waiting for an answer: for tests of invalid
-    /// requests.
+    /// Sends bytes and descriptors as they are, and waits for no reply. For tests of malformed
+    /// messages.
     pub fn send_raw(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), FrontendError> {
         self.send_bytes("raw bytes", bytes, fds)
     }
 
-    /// Whether the device hung up. Does not block.
+    /// Whether the device has closed the connection. Does not block.
     pub fn is_closed(&self) -> bool {
         let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
         let now = Timespec {
@@ -375,8 +358,8 @@ impl Frontend {
         Ok(u64::from_ne_bytes(reply))
     }
 
-    /// Sends a request without an answer of its own; waits for the acknowledgement if REPLY_ACK was
-    /// negotiated.
+    /// Sends a request that has no reply of its own, and waits for the acknowledgement if REPLY_ACK
+    /// is negotiated.
     fn send_request(
         &mut self,
         request: FrontendReq,
@@ -441,7 +424,7 @@ impl Frontend {
             match fd_passing::send(self.socket.as_fd(), &[IoSlice::new(bytes)], fds) {
                 Ok(sent) => {
                     bytes = bytes.get(sent..).unwrap_or(&[]);
-                    // Descriptors are sent with the first byte.
+                    // Descriptors go with the first byte.
                     fds = &[];
                 }
                 Err(error) => self.wait(error, PollFlags::OUT, deadline, request)?,
@@ -475,7 +458,7 @@ impl Frontend {
         mut out: &mut [u8],
         deadline: Instant,
     ) -> Result<(), FrontendError> {
-        // The expected replies carry no descriptors; dropping this vector closes any that arrive.
+        // No expected reply carries descriptors; dropping the vector closes any that come.
         let mut unwanted = Vec::new();
         while !out.is_empty() {
             match fd_passing::recv(self.socket.as_fd(), out, &mut unwanted) {
@@ -490,8 +473,7 @@ impl Frontend {
         Ok(())
     }
 
-    /// Waits until the socket is ready if `error` is `WouldBlock` and time is left; else returns
-    /// the error.
+    /// Handles an error of send or receive: polls for `flags` if it was EAGAIN, until the deadline.
     fn wait(
         &self,
         error: io::Error,
@@ -509,7 +491,8 @@ impl Frontend {
         }
         let left = deadline.saturating_duration_since(Instant::now());
         let mut fds = [PollFd::new(&self.socket, flags)];
-        match poll(&mut fds, Some(&timespec(left))) {
+        // A time-out too long for a timespec is no time-out.
+        match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
             Ok(0) => Err(FrontendError::TimedOut { request }),
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(error) => Err(FrontendError::Io(error.into())),
@@ -530,7 +513,7 @@ fn vring_state(index: u32, num: u32) -> [u8; 8] {
     payload
 }
 
-/// Four bytes at `at`; the callers' array types guarantee the length.
+/// Four bytes at `at`; the arrays of all callers are long enough by their type.
 fn ne_u32(bytes: &[u8], at: usize) -> u32 {
     let mut word = [0u8; 4];
     word.copy_from_slice(&bytes[at..at + 4]);

@@ -23,9 +23,9 @@ use super::events::emit;
 use super::program::{App, HostToken};
 use super::ring::Ring;
 use super::{Context, Device};
-use crate::table::backend::{CreditInfo, SendFault};
 use crate::table::gathered::unsent;
 use crate::table::sockets::{Ends, HeldBuffer, ReadyFlags, Sockets, StreamId, StreamState};
+use crate::table::{backend::CreditInfo, transfers::SendFault};
 
 impl Device {
     /// Whether a turn would take something from the rings. Reads the driver's index only if no

@@ -9,7 +9,7 @@ use super::flush::share_of;
 use super::outbound::HeldChain;
 use super::{Context, Device, TURN_BYTES};
 use crate::header;
-use crate::table::backend::{Payload, ShowBounds};
+use crate::table::transfers::{Payload, ShowBounds};
 use zerosock_proto::vsock::{Disposition, DropReason, FlowId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
 use zerosock_ring::{Chain, SliceBuf};

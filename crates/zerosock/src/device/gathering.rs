@@ -11,7 +11,7 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use super::app::send_fault;
 use super::events::emit;
 use super::{Context, Device};
-use crate::table::backend::SendFault;
+use crate::table::transfers::SendFault;
 
 impl Device {
     /// Gathers the first of `bytes`; returns how many.

@@ -29,9 +29,9 @@ use super::events::emit;
 use super::program::App;
 use super::ring::Ring;
 use super::{Context, Device};
-use crate::table::backend::{LoanParts, SendFault};
 use crate::table::datagrams::DatagramFault;
 use crate::table::sockets::{BufferPlace, Copied, PIECES, StreamId};
+use crate::table::transfers::{LoanParts, SendFault};
 
 /// Marks an unused entry of `loan_keys`.
 const NONE: u32 = u32::MAX;

@@ -18,10 +18,10 @@ use super::app::send_fault;
 use super::events::emit;
 use super::lending::{Credit, Loan, LoanOf, lend_chain};
 use super::{Context, Device};
-use crate::table::backend::{LoanParts, LoanedPart, SendFault};
 use crate::table::leases::NONE;
 use crate::table::outgoing::{Outgoing, end};
 use crate::table::sockets::StreamId;
+use crate::table::transfers::{LoanParts, LoanedPart, SendFault};
 
 /// Payload bytes that fit into a chain.
 fn room_of(chain: &Chain) -> u32 {

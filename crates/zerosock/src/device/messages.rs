@@ -28,9 +28,9 @@ use super::sibling;
 use super::to_guest::{Fill, GATHER};
 use super::{Context, Device, TURN_BYTES};
 use crate::device::sibling_message::SiblingMessage;
-use crate::table::backend::SendFault;
 use crate::table::outgoing::{Outgoing, Slices, end};
 use crate::table::sockets::{Ends, StreamId};
+use crate::table::transfers::SendFault;
 
 /// The message boundaries of a bridge.
 #[derive(Debug, Default)]

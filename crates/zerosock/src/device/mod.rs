@@ -19,7 +19,7 @@
 //! - `messages`, `message_sockets`: connections that carry messages (SEQPACKET);
 //! - `program`, `app`, `app_store`, `lending`, `message_loans`: connections with the program that
 //!   embeds the device;
-//! - `command`: commands of the VMM, received through [`control`](crate::control);
+//! - `command`: commands of the VMM, received through [`zerosock_vhost_user`];
 //! - `member`: identity and removal of a device;
 //! - `queue_pairs`: a device with several queue pairs.
 

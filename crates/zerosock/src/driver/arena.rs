@@ -19,6 +19,7 @@ use super::config::DriverConfig;
 
 /// Bytes reserved for a header: one cache line, so that no two packets share one.
 pub(crate) const HEADER_SLOT: u32 = 64;
+const _: () = assert!(HEADER_SLOT >= 44, "a header fits its slot");
 /// Bytes of an event (`struct virtio_vsock_event`: `le32 id`).
 pub(crate) const EVENT_LEN: u32 = 4;
 /// Event buffers kept posted, as many as Linux keeps.

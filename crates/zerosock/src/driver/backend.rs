@@ -13,16 +13,16 @@ use zerosock_proto::{Address, Port};
 use super::queue_pairs::{QueuePair, QueuePairId};
 use super::{Driver, DriverError, SendError, StreamId, loans};
 use crate::fault::Fault;
-use crate::table::backend::{
-    Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, LoanParts, LoanedPart, Payload,
-    ReadySource, RecvFault, SendFault, ShowBounds, copy_shown,
-};
 use crate::table::datagrams::DatagramBackend;
 use crate::table::gathered::unsent;
 use crate::table::leases::Leases;
 use crate::table::outgoing::Outgoing;
 use crate::table::over::EndpointOver;
 use crate::table::sockets::{Copied, LeaseParts, MessageRead, NoLease, ReadyFlags};
+use crate::table::{
+    backend::{Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, ReadySource},
+    transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault, ShowBounds, copy_shown},
+};
 
 impl Driver {
     /// Declares whether the application trusts the peer not to write leased bytes.

@@ -16,8 +16,8 @@ use super::errors::DriverError;
 use super::link::guest_cid;
 use super::queue_pairs::{QueuePairId, RxSlot};
 use crate::header;
-use crate::table::backend::{Payload, ShowBounds};
 use crate::table::sockets::{Ends, HeldBuffer, ReadyFlags, Store, StreamId, StreamState};
+use crate::table::transfers::{Payload, ShowBounds};
 
 /// Packets received by one turn before the caller runs again.
 const TURN_BUDGET: u16 = 256;

@@ -12,8 +12,8 @@ use super::Driver;
 use super::errors::{DriverError, SendError};
 use super::queue_pairs::QueuePairId;
 use super::transfer::Loan;
-use crate::table::backend::{LoanParts, SendFault};
 use crate::table::sockets::{BufferPlace, StreamId};
+use crate::table::transfers::{LoanParts, SendFault};
 
 /// The loans that are out.
 #[derive(Debug)]

@@ -11,10 +11,10 @@ use super::Driver;
 use super::errors::{DriverError, SendError};
 use super::loans::{MessagePart, fault};
 use super::queue_pairs::QueuePairId;
-use crate::table::backend::{LoanParts, LoanedPart, SendFault};
 use crate::table::leases::NONE;
 use crate::table::outgoing::{Outgoing, end};
 use crate::table::sockets::StreamId;
+use crate::table::transfers::{LoanParts, LoanedPart, SendFault};
 
 impl Driver {
     /// See [`Backend::loan_message`](crate::table::backend::Backend::loan_message).

@@ -9,8 +9,11 @@ use zerosock_proto::wire::vsock::{Op, SocketType};
 
 use super::bare::{Peer, SERVER, connect, pair};
 use super::{Driver, IDLE_TURNS, StreamId, StreamState};
-use crate::table::backend::{Backend, ReadySource, RecvFault, SendFault};
 use crate::table::sockets::BufferPlace;
+use crate::table::{
+    backend::{Backend, ReadySource},
+    transfers::{RecvFault, SendFault},
+};
 
 /// A driver with 32 slots each way.
 fn small() -> (Driver, Peer, StreamId) {

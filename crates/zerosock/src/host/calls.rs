@@ -15,15 +15,15 @@ use super::{HostEngine, IDLE_CHECKS};
 use crate::device::lending::LoanOf;
 use crate::device::program::App;
 use crate::io::deadline::earlier;
-use crate::table::backend::{
-    Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, LoanParts, LoanedPart, Payload,
-    ReadySource, RecvFault, SendFault, ShowBounds,
-};
 use crate::table::datagrams::DatagramBackend;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
 use crate::table::sockets::{
     Copied, LeaseParts, MessageRead, NoLease, ReadyFlags, Sockets, StreamId,
+};
+use crate::table::{
+    backend::{Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, ReadySource},
+    transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault, ShowBounds},
 };
 use crate::worker::Worker;
 

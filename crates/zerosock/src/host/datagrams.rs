@@ -11,10 +11,10 @@ use super::stores::AllStores;
 use crate::device::datagrams::NotPut;
 use crate::device::lending::LoanOf;
 use crate::device::program::{App, HostToken};
-use crate::table::backend::{LoanParts, Payload, RecvFault};
 use crate::table::datagrams::{DatagramBackend, DatagramFault};
 use crate::table::inboxes::{Inboxes, LeasedDatagram, ReceivedDatagram};
 use crate::table::sockets::Sockets;
+use crate::table::transfers::{LoanParts, Payload, RecvFault};
 use crate::worker::Worker;
 
 impl HostEngine {

@@ -4,8 +4,8 @@ use std::io::IoSlice;
 
 use super::HostEngine;
 use crate::device::lending::LoanOf;
-use crate::table::backend::{LoanParts, LoanedPart, RecvFault, SendFault};
 use crate::table::sockets::{LeaseParts, MessageRead, NoLease, StreamId};
+use crate::table::transfers::{LoanParts, LoanedPart, RecvFault, SendFault};
 
 impl HostEngine {
     pub(super) fn read_message(

@@ -21,46 +21,12 @@ use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_proto::vsock::{ConnectError, How, ListenError, MoveError, RefuseReason};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
-use zerosock_ring::GuestSlice;
 
 use super::leases::Leases;
-use super::sockets::{BufferPlace, Copied, LeaseParts, MessageRead, StreamId, StreamState};
+use super::sockets::{Copied, LeaseParts, MessageRead, StreamId, StreamState};
 use crate::table::datagrams::DatagramBackend;
 use crate::table::over::EndpointOver;
-
-/// Why a receive returned nothing.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum RecvFault {
-    /// No bytes are available.
-    WouldBlock,
-    /// The connection was reset or refused.
-    Reset,
-    /// The connection is not established yet.
-    NotConnected,
-    /// All entries of the endpoint's lease table are in use.
-    TooManyLeases,
-    /// No such connection.
-    Unknown,
-}
-
-/// Why a send was refused.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum SendFault {
-    /// No credit or no free buffer.
-    WouldBlock,
-    /// This side shut down sending, or the peer shut down receiving.
-    ShutDown,
-    /// The connection was reset or refused.
-    Reset,
-    /// The connection is not established yet.
-    NotConnected,
-    /// The message exceeds the peer's receive buffer.
-    TooLong,
-    /// All entries of the endpoint's lease table are in use.
-    TooManyLoans,
-    /// No such connection or loan.
-    Unknown,
-}
+use crate::table::transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault};
 
 /// The state of a connection.
 #[derive(Copy, Clone, Debug)]
@@ -122,113 +88,6 @@ pub(crate) enum NextKind {
     Bounded,
     /// As a copy that exists already or is unavoidable.
     Copied,
-}
-
-/// A new loan, returned to the API.
-#[derive(Debug)]
-pub(crate) struct LoanParts {
-    /// The loan's index in the lease table; identifies it in later calls.
-    pub(crate) index: u32,
-    /// Writable bytes.
-    pub(crate) len: usize,
-    /// Location of the buffer. `None`: the loan limits are reached; the holder allocates a private
-    /// buffer of `len` bytes, which is copied when it is sent.
-    pub(crate) place: Option<BufferPlace>,
-}
-
-/// One buffer of a message loan, ready to send.
-#[derive(Copy, Clone, Debug)]
-pub(crate) struct LoanedPart<'p> {
-    /// Index in the lease table; [`NONE`](super::leases::NONE) if the part has no entry.
-    pub(crate) index: u32,
-    /// Bytes to send.
-    pub(crate) len: usize,
-    /// The bytes, if the buffer is private.
-    pub(crate) private: Option<&'p [u8]>,
-}
-
-/// A received part, passed to a callback.
-#[derive(Copy, Clone, Debug)]
-pub(crate) enum Payload<'m> {
-    InPlace(&'m [GuestSlice<'m>]),
-    Copied(&'m [u8]),
-}
-
-/// Limits on what one call may pass to a callback.
-#[derive(Copy, Clone, Debug)]
-pub(crate) struct ShowBounds {
-    pub(crate) packets: usize,
-    pub(crate) bytes: usize,
-}
-
-impl ShowBounds {
-    /// No bytes: the next packet is held.
-    pub(crate) const HOLD: ShowBounds = ShowBounds {
-        packets: 1,
-        bytes: 0,
-    };
-}
-
-/// Copies the parts that `show` passes to its callback to `out`. `show` returns (packets, bytes).
-/// Returns the bytes copied.
-#[inline]
-pub(crate) fn copy_shown(
-    out: &mut [u8],
-    show: impl FnOnce(ShowBounds, &mut dyn FnMut(Payload<'_>) -> bool) -> (usize, usize),
-) -> usize {
-    let bounds = ShowBounds {
-        packets: usize::MAX,
-        bytes: out.len(),
-    };
-    let mut at = 0;
-    let mut copy = |payload: Payload<'_>| {
-        at += payload.copy_to(0, out.get_mut(at..).unwrap_or(&mut []));
-        at < out.len()
-    };
-    show(bounds, &mut copy).1
-}
-
-impl<'m> Payload<'m> {
-    /// Length in bytes.
-    #[inline]
-    pub(crate) fn len(self) -> usize {
-        match self {
-            Payload::Copied(bytes) => bytes.len(),
-            Payload::InPlace(slices) => slices.iter().map(|slice| slice.len()).sum(),
-        }
-    }
-
-    pub(crate) fn in_place(slices: &'m [GuestSlice<'m>]) -> Payload<'m> {
-        Payload::InPlace(slices)
-    }
-
-    pub(crate) fn copied(bytes: &'m [u8]) -> Payload<'m> {
-        Payload::Copied(bytes)
-    }
-
-    /// Copies bytes from `offset` on to `out`; returns how many.
-    #[inline]
-    pub(crate) fn copy_to(self, offset: usize, out: &mut [u8]) -> usize {
-        match self {
-            Payload::Copied(bytes) => {
-                let rest = bytes.get(offset..).unwrap_or(&[]);
-                let len = rest.len().min(out.len());
-                out[..len].copy_from_slice(&rest[..len]);
-                len
-            }
-            Payload::InPlace(slices) => {
-                let (mut skip, mut done) = (offset, 0);
-                for slice in slices {
-                    let Some(rest) = out.get_mut(done..).filter(|rest| !rest.is_empty()) else {
-                        break;
-                    };
-                    done += slice.read(skip, rest);
-                    skip = skip.saturating_sub(slice.len());
-                }
-                done
-            }
-        }
-    }
 }
 
 /// An object with changed readiness.

@@ -11,8 +11,8 @@ use zerosock_proto::vsock::datagram::{
 };
 use zerosock_proto::{Address, Port};
 
-use crate::table::backend::{LoanParts, Payload, RecvFault};
 use crate::table::inboxes::{LeasedDatagram, ReceivedDatagram};
+use crate::table::transfers::{LoanParts, Payload, RecvFault};
 
 /// Why a datagram was not sent.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]

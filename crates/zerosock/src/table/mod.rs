@@ -19,3 +19,4 @@ pub(crate) mod leases;
 pub(crate) mod outgoing;
 pub(crate) mod over;
 pub(crate) mod sockets;
+pub(crate) mod transfers;

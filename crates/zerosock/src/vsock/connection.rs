@@ -29,8 +29,11 @@ use super::seqpacket::SeqPacket;
 use super::socket::Bound;
 use super::stream::Stream;
 use super::waiting::Wait;
-use crate::table::backend::{Backend, ConnInfo, RecvFault, SendFault};
 use crate::table::sockets::{StreamId, StreamState};
+use crate::table::{
+    backend::{Backend, ConnInfo},
+    transfers::{RecvFault, SendFault},
+};
 
 /// A type of connected socket.
 pub(super) trait Connected: Sized {

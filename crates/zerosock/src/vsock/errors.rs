@@ -9,7 +9,7 @@ use zerosock_proto::vsock::{ConnectError as Denied, ListenError as Occupied, Ref
 use zerosock_proto::{Cid, Port};
 
 use crate::fault::Fault;
-use crate::table::backend::{RecvFault, SendFault};
+use crate::table::transfers::{RecvFault, SendFault};
 
 /// Why a connect failed.
 ///

@@ -13,13 +13,13 @@ use zerosock_proto::{Address, Cid, Port};
 
 use super::Fault;
 use super::hub::Core;
-use crate::table::backend::{
-    Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, LoanParts, LoanedPart, Payload,
-    ReadySource, RecvFault, SendFault,
-};
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
 use crate::table::sockets::{Copied, LeaseParts, MessageRead, StreamId, StreamState};
+use crate::table::{
+    backend::{Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, ReadySource},
+    transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault},
+};
 
 /// What the engine reports, and the calls that it has recorded.
 #[derive(Debug, Default)]

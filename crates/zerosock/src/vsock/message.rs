@@ -4,7 +4,7 @@ use std::fmt;
 
 use zerosock_ring::Trust;
 
-use crate::table::backend::Payload;
+use crate::table::transfers::Payload;
 
 /// The bytes of one received packet or datagram, in place, for the time of a callback.
 ///

@@ -9,7 +9,7 @@ use super::put::{NotPut, Source};
 use super::{COPY, Datagrams, wake_all};
 use crate::device::{Context, Device};
 use crate::header;
-use crate::table::backend::Payload;
+use crate::table::transfers::Payload;
 
 /// Packets processed per received datagram.
 const BUDGET: usize = 256;

@@ -9,10 +9,10 @@ use super::DatagramLoan;
 use super::QUEUE_PAIR;
 use crate::driver::Driver;
 use crate::driver::queue_pairs::RxSlot;
-use crate::table::backend::{LoanParts, Payload, RecvFault};
 use crate::table::datagrams::{DatagramBackend, DatagramFault};
 use crate::table::inboxes::{LeasedDatagram, ReceivedDatagram};
 use crate::table::sockets::BufferPlace;
+use crate::table::transfers::{LoanParts, Payload, RecvFault};
 
 impl DatagramBackend for Driver {
     fn bind(

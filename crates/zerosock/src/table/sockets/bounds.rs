@@ -21,7 +21,7 @@
 //! The holders of a pool are scanned when its oldest buffer may be due, not more often; their
 //! number is bounded by the pool's size.
 
-use super::messages::cost;
+use super::ends::cost;
 use super::parts::{ReceivedPart, copy_out};
 use super::{NONE, ReadyFlags, Sockets, Store, StreamId, StreamState, due};
 use crate::io::deadline::earlier;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use arrayvec::ArrayVec;
 use zerosock_ring::{Memory, Piece};
 
-use super::messages::cost;
+use super::ends::cost;
 use super::parts::{HeldBuffer, ReceivedPart, copy_out};
 use super::{NONE, Sockets, Store, StreamId, StreamState};
 use crate::table::backend::{Ahead, Next, NextKind};

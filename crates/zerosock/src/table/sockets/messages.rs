@@ -6,42 +6,12 @@
 //! # Invariants
 //! - An incomplete message holds at most an eighth of the pool; further parts are copied. A message
 //!   can therefore be longer than what may be held in place.
-//! - A copied message counts for more than its bytes ([`COST`]), because the peer chooses how short
+//! - A copied message counts for more than its bytes ([`COST`](super::ends::COST)), because the peer chooses how short
 //!   its messages are.
 
-use zerosock_proto::wire::vsock::{SEQ_EOM, SEQ_EOR};
-
+use super::ends::{Ends, cost};
 use super::parts::{HeldBuffer, ReceivedPart, copy_out};
 use super::{LeaseParts, NoLease, ReadyFlags, Sockets, Store, StreamId};
-
-/// What a copied message counts for in addition to its bytes.
-const COST: usize = 64;
-
-/// Whether a part ends a message. Parts of a stream never do.
-#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-pub(crate) enum Ends {
-    #[default]
-    Nothing,
-    /// Ends a message.
-    Message,
-    /// Ends a message and a record (MSG_EOR).
-    Record,
-}
-
-impl Ends {
-    /// Reads the flags of a packet header.
-    pub(crate) fn from_flags(flags: u32) -> Ends {
-        match flags {
-            _ if flags & SEQ_EOM == 0 => Ends::Nothing,
-            _ if flags & SEQ_EOR == 0 => Ends::Message,
-            _ => Ends::Record,
-        }
-    }
-
-    pub(crate) fn any(self) -> bool {
-        self != Ends::Nothing
-    }
-}
 
 /// The result of reading or peeking at a message.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -71,11 +41,6 @@ impl<T> ReceivedPart<T> {
             ReceivedPart::Copied { ends, .. } => *ends,
         }
     }
-}
-
-/// What a copy with this end counts for in addition to its bytes.
-pub(super) fn cost(ends: Ends) -> usize {
-    if ends.any() { COST } else { 0 }
 }
 
 impl<T> super::Conn<T> {

@@ -16,6 +16,7 @@
 //! - Bytes keep their order.
 
 mod bounds;
+mod ends;
 mod lent;
 mod messages;
 mod moving;
@@ -31,12 +32,13 @@ use zerosock_proto::vsock::{FlowId, RefuseReason};
 use zerosock_proto::{Address, Instant};
 use zerosock_ring::{Memory, Piece};
 
-use super::backend::RecvFault;
 use super::leases::Leases;
+use crate::table::transfers::RecvFault;
 use bounds::Pool;
+pub(crate) use ends::Ends;
 use lent::LentEntry;
 pub(crate) use lent::{BufferPlace, Copied, LeaseParts, NoLease, PIECES};
-pub(crate) use messages::{Ends, MessageRead, Messages};
+pub(crate) use messages::{MessageRead, Messages};
 pub(crate) use parts::{HeldBuffer, ReceivedPart};
 pub(crate) use ready_flags::ReadyFlags;
 pub(crate) use room::Waiters;

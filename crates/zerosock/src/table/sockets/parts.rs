@@ -1,8 +1,8 @@
 //! The received bytes of a connection: storing and reading an ordered list of buffers and copies.
 
-use super::messages::cost;
+use super::ends::cost;
 use super::{Conn, Counted, Ends, Sockets, Store, StreamId};
-use crate::table::backend::Payload;
+use crate::table::transfers::Payload;
 use zerosock_proto::Instant;
 use zerosock_proto::vsock::FlowId;
 use zerosock_ring::SliceBuf;

@@ -15,8 +15,8 @@ use zerosock_ring::{Memory, Piece, RegionConfig};
 use zerosock_sys::memfd;
 
 use super::*;
-use crate::table::backend::Payload;
 use crate::table::leases::Entered;
+use crate::table::transfers::Payload;
 
 const HOLD: Duration = Duration::from_millis(20);
 /// Size of a buffer in bytes.

@@ -6,10 +6,10 @@ use std::io::{self, Write};
 use zerosock_proto::Address;
 
 use super::{Datagram, DatagramError};
-use crate::table::backend::{Backend, LoanParts};
 use crate::table::datagrams::DatagramFault;
 use crate::table::leases::Entered;
 use crate::table::sockets::BufferPlace;
+use crate::table::{backend::Backend, transfers::LoanParts};
 use crate::vsock::hub::Interest;
 use crate::vsock::loan::ZEROS;
 

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use zerosock_ring::{Claim, Piece, Trust};
 
 use super::{Filling, FillingPlace};
-use crate::table::backend::{Backend, LoanParts};
 use crate::table::leases::Entered;
 use crate::table::sockets::BufferPlace;
+use crate::table::{backend::Backend, transfers::LoanParts};
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::Core;
 

@@ -26,8 +26,11 @@ use zerosock_ring::{Claim, GuestSlice, SliceBuf};
 use super::errors::{StreamError, of_send};
 use super::hub::{Core, Interest};
 use super::stream::Stream;
-use crate::table::backend::{Backend, LoanParts, SendFault};
 use crate::table::sockets::{BufferPlace, PIECES};
+use crate::table::{
+    backend::Backend,
+    transfers::{LoanParts, SendFault},
+};
 pub(in crate::vsock) use buffer::Buffer;
 use buffer::{WriteAccess, parts};
 

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::table::backend::RecvFault;
+use crate::table::transfers::RecvFault;
 use crate::vsock::errors::of_recv;
 use crate::vsock::hub::WaitFault;
 

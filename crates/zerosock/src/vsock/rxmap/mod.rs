@@ -47,12 +47,14 @@ mod native;
 mod packet;
 mod paged;
 mod pages;
+mod rx_header;
 mod rx_poll;
 
 pub use errors::RxMapError;
-pub use native::{RxHeader, RxMap, RxMapConfig};
+pub use native::{RxMap, RxMapConfig};
 pub use packet::RxPacket;
 pub use paged::{PagedHeader, PagedRxMap, Protection};
+pub use rx_header::RxHeader;
 
 use super::endpoint::Endpoint;
 use super::host::Host;

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use zerosock_ring::{Memory, Piece, SliceBuf};
 
-use super::native::RxHeader;
+use super::rx_header::RxHeader;
 use crate::table::sockets::Copied;
 use crate::vsock::stream::Stream;
 

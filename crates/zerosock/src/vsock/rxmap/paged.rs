@@ -17,7 +17,7 @@ use super::errors::of_nothing;
 use super::pages::{Pages, capacity};
 use super::rx_poll::{self, RxPoll};
 use super::{EMPTY, PAGE, RxMapError, STREAM_FLAGS};
-use crate::table::backend::{Backend, RecvFault};
+use crate::table::{backend::Backend, transfers::RecvFault};
 use crate::vsock::stream::Stream;
 
 /// Bytes of a header.

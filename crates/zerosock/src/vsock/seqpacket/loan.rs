@@ -8,8 +8,11 @@ use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut, Write};
 
 use super::SeqPacket;
-use crate::table::backend::{Backend, LoanParts, LoanedPart, SendFault};
 use crate::table::leases::NONE;
+use crate::table::{
+    backend::Backend,
+    transfers::{LoanParts, LoanedPart, SendFault},
+};
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::Interest;
 use crate::vsock::loan::{Buffer, Filling, ZEROS, append_each};

@@ -8,8 +8,8 @@ use std::fmt;
 use std::io;
 
 use super::Stream;
-use crate::table::backend::{Backend, SendFault};
 use crate::table::sockets::StreamId;
+use crate::table::{backend::Backend, transfers::SendFault};
 use crate::vsock::hub::{Interest, Locked};
 
 /// Many packets, sent together. It keeps the endpoint locked: calls of other threads block, calls

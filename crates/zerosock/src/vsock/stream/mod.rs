@@ -30,8 +30,11 @@ use super::lease::Lease;
 use super::loan::Loan;
 use super::message::Message;
 use super::waiting::Wait;
-use crate::table::backend::{Backend, ConnInfo, RecvFault};
 use crate::table::sockets::{StreamId, StreamState};
+use crate::table::{
+    backend::{Backend, ConnInfo},
+    transfers::RecvFault,
+};
 pub use batch::Batch;
 use buffered::ReadAhead;
 

@@ -203,7 +203,7 @@ fn a_taken_port_is_named_and_free_when_its_process_is_killed() {
     assert_eq!(second.code, Some(1));
     let wanted = "port 1000 of the host is taken";
     assert!(second.stderr.contains(wanted), "{}", second.stderr);
-    let owner = format!("it is process {}'s, of user ", first.child.id());
+    let owner = format!("process {} of user ", first.child.id());
     // The server answers before it logs, and another thread reads what it logs.
     wait_until("the owner in the log", || serve.stderr().contains(&owner));
     let guest = room.guest();

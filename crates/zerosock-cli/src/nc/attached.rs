@@ -7,9 +7,9 @@ use std::time::Duration;
 use zerosock::vsock::Endpoint;
 use zerosock::{Address, Cid, Port};
 
-use super::connect::ConnectError;
 use super::datagrams::Datagrams;
 use super::endpoint::Peer;
+use super::error::ConnectError;
 use super::wire::{Kind, Wanted, Wire};
 
 /// As what to attach.

@@ -5,9 +5,11 @@
 
 pub(crate) mod args;
 mod attached;
+mod blocking;
 mod connect;
 mod datagrams;
 mod endpoint;
+mod error;
 mod progress;
 mod pump;
 mod wire;
@@ -17,9 +19,10 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use self::args::NcArgs;
-use self::connect::{ConnectError, Deadline};
-use self::progress::Progress;
-use self::pump::{Moved, Policy};
+use self::connect::Deadline;
+use self::error::ConnectError;
+use self::progress::{Moved, Progress};
+use self::pump::Policy;
 use self::wire::{Kind, Wanted};
 use crate::failure::Failure;
 

@@ -1,13 +1,18 @@
 //! A line of progress on standard error, for a person, on transfers that take a while.
 
 use std::io::IsTerminal;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use rustix::stdio;
 
-use super::pump::Moved;
+/// Bytes moved so far.
+#[derive(Debug, Default)]
+pub(crate) struct Moved {
+    pub(crate) sent: AtomicU64,
+    pub(crate) received: AtomicU64,
+}
 
 /// Shorter transfers are over before a line could be read.
 const QUIET_AT_FIRST: Duration = Duration::from_millis(700);

@@ -6,9 +6,8 @@
 //! blocked in a read when all else is over ends with the process.
 
 use std::io::{self, PipeReader};
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -18,7 +17,8 @@ use rustix::io::Errno;
 use rustix::net::Shutdown;
 use rustix::stdio;
 
-use super::progress::Progress;
+use super::blocking::{read, write};
+use super::progress::{Moved, Progress};
 use super::wire::Wire;
 
 /// How often progress is shown and time-outs are looked at.
@@ -51,13 +51,6 @@ pub(crate) enum PumpError {
     Idle(Duration),
     #[error("cannot start: {0}")]
     Start(io::Error),
-}
-
-/// Bytes moved so far.
-#[derive(Debug, Default)]
-pub(crate) struct Moved {
-    pub(crate) sent: AtomicU64,
-    pub(crate) received: AtomicU64,
 }
 
 /// Moves bytes until both directions are over, or the policy says so.
@@ -253,35 +246,6 @@ fn receive(socket: &Wire, moved: &Moved) -> Result<(), PumpError> {
             moved.received.fetch_add(taken as u64, Ordering::Relaxed);
             rest = rest.get(taken..).unwrap_or_default();
         }
-    }
-}
-
-/// A blocking read, also from a descriptor that somebody else made non-blocking.
-pub(super) fn read(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<usize> {
-    loop {
-        match rustix::io::read(fd, &mut *buffer) {
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => wait_for(fd, PollFlags::IN)?,
-            result => return Ok(result?),
-        }
-    }
-}
-
-/// A blocking write, also to a descriptor that somebody else made non-blocking.
-fn write(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
-    loop {
-        match rustix::io::write(fd, bytes) {
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => wait_for(fd, PollFlags::OUT)?,
-            result => return Ok(result?),
-        }
-    }
-}
-
-fn wait_for(fd: BorrowedFd<'_>, events: PollFlags) -> io::Result<()> {
-    match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, events)], None) {
-        Ok(_) | Err(Errno::INTR) => Ok(()),
-        Err(errno) => Err(errno.into()),
     }
 }
 

@@ -129,7 +129,7 @@ impl Wire {
     /// Receives bytes, or the next message that has some; 0 at the end.
     pub(super) fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
         match self {
-            Wire::Socket(socket) => super::pump::read(socket.as_fd(), buffer),
+            Wire::Socket(socket) => super::blocking::read(socket.as_fd(), buffer),
             Wire::Packets(socket) => receive_packet(socket, buffer),
             Wire::Stream(stream) => (&mut &*stream).read(buffer),
             Wire::Messages(connection) => loop {

@@ -12,7 +12,7 @@ use serde::{Deserialize, Deserializer};
 use zerosock::access::{AccessList, Cids, Party, Ports, RangeError, Rule, Verdict};
 use zerosock::{Cid, Port};
 
-use super::vm::joined_by_plus;
+use super::list::joined_by_plus;
 
 /// One entry of the list.
 #[derive(Clone, Debug, Eq, PartialEq)]

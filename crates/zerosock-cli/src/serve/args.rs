@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::attach::AttachFlags;
-use super::vm::RawVm;
+use super::attach_flags::AttachFlags;
+use super::vm::{RawVm, VmFlags};
 use crate::duration;
 use crate::logging::{LogFormat, LogLevel};
 use crate::number;
@@ -57,63 +57,6 @@ pub(crate) struct ServeArgs {
 
     #[command(flatten)]
     pub(crate) daemon: DaemonFlags,
-}
-
-/// The flags that describe one VM. Each excludes --vm and --config.
-#[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "One virtual machine")]
-pub(crate) struct VmFlags {
-    /// The guest's address: a number from 3 to 4294967294 that no other VM here has [default: 3]
-    #[arg(long, value_parser = number::parse::<u64>, value_name = "CID", conflicts_with_all = ["vm", "config"])]
-    pub(crate) guest_cid: Option<u64>,
-
-    /// The Unix socket to which the virtual machine monitor connects (vhost-user)
-    #[arg(long, value_name = "PATH", conflicts_with_all = ["vm", "config"])]
-    pub(crate) socket: Option<PathBuf>,
-
-    /// The Unix socket to which host programs connect; the guest's own connections go to PATH_PORT
-    #[arg(
-        long,
-        value_name = "PATH",
-        conflicts_with_all = ["forward_cid", "forward_listen", "vm", "config"]
-    )]
-    pub(crate) uds_path: Option<PathBuf>,
-
-    /// With --uds-path: the same for messages, over sockets of type SOCK_SEQPACKET
-    #[arg(
-        long,
-        value_name = "PATH",
-        conflicts_with_all = ["forward_cid", "forward_listen", "vm", "config"]
-    )]
-    pub(crate) uds_path_seqpacket: Option<PathBuf>,
-
-    /// Instead of --uds-path: send the guest's connections on to this CID of the host's own
-    /// AF_VSOCK, same port
-    #[arg(long, value_parser = number::parse::<u32>, value_name = "CID", conflicts_with_all = ["vm", "config"])]
-    pub(crate) forward_cid: Option<u32>,
-
-    /// With --forward-cid: AF_VSOCK ports of the host whose connections go to the guest, same
-    /// port, joined by `+`
-    #[arg(long, value_name = "PORT+PORT", conflicts_with_all = ["vm", "config"])]
-    pub(crate) forward_listen: Option<String>,
-
-    /// Bytes that may be on their way from the guest per connection before its reader takes them
-    /// [default: 262144]
-    ///
-    /// This is the buf_alloc that the guest is told, 128 to 1073741824. vhost-device-vsock's
-    /// default is 65536; the larger one here is what Linux itself uses for vsock.
-    #[arg(long, value_parser = number::parse::<u32>, value_name = "BYTES", conflicts_with_all = ["vm", "config"])]
-    pub(crate) tx_buffer_size: Option<u32>,
-
-    /// The largest virtqueue that the monitor may set up: a power of two up to 32768
-    /// [default: 1024]
-    #[arg(long, value_parser = number::parse::<u64>, value_name = "ENTRIES", conflicts_with_all = ["vm", "config"])]
-    pub(crate) queue_size: Option<u64>,
-
-    /// The groups of this VM, joined by `+`: VMs with a group in common reach each other by CID
-    /// [default: default]
-    #[arg(long, value_name = "NAME+NAME", conflicts_with_all = ["vm", "config"])]
-    pub(crate) groups: Option<String>,
 }
 
 /// The flags that hold for the whole daemon and go with every way of naming VMs.

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use super::access::Entry;
-use super::attach::RawAttach;
+use super::attach_flags::RawAttach;
 use super::vm::RawVm;
 use crate::size;
 

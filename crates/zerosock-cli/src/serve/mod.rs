@@ -8,13 +8,16 @@ mod access;
 mod activation;
 pub(crate) mod args;
 mod attach;
+mod attach_flags;
 mod backend;
 mod cpus;
 mod file;
 mod group;
+mod list;
 mod reload;
 mod settings;
 mod stuck;
+mod validate;
 pub(crate) mod vm;
 mod watchdog;
 

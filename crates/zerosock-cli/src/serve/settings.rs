@@ -8,12 +8,13 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{Gid, Mode};
+use rustix::fs::Gid;
 use zerosock::access::AccessList;
 use zerosock::daemon::DaemonConfig;
 
 use super::args::{DaemonFlags, OkPort, ServeArgs};
 use super::attach::Attach;
+use super::validate::{SettingsError, Source, check_path, parse_groups, parse_mode};
 use super::vm::RawVm;
 use super::{access, cpus, group};
 use crate::sockets;
@@ -77,34 +78,6 @@ pub(crate) enum Host {
     Forward { cid: u32, listen: Vec<u32> },
 }
 
-/// What is wrong with the options.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum SettingsError {
-    #[error(
-        "no virtual machine is named: give --socket and --uds-path, or --vm, or --config, or \
-         --attach-socket (`zerosock serve --help` has examples)"
-    )]
-    NoVm,
-    #[error(transparent)]
-    File(#[from] super::file::FileError),
-    #[error("{option} is missing: {fix}")]
-    Missing { option: String, fix: &'static str },
-    #[error("{option} {value}: {fix}")]
-    Wrong {
-        option: String,
-        value: String,
-        fix: String,
-    },
-    #[error("{option} {value}: already used by {other}; every VM needs its own")]
-    Duplicate {
-        option: String,
-        value: String,
-        other: String,
-    },
-    #[error("{option} and {other} exclude each other: keep one")]
-    Both { option: String, other: String },
-}
-
 const DEFAULT_CID: u64 = 3;
 const DEFAULT_TX_BUFFER_SIZE: u32 = 256 * 1024;
 const DEFAULT_QUEUE_SIZE: u64 = 1024;
@@ -114,76 +87,6 @@ const MIN_TX_BUFFER_SIZE: u32 = 128;
 const MAX_TX_BUFFER_SIZE: u32 = 1 << 30;
 /// The virtio specification's limit for a split virtqueue.
 const MAX_QUEUE_SIZE: u64 = 32768;
-
-/// Where a VM was written: lets a complaint show an option as its writer knows it.
-#[derive(Clone, Copy)]
-pub(super) enum Source<'a> {
-    Flags,
-    Vm,
-    File { path: &'a Path, index: usize },
-}
-
-impl Source<'_> {
-    /// `key` has dashes, as in a flag.
-    fn option(self, key: &str) -> String {
-        match self {
-            Source::Flags => format!("--{key}"),
-            Source::Vm => format!("--vm {key}"),
-            Source::File { path, index } => {
-                format!("{}: vms[{index}].{}", path.display(), key.replace('-', "_"))
-            }
-        }
-    }
-
-    /// An option about the attach socket.
-    pub(super) fn attach_option(self, key: &str) -> String {
-        match self {
-            Source::File { path, .. } => {
-                format!("{}: attach.{}", path.display(), key.replace('-', "_"))
-            }
-            Source::Flags | Source::Vm => format!("--attach-{key}"),
-        }
-    }
-
-    /// As [`wrong_attach`](Source::wrong_attach), about services.
-    pub(super) fn wrong_service(
-        self,
-        key: &str,
-        value: impl fmt::Display,
-        fix: impl Into<String>,
-    ) -> SettingsError {
-        let option = match self {
-            Source::File { path, .. } => format!("{}: attach.service_{key}", path.display()),
-            Source::Flags | Source::Vm => format!("--service-{key}"),
-        };
-        SettingsError::Wrong {
-            option,
-            value: value.to_string(),
-            fix: fix.into(),
-        }
-    }
-
-    pub(super) fn wrong_attach(
-        self,
-        key: &str,
-        value: impl fmt::Display,
-        fix: impl Into<String>,
-    ) -> SettingsError {
-        SettingsError::Wrong {
-            option: self.attach_option(key),
-            value: value.to_string(),
-            fix: fix.into(),
-        }
-    }
-
-    fn wrong(self, key: &str, value: impl fmt::Display, fix: impl Into<String>) -> SettingsError {
-        SettingsError::Wrong {
-            option: self.option(key),
-            value: value.to_string(),
-            fix: fix.into(),
-        }
-    }
-}
 
 impl Settings {
     /// Judges everything that was typed. Reads the file that --config names, /etc/group for
@@ -497,11 +400,6 @@ fn parse_cid(cid: u64) -> Result<u32, &'static str> {
     }
 }
 
-fn check_path(source: Source<'_>, key: &str, path: &Path) -> Result<(), SettingsError> {
-    sockets::check_path(path)
-        .map_err(|reason| source.wrong(key, path.display(), reason.to_string()))
-}
-
 fn parse_ports(source: Source<'_>, text: Option<&str>) -> Result<Vec<u32>, SettingsError> {
     let Some(text) = text else {
         return Ok(Vec::new());
@@ -526,31 +424,6 @@ fn parse_ports(source: Source<'_>, text: Option<&str>) -> Result<Vec<u32>, Setti
         ports.push(port);
     }
     Ok(ports)
-}
-
-/// Names joined by `+`; otherwise what to do about it.
-pub(super) fn parse_groups(text: &str) -> Result<Vec<String>, &'static str> {
-    let mut groups: Vec<String> = Vec::new();
-    for name in text.trim().split('+') {
-        if name.is_empty() {
-            return Err("a name is empty; give names joined by `+`, such as web+db");
-        }
-        if !groups.iter().any(|known| known == name) {
-            groups.push(name.to_string());
-        }
-    }
-    Ok(groups)
-}
-
-pub(super) fn parse_mode(text: &str) -> Option<Mode> {
-    let digits = text.strip_prefix("0o").unwrap_or(text);
-    if digits.is_empty() || !digits.bytes().all(|digit| (b'0'..=b'7').contains(&digit)) {
-        return None;
-    }
-    u32::from_str_radix(digits, 8)
-        .ok()
-        .filter(|&bits| bits <= 0o777)
-        .map(Mode::from_raw_mode)
 }
 
 /// What the VMs seen so far have claimed, and by which option.

@@ -1,6 +1,7 @@
 //! Every flag, every spelling of a VM, every complaint.
 
 use clap::Parser;
+use rustix::fs::Mode;
 
 use super::*;
 use crate::args::{Cli, Command};

@@ -30,7 +30,7 @@ use peers::WORKER;
 use report::Table;
 
 /// The subcommands of `zerosock` that measurements start.
-const PRODUCT: [&str; 2] = ["serve", "leash"];
+const PRODUCT: [&str; 2] = ["serve", "parent-watchdog"];
 
 fn main() -> ExitCode {
     let first = std::env::args_os().nth(1).unwrap_or_default();

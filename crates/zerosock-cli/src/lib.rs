@@ -38,7 +38,7 @@ pub fn main() -> ExitCode {
         Command::Nc(flags) => nc::main(flags),
         Command::Demo(flags) => demo::main(&flags),
         Command::DemoGuest(flags) => demo::guest::main(&flags),
-        Command::Leash(flags) => vm::leash::main(&flags),
+        Command::ParentWatchdog(flags) => vm::parent_watchdog::main(&flags),
         Command::Perf(flags) => perf::main(flags),
     };
     Failure::exit_code("zerosock", outcome)

@@ -93,7 +93,7 @@ impl Device {
         endpoints: &[Endpoint],
         echo: Option<&str>,
     ) -> Result<Device, DeviceError> {
-        let mut command = children::leashed(&program.zerosock, &program.path);
+        let mut command = children::with_parent_watchdog(&program.zerosock, &program.path);
         command.args(&program.arguments);
         for each in endpoints {
             let (vhost, uds) = (each.vhost.display(), each.uds.display());

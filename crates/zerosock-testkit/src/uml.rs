@@ -67,7 +67,7 @@ impl Guest {
         zerosock: &Path,
         echo: Option<&str>,
     ) -> Result<Guest, BootError> {
-        let mut command = children::leashed(zerosock, zerosock);
+        let mut command = children::with_parent_watchdog(zerosock, zerosock);
         command
             .args([guest::NAME, "hide-xstate", "--"])
             .arg(&kernel.image);

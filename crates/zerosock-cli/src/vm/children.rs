@@ -82,12 +82,12 @@ impl Log {
     }
 }
 
-/// A command that runs `program` and is killed when the thread that starts it ends: it goes
-/// through the hidden subcommand `leash` of `zerosock`.
-pub fn leashed(zerosock: &Path, program: &Path) -> Command {
+/// A command that runs `program`; the kernel kills it when the thread that starts it ends, by the
+/// hidden subcommand `parent-watchdog` of `zerosock`.
+pub fn with_parent_watchdog(zerosock: &Path, program: &Path) -> Command {
     let mut command = Command::new(zerosock);
     command
-        .arg("leash")
+        .arg("parent-watchdog")
         .arg(std::process::id().to_string())
         .arg("--")
         .arg(program);

@@ -18,7 +18,7 @@ pub mod cpio;
 pub mod hybrid;
 pub mod initramfs;
 pub mod kernel;
-pub(crate) mod leash;
+pub(crate) mod parent_watchdog;
 pub mod pattern;
 pub mod program;
 pub mod qemu;

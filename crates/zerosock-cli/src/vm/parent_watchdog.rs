@@ -1,4 +1,4 @@
-//! `zerosock leash`: a program that does not outlive its starter, also when that is killed.
+//! `zerosock parent-watchdog`: runs a program that the kernel kills when its parent ends.
 
 use std::ffi::OsString;
 use std::io;
@@ -10,26 +10,26 @@ use rustix::process::{Signal, set_parent_process_death_signal};
 
 use crate::failure::Failure;
 
-/// Become a program that is killed when its starter ends
+/// Replace this process by a program that is killed when its parent process ends
 #[derive(Debug, Args)]
-pub(crate) struct LeashArgs {
-    /// The process id of the starter
-    starter: u32,
+pub(crate) struct ParentWatchdogArgs {
+    /// The process id of the parent
+    parent: u32,
     /// Program and arguments
     #[arg(last = true, required = true)]
     argv: Vec<OsString>,
 }
 
-/// Becomes the program, to be killed when the thread that started us ends.
-pub(crate) fn main(args: &LeashArgs) -> Result<(), Failure> {
-    become_program(args).map_err(|error| Failure::runtime(format!("leash: {error}")))
+/// Executes the program, which gets SIGKILL when the thread that started this process ends.
+pub(crate) fn main(args: &ParentWatchdogArgs) -> Result<(), Failure> {
+    become_program(args).map_err(|error| Failure::runtime(format!("parent-watchdog: {error}")))
 }
 
-fn become_program(args: &LeashArgs) -> io::Result<()> {
+fn become_program(args: &ParentWatchdogArgs) -> io::Result<()> {
     set_parent_process_death_signal(Some(Signal::KILL))?;
-    // The starter may have ended before the line above.
-    if parent_id() != args.starter {
-        return Err(io::Error::other("the starter has ended"));
+    // The parent may have ended before the line above.
+    if parent_id() != args.parent {
+        return Err(io::Error::other("the parent process has ended"));
     }
     let (program, arguments) = args
         .argv

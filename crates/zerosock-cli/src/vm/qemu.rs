@@ -39,7 +39,7 @@ pub struct Config<'c> {
     pub reboots: bool,
     /// Accelerators allowed.
     pub accel: Choice,
-    /// A program with `zerosock leash`, under which QEMU is started so that it ends with us.
+    /// A program with `zerosock parent-watchdog`, which starts QEMU so that it ends with this process.
     pub zerosock: &'c Path,
     /// Repeats the guest's console on stderr under this name.
     pub echo: Option<&'c str>,
@@ -212,7 +212,7 @@ fn spawn(config: &Config<'_>, accel: Accel) -> Result<Started, BootError> {
     let _ = std::fs::remove_file(&control);
     let listener = UnixListener::bind(&control).map_err(BootError::Start)?;
     let qemu = find_qemu().ok_or(BootError::NoQemu)?;
-    let mut command = children::leashed(config.zerosock, &qemu);
+    let mut command = children::with_parent_watchdog(config.zerosock, &qemu);
     command.args(accel.options());
     let memory = config.memory_mib;
     command.args(["-nodefaults", "-no-user-config", "-display", "none", "-m"]);

@@ -5,7 +5,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::protocol::Socket;
+/// The number of a socket in the agent.
+pub type Socket = u32;
 
 /// Kinds of sockets.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
@@ -27,7 +28,7 @@ pub enum Number {
     BufferSize,
 }
 
-/// Options of a socket, beside those of a [`super::protocol::SocketOption`].
+/// Options of a socket, that single calls set.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
 pub enum Setting {
     /// SO_VM_SOCKETS_BUFFER_MIN_SIZE and _MAX_SIZE, bytes.
@@ -63,15 +64,15 @@ pub enum Part {
     },
 }
 
-/// How a receive behaves.
+/// Flags of recv(2).
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
-pub struct Manner {
+pub struct RecvFlags {
     /// MSG_PEEK.
     pub peek: bool,
     /// MSG_DONTWAIT.
-    pub now: bool,
-    /// MSG_TRUNC: the length is that of the message.
-    pub whole: bool,
+    pub dontwait: bool,
+    /// MSG_TRUNC: return the length of the message even if it exceeds the buffer.
+    pub trunc: bool,
 }
 
 /// One call.
@@ -172,8 +173,8 @@ pub enum Call {
         socket: Socket,
         /// Bytes of the buffer.
         len: usize,
-        /// How.
-        how: Manner,
+        /// Flags of recv(2).
+        flags: RecvFlags,
     },
     /// Takes all that is there, and what comes, in leases, and keeps them until the socket is closed;
     /// `bytes` so many bytes at least. Only sockets of the library can.

@@ -7,6 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::calls::Call;
+pub use super::calls::Socket;
 
 /// A step with the number under which it is answered.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -33,9 +34,6 @@ pub enum FromGuest {
         outcome: Result<Outcome, String>,
     },
 }
-
-/// The number of a socket in the agent.
-pub type Socket = u32;
 
 /// Which bytes to send.
 #[derive(Copy, Clone, Debug, Serialize, Deserialize)]

@@ -10,7 +10,7 @@ use zerosock_cli::vm::pattern::{Pattern, sha256};
 use zerosock_sys::{vsock, vsock_calls};
 
 use super::stream::errno_name;
-use crate::calls::{Call, Kind, Manner, Number, Part, Setting};
+use crate::calls::{Call, Kind, Number, Part, RecvFlags, Setting};
 use crate::protocol::Outcome;
 
 const PAGE: usize = 4096;
@@ -89,12 +89,16 @@ pub(super) fn make(call: &Call, socket: Option<&OwnedFd>) -> io::Result<Made> {
             let limit = Instant::now() + Duration::from_millis(timeout_ms.into());
             Made::Count(completions(fd()?, limit)?)
         }
-        Call::Receive { len, how, .. } => {
-            let Manner { peek, now, whole } = how;
+        Call::Receive { len, flags, .. } => {
+            let RecvFlags {
+                peek,
+                dontwait,
+                trunc,
+            } = flags;
             let flag = |on, flag| if on { flag } else { 0 };
             let flags = flag(peek, libc_flags::PEEK)
-                | flag(now, libc_flags::DONTWAIT)
-                | flag(whole, libc_flags::TRUNC);
+                | flag(dontwait, libc_flags::DONTWAIT)
+                | flag(trunc, libc_flags::TRUNC);
             let mut buffer = vec![0; len];
             let got = vsock_calls::receive(fd()?, &mut buffer, flags)?;
             Made::Received {

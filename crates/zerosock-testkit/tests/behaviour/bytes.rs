@@ -3,18 +3,18 @@
 use std::time::{Duration, Instant};
 
 use zerosock_cli::vm::pattern::Pattern;
-use zerosock_testkit::calls::{Call, Manner, Number, Setting};
+use zerosock_testkit::calls::{Call, Number, RecvFlags, Setting};
 
 use super::side::{End, Expect, Pair, STEP, Skip, Verdict};
 
 pub(crate) fn peek_at_nothing(pair: &Pair) -> Verdict {
     let (_client, served) = pair.connected();
-    let how = Manner {
+    let flags = RecvFlags {
         peek: true,
-        now: true,
-        ..Manner::default()
+        dontwait: true,
+        ..RecvFlags::default()
     };
-    served.receive_as(32, how).fails("EAGAIN");
+    served.receive_as(32, flags).fails("EAGAIN");
     Ok(())
 }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use zerosock_cli::vm::pattern::Pattern;
-use zerosock_testkit::calls::{Call, Kind, Manner, Setting};
+use zerosock_testkit::calls::{Call, Kind, RecvFlags, Setting};
 use zerosock_testkit::protocol::{How, Outcome};
 
 use super::buffers::{SMALL, lag};
@@ -14,21 +14,21 @@ fn connected<'a>(pair: &Pair<'a>) -> Result<(End<'a>, End<'a>), Skip> {
 }
 
 /// One receive of a record that is there.
-fn receive_as(end: &End, len: usize, how: Manner) -> Outcome {
-    let outcome = end.receive_as(len, how);
+fn receive_as(end: &End, len: usize, flags: RecvFlags) -> Outcome {
+    let outcome = end.receive_as(len, flags);
     outcome.ok();
     outcome
 }
 
-const WHOLE: Manner = Manner {
+const WHOLE: RecvFlags = RecvFlags {
     peek: false,
-    now: false,
-    whole: true,
+    dontwait: false,
+    trunc: true,
 };
-const PEEK: Manner = Manner {
+const PEEK: RecvFlags = RecvFlags {
     peek: true,
-    now: false,
-    whole: false,
+    dontwait: false,
+    trunc: false,
 };
 
 pub(crate) fn record_bounds(pair: &Pair) -> Verdict {
@@ -89,7 +89,10 @@ pub(crate) fn truncated_record_tells_its_length(pair: &Pair) -> Verdict {
 
 pub(crate) fn peek_at_records(pair: &Pair) -> Verdict {
     let (client, served) = connected(pair)?;
-    let now = Manner { now: true, ..PEEK };
+    let now = RecvFlags {
+        dontwait: true,
+        ..PEEK
+    };
     served.receive_as(32, now).fails("EAGAIN");
     client.send(6, 5000).ok();
     client.send(7, 10).ok();
@@ -101,8 +104,8 @@ pub(crate) fn peek_at_records(pair: &Pair) -> Verdict {
     }
     first.is(&all[..16]);
     served.peek(5000).is(&all);
-    let whole = Manner {
-        whole: true,
+    let whole = RecvFlags {
+        trunc: true,
         ..PEEK
     };
     assert_eq!(receive_as(&served, 16, whole).bytes, 5000);

@@ -6,7 +6,7 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use zerosock_cli::vm::pattern::{Pattern, sha256};
-use zerosock_testkit::calls::{Call, Kind, Manner, Number, Setting};
+use zerosock_testkit::calls::{Call, Kind, Number, RecvFlags, Setting};
 use zerosock_testkit::protocol::{Command, How, Outcome, Socket, Source};
 use zerosock_testkit::remote;
 
@@ -265,21 +265,21 @@ impl<'a> End<'a> {
         self.side.call(Call::Lease { socket, len })
     }
 
-    pub(crate) fn receive_as(&self, len: usize, how: Manner) -> Outcome {
+    pub(crate) fn receive_as(&self, len: usize, flags: RecvFlags) -> Outcome {
         let socket = self.socket;
-        self.side.call(Call::Receive { socket, len, how })
+        self.side.call(Call::Receive { socket, len, flags })
     }
 
     pub(crate) fn receive(&self, len: usize) -> Outcome {
-        self.receive_as(len, Manner::default())
+        self.receive_as(len, RecvFlags::default())
     }
 
     pub(crate) fn receive_now(&self, len: usize) -> Outcome {
         self.receive_as(
             len,
-            Manner {
-                now: true,
-                ..Manner::default()
+            RecvFlags {
+                dontwait: true,
+                ..RecvFlags::default()
             },
         )
     }
@@ -287,9 +287,9 @@ impl<'a> End<'a> {
     pub(crate) fn peek(&self, len: usize) -> Outcome {
         self.receive_as(
             len,
-            Manner {
+            RecvFlags {
                 peek: true,
-                ..Manner::default()
+                ..RecvFlags::default()
             },
         )
     }

@@ -340,9 +340,9 @@ impl Shared {
                 _ => return Err(format!("socket {socket} carries no records")),
             },
             Call::Lease { socket, len } => self.lease(socket, len)?,
-            Call::Receive { socket, len, how } => match self.find(socket)? {
-                Open::Records(records) => receive_record(&records, len, how),
-                _ => receive(&*self.stream(socket)?, len, how),
+            Call::Receive { socket, len, flags } => match self.find(socket)? {
+                Open::Records(records) => receive_record(&records, len, flags),
+                _ => receive(&*self.stream(socket)?, len, flags),
             },
             Call::Set { socket, setting } => self.set(socket, setting)?,
             Call::Get { socket, number } => {

@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use sha2::{Digest, Sha256};
 use zerosock::vsock::{SeqPacket, Stream, StreamError};
 use zerosock_cli::vm::pattern::{Pattern, hex};
-use zerosock_testkit::calls::Manner;
+use zerosock_testkit::calls::RecvFlags;
 use zerosock_testkit::protocol::Outcome;
 
 /// A connection of either kind.
@@ -75,10 +75,12 @@ pub(super) fn sent(len: usize, result: io::Result<()>) -> Outcome {
 }
 
 /// As recvmsg(2) tells it: what was copied, or with MSG_TRUNC how long the record is.
-pub(super) fn receive_record(records: &SeqPacket, len: usize, how: Manner) -> Outcome {
+pub(super) fn receive_record(records: &SeqPacket, len: usize, flags: RecvFlags) -> Outcome {
     let mut buffer = vec![0; len];
-    records.set_nonblocking(how.now).expect("never fails");
-    let received = if how.peek {
+    records
+        .set_nonblocking(flags.dontwait)
+        .expect("never fails");
+    let received = if flags.peek {
         records.peek(&mut buffer)
     } else {
         records.recv(&mut buffer)
@@ -93,7 +95,7 @@ pub(super) fn receive_record(records: &SeqPacket, len: usize, how: Manner) -> Ou
         sha256: Some(hex(Sha256::digest(&buffer[..copied]).as_slice())),
         ends_record: received.is_some_and(|it| it.end_of_record),
         truncated: received.is_some_and(|it| it.is_truncated()),
-        ..counted(if how.whole { len } else { copied })
+        ..counted(if flags.trunc { len } else { copied })
     }
 }
 
@@ -112,16 +114,16 @@ pub(super) fn nonblocking(
     }
 }
 
-pub(super) fn receive(stream: &Stream, len: usize, how: Manner) -> Outcome {
+pub(super) fn receive(stream: &Stream, len: usize, flags: RecvFlags) -> Outcome {
     let mut buffer = vec![0; len];
     let mut call = |mut stream: &Stream| {
-        if how.peek {
+        if flags.peek {
             stream.peek(&mut buffer)
         } else {
             stream.read(&mut buffer)
         }
     };
-    let outcome = if how.now {
+    let outcome = if flags.dontwait {
         nonblocking(stream, &mut call)
     } else {
         match call(stream) {

@@ -14,7 +14,7 @@ use rustix::net::{
     SocketFlags, SocketType,
 };
 use zerosock_cli::vm::pattern::{Pattern, sha256};
-use zerosock_testkit::calls::{Call, Kind, Manner};
+use zerosock_testkit::calls::{self, Call, Kind};
 use zerosock_testkit::protocol::{Command, How, Outcome, Socket};
 
 use crate::lab::{Lab, STEP, Vm, port};
@@ -133,12 +133,12 @@ fn send(vm: &Vm, socket: Socket, seed: u64, len: usize) {
 }
 
 fn receive(vm: &Vm, socket: Socket) -> Outcome {
-    let how = Manner {
-        whole: true,
-        ..Manner::default()
+    let flags = calls::RecvFlags {
+        trunc: true,
+        ..calls::RecvFlags::default()
     };
     let len = 300_000;
-    vm.run(Command::Call(Call::Receive { socket, len, how }))
+    vm.run(Command::Call(Call::Receive { socket, len, flags }))
 }
 
 #[track_caller]

@@ -10,7 +10,7 @@ use std::time::Duration;
 use zerosock::vsock::{Host, SeqPacket, StreamError};
 use zerosock::{Address, Cid, Port};
 use zerosock_cli::vm::pattern::{Pattern, sha256};
-use zerosock_testkit::calls::{Call, Kind, Manner};
+use zerosock_testkit::calls::{Call, Kind, RecvFlags};
 use zerosock_testkit::protocol::{Command, Outcome, Socket};
 use zerosock_testkit::remote::Remote;
 
@@ -37,12 +37,12 @@ fn call(guest: &Remote, call: Call) -> Outcome {
 }
 
 fn receive(guest: &Remote, socket: Socket) -> Outcome {
-    let how = Manner {
-        whole: true,
-        ..Manner::default()
+    let flags = RecvFlags {
+        trunc: true,
+        ..RecvFlags::default()
     };
     let len = 300_000;
-    call(guest, Call::Receive { socket, len, how })
+    call(guest, Call::Receive { socket, len, flags })
 }
 
 /// See the module.

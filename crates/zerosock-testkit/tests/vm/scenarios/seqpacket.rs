@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use zerosock::vsock::{Endpoint, SeqPacket};
 use zerosock::{Address, Cid, Port};
 use zerosock_cli::vm::pattern::{Pattern, sha256};
-use zerosock_testkit::calls::{Call, Kind, Manner};
+use zerosock_testkit::calls::{Call, Kind, RecvFlags};
 use zerosock_testkit::protocol::{Command, Outcome, Socket};
 
 use crate::lab::{Lab, STEP, Vm, port};
@@ -34,11 +34,11 @@ fn socket(vm: &Vm) -> Socket {
 }
 
 fn receive(vm: &Vm, socket: Socket, len: usize) -> Outcome {
-    let how = Manner {
-        whole: true,
-        ..Manner::default()
+    let flags = RecvFlags {
+        trunc: true,
+        ..RecvFlags::default()
     };
-    call(vm, Call::Receive { socket, len, how })
+    call(vm, Call::Receive { socket, len, flags })
 }
 
 /// The guest connects.

@@ -63,7 +63,7 @@ pub(crate) enum TableName {
     Device,
     /// Receiving: by copying, in place, and in place with polling
     Rx,
-    /// A connection's rate beside a reader that never gives back what it holds
+    /// A connection's rate beside a reader that never returns its leases
     Hold,
     /// Very many connections: memory, how fast they come and go, and beside a bulk stream
     Scale,

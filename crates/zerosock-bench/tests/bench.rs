@@ -175,15 +175,15 @@ fn rx_has_a_row_for_every_size_and_way() {
     }
 }
 
-/// A hoarder that stopped the other connection would end the run, not only lower a figure.
+/// A slow reader that stopped the other connection would end the run with an error.
 #[test]
-fn hold_measures_beside_a_hoarder_and_alone() {
+fn hold_measures_with_and_without_a_slow_reader() {
     let (table, _) = bench(&["hold"]);
     check_rows(&table);
     let rows = table["rows"].as_array().unwrap();
     for direction in ["to host", "to guest"] {
         for size in ["64 B", "4 KiB", "64 KiB"] {
-            let name = format!("{direction}, {size}, beside a hoarder");
+            let name = format!("{direction}, {size}, beside a slow reader");
             let found = rows.iter().find(|row| row["name"] == name);
             let row = found.unwrap_or_else(|| panic!("{name} in {rows:#?}"));
             assert!(row["ratio"].is_number(), "{row}");

@@ -1,4 +1,4 @@
-//! Ourselves: streams of `zerosock::vsock`, messages written and read in place.
+//! zerosock itself: streams of `zerosock::vsock`, messages written and read in place.
 
 use std::io::{self, Write};
 use std::path::Path;

@@ -127,7 +127,7 @@ fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
     let mut config = DriverConfig::new(socket(daemon.dir.path(), GREEDY));
     config.max_connections = 1 << 20;
     let mut guest = Driver::attach(config).unwrap();
-    let nobody = Address::new(Cid::HOST, Port::new(9));
+    let unused = Address::new(Cid::HOST, Port::new(9));
     let undecided = [
         Address::new(Cid::HOST, Port::new(8)),
         Address::new(SIBLING, PORT),
@@ -135,7 +135,7 @@ fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
     let mut asked = 0u64;
     let mut kept: Vec<StreamId> = Vec::new();
     let mut ask = |guest: &mut Driver| {
-        let lost: Vec<StreamId> = (0..100).map(|_| guest.connect(nobody).unwrap()).collect();
+        let lost: Vec<StreamId> = (0..100).map(|_| guest.connect(unused).unwrap()).collect();
         for n in 0..200 {
             kept.push(guest.connect(undecided[n % 2]).unwrap());
         }

@@ -327,7 +327,7 @@ fn silence_ends_with_the_timeout() {
 }
 
 #[test]
-fn nobody_coming_ends_with_the_timeout() {
+fn listening_without_a_peer_ends_with_the_timeout() {
     let room = Room::new();
     let path = room.at("s");
     let endpoint = format!("unix-listen:{}", path.display());
@@ -477,7 +477,7 @@ fn a_guest_that_refuses_is_a_refused_connection() {
         ended.stderr
     );
     assert!(
-        ended.stderr.contains("nobody listens on port 77"),
+        ended.stderr.contains("no listener on port 77"),
         "{}",
         ended.stderr
     );

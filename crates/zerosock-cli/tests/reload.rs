@@ -194,7 +194,7 @@ fn echoes(mut one: impl Read + Write, mut two: impl Read + Write, word: &[u8]) {
 
 /// A connection of each kind, through files with errors, and through those that would forbid it.
 #[test]
-fn nobody_who_is_connected_notices_whatever_the_file_says() {
+fn existing_connections_survive_every_reload() {
     const ALL: &str = "deny: {from: any, to: any}";
     let good = format!("vms: [{THREE}}}, {FOUR}}}]\n{ATTACH}, uds_path: '@/p'}}\n");
     let mut room = Room::new(&good);
@@ -340,7 +340,7 @@ fn a_file_with_an_error_changes_nothing_and_says_where() {
         ),
         (
             format!("{good}access:\n  - deny: {{from: 'group:kvm', to: any}}"),
-            "access[0] group:kvm: nobody is in this group; the groups are default",
+            "access[0] group:kvm: no VM or process is in this group; the groups are default",
         ),
         (
             format!("vms: [{THREE}, queue_size: 5}}]"),
@@ -357,7 +357,7 @@ fn a_file_with_an_error_changes_nothing_and_says_where() {
         room.write(&file);
         let said = room.reload();
         assert!(
-            said.contains("not reloaded, nothing has changed"),
+            said.contains("configuration not reloaded, nothing was changed"),
             "{file}: {said}"
         );
         assert!(said.contains(wanted), "{file}: {said}");

@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
-/// A blocking read, also from a descriptor that somebody else made non-blocking.
+/// A blocking read, also when another process has made the descriptor non-blocking.
 pub(super) fn read(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<usize> {
     loop {
         match rustix::io::read(fd, &mut *buffer) {
@@ -17,7 +17,7 @@ pub(super) fn read(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<usize> {
     }
 }
 
-/// A blocking write, also to a descriptor that somebody else made non-blocking.
+/// A blocking write, also when another process has made the descriptor non-blocking.
 pub(super) fn write(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
     loop {
         match rustix::io::write(fd, bytes) {

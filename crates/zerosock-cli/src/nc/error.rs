@@ -29,7 +29,7 @@ pub(crate) enum ConnectError {
 }
 
 impl ConnectError {
-    /// Whether the peer may simply not be up yet.
+    /// Whether a later attempt may succeed because the peer has not started yet.
     pub(super) fn may_pass(&self) -> bool {
         match self {
             ConnectError::Refused(_) => true,

@@ -1,7 +1,7 @@
-//! `zerosock nc`: standard input and output joined to one connection.
+//! `zerosock nc`: connects standard input and output to one connection.
 //!
-//! Order of work: parse the endpoint; connect or accept once; move bytes both ways at once; end
-//! when both directions have. The exit code tells whether all was delivered.
+//! Steps: parse the endpoint; connect or accept once; transfer bytes in both directions at once;
+//! end when both directions have ended. The exit code tells whether everything was delivered.
 
 pub(crate) mod args;
 mod attached;

@@ -79,7 +79,7 @@ impl Settings {
     fn host(vm: Option<PathBuf>, cid: u32, attach: Option<PathBuf>) -> Result<Place, Failure> {
         if vm.is_none() && attach.is_none() {
             return Err(Failure::usage(
-                "--host: nobody can come; give --vm-socket or --attach-socket",
+                "--host: nothing can connect; give --vm-socket or --attach-socket",
             ));
         }
         let cid = Cid::guest(cid.into())

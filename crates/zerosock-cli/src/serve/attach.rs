@@ -8,41 +8,41 @@ use super::attach_flags::RawAttach;
 use super::validate::{SettingsError, Source, parse_groups, parse_mode};
 use crate::sockets;
 
-/// An attach socket about which nothing illegal can be said any more.
+/// Validated settings of the attach socket.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Attach {
     pub(crate) socket: PathBuf,
     /// `None`: as for the other sockets.
     pub(crate) mode: Option<Mode>,
-    /// Empty: the user of this process alone.
+    /// Users allowed to attach. Empty: only the user of this process.
     pub(crate) uids: Vec<u32>,
     pub(crate) groups: Vec<String>,
     /// From 1 to [`MAX_PROCESSES`].
     pub(crate) max: usize,
-    /// Where processes meet the host's sockets, if they do.
+    /// Hybrid sockets of attached processes, if any.
     pub(crate) hybrid: Option<Hybrid>,
-    /// Whose processes may be services. Empty: the user of this process alone.
+    /// Users allowed to attach host services. Empty: only the user of this process.
     pub(crate) service_uids: Vec<u32>,
     /// Up to [`MAX_PROCESSES`].
     pub(crate) service_max: usize,
 }
 
-/// Where processes meet the host's sockets.
+/// Hybrid sockets of attached processes.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Hybrid {
-    /// All of them connect to the sockets around this path, and are not called.
+    /// All connect to the sockets around this path; host programs cannot connect to them.
     Shared(PathBuf),
-    /// Each has sockets of its own; the path has `{cid}` in it.
+    /// Each has sockets of its own; the path contains `{cid}`.
     Each(PathBuf),
 }
 
-/// What stands for the CID.
+/// Placeholder of the CID.
 const CID: &str = "{cid}";
 const DEFAULT_SERVICES: u64 = 64;
 
 const DEFAULT_GROUP: &str = "default";
 const DEFAULT_MAX: u64 = 256;
-/// Each has some ten descriptors here, and its memory mapped.
+/// Each uses about ten descriptors here, and its memory is mapped.
 const MAX_PROCESSES: u64 = 16384;
 
 impl Attach {
@@ -91,7 +91,7 @@ impl Attach {
             mode,
             uids: raw.uid,
             groups,
-            // At most 16384, just checked.
+            // At most 16384, checked above.
             max: max as usize,
             hybrid,
             service_uids: raw.service_uid,
@@ -101,7 +101,7 @@ impl Attach {
 }
 
 impl Hybrid {
-    /// As it was written.
+    /// The path with its placeholder.
     pub(super) fn path(&self) -> &Path {
         match self {
             Hybrid::Shared(path) | Hybrid::Each(path) => path,
@@ -112,7 +112,7 @@ impl Hybrid {
         let wrong = |fix: String| source.wrong_attach("uds-path", path.display(), fix);
         let text = path.to_str();
         let text = text.ok_or_else(|| wrong("a path of other characters than UTF-8's".into()))?;
-        // The longest CID there is.
+        // The longest CID.
         let longest = PathBuf::from(text.replace(CID, "4294967294"));
         sockets::check_path(&longest).map_err(|reason| wrong(reason.to_string()))?;
         Ok(match text.contains(CID) {

@@ -1,4 +1,4 @@
-//! The flags about the attach socket, and the same keys in the configuration file, before validation.
+//! Flags of the attach socket, and the same keys in the configuration file, before validation.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ use serde::Deserialize;
 use super::list::joined_by_plus;
 use crate::number;
 
-/// The flags about processes that attach without a VM.
+/// The flags about attached processes.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Processes without a virtual machine")]
 pub(crate) struct AttachFlags {
@@ -21,8 +21,8 @@ pub(crate) struct AttachFlags {
     #[arg(long, value_name = "MODE")]
     attach_mode: Option<String>,
 
-    /// A user, by number, whose processes may attach; repeat for more [default: the user of this
-    /// process; root is no exception]
+    /// A user id that may attach; repeat for more [default: the user of this process; root is no
+    /// exception]
     #[arg(long, value_parser = number::parse::<u32>, value_name = "UID")]
     attach_uid: Vec<u32>,
 
@@ -34,16 +34,15 @@ pub(crate) struct AttachFlags {
     #[arg(long, value_parser = number::parse::<u64>, value_name = "N")]
     attach_max: Option<u64>,
 
-    /// The hybrid sockets of attached processes, `{cid}` standing for the CID of each: host
-    /// programs connect there, its own connections to the host go to PATH_PORT. Without `{cid}`
-    /// the latter only, from all of them to the same [default: processes do not meet the host's
-    /// sockets]
+    /// The hybrid sockets of attached processes, with `{cid}` for the CID of each: host programs
+    /// connect there, and connections to the host go to PATH_PORT. Without `{cid}` only the latter,
+    /// the same for all processes [default: no hybrid sockets]
     #[arg(long, value_name = "PATH")]
     attach_uds_path: Option<PathBuf>,
 
-    /// A user, by number, whose processes may be host services: claim ports of CID 2 on the attach
-    /// socket, before the --uds-path of every VM; repeat for more [default: the user of this
-    /// process; root is no exception]
+    /// A user id that may attach host services: they claim ports of CID 2 on the attach socket,
+    /// which take precedence over the --uds-path of every VM; repeat for more [default: the user of
+    /// this process; root is no exception]
     #[arg(long, value_parser = number::parse::<u32>, value_name = "UID")]
     service_uid: Vec<u32>,
 
@@ -52,7 +51,7 @@ pub(crate) struct AttachFlags {
     service_max: Option<u64>,
 }
 
-/// The keys of `attach` with the values that were given.
+/// The keys of `attach` with their values.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct RawAttach {
@@ -72,7 +71,7 @@ pub(crate) struct RawAttach {
 }
 
 impl AttachFlags {
-    /// What the flags say, if any of them was given at all.
+    /// The flags as keys, if any flag was given.
     pub(crate) fn into_raw(self) -> Option<RawAttach> {
         let raw = RawAttach {
             socket: self.attach_socket,

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Deserializer};
 
-/// In a file a list may be one text joined by `+`, a single number, or a YAML list.
+/// A list in the file: one text joined by `+`, a single number, or a YAML list.
 pub(super) fn joined_by_plus<'de, D: Deserializer<'de>>(
     input: D,
 ) -> Result<Option<String>, D::Error> {

@@ -7,7 +7,7 @@ use rustix::fs::Mode;
 
 use crate::sockets;
 
-/// What is wrong with the options.
+/// Errors of the options.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SettingsError {
     #[error(
@@ -35,7 +35,7 @@ pub(crate) enum SettingsError {
     Both { option: String, other: String },
 }
 
-/// Where a VM was written: lets a complaint show an option as its writer knows it.
+/// Where a VM was written: errors show the option in the same form.
 #[derive(Clone, Copy)]
 pub(super) enum Source<'a> {
     Flags,
@@ -55,7 +55,7 @@ impl Source<'_> {
         }
     }
 
-    /// An option about the attach socket.
+    /// A key of the attach socket, as it was written.
     pub(super) fn attach_option(self, key: &str) -> String {
         match self {
             Source::File { path, .. } => {
@@ -65,7 +65,7 @@ impl Source<'_> {
         }
     }
 
-    /// As [`wrong_attach`](Source::wrong_attach), about services.
+    /// As [`wrong_attach`](Source::wrong_attach), for the keys of services.
     pub(super) fn wrong_service(
         self,
         key: &str,
@@ -115,7 +115,7 @@ pub(super) fn check_path(source: Source<'_>, key: &str, path: &Path) -> Result<(
         .map_err(|reason| source.wrong(key, path.display(), reason.to_string()))
 }
 
-/// Names joined by `+`; otherwise what to do about it.
+/// Parses names joined by `+`; the error is the fix.
 pub(super) fn parse_groups(text: &str) -> Result<Vec<String>, &'static str> {
     let mut groups: Vec<String> = Vec::new();
     for name in text.trim().split('+') {

@@ -1,4 +1,4 @@
-//! One VM as it was written, by flags, by `--vm` or in a file: the same keys, unjudged.
+//! One VM before validation: the same keys as flags, in `--vm` and in a file.
 
 use std::path::PathBuf;
 
@@ -36,21 +36,20 @@ pub(crate) struct VmFlags {
     )]
     pub(crate) uds_path_seqpacket: Option<PathBuf>,
 
-    /// Instead of --uds-path: send the guest's connections on to this CID of the host's own
+    /// Instead of --uds-path: forward the guest's connections to this CID of the host's own
     /// AF_VSOCK, same port
     #[arg(long, value_parser = number::parse::<u32>, value_name = "CID", conflicts_with_all = ["vm", "config"])]
     pub(crate) forward_cid: Option<u32>,
 
-    /// With --forward-cid: AF_VSOCK ports of the host whose connections go to the guest, same
-    /// port, joined by `+`
+    /// With --forward-cid: AF_VSOCK ports of the host that are forwarded to the guest, same port,
+    /// joined by `+`
     #[arg(long, value_name = "PORT+PORT", conflicts_with_all = ["vm", "config"])]
     pub(crate) forward_listen: Option<String>,
 
-    /// Bytes that may be on their way from the guest per connection before its reader takes them
-    /// [default: 262144]
+    /// Unread bytes in flight from the guest per connection, at most [default: 262144]
     ///
-    /// This is the buf_alloc that the guest is told, 128 to 1073741824. vhost-device-vsock's
-    /// default is 65536; the larger one here is what Linux itself uses for vsock.
+    /// The buf_alloc announced to the guest, 128 to 1073741824. The default of vhost-device-vsock
+    /// is 65536; the larger one here is Linux's own for vsock.
     #[arg(long, value_parser = number::parse::<u32>, value_name = "BYTES", conflicts_with_all = ["vm", "config"])]
     pub(crate) tx_buffer_size: Option<u32>,
 
@@ -65,7 +64,7 @@ pub(crate) struct VmFlags {
     pub(crate) groups: Option<String>,
 }
 
-/// The keys of a VM with the values that were given.
+/// The keys of a VM with their values.
 ///
 /// Lists (`forward_listen`, `groups`) are still the text joined by `+`.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq)]
@@ -93,7 +92,7 @@ pub(crate) struct RawVm {
 }
 
 impl VmFlags {
-    /// The VM that the flags name, if any of them was given at all.
+    /// The VM described by the flags, if any flag was given.
     pub(crate) fn into_vm(self) -> Option<RawVm> {
         let vm = RawVm {
             guest_cid: self.guest_cid,
@@ -105,14 +104,14 @@ impl VmFlags {
             tx_buffer_size: self.tx_buffer_size,
             queue_size: self.queue_size,
             groups: self.groups,
-            // The flag of this name is the daemon's.
+            // The flag of this name applies to all VMs.
             require_sealed_memory: None,
         };
         (vm != RawVm::default()).then_some(vm)
     }
 }
 
-/// Why the text behind one `--vm` says no VM. clap puts the option and the whole value in front.
+/// Why the text of a `--vm` describes no VM. clap prints the option and the whole value in front.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub(crate) enum VmTextError {
     #[error("`{0}` has no value: write {0}=VALUE")]

@@ -26,13 +26,13 @@ use std::time::{Duration, Instant};
 
 use lab::{Lab, Skipped};
 
-/// Longer than any scenario takes on a slow machine; what exceeds it hangs.
+/// Longer than any scenario takes on a slow machine; a longer one hangs.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 /// A scenario in a running lab.
 type Scenario = fn(&Lab);
 
-/// What runs in a lab: a scenario, or a behaviour between two of its sides.
+/// A test that runs in a lab: a scenario, or a behaviour between two of its sides.
 type InLab = Arc<dyn Fn(&Lab) -> Result<(), Skipped> + Send + Sync>;
 
 /// A scenario that boots its own guest.
@@ -62,7 +62,7 @@ fn main() -> ExitCode {
     let start = Instant::now();
     let mut results = Results::default();
     for (label, package) in KERNELS {
-        // Scenarios may end guests, and come last.
+        // Scenarios that end guests come last.
         let scenarios: Vec<(String, InLab)> = behaviours::all()
             .chain(scenarios::ALL.iter().map(|(name, run)| in_lab(name, *run)))
             .map(|(name, run)| (format!("linux_{label}::{name}"), run))
@@ -110,7 +110,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What a package's name stands for differs between releases of Debian.
+/// Skips if the package has another release, as on other versions of Debian.
 fn of_release(label: &str, lab: Lab) -> Result<Lab, Skipped> {
     if lab.release.starts_with(&format!("{label}.")) {
         return Ok(lab);
@@ -144,7 +144,7 @@ fn kernel(label: &str, package: &str, scenarios: &[(String, InLab)], results: &m
         let (there, run) = (ready.clone(), run.clone());
         if !attempt_or_skip(name, results, move || run(&there)) {
             ready.report();
-            // What the scenario left behind must not spoil the next one.
+            // A failed scenario's leftovers must not affect the next one.
             ready.stop();
             lab = None;
         }
@@ -155,7 +155,7 @@ fn alone(name: &str, run: Alone, results: &mut Results) {
     attempt_or_skip(name, results, run);
 }
 
-/// As [`attempt`], for one that may say that it cannot run here.
+/// As [`attempt`], for a test that may skip.
 fn attempt_or_skip(
     name: &str,
     results: &mut Results,
@@ -175,7 +175,7 @@ fn attempt_or_skip(
     passed
 }
 
-/// Runs one scenario on a thread of its own, so that one that hangs ends too.
+/// Runs one scenario on a thread of its own, so that a hanging one ends too.
 fn attempt(name: &str, results: &mut Results, run: impl FnOnce() + Send + 'static) -> bool {
     let start = Instant::now();
     let (sender, done) = channel();

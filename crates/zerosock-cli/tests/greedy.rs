@@ -1,6 +1,9 @@
-//! Guests that take what they can get from `zerosock serve`: one that opens connections without end,
-//! and one that never reads. What must hold: the memory of the process, as the kernel counts it, stays
-//! within bounds, and another guest's connections go on in every round.
+//! Guests that exhaust what `zerosock serve` offers: one opens connections without end, one never
+//! reads.
+//!
+//! # Invariants
+//! - The resident memory of the process stays bounded.
+//! - Another guest's connections make progress in every round.
 
 mod process;
 
@@ -14,7 +17,7 @@ use zerosock::driver::{Driver, DriverConfig, StreamId, StreamState};
 use zerosock::{Address, Cid, Port};
 
 const MIB: usize = 1 << 20;
-/// Where the greedy guest and its sibling are.
+/// Directory of the greedy guest's and its sibling's sockets.
 const GREEDY: Cid = Cid::new(3);
 const SIBLING: Cid = Cid::new(4);
 const PORT: Port = Port::new(7);
@@ -23,7 +26,8 @@ fn deadline() -> Instant {
     Instant::now() + DEADLINE
 }
 
-/// `serve` with three VMs: the greedy one, its sibling, and the neighbour, who echoes with a program.
+/// `serve` with three VMs: the greedy one, its sibling, and a neighbour connected to an echo
+/// program.
 struct Daemon {
     serve: Running,
     dir: tempfile::TempDir,
@@ -78,7 +82,7 @@ impl Daemon {
         attach(self.dir.path(), cid)
     }
 
-    /// The neighbour notices nothing: a message each way.
+    /// The neighbour makes progress: a message in each direction.
     fn neighbour_goes_on(&mut self, round: u8) {
         let message = [round; 300];
         let mut got = [0; 300];
@@ -93,7 +97,7 @@ impl Daemon {
         assert_eq!(got, message);
     }
 
-    /// Bytes of `serve` itself that are in memory: guests' memory is mapped, and not its own.
+    /// Resident memory of `serve` itself, bytes, without the guests' mapped memory.
     fn resident(&self) -> usize {
         let path = format!("/proc/{}/status", self.serve.child.id());
         let status = std::fs::read_to_string(path).unwrap();
@@ -114,9 +118,9 @@ fn attach(dir: &Path, cid: Cid) -> Driver {
     driver.unwrap()
 }
 
-/// It asks for ever more connections, to nobody, to a program that does not accept, and to a sibling
-/// that does not answer; it gives none up of those that may yet come about, and takes answers now and
-/// then, or never.
+/// The greedy guest requests connections without end: to a port without a listener, to a program
+/// that does not accept, and to a sibling that does not answer. It keeps all pending ones, and
+/// reads answers rarely or never.
 #[test]
 fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
     let mut daemon = Daemon::start(&["--max-connections", "500"]);
@@ -159,7 +163,7 @@ fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
         sibling.turn().unwrap();
         daemon.neighbour_goes_on(round as u8);
         if round < 200 {
-            // It takes what it was answered, so that more can be asked.
+            // It reads the answers, so that it can send more requests.
             guest.withhold_buffers(false).unwrap();
             for _ in 0..4 {
                 guest.turn().unwrap();
@@ -173,7 +177,7 @@ fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
     println!("{grown} bytes for {asked} requests, {came} packets");
     assert!(came > 5000, "{came}: nothing to be bounded");
     assert!(grown < MIB / 2, "{grown} bytes for {asked} requests");
-    // And when it behaves again it is served.
+    // The guest is served again once it behaves.
     for stream in kept {
         guest.abort(stream);
     }
@@ -190,12 +194,12 @@ fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
     listener.accept().unwrap();
 }
 
-/// Its sibling sends to it on very many connections, and programs of the host on others: it has
-/// promised room for all of it, and takes nothing.
+/// The sibling sends to it on very many connections, and host programs on others: it has granted
+/// credit for everything, and reads nothing.
 #[test]
 fn a_guest_that_never_reads_costs_bounded_memory() {
     const CONNECTIONS: usize = 500;
-    /// What a device keeps in copies at most.
+    /// Limit of a device's copies, bytes.
     const KEPT: usize = 64 * MIB;
     let mut daemon = Daemon::start(&[]);
     let mut guest = daemon.attach(GREEDY);
@@ -229,7 +233,7 @@ fn a_guest_that_never_reads_costs_bounded_memory() {
     let (mut sent, mut most, mut quiet) = (0, 0, 0);
     let give_up = Instant::now() + 3 * DEADLINE;
     let mut round = 0u8;
-    // Until nothing is taken any more, for as long as what is held in place is held.
+    // Until nothing more is accepted, for as long as packets are held in place.
     while quiet < 200 {
         let mut moved = 0;
         for &stream in &streams {

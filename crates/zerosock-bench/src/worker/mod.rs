@@ -90,12 +90,12 @@ pub(crate) fn work(link: &mut impl Link, order: &Order) -> Result<(), Fault> {
 /// As [`work`], for a contestant that runs both sides itself.
 pub(crate) fn work_with(run: impl FnOnce() -> Result<Outcome, Fault>) -> Result<(), Fault> {
     say("ready")?;
-    if !heard()? {
+    if !read_line()? {
         return Ok(());
     }
     let outcome = run()?;
     say(&format!("result {outcome}"))?;
-    heard().map(drop)
+    read_line().map(drop)
 }
 
 /// Works at once and prints the outcome: for a side that needs no start line.
@@ -123,7 +123,7 @@ fn say(line: &str) -> Result<(), Fault> {
 }
 
 /// Whether a line was read; false at the end of the input.
-fn heard() -> Result<bool, Fault> {
+fn read_line() -> Result<bool, Fault> {
     let mut line = String::new();
     std::io::stdin()
         .lock()

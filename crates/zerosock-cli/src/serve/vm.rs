@@ -48,8 +48,8 @@ pub(crate) struct VmFlags {
 
     /// Unread bytes in flight from the guest per connection, at most [default: 262144]
     ///
-    /// The buf_alloc announced to the guest, 128 to 1073741824. The default of vhost-device-vsock
-    /// is 65536; the larger one here is Linux's own for vsock.
+    /// The buf_alloc announced to the guest, 128 to 1073741824. vhost-device-vsock's default is
+    /// 65536; the larger one here is Linux's own for vsock.
     #[arg(long, value_parser = number::parse::<u32>, value_name = "BYTES", conflicts_with_all = ["vm", "config"])]
     pub(crate) tx_buffer_size: Option<u32>,
 

@@ -12,8 +12,8 @@ use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
 use zerosock::vsock::{Endpoint, Host};
 use zerosock::{Address, Cid, Port};
 
-/// What `wait` gives, if somebody told it: at the end of all patience it looks once more, and finds
-/// what it slept over.
+/// The result of `wait` if it was woken by a notification: its final check at the deadline would
+/// also find what it missed.
 async fn told<T>(wait: impl Future<Output = T>) -> T {
     let began = Instant::now();
     let found = timeout(PATIENCE, wait).await.expect("never told");
@@ -133,13 +133,13 @@ async fn a_connect_that_nobody_answers_ends_in_time() {
         .connect_timeout(Duration::from_millis(100))
         .attach_device(&daemon.vms[0].socket)
         .unwrap();
-    // It is there, but nobody drives it.
+    // The endpoint exists, but is not driven.
     let silent = Endpoint::builder()
         .attach_device(&daemon.vms[1].socket)
         .unwrap();
     let _silent = silent.listen(PORT, 4).unwrap();
-    // The endpoint's task sleeps, and knows of no timer. The device has had a first packet, whose
-    // return it tells of; and the runtime looks at descriptors only now and then.
+    // The endpoint's task sleeps without a timer. The device has received a first packet, whose
+    // completion it signals; and the runtime polls descriptors rarely.
     let _listener = AsyncListener::new(client.listen(PORT, 4).unwrap()).unwrap();
     let nobody = AsyncStream::connect(&client, Address::new(Cid::HOST, PORT)).await;
     assert!(nobody.is_err());
@@ -152,7 +152,7 @@ async fn a_connect_that_nobody_answers_ends_in_time() {
     assert_eq!(error.kind(), std::io::ErrorKind::TimedOut);
 }
 
-/// A host with an attach socket, and a thread in which processes attach: the host has to be driven
+/// A host with an attach socket, and a thread in which processes attach: the host must be driven
 /// meanwhile.
 fn host(dir: &tempfile::TempDir) -> (Host, std::path::PathBuf) {
     let path = dir.path().join("attach.sock");
@@ -202,14 +202,14 @@ async fn a_host_serves_tasks() {
         told(task).await.unwrap();
     }
     drop(told(serving).await.unwrap());
-    // The other way round, by name.
+    // In the other direction, by name.
     let mine = AsyncListener::new(process.listen(PORT, 4).unwrap()).unwrap();
     let connecting = AsyncStream::connect_name(&host, "worker", PORT);
     let (stream, accepted) = tokio::join!(connecting, mine.accept());
     let (mut stream, (accepted, _)) = (stream.unwrap(), accepted.unwrap());
     let error = AsyncStream::connect_name(&process, "nobody", PORT).await;
     assert_eq!(error.unwrap_err().kind(), std::io::ErrorKind::NotFound);
-    // Halves come together again, and nothing was said to the peer.
+    // The halves are reunited without a packet to the peer.
     let (reader, writer) = accepted.into_split();
     let (other, _writer) = stream.into_split();
     let error = other.reunite(writer).unwrap_err();
@@ -273,7 +273,7 @@ fn a_runtime_that_ends_tells_the_tasks_of_another() {
             let mut word = [0; 4];
             far.read_exact(&mut word).await.map(|_| word)
         });
-        // It begins, and waits; who works for it is a task of the first.
+        // It connects, and waits; a task of the first runtime drives the endpoint.
         tokio::task::yield_now().await;
         std::thread::spawn(move || drop(first)).join().unwrap();
         tokio::task::yield_now().await;
@@ -291,7 +291,7 @@ fn a_runtime_needs_no_timer() {
         .connect_timeout(Duration::from_millis(100))
         .attach_device(&daemon.vms[0].socket)
         .unwrap();
-    // It is there, but nobody drives it.
+    // The endpoint exists, but is not driven.
     let silent = Endpoint::builder()
         .attach_device(&daemon.vms[1].socket)
         .unwrap();

@@ -1,4 +1,4 @@
-//! Endpoints, as their users have them, attached to a daemon.
+//! Endpoints attached to a daemon, as applications use them.
 
 use std::io::{ErrorKind, Read, Write};
 use std::thread;
@@ -85,7 +85,7 @@ fn an_endpoint_whose_daemon_ends_says_so() {
             }
         }
     });
-    // At the latest the first one finds out.
+    // At the latest the first connect finds out.
     let there = Address::new(db.cid(), PORT);
     web.connect(there).unwrap_err();
     let error = web.connect(there).unwrap_err();

@@ -1,4 +1,4 @@
-//! What the client makes of a server that is none.
+//! The attach client against a faulty server.
 
 use std::io::IoSlice;
 use std::os::fd::AsFd;
@@ -13,7 +13,8 @@ use zerosock::attach::{Fault, Status, Version};
 use zerosock::vsock::OpenError;
 use zerosock_sys::fd_passing;
 
-/// Asks a server that answers with these bytes and descriptors, or hangs up if there are no bytes.
+/// Attaches at a server that answers with these bytes and descriptors, or closes if there are no
+/// bytes.
 fn ask(bytes: &[u8], fds: &[OwnedFd]) -> Result<Attached, AttachError> {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("attach.sock");
@@ -60,7 +61,7 @@ fn protocol_error(result: Result<Attached, AttachError>) {
 fn a_good_answer_is_taken() {
     let attached = ask(&answer(|_| {}), &[stream()]).unwrap();
     assert_eq!(attached.cid, Cid::new(9));
-    // Of a later minor version, with something behind that we do not know.
+    // A later minor version, with unknown bytes at the end.
     let mut longer = answer(|answer| answer.version.minor = 5);
     longer.extend([1; 8]);
     ask(&longer, &[stream()]).unwrap();
@@ -129,7 +130,7 @@ fn a_late_answer_is_not_taken_for_the_next_one() {
     std::thread::scope(|scope| {
         scope.spawn(move || {
             let client = accept(&listener).unwrap();
-            // Each request is answered by its number; the second one when it is too late.
+            // Each request is answered by its id; the second one too late.
             for cid in 9.. {
                 let mut request = [0; 4096];
                 match rustix::net::recv(&client, &mut request, RecvFlags::empty()) {
@@ -161,7 +162,7 @@ fn a_late_answer_is_not_taken_for_the_next_one() {
                     assert_eq!(answer, Cid::new(cid));
                     answered += 1;
                 }
-                // It may be late as well, on a machine that has a lot to do.
+                // A busy machine may be late as well.
                 Err(error) => assert!(matches!(error, AttachError::TimedOut), "{error}"),
             }
             if answered == 3 {

@@ -1,4 +1,4 @@
-//! Who asks for what it cannot have, or says what it should not, or nothing: loses its own.
+//! A client with invalid or forbidden requests, or with none, loses only its own connection.
 
 use std::io::IoSlice;
 use std::os::fd::{AsFd, OwnedFd};
@@ -18,7 +18,7 @@ use zerosock::attach::{Fault, ServiceRequest, Status, Version};
 use zerosock::driver::{self, FrontendError};
 use zerosock_sys::fd_passing;
 
-/// A client that says what it likes.
+/// A client that sends arbitrary bytes.
 struct Raw(OwnedFd);
 
 impl Raw {
@@ -33,7 +33,7 @@ impl Raw {
         send(&self.0, bytes, SendFlags::NOSIGNAL).unwrap();
     }
 
-    /// What comes next; `None`: the end.
+    /// The next answer; `None`: the end.
     #[track_caller]
     fn hear(&self) -> Option<Answer> {
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
@@ -50,7 +50,7 @@ impl Raw {
         }
     }
 
-    /// Refused with this, and seen off.
+    /// Expects this refusal and the end of the connection.
     #[track_caller]
     fn refused(&self, status: Status) -> Answer {
         let answer = self.hear().unwrap();
@@ -79,7 +79,7 @@ fn what_others_have_is_taken() {
         ..named("db")
     };
     let mut owner = lab.process_with(&owner);
-    // A VM's CID, whether it runs or not; a process's.
+    // A VM's CID, running or not; a process's.
     for cid in [3, 700] {
         let error = refused(&lab, &numbered(cid));
         assert!(
@@ -95,7 +95,7 @@ fn what_others_have_is_taken() {
     assert_eq!(name.as_str(), "db");
     assert_eq!(error.fault(), Fault::Caller);
     assert_eq!(error.to_string(), "the name db is taken");
-    // The owner has noticed nothing, and a good request is granted as before.
+    // The owner is unaffected, and a valid request is granted as before.
     owner.driver.listen(PORT, 8).unwrap();
     let mut other = lab.process("other");
     connected(&mut other.driver, &mut owner.driver);
@@ -154,11 +154,11 @@ fn half_a_message_and_rubbish_are_refused() {
     let mut cases: Vec<Vec<u8>> = (1..good.len()).map(|len| good[..len].to_vec()).collect();
     cases.push(bytes(1, 88));
     cases.push(vec![0; MAX_REQUEST]);
-    // Longer than any request: cut off by the reader.
+    // Longer than any request: the reader closes.
     let mut long = good.clone();
     long.resize(4 * MAX_REQUEST, 0);
     cases.push(long);
-    // To resolve a name one has to be attached.
+    // Only an attached client may resolve names.
     let resolve = Request::Resolve("db".parse().unwrap());
     cases.push(encode_request(&resolve).unwrap());
     for case in cases {
@@ -166,7 +166,7 @@ fn half_a_message_and_rubbish_are_refused() {
         raw.say(&case);
         raw.refused(Status::BadRequest);
     }
-    // A descriptor, which has no place in a request.
+    // A descriptor, which no request has.
     let raw = Raw::new(&lab);
     match fd_passing::send(&raw.0, &[IoSlice::new(&good)], &[raw.0.as_fd()]) {
         Ok(_) => {
@@ -175,7 +175,7 @@ fn half_a_message_and_rubbish_are_refused() {
         // The kernel refuses it already (SO_PASSRIGHTS, Linux 6.16).
         Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied),
     }
-    // Two at once: the second is out of turn, whichever way the first went.
+    // Two requests at once: the second is out of turn, whatever the answer to the first.
     let raw = Raw::new(&lab);
     raw.say(&good);
     let _ = send(&raw.0, &good, SendFlags::NOSIGNAL);
@@ -205,7 +205,7 @@ fn a_lease_survives_a_bad_question_but_gives_nothing_more() {
         say(bad);
         assert_eq!(control.hear().unwrap().status, Status::BadRequest);
     }
-    // Many questions, and no answer is read: nobody else waits for it.
+    // Many requests without reading an answer: other clients do not wait.
     let question = encode_request(&Request::Resolve("db".parse().unwrap())).unwrap();
     let mut asked = 0;
     while asked < 100_000 && send(&control.0, &question, SendFlags::DONTWAIT).is_ok() {
@@ -219,7 +219,7 @@ fn a_lease_survives_a_bad_question_but_gives_nothing_more() {
     assert!(!hung_up(&control.0));
 }
 
-/// A lab in which our user's processes may be services.
+/// A lab in which processes of this user may be services.
 fn services() -> Lab {
     let us = rustix::process::geteuid().as_raw();
     Lab::with(1, |_| {}, |attach| attach.service_uids = vec![us])
@@ -233,7 +233,7 @@ fn claim(op: fn(Vec<Port>) -> Request, ports: &[u32]) -> Vec<u8> {
 #[test]
 fn claims_come_from_services_and_at_their_time() {
     let lab = services();
-    // Not the first word, and not with rubbish.
+    // Not as the first request, and not with invalid contents.
     for op in [Request::Claim, Request::Release] {
         let raw = Raw::new(&lab);
         raw.say(&claim(op, &[5]));
@@ -249,7 +249,7 @@ fn claims_come_from_services_and_at_their_time() {
         raw.say(&serve[..len]);
         raw.refused(Status::BadRequest);
     }
-    // Asked again while it is being let in: it is out, and its ports with it.
+    // A second request while the first is pending: the client is closed, and its ports are free.
     let raw = Raw::new(&lab);
     raw.say(&serve);
     let _ = send(&raw.0, &claim(Request::Claim, &[6]), SendFlags::NOSIGNAL);
@@ -265,7 +265,7 @@ fn claims_without_end_are_answered_in_order_and_delay_nobody() {
     let lab = services();
     let serving = Client::serve(&lab.path, &ServiceRequest::default()).unwrap();
     let lease = Raw(serving.control.as_fd().try_clone_to_owned().unwrap());
-    // No answer is read. Each waits until the workers know; what is wrong is wrong in its turn.
+    // No answer is read. Each request waits for the workers; errors are answered in order.
     let words = [
         (claim(Request::Claim, &[5, 6]), Status::Ok),
         (claim(Request::Claim, &[6, 7]), Status::PortTaken),
@@ -286,7 +286,7 @@ fn claims_without_end_are_answered_in_order_and_delay_nobody() {
     for (_, status) in words.iter().cycle().take(said) {
         assert_eq!(lease.hear().unwrap().status, *status);
     }
-    // Gone in the middle of such a conversation: nothing is left.
+    // The client closes in the middle of such an exchange: nothing remains.
     for (word, _) in words.iter().cycle().take(8) {
         let _ = send(&lease.0, word, SendFlags::DONTWAIT);
     }
@@ -333,7 +333,7 @@ fn a_flood_of_clients_is_bounded() {
     flood.last().unwrap().refused(Status::Full);
     let error = lab.ask(&named("late")).unwrap_err();
     assert!(matches!(error, AttachError::Full), "{error}");
-    // Those who are in go on.
+    // Attached clients continue.
     connected(&mut guest, &mut attached.driver);
     drop(flood);
     eventually("let in again", || lab.ask(&named("late")).is_ok());
@@ -353,7 +353,7 @@ fn memory_that_can_shrink_is_refused_to_processes() {
     };
     assert_eq!((request, status), ("SET_MEM_TABLE", 1));
     assert_eq!(lab.stats().control_faults, 1);
-    // A VM's memory is taken as it is.
+    // A VM's memory is accepted unsealed.
     let config = DriverConfig {
         seal: false,
         ..DriverConfig::new(&lab.vms[0].socket)
@@ -362,7 +362,8 @@ fn memory_that_can_shrink_is_refused_to_processes() {
     assert_eq!(lab.stats().control_faults, 1);
 }
 
-/// It may have gone and have left its own end in a request that nothing reads. Takes ten seconds.
+/// The client may have closed and left its own end in a request that is not read. Takes ten
+/// seconds.
 #[test]
 fn a_process_that_takes_no_answer_does_not_keep_its_place() {
     let lab = Lab::new(0);

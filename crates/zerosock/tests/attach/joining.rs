@@ -1,4 +1,4 @@
-//! Who attaches is there: by number, by name, for processes and for VMs.
+//! An attached endpoint is reachable: by CID, by name, from processes and VMs.
 
 use std::io::Read;
 
@@ -42,7 +42,7 @@ fn two_processes_talk_with_one_copy() {
     for workers in [1, 2] {
         let tune = |config: &mut DaemonConfig| {
             config.workers = workers;
-            // A slow machine is not to be taken for a stalled receiver, for whom bytes are copied.
+            // A slow machine must not be taken for a stalled receiver, for which bytes are copied.
             config.hold = common::PATIENCE;
         };
         let lab = Lab::with(0, tune, |_| {});
@@ -77,7 +77,7 @@ fn a_vm_and_a_process_reach_each_other() {
         let lab = Lab::with(1, |config| config.workers = workers, |_| {});
         let mut guest = lab.guest(0);
         guest.listen(PORT, 8).unwrap();
-        // Attached when the VM has been running for a while, and another one after it.
+        // Attached after the VM has run for a while, and another one after it.
         let mut first = lab.process("first");
         let mut process = lab.process("second");
         process.driver.listen(PORT, 8).unwrap();
@@ -120,7 +120,7 @@ fn connects_to_ports_that_were_not_named_are_refused_by_the_switch() {
     for port in [Port::new(78), PORT] {
         server.driver.listen(port, 8).unwrap();
     }
-    // The process does nothing meanwhile: it is not asked.
+    // The process is idle meanwhile: nothing is requested from it.
     let before = server.driver.stats().rx_packets;
     let closed = Address::new(server.cid, Port::new(78));
     let refused = guest.wait_connect(closed, deadline());
@@ -128,7 +128,7 @@ fn connects_to_ports_that_were_not_named_are_refused_by_the_switch() {
     server.driver.turn().unwrap();
     assert_eq!(server.driver.stats().rx_packets, before);
     connected(&mut guest, &mut server.driver);
-    // What it connects to itself is not limited.
+    // Its outgoing connections are not limited.
     guest.listen(PORT, 8).unwrap();
     connected(&mut server.driver, &mut guest);
 }
@@ -170,6 +170,6 @@ fn cids_for_anybody_come_from_the_range_and_pass_over_those_of_vms() {
     assert!(matches!(error, AttachError::Full), "{error}");
     assert_eq!(error.fault(), Fault::System);
     drop(one);
-    // Its number is the only one, so it comes again at once; the request waits for it.
+    // Its CID is the only one, so it is reused at once; the request waits for it.
     common::eventually("a CID free", || lab.ask(&named("three")).is_ok());
 }

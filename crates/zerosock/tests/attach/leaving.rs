@@ -1,4 +1,4 @@
-//! Who leaves is gone: CID, name, route, connections; and nobody else notices.
+//! A detached process is removed: CID, name, route, connections; others are unaffected.
 
 use super::*;
 use crate::common::{assert_bytes, bytes, eventually, eventually_with};
@@ -16,7 +16,7 @@ fn everything_is_free_again_when_a_process_is_gone() {
                 cid: Some(Cid::new(600)),
                 ..named("db")
             };
-            // At once after the one before: what it leaves behind is waited for.
+            // Right after the previous one: the daemon waits for its removal.
             let mut process = lab.process_with(&request);
             process.driver.listen(PORT, 8).unwrap();
             let (stream, _) = connected(&mut guest, &mut process.driver);
@@ -110,7 +110,7 @@ fn a_process_that_dies_in_the_middle_disturbs_nobody() {
             let (a, _) = connected(&mut dying.driver, &mut guest);
             let (b, _) = connected(&mut dying.driver, &mut two.driver);
             let (c, _) = connected(&mut guest, &mut dying.driver);
-            // Both ways under way, and read by nobody.
+            // Bytes in flight in both directions, not read.
             for _ in 0..20 {
                 for stream in [a, b] {
                     let _ = dying.driver.send(stream, &[1; 30_000]);
@@ -120,7 +120,7 @@ fn a_process_that_dies_in_the_middle_disturbs_nobody() {
                 guest.turn().unwrap();
             }
             drop(dying);
-            // The two others go on with what they were about.
+            // The two others continue.
             let until = sent.len() * (round + 1) / 4;
             all([&mut guest, &mut two.driver], "bytes", |[guest, two]| {
                 push(guest, from, &sent, &mut done);

@@ -1,4 +1,4 @@
-//! Processes that attach to a running daemon, and leave it again.
+//! Processes that attach to a running daemon, and detach.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -110,7 +110,7 @@ impl Drop for Lab {
     }
 }
 
-/// An attached process that works as long as it is asked to.
+/// An attached process that is driven only on request.
 struct Process {
     cid: Cid,
     driver: Driver,
@@ -135,7 +135,7 @@ fn at(cid: Cid) -> Address {
     Address::new(cid, PORT)
 }
 
-/// Lets all work until `done`.
+/// Drives all until `done`.
 #[track_caller]
 fn all<const N: usize>(
     mut drivers: [&mut Driver; N],
@@ -154,7 +154,7 @@ fn all<const N: usize>(
     }
 }
 
-/// A connection from one to the other, which listens.
+/// A connection from one to a listener of the other.
 #[track_caller]
 fn connected(one: &mut Driver, two: &mut Driver) -> (StreamId, StreamId) {
     let stream = one.connect(at(two.cid())).unwrap();

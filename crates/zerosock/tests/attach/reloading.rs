@@ -1,4 +1,4 @@
-//! What changes while a daemon runs, and what does not notice.
+//! Changes to a running daemon, and what they leave unaffected.
 
 use super::*;
 use crate::common::{assert_bytes, bytes, connect_guest, eventually, eventually_with, host};
@@ -59,7 +59,7 @@ fn vm(lab: &Lab, cid: u32, groups: &str) -> (Vm, VmConfig) {
     (vm, config)
 }
 
-/// Whether the one is let through to a port of the other, which listens everywhere.
+/// Whether one may connect to a port of the other, which listens on all ports.
 fn reaches(from: &mut Driver, to: &mut Driver, port: u32) -> bool {
     let stream = from
         .connect(Address::new(to.cid(), Port::new(port)))
@@ -96,12 +96,12 @@ fn the_access_list_decides_for_everybody_each_way() {
         use Verdict::{Allow, Deny};
         let name = |name: &str| Party::Name(name.parse().unwrap());
         let rules = [
-            // By name, the first that fits.
+            // By name; the first matching rule decides.
             rule(Allow, name("web"), name("db"), 1..=1),
             rule(Deny, Party::Any, name("db"), 1..=1),
-            // By number, one way.
+            // By CID, in one direction.
             rule(Deny, cid(3), cid(db.cid.get()), 2..=2),
-            // To and from the host: its services and its sockets are one.
+            // To and from the host: its services and its sockets count as one.
             rule(Deny, cid(3), Party::Host, 1..=1),
             rule(Deny, cid(3), Party::Host, 3..=3),
             rule(Deny, Party::Host, cid(3), 2..=2),
@@ -142,7 +142,7 @@ fn a_stream_that_would_be_forbidden_now_goes_on() {
     for workers in [1, 3] {
         let tune = |config: &mut DaemonConfig| {
             config.workers = workers;
-            // A slow machine is not to be taken for a stalled receiver, for whom bytes are copied.
+            // A slow machine must not be taken for a stalled receiver, for which bytes are copied.
             config.hold = common::PATIENCE;
         };
         let lab = Lab::with(2, tune, |_| {});
@@ -158,7 +158,7 @@ fn a_stream_that_would_be_forbidden_now_goes_on() {
                 pull(two, to, &mut got, &mut ended);
                 got.len() >= LEN * round / 10
             });
-            // Forbidden, and by groups, and allowed again, with bytes under way.
+            // Denied, then denied by groups, then allowed again, with bytes in flight.
             let groups = match round % 2 {
                 0 => "default",
                 _ => "elsewhere",
@@ -198,7 +198,7 @@ fn vms_come_and_go_and_their_cids_with_them() {
         let (kept, there) = connected(&mut stays, &mut process.driver);
         for round in 0..10 {
             let mut vm = None;
-            // As soon as the one of the last round has gone.
+            // As soon as the one of the last round has been removed.
             eventually("the CID free", || {
                 let (new, config) = self::vm(&lab, 9, "default");
                 vm = Some(new);
@@ -212,7 +212,7 @@ fn vms_come_and_go_and_their_cids_with_them() {
             let vm = vm.unwrap();
             let mut guest = Driver::attach(DriverConfig::new(&vm.socket)).unwrap();
             guest.listen(PORT, 8).unwrap();
-            // It reaches, and is reached by, those that were there, and the host.
+            // It can connect to, and be reached by, earlier endpoints and the host.
             let (stream, _) = connected(&mut guest, &mut stays);
             connected(&mut process.driver, &mut guest);
             let program = UnixListener::bind(format!("{}_{round}", vm.uds_path.display())).unwrap();
@@ -243,7 +243,7 @@ fn vms_come_and_go_and_their_cids_with_them() {
                     ..Reload::default()
                 })
                 .unwrap();
-            // With front-end and without, its connections are over.
+            // With and without a front-end, its connections are closed.
             eventually_with(&mut guest, "the end", |guest| {
                 guest.state(stream) == Some(StreamState::Reset)
             });
@@ -251,7 +251,7 @@ fn vms_come_and_go_and_their_cids_with_them() {
             drop(guest);
             let refused = stays.wait_connect(at(Cid::new(9)), deadline());
             assert!(matches!(refused, Err(WaitError::Refused)), "{refused:?}");
-            // The CID is free soon: a process has it, and gives it back.
+            // The CID is free soon: a process gets it, and returns it.
             eventually("the CID", || lab.ask(&numbered(9)).is_ok());
             eventually("only one attached", || lab.stats().attached == 1);
             let path = &vm.socket;
@@ -310,7 +310,7 @@ fn an_order_that_cannot_be_carried_out_changes_nothing() {
         assert!(expected(&error), "{error}");
         assert!(reaches(&mut one, &mut two, PORT.get()));
     }
-    // The terms of attaching: more of them, other users; who is in stays.
+    // The terms of attaching: more processes, other users; attached ones stay.
     let mut terms =
         AttachConfig::new(attach::listen(&lab.path.with_extension("x")).unwrap()).terms();
     terms.max_processes = 2;
@@ -357,7 +357,7 @@ fn who_may_be_no_service_any_more_keeps_its_ports_and_gets_no_others() {
     assert_eq!(lab.stats().claimed_ports, 1);
     let to = Address::new(Cid::HOST, Port::new(10));
     for _ in 0..3 {
-        // It has its port and its place, and gives up what it likes.
+        // It keeps its port and its place, and may release ports.
         assert!(reaches(&mut guest, &mut one.driver, 10));
     }
     one.control.release(&[Port::new(10)]).unwrap();

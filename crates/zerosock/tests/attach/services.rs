@@ -1,4 +1,4 @@
-//! Services: processes that are the host, each with ports of its own.
+//! Host services: processes with CID 2, each with ports of its own.
 
 use std::io::Read;
 use std::os::unix::net::UnixListener;
@@ -8,7 +8,7 @@ use crate::common::{assert_bytes, bytes, connect_guest, eventually, eventually_w
 use zerosock::attach::{Fault, LAST_CLAIMABLE, MAX_CLAIMS, ServiceRequest, Serving};
 use zerosock::driver::WaitError;
 
-/// A service that works as long as it is asked to.
+/// A service that is driven only on request.
 pub(crate) struct Service {
     pub(crate) driver: Driver,
     pub(crate) control: Client,
@@ -18,13 +18,13 @@ fn me() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// A daemon that lets our user's processes be services.
+/// A daemon that allows services of this user.
 fn lab_with(vms: u32, workers: usize, tune: impl FnOnce(&mut AttachConfig)) -> Lab {
     Lab::with(
         vms,
         |config| {
             config.workers = workers;
-            // A slow machine is not to be taken for a stalled receiver, for whom bytes are copied.
+            // A slow machine must not be taken for a stalled receiver, for which bytes are copied.
             config.hold = common::PATIENCE;
         },
         |attach| {
@@ -50,7 +50,7 @@ fn ask(lab: &Lab, claims: &[u32]) -> Result<Serving, AttachError> {
     Client::serve_within(&lab.path, &request, common::PATIENCE)
 }
 
-/// A service with these ports, on which it listens.
+/// A service with these ports, with listeners on them.
 pub(crate) fn service(lab: &Lab, claims: &[u32]) -> Service {
     let Serving {
         socket,
@@ -69,7 +69,7 @@ pub(crate) fn service(lab: &Lab, claims: &[u32]) -> Service {
     Service { driver, control }
 }
 
-/// Connects from one to a port of the other, which listens there.
+/// Connects from one to a listening port of the other.
 #[track_caller]
 fn connect(one: &mut Driver, two: &mut Driver, to: Address) -> (StreamId, StreamId) {
     let stream = one.connect(to).unwrap();
@@ -87,7 +87,7 @@ fn refused(driver: &mut Driver, to: Address) {
     assert!(matches!(refused, Err(WaitError::Refused)), "{refused:?}");
 }
 
-/// Sends there and back, both to the end.
+/// Echoes in both directions to the end.
 #[track_caller]
 fn there_and_back(one: (&mut Driver, StreamId), two: (&mut Driver, StreamId), seed: u64) {
     let sent = bytes(seed, 1 << 20);
@@ -106,7 +106,7 @@ fn a_guest_has_two_services_and_the_hybrid_socket_at_once() {
         let mut two = service(&lab, &[20]);
         let path = format!("{}_30", lab.vms[0].uds_path.display());
         let program = UnixListener::bind(path).unwrap();
-        // All three are there before anything is sent.
+        // All three connections exist before anything is sent.
         let (a, at_one) = connect(&mut guest, &mut one.driver, host(11));
         let (b, at_two) = connect(&mut guest, &mut two.driver, host(20));
         let c = guest.wait_connect(host(30), deadline()).unwrap();
@@ -143,7 +143,7 @@ fn a_taken_port_is_said_to_be_taken() {
     let mut one = service(&lab, &[10]);
     let before = lab.stats();
     assert_eq!((before.services, before.claimed_ports), (1, 1));
-    // In the first word, also among others that are free; and in a later one.
+    // In the first request, also among free ports; and in a later one.
     let error = ask(&lab, &[9, 10, 11]).unwrap_err();
     assert!(
         matches!(error, AttachError::PortTaken(port) if port.get() == 10),
@@ -156,15 +156,15 @@ fn a_taken_port_is_said_to_be_taken() {
         matches!(error, AttachError::PortTaken(port) if port.get() == 10),
         "{error}"
     );
-    // One's own is taken too.
+    // A port that the service itself has claimed is in use too.
     let error = one.control.claim(&ports(&[10])).unwrap_err();
     assert!(matches!(error, AttachError::PortTaken(_)), "{error}");
-    // All or none: the others are nobody's.
+    // All or none: the others stay unclaimed.
     refused(&mut guest, host(12));
     two.control.claim(&ports(&[9, 11, 12])).unwrap();
     assert_eq!(lab.stats().claimed_ports, 4);
     assert_eq!(lab.stats().attach_refused, before.attach_refused + 3);
-    // The owner has noticed nothing.
+    // The owner is unaffected.
     connect(&mut guest, &mut one.driver, host(10));
 }
 
@@ -190,7 +190,7 @@ fn reserved_ports_and_too_many_are_refused() {
     one.control.claim(&ports(&more[1..])).unwrap();
     let error = one.control.claim(&ports(&more[..1])).unwrap_err();
     assert!(matches!(error, AttachError::Full), "{error}");
-    // As many services as there may be; processes are counted apart.
+    // As many services as allowed; processes are counted separately.
     let two = service(&lab, &[]);
     let error = ask(&lab, &[7]).unwrap_err();
     assert!(matches!(error, AttachError::Full), "{error}");
@@ -201,7 +201,7 @@ fn reserved_ports_and_too_many_are_refused() {
 
 #[test]
 fn strangers_and_processes_claim_nothing() {
-    // Nobody may, unless it was configured.
+    // Not allowed unless configured.
     let lab = Lab::new(1);
     let error = ask(&lab, &[10]).unwrap_err();
     assert!(matches!(error, AttachError::NotPermitted), "{error}");
@@ -213,19 +213,19 @@ fn strangers_and_processes_claim_nothing() {
     assert_eq!(lab.stats().attached, 1, "its place is untouched");
     let mut guest = lab.guest(0);
     refused(&mut guest, host(10));
-    // Who may be a service may not be a process for that.
+    // A user that may attach services may not therefore attach processes.
     let lab = lab_with(0, 1, |attach| attach.allowed_uids = vec![4_000_000_001]);
     let error = lab.ask(&named("db")).unwrap_err();
     assert!(matches!(error, AttachError::NotPermitted), "{error}");
     service(&lab, &[10]);
 }
 
-/// Asks as another user: the kernel tells whose process it is, nobody can say so himself.
+/// Attaches as another user: the kernel reports the peer's credentials.
 fn ask_as(uid: u32, lab: &Lab, claims: &[u32]) -> Result<Serving, AttachError> {
     std::thread::scope(|scope| {
         let asking = scope.spawn(|| {
             let uid = rustix::process::Uid::from_raw(uid);
-            // Of this thread alone.
+            // For this thread only.
             rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
             ask(lab, claims)
         });
@@ -240,7 +240,7 @@ fn another_user_is_a_service_only_if_he_is_named() {
     const NOBODY: u32 = 65534;
     if !rustix::process::geteuid().is_root() {
         let reason = "only root can become another user";
-        // Past the harness, which shows nothing of a test that passes.
+        // Directly to the terminal: the harness hides output of passing tests.
         let _ = writeln!(std::io::stdout(), "\nSKIPPED services' users: {reason}");
         return;
     }
@@ -249,7 +249,7 @@ fn another_user_is_a_service_only_if_he_is_named() {
             std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
         }
     };
-    // A process he may be; what he asks for stays nobody's.
+    // The user may attach processes; the ports of its request stay unclaimed.
     let lab_of_ours = lab_with(1, 2, |attach| attach.allowed_uids = vec![NOBODY]);
     open(&lab_of_ours);
     for claims in [&[10][..], &[], &[10, 11]] {
@@ -260,7 +260,7 @@ fn another_user_is_a_service_only_if_he_is_named() {
     assert_eq!(lab_of_ours.stats().claimed_ports, 0);
     refused(&mut lab_of_ours.guest(0), host(10));
     service(&lab_of_ours, &[10]);
-    // He is named, and then we are not; whose it is is recorded.
+    // The list names the other user, and then not this one; the owner is recorded.
     let lab_of_his = lab_with(0, 1, |attach| attach.service_uids = vec![NOBODY]);
     open(&lab_of_his);
     let error = ask(&lab_of_his, &[10]).unwrap_err();
@@ -290,12 +290,12 @@ fn ports_change_hands_on_a_lease() {
             matches!(error, AttachError::NotClaimed(port) if port.get() == 10),
             "{error}"
         );
-        // Nobody's: the hybrid socket has it.
+        // Unclaimed: the hybrid socket has it.
         guest.wait_connect(host(10), deadline()).unwrap();
         program.accept().unwrap();
         two.control.claim(&ports(&[10])).unwrap();
         connect(&mut guest, &mut two.driver, host(10));
-        // What was connected stays where it is.
+        // Existing connections stay.
         there_and_back((&mut guest, stays), (&mut one.driver, there), 4);
         two.control.release(&ports(&[10])).unwrap();
         one.control.claim(&ports(&[10])).unwrap();
@@ -319,7 +319,7 @@ fn a_service_that_dies_resets_what_it_had_and_leaves_its_ports() {
         for round in 0..6 {
             let mut dying = service(&lab, &[10, 11]);
             let (stream, _) = connect(&mut guest, &mut dying.driver, host(10));
-            // Bytes are under way both ways, and read by nobody.
+            // Bytes in flight in both directions, not read.
             let _ = guest.send(stream, &[1; 30_000]);
             guest.turn().unwrap();
             match round % 3 {
@@ -331,7 +331,7 @@ fn a_service_that_dies_resets_what_it_had_and_leaves_its_ports() {
                 guest.state(stream) == Some(StreamState::Reset)
             });
             guest.close(stream).unwrap();
-            // At once after it: what it leaves behind is waited for.
+            // Right after the previous one: the daemon waits for its removal.
             let mut next = service(&lab, &[11, 10]);
             let (stream, _) = connect(&mut guest, &mut next.driver, host(10));
             guest.close(stream).unwrap();
@@ -369,7 +369,7 @@ fn services_connect_out_and_replies_come_to_the_right_one() {
             sources.push(source.port);
             pairs.push((out, there));
         }
-        // The host's own side has ports of its own, as well.
+        // The host's own side also has ports.
         let uds_path = &lab.vms[0].uds_path;
         let program = std::thread::scope(|scope| {
             let program = scope.spawn(|| connect_guest(uds_path, PORT.get()).unwrap());
@@ -393,7 +393,7 @@ fn services_connect_out_and_replies_come_to_the_right_one() {
             );
         }
         drop(program);
-        // A claimed port is one to come from, too; another service's is not, nor anybody else's.
+        // A service may connect from its claimed port, and not from another's.
         for port in [20, 21, 0x4000_0000, 0xfffe_ffff] {
             let out = one.driver.connect_from(Port::new(port), to).unwrap();
             eventually_with(&mut one.driver, "refused", |driver| {
@@ -410,7 +410,7 @@ fn services_connect_out_and_replies_come_to_the_right_one() {
         let source = guest.addresses(accepted.unwrap()).unwrap().1;
         assert_eq!(source, host(20));
         there_and_back((&mut two.driver, out), (&mut guest, accepted.unwrap()), 30);
-        // The host does not reach itself.
+        // The host cannot connect to itself.
         refused(&mut one.driver, host(20));
     }
 }
@@ -444,7 +444,7 @@ fn an_endpoint_is_a_service_with_messages_and_several_pairs() {
                     let mut message = [0; 8];
                     let got = record.recv(&mut message).unwrap().unwrap();
                     assert_eq!(&message[..got.len], [n; 3]);
-                    // The service calls back, from its block or from its claimed port.
+                    // The service connects back, from its block or from its claimed port.
                     let out = service.connect_seqpacket(at(guest.cid())).unwrap();
                     out.send(&[n; 5]).unwrap();
                     assert!(out.recv(&mut message).unwrap().is_none(), "the end");
@@ -467,7 +467,7 @@ fn an_endpoint_is_a_service_with_messages_and_several_pairs() {
             lab.daemon().resolve(&"records".parse().unwrap()),
             Some(Cid::HOST)
         );
-        // What it does not claim it cannot listen on, and what it gives up neither.
+        // It can listen only on claimed ports, and not on released ones.
         for port in [Port::new(10), Port::ANY] {
             let error = service.listen(port, 1).unwrap_err();
             assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput);

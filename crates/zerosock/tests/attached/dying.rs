@@ -1,5 +1,5 @@
-//! A process that is killed in the middle: what it held is free, what it sent is still mapped
-//! under whoever reads it, and nobody else notices.
+//! A process is killed: what it held is free, what it sent stays mapped for its readers, and others
+//! are unaffected.
 
 use std::io::{ErrorKind, Read, Write};
 use std::process::{Command, Stdio};
@@ -22,7 +22,7 @@ fn dying_process() {
     println!("\nready");
     let (stream, _) = listener.accept_timeout(PATIENCE).unwrap();
     (&stream).write_all(b"half a mess").unwrap();
-    // Until killed; or until the test that started us is gone.
+    // Until killed, or until the test that started it has ended.
     let mut byte = [0u8; 1];
     let _ = std::io::stdin().read(&mut byte);
 }
@@ -65,7 +65,7 @@ fn a_process_that_dies_in_the_middle_is_torn_away_and_forgotten() {
         eventually("its name and CID are free", || {
             hub.resolve("dying").is_err() && hub.processes().iter().all(|p| p.cid != cid)
         });
-        // And nobody else has noticed.
+        // Others are unaffected.
         (&theirs).write_all(b"alive").unwrap();
         assert_eq!(ours.recv().unwrap().unwrap().to_vec(), b"alive");
     }

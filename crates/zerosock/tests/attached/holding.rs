@@ -1,4 +1,4 @@
-//! Who never gives leases back, on either side, stops nobody else.
+//! A peer that never returns leases, on either side, stops no other connection.
 
 use std::io::{ErrorKind, Read, Write};
 
@@ -7,9 +7,9 @@ use zerosock::vsock::Stream;
 use super::common::{assert_bytes, bytes};
 use super::hub::Hub;
 
-/// Takes leases of what `from` sends and keeps them all, every other one under a reading; then
-/// others go on.
-fn hoard(from: &Stream, to: &Stream, others: impl FnOnce()) {
+/// Leases what `from` sends and keeps all leases, every other one under a reading; then runs
+/// `others`.
+fn hold_all(from: &Stream, to: &Stream, others: impl FnOnce()) {
     let mut leases = Vec::new();
     for round in 0..200 {
         from.batch().write(&bytes(round, 1000)).unwrap();
@@ -35,7 +35,7 @@ fn leases_that_are_never_dropped_stop_no_transfer_connect_or_reset() {
     let process = hub.process("p");
     let (ours, theirs) = hub.joined(&process);
     for (from, to) in [(&theirs, &ours), (&ours, &theirs)] {
-        hoard(from, to, || {
+        hold_all(from, to, || {
             let (one, two) = hub.joined(&process);
             for (from, to) in [(&one, &two), (&two, &one)] {
                 for round in 0..50 {

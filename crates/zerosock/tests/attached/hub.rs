@@ -1,4 +1,4 @@
-//! A host with an attach socket, and a thread that keeps it going.
+//! A host with an attach socket, and a thread that drives it.
 
 use std::ops::Deref;
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ impl Hub {
         Hub { host, dir }
     }
 
-    /// Without the thread: from now on nothing happens at the host but by the test's own calls.
+    /// Stops the thread: from now on only the test's own calls drive the host.
     pub(crate) fn stop_pump(&mut self) {
         self.host.stop();
     }
@@ -66,7 +66,7 @@ impl Hub {
         (patient(ours), patient(theirs))
     }
 
-    /// Connects to the process called `name`, which is only just starting.
+    /// Connects to the process called `name`, which may still be starting.
     pub(crate) fn reach(&self, name: &str) -> Stream {
         let give_up = common::deadline();
         loop {

@@ -32,7 +32,7 @@ fn memory_that_can_shrink_is_refused_by_a_host() {
         ),
         "{error}"
     );
-    // Nobody else minds.
+    // Others are unaffected.
     Endpoint::attach(hub.path()).unwrap();
 }
 
@@ -58,7 +58,7 @@ fn a_taken_cid_or_name_is_the_callers_fault() {
     }
 }
 
-/// Of the error that whoever uses `?` in a function of `std::io` gets.
+/// The error in a function of `std::io` that uses `?`.
 fn kind(error: OpenError) -> ErrorKind {
     std::io::Error::from(error).kind()
 }
@@ -86,7 +86,7 @@ fn every_error_of_opening_says_by_whose_fault() {
         open(plain().queue_size(100), &hub.path()),
         (caller, invalid)
     );
-    // Somebody who is no attach server, and hangs up.
+    // A server of another protocol, which closes.
     let rude = hub.dir.path().join("rude.sock");
     let listener = attach::listen(&rude).unwrap();
     rustix::io::ioctl_fionbio(&listener, false).unwrap();
@@ -95,7 +95,7 @@ fn every_error_of_opening_says_by_whose_fault() {
         let gone = (Fault::Peer, ErrorKind::ConnectionAborted);
         assert_eq!(open(plain(), &rude), gone);
     });
-    // And a device that is there twice.
+    // And a second device of the same name.
     let first = Endpoint::builder().attach_device(hub.vm()).unwrap();
     let error = Endpoint::builder().attach_device(hub.vm()).unwrap_err();
     assert_eq!(error.fault(), Fault::Peer, "{error}");
@@ -117,11 +117,11 @@ fn a_process_is_told_why_it_is_not_connected() {
     let process = hub.process_with("asks", |builder| builder.connect_timeout(soon));
     let silent = hub.process("silent");
     let to = |cid| zerosock::Address::new(cid, PORT);
-    // Nobody drives it.
+    // The host is not driven.
     let error = process.connect(to(silent.cid())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
     assert_eq!(reason::<ConnectError>(&error), ConnectError::TimedOut);
-    // Nobody listens at the host; on a machine that is busy it may be late with saying so.
+    // No listener at the host; a busy machine may answer late.
     let error = loop {
         let error = process.connect(to(zerosock::Cid::HOST)).unwrap_err();
         if error.kind() != ErrorKind::TimedOut {
@@ -147,7 +147,7 @@ fn a_port_that_was_not_named_is_not_listened_on() {
     let error = process.listen(PORT, 1).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::AddrInUse);
     assert_eq!(reason::<ListenError>(&error), ListenError::InUse);
-    // Whoever names none may listen on any, and at a device there is nobody to name them to.
+    // Without named ports a process may listen on any, and a device has no process to name them to.
     hub.process("web").listen(other, 1).unwrap();
     let builder = Endpoint::builder().ports([PORT]);
     let guest = builder.attach_device(hub.vm()).unwrap();
@@ -189,7 +189,7 @@ fn the_sockets_of_a_host_are_its_users_own() {
     assert_eq!((mode(&hub.path()), mode(&hub.vm())), (0o666, 0o660));
 }
 
-/// What another user is told who asks for a place. The credentials are a thread's own.
+/// The error for another user. Credentials are those of a thread.
 fn ask_as(uid: u32, path: &Path) -> Result<Attached, AttachError> {
     std::thread::scope(|scope| {
         let asking = scope.spawn(|| {
@@ -206,7 +206,7 @@ fn another_user_is_let_in_by_mode_and_uid() {
     const NOBODY: u32 = 65534;
     if !rustix::process::geteuid().is_root() {
         let reason = "only root can become another user";
-        // Past the harness, which shows nothing of a test that passes.
+        // Directly to the terminal: the harness hides output of passing tests.
         let _ = writeln!(std::io::stdout(), "\nSKIPPED users: {reason}");
         return;
     }

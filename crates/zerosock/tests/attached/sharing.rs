@@ -1,4 +1,5 @@
-//! One endpoint, many threads: what may be shared and sent, and that who spins starves nobody.
+//! One endpoint in many threads: which types are Send and Sync, and a spinning thread starves no
+//! other.
 
 use std::io::{Read, Write};
 use std::thread;
@@ -43,7 +44,7 @@ fn a_thread_that_spins_in_a_read_lets_others_write() {
     let hub = Hub::new();
     let process = hub.process_with("p", |builder| builder.wait(Wait::Spin));
     let (mut silent, talker) = hub.joined(&process);
-    // The read that spins is of another connection of the same endpoint, on which nothing comes.
+    // The spinning read is on another, idle connection of the same endpoint.
     let (answers, waiting) = hub.joined(&process);
     thread::scope(|scope| {
         let spinner = scope.spawn(|| {

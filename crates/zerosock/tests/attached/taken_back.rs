@@ -1,5 +1,5 @@
-//! Memory that a process wants back, or takes with it, while somebody reads or writes it with trust;
-//! and looks that panic. The process writes its rings by hand.
+//! Memory that a process reclaims, or takes with it, during trusted reads and writes; and panics in
+//! accessors. The test writes the process's rings itself.
 
 use std::io::{ErrorKind, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

@@ -1,4 +1,4 @@
-//! Who declares trust in processes has plain slices of theirs, and none of a VM's.
+//! A host that declares trust in processes gets plain slices of their memory, and none of a VM's.
 
 use std::io::Write;
 

@@ -1,4 +1,4 @@
-//! Closing: how each side learns of it, which bytes still arrive, who waits.
+//! Closing: how each side learns of it, which bytes still arrive, which calls block.
 
 use std::thread;
 use std::time::Duration;

@@ -10,7 +10,7 @@ use zerosock_cli::Failure;
 ///
 /// Contestants alternate round by round, each side of a pair a process on a core of its own, and
 /// every byte is written by its sender and read by its receiver unless the row says otherwise. The
-/// method of each table is in BENCHMARKING.md. Only ratios within one run mean anything.
+/// method of each table is in BENCHMARKING.md. Compare figures only within one run
 #[derive(Debug, Parser)]
 #[command(name = "zerosock-bench", version, max_term_width = 100)]
 pub(crate) struct BenchArgs {
@@ -40,7 +40,7 @@ pub(crate) struct BenchArgs {
     #[arg(long)]
     quick: bool,
 
-    /// Only the cases whose name contains this
+    /// Only the cases with this text in their name
     #[arg(
         long,
         value_name = "TEXT",
@@ -63,7 +63,7 @@ pub(crate) enum TableName {
     Device,
     /// Receiving: by copying, in place, and in place with polling
     Rx,
-    /// A connection's rate beside a reader that never gives back what it holds
+    /// A connection's rate beside a reader that never returns its leases
     Hold,
     /// Very many connections: memory, how fast they come and go, and beside a bulk stream
     Scale,
@@ -75,7 +75,7 @@ pub(crate) enum TableName {
     Notify,
 }
 
-/// What is to be measured, and how.
+/// What to measure, and how.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     pub(crate) tables: Vec<TableName>,
@@ -86,9 +86,9 @@ pub(crate) struct Settings {
     pub(crate) quick: bool,
     pub(crate) case: String,
     pub(crate) against: Vec<String>,
-    /// Not counted at the beginning of a measurement.
+    /// Warm-up time at the beginning of a measurement, not counted.
     pub(crate) warm: Duration,
-    /// How long is measured behind that.
+    /// Measured time after the warm-up.
     pub(crate) time: Duration,
 }
 
@@ -131,12 +131,12 @@ impl Settings {
         })
     }
 
-    /// Whether a case was asked for.
+    /// Whether a case was selected.
     pub(crate) fn wants(&self, case: &str) -> bool {
         case.contains(&self.case)
     }
 
-    /// Whether a peer was asked for.
+    /// Whether a peer was selected.
     pub(crate) fn is_against(&self, peer: &str) -> bool {
         self.against.is_empty() || self.against.iter().any(|name| name == peer)
     }

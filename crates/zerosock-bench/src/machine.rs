@@ -6,7 +6,7 @@ use rustix::thread::{CpuSet, sched_getaffinity};
 
 use crate::pair::Cores;
 
-/// The first two cores that we may use, in no order of merit.
+/// The first two cores in this process's affinity mask.
 pub(crate) fn cores() -> Cores {
     let mut allowed = allowed();
     match (allowed.next(), allowed.next()) {
@@ -26,7 +26,7 @@ fn allowed() -> impl Iterator<Item = usize> {
     (0..CpuSet::MAX_CPU).filter(move |cpu| set.is_set(*cpu))
 }
 
-/// Processor, cores, memory, kernel, and who is pinned where.
+/// Processor, cores, memory, kernel, and the cores of each side.
 pub(crate) fn describe(cores: Cores) -> String {
     let read = |path| fs::read_to_string(path).unwrap_or_default();
     let cpuinfo = read("/proc/cpuinfo");
@@ -51,7 +51,7 @@ pub(crate) fn describe(cores: Cores) -> String {
     )
 }
 
-/// The value behind `NAME:` in the files of /proc.
+/// The value after `NAME:` in the files of /proc.
 fn field<'t>(text: &'t str, name: &str) -> Option<&'t str> {
     text.lines()
         .filter_map(|line| line.split_once(':'))

@@ -1,10 +1,13 @@
-//! `zerosock-bench`: one harness for all tables, ours and the peers' rounds alternating in one run.
+//! `zerosock-bench`: one harness for all tables. Rounds of zerosock and of its peers alternate in
+//! one run.
 //!
-//! What must hold: nobody is left out in silence; a side that receives reads every byte unless the
-//! row says otherwise; a ratio above 1 always means that ours is better.
+//! # Invariants
+//! - A contestant that cannot run is listed as missing, with the reason.
+//! - A receiver reads every byte unless the row says otherwise.
+//! - A ratio above 1 always means that zerosock is better.
 //!
-//! The program is also what it measures and what it measures with, each as a process of its own: the
-//! first argument can be [`WORKER`], [`guest::NAME`] or a subcommand of `zerosock`.
+//! The program is also the measured device and each worker process: the first argument can be
+//! [`WORKER`], [`guest::NAME`] or a subcommand of `zerosock`.
 #![deny(unsafe_code)]
 
 mod args;
@@ -30,7 +33,7 @@ use peers::WORKER;
 use report::Table;
 
 /// The subcommands of `zerosock` that measurements start.
-const PRODUCT: [&str; 2] = ["serve", "leash"];
+const PRODUCT: [&str; 2] = ["serve", "parent-watchdog"];
 
 fn main() -> ExitCode {
     let first = std::env::args_os().nth(1).unwrap_or_default();
@@ -48,7 +51,7 @@ fn main() -> ExitCode {
     Failure::exit_code("zerosock-bench", outcome)
 }
 
-/// Measures the tables that were asked for.
+/// Measures the selected tables.
 fn run(args: BenchArgs) -> Result<(), Failure> {
     let settings = Settings::new(args)?;
     if settings.install_peers {
@@ -75,7 +78,7 @@ fn run(args: BenchArgs) -> Result<(), Failure> {
             println!("{}", table.text());
         }
         done.push(table);
-        // After each table: a run that is broken off leaves what it has.
+        // Print after each table, so that an interrupted run keeps its finished tables.
         if let Some(path) = &settings.json {
             write(path, &done)?;
         }
@@ -83,8 +86,8 @@ fn run(args: BenchArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Installs what the tables lack. What cannot be had is named as missing in the table, with the
-/// reason here.
+/// Installs missing peers. On failure the table lists the peer as missing; the reason is printed
+/// here.
 fn install(tables: &[TableName]) {
     for table in tables {
         let outcome = match table {

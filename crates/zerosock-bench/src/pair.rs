@@ -1,7 +1,8 @@
-//! Two workers started, joined, let go, heard out and ended.
+//! Starts the two worker processes of a measurement, synchronises them and collects their outcomes.
 //!
-//! What must hold: workers never outlive the pair, and one that hangs or dies ends the
-//! measurement with a reason, not the program.
+//! # Invariants
+//! - No worker outlives the pair.
+//! - A worker that hangs or dies ends the measurement with a reason, not the program.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -12,13 +13,13 @@ use std::time::{Duration, Instant};
 use crate::peers::{Contestant, Program};
 use crate::worker::order::{Job, Order, Outcome, Wait};
 
-/// Beyond the time that a measurement is meant to take.
+/// Time allowed beyond the measurement itself.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Between looks at two workers.
+/// Polling interval of the two workers.
 const A_MOMENT: Duration = Duration::from_millis(20);
 
-/// The cores that both sides stay on.
+/// The cores that the two sides are pinned to.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Cores {
     /// The side that sends or pings; `None` where there is only one core.
@@ -29,21 +30,21 @@ pub(crate) struct Cores {
 /// One measurement.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Task {
-    /// The job of the side that takes the time: Ping or Receive.
+    /// Job of the side that measures the time: Ping or Receive.
     pub(crate) timed: Job,
     pub(crate) wait: Wait,
     pub(crate) size: usize,
     pub(crate) warm: Duration,
     pub(crate) time: Duration,
     pub(crate) cores: Cores,
-    /// How the contestant is to do it, where it has several ways.
+    /// Variant of the contestant, where it has several.
     pub(crate) how: Option<&'static str>,
 }
 
 /// Measures `task` once.
 ///
 /// # Errors
-/// What a worker said was wrong, among it bytes that were not those sent.
+/// The fault that a worker reported, including received bytes that differ from those sent.
 pub(crate) fn measure(
     contestant: Contestant,
     program: &Program,
@@ -85,14 +86,14 @@ pub(crate) fn measure(
     let to = open.hear("open")?;
     let mut other = Worker::start(program, &order(other, Some(to)), deadline)?;
     let outcome = together(&mut open, &mut other, task.timed);
-    // Both at once: one may need the other to take its leave.
+    // In parallel: one worker may need the other in order to close its connection.
     drop((open.input.take(), other.input.take()));
     outcome
 }
 
-/// Lets two workers go, and hears what came of it.
+/// Releases both workers and waits for their outcomes.
 fn together(open: &mut Worker, other: &mut Worker, timed: Job) -> Result<Outcome, String> {
-    // What the second worker says first may be the reason why the first one never gets ready.
+    // The second worker's error may be why the first one never gets ready.
     other.hear("ready")?;
     open.hear("ready")?;
     open.say()?;
@@ -102,7 +103,7 @@ fn together(open: &mut Worker, other: &mut Worker, timed: Job) -> Result<Outcome
     } else {
         (other, open)
     };
-    // Either may fail first, and the other would wait for it.
+    // Either may fail first, and the other would then wait for it forever.
     let (mut outcome, mut end) = (None, None);
     while outcome.is_none() || end.is_none() {
         if outcome.is_none() {
@@ -115,7 +116,7 @@ fn together(open: &mut Worker, other: &mut Worker, timed: Job) -> Result<Outcome
     outcome.unwrap_or_default().parse()
 }
 
-/// A worker process; killed when dropped, if it has not ended by then.
+/// A worker process; killed when dropped unless it has ended.
 struct Worker {
     name: String,
     child: Child,
@@ -136,7 +137,7 @@ impl Worker {
             .map_err(|error| format!("{}: {error}", program.path.display()))?;
         let (sender, lines) = channel();
         let output = child.stdout.take();
-        // Ends with the worker's output, and that with the worker.
+        // The thread ends with the worker's output, which ends with the worker.
         thread::spawn(move || {
             let lines = output.map(BufReader::new).into_iter();
             for line in lines.flat_map(BufRead::lines).map_while(Result::ok) {
@@ -159,7 +160,7 @@ impl Worker {
         })
     }
 
-    /// What follows `word` in the next line; any other line is a fault.
+    /// The text after `word` in the next line; any other line is a fault.
     fn hear(&mut self, word: &str) -> Result<String, String> {
         loop {
             if let Some(rest) = self.listen(word, PATIENCE)? {
@@ -168,7 +169,7 @@ impl Worker {
         }
     }
 
-    /// As `hear`, but no longer than `time`; `None` when nothing was said by then.
+    /// As `hear`, but waits `time` at most; `None` after that.
     fn listen(&mut self, word: &str, time: Duration) -> Result<Option<String>, String> {
         let left = self.deadline.saturating_duration_since(Instant::now());
         let line = match self.lines.recv_timeout(left.min(time)) {
@@ -192,7 +193,7 @@ impl Worker {
         }
     }
 
-    /// The word to begin.
+    /// Tells the worker to begin.
     fn say(&mut self) -> Result<(), String> {
         let input = self.input.as_mut().ok_or("a worker without input")?;
         input
@@ -203,7 +204,8 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // The end of its input is its end, if it is well; else it is our own child, by its handle.
+        // The end of its standard input ends a healthy worker; otherwise kill it: it is our own
+        // child.
         drop(self.input.take());
         let soon = Instant::now() + Duration::from_secs(2);
         while let Err(RecvTimeoutError::Timeout) | Ok(_) = self

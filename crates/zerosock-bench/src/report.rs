@@ -1,7 +1,8 @@
-//! Tables, for people as text and for programs as JSON.
+//! Tables, as text and as JSON.
 //!
-//! What must hold: every row names its peer, and one without a figure says why; a ratio above 1
-//! always means that ours is better.
+//! # Invariants
+//! - Every row names its peer; a row without a figure has the reason.
+//! - A ratio above 1 always means that zerosock is better.
 
 use std::fmt::Write;
 
@@ -9,7 +10,7 @@ use serde::Serialize;
 
 use crate::rounds::{Spread, interval, ratio};
 
-/// What a figure is.
+/// What a figure measures.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Metric {
     pub(crate) name: &'static str,
@@ -17,7 +18,7 @@ pub(crate) struct Metric {
     pub(crate) higher_is_better: bool,
 }
 
-/// Our figure beside one peer's.
+/// The figures of zerosock and of one peer.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Row {
     pub(crate) name: String,
@@ -32,16 +33,16 @@ pub(crate) struct Row {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Table {
     pub(crate) name: &'static str,
-    /// What was done, in a sentence or two.
+    /// The method, in one or two sentences.
     pub(crate) method: String,
     pub(crate) machine: String,
     pub(crate) rounds: usize,
     pub(crate) rows: Vec<Row>,
-    /// Who was not there, and what would bring them.
+    /// Contestants that could not run, and how to install them.
     pub(crate) missing: Vec<Missing>,
 }
 
-/// A contestant that took no part, or left.
+/// A contestant that could not run, or failed.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub(crate) struct Missing {
     pub(crate) name: String,
@@ -67,7 +68,7 @@ struct JsonRow<'t> {
     peer_name: &'t str,
     peer: Option<f64>,
     ratio: Option<f64>,
-    /// Of the mean of the rounds' ratios, 95 %.
+    /// 95 % interval of the mean of the rounds' ratios.
     ratio_low: Option<f64>,
     ratio_high: Option<f64>,
     higher_is_better: bool,
@@ -89,7 +90,7 @@ impl Row {
         }
     }
 
-    /// Between which two the mean of the rounds' ratios lies, 95 %; none of fewer than five rounds.
+    /// 95 % interval of the mean of the rounds' ratios; none of fewer than five rounds.
     pub(crate) fn interval(&self) -> Option<(f64, f64)> {
         let (Ok(ours), Ok(peer)) = (&self.ours, &self.peer) else {
             return None;
@@ -131,7 +132,7 @@ impl Row {
 }
 
 impl Table {
-    /// Notes who is not there, once.
+    /// Records a missing contestant, once.
     pub(crate) fn note_missing(&mut self, name: &str, reason: &str) {
         let missing = Missing {
             name: name.to_owned(),
@@ -142,14 +143,14 @@ impl Table {
         }
     }
 
-    /// Notes why each end of a cable did not work on its own core, if it did not.
+    /// Records why an end of a veth pair did not work on its own core, if so.
     pub(crate) fn note_unsteered(&mut self, reason: Option<String>) {
         if let Some(reason) = reason {
             self.note_missing("steering", &reason);
         }
     }
 
-    /// As text: a table in Markdown, which is readable as it is.
+    /// As text: a table in Markdown.
     pub(crate) fn text(&self) -> String {
         let mut out = String::new();
         // Writing to a String does not fail.
@@ -169,7 +170,7 @@ impl Table {
             "ratio",
         ];
         let mut cells = vec![header.map(str::to_owned).to_vec()];
-        // What a row has in common with the one above is not said again.
+        // Leave out cells that repeat the row above.
         let (mut name, mut metric) = ("", None);
         for row in &self.rows {
             let same_name = name == row.name;
@@ -221,7 +222,7 @@ impl Table {
             rows: self.rows.iter().map(Row::json).collect(),
             missing: &self.missing,
         };
-        // Strings, numbers and lists alone: nothing that could fail.
+        // Only strings, numbers and lists: cannot fail.
         serde_json::to_value(table).unwrap_or_default()
     }
 }
@@ -247,7 +248,7 @@ fn cell(figure: &Result<Spread, String>) -> String {
     }
 }
 
-/// The ratio, and its interval if there are rounds enough for one.
+/// The ratio, and its interval if there are enough rounds.
 fn ratio_cell(row: &Row) -> String {
     let Some(ratio) = row.ratio() else {
         return String::new();
@@ -258,7 +259,7 @@ fn ratio_cell(row: &Row) -> String {
     }
 }
 
-/// Three digits that count.
+/// Three significant digits.
 fn number(value: f64) -> String {
     let magnitude = value.abs();
     let decimals = match magnitude {

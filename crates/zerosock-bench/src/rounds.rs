@@ -1,7 +1,8 @@
-//! Rounds: everybody once in each, taking turns at going first, and what comes of it.
+//! Rounds: each contestant is measured once per round, and another one goes first each time.
 //!
-//! What must hold: contestants alternate within one run, so that a machine that drifts drifts for
-//! all of them; one that fails is out from then on, with its reason, and the others go on.
+//! # Invariants
+//! - Contestants alternate within one run, so that a drift of the machine affects all of them.
+//! - A contestant that fails is not run again and keeps its reason; the others continue.
 
 /// Median, best and slowest of a contestant's rounds.
 #[derive(Clone, Debug, PartialEq)]
@@ -9,12 +10,12 @@ pub(crate) struct Spread {
     pub(crate) median: f64,
     pub(crate) best: f64,
     pub(crate) slowest: f64,
-    /// In the order they were measured.
+    /// In the order of measurement.
     pub(crate) rounds: Vec<f64>,
 }
 
 impl Spread {
-    /// Of no rounds there is none.
+    /// `None` without rounds.
     pub(crate) fn of(rounds: Vec<f64>, higher_is_better: bool) -> Option<Spread> {
         let mut sorted = rounds.clone();
         sorted.sort_by(f64::total_cmp);
@@ -39,7 +40,7 @@ impl Spread {
     }
 }
 
-/// How many times better ours is than theirs: above 1 always means that ours is better.
+/// Ratio of the two figures: above 1 always means that zerosock is better.
 pub(crate) fn ratio(ours: f64, peer: f64, higher_is_better: bool) -> Option<f64> {
     let ratio = if higher_is_better {
         ours / peer
@@ -49,8 +50,8 @@ pub(crate) fn ratio(ours: f64, peer: f64, higher_is_better: bool) -> Option<f64>
     ratio.is_finite().then_some(ratio)
 }
 
-/// Between which two the mean of the rounds' ratios lies with 95 %: Student's, of their logarithms.
-/// None of fewer than five pairs.
+/// 95 % interval of the mean of the rounds' ratios (Student's t, of their logarithms). `None` of
+/// fewer than five pairs.
 pub(crate) fn interval(ours: &[f64], peer: &[f64], higher_is_better: bool) -> Option<(f64, f64)> {
     if ours.len() != peer.len() || ours.len() < 5 {
         return None;
@@ -67,7 +68,8 @@ pub(crate) fn interval(ours: &[f64], peer: &[f64], higher_is_better: bool) -> Op
     (low.is_finite() && high.is_finite()).then_some((low, high))
 }
 
-/// Student's factor for 95 %, both sides, of so many degrees of freedom; from 30 on within 0.01.
+/// Two-sided 95 % quantile of Student's t distribution for the degrees of freedom; from 30 on
+/// within 0.01.
 fn student(freedom: usize) -> f64 {
     const FIRST: [f64; 29] = [
         12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
@@ -81,8 +83,8 @@ fn student(freedom: usize) -> f64 {
     }
 }
 
-/// Runs `rounds` rounds of `contestants` contestants; `run(round, who)` is one measurement. Gives,
-/// for each, all its outcomes or the reason of its first failure.
+/// Runs `rounds` rounds of `contestants` contestants; `run(round, contestant)` is one measurement.
+/// Returns for each contestant all outcomes, or the reason of its first failure.
 pub(crate) fn alternate<T>(
     rounds: usize,
     contestants: usize,

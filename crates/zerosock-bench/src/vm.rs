@@ -1,8 +1,9 @@
-//! The other side of the table `rx` where a VM is asked for: a stock guest whose device is in this
-//! process, and a program in it that sends and receives by its kernel's AF_VSOCK.
+//! The other side of the table `rx` with `--vm`: a stock guest on a device in this process, and a
+//! program in the guest that sends and receives by its kernel's AF_VSOCK.
 //!
-//! What must hold: the guest boots once and stays on the sender's core, our side on the receiver's;
-//! what the machine cannot give is a reason, never a row that is left out.
+//! # Invariants
+//! - The guest boots once and stays on the sender's core, this process on the receiver's.
+//! - What the machine lacks is reported as a reason; no row is left out.
 
 use std::cell::Cell;
 use std::fs;
@@ -34,38 +35,38 @@ use crate::worker::{self, Link, jobs};
 const KERNEL: &str = "linux-image-6.12-cloud-amd64";
 const CID: u64 = 3;
 const MEMORY_MIB: u64 = 448;
-/// For each step: the guest may be emulated on a busy machine.
+/// Timeout of each step: the guest may be emulated on a busy machine.
 const STEP: Duration = Duration::from_secs(60);
 
 /// How the host sends.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Sending {
-    /// From a buffer of its own.
+    /// From a separate buffer.
     Copy,
-    /// Each piece is written where the guest will read it.
+    /// Each piece is written into the guest's receive buffer.
     Loan,
 }
 
-/// What one measurement came to.
+/// Result of one measurement.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Figures {
     /// The receiver's.
     pub(crate) outcome: Outcome,
-    /// CPU of the host's thread for each piece, in nanoseconds, where the host sends.
+    /// CPU time of the host's thread for each piece, in nanoseconds, when the host sends.
     pub(crate) sender_cpu: Option<f64>,
 }
 
-/// A guest that runs, and the host in this process.
+/// A running guest, and the host in this process.
 pub(crate) struct Vm {
     guest: Guest,
     host: Host,
     ports: Cell<u32>,
-    // Dropped last: the others have their sockets in it.
+    // Dropped last: contains the sockets of the others.
     _dir: TempDir,
 }
 
 impl Vm {
-    /// Boots the guest. The calling thread is then on the receiver's core.
+    /// Boots the guest. The calling thread is on the receiver's core afterwards.
     pub(crate) fn boot(cores: Cores) -> Result<Vm, Fault> {
         if qemu::version().is_none() {
             return Err(line(qemu::BootError::NoQemu));
@@ -77,7 +78,7 @@ impl Vm {
         let image = Builder::new(&cache, &kernel, &inside, &agent(qemu::TTY), &[])
             .map_err(line)?
             .finish();
-        // Socket addresses are short, and so must be the directory's name.
+        // The name must be short: socket addresses are.
         let dir = tempfile::Builder::new()
             .prefix("zs")
             .tempdir_in("/tmp")
@@ -91,7 +92,7 @@ impl Vm {
             .start()
             .map_err(line)?;
         eprintln!("booting Linux {} under QEMU", kernel.release);
-        // All threads of QEMU come from one that is started here.
+        // All threads of QEMU inherit the affinity of the one started here.
         worker::pin(cores.sender)?;
         let config = qemu::Config {
             kernel: &kernel,
@@ -115,7 +116,7 @@ impl Vm {
         })
     }
 
-    /// What the tables say of it.
+    /// Description for the tables.
     pub(crate) fn describe(&self) -> String {
         format!(
             "VM: a guest with Linux {} and one processor under {}, on the sender's core; a program \
@@ -125,7 +126,7 @@ impl Vm {
         )
     }
 
-    /// The guest's program sends, we dequeue.
+    /// The guest's program sends, the host dequeues.
     pub(crate) fn to_host(&self, order: &Order, how: &str) -> Result<Figures, Fault> {
         let how = how.parse()?;
         self.with_program(order, Job::Send, |stream, there| {
@@ -139,7 +140,7 @@ impl Vm {
         })
     }
 
-    /// We send, the guest's program dequeues.
+    /// The host sends, the guest's program dequeues.
     pub(crate) fn to_guest(&self, order: &Order, how: Sending) -> Result<Figures, Fault> {
         let send = Order {
             job: Job::Send,
@@ -161,7 +162,7 @@ impl Vm {
         })
     }
 
-    /// Has a program in the guest connect to us and do `job`.
+    /// Lets a program in the guest connect to the host and do `job`.
     fn with_program(
         &self,
         order: &Order,
@@ -189,7 +190,7 @@ impl Vm {
     }
 }
 
-/// Drives the host while something else is waited for: without that nobody answers the VMM.
+/// Drives the host during another wait: without it the VMM gets no answer.
 fn driving<T>(host: &Host, wait: impl FnOnce() -> T) -> T {
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -212,13 +213,13 @@ fn accept(listener: &Listener, wait: Wait) -> Result<Stream, Fault> {
         Wait::Spin => vsock::Wait::Spin,
         Wait::Sleep => vsock::Wait::Sleep,
     });
-    // A guest that hangs ends the measurement, not the table.
+    // A hanging guest ends the measurement, not the table.
     stream.set_read_timeout(Some(STEP)).map_err(line)?;
     stream.set_write_timeout(Some(STEP)).map_err(line)?;
     Ok(stream)
 }
 
-/// Waits until the guest's program has closed its end: it has then what we sent.
+/// Waits until the guest's program has closed its end and so has received everything.
 fn leave(mut stream: &Stream) -> Result<(), Fault> {
     match stream.read(&mut [0; 16]) {
         Ok(0) => Ok(()),
@@ -227,7 +228,7 @@ fn leave(mut stream: &Stream) -> Result<(), Fault> {
     }
 }
 
-/// What the guest's program measured, as it said it.
+/// The measurement of the guest's program, as it printed it.
 fn result(there: Pending) -> Result<String, Fault> {
     let Done { bytes, text, .. } = there.wait(STEP).map_err(line)?;
     let said = text.unwrap_or_default();
@@ -272,7 +273,7 @@ impl Link for Either {
     }
 }
 
-/// CPU time of this thread so far, in nanoseconds.
+/// CPU time of this thread, in nanoseconds.
 fn cpu_time() -> Result<u64, Fault> {
     let text = fs::read_to_string("/proc/thread-self/schedstat").map_err(line)?;
     let first = text.split_whitespace().next();
@@ -280,7 +281,7 @@ fn cpu_time() -> Result<u64, Fault> {
     time.ok_or_else(|| format!("/proc/thread-self/schedstat: {text:?}"))
 }
 
-/// In one line, as tables have it.
+/// In one line, as tables show it.
 fn line(error: impl ToString) -> Fault {
     let text = error.to_string();
     let lines = text.lines().map(str::trim);
@@ -295,7 +296,7 @@ mod tests {
     fn a_threads_time_on_the_processor_is_its_own() {
         let before = cpu_time().unwrap();
         let begin = std::time::Instant::now();
-        // Taken in when the scheduler looks, so as long as it takes.
+        // CPU time is updated at scheduler ticks, so run until it changes.
         while cpu_time().unwrap() == before {
             assert!(begin.elapsed() < STEP);
         }

@@ -1,5 +1,5 @@
-//! `zerosock-bench` as a process: every row is there, peers that are not are named, and the file
-//! has the promised shape. Nothing is said about how fast anything is.
+//! `zerosock-bench` as a process: every row exists, missing peers are named, and the JSON has the
+//! documented shape. No figure is checked.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -11,14 +11,13 @@ use std::time::Duration;
 use serde_json::Value;
 use zerosock_cli::vm::children::Guarded;
 
-/// One at a time: each has both cores spin.
+/// Serialises the tests: each spins on both cores.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// A table is dozens of measurements, each with processes of its own, on a machine that may be
-/// busy.
+/// A table is dozens of measurements, each with its own processes, on a machine that may be busy.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Runs `zerosock-bench ARGUMENTS --quick --json FILE` where no peer is installed.
+/// Runs `zerosock-bench ARGUMENTS --quick --json FILE` without installed peers.
 fn bench(arguments: &[&str]) -> (Value, String) {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let dir = tempfile::tempdir().unwrap();
@@ -46,7 +45,7 @@ fn json(file: &Path) -> Value {
     serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap()
 }
 
-/// What holds for the rows of every table.
+/// Checks the rows of any table.
 fn check_rows(table: &Value) {
     assert!(table["machine"].as_str().unwrap().contains("Linux"));
     let rows = table["rows"].as_array().unwrap();
@@ -175,15 +174,15 @@ fn rx_has_a_row_for_every_size_and_way() {
     }
 }
 
-/// A hoarder that stopped the other connection would end the run, not only lower a figure.
+/// A slow reader that stopped the other connection would end the run with an error.
 #[test]
-fn hold_measures_beside_a_hoarder_and_alone() {
+fn hold_measures_with_and_without_a_slow_reader() {
     let (table, _) = bench(&["hold"]);
     check_rows(&table);
     let rows = table["rows"].as_array().unwrap();
     for direction in ["to host", "to guest"] {
         for size in ["64 B", "4 KiB", "64 KiB"] {
-            let name = format!("{direction}, {size}, beside a hoarder");
+            let name = format!("{direction}, {size}, beside a slow reader");
             let found = rows.iter().find(|row| row["name"] == name);
             let row = found.unwrap_or_else(|| panic!("{name} in {rows:#?}"));
             assert!(row["ratio"].is_number(), "{row}");
@@ -257,7 +256,7 @@ fn send_and_notify_have_a_row_for_each_way_or_say_why_not() {
         let (table, text) = bench(arguments);
         assert_eq!(table["table"], arguments[0]);
         if is_missing(&table, "zerosock") {
-            // The one thing that another machine may lack: a network namespace, and ip(8) in it.
+            // Another machine may lack a network namespace with ip(8).
             assert!(text.contains("missing: zerosock"), "{text}");
             let _ = writeln!(
                 std::io::stdout(),

@@ -1,5 +1,5 @@
-//! `zerosock-bench` where it needs a guest. It boots its own: nothing is said about how fast
-//! anything is, only that every row is there. `ZEROSOCK_GUEST` names the program taken into the guest.
+//! `zerosock-bench` with a guest that it boots. Only the existence of rows is checked, no figures.
+//! `ZEROSOCK_GUEST` names the program taken into the guest.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -15,7 +15,7 @@ use zerosock_cli::vm::qemu;
 /// The guest may be emulated on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// `zerosock-bench rx` over a VM alone, as short as can be; its table.
+/// Runs `zerosock-bench rx` over a VM only, as short as possible; returns its table.
 fn bench(path: Option<&str>) -> Value {
     let dir = tempfile::tempdir().expect("a directory");
     let (figures, said) = (dir.path().join("figures"), dir.path().join("said"));
@@ -85,7 +85,7 @@ fn rx_with_a_vm_has_rows_from_its_guest() {
     );
 }
 
-/// Nobody is left out in silence: with nothing on the PATH there is no QEMU.
+/// Without QEMU (an empty PATH) the rows are reported as missing.
 #[test]
 fn rx_with_a_vm_that_cannot_be_had_says_why() {
     let table = bench(Some("/nowhere"));

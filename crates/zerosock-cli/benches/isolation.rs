@@ -1,12 +1,12 @@
-//! How long a neighbour waits while an attacker tries to hold the threads of `zerosock serve`.
+//! Waiting time of a neighbour while an attacker tries to block the threads of `zerosock serve`.
 //!
-//! Each row has one daemon with two VMs on one worker: the attacker and the neighbour. The neighbour
-//! sends 64 bytes to a host program and gets them back, again and again, and after every 16th round
-//! trip sends a vhost-user GET_FEATURES, which the control thread answers. Both are timed for 600 ms
-//! without an attack, and as long while a thread of the daemon is seen asleep in the attacker's object
-//! (the attacks of tests/isolation), or for as long as the attack takes; three times, each with a daemon
-//! of its own. The neighbour's guest and its program are on one thread. The bound that is aimed at is
-//! 20 ms for the longest of all.
+//! Each row has one daemon with two VMs on one worker: the attacker and the neighbour. The
+//! neighbour echoes 64 bytes through a host program repeatedly, and after every 16th round trip
+//! sends a vhost-user GET_FEATURES, which the control thread answers. Both are timed for 600 ms
+//! without an attack, and as long while a thread of the daemon sleeps in the attacker's object (the
+//! attacks of tests/isolation), or for as long as the attack takes; three times, each with a new
+//! daemon. The neighbour's guest and its program are on one thread. The goal is at most 20 ms for
+//! the longest of all.
 //!
 //! `[ZEROSOCK_TEST_FUSE=1] cargo bench -p zerosock-cli --bench isolation [-- --quick]`
 //!

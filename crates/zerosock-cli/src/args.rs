@@ -5,7 +5,7 @@ use std::path::Path;
 
 use clap::{Parser, Subcommand};
 
-use crate::vm::leash;
+use crate::vm::parent_watchdog;
 use crate::{demo, nc, perf, serve};
 
 /// Sockets between virtual machines and their host, without copying the bytes in between.
@@ -28,7 +28,7 @@ pub(crate) enum Command {
     #[command(hide = true)]
     DemoGuest(demo::guest::GuestArgs),
     #[command(hide = true)]
-    Leash(leash::LeashArgs),
+    ParentWatchdog(parent_watchdog::ParentWatchdogArgs),
 }
 
 const AFTER_HELP: &str = "\

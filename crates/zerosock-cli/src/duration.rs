@@ -1,11 +1,11 @@
-//! A span of time as typed: seconds, with a fraction if need be.
+//! Durations as command-line values: seconds, with an optional fraction.
 
 use std::time::Duration;
 
-/// Long enough for anybody, and far below what timers hold.
+/// Longer than any useful limit, and far below the range of timers.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// Reads `5` or `0.5`. The error is the fix; clap puts option and value in front.
+/// Parses `5` or `0.5`. The error is the fix; clap prints option and value in front.
 pub(crate) fn parse(text: &str) -> Result<Duration, &'static str> {
     text.parse()
         .ok()

@@ -1,11 +1,11 @@
 //! The `zerosock` command, and the part of it that boots guests.
 //!
-//! Every subcommand goes the same way: raw flags (clap, one `args.rs` each) → validated settings
-//! (plain types in which nothing illegal can be said) → run. A subcommand never ends the process: it
-//! returns a [`Failure`], and [`main`] alone turns that into an exit code.
+//! Every subcommand has the same steps: raw flags (clap, in `args.rs`), validated settings (plain
+//! types without invalid values), run. A subcommand never ends the process: it returns a
+//! [`Failure`], and only [`main`] turns that into an exit code.
 //!
 //! Not an interface for others; the library is the crate `zerosock`. It is a library so that the
-//! programs that test and measure the command contain it and need no second program beside them.
+//! tests and benchmarks of the command contain it and need no second program.
 #![forbid(unsafe_code)]
 
 mod args;
@@ -29,16 +29,16 @@ use clap::Parser;
 use crate::args::{Cli, Command};
 pub use crate::failure::Failure;
 
-/// Runs the subcommand that the process's arguments name.
+/// Runs the subcommand of the process's arguments.
 pub fn main() -> ExitCode {
-    // clap itself prints help and usage errors, the latter with exit code 2.
+    // clap itself prints help and usage errors, and exits with code 2 for the latter.
     let cli = Cli::parse_from(args::with_implied_command(std::env::args_os()));
     let outcome = match cli.command {
         Command::Serve(flags) => serve::main(*flags),
         Command::Nc(flags) => nc::main(flags),
         Command::Demo(flags) => demo::main(&flags),
         Command::DemoGuest(flags) => demo::guest::main(&flags),
-        Command::Leash(flags) => vm::leash::main(&flags),
+        Command::ParentWatchdog(flags) => vm::parent_watchdog::main(&flags),
         Command::Perf(flags) => perf::main(flags),
     };
     Failure::exit_code("zerosock", outcome)

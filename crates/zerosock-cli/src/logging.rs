@@ -1,37 +1,37 @@
-//! Log lines: to standard error, as text or as JSON, at a level.
+//! Log lines on standard error, as text or JSON.
 
 use clap::ValueEnum;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 
-/// The least severe kind of line that is written.
+/// The least severe level that is written.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub(crate) enum LogLevel {
     /// Nothing at all
     Off,
-    /// What broke
+    /// Failures
     Error,
-    /// What looks wrong but was dealt with
+    /// Problems that were handled
     Warn,
-    /// Starting, stopping, virtual machines coming and going
+    /// Start and stop, virtual machines added and removed
     Info,
-    /// Connections coming and going
+    /// Connections opened and closed
     Debug,
     /// Packets
     Trace,
 }
 
-/// How a log line is written.
+/// Format of a log line.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub(crate) enum LogFormat {
-    /// For people
+    /// Text
     Text,
-    /// One JSON object a line, for programs
+    /// One JSON object per line
     Json,
 }
 
-/// Starts logging for this process. A level given as a flag wins over the environment's RUST_LOG,
-/// and that over the default, `info`.
+/// Starts logging for this process. A level given as a flag takes precedence over RUST_LOG, and
+/// that over the default, `info`.
 pub(crate) fn start(level: Option<LogLevel>, format: LogFormat) {
     let filter = match level {
         Some(level) => EnvFilter::default().add_directive(level.filter().into()),
@@ -42,7 +42,7 @@ pub(crate) fn start(level: Option<LogLevel>, format: LogFormat) {
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr);
-    // A second start in one process (tests) keeps the first one's settings.
+    // A second call in one process (tests) keeps the first settings.
     let _ = match format {
         LogFormat::Text => builder
             .with_ansi(rustix::termios::isatty(std::io::stderr()))

@@ -1,9 +1,10 @@
-//! A whole number as typed. The error is the fix; clap puts option and value in front.
+//! Whole numbers as command-line values. The error is the fix; clap prints option and value in
+//! front.
 
 use std::fmt::Display;
 use std::str::FromStr;
 
-/// Types of numbers and the largest of each.
+/// Number types and the largest value of each.
 pub(crate) trait Whole: FromStr + Display {
     const LARGEST: Self;
 }
@@ -16,7 +17,7 @@ impl Whole for u64 {
     const LARGEST: u64 = u64::MAX;
 }
 
-/// Reads a number in decimal digits.
+/// Parses a number of decimal digits.
 pub(crate) fn parse<T: Whole>(text: &str) -> Result<T, String> {
     text.parse()
         .map_err(|_| format!("give a whole number from 0 to {}", T::LARGEST))

@@ -1,5 +1,5 @@
-//! SIGTERM and SIGINT as something to wait for, so that an end can be orderly; and SIGHUP, which
-//! asks for a new look at the configuration.
+//! Waits for SIGTERM and SIGINT, which end the process, and for SIGHUP, which reloads the
+//! configuration.
 
 use std::io::{self, Read};
 use std::os::fd::BorrowedFd;
@@ -11,33 +11,33 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-/// What ended a [`Signals::wait`].
+/// Why [`Signals::wait`] returned.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Wake {
-    /// The signal of this name.
+    /// A signal to end, by name.
     Signal(&'static str),
-    /// SIGHUP, once or several times.
+    /// SIGHUP, at least once.
     Hangup,
-    /// The other descriptor.
+    /// The other descriptor is readable.
     Other,
-    /// Nothing.
+    /// The timeout.
     TimeIsUp,
 }
 
-/// The two signals that ask a process to end.
+/// Catches SIGTERM and SIGINT.
 ///
-/// The first one of them is reported by [`Signals::wait`]; a second one ends the process at once,
-/// should an orderly end take too long for somebody.
+/// [`Signals::wait`] reports the first of them; a second one ends the process at once, in case the
+/// orderly end takes too long.
 #[derive(Debug)]
 pub(crate) struct Signals {
     terminate: UnixStream,
     interrupt: UnixStream,
-    /// Only if it is caught: else it does what it always did.
+    /// Set when SIGHUP is caught; otherwise it has its default effect.
     hangup: Option<UnixStream>,
 }
 
 impl Signals {
-    /// Catches the signals from here on.
+    /// Catches the two signals from this call on.
     pub(crate) fn catch() -> io::Result<Signals> {
         let asked_before = Arc::new(AtomicBool::new(false));
         let watch = |signal| {
@@ -64,7 +64,7 @@ impl Signals {
         Ok(())
     }
 
-    /// Waits for a signal, for `other` to become readable, or for the time to be up.
+    /// Waits for a signal, for `other` to become readable, or for the timeout.
     pub(crate) fn wait(
         &self,
         other: BorrowedFd<'_>,
@@ -85,7 +85,7 @@ impl Signals {
             watched.push(PollFd::new(hangup, PollFlags::IN));
         }
         match rustix::event::poll(&mut watched, timeout.as_ref()) {
-            // Interrupted by the very signal: the next look finds it in the pipe.
+            // A signal interrupted poll(2): the next call finds it in the pipe.
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
@@ -93,7 +93,7 @@ impl Signals {
         let mut came = || came.next().unwrap_or(false);
         let (terminate, interrupt, other, hangup) = (came(), came(), came(), came());
         if hangup && let Some(mut socket) = self.hangup.as_ref() {
-            // All that have come so far ask for the same.
+            // Several SIGHUPs are one request.
             while matches!(socket.read(&mut [0; 64]), Ok(1..)) {}
         }
         Ok(match (terminate, interrupt, other, hangup) {

@@ -1,10 +1,11 @@
-//! A number of bytes as typed: a whole number, with K, M, G or T for powers of 1024 if need be.
+//! Sizes in bytes as command-line values: a whole number, optionally with K, M, G or T for powers
+//! of 1024.
 
 use std::fmt;
 
 use serde::de::{self, Deserializer, Visitor};
 
-/// Reads `4096` or `512G`. The error is the fix; clap puts option and value in front.
+/// Parses `4096` or `512G`. The error is the fix; clap prints option and value in front.
 pub(crate) fn parse(text: &str) -> Result<u64, &'static str> {
     let shift = match text.bytes().last() {
         Some(b'K') => 10,
@@ -27,7 +28,7 @@ pub(crate) fn parse(text: &str) -> Result<u64, &'static str> {
         )
 }
 
-/// Reads the same from a file, where it may be a number too.
+/// Parses the same from a file, where it may also be a number.
 pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
     from.deserialize_any(Size).map(Some)
 }

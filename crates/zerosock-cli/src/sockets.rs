@@ -1,7 +1,7 @@
-//! Unix sockets with a path: checks of the path, and messages that name the option at fault.
+//! Unix sockets with a path: checks of the path, and errors that name it.
 //!
-//! The work is done by [`zerosock_sys::socket_file`]: a path on which a live process listens is
-//! never touched, nothing that is not a socket is removed, and no symbolic link is followed.
+//! [`zerosock_sys::socket_file`] makes the sockets: it never replaces a path on which a live
+//! process listens, removes nothing but sockets, and follows no symbolic link.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,16 +16,16 @@ use zerosock_sys::socket_file::{self, Options};
 
 pub(crate) use zerosock_sys::socket_file::SocketFile;
 
-/// Bytes of a path that a socket address holds: sun_path has 108, one is for the closing NUL.
+/// Longest path of a socket address: sun_path has 108 bytes, one is for the closing NUL.
 pub(crate) const MAX_PATH: usize = 107;
 
-/// Connections that may wait to be accepted; the kernel lowers it to net.core.somaxconn.
+/// Backlog; the kernel lowers it to net.core.somaxconn.
 const BACKLOG: i32 = 4096;
 
-/// How long to wait for another process that makes a socket in the same directory.
+/// Longest wait for another process that makes a socket in the same directory.
 const LOCK_WAIT: Duration = Duration::from_secs(1);
 
-/// Why a path can be no socket's.
+/// Why a path is not usable for a socket.
 #[derive(Debug, Eq, PartialEq, thiserror::Error)]
 pub(crate) enum PathError {
     #[error("the path is empty; name a file to be made")]
@@ -39,7 +39,7 @@ pub(crate) enum PathError {
     Nul,
 }
 
-/// Judges a path by its looks, before anything is touched.
+/// Checks a path without accessing the file system.
 pub(crate) fn check_path(path: &Path) -> Result<(), PathError> {
     let bytes = path.as_os_str().as_bytes();
     match bytes.len() {
@@ -50,16 +50,16 @@ pub(crate) fn check_path(path: &Path) -> Result<(), PathError> {
     }
 }
 
-/// Who may connect to a socket made here.
+/// Permissions of a socket made here.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Access {
-    /// Permission bits; `None` leaves them to the umask.
+    /// Permission bits; `None`: by the umask.
     pub(crate) mode: Option<Mode>,
-    /// The owning group; `None` leaves it to the kernel.
+    /// The group; `None`: chosen by the kernel.
     pub(crate) gid: Option<Gid>,
 }
 
-/// Why a path could not be claimed.
+/// Why no socket could be made at a path.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum BindError {
     #[error("{0}: {1}")]
@@ -82,8 +82,8 @@ pub(crate) enum BindError {
     Mode { path: String, source: io::Error },
 }
 
-/// Listens on a path: refuses one in use, replaces a stale one. The socket appears at the path with
-/// its permissions set and ready to be connected to.
+/// Listens on a path: refuses one in use, replaces a stale one. When the socket appears at the
+/// path, its permissions are set and it accepts connections.
 pub(crate) fn bind(path: &Path, access: Access) -> Result<(UnixListener, SocketFile), BindError> {
     let (socket, file) = bind_type(path, access, SocketType::STREAM)?;
     Ok((UnixListener::from(socket), file))
@@ -181,7 +181,7 @@ mod tests {
         let error = bind(&path, Access::default()).unwrap_err();
         assert!(matches!(error, BindError::InUse(_)), "{error}");
         assert!(path.exists());
-        // Not even a connection to be accepted and closed.
+        // Not even a connection that is accepted and closed.
         assert_eq!(live.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
         drop(UnixStream::connect(&path).unwrap());
         live.accept().unwrap();
@@ -241,7 +241,7 @@ mod tests {
         let path = dir.path().join("s");
         let (listener, file) = bind(&path, Access::default()).unwrap();
         drop(listener);
-        // Keeps the inode number taken, so that the next socket cannot get it.
+        // Keeps the inode number in use, so that the next socket cannot get it.
         fs::hard_link(&path, dir.path().join("kept")).unwrap();
         let (_other, _other_file) = bind(&path, Access::default()).unwrap();
         drop(file);

@@ -1,6 +1,9 @@
-//! Guests that take what they can get from `zerosock serve`: one that opens connections without end,
-//! and one that never reads. What must hold: the memory of the process, as the kernel counts it, stays
-//! within bounds, and another guest's connections go on in every round.
+//! Guests that exhaust what `zerosock serve` offers: one opens connections without end, one never
+//! reads.
+//!
+//! # Invariants
+//! - The resident memory of the process stays bounded.
+//! - Another guest's connections make progress in every round.
 
 mod process;
 
@@ -16,7 +19,7 @@ use zerosock::{Address, Cid, Port};
 /// Nothing has been taken for so long: nothing will be.
 const QUIET: Duration = Duration::from_secs(1);
 const MIB: usize = 1 << 20;
-/// Where the greedy guest and its sibling are.
+/// Directory of the greedy guest's and its sibling's sockets.
 const GREEDY: Cid = Cid::new(3);
 const SIBLING: Cid = Cid::new(4);
 const PORT: Port = Port::new(7);
@@ -25,7 +28,8 @@ fn deadline() -> Instant {
     Instant::now() + DEADLINE
 }
 
-/// `serve` with three VMs: the greedy one, its sibling, and the neighbour, who echoes with a program.
+/// `serve` with three VMs: the greedy one, its sibling, and a neighbour connected to an echo
+/// program.
 struct Daemon {
     serve: Running,
     dir: tempfile::TempDir,
@@ -80,7 +84,7 @@ impl Daemon {
         attach(self.dir.path(), cid)
     }
 
-    /// The neighbour notices nothing: a message each way.
+    /// The neighbour makes progress: a message in each direction.
     fn neighbour_goes_on(&mut self, round: u8) {
         let message = [round; 300];
         let mut got = [0; 300];
@@ -95,7 +99,7 @@ impl Daemon {
         assert_eq!(got, message);
     }
 
-    /// Bytes of `serve` itself that are in memory: guests' memory is mapped, and not its own.
+    /// Resident memory of `serve` itself, bytes, without the guests' mapped memory.
     fn resident(&self) -> usize {
         let path = format!("/proc/{}/status", self.serve.child.id());
         let status = std::fs::read_to_string(path).unwrap();
@@ -116,9 +120,9 @@ fn attach(dir: &Path, cid: Cid) -> Driver {
     driver.unwrap()
 }
 
-/// It asks for ever more connections, to nobody, to a program that does not accept, and to a sibling
-/// that does not answer; it gives none up of those that may yet come about, and takes answers now and
-/// then, or never.
+/// The greedy guest requests connections without end: to a port without a listener, to a program
+/// that does not accept, and to a sibling that does not answer. It keeps all pending ones, and
+/// reads answers rarely or never.
 #[test]
 fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
     let mut daemon = Daemon::start(&["--max-connections", "500"]);
@@ -129,7 +133,7 @@ fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
     let mut config = DriverConfig::new(socket(daemon.dir.path(), GREEDY));
     config.max_connections = 1 << 20;
     let mut guest = Driver::attach(config).unwrap();
-    let nobody = Address::new(Cid::HOST, Port::new(9));
+    let unused = Address::new(Cid::HOST, Port::new(9));
     let undecided = [
         Address::new(Cid::HOST, Port::new(8)),
         Address::new(SIBLING, PORT),
@@ -137,7 +141,7 @@ fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
     let mut asked = 0u64;
     let mut kept: Vec<StreamId> = Vec::new();
     let mut ask = |guest: &mut Driver| {
-        let lost: Vec<StreamId> = (0..100).map(|_| guest.connect(nobody).unwrap()).collect();
+        let lost: Vec<StreamId> = (0..100).map(|_| guest.connect(unused).unwrap()).collect();
         for n in 0..200 {
             kept.push(guest.connect(undecided[n % 2]).unwrap());
         }
@@ -161,7 +165,7 @@ fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
         sibling.turn().unwrap();
         daemon.neighbour_goes_on(round as u8);
         if round < 200 {
-            // It takes what it was answered, so that more can be asked.
+            // It reads the answers, so that it can send more requests.
             guest.withhold_buffers(false).unwrap();
             for _ in 0..4 {
                 guest.turn().unwrap();
@@ -175,7 +179,7 @@ fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
     println!("{grown} bytes for {asked} requests, {came} packets");
     assert!(came > 5000, "{came}: nothing to be bounded");
     assert!(grown < MIB / 2, "{grown} bytes for {asked} requests");
-    // And when it behaves again it is served.
+    // The guest is served again once it behaves.
     for stream in kept {
         guest.abort(stream);
     }
@@ -192,12 +196,12 @@ fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
     listener.accept().unwrap();
 }
 
-/// Its sibling sends to it on very many connections, and programs of the host on others: it has
-/// promised room for all of it, and takes nothing.
+/// The sibling sends to it on very many connections, and host programs on others: it has granted
+/// credit for everything, and reads nothing.
 #[test]
 fn a_guest_that_never_reads_costs_bounded_memory() {
     const CONNECTIONS: usize = 500;
-    /// What a device keeps in copies at most.
+    /// Limit of a device's copies, bytes.
     const KEPT: usize = 64 * MIB;
     let mut daemon = Daemon::start(&[]);
     let mut guest = daemon.attach(GREEDY);

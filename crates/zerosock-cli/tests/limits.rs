@@ -1,4 +1,4 @@
-//! Shares of what `zerosock serve` has once: file descriptors, and address space.
+//! Shares of process-wide resources of `zerosock serve`: descriptors and address space.
 
 mod process;
 
@@ -78,7 +78,7 @@ impl Daemon {
         self.serve.stderr()
     }
 
-    /// A number in the line that is logged at the start.
+    /// A number in the line logged at the start.
     fn number(&self, name: &str) -> usize {
         let log = self.log();
         let mut words = log.split_whitespace();
@@ -88,7 +88,7 @@ impl Daemon {
     }
 }
 
-/// Connects until it is refused, or has this many; each connection has carried a byte.
+/// Connects until refused, or up to this number; each connection has carried a byte.
 fn connect(guest: &mut Driver, program: &UnixListener, most: usize) -> Vec<(StreamId, UnixStream)> {
     let mut all = Vec::new();
     while all.len() < most {
@@ -123,7 +123,7 @@ fn a_vm_that_uses_up_all_descriptors_that_it_can_borrow_leaves_its_neighbour_its
     let mut held = connect(&mut greedy, &program, usize::MAX);
     assert!(held.len() > guaranteed, "{}: it can borrow", held.len());
     assert!(held.len() <= guaranteed + common, "{}", held.len());
-    // Programs of the host get nothing either, and the log says why.
+    // Connections of host programs are refused too, and the log says why.
     for _ in 0..3 {
         let mut refused = UnixStream::connect(daemon.at(GREEDY, "vsock")).unwrap();
         refused.set_read_timeout(Some(DEADLINE)).unwrap();
@@ -147,7 +147,7 @@ fn a_vm_that_uses_up_all_descriptors_that_it_can_borrow_leaves_its_neighbour_its
             .wait_recv_exact(*stream, &mut got, deadline())
             .unwrap();
     }
-    // What the greedy one gives up can be had again, by either.
+    // Both can use what the greedy VM releases.
     for (stream, _) in held.drain(..) {
         greedy.abort(stream);
     }

@@ -217,7 +217,7 @@ fn large_transfers_both_ways_at_once_arrive_unchanged() {
 }
 
 #[test]
-fn one_that_listens_and_one_that_connects() {
+fn listener_and_client_exchange_bytes() {
     let room = Room::new();
     let path = room.at("met");
     // A stale socket is in the way.
@@ -272,7 +272,7 @@ fn a_listener_refuses_a_path_in_use() {
 }
 
 #[test]
-fn what_cannot_be_reached_is_said_and_exits_with_1() {
+fn unreachable_endpoints_are_named_and_exit_with_1() {
     let room = Room::new();
     drop(UnixListener::bind(room.at("stale")).unwrap());
     for (name, wanted) in [
@@ -327,7 +327,7 @@ fn silence_ends_with_the_timeout() {
 }
 
 #[test]
-fn nobody_coming_ends_with_the_timeout() {
+fn listening_without_a_peer_ends_with_the_timeout() {
     let room = Room::new();
     let path = room.at("s");
     let endpoint = format!("unix-listen:{}", path.display());
@@ -477,7 +477,7 @@ fn a_guest_that_refuses_is_a_refused_connection() {
         ended.stderr
     );
     assert!(
-        ended.stderr.contains("nobody listens on port 77"),
+        ended.stderr.contains("no listener on port 77"),
         "{}",
         ended.stderr
     );

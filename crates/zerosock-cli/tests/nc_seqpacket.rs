@@ -1,5 +1,5 @@
-//! `zerosock nc --seqpacket` as a process: over Unix sockets of packets, against a hybrid server
-//! made here, and through a running `zerosock serve`.
+//! `zerosock nc --seqpacket` as a process: over SOCK_SEQPACKET Unix sockets, against a hybrid
+//! server in this test, and through a running `zerosock serve`.
 
 mod process;
 
@@ -51,7 +51,7 @@ impl Room {
     }
 }
 
-/// `zerosock nc --seqpacket`, whose standard input is a socket of packets: one is one message.
+/// `zerosock nc --seqpacket` with a SOCK_SEQPACKET socket as standard input: a packet is a message.
 fn nc(words: &[&str]) -> (Command, Packets) {
     let (ours, stdin) = rustix::net::socketpair(
         AddressFamily::UNIX,
@@ -141,7 +141,7 @@ fn what_is_read_at_once_is_a_message_and_empty_ones_end_nothing() {
         stdin.send(&[&vec![7; len]]);
         assert_eq!(peer.recv(), vec![7; len]);
     }
-    // Those without a byte, between others and before the end; and one longer than any it sends.
+    // Empty ones, between others and before the end; and one longer than any that it sends.
     let long = vec![9; 150_000];
     for answer in [&b"one, "[..], b"", b"", b"two", b"", &long, b"", b""] {
         peer.send(&[answer]);
@@ -219,7 +219,7 @@ fn a_hybrid_socket_takes_lines_as_packets() {
         (&b"OK x\n"[..], "answered `OK x` to CONNECT"),
         (b"NO", "answered `NO` to CONNECT"),
         (&[b'x'; 4096], "to CONNECT"),
-        (b"", "nobody listens on port 77"),
+        (b"", "no listener on port 77"),
     ] {
         let (running, _stdin) = start(&[&endpoint]);
         let guest = listener.accept();

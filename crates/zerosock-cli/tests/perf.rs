@@ -1,4 +1,4 @@
-//! `zerosock perf` between two processes: each mode, with every byte checked, and what is printed.
+//! `zerosock perf` between two processes: each mode, with every byte checked, and its output.
 //!
 //! With guests it is tested among the VM tests.
 

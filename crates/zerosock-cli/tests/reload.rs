@@ -1,5 +1,5 @@
-//! SIGHUP to a running `zerosock serve --config`: what changes, what stays, and whom it does not
-//! disturb.
+//! SIGHUP to a running `zerosock serve --config`: what changes, what stays, and which connections
+//! continue.
 
 mod process;
 
@@ -20,7 +20,7 @@ use zerosock::{Address, Cid, Port};
 struct Room {
     dir: tempfile::TempDir,
     serve: Option<Running>,
-    /// How often it has said what came of a reload.
+    /// Number of outcomes of reloads in the log.
     said: usize,
 }
 
@@ -62,7 +62,7 @@ impl Room {
         said
     }
 
-    /// Has the server read its file, and returns what it has said of it.
+    /// Reloads the file, and returns the new log lines.
     fn reload(&mut self) -> String {
         let before = self.stderr().len();
         self.serve.as_ref().unwrap().signal("HUP");
@@ -103,12 +103,12 @@ fn pair(from: &Endpoint, to: Address, listener: &Listener) -> (Stream, Stream) {
     })
 }
 
-/// Accepts whoever comes, for as long as the endpoint lasts: without it nobody drives it.
+/// Accepts every connection while the endpoint exists; this also drives the endpoint.
 fn keep_accepting(listener: Listener) {
     thread::spawn(move || while listener.accept().is_ok() {});
 }
 
-/// Whether the port can be connected to, where nobody but the switch refuses.
+/// Whether a connect to the port succeeds; only the switch refuses here.
 fn reaches(from: &Endpoint, to: Address) -> bool {
     match from.connect(to) {
         Ok(_) => true,
@@ -192,9 +192,9 @@ fn echoes(mut one: impl Read + Write, mut two: impl Read + Write, word: &[u8]) {
     assert_eq!(got, word);
 }
 
-/// A connection of each kind, through files with errors, and through those that would forbid it.
+/// A connection of each kind, through files with errors and files whose rules would forbid it.
 #[test]
-fn nobody_who_is_connected_notices_whatever_the_file_says() {
+fn existing_connections_survive_every_reload() {
     const ALL: &str = "deny: {from: any, to: any}";
     let good = format!("vms: [{THREE}}}, {FOUR}}}]\n{ATTACH}, uds_path: '@/p'}}\n");
     let mut room = Room::new(&good);
@@ -238,12 +238,12 @@ fn nobody_who_is_connected_notices_whatever_the_file_says() {
         (&service, at(4, 10)),
         (&three, at(2, 20)),
     ];
-    // The file, and whether it is taken and what may be connected then.
+    // The file, whether it is accepted, and whether connects are allowed afterwards.
     let files = [
         ("vms: [".to_owned(), false, true),
         (format!("{good}access: [{ALL}, oops]"), false, true),
         (format!("{good}access: [{ALL}]"), true, false),
-        // An error leaves what was there last, not what was there first.
+        // A file with an error leaves the rules of the last good file in effect.
         (format!("{good}acces: []"), false, false),
         (good.clone(), true, true),
         (
@@ -263,7 +263,7 @@ access: [deny: {{from: any, to: host}}, deny: {{from: host, to: any}}]"
         room.write(&file);
         let said = room.reload();
         assert_eq!(
-            !said.contains("nothing has changed"),
+            !said.contains("nothing was changed"),
             taken,
             "{file}: {said}"
         );
@@ -340,13 +340,13 @@ fn a_file_with_an_error_changes_nothing_and_says_where() {
         ),
         (
             format!("{good}access:\n  - deny: {{from: 'group:kvm', to: any}}"),
-            "access[0] group:kvm: nobody is in this group; the groups are default",
+            "access[0] group:kvm: no VM or process is in this group; the groups are default",
         ),
         (
             format!("vms: [{THREE}, queue_size: 5}}]"),
             "vms[0].queue_size 5: give a power of two",
         ),
-        // Nothing wrong with the file, but with the world.
+        // A valid file, but a path in use.
         (
             format!(
                 "vms: [{THREE}, groups: x}}, {{guest_cid: 9, socket: @/used, uds_path: @/u9}}]"
@@ -357,7 +357,7 @@ fn a_file_with_an_error_changes_nothing_and_says_where() {
         room.write(&file);
         let said = room.reload();
         assert!(
-            said.contains("not reloaded, nothing has changed"),
+            said.contains("configuration not reloaded, nothing was changed"),
             "{file}: {said}"
         );
         assert!(said.contains(wanted), "{file}: {said}");
@@ -370,7 +370,7 @@ fn a_file_with_an_error_changes_nothing_and_says_where() {
     std::fs::remove_file(room.at("vms.yaml")).unwrap();
     assert!(room.reload().contains("cannot be read"));
     room.write(&good);
-    assert!(!room.reload().contains("nothing has changed"));
+    assert!(!room.reload().contains("nothing was changed"));
     room.stop();
 }
 
@@ -404,7 +404,7 @@ access: [deny: {from: 3, to: host, ports: 5}]",
     assert!(full.is_err());
     let programs = [5, 6].map(|port| UnixListener::bind(room.at(&format!("u3_{port}"))).unwrap());
     assert!(!reaches(&three, at(2, 5)) && reaches(&three, at(2, 6)));
-    // Asked again, it names the same again; who is attached stays although nobody may attach.
+    // A second reload names it again; attached processes stay although no user may attach now.
     room.write(&format!("vms: [{THREE}}}]\n{ATTACH}, uid: [4000000001]}}"));
     let said = room.reload();
     assert!(!said.contains("cannot change"), "{said}");

@@ -1,9 +1,8 @@
-//! Very many connections on one device of `zerosock serve`: what each costs it while nothing passes,
-//! and that nothing is left when they have gone.
+//! Very many connections on one device of `zerosock serve`: memory of each at rest, and none left
+//! after they have closed.
 //!
-//! Two processes are attached, here both of them this one, and one connects to the other: no
-//! connection has a socket or a descriptor anywhere, so what is measured is the switch's own memory,
-//! and each has two halves in it.
+//! Both attached endpoints are in this process, and one connects to the other: no connection has a
+//! descriptor, so the measured memory is the switch's own, for both halves of each connection.
 
 mod process;
 
@@ -63,8 +62,7 @@ impl Switch {
         }
     }
 
-    /// Connections, and their other ends. Each has carried a byte each way: what lists it took for
-    /// that, it has given back.
+    /// Connections and their other ends. Each has carried a byte in each direction.
     fn connect(&self, connections: usize) -> Vec<(Stream, Stream)> {
         let mut all = Vec::with_capacity(connections);
         while all.len() < connections {
@@ -110,7 +108,7 @@ impl Switch {
         assert_eq!(&got, b"x");
     }
 
-    /// Bytes of `serve` that are in memory.
+    /// Resident memory of `serve`, bytes.
     fn resident(&self) -> usize {
         let path = format!("/proc/{}/statm", self.serve.child.id());
         let statm = std::fs::read_to_string(path).unwrap();

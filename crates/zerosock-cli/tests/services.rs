@@ -223,7 +223,7 @@ fn a_taken_port_is_named_and_free_when_its_process_is_killed() {
 }
 
 #[test]
-fn who_may_not_is_no_service() {
+fn a_user_without_permission_cannot_attach_a_service() {
     for flags in [["--service-uid", "4000000001"], ["--service-max", "0"]] {
         let room = Room::new();
         let serve = room.serve(&flags);
@@ -303,7 +303,7 @@ fn files_go_both_ways_by_datagrams() {
         ("service-listen:@:514", "attach:@:2:514"),
         ("attach-listen:@:515", "service:@:CID:515"),
     ] {
-        // A process has the next CID; who is alive has it until he ends.
+        // The next process gets the next CID; a CID is in use until its process ends.
         let next = room.process();
         let cid = next.cid().get() + 1;
         let mut one = room.listening(&["--dgram", listens]);
@@ -318,7 +318,7 @@ fn files_go_both_ways_by_datagrams() {
 }
 
 #[test]
-fn each_read_is_a_datagram_and_strangers_are_not_heard() {
+fn each_read_is_a_datagram_and_other_senders_are_dropped() {
     let room = Room::new();
     let serve = room.serve(&[]);
     let process = room.process();
@@ -339,7 +339,7 @@ fn each_read_is_a_datagram_and_strangers_are_not_heard() {
     assert_eq!(receive(&ours).0, b"", "the end");
     ours.send_to(b"", peer.unwrap()).unwrap();
     assert_eq!(finished_well(talks), b"ONE\nAND ANOTHER\n");
-    // Who listens takes the first for his peer; what others had sent by then is not his.
+    // A listener takes the first sender as its peer; earlier datagrams of others are dropped.
     let listens = room.listening(&["-u", "-d", "service-listen:@:7"]);
     ours.send_to(b"the first, ", host(7)).unwrap();
     stranger.send_to(b"from a stranger", host(7)).unwrap();
@@ -351,7 +351,7 @@ fn each_read_is_a_datagram_and_strangers_are_not_heard() {
 }
 
 #[test]
-fn who_ends_at_once_has_sent_all_datagrams() {
+fn datagrams_sent_right_before_exit_arrive() {
     const LEN: usize = (3 << 16) + 5;
     let room = Room::new();
     let serve = room.serve(&["--workers", "2"]);

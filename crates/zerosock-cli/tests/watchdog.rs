@@ -73,8 +73,8 @@ impl Manager {
         }
     }
 
-    /// The manager is told that the thread of this name makes no progress, and gets no ping from
-    /// then on, for several looks.
+    /// The manager is told that the named thread makes no progress, and gets no watchdog
+    /// notification from then on, for several checks.
     fn expect_silence(&self, name: &str) {
         let told = format!("STATUS=no progress of {name}");
         let deadline = Instant::now() + DEADLINE;

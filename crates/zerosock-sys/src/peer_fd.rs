@@ -1,4 +1,4 @@
-//! A descriptor whose close(2) may wait for a peer.
+//! Descriptors on which close(2) may wait for a peer.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
@@ -11,13 +11,13 @@ use crate::reaper;
 /// Every descriptor of this kind is kept as a `PeerFd` from the call that made it until it is
 /// dropped. `OwnedFd` is for descriptors that only this process has.
 ///
-/// One without an account may block a thread of the reaper beside those of all accounts: so every one
-/// that a peer can send, or put something into, has one.
+/// A descriptor without an account may block a thread of the reaper beyond the shares of all accounts.
+/// So every descriptor that a peer has sent, or into which a peer can queue descriptors, has one.
 #[derive(Debug)]
 pub struct PeerFd {
-    /// None only while it is dropped.
+    /// `None` only during drop.
     fd: Option<OwnedFd>,
-    /// Its place in the share of the peer that sent it.
+    /// Counts the descriptor against the share of the peer that sent it.
     permit: Option<Permit>,
 }
 
@@ -29,8 +29,8 @@ impl PeerFd {
         fd
     }
 
-    /// Has the descriptor closed as one of this account's peer, without counting it. For one that is
-    /// closed at once, or that the process's reserve is for.
+    /// Attributes the close to this account without counting the descriptor: for one that is closed at
+    /// once, or that is part of the process's reserve.
     pub fn owned_by(self, account: &Account) -> PeerFd {
         self.with_permit(account.take_nothing())
     }
@@ -40,7 +40,7 @@ impl PeerFd {
         self.permit.as_ref().map(Permit::account)
     }
 
-    /// The bare descriptor, for one that came from a party that is trusted.
+    /// The bare descriptor, for one received from a trusted party.
     pub fn into_trusted(mut self) -> OwnedFd {
         self.fd.take().expect("there until drop")
     }

@@ -1,11 +1,12 @@
 //! Single calls on a socket, for tests of what each of them does: one variant, one system call.
 //!
 //! The agent in a guest makes them on the kernel's sockets; tests make them on the library's own.
-//! What a system call refuses is part of the outcome.
+//! An error of a system call is part of the outcome.
 
 use serde::{Deserialize, Serialize};
 
-use super::protocol::Socket;
+/// The number of a socket in the agent.
+pub type Socket = u32;
 
 /// Kinds of sockets.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
@@ -16,18 +17,18 @@ pub enum Kind {
     SeqPacket,
 }
 
-/// A number that can be asked of a socket.
+/// A number that getsockopt(2) or ioctl(2) returns.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
 pub enum Number {
-    /// SIOCOUTQ: bytes sent that have not been taken.
+    /// SIOCOUTQ: bytes sent and not yet received.
     Unsent,
-    /// SIOCINQ: bytes that a read would give.
+    /// SIOCINQ: bytes available to a read.
     Unread,
     /// SO_VM_SOCKETS_BUFFER_SIZE.
     BufferSize,
 }
 
-/// Options of a socket, beside those of a [`super::protocol::SocketOption`].
+/// Socket options that a single call sets.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
 pub enum Setting {
     /// SO_VM_SOCKETS_BUFFER_MIN_SIZE and _MAX_SIZE, bytes.
@@ -46,32 +47,32 @@ pub enum Setting {
     ZeroCopy,
 }
 
-/// A part of what is sent with one call.
+/// One of the parts sent with one call.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
 pub enum Part {
-    /// So many bytes, which begin so far behind the beginning of a page.
+    /// Mapped bytes at an offset in a page.
     Bytes {
-        /// How many.
+        /// Number of bytes.
         len: usize,
-        /// Where in a page they begin.
+        /// Offset of the first byte in its page.
         offset: usize,
     },
-    /// So many bytes of addresses at which there is nothing.
+    /// Unmapped addresses.
     Unmapped {
-        /// How many.
+        /// Number of bytes.
         len: usize,
     },
 }
 
-/// How a receive behaves.
+/// Flags of recv(2).
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
-pub struct Manner {
+pub struct RecvFlags {
     /// MSG_PEEK.
     pub peek: bool,
     /// MSG_DONTWAIT.
-    pub now: bool,
-    /// MSG_TRUNC: the length is that of the message.
-    pub whole: bool,
+    pub dontwait: bool,
+    /// MSG_TRUNC: return the length of the message even if it exceeds the buffer.
+    pub trunc: bool,
 }
 
 /// One call.
@@ -79,129 +80,129 @@ pub struct Manner {
 pub enum Call {
     /// socket(2).
     Socket {
-        /// Of which kind.
+        /// Its type.
         kind: Kind,
     },
     /// bind(2).
     Bind {
-        /// Which socket.
+        /// The socket.
         socket: Socket,
-        /// Which CID; nothing: any of one's own.
+        /// CID; `None`: any local one.
         cid: Option<u32>,
-        /// Which port; nothing: any that is free.
+        /// Port; `None`: any free one.
         port: Option<u32>,
     },
     /// connect(2), blocking.
     Connect {
-        /// Which socket.
+        /// The socket.
         socket: Socket,
-        /// To which endpoint.
+        /// CID of the peer.
         cid: u32,
-        /// To which of its ports.
+        /// Port of the peer.
         port: u32,
     },
     /// connect(2) without waiting, and close(2) at once.
     ConnectAndClose {
-        /// To which endpoint.
+        /// CID of the peer.
         cid: u32,
-        /// To which of its ports.
+        /// Port of the peer.
         port: u32,
-        /// How often.
+        /// Number of repetitions.
         times: u32,
     },
     /// listen(2).
     Listen {
-        /// Which socket.
+        /// The socket.
         socket: Socket,
-        /// How many may wait.
+        /// Length of the accept queue.
         backlog: u32,
     },
-    /// accept(2), for a time. `ETIMEDOUT` when nobody comes.
+    /// accept(2) with a timeout: `ETIMEDOUT` without a connection.
     Accept {
         /// The listener.
         socket: Socket,
-        /// How long, in milliseconds.
+        /// Milliseconds.
         timeout_ms: u32,
     },
     /// getsockname(2); the answer is in `peer`.
     Name {
-        /// Which socket.
+        /// The socket.
         socket: Socket,
     },
     /// One send(2) of the first `len` bytes of a pattern.
     Send {
-        /// Over which socket.
+        /// The socket.
         socket: Socket,
         /// The pattern's seed.
         seed: u64,
-        /// How many bytes.
+        /// Number of bytes.
         len: usize,
         /// MSG_DONTWAIT.
         now: bool,
     },
     /// As `Send`, with MSG_EOR.
     SendRecord {
-        /// Over which socket.
+        /// The socket.
         socket: Socket,
         /// The pattern's seed.
         seed: u64,
-        /// How many bytes.
+        /// Number of bytes.
         len: usize,
     },
-    /// One sendmsg(2) of a pattern's bytes that lie in parts, with MSG_ZEROCOPY if it is a page or
-    /// more.
+    /// One sendmsg(2) of a pattern's bytes from several parts, with MSG_ZEROCOPY if they are a page
+    /// or more.
     SendParts {
-        /// Over which socket.
+        /// The socket.
         socket: Socket,
         /// The pattern's seed.
         seed: u64,
-        /// Where the bytes lie.
+        /// The parts.
         parts: Vec<Part>,
     },
-    /// Waits until the error queue has something and reads it: `bytes` sends are complete. With a
-    /// time of 0 it does not wait: `EAGAIN` when it is empty.
+    /// Waits for an entry of the error queue and reads the queue: `bytes` sends are complete. With a
+    /// timeout of 0 it does not wait: `EAGAIN` when the queue is empty.
     Completions {
-        /// Of which socket.
+        /// The socket.
         socket: Socket,
-        /// How long, in milliseconds.
+        /// Milliseconds.
         timeout_ms: u32,
     },
     /// One recv(2).
     Receive {
-        /// From which socket.
+        /// The socket.
         socket: Socket,
         /// Bytes of the buffer.
         len: usize,
-        /// How.
-        how: Manner,
+        /// Flags of recv(2).
+        flags: RecvFlags,
     },
-    /// Takes all that is there, and what comes, in leases, and keeps them until the socket is closed;
-    /// `bytes` so many bytes at least. Only sockets of the library can.
+    /// Receives at least `len` bytes in leases, which are kept until the socket is closed; the answer
+    /// is in `bytes`. Only sockets of the library support it.
     Lease {
-        /// From which socket.
+        /// The socket.
         socket: Socket,
-        /// How many bytes.
+        /// Number of bytes.
         len: usize,
     },
-    /// One recv(2) to where there is no memory.
+    /// One recv(2) into unmapped memory.
     ReceiveNowhere {
-        /// From which socket.
+        /// The socket.
         socket: Socket,
-        /// Bytes that are asked for.
+        /// Requested number of bytes.
         len: usize,
     },
     /// setsockopt(2).
     Set {
-        /// Of which socket.
+        /// The socket.
         socket: Socket,
-        /// Which, to what.
+        /// The option and its value.
         setting: Setting,
     },
     /// getsockopt(2) and ioctl(2); the answer is in `bytes`.
     Get {
-        /// Of which socket.
+        /// The socket.
         socket: Socket,
-        /// Which.
+        /// The number.
         number: Number,
     },
     /// How many sockets the system has (`sockets: used` of /proc/net/sockstat), in `bytes`.
@@ -209,7 +210,7 @@ pub enum Call {
 }
 
 impl Call {
-    /// The socket that it is about.
+    /// The socket of the call, if it has one.
     pub fn socket(&self) -> Option<Socket> {
         match *self {
             Call::Socket { .. } | Call::ConnectAndClose { .. } | Call::SocketsUsed => None,

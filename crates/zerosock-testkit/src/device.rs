@@ -1,4 +1,4 @@
-//! A vsock device as a process: ours (`zerosock serve`) or another with the same command line.
+//! A vsock device as a process: `zerosock serve`, or another device with the same command line.
 
 use std::ffi::OsString;
 use std::fs;
@@ -24,7 +24,7 @@ pub struct Endpoint {
     pub vhost: PathBuf,
     /// The hybrid vsock socket.
     pub uds: PathBuf,
-    /// The same for messages, of a device that has one.
+    /// The hybrid SOCK_SEQPACKET socket, if the device has one.
     pub messages: Option<PathBuf>,
 }
 
@@ -40,25 +40,25 @@ impl Endpoint {
         }
     }
 
-    /// The same with a hybrid vsock socket for messages too, which only `serve` has.
+    /// The same with a hybrid SOCK_SEQPACKET socket, which only `serve` has.
     pub fn with_messages(self) -> Endpoint {
         let messages = Some(self.uds.with_extension("messages"));
         Endpoint { messages, ..self }
     }
 }
 
-/// Which program is the device.
+/// The device's program.
 #[derive(Clone, Debug)]
 pub struct Program {
     /// The program.
     pub path: PathBuf,
-    /// Arguments in front of the device's own, as `serve`.
+    /// Arguments before those of the device, such as `serve`.
     pub arguments: Vec<OsString>,
-    /// A program with `leash`, under which the device is started so that it ends with us.
+    /// A program with `parent-watchdog`, which starts the device so that it ends with this process.
     pub zerosock: PathBuf,
 }
 
-/// Why there is no device.
+/// Why the device did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
     /// Starting failed.
@@ -71,14 +71,14 @@ pub enum DeviceError {
         program: PathBuf,
         /// Exit or deadline.
         what: String,
-        /// Its last lines.
+        /// The last lines of its output.
         log: String,
     },
 }
 
 /// A running device; dropping it kills it.
 pub struct Device {
-    /// What it printed.
+    /// Lines that it printed.
     pub log: Log,
     process: Guarded,
 }
@@ -93,7 +93,7 @@ impl Device {
         endpoints: &[Endpoint],
         echo: Option<&str>,
     ) -> Result<Device, DeviceError> {
-        let mut command = children::leashed(&program.zerosock, &program.path);
+        let mut command = children::with_parent_watchdog(&program.zerosock, &program.path);
         command.args(&program.arguments);
         for each in endpoints {
             let (vhost, uds) = (each.vhost.display(), each.uds.display());
@@ -159,16 +159,16 @@ impl Device {
         self.process.kill();
     }
 
-    /// Asks it to end (SIGTERM) and waits; its exit code, or nothing if it does not end or was
-    /// killed.
+    /// Asks it to end (SIGTERM) and waits; returns its exit code, or `None` if it does not end or
+    /// was killed.
     pub fn stop(&mut self, timeout: Duration) -> Option<i32> {
         self.process.terminate();
         self.process.wait(timeout)?.code()
     }
 }
 
-/// Whether every one of these Unix sockets is listened on, without connecting: a connection would be
-/// taken for a front-end.
+/// Whether all these Unix sockets listen, without connecting: a connection would count as a
+/// front-end.
 fn listening<'p>(mut paths: impl Iterator<Item = &'p PathBuf>) -> io::Result<bool> {
     // "Num RefCount Protocol Flags Type St Inode Path"; the flag is __SO_ACCEPTCON.
     let table = fs::read_to_string("/proc/net/unix")?;
@@ -181,9 +181,9 @@ fn listening<'p>(mut paths: impl Iterator<Item = &'p PathBuf>) -> io::Result<boo
     Ok(paths.all(|path| listens(&path.to_string_lossy()) || is_held(path)))
 }
 
-/// Whether a process has the socket at this path. Our own device's comes there by rename once it is
-/// listened on, and the kernel's table has it by the path at which it was made. The kernel refuses a
-/// connection of another type with EPROTOTYPE if the socket is held.
+/// Whether a process holds the socket at this path. `serve` renames a listening socket to this
+/// path, and the kernel's table has the path at which it was made. The kernel refuses a connection
+/// of another type with EPROTOTYPE if the socket is held.
 fn is_held(path: &Path) -> bool {
     let probe = || -> io::Result<bool> {
         let socket = UnixDatagram::unbound()?;

@@ -1,23 +1,24 @@
 //! The lines between the host and the agent in a guest: one JSON object a line.
 //!
-//! Commands are small steps on numbered sockets, each run on a thread of its own in the guest,
-//! so that a scenario is written where it is judged: on the host. What a system call refuses is
+//! Commands are small steps on numbered sockets, each run on a thread of its own in the guest, so
+//! that scenarios are written on the host, which checks the outcomes. An error of a system call is
 //! part of the outcome, never a failed command.
 
 use serde::{Deserialize, Serialize};
 
 use super::calls::Call;
+pub use super::calls::Socket;
 
-/// A step with the number under which it is answered.
+/// A command with the id of its reply.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Request {
     /// Chosen by the host, repeated in the reply.
     pub id: u64,
-    /// What to do.
+    /// The command.
     pub command: Command,
 }
 
-/// What the agent says.
+/// Messages of the agent.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum FromGuest {
     /// The guest has (re)booted and takes commands.
@@ -29,13 +30,10 @@ pub enum FromGuest {
     Reply {
         /// The number of the request.
         id: u64,
-        /// What came of it; a text when the command itself made no sense.
+        /// The outcome, or an error text when the command was invalid.
         outcome: Result<Outcome, String>,
     },
 }
-
-/// The number of a socket in the agent.
-pub type Socket = u32;
 
 /// Which bytes to send.
 #[derive(Copy, Clone, Debug, Serialize, Deserialize)]
@@ -44,10 +42,10 @@ pub enum Source {
     Pattern {
         /// Its seed.
         seed: u64,
-        /// How many bytes.
+        /// Number of bytes.
         len: u64,
     },
-    /// What an earlier [`Command::Receive`] kept.
+    /// The bytes that an earlier [`Command::Receive`] kept.
     Kept,
 }
 
@@ -71,14 +69,14 @@ pub enum SocketOption {
     BufferSize(u64),
 }
 
-/// When a TCP socket has its keys for TLS, and encrypts.
+/// When a TCP socket gets its TLS keys.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
 pub enum Keys {
-    /// Before a sender is opened over it.
+    /// Before a sender is opened over the socket.
     First,
-    /// Then, before anything is sent.
+    /// After the sender is opened, before anything is sent.
     Then,
-    /// It sends as it is.
+    /// Never: unencrypted.
     Never,
 }
 
@@ -87,14 +85,14 @@ pub enum Keys {
 pub enum Command {
     /// Connects (blocking).
     Connect {
-        /// To which endpoint.
+        /// CID of the peer.
         cid: u32,
-        /// To which of its ports.
+        /// Port of the peer.
         port: u32,
     },
     /// Binds and listens.
     Listen {
-        /// On which port.
+        /// Port.
         port: u32,
     },
     /// Accepts one connection (blocking).
@@ -102,84 +100,83 @@ pub enum Command {
         /// The listener.
         socket: Socket,
     },
-    /// Accepts for ever and sends back what comes, each connection on a thread of its own.
+    /// Accepts forever and echoes, each connection on a thread of its own.
     Echo {
         /// The listener.
         socket: Socket,
     },
     /// Sends everything (blocking).
     Send {
-        /// Over which socket.
+        /// The socket.
         socket: Socket,
         /// What.
         source: Source,
         /// Sizes of the writes, in turn.
         chunks: Vec<usize>,
     },
-    /// Sends a pattern through a `zerosock::zc::Sender`, without a copy where that is possible, as
-    /// many buffers at once as it has places for. What carried it, and its counts, are in `text`.
+    /// Sends a pattern through a `zerosock::zc::Sender`, zero-copy where possible, with as many
+    /// buffers in flight as it has slots. The back-end and its counters are in `text`.
     SendOwned {
         /// Over which socket; a duplicate of it is the sender's.
         socket: Socket,
         /// The pattern's seed.
         seed: u64,
-        /// How many bytes.
+        /// Number of bytes.
         len: u64,
-        /// In buffers of so many.
+        /// Bytes per buffer.
         chunk: usize,
-        /// Over which back-end: `uring`, `error queue`, `copy`, or `any`.
+        /// Back-end: `uring`, `error queue`, `copy`, or `any`.
         backend: String,
     },
-    /// As [`Command::SendOwned`], over TCP on the guest's loopback device, which its kernel encrypts
-    /// (TLS) or not. `sha256` is of what the other end, which is the guest's own, has received and
-    /// decrypted.
+    /// As [`Command::SendOwned`], over TCP on the guest's loopback device, with or without kernel TLS.
+    /// `sha256` is of the bytes that the other end, also in the guest, has received and decrypted.
     SendOwnedTcp {
         /// The pattern's seed.
         seed: u64,
-        /// How many bytes.
+        /// Number of bytes.
         len: u64,
-        /// In buffers of so many.
+        /// Bytes per buffer.
         chunk: usize,
-        /// Over which back-end: `uring`, `error queue`, `copy`, or `any`.
+        /// Back-end: `uring`, `error queue`, `copy`, or `any`.
         backend: String,
-        /// When it begins to be encrypted.
+        /// When encryption begins.
         keys: Keys,
     },
     /// Receives until `limit` bytes or the end of the stream.
     Receive {
-        /// From which socket.
+        /// The socket.
         socket: Socket,
-        /// At most so many bytes; nothing: to the end.
+        /// Limit of bytes; `None`: to the end.
         limit: Option<u64>,
-        /// Keeps the bytes for [`Source::Kept`]; hashes them after the last has come.
+        /// Keeps the bytes for [`Source::Kept`] and hashes them at the end.
         keep: bool,
         /// Sends one byte back when done, before anything is hashed.
         acknowledge: bool,
     },
     /// Waits until the socket is readable.
     Poll {
-        /// Which socket.
+        /// The socket.
         socket: Socket,
-        /// How long, in milliseconds.
+        /// Milliseconds.
         timeout_ms: u32,
     },
     /// Shuts down.
     Shutdown {
-        /// Which socket.
+        /// The socket.
         socket: Socket,
-        /// Which directions.
+        /// The directions.
         how: How,
     },
     /// Sets an option.
     Set {
-        /// Of which socket.
+        /// The socket.
         socket: Socket,
-        /// Which, to what.
+        /// The option and its value.
         option: SocketOption,
     },
     /// Closes.
     Close {
-        /// Which socket.
+        /// The socket.
         socket: Socket,
     },
     /// One call on a socket.
@@ -200,14 +197,14 @@ pub enum Command {
     PowerOff,
 }
 
-/// What came of a step; fields that do not apply are left at their defaults.
+/// Outcome of a step; fields that do not apply are left at their defaults.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Outcome {
-    /// The socket that was made.
+    /// The new socket.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub socket: Option<Socket>,
-    /// Who is at the other end of an accepted connection.
+    /// CID and port of the peer of an accepted connection.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peer: Option<(u32, u32)>,
     /// Bytes sent or received, or the exit status of a program.
@@ -226,7 +223,7 @@ pub struct Outcome {
     pub errno: Option<String>,
     /// How long it took, in microseconds.
     pub elapsed_us: u64,
-    /// What a program printed.
+    /// Output of a program.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
 }

@@ -1,4 +1,4 @@
-//! The host's side of the agent: commands out, replies back, several at once.
+//! The host's side of the agent: sends commands and receives replies, several at once.
 
 use std::collections::HashMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -14,7 +14,7 @@ use zerosock_cli::vm::qemu::{self, Control};
 use super::guest;
 use super::protocol::{Command, FromGuest, Outcome, Request, Socket};
 
-/// A guest under QEMU whose program is the agent.
+/// A guest under QEMU that runs the agent.
 pub type Guest = qemu::Guest<Remote>;
 
 /// The arguments with which init starts the agent.
@@ -25,13 +25,13 @@ pub fn agent(tty: &str) -> String {
 /// Why a command has no outcome.
 #[derive(Debug, thiserror::Error)]
 pub enum RemoteError {
-    /// The guest is gone, or has booted again meanwhile.
+    /// The guest has ended or rebooted meanwhile.
     #[error("the guest went away during {0}")]
     Gone(String),
     /// It did not answer.
     #[error("no answer from the guest within {1:?} to {0}")]
     TimedOut(String, Duration),
-    /// It did not understand.
+    /// It did not understand the command.
     #[error("the guest refuses {0}: {1}")]
     Refused(String, String),
 }
@@ -49,21 +49,21 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// How often the agent said hello; what it said last.
+    /// Number of the agent's hellos, and the release in the last one.
     boots: u32,
     release: String,
     gone: bool,
     waiting: HashMap<u64, Sender<Result<Outcome, String>>>,
 }
 
-/// A command on its way.
+/// A pending command.
 pub struct Pending {
     what: String,
     answer: Receiver<Result<Outcome, String>>,
 }
 
 impl Remote {
-    /// Speaks over a pair of streams, reading on a thread of its own.
+    /// Uses a pair of streams; a thread reads replies.
     pub fn new(reader: impl Read + Send + 'static, writer: impl Write + Send + 'static) -> Remote {
         let remote = Remote(Arc::new(Shared {
             writer: Mutex::new(Box::new(writer)),
@@ -76,7 +76,7 @@ impl Remote {
         remote
     }
 
-    /// Waits until the guest has booted `boots` times; its kernel's release.
+    /// Waits until the guest has booted `boots` times; returns its kernel's release.
     pub fn wait_for_boot(&self, boots: u32, timeout: Duration) -> Option<String> {
         let deadline = Instant::now() + timeout;
         let mut state = self.0.state();
@@ -102,7 +102,7 @@ impl Remote {
         self.0.state().gone
     }
 
-    /// Sends a command without waiting for its outcome.
+    /// Sends a command without waiting.
     pub fn start(&self, command: Command) -> Pending {
         let what = format!("{command:?}");
         let id = self.0.next.fetch_add(1, Ordering::Relaxed);
@@ -159,7 +159,7 @@ impl Control for Remote {
 }
 
 impl Pending {
-    /// The outcome.
+    /// Waits for the outcome.
     ///
     /// # Errors
     /// See [`RemoteError`].
@@ -172,7 +172,7 @@ impl Pending {
         }
     }
 
-    /// The socket in the outcome, which must be there.
+    /// Waits for the socket in the outcome, which must be there.
     ///
     /// # Errors
     /// Also when the guest's system refused.
@@ -199,7 +199,7 @@ impl Shared {
                     let mut state = self.state();
                     state.boots += 1;
                     state.release = release;
-                    // Whoever waits for the guest of before waits in vain.
+                    // Commands that were pending before the reboot get no reply.
                     state.waiting.clear();
                     self.booted.notify_all();
                 }
@@ -208,7 +208,7 @@ impl Shared {
                         let _ = sender.send(outcome);
                     }
                 }
-                // The firmware and the kernel may use the line before the agent does.
+                // Firmware and kernel may write to the line before the agent does.
                 Err(_) => {}
             }
             line.clear();

@@ -1,4 +1,4 @@
-//! A guest under user-mode Linux: the kernel as a process, its vsock device over vhost-user.
+//! A guest under user-mode Linux: a kernel in a process, with a vsock device over vhost-user.
 //!
 //! Unlike QEMU it needs no accelerator, and its front-end is Linux's own `virtio_uml`.
 
@@ -13,11 +13,12 @@ use zerosock_cli::vm::kernel::Kernel;
 use super::guest;
 use super::remote::Remote;
 
-/// The agent's line in the guest.
+/// The guest's serial line to the agent.
 pub const TTY: &str = "/dev/ttyS0";
 
-/// With the extended state hidden (`guest hide-xstate`), a process in the guest may lose its wide
-/// registers at any moment, so that the C library must not use them. The kernel hands unknown
+/// With hidden extended state (`guest hide-xstate`), a process in the guest may lose its wide
+/// registers at any moment, so the C library must not use them. The kernel passes unknown options
+/// to init as its environment.
 /// options to init as its environment.
 const TUNABLES: &str = "GLIBC_TUNABLES=glibc.cpu.hwcaps=\
     -AVX,-AVX2,-AVX512F,-AVX512VL,-AVX512BW,-AVX_Fast_Unaligned_Load";
@@ -37,13 +38,13 @@ pub struct Guest {
     process: Guarded,
 }
 
-/// Why no guest came up.
+/// Why the guest did not boot.
 #[derive(Debug, thiserror::Error)]
 pub enum BootError {
     /// Starting failed.
     #[error("cannot start user-mode Linux: {0}")]
     Start(#[from] io::Error),
-    /// The guest never spoke.
+    /// The guest printed nothing.
     #[error("user-mode Linux did not boot: {what}; its last words:\n{console}")]
     NoLife {
         /// Exit or deadline.
@@ -55,8 +56,8 @@ pub enum BootError {
 
 impl Guest {
     /// Boots and waits for the agent. `device` is the vhost-user socket, already listening;
-    /// `zerosock` a program with the agent and `leash`, under which the guest is started so that it
-    /// ends with us.
+    /// `zerosock` a program with the agent and `parent-watchdog`, which starts the guest so that it
+    /// ends with this process.
     ///
     /// # Errors
     /// See [`BootError`].
@@ -67,7 +68,7 @@ impl Guest {
         zerosock: &Path,
         echo: Option<&str>,
     ) -> Result<Guest, BootError> {
-        let mut command = children::leashed(zerosock, zerosock);
+        let mut command = children::with_parent_watchdog(zerosock, zerosock);
         command
             .args([guest::NAME, "hide-xstate", "--"])
             .arg(&kernel.image);

@@ -1,5 +1,5 @@
-//! What programs expect of vsock, shown between processes: through a daemon, and with a program
-//! that embeds the device on either side. `tests/vm` shows the same list with guests.
+//! Behaviours that programs expect of vsock, tested between processes: through a daemon, and with a
+//! program that embeds the device on either side. `tests/vm` tests the same list with guests.
 
 mod behaviour;
 
@@ -13,7 +13,7 @@ use zerosock::Cid;
 use zerosock::daemon::{Daemon, DaemonConfig, HostSide, VmConfig};
 use zerosock::vsock::{Endpoint, Host};
 
-/// Two processes' endpoints at a daemon, which copies once from one to the other.
+/// Two attached processes at a daemon, which copies once from one to the other.
 mod process_to_process {
     super::each_behaviour!(super::between_processes);
 }
@@ -28,8 +28,8 @@ mod host_to_process {
     super::each_behaviour!(super::from_a_host);
 }
 
-/// docs/behaviours.md has a row for each, and none for anything else; and what it does not claim to
-/// be shown here are those that need a kernel's calls.
+/// docs/behaviours.md has a row for each behaviour and for nothing else; those without a claim here
+/// need kernel sockets.
 #[test]
 fn the_table_has_all_of_the_list() {
     let sorted = |mut names: Vec<&'static str>| {
@@ -58,7 +58,7 @@ fn vm(dir: &Path, cid: u64) -> VmConfig {
     }
 }
 
-/// Longer than any step may take: what is refused within a step was not given up.
+/// Longer than any step may take: a refusal within a step was no time-out.
 const CONNECTING: Duration = STEP.saturating_mul(2);
 
 fn endpoint(dir: &Path, cid: u64) -> Library {
@@ -84,7 +84,7 @@ fn between_processes(name: &str) {
     daemon.shutdown();
 }
 
-/// A host, and a process at it.
+/// A host, and an attached process.
 fn hosted(test: impl FnOnce(&Library, &Library)) {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("attach.sock");

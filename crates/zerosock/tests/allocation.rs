@@ -73,7 +73,7 @@ fn bytes_pass_both_ways_without_an_allocation() {
             }
         }
     };
-    // Buffers grow to their size.
+    // Buffers grow to their final size.
     exchange(200);
     let before = ALLOCATIONS.load(Ordering::Relaxed);
     exchange(500);
@@ -83,11 +83,11 @@ fn bytes_pass_both_ways_without_an_allocation() {
     guest.turn().unwrap();
     echo.join().unwrap();
 
-    // Counted for the whole process, so one after the other and not tests side by side.
+    // The counter covers the process, so run in sequence and not as parallel tests.
     streams();
 }
 
-/// Between a host in this program and a process (here: a thread) that has attached to it, warm.
+/// Between a host in this program and an attached endpoint (on a thread), after a warm-up.
 fn streams() {
     const MESSAGES: usize = 200;
     let dir = tempfile::tempdir().unwrap();
@@ -110,7 +110,7 @@ fn streams() {
     for stream in [&ours, &theirs] {
         stream.set_nonblocking(true).unwrap();
     }
-    // Both sides take turns in one thread: nothing but their own work is counted.
+    // Both sides take turns in one thread: nothing else is counted.
     let message = [7u8; 100];
     let exchange = |from: &Stream, to: &Stream, way: usize| {
         let send = |from: &Stream| match way {
@@ -141,7 +141,7 @@ fn streams() {
             }
             match receive(to, &mut buffer) {
                 Ok(bytes) => got += bytes,
-                // Does not happen, as what was sent is there at once; an error is allocated.
+                // Not reached, since sent bytes are available at once; an error would allocate.
                 Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock),
             }
         }
@@ -158,7 +158,7 @@ fn streams() {
             assert_eq!(allocated, 0, "allocations {name}, way {way}");
         }
     }
-    // The host answers when the process says farewell, if it is driven.
+    // The host answers the detach request while it is driven.
     let leaving = std::thread::spawn(move || drop((theirs, endpoint)));
     while !leaving.is_finished() {
         host.turn().unwrap();

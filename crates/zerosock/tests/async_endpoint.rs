@@ -151,7 +151,7 @@ async fn a_connect_that_nobody_answers_ends_in_time() {
     assert_eq!(error.kind(), std::io::ErrorKind::TimedOut);
 }
 
-/// A host with an attach socket, and a thread in which processes attach: the host has to be driven
+/// A host with an attach socket, and a thread in which processes attach: the host must be driven
 /// meanwhile.
 fn host(dir: &tempfile::TempDir) -> (Host, std::path::PathBuf) {
     let path = dir.path().join("attach.sock");
@@ -201,14 +201,14 @@ async fn a_host_serves_tasks() {
         told(task).await.unwrap();
     }
     drop(told(serving).await.unwrap());
-    // The other way round, by name.
+    // In the other direction, by name.
     let mine = AsyncListener::new(process.listen(PORT, 4).unwrap()).unwrap();
     let connecting = AsyncStream::connect_name(&host, "worker", PORT);
     let (stream, accepted) = tokio::join!(connecting, mine.accept());
     let (mut stream, (accepted, _)) = (stream.unwrap(), accepted.unwrap());
     let error = AsyncStream::connect_name(&process, "nobody", PORT).await;
     assert_eq!(error.unwrap_err().kind(), std::io::ErrorKind::NotFound);
-    // Halves come together again, and nothing was said to the peer.
+    // The halves are reunited without a packet to the peer.
     let (reader, writer) = accepted.into_split();
     let (other, _writer) = stream.into_split();
     let error = other.reunite(writer).unwrap_err();

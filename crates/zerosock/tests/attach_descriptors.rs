@@ -29,12 +29,12 @@ fn descriptors_return_to_their_number_after_many_processes() {
         driver.turn().unwrap();
         drop(driver);
         drop(attached.control);
-        // Granted, and given up unused.
+        // Granted, and closed unused.
         drop(Client::connect(&path, &request).unwrap());
     };
     round();
     eventually("nobody attached", || daemon.stats().attached == 0);
-    // The first round may have left things that are made once.
+    // The first round may have made one-time descriptors.
     let mut before = open_fds();
     eventually("at rest", || {
         let now = open_fds();

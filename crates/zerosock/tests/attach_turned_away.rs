@@ -16,7 +16,7 @@ use zerosock::attach::AttachConfig;
 use zerosock::daemon::{Daemon, Reload};
 use zerosock_sys::fd_passing;
 
-/// More than may be turned away at a time.
+/// More than may be refused at a time.
 const PROCESSES: usize = 100;
 const LIMIT: usize = 64;
 
@@ -49,7 +49,8 @@ fn process(path: &Path) -> (OwnedFd, TcpStream) {
     let process = socket();
     connect(&process, &SocketAddrUnix::new(path).unwrap()).unwrap();
     let (fd, receiver) = lingering_socket();
-    // Of one that is turned away the first is received, the others are closed with the socket.
+    // Only the first descriptor of a refused client is received; the others are closed with the
+    // socket.
     for _ in 0..3 {
         fd_passing::send(&process, &[IoSlice::new(b"x")], &[fd.as_fd()]).unwrap();
     }
@@ -66,7 +67,7 @@ fn processes_that_are_turned_away_use_up_their_common_account_only() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("attach.sock");
     let listener = socket();
-    // The kernel does not refuse the descriptors: they come before the daemon asks it to.
+    // The kernel does not refuse the descriptors: they arrive before the daemon sets SO_PASSRIGHTS.
     bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
     listen(&listener, PROCESSES as i32).unwrap();
     let (processes, receivers): (Vec<_>, Vec<_>) = (0..PROCESSES).map(|_| process(&path)).unzip();

@@ -18,14 +18,14 @@ use crate::worker::jobs;
 use crate::worker::order::{Order, Outcome};
 use crate::worker::touch::{Check, Fault, Message, Seen};
 
-/// What one buffer takes at least.
+/// Smallest size of a buffer: one cache line.
 const LINE: usize = 64;
-/// Messages of a cache line in the ring.
+/// Entries of the ring for messages of one cache line.
 const LINES: usize = 256;
-/// Bytes of all buffers of one way, as far as that makes between 4 and 512 of them.
+/// Total size of the buffers of one direction; their number is limited to 4 to 512.
 const BUFFER_BYTES: usize = 4 << 20;
 
-/// Runs both sides; the outcome is that of the one that takes the time.
+/// Runs both sides and returns the outcome of the side that measures the time.
 pub(crate) fn run(order: &Order) -> Result<Outcome, Fault> {
     if order.size == LINE {
         let (here, there) = pair(order, lines);
@@ -54,7 +54,7 @@ where
         let here = scope.spawn(move || side(order, here)).join();
         let other = other.join();
         let panicked = |_| "a side of the bare loop panicked".to_owned();
-        // The side that takes the time also sees first what is wrong.
+        // The measuring side is also the first to see a fault.
         let outcome = here.map_err(panicked)??;
         other.map_err(panicked)??;
         Ok(outcome)
@@ -116,7 +116,7 @@ impl Link for Ends<Producer<Line>, Consumer<Line>> {
 
 type Buffer = Box<[u8]>;
 
-/// The producer's side: where full buffers go, where empty ones come back.
+/// The producer's side: a ring of full buffers and a ring of returned empty buffers.
 struct Full {
     full: Producer<Buffer>,
     empty: Consumer<Buffer>,
@@ -133,7 +133,7 @@ fn buffers(size: usize) -> (Full, Empty) {
     let (full, full_out) = RingBuffer::new(count);
     let (mut empty, empty_out) = RingBuffer::new(count);
     for _ in 0..count {
-        // The ring has room for every buffer there is.
+        // The ring has room for all buffers.
         let _ = empty.push(vec![0; size].into_boxed_slice());
     }
     let sends = Full {
@@ -172,7 +172,7 @@ fn push<T>(ring: &mut Producer<T>, mut item: T) -> Result<(), Fault> {
             Err(PushError::Full(back)) => item = back,
         }
         if ring.is_abandoned() {
-            // The consumer ended: that the last buffer has no way back is no fault.
+            // The consumer has ended: the last buffer need not return.
             return Ok(());
         }
         spin_loop();

@@ -1,15 +1,14 @@
-//! What Unix sockets, TCP and pipes have in common: streams of bytes in the kernel.
+//! Kernel byte streams: Unix sockets, TCP and pipes.
 //!
-//! Each message is one write. The reader takes as much as there is and checks messages where they
-//! lie in its buffer: a stream has no borders, and a reader that fetched each small message with
-//! a call of its own would make the peer look worse than it is.
+//! Each message is one write. The reader reads as much as is available and checks messages in its
+//! buffer: one read for each small message would make the peer look worse than it is.
 
 use std::io::{ErrorKind, Read, Write};
 
 use crate::worker::Link;
 use crate::worker::touch::{Check, Fault, Message, Seen};
 
-/// Bytes of the reader's buffer for messages that are shorter.
+/// Smallest size of the reader's buffer, bytes.
 const READ_AHEAD: usize = 64 << 10;
 
 /// A connection of bytes.
@@ -17,7 +16,7 @@ pub(crate) struct Bytes<R, W> {
     input: R,
     output: W,
     message: Vec<u8>,
-    /// A whole number of messages, so that none ever lies across its end.
+    /// Its length is a multiple of the message length, so that no message wraps around.
     buffer: Vec<u8>,
     filled: usize,
     taken: usize,
@@ -68,7 +67,7 @@ impl<R: Read, W: Write> Link for Bytes<R, W> {
 mod tests {
     use super::*;
 
-    /// Gives its bytes in pieces of seven.
+    /// Returns its bytes in pieces of seven.
     struct Pieces<'b>(&'b [u8]);
 
     impl Read for Pieces<'_> {

@@ -1,14 +1,14 @@
-//! Datagrams: ours, and UDP over the loopback interface. Both count what arrives, because both may
-//! lose some.
+//! Datagrams of zerosock, and UDP over the loopback interface. Both may lose datagrams, so both
+//! count what arrives.
 //!
 //! A measurement has lanes: each is a sender and a receiver with sockets and threads of their own.
-//! All senders are in one process, all receivers in the other. A receiver takes the time from its
-//! first datagram on; what comes until its time is over counts, when every byte of it is as it was
-//! sent and it is no older than the one before. A sender goes on until the receivers have long
-//! been through.
+//! All senders are in one process, all receivers in the other. A receiver measures from its first
+//! datagram until its time is over, and counts each datagram with correct bytes and a number above
+//! that of the one before. A sender continues until well after the receivers have finished.
 //!
-//! Every datagram is sent and received by a call of its own, unless the order says `many`: then
-//! receivers take what there is with one call, as [`Datagram::recv_each`] does; UDP has no such
+//! Every datagram is sent and received by one call, unless the order says `many`: zerosock then
+//! receives all available datagrams with one call ([`Datagram::recv_each`]). The standard library
+//! has no such call for UDP.
 //! call in the standard library, and goes on as it was.
 
 use std::io::ErrorKind;
@@ -28,24 +28,24 @@ use crate::worker::order::{Job, Order, Outcome, Wait};
 use crate::worker::touch::{Check, Fault, Message};
 use crate::worker::{self};
 
-/// Bytes under way from a sender at most, for both: Linux's usual send buffer.
+/// Bytes in flight per sender, for both: the usual send buffer of Linux.
 const SEND_BUFFER: u32 = 212_992;
-/// What a receiver may have unread; the system gives UDP as much as it lets anybody have.
+/// Unread bytes of a receiver; UDP gets the most that the system grants without privileges.
 const RECEIVE_BUFFER: u32 = 1 << 20;
-/// Entries of our queues.
+/// Entries of zerosock's queues.
 const QUEUE: u16 = 1024;
 const PORT: Port = Port::new(514);
-/// In front of the message: its number.
+/// Header before the message: its number.
 const NUMBER: usize = 8;
-/// Datagrams between two looks at the clock.
+/// Datagrams between two readings of the clock.
 const BATCH: u64 = 32;
-/// A call that waits gives up to look at the clock.
+/// Timeout of blocking calls, so that the clock is read.
 const TICK: Duration = Duration::from_millis(50);
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How much longer than a receiver a sender goes on.
+/// How much longer a sender runs than a receiver.
 const LONGER: Duration = Duration::from_millis(300);
 
-/// The way of an order: how many lanes, and whether receivers take many at once.
+/// Variant of an order: the number of lanes, and whether receivers take many datagrams per call.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct How {
     lanes: usize,
@@ -66,19 +66,19 @@ impl How {
     }
 }
 
-/// Where datagrams go in.
+/// The sending end of a lane.
 trait Sender: Send {
-    /// False: there was no room for a while, or nobody is there any more.
+    /// False when the send timed out or the receiver has closed.
     fn send(&mut self, bytes: &[u8]) -> Result<bool, Fault>;
 }
 
-/// Where they come out.
+/// The receiving end of a lane.
 trait Receiver: Send {
-    /// Waits a while and shows what has come; how many.
+    /// Waits for a limited time and passes on what has arrived; returns the number of datagrams.
     fn recv(&mut self, look: &mut dyn FnMut(&[u8])) -> Result<u64, Fault>;
 }
 
-/// One side's work.
+/// Carries out an order as one of the two sides.
 pub(crate) fn work(order: &Order, ours: bool) -> Result<(), Fault> {
     let how = How::of(order)?;
     match (order.job, ours) {
@@ -88,7 +88,8 @@ pub(crate) fn work(order: &Order, ours: bool) -> Result<(), Fault> {
                 .map(|lane| OurReceiver::new(&base, lane, order, how.many))
                 .collect::<Result<_, _>>()?;
             worker::say_open(&order.place)?;
-            // A host works while it is called: in the order in which its senders come.
+            // A host makes progress during calls: accept the senders in the order in which they
+            // connect.
             hosts.iter_mut().try_for_each(OurReceiver::meet)?;
             receive_all(hosts, order)
         }
@@ -127,7 +128,7 @@ fn receive_all<R: Receiver>(receivers: Vec<R>, order: &Order) -> Result<(), Faul
             });
             done.collect::<Result<Vec<_>, _>>()
         })?;
-        // All lanes have the same time, within a tick.
+        // The measured times of the lanes differ by one tick at most.
         let time = outcomes.iter().map(|outcome| outcome.nanoseconds).max();
         Ok(Outcome {
             messages: outcomes.iter().map(|outcome| outcome.messages).sum(),
@@ -227,7 +228,7 @@ fn receive(mut receiver: impl Receiver, order: &Order) -> Result<Outcome, Fault>
     }
 }
 
-/// The number of a datagram that is as it was sent, and not one that came before.
+/// The number of a datagram with correct bytes that is newer than the one before.
 fn check(bytes: &[u8], len: usize, next: u64) -> Result<u64, Fault> {
     let Some((front, rest)) = bytes.split_first_chunk::<NUMBER>() else {
         return Err(format!("a datagram of {} bytes", bytes.len()));
@@ -287,7 +288,7 @@ impl Sender for Udp {
     fn send(&mut self, bytes: &[u8]) -> Result<bool, Fault> {
         match self.socket.send(bytes) {
             Ok(_) => Ok(true),
-            // The receivers are through.
+            // The receivers have finished.
             Err(error) if error.kind() == ErrorKind::ConnectionRefused => Ok(false),
             Err(error) if is_later(error.kind()) => Ok(false),
             Err(error) => Err(text(error)),
@@ -312,7 +313,7 @@ fn is_later(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::WouldBlock | ErrorKind::TimedOut)
 }
 
-/// Our receiver: a process that has the device in itself.
+/// zerosock's receiver: a process that embeds the device.
 struct OurReceiver {
     socket: Datagram,
     _host: Host,
@@ -342,7 +343,7 @@ impl OurReceiver {
 }
 
 impl OurReceiver {
-    /// Waits for the empty datagram by which the sender says that it is there.
+    /// Waits for the empty datagram with which the sender announces itself.
     fn meet(&mut self) -> Result<(), Fault> {
         let give_up = Instant::now() + PATIENCE;
         while self.recv(&mut |_| {})? == 0 {
@@ -381,7 +382,7 @@ impl Receiver for OurReceiver {
     }
 }
 
-/// Our sender: a process that has attached.
+/// zerosock's sender: an attached process.
 struct OurSender {
     socket: Datagram,
     _endpoint: Endpoint,
@@ -398,7 +399,7 @@ impl OurSender {
             }
             match builder.attach(&path) {
                 Ok(endpoint) => break endpoint,
-                // The host may not be there yet.
+                // The host may not have started yet.
                 Err(_) if Instant::now() < deadline => thread::sleep(Duration::from_millis(2)),
                 Err(error) => return Err(text(error)),
             }
@@ -420,7 +421,7 @@ impl Sender for OurSender {
         match self.socket.send(bytes) {
             Ok(_) => Ok(true),
             Err(error) if is_later(error.kind()) => Ok(false),
-            // The receivers are through.
+            // The receivers have finished.
             Err(error) if error.kind() == ErrorKind::ConnectionAborted => Ok(false),
             Err(error) if error.kind() == ErrorKind::Unsupported => Ok(false),
             Err(error) => Err(text(error)),

@@ -1,7 +1,7 @@
-//! Taking what has come, in pieces of a given size: by copying, or where it lies.
+//! Dequeues received bytes in pieces of a given size, by copying or in place.
 //!
-//! What is measured is the time of the dequeue itself: first the receiver waits, by a low-water
-//! mark, until there are as many bytes as it takes at once, and that time does not count.
+//! Only the dequeue is timed: the receiver first waits, by a low-water mark, until a whole piece is
+//! available, and that time does not count.
 
 use std::io::Read;
 use std::str::FromStr;
@@ -16,17 +16,18 @@ use crate::worker::touch::{Check, Fault, Seen};
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct How {
     way: Way,
-    /// Whether it then reads every byte; else only the first ones, that say which message it is.
+    /// Whether the receiver then reads every byte; else only the first ones, which identify the
+    /// message.
     touches: bool,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Way {
-    /// Into a buffer of its own.
+    /// Copies into a buffer.
     Copies,
-    /// By leases, all of a piece at once.
+    /// Takes leases for a whole piece at once.
     Leases,
-    /// One packet after the other is shown where it lies.
+    /// Reads each packet in place, one after another.
     Shows,
 }
 
@@ -52,19 +53,19 @@ pub(crate) const IN_PLACE: &str = "in-place";
 pub(crate) const IN_PLACE_UNTOUCHED: &str = "in-place-untouched";
 pub(crate) const SHOWN: &str = "shown";
 
-/// Bytes that tell a message from its neighbours.
+/// Bytes that distinguish a message from the one before and after it.
 const NAME: usize = 8;
 
-/// A receiver, of ours or the kernel's.
+/// A receiver, over zerosock or the kernel.
 pub(crate) trait Dequeue {
-    /// Waits until there are `len` bytes, and takes none.
+    /// Waits until `len` bytes are available, and dequeues none.
     fn wait(&mut self, len: usize) -> Result<(), Fault>;
 
-    /// Takes them, and looks at them; they are there.
+    /// Dequeues `len` bytes, which are available, and checks them.
     fn dequeue(&mut self, number: u64, len: usize) -> Result<Seen, Fault>;
 }
 
-/// Dequeues from a stream of ours.
+/// Dequeues from a zerosock stream.
 pub(crate) fn run(stream: &Stream, how: How, order: &Order) -> Result<Outcome, Fault> {
     let mut receiver = Receiver {
         stream,
@@ -76,12 +77,12 @@ pub(crate) fn run(stream: &Stream, how: How, order: &Order) -> Result<Outcome, F
     run_with(&mut receiver, order)
 }
 
-/// Dequeues message after message until the last; each is as long as what is dequeued at once.
+/// Dequeues message after message until the last; each is as long as one piece.
 pub(crate) fn run_with(receiver: &mut impl Dequeue, order: &Order) -> Result<Outcome, Fault> {
     let mut outcome = Outcome::default();
     let mut busy = Duration::ZERO;
     let mut number = 0;
-    // The other side may come late: the time begins with what it sends first.
+    // The other side may start late: measure from its first message.
     receiver.wait(order.size)?;
     let begin = Instant::now();
     let mut start = None;
@@ -112,10 +113,10 @@ struct Receiver<'s> {
     stream: &'s Stream,
     how: How,
     buffer: Vec<u8>,
-    /// What lies behind the last piece in the same lease: one that came copied, because of the
-    /// bounds on what is held, may have bytes of several packets.
+    /// Bytes after the last piece in the same lease: a lease of copied bytes may cover several
+    /// packets.
     rest: Option<Part<'s>>,
-    /// The same of what was shown.
+    /// The same for packets read in place.
     left: Vec<u8>,
 }
 
@@ -132,8 +133,8 @@ impl Part<'_> {
 }
 
 impl Dequeue for Receiver<'_> {
-    /// Takes nothing but a look at the first byte. The mark is down again while bytes are taken in
-    /// parts, as it counts what is not taken.
+    /// Reads only the first byte of each packet. Lowers the mark meanwhile: it counts bytes that
+    /// are not yet dequeued.
     fn wait(&mut self, len: usize) -> Result<(), Fault> {
         let rest = self.rest.as_ref().map_or(self.left.len(), Part::len);
         if rest < len {
@@ -160,7 +161,7 @@ impl Dequeue for Receiver<'_> {
                 name(number, &self.buffer)
             };
         }
-        // All of it is held at once, as a program holds what it dequeued.
+        // Holds all leases of the piece at once, as a program would.
         let mut parts = Vec::with_capacity(len.div_ceil(4096));
         let mut held = 0;
         while held < len {
@@ -194,7 +195,7 @@ impl Receiver<'_> {
             let buffer = &mut self.buffer;
             let shown = self.stream.recv_each(1, |packet| {
                 let bytes = packet.as_slice().unwrap_or_else(|| {
-                    // As long as a piece at least, and a packet is no longer.
+                    // A buffer holds a piece at least; no packet is longer.
                     buffer.resize(buffer.len().max(packet.len()), 0);
                     let len = packet.copy_to(0, buffer);
                     &buffer[..len]
@@ -226,7 +227,7 @@ impl Receiver<'_> {
                 check.part(&bytes[part.at..end]);
                 continue;
             }
-            // Memory that is no plain slice is read by way of the nearest cache.
+            // Memory that is no plain slice is copied through a small buffer.
             let mut at = part.at;
             while at < end {
                 let bytes = &mut self.buffer[..PART.min(end - at)];
@@ -241,7 +242,7 @@ impl Receiver<'_> {
 
 const PART: usize = 8 << 10;
 
-/// The verdict on the first bytes of a message alone.
+/// Checks only the first bytes of a message.
 fn name(number: u64, bytes: &[u8]) -> Result<Seen, Fault> {
     let mut check = Check::new(number, NAME);
     check.part(&bytes[..NAME.min(bytes.len())]);

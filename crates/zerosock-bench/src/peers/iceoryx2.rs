@@ -1,8 +1,7 @@
 //! iceoryx2: publish-subscribe over shared memory, as a program of its own.
 //!
-//! It brings a tree of dependencies that nobody who only wants sockets should compile, so
-//! `zerosock-bench` does not contain it: `bench/iceoryx2` in the checkout is a small crate that
-//! takes the same orders, and `--install-peers` builds it.
+//! A separate crate (`bench/iceoryx2` in the checkout) carries out the same orders, so that
+//! `zerosock-bench` does not compile its many dependencies; `--install-peers` builds it.
 
 use std::path::PathBuf;
 
@@ -13,7 +12,7 @@ pub(crate) const PROGRAM: &str = "zerosock-peer-iceoryx2";
 /// The variable that names it.
 pub(crate) const VARIABLE: &str = "ZEROSOCK_PEER_ICEORYX2";
 
-/// Where the program is, or why it is nowhere.
+/// Path of the program, or why there is none.
 pub(crate) fn find() -> Result<PathBuf, String> {
     install::find(VARIABLE, PROGRAM)
 }

@@ -1,4 +1,4 @@
-//! Where programs of peers are kept, and how they get there.
+//! Where the programs of peers are installed, and how.
 
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ pub(crate) fn root() -> PathBuf {
 }
 
 /// A peer's program: the one that `variable` names, else the installed one, else one on the PATH.
-/// The error is what to do.
+/// The error says what to do.
 pub(crate) fn find(variable: &str, program: &str) -> Result<PathBuf, String> {
     if let Some(named) = std::env::var_os(variable).map(PathBuf::from) {
         return if named.is_file() {

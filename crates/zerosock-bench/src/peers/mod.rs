@@ -1,17 +1,17 @@
-//! Who is measured: ourselves and those we are compared with, each as a pair of worker processes.
+//! The contestants: zerosock and its peers, each as a pair of worker processes.
 //!
-//! What must hold: a contestant that cannot take part says why, and that reason reaches the
-//! reader; nobody is left out in silence.
+//! # Invariants
+//! - A contestant that cannot run is reported with the reason.
 
 pub(crate) mod bare;
 pub(crate) mod bytes;
 pub(crate) mod datagrams;
 pub(crate) mod dequeue;
-pub(crate) mod hoard;
 pub(crate) mod iceoryx2;
 pub(crate) mod install;
 pub(crate) mod ours;
 pub(crate) mod pipe;
+pub(crate) mod slow_reader;
 pub(crate) mod tcp;
 mod trust;
 pub(crate) mod unix;
@@ -40,7 +40,7 @@ pub(crate) enum Contestant {
     Udp,
 }
 
-/// All that carry streams, ourselves first.
+/// All that carry streams, zerosock first.
 pub(crate) const ALL: [Contestant; 6] = [
     Contestant::Ours,
     Contestant::Unix,
@@ -50,7 +50,7 @@ pub(crate) const ALL: [Contestant; 6] = [
     Contestant::Bare,
 ];
 
-/// The program that a contestant's workers are, and the arguments before the order.
+/// The worker program of a contestant and the arguments before the order.
 #[derive(Clone, Debug)]
 pub(crate) struct Program {
     pub(crate) path: PathBuf,
@@ -71,7 +71,7 @@ impl Contestant {
         }
     }
 
-    /// What a table calls it.
+    /// Name in the tables.
     pub(crate) fn title(self) -> &'static str {
         match self {
             Contestant::Ours => "zerosock",
@@ -85,7 +85,8 @@ impl Contestant {
         }
     }
 
-    /// Whether it can wait so: kernel sockets sleep, what lives in shared memory alone spins.
+    /// Whether the contestant can wait in this way: kernel sockets sleep, shared memory without a
+    /// kernel object spins.
     pub(crate) fn waits(self, wait: Wait) -> bool {
         match self {
             Contestant::Ours | Contestant::Datagrams => true,
@@ -96,7 +97,7 @@ impl Contestant {
         }
     }
 
-    /// Worker processes of a pair: the ceiling is two threads of one.
+    /// Number of worker processes of a pair: one for the ceiling, which has two threads.
     pub(crate) fn processes(self) -> usize {
         match self {
             Contestant::Bare => 1,
@@ -104,7 +105,7 @@ impl Contestant {
         }
     }
 
-    /// Its program, or why there is none.
+    /// Path of its program, or why there is none.
     pub(crate) fn program(self) -> Result<Program, String> {
         match self {
             Contestant::Ours | Contestant::Datagrams => ours::available()?,
@@ -127,7 +128,7 @@ impl Contestant {
 /// The first argument of a worker, before its order.
 pub(crate) const WORKER: &str = "worker";
 
-/// The life of a worker that is our own program. The order came as arguments.
+/// Main function of a worker that is this program. The arguments are the order.
 pub(crate) fn work(order: &Order) -> Result<(), Fault> {
     if order.peer == Contestant::Bare.name() {
         return worker::work_with(|| bare::run(order));
@@ -151,7 +152,7 @@ pub(crate) fn work(order: &Order) -> Result<(), Fault> {
     }
 }
 
-/// Where the other side said we would find it.
+/// Where the other side announced that it can be reached.
 pub(crate) fn destination(order: &Order) -> Result<&str, Fault> {
     order
         .to

@@ -1,4 +1,4 @@
-//! Ourselves: streams of `zerosock::vsock`, messages written and read in place.
+//! zerosock itself: streams of `zerosock::vsock`, messages written and read in place.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -11,18 +11,18 @@ use zerosock::vsock::{
 use zerosock::{Address, Cid, Port};
 
 use crate::peers::trust::trust;
-use crate::peers::{dequeue, destination, hoard};
+use crate::peers::{dequeue, destination, slow_reader};
 use crate::worker::order::{Job, Order, Wait};
 use crate::worker::touch::{Check, Fault, Message, Seen};
 use crate::worker::{self, Link};
 
 const PORT: Port = Port::new(1234);
-/// Bytes of a packet at most, and of a receive buffer.
+/// Bytes of a receive buffer, the largest size of a packet.
 const PACKET: u32 = 64 << 10;
-/// Bytes under way to us at most.
+/// Largest number of unread bytes in flight to this side.
 pub(crate) const WINDOW: u32 = 4 << 20;
 
-/// What a user would choose for what is to be carried: entries of the queues, bytes under way.
+/// Queue entries and window (bytes) that suit the traffic of an order.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct Tuning {
     queue_size: u16,
@@ -30,9 +30,9 @@ struct Tuning {
 }
 
 impl Tuning {
-    /// Messages one after the other in one direction: many small ones under way hide how far apart
-    /// the two cores are; of large ones so many that their buffers still fit into the caches.
-    /// Anything else has the usual queues.
+    /// One-way small messages get a large queue: many in flight hide the latency between two cores.
+    /// One-way large messages get a queue with buffers that fit into the caches. All other orders get the
+    /// default queues.
     fn of(order: &Order) -> Tuning {
         let one_way = matches!(order.job, Job::Send | Job::Receive) && order.how.is_none();
         let (queue_size, window) = match order.size {
@@ -44,30 +44,30 @@ impl Tuning {
     }
 }
 
-/// Bytes of a message that is a small one.
+/// Largest size of a small message, bytes.
 const SMALL: usize = 4 << 10;
-/// What is written and read at once of memory that is no plain slice: stays in the nearest cache.
+/// Bytes copied at once to or from memory that is no plain slice: fits the L1 cache.
 const PART: usize = 8 << 10;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What the tables say of it.
+/// Description for the tables.
 pub(crate) const HOW: &str = "zerosock: one process has the device in itself, the other is attached \
     to it; both have declared trust in each other, as the peers have by their nature. Buffers of \
     64 KiB.";
 
-/// Whether this build can take part.
+/// Whether this build supports the contestant.
 pub(crate) fn available() -> Result<(), String> {
     Ok(())
 }
 
-/// One side's work.
+/// Carries out an order as one of the two sides.
 pub(crate) fn work(order: &Order) -> Result<(), Fault> {
     let how = order.how.as_deref().unwrap_or_default();
     let how = how.trim_start_matches(TO_GUEST);
     let mut link = join(order)?;
-    if let Some(beside) = hoard::beside(how) {
-        let second = link.another()?;
-        return hoard::run(&second, beside, order.job, || {
+    if let Some(second) = slow_reader::parse(how) {
+        let stream = link.connect_second()?;
+        return slow_reader::run(&stream, WINDOW as usize, second, order.job, || {
             worker::work(&mut link, order)
         });
     }
@@ -81,11 +81,11 @@ fn receive(link: &Ours, how: dequeue::How, order: &Order) -> Result<(), Fault> {
     worker::work_with(|| dequeue::run(&link.stream, how, order))
 }
 
-/// Begins the ways to dequeue in which the receiver is the process that attaches.
+/// Prefix of `how` when the receiver is the attached process.
 pub(crate) const TO_GUEST: &str = "guest:";
 
-/// Makes the connection: one side has the device in itself, the other attaches to it. The side
-/// that is there first is the host, unless the receiver is to be the one that attaches.
+/// Connects the two sides: one embeds the device, the other attaches to it. The side that opens is
+/// the host, unless the receiver is to attach.
 fn join(order: &Order) -> Result<Ours, Fault> {
     worker::pin(order.cpu)?;
     let wait = match order.wait {
@@ -128,7 +128,7 @@ fn join(order: &Order) -> Result<Ours, Fault> {
         if is_open {
             worker::say_open(place)?;
         }
-        let endpoint = patiently(|| attach(&socket, wait, tuning))?;
+        let endpoint = retry(|| attach(&socket, wait, tuning))?;
         stream = connect(&endpoint)?;
         end = End::Process { endpoint };
     }
@@ -152,15 +152,15 @@ fn attach(socket: &Path, wait: vsock::Wait, tuning: Tuning) -> Result<Endpoint, 
 }
 
 fn connect(endpoint: &Endpoint) -> Result<Stream, Fault> {
-    patiently(|| {
+    retry(|| {
         endpoint
             .connect(Address::new(Cid::HOST, PORT))
             .map_err(text)
     })
 }
 
-/// The host may not be there yet, and not listen yet.
-fn patiently<T>(mut attempt: impl FnMut() -> Result<T, Fault>) -> Result<T, Fault> {
+/// Repeats `attempt` until it succeeds or [`PATIENCE`] is over: the host may not listen yet.
+fn retry<T>(mut attempt: impl FnMut() -> Result<T, Fault>) -> Result<T, Fault> {
     let deadline = Instant::now() + PATIENCE;
     loop {
         match attempt() {
@@ -178,27 +178,27 @@ enum End {
     Process {
         endpoint: Endpoint,
     },
-    /// Kept by somebody else.
-    Elsewhere,
+    /// The caller keeps the endpoint.
+    Caller,
 }
 
-/// A stream, and what it needs to stay.
+/// A stream and the endpoint that keeps it open.
 pub(crate) struct Ours {
     stream: Stream,
     end: End,
     part: Vec<u8>,
-    /// The check of a message whose packets have not all come.
-    begun: Option<Check>,
+    /// Check of a message that is partly received.
+    partial: Option<Check>,
 }
 
 impl Ours {
-    /// Over a stream whose endpoint is kept by somebody else.
+    /// Uses a stream whose endpoint the caller keeps.
     pub(crate) fn over(stream: Stream) -> Ours {
         Ours {
             stream,
-            end: End::Elsewhere,
+            end: End::Caller,
             part: vec![0; PART],
-            begun: None,
+            partial: None,
         }
     }
 
@@ -206,12 +206,12 @@ impl Ours {
         &self.stream
     }
 
-    /// A further connection, which the other side makes as well.
-    fn another(&self) -> Result<Stream, Fault> {
+    /// Makes a second connection; the other side must do so too.
+    fn connect_second(&self) -> Result<Stream, Fault> {
         match &self.end {
             End::Host { listener, .. } => Ok(listener.accept_timeout(PATIENCE).map_err(text)?.0),
             End::Process { endpoint } => connect(endpoint),
-            End::Elsewhere => Err("the endpoint is elsewhere".to_owned()),
+            End::Caller => Err("no second connection: the caller keeps the endpoint".to_owned()),
         }
     }
 }
@@ -219,7 +219,7 @@ impl Ours {
 impl Link for Ours {
     fn send(&mut self, message: Message) -> Result<(), Fault> {
         if let Some(part) = self.part.get_mut(..message.len) {
-            // What stays in the nearest cache is copied sooner than a loan is made.
+            // Copying bytes that fit the L1 cache is faster than a loan.
             message.write(part);
             return (&self.stream).write_all(part).map_err(text);
         }
@@ -273,11 +273,11 @@ impl Link for Ours {
         let Ours {
             stream,
             part,
-            begun,
+            partial,
             ..
         } = self;
         let mut run = Run {
-            check: begun.take().unwrap_or_else(|| Check::new(first, len)),
+            check: partial.take().unwrap_or_else(|| Check::new(first, len)),
             number: first,
             len,
             seen: Ok(Seen::Next),
@@ -291,13 +291,13 @@ impl Link for Ours {
         }
         let seen = run.seen?;
         if run.check.has_begun() {
-            *begun = Some(run.check);
+            *partial = Some(run.check);
         }
         Ok((run.number - first, seen))
     }
 }
 
-/// Messages being received.
+/// State of receiving a run of messages.
 struct Run {
     check: Check,
     number: u64,
@@ -319,7 +319,7 @@ impl Run {
         }
     }
 
-    /// Messages do not share packets, but nothing here depends on it.
+    /// Accepts any packet boundaries, although each packet has bytes of one message only.
     #[inline]
     fn bytes(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() && self.seen == Ok(Seen::Next) {

@@ -1,4 +1,5 @@
-//! Two named pipes, one each way, as large as the system lets anybody have. Both sides sleep.
+//! Two named pipes, one in each direction, of the largest size allowed without privileges. Both
+//! sides sleep.
 
 use std::fs::File;
 use std::path::Path;
@@ -11,10 +12,10 @@ use crate::worker;
 use crate::worker::order::Order;
 use crate::worker::touch::Fault;
 
-/// The bound of /proc/sys/fs/pipe-max-size for users without privileges, as Linux sets it.
+/// Linux's default of /proc/sys/fs/pipe-max-size, the limit for users without privileges.
 const PIPE_BYTES: usize = 1 << 20;
 
-/// Makes the pipes. Opening one waits for its other end, so both sides open the same one first.
+/// Makes the pipes. Opening one waits for its other end, so both sides open them in the same order.
 pub(crate) fn join(order: &Order) -> Result<Bytes<File, File>, Fault> {
     if order.job.is_open() {
         let place = Path::new(&order.place);
@@ -40,7 +41,7 @@ const BACK: &str = "back";
 
 fn write_end(path: &Path) -> Result<File, Fault> {
     let file = File::options().write(true).open(path).map_err(open)?;
-    // Where the system allows less, the usual size has to do.
+    // Where the system allows less, keep the default size.
     let _ = rustix::pipe::fcntl_setpipe_size(&file, PIPE_BYTES);
     Ok(file)
 }

@@ -8,7 +8,7 @@ use crate::worker;
 use crate::worker::order::Order;
 use crate::worker::touch::Fault;
 
-/// Makes the connection, at a port of the system's choice.
+/// Connects the two sides at a port that the kernel chooses.
 pub(crate) fn join(order: &Order) -> Result<Bytes<TcpStream, TcpStream>, Fault> {
     let stream = if order.job.is_open() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));

@@ -1,13 +1,13 @@
-//! The one declaration of trust that this program makes.
+//! The only declaration of trust in this program.
 #![allow(unsafe_code)]
 
 use zerosock::vsock::Trust;
 
-/// For processes that are this very program: they write nothing that is on lease and read nothing
-/// that is on loan. Without it every byte would go through a small buffer of ours on its way.
+/// Trust in processes that run this program: they do not write leased bytes and do not read loaned
+/// bytes. Without it every byte would be copied through a small buffer.
 pub(super) fn trust() -> Option<Trust> {
-    // SAFETY: used for measurements alone, whose other side is started by them, from this binary,
-    // with sealed memory of its own that nobody else has; both sides read leases and write loans
-    // through the library only, and hold no slice longer than its lease or loan.
+    // SAFETY: used only by measurements. They start the other side from this binary, with sealed
+    // memory that only the two sides map; both access leases and loans through the library only,
+    // and hold no slice longer than its lease or loan.
     Some(unsafe { Trust::declare() })
 }

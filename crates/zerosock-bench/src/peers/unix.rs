@@ -1,4 +1,4 @@
-//! A Unix stream socket with as large a buffer as the system lets anybody have. Both sides sleep.
+//! A Unix stream socket with the largest buffer allowed without privileges. Both sides sleep.
 
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -11,14 +11,14 @@ use crate::worker;
 use crate::worker::order::Order;
 use crate::worker::touch::Fault;
 
-/// The system allows as much of it as /proc/sys/net/core/wmem_max says, silently. The usual buffer
-/// has room for about 300 small writes; with more of them the two sides wait for each other less.
+/// The kernel silently limits it to /proc/sys/net/core/wmem_max. The default buffer holds about 300
+/// small writes; a larger one makes the two sides wait for each other less.
 const SEND_BUFFER: usize = 4 << 20;
 
-/// The way of an order to keep the usual buffer, as the sockets behind a device have it.
+/// Variant of an order: keep the default buffer, as the sockets behind a device have it.
 pub(crate) const USUAL: &str = "usual-buffer";
 
-/// Makes the connection.
+/// Connects the two sides.
 pub(crate) fn join(order: &Order) -> Result<Bytes<UnixStream, UnixStream>, Fault> {
     let stream = if order.job.is_open() {
         let path = Path::new(&order.place).join("socket");

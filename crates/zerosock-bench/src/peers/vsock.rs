@@ -1,7 +1,7 @@
 //! A program in a guest: it connects to the host by its kernel's AF_VSOCK, and sends or receives.
 //!
-//! No contestant but the other side of the table `rx`, where a VM is asked for. It sleeps, copies
-//! and takes its time as any program does on a stock kernel.
+//! This is no contestant but the other side of the table `rx` with `--vm`. It sleeps and copies, as
+//! any program on a stock kernel.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,15 +18,15 @@ use crate::worker::jobs;
 use crate::worker::order::{Job, Order, Outcome};
 use crate::worker::touch::{Check, Fault, Seen};
 
-/// As an order names it.
+/// Name in an order.
 pub(crate) const NAME: &str = "vsock";
 
 /// CID 2, the host.
 const HOST: u32 = 2;
-/// Longer than the kernel's own 2 s, so that it is the kernel's error that is seen.
+/// Longer than the kernel's own 2 s, so that the error comes from the kernel.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Connects to the port of the host that the order says, and works.
+/// Connects to the port of the host that the order names, and carries out the order.
 pub(crate) fn run(order: &Order) -> Result<Outcome, Fault> {
     let port = destination(order)?;
     let port = port
@@ -43,7 +43,7 @@ pub(crate) fn run(order: &Order) -> Result<Outcome, Fault> {
         };
         return dequeue::run_with(&mut receiver, order);
     }
-    // Only read and write are used, which are the same for every stream socket.
+    // Only read and write are used, which all stream sockets share.
     let output = UnixStream::from(socket);
     let input = output
         .try_clone()
@@ -51,7 +51,7 @@ pub(crate) fn run(order: &Order) -> Result<Outcome, Fault> {
     jobs::run(&mut Bytes::new(input, output, order.size), order)
 }
 
-/// The kernel's socket, whose bytes are copied out.
+/// A kernel socket, read by copying.
 struct Kernel {
     socket: OwnedFd,
     buffer: Vec<u8>,

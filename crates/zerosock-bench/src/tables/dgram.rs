@@ -1,7 +1,7 @@
 //! Datagrams from process to process: ours beside UDP over the loopback interface.
 //!
-//! Delivered datagrams are counted, by number and content; what is lost on the way is nobody's
-//! gain. One sender, and one for each core; both sides sleep, and in rows of their own ours spins.
+//! Only delivered datagrams with correct number and content count; lost ones do not. One sender,
+//! and one for each core; both sides sleep, and in rows of their own zerosock spins.
 
 use crate::args::Settings;
 use crate::pair::{self, Cores, Task};
@@ -23,7 +23,7 @@ const SIZES: [(usize, &str); 4] = [
     (32 << 10, "32 KiB"),
 ];
 
-/// How ours waits, and whether its receivers take many at once.
+/// How zerosock waits, and whether its receivers take many datagrams per call.
 const WAYS: [(&str, Wait, bool); 3] = [
     ("sleeping", Wait::Sleep, false),
     ("sleeping, recv_each", Wait::Sleep, true),
@@ -127,7 +127,7 @@ fn measure(
     }
 }
 
-/// As the workers read it.
+/// As the workers parse it.
 fn how(lanes: usize, many: bool) -> &'static str {
     let how = if many {
         format!("{lanes}-many")

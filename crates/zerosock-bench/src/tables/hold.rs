@@ -1,12 +1,12 @@
-//! What a reader that never gives back what it holds costs the other connections of its device.
+//! Cost of a reader that never returns its leases for the other connections of its device.
 //!
-//! Two processes, two connections on one device. On the second one either nothing is sent, or its
-//! reader has leased as much as it ever can, and keeps it (`peers/hoard.rs`). The bound on what is
-//! held is to leave the first connection at least 80 % of its rate alone.
+//! Two processes have two connections on one device. On the second one either nothing is sent, or
+//! its reader holds as many leases as the device lends (`peers/slow_reader.rs`). The goal: with the
+//! slow reader, the first connection keeps at least 80 % of its rate.
 
 use crate::args::Settings;
 use crate::pair::{self, Cores, Task};
-use crate::peers::{Contestant, hoard, ours};
+use crate::peers::{Contestant, ours, slow_reader};
 use crate::report::{Metric, Row, Table};
 use crate::rounds::{Spread, alternate};
 use crate::worker::order::{Job, Outcome, Wait};
@@ -19,10 +19,10 @@ const RATE: Metric = Metric {
 
 const SIZES: [(usize, &str); 3] = [(64, "64 B"), (4 << 10, "4 KiB"), (64 << 10, "64 KiB")];
 
-/// Beside the hoarder, and alone: the process with the device in itself receives and hoards, or
-/// the process that attaches.
+/// For each direction: with the slow reader, and without. The receiving process is the slow reader:
+/// the host, or the attached process.
 const DIRECTIONS: [(&str, [&str; 2]); 2] = [
-    ("to host", [hoard::BESIDE, hoard::ALONE]),
+    ("to host", [slow_reader::BESIDE, slow_reader::ALONE]),
     ("to guest", ["guest:beside", "guest:alone"]),
 ];
 
@@ -44,7 +44,7 @@ pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
     };
     for (direction, hows) in DIRECTIONS {
         for (size, size_name) in SIZES {
-            let name = format!("{direction}, {size_name}, beside a hoarder");
+            let name = format!("{direction}, {size_name}, beside a slow reader");
             if settings.wants(&name) {
                 measure(&mut table, settings, cores, size, name, hows);
             }

@@ -1,7 +1,7 @@
 //! Process to process on one machine: latency, messages each second, throughput.
 //!
-//! Kernel sockets and pipes sleep, what lives in shared memory spins, and we do both, so that each
-//! row compares like with like or says in its name that it does not.
+//! Kernel sockets and pipes sleep, shared-memory peers spin, and zerosock is measured both ways, so
+//! that each row compares the same way of waiting unless its name says otherwise.
 
 use crate::args::Settings;
 use crate::pair::{self, Cores, Task};
@@ -31,12 +31,12 @@ const THROUGHPUT: Metric = Metric {
     higher_is_better: true,
 };
 
-/// Measurements that are made in turn, each contestant in every way it can wait.
+/// Measurements made in turn, each contestant in every way it can wait.
 #[derive(Clone, Copy, Debug)]
 struct Group {
     job: Job,
     size: usize,
-    /// The rows that come of it: a name, how we wait, how they wait, what is shown.
+    /// The resulting rows: name, zerosock's way of waiting, the peer's, metric.
     rows: &'static [(&'static str, Wait, Wait, Metric)],
 }
 
@@ -133,7 +133,7 @@ fn measure(table: &mut Table, settings: &Settings, cores: Cores, group: &Group) 
         wanted.filter(|(name, ..)| settings.wants(name))
     };
     let is_ours = |contestant| contestant == Contestant::Ours;
-    // In the order of the rows: who is in one, waiting as the row says.
+    // Contestants in the order of the rows, waiting as the row says.
     let mut pairs: Vec<(Contestant, Wait)> = Vec::new();
     for (_, our_wait, their_wait, _) in rows() {
         for contestant in peers::ALL {

@@ -1,4 +1,4 @@
-//! The tables: which cases, against whom, in what unit.
+//! The tables: their cases, peers and units.
 
 pub(crate) mod device;
 pub(crate) mod dgram;

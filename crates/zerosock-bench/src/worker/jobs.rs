@@ -1,7 +1,7 @@
 //! The four loops that every contestant runs.
 //!
-//! Only one side takes the time: the one that receives, or that pings. The clock is looked at
-//! after batches, so that it costs small messages nothing that would show.
+//! Only one side measures: the one that receives, or that pings. It reads the clock once per batch,
+//! so that the reading does not distort the rate of small messages.
 
 use std::time::{Duration, Instant};
 
@@ -9,13 +9,14 @@ use super::Link;
 use super::order::{Job, Order, Outcome, Wait};
 use super::touch::{Check, Fault, Message, Seen};
 
-/// Between two looks at the clock.
+/// Messages between two readings of the clock.
 const BATCH_BYTES: usize = 64 << 10;
 const BATCH_MESSAGES: u64 = 256;
-/// Round trips between two looks at the clock when both sides spin; a sleeping one is timed alone.
+/// Round trips between two readings of the clock when both sides spin; sleeping ones are timed one
+/// by one.
 const BATCH_ROUND_TRIPS: u64 = 64;
 
-/// Does one side's job to its end.
+/// Carries out one side's job.
 pub(crate) fn run(link: &mut impl Link, order: &Order) -> Result<Outcome, Fault> {
     match order.job {
         Job::Send => send(link, order),
@@ -67,11 +68,11 @@ fn receive(link: &mut impl Link, order: &Order) -> Result<Outcome, Fault> {
             warm = Some((number, Instant::now()));
         }
     }
-    // Where hardly anything could run, all there is came before the time was up.
+    // On a very slow machine everything may have arrived before the time was over.
     let (before, start) = warm
         .filter(|(before, _)| *before < number)
         .unwrap_or((1, first));
-    // The first one began the time and is not counted; the last one, which ends it, is.
+    // The first message starts the clock and is not counted; the last one, which stops it, is.
     Ok(Outcome {
         messages: number - before,
         nanoseconds: nanoseconds(start.elapsed()),
@@ -152,7 +153,7 @@ fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Of sorted values.
+/// `values` must be sorted.
 pub(crate) fn percentile(sorted: &[u64], percent: usize) -> Option<u64> {
     let at = (sorted.len() * percent).div_ceil(100).max(1);
     sorted.get(at - 1).copied()
@@ -165,11 +166,11 @@ mod tests {
 
     use super::*;
 
-    /// A link over channels that can lose, double or damage a message.
+    /// A link over channels that can lose, duplicate or damage a message.
     struct Channel {
         out: mpsc::Sender<Vec<u8>>,
         input: mpsc::Receiver<Vec<u8>>,
-        /// What is done to the n-th message sent.
+        /// Effect on the n-th message.
         spoil: Option<(u64, Spoil)>,
         pending: VecDeque<Vec<u8>>,
     }

@@ -1,9 +1,9 @@
 //! One side of a measured pair: a process that sends, receives, pings or answers.
 //!
-//! Every contestant runs these same loops; what differs is its [`Link`]. Each message is written
-//! by its sender and read by its receiver byte for byte, in place where the contestant lends its
-//! buffers. This folder uses nothing but the standard library and rustix, and nothing of the
-//! crate around it: peers with heavy dependencies are programs of their own that include it.
+//! Every contestant runs these same loops and differs only in its [`Link`]. The sender writes and
+//! the receiver reads each byte of a message, in place where the contestant lends its buffers. This
+//! folder uses only the standard library and rustix: peers with heavy dependencies are programs of
+//! their own that include it.
 
 pub(crate) mod jobs;
 pub(crate) mod order;
@@ -14,24 +14,24 @@ use std::io::{BufRead, Write};
 use order::{Order, Outcome};
 use touch::{Check, Fault, Message, Seen};
 
-/// One end of a connection, both ways.
+/// One end of a bidirectional connection.
 pub(crate) trait Link {
-    /// Sends one message as a packet, sample or write of its own, or as several where the
-    /// contestant bounds them: takes a buffer, has the message written into it, passes it on.
+    /// Sends one message as one packet, sample or write, or as several where the contestant limits
+    /// their size: takes a buffer, writes the message into it, passes it on.
     fn send(&mut self, message: Message) -> Result<(), Fault>;
 
-    /// Waits for one message, has `check` read it, and gives its buffer back.
+    /// Waits for one message, lets `check` read it, and releases its buffer.
     fn recv(&mut self, check: Check) -> Result<Seen, Fault>;
 
-    /// Sends `count` messages from number `first` on, none of them the last. Only for contestants
-    /// that pass on many at once.
+    /// Sends `count` messages from number `first` on, none of them the last. Overridden by
+    /// contestants that send several at once.
     #[inline]
     fn send_run(&mut self, first: u64, count: u64, len: usize) -> Result<(), Fault> {
         send_each(self, first, count, len)
     }
 
-    /// Receives messages from number `first` on, at least one and at most `most`, and none behind
-    /// the last; how many.
+    /// Receives at least one and at most `most` messages from number `first` on, and none after the
+    /// last; returns the number received.
     #[inline]
     fn recv_run(&mut self, first: u64, most: u64, len: usize) -> Result<(u64, Seen), Fault> {
         for number in first..first + most {
@@ -42,7 +42,7 @@ pub(crate) trait Link {
         Ok((most, Seen::Next))
     }
 
-    /// Shows the other side what has been sent, where that waits for more.
+    /// Flushes what was sent, where the contestant defers it.
     fn flush(&mut self) -> Result<(), Fault> {
         Ok(())
     }
@@ -66,7 +66,7 @@ pub(crate) fn send_each<L: Link + ?Sized>(
     Ok(())
 }
 
-/// Stays on processor `cpu`, if one is named.
+/// Pins the thread to processor `cpu`, if given.
 pub(crate) fn pin(cpu: Option<usize>) -> Result<(), Fault> {
     use rustix::thread::{CpuSet, sched_setaffinity};
     let Some(cpu) = cpu.filter(|cpu| *cpu < CpuSet::MAX_CPU) else {
@@ -77,38 +77,38 @@ pub(crate) fn pin(cpu: Option<usize>) -> Result<(), Fault> {
     sched_setaffinity(None, &set).map_err(|error| format!("pin to core {cpu}: {error}"))
 }
 
-/// Says that the other side may come, and by which word it finds us.
+/// Prints that the other side may connect, and the word by which it reaches this side.
 pub(crate) fn say_open(word: &str) -> Result<(), Fault> {
     say(&format!("open {word}"))
 }
 
-/// Waits for the word to begin, works, and stays until the other side is through as well.
+/// Waits for the start line, works, and stays until the other side has finished.
 pub(crate) fn work(link: &mut impl Link, order: &Order) -> Result<(), Fault> {
     work_with(|| jobs::run(link, order))
 }
 
-/// As [`work`], for a contestant that does both sides itself.
+/// As [`work`], for a contestant that runs both sides itself.
 pub(crate) fn work_with(run: impl FnOnce() -> Result<Outcome, Fault>) -> Result<(), Fault> {
     say("ready")?;
-    if !heard()? {
+    if !read_line()? {
         return Ok(());
     }
     let outcome = run()?;
     say(&format!("result {outcome}"))?;
-    heard().map(drop)
+    read_line().map(drop)
 }
 
-/// Works at once and says what came of it: for a side that nobody talks to while it works.
+/// Works at once and prints the outcome: for a side that needs no start line.
 pub(crate) fn work_alone(run: impl FnOnce() -> Result<Outcome, Fault>) -> Result<(), Fault> {
     say(&format!("result {}", run()?))
 }
 
-/// Says how it ended, if not well.
+/// Prints the fault, if there is one.
 pub(crate) fn end(result: Result<(), Fault>) -> bool {
     match result {
         Ok(()) => true,
         Err(fault) => {
-            // Nobody may be there to hear it.
+            // The reader may have closed.
             let _ = say(&format!("fault {}", fault.replace('\n', " ")));
             false
         }
@@ -122,8 +122,8 @@ fn say(line: &str) -> Result<(), Fault> {
         .map_err(|error| format!("standard output: {error}"))
 }
 
-/// Whether a line came; false when the input has ended.
-fn heard() -> Result<bool, Fault> {
+/// Whether a line was read; false at the end of the input.
+fn read_line() -> Result<bool, Fault> {
     let mut line = String::new();
     std::io::stdin()
         .lock()

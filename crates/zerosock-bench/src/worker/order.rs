@@ -1,10 +1,10 @@
-//! What a worker is told to do and what it answers: words in one line, so that a peer's program
-//! needs nothing but the standard library to take part.
+//! Orders and answers of a worker: words in one line, so that a peer's program needs only the
+//! standard library.
 //!
-//! The worker's arguments are the order. On its standard output it says, a line each: `open WORD`
-//! (the receiving side, when the other may come, and by which word it finds us), `ready` (both,
-//! when joined), `result ...` or `fault TEXT`. A line on its standard input starts the work; the
-//! end of its standard input ends the worker.
+//! The worker's arguments are the order. It prints, a line each: `open WORD` (the listening side,
+//! when the other may connect, and the word by which it is reached), `ready` (both, when
+//! connected), `result ...` or `fault TEXT`. A line on its standard input starts the work; the end
+//! of its standard input ends the worker.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,25 +12,25 @@ use std::time::Duration;
 
 use super::touch::Fault;
 
-/// What one side of a pair does. The side named second is the one that the other comes to.
+/// Job of one side of a pair. The second of each two listens.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Job {
-    /// Sends message after message until the time is over.
+    /// Sends messages until the time is over.
     Send,
-    /// Receives them and takes the time.
+    /// Receives messages and measures.
     Receive,
-    /// Sends a message, waits for the answer, takes the time.
+    /// Sends a message, waits for the answer, and measures.
     Ping,
-    /// Answers.
+    /// Answers each message.
     Pong,
 }
 
 /// How a side waits.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Wait {
-    /// On the processor, looking again and again.
+    /// Polls without sleeping.
     Spin,
-    /// In the kernel, until it is woken.
+    /// Sleeps in the kernel until woken.
     Sleep,
 }
 
@@ -43,29 +43,29 @@ pub(crate) struct Order {
     pub(crate) wait: Wait,
     /// Bytes of each message.
     pub(crate) size: usize,
-    /// Not counted at the beginning.
+    /// Warm-up time, not counted.
     pub(crate) warm: Duration,
-    /// How long is measured behind that.
+    /// Measured time after the warm-up.
     pub(crate) time: Duration,
-    /// The processor to stay on.
+    /// The processor to pin to.
     pub(crate) cpu: Option<usize>,
     /// The other side's processor.
     pub(crate) other_cpu: Option<usize>,
-    /// A directory, or a name that no other run has.
+    /// A directory, or a name, unique to this run.
     pub(crate) place: String,
-    /// What the other side's `open` line said.
+    /// The word of the other side's `open` line.
     pub(crate) to: Option<String>,
-    /// How the contestant is to do it, where it has several ways.
+    /// Variant of the contestant, where it has several.
     pub(crate) how: Option<String>,
 }
 
-/// What a side that takes the time has measured.
+/// Result of the measuring side.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Outcome {
     /// Messages received, or round trips made.
     pub(crate) messages: u64,
     pub(crate) nanoseconds: u64,
-    /// Of them, those in which it took what was there and did not wait, where that was measured.
+    /// Of them, those received without waiting, where that was measured.
     pub(crate) busy: Option<u64>,
     /// Of single round trips, in nanoseconds, where each was timed.
     pub(crate) p50: Option<u64>,
@@ -82,12 +82,12 @@ impl Job {
         }
     }
 
-    /// Whether this side is there first, and the other comes to it.
+    /// Whether this side listens.
     pub(crate) fn is_open(self) -> bool {
         matches!(self, Job::Receive | Job::Pong)
     }
 
-    /// What the other side does.
+    /// The job of the other side.
     pub(crate) fn other(self) -> Job {
         match self {
             Job::Send => Job::Receive,

@@ -1,25 +1,25 @@
-//! What every message consists of, so that a receiver can tell each byte, and at memory speed.
+//! Contents of messages: the receiver can check each byte at memory speed.
 //!
-//! A message is a row of 64-bit lanes that count up by an odd step from a base made of the
-//! message's number. A lost, doubled, swapped, shifted or damaged message or lane differs from
-//! what was expected. Both loops below are plain additions and comparisons of neighbouring lanes,
-//! which the compiler turns into vector instructions: the cost is that of the memory, not ours.
+//! A message is a sequence of 64-bit lanes that count up by an odd step from a base derived from
+//! the message's number. A lost, doubled, swapped, shifted or damaged message or lane differs from
+//! the expected value. Both loops below are additions and comparisons of neighbouring lanes, which
+//! the compiler vectorises: memory bandwidth determines the cost.
 
-/// What neighbouring lanes differ by.
+/// Difference of neighbouring lanes.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
-/// What the first lanes of neighbouring messages differ by. Odd, and no small multiple of `STEP`:
-/// a message looks like no shifted neighbour.
+/// Difference of the first lanes of neighbouring messages. Odd, and no small multiple of `STEP`: no
+/// message equals its shifted neighbour.
 const STRIDE: u64 = 0xd1b5_4a32_d192_ed03;
 const LANE: usize = 8;
-/// Bytes that are written or compared at once: several vectors, so that none waits for another.
+/// Bytes written or compared at once: several vectors, so that they do not depend on each other.
 const BLOCK: usize = LANES * LANE;
 const LANES: usize = 8;
 const BLOCK_STEP: u64 = STEP.wrapping_mul(LANES as u64);
 
-/// What went wrong, for people. Only built when something did.
+/// An error text; built only on a fault.
 pub(crate) type Fault = String;
 
-/// One message to be sent: its number in the stream, its length, whether it is the last.
+/// A message to send: its number in the stream, its length, whether it is the last.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Message {
     pub(crate) number: u64,
@@ -27,7 +27,7 @@ pub(crate) struct Message {
     pub(crate) last: bool,
 }
 
-/// What a received message was.
+/// Kind of a received message.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Seen {
     /// The expected one; more follow.
@@ -49,7 +49,7 @@ impl Message {
         write(self.base(), offset as u64, out);
     }
 
-    /// The lane at `index`, for who writes a message lane by lane.
+    /// The lane at `index`, for senders that write lane by lane.
     #[inline]
     #[allow(
         dead_code,
@@ -66,7 +66,7 @@ impl Message {
     }
 }
 
-/// The check of one message, which may come in several parts.
+/// Check of one message, which may arrive in several parts.
 #[derive(Debug)]
 pub(crate) struct Check {
     number: u64,
@@ -79,7 +79,7 @@ pub(crate) struct Check {
 }
 
 impl Check {
-    /// The check of message `number`, which has `len` bytes.
+    /// Check of message `number` of `len` bytes.
     #[inline]
     pub(crate) fn new(number: u64, len: usize) -> Check {
         let expected = Message {
@@ -115,8 +115,8 @@ impl Check {
         self.len - self.at
     }
 
-    /// Reads every byte of the next part. The first part has to hold a lane: it tells the last
-    /// message from others.
+    /// Reads every byte of the next part. The first part must hold a lane: it distinguishes the
+    /// last message from others.
     #[inline]
     pub(crate) fn part(&mut self, bytes: &[u8]) {
         if self.at == 0
@@ -134,10 +134,10 @@ impl Check {
         self.at += bytes.len();
     }
 
-    /// The verdict, when all parts were read.
+    /// The result, when all parts were read.
     ///
     /// # Errors
-    /// The message is another one than expected, or not as it was sent.
+    /// The message is not the expected one, or damaged.
     #[inline]
     pub(crate) fn finish(self) -> Result<Seen, Fault> {
         if self.wrong != 0 || self.missing() != 0 {
@@ -163,23 +163,22 @@ impl Check {
     }
 }
 
-/// A stream of bytes without borders, each known by its position: for what goes through
-/// programs that cut as they please.
+/// A byte stream without message boundaries; each byte follows from its position.
 pub(crate) mod stream {
     use super::{Fault, difference, write};
 
     const BASE: u64 = super::STRIDE;
 
-    /// Writes what belongs `position` bytes into the stream.
+    /// Writes the bytes of the stream at `position`.
     #[inline]
     pub(crate) fn fill(position: u64, out: &mut [u8]) {
         write(BASE, position, out);
     }
 
-    /// Reads every byte of what came at `position`.
+    /// Checks every byte that was received at `position`.
     ///
     /// # Errors
-    /// Some byte is not the one that belongs there.
+    /// A byte differs from the expected one.
     #[inline]
     pub(crate) fn check(position: u64, bytes: &[u8]) -> Result<(), Fault> {
         match difference(BASE, position, bytes) {
@@ -194,7 +193,7 @@ fn lane(base: u64, index: u64) -> u64 {
     base.wrapping_add(index.wrapping_mul(STEP))
 }
 
-/// Bytes from `offset` to the next border of a lane, at most `len`.
+/// Bytes from `offset` to the next lane boundary, at most `len`.
 #[inline]
 fn head(offset: u64, len: usize) -> usize {
     let within = (offset % LANE as u64) as usize;
@@ -232,7 +231,7 @@ fn block(value: u64) -> [u64; LANES] {
     std::array::from_fn(|index| lane(value, index as u64))
 }
 
-/// Fewer bytes than a lane, none of them in two lanes.
+/// Fewer bytes than a lane, all within one lane.
 #[inline]
 fn write_bytes(base: u64, offset: u64, out: &mut [u8]) {
     if out.is_empty() {
@@ -243,7 +242,7 @@ fn write_bytes(base: u64, offset: u64, out: &mut [u8]) {
     out.copy_from_slice(&bytes[within..within + out.len()]);
 }
 
-/// The bits in which `bytes`, `offset` bytes into a message, differ from the message, or-ed.
+/// OR of all bits in which `bytes`, at `offset` in a message, differ from the message.
 #[inline]
 fn difference(base: u64, offset: u64, bytes: &[u8]) -> u64 {
     let (head, body) = bytes.split_at(head(offset, bytes.len()));

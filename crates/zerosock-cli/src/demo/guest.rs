@@ -1,9 +1,9 @@
-//! The demo's half in the guest: `zerosock demo-guest`, which init starts.
+//! The demo's program in the guest: `zerosock demo-guest`, started by init.
 //!
-//! On port [`DATA`] it takes a payload: eight bytes with its length (little-endian), then its bytes.
-//! It answers with [`RECEIVED`] when the last byte has come, then with the payload's SHA-256 in
-//! hexadecimal, and sends the payload back over a connection of its own to the host's port [`DATA`].
-//! On port [`ECHO`] it sends back what comes.
+//! On port [`DATA`] it receives a payload: eight bytes with its length (little-endian), then its
+//! bytes. It answers with [`RECEIVED`] after the last byte, then with the payload's SHA-256 in
+//! hexadecimal, and sends the payload back over a new connection to the host's port [`DATA`]. Port
+//! [`ECHO`] echoes.
 //!
 //! Kernel AF_VSOCK: runs only inside guests.
 
@@ -21,15 +21,15 @@ use zerosock_sys::vsock;
 use crate::failure::Failure;
 use crate::vm::pattern::sha256;
 
-/// Where payloads are taken, in the guest and then on the host.
+/// Port of payloads, in the guest and on the host.
 pub(super) const DATA: u32 = 5000;
-/// Where bytes are sent back as they come.
+/// Port that echoes.
 pub(super) const ECHO: u32 = 5001;
-/// Answers the last byte of a payload.
+/// Sent after the last byte of a payload.
 pub(super) const RECEIVED: u8 = 6;
 /// Size of a write, in both directions.
 pub(super) const CHUNK: usize = 64 << 10;
-/// What begins the line on the serial port; the kernel's release follows.
+/// Prefix of the line on the serial port; the kernel's release follows.
 pub(super) const BOOTED: &str = "zerosock demo-guest: ";
 
 /// CID 2: the host.
@@ -37,10 +37,10 @@ const HOST: u32 = 2;
 const READ: usize = 256 << 10;
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Run the demo's half in its guest
+/// Run the demo's program in its guest
 #[derive(Debug, Args)]
 pub(crate) struct GuestArgs {
-    /// The serial line on which it says that it runs
+    /// The serial line on which the program reports that it runs
     #[arg(long, value_name = "PATH")]
     tty: PathBuf,
 }
@@ -60,7 +60,7 @@ fn run(tty: &Path) -> io::Result<()> {
     });
     let release = fs::read_to_string("/proc/sys/kernel/osrelease")?;
     let mut line = OpenOptions::new().write(true).open(tty)?;
-    // The first newline ends whatever firmware and kernel left on the line.
+    // The first newline ends any partial line of firmware and kernel.
     line.write_all(format!("\n{BOOTED}{}\n", release.trim()).as_bytes())?;
     loop {
         let payload = take(accept(&data)?)?;
@@ -75,13 +75,13 @@ fn take(mut from: UnixStream) -> io::Result<Vec<u8>> {
     let mut len = [0; 8];
     from.read_exact(&mut len)?;
     let len = usize::try_from(u64::from_le_bytes(len)).map_err(io::Error::other)?;
-    // Written once here, so that receiving does not fault it in page by page.
+    // Touch all pages now, so that receiving causes no page faults.
     let mut payload = vec![0xa5; len];
     for chunk in payload.chunks_mut(READ) {
         from.read_exact(chunk)?;
     }
     from.write_all(&[RECEIVED])?;
-    // Only now: a guest in software emulation hashes slowly.
+    // Hash afterwards: a guest in software emulation hashes slowly.
     from.write_all(sha256(&payload).as_bytes())?;
     Ok(payload)
 }
@@ -100,7 +100,7 @@ fn accept(listener: &OwnedFd) -> io::Result<UnixStream> {
     Ok(stream(vsock::accept_blocking(listener)?.0))
 }
 
-/// Only read and write are used, which are the same for every stream socket.
+/// Only read and write are used, which all stream sockets share.
 fn stream(fd: OwnedFd) -> UnixStream {
     UnixStream::from(fd)
 }

@@ -1,4 +1,4 @@
-//! The host's end of the guest's serial line, on which the demo's half in the guest says that it runs.
+//! The host's end of the guest's serial line, on which the demo's program reports that it runs.
 
 use std::io::{self, ErrorKind, Read};
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,7 @@ use crate::vm::qemu::Control;
 /// Reads until the line that begins with [`BOOTED`].
 pub(crate) struct Line {
     from: UnixStream,
-    /// What has come of the current line.
+    /// The current, incomplete line.
     text: Vec<u8>,
     ended: bool,
 }
@@ -29,7 +29,7 @@ impl Control for Line {
         let mut buffer = [0; 256];
         while !self.ended {
             let left = deadline.checked_duration_since(Instant::now())?;
-            // A time of zero would be none at all.
+            // A timeout of zero would be an error.
             let left = left.max(Duration::from_millis(1));
             self.from.set_read_timeout(Some(left)).ok()?;
             match self.from.read(&mut buffer) {
@@ -54,7 +54,7 @@ impl Control for Line {
 }
 
 impl Line {
-    /// The release, when `byte` ends the line that has it.
+    /// The release, when `byte` completes its line.
     fn push(&mut self, byte: u8) -> Option<String> {
         if byte != b'\n' {
             self.text.push(byte);

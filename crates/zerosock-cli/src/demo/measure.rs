@@ -1,8 +1,8 @@
 //! The streams of the demo, and how they are timed.
 //!
-//! All times are taken on the host's clock. To the guest: from the first write until one byte
-//! comes back that the guest sends when it has read everything. To the host: from the first
-//! bytes read to the last. Nothing is hashed while the clock runs. [`super::guest`] is the other end.
+//! All times are by the host's clock. To the guest: from the first write until the guest's byte
+//! that it has read everything. To the host: from the first bytes read to the last. Nothing is
+//! hashed meanwhile. [`super::guest`] is the other end.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -19,12 +19,12 @@ use crate::vm::pattern;
 const STEP: Duration = Duration::from_secs(60);
 const WARM_UP: usize = 300;
 const ROUND_TRIPS: usize = 3000;
-/// A slow machine measures fewer round trips rather than longer.
+/// A slow machine measures fewer round trips, in the same time.
 const ROUND_TRIP_TIME: Duration = Duration::from_secs(5);
 
-/// What was found out.
+/// Results of the demo.
 pub(super) struct Measured {
-    /// Every digest was the payload's.
+    /// Whether every digest was the payload's.
     pub(super) verified: bool,
     /// The payload's SHA-256.
     pub(super) digest: String,
@@ -34,7 +34,7 @@ pub(super) struct Measured {
     pub(super) to_guest_mb_s: f64,
     /// The median, microseconds.
     pub(super) rtt_us: f64,
-    /// How many round trips it is the median of.
+    /// Number of round trips.
     pub(super) round_trips: usize,
 }
 
@@ -49,7 +49,7 @@ pub(super) fn run(
     let mut verified = true;
     let (mut to_guest, mut to_host) = (Vec::new(), Vec::new());
     let mut buffer = vec![0; payload.len()];
-    // The guest connects to it as soon as it has a payload.
+    // The guest connects to it when it has received a payload.
     let listener = hybrid::listen(&setting.uds, DATA).map_err(Failure::runtime)?;
     for _ in 0..rounds {
         let (speed, arrived) = stream_to_guest(setting, payload, quiet)?;
@@ -124,7 +124,7 @@ fn stream_to_host(listener: &UnixListener, buffer: &mut [u8], quiet: bool) -> Re
     }
     let elapsed = start.elapsed();
     bar.finish_and_clear();
-    // A payload that came with the first read was not timed at all.
+    // A payload received with the first read was not timed.
     let timed = if first < buffer.len() {
         buffer.len() - first
     } else {
@@ -158,7 +158,7 @@ fn connect(setting: &Setting, port: u32) -> Result<UnixStream, Failure> {
     Ok(stream)
 }
 
-/// So that a defect shows as an error and not as silence.
+/// Timeouts turn a defect into an error.
 fn deadlines(stream: &UnixStream) -> Result<(), Failure> {
     stream
         .set_read_timeout(Some(STEP))

@@ -1,8 +1,7 @@
-//! `zerosock demo`: the whole thing on a stock guest, measured and checked.
+//! `zerosock demo`: streams through a stock guest, measured and checked.
 //!
-//! flags → a payload, a kernel, a device → [`setting`] boots → [`measure`] streams and times →
-//! [`report`] prints. In
-//! the guest runs [`guest`], which says on the serial line ([`line`]) that it does.
+//! Steps: flags; a payload, a kernel, a device; [`setting`] boots; [`measure`] streams and times;
+//! [`report`] prints. In the guest runs [`guest`], which reports on the serial line ([`line`]).
 
 pub(crate) mod args;
 pub(crate) mod guest;
@@ -21,9 +20,9 @@ use args::DemoArgs;
 use report::Report;
 use setting::Setting;
 
-/// What is streamed when the user names no file.
+/// Size of the payload when the user names no file.
 const GENERATED: usize = 64 << 20;
-/// A guest must hold the file in memory, and so must we.
+/// Largest file: guest and host hold it in memory.
 const LARGEST: u64 = 4 << 30;
 
 /// Runs `zerosock demo`.
@@ -33,7 +32,7 @@ pub(crate) fn main(args: &DemoArgs) -> Result<(), Failure> {
         None => Pattern::bytes(u64::from(std::process::id()), GENERATED),
     };
     let digest = pattern::sha256(&payload);
-    // Notes go to stderr, so that stdout is the result and nothing else.
+    // Notes go to stderr; stdout has only the result.
     let quiet = args.json && !isatty(std::io::stderr());
     let note = |text: String| {
         if !quiet {

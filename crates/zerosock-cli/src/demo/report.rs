@@ -1,4 +1,4 @@
-//! What the demo prints.
+//! Output of the demo.
 
 use std::fmt;
 
@@ -7,17 +7,17 @@ use serde::Serialize;
 use super::measure::Measured;
 use super::setting::Setting;
 
-/// The figures of one demo.
+/// The figures of one run.
 pub(super) struct Report<'m> {
     measured: &'m Measured,
     release: String,
     accel: String,
     len: usize,
-    /// In place and copied, if the device counts them.
+    /// Bytes in place and copied, if the device counts them.
     bytes: Option<(u64, u64)>,
 }
 
-/// The keys of `--json`: an interface, so none is renamed.
+/// The keys of `--json`: a stable interface.
 #[derive(Serialize)]
 struct Json<'r> {
     verified: bool,
@@ -42,7 +42,7 @@ impl<'m> Report<'m> {
         }
     }
 
-    /// One line.
+    /// As one line.
     pub(super) fn json(&self) -> String {
         let tenth = |value: f64| (value * 10.0).round() / 10.0;
         serde_json::to_string(&Json {

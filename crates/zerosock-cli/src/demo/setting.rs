@@ -18,9 +18,9 @@ use crate::vm::program;
 use crate::vm::qemu::{self, Guest};
 
 const GUEST_CID: u32 = 3;
-/// What kernel and program need besides the file.
+/// Guest memory for kernel and program, besides the file.
 const MEMORY_MIB: u64 = 448;
-/// As vhost-device-vsock's defaults, so that both do the same work.
+/// Defaults of vhost-device-vsock, for a comparable load.
 const BUF_ALLOC: u32 = 256 << 10;
 const QUEUE_SIZE: u16 = 1024;
 
@@ -29,9 +29,9 @@ pub(super) struct Setting {
     pub(super) guest: Guest<Line>,
     /// The device's hybrid vsock socket.
     pub(super) uds: PathBuf,
-    /// Our own device; nothing where another one is used.
+    /// The demo's own device; `None` with another one.
     daemon: Option<Daemon>,
-    // Dropped last: the others have their sockets in it.
+    // Dropped last: contains the sockets of the others.
     _dir: TempDir,
 }
 
@@ -57,7 +57,7 @@ impl Setting {
             .map_err(Failure::runtime)?
             .finish();
 
-        // Socket addresses are short, and so must be the directory's name.
+        // The name must be short: socket addresses are.
         let dir = tempfile::Builder::new()
             .prefix("zs")
             .tempdir_in("/tmp")
@@ -99,12 +99,12 @@ impl Setting {
         })
     }
 
-    /// What our device has counted; nothing for another one.
+    /// Counters of the demo's own device; `None` for another one.
     pub(super) fn stats(&self) -> Option<Stats> {
         self.daemon.as_ref().map(Daemon::stats)
     }
 
-    /// Ends the guest and our device.
+    /// Ends the guest and the demo's own device.
     pub(super) fn end(mut self) {
         self.guest.kill();
         if let Some(daemon) = self.daemon {

@@ -1,4 +1,4 @@
-//! The flags of `zerosock nc`, as typed.
+//! Flags of `zerosock nc`.
 
 use std::time::Duration;
 
@@ -9,9 +9,9 @@ use crate::duration;
 
 /// Netcat for vsock and Unix sockets: join standard input and output to one connection
 ///
-/// What arrives on standard input goes to the connection, what the connection brings goes to
-/// standard output, both at once. The end of standard input closes the sending half only; the
-/// other half goes on until the peer closes it.
+/// Standard input goes to the connection and received bytes go to standard output, at the same
+/// time. The end of standard input closes the sending half only; receiving continues until the peer
+/// closes the connection.
 #[derive(Debug, Args)]
 #[command(after_long_help = AFTER_HELP)]
 pub(crate) struct NcArgs {
@@ -22,26 +22,26 @@ pub(crate) struct NcArgs {
 
     /// Messages instead of a stream: sockets of type SOCK_SEQPACKET
     ///
-    /// What one read of standard input gives is one message: a line at a terminal, a packet of a
-    /// socket of packets, else up to 65536 bytes. Messages that arrive go to standard output one
-    /// behind the other.
+    /// One read of standard input gives one message: a line at a terminal, a packet of a
+    /// SOCK_SEQPACKET socket, else up to 65536 bytes. Received messages are written to standard
+    /// output without separators.
     #[arg(long)]
     pub(crate) seqpacket: bool,
 
     /// Datagrams instead of a connection, as a process or a service that has attached
     ///
-    /// What one read of standard input gives is one datagram, of at most 65536 bytes, and one
-    /// without a byte is the end. Listening takes the source of the first for the peer. What nobody
-    /// receives is lost without a word.
+    /// One read of standard input gives one datagram of at most 65536 bytes; an empty datagram
+    /// marks the end. When listening, the source of the first datagram becomes the peer. Datagrams
+    /// without a receiver are lost without an error.
     #[arg(short = 'u', long, conflicts_with = "seqpacket")]
     pub(crate) dgram: bool,
 
     /// Give up when connecting (or waiting for a connection) takes longer, and later when no byte
-    /// has moved for as long [default: wait for ever]
+    /// was transferred for this time [default: no limit]
     #[arg(short = 'w', long, value_name = "SECONDS", value_parser = duration::parse)]
     pub(crate) timeout: Option<Duration>,
 
-    /// Try again until connected, or until --timeout: the peer may not be up yet
+    /// Repeat failed connects until --timeout: the peer may not have started yet
     #[arg(short, long)]
     pub(crate) retry: bool,
 
@@ -53,12 +53,13 @@ pub(crate) struct NcArgs {
     #[arg(long)]
     pub(crate) no_shutdown: bool,
 
-    /// Stop this long after the end of standard input, even when the peer has not closed; with 0
-    /// as soon as all is sent
+    /// Stop this long after the end of standard input, even when the peer has not closed; with 0 as
+    /// soon as everything is sent
     #[arg(short, long, value_name = "SECONDS", value_parser = duration::parse)]
     pub(crate) quit: Option<Duration>,
 
-    /// Close the sending half at the end of standard input: always done, accepted for habit
+    /// Close the sending half at the end of standard input: the default, accepted for compatibility
+    /// with other netcats
     #[arg(short = 'N', hide = true, conflicts_with = "no_shutdown")]
     pub(crate) shutdown: bool,
 
@@ -66,7 +67,7 @@ pub(crate) struct NcArgs {
     #[arg(long)]
     pub(crate) no_progress: bool,
 
-    /// Say on standard error when listening, connected, and how much was moved
+    /// Report on standard error when listening, when connected, and the bytes transferred
     #[arg(short, long)]
     pub(crate) verbose: bool,
 }

@@ -7,12 +7,12 @@ use std::time::Duration;
 use zerosock::vsock::Endpoint;
 use zerosock::{Address, Cid, Port};
 
-use super::connect::ConnectError;
 use super::datagrams::Datagrams;
 use super::endpoint::Peer;
+use super::error::ConnectError;
 use super::wire::{Kind, Wanted, Wire};
 
-/// As what to attach.
+/// Kind of client on the attach socket.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Role {
     Process,
@@ -28,7 +28,7 @@ pub(super) fn connect(
     wanted: Wanted,
     left: Option<Duration>,
 ) -> Result<Wire, ConnectError> {
-    // What a service sends datagrams from is a port that it has claimed: the same, over here.
+    // A service sends datagrams from a port that it has claimed: use the same number.
     let (from, claimed) = match (role, wanted) {
         (Role::Service, Wanted::Datagrams) => (Port::new(port), &[Port::new(port)][..]),
         _ => (Port::ANY, &[][..]),
@@ -40,7 +40,7 @@ pub(super) fn connect(
         Peer::Name(name) => endpoint.resolve(name.as_str()).map_err(&failed)?,
     };
     let to = Address::new(cid, Port::new(port));
-    // What is connected keeps our place.
+    // The connection keeps the attachment open after `endpoint` is dropped.
     let connected = match wanted {
         Wanted::Connection(Kind::Bytes) => endpoint.connect(to).map(Wire::Stream),
         Wanted::Connection(Kind::Messages) => endpoint.connect_seqpacket(to).map(Wire::Messages),
@@ -49,8 +49,8 @@ pub(super) fn connect(
     connected.map_err(failed)
 }
 
-/// Attaches, says so by `listening`, and waits for one connection to `port`, which nobody else is
-/// let through to; or for the first datagram.
+/// Attaches, calls `listening`, and waits for one connection to `port` or for the first datagram.
+/// Further connections are refused.
 pub(super) fn listen(
     role: Role,
     path: &Path,
@@ -67,7 +67,7 @@ pub(super) fn listen(
     };
     let waiting = format!("waiting for {what} to port {port}");
     let failed = failed(waiting.clone());
-    // For ever is longer than anybody waits.
+    // Duration::MAX is no limit in practice.
     let left = left.unwrap_or(Duration::MAX);
     let accepted = match wanted {
         Wanted::Connection(Kind::Bytes) => {

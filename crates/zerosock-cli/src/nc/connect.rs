@@ -1,4 +1,4 @@
-//! From an endpoint to a connected, blocking socket.
+//! Makes a connected, blocking socket for an endpoint.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,62 +15,11 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::attached::{self, Role};
 use super::endpoint::Endpoint;
+use super::error::ConnectError;
 use super::wire::{Kind, Wanted, Wire};
 use crate::sockets;
 
-/// Why there is no connection.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum ConnectError {
-    #[error("connection refused: {0}")]
-    Refused(String),
-    #[error("timed out {0}")]
-    TimedOut(String),
-    #[error(transparent)]
-    Bind(#[from] sockets::BindError),
-    #[error("{0} (not a hybrid vsock socket?)")]
-    Handshake(String),
-    #[error(
-        "no datagrams; give attach:PATH:CID:PORT, attach-listen:PATH:PORT, \
-         service:PATH:CID:PORT or service-listen:PATH:PORT"
-    )]
-    NoDatagrams,
-    #[error("{doing}: {source}")]
-    Attached { doing: String, source: io::Error },
-    #[error("{doing}: {source}")]
-    System { doing: String, source: io::Error },
-}
-
-impl ConnectError {
-    /// Whether the peer may simply not be up yet.
-    fn may_pass(&self) -> bool {
-        match self {
-            ConnectError::Refused(_) => true,
-            ConnectError::System { source, .. } => matches!(
-                Errno::from_io_error(source),
-                Some(
-                    Errno::NOENT
-                        | Errno::NODEV
-                        | Errno::NETUNREACH
-                        | Errno::HOSTUNREACH
-                        | Errno::TIMEDOUT
-                        | Errno::ADDRNOTAVAIL
-                        | Errno::AGAIN
-                )
-            ),
-            ConnectError::Attached { source, .. } => matches!(
-                source.kind(),
-                io::ErrorKind::NotFound
-                    | io::ErrorKind::ConnectionRefused
-                    | io::ErrorKind::ConnectionReset
-                    | io::ErrorKind::HostUnreachable
-                    | io::ErrorKind::TimedOut
-            ),
-            _ => false,
-        }
-    }
-}
-
-/// When to give up; `None` never.
+/// Time at which to give up; `None`: never.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Deadline(Option<Instant>);
 
@@ -89,7 +38,7 @@ impl Deadline {
     }
 }
 
-/// Connects, or waits for one connection or a datagram. `listening` is called when others may come.
+/// Connects, or waits for one connection or datagram. Calls `listening` when peers can connect.
 pub(crate) fn establish(
     endpoint: &Endpoint,
     wanted: Wanted,
@@ -97,7 +46,7 @@ pub(crate) fn establish(
     retry: bool,
     listening: impl Fn(),
 ) -> Result<Wire, ConnectError> {
-    // Short at first, because a guest's service is often a moment away; then patient.
+    // Short at first, because a guest's service often starts a moment later.
     let mut pause = Duration::from_millis(20);
     loop {
         let result = match (endpoint, wanted) {
@@ -150,7 +99,7 @@ pub(crate) fn establish(
 fn vsock(cid: u32, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd, ConnectError> {
     let failed = |error: io::Error| match Errno::from_io_error(&error) {
         Some(Errno::CONNRESET | Errno::CONNREFUSED) => {
-            ConnectError::Refused(format!("nobody listens on port {port} of CID {cid}"))
+            ConnectError::Refused(format!("no listener on port {port} of CID {cid}"))
         }
         Some(Errno::AFNOSUPPORT) => ConnectError::System {
             doing: "this kernel has no AF_VSOCK (modprobe vsock; on a host use hybrid:PATH:PORT)"
@@ -206,10 +155,10 @@ fn vsock_listen(
 fn unix(path: &Path, kind: Kind, deadline: Deadline) -> Result<OwnedFd, ConnectError> {
     let failed = |errno: Errno| match errno {
         Errno::CONNREFUSED => ConnectError::Refused(format!(
-            "nobody listens on {} (a stale socket)",
+            "no listener at {} (a stale socket)",
             path.display()
         )),
-        // With a time to send in, connect() answers so when the listener's backlog stays full.
+        // With a send timeout, connect(2) fails with EAGAIN when the listener's backlog stays full.
         Errno::AGAIN if deadline.is_over() => ConnectError::TimedOut(format!(
             "connecting to {}: its backlog is full",
             path.display()
@@ -235,14 +184,14 @@ fn unix(path: &Path, kind: Kind, deadline: Deadline) -> Result<OwnedFd, ConnectE
     )
     .map_err(failed)?;
     let address = SocketAddrUnix::new(path).map_err(failed)?;
-    set_time_to_send(&socket, deadline.left()).map_err(failed)?;
+    set_send_timeout(&socket, deadline.left()).map_err(failed)?;
     rustix::net::connect(&socket, &address).map_err(failed)?;
-    set_time_to_send(&socket, None).map_err(failed)?;
+    set_send_timeout(&socket, None).map_err(failed)?;
     Ok(socket)
 }
 
-fn set_time_to_send(socket: &OwnedFd, limit: Option<Duration>) -> rustix::io::Result<()> {
-    // Zero would mean for ever.
+fn set_send_timeout(socket: &OwnedFd, limit: Option<Duration>) -> rustix::io::Result<()> {
+    // Zero would mean no limit.
     let limit = limit.map(|limit| limit.max(Duration::from_millis(1)));
     sockopt::set_socket_timeout(socket, sockopt::Timeout::Send, limit)
 }
@@ -257,15 +206,15 @@ fn unix_listen(
         doing: format!("listening on {}", path.display()),
         source,
     };
-    // While the socket file exists, a signal must not leave it behind: the wait below is then
-    // interrupted. Once a connection is there, the signals do again what they always did.
-    let asked = Asked::catch().map_err(failed)?;
+    // A signal must not leave the socket file behind: it interrupts the wait below. Once a
+    // connection exists, the signals have their default effect again.
+    let signals = SignalGuard::catch().map_err(failed)?;
     let (listener, file) =
         sockets::bind_type(path, sockets::Access::default(), kind.socket_type())?;
     listening();
-    let accepted = asked.wait_for_connection(&listener, deadline);
+    let accepted = signals.wait_for_connection(&listener, deadline);
     drop(file);
-    asked.restore_default();
+    signals.restore_default();
     match accepted.map_err(failed)? {
         Some(socket) => Ok(socket),
         None => {
@@ -275,14 +224,14 @@ fn unix_listen(
     }
 }
 
-/// SIGINT and SIGTERM while a socket file of ours exists.
-struct Asked {
+/// Catches SIGINT and SIGTERM while a socket file made here exists.
+struct SignalGuard {
     restored: Arc<AtomicBool>,
     by: [(i32, UnixStream); 2],
 }
 
-impl Asked {
-    fn catch() -> io::Result<Asked> {
+impl SignalGuard {
+    fn catch() -> io::Result<SignalGuard> {
         let restored = Arc::new(AtomicBool::new(false));
         let watch = |signal| {
             let (ours, handlers) = UnixStream::pair()?;
@@ -290,7 +239,7 @@ impl Asked {
             signal_hook::low_level::pipe::register(signal, handlers)?;
             io::Result::Ok((signal, ours))
         };
-        Ok(Asked {
+        Ok(SignalGuard {
             restored: restored.clone(),
             by: [watch(SIGTERM)?, watch(SIGINT)?],
         })
@@ -341,11 +290,11 @@ fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<Owne
     let socket = unix(path, kind, deadline)?;
     let refused = || {
         ConnectError::Refused(format!(
-            "{} closed without OK: nobody listens on port {port} in the guest, or no guest is up",
+            "{} closed without OK: no listener on port {port} in the guest, or the guest is not up",
             path.display()
         ))
     };
-    // So few bytes fit into a buffer that is empty, all of them.
+    // These few bytes always fit into an empty send buffer.
     let line = format!("CONNECT {port}\n");
     match rustix::net::send(&socket, line.as_bytes(), SendFlags::NOSIGNAL) {
         Ok(_) => {}
@@ -399,7 +348,7 @@ fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<Owne
     }
 }
 
-/// Waits until one of `events` (or an error) is there; false when the time is up.
+/// Waits until one of `events` or an error occurs; false at the deadline.
 fn wait_for(fd: impl AsFd, events: PollFlags, deadline: Deadline) -> io::Result<bool> {
     loop {
         let left = timespec(deadline.left());
@@ -412,6 +361,6 @@ fn wait_for(fd: impl AsFd, events: PollFlags, deadline: Deadline) -> io::Result<
 }
 
 fn timespec(left: Option<Duration>) -> Option<Timespec> {
-    // The limits of `--timeout` are far below what a timespec holds.
+    // The limits of `--timeout` are far below the range of a timespec.
     left.and_then(|left| Timespec::try_from(left).ok())
 }

@@ -1,11 +1,12 @@
-//! Datagrams in place of a connection, for a process that has attached.
+//! Datagrams instead of a connection, for an attached process.
 //!
-//! A datagram socket has no connection that could begin or end. So the one that listens takes the
-//! source of the first datagram for its peer; and an empty datagram, which standard input cannot
-//! give, is the end of what its sender has to say.
+//! A datagram socket has no connection that begins or ends. So a listener takes the source of the
+//! first datagram as its peer, and an empty datagram, which standard input cannot give, marks the
+//! end.
 //!
-//! What must hold: only what comes from the peer is received; what was sent was taken by the device
-//! before the end is reported.
+//! # Invariants
+//! - Only datagrams of the peer are received.
+//! - The end is reported after the device has taken everything that was sent.
 
 use std::io;
 use std::time::Duration;
@@ -13,18 +14,18 @@ use std::time::Duration;
 use zerosock::vsock::{Datagram, Endpoint};
 use zerosock::{Address, Port};
 
-/// Bytes that may wait for standard output: more than a queue has buffers for, all of which a sender
-/// can fill before it hears that it should stop.
+/// Size limit of datagrams that wait for standard output: larger than all buffers of a queue, which
+/// a sender can fill before it is told to pause.
 const RECEIVE: u32 = 32 << 20;
 
-/// A datagram socket, and whom it talks with.
+/// A datagram socket and its peer.
 pub(crate) struct Datagrams {
     socket: Datagram,
     peer: Address,
 }
 
 impl Datagrams {
-    /// Talks with `peer`, from `from`. Nobody hears of it.
+    /// Sends to `peer` from port `from`. No packet is sent yet.
     pub(super) fn to(endpoint: &Endpoint, from: Port, peer: Address) -> io::Result<Datagrams> {
         let socket = Datagram::bind(endpoint, from)?;
         socket.set_receive_buffer(RECEIVE);
@@ -32,7 +33,7 @@ impl Datagrams {
         Ok(Datagrams { socket, peer })
     }
 
-    /// Says so by `listening`, and waits for the first datagram to `port`.
+    /// Calls `listening`, and waits for the first datagram to `port`.
     pub(super) fn listen(
         endpoint: &Endpoint,
         port: Port,
@@ -41,7 +42,7 @@ impl Datagrams {
     ) -> io::Result<Datagrams> {
         let socket = Datagram::bind(endpoint, port)?;
         socket.set_receive_buffer(RECEIVE);
-        // Zero would be no time-out but an error.
+        // A time-out of zero would be an error.
         socket.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
         listening();
         let (_, peer) = socket.peek_from(&mut [])?;
@@ -55,21 +56,21 @@ impl Datagrams {
         self.socket.send(bytes)
     }
 
-    /// Says that this was all.
+    /// Sends the datagram that marks the end.
     pub(super) fn finish(&self) -> io::Result<()> {
         self.socket.send(&[]).map(drop)
     }
 
-    /// Waits until the device has all that was sent.
+    /// Waits until the device has taken everything that was sent.
     pub(super) fn flush(&self) -> io::Result<()> {
         self.socket.flush()
     }
 
-    /// Receives a datagram of the peer's; 0 at the end.
+    /// Receives a datagram of the peer; 0 at the end.
     pub(super) fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             let (len, from) = self.socket.recv_from(buffer)?;
-            // Others' may have come before there was a peer.
+            // Datagrams of other senders may have arrived before the peer was known.
             if from == self.peer {
                 return Ok(len.min(buffer.len()));
             }

@@ -1,4 +1,4 @@
-//! What `zerosock nc` talks to, parsed once.
+//! Endpoints of `zerosock nc`, parsed.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use zerosock::attach::Name;
 
 use crate::sockets;
 
-/// One end of a connection. Paths fit a socket address, CIDs and ports can be connected to.
+/// An endpoint. Paths fit a socket address; CIDs and ports are not the reserved "any".
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Endpoint {
     Vsock {
@@ -24,7 +24,7 @@ pub(crate) enum Endpoint {
         path: PathBuf,
         port: u32,
     },
-    /// As a process that attaches.
+    /// As an attached process.
     Attach {
         path: PathBuf,
         to: Peer,
@@ -34,7 +34,7 @@ pub(crate) enum Endpoint {
         path: PathBuf,
         port: u32,
     },
-    /// As a service of the host.
+    /// As a host service.
     Service {
         path: PathBuf,
         to: Peer,
@@ -46,14 +46,14 @@ pub(crate) enum Endpoint {
     },
 }
 
-/// Whom an attached process connects to.
+/// Destination of an attached process.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Peer {
     Cid(u32),
     Name(Name),
 }
 
-/// Why a text names no endpoint. clap puts the text itself in front.
+/// Why a text is no endpoint. clap prints the text itself in front.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub(crate) enum EndpointError {
     #[error("give one of {FORMS}")]
@@ -116,7 +116,7 @@ impl FromStr for Endpoint {
     }
 }
 
-/// The path may contain colons, what follows it may not.
+/// The path may contain colons, the rest may not.
 fn path_and_port(text: &str) -> Result<(PathBuf, u32), EndpointError> {
     let (path, port) = text.rsplit_once(':').ok_or(EndpointError::Form)?;
     Ok((parse_path(path)?, parse_port(port)?))
@@ -127,14 +127,14 @@ fn path_and_peer(text: &str) -> Result<(PathBuf, Peer, u32), EndpointError> {
     let (path, to) = rest.rsplit_once(':').ok_or(EndpointError::Form)?;
     let to = match (parse_number(to), to.parse()) {
         (Some(cid), _) => Peer::Cid(cid),
-        // Digits only would be a CID too large.
+        // A number that is too large for a CID.
         (None, Ok(name)) if !to.bytes().all(|byte| byte.is_ascii_digit()) => Peer::Name(name),
         (None, _) => return Err(EndpointError::Peer(to.into())),
     };
     Ok((parse_path(path)?, to, parse_port(port)?))
 }
 
-/// 4294967295 stands for "any" in both CIDs and ports.
+/// 4294967295 means "any" for both CIDs and ports.
 fn parse_number(text: &str) -> Option<u32> {
     text.parse().ok().filter(|&number| number != u32::MAX)
 }

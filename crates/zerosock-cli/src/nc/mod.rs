@@ -1,13 +1,15 @@
-//! `zerosock nc`: standard input and output joined to one connection.
+//! `zerosock nc`: connects standard input and output to one connection.
 //!
-//! Order of work: parse the endpoint; connect or accept once; move bytes both ways at once; end
-//! when both directions have. The exit code tells whether all was delivered.
+//! Steps: parse the endpoint; connect or accept once; transfer bytes in both directions at once;
+//! end when both directions have ended. The exit code tells whether everything was delivered.
 
 pub(crate) mod args;
 mod attached;
+mod blocking;
 mod connect;
 mod datagrams;
 mod endpoint;
+mod error;
 mod progress;
 mod pump;
 mod wire;
@@ -17,9 +19,10 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use self::args::NcArgs;
-use self::connect::{ConnectError, Deadline};
-use self::progress::Progress;
-use self::pump::{Moved, Policy};
+use self::connect::Deadline;
+use self::error::ConnectError;
+use self::progress::{Moved, Progress};
+use self::pump::Policy;
 use self::wire::{Kind, Wanted};
 use crate::failure::Failure;
 

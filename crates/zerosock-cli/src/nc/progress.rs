@@ -1,30 +1,35 @@
-//! A line of progress on standard error, for a person, on transfers that take a while.
+//! A progress line on standard error for long transfers.
 
 use std::io::IsTerminal;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use rustix::stdio;
 
-use super::pump::Moved;
+/// Bytes transferred so far.
+#[derive(Debug, Default)]
+pub(crate) struct Moved {
+    pub(crate) sent: AtomicU64,
+    pub(crate) received: AtomicU64,
+}
 
-/// Shorter transfers are over before a line could be read.
+/// No line before this time: short transfers end sooner.
 const QUIET_AT_FIRST: Duration = Duration::from_millis(700);
 
-/// Shown only when nobody types or reads the transfer itself in the same terminal.
+/// A progress line; shown only if standard error is a terminal and the counted stream is not.
 pub(crate) struct Progress {
     started: Instant,
     count_sent: bool,
     count_received: bool,
-    /// Bytes of standard input, when it is a file.
+    /// Remaining bytes of standard input, when it is a file.
     total: Option<u64>,
     bar: Option<ProgressBar>,
     wanted: bool,
 }
 
 impl Progress {
-    /// `wanted` is the caller's leave; whether there is anything to show on is found out here.
+    /// `wanted`: whether the user allows the line; it is shown only if there is something to count.
     pub(crate) fn new(wanted: bool, read_stdin: bool) -> Progress {
         let count_sent = read_stdin && !std::io::stdin().is_terminal();
         let count_received = !std::io::stdout().is_terminal();
@@ -38,7 +43,7 @@ impl Progress {
         }
     }
 
-    /// Brings the line up to date.
+    /// Updates the line.
     pub(crate) fn show(&mut self, moved: &Moved) {
         if !self.wanted || self.started.elapsed() < QUIET_AT_FIRST {
             return;
@@ -46,7 +51,7 @@ impl Progress {
         let sent = moved.sent.load(Ordering::Relaxed);
         let received = moved.received.load(Ordering::Relaxed);
         if received > 0 && !self.count_received {
-            // The terminal now shows what is received: no lines in between.
+            // The terminal now shows received bytes: print no line between them.
             self.clear();
             self.wanted = false;
             return;
@@ -55,7 +60,7 @@ impl Progress {
         if self.count_received {
             bytes += received;
         }
-        // A total is known for what is sent only.
+        // Only the total of sent bytes is known.
         let total = self.total.filter(|_| received == 0);
         let bar = self.bar.get_or_insert_with(ProgressBar::no_length);
         match total {
@@ -74,7 +79,7 @@ impl Progress {
         bar.set_position(bytes);
     }
 
-    /// Takes the line away.
+    /// Removes the line.
     pub(crate) fn clear(&mut self) {
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();
@@ -86,7 +91,7 @@ fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
-/// What is left of standard input, if it is a file.
+/// Remaining bytes of standard input, if it is a file.
 fn bytes_of_stdin() -> Option<u64> {
     let stat = rustix::fs::fstat(stdio::stdin()).ok()?;
     if !rustix::fs::FileType::from_raw_mode(stat.st_mode).is_file() {

@@ -1,14 +1,13 @@
-//! Moving the bytes: standard input to the connection, the connection to standard output.
+//! Transfers bytes: from standard input to the connection, from the connection to standard output.
 //!
-//! Each direction is a thread with blocking calls, so that neither ever waits for the other and
-//! no shared descriptor (standard input may be a shell's terminal) is made non-blocking. The
-//! caller's thread watches both, keeps the time, and shows progress. A thread that is still
-//! blocked in a read when all else is over ends with the process.
+//! Each direction is a thread with blocking calls, so that neither waits for the other and no
+//! shared descriptor (standard input may be a shell's terminal) becomes non-blocking. The caller's
+//! thread waits for both, enforces the time limits, and shows progress. A thread that is still
+//! blocked in a read when everything else has ended ends with the process.
 
 use std::io::{self, PipeReader};
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -18,25 +17,26 @@ use rustix::io::Errno;
 use rustix::net::Shutdown;
 use rustix::stdio;
 
-use super::progress::Progress;
+use super::blocking::{read, write};
+use super::progress::{Moved, Progress};
 use super::wire::Wire;
 
-/// How often progress is shown and time-outs are looked at.
+/// Interval of progress updates and checks of the time limits.
 const TICK: Duration = Duration::from_millis(100);
 
-/// What the caller wants at the ends.
+/// When to stop.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Policy {
     pub(crate) read_stdin: bool,
     /// Close the sending half when standard input ends.
     pub(crate) shutdown: bool,
-    /// How long to go on after standard input has ended.
+    /// Time to continue after the end of standard input.
     pub(crate) quit: Option<Duration>,
-    /// How long both directions may be silent.
+    /// Longest time without a byte in either direction.
     pub(crate) idle: Option<Duration>,
 }
 
-/// Why not all was delivered.
+/// Why not everything was delivered.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PumpError {
     #[error("standard input: {0}")]
@@ -53,14 +53,7 @@ pub(crate) enum PumpError {
     Start(io::Error),
 }
 
-/// Bytes moved so far.
-#[derive(Debug, Default)]
-pub(crate) struct Moved {
-    pub(crate) sent: AtomicU64,
-    pub(crate) received: AtomicU64,
-}
-
-/// Moves bytes until both directions are over, or the policy says so.
+/// Transfers bytes until both directions have ended or `policy` ends them.
 pub(crate) fn run(
     socket: Wire,
     policy: Policy,
@@ -88,11 +81,12 @@ pub(crate) fn run(
     loop {
         let (sent, received) = wait(sending.as_ref(), receiving.as_ref())?;
         if sent && let Some(direction) = sending.take() {
-            // The other direction still has its say: a peer may stop reading, yet write on.
+            // Continue the other direction: a peer may stop reading and continue to write.
             outcome = outcome.and(direction.join());
             watch.sending_ended();
             if outcome.is_err() {
-                // Tells the program in front of us that nobody takes its bytes any more.
+                // Tells the program that writes to standard input that its bytes are no longer
+                // read.
                 replace_stdin();
                 if !socket.ends_by_itself() {
                     return outcome;
@@ -102,15 +96,15 @@ pub(crate) fn run(
         if received && let Some(direction) = receiving.take() {
             direction.join()?;
             if sending.is_some() {
-                // Tells the program behind us that this was all.
+                // Tells the program that reads standard output that no more bytes follow.
                 end_stdout();
             }
         }
         progress.show(moved);
         match (&sending, &receiving) {
             (None, None) => return outcome,
-            // The peer has closed both halves and nothing waits to be sent: over. If something
-            // does, the sender is about to find out, and its error counts.
+            // The peer has closed both halves and there is nothing to send. If there is something,
+            // the sender's next call fails, and that error is reported.
             (Some(_), None) if socket.is_deaf() && !stdin_is_ready() => return outcome,
             _ => {}
         }
@@ -121,7 +115,7 @@ pub(crate) fn run(
     }
 }
 
-/// One direction: its thread, and a pipe whose other end closes when the thread is done.
+/// One direction: its thread, and a pipe that reaches end of file when the thread has finished.
 struct Direction {
     thread: JoinHandle<Result<(), PumpError>>,
     done: PipeReader,
@@ -151,7 +145,7 @@ impl Direction {
     }
 }
 
-/// Waits a tick, or until a direction ends. Says which have.
+/// Waits for one tick or until a direction has ended; returns which have.
 fn wait(
     sending: Option<&Direction>,
     receiving: Option<&Direction>,
@@ -172,7 +166,7 @@ fn wait(
     Ok((sent, received))
 }
 
-/// Keeps the time for `quit` and `idle`.
+/// Enforces `quit` and `idle`.
 struct Watch {
     policy: Policy,
     stdin_ended: Option<Instant>,
@@ -256,36 +250,7 @@ fn receive(socket: &Wire, moved: &Moved) -> Result<(), PumpError> {
     }
 }
 
-/// A blocking read, also from a descriptor that somebody else made non-blocking.
-pub(super) fn read(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<usize> {
-    loop {
-        match rustix::io::read(fd, &mut *buffer) {
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => wait_for(fd, PollFlags::IN)?,
-            result => return Ok(result?),
-        }
-    }
-}
-
-/// A blocking write, also to a descriptor that somebody else made non-blocking.
-fn write(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
-    loop {
-        match rustix::io::write(fd, bytes) {
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => wait_for(fd, PollFlags::OUT)?,
-            result => return Ok(result?),
-        }
-    }
-}
-
-fn wait_for(fd: BorrowedFd<'_>, events: PollFlags) -> io::Result<()> {
-    match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, events)], None) {
-        Ok(_) | Err(Errno::INTR) => Ok(()),
-        Err(errno) => Err(errno.into()),
-    }
-}
-
-/// Whether a read from standard input would say something now: bytes, the end, or an error.
+/// Whether a read from standard input would return at once: bytes, the end, or an error.
 fn stdin_is_ready() -> bool {
     let now = Timespec {
         tv_sec: 0,
@@ -295,7 +260,7 @@ fn stdin_is_ready() -> bool {
     rustix::event::poll(&mut [stdin], Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
-/// Closes our hold on standard input, as far as that can be done while its number stays taken.
+/// Replaces standard input by /dev/null, which keeps the descriptor number in use.
 fn replace_stdin() {
     if let Ok(null) = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
     {
@@ -303,9 +268,9 @@ fn replace_stdin() {
     }
 }
 
-/// Passes the end on: a pipe behind us closes, a socket is shut down for writing.
+/// Signals the end of file: closes a pipe, shuts down a socket for writing.
 fn end_stdout() {
-    // Fails for what is no socket, which the next line deals with.
+    // Fails unless it is a socket; the next line covers the rest.
     let _ = rustix::net::shutdown(stdio::stdout(), Shutdown::Write);
     if let Ok(null) = rustix::fs::open("/dev/null", OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())
     {
@@ -314,7 +279,7 @@ fn end_stdout() {
 }
 
 fn tick() -> Timespec {
-    // A tenth of a second.
+    // One tenth of a second.
     Timespec {
         tv_sec: 0,
         tv_nsec: TICK.as_nanos() as _,

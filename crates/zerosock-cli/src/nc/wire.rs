@@ -1,8 +1,9 @@
-//! What `nc` is connected by: a socket of the kernel's, or one of ours as a process that has
-//! attached; for bytes, messages or datagrams.
+//! The connection of `nc`: a kernel socket, or a zerosock socket of an attached process; for bytes,
+//! messages or datagrams.
 //!
-//! What must hold: calls block, and both directions may be used at once; no message is cut, and one
-//! without a byte is not taken for the end.
+//! # Invariants
+//! - Calls block; both directions can be used at once.
+//! - No message is cut, and an empty message is not taken for the end.
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
@@ -15,17 +16,17 @@ use zerosock::vsock::{MAX_DATAGRAM, SeqPacket, Stream, StreamState};
 
 use super::datagrams::Datagrams;
 
-/// Of a stream at once. Large enough that system calls do not matter, small enough for a core's
-/// cache.
+/// Buffer size for streams, bytes: large enough to make the cost of system calls small, small
+/// enough for a core's cache.
 const BUFFER: usize = 256 * 1024;
-/// The longest message that is sent: what any receiver takes that was not told otherwise.
+/// The longest message sent: the default limit of receivers.
 const LONGEST_SENT: usize = 64 * 1024;
-/// The longest message that is received. Memory for it is taken only as far as it is used.
+/// The longest message received. Its buffer's pages are allocated when they are written.
 const LONGEST_RECEIVED: usize = 16 << 20;
-/// Messages without a byte that may stand before the end: more than any queue keeps of them.
+/// Limit of consecutive empty messages before the end: more than any queue holds.
 const MOST_EMPTY: u32 = 4096;
 
-/// What a connection carries.
+/// Type of a connection.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Kind {
     Bytes,
@@ -40,7 +41,7 @@ impl Kind {
         }
     }
 
-    /// A socket of the kernel's, of this kind.
+    /// Wraps a kernel socket of this type.
     pub(super) fn of(self, socket: OwnedFd) -> Wire {
         match self {
             Kind::Bytes => Wire::Socket(socket),
@@ -49,14 +50,14 @@ impl Kind {
     }
 }
 
-/// What is asked for.
+/// What the caller asks for.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Wanted {
     Connection(Kind),
     Datagrams,
 }
 
-/// See the module.
+/// A connection; see the module.
 pub(crate) enum Wire {
     Socket(OwnedFd),
     Packets(OwnedFd),
@@ -66,7 +67,7 @@ pub(crate) enum Wire {
 }
 
 impl Wire {
-    /// Bytes to be sent at once, at most.
+    /// Largest number of bytes per send.
     pub(super) fn sends_at_once(&self) -> usize {
         match self {
             Wire::Socket(_) | Wire::Stream(_) => BUFFER,
@@ -75,7 +76,7 @@ impl Wire {
         }
     }
 
-    /// Bytes that there is to be room for.
+    /// Size of the receive buffer, bytes.
     pub(super) fn receives_at_once(&self) -> usize {
         match self {
             Wire::Socket(_) | Wire::Stream(_) => BUFFER,
@@ -84,7 +85,7 @@ impl Wire {
         }
     }
 
-    /// Sends some of `bytes`; all of them, as one message.
+    /// Sends some of `bytes`, or all of them as one message.
     pub(super) fn send(&self, bytes: &[u8]) -> io::Result<usize> {
         match self {
             Wire::Socket(socket) | Wire::Packets(socket) => {
@@ -101,7 +102,7 @@ impl Wire {
         match self {
             Wire::Socket(socket) | Wire::Packets(socket) => {
                 match rustix::net::shutdown(socket, rustix::net::Shutdown::Write) {
-                    // The peer was faster: it has closed, and nothing is left to be delivered.
+                    // The peer has already closed: nothing remains to be delivered.
                     Ok(()) | Err(Errno::NOTCONN) => Ok(()),
                     Err(errno) => Err(errno.into()),
                 }
@@ -117,8 +118,8 @@ impl Wire {
         }
     }
 
-    /// Waits until it no longer takes us to deliver what was sent. A connection's end waits for its
-    /// peer by itself.
+    /// Waits until everything sent will be delivered even if this process ends. Only datagrams need
+    /// it: closing a connection waits for the peer.
     pub(super) fn flush(&self) -> io::Result<()> {
         match self {
             Wire::Datagrams(socket) => socket.flush(),
@@ -126,10 +127,10 @@ impl Wire {
         }
     }
 
-    /// Receives bytes, or the next message that has some; 0 at the end.
+    /// Receives bytes, or the next message that is not empty; 0 at the end.
     pub(super) fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
         match self {
-            Wire::Socket(socket) => super::pump::read(socket.as_fd(), buffer),
+            Wire::Socket(socket) => super::blocking::read(socket.as_fd(), buffer),
             Wire::Packets(socket) => receive_packet(socket, buffer),
             Wire::Stream(stream) => (&mut &*stream).read(buffer),
             Wire::Messages(connection) => loop {
@@ -143,16 +144,16 @@ impl Wire {
         }
     }
 
-    /// Whether what is received comes to an end when nothing can be sent any more.
+    /// Whether receiving ends by itself after sending has failed.
     pub(super) fn ends_by_itself(&self) -> bool {
         !matches!(self, Wire::Datagrams(_))
     }
 
-    /// Whether the peer takes nothing more. Sending no bytes sends no packet, but asks the
-    /// question; poll() would not tell for AF_VSOCK.
+    /// Whether the peer receives nothing more. Asks by sending zero bytes, which sends no packet;
+    /// poll(2) does not tell for AF_VSOCK.
     pub(super) fn is_deaf(&self) -> bool {
         match self {
-            // To send no bytes by this one sends a packet.
+            // On this socket, sending zero bytes would send a packet.
             Wire::Packets(socket) if !is_vsock(socket) => is_there(socket, PollFlags::HUP),
             Wire::Socket(socket) | Wire::Packets(socket) => matches!(
                 rustix::net::send(socket, &[], SendFlags::NOSIGNAL | SendFlags::DONTWAIT),
@@ -160,14 +161,14 @@ impl Wire {
             ),
             Wire::Stream(stream) => stream.state() != StreamState::Connected,
             Wire::Messages(connection) => connection.state() != StreamState::Connected,
-            // Nobody would say so.
+            // There is no such notification for datagrams.
             Wire::Datagrams(_) => false,
         }
     }
 }
 
-/// The next packet that has bytes; 0 at the end. Of a packet without a byte recv(2) says what it
-/// says at the end: but an end has come before it says so, and behind it there is nothing else.
+/// The next packet that is not empty; 0 at the end. recv(2) returns 0 for both. Before the peer's
+/// shutdown (RDHUP) it is an empty packet; after it, at most [`MOST_EMPTY`] of them are skipped.
 fn receive_packet(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
     let mut empty = 0;
     loop {
@@ -182,7 +183,7 @@ fn receive_packet(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
     }
 }
 
-/// The length of a message, if it has fitted.
+/// The length of a message, or an error if it did not fit.
 fn whole(len: usize, buffer: &[u8]) -> io::Result<usize> {
     if len <= buffer.len() {
         return Ok(len);

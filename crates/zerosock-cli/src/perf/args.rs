@@ -1,4 +1,4 @@
-//! The flags of `zerosock perf`, as typed: those of `vsock_rx_perf`, and where to connect.
+//! Flags of `zerosock perf`: those of `vsock_rx_perf`, and where to connect.
 
 use std::path::PathBuf;
 
@@ -6,13 +6,13 @@ use clap::{ArgGroup, Args, ValueEnum};
 
 use crate::number;
 
-/// Measure receiving: a server sends, a client takes, both say how long it took
+/// Measure receiving: a server sends, a client receives, both print the time
 ///
-/// This is `vsock_rx_perf` of the kernel patch set for zero-copy receive, with its options, its
-/// defaults and its figures. The client connects to the server; the server sends so many
-/// megabytes; the client takes them in one of three ways (-z).
+/// This is `vsock_rx_perf` of the kernel patch set for zero-copy receive, with its options,
+/// defaults and figures. The client connects to the server; the server sends the given number of
+/// megabytes; the client dequeues them in one of three ways (-z).
 ///
-/// Either side is a process that is attached to `zerosock serve`, or one that is the host by itself
+/// Either side is a process attached to `zerosock serve`, or a host with devices of its own
 /// (--host), or a program in a guest, which uses its kernel's AF_VSOCK.
 #[derive(Debug, Args)]
 #[command(
@@ -38,12 +38,12 @@ pub(crate) struct PerfArgs {
     #[arg(short, long, value_parser = number::parse::<u32>, value_name = "PAGES")]
     pub(super) buffer: Option<u32>,
 
-    /// Bytes that must be there before the client wakes up, as SO_RCVLOWAT [default: as many as
-    /// its buffer takes]
+    /// Bytes that must be available before the client wakes up, as SO_RCVLOWAT [default: the size
+    /// of its buffer]
     #[arg(short = 'r', long, value_parser = number::parse::<u32>, value_name = "BYTES", conflicts_with = "server")]
     pub(super) low_water: Option<u32>,
 
-    /// Bytes that may be under way to the client: the credit that it gives the server
+    /// Unread bytes in flight to the client: the credit that it gives the server
     #[arg(
         short = 'v',
         long,
@@ -68,7 +68,7 @@ pub(crate) struct PerfArgs {
     #[arg(short, long, value_parser = number::parse::<u32>, value_name = "PORT", default_value = "1234")]
     pub(super) port: u32,
 
-    /// Be a process attached at this attach socket of `zerosock serve`, as any CID that is free
+    /// Attach at this attach socket of `zerosock serve`, with any free CID
     #[arg(long, value_name = "SOCKET", help_heading = "Where")]
     pub(super) attach: Option<PathBuf>,
 
@@ -108,7 +108,7 @@ pub(crate) struct PerfArgs {
     pub(super) verify: bool,
 }
 
-/// The letters of -z.
+/// Values of -z.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
 pub(super) enum ModeArg {
     /// Copy: read()

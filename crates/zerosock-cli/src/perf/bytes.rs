@@ -1,7 +1,7 @@
-//! What is sent, and what the receiver does with it.
+//! The bytes sent, and their processing by the receiver.
 //!
-//! The byte at each place of the stream follows from the place alone, with a period that no size
-//! of a buffer or packet divides (a prime): bytes that are lost, repeated or moved are noticed.
+//! The position of a byte in the stream determines its value, with a prime period that divides no
+//! size of a buffer or packet: lost, repeated or moved bytes are detected.
 
 use std::hint::black_box;
 use std::io;
@@ -9,7 +9,7 @@ use std::io;
 use super::settings::Look;
 
 const PERIOD: usize = 65_521;
-/// Bytes that are looked at together.
+/// Bytes compared at once.
 const CHUNK: usize = 4096;
 
 fn pattern(len: usize) -> Vec<u8> {
@@ -17,7 +17,7 @@ fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(byte).collect()
 }
 
-/// What is sent: slices of one buffer, whatever the place in the stream.
+/// The sent bytes: slices of one buffer, at any position of the stream.
 pub(super) struct Source {
     bytes: Vec<u8>,
     at: u64,
@@ -25,7 +25,7 @@ pub(super) struct Source {
 }
 
 impl Source {
-    /// `len` bytes, at most `most` at once.
+    /// A stream of `len` bytes, at most `most` at once.
     pub(super) fn new(len: u64, most: usize) -> Source {
         let bytes = pattern(PERIOD + most);
         Source { bytes, at: 0, len }
@@ -39,13 +39,13 @@ impl Source {
         &self.bytes[start..start + most.min(left)]
     }
 
-    /// So many of them are sent.
+    /// Marks the first `len` of them as sent.
     pub(super) fn sent(&mut self, bytes: usize) {
         self.at += bytes as u64;
     }
 }
 
-/// What looks at the bytes received.
+/// Processing of received bytes.
 pub(super) struct Eye {
     look: Look,
     expected: Vec<u8>,
@@ -65,7 +65,7 @@ impl Eye {
         }
     }
 
-    /// Looks at the next `len` bytes, which `copy` gives piece by piece, from an offset on.
+    /// Processes the next `len` bytes, which `copy` gives piece by piece, from an offset on.
     pub(super) fn see(
         &mut self,
         len: usize,
@@ -87,7 +87,7 @@ impl Eye {
         Ok(())
     }
 
-    /// The same for bytes in a buffer, in place.
+    /// The same for bytes in a buffer.
     pub(super) fn see_slice(&mut self, bytes: &[u8]) -> io::Result<()> {
         match self.look {
             Look::None => Ok(()),

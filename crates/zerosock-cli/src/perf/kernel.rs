@@ -1,4 +1,4 @@
-//! Over the kernel's AF_VSOCK: in a guest.
+//! Sockets of the kernel's AF_VSOCK, in a guest.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -12,10 +12,10 @@ use super::bytes::Eye;
 use super::settings::{Client, Mode, Server};
 use super::{receive, report, send};
 
-/// Longer than the kernel's own 2 s, so that it is the kernel's error that is seen.
+/// Longer than the kernel's own 2 s, so that the error comes from the kernel.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Bytes that the server is ready to have under way, if the client is.
+/// Bytes in flight that the server supports, if the client does.
 const SENDER: u64 = 2 << 30;
 
 pub(super) fn serve(server: &Server, buffer: usize) -> io::Result<()> {
@@ -23,14 +23,14 @@ pub(super) fn serve(server: &Server, buffer: usize) -> io::Result<()> {
     let (cid, _) = vsock::local_address(&listener)?;
     println!("{}", report::server_begins(server, buffer, cid));
     let (socket, _, _) = vsock::accept_blocking(&listener)?;
-    // Newer kernels have no more under way than their own buffer either.
+    // Newer kernels also limit bytes in flight by the sender's buffer.
     vsock::set_buffer_size(&socket, SENDER)?;
     let took = send::run(server.bytes, buffer, |bytes| {
         Ok(rustix::net::send(&socket, bytes, SendFlags::NOSIGNAL)?)
     })?;
     println!("{}", report::server(server.bytes, took));
     rustix::net::shutdown(&socket, Shutdown::Write)?;
-    // A close throws away what the peer has not read: it closes first, in whatever way.
+    // Closing discards what the peer has not read: wait until the peer closes.
     while read(&socket, &mut [0; 16]).is_ok_and(|got| got > 0) {}
     Ok(())
 }

@@ -3,8 +3,8 @@
 //!
 //! "It works in client/server mode. When client connects to server, server starts sending specified
 //! amount of data to client. Client reads data and waits for next portion of it." What is measured
-//! is the time in the calls that dequeue; so nothing else happens between two looks at the clock,
-//! and what is done with the bytes ([`bytes`]) is done outside.
+//! The time in the dequeue calls is measured; so nothing else happens between two readings of the
+//! clock, and the bytes are processed ([`bytes`]) outside of it.
 
 pub(crate) mod args;
 mod bytes;
@@ -19,7 +19,7 @@ use self::args::PerfArgs;
 use self::settings::{Place, Role, Settings};
 use crate::failure::Failure;
 
-/// Runs one side to its end.
+/// Runs one side.
 pub(crate) fn main(args: PerfArgs) -> Result<(), Failure> {
     let Settings {
         place,

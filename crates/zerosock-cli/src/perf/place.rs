@@ -1,4 +1,4 @@
-//! As an endpoint: a process attached to a device, or the host with the device in itself.
+//! Endpoints: an attached process, or a host that embeds the device.
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
@@ -15,23 +15,23 @@ use super::{receive, report, send};
 
 /// The largest packet of vsock.
 const PACKET: usize = 64 << 10;
-/// Buffers that a connection may have on lease in place: one of so many.
+/// A connection may lease in place one of this number of buffers.
 const SHARE: usize = 8;
-/// What `zerosock serve` allows unless it is told otherwise.
+/// Default of `zerosock serve`.
 const QUEUES: usize = 1024;
-/// Bytes that the server is ready to have under way, if the client is.
+/// Bytes in flight that the server supports, if the client does.
 const SENDER: u32 = 2 << 30;
-/// How long the host waits for the one to whom it connects: a guest has to boot.
+/// How long the host waits for its peer: a guest has to boot.
 const GUEST: Duration = Duration::from_secs(120);
 
-/// Where the sockets come from, opened.
+/// An open endpoint, which makes the sockets.
 enum Open {
     Endpoint(Endpoint),
     Host(Host),
 }
 
 impl Open {
-    /// `builder` is how an attached process is to be, `window` the same for a host.
+    /// `builder` configures an attached process, `window` a host.
     fn new(place: &Place, builder: EndpointBuilder, window: u32) -> io::Result<Open> {
         match place {
             Place::Attach(path) => {
@@ -45,7 +45,7 @@ impl Open {
             Place::Host { vm, attach } => {
                 let mut builder = Host::builder().window(window);
                 if let Some((cid, path)) = vm {
-                    // Whatever VMM it is: a measurement that it ends is ended.
+                    // Any VMM: a guest that breaks the measurement only ends it.
                     builder = builder.vm(*cid, path).allow_unsealed_memory();
                 }
                 if let Some(path) = attach {
@@ -71,8 +71,7 @@ impl Open {
         }
     }
 
-    /// The host waits for a peer that is not there yet, because it has just made the socket at
-    /// which that one comes in.
+    /// The host repeats connects: its peer cannot attach before the host has made the socket.
     fn connect(&self, peer: Address) -> io::Result<Stream> {
         let host = match self {
             Open::Endpoint(endpoint) => return endpoint.connect(peer),
@@ -110,7 +109,7 @@ impl Open {
         }
     }
 
-    /// Goes on until a process at the host had time to take its leave, which a device answers.
+    /// A host continues until an attached process has detached, which the device answers.
     fn linger(&self) -> io::Result<()> {
         let Open::Host(host) = self else {
             return Ok(());
@@ -125,7 +124,7 @@ impl Open {
 }
 
 pub(super) fn serve(place: &Place, server: &Server, buffer: usize) -> io::Result<()> {
-    // A sender has no more under way than its own window either.
+    // A sender has no more in flight than its own window.
     let open = Open::new(place, Endpoint::builder().window(SENDER), SENDER)?;
     let listener = open.listen(server.port)?;
     let cid = open.cid().get();
@@ -134,7 +133,7 @@ pub(super) fn serve(place: &Place, server: &Server, buffer: usize) -> io::Result
     let took = send::run(server.bytes, buffer, |bytes| stream.write(bytes))?;
     println!("{}", report::server(server.bytes, took));
     stream.shutdown(Shutdown::Write)?;
-    // What was sent is lost if we go before the peer has it: it closes first, in whatever way.
+    // Bytes in flight are lost when this process ends: wait until the peer closes.
     while stream.read(&mut [0; 16]).is_ok_and(|got| got > 0) {}
     open.linger()
 }
@@ -159,8 +158,8 @@ pub(super) fn dequeue(place: &Place, client: &Client, buffer: usize) -> io::Resu
     open.linger()
 }
 
-/// Bytes of a receive buffer and entries of the queue, two for each buffer: a dequeue gives whole
-/// packets, and those of one have to be a connection's share of the buffers.
+/// Size of a receive buffer and number of queue entries, two for each buffer: a dequeue returns
+/// whole packets, and those of one dequeue must fit the connection's share of the buffers.
 fn queues(buffer: usize) -> (usize, usize) {
     let packet = buffer.clamp(PAGE, PACKET);
     let entries = 2 * SHARE * buffer.div_ceil(packet);

@@ -9,13 +9,13 @@ use zerosock::vsock::{RxMap, Stream};
 use super::bytes::Eye;
 use super::settings::{Client, Mode};
 
-/// What was counted.
+/// Counters.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Counted {
     pub(super) bytes: u64,
-    /// The whole loop, waiting included.
+    /// Time of the whole loop, waiting included.
     pub(super) total: Duration,
-    /// In the calls that dequeue.
+    /// Time in the dequeue calls.
     pub(super) dequeue: Duration,
     /// Dequeues: one for each wake-up.
     pub(super) dequeues: u64,
@@ -28,7 +28,7 @@ pub(super) fn copy(
     mut wait: impl FnMut() -> io::Result<()>,
     mut read: impl FnMut(&mut [u8]) -> io::Result<usize>,
 ) -> io::Result<Counted> {
-    // Written once, so that no page fault falls into the measured time.
+    // Touch all pages now, so that no page fault is measured.
     let mut buffer = vec![0xa5; buffer];
     let mut counted = Counted::default();
     let began = Instant::now();
@@ -62,7 +62,8 @@ pub(super) fn on_stream(
             || stream.wait_readable(),
             |out| {
                 let mut stream = stream;
-                // The mark was waited for; a read that waits again would be timed.
+                // The low-water mark has been reached; a read that waits for it again would be
+                // timed.
                 stream.set_low_water(1)?;
                 let got = stream.read(out);
                 stream.set_low_water(client.low_water)?;
@@ -82,7 +83,8 @@ pub(super) fn on_stream(
     }
 }
 
-/// "In zerocopy mode client uses 'mmap()'/'getsockopt()' to dequeue data": here fill and release.
+/// "In zerocopy mode client uses 'mmap()'/'getsockopt()' to dequeue data": here by fill and
+/// release.
 fn map<'s>(
     stream: &'s Stream,
     buffer: usize,

@@ -1,8 +1,8 @@
-//! The lines that the two sides print.
+//! Output of the two sides.
 //!
 //! "1) In server mode it prints number of sec spent for whole tx loop. 2) In client mode it prints
-//! several values": whole rx loop, time in dequeue calls, wake-ups (not when polling), average
-//! time of a dequeue. Ours add the rate, and where the bytes were.
+//! several values": whole rx loop, time in dequeue calls, wake-ups (not when polling), average time
+//! of a dequeue. zerosock adds the rate, and the bytes in place and copied.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use zerosock::vsock::EndpointStats;
 use super::receive::Counted;
 use super::settings::{Client, Mode, Server};
 
-/// Says that the server is ready.
+/// Prints that the server is ready.
 pub(super) fn server_begins(server: &Server, buffer: usize, cid: u32) -> String {
     let Server { port, bytes } = server;
     format!(
@@ -47,7 +47,7 @@ pub(super) fn client_begins(client: &Client, buffer: usize) -> String {
     )
 }
 
-/// `stats`: of an endpoint, which counts where the bytes were.
+/// `stats`: of an endpoint, which counts bytes in place and copied.
 pub(super) fn client(mode: Mode, counted: &Counted, stats: Option<EndpointStats>) -> String {
     let Counted {
         bytes,

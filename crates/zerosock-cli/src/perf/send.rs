@@ -1,11 +1,11 @@
-//! The server's loop: writes, one after the other, timed as a whole.
+//! The server's loop: consecutive writes, timed as a whole.
 
 use std::io;
 use std::time::{Duration, Instant};
 
 use super::bytes::Source;
 
-/// Sends `bytes` in writes of `buffer` bytes by `write`; how long the loop took.
+/// Sends `bytes` in writes of `buffer` bytes by `write`; returns the time of the loop.
 pub(super) fn run(
     bytes: u64,
     buffer: usize,

@@ -1,4 +1,4 @@
-//! What the flags mean, judged: nothing illegal can be said here.
+//! Validated settings of `zerosock perf`.
 
 use std::path::PathBuf;
 
@@ -8,25 +8,25 @@ use zerosock::{Address, Cid, Port};
 use super::args::{ModeArg, PerfArgs};
 use crate::failure::Failure;
 
-/// Bytes of a megabyte, as the original counts.
+/// Bytes of a megabyte, as `vsock_rx_perf` counts.
 const MEGABYTE: u64 = 1 << 20;
 /// "For sender, tx buffer (which is passed to 'write()') size is 16Mb."
 const SERVER_PAGES: u32 = 4096;
 const CLIENT_PAGES: u32 = 32;
 
-/// A whole run of one side.
+/// Settings of one side.
 #[derive(Debug)]
 pub(super) struct Settings {
     pub(super) place: Place,
     pub(super) role: Role,
-    /// Bytes of a write, or of a dequeue at most.
+    /// Bytes of a write; for a dequeue, the most.
     pub(super) buffer: usize,
 }
 
-/// Where the sockets come from.
+/// Endpoint of the sockets.
 #[derive(Clone, Debug)]
 pub(super) enum Place {
-    /// The kernel: in a guest.
+    /// The kernel's AF_VSOCK, in a guest.
     Kernel,
     Attach(PathBuf),
     Device(PathBuf),
@@ -54,7 +54,7 @@ pub(super) struct Client {
     pub(super) mode: Mode,
     /// SO_RCVLOWAT in bytes.
     pub(super) low_water: u32,
-    /// What the peer may have under way, in bytes.
+    /// Unread bytes in flight from the peer, at most.
     pub(super) credit: u32,
     pub(super) look: Look,
 }
@@ -67,7 +67,7 @@ pub(super) enum Mode {
     InPlacePolling,
 }
 
-/// What a client does with the bytes, outside of the dequeue calls.
+/// Processing of received bytes by a client, outside of the dequeue calls.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Look {
     None,
@@ -79,7 +79,7 @@ impl Settings {
     fn host(vm: Option<PathBuf>, cid: u32, attach: Option<PathBuf>) -> Result<Place, Failure> {
         if vm.is_none() && attach.is_none() {
             return Err(Failure::usage(
-                "--host: nobody can come; give --vm-socket or --attach-socket",
+                "--host: nothing can connect; give --vm-socket or --attach-socket",
             ));
         }
         let cid = Cid::guest(cid.into())

@@ -1,7 +1,7 @@
-//! `access` in the configuration file: who may reach whom, read straight into rules in which
-//! nothing illegal can be said.
+//! `access` in the configuration file: which endpoints may connect to which others, parsed into
+//! validated rules.
 //!
-//! What is wrong is told while it is read, so that the file's reader says in which line.
+//! Errors are reported during parsing, so that the parser adds the line.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -12,7 +12,7 @@ use serde::{Deserialize, Deserializer};
 use zerosock::access::{AccessList, Cids, Party, Ports, RangeError, Rule, Verdict};
 use zerosock::{Cid, Port};
 
-use super::vm::joined_by_plus;
+use super::list::joined_by_plus;
 
 /// One entry of the list.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -35,7 +35,7 @@ impl<'de> Deserialize<'de> for Entry {
     }
 }
 
-/// An entry's one key says what becomes of those of whom its value speaks.
+/// An entry has one key: the verdict.
 struct OneKey;
 
 impl<'de> Visitor<'de> for OneKey {
@@ -67,12 +67,12 @@ impl<'de> Visitor<'de> for OneKey {
     }
 }
 
-/// The list that the entries make.
+/// The list of all entries.
 pub(super) fn list(entries: Vec<Entry>) -> AccessList {
     AccessList::new(entries.into_iter().map(|Entry(rule)| rule))
 }
 
-/// The first group that a rule names and that is none of `known`.
+/// The first group in a rule that is not in `known`, with the index of the rule.
 pub(super) fn unknown_group<'a>(
     entries: &'a [Entry],
     known: &BTreeSet<&str>,
@@ -107,7 +107,7 @@ fn party(text: &str) -> Result<Party, String> {
             ("group", _) if !name.is_empty() => Ok(Party::Group(name.into())),
             ("name", Ok(name)) => Ok(Party::Name(name)),
             ("name", Err(error)) => wrong(&format!("names no process: {error}")),
-            _ => wrong(&"names nobody"),
+            _ => wrong(&"names no endpoint"),
         };
     }
     match text {
@@ -116,7 +116,7 @@ fn party(text: &str) -> Result<Party, String> {
         _ => {}
     }
     let Some(range) = range(text) else {
-        return wrong(&"names nobody");
+        return wrong(&"names no endpoint");
     };
     let (first, last) = (Cid::new(*range.start()), Cid::new(*range.end()));
     match Cids::new(first, last) {
@@ -141,7 +141,7 @@ fn ports<'de, D: Deserializer<'de>>(input: D) -> Result<Ports, D::Error> {
     for item in text.split('+').map(str::trim) {
         let range = range(item).ok_or_else(|| wrong(item, &"is no port"))?;
         let range = Port::new(*range.start())..=Port::new(*range.end());
-        // One by one, to know which is wrong.
+        // One by one, to find the wrong one.
         Ports::new([range.clone()])
             .map_err(|error| wrong(item, &format!("is no range: {error}")))?;
         ranges.push(range);
@@ -229,20 +229,20 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named_with_value_and_line() {
+    fn errors_name_value_and_line() {
         let rule = |from: &str, to: &str, ports: &str| {
             format!(
                 "- allow: {{from: any, to: any}}\n- deny: {{from: {from}, to: {to}, ports: {ports}}}"
             )
         };
         for (text, wanted) in [
-            (rule("hosts", "any", "1"), "`hosts` names nobody; give any, host, a CID"),
+            (rule("hosts", "any", "1"), "`hosts` names no endpoint; give any, host, a CID"),
             (rule("any", "2", "1"), "`2` is the host: write `host`"),
             (rule("any", "0-9", "1"), "`0-9` has a reserved CID"),
             (rule("any", "9-8", "1"), "`9-8` the last comes before the first"),
-            (rule("any", "5+", "1"), "`` names nobody"),
+            (rule("any", "5+", "1"), "`` names no endpoint"),
             (rule("any", "'name:a b'", "1"), "`name:a b` names no process: a name has"),
-            (rule("any", "'group:'", "1"), "`group:` names nobody"),
+            (rule("any", "'group:'", "1"), "`group:` names no endpoint"),
             (rule("any", "any", "ssh"), "ports: `ssh` is no port; give a port"),
             (rule("any", "any", "1+-2"), "ports: `-2` is no port"),
             (rule("any", "any", "7-6"), "ports: `7-6` is no range"),
@@ -258,9 +258,9 @@ mod tests {
                 "`deny` beside another rule",
             ),
         ] {
-            let said = read(&text).unwrap_err();
-            assert!(said.contains(wanted), "{text}: {said}");
-            assert!(said.contains("line 2"), "{text}: {said}");
+            let error = read(&text).unwrap_err();
+            assert!(error.contains(wanted), "{text}: {error}");
+            assert!(error.contains("line 2"), "{text}: {error}");
         }
     }
 }

@@ -1,15 +1,15 @@
-//! Sockets passed in by the service manager (LISTEN_FDS), so that it can own their permissions
-//! and keep them over a restart.
+//! Sockets passed by the service manager (LISTEN_FDS), which then owns their permissions and keeps
+//! them open over a restart.
 //!
-//! A socket is meant for the VM to whose path it is bound; where the path was not spelled the
-//! same, its FileDescriptorName= tells: `socket-CID`, `uds-path-CID`, or without the CID when
-//! there is one VM.
+//! A socket belongs to the VM with the path to which it is bound; if the paths are spelled
+//! differently, its FileDescriptorName= decides: `socket-CID`, `uds-path-CID`, or without the CID
+//! when there is one VM.
 
 use std::io;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
-/// Why the sockets passed in cannot be used.
+/// Why the passed sockets cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ActivationError {
     #[error(
@@ -27,21 +27,21 @@ pub(crate) enum ActivationError {
     LeftOver(String),
 }
 
-/// The sockets passed in and not yet claimed.
+/// The passed sockets that no VM has claimed yet.
 #[derive(Debug, Default)]
 pub(crate) struct Inherited {
     sockets: Vec<(String, UnixListener)>,
 }
 
 impl Inherited {
-    /// Takes them over, once per process.
+    /// Takes the sockets from the environment, once per process.
     pub(crate) fn take() -> Result<Inherited, ActivationError> {
         let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
         let mut names = names.split(':');
         let mut passed = listenfd::ListenFd::from_env();
         let mut sockets = Vec::with_capacity(passed.len());
         for index in 0..passed.len() {
-            // systemd's own word for a descriptor without a name.
+            // systemd's name of a descriptor without a name.
             let name = names
                 .next()
                 .filter(|name| !name.is_empty())
@@ -64,7 +64,7 @@ impl Inherited {
         Ok(Inherited { sockets })
     }
 
-    /// The socket meant for `path`, or else one with any of these names.
+    /// The socket bound to `path`, or else one with any of these names.
     pub(crate) fn claim(&mut self, path: &Path, names: &[String]) -> Option<UnixListener> {
         let bound_here = |listener: &UnixListener| {
             listener
@@ -83,8 +83,8 @@ impl Inherited {
         Some(self.sockets.swap_remove(index).1)
     }
 
-    /// Every socket must have been of use: one that was not is a mistake in the unit file, and
-    /// whoever connected to it would wait for ever.
+    /// Fails if a socket is left over: a mistake in the unit file, and its clients would wait
+    /// forever.
     pub(crate) fn finish(mut self) -> Result<(), ActivationError> {
         match self.sockets.pop() {
             None => Ok(()),

@@ -1,16 +1,15 @@
-//! The flags of `zerosock serve`, as typed.
+//! Flags of `zerosock serve`.
 //!
-//! A superset of the command line of vhost-device-vsock 0.3: what its users have written in unit
-//! files and scripts means the same here. Nothing is judged in this file except what clap can
-//! judge from the shape alone; [`super::settings`] does the rest.
+//! A superset of the command line of vhost-device-vsock 0.3: its flags have the same meaning here.
+//! This file has only the checks that clap can make; [`super::settings`] does the rest.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::attach::AttachFlags;
-use super::vm::RawVm;
+use super::attach_flags::AttachFlags;
+use super::vm::{RawVm, VmFlags};
 use crate::duration;
 use crate::logging::{LogFormat, LogLevel};
 use crate::number;
@@ -45,10 +44,9 @@ pub(crate) struct ServeArgs {
     /// the keys socket, mode, uid, groups, max, uds_path, service_uid, service_max, a list `access`,
     /// `spin_us`, `max_memory` and `max_memory_total`
     ///
-    /// The file is read again on SIGHUP: VMs that are new in it are added and those that are gone
-    /// are removed, groups, access, users and numbers of processes are as it says from then on.
-    /// Connections that exist go on. What cannot change while it runs is named in the log and
-    /// stays; a file with an error changes nothing.
+    /// The file is read again on SIGHUP: new VMs are added, missing ones are removed, and groups,
+    /// access rules, users and numbers of processes take effect. Existing connections continue. The
+    /// log names changes that need a restart; a file with an error changes nothing.
     #[arg(long, value_name = "FILE", help_heading = "Virtual machines")]
     pub(crate) config: Option<PathBuf>,
 
@@ -57,63 +55,6 @@ pub(crate) struct ServeArgs {
 
     #[command(flatten)]
     pub(crate) daemon: DaemonFlags,
-}
-
-/// The flags that describe one VM. Each excludes --vm and --config.
-#[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "One virtual machine")]
-pub(crate) struct VmFlags {
-    /// The guest's address: a number from 3 to 4294967294 that no other VM here has [default: 3]
-    #[arg(long, value_parser = number::parse::<u64>, value_name = "CID", conflicts_with_all = ["vm", "config"])]
-    pub(crate) guest_cid: Option<u64>,
-
-    /// The Unix socket to which the virtual machine monitor connects (vhost-user)
-    #[arg(long, value_name = "PATH", conflicts_with_all = ["vm", "config"])]
-    pub(crate) socket: Option<PathBuf>,
-
-    /// The Unix socket to which host programs connect; the guest's own connections go to PATH_PORT
-    #[arg(
-        long,
-        value_name = "PATH",
-        conflicts_with_all = ["forward_cid", "forward_listen", "vm", "config"]
-    )]
-    pub(crate) uds_path: Option<PathBuf>,
-
-    /// With --uds-path: the same for messages, over sockets of type SOCK_SEQPACKET
-    #[arg(
-        long,
-        value_name = "PATH",
-        conflicts_with_all = ["forward_cid", "forward_listen", "vm", "config"]
-    )]
-    pub(crate) uds_path_seqpacket: Option<PathBuf>,
-
-    /// Instead of --uds-path: send the guest's connections on to this CID of the host's own
-    /// AF_VSOCK, same port
-    #[arg(long, value_parser = number::parse::<u32>, value_name = "CID", conflicts_with_all = ["vm", "config"])]
-    pub(crate) forward_cid: Option<u32>,
-
-    /// With --forward-cid: AF_VSOCK ports of the host whose connections go to the guest, same
-    /// port, joined by `+`
-    #[arg(long, value_name = "PORT+PORT", conflicts_with_all = ["vm", "config"])]
-    pub(crate) forward_listen: Option<String>,
-
-    /// Bytes that may be on their way from the guest per connection before its reader takes them
-    /// [default: 262144]
-    ///
-    /// This is the buf_alloc that the guest is told, 128 to 1073741824. vhost-device-vsock's
-    /// default is 65536; the larger one here is what Linux itself uses for vsock.
-    #[arg(long, value_parser = number::parse::<u32>, value_name = "BYTES", conflicts_with_all = ["vm", "config"])]
-    pub(crate) tx_buffer_size: Option<u32>,
-
-    /// The largest virtqueue that the monitor may set up: a power of two up to 32768
-    /// [default: 1024]
-    #[arg(long, value_parser = number::parse::<u64>, value_name = "ENTRIES", conflicts_with_all = ["vm", "config"])]
-    pub(crate) queue_size: Option<u64>,
-
-    /// The groups of this VM, joined by `+`: VMs with a group in common reach each other by CID
-    /// [default: default]
-    #[arg(long, value_name = "NAME+NAME", conflicts_with_all = ["vm", "config"])]
-    pub(crate) groups: Option<String>,
 }
 
 /// The flags that hold for the whole daemon and go with every way of naming VMs.
@@ -135,10 +76,10 @@ pub(crate) struct DaemonFlags {
     /// Connections that one VM may have at once; more are refused with a reset [default: 131072, or
     /// as many descriptors as one VM can have, if that is less and there are host sockets]
     ///
-    /// A connection to a program of the host takes a descriptor; one to another VM or a process takes
-    /// none. Half of the descriptors (RLIMIT_NOFILE, less what the daemon itself needs) is divided by
-    /// the VMs and users whose processes may attach: each is guaranteed its part. The other half is
-    /// for those that need more. The log says the numbers at the start.
+    /// A connection to a host program uses a descriptor; one to another VM or a process uses none.
+    /// Half of the descriptors (RLIMIT_NOFILE, less those of the daemon itself) is divided by the
+    /// number of VMs and of users allowed to attach: each is guaranteed its part. The other half is
+    /// shared on demand. The log has the numbers at the start.
     #[arg(long, value_parser = number::parse::<u64>, value_name = "N")]
     pub(crate) max_connections: Option<u64>,
 
@@ -146,8 +87,8 @@ pub(crate) struct DaemonFlags {
     /// [default: 1T]
     ///
     /// With K, M, G or T for powers of 1024. A monitor that sends more is refused and disconnected;
-    /// while a VM's memory changes, what it had before counts too. It is address space: pages that
-    /// are not used cost nothing.
+    /// while a VM's memory changes, its earlier regions count too. The limit is on address space:
+    /// unused pages cost nothing.
     #[arg(long, value_parser = size::parse, value_name = "BYTES")]
     pub(crate) max_memory: Option<u64>,
 
@@ -155,8 +96,8 @@ pub(crate) struct DaemonFlags {
     #[arg(long, value_parser = size::parse, value_name = "BYTES")]
     pub(crate) max_memory_total: Option<u64>,
 
-    /// Queue pairs that a driver may use which knows of them, each on the next worker, 1 to 16;
-    /// stock guests know of one
+    /// Queue pairs that a driver with the multi-queue feature may use, each on the next worker, 1
+    /// to 16; stock guests use one
     #[arg(long, value_parser = number::parse::<u64>, value_name = "N", default_value_t = 1)]
     pub(crate) queue_pairs: u64,
 
@@ -166,7 +107,8 @@ pub(crate) struct DaemonFlags {
     #[arg(long)]
     pub(crate) require_sealed_memory: bool,
 
-    /// How long a connection may take to come about, either way, and a CONNECT line to arrive
+    /// Longest time for a connection to be established, in either direction, and for a CONNECT line
+    /// to arrive
     #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = duration::parse)]
     pub(crate) connect_timeout: Duration,
 
@@ -175,13 +117,12 @@ pub(crate) struct DaemonFlags {
     #[arg(long, value_parser = number::parse::<u64>, value_name = "N")]
     pub(crate) workers: Option<u64>,
 
-    /// Microseconds for which a worker looks for more work before it sleeps [default: 0, it sleeps at
-    /// once]
+    /// Microseconds that a worker polls for more work before it sleeps [default: 0, no polling]
     ///
-    /// Packets are then taken sooner, and guests need not kick. The cost: up to this much time of a
-    /// CPU for each pause in the traffic, at full power, even if nothing comes. It is spent only while
-    /// most pauses are shorter than that: an idle daemon uses no CPU. Give each worker a CPU of its
-    /// own (--cpus), or others wait for it meanwhile. 20 to 100 is sensible.
+    /// Polling lowers latency, and guests need not kick. It costs up to this much CPU time for each
+    /// pause in the traffic, and only while most pauses are shorter than that: an idle daemon uses
+    /// no CPU. Give each worker a CPU of its own (--cpus), or other threads wait meanwhile. 20 to
+    /// 100 is sensible.
     #[arg(long, value_parser = number::parse::<u64>, value_name = "N")]
     pub(crate) spin_us: Option<u64>,
 
@@ -198,12 +139,12 @@ pub(crate) struct DaemonFlags {
     pub(crate) log_format: LogFormat,
 }
 
-/// Whose port number stands in the OK line of the hybrid convention.
+/// The port number in the OK line of the hybrid convention.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub(crate) enum OkPort {
     /// The guest's port, as vhost-device-vsock does
     Guest,
-    /// The port that the host side was given, as Firecracker and cloud-hypervisor do
+    /// The host-side port of the connection, as Firecracker and cloud-hypervisor do
     Host,
 }
 
@@ -224,8 +165,8 @@ Examples:
         uds_path: /tmp/3.vsock
         groups: web
 
-Who may reach whom, beyond groups (in the file; the first rule that fits decides; where none does,
-those in a common group reach each other, and the host and everybody reach each other):
+Access rules in the file restrict or extend groups. The first matching rule decides; without one,
+endpoints in a common group reach each other, and the host and all endpoints reach each other:
 
     access:
       - allow: {from: 'name:web', to: 'group:db', ports: 5432}
@@ -238,7 +179,7 @@ Processes without a VM (docs/attach.md has the protocol, zerosock::attach the li
   They reach VMs and each other by CID, if they have a group in common. Without any VM the switch
   is for processes alone. With --attach-uds-path /run/zerosock/p{cid} each has hybrid sockets too.
 Host services: processes that claim ports of CID 2 on the same socket, for all guests at once;
-what nobody has claimed goes to the --uds-path sockets:
+connections to unclaimed ports go to the --uds-path sockets:
   zerosock nc service-listen:/run/zerosock/attach:1234
 
 Attach QEMU (the guest's memory must be shared; sizes must agree):
@@ -251,15 +192,15 @@ Attach crosvm:
 
 Host to guest (hybrid vsock, the convention of Firecracker): connect to the --uds-path socket,
 send `CONNECT PORT` and a newline, read `OK PORT` and a newline; then the connection is the
-guest's. If nobody listens on that port in the guest, the socket closes without an OK.
+guest's. Without a listener on that port in the guest, the socket closes without an OK.
   zerosock nc hybrid:/tmp/vm3.vsock:1234          or: socat - UNIX:/tmp/vm3.vsock
 Guest to host: the guest connects to CID 2, port 1234; the daemon connects to PATH_1234.
 Messages (SOCK_SEQPACKET): the same at --uds-path-seqpacket, with Unix sockets of that type. Each
 message is one packet, and so are the CONNECT and the OK line.
   zerosock nc unix-listen:/tmp/vm3.vsock_1234
 
-Sockets: a path in use by a live process is refused, a stale one is replaced, anything else than
-a socket is left alone and refused. Sockets made here are removed on SIGTERM and SIGINT.
+Sockets: a path in use by a live process is refused, a stale one is replaced, any other
+file is refused and left unchanged. Sockets made here are removed on SIGTERM and SIGINT.
 
 systemd: Type=notify and WatchdogSec= work. Sockets passed in (LISTEN_FDS) are used for the VM
 whose path they are bound to; otherwise by FileDescriptorName=: `socket-CID` or `uds-path-CID`

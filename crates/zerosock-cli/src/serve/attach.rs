@@ -1,131 +1,48 @@
-//! The attach socket as it was written, by flags or in a file, and what it means.
+//! Validated settings of the attach socket.
 
 use std::path::{Path, PathBuf};
 
-use clap::Args;
 use rustix::fs::Mode;
-use serde::Deserialize;
 
-use super::settings::{SettingsError, Source, parse_groups, parse_mode};
-use super::vm::joined_by_plus;
-use crate::number;
+use super::attach_flags::RawAttach;
+use super::validate::{SettingsError, Source, parse_groups, parse_mode};
 use crate::sockets;
 
-/// The flags about processes that attach without a VM.
-#[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Processes without a virtual machine")]
-pub(crate) struct AttachFlags {
-    /// The Unix socket (SOCK_SEQPACKET) on which processes ask to attach, each as an endpoint with
-    /// a CID of its own
-    #[arg(long, value_name = "PATH")]
-    attach_socket: Option<PathBuf>,
-
-    /// Permissions of the attach socket, octal [default: those of --socket-mode]
-    #[arg(long, value_name = "MODE")]
-    attach_mode: Option<String>,
-
-    /// A user, by number, whose processes may attach; repeat for more [default: the user of this
-    /// process; root is no exception]
-    #[arg(long, value_parser = number::parse::<u32>, value_name = "UID")]
-    attach_uid: Vec<u32>,
-
-    /// The groups of attached processes, joined by `+`, as --groups for VMs [default: default]
-    #[arg(long, value_name = "NAME+NAME")]
-    attach_groups: Option<String>,
-
-    /// Processes that may be attached at once [default: 256]
-    #[arg(long, value_parser = number::parse::<u64>, value_name = "N")]
-    attach_max: Option<u64>,
-
-    /// The hybrid sockets of attached processes, `{cid}` standing for the CID of each: host
-    /// programs connect there, its own connections to the host go to PATH_PORT. Without `{cid}`
-    /// the latter only, from all of them to the same [default: processes do not meet the host's
-    /// sockets]
-    #[arg(long, value_name = "PATH")]
-    attach_uds_path: Option<PathBuf>,
-
-    /// A user, by number, whose processes may be host services: claim ports of CID 2 on the attach
-    /// socket, before the --uds-path of every VM; repeat for more [default: the user of this
-    /// process; root is no exception]
-    #[arg(long, value_parser = number::parse::<u32>, value_name = "UID")]
-    service_uid: Vec<u32>,
-
-    /// Host services that may be attached at once; 0 for none [default: 64]
-    #[arg(long, value_parser = number::parse::<u64>, value_name = "N")]
-    service_max: Option<u64>,
-}
-
-/// The keys of `attach` with the values that were given.
-#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct RawAttach {
-    pub(crate) socket: Option<PathBuf>,
-    pub(crate) mode: Option<String>,
-    #[serde(default)]
-    pub(crate) uid: Vec<u32>,
-    #[serde(default, deserialize_with = "joined_by_plus")]
-    pub(crate) groups: Option<String>,
-    pub(crate) max: Option<u64>,
-    #[serde(alias = "uds-path")]
-    pub(crate) uds_path: Option<PathBuf>,
-    #[serde(default, alias = "service-uid")]
-    pub(crate) service_uid: Vec<u32>,
-    #[serde(alias = "service-max")]
-    pub(crate) service_max: Option<u64>,
-}
-
-impl AttachFlags {
-    /// What the flags say, if any of them was given at all.
-    pub(crate) fn into_raw(self) -> Option<RawAttach> {
-        let raw = RawAttach {
-            socket: self.attach_socket,
-            mode: self.attach_mode,
-            uid: self.attach_uid,
-            groups: self.attach_groups,
-            max: self.attach_max,
-            uds_path: self.attach_uds_path,
-            service_uid: self.service_uid,
-            service_max: self.service_max,
-        };
-        (raw != RawAttach::default()).then_some(raw)
-    }
-}
-
-/// An attach socket about which nothing illegal can be said any more.
+/// Validated settings of the attach socket.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Attach {
     pub(crate) socket: PathBuf,
     /// `None`: as for the other sockets.
     pub(crate) mode: Option<Mode>,
-    /// Empty: the user of this process alone.
+    /// Users allowed to attach. Empty: only the user of this process.
     pub(crate) uids: Vec<u32>,
     pub(crate) groups: Vec<String>,
     /// From 1 to [`MAX_PROCESSES`].
     pub(crate) max: usize,
-    /// Where processes meet the host's sockets, if they do.
+    /// Hybrid sockets of attached processes, if any.
     pub(crate) hybrid: Option<Hybrid>,
-    /// Whose processes may be services. Empty: the user of this process alone.
+    /// Users allowed to attach host services. Empty: only the user of this process.
     pub(crate) service_uids: Vec<u32>,
     /// Up to [`MAX_PROCESSES`].
     pub(crate) service_max: usize,
 }
 
-/// Where processes meet the host's sockets.
+/// Hybrid sockets of attached processes.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Hybrid {
-    /// All of them connect to the sockets around this path, and are not called.
+    /// All connect to the sockets around this path; host programs cannot connect to them.
     Shared(PathBuf),
-    /// Each has sockets of its own; the path has `{cid}` in it.
+    /// Each has sockets of its own; the path contains `{cid}`.
     Each(PathBuf),
 }
 
-/// What stands for the CID.
+/// Placeholder of the CID.
 const CID: &str = "{cid}";
 const DEFAULT_SERVICES: u64 = 64;
 
 const DEFAULT_GROUP: &str = "default";
 const DEFAULT_MAX: u64 = 256;
-/// Each has some ten descriptors here, and its memory mapped.
+/// Each uses about ten descriptors here, and its memory is mapped.
 const MAX_PROCESSES: u64 = 16384;
 
 impl Attach {
@@ -174,7 +91,7 @@ impl Attach {
             mode,
             uids: raw.uid,
             groups,
-            // At most 16384, just checked.
+            // At most 16384, checked above.
             max: max as usize,
             hybrid,
             service_uids: raw.service_uid,
@@ -184,7 +101,7 @@ impl Attach {
 }
 
 impl Hybrid {
-    /// As it was written.
+    /// The path with its placeholder.
     pub(super) fn path(&self) -> &Path {
         match self {
             Hybrid::Shared(path) | Hybrid::Each(path) => path,
@@ -195,7 +112,7 @@ impl Hybrid {
         let wrong = |fix: String| source.wrong_attach("uds-path", path.display(), fix);
         let text = path.to_str();
         let text = text.ok_or_else(|| wrong("a path of other characters than UTF-8's".into()))?;
-        // The longest CID there is.
+        // The longest CID.
         let longest = PathBuf::from(text.replace(CID, "4294967294"));
         sockets::check_path(&longest).map_err(|reason| wrong(reason.to_string()))?;
         Ok(match text.contains(CID) {

@@ -1,4 +1,4 @@
-//! The thin conversion from validated settings to the library's daemon.
+//! Converts validated settings to the library's daemon.
 
 use std::os::fd::OwnedFd;
 
@@ -50,7 +50,7 @@ pub(super) fn start(
     })
 }
 
-/// What may change later of the terms on which processes attach.
+/// The terms of attaching that a reload may change.
 pub(super) fn terms(attach: &Attach) -> AttachTerms {
     let or_ours = |uids: &[u32]| match uids {
         [] => vec![rustix::process::geteuid().as_raw()],

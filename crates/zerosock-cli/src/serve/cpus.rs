@@ -2,7 +2,7 @@
 
 use rustix::thread::{CpuSet, sched_getaffinity};
 
-/// Why a list names no CPUs to run on.
+/// Why a list names no usable CPUs.
 #[derive(Debug, Eq, PartialEq, thiserror::Error)]
 pub(crate) enum CpusError {
     #[error("`{0}` is no CPU or range; give numbers and ranges joined by commas, such as 0-3,5")]
@@ -13,9 +13,9 @@ pub(crate) enum CpusError {
     NotAllowed { cpu: usize, allowed: String },
 }
 
-/// The CPUs in the order they are written; all of them usable by this process.
+/// The CPUs in the order of the list; this process may run on all of them.
 pub(crate) fn parse(text: &str) -> Result<Vec<usize>, CpusError> {
-    // When the question itself fails the list stands: pinning will tell.
+    // If the affinity cannot be read, accept the list: pinning will report the error.
     match sched_getaffinity(None) {
         Ok(allowed) => parse_within(text, &allowed),
         Err(_) => parse_list(text),

@@ -1,4 +1,4 @@
-//! `--config FILE`: a YAML file whose list `vms` has one entry per VM, and perhaps `attach` and
+//! `--config FILE`: a YAML file with a list `vms`, one entry per VM, and optionally `attach` and
 //! `access`.
 
 use std::fs;
@@ -7,11 +7,11 @@ use std::path::Path;
 use serde::Deserialize;
 
 use super::access::Entry;
-use super::attach::RawAttach;
+use super::attach_flags::RawAttach;
 use super::vm::RawVm;
 use crate::size;
 
-/// Why a file names no VMs.
+/// Why the file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FileError {
     #[error("--config {path}: cannot be read: {source}")]
@@ -49,7 +49,7 @@ pub(crate) struct File {
     pub(crate) max_memory_total: Option<u64>,
 }
 
-/// What is in the file: at least one VM, or the attach socket.
+/// Contents of the file: at least one VM, or the attach socket.
 pub(crate) fn read(path: &Path) -> Result<File, FileError> {
     let name = || path.display().to_string();
     let text = fs::read_to_string(path).map_err(|source| FileError::Unreadable {
@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn a_file_of_vhost_device_vsock_reads_the_same() {
-        // Written after the example in that program's manual, which mixes `_` and `-`.
+        // After the example in the manual of vhost-device-vsock, which mixes `_` and `-`.
         let vms = read_text(
             "vms:
                 - guest_cid: 3
@@ -155,7 +155,7 @@ mod tests {
             ("attach: {sockets: a}", "attach: unknown field `sockets`"),
             (
                 "vms:\n  - socket: a\naccess:\n  - deny: {from: x, to: any}",
-                "access[0].deny: `x` names nobody",
+                "access[0].deny: `x` names no endpoint",
             ),
             ("vms:\n  - sockets: a", "unknown field `sockets`"),
             ("vms:\n  - guest_cid: three", "guest_cid: invalid type"),

@@ -7,7 +7,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-/// Why a group has no number.
+/// Why a group has no id.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum GroupError {
     #[error("no such group in /etc/group; give a name from there, or a number")]
@@ -16,7 +16,7 @@ pub(crate) enum GroupError {
     Unreadable(#[from] io::Error),
 }
 
-/// The group's number. 4294967295 is none: to the kernel it says "leave the group as it is".
+/// The group's id. 4294967295 is refused: chown(2) takes it as "unchanged".
 pub(crate) fn lookup(group: &str) -> Result<u32, GroupError> {
     lookup_in(group, Path::new("/etc/group"))
 }

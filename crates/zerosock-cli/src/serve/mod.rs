@@ -1,20 +1,23 @@
-//! `zerosock serve`: from the command line to running devices, and to an orderly end.
+//! `zerosock serve`: from the command line to running devices, and an orderly end.
 //!
-//! Order of work: judge all options; claim all sockets; start the devices; say READY; wait for a
-//! signal; say STOPPING; stop the devices; remove the sockets. Whatever fails before READY leaves
-//! nothing behind. SIGHUP in between is a new look at the file that --config names.
+//! Steps: validate all options; claim all sockets; start the devices; notify READY; wait for a
+//! signal; notify STOPPING; stop the devices; remove the sockets. A failure before READY leaves
+//! nothing behind. SIGHUP reads the file of --config again.
 
 mod access;
 mod activation;
 pub(crate) mod args;
 mod attach;
+mod attach_flags;
 mod backend;
 mod cpus;
 mod file;
 mod group;
+mod list;
 mod reload;
 mod settings;
 mod stuck;
+mod validate;
 pub(crate) mod vm;
 mod watchdog;
 
@@ -40,7 +43,7 @@ use crate::logging;
 use crate::signals::{Signals, Wake};
 use crate::sockets::{self, SocketFile};
 
-/// Runs until a signal asks to stop.
+/// Runs until SIGINT or SIGTERM.
 pub(crate) fn main(args: ServeArgs) -> Result<(), Failure> {
     let (level, format) = (args.daemon.log_level, args.daemon.log_format);
     let settings = Settings::new(args.clone()).map_err(Failure::usage)?;
@@ -48,7 +51,7 @@ pub(crate) fn main(args: ServeArgs) -> Result<(), Failure> {
     run(&args, settings).map_err(Failure::runtime)
 }
 
-/// Why serving could not start, or ended.
+/// Why serving could not start, or ended early.
 #[derive(Debug, thiserror::Error)]
 enum ServeError {
     #[error(transparent)]
@@ -63,21 +66,21 @@ enum ServeError {
     Start(#[from] zerosock::daemon::StartError),
 }
 
-/// All sockets that were claimed.
+/// All claimed sockets.
 struct Claimed {
     vms: Vec<Listeners>,
     attach: Option<OwnedFd>,
-    /// Those made here, to be removed at the end, or with their VM.
+    /// Socket files made here: removed at the end, or with their VM.
     files: BTreeMap<u32, Vec<SocketFile>>,
     attach_file: Option<SocketFile>,
 }
 
-/// The two sockets of one VM.
+/// The sockets of one VM.
 struct Listeners {
     control: UnixListener,
     /// `None` when the VM's connections go to the kernel's AF_VSOCK.
     hybrid: Option<UnixListener>,
-    /// For messages, if they are wanted.
+    /// For SOCK_SEQPACKET, if configured.
     messages: Option<OwnedFd>,
 }
 
@@ -103,7 +106,7 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     };
     let mut watchdog = Watchdog::new();
     let signal = wait_for_signal(&signals, &daemon, &mut watchdog, || {
-        // Both in one message, or the service manager takes neither (sd_notify(3)).
+        // Both in one message: the service manager ignores either alone (sd_notify(3)).
         let now = NotifyState::monotonic_usec_now().ok();
         notify(&[[NotifyState::Reloading].as_slice(), now.as_slice()].concat());
         running.reload(args, &daemon);
@@ -171,10 +174,10 @@ fn claim_sockets(settings: &Settings) -> Result<Claimed, ServeError> {
     })
 }
 
-/// How a listener is made.
+/// Makes a listener at a path.
 type Bind = fn(&Path, sockets::Access) -> Result<(UnixListener, SocketFile), sockets::BindError>;
 
-/// The sockets of one VM, and the files that were made for them.
+/// The sockets of one VM, and the socket files made for them.
 fn claim_vm(
     vm: &Vm,
     inherited: &mut Inherited,
@@ -218,8 +221,8 @@ fn claim_vm(
     Ok((listeners, files))
 }
 
-/// Every connection of a guest is a descriptor here; the usual soft limit of 1024 is for programs
-/// that use select().
+/// Raises the soft limit of descriptors: every connection of a guest to a program uses one, and the
+/// usual limit of 1024 exists for programs that use select(2).
 fn raise_descriptor_limit() {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let raised = Rlimit {
@@ -228,13 +231,13 @@ fn raise_descriptor_limit() {
     };
     if let Err(errno) = rustix::process::setrlimit(Resource::Nofile, raised) {
         warn!(
-            "the limit of open files stays at {:?}: {errno}",
+            "cannot raise the limit of open files (RLIMIT_NOFILE) above {:?}: {errno}",
             limit.current
         );
     }
 }
 
-/// The formula by which descriptors are shared out, with numbers.
+/// Logs how descriptors are divided.
 fn announce_shares(shares: &Shares) {
     info!(
         rlimit_nofile = shares.limit,
@@ -267,7 +270,7 @@ fn announce(vm: &Vm) {
     }
 }
 
-/// The guest's connections go to PATH_PORT, which must be a socket address too.
+/// Warns when PATH_PORT may exceed a socket address.
 fn warn_about_long_ports(path: &Path) {
     let room = sockets::MAX_PATH.saturating_sub(path.as_os_str().len() + 1);
     // The highest port, 4294967294, has ten digits.
@@ -311,9 +314,9 @@ fn wait_for_signal(
     }
 }
 
-/// Does nothing without a service manager; a lost message is no reason to stop serving.
+/// Does nothing without a service manager; a failure is logged and does not stop serving.
 fn notify(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
-        warn!("the service manager could not be told: {error}");
+        warn!("cannot notify the service manager: {error}");
     }
 }

@@ -1,7 +1,9 @@
-//! SIGHUP: the configuration file is read again, and what can change does.
+//! SIGHUP: reads the configuration file again and applies what can change.
 //!
-//! What must hold: a file with an error, or a socket that cannot be had, changes nothing and says
-//! why; what cannot change while it runs is named and stays; connections that exist go on.
+//! # Invariants
+//! - A file with an error, or a socket that cannot be made, changes nothing; the log says why.
+//! - Settings that need a restart keep their values and are named in the log.
+//! - Existing connections continue.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -18,32 +20,31 @@ use super::settings::{Host, Settings, Vm};
 use super::{ServeError, announce, backend, claim_vm};
 use crate::sockets::SocketFile;
 
-/// What runs now: the settings as they are, not as the file would have them, and the socket files
-/// that were made.
+/// The settings in effect, which may differ from the file, and the socket files made here.
 pub(super) struct Running {
     pub(super) settings: Settings,
     /// By the VM's CID.
     pub(super) files: BTreeMap<u32, Vec<SocketFile>>,
 }
 
-/// What the file wants changed.
+/// Differences between the file and the settings in effect.
 #[derive(Debug, Default, Eq, PartialEq)]
 struct Changes {
     add: Vec<Vm>,
     remove: Vec<u32>,
     groups: BTreeMap<u32, Vec<String>>,
-    /// The attach socket's settings as they would be.
+    /// The new settings of the attach socket.
     attach: Option<Attach>,
-    /// What cannot change, and what it stays.
+    /// Settings that need a restart, with the values they keep.
     fixed: Vec<String>,
 }
 
 impl Running {
-    /// Reads the file anew and makes it so.
+    /// Reads the file again and applies it.
     pub(super) fn reload(&mut self, args: &ServeArgs, daemon: &Daemon) {
         match self.try_reload(args, daemon) {
             Ok(()) => {}
-            Err(reason) => error!("not reloaded, nothing has changed: {reason}"),
+            Err(reason) => error!("configuration not reloaded, nothing was changed: {reason}"),
         }
     }
 
@@ -58,7 +59,8 @@ impl Running {
             let (listeners, made) = match claimed {
                 Ok(claimed) => claimed,
                 Err(error) => {
-                    // What is queued in their backlogs is closed with them, which may wait.
+                    // Closing a listener also closes the connections in its backlog, which may
+                    // block.
                     reaper::run(move || drop(add), None);
                     return Err(ServeError::to_string(&error));
                 }
@@ -171,7 +173,7 @@ impl Changes {
         self.attach = (changed != *attach).then_some(changed);
     }
 
-    /// Compares what cannot change.
+    /// Finds changes that need a restart.
     fn keep(&mut self, what: &str, now: &dyn std::fmt::Display, wanted: &dyn std::fmt::Display) {
         let (now, wanted) = (now.to_string(), wanted.to_string());
         if now != wanted {
@@ -290,7 +292,7 @@ max_memory_total: 4G
         assert_eq!((attach.socket, attach.mode), ("/a".into(), None));
         assert_eq!((attach.uids, attach.max), (vec![8], 6));
         assert_eq!((attach.service_uids, attach.service_max), (vec![9], 1));
-        // Once it is so, nothing is to change but what cannot.
+        // Afterwards, only settings that need a restart differ.
         changes.note_in(&mut now);
         let again = Changes::between(&now, &wanted);
         assert_eq!(again.fixed.len(), 10);

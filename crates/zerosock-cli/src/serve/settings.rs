@@ -1,50 +1,50 @@
-//! Settings of `zerosock serve` in which nothing illegal can be said any more.
+//! Validated settings of `zerosock serve`.
 //!
-//! Every complaint names the option as it was written, its value and what would be right: the
-//! reader should not need the manual to mend it.
+//! Every error names the option as it was written, its value and the valid values.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{Gid, Mode};
+use rustix::fs::Gid;
 use zerosock::access::AccessList;
 use zerosock::daemon::DaemonConfig;
 
 use super::args::{DaemonFlags, OkPort, ServeArgs};
 use super::attach::Attach;
+use super::validate::{SettingsError, Source, check_path, parse_groups, parse_mode};
 use super::vm::RawVm;
 use super::{access, cpus, group};
 use crate::sockets;
 
-/// All that `serve` needs to start.
+/// Everything that `serve` needs to start.
 #[derive(Debug)]
 pub(crate) struct Settings {
     /// At least one, unless processes may attach; CIDs, paths and forwarded ports differ between
     /// them.
     pub(crate) vms: Vec<Vm>,
-    /// Whether processes may attach, and on what terms.
+    /// Settings of the attach socket, if any.
     pub(crate) attach: Option<Attach>,
-    /// Its groups are some VM's, or those of processes.
+    /// Each of its groups is one of a VM or of attached processes.
     pub(crate) rules: AccessList,
     pub(crate) ok_port: OkPort,
     pub(crate) access: sockets::Access,
-    /// At least 1. None: as many as the descriptors allow.
+    /// At least 1. `None`: as many as the descriptors allow.
     pub(crate) max_connections: Option<usize>,
-    /// Bytes that one VM, or the processes of one user, may have mapped. Not zero.
+    /// Limit of mapped memory, bytes: of one VM, or of all processes of one user. Not zero.
     pub(crate) max_memory: u64,
-    /// The same for all together. Not zero.
+    /// Limit of mapped memory of all VMs and processes, bytes. Not zero.
     pub(crate) max_memory_total: u64,
     /// 1 to 16.
     pub(crate) queue_pairs: u16,
-    /// At most a second; zero: never.
+    /// At most a second; zero: no polling.
     pub(crate) spin: Duration,
     /// Not zero.
     pub(crate) connect_timeout: Duration,
-    /// 1 up to the number of VMs, or more if processes may attach.
+    /// From 1 to the number of VMs, or more if processes may attach.
     pub(crate) workers: usize,
-    /// Empty: not pinned. Otherwise worker `i` goes to entry `i` modulo the length.
+    /// Empty: not pinned. Otherwise worker `i` is pinned to entry `i` modulo the length.
     pub(crate) cpus: Vec<usize>,
 }
 
@@ -58,136 +58,38 @@ pub(crate) struct Vm {
     pub(crate) tx_buffer_size: u32,
     /// A power of two up to 32768.
     pub(crate) queue_size: u16,
-    /// None empty, none twice.
+    /// No empty names, no duplicates.
     pub(crate) groups: Vec<String>,
-    /// Memory that can shrink is refused.
+    /// Refuse memory that can shrink.
     pub(crate) require_sealed_memory: bool,
 }
 
-/// Where a VM's connections to the host go.
+/// Destination of a VM's connections to the host.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Host {
-    /// To Unix sockets, by the hybrid convention around this path.
+    /// Unix sockets around this path, by the hybrid convention.
     Hybrid {
         path: PathBuf,
-        /// The same for messages.
+        /// The same for SOCK_SEQPACKET.
         messages: Option<PathBuf>,
     },
-    /// To the AF_VSOCK of the host's own kernel.
+    /// The AF_VSOCK of the host's own kernel.
     Forward { cid: u32, listen: Vec<u32> },
-}
-
-/// What is wrong with the options.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum SettingsError {
-    #[error(
-        "no virtual machine is named: give --socket and --uds-path, or --vm, or --config, or \
-         --attach-socket (`zerosock serve --help` has examples)"
-    )]
-    NoVm,
-    #[error(transparent)]
-    File(#[from] super::file::FileError),
-    #[error("{option} is missing: {fix}")]
-    Missing { option: String, fix: &'static str },
-    #[error("{option} {value}: {fix}")]
-    Wrong {
-        option: String,
-        value: String,
-        fix: String,
-    },
-    #[error("{option} {value}: already used by {other}; every VM needs its own")]
-    Duplicate {
-        option: String,
-        value: String,
-        other: String,
-    },
-    #[error("{option} and {other} exclude each other: keep one")]
-    Both { option: String, other: String },
 }
 
 const DEFAULT_CID: u64 = 3;
 const DEFAULT_TX_BUFFER_SIZE: u32 = 256 * 1024;
 const DEFAULT_QUEUE_SIZE: u64 = 1024;
 const DEFAULT_GROUP: &str = "default";
-/// What Linux calls SO_VM_SOCKETS_BUFFER_MIN_SIZE, by default.
+/// Linux's default of SO_VM_SOCKETS_BUFFER_MIN_SIZE.
 const MIN_TX_BUFFER_SIZE: u32 = 128;
 const MAX_TX_BUFFER_SIZE: u32 = 1 << 30;
-/// The virtio specification's limit for a split virtqueue.
+/// The virtio specification's limit of a split virtqueue.
 const MAX_QUEUE_SIZE: u64 = 32768;
 
-/// Where a VM was written: lets a complaint show an option as its writer knows it.
-#[derive(Clone, Copy)]
-pub(super) enum Source<'a> {
-    Flags,
-    Vm,
-    File { path: &'a Path, index: usize },
-}
-
-impl Source<'_> {
-    /// `key` has dashes, as in a flag.
-    fn option(self, key: &str) -> String {
-        match self {
-            Source::Flags => format!("--{key}"),
-            Source::Vm => format!("--vm {key}"),
-            Source::File { path, index } => {
-                format!("{}: vms[{index}].{}", path.display(), key.replace('-', "_"))
-            }
-        }
-    }
-
-    /// An option about the attach socket.
-    pub(super) fn attach_option(self, key: &str) -> String {
-        match self {
-            Source::File { path, .. } => {
-                format!("{}: attach.{}", path.display(), key.replace('-', "_"))
-            }
-            Source::Flags | Source::Vm => format!("--attach-{key}"),
-        }
-    }
-
-    /// As [`wrong_attach`](Source::wrong_attach), about services.
-    pub(super) fn wrong_service(
-        self,
-        key: &str,
-        value: impl fmt::Display,
-        fix: impl Into<String>,
-    ) -> SettingsError {
-        let option = match self {
-            Source::File { path, .. } => format!("{}: attach.service_{key}", path.display()),
-            Source::Flags | Source::Vm => format!("--service-{key}"),
-        };
-        SettingsError::Wrong {
-            option,
-            value: value.to_string(),
-            fix: fix.into(),
-        }
-    }
-
-    pub(super) fn wrong_attach(
-        self,
-        key: &str,
-        value: impl fmt::Display,
-        fix: impl Into<String>,
-    ) -> SettingsError {
-        SettingsError::Wrong {
-            option: self.attach_option(key),
-            value: value.to_string(),
-            fix: fix.into(),
-        }
-    }
-
-    fn wrong(self, key: &str, value: impl fmt::Display, fix: impl Into<String>) -> SettingsError {
-        SettingsError::Wrong {
-            option: self.option(key),
-            value: value.to_string(),
-            fix: fix.into(),
-        }
-    }
-}
-
 impl Settings {
-    /// Judges everything that was typed. Reads the file that --config names, /etc/group for
-    /// --socket-group and this process's CPUs, and touches nothing.
+    /// Validates all options. Reads the file of --config, /etc/group for --socket-group and this
+    /// process's CPU affinity; changes nothing.
     pub(crate) fn new(args: ServeArgs) -> Result<Settings, SettingsError> {
         let config = args.config;
         let mut flags = args.daemon;
@@ -265,7 +167,7 @@ impl Settings {
             return Err(SettingsError::Wrong {
                 option: format!("{}: access[{index}]", path.display()),
                 value: format!("group:{group}"),
-                fix: format!("nobody is in this group; the groups are {known}"),
+                fix: format!("no VM or process is in this group; the groups are {known}"),
             });
         }
         daemon(flags, vms, attach, access::list(rules))
@@ -368,9 +270,9 @@ fn daemon(
         vm.require_sealed_memory |= flags.require_sealed_memory;
     }
     Ok(Settings {
-        // A worker without a VM would only cost memory.
+        // A worker without a VM would only use memory.
         workers: match &attach {
-            // A worker without a VM may get processes.
+            // A worker without a VM may serve processes.
             Some(attach) => {
                 let most = vms.len() + attach.max + attach.service_max;
                 workers.min(most.saturating_mul(queue_pairs.into()))
@@ -395,9 +297,9 @@ fn daemon(
     })
 }
 
-/// A pause that lasts longer costs more than it saves by far.
+/// Polling longer than this costs far more than it saves.
 const MAX_SPIN_US: u64 = 1_000_000;
-/// More would not fit the descriptors that Linux gives a process (fs.nr_open).
+/// More would exceed the descriptors that Linux grants a process (fs.nr_open).
 const MAX_CONNECTIONS: usize = 1 << 20;
 
 impl Vm {
@@ -472,7 +374,7 @@ impl Vm {
         }
         let groups = raw.groups.as_deref().unwrap_or(DEFAULT_GROUP);
         let groups = parse_groups(groups).map_err(|fix| source.wrong("groups", groups, fix))?;
-        // At most 32768, just checked.
+        // At most 32768, checked above.
         let queue_size = queue_size as u16;
         Ok(Vm {
             cid,
@@ -486,7 +388,7 @@ impl Vm {
     }
 }
 
-/// A guest's CID; otherwise what to do about it.
+/// Checks a guest's CID; the error is the fix.
 fn parse_cid(cid: u64) -> Result<u32, &'static str> {
     match cid {
         0 => Err("reserved (the hypervisor); give a CID from 3 to 4294967294"),
@@ -495,11 +397,6 @@ fn parse_cid(cid: u64) -> Result<u32, &'static str> {
         0xffff_ffff | u64::MAX => Err("reserved (any CID); give a CID from 3 to 4294967294"),
         _ => u32::try_from(cid).map_err(|_| "a CID has 32 bits; give a CID from 3 to 4294967294"),
     }
-}
-
-fn check_path(source: Source<'_>, key: &str, path: &Path) -> Result<(), SettingsError> {
-    sockets::check_path(path)
-        .map_err(|reason| source.wrong(key, path.display(), reason.to_string()))
 }
 
 fn parse_ports(source: Source<'_>, text: Option<&str>) -> Result<Vec<u32>, SettingsError> {
@@ -528,32 +425,7 @@ fn parse_ports(source: Source<'_>, text: Option<&str>) -> Result<Vec<u32>, Setti
     Ok(ports)
 }
 
-/// Names joined by `+`; otherwise what to do about it.
-pub(super) fn parse_groups(text: &str) -> Result<Vec<String>, &'static str> {
-    let mut groups: Vec<String> = Vec::new();
-    for name in text.trim().split('+') {
-        if name.is_empty() {
-            return Err("a name is empty; give names joined by `+`, such as web+db");
-        }
-        if !groups.iter().any(|known| known == name) {
-            groups.push(name.to_string());
-        }
-    }
-    Ok(groups)
-}
-
-pub(super) fn parse_mode(text: &str) -> Option<Mode> {
-    let digits = text.strip_prefix("0o").unwrap_or(text);
-    if digits.is_empty() || !digits.bytes().all(|digit| (b'0'..=b'7').contains(&digit)) {
-        return None;
-    }
-    u32::from_str_radix(digits, 8)
-        .ok()
-        .filter(|&bits| bits <= 0o777)
-        .map(Mode::from_raw_mode)
-}
-
-/// What the VMs seen so far have claimed, and by which option.
+/// What the VMs so far have claimed, and the option of each.
 #[derive(Default)]
 struct Taken {
     cids: HashMap<u32, String>,
@@ -590,8 +462,8 @@ impl Taken {
             return Err(duplicate(key, vm.cid.to_string(), other));
         }
         let mut take_path = |key: &str, path: &Path| {
-            // Only by name: two spellings through symbolic links are caught when the second
-            // socket finds the first one alive.
+            // Compares names only: two spellings of one path are found when the second socket
+            // cannot be made.
             let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
             match self.paths.insert(absolute, by(key)) {
                 None => Ok(()),

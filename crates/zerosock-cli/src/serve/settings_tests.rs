@@ -1,6 +1,7 @@
-//! Every flag, every spelling of a VM, every complaint.
+//! Tests of every flag, every spelling of a VM, and every error.
 
 use clap::Parser;
+use rustix::fs::Mode;
 
 use super::*;
 use crate::args::{Cli, Command};
@@ -20,7 +21,7 @@ fn settings(words: &str) -> Settings {
     Settings::new(parse(words).unwrap()).unwrap()
 }
 
-/// The complaint about a command line, by clap or by us, on one line.
+/// The error of clap or of the settings for a command line, on one line.
 fn complaint(words: &str) -> String {
     let said = match parse(words) {
         Err(error) => {
@@ -121,7 +122,7 @@ fn the_flags_about_attaching_are_heard() {
     };
     assert_eq!(attached.attach, Some(wanted));
     assert_eq!(settings(VM).attach, None);
-    // Without a VM; workers are not bounded by their number.
+    // Without a VM, the number of VMs does not limit the workers.
     let alone = settings(
         "--attach-socket c --attach-mode 0660 --attach-uid 0 --attach-uid 1000 \
          --attach-groups a+b --attach-max 5 --workers 4 --attach-uds-path /run/p{cid} \
@@ -315,7 +316,7 @@ fn limits_on_memory_are_in_the_file_or_in_flags() {
     std::fs::write(&path, format!("{vms}\nmax_memory: 3Q\n")).unwrap();
     let said = complaint(&line);
     assert!(said.contains("K, M, G or T"), "{said}");
-    // One VM may have more than all do at first.
+    // The limit of one VM may exceed the default total.
     let large = settings(&format!("{VM} --max-memory 100T"));
     assert_eq!(large.max_memory_total, 100 << 40);
 }

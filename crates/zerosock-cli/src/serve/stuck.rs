@@ -1,23 +1,23 @@
-//! Says so in the log when a descriptor of a peer does not close.
+//! Logs a warning when closing a peer's descriptor blocks.
 
 use std::time::{Duration, Instant};
 
 use tracing::warn;
 use zerosock::daemon::{Daemon, Stats};
 
-/// How long a call may be under way before the log says so, and how often it is looked at.
+/// Duration of a call before the first warning, and interval of the checks.
 pub(super) const LOOK: Duration = Duration::from_secs(5);
-/// Between two lines.
+/// Time between two warnings.
 const PAUSE: Duration = Duration::from_secs(60);
 
-/// When it was said last.
+/// Time of the last warning.
 #[derive(Debug, Default)]
 pub(super) struct StuckCalls {
     said: Option<Instant>,
 }
 
 impl StuckCalls {
-    /// Looks at the daemon, at most once a minute with a line in the log.
+    /// Checks the daemon; logs at most one line a minute.
     pub(super) fn look(&mut self, daemon: &Daemon) {
         let stats = daemon.stats();
         if self.is_worth_a_line(&stats, Instant::now()) {

@@ -1,13 +1,70 @@
-//! One VM as it was written, by flags, by `--vm` or in a file: the same keys, unjudged.
+//! One VM before validation: the same keys as flags, in `--vm` and in a file.
 
-use std::fmt;
 use std::path::PathBuf;
 
-use serde::{Deserialize, Deserializer};
+use clap::Args;
+use serde::Deserialize;
 
-use super::args::VmFlags;
+use super::list::joined_by_plus;
+use crate::number;
 
-/// The keys of a VM with the values that were given.
+/// The flags that describe one VM. Each excludes --vm and --config.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "One virtual machine")]
+pub(crate) struct VmFlags {
+    /// The guest's address: a number from 3 to 4294967294 that no other VM here has [default: 3]
+    #[arg(long, value_parser = number::parse::<u64>, value_name = "CID", conflicts_with_all = ["vm", "config"])]
+    pub(crate) guest_cid: Option<u64>,
+
+    /// The Unix socket to which the virtual machine monitor connects (vhost-user)
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["vm", "config"])]
+    pub(crate) socket: Option<PathBuf>,
+
+    /// The Unix socket to which host programs connect; the guest's own connections go to PATH_PORT
+    #[arg(
+        long,
+        value_name = "PATH",
+        conflicts_with_all = ["forward_cid", "forward_listen", "vm", "config"]
+    )]
+    pub(crate) uds_path: Option<PathBuf>,
+
+    /// With --uds-path: the same for messages, over sockets of type SOCK_SEQPACKET
+    #[arg(
+        long,
+        value_name = "PATH",
+        conflicts_with_all = ["forward_cid", "forward_listen", "vm", "config"]
+    )]
+    pub(crate) uds_path_seqpacket: Option<PathBuf>,
+
+    /// Instead of --uds-path: forward the guest's connections to this CID of the host's own
+    /// AF_VSOCK, same port
+    #[arg(long, value_parser = number::parse::<u32>, value_name = "CID", conflicts_with_all = ["vm", "config"])]
+    pub(crate) forward_cid: Option<u32>,
+
+    /// With --forward-cid: AF_VSOCK ports of the host that are forwarded to the guest, same port,
+    /// joined by `+`
+    #[arg(long, value_name = "PORT+PORT", conflicts_with_all = ["vm", "config"])]
+    pub(crate) forward_listen: Option<String>,
+
+    /// Unread bytes in flight from the guest per connection, at most [default: 262144]
+    ///
+    /// The buf_alloc announced to the guest, 128 to 1073741824. vhost-device-vsock's default is
+    /// 65536; the larger one here is Linux's own for vsock.
+    #[arg(long, value_parser = number::parse::<u32>, value_name = "BYTES", conflicts_with_all = ["vm", "config"])]
+    pub(crate) tx_buffer_size: Option<u32>,
+
+    /// The largest virtqueue that the monitor may set up: a power of two up to 32768
+    /// [default: 1024]
+    #[arg(long, value_parser = number::parse::<u64>, value_name = "ENTRIES", conflicts_with_all = ["vm", "config"])]
+    pub(crate) queue_size: Option<u64>,
+
+    /// The groups of this VM, joined by `+`: VMs with a group in common reach each other by CID
+    /// [default: default]
+    #[arg(long, value_name = "NAME+NAME", conflicts_with_all = ["vm", "config"])]
+    pub(crate) groups: Option<String>,
+}
+
+/// The keys of a VM with their values.
 ///
 /// Lists (`forward_listen`, `groups`) are still the text joined by `+`.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq)]
@@ -35,7 +92,7 @@ pub(crate) struct RawVm {
 }
 
 impl VmFlags {
-    /// The VM that the flags name, if any of them was given at all.
+    /// The VM described by the flags, if any flag was given.
     pub(crate) fn into_vm(self) -> Option<RawVm> {
         let vm = RawVm {
             guest_cid: self.guest_cid,
@@ -47,14 +104,14 @@ impl VmFlags {
             tx_buffer_size: self.tx_buffer_size,
             queue_size: self.queue_size,
             groups: self.groups,
-            // The flag of this name is the daemon's.
+            // The flag of this name applies to all VMs.
             require_sealed_memory: None,
         };
         (vm != RawVm::default()).then_some(vm)
     }
 }
 
-/// Why the text behind one `--vm` says no VM. clap puts the option and the whole value in front.
+/// Why the text of a `--vm` describes no VM. clap prints the option and the whole value in front.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub(crate) enum VmTextError {
     #[error("`{0}` has no value: write {0}=VALUE")]
@@ -138,41 +195,6 @@ fn set_number<T: std::str::FromStr>(
         largest,
     })?;
     set(slot, key, number)
-}
-
-/// In a file a list may be one text joined by `+`, a single number, or a YAML list.
-pub(super) fn joined_by_plus<'de, D: Deserializer<'de>>(
-    input: D,
-) -> Result<Option<String>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(untagged, expecting = "expected one text joined by `+`, or a list")]
-    enum Written {
-        One(Item),
-        Many(Vec<Item>),
-    }
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum Item {
-        Number(u64),
-        Text(String),
-    }
-    impl fmt::Display for Item {
-        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            match self {
-                Item::Number(number) => number.fmt(f),
-                Item::Text(text) => text.fmt(f),
-            }
-        }
-    }
-    let written = Option::<Written>::deserialize(input)?;
-    Ok(written.map(|written| match written {
-        Written::One(item) => item.to_string(),
-        Written::Many(items) => items
-            .iter()
-            .map(Item::to_string)
-            .collect::<Vec<_>>()
-            .join("+"),
-    }))
 }
 
 #[cfg(test)]

@@ -1,9 +1,8 @@
-//! The service manager's watchdog: it hears from this process only while every thread that serves
-//! VMs makes progress.
+//! The service manager's watchdog: notified only while every thread that serves VMs makes progress.
 //!
-//! A quarter of the manager's interval apart, or less, all workers and the control thread are asked, and
-//! the manager is told if all of them have answered the question before. So a thread that is stuck
-//! is noticed within one and a quarter intervals, although this thread goes on.
+//! At least every quarter of the manager's interval this thread asks all workers and the control
+//! thread for an answer, and notifies the manager if all have answered the question before. So a
+//! stuck thread is noticed within one and a quarter intervals, although this thread continues.
 
 use std::time::Duration;
 
@@ -13,16 +12,16 @@ use zerosock::daemon::Daemon;
 
 use super::notify;
 
-/// See the module.
+/// State of the watchdog; see the module.
 pub(super) struct Watchdog {
-    /// `None`: the service manager does not ask for it.
+    /// `None`: the service manager has no watchdog for this service.
     interval: Option<Duration>,
-    /// The threads that had not answered at the last look.
+    /// Threads that had not answered at the last check.
     stalled: Vec<String>,
 }
 
 impl Watchdog {
-    /// As the service manager wants it.
+    /// Configured by the service manager's environment.
     pub(super) fn new() -> Watchdog {
         Watchdog {
             interval: sd_notify::watchdog_enabled().map(|interval| interval / 4),
@@ -30,12 +29,12 @@ impl Watchdog {
         }
     }
 
-    /// The time between two looks.
+    /// Interval of the checks.
     pub(super) fn interval(&self) -> Option<Duration> {
         self.interval
     }
 
-    /// Asks all threads, and tells the service manager if all have answered.
+    /// Asks all threads, and notifies the service manager if all have answered.
     pub(super) fn look(&mut self, daemon: &Daemon) {
         if self.interval.is_none() {
             return;
@@ -47,7 +46,7 @@ impl Watchdog {
                 "all threads make progress again".to_owned()
             } else {
                 let names = stalled.join(", ");
-                warn!("the watchdog is not served: no progress of {names}");
+                warn!("watchdog notification withheld: no progress of {names}");
                 format!("no progress of {names}")
             };
             notify(&[NotifyState::Status(&text)]);

@@ -1,14 +1,14 @@
-//! Hardware or software: which accelerator runs a guest.
+//! Accelerators of guests: KVM or software.
 //!
-//! That `/dev/kvm` opens says little: there are machines where it runs no stock guest (QEMU
-//! aborts, or the guest hangs before its first instruction). So KVM counts as working only after
-//! a guest has shown a sign of life under it, and one failure is remembered for the process.
+//! An open `/dev/kvm` proves little: on some machines KVM runs no stock guest (QEMU aborts, or the
+//! guest hangs before its first instruction). So KVM counts as working only after a guest has
+//! printed something under it, and a failure is remembered for the process.
 
 use std::fmt;
 use std::fs::OpenOptions;
 use std::sync::Mutex;
 
-/// How guest instructions are run.
+/// How guest instructions are executed.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub enum Accel {
     /// The processor runs them.
@@ -18,7 +18,7 @@ pub enum Accel {
 }
 
 impl Accel {
-    /// The options of QEMU that choose it.
+    /// The options of QEMU for it.
     pub fn options(self) -> &'static [&'static str] {
         match self {
             Accel::Kvm => &["-accel", "kvm", "-cpu", "host"],
@@ -57,12 +57,12 @@ pub fn candidates(choice: Choice) -> Vec<Accel> {
     }
 }
 
-/// Why KVM is not used in this process any more, if a guest failed under it.
+/// Why KVM is not used any more in this process, if a guest failed under it.
 pub fn kvm_failure() -> Option<String> {
     KVM_FAILED.lock().ok().and_then(|reason| reason.clone())
 }
 
-/// Remembers for the rest of the process that KVM runs no guest here.
+/// Records for the rest of the process that KVM runs no guest here.
 pub fn remember_kvm_failure(reason: &str) {
     if let Ok(mut slot) = KVM_FAILED.lock() {
         slot.get_or_insert_with(|| reason.to_owned());

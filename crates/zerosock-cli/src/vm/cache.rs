@@ -1,4 +1,4 @@
-//! Where downloaded packages are kept, and how they get there.
+//! Cache of downloaded packages.
 //!
 //! Debian's packages come with `apt-get download` and are unpacked with `dpkg-deb -x`: no
 //! installation, so no root is needed. A package is unpacked once, into a directory with its
@@ -9,7 +9,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// Why a package is not there.
+/// Why a package is not available.
 #[derive(Debug, thiserror::Error)]
 pub enum FetchError {
     /// The cache cannot be written.
@@ -17,7 +17,7 @@ pub enum FetchError {
     Cache {
         /// The directory or file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// A tool is missing or failed.
@@ -27,7 +27,7 @@ pub enum FetchError {
         package: String,
         /// What went wrong.
         what: String,
-        /// The one line to run.
+        /// The command that fixes it.
         fix: String,
     },
 }
@@ -56,10 +56,10 @@ impl Cache {
         Cache(base.unwrap_or_else(std::env::temp_dir).join("zerosock"))
     }
 
-    /// The directory into which Debian's `package` is unpacked, fetched if need be.
+    /// The directory into which Debian's `package` is unpacked; downloads it if missing.
     ///
     /// # Errors
-    /// See [`FetchError`]; the text ends in the line to run.
+    /// See [`FetchError`]; the text ends in the command that fixes it.
     pub fn package(&self, package: &str) -> Result<PathBuf, FetchError> {
         let target = self.0.join("packages").join(package);
         if target.is_dir() {
@@ -78,7 +78,7 @@ impl Cache {
             source,
         };
         fs::create_dir_all(&staging).map_err(cache)?;
-        // Removed on every way out; a rename leaves nothing to remove.
+        // Removed on every return; after the rename there is nothing to remove.
         let _cleanup = RemoveOnDrop(&staging);
 
         eprintln!("fetching {package} with apt-get download");
@@ -94,13 +94,13 @@ impl Cache {
         run(Command::new("dpkg-deb").arg("-x").arg(&deb).arg(&unpacked))
             .map_err(|what| failed(what, "sudo apt-get install dpkg"))?;
         match fs::rename(&unpacked, &target) {
-            // Another process was faster; its copy is as good.
+            // Another process was faster; its copy is identical.
             Err(_) if target.is_dir() => Ok(target),
             other => other.map(|()| target.clone()).map_err(cache),
         }
     }
 
-    /// What `package` depends on first, for packages that only name another one.
+    /// The first dependency of `package`, for metapackages.
     ///
     /// # Errors
     /// As [`Cache::package`].

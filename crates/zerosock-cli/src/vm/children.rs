@@ -1,4 +1,4 @@
-//! Child processes that do not outlive their owner, and what they said last.
+//! Child processes that do not outlive their owner, and the last lines of their output.
 
 use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, Read};
@@ -46,7 +46,7 @@ impl Log {
         }
     }
 
-    /// Waits until a line contains `needle`; the line, or nothing at the deadline.
+    /// Waits until a line contains `needle`; returns the line, or `None` at the deadline.
     pub fn wait_for(&self, needle: &str, timeout: Duration) -> Option<String> {
         let deadline = Instant::now() + timeout;
         let (lines, changed) = &*self.0;
@@ -60,7 +60,7 @@ impl Log {
         }
     }
 
-    /// Whether a line so far contains `needle`.
+    /// Whether a line up to now contains `needle`.
     pub fn contains(&self, needle: &str) -> bool {
         self.0
             .0
@@ -82,12 +82,12 @@ impl Log {
     }
 }
 
-/// A command that runs `program` and is killed when the thread that starts it ends: it goes
-/// through the hidden subcommand `leash` of `zerosock`.
-pub fn leashed(zerosock: &Path, program: &Path) -> Command {
+/// A command that runs `program`; the kernel kills it when the thread that starts it ends, by the
+/// hidden subcommand `parent-watchdog` of `zerosock`.
+pub fn with_parent_watchdog(zerosock: &Path, program: &Path) -> Command {
     let mut command = Command::new(zerosock);
     command
-        .arg("leash")
+        .arg("parent-watchdog")
         .arg(std::process::id().to_string())
         .arg("--")
         .arg(program);
@@ -127,10 +127,10 @@ impl Guarded {
         }
     }
 
-    /// Ends it and whatever it started, at once.
+    /// Kills it and its process group at once.
     pub fn kill(&mut self) {
         if !self.reaped {
-            // The group lives as long as its leader is not reaped, so the id is still ours.
+            // The group exists until its leader is reaped, so the id is still valid.
             let _ = kill_process_group(self.pid(), Signal::KILL);
             let _ = self.child.wait();
             self.reaped = true;
@@ -144,7 +144,7 @@ impl Guarded {
         status
     }
 
-    /// Waits for its end; nothing at the deadline.
+    /// Waits for its end; `None` at the deadline.
     pub fn wait(&mut self, timeout: Duration) -> Option<ExitStatus> {
         let deadline = Instant::now() + timeout;
         loop {

@@ -1,4 +1,4 @@
-//! The host's end of hybrid vsock, as a client: `CONNECT <port>`, `OK <port>`.
+//! Client of the hybrid vsock convention on the host: `CONNECT <port>`, `OK <port>`.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -7,26 +7,26 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// Why a guest's port was not reached.
+/// Why connecting to a guest's port failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// The device's socket does not answer.
+    /// The device's socket refused or failed.
     #[error("{path}: {source}")]
     Socket {
         /// The device's Unix socket.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// The device closed the socket: nobody listens on the port, or the guest is not there.
+    /// The device closed the socket: no listener on the port, or the guest is not up.
     #[error("port {0} of the guest refuses connections")]
     Refused(u32),
-    /// The answer is none of hybrid vsock.
+    /// The answer is not in the hybrid vsock convention.
     #[error("expected \"OK <port>\", got {0:?}")]
     Answer(String),
 }
 
-/// Connects to `port` of the guest behind `path`; gives the stream and the port in the answer.
+/// Connects to `port` of the guest behind `path`; returns the stream and the port in the answer.
 ///
 /// # Errors
 /// See [`ConnectError`]; no answer within `timeout` is a socket error.
@@ -70,7 +70,7 @@ pub fn connect(
         .ok_or_else(|| ConnectError::Answer(line.into_owned()))
 }
 
-/// The listener to which a guest's connections to host port `port` are brought.
+/// The listener for a guest's connections to host port `port`.
 ///
 /// # Errors
 /// As binding a Unix socket.
@@ -84,7 +84,7 @@ pub fn listen(path: &Path, port: u32) -> io::Result<UnixListener> {
 /// Accepts one connection within `timeout`.
 ///
 /// # Errors
-/// As accepting; `TimedOut` when nobody comes.
+/// As accepting; `TimedOut` without a connection.
 pub fn accept(listener: &UnixListener, timeout: Duration) -> io::Result<UnixStream> {
     let deadline = Instant::now() + timeout;
     loop {

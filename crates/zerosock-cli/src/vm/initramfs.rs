@@ -9,8 +9,8 @@ use super::cpio::Archive;
 use super::kernel::{Kernel, KernelError};
 use super::program::{self, ProgramError};
 
-/// What a guest needs to speak vsock, in an order in which most of it loads at once. A kernel
-/// may have any of them built in.
+/// Modules of vsock, in an order in which most of them load at once. A kernel may have any of them
+/// built in.
 const MODULES: &[&str] = &[
     "virtio",
     "virtio_ring",
@@ -22,8 +22,8 @@ const MODULES: &[&str] = &[
     "vmw_vsock_virtio_transport",
 ];
 
-/// `@arguments@` is filled in. Modules are tried until all are loaded or none of the
-/// rest will.
+/// `@arguments@` is replaced. Modules are loaded repeatedly until all are loaded or none of the
+/// rest can be.
 const INIT: &str = r#"#!/bin/busybox sh
 B=/bin/busybox
 $B mkdir -p /proc /sys /dev /tmp /run
@@ -48,19 +48,19 @@ echo "zerosock: the guest's program ended with status $?"
 $B poweroff -f
 "#;
 
-/// Why there is no file system for the guest.
+/// Why the file system could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
-    /// A package could not be had.
+    /// A package is not available.
     #[error(transparent)]
     Fetch(#[from] FetchError),
     /// A module is unreadable.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// A program cannot be taken along.
+    /// A program cannot be included.
     #[error(transparent)]
     Program(#[from] ProgramError),
-    /// The kernel lacks vsock altogether.
+    /// The kernel has no vsock.
     #[error("kernel {0} has no module {1}, and it is not built in")]
     Missing(String, &'static str),
 }
@@ -72,8 +72,8 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// busybox, `zerosock` (the program to take along, this one as a rule), and the modules of
-    /// `kernel` plus `extra_modules`. Init runs the program with `arguments`; its end is the guest's.
+    /// Contains busybox, the program `zerosock` (usually this one), and the modules of `kernel`
+    /// plus `extra_modules`. Init runs the program with `arguments`; its end ends the guest.
     ///
     /// # Errors
     /// See [`BuildError`].
@@ -102,8 +102,8 @@ impl Builder {
                     .archive
                     .program(&format!("modules/{name}.ko"), &module),
                 None if is_built_in(kernel, name) => {}
-                // Older and newer kernels cut virtio into other pieces; without these two
-                // there is nothing to show.
+                // Kernels divide virtio into modules differently; without these two there is no
+                // vsock device.
                 None if name.starts_with("vmw_vsock") || *name == "vsock" => {
                     return Err(BuildError::Missing(kernel.release.clone(), name));
                 }
@@ -113,8 +113,8 @@ impl Builder {
         Ok(builder)
     }
 
-    /// A program, with its shared libraries if it is not static. `extra` are directories in
-    /// which they are looked for first.
+    /// Adds a program, with its shared libraries if it is not static. Libraries are searched in the
+    /// directories `extra` first.
     ///
     /// # Errors
     /// When it or a library cannot be read.

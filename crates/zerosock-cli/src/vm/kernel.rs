@@ -21,10 +21,10 @@ pub struct Kernel {
 /// Why there is no kernel to boot.
 #[derive(Debug, thiserror::Error)]
 pub enum KernelError {
-    /// Debian's package could not be had.
+    /// Debian's package is not available.
     #[error(transparent)]
     Fetch(#[from] FetchError),
-    /// A package or directory holds no kernel.
+    /// A package or directory contains no kernel.
     #[error("{0}: no boot/vmlinuz-* with lib/modules/* in it")]
     Empty(PathBuf),
     /// The file is no kernel image, or of unknown release.
@@ -49,7 +49,7 @@ pub enum KernelError {
 }
 
 impl Kernel {
-    /// Debian's kernel for clouds behind a meta package, as `linux-image-cloud-amd64` (6.1 in
+    /// Debian's kernel for clouds behind a metapackage, such as `linux-image-cloud-amd64` (6.1 in
     /// Debian 12) or `linux-image-6.12-cloud-amd64`.
     ///
     /// # Errors
@@ -102,7 +102,7 @@ impl Kernel {
         })
     }
 
-    /// The module's file, unpacked; nothing when the kernel has it built in.
+    /// Returns the module's file, unpacked; `None` when the kernel has it built in.
     ///
     /// # Errors
     /// When a file cannot be read or unpacked.
@@ -139,7 +139,7 @@ impl Kernel {
     }
 }
 
-/// A file `name.ko`, compressed or not, anywhere below `dir`; `-` and `_` are the same.
+/// Finds `name.ko`, compressed or not, anywhere below `dir`; `-` and `_` are equal.
 fn find(dir: &Path, name: &str) -> Option<PathBuf> {
     let mut below = Vec::new();
     for entry in fs::read_dir(dir).ok()?.flatten() {

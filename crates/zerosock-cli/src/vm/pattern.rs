@@ -1,4 +1,4 @@
-//! Bytes that both ends can make for themselves from a number, and their digest.
+//! Reproducible byte patterns, and their digests.
 
 use sha2::{Digest as _, Sha256};
 
@@ -6,12 +6,12 @@ use sha2::{Digest as _, Sha256};
 pub struct Pattern {
     state: u64,
     word: [u8; 8],
-    /// How much of `word` has been given out.
+    /// Number of bytes of `word` that have been returned.
     used: usize,
 }
 
 impl Pattern {
-    /// The stream of `seed`.
+    /// Makes the stream of `seed`.
     pub fn new(seed: u64) -> Pattern {
         // Any state but zero works; the multiplication spreads neighbouring seeds.
         let state = seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;

@@ -1,4 +1,4 @@
-//! Programs that are taken along into a guest: static ones alone, others with their libraries.
+//! Programs that are copied into a guest: static ones alone, others with their libraries.
 
 use std::fs;
 use std::io;
@@ -7,21 +7,21 @@ use std::process::Command;
 
 const PT_INTERP: u32 = 3;
 
-/// Why a program cannot be taken along.
+/// Why a program cannot be copied into a guest.
 #[derive(Debug, thiserror::Error)]
 pub enum ProgramError {
     /// It cannot be read.
     #[error("{0}: {1}")]
     Read(PathBuf, io::Error),
-    /// Not a program for this kind of machine.
+    /// Not a program for this architecture.
     #[error("{0}: not a 64-bit ELF program")]
     Format(PathBuf),
-    /// Its libraries are unknown.
+    /// Its libraries could not be determined.
     #[error("{0}: {1}")]
     Libraries(PathBuf, String),
 }
 
-/// The loader that a program asks for; nothing for a static program.
+/// The loader that a program requests; `None` for a static program.
 ///
 /// # Errors
 /// When it cannot be read or is no 64-bit little-endian ELF file.
@@ -96,8 +96,9 @@ pub fn libraries(path: &Path, extra: &[PathBuf]) -> Result<Vec<(String, PathBuf)
     Ok(libraries)
 }
 
-/// The program to take along: the one that ZEROSOCK_GUEST names; else `own` if it is static; else
-/// a static build beside it; else `own` with its libraries. What is not as usual is said to `note`.
+/// The program to copy into the guest: the one that ZEROSOCK_GUEST names; else `own` if it is
+/// static; else a static build beside it; else `own` with its libraries. `note` receives a text
+/// about any choice but the first two.
 pub fn for_guest(own: &Path, note: &dyn Fn(String)) -> PathBuf {
     if let Some(named) = std::env::var_os("ZEROSOCK_GUEST") {
         return named.into();

@@ -11,12 +11,12 @@ use super::children::{self, Guarded, Log};
 use super::hybrid;
 use super::kernel::Kernel;
 
-/// The line of the program that init starts in the guest: the second serial port.
+/// The guest's serial line to the program that init starts: the second serial port.
 pub const TTY: &str = "/dev/ttyS1";
 
 const QEMU: &str = "qemu-system-x86_64";
 
-/// A guest under KVM shows life well within this, even on a loaded machine.
+/// A guest under KVM prints something well within this time, even on a loaded machine.
 const KVM_DEADLINE: Duration = Duration::from_secs(6);
 /// One in software emulation boots in about two seconds; a machine may be much slower.
 const TCG_DEADLINE: Duration = Duration::from_secs(90);
@@ -35,25 +35,25 @@ pub struct Config<'c> {
     pub device: &'c Path,
     /// A directory for this guest's control socket.
     pub dir: &'c Path,
-    /// Whether a reboot inside is a reboot (else it ends QEMU).
+    /// Whether a reboot of the guest reboots it (else it ends QEMU).
     pub reboots: bool,
     /// Accelerators allowed.
     pub accel: Choice,
-    /// A program with `zerosock leash`, under which QEMU is started so that it ends with us.
+    /// A program with `zerosock parent-watchdog`, which starts QEMU so that it ends with this process.
     pub zerosock: &'c Path,
     /// Repeats the guest's console on stderr under this name.
     pub echo: Option<&'c str>,
 }
 
-/// The host's end of the serial line to the program that init starts in the guest.
+/// The host's end of the serial line to the program that init starts.
 pub trait Control: Sized {
-    /// Speaks over `line`.
+    /// Connects to the program over `line`.
     ///
     /// # Errors
     /// As duplicating a descriptor.
     fn new(line: UnixStream) -> io::Result<Self>;
 
-    /// Waits until the program has said that it runs; the release of its kernel.
+    /// Waits until the program reports that it runs; returns the release of its kernel.
     fn wait_for_boot(&mut self, timeout: Duration) -> Option<String>;
 
     /// Whether the line has ended.
@@ -64,7 +64,7 @@ pub trait Control: Sized {
 pub struct Guest<C> {
     /// The line to its program.
     pub remote: C,
-    /// Its console, and QEMU's own words.
+    /// The guest's console, and QEMU's own output.
     pub console: Log,
     /// What runs it.
     pub accel: Accel,
@@ -73,7 +73,7 @@ pub struct Guest<C> {
     process: Guarded,
 }
 
-/// Why no guest came up.
+/// Why the guest did not boot.
 #[derive(Debug, thiserror::Error)]
 pub enum BootError {
     /// QEMU is not installed.
@@ -82,7 +82,7 @@ pub enum BootError {
     /// Starting failed.
     #[error("cannot start QEMU: {0}")]
     Start(io::Error),
-    /// The guest never spoke.
+    /// The guest printed nothing.
     #[error("the guest did not boot under {accel}: {what}; its last words:\n{console}")]
     NoLife {
         /// The accelerator.
@@ -94,13 +94,13 @@ pub enum BootError {
     },
 }
 
-/// A guest that has been started and has not spoken yet.
+/// A guest that has been started and has not reported yet.
 pub struct Booting<'c> {
     config: Config<'c>,
     untried: Vec<Accel>,
     accel: Accel,
     started: Started,
-    /// An emulated kernel has died already.
+    /// An emulated kernel has already crashed once.
     again: bool,
 }
 
@@ -135,7 +135,7 @@ impl<C: Control> Guest<C> {
         self.process.wait(timeout);
     }
 
-    /// Ends it as a power failure would.
+    /// Kills it, as a power failure would.
     pub fn kill(&mut self) {
         self.process.kill();
     }
@@ -159,7 +159,7 @@ pub fn start(config: Config<'_>) -> Result<Booting<'_>, BootError> {
 }
 
 impl Booting<'_> {
-    /// Waits until the guest's program speaks; falls back from KVM to software by itself.
+    /// Waits until the guest's program reports; falls back from KVM to software by itself.
     ///
     /// # Errors
     /// See [`BootError`].
@@ -186,8 +186,8 @@ impl Booting<'_> {
                     self.started.process.kill();
                     if died && self.accel == Accel::Tcg && !std::mem::replace(&mut self.again, true)
                     {
-                        // On a busy machine an emulated kernel may die of its own text, which it
-                        // changes while another of its CPUs runs it.
+                        // On a busy machine an emulated kernel may crash by executing its own code
+                        // while another of its CPUs patches it.
                         eprintln!("an emulated kernel died; it boots again, once:\n{console}");
                         self.started = spawn(&self.config, self.accel)?;
                     } else if last {
@@ -212,13 +212,13 @@ fn spawn(config: &Config<'_>, accel: Accel) -> Result<Started, BootError> {
     let _ = std::fs::remove_file(&control);
     let listener = UnixListener::bind(&control).map_err(BootError::Start)?;
     let qemu = find_qemu().ok_or(BootError::NoQemu)?;
-    let mut command = children::leashed(config.zerosock, &qemu);
+    let mut command = children::with_parent_watchdog(config.zerosock, &qemu);
     command.args(accel.options());
     let memory = config.memory_mib;
     command.args(["-nodefaults", "-no-user-config", "-display", "none", "-m"]);
     command.arg(format!("{memory}M"));
     command.arg("-smp").arg(config.cpus.to_string());
-    // The device maps the guest's memory, so that it must be a file shared with it.
+    // The device maps the guest's memory, so it must be a shared file.
     command.arg("-object");
     command.arg(format!(
         "memory-backend-memfd,id=mem,size={memory}M,share=on"
@@ -268,7 +268,7 @@ fn spawn(config: &Config<'_>, accel: Accel) -> Result<Started, BootError> {
     })
 }
 
-/// Waits until the guest's program speaks, QEMU ends, or the deadline.
+/// Waits until the guest's program reports, QEMU ends, or the deadline.
 fn life<C: Control>(started: &mut Started, limit: Duration) -> Result<(C, String), String> {
     let step = Duration::from_millis(50);
     let mut control: Option<C> = None;

@@ -1,5 +1,5 @@
-//! Attacks that make a thread of the daemon wait, and the plan of most tests: the neighbour goes on
-//! meanwhile.
+//! Attacks that block a thread of the daemon, and the steps of most tests: the neighbour makes
+//! progress meanwhile.
 
 use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
@@ -17,15 +17,15 @@ use super::process::wait_until;
 use super::raw::{GET_FEATURES, RawFrontend, SET_VRING_CALL, Way, send_by};
 use super::threads::{CALL, Held, REAPER, count_held};
 
-/// An attack under way. To be dropped before the daemon: a process with a held thread may not end.
+/// A running attack. Drop it before the daemon: a process with a blocked thread may not end.
 pub(crate) struct Attack<A, R> {
     pub(crate) attacker: A,
     pub(crate) held: Held,
-    /// Dropping it lets the held threads go on.
+    /// Dropping it releases the blocked threads.
     pub(crate) release: R,
 }
 
-/// A front-end hands over a descriptor that cannot be closed before `release` is dropped.
+/// A front-end sends a descriptor that cannot be closed before `release` is dropped.
 pub(crate) fn hand_over<R>(
     daemon: &Daemon,
     way: Way,
@@ -39,7 +39,7 @@ pub(crate) fn hand_over<R>(
     }
 }
 
-/// A guest hands over a pipe with its lock held as call descriptor. The daemon notifies it at once,
+/// A guest sends a pipe with its lock held as call descriptor. The daemon notifies it at once,
 /// since the queue is running.
 pub(crate) fn hand_over_pipe(
     daemon: &Daemon,
@@ -56,8 +56,8 @@ pub(crate) fn hand_over_pipe(
     }
 }
 
-/// A front-end hands over a pipe with its lock held as call descriptor, and then another descriptor in its
-/// place: the daemon closes the pipe.
+/// A front-end sends a pipe with its lock held as call descriptor, and then another descriptor in
+/// its place: the daemon closes the pipe.
 pub(crate) fn replace_pipe(
     daemon: &Daemon,
     (pipe, release): (OwnedFd, PipeLock),
@@ -74,7 +74,7 @@ pub(crate) fn replace_pipe(
     }
 }
 
-/// A front-end hands over more lingering sockets than the reaper has threads.
+/// A front-end sends more lingering sockets than the reaper has threads.
 pub(crate) fn hand_over_many(daemon: &Daemon) -> Attack<Option<RawFrontend>, Vec<TcpStream>> {
     let (sockets, release) = more_than_threads();
     let frontend = daemon.frontend(ATTACKER);
@@ -85,8 +85,8 @@ pub(crate) fn hand_over_many(daemon: &Daemon) -> Attack<Option<RawFrontend>, Vec
     }
 }
 
-/// As many front-ends as there are lingering sockets connect while the place is taken: the kernel
-/// closes what is queued in a socket when the socket is closed.
+/// As many front-ends as there are lingering sockets connect while the device has a front-end:
+/// closing a socket also closes the descriptors queued in it.
 pub(crate) fn be_turned_away(daemon: &Daemon) -> Attack<Vec<RawFrontend>, Vec<TcpStream>> {
     let first = daemon.frontend(ATTACKER);
     let (sockets, release) = more_than_threads();
@@ -103,7 +103,7 @@ pub(crate) fn be_turned_away(daemon: &Daemon) -> Attack<Vec<RawFrontend>, Vec<Tc
     }
 }
 
-/// So many that they would take all threads.
+/// Enough to block all threads.
 fn more_than_threads() -> (Vec<OwnedFd>, Vec<TcpStream>) {
     (0..MAX_THREADS + 20).map(|_| lingering_socket()).unzip()
 }
@@ -115,7 +115,7 @@ fn wait_for_most_threads(daemon: &Daemon) -> Held {
     Held::wait(daemon.pid(), REAPER)
 }
 
-/// The plan: `start` has a thread held, and the neighbour goes on until it is let go.
+/// Steps of a test: `start` blocks a thread, and the neighbour makes progress until it is released.
 pub(crate) fn expect_isolation<A, R>(start: impl FnOnce(&Daemon) -> Attack<A, R>) {
     let daemon = Daemon::start(&[]);
     let mut neighbour = Neighbour::new(&daemon);
@@ -127,7 +127,7 @@ pub(crate) fn expect_isolation<A, R>(start: impl FnOnce(&Daemon) -> Attack<A, R>
     } = start(&daemon);
     neighbour.goes_on_while(&daemon, &held);
     drop(attacker);
-    // The attacker's place is free as well.
+    // The attacker's device accepts a new front-end too.
     assert!(daemon.frontend(ATTACKER).ask_features().is_some());
     held.check();
     drop(release);

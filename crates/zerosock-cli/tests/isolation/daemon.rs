@@ -24,8 +24,8 @@ pub(crate) struct Daemon {
     _alone: Alone,
 }
 
-/// One test at a time: a process that is started has copies of all descriptors for a moment, also of
-/// those that cannot be closed.
+/// Serialises the tests: a child process briefly has copies of all descriptors, including those
+/// that cannot be closed.
 pub(crate) type Alone = MutexGuard<'static, ()>;
 
 /// Waits for the other tests.
@@ -42,7 +42,7 @@ impl Daemon {
         Daemon::with(running, dir, alone)
     }
 
-    /// One that was started with the options of [`command`].
+    /// Starts the daemon with the options of [`command`].
     pub(crate) fn with(running: Running, dir: TempDir, alone: Alone) -> Daemon {
         let daemon = Daemon {
             running,
@@ -76,13 +76,13 @@ impl Daemon {
         hybrid_path(self.dir.path(), cid)
     }
 
-    /// The socket of the host program that a VM calls at this port.
+    /// The socket of the host program that a VM reaches at this port.
     pub(crate) fn service(&self, cid: Cid, port: Port) -> PathBuf {
         let name = format!("vm{}.vsock_{}", cid.get(), port.get());
         self.dir.path().join(name)
     }
 
-    /// A front-end with a guest. Waits until the last one has left its place.
+    /// A front-end with a guest. Waits until the previous one has disconnected.
     pub(crate) fn attach(&self, cid: Cid) -> Driver {
         let mut driver = None;
         wait_until("a place for a front-end", || {
@@ -92,8 +92,8 @@ impl Daemon {
         driver.unwrap()
     }
 
-    /// Has `act` run while all threads stand still: what it sends is read after it has returned. Ends
-    /// the wait of a thread that is in an interruptible call.
+    /// Runs `act` while all threads are stopped: what it sends is read after it has returned.
+    /// Interrupts threads in an interruptible call.
     pub(crate) fn while_stopped<T>(&self, act: impl FnOnce() -> T) -> T {
         self.running.signal("STOP");
         wait_until("all threads to stop", || {
@@ -105,7 +105,7 @@ impl Daemon {
         result
     }
 
-    /// Has a front-end hand over descriptors, of which the daemon then has the only copies.
+    /// A front-end sends descriptors and keeps no copies.
     pub(crate) fn pass(
         &self,
         frontend: RawFrontend,
@@ -138,8 +138,8 @@ pub(crate) fn hybrid_path(dir: &Path, cid: Cid) -> PathBuf {
     dir.join(format!("vm{}.vsock", cid.get()))
 }
 
-/// Starts it with a socket of the service manager. A shell gets the socket as its standard input,
-/// moves it, says its own process id, and becomes the program.
+/// Starts it with a socket of the service manager: a shell gets the socket as its standard input,
+/// moves it, sets LISTEN_PID, and executes the program.
 pub(crate) fn start_with_listener(command: &Command, listener: UnixListener) -> Running {
     let script = "exec 3<&0 0</dev/null; export LISTEN_PID=$$ LISTEN_FDS=1; exec \"$@\"";
     let mut shell = Command::new("sh");

@@ -6,8 +6,8 @@ use super::neighbour::Neighbour;
 use super::process::wait_until;
 use super::threads::{Held, REAPER};
 
-/// The reaper is made to wait before it unmaps, so that the whole memory is seen mapped while the
-/// neighbour goes on.
+/// The reaper is delayed before it unmaps, so that all memory is still mapped while the neighbour
+/// makes progress.
 #[test]
 fn memory_of_a_vm_that_died_is_freed_by_the_reaper_only() {
     if let Some(reason) = no_memory() {

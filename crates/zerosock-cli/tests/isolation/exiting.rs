@@ -1,4 +1,4 @@
-//! A process that hands in its own end of the connection and exits.
+//! A process that sends its own end of the connection and exits.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -8,7 +8,7 @@ use super::daemon::{ATTACKER, Daemon};
 use super::neighbour::Neighbour;
 use super::raw::{RawFrontend, WAYS};
 
-/// Tells the process that exits where to connect, and the way by its place in [`WAYS`].
+/// Tells the exiting process where to connect, and which of [`WAYS`] to use.
 const SOCKET: &str = "ZEROSOCK_TEST_EXITING_SOCKET";
 const WAY: &str = "ZEROSOCK_TEST_EXITING_WAY";
 
@@ -29,7 +29,7 @@ fn place_of_a_process_that_handed_in_its_own_end_and_exited_is_free_again() {
     }
 }
 
-/// Not the code of a test program.
+/// Not the exit code of a test program.
 const EXITED: i32 = 77;
 
 #[test]

@@ -1,5 +1,5 @@
-//! A file on FUSE, whose server never answers: close(2) waits for ever, and so would fstat(2) and a
-//! page fault.
+//! A file on FUSE with a server that never answers: close(2) blocks forever, as would fstat(2) and
+//! a page fault.
 
 use zerosock::driver::{Driver, DriverConfig};
 
@@ -10,7 +10,7 @@ use super::process::{Running, wait_until};
 use super::raw::{GET_FEATURES, SET_MEM_TABLE, SET_VRING_CALL, SET_VRING_KICK, Way};
 use super::threads::{Held, REAPER};
 
-/// Why there can be no file on FUSE.
+/// Why there is no file on FUSE.
 fn no_fuse() -> Option<String> {
     let _alone = alone();
     let probe = || FuseServer::start(0).err();
@@ -51,7 +51,7 @@ fn fuse_file_in_half_a_message_holds_only_the_reaper() {
     attack_with_file("fuse_file_in_half_a_message", Way::InHalfMessage);
 }
 
-/// SIGTERM, and what `systemctl restart` does when the unit has timed out.
+/// SIGTERM, and what `systemctl restart` does after the unit's timeout.
 #[test]
 fn successor_serves_at_the_same_paths_while_the_old_process_cannot_end() {
     if let Some(reason) = no_fuse() {
@@ -72,7 +72,7 @@ fn successor_serves_at_the_same_paths_while_the_old_process_cannot_end() {
     let successor = Running::start(&mut command(daemon.dir.path()));
     wait_until("the successor", || paths.iter().all(|path| path.exists()));
     Driver::attach(DriverConfig::new(daemon.socket(NEIGHBOUR))).unwrap();
-    // Not even this ends the old one.
+    // Even this does not end the old one.
     daemon.running.signal("KILL");
     Driver::attach(DriverConfig::new(daemon.socket(ATTACKER))).unwrap();
     held.check();

@@ -1,6 +1,7 @@
-//! A file system in this process (FUSE) with one file, whose requests can be left unanswered.
+//! A FUSE file system in this process with one file; its requests can be left unanswered.
 //!
-//! It is mounted in a mount namespace of one thread, so that nothing of it is left when the test ends.
+//! It is mounted in a mount namespace of one thread, so that nothing remains after the test.
+//! Numbers and structures are those of linux/fuse.h.
 //! The numbers and structures are those of linux/fuse.h.
 
 use std::fs::{File, OpenOptions};
@@ -28,21 +29,22 @@ const HEADER: usize = 40;
 /// Bytes of the file.
 const SIZE: u64 = 1 << 20;
 
-/// The server. Dropping it aborts the connection, which ends every wait for it.
+/// The server. Dropping it aborts the connection, which ends all waits for it.
 pub(crate) struct FuseServer {
     stop: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Why there is to be no file on FUSE. When an attack with one succeeds, threads of the daemon sleep in a
-/// way that not even SIGKILL ends, until `/sys/fs/fuse/connections` is used: so it has to be asked for.
+/// Why the FUSE attacks are skipped. If such an attack succeeds, threads of the daemon sleep in a
+/// way that not even SIGKILL ends, until `/sys/fs/fuse/connections` is used: so the attacks are
+/// opt-in.
 pub(crate) fn not_asked_for() -> Option<String> {
     let asked = std::env::var_os("ZEROSOCK_TEST_FUSE").is_some();
     (!asked).then(|| "set ZEROSOCK_TEST_FUSE=1 to hold threads in files on FUSE".into())
 }
 
 impl FuseServer {
-    /// The server, and its file, opened. Requests of the process `unanswered` are not answered.
+    /// Starts the server and opens its file. Requests of the process `unanswered` are not answered.
     ///
     /// # Errors
     /// When this user may not mount, or there is no FUSE.
@@ -55,7 +57,7 @@ impl FuseServer {
         let (stop, stopped) = UnixStream::pair()?;
         let dir = tempfile::tempdir()?;
         let path = dir.path().to_owned();
-        // A thread of its own, since it leaves the mount namespace of the others.
+        // A thread of its own: it leaves the mount namespace of the others.
         let open = std::thread::spawn(move || {
             mount(device.as_raw_fd(), &path)?;
             let server = FuseServer {
@@ -102,7 +104,7 @@ fn mount(device: i32, dir: &Path) -> io::Result<()> {
     check(unsafe { libc::mount(name.as_ptr(), dir.as_ptr(), kind.as_ptr(), flags, data) })
 }
 
-/// Answers until the other end of `stopped` is closed. Requests that are left unanswered end with the
+/// Answers requests until the other end of `stopped` is closed. Unanswered requests end with the
 /// device.
 fn serve(mut device: File, stopped: &UnixStream, unanswered: u32) {
     let mut request = vec![0; 1 << 17];
@@ -151,11 +153,11 @@ fn respond(device: &mut File, request: &[u8], error: i32, body: &[u8]) {
     // The request's number.
     answer.extend(&request[8..16]);
     answer.extend(body);
-    // The caller may have gone meanwhile.
+    // The requesting process may have ended meanwhile.
     let _ = device.write(&answer);
 }
 
-/// Version 7.31, nothing special.
+/// Version 7.31 without optional features.
 fn init() -> Vec<u8> {
     let mut body = vec![0; 64];
     body[..4].copy_from_slice(&7u32.to_ne_bytes());

@@ -19,7 +19,7 @@ const MIB: usize = 1 << 20;
 /// Bytes of its memory.
 pub(crate) const MEMORY: usize = 1024 * MIB;
 
-/// Why there can be no such VM.
+/// Why there is no such VM.
 pub(crate) fn no_memory() -> Option<String> {
     let info = fs::read_to_string("/proc/meminfo").unwrap();
     let mut lines = info.lines();
@@ -36,7 +36,7 @@ pub(crate) struct LargeVm {
 }
 
 impl LargeVm {
-    /// The VM writes to all of its memory and hands it over. The daemon then has the only reference to
+    /// The VM writes to all of its memory and sends it. The daemon then has the only reference to
     /// it.
     pub(crate) fn start(daemon: &Daemon) -> LargeVm {
         let memory = memfd::create("large-vm", MEMORY as u64, true).unwrap();
@@ -58,8 +58,8 @@ impl LargeVm {
         LargeVm { frontend, mapping }
     }
 
-    /// Uses up the VM's share of the reaper's threads: what is to be unmapped and closed for it waits
-    /// until the sockets that are returned are dropped.
+    /// Uses up the VM's share of the reaper's threads: further unmaps and closes of the VM wait
+    /// until the returned sockets are dropped.
     pub(crate) fn use_up_reaper(self, daemon: &Daemon) -> (LargeVm, Vec<TcpStream>) {
         let LargeVm { frontend, mapping } = self;
         let pairs = (0..MAX_STUCK_EACH).map(|_| lingering_socket());
@@ -72,7 +72,7 @@ impl LargeVm {
         (LargeVm { frontend, mapping }, receivers)
     }
 
-    /// Its front-end disconnects. The daemon has noticed when this returns.
+    /// The front-end disconnects; returns when the daemon has noticed.
     pub(crate) fn die(self, daemon: &Daemon) -> Mapping {
         drop(self.frontend);
         assert!(daemon.frontend(ATTACKER).ask_features().is_some());
@@ -89,7 +89,7 @@ pub(crate) struct Mapping {
 }
 
 impl Mapping {
-    /// The one of a memory file that is at least as large.
+    /// The mapping of a memory file at least as large.
     fn find(process: u32, at_least: usize) -> Mapping {
         let maps = fs::read_to_string(format!("/proc/{process}/maps")).unwrap();
         let large = maps.lines().find(|line| {
@@ -104,7 +104,7 @@ impl Mapping {
         }
     }
 
-    /// Has the process take all page faults of the mapping, as its own accesses would.
+    /// Causes all page faults of the mapping, as accesses of the process would.
     fn touch(&self) {
         let memory = File::open(format!("/proc/{}/mem", self.process)).unwrap();
         let mut block = vec![0; MIB];

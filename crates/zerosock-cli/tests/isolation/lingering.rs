@@ -1,4 +1,4 @@
-//! TCP sockets on which close(2) waits.
+//! TCP sockets on which close(2) blocks.
 
 use std::io::{ErrorKind, IoSlice, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -14,8 +14,8 @@ use zerosock_sys::fd_passing;
 /// Longer than any test runs.
 const LINGER: Duration = Duration::from_secs(600);
 
-/// A socket with unsent data, and the end that does not read. Dropping that end lets a close of the
-/// socket go on.
+/// A socket with unsent data, and the peer that does not read. Dropping the peer ends a blocked
+/// close of the socket.
 pub(crate) fn lingering_socket() -> (OwnedFd, TcpStream) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     set_socket_recv_buffer_size(&listener, 4096).unwrap();
@@ -32,7 +32,7 @@ pub(crate) fn lingering_socket() -> (OwnedFd, TcpStream) {
             Err(error) => panic!("{error}"),
         }
     }
-    // With O_NONBLOCK, close(2) would not wait.
+    // With O_NONBLOCK, close(2) would not block.
     socket.set_nonblocking(false).unwrap();
     (socket.into(), receiver)
 }

@@ -1,4 +1,4 @@
-//! A front-end that sends one message with descriptors after the other, of which none is closed.
+//! A front-end that sends messages with descriptors without end, of which none can be closed.
 
 use std::fs;
 use std::net::TcpStream;
@@ -14,7 +14,7 @@ use super::process::wait_until;
 use super::raw::{GET_FEATURES, SET_OWNER, message};
 use super::threads::{Held, REAPER};
 
-/// More than may wait for those of the same VM that are stuck.
+/// More jobs than may wait for the stuck ones of the same VM.
 const STUCK: usize = 64;
 
 const LONG: Timespec = Timespec {
@@ -44,7 +44,7 @@ fn nothing_is_received_from_a_vm_whose_descriptors_are_not_closed() {
     });
     let (pipe, _other) = rustix::pipe::pipe().unwrap();
     wait_until("the end of the connection", || {
-        // The connection is closed after what it has brought, so that this does not tell of its end.
+        // The socket is closed after its queued messages, so it does not show the end.
         let _ = frontend.send(&unwanted, &[pipe.as_fd()]);
         daemon
             .running
@@ -56,7 +56,7 @@ fn nothing_is_received_from_a_vm_whose_descriptors_are_not_closed() {
     neighbour.goes_on_while(&daemon, &held);
     assert!(open_files(&daemon) <= before + 2 * STUCK);
 
-    // Its next front-end waits meanwhile.
+    // The next front-end waits meanwhile.
     let late = UnixStream::connect(daemon.socket(ATTACKER)).unwrap();
     rustix::io::write(&late, &message(GET_FEATURES, &[])).unwrap();
     neighbour.goes_on_while(&daemon, &held);

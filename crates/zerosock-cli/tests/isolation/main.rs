@@ -1,9 +1,9 @@
-//! Peers that try to hold the threads of `zerosock serve` in system calls on objects of their own.
+//! Peers that try to block the threads of `zerosock serve` in system calls on their own objects.
 //!
-//! Each test has one daemon with two VMs on one worker: the attacker and the neighbour. While a thread
-//! of the daemon is seen asleep in the attacker's object, the neighbour's data goes round and its
-//! vhost-user requests are answered. The thread has to be one of the expendable ones, and it still has
-//! to be asleep in the same call afterwards.
+//! Each test has one daemon with two VMs on one worker: the attacker and the neighbour. While a
+//! thread of the daemon sleeps in a call on the attacker's object, the neighbour's data is echoed
+//! and its vhost-user requests are answered. The blocked thread must be one of the expendable ones,
+//! and must still sleep in the same call afterwards.
 
 mod attack;
 mod daemon;

@@ -1,4 +1,4 @@
-//! One VM that hands over more descriptors than the reaper has threads.
+//! One VM that sends more descriptors than the reaper has threads.
 
 use std::io::Read;
 use std::net::TcpStream;
@@ -12,7 +12,7 @@ use super::neighbour::Neighbour;
 use super::process::{DEADLINE, wait_until};
 use super::threads::{REAPER, count_held};
 
-/// The attacker holds as many threads as one VM may; the neighbour's descriptors are closed.
+/// The attacker blocks its share of the threads; the neighbour's descriptors are still closed.
 fn expect_threads_for_the_neighbour<A>(start: impl FnOnce(&Daemon) -> Attack<A, Vec<TcpStream>>) {
     let daemon = Daemon::start(&[]);
     let mut neighbour = Neighbour::new(&daemon);

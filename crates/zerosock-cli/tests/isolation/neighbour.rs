@@ -1,4 +1,4 @@
-//! The VM that must not notice.
+//! The VM that must make progress.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,7 +16,7 @@ use super::threads::Held;
 const PORT: Port = Port::new(7);
 /// Bytes of a message.
 const MESSAGE: usize = 64;
-/// Round trips and requests while the attacker's object holds a thread.
+/// Round trips and requests while a thread is blocked.
 const ROUND_TRIPS: usize = 200;
 const REQUESTS: usize = 20;
 
@@ -41,8 +41,8 @@ impl Neighbour {
         }
     }
 
-    /// Data goes to the host program and back, requests are answered, and another front-end gets the
-    /// place, while `held` is asleep in one and the same call.
+    /// Data is echoed by the host program, requests are answered, and another front-end connects,
+    /// while `held` sleeps in the same call.
     pub(crate) fn goes_on_while(&mut self, daemon: &Daemon, held: &Held) {
         held.check();
         for n in 0..ROUND_TRIPS {
@@ -87,7 +87,7 @@ impl Neighbour {
         assert_eq!(got, message);
     }
 
-    /// The front-end goes, another one comes, and its guest connects anew.
+    /// The front-end disconnects, another one connects, and its guest connects again.
     fn replace_frontend(&mut self, daemon: &Daemon) {
         self.driver = None;
         let mut driver = daemon.attach(NEIGHBOUR);

@@ -1,5 +1,5 @@
-//! A front-end that hands over its own end of the connection and dies: the connection must end, and
-//! its place be free for the next one.
+//! A front-end that sends its own end of the connection and dies: the connection must end, and the
+//! device accept the next one.
 
 use std::io::IoSlice;
 use std::os::fd::{AsFd, OwnedFd};
@@ -35,7 +35,7 @@ fn place_of_a_front_end_that_queued_its_own_end_in_a_socket_is_free_again() {
         fd_passing::send(&sender, &[IoSlice::new(b"x")], &[frontend.0.as_fd()]).unwrap();
         eprintln!("{way:?}");
         drop(frontend.pass(way, vec![outer.into()]));
-        // Keeps what is queued alive for as long as the daemon keeps the other end.
+        // Keeps the queued messages alive while the daemon has the other end.
         let next = daemon.frontend(ATTACKER);
         assert!(next.ask_features().is_some());
         drop(sender);

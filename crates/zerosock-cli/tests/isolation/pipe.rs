@@ -1,4 +1,5 @@
-//! A pipe as call descriptor whose lock the attacker holds: whatever writes to it or closes it sleeps.
+//! A pipe as call descriptor with its lock held by the attacker: writing to it or closing it
+//! blocks.
 
 use std::os::fd::OwnedFd;
 
@@ -13,7 +14,7 @@ fn attack_with_pipe<A>(
     match PipeLock::hold() {
         Ok(pipe) => expect_isolation(|daemon| {
             let attack = start(daemon, pipe);
-            // As one that waits for a lock. In a pipe that is full it would be 'S'.
+            // The state of a wait for a lock. In a full pipe it would be 'S'.
             assert_eq!(attack.held.state(), Some('D'));
             attack
         }),

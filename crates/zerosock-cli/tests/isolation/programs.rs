@@ -24,14 +24,14 @@ fn kernel_refuses_rights() -> bool {
     fd_passing::refuse_rights(&socket).unwrap()
 }
 
-/// Sends a lingering socket with `bytes`. The kernel refuses, or the reaper has to close it.
+/// Sends a lingering socket with `bytes`. The kernel refuses it, or the reaper must close it.
 fn send_lingering(daemon: &Daemon, socket: BorrowedFd<'_>, bytes: &[u8]) {
     let mut neighbour = Neighbour::new(daemon);
     let (lingering, receiver) = lingering_socket();
     let result = daemon.while_stopped(move || {
         let result = fd_passing::send(socket, &[IoSlice::new(bytes)], &[lingering.as_fd()]);
         if result.is_err() {
-            // It stays ours, and is not to hold this thread.
+            // The test keeps the socket, and must not block on it.
             set_socket_linger(&lingering, None).unwrap();
         }
         result
@@ -69,7 +69,7 @@ fn descriptors_of_a_user_that_may_not_attach_are_refused_or_reaped() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("attach");
     let options = ["--attach-socket", path.to_str().unwrap()];
-    // Not the user of this test, whichever that is.
+    // Any user but that of this test.
     let other = (rustix::process::geteuid().as_raw() + 12345).to_string();
     let daemon = Daemon::start(&[&options[..], &["--attach-uid", &other]].concat());
     let flags = SocketFlags::CLOEXEC;
@@ -78,8 +78,8 @@ fn descriptors_of_a_user_that_may_not_attach_are_refused_or_reaped() {
     send_lingering(&daemon, socket.as_fd(), b"zsat");
 }
 
-/// A listener that the service manager made, and a program that connects before the daemon is there:
-/// this one connection takes descriptors for its whole life.
+/// A listener of the service manager, and a program that connects before the daemon starts: this
+/// connection accepts descriptors for its lifetime.
 struct EarlyProgram {
     alone: Alone,
     dir: TempDir,

@@ -1,4 +1,4 @@
-//! A vhost-user front-end that sends what it is told.
+//! A vhost-user front-end that sends given bytes.
 
 use std::io::{IoSlice, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,10 +18,10 @@ pub(crate) const SET_VRING_CALL: u32 = 13;
 pub(crate) const SET_VRING_ERR: u32 = 14;
 pub(crate) const SET_BACKEND_REQ_FD: u32 = 21;
 
-/// How a front-end hands a descriptor over.
+/// How a front-end sends a descriptor.
 #[derive(Copy, Clone, Debug)]
 pub(crate) enum Way {
-    /// With a message that is complete. The requests about a vring are about the first one.
+    /// With a complete message. The vring requests are about the first one.
     With(u32),
     /// With the first half of a message, before it disconnects.
     InHalfMessage,
@@ -39,7 +39,7 @@ pub(crate) const WAYS: [Way; 6] = [
 pub(crate) struct RawFrontend(pub(crate) UnixStream);
 
 impl RawFrontend {
-    /// Waits until the daemon answers: the last front-end may not have left yet.
+    /// Waits until the daemon answers: the previous front-end may still be connected.
     pub(crate) fn connect(path: &Path) -> RawFrontend {
         let mut frontend = None;
         wait_until("a place for a front-end", || {
@@ -70,7 +70,7 @@ impl RawFrontend {
         fd_passing::send(&self.0, &[IoSlice::new(bytes)], fds)
     }
 
-    /// Hands descriptors over and keeps no copies. With half a message, it disconnects.
+    /// Sends descriptors and keeps no copies. With half a message, it disconnects.
     pub(crate) fn pass(self, way: Way, fds: Vec<OwnedFd>) -> Option<RawFrontend> {
         let borrowed: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
         let bytes = match way {
@@ -89,7 +89,7 @@ impl RawFrontend {
     }
 }
 
-/// Has the front-end of a guest send a message that is not answered.
+/// The front-end of a guest sends a message without an answer.
 pub(crate) fn send_by(driver: &mut Driver, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) {
     let frontend = driver.frontend().expect("attached");
     frontend.send_raw(&message(request, payload), fds).unwrap();

@@ -1,4 +1,4 @@
-//! A TCP socket that lingers, handed over in every way that there is.
+//! A lingering TCP socket, sent in every possible way.
 
 use super::attack::{expect_isolation, hand_over};
 use super::lingering::{lingering_socket, queued_lingering_socket};

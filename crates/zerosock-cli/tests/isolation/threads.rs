@@ -1,4 +1,4 @@
-//! What the threads of the daemon do, as /proc shows it.
+//! States of the daemon's threads, from /proc.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use super::process::wait_until;
 
-/// System calls that a peer's object can hold.
+/// System calls in which a peer's object can block.
 const HELD_IN: [i64; 3] = [libc::SYS_close, libc::SYS_write, libc::SYS_munmap];
-/// Threads that may be held.
+/// Threads that may be blocked.
 pub(crate) const REAPER: &str = "zerosock-reaper";
-/// One that may be held by the VM that it belongs to.
+/// The thread that may be blocked by its own VM.
 pub(crate) const CALL: &str = "zerosock-call";
-/// As long as this in one call, a thread counts as held: the call did not just take its time.
+/// A thread counts as blocked after this time in one call.
 const SEEN_FOR: Duration = Duration::from_millis(100);
 
 /// A thread that sleeps in a system call on an object of the attacker.
@@ -26,7 +26,7 @@ pub(crate) struct Held {
 
 impl Held {
     /// Waits for a thread of this process that sleeps in one of the calls, and requires that the
-    /// first one is of this name: no other may.
+    /// first one has this name.
     pub(crate) fn wait(process: u32, name: &str) -> Held {
         let mut seen: Option<(Instant, Held)> = None;
         wait_until(&format!("a {name} thread that is held"), || {
@@ -64,7 +64,7 @@ impl Held {
     }
 }
 
-/// How many threads of this name sleep in one of the calls.
+/// Number of threads of this name that sleep in one of the calls.
 pub(crate) fn count_held(process: u32, name: &str) -> usize {
     let held = tasks(process).into_iter().filter_map(|task| held(&task));
     held.filter(|held| held.name == name).count()

@@ -27,7 +27,7 @@ pub(crate) fn zerosock() -> Command {
     command
 }
 
-/// Waits for something that will happen, and fails the test when it does not.
+/// Waits for a condition, and fails the test at the deadline.
 pub(crate) fn wait_until(what: &str, holds: impl FnMut() -> bool) {
     wait_within(DEADLINE, what, holds);
 }
@@ -48,7 +48,7 @@ pub(crate) struct Running {
     said: Arc<Mutex<Vec<u8>>>,
 }
 
-/// What a process left.
+/// Result of a process.
 #[derive(Debug)]
 pub(crate) struct Ended {
     /// `None` when a signal ended it.
@@ -80,7 +80,7 @@ impl Running {
         }
     }
 
-    /// What it has said on standard error so far.
+    /// Its standard error so far.
     pub(crate) fn stderr(&self) -> String {
         String::from_utf8_lossy(&self.said.lock().unwrap()).into_owned()
     }
@@ -130,7 +130,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Fails when it has ended, which is how it should be.
+        // Fails when the process has ended, which is expected.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

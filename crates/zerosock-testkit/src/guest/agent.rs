@@ -1,5 +1,5 @@
-//! The agent: reads commands from a serial line, runs each on a thread of its own, and writes
-//! what came of it. See `crate::protocol`.
+//! The agent: reads commands from a serial line, runs each on a thread of its own, and writes the
+//! outcome. See `crate::protocol`.
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
@@ -22,7 +22,7 @@ use super::stream::{self, elapsed, errno_name};
 use crate::calls::Call;
 use crate::protocol::{Command, FromGuest, How, Outcome, Request, Socket, SocketOption};
 
-/// Longer than the kernel's own 2 s, so that it is the kernel's error that is seen.
+/// Longer than the kernel's own 2 s, so that the error comes from the kernel.
 const CONNECT: Duration = Duration::from_secs(10);
 
 struct Agent {
@@ -37,7 +37,7 @@ struct Table {
     open: HashMap<Socket, Arc<OwnedFd>>,
 }
 
-/// What a command comes to: an outcome, or why it made no sense.
+/// Result of a command: an outcome, or why it is invalid.
 type Answer = Result<Outcome, String>;
 
 /// Serves the line until it ends.
@@ -55,7 +55,7 @@ pub(super) fn run(tty: &Path) -> io::Result<()> {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease")?
         .trim()
         .to_owned();
-    // The newline ends whatever firmware and kernel left on the line.
+    // The newline ends any partial line of firmware and kernel.
     locked(&agent.line).write_all(b"\n")?;
     agent.say(&FromGuest::Hello { release });
     for text in reader.lines() {
@@ -75,7 +75,7 @@ impl Agent {
     fn say(&self, message: &FromGuest) {
         let mut line = serde_json::to_vec(message).unwrap_or_default();
         line.push(b'\n');
-        // With the line gone there is nobody left to tell.
+        // The host has closed the line: there is no reader for an error.
         let _ = locked(&self.line).write_all(&line);
     }
 

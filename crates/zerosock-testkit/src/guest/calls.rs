@@ -10,12 +10,12 @@ use zerosock_cli::vm::pattern::{Pattern, sha256};
 use zerosock_sys::{vsock, vsock_calls};
 
 use super::stream::errno_name;
-use crate::calls::{Call, Kind, Manner, Number, Part, Setting};
+use crate::calls::{Call, Kind, Number, Part, RecvFlags, Setting};
 use crate::protocol::Outcome;
 
 const PAGE: usize = 4096;
 
-/// What a call comes to: nothing, a number, a new socket with its name, a name, bytes.
+/// Result of a call: nothing, a number, a new socket with its name, a name, bytes.
 pub(super) enum Made {
     Nothing,
     Count(u64),
@@ -28,7 +28,7 @@ pub(super) enum Made {
     },
 }
 
-/// Makes a call that needs no socket, or of which `socket` is the one.
+/// Makes a call on `socket`, or one that needs no socket.
 pub(super) fn make(call: &Call, socket: Option<&OwnedFd>) -> io::Result<Made> {
     let fd = || socket.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound));
     Ok(match *call {
@@ -89,12 +89,16 @@ pub(super) fn make(call: &Call, socket: Option<&OwnedFd>) -> io::Result<Made> {
             let limit = Instant::now() + Duration::from_millis(timeout_ms.into());
             Made::Count(completions(fd()?, limit)?)
         }
-        Call::Receive { len, how, .. } => {
-            let Manner { peek, now, whole } = how;
+        Call::Receive { len, flags, .. } => {
+            let RecvFlags {
+                peek,
+                dontwait,
+                trunc,
+            } = flags;
             let flag = |on, flag| if on { flag } else { 0 };
             let flags = flag(peek, libc_flags::PEEK)
-                | flag(now, libc_flags::DONTWAIT)
-                | flag(whole, libc_flags::TRUNC);
+                | flag(dontwait, libc_flags::DONTWAIT)
+                | flag(trunc, libc_flags::TRUNC);
             let mut buffer = vec![0; len];
             let got = vsock_calls::receive(fd()?, &mut buffer, flags)?;
             Made::Received {
@@ -152,8 +156,8 @@ fn set(fd: impl AsFd, setting: Setting) -> io::Result<()> {
     }
 }
 
-/// Sends a pattern's bytes from where the parts say that they lie. The memory is kept until the
-/// kernel has it no more: what was sent must not change under way.
+/// Sends a pattern's bytes from memory laid out as `parts` say. The memory is kept until the kernel
+/// has released it: sent bytes must not change in flight.
 fn send_parts(fd: &OwnedFd, seed: u64, parts: &[Part]) -> io::Result<u64> {
     let mut pattern = Pattern::new(seed);
     let mut buffers = Vec::new();
@@ -179,12 +183,12 @@ fn send_parts(fd: &OwnedFd, seed: u64, parts: &[Part]) -> io::Result<u64> {
         })
         .collect();
     let sent = vsock_calls::send_parts(fd, &vectors, true);
-    // The kernel reads them after the call; the agent lives for one run of a test.
+    // The kernel reads them after the call; the agent runs for one test only.
     std::mem::forget(buffers);
     Ok(sent? as u64)
 }
 
-/// Reads the error queue once there is something; at least once.
+/// Reads the error queue once it has an entry; at least once.
 fn completions(fd: &OwnedFd, limit: Instant) -> io::Result<u64> {
     loop {
         match vsock_calls::completions(fd) {
@@ -193,7 +197,7 @@ fn completions(fd: &OwnedFd, limit: Instant) -> io::Result<u64> {
         }
         let left = limit.saturating_duration_since(Instant::now());
         let ms = u32::try_from(left.as_millis()).unwrap_or(u32::MAX);
-        // POLLERR needs no asking for.
+        // POLLERR is always reported.
         wait(fd, PollFlags::empty(), ms.max(1))?;
     }
 }

@@ -1,5 +1,5 @@
-//! The relay to the kernel's own AF_VSOCK, tested where that is allowed: inside a guest, on the
-//! loopback CID. The daemon under test runs in the guest too, and its guest is our driver half.
+//! Tests the relay to the kernel's own AF_VSOCK, inside a guest, on the loopback CID. The daemon
+//! under test also runs in the guest, with zerosock's driver half as its guest.
 
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
@@ -16,15 +16,15 @@ use zerosock_sys::vsock;
 use super::stream;
 
 const SOCKET: &str = "/tmp/forward.vhost";
-/// CID 1: the machine (here: the guest) itself.
+/// CID 1: the machine itself, here the guest.
 const LOOPBACK: u32 = 1;
-/// On which the kernel's side listens.
+/// Port with a listener of the kernel's side.
 const OUT: u32 = 7001;
-/// On which the kernel's side listens not.
+/// Port without a listener.
 const NOBODY: u32 = 7002;
-/// On which the daemon listens for the driver half.
+/// Port on which the daemon listens for the driver half.
 const IN: u32 = 9001;
-/// Fits into the buffers on the way, so that one thread can send it and then receive the echo.
+/// Fits the buffers in between, so that one thread can send everything and then receive the echo.
 const LEN: usize = 100_000;
 const STEP: Duration = Duration::from_secs(30);
 
@@ -37,7 +37,7 @@ impl Drop for Daemon {
     }
 }
 
-/// Everything in turn; the error says which step failed.
+/// Runs all steps in order; the error names the failed step.
 pub(super) fn run() -> io::Result<()> {
     let daemon = Command::new("/proc/self/exe")
         .args(["serve", "--guest-cid", "9", "--socket", SOCKET])
@@ -62,7 +62,7 @@ fn attach() -> io::Result<Driver> {
     loop {
         match Driver::attach(DriverConfig::new(SOCKET)) {
             Ok(driver) => return Ok(driver),
-            // The daemon may not listen yet, and there is nothing to wait on until it does.
+            // The daemon may not listen yet, and nothing signals that it does.
             Err(_) if Instant::now() < deadline => thread::sleep(Duration::from_millis(10)),
             Err(error) => return Err(io::Error::other(error)),
         }
@@ -122,7 +122,7 @@ fn from_kernel(driver: &mut Driver) -> io::Result<()> {
     driver.listen(Port::new(IN), 8).map_err(io::Error::other)?;
     let client = thread::spawn(|| -> io::Result<Vec<u8>> {
         let fd: OwnedFd = vsock::connect_blocking(LOOPBACK, IN, STEP)?;
-        // Only read, write and shutdown are used, which are the same for every stream socket.
+        // Only read, write and shutdown are used, which all stream sockets share.
         let mut stream = UnixStream::from(fd);
         stream.write_all(&Pattern::bytes(2, LEN))?;
         let mut back = vec![0; LEN];

@@ -1,5 +1,4 @@
-//! What a program does inside the guests of the tests and benchmarks, when its first argument is
-//! [`NAME`].
+//! The program inside the guests of tests and benchmarks, when its first argument is [`NAME`].
 
 mod agent;
 mod calls;
@@ -15,13 +14,13 @@ use std::process::ExitCode;
 use clap::Parser;
 use zerosock_cli::Failure;
 
-/// The first argument of a program that is to be the agent.
+/// The first argument of the agent's program.
 pub const NAME: &str = "guest";
 
 #[derive(Debug, Parser)]
 #[command(name = NAME)]
 enum Command {
-    /// Does as the host says, over a serial line
+    /// Run the host's commands from a serial line
     Agent {
         /// The serial line
         #[arg(long)]
@@ -29,7 +28,7 @@ enum Command {
     },
     /// Tests `serve --forward-cid` on this guest's own AF_VSOCK
     Forward,
-    /// On the host: becomes a program from which the processor's extended state is hidden
+    /// On the host: become a program without access to the processor's extended state
     HideXstate {
         /// Program and arguments
         #[arg(last = true, required = true)]
@@ -37,7 +36,7 @@ enum Command {
     },
 }
 
-/// Does what the arguments behind [`NAME`] say.
+/// Runs the subcommand of the arguments after [`NAME`].
 pub fn main() -> ExitCode {
     let done = match Command::parse_from(std::env::args_os().skip(1)) {
         Command::Agent { tty } => agent::run(&tty),

@@ -1,5 +1,5 @@
-//! Sending owned buffers by `zerosock::zc` over sockets of a guest's kernel: vsock, TCP, and TCP under
-//! kernel TLS.
+//! Sends owned buffers with `zerosock::zc` over sockets of a guest's kernel: vsock, TCP, and TCP
+//! under kernel TLS.
 //!
 //! Kernel AF_VSOCK: runs only inside guests.
 
@@ -20,14 +20,14 @@ use super::stream::errno_name;
 use crate::protocol::{Keys, Outcome};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Buffers under way: of small ones more than one request takes, so that there is a next one to be made
-/// while those of the first come back.
+/// Buffers in flight: for small ones more than one request carries, so that the next request can be
+/// made while the first completes.
 const CAPACITY: u32 = 64;
 /// SO_SNDBUF of TCP; the kernel doubles it.
 const SEND_BUFFER: usize = 96 << 10;
 
-/// Sends `len` bytes of a pattern in buffers of `chunk`, which are used again as soon as they are
-/// free. An error ends it and is reported; a back-end that cannot be is an error of the command.
+/// Sends `len` bytes of a pattern in buffers of `chunk`, which are reused as soon as they are free.
+/// An error ends it and is reported; an unavailable back-end is an error of the command.
 pub(super) fn send(
     fd: &OwnedFd,
     seed: u64,
@@ -39,8 +39,7 @@ pub(super) fn send(
     send_over(&mut open(socket, backend)?, seed, len, chunk)
 }
 
-/// As [`send`], over TCP, which the kernel encrypts at one end and decrypts at the other if there are
-/// `keys`.
+/// As [`send`], over TCP. With `keys` the kernel encrypts at one end and decrypts at the other.
 pub(super) fn send_tcp(
     seed: u64,
     len: u64,
@@ -74,16 +73,16 @@ pub(super) fn send_tcp(
                 }
             }
             if left == 0 {
-                // Nobody may be waiting.
+                // The receiver may have closed.
                 let _ = tell.send(());
             }
         }
     });
     let sent = send_over(&mut sender, seed, len, chunk)?;
     if keys != Keys::Never {
-        // What is encrypted and finds no room is kept by the kernel's TLS, which drops it when the
-        // socket is closed: so Linux 6.1 does, having said that it took it. If it does not arrive, the
-        // digest says so.
+        // The kernel's TLS queues encrypted bytes without room, and drops them when the socket is
+        // closed: Linux 6.1 does so after it has reported them as sent. The digest shows such a
+        // loss.
         let _ = told.recv_timeout(PATIENCE / 4);
     }
     drop(sender);
@@ -95,19 +94,19 @@ pub(super) fn send_tcp(
     })
 }
 
-/// What is sent from here on is encrypted.
+/// Encrypts everything sent from here on.
 fn encrypt(socket: impl AsFd) -> io::Result<()> {
     network::set_upper_layer(&socket, "tls")?;
     network::encrypt(&socket)
 }
 
-/// What is received from here on is decrypted.
+/// Decrypts everything received from here on.
 fn decrypt(socket: impl AsFd) -> io::Result<()> {
     network::set_upper_layer(&socket, "tls")?;
     network::decrypt(&socket)
 }
 
-/// Two ends of which the near one takes little at a time: less than a request of many buffers has.
+/// Two connected sockets; the first takes less at a time than a request of many buffers has.
 fn pair() -> io::Result<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let near = TcpStream::connect(listener.local_addr()?)?;
@@ -129,7 +128,7 @@ fn open(socket: impl Into<OwnedFd>, backend: &str) -> Result<Sender<Vec<u8>>, St
     builder.open(socket).map_err(|error| error.to_string())
 }
 
-/// Hands over together whatever there are buffers and places for, and waits for some to come back.
+/// Submits all free buffers together, as far as there are slots, and waits for some to complete.
 fn send_over(
     sender: &mut Sender<Vec<u8>>,
     seed: u64,
@@ -185,7 +184,7 @@ fn send_over(
     Ok(outcome)
 }
 
-/// Takes what has come back; how many.
+/// Collects completed buffers; returns their number.
 fn take(sender: &mut Sender<Vec<u8>>, spare: &mut Vec<Vec<u8>>, outcome: &mut Outcome) -> usize {
     let before = spare.len();
     while let Some(Returned {

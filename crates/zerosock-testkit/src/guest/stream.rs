@@ -85,7 +85,7 @@ pub(super) fn receive(
     let mut buffer = vec![0; READ];
     let mut kept = Vec::new();
     if keep && let Ok(size) = usize::try_from(limit) {
-        // Written once, so that no page fault falls into the measured time.
+        // Touch all pages now, so that no page fault is measured.
         kept = vec![0xa5; size.min(4 << 30)];
     }
     let start = Instant::now();
@@ -132,7 +132,7 @@ pub(super) fn receive(
     (outcome, kept)
 }
 
-/// Sends back whatever comes, until the end.
+/// Echoes until the end.
 pub(super) fn echo(fd: &OwnedFd) -> io::Result<()> {
     let mut buffer = vec![0; 64 << 10];
     let mut sent = 0;
@@ -150,7 +150,7 @@ pub(super) fn elapsed(start: Instant) -> u64 {
     u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX)
 }
 
-/// The symbol of an error that a scenario may ask for, else its text.
+/// The symbol of an error that a scenario may name, else its text.
 pub(super) fn errno_name(error: &io::Error) -> String {
     use rustix::io::Errno;
     let names = [

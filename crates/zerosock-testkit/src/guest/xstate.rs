@@ -1,4 +1,4 @@
-//! A program from which the processor's extended state is hidden: user-mode Linux.
+//! Hides the processor's extended state from a program: user-mode Linux.
 
 use std::ffi::OsString;
 use std::io;
@@ -17,7 +17,7 @@ const PTRACE_SETREGSET: u64 = 0x4205;
 const NT_X86_XSTATE: u64 = 0x202;
 const EINVAL: u32 = 22;
 
-/// Becomes `argv`, which cannot see the processor's extended state by ptrace.
+/// Becomes `argv`, without ptrace access to the processor's extended state.
 pub(super) fn run(argv: &[OsString]) -> io::Result<()> {
     hide_xstate().map_err(io::Error::other)?;
     let (program, arguments) = argv
@@ -28,10 +28,10 @@ pub(super) fn run(argv: &[OsString]) -> io::Result<()> {
 
 /// Makes ptrace refuse the extended processor state, as kernels without it do.
 ///
-/// User-mode Linux keeps its processes' registers in a buffer of fixed size, and where the
-/// processor's state is larger (AVX-512 with protection keys, AMX) every process in it dies at
-/// its first instruction. Refused, it keeps the 512 bytes of old instead, which hold all that
-/// programs without AVX use.
+/// User-mode Linux keeps its processes' registers in a buffer of fixed size. Where the processor's
+/// state is larger (AVX-512 with protection keys, AMX), every process in it dies at its first
+/// instruction. If ptrace refuses, it keeps the legacy 512 bytes, which suffice for programs
+/// without AVX.
 fn hide_xstate() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let rule = |request| -> Result<SeccompRule, seccompiler::BackendError> {
         use SeccompCmpArgLen::Qword;

@@ -1,4 +1,4 @@
-//! Buffers and the credit that they give.
+//! Buffer sizes and the credit that they give.
 
 use std::time::Instant;
 
@@ -21,12 +21,12 @@ pub(crate) fn a_buffer_is_set_before_and_after_connecting(pair: &Pair) -> Verdic
     for (asked, got) in [(4096, 4096), (50_000, 50_000), (u32::MAX, 262_144)] {
         client.set(Setting::BufferSize(asked)).ok();
         assert_eq!(client.get(Number::BufferSize).bytes, got, "{asked}");
-        // Whatever it is, bytes still come. (Not into Linux's smallest: from 6.12.92 on a packet
-        // counts for more than 128 bytes, and one is too many.)
+        // Bytes still arrive with any size. (Not with Linux's smallest: from 6.12.92 on a packet
+        // counts for more than 128 bytes.)
         served.send(1, 100).ok();
         client.receive_all(100).is_pattern(1, 100);
     }
-    // The bounds count for what is there, too.
+    // The bounds also apply to the current size.
     client.set(Setting::BufferBounds(4096, 65_536)).ok();
     assert_eq!(client.get(Number::BufferSize).bytes, 65_536);
     Ok(())
@@ -49,10 +49,10 @@ pub(crate) fn accepted_sockets_inherit(pair: &Pair) -> Verdict {
 
 const BUFFER: usize = 128 << 10;
 
-/// Of 128 KiB and one byte the last one comes only after a credit update. With a `mark` the reader
-/// has taken less than half, and now waits for all the rest at once; without, it takes what comes.
+/// 128 KiB and one byte are sent: the last byte needs a credit update. With a `mark` the reader has
+/// read less than half and now waits for all the rest at once; without, it reads what arrives.
 fn credit_update(pair: &Pair, mark: bool) -> Verdict {
-    /// Whole packets to any receiver: Linux tells of no others.
+    /// Whole packets of any receiver: Linux sends credit updates for no others.
     const FIRST: usize = 60 << 10;
     let port = port();
     let listener = pair.server_socket();
@@ -98,7 +98,7 @@ pub(crate) fn credit_update_without_a_low_water_mark(pair: &Pair) -> Verdict {
     credit_update(pair, false)
 }
 
-/// Sends without waiting until there is no more room; how much that was.
+/// Sends without blocking until there is no more room; returns the number of bytes.
 fn fill(end: &End, seed: u64) -> u64 {
     let mut sent = 0;
     loop {
@@ -114,7 +114,7 @@ fn fill(end: &End, seed: u64) -> u64 {
 
 pub(crate) fn a_small_buffer_of_the_sender_bounds_what_is_queued(pair: &Pair) -> Verdict {
     if pair.client.kernel().is_some() {
-        // Kernels of 2026 have it; those of which it is shown here have not.
+        // Present in kernels of 2026, absent from those tested here.
         return Err(Skip(
             "these kernels go by the receiver's buffer alone".into(),
         ));
@@ -123,8 +123,8 @@ pub(crate) fn a_small_buffer_of_the_sender_bounds_what_is_queued(pair: &Pair) ->
     let (client, served) = pair.connected();
     client.set(Setting::BufferSize(SMALL)).ok();
     let sent = fill(&client, 11);
-    // Between two guests of a device, each has credit with the device: what that has passed on lies
-    // in the receiver's buffer.
+    // Between two guests of a device, each has credit with the device: forwarded bytes are in the
+    // receiver's buffer.
     let passed_on = if pair.has_host() { 0 } else { 256 << 10 };
     let most = u64::from(SMALL) + passed_on;
     assert!(sent <= most, "{sent} bytes are queued");
@@ -133,7 +133,7 @@ pub(crate) fn a_small_buffer_of_the_sender_bounds_what_is_queued(pair: &Pair) ->
     Ok(())
 }
 
-/// Waits until all that the receiver has promised room for has come: its default buffer.
+/// Fills the receiver's default buffer and waits until all bytes have arrived.
 fn until_full(end: &End) {
     const ROOM: usize = 256 << 10;
     let give_up = Instant::now() + STEP;
@@ -147,7 +147,7 @@ fn until_full(end: &End) {
     }
 }
 
-/// What was promised before a buffer shrank still arrives, and the smaller one is enough to go on.
+/// Bytes in flight when a buffer shrinks still arrive, and the smaller buffer suffices to continue.
 pub(crate) fn a_buffer_shrinks_under_way(pair: &Pair) -> Verdict {
     const LEN: u64 = 1 << 20;
     let (client, served) = pair.connected();
@@ -157,7 +157,7 @@ pub(crate) fn a_buffer_shrinks_under_way(pair: &Pair) -> Verdict {
         chunks: vec![65_536],
     });
     if served.side.kernel().is_some() {
-        // A kernel has no room any more for what is under way then: it waits until nothing is.
+        // A kernel has no room then for the bytes in flight: wait until there are none.
         until_full(&served);
     } else {
         assert!(served.poll(STEP), "nothing came");
@@ -174,8 +174,8 @@ pub(crate) fn a_buffer_shrinks_under_way(pair: &Pair) -> Verdict {
 /// Sizes of small writes, as the public test suite of vsock draws them.
 pub(super) const SMALL: &[usize] = &[129, 512, 200, 333, 130, 480, 257];
 
-/// Lets what can be under way get under way: until something is there, and for so many round trips
-/// to the side of which this is an end.
+/// Lets packets in flight arrive: waits until something is readable, and for the given number of
+/// round trips to the side of this end.
 pub(super) fn lag(end: &End, times: u32) {
     assert!(end.poll(STEP), "nothing came");
     for _ in 0..times {
@@ -183,7 +183,7 @@ pub(super) fn lag(end: &End, times: u32) {
     }
 }
 
-/// Many small packets against a reader that starts late: no reset, nothing lost.
+/// Many small packets to a reader that starts late: no reset, no loss.
 pub(crate) fn small_packets_under_back_pressure(pair: &Pair) -> Verdict {
     const LEN: u64 = 1_000_000;
     for both in [false, true] {
@@ -198,7 +198,7 @@ pub(crate) fn small_packets_under_back_pressure(pair: &Pair) -> Verdict {
             source: Source::Pattern { seed: 13, len: LEN },
             chunks: SMALL.to_vec(),
         });
-        // As many as there can be are under way when the reader begins.
+        // As many as possible are in flight when the reader starts.
         lag(to, 200);
         to.receive_all(LEN).is_pattern(13, LEN as usize);
         let sent = sending.wait();
@@ -208,8 +208,8 @@ pub(crate) fn small_packets_under_back_pressure(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// A request that is answered with more packets of a few bytes than Linux keeps unread for one
-/// socket: from 6.12.92 on it resets a connection in whose buffer of 256 KiB there are about 455.
+/// A request answered with more small packets than Linux keeps unread for one socket: from 6.12.92
+/// on it resets a connection with about 455 of them in its buffer of 256 KiB.
 pub(crate) fn a_request_answered_in_tiny_packets(pair: &Pair) -> Verdict {
     const ANSWER: u64 = 6000;
     let (client, served) = pair.connected();
@@ -223,7 +223,7 @@ pub(crate) fn a_request_answered_in_tiny_packets(pair: &Pair) -> Verdict {
         },
         chunks: vec![1, 2, 3, 7],
     });
-    // Nobody reads for a while: what can be under way is.
+    // No reader for a while: as much as possible is in flight.
     lag(&client, 200);
     client.receive_all(ANSWER).is_pattern(15, ANSWER as usize);
     let sent = answering.wait();

@@ -1,20 +1,20 @@
-//! Receiving: looking without taking, parts of packets, marks, time-outs, counts.
+//! Receiving: peeking, parts of packets, low-water marks, time-outs, counts.
 
 use std::time::{Duration, Instant};
 
 use zerosock_cli::vm::pattern::Pattern;
-use zerosock_testkit::calls::{Call, Manner, Number, Setting};
+use zerosock_testkit::calls::{Call, Number, RecvFlags, Setting};
 
 use super::side::{End, Expect, Pair, STEP, Skip, Verdict};
 
 pub(crate) fn peek_at_nothing(pair: &Pair) -> Verdict {
     let (_client, served) = pair.connected();
-    let how = Manner {
+    let flags = RecvFlags {
         peek: true,
-        now: true,
-        ..Manner::default()
+        dontwait: true,
+        ..RecvFlags::default()
     };
-    served.receive_as(32, how).fails("EAGAIN");
+    served.receive_as(32, flags).fails("EAGAIN");
     Ok(())
 }
 
@@ -49,7 +49,7 @@ pub(crate) fn peek_after_a_partial_receive(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// Packets that a receiver may merge, one of which has been read in part when the next one comes.
+/// Packets that a receiver may merge, one of which is partly read when the next one arrives.
 pub(crate) fn small_packets_and_partial_reads(pair: &Pair) -> Verdict {
     let (client, served) = pair.connected();
     let (first, second) = (Pattern::bytes(4, 7), Pattern::bytes(5, 9));
@@ -68,7 +68,7 @@ pub(crate) fn bad_receive_buffer_keeps_the_bytes(pair: &Pair) -> Verdict {
     client.send(6, 100).ok();
     let (socket, len) = (served.id(), 100);
     let failed = served.side.call(Call::ReceiveNowhere { socket, len });
-    // Linux before 6.8 (and some after) has it as ENOMEM or EFAULT.
+    // Linux before 6.8 (and some later releases) answers ENOMEM or EFAULT.
     assert!(failed.errno.is_some(), "{failed:?}");
     served.receive_all(100).is_pattern(6, 100);
     Ok(())
@@ -78,7 +78,7 @@ pub(crate) fn poll_waits_for_the_low_water_mark(pair: &Pair) -> Verdict {
     const MARK: usize = 128;
     let (client, served) = pair.connected();
     client.send(7, MARK - 1).ok();
-    // They have come: the mark is 1 at first.
+    // They have arrived: the mark is 1 at first.
     assert!(served.poll(STEP), "at the mark of 1");
     served.set(Setting::LowWater(MARK as u32)).ok();
     assert!(!served.poll(Duration::ZERO), "below the mark");
@@ -94,7 +94,7 @@ pub(crate) fn receive_time_out(pair: &Pair) -> Verdict {
     let outcome = served.receive(1);
     outcome.fails("EAGAIN");
     let took = Duration::from_micros(outcome.elapsed_us);
-    // No earlier than a quarter of a second before; a busy machine may be late.
+    // At most a quarter of a second early; a busy machine may be late.
     assert!(took >= Duration::from_millis(750), "after {took:?}");
     assert!(took < Duration::from_secs(8), "after {took:?}");
     Ok(())
@@ -108,8 +108,8 @@ pub(crate) fn unsent_and_unread_bytes(pair: &Pair) -> Verdict {
     })
 }
 
-/// The server counts so many bytes unread, until it has received them, and then the client none
-/// unsent.
+/// The server counts the given number of unread bytes until it has received them; then the client
+/// counts none unsent.
 pub(super) fn counts(client: &End, served: &End, bytes: u64, receive: impl FnOnce()) -> Verdict {
     let give_up = Instant::now() + STEP;
     assert!(served.poll(STEP), "nothing came");
@@ -117,7 +117,7 @@ pub(super) fn counts(client: &End, served: &End, bytes: u64, receive: impl FnOnc
         let unread = served.get(Number::Unread);
         match unread.errno.as_deref() {
             None if unread.bytes == bytes => break true,
-            // The last packet may be under way.
+            // The last packet may be in flight.
             None => assert!(
                 unread.bytes < bytes && Instant::now() < give_up,
                 "{unread:?}"

@@ -1,4 +1,4 @@
-//! Ends: who hears of them, what still arrives, who waits.
+//! Closing: how each side learns of it, which bytes still arrive, which calls block.
 
 use std::thread;
 use std::time::Duration;
@@ -8,8 +8,8 @@ use zerosock_testkit::protocol::How;
 
 use super::side::{BEFORE_CLOSING_TIMES_OUT, End, Expect, Pair, STEP, Skip, Verdict};
 
-/// The peer of who closes: a send fails with EPIPE, the byte that was sent before can be read, and
-/// then the stream is at its end.
+/// The peer of a closed socket: a send fails with EPIPE, the byte sent before can be read, then the
+/// stream ends.
 fn closes_first(first: End, other: &End) {
     first.send(1, 1).ok();
     first.close().ok();
@@ -48,31 +48,31 @@ pub(crate) fn shut_receiving(pair: &Pair) -> Verdict {
     served.send(2, 100).ok();
     assert!(client.poll(STEP), "nothing has come");
     client.shut(How::Receive).ok();
-    // At once, and although there are bytes.
+    // At once, although there are unread bytes.
     assert!(client.poll(STEP), "the end is readable");
     client.receive(1).is(&[]);
     assert_eq!(served.send_until_error(), "EPIPE");
     client.receive(1).is(&[]);
-    // The other way is open.
+    // The other direction is open.
     client.send(3, 1000).ok();
     served.receive_all(1000).is_pattern(3, 1000);
     Ok(())
 }
 
-/// As much as fits into the peer's buffer and is not read.
+/// As much as fits into the peer's buffer, unread.
 const LEN: usize = 60_000;
 
 pub(crate) fn linger_until_the_peer_has_taken_all(pair: &Pair) -> Verdict {
     let (client, served) = pair.connected();
     client.set(Setting::Linger(Some(30))).ok();
     client.send(4, LEN).ok();
-    // Linux lingers until its peer has the bytes, whether or not they are read; and between two
-    // guests of a device it is that which takes them.
+    // Linux lingers until its peer has received the bytes, read or not; between two guests of a
+    // device, the device receives them.
     let waits = client.side.kernel().is_none() && pair.has_host();
     let closing = client.start_close();
     let unread = Duration::from_millis(100);
     if waits {
-        // That nothing happens can only be seen by waiting.
+        // Only waiting shows that nothing happens.
         thread::sleep(unread);
     }
     served.receive_all(LEN as u64).is_pattern(4, LEN);
@@ -109,7 +109,7 @@ pub(crate) fn linger_of_no_time_resets(pair: &Pair) -> Verdict {
     let outcome = served.receive(1);
     match served.side.kernel() {
         None => outcome.fails("ECONNRESET"),
-        // A reset is the end there, too.
+        // A reset also ends the stream.
         Some(_) => outcome.is(&[]),
     }
     Ok(())

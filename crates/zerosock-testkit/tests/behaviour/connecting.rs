@@ -1,4 +1,4 @@
-//! Who may connect, from where to where, and how many.
+//! Connecting: allowed addresses, refusals and limits.
 
 use std::time::{Duration, Instant};
 
@@ -42,7 +42,7 @@ pub(crate) fn hundred_connections_at_once(pair: &Pair) -> Verdict {
         .collect();
     let served: Vec<End> = (0..MANY).map(|_| listener.accept()).collect();
     asking.into_iter().for_each(|one| one.wait().ok());
-    // Each says who it is; all are there at the same time.
+    // Each sends its number; all are open at the same time.
     for (seed, client) in clients.iter().enumerate() {
         client.send(seed as u64, 8).ok();
     }
@@ -87,8 +87,8 @@ pub(crate) fn same_source_port_after_close(pair: &Pair) -> Verdict {
     let listener = pair.listener(to, 4);
     for seed in 0..3 {
         let give_up = Instant::now() + BEFORE_CLOSING_TIMES_OUT;
-        // The connection of before lasts until its end is confirmed, which nobody is told; and a
-        // Linux server resets it once more when it closes, which may meet the next one's request.
+        // The earlier connection lasts until its end is confirmed, without notice to the program;
+        // and a Linux server resets it again when it closes, which may meet the next request.
         let refused = pair
             .server
             .kernel()
@@ -104,8 +104,8 @@ pub(crate) fn same_source_port_after_close(pair: &Pair) -> Verdict {
                 None => break client,
                 Some(errno) if errno == "EADDRINUSE" || errno == refused => {
                     assert!(Instant::now() < give_up, "still in use: {tried:?}");
-                    // A request that such a reset has met may have become a connection there, which
-                    // Linux knows, and answers for with resets, until it is accepted and closed.
+                    // A request that met such a reset may have become a connection there, which
+                    // Linux knows, and answers with resets, until it is accepted and closed.
                     if let Ok((refused, _)) = listener.accept_for(0) {
                         refused.close().ok();
                     }
@@ -152,11 +152,11 @@ pub(crate) fn a_port_that_is_free_to_listen_on(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// One's own CID is as good as any; somebody else's is not.
+/// A side may bind to its own CID, and not to another one.
 pub(crate) fn an_own_address_is_bound_and_no_other(pair: &Pair) -> Verdict {
     let port = port();
     let listener = pair.server_socket();
-    // Nobody of a device has it.
+    // No endpoint of the device has this CID.
     listener
         .bind_to(Some(77), Some(port))
         .fails("EADDRNOTAVAIL");
@@ -171,7 +171,7 @@ pub(crate) fn an_own_address_is_bound_and_no_other(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// A listener that goes leaves its connections, and its port, which has them as well.
+/// Closing a listener keeps its connections, which keep the port.
 pub(crate) fn a_port_is_listened_on_again_beside_its_connections(pair: &Pair) -> Verdict {
     let port = port();
     let mut connections = Vec::new();
@@ -194,7 +194,7 @@ pub(crate) fn a_port_is_listened_on_again_beside_its_connections(pair: &Pair) ->
     Ok(())
 }
 
-/// Who waited to be accepted is told that nobody will.
+/// Connections in the backlog of a closed listener are reset.
 pub(crate) fn a_listener_that_goes_ends_those_who_wait(pair: &Pair) -> Verdict {
     let port = port();
     let listener = pair.listener(port, 4);
@@ -206,7 +206,7 @@ pub(crate) fn a_listener_that_goes_ends_those_who_wait(pair: &Pair) -> Verdict {
     for client in &waiting {
         assert!(client.poll(STEP), "nobody tells");
         let told = client.receive(1);
-        // A kernel has a reset after the connect as the end.
+        // A kernel reports a reset after the connect as the end.
         assert!(
             matches!(told.errno.as_deref(), None | Some("ECONNRESET")),
             "{told:?}"
@@ -216,7 +216,7 @@ pub(crate) fn a_listener_that_goes_ends_those_who_wait(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// What a socket was told before it connects is so afterwards.
+/// Options set before the connect apply afterwards.
 pub(crate) fn options_set_before_connecting_stay(pair: &Pair) -> Verdict {
     const MARK: usize = 16;
     let port = port();
@@ -232,7 +232,7 @@ pub(crate) fn options_set_before_connecting_stay(pair: &Pair) -> Verdict {
     client.set(Setting::BufferSize(10_000)).ok();
     assert_eq!(client.get(Number::BufferSize).bytes, 5000);
     served.send(1, MARK - 1).ok();
-    // That nothing happens can only be seen by waiting.
+    // Only waiting shows that nothing happens.
     assert!(!client.poll(Duration::from_millis(100)), "below the mark");
     served.send(2, 1).ok();
     assert!(client.poll(STEP), "not at the mark");
@@ -253,19 +253,19 @@ pub(crate) fn no_more_wait_than_the_backlog(pair: &Pair) -> Verdict {
         .map(|client| client.connect(pair.server.cid(), port))
         .collect();
     let waiting = outcomes.iter().filter(|one| one.errno.is_none()).count() as u32;
-    // Linux lets one more wait than it was told, and so do we.
+    // Linux admits one more than the backlog, and so does zerosock.
     assert_eq!(waiting, BACKLOG + 1);
     outcomes[waiting as usize..]
         .iter()
         .for_each(Expect::refused);
-    // Who is accepted makes room.
+    // Accepting a connection makes room.
     let _served = listener.accept();
     pair.client_socket().connect(pair.server.cid(), port).ok();
     Ok(())
 }
 
-/// The accept queue's leak: a request and its end that meet the listener at about the same time
-/// left a place in the backlog taken for ever.
+/// A leak in the accept queue: a request and its end that reach the listener at about the same time
+/// occupied a place in the backlog forever.
 pub(crate) fn connects_closed_at_once_leave_the_backlog_free(pair: &Pair) -> Verdict {
     let port = port();
     let listener = pair.listener(port, 4);
@@ -273,7 +273,7 @@ pub(crate) fn connects_closed_at_once_leave_the_backlog_free(pair: &Pair) -> Ver
     pair.client
         .call(Call::ConnectAndClose { cid, port, times })
         .ok();
-    // Some were there long enough to be accepted; they are over.
+    // Some were accepted; they have ended.
     while let Ok((over, _)) = listener.accept_for(100) {
         assert!(over.poll(Duration::from_secs(10)), "it ends");
     }

@@ -1,12 +1,12 @@
-//! What programs expect of vsock: one list of behaviours, by name, shown between two sides.
+//! Behaviours that programs expect of vsock: one list, by name, tested between two sides.
 //!
-//! A side is whoever can make the calls of [`zerosock_testkit::protocol`]: the library's sockets in
-//! this process, or the kernel's in a guest. Each behaviour is a script over a client and a server
-//! and does not know which is which; those that only some sides can show say why they skip.
+//! A side can make the calls of [`zerosock_testkit::protocol`]: the library's sockets in this
+//! process, or the kernel's in a guest. Each behaviour is a script over a client and a server,
+//! independent of their kinds; one that only some sides support is skipped with the reason.
 //!
-//! What must hold: a behaviour leaves no socket behind that another could notice, uses a port that
-//! nobody has used, and waits for events, never for time to pass (but where passing time is what
-//! it is about).
+//! # Invariants
+//! - A behaviour leaves no socket behind that could affect another one, and uses a new port.
+//! - It waits for events, never for time to pass (except where that is tested).
 #![allow(dead_code, reason = "each test program uses its own part")]
 
 mod buffers;
@@ -22,24 +22,24 @@ mod zero_copy;
 #[allow(unused_imports, reason = "each test program uses its own part")]
 pub(crate) use side::{Pair, Side, Skip, Started, Verdict};
 
-/// See the module.
+/// A behaviour; see the module.
 pub(crate) struct Behaviour {
-    /// As it is listed.
+    /// Name in the list.
     pub(crate) name: &'static str,
-    /// Who has to be there.
+    /// The sides that it needs.
     pub(crate) with: With,
-    /// Shows it, or panics.
+    /// Tests it; panics on failure.
     run: fn(&Pair) -> Verdict,
 }
 
-/// Between whom a behaviour can be shown.
+/// Sides that a behaviour needs.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum With {
     /// Any two.
     Any,
-    /// A client whose sockets are a kernel's: the library has no such call.
+    /// A client with kernel sockets: the library has no such call.
     KernelClient,
-    /// Such a server.
+    /// A server with kernel sockets.
     KernelServer,
 }
 
@@ -48,7 +48,7 @@ macro_rules! behaviours {
         $any:ident { $($room:ident: $($name:ident),* $(,)?;)* }
         $($with:ident { $($of:ident: $($kernel:ident),* $(,)?;)* })*
     ) => {
-        /// All of them.
+        /// All behaviours.
         pub(crate) const ALL: &[Behaviour] = &[
             $($(Behaviour {
                 name: stringify!($name),
@@ -62,8 +62,8 @@ macro_rules! behaviours {
             },)*)*)*
         ];
 
-        /// One test for each that the library's sockets can show, in the setting that `$setting`
-        /// makes.
+        /// One test for each behaviour that the library's sockets support, in the setting that
+        /// `$setting` makes.
         #[allow(unused_macros, reason = "each test program uses its own part")]
         macro_rules! each_behaviour {
             ($setting:path) => {
@@ -159,7 +159,7 @@ behaviours! {
 }
 
 impl Behaviour {
-    /// Shows it, and that the table knows whether it can be shown.
+    /// Tests it, and that docs/behaviours.md agrees on whether it can be tested.
     pub(crate) fn show(&self, pair: &Pair) -> Verdict {
         let verdict = (self.run)(pair);
         table::check(self.name, pair, pairs(), verdict.is_ok());
@@ -173,7 +173,7 @@ pub(crate) fn pairs() -> u16 {
     pairs.map_or(1, |pairs| pairs.parse().expect("a number of pairs"))
 }
 
-/// Shows the behaviour called `name`; prints why, if it cannot.
+/// Tests the behaviour called `name`; prints the reason if it is skipped.
 pub(crate) fn show(name: &str, client: &dyn Side, server: &dyn Side) {
     let found = ALL.iter().find(|one| one.name == name);
     let one = found.expect("a name of the list");

@@ -1,9 +1,9 @@
-//! SEQPACKET: records with bounds.
+//! SEQPACKET: message boundaries.
 
 use std::time::Duration;
 
 use zerosock_cli::vm::pattern::Pattern;
-use zerosock_testkit::calls::{Call, Kind, Manner, Setting};
+use zerosock_testkit::calls::{Call, Kind, RecvFlags, Setting};
 use zerosock_testkit::protocol::{How, Outcome};
 
 use super::buffers::{SMALL, lag};
@@ -13,27 +13,27 @@ fn connected<'a>(pair: &Pair<'a>) -> Result<(End<'a>, End<'a>), Skip> {
     pair.connected_of(Kind::SeqPacket)
 }
 
-/// One receive of a record that is there.
-fn receive_as(end: &End, len: usize, how: Manner) -> Outcome {
-    let outcome = end.receive_as(len, how);
+/// Receives a record that is available.
+fn receive_as(end: &End, len: usize, flags: RecvFlags) -> Outcome {
+    let outcome = end.receive_as(len, flags);
     outcome.ok();
     outcome
 }
 
-const WHOLE: Manner = Manner {
+const WHOLE: RecvFlags = RecvFlags {
     peek: false,
-    now: false,
-    whole: true,
+    dontwait: false,
+    trunc: true,
 };
-const PEEK: Manner = Manner {
+const PEEK: RecvFlags = RecvFlags {
     peek: true,
-    now: false,
-    whole: false,
+    dontwait: false,
+    trunc: false,
 };
 
 pub(crate) fn record_bounds(pair: &Pair) -> Verdict {
     let (client, served) = connected(pair)?;
-    // Two take all of the buffer, of which the last update may have told less.
+    // Two records fill the buffer, of which the last update may have announced less.
     let lens = [
         1, 100, 4096, 65_536, 70_000, 200_000, 262_144, 100_000, 262_144, 3,
     ];
@@ -42,7 +42,7 @@ pub(crate) fn record_bounds(pair: &Pair) -> Verdict {
         served.receive(1 << 20).is_pattern(seed as u64, len);
         sending.wait().ok();
     }
-    // Two that wait stay two.
+    // Two waiting records stay two.
     client.send(1, 10).ok();
     client.send(2, 20).ok();
     served.receive(100).is_pattern(1, 10);
@@ -50,7 +50,7 @@ pub(crate) fn record_bounds(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// MSG_EOR is told with the message that it was sent with, and with no other.
+/// MSG_EOR is reported with the message that was sent with it, and with no other.
 pub(crate) fn ends_of_records(pair: &Pair) -> Verdict {
     let (client, served) = connected(pair)?;
     for (seed, len) in [10, 70_000, 1, 5000].into_iter().enumerate() {
@@ -74,12 +74,12 @@ pub(crate) fn truncated_record_tells_its_length(pair: &Pair) -> Verdict {
         let outcome = receive_as(&served, 16, WHOLE);
         assert_eq!(outcome.bytes, len as u64, "the record's length");
         assert!(outcome.truncated);
-        // What did not fit is gone with it.
+        // The bytes that did not fit are discarded.
         let outcome = served.receive(100);
         outcome.is_pattern(4, 5);
         assert!(!outcome.truncated);
     }
-    // Without being asked it tells what it has copied, and that this is not all.
+    // Without MSG_TRUNC the call reports the copied length, and that the record is longer.
     client.send(5, 100).ok();
     let outcome = served.receive(60);
     outcome.is(&Pattern::bytes(5, 100)[..60]);
@@ -89,7 +89,10 @@ pub(crate) fn truncated_record_tells_its_length(pair: &Pair) -> Verdict {
 
 pub(crate) fn peek_at_records(pair: &Pair) -> Verdict {
     let (client, served) = connected(pair)?;
-    let now = Manner { now: true, ..PEEK };
+    let now = RecvFlags {
+        dontwait: true,
+        ..PEEK
+    };
     served.receive_as(32, now).fails("EAGAIN");
     client.send(6, 5000).ok();
     client.send(7, 10).ok();
@@ -101,8 +104,8 @@ pub(crate) fn peek_at_records(pair: &Pair) -> Verdict {
     }
     first.is(&all[..16]);
     served.peek(5000).is(&all);
-    let whole = Manner {
-        whole: true,
+    let whole = RecvFlags {
+        trunc: true,
         ..PEEK
     };
     assert_eq!(receive_as(&served, 16, whole).bytes, 5000);
@@ -147,7 +150,7 @@ pub(crate) fn a_record_above_the_buffer_is_refused(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// The peer of who closes has the last record, then the end, and cannot send.
+/// The peer of a closed socket receives the last record, then the end, and cannot send.
 pub(crate) fn records_end(pair: &Pair) -> Verdict {
     for client_first in [true, false] {
         let (client, served) = connected(pair)?;
@@ -172,7 +175,7 @@ pub(crate) fn records_end(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// To nobody, and to one who listens for streams, or the other way round.
+/// Without a listener, and with a listener of the other socket type.
 pub(crate) fn connections_of_another_kind_are_refused(pair: &Pair) -> Verdict {
     let cid = pair.server.cid();
     let (nobody, streams, records) = (port(), port(), port());
@@ -182,12 +185,12 @@ pub(crate) fn connections_of_another_kind_are_refused(pair: &Pair) -> Verdict {
     socket.connect(cid, nobody).refused();
     socket.connect(cid, streams).refused();
     pair.client_socket().connect(cid, records).refused();
-    // It can be tried again.
+    // It can be repeated.
     socket.connect(cid, records).ok();
     Ok(())
 }
 
-/// SIOCINQ and SIOCOUTQ count bytes of records as well.
+/// SIOCINQ and SIOCOUTQ also count bytes of records.
 pub(crate) fn unsent_and_unread_bytes_of_records(pair: &Pair) -> Verdict {
     let (client, served) = connected(pair)?;
     client.send(1, 1000).ok();
@@ -198,8 +201,8 @@ pub(crate) fn unsent_and_unread_bytes_of_records(pair: &Pair) -> Verdict {
     })
 }
 
-/// More small records than a receiver keeps, against one who begins late: no reset, nothing lost,
-/// and each as it was sent.
+/// More small records than a receiver keeps, to a reader that starts late: no reset, no loss, all
+/// unchanged.
 pub(crate) fn small_records_under_back_pressure(pair: &Pair) -> Verdict {
     const TIMES: usize = 400;
     for both in [false, true] {
@@ -214,7 +217,7 @@ pub(crate) fn small_records_under_back_pressure(pair: &Pair) -> Verdict {
         let sending = from.start_send_all(13, len as u64, SMALL);
         lag(to, 200);
         let (all, mut at) = (Pattern::bytes(13, len), 0);
-        // Some of them one by one; there is no call for many that keeps their bounds.
+        // Some of them one by one; no call for many keeps the boundaries.
         for len in &lens[..40] {
             to.receive(1000).is(&all[at..at + len]);
             at += len;
@@ -227,7 +230,7 @@ pub(crate) fn small_records_under_back_pressure(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// Records are received as such by whoever polls.
+/// Records are received correctly after poll(2).
 pub(crate) fn poll_waits_for_a_record(pair: &Pair) -> Verdict {
     let (client, served) = connected(pair)?;
     assert!(!served.poll(Duration::ZERO), "nothing was sent");

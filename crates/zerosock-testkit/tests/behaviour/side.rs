@@ -1,4 +1,4 @@
-//! Two sides, and the steps that behaviours are made of.
+//! Two sides, and the steps of behaviours.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -6,35 +6,36 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use zerosock_cli::vm::pattern::{Pattern, sha256};
-use zerosock_testkit::calls::{Call, Kind, Manner, Number, Setting};
+use zerosock_testkit::calls::{Call, Kind, Number, RecvFlags, Setting};
 use zerosock_testkit::protocol::{Command, How, Outcome, Socket, Source};
 use zerosock_testkit::remote;
 
-/// For every single step; generous, because a guest may be emulated on a busy machine.
+/// Timeout of each step; generous, because a guest may be emulated on a busy machine.
 pub(crate) const STEP: Duration = Duration::from_secs(40);
-/// A closing connection that nobody answers is given up after 8 s: what comes earlier was answered.
+/// A connection that is closing without an answer is dropped after 8 s: an earlier end is an
+/// answer.
 pub(crate) const BEFORE_CLOSING_TIMES_OUT: Duration = Duration::from_secs(6);
 
-/// Why a behaviour cannot be shown between these sides.
+/// Why a behaviour cannot be tested between these sides.
 #[derive(Debug)]
 pub(crate) struct Skip(pub(crate) String);
 
-/// It was shown, or cannot be.
+/// Tested, or skipped.
 pub(crate) type Verdict = Result<(), Skip>;
 
-/// Whoever makes calls on sockets.
+/// A side that makes calls on sockets.
 pub(crate) trait Side: Sync {
     /// Its CID.
     fn cid(&self) -> u32;
 
-    /// Begins a step.
+    /// Starts a step.
     fn start(&self, command: Command) -> Started;
 
-    /// Major and minor number of the kernel whose sockets these are; `None`: the library's.
+    /// Major and minor number of the kernel of these sockets; `None` for the library.
     fn kernel(&self) -> Option<(u32, u32)>;
 }
 
-/// A step under way.
+/// A running step.
 pub(crate) enum Started {
     Guest(remote::Pending),
     Here(Receiver<Result<Outcome, String>>),
@@ -58,18 +59,18 @@ pub(crate) struct Pair<'a> {
     pub(crate) server: &'a dyn Side,
 }
 
-/// A socket of one of them; closed when dropped.
+/// A socket of one of the sides; closed when dropped.
 pub(crate) struct End<'a> {
     pub(crate) side: &'a dyn Side,
     socket: Socket,
     closed: bool,
-    /// What it has received so far of the pattern that the other end sends.
+    /// Bytes received so far of the pattern that the other end sends.
     received: RefCell<u64>,
 }
 
 static NEXT_PORT: AtomicU32 = AtomicU32::new(20_000);
 
-/// A port that nobody has used.
+/// A port that was not used before.
 pub(crate) fn port() -> u32 {
     NEXT_PORT.fetch_add(1, Ordering::Relaxed)
 }
@@ -83,7 +84,7 @@ impl dyn Side + '_ {
         self.run(Command::Call(call))
     }
 
-    /// Skips unless its sockets are a kernel's of this version or later, `since` which it `does`.
+    /// Skips unless the sockets are of a kernel of at least this version, `since` which it `does`.
     pub(crate) fn needs(&self, since: (u32, u32), does: &str) -> Verdict {
         match self.kernel() {
             None => Err(Skip(format!("only a kernel's sockets can show it: {does}"))),
@@ -99,7 +100,7 @@ impl dyn Side + '_ {
 }
 
 impl<'a> Pair<'a> {
-    /// Whether one of them is CID 2, and nothing is between them.
+    /// Whether one of them is CID 2, with no device in between.
     pub(crate) fn has_host(&self) -> bool {
         [self.client, self.server]
             .iter()
@@ -123,7 +124,7 @@ impl<'a> Pair<'a> {
         Pair::socket(self.server, Kind::Stream).expect("a socket")
     }
 
-    /// A listener of the server's on `port`.
+    /// A listener of the server on `port`.
     pub(crate) fn listener(&self, port: u32, backlog: u32) -> End<'a> {
         let listener = self.listener_of(Kind::Stream, port, backlog);
         listener.expect("a listener for streams")
@@ -211,7 +212,7 @@ impl<'a> End<'a> {
         self.accept_for(step).expect("a connection")
     }
 
-    /// CID and port that it has.
+    /// Its CID and port.
     pub(crate) fn name(&self) -> (u32, u32) {
         let socket = self.socket;
         let outcome = self.side.call(Call::Name { socket });
@@ -228,12 +229,12 @@ impl<'a> End<'a> {
         }))
     }
 
-    /// One send of bytes that begin a pattern.
+    /// One send of a pattern's first bytes.
     pub(crate) fn send(&self, seed: u64, len: usize) -> Outcome {
         self.start_send(seed, len).wait()
     }
 
-    /// One send that does not wait.
+    /// One non-blocking send.
     pub(crate) fn send_now(&self, seed: u64, len: usize) -> Outcome {
         let (socket, now) = (self.socket, true);
         self.side.call(Call::Send {
@@ -250,7 +251,7 @@ impl<'a> End<'a> {
         self.side.call(Call::SendRecord { socket, seed, len })
     }
 
-    /// Sends so many bytes of a pattern in pieces of these lengths, in turn.
+    /// Sends the given number of bytes of a pattern in pieces of these lengths, in turn.
     pub(crate) fn start_send_all(&self, seed: u64, len: u64, chunks: &[usize]) -> Started {
         self.side.start(Command::Send {
             socket: self.socket,
@@ -259,27 +260,27 @@ impl<'a> End<'a> {
         })
     }
 
-    /// Takes so many bytes in leases that are kept until it is closed.
+    /// Receives the given number of bytes in leases that are kept until the socket is closed.
     pub(crate) fn lease(&self, len: usize) -> Outcome {
         let socket = self.socket;
         self.side.call(Call::Lease { socket, len })
     }
 
-    pub(crate) fn receive_as(&self, len: usize, how: Manner) -> Outcome {
+    pub(crate) fn receive_as(&self, len: usize, flags: RecvFlags) -> Outcome {
         let socket = self.socket;
-        self.side.call(Call::Receive { socket, len, how })
+        self.side.call(Call::Receive { socket, len, flags })
     }
 
     pub(crate) fn receive(&self, len: usize) -> Outcome {
-        self.receive_as(len, Manner::default())
+        self.receive_as(len, RecvFlags::default())
     }
 
     pub(crate) fn receive_now(&self, len: usize) -> Outcome {
         self.receive_as(
             len,
-            Manner {
-                now: true,
-                ..Manner::default()
+            RecvFlags {
+                dontwait: true,
+                ..RecvFlags::default()
             },
         )
     }
@@ -287,9 +288,9 @@ impl<'a> End<'a> {
     pub(crate) fn peek(&self, len: usize) -> Outcome {
         self.receive_as(
             len,
-            Manner {
+            RecvFlags {
                 peek: true,
-                ..Manner::default()
+                ..RecvFlags::default()
             },
         )
     }
@@ -318,7 +319,7 @@ impl<'a> End<'a> {
         self.side.call(Call::Get { socket, number })
     }
 
-    /// Whether it becomes readable in time.
+    /// Whether it becomes readable before the timeout.
     pub(crate) fn poll(&self, time: Duration) -> bool {
         let timeout_ms = u32::try_from(time.as_millis()).unwrap_or(u32::MAX);
         let socket = self.socket;
@@ -330,7 +331,7 @@ impl<'a> End<'a> {
         self.side.run(Command::Shutdown { socket, how })
     }
 
-    /// Sends byte after byte until the peer's shutdown is known here; the error.
+    /// Sends single bytes until this side knows the peer's shutdown; returns the error.
     pub(crate) fn send_until_error(&self) -> String {
         let give_up = Instant::now() + STEP;
         loop {
@@ -356,20 +357,20 @@ impl<'a> End<'a> {
 impl Drop for End<'_> {
     fn drop(&mut self) {
         if !self.closed {
-            // Nobody waits for it, and nobody is to.
+            // The outcome is not awaited.
             let socket = self.socket;
             self.side.start(Command::Close { socket });
         }
     }
 }
 
-/// What an outcome is to be.
+/// Checks of an outcome.
 pub(crate) trait Expect {
     /// No error.
     fn ok(&self);
     /// This error.
     fn fails(&self, errno: &str);
-    /// The peer has refused, whatever that is called there, and at once.
+    /// The peer has refused, at once, by any of the error names for it.
     fn refused(&self);
     /// Exactly these bytes.
     fn is(&self, bytes: &[u8]);

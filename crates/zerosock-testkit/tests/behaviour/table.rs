@@ -1,7 +1,7 @@
-//! docs/behaviours.md says where each behaviour is shown; here it is held to that.
+//! Checks docs/behaviours.md, which says where each behaviour is tested.
 //!
-//! What must hold: a cell is looked up by who was there, not by which test it was, so that no
-//! setting can be forgotten.
+//! # Invariants
+//! - The sides, not the test, determine the cell of the table, so that no setting is forgotten.
 
 use super::side::Pair;
 
@@ -10,7 +10,7 @@ const TABLE: &str = include_str!(concat!(
     "/../../docs/behaviours.md"
 ));
 
-/// What a behaviour's row says.
+/// The row of a behaviour.
 #[derive(Copy, Clone, Debug)]
 struct Row<'t> {
     name: &'t str,
@@ -40,7 +40,7 @@ fn claims(cell: &str, what: &str) -> bool {
     cell.split(',').any(|word| word.trim() == what)
 }
 
-/// Whether the row says that it is shown between these two; `None`: there is no such column.
+/// Whether the row says that it is tested between these two; `None`: there is no such column.
 fn claimed(row: Row, pair: &Pair, pairs: u16) -> Option<bool> {
     let release = |(major, minor)| format!("{major}.{minor}");
     let guest = |kernel, role| {
@@ -58,7 +58,7 @@ fn claimed(row: Row, pair: &Pair, pairs: u16) -> Option<bool> {
     }
 }
 
-/// Panics unless the table says of the behaviour what has just been seen.
+/// Panics unless the table agrees with the outcome.
 pub(super) fn check(name: &str, pair: &Pair, pairs: u16, shown: bool) {
     let row = rows().find(|row| row.name == name);
     let row = row.expect("each behaviour has a row in docs/behaviours.md");
@@ -72,7 +72,7 @@ pub(crate) fn names() -> Vec<&'static str> {
     rows().map(|row| row.name).collect()
 }
 
-/// The names of those that are shown between processes.
+/// The names of those tested between processes.
 pub(crate) fn between_processes() -> Vec<&'static str> {
     let shown = rows().filter(|row| claims(row.processes, "1"));
     shown.map(|row| row.name).collect()

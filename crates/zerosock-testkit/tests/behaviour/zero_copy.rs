@@ -1,4 +1,4 @@
-//! Sends of which the kernel reads the bytes where they lie (MSG_ZEROCOPY), and their completions.
+//! MSG_ZEROCOPY sends, of which the kernel reads the bytes in place, and their completions.
 
 use std::time::{Duration, Instant};
 
@@ -39,7 +39,7 @@ fn len(parts: &[Part]) -> usize {
     parts.iter().map(len).sum()
 }
 
-/// Aligned and not, one page and many, with nothing in the middle, above the peer's buffer.
+/// Aligned and not, one page and many, with a hole, larger than the peer's buffer.
 pub(crate) fn vectors_of_every_shape(pair: &Pair) -> Verdict {
     needs(pair)?;
     let shapes: &[&[Part]] = &[
@@ -51,7 +51,7 @@ pub(crate) fn vectors_of_every_shape(pair: &Pair) -> Verdict {
         &[bytes(PAGE, 0), bytes(PAGE, 100), bytes(PAGE, 0)],
         &[bytes(16 * PAGE, 0)],
         &[bytes(16 * PAGE + 77, 33), bytes(3 * PAGE, 4095)],
-        // Above the peer's buffer of 256 KiB.
+        // More than the peer's buffer of 256 KiB.
         &[bytes(100 * PAGE, 0), bytes(PAGE, 0)],
     ];
     for (seed, parts) in shapes.iter().enumerate() {
@@ -70,7 +70,7 @@ pub(crate) fn vectors_of_every_shape(pair: &Pair) -> Verdict {
     client.set(Setting::ZeroCopy).ok();
     let hole = [bytes(PAGE, 0), Part::Unmapped { len: PAGE }, bytes(PAGE, 0)];
     let refused = send_parts(&client, 0, &hole);
-    // Either nothing is sent, or what lies before the hole.
+    // Either nothing is sent, or the bytes before the hole.
     match refused.errno.as_deref() {
         Some("EFAULT" | "ENOMEM") => {}
         None => assert!(refused.bytes <= PAGE as u64, "{refused:?}"),
@@ -82,7 +82,7 @@ pub(crate) fn vectors_of_every_shape(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// The descriptors come back when the bytes have been taken, not when something else is sent.
+/// The descriptors return when the bytes have been received, not with the next send.
 pub(crate) fn completions_without_further_traffic(pair: &Pair) -> Verdict {
     needs(pair)?;
     let (client, served) = pair.connected();
@@ -92,7 +92,7 @@ pub(crate) fn completions_without_further_traffic(pair: &Pair) -> Verdict {
         served
             .receive_all(16 * PAGE as u64)
             .is_pattern(seed, 16 * PAGE);
-        // Nothing else goes either way before that.
+        // No other traffic in either direction before that.
         let done = completions(&client, STEP);
         done.ok();
         assert_eq!(done.bytes, 1);
@@ -100,7 +100,7 @@ pub(crate) fn completions_without_further_traffic(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// A reader that takes nothing holds the sender's descriptors for a bounded time only.
+/// A reader that stops reading holds the sender's descriptors for a bounded time only.
 pub(crate) fn completions_while_the_reader_stalls(pair: &Pair) -> Verdict {
     needs(pair)?;
     let (client, served) = pair.connected();
@@ -115,7 +115,7 @@ pub(crate) fn completions_while_the_reader_stalls(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// Nor does one that keeps what it has received on lease.
+/// A reader that keeps its leases holds them for a bounded time only.
 pub(crate) fn completions_while_the_reader_has_leases(pair: &Pair) -> Verdict {
     needs(pair)?;
     if pair.server.kernel().is_some() {
@@ -130,7 +130,7 @@ pub(crate) fn completions_while_the_reader_has_leases(pair: &Pair) -> Verdict {
         done.ok();
         assert_eq!(done.bytes, 1);
     }
-    // All credit is out; when the leases have gone, it is back.
+    // The credit is used up; when the leases are dropped, it returns.
     send_parts(&client, 3, &[bytes(16 * PAGE, 0)]).ok();
     let sending = client.start_send(4, 16 * PAGE);
     served.close().ok();
@@ -138,7 +138,7 @@ pub(crate) fn completions_while_the_reader_has_leases(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// Others of the same sender go on, and complete, beside one whose reader takes nothing.
+/// Other connections of the same sender continue, and complete, beside one with a stalled reader.
 pub(crate) fn a_stalled_reader_delays_no_other_completion(pair: &Pair) -> Verdict {
     needs(pair)?;
     let (stalls, late) = pair.connected();
@@ -166,7 +166,7 @@ pub(crate) fn a_stalled_reader_delays_no_other_completion(pair: &Pair) -> Verdic
     Ok(())
 }
 
-/// Waits for so many completions; how many there were.
+/// Waits for the given number of completions; returns how many there were.
 fn all_completions(end: &End, sends: u64) -> u64 {
     let mut done = 0;
     while done < sends {
@@ -177,7 +177,7 @@ fn all_completions(end: &End, sends: u64) -> u64 {
     done
 }
 
-/// Each of many sends is completed, once, and then the error queue is empty.
+/// Each of many sends completes once, and then the error queue is empty.
 pub(crate) fn every_send_is_completed_once(pair: &Pair) -> Verdict {
     const SENDS: u64 = 40;
     needs(pair)?;
@@ -197,7 +197,7 @@ pub(crate) fn every_send_is_completed_once(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// A reader that goes away without having read leaves no send without its completion.
+/// A reader that closes without having read leaves no send without its completion.
 pub(crate) fn completions_when_the_reader_goes(pair: &Pair) -> Verdict {
     needs(pair)?;
     let (client, served) = pair.connected();
@@ -210,7 +210,7 @@ pub(crate) fn completions_when_the_reader_goes(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// Records are sent so as well, and keep their bounds.
+/// Records can be sent in this way too, and keep their boundaries.
 pub(crate) fn records_without_a_copy(pair: &Pair) -> Verdict {
     needs(pair)?;
     let (client, served) = pair.connected_of(Kind::SeqPacket)?;
@@ -243,7 +243,7 @@ pub(crate) fn empty_error_queue_answers_at_once(pair: &Pair) -> Verdict {
     Ok(())
 }
 
-/// Sockets of the client's system; those that end may take a moment.
+/// Number of sockets of the client's system; closing ones may take a moment.
 fn comes_back_to(pair: &Pair, before: u64) {
     let give_up = Instant::now() + STEP;
     loop {
@@ -272,7 +272,7 @@ pub(crate) fn unread_completions_leak_nothing(pair: &Pair) -> Verdict {
         served
             .receive_all(2 * PAGE as u64)
             .is_pattern(seed, 2 * PAGE);
-        // Its error queue has something, which nobody reads.
+        // Its error queue has an unread entry.
         client.close().ok();
     }
     comes_back_to(pair, before);

@@ -13,7 +13,7 @@ use crate::behaviour::library::Library;
 use crate::behaviour::{ALL, Behaviour, Pair, Side, Skip, Started, Verdict, With, pairs};
 use crate::lab::{Lab, STEP, Skipped, Vm};
 
-/// A guest's kernel as a side.
+/// The sockets of a guest's kernel as a side.
 struct Guest<'a> {
     vm: &'a Vm,
     kernel: (u32, u32),
@@ -33,10 +33,10 @@ impl Side for Guest<'_> {
     }
 }
 
-/// Shows a behaviour in a lab.
+/// Tests a behaviour in a lab.
 type Setting = fn(&Lab, &Behaviour) -> Verdict;
 
-/// What a setting is called, whether client and server are guests, and how it is made.
+/// Name of a setting, whether client and server are guests, and its constructor.
 const SETTINGS: &[(&str, [bool; 2], Setting)] = &[
     ("guest_to_process", [true, false], |lab, one| {
         one.show(&Pair {
@@ -96,8 +96,8 @@ fn guest<'a>(lab: &Lab, vm: &'a Vm) -> Guest<'a> {
     Guest { vm, kernel }
 }
 
-/// A process with a place at the device, as a guest has one. The last one who had it may only just
-/// be leaving.
+/// A process attached at a guest's place at the device. The earlier occupant may still be
+/// disconnecting.
 fn process(lab: &Lab) -> Library {
     let give_up = Instant::now() + STEP;
     loop {

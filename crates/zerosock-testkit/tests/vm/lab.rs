@@ -26,13 +26,13 @@ use zerosock_testkit::remote::{Guest, Pending, Remote, agent};
 use crate::behaviour::library::Library;
 use crate::behaviour::pairs;
 
-/// For every single step; generous, because the guest may be emulated on a busy machine.
+/// Timeout of each step; generous, because the guest may be emulated on a busy machine.
 pub(crate) const STEP: Duration = Duration::from_secs(40);
 
-/// A refusal must be known well before the 2 s after which a connection attempt times out.
+/// A refusal must arrive well before the 2 s after which a connect times out.
 pub(crate) const AT_ONCE: Duration = Duration::from_secs(1);
 
-/// Modules that scenarios need beside those that every guest has: sockets to itself, and TLS.
+/// Modules that scenarios need besides those of every guest: loopback vsock, and TLS.
 const EXTRA_MODULES: &[&str] = &[
     "vsock_loopback",
     "tls",
@@ -64,11 +64,11 @@ pub(crate) struct Lab {
     _dir: TempDir,
 }
 
-/// A device in this process, which is the host to a guest of its own.
+/// A device in this process, which is the host for a guest of its own.
 pub(crate) struct Embedded {
     pub(crate) guest: Vm,
     pub(crate) host: Library,
-    /// Ends the thread that has started QEMU.
+    /// Ends the thread that started QEMU.
     _keep: Sender<()>,
     _dir: TempDir,
 }
@@ -88,7 +88,7 @@ pub(crate) fn port() -> u32 {
 }
 
 pub(crate) fn cache() -> Cache {
-    // Tests run in the crate's directory, from where the checkout is found.
+    // Tests run in the crate's directory; find the checkout from there.
     Cache::find()
 }
 
@@ -129,7 +129,7 @@ pub(crate) fn accel() -> Choice {
     }
 }
 
-/// A short-lived directory with a name short enough for socket addresses.
+/// A temporary directory with a name short enough for socket addresses.
 pub(crate) fn short_dir() -> TempDir {
     tempfile::Builder::new()
         .prefix("zs")
@@ -138,7 +138,7 @@ pub(crate) fn short_dir() -> TempDir {
 }
 
 impl Lab {
-    /// Boots both guests. What the machine lacks makes it [`Skipped`]; what fails, a failure.
+    /// Boots both guests. Returns [`Skipped`] for what the machine lacks; panics on failures.
     pub(crate) fn start(package: &str) -> Result<Lab, Skipped> {
         let cache = cache();
         if qemu::version().is_none() {
@@ -215,7 +215,7 @@ impl Lab {
         })
     }
 
-    /// The device in this process; its guest boots when it is asked for first.
+    /// The device in this process; its guest boots on first use.
     pub(crate) fn embedded(&self) -> &Embedded {
         self.embedded.get_or_init(|| {
             let dir = short_dir();
@@ -232,7 +232,8 @@ impl Lab {
             );
             let (boot, booted) = channel();
             let (keep, keeps) = channel();
-            // QEMU ends with the thread that starts it; those of scenarios come and go.
+            // QEMU ends with the thread that starts it, and the threads of scenarios are
+            // short-lived.
             thread::spawn(move || {
                 let (kernel, initramfs, endpoint) = vm;
                 let dir = endpoint.vhost.parent().expect("a directory");
@@ -279,7 +280,7 @@ impl Lab {
         (Guest::boot(config).expect("a third guest"), dir)
     }
 
-    /// What device and guests said last.
+    /// Prints the last output of device and guests.
     pub(crate) fn report(&self) {
         let device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
         print!("  the device's last words:\n{}", device.log.tail(20));
@@ -290,7 +291,7 @@ impl Lab {
         }
     }
 
-    /// Ends everything, also under the hands of a scenario that hangs.
+    /// Ends everything, also while a scenario hangs.
     pub(crate) fn stop(&self) {
         let embedded = self.embedded.get().map(|it| &it.guest);
         for vm in [&self.a, &self.b].into_iter().chain(embedded) {
@@ -324,7 +325,7 @@ fn config<'c>(
     }
 }
 
-/// Debian's guest agent and its libraries, as far as this machine does not have them.
+/// Debian's guest agent, and its libraries that this machine lacks.
 fn add_qemu_ga(cache: &Cache, builder: &mut Builder) -> Result<(), String> {
     let text = |error: &dyn std::error::Error| error.to_string();
     let packages = [
@@ -392,7 +393,7 @@ impl Vm {
         })
     }
 
-    /// Receives in the guest without waiting: so many bytes, or to the end.
+    /// Receives in the guest without waiting: the given number of bytes, or to the end.
     pub(crate) fn receive(&self, socket: Socket, limit: Option<u64>) -> Pending {
         self.start(Command::Receive {
             socket,
@@ -442,7 +443,7 @@ impl Vm {
     }
 }
 
-/// No read or write of a test blocks for ever.
+/// Timeout of reads and writes of tests.
 pub(crate) fn deadlines(stream: &UnixStream) {
     stream
         .set_read_timeout(Some(STEP))

@@ -26,13 +26,13 @@ use std::time::{Duration, Instant};
 
 use lab::{Lab, Skipped};
 
-/// Longer than any scenario takes on a slow machine; what exceeds it hangs.
+/// Longer than any scenario takes on a slow machine; a longer one hangs.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 /// A scenario in a running lab.
 type Scenario = fn(&Lab);
 
-/// What runs in a lab: a scenario, or a behaviour between two of its sides.
+/// A test that runs in a lab: a scenario, or a behaviour between two of its sides.
 type InLab = Arc<dyn Fn(&Lab) -> Result<(), Skipped> + Send + Sync>;
 
 /// A scenario that boots its own guest.
@@ -44,7 +44,7 @@ const KERNELS: &[(&str, &str)] = &[
 ];
 
 #[derive(Default)]
-struct Tally {
+struct Results {
     passed: usize,
     failed: Vec<String>,
     skipped: usize,
@@ -60,9 +60,9 @@ fn main() -> ExitCode {
     let chosen = |name: &str| filters.is_empty() || filters.iter().any(|part| name.contains(*part));
 
     let start = Instant::now();
-    let mut tally = Tally::default();
+    let mut results = Results::default();
     for (label, package) in KERNELS {
-        // Scenarios may end guests, and come last.
+        // Scenarios that end guests come last.
         let scenarios: Vec<(String, InLab)> = behaviours::all()
             .chain(scenarios::ALL.iter().map(|(name, run)| in_lab(name, *run)))
             .map(|(name, run)| (format!("linux_{label}::{name}"), run))
@@ -73,14 +73,14 @@ fn main() -> ExitCode {
                 .iter()
                 .for_each(|(name, _)| println!("{name}: test"));
         } else {
-            kernel(label, package, &scenarios, &mut tally);
+            kernel(label, package, &scenarios, &mut results);
         }
     }
     for (name, run) in user_mode::ALL {
         let name = format!("user_mode::{name}");
         match (chosen(&name), list) {
             (true, true) => println!("{name}: test"),
-            (true, false) => alone(&name, *run, &mut tally),
+            (true, false) => alone(&name, *run, &mut results),
             _ => {}
         }
     }
@@ -89,28 +89,28 @@ fn main() -> ExitCode {
     }
     println!(
         "\nvm result: {}. {} passed; {} failed; {} skipped; finished in {:.1}s",
-        if tally.failed.is_empty() {
+        if results.failed.is_empty() {
             "ok"
         } else {
             "FAILED"
         },
-        tally.passed,
-        tally.failed.len(),
-        tally.skipped,
+        results.passed,
+        results.failed.len(),
+        results.skipped,
         start.elapsed().as_secs_f64()
     );
-    tally
+    results
         .failed
         .iter()
         .for_each(|name| println!("    failed: {name}"));
-    if tally.failed.is_empty() {
+    if results.failed.is_empty() {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
     }
 }
 
-/// What a package's name stands for differs between releases of Debian.
+/// Skips if the package has another release, as on other versions of Debian.
 fn of_release(label: &str, lab: Lab) -> Result<Lab, Skipped> {
     if lab.release.starts_with(&format!("{label}.")) {
         return Ok(lab);
@@ -127,7 +127,7 @@ fn in_lab(name: &str, run: Scenario) -> (String, InLab) {
     (name.to_owned(), Arc::new(run))
 }
 
-fn kernel(label: &str, package: &str, scenarios: &[(String, InLab)], tally: &mut Tally) {
+fn kernel(label: &str, package: &str, scenarios: &[(String, InLab)], results: &mut Results) {
     let mut lab: Option<Arc<Lab>> = None;
     for (name, run) in scenarios {
         let ready = match &lab {
@@ -136,47 +136,47 @@ fn kernel(label: &str, package: &str, scenarios: &[(String, InLab)], tally: &mut
                 Ok(new) => lab.insert(Arc::new(new)).clone(),
                 Err(Skipped(reason)) => {
                     println!("SKIPPED {name}: {reason}");
-                    tally.skipped += 1;
+                    results.skipped += 1;
                     continue;
                 }
             },
         };
         let (there, run) = (ready.clone(), run.clone());
-        if !attempt_or_skip(name, tally, move || run(&there)) {
+        if !attempt_or_skip(name, results, move || run(&there)) {
             ready.report();
-            // What the scenario left behind must not spoil the next one.
+            // A failed scenario's leftovers must not affect the next one.
             ready.stop();
             lab = None;
         }
     }
 }
 
-fn alone(name: &str, run: Alone, tally: &mut Tally) {
-    attempt_or_skip(name, tally, run);
+fn alone(name: &str, run: Alone, results: &mut Results) {
+    attempt_or_skip(name, results, run);
 }
 
-/// As [`attempt`], for one that may say that it cannot run here.
+/// As [`attempt`], for a test that may skip.
 fn attempt_or_skip(
     name: &str,
-    tally: &mut Tally,
+    results: &mut Results,
     run: impl FnOnce() -> Result<(), Skipped> + Send + 'static,
 ) -> bool {
     let (sender, skipped) = channel();
-    let passed = attempt(name, tally, move || {
+    let passed = attempt(name, results, move || {
         if let Err(Skipped(reason)) = run() {
             let _ = sender.send(reason);
         }
     });
     if let Ok(reason) = skipped.try_recv() {
         println!("SKIPPED {name}: {reason}");
-        tally.passed -= 1;
-        tally.skipped += 1;
+        results.passed -= 1;
+        results.skipped += 1;
     }
     passed
 }
 
-/// Runs one scenario on a thread of its own, so that one that hangs ends too.
-fn attempt(name: &str, tally: &mut Tally, run: impl FnOnce() + Send + 'static) -> bool {
+/// Runs one scenario on a thread of its own, so that a hanging one ends too.
+fn attempt(name: &str, results: &mut Results, run: impl FnOnce() + Send + 'static) -> bool {
     let start = Instant::now();
     let (sender, done) = channel();
     thread::spawn(move || {
@@ -196,9 +196,9 @@ fn attempt(name: &str, tally: &mut Tally, run: impl FnOnce() + Send + 'static) -
         if passed { "ok" } else { "FAILED" }
     );
     if passed {
-        tally.passed += 1;
+        results.passed += 1;
     } else {
-        tally.failed.push(name.to_owned());
+        results.failed.push(name.to_owned());
     }
     passed
 }

@@ -1,4 +1,4 @@
-//! What must hold between a guest and the host, one scenario each.
+//! Scenarios between a guest and the host.
 
 mod bulk;
 mod closing;
@@ -15,7 +15,7 @@ mod zero_copy;
 
 use crate::Scenario;
 
-/// All of them, in the order in which they run: those that end guests come last.
+/// All scenarios in order: those that end guests come last.
 pub(crate) const ALL: &[(&str, Scenario)] = &[
     ("to_host", bulk::to_host),
     ("to_guest", bulk::to_guest),

@@ -161,7 +161,7 @@ fn a_late_answer_is_not_taken_for_the_next_one() {
                     assert_eq!(answer, Cid::new(cid));
                     answered += 1;
                 }
-                // It may be late as well, on a machine that has a lot to do.
+                // A busy machine may be late as well.
                 Err(error) => assert!(matches!(error, AttachError::TimedOut), "{error}"),
             }
             if answered == 3 {

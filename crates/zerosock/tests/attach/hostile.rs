@@ -166,7 +166,7 @@ fn half_a_message_and_rubbish_are_refused() {
         raw.say(&case);
         raw.refused(Status::BadRequest);
     }
-    // A descriptor, which has no place in a request.
+    // A descriptor, which no request has.
     let raw = Raw::new(&lab);
     match fd_passing::send(&raw.0, &[IoSlice::new(&good)], &[raw.0.as_fd()]) {
         Ok(_) => {

@@ -77,7 +77,7 @@ fn a_vm_and_a_process_reach_each_other() {
         let lab = Lab::with(1, |config| config.workers = workers, |_| {});
         let mut guest = lab.guest(0);
         guest.listen(PORT, 8).unwrap();
-        // Attached when the VM has been running for a while, and another one after it.
+        // Attached after the VM has run for a while, and another one after it.
         let mut first = lab.process("first");
         let mut process = lab.process("second");
         process.driver.listen(PORT, 8).unwrap();

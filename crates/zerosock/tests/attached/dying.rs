@@ -22,7 +22,7 @@ fn dying_process() {
     println!("\nready");
     let (stream, _) = listener.accept_timeout(PATIENCE).unwrap();
     (&stream).write_all(b"half a mess").unwrap();
-    // Until killed; or until the test that started us is gone.
+    // Until killed, or until the test that started it has ended.
     let mut byte = [0u8; 1];
     let _ = std::io::stdin().read(&mut byte);
 }

@@ -9,7 +9,7 @@ use super::hub::Hub;
 
 /// Keeps leases on everything that `from` sends, every second one under a reading; other connections must
 /// continue.
-fn hoard(from: &Stream, to: &Stream, others: impl FnOnce()) {
+fn hold_all(from: &Stream, to: &Stream, others: impl FnOnce()) {
     let mut leases = Vec::new();
     for round in 0..200 {
         from.batch().write(&bytes(round, 1000)).unwrap();
@@ -35,7 +35,7 @@ fn leases_that_are_never_dropped_stop_no_transfer_connect_or_reset() {
     let process = hub.process("p");
     let (ours, theirs) = hub.joined(&process);
     for (from, to) in [(&theirs, &ours), (&ours, &theirs)] {
-        hoard(from, to, || {
+        hold_all(from, to, || {
             let (one, two) = hub.joined(&process);
             for (from, to) in [(&one, &two), (&two, &one)] {
                 for round in 0..50 {

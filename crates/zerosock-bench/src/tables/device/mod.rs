@@ -1,8 +1,8 @@
-//! The device alone, without a virtual machine: `zerosock serve` and vhost-device-vsock in turn.
+//! The device without a virtual machine: `zerosock serve` and vhost-device-vsock in turn.
 //!
-//! The guest of both is our own driver half, the program behind both the same Unix socket, so both
-//! do the same work. Each measurement starts its device afresh. Beside each stands the ceiling: the
-//! same writes over a bare Unix socket between the same two cores.
+//! The guest of both is zerosock's driver half, and the host program uses the same Unix socket, so
+//! both devices do the same work. Each measurement starts its device afresh. The ceiling: the same
+//! writes over a bare Unix socket between the same two cores.
 
 pub(crate) mod program;
 pub(crate) mod traffic;
@@ -51,14 +51,14 @@ const SIZES: [(usize, &str); 4] = [
     (64 << 10, "64 KiB"),
 ];
 
-/// Bytes of the first, uncounted stream, from which the length of the others follows.
+/// Size of the first, uncounted stream, which determines the length of the others.
 const PROBE: u64 = 2 << 20;
-/// Bytes of a stream at most.
+/// Largest size of a stream, bytes.
 const MOST: u64 = 8 << 30;
 
 const BARE: &str = "bare Unix socket";
 
-/// Who takes part: indices of the rounds.
+/// Contestants: indices of the rounds.
 const US: usize = 0;
 const PEER: usize = 1;
 const CEILING: usize = 2;
@@ -66,7 +66,7 @@ const CEILING: usize = 2;
 struct Bench<'s> {
     settings: &'s Settings,
     cores: Cores,
-    /// Ours and the peer's, or why it is not there.
+    /// zerosock and the peer, or why the peer is missing.
     devices: [Result<Device, String>; 2],
     peer_title: String,
     table: Table,

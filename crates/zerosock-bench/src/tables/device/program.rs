@@ -1,4 +1,4 @@
-//! The devices: where their programs are, how each is started, and what it has cost so far.
+//! The device programs: where they are, how each is started, and its CPU time.
 
 use std::fs;
 use std::io;
@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 use crate::peers::install;
 use crate::worker;
 
-/// The version of the peer that is installed.
+/// Version of the peer to install.
 const PEER_VERSION: &str = "0.3.0";
 const PEER: &str = "vhost-device-vsock";
 const VARIABLE: &str = "VHOST_DEVICE_VSOCK";
-/// No program takes as long to begin.
+/// Longest time that a device may take to start.
 const START: Duration = Duration::from_secs(20);
 
 /// A program that serves a vhost-user vsock device.
@@ -25,21 +25,21 @@ pub(crate) struct Device {
     arguments: &'static [&'static str],
 }
 
-/// Our name in the tables.
+/// Name of zerosock in the tables.
 pub(crate) const OURS: &str = "zerosock";
 
-/// Ourselves: this very program.
+/// zerosock: this program.
 pub(crate) fn ours() -> Result<Device, String> {
     ours_with(&["serve", "--log-level", "off"])
 }
 
-/// Ourselves, with these arguments before those that every device gets.
+/// zerosock, with these arguments before those that every device gets.
 pub(crate) fn ours_with(arguments: &'static [&'static str]) -> Result<Device, String> {
     let program = std::env::current_exe().map_err(|error| format!("our own program: {error}"))?;
     Ok(Device { program, arguments })
 }
 
-/// vhost-device-vsock, or why it is not there.
+/// vhost-device-vsock, or why it is missing.
 pub(crate) fn peer() -> Result<Device, String> {
     install::find(VARIABLE, PEER).map(|program| Device {
         program,
@@ -47,7 +47,7 @@ pub(crate) fn peer() -> Result<Device, String> {
     })
 }
 
-/// Its name with the version that it says it has.
+/// Its name with the version that it prints.
 pub(crate) fn peer_title() -> String {
     let version = peer().ok().and_then(|device| {
         let output = Command::new(device.program)
@@ -60,7 +60,7 @@ pub(crate) fn peer_title() -> String {
     version.unwrap_or_else(|| PEER.to_owned())
 }
 
-/// Installs the peer, unless it is there.
+/// Installs the peer unless it is installed.
 pub(crate) fn install_peer() -> Result<(), String> {
     if peer().is_ok() {
         return Ok(());
@@ -69,7 +69,7 @@ pub(crate) fn install_peer() -> Result<(), String> {
     install::cargo_install(PEER, &arguments)
 }
 
-/// A device that runs; killed when dropped.
+/// A running device; killed when dropped.
 #[derive(Debug)]
 pub(crate) struct Running {
     child: Child,
@@ -80,7 +80,7 @@ pub(crate) struct Running {
 }
 
 impl Device {
-    /// Where its program is.
+    /// Path of its program.
     pub(crate) fn program(&self) -> &Path {
         &self.program
     }
@@ -100,7 +100,7 @@ impl Device {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null());
-        // A child begins on the cores of the thread that starts it.
+        // A child inherits the affinity of the thread that starts it.
         let start = move || {
             worker::pin(cpu)?;
             let name = command.get_program().to_string_lossy().into_owned();
@@ -131,8 +131,8 @@ impl Running {
         let wrong = |error: io::Error| format!("{tasks}: {error}");
         let mut nanoseconds = 0;
         for task in fs::read_dir(&tasks).map_err(wrong)? {
-            // Its first number is the time on a processor in nanoseconds (sched-stats in the
-            // kernel's documentation); /proc/PID/stat would give hundredths of a second.
+            // The first number is the CPU time in nanoseconds (sched-stats in the kernel's
+            // documentation); /proc/PID/stat has a resolution of 10 ms.
             let path = task.map_err(wrong)?.path().join("schedstat");
             let text = fs::read_to_string(&path).map_err(wrong)?;
             let time = text.split_whitespace().next();
@@ -143,8 +143,8 @@ impl Running {
         Ok(nanoseconds as f64 / 1e9)
     }
 
-    /// Bound sockets appear as files before they listen, and one connection to the control socket
-    /// would be one front-end: look at the file only.
+    /// A bound socket appears as a file before it listens, and a connection to the control socket
+    /// would count as a front-end: check only that the file exists.
     fn wait_for_socket(&mut self) -> Result<(), String> {
         let deadline = Instant::now() + START;
         while !self.socket.exists() {
@@ -181,7 +181,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Our own child, by its handle.
+        // A child of this process, addressed by its handle.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,8 +1,8 @@
-//! One measurement of a device: a stream of bytes, or messages to and fro.
+//! One measurement of a device: a stream of bytes, or round trips of a message.
 //!
-//! The guest is our own driver half on a memfd, which sleeps when it has nothing to do; on the
-//! host's side stands a program with a Unix socket. Both are threads of ours on one core, the
-//! device has the other core to itself. Each byte is checked by its receiver.
+//! The guest is zerosock's driver half on a memfd, which sleeps when idle; on the host's side is a
+//! program with a Unix socket. Both are threads of this process on one core; the device has the
+//! other core. The receiver checks each byte.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -21,19 +21,19 @@ use crate::worker::order::Outcome;
 use crate::worker::touch::stream as pattern;
 
 pub(crate) const PORT: u32 = 1234;
-/// No measurement takes as long.
+/// Longest time that a measurement may take.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// What a receiver takes at once.
+/// Size of a receiver's buffer.
 const BLOCK: usize = 256 << 10;
-/// Bytes of a message of a round trip.
+/// Size of a round-trip message, bytes.
 pub(crate) const TRIP: usize = 64;
 
-/// Which way the bytes go.
+/// Direction of the bytes.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Direction {
     /// Packets of the given size from the driver.
     ToHost,
-    /// Writes of the given size on the host.
+    /// Writes of the given size by the host program.
     ToGuest,
 }
 
@@ -46,11 +46,11 @@ pub(crate) struct Case {
     pub(crate) rx_buffer: u32,
 }
 
-/// What one measurement of a stream gave.
+/// Result of one stream.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct Figures {
     pub(crate) mb_s: f64,
-    /// CPU seconds of the device's process for each 10^9 bytes.
+    /// CPU seconds of the device's process per 10^9 bytes.
     pub(crate) cpu_s_per_gb: f64,
 }
 
@@ -75,8 +75,8 @@ pub(crate) fn stream(
     })
 }
 
-/// Sends a message of [`TRIP`] bytes to a program on the host and waits until it is back, again
-/// and again; each round trip is timed.
+/// Sends a message of [`TRIP`] bytes to a program on the host and waits for the echo, repeatedly;
+/// each round trip is timed.
 pub(crate) fn round_trips(
     device: &Device,
     warm: Duration,
@@ -86,7 +86,7 @@ pub(crate) fn round_trips(
     let stock = Case::STOCK_RX_BUFFER;
     with_device(device, stock, cores, |running, driver| {
         let listener = listen(running)?;
-        // Ends when the device closes the connection, and that at the latest when it is killed.
+        // Ends when the device closes the connection, at the latest when it is killed.
         let echo = thread::spawn(move || -> Result<(), String> {
             let mut stream = accept(&listener)?;
             let mut message = [0; TRIP];
@@ -131,11 +131,11 @@ pub(crate) fn round_trips(
 }
 
 impl Case {
-    /// What Linux guests post.
+    /// Receive buffers as Linux guests post them.
     pub(crate) const STOCK_RX_BUFFER: u32 = 4096;
 }
 
-/// Starts the device on one core and does the rest on the other.
+/// Starts the device on one core and runs the rest on the other.
 pub(crate) fn with_device<T: Send>(
     device: &Device,
     rx_buffer: u32,
@@ -145,7 +145,7 @@ pub(crate) fn with_device<T: Send>(
     let dir = tempfile::tempdir().map_err(|error| format!("temporary directory: {error}"))?;
     let running = device.start(dir.path(), cores.receiver)?;
     let on_our_core = || {
-        // What this thread starts is pinned with it.
+        // Threads started by this thread inherit its core.
         worker::pin(cores.sender)?;
         let mut driver = attach(&running, rx_buffer)?;
         run(&running, &mut driver)
@@ -154,7 +154,7 @@ pub(crate) fn with_device<T: Send>(
         .map_err(|_| "the driver's side panicked")?
 }
 
-/// The socket's file appears before it listens.
+/// The socket's file appears before the socket listens.
 fn attach(running: &Running, rx_buffer_size: u32) -> Result<Driver, String> {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
@@ -217,8 +217,7 @@ fn to_host(
     let outcome = driver
         .wait_until(deadline, |driver| {
             while sent < bytes {
-                // A packet cut short by credit is finished first, so that packets begin on their
-                // own borders again.
+                // Finish a packet that credit has cut short, so that packets keep their boundaries.
                 let within = (sent % size as u64) as usize;
                 let want = (size - within).min((bytes - sent) as usize);
                 pattern::fill(sent, &mut packet[..want]);
@@ -232,7 +231,7 @@ fn to_host(
         })
         .map_err(text)?;
     outcome.unwrap_or_else(|| Err(format!("{sent} of {bytes} bytes sent in time")))?;
-    // The driver goes on serving credit until the sink has everything.
+    // The driver continues to handle credit until the sink has everything.
     while !sink.is_finished() {
         if Instant::now() > deadline {
             return Err("the sink did not get everything in time".to_owned());
@@ -286,7 +285,7 @@ fn to_guest(
 }
 
 fn source(mut stream: UnixStream, bytes: u64, size: usize) -> Result<Instant, String> {
-    // In one write: vhost-device-vsock drops a connection whose line comes in pieces.
+    // One write: vhost-device-vsock drops a connection when the line arrives in pieces.
     let line = format!("CONNECT {PORT}\n");
     stream.write_all(line.as_bytes()).map_err(text)?;
     let mut line = String::new();

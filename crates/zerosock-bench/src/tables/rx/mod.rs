@@ -1,8 +1,8 @@
-//! Receiving in place beside receiving by copying: what a dequeue costs, and the whole.
+//! Receiving in place compared with receiving by copying: cost of a dequeue, and overall.
 //!
-//! After the two tables of the kernel's patch set on receiving in place: dequeues of 4 KiB to
-//! 512 KiB, by copying, in place, and in place with polling. The peer in each row is ourselves,
-//! copying. With `--vm`, the same over a VM (`vm.rs`).
+//! The same measurements as in the two tables of the kernel's patch set on zero-copy receive:
+//! dequeues of 4 KiB to 512 KiB, by copying, in place, and in place with polling. The peer in each
+//! row is zerosock with copying. With `--vm`, the same over a VM (`vm.rs`).
 
 mod vm;
 
@@ -36,7 +36,7 @@ const SIZES: [(usize, &str); 6] = [
     (512 << 10, "512 KiB"),
 ];
 
-/// Ways to receive, as the rounds count them: the process with the device in itself receives.
+/// Ways to receive, as the rounds count them: the embedding process (the host) receives.
 const TO_HOST: [(&str, Wait); 6] = [
     (COPY, Wait::Sleep),
     (IN_PLACE, Wait::Sleep),
@@ -46,7 +46,7 @@ const TO_HOST: [(&str, Wait); 6] = [
     (SHOWN, Wait::Sleep),
 ];
 
-/// The same, and the process that attaches receives.
+/// The same, with the attached process as receiver.
 const TO_GUEST: [(&str, Wait); 6] = [
     ("guest:copy", Wait::Sleep),
     ("guest:in-place", Wait::Sleep),
@@ -56,7 +56,7 @@ const TO_GUEST: [(&str, Wait); 6] = [
     ("guest:shown", Wait::Sleep),
 ];
 
-/// The rows of each size: what ours does, our way, the way beside it, what is shown.
+/// The rows of each size: name, zerosock's way, the peer's way, metric.
 const ROWS: [(&str, usize, usize, Metric); 7] = [
     ("in place, shown", 5, 0, DEQUEUE),
     ("in place, shown", 5, 0, THROUGHPUT),
@@ -91,7 +91,7 @@ pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
         }
     }
     if settings.vm {
-        // A thread of its own, as it moves from core to core.
+        // A thread of its own, because it changes its core.
         thread::scope(|scope| {
             let vm = scope.spawn(|| vm::rows_of_vm(&mut table, settings, cores));
             if vm.join().is_err() {
@@ -137,7 +137,7 @@ fn processes(
     });
 }
 
-/// The rows of one size and direction, from what each way came to.
+/// The rows of one size and direction, from the outcomes of each way.
 fn rows<T>(
     table: &mut Table,
     name: &str,

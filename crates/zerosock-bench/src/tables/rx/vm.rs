@@ -25,10 +25,10 @@ const SENDING_ROWS: [(&str, usize, usize, Metric); 3] = [
     ("from a loan", 1, 0, SENDER_CPU),
 ];
 
-/// A guest in software emulation takes as much longer to get warm.
+/// Factor for the warm-up time of a guest in software emulation.
 const WARM: u32 = 3;
 
-/// Adds the rows, or says why there are none.
+/// Adds the rows, or the reason why there are none.
 pub(super) fn rows_of_vm(table: &mut Table, settings: &Settings, cores: Cores) {
     let cases = || {
         SIZES.into_iter().flat_map(|(size, name)| {

@@ -1,4 +1,4 @@
-//! Connections that do nothing, by the thousand: what a device's process grows by for each.
+//! Thousands of idle connections: memory of the device's process for each.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -17,12 +17,12 @@ use crate::tables::device::program::{self, Device};
 use crate::tables::device::traffic::{self, Case};
 
 const PORT: Port = Port::new(traffic::PORT);
-/// No step takes as long.
+/// Longest time of a step.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Connects under way at a time.
+/// Pending connects at a time.
 const AT_A_TIME: usize = 256;
 
-/// Lets this process, and those that it starts, have as many descriptors as may be; how many.
+/// Raises the limit of descriptors for this process and its children; returns the limit.
 pub(super) fn raise_descriptors() -> usize {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let raised = Rlimit {
@@ -36,7 +36,7 @@ pub(super) fn raise_descriptors() -> usize {
     now.map_or(usize::MAX, |now| usize::try_from(now).unwrap_or(usize::MAX))
 }
 
-/// Bytes of a process that are in memory.
+/// Resident memory of a process, bytes.
 fn resident(process: u32) -> Result<f64, String> {
     let path = format!("/proc/{process}/statm");
     let text = std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
@@ -45,14 +45,14 @@ fn resident(process: u32) -> Result<f64, String> {
     Ok(pages * rustix::param::page_size() as f64)
 }
 
-/// `serve` for processes alone; killed when dropped.
+/// `serve` for attached processes only; killed when dropped.
 struct Serve {
     child: Child,
 }
 
 impl Drop for Serve {
     fn drop(&mut self) {
-        // Our own child, by its handle.
+        // A child of this process, addressed by its handle.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -78,7 +78,7 @@ impl Serve {
         Ok(Serve { child })
     }
 
-    /// Ends it in good order; what it says that there was when it was told to.
+    /// Stops it with SIGTERM; returns its output.
     fn counts(mut self) -> Result<String, String> {
         let pid = Pid::from_child(&self.child);
         rustix::process::kill_process(pid, Signal::TERM).map_err(text)?;
@@ -123,7 +123,7 @@ struct Ends {
 }
 
 impl Ends {
-    /// Lets both ends work until `done`.
+    /// Drives both ends until `done`.
     fn drive(&self, mut done: impl FnMut() -> bool) -> Result<(), String> {
         let deadline = Instant::now() + PATIENCE;
         while !done() {
@@ -171,7 +171,8 @@ impl Ends {
     }
 }
 
-/// Bytes for each of `count` connections between two processes, and what is left of them.
+/// Bytes per connection for `count` connections between two processes, and what remains after they
+/// have closed.
 pub(super) fn between_processes(count: usize) -> Result<(f64, String), String> {
     let dir = tempfile::tempdir().map_err(text)?;
     let path = dir.path().join("attach");
@@ -184,12 +185,13 @@ pub(super) fn between_processes(count: usize) -> Result<(f64, String), String> {
         host,
         listener,
     };
-    // What the first ones cost once.
+    // One-time cost of the first connections.
     drop(ends.connect(AT_A_TIME)?);
     let before = resident(serve.child.id())?;
     let all = ends.connect(count)?;
     let each = (resident(serve.child.id())? - before) / count as f64;
-    // The last of them go when all others have: what comes behind is the proof that they did.
+    // The last connections close after all others: data behind them proves that the others have
+    // closed.
     for (ours, theirs) in all {
         drop((ours, theirs));
         ends.client.turn().map_err(text)?;
@@ -200,7 +202,7 @@ pub(super) fn between_processes(count: usize) -> Result<(f64, String), String> {
     Ok((each, serve.counts()?))
 }
 
-/// Bytes for each of `count` connections of a guest to a program, in the device's process.
+/// Bytes per connection in the device's process, for `count` connections of a guest to a program.
 pub(super) fn with_sockets(device: &Device, count: usize, cores: Cores) -> Result<f64, String> {
     traffic::with_device(device, Case::STOCK_RX_BUFFER, cores, |running, driver| {
         let listener = traffic::listen(running)?;
@@ -214,7 +216,7 @@ pub(super) fn with_sockets(device: &Device, count: usize, cores: Cores) -> Resul
     })
 }
 
-/// Connects one after the other until there are `count`.
+/// Connects repeatedly until there are `count` connections.
 fn connect(
     driver: &mut Driver,
     listener: &std::os::unix::net::UnixListener,

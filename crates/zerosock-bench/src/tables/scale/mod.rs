@@ -1,5 +1,5 @@
-//! Very many connections: what one costs at rest, what is left when they have gone, how fast they come
-//! about, and what those that are busy take from the others.
+//! Very many connections: memory of one at rest, memory left after closing, rate of connecting, and
+//! effect of busy connections on the others.
 
 mod many;
 mod rates;
@@ -49,9 +49,9 @@ const METHOD: &str = "Memory is what the device's process grows by, for each con
 
 /// Connections between two processes.
 const MANY: usize = 100_000;
-/// Descriptors that are for something else than connections.
+/// Descriptors reserved for other uses than connections.
 const RESERVE: usize = 300;
-/// The design's bound on a connection at rest.
+/// Design limit for a connection at rest, bytes.
 const BOUND: f64 = 1024.0;
 /// The kernel's share of a connect to a program.
 const BARE: &str = "bare Unix socket";
@@ -229,7 +229,7 @@ impl Bench<'_> {
     }
 }
 
-/// Ours and the peer's, or why it is not there, and its name.
+/// zerosock and the peer, or why the peer is missing, and its name.
 fn devices() -> ([Result<Device, String>; 2], String) {
     ([program::ours(), program::peer()], program::peer_title())
 }

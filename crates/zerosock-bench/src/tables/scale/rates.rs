@@ -1,4 +1,4 @@
-//! Connections that come and go as fast as can be, and connections that are all busy at once.
+//! Rate of connecting and closing, and many busy connections at once.
 
 use std::collections::HashMap;
 use std::io::{ErrorKind, Read, Write};
@@ -21,15 +21,15 @@ use crate::worker;
 use crate::worker::jobs::percentile;
 
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Connects under way at a time.
+/// Pending connects at a time.
 const AT_A_TIME: usize = 64;
-/// Connections that play ping-pong.
+/// Number of connections that play ping-pong.
 const PLAYERS: usize = 1000;
 const MESSAGE: usize = 64;
 /// The port of the program that takes the bulk stream.
 const SINK: u32 = 4321;
 
-/// Connects and closes in a second, and microseconds of the device's CPU time for each.
+/// Connects and closes per second, and microseconds of the device's CPU time for each.
 pub(super) fn connects(
     device: &Device,
     settings: &Settings,
@@ -38,7 +38,7 @@ pub(super) fn connects(
     let (warm, time) = (settings.warm, settings.time);
     traffic::with_device(device, Case::STOCK_RX_BUFFER, cores, |running, driver| {
         let listener = traffic::listen(running)?;
-        // It ends with the process: nobody connects any more.
+        // The thread ends with the process.
         thread::spawn(move || accept_all(&listener));
         let to = Address::new(Cid::HOST, Port::new(traffic::PORT));
         let begin = Instant::now();
@@ -65,7 +65,7 @@ pub(super) fn connects(
                 driver.connect(to).map_err(text)?;
                 under_way += 1;
             }
-            // One look at the queues, and one kick, for all that has happened.
+            // One poll of the queues and one kick for all events.
             let first = driver.poll(Some(now + Duration::from_millis(50)));
             let mut next = first.map_err(text)?;
             while let Some(event) = next {
@@ -84,7 +84,7 @@ pub(super) fn connects(
     })
 }
 
-/// A program that takes every connection. The other side closes first, as a client does.
+/// A program that accepts every connection. The other side closes first, as a client does.
 fn accept_all(listener: &UnixListener) {
     let mut recent = std::collections::VecDeque::new();
     while let Ok((stream, _)) = listener.accept() {
@@ -95,8 +95,8 @@ fn accept_all(listener: &UnixListener) {
     }
 }
 
-/// As [`connects`], of one who is in the device's place and does nothing else: no device that meets
-/// its programs at Unix sockets can be faster.
+/// As [`connects`], for a process that makes only the socket calls: the ceiling of any device that
+/// connects to Unix sockets.
 pub(super) fn bare_connects(settings: &Settings, cores: Cores) -> Result<(f64, f64), String> {
     let dir = tempfile::tempdir().map_err(text)?;
     let path = dir.path().join(format!("vm.vsock_{}", traffic::PORT));
@@ -150,7 +150,7 @@ fn connect_one(to: &SocketAddrUnix) -> Result<OwnedFd, String> {
     }
 }
 
-/// CPU time of this thread so far.
+/// CPU time of this thread.
 fn own_cpu_seconds() -> Result<f64, String> {
     let schedstat = std::fs::read_to_string("/proc/thread-self/schedstat").map_err(text)?;
     let nanoseconds = schedstat.split_whitespace().next();
@@ -173,7 +173,7 @@ pub(super) fn ping_pong(
     };
     traffic::with_device(device, Case::STOCK_RX_BUFFER, cores, |running, driver| {
         let listener = traffic::listen(running)?;
-        // Both end when the device closes their connections, and that at the latest when it is killed.
+        // Both end when the device closes their connections, at the latest when it is killed.
         thread::spawn(move || echo(&listener, players));
         let deadline = Instant::now() + PATIENCE;
         let to = |port| Address::new(Cid::HOST, Port::new(port));
@@ -220,7 +220,7 @@ fn play(
     let give_up = begin + PATIENCE;
     let block = vec![7; 64 << 10];
     let message = [5; MESSAGE];
-    // When each message was sent, and how much of it is back.
+    // Send time of each message, and how many bytes of its echo have arrived.
     let mut players = HashMap::new();
     for &stream in streams {
         driver.wait_send(stream, &message, give_up).map_err(text)?;
@@ -276,7 +276,7 @@ fn play(
     Ok(p99 as f64 / 1e3)
 }
 
-/// A program that sends back what comes, on `count` connections at once.
+/// A program that echoes on `count` connections at once.
 fn echo(listener: &UnixListener, count: usize) -> Result<(), String> {
     let poller = epoll::create(CreateFlags::CLOEXEC).map_err(text)?;
     let mut streams: Vec<UnixStream> = Vec::new();

@@ -1,8 +1,8 @@
 //! Zero-copy sends on the kernel's sockets: `send` and `notify`, in namespaces of their own.
 //!
-//! Everything is measured in this process: a thread that sends, and for streams one that receives,
-//! each in a network namespace and on a core of its own. Contestants send the same number of
-//! buffers in turn, over a socket that is new for each measurement.
+//! Everything runs in this process: a sending thread, and for streams a receiving thread, each in a
+//! network namespace and on a core of its own. Contestants take turns and send the same number of
+//! buffers, over a new socket for each measurement.
 
 pub(crate) mod notify;
 pub(crate) mod send;
@@ -19,21 +19,21 @@ use zerosock_zc::sys::bare::{self, Bare, Counts, Posting};
 
 use sockets::Carried;
 
-/// Requests handed to the kernel together.
+/// Requests per submission to the kernel.
 const BATCH: usize = 32;
-/// Buffers that everybody sends in turn: two batches.
+/// Buffers that every contestant sends in turn: two batches.
 const BUFFERS: usize = 64;
 
-/// What a measurement came to.
+/// Result of a measurement.
 #[derive(Clone, Copy, Debug, Default)]
 struct Measured {
     counts: Counts,
     time: Duration,
-    /// Time of the sending thread on a core.
+    /// CPU time of the sending thread.
     cpu: Duration,
 }
 
-/// Takes the time of a loop that asks it whether to go on.
+/// Times a loop that asks it whether to continue.
 struct Window {
     begin: Instant,
     warm: Duration,
@@ -93,7 +93,7 @@ fn thread_time() -> Duration {
     )
 }
 
-/// Buffers of the program's own memory, every page of them touched.
+/// Buffers in ordinary memory, every page of them touched.
 fn vectors(size: usize) -> Vec<Vec<u8>> {
     (0..BUFFERS)
         .map(|index| vec![index as u8 + 1; size])
@@ -113,7 +113,7 @@ fn blocks(size: usize) -> Result<Vec<PoolBuf>, String> {
     Ok(blocks)
 }
 
-/// The kernel's interface alone.
+/// The kernel's interface without zerosock.
 fn bare_ring<B: Stable>(
     carried: &Carried,
     buffers: Vec<B>,
@@ -151,7 +151,7 @@ fn bare_queue(
     window.measured()
 }
 
-/// How our sender is used.
+/// Configuration of zerosock's sender.
 #[derive(Clone, Copy, Debug)]
 struct Ours {
     backend: Option<Backend>,
@@ -160,11 +160,11 @@ struct Ours {
     batch: usize,
     /// A flush with every send; otherwise one at the end.
     flush: bool,
-    /// Every so many sends, one carries room for what is over; otherwise none does.
+    /// One in so many sends carries a notification; `None`: no send does.
     ask: Option<u32>,
 }
 
-/// Our sender.
+/// zerosock's sender.
 fn ours<B: Stable>(
     carried: &Carried,
     buffers: Vec<B>,

@@ -1,4 +1,4 @@
-//! What it costs to know that a buffer is free: inline, beside the error queue.
+//! Cost of learning that a sent buffer is free: inline notifications compared with the error queue.
 
 use zerosock::zc::{Backend, Copying};
 
@@ -25,9 +25,9 @@ const CALLS: Metric = Metric {
     higher_is_better: false,
 };
 
-/// As large as the kernel's own test program sends, nearly.
+/// Nearly the size that the kernel's own test program sends.
 const SIZE: usize = 65_000;
-/// Pairs of rounds at least.
+/// Minimum number of pairs of rounds.
 const PAIRS: usize = 20;
 
 const METHOD: &str = "One thread on a core of its own sends 64 buffers of 65000 bytes in turn, \
@@ -39,7 +39,7 @@ const METHOD: &str = "One thread on a core of its own sends 64 buffers of 65000 
     kernel's own msg_zerocopy -z -l LIMIT: sendmsg, every LIMIT sends recvmsg on the error queue \
     until that is empty, then poll. The interval is that of the mean of the rounds' ratios, 95 %.";
 
-/// The two ways that ours has.
+/// The two back-ends of zerosock's sender.
 const WAYS: [(&str, Backend); 2] = [
     ("io_uring", Backend::Uring),
     ("error queue", Backend::ErrorQueue),

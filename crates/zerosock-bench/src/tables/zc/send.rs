@@ -1,4 +1,4 @@
-//! How many sends a second: with a copy, without, and with a notification asked for each.
+//! Sends per second: with a copy, without, and with a notification for each.
 
 use zerosock::zc::Copying;
 use zerosock_zc::sys::bare::{Bare, Posting};
@@ -33,18 +33,18 @@ const METHOD: &str = "One thread on a core of its own sends 64 buffers in turn, 
     buffers are blocks of a pool. What counts is sends that are over, not requests. The interval \
     is that of the mean of the rounds' ratios, 95 %.";
 
-/// Who takes part, and how it sends.
+/// Contestants and the way each sends.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Who {
-    /// The kernel's interface alone.
+    /// The kernel's interface without zerosock.
     Bare(Bare, Posting),
     /// The kernel's own test program.
     Tool(Bare),
-    /// Our sender, told how, with one flush at the end.
+    /// zerosock's sender with a fixed back-end and one flush at the end.
     Ours(Bare),
     /// With a flush for each send.
     Flush(Bare),
-    /// Choosing between copying and this.
+    /// Choosing between copying and zero-copy by itself.
     Auto(Bare),
 }
 
@@ -70,10 +70,10 @@ const ALL: [Who; 16] = [
     Who::Tool(Registered),
 ];
 
-/// The end of a row's name, ours, what its peers are called, and the peers: the best of them counts.
+/// End of a row's name, zerosock's way, name of the peers, and the peers: the best of them counts.
 type Compared = (&'static str, Who, &'static str, &'static [Who]);
 
-/// What is set beside what.
+/// The compared pairs.
 const ROWS: [Compared; 12] = [
     (
         "plain",
@@ -188,7 +188,7 @@ pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
     table
 }
 
-/// Measures whoever is needed for these rows.
+/// Measures all contestants of these rows.
 fn case_of(
     settings: &Settings,
     carried: Carried,

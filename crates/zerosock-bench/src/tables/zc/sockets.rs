@@ -1,4 +1,4 @@
-//! The networks: a sink that takes pages as they are, and a cable to a receiver.
+//! The networks: a sink that drops pages unread, and a veth pair to a receiver.
 
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::OwnedFd;
@@ -13,12 +13,12 @@ use zerosock_sys::network::isolate_thread;
 
 use crate::pair::Cores;
 
-/// What carries the bytes of a measurement.
+/// Transport of a measurement.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Carried {
-    /// UDP into an `ifb` device, which drops it without looking at it.
+    /// UDP into an `ifb` device, which drops it unread.
     Udp(SocketAddr),
-    /// TCP over a veth pair to a thread that takes it. The receiving side of the pair copies.
+    /// TCP over a veth pair to a receiving thread. The receiving side of the pair copies.
     Tcp(SocketAddr),
 }
 
@@ -33,7 +33,7 @@ impl Carried {
         }
     }
 
-    /// A new socket that is connected.
+    /// A new connected socket.
     pub(super) fn socket(self) -> Result<OwnedFd, String> {
         let failed = |error: std::io::Error| format!("a socket: {error}");
         match self {
@@ -45,7 +45,7 @@ impl Carried {
             }
             Self::Tcp(to) => {
                 let socket = TcpStream::connect(to).map_err(failed)?;
-                // As the kernel's own test programs have it.
+                // As in the kernel's own test programs.
                 set_socket_send_buffer_size(&socket, 1 << 21)
                     .map_err(|error| failed(error.into()))?;
                 Ok(socket.into())
@@ -54,26 +54,26 @@ impl Carried {
     }
 }
 
-/// What there is to send to.
+/// The destinations.
 pub(super) struct Network {
     pub(super) udp4: Carried,
     pub(super) udp6: Carried,
     pub(super) tcp4: Carried,
     pub(super) tcp6: Carried,
-    /// Why what comes out of the cable is not worked off on the core of who receives it.
+    /// Why packets from the veth pair are not processed on the receiver's core.
     pub(super) unsteered: Option<String>,
 }
 
-/// What listens at the other end of the cable: the ports for IPv4 and IPv6, and as in [`Network`].
+/// The listeners at the other end of the veth pair: ports for IPv4 and IPv6, and as in [`Network`].
 struct Far {
     ports: (u16, u16),
     unsteered: Option<String>,
 }
 
-/// Runs `measure` on a thread in a network of its own, with a receiver in another.
+/// Runs `measure` on a thread in a new network namespace, with a receiver in another one.
 ///
 /// # Errors
-/// Why there can be none.
+/// Why the namespaces cannot be made.
 pub(super) fn with_network<T: Send>(
     cores: Cores,
     measure: impl FnOnce(&Network) -> Result<T, String> + Send,
@@ -114,8 +114,8 @@ pub(super) fn with_network<T: Send>(
     })
 }
 
-/// Starts a receiver in a namespace of its own, at the other end of a cable, and says where it
-/// listens. It ends with the program.
+/// Starts a receiver in a new network namespace, at the other end of a veth pair, and returns its
+/// ports. It ends with the program.
 fn far_end(cores: Cores) -> Result<Far, String> {
     let (here, path) = channel();
     let (plug, plugged) = channel();
@@ -150,7 +150,7 @@ fn far_end(cores: Cores) -> Result<Far, String> {
         };
         let _ = listen.send(far);
         for listener in listeners {
-            // Its threads stay in this one's namespace, and on its core.
+            // Its threads inherit this thread's namespace and core.
             thread::spawn(move || receive(&listener));
         }
     });
@@ -168,8 +168,7 @@ fn far_end(cores: Cores) -> Result<Far, String> {
     })
 }
 
-/// Takes everything and looks at nothing (MSG_TRUNC: the kernel does not even copy it out), as the
-/// kernel's own test program does.
+/// Receives everything without copying it out (MSG_TRUNC), as the kernel's own test program does.
 fn receive(listener: &TcpListener) {
     let mut room = vec![0; 1 << 21];
     while let Ok((stream, _)) = listener.accept() {
@@ -184,21 +183,21 @@ fn end(device: &str, number: u8) -> Result<(), String> {
     ip(&format!("link set {device} up"))
 }
 
-/// TCP of this thread's network goes by Reno. What paces its packets (BBR, which some machines have by
-/// default) keeps senders waiting for a clock, and measures that.
+/// Sets TCP of this thread's network namespace to Reno. A congestion control that paces packets
+/// (BBR, the default of some machines) would measure the pacing timer.
 fn do_not_pace() -> Result<(), String> {
     std::fs::write("/proc/sys/net/ipv4/tcp_congestion_control", "reno")
         .map_err(|error| format!("congestion control: {error}"))
 }
 
-/// Has what this device brings in worked off on one core (receive packet steering). Else the sender's
-/// core would work off what it sends over a veth pair on the receiver's behalf as well, its copies
-/// included, as no sender does to a machine elsewhere.
+/// Has incoming packets of this device processed on one core (receive packet steering). Without it
+/// the sender's core would also do the receiver's work for packets sent over a veth pair, copies
+/// included, which no sender to another machine does.
 fn steer(device: &str, core: Option<usize>) -> Result<(), String> {
     let Some(core) = core.filter(|&core| core < 32) else {
         return Ok(());
     };
-    // What /sys shows is the network of whoever mounted it.
+    // /sys shows the network namespace in which it was mounted.
     let set = format!(
         "mount -t sysfs sysfs /sys && echo {:x} > /sys/class/net/{device}/queues/rx-0/rps_cpus",
         1u32 << core
@@ -212,12 +211,12 @@ fn pin(core: Option<usize>) -> Result<(), String> {
     affinity::pin_current_thread(core).map_err(|error| format!("core {core}: {error}"))
 }
 
-/// Runs ip(8) with these words.
+/// Runs ip(8) with these arguments.
 fn ip(words: &str) -> Result<(), String> {
     run(Command::new("ip").args(words.split(' '))).map_err(|told| format!("ip {words}: {told}"))
 }
 
-/// Runs a program to its end; what it told if it failed.
+/// Runs a program to its end; returns its output if it failed.
 fn run(command: &mut Command) -> Result<(), String> {
     let output = command.output().map_err(|error| error.to_string())?;
     match output.status.success() {

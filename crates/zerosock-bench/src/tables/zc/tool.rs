@@ -1,8 +1,8 @@
 //! The kernel's own test program for zero-copy sends, `io_uring_zerocopy_tx` of its self-tests, if
-//! somebody has built it.
+//! it is installed.
 //!
-//! It sends one buffer over and over for a fixed time and says how often. It has no warm-up, and its
-//! requests on a stream are not linked: their order is nobody's.
+//! It sends one buffer repeatedly for a fixed time and prints the count. It has no warm-up, and its
+//! requests on a stream are not linked: their order is undefined.
 
 use std::ffi::OsString;
 use std::io;
@@ -14,11 +14,11 @@ use zerosock_zc::sys::bare::{Bare, Counts};
 use super::sockets::Carried;
 use super::{BATCH, Measured};
 
-/// What it is called, where it is looked for, and where else.
+/// Its name and the directories that are searched.
 pub(super) const NAME: &str = "io_uring_zerocopy_tx";
 const VARIABLE: &str = "IO_URING_ZEROCOPY_TX";
 
-/// It measures so many seconds and a fifth of one.
+/// It measures this number of seconds and a fifth of a second.
 const SECONDS: u64 = 1;
 const TIME: Duration = Duration::from_millis(1000 * SECONDS + 200);
 
@@ -26,7 +26,7 @@ fn program() -> OsString {
     std::env::var_os(VARIABLE).unwrap_or_else(|| NAME.into())
 }
 
-/// Why it cannot take part, if it cannot.
+/// Why it cannot run, if so.
 pub(super) fn missing() -> Option<String> {
     match Command::new(program()).output() {
         Ok(_) => None,
@@ -37,7 +37,7 @@ pub(super) fn missing() -> Option<String> {
     }
 }
 
-/// Runs it, from this thread's network and on its core.
+/// Runs it in this thread's network namespace and on its core.
 pub(super) fn run(carried: &Carried, size: usize, how: Bare) -> Result<Measured, String> {
     let to = carried.to();
     let output = Command::new(program())
@@ -69,7 +69,8 @@ pub(super) fn run(carried: &Carried, size: usize, how: Bare) -> Result<Measured,
     })
 }
 
-/// `tx=N (MB=N), tx/s=N (MB/s=N)`. What it says a second is too much by its fifth of a second.
+/// `tx=N (MB=N), tx/s=N (MB/s=N)`. Its figure per second is too high by its extra fifth of a
+/// second.
 fn sends(told: &str) -> Option<u64> {
     let (_, behind) = told.split_once("tx=")?;
     behind.split(' ').next()?.parse().ok()

@@ -1,5 +1,5 @@
 //! The library's sockets as a side: each step is a call of [`zerosock::vsock`] on a thread of its
-//! own, and what it says is given the name that a kernel has for it.
+//! own; errors get the names that a kernel uses.
 
 mod transfer;
 
@@ -26,7 +26,7 @@ use transfer::{
     Flow, counted, nonblocking, of, receive, receive_all, receive_record, send_all, sent,
 };
 
-/// What an endpoint and a host have in common.
+/// Common interface of an endpoint and a host.
 pub(crate) trait Place: Send + Sync {
     fn cid(&self) -> Cid;
     fn socket(&self) -> zerosock::vsock::Socket;
@@ -57,10 +57,10 @@ impl Place for Host {
     }
 }
 
-/// An endpoint or a host, and what its user has in hand.
+/// An endpoint or a host, and its open sockets.
 pub(crate) struct Library {
     shared: Arc<Shared>,
-    /// Lets it work while nobody calls: a kernel has threads for that.
+    /// Drives it between calls: a kernel has threads for that.
     pump: Option<JoinHandle<()>>,
 }
 
@@ -74,7 +74,7 @@ struct Shared {
 struct Table {
     last: Socket,
     open: HashMap<Socket, Open>,
-    /// What was leased and is kept.
+    /// Leases that are kept.
     leases: HashMap<Socket, Vec<OwnedLease>>,
 }
 
@@ -130,7 +130,7 @@ impl Side for Library {
                 elapsed_us: u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX),
                 ..outcome
             });
-            // Who began it may have given up.
+            // The thread that began the step may have given up.
             let _ = sender.send(outcome);
         });
         Started::Here(answer)
@@ -171,7 +171,7 @@ impl Shared {
         }
     }
 
-    /// A connection, whatever it carries.
+    /// A connection, stream or SEQPACKET.
     fn flow(&self, socket: Socket) -> Result<Arc<dyn Flow + Send + Sync>, String> {
         match self.find(socket)? {
             Open::Stream(stream) => Ok(stream),
@@ -226,7 +226,7 @@ impl Shared {
                 }
             }
             Command::Close { socket } => {
-                // The last one who has it closes it.
+                // Dropping the last reference closes it.
                 let open = self.table().open.remove(&socket);
                 let leases = self.table().leases.remove(&socket);
                 drop((leases, open));
@@ -340,9 +340,9 @@ impl Shared {
                 _ => return Err(format!("socket {socket} carries no records")),
             },
             Call::Lease { socket, len } => self.lease(socket, len)?,
-            Call::Receive { socket, len, how } => match self.find(socket)? {
-                Open::Records(records) => receive_record(&records, len, how),
-                _ => receive(&*self.stream(socket)?, len, how),
+            Call::Receive { socket, len, flags } => match self.find(socket)? {
+                Open::Records(records) => receive_record(&records, len, flags),
+                _ => receive(&*self.stream(socket)?, len, flags),
             },
             Call::Set { socket, setting } => self.set(socket, setting)?,
             Call::Get { socket, number } => {
@@ -368,7 +368,7 @@ impl Shared {
         })
     }
 
-    /// Takes so many bytes, at least, in leases that are kept.
+    /// Receives at least this many bytes in leases that are kept.
     fn lease(&self, socket: Socket, len: usize) -> Answer {
         let (stream, mut leased) = (self.stream(socket)?, 0);
         while leased < len {
@@ -386,7 +386,7 @@ impl Shared {
         Ok(counted(leased))
     }
 
-    /// A socket has become something, or not.
+    /// The outcome of a change of state.
     fn becomes(&self, socket: Socket, open: std::io::Result<Open>) -> Outcome {
         match open {
             Ok(open) => {

@@ -1,18 +1,18 @@
-//! What goes through a connection, and what came of it in the words of a kernel.
+//! Transfers over a connection, with outcomes in a kernel's terms.
 
 use std::io::{self, ErrorKind, Read, Write};
 
 use sha2::{Digest, Sha256};
 use zerosock::vsock::{SeqPacket, Stream, StreamError};
 use zerosock_cli::vm::pattern::{Pattern, hex};
-use zerosock_testkit::calls::Manner;
+use zerosock_testkit::calls::RecvFlags;
 use zerosock_testkit::protocol::Outcome;
 
-/// A connection of either kind.
+/// A connection of either type.
 pub(super) trait Flow {
-    /// All of it, for messages as one.
+    /// Sends everything, as one message on SEQPACKET.
     fn put(&self, bytes: &[u8]) -> io::Result<()>;
-    /// What there is, and 0 at the end.
+    /// Receives what is available; 0 at the end.
     fn get(&self, out: &mut [u8]) -> io::Result<usize>;
 }
 
@@ -43,7 +43,7 @@ pub(super) fn counted(bytes: usize) -> Outcome {
     }
 }
 
-/// What a kernel calls it.
+/// A kernel's name of the error.
 pub(super) fn of(result: io::Result<()>) -> Outcome {
     let inside = |error: &io::Error| {
         let inner = error.get_ref().and_then(|it| it.downcast_ref());
@@ -57,7 +57,7 @@ pub(super) fn of(result: io::Result<()>) -> Outcome {
         ErrorKind::AddrInUse => "EADDRINUSE".to_owned(),
         ErrorKind::AddrNotAvailable => "EADDRNOTAVAIL".to_owned(),
         ErrorKind::HostUnreachable => "EHOSTUNREACH".to_owned(),
-        // A kernel has no other name for a receive that has waited long enough.
+        // A kernel has no other name for a receive that timed out.
         ErrorKind::WouldBlock | ErrorKind::TimedOut => "EAGAIN".to_owned(),
         _ => error.to_string(),
     };
@@ -74,11 +74,14 @@ pub(super) fn sent(len: usize, result: io::Result<()>) -> Outcome {
     }
 }
 
-/// As recvmsg(2) tells it: what was copied, or with MSG_TRUNC how long the record is.
-pub(super) fn receive_record(records: &SeqPacket, len: usize, how: Manner) -> Outcome {
+/// As recvmsg(2) reports it: the number of copied bytes, or with MSG_TRUNC the length of the
+/// record.
+pub(super) fn receive_record(records: &SeqPacket, len: usize, flags: RecvFlags) -> Outcome {
     let mut buffer = vec![0; len];
-    records.set_nonblocking(how.now).expect("never fails");
-    let received = if how.peek {
+    records
+        .set_nonblocking(flags.dontwait)
+        .expect("never fails");
+    let received = if flags.peek {
         records.peek(&mut buffer)
     } else {
         records.recv(&mut buffer)
@@ -93,11 +96,11 @@ pub(super) fn receive_record(records: &SeqPacket, len: usize, how: Manner) -> Ou
         sha256: Some(hex(Sha256::digest(&buffer[..copied]).as_slice())),
         ends_record: received.is_some_and(|it| it.end_of_record),
         truncated: received.is_some_and(|it| it.is_truncated()),
-        ..counted(if how.whole { len } else { copied })
+        ..counted(if flags.trunc { len } else { copied })
     }
 }
 
-/// A call that does not wait.
+/// A non-blocking call.
 pub(super) fn nonblocking(
     stream: &Stream,
     call: impl FnOnce(&Stream) -> io::Result<usize>,
@@ -112,16 +115,16 @@ pub(super) fn nonblocking(
     }
 }
 
-pub(super) fn receive(stream: &Stream, len: usize, how: Manner) -> Outcome {
+pub(super) fn receive(stream: &Stream, len: usize, flags: RecvFlags) -> Outcome {
     let mut buffer = vec![0; len];
     let mut call = |mut stream: &Stream| {
-        if how.peek {
+        if flags.peek {
             stream.peek(&mut buffer)
         } else {
             stream.read(&mut buffer)
         }
     };
-    let outcome = if how.now {
+    let outcome = if flags.dontwait {
         nonblocking(stream, &mut call)
     } else {
         match call(stream) {

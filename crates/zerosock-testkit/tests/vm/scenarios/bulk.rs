@@ -49,7 +49,7 @@ pub(crate) fn both(lab: &Lab) {
     lab.a.close(socket);
 }
 
-/// A hundred connections each way, all open at the same time, each with bytes of its own.
+/// A hundred connections each way, all open at the same time, each with different bytes.
 pub(crate) fn hundred(lab: &Lab) {
     const EACH: u64 = 96 << 10;
     let vm = &lab.a;
@@ -65,7 +65,7 @@ pub(crate) fn hundred(lab: &Lab) {
         .into_iter()
         .map(|each| each.socket(STEP).expect("connected"))
         .collect();
-    // Which stream belongs to which socket shows in the digest of its bytes.
+    // The digest tells which stream belongs to which socket.
     let mut sending = Vec::new();
     for (seed, socket) in sockets.iter().enumerate() {
         sending.push(vm.send(*socket, seed as u64, EACH, &[10_000]));

@@ -10,9 +10,9 @@ use zerosock_testkit::protocol::{Command, How, Socket};
 use crate::lab::{Lab, STEP, Vm, expected, port, read_exact, read_to_end, write};
 
 const LEN: u64 = 700_001;
-/// What fits into the buffers between the two, so that it is sent though nobody reads yet.
+/// Fits the buffers between the two, so that it is sent without a reader.
 const UNREAD: u64 = 150_001;
-/// More than every buffer between the two together.
+/// More than all buffers between the two.
 const PLENTY: u64 = 32 << 20;
 
 /// The same for connections that the guest made and that the host made.
@@ -124,7 +124,7 @@ pub(crate) fn host_shuts_receiving(lab: &Lab) {
     });
 }
 
-/// Whoever sends and closes at once has sent everything.
+/// Bytes sent right before a close all arrive.
 pub(crate) fn nothing_is_lost(lab: &Lab) {
     let vm = &lab.a;
     for (seed, len) in [

@@ -1,4 +1,4 @@
-//! Flow control: who does not read stops only those who send to it.
+//! Flow control: a reader that stops reading stops only its own senders.
 
 use std::io::Write;
 use std::thread;
@@ -36,7 +36,7 @@ pub(crate) fn stalled_host_reader(lab: &Lab) {
     for each in sending {
         assert_eq!(each.wait(STEP).expect("sent").errno, None);
     }
-    // Only now does the stalled one read, and it gets every byte.
+    // The stalled reader continues now and gets every byte.
     assert_eq!(read_exact(&unread, STALLED), expected(60, STALLED));
     assert_eq!(stuck.wait(STEP).expect("sent").bytes, STALLED);
     vm.close(stalled);
@@ -68,10 +68,10 @@ pub(crate) fn stalled_guest_reader(lab: &Lab) {
     others.iter().for_each(|(socket, _)| vm.close(*socket));
 }
 
-/// 128 KiB and one byte are sent into a buffer of 128 KiB: the last byte needs a credit update.
-/// A receiver that has read half of it and now waits for the rest in one piece must be woken.
-/// Linux sends that update when SO_RCVLOWAT is set only since 6.8; an older one answers when our
-/// device asks, which it does while the window stays full.
+/// 128 KiB and one byte are sent into a buffer of 128 KiB: the last byte needs a credit update. A
+/// receiver that has read half of it and now waits for the rest at once must be woken. Linux sends
+/// that update when SO_RCVLOWAT is set only since 6.8; an older one answers when the device asks,
+/// which it does while the window stays full.
 pub(crate) fn receive_low_water(lab: &Lab) {
     const BUFFER: u64 = 128 << 10;
     let vm = &lab.a;
@@ -82,7 +82,7 @@ pub(crate) fn receive_low_water(lab: &Lab) {
     let all = Pattern::bytes(70, BUFFER as usize + 1);
     let (most, last) = all.split_at(BUFFER as usize - 1000);
     (&stream).write_all(most).expect("written");
-    // The mark is what is tested here, so that there is nothing to wait for but time.
+    // The mark is tested here, so only time remains to wait for.
     let early = vm.run(Command::Poll {
         socket,
         timeout_ms: 200,
@@ -110,13 +110,13 @@ pub(crate) fn receive_low_water(lab: &Lab) {
     vm.close(socket);
 }
 
-/// Many small packets against a reader that starts late: no reset, nothing lost.
+/// Many small packets to a reader that starts late: no reset, no loss.
 pub(crate) fn small_packets_to_host(lab: &Lab) {
     const LEN: u64 = 1_500_000;
     let vm = &lab.a;
     let (socket, stream) = vm.to_host();
     let sending = vm.send(socket, 80, LEN, SMALL);
-    // Another connection's exchange shows that the device has gone on meanwhile.
+    // Another connection's exchange shows that the device has continued meanwhile.
     let (other, there) = vm.to_host();
     let also = vm.send(other, 81, OTHERS, &[65536]);
     assert_eq!(read_exact(&there, OTHERS), expected(81, OTHERS));
@@ -129,8 +129,8 @@ pub(crate) fn small_packets_to_host(lab: &Lab) {
     assert_eq!(read_to_end(&stream).1, 0);
 }
 
-/// The same to the guest. Linux from 6.12.92 resets a connection that queues about 455 packets
-/// unread, however small they are: the device must send fewer and larger ones.
+/// The same to the guest. Linux from 6.12.92 resets a connection with about 455 unread packets of
+/// any size: the device must send fewer and larger ones.
 pub(crate) fn small_packets_to_guest(lab: &Lab) {
     const LEN: u64 = 1_500_000;
     let vm = &lab.a;

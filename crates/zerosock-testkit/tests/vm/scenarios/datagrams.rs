@@ -1,5 +1,4 @@
-//! Datagrams towards a stock guest, whose kernel has none: a clear error for who sends, and nothing
-//! at all for the guest.
+//! Datagrams to a stock guest, whose kernel has none: the sender gets an error, the guest nothing.
 
 use std::io::{Error, ErrorKind, Read, Write};
 use std::sync::Arc;
@@ -18,7 +17,7 @@ use crate::lab::{AT_ONCE, Lab, STEP, port, short_dir};
 /// VIRTIO_VSOCK_F_DGRAM and ZEROSOCK_F_DGRAM_FLOW (docs/datagrams.md).
 const BITS: [usize; 2] = [3, 22];
 
-/// What the guest's vsock driver has acknowledged, by its kernel: a digit for each bit.
+/// The features acknowledged by the guest's vsock driver: a digit for each bit.
 fn acknowledged(guest: &Remote) -> String {
     let script = "for at in /sys/bus/virtio/devices/*; do \
         if [ $(/bin/busybox cat $at/device) = 0x0013 ]; then /bin/busybox cat $at/features; fi; done";
@@ -49,7 +48,7 @@ fn is_deaf(error: &Error) {
     assert_eq!(reason(error), Some(&DatagramError::Deaf));
 }
 
-/// A guest that sends back what comes to a port of its own.
+/// A guest that echoes on a port of its own.
 fn echo(guest: &Remote) -> Port {
     let port = port();
     let socket = guest.socket(Command::Listen { port }, STEP);
@@ -58,7 +57,7 @@ fn echo(guest: &Remote) -> Port {
     Port::new(port)
 }
 
-/// Sends bytes there and back until `stop`, and once more; how often.
+/// Echoes bytes until `stop`, and once more; returns the number of rounds.
 fn there_and_back(mut stream: &Stream, stop: &AtomicBool) -> u64 {
     let mut rounds = 0;
     loop {
@@ -75,14 +74,14 @@ fn there_and_back(mut stream: &Stream, stop: &AtomicBool) -> u64 {
     }
 }
 
-/// Shows `refused` while bytes go to the guest and back.
+/// Runs `refused` while a stream echoes through the guest.
 fn beside(stream: &Stream, refused: impl FnOnce()) {
     stream.set_read_timeout(Some(STEP)).expect("a deadline");
     stream.set_write_timeout(Some(STEP)).expect("a deadline");
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         let going = scope.spawn(|| there_and_back(stream, &stop));
-        // Also when what is shown panics.
+        // Also after a panic of `refused`.
         let stopping = Stopping(&stop);
         refused();
         drop(stopping);
@@ -98,8 +97,8 @@ impl Drop for Stopping<'_> {
     }
 }
 
-/// A datagram through the switch is answered by the device of the guest: the sender hears of it at
-/// once, and has the error with the next one at the latest.
+/// The guest's device answers a datagram through the switch: the sender gets the error at once, or
+/// with the next datagram.
 fn refused_through_the_switch(socket: &Datagram, to: Address) {
     socket.set_write_timeout(Some(STEP)).expect("a deadline");
     let give_up = Instant::now() + AT_ONCE * 5;
@@ -108,16 +107,16 @@ fn refused_through_the_switch(socket: &Datagram, to: Address) {
             Err(error) => break is_deaf(&error),
             Ok(_) => assert!(Instant::now() < give_up, "nobody says that it is deaf"),
         }
-        // Its answer is on the way.
+        // The answer is in flight.
         thread::yield_now();
     }
-    // And at once from now on, to that address alone.
+    // From now on at once, for that address only.
     is_deaf(&socket.send_to(b"again", to).expect_err("still"));
     is_deaf(&socket.loan(to, 64).expect_err("nor by loan"));
     assert!(socket.stats().stopped > 0);
 }
 
-/// A stock guest at a daemon: a process that has attached, and one that is the host.
+/// A stock guest at a daemon, with an attached process and a host service.
 pub(crate) fn of_attached_processes(lab: &Lab) {
     if std::env::var_os("ZEROSOCK_DEVICE").is_some() {
         println!("  the other device has no processes");
@@ -136,7 +135,7 @@ pub(crate) fn of_attached_processes(lab: &Lab) {
         let stream = sender.connect(to).expect("a stream to the guest");
         beside(&stream, || refused_through_the_switch(socket, to));
     }
-    // The two of them take datagrams, guest or no guest.
+    // Both of them receive datagrams, independent of the guest.
     theirs.set_read_timeout(Some(STEP)).expect("a deadline");
     ours.send_to(b"you there", theirs.local_addr())
         .expect("sent");
@@ -145,7 +144,7 @@ pub(crate) fn of_attached_processes(lab: &Lab) {
     assert_eq!((&got[..len], from), (&b"you there"[..], ours.local_addr()));
 }
 
-/// A stock guest of a program that has the device in itself: that program knows at once.
+/// A stock guest of a program that embeds the device: the program gets the error at once.
 pub(crate) fn of_the_embedding_program(lab: &Lab) {
     let dir = short_dir();
     let path = dir.path().join("vhost");

@@ -1,5 +1,5 @@
-//! Messages between a stock guest and host programs, over Unix sockets of packets: both may call,
-//! and each message is one packet.
+//! Messages between a stock guest and host programs, over SOCK_SEQPACKET Unix sockets: both sides
+//! connect, and each message is one packet.
 
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
@@ -14,23 +14,23 @@ use rustix::net::{
     SocketFlags, SocketType,
 };
 use zerosock_cli::vm::pattern::{Pattern, sha256};
-use zerosock_testkit::calls::{Call, Kind, Manner};
+use zerosock_testkit::calls::{self, Call, Kind};
 use zerosock_testkit::protocol::{Command, How, Outcome, Socket};
 
 use crate::lab::{Lab, STEP, Vm, port};
 
-/// Around the lengths of buffers (4 KiB towards a guest) and of packets, and the longest.
+/// Lengths around those of buffers (4 KiB to a guest) and of packets, and the longest.
 const LENS: [usize; 11] = [
     1, 100, 4051, 4096, 4097, 5000, 65_535, 65_536, 65_537, 200_000, 262_144,
 ];
 
-/// A socket of packets of a host program.
+/// A SOCK_SEQPACKET socket of a host program.
 struct Program(OwnedFd);
 
 fn packets() -> OwnedFd {
     let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
     let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None).unwrap();
-    // Accepted ones have them from their listener.
+    // Accepted sockets inherit them from their listener.
     sockopt::set_socket_timeout(&socket, Timeout::Recv, Some(STEP)).unwrap();
     sockopt::set_socket_timeout(&socket, Timeout::Send, Some(STEP)).unwrap();
     sockopt::set_socket_send_buffer_size(&socket, 1 << 20).unwrap();
@@ -38,7 +38,7 @@ fn packets() -> OwnedFd {
 }
 
 impl Program {
-    /// Whom the guest calls at a port.
+    /// A host program that listens for the guest at a port.
     fn listen(path: &Path, port: u32) -> Program {
         let mut name = path.as_os_str().to_owned();
         name.push(format!("_{port}"));
@@ -57,7 +57,7 @@ impl Program {
         Program(socket)
     }
 
-    /// Calls the guest: `None` when nobody listens there.
+    /// Connects to the guest: `None` without a listener there.
     fn call(path: &Path, port: u32) -> Option<Program> {
         let socket = packets();
         rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
@@ -87,7 +87,7 @@ impl Program {
         assert_eq!(sent, Ok(message.len()));
     }
 
-    /// The next packet; empty at the end (Linux sends none without a byte).
+    /// The next packet; empty at the end (Linux sends no empty ones).
     fn recv(&self) -> Vec<u8> {
         let mut out = vec![0; 300_000];
         match rustix::net::recv(&self.0, &mut out[..], RecvFlags::TRUNC) {
@@ -133,12 +133,12 @@ fn send(vm: &Vm, socket: Socket, seed: u64, len: usize) {
 }
 
 fn receive(vm: &Vm, socket: Socket) -> Outcome {
-    let how = Manner {
-        whole: true,
-        ..Manner::default()
+    let flags = calls::RecvFlags {
+        trunc: true,
+        ..calls::RecvFlags::default()
     };
     let len = 300_000;
-    vm.run(Command::Call(Call::Receive { socket, len, how }))
+    vm.run(Command::Call(Call::Receive { socket, len, flags }))
 }
 
 #[track_caller]
@@ -148,7 +148,7 @@ fn received(vm: &Vm, socket: Socket, seed: u64, len: usize) {
     assert_eq!(got.sha256, Some(sha256(&Pattern::bytes(seed, len))));
 }
 
-/// The guest calls a program.
+/// The guest connects to a program.
 pub(crate) fn guest_is_client(lab: &Lab) {
     let vm = &lab.a;
     let connect = || {
@@ -161,13 +161,13 @@ pub(crate) fn guest_is_client(lab: &Lab) {
     };
     exchange(vm, connect());
     too_long(vm, connect());
-    // Nobody is there.
+    // There is no listener.
     let (socket, port, cid) = (socket(vm), port(), 2);
     let refused = vm.run(Command::Call(Call::Connect { socket, cid, port }));
     assert_eq!(refused.errno.as_deref(), Some("ECONNRESET"));
 }
 
-/// A program calls the guest.
+/// A program connects to the guest.
 pub(crate) fn guest_is_server(lab: &Lab) {
     let (vm, port) = (&lab.a, port());
     assert!(Program::call(path(vm), port).is_none(), "nobody listens");
@@ -194,10 +194,10 @@ pub(crate) fn guest_is_server(lab: &Lab) {
     vm.close(listener);
 }
 
-/// Messages keep their bounds and bytes, one by one and many at once; then the ends.
+/// Messages keep their boundaries and bytes, one by one and many at once; then the ends.
 fn exchange(vm: &Vm, (socket, program): (Socket, Program)) {
     for (seed, len) in (1..).zip(LENS) {
-        // The longest fills all the credit that there is.
+        // The longest uses all the credit.
         thread::scope(|scope| {
             let reading = scope.spawn(|| program.recv());
             send(vm, socket, seed, len);
@@ -233,7 +233,7 @@ fn exchange(vm: &Vm, (socket, program): (Socket, Program)) {
         }
         reading.join().unwrap();
     });
-    // One without a byte is one, and not the end.
+    // An empty message is a message, and not the end.
     for message in [&b"a"[..], b"", b"b"] {
         program.send(message);
         assert_eq!(receive(vm, socket).bytes, message.len() as u64);
@@ -241,7 +241,7 @@ fn exchange(vm: &Vm, (socket, program): (Socket, Program)) {
     rustix::net::shutdown(&program.0, Shutdown::Write).unwrap();
     let end = receive(vm, socket);
     assert_eq!((end.errno, end.bytes), (None, 0));
-    // The other half goes on.
+    // The other direction continues.
     send(vm, socket, 7, 70_000);
     assert_eq!(sha256(&program.recv()), sha256(&Pattern::bytes(7, 70_000)));
     let how = How::Send;
@@ -250,20 +250,20 @@ fn exchange(vm: &Vm, (socket, program): (Socket, Program)) {
     vm.close(socket);
 }
 
-/// One that the guest could never take ends the connection for both, and no other.
+/// A message that the guest can never receive ends this connection for both sides, and no other.
 fn too_long(vm: &Vm, (socket, program): (Socket, Program)) {
     program.send(b"short");
     assert_eq!(receive(vm, socket).bytes, 5);
     program.send(&[1; 262_145]);
     assert_eq!(program.recv(), b"", "over");
     let end = receive(vm, socket);
-    // An end, or an error: that differs between releases of Linux.
+    // An end, or an error, depending on the release of Linux.
     assert!(end.bytes == 0, "{end:?}");
     vm.close(socket);
 }
 
-/// `zerosock nc --seqpacket` in the guest, over the kernel's own sockets: an empty message is not
-/// the end there either.
+/// `zerosock nc --seqpacket` in the guest, over kernel sockets: an empty message is not the end
+/// there either.
 pub(crate) fn netcat_in_the_guest(lab: &Lab) {
     let (vm, out) = (&lab.a, port());
     let listener = Program::listen(path(vm), out);
@@ -283,7 +283,7 @@ pub(crate) fn netcat_in_the_guest(lab: &Lab) {
     assert_eq!(said.bytes, 0, "{text}");
     assert!(text == format!("first, second, {long}."), "{text}");
 
-    // The other way round: what one read gives is one message.
+    // In the other direction, one read gives one message.
     let back = port();
     let script =
         format!("/bin/busybox echo -n asked | /bin/zerosock nc --seqpacket vsock-listen:{back}");

@@ -1,4 +1,4 @@
-//! Guests that talk to each other, serve, reboot and vanish.
+//! Guests that connect to each other, serve, reboot and crash.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::thread;
@@ -9,7 +9,7 @@ use zerosock_testkit::protocol::Command;
 
 use crate::lab::{Lab, STEP, Vm, expected, port, read_exact, write};
 
-/// A little of everything on a guest: it is well.
+/// Tests each kind of traffic of a guest briefly.
 fn exchange(vm: &Vm, seed: u64) {
     const LEN: u64 = 2 << 20;
     let (socket, stream) = vm.to_host();
@@ -46,7 +46,7 @@ pub(crate) fn qemu_guest_agent(lab: &Lab) {
     let stream = loop {
         match vm.connect(port) {
             Ok(stream) => break stream,
-            // It has not got as far as listening; each attempt is a round trip to the guest.
+            // It does not listen yet; each attempt is a round trip to the guest.
             Err(ConnectError::Refused(_)) if Instant::now() < deadline => {}
             Err(error) => panic!("qemu-ga: {error}"),
         }
@@ -63,8 +63,8 @@ pub(crate) fn qemu_guest_agent(lab: &Lab) {
     assert!(info["return"]["version"].is_string(), "{info}");
 }
 
-/// `serve --forward-cid` relays to the kernel's AF_VSOCK. That is opened nowhere but inside the
-/// guest: there run a daemon, our driver half as its guest, and the kernel's loopback.
+/// `serve --forward-cid` relays to the kernel's AF_VSOCK, which is opened only inside the guest: a
+/// daemon runs there, with zerosock's driver half as its guest, and the kernel's loopback.
 pub(crate) fn forward(lab: &Lab) {
     let argv = ["/bin/zerosock", "guest", "forward"];
     let done = lab.a.run(Command::Run {
@@ -122,7 +122,7 @@ pub(crate) fn siblings(lab: &Lab) {
 }
 
 /// A guest reboots while the daemon runs and the other guest is busy: its connections end, the
-/// other's do not, and it can connect and be connected to again.
+/// other's do not, and it can connect and accept again.
 pub(crate) fn reboot(lab: &Lab) {
     const LEN: u64 = 16 << 20;
     let (busy, stream) = lab.a.to_host();
@@ -136,7 +136,7 @@ pub(crate) fn reboot(lab: &Lab) {
     vm.remote()
         .wait_for_boot(boots + 1, STEP)
         .expect("the guest boots again");
-    // Whatever comes, it is an end and not silence.
+    // Any outcome but a hang.
     match old.read(&mut [0]) {
         Ok(0) => {}
         Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => {}

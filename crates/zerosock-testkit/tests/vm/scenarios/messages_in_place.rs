@@ -1,5 +1,5 @@
-//! Messages of a stock guest with the program that has its device: received where the guest's
-//! kernel has them, and written into the buffers that it has posted.
+//! Messages of a stock guest and the program that embeds its device: received in the guest kernel's
+//! memory, and written into the buffers that the guest has posted.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -10,18 +10,19 @@ use std::time::Duration;
 use zerosock::vsock::{Host, SeqPacket, StreamError};
 use zerosock::{Address, Cid, Port};
 use zerosock_cli::vm::pattern::{Pattern, sha256};
-use zerosock_testkit::calls::{Call, Kind, Manner};
+use zerosock_testkit::calls::{Call, Kind, RecvFlags};
 use zerosock_testkit::protocol::{Command, Outcome, Socket};
 use zerosock_testkit::remote::Remote;
 
 use crate::lab::{Lab, STEP, port, short_dir};
 
-/// Around the lengths of the guest's buffers (4 KiB with their header) and packets, and the longest.
+/// Lengths around those of the guest's buffers (4 KiB with their header) and packets, and the
+/// longest.
 const LENS: [usize; 9] = [
     1, 4052, 4053, 5000, 30_000, 65_536, 65_537, 200_000, 262_144,
 ];
 
-/// Says so when it is dropped, however that comes about.
+/// Signals when it is dropped, also by a panic.
 struct Stopping<'a>(&'a AtomicBool);
 
 impl Drop for Stopping<'_> {
@@ -37,15 +38,15 @@ fn call(guest: &Remote, call: Call) -> Outcome {
 }
 
 fn receive(guest: &Remote, socket: Socket) -> Outcome {
-    let how = Manner {
-        whole: true,
-        ..Manner::default()
+    let flags = RecvFlags {
+        trunc: true,
+        ..RecvFlags::default()
     };
     let len = 300_000;
-    call(guest, Call::Receive { socket, len, how })
+    call(guest, Call::Receive { socket, len, flags })
 }
 
-/// See the module.
+/// Runs the messages; see the module.
 pub(crate) fn with_the_embedding_program(lab: &Lab) {
     let dir = short_dir();
     let path = dir.path().join("vhost");
@@ -90,7 +91,7 @@ pub(crate) fn with_the_embedding_program(lab: &Lab) {
         "{after:?}"
     );
 
-    // The guest goes, and what was lent to it is its own again: the next connection has it all.
+    // The guest closes; its buffers are returned: the next connection can use them all.
     let mut loan = ours.loan(30_000).expect("a loan");
     loan.write_all(&[1; 30_000]).unwrap();
     let close = Command::Close { socket };
@@ -122,7 +123,7 @@ pub(crate) fn with_the_embedding_program(lab: &Lab) {
     going.join().expect("the host went on to the end");
 }
 
-/// A message is as many leases as the guest has sent packets.
+/// A message has as many leases as the guest has sent packets.
 fn from_the_guest(guest: &Remote, socket: Socket, ours: &SeqPacket) {
     for (seed, len) in (1..).zip(LENS) {
         let record = seed % 2 == 0;
@@ -148,7 +149,7 @@ fn from_the_guest(guest: &Remote, socket: Socket, ours: &SeqPacket) {
     }
 }
 
-/// A loan is as many of the guest's buffers as the message takes, or as may be lent.
+/// A loan covers as many of the guest's buffers as the message takes, or as may be lent.
 fn to_the_guest(guest: &Remote, socket: Socket, ours: &SeqPacket) {
     for (seed, len) in (101..).zip(LENS) {
         let bytes = Pattern::bytes(seed, len);
@@ -158,7 +159,7 @@ fn to_the_guest(guest: &Remote, socket: Socket, ours: &SeqPacket) {
         let (first, rest) = bytes.split_at(len / 3);
         loan.write_all(first).unwrap();
         loan.write_all(rest).unwrap();
-        // Longer than there are buffers, it waits for the guest to read.
+        // A message longer than all buffers waits for the guest to read.
         thread::scope(|scope| {
             scope.spawn(move || match seed % 2 {
                 0 => assert_eq!(loan.send_eor().unwrap(), len),
@@ -169,7 +170,7 @@ fn to_the_guest(guest: &Remote, socket: Socket, ours: &SeqPacket) {
             assert_eq!(got.sha256, Some(sha256(&bytes)));
         });
     }
-    // One that is dropped is nothing, one without a byte is a message.
+    // A dropped loan sends nothing, an empty one sends a message.
     let mut dropped = ours.loan(10_000).expect("a loan");
     dropped.write_all(b"never sent").unwrap();
     drop(dropped);

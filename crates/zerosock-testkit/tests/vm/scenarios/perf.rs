@@ -1,5 +1,5 @@
-//! `zerosock perf` between a guest, where it uses the kernel's sockets, and a process here: attached
-//! to the guest's device, or with the device in itself. The receiver checks every byte.
+//! `zerosock perf` between a guest, with kernel sockets, and a process on this machine: attached to
+//! the guest's device, or embedding it. The receiver checks every byte.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::lab::{Lab, STEP, short_dir, zerosock};
 const MEGABYTES: &str = "4";
 const RECEIVED: &str = "received: 4194304 bytes";
 
-/// The process here; killed when the scenario ends before it.
+/// The process on this machine; killed when the scenario ends before it.
 struct Here {
     child: Child,
     out: BufReader<ChildStdout>,
@@ -31,7 +31,7 @@ impl Here {
         Here { child, out }
     }
 
-    /// Waits for a line that begins so.
+    /// Waits for a line with this prefix.
     fn wait_for(&mut self, start: &str) {
         let mut line = String::new();
         while !line.starts_with(start) {
@@ -41,7 +41,7 @@ impl Here {
         }
     }
 
-    /// What it said, and whether all went well.
+    /// Its output, and whether it succeeded.
     fn finish(mut self) -> (bool, String) {
         let mut said = String::new();
         self.out.read_to_string(&mut said).expect("its output");
@@ -104,7 +104,7 @@ pub(crate) fn guest_is_client(lab: &Lab) {
     assert!(well && said.contains("tx rate: "), "{said}");
 }
 
-/// The receiver is the host and reads where the guest's kernel wrote.
+/// The receiver is the host and reads in the guest kernel's memory.
 pub(crate) fn from_own_guest(lab: &Lab) {
     let dir = short_dir();
     let socket = dir.path().join("vhost");

@@ -1,4 +1,4 @@
-//! Who is refused knows at once.
+//! A refused connect fails at once.
 
 use std::time::{Duration, Instant};
 
@@ -17,10 +17,10 @@ pub(crate) fn host_refuses(lab: &Lab) {
     let vm = &lab.a;
     let port = port();
     refused(&vm.run(Command::Connect { cid: 2, port }));
-    // A stale socket file, nobody behind it.
+    // A stale socket file without a listener.
     drop(vm.host_listener(port));
     refused(&vm.run(Command::Connect { cid: 2, port }));
-    // The same port works as soon as somebody listens.
+    // The same port works as soon as there is a listener.
     let listener = vm.host_listener(port);
     let connecting = vm.start(Command::Connect { cid: 2, port });
     let stream = hybrid::accept(&listener, STEP).expect("the guest's connection");
@@ -29,7 +29,7 @@ pub(crate) fn host_refuses(lab: &Lab) {
     read_exact(&stream, 10);
     sending.wait(STEP).expect("sent");
     vm.close(socket);
-    // A CID that nobody has.
+    // A CID without an endpoint.
     refused(&vm.run(Command::Connect { cid: 77, port }));
 }
 

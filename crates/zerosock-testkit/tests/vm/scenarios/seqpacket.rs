@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use zerosock::vsock::{Endpoint, SeqPacket};
 use zerosock::{Address, Cid, Port};
 use zerosock_cli::vm::pattern::{Pattern, sha256};
-use zerosock_testkit::calls::{Call, Kind, Manner};
+use zerosock_testkit::calls::{Call, Kind, RecvFlags};
 use zerosock_testkit::protocol::{Command, Outcome, Socket};
 
 use crate::lab::{Lab, STEP, Vm, port};
@@ -34,11 +34,11 @@ fn socket(vm: &Vm) -> Socket {
 }
 
 fn receive(vm: &Vm, socket: Socket, len: usize) -> Outcome {
-    let how = Manner {
-        whole: true,
-        ..Manner::default()
+    let flags = RecvFlags {
+        trunc: true,
+        ..RecvFlags::default()
     };
-    call(vm, Call::Receive { socket, len, how })
+    call(vm, Call::Receive { socket, len, flags })
 }
 
 /// The guest connects.
@@ -80,7 +80,7 @@ pub(crate) fn guest_is_server(lab: &Lab) {
     assert!(process.connect(to).is_err());
 }
 
-/// Messages both ways keep their bounds and their bytes.
+/// Messages in both directions keep their boundaries and bytes.
 fn exchange(vm: &Vm, socket: Socket, ours: SeqPacket) {
     ours.set_read_timeout(Some(STEP)).unwrap();
     ours.set_write_timeout(Some(STEP)).unwrap();
@@ -111,7 +111,8 @@ fn exchange(vm: &Vm, socket: Socket, ours: SeqPacket) {
         assert_eq!(got.bytes, len as u64);
         assert_eq!(got.sha256, Some(sha256(&answer)));
     }
-    // Several at once stay several; what does not fit is gone, and its length is told.
+    // Several waiting messages stay separate; bytes that do not fit are discarded, and the length
+    // is reported.
     for len in [5000, 7, 0, 9] {
         ours.send(&Pattern::bytes(1, len)).unwrap();
     }
@@ -121,7 +122,7 @@ fn exchange(vm: &Vm, socket: Socket, ours: SeqPacket) {
     for len in [7, 0, 9] {
         assert_eq!(receive(vm, socket, 100).bytes, len);
     }
-    // EMSGSIZE, on either side; nothing of it was sent.
+    // EMSGSIZE on either side; nothing was sent.
     let (seed, len, now) = (1, 262_145, false);
     let refused = vm.run(Command::Call(Call::Send {
         socket,
@@ -129,7 +130,7 @@ fn exchange(vm: &Vm, socket: Socket, ours: SeqPacket) {
         len,
         now,
     }));
-    // Before Linux 6.2 every error of a transport was said to be that of memory.
+    // Linux before 6.2 reports every transport error as ENOMEM.
     let said = refused.errno.as_deref();
     assert!(matches!(said, Some("EMSGSIZE" | "ENOMEM")), "{said:?}");
     assert!(ours.send(&Pattern::bytes(1, 262_145)).is_err());

@@ -1,4 +1,4 @@
-//! Host services: processes of this machine that are CID 2 to a guest, each at a port of its own.
+//! Host services: processes of this machine with CID 2 for a guest, each at a port of its own.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -19,7 +19,7 @@ fn attach(lab: &Lab, claims: &[u32]) -> Endpoint {
     builder.attach_as_host(&lab.attach).expect("a service")
 }
 
-/// Receives so many bytes while it sends its own, to the end; what came, as a digest.
+/// Sends to the end while it receives the given number of bytes; returns their digest.
 fn exchange(stream: &Stream, seed: u64) -> String {
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -33,8 +33,9 @@ fn exchange(stream: &Stream, seed: u64) -> String {
     })
 }
 
-/// A stock guest has two services and the hybrid socket at CID 2, all at once and both ways; a
-/// service calls it; one that dies is noticed, and its port is the hybrid socket's again.
+/// A stock guest uses two services and the hybrid socket at CID 2, at once and in both directions;
+/// a service connects to it; a service that dies is noticed, and its port belongs to the hybrid
+/// socket again.
 pub(crate) fn two_and_the_hybrid_socket(lab: &Lab) {
     if std::env::var_os("ZEROSOCK_DEVICE").is_some() {
         println!("  the other device has no services");
@@ -84,7 +85,7 @@ pub(crate) fn two_and_the_hybrid_socket(lab: &Lab) {
     assert_eq!(received, Some(expected(312, LEN)));
     assert_eq!(by_socket_out.wait(STEP).expect("sent").errno, None);
 
-    // A service calls the guest, from the host's address.
+    // A service connects to the guest, from the host's address.
     let called = port();
     let listener = guest.listen(called);
     let accepting = guest.start(Command::Accept { socket: listener });
@@ -102,7 +103,7 @@ pub(crate) fn two_and_the_hybrid_socket(lab: &Lab) {
     guest.close(socket);
     guest.close(listener);
 
-    // One service goes: its port is nobody's, then the hybrid socket's; the other one stays.
+    // One service ends: its port is unclaimed, then the hybrid socket's; the other one stays.
     let [first, second] = services;
     let [(at_first, _), (at_second, stays)] = <[_; 2]>::try_from(open).expect("two");
     guest.close(at_first);

@@ -1,4 +1,4 @@
-//! Owned buffers over a stock guest's own AF_VSOCK, and over its TCP, encrypted by its kernel or not, by
+//! Owned buffers over a stock guest's AF_VSOCK, and over its TCP with and without kernel TLS, by
 //! the library's zero-copy sender.
 
 use std::thread;
@@ -14,11 +14,11 @@ use crate::lab::{Lab, STEP, expected, port, read_exact};
 const LEN: u64 = 8 << 20;
 /// No multiple of a page: the last page of each buffer is shared with the next.
 const CHUNK: usize = 100_000;
-/// So short that requests are of many.
+/// So short that one request carries many.
 const SMALL: usize = 3000;
 
-/// Over every back-end that the guest's kernel has: the bytes arrive while buffers are used again
-/// as soon as they are free, and each is given back.
+/// Over every back-end of the guest's kernel: the bytes arrive while buffers are reused as soon as
+/// they are free, and each buffer is returned.
 pub(crate) fn to_host(lab: &Lab) {
     // MSG_ZEROCOPY on AF_VSOCK came with Linux 6.7.
     let has_zero_copy = !lab.release.starts_with("6.1.");
@@ -54,9 +54,9 @@ pub(crate) fn to_host(lab: &Lab) {
     }
 }
 
-/// What waits together is one request, cut where the socket takes no more of it; the bytes arrive while
-/// buffers are used again as soon as they are free, and each is given back. Over io_uring in a guest of
-/// 6.1, too: stable releases of that have IORING_SEND_ZC_REPORT_USAGE, which came with Linux 6.2.
+/// Waiting buffers form one request, resumed where the socket takes no more; the bytes arrive while
+/// buffers are reused as soon as they are free, and each buffer is returned. Also over io_uring in
+/// a guest of 6.1: its stable releases have IORING_SEND_ZC_REPORT_USAGE, which came with Linux 6.2.
 pub(crate) fn over_tcp(lab: &Lab) {
     const LEN: u64 = 2 << 20;
     loopback(lab);
@@ -77,7 +77,7 @@ pub(crate) fn over_tcp(lab: &Lab) {
         assert!(told.starts_with(name), "{told}");
         let (requests, sends) = (count(&told, "requests"), count(&told, "sends"));
         assert!(requests <= sends / 4, "{told}");
-        // Whatever goes to the guest itself is copied on the way, and the kernel says so.
+        // Loopback traffic is copied on the way, and the kernel reports it.
         assert!(told.contains(" 0 in place"), "{told}");
         let notified = count(&told, "notified");
         match backend {
@@ -87,8 +87,8 @@ pub(crate) fn over_tcp(lab: &Lab) {
     }
 }
 
-/// Sockets that encrypt when a sender is opened over them, and those that do only afterwards: nothing
-/// can be sent from in place, everything arrives, by copies, and each buffer is given back.
+/// Sockets with TLS keys set before a sender is opened over them, and after: nothing is sent in
+/// place, everything arrives by copies, and each buffer is returned.
 pub(crate) fn encrypted(lab: &Lab) {
     const LEN: u64 = 1 << 20;
     loopback(lab);
@@ -122,14 +122,15 @@ pub(crate) fn encrypted(lab: &Lab) {
             assert!(told.starts_with("Copy:"), "{told}");
         }
         if chunk == SMALL {
-            // What waited when the kernel refused is asked again, and gathered after that.
+            // Buffers that waited when the kernel refused are submitted again, and gathered after
+            // that.
             let (requests, sends) = (count(&told, "requests"), count(&told, "sends"));
             assert!(4 * requests <= sends, "{told}");
         }
     }
 }
 
-/// The guest's way to itself.
+/// The guest's loopback connection.
 fn loopback(lab: &Lab) {
     let argv = ["/bin/busybox", "ifconfig", "lo", "127.0.0.1", "up"];
     let argv = argv.map(str::to_owned).to_vec();
@@ -137,7 +138,7 @@ fn loopback(lab: &Lab) {
     assert_eq!(up.bytes, 0, "{:?}", up.text);
 }
 
-/// All of it has, and each of its buffers was sent and given back; what is told of it.
+/// Everything has arrived, and each buffer was sent and returned; checks the counters.
 fn arrived(sending: Pending, seed: u64, len: u64, chunk: usize) -> String {
     let sent = sending.wait(STEP).expect("sent");
     let told = sent.text.expect("counts");
@@ -150,16 +151,17 @@ fn arrived(sending: Pending, seed: u64, len: u64, chunk: usize) -> String {
     told
 }
 
-/// How many of something are told of.
+/// The value of a counter in the text.
 fn count(told: &str, what: &str) -> u64 {
     let mut counts = told.split([':', ',']).map(str::trim);
     let found = counts.find_map(|one| one.strip_suffix(what)?.trim().parse().ok());
     found.unwrap_or_else(|| panic!("no number of {what}: {told}"))
 }
 
-/// Messages (SOCK_SEQPACKET) are refused by every back-end. Asked not to block, the kernel sends what
-/// the peer has room for of a message, and says that it took nothing: with room for one message and a
-/// part of the next, all of them tore within a few messages, io_uring with IOSQE_ASYNC, too.
+/// Messages (SOCK_SEQPACKET) are refused by every back-end. A non-blocking send of a message that
+/// exceeds the peer's room sends a part of it and reports that nothing was sent: with room for one
+/// message and a part of the next, all back-ends tore messages within a few, io_uring with
+/// IOSQE_ASYNC too.
 pub(crate) fn messages_are_refused(lab: &Lab) {
     let process = Endpoint::builder()
         .attach_device(lab.process.vhost.clone())

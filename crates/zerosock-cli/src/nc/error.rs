@@ -1,0 +1,59 @@
+//! Errors of connecting.
+
+use std::io;
+
+use rustix::io::Errno;
+
+use crate::sockets;
+
+/// Why there is no connection.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ConnectError {
+    #[error("connection refused: {0}")]
+    Refused(String),
+    #[error("timed out {0}")]
+    TimedOut(String),
+    #[error(transparent)]
+    Bind(#[from] sockets::BindError),
+    #[error("{0} (not a hybrid vsock socket?)")]
+    Handshake(String),
+    #[error(
+        "no datagrams; give attach:PATH:CID:PORT, attach-listen:PATH:PORT, \
+         service:PATH:CID:PORT or service-listen:PATH:PORT"
+    )]
+    NoDatagrams,
+    #[error("{doing}: {source}")]
+    Attached { doing: String, source: io::Error },
+    #[error("{doing}: {source}")]
+    System { doing: String, source: io::Error },
+}
+
+impl ConnectError {
+    /// Whether a later attempt may succeed because the peer has not started yet.
+    pub(super) fn may_pass(&self) -> bool {
+        match self {
+            ConnectError::Refused(_) => true,
+            ConnectError::System { source, .. } => matches!(
+                Errno::from_io_error(source),
+                Some(
+                    Errno::NOENT
+                        | Errno::NODEV
+                        | Errno::NETUNREACH
+                        | Errno::HOSTUNREACH
+                        | Errno::TIMEDOUT
+                        | Errno::ADDRNOTAVAIL
+                        | Errno::AGAIN
+                )
+            ),
+            ConnectError::Attached { source, .. } => matches!(
+                source.kind(),
+                io::ErrorKind::NotFound
+                    | io::ErrorKind::ConnectionRefused
+                    | io::ErrorKind::ConnectionReset
+                    | io::ErrorKind::HostUnreachable
+                    | io::ErrorKind::TimedOut
+            ),
+            _ => false,
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! Errors and checks shared by the settings of VMs and of the attach socket.
+
+use std::fmt;
+use std::path::Path;
+
+use rustix::fs::Mode;
+
+use crate::sockets;
+
+/// Errors of the options.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SettingsError {
+    #[error(
+        "no virtual machine is named: give --socket and --uds-path, or --vm, or --config, or \
+         --attach-socket (`zerosock serve --help` has examples)"
+    )]
+    NoVm,
+    #[error(transparent)]
+    File(#[from] super::file::FileError),
+    #[error("{option} is missing: {fix}")]
+    Missing { option: String, fix: &'static str },
+    #[error("{option} {value}: {fix}")]
+    Wrong {
+        option: String,
+        value: String,
+        fix: String,
+    },
+    #[error("{option} {value}: already used by {other}; every VM needs its own")]
+    Duplicate {
+        option: String,
+        value: String,
+        other: String,
+    },
+    #[error("{option} and {other} exclude each other: keep one")]
+    Both { option: String, other: String },
+}
+
+/// Where a VM was written: errors show the option in the same form.
+#[derive(Clone, Copy)]
+pub(super) enum Source<'a> {
+    Flags,
+    Vm,
+    File { path: &'a Path, index: usize },
+}
+
+impl Source<'_> {
+    /// `key` has dashes, as in a flag.
+    pub(super) fn option(self, key: &str) -> String {
+        match self {
+            Source::Flags => format!("--{key}"),
+            Source::Vm => format!("--vm {key}"),
+            Source::File { path, index } => {
+                format!("{}: vms[{index}].{}", path.display(), key.replace('-', "_"))
+            }
+        }
+    }
+
+    /// A key of the attach socket, as it was written.
+    pub(super) fn attach_option(self, key: &str) -> String {
+        match self {
+            Source::File { path, .. } => {
+                format!("{}: attach.{}", path.display(), key.replace('-', "_"))
+            }
+            Source::Flags | Source::Vm => format!("--attach-{key}"),
+        }
+    }
+
+    /// As [`wrong_attach`](Source::wrong_attach), for the keys of services.
+    pub(super) fn wrong_service(
+        self,
+        key: &str,
+        value: impl fmt::Display,
+        fix: impl Into<String>,
+    ) -> SettingsError {
+        let option = match self {
+            Source::File { path, .. } => format!("{}: attach.service_{key}", path.display()),
+            Source::Flags | Source::Vm => format!("--service-{key}"),
+        };
+        SettingsError::Wrong {
+            option,
+            value: value.to_string(),
+            fix: fix.into(),
+        }
+    }
+
+    pub(super) fn wrong_attach(
+        self,
+        key: &str,
+        value: impl fmt::Display,
+        fix: impl Into<String>,
+    ) -> SettingsError {
+        SettingsError::Wrong {
+            option: self.attach_option(key),
+            value: value.to_string(),
+            fix: fix.into(),
+        }
+    }
+
+    pub(super) fn wrong(
+        self,
+        key: &str,
+        value: impl fmt::Display,
+        fix: impl Into<String>,
+    ) -> SettingsError {
+        SettingsError::Wrong {
+            option: self.option(key),
+            value: value.to_string(),
+            fix: fix.into(),
+        }
+    }
+}
+
+pub(super) fn check_path(source: Source<'_>, key: &str, path: &Path) -> Result<(), SettingsError> {
+    sockets::check_path(path)
+        .map_err(|reason| source.wrong(key, path.display(), reason.to_string()))
+}
+
+/// Parses names joined by `+`; the error is the fix.
+pub(super) fn parse_groups(text: &str) -> Result<Vec<String>, &'static str> {
+    let mut groups: Vec<String> = Vec::new();
+    for name in text.trim().split('+') {
+        if name.is_empty() {
+            return Err("a name is empty; give names joined by `+`, such as web+db");
+        }
+        if !groups.iter().any(|known| known == name) {
+            groups.push(name.to_string());
+        }
+    }
+    Ok(groups)
+}
+
+pub(super) fn parse_mode(text: &str) -> Option<Mode> {
+    let digits = text.strip_prefix("0o").unwrap_or(text);
+    if digits.is_empty() || !digits.bytes().all(|digit| (b'0'..=b'7').contains(&digit)) {
+        return None;
+    }
+    u32::from_str_radix(digits, 8)
+        .ok()
+        .filter(|&bits| bits <= 0o777)
+        .map(Mode::from_raw_mode)
+}

@@ -21,7 +21,7 @@ use super::mailbox::{MailSender, Notice};
 use super::stats::Counters;
 use super::vm::Vm;
 
-/// Code that runs on the control thread beside the VMs; see the [module](self).
+/// Code that runs on the control thread beside the VMs.
 pub trait ControlExtension: Send {
     /// Called once, before the thread handles any event. An error keeps the thread from starting.
     fn begin(&mut self, frontends: &mut FrontendRegistry) -> io::Result<()>;

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Admits at most [`LogLimit::LINES`] lines in each [`LogLimit::PERIOD`]. Devices that are added and
+/// Admits at most 20 lines in 10 s. Devices that are added and
 /// removed at run time share one limit, so that reconnecting yields no further lines.
 #[derive(Debug, Default)]
 pub struct LogLimit(Mutex<Lines>);

@@ -25,7 +25,6 @@ impl StuckCalls {
                 seconds = stats.reaper_longest_ms / 1000,
                 waiting = stats.reaper_pending,
                 threads = stats.reaper_threads,
-                given_up = stats.reaper_leaked,
                 "a descriptor of a peer does not close, or its memory is not unmapped: the peer, or the \
                  server of its file system (FUSE), holds a thread of this process; VMs and processes \
                  are served on"

@@ -73,6 +73,12 @@ pub fn run(work: impl FnOnce() + Send + 'static, account: Option<&Account>) {
     });
 }
 
+/// Starts a thread if jobs wait, all threads are stuck, and the system refused a thread before. To be
+/// called now and then: without it the next submission does so.
+pub fn retry() {
+    REAPER.retry();
+}
+
 /// Waits until every job that was submitted has been finished, for at most `limit`. False: some
 /// are still under way.
 pub fn drain(limit: Duration) -> bool {
@@ -298,14 +304,27 @@ impl Reaper {
             if !state.watching || state.running.iter().all(|running| running.stuck) {
                 self.submitted.notify_one();
             }
-        } else if state.until_stuck().is_zero() && state.count_thread() {
+        } else {
+            self.start_if_stuck(state);
+        }
+    }
+
+    fn retry(&'static self) {
+        let state = self.lock();
+        if !state.turns.is_empty() && state.waiting == 0 {
+            self.start_if_stuck(state);
+        }
+    }
+
+    fn start_if_stuck(&'static self, mut state: MutexGuard<'_, State>) {
+        if state.until_stuck().is_zero() && state.count_thread() {
             drop(state);
             self.start_thread();
         }
     }
 
     /// Starts the thread that has been counted. Where the system refuses, the jobs wait for the
-    /// threads that there are, and for the next submission.
+    /// threads that there are, and for the next submission or [`retry`].
     fn start_thread(&'static self) {
         if (self.spawn)(self).is_err() {
             let mut state = self.lock();

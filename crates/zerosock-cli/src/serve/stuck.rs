@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use tracing::warn;
 use zerosock::daemon::{Daemon, Stats};
+use zerosock_sys::reaper;
 
 /// How long a call may be under way before the log says so, and how often it is looked at.
 pub(super) const LOOK: Duration = Duration::from_secs(5);
@@ -17,8 +18,10 @@ pub(super) struct StuckCalls {
 }
 
 impl StuckCalls {
-    /// Looks at the daemon, at most once a minute with a line in the log.
+    /// Looks at the daemon, at most once a minute with a line in the log. Asks again for a thread of the
+    /// reaper that the system refused.
     pub(super) fn look(&mut self, daemon: &Daemon) {
+        reaper::retry();
         let stats = daemon.stats();
         if self.is_worth_a_line(&stats, Instant::now()) {
             warn!(

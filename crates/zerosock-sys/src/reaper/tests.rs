@@ -194,6 +194,34 @@ fn a_thread_that_cannot_be_started_is_not_counted() {
     assert_eq!(reaper.lock().finished, 2 * MAX_THREADS as u64 + 1);
 }
 
+#[test]
+fn a_thread_that_was_refused_is_started_without_another_submission() {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    static ASKED: AtomicUsize = AtomicUsize::new(0);
+    static ALLOWED: AtomicUsize = AtomicUsize::new(1);
+    let reaper = reaper_that(|reaper| {
+        let asked = ASKED.fetch_add(1, Ordering::Relaxed);
+        match asked < ALLOWED.load(Ordering::Relaxed) {
+            true => (Reaper::default().spawn)(reaper),
+            false => Err(io::ErrorKind::WouldBlock.into()),
+        }
+    });
+    let (held, first) = stuck(None);
+    reaper.submit(first);
+    // The thread has asked for another one before it runs the job.
+    wait_until(|| ASKED.load(Ordering::Relaxed) == 2 && !reaper.lock().starting);
+    reaper.submit(job(|| {}, None));
+    let finished = || reaper.lock().finished;
+    assert_eq!(finished(), 0);
+    ALLOWED.store(usize::MAX, Ordering::Relaxed);
+    wait_until(|| {
+        reaper.retry();
+        finished() == 1
+    });
+    drop(held);
+    assert!(reaper.drain(LONG));
+}
+
 /// Blocks all threads with jobs of as many accounts as that takes.
 fn fill(reaper: &'static Reaper, budget: &Budget) -> Vec<Sender<()>> {
     let accounts = (0..MAX_THREADS.div_ceil(MAX_STUCK_EACH)).map(|_| budget.account());

@@ -258,12 +258,14 @@ impl Account {
             || self.0.closing.load(Ordering::Relaxed) >= MAX_CLOSING
     }
 
-    /// A job of the peer waits for one of its own that is stuck, or does so no longer.
-    pub(crate) fn note_deferred(&self, deferred: bool) {
-        match deferred {
-            true => self.0.deferred.fetch_add(1, Ordering::Relaxed),
-            false => self.0.deferred.fetch_sub(1, Ordering::Relaxed),
-        };
+    /// So many jobs of the peer wait for stuck ones of its own.
+    pub(crate) fn set_deferred(&self, jobs: usize) {
+        self.0.deferred.store(jobs, Ordering::Relaxed);
+    }
+
+    /// So many jobs of the peer wait. Those that had to wait for stuck ones count until they are run.
+    pub(crate) fn limit_deferred(&self, jobs: usize) {
+        self.0.deferred.fetch_min(jobs, Ordering::Relaxed);
     }
 
     /// The reaper has got a descriptor of the peer to close.

@@ -8,7 +8,7 @@
 //! # Invariants
 //! - [`Notifier::notify`] never waits for a peer.
 //! - An eventfd is signalled by asynchronous I/O (module `aio`). Where the system refuses that
-//!   (seccomp, or fs.aio-max-nr is used up), and for pipes and sockets, a [`CallThread`] of the one peer makes the
+//!   (seccomp, fs.aio-max-nr is used up, or a request fails), and for pipes and sockets, a [`CallThread`] of the one peer makes the
 //!   write, and only that peer's notifications wait when it waits.
 //! - No notification is lost. One for which the system has no thread waits until it has one, for which
 //!   [`Notifier::retry`] asks.
@@ -160,8 +160,9 @@ impl Notifier {
     pub fn notify(&self, call: &CallFd) {
         if call.is_eventfd
             && let Some(queue) = &*self.queue.borrow()
+            && queue.signal(call.target.as_fd()).is_ok()
         {
-            return queue.signal(call.target.as_fd());
+            return;
         }
         self.notify_by_thread(call);
     }
@@ -171,9 +172,11 @@ impl Notifier {
         if call.is_eventfd && self.asked.get().elapsed() >= RETRY {
             self.asked.set(Instant::now());
             if let Ok(queue) = Queue::new() {
-                queue.signal(call.target.as_fd());
+                let signalled = queue.signal(call.target.as_fd());
                 self.queue.replace(Some(queue));
-                return;
+                if signalled.is_ok() {
+                    return;
+                }
             }
         }
         if call.thread.write(&call.target).is_err() {

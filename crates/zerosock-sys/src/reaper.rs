@@ -8,15 +8,18 @@
 //! # Invariants
 //! - [`close`] and [`run`] never wait for a job: they append to a queue. No thread is started, and no
 //!   job run, under the queue's lock.
-//! - While there are jobs, one thread works on them in order. A job that takes longer than
-//!   [`PATIENCE`] counts as stuck and another thread goes on with the rest, up to [`MAX_THREADS`].
+//! - Each account has a queue, and jobs without an account have one more. The queues take turns, one
+//!   job each: a job waits for the earlier jobs of its queue, and for one job of each other queue
+//!   before each of them.
+//! - While there are jobs, one thread works on them. A job that takes longer than [`PATIENCE`] counts as
+//!   stuck and another thread goes on with the rest, up to [`MAX_THREADS`].
 //! - A peer whose jobs block [`MAX_STUCK_EACH`] threads gets no further thread: its later jobs wait
 //!   until one of them returns. So one peer cannot use up the threads. From a peer with many such
 //!   jobs nothing is received any more ([`Account::is_clogged`]).
 //! - A job holds its [`Permit`] until it is done: a descriptor that cannot be closed counts against
 //!   the peer that sent it.
-//! - At most [`MAX_QUEUED`] jobs wait. One more is dropped without being run: its descriptor stays
-//!   open or its memory mapped, and [`Stats::leaked`] counts it.
+//! - No job is dropped. A job that waits holds a descriptor, a mapping or an allocation, so the limits on
+//!   those bound the queues.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -34,8 +37,6 @@ pub const PATIENCE: Duration = Duration::from_millis(10);
 pub const MAX_THREADS: usize = 64;
 /// Most threads that wait in jobs of one account at a time.
 pub const MAX_STUCK_EACH: usize = 4;
-/// Most jobs that wait.
-pub const MAX_QUEUED: usize = 1 << 16;
 
 /// What the reaper has done since the process began, and does now.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
@@ -44,8 +45,6 @@ pub struct Stats {
     pub finished: u64,
     /// Jobs that took longer than [`PATIENCE`] and were noticed while another job waited.
     pub stuck: u64,
-    /// Jobs that were dropped because [`MAX_QUEUED`] waited.
-    pub leaked: u64,
     /// Threads.
     pub threads: usize,
     /// Jobs that wait or are under way.
@@ -74,6 +73,12 @@ pub fn run(work: impl FnOnce() + Send + 'static, account: Option<&Account>) {
     });
 }
 
+/// Starts a thread if jobs wait, all threads are stuck, and the system refused a thread before. To be
+/// called now and then: without it the next submission does so.
+pub fn retry() {
+    REAPER.retry();
+}
+
 /// Waits until every job that was submitted has been finished, for at most `limit`. False: some
 /// are still under way.
 pub fn drain(limit: Duration) -> bool {
@@ -86,7 +91,6 @@ pub fn stats() -> Stats {
     Stats {
         finished: state.finished,
         stuck: state.stuck,
-        leaked: state.leaked,
         threads: state.threads,
         pending: state.pending(),
         longest: state.longest(),
@@ -112,12 +116,6 @@ enum Work {
 }
 
 impl Job {
-    fn note_deferred(&self, deferred: bool) {
-        if let Some(account) = &self.owner {
-            account.note_deferred(deferred);
-        }
-    }
-
     fn carry_out(self) {
         match self.work {
             Work::Close(fd, permit) => {
@@ -161,9 +159,13 @@ impl Default for Reaper {
 
 #[derive(Default)]
 struct State {
-    queue: VecDeque<Job>,
-    /// Jobs of accounts that block as many threads as they may.
-    deferred: HashMap<usize, VecDeque<Job>>,
+    /// Jobs that wait, by the number of their account. No queue is empty.
+    queues: HashMap<Owner, VecDeque<Job>>,
+    /// The owners of the queues, in the order of their turns, except accounts that block as many
+    /// threads as they may.
+    turns: VecDeque<Owner>,
+    /// Jobs in all queues.
+    queued: usize,
     running: Vec<Running>,
     threads: usize,
     /// One of them is being started, and looks at the queue then.
@@ -175,21 +177,22 @@ struct State {
     last_number: u64,
     finished: u64,
     stuck: u64,
-    leaked: u64,
 }
+
+/// The number of an account, or none.
+type Owner = Option<usize>;
 
 /// A job under way.
 struct Running {
     number: u64,
-    owner: Option<usize>,
+    owner: Owner,
     since: Instant,
     stuck: bool,
 }
 
 impl State {
     fn pending(&self) -> usize {
-        let deferred: usize = self.deferred.values().map(VecDeque::len).sum();
-        self.queue.len() + deferred + self.running.len()
+        self.queued + self.running.len()
     }
 
     fn longest(&self) -> Duration {
@@ -220,31 +223,54 @@ impl State {
         true
     }
 
-    /// The next job of an account that may have one more thread, now under way.
+    /// Whether the owner blocks as many threads as it may.
+    fn is_blocked(&self, owner: Owner) -> bool {
+        let running = self.running.iter().filter(|running| running.owner == owner);
+        owner.is_some() && running.count() >= MAX_STUCK_EACH
+    }
+
+    fn append(&mut self, job: Job) {
+        let account = job.owner.clone();
+        let owner = account.as_ref().map(Account::number);
+        let is_blocked = self.is_blocked(owner);
+        let queue = self.queues.entry(owner).or_default();
+        queue.push_back(job);
+        self.queued += 1;
+        match account {
+            Some(account) if is_blocked => account.set_deferred(queue.len()),
+            _ if queue.len() == 1 => self.turns.push_back(owner),
+            _ => {}
+        }
+    }
+
+    /// The job of the owner that has its turn, now under way.
     fn take(&mut self) -> Option<(u64, Job)> {
-        while let Some(job) = self.queue.pop_front() {
-            let owner = job.owner.as_ref().map(Account::number);
-            let same = |running: &&Running| owner.is_some() && running.owner == owner;
-            let blocked = self.running.iter().filter(same).count();
-            match owner {
-                Some(owner) if blocked >= MAX_STUCK_EACH => {
-                    job.note_deferred(true);
-                    self.deferred.entry(owner).or_default().push_back(job);
-                }
-                owner => {
-                    self.last_number += 1;
-                    let number = self.last_number;
-                    self.running.push(Running {
-                        number,
-                        owner,
-                        since: Instant::now(),
-                        stuck: false,
-                    });
-                    return Some((number, job));
-                }
+        let owner = self.turns.pop_front()?;
+        let queue = self.queues.get_mut(&owner)?;
+        let job = queue.pop_front()?;
+        let left = queue.len();
+        self.queued -= 1;
+        self.last_number += 1;
+        let number = self.last_number;
+        self.running.push(Running {
+            number,
+            owner,
+            since: Instant::now(),
+            stuck: false,
+        });
+        let is_blocked = self.is_blocked(owner);
+        if left == 0 {
+            self.queues.remove(&owner);
+        } else if !is_blocked {
+            self.turns.push_back(owner);
+        }
+        if let Some(account) = &job.owner {
+            match is_blocked {
+                true => account.set_deferred(left),
+                false => account.limit_deferred(left),
             }
         }
-        None
+        Some((number, job))
     }
 
     fn finish(&mut self, number: u64) {
@@ -252,19 +278,11 @@ impl State {
         let Some(place) = self.running.iter().position(|r| r.number == number) else {
             return;
         };
-        let owner = self.running.swap_remove(place).owner;
-        // One for one: the account may have one more thread now.
-        if let Some(owner) = owner
-            && let Some(jobs) = self.deferred.get_mut(&owner)
-        {
-            let next = jobs.pop_front();
-            if let Some(job) = &next {
-                job.note_deferred(false);
-            }
-            self.queue.extend(next);
-            if jobs.is_empty() {
-                self.deferred.remove(&owner);
-            }
+        let owner = self.running[place].owner;
+        let was_blocked = self.is_blocked(owner);
+        self.running.swap_remove(place);
+        if was_blocked && self.queues.contains_key(&owner) {
+            self.turns.push_back(owner);
         }
     }
 }
@@ -277,26 +295,36 @@ impl Reaper {
 
     fn submit(&'static self, job: Job) {
         let mut state = self.lock();
-        if state.pending() >= MAX_QUEUED {
-            state.leaked += 1;
-            std::mem::forget(job);
-            return;
-        }
-        state.queue.push_back(job);
-        if state.waiting > 0 {
+        state.append(job);
+        if state.turns.is_empty() {
+            // It waits for a stuck job of its own account.
+        } else if state.waiting > 0 {
             // A working thread looks at the queue when it is done, and a watching one when that
             // takes too long.
             if !state.watching || state.running.iter().all(|running| running.stuck) {
                 self.submitted.notify_one();
             }
-        } else if state.until_stuck().is_zero() && state.count_thread() {
+        } else {
+            self.start_if_stuck(state);
+        }
+    }
+
+    fn retry(&'static self) {
+        let state = self.lock();
+        if !state.turns.is_empty() && state.waiting == 0 {
+            self.start_if_stuck(state);
+        }
+    }
+
+    fn start_if_stuck(&'static self, mut state: MutexGuard<'_, State>) {
+        if state.until_stuck().is_zero() && state.count_thread() {
             drop(state);
             self.start_thread();
         }
     }
 
     /// Starts the thread that has been counted. Where the system refuses, the jobs wait for the
-    /// threads that there are, and for the next submission.
+    /// threads that there are, and for the next submission or [`retry`].
     fn start_thread(&'static self) {
         if (self.spawn)(self).is_err() {
             let mut state = self.lock();
@@ -309,7 +337,7 @@ impl Reaper {
         let mut state = self.lock();
         state.starting = false;
         loop {
-            if !state.queue.is_empty() {
+            if !state.turns.is_empty() {
                 let wait = state.until_stuck();
                 if !wait.is_zero() {
                     state = self.watch(state, wait);
@@ -317,7 +345,7 @@ impl Reaper {
                 }
                 if let Some((number, job)) = state.take() {
                     let is_last = state.waiting == 0;
-                    if !is_last && !state.queue.is_empty() && !state.watching {
+                    if !is_last && !state.turns.is_empty() && !state.watching {
                         self.submitted.notify_one();
                     }
                     let start = is_last && state.count_thread();

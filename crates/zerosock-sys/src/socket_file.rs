@@ -105,7 +105,11 @@ fn make(error: impl Into<io::Error>) -> BindError {
 pub struct SocketFile {
     path: PathBuf,
     identity: Identity,
+    lock_wait: Duration,
 }
+
+/// Longest wait for the lock when a [`SocketFile`] is dropped: a process may drop many.
+const DROP_WAIT: Duration = Duration::from_millis(100);
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
@@ -113,6 +117,8 @@ impl Drop for SocketFile {
         let Ok((directory, name)) = open_parent(&self.path) else {
             return;
         };
+        // No other process replaces the file between the comparison and the removal.
+        let _lock = lock(&directory, self.lock_wait.min(DROP_WAIT));
         let found = open_entry(&directory, &name).and_then(|file| Identity::of(&file));
         if found.is_ok_and(|(now, _)| now == self.identity) {
             let _ = rustix::fs::unlinkat(&directory, &*name, AtFlags::empty());
@@ -190,8 +196,12 @@ pub fn bind(path: &Path, options: Options) -> Result<(OwnedFd, SocketFile), Bind
         };
         match moved {
             Ok(true) => {
-                let path = path.to_path_buf();
-                return Ok((socket, SocketFile { path, identity }));
+                let file = SocketFile {
+                    path: path.to_path_buf(),
+                    identity,
+                    lock_wait: options.lock_wait,
+                };
+                return Ok((socket, file));
             }
             // Something else has come to the path since the probe.
             Ok(false) => {}
@@ -326,7 +336,7 @@ impl<'a> PrivateDirectory<'a> {
     }
 
     /// Moves the socket to the target path and removes the dead one there. False: something else
-    /// is there, and still is.
+    /// is there, and still is. It also is after an error.
     fn replace(&mut self, to: &OwnedFd, name: &Path, dead: Identity) -> io::Result<bool> {
         match self.rename(to, name, RenameFlags::EXCHANGE) {
             Err(Errno::NOENT) => return Ok(false),
@@ -339,14 +349,13 @@ impl<'a> PrivateDirectory<'a> {
         }
         // From here on the entry is what was at the path.
         self.filled = false;
-        let (found, _) = Identity::of(&open_entry(&self.fd, &self.entry)?)?;
-        if found == dead {
-            self.filled = true;
-            return Ok(true);
+        let found = open_entry(&self.fd, &self.entry).and_then(|file| Identity::of(&file));
+        let is_dead = found.map(|(found, _)| found == dead);
+        if !matches!(is_dead, Ok(true)) {
+            self.rename(to, name, RenameFlags::EXCHANGE)?;
         }
-        self.rename(to, name, RenameFlags::EXCHANGE)?;
         self.filled = true;
-        Ok(false)
+        is_dead
     }
 
     fn rename(&self, to: &OwnedFd, name: &Path, flags: RenameFlags) -> Result<(), Errno> {

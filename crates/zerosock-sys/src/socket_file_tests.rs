@@ -158,6 +158,52 @@ fn what_comes_to_the_path_after_the_probe_is_kept() {
 }
 
 #[test]
+fn what_cannot_be_examined_after_the_exchange_is_put_back() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
+    drop(UnixListener::bind(&path).unwrap());
+    let before = fs::symlink_metadata(&path).unwrap();
+    let (parent, name) = open_parent(&path).unwrap();
+    let Found::Dead(dead) = probe(&parent, &name).unwrap() else {
+        panic!("there is a dead socket");
+    };
+    let mut private = PrivateDirectory::make(&parent, &name).unwrap();
+    let socket = private.bind(SocketType::STREAM).unwrap();
+    // Large enough for all other tests, small enough to be filled.
+    let limit = getrlimit(Resource::Nofile);
+    let current = Some(limit.current.map_or(4096, |current| current.min(4096)));
+    setrlimit(Resource::Nofile, Rlimit { current, ..limit }).unwrap();
+    let replace = || {
+        // SAFETY: the thread has a copy of the table of descriptors, and no descriptor that it makes
+        // is passed to another thread.
+        unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::FILES) }.unwrap();
+        let _filling: Vec<_> = std::iter::from_fn(|| socket.try_clone().ok()).collect();
+        private.replace(&parent, &name, dead).unwrap_err()
+    };
+    let error = std::thread::scope(|scope| scope.spawn(replace).join().unwrap());
+    assert_eq!(error.raw_os_error(), Some(libc::EMFILE));
+    drop(private);
+    let after = fs::symlink_metadata(&path).unwrap();
+    assert_eq!(after.ino(), before.ino());
+    assert_eq!(entries(directory.path()), [PathBuf::from("s")]);
+}
+
+#[test]
+fn the_file_is_removed_under_the_lock_of_the_directory_or_after_the_wait_for_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
+    let (_socket, file) = bind(&path, OPTIONS).unwrap();
+    let (parent, _) = open_parent(&path).unwrap();
+    let held = lock(&parent, OPTIONS.lock_wait).unwrap();
+    let start = Instant::now();
+    drop(file);
+    assert!(start.elapsed() >= DROP_WAIT);
+    assert!(entries(directory.path()).is_empty());
+    drop(held);
+}
+
+#[test]
 fn a_directory_that_other_users_may_enter_is_not_taken_for_ours() {
     let directory = tempfile::tempdir().unwrap();
     let (parent, name) = open_parent(&directory.path().join("s")).unwrap();

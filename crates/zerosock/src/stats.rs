@@ -32,8 +32,6 @@ macro_rules! counters {
             pub reaper_finished: u64,
             /// Those that took long while others waited: a peer can delay them.
             pub reaper_stuck: u64,
-            /// Descriptors and mappings that are never released, because too many were waiting.
-            pub reaper_leaked: u64,
             /// Reaper threads that exist now.
             pub reaper_threads: u64,
             /// Calls that wait or run now.

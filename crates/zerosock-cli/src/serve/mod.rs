@@ -137,7 +137,7 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
         attach_refused = stats.attach_refused,
         descriptors_refused = stats.descriptors_refused,
         reaper_stuck = stats.reaper_stuck,
-        reaper_leaked = stats.reaper_leaked,
+        reaper_pending = stats.reaper_pending,
         "stopped"
     );
     drop((running, claimed.attach_file));

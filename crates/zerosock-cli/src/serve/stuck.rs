@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use tracing::warn;
 use zerosock::daemon::{Daemon, Stats};
+use zerosock_sys::reaper;
 
 /// Duration of a call before the first warning, and interval of the checks.
 pub(super) const LOOK: Duration = Duration::from_secs(5);
@@ -17,15 +18,16 @@ pub(super) struct StuckCalls {
 }
 
 impl StuckCalls {
-    /// Checks the daemon; logs at most one line a minute.
+    /// Checks the daemon; logs at most one line a minute. Also starts a thread of the reaper that the system
+    /// has refused.
     pub(super) fn look(&mut self, daemon: &Daemon) {
+        reaper::retry();
         let stats = daemon.stats();
         if self.is_worth_a_line(&stats, Instant::now()) {
             warn!(
                 seconds = stats.reaper_longest_ms / 1000,
                 waiting = stats.reaper_pending,
                 threads = stats.reaper_threads,
-                given_up = stats.reaper_leaked,
                 "a descriptor of a peer does not close, or its memory is not unmapped: the peer, or the \
                  server of its file system (FUSE), holds a thread of this process; VMs and processes \
                  are served on"

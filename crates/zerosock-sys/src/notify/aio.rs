@@ -67,8 +67,21 @@ impl Queue {
         })
     }
 
+    /// One on which no request can be made.
+    #[cfg(test)]
+    pub(super) fn broken() -> Queue {
+        Queue {
+            context: 0,
+            null: File::open("/dev/null").unwrap(),
+            unreaped: Cell::new(0),
+        }
+    }
+
     /// Adds one to an eventfd. One that is full stays full.
-    pub(super) fn signal(&self, fd: BorrowedFd<'_>) {
+    ///
+    /// # Errors
+    /// What io_submit(2) answers. Nothing was signalled then.
+    pub(super) fn signal(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         if self.unreaped.get() >= ROOM / 2 {
             self.reap();
         }
@@ -79,21 +92,25 @@ impl Queue {
             resfd: fd.as_raw_fd().cast_unsigned(),
             ..Iocb::default()
         };
-        let mut list = [&raw mut request];
-        for _ in 0..2 {
-            // SAFETY: the list has one pointer to a whole iocb, and both live until the call
-            // returns. io_submit(2) copies the request before it returns and writes to its `key`
-            // at most. The request reads nothing (`nbytes` is 0), so that no memory of ours is
-            // written later.
-            let result =
-                unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1, list.as_mut_ptr()) };
-            if result == 1 {
-                self.unreaped.set(self.unreaped.get() + 1);
-                return;
-            }
-            // EAGAIN: no room, whatever we counted. EINVAL: `fd` is no eventfd, and nothing is signalled.
+        // EAGAIN: no room, whatever we counted.
+        self.submit(&mut request).or_else(|_| {
             self.reap();
+            self.submit(&mut request)
+        })
+    }
+
+    fn submit(&self, request: &mut Iocb) -> io::Result<()> {
+        let mut list = [&raw mut *request];
+        // SAFETY: the list has one pointer to a whole iocb, and both live until the call returns.
+        // io_submit(2) copies the request before it returns and writes to its `key` at most. The
+        // request reads nothing (`nbytes` is 0), so that no memory of ours is written later.
+        let result =
+            unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1, list.as_mut_ptr()) };
+        if result != 1 {
+            return Err(io::Error::last_os_error());
         }
+        self.unreaped.set(self.unreaped.get() + 1);
+        Ok(())
     }
 
     /// Makes room: completions of reads that read nothing say nothing.

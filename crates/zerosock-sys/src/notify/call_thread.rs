@@ -102,6 +102,7 @@ impl CallThread {
         let (work, threads) = (Arc::clone(&self.0.work), Arc::clone(&self.0.threads));
         let thread = Builder::new().name("zerosock-call".into());
         let started = thread.stack_size(STACK).spawn(move || {
+            block_sigpipe();
             work.run();
             threads.fetch_sub(1, Ordering::Relaxed);
         });
@@ -166,6 +167,19 @@ impl Drop for Handle {
     fn drop(&mut self) {
         self.work.lock().ended = true;
         self.work.changed.notify_one();
+    }
+}
+
+/// Keeps a write to a pipe or socket without a reader from ending a process with the default disposition
+/// of SIGPIPE. The signal of such a write goes to the thread that makes it: it stays pending there.
+fn block_sigpipe() {
+    // SAFETY: the set is initialized by sigemptyset(3) before it is used, and lives during all three
+    // calls. Only the mask of this thread changes.
+    unsafe {
+        let mut signals = std::mem::zeroed();
+        libc::sigemptyset(&mut signals);
+        libc::sigaddset(&mut signals, libc::SIGPIPE);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &signals, std::ptr::null_mut());
     }
 }
 

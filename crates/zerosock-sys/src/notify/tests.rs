@@ -1,5 +1,5 @@
 use super::*;
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 use rustix::fd::OwnedFd;
 use rustix::pipe::{PipeFlags, pipe_with};
 use std::fs::File;
@@ -98,6 +98,20 @@ fn without_asynchronous_io_a_thread_signals_until_it_is_to_be_had() {
     notifier.asked.set(Instant::now() - RETRY);
     notifier.notify(&call);
     assert!(notifier.is_direct());
+    assert_eq!(count(&fd), 1);
+}
+
+#[test]
+fn a_thread_signals_when_a_request_of_asynchronous_io_fails() {
+    let fd = event();
+    let call = call(&fd, &ThreadCount::default()).unwrap();
+    let notifier = Notifier::without_aio();
+    notifier.queue.replace(Some(Queue::broken()));
+    rustix::io::ioctl_fionbio(&fd, true).unwrap();
+    notifier.notify(&call);
+    let mut ready = [PollFd::new(&fd, PollFlags::IN)];
+    let limit = Timespec::try_from(Duration::from_secs(60)).unwrap();
+    rustix::event::poll(&mut ready, Some(&limit)).unwrap();
     assert_eq!(count(&fd), 1);
 }
 

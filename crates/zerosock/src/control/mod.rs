@@ -251,7 +251,6 @@ impl ControlPlane {
         let reaper = reaper::stats();
         sum.reaper_finished = reaper.finished;
         sum.reaper_stuck = reaper.stuck;
-        sum.reaper_leaked = reaper.leaked;
         sum.reaper_threads = reaper.threads as u64;
         sum.reaper_pending = reaper.pending as u64;
         sum.reaper_longest_ms = reaper.longest.as_millis() as u64;

@@ -255,7 +255,7 @@ impl Account {
     }
 
     /// Whether so many descriptors of the peer wait to be closed that no more may be received from
-    /// it: they may be objects whose close waits, and each has a number of this process. Those that
+    /// it: their close may wait, and each has a number of this process. Those that
     /// count against the share, such as our own sockets, are bounded by it and do not matter here
     /// until they are stuck.
     pub fn is_clogged(&self) -> bool {

@@ -17,9 +17,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Jobs of one peer that may wait for its own stuck ones before nothing more is received from it. A
 /// message can bring 253 more.
-const MAX_DEFERRED: usize = 32;
-/// Descriptors of one peer that may wait to be closed, stuck or not.
-const MAX_CLOSING: usize = 4096;
+pub const MAX_DEFERRED: usize = 32;
+/// Descriptors of one peer that may wait to be closed without counting against its share.
+pub const MAX_UNCOUNTED: usize = 4096;
 
 /// What there is for all peers together.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -143,6 +143,7 @@ impl Budget {
             shared: Arc::clone(&self.0),
             guaranteed,
             closing: AtomicUsize::new(0),
+            uncounted: AtomicUsize::new(0),
             deferred: AtomicUsize::new(0),
             used: Mutex::default(),
         }))
@@ -166,6 +167,8 @@ struct AccountState {
     guaranteed: u64,
     /// Descriptors that the reaper has yet to close.
     closing: AtomicUsize,
+    /// Permits for nothing. Nearly all of them are for descriptors that wait to be closed.
+    uncounted: AtomicUsize,
     /// Jobs that wait because the peer blocks as many threads of the reaper as it may.
     deferred: AtomicUsize,
     /// Locked before the budget's.
@@ -252,10 +255,12 @@ impl Account {
     }
 
     /// Whether so many descriptors of the peer wait to be closed that no more may be received from
-    /// it: they may be objects whose close waits, and each has a number of this process.
+    /// it: their close may wait, and each has a number of this process. Those that
+    /// count against the share, such as our own sockets, are bounded by it and do not matter here
+    /// until they are stuck.
     pub fn is_clogged(&self) -> bool {
         self.0.deferred.load(Ordering::Relaxed) >= MAX_DEFERRED
-            || self.0.closing.load(Ordering::Relaxed) >= MAX_CLOSING
+            || self.0.uncounted.load(Ordering::Relaxed) >= MAX_UNCOUNTED
     }
 
     /// So many jobs of the peer wait for stuck ones of its own.
@@ -300,6 +305,9 @@ impl Account {
     }
 
     fn permit(&self, amount: Amount) -> Permit {
+        if amount.0 == 0 {
+            self.0.uncounted.fetch_add(1, Ordering::Relaxed);
+        }
         Permit {
             account: self.clone(),
             amount,
@@ -337,6 +345,10 @@ impl Permit {
 impl Drop for Permit {
     fn drop(&mut self) {
         let state = &*self.account.0;
+        if self.amount.0 == 0 {
+            state.uncounted.fetch_sub(1, Ordering::Relaxed);
+            return;
+        }
         let mut own = state.lock();
         let amount = self.amount.0 & !Amount::MAPPED;
         if self.amount.0 & Amount::MAPPED != 0 {
@@ -426,6 +438,20 @@ mod tests {
         drop(mapped);
         drop(b.take_mapped(60).unwrap());
         assert_eq!((a.mapped(), b.mapped()), (0, 0));
+    }
+
+    #[test]
+    fn only_descriptors_outside_the_share_clog_an_account() {
+        let account = Budget::unlimited().account();
+        let sockets: Vec<_> = (0..2 * MAX_UNCOUNTED)
+            .map(|_| account.take_descriptors(1).unwrap())
+            .collect();
+        sockets.iter().for_each(|one| one.account().begin_close());
+        assert!(!account.is_clogged());
+        let mut received: Vec<_> = (0..MAX_UNCOUNTED).map(|_| account.take_nothing()).collect();
+        assert!(account.is_clogged());
+        received.pop();
+        assert!(!account.is_clogged());
     }
 
     #[test]

@@ -17,7 +17,7 @@ use std::os::fd::AsFd;
 
 use thiserror::Error;
 use vhost::vhost_user::message::{FrontendReq, MAX_MSG_SIZE, VhostUserHeaderFlag};
-use zerosock_sys::account::Account;
+use zerosock_sys::account::{Account, MAX_DEFERRED, MAX_UNCOUNTED};
 use zerosock_sys::fd_passing;
 
 use super::fds::SentFd;
@@ -89,6 +89,12 @@ pub enum DecodeError {
     /// (system's fault).
     #[error("more descriptors in a message than the {MAX_FDS} that are taken, or than may be open")]
     TooManyDescriptors,
+    /// The front-end's descriptors wait to be closed, as many as may. Peer's fault.
+    #[error(
+        "descriptors that the front-end has sent wait to be closed: at most {MAX_UNCOUNTED} may, and \
+         {MAX_DEFERRED} behind others of it that do not close"
+    )]
+    UnclosedDescriptors,
     /// The socket failed. System's fault.
     #[error("cannot read the connection: {0}")]
     Io(io::Error),
@@ -103,6 +109,7 @@ impl DecodeError {
             DecodeError::Header { .. } => Some(Fault::Header),
             DecodeError::PayloadTooLong { .. } => Some(Fault::PayloadTooLong),
             DecodeError::TooManyDescriptors => Some(Fault::TooManyDescriptors),
+            DecodeError::UnclosedDescriptors => Some(Fault::UnclosedDescriptors),
         }
     }
 }
@@ -196,7 +203,7 @@ fn receive(
     at_boundary: bool,
 ) -> Result<Option<usize>, DecodeError> {
     if account.is_clogged() {
-        return Err(DecodeError::TooManyDescriptors);
+        return Err(DecodeError::UnclosedDescriptors);
     }
     let mut sent = Vec::new();
     let received = match fd_passing::recv(socket, room, &mut sent) {

@@ -6,13 +6,17 @@
 //! # Invariants
 //!
 //! - No call here, and no later call on a descriptor that is kept, waits for such a server. So the
-//!   kernel's own tables (/proc) are read instead of calling fstat(2).
+//!   kernel's own tables (/proc) are read instead of calling fstat(2), and statx(2) is asked for what
+//!   the kernel knows already.
+//! - Only regular files are kept as memory: a FIFO or device node has no file system behind it, but a
+//!   driver.
 //! - A descriptor of a kind that no request accepts goes to the reaper at once.
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 
+use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
 use zerosock_ring::{RetiredRegion, Unmapper};
 use zerosock_sys::account::{Account, Permit};
 use zerosock_sys::notify::FdKind;
@@ -82,7 +86,16 @@ impl SentFd {
         if !target.starts_with('/') {
             return refuse(format!("{target} is of a kind that no request accepts"));
         }
-        let kind = file_system(&fd).unwrap_or_else(|| "unknown".into());
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        let found = match statx(&fd, "", flags, StatxFlags::TYPE) {
+            Ok(found) => found,
+            Err(error) => return refuse(format!("cannot examine the file: {error}")),
+        };
+        if FileType::from_raw_mode(found.stx_mode.into()) != FileType::RegularFile {
+            return refuse(format!("{target} is not a regular file"));
+        }
+        let device = [found.stx_dev_major, found.stx_dev_minor];
+        let kind = file_system(&fd, device).unwrap_or_else(|| "unknown".into());
         match LOCAL_FILE_SYSTEMS.contains(&kind.as_str()) {
             true => SentFd::Memory(fd),
             false => refuse(format!(
@@ -131,18 +144,24 @@ impl std::fmt::Display for SentFd {
     }
 }
 
-/// The type of the file system that holds the file, if it is mounted in our mount namespace.
-fn file_system(fd: impl AsFd) -> Option<String> {
+/// The type of the file system that holds the file, if it is mounted in our mount namespace. Then the
+/// mount is found by its number if the file was opened there, otherwise by the device: each file
+/// system has its own. The files of btrfs, and of an overlay of several file systems, have other
+/// device numbers than the mount, and are found by its number only.
+fn file_system(fd: impl AsFd, [major, minor]: [u32; 2]) -> Option<String> {
     let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd())).ok()?;
     let mount = info
         .lines()
         .find_map(|line| line.strip_prefix("mnt_id:"))?
         .trim();
     let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
-    let line = mounts
-        .lines()
-        .find(|line| line.split(' ').next() == Some(mount))?;
-    // proc(5): "... - type source options"; spaces within fields are escaped.
+    let device = format!("{major}:{minor}");
+    // proc(5): "number parent major:minor ..."
+    let line = mounts.lines().find(|line| {
+        let mut fields = line.split(' ');
+        fields.next() == Some(mount) || fields.nth(1) == Some(&device)
+    })?;
+    // "... - type source options"; spaces within fields are escaped.
     Some(line.split_once(" - ")?.1.split(' ').next()?.to_owned())
 }
 
@@ -219,6 +238,57 @@ mod tests {
             });
         assert!(reasons[0].contains("eventpoll"), "{reasons:?}");
         assert!(reasons[2].contains("proc"), "{reasons:?}");
+    }
+
+    #[test]
+    fn only_regular_files_are_memory() {
+        use rustix::fs::{CWD, Mode, mknodat};
+        let dir = tempfile::tempdir().unwrap();
+        let fifo = dir.path().join("fifo");
+        mknodat(CWD, &fifo, FileType::Fifo, Mode::RWXU, 0).unwrap();
+        let fifo = fs::File::options().read(true).write(true).open(fifo);
+        let dir = fs::File::open(dir.path());
+        for fd in [fifo, dir] {
+            match examine(fd.unwrap()) {
+                SentFd::Refused(reason) => assert!(reason.contains("regular"), "{reason}"),
+                other => panic!("kept as {other}"),
+            }
+        }
+    }
+
+    /// Those of a daemon in a mount namespace of its own look like this.
+    #[test]
+    fn file_opened_in_another_mount_namespace_is_memory() {
+        use std::io::{BufRead, BufReader};
+        use std::process::{Command, Stdio};
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let found = statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::TYPE).unwrap();
+        let device = format!(" {}:{} ", found.stx_dev_major, found.stx_dev_minor);
+        if !fs::read_to_string("/proc/self/mountinfo")
+            .unwrap()
+            .contains(&device)
+        {
+            return println!("SKIPPED: files here have another device number than their mount");
+        }
+        let mut child = Command::new("unshare")
+            .args(["-m", "sh", "-c", "echo ready; exec cat"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn();
+        let mut line = String::new();
+        if let Ok(child) = &mut child {
+            let output = child.stdout.take().unwrap();
+            BufReader::new(output).read_line(&mut line).unwrap();
+        }
+        let Some(mut child) = child.ok().filter(|_| line == "ready\n") else {
+            return println!("SKIPPED: cannot make a mount namespace");
+        };
+        let path = format!("/proc/{}/root{}", child.id(), file.path().display());
+        let inside = fs::File::options().read(true).write(true).open(path);
+        drop(child.stdin.take());
+        let result = examine(inside.unwrap()).memory();
+        child.wait().unwrap();
+        result.unwrap();
     }
 
     #[test]

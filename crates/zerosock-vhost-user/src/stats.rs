@@ -18,8 +18,7 @@ pub enum Fault {
     Header,
     /// A payload longer than the protocol allows. Closes the connection.
     PayloadTooLong,
-    /// More descriptors than any message may carry, or than the account allows. Closes the
-    /// connection.
+    /// More descriptors than any message may carry. Closes the connection.
     TooManyDescriptors,
     /// The connection ended, or failed, in the middle of a message.
     Truncated,
@@ -43,11 +42,13 @@ pub enum Fault {
     Silent,
     /// Memory without F_SEAL_SHRINK where the seal is required. Refused.
     Unsealed,
+    /// Too many descriptors of the front-end wait to be closed. Closes the connection.
+    UnclosedDescriptors,
 }
 
 impl Fault {
     /// All kinds, in the order of their discriminants.
-    pub const ALL: [Fault; 13] = [
+    pub const ALL: [Fault; 14] = [
         Fault::Header,
         Fault::PayloadTooLong,
         Fault::TooManyDescriptors,
@@ -61,6 +62,7 @@ impl Fault {
         Fault::Busy,
         Fault::Silent,
         Fault::Unsealed,
+        Fault::UnclosedDescriptors,
     ];
 
     /// A name for logs and metrics.
@@ -79,6 +81,7 @@ impl Fault {
             Fault::Busy => "busy",
             Fault::Silent => "silent",
             Fault::Unsealed => "unsealed",
+            Fault::UnclosedDescriptors => "unclosed_descriptors",
         }
     }
 }

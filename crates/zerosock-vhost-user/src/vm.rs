@@ -22,7 +22,7 @@ use rustix::event::epoll::{self, EventFlags};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
-use rustix::net::{SocketFlags, accept_with};
+use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
 use zerosock_sys::account::Account;
 use zerosock_sys::notify::ThreadCount;
 use zerosock_sys::{PeerFd, fd_passing};
@@ -111,7 +111,9 @@ pub(super) struct Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // The reaper closes the socket later. Without this, epoll would report it until then.
+        // The reaper closes the socket later, perhaps after descriptors that do not close. Without
+        // this, epoll would report it until then, and the front-end would not see the end.
+        hang_up(&self.socket);
         if let Some(epoll) = &self.epoll {
             let _ = epoll::delete(epoll, &self.socket);
         }
@@ -281,6 +283,7 @@ impl Vm {
     fn turn_away(&mut self, socket: PeerFd) {
         self.counters.fault(Fault::Busy);
         let peer = peer(&socket);
+        hang_up(&socket);
         // Counted until the reaper has closed it. If the account is full, only `is_clogged` bounds it.
         if let Ok(permit) = self.account.take_descriptors(1) {
             drop(socket.with_permit(permit));
@@ -551,6 +554,12 @@ impl Vm {
             tracing::warn!(vm = %self.name, suppressed, "{text}");
         }
     }
+}
+
+/// Ends both directions of a connection without waiting. The peer can still read what was sent to it.
+fn hang_up(socket: &PeerFd) {
+    // Fails only if the connection has ended.
+    let _ = shutdown(socket, Shutdown::Both);
 }
 
 /// Whether the peer has closed its end or the socket has failed.

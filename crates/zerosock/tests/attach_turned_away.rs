@@ -1,4 +1,4 @@
-//! Refused processes that have sent descriptors that cannot be closed.
+//! Processes that have sent descriptors that cannot be closed.
 
 mod common;
 
@@ -12,9 +12,10 @@ use common::{daemon_config, eventually};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::net::{bind, connect, listen, socket_with, sockopt};
-use zerosock::attach::AttachConfig;
+use zerosock::attach::codec::{Request, decode_answer, encode_request};
+use zerosock::attach::{AttachConfig, AttachRequest, Status};
 use zerosock::daemon::{Daemon, Reload};
-use zerosock_sys::fd_passing;
+use zerosock_sys::{PeerFd, fd_passing};
 
 /// More than may be refused at a time.
 const PROCESSES: usize = 100;
@@ -91,5 +92,72 @@ fn processes_that_are_turned_away_use_up_their_common_account_only() {
     assert_eq!(answered(), LIMIT);
     drop(receivers);
     eventually("all turned away", || answered() == PROCESSES);
+    daemon.shutdown();
+}
+
+/// More than may wait behind those of the same user that are stuck.
+const ATTACHED: usize = 48;
+
+/// The next answer and its descriptors; `None`: the daemon has ended the connection.
+fn answer(process: &OwnedFd) -> Option<(Status, Vec<PeerFd>)> {
+    eventually("an answer", || is_answered(process));
+    let (mut bytes, mut fds) = ([0; 100], Vec::new());
+    match fd_passing::recv(process, &mut bytes, &mut fds) {
+        Ok(received) if received.bytes > 0 => {
+            let answer = decode_answer(&bytes[..received.bytes]).unwrap();
+            Some((answer.status, fds))
+        }
+        Ok(_) => None,
+        Err(error) if error.kind() == ErrorKind::ConnectionReset => None,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+#[test]
+fn attached_process_that_sends_descriptors_loses_its_connection() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("attach.sock");
+    let listener = socket();
+    // The kernel does not refuse the descriptors: the processes connect before the daemon asks it to.
+    bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+    listen(&listener, ATTACHED as i32 + 1).unwrap();
+    let attach = encode_request(&Request::Attach(AttachRequest::default())).unwrap();
+    let resolve = encode_request(&Request::Resolve("db".parse().unwrap())).unwrap();
+    let attached = || {
+        let process = socket();
+        connect(&process, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        fd_passing::send(&process, &[IoSlice::new(&attach)], &[]).unwrap();
+        process
+    };
+    let processes: Vec<_> = (0..ATTACHED).map(|_| attached()).collect();
+    let honest = attached();
+
+    let mut config = daemon_config(&[]);
+    config.attach = Some(AttachConfig::new(listener));
+    let daemon = Daemon::start(config).unwrap();
+    // Their devices, which would otherwise end with the descriptor.
+    let devices = processes.iter().chain([&honest]).map(|process| {
+        let (status, fds) = answer(process).unwrap();
+        assert_eq!(status, Status::Ok);
+        fds
+    });
+    let devices: Vec<_> = devices.collect();
+    fd_passing::send(&honest, &[IoSlice::new(&resolve)], &[]).unwrap();
+    assert_eq!(answer(&honest).unwrap().0, Status::UnknownName);
+
+    let receivers = processes.iter().map(|process| {
+        let (fd, receiver) = lingering_socket();
+        fd_passing::send(process, &[IoSlice::new(&resolve)], &[fd.as_fd()]).unwrap();
+        drop(fd);
+        assert!(answer(process).is_none(), "the process stays attached");
+        receiver
+    });
+    let receivers: Vec<_> = receivers.collect();
+    eventually("all but one gone", || daemon.stats().attached == 1);
+
+    // The account is the user's: nothing more is received from its other process either.
+    fd_passing::send(&honest, &[IoSlice::new(&resolve)], &[]).unwrap();
+    assert!(answer(&honest).is_none(), "a request is received");
+    drop((receivers, devices));
     daemon.shutdown();
 }

@@ -44,12 +44,13 @@ fn nothing_is_received_from_a_vm_whose_descriptors_are_not_closed() {
     });
     let (pipe, _other) = rustix::pipe::pipe().unwrap();
     wait_until("the end of the connection", || {
-        // The socket is closed after its queued messages, so it does not show the end.
         let _ = frontend.send(&unwanted, &[pipe.as_fd()]);
-        daemon
-            .running
-            .stderr()
-            .contains("more descriptors in a message")
+        let mut fds = [PollFd::new(&frontend.0, PollFlags::empty())];
+        poll(&mut fds, Some(&Timespec::default())).unwrap() == 1
+    });
+    wait_until("the reason in the log", || {
+        let log = daemon.running.stderr();
+        log.contains("descriptors that the front-end has sent wait to be closed")
     });
     drop(frontend);
     let held = Held::wait(daemon.pid(), REAPER);

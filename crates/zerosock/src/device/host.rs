@@ -12,7 +12,7 @@ use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, SocketType as SocketKind};
 use std::time::Duration;
-use zerosock_proto::vsock::{How, QueuePairs};
+use zerosock_proto::vsock::{FlowId, How, QueuePairs};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_sys::PeerFd;
@@ -328,34 +328,18 @@ impl Device {
         watched: bool,
         cx: &mut Context<'_>,
     ) {
+        let Some(flow) = self.begin_connect(&caller, local, cx) else {
+            if watched {
+                forget_handshake(&caller.socket, cx);
+            }
+            return;
+        };
         let Caller {
             socket,
-            socket_type,
             to: port,
             wants_ok,
+            ..
         } = caller;
-        if !self.rx.as_ref().is_some_and(|rx| rx.live()) {
-            cx.counters.conns_refused.add(1);
-            tracing::debug!(cid = %self.cid, %port, "host program refused: no driver runs");
-            return;
-        }
-        let peer = Address {
-            cid: self.cid,
-            port,
-        };
-        let local = Address::new(Cid::HOST, self.port_here(local, peer));
-        if !cx.routes.may_reach(Cid::HOST, peer) {
-            cx.counters.conns_refused.add(1);
-            return;
-        }
-        let flow = match self.shard.connect(cx.now, local, peer, socket_type) {
-            Ok(flow) => flow,
-            Err(error) => {
-                cx.counters.conns_refused.add(1);
-                tracing::warn!(cid = %self.cid, %port, %error, "cannot connect to the guest");
-                return;
-            }
-        };
         let given = self.shard.flow(flow).map_or(port, |f| f.local.port);
         let ok = wants_ok.then_some(match cx.limits.ok {
             OkConvention::GuestPort => port,
@@ -381,6 +365,38 @@ impl Device {
                 "cannot add a host program's socket to the poller"
             );
             self.reset_bridge(key, cx);
+        }
+    }
+
+    /// Sends the guest a request of a host program. `None`: the program is refused.
+    fn begin_connect(
+        &mut self,
+        caller: &Caller,
+        local: Port,
+        cx: &mut Context<'_>,
+    ) -> Option<FlowId> {
+        let port = caller.to;
+        if !self.rx.as_ref().is_some_and(|rx| rx.live()) {
+            cx.counters.conns_refused.add(1);
+            tracing::debug!(cid = %self.cid, %port, "host program refused: no driver runs");
+            return None;
+        }
+        let peer = Address {
+            cid: self.cid,
+            port,
+        };
+        let local = Address::new(Cid::HOST, self.port_here(local, peer));
+        if !cx.routes.may_reach(Cid::HOST, peer) {
+            cx.counters.conns_refused.add(1);
+            return None;
+        }
+        match self.shard.connect(cx.now, local, peer, caller.socket_type) {
+            Ok(flow) => Some(flow),
+            Err(error) => {
+                cx.counters.conns_refused.add(1);
+                tracing::warn!(cid = %self.cid, %port, %error, "cannot connect to the guest");
+                None
+            }
         }
     }
 
@@ -555,5 +571,34 @@ fn forget_handshake(socket: &HostSocket, cx: &Context<'_>) {
     if socket.is_closed_later() {
         // An event of the open socket would be attributed to the next handshake with this key.
         cx.poller.remove(socket);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::ready_tests::Lab;
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn refused_handshake_leaves_the_poller_before_it_is_closed() {
+        let mut lab = Lab::new();
+        let (device, mut cx) = lab.lend();
+        let (ours, mut program) = UnixStream::pair().unwrap();
+        // As if the reaper had not closed it yet.
+        let open = ours.try_clone().unwrap();
+        let permit = device.account.take_descriptors(1).unwrap();
+        let socket = HostSocket::accepted(ours.into(), permit);
+        assert!(socket.is_closed_later());
+        program.write_all(b"CONNECT 1\n").unwrap();
+        device.begin_handshake(socket, SocketType::Stream, &mut cx);
+        assert_eq!(cx.counters.conns_refused.get(), 1);
+        program.write_all(b"x").unwrap();
+        let mut events = Vec::new();
+        cx.poller.wait(Some(Duration::ZERO), &mut events).unwrap();
+        let sources: Vec<_> = events.iter().map(|(source, _)| source).collect();
+        assert!(sources.is_empty(), "{sources:?}");
+        drop(open);
     }
 }

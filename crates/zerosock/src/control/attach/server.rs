@@ -149,21 +149,30 @@ impl Server {
             if client.pending_claim.is_some() {
                 break;
             }
+            if client.socket.account().is_some_and(Account::is_clogged) {
+                let reason = "descriptors that its user has sent cannot be closed yet";
+                return self.drop_client(key, reason, frontends);
+            }
             let mut bytes = [0; MAX_REQUEST + 1];
             let mut fds = Vec::new();
-            let len = match fd_passing::recv_owned(&client.socket, &mut bytes, &mut fds) {
-                Ok(received) => received.bytes,
+            let received = match fd_passing::recv_owned(&client.socket, &mut bytes, &mut fds) {
+                Ok(received) => received,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(_) => return self.drop_client(key, "its socket failed", frontends),
             };
-            if len == 0 {
+            if received.bytes == 0 {
                 return self.drop_client(key, "it closed its control connection", frontends);
             }
-            // A request carries no descriptors.
-            let request = match fds.is_empty() {
-                true => decode_request(bytes.get(..len).unwrap_or_default()),
-                false => Err(Answer::refusal(Status::BadRequest, Version::default())),
-            };
+            // A request carries no descriptors. Each message could bring more of them, so no client
+            // stays that has sent any.
+            if received.truncated_fds || !fds.is_empty() {
+                if let State::Attached { .. } = client.state {
+                    return self.drop_client(key, "it sent descriptors", frontends);
+                }
+                let refusal = Answer::refusal(Status::BadRequest, Version::default());
+                return self.handle(key, Err(refusal), registry, frontends);
+            }
+            let request = decode_request(bytes.get(..received.bytes).unwrap_or_default());
             self.handle(key, request, registry, frontends);
         }
         self.update_interest(key, frontends);

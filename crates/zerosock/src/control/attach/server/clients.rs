@@ -15,7 +15,7 @@ use rustix::event::epoll::{self, EventFlags};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
-use rustix::net::{SocketFlags, accept_with};
+use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
 use zerosock_sys::account::Account;
 use zerosock_sys::{PeerFd, fd_passing};
 
@@ -44,8 +44,10 @@ pub(super) struct Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        // The reaper closes the socket later. Without this, epoll would report it until then.
+        // The reaper closes the socket later, perhaps after descriptors that do not close. Without
+        // this, epoll would report it until then, and the client would not see the end.
         let _ = epoll::delete(&self.epoll, &self.socket);
+        let _ = shutdown(&self.socket, Shutdown::Both);
     }
 }
 
@@ -267,7 +269,7 @@ pub(super) fn send_last_answer(socket: &PeerFd, answer: &Answer) {
             return;
         }
         match fd_passing::recv_owned(socket, &mut bytes, &mut fds) {
-            Ok(received) if received.bytes > 0 => {}
+            Ok(received) if received.bytes > 0 && !received.truncated_fds => {}
             _ => return,
         }
     }

@@ -142,7 +142,6 @@ impl Budget {
         Account(Arc::new(AccountState {
             shared: Arc::clone(&self.0),
             guaranteed,
-            closing: AtomicUsize::new(0),
             uncounted: AtomicUsize::new(0),
             deferred: AtomicUsize::new(0),
             used: Mutex::default(),
@@ -165,8 +164,6 @@ pub struct Account(Arc<AccountState>);
 struct AccountState {
     shared: Arc<Shared>,
     guaranteed: u64,
-    /// Descriptors that the reaper has yet to close.
-    closing: AtomicUsize,
     /// Permits for nothing. Nearly all of them are for descriptors that wait to be closed.
     uncounted: AtomicUsize,
     /// Jobs that wait because the peer blocks as many threads of the reaper as it may.
@@ -271,16 +268,6 @@ impl Account {
     /// So many jobs of the peer wait. Those that had to wait for stuck ones count until they are run.
     pub(crate) fn limit_deferred(&self, jobs: usize) {
         self.0.deferred.fetch_min(jobs, Ordering::Relaxed);
-    }
-
-    /// The reaper has got a descriptor of the peer to close.
-    pub(crate) fn begin_close(&self) {
-        self.0.closing.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// The reaper has closed it.
-    pub(crate) fn end_close(&self) {
-        self.0.closing.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// A permit for nothing. It only names the account, so that what it is given to counts as this
@@ -443,10 +430,9 @@ mod tests {
     #[test]
     fn only_descriptors_outside_the_share_clog_an_account() {
         let account = Budget::unlimited().account();
-        let sockets: Vec<_> = (0..2 * MAX_UNCOUNTED)
+        let _sockets: Vec<_> = (0..2 * MAX_UNCOUNTED)
             .map(|_| account.take_descriptors(1).unwrap())
             .collect();
-        sockets.iter().for_each(|one| one.account().begin_close());
         assert!(!account.is_clogged());
         let mut received: Vec<_> = (0..MAX_UNCOUNTED).map(|_| account.take_nothing()).collect();
         assert!(account.is_clogged());

@@ -56,9 +56,6 @@ pub struct Stats {
 /// Closes a descriptor that came from a peer, or a socket that a peer can reach. `permit` is
 /// released when it is closed.
 pub fn close(fd: OwnedFd, permit: Option<Permit>) {
-    if let Some(permit) = &permit {
-        permit.account().begin_close();
-    }
     REAPER.submit(Job {
         owner: permit.as_ref().map(|permit| permit.account().clone()),
         work: Work::Close(fd, permit),
@@ -120,9 +117,7 @@ impl Job {
         match self.work {
             Work::Close(fd, permit) => {
                 drop(fd);
-                if let Some(permit) = permit {
-                    permit.account().end_close();
-                }
+                drop(permit);
             }
             // A panic costs this job only, not the thread that is counted.
             Work::Run(work) => {

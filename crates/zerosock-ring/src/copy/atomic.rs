@@ -1,4 +1,6 @@
 //! Copies by relaxed atomics, for architectures without a block of instructions, and for Miri.
+//!
+//! The unsafe functions have the contracts of those of the same names in `copy`.
 
 use core::sync::atomic::{AtomicU8, AtomicUsize, Ordering::Relaxed};
 

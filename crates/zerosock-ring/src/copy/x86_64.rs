@@ -1,4 +1,6 @@
 //! Copies by inline assembly, which is opaque to the compiler.
+//!
+//! The unsafe functions have the contracts of those of the same names in `copy`.
 
 use core::arch::asm;
 use core::ffi::c_void;

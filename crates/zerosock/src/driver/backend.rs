@@ -173,19 +173,7 @@ impl Backend for Driver {
 
     fn info(&self, id: StreamId) -> Option<ConnInfo> {
         let conn = self.sockets.get(id)?;
-        Some(ConnInfo {
-            state: conn.state,
-            refused: conn.refused,
-            local: conn.local,
-            peer: conn.peer,
-            unread: conn.unread(),
-            taken: conn.taken(),
-            low_water: conn.low_water(),
-            at_end: conn.is_at_end(),
-            peer_recv_shutdown: conn.peer_recv_shutdown,
-            messages: conn.messages(),
-            trusted: self.trusted,
-        })
+        Some(ConnInfo::new(conn, self.trusted))
     }
 
     fn ahead(&mut self, id: StreamId) -> Option<Ahead> {

@@ -209,19 +209,8 @@ impl Backend for HostEngine {
 
     fn info(&self, id: StreamId) -> Option<ConnInfo> {
         let conn = self.sockets()?.get(id)?;
-        Some(ConnInfo {
-            state: conn.state,
-            refused: conn.refused,
-            local: conn.local,
-            peer: conn.peer,
-            unread: conn.unread(),
-            taken: conn.taken(),
-            low_water: conn.low_water(),
-            at_end: conn.is_at_end(),
-            peer_recv_shutdown: conn.peer_recv_shutdown,
-            messages: conn.messages(),
-            trusted: self.trust_processes && self.is_process(conn.pool),
-        })
+        let trusted = self.trust_processes && self.is_process(conn.pool);
+        Some(ConnInfo::new(conn, trusted))
     }
 
     #[inline]

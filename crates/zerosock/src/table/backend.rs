@@ -23,7 +23,7 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
 use super::leases::Leases;
-use super::sockets::{Copied, LeaseParts, MessageRead, StreamId, StreamState};
+use super::sockets::{Conn, Copied, LeaseParts, MessageRead, StreamId, StreamState};
 use crate::table::datagrams::DatagramBackend;
 use crate::table::over::EndpointOver;
 use crate::table::transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault};
@@ -50,6 +50,25 @@ pub(crate) struct ConnInfo {
     pub(crate) messages: Option<u32>,
     /// The application declared this peer trusted: it does not write leased bytes.
     pub(crate) trusted: bool,
+}
+
+impl ConnInfo {
+    /// The state of `conn`. `trusted`: the peer was declared to leave lent bytes unchanged.
+    pub(crate) fn new<T>(conn: &Conn<T>, trusted: bool) -> ConnInfo {
+        ConnInfo {
+            state: conn.state,
+            refused: conn.refused,
+            local: conn.local,
+            peer: conn.peer,
+            unread: conn.unread(),
+            taken: conn.taken(),
+            low_water: conn.low_water(),
+            at_end: conn.is_at_end(),
+            peer_recv_shutdown: conn.peer_recv_shutdown,
+            messages: conn.messages(),
+            trusted,
+        }
+    }
 }
 
 /// The credit of an open connection.

@@ -1,40 +1,16 @@
 //! The number of siblings' messages that a worker handles in one step.
 
-use std::sync::Arc;
-use std::time::Duration;
-
 use zerosock_proto::Instant;
 
 use super::Worker;
 use super::messages::WorkerMessage;
-use crate::device::Limits;
+use super::tests::worker;
 use crate::device::datagrams::tests::datagrams;
-use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::sibling_message::SiblingMessage;
-use crate::io::mailbox::{Mailbox, Sender};
 use crate::routing::DeviceAddr;
 
 const LEN: usize = 64 << 10;
 const NOBODY: DeviceAddr = DeviceAddr { worker: 0, vm: 9 };
-
-fn worker() -> (Sender<WorkerMessage>, Worker) {
-    let (sender, mailbox) = Mailbox::new().unwrap();
-    let second = Duration::from_secs(1);
-    let limits = Limits {
-        handshake: second,
-        connect: second,
-        hold: second,
-        overflow: 1 << 20,
-        old_memory: 0,
-        handshakes: 1,
-        lingering: 1,
-        linger: second,
-        ok: OkConvention::GuestPort,
-    };
-    let workers = vec![sender.clone()];
-    let worker = Worker::new(0, workers, mailbox, Arc::default(), Arc::default(), limits);
-    (sender, worker.unwrap())
-}
 
 /// The queued answers; other queued messages are dropped.
 fn answered(worker: &mut Worker) -> usize {

@@ -439,7 +439,7 @@ mod tests {
     use zerosock_proto::Cid;
     use zerosock_sys::account::Budget;
 
-    fn worker() -> (Sender<WorkerMessage>, Worker) {
+    pub(super) fn worker() -> (Sender<WorkerMessage>, Worker) {
         let (sender, mailbox) = Mailbox::new().unwrap();
         let second = Duration::from_secs(1);
         let limits = Limits {

@@ -237,7 +237,7 @@ pub fn finish<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
             if cx.now < *queues.deadline.get_or_insert(cx.now + RECALL) {
                 queues.look_at = Some(cx.now + LOOK);
             } else {
-                drop_frontend(device, reason, cx);
+                give_up(device, reason, cx);
             }
             return;
         }
@@ -266,14 +266,6 @@ pub fn finish<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
         None => {}
     }
     device.command_finished();
-}
-
-/// Disconnects a front-end that waits for buffers that stay in use.
-fn drop_frontend<D: VirtioDevice>(device: &mut D, reason: &str, cx: &mut Context<'_, D>) {
-    disconnect(device, cx);
-    if let Some(link) = device.queues().link.take() {
-        link.close(reason);
-    }
 }
 
 fn remap<D: VirtioDevice>(
@@ -322,6 +314,18 @@ pub fn disconnect<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
     let old = device.queues().memory.take();
     device.memory_replaced(old, cx);
     drop(pending);
+}
+
+/// Gives the device up, because its memory or a ring is unusable: disconnects the front-end, with
+/// `reason` for the log.
+pub fn give_up<D: VirtioDevice>(device: &mut D, reason: &str, cx: &mut Context<'_, D>) {
+    let queues = device.queues();
+    let link = queues.link.take();
+    queues.fail(cx.notifier);
+    disconnect(device, cx);
+    if let Some(link) = link {
+        link.close(reason);
+    }
 }
 
 /// Stops a ring; returns the index at which it would continue.

@@ -98,9 +98,9 @@ impl<D: WorkerDevice> Worker<D> {
         }
     }
 
-    fn add_device(&mut self, device: Box<D>, now: Instant) {
+    fn add_device(&mut self, device: D, now: Instant) {
         let vm = device.addr().vm;
-        self.add(*device);
+        self.add(device);
         let (device, mut cx) = self.lend(vm, now);
         if let Some(device) = device {
             // The device has logged an error.
@@ -151,7 +151,7 @@ impl<D: WorkerDevice> Worker<D> {
                     }
                 }
                 WorkerMessage::Device { vm, message } => self.deliver_to(vm, message, now),
-                WorkerMessage::AddDevice(device) => self.add_device(device, now),
+                WorkerMessage::AddDevice(device) => self.add_device(*device, now),
                 WorkerMessage::RemoveDevice { vm } => self.remove_device(vm, now),
                 WorkerMessage::Update(update) => update(&mut self.shared),
                 WorkerMessage::Liveness(query) => query.answer(),

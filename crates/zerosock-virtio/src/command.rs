@@ -4,7 +4,7 @@
 //! - Before a queue's base is answered and before memory is replaced, no chain of it is in use.
 //! - A pending command waits, and the queue with it, until the device has returned the buffers that
 //!   the command needs ([`VirtioDevice::quiesce`]).
-//! - The front-end does not wait longer than [`RECALL`] for buffers of which nothing is heard. After
+//! - The front-end does not wait longer than a second for buffers of which nothing is heard. After
 //!   that the command fails and the front-end is disconnected.
 //! - A disconnect waits for nothing: memory that is still read stays mapped, and chains that return
 //!   to a stopped queue are dropped.

@@ -4,7 +4,7 @@
 //! a table and a generation. [`Numbers`] reuses a slot only after its device was removed, with the next
 //! generation; [`Table::get`] finds nothing for a number of an earlier generation, and the message is
 //! dropped or sent back. A message could reach a wrong device only if it stayed in a mailbox while
-//! its slot is reused [`GENERATIONS`] times; each reuse takes a round trip through the same mailbox.
+//! its slot is reused 4096 times; each reuse takes a round trip through the same mailbox.
 //!
 //! Numbers that are never reused would need no generation, but a search for each packet. With slots the
 //! lookup is an index and a comparison.

@@ -23,10 +23,10 @@ use super::waiting::Wait;
 use crate::control::attach::{self};
 #[cfg(test)]
 use crate::driver::{self, Driver};
-use crate::io::deadline::deadline_in;
 use crate::routing::name::Name;
 use crate::table::backend::{ConnInfo, EndpointStats};
 use crate::table::sockets::StreamState;
+use zerosock_virtio::deadline::deadline_in;
 
 /// A process with a CID and vsock sockets, as a guest has, without a virtual machine.
 ///

@@ -24,11 +24,11 @@ use zerosock_proto::{Address, Cid, Instant};
 use crate::driver::Driver;
 use crate::driver::errors::DriverError;
 use crate::driver::queue_pairs::{QueuePairId, RxSlot};
-use crate::io::deadline::earlier;
 use crate::table::datagrams::DatagramFault;
 use crate::table::inboxes::Inboxes;
 use crate::table::sockets::{Ends, HeldBuffer, Store};
 use crate::table::transfers::Payload;
+use zerosock_virtio::deadline::earlier;
 
 /// The number of packets of a turn's budget that a copied packet costs: packets left in the queue
 /// can later be read in place.

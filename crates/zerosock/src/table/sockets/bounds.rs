@@ -24,8 +24,8 @@
 use super::ends::cost;
 use super::parts::{ReceivedPart, copy_out};
 use super::{NONE, ReadyFlags, Sockets, Store, StreamId, StreamState, due};
-use crate::io::deadline::earlier;
 use zerosock_proto::Instant;
+use zerosock_virtio::deadline::earlier;
 
 /// The buffers of one queue.
 #[derive(Debug)]

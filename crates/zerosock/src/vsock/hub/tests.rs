@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::*;
-use crate::io::deadline::timespec;
 use crate::table::backend::ReadySource;
 use crate::table::sockets::StreamState;
 use crate::vsock::fake::{Scripted, core, info};
 use crate::vsock::listener::Listener;
 use crate::vsock::stream::Stream;
 use crate::vsock::waiting::Wait;
+use zerosock_virtio::deadline::timespec;
 
 const SOON: Duration = Duration::from_millis(10);
 /// A deadline that only a failing test reaches.

@@ -16,11 +16,11 @@ use rustix::event::{PollFd, PollFlags, poll};
 use super::waiters::{Interest, WaiterKind};
 use super::{Core, Locked, State, thread_id};
 use crate::fault::Fault as Blame;
-use crate::io::deadline::earlier;
-use crate::io::deadline::timespec;
 use crate::table::backend::Backend;
 use crate::table::over::EndpointOver;
 use crate::vsock::waiting::Wait;
+use zerosock_virtio::deadline::earlier;
+use zerosock_virtio::deadline::timespec;
 
 /// Checks of the engine between two readings of the clock, while spinning.
 const CHECKS_PER_CLOCK: u32 = 64;

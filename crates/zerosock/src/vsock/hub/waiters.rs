@@ -26,9 +26,9 @@ use zerosock_proto::Port;
 use zerosock_proto::vsock::datagram::DatagramId;
 
 use super::{Core, Locked, State};
-use crate::io::deadline::timespec;
 use crate::table::backend::ReadySource;
 use crate::table::sockets::StreamId;
+use zerosock_virtio::deadline::timespec;
 
 /// The shortest time that a timerfd can be set to: 0 would disarm it.
 const TICK: Duration = Duration::from_nanos(1);

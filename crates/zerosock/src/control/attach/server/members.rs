@@ -21,12 +21,13 @@ use super::super::directory::Process;
 use super::claims::PortList;
 use super::clients::has_hung_up;
 use super::{Server, State, granted};
-use crate::control::registry::{DeviceRegistry, Entry, Member as Device};
+use crate::control::registry::{DeviceRegistry, Entry};
 use crate::control::socket_file::SocketFile;
 use crate::device::HostEnd;
-use crate::routing::DeviceAddr;
+use crate::device::factory::Member as Device;
 use crate::routing::name::Name;
 use zerosock_vhost_user::{FrontendRegistry, FrontendSocket, VmSpec};
+use zerosock_virtio::outbox::DeviceAddr;
 
 /// Descriptors of a member beside its control connection, its front-end and its host connections: both
 /// ends of its vhost-user connection until the process has its own, and its hybrid listeners.

@@ -2,8 +2,7 @@
 
 use std::io;
 
-use super::in_flight::{InFlightSend, Part};
-use super::limit::TIMED_OUT;
+use super::in_flight::{CANCELLED, InFlightSend, Part, TIMED_OUT};
 use super::message::Returned;
 use super::send_queue::{GATHERED, SendQueue};
 use crate::sys::{self, Event, Key, SendMode, Stable};
@@ -13,8 +12,6 @@ const MAX_MEMORY_WAITS: u8 = 3;
 /// When the kernel has no memory for a request of several sends, the limit on the length of later ones is
 /// halved. Each notification raises the limit again by this many bytes.
 const GROWTH: usize = 512;
-/// The error number of a cancelled send.
-pub(super) const CANCELLED: i32 = rustix::io::Errno::CANCELED.raw_os_error();
 
 impl<B: Stable> SendQueue<B> {
     /// Handles all events that are available without a system call.

@@ -30,13 +30,12 @@ use rustix::net::{Shutdown, shutdown};
 
 use super::calibration;
 use super::cork::Cork;
-use super::in_flight::{self, InFlightSend, Part};
+use super::in_flight::{self, CANCELLED, InFlightSend, Part};
 use super::limit::Limit;
 use super::measurement::Measurement;
 use super::message::{Copying, Outgoing, Refusal, Returned};
 use super::policy::Policy;
 use super::ranges::Ranges;
-use super::results::CANCELLED;
 use super::slots::Slots;
 use super::stats::Stats;
 use crate::sys::{self, Backend, Key, NotStarted, SendMode, Stable, Submission, ZcSocket};

@@ -30,6 +30,8 @@ mod pool;
 mod requests;
 mod sendmsg;
 mod socket;
+mod socket_state;
+mod stable;
 mod unresolved;
 mod uring;
 mod zc_socket;
@@ -37,12 +39,13 @@ mod zc_socket;
 use std::io;
 
 pub use address::Address;
-pub use buffers::{Buf, Mapped, Piece, Stable};
+pub use buffers::{Buf, Mapped};
 pub use file::{FileMap, FilePart};
 pub use places::Key;
 pub use pool::{Pool, PoolBuf};
 pub use socket::{Kind, permit_zero_copy};
 pub(crate) use socket::{forget_pieces, kind, reset};
+pub use stable::{Piece, Stable};
 pub use zc_socket::{Backend, ZcSocket};
 
 /// Whether a request copies the buffer.

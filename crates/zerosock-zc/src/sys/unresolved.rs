@@ -19,11 +19,9 @@ use std::mem;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-use super::error_queue::BATCH;
 use super::places::header;
 use super::requests::RequestId;
-use super::sendmsg::{MAX_READS, SendmsgBackend};
-use super::zc_socket::SocketState;
+use super::socket_state::SocketState;
 use super::{Address, Key, Kind, Piece};
 
 /// An upper bound of a datagram's length, in bytes: a longer one fails before it takes an id.
@@ -40,87 +38,26 @@ pub(super) struct UnresolvedNotification {
     pub(super) id: u32,
 }
 
-impl SendmsgBackend {
-    /// Reads the error queue until it is empty, or [`MAX_READS`] times. Returns whether it is empty.
-    fn read_until_empty<B>(&mut self, state: &mut SocketState<B>) -> bool {
-        (0..MAX_READS).any(|_| {
-            self.read_error_queue(state)
-                .is_ok_and(|count| count < BATCH)
-        })
+/// Makes the kernel assign and report one id, if that is possible now, without sending anything: for the
+/// destination of place `key`. Returns the error number of the probe.
+pub(super) fn probe<B>(state: &mut SocketState<B>, key: Key) -> Option<i32> {
+    state.system_calls += 1;
+    let first = send_probe(state.socket.as_fd(), state.places.address(key));
+    if matches!(
+        first,
+        None | Some(libc::EINVAL | libc::EAGAIN | libc::ENOBUFS)
+    ) {
+        return first;
     }
-
-    /// Finds out whether the unresolved send took an id, if that can be known now. If it did, its buffer
-    /// stays in its place until the kernel reports that id; otherwise the buffer is free.
-    pub(super) fn resolve_notification<B>(&mut self, state: &mut SocketState<B>) {
-        let Some(unresolved) = self.unresolved.take() else {
-            return;
-        };
-        if !self.is_resolved(state, &unresolved) {
-            self.unresolved = Some(unresolved);
-            return;
-        }
-        let request = unresolved.request;
-        for _ in 0..self.ids.assign_unknown(unresolved.id, request) {
-            state
-                .requests
-                .expect_notification(&mut state.places, request);
-        }
-        // Replaces the notification that was expected when the send failed.
-        state.requests.notified(&mut state.places, request, false);
-    }
-
-    /// Whether it is known if the send took an id. If it did, `ids` holds that id without an owner.
-    fn is_resolved<B>(
-        &mut self,
-        state: &mut SocketState<B>,
-        unresolved: &UnresolvedNotification,
-    ) -> bool {
-        if !self.read_until_empty(state) {
-            return false;
-        }
-        // A reported id that is not before the one in question resolves it: a gap shows that it was taken.
-        if self.ids.next() != unresolved.id || has_no_unreported_id(state.socket.as_fd()) {
-            return true;
-        }
-        if self.corked {
-            return false;
-        }
-        let answer = match sockopt_is_set(state.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK) {
-            // A probe would append to the datagram of the application; and on a corked socket an error
-            // ends the datagram before ids are assigned.
-            true => Some(unresolved.code),
-            false => self.probe(state, unresolved.key),
-        };
-        if !self.read_until_empty(state) {
-            return false;
-        }
-        // A probe that fails with the same error took no id, and neither did the send. A lack of memory
-        // can be a coincidence.
-        let of_memory = matches!(unresolved.code, libc::ENOBUFS | libc::ENOMEM);
-        self.ids.next() != unresolved.id || answer == Some(unresolved.code) && !of_memory
-    }
-
-    /// Makes the kernel assign and report one id, if that is possible now, without sending anything.
-    /// Returns the error number of the probe.
-    pub(super) fn probe<B>(&self, state: &mut SocketState<B>, key: Key) -> Option<i32> {
-        state.system_calls += 1;
-        let first = probe(state.socket.as_fd(), state.places.address(key));
-        if matches!(
-            first,
-            None | Some(libc::EINVAL | libc::EAGAIN | libc::ENOBUFS)
-        ) {
-            return first;
-        }
-        // The route to the destination may be gone: a probe to the loopback address has one.
-        state.system_calls += 1;
-        let home: IpAddr = match self.kind {
-            Kind::Udp6 => Ipv6Addr::LOCALHOST.into(),
-            _ => Ipv4Addr::LOCALHOST.into(),
-        };
-        let home = Address::new(&SocketAddr::new(home, 9));
-        probe(state.socket.as_fd(), home.as_ref());
-        first
-    }
+    // The route to the destination may be gone: a probe to the loopback address has one.
+    state.system_calls += 1;
+    let home: IpAddr = match state.kind {
+        Kind::Udp6 => Ipv6Addr::LOCALHOST.into(),
+        _ => Ipv4Addr::LOCALHOST.into(),
+    };
+    let home = Address::new(&SocketAddr::new(home, 9));
+    send_probe(state.socket.as_fd(), home.as_ref());
+    first
 }
 
 /// Whether a datagram of `total` bytes that failed with `code` can have taken an id.
@@ -165,7 +102,7 @@ fn reports_drops(socket: BorrowedFd<'_>) -> bool {
 /// Sends a datagram with more segments than the kernel permits (UDP_SEGMENT, Linux 4.18). The kernel
 /// refuses it (EINVAL) when it is complete, after it took an id, and reports that id at once. Nothing is
 /// transmitted. Returns the error number, or none if the kernel accepted the datagram.
-fn probe(socket: BorrowedFd<'_>, address: Option<&Address>) -> Option<i32> {
+fn send_probe(socket: BorrowedFd<'_>, address: Option<&Address>) -> Option<i32> {
     static BYTES: [u8; 1 << 14] = [0; 1 << 14];
     #[repr(C)]
     struct Control {

@@ -27,7 +27,7 @@ use io_uring::{IoUring, Probe, cqueue, opcode, squeue, types};
 use super::arenas::Arenas;
 use super::places::{Place, header};
 use super::requests::{CompletionEntry, GatherRules, Request};
-use super::zc_socket::SocketState;
+use super::socket_state::SocketState;
 use super::{Event, Key, Kind, NotStarted, Piece, SendMode, Stable, Started, Submission};
 
 /// `IORING_SEND_ZC_REPORT_USAGE`: the notification says whether the kernel copied (Linux 6.2, and
@@ -44,8 +44,6 @@ pub(super) const SOCKET: types::Fixed = types::Fixed(0);
 const MAX_TIED_BYTES: usize = 128 << 10;
 /// The longest time that the thread of `orphans` waits for one ring.
 const CANCEL_TIMEOUT: Duration = Duration::from_millis(5);
-/// The longest request, in bytes; the kernel takes no more in one call (MAX_RW_COUNT).
-pub(super) const MAX_REQUEST_LEN: usize = 0x7fff_f000;
 
 /// The next step of the shutdown of a ring.
 #[derive(Copy, Clone, Eq, PartialEq)]

@@ -51,7 +51,7 @@ use zerosock_sys::notify::CallFd;
 pub use self::frontends::{ControlExtension, FrontendRegistry};
 pub use self::log_limit::LogLimit;
 pub use self::mailbox::Notice;
-pub use self::mailbox::{FrontendLink, Reply};
+pub use self::mailbox::{DeviceReply, FrontendLink, Reply};
 pub use self::model::{ConfigWrite, DeviceModel};
 pub use self::stats::FaultCounts;
 pub use self::stats::{ControlStats, Fault};
@@ -142,18 +142,6 @@ impl DeviceCommand {
             DeviceCommand::Disconnected => "Disconnected",
         }
     }
-}
-
-/// A worker's answer to a [`DeviceCommand`].
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub enum DeviceReply {
-    /// The command was carried out.
-    Done,
-    /// The queue has stopped; the index of its next available entry.
-    Base(u16),
-    /// The command was not carried out, and why. The front-end gets an error where the protocol
-    /// allows one.
-    Failed(String),
 }
 
 /// Queues commands of the control thread for the worker that owns a device.

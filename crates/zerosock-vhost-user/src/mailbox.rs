@@ -13,8 +13,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, write};
 
-use super::DeviceReply;
 use crate::liveness::LivenessQuery;
+
+/// A worker's answer to a [`DeviceCommand`](super::DeviceCommand).
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum DeviceReply {
+    /// The command was carried out.
+    Done,
+    /// The queue has stopped; the index of its next available entry.
+    Base(u16),
+    /// The command was not carried out, and why. The front-end gets an error where the protocol
+    /// allows one.
+    Failed(String),
+}
 
 /// A message to the control thread.
 #[derive(Debug)]

@@ -22,7 +22,7 @@ use super::super::codec::MAX_PAYLOAD;
 use super::super::fds::SentFd;
 use super::super::model::ConfigWrite;
 use super::super::stats::Fault;
-use super::{
+use super::state::{
     Accepted, Denied, F_EVENT_IDX, F_INDIRECT_DESC, OnDone, PROTOCOL_FEATURES, Session, Slot,
 };
 

@@ -203,7 +203,10 @@ impl AsyncSeqPacket {
 
     async fn wait_queued_sent(&self) {
         // The message is sent in any case.
-        let _ = self.watch.when(|| self.socket.wait_queued_sent()).await;
+        let _ = self
+            .watch
+            .when(|| self.socket.conn.wait_queued_sent())
+            .await;
     }
 }
 

@@ -14,11 +14,11 @@ impl Connector for From {}
 
 impl sealed::Connect for From {
     fn begin(&self, peer: Address) -> io::Result<Stream> {
-        crate::vsock::endpoint::begin_connect(&self.0, peer, Wait::Sleep)
+        crate::vsock::connecting::begin_connect(&self.0, peer, Wait::Sleep)
     }
 
     fn begin_messages(&self, peer: Address) -> io::Result<SeqPacket> {
-        crate::vsock::endpoint::begin_connect(&self.0, peer, Wait::Sleep)
+        crate::vsock::connecting::begin_connect(&self.0, peer, Wait::Sleep)
     }
 
     fn resolver(&self, _: &str) -> sealed::Resolver {

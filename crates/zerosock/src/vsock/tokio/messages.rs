@@ -11,7 +11,7 @@ use std::ops::{Deref, DerefMut};
 use ::tokio::task::spawn_blocking;
 use zerosock_proto::{Address, Port};
 
-use super::Connector;
+use super::connector::Connector;
 use super::reactor::Watched;
 use crate::vsock::hub::Interest;
 use crate::vsock::seqpacket::{MessageLeases, MessageLoan, Received, SeqPacket, SeqPacketListener};

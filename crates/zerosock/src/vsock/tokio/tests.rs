@@ -1,8 +1,19 @@
 //! Cancelled calls of an endpoint with a scripted engine.
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::Poll;
+
+use ::tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use zerosock_proto::{Address, Port};
+
+use super::connector::sealed;
 use super::*;
 use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::fake::{core, info};
 use crate::vsock::hub::Core;
+use crate::vsock::seqpacket::SeqPacket;
+use crate::vsock::stream::Stream;
 use crate::vsock::waiting::Wait;
 
 const THERE: Address = Address::new(zerosock_proto::Cid::new(4), Port::new(1));

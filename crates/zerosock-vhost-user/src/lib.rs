@@ -164,8 +164,8 @@ pub struct VmSpec {
     pub socket: FrontendSocket,
     /// The largest queue that the front-end may set up: a power of two of at most 32768.
     pub max_queue_size: u16,
-    /// Refuse memory that can shrink (no F_SEAL_SHRINK). If it is accepted and vanishes, only this VM
-    /// is lost, provided that the SIGBUS guard of `zerosock_sys` is installed.
+    /// Refuse memory that can shrink (no F_SEAL_SHRINK). If it is accepted and vanishes, only this
+    /// VM is lost, provided that the SIGBUS guard of `zerosock_sys` is installed.
     pub sealed_memory: bool,
     /// Limits the descriptors and the mapped memory of the front-end.
     pub account: Account,

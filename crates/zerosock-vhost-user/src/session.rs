@@ -205,8 +205,8 @@ impl Session {
         }
     }
 
-    /// Answers a refused request as far as the protocol allows. `answered`: the request has a reply of
-    /// its own, which cannot express failure.
+    /// Answers a refused request as far as the protocol allows. `answered`: the request has a reply
+    /// of its own, which cannot express failure.
     fn refuse(&self, request: u32, need_reply: bool, answered: bool, denied: Denied) -> Outcome {
         let (fault, reason) = denied;
         let step = match answered {

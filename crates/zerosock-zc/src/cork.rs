@@ -1,18 +1,18 @@
 //! Datagrams in pieces: each piece but the last is sent with MSG_MORE.
 //!
-//! The socket collects the pieces until the last one comes, and drops all of them when it refuses one.
-//! The next send then begins a datagram: a piece that is requested again alone, or after one that
-//! failed, would arrive as a datagram of its own. A piece can also fail without the socket: it is
-//! cancelled, or the kernel has no memory to pin it. Then the socket must be made to forget the earlier
-//! pieces, which would otherwise arrive in front of the next datagram. A raw socket cannot forget them,
-//! and its sender accepts nothing more. So the pieces of one datagram, and nothing else, are under way
-//! together, and they are requested again together or not at all.
+//! The socket collects the pieces until the last one comes, and drops all of them when it refuses
+//! one. The next send then begins a datagram: a piece that is requested again alone, or after one
+//! that failed, would arrive as a datagram of its own. A piece can also fail without the socket: it
+//! is cancelled, or the kernel has no memory to pin it. Then the socket must be made to forget the
+//! earlier pieces, which would otherwise arrive in front of the next datagram. A raw socket cannot
+//! forget them, and its sender accepts nothing more. So the pieces of one datagram, and nothing
+//! else, are under way together, and they are requested again together or not at all.
 //!
-//! For that, pieces that the socket has taken are *kept*: they are finished, but are neither reported nor
-//! returned until the last piece is taken. If the kernel has no memory for a piece without a copy, all
-//! pieces are copied. Kept pieces are returned early, and then cannot be requested again, when there is
-//! no place for the next piece, and when the application polls or waits before it has sent the next one:
-//! it may need these buffers to send it.
+//! For that, pieces that the socket has taken are *kept*: they are finished, but are neither
+//! reported nor returned until the last piece is taken. If the kernel has no memory for a piece
+//! without a copy, all pieces are copied. Kept pieces are returned early, and then cannot be
+//! requested again, when there is no place for the next piece, and when the application polls or
+//! waits before it has sent the next one: it may need these buffers to send it.
 //!
 //! # Invariants
 //! No call waits for a piece that is kept.

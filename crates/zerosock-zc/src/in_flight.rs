@@ -42,7 +42,8 @@ pub(super) struct InFlightSend {
     /// Sent with MSG_MORE.
     pub(super) more: bool,
     pub(super) part: Part,
-    /// The number of the submission ([`Measurement`](super::measurement::Measurement)) of its last request.
+    /// The number of the submission ([`Measurement`](super::measurement::Measurement)) of its last
+    /// request.
     pub(super) submission: u64,
     /// A request was made of it.
     pub(super) started: bool,

@@ -1,11 +1,11 @@
 //! Ends the sends of a queue that exceed the limit of the sender (see `limit`).
 //!
-//! The oldest send that counts is looked up when the application submits, polls or waits, and a wait ends
-//! when that send is late. There is no timer and no thread.
+//! The oldest send that counts is looked up when the application submits, polls or waits, and a
+//! wait ends when that send is late. There is no timer and no thread.
 //!
 //! # Invariants
-//! A late send is cancelled or reset as far as possible, and then no longer counts: otherwise every later
-//! wait would return at once.
+//! A late send is cancelled or reset as far as possible, and then no longer counts: otherwise every
+//! later wait would return at once.
 
 use std::time::{Duration, Instant};
 
@@ -30,8 +30,8 @@ impl<B: Stable> SendQueue<B> {
         self.limit.accepted.push_back(Accepted { at, key, ordinal });
     }
 
-    /// Whether the limit applies to a send: on a stream until its buffer is free, because a reset can free
-    /// it; otherwise until the kernel has taken it.
+    /// Whether the limit applies to a send: on a stream until its buffer is free, because a reset
+    /// can free it; otherwise until the kernel has taken it.
     fn is_awaited(&self, accepted: &Accepted) -> bool {
         let send = self.sends.get(accepted.key.index());
         send.filter(|send| send.ordinal == accepted.ordinal)

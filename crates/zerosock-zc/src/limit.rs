@@ -13,7 +13,8 @@ use crate::sys::Key;
 pub(super) struct Limit {
     /// The longest time of a send; without, there is no limit.
     pub(super) time: Option<Duration>,
-    /// When the first send since the last submission was accepted: the clock is read once per submission.
+    /// When the first send since the last submission was accepted: the clock is read once per
+    /// submission.
     pub(super) now: Option<Instant>,
     /// Accepted sends, the oldest first. Some of them no longer count.
     pub(super) accepted: VecDeque<Accepted>,

@@ -1,4 +1,5 @@
-//! Pieces of datagrams in a queue: which are kept, requested again, copied or returned (see `cork`).
+//! Pieces of datagrams in a queue: which are kept, requested again, copied or returned (see
+//! `cork`).
 
 use std::mem;
 
@@ -40,8 +41,9 @@ impl<B: Stable> SendQueue<B> {
         self.cork.is_keeping() && self.is_handed_over()
     }
 
-    /// Releases kept pieces when the application polls or waits: it may need the buffers for the next
-    /// piece. If the sender is closed, no next piece can follow, and the socket drops the datagram.
+    /// Releases kept pieces when the application polls or waits: it may need the buffers for the
+    /// next piece. If the sender is closed, no next piece can follow, and the socket drops the
+    /// datagram.
     pub(super) fn release_kept_for_caller(&mut self) {
         if !self.is_handed_over() {
             return;
@@ -52,8 +54,8 @@ impl<B: Stable> SendQueue<B> {
         }
     }
 
-    /// Copies all pieces of a datagram because one found no memory: those that the socket has taken, those
-    /// that `failed`, and those that follow.
+    /// Copies all pieces of a datagram because one found no memory: those that the socket has
+    /// taken, those that `failed`, and those that follow.
     pub(super) fn copy_pieces(&mut self, failed: Vec<(Key, i32)>) {
         let kept = mem::take(&mut self.cork.kept);
         self.forget_pieces();

@@ -210,7 +210,8 @@ fn receive(mut receiver: impl Receiver, order: &Order) -> Result<Outcome, Fault>
     }
     let start = Instant::now();
     let mut messages = 0;
-    // A receiver that gets no CPU time counts until its first datagram; the senders go on for as long.
+    // A receiver that gets no CPU time counts until its first datagram; the senders go on for as
+    // long.
     while start.elapsed() < order.time || (messages == 0 && start.elapsed() < LONGER) {
         for _ in 0..BATCH {
             messages += receiver.recv(&mut look)?;

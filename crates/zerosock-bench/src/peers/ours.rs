@@ -31,8 +31,8 @@ struct Tuning {
 
 impl Tuning {
     /// One-way small messages get a large queue: many in flight hide the latency between two cores.
-    /// One-way large messages get a queue with buffers that fit into the caches. All other orders get the
-    /// default queues.
+    /// One-way large messages get a queue with buffers that fit into the caches. All other orders
+    /// get the default queues.
     fn of(order: &Order) -> Tuning {
         let one_way = matches!(order.job, Job::Send | Job::Receive) && order.how.is_none();
         let (queue_size, window) = match order.size {

@@ -57,7 +57,8 @@ fn warn_about_long_ports(path: &Path) {
     }
 }
 
-/// Notifies the service manager. Does nothing without one; a failure is logged and does not stop serving.
+/// Notifies the service manager. Does nothing without one; a failure is logged and does not stop
+/// serving.
 pub(super) fn notify(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
         warn!("cannot notify the service manager: {error}");

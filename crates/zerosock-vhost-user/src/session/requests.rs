@@ -1,9 +1,9 @@
 //! The known requests: one table, and a handler for each.
 //!
-//! A rule says which protocol feature must have been negotiated, the length of the payload, the number
-//! of descriptors, and whether the request has a reply of its own. A handler runs after these
-//! checks; it changes the session only if it accepts the request. Quotations are from the vhost-user
-//! specification.
+//! A rule says which protocol feature must have been negotiated, the length of the payload, the
+//! number of descriptors, and whether the request has a reply of its own. A handler runs after
+//! these checks; it changes the session only if it accepts the request. Quotations are from the
+//! vhost-user specification.
 
 use std::sync::Arc;
 

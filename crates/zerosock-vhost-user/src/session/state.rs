@@ -1,7 +1,7 @@
 //! What a session knows of its front-end, and the results of handling a request.
 //!
-//! The handlers in `requests` read and change it before a request is answered, [`Session::handle_message`]
-//! and [`Session::handle_reply`] after that.
+//! The handlers in `requests` read and change it before a request is answered,
+//! [`Session::handle_message`] and [`Session::handle_reply`] after that.
 
 use std::sync::Arc;
 
@@ -64,8 +64,8 @@ pub(super) struct Pending {
     pub(super) on_done: OnDone,
 }
 
-/// A region of the memory table. The file is kept so that the table can be mapped again when a region
-/// is added or removed. Used with CONFIGURE_MEM_SLOTS only.
+/// A region of the memory table. The file is kept so that the table can be mapped again when a
+/// region is added or removed. Used with CONFIGURE_MEM_SLOTS only.
 #[derive(Clone, Debug)]
 pub(super) struct Slot {
     pub(super) file: Arc<PeerFd>,
@@ -116,8 +116,8 @@ pub struct Session {
 impl Session {
     /// The session of a front-end that has sent nothing yet, for a device of this model.
     ///
-    /// Descriptors and memory count against `account`. `threads` counts the threads that write to call
-    /// descriptors of this VM, including those of its earlier front-ends.
+    /// Descriptors and memory count against `account`. `threads` counts the threads that write to
+    /// call descriptors of this VM, including those of its earlier front-ends.
     pub fn new(
         model: Arc<dyn DeviceModel>,
         max_queue_size: u16,
@@ -144,8 +144,8 @@ impl Session {
         }
     }
 
-    /// Refuses memory without F_SEAL_SHRINK (fcntl(2)) from now on: its owner could truncate it while
-    /// it is read.
+    /// Refuses memory without F_SEAL_SHRINK (fcntl(2)) from now on: its owner could truncate it
+    /// while it is read.
     pub fn require_sealed_memory(&mut self) {
         self.sealed_memory = true;
     }
@@ -157,9 +157,9 @@ impl Session {
 
     /// The protocol features that are offered to this front-end.
     ///
-    /// The driver of user-mode Linux (arch/um/drivers/virtio_uml.c) has no interrupt without a back-end
-    /// request channel. It sends SET_OWNER before it asks for the features; QEMU sends it after. QEMU
-    /// does not need the channel, and would log that the back-end closed it.
+    /// The driver of user-mode Linux (arch/um/drivers/virtio_uml.c) has no interrupt without a
+    /// back-end request channel. It sends SET_OWNER before it asks for the features; QEMU sends it
+    /// after. QEMU does not need the channel, and would log that the back-end closed it.
     pub(super) fn offered_protocol(&self) -> Protocol {
         match self.has_owner {
             true => PROTOCOL_FEATURES | Protocol::BACKEND_REQ,
@@ -196,7 +196,8 @@ impl Session {
         }
     }
 
-    /// The first running queue that overlaps with queue `index`, started with `config`, in its rings.
+    /// The first running queue that overlaps with queue `index`, started with `config`, in its
+    /// rings.
     pub(super) fn started_over(&self, index: u16, config: &QueueConfig) -> Option<u16> {
         let shares = |queue: &Queue| {
             let (Some(size), Some((desc, avail, used))) = (queue.size, queue.addresses) else {

@@ -59,8 +59,8 @@ unsafe impl Stable for PoolBuf {
     }
 }
 
-// SAFETY: each buffer is `Stable`. Nothing can write the vector while a `ZcSocket` owns it, so the order of
-// the pieces does not change.
+// SAFETY: each buffer is `Stable`. Nothing can write the vector while a `ZcSocket` owns it, so the
+// order of the pieces does not change.
 unsafe impl<B: Stable> Stable for Vec<B> {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {
         for buffer in self {
@@ -81,8 +81,9 @@ const EXTENTS: usize = 4;
 
 /// Bytes in memory that a peer shares, with a value that keeps them available.
 ///
-/// The peer may write them at any time, and the send then contains what it wrote. This crate makes no
-/// reference to them; the kernel reads them, and the send fails with EFAULT where the memory is gone.
+/// The peer may write them at any time, and the send then contains what it wrote. This crate makes
+/// no reference to them; the kernel reads them, and the send fails with EFAULT where the memory is
+/// gone.
 pub struct Mapped {
     pieces: Vec<Piece>,
     // Dropped before the memory: it returns the bytes to the peer.
@@ -91,7 +92,8 @@ pub struct Mapped {
 }
 
 impl Mapped {
-    /// `len` bytes of `extents` from `offset` on. `hold` is dropped when the bytes are no longer needed.
+    /// `len` bytes of `extents` from `offset` on. `hold` is dropped when the bytes are no longer
+    /// needed.
     ///
     /// # Errors
     /// `hold`, if the bytes are not within the memory, or consist of more than four slices.
@@ -124,12 +126,12 @@ impl fmt::Debug for Mapped {
     }
 }
 
-// SAFETY: the addresses are only passed to the kernel, from any thread; see `Stable` below. All other fields
-// are Send.
+// SAFETY: the addresses are only passed to the kernel, from any thread; see `Stable` below. All
+// other fields are Send.
 unsafe impl Send for Mapped {}
 
-// SAFETY: the pieces were looked up in the memory; its mapping does not move while `_memory` exists. Peers
-// that share the memory may write there; this process does not while `_hold` exists.
+// SAFETY: the pieces were looked up in the memory; its mapping does not move while `_memory`
+// exists. Peers that share the memory may write there; this process does not while `_hold` exists.
 unsafe impl Stable for Mapped {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {
         self.pieces.iter().copied().for_each(each);

@@ -1,15 +1,16 @@
 //! Finds out the notification id of the first zero-copy send of a sender.
 //!
-//! The kernel counts ids per socket, not per sender: an earlier sender, or the application itself, may
-//! have used some. No interface returns the next id, so it is found out before the first zero-copy send. On
-//! a TCP socket that has sent nothing it is zero. On UDP, a send that takes an id and fails for certain is
-//! made (`unresolved`): the kernel reports its id at once, and ours follow. In all other cases the first id
-//! is derived from the ids that the kernel reports (`notification_ids`).
+//! The kernel counts ids per socket, not per sender: an earlier sender, or the application itself,
+//! may have used some. No interface returns the next id, so it is found out before the first
+//! zero-copy send. On a TCP socket that has sent nothing it is zero. On UDP, a send that takes an
+//! id and fails for certain is made (`unresolved`): the kernel reports its id at once, and ours
+//! follow. In all other cases the first id is derived from the ids that the kernel reports
+//! (`notification_ids`).
 //!
 //! # Invariants
-//! Of all senders of this process over one socket, duplicates included, one at a time owns the error queue
-//! ([`ErrorQueueClaim`]), also after its `ZcSocket` was dropped while notifications are pending (`orphans`).
-//! The others copy.
+//! Of all senders of this process over one socket, duplicates included, one at a time owns the
+//! error queue ([`ErrorQueueClaim`]), also after its `ZcSocket` was dropped while notifications are
+//! pending (`orphans`). The others copy.
 #![allow(unsafe_code)]
 
 use std::collections::HashSet;

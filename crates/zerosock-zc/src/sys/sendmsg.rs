@@ -1,10 +1,10 @@
 //! The back-end over sendmsg(2), with the error queue or with copies only.
 //!
-//! A request is one call, made when it is started. The kernel assigns consecutive ids to the zero-copy
-//! sends of a socket (`notification_ids`) and reports them in its error queue (`error_queue`). The id of the
-//! first send is found out before it is made (`first_id`). From then on all ids must be those of this
-//! `ZcSocket`: another sender with MSG_ZEROCOPY on a duplicate of the socket breaks the assignment. Whether
-//! a failed send took an id is found out in `unresolved`.
+//! A request is one call, made when it is started. The kernel assigns consecutive ids to the
+//! zero-copy sends of a socket (`notification_ids`) and reports them in its error queue
+//! (`error_queue`). The id of the first send is found out before it is made (`first_id`). From then
+//! on all ids must be those of this `ZcSocket`: another sender with MSG_ZEROCOPY on a duplicate of
+//! the socket breaks the assignment. Whether a failed send took an id is found out in `unresolved`.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -88,8 +88,8 @@ impl SendmsgBackend {
     ) -> Result<Started, NotStarted> {
         let &first = keys.first().ok_or(NotStarted::Vacant)?;
         let buffer = state.places.buffer(first).ok_or(NotStarted::Vacant)?;
-        // An empty datagram, or an empty piece of one, may or may not take an id. It is copied, which costs
-        // nothing and takes none.
+        // An empty datagram, or an empty piece of one, may or may not take an id. It is copied,
+        // which costs nothing and takes none.
         let wished = submission.mode == SendMode::ZeroCopy && buffer.total() > submission.from;
         let mut zero_copy = wished && self.zero_copy;
         if zero_copy && self.unresolved.is_some() {
@@ -157,8 +157,8 @@ impl SendmsgBackend {
         state.requests.result(&mut state.places, id, result, note);
         self.sends_since_read += 1;
         if self.sends_since_read >= BATCH {
-            // One call reads this many notifications, so an application that only sends gets its buffers
-            // back as well. An error is reported again by the next call that polls.
+            // One call reads this many notifications, so an application that only sends gets its
+            // buffers back as well. An error is reported again by the next call that polls.
             let _ = self.reap(state);
         }
         Ok(Started {
@@ -168,8 +168,8 @@ impl SendmsgBackend {
         })
     }
 
-    /// Prepares `ids` for the first zero-copy send, which is that of place `key`. Returns false if the send
-    /// must be copied because the first id cannot be found out now.
+    /// Prepares `ids` for the first zero-copy send, which is that of place `key`. Returns false if
+    /// the send must be copied because the first id cannot be found out now.
     fn prepare_ids<B>(&mut self, state: &mut SocketState<B>, key: Key) -> bool {
         if self.ids_prepared {
             return true;
@@ -223,9 +223,9 @@ impl SendmsgBackend {
         Err(io::ErrorKind::WouldBlock.into())
     }
 
-    /// Whether the kernel assigned an id to the send that it has just taken. If a BPF program (sk_msg) sees
-    /// the bytes of a TCP socket, the kernel copies them, and bytes that the program holds back or redirects
-    /// have no id, so none would be reported. The first send is checked.
+    /// Whether the kernel assigned an id to the send that it has just taken. If a BPF program
+    /// (sk_msg) sees the bytes of a TCP socket, the kernel copies them, and bytes that the program
+    /// holds back or redirects have no id, so none would be reported. The first send is checked.
     fn took_id<B>(&mut self, state: &mut SocketState<B>) -> bool {
         if !self.assigns_ids {
             state.system_calls += 1;
@@ -263,8 +263,8 @@ impl SendmsgBackend {
             self.full = false;
         }
         if self.reap(state)? == 0 && !found.contains(PollFlags::OUT) {
-            // The event is not from the error queue. An error of the socket is the result of the next
-            // request; a hangup is reported by every poll.
+            // The event is not from the error queue. An error of the socket is the result of the
+            // next request; a hangup is reported by every poll.
             if let Ok(Err(error)) = sockopt::socket_error(&state.socket) {
                 self.error = Some(error.into());
                 self.full = false;
@@ -317,8 +317,8 @@ impl SendmsgBackend {
 
     /// Handles a reported range: the kernel no longer reads the buffers of these ids.
     fn complete_range<B>(&mut self, state: &mut SocketState<B>, (lo, hi, copied): ReportedRange) {
-        // A send on a stream does not fail after it took an id. So another sender took these ids, or a BPF
-        // program split a send, and later ids may not be ours.
+        // A send on a stream does not fail after it took an id. So another sender took these ids,
+        // or a BPF program split a send, and later ids may not be ours.
         if self.kind.is_tcp() && self.ids.is_ahead(hi) {
             self.zero_copy = false;
         }
@@ -329,7 +329,8 @@ impl SendmsgBackend {
         self.zero_copy &= in_step;
     }
 
-    /// Reads the error queue until it is empty, or [`MAX_READS`] times. Returns whether it is empty.
+    /// Reads the error queue until it is empty, or [`MAX_READS`] times. Returns whether it is
+    /// empty.
     fn read_until_empty<B>(&mut self, state: &mut SocketState<B>) -> bool {
         (0..MAX_READS).any(|_| {
             self.read_error_queue(state)
@@ -337,8 +338,8 @@ impl SendmsgBackend {
         })
     }
 
-    /// Finds out whether the unresolved send took an id, if that can be known now. If it did, its buffer
-    /// stays in its place until the kernel reports that id; otherwise the buffer is free.
+    /// Finds out whether the unresolved send took an id, if that can be known now. If it did, its
+    /// buffer stays in its place until the kernel reports that id; otherwise the buffer is free.
     fn resolve_notification<B>(&mut self, state: &mut SocketState<B>) {
         let Some(unresolved) = self.unresolved.take() else {
             return;
@@ -366,7 +367,8 @@ impl SendmsgBackend {
         if !self.read_until_empty(state) {
             return false;
         }
-        // A reported id that is not before the one in question resolves it: a gap shows that it was taken.
+        // A reported id that is not before the one in question resolves it: a gap shows that it was
+        // taken.
         if self.ids.next() != unresolved.id || has_no_unreported_id(state.socket.as_fd()) {
             return true;
         }
@@ -374,16 +376,16 @@ impl SendmsgBackend {
             return false;
         }
         let answer = match sockopt_is_set(state.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK) {
-            // A probe would append to the datagram of the application; and on a corked socket an error
-            // ends the datagram before ids are assigned.
+            // A probe would append to the datagram of the application; and on a corked socket an
+            // error ends the datagram before ids are assigned.
             true => Some(unresolved.code),
             false => probe(state, unresolved.key),
         };
         if !self.read_until_empty(state) {
             return false;
         }
-        // A probe that fails with the same error took no id, and neither did the send. A lack of memory
-        // can be a coincidence.
+        // A probe that fails with the same error took no id, and neither did the send. A lack of
+        // memory can be a coincidence.
         let of_memory = matches!(unresolved.code, libc::ENOBUFS | libc::ENOMEM);
         self.ids.next() != unresolved.id || answer == Some(unresolved.code) && !of_memory
     }
@@ -407,8 +409,8 @@ pub(super) fn send(
     let header = header(pieces, address);
     loop {
         // SAFETY: the header refers to the pieces and to the address, both of which outlive the
-        // call; the pieces refer to a buffer that does not move (`Stable`), and that its place, also in
-        // the thread of `orphans`, keeps until the kernel has reported the id of the send
+        // call; the pieces refer to a buffer that does not move (`Stable`), and that its place,
+        // also in the thread of `orphans`, keeps until the kernel has reported the id of the send
         // (`Places::take`).
         let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &header, flags) };
         if let Ok(sent) = usize::try_from(sent) {

@@ -8,9 +8,9 @@ use super::{Kind, SendMode};
 
 /// The longest request, in bytes; the kernel takes no more in one call (MAX_RW_COUNT).
 const MAX_REQUEST_LEN: usize = 0x7fff_f000;
-/// The longest packet of vsock, in bytes (VIRTIO_VSOCK_MAX_PKT_BUF_SIZE). If vsock splits a request into
-/// several packets, only the last one holds the notification: if the kernel has no memory for it, the
-/// others are sent, and no notification says when they have been read.
+/// The longest packet of vsock, in bytes (VIRTIO_VSOCK_MAX_PKT_BUF_SIZE). If vsock splits a request
+/// into several packets, only the last one holds the notification: if the kernel has no memory for
+/// it, the others are sent, and no notification says when they have been read.
 const MAX_VSOCK_PACKET: usize = 64 << 10;
 
 /// The socket, its places and its requests.
@@ -34,8 +34,8 @@ impl<B> SocketState<B> {
         }
     }
 
-    /// Whether a request can consist of several places. vsock copies a zero-copy request with more pages
-    /// than one packet holds, so each place is a request of its own.
+    /// Whether a request can consist of several places. vsock copies a zero-copy request with more
+    /// pages than one packet holds, so each place is a request of its own.
     pub(super) fn gathers(&self, mode: SendMode) -> bool {
         self.kind.is_tcp() || self.kind.is_stream() && mode == SendMode::Copy
     }

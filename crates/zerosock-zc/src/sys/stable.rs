@@ -25,7 +25,8 @@ impl Piece {
         }
     }
 
-    /// The rest of the piece after `skip` bytes, or none if it is empty. Reduces `skip` by the bytes skipped.
+    /// The rest of the piece after `skip` bytes, or none if it is empty. Reduces `skip` by the
+    /// bytes skipped.
     pub(super) fn behind(self, skip: &mut usize) -> Option<Self> {
         let passed = self.len.min(*skip);
         *skip -= passed;
@@ -58,13 +59,14 @@ impl From<&[u8]> for Piece {
 ///
 /// # Safety
 /// The pieces are the same at every call, and readable memory for as long as the value exists,
-/// wherever it is moved. Safe code of this process cannot write there meanwhile. A guest or peer that
-/// shares the memory, and a writer of a file that is mapped, can: the kernel tolerates that.
+/// wherever it is moved. Safe code of this process cannot write there meanwhile. A guest or peer
+/// that shares the memory, and a writer of a file that is mapped, can: the kernel tolerates that.
 pub unsafe trait Stable: Send + 'static {
     /// Calls `each` with the pieces in order.
     fn pieces(&self, each: &mut impl FnMut(Piece));
 
-    /// The pool arena that contains the buffer, if it is a single piece of one: a ring registers the arena.
+    /// The pool arena that contains the buffer, if it is a single piece of one: a ring registers
+    /// the arena.
     #[doc(hidden)]
     fn arena(&self) -> Option<&Arc<Arena>> {
         None

@@ -1,17 +1,18 @@
 //! Whether a failed datagram took a notification id.
 //!
-//! The kernel assigns the id of a zero-copy datagram early, so a datagram can fail with its id taken: a
-//! filter drops it (EPERM), a queue is full (ENOBUFS, with IP_RECVERR set), or its device goes down. The
-//! kernel then reads the buffer until it reports the id, which can be after the error if fragments of the
-//! datagram were already queued. Other failures take no id. The error code does not tell the two apart.
-//! So the back-end makes a second send that takes an id, fails for certain, and is reported at once
-//! (`probe`): if the reported id leaves a gap, the failed datagram took the missing id. Until this is
-//! known, the buffer of the failed datagram stays in its place and all other sends are copied.
+//! The kernel assigns the id of a zero-copy datagram early, so a datagram can fail with its id
+//! taken: a filter drops it (EPERM), a queue is full (ENOBUFS, with IP_RECVERR set), or its device
+//! goes down. The kernel then reads the buffer until it reports the id, which can be after the
+//! error if fragments of the datagram were already queued. Other failures take no id. The error
+//! code does not tell the two apart. So the back-end makes a second send that takes an id, fails
+//! for certain, and is reported at once (`probe`): if the reported id leaves a gap, the failed
+//! datagram took the missing id. Until this is known, the buffer of the failed datagram stays in
+//! its place and all other sends are copied.
 //!
-//! After ENOBUFS the probe can run out of memory as well, and its failure proves nothing: locked memory is
-//! accounted per user, including the pages of the failed datagram. But each id charges the socket's option
-//! memory from its assignment until its report is read (`has_no_unreported_id`). If none is charged, the
-//! failed datagram took no id.
+//! After ENOBUFS the probe can run out of memory as well, and its failure proves nothing: locked
+//! memory is accounted per user, including the pages of the failed datagram. But each id charges
+//! the socket's option memory from its assignment until its report is read
+//! (`has_no_unreported_id`). If none is charged, the failed datagram took no id.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -38,8 +39,8 @@ pub(super) struct UnresolvedNotification {
     pub(super) id: u32,
 }
 
-/// Makes the kernel assign and report one id, if that is possible now, without sending anything: for the
-/// destination of place `key`. Returns the error number of the probe.
+/// Makes the kernel assign and report one id, if that is possible now, without sending anything:
+/// for the destination of place `key`. Returns the error number of the probe.
 pub(super) fn probe<B>(state: &mut SocketState<B>, key: Key) -> Option<i32> {
     state.system_calls += 1;
     let first = send_probe(state.socket.as_fd(), state.places.address(key));
@@ -72,9 +73,9 @@ pub(super) fn may_have_taken_id(socket: BorrowedFd<'_>, code: i32, total: usize)
     }
 }
 
-/// Whether every id that the socket assigned was reported and the report was read: until then each id is
-/// charged to its option memory (SO_MEMINFO, Linux 4.12). False also if something else is charged there,
-/// such as a filter.
+/// Whether every id that the socket assigned was reported and the report was read: until then each
+/// id is charged to its option memory (SO_MEMINFO, Linux 4.12). False also if something else is
+/// charged there, such as a filter.
 pub(super) fn has_no_unreported_id(socket: BorrowedFd<'_>) -> bool {
     const SO_MEMINFO: libc::c_int = 55;
     const OPTION_MEMORY: usize = 6;
@@ -99,9 +100,10 @@ fn reports_drops(socket: BorrowedFd<'_>) -> bool {
     is_set(libc::SOL_IP, libc::IP_RECVERR) || is_set(libc::SOL_IPV6, libc::IPV6_RECVERR)
 }
 
-/// Sends a datagram with more segments than the kernel permits (UDP_SEGMENT, Linux 4.18). The kernel
-/// refuses it (EINVAL) when it is complete, after it took an id, and reports that id at once. Nothing is
-/// transmitted. Returns the error number, or none if the kernel accepted the datagram.
+/// Sends a datagram with more segments than the kernel permits (UDP_SEGMENT, Linux 4.18). The
+/// kernel refuses it (EINVAL) when it is complete, after it took an id, and reports that id at
+/// once. Nothing is transmitted. Returns the error number, or none if the kernel accepted the
+/// datagram.
 fn send_probe(socket: BorrowedFd<'_>, address: Option<&Address>) -> Option<i32> {
     static BYTES: [u8; 1 << 14] = [0; 1 << 14];
     #[repr(C)]

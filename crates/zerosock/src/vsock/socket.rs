@@ -25,9 +25,9 @@ use super::waiting::Wait;
 
 /// A socket that is neither connected nor listening: for binding a port and setting options first.
 ///
-/// Without either, [`Endpoint::connect`](super::Endpoint::connect) and [`Endpoint::listen`](super::Endpoint::listen) suffice. The socket keeps its
-/// options and can be used again. A bound port passes to the connection or the listener; a failed
-/// connect returns it.
+/// Without either, [`Endpoint::connect`](super::Endpoint::connect) and
+/// [`Endpoint::listen`](super::Endpoint::listen) suffice. The socket keeps its options and can be
+/// used again. A bound port passes to the connection or the listener; a failed connect returns it.
 ///
 /// ```
 /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -67,8 +67,8 @@ pub struct Socket {
 }
 
 impl Socket {
-    /// A socket of the endpoint behind `core`. `ports` are its reachable ports; empty: all, or none for a
-    /// service.
+    /// A socket of the endpoint behind `core`. `ports` are its reachable ports; empty: all, or none
+    /// for a service.
     pub(super) fn new(
         core: Arc<Core>,
         cid: Cid,
@@ -208,9 +208,9 @@ impl Socket {
     /// Connects to `peer`.
     ///
     /// # Errors
-    /// As [`Endpoint::connect`](super::Endpoint::connect); `AddrInUse` also when the socket is bound to a port that has a
-    /// connection to `peer` already. A closed connection counts until the peer has acknowledged the
-    /// close, which [`Stream::set_linger`] can wait for.
+    /// As [`Endpoint::connect`](super::Endpoint::connect); `AddrInUse` also when the socket is
+    /// bound to a port that has a connection to `peer` already. A closed connection counts until
+    /// the peer has acknowledged the close, which [`Stream::set_linger`] can wait for.
     pub fn connect(&mut self, peer: Address) -> io::Result<Stream> {
         self.connect_as(peer)
     }
@@ -236,7 +236,8 @@ impl Socket {
         }
     }
 
-    /// Sends the request and does not wait for the answer; see [`Endpoint::begin_connect`](super::Endpoint::begin_connect).
+    /// Sends the request and does not wait for the answer; see
+    /// [`Endpoint::begin_connect`](super::Endpoint::begin_connect).
     ///
     /// # Errors
     /// Those of [`connect`](Self::connect) that are known at once.

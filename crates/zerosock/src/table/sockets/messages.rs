@@ -6,8 +6,8 @@
 //! # Invariants
 //! - An incomplete message holds at most an eighth of the pool; further parts are copied. A message
 //!   can therefore be longer than what may be held in place.
-//! - A copied message counts for more than its bytes ([`COST`](super::ends::COST)), because the peer chooses how short
-//!   its messages are.
+//! - A copied message counts for more than its bytes ([`COST`](super::ends::COST)), because the
+//!   peer chooses how short its messages are.
 
 use super::ends::{Ends, cost};
 use super::ids::StreamId;

@@ -6,8 +6,8 @@
 //! [`ReceivedPart`]s: held buffers and copies. `parts` stores and reads them, `messages` adds
 //! message boundaries, `lent` manages leases, `bounds` limits the number and age of held buffers,
 //! `moving` changes a connection's pool, `ready_flags` reports readiness, `room` tracks connections
-//! that wait to send. This file adds and removes connections. The types of which the table consists are
-//! in `ids`, `received`, `lent_entry` and `pool`; `store` is what it asks of the backend.
+//! that wait to send. This file adds and removes connections. The types of which the table consists
+//! are in `ids`, `received`, `lent_entry` and `pool`; `store` is what it asks of the backend.
 //!
 //! # Invariants
 //! - Every token is returned to the backend exactly once ([`Store::release`]), except for buffers

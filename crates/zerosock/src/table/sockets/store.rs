@@ -13,8 +13,8 @@ pub(crate) trait Store {
     /// The memory of a buffer; `None` if it was unmapped.
     fn memory(&self, token: &Self::Token) -> Option<&Arc<Memory>>;
 
-    /// The buffer's pieces in that memory. The offset of a [`HeldBuffer`](super::HeldBuffer) counts from the first
-    /// piece.
+    /// The buffer's pieces in that memory. The offset of a [`HeldBuffer`](super::HeldBuffer) counts
+    /// from the first piece.
     fn pieces<'a>(&'a self, token: &'a Self::Token) -> &'a [Piece];
 
     /// Returns a buffer to the peer.

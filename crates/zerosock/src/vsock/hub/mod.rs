@@ -21,8 +21,8 @@
 //!
 //! # Files
 //! `lock` has the lock, `wait` blocks a call, `waiters` registers and wakes waiters. Below them are
-//! `waiter`, `tasks`, `wait_budget` and `descriptors`; `reactor` is the handle of the task that drives
-//! an endpoint in a tokio runtime.
+//! `waiter`, `tasks`, `wait_budget` and `descriptors`; `reactor` is the handle of the task that
+//! drives an endpoint in a tokio runtime.
 
 mod descriptors;
 #[cfg(test)]

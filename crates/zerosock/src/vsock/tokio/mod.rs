@@ -1,9 +1,9 @@
 //! Sockets for tokio: [`AsyncRead`], [`AsyncWrite`], and leases, loans and messages that are
 //! awaited.
 //!
-//! An async socket is a non-blocking socket registered with the `reactor` of its endpoint. `stream` has
-//! streams and listeners, `halves` splits streams; `messages` has seqpacket sockets, `datagram` datagram
-//! sockets; all connect from a `connector`.
+//! An async socket is a non-blocking socket registered with the `reactor` of its endpoint. `stream`
+//! has streams and listeners, `halves` splits streams; `messages` has seqpacket sockets, `datagram`
+//! datagram sockets; all connect from a `connector`.
 //!
 //! [`AsyncRead`]: ::tokio::io::AsyncRead
 //! [`AsyncWrite`]: ::tokio::io::AsyncWrite

@@ -2,8 +2,8 @@
 //!
 //! # Invariants
 //!
-//! - A port belongs to one service at a time. It becomes free only when every worker has removed its
-//!   route.
+//! - A port belongs to one service at a time. It becomes free only when every worker has removed
+//!   its route.
 //! - When a claim is answered, connections to its ports reach the service.
 //! - A request gets all of its ports or none.
 
@@ -172,7 +172,8 @@ impl Server {
         }
     }
 
-    /// Marks the ports as being released; they are free when the notice with this number is dropped.
+    /// Marks the ports as being released; they are free when the notice with this number is
+    /// dropped.
     pub(super) fn mark_releasing(&mut self, ports: impl IntoIterator<Item = Port>, number: u64) {
         for port in ports {
             if let Some(claim) = self.claims.get_mut(&port) {
@@ -181,8 +182,8 @@ impl Server {
         }
     }
 
-    /// Handles the end of the notice with this number: frees the ports that were being released, and
-    /// answers the client that claimed or released ports.
+    /// Handles the end of the notice with this number: frees the ports that were being released,
+    /// and answers the client that claimed or released ports.
     pub(super) fn claims_notice_dropped(&mut self, number: u64, frontends: &mut FrontendRegistry) {
         self.claims
             .retain(|_, claim| claim.releasing != Some(number));
@@ -227,7 +228,8 @@ impl Server {
         Instant::now() + REQUEST_TIMEOUT
     }
 
-    /// The number of a client's service, if it is attached. Otherwise answers that the request is bad.
+    /// The number of a client's service, if it is attached. Otherwise answers that the request is
+    /// bad.
     fn service_of(&mut self, key: u32) -> Option<usize> {
         let client = self.clients.get(&key)?;
         let member = match client.state {

@@ -1,4 +1,5 @@
-//! The state of the attach server: its clients, members and claims. The files beside this one change it.
+//! The state of the attach server: its clients, members and claims. The files beside this one
+//! change it.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -24,8 +25,8 @@ use zerosock_vhost_user::LogLimit;
 
 /// Time-out for the first request, and for a request that waits for something to become free.
 pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a client may leave an answer unread. It may have exited and have left its own end of the
-/// connection in a message that is not read before the answer.
+/// How long a client may leave an answer unread. It may have exited and have left its own end of
+/// the connection in a message that is not read before the answer.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// Limit of clients that are not members.
 pub(super) const MAX_CLIENTS: usize = 64;
@@ -49,8 +50,8 @@ pub(crate) struct Server {
     pub(super) by_name: BTreeMap<Name, usize>,
     /// Ports of the host that belong to services, including those being released.
     pub(super) claims: BTreeMap<Port, Claim>,
-    /// The CID to try first for a process that requests any: the one after the last assigned, so that
-    /// CIDs are reused as late as possible.
+    /// The CID to try first for a process that requests any: the one after the last assigned, so
+    /// that CIDs are reused as late as possible.
     pub(super) next_cid: u32,
     /// The block of source ports to try first for a service, likewise.
     pub(super) next_block: u32,
@@ -67,7 +68,8 @@ pub(crate) struct Server {
 impl Server {
     pub(crate) fn new(config: AttachConfig, directory: Arc<Directory>) -> io::Result<Server> {
         rustix::io::ioctl_fionbio(&config.listener, true)?;
-        // Requests carry no descriptors. Where the kernel cannot refuse them, they are closed below.
+        // Requests carry no descriptors. Where the kernel cannot refuse them, they are closed
+        // below.
         fd_passing::refuse_rights(&config.listener)?;
         let limits = Limits {
             descriptors: MAX_TURNED_AWAY,

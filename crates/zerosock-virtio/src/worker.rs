@@ -18,11 +18,12 @@
 //! readable or [`Worker::next_timeout`] has passed.
 
 mod intake;
+mod message;
 mod messages;
 #[cfg(test)]
 mod tests;
 
-pub use self::messages::{Update, WorkerMessage, WorkerPort};
+pub use self::message::{Update, WorkerMessage, WorkerPort};
 use crate::clock::Clock;
 use crate::device::{Context, Event, WorkerDevice};
 use crate::mailbox::{Mailbox, Sender};

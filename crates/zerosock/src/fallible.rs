@@ -2,11 +2,11 @@
 //!
 //! # Invariants
 //!
-//! - An allocation in a size that a peer chooses, and that can exceed 64 KiB (the largest payload of a
-//!   packet), uses the `try_reserve` family. If it fails, that peer loses its connection, its request
-//!   or its device, and the process continues.
-//! - Smaller allocations, and those in a size that the embedding program chooses, abort the process on
-//!   failure as usual in Rust.
+//! - An allocation in a size that a peer chooses, and that can exceed 64 KiB (the largest payload
+//!   of a packet), uses the `try_reserve` family. If it fails, that peer loses its connection, its
+//!   request or its device, and the process continues.
+//! - Smaller allocations, and those in a size that the embedding program chooses, abort the process
+//!   on failure as usual in Rust.
 //! - Freeing a large buffer takes time in proportion to its pages: see [`free`].
 
 use std::collections::TryReserveError;

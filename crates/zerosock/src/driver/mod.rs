@@ -42,6 +42,7 @@ mod flows;
 #[cfg(test)]
 mod hostile_tests;
 mod intake;
+mod lending;
 mod link;
 mod loans;
 mod message_loans;
@@ -74,8 +75,8 @@ pub use config::{ConfigError, DriverConfig};
 pub use errors::{DriverError, RecvError, SendError, WaitError};
 pub use events::{DriverEvent, DriverStats};
 pub use link::AttachError;
+pub use loans::Loan;
 pub use queues::QueueSetupError;
-pub use transfer::Loan;
 pub use zerosock_proto::vsock::How;
 pub use zerosock_proto::{Address, Cid, Port};
 pub use zerosock_vhost_user::frontend::{Frontend, FrontendError, VringAddr};

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use zerosock_proto::Address;
 
-use super::connection::{Blocking, Connected, decode, encode};
+use super::blocking::{Blocking, decode, encode};
+use super::connection::Connected;
 use super::hub::{Core, DeferredClose, Interest, WaitBudget};
 use super::options::Options;
 use super::stream::Stream;

@@ -1,15 +1,17 @@
 //! Waiters of an endpoint with a scripted engine.
 
+use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
+use zerosock_proto::Port;
 
 use super::*;
-use crate::table::backend::ReadySource;
-use crate::table::sockets::StreamState;
+use crate::table::backend::{Backend, ReadySource};
+use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::fake::{Scripted, core, info};
 use crate::vsock::listener::Listener;
 use crate::vsock::stream::Stream;

@@ -24,7 +24,7 @@ use super::program::{App, HostToken};
 use super::ring::Ring;
 use super::{Context, Device};
 use crate::table::gathered::unsent;
-use crate::table::sockets::{Ends, HeldBuffer, ReadyFlags, Sockets, StreamId, StreamState};
+use crate::table::sockets::{Ends, HeldBuffer, ReadyFlag, Sockets, StreamId, StreamState};
 use crate::table::{backend::CreditInfo, transfers::SendFault};
 
 impl Device {
@@ -217,7 +217,7 @@ impl Device {
             && let Some(conn) = app.sockets.get_mut(id)
         {
             conn.state = StreamState::Connected;
-            app.sockets.set_ready(id, ReadyFlags::Connected);
+            app.sockets.set_ready(id, ReadyFlag::Connected);
         }
     }
 
@@ -237,7 +237,7 @@ impl Device {
             if send {
                 app.sockets.drop_half(id, &mut self.store());
             }
-            app.sockets.set_ready(id, ReadyFlags::PeerShutdown);
+            app.sockets.set_ready(id, ReadyFlag::PeerShutdown);
         }
     }
 
@@ -247,7 +247,7 @@ impl Device {
             && let Some(conn) = app.sockets.get_mut(id)
         {
             conn.wants_room = false;
-            app.sockets.set_ready(id, ReadyFlags::Writable);
+            app.sockets.set_ready(id, ReadyFlag::Writable);
         }
     }
 

@@ -19,7 +19,7 @@ use crate::table::datagrams::DatagramBackend;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
 use crate::table::sockets::{
-    Copied, LeaseParts, MessageRead, NoLease, ReadyFlags, Sockets, StreamId,
+    Copied, LeaseParts, MessageRead, NoLease, ReadyFlag, Sockets, StreamId,
 };
 use crate::table::{
     backend::{Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, ReadySource},
@@ -238,7 +238,7 @@ impl Backend for HostEngine {
         conn.send_shutdown |= how.send;
         // Wakes threads that wait for room: they find the connection shut down.
         if let Some(app) = self.worker.app.as_deref_mut() {
-            app.sockets.set_ready(id, ReadyFlags::Writable);
+            app.sockets.set_ready(id, ReadyFlag::Writable);
         }
         if let Some((vm, flow)) = flow {
             let now = self.worker.clock.now();

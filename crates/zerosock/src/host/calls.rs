@@ -11,7 +11,7 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
 use super::stores::AllStores;
-use super::{HostEngine, IDLE_CHECKS};
+use super::{HostBackend, IDLE_CHECKS};
 use crate::device::lending::LoanOf;
 use crate::device::program::App;
 use crate::io::deadline::earlier;
@@ -27,7 +27,7 @@ use crate::table::{
 };
 use crate::worker::Worker;
 
-impl Backend for HostEngine {
+impl Backend for HostBackend {
     fn lease_table(&self) -> Arc<Leases> {
         self.leases.clone()
     }
@@ -480,14 +480,14 @@ impl Backend for HostEngine {
         out: &mut [u8],
         peek: bool,
     ) -> Result<Option<MessageRead>, RecvFault> {
-        HostEngine::read_message(self, id, out, peek)
+        HostBackend::read_message(self, id, out, peek)
     }
 
     fn lease_message(
         &mut self,
         id: StreamId,
     ) -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault> {
-        HostEngine::lease_message(self, id)
+        HostBackend::lease_message(self, id)
     }
 
     fn send_message(
@@ -496,11 +496,11 @@ impl Backend for HostEngine {
         slices: &[IoSlice<'_>],
         ends_record: bool,
     ) -> Result<bool, SendFault> {
-        HostEngine::send_message(self, id, slices, ends_record)
+        HostBackend::send_message(self, id, slices, ends_record)
     }
 
     fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {
-        HostEngine::loan_message(self, id, len)
+        HostBackend::loan_message(self, id, len)
     }
 
     fn send_message_loan(
@@ -509,15 +509,15 @@ impl Backend for HostEngine {
         parts: &[LoanedPart<'_>],
         ends_record: bool,
     ) -> Result<bool, SendFault> {
-        HostEngine::send_message_loan(self, id, parts, ends_record)
+        HostBackend::send_message_loan(self, id, parts, ends_record)
     }
 
     fn is_sending(&self, id: StreamId) -> bool {
-        HostEngine::is_sending(self, id)
+        HostBackend::is_sending(self, id)
     }
 
     fn may_send_message(&mut self, id: StreamId) -> bool {
-        HostEngine::may_send_message(self, id)
+        HostBackend::may_send_message(self, id)
     }
 
     fn stats(&self) -> EndpointStats {

@@ -6,7 +6,7 @@ use zerosock_proto::vsock::datagram::{
 };
 use zerosock_proto::{Address, Cid, Instant, Port};
 
-use super::HostEngine;
+use super::HostBackend;
 use super::stores::AllStores;
 use crate::device::datagrams::NotPut;
 use crate::device::lending::LoanOf;
@@ -17,7 +17,7 @@ use crate::table::sockets::Sockets;
 use crate::table::transfers::{LoanParts, Payload, RecvFault};
 use crate::worker::Worker;
 
-impl HostEngine {
+impl HostBackend {
     /// Calls `act` with the inboxes, the sockets and the buffers of all devices.
     #[inline]
     fn with_inboxes<T>(
@@ -171,7 +171,7 @@ impl HostEngine {
     }
 }
 
-impl DatagramBackend for HostEngine {
+impl DatagramBackend for HostBackend {
     fn bind(
         &mut self,
         port: Port,

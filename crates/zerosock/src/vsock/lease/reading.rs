@@ -87,7 +87,7 @@ impl<'l> Reading<'l> {
             entered = core.leases().enter(body.index) == Entered::InPlace;
             if !entered {
                 // The copy exists: the endpoint stores it before it marks the lease as moved.
-                copy = core.lock().engine().copy_of(body.index);
+                copy = core.lock().backend().copy_of(body.index);
                 debug_assert!(copy.is_some(), "moved to nowhere");
             }
         }

@@ -81,7 +81,6 @@ pub use zerosock_proto::vsock::How;
 pub use zerosock_proto::{Address, Cid, Port};
 pub use zerosock_vhost_user::frontend::{Frontend, FrontendError, VringAddr};
 
-use crate::io::deadline::earlier;
 use crate::table::sockets::Sockets;
 use datagrams::Datagrams;
 use link::{EVENT, Link, QueueEventFds};
@@ -90,6 +89,7 @@ use queue_pairs::{QueuePair, QueuePairId, RxSlot};
 use queues::EventQueue;
 use store::Buffers;
 use watch::Watch;
+use zerosock_virtio::deadline::earlier;
 
 /// How long received bytes may hold a receive slot that can be copied.
 const HOLD: time::Duration = time::Duration::from_millis(20);

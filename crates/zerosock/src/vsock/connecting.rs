@@ -12,7 +12,7 @@ use super::errors::{ConnectError, of_connect, of_listen};
 use super::hub::{Core, Interest, WaitBudget, WaitFault, WaitMode};
 use super::listener::Listener;
 use super::waiting::Wait;
-use crate::io::deadline::deadline_in;
+use zerosock_virtio::deadline::deadline_in;
 
 /// Sends the request. The returned stream is connecting.
 pub(super) fn begin_connect<S: Connected>(

@@ -16,7 +16,7 @@ use super::hub::{Core, DeferredClose, Interest, WaitBudget};
 use super::options::Options;
 use super::stream::Stream;
 use super::waiting::Wait;
-use crate::io::deadline::deadline_in;
+use zerosock_virtio::deadline::deadline_in;
 
 /// A listening socket. Dropping it stops listening and resets connections that were not accepted.
 ///

@@ -3,8 +3,8 @@
 use zerosock_proto::vsock::datagram::{Assembler, DatagramId, DatagramTable};
 use zerosock_proto::{Address, Cid, Instant};
 
-use crate::io::deadline::earlier;
 use crate::table::inboxes::Inboxes;
+use zerosock_virtio::deadline::earlier;
 
 /// The driver's datagram state.
 #[derive(Debug)]

@@ -32,9 +32,9 @@ use super::pool::Pool;
 use super::ready_flags::ReadyFlag;
 use super::received::{ReceivedPart, copy_out};
 use super::store::Store;
-use crate::io::deadline::earlier;
 use crate::table::leases::NONE;
 use zerosock_proto::Instant;
+use zerosock_virtio::deadline::earlier;
 
 impl<T> Sockets<T> {
     /// Adds a pool of `size` buffers; returns its number.

@@ -17,7 +17,6 @@ use std::time::{Duration, Instant};
 use super::Connection;
 use zerosock_proto::vsock::MoveError;
 
-use crate::io::deadline::{deadline_in, earlier};
 use crate::table::backend::Backend;
 use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::blocking::encode_timeout;
@@ -26,6 +25,7 @@ use crate::vsock::errors::StreamError;
 use crate::vsock::hub::{DeferredClose, Interest, WaitBudget, WaitFault, WaitMode};
 use crate::vsock::options::{Options, timeout};
 use crate::vsock::waiting::Wait;
+use zerosock_virtio::deadline::{deadline_in, earlier};
 
 /// First interval at which a lingering close requests a credit update.
 const FIRST_CREDIT_POLL: Duration = Duration::from_millis(1);

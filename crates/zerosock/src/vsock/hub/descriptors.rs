@@ -9,7 +9,7 @@ use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
 };
 
-use crate::io::deadline::timespec;
+use zerosock_virtio::deadline::timespec;
 
 /// The shortest time that a timerfd can be set to: 0 would disarm it.
 const TICK: Duration = Duration::from_nanos(1);

@@ -10,13 +10,13 @@ use rustix::event::{PollFd, PollFlags, poll};
 use zerosock_proto::Port;
 
 use super::*;
-use crate::io::deadline::timespec;
 use crate::table::backend::{Backend, ReadySource};
 use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::fake::{Scripted, core, info};
 use crate::vsock::listener::Listener;
 use crate::vsock::stream::Stream;
 use crate::vsock::waiting::Wait;
+use zerosock_virtio::deadline::timespec;
 
 const SOON: Duration = Duration::from_millis(10);
 /// A deadline that only a failing test reaches.

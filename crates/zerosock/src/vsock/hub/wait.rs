@@ -17,11 +17,11 @@ use super::lock::{Core, Locked, State, thread_id};
 use super::wait_budget::{WaitBudget, WaitFault, WaitMode};
 use super::waiter::{Interest, WaiterKind};
 use crate::fault::Fault as Blame;
-use crate::io::deadline::earlier;
-use crate::io::deadline::timespec;
 use crate::table::backend::Backend;
 use crate::table::over::EndpointOver;
 use crate::vsock::waiting::Wait;
+use zerosock_virtio::deadline::earlier;
+use zerosock_virtio::deadline::timespec;
 
 /// Checks of the backend between two readings of the clock, while spinning.
 const CHECKS_PER_CLOCK: u32 = 64;

@@ -20,8 +20,9 @@ use super::super::directory::Process;
 use super::claims::PortList;
 use super::clients::has_hung_up;
 use super::state::{Conflict, JoinRequest, Member, Server, Stage, State, granted};
-use crate::control::registry::{DeviceRegistry, Entry, Member as Device};
+use crate::control::registry::{DeviceRegistry, Entry};
 use crate::device::HostEnd;
+use crate::device::factory::Member as Device;
 use crate::routing::name::Name;
 use zerosock_vhost_user::{FrontendRegistry, FrontendSocket, VmSpec};
 

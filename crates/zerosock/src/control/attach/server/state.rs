@@ -19,9 +19,9 @@ use super::super::directory::Directory;
 use super::super::{AttachConfig, HOST};
 use crate::control::registry::DeviceRegistry;
 use crate::control::socket_file::SocketFile;
-use crate::routing::DeviceAddr;
 use crate::routing::name::Name;
 use zerosock_vhost_user::LogLimit;
+use zerosock_virtio::outbox::DeviceAddr;
 
 /// Time-out for the first request, and for a request that waits for something to become free.
 pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);

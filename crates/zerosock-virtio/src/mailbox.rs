@@ -29,7 +29,7 @@ impl Wakeup {
 
 /// The sending half; cheap to clone.
 #[derive(Debug)]
-pub(crate) struct Sender<T> {
+pub struct Sender<T> {
     queue: mpsc::Sender<T>,
     wakeup: Arc<Wakeup>,
 }
@@ -44,8 +44,11 @@ impl<T> Clone for Sender<T> {
 }
 
 impl<T> Sender<T> {
-    /// Sends `message`; returns it if the receiver was dropped.
-    pub(crate) fn send(&self, message: T) -> Result<(), T> {
+    /// Sends `message`.
+    ///
+    /// # Errors
+    /// The receiver was dropped; returns the message.
+    pub fn send(&self, message: T) -> Result<(), T> {
         self.queue.send(message).map_err(|e| e.0)?;
         self.wakeup.signal();
         Ok(())
@@ -54,13 +57,17 @@ impl<T> Sender<T> {
 
 /// The receiving half.
 #[derive(Debug)]
-pub(crate) struct Mailbox<T> {
+pub struct Mailbox<T> {
     queue: mpsc::Receiver<T>,
     wakeup: Arc<Wakeup>,
 }
 
 impl<T> Mailbox<T> {
-    pub(crate) fn new() -> io::Result<(Sender<T>, Mailbox<T>)> {
+    /// Makes a mailbox and its first sender.
+    ///
+    /// # Errors
+    /// No eventfd is to be had.
+    pub fn new() -> io::Result<(Sender<T>, Mailbox<T>)> {
         let (tx, rx) = mpsc::channel();
         let wakeup = Arc::new(Wakeup {
             fd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
@@ -76,19 +83,19 @@ impl<T> Mailbox<T> {
     }
 
     /// The descriptor to poll, edge-triggered.
-    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+    pub fn fd(&self) -> BorrowedFd<'_> {
         self.wakeup.fd.as_fd()
     }
 
     /// Whether messages were sent since the last [`drain`](Self::drain).
     #[inline]
-    pub(crate) fn is_pending(&self) -> bool {
+    pub fn is_pending(&self) -> bool {
         self.wakeup.pending.load(Ordering::Acquire)
     }
 
     /// Clears `pending`, then takes the queued messages. Call it before every sleep: a message sent
     /// after this call writes the eventfd.
-    pub(crate) fn drain(&self) -> impl Iterator<Item = T> + '_ {
+    pub fn drain(&self) -> impl Iterator<Item = T> + '_ {
         self.wakeup.pending.swap(false, Ordering::AcqRel);
         self.queue.try_iter()
     }
@@ -97,14 +104,15 @@ impl<T> Mailbox<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::io::poller::{Poller, Source};
+    use crate::poller::{Interest, Poller, Token};
     use std::time::Duration;
 
     #[test]
     fn every_message_wakes_a_sleeper_that_drains_before_it_sleeps() {
         let (tx, mailbox) = Mailbox::new().unwrap();
         let poller = Poller::new().unwrap();
-        poller.add(mailbox.fd(), Source::Mailbox).unwrap();
+        let (token, interest) = (Token::MAILBOX, Interest::Read);
+        poller.add(mailbox.fd(), token, interest).unwrap();
         const N: u64 = 20_000;
         let sender = std::thread::spawn(move || {
             for i in 0..N {

@@ -4,7 +4,7 @@
 //! a table and a generation. [`Numbers`] reuses a slot only after its device was removed, with the next
 //! generation; [`Table::get`] finds nothing for a number of an earlier generation, and the message is
 //! dropped or sent back. A message could reach a wrong device only if it stayed in a mailbox while
-//! its slot is reused [`GENERATIONS`] times; each reuse takes a round trip through the same mailbox.
+//! its slot is reused 4096 times; each reuse takes a round trip through the same mailbox.
 //!
 //! Numbers that are never reused would need no generation, but a search for each packet. With slots the
 //! lookup is an index and a comparison.
@@ -15,9 +15,9 @@ use std::collections::VecDeque;
 const SLOT_BITS: u32 = 16;
 const GENERATION_BITS: u32 = 12;
 /// Bits of a number: as many as fit into an epoll token.
-pub(crate) const NUMBER_BITS: u32 = SLOT_BITS + GENERATION_BITS;
+pub const NUMBER_BITS: u32 = SLOT_BITS + GENERATION_BITS;
 /// Devices that one worker can have at once.
-pub(crate) const MAX_DEVICES: usize = 1 << SLOT_BITS;
+pub const MAX_DEVICES: usize = 1 << SLOT_BITS;
 /// How often a slot is reused before a number repeats.
 const GENERATIONS: u32 = 1 << GENERATION_BITS;
 
@@ -28,7 +28,7 @@ fn slot(number: u32) -> usize {
 /// Allocates the numbers of one worker's devices: 0, 1, 2 and so on, then those of free slots, the
 /// longest free first.
 #[derive(Debug, Default)]
-pub(crate) struct Numbers {
+pub struct Numbers {
     /// Slots that were allocated at least once.
     used: usize,
     /// The next numbers of free slots.
@@ -37,7 +37,7 @@ pub(crate) struct Numbers {
 
 impl Numbers {
     /// Allocates a number; `None` if [`MAX_DEVICES`] are in use.
-    pub(crate) fn take(&mut self) -> Option<u32> {
+    pub fn take(&mut self) -> Option<u32> {
         if let Some(number) = self.free.pop_front() {
             return Some(number);
         }
@@ -47,32 +47,34 @@ impl Numbers {
     }
 
     /// Frees `number` after its device was removed from its worker.
-    pub(crate) fn release(&mut self, number: u32) {
+    pub fn release(&mut self, number: u32) {
         let generation = (number >> SLOT_BITS).wrapping_add(1) % GENERATIONS;
         self.free
             .push_back(generation << SLOT_BITS | slot(number) as u32);
     }
 
     /// How many numbers are in use.
-    pub(crate) fn taken(&self) -> usize {
+    pub fn taken(&self) -> usize {
         self.used - self.free.len()
     }
 }
 
 /// Values by number.
 #[derive(Debug)]
-pub(crate) struct Table<T> {
+pub struct Table<T> {
     slots: Vec<Option<(u32, T)>>,
 }
 
-impl<T> Table<T> {
-    pub(crate) fn new() -> Table<T> {
+impl<T> Default for Table<T> {
+    fn default() -> Table<T> {
         Table { slots: Vec::new() }
     }
+}
 
+impl<T> Table<T> {
     /// The value with this number. A number of another generation of the slot finds nothing.
     #[inline]
-    pub(crate) fn get_mut(&mut self, number: u32) -> Option<&mut T> {
+    pub fn get_mut(&mut self, number: u32) -> Option<&mut T> {
         match self.slots.get_mut(slot(number)) {
             Some(Some((n, value))) if *n == number => Some(value),
             _ => None,
@@ -81,7 +83,7 @@ impl<T> Table<T> {
 
     /// As [`get_mut`](Self::get_mut), by shared reference.
     #[inline]
-    pub(crate) fn get(&self, number: u32) -> Option<&T> {
+    pub fn get(&self, number: u32) -> Option<&T> {
         match self.slots.get(slot(number)) {
             Some(Some((n, value))) if *n == number => Some(value),
             _ => None,
@@ -90,19 +92,21 @@ impl<T> Table<T> {
 
     /// All values with their numbers.
     #[inline]
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
+    pub fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
         let used = self.slots.iter().flatten();
         used.map(|(number, value)| (*number, value))
     }
 
-    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut T)> {
+    /// All values with their numbers.
+    #[inline]
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut T)> {
         let used = self.slots.iter_mut().flatten();
         used.map(|(number, value)| (*number, value))
     }
 
     /// Inserts `value`; returns the previous value of the slot, which is `None` if numbers come from
     /// [`Numbers`].
-    pub(crate) fn insert(&mut self, number: u32, value: T) -> Option<T> {
+    pub fn insert(&mut self, number: u32, value: T) -> Option<T> {
         let slot = slot(number);
         if self.slots.len() <= slot {
             self.slots.resize_with(slot + 1, || None);
@@ -112,26 +116,26 @@ impl<T> Table<T> {
     }
 
     /// Removes the value with this number.
-    pub(crate) fn remove(&mut self, number: u32) -> Option<T> {
+    pub fn remove(&mut self, number: u32) -> Option<T> {
         self.get_mut(number)?;
         let entry = self.slots.get_mut(slot(number))?;
         entry.take().map(|(_, value)| value)
     }
 
     /// The number of slots, used or not.
-    pub(crate) fn slots(&self) -> usize {
+    pub fn slots(&self) -> usize {
         self.slots.len()
     }
 
     /// The number of the value that is in this slot.
     #[inline]
-    pub(crate) fn at_slot(&self, slot: usize) -> Option<u32> {
+    pub fn at_slot(&self, slot: usize) -> Option<u32> {
         let (number, _) = self.slots.get(slot)?.as_ref()?;
         Some(*number)
     }
 
     /// The numbers in use.
-    pub(crate) fn numbers(&self) -> Vec<u32> {
+    pub fn numbers(&self) -> Vec<u32> {
         let used = self.slots.iter().flatten();
         used.map(|(number, _)| *number).collect()
     }
@@ -172,7 +176,7 @@ mod tests {
 
     #[test]
     fn a_number_of_an_earlier_generation_finds_nothing() {
-        let mut table = Table::new();
+        let mut table = Table::default();
         let mut numbers = Numbers::default();
         let old = numbers.take().unwrap();
         assert!(table.insert(old, "old").is_none());

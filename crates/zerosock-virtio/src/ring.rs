@@ -15,29 +15,33 @@ const MOST_USELESS: usize = 64;
 
 /// A virtqueue owned by a worker.
 #[derive(Debug)]
-pub(crate) struct Ring {
-    pub(crate) queue: DeviceQueue,
-    pub(crate) kick: PeerFd,
+pub struct Ring {
+    /// The queue in guest memory.
+    pub queue: DeviceQueue,
+    /// Where the driver kicks.
+    pub kick: PeerFd,
     call: Option<CallFd>,
     err: Option<CallFd>,
-    pub(crate) enabled: bool,
+    /// The front-end lets the device process the ring.
+    pub enabled: bool,
     broken: bool,
     /// The ring has broken and the front-end has not been notified.
     err_pending: bool,
     /// The ring has broken and the device has not reset its connections.
-    pub(crate) reset_pending: bool,
+    pub reset_pending: bool,
     /// Chains completed since the last publish.
-    pub(crate) unseen: u16,
+    pub unseen: u16,
     /// Number of the queue start; a chain that returns late carries the epoch of its queue.
-    pub(crate) epoch: u32,
+    pub epoch: u32,
     /// Unusable chains since the counter was last read (see [`PopError::Malformed`]).
-    pub(crate) malformed: u64,
+    pub malformed: u64,
     /// Chains popped so far, un-popped ones included; wraps around.
-    pub(crate) taken: u32,
+    pub taken: u32,
 }
 
 impl Ring {
-    pub(crate) fn new(
+    /// A ring that runs. `call` notifies the driver, `err` the front-end of a broken ring.
+    pub fn new(
         queue: DeviceQueue,
         kick: PeerFd,
         call: Option<CallFd>,
@@ -62,13 +66,13 @@ impl Ring {
     }
 
     /// Whether the device may process this ring.
-    pub(crate) fn live(&self) -> bool {
+    pub fn live(&self) -> bool {
         self.enabled && !self.broken
     }
 
     /// The next usable chain; `None` if there is none or the ring is broken.
     #[inline]
-    pub(crate) fn pop(&mut self) -> Option<Chain> {
+    pub fn pop(&mut self) -> Option<Chain> {
         self.pop_if(0, true)
     }
 
@@ -76,7 +80,7 @@ impl Ring {
     /// completed, unless `skip` is false: then it stays posted and `None` is returned, so that
     /// chains popped before can still be un-popped.
     #[inline]
-    pub(crate) fn pop_if(&mut self, room: usize, skip: bool) -> Option<Chain> {
+    pub fn pop_if(&mut self, room: usize, skip: bool) -> Option<Chain> {
         if !self.live() {
             return None;
         }
@@ -108,7 +112,7 @@ impl Ring {
 
     /// Completes `chain` with `written` bytes.
     #[inline]
-    pub(crate) fn complete(&mut self, chain: Chain, written: u32) {
+    pub fn complete(&mut self, chain: Chain, written: u32) {
         self.queue.complete(chain, written);
         self.unseen = self.unseen.saturating_add(1);
     }
@@ -116,7 +120,7 @@ impl Ring {
     /// Publishes completed chains and notifies the driver if it asked for that; notifies the
     /// front-end of a broken ring. Returns true if the driver was notified.
     #[inline]
-    pub(crate) fn publish(&mut self, notifier: &Notifier) -> bool {
+    pub fn publish(&mut self, notifier: &Notifier) -> bool {
         if std::mem::take(&mut self.err_pending)
             && let Some(err) = &self.err
         {
@@ -133,13 +137,14 @@ impl Ring {
     }
 
     /// Stops the ring for good; the next publish notifies the front-end.
-    pub(crate) fn fail(&mut self) {
+    pub fn fail(&mut self) {
         self.err_pending |= !self.broken;
         self.reset_pending |= !self.broken;
         self.broken = true;
     }
 
-    pub(crate) fn set_call(&mut self, call: Option<CallFd>, notifier: &Notifier) {
+    /// Replaces the descriptor that notifies the driver.
+    pub fn set_call(&mut self, call: Option<CallFd>, notifier: &Notifier) {
         // A notification due on the old descriptor may not have been sent.
         if let Some(call) = &call {
             notifier.notify(call);
@@ -147,7 +152,8 @@ impl Ring {
         self.call = call;
     }
 
-    pub(crate) fn set_err(&mut self, err: Option<CallFd>) {
+    /// Replaces the descriptor that notifies the front-end of a broken ring.
+    pub fn set_err(&mut self, err: Option<CallFd>) {
         self.err = err;
     }
 }

@@ -5,24 +5,33 @@ use zerosock_proto::Instant;
 
 /// The clock of a worker: nanoseconds since it was made, in the type of the protocol core.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Clock {
+pub struct Clock {
     start: StdInstant,
 }
 
+impl Default for Clock {
+    fn default() -> Clock {
+        Clock::new()
+    }
+}
+
 impl Clock {
-    pub(crate) fn new() -> Clock {
+    /// A clock that starts at zero.
+    pub fn new() -> Clock {
         Clock {
             start: StdInstant::now(),
         }
     }
 
-    pub(crate) fn now(&self) -> Instant {
+    /// The time now.
+    #[inline]
+    pub fn now(&self) -> Instant {
         // 2^64 ns are 584 years.
         Instant::from_nanos(self.start.elapsed().as_nanos() as u64)
     }
 
     /// Converts a time of this clock to the system's type.
-    pub(crate) fn at(&self, at: Instant) -> StdInstant {
+    pub fn at(&self, at: Instant) -> StdInstant {
         self.start + Duration::from_nanos(at.as_nanos())
     }
 }

@@ -2,13 +2,13 @@
 //!
 //! A [`Worker`] is one thread. It owns devices and shares nothing with other workers: no lock and no
 //! hop between cores lies on the data path. It sleeps in one `epoll_wait`; a guest's kick, an edge of a
-//! socket, a timer or the mailbox wakes it. Devices are added and removed by message ([`messages`]).
+//! socket, a timer or the mailbox wakes it. Devices are added and removed by message ([`WorkerMessage`]).
 //!
 //! # Invariants
 //!
 //! - No call blocks except the one wait.
 //! - A device with work left has another turn before the loop sleeps, and each turn keeps to a
-//!   budget ([`Device::turn`]).
+//!   budget ([`WorkerDevice::turn`]).
 //! - A message sent before the sleep ends it.
 //!
 //! # How to drive it
@@ -18,27 +18,22 @@
 //! readable or [`Worker::next_timeout`] has passed.
 
 mod intake;
+mod message;
+mod messages;
 #[cfg(test)]
-mod intake_tests;
-pub(crate) mod messages;
-#[cfg(test)]
-mod turn_tests;
+mod tests;
 
-use self::messages::WorkerMessage;
-use crate::device::outbox::Outbox;
-use crate::device::program::App;
-use crate::device::{Context, Device, Limits};
-use crate::io::clock::Clock;
-use crate::io::mailbox::{Mailbox, Sender};
-use crate::io::numbers::Table;
-use crate::io::poller::{Poller, Readiness, Source};
-use crate::io::spin::Spin;
-use crate::routing::Routes;
-use crate::stats::Counters;
+pub use self::message::{Update, WorkerMessage, WorkerPort};
+use crate::clock::Clock;
+use crate::device::{Context, Event, WorkerDevice};
+use crate::mailbox::{Mailbox, Sender};
+use crate::numbers::Table;
+use crate::outbox::Outbox;
+use crate::poller::{EventKind, Interest, Poller, Readiness, Token};
+use crate::spin::Spin;
 use rustix::fd::{AsFd, BorrowedFd};
 use std::collections::{BTreeSet, VecDeque};
 use std::io;
-use std::sync::Arc;
 use std::time::Duration;
 use zerosock_proto::Instant;
 use zerosock_sys::notify::Notifier;
@@ -46,20 +41,74 @@ use zerosock_sys::notify::Notifier;
 /// Limit of devices with rings that a worker polls. Polling more would take as long as a kick.
 const MAX_POLLED_DEVICES: usize = 8;
 
+/// The devices of a worker, by their numbers.
+#[derive(Debug)]
+pub struct Devices<D>(Table<Slot<D>>);
+
+/// A device, and what the worker knows about it.
+#[derive(Debug)]
+struct Slot<D> {
+    device: D,
+    /// On the list of devices that need a turn.
+    active: bool,
+    /// The deadline that is recorded for the device.
+    armed: Option<Instant>,
+}
+
+impl<D> Devices<D> {
+    /// The device with this number.
+    #[inline]
+    pub fn get(&self, vm: u32) -> Option<&D> {
+        self.0.get(vm).map(|slot| &slot.device)
+    }
+
+    /// The device with this number.
+    #[inline]
+    pub fn get_mut(&mut self, vm: u32) -> Option<&mut D> {
+        self.0.get_mut(vm).map(|slot| &mut slot.device)
+    }
+
+    /// All devices with their numbers.
+    #[inline]
+    pub fn iter(&self) -> impl Iterator<Item = (u32, &D)> {
+        self.0.iter().map(|(vm, slot)| (vm, &slot.device))
+    }
+
+    /// All devices with their numbers.
+    #[inline]
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut D)> {
+        self.0.iter_mut().map(|(vm, slot)| (vm, &mut slot.device))
+    }
+
+    /// The numbers of all devices.
+    pub fn numbers(&self) -> Vec<u32> {
+        self.0.numbers()
+    }
+
+    /// The number of slots: as [`Table::slots`].
+    pub fn slots(&self) -> usize {
+        self.0.slots()
+    }
+
+    /// The number of the device in this slot: as [`Table::at_slot`].
+    #[inline]
+    pub fn at_slot(&self, slot: usize) -> Option<u32> {
+        self.0.at_slot(slot)
+    }
+}
+
 /// See the [module](self).
-pub(crate) struct Worker {
-    pub(super) devices: Table<Device>,
-    /// The embedding program, if there is one.
-    pub(super) app: Option<Box<App>>,
-    pub(crate) poller: Poller,
-    pub(crate) mailbox: Mailbox<WorkerMessage>,
-    pub(crate) outbox: Outbox,
+pub struct Worker<D: WorkerDevice> {
+    /// The devices.
+    pub devices: Devices<D>,
+    /// State that all devices share.
+    pub shared: D::Shared,
+    poller: Poller,
+    mailbox: Mailbox<WorkerMessage<D>>,
+    outbox: Outbox<D::Message>,
     /// Senders to the mailboxes of all workers.
-    workers: Vec<Sender<WorkerMessage>>,
-    pub(crate) routes: Arc<Routes>,
-    pub(crate) counters: Arc<Counters>,
-    pub(crate) limits: Limits,
-    pub(crate) clock: Clock,
+    workers: Vec<Sender<WorkerMessage<D>>>,
+    clock: Clock,
     notifier: Notifier,
     /// Decides on polling; used by [`run`](Worker::run) only.
     spin: Spin,
@@ -68,23 +117,24 @@ pub(crate) struct Worker {
     /// When the poller was last checked.
     last_poll: Instant,
     /// The mailbox may have messages left.
-    pub(super) more_messages: bool,
-    pub(super) active: VecDeque<u32>,
-    pub(super) deadlines: BTreeSet<(Instant, u32)>,
+    more_messages: bool,
+    active: VecDeque<u32>,
+    deadlines: BTreeSet<(Instant, u32)>,
     /// Empty between calls; kept to reuse its allocation.
-    events: Vec<(Source, Readiness)>,
+    events: Vec<(Token, Readiness)>,
 }
 
-impl Worker {
+impl<D: WorkerDevice> Worker<D> {
     /// The worker with this number; its mailbox belongs to the sender at that index of `workers`.
-    pub(crate) fn new(
+    ///
+    /// # Errors
+    /// No epoll instance is to be had.
+    pub fn new(
         number: u32,
-        workers: Vec<Sender<WorkerMessage>>,
-        mailbox: Mailbox<WorkerMessage>,
-        routes: Arc<Routes>,
-        counters: Arc<Counters>,
-        limits: Limits,
-    ) -> io::Result<Worker> {
+        workers: Vec<Sender<WorkerMessage<D>>>,
+        mailbox: Mailbox<WorkerMessage<D>>,
+        shared: D::Shared,
+    ) -> io::Result<Worker<D>> {
         let poller = Poller::new()?;
         let notifier = Notifier::new();
         if !notifier.is_direct() {
@@ -94,17 +144,14 @@ impl Worker {
                  or raise fs.aio-max-nr"
             );
         }
-        poller.add(mailbox.fd(), Source::Mailbox)?;
+        poller.add(mailbox.fd(), Token::MAILBOX, Interest::Read)?;
         Ok(Worker {
-            devices: Table::new(),
-            app: None,
+            devices: Devices(Table::default()),
+            shared,
             poller,
             mailbox,
             workers,
             outbox: Outbox::new(number),
-            routes,
-            counters,
-            limits,
             clock: Clock::new(),
             notifier,
             spin: Spin::new(Duration::ZERO),
@@ -118,12 +165,23 @@ impl Worker {
     }
 
     /// Adds a device.
-    pub(crate) fn add(&mut self, device: Device) {
-        self.devices.insert(device.addr().vm, device);
+    pub fn add(&mut self, device: D) {
+        let vm = device.addr().vm;
+        let slot = Slot {
+            device,
+            active: false,
+            armed: None,
+        };
+        self.devices.0.insert(vm, slot);
+    }
+
+    /// The clock of the worker and its devices.
+    pub fn clock(&self) -> Clock {
+        self.clock
     }
 
     /// Runs until shutdown. Before it sleeps it polls for at most `spin`, while that pays.
-    pub(crate) fn run(mut self, spin: Duration) -> io::Result<()> {
+    pub fn run(mut self, spin: Duration) -> io::Result<()> {
         self.spin = Spin::new(spin);
         self.start()?;
         loop {
@@ -183,7 +241,7 @@ impl Worker {
         }
         let mut more = false;
         for vm in std::mem::take(&mut self.kicks_disabled) {
-            if self.devices.get_mut(vm).is_some_and(Device::enable_kicks) {
+            if self.devices.get_mut(vm).is_some_and(D::enable_kicks) {
                 self.activate(vm);
                 more = true;
             }
@@ -200,7 +258,7 @@ impl Worker {
             if self
                 .devices
                 .get_mut(vm)
-                .is_some_and(Device::has_available_chains)
+                .is_some_and(D::has_available_chains)
             {
                 self.activate(vm);
                 any = true;
@@ -209,13 +267,16 @@ impl Worker {
         any
     }
 
-    /// Watches the listeners of all devices. Called once, before the first step, on any thread.
-    pub(crate) fn start(&mut self) -> io::Result<()> {
+    /// Starts all devices. Called once, before the first step, on any thread.
+    ///
+    /// # Errors
+    /// A device cannot register a descriptor.
+    pub fn start(&mut self) -> io::Result<()> {
         let now = self.clock.now();
         for vm in self.devices.numbers() {
-            let (device, cx) = self.lend(vm, now);
+            let (device, mut cx) = self.lend(vm, now);
             if let Some(device) = device {
-                device.listen(&cx)?;
+                device.start(&mut cx)?;
             }
         }
         Ok(())
@@ -227,7 +288,7 @@ impl Worker {
     ///
     /// # Errors
     /// The system cannot wait; no device can cause it.
-    pub(crate) fn step(&mut self, wait: Option<Duration>) -> io::Result<bool> {
+    pub fn step(&mut self, wait: Option<Duration>) -> io::Result<bool> {
         if !self.take_messages() {
             return Ok(false);
         }
@@ -247,14 +308,14 @@ impl Worker {
     ///
     /// # Errors
     /// The system cannot wait.
-    pub(crate) fn poll_events(&mut self, timeout: Option<Duration>) -> io::Result<(Instant, bool)> {
+    pub fn poll_events(&mut self, timeout: Option<Duration>) -> io::Result<(Instant, bool)> {
         let mut events = std::mem::take(&mut self.events);
         let waited = self.poller.wait(timeout, &mut events);
         let now = self.clock.now();
         self.last_poll = now;
         let any = !events.is_empty();
-        for (source, readiness) in events.drain(..) {
-            self.dispatch(source, readiness, now);
+        for (token, readiness) in events.drain(..) {
+            self.dispatch(token, readiness, now);
         }
         self.events = events;
         waited?;
@@ -262,27 +323,27 @@ impl Worker {
     }
 
     /// Activates the devices with a deadline that has passed.
-    pub(crate) fn run_deadlines(&mut self, now: Instant) {
+    pub fn run_deadlines(&mut self, now: Instant) {
         while let Some(&(at, vm)) = self.deadlines.first() {
             if at > now {
                 break;
             }
             self.deadlines.pop_first();
-            if let Some(device) = self.devices.get_mut(vm) {
-                device.armed = None;
+            if let Some(slot) = self.devices.0.get_mut(vm) {
+                slot.armed = None;
             }
             self.activate(vm);
         }
     }
 
     /// The earliest deadline of a device.
-    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+    pub fn next_deadline(&self) -> Option<Instant> {
         self.deadlines.first().map(|&(at, _)| at)
     }
 
     /// How long the caller may wait before the next step if the worker's descriptor does not become
     /// readable: zero if there is work left, `None` if there is no deadline.
-    pub(crate) fn next_timeout(&self) -> Option<Duration> {
+    pub fn next_timeout(&self) -> Option<Duration> {
         if !self.is_idle() {
             return Some(Duration::ZERO);
         }
@@ -292,40 +353,37 @@ impl Worker {
     }
 
     /// Whether there is no work until an event or a deadline.
-    pub(crate) fn is_idle(&self) -> bool {
+    pub fn is_idle(&self) -> bool {
         self.active.is_empty() && !self.more_messages && self.outbox.is_empty()
     }
 
     /// Whether there are messages of other threads.
     #[inline]
-    pub(crate) fn has_messages(&self) -> bool {
+    pub fn has_messages(&self) -> bool {
         self.more_messages || self.mailbox.is_pending()
     }
 
     /// Passes an event to its device and activates the device.
-    fn dispatch(&mut self, source: Source, readiness: Readiness, now: Instant) {
-        let vm = match source {
-            Source::Mailbox => return,
-            Source::Kick { vm }
-            | Source::Listener { vm, .. }
-            | Source::Handshake { vm, .. }
-            | Source::Bridge { vm, .. } => vm,
-        };
+    fn dispatch(&mut self, token: Token, readiness: Readiness, now: Instant) {
+        let Token { device, kind, key } = token;
+        if kind == EventKind::MAILBOX {
+            return;
+        }
+        let vm = device;
         let (Some(device), mut cx) = self.lend(vm, now) else {
             return;
         };
-        match source {
-            Source::Mailbox => {}
-            Source::Kick { .. } => cx.counters.kicks.add(1),
-            Source::Listener { key, .. } => device.accept(key, &mut cx),
-            Source::Handshake { key, .. } => device.handshake_ready(key, &mut cx),
-            Source::Bridge { key, .. } => device.bridge_ready(key, readiness, &mut cx),
-        }
+        let event = Event {
+            kind,
+            key,
+            readiness,
+        };
+        device.on_event(event, &mut cx);
         self.activate(vm);
     }
 
     /// Gives every active device one turn.
-    pub(crate) fn turn_devices(&mut self, now: Instant) {
+    pub fn turn_devices(&mut self, now: Instant) {
         for _ in 0..self.active.len() {
             let Some(vm) = self.active.pop_front() else {
                 break;
@@ -335,7 +393,9 @@ impl Worker {
             let Some(device) = device else { continue };
             cx.spins = spins;
             let more = device.turn(&mut cx);
-            device.active = more;
+            if let Some(slot) = self.devices.0.get_mut(vm) {
+                slot.active = more;
+            }
             if more {
                 self.active.push_back(vm);
             }
@@ -345,11 +405,11 @@ impl Worker {
     }
 
     /// Sends messages of devices to devices of other workers.
-    pub(crate) fn send_remote(&mut self) {
+    pub fn send_remote(&mut self) {
         while let Some((to, message)) = self.outbox.pop_remote() {
             if let Some(worker) = self.workers.get(to.worker as usize) {
                 // A worker that has ended is shutting down with the rest of the daemon.
-                let _ = worker.send(WorkerMessage::Sibling { vm: to.vm, message });
+                let _ = worker.send(WorkerMessage::Device { vm: to.vm, message });
             }
         }
     }
@@ -366,33 +426,51 @@ impl Worker {
     }
 
     fn note_deadline(&mut self, vm: u32) {
-        let Some(device) = self.devices.get_mut(vm) else {
+        let Some(slot) = self.devices.0.get_mut(vm) else {
             return;
         };
-        let next = device.next_timeout();
-        if next != device.armed {
-            if let Some(at) = device.armed.take() {
+        let next = slot.device.next_timeout();
+        if next != slot.armed {
+            if let Some(at) = slot.armed.take() {
                 self.deadlines.remove(&(at, vm));
             }
             if let Some(at) = next {
                 self.deadlines.insert((at, vm));
             }
-            device.armed = next;
+            slot.armed = next;
         }
     }
 
-    pub(crate) fn activate(&mut self, vm: u32) {
-        if let Some(device) = self.devices.get_mut(vm)
-            && !device.active
+    /// Gives the device a turn in this step.
+    pub fn activate(&mut self, vm: u32) {
+        if let Some(slot) = self.devices.0.get_mut(vm)
+            && !std::mem::replace(&mut slot.active, true)
         {
-            device.active = true;
             self.active.push_back(vm);
         }
     }
 
+    /// Activates the devices for which `has_work` returns true. Returns whether there are any.
+    #[inline]
+    pub fn activate_where(
+        &mut self,
+        mut has_work: impl FnMut(&mut D, &mut D::Shared) -> bool,
+    ) -> bool {
+        let mut any = false;
+        for (vm, slot) in self.devices.0.iter_mut() {
+            if has_work(&mut slot.device, &mut self.shared) {
+                any = true;
+                if !std::mem::replace(&mut slot.active, true) {
+                    self.active.push_back(vm);
+                }
+            }
+        }
+        any
+    }
+
     /// A device and the context for its turn.
     #[inline]
-    pub(crate) fn lend(&mut self, vm: u32, now: Instant) -> (Option<&mut Device>, Context<'_>) {
+    pub fn lend(&mut self, vm: u32, now: Instant) -> (Option<&mut D>, Context<'_, D>) {
         let (device, cx) = self.lend_late(vm, now);
         (device, Context { clock: None, ..cx })
     }
@@ -400,148 +478,23 @@ impl Worker {
     /// As `lend`, for calls that seldom need the time: `then` is an earlier time, and the context reads
     /// the clock on demand.
     #[inline]
-    pub(crate) fn lend_late(
-        &mut self,
-        vm: u32,
-        then: Instant,
-    ) -> (Option<&mut Device>, Context<'_>) {
+    pub fn lend_late(&mut self, vm: u32, then: Instant) -> (Option<&mut D>, Context<'_, D>) {
         let cx = Context {
             now: then,
             clock: Some(&self.clock),
             poller: &self.poller,
-            routes: &self.routes,
             outbox: &mut self.outbox,
-            counters: &self.counters,
             notifier: &self.notifier,
-            limits: &self.limits,
             spins: false,
-            app: self.app.as_deref_mut(),
+            shared: &mut self.shared,
         };
         (self.devices.get_mut(vm), cx)
     }
 }
 
-impl AsFd for Worker {
+impl<D: WorkerDevice> AsFd for Worker<D> {
     /// Readable if a step has new work since the end of the last one.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.poller.as_fd()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::control::registry::{DeviceRegistry, Entry, Member, Terms};
-    use crate::device::host_sockets::hybrid::OkConvention;
-    use crate::io::mailbox::Sender;
-    use rustix::event::{PollFd, PollFlags, Timespec, poll};
-    use rustix::fd::OwnedFd;
-    use zerosock_proto::Cid;
-    use zerosock_sys::account::Budget;
-
-    pub(super) fn worker() -> (Sender<WorkerMessage>, Worker) {
-        let (sender, mailbox) = Mailbox::new().unwrap();
-        let second = Duration::from_secs(1);
-        let limits = Limits {
-            handshake: second,
-            connect: second,
-            hold: second,
-            overflow: 1 << 20,
-            old_memory: 0,
-            handshakes: 1,
-            lingering: 1,
-            linger: second,
-            ok: OkConvention::GuestPort,
-        };
-        let workers = vec![sender.clone()];
-        let worker = Worker::new(0, workers, mailbox, Arc::default(), Arc::default(), limits);
-        (sender, worker.unwrap())
-    }
-
-    fn readable(worker: &Worker) -> bool {
-        let mut fds = [PollFd::new(worker, PollFlags::IN)];
-        poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
-    }
-
-    #[test]
-    fn a_caller_with_its_own_loop_can_step_a_worker() {
-        let (sender, mut worker) = worker();
-        worker.start().unwrap();
-        assert!(worker.step(Some(Duration::ZERO)).unwrap());
-        assert!(worker.is_idle() && worker.next_timeout().is_none() && !readable(&worker));
-        sender.send(WorkerMessage::RemoveDevice { vm: 9 }).unwrap();
-        assert!(readable(&worker), "a message makes the descriptor readable");
-        assert!(worker.step(None).unwrap());
-        assert!(worker.is_idle() && !readable(&worker));
-        sender.send(WorkerMessage::Shutdown).unwrap();
-        assert!(!worker.step(None).unwrap());
-    }
-
-    /// The peer has as many threads as it may have, and all of them are blocked on a pipe.
-    #[test]
-    fn a_worker_sleeps_until_the_retry_for_a_notifier_thread() {
-        use rustix::pipe::{PipeFlags, pipe_with};
-        use zerosock_sys::notify::{CallFd, CallThread, ThreadCount};
-        let threads = ThreadCount::default();
-        let call = |fd: OwnedFd| CallFd::new(fd.into(), CallThread::new(&threads)).unwrap();
-        let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).unwrap();
-        rustix::io::ioctl_fionbio(&writer, true).unwrap();
-        while rustix::io::write(&writer, &[0; 4096]).is_ok() {}
-        rustix::io::ioctl_fionbio(&writer, false).unwrap();
-        for _ in 0..4 {
-            Notifier::new().notify(&call(writer.try_clone().unwrap()));
-        }
-        let flags = rustix::event::EventfdFlags::CLOEXEC;
-        let event = rustix::event::eventfd(0, flags).unwrap();
-        let late = call(event.try_clone().unwrap());
-
-        let (_sender, mut worker) = worker();
-        worker.start().unwrap();
-        worker.notifier = Notifier::without_aio();
-        worker.notifier.notify(&late);
-        assert!(worker.next_timeout().is_some());
-        drop(reader);
-        // Each step sleeps until the retry.
-        while worker.next_timeout().is_some() {
-            assert!(worker.step(None).unwrap());
-        }
-        rustix::io::read(&event, &mut [0; 8]).unwrap();
-    }
-
-    #[test]
-    fn devices_are_added_and_removed_by_message() {
-        let (sender, mut worker) = worker();
-        let terms = Terms {
-            max_connections: 8,
-            connect_timeout: Duration::from_secs(1),
-            queue_pairs: zerosock_proto::vsock::QueuePairs::ONE,
-        };
-        let mut registry = DeviceRegistry::new(vec![sender.clone()], terms, Budget::unlimited());
-        worker.start().unwrap();
-        let cid = Cid::guest(3).unwrap();
-        let mut numbers = Vec::new();
-        for _ in 0..2 {
-            let addr = registry.assign(cid, Entry::default()).unwrap();
-            let member = Member {
-                cid,
-                host: crate::device::HostEnd::None,
-                buf_alloc: 1 << 16,
-                service: None,
-                process: true,
-                account: registry.budget().account(),
-            };
-            let [device] = registry.devices(addr, member).try_into().unwrap();
-            let device = Box::new(device);
-            sender.send(WorkerMessage::AddDevice(device)).unwrap();
-            assert!(worker.step(None).unwrap());
-            assert_eq!(worker.devices.numbers(), [addr.vm]);
-            let vm = addr.vm;
-            sender.send(WorkerMessage::RemoveDevice { vm }).unwrap();
-            assert!(worker.step(None).unwrap());
-            assert!(worker.devices.numbers().is_empty() && worker.deadlines.is_empty());
-            registry.release(addr);
-            numbers.push(vm);
-        }
-        assert_ne!(numbers[0], numbers[1], "another generation");
     }
 }

@@ -18,7 +18,7 @@ const MISS_COST: u8 = 3;
 
 /// Whether polling pays, by the lengths of recent pauses.
 #[derive(Debug)]
-pub(crate) struct Spin {
+pub struct Spin {
     most: Duration,
     /// Short pauses counted, less [`MISS_COST`] for each long one; 0 to [`MAX_CREDIT`].
     credit: u8,
@@ -26,34 +26,34 @@ pub(crate) struct Spin {
 
 impl Spin {
     /// Polls for at most `most`.
-    pub(crate) fn new(most: Duration) -> Spin {
+    pub fn new(most: Duration) -> Spin {
         Spin { most, credit: 0 }
     }
 
     /// How long to poll before the next sleep; `None`: do not poll.
     #[inline]
-    pub(crate) fn poll_time(&self) -> Option<Duration> {
+    pub fn poll_time(&self) -> Option<Duration> {
         (self.credit > 0).then_some(self.most)
     }
 
     /// Whether polling is enabled, so that [`slept`](Self::slept) is to be called.
     #[inline]
-    pub(crate) fn is_enabled(&self) -> bool {
+    pub fn is_enabled(&self) -> bool {
         !self.most.is_zero()
     }
 
     /// Polling found work.
-    pub(crate) fn found_work(&mut self) {
+    pub fn found_work(&mut self) {
         self.credit = (self.credit + 1).min(MAX_CREDIT);
     }
 
     /// Polling found no work.
-    pub(crate) fn found_nothing(&mut self) {
+    pub fn found_nothing(&mut self) {
         self.credit = self.credit.saturating_sub(MISS_COST);
     }
 
     /// The worker slept for `time` without polling.
-    pub(crate) fn slept(&mut self, time: Duration) {
+    pub fn slept(&mut self, time: Duration) {
         if time < self.most {
             self.found_work();
         }

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
@@ -13,12 +14,14 @@ use zerosock_proto::wire::vsock::{Op, Repr};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_sys::account::Budget;
 
-use super::Worker;
-use crate::control::registry::{DeviceRegistry, Entry, Member, Terms};
+use super::factory::{Member, Terms};
+use super::{Shared, Worker};
 use crate::device::bare::{self, Guest};
 use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::{HostEnd, Limits, TURN_BYTES};
-use crate::io::mailbox::Mailbox;
+use crate::routing::Routes;
+use zerosock_virtio::mailbox::Mailbox;
+use zerosock_virtio::outbox::DeviceAddr;
 
 /// Packets handled from a guest in one turn.
 const FROM_GUEST: u64 = 256;
@@ -57,20 +60,19 @@ impl Harness {
             linger: hour,
             ok: OkConvention::GuestPort,
         };
-        let worker = Worker::new(
-            0,
-            vec![sender.clone()],
-            mailbox,
-            Default::default(),
-            Default::default(),
+        let shared = Shared {
+            routes: Default::default(),
+            counters: Default::default(),
             limits,
-        );
+            app: None,
+        };
+        let worker = Worker::new(0, vec![sender], mailbox, shared);
         let terms = Terms {
             max_connections: 1024,
             connect_timeout: hour,
             queue_pairs: zerosock_proto::vsock::QueuePairs::ONE,
         };
-        let mut registry = DeviceRegistry::new(vec![sender], terms, Budget::unlimited());
+        let mut routes = Routes::default();
         let mut lab = Harness {
             worker: worker.unwrap(),
             numbers: Vec::new(),
@@ -78,33 +80,29 @@ impl Harness {
             port: AtomicU32::new(5000),
             dir,
         };
-        for cid in 3..3 + guests {
-            let host = HostEnd::Hybrid {
-                services: lab.uds_path(cid).into(),
-                listener: None,
-                messages: None,
-            };
-            let cid = Cid::guest(cid.into()).unwrap();
-            let groups = ["default".to_owned()];
-            let entry = Entry {
-                groups: &groups,
-                ..Entry::default()
-            };
-            let addr = registry.assign(cid, entry).unwrap();
+        for vm in 0..guests {
+            let cid = Cid::new(3 + vm);
+            let addr = DeviceAddr { worker: 0, vm };
+            routes.add(cid, addr, &["default".to_owned()]);
             let member = Member {
                 cid,
-                host,
+                host: HostEnd::Hybrid {
+                    services: lab.uds_path(3 + vm).into(),
+                    listener: None,
+                    messages: None,
+                },
                 buf_alloc: 16 << 20,
                 service: None,
                 process: false,
-                account: registry.budget().account(),
+                account: Budget::unlimited().account(),
             };
-            let [mut device] = registry.devices(addr, member).try_into().unwrap();
+            let queue_pairs: Arc<[DeviceAddr]> = Arc::new([addr]);
+            let [mut device] = terms.devices(&queue_pairs, member).try_into().unwrap();
             lab.guests.push(bare::start(&mut device));
-            lab.numbers.push(addr.vm);
+            lab.numbers.push(vm);
             lab.worker.add(device);
         }
-        lab.worker.routes = registry.routes().clone();
+        lab.worker.shared.routes = Arc::new(routes);
         lab.worker.start().unwrap();
         lab
     }
@@ -145,7 +143,7 @@ impl Harness {
     /// Packets and bytes from all guests so far.
     fn taken_in(&self) -> (u64, u64) {
         let mut sum = Default::default();
-        self.worker.counters.add_to(&mut sum);
+        self.worker.shared.counters.add_to(&mut sum);
         (sum.rx_packets, sum.rx_bytes)
     }
 }

@@ -2,21 +2,22 @@
 //!
 //! # Invariants
 //!
-//! - The number of messages, and the bytes of datagrams that receivers copy, are bounded.
+//! - The number of messages, and the bytes that receivers copy of them, are bounded.
 //! - Messages beyond the limit stay queued in order.
 //! - At least one message is handled.
 
-use crate::device::TURN_BYTES;
-use crate::device::sibling_message::SiblingMessage;
+use crate::device::Message;
 
 /// Messages handled before devices have their turns.
 const MESSAGES: usize = 1024;
+
+/// Bytes copied before devices have their turns: about a millisecond of work.
+const BYTES: usize = 2 << 20;
 
 /// The messages taken so far in this step.
 #[derive(Debug, Default)]
 pub(super) struct Intake {
     messages: usize,
-    /// Bytes of datagrams.
     bytes: usize,
 }
 
@@ -24,7 +25,7 @@ impl Intake {
     /// Whether another message may be taken.
     #[inline]
     pub(super) fn is_open(&self) -> bool {
-        self.messages < MESSAGES && self.bytes < TURN_BYTES
+        self.messages < MESSAGES && self.bytes < BYTES
     }
 
     /// Counts a message.
@@ -33,12 +34,10 @@ impl Intake {
         self.messages += 1;
     }
 
-    /// Counts a message of a sibling.
+    /// Counts a message between devices.
     #[inline]
-    pub(super) fn add_from_sibling(&mut self, message: &SiblingMessage) {
+    pub(super) fn add_of_device(&mut self, message: &impl Message) {
         self.add();
-        if let SiblingMessage::Datagram(datagram) = message {
-            self.bytes = self.bytes.saturating_add(datagram.header.len as usize);
-        }
+        self.bytes = self.bytes.saturating_add(message.copied_bytes());
     }
 }

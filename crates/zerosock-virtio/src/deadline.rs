@@ -4,13 +4,13 @@ use rustix::event::Timespec;
 use std::time::{Duration, Instant};
 
 /// The end of `timeout`; `None` if the clock cannot represent it.
-pub(crate) fn deadline_in(timeout: Duration) -> Option<Instant> {
+pub fn deadline_in(timeout: Duration) -> Option<Instant> {
     Instant::now().checked_add(timeout)
 }
 
 /// The earlier of two times.
 #[inline]
-pub(crate) fn earlier<T: Ord>(one: Option<T>, other: Option<T>) -> Option<T> {
+pub fn earlier<T: Ord>(one: Option<T>, other: Option<T>) -> Option<T> {
     match (one, other) {
         (Some(one), Some(other)) => Some(one.min(other)),
         (one, other) => one.or(other),
@@ -18,7 +18,7 @@ pub(crate) fn earlier<T: Ord>(one: Option<T>, other: Option<T>) -> Option<T> {
 }
 
 /// A duration in the type of `ppoll`.
-pub(crate) fn timespec(span: Duration) -> Timespec {
+pub fn timespec(span: Duration) -> Timespec {
     Timespec {
         tv_sec: i64::try_from(span.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: span.subsec_nanos().into(),

@@ -18,7 +18,7 @@ use zerosock_ring::Chain;
 use super::loans::Loan;
 use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
-use crate::table::sockets::{ReadyFlags, Sockets, StreamId, StreamState};
+use crate::table::sockets::{ReadyFlag, Sockets, StreamId, StreamState};
 
 /// Marks an unused entry of `loan_keys`.
 const NONE: u32 = u32::MAX;
@@ -236,19 +236,19 @@ impl App {
             return;
         };
         conn.flow = None;
-        let ready_flags = match conn.state {
+        let flag = match conn.state {
             StreamState::Connecting => {
                 // Without an RST: the device has lost its guest.
                 conn.refused.get_or_insert(RefuseReason::TransportReset);
-                ReadyFlags::Refused
+                ReadyFlag::Refused
             }
-            _ => ReadyFlags::Closed,
+            _ => ReadyFlag::Closed,
         };
         conn.state = if orderly {
             StreamState::Finished
         } else {
             StreamState::Reset
         };
-        self.sockets.set_ready(id, ready_flags);
+        self.sockets.set_ready(id, flag);
     }
 }

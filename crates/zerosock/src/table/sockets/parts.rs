@@ -2,7 +2,7 @@
 
 use super::ends::{Ends, cost};
 use super::ids::StreamId;
-use super::ready_flags::ReadyFlags;
+use super::ready_flags::ReadyFlag;
 use super::received::{HeldBuffer, ReceivedPart, copy_out};
 use super::store::Store;
 use super::{Conn, Counted, Sockets};
@@ -66,7 +66,7 @@ impl<T> Sockets<T> {
             return self.discard(id, held, store);
         }
         if conn.unread < conn.low_water as usize {
-            self.set_ready(id, ReadyFlags::Readable);
+            self.set_ready(id, ReadyFlag::Readable);
         }
         let Some(conn) = self.conns.get_mut(id.index as usize) else {
             return;

@@ -10,6 +10,7 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::LazyLock;
 
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
@@ -28,13 +29,27 @@ pub const RESERVE: u64 = MAX_FDS as u64 + 1;
 /// SO_PASSRIGHTS of linux/socket.h, since Linux 6.16.
 const SO_PASSRIGHTS: libc::c_int = 83;
 
+/// Environment variable that makes this process behave as on a kernel without SO_PASSRIGHTS, for tests.
+/// Any value sets it. It is read once, when the option is first needed.
+///
+/// It weakens nothing: every socket is then treated as one that can carry descriptors, which are received
+/// and closed by the reaper. That is what protects the process on Linux before 6.16.
+pub const WITHOUT_PASSRIGHTS: &str = "ZEROSOCK_WITHOUT_PASSRIGHTS";
+
+/// Whether SO_PASSRIGHTS is used where the kernel has it.
+static USE_PASSRIGHTS: LazyLock<bool> =
+    LazyLock::new(|| std::env::var_os(WITHOUT_PASSRIGHTS).is_none());
+
 /// Makes the kernel refuse descriptors that are sent to this Unix socket: sendmsg(2) fails with EPERM. On a
 /// listener before listen(2), it holds for all connections, also before they are accepted. Returns
-/// whether the kernel can do that.
+/// whether the kernel can do that, and [`WITHOUT_PASSRIGHTS`] is not set.
 ///
 /// # Errors
 /// Errors of setsockopt(2), except ENOPROTOOPT.
 pub fn refuse_rights(fd: impl AsFd) -> io::Result<bool> {
+    if !*USE_PASSRIGHTS {
+        return Ok(false);
+    }
     let off: libc::c_int = 0;
     // SAFETY: the option's value is an int that lives until the call returns, and is only read.
     let result = unsafe {
@@ -82,8 +97,12 @@ pub fn make_send_only(fd: impl AsFd) -> bool {
         && rustix::io::ioctl_fionread(fd).is_ok_and(|bytes| bytes == 0)
 }
 
-/// Whether a Unix socket refuses descriptors. An accepted socket inherits this from its listener.
+/// Whether a Unix socket refuses descriptors. An accepted socket inherits this from its listener. Always
+/// false if [`WITHOUT_PASSRIGHTS`] is set.
 pub fn refuses_rights(fd: impl AsFd) -> bool {
+    if !*USE_PASSRIGHTS {
+        return false;
+    }
     let mut on: libc::c_int = 1;
     let mut len = size_of_val(&on) as libc::socklen_t;
     // SAFETY: the kernel writes at most `len` bytes, the size of `on`, and the new length; both live
@@ -286,7 +305,7 @@ mod tests {
         let (a, b) = UnixStream::pair().unwrap();
         assert!(!refuses_rights(&b));
         if !refuse_rights(&b).unwrap() {
-            return eprintln!("SKIPPED: this kernel has no SO_PASSRIGHTS (Linux 6.16)");
+            return eprintln!("SKIPPED: no SO_PASSRIGHTS (Linux 6.16)");
         }
         assert!(refuses_rights(&b));
         let file = files(1);

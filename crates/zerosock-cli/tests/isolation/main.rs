@@ -21,6 +21,7 @@ mod pipe;
 mod pipe_lock;
 #[path = "../process/mod.rs"]
 mod process;
+mod program_own_end;
 mod programs;
 mod raw;
 mod sockets;

@@ -66,7 +66,7 @@ use raw::{
 /// Round trips from one control request to the next.
 const ROUND_TRIPS: usize = 16;
 /// Descriptors of the daemon that has few.
-const DESCRIPTORS: usize = 640;
+const DESCRIPTORS: usize = 1024;
 const PORT: Port = Port::new(9);
 /// Host programs that do not accept, and how many connections wait for each.
 const FULL_BACKLOGS: u32 = 64;

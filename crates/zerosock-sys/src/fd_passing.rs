@@ -5,7 +5,7 @@
 //! [refuses](refuse_rights) descriptors, or [`recv`] receives from it with room for as many as a message
 //! can have, and the [reaper](crate::reaper) closes it. A process without free descriptor numbers loses
 //! this protection: the kernel then closes descriptors that it cannot install. Callers keep [`RESERVE`]
-//! numbers free.
+//! numbers free, or [reserve](crate::account::Account::reserve_message) them for each message.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -18,6 +18,7 @@ use rustix::net::{
     shutdown, sockopt,
 };
 
+use crate::account::ReservedNumbers;
 use crate::peer_fd::PeerFd;
 
 /// The most descriptors in one message (SCM_MAX_FD of the kernel).
@@ -189,8 +190,10 @@ pub fn recv(fd: impl AsFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<
 /// As [`recv`], and the descriptors belong to the peer that the socket [belongs](PeerFd::account) to.
 ///
 /// # Errors
-/// As [`recv`].
+/// As [`recv`]. `ConnectionReset` if the peers have too few descriptor numbers left
+/// ([`Account::reserve_message`](crate::account::Account::reserve_message)).
 pub fn recv_owned(socket: &PeerFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<Received> {
+    let _reserved = reserve_numbers(socket)?;
     let mut received = Vec::new();
     let result = recv(socket, buf, &mut received);
     fds.extend(received.into_iter().map(|fd| match socket.account() {
@@ -198,6 +201,17 @@ pub fn recv_owned(socket: &PeerFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io:
         None => fd,
     }));
     result
+}
+
+/// Reserves numbers for the descriptors of a message, if the socket belongs to a peer.
+pub(crate) fn reserve_numbers(socket: &PeerFd) -> io::Result<Option<ReservedNumbers>> {
+    let Some(account) = socket.account() else {
+        return Ok(None);
+    };
+    let reserved = account.reserve_message();
+    reserved
+        .ok_or_else(|| io::ErrorKind::ConnectionReset.into())
+        .map(Some)
 }
 
 #[cfg(test)]

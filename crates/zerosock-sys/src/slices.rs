@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use zerosock_ring::GuestSlice;
 
 use crate::account::Account;
-use crate::fd_passing::MAX_FDS;
+use crate::fd_passing::{MAX_FDS, reserve_numbers};
 use crate::peer_fd::PeerFd;
 
 /// The most slices that one call uses (UIO_MAXIOV); later slices are left for the next call.
@@ -89,7 +89,8 @@ fn recv_with(
 /// would close them in this thread.
 ///
 /// # Errors
-/// As [`recv_slices`].
+/// As [`recv_slices`]. `ConnectionReset` if the peers have too few descriptor numbers left
+/// ([`Account::reserve_message`]).
 pub fn recv_slices_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
     // SAFETY: a length computed from a constant.
     const RIGHTS: usize =
@@ -101,6 +102,7 @@ pub fn recv_slices_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Res
     #[repr(align(8))]
     struct Control(MaybeUninit<[u8; SPACE]>);
     const _: () = assert!(align_of::<Control>() >= align_of::<libc::cmsghdr>());
+    let _reserved = reserve_numbers(fd)?;
     let mut control = Control(MaybeUninit::uninit());
     let mut message = message(slices);
     loop {

@@ -89,10 +89,12 @@ pub enum DecodeError {
     /// (system's fault).
     #[error("more descriptors in a message than the {MAX_FDS} that are taken, or than may be open")]
     TooManyDescriptors,
-    /// The front-end's descriptors wait to be closed, as many as may. Peer's fault.
+    /// The front-end's descriptors wait to be closed, as many as may; or those of all peers leave too
+    /// few numbers for a message. Peer's fault.
     #[error(
         "descriptors that the front-end has sent wait to be closed: at most {MAX_UNCOUNTED} may, and \
-         {MAX_DEFERRED} behind others of it that do not close"
+         {MAX_DEFERRED} behind others of it that do not close, and those of all must leave numbers for \
+         a message (RLIMIT_NOFILE)"
     )]
     UnclosedDescriptors,
     /// The socket failed. System's fault.
@@ -205,6 +207,10 @@ fn receive(
     if account.is_clogged() {
         return Err(DecodeError::UnclosedDescriptors);
     }
+    // Until each descriptor has a permit.
+    let Some(_reserved) = account.reserve_message() else {
+        return Err(DecodeError::UnclosedDescriptors);
+    };
     let mut sent = Vec::new();
     let received = match fd_passing::recv(socket, room, &mut sent) {
         Ok(received) => received,

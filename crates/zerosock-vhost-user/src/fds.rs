@@ -295,6 +295,7 @@ mod tests {
     fn a_kept_descriptor_counts_until_it_is_closed() {
         let limits = zerosock_sys::account::Limits {
             descriptors: 2,
+            numbers: u64::MAX,
             mapped: 0,
             mapped_each: 0,
         };

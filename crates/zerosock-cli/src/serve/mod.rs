@@ -64,6 +64,12 @@ enum ServeError {
     WorkerEnded,
     #[error(transparent)]
     Start(#[from] zerosock::daemon::StartError),
+    #[error(
+        "the limit of open files is {}, and {} VMs and users need at least {}: raise it (LimitNOFILE= of \
+         the unit, ulimit -Hn)",
+        .0.limit, .0.peers, .0.minimum
+    )]
+    FewDescriptors(Shares),
 }
 
 /// All claimed sockets.
@@ -92,7 +98,12 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     raise_descriptor_limit();
     let claimed = claim_sockets(&settings)?;
     let daemon = backend::start(&settings, claimed.vms, claimed.attach)?;
-    announce_shares(&daemon.shares());
+    let shares = daemon.shares();
+    if shares.limit < shares.minimum {
+        daemon.shutdown();
+        return Err(ServeError::FewDescriptors(shares));
+    }
+    announce_shares(&shares);
     for vm in &settings.vms {
         announce(vm);
     }

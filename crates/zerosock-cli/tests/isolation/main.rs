@@ -9,6 +9,7 @@ mod attack;
 mod daemon;
 mod death;
 mod exiting;
+mod few_descriptors;
 mod files;
 mod fuse;
 mod large_vm;

@@ -80,7 +80,7 @@ impl Server {
         frontends: &mut FrontendRegistry,
     ) {
         for _ in 0..BUDGET {
-            let permit = match self.turned_away.take_descriptors(1) {
+            let permit = match self.turned_away(registry).take_descriptors(1) {
                 Ok(permit) => permit,
                 Err(_) => {
                     self.warn("accepts no process: connections that were turned away cannot be closed yet");

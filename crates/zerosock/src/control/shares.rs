@@ -80,7 +80,7 @@ pub struct Shares {
 
 /// The budget and the shares for this configuration.
 ///
-/// Peers share RLIMIT_NOFILE less [`reserve`], but at least a quarter of it.
+/// Peers share RLIMIT_NOFILE less [`reserve`]; a quarter of it if it is below [`Shares::minimum`].
 pub(crate) fn budget(wanted: Wanted) -> (Budget, Shares) {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let shares = shares(limit, &wanted);
@@ -117,8 +117,11 @@ fn minimum(vms: u64, peers: u64) -> u64 {
 fn shares(limit: u64, wanted: &Wanted) -> Shares {
     let (vms, users) = (wanted.vms as u64, wanted.users as u64);
     let peers = vms + users;
-    let reserve = reserve(limit, vms, peers);
-    let descriptors = limit.saturating_sub(reserve).max(limit / 4);
+    let minimum = minimum(vms, peers);
+    let descriptors = match limit >= minimum {
+        true => limit - reserve(limit, vms, peers),
+        false => limit / 4,
+    };
     let guaranteed = descriptors / 2 / peers.max(1);
     let common = descriptors - guaranteed * peers;
     let by_descriptors = match wanted.host_sockets {
@@ -127,7 +130,7 @@ fn shares(limit: u64, wanted: &Wanted) -> Shares {
     };
     Shares {
         limit,
-        minimum: minimum(vms, peers),
+        minimum,
         reserved: limit - descriptors,
         peers,
         guaranteed,

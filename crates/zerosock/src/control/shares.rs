@@ -28,8 +28,8 @@ impl Default for MemoryLimits {
 
 /// Descriptors for the process itself: event loops, logs and metrics.
 const OWN: u64 = 66;
-/// Descriptors of each VM that are not counted: listeners and front-end connections.
-const EACH_VM: u64 = 5;
+/// Descriptors of each VM that are not counted: listeners, front-end connections, and those of a worker.
+const EACH_VM: u64 = 8;
 /// Fewest descriptors that are reserved for messages. One peer may send a message with descriptors that
 /// cannot be closed when it has some already; then a message of another one can still be received.
 const LEAST_MESSAGES: u64 = 2 * (fd_passing::RESERVE + MAX_DEFERRED as u64);

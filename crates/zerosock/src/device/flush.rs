@@ -289,13 +289,10 @@ impl Device {
             return;
         };
         let Some(tx) = self.tx.as_mut() else { return };
-        let mut done = Vec::new();
+        let memory = tx.queue.memory().clone();
         let copied = bridge
             .outbound
-            .spill(tx.queue.memory(), keep, |chain| done.push(chain));
-        for chain in done {
-            tx.complete(chain, 0);
-        }
+            .spill(&memory, keep, |chain| tx.complete(chain, 0));
         cx.counters.copied_bytes.add(copied as u64);
     }
 

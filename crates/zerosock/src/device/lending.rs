@@ -29,6 +29,7 @@ use super::events::emit;
 use super::program::App;
 use super::ring::Ring;
 use super::{Context, Device};
+use crate::fallible;
 use crate::table::datagrams::DatagramFault;
 use crate::table::sockets::{BufferPlace, Copied, PIECES, StreamId};
 use crate::table::transfers::{LoanParts, SendFault};
@@ -479,7 +480,8 @@ impl Device {
     }
 
     /// Takes back every loan of this device. Bytes written so far are saved, and the holder sends
-    /// them by copying. Returns false if a loan is being written to at this moment; it stays out.
+    /// them by copying. Returns false if a loan is being written to at this moment, or if there is no
+    /// memory for its bytes; it stays out.
     /// With `force`, for a guest that has gone, such a loan is marked torn, and its chain is not
     /// completed because it may still be written to.
     pub(super) fn recall_loans(&mut self, force: bool, cx: &mut Context<'_>) -> bool {
@@ -491,36 +493,37 @@ impl Device {
             return all;
         };
         let leases = app.sockets.lease_table().clone();
-        let mut back = Vec::new();
         for (_, loan) in app.loans.iter_mut().filter(|(_, loan)| loan.vm == vm) {
-            let Some(lent) = &loan.chain else { continue };
-            let moved = leases.try_move(loan.index);
+            if loan.chain.is_none() {
+                continue;
+            }
+            // After the loan was moved it is too late to find that there is no memory.
+            let copy = match force {
+                true => Some(Vec::new()),
+                false => fallible::zeroed(loan.len as usize).ok(),
+            };
+            let moved = copy.is_some() && leases.try_move(loan.index);
             if !moved && !force {
                 all = false;
                 continue;
             }
-            let flow = loan.flow;
-            if let Some(rx) = self.rx.as_ref().filter(|rx| rx.epoch == lent.epoch)
-                && moved
-                && !force
-            {
-                let mut bytes = vec![0; loan.len as usize];
-                let pieces = lent.chain.writable();
-                rx.queue.memory().read(pieces, HEADER_LEN, &mut bytes);
-                loan.copy = Some((Arc::new(bytes), 0));
+            let Some(lent) = loan.chain.take() else {
+                continue;
+            };
+            let rx = self.rx.as_mut().filter(|rx| rx.epoch == lent.epoch);
+            if let (true, Some(rx)) = (moved, rx) {
+                if let Some(mut bytes) = copy.filter(|_| !force) {
+                    let pieces = lent.chain.writable();
+                    rx.queue.memory().read(pieces, HEADER_LEN, &mut bytes);
+                    loan.copy = Some((Arc::new(bytes), 0));
+                }
+                rx.complete(lent.chain, 0);
             }
             if !moved {
                 leases.tear(loan.index);
             }
-            let chain = loan.chain.take();
-            back.extend(chain.map(|lent| (lent, flow, moved)));
-        }
-        for (lent, flow, moved) in back {
+            let flow = loan.flow;
             self.count_loan(flow, false);
-            let rx = self.rx.as_mut().filter(|rx| rx.epoch == lent.epoch);
-            if let Some(rx) = rx.filter(|_| moved) {
-                rx.complete(lent.chain, 0);
-            }
         }
         all
     }

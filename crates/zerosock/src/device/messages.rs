@@ -100,6 +100,10 @@ impl Device {
         };
         messages.half += len;
         if ends.any() {
+            if messages.outbound.try_reserve(1).is_err() {
+                tx.complete(chain, 0);
+                return self.end_for_want_of_memory(key, cx);
+            }
             let whole = std::mem::take(&mut messages.half);
             messages.outbound.push_back((whole, ends));
         }
@@ -170,6 +174,9 @@ impl Device {
                     .send(sibling.peer.device, SiblingMessage::ReadEmpty { to });
             }
             return;
+        }
+        if messages.inbound.try_reserve(1).is_err() {
+            return self.end_for_want_of_memory(key, cx);
         }
         messages.inbound.push_back((len, ends));
         bridge.readable = true;

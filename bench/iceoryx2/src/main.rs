@@ -23,7 +23,7 @@ use iceoryx2::prelude::{
 };
 
 use worker::Link;
-use worker::order::{Job, Order};
+use worker::order::Order;
 use worker::touch::{Check, Fault, Message, Seen};
 
 /// The unit of a sample: eight bytes.
@@ -48,12 +48,12 @@ fn run(order: &Order) -> Result<(), Fault> {
         return Err(format!("{} bytes are no whole lanes", order.size));
     }
     worker::pin(order.cpu)?;
-    // Signals are nobody's business here: the harness ends us by our input.
+    // The node handles no signals: the harness ends this process by closing its standard input.
     let node = NodeBuilder::new()
         .signal_handling_mode(SignalHandlingMode::Disabled)
         .create::<ipc::Service>()
         .map_err(|error| format!("node: {error}"))?;
-    let one_way = matches!(order.job, Job::Send | Job::Receive);
+    let one_way = order.job.is_one_way();
     let mut link = Samples {
         publisher: None,
         subscriber: None,
@@ -84,7 +84,7 @@ type Service =
 
 fn service(node: &Node<ipc::Service>, order: &Order, way: &str) -> Result<Service, Fault> {
     let place = order.to.as_deref().unwrap_or(&order.place);
-    let name = format!("zerosock bench {place} {way}");
+    let name = format!("zerosock-bench {place} {way}");
     let name = name.as_str().try_into();
     let name = name.map_err(|error| format!("service name: {error:?}"))?;
     node.service_builder(&name)

@@ -99,6 +99,7 @@ impl Vm {
             initramfs: &initramfs,
             memory_mib: MEMORY_MIB,
             cpus: 1,
+            kind: qemu::VSOCK,
             device: &socket,
             dir: dir.path(),
             reboots: false,

@@ -417,7 +417,8 @@ access: [deny: {from: 3, to: host, ports: 5}]",
 
 #[test]
 fn without_a_file_a_hangup_ends_it_as_ever() {
-    // Under nohup SIGHUP is ignored, which exec passes on; what is caught, exec sets to its default.
+    // Under nohup SIGHUP is ignored, which exec passes on; what is caught, exec sets to its
+    // default.
     signal_hook::flag::register(signal_hook::consts::SIGHUP, Arc::default()).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let attach = dir.path().join("attach");

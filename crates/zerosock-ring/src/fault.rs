@@ -200,7 +200,8 @@ impl Drop for Registration {
 /// If `addr` lies in a mapping of a live [`Memory`](crate::Memory): marks that memory lost, maps
 /// anonymous zero pages from the faulting page to the end of the mapping, and returns true: the
 /// faulting instruction may be retried. Otherwise returns false and changes nothing. Truncation
-/// removes the tail of a file, and one call per page would let a peer exhaust the process's mappings.
+/// removes the tail of a file, and one call per page would let a peer exhaust the process's
+/// mappings.
 ///
 /// Async-signal-safe: atomics and one system call, which leaves errno alone.
 ///
@@ -228,10 +229,10 @@ fn replace(addr: usize, found: &Found) -> bool {
     let from = found.start + (addr - found.start) / found.page * found.page;
     let len = found.start + found.len - from;
     // SAFETY: [from, from + len) is a page-aligned part of a mapping that the memory `owner` made
-    // and has not unmapped: by the contract of `handle_fault` the calling thread is in the middle of
-    // an access through that memory, so it cannot be dropped before we return. Only raw copies and
-    // atomics access the addresses, so contents that change to zero are not undefined behaviour;
-    // where references access them (see `Trust`), the file cannot shrink.
+    // and has not unmapped: by the contract of `handle_fault` the calling thread is in the middle
+    // of an access through that memory, so it cannot be dropped before we return. Only raw copies
+    // and atomics access the addresses, so contents that change to zero are not undefined
+    // behaviour; where references access them (see `Trust`), the file cannot shrink.
     unsafe {
         mmap_anonymous(
             ptr::with_exposed_provenance_mut(from),

@@ -15,8 +15,9 @@ use core::slice;
 
 use crate::copy::{copy_between, copy_in, copy_out, load, store};
 
-/// A range of bytes in one region of a [`Memory`](crate::Memory): only numbers, meaningless without the memory
-/// that [`translate`](crate::Memory::translate)d it, and checked by [`Memory::slice`](crate::Memory::slice).
+/// A range of bytes in one region of a [`Memory`](crate::Memory): only numbers, meaningless without
+/// the memory that [`translate`](crate::Memory::translate)d it, and checked by
+/// [`Memory::slice`](crate::Memory::slice).
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct Piece {
     pub(crate) region: u32,

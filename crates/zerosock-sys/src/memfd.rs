@@ -13,7 +13,8 @@ pub const HUGE_PAGE: u64 = 2 << 20;
 
 /// Creates a memory file of `len` zero bytes, close-on-exec. `name` appears in `/proc`.
 ///
-/// With `seal` the length of the file can never change, so an access to a mapping of it raises no SIGBUS.
+/// With `seal` the length of the file can never change, so an access to a mapping of it raises no
+/// SIGBUS.
 ///
 /// # Errors
 /// Errors of memfd_create(2), ftruncate(2) and fcntl(2) F_ADD_SEALS.
@@ -26,8 +27,8 @@ pub fn create(name: &str, len: u64, seal: bool) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// As [`create`], sealed, with pages of [`HUGE_PAGE`] bytes from the pool of the system. All pages are
-/// allocated here, so later accesses cannot fail for want of pages.
+/// As [`create`], sealed, with pages of [`HUGE_PAGE`] bytes from the pool of the system. All pages
+/// are allocated here, so later accesses cannot fail for want of pages.
 ///
 /// # Errors
 /// `InvalidInput` when `len` is no multiple of [`HUGE_PAGE`]; what fallocate(2) says when the pool
@@ -49,14 +50,14 @@ fn fix_length(fd: &OwnedFd) -> io::Result<()> {
     Ok(fcntl_add_seals(fd, seals)?)
 }
 
-/// Whether the file can never become shorter. False for a file that does not support seals, such as one on a
-/// disk.
+/// Whether the file can never become shorter. False for a file that does not support seals, such as
+/// one on a disk.
 pub fn is_shrink_sealed(fd: impl AsFd) -> bool {
     fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(SealFlags::SHRINK))
 }
 
-/// Whether the file is in memory (memfd, tmpfs, hugetlbfs): a page fault waits for no server and no disk. The
-/// kernel determines this from the descriptor alone, without a call to the file system.
+/// Whether the file is in memory (memfd, tmpfs, hugetlbfs): a page fault waits for no server and no
+/// disk. The kernel determines this from the descriptor alone, without a call to the file system.
 pub fn is_memory(fd: impl AsFd) -> bool {
     fcntl_get_seals(fd).is_ok()
 }

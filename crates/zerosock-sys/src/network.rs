@@ -7,9 +7,9 @@ const SOL_TLS: libc::c_int = 282;
 const TLS_TX: libc::c_int = 1;
 const TLS_RX: libc::c_int = 2;
 
-/// Moves the calling thread into a new network namespace, with a loopback device that is down and nothing
-/// else. Existing sockets stay in the old namespace; later sockets and child processes of the thread are in
-/// the new one. The kernel removes the namespace with its last user.
+/// Moves the calling thread into a new network namespace, with a loopback device that is down and
+/// nothing else. Existing sockets stay in the old namespace; later sockets and child processes of
+/// the thread are in the new one. The kernel removes the namespace with its last user.
 ///
 /// # Errors
 /// EPERM without CAP_SYS_ADMIN; ENOSPC if the limit of namespaces is reached.
@@ -29,8 +29,8 @@ pub fn set_upper_layer(socket: impl AsFd, name: &str) -> io::Result<()> {
     set(socket, libc::SOL_TCP, libc::TCP_ULP, name.as_bytes())
 }
 
-/// Makes the kernel encrypt (TLS 1.3) bytes sent over a TCP socket with the protocol "tls". The keys are
-/// constants, which [`decrypt`] uses as well.
+/// Makes the kernel encrypt (TLS 1.3) bytes sent over a TCP socket with the protocol "tls". The
+/// keys are constants, which [`decrypt`] uses as well.
 ///
 /// # Errors
 /// ENOENT if the kernel does not have the cipher, AES-128-GCM.
@@ -38,8 +38,8 @@ pub fn encrypt(socket: impl AsFd) -> io::Result<()> {
     set_keys(socket, TLS_TX)
 }
 
-/// Makes the kernel decrypt bytes received over a TCP socket with the protocol "tls", which the other end
-/// sent after [`encrypt`].
+/// Makes the kernel decrypt bytes received over a TCP socket with the protocol "tls", which the
+/// other end sent after [`encrypt`].
 ///
 /// # Errors
 /// As there.
@@ -48,8 +48,8 @@ pub fn decrypt(socket: impl AsFd) -> io::Result<()> {
 }
 
 fn set_keys(socket: impl AsFd, direction: libc::c_int) -> io::Result<()> {
-    // `struct tls12_crypto_info_aes_gcm_128`: the version (1.3) and the cipher as u16, then 8 bytes of
-    // the IV, 16 of the key, 4 of the salt, and 8 of the first record's number.
+    // `struct tls12_crypto_info_aes_gcm_128`: the version (1.3) and the cipher as u16, then 8 bytes
+    // of the IV, 16 of the key, 4 of the salt, and 8 of the first record's number.
     let mut keys = [0; 40];
     keys[..2].copy_from_slice(&0x0304_u16.to_ne_bytes());
     keys[2..4].copy_from_slice(&51_u16.to_ne_bytes());

@@ -1,17 +1,18 @@
 //! Notifying a peer through a descriptor that the peer controls, without waiting for it.
 //!
-//! A vhost-user front-end hands over the descriptor on which it wants to be notified of used buffers.
-//! It shares the open file, and with it the O_NONBLOCK flag, and it can hold the lock of a pipe for as
-//! long as it likes (by writing from a page that userfaultfd or FUSE provides): a write(2) would then
-//! hold its caller, even with RWF_NOWAIT.
+//! A vhost-user front-end hands over the descriptor on which it wants to be notified of used
+//! buffers. It shares the open file, and with it the O_NONBLOCK flag, and it can hold the lock of a
+//! pipe for as long as it likes (by writing from a page that userfaultfd or FUSE provides): a
+//! write(2) would then hold its caller, even with RWF_NOWAIT.
 //!
 //! # Invariants
 //! - [`Notifier::notify`] never waits for a peer.
 //! - An eventfd is signalled by asynchronous I/O (module `aio`). Where the system refuses that
-//!   (seccomp, fs.aio-max-nr is used up, or a request fails), and for pipes and sockets, a [`CallThread`] of the one peer makes the
-//!   write, and only that peer's notifications wait when it waits.
-//! - No notification is lost. One for which the system has no thread waits until it has one, for which
-//!   [`Notifier::retry`] asks.
+//!   (seccomp, fs.aio-max-nr is used up, or a request fails), and for pipes and sockets, a
+//!   [`CallThread`] of the one peer makes the write, and only that peer's notifications wait when
+//!   it waits.
+//! - No notification is lost. One for which the system has no thread waits until it has one, for
+//!   which [`Notifier::retry`] asks.
 //! - A descriptor of any other kind is refused when it arrives.
 
 mod aio;
@@ -49,8 +50,8 @@ pub enum FdKind {
 }
 
 impl FdKind {
-    /// The kind of a descriptor. The kernel answers from its own tables: unlike fstat(2), which would
-    /// ask the server of a file on FUSE, readlink(2) does not wait.
+    /// The kind of a descriptor. The kernel answers from its own tables: unlike fstat(2), which
+    /// would ask the server of a file on FUSE, readlink(2) does not wait.
     ///
     /// # Errors
     /// What readlink(2) answers for the entry in `/proc/self/fd`.
@@ -88,13 +89,13 @@ pub struct CallFd {
 }
 
 impl CallFd {
-    /// Takes an eventfd, the writing end of a pipe, or a socket that has been
-    /// [made send-only](crate::fd_passing::make_send_only). `thread` makes the writes that could wait, and
-    /// is the one of the peer that sent the descriptor.
+    /// Takes an eventfd, the writing end of a pipe, or a socket that has been [made
+    /// send-only](crate::fd_passing::make_send_only). `thread` makes the writes that could wait,
+    /// and is the one of the peer that sent the descriptor.
     ///
     /// # Errors
-    /// `InvalidInput` for a descriptor of another kind; [`TooManyThreads`] for a pipe or socket when the peer's
-    /// earlier threads still wait.
+    /// `InvalidInput` for a descriptor of another kind; [`TooManyThreads`] for a pipe or socket
+    /// when the peer's earlier threads still wait.
     pub fn new(fd: PeerFd, thread: CallThread) -> io::Result<CallFd> {
         let is_eventfd = match FdKind::of(&fd)? {
             FdKind::Eventfd => true,
@@ -130,8 +131,8 @@ pub struct Notifier {
 }
 
 impl Notifier {
-    /// Asks the kernel for asynchronous I/O. Where that is refused, [`is_direct`](Self::is_direct) is
-    /// false, and it is asked for again at most once a second.
+    /// Asks the kernel for asynchronous I/O. Where that is refused, [`is_direct`](Self::is_direct)
+    /// is false, and it is asked for again at most once a second.
     pub fn new() -> Notifier {
         let notifier = Notifier::without_aio();
         notifier.queue.replace(Queue::new().ok());
@@ -154,8 +155,8 @@ impl Notifier {
         self.queue.borrow().is_some()
     }
 
-    /// Adds one to an eventfd, or writes eight bytes to a pipe or socket. A peer with a full descriptor is
-    /// about to wake, and one with a broken descriptor is gone: neither is an error.
+    /// Adds one to an eventfd, or writes eight bytes to a pipe or socket. A peer with a full
+    /// descriptor is about to wake, and one with a broken descriptor is gone: neither is an error.
     #[inline]
     pub fn notify(&self, call: &CallFd) {
         if call.is_eventfd

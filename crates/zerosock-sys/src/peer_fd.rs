@@ -5,14 +5,15 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use crate::account::{Account, Permit};
 use crate::reaper;
 
-/// A descriptor that came from a peer, or a socket that a peer can reach. Dropping it hands it to the
-/// [`reaper`], so that the dropping thread never waits.
+/// A descriptor that came from a peer, or a socket that a peer can reach. Dropping it hands it to
+/// the [`reaper`], so that the dropping thread never waits.
 ///
 /// Every descriptor of this kind is kept as a `PeerFd` from the call that made it until it is
 /// dropped. `OwnedFd` is for descriptors that only this process has.
 ///
-/// A descriptor without an account may block a thread of the reaper beyond the shares of all accounts.
-/// So every descriptor that a peer has sent, or into which a peer can queue descriptors, has one.
+/// A descriptor without an account may block a thread of the reaper beyond the shares of all
+/// accounts. So every descriptor that a peer has sent, or into which a peer can queue descriptors,
+/// has one.
 #[derive(Debug)]
 pub struct PeerFd {
     /// `None` only during drop.
@@ -29,8 +30,8 @@ impl PeerFd {
         fd
     }
 
-    /// Attributes the close to this account without counting the descriptor: for one that is closed at
-    /// once, or that is part of the process's reserve.
+    /// Attributes the close to this account without counting the descriptor: for one that is closed
+    /// at once, or that is part of the process's reserve.
     pub fn owned_by(self, account: &Account) -> PeerFd {
         self.with_permit(account.take_nothing())
     }

@@ -6,20 +6,20 @@
 //! these calls, so that no thread that serves several peers does.
 //!
 //! # Invariants
-//! - [`close`] and [`run`] never wait for a job: they append to a queue. No thread is started, and no
-//!   job run, under the queue's lock.
-//! - Each account has a queue, and jobs without an account have one more. The queues take turns, one
-//!   job each: a job waits for the earlier jobs of its queue, and for one job of each other queue
-//!   before each of them.
-//! - While there are jobs, one thread works on them. A job that takes longer than [`PATIENCE`] counts as
-//!   stuck and another thread goes on with the rest, up to [`MAX_THREADS`].
+//! - [`close`] and [`run`] never wait for a job: they append to a queue. No thread is started, and
+//!   no job run, under the queue's lock.
+//! - Each account has a queue, and jobs without an account have one more. The queues take turns,
+//!   one job each: a job waits for the earlier jobs of its queue, and for one job of each other
+//!   queue before each of them.
+//! - While there are jobs, one thread works on them. A job that takes longer than [`PATIENCE`]
+//!   counts as stuck and another thread goes on with the rest, up to [`MAX_THREADS`].
 //! - A peer whose jobs block [`MAX_STUCK_EACH`] threads gets no further thread: its later jobs wait
 //!   until one of them returns. So one peer cannot use up the threads. From a peer with many such
 //!   jobs nothing is received any more ([`Account::is_clogged`]).
 //! - A job holds its [`Permit`] until it is done: a descriptor that cannot be closed counts against
 //!   the peer that sent it.
-//! - No job is dropped. A job that waits holds a descriptor, a mapping or an allocation, so the limits on
-//!   those bound the queues.
+//! - No job is dropped. A job that waits holds a descriptor, a mapping or an allocation, so the
+//!   limits on those bound the queues.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -70,8 +70,8 @@ pub fn run(work: impl FnOnce() + Send + 'static, account: Option<&Account>) {
     });
 }
 
-/// Starts a thread if jobs wait, all threads are stuck, and the system refused a thread before. To be
-/// called now and then: without it the next submission does so.
+/// Starts a thread if jobs wait, all threads are stuck, and the system refused a thread before. To
+/// be called now and then: without it the next submission does so.
 pub fn retry() {
     REAPER.retry();
 }
@@ -195,7 +195,8 @@ impl State {
         oldest.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// How long it takes until all jobs under way are finished or stuck; marks those that are stuck.
+    /// How long it takes until all jobs under way are finished or stuck; marks those that are
+    /// stuck.
     fn until_stuck(&mut self) -> Duration {
         let now = Instant::now();
         let mut longest = Duration::ZERO;

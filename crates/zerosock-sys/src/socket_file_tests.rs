@@ -175,8 +175,8 @@ fn what_cannot_be_examined_after_the_exchange_is_put_back() {
     let current = Some(limit.current.map_or(4096, |current| current.min(4096)));
     setrlimit(Resource::Nofile, Rlimit { current, ..limit }).unwrap();
     let replace = || {
-        // SAFETY: the thread has a copy of the table of descriptors, and no descriptor that it makes
-        // is passed to another thread.
+        // SAFETY: the thread has a copy of the table of descriptors, and no descriptor that it
+        // makes is passed to another thread.
         unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::FILES) }.unwrap();
         let _filling: Vec<_> = std::iter::from_fn(|| socket.try_clone().ok()).collect();
         private.replace(&parent, &name, dead).unwrap_err()

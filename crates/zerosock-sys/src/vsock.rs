@@ -1,4 +1,5 @@
-//! Kernel vsock sockets (vsock(7)): for the command-line tool inside a guest, and for forwarding on a host.
+//! Kernel vsock sockets (vsock(7)): for the command-line tool inside a guest, and for forwarding on
+//! a host.
 //!
 //! Their tests run inside guests only.
 
@@ -14,8 +15,8 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 /// The CID that stands for any, to listen on.
 pub const CID_ANY: u32 = u32::MAX;
 
-/// Starts a non-blocking connection to `cid` and `port`. It may not be established yet: wait until the
-/// socket is writable, then call [`connect_result`].
+/// Starts a non-blocking connection to `cid` and `port`. It may not be established yet: wait until
+/// the socket is writable, then call [`connect_result`].
 ///
 /// # Errors
 /// Errors of socket(2) and connect(2): ENODEV or EAFNOSUPPORT where the kernel has no vsock.
@@ -150,8 +151,8 @@ pub fn local_address(fd: impl AsFd) -> io::Result<(u32, u32)> {
     Ok((address.svm_cid, address.svm_port))
 }
 
-/// Sets the size of the receive buffer in bytes, which is the credit that the kernel grants, and its upper
-/// bound (SO_VM_SOCKETS_BUFFER_SIZE and _MAX_SIZE).
+/// Sets the size of the receive buffer in bytes, which is the credit that the kernel grants, and
+/// its upper bound (SO_VM_SOCKETS_BUFFER_SIZE and _MAX_SIZE).
 ///
 /// # Errors
 /// Errors of setsockopt(2).
@@ -241,8 +242,8 @@ fn accept_with(fd: impl AsFd, flags: c_int) -> io::Result<(OwnedFd, u32, u32)> {
             }
             return Err(error);
         }
-        // SAFETY: accept4 has just returned this descriptor, so it is open and nothing else owns it;
-        // `address` was zeroed and consists of integers, so it is initialised.
+        // SAFETY: accept4 has just returned this descriptor, so it is open and nothing else owns
+        // it; `address` was zeroed and consists of integers, so it is initialised.
         let (socket, address) = unsafe { (OwnedFd::from_raw_fd(accepted), address.assume_init()) };
         return Ok((socket, address.svm_cid, address.svm_port));
     }

@@ -130,9 +130,9 @@ pub fn unread(fd: impl AsFd) -> io::Result<u32> {
     ask(&fd, SIOCINQ)
 }
 
-/// Sends parts with one call, with MSG_ZEROCOPY if `zero_copy`. Returns the number of bytes taken. With
-/// MSG_ZEROCOPY the kernel may read the bytes until [`completions`] reports the send: changes before that
-/// can change what is sent.
+/// Sends parts with one call, with MSG_ZEROCOPY if `zero_copy`. Returns the number of bytes taken.
+/// With MSG_ZEROCOPY the kernel may read the bytes until [`completions`] reports the send: changes
+/// before that can change what is sent.
 ///
 /// # Errors
 /// Errors of sendmsg(2): EFAULT for a part that is not mapped.
@@ -159,9 +159,9 @@ pub fn send_parts(fd: impl AsFd, parts: &[Part<'_>], zero_copy: bool) -> io::Res
     message.msg_iov = vectors.as_mut_ptr();
     message.msg_iovlen = vectors.len() as _;
     let zero_copy = if zero_copy { libc::MSG_ZEROCOPY } else { 0 };
-    // SAFETY: `message` has no address and no control data; its vectors name slices that outlive the call,
-    // which the kernel only reads, and addresses without memory, for which the call fails with EFAULT. The
-    // kernel holds references to pages that it reads after the call.
+    // SAFETY: `message` has no address and no control data; its vectors name slices that outlive
+    // the call, which the kernel only reads, and addresses without memory, for which the call fails
+    // with EFAULT. The kernel holds references to pages that it reads after the call.
     checked(unsafe {
         libc::sendmsg(
             fd.as_fd().as_raw_fd(),
@@ -184,8 +184,8 @@ pub fn completions(fd: impl AsFd) -> io::Result<u32> {
     let mut message = empty_message();
     message.msg_control = control.as_mut_ptr().cast::<c_void>();
     message.msg_controllen = size_of_val(&control) as _;
-    // SAFETY: `message` has no address and no vectors; its control data is `control`, aligned for a header,
-    // and the kernel writes within the given length.
+    // SAFETY: `message` has no address and no vectors; its control data is `control`, aligned for a
+    // header, and the kernel writes within the given length.
     checked(unsafe {
         libc::recvmsg(
             fd.as_fd().as_raw_fd(),

@@ -16,8 +16,8 @@ use zerosock_sys::socket_file::{self, BindError, Options};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Mounts a file system of which only the root exists, a file of this mode, in a mount namespace of this
-/// thread.
+/// Mounts a file system of which only the root exists, a file of this mode, in a mount namespace of
+/// this thread.
 fn mount(device: &File, path: &Path, mode: u32) -> io::Result<()> {
     let check = |result| match result {
         0 => Ok(()),

@@ -159,8 +159,8 @@ pub enum Call {
         /// The parts.
         parts: Vec<Part>,
     },
-    /// Waits for an entry of the error queue and reads the queue: `bytes` sends are complete. With a
-    /// timeout of 0 it does not wait: `EAGAIN` when the queue is empty.
+    /// Waits for an entry of the error queue and reads the queue: `bytes` sends are complete. With
+    /// a timeout of 0 it does not wait: `EAGAIN` when the queue is empty.
     Completions {
         /// The socket.
         socket: Socket,
@@ -176,8 +176,8 @@ pub enum Call {
         /// Flags of recv(2).
         flags: RecvFlags,
     },
-    /// Receives at least `len` bytes in leases, which are kept until the socket is closed; the answer
-    /// is in `bytes`. Only sockets of the library support it.
+    /// Receives at least `len` bytes in leases, which are kept until the socket is closed; the
+    /// answer is in `bytes`. Only sockets of the library support it.
     Lease {
         /// The socket.
         socket: Socket,

@@ -4,7 +4,7 @@
 //! that does as the host says: [`remote`] speaks to it over the guest's second serial port with the
 //! lines of [`protocol`], not over vsock, so that a device that fails can still be reported on. [`uml`]
 //! boots user-mode Linux as `zerosock_cli::vm::qemu` boots QEMU, and [`device`] runs a device as a
-//! process.
+//! process. [`entropy`] is a device of another kind than vsock.
 //!
 //! A program that tests with guests is the agent itself, under its own name, when its first argument
 //! is [`guest::NAME`]; `zerosock-testkit` is that and the whole `zerosock` command besides, so that
@@ -13,6 +13,7 @@
 
 pub mod calls;
 pub mod device;
+pub mod entropy;
 pub mod guest;
 pub mod protocol;
 pub mod remote;

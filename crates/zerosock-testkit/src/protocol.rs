@@ -128,8 +128,9 @@ pub enum Command {
         /// Back-end: `uring`, `error queue`, `copy`, or `any`.
         backend: String,
     },
-    /// As [`Command::SendOwned`], over TCP on the guest's loopback device, with or without kernel TLS.
-    /// `sha256` is of the bytes that the other end, also in the guest, has received and decrypted.
+    /// As [`Command::SendOwned`], over TCP on the guest's loopback device, with or without kernel
+    /// TLS. `sha256` is of the bytes that the other end, also in the guest, has received and
+    /// decrypted.
     SendOwnedTcp {
         /// The pattern's seed.
         seed: u64,

@@ -1,8 +1,8 @@
 //! A vhost-user front-end for drivers outside of a VMM.
 //!
-//! A [`Frontend`] is one connected control socket. Every call sends one request. It returns when the
-//! request is answered or, if the protocol has no answer to it, when the request is written to the
-//! socket. Each call ends within the time-out given at [`Frontend::connect`].
+//! A [`Frontend`] is one connected control socket. Every call sends one request. It returns when
+//! the request is answered or, if the protocol has no answer to it, when the request is written to
+//! the socket. Each call ends within the time-out given at [`Frontend::connect`].
 //!
 //! # Invariants
 //!
@@ -141,7 +141,8 @@ impl Frontend {
             .map(VhostUserProtocolFeatures::from_bits_truncate)
     }
 
-    /// SET_PROTOCOL_FEATURES. If `features` contains REPLY_ACK, every later request is acknowledged.
+    /// SET_PROTOCOL_FEATURES. If `features` contains REPLY_ACK, every later request is
+    /// acknowledged.
     pub fn set_protocol_features(
         &mut self,
         features: VhostUserProtocolFeatures,
@@ -155,8 +156,8 @@ impl Frontend {
         Ok(())
     }
 
-    /// Negotiates: accepts those virtio features of `wanted` and those protocol features of `protocol`
-    /// that the device offers, and returns both sets. Sends SET_OWNER in between.
+    /// Negotiates: accepts those virtio features of `wanted` and those protocol features of
+    /// `protocol` that the device offers, and returns both sets. Sends SET_OWNER in between.
     pub fn negotiate(
         &mut self,
         wanted: u64,
@@ -297,8 +298,8 @@ impl Frontend {
             .map_err(|_| FrontendError::Protocol("GET_VRING_BASE answered an index above 16 bits"))
     }
 
-    /// GET_CONFIG (needs CONFIG): reads `out.len()` bytes, at most 256, of the configuration space at
-    /// `offset`.
+    /// GET_CONFIG (needs CONFIG): reads `out.len()` bytes, at most 256, of the configuration space
+    /// at `offset`.
     pub fn read_config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), FrontendError> {
         let request = FrontendReq::GET_CONFIG;
         let len = out.len().min(256);
@@ -314,7 +315,8 @@ impl Frontend {
         Ok(())
     }
 
-    /// SET_CONFIG (needs CONFIG): writes `bytes`, at most 256, to the configuration space at `offset`.
+    /// SET_CONFIG (needs CONFIG): writes `bytes`, at most 256, to the configuration space at
+    /// `offset`.
     pub fn write_config(&mut self, offset: u32, bytes: &[u8]) -> Result<(), FrontendError> {
         let mut payload = Vec::with_capacity(12 + bytes.len());
         payload.extend_from_slice(&offset.to_ne_bytes());

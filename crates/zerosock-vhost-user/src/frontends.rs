@@ -1,7 +1,7 @@
 //! The control thread's epoll instance and its VMs, and the trait of an extension of the thread.
 //!
-//! A [`ControlExtension`] runs on the control thread, watches descriptors of its own in the same epoll
-//! instance, and adds and closes VMs at run time.
+//! A [`ControlExtension`] runs on the control thread, watches descriptors of its own in the same
+//! epoll instance, and adds and closes VMs at run time.
 //!
 //! # Invariants
 //!
@@ -182,8 +182,8 @@ impl FrontendRegistry {
         }
     }
 
-    /// Closes the connection of a VM's front-end and the VM's listener; [`ControlExtension::vm_removed`]
-    /// follows.
+    /// Closes the connection of a VM's front-end and the VM's listener;
+    /// [`ControlExtension::vm_removed`] follows.
     pub fn close(&mut self, vm: usize, reason: &str) {
         if let Some(closed) = self.vms.get_mut(&vm) {
             if let Some(listener) = closed.listener() {
@@ -201,7 +201,8 @@ impl FrontendRegistry {
         (self.notices, Arc::new(notice))
     }
 
-    /// The epoll instance. A peer's socket must be removed from it before the reaper gets the socket.
+    /// The epoll instance. A peer's socket must be removed from it before the reaper gets the
+    /// socket.
     pub fn epoll(&self) -> Arc<OwnedFd> {
         Arc::clone(&self.epoll)
     }

@@ -51,7 +51,7 @@ use zerosock_sys::notify::CallFd;
 pub use self::frontends::{ControlExtension, FrontendRegistry};
 pub use self::log_limit::LogLimit;
 pub use self::mailbox::Notice;
-pub use self::mailbox::{FrontendLink, Reply};
+pub use self::mailbox::{DeviceReply, FrontendLink, Reply};
 pub use self::model::{ConfigWrite, DeviceModel};
 pub use self::stats::FaultCounts;
 pub use self::stats::{ControlStats, Fault};
@@ -144,18 +144,6 @@ impl DeviceCommand {
     }
 }
 
-/// A worker's answer to a [`DeviceCommand`].
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub enum DeviceReply {
-    /// The command was carried out.
-    Done,
-    /// The queue has stopped; the index of its next available entry.
-    Base(u16),
-    /// The command was not carried out, and why. The front-end gets an error where the protocol
-    /// allows one.
-    Failed(String),
-}
-
 /// Queues commands of the control thread for the worker that owns a device.
 pub trait DevicePort: Send {
     /// Queues `command` for the worker, which answers through `reply`. Called on the control
@@ -176,8 +164,8 @@ pub struct VmSpec {
     pub socket: FrontendSocket,
     /// The largest queue that the front-end may set up: a power of two of at most 32768.
     pub max_queue_size: u16,
-    /// Refuse memory that can shrink (no F_SEAL_SHRINK). If it is accepted and vanishes, only this VM
-    /// is lost, provided that the SIGBUS guard of `zerosock_sys` is installed.
+    /// Refuse memory that can shrink (no F_SEAL_SHRINK). If it is accepted and vanishes, only this
+    /// VM is lost, provided that the SIGBUS guard of `zerosock_sys` is installed.
     pub sealed_memory: bool,
     /// Limits the descriptors and the mapped memory of the front-end.
     pub account: Account,

@@ -1,7 +1,7 @@
 //! A liveness check of a thread by a message through its ordinary queue.
 //!
-//! The probe makes a query, the thread answers it when it takes it out of the queue. The query wakes an
-//! idle thread; a thread that is stuck in a call or a loop leaves it unanswered.
+//! The probe makes a query, the thread answers it when it takes it out of the queue. The query
+//! wakes an idle thread; a thread that is stuck in a call or a loop leaves it unanswered.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

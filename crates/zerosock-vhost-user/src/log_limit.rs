@@ -19,7 +19,8 @@ impl LogLimit {
     const LINES: u32 = 20;
     const PERIOD: Duration = Duration::from_secs(10);
 
-    /// `Some` if a line may be written, with the number of lines suppressed since the last one, if any.
+    /// `Some` if a line may be written, with the number of lines suppressed since the last one, if
+    /// any.
     pub fn admit(&self, now: Instant) -> Option<Option<u64>> {
         // Every update is a single assignment, so a poisoned lock guards a consistent value.
         let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -13,8 +13,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, write};
 
-use super::DeviceReply;
 use crate::liveness::LivenessQuery;
+
+/// A worker's answer to a [`DeviceCommand`](super::DeviceCommand).
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum DeviceReply {
+    /// The command was carried out.
+    Done,
+    /// The queue has stopped; the index of its next available entry.
+    Base(u16),
+    /// The command was not carried out, and why. The front-end gets an error where the protocol
+    /// allows one.
+    Failed(String),
+}
 
 /// A message to the control thread.
 #[derive(Debug)]
@@ -52,8 +63,8 @@ impl MailSender {
     /// Sends and wakes the control thread. Has no effect once that thread has ended.
     pub(super) fn send(&self, mail: Mail) {
         if self.channel.send(mail).is_ok() {
-            // The counter cannot reach its limit, so this neither blocks nor fails. After the control
-            // thread has ended, the write has no effect.
+            // The counter cannot reach its limit, so this neither blocks nor fails. After the
+            // control thread has ended, the write has no effect.
             let _ = write(&self.wake, &1u64.to_ne_bytes());
         }
     }
@@ -145,8 +156,8 @@ impl Reply {
         }
     }
 
-    /// Splits the reply into `count` parts. It is answered when all parts are: `Done`, or `Failed` if
-    /// a part failed.
+    /// Splits the reply into `count` parts. It is answered when all parts are: `Done`, or `Failed`
+    /// if a part failed.
     pub fn split(self, count: usize) -> impl Iterator<Item = Reply> {
         let split = Arc::new(SplitReply {
             original: Mutex::new(Some(self)),
@@ -247,8 +258,8 @@ pub struct FrontendLink {
     sender: MailSender,
     vm: usize,
     connection: u64,
-    /// Set when the device was lost during this connection and the loss reported. Shared by the queue
-    /// pairs.
+    /// Set when the device was lost during this connection and the loss reported. Shared by the
+    /// queue pairs.
     lost: Arc<AtomicBool>,
 }
 
@@ -287,10 +298,9 @@ impl fmt::Debug for FrontendLink {
     }
 }
 
-/// A completion barrier. The extension hands clones of its [`Arc`] to workers. When the last clone is
-/// dropped, the control thread calls
-/// [`notice_dropped`](super::ControlExtension::notice_dropped) with the number. A worker that has
-/// ended has dropped its clones.
+/// A completion barrier. The extension hands clones of its [`Arc`] to workers. When the last clone
+/// is dropped, the control thread calls [`notice_dropped`](super::ControlExtension::notice_dropped)
+/// with the number. A worker that has ended has dropped its clones.
 #[derive(Debug)]
 pub struct Notice {
     sender: MailSender,

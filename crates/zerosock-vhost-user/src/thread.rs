@@ -3,7 +3,8 @@
 //! # Invariants
 //!
 //! - The thread never waits for a front-end or a worker.
-//! - A connection is not read while its worker has a command, or while a reply is not fully written.
+//! - A connection is not read while its worker has a command, or while a reply is not fully
+//!   written.
 //! - Each connection is served within a budget. Events are level-triggered, so the rest is reported
 //!   again.
 
@@ -319,7 +320,8 @@ impl Reactor {
             }
             Mail::Liveness(query) => return query.answer(),
             Mail::Shutdown => {
-                // No front-end or process is admitted any more; those connected are disconnected below.
+                // No front-end or process is admitted any more; those connected are disconnected
+                // below.
                 if let Some(mut extension) = self.extension.take() {
                     extension.end(&mut self.frontends);
                 }

@@ -4,8 +4,8 @@
 //!  Idle --accept--> Live --connection ends--> Draining --worker answers Disconnected--> Idle
 //! ```
 //!
-//! A VM without a listener begins with the connection of its only front-end, and is removed when it is
-//! idle again.
+//! A VM without a listener begins with the connection of its only front-end, and is removed when it
+//! is idle again.
 //!
 //! # Invariants
 //!
@@ -52,8 +52,8 @@ pub(super) struct Vm {
     index: usize,
     /// `None`: no further front-end can connect.
     listener: Option<PeerFd>,
-    /// Until then the listener is not watched: the system had no descriptor for a connection, or too
-    /// many descriptors of earlier front-ends wait to be closed.
+    /// Until then the listener is not watched: the system had no descriptor for a connection, or
+    /// too many descriptors of earlier front-ends wait to be closed.
     accept_paused_until: Option<Instant>,
     listener_watched: bool,
     max_queue_size: u16,
@@ -95,8 +95,8 @@ pub(super) struct Connection {
     pub(super) epoll: Option<Arc<OwnedFd>>,
     decoder: Decoder,
     session: Session,
-    /// The current reply, and how much of it is written. Nothing is read while a part of it is left,
-    /// so there is never more than one.
+    /// The current reply, and how much of it is written. Nothing is read while a part of it is
+    /// left, so there is never more than one.
     output: Vec<u8>,
     written: usize,
     /// Since when the socket has had no room for the rest of the reply.
@@ -232,8 +232,8 @@ impl Vm {
         matches!(self.front, Front::Idle)
     }
 
-    /// Accepts connections. Accepting pauses if the system has no descriptor or memory for a connection,
-    /// or if too many descriptors of earlier ones wait to be closed.
+    /// Accepts connections. Accepting pauses if the system has no descriptor or memory for a
+    /// connection, or if too many descriptors of earlier ones wait to be closed.
     pub(super) fn accept(&mut self) {
         for _ in 0..ACCEPT_BUDGET {
             let Some(listener) = &self.listener else {
@@ -284,7 +284,8 @@ impl Vm {
         self.counters.fault(Fault::Busy);
         let peer = peer(&socket);
         hang_up(&socket);
-        // Counted until the reaper has closed it. If the account is full, only `is_clogged` bounds it.
+        // Counted until the reaper has closed it. If the account is full, only `is_clogged` bounds
+        // it.
         if let Ok(permit) = self.account.take_descriptors(1) {
             drop(socket.with_permit(permit));
         }
@@ -293,8 +294,8 @@ impl Vm {
         ));
     }
 
-    /// When [`Vm::time_passed`] is to be called next: accepting resumes, a silent front-end gives way
-    /// to another one, or a reply has not been read for too long.
+    /// When [`Vm::time_passed`] is to be called next: accepting resumes, a silent front-end gives
+    /// way to another one, or a reply has not been read for too long.
     pub(super) fn deadline(&self) -> Option<Instant> {
         let of_front = self.front_deadline();
         of_front.into_iter().chain(self.accept_paused_until).min()
@@ -322,10 +323,10 @@ impl Vm {
         })
     }
 
-    /// Resumes accepting if it is due. Closes the connection of a front-end that has been silent for too
-    /// long while another one waits, or that has not read a reply for too long. The latter may have sent
-    /// its own end of the connection in a message that is not read: then the connection stays open
-    /// although the front-end has exited.
+    /// Resumes accepting if it is due. Closes the connection of a front-end that has been silent
+    /// for too long while another one waits, or that has not read a reply for too long. The latter
+    /// may have sent its own end of the connection in a message that is not read: then the
+    /// connection stays open although the front-end has exited.
     pub(super) fn time_passed(&mut self, now: Instant) {
         if self.accept_paused_until.is_some_and(|until| now >= until) {
             self.accept_paused_until = None;
@@ -476,7 +477,8 @@ impl Vm {
         }
     }
 
-    /// Reads and handles messages until none is left, a command is under way, or the budget is used up.
+    /// Reads and handles messages until none is left, a command is under way, or the budget is used
+    /// up.
     fn serve(&mut self) {
         for _ in 0..BUDGET {
             let Front::Live(connection) = &mut self.front else {
@@ -556,7 +558,8 @@ impl Vm {
     }
 }
 
-/// Ends both directions of a connection without waiting. The peer can still read what was sent to it.
+/// Ends both directions of a connection without waiting. The peer can still read what was sent to
+/// it.
 fn hang_up(socket: &PeerFd) {
     // Fails only if the connection has ended.
     let _ = shutdown(socket, Shutdown::Both);

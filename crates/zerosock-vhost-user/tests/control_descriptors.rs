@@ -1,5 +1,6 @@
-//! Descriptors that a front-end sends are closed, whatever the front-end does. The only test of this
-//! binary, because it counts the descriptors of the process and finds the control thread by name.
+//! Descriptors that a front-end sends are closed, whatever the front-end does. The only test of
+//! this binary, because it counts the descriptors of the process and finds the control thread by
+//! name.
 
 #[path = "control/fake.rs"]
 mod fake;

@@ -1,21 +1,21 @@
 //! Measures the cost of a send with and without a copy, once for each class in a process.
 //!
-//! A class is a kind of socket, a back-end, whether the memory is registered, and a length to within a
-//! factor of two. While a class is undecided, submissions alternate between the two modes. A submission is
-//! a measurement if all its sends are of one class and one mode, the kernel took all of them in it, and
-//! the kernel sends from this socket in place: the time of its system call, divided by its sends. The
-//! cheapest measurement of a mode is its cost without disturbance. When both modes have been measured often
-//! enough, the cheaper one is kept. Zero copy must be cheaper by a twentieth, because a part of its cost
-//! comes later and cannot be measured by itself: the kernel pays for the notification in the interrupt of
-//! the device, and posts it in the next call.
+//! A class is a kind of socket, a back-end, whether the memory is registered, and a length to
+//! within a factor of two. While a class is undecided, submissions alternate between the two modes.
+//! A submission is a measurement if all its sends are of one class and one mode, the kernel took
+//! all of them in it, and the kernel sends from this socket in place: the time of its system call,
+//! divided by its sends. The cheapest measurement of a mode is its cost without disturbance. When
+//! both modes have been measured often enough, the cheaper one is kept. Zero copy must be cheaper
+//! by a twentieth, because a part of its cost comes later and cannot be measured by itself: the
+//! kernel pays for the notification in the interrupt of the device, and posts it in the next call.
 //!
-//! A class that cannot be measured, because its sockets are always full or its sends always go together
-//! with others, is decided after 32768 sends as the documentation of the kernel says
-//! (`Documentation/networking/msg_zerocopy.rst`: "only effective at writes over around 10 KB"), and is
-//! reported as assumed.
+//! A class that cannot be measured, because its sockets are always full or its sends always go
+//! together with others, is decided after 32768 sends as the documentation of the kernel says
+//! (`Documentation/networking/msg_zerocopy.rst`: "only effective at writes over around 10 KB"), and
+//! is reported as assumed.
 //!
-//! After a million sends a class is measured anew, for 32768 sends at most. The old decision is reported
-//! meanwhile.
+//! After a million sends a class is measured anew, for 32768 sends at most. The old decision is
+//! reported meanwhile.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -28,7 +28,8 @@ use crate::sys::{Kind, SendMode};
 const MEASUREMENTS: u32 = 24;
 /// Number of sends after which the mode alternates.
 const MIN_RUN: u32 = 32;
-/// Number of length classes: one below 256 bytes, one from 16 MiB on, and one for each power of two between.
+/// Number of length classes: one below 256 bytes, one from 16 MiB on, and one for each power of two
+/// between.
 const SIZES: usize = 18;
 const KINDS: usize = 10;
 /// The error queue, the ring, and the ring with memory that is registered.
@@ -37,8 +38,8 @@ const MEMORY_CLASSES: usize = 3;
 const REMEASURE_AFTER: u32 = 1 << 20;
 /// Number of sends after which an undecided class is decided as assumed, or as it was before.
 const MAX_TRIALS: u32 = 1 << 15;
-/// The first length class that is assumed to be cheaper in place. It begins at 16 KiB; the class below
-/// contains the 10 KB that the kernel's documentation names.
+/// The first length class that is assumed to be cheaper in place. It begins at 16 KiB; the class
+/// below contains the 10 KB that the kernel's documentation names.
 const FIRST_ZERO_COPY_CLASS: usize = 7;
 
 /// Sends for which the mode is decided together.
@@ -149,8 +150,8 @@ impl ClassState {
         self.open.store(false, Relaxed);
     }
 
-    /// The mode of the next send: that of an earlier send of the same submission (`before`), the one to be
-    /// measured, the decided one, or `assumed`.
+    /// The mode of the next send: that of an earlier send of the same submission (`before`), the
+    /// one to be measured, the decided one, or `assumed`.
     fn mode(&self, before: Option<SendMode>, assumed: SendMode) -> SendMode {
         if self.open.load(Relaxed) {
             let tried = |mode| self.cost_of(mode).tried.load(Relaxed);
@@ -200,7 +201,8 @@ impl ClassState {
 static CLASSES: [ClassState; KINDS * MEMORY_CLASSES * SIZES] =
     [const { ClassState::new() }; KINDS * MEMORY_CLASSES * SIZES];
 
-/// The mode of the next send of a class; `before` is that of an earlier send of the same submission.
+/// The mode of the next send of a class; `before` is that of an earlier send of the same
+/// submission.
 pub(super) fn mode(class: Class, before: Option<SendMode>) -> SendMode {
     let assumed = class.assumed();
     let class_state = CLASSES.get(class.0);
@@ -238,8 +240,8 @@ pub(super) fn learn(class: Class, mode: SendMode, sends: u32, took: Duration) {
     class_state.learn(mode, picoseconds / u64::from(sends));
 }
 
-/// The shortest length from which on every decided class goes in place, if there is one, and how it is
-/// known: by the two classes around it.
+/// The shortest length from which on every decided class goes in place, if there is one, and how it
+/// is known: by the two classes around it.
 pub(super) fn threshold(kind: Kind, backend: Backend, registered: bool) -> (Option<usize>, Basis) {
     if backend == Backend::Copy {
         return (None, Basis::Unknown);

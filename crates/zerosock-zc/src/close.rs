@@ -1,9 +1,9 @@
 //! Closing a sender: what the peer receives, and what the application gets back.
 //!
 //! # Invariants
-//! A stream is reset if it ends before the kernel has taken everything, or before every buffer is free
-//! within the timeout: a peer never takes a part of the stream for all of it. Only TCP has a reset; for
-//! other streams the result says that there was none.
+//! A stream is reset if it ends before the kernel has taken everything, or before every buffer is
+//! free within the timeout: a peer never takes a part of the stream for all of it. Only TCP has a
+//! reset; for other streams the result says that there was none.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,16 +17,16 @@ use crate::sys::{Buf, Stable};
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum CloseOutcome {
-    /// Every accepted send succeeded or was reported as failed, and every buffer is free. The peer of a
-    /// stream reads all of it, and then end of file.
+    /// Every accepted send succeeded or was reported as failed, and every buffer is free. The peer
+    /// of a stream reads all of it, and then end of file.
     Whole,
     /// The timeout ended before that.
     TimedOut,
     /// An earlier send of the stream failed, was cancelled, or exceeded
     /// [`Builder::limit`](super::Builder::limit) (ETIMEDOUT).
     Broken(io::Error),
-    /// The last piece of the last datagram is missing ([`Outgoing::more`](super::Outgoing::more)); nothing
-    /// of that datagram is sent.
+    /// The last piece of the last datagram is missing ([`Outgoing::more`](super::Outgoing::more));
+    /// nothing of that datagram is sent.
     Corked,
     /// A system call failed.
     Call(io::Error),
@@ -39,18 +39,19 @@ pub enum CloseOutcome {
 pub struct Closed<B: Stable = Buf> {
     /// How the sender was closed.
     pub outcome: CloseOutcome,
-    /// The stream was reset: the peer gets ECONNRESET where the rest is missing. If this is false and the
-    /// outcome is not [`CloseOutcome::Whole`], the socket has no reset (vsock, Unix sockets), and the peer
-    /// cannot tell the end from an orderly one.
+    /// The stream was reset: the peer gets ECONNRESET where the rest is missing. If this is false
+    /// and the outcome is not [`CloseOutcome::Whole`], the socket has no reset (vsock, Unix
+    /// sockets), and the peer cannot tell the end from an orderly one.
     pub reset: bool,
-    /// Free buffers that the application had not taken, in the order in which they became free. Sends that
-    /// the kernel had not taken are failed (ECANCELED).
+    /// Free buffers that the application had not taken, in the order in which they became free.
+    /// Sends that the kernel had not taken are failed (ECANCELED).
     pub returned: Vec<Returned<B>>,
     /// Notifications that the application had not taken.
     pub notifications: Vec<Notification>,
     /// Completions that the application had not taken, if the sender keeps any.
     pub completions: Vec<Completion>,
-    /// Number of buffers that the kernel still reads. They are freed, not returned, when it no longer does.
+    /// Number of buffers that the kernel still reads. They are freed, not returned, when it no
+    /// longer does.
     pub held: usize,
 }
 
@@ -72,8 +73,8 @@ pub enum KeepReason {
     /// The last piece of the last datagram is missing.
     #[error("the last piece of the last datagram is missing")]
     Corked,
-    /// A send failed: the next one would follow a gap in the stream, or be appended to a part of a raw
-    /// packet.
+    /// A send failed: the next one would follow a gap in the stream, or be appended to a part of a
+    /// raw packet.
     #[error("an earlier send failed: {0}")]
     Broken(io::Error),
     /// The descriptor could not be duplicated.
@@ -103,13 +104,14 @@ impl<B: Stable + std::fmt::Debug> std::error::Error for StillBusy<B> {
 }
 
 impl<B: Stable> Sender<B> {
-    /// Flushes every slot, and closes the sender when every buffer is free, or after `timeout`; at once if
-    /// a send of the stream has failed.
+    /// Flushes every slot, and closes the sender when every buffer is free, or after `timeout`; at
+    /// once if a send of the stream has failed.
     ///
-    /// If every buffer is free in time, the peer of a stream reads end of file. If not, the stream is reset:
-    /// unacknowledged bytes are dropped, and the buffers that they kept busy are free. So `timeout` bounds
-    /// how long a slow receiver can keep a buffer busy; zero closes at once. On other sockets, sends that
-    /// the kernel has not taken are cancelled; packets in the queue of a device stay there.
+    /// If every buffer is free in time, the peer of a stream reads end of file. If not, the stream
+    /// is reset: unacknowledged bytes are dropped, and the buffers that they kept busy are free. So
+    /// `timeout` bounds how long a slow receiver can keep a buffer busy; zero closes at once. On
+    /// other sockets, sends that the kernel has not taken are cancelled; packets in the queue of a
+    /// device stay there.
     ///
     /// ```
     /// use std::io::Read;
@@ -187,8 +189,8 @@ impl<B: Stable> Sender<B> {
         }
     }
 
-    /// Returns the socket, if every send is finished and its buffer free. Drops the free buffers that the
-    /// application has not taken.
+    /// Returns the socket, if every send is finished and its buffer free. Drops the free buffers
+    /// that the application has not taken.
     ///
     /// # Errors
     /// [`StillBusy`], with the sender.

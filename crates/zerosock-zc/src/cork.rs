@@ -1,18 +1,18 @@
 //! Datagrams in pieces: each piece but the last is sent with MSG_MORE.
 //!
-//! The socket collects the pieces until the last one comes, and drops all of them when it refuses one.
-//! The next send then begins a datagram: a piece that is requested again alone, or after one that
-//! failed, would arrive as a datagram of its own. A piece can also fail without the socket: it is
-//! cancelled, or the kernel has no memory to pin it. Then the socket must be made to forget the earlier
-//! pieces, which would otherwise arrive in front of the next datagram. A raw socket cannot forget them,
-//! and its sender accepts nothing more. So the pieces of one datagram, and nothing else, are under way
-//! together, and they are requested again together or not at all.
+//! The socket collects the pieces until the last one comes, and drops all of them when it refuses
+//! one. The next send then begins a datagram: a piece that is requested again alone, or after one
+//! that failed, would arrive as a datagram of its own. A piece can also fail without the socket: it
+//! is cancelled, or the kernel has no memory to pin it. Then the socket must be made to forget the
+//! earlier pieces, which would otherwise arrive in front of the next datagram. A raw socket cannot
+//! forget them, and its sender accepts nothing more. So the pieces of one datagram, and nothing
+//! else, are under way together, and they are requested again together or not at all.
 //!
-//! For that, pieces that the socket has taken are *kept*: they are finished, but are neither reported nor
-//! returned until the last piece is taken. If the kernel has no memory for a piece without a copy, all
-//! pieces are copied. Kept pieces are returned early, and then cannot be requested again, when there is
-//! no place for the next piece, and when the application polls or waits before it has sent the next one:
-//! it may need these buffers to send it.
+//! For that, pieces that the socket has taken are *kept*: they are finished, but are neither
+//! reported nor returned until the last piece is taken. If the kernel has no memory for a piece
+//! without a copy, all pieces are copied. Kept pieces are returned early, and then cannot be
+//! requested again, when there is no place for the next piece, and when the application polls or
+//! waits before it has sent the next one: it may need these buffers to send it.
 //!
 //! # Invariants
 //! No call waits for a piece that is kept.
@@ -21,8 +21,7 @@ use std::collections::VecDeque;
 use std::mem;
 
 use super::in_flight::{InFlightSend, Part};
-use super::send_queue::SendQueue;
-use crate::sys::{Key, SendMode, Stable};
+use crate::sys::Key;
 
 #[derive(Default)]
 pub(super) struct Cork {
@@ -33,9 +32,9 @@ pub(super) struct Cork {
     /// Number of pieces of the current datagram that the socket has taken.
     pub(super) taken: usize,
     /// Whether taken pieces are kept.
-    keeps: bool,
+    pub(super) keeps: bool,
     /// Kept pieces of the current datagram, in order.
-    kept: VecDeque<Key>,
+    pub(super) kept: VecDeque<Key>,
     /// The socket may have collected pieces of an incomplete datagram.
     pub(super) gathered: bool,
     /// Failed pieces of the chain under way, with their error numbers.
@@ -109,83 +108,6 @@ impl Cork {
     /// Whether every piece that the socket has taken can be requested again.
     pub(super) fn is_all_kept(&self) -> bool {
         self.is_keeping() && self.kept.len() == self.taken
-    }
-}
-
-impl<B: Stable> SendQueue<B> {
-    /// Takes note that the socket has taken a piece of a datagram, or a whole one.
-    pub(super) fn piece_taken(&mut self, key: Key) {
-        let Some(send) = self.sends.get_mut(key.index()) else {
-            return;
-        };
-        let piece = send.part != Part::Whole;
-        let goes_on = piece && send.more;
-        self.cork.taken += usize::from(piece);
-        self.cork.gathered = goes_on;
-        if !goes_on {
-            return self.release_kept();
-        }
-        if self.cork.keeps {
-            send.kept = true;
-            self.cork.kept.push_back(key);
-        }
-    }
-
-    /// Releases the kept pieces: they will not be requested again.
-    pub(super) fn release_kept(&mut self) {
-        while let Some(key) = self.cork.kept.pop_front() {
-            if let Some(send) = self.sends.get_mut(key.index()) {
-                send.kept = false;
-            }
-            self.report_to_slot(key);
-        }
-    }
-
-    /// Whether kept pieces wait for a next piece that the application has not sent.
-    pub(super) fn awaits_pieces(&self) -> bool {
-        self.cork.is_keeping() && self.is_handed_over()
-    }
-
-    /// Releases kept pieces when the application polls or waits: it may need the buffers for the next
-    /// piece. If the sender is closed, no next piece can follow, and the socket drops the datagram.
-    pub(super) fn release_kept_for_caller(&mut self) {
-        if !self.is_handed_over() {
-            return;
-        }
-        match self.closed && self.cork.keeps {
-            true => self.forget_pieces(),
-            false => self.release_kept(),
-        }
-    }
-
-    /// Copies all pieces of a datagram because one found no memory: those that the socket has taken, those
-    /// that `failed`, and those that follow.
-    pub(super) fn copy_pieces(&mut self, failed: Vec<(Key, i32)>) {
-        let kept = mem::take(&mut self.cork.kept);
-        self.forget_pieces();
-        for key in kept {
-            if let Some(send) = self.sends.get_mut(key.index()) {
-                (send.kept, send.finished) = (false, false);
-                self.stats.over -= 1;
-                self.stats.bytes -= mem::take(&mut send.sent) as u64;
-            }
-            self.queue_retry(key);
-        }
-        for (key, _) in failed {
-            self.queue_retry(key);
-        }
-        // The pieces of this datagram are the oldest unfinished sends.
-        for key in self.retries.iter().chain(&self.queued) {
-            let Some(send) = self.sends.get_mut(key.index()) else {
-                break;
-            };
-            if mem::replace(&mut send.mode, SendMode::Copy) == SendMode::ZeroCopy {
-                self.stats.copied_for_memory += 1;
-            }
-            if !send.more {
-                break;
-            }
-        }
     }
 }
 

@@ -7,6 +7,11 @@ use super::message::{Failed, Sent};
 use super::slots::{Attached, Ticket};
 use crate::sys::SendMode;
 
+/// The error number of a cancelled send.
+pub(super) const CANCELLED: i32 = rustix::io::Errno::CANCELED.raw_os_error();
+/// The error number of a send that exceeds the limit.
+pub(super) const TIMED_OUT: i32 = rustix::io::Errno::TIMEDOUT.raw_os_error();
+
 pub(super) struct InFlightSend {
     /// Number of sends accepted before this one. The order of requests on a stream.
     pub(super) ordinal: u64,
@@ -37,7 +42,8 @@ pub(super) struct InFlightSend {
     /// Sent with MSG_MORE.
     pub(super) more: bool,
     pub(super) part: Part,
-    /// The number of the submission ([`Measurement`](super::measurement::Measurement)) of its last request.
+    /// The number of the submission ([`Measurement`](super::measurement::Measurement)) of its last
+    /// request.
     pub(super) submission: u64,
     /// A request was made of it.
     pub(super) started: bool,

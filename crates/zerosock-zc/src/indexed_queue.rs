@@ -1,8 +1,8 @@
 //! A queue with access from the front by index, each operation in constant time.
 //!
 //! # Invariants
-//! No operation costs more when the queue is longer. Tests count the operations to find a caller that
-//! iterates over the queue.
+//! No operation costs more when the queue is longer. Tests count the operations to find a caller
+//! that iterates over the queue.
 
 use std::collections::VecDeque;
 

@@ -1,10 +1,11 @@
 //! Zero-copy send on kernel sockets.
 //!
-//! A [`Sender`] sends owned buffers over a TCP, UDP or vsock socket without a copy, and returns each
-//! buffer when the kernel no longer reads it. The application neither reads the error queue nor counts
-//! notifications: this crate does, over io_uring or over the error queue, and copies where neither works.
-//! Large writes gain by it (from about 10 KB on, according to the kernel's documentation), and memory that
-//! is expensive to copy: pages of files, memory that a virtual machine shares.
+//! A [`Sender`] sends owned buffers over a TCP, UDP or vsock socket without a copy, and returns
+//! each buffer when the kernel no longer reads it. The application neither reads the error queue
+//! nor counts notifications: this crate does, over io_uring or over the error queue, and copies
+//! where neither works. Large writes gain by it (from about 10 KB on, according to the kernel's
+//! documentation), and memory that is expensive to copy: pages of files, memory that a virtual
+//! machine shares.
 //!
 //! The library `zerosock` has this crate as `zerosock::zc`.
 //!
@@ -43,22 +44,23 @@
 //! ```
 //!
 //! # Buffers
-//! A buffer is of any type that is [`Stable`]: `Vec<u8>`, `Bytes`, `Arc<[u8]>`, a block of a [`Pool`],
-//! which io_uring registers once instead of pinning it for each send, a part of a [`FileMap`], memory
-//! that a peer shares ([`Mapped`]), or any of these at run time ([`Buf`]).
+//! A buffer is of any type that is [`Stable`]: `Vec<u8>`, `Bytes`, `Arc<[u8]>`, a block of a
+//! [`Pool`], which io_uring registers once instead of pinning it for each send, a part of a
+//! [`FileMap`], memory that a peer shares ([`Mapped`]), or any of these at run time ([`Buf`]).
 //!
 //! # Completions
 //! An application learns in three ways that a buffer is free, and can use all of them together:
 //!
 //! - One by one: [`Sender::returned`] returns each buffer, with the result of its send.
 //! - By slot: sends attach to the notifier of a slot, a flush closes the notifier, and one
-//!   [`Notification`], with the slot's tag and a sequence number, says that all its buffers are free.
-//! - Inline: a send has room for up to 16 [`Completion`]s and fills it with ranges of the numbers of
-//!   completed sends (`lo..=hi`). This costs no system call over io_uring, and one that does not wait over
-//!   the error queue.
+//!   [`Notification`], with the slot's tag and a sequence number, says that all its buffers are
+//!   free.
+//! - Inline: a send has room for up to 16 [`Completion`]s and fills it with ranges of the numbers
+//!   of completed sends (`lo..=hi`). This costs no system call over io_uring, and one that does not
+//!   wait over the error queue.
 //!
-//! Each send that may go without a copy has a number, from 0 on. This example uses two buffers in turn and
-//! reuses each when its number has been in a range:
+//! Each send that may go without a copy has a number, from 0 on. This example uses two buffers in
+//! turn and reuses each when its number has been in a range:
 //!
 //! ```
 //! use std::io::Read;
@@ -98,9 +100,9 @@
 //! # }
 //! ```
 //!
-//! The pieces of a corked datagram ([`Outgoing::more`]) have a number each. The kernel makes one datagram
-//! of them, so they complete together. A send that is always copied ([`Copying::Always`]) has no number and
-//! is in no range:
+//! The pieces of a corked datagram ([`Outgoing::more`]) have a number each. The kernel makes one
+//! datagram of them, so they complete together. A send that is always copied ([`Copying::Always`])
+//! has no number and is in no range:
 //!
 //! ```
 //! use std::net::UdpSocket;
@@ -130,28 +132,29 @@
 //! ```
 //!
 //! # Waiting
-//! [`Sender::wait`] blocks until a buffer is free or a notification is posted. An event loop waits on the
-//! descriptor of the sender ([`Sender::interest`], [`Sender::next_timeout`]) and calls [`Sender::poll`].
-//! A [`SharedSender`] is for several threads, and `tokio::AsyncSender` (with the feature `tokio`) for
-//! tasks.
+//! [`Sender::wait`] blocks until a buffer is free or a notification is posted. An event loop waits
+//! on the descriptor of the sender ([`Sender::interest`], [`Sender::next_timeout`]) and calls
+//! [`Sender::poll`]. A [`SharedSender`] is for several threads, and `tokio::AsyncSender` (with the
+//! feature `tokio`) for tasks.
 //!
 //! # Closing
-//! [`Sender::close`] waits until every send is finished, and returns what is left after its timeout.
-//! [`Sender::into_socket`] returns the socket when nothing is under way. A sender can also be dropped.
-//! When a part of a TCP stream is missing at that time, the stream is reset: its peer gets ECONNRESET
-//! instead of an end of file after a part of the data. The reset also frees buffers that wait for a slow
-//! receiver. A [limit](Builder::limit) does the same while the sender is in use, when a send exceeds it.
+//! [`Sender::close`] waits until every send is finished, and returns what is left after its
+//! timeout. [`Sender::into_socket`] returns the socket when nothing is under way. A sender can also
+//! be dropped. When a part of a TCP stream is missing at that time, the stream is reset: its peer
+//! gets ECONNRESET instead of an end of file after a part of the data. The reset also frees buffers
+//! that wait for a slow receiver. A [limit](Builder::limit) does the same while the sender is in
+//! use, when a send exceeds it.
 //!
 //! # Invariants
 //! - From its acceptance until it is returned, a buffer belongs to the sender. No safe code of the
-//!   process can change or free it, also after an error, a time-out, a panic, or a drop of the sender. A
-//!   dropped sender with buffers that the kernel still reads goes to a thread that waits for the kernel; if
-//!   no thread can be started, the sender is leaked.
+//!   process can change or free it, also after an error, a time-out, a panic, or a drop of the
+//!   sender. A dropped sender with buffers that the kernel still reads goes to a thread that waits
+//!   for the kernel; if no thread can be started, the sender is leaked.
 //! - Each accepted send is reported exactly once in each way that it takes part in: it is returned
-//!   (unless buffers are discarded), it counts for the notifier of its slot if it has one, and its number
-//!   is in one range if it has one.
-//! - A stream keeps the order of its sends, and what the kernel takes in part is completed. A peer never
-//!   takes a part of a TCP stream for the whole, nor a part of a datagram for a datagram.
+//!   (unless buffers are discarded), it counts for the notifier of its slot if it has one, and its
+//!   number is in one range if it has one.
+//! - A stream keeps the order of its sends, and what the kernel takes in part is completed. A peer
+//!   never takes a part of a TCP stream for the whole, nor a part of a datagram for a datagram.
 //! - A lack of memory delays a send or makes it a copy. It never stalls the sender.
 //! - Unsafe code is in the module [`sys`] only, in files that allow it.
 //!
@@ -167,31 +170,32 @@
 //! | registered memory in a send of several pieces | 6.15 |
 //!
 //! Documents: `Documentation/networking/msg_zerocopy.rst` of the kernel, io_uring_enter(2) and
-//! io_uring_prep_send_zc(3). Facts that the code relies on beyond these are stated, with the functions of
-//! the kernel, where they matter:
+//! io_uring_prep_send_zc(3). Facts that the code relies on beyond these are stated, with the
+//! functions of the kernel, where they matter:
 //!
-//! - `sys::requests`: which results of io_uring are followed by a notification, also when a request is
-//!   cancelled before it begins.
-//! - `sys::uring`: notifications of TCP requests that share a packet are tied together since Linux 6.10, so
-//!   that a packet must end with a request now and then (MSG_EOR).
+//! - `sys::requests`: which results of io_uring are followed by a notification, also when a request
+//!   is cancelled before it begins.
+//! - `sys::uring`: notifications of TCP requests that share a packet are tied together since Linux
+//!   6.10, so that a packet must end with a request now and then (MSG_EOR).
 //! - `sys::arenas`: when registered memory may be replaced.
-//! - `sys::first_id`, `sys::notification_ids` and `sys::unresolved`: how MSG_ZEROCOPY assigns ids to sends,
-//!   also to those that fail.
+//! - `sys::first_id`, `sys::notification_ids` and `sys::unresolved`: how MSG_ZEROCOPY assigns ids
+//!   to sends, also to those that fail.
 //! - `cork`: what a socket keeps of a datagram in pieces (MSG_MORE) when a later piece fails.
 //!
-//! Sends on the following sockets are copied: raw and packet sockets, Unix sockets, TCP with an upper-layer
-//! protocol (kernel TLS), and TCP in a sockmap with a program for messages (sk_msg), where the kernel
-//! ignores MSG_ZEROCOPY. vsock messages (SOCK_SEQPACKET) are refused ([`Kind::VsockMessages`]).
+//! Sends on the following sockets are copied: raw and packet sockets, Unix sockets, TCP with an
+//! upper-layer protocol (kernel TLS), and TCP in a sockmap with a program for messages (sk_msg),
+//! where the kernel ignores MSG_ZEROCOPY. vsock messages (SOCK_SEQPACKET) are refused
+//! ([`Kind::VsockMessages`]).
 //!
-//! If kernel TLS is enabled on a TCP socket that has a sender, later sends are copied, over io_uring with
-//! one request at a time, since kernel TLS refuses MSG_WAITALL.
+//! If kernel TLS is enabled on a TCP socket that has a sender, later sends are copied, over
+//! io_uring with one request at a time, since kernel TLS refuses MSG_WAITALL.
 //!
 //! What the crate cannot prevent:
 //!
-//! - A socket is added to a sockmap after its first send over the error queue, and the program there takes
-//!   all of the data: the kernel assigns no ids to those sends, and their buffers are not returned. A socket
-//!   is removed from the sockmap before the error queue has been read: a buffer can be returned too early.
-//!   Neither concerns io_uring, where sends have no ids.
+//! - A socket is added to a sockmap after its first send over the error queue, and the program
+//!   there takes all of the data: the kernel assigns no ids to those sends, and their buffers are
+//!   not returned. A socket is removed from the sockmap before the error queue has been read: a
+//!   buffer can be returned too early. Neither concerns io_uring, where sends have no ids.
 //! - Kernel TLS in Linux 6.1 can drop the last records of a socket that is full when it is closed.
 #![deny(unsafe_code)]
 
@@ -200,9 +204,11 @@ mod close;
 mod cork;
 mod in_flight;
 mod indexed_queue;
+mod late_sends;
 mod limit;
 mod measurement;
 mod message;
+mod pieces;
 mod policy;
 mod ranges;
 mod readiness;

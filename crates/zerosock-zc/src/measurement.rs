@@ -39,9 +39,10 @@ impl Measurement {
         self.whole += u32::from(number == self.number);
     }
 
-    /// Records how long the submission took, if the kernel took everything in it: a request that waits, or
-    /// is refused, costs next to nothing and sends nothing. Records nothing on a socket on which the
-    /// kernel copies: its class also contains sockets over devices that read pages in place, at other costs.
+    /// Records how long the submission took, if the kernel took everything in it: a request that
+    /// waits, or is refused, costs next to nothing and sends nothing. Records nothing on a socket
+    /// on which the kernel copies: its class also contains sockets over devices that read pages in
+    /// place, at other costs.
     pub(super) fn record(&self, took: Duration, policy: &Policy) {
         if let Some((class, mode)) = self.class_and_mode(policy.sends_in_place()) {
             calibration::learn(class, mode, self.sends, took);

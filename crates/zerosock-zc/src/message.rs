@@ -12,10 +12,11 @@ pub enum Copying {
     /// The cheaper way, as far as that is known.
     #[default]
     Auto,
-    /// The sender does not copy, however short the buffer. The kernel may still copy, and reports it.
+    /// The sender does not copy, however short the buffer. The kernel may still copy, and reports
+    /// it.
     Never,
-    /// Always copied: the buffer is free when the kernel has taken it; for a piece of a datagram see
-    /// [`Outgoing::more`]. Such a send has no number.
+    /// Always copied: the buffer is free when the kernel has taken it; for a piece of a datagram
+    /// see [`Outgoing::more`]. Such a send has no number.
     Always,
 }
 
@@ -34,18 +35,21 @@ pub struct Outgoing<B = Buf> {
     pub to: Option<Address>,
     /// The slot with the notifier that the send attaches to.
     pub slot: Option<u32>,
-    /// Closes that notifier if the send succeeds, as soon as every earlier send to the slot is finished.
+    /// Closes that notifier if the send succeeds, as soon as every earlier send to the slot is
+    /// finished.
     pub flush: bool,
-    /// The next send continues this one (MSG_MORE): on a datagram socket it is the next piece of the same
-    /// datagram, on a stream it should share a segment. When a piece of a datagram fails, the later pieces
-    /// fail as well, and nothing arrives; earlier pieces were taken and are returned as sent.
+    /// The next send continues this one (MSG_MORE): on a datagram socket it is the next piece of
+    /// the same datagram, on a stream it should share a segment. When a piece of a datagram fails,
+    /// the later pieces fail as well, and nothing arrives; earlier pieces were taken and are
+    /// returned as sent.
     ///
-    /// The buffers of a datagram's pieces are returned when the last piece was taken, also those that were
-    /// copied: so all of them can be copied if there is no memory to send a later piece without a copy.
-    /// They are returned earlier if the sender has no free place for the next piece, or if the application
-    /// polls or waits before it has sent the next piece; the datagram then fails if there is no memory for
-    /// a later piece. The kernel reads the buffers of zero-copy pieces until the datagram is complete, so a
-    /// sender needs more places than a datagram has such pieces.
+    /// The buffers of a datagram's pieces are returned when the last piece was taken, also those
+    /// that were copied: so all of them can be copied if there is no memory to send a later piece
+    /// without a copy. They are returned earlier if the sender has no free place for the next
+    /// piece, or if the application polls or waits before it has sent the next piece; the datagram
+    /// then fails if there is no memory for a later piece. The kernel reads the buffers of
+    /// zero-copy pieces until the datagram is complete, so a sender needs more places than a
+    /// datagram has such pieces.
     pub more: bool,
     /// Whether the send may go without a copy.
     pub copying: Copying,
@@ -119,8 +123,8 @@ pub enum Refusal {
     /// No place is free for the buffer.
     #[error("all places of the sender are in use")]
     Full,
-    /// The application has not taken 1024 free buffers more than there are places, or 65536 notifications
-    /// or completions.
+    /// The application has not taken 1024 free buffers more than there are places, or 65536
+    /// notifications or completions.
     #[error("too many buffers, notifications or completions were not taken from the sender")]
     Unread,
     /// The slot does not exist.
@@ -133,9 +137,9 @@ pub enum Refusal {
     #[error("a buffer of more than 1024 pieces")]
     TooManyPieces,
     /// An earlier send of the stream failed, or exceeded [`Builder::limit`](super::Builder::limit)
-    /// (ETIMEDOUT): a later one would follow a gap. Or a raw socket has collected a part of a packet, and a
-    /// later piece failed ([`Outgoing::more`]): the socket cannot drop that part, and would append the next
-    /// packet to it.
+    /// (ETIMEDOUT): a later one would follow a gap. Or a raw socket has collected a part of a
+    /// packet, and a later piece failed ([`Outgoing::more`]): the socket cannot drop that part, and
+    /// would append the next packet to it.
     #[error("an earlier send failed: {0}")]
     Broken(io::Error),
     /// Another handle closed the sender.
@@ -212,9 +216,9 @@ impl<B: Stable> fmt::Debug for Returned<B> {
 /// How a buffer was sent.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Sent {
-    /// The device or the receiver read the buffer directly, as far as the kernel reports it. Over the error
-    /// queue, a reported range has one mark, that of its first send; over io_uring, the kernel does not
-    /// report that vsock copied because the credit of the peer was short.
+    /// The device or the receiver read the buffer directly, as far as the kernel reports it. Over
+    /// the error queue, a reported range has one mark, that of its first send; over io_uring, the
+    /// kernel does not report that vsock copied because the credit of the peer was short.
     InPlace,
     /// This crate or the kernel copied the bytes.
     Copied,

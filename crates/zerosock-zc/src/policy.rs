@@ -1,11 +1,10 @@
 //! Decides whether a send is copied.
 //!
-//! A send without a copy has costs of its own: pages are pinned, and a notification is posted and read.
-//! Below a threshold a copy is cheaper. The threshold depends on the kind of socket, on the device behind
-//! it, and on whether the memory is registered, so that it is measured, once in a process for each kind
-//! of socket and size class, with the sends that the program makes anyway
-//! ([`calibration`]). A socket on which the kernel reports copies is
-//! rarely tried again.
+//! A send without a copy has costs of its own: pages are pinned, and a notification is posted and
+//! read. Below a threshold a copy is cheaper. The threshold depends on the kind of socket, on the
+//! device behind it, and on whether the memory is registered, so that it is measured, once in a
+//! process for each kind of socket and size class, with the sends that the program makes anyway
+//! ([`calibration`]). A socket on which the kernel reports copies is rarely tried again.
 
 use super::Backend;
 use super::calibration::{self, Class};
@@ -16,8 +15,9 @@ use crate::sys::{Kind, SendMode};
 const MAX_COPIED: u32 = 16;
 /// Number of sends after which zero copy is tried again. It doubles each time.
 const FIRST_PAUSE: u64 = 1 << 10;
-/// Number of sends after which a class is informed of them: classes are shared by the whole process. It is
-/// a prime, so that each class is informed in turn also when lengths follow a pattern.
+/// Number of sends after which a class is informed of them: classes are shared by the whole
+/// process. It is a prime, so that each class is informed in turn also when lengths follow a
+/// pattern.
 const REPORT_INTERVAL: u32 = 1021;
 /// The longest pause, in sends.
 const MAX_PAUSE: u64 = 1 << 20;
@@ -38,8 +38,8 @@ pub(super) struct Policy {
     threshold: Threshold,
     /// Sends since the classes were informed.
     since: u32,
-    /// Class and mode of the last send. Sends of one submission and class have one mode: otherwise their
-    /// cost could not be measured.
+    /// Class and mode of the last send. Sends of one submission and class have one mode: otherwise
+    /// their cost could not be measured.
     last: Option<(Class, SendMode)>,
     /// The kernel never sends from this socket without a copy.
     disabled: bool,
@@ -151,8 +151,8 @@ impl Policy {
         measured.then(|| Class::of(self.kind, self.backend, registered, len))
     }
 
-    /// Whether the last notification says that the kernel did not copy. Only then does a measurement show
-    /// the cost of zero copy, or the cost of a copy on the same kind of device.
+    /// Whether the last notification says that the kernel did not copy. Only then does a
+    /// measurement show the cost of zero copy, or the cost of a copy on the same kind of device.
     pub(super) fn sends_in_place(&self) -> bool {
         self.in_place
     }

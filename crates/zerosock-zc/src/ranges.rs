@@ -12,9 +12,9 @@ pub struct Completion {
     pub lo: u32,
     /// The number of the last send.
     pub hi: u32,
-    /// The sends were copied, by this crate or by the kernel. Otherwise the device or receiver read the
-    /// buffers. A range says that buffers are free, not whether the sends succeeded: a send that failed
-    /// before any of it was taken in place counts as copied, and
+    /// The sends were copied, by this crate or by the kernel. Otherwise the device or receiver read
+    /// the buffers. A range says that buffers are free, not whether the sends succeeded: a send
+    /// that failed before any of it was taken in place counts as copied, and
     /// [`Sender::returned`](super::Sender::returned) reports the failure.
     pub copied: bool,
 }
@@ -27,7 +27,8 @@ impl Completion {
     }
 }
 
-/// Ranges that the application has not taken, oldest first. Adjacent ranges of the same kind are joined.
+/// Ranges that the application has not taken, oldest first. Adjacent ranges of the same kind are
+/// joined.
 #[derive(Default)]
 pub(super) struct Ranges {
     queue: VecDeque<Completion>,

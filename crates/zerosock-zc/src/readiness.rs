@@ -1,8 +1,8 @@
 //! Sleeping until the socket or ring of a sender has an event, without a reference to the sender.
 //!
-//! The descriptor of the sender is in an epoll instance of its own, edge-triggered: a socket that has
-//! hung up is reported once, not for ever. A thread that wakes up reads all events of the epoll instance
-//! before it polls the sender, so that an event in between wakes it again.
+//! The descriptor of the sender is in an epoll instance of its own, edge-triggered: a socket that
+//! has hung up is reported once, not for ever. A thread that wakes up reads all events of the epoll
+//! instance before it polls the sender, so that an event in between wakes it again.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -59,9 +59,9 @@ impl Readiness {
         }
     }
 
-    /// Wakes a sleeping thread after this time, or earlier if that was requested before: a thread that
-    /// is woken early requests its time again. So a time that moves on with each send rarely costs a
-    /// system call.
+    /// Wakes a sleeping thread after this time, or earlier if that was requested before: a thread
+    /// that is woken early requests its time again. So a time that moves on with each send rarely
+    /// costs a system call.
     pub(super) fn wake_after(&self, time: Duration) -> io::Result<()> {
         let mut timer_at = self.timer_at.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
@@ -81,8 +81,8 @@ impl Readiness {
                     epoll::EventData::new_u64(0),
                     timer_events,
                 )?;
-                // If another thread was faster, its timer serves: this one is closed, which removes it from
-                // the epoll instance.
+                // If another thread was faster, its timer serves: this one is closed, which removes
+                // it from the epoll instance.
                 self.timer.get_or_init(|| timer)
             }
         };

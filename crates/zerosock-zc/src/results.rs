@@ -2,19 +2,16 @@
 
 use std::io;
 
-use super::in_flight::{InFlightSend, Part};
-use super::limit::TIMED_OUT;
+use super::in_flight::{CANCELLED, InFlightSend, Part, TIMED_OUT};
 use super::message::Returned;
 use super::send_queue::{GATHERED, SendQueue};
 use crate::sys::{self, Event, Key, SendMode, Stable};
 
 /// How often a send waits for memory before it is copied.
 const MAX_MEMORY_WAITS: u8 = 3;
-/// When the kernel has no memory for a request of several sends, the limit on the length of later ones is
-/// halved. Each notification raises the limit again by this many bytes.
+/// When the kernel has no memory for a request of several sends, the limit on the length of later
+/// ones is halved. Each notification raises the limit again by this many bytes.
 const GROWTH: usize = 512;
-/// The error number of a cancelled send.
-pub(super) const CANCELLED: i32 = rustix::io::Errno::CANCELED.raw_os_error();
 
 impl<B: Stable> SendQueue<B> {
     /// Handles all events that are available without a system call.
@@ -42,9 +39,9 @@ impl<B: Stable> SendQueue<B> {
         self.starved &= self.frees_memory();
     }
 
-    /// Whether a pending event frees memory: the notification of a request that took bytes, or the result
-    /// of a request that may have. The kernel takes nothing of a request linked to one that failed, so on a
-    /// stream pending results do not count.
+    /// Whether a pending event frees memory: the notification of a request that took bytes, or the
+    /// result of a request that may have. The kernel takes nothing of a request linked to one that
+    /// failed, so on a stream pending results do not count.
     pub(super) fn frees_memory(&self) -> bool {
         self.zc_socket.reading() > 0 || (!self.stream && self.open > 0)
     }
@@ -87,7 +84,8 @@ impl<B: Stable> SendQueue<B> {
         }
     }
 
-    /// Handles a request that failed with `code`: retries the send, changes how it is made, or fails it.
+    /// Handles a request that failed with `code`: retries the send, changes how it is made, or
+    /// fails it.
     pub(super) fn handle_error(&mut self, key: Key, code: i32) {
         let waits = self.frees_memory();
         let broken = self.broken;
@@ -140,7 +138,8 @@ impl<B: Stable> SendQueue<B> {
         self.queue_retry(key);
     }
 
-    /// Queues a send to be requested again, in the order of acceptance: results arrive in any order.
+    /// Queues a send to be requested again, in the order of acceptance: results arrive in any
+    /// order.
     pub(super) fn queue_retry(&mut self, key: Key) {
         let ordinal = |key: &Key| {
             let send = self.sends.get(key.index());
@@ -216,8 +215,8 @@ impl<B: Stable> SendQueue<B> {
         }
     }
 
-    /// Handles a notification: the kernel no longer reads what it took of a send in one request. `is_first`
-    /// is true for one of the sends that share the notification.
+    /// Handles a notification: the kernel no longer reads what it took of a send in one request.
+    /// `is_first` is true for one of the sends that share the notification.
     pub(super) fn handle_notification(&mut self, key: Key, copied: Option<bool>, is_first: bool) {
         if let Some(copied) = copied {
             self.stats.notified += 1;
@@ -259,7 +258,8 @@ impl<B: Stable> SendQueue<B> {
         }
     }
 
-    /// Reports a send that will not be requested again to its slot, and releases its buffer if that is free.
+    /// Reports a send that will not be requested again to its slot, and releases its buffer if that
+    /// is free.
     pub(super) fn report_to_slot(&mut self, key: Key) {
         let Some(send) = self.sends.get_mut(key.index()) else {
             return;
@@ -275,9 +275,9 @@ impl<B: Stable> SendQueue<B> {
         self.release_idle(key);
     }
 
-    /// Releases a send if its place is idle. While events are drained, the release waits until the last one
-    /// is handled: the place is idle as soon as `ZcSocket` has read the completion, and a later event of
-    /// the batch can still say whether the kernel copied.
+    /// Releases a send if its place is idle. While events are drained, the release waits until the
+    /// last one is handled: the place is idle as soon as `ZcSocket` has read the completion, and a
+    /// later event of the batch can still say whether the kernel copied.
     fn release_idle(&mut self, key: Key) {
         if self.zc_socket.idle(key) {
             match self.draining {
@@ -331,7 +331,8 @@ enum ErrorClass {
 }
 
 impl ErrorClass {
-    /// Classifies the error number of a request that was made in this mode, with MSG_WAITALL if `whole`.
+    /// Classifies the error number of a request that was made in this mode, with MSG_WAITALL if
+    /// `whole`.
     fn of(code: i32, mode: SendMode, whole: bool) -> Self {
         use rustix::io::Errno;
         const AGAIN: i32 = Errno::INTR.raw_os_error();

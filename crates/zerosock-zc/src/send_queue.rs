@@ -1,26 +1,26 @@
 //! The sends of one sender, from their acceptance until their buffers are free: which requests are
 //! made, in which order, and which are retried.
 //!
-//! A send is *queued*; then *started*, when the kernel has a request for it; then *finished*, when the
-//! kernel took all of it or it failed; and free when its place is idle. On a stream, one chain of linked
-//! requests is under way at a time: requests that are not linked could overtake each other, and a send that
-//! was taken in part must be completed before the next one. Sends that wait together and have the same
-//! mode become one request, with one notification, of up to 128 KiB. A stream on which a send failed
-//! accepts nothing more. A stream that ends before the kernel has taken every accepted send is reset, so
-//! that its peer does not take it for complete.
+//! A send is *queued*; then *started*, when the kernel has a request for it; then *finished*, when
+//! the kernel took all of it or it failed; and free when its place is idle. On a stream, one chain
+//! of linked requests is under way at a time: requests that are not linked could overtake each
+//! other, and a send that was taken in part must be completed before the next one. Sends that wait
+//! together and have the same mode become one request, with one notification, of up to 128 KiB. A
+//! stream on which a send failed accepts nothing more. A stream that ends before the kernel has
+//! taken every accepted send is reset, so that its peer does not take it for complete.
 //!
-//! io_uring can complete a submission within the call, and then no event follows that an event loop could
-//! wait for. So a submission is repeated until everything is with the kernel or nothing may be started. In
-//! both cases an event is still to come.
+//! io_uring can complete a submission within the call, and then no event follows that an event loop
+//! could wait for. So a submission is repeated until everything is with the kernel or nothing may
+//! be started. In both cases an event is still to come.
 //!
-//! If the kernel has no memory for a send without a copy (ENOBUFS, ENOMEM: the limit of locked memory, or
-//! of the notifications of the socket), the send waits for a notification, which frees some. If none is
-//! due, or after a few such rounds, the send is copied; a piece of a datagram is copied with all other
-//! pieces (`cork`).
+//! If the kernel has no memory for a send without a copy (ENOBUFS, ENOMEM: the limit of locked
+//! memory, or of the notifications of the socket), the send waits for a notification, which frees
+//! some. If none is due, or after a few such rounds, the send is copied; a piece of a datagram is
+//! copied with all other pieces (`cork`).
 //!
 //! # Invariants
-//! While a send is accepted and not finished, either a request of it is with the kernel, or it can be
-//! started, or an event is due after which it can be started.
+//! While a send is accepted and not finished, either a request of it is with the kernel, or it can
+//! be started, or an event is due after which it can be started.
 
 use std::collections::VecDeque;
 use std::io;
@@ -30,21 +30,20 @@ use rustix::net::{Shutdown, shutdown};
 
 use super::calibration;
 use super::cork::Cork;
-use super::in_flight::{self, InFlightSend, Part};
+use super::in_flight::{self, CANCELLED, InFlightSend, Part};
 use super::limit::Limit;
 use super::measurement::Measurement;
 use super::message::{Copying, Outgoing, Refusal, Returned};
 use super::policy::Policy;
 use super::ranges::Ranges;
-use super::results::CANCELLED;
 use super::slots::Slots;
 use super::stats::Stats;
 use crate::sys::{self, Backend, Key, NotStarted, SendMode, Stable, Submission, ZcSocket};
 
 /// The largest number of sends in one chain of requests.
 const CHAIN: usize = 32;
-/// The largest number of bytes of one request of several sends: large enough that the cost of a request is
-/// small in comparison, and small enough that buffers are free soon.
+/// The largest number of bytes of one request of several sends: large enough that the cost of a
+/// request is small in comparison, and small enough that buffers are free soon.
 pub(super) const GATHERED: usize = 128 << 10;
 
 pub(super) struct SendQueue<B: Stable> {
@@ -54,8 +53,8 @@ pub(super) struct SendQueue<B: Stable> {
     pub(super) policy: Policy,
     pub(super) stats: Stats,
     pub(super) stream: bool,
-    /// Requests of a stream have MSG_WAITALL, so that others can be linked to them. False for the sendmsg(2)
-    /// back-ends and for sockets that refuse the flag: these make one request at a time.
+    /// Requests of a stream have MSG_WAITALL, so that others can be linked to them. False for the
+    /// sendmsg(2) back-ends and for sockets that refuse the flag: these make one request at a time.
     pub(super) whole: bool,
     /// Whether completions are kept for the application, and whether free buffers are.
     pub(super) keeps_ranges: bool,
@@ -142,7 +141,8 @@ impl<B: Stable> SendQueue<B> {
         }
     }
 
-    /// Accepts a send: puts its buffer into a place. Returns its number, if it may go without a copy.
+    /// Accepts a send: puts its buffer into a place. Returns its number, if it may go without a
+    /// copy.
     pub(super) fn accept(
         &mut self,
         outgoing: Outgoing<B>,
@@ -218,16 +218,16 @@ impl<B: Stable> SendQueue<B> {
         Ok(number)
     }
 
-    /// Starts requests, submits them, and handles the events that follow at once; repeats this while more
-    /// can be started.
+    /// Starts requests, submits them, and handles the events that follow at once; repeats this
+    /// while more can be started.
     pub(super) fn submit(&mut self) -> io::Result<()> {
         self.enforce_limit();
         self.policy.submitted();
         if self.queued.is_empty() && self.retries.is_empty() {
             self.zc_socket.submit()?;
             if self.zc_socket.room() == 0 && self.is_at_once() {
-                // Nothing can be sent before a place is free. An error is reported again by the next
-                // call that polls.
+                // Nothing can be sent before a place is free. An error is reported again by the
+                // next call that polls.
                 let _ = self.zc_socket.reap();
             }
             self.process_events();
@@ -267,7 +267,8 @@ impl<B: Stable> SendQueue<B> {
         Ok(all)
     }
 
-    /// Whether each request has its result before the next one is started: the sendmsg(2) back-ends.
+    /// Whether each request has its result before the next one is started: the sendmsg(2)
+    /// back-ends.
     fn is_at_once(&self) -> bool {
         self.zc_socket.backend() != Backend::Uring
     }
@@ -286,7 +287,8 @@ impl<B: Stable> SendQueue<B> {
         self.retries.pop_front().or_else(|| self.queued.pop_front())
     }
 
-    /// Collects in `run` the sends of the next request, at most `most`: on a stream, sends of one mode.
+    /// Collects in `run` the sends of the next request, at most `most`: on a stream, sends of one
+    /// mode.
     fn run(&self, most: usize, run: &mut Vec<Key>) {
         run.clear();
         let (mut before, mut left) = (None::<&InFlightSend>, 0);
@@ -316,8 +318,8 @@ impl<B: Stable> SendQueue<B> {
         }
     }
 
-    /// Starts up to [`CHAIN`] sends, or a single request if `one_by_one`; on a stream, as one chain.
-    /// Returns how many sends were started.
+    /// Starts up to [`CHAIN`] sends, or a single request if `one_by_one`; on a stream, as one
+    /// chain. Returns how many sends were started.
     fn start_some(&mut self, one_by_one: bool) -> io::Result<usize> {
         let mut run = std::mem::take(&mut self.run);
         let started = self.start_runs(one_by_one, &mut run);
@@ -378,8 +380,8 @@ impl<B: Stable> SendQueue<B> {
                     }
                 }
                 Err(NotStarted::QueueFull) => {
-                    // The previous request may be linked to this one. The kernel ends a chain at the end
-                    // of a submission.
+                    // The previous request may be linked to this one. The kernel ends a chain at
+                    // the end of a submission.
                     self.zc_socket.submit()?;
                     break;
                 }
@@ -400,7 +402,8 @@ impl<B: Stable> SendQueue<B> {
         Ok(started)
     }
 
-    /// Takes note that a request of a send was started. Returns how many of its bytes are in the request.
+    /// Takes note that a request of a send was started. Returns how many of its bytes are in the
+    /// request.
     fn started(&mut self, key: Key, registered: bool) -> usize {
         self.open += 1;
         let Some(send) = self.sends.get_mut(key.index()) else {
@@ -492,8 +495,8 @@ impl<B: Stable> SendQueue<B> {
         self.is_handed_over() && self.broken.is_none()
     }
 
-    /// Shuts the stream down, or, if not `orderly`, resets it where the kind of socket has a reset. Returns
-    /// whether it was reset.
+    /// Shuts the stream down, or, if not `orderly`, resets it where the kind of socket has a reset.
+    /// Returns whether it was reset.
     pub(super) fn end(&mut self, orderly: bool) -> bool {
         self.shut_down = true;
         if !self.stream {
@@ -506,8 +509,8 @@ impl<B: Stable> SendQueue<B> {
         if !orderly && sys::reset(socket).unwrap_or(false) {
             return true;
         }
-        // Closing is not enough: other descriptors may refer to the socket. The call fails if the socket is
-        // no longer connected.
+        // Closing is not enough: other descriptors may refer to the socket. The call fails if the
+        // socket is no longer connected.
         let _ = shutdown(socket, Shutdown::Write);
         false
     }

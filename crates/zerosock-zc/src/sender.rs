@@ -24,8 +24,8 @@ const DEFAULT_CAPACITY: u32 = 256;
 const MAX_CAPACITY: u32 = 1 << 14;
 /// The most notifications, and the most ranges, that the application has not taken.
 const MAX_UNREAD: usize = 1 << 16;
-/// The number of threads that can share a sender if each takes free buffers only after its send: then there
-/// are at most as many free buffers as places, plus one per thread.
+/// The number of threads that can share a sender if each takes free buffers only after its send:
+/// then there are at most as many free buffers as places, plus one per thread.
 const MAX_THREADS: usize = 1024;
 /// How long pieces of an incomplete datagram are kept before an event loop is asked to poll.
 const KEPT_PIECES_TIMEOUT: Duration = Duration::from_millis(10);
@@ -37,9 +37,9 @@ pub enum OpenError {
     /// The descriptor is not a socket.
     #[error("not a socket")]
     NotASocket,
-    /// The requested back-end does not support this socket on this machine. No back-end supports AF_VSOCK
-    /// messages (SOCK_SEQPACKET): if the peer has credit for a part of a message only, the kernel splits a
-    /// message that is sent without blocking.
+    /// The requested back-end does not support this socket on this machine. No back-end supports
+    /// AF_VSOCK messages (SOCK_SEQPACKET): if the peer has credit for a part of a message only, the
+    /// kernel splits a message that is sent without blocking.
     #[error("this socket cannot be sent from with the back-end {0:?} on this machine")]
     Unavailable(Backend),
     /// No back-end was requested, and none supports AF_VSOCK messages; see
@@ -81,8 +81,8 @@ impl Default for Builder {
 }
 
 impl Builder {
-    /// Requires this back-end. By default, the sender uses io_uring where it can, else the error queue, else
-    /// copies.
+    /// Requires this back-end. By default, the sender uses io_uring where it can, else the error
+    /// queue, else copies.
     #[must_use]
     pub fn backend(mut self, backend: Backend) -> Self {
         self.backend = Some(backend);
@@ -97,8 +97,8 @@ impl Builder {
         self
     }
 
-    /// Creates a slot for each tag. By default there is one, with the tag 0. A slot takes about 100 bytes;
-    /// their number is limited by memory only.
+    /// Creates a slot for each tag. By default there is one, with the tag 0. A slot takes about 100
+    /// bytes; their number is limited by memory only.
     #[must_use]
     pub fn slots(mut self, tags: impl IntoIterator<Item = u64>) -> Self {
         self.tags = tags.into_iter().collect();
@@ -113,8 +113,8 @@ impl Builder {
         self
     }
 
-    /// Keeps [`Completion`]s, to be taken with [`Sender::send_with`] or [`Sender::completions`]. The
-    /// application must take them: when 65536 are waiting, no more sends are accepted.
+    /// Keeps [`Completion`]s, to be taken with [`Sender::send_with`] or [`Sender::completions`].
+    /// The application must take them: when 65536 are waiting, no more sends are accepted.
     #[must_use]
     pub fn inline_completions(mut self) -> Self {
         self.inline = true;
@@ -128,42 +128,43 @@ impl Builder {
         self
     }
 
-    /// Limits the time of a send, from its acceptance until its buffer is free. By default there is no
-    /// limit. The time of all sends of one submission starts with the first of them.
+    /// Limits the time of a send, from its acceptance until its buffer is free. By default there is
+    /// no limit. The time of all sends of one submission starts with the first of them.
     ///
-    /// When a send is late, every send that the kernel has not taken is cancelled, also later ones, which
-    /// wait behind it; they are returned as failed (ETIMEDOUT). A TCP stream is reset, and nothing more is
-    /// accepted ([`Refusal::Broken`]). The reset frees unacknowledged buffers; they are returned as failed
-    /// as well, because it is unknown how much of them arrived. Buffers in the queue of a device follow when
-    /// the device no longer reads them. The limit also holds for a sender that is dropped.
+    /// When a send is late, every send that the kernel has not taken is cancelled, also later ones,
+    /// which wait behind it; they are returned as failed (ETIMEDOUT). A TCP stream is reset, and
+    /// nothing more is accepted ([`Refusal::Broken`]). The reset frees unacknowledged buffers; they
+    /// are returned as failed as well, because it is unknown how much of them arrived. Buffers in
+    /// the queue of a device follow when the device no longer reads them. The limit also holds for
+    /// a sender that is dropped.
     ///
-    /// Other sockets cannot be reset. The kernel keeps what it has taken: datagrams in the queue of a
-    /// device, and bytes that a vsock peer has not read. These sends are returned as successful. Such a
-    /// stream accepts nothing more either.
+    /// Other sockets cannot be reset. The kernel keeps what it has taken: datagrams in the queue of
+    /// a device, and bytes that a vsock peer has not read. These sends are returned as successful.
+    /// Such a stream accepts nothing more either.
     ///
-    /// A copied buffer is free when the kernel has taken it: the limit does not cover bytes in the send
-    /// buffer of the socket.
+    /// A copied buffer is free when the kernel has taken it: the limit does not cover bytes in the
+    /// send buffer of the socket.
     ///
-    /// The time is checked when the application submits, polls or waits, and a wait ends when a send is
-    /// late. No thread checks a sender that is not used. An event loop calls [`poll`](Sender::poll) after
-    /// [`next_timeout`](Sender::next_timeout); shared and asynchronous senders wake the threads and tasks
-    /// that wait.
+    /// The time is checked when the application submits, polls or waits, and a wait ends when a
+    /// send is late. No thread checks a sender that is not used. An event loop calls
+    /// [`poll`](Sender::poll) after [`next_timeout`](Sender::next_timeout); shared and asynchronous
+    /// senders wake the threads and tasks that wait.
     #[must_use]
     pub fn limit(mut self, time: Duration) -> Self {
         self.limit = Some(time);
         self
     }
 
-    /// Opens a sender that owns `socket`. Bytes sent over a duplicate of the socket are interleaved with
-    /// those of the sender.
+    /// Opens a sender that owns `socket`. Bytes sent over a duplicate of the socket are interleaved
+    /// with those of the sender.
     ///
-    /// The error queue and the notification ids belong to the socket, not to a sender. If several senders
-    /// of this process use one socket with the error queue back-end, the first that sends without a copy
-    /// owns both, until it is dropped and the kernel no longer reads its buffers; the others copy meanwhile.
-    /// The kernel must have finished every send that the application itself made with MSG_ZEROCOPY (whether
-    /// their notifications were read or not), and the application must make none later. A TCP socket that
-    /// was disconnected and connected again must not have sent without a copy before: its next id cannot be
-    /// found out.
+    /// The error queue and the notification ids belong to the socket, not to a sender. If several
+    /// senders of this process use one socket with the error queue back-end, the first that sends
+    /// without a copy owns both, until it is dropped and the kernel no longer reads its buffers;
+    /// the others copy meanwhile. The kernel must have finished every send that the application
+    /// itself made with MSG_ZEROCOPY (whether their notifications were read or not), and the
+    /// application must make none later. A TCP socket that was disconnected and connected again
+    /// must not have sent without a copy before: its next id cannot be found out.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -203,10 +204,11 @@ impl Builder {
 /// [`push`](Self::push) and [`submit`](Self::submit) are the two halves of a send: several pushes
 /// and one submission cost one system call over io_uring.
 ///
-/// A dropped sender submits what the kernel takes at once and cancels the rest. If nothing was cancelled
-/// and no send had failed, the peer of a stream reads all of it and then end of file; otherwise the stream
-/// is reset (TCP), so that the peer does not take it for complete. [`close`](Self::close) waits and returns
-/// the outcome. Buffers that the kernel still reads are freed when it no longer does.
+/// A dropped sender submits what the kernel takes at once and cancels the rest. If nothing was
+/// cancelled and no send had failed, the peer of a stream reads all of it and then end of file;
+/// otherwise the stream is reset (TCP), so that the peer does not take it for complete.
+/// [`close`](Self::close) waits and returns the outcome. Buffers that the kernel still reads are
+/// freed when it no longer does.
 ///
 /// ```
 /// use std::net::UdpSocket;
@@ -227,8 +229,8 @@ impl Builder {
 /// # }
 /// ```
 ///
-/// A forked child may drop its copy, which leaks it and leaves the parent's sender and socket as they
-/// are; it must not use it.
+/// A forked child may drop its copy, which leaks it and leaves the parent's sender and socket as
+/// they are; it must not use it.
 pub struct Sender<B: Stable = Buf> {
     pub(super) queue: SendQueue<B>,
     kind: Kind,
@@ -255,8 +257,8 @@ impl Sender<Buf> {
 }
 
 impl<B: Stable> Sender<B> {
-    /// Accepts a send, without a system call. The next submission hands it to the kernel. Returns its
-    /// number; none if it is to be copied.
+    /// Accepts a send, without a system call. The next submission hands it to the kernel. Returns
+    /// its number; none if it is to be copied.
     ///
     /// # Errors
     /// [`Refused`], with the buffer, if the send is not accepted.
@@ -284,9 +286,9 @@ impl<B: Stable> Sender<B> {
         Ok(())
     }
 
-    /// Hands accepted sends to the kernel, as far as it takes them now, and handles completions. The error
-    /// queue, which takes a system call to read, is read once in 16 requests only; [`poll`](Self::poll)
-    /// reads it now. Does not wait.
+    /// Hands accepted sends to the kernel, as far as it takes them now, and handles completions.
+    /// The error queue, which takes a system call to read, is read once in 16 requests only;
+    /// [`poll`](Self::poll) reads it now. Does not wait.
     ///
     /// # Errors
     /// The error of the system call itself. The error of a send is returned with its buffer.
@@ -294,19 +296,20 @@ impl<B: Stable> Sender<B> {
         self.queue.submit()
     }
 
-    /// Accepts a send, after waiting for a free place, and submits it. Returns its number; none if it is to
-    /// be copied.
+    /// Accepts a send, after waiting for a free place, and submits it. Returns its number; none if
+    /// it is to be copied.
     ///
     /// # Errors
     /// [`Refused`], with the buffer, if the send is not accepted; never with [`Refusal::Full`].
-    /// [`Refusal::Unread`] does not happen to an application that takes free buffers after every send.
+    /// [`Refusal::Unread`] does not happen to an application that takes free buffers after every
+    /// send.
     pub fn send(&mut self, outgoing: Outgoing<B>) -> Result<Option<u32>, Refused<B>> {
         let mut outgoing = outgoing;
         loop {
             match self.push(outgoing) {
                 Ok(number) => {
-                    // The send is accepted even if the call fails: the next submission repeats it, or
-                    // reports the error.
+                    // The send is accepted even if the call fails: the next submission repeats it,
+                    // or reports the error.
                     let _ = self.submit();
                     return Ok(number);
                 }
@@ -325,11 +328,11 @@ impl<B: Stable> Sender<B> {
         }
     }
 
-    /// Sends, and takes the completions of earlier sends: fills `room` from the front, and returns the
-    /// number of ranges in it. Needs [`Builder::inline_completions`].
+    /// Sends, and takes the completions of earlier sends: fills `room` from the front, and returns
+    /// the number of ranges in it. Needs [`Builder::inline_completions`].
     ///
-    /// Over io_uring, completions are read from shared memory; over the error queue, by one system call that
-    /// does not wait.
+    /// Over io_uring, completions are read from shared memory; over the error queue, by one system
+    /// call that does not wait.
     ///
     /// # Errors
     /// As [`send`](Self::send); [`Refusal::TooMuchRoom`] for more than 16 ranges, and
@@ -394,9 +397,9 @@ impl<B: Stable> Sender<B> {
 
     /// Takes the oldest free buffer, without a system call. Completions are handled by
     /// [`poll`](Self::poll), every call that waits, [`send_with`](Self::send_with) and
-    /// [`completions`](Self::completions); also by [`submit`](Self::submit) and every send, but over the
-    /// error queue only once in 16 requests. An application that sends rarely polls, or waits for
-    /// [`interest`](Self::interest), to get the last buffers.
+    /// [`completions`](Self::completions); also by [`submit`](Self::submit) and every send, but
+    /// over the error queue only once in 16 requests. An application that sends rarely polls, or
+    /// waits for [`interest`](Self::interest), to get the last buffers.
     pub fn returned(&mut self) -> Option<Returned<B>> {
         self.queue.take()
     }
@@ -422,10 +425,11 @@ impl<B: Stable> Sender<B> {
         self.queue.slots.set_tag(slot, tag)
     }
 
-    /// Submits, and waits until a buffer becomes free or a notification is posted, or for `timeout`. Also
-    /// returns if this happened in any call since the last wait ended; buffers and notifications from before
-    /// that do not end the wait. Returns at once if no send is unfinished, and early after a signal, when
-    /// the kernel has taken a part of a send, or when a send is [late](Builder::limit).
+    /// Submits, and waits until a buffer becomes free or a notification is posted, or for
+    /// `timeout`. Also returns if this happened in any call since the last wait ended; buffers and
+    /// notifications from before that do not end the wait. Returns at once if no send is
+    /// unfinished, and early after a signal, when the kernel has taken a part of a send, or when a
+    /// send is [late](Builder::limit).
     ///
     /// # Errors
     /// The error of a system call.
@@ -451,7 +455,8 @@ impl<B: Stable> Sender<B> {
         Ok(())
     }
 
-    /// Flushes every slot and waits until every buffer is free, or for `timeout`. Returns whether all are.
+    /// Flushes every slot and waits until every buffer is free, or for `timeout`. Returns whether
+    /// all are.
     ///
     /// # Errors
     /// The error of a system call.
@@ -493,9 +498,9 @@ impl<B: Stable> Sender<B> {
         self.queue.released + self.queue.slots.posted_count()
     }
 
-    /// The state that wakes waiting threads when it changes: events, a broken stream, the time to the next
-    /// poll, and whether a limit applies. The time at which the next send is late is not part of it, because
-    /// it only increases.
+    /// The state that wakes waiting threads when it changes: events, a broken stream, the time to
+    /// the next poll, and whether a limit applies. The time at which the next send is late is not
+    /// part of it, because it only increases.
     pub(super) fn wake_state(&self) -> (u64, bool, Option<Duration>, bool) {
         (
             self.event_count(),
@@ -571,20 +576,21 @@ impl<B: Stable> Sender<B> {
         self.queue.zc_socket.room()
     }
 
-    /// The socket, to inspect and to receive from. With the error queue back-end, the error queue belongs to
-    /// the sender: an application that reads it takes notifications away, and buffers are never returned.
-    /// The sender reads other messages there (ICMP errors after IP_RECVERR, send timestamps), counts them
-    /// ([`Stats::foreign`](super::Stats::foreign)) and drops them. An application that needs these messages
-    /// uses another back-end ([`Builder::backend`]), which does not read that queue.
+    /// The socket, to inspect and to receive from. With the error queue back-end, the error queue
+    /// belongs to the sender: an application that reads it takes notifications away, and buffers
+    /// are never returned. The sender reads other messages there (ICMP errors after IP_RECVERR,
+    /// send timestamps), counts them ([`Stats::foreign`](super::Stats::foreign)) and drops them. An
+    /// application that needs these messages uses another back-end ([`Builder::backend`]), which
+    /// does not read that queue.
     #[must_use]
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.queue.zc_socket.socket()
     }
 
     /// The time after which an event loop must call [`poll`](Self::poll) without an event on the
-    /// descriptor; usually none. There are three cases: a [limit](Builder::limit), until the oldest send is
-    /// late; a failed datagram with the error queue back-end, which must be polled; and pieces of an
-    /// incomplete datagram, which are released by polling ([`Outgoing::more`]).
+    /// descriptor; usually none. There are three cases: a [limit](Builder::limit), until the oldest
+    /// send is late; a failed datagram with the error queue back-end, which must be polled; and
+    /// pieces of an incomplete datagram, which are released by polling ([`Outgoing::more`]).
     #[must_use]
     pub fn next_timeout(&self) -> Option<Duration> {
         let poll_timeout = self.poll_timeout();
@@ -615,8 +621,8 @@ pub enum Interest {
 }
 
 impl<B: Stable> AsFd for Sender<B> {
-    /// The descriptor that an event loop waits on for [`interest`](Self::interest): the io_uring instance,
-    /// or the socket.
+    /// The descriptor that an event loop waits on for [`interest`](Self::interest): the io_uring
+    /// instance, or the socket.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.queue.zc_socket.as_fd()
     }

@@ -1,8 +1,8 @@
 //! A sender that several threads use.
 //!
-//! The sender is behind a lock, which no thread holds while it waits. Of the waiting threads, one waits for
-//! the kernel: the *watch*. The others wait on a condition variable for the watch, or for another thread
-//! that polls.
+//! The sender is behind a lock, which no thread holds while it waits. Of the waiting threads, one
+//! waits for the kernel: the *watch*. The others wait on a condition variable for the watch, or for
+//! another thread that polls.
 //!
 //! # Invariants
 //! A thread that causes an event that others wait for notifies them before it releases the lock.
@@ -24,8 +24,8 @@ use crate::sys::{Buf, Stable};
 
 /// A handle to a [`Sender`] that several threads share. Each clone has all functions of the sender.
 ///
-/// Buffers, notifications and completions belong to the sender: the first thread that takes one has it.
-/// Each thread should have a clone of its own: a handle remembers which events ended its last
+/// Buffers, notifications and completions belong to the sender: the first thread that takes one has
+/// it. Each thread should have a clone of its own: a handle remembers which events ended its last
 /// [`wait`](Self::wait).
 ///
 /// ```
@@ -232,8 +232,8 @@ impl<B: Stable> SharedSender<B> {
         self.with(|sender| sender.set_tag(slot, tag))
     }
 
-    /// As [`Sender::wait`], for events since the last wait on this handle. Other threads can use the sender
-    /// meanwhile.
+    /// As [`Sender::wait`], for events since the last wait on this handle. Other threads can use
+    /// the sender meanwhile.
     ///
     /// # Errors
     /// As there.
@@ -248,7 +248,8 @@ impl<B: Stable> SharedSender<B> {
         Ok(())
     }
 
-    /// As [`Sender::finish`]. Other threads can use the sender meanwhile; their sends must finish as well.
+    /// As [`Sender::finish`]. Other threads can use the sender meanwhile; their sends must finish
+    /// as well.
     ///
     /// # Errors
     /// As there.
@@ -265,9 +266,10 @@ impl<B: Stable> SharedSender<B> {
         self.with(Sender::cancel)
     }
 
-    /// As [`Sender::close`]. From now on no handle accepts sends ([`Refusal::Closed`]). The sends of all
-    /// handles must finish within the timeout. The first call returns the buffers, notifications and
-    /// completions. The connection ends now; the descriptor is closed with the last handle.
+    /// As [`Sender::close`]. From now on no handle accepts sends ([`Refusal::Closed`]). The sends
+    /// of all handles must finish within the timeout. The first call returns the buffers,
+    /// notifications and completions. The connection ends now; the descriptor is closed with the
+    /// last handle.
     pub fn close(&self, timeout: Option<Duration>) -> Closed<B> {
         {
             let mut state = self.lock();
@@ -299,9 +301,9 @@ impl<B: Stable> SharedSender<B> {
         self.shared.socket.as_fd()
     }
 
-    /// A descriptor for an event loop, shared by all handles. It is readable (EPOLLIN) when there may be an
-    /// event, also one that another thread handled. The event loop then calls [`poll`](Self::poll) before it
-    /// takes buffers and notifications.
+    /// A descriptor for an event loop, shared by all handles. It is readable (EPOLLIN) when there
+    /// may be an event, also one that another thread handled. The event loop then calls
+    /// [`poll`](Self::poll) before it takes buffers and notifications.
     ///
     /// # Errors
     /// If there are no more descriptors, at the first call: two are needed.

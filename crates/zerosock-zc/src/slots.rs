@@ -1,21 +1,21 @@
 //! Slots and notifiers: one notification for several buffers.
 //!
-//! A slot has at most one notifier. A send that is executed attaches to the notifier of its slot, which is
-//! made when there is none, with the tag of the slot and its next sequence number. A flush closes the
-//! notifier: nothing more attaches, and when every attached send has released its buffer, one
-//! [`Notification`] is posted. The next send of the slot makes a new notifier. A flush of a slot to which
-//! nothing is attached posts nothing. A send that fails attaches but does not flush. The notification
-//! slots of io_uring did this before Linux 6.0 was released without them (Pavel Begunkov's series
-//! "io_uring zerocopy send", v3, July 2022).
+//! A slot has at most one notifier. A send that is executed attaches to the notifier of its slot,
+//! which is made when there is none, with the tag of the slot and its next sequence number. A flush
+//! closes the notifier: nothing more attaches, and when every attached send has released its
+//! buffer, one [`Notification`] is posted. The next send of the slot makes a new notifier. A flush
+//! of a slot to which nothing is attached posts nothing. A send that fails attaches but does not
+//! flush. The notification slots of io_uring did this before Linux 6.0 was released without them
+//! (Pavel Begunkov's series "io_uring zerocopy send", v3, July 2022).
 //!
-//! There, a request was executed within the call that submitted it. Here, a request can be retried, and
-//! later ones can overtake it. Notifications do not depend on that: a flush, also one that a send carries,
-//! waits for the sends that were accepted before it, and a notifier has the tag that its slot had when the
-//! first of its sends was accepted.
+//! There, a request was executed within the call that submitted it. Here, a request can be retried,
+//! and later ones can overtake it. Notifications do not depend on that: a flush, also one that a
+//! send carries, waits for the sends that were accepted before it, and a notifier has the tag that
+//! its slot had when the first of its sends was accepted.
 //!
 //! # Invariants
-//! A flush covers every send that was accepted before it, also those that the kernel has not executed
-//! yet. Each notification is posted exactly once.
+//! A flush covers every send that was accepted before it, also those that the kernel has not
+//! executed yet. Each notification is posted exactly once.
 
 use std::collections::VecDeque;
 use std::ops::Range;

@@ -69,7 +69,8 @@ fn a_flush_waits_for_an_overtaken_send() {
     let before = slots.accepted(0);
     slots.flush(0..1).expect("a slot");
     let after = slots.accepted(0);
-    // The later send is executed first: both share the notifier, which stays open for the earlier one.
+    // The later send is executed first: both share the notifier, which stays open for the earlier
+    // one.
     let after = slots.executed(after, false).expect("a slot");
     slots.released(after);
     assert_eq!(posted(&mut slots), []);
@@ -166,7 +167,8 @@ fn a_slot_out_of_range_changes_nothing() {
     assert_eq!(posted(&mut slots), []);
 }
 
-/// Number of operations on the queue of a slot for sends that finish in this order, each followed by a flush.
+/// Number of operations on the queue of a slot for sends that finish in this order, each followed
+/// by a flush.
 fn steps(order: impl IntoIterator<Item = usize>, sends: usize) -> u64 {
     let mut slots = Slots::new([1]);
     let accept = |_| {
@@ -275,8 +277,8 @@ fn pick(sends: &[Sent], index: prop::sample::Index) -> Option<usize> {
 }
 
 proptest! {
-    /// In any order of accepting, executing, releasing and flushing, the notifications of the model are
-    /// posted, each once.
+    /// In any order of accepting, executing, releasing and flushing, the notifications of the model
+    /// are posted, each once.
     #[test]
     fn slots_agree_with_the_model(steps in vec(step(), 0..200)) {
         let mut slots = Slots::new([0, 1, 2]);

@@ -11,20 +11,21 @@ use crate::sys::Kind;
 pub struct Stats {
     /// Sends that were accepted.
     pub accepted: u64,
-    /// Finished sends: the kernel took all of the send, or it failed. The kernel may still read the buffer.
-    /// The pieces of a datagram that is copied after all are finished only when the copies are.
+    /// Finished sends: the kernel took all of the send, or it failed. The kernel may still read the
+    /// buffer. The pieces of a datagram that is copied after all are finished only when the copies
+    /// are.
     pub over: u64,
     /// Bytes that the kernel took.
     pub bytes: u64,
-    /// Requests to the kernel: more than sends if a send took several, fewer if several sends of a stream
-    /// became one request.
+    /// Requests to the kernel: more than sends if a send took several, fewer if several sends of a
+    /// stream became one request.
     pub requests: u64,
     /// Requests from pool memory that is registered with the kernel.
     pub registered: u64,
     /// Sends that the device or the receiver read directly from their buffer.
     pub in_place: u64,
-    /// Notifications, counted once for each send and request that took bytes of it without a copy. One
-    /// notification of the kernel can cover several sends.
+    /// Notifications, counted once for each send and request that took bytes of it without a copy.
+    /// One notification of the kernel can cover several sends.
     pub notified: u64,
     /// Of the notifications, those that say that the kernel copied after all.
     pub copied_by_kernel: u64,
@@ -36,8 +37,8 @@ pub struct Stats {
     pub failed: u64,
     /// Of the failed sends, those that exceeded [`Builder::limit`](super::Builder::limit).
     pub timed_out: u64,
-    /// Other messages of the socket's error queue (ICMP errors, timestamps), which the error queue back-end
-    /// read in search of notifications and dropped.
+    /// Other messages of the socket's error queue (ICMP errors, timestamps), which the error queue
+    /// back-end read in search of notifications and dropped.
     pub foreign: u64,
 }
 
@@ -51,8 +52,8 @@ pub enum Basis {
     Unknown,
     /// The length classes below and above it were measured, as far as they are decided.
     Measured,
-    /// One of these classes could not be measured, because sockets were full or sends of several lengths
-    /// were submitted together. It goes in place from 16 KiB on, until it is measured.
+    /// One of these classes could not be measured, because sockets were full or sends of several
+    /// lengths were submitted together. It goes in place from 16 KiB on, until it is measured.
     Assumed,
 }
 
@@ -62,15 +63,16 @@ pub enum Basis {
 pub struct Report {
     /// The back-end in use.
     pub backend: Backend,
-    /// Why io_uring is not used, if it was tried: `PermissionDenied` where it is forbidden, `Unsupported`
-    /// before Linux 6.2 and the stable releases of 6.1 that have its flags.
+    /// Why io_uring is not used, if it was tried: `PermissionDenied` where it is forbidden,
+    /// `Unsupported` before Linux 6.2 and the stable releases of 6.1 that have its flags.
     pub uring_refused: Option<io::ErrorKind>,
     /// The kind of its socket.
     pub socket: Kind,
-    /// The length in bytes from which on sends go in place: as configured, or the shortest from which on
-    /// every decided length class goes in place, for this kind of socket and back-end in the whole process.
-    /// None while there is no such length. A class that is not decided is sent both ways for now, also above
-    /// the threshold, and each class is measured anew after a million sends. See also `off`.
+    /// The length in bytes from which on sends go in place: as configured, or the shortest from
+    /// which on every decided length class goes in place, for this kind of socket and back-end in
+    /// the whole process. None while there is no such length. A class that is not decided is sent
+    /// both ways for now, also above the threshold, and each class is measured anew after a million
+    /// sends. See also `off`.
     pub threshold: Option<usize>,
     /// How `threshold` is known.
     pub threshold_is: Basis,
@@ -80,7 +82,7 @@ pub struct Report {
     pub registered_threshold_is: Basis,
     /// Zero copy is off: for good, or for now because the kernel copied.
     pub off: bool,
-    /// Number of pool arenas (of up to 1 GiB each) that are registered with the kernel, at most 64. Sends
-    /// from other arenas are counted, and measured, as sends from other memory.
+    /// Number of pool arenas (of up to 1 GiB each) that are registered with the kernel, at most 64.
+    /// Sends from other arenas are counted, and measured, as sends from other memory.
     pub registered: usize,
 }

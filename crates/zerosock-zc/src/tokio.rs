@@ -38,9 +38,9 @@ use crate::sys::{Buf, Stable};
 /// # }
 /// ```
 ///
-/// Each future here may be dropped before it is ready. Buffers that were accepted stay with the sender.
-/// A buffer that waits for its place in [`send`](Self::send) is dropped with the future: to keep it,
-/// await [`room`](Self::room) first.
+/// Each future here may be dropped before it is ready. Buffers that were accepted stay with the
+/// sender. A buffer that waits for its place in [`send`](Self::send) is dropped with the future: to
+/// keep it, await [`room`](Self::room) first.
 ///
 /// A forked child must neither use nor drop its copy: the runtime's descriptors are the parent's.
 pub struct AsyncSender<B: Stable = Buf> {
@@ -159,8 +159,8 @@ impl<B: Stable> AsyncSender<B> {
         })
     }
 
-    /// Closes the sender as [`Sender::close`] does, when every buffer is free or after `timeout`. A timeout
-    /// needs a runtime with timers enabled. Dropping the future drops the sender.
+    /// Closes the sender as [`Sender::close`] does, when every buffer is free or after `timeout`. A
+    /// timeout needs a runtime with timers enabled. Dropping the future drops the sender.
     pub async fn close(mut self, timeout: Option<Duration>) -> Closed<B> {
         let closing = poll_fn(|cx| self.poll_close(cx));
         match timeout {
@@ -172,9 +172,9 @@ impl<B: Stable> AsyncSender<B> {
         }
     }
 
-    /// [`close`](Self::close) without a timeout, for a hand-written future. Nothing is accepted from now on.
-    /// To close at once instead, use [`into_inner`](Self::into_inner) and [`Sender::close`] with a timeout
-    /// of zero.
+    /// [`close`](Self::close) without a timeout, for a hand-written future. Nothing is accepted
+    /// from now on. To close at once instead, use [`into_inner`](Self::into_inner) and
+    /// [`Sender::close`] with a timeout of zero.
     pub fn poll_close(&mut self, cx: &mut Context<'_>) -> Poll<Closed<B>> {
         self.sender.begin_close();
         let waited = ready!(self.poll_until(cx, |sender| sender.may_end().then_some(true)));
@@ -239,8 +239,8 @@ impl<B: Stable> AsyncSender<B> {
         self.sender.notification()
     }
 
-    /// A shared reference to the sender. There is no mutable one: the runtime waits on the descriptor of
-    /// this sender, and would miss the events of another one in its place.
+    /// A shared reference to the sender. There is no mutable one: the runtime waits on the
+    /// descriptor of this sender, and would miss the events of another one in its place.
     #[must_use]
     pub fn get_ref(&self) -> &Sender<B> {
         &self.sender

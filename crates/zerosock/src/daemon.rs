@@ -11,15 +11,12 @@ pub use crate::control::config::{
 use crate::control::shares::MemoryLimits;
 pub use crate::control::shares::Shares;
 use crate::control::{self, ControlPlane, Setup};
-use crate::device::Limits;
 pub use crate::device::host_sockets::hybrid::OkConvention;
-use crate::io::mailbox::Sender;
+use crate::device::{Limits, Worker, WorkerMessage};
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
 use crate::stats::Counters;
 pub use crate::stats::Stats;
-use crate::worker::Worker;
-use crate::worker::messages::WorkerMessage;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -29,6 +26,7 @@ use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::reaper;
 use zerosock_vhost_user::liveness::LivenessProbe;
+use zerosock_virtio::mailbox::Sender;
 
 /// The configuration of a daemon.
 ///

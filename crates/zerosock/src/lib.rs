@@ -49,14 +49,12 @@ mod fallible;
 mod fault;
 mod header;
 mod host;
-mod io;
 #[cfg(test)]
 mod lingering;
 mod routing;
 mod stats;
 mod table;
 pub mod vsock;
-mod worker;
 
 pub use control::attach;
 pub use routing::access;

@@ -1,8 +1,8 @@
-//! Counters of the daemon. Each worker adds to counters of its own once per turn; a reader gets their
-//! sum.
+//! Counters of the daemon. Each worker adds to counters of its own once per turn; a reader gets
+//! their sum.
 //!
-//! Most counters count events. Those named `now` are gauges: they return to their earlier value when
-//! everything that was added is removed.
+//! Most counters count events. Those named `now` are gauges: they return to their earlier value
+//! when everything that was added is removed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -23,9 +23,9 @@ macro_rules! counters {
             pub claimed_ports: u64,
             /// Requests to attach that were refused.
             pub attach_refused: u64,
-            /// Descriptors of peers that were refused and closed: of a kind that no request accepts, or
-            /// beyond the peer's [share](crate::daemon::Shares). Includes connections of host programs
-            /// beyond the share.
+            /// Descriptors of peers that were refused and closed: of a kind that no request
+            /// accepts, or beyond the peer's [share](crate::daemon::Shares). Includes connections
+            /// of host programs beyond the share.
             pub descriptors_refused: u64,
             /// System calls on objects of peers (close, munmap) that the reaper of this process has
             /// finished.
@@ -93,19 +93,19 @@ counters! {
     no_memory,
     /// Connections reset because a message was longer than its receiver accepts.
     message_resets,
-    /// Datagrams from guests that were dropped: fragments were missing or the datagram was too long;
-    /// the destination does not exist, is not allowed, or does not accept datagrams; or too many
-    /// bytes waited for the receiver. Datagrams dropped at a socket of the embedding program are
-    /// counted there.
+    /// Datagrams from guests that were dropped: fragments were missing or the datagram was too
+    /// long; the destination does not exist, is not allowed, or does not accept datagrams; or too
+    /// many bytes waited for the receiver. Datagrams dropped at a socket of the embedding program
+    /// are counted there.
     datagrams_dropped,
-    /// Devices lost because their memory vanished or their rings broke, one for each device however many
-    /// queue pairs it has.
+    /// Devices lost because their memory vanished or their rings broke, one for each device however
+    /// many queue pairs it has.
     devices_lost,
     /// Connections that exist now, including those being established, and ended ones that the
     /// guest has not been told of yet.
     connections_now,
-    /// Bridges that exist now: host sockets and siblings, including sockets that still take the last
-    /// bytes of an ended connection.
+    /// Bridges that exist now: host sockets and siblings, including sockets that still take the
+    /// last bytes of an ended connection.
     joins_now,
     /// Timers that run now.
     timers_now,

@@ -1,8 +1,8 @@
 //! Passing packets through the device allocates no memory.
 //!
-//! A test program of its own, because the counting allocator serves the whole process. The guest (the
-//! library's driver), the host program and the worker all run here. Once their buffers have grown, none
-//! of them may allocate.
+//! A test program of its own, because the counting allocator serves the whole process. The guest
+//! (the library's driver), the host program and the worker all run here. Once their buffers have
+//! grown, none of them may allocate.
 
 mod common;
 

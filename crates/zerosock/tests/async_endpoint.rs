@@ -137,8 +137,8 @@ async fn a_connect_that_nobody_answers_ends_in_time() {
         .attach_device(&daemon.vms[1].socket)
         .unwrap();
     let _silent = silent.listen(PORT, 4).unwrap();
-    // The endpoint's task sleeps without a timer. The device has received a first packet and notifies
-    // its completion; the runtime polls descriptors only from time to time.
+    // The endpoint's task sleeps without a timer. The device has received a first packet and
+    // notifies its completion; the runtime polls descriptors only from time to time.
     let _listener = AsyncListener::new(client.listen(PORT, 4).unwrap()).unwrap();
     let nobody = AsyncStream::connect(&client, Address::new(Cid::HOST, PORT)).await;
     assert!(nobody.is_err());

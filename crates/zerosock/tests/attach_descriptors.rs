@@ -1,6 +1,7 @@
 //! Processes that attach and leave do not leak descriptors.
 //!
-//! The only test of this program, because others in the same process would open and close descriptors.
+//! The only test of this program, because others in the same process would open and close
+//! descriptors.
 
 mod common;
 

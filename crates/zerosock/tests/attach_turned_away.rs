@@ -118,7 +118,8 @@ fn attached_process_that_sends_descriptors_loses_its_connection() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("attach.sock");
     let listener = socket();
-    // The kernel does not refuse the descriptors: the processes connect before the daemon asks it to.
+    // The kernel does not refuse the descriptors: the processes connect before the daemon asks it
+    // to.
     bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
     listen(&listener, ATTACHED as i32 + 1).unwrap();
     let attach = encode_request(&Request::Attach(AttachRequest::default())).unwrap();

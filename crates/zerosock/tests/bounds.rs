@@ -139,8 +139,8 @@ fn a_sibling_that_shuts_its_receiving_half_lets_the_sender_close() {
     assert!(closed, "no RST before the sender's own timer of 8 s");
 }
 
-/// A read of a Unix socket stops short behind a descriptor although there is more. A program that has
-/// connected before the daemon started can pass some: its listener does not refuse them yet.
+/// A read of a Unix socket stops short behind a descriptor although there is more. A program that
+/// has connected before the daemon started can pass some: its listener does not refuse them yet.
 #[test]
 fn bytes_behind_a_passed_descriptor_arrive() {
     use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};

@@ -1,8 +1,8 @@
 //! Descriptors of a zero-copy send (MSG_ZEROCOPY) return as soon as the host has read the bytes.
 //!
-//! The call that reads the last byte returns the descriptors and notifies the guest. Bytes that the host does
-//! not read would be copied after a time; here that time is infinite, only the test calls the host, and
-//! descriptors are counted, not waited for.
+//! The call that reads the last byte returns the descriptors and notifies the guest. Bytes that the
+//! host does not read would be copied after a time; here that time is infinite, only the test calls
+//! the host, and descriptors are counted, not waited for.
 
 mod common;
 mod hosting;
@@ -95,7 +95,8 @@ fn a_look_at_packets_gives_them_back() {
     now_out(&guest, 4, 0);
 }
 
-/// One that asks for no calls, as a driver that polls does, costs none; it is told at the next turn.
+/// One that asks for no calls, as a driver that polls does, costs none; it is told at the next
+/// turn.
 #[test]
 fn a_guest_that_does_not_ask_is_not_told() {
     let (hosted, mut guest, mut stream) = still();
@@ -143,7 +144,8 @@ fn dropping_a_stream_returns_its_unread_chains_at_once() {
     assert_eq!(lease.to_vec(), [0; 100]);
 }
 
-/// A daemon's worker, of which a socket takes the bytes: at once, read or not, as long as it has room.
+/// A daemon's worker, of which a socket takes the bytes: at once, read or not, as long as it has
+/// room.
 #[test]
 fn what_a_socket_takes_is_given_back_and_the_rest_as_it_is_read() {
     let daemon = TestDaemon::with(1, |config| config.hold = ENDLESS);

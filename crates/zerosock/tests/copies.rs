@@ -64,9 +64,10 @@ fn socket_to_guest_is_not_copied() {
 
 /// One copy, and it is the one from guest to guest.
 fn siblings(workers: usize) {
+    // A slow machine is not to be taken for a stalled receiver.
     let tune: fn(&mut DaemonConfig) = match workers {
-        1 => |config| config.workers = 1,
-        _ => |config| config.workers = 2,
+        1 => |config| (config.workers, config.hold) = (1, common::PATIENCE),
+        _ => |config| (config.workers, config.hold) = (2, common::PATIENCE),
     };
     let daemon = TestDaemon::with(2, tune);
     let (mut one, mut two) = (daemon.guest_of(0, |_| {}), daemon.guest_of(1, |_| {}));

@@ -1,6 +1,7 @@
 //! The number of open descriptors returns to its initial value.
 //!
-//! The only test of this program, because others in the same process would open and close descriptors.
+//! The only test of this program, because others in the same process would open and close
+//! descriptors.
 
 mod common;
 

@@ -1,4 +1,5 @@
-//! Endpoints of two processes (here: threads) that are connected through the daemon: the sockets' API.
+//! Endpoints of two processes (here: threads) that are connected through the daemon: the sockets'
+//! API.
 
 mod common;
 

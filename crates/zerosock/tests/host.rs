@@ -1,5 +1,5 @@
-//! A program that embeds the device reads guests' bytes in place, and writes into buffers that guests will
-//! read.
+//! A program that embeds the device reads guests' bytes in place, and writes into buffers that
+//! guests will read.
 
 mod common;
 mod hosting;

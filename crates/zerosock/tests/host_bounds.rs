@@ -1,5 +1,5 @@
-//! A program that embeds the device does not read, or does not drop its leases: what this costs other
-//! connections, and how it ends when the guest takes its memory back.
+//! A program that embeds the device does not read, or does not drop its leases: what this costs
+//! other connections, and how it ends when the guest takes its memory back.
 
 mod common;
 mod hosting;
@@ -27,8 +27,8 @@ fn pair(hosted: &Hosted, guest: &mut Driver) -> (zerosock::driver::StreamId, Str
     (id, stream)
 }
 
-/// Sends at least `least` bytes, and continues until credit or buffers have been used up for longer than the
-/// hold time. Returns the number of bytes.
+/// Sends at least `least` bytes, and continues until credit or buffers have been used up for longer
+/// than the hold time. Returns the number of bytes.
 fn flood(guest: &mut Driver, id: zerosock::driver::StreamId, part: &[u8], least: usize) -> usize {
     let give_up = deadline();
     let mut sent = 0;
@@ -191,8 +191,8 @@ fn memory_kept_by_torn_leases_is_capped() {
         guest.frontend().unwrap().sync().unwrap();
         lease
     };
-    // Twice the guest's memory may be kept, however small it is: the first table is old when the second
-    // arrives, and so on.
+    // Twice the guest's memory may be kept, however small it is: the first table is old when the
+    // second arrives, and so on.
     let leases: Vec<_> = (0..5).map(|_| next()).collect();
     let in_place: Vec<_> = leases.iter().map(|lease| lease.is_in_place()).collect();
     assert_eq!(in_place, [true, true, true, false, false]);

@@ -1,5 +1,5 @@
-//! Loans of a program that embeds the device: where their bytes are, and what happens to them when the guest
-//! takes its buffers back or posts others.
+//! Loans of a program that embeds the device: where their bytes are, and what happens to them when
+//! the guest takes its buffers back or posts others.
 
 mod common;
 mod hosting;

@@ -1,7 +1,8 @@
 //! A send with room in the peer's queue is done by the calling thread.
 //!
-//! The packet is in the queue when the call returns, and no thread is woken for it, neither one that sleeps on
-//! the endpoint nor one of the device. Shown by counters: turns, notifications, and sleeps of each thread.
+//! The packet is in the queue when the call returns, and no thread is woken for it, neither one
+//! that sleeps on the endpoint nor one of the device. Shown by counters: turns, notifications, and
+//! sleeps of each thread.
 
 mod common;
 mod hosting;
@@ -38,8 +39,8 @@ fn sleeps(thread: i32) -> (bool, u64) {
     (asleep, slept.unwrap())
 }
 
-/// Makes `SENDS` sends while another thread is blocked in a read of `other`, asleep for its endpoint;
-/// how often that thread was woken meanwhile.
+/// Makes `SENDS` sends while another thread is blocked in a read of `other`, asleep for its
+/// endpoint; how often that thread was woken meanwhile.
 fn wakes_of_a_sleeper(other: &Stream, mut send: impl FnMut(u16), end: impl FnOnce()) -> u64 {
     let (tell, told) = mpsc::channel();
     thread::scope(|scope| {
@@ -135,8 +136,8 @@ fn an_endpoints_send_is_made_by_the_call_and_wakes_no_thread_of_its_own() {
     assert_eq!(after.copied_in - before.copied_in, 6 * sends);
 }
 
-/// With a worker that looks for work it takes no system call at all to reach it: see `spin`. With one
-/// that sleeps, packets that are sent together are told of once.
+/// With a worker that looks for work it takes no system call at all to reach it: see `spin`. With
+/// one that sleeps, packets that are sent together are told of once.
 #[test]
 fn sends_of_a_batch_are_published_together_with_one_notification() {
     let mut hosted = Hosted::new();

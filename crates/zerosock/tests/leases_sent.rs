@@ -70,7 +70,8 @@ fn a_lease_on_a_peers_memory_goes_to_a_socket_from_there() {
             let lease = match ours.recv() {
                 Ok(lease) => lease.expect("more"),
                 Err(error) => {
-                    // The peer may wait for buffers that the sender has, so this loop waits for both.
+                    // The peer may wait for buffers that the sender has, so this loop waits for
+                    // both.
                     assert_eq!(error.kind(), ErrorKind::WouldBlock, "{error}");
                     sender.wait(Some(MOMENT)).expect("the kernel answers");
                     while sender.returned().is_some() {}

@@ -1,5 +1,5 @@
-//! Limits on mapped memory: a peer above its limit is refused, its neighbour continues, and the share is
-//! released when the peer leaves.
+//! Limits on mapped memory: a peer above its limit is refused, its neighbour continues, and the
+//! share is released when the peer leaves.
 
 mod common;
 

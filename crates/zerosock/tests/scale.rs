@@ -1,5 +1,6 @@
-//! Very many connections on one device: each can be used, none delays others, and nothing remains of them
-//! after they close. `zerosock-cli/tests/scale.rs` measures their memory, with the daemon in its own process.
+//! Very many connections on one device: each can be used, none delays others, and nothing remains
+//! of them after they close. `zerosock-cli/tests/scale.rs` measures their memory, with the daemon
+//! in its own process.
 
 mod common;
 

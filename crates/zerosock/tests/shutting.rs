@@ -1,5 +1,5 @@
-//! SHUT_RD at the side that calls it: reads return the end at once, and every kind of waiting reader is woken.
-//! For the engines of both sides.
+//! SHUT_RD at the side that calls it: reads return the end at once, and every kind of waiting
+//! reader is woken. For the engines of both sides.
 
 mod common;
 mod hosting;
@@ -80,8 +80,8 @@ fn messages() -> Joined<SeqPacket> {
     }
 }
 
-/// Runs `wait` in a thread, `act` when that thread sleeps, and returns what `wait` found. At the end
-/// of its patience a wait looks once more: the result counts only if it came before.
+/// Runs `wait` in a thread, `act` when that thread sleeps, and returns what `wait` found. At the
+/// end of its patience a wait looks once more: the result counts only if it came before.
 fn woken<T: Send>(wait: impl FnOnce() -> T + Send, act: impl FnOnce()) -> T {
     thread::scope(|scope| {
         let (tell, told) = std::sync::mpsc::channel();
@@ -94,7 +94,8 @@ fn woken<T: Send>(wait: impl FnOnce() -> T + Send, act: impl FnOnce()) -> T {
         });
         let thread = told.recv().unwrap().as_raw_nonzero();
         let path = format!("/proc/self/task/{thread}/stat");
-        // Asleep for good, and not for a moment, on the lock. One that has ended already fails below.
+        // Asleep for good, and not for a moment, on the lock. One that has ended already fails
+        // below.
         let (give_up, mut asleep) = (deadline(), 0);
         while asleep < 1000 && !waiting.is_finished() {
             assert!(Instant::now() < give_up, "it never sleeps");

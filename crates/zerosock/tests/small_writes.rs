@@ -1,7 +1,8 @@
-//! Small writes to a peer that does not read: the packets stay within what a kernel that counts them accepts.
+//! Small writes to a peer that does not read: the packets stay within what a kernel that counts
+//! them accepts.
 //!
-//! Coalesced writes become few packets, and no byte is lost, reordered, or left behind. Shown by counters, at a
-//! host and at an endpoint.
+//! Coalesced writes become few packets, and no byte is lost, reordered, or left behind. Shown by
+//! counters, at a host and at an endpoint.
 
 mod common;
 mod hosting;
@@ -20,7 +21,8 @@ use zerosock::{Address, Cid, Port};
 use zerosock_proto::wire::vsock::{Op, Repr, SHUTDOWN_SEND};
 
 const PORT: Port = Port::new(700);
-/// What a guest offers for a buffer, and the packets of a kernel's book-keeping that it has room for.
+/// What a guest offers for a buffer, and the packets of a kernel's book-keeping that it has room
+/// for.
 const BUFFER: usize = 262_144;
 const MOST_PACKETS: usize = BUFFER / 576;
 /// Packets that are sent however small they are, and bytes from which one is not small.
@@ -42,7 +44,8 @@ fn write_all_that_is_taken(mut stream: &Stream, all: &[u8], piece: usize) -> usi
     taken
 }
 
-/// A guest that writes its rings by hand, and takes packets from the ring without reading their bytes.
+/// A guest that writes its rings by hand, and takes packets from the ring without reading their
+/// bytes.
 struct Kernel {
     guest: RawGuest,
     /// Unread packets, by their bytes.
@@ -154,8 +157,8 @@ fn a_hosts_small_writes_that_coalesce_fill_a_buffer_that_nobody_reads() {
     }
 }
 
-/// What waits for more is sent by a flush, in front of a loan, at the end of what is sent, and at the
-/// end of the connection.
+/// What waits for more is sent by a flush, in front of a loan, at the end of what is sent, and at
+/// the end of the connection.
 #[test]
 fn what_waits_leaves_at_once_when_nothing_can_be_added() {
     type End = fn(Stream) -> (&'static [u8], Option<Stream>);
@@ -316,8 +319,8 @@ fn a_reader_with_a_high_low_water_mark_gets_its_bytes_in_small_packets() {
     }
 }
 
-/// A poller reports a stream writable while further bytes would wait with others, and reports it again
-/// when there is room again.
+/// A poller reports a stream writable while further bytes would wait with others, and reports it
+/// again when there is room again.
 #[test]
 fn a_poller_is_told_of_room_for_bytes_that_wait() {
     use zerosock::vsock::{Poller, Readiness, Wait};
@@ -377,8 +380,8 @@ fn what_is_gathered_fits_no_single_buffer_of_the_guests() {
     assert!(got == all);
 }
 
-/// A connection that moves to another queue pair takes nothing with it that waits: that leaves first,
-/// at either end.
+/// A connection that moves to another queue pair takes nothing with it that waits: that leaves
+/// first, at either end.
 #[test]
 fn what_waits_leaves_before_its_connection_moves() {
     let hosted = Hosted::tuned(|builder| builder.queue_pairs(3));

@@ -1,5 +1,6 @@
-//! A worker that spins before it sleeps: guests need not kick it while work arrives often, it sleeps when none
-//! arrives, and it misses nothing in either state. Shown by counters, not by the clock.
+//! A worker that spins before it sleeps: guests need not kick it while work arrives often, it
+//! sleeps when none arrives, and it misses nothing in either state. Shown by counters, not by the
+//! clock.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! One turn of an embedding host takes a bounded number of packets from each guest, whatever it posts. Only
-//! the test calls `turn`, and it counts packets.
+//! One turn of an embedding host takes a bounded number of packets from each guest, whatever it
+//! posts. Only the test calls `turn`, and it counts packets.
 
 mod common;
 mod hosting;

@@ -11,7 +11,6 @@ use std::thread;
 
 use rtrb::{Consumer, Producer, PushError, RingBuffer};
 
-use crate::peers::is_one_way;
 use crate::worker;
 use crate::worker::Link;
 use crate::worker::jobs;
@@ -69,7 +68,7 @@ pub(crate) struct Ends<A, B> {
 
 fn pair<A, B>(order: &Order, ring: impl Fn() -> (A, B)) -> (Ends<A, B>, Ends<A, B>) {
     let (there_in, there_out) = ring();
-    let (back_in, back_out) = if is_one_way(order.job) {
+    let (back_in, back_out) = if order.job.is_one_way() {
         (None, None)
     } else {
         let (back_in, back_out) = ring();

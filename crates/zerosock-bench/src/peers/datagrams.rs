@@ -22,7 +22,6 @@ use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_s
 use zerosock::vsock::{self, Datagram, Endpoint, Host};
 use zerosock::{Address, Cid, Port};
 
-use crate::peers::destination;
 use crate::peers::trust::trust;
 use crate::worker::order::{Job, Order, Outcome, Wait};
 use crate::worker::touch::{Check, Fault, Message};
@@ -102,12 +101,12 @@ pub(crate) fn work(order: &Order, ours: bool) -> Result<(), Fault> {
             receive_all(sockets, order)
         }
         (Job::Send, true) => {
-            let base = PathBuf::from(destination(order)?);
+            let base = PathBuf::from(order.destination()?);
             let senders = (0..how.lanes).map(|lane| OurSender::new(&base, lane, order));
             send_all(senders.collect::<Result<Vec<_>, _>>()?, order)
         }
         (Job::Send, false) => {
-            let ports = destination(order)?.split(',');
+            let ports = order.destination()?.split(',');
             let senders = ports.map(|port| Udp::sender(port, order));
             send_all(senders.collect::<Result<Vec<_>, _>>()?, order)
         }
@@ -211,7 +210,8 @@ fn receive(mut receiver: impl Receiver, order: &Order) -> Result<Outcome, Fault>
     }
     let start = Instant::now();
     let mut messages = 0;
-    // A receiver that gets no CPU time counts until its first datagram; the senders go on for as long.
+    // A receiver that gets no CPU time counts until its first datagram; the senders go on for as
+    // long.
     while start.elapsed() < order.time || (messages == 0 && start.elapsed() < LONGER) {
         for _ in 0..BATCH {
             messages += receiver.recv(&mut look)?;

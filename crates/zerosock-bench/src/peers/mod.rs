@@ -20,9 +20,9 @@ pub(crate) mod vsock;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use crate::worker::order::{Job, Order, Wait};
+use crate::worker;
+use crate::worker::order::{Order, Wait};
 use crate::worker::touch::Fault;
-use crate::worker::{self};
 
 /// A means of transport between two processes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -150,17 +150,4 @@ pub(crate) fn work(order: &Order) -> Result<(), Fault> {
         Some(Contestant::Pipe) => worker::work(&mut pipe::join(order)?, order),
         _ => Err(format!("peer {}: not a part of this program", order.peer)),
     }
-}
-
-/// Where the other side announced that it can be reached.
-pub(crate) fn destination(order: &Order) -> Result<&str, Fault> {
-    order
-        .to
-        .as_deref()
-        .ok_or_else(|| "an order without its destination".to_owned())
-}
-
-/// Whether a link carries messages one way only.
-pub(crate) fn is_one_way(job: Job) -> bool {
-    matches!(job, Job::Send | Job::Receive)
 }

@@ -11,7 +11,7 @@ use zerosock::vsock::{
 use zerosock::{Address, Cid, Port};
 
 use crate::peers::trust::trust;
-use crate::peers::{dequeue, destination, slow_reader};
+use crate::peers::{dequeue, slow_reader};
 use crate::worker::order::{Job, Order, Wait};
 use crate::worker::touch::{Check, Fault, Message, Seen};
 use crate::worker::{self, Link};
@@ -31,8 +31,8 @@ struct Tuning {
 
 impl Tuning {
     /// One-way small messages get a large queue: many in flight hide the latency between two cores.
-    /// One-way large messages get a queue with buffers that fit into the caches. All other orders get the
-    /// default queues.
+    /// One-way large messages get a queue with buffers that fit into the caches. All other orders
+    /// get the default queues.
     fn of(order: &Order) -> Tuning {
         let one_way = matches!(order.job, Job::Send | Job::Receive) && order.how.is_none();
         let (queue_size, window) = match order.size {
@@ -101,7 +101,7 @@ fn join(order: &Order) -> Result<Ours, Fault> {
     let place = if is_open {
         &order.place
     } else {
-        destination(order)?
+        order.destination()?
     };
     let socket = Path::new(place).join("attach");
     let end;
@@ -247,7 +247,7 @@ impl Link for Ours {
 
     fn send_run(&mut self, first: u64, count: u64, len: usize) -> Result<(), Fault> {
         if len > self.part.len() {
-            return worker::send_each(self, first, count, len);
+            return worker::link::send_each(self, first, count, len);
         }
         let Ours { stream, part, .. } = self;
         let bytes = &mut part[..len];

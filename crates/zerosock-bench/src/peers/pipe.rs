@@ -7,7 +7,6 @@ use std::path::Path;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 
 use crate::peers::bytes::Bytes;
-use crate::peers::destination;
 use crate::worker;
 use crate::worker::order::Order;
 use crate::worker::touch::Fault;
@@ -29,7 +28,7 @@ pub(crate) fn join(order: &Order) -> Result<Bytes<File, File>, Fault> {
         let output = write_end(&place.join(BACK))?;
         Ok(Bytes::new(input, output, order.size))
     } else {
-        let place = Path::new(destination(order)?);
+        let place = Path::new(order.destination()?);
         let output = write_end(&place.join(THERE))?;
         let input = File::open(place.join(BACK)).map_err(open)?;
         Ok(Bytes::new(input, output, order.size))

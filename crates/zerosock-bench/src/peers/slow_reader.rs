@@ -1,7 +1,7 @@
 //! A slow reader on a second connection of the measured device.
 //!
-//! It leases packets until the device lends no more, keeps every lease, and has half of them under a
-//! reading throughout the measurement. The rest stays unread until its peer has no credit left.
+//! It leases packets until the device lends no more, keeps every lease, and has half of them under
+//! a reading throughout the measurement. The rest stays unread until its peer has no credit left.
 
 use std::io::{self, Write};
 

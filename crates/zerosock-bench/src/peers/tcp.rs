@@ -3,7 +3,6 @@
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 
 use crate::peers::bytes::Bytes;
-use crate::peers::destination;
 use crate::worker;
 use crate::worker::order::Order;
 use crate::worker::touch::Fault;
@@ -18,7 +17,7 @@ pub(crate) fn join(order: &Order) -> Result<Bytes<TcpStream, TcpStream>, Fault> 
         let accepted = listener.accept();
         accepted.map_err(|error| format!("accept: {error}"))?.0
     } else {
-        TcpStream::connect(destination(order)?).map_err(|error| format!("connect: {error}"))?
+        TcpStream::connect(order.destination()?).map_err(|error| format!("connect: {error}"))?
     };
     stream
         .set_nodelay(true)

@@ -6,7 +6,6 @@ use std::path::Path;
 use rustix::net::sockopt::set_socket_send_buffer_size;
 
 use crate::peers::bytes::Bytes;
-use crate::peers::destination;
 use crate::worker;
 use crate::worker::order::Order;
 use crate::worker::touch::Fault;
@@ -27,7 +26,7 @@ pub(crate) fn join(order: &Order) -> Result<Bytes<UnixStream, UnixStream>, Fault
         let accepted = listener.accept();
         accepted.map_err(|error| format!("accept: {error}"))?.0
     } else {
-        UnixStream::connect(destination(order)?).map_err(|error| format!("connect: {error}"))?
+        UnixStream::connect(order.destination()?).map_err(|error| format!("connect: {error}"))?
     };
     if order.how.as_deref() != Some(USUAL) {
         set_socket_send_buffer_size(&stream, SEND_BUFFER).map_err(|error| error.to_string())?;

@@ -13,7 +13,6 @@ use zerosock_sys::vsock;
 
 use crate::peers::bytes::Bytes;
 use crate::peers::dequeue::{self, Dequeue};
-use crate::peers::destination;
 use crate::worker::jobs;
 use crate::worker::order::{Job, Order, Outcome};
 use crate::worker::touch::{Check, Fault, Seen};
@@ -28,7 +27,7 @@ const CONNECT: Duration = Duration::from_secs(10);
 
 /// Connects to the port of the host that the order names, and carries out the order.
 pub(crate) fn run(order: &Order) -> Result<Outcome, Fault> {
-    let port = destination(order)?;
+    let port = order.destination()?;
     let port = port
         .parse()
         .map_err(|_| format!("to={port}: no port of the host"))?;

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::Link;
+use super::link::Link;
 use super::order::{Job, Order, Outcome, Wait};
 use super::touch::{Check, Fault, Message, Seen};
 

@@ -72,7 +72,21 @@ pub(crate) struct Outcome {
     pub(crate) p99: Option<u64>,
 }
 
+impl Order {
+    /// Where the other side announced that it can be reached.
+    pub(crate) fn destination(&self) -> Result<&str, Fault> {
+        self.to
+            .as_deref()
+            .ok_or_else(|| "an order without its destination".to_owned())
+    }
+}
+
 impl Job {
+    /// Whether messages go one way only.
+    pub(crate) fn is_one_way(self) -> bool {
+        matches!(self, Job::Send | Job::Receive)
+    }
+
     fn word(self) -> &'static str {
         match self {
             Job::Send => "send",

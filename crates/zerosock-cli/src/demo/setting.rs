@@ -78,6 +78,7 @@ impl Setting {
             initramfs: &image,
             memory_mib: MEMORY_MIB + 2 * (payload >> 20),
             cpus: 2,
+            kind: qemu::VSOCK,
             device: &socket,
             dir: dir.path(),
             reboots: false,

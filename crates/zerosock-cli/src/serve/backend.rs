@@ -9,9 +9,9 @@ use zerosock::daemon::{
     Daemon, DaemonConfig, HostSide, HybridMessages, OkConvention, StartError, VmConfig,
 };
 
-use super::Listeners;
 use super::args::OkPort;
 use super::attach::{Attach, Hybrid};
+use super::claim::Listeners;
 use super::settings::{Host, Settings, Vm};
 use crate::sockets;
 

@@ -14,10 +14,13 @@ use zerosock::daemon::{Daemon, Reload};
 use zerosock_sys::reaper;
 
 use super::activation::Inherited;
+use super::announce::announce;
 use super::args::ServeArgs;
 use super::attach::Attach;
+use super::backend;
+use super::claim::claim_vm;
+use super::error::ServeError;
 use super::settings::{Host, Settings, Vm};
-use super::{ServeError, announce, backend, claim_vm};
 use crate::sockets::SocketFile;
 
 /// The settings in effect, which may differ from the file, and the socket files made here.

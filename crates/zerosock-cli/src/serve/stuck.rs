@@ -18,8 +18,8 @@ pub(super) struct StuckCalls {
 }
 
 impl StuckCalls {
-    /// Checks the daemon; logs at most one line a minute. Also starts a thread of the reaper that the system
-    /// has refused.
+    /// Checks the daemon; logs at most one line a minute. Also starts a thread of the reaper that
+    /// the system has refused.
     pub(super) fn look(&mut self, daemon: &Daemon) {
         reaper::retry();
         let stats = daemon.stats();

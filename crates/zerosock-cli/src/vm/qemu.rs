@@ -14,6 +14,9 @@ use super::kernel::Kernel;
 /// The guest's serial line to the program that init starts: the second serial port.
 pub const TTY: &str = "/dev/ttyS1";
 
+/// QEMU's name of a vsock device over vhost-user.
+pub const VSOCK: &str = "vhost-user-vsock-pci";
+
 const QEMU: &str = "qemu-system-x86_64";
 
 /// A guest under KVM prints something well within this time, even on a loaded machine.
@@ -31,6 +34,8 @@ pub struct Config<'c> {
     pub memory_mib: u64,
     /// Processors of the guest.
     pub cpus: u32,
+    /// QEMU's name of the device, such as [`VSOCK`].
+    pub kind: &'c str,
     /// The device's vhost-user socket, already listening.
     pub device: &'c Path,
     /// A directory for this guest's control socket.
@@ -226,8 +231,10 @@ fn spawn(config: &Config<'_>, accel: Accel) -> Result<Started, BootError> {
     command.args(["-numa", "node,memdev=mem"]);
     command
         .arg("-chardev")
-        .arg(format!("socket,id=vsock,path={}", config.device.display()));
-    command.args(["-device", "vhost-user-vsock-pci,chardev=vsock"]);
+        .arg(format!("socket,id=device,path={}", config.device.display()));
+    command
+        .arg("-device")
+        .arg(format!("{},chardev=device", config.kind));
     command.args([
         "-chardev",
         "stdio,id=console,signal=off",

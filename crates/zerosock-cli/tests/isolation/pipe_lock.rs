@@ -1,10 +1,10 @@
-//! A pipe with its lock held: a thread of the attacker reads from it into a page that userfaultfd(2)
-//! never resolves.
+//! A pipe with its lock held: a thread of the attacker reads from it into a page that
+//! userfaultfd(2) never resolves.
 //!
-//! The kernel copies under the lock of the pipe, so that the thread keeps it until the page is there.
-//! Another thread that writes to the pipe, or closes an end for good, then sleeps uninterruptibly. The thread that holds the lock
-//! can be killed, and the end of this process resolves the page fault: nothing stays stuck. The numbers
-//! are those of linux/userfaultfd.h.
+//! The kernel copies under the lock of the pipe, so that the thread keeps it until the page is
+//! there. Another thread that writes to the pipe, or closes an end for good, then sleeps
+//! uninterruptibly. The thread that holds the lock can be killed, and the end of this process
+//! resolves the page fault: nothing stays stuck. The numbers are those of linux/userfaultfd.h.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};

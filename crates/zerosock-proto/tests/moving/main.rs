@@ -484,7 +484,8 @@ impl World {
             .iter()
             .filter(|end| end.at.is_some());
         assert_eq!(live, ends.count());
-        // Each connection has a port of its own at the driver, which counts where the connection is.
+        // Each connection has a port of its own at the driver, which counts where the connection
+        // is.
         let held = |side: usize| -> usize {
             let shards = self.sides[side].shards.iter();
             shards.map(Shard::held_ports).sum()

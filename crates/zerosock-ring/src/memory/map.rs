@@ -128,10 +128,10 @@ impl Drop for RetiredRegion {
         let mut done = 0;
         while done < self.len {
             let piece = PIECE.min(self.len - done);
-            // SAFETY: `start` and `len` are what mmap returned for this object alone, and it is made
-            // only once nothing has an address in it: see `Mapping`. PIECE is a multiple of every
-            // page size up to 32 MiB; a larger page fails with EINVAL and stays mapped until the
-            // next line unmaps all.
+            // SAFETY: `start` and `len` are what mmap returned for this object alone, and it is
+            // made only once nothing has an address in it: see `Mapping`. PIECE is a multiple of
+            // every page size up to 32 MiB; a larger page fails with EINVAL and stays mapped until
+            // the next line unmaps all.
             let result = unsafe { munmap(self.start.add(done).cast(), piece) };
             if result.is_err() {
                 // SAFETY: as above, for what is left.

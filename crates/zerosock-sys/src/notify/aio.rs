@@ -1,8 +1,8 @@
 //! Signals an eventfd without waiting for it.
 //!
 //! write(2) to an eventfd waits while its counter is full, and O_NONBLOCK belongs to the open file,
-//! which a peer shares. But the kernel itself signals an eventfd without waiting (the counter stays at
-//! its largest), and does so when an asynchronous read with IOCB_FLAG_RESFD is complete
+//! which a peer shares. But the kernel itself signals an eventfd without waiting (the counter stays
+//! at its largest), and does so when an asynchronous read with IOCB_FLAG_RESFD is complete
 //! (io_submit(2)). A read of /dev/null is complete at once.
 
 use std::cell::Cell;

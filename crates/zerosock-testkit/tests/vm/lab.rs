@@ -316,6 +316,7 @@ fn config<'c>(
         initramfs,
         memory_mib: 512,
         cpus: 2,
+        kind: qemu::VSOCK,
         device: &endpoint.vhost,
         dir,
         reboots,

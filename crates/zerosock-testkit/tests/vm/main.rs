@@ -13,6 +13,7 @@
 #[path = "../behaviour/mod.rs"]
 mod behaviour;
 mod behaviours;
+mod entropy;
 mod lab;
 mod scenarios;
 mod user_mode;
@@ -76,8 +77,10 @@ fn main() -> ExitCode {
             kernel(label, package, &scenarios, &mut results);
         }
     }
-    for (name, run) in user_mode::ALL {
-        let name = format!("user_mode::{name}");
+    let user_mode = user_mode::ALL.iter().map(|test| ("user_mode", test));
+    let entropy = entropy::ALL.iter().map(|test| ("entropy", test));
+    for (group, (name, run)) in user_mode.chain(entropy) {
+        let name = format!("{group}::{name}");
         match (chosen(&name), list) {
             (true, true) => println!("{name}: test"),
             (true, false) => alone(&name, *run, &mut results),

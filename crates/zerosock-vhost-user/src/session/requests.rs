@@ -1,9 +1,9 @@
 //! The known requests: one table, and a handler for each.
 //!
-//! A rule says which protocol feature must have been negotiated, the length of the payload, the number
-//! of descriptors, and whether the request has a reply of its own. A handler runs after these
-//! checks; it changes the session only if it accepts the request. Quotations are from the vhost-user
-//! specification.
+//! A rule says which protocol feature must have been negotiated, the length of the payload, the
+//! number of descriptors, and whether the request has a reply of its own. A handler runs after
+//! these checks; it changes the session only if it accepts the request. Quotations are from the
+//! vhost-user specification.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ use super::super::codec::MAX_PAYLOAD;
 use super::super::fds::SentFd;
 use super::super::model::ConfigWrite;
 use super::super::stats::Fault;
-use super::{
+use super::state::{
     Accepted, Denied, F_EVENT_IDX, F_INDIRECT_DESC, OnDone, PROTOCOL_FEATURES, Session, Slot,
 };
 

@@ -56,8 +56,8 @@ impl Worker {
         self.0.try_recv().is_err()
     }
 
-    /// Answers all further commands; queues stop at index 77. The channel returns each command after it
-    /// was answered.
+    /// Answers all further commands; queues stop at index 77. The channel returns each command
+    /// after it was answered.
     pub(crate) fn answer_all(self) -> Receiver<DeviceCommand> {
         let (sender, commands) = channel();
         std::thread::spawn(move || {

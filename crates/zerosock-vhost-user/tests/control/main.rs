@@ -1,5 +1,5 @@
-//! The control thread behind real sockets: a front-end, in some tests that of the vhost crate, and a
-//! worker that only answers.
+//! The control thread behind real sockets: a front-end, in some tests that of the vhost crate, and
+//! a worker that only answers.
 
 mod fake;
 mod faults;

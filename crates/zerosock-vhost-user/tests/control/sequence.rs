@@ -278,7 +278,8 @@ fn a_queue_may_be_enabled_before_the_features_are_set() {
         };
         assert_eq!(got, enabled == 1);
     }
-    // A front-end that has set features without VHOST_USER_F_PROTOCOL_FEATURES cannot enable a queue.
+    // A front-end that has set features without VHOST_USER_F_PROTOCOL_FEATURES cannot enable a
+    // queue.
     let (lab, worker) = Harness::one();
     let _commands = worker.answer_all();
     let raw = lab.raw(0);

@@ -31,7 +31,8 @@ impl Address {
         Some(Self { bytes, len })
     }
 
-    /// The address of a packet socket: interface index, EtherType in host byte order, and hardware address.
+    /// The address of a packet socket: interface index, EtherType in host byte order, and hardware
+    /// address.
     #[must_use]
     pub fn on_device(device: u32, protocol: u16, to: [u8; 6]) -> Self {
         // `struct sockaddr_ll`: family, protocol in network order, index, hardware type, packet

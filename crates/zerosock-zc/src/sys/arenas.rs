@@ -1,16 +1,16 @@
 //! The memory of pools that a ring has registered.
 //!
-//! A ring has room for 64 arenas. The first request without a copy for a block of an arena registers the
-//! arena; until that succeeds its blocks are sent like other memory. Registration pins every page and
-//! counts against the limit of locked memory. If there is no room or no memory, arenas that no pool and
-//! no block refers to are removed first, then those that were not used for the longest time. An arena
-//! that was used a moment ago stays: pools that are used in turns would otherwise be registered again for
-//! every send.
+//! A ring has room for 64 arenas. The first request without a copy for a block of an arena
+//! registers the arena; until that succeeds its blocks are sent like other memory. Registration
+//! pins every page and counts against the limit of locked memory. If there is no room or no memory,
+//! arenas that no pool and no block refers to are removed first, then those that were not used for
+//! the longest time. An arena that was used a moment ago stays: pools that are used in turns would
+//! otherwise be registered again for every send.
 //!
 //! # Invariants
-//! An arena is replaced only while no request that names its number is under way. The kernel looks up the
-//! number when it executes the request, which may be long after its submission. From then until the
-//! notification the kernel itself keeps the pages.
+//! An arena is replaced only while no request that names its number is under way. The kernel looks
+//! up the number when it executes the request, which may be long after its submission. From then
+//! until the notification the kernel itself keeps the pages.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! Minimal loops that send without a copy, to measure a sender against.
 //!
-//! Both loops send from the same buffers in turn, check only what they must, and report only counts. They
-//! are for benchmarks: when a loop ends before the kernel has read the buffers, by an error or a panic,
-//! the buffers are leaked, since nothing waits for the kernel.
+//! Both loops send from the same buffers in turn, check only what they must, and report only
+//! counts. They are for benchmarks: when a loop ends before the kernel has read the buffers, by an
+//! error or a panic, the buffers are leaked, since nothing waits for the kernel.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -53,8 +53,8 @@ pub struct Counts {
     pub calls: u64,
 }
 
-/// Sends over a ring, `batch` at a time, until `go_on`, which is called between batches, returns false.
-/// On a stream the requests of a batch are linked, so that they keep their order.
+/// Sends over a ring, `batch` at a time, until `go_on`, which is called between batches, returns
+/// false. On a stream the requests of a batch are linked, so that they keep their order.
 ///
 /// # Errors
 /// Errors of any system call or send.
@@ -115,8 +115,8 @@ fn ring_loop<B: Stable>(
                 true => squeue::Flags::IO_LINK,
                 false => squeue::Flags::empty(),
             };
-            // SAFETY: the buffer does not move and is readable until its notification has arrived; if the
-            // loop ends before that, `over_ring` leaks it.
+            // SAFETY: the buffer does not move and is readable until its notification has arrived;
+            // if the loop ends before that, `over_ring` leaks it.
             if unsafe { queue.push(&entries[at].clone().flags(link)) }.is_err() {
                 break;
             }
@@ -272,7 +272,8 @@ mod tests {
 
     use super::*;
 
-    /// Number of references to the buffer after a loop ended with a panic while sends were under way.
+    /// Number of references to the buffer after a loop ended with a panic while sends were under
+    /// way.
     fn left(run: impl FnOnce(BorrowedFd<'_>, Vec<Arc<[u8]>>)) -> usize {
         let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
         let address = socket.local_addr().expect("an address");

@@ -9,80 +9,7 @@ use bytes::Bytes;
 use zerosock_ring::{Memory, Piece as Extent, SliceBuf};
 
 use super::pool::Arena;
-use super::{FilePart, PoolBuf};
-
-/// Contiguous bytes, as passed to the kernel.
-#[derive(Copy, Clone, Debug)]
-pub struct Piece {
-    pub(super) address: *const u8,
-    pub(super) len: usize,
-}
-
-impl Piece {
-    pub(super) const EMPTY: Self = Self {
-        address: std::ptr::dangling(),
-        len: 0,
-    };
-
-    pub(super) fn vector(self) -> libc::iovec {
-        libc::iovec {
-            iov_base: self.address.cast_mut().cast(),
-            iov_len: self.len,
-        }
-    }
-
-    /// The rest of the piece after `skip` bytes, or none if it is empty. Reduces `skip` by the bytes skipped.
-    pub(super) fn behind(self, skip: &mut usize) -> Option<Self> {
-        let passed = self.len.min(*skip);
-        *skip -= passed;
-        (passed < self.len).then(|| Self {
-            address: self.address.wrapping_add(passed),
-            len: self.len - passed,
-        })
-    }
-}
-
-impl From<&libc::iovec> for Piece {
-    fn from(vector: &libc::iovec) -> Self {
-        Self {
-            address: vector.iov_base.cast_const().cast(),
-            len: vector.iov_len,
-        }
-    }
-}
-
-impl From<&[u8]> for Piece {
-    fn from(bytes: &[u8]) -> Self {
-        Self {
-            address: bytes.as_ptr(),
-            len: bytes.len(),
-        }
-    }
-}
-
-/// A buffer that the kernel can read while its owner does nothing with it.
-///
-/// # Safety
-/// The pieces are the same at every call, and readable memory for as long as the value exists,
-/// wherever it is moved. Safe code of this process cannot write there meanwhile. A guest or peer that
-/// shares the memory, and a writer of a file that is mapped, can: the kernel tolerates that.
-pub unsafe trait Stable: Send + 'static {
-    /// Calls `each` with the pieces in order.
-    fn pieces(&self, each: &mut impl FnMut(Piece));
-
-    /// The pool arena that contains the buffer, if it is a single piece of one: a ring registers the arena.
-    #[doc(hidden)]
-    fn arena(&self) -> Option<&Arc<Arena>> {
-        None
-    }
-
-    /// Length in bytes.
-    fn total(&self) -> usize {
-        let mut total = 0usize;
-        self.pieces(&mut |piece| total = total.saturating_add(piece.len));
-        total
-    }
-}
+use super::{FilePart, Piece, PoolBuf, Stable};
 
 // SAFETY: the bytes lie on the heap, where they stay when the vector is moved, and only its owner
 // can write them or free them.
@@ -132,8 +59,8 @@ unsafe impl Stable for PoolBuf {
     }
 }
 
-// SAFETY: each buffer is `Stable`. Nothing can write the vector while a `ZcSocket` owns it, so the order of
-// the pieces does not change.
+// SAFETY: each buffer is `Stable`. Nothing can write the vector while a `ZcSocket` owns it, so the
+// order of the pieces does not change.
 unsafe impl<B: Stable> Stable for Vec<B> {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {
         for buffer in self {
@@ -154,8 +81,9 @@ const EXTENTS: usize = 4;
 
 /// Bytes in memory that a peer shares, with a value that keeps them available.
 ///
-/// The peer may write them at any time, and the send then contains what it wrote. This crate makes no
-/// reference to them; the kernel reads them, and the send fails with EFAULT where the memory is gone.
+/// The peer may write them at any time, and the send then contains what it wrote. This crate makes
+/// no reference to them; the kernel reads them, and the send fails with EFAULT where the memory is
+/// gone.
 pub struct Mapped {
     pieces: Vec<Piece>,
     // Dropped before the memory: it returns the bytes to the peer.
@@ -164,7 +92,8 @@ pub struct Mapped {
 }
 
 impl Mapped {
-    /// `len` bytes of `extents` from `offset` on. `hold` is dropped when the bytes are no longer needed.
+    /// `len` bytes of `extents` from `offset` on. `hold` is dropped when the bytes are no longer
+    /// needed.
     ///
     /// # Errors
     /// `hold`, if the bytes are not within the memory, or consist of more than four slices.
@@ -197,12 +126,12 @@ impl fmt::Debug for Mapped {
     }
 }
 
-// SAFETY: the addresses are only passed to the kernel, from any thread; see `Stable` below. All other fields
-// are Send.
+// SAFETY: the addresses are only passed to the kernel, from any thread; see `Stable` below. All
+// other fields are Send.
 unsafe impl Send for Mapped {}
 
-// SAFETY: the pieces were looked up in the memory; its mapping does not move while `_memory` exists. Peers
-// that share the memory may write there; this process does not while `_hold` exists.
+// SAFETY: the pieces were looked up in the memory; its mapping does not move while `_memory`
+// exists. Peers that share the memory may write there; this process does not while `_hold` exists.
 unsafe impl Stable for Mapped {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {
         self.pieces.iter().copied().for_each(each);
@@ -352,22 +281,5 @@ mod tests {
     fn debug_output_contains_the_length_only() {
         let many = Buf::from(vec![Buf::from(vec![1; 100]), Buf::from(&b"static"[..])]);
         assert_eq!(format!("{many:?}"), "Many(106 bytes)");
-    }
-
-    #[test]
-    fn bytes_that_were_sent_are_skipped() {
-        let piece = Piece::from(&b"abcdef"[..]);
-        let mut skip = 8;
-        assert!(piece.behind(&mut skip).is_none());
-        assert_eq!(skip, 2);
-        let rest = piece.behind(&mut skip).expect("four are left");
-        assert_eq!(
-            (
-                rest.address as usize - piece.address as usize,
-                rest.len,
-                skip
-            ),
-            (2, 4, 0)
-        );
     }
 }

@@ -1,4 +1,5 @@
-//! Reads the error queue of a socket, where the kernel reports the ids of completed zero-copy sends.
+//! Reads the error queue of a socket, where the kernel reports the ids of completed zero-copy
+//! sends.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -13,8 +14,8 @@ const COPIED: u8 = 1;
 const VSOCK: (libc::c_int, libc::c_int) = (287, 1);
 /// The most messages that one call receives.
 pub(super) const BATCH: usize = 16;
-/// Room for the control data of one message, in bytes: an extended error with the address of the offender,
-/// and what socket options add (SO_TIMESTAMPING, IP_PKTINFO and others).
+/// Room for the control data of one message, in bytes: an extended error with the address of the
+/// offender, and what socket options add (SO_TIMESTAMPING, IP_PKTINFO and others).
 const CONTROL: usize = 256;
 
 /// Notification ids, from the first to the last, and whether the kernel copied.
@@ -45,7 +46,8 @@ impl Default for ErrorQueue {
 }
 
 impl ErrorQueue {
-    /// Receives one message with recvmsg(2), as a minimal program does. Returns how many it received.
+    /// Receives one message with recvmsg(2), as a minimal program does. Returns how many it
+    /// received.
     pub(super) fn receive_one(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         let [first, ..] = &mut self.headers;
         first.msg_hdr.msg_control = self.control[0].0.as_mut_ptr().cast();

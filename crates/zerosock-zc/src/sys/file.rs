@@ -12,8 +12,8 @@ use super::{Piece, Stable};
 
 /// A file in memory, to be sent in parts.
 ///
-/// This type does not read the bytes: the kernel does when it sends them. A concurrent write to the file may
-/// or may not be sent; a send of bytes that were truncated fails with EFAULT.
+/// This type does not read the bytes: the kernel does when it sends them. A concurrent write to the
+/// file may or may not be sent; a send of bytes that were truncated fails with EFAULT.
 ///
 /// A forked child may use and drop its copy.
 #[derive(Clone, Debug)]
@@ -49,9 +49,9 @@ impl FileMap {
         if len == 0 {
             return Ok(Self(Arc::new(Mapping { start: None, len })));
         }
-        // SAFETY: the kernel chooses the address, so no existing mapping is replaced. The mapping is
-        // read-only, and no reference into it is ever made: changes of the file are visible to the kernel
-        // only.
+        // SAFETY: the kernel chooses the address, so no existing mapping is replaced. The mapping
+        // is read-only, and no reference into it is ever made: changes of the file are visible to
+        // the kernel only.
         let start = unsafe {
             mmap(
                 std::ptr::null_mut(),
@@ -73,8 +73,8 @@ impl FileMap {
         self.0.len
     }
 
-    /// `len` bytes from `from` on; fewer where the file ends. Their pages are read into memory with one
-    /// system call.
+    /// `len` bytes from `from` on; fewer where the file ends. Their pages are read into memory with
+    /// one system call.
     #[must_use]
     pub fn part(&self, from: usize, len: usize) -> FilePart {
         let from = from.min(self.0.len);
@@ -89,7 +89,8 @@ impl FileMap {
 }
 
 impl FilePart {
-    /// Reads the pages into memory, if possible. Errors are ignored: this only makes the send cheaper.
+    /// Reads the pages into memory, if possible. Errors are ignored: this only makes the send
+    /// cheaper.
     fn populate(&self) {
         let page = rustix::param::page_size();
         let skipped = self.from % page;
@@ -104,8 +105,8 @@ impl FilePart {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if let Some(start) = self.start {
-            // SAFETY: mapped by `new`, of this length. No part refers to it any more: each keeps this
-            // value.
+            // SAFETY: mapped by `new`, of this length. No part refers to it any more: each keeps
+            // this value.
             let _ = unsafe { munmap(start.as_ptr().cast(), self.len) };
         }
     }

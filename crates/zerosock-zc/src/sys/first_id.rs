@@ -1,29 +1,23 @@
 //! Finds out the notification id of the first zero-copy send of a sender.
 //!
-//! The kernel counts ids per socket, not per sender: an earlier sender, or the application itself, may
-//! have used some. No interface returns the next id, so it is found out before the first zero-copy send. On
-//! a TCP socket that has sent nothing it is zero. On UDP, a send that takes an id and fails for certain is
-//! made (`unresolved`): the kernel reports its id at once, and ours follow. In all other cases the first id
-//! is derived from the ids that the kernel reports (`notification_ids`).
+//! The kernel counts ids per socket, not per sender: an earlier sender, or the application itself,
+//! may have used some. No interface returns the next id, so it is found out before the first
+//! zero-copy send. On a TCP socket that has sent nothing it is zero. On UDP, a send that takes an
+//! id and fails for certain is made (`unresolved`): the kernel reports its id at once, and ours
+//! follow. In all other cases the first id is derived from the ids that the kernel reports
+//! (`notification_ids`).
 //!
 //! # Invariants
-//! Of all senders of this process over one socket, duplicates included, one at a time owns the error queue
-//! ([`ErrorQueueClaim`]), also after its `ZcSocket` was dropped while notifications are pending (`orphans`).
-//! The others copy.
+//! Of all senders of this process over one socket, duplicates included, one at a time owns the
+//! error queue ([`ErrorQueueClaim`]), also after its `ZcSocket` was dropped while notifications are
+//! pending (`orphans`). The others copy.
 #![allow(unsafe_code)]
 
 use std::collections::HashSet;
-use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::net::sockopt;
-
-use super::error_queue::BATCH;
-use super::sendmsg::{MAX_READS, SendmsgBackend};
-use super::unresolved::sockopt_is_set;
-use super::zc_socket::SocketState;
-use super::{Key, Kind};
 
 /// The sockets with an owner of their error queue, by the cookie of the kernel (SO_COOKIE).
 static CLAIMED: Mutex<Option<HashSet<u64>>> = Mutex::new(None);
@@ -37,7 +31,7 @@ pub(super) struct ErrorQueueClaim(u64);
 
 impl ErrorQueueClaim {
     /// Claims the error queue of a socket; none if another `ZcSocket` owns it.
-    fn of(socket: BorrowedFd<'_>) -> Option<Self> {
+    pub(super) fn of(socket: BorrowedFd<'_>) -> Option<Self> {
         let cookie = sockopt::socket_cookie(socket).ok()?;
         let mut claimed = claimed();
         let is_new = claimed.get_or_insert_default().insert(cookie);
@@ -53,65 +47,8 @@ impl Drop for ErrorQueueClaim {
     }
 }
 
-impl SendmsgBackend {
-    /// Prepares `ids` for the first zero-copy send, which is that of place `key`. Returns false if the send
-    /// must be copied because the first id cannot be found out now.
-    pub(super) fn prepare_ids<B>(&mut self, state: &mut SocketState<B>, key: Key) -> bool {
-        if self.ids_prepared {
-            return true;
-        }
-        if self.claim.is_none() {
-            self.claim = ErrorQueueClaim::of(state.socket.as_fd());
-        }
-        // Ids that were reported earlier belong to other senders.
-        if self.claim.is_none() || self.drain_error_queue(state).is_err() {
-            return false;
-        }
-        let next = match self.kind {
-            Kind::Tcp4 | Kind::Tcp6 if has_sent_nothing(state.socket.as_fd()) => Some(0),
-            Kind::Udp4 | Kind::Udp6 => {
-                // A probe would be appended to the datagram that the socket is collecting.
-                let corked = self.corked
-                    || sockopt_is_set(state.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK);
-                if corked {
-                    return false;
-                }
-                self.probe(state, key);
-                match self.drain_error_queue(state) {
-                    Ok(Some(last)) => Some(last.wrapping_add(1)),
-                    // A filter dropped the probe, or memory is short: a later send tries again.
-                    _ => return false,
-                }
-            }
-            _ => None,
-        };
-        self.ids.start(next);
-        self.ids_prepared = true;
-        true
-    }
-
-    /// Empties the error queue. Returns the last id that was reported there.
-    fn drain_error_queue<B>(&mut self, state: &mut SocketState<B>) -> io::Result<Option<u32>> {
-        let mut last = None;
-        for _ in 0..MAX_READS {
-            state.system_calls += 1;
-            let count = self.queue.receive(state.socket.as_fd())?;
-            for index in 0..count {
-                match self.queue.range(index) {
-                    Some((_, hi, _)) => last = Some(hi),
-                    None => state.foreign += 1,
-                }
-            }
-            if count < BATCH {
-                return Ok(last);
-            }
-        }
-        Err(io::ErrorKind::WouldBlock.into())
-    }
-}
-
 /// Whether nothing was ever sent on a TCP socket.
-fn has_sent_nothing(socket: BorrowedFd<'_>) -> bool {
+pub(super) fn has_sent_nothing(socket: BorrowedFd<'_>) -> bool {
     // SAFETY: all zeros is a valid `tcp_info`: it consists of integers.
     let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
     let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;

@@ -1,15 +1,15 @@
 //! The system calls of senders, and the owner of buffers while the kernel reads them.
 //!
-//! A zero-copy send ends twice: when the call has its result, and when the kernel no longer reads the
-//! buffer. Until then the buffer belongs to a [`ZcSocket`], which sends over io_uring (`uring`: SEND_ZC
-//! and SENDMSG_ZC) or over sendmsg(2) (`sendmsg`: with MSG_ZEROCOPY and the error queue, or with copies).
-//! All are used in the same way: [`put`](ZcSocket::put) stores a buffer in a place,
+//! A zero-copy send ends twice: when the call has its result, and when the kernel no longer reads
+//! the buffer. Until then the buffer belongs to a [`ZcSocket`], which sends over io_uring (`uring`:
+//! SEND_ZC and SENDMSG_ZC) or over sendmsg(2) (`sendmsg`: with MSG_ZEROCOPY and the error queue, or
+//! with copies). All are used in the same way: [`put`](ZcSocket::put) stores a buffer in a place,
 //! [`start`](ZcSocket::start) makes a request of it (on a stream, of several places),
 //! [`submit`](ZcSocket::submit) hands requests to the kernel, [`event`](ZcSocket::event) returns
 //! results and notifications, and [`take`](ZcSocket::take) takes the buffer out of an idle place.
 //!
-//! Programs use a [`Sender`](crate::Sender), which decides which requests are made, in which order, and
-//! which are made again. This module is public for benchmarks and tests of single requests.
+//! Programs use a [`Sender`](crate::Sender), which decides which requests are made, in which order,
+//! and which are made again. This module is public for benchmarks and tests of single requests.
 //!
 //! # Invariants
 //! A buffer leaves its place only when neither a result nor a notification for it is pending. A
@@ -30,6 +30,8 @@ mod pool;
 mod requests;
 mod sendmsg;
 mod socket;
+mod socket_state;
+mod stable;
 mod unresolved;
 mod uring;
 mod zc_socket;
@@ -37,12 +39,13 @@ mod zc_socket;
 use std::io;
 
 pub use address::Address;
-pub use buffers::{Buf, Mapped, Piece, Stable};
+pub use buffers::{Buf, Mapped};
 pub use file::{FileMap, FilePart};
 pub use places::Key;
 pub use pool::{Pool, PoolBuf};
 pub use socket::{Kind, permit_zero_copy};
 pub(crate) use socket::{forget_pieces, kind, reset};
+pub use stable::{Piece, Stable};
 pub use zc_socket::{Backend, ZcSocket};
 
 /// Whether a request copies the buffer.
@@ -61,11 +64,11 @@ pub struct Submission {
     pub mode: SendMode,
     /// Number of bytes of the first place that were sent already.
     pub from: usize,
-    /// On a stream, MSG_WAITALL: the request sends all of its bytes or fails, so that others can be linked
-    /// to it.
+    /// On a stream, MSG_WAITALL: the request sends all of its bytes or fails, so that others can be
+    /// linked to it.
     pub whole: bool,
-    /// The next request, after those of all these places, waits for the success of this one. Used by
-    /// io_uring only.
+    /// The next request, after those of all these places, waits for the success of this one. Used
+    /// by io_uring only.
     pub linked: bool,
     /// MSG_MORE: the next request continues the last place.
     pub more: bool,
@@ -93,10 +96,11 @@ pub enum Event {
     Notified {
         /// The place of the buffer.
         key: Key,
-        /// Whether the kernel copied after all. None for a request that took nothing: its notification
-        /// says nothing about copies.
+        /// Whether the kernel copied after all. None for a request that took nothing: its
+        /// notification says nothing about copies.
         copied: Option<bool>,
-        /// True for one of the places that share the notification: the first of which bytes were taken.
+        /// True for one of the places that share the notification: the first of which bytes were
+        /// taken.
         is_first: bool,
     },
 }

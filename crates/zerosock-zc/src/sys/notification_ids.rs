@@ -1,13 +1,13 @@
 //! Which zero-copy request took which notification id.
 //!
-//! The kernel assigns consecutive ids to the zero-copy requests of a socket and reports ranges of ids
-//! when it no longer reads their buffers. Ranges can be reported in any order, and ids wrap. A reported
-//! id that this socket has not reached yet was taken by another sender. It is counted as well:
-//! otherwise each later buffer would be freed when the request before it completes.
+//! The kernel assigns consecutive ids to the zero-copy requests of a socket and reports ranges of
+//! ids when it no longer reads their buffers. Ranges can be reported in any order, and ids wrap. A
+//! reported id that this socket has not reached yet was taken by another sender. It is counted as
+//! well: otherwise each later buffer would be freed when the request before it completes.
 //!
-//! The first id can be unknown (`first_id`). No reported id is then matched with a request until the
-//! first can be derived. All ids are assumed to be those of this socket, so the first is known as soon
-//! as the reported ids span as many ids as were assigned.
+//! The first id can be unknown (`first_id`). No reported id is then matched with a request until
+//! the first can be derived. All ids are assumed to be those of this socket, so the first is known
+//! as soon as the reported ids span as many ids as were assigned.
 
 use std::collections::VecDeque;
 
@@ -51,8 +51,8 @@ impl NotificationIds {
         !self.learning
     }
 
-    /// Takes note of a range that was reported while the first id is not known. Returns whether it is
-    /// known now.
+    /// Takes note of a range that was reported while the first id is not known. Returns whether it
+    /// is known now.
     pub(super) fn learn_first(&mut self, lo: u32, hi: u32) -> bool {
         // Ids wrap: of two, the one that is less than 2^31 behind is earlier.
         let behind = |a: u32, b: u32| b.wrapping_sub(a) < 1 << 31;
@@ -106,8 +106,9 @@ impl NotificationIds {
             .partition_point(|(id, _)| u64::from(next.wrapping_sub(*id)) > behind)
     }
 
-    /// Removes the ids from `lo` to `hi`, which the kernel reported, and calls `freed` with the request of
-    /// each. Skips ids that were reported before. False if the range is implausibly far ahead.
+    /// Removes the ids from `lo` to `hi`, which the kernel reported, and calls `freed` with the
+    /// request of each. Skips ids that were reported before. False if the range is implausibly far
+    /// ahead.
     pub(super) fn complete(&mut self, lo: u32, hi: u32, mut freed: impl FnMut(RequestId)) -> bool {
         if self.is_ahead(hi) {
             let ahead = hi.wrapping_sub(self.next);

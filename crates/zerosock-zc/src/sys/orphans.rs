@@ -1,11 +1,11 @@
 //! Carriers that were dropped while the kernel reads their buffers.
 //!
-//! Those buffers must not be freed: the kernel would send what is stored there next. One thread, which
-//! exists only while there are such buffers, waits for the kernel and frees them. If it cannot be
-//! started, they are leaked.
+//! Those buffers must not be freed: the kernel would send what is stored there next. One thread,
+//! which exists only while there are such buffers, waits for the kernel and frees them. If it
+//! cannot be started, they are leaked.
 //!
-//! Dropping a buffer can run code of the application. It may panic, which affects that buffer alone, and it
-//! may drop another `ZcSocket`, which adds that one here: no lock is held meanwhile.
+//! Dropping a buffer can run code of the application. It may panic, which affects that buffer
+//! alone, and it may drop another `ZcSocket`, which adds that one here: no lock is held meanwhile.
 
 use std::any::Any;
 use std::mem;
@@ -19,13 +19,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// A dropped socket with buffers that the kernel reads.
 pub(super) trait Orphan: Send {
-    /// Handles events, without waiting for long. Returns whether no result or notification is pending.
+    /// Handles events, without waiting for long. Returns whether no result or notification is
+    /// pending.
     fn is_done(&mut self) -> bool;
 
     /// Frees one of its buffers. Returns whether there was one. Called only after `is_done`.
     fn free_one(&mut self) -> bool;
 
-    /// A descriptor to wait on, and whether it signals an event by being readable; otherwise by an error.
+    /// A descriptor to wait on, and whether it signals an event by being readable; otherwise by an
+    /// error.
     fn descriptor(&self) -> (BorrowedFd<'_>, bool);
 }
 
@@ -99,7 +101,8 @@ fn look_after() {
             .collect();
         let turn = Timespec::try_from(TURN).unwrap_or_default();
         let ready = poll(&mut descriptors, Some(&turn));
-        // A hangup is reported by every poll, and a poll that fails fails again: avoids a busy loop.
+        // A hangup is reported by every poll, and a poll that fails fails again: avoids a busy
+        // loop.
         if !matches!(ready, Ok(0)) {
             thread::sleep(Duration::from_millis(1));
         }

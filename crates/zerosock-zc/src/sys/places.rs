@@ -1,14 +1,15 @@
 //! The places in which buffers are stored while the kernel reads them.
 //!
 //! # Invariants
-//! Places are allocated once and never move: a request refers to the address in its place. A place counts
-//! its pending results and notifications, and its buffer can be taken out only when there are none.
+//! Places are allocated once and never move: a request refers to the address in its place. A place
+//! counts its pending results and notifications, and its buffer can be taken out only when there
+//! are none.
 #![allow(unsafe_code)]
 
 use super::Address;
 
-/// A place of a `ZcSocket`. With another `ZcSocket` it denotes some other place or none, and can return the
-/// wrong buffer; this is safe.
+/// A place of a `ZcSocket`. With another `ZcSocket` it denotes some other place or none, and can
+/// return the wrong buffer; this is safe.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub struct Key(pub(super) u32);
 
@@ -34,7 +35,8 @@ pub(super) struct Places<B> {
     free: Vec<u32>,
     /// Number of places with a pending result or notification.
     pub(super) busy: u32,
-    /// Number of pending notifications of requests that took bytes, counted for each place of a request.
+    /// Number of pending notifications of requests that took bytes, counted for each place of a
+    /// request.
     pub(super) reading: u32,
 }
 
@@ -120,7 +122,8 @@ impl<B> Places<B> {
         }
     }
 
-    /// Removes a pending result. A notification that follows was added before (`expect_notification`).
+    /// Removes a pending result. A notification that follows was added before
+    /// (`expect_notification`).
     pub(super) fn ended(&mut self, key: Key) {
         if let Some(place) = self
             .places
@@ -155,8 +158,8 @@ impl<B> Places<B> {
     }
 }
 
-/// The header that sendmsg(2) reads. It points to `pieces` and `address`: they must not move while it is
-/// in use.
+/// The header that sendmsg(2) reads. It points to `pieces` and `address`: they must not move while
+/// it is in use.
 pub(super) fn header(pieces: &[libc::iovec], address: Option<&Address>) -> libc::msghdr {
     // SAFETY: all zeros is a valid `msghdr`: null pointers with zero lengths.
     let mut header: libc::msghdr = unsafe { std::mem::zeroed() };

@@ -58,7 +58,8 @@ impl Arena {
             // memory that exists.
             unsafe { mmap_anonymous(std::ptr::null_mut(), len, protection, flags) }
         };
-        // Requests 2 MiB explicitly: the length of a mapping of other huge pages could not be unmapped.
+        // Requests 2 MiB explicitly: the length of a mapping of other huge pages could not be
+        // unmapped.
         let in_huge_pages = MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB;
         let reserved = (page == HUGE).then(|| map(in_huge_pages).ok()).flatten();
         let (base, huge) = match reserved {
@@ -71,8 +72,8 @@ impl Arena {
             None => (map(MapFlags::PRIVATE)?, false),
         };
         if !huge {
-            // SAFETY: exactly the mapping made above. The advice changes the size of its pages, not its
-            // contents. An error is harmless.
+            // SAFETY: exactly the mapping made above. The advice changes the size of its pages, not
+            // its contents. An error is harmless.
             let _ = unsafe { madvise(base, len, Advice::LinuxHugepage) };
         }
         Ok(Self {
@@ -97,8 +98,8 @@ impl Arena {
     }
 }
 
-/// Allocates all pages of a new mapping: a reserved huge page can still be denied, by a limit of the control
-/// group or of a NUMA node, and an access to it then raises SIGBUS.
+/// Allocates all pages of a new mapping: a reserved huge page can still be denied, by a limit of
+/// the control group or of a NUMA node, and an access to it then raises SIGBUS.
 fn populate(base: *mut c_void, len: usize) -> bool {
     // SAFETY: the mapping is new and owned by the caller; its contents do not change.
     unsafe { madvise(base, len, Advice::LinuxPopulateWrite) }.is_ok()
@@ -106,7 +107,8 @@ fn populate(base: *mut c_void, len: usize) -> bool {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // SAFETY: the mapping that `map` made, unmapped once. No block is loaned: each loan keeps the arena.
+        // SAFETY: the mapping that `map` made, unmapped once. No block is loaned: each loan keeps
+        // the arena.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
@@ -119,17 +121,17 @@ impl fmt::Debug for Arena {
 
 /// Blocks of memory, all of one length, to be filled and sent.
 ///
-/// A pool of more than 1 MiB uses huge pages of 2 MiB, if the machine has reserved some (Linux 5.14);
-/// otherwise transparent huge pages are requested. A sender over io_uring registers the pages of the pool
-/// when it first sends a block of it. From then on, a send of one block pins no pages, and only the
-/// registration counts against the limit of locked memory (`RLIMIT_MEMLOCK`). A send of several blocks (a
-/// vector of them) pins its pages. A sender registers up to 64 pools, fewer if some are larger than 1 GiB:
-/// another pool replaces one that was not used for about a thousand sends, and is pinned like other memory
-/// until then. A handle is cheap to clone; the memory is mapped as long as there is a handle, a block or a
-/// sender that has registered it.
+/// A pool of more than 1 MiB uses huge pages of 2 MiB, if the machine has reserved some (Linux
+/// 5.14); otherwise transparent huge pages are requested. A sender over io_uring registers the
+/// pages of the pool when it first sends a block of it. From then on, a send of one block pins no
+/// pages, and only the registration counts against the limit of locked memory (`RLIMIT_MEMLOCK`). A
+/// send of several blocks (a vector of them) pins its pages. A sender registers up to 64 pools,
+/// fewer if some are larger than 1 GiB: another pool replaces one that was not used for about a
+/// thousand sends, and is pinned like other memory until then. A handle is cheap to clone; the
+/// memory is mapped as long as there is a handle, a block or a sender that has registered it.
 ///
-/// A forked child has a copy of the memory, and may use and drop it; the senders of the parent send from the
-/// memory of the parent.
+/// A forked child has a copy of the memory, and may use and drop it; the senders of the parent send
+/// from the memory of the parent.
 #[derive(Clone, Debug)]
 pub struct Pool {
     arenas: Arc<[Arc<Arena>]>,

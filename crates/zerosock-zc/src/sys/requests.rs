@@ -1,29 +1,30 @@
 //! The requests that the kernel has: the places of each, and its pending result and notifications.
 //!
-//! A request is of one place or, on a stream, of several in a row. A result of a request is a result of
-//! each of its places: if a part of the request was taken, the first places are complete, one may be
-//! taken in part, and the others were not begun, as if each had been a request of its own, linked to the
-//! one before. There is one notification for all of them.
+//! A request is of one place or, on a stream, of several in a row. A result of a request is a
+//! result of each of its places: if a part of the request was taken, the first places are complete,
+//! one may be taken in part, and the others were not begun, as if each had been a request of its
+//! own, linked to the one before. There is one notification for all of them.
 //!
-//! A place can have many requests: after one that was cancelled or taken in part there is another one,
-//! and then those of the next buffer. Each request has a number, which its completions carry besides its
-//! index. It is needed because a notification can come although no result announced it by F_MORE: a
-//! zero-copy request that the kernel never began, because an earlier one in its chain failed, ends with
-//! ECANCELED, or with the error of its preparation, without F_MORE (`io_req_tw_fail_links` clears the
-//! flags). Its notification, which `io_send_zc_prep` makes before, is posted all the same when the request
-//! is freed. That is later, and much later if the thread that submitted it has ended; its index may then
-//! belong to another request. This is so in Linux 6.1 to 6.18.
+//! A place can have many requests: after one that was cancelled or taken in part there is another
+//! one, and then those of the next buffer. Each request has a number, which its completions carry
+//! besides its index. It is needed because a notification can come although no result announced it
+//! by F_MORE: a zero-copy request that the kernel never began, because an earlier one in its chain
+//! failed, ends with ECANCELED, or with the error of its preparation, without F_MORE
+//! (`io_req_tw_fail_links` clears the flags). Its notification, which `io_send_zc_prep` makes
+//! before, is posted all the same when the request is freed. That is later, and much later if the
+//! thread that submitted it has ended; its index may then belong to another request. This is so in
+//! Linux 6.1 to 6.18.
 //!
 //! A request that was begun says F_MORE however it ends (`io_send_zc`, `io_sendmsg_zc`, and
-//! `io_sendrecv_fail` for those that fail outside of them), and only a request that was begun can have
-//! given its buffers to the network. So after a result without F_MORE the kernel does not read for this
-//! request, and a later notification of it is ignored. For a call over the error queue, a notification id
-//! means what F_MORE means here.
+//! `io_sendrecv_fail` for those that fail outside of them), and only a request that was begun can
+//! have given its buffers to the network. So after a result without F_MORE the kernel does not read
+//! for this request, and a later notification of it is ignored. For a call over the error queue, a
+//! notification id means what F_MORE means here.
 //!
 //! # Invariants
-//! A place is idle only when each of its requests has had its result and, if the result said F_MORE and
-//! either took bytes of the place or failed, its notification. What a request refers to does not change
-//! until its result.
+//! A place is idle only when each of its requests has had its result and, if the result said F_MORE
+//! and either took bytes of the place or failed, its notification. What a request refers to does
+//! not change until its result.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -65,9 +66,9 @@ pub(super) struct Request {
     notes: u32,
 }
 
-// SAFETY: only the pointers in `pieces` and `header` are not Send by themselves. They point to memory
-// that the buffers of its places, which are Send, keep in place, to an address in a place, and to
-// `pieces` itself; only the kernel follows them.
+// SAFETY: only the pointers in `pieces` and `header` are not Send by themselves. They point to
+// memory that the buffers of its places, which are Send, keep in place, to an address in a place,
+// and to `pieces` itself; only the kernel follows them.
 unsafe impl Send for Request {}
 
 /// The part of a request that is the buffer of one place.
@@ -75,10 +76,11 @@ struct Member {
     key: Key,
     /// Length in bytes.
     len: usize,
-    /// The kernel took some of the bytes: the notification says whether it copied, and frees memory.
+    /// The kernel took some of the bytes: the notification says whether it copied, and frees
+    /// memory.
     took: bool,
-    /// Notifications of the request are pending for this place as well. False for places after the bytes
-    /// that the kernel took.
+    /// Notifications of the request are pending for this place as well. False for places after the
+    /// bytes that the kernel took.
     is_notified: bool,
 }
 
@@ -106,8 +108,8 @@ impl Request {
         &raw const **header
     }
 
-    /// Adds the bytes of a buffer from `from` on, at most `most`. Returns false, and adds nothing, if these
-    /// are too many pieces.
+    /// Adds the bytes of a buffer from `from` on, at most `most`. Returns false, and adds nothing,
+    /// if these are too many pieces.
     fn add(&mut self, key: Key, buffer: &impl Stable, from: usize, most: usize) -> bool {
         let before = self.pieces.len();
         let (mut skip, mut left) = (from, most);
@@ -174,8 +176,8 @@ pub(super) struct Requests {
 }
 
 impl Requests {
-    /// Prepares a request of the first of these places and those next ones that can join it. The caller
-    /// makes it and calls [`begun`](Self::begun).
+    /// Prepares a request of the first of these places and those next ones that can join it. The
+    /// caller makes it and calls [`begun`](Self::begun).
     pub(super) fn gather<B: Stable>(
         &mut self,
         places: &Places<B>,
@@ -352,8 +354,8 @@ impl Requests {
         (is_it && (request.open || request.notes > 0)).then_some(id)
     }
 
-    /// Handles a completion; ignores a notification that is not pending. Returns the number of the arena
-    /// that the request no longer names.
+    /// Handles a completion; ignores a notification that is not pending. Returns the number of the
+    /// arena that the request no longer names.
     pub(super) fn posted<B>(
         &mut self,
         places: &mut Places<B>,

@@ -1,10 +1,10 @@
 //! The back-end over sendmsg(2), with the error queue or with copies only.
 //!
-//! A request is one call, made when it is started. The kernel assigns consecutive ids to the zero-copy
-//! sends of a socket (`notification_ids`) and reports them in its error queue (`error_queue`). The id of the
-//! first send is found out before it is made (`first_id`). From then on all ids must be those of this
-//! `ZcSocket`: another sender with MSG_ZEROCOPY on a duplicate of the socket breaks the assignment. Whether
-//! a failed send took an id is found out in `unresolved`.
+//! A request is one call, made when it is started. The kernel assigns consecutive ids to the
+//! zero-copy sends of a socket (`notification_ids`) and reports them in its error queue
+//! (`error_queue`). The id of the first send is found out before it is made (`first_id`). From then
+//! on all ids must be those of this `ZcSocket`: another sender with MSG_ZEROCOPY on a duplicate of
+//! the socket breaks the assignment. Whether a failed send took an id is found out in `unresolved`.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -15,45 +15,47 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 
 use super::error_queue::{BATCH, ErrorQueue, ReportedRange};
-use super::first_id::ErrorQueueClaim;
+use super::first_id::{ErrorQueueClaim, has_sent_nothing};
 use super::notification_ids::NotificationIds;
 use super::places::header;
 use super::requests::{GatherRules, NotificationDue};
-use super::unresolved::{UnresolvedNotification, has_no_unreported_id, may_have_taken_id};
-use super::zc_socket::SocketState;
+use super::socket_state::SocketState;
+use super::unresolved::{
+    UnresolvedNotification, has_no_unreported_id, may_have_taken_id, probe, sockopt_is_set,
+};
 use super::{Address, Key, Kind, NotStarted, SendMode, Stable, Started, Submission};
 
 /// The most reads of the error queue in a row: peers can fill it as well (IP_RECVERR).
-pub(super) const MAX_READS: usize = 64;
+const MAX_READS: usize = 64;
 /// Interval of the attempts to resolve a failed send.
 const RESOLVE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Sends with one sendmsg(2) call per request.
 pub(super) struct SendmsgBackend {
     zero_copy: bool,
-    pub(super) ids: NotificationIds,
+    ids: NotificationIds,
     /// `ids` has been started.
-    pub(super) ids_prepared: bool,
+    ids_prepared: bool,
     /// The right to the socket's error queue and ids.
-    pub(super) claim: Option<ErrorQueueClaim>,
+    claim: Option<ErrorQueueClaim>,
     /// The kernel is known to assign ids to the sends of this socket.
     assigns_ids: bool,
     /// Ranges that were reported while the first id was unknown.
     unmatched: Vec<ReportedRange>,
-    pub(super) kind: Kind,
+    kind: Kind,
     /// A send that failed and may have taken an id.
-    pub(super) unresolved: Option<UnresolvedNotification>,
+    unresolved: Option<UnresolvedNotification>,
     /// The socket is UDP: a send can fail after it took an id.
     datagrams: bool,
     /// The last send had MSG_MORE.
-    pub(super) corked: bool,
+    corked: bool,
     /// The error of the socket that a wait found. The next request has it as its result.
     error: Option<io::Error>,
     /// The last request failed with WouldBlock.
     full: bool,
     /// Number of requests since the error queue was read.
     sends_since_read: usize,
-    pub(super) queue: Box<ErrorQueue>,
+    queue: Box<ErrorQueue>,
 }
 
 impl SendmsgBackend {
@@ -86,8 +88,8 @@ impl SendmsgBackend {
     ) -> Result<Started, NotStarted> {
         let &first = keys.first().ok_or(NotStarted::Vacant)?;
         let buffer = state.places.buffer(first).ok_or(NotStarted::Vacant)?;
-        // An empty datagram, or an empty piece of one, may or may not take an id. It is copied, which costs
-        // nothing and takes none.
+        // An empty datagram, or an empty piece of one, may or may not take an id. It is copied,
+        // which costs nothing and takes none.
         let wished = submission.mode == SendMode::ZeroCopy && buffer.total() > submission.from;
         let mut zero_copy = wished && self.zero_copy;
         if zero_copy && self.unresolved.is_some() {
@@ -155,8 +157,8 @@ impl SendmsgBackend {
         state.requests.result(&mut state.places, id, result, note);
         self.sends_since_read += 1;
         if self.sends_since_read >= BATCH {
-            // One call reads this many notifications, so an application that only sends gets its buffers
-            // back as well. An error is reported again by the next call that polls.
+            // One call reads this many notifications, so an application that only sends gets its
+            // buffers back as well. An error is reported again by the next call that polls.
             let _ = self.reap(state);
         }
         Ok(Started {
@@ -166,9 +168,64 @@ impl SendmsgBackend {
         })
     }
 
-    /// Whether the kernel assigned an id to the send that it has just taken. If a BPF program (sk_msg) sees
-    /// the bytes of a TCP socket, the kernel copies them, and bytes that the program holds back or redirects
-    /// have no id, so none would be reported. The first send is checked.
+    /// Prepares `ids` for the first zero-copy send, which is that of place `key`. Returns false if
+    /// the send must be copied because the first id cannot be found out now.
+    fn prepare_ids<B>(&mut self, state: &mut SocketState<B>, key: Key) -> bool {
+        if self.ids_prepared {
+            return true;
+        }
+        if self.claim.is_none() {
+            self.claim = ErrorQueueClaim::of(state.socket.as_fd());
+        }
+        // Ids that were reported earlier belong to other senders.
+        if self.claim.is_none() || self.drain_error_queue(state).is_err() {
+            return false;
+        }
+        let next = match self.kind {
+            Kind::Tcp4 | Kind::Tcp6 if has_sent_nothing(state.socket.as_fd()) => Some(0),
+            Kind::Udp4 | Kind::Udp6 => {
+                // A probe would be appended to the datagram that the socket is collecting.
+                let corked = self.corked
+                    || sockopt_is_set(state.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK);
+                if corked {
+                    return false;
+                }
+                probe(state, key);
+                match self.drain_error_queue(state) {
+                    Ok(Some(last)) => Some(last.wrapping_add(1)),
+                    // A filter dropped the probe, or memory is short: a later send tries again.
+                    _ => return false,
+                }
+            }
+            _ => None,
+        };
+        self.ids.start(next);
+        self.ids_prepared = true;
+        true
+    }
+
+    /// Empties the error queue. Returns the last id that was reported there.
+    fn drain_error_queue<B>(&mut self, state: &mut SocketState<B>) -> io::Result<Option<u32>> {
+        let mut last = None;
+        for _ in 0..MAX_READS {
+            state.system_calls += 1;
+            let count = self.queue.receive(state.socket.as_fd())?;
+            for index in 0..count {
+                match self.queue.range(index) {
+                    Some((_, hi, _)) => last = Some(hi),
+                    None => state.foreign += 1,
+                }
+            }
+            if count < BATCH {
+                return Ok(last);
+            }
+        }
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+
+    /// Whether the kernel assigned an id to the send that it has just taken. If a BPF program
+    /// (sk_msg) sees the bytes of a TCP socket, the kernel copies them, and bytes that the program
+    /// holds back or redirects have no id, so none would be reported. The first send is checked.
     fn took_id<B>(&mut self, state: &mut SocketState<B>) -> bool {
         if !self.assigns_ids {
             state.system_calls += 1;
@@ -206,8 +263,8 @@ impl SendmsgBackend {
             self.full = false;
         }
         if self.reap(state)? == 0 && !found.contains(PollFlags::OUT) {
-            // The event is not from the error queue. An error of the socket is the result of the next
-            // request; a hangup is reported by every poll.
+            // The event is not from the error queue. An error of the socket is the result of the
+            // next request; a hangup is reported by every poll.
             if let Ok(Err(error)) = sockopt::socket_error(&state.socket) {
                 self.error = Some(error.into());
                 self.full = false;
@@ -235,7 +292,7 @@ impl SendmsgBackend {
         Ok(count)
     }
 
-    pub(super) fn read_error_queue<B>(&mut self, state: &mut SocketState<B>) -> io::Result<usize> {
+    fn read_error_queue<B>(&mut self, state: &mut SocketState<B>) -> io::Result<usize> {
         state.system_calls += 1;
         self.sends_since_read = 0;
         let count = self.queue.receive(state.socket.as_fd())?;
@@ -260,8 +317,8 @@ impl SendmsgBackend {
 
     /// Handles a reported range: the kernel no longer reads the buffers of these ids.
     fn complete_range<B>(&mut self, state: &mut SocketState<B>, (lo, hi, copied): ReportedRange) {
-        // A send on a stream does not fail after it took an id. So another sender took these ids, or a BPF
-        // program split a send, and later ids may not be ours.
+        // A send on a stream does not fail after it took an id. So another sender took these ids,
+        // or a BPF program split a send, and later ids may not be ours.
         if self.kind.is_tcp() && self.ids.is_ahead(hi) {
             self.zero_copy = false;
         }
@@ -270,6 +327,67 @@ impl SendmsgBackend {
         });
         // Another sender took so many ids that the assignment is lost.
         self.zero_copy &= in_step;
+    }
+
+    /// Reads the error queue until it is empty, or [`MAX_READS`] times. Returns whether it is
+    /// empty.
+    fn read_until_empty<B>(&mut self, state: &mut SocketState<B>) -> bool {
+        (0..MAX_READS).any(|_| {
+            self.read_error_queue(state)
+                .is_ok_and(|count| count < BATCH)
+        })
+    }
+
+    /// Finds out whether the unresolved send took an id, if that can be known now. If it did, its
+    /// buffer stays in its place until the kernel reports that id; otherwise the buffer is free.
+    fn resolve_notification<B>(&mut self, state: &mut SocketState<B>) {
+        let Some(unresolved) = self.unresolved.take() else {
+            return;
+        };
+        if !self.is_resolved(state, &unresolved) {
+            self.unresolved = Some(unresolved);
+            return;
+        }
+        let request = unresolved.request;
+        for _ in 0..self.ids.assign_unknown(unresolved.id, request) {
+            state
+                .requests
+                .expect_notification(&mut state.places, request);
+        }
+        // Replaces the notification that was expected when the send failed.
+        state.requests.notified(&mut state.places, request, false);
+    }
+
+    /// Whether it is known if the send took an id. If it did, `ids` holds that id without an owner.
+    fn is_resolved<B>(
+        &mut self,
+        state: &mut SocketState<B>,
+        unresolved: &UnresolvedNotification,
+    ) -> bool {
+        if !self.read_until_empty(state) {
+            return false;
+        }
+        // A reported id that is not before the one in question resolves it: a gap shows that it was
+        // taken.
+        if self.ids.next() != unresolved.id || has_no_unreported_id(state.socket.as_fd()) {
+            return true;
+        }
+        if self.corked {
+            return false;
+        }
+        let answer = match sockopt_is_set(state.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK) {
+            // A probe would append to the datagram of the application; and on a corked socket an
+            // error ends the datagram before ids are assigned.
+            true => Some(unresolved.code),
+            false => probe(state, unresolved.key),
+        };
+        if !self.read_until_empty(state) {
+            return false;
+        }
+        // A probe that fails with the same error took no id, and neither did the send. A lack of
+        // memory can be a coincidence.
+        let of_memory = matches!(unresolved.code, libc::ENOBUFS | libc::ENOMEM);
+        self.ids.next() != unresolved.id || answer == Some(unresolved.code) && !of_memory
     }
 
     /// Reads the error queue until it is empty, or [`MAX_READS`] times.
@@ -291,8 +409,8 @@ pub(super) fn send(
     let header = header(pieces, address);
     loop {
         // SAFETY: the header refers to the pieces and to the address, both of which outlive the
-        // call; the pieces refer to a buffer that does not move (`Stable`), and that its place, also in
-        // the thread of `orphans`, keeps until the kernel has reported the id of the send
+        // call; the pieces refer to a buffer that does not move (`Stable`), and that its place,
+        // also in the thread of `orphans`, keeps until the kernel has reported the id of the send
         // (`Places::take`).
         let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &header, flags) };
         if let Ok(sent) = usize::try_from(sent) {

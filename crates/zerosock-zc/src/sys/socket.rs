@@ -28,9 +28,10 @@ pub enum Kind {
     Packet,
     /// A vsock stream.
     VsockStream,
-    /// vsock messages (SOCK_SEQPACKET): [`ZcSocket`](super::ZcSocket) refuses them. For a send that does not
-    /// block, and io_uring makes no other, the kernel sends the part of a message for which the peer has
-    /// credit and reports that it took nothing. A retry would append to that part.
+    /// vsock messages (SOCK_SEQPACKET): [`ZcSocket`](super::ZcSocket) refuses them. For a send that
+    /// does not block, and io_uring makes no other, the kernel sends the part of a message for
+    /// which the peer has credit and reports that it took nothing. A retry would append to that
+    /// part.
     VsockMessages,
     /// Another stream, such as a Unix socket.
     OtherStream,
@@ -39,7 +40,8 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Whether the socket has no message boundaries, so that the sender must keep order and completeness.
+    /// Whether the socket has no message boundaries, so that the sender must keep order and
+    /// completeness.
     #[must_use]
     pub fn is_stream(self) -> bool {
         matches!(
@@ -77,8 +79,9 @@ pub(crate) fn kind(socket: impl AsFd) -> io::Result<Kind> {
 
 /// Sets SO_ZEROCOPY. Returns whether the kernel sends from this socket without a copy.
 ///
-/// Linux does so for TCP and UDP, from 6.7 on for vsock, and not for raw and packet sockets, nor for
-/// TCP under an upper-layer protocol (kernel TLS), which takes SO_ZEROCOPY and then refuses the sends.
+/// Linux does so for TCP and UDP, from 6.7 on for vsock, and not for raw and packet sockets, nor
+/// for TCP under an upper-layer protocol (kernel TLS), which takes SO_ZEROCOPY and then refuses the
+/// sends.
 ///
 /// # Errors
 /// Errors of setsockopt(2), except EOPNOTSUPP and similar ones, for which the result is false.
@@ -107,12 +110,13 @@ pub fn permit_zero_copy(socket: impl AsFd) -> io::Result<bool> {
     }
 }
 
-/// Resets a stream, so that its peer gets an error instead of end of file (TCP: RST). The kernel drops
-/// unacknowledged bytes, frees their buffers, and drops received bytes that were not read. Returns whether
-/// this kind of stream has a reset: only TCP does.
+/// Resets a stream, so that its peer gets an error instead of end of file (TCP: RST). The kernel
+/// drops unacknowledged bytes, frees their buffers, and drops received bytes that were not read.
+/// Returns whether this kind of stream has a reset: only TCP does.
 ///
-/// The reset is immediate, also if other descriptors refer to the socket. Kernels that refuse this while a
-/// thread waits in a call on the socket reset the stream when the last descriptor is closed.
+/// The reset is immediate, also if other descriptors refer to the socket. Kernels that refuse this
+/// while a thread waits in a call on the socket reset the stream when the last descriptor is
+/// closed.
 ///
 /// # Errors
 /// Errors of setsockopt(2).
@@ -126,11 +130,11 @@ pub(crate) fn reset(socket: impl AsFd) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Makes a socket drop the pieces of a datagram that it has collected (MSG_MORE): otherwise they would
-/// precede the next datagram.
+/// Makes a socket drop the pieces of a datagram that it has collected (MSG_MORE): otherwise they
+/// would precede the next datagram.
 ///
-/// There is no system call for this. A piece that makes a UDP datagram too long is refused, and the socket
-/// drops everything that it had collected.
+/// There is no system call for this. A piece that makes a UDP datagram too long is refused, and the
+/// socket drops everything that it had collected.
 ///
 /// # Errors
 /// If the socket may still have pieces: `Unsupported` for raw sockets; errors of sendmsg(2).

@@ -1,19 +1,19 @@
 //! The back-end over io_uring.
 //!
 //! A ring is for one socket, which is registered with it. A request is an entry of the submission
-//! queue; only [`submit`](UringBackend::submit) and waiting are system calls. Completions are read from
-//! memory that the kernel shares. A zero-copy request has two: its result, with a flag that says
-//! whether a notification follows, and the notification. Which completion belongs to which request, and
-//! when a place is idle, is kept by `requests`.
+//! queue; only [`submit`](UringBackend::submit) and waiting are system calls. Completions are read
+//! from memory that the kernel shares. A zero-copy request has two: its result, with a flag that
+//! says whether a notification follows, and the notification. Which completion belongs to which
+//! request, and when a place is idle, is kept by `requests`.
 //!
-//! On TCP, the notifications of consecutive requests can be tied together: since Linux 6.10 a packet
-//! with the end of one request and the beginning of the next ties their notifications (`io_link_skb`),
-//! and so on for as long as there is more to send. The kernel then posts none of them until everything
-//! is acknowledged. So a packet ends with a request (MSG_EOR) every 128 KiB.
+//! On TCP, the notifications of consecutive requests can be tied together: since Linux 6.10 a
+//! packet with the end of one request and the beginning of the next ties their notifications
+//! (`io_link_skb`), and so on for as long as there is more to send. The kernel then posts none of
+//! them until everything is acknowledged. So a packet ends with a request (MSG_EOR) every 128 KiB.
 //!
-//! The ring has COOP_TASKRUN: the kernel posts completions when the thread that submitted enters it for
-//! any reason, at the latest at a tick of the clock, and does not interrupt the thread. A flag in
-//! shared memory says that completions wait to be posted.
+//! The ring has COOP_TASKRUN: the kernel posts completions when the thread that submitted enters it
+//! for any reason, at the latest at a tick of the clock, and does not interrupt the thread. A flag
+//! in shared memory says that completions wait to be posted.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -27,7 +27,7 @@ use io_uring::{IoUring, Probe, cqueue, opcode, squeue, types};
 use super::arenas::Arenas;
 use super::places::{Place, header};
 use super::requests::{CompletionEntry, GatherRules, Request};
-use super::zc_socket::SocketState;
+use super::socket_state::SocketState;
 use super::{Event, Key, Kind, NotStarted, Piece, SendMode, Stable, Started, Submission};
 
 /// `IORING_SEND_ZC_REPORT_USAGE`: the notification says whether the kernel copied (Linux 6.2, and
@@ -44,8 +44,6 @@ pub(super) const SOCKET: types::Fixed = types::Fixed(0);
 const MAX_TIED_BYTES: usize = 128 << 10;
 /// The longest time that the thread of `orphans` waits for one ring.
 const CANCEL_TIMEOUT: Duration = Duration::from_millis(5);
-/// The longest request, in bytes; the kernel takes no more in one call (MAX_RW_COUNT).
-pub(super) const MAX_REQUEST_LEN: usize = 0x7fff_f000;
 
 /// The next step of the shutdown of a ring.
 #[derive(Copy, Clone, Eq, PartialEq)]
@@ -77,8 +75,8 @@ impl UringBackend {
     /// Creates a ring for `socket` with `capacity` places.
     ///
     /// # Errors
-    /// `Unsupported` before Linux 6.2, except for stable releases of 6.1; errors of io_uring_setup(2), EPERM
-    /// where it is forbidden.
+    /// `Unsupported` before Linux 6.2, except for stable releases of 6.1; errors of
+    /// io_uring_setup(2), EPERM where it is forbidden.
     pub(super) fn open(socket: impl AsFd, capacity: u32) -> io::Result<Self> {
         let answers = supported()?;
         if !answers.zero_copy {
@@ -116,7 +114,8 @@ impl UringBackend {
         if room < 1 + usize::from(submission.when_writable) {
             return Err(NotStarted::QueueFull);
         }
-        // The crate io_uring cannot set the index of the arena in a request of several pieces: it is 0.
+        // The crate io_uring cannot set the index of the arena in a request of several pieces: it
+        // is 0.
         let alone = |arena| !self.vectors_of_arenas || !self.arenas.is_first(arena);
         let place = keys.first().and_then(|&first| state.places.get(first));
         let arena = place.and_then(|place| place.buffer.as_ref()?.arena());
@@ -239,18 +238,20 @@ impl UringBackend {
     /// Adds an entry. The caller has checked that the queue has room.
     fn push(&mut self, entry: &squeue::Entry) {
         // SAFETY: the entry refers to buffers in their places, which do not move (`Stable`), to an
-        // address in a place, and to the message header of the request. None of them is moved or freed
-        // before the result of the request, and no buffer before the notification (`Places::take`,
-        // `Requests::free_if_finished`). If the `ZcSocket`, which owns all of them, is dropped before, it is
-        // moved as a whole to the thread of `orphans`, or leaked. A registered arena is mapped as long as
-        // it is registered, and not replaced while a request names it (`arenas`).
+        // address in a place, and to the message header of the request. None of them is moved or
+        // freed before the result of the request, and no buffer before the notification
+        // (`Places::take`, `Requests::free_if_finished`). If the `ZcSocket`, which owns all of
+        // them, is dropped before, it is moved as a whole to the thread of `orphans`, or leaked. A
+        // registered arena is mapped as long as it is registered, and not replaced while a request
+        // names it (`arenas`).
         if unsafe { self.ring.submission().push(entry) }.is_ok() {
             self.queued += 1;
             self.unsubmitted.push_back(entry.get_user_data());
         }
     }
 
-    /// Whether the kernel has completions to post: deferred ones, or those that found no room in the queue.
+    /// Whether the kernel has completions to post: deferred ones, or those that found no room in
+    /// the queue.
     fn has_more(&mut self) -> bool {
         let flags = self.ring.submission();
         flags.taskrun() || flags.cq_overflow()
@@ -349,14 +350,15 @@ impl UringBackend {
         }
     }
 
-    /// Continues the shutdown of a ring after the drop of its `ZcSocket`, and handles its completions.
+    /// Continues the shutdown of a ring after the drop of its `ZcSocket`, and handles its
+    /// completions.
     pub(super) fn continue_shutdown<B>(&mut self, state: &mut SocketState<B>) {
         if self.has_more() {
             const GETEVENTS: u32 = 1;
             let (submit, wait, argument) = (0, 0, None::<&libc::sigset_t>);
-            // SAFETY: nothing is submitted: the queue still contains abandoned entries, and their buffers
-            // may be free. No argument is given.
-            // If the call is refused, completions that fit into the queue are still posted.
+            // SAFETY: nothing is submitted: the queue still contains abandoned entries, and their
+            // buffers may be free. No argument is given. If the call is refused, completions that
+            // fit into the queue are still posted.
             let _ = unsafe {
                 self.ring
                     .submitter()
@@ -369,8 +371,8 @@ impl UringBackend {
         while self.event(state).is_some() {}
     }
 
-    /// Unregisters the socket when only notifications are pending: this closes the connection. Older kernels
-    /// wait for requests before they release the socket.
+    /// Unregisters the socket when only notifications are pending: this closes the connection.
+    /// Older kernels wait for requests before they release the socket.
     fn end<B>(&mut self, state: &mut SocketState<B>) {
         if self.ending == Ending::Requests && self.cancel_within(Some(CANCEL_TIMEOUT)).is_ok() {
             self.ending = Ending::Socket;
@@ -420,8 +422,8 @@ pub(super) fn supported() -> io::Result<UringFeatures> {
     if let Some(&known) = SUPPORTED.get() {
         return Ok(known);
     }
-    // An error is not cached: descriptors or memory can be short now, and a seccomp filter can apply to one
-    // thread.
+    // An error is not cached: descriptors or memory can be short now, and a seccomp filter can
+    // apply to one thread.
     let answer = probe_features()?;
     Ok(*SUPPORTED.get_or_init(|| answer))
 }
@@ -464,7 +466,8 @@ fn probe_features() -> io::Result<UringFeatures> {
 /// # Safety
 /// The memory that the request refers to is valid until this returns.
 unsafe fn answer(ring: &mut IoUring, entry: &squeue::Entry) -> io::Result<Option<i32>> {
-    // SAFETY: the caller keeps the memory valid; without a socket the kernel does not read it later.
+    // SAFETY: the caller keeps the memory valid; without a socket the kernel does not read it
+    // later.
     unsafe { ring.submission().push(entry) }.map_err(io::Error::other)?;
     ring.submit_and_wait(1)?;
     let mut results = ring

@@ -9,17 +9,18 @@ use std::time::{Duration, Instant};
 use super::places::Places;
 use super::requests::Requests;
 use super::sendmsg::SendmsgBackend;
-use super::uring::{MAX_REQUEST_LEN, UringBackend};
+use super::socket_state::SocketState;
+use super::uring::UringBackend;
 use super::{
-    Address, Event, Key, Kind, NotStarted, SendMode, Stable, Started, Submission, kind, orphans,
+    Address, Event, Key, Kind, NotStarted, Stable, Started, Submission, kind, orphans,
     permit_zero_copy, reset,
 };
 
 /// How sends reach the kernel.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub enum Backend {
-    /// io_uring: SEND_ZC and SENDMSG_ZC, registered memory, completions in shared memory. Linux 6.2,
-    /// and stable releases of 6.1.
+    /// io_uring: SEND_ZC and SENDMSG_ZC, registered memory, completions in shared memory. Linux
+    /// 6.2, and stable releases of 6.1.
     Uring,
     /// sendmsg(2) with MSG_ZEROCOPY, and the socket's error queue.
     ErrorQueue,
@@ -29,8 +30,9 @@ pub enum Backend {
 
 /// A socket, and the buffers that the kernel may read.
 ///
-/// It belongs to the process that opened it. A forked child has a copy, but the memory of the ring is not
-/// mapped there, and the requests belong to the parent: the child may only drop its copy, which leaks it.
+/// It belongs to the process that opened it. A forked child has a copy, but the memory of the ring
+/// is not mapped there, and the requests belong to the parent: the child may only drop its copy,
+/// which leaks it.
 pub struct ZcSocket<B: Stable> {
     /// Taken out only by drop.
     inner: ManuallyDrop<Inner<B>>,
@@ -39,8 +41,8 @@ pub struct ZcSocket<B: Stable> {
 }
 
 struct Inner<B> {
-    // Closing a ring does not end its requests at once. So ring and buffers are dropped together, when no
-    // result or notification is pending.
+    // Closing a ring does not end its requests at once. So ring and buffers are dropped together,
+    // when no result or notification is pending.
     implementation: BackendImpl,
     state: SocketState<B>,
     backend: Backend,
@@ -59,46 +61,13 @@ enum BackendImpl {
     Sendmsg(SendmsgBackend),
 }
 
-/// The state that the back-ends share.
-pub(super) struct SocketState<B> {
-    pub(super) socket: OwnedFd,
-    pub(super) places: Places<B>,
-    pub(super) requests: Requests,
-    pub(super) kind: Kind,
-    /// Number of system calls to send, to poll and to wait.
-    pub(super) system_calls: u64,
-    /// Number of messages of the error queue that were no notifications.
-    pub(super) foreign: u64,
-}
-
-impl<B> SocketState<B> {
-    /// Length of the longest request, in bytes.
-    pub(super) fn longest(&self, mode: SendMode) -> usize {
-        match self.kind {
-            Kind::VsockStream if mode == SendMode::ZeroCopy => MAX_VSOCK_PACKET,
-            _ => MAX_REQUEST_LEN,
-        }
-    }
-
-    /// Whether a request can consist of several places. vsock copies a zero-copy request with more pages
-    /// than one packet holds, so each place is a request of its own.
-    pub(super) fn gathers(&self, mode: SendMode) -> bool {
-        self.kind.is_tcp() || self.kind.is_stream() && mode == SendMode::Copy
-    }
-}
-
-/// The longest packet of vsock, in bytes (VIRTIO_VSOCK_MAX_PKT_BUF_SIZE). If vsock splits a request into
-/// several packets, only the last one holds the notification: if the kernel has no memory for it, the
-/// others are sent, and no notification says when they have been read.
-const MAX_VSOCK_PACKET: usize = 64 << 10;
-
 impl<B: Stable> ZcSocket<B> {
-    /// Opens `socket` with the best back-end, or with the one that is `wanted`, and `capacity` places.
-    /// Returns the kind of the socket as well.
+    /// Opens `socket` with the best back-end, or with the one that is `wanted`, and `capacity`
+    /// places. Returns the kind of the socket as well.
     ///
     /// # Errors
-    /// `Unsupported` if the wanted back-end does not support this socket, or not on this kernel; ENOTSOCK if
-    /// it is no socket; errors of setsockopt(2) and io_uring_setup(2).
+    /// `Unsupported` if the wanted back-end does not support this socket, or not on this kernel;
+    /// ENOTSOCK if it is no socket; errors of setsockopt(2) and io_uring_setup(2).
     pub fn open(
         socket: OwnedFd,
         capacity: u32,
@@ -178,9 +147,9 @@ impl<B: Stable> ZcSocket<B> {
         self.inner.state.places.put(buffer, address)
     }
 
-    /// Makes one request of the buffer in the first of these places and, on a stream, of as many of the next
-    /// ones as can join it. Over io_uring, [`submit`](Self::submit) passes it to the kernel; otherwise the
-    /// request is one call, which does not block.
+    /// Makes one request of the buffer in the first of these places and, on a stream, of as many of
+    /// the next ones as can join it. Over io_uring, [`submit`](Self::submit) passes it to the
+    /// kernel; otherwise the request is one call, which does not block.
     ///
     /// # Errors
     /// If it cannot be made; the places are unchanged.
@@ -196,7 +165,8 @@ impl<B: Stable> ZcSocket<B> {
         }
     }
 
-    /// Passes started requests to the kernel: one system call over io_uring, none if there are no requests.
+    /// Passes started requests to the kernel: one system call over io_uring, none if there are no
+    /// requests.
     ///
     /// # Errors
     /// Errors of io_uring_enter(2), except that the completion queue must be read first.
@@ -225,8 +195,9 @@ impl<B: Stable> ZcSocket<B> {
         }
     }
 
-    /// Makes completions available to [`event`](Self::event): lets the kernel post them, or reads the error
-    /// queue. At most one system call, which does not wait; none if nothing can have completed.
+    /// Makes completions available to [`event`](Self::event): lets the kernel post them, or reads
+    /// the error queue. At most one system call, which does not wait; none if nothing can have
+    /// completed.
     ///
     /// # Errors
     /// Errors of io_uring_enter(2) or recvmmsg(2).
@@ -242,8 +213,8 @@ impl<B: Stable> ZcSocket<B> {
         }
     }
 
-    /// As [`reap`](Self::reap), until no completion is left; reads a limited number of messages of the error
-    /// queue, because peers can fill it as well.
+    /// As [`reap`](Self::reap), until no completion is left; reads a limited number of messages of
+    /// the error queue, because peers can fill it as well.
     pub fn reap_all(&mut self) {
         let Inner {
             implementation,
@@ -257,8 +228,8 @@ impl<B: Stable> ZcSocket<B> {
         }
     }
 
-    /// Submits, and waits for an event, for a writable socket after WouldBlock of a call, or for `timeout`.
-    /// Returns at once if nothing is pending. A signal ends the wait early.
+    /// Submits, and waits for an event, for a writable socket after WouldBlock of a call, or for
+    /// `timeout`. Returns at once if nothing is pending. A signal ends the wait early.
     ///
     /// # Errors
     /// Errors of io_uring_enter(2), or poll(2) and recvmmsg(2).
@@ -274,8 +245,8 @@ impl<B: Stable> ZcSocket<B> {
         }
     }
 
-    /// The time after which to call [`reap`](Self::reap) without an event on the descriptor: whether a
-    /// failed send took an id must be polled. [`wait`](Self::wait) does so itself.
+    /// The time after which to call [`reap`](Self::reap) without an event on the descriptor:
+    /// whether a failed send took an id must be polled. [`wait`](Self::wait) does so itself.
     #[must_use]
     pub fn next_timeout(&self) -> Option<Duration> {
         match &self.inner.implementation {
@@ -290,8 +261,8 @@ impl<B: Stable> ZcSocket<B> {
         self.inner.state.places.busy
     }
 
-    /// Number of pending notifications of requests that took bytes, counted for each place of a request.
-    /// Each of them frees memory that the kernel accounts to the socket or user.
+    /// Number of pending notifications of requests that took bytes, counted for each place of a
+    /// request. Each of them frees memory that the kernel accounts to the socket or user.
     #[must_use]
     pub fn reading(&self) -> u32 {
         self.inner.state.places.reading
@@ -308,8 +279,8 @@ impl<B: Stable> ZcSocket<B> {
         self.inner.state.places.take(key)
     }
 
-    /// Cancels the requests that the kernel has not completed; each has a result. Without io_uring there are
-    /// none.
+    /// Cancels the requests that the kernel has not completed; each has a result. Without io_uring
+    /// there are none.
     ///
     /// # Errors
     /// Errors of io_uring_register(2).
@@ -326,8 +297,8 @@ impl<B: Stable> ZcSocket<B> {
         self.inner.state.foreign
     }
 
-    /// Sets when the stream is reset (TCP: RST) after the socket was dropped, if the kernel still reads
-    /// buffers then.
+    /// Sets when the stream is reset (TCP: RST) after the socket was dropped, if the kernel still
+    /// reads buffers then.
     pub fn reset_at(&mut self, time: Instant) {
         self.inner.reset_at = Some(time);
     }
@@ -344,8 +315,8 @@ impl<B: Stable> ZcSocket<B> {
         self.inner.state.socket.as_fd()
     }
 
-    /// Whether a zero-copy request of this buffer will probably use memory that is registered with the
-    /// kernel: it is registered, or can be.
+    /// Whether a zero-copy request of this buffer will probably use memory that is registered with
+    /// the kernel: it is registered, or can be.
     #[must_use]
     pub fn expects_registered(&self, buffer: &B) -> bool {
         match &self.inner.implementation {
@@ -366,8 +337,8 @@ impl<B: Stable> ZcSocket<B> {
 
 impl<B: Stable> AsFd for ZcSocket<B> {
     /// The descriptor that an event loop waits on. Over io_uring, it is readable when
-    /// [`event`](ZcSocket::event) returns one. Otherwise it is the socket: EPOLLERR reports a notification,
-    /// EPOLLOUT that it takes more.
+    /// [`event`](ZcSocket::event) returns one. Otherwise it is the socket: EPOLLERR reports a
+    /// notification, EPOLLOUT that it takes more.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.inner.as_fd()
     }
@@ -376,7 +347,8 @@ impl<B: Stable> AsFd for ZcSocket<B> {
 impl<B: Stable> Drop for ZcSocket<B> {
     fn drop(&mut self) {
         if self.is_forked() {
-            // Requests, error queue and connection belong to the parent, and the ring is not mapped here.
+            // Requests, error queue and connection belong to the parent, and the ring is not mapped
+            // here.
             return;
         }
         // SAFETY: taken once, as this is drop, and `inner` is not used after it.
@@ -401,7 +373,8 @@ impl<B: Stable> Drop for ZcSocket<B> {
             return orphans::adopt(inner);
         }
         if let BackendImpl::Uring(uring) = implementation {
-            // Otherwise the ring keeps the socket open until the kernel has destroyed it, some time later.
+            // Otherwise the ring keeps the socket open until the kernel has destroyed it, some time
+            // later.
             uring.unregister_socket();
         }
     }

@@ -14,9 +14,9 @@ use crate::streams::check;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The kernel ends what a thread submitted when that exits: the first of a chain in part, the others
-/// at all, and posts for those a notification that no result has spoken of, some milliseconds later.
-/// By then another thread has retried them, and some of them wait in the queue.
+/// The kernel ends what a thread submitted when that exits: the first of a chain in part, the
+/// others at all, and posts for those a notification that no result has spoken of, some
+/// milliseconds later. By then another thread has retried them, and some of them wait in the queue.
 #[test]
 fn a_late_notification_returns_no_buffer() {
     const HEAD: usize = 1_200_000;

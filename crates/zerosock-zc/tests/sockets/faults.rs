@@ -100,8 +100,8 @@ fn io_uring_forbidden_later_frees_unsubmitted_buffers() {
         assert_eq!(denied.raw_os_error(), Some(libc::EPERM));
         drop(sender);
     });
-    // The first send arrives, and its buffer is freed. Buffers that were not submitted are freed as well: the
-    // thread of orphans does not send them.
+    // The first send arrives, and its buffer is freed. Buffers that were not submitted are freed as
+    // well: the thread of orphans does not send them.
     peer.set_read_timeout(Some(PATIENCE)).expect("a socket");
     peer.read_exact(&mut vec![0; 50_000]).expect("the bytes");
     let begun = Instant::now();
@@ -150,9 +150,9 @@ pub(crate) fn limit_locked_memory(bytes: u64) -> u64 {
             *word &= !(1 << CAP_IPC_LOCK);
         }
         assert_eq!(libc::syscall(libc::SYS_capset, &mut header, &sets), 0);
-        // Locked memory is accounted per user, not per process: this thread changes to a user of its own, so
-        // that locked memory of other processes does not count. Without the right to do so the test runs
-        // as the only user.
+        // Locked memory is accounted per user, not per process: this thread changes to a user of
+        // its own, so that locked memory of other processes does not count. Without the right to do
+        // so the test runs as the only user.
         let user = 100_000 + std::process::id();
         let _ = libc::syscall(libc::SYS_setresuid, user, user, user);
     }

@@ -76,7 +76,8 @@ fn waiting_sends_become_one_request_and_each_is_reported() {
             for turn in 0..6 {
                 push(&mut sender, part(&mut at, 2000), modes[turn / 2]);
             }
-            // A send above the limit of a gathered request, or that does not fit, is one of its own.
+            // A send above the limit of a gathered request, or that does not fit, is one of its
+            // own.
             for len in [200_000, 80_000, 60_000] {
                 push(&mut sender, part(&mut at, len), Copying::Never);
             }
@@ -112,7 +113,8 @@ fn waiting_sends_become_one_request_and_each_is_reported() {
     }
 }
 
-/// A socket that takes few bytes at a time takes requests in part; the stream continues after that part.
+/// A socket that takes few bytes at a time takes requests in part; the stream continues after that
+/// part.
 #[test]
 fn a_request_taken_in_part_continues_after_that_part() {
     for backend in BACKENDS {
@@ -147,8 +149,8 @@ fn a_request_taken_in_part_continues_after_that_part() {
     }
 }
 
-/// The kernel has taken some sends of a request, perhaps one in part, and none of the others: each reports
-/// its bytes, and the peer reads exactly those.
+/// The kernel has taken some sends of a request, perhaps one in part, and none of the others: each
+/// reports its bytes, and the peer reads exactly those.
 #[test]
 fn cancelled_sends_report_the_bytes_taken() {
     for backend in BACKENDS {
@@ -280,7 +282,8 @@ fn buffers_are_returned_while_the_stream_continues() {
     }
 }
 
-/// An application that only submits, and never polls nor waits, finds free places, also with few requests.
+/// An application that only submits, and never polls nor waits, finds free places, also with few
+/// requests.
 #[test]
 fn places_become_free_by_submitting_alone() {
     for (backend, capacity) in [
@@ -317,8 +320,8 @@ fn places_become_free_by_submitting_alone() {
     }
 }
 
-/// Blocks of a pool are sent from registered memory: together where the kernel knows how (Linux 6.15), one
-/// by one before, and those of another pool by themselves.
+/// Blocks of a pool are sent from registered memory: together where the kernel knows how (Linux
+/// 6.15), one by one before, and those of another pool by themselves.
 #[test]
 fn blocks_of_a_pool_are_sent_from_registered_memory() {
     let near = |socket| {

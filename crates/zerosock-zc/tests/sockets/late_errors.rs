@@ -163,8 +163,8 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
     });
 }
 
-/// The error queue back-end counts messages that are no notifications; the other back-ends leave them to the
-/// application.
+/// The error queue back-end counts messages that are no notifications; the other back-ends leave
+/// them to the application.
 #[test]
 fn network_errors_in_the_error_queue_are_counted_or_left() {
     for backend in [Backend::ErrorQueue, Backend::Uring] {
@@ -330,9 +330,9 @@ fn a_send_that_never_has_memory_is_resolved() {
     });
 }
 
-/// If other processes of the user lock all memory, and something else is charged to the option memory of the
-/// socket, it is unknown whether a failed send took an id. No event signals the end of that: a waiting
-/// thread must poll.
+/// If other processes of the user lock all memory, and something else is charged to the option
+/// memory of the socket, it is unknown whether a failed send took an id. No event signals the end
+/// of that: a waiting thread must poll.
 fn a_waiting_thread_polls_until_memory_is_free(
     name: &'static str,
     finish: fn(Sender<Vec<u8>>, &mpsc::Sender<()>),

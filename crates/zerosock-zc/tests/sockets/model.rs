@@ -111,7 +111,8 @@ impl Model {
         }
     }
 
-    /// Each notification is posted once, after its buffers are free. The caller takes the buffers first.
+    /// Each notification is posted once, after its buffers are free. The caller takes the buffers
+    /// first.
     fn notifications(&mut self, sender: &mut Sender<Vec<u8>>) {
         while let Some(notification) = sender.notification() {
             let slot = (notification.tag - 100) as usize;

@@ -58,8 +58,8 @@ pub(crate) fn tc(words: &str) {
     assert!(output.status.success(), "tc {words}: {told}");
 }
 
-/// Limits the cable to 50 kB per millisecond: packets wait in a queue, and their bytes are read late. If a
-/// buffer is returned too early and overwritten, the receiver gets the new bytes.
+/// Limits the cable to 50 kB per millisecond: packets wait in a queue, and their bytes are read
+/// late. If a buffer is returned too early and overwritten, the receiver gets the new bytes.
 pub(crate) fn slow_down() {
     tc("qdisc replace dev near0 root tbf rate 400mbit burst 20000 limit 8000000");
 }
@@ -86,7 +86,8 @@ pub(crate) fn with_sink<T: Send>(name: &str, test: impl FnOnce() -> T + Send) ->
 }
 
 /// Two namespaces with a cable between them: `near` runs in one and `far` in the other, at the same
-/// time; both ends are up before either starts. The cable copies packets; the sending socket does not.
+/// time; both ends are up before either starts. The cable copies packets; the sending socket does
+/// not.
 pub(crate) fn with_cable<N: Send, F: Send>(
     name: &str,
     near: impl FnOnce() -> N + Send,

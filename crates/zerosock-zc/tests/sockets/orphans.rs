@@ -95,7 +95,8 @@ fn a_buffer_whose_drop_panics_affects_no_other() {
             let is = |which: usize, count| freed[which].load(Ordering::SeqCst) == count;
             delay_packets("sink0");
             delay_packets("sink1");
-            // Some buffers that panic in drop, and one that drops a sender with buffers in another queue.
+            // Some buffers that panic in drop, and one that drops a sender with buffers in another
+            // queue.
             let panics = |_| {
                 let count = count(0);
                 bytes(move || {

@@ -33,7 +33,8 @@ fn push(sender: &mut Sender<Vec<u8>>, outgoing: Outgoing<Vec<u8>>) {
     pushed.expect("a place");
 }
 
-/// A piece that the socket has taken. Its buffer is the kernel's as long as the datagram is not over.
+/// A piece that the socket has taken. Its buffer is the kernel's as long as the datagram is not
+/// over.
 fn begin(sender: &mut Sender<Vec<u8>>) {
     push(sender, piece(100).more());
     let over = sender.stats().over;

@@ -156,8 +156,8 @@ fn buffers_redirected_to_another_socket_are_returned() {
     }
 }
 
-/// With a program the kernel assigns several ids to a send. A sender that counts one id for each would free
-/// later buffers too early, once they are no longer copied.
+/// With a program the kernel assigns several ids to a send. A sender that counts one id for each
+/// would free later buffers too early, once they are no longer copied.
 #[test]
 fn no_buffer_is_returned_early_after_the_program_is_removed() {
     for backend in BACKENDS {

@@ -17,7 +17,8 @@ use zerosock_zc::{Backend, Copying, Outgoing, Sender, Sent};
 use crate::network::{SINK, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// The earlier use of a socket: by a sender, or by the application, which may not have read the error queue.
+/// The earlier use of a socket: by a sender, or by the application, which may not have read the
+/// error queue.
 const BEFORE: [Option<Backend>; 3] = [Some(Backend::Uring), Some(Backend::ErrorQueue), None];
 /// Number of earlier sends.
 const SENDS: usize = 300;
@@ -196,7 +197,8 @@ fn a_second_sender_copies_while_the_first_has_pending_notifications() {
         send(&mut first, vec![1; 2500].into());
         let waits = Owner(vec![2; 2500], Arc::clone(&freed));
         send(&mut first, Bytes::from_owner(waits));
-        // While the first sender exists, and after its drop: the second does not take its notifications.
+        // While the first sender exists, and after its drop: the second does not take its
+        // notifications.
         for round in 0..2 {
             send(&mut second, vec![3; 2500].into());
             let outcome = second.returned().expect("it is free").outcome;

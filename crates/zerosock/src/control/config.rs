@@ -1,7 +1,6 @@
 //! The configuration of a set of devices, and errors of starting and changing it.
 
 use crate::control::attach::AttachTerms;
-use crate::io::numbers::MAX_DEVICES;
 use crate::routing::access::AccessList;
 use std::collections::BTreeMap;
 use std::io;
@@ -10,6 +9,7 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::pairs::BadPairs;
+use zerosock_virtio::numbers::MAX_DEVICES;
 
 /// How a guest and programs on the host connect to each other.
 #[derive(Debug)]

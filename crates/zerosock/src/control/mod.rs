@@ -21,16 +21,14 @@ pub(crate) mod socket_file;
 use crate::control::attach::directory::{Directory, Process};
 use crate::control::attach::server::Server;
 use crate::control::attach::{AttachConfig, AttachHost};
-use crate::device::Limits;
-use crate::io::mailbox::{Mailbox, Sender};
+use crate::device::factory::{Member, Terms};
+use crate::device::{Limits, Shared, Worker, WorkerMessage};
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
 use crate::stats::{Counters, Stats};
-use crate::worker::Worker;
-use crate::worker::messages::WorkerMessage;
 use config::{HostSide, Reload, ReloadError, StartError, VmConfig, system};
 use new_vm::NewVm;
-use registry::{DeviceRegistry, Entry, Member, Terms};
+use registry::{DeviceRegistry, Entry};
 use reload::{ConfiguredVm, Order, ReloadHandler, Stage};
 use shares::{MemoryLimits, Shares, Wanted};
 use std::collections::{BTreeMap, BTreeSet};
@@ -42,6 +40,8 @@ use zerosock_sys::account::Budget;
 use zerosock_sys::reaper;
 use zerosock_vhost_user::liveness::LivenessQuery;
 use zerosock_vhost_user::{Control, Fault, FaultCounts, FrontendSocket, VmSpec};
+use zerosock_virtio::device::WorkerDevice;
+use zerosock_virtio::mailbox::{Mailbox, Sender};
 
 /// The configuration of a set of devices.
 #[derive(Debug)]
@@ -139,15 +139,13 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     for (index, mailbox) in mailboxes.into_iter().enumerate() {
         let count = Arc::new(Counters::default());
         counters.push(count.clone());
-        let routes = registry.routes().clone();
-        let worker = Worker::new(
-            index as u32,
-            senders.clone(),
-            mailbox,
-            routes,
-            count,
-            setup.limits,
-        );
+        let shared = Shared {
+            routes: registry.routes().clone(),
+            counters: count,
+            limits: setup.limits,
+            app: None,
+        };
+        let worker = Worker::new(index as u32, senders.clone(), mailbox, shared);
         let worker = worker.map_err(system("make an event loop"))?;
         workers.push(worker);
     }

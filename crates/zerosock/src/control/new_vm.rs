@@ -2,8 +2,8 @@
 //!
 //! # Invariants
 //!
-//! - The reaper closes the sockets of a VM that is dropped: connections in the backlog of a listener
-//!   can carry descriptors, which are closed with it.
+//! - The reaper closes the sockets of a VM that is dropped: connections in the backlog of a
+//!   listener can carry descriptors, which are closed with it.
 
 use std::os::fd::OwnedFd;
 
@@ -114,7 +114,8 @@ mod tests {
         rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None).unwrap()
     }
 
-    /// A listener with a connection in its backlog that carries a descriptor on which close(2) blocks.
+    /// A listener with a connection in its backlog that carries a descriptor on which close(2)
+    /// blocks.
     fn listener(path: &Path, kind: SocketType) -> (OwnedFd, TcpStream) {
         let address = SocketAddrUnix::new(path).unwrap();
         let listener = socket(kind);

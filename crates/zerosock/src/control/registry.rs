@@ -9,49 +9,22 @@
 //! The registry only sends messages to workers, so it serves workers with threads of their own and a
 //! worker that the embedding program drives.
 
-use crate::device::model::VsockModel;
-use crate::device::queue_pair_ports::QueuePairPorts;
-use crate::device::{Device, HostEnd};
-use crate::io::mailbox::Sender;
-use crate::io::numbers::Numbers;
+use crate::device::factory::{Member, Terms};
+use crate::device::{Device, Shared, WorkerMessage};
+use crate::routing::Routes;
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
-use crate::routing::{DeviceAddr, Routes};
-use crate::worker::messages::WorkerMessage;
 use std::collections::BTreeSet;
 use std::collections::HashMap;
-use std::ops::RangeInclusive;
 use std::sync::Arc;
-use std::time::Duration;
-use zerosock_proto::vsock::{LocalCids, PortTable, QueuePairs, Shard, ShardConfig};
 use zerosock_proto::{Cid, Port};
-use zerosock_sys::account::{Account, Budget};
-use zerosock_vhost_user::{DeviceCommand, DeviceModel, DevicePort, Notice, Reply};
-
-/// Resets that may wait for a receive buffer of the guest. Beyond them its packets are not read.
-const MAX_PENDING_RESETS: usize = 1024;
-
-/// Limits of every device.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Terms {
-    pub(crate) max_connections: usize,
-    pub(crate) connect_timeout: Duration,
-    /// Largest number of queue pairs of a device.
-    pub(crate) queue_pairs: QueuePairs,
-}
-
-/// The parameters of a device.
-#[derive(Debug)]
-pub(crate) struct Member {
-    pub(crate) cid: Cid,
-    pub(crate) host: HostEnd,
-    pub(crate) buf_alloc: u32,
-    /// Set for a host service: the ports it may connect from, beside those that it has claimed.
-    pub(crate) service: Option<RangeInclusive<Port>>,
-    /// The driver is an attached process, not a VM.
-    pub(crate) process: bool,
-    pub(crate) account: Account,
-}
+use zerosock_sys::account::Budget;
+use zerosock_vhost_user::{DeviceModel, DevicePort, Notice};
+use zerosock_virtio::device::WorkerDevice;
+use zerosock_virtio::mailbox::Sender;
+use zerosock_virtio::numbers::Numbers;
+use zerosock_virtio::outbox::DeviceAddr;
+use zerosock_virtio::worker::WorkerPort;
 
 /// The routes to a device.
 #[derive(Copy, Clone, Debug, Default)]
@@ -103,14 +76,6 @@ impl DeviceRegistry {
     /// The budget of descriptors and memory that all devices share.
     pub(crate) fn budget(&self) -> &Budget {
         &self.budget
-    }
-
-    /// The model for the front-end of the device with this CID.
-    pub(crate) fn model(&self, cid: Cid) -> Arc<dyn DeviceModel> {
-        Arc::new(VsockModel {
-            cid,
-            max_pairs: self.terms.queue_pairs,
-        })
     }
 
     /// Number of devices with a route plus number of reserved CIDs.
@@ -190,46 +155,12 @@ impl DeviceRegistry {
 
     /// Makes the devices of an address: one for each queue pair, in their order.
     pub(crate) fn devices(&self, addr: DeviceAddr, member: Member) -> Vec<Device> {
-        let Member {
-            cid,
-            host,
-            buf_alloc,
-            service,
-            process,
-            account,
-        } = member;
-        let ports = Arc::new(PortTable::new());
-        let queue_pairs = self.queue_pairs(addr);
-        // Host programs connect through the first queue pair; the guest connects to them through any.
-        let outward = host.outward();
-        let hosts = std::iter::once(host).chain(std::iter::repeat_with(|| outward.outward()));
-        let devices = (0..).zip(queue_pairs.iter()).zip(hosts);
-        devices
-            .map(|((pair, &queue_pair), host)| {
-                let shard = self.shard(cid, buf_alloc, &ports);
-                let mut device = Device::new(queue_pair, cid, shard, host, service.clone());
-                device.process = process;
-                device.set_queue_pair(pair, queue_pairs.clone());
-                device.set_account(account.clone());
-                device
-            })
-            .collect()
+        self.terms.devices(&self.queue_pairs(addr), member)
     }
 
-    fn shard(&self, cid: Cid, buf_alloc: u32, ports: &Arc<PortTable>) -> Shard {
-        let config = ShardConfig {
-            buf_alloc,
-            max_connections: self.terms.max_connections,
-            connect_timeout: self.terms.connect_timeout,
-            max_pending_resets: MAX_PENDING_RESETS,
-            accept_all: true,
-            // The routes decide which endpoints may connect when a connection is requested.
-            local: LocalCids::All,
-            // The guest's own receive buffer is the only limit for data sent to it.
-            send_limit: Some(u32::MAX),
-            ..ShardConfig::device(cid)
-        };
-        Shard::new(config, ports.clone())
+    /// The model for the front-end of the device with this CID.
+    pub(crate) fn model(&self, cid: Cid) -> Arc<dyn DeviceModel> {
+        self.terms.model(cid)
     }
 
     /// The port through which the control thread sends commands to a device.
@@ -244,10 +175,7 @@ impl DeviceRegistry {
             });
             ports.push(port);
         }
-        match ports.len() {
-            1 => ports.pop(),
-            _ => Some(Box::new(QueuePairPorts::new(self.terms.queue_pairs, ports))),
-        }
+        self.terms.port(ports)
     }
 
     /// Adds a device while the workers run. When `taken` is dropped, every worker knows it, and the
@@ -347,11 +275,12 @@ impl DeviceRegistry {
     /// Sends the routes to the workers. Every worker uses them when `taken` is dropped.
     pub(crate) fn publish_routes(&self, taken: &Arc<Notice>) {
         for worker in 0..self.workers.len() as u32 {
-            let message = WorkerMessage::Routes {
-                routes: Arc::clone(&self.routes),
-                taken: Arc::clone(taken),
+            let (routes, taken) = (Arc::clone(&self.routes), Arc::clone(taken));
+            let update = move |shared: &mut Shared| {
+                shared.routes = routes;
+                drop(taken);
             };
-            self.send(worker, message);
+            self.send(worker, WorkerMessage::Update(Box::new(update)));
         }
     }
 
@@ -360,21 +289,5 @@ impl DeviceRegistry {
             // A worker that has ended has no devices; the message, with its reply or notice, is dropped.
             let _ = worker.send(message);
         }
-    }
-}
-
-struct WorkerPort {
-    vm: u32,
-    worker: Sender<WorkerMessage>,
-}
-
-impl DevicePort for WorkerPort {
-    fn submit(&mut self, command: DeviceCommand, reply: Reply) {
-        // A worker that has ended drops the reply, which answers `Failed`.
-        let _ = self.worker.send(WorkerMessage::Command {
-            vm: self.vm,
-            command,
-            reply,
-        });
     }
 }

@@ -21,9 +21,10 @@ use zerosock_sys::PeerFd;
 use super::config::{Reload, ReloadError, StartError};
 use super::new_vm::NewVm;
 use crate::control::attach::server::Server;
-use crate::control::registry::{DeviceRegistry, Entry, Member};
-use crate::routing::DeviceAddr;
+use crate::control::registry::{DeviceRegistry, Entry};
+use crate::device::factory::Member;
 use zerosock_vhost_user::{ControlExtension, FrontendRegistry, FrontendSocket, Notice, VmSpec};
+use zerosock_virtio::outbox::DeviceAddr;
 
 /// A configuration change, and where its result goes.
 #[derive(Debug)]

@@ -11,8 +11,8 @@ use zerosock_sys::socket_file::{self, Options};
 
 pub(crate) use zerosock_sys::socket_file::SocketFile;
 
-/// Binds a listener at `path`, with this mode, or by the umask if `None`. Replaces a socket file that
-/// no process listens on. Never blocks.
+/// Binds a listener at `path`, with this mode, or by the umask if `None`. Replaces a socket file
+/// that no process listens on. Never blocks.
 ///
 /// # Errors
 /// `AddrInUse` if a process listens there, or if the file is not a socket.

@@ -21,21 +21,21 @@ use super::app_store::{NONE, QueueStore};
 use super::bridge::{AppEnd, Bridge, BridgePeer};
 use super::events::emit;
 use super::program::{App, HostToken};
-use super::ring::Ring;
 use super::{Context, Device};
 use crate::table::gathered::unsent;
 use crate::table::sockets::{Ends, HeldBuffer, ReadyFlags, Sockets, StreamId, StreamState};
 use crate::table::{backend::CreditInfo, transfers::SendFault};
+use zerosock_virtio::ring::Ring;
 
 impl Device {
     /// Whether a turn would take something from the rings. Reads the driver's index only if no
     /// chain is known to be available.
     #[inline]
     pub(crate) fn has_ring_work(&mut self, app: &App) -> bool {
-        if let Some(tx) = &mut self.tx
+        if let Some(tx) = &mut self.queues.rings.tx
             && tx.live()
             && tx.queue.available() > 0
-            && self.pending_command.is_none()
+            && !self.queues.is_command_pending()
             && !self.shard.is_backlogged()
             && (self.app.pool == NONE || app.sockets.has_room(self.app.pool))
         {
@@ -43,6 +43,8 @@ impl Device {
         }
         self.starved
             && self
+                .queues
+                .rings
                 .rx
                 .as_mut()
                 .is_some_and(|rx| rx.live() && rx.queue.available() > 0)
@@ -51,7 +53,7 @@ impl Device {
     /// Whether packets of the guest are available.
     #[inline]
     pub(crate) fn has_arrivals(&mut self) -> bool {
-        let tx = self.tx.as_mut().filter(|tx| tx.live());
+        let tx = self.queues.rings.tx.as_mut().filter(|tx| tx.live());
         tx.is_some_and(|tx| tx.queue.available() > 0)
     }
 
@@ -69,7 +71,13 @@ impl Device {
         let many = |tx: &Ring| u32::from(tx.unseen) >= u32::from(tx.queue.size() / 8).max(1);
         let all = |tx: &Ring| !app.sockets.has_unread(self.app.pool) && !tx.queue.has_available();
         let last = |tx: &Ring| tx.queue.would_notify() && all(tx);
-        self.shard.has_transmit() || self.tx.as_ref().is_some_and(|tx| many(tx) || last(tx))
+        self.shard.has_transmit()
+            || self
+                .queues
+                .rings
+                .tx
+                .as_ref()
+                .is_some_and(|tx| many(tx) || last(tx))
     }
 
     /// Whether host sockets may have something for the device.
@@ -119,7 +127,8 @@ impl Device {
         cx: &mut Context<'_>,
         deliver: impl FnOnce(&mut Sockets<HostToken>, HeldBuffer<HostToken>, &mut QueueStore<'_>),
     ) {
-        let (Some(tx), Some(app)) = (self.tx.as_mut(), cx.app.as_deref_mut()) else {
+        let (Some(tx), Some(app)) = (self.queues.rings.tx.as_mut(), cx.shared.app.as_deref_mut())
+        else {
             return;
         };
         self.app.note_descriptors(chain.descriptors(), tx, app);
@@ -148,7 +157,7 @@ impl Device {
         socket_type: SocketType,
         cx: &mut Context<'_>,
     ) -> bool {
-        let Some(app) = cx.app.as_deref_mut() else {
+        let Some(app) = cx.shared.app.as_deref_mut() else {
             return false;
         };
         let Some(listener) = app.listener(local.port) else {
@@ -158,7 +167,7 @@ impl Device {
             || listener.waiting.len() > listener.backlog
             || self.shard.accept(cx.now, flow).is_err()
         {
-            cx.counters.conns_refused.add(1);
+            cx.shared.counters.conns_refused.add(1);
             let _ = self.shard.reject(flow);
             return true;
         }
@@ -188,17 +197,17 @@ impl Device {
         socket_type: SocketType,
         cx: &mut Context<'_>,
     ) -> Result<StreamId, ConnectError> {
-        let running = self.rx.as_ref().is_some_and(Ring::live);
-        if !running || !cx.routes.may_reach(Cid::HOST, to) || cx.app.is_none() {
+        let running = self.queues.rings.rx.as_ref().is_some_and(Ring::live);
+        if !running || !cx.shared.routes.may_reach(Cid::HOST, to) || cx.shared.app.is_none() {
             return Err(ConnectError::Unreachable);
         }
         let local = Address::new(Cid::HOST, from);
         let flow = self
             .shard
             .connect(cx.now, local, to, socket_type)
-            .inspect_err(|_| cx.counters.conns_refused.add(1))?;
+            .inspect_err(|_| cx.shared.counters.conns_refused.add(1))?;
         let local = self.shard.flow(flow).map_or(local, |info| info.local);
-        let Some(app) = cx.app.as_deref_mut() else {
+        let Some(app) = cx.shared.app.as_deref_mut() else {
             return Err(ConnectError::Unreachable);
         };
         let pool = self.app_pool(app);
@@ -213,7 +222,7 @@ impl Device {
 
     /// The guest has accepted a connection of the program.
     pub(super) fn app_connected(id: StreamId, cx: &mut Context<'_>) {
-        if let Some(app) = cx.app.as_deref_mut()
+        if let Some(app) = cx.shared.app.as_deref_mut()
             && let Some(conn) = app.sockets.get_mut(id)
         {
             conn.state = StreamState::Connected;
@@ -229,7 +238,7 @@ impl Device {
         send: bool,
         cx: &mut Context<'_>,
     ) {
-        if let Some(app) = cx.app.as_deref_mut()
+        if let Some(app) = cx.shared.app.as_deref_mut()
             && let Some(conn) = app.sockets.get_mut(id)
         {
             conn.peer_finished |= send;
@@ -243,7 +252,7 @@ impl Device {
 
     /// The connection has credit again.
     pub(super) fn app_writable(id: StreamId, cx: &mut Context<'_>) {
-        if let Some(app) = cx.app.as_deref_mut()
+        if let Some(app) = cx.shared.app.as_deref_mut()
             && let Some(conn) = app.sockets.get_mut(id)
         {
             conn.wants_room = false;
@@ -264,7 +273,7 @@ impl Device {
         cx: &mut Context<'_>,
     ) {
         if let BridgePeer::App(end) = &bridge.end
-            && let Some(app) = cx.app.as_deref_mut()
+            && let Some(app) = cx.shared.app.as_deref_mut()
         {
             app.sockets.drop_half(end.id, store);
             app.ended(end.id, orderly);
@@ -276,8 +285,10 @@ impl Device {
         if self.app.waiters.is_empty() {
             return;
         }
-        let room = self.pending_command.is_none()
+        let room = !self.queues.is_command_pending()
             && self
+                .queues
+                .rings
                 .rx
                 .as_mut()
                 .is_some_and(|rx| rx.live() && rx.queue.available() > 0);
@@ -285,7 +296,7 @@ impl Device {
             self.request_buffers();
             return;
         }
-        if let Some(app) = cx.app.as_deref_mut() {
+        if let Some(app) = cx.shared.app.as_deref_mut() {
             app.sockets.wake_waiters(&mut self.app.waiters);
         }
     }
@@ -293,7 +304,7 @@ impl Device {
     /// Asks for a kick when buffers are posted. Has no effect while a command is pending: then the
     /// program gets no buffers, even if some are available.
     pub(super) fn request_buffers(&mut self) {
-        self.starved |= self.pending_command.is_none();
+        self.starved |= !self.queues.is_command_pending();
     }
 
     /// Whether the program waits for buffers.
@@ -304,7 +315,7 @@ impl Device {
     /// Registers a connection: its send found no buffer.
     pub(super) fn wait_for_room(&mut self, id: StreamId, cx: &mut Context<'_>) {
         self.request_buffers();
-        if let Some(app) = cx.app.as_deref_mut() {
+        if let Some(app) = cx.shared.app.as_deref_mut() {
             app.sockets.wait_for_room(id, &mut self.app.waiters);
         }
     }
@@ -324,7 +335,8 @@ impl Device {
         let (mut sent, mut gathered, mut packets) = (0, 0, 0);
         let mut fault = None;
         while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
-            let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
+            let pending = self.queues.is_command_pending();
+            let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
             let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
             let Some((chain, rx)) = popped else {
                 self.wait_for_room(id, cx);
@@ -360,7 +372,7 @@ impl Device {
             sent += payload.len();
             packets += 1;
         }
-        if let Some(app) = cx.app.as_deref_mut() {
+        if let Some(app) = cx.shared.app.as_deref_mut() {
             app.tally.sent += (sent - gathered) as u64;
             app.tally.copied_in += sent as u64;
             app.tally.packets_sent += packets;
@@ -420,9 +432,12 @@ impl Device {
         if self.shard.has_events() {
             self.drain_events(cx);
         }
-        for ring in [&mut self.rx, &mut self.tx].into_iter().flatten() {
+        for ring in [&mut self.queues.rings.rx, &mut self.queues.rings.tx]
+            .into_iter()
+            .flatten()
+        {
             let told = ring.publish(cx.notifier);
-            if let Some(app) = cx.app.as_deref_mut() {
+            if let Some(app) = cx.shared.app.as_deref_mut() {
                 app.tally.notifications += u64::from(told);
             }
         }
@@ -431,7 +446,7 @@ impl Device {
 
     /// Resets a connection with more unread bytes than may be copied.
     pub(crate) fn app_reset_unread(&mut self, id: StreamId, cx: &mut Context<'_>) {
-        let Some(app) = cx.app.as_deref_mut() else {
+        let Some(app) = cx.shared.app.as_deref_mut() else {
             return;
         };
         let flow = app.sockets.get(id).and_then(|conn| conn.flow);

@@ -11,9 +11,9 @@ use zerosock_proto::vsock::{FlowId, Shard};
 use zerosock_ring::{Memory, Piece};
 
 use super::program::{App, HostToken};
-use super::ring::Ring;
 use super::{Context, Device};
 use crate::table::sockets::{Store, Waiters};
+use zerosock_virtio::ring::Ring;
 
 /// No pool assigned yet.
 pub(super) const NONE: u32 = u32::MAX;
@@ -119,7 +119,7 @@ impl Device {
     #[inline]
     pub(crate) fn store(&mut self) -> QueueStore<'_> {
         QueueStore {
-            tx: self.tx.as_mut(),
+            tx: self.queues.rings.tx.as_mut(),
             shard: Some(&mut self.shard),
         }
     }
@@ -135,11 +135,16 @@ impl Device {
 
     /// Sizes the pool when the transmit queue has started: one buffer per descriptor.
     pub(super) fn app_started(&mut self, cx: &mut Context<'_>) {
-        let Some(app) = cx.app.as_deref_mut() else {
+        let Some(app) = cx.shared.app.as_deref_mut() else {
             return;
         };
         let pool = self.app_pool(app);
-        let size = self.tx.as_ref().map_or(1, |tx| tx.queue.size());
+        let size = self
+            .queues
+            .rings
+            .tx
+            .as_ref()
+            .map_or(1, |tx| tx.queue.size());
         self.app.descriptors = 1;
         app.sockets.resize_pool(pool, u32::from(size));
     }
@@ -147,7 +152,7 @@ impl Device {
     /// Whether the program holds so much that no more packets may be taken from the guest.
     #[inline]
     pub(super) fn app_is_full(&self, cx: &Context<'_>) -> bool {
-        match &cx.app {
+        match &cx.shared.app {
             Some(app) => self.is_full(app),
             None => false,
         }
@@ -160,7 +165,12 @@ impl Device {
 
     /// The memory of a chain that the program holds.
     pub(crate) fn memory_of(&self, token: &HostToken) -> Option<&Arc<Memory>> {
-        let tx = self.tx.as_ref().filter(|tx| tx.epoch == token.epoch)?;
+        let tx = self
+            .queues
+            .rings
+            .tx
+            .as_ref()
+            .filter(|tx| tx.epoch == token.epoch)?;
         Some(tx.queue.memory())
     }
 
@@ -169,7 +179,7 @@ impl Device {
     /// gone, these are taken back as well.
     pub(super) fn app_recall(&mut self, force: bool, cx: &mut Context<'_>) -> bool {
         let pool = self.app.pool;
-        match cx.app.as_deref_mut().filter(|_| pool != NONE) {
+        match cx.shared.app.as_deref_mut().filter(|_| pool != NONE) {
             Some(app) => app.sockets.recall(pool, force, &mut self.store()),
             None => true,
         }
@@ -178,7 +188,7 @@ impl Device {
     /// Marks held chains as lost: the guest's memory has vanished.
     pub(super) fn app_lose(&mut self, cx: &mut Context<'_>) {
         let pool = self.app.pool;
-        if let Some(app) = cx.app.as_deref_mut().filter(|_| pool != NONE) {
+        if let Some(app) = cx.shared.app.as_deref_mut().filter(|_| pool != NONE) {
             app.sockets.recall_lost(pool, &mut self.store());
         }
     }
@@ -186,7 +196,7 @@ impl Device {
     /// Frees the pool: the device is removed.
     pub(super) fn app_retire(&mut self, cx: &mut Context<'_>) {
         let pool = std::mem::replace(&mut self.app.pool, NONE);
-        if let Some(app) = cx.app.as_deref_mut().filter(|_| pool != NONE) {
+        if let Some(app) = cx.shared.app.as_deref_mut().filter(|_| pool != NONE) {
             app.free_pool(pool);
         }
     }

@@ -3,6 +3,7 @@
 
 use zerosock_proto::wire::vsock::Op;
 use zerosock_proto::{Address, Cid, Port};
+use zerosock_virtio::device::WorkerDevice;
 
 use super::bare;
 use super::ready_tests::Lab;

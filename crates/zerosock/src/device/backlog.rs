@@ -85,7 +85,7 @@ impl Backlogs {
 impl Device {
     /// Connects a flow of the guest to `port` on the host.
     pub(super) fn guest_connects(&mut self, flow: FlowId, port: Port, cx: &mut Context<'_>) {
-        let deadline = cx.now + cx.limits.connect;
+        let deadline = cx.now + cx.shared.limits.connect;
         let mut to = HostPort {
             port,
             messages: false,
@@ -130,7 +130,7 @@ impl Device {
                 self.refuse(key, "its listener's backlog stays full", cx);
                 continue;
             }
-            cx.counters.connect_retries.add(1);
+            cx.shared.counters.connect_retries.add(1);
             if self.try_connect(key, cx) == Tried::Full {
                 self.backlogs.wait_behind_others(to, deadline, key);
                 pause = if tried == 0 { longer } else { FIRST_PAUSE };

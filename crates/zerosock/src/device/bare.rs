@@ -13,7 +13,7 @@ use zerosock_ring::{
 };
 
 use super::Device;
-use super::ring::Ring;
+use zerosock_virtio::ring::Ring;
 
 /// Descriptors of each queue.
 const SIZE: u16 = 1024;
@@ -73,8 +73,8 @@ pub(crate) fn start(device: &mut Device) -> Guest {
     let memory = Arc::new(Memory::map(vec![(fd, region)]).unwrap());
     let (tx_ring, tx) = rings(&memory, TX);
     let (rx_ring, rx) = rings(&memory, RX);
-    (device.tx, device.rx) = (Some(tx_ring), Some(rx_ring));
-    device.memory = Some(memory.clone());
+    (device.queues.rings.tx, device.queues.rings.rx) = (Some(tx_ring), Some(rx_ring));
+    device.queues.memory = Some(memory.clone());
     let mut guest = Guest {
         cid: device.cid,
         memory,

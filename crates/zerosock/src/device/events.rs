@@ -1,7 +1,6 @@
 //! Events of the protocol core and expired timers, and the device's actions on them.
 
 use super::bridge::BridgePeer;
-use super::ring::Ring;
 use super::sibling;
 use super::timers::Timer;
 use super::{Context, Device};
@@ -12,6 +11,7 @@ use zerosock_proto::Cid;
 use zerosock_proto::vsock::{Event, FlowId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 use zerosock_ring::Chain;
+use zerosock_virtio::ring::Ring;
 
 /// Writes `repr` in front of the `len` payload bytes in `chain` and completes the chain.
 pub(super) fn emit(rx: &mut Ring, chain: Chain, repr: &Repr, len: usize) {
@@ -38,11 +38,11 @@ impl Device {
             } => {
                 if local.cid != Cid::HOST {
                     self.ask_sibling(flow, local, peer, socket_type, cx);
-                } else if !cx.routes.may_reach(self.cid, local) {
-                    cx.counters.conns_refused.add(1);
+                } else if !cx.shared.routes.may_reach(self.cid, local) {
+                    cx.shared.counters.conns_refused.add(1);
                     let _ = self.shard.reject(flow);
                 } else if self.app_incoming(flow, local, peer, socket_type, cx) {
-                } else if cx.routes.service(local.port).is_some() {
+                } else if cx.shared.routes.service(local.port).is_some() {
                     self.ask_sibling(flow, local, peer, socket_type, cx);
                 } else {
                     self.guest_connects(flow, local.port, cx);
@@ -50,11 +50,11 @@ impl Device {
             }
             Event::Connected { flow } => self.guest_accepted(flow, cx),
             Event::Refused { flow, reason } => {
-                cx.counters.conns_refused.add(1);
+                cx.shared.counters.conns_refused.add(1);
                 if let Some(key) = self.key_of(flow) {
                     if let Some(bridge) = self.bridges.get(key as usize)
                         && let BridgePeer::App(end) = &bridge.end
-                        && let Some(app) = cx.app.as_deref_mut()
+                        && let Some(app) = cx.shared.app.as_deref_mut()
                         && let Some(conn) = app.sockets.get_mut(end.id)
                     {
                         conn.refused = Some(reason);
@@ -202,7 +202,7 @@ impl Device {
         if bridge.outbound.is_empty()
             || !bridge.open
             || !matches!(bridge.end, BridgePeer::Socket { .. })
-            || self.lingering.len() >= cx.limits.lingering
+            || self.lingering.len() >= cx.shared.limits.lingering
         {
             return false;
         }
@@ -256,8 +256,6 @@ impl Device {
                 Timer::Linger => self.linger_timed_out(cx),
                 Timer::Accept(key) => self.accept(key, cx),
                 Timer::Hold(key) => self.hold_timed_out(key, cx),
-                // `turn` calls `finish_command`.
-                Timer::Recall => {}
             }
         }
         if self.shard.poll_timeout().is_some_and(|t| t <= cx.now) {
@@ -279,7 +277,7 @@ impl Device {
         }
         if bridge
             .held_since
-            .is_none_or(|since| since + cx.limits.hold > cx.now)
+            .is_none_or(|since| since + cx.shared.limits.hold > cx.now)
         {
             // Other chains are held now: set a timer for the present ones.
             return self.update_bridge(key, cx);
@@ -305,7 +303,7 @@ impl Device {
         if !self.announce_reset {
             return;
         }
-        let Some(event) = self.event.as_mut() else {
+        let Some(event) = self.queues.rings.event.as_mut() else {
             return;
         };
         if let Some(chain) = event.pop() {

@@ -74,7 +74,9 @@ impl Device {
             }
             let held = bridge.outbound.held_chains() > 0;
             let wrote = if held {
-                let Some(tx) = self.tx.as_ref() else { break };
+                let Some(tx) = self.queues.rings.tx.as_ref() else {
+                    break;
+                };
                 send_held(bridge, tx.queue.memory())
             } else {
                 send_overflow(bridge)
@@ -83,8 +85,8 @@ impl Device {
                 Wrote::Some { bytes, all } => {
                     consumed += bytes;
                     if held {
-                        cx.counters.in_place_bytes.add(bytes as u64);
-                        let tx = &mut self.tx;
+                        cx.shared.counters.in_place_bytes.add(bytes as u64);
+                        let tx = &mut self.queues.rings.tx;
                         bridge.outbound.advance_held(bytes, |chain| {
                             if let Some(tx) = tx {
                                 tx.complete(chain, 0);
@@ -129,7 +131,7 @@ impl Device {
             return;
         };
         bridge.write_closed = true;
-        let tx = &mut self.tx;
+        let tx = &mut self.queues.rings.tx;
         bridge.outbound.clear(|chain| {
             if let Some(tx) = tx {
                 tx.complete(chain, 0);
@@ -148,7 +150,7 @@ impl Device {
         let BridgePeer::Sibling(sibling) = &mut bridge.end else {
             return;
         };
-        let (Some(tx), Some(flow)) = (self.tx.as_mut(), bridge.flow) else {
+        let (Some(tx), Some(flow)) = (self.queues.rings.tx.as_mut(), bridge.flow) else {
             return;
         };
         let Peer { device, flow: to } = sibling.peer;
@@ -206,7 +208,12 @@ impl Device {
         }
         let held = bridge.outbound.held_chains();
         if held > 0 {
-            let size = self.tx.as_ref().map_or(0, |tx| tx.queue.size());
+            let size = self
+                .queues
+                .rings
+                .tx
+                .as_ref()
+                .map_or(0, |tx| tx.queue.size());
             let others = self.stalled_chains - bridge.counted.0 as usize;
             let keep = if others + held > usize::from(size) / 2 {
                 0
@@ -237,7 +244,8 @@ impl Device {
             let since = *bridge.held_since.get_or_insert(cx.now);
             if !bridge.hold_timer {
                 bridge.hold_timer = true;
-                self.timers.set(since + cx.limits.hold, Timer::Hold(key));
+                self.timers
+                    .set(since + cx.shared.limits.hold, Timer::Hold(key));
             }
         }
         let inbound = match &bridge.end {
@@ -278,7 +286,7 @@ impl Device {
         }
         if bridge.outbound.is_empty() && bridge.flow.is_none() {
             self.remove_bridge(key, cx);
-        } else if self.overflow_bytes > cx.limits.overflow {
+        } else if self.overflow_bytes > cx.shared.limits.overflow {
             self.shed(cx);
         }
     }
@@ -288,18 +296,20 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        let Some(tx) = self.tx.as_mut() else { return };
+        let Some(tx) = self.queues.rings.tx.as_mut() else {
+            return;
+        };
         let memory = tx.queue.memory().clone();
         let copied = bridge
             .outbound
             .spill(&memory, keep, |chain| tx.complete(chain, 0));
-        cx.counters.copied_bytes.add(copied as u64);
+        cx.shared.counters.copied_bytes.add(copied as u64);
     }
 
     /// Resets a connection after an allocation for its bytes failed.
     #[cold]
     pub(super) fn end_for_want_of_memory(&mut self, key: u32, cx: &mut Context<'_>) {
-        cx.counters.no_memory.add(1);
+        cx.shared.counters.no_memory.add(1);
         tracing::warn!(cid = %self.cid, "connection reset: out of memory for its bytes");
         self.reset_bridge(key, cx);
     }
@@ -314,10 +324,10 @@ impl Device {
         let mut all: Vec<_> = self.bridges.iter().filter_map(with_bytes).collect();
         all.sort_unstable_by(|one, other| other.cmp(one));
         for (_, key) in all {
-            if self.overflow_bytes <= cx.limits.overflow / 8 * 7 {
+            if self.overflow_bytes <= cx.shared.limits.overflow / 8 * 7 {
                 break;
             }
-            cx.counters.overflow_resets.add(1);
+            cx.shared.counters.overflow_resets.add(1);
             tracing::warn!(
                 cid = %self.cid,
                 "connection reset: its reader stalls and the overflow limit is reached"

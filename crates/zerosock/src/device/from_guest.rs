@@ -35,7 +35,9 @@ impl ShownPackets<'_, '_> {
     /// Completes the chain of the packet that was shown.
     #[inline]
     fn complete_opened(&mut self) {
-        if let (Some(tx), Some((chain, ..))) = (&mut self.device.tx, self.opened.take()) {
+        if let (Some(tx), Some((chain, ..))) =
+            (&mut self.device.queues.rings.tx, self.opened.take())
+        {
             tx.complete(chain, 0);
         }
     }
@@ -51,9 +53,12 @@ impl Drop for ShownPackets<'_, '_> {
             // Fails if the flow has ended.
             let _ = device.shard.consume(self.flow, self.bytes as u32);
         }
-        cx.counters.rx_packets.add(self.taken);
-        cx.counters.rx_bytes.add(self.bytes as u64 + self.delivered);
-        if let Some(app) = cx.app.as_deref_mut() {
+        cx.shared.counters.rx_packets.add(self.taken);
+        cx.shared
+            .counters
+            .rx_bytes
+            .add(self.bytes as u64 + self.delivered);
+        if let Some(app) = cx.shared.app.as_deref_mut() {
             app.tally.packets_received += self.taken;
             if panicked {
                 // Without a panic the caller counts them.
@@ -72,12 +77,12 @@ impl Device {
     /// Whether packets of the guest must wait: too many answers wait for buffers, or a command is
     /// pending.
     pub(super) fn receive_blocked(&self) -> bool {
-        self.pending_command.is_some() || self.shard.is_backlogged()
+        self.queues.is_command_pending() || self.shard.is_backlogged()
     }
 
     /// Processes a budget of packets from the guest. Returns true if there may be more.
     pub(super) fn receive(&mut self, cx: &mut Context<'_>) -> bool {
-        if let Some(tx) = self.tx.as_mut().filter(|r| r.live()) {
+        if let Some(tx) = self.queues.rings.tx.as_mut().filter(|r| r.live()) {
             tx.queue.disable_notifications();
         }
         let mut taken = 0;
@@ -86,16 +91,16 @@ impl Device {
             && !self.receive_blocked()
             && !self.app_is_full(cx)
         {
-            let Some(chain) = self.tx.as_mut().and_then(|tx| tx.pop()) else {
+            let Some(chain) = self.queues.rings.tx.as_mut().and_then(|tx| tx.pop()) else {
                 break;
             };
             self.receive_packet(chain, cx);
             taken += 1;
         }
-        cx.counters.rx_packets.add(taken as u64);
+        cx.shared.counters.rx_packets.add(taken as u64);
         let moved = self.moved - std::mem::take(&mut self.datagrams.charged).min(self.moved);
-        cx.counters.rx_bytes.add(moved as u64);
-        if let Some(app) = cx.app.as_deref_mut() {
+        cx.shared.counters.rx_bytes.add(moved as u64);
+        if let Some(app) = cx.shared.app.as_deref_mut() {
             app.tally.packets_received += taken as u64;
         }
         self.drain_events(cx);
@@ -134,12 +139,13 @@ impl Device {
             && !shown.device.app_is_full(shown.cx)
         {
             let device = &mut *shown.device;
-            let Some(chain) = device.tx.as_mut().and_then(|tx| tx.pop()) else {
+            let Some(chain) = device.queues.rings.tx.as_mut().and_then(|tx| tx.pop()) else {
                 break;
             };
             shown.taken += 1;
             shown.opened = device.open(chain, shown.cx);
-            let (Some((chain, of, len)), Some(tx)) = (&shown.opened, &device.tx) else {
+            let (Some((chain, of, len)), Some(tx)) = (&shown.opened, &device.queues.rings.tx)
+            else {
                 continue;
             };
             let (of, len) = (*of, *len);
@@ -177,8 +183,8 @@ impl Device {
     /// if the packet has payload for a stream; else the chain is completed or passed on.
     #[inline]
     fn open(&mut self, chain: Chain, cx: &mut Context<'_>) -> Option<(Chain, FlowId, u32)> {
-        let tx = self.tx.as_mut()?;
-        if cx.app.is_some()
+        let tx = self.queues.rings.tx.as_mut()?;
+        if cx.shared.app.is_some()
             && let Some(payload) = tx
                 .queue
                 .memory()
@@ -191,7 +197,7 @@ impl Device {
             // The chain must contain the payload length that the header declares.
             Ok(h) if h.len as usize <= chain.readable_len() as usize - HEADER_LEN => h,
             _ => {
-                cx.counters.bad_packets.add(1);
+                cx.shared.counters.bad_packets.add(1);
                 tx.complete(chain, 0);
                 return None;
             }
@@ -209,7 +215,7 @@ impl Device {
             None if header.socket_type.get() == SocketType::Datagram as u16
                 && self.queue_pairs.pair != 0 =>
             {
-                cx.counters.bad_packets.add(1);
+                cx.shared.counters.bad_packets.add(1);
                 tx.complete(chain, 0);
                 return None;
             }
@@ -228,7 +234,7 @@ impl Device {
                 tracing::debug!(cid = %self.cid, ?reason, ?header, "packet dropped");
                 // Packets in flight when we sent SHUTDOWN are no error.
                 if reason != DropReason::ReceiveShut {
-                    cx.counters.bad_packets.add(1);
+                    cx.shared.counters.bad_packets.add(1);
                 }
             }
         }
@@ -246,7 +252,9 @@ impl Device {
     fn deliver(&mut self, chain: Chain, flow: FlowId, len: u32, cx: &mut Context<'_>) {
         self.moved += len as usize;
         let key = self.key_of(flow);
-        let Some(tx) = self.tx.as_mut() else { return };
+        let Some(tx) = self.queues.rings.tx.as_mut() else {
+            return;
+        };
         let Some((key, bridge)) = key.and_then(|k| Some((k, self.bridges.get_mut(k as usize)?)))
         else {
             // The device has no bridge for this flow: reset it rather than lose bytes.
@@ -276,7 +284,7 @@ impl Device {
         };
         let spares = &mut self.spare_outbound;
         if let Some(chain) = bridge.outbound.push(tx.queue.memory(), held, share, spares) {
-            cx.counters.copied_bytes.add(u64::from(len));
+            cx.shared.counters.copied_bytes.add(u64::from(len));
             tx.complete(chain, 0);
         }
         if !bridge.in_dirty {

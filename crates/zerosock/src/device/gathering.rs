@@ -49,6 +49,8 @@ impl Device {
         cx: &mut Context<'_>,
     ) -> Result<usize, SendFault> {
         let popped = self
+            .queues
+            .rings
             .rx
             .as_mut()
             .and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
@@ -75,7 +77,7 @@ impl Device {
             .memory()
             .write(chain.writable(), HEADER_LEN, payload);
         emit(rx, chain, &header, payload.len());
-        if let Some(app) = cx.app.as_deref_mut() {
+        if let Some(app) = cx.shared.app.as_deref_mut() {
             // The caller adds these bytes to `gathered`, which it subtracts from `sent`.
             app.tally.sent += payload.len() as u64;
             app.tally.packets_sent += 1;
@@ -93,7 +95,9 @@ impl Device {
 
     #[cold]
     fn send_gathered_now(&mut self, cx: &mut Context<'_>) {
-        let Some(rx) = self.rx.as_mut() else { return };
+        let Some(rx) = self.queues.rings.rx.as_mut() else {
+            return;
+        };
         let (mut sent, mut packets) = (0, 0);
         // Packets behind it, such as the SHUTDOWN, go with it.
         while self.shard.has_transmit() {
@@ -117,7 +121,7 @@ impl Device {
             sent += u64::from(packet.header.len);
             packets += 1;
         }
-        if let Some(app) = cx.app.as_deref_mut() {
+        if let Some(app) = cx.shared.app.as_deref_mut() {
             app.tally.sent += sent;
             app.tally.packets_sent += packets;
         }

@@ -3,12 +3,12 @@
 use super::backlog::{HostPort, Tried};
 use super::bridge::BridgePeer;
 use super::timers::Timer;
+use super::virtio::{BRIDGE, HANDSHAKE, LISTENER};
 use super::{Context, Device};
 use crate::device::host_sockets::hybrid::{self, Line, OkConvention, Services};
 use crate::device::host_sockets::{Attempt, HostSocket, forward};
 use crate::device::sibling_message::SiblingMessage;
-use crate::io::poller::{Readiness, Source};
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, SocketType as SocketKind};
 use std::time::Duration;
@@ -16,6 +16,7 @@ use zerosock_proto::vsock::{FlowId, How, QueuePairs};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_sys::PeerFd;
+use zerosock_virtio::poller::{EventKind, Interest, Readiness, Token};
 
 /// Pause after an accept that failed for lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -90,34 +91,38 @@ pub(crate) struct Caller {
 impl Device {
     /// Adds the listeners to the poller. The worker that owns the device calls it once.
     pub(crate) fn listen(&mut self, cx: &Context<'_>) -> std::io::Result<()> {
-        let vm = self.addr.vm;
+        let watch = |listener: BorrowedFd<'_>, key| {
+            let token = self.token(LISTENER, key);
+            cx.poller.add(listener, token, Interest::Read)
+        };
         match &self.host {
             HostEnd::Hybrid {
                 listener, messages, ..
             } => {
                 if let Some(listener) = listener {
-                    let source = Source::Listener { vm, key: STREAMS };
-                    cx.poller.add(listener, source)?;
+                    watch(listener.as_fd(), STREAMS)?;
                 }
                 if let Some((_, Some(listener))) = messages {
-                    let source = Source::Listener { vm, key: MESSAGES };
-                    cx.poller.add(listener, source)?;
+                    watch(listener.as_fd(), MESSAGES)?;
                 }
                 Ok(())
             }
             HostEnd::Forward { listeners, .. } => {
                 for (key, (_, listener)) in listeners.iter().enumerate() {
-                    cx.poller.add(
-                        listener,
-                        Source::Listener {
-                            vm,
-                            key: key as u32,
-                        },
-                    )?;
+                    watch(listener.as_fd(), key as u32)?;
                 }
                 Ok(())
             }
             HostEnd::None => Ok(()),
+        }
+    }
+
+    /// The name of a descriptor in the poller.
+    pub(super) fn token(&self, kind: EventKind, key: u32) -> Token {
+        Token {
+            device: self.addr.vm,
+            kind,
+            key,
         }
     }
 
@@ -171,7 +176,7 @@ impl Device {
                         // No HostSocket was made of it yet, so its close waits for the program
                         // only if descriptors are queued in it.
                         drop(PeerFd::from(socket).owned_by(&self.account));
-                        cx.counters.conns_refused.add(1);
+                        cx.shared.counters.conns_refused.add(1);
                         self.warn(&format!("host program refused: {exceeded}"));
                     }
                     (None, Ok(permit)) => {
@@ -220,18 +225,19 @@ impl Device {
         socket_type: SocketType,
         cx: &mut Context<'_>,
     ) {
-        if self.handshakes.len() >= cx.limits.handshakes {
-            cx.counters.bad_handshakes.add(1);
+        if self.handshakes.len() >= cx.shared.limits.handshakes {
+            cx.shared.counters.bad_handshakes.add(1);
             return;
         }
-        let deadline = cx.now + cx.limits.handshake;
+        let deadline = cx.now + cx.shared.limits.handshake;
         let entry = self.handshakes.vacant_entry();
         let key = entry.key() as u32;
-        let source = Source::Handshake {
-            vm: self.addr.vm,
+        let token = Token {
+            device: self.addr.vm,
+            kind: HANDSHAKE,
             key,
         };
-        if let Err(error) = cx.poller.add(&socket, source) {
+        if let Err(error) = cx.poller.add(&socket, token, Interest::ReadUntilEnd) {
             tracing::warn!(
                 cid = %self.cid, %error,
                 "cannot add a host program's socket to the poller"
@@ -279,7 +285,7 @@ impl Device {
             Line::Bad(reason) => {
                 forget_handshake(&socket, cx);
                 tracing::debug!(cid = %self.cid, reason, "host program refused: bad CONNECT line");
-                cx.counters.bad_handshakes.add(1);
+                cx.shared.counters.bad_handshakes.add(1);
             }
             Line::Partial => {}
         }
@@ -294,7 +300,7 @@ impl Device {
             let handshake = self.handshakes.remove(key as usize);
             forget_handshake(&handshake.socket, cx);
             tracing::debug!(cid = %self.cid, "host program refused: no CONNECT line in time");
-            cx.counters.bad_handshakes.add(1);
+            cx.shared.counters.bad_handshakes.add(1);
         }
     }
 
@@ -341,23 +347,20 @@ impl Device {
             ..
         } = caller;
         let given = self.shard.flow(flow).map_or(port, |f| f.local.port);
-        let ok = wants_ok.then_some(match cx.limits.ok {
+        let ok = wants_ok.then_some(match cx.shared.limits.ok {
             OkConvention::GuestPort => port,
             OkConvention::HostPort => given,
         });
         let key = self.add_bridge(flow, BridgePeer::Socket { socket, ok }, cx);
-        let source = Source::Bridge {
-            vm: self.addr.vm,
-            key,
-        };
+        let token = self.token(BRIDGE, key);
         let Some(BridgePeer::Socket { socket, .. }) =
             self.bridges.get(key as usize).map(|j| &j.end)
         else {
             return;
         };
         let watched = match watched {
-            true => cx.poller.change(socket, source),
-            false => cx.poller.add(socket, source),
+            true => cx.poller.change(socket, token, Interest::All),
+            false => cx.poller.add(socket, token, Interest::All),
         };
         if let Err(error) = watched {
             tracing::warn!(
@@ -376,8 +379,8 @@ impl Device {
         cx: &mut Context<'_>,
     ) -> Option<FlowId> {
         let port = caller.to;
-        if !self.rx.as_ref().is_some_and(|rx| rx.live()) {
-            cx.counters.conns_refused.add(1);
+        if !self.queues.rings.rx.as_ref().is_some_and(|rx| rx.live()) {
+            cx.shared.counters.conns_refused.add(1);
             tracing::debug!(cid = %self.cid, %port, "host program refused: no driver runs");
             return None;
         }
@@ -386,14 +389,14 @@ impl Device {
             port,
         };
         let local = Address::new(Cid::HOST, self.port_here(local, peer));
-        if !cx.routes.may_reach(Cid::HOST, peer) {
-            cx.counters.conns_refused.add(1);
+        if !cx.shared.routes.may_reach(Cid::HOST, peer) {
+            cx.shared.counters.conns_refused.add(1);
             return None;
         }
         match self.shard.connect(cx.now, local, peer, caller.socket_type) {
             Ok(flow) => Some(flow),
             Err(error) => {
-                cx.counters.conns_refused.add(1);
+                cx.shared.counters.conns_refused.add(1);
                 tracing::warn!(cid = %self.cid, %port, %error, "cannot connect to the guest");
                 None
             }
@@ -450,7 +453,7 @@ impl Device {
 
     /// Rejects the guest's connection: no host program accepted it.
     pub(super) fn refuse(&mut self, key: u32, reason: &str, cx: &mut Context<'_>) {
-        cx.counters.conns_refused.add(1);
+        cx.shared.counters.conns_refused.add(1);
         if let Some(flow) = self.bridges.get(key as usize).and_then(|j| j.flow) {
             let port = self.shard.flow(flow).map(|f| f.local.port);
             tracing::debug!(cid = %self.cid, ?port, reason, "connection of the guest refused");
@@ -461,6 +464,7 @@ impl Device {
 
     /// Sets the socket of a bridge and adds it to the poller. Returns false if that failed.
     fn watch(&mut self, key: u32, end: BridgePeer, cx: &mut Context<'_>) -> bool {
+        let token = self.token(BRIDGE, key);
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return false;
         };
@@ -470,11 +474,7 @@ impl Device {
         else {
             return false;
         };
-        let source = Source::Bridge {
-            vm: self.addr.vm,
-            key,
-        };
-        match cx.poller.add(socket, source) {
+        match cx.poller.add(socket, token, Interest::All) {
             Ok(()) => true,
             Err(error) => {
                 self.refuse(key, &error.to_string(), cx);
@@ -593,7 +593,7 @@ mod tests {
         assert!(socket.is_closed_later());
         program.write_all(b"CONNECT 1\n").unwrap();
         device.begin_handshake(socket, SocketType::Stream, &mut cx);
-        assert_eq!(cx.counters.conns_refused.get(), 1);
+        assert_eq!(cx.shared.counters.conns_refused.get(), 1);
         program.write_all(b"x").unwrap();
         let mut events = Vec::new();
         cx.poller.wait(Some(Duration::ZERO), &mut events).unwrap();

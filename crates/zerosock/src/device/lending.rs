@@ -27,12 +27,12 @@ use super::bridge::BridgePeer;
 use super::datagrams::NotPut;
 use super::events::emit;
 use super::program::App;
-use super::ring::Ring;
 use super::{Context, Device};
 use crate::fallible;
 use crate::table::datagrams::DatagramFault;
 use crate::table::sockets::{BufferPlace, Copied, PIECES, StreamId};
 use crate::table::transfers::{LoanParts, SendFault};
+use zerosock_virtio::ring::Ring;
 
 /// Marks an unused entry of `loan_keys`.
 const NONE: u32 = u32::MAX;
@@ -188,7 +188,8 @@ impl Device {
         }
         let in_place = self.may_lend(flow, cx);
         let vm = self.addr.vm;
-        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
+        let pending = self.queues.is_command_pending();
+        let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
         let Some((chain, rx)) = popped else {
             self.wait_for_room(id, cx);
@@ -203,7 +204,7 @@ impl Device {
                 return Err(send_fault(error));
             }
         };
-        let slot = cx.app.as_deref_mut().and_then(|app| {
+        let slot = cx.shared.app.as_deref_mut().and_then(|app| {
             let index = app.sockets.begin_loan()?;
             Some((index, app))
         });
@@ -259,14 +260,15 @@ impl Device {
     ) -> Result<LoanParts, DatagramFault> {
         let room = self.old_memory_fits(cx) && self.leaves_a_quarter();
         let vm = self.addr.vm;
-        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
+        let pending = self.queues.is_command_pending();
+        let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
         let Some((chain, rx)) = popped else {
             self.want_datagram_room();
             return Err(DatagramFault::WouldBlock);
         };
         let in_place = room && chain.writable_len() as usize - HEADER_LEN >= len;
-        let slot = cx.app.as_deref_mut().and_then(|app| {
+        let slot = cx.shared.app.as_deref_mut().and_then(|app| {
             let index = app.sockets.begin_loan()?;
             Some((index, app))
         });
@@ -301,7 +303,7 @@ impl Device {
         private: Option<&[u8]>,
         cx: &mut Context<'_>,
     ) -> Result<(), DatagramFault> {
-        let app = cx.app.as_deref_mut().ok_or(DatagramFault::Unknown)?;
+        let app = cx.shared.app.as_deref_mut().ok_or(DatagramFault::Unknown)?;
         let loan = app.loan_mut(index).ok_or(DatagramFault::Unknown)?;
         let LoanOf::Datagram(_, to) = loan.of else {
             return Err(DatagramFault::Unknown);
@@ -312,7 +314,7 @@ impl Device {
             let bytes = bytes.get(..len).unwrap_or(bytes);
             let put = self.app_send_datagram(from, to, bytes, cx);
             if put != Err(NotPut::NoRoom)
-                && let Some(app) = cx.app.as_deref_mut()
+                && let Some(app) = cx.shared.app.as_deref_mut()
             {
                 app.remove_loan(index);
             }
@@ -323,14 +325,14 @@ impl Device {
         }
         let lent = app.remove_loan(index).and_then(|loan| loan.chain);
         self.count_loan(None, false);
-        let (Some(lent), Some(rx)) = (lent, self.rx.as_mut()) else {
+        let (Some(lent), Some(rx)) = (lent, self.queues.rings.rx.as_mut()) else {
             return Err(DatagramFault::Unreachable);
         };
         if lent.epoch != rx.epoch {
             return Err(DatagramFault::Unreachable);
         }
         emit(rx, lent.chain, &data(from, to, len as u32, true), len);
-        if let Some(app) = cx.app.as_deref_mut() {
+        if let Some(app) = cx.shared.app.as_deref_mut() {
             app.tally.sent += len as u64;
             app.tally.sent_in_place += len as u64;
             app.tally.packets_sent += 1;
@@ -341,7 +343,7 @@ impl Device {
     /// Whether a quarter of the posted buffers remains after one more loan.
     fn leaves_a_quarter(&mut self) -> bool {
         let loans = self.app.loans;
-        let Some(rx) = self.rx.as_mut() else {
+        let Some(rx) = self.queues.rings.rx.as_mut() else {
             return false;
         };
         let fits = |posted: u16| {
@@ -361,7 +363,7 @@ impl Device {
         let Some(bridge) = bridge.and_then(|key| self.bridges.get(key as usize)) else {
             return false;
         };
-        let (BridgePeer::App(end), Some(rx)) = (&bridge.end, &self.rx) else {
+        let (BridgePeer::App(end), Some(rx)) = (&bridge.end, &self.queues.rings.rx) else {
             return false;
         };
         end.loans < (rx.queue.size() / 8).max(1) && self.leaves_a_quarter()
@@ -377,7 +379,7 @@ impl Device {
         private: Option<&[u8]>,
         cx: &mut Context<'_>,
     ) -> Result<usize, SendFault> {
-        let Some(app) = cx.app.as_deref_mut() else {
+        let Some(app) = cx.shared.app.as_deref_mut() else {
             return Err(SendFault::Unknown);
         };
         let loan = app.loan_mut(index).ok_or(SendFault::Unknown)?;
@@ -400,7 +402,12 @@ impl Device {
             return Err(SendFault::Unknown);
         };
         self.count_loan(Some(flow), false);
-        let rx = self.rx.as_mut().filter(|rx| rx.epoch == lent.epoch);
+        let rx = self
+            .queues
+            .rings
+            .rx
+            .as_mut()
+            .filter(|rx| rx.epoch == lent.epoch);
         let (Some(rx), Credit::Packet(reservation)) = (rx, credit) else {
             return Err(SendFault::Reset);
         };
@@ -416,7 +423,7 @@ impl Device {
                 });
             }
         }
-        if let Some(app) = cx.app.as_deref_mut() {
+        if let Some(app) = cx.shared.app.as_deref_mut() {
             app.tally.sent += len as u64;
             app.tally.sent_in_place += len as u64;
             app.tally.packets_sent += 1;
@@ -432,7 +439,11 @@ impl Device {
         bytes: &[u8],
         cx: &mut Context<'_>,
     ) -> Result<usize, SendFault> {
-        let loan = cx.app.as_deref_mut().and_then(|app| app.loan_mut(index));
+        let loan = cx
+            .shared
+            .app
+            .as_deref_mut()
+            .and_then(|app| app.loan_mut(index));
         let loan = loan.ok_or(SendFault::Unknown)?;
         let LoanOf::Stream(id) = loan.of else {
             return Err(SendFault::Unknown);
@@ -441,7 +452,7 @@ impl Device {
             self.shard.cancel(reservation);
         }
         let result = self.app_write(id, flow, bytes, cx);
-        let app = cx.app.as_deref_mut().ok_or(SendFault::Unknown)?;
+        let app = cx.shared.app.as_deref_mut().ok_or(SendFault::Unknown)?;
         match result {
             Ok(sent) if sent < bytes.len() => {
                 if let Some(loan) = app.loan_mut(index) {
@@ -459,7 +470,11 @@ impl Device {
 
     /// Ends a loan that was dropped without being sent.
     pub(crate) fn app_drop_loan(&mut self, index: u32, cx: &mut Context<'_>) {
-        let loan = cx.app.as_deref_mut().and_then(|app| app.remove_loan(index));
+        let loan = cx
+            .shared
+            .app
+            .as_deref_mut()
+            .and_then(|app| app.remove_loan(index));
         let Some(loan) = loan else { return };
         match loan.credit {
             Credit::Packet(reservation) => self.shard.cancel(reservation),
@@ -468,7 +483,13 @@ impl Device {
         }
         let Some(lent) = loan.chain else { return };
         self.count_loan(loan.flow, false);
-        if let Some(rx) = self.rx.as_mut().filter(|rx| rx.epoch == lent.epoch) {
+        if let Some(rx) = self
+            .queues
+            .rings
+            .rx
+            .as_mut()
+            .filter(|rx| rx.epoch == lent.epoch)
+        {
             // Check both: the base repeats after 65536 chains, and `taken` counts un-popped
             // chains. Loans taken together are un-popped in reverse order.
             if rx.queue.base() == lent.base && rx.taken == lent.taken {
@@ -489,7 +510,7 @@ impl Device {
         if self.app.loans == 0 {
             return all;
         }
-        let Some(app) = cx.app.as_deref_mut() else {
+        let Some(app) = cx.shared.app.as_deref_mut() else {
             return all;
         };
         let leases = app.sockets.lease_table().clone();
@@ -510,7 +531,12 @@ impl Device {
             let Some(lent) = loan.chain.take() else {
                 continue;
             };
-            let rx = self.rx.as_mut().filter(|rx| rx.epoch == lent.epoch);
+            let rx = self
+                .queues
+                .rings
+                .rx
+                .as_mut()
+                .filter(|rx| rx.epoch == lent.epoch);
             if let (true, Some(rx)) = (moved, rx) {
                 if let Some(mut bytes) = copy.filter(|_| !force) {
                     let pieces = lent.chain.writable();
@@ -530,7 +556,7 @@ impl Device {
 
     /// Tracks memory that the device no longer uses but that leases may keep mapped.
     pub(super) fn track_old_memory(&mut self, memory: Option<Arc<Memory>>, cx: &Context<'_>) {
-        if let Some(memory) = memory.filter(|_| cx.app.is_some()) {
+        if let Some(memory) = memory.filter(|_| cx.shared.app.is_some()) {
             let size = memory.size();
             self.app.old.0.push((Arc::downgrade(&memory), size));
         }
@@ -543,9 +569,13 @@ impl Device {
         if self.app.old.0.is_empty() {
             return true;
         }
-        let size = self.memory.as_ref().map_or(0, |memory| memory.size());
-        let few = self.app.old.alive() <= cx.limits.old_memory.max(size.saturating_mul(2));
-        if let Some(app) = cx.app.as_deref_mut() {
+        let size = self
+            .queues
+            .memory
+            .as_ref()
+            .map_or(0, |memory| memory.size());
+        let few = self.app.old.alive() <= cx.shared.limits.old_memory.max(size.saturating_mul(2));
+        if let Some(app) = cx.shared.app.as_deref_mut() {
             app.sockets.lease_copies(self.app.pool, !few);
         }
         few

@@ -35,7 +35,7 @@ impl Device {
     pub(super) fn start_lingering(&mut self, key: u32, cx: &Context<'_>) {
         self.lingering.last_progress.insert(key, cx.now);
         if self.lingering.look_at.is_none() {
-            self.look_at_lingering(cx.now + cx.limits.linger);
+            self.look_at_lingering(cx.now + cx.shared.limits.linger);
         }
     }
 
@@ -59,7 +59,7 @@ impl Device {
     /// Closes the sockets of programs that have taken nothing for too long.
     pub(super) fn linger_timed_out(&mut self, cx: &mut Context<'_>) {
         self.lingering.look_at = None;
-        let limit = cx.limits.linger;
+        let limit = cx.shared.limits.linger;
         let due = |(&key, &last): (&u32, &Instant)| (last + limit <= cx.now).then_some(key);
         let keys: Vec<u32> = self
             .lingering
@@ -68,7 +68,7 @@ impl Device {
             .filter_map(due)
             .collect();
         for key in keys {
-            cx.counters.linger_timeouts.add(1);
+            cx.shared.counters.linger_timeouts.add(1);
             tracing::debug!(
                 cid = %self.cid,
                 "host socket closed: the program did not take the last bytes in time"

@@ -45,7 +45,8 @@ impl Device {
         let total = u32::try_from(len).map_err(|_| SendFault::TooLong)?;
         let mut in_place = self.may_lend(flow, cx);
         // The message needs a buffer for its first part.
-        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
+        let pending = self.queues.is_command_pending();
+        let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
         let Some((mut chain, rx)) = popped else {
             self.wait_for_room(id, cx);
@@ -62,11 +63,11 @@ impl Device {
         let mut left = total;
         let mut parts = Vec::new();
         loop {
-            let slot = cx.app.as_deref_mut().and_then(|app| {
+            let slot = cx.shared.app.as_deref_mut().and_then(|app| {
                 let index = app.sockets.begin_loan()?;
                 Some((index, app))
             });
-            let Some(rx) = self.rx.as_mut() else {
+            let Some(rx) = self.queues.rings.rx.as_mut() else {
                 return Err(SendFault::Reset);
             };
             let Some((index, app)) = slot else {
@@ -110,6 +111,8 @@ impl Device {
             }
             // `skip` is false: earlier chains could not be un-popped behind a completed one.
             let next = self
+                .queues
+                .rings
                 .rx
                 .as_mut()
                 .and_then(|rx| rx.pop_if(HEADER_LEN + 1, false));
@@ -132,7 +135,7 @@ impl Device {
     /// Sets `taken` of all loans of a message to the value after the last one, so that they can be
     /// un-popped unless another chain is popped later.
     fn lent_together(&mut self, parts: &[LoanParts], cx: &mut Context<'_>) {
-        let (Some(rx), Some(app)) = (&self.rx, cx.app.as_deref_mut()) else {
+        let (Some(rx), Some(app)) = (&self.queues.rings.rx, cx.shared.app.as_deref_mut()) else {
             return;
         };
         for part in parts {
@@ -152,7 +155,7 @@ impl Device {
         cx: &mut Context<'_>,
     ) -> Result<bool, SendFault> {
         let head = parts.first().map_or(NONE, |part| part.index);
-        let app = cx.app.as_deref_mut().ok_or(SendFault::Unknown)?;
+        let app = cx.shared.app.as_deref_mut().ok_or(SendFault::Unknown)?;
         let loan = app.loan_mut(head).ok_or(SendFault::Unknown)?;
         let credit = std::mem::replace(&mut loan.credit, Credit::None);
         let Credit::Message(mut room) = credit else {
@@ -161,7 +164,7 @@ impl Device {
         };
         let sent = self.send_parts(id, &mut room, parts, ends_record, cx);
         if sent == Err(SendFault::WouldBlock) {
-            let app = cx.app.as_deref_mut();
+            let app = cx.shared.app.as_deref_mut();
             if let Some(loan) = app.and_then(|app| app.loan_mut(head)) {
                 loan.credit = Credit::Message(room);
             }
@@ -183,7 +186,7 @@ impl Device {
             return Err(SendFault::Reset);
         };
         let all = rest.is_empty();
-        if let Some(app) = cx.app.as_deref_mut() {
+        if let Some(app) = cx.shared.app.as_deref_mut() {
             app.tally.sent += rest.len() as u64;
             app.tally.copied_in += rest.len() as u64;
         }
@@ -207,7 +210,8 @@ impl Device {
         let (mut at, mut offset) = (0, 0);
         while let Some(part) = parts.get(at) {
             // A part to be copied needs a buffer first.
-            let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
+            let pending = self.queues.is_command_pending();
+            let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
             let copy_into = match part.private {
                 None => None,
                 Some(_) => match rx.and_then(|rx| rx.pop_if(HEADER_LEN + 1, true)) {
@@ -219,7 +223,9 @@ impl Device {
                     None => return Ok((at, offset)),
                 },
             };
-            let (Some(rx), Some(app)) = (self.rx.as_mut(), cx.app.as_deref_mut()) else {
+            let (Some(rx), Some(app)) =
+                (self.queues.rings.rx.as_mut(), cx.shared.app.as_deref_mut())
+            else {
                 return Err(SendFault::Reset);
             };
             let room_here = copy_into.as_ref().map_or(u32::MAX, room_of) as usize;
@@ -284,7 +290,7 @@ impl Device {
     ) -> Result<Vec<u8>, TryReserveError> {
         let mut rest = Vec::new();
         let mut skip = offset;
-        let (Some(rx), Some(app)) = (&self.rx, cx.app.as_deref_mut()) else {
+        let (Some(rx), Some(app)) = (&self.queues.rings.rx, cx.shared.app.as_deref_mut()) else {
             return Ok(rest);
         };
         let parts = parts.get(at..).unwrap_or(&[]);

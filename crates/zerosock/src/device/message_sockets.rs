@@ -85,8 +85,8 @@ impl Device {
                     bytes += len;
                     empty += u16::from(len == 0);
                     if held {
-                        cx.counters.in_place_bytes.add(len as u64);
-                        let tx = &mut self.tx;
+                        cx.shared.counters.in_place_bytes.add(len as u64);
+                        let tx = &mut self.queues.rings.tx;
                         bridge.outbound.advance_held(len, |chain| {
                             if let Some(tx) = tx {
                                 tx.complete(chain, 0);
@@ -143,7 +143,7 @@ impl Device {
         }
         messages.half = 0;
         let half = bridge.outbound.len();
-        let tx = &mut self.tx;
+        let tx = &mut self.queues.rings.tx;
         bridge.outbound.clear(|chain| {
             if let Some(tx) = tx {
                 tx.complete(chain, 0);
@@ -157,7 +157,9 @@ impl Device {
     fn send_one(&mut self, key: u32, len: usize, cx: &mut Context<'_>) -> (Sent, bool) {
         let in_place = |device: &Device| {
             let bridge = device.bridges.get(key as usize)?;
-            let (BridgePeer::Socket { socket, .. }, Some(tx)) = (&bridge.end, &device.tx) else {
+            let (BridgePeer::Socket { socket, .. }, Some(tx)) =
+                (&bridge.end, &device.queues.rings.tx)
+            else {
                 return None;
             };
             let mut slices = SliceBuf::<PIECES>::new();
@@ -242,8 +244,10 @@ impl Device {
         len: usize,
         cx: &mut Context<'_>,
     ) -> Fill {
-        let (Some(rx), Some(bridge)) = (self.rx.as_mut(), self.bridges.get_mut(key as usize))
-        else {
+        let (Some(rx), Some(bridge)) = (
+            self.queues.rings.rx.as_mut(),
+            self.bridges.get_mut(key as usize),
+        ) else {
             self.shard.cancel_message(room);
             return Fill::Idle;
         };
@@ -290,7 +294,7 @@ impl Device {
         }
         let done = self.give_parts(&mut room, chains, len, |_, _| {}, cx);
         debug_assert_eq!(done, len, "there were buffers for all of it");
-        cx.counters.in_place_bytes.add(len as u64);
+        cx.shared.counters.in_place_bytes.add(len as u64);
         Fill::Again
     }
 
@@ -305,7 +309,7 @@ impl Device {
         cx: &mut Context<'_>,
     ) -> Fill {
         let Ok(mut bytes) = fallible::zeroed(len) else {
-            if let Some(rx) = self.rx.as_mut() {
+            if let Some(rx) = self.queues.rings.rx.as_mut() {
                 while let Some(chain) = chains.pop() {
                     rx.queue.unpop(chain);
                 }
@@ -320,7 +324,7 @@ impl Device {
         };
         if received != Ok(len) {
             // The head of the socket's queue has changed: look again.
-            if let Some(rx) = self.rx.as_mut() {
+            if let Some(rx) = self.queues.rings.rx.as_mut() {
                 while let Some(chain) = chains.pop() {
                     rx.queue.unpop(chain);
                 }
@@ -328,7 +332,7 @@ impl Device {
             self.shard.cancel_message(room);
             return Fill::Again;
         }
-        cx.counters.copied_bytes.add(len as u64);
+        cx.shared.counters.copied_bytes.add(len as u64);
         let write = |memory: &Memory, (chain, at, part): (&Chain, usize, usize)| {
             let bytes = bytes.get(at..at + part).unwrap_or_default();
             memory.write(chain.writable(), HEADER_LEN, bytes);
@@ -350,7 +354,9 @@ impl Device {
         put: impl Fn(&Memory, (&Chain, usize, usize)),
         cx: &mut Context<'_>,
     ) -> usize {
-        let Some(rx) = self.rx.as_mut() else { return 0 };
+        let Some(rx) = self.queues.rings.rx.as_mut() else {
+            return 0;
+        };
         let mut done = 0;
         for chain in chains {
             let part = fits(&chain).min(len - done);
@@ -362,14 +368,14 @@ impl Device {
             {
                 Ok(header) => {
                     emit(rx, chain, &header, part);
-                    cx.counters.tx_packets.add(1);
+                    cx.shared.counters.tx_packets.add(1);
                 }
                 // The flow cannot have ended: nothing ran since the credit was reserved.
                 Err(_) => rx.complete(chain, 0),
             }
         }
         self.moved += done;
-        cx.counters.tx_bytes.add(done as u64);
+        cx.shared.counters.tx_bytes.add(done as u64);
         done
     }
 }

@@ -8,7 +8,9 @@ use crate::device::host_sockets::HostSocket;
 use crate::device::sibling_message::{Peer, SiblingMessage};
 use crate::table::sockets::Ends;
 use zerosock_proto::Address;
+use zerosock_proto::Instant;
 use zerosock_proto::wire::vsock::{Op, Repr};
+use zerosock_virtio::device::WorkerDevice;
 
 /// The address of the sibling's service.
 const THERE: Address = Address::new(Cid::HOST, Port::new(9));
@@ -143,7 +145,7 @@ fn messages_behind_an_empty_message_are_sent_in_place() {
         assert_eq!(got, len as usize);
     }
     let mut stats = crate::stats::Stats::default();
-    joined.lab.counters.add_to(&mut stats);
+    joined.lab.counters().add_to(&mut stats);
     assert_eq!((stats.copied_bytes, stats.in_place_bytes), (0, 6000));
 }
 

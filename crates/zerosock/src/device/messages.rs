@@ -74,7 +74,9 @@ impl Device {
         self.moved += len as usize;
         let ends = Ends::from_flags(flags);
         let key = self.key_of(flow);
-        let Some(tx) = self.tx.as_mut() else { return };
+        let Some(tx) = self.queues.rings.tx.as_mut() else {
+            return;
+        };
         let Some((key, bridge)) = key.and_then(|k| Some((k, self.bridges.get_mut(k as usize)?)))
         else {
             // The device has no bridge for this flow: reset it rather than lose bytes.
@@ -122,7 +124,7 @@ impl Device {
                     .outbound
                     .push(tx.queue.memory(), held, share, &mut self.spare_outbound)
             {
-                cx.counters.copied_bytes.add(u64::from(len));
+                cx.shared.counters.copied_bytes.add(u64::from(len));
                 tx.complete(chain, 0);
             }
         }
@@ -186,8 +188,10 @@ impl Device {
 
     /// Sends messages of the sibling to the guest.
     pub(super) fn fill_messages_from_sibling(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        let (Some(rx), Some(bridge)) = (self.rx.as_mut(), self.bridges.get_mut(key as usize))
-        else {
+        let (Some(rx), Some(bridge)) = (
+            self.queues.rings.rx.as_mut(),
+            self.bridges.get_mut(key as usize),
+        ) else {
             return Fill::Idle;
         };
         let (BridgePeer::Sibling(sibling), Some(flow), Some(messages)) =
@@ -237,7 +241,7 @@ impl Device {
                     Memory::copy(source, target, len);
                     held.offset += len as u32;
                     held.len -= len as u32;
-                    cx.counters.in_place_bytes.add(len as u64);
+                    cx.shared.counters.in_place_bytes.add(len as u64);
                 }
                 Some(Inbound::Copied { bytes, taken }) => {
                     let rest = bytes.get(*taken..).unwrap_or(&[]);
@@ -261,12 +265,12 @@ impl Device {
             match self.shard.commit_part(&mut sending.room, len as u32, last) {
                 Ok(header) => {
                     emit(rx, chain, &header, len);
-                    cx.counters.tx_packets.add(1);
+                    cx.shared.counters.tx_packets.add(1);
                 }
                 // The flow has ended, which an event reports.
                 Err(_) => rx.complete(chain, 0),
             }
-            cx.counters.tx_bytes.add(len as u64);
+            cx.shared.counters.tx_bytes.add(len as u64);
             self.moved += len;
             if last.is_some() {
                 messages.sending = None;
@@ -294,7 +298,7 @@ impl Device {
 
     /// Resets a connection with a message that exceeds its receiver's buffer.
     pub(super) fn too_long(&mut self, key: u32, len: usize, cx: &mut Context<'_>) {
-        cx.counters.message_resets.add(1);
+        cx.shared.counters.message_resets.add(1);
         tracing::warn!(
             cid = %self.cid, len,
             "connection reset: a message is longer than its receiver can take"
@@ -306,7 +310,7 @@ impl Device {
     /// bytes in their place.
     #[cold]
     fn lost_message(&mut self, key: u32, cx: &mut Context<'_>) {
-        cx.counters.message_resets.add(1);
+        cx.shared.counters.message_resets.add(1);
         tracing::error!(cid = %self.cid, "connection reset: bytes of a message are missing");
         self.reset_bridge(key, cx);
     }
@@ -326,7 +330,8 @@ impl Device {
         }
         let mut slices = Slices::new(slices);
         let total = u32::try_from(slices.left()).map_err(|_| SendFault::TooLong)?;
-        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
+        let pending = self.queues.is_command_pending();
+        let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
         let Some((mut chain, rx)) = popped else {
             self.wait_for_room(id, cx);
@@ -369,7 +374,7 @@ impl Device {
         if let Some(rest) = rest {
             self.keep_outgoing(rest);
         }
-        if let Some(app) = cx.app.as_deref_mut() {
+        if let Some(app) = cx.shared.app.as_deref_mut() {
             app.tally.sent += u64::from(total);
             app.tally.copied_in += u64::from(total);
             app.tally.packets_sent += packets;
@@ -391,7 +396,8 @@ impl Device {
         flow: FlowId,
         cx: &mut Context<'_>,
     ) -> bool {
-        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
+        let pending = self.queues.is_command_pending();
+        let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
         if !rx.is_some_and(|rx| rx.live() && rx.queue.posted() > 0) {
             self.wait_for_room(id, cx);
             return false;
@@ -406,7 +412,9 @@ impl Device {
 
     /// Sends kept messages to the guest as far as there are buffers.
     pub(super) fn send_outgoing(&mut self, cx: &mut Context<'_>) {
-        let Some(rx) = self.rx.as_mut() else { return };
+        let Some(rx) = self.queues.rings.rx.as_mut() else {
+            return;
+        };
         while self.moved < TURN_BYTES
             && let Some(mut kept) = self.outgoing.pop_front()
         {
@@ -430,9 +438,9 @@ impl Device {
             }
             kept.advance(len);
             self.moved += len;
-            cx.counters.tx_packets.add(1);
-            cx.counters.tx_bytes.add(len as u64);
-            if let Some(app) = cx.app.as_deref_mut() {
+            cx.shared.counters.tx_packets.add(1);
+            cx.shared.counters.tx_bytes.add(len as u64);
+            if let Some(app) = cx.shared.app.as_deref_mut() {
                 app.tally.packets_sent += 1;
             }
             if last.is_none() {

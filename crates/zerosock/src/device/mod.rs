@@ -19,8 +19,7 @@
 //! - `messages`, `message_sockets`: connections that carry messages (SEQPACKET);
 //! - `program`, `app`, `app_store`, `lending`, `message_loans`: connections with the program that
 //!   embeds the device;
-//! - `command`: commands of the VMM, received through [`zerosock_vhost_user`];
-//! - `member`: identity and removal of a device;
+//! - `virtio`: turns, events and commands of the VMM;
 //! - `queue_pairs`: a device with several queue pairs.
 
 pub(crate) mod app;
@@ -31,9 +30,9 @@ mod backlog;
 #[cfg(test)]
 pub(crate) mod bare;
 mod bridge;
-mod command;
 pub(crate) mod datagrams;
 mod events;
+pub(crate) mod factory;
 mod flush;
 mod from_guest;
 mod gathering;
@@ -41,7 +40,6 @@ pub(crate) mod host;
 pub(crate) mod host_sockets;
 pub(crate) mod lending;
 mod lingering;
-mod member;
 mod message_loans;
 mod message_sockets;
 #[cfg(test)]
@@ -49,7 +47,6 @@ mod message_tests;
 mod messages;
 pub(crate) mod model;
 pub(crate) mod outbound;
-pub(crate) mod outbox;
 pub(crate) mod placing;
 pub(crate) mod program;
 pub(crate) mod queue_pair_ports;
@@ -58,20 +55,19 @@ pub(crate) mod queue_pairs;
 mod queue_pairs_tests;
 #[cfg(test)]
 mod ready_tests;
-mod ring;
 mod sibling;
 pub(crate) mod sibling_message;
 #[cfg(test)]
 mod time_limit_tests;
 mod timers;
 mod to_guest;
+#[cfg(test)]
+mod turn_tests;
+mod virtio;
 
 use crate::device::host_sockets::hybrid::OkConvention;
-use crate::device::outbox::Outbox;
-use crate::io::clock::Clock;
-use crate::io::deadline::earlier;
-use crate::io::poller::Poller;
-use crate::routing::{DeviceAddr, Routes};
+
+use crate::routing::Routes;
 use crate::stats::{Counters, Holdings};
 use crate::table::gathered::Gathered;
 use crate::table::outgoing::Outgoing;
@@ -79,20 +75,22 @@ use bridge::{Bridge, BridgePeer};
 use host::Handshake;
 pub(crate) use host::HostEnd;
 use outbound::Spares;
-use ring::Ring;
 use slab::Slab;
 use std::collections::VecDeque;
+use std::fmt;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 use timers::Timers;
 use zerosock_proto::vsock::{FlowId, Shard};
 use zerosock_proto::wire::vsock::SocketType;
-use zerosock_proto::{Cid, Instant, Port};
-use zerosock_ring::Memory;
+use zerosock_proto::{Cid, Port};
 use zerosock_sys::account::{Account, Budget};
-use zerosock_sys::notify::Notifier;
 use zerosock_vhost_user::{FrontendLink, LogLimit};
+use zerosock_virtio::command;
+use zerosock_virtio::outbox::DeviceAddr;
+use zerosock_virtio::queues::QueueSet;
+use zerosock_virtio::ring::Ring;
 
 /// Index of the receive queue: buffers for packets to the guest (virtio 1.2, 5.10.2).
 pub(crate) const RX: u16 = 0;
@@ -131,32 +129,31 @@ pub(crate) struct Limits {
     pub(crate) ok: OkConvention,
 }
 
-/// What the worker lends a device for one turn.
-pub(crate) struct Context<'a> {
-    pub(crate) now: Instant,
-    /// If set, `now` may be old and this clock gives the time: see [`Context::time`].
-    pub(crate) clock: Option<&'a Clock>,
-    pub(crate) poller: &'a Poller,
-    pub(crate) routes: &'a Routes,
-    pub(crate) outbox: &'a mut Outbox,
-    pub(crate) counters: &'a Counters,
-    pub(crate) notifier: &'a Notifier,
-    pub(crate) limits: &'a Limits,
-    /// The worker polls the rings before it sleeps, so the device asks for no kicks.
-    pub(crate) spins: bool,
-    /// The embedding program's state, if a program embeds the device.
-    pub(crate) app: Option<&'a mut program::App>,
+/// State that all devices of a worker share.
+pub(crate) struct Shared {
+    pub(crate) routes: Arc<Routes>,
+    pub(crate) counters: Arc<Counters>,
+    pub(crate) limits: Limits,
+    /// The embedding program's state, if a program embeds the devices.
+    pub(crate) app: Option<Box<program::App>>,
 }
 
-impl Context<'_> {
-    /// The current time. Few packets need it, so the clock is read at the first call only.
-    #[inline]
-    pub(crate) fn time(&mut self) -> Instant {
-        if let Some(clock) = self.clock.take() {
-            self.now = clock.now();
-        }
-        self.now
-    }
+/// What the worker lends a device for one call.
+pub(crate) type Context<'a> = zerosock_virtio::device::Context<'a, Device>;
+
+/// A worker of vsock devices.
+pub(crate) type Worker = zerosock_virtio::worker::Worker<Device>;
+
+/// A message to a worker of vsock devices.
+pub(crate) type WorkerMessage = zerosock_virtio::worker::WorkerMessage<Device>;
+
+/// The rings of a queue pair.
+#[derive(Debug, Default)]
+pub(crate) struct VsockRings {
+    pub(crate) rx: Option<Ring>,
+    pub(crate) tx: Option<Ring>,
+    /// Only the first pair has an event queue.
+    pub(crate) event: Option<Ring>,
 }
 
 /// The device half of one queue pair: see the module.
@@ -173,21 +170,9 @@ pub(crate) struct Device {
     account: Account,
     warnings: LogLimit,
 
-    link: Option<FrontendLink>,
-    memory: Option<Arc<Memory>>,
-    rx: Option<Ring>,
-    tx: Option<Ring>,
-    event: Option<Ring>,
-    /// Number of the last queue start. A chain that returns late carries the epoch of its queue.
-    epoch: u32,
-    /// The front-end has not started a queue since it connected.
-    no_queue_started: bool,
+    queues: QueueSet<VsockRings>,
     /// A TRANSPORT_RESET event has to be sent to the driver.
     announce_reset: bool,
-    /// The command that waits until chains, leases or loans have been returned.
-    pending_command: Option<command::PendingCommand>,
-    /// When the device stops waiting for the embedding program and drops the front-end.
-    command_deadline: Option<Instant>,
 
     bridges: Slab<Bridge>,
     /// Key of the bridge, by flow index; `u32::MAX`: none.
@@ -214,8 +199,6 @@ pub(crate) struct Device {
     stale_ready: usize,
     /// Connection requests to siblings without an answer.
     unanswered: usize,
-    /// The base at which the receive and transmit queues were stopped.
-    stopped_at: [Option<u16>; 2],
     /// Payload bytes moved in this turn in the current direction.
     moved: usize,
     /// The guest had no buffer for something that is to be sent to it.
@@ -227,12 +210,8 @@ pub(crate) struct Device {
     pub(crate) process: bool,
     /// The rings have unpublished changes that [`app_flush`](Self::app_flush) publishes.
     pub(crate) touched: bool,
-    /// On the worker's list of devices that need a turn.
-    pub(crate) active: bool,
     /// The values last reported to the worker's counters.
     counted: Holdings,
-    /// The deadline that the worker has recorded for this device.
-    pub(crate) armed: Option<Instant>,
 }
 
 impl Device {
@@ -252,16 +231,8 @@ impl Device {
             queue_pairs: queue_pairs::QueuePairSet::one(addr),
             account: Budget::unlimited().account(),
             warnings: LogLimit::default(),
-            link: None,
-            memory: None,
-            rx: None,
-            tx: None,
-            event: None,
-            epoch: 0,
-            no_queue_started: true,
+            queues: QueueSet::new(0),
             announce_reset: false,
-            pending_command: None,
-            command_deadline: None,
             bridges: Slab::new(),
             by_flow: Vec::new(),
             lingering: lingering::Lingering::default(),
@@ -278,55 +249,19 @@ impl Device {
             timers: Timers::default(),
             stale_ready: 0,
             unanswered: 0,
-            stopped_at: [None; 2],
             moved: 0,
             starved: false,
             app: app_store::AppState::default(),
             datagrams: datagrams::Datagrams::new(),
             process: false,
             touched: false,
-            active: false,
             counted: Holdings::default(),
-            armed: None,
         }
     }
 
     /// Sets the budget that the device's host sockets count against.
     pub(crate) fn set_account(&mut self, account: Account) {
         self.account = account;
-    }
-
-    /// Runs one turn within its budgets. Returns true if there is more to do.
-    pub(crate) fn turn(&mut self, cx: &mut Context<'_>) -> bool {
-        self.moved = 0;
-        self.fire_timers(cx);
-        let mut more = self.receive(cx);
-        self.moved = 0;
-        more |= self.transmit(cx);
-        // The packets received may have freed buffers or produced answers.
-        self.drain_events(cx);
-        self.serve_events();
-        for ring in [&mut self.rx, &mut self.tx, &mut self.event]
-            .into_iter()
-            .flatten()
-        {
-            let told = ring.publish(cx.notifier);
-            if let Some(app) = cx.app.as_deref_mut() {
-                app.tally.notifications += u64::from(told);
-            }
-            cx.counters
-                .bad_chains
-                .add(std::mem::take(&mut ring.malformed));
-        }
-        self.reset_on_broken_ring(cx);
-        self.finish_command(cx);
-        if self.memory.as_ref().is_some_and(|m| m.is_lost()) {
-            self.lose("guest memory vanished under the device", cx);
-            return false;
-        }
-        self.count(cx);
-        // The embedding program arms the device itself before it sleeps.
-        more || (cx.app.is_none() && !cx.spins && self.rearm(false)) || self.has_work_for_guest()
     }
 
     /// Publishes the current counts of connections, bridges, timers and ports to the counters.
@@ -339,13 +274,13 @@ impl Device {
         };
         if now != self.counted {
             let before = std::mem::replace(&mut self.counted, now);
-            cx.counters.hold(before, now);
+            cx.shared.counters.hold(before, now);
         }
     }
 
     /// Whether a queue has broken and its connections have not been reset yet.
     fn has_broken(&self) -> bool {
-        let rings = [&self.rx, &self.tx];
+        let rings = [&self.queues.rings.rx, &self.queues.rings.tx];
         rings.into_iter().flatten().any(|ring| ring.reset_pending)
     }
 
@@ -355,7 +290,10 @@ impl Device {
         if !self.has_broken() {
             return;
         }
-        for ring in [&mut self.rx, &mut self.tx].into_iter().flatten() {
+        for ring in [&mut self.queues.rings.rx, &mut self.queues.rings.tx]
+            .into_iter()
+            .flatten()
+        {
             ring.reset_pending = false;
         }
         // Lingering bridges have no flow any more.
@@ -369,44 +307,23 @@ impl Device {
         }
     }
 
-    /// The next time at which [`turn`](Self::turn) has timed work.
-    pub(crate) fn next_timeout(&self) -> Option<Instant> {
-        let streams = earlier(self.timers.next(), self.shard.poll_timeout());
-        earlier(streams, self.datagrams.next_timeout())
-    }
-
-    /// Whether the guest has made chains available that a turn would take.
-    pub(crate) fn has_available_chains(&mut self) -> bool {
-        let blocked = self.receive_blocked();
-        let tx = self.tx.as_mut().filter(|ring| ring.live() && !blocked);
-        let starved = self.starved;
-        let rx = self.rx.as_mut().filter(|ring| ring.live() && starved);
-        let mut rings = tx.into_iter().chain(rx);
-        rings.any(|ring| ring.queue.available() > 0)
-    }
-
-    /// Asks the driver for kicks. Returns true if chains became available meanwhile.
-    pub(crate) fn enable_kicks(&mut self) -> bool {
-        self.rearm(false)
-    }
-
     /// Asks the driver for kicks. Returns true if chains became available meanwhile. With `full`
     /// the transmit queue is left out: nothing may be taken from it until chains are returned.
     fn rearm(&mut self, full: bool) -> bool {
         let mut more = false;
         if !full
             && !self.receive_blocked()
-            && let Some(tx) = self.tx.as_mut().filter(|r| r.live())
+            && let Some(tx) = self.queues.rings.tx.as_mut().filter(|r| r.live())
         {
             more |= tx.queue.enable_notifications();
         }
         if self.starved
-            && let Some(rx) = self.rx.as_mut().filter(|r| r.live())
+            && let Some(rx) = self.queues.rings.rx.as_mut().filter(|r| r.live())
         {
             more |= rx.queue.enable_notifications();
         }
         if self.announce_reset
-            && let Some(event) = self.event.as_mut().filter(|r| r.live())
+            && let Some(event) = self.queues.rings.event.as_mut().filter(|r| r.live())
         {
             more |= event.queue.enable_notifications();
         }
@@ -415,12 +332,12 @@ impl Device {
 
     fn has_work_for_guest(&self) -> bool {
         !self.starved
-            && self.rx.as_ref().is_some_and(Ring::live)
+            && self.queues.rings.rx.as_ref().is_some_and(Ring::live)
             && (self.shard.has_transmit()
                 || !self.ready.is_empty()
                 || !self.outgoing.is_empty()
                 // Datagrams are not sent while a command is pending.
-                || (self.pending_command.is_none() && self.datagrams.has_work()))
+                || (!self.queues.is_command_pending() && self.datagrams.has_work()))
     }
 
     /// The key of the bridge of `flow`, if it exists.
@@ -440,7 +357,7 @@ impl Device {
         }
         let key = self.bridges.insert(bridge) as u32;
         self.name_bridge(flow, key);
-        cx.counters.conns_added.add(1);
+        cx.shared.counters.conns_added.add(1);
         key
     }
 
@@ -506,7 +423,7 @@ impl Device {
         }
         self.stalled_chains -= bridge.counted.0 as usize;
         self.overflow_bytes -= bridge.counted.1 as usize;
-        let tx = &mut self.tx;
+        let tx = &mut self.queues.rings.tx;
         bridge.outbound.clear(|chain| {
             if let Some(tx) = tx {
                 tx.complete(chain, 0);
@@ -518,7 +435,7 @@ impl Device {
                 self.abandon_parked(*parked, cx);
             }
         }
-        cx.counters.conns_removed.add(1);
+        cx.shared.counters.conns_removed.add(1);
         if self.bridges.is_empty() && self.bridges.capacity() > KEPT {
             // Stored keys are hints: every use checks that the bridge exists.
             self.bridges = Slab::new();
@@ -531,27 +448,30 @@ impl Device {
 
     /// Gives up the device because its memory or a ring is unusable. Other devices are unaffected.
     fn lose(&mut self, reason: &str, cx: &mut Context<'_>) {
-        let link = self.link.take();
+        let link = self.queues.link.take();
         if link.as_ref().is_some_and(FrontendLink::note_loss) {
             tracing::error!(cid = %self.cid, reason, "device lost");
-            cx.counters.devices_lost.add(1);
+            cx.shared.counters.devices_lost.add(1);
         }
         self.app_lose(cx);
-        for ring in [&mut self.rx, &mut self.tx, &mut self.event]
-            .into_iter()
-            .flatten()
-        {
-            ring.fail();
-            ring.publish(cx.notifier);
-        }
+        self.queues.fail(cx.notifier);
         // Bytes left in the lost memory are undefined: they are not delivered.
         let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
             self.end_bridge(key, cx);
         }
-        self.disconnect(cx);
+        command::disconnect(self, cx);
         if let Some(link) = link {
             link.close(reason);
         }
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device")
+            .field("addr", &self.addr)
+            .field("cid", &self.cid)
+            .finish_non_exhaustive()
     }
 }

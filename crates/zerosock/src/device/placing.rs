@@ -8,7 +8,7 @@ use zerosock_proto::vsock::QueuePairs;
 use zerosock_proto::{Address, Cid, Port};
 
 use super::Device;
-use crate::routing::DeviceAddr;
+use zerosock_virtio::outbox::DeviceAddr;
 
 /// Ports tried before the search gives up: several for each of at most sixteen pairs.
 pub(crate) const SPARE_PORTS: usize = 256;

@@ -31,10 +31,11 @@ use zerosock_proto::wire::vsock::{Op, Repr};
 use super::app_store::QueueStore;
 use super::bridge::{Bridge, BridgePeer, SiblingEnd};
 use super::sibling;
+use super::virtio::BRIDGE;
 use super::{Context, Device};
 use crate::device::sibling_message::{Peer, SiblingMessage};
-use crate::io::poller::Source;
-use crate::routing::DeviceAddr;
+use zerosock_virtio::outbox::DeviceAddr;
+use zerosock_virtio::poller::{Interest, Token};
 
 /// The queue pairs of a device, and the connections moving between this pair and others.
 #[derive(Debug)]
@@ -131,7 +132,7 @@ impl Device {
     pub(crate) fn set_queue_pair(&mut self, pair: u16, all: Arc<[DeviceAddr]>) {
         self.queue_pairs = QueuePairSet::new(pair, self.addr, all);
         // The pair in the upper bits keeps epochs of different pairs apart.
-        self.epoch = u32::from(pair) << 24;
+        self.queues.epoch = u32::from(pair) << 24;
     }
 
     /// The addresses of all queue pairs of the device, by number.
@@ -167,7 +168,7 @@ impl Device {
 
     /// Passes on the bytes that came before MOVE and decides whether the connection can move.
     fn prepare_move(&mut self, flow: FlowId, pair: u32, cx: &mut Context<'_>) -> MoveState {
-        if self.pending_command.is_some() || self.queue_pairs.other(pair).is_none() {
+        if self.queues.is_command_pending() || self.queue_pairs.other(pair).is_none() {
             return MoveState::Refused;
         }
         let Some(key) = self.key_of(flow) else {
@@ -238,7 +239,7 @@ impl Device {
         let queue_pair = self.queue_pairs.other(u32::from(pair));
         // A driver that reboots stops all queues before it starts one. No connection may leave
         // after that: the next driver would not know it.
-        let runs = self.pending_command.is_none() && self.tx.is_some();
+        let runs = !self.queues.is_command_pending() && self.queues.rings.tx.is_some();
         let Some(queue_pair) = queue_pair.filter(|_| runs) else {
             self.refuse_move(flow);
             return None;
@@ -264,7 +265,7 @@ impl Device {
         // No chain of this ring is lent any more; held chains are copied out here.
         self.spill(key, 0, cx);
         if let Some(BridgePeer::App(end)) = self.bridges.get(key as usize).map(|bridge| &bridge.end)
-            && let Some(app) = cx.app.as_deref_mut()
+            && let Some(app) = cx.shared.app.as_deref_mut()
         {
             app.sockets.leave_pool(end.id, &mut self.store());
         }
@@ -315,7 +316,7 @@ impl Device {
     /// sibling. A connection that cannot be adopted is reset.
     pub(crate) fn adopt(&mut self, handoff: Handoff, cx: &mut Context<'_>) {
         // The queues need not run: a paused pair continues with the connection later.
-        if self.memory.is_none() {
+        if self.queues.memory.is_none() {
             return handoff.abandon(cx);
         }
         let Handoff {
@@ -351,8 +352,12 @@ impl Device {
         bridge.writable = true;
         match &mut bridge.end {
             BridgePeer::Socket { socket, .. } => {
-                let vm = self.addr.vm;
-                if let Err(error) = cx.poller.add(&*socket, Source::Bridge { vm, key }) {
+                let token = Token {
+                    device: self.addr.vm,
+                    kind: BRIDGE,
+                    key,
+                };
+                if let Err(error) = cx.poller.add(&*socket, token, Interest::All) {
                     tracing::warn!(
                         cid = %self.cid, %error,
                         "cannot add a host program's socket to the poller"
@@ -370,7 +375,7 @@ impl Device {
             }
             BridgePeer::App(end) => {
                 let id = end.id;
-                if let Some(app) = cx.app.as_deref_mut() {
+                if let Some(app) = cx.shared.app.as_deref_mut() {
                     let pool = self.app_pool(app);
                     app.sockets.enter_pool(id, pool, flow);
                 }
@@ -592,7 +597,7 @@ impl Handoff {
         sibling::send_end(&bridge, false, cx);
         // Held chains belonged to the old pair, which completed them before the handoff.
         Device::app_ended_in(&mut QueueStore::default(), &bridge, false, cx);
-        cx.counters.conns_removed.add(1);
+        cx.shared.counters.conns_removed.add(1);
         let arrived = SiblingMessage::Arrived {
             to: old.flow,
             now: None,

@@ -8,9 +8,11 @@ use crate::device::queue_pairs::Handoff;
 use crate::device::sibling_message::{Peer, SiblingMessage};
 use crate::stats::Stats;
 use zerosock_proto::Address;
+use zerosock_proto::Instant;
 use zerosock_proto::vsock::{PortTable, QueuePairs, ShardConfig};
 use zerosock_proto::wire::vsock::{Op, Repr};
 use zerosock_vhost_user::{DeviceCommand, Reply};
+use zerosock_virtio::device::WorkerDevice;
 
 const THERE: Address = Address::new(Cid::HOST, Port::new(9));
 const HERE: Address = Address::new(Cid::new(3), Port::new(5));
@@ -249,7 +251,7 @@ fn stopped_queue_pair_refuses_a_move() {
     let local = pairs.local();
     pairs.guest_sends(OLD, local, Op::Move);
     pairs.command(OLD, DeviceCommand::StopQueue { index: TX });
-    assert!(pairs.labs[OLD].lend().0.tx.is_none());
+    assert!(pairs.labs[OLD].lend().0.queues.rings.tx.is_none());
     let (device, mut cx) = pairs.labs[OLD].lend();
     let Some((_, SiblingMessage::HandOff { to, pair })) = self_message(&mut cx) else {
         panic!("no handoff was requested");
@@ -281,7 +283,7 @@ fn handoff_to_a_pair_with_the_same_addresses_resets_both_ends() {
     assert!(pairs.labs[OLD].lend().0.queue_pairs.is_at_rest());
     let mut stats = Stats::default();
     for lab in &mut pairs.labs {
-        lab.lend().1.counters.add_to(&mut stats);
+        lab.lend().1.shared.counters.add_to(&mut stats);
     }
     assert_eq!((stats.conns_added, stats.conns_removed), (1, 1));
 }

@@ -1,16 +1,19 @@
 //! The ready list: each bridge is on it at most once, and entries of removed bridges are swept.
 
 use super::*;
+use crate::device::sibling_message::SiblingMessage;
+use zerosock_proto::Instant;
 use zerosock_proto::vsock::{PortTable, ShardConfig};
 use zerosock_proto::{Address, Port};
+use zerosock_sys::notify::Notifier;
+use zerosock_virtio::outbox::Outbox;
+use zerosock_virtio::poller::Poller;
 
 pub(super) struct Lab {
     poller: Poller,
-    pub(super) routes: Routes,
-    outbox: Outbox,
-    pub(super) counters: Counters,
+    outbox: Outbox<SiblingMessage>,
     notifier: Notifier,
-    limits: Limits,
+    pub(super) shared: Shared,
     pub(super) device: Device,
 }
 
@@ -27,27 +30,30 @@ impl Lab {
         let shard = Shard::new(ShardConfig::device(cid), ports);
         Lab {
             poller: Poller::new().unwrap(),
-            routes: Routes::default(),
             outbox: Outbox::new(0),
-            counters: Counters::default(),
             notifier: Notifier::new(),
-            limits: Limits {
-                handshake: second,
-                connect: second,
-                hold: second,
-                overflow: 1 << 20,
-                old_memory: 0,
-                handshakes: 1,
-                lingering: 1,
-                linger: second,
-                ok: OkConvention::GuestPort,
+            shared: Shared {
+                routes: Arc::default(),
+                counters: Arc::default(),
+                limits: Limits {
+                    handshake: second,
+                    connect: second,
+                    hold: second,
+                    overflow: 1 << 20,
+                    old_memory: 0,
+                    handshakes: 1,
+                    lingering: 1,
+                    linger: second,
+                    ok: OkConvention::GuestPort,
+                },
+                app: None,
             },
             device: Device::new(addr, cid, shard, HostEnd::None, None),
         }
     }
 
     pub(super) fn counters(&self) -> &Counters {
-        &self.counters
+        &self.shared.counters
     }
 
     pub(super) fn lend(&mut self) -> (&mut Device, Context<'_>) {
@@ -55,13 +61,10 @@ impl Lab {
             now: Instant::ZERO,
             clock: None,
             poller: &self.poller,
-            routes: &self.routes,
             outbox: &mut self.outbox,
-            counters: &self.counters,
             notifier: &self.notifier,
-            limits: &self.limits,
             spins: false,
-            app: None,
+            shared: &mut self.shared,
         };
         (&mut self.device, cx)
     }

@@ -56,7 +56,7 @@ pub(super) fn merge_inbound(
             match &inbound {
                 Inbound::Lent { memory, held, .. } => {
                     copy_out(memory, held, &mut bytes);
-                    cx.counters.copied_bytes.add(held.len.into());
+                    cx.shared.counters.copied_bytes.add(held.len.into());
                     cx.outbox
                         .send(device, returned_message(flow, inbound, false));
                 }
@@ -120,7 +120,8 @@ impl Device {
     fn may_come_from(&self, port: Port, cx: &Context<'_>) -> bool {
         match &self.service {
             Some(own) => {
-                own.contains(&port) || cx.routes.service(port) == Some(self.queue_pairs.first())
+                own.contains(&port)
+                    || cx.shared.routes.service(port) == Some(self.queue_pairs.first())
             }
             None => true,
         }
@@ -137,9 +138,9 @@ impl Device {
     ) {
         let may = self.unanswered < MAX_UNANSWERED
             && self.may_come_from(peer.port, cx)
-            && cx.routes.may_reach(self.cid, local);
-        let Some(device) = cx.routes.target(local).filter(|_| may) else {
-            cx.counters.conns_refused.add(1);
+            && cx.shared.routes.may_reach(self.cid, local);
+        let Some(device) = cx.shared.routes.target(local).filter(|_| may) else {
+            cx.shared.counters.conns_refused.add(1);
             let _ = self.shard.reject(flow);
             return;
         };
@@ -239,7 +240,7 @@ impl Device {
                 end: BridgePeer::Asked(_),
                 ..
             }) => {
-                cx.counters.conns_refused.add(1);
+                cx.shared.counters.conns_refused.add(1);
                 self.shard.reject(to)
             }
             _ => self.shard.reset(to),
@@ -279,7 +280,7 @@ impl Device {
             };
             return cx.outbox.send(queue_pair, connect);
         }
-        let running = self.rx.as_ref().is_some_and(|rx| rx.live());
+        let running = self.queues.rings.rx.as_ref().is_some_and(|rx| rx.live());
         let flow = match self.shard.connect(cx.now, local, peer, socket_type) {
             Ok(flow) if running => flow,
             other => {
@@ -369,7 +370,7 @@ impl Device {
         cx: &mut Context<'_>,
     ) {
         let returned = chain.is_some();
-        if let (Some((chain, epoch)), Some(tx)) = (chain, self.tx.as_mut()) {
+        if let (Some((chain, epoch)), Some(tx)) = (chain, self.queues.rings.tx.as_mut()) {
             // A chain of an earlier epoch needs no completion: its queue was stopped.
             if tx.epoch == epoch {
                 tx.complete(chain, 0);
@@ -418,7 +419,7 @@ impl Device {
                     break;
                 }
                 copy_out(memory, held, &mut bytes);
-                cx.counters.copied_bytes.add(bytes.len() as u64);
+                cx.shared.counters.copied_bytes.add(bytes.len() as u64);
                 copied += bytes.len();
                 let copy = Inbound::Copied { bytes, taken: 0 };
                 let lent = std::mem::replace(inbound, copy);

@@ -10,13 +10,13 @@ use super::datagrams::return_lent;
 use super::host::Caller;
 use super::outbound::HeldChain;
 use super::queue_pairs::Handoff;
-use crate::routing::DeviceAddr;
 use crate::table::sockets::Ends;
 use std::sync::Arc;
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::wire::vsock::{Repr, SocketType};
 use zerosock_proto::{Address, Port};
 use zerosock_ring::Memory;
+use zerosock_virtio::outbox::DeviceAddr;
 
 /// One side of a sibling connection.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

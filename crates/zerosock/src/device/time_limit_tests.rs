@@ -11,6 +11,7 @@ use super::outbound::Outbound;
 use super::ready_tests::Lab;
 use super::*;
 use crate::device::host_sockets::HostSocket;
+use zerosock_proto::Instant;
 
 impl Lab {
     /// Handles the timers that are due `at` after the start.

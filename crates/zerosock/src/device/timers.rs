@@ -20,8 +20,6 @@ pub(crate) enum Timer {
     Hold(u32),
     /// Retry accept on a listener after a failure.
     Accept(u32),
-    /// Check whether the pending command can be completed.
-    Recall,
 }
 
 /// See the module.

@@ -6,7 +6,6 @@
 
 use super::bridge::{Bridge, BridgePeer, Inbound};
 use super::events::emit;
-use super::ring::Ring;
 use super::sibling as siblings;
 use super::{Context, Device, TURN_BYTES};
 use arrayvec::ArrayVec;
@@ -14,6 +13,7 @@ use rustix::io::Errno;
 use zerosock_proto::vsock::{FlowId, How, Reservation, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory, SliceBuf};
+use zerosock_virtio::ring::Ring;
 
 /// Buffers filled by one read.
 pub(super) const GATHER: usize = 32;
@@ -41,7 +41,7 @@ impl Device {
     /// Fills a budget of buffers. Returns true if there is more to send and buffers are available.
     pub(super) fn transmit(&mut self, cx: &mut Context<'_>) -> bool {
         self.starved = false;
-        if !self.rx.as_ref().is_some_and(Ring::live) {
+        if !self.queues.rings.rx.as_ref().is_some_and(Ring::live) {
             return false;
         }
         self.transmit_control(cx);
@@ -104,7 +104,9 @@ impl Device {
     /// Sends the packets that carry no payload.
     pub(super) fn transmit_control(&mut self, cx: &mut Context<'_>) {
         self.drain_events(cx);
-        let Some(rx) = self.rx.as_mut() else { return };
+        let Some(rx) = self.queues.rings.rx.as_mut() else {
+            return;
+        };
         while self.shard.has_transmit() {
             let Some(chain) = rx.pop_if(HEADER_LEN, true) else {
                 self.starved = true;
@@ -115,14 +117,16 @@ impl Device {
                 break;
             };
             emit(rx, chain, &packet.header, 0);
-            cx.counters.tx_packets.add(1);
+            cx.shared.counters.tx_packets.add(1);
         }
         self.send_gathered(cx);
     }
 
     fn fill_from_socket(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        let (Some(rx), Some(bridge)) = (self.rx.as_mut(), self.bridges.get_mut(key as usize))
-        else {
+        let (Some(rx), Some(bridge)) = (
+            self.queues.rings.rx.as_mut(),
+            self.bridges.get_mut(key as usize),
+        ) else {
             return Fill::Idle;
         };
         let (BridgePeer::Socket { socket, .. }, Some(flow)) = (&bridge.end, bridge.flow) else {
@@ -156,8 +160,8 @@ impl Device {
         };
         self.moved += received;
         commit(rx, &mut self.shard, gathered, received, cx);
-        cx.counters.in_place_bytes.add(received as u64);
-        cx.counters.tx_bytes.add(received as u64);
+        cx.shared.counters.in_place_bytes.add(received as u64);
+        cx.shared.counters.tx_bytes.add(received as u64);
         learn(bridge, received, want);
         match result {
             Ok(_) if received == 0 => self.host_ended(key, cx),
@@ -208,8 +212,10 @@ impl Device {
     }
 
     fn fill_from_sibling(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        let (Some(rx), Some(bridge)) = (self.rx.as_mut(), self.bridges.get_mut(key as usize))
-        else {
+        let (Some(rx), Some(bridge)) = (
+            self.queues.rings.rx.as_mut(),
+            self.bridges.get_mut(key as usize),
+        ) else {
             return Fill::Idle;
         };
         let (BridgePeer::Sibling(sibling), Some(flow)) = (&mut bridge.end, bridge.flow) else {
@@ -258,7 +264,7 @@ impl Device {
                     Memory::copy(source, target, len);
                     held.offset += len as u32;
                     held.len -= len as u32;
-                    cx.counters.in_place_bytes.add(len as u64);
+                    cx.shared.counters.in_place_bytes.add(len as u64);
                 }
                 Inbound::Copied { bytes, taken } => {
                     let bytes = &bytes[*taken..*taken + len];
@@ -268,7 +274,7 @@ impl Device {
                 }
             }
             finish(rx, &mut self.shard, chain, reservation, len, cx);
-            cx.counters.tx_bytes.add(len as u64);
+            cx.shared.counters.tx_bytes.add(len as u64);
             self.moved += len;
             let used_up = sibling.front().is_some_and(|front| front.len() == 0);
             siblings::return_read(sibling, len as u32, used_up, cx);
@@ -372,7 +378,7 @@ fn finish(
     match shard.commit(reservation, len as u32, 0) {
         Ok(header) => {
             emit(rx, chain, &header, len);
-            cx.counters.tx_packets.add(1);
+            cx.shared.counters.tx_packets.add(1);
         }
         // The flow cannot have ended between reserve and commit: nothing ran in between.
         Err(_) => rx.complete(chain, 0),

@@ -11,7 +11,7 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
 use super::queue_pairs::{QueuePair, QueuePairId};
-use super::{Driver, DriverError, SendError, StreamId, loans};
+use super::{Driver, DriverError, SendError, StreamId, lending};
 use crate::fault::Fault;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::gathered::unsent;
@@ -321,7 +321,7 @@ impl Backend for Driver {
 
     #[inline]
     fn write(&mut self, id: StreamId, bytes: &[u8]) -> Result<usize, SendFault> {
-        self.send(id, bytes).map_err(loans::fault)
+        self.send(id, bytes).map_err(lending::fault)
     }
 
     fn set_coalesces(&mut self, id: StreamId, coalesces: bool) {
@@ -387,7 +387,7 @@ impl Backend for Driver {
         ends_record: bool,
     ) -> Result<bool, SendFault> {
         self.put_message(id, slices, ends_record)
-            .map_err(loans::fault)
+            .map_err(lending::fault)
     }
 
     fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {

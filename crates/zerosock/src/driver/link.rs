@@ -27,7 +27,8 @@ const F_VERSION_1: u64 = 1 << 32;
 /// VIRTIO_RING_F_EVENT_IDX.
 const F_EVENT_IDX: u64 = 1 << 29;
 
-/// Offset of `guest_cid` in the configuration space of a vsock device, an le64 (virtio 1.2, 5.10.4).
+/// Offset of `guest_cid` in the configuration space of a vsock device, an le64 (virtio 1.2,
+/// 5.10.4).
 const GUEST_CID: u32 = 0;
 /// Offsets of the le16 fields that F_PAIRS adds (docs/queue-pairs.md).
 const MAX_QUEUE_PAIRS: u32 = 8;

@@ -1,4 +1,4 @@
-//! Transmit slots on loan: written by their holders and sent later, or never.
+//! The records of transmit slots on loan. `lending` makes, sends and ends the loans.
 //!
 //! # Invariants
 //! - A loan in place owns one transmit slot and credit until it is sent or dropped.
@@ -8,12 +8,33 @@
 
 use zerosock_proto::vsock::{MessageReservation, Reservation};
 
-use super::Driver;
-use super::errors::{DriverError, SendError};
 use super::queue_pairs::QueuePairId;
-use super::transfer::Loan;
-use crate::table::sockets::{BufferPlace, StreamId};
-use crate::table::transfers::{LoanParts, SendFault};
+use crate::table::sockets::StreamId;
+
+/// A loaned transmit buffer that the device reads in place: fill it with [`Driver::fill`], then
+/// [`Driver::commit`] or [`Driver::cancel`] it. Its credit is already reserved.
+#[derive(Debug)]
+#[must_use = "a loan that is neither committed nor cancelled keeps a buffer and credit"]
+pub struct Loan {
+    pub(super) stream: StreamId,
+    pub(super) queue_pair: QueuePairId,
+    pub(super) slot: u16,
+    pub(super) len: u32,
+    pub(super) reservation: Reservation,
+}
+
+impl Loan {
+    /// Bytes that may be filled.
+    #[expect(clippy::len_without_is_empty, reason = "a loan is never empty")]
+    pub fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// The connection it was borrowed for.
+    pub fn stream(&self) -> StreamId {
+        self.stream
+    }
+}
 
 /// The loans that are out.
 #[derive(Debug)]
@@ -32,8 +53,9 @@ pub(crate) struct Loans {
     pub(super) copied_in: u64,
 }
 
+/// A loan that is out.
 #[derive(Debug)]
-enum LoanRecord {
+pub(super) enum LoanRecord {
     InPlace(Loan),
     Private {
         stream: StreamId,
@@ -89,7 +111,7 @@ impl Loans {
             && lent.is_some_and(|lent| lent < self.slots - (self.slots / 4).max(1))
     }
 
-    fn put(&mut self, index: u32, out: LoanRecord) {
+    pub(super) fn put(&mut self, index: u32, out: LoanRecord) {
         if let Some((stream, queue_pair)) = out.has_slot() {
             if let Some(lent) = self.in_place.get_mut(usize::from(queue_pair.pair())) {
                 *lent += 1;
@@ -133,7 +155,7 @@ impl Loans {
         self.take(index);
     }
 
-    fn take(&mut self, index: u32) -> Option<LoanRecord> {
+    pub(super) fn take(&mut self, index: u32) -> Option<LoanRecord> {
         let out = self.out.get_mut(index as usize)?.take()?;
         if let Some((stream, queue_pair)) = out.has_slot() {
             if let Some(lent) = self.in_place.get_mut(usize::from(queue_pair.pair())) {
@@ -144,155 +166,5 @@ impl Loans {
             }
         }
         Some(out)
-    }
-}
-
-impl Driver {
-    /// See [`Backend::loan`](crate::table::backend::Backend::loan).
-    pub(super) fn lend(&mut self, stream: StreamId, max: usize) -> Result<LoanParts, SendFault> {
-        let (queue_pair, flow) = self.sendable(stream).map_err(fault)?;
-        let index = self.sockets.begin_loan().ok_or(SendFault::TooManyLoans)?;
-        let max = u32::try_from(max).unwrap_or(u32::MAX);
-        let out = if self.loans.may_lend(stream, queue_pair) {
-            self.borrow_slot(stream, (queue_pair, flow), max)
-                .map(LoanRecord::InPlace)
-        } else {
-            let reserved = self.reserve((queue_pair, flow), max);
-            reserved.map(|reservation| LoanRecord::Private {
-                stream,
-                queue_pair,
-                reservation,
-            })
-        };
-        let out = match out {
-            Ok(out) => out,
-            Err(error) => {
-                self.sockets.end_loan(index);
-                return Err(fault(error));
-            }
-        };
-        let (len, place) = match &out {
-            LoanRecord::InPlace(loan) => (loan.len, Some(self.place_of(queue_pair, loan.slot))),
-            LoanRecord::Private { reservation, .. } => (reservation.len(), None),
-            // Message loans are made in `message_loans`.
-            LoanRecord::Part(_) => (0, None),
-        };
-        self.loans.put(index, out);
-        Ok(LoanParts {
-            index,
-            len: len as usize,
-            place,
-        })
-    }
-
-    /// Where the payload of a slot lies.
-    pub(super) fn place_of(&self, queue_pair: QueuePairId, slot: u16) -> BufferPlace {
-        let slots = &self.store.queue_pairs[queue_pair].slots;
-        BufferPlace::InPlace {
-            memory: slots.memory.clone(),
-            pieces: slots.tx_data.pieces(slot).iter().copied().collect(),
-            offset: 0,
-        }
-    }
-
-    /// See [`Backend::send_loan`](crate::table::backend::Backend::send_loan).
-    pub(super) fn send_lent(
-        &mut self,
-        index: u32,
-        len: usize,
-        private: Option<&[u8]>,
-    ) -> Result<usize, SendFault> {
-        if self.loans.part_mut(index).is_some() {
-            return Err(SendFault::Unknown);
-        }
-        let out = self.loans.take(index).ok_or(SendFault::Unknown)?;
-        let (queue_pair, slot, reservation, copied) = match out {
-            // Sent by `message_loans`.
-            LoanRecord::Part(_) => return Err(SendFault::Unknown),
-            LoanRecord::InPlace(loan) => (loan.queue_pair, loan.slot, loan.reservation, false),
-            LoanRecord::Private {
-                stream,
-                queue_pair,
-                reservation,
-            } => match self.store.queue_pairs[queue_pair]
-                .tx
-                .data_slot(reservation.len())
-            {
-                Ok(Some(slot)) => (queue_pair, slot, reservation, true),
-                Ok(None) => {
-                    let out = LoanRecord::Private {
-                        stream,
-                        queue_pair,
-                        reservation,
-                    };
-                    self.loans.put(index, out);
-                    self.wait_for_slot(stream);
-                    return Err(SendFault::WouldBlock);
-                }
-                Err(error) => {
-                    self.sockets.end_loan(index);
-                    return Err(fault(DriverError::from(error).into()));
-                }
-            },
-        };
-        self.sockets.end_loan(index);
-        let mut len = len.min(reservation.len() as usize);
-        if copied {
-            let slots = &self.store.queue_pairs[queue_pair].slots;
-            let bytes = private.unwrap_or(&[]);
-            len = len.min(bytes.len());
-            let bytes = bytes.get(..len).unwrap_or(bytes);
-            let pieces = slots.tx_data.pieces(slot);
-            len = slots.memory.write(pieces, 0, bytes);
-        }
-        if len == 0 {
-            self.store.queue_pairs[queue_pair].shard.cancel(reservation);
-            self.store.queue_pairs[queue_pair].tx.put_back(slot);
-            return Ok(0);
-        }
-        self.send_slot(queue_pair, slot, reservation, len as u32)
-            .map_err(fault)?;
-        let counted = if copied {
-            &mut self.loans.copied_in
-        } else {
-            &mut self.loans.sent_in_place
-        };
-        *counted += len as u64;
-        Ok(len)
-    }
-
-    /// Ends a loan that was dropped unsent.
-    pub(super) fn end_lent(&mut self, index: u32) {
-        match self.loans.take(index) {
-            Some(LoanRecord::InPlace(loan)) => self.cancel(loan),
-            Some(LoanRecord::Private {
-                queue_pair,
-                reservation,
-                ..
-            }) => self.store.queue_pairs[queue_pair].shard.cancel(reservation),
-            Some(LoanRecord::Part(part)) => {
-                let queue_pair = &mut self.store.queue_pairs[part.queue_pair];
-                if let Some(room) = part.room {
-                    queue_pair.shard.cancel_message(room);
-                }
-                if let Some(slot) = part.slot {
-                    queue_pair.tx.put_back(slot);
-                }
-            }
-            None => return,
-        }
-        self.sockets.end_loan(index);
-    }
-}
-
-/// Translates an error for the holder. The next turn reports a broken ring.
-pub(super) fn fault(error: SendError) -> SendFault {
-    match error {
-        SendError::WouldBlock => SendFault::WouldBlock,
-        SendError::NotConnected => SendFault::NotConnected,
-        SendError::ShutDown => SendFault::ShutDown,
-        SendError::Reset | SendError::Driver(_) => SendFault::Reset,
-        SendError::TooLong => SendFault::TooLong,
-        SendError::Unknown => SendFault::Unknown,
     }
 }

@@ -9,7 +9,8 @@ use zerosock_proto::vsock::{CommitError, MessageReservation};
 
 use super::Driver;
 use super::errors::{DriverError, SendError};
-use super::loans::{MessagePart, fault};
+use super::lending::fault;
+use super::loans::MessagePart;
 use super::queue_pairs::QueuePairId;
 use crate::table::leases::NONE;
 use crate::table::outgoing::{Outgoing, end};

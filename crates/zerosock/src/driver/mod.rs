@@ -42,6 +42,7 @@ mod flows;
 #[cfg(test)]
 mod hostile_tests;
 mod intake;
+mod lending;
 mod link;
 mod loans;
 mod message_loans;
@@ -74,13 +75,12 @@ pub use config::{ConfigError, DriverConfig};
 pub use errors::{DriverError, RecvError, SendError, WaitError};
 pub use events::{DriverEvent, DriverStats};
 pub use link::AttachError;
+pub use loans::Loan;
 pub use queues::QueueSetupError;
-pub use transfer::Loan;
 pub use zerosock_proto::vsock::How;
 pub use zerosock_proto::{Address, Cid, Port};
 pub use zerosock_vhost_user::frontend::{Frontend, FrontendError, VringAddr};
 
-use crate::io::deadline::earlier;
 use crate::table::sockets::Sockets;
 use datagrams::Datagrams;
 use link::{EVENT, Link, QueueEventFds};
@@ -89,6 +89,7 @@ use queue_pairs::{QueuePair, QueuePairId, RxSlot};
 use queues::EventQueue;
 use store::Buffers;
 use watch::Watch;
+use zerosock_virtio::deadline::earlier;
 
 /// How long received bytes may hold a receive slot that can be copied.
 const HOLD: time::Duration = time::Duration::from_millis(20);

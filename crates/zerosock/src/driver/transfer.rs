@@ -10,33 +10,9 @@ use zerosock_proto::vsock::{CommitError, FlowId, Reservation, ReserveError, SMAL
 
 use super::Driver;
 use super::errors::{DriverError, RecvError, SendError};
+use super::loans::Loan;
 use super::queue_pairs::QueuePairId;
 use super::{StreamId, StreamState};
-
-/// A loaned transmit buffer that the device reads in place: fill it with [`Driver::fill`], then
-/// [`Driver::commit`] or [`Driver::cancel`] it. Its credit is already reserved.
-#[derive(Debug)]
-#[must_use = "a loan that is neither committed nor cancelled keeps a buffer and credit"]
-pub struct Loan {
-    pub(super) stream: StreamId,
-    pub(super) queue_pair: QueuePairId,
-    pub(super) slot: u16,
-    pub(super) len: u32,
-    pub(super) reservation: Reservation,
-}
-
-impl Loan {
-    /// Bytes that may be filled.
-    #[expect(clippy::len_without_is_empty, reason = "a loan is never empty")]
-    pub fn len(&self) -> u32 {
-        self.len
-    }
-
-    /// The connection it was borrowed for.
-    pub fn stream(&self) -> StreamId {
-        self.stream
-    }
-}
 
 impl Driver {
     /// Borrows a transmit buffer for a packet of at most `max` bytes, limited by credit and buffer

@@ -15,7 +15,7 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::Errno;
 
-use crate::io::deadline::timespec;
+use zerosock_virtio::deadline::timespec;
 
 /// Event key of the queues' calls and of the waker.
 const NOTIFICATION: u64 = 0;

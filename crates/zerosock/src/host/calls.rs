@@ -12,9 +12,9 @@ use zerosock_proto::{Address, Port};
 
 use super::stores::AllStores;
 use super::{HostEngine, IDLE_CHECKS};
+use crate::device::Worker;
 use crate::device::lending::LoanOf;
 use crate::device::program::App;
-use crate::io::deadline::earlier;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
@@ -25,7 +25,7 @@ use crate::table::{
     backend::{Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, ReadySource},
     transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault, ShowBounds},
 };
-use crate::worker::Worker;
+use zerosock_virtio::deadline::earlier;
 
 impl Backend for HostEngine {
     fn lease_table(&self) -> Arc<Leases> {
@@ -58,8 +58,10 @@ impl Backend for HostEngine {
         self.send_flow_control();
         let mut at = 0;
         while let Some(&vm) = self.touched.get(at) {
-            let Worker { devices, app, .. } = &mut self.worker;
-            if let (Some(device), Some(app)) = (devices.get_mut(vm), app)
+            let Worker {
+                devices, shared, ..
+            } = &mut self.worker;
+            if let (Some(device), Some(app)) = (devices.get_mut(vm), shared.app.as_deref())
                 && !device.is_awaited(app)
             {
                 at += 1;
@@ -76,8 +78,10 @@ impl Backend for HostEngine {
         if self.worker.has_messages() || !self.worker.is_idle() {
             return true;
         }
-        let Worker { devices, app, .. } = &mut self.worker;
-        let Some(app) = app.as_deref() else {
+        let Worker {
+            devices, shared, ..
+        } = &mut self.worker;
+        let Some(app) = shared.app.as_deref() else {
             return false;
         };
         let mut more = false;
@@ -112,7 +116,7 @@ impl Backend for HostEngine {
     }
 
     fn next_ready(&mut self) -> Option<ReadySource> {
-        let app = self.worker.app.as_deref_mut()?;
+        let app = self.worker.shared.app.as_deref_mut()?;
         if let Some(port) = app.next_port() {
             return Some(ReadySource::Port(port));
         }
@@ -130,7 +134,7 @@ impl Backend for HostEngine {
         let streams = earlier(self.worker.next_deadline(), held);
         let datagrams = self.app().and_then(|app| app.inboxes.table.poll_timeout());
         let at = earlier(streams, datagrams)?;
-        Some(self.worker.clock.at(at))
+        Some(self.worker.clock().at(at))
     }
 
     fn connect(
@@ -139,13 +143,13 @@ impl Backend for HostEngine {
         to: Address,
         socket_type: SocketType,
     ) -> Result<StreamId, ConnectError> {
-        let device = self.worker.routes.device(to.cid);
+        let device = self.worker.shared.routes.device(to.cid);
         let vm = device.ok_or(ConnectError::Unreachable)?.vm;
         if self.app().is_some_and(|app| app.listens(from)) {
             return Err(ConnectError::InUse);
         }
         let (vm, from) = self.place_connection(vm, from, to)?;
-        let now = self.worker.clock.now();
+        let now = self.worker.clock().now();
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(ConnectError::Unreachable)?;
         let id = device.app_connect(from, to, socket_type, &mut cx)?;
@@ -162,7 +166,7 @@ impl Backend for HostEngine {
         if port == Port::ANY {
             return Err(ListenError::AnyPort);
         }
-        let app = self.worker.app.as_deref_mut();
+        let app = self.worker.shared.app.as_deref_mut();
         if app.is_some_and(|app| app.listen(port, backlog, socket_type)) {
             Ok(())
         } else {
@@ -171,7 +175,7 @@ impl Backend for HostEngine {
     }
 
     fn unlisten(&mut self, port: Port) {
-        let app = self.worker.app.as_deref_mut();
+        let app = self.worker.shared.app.as_deref_mut();
         for id in app
             .into_iter()
             .flat_map(|app| app.unlisten(port))
@@ -182,25 +186,25 @@ impl Backend for HostEngine {
     }
 
     fn bind(&mut self, port: Port) -> Result<Port, ListenError> {
-        let app = self.worker.app.as_deref_mut();
+        let app = self.worker.shared.app.as_deref_mut();
         let bound = app.and_then(|app| app.bind(port));
         bound.ok_or(ListenError::InUse)
     }
 
     fn unbind(&mut self, port: Port) {
-        if let Some(app) = self.worker.app.as_deref_mut() {
+        if let Some(app) = self.worker.shared.app.as_deref_mut() {
             app.unbind(port);
         }
     }
 
     fn set_accept_buffer(&mut self, port: Port, bytes: u32) {
-        if let Some(app) = self.worker.app.as_deref_mut() {
+        if let Some(app) = self.worker.shared.app.as_deref_mut() {
             app.set_accept_buffer(port, bytes);
         }
     }
 
     fn accept(&mut self, port: Port) -> Option<StreamId> {
-        self.worker.app.as_deref_mut()?.accept(port)
+        self.worker.shared.app.as_deref_mut()?.accept(port)
     }
 
     fn is_acceptable(&self, port: Port) -> bool {
@@ -231,17 +235,17 @@ impl Backend for HostEngine {
                 true
             });
         }
-        let app = self.worker.app.as_deref_mut();
+        let app = self.worker.shared.app.as_deref_mut();
         let Some(conn) = app.and_then(|app| app.sockets.get_mut(id)) else {
             return;
         };
         conn.send_shutdown |= how.send;
         // Wakes threads that wait for room: they find the connection shut down.
-        if let Some(app) = self.worker.app.as_deref_mut() {
+        if let Some(app) = self.worker.shared.app.as_deref_mut() {
             app.sockets.set_ready(id, ReadyFlags::Writable);
         }
         if let Some((vm, flow)) = flow {
-            let now = self.worker.clock.now();
+            let now = self.worker.clock().now();
             if let Some(device) = self.worker.devices.get_mut(vm) {
                 device.app_shutdown(flow, how, now);
             }
@@ -291,7 +295,7 @@ impl Backend for HostEngine {
     }
 
     fn set_low_water(&mut self, id: StreamId, bytes: u32) {
-        if let Some(app) = self.worker.app.as_deref_mut() {
+        if let Some(app) = self.worker.shared.app.as_deref_mut() {
             app.sockets.set_low_water(id, bytes);
         }
         // A flow that has ended needs no credit. The same holds for the calls below.
@@ -303,7 +307,7 @@ impl Backend for HostEngine {
     }
 
     fn set_connect_timeout(&mut self, id: StreamId, timeout: Duration) {
-        let now = self.worker.clock.now();
+        let now = self.worker.clock().now();
         self.with_flow(id, |shard, flow| {
             shard.set_connect_timeout(now, flow, timeout)
         });
@@ -367,7 +371,7 @@ impl Backend for HostEngine {
                 bytes: usize::MAX,
             };
             let (more, bytes) = self.show_arrivals(id, bounds, &mut look);
-            if let Some(app) = self.worker.app.as_deref_mut() {
+            if let Some(app) = self.worker.shared.app.as_deref_mut() {
                 app.sockets.count_shown(bytes);
             }
             seen += more;
@@ -385,8 +389,10 @@ impl Backend for HostEngine {
 
     #[inline]
     fn handle_dropped(&mut self, index: u32) {
-        let Worker { devices, app, .. } = &mut self.worker;
-        let Some(app) = app.as_deref_mut() else {
+        let Worker {
+            devices, shared, ..
+        } = &mut self.worker;
+        let Some(app) = shared.app.as_deref_mut() else {
             return;
         };
         let mut store = AllStores {

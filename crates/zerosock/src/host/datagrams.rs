@@ -8,6 +8,7 @@ use zerosock_proto::{Address, Cid, Instant, Port};
 
 use super::HostEngine;
 use super::stores::AllStores;
+use crate::device::Worker;
 use crate::device::datagrams::NotPut;
 use crate::device::lending::LoanOf;
 use crate::device::program::{App, HostToken};
@@ -15,7 +16,7 @@ use crate::table::datagrams::{DatagramBackend, DatagramFault};
 use crate::table::inboxes::{Inboxes, LeasedDatagram, ReceivedDatagram};
 use crate::table::sockets::Sockets;
 use crate::table::transfers::{LoanParts, Payload, RecvFault};
-use crate::worker::Worker;
+use zerosock_virtio::device::WorkerDevice;
 
 impl HostEngine {
     /// Calls `act` with the inboxes, the sockets and the buffers of all devices.
@@ -24,13 +25,15 @@ impl HostEngine {
         &mut self,
         act: impl FnOnce(&mut Inboxes, &mut Sockets<HostToken>, &mut AllStores<'_>) -> Option<T>,
     ) -> Option<T> {
-        let Worker { devices, app, .. } = &mut self.worker;
+        let Worker {
+            devices, shared, ..
+        } = &mut self.worker;
         let App {
             inboxes,
             sockets,
             pools,
             ..
-        } = app.as_deref_mut()?;
+        } = shared.app.as_deref_mut()?;
         let mut store = AllStores {
             devices,
             pools,
@@ -47,7 +50,7 @@ impl HostEngine {
         to: Address,
         len: usize,
     ) -> Result<(Address, u32), DatagramFault> {
-        let routes = &self.worker.routes;
+        let routes = &self.worker.shared.routes;
         let vm = match routes.device(to.cid) {
             Some(device) if routes.may_reach(Cid::HOST, to) => device.vm,
             _ => return Err(DatagramFault::Unreachable),
@@ -58,8 +61,8 @@ impl HostEngine {
             Some(false) => return Err(DatagramFault::Deaf),
             None => return Err(DatagramFault::Unreachable),
         }
-        let clock = self.worker.clock;
-        let app = self.worker.app.as_deref_mut();
+        let clock = self.worker.clock();
+        let app = self.worker.shared.app.as_deref_mut();
         let app = app.ok_or(DatagramFault::Unknown)?;
         let from = app.inboxes.table.may_send(id, to, len, || clock.now())?;
         Ok((from, vm))
@@ -70,14 +73,14 @@ impl HostEngine {
     fn wait_for_datagram_room(&mut self, id: DatagramId, vm: u32) -> DatagramFault {
         // The device may have a timer, which its turn registers.
         self.worker.activate(vm);
-        if let Some(app) = self.worker.app.as_deref_mut() {
+        if let Some(app) = self.worker.shared.app.as_deref_mut() {
             app.inboxes.table.wait_for_buffer(id);
         }
         DatagramFault::WouldBlock
     }
 
     fn count_sent(&mut self, id: DatagramId, len: usize) {
-        if let Some(app) = self.worker.app.as_deref_mut() {
+        if let Some(app) = self.worker.shared.app.as_deref_mut() {
             // The datagram is in the receiver's buffers already, so nothing is in flight.
             app.inboxes.table.sent(id, len as u32, false);
         }
@@ -96,15 +99,15 @@ impl HostEngine {
 
     #[cold]
     fn put_flow_control(&mut self) {
-        let now = self.worker.clock.now();
+        let now = self.worker.clock().now();
         loop {
-            let app = self.worker.app.as_deref_mut();
+            let app = self.worker.shared.app.as_deref_mut();
             let poll = |app: &mut App| app.inboxes.table.poll_control(now, |_| true);
             let Some(message) = app.and_then(poll) else {
                 return;
             };
             // The endpoint is gone and needs no message.
-            let Some(device) = self.worker.routes.device(message.dst.cid) else {
+            let Some(device) = self.worker.shared.routes.device(message.dst.cid) else {
                 continue;
             };
             let (device, mut cx) = self.worker.lend(device.vm, now);
@@ -112,7 +115,7 @@ impl HostEngine {
             let vm = device.addr().vm;
             if device.put_control(&message, &mut cx) {
                 self.touch(vm);
-            } else if let Some(app) = self.worker.app.as_deref_mut() {
+            } else if let Some(app) = self.worker.shared.app.as_deref_mut() {
                 let same = |to: Address| to.cid == message.dst.cid;
                 app.inboxes.table.retry_control(now, same);
             }
@@ -122,7 +125,7 @@ impl HostEngine {
     /// Ends blocks that have expired, and repeats flow-control messages that are due.
     #[inline]
     pub(super) fn end_blocks(&mut self, now: Instant) {
-        if let Some(app) = self.worker.app.as_deref_mut()
+        if let Some(app) = self.worker.shared.app.as_deref_mut()
             && app.inboxes.table.poll_timeout().is_some_and(|at| at <= now)
         {
             app.inboxes.table.handle_timeout(now);
@@ -177,7 +180,12 @@ impl DatagramBackend for HostEngine {
         port: Port,
         limits: DatagramLimits,
     ) -> Result<(DatagramId, Address), BindError> {
-        let app = self.worker.app.as_deref_mut().ok_or(BindError::TooMany)?;
+        let app = self
+            .worker
+            .shared
+            .app
+            .as_deref_mut()
+            .ok_or(BindError::TooMany)?;
         let id = app.inboxes.table.bind(port, limits)?;
         app.inboxes.open(id);
         let local = app.inboxes.table.addresses(id).map(|(local, _)| local);
@@ -193,7 +201,7 @@ impl DatagramBackend for HostEngine {
     }
 
     fn connect(&mut self, id: DatagramId, peer: Option<Address>) {
-        if let Some(app) = self.worker.app.as_deref_mut() {
+        if let Some(app) = self.worker.shared.app.as_deref_mut() {
             app.inboxes.table.connect(id, peer);
         }
     }
@@ -203,7 +211,7 @@ impl DatagramBackend for HostEngine {
     }
 
     fn set_limits(&mut self, id: DatagramId, limits: DatagramLimits) {
-        if let Some(app) = self.worker.app.as_deref_mut() {
+        if let Some(app) = self.worker.shared.app.as_deref_mut() {
             app.inboxes.table.set_limits(id, limits);
         }
     }
@@ -320,7 +328,7 @@ impl DatagramBackend for HostEngine {
                     source,
                 });
             });
-            if let (Some(got), Some(app)) = (got, self.worker.app.as_deref_mut()) {
+            if let (Some(got), Some(app)) = (got, self.worker.shared.app.as_deref_mut()) {
                 app.sockets.count_read(got.len);
                 return Some(got);
             }
@@ -332,7 +340,7 @@ impl DatagramBackend for HostEngine {
         if self.app().is_some_and(|app| app.inboxes.is_empty(id)) {
             // Moves queued datagrams to the inboxes.
             if self.activate_ready_devices() {
-                let now = self.worker.clock.now();
+                let now = self.worker.clock().now();
                 self.now = now;
                 self.worker.turn_devices(now);
             }
@@ -362,7 +370,7 @@ impl DatagramBackend for HostEngine {
                     bytes = payload.len();
                     go_on = Some(look(source, payload, trusted));
                 });
-                if let Some(app) = self.worker.app.as_deref_mut() {
+                if let Some(app) = self.worker.shared.app.as_deref_mut() {
                     app.sockets.count_shown(bytes);
                 }
             }

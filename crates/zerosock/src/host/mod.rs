@@ -28,18 +28,18 @@ use zerosock_proto::vsock::{ConnectError, FlowError, FlowId, Shard};
 use zerosock_proto::{Address, Instant, Port};
 
 use crate::control::ControlPlane;
+use crate::device::Worker;
 use crate::device::app_store::QueueStore;
 use crate::device::placing::SPARE_PORTS;
 use crate::device::program::{App, HostToken};
 use crate::fault::Fault;
-use crate::routing::DeviceAddr;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
 use crate::table::sockets::{Sockets, StreamId, StreamState};
 use crate::table::transfers::{Payload, RecvFault, SendFault, ShowBounds, copy_shown};
-use crate::worker::Worker;
 pub(crate) use start::HostConfig;
 use stores::AllStores;
+use zerosock_virtio::outbox::DeviceAddr;
 
 /// Checks without work until descriptors are polled: an event of a host socket, or a kick while kicks
 /// are disabled, waits for microseconds at most.
@@ -74,7 +74,7 @@ pub(crate) struct HostEngine {
 impl HostEngine {
     #[inline]
     fn app(&self) -> Option<&App> {
-        self.worker.app.as_deref()
+        self.worker.shared.app.as_deref()
     }
 
     #[inline]
@@ -127,7 +127,7 @@ impl HostEngine {
         id: StreamId,
         act: impl FnOnce(&mut Sockets<HostToken>, &mut QueueStore<'_>) -> bool,
     ) {
-        let Some(app) = self.worker.app.as_deref_mut() else {
+        let Some(app) = self.worker.shared.app.as_deref_mut() else {
             return;
         };
         let Some(pool) = app.sockets.get(id).map(|conn| conn.pool) else {
@@ -159,7 +159,7 @@ impl HostEngine {
         bounds: ShowBounds,
         look: &mut dyn FnMut(Payload<'_>) -> bool,
     ) -> (usize, usize) {
-        let app = self.worker.app.as_deref();
+        let app = self.worker.shared.app.as_deref();
         let Some((vm, flow)) = app.and_then(|app| {
             let flow = app.sockets.drained_flow(id)?;
             Some((app.device_of(app.sockets.get(id)?.pool)?, flow))
@@ -190,7 +190,7 @@ impl HostEngine {
             self.show_arrivals(id, bounds, copy)
         };
         let bytes = copy_shown(out, show);
-        if let Some(app) = self.worker.app.as_deref_mut() {
+        if let Some(app) = self.worker.shared.app.as_deref_mut() {
             app.sockets.count_read(bytes);
         }
         bytes
@@ -262,11 +262,11 @@ impl HostEngine {
     /// The time for a call on a device. Reads the clock only if the call may set timers.
     #[inline]
     fn time_for(&mut self, vm: u32) -> Instant {
-        let has_control = self.worker.app.as_deref();
+        let has_control = self.worker.shared.app.as_deref();
         let has_control = has_control.is_some_and(|app| app.inboxes.table.has_control());
         let device = self.worker.devices.get_mut(vm);
         if has_control || device.is_some_and(|device| device.has_control()) {
-            self.now = self.worker.clock.now();
+            self.now = self.worker.clock().now();
             self.worker.activate(vm);
         }
         self.now
@@ -275,25 +275,10 @@ impl HostEngine {
     /// Activates the devices that have work in their queues. Returns whether there are any.
     #[inline]
     fn activate_ready_devices(&mut self) -> bool {
-        let Worker {
-            devices,
-            app,
-            active,
-            ..
-        } = &mut self.worker;
-        let Some(app) = app.as_deref() else {
-            return false;
-        };
-        let mut any = false;
-        for (vm, device) in devices.iter_mut() {
-            if device.has_ring_work(app) {
-                any = true;
-                if !std::mem::replace(&mut device.active, true) {
-                    active.push_back(vm);
-                }
-            }
-        }
-        any
+        self.worker.activate_where(|device, shared| {
+            let app = shared.app.as_deref();
+            app.is_some_and(|app| device.has_ring_work(app))
+        })
     }
 
     /// Makes queued results visible to the guests.
@@ -329,7 +314,7 @@ impl HostEngine {
                 ));
             }
         }
-        self.now = self.worker.clock.now();
+        self.now = self.worker.clock().now();
         if self.checks >= IDLE_CHECKS || (self.watches_host_sockets && self.now >= self.next_poll) {
             busy |= self
                 .poll_events()
@@ -392,8 +377,10 @@ impl HostEngine {
 
     /// Copies out buffers that were held for too long.
     fn handle_hold_timeouts(&mut self, now: Instant) {
-        let Worker { devices, app, .. } = &mut self.worker;
-        let Some(App { sockets, pools, .. }) = app.as_deref_mut() else {
+        let Worker {
+            devices, shared, ..
+        } = &mut self.worker;
+        let Some(App { sockets, pools, .. }) = shared.app.as_deref_mut() else {
             return;
         };
         if sockets.next_timeout().is_some_and(|at| at <= now) {
@@ -409,12 +396,12 @@ impl HostEngine {
     /// Resets the connections with the most unread copies, because the limit is exceeded.
     #[cold]
     fn reset_overfull(&mut self) {
-        let app = self.worker.app.as_deref_mut();
+        let app = self.worker.shared.app.as_deref_mut();
         let overfull = app.map(|app| app.sockets.connections_to_shed());
         for id in overfull.into_iter().flatten() {
             let Some(vm) = self.device_of(id) else {
                 // The device is removed; only copies are left.
-                if let Some(app) = self.worker.app.as_deref_mut() {
+                if let Some(app) = self.worker.shared.app.as_deref_mut() {
                     app.sockets.mark_reset(id, &mut QueueStore::default());
                 }
                 continue;
@@ -431,7 +418,7 @@ impl HostEngine {
     /// Closes or resets a connection and removes it.
     fn close_connection(&mut self, id: StreamId, reset: bool) {
         if let Some((vm, flow)) = self.flow_of(id) {
-            let now = self.worker.clock.now();
+            let now = self.worker.clock().now();
             let (device, mut cx) = self.worker.lend(vm, now);
             if let Some(device) = device {
                 device.app_close(flow, reset, &mut cx);
@@ -448,7 +435,7 @@ impl HostEngine {
     fn drop_loan(&mut self, index: u32, vm: u32) {
         let now = self.now;
         let (device, mut cx) = self.worker.lend(vm, now);
-        match (device, cx.app.as_deref_mut()) {
+        match (device, cx.shared.app.as_deref_mut()) {
             (Some(device), Some(_)) => device.app_drop_loan(index, &mut cx),
             (None, Some(app)) => app.forget_loan(index),
             (_, None) => {}
@@ -460,12 +447,6 @@ impl HostEngine {
 impl Drop for HostEngine {
     /// Resets every connection, so that guests and host programs learn of the end immediately.
     fn drop(&mut self) {
-        let now = self.worker.clock.now();
-        for vm in self.worker.devices.numbers() {
-            let (device, mut cx) = self.worker.lend(vm, now);
-            if let Some(device) = device {
-                device.reset_connections(&mut cx);
-            }
-        }
+        self.worker.end_devices();
     }
 }

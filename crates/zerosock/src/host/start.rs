@@ -120,7 +120,7 @@ impl HostEngine {
             limits.overflow,
             config.trust_processes,
         );
-        worker.app = Some(Box::new(app));
+        worker.shared.app = Some(Box::new(app));
         worker.start().map_err(system("watch host sockets"))?;
         let mut engine = HostEngine {
             worker,

@@ -8,12 +8,12 @@ use zerosock_ring::{Memory, Piece};
 
 use crate::device::Device;
 use crate::device::program::HostToken;
-use crate::io::numbers::Table;
 use crate::table::sockets::Store;
+use zerosock_virtio::worker::Devices;
 
 /// The buffers of all devices.
 pub(super) struct AllStores<'a> {
-    pub(super) devices: &'a mut Table<Device>,
+    pub(super) devices: &'a mut Devices<Device>,
     /// The device of each pool.
     pub(super) pools: &'a [Option<u32>],
     /// Devices with changes that the guest has not been shown.

@@ -8,13 +8,7 @@ use self::name::Name;
 use std::collections::HashMap;
 use std::sync::Arc;
 use zerosock_proto::{Address, Cid, Port};
-
-/// The address of a device: its worker, and its number there.
-#[derive(Clone, Copy, Debug, Eq, PartialEq, Hash)]
-pub(crate) struct DeviceAddr {
-    pub(crate) worker: u32,
-    pub(crate) vm: u32,
-}
+use zerosock_virtio::outbox::DeviceAddr;
 
 /// The routes to all endpoints. They are immutable once shared: each worker has a snapshot and gets the
 /// next one by message, so that connects take no lock.

@@ -23,10 +23,13 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
 use super::leases::Leases;
-use super::sockets::{Conn, Copied, LeaseParts, MessageRead, StreamId, StreamState};
+use super::places::{Copied, LeaseParts};
+use super::sockets::{Conn, MessageRead, StreamId, StreamState};
 use crate::table::datagrams::DatagramBackend;
 use crate::table::over::EndpointOver;
 use crate::table::transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault};
+
+pub(crate) use crate::table::transfers::Ahead;
 
 /// The state of a connection.
 #[derive(Copy, Clone, Debug)]
@@ -78,35 +81,6 @@ pub(crate) struct CreditInfo {
     pub(crate) buffer: u32,
     /// Bytes accepted from the writer that the peer has not reported as consumed.
     pub(crate) unsent: u32,
-}
-
-/// What the reader of a connection would find.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Ahead {
-    /// Received bytes not read yet.
-    pub(crate) unread: usize,
-    /// No more bytes will arrive.
-    pub(crate) closed: bool,
-    /// The part that the next lease would cover.
-    pub(crate) next: Option<Next>,
-}
-
-/// The first unread part of a connection.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Next {
-    pub(crate) len: usize,
-    pub(crate) kind: NextKind,
-}
-
-/// How a lease on the first unread part would be made.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum NextKind {
-    /// In place, in the peer's buffer.
-    InPlace,
-    /// As a new copy, because the lease limits are reached.
-    Bounded,
-    /// As a copy that exists already or is unavoidable.
-    Copied,
 }
 
 /// An object with changed readiness.

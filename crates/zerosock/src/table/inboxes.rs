@@ -15,7 +15,8 @@ use std::collections::VecDeque;
 use zerosock_proto::Address;
 use zerosock_proto::vsock::datagram::{DatagramId, DatagramTable};
 
-use super::sockets::{HeldBuffer, LeaseParts, NoLease, Sockets, Store, StreamId, StreamState};
+use super::places::{LeaseParts, NoLease};
+use super::sockets::{HeldBuffer, Sockets, Store, StreamId, StreamState};
 use crate::table::transfers::{Payload, RecvFault};
 
 /// The unread datagrams of all sockets. See the module documentation.

@@ -3,6 +3,7 @@
 //!
 //! - [`backend`], [`datagrams`]: the traits between the API and that half of the queues;
 //! - [`sockets`]: the table of connections, their leases and loans, and the limits on held buffers;
+//! - [`places`]: where the bytes of leases and loans lie;
 //! - [`leases`]: lease state shared with the holders of leases and loans;
 //! - [`inboxes`]: received datagrams;
 //! - [`gathered`], [`outgoing`]: bytes waiting to be sent;
@@ -18,5 +19,6 @@ pub(crate) mod inboxes;
 pub(crate) mod leases;
 pub(crate) mod outgoing;
 pub(crate) mod over;
+pub(crate) mod places;
 pub(crate) mod sockets;
 pub(crate) mod transfers;

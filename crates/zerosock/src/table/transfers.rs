@@ -2,7 +2,8 @@
 
 use zerosock_ring::GuestSlice;
 
-use super::sockets::BufferPlace;
+use super::places::BufferPlace;
+
 /// Why a receive returned nothing.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum RecvFault {
@@ -35,6 +36,35 @@ pub(crate) enum SendFault {
     TooManyLoans,
     /// No such connection or loan.
     Unknown,
+}
+
+/// What the reader of a connection would find.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Ahead {
+    /// Received bytes not read yet.
+    pub(crate) unread: usize,
+    /// No more bytes will arrive.
+    pub(crate) closed: bool,
+    /// The part that the next lease would cover.
+    pub(crate) next: Option<Next>,
+}
+
+/// The first unread part of a connection.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Next {
+    pub(crate) len: usize,
+    pub(crate) kind: NextKind,
+}
+
+/// How a lease on the first unread part would be made.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum NextKind {
+    /// In place, in the peer's buffer.
+    InPlace,
+    /// As a new copy, because the lease limits are reached.
+    Bounded,
+    /// As a copy that exists already or is unavoidable.
+    Copied,
 }
 
 /// A new loan, returned to the API.

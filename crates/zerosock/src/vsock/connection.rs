@@ -12,7 +12,7 @@ pub(super) use options::option_calls;
 
 use std::io;
 use std::net::Shutdown;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -21,13 +21,11 @@ use zerosock_proto::vsock::How;
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_ring::Trust;
 
-use super::endpoint::outcome;
-use super::errors::{StreamError, of_recv, of_send};
-use super::hub::{Core, Interest, WaitBudget, WaitMode};
+use super::blocking::{Blocking, decode, encode};
+use super::bound::Bound;
+use super::errors::{ConnectError, StreamError, of_recv, of_refusal, of_send};
+use super::hub::{Core, Interest, WaitBudget};
 use super::options::Options;
-use super::seqpacket::SeqPacket;
-use super::socket::Bound;
-use super::stream::Stream;
 use super::waiting::Wait;
 use crate::table::sockets::{StreamId, StreamState};
 use crate::table::{
@@ -50,46 +48,6 @@ pub(super) trait Connected: Sized {
     fn unbind(&mut self) -> Option<Bound>;
 }
 
-impl Connected for Stream {
-    const TYPE: SocketType = SocketType::Stream;
-
-    fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> Stream {
-        Stream::new(core, id, info, wait)
-    }
-
-    fn conn(&self) -> &Connection {
-        &self.conn
-    }
-
-    fn adopt(&mut self, options: Options, bound: Option<Bound>) {
-        Stream::adopt(self, options, bound);
-    }
-
-    fn unbind(&mut self) -> Option<Bound> {
-        self.conn.unbind()
-    }
-}
-
-impl Connected for SeqPacket {
-    const TYPE: SocketType = SocketType::SeqPacket;
-
-    fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> SeqPacket {
-        SeqPacket::new(core, id, info, wait)
-    }
-
-    fn conn(&self) -> &Connection {
-        &self.conn
-    }
-
-    fn adopt(&mut self, options: Options, bound: Option<Bound>) {
-        self.conn.adopt(options, bound);
-    }
-
-    fn unbind(&mut self) -> Option<Bound> {
-        self.conn.unbind()
-    }
-}
-
 /// A connection; dropping it closes the connection.
 pub(super) struct Connection {
     pub(super) core: Arc<Core>,
@@ -107,35 +65,6 @@ pub(super) struct Connection {
     options: Box<Mutex<Options>>,
     /// The port that was bound before the connect, if any.
     bound: Option<Bound>,
-}
-
-/// What calls do when they would block.
-#[derive(Debug)]
-pub(super) struct Blocking(AtomicU8);
-
-impl Blocking {
-    pub(super) fn new() -> Blocking {
-        Blocking(AtomicU8::new(0))
-    }
-
-    pub(super) fn set_nonblocking(&self, nonblocking: bool) {
-        self.0.store(nonblocking.into(), Ordering::Relaxed);
-    }
-
-    /// Calls are made by registered tasks.
-    #[cfg(feature = "tokio")]
-    pub(super) fn set_async(&self) {
-        self.0.store(2, Ordering::Relaxed);
-    }
-
-    pub(super) fn mode(&self, wait: Wait) -> WaitMode {
-        match self.0.load(Ordering::Relaxed) {
-            0 => WaitMode::Block(wait),
-            #[cfg(feature = "tokio")]
-            2 => WaitMode::Task,
-            _ => WaitMode::Poll,
-        }
-    }
 }
 
 impl Connection {
@@ -251,6 +180,19 @@ impl Connection {
         Ok(self.core.wait(interest, self.write_patience(), attempt)??)
     }
 
+    /// Waits until the queued rest of a message is sent: the program may not call the endpoint
+    /// again. Does not wait on a non-blocking socket: its program must call again.
+    #[cold]
+    pub(super) fn wait_queued_sent(&self) -> io::Result<()> {
+        let attempt = |engine: &mut dyn Backend| {
+            engine.flush();
+            (!engine.is_sending(self.id)).then_some(())
+        };
+        let interest = Interest::Conn(self.id);
+        let budget = self.write_patience();
+        Ok(self.core.wait(interest, budget, attempt)?)
+    }
+
     /// `None`: the call would block.
     pub(super) fn send_fault<T>(
         &self,
@@ -274,50 +216,15 @@ impl Drop for Connection {
     }
 }
 
-/// A time-out in nanoseconds, 0 for none; saturates.
-pub(super) fn encode_timeout(timeout: Option<Duration>) -> u64 {
-    let nanos = timeout.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
-    nanos.min(u64::MAX / 4)
-}
-
-/// A wait mode as a u64: 0 sleeps, 1 spins, others are the adaptive limit in nanoseconds plus 2.
-pub(super) fn encode(wait: Wait) -> u64 {
-    match wait {
-        Wait::Sleep => 0,
-        Wait::Spin => 1,
-        Wait::Adaptive { limit } => u64::try_from(limit.as_nanos())
-            .unwrap_or(u64::MAX)
-            .saturating_add(2),
-    }
-}
-
-pub(super) fn decode(word: u64) -> Wait {
-    match word {
-        0 => Wait::Sleep,
-        1 => Wait::Spin,
-        nanos => Wait::Adaptive {
-            limit: Duration::from_nanos(nanos - 2),
-        },
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn wait_modes_survive_encoding() {
-        let adaptive = |nanos| Wait::Adaptive {
-            limit: Duration::from_nanos(nanos),
-        };
-        for wait in [
-            Wait::Sleep,
-            Wait::Spin,
-            adaptive(0),
-            adaptive(123),
-            Wait::ADAPTIVE,
-        ] {
-            assert_eq!(decode(encode(wait)), wait);
-        }
+/// The result of a request; `None` while it is pending.
+pub(super) fn outcome(info: &ConnInfo) -> Option<Result<(), ConnectError>> {
+    match info.state {
+        StreamState::Connecting => None,
+        // Also a connection that the peer has closed since: it may have unread bytes.
+        StreamState::Connected | StreamState::Finished => Some(Ok(())),
+        StreamState::Reset => Some(match info.refused {
+            Some(reason) => Err(of_refusal(reason)),
+            None => Ok(()),
+        }),
     }
 }

@@ -13,20 +13,19 @@ use std::time::Duration;
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 
-use super::connection::{Connected, Connection};
-use super::errors::{ConnectError, ListenError, of_connect, of_listen, of_refusal};
-use super::hub::{Core, Interest, WaitBudget, WaitFault, WaitMode};
+use super::connecting::{begin_connect, connect, listen};
+use super::errors::ListenError;
+use super::hub::Core;
 use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
+use super::socket::Socket;
 use super::stream::Stream;
 use super::waiting::Wait;
 use crate::control::attach::{self};
 #[cfg(test)]
 use crate::driver::{self, Driver};
-use crate::io::deadline::deadline_in;
 use crate::routing::name::Name;
-use crate::table::backend::{ConnInfo, EndpointStats};
-use crate::table::sockets::StreamState;
+use crate::table::backend::EndpointStats;
 
 /// A process with a CID and vsock sockets, as a guest has, without a virtual machine.
 ///
@@ -100,6 +99,18 @@ impl Endpoint {
     /// The endpoint's CID.
     pub fn cid(&self) -> Cid {
         self.cid
+    }
+
+    /// A new socket of this endpoint.
+    pub fn socket(&self) -> Socket {
+        Socket::new(
+            self.core.clone(),
+            self.cid,
+            self.ports.clone(),
+            self.is_service(),
+            self.wait,
+            self.connect_timeout,
+        )
     }
 
     /// What a datagram socket needs of the endpoint.
@@ -204,7 +215,8 @@ impl Endpoint {
     /// # Errors
     /// `ConnectionAborted` when the endpoint has failed.
     pub fn turn(&self) -> io::Result<()> {
-        turn(&self.core)
+        self.core.lock().turn()?;
+        Ok(())
     }
 
     /// Counters since the endpoint was opened.
@@ -236,88 +248,6 @@ impl Endpoint {
         let info = self.core.lock().engine().info(id).unwrap();
         Stream::new(self.core.clone(), id, &info, self.wait)
     }
-}
-
-/// Sends the request. The returned stream is connecting.
-pub(super) fn begin_connect<S: Connected>(
-    core: &Arc<Core>,
-    peer: Address,
-    wait: Wait,
-) -> io::Result<S> {
-    let mut locked = core.lock();
-    let engine = locked.engine();
-    let id = engine
-        .connect(Port::ANY, peer, S::TYPE)
-        .map_err(of_connect)?;
-    engine.flush();
-    let info = engine.info(id).ok_or(io::ErrorKind::NotConnected)?;
-    Ok(S::new(core.clone(), id, &info, wait))
-}
-
-/// Connects and waits for the answer.
-pub(super) fn connect<S: Connected>(
-    core: &Arc<Core>,
-    peer: Address,
-    wait: Wait,
-    timeout: Duration,
-) -> io::Result<S> {
-    let socket: S = begin_connect(core, peer, wait)?;
-    match await_connected(socket.conn(), wait, timeout) {
-        Ok(()) => Ok(socket),
-        Err(error) => {
-            socket.conn().reset();
-            Err(error)
-        }
-    }
-}
-
-/// Waits for the answer to a request.
-pub(super) fn await_connected(conn: &Connection, wait: Wait, timeout: Duration) -> io::Result<()> {
-    // The protocol core times out first. This covers a device that is not driven at all.
-    let budget = WaitBudget {
-        mode: WaitMode::Block(wait),
-        deadline: deadline_in(timeout.saturating_add(Duration::from_secs(1))),
-    };
-    let outcome = conn.core.wait(Interest::Conn(conn.id), budget, |engine| {
-        outcome(&engine.info(conn.id)?)
-    });
-    match outcome {
-        Ok(outcome) => Ok(outcome?),
-        Err(WaitFault::TimedOut) => Err(ConnectError::TimedOut.into()),
-        Err(fault) => Err(fault.into()),
-    }
-}
-
-/// The result of a request; `None` while it is pending.
-pub(super) fn outcome(info: &ConnInfo) -> Option<Result<(), ConnectError>> {
-    match info.state {
-        StreamState::Connecting => None,
-        // Also a connection that the peer has closed since: it may have unread bytes.
-        StreamState::Connected | StreamState::Finished => Some(Ok(())),
-        StreamState::Reset => Some(match info.refused {
-            Some(reason) => Err(of_refusal(reason)),
-            None => Ok(()),
-        }),
-    }
-}
-
-pub(super) fn listen(
-    core: &Arc<Core>,
-    local: Address,
-    backlog: usize,
-    socket_type: SocketType,
-    wait: Wait,
-) -> io::Result<Listener> {
-    core.lock()
-        .engine()
-        .listen(local.port, backlog, socket_type)
-        .map_err(of_listen)?;
-    Ok(Listener::new(core.clone(), local, wait))
-}
-
-pub(super) fn turn(core: &Core) -> io::Result<()> {
-    core.lock().turn()?;
-    Ok(())
 }
 
 impl AsFd for Endpoint {

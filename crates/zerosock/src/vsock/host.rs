@@ -16,10 +16,11 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Trust;
 
-use super::endpoint::{begin_connect, connect, listen, turn};
+use super::connecting::{begin_connect, connect, listen};
 use super::hub::Core;
 use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
+use super::socket::Socket;
 use super::stream::Stream;
 use super::waiting::Wait;
 use crate::control::attach::directory::Directory;
@@ -231,6 +232,18 @@ impl Host {
         Ok(SeqPacketListener::new(listener))
     }
 
+    /// A new socket of the host, CID 2.
+    pub fn socket(&self) -> Socket {
+        Socket::new(
+            self.core.clone(),
+            Cid::HOST,
+            Arc::default(),
+            false,
+            self.wait,
+            self.connect_timeout,
+        )
+    }
+
     /// What a datagram socket needs of the host.
     pub(super) fn home(&self) -> (&Arc<Core>, Wait) {
         (&self.core, self.wait)
@@ -274,7 +287,8 @@ impl Host {
     /// # Errors
     /// `ConnectionAborted` when the engine has failed.
     pub fn turn(&self) -> io::Result<()> {
-        turn(&self.core)
+        self.core.lock().turn()?;
+        Ok(())
     }
 
     /// Counters since the endpoint was opened.

@@ -12,23 +12,24 @@
 //! return the buffer; the application reads the same bytes either way. While a [`Reading`] lives,
 //! they are not moved.
 
-mod shared;
+mod reading;
 
 use std::fmt;
-use std::io::{self, IoSlice};
+use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use zerocopy::{FromBytes, Immutable, KnownLayout};
-use zerosock_ring::{SliceBuf, Trust};
+use zerocopy::FromBytes;
+use zerosock_ring::Trust;
 
-use self::shared::Shared;
+use self::reading::Body;
 use super::errors::StreamError;
 use super::hub::Core;
-use crate::table::leases::{Entered, NONE};
-use crate::table::sockets::{BufferPlace, Copied, LeaseParts, PIECES};
+use crate::table::sockets::{BufferPlace, Copied, LeaseParts};
 use crate::zc::{Buf, Mapped};
+
+pub use self::reading::Reading;
 
 /// The bytes of one received packet, in place. Dropping it returns the buffer and the credit to the
 /// sender.
@@ -77,73 +78,6 @@ pub struct Lease<'a> {
 pub struct OwnedLease {
     core: Arc<Core>,
     body: Body,
-}
-
-/// The contents of [`Lease`] and [`OwnedLease`].
-#[derive(Debug)]
-struct Body {
-    index: u32,
-    len: usize,
-    place: BufferPlace,
-    /// The application's declaration of trust, if it covers this peer.
-    trust: Option<Trust>,
-}
-
-impl Body {
-    /// A body that refers to no lease: left behind for the drop when a lease is converted.
-    fn nothing() -> Self {
-        Self {
-            index: NONE,
-            len: 0,
-            place: BufferPlace::Copied((Arc::default(), 0)),
-            trust: None,
-        }
-    }
-}
-
-/// Leased bytes that are not moved while this lives.
-///
-/// ```
-/// use std::io::Write;
-///
-/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
-/// (&process).write_all(&[1, 0, 0, 0, 2, 0, 0, 0])?;
-/// let lease = host.recv()?.expect("a packet");
-/// let reading = lease.read();
-/// // Trust was declared, so there are a plain slice and a value in place.
-/// assert_eq!(reading.as_slice().expect("trusted").len(), 8);
-/// assert_eq!(reading.view::<[u32; 2]>().map(|words| words[1].to_le()), Some(2));
-/// assert!(!reading.is_torn());
-/// # Ok::<(), std::io::Error>(())
-/// ```
-///
-/// It cannot outlive its lease, and a slice of it cannot outlive the reading:
-///
-/// ```compile_fail,E0505
-/// # use zerosock::vsock::Lease;
-/// fn reading_outlives_lease(lease: Lease<'_>) {
-///     let reading = lease.read();
-///     drop(lease);
-///     println!("{}", reading.len());
-/// }
-/// ```
-///
-/// ```compile_fail,E0505
-/// # use zerosock::vsock::Lease;
-/// fn slice_outlives_reading(lease: Lease<'_>) {
-///     let reading = lease.read();
-///     let bytes = reading.as_slice();
-///     drop(reading);
-///     println!("{bytes:?}");
-/// }
-/// ```
-pub struct Reading<'l> {
-    core: &'l Core,
-    body: &'l Body,
-    /// The bytes, if the endpoint has moved them.
-    copy: Option<Copied>,
-    /// The lease is entered: its bytes stay in place until the drop.
-    entered: bool,
 }
 
 impl<'a> Lease<'a> {
@@ -345,210 +279,65 @@ impl Drop for OwnedLease {
     }
 }
 
-impl<'l> Reading<'l> {
-    fn new(core: &'l Core, body: &'l Body) -> Reading<'l> {
-        let (mut copy, mut entered) = (None, false);
-        if let BufferPlace::InPlace { .. } = &body.place {
-            entered = core.leases().enter(body.index) == Entered::InPlace;
-            if !entered {
-                // The copy exists: the endpoint stores it before it marks the lease as moved.
-                copy = core.lock().engine().copy_of(body.index);
-                debug_assert!(copy.is_some(), "moved to nowhere");
-            }
-        }
-        Reading {
-            core,
-            body,
+/// An owned lease that keeps its bytes in place: the owner of a `Bytes`.
+struct Shared {
+    lease: OwnedLease,
+    /// The bytes, if the endpoint had moved them before.
+    copy: Option<Copied>,
+    /// The lease is entered: its bytes stay in place until the drop.
+    entered: bool,
+}
+
+impl Shared {
+    fn new(lease: OwnedLease) -> Shared {
+        // The reading ends in the drop of `Shared`.
+        let mut reading = std::mem::ManuallyDrop::new(lease.read());
+        let (copy, entered) = (reading.copy.take(), reading.entered);
+        Shared {
+            lease,
             copy,
             entered,
         }
     }
 
-    /// Where the bytes are, if in private memory.
-    fn private(&self) -> Option<&[u8]> {
-        let (bytes, start) = match (&self.copy, &self.body.place) {
-            (Some(copy), _) | (None, BufferPlace::Copied(copy)) => copy,
-            (None, BufferPlace::InPlace { .. }) => return None,
-        };
-        bytes.get(*start..*start + self.body.len)
-    }
-
-    /// Length in bytes; never 0.
-    #[expect(clippy::len_without_is_empty, reason = "a lease is never empty")]
-    pub fn len(&self) -> usize {
-        self.body.len
-    }
-
-    /// Whether the peer has taken its memory back during the reading (it disconnected, rebooted, or
-    /// changed its memory): the memory is still mapped, but its contents are undefined.
-    ///
-    /// A long reading keeps mapped memory that its guest no longer uses. The limit is
-    /// [`HostBuilder::old_memory`](super::HostBuilder::old_memory), at least twice the guest's
-    /// memory: beyond it further leases from that guest are copies.
-    pub fn is_torn(&self) -> bool {
-        match self.entered {
-            true => self.core.leases().is_torn(self.body.index),
-            // Neither in place nor copied; cannot happen.
-            false => self.private().is_none(),
-        }
-    }
-
-    /// `None`: the bytes can be shared in place. Otherwise a copy of them.
-    fn share(&self) -> Result<Option<Vec<u8>>, StreamError> {
-        if self.private().is_some() {
-            return Ok(None);
-        }
-        if self.is_torn() {
-            return Err(StreamError::Torn);
-        }
-        if self.body.trust.is_none() {
-            return Err(StreamError::Untrusted);
-        }
-        Ok(self.as_slice().is_none().then(|| self.to_vec()))
-    }
-
-    /// The bytes themselves. `None` if the peer may write them: then copy them out, or, for
-    /// process peers, declare trust when opening the endpoint. `None` also for bytes in more than
-    /// one piece, or torn ones ([`is_torn`](Self::is_torn)).
-    pub fn as_slice(&self) -> Option<&[u8]> {
-        if !self.entered {
-            return self.private();
-        }
-        if self.core.leases().is_torn(self.body.index) {
-            return None;
-        }
-        let BufferPlace::InPlace {
-            memory,
-            pieces,
-            offset,
-        } = &self.body.place
-        else {
-            return None;
-        };
-        let [piece] = pieces[..] else { return None };
-        memory.trusted_slice(piece.part(*offset, self.body.len), self.body.trust?)
-    }
-
-    /// The value at the beginning, in place. `None` as for [`as_slice`](Self::as_slice), or if
-    /// there are too few bytes or they are not aligned for it. In buffers of a zerosock driver,
-    /// payload is aligned to 64 bytes.
-    pub fn view<T: FromBytes + KnownLayout + Immutable>(&self) -> Option<&T> {
-        T::ref_from_prefix(self.as_slice()?)
-            .ok()
-            .map(|(value, _)| value)
-    }
-
-    /// The complete values from `offset` on, in place. `None` as for [`view`](Self::view).
-    ///
-    /// ```
-    /// use std::io::Write;
-    ///
-    /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
-    /// (&process).write_all(&[0, 0, 0, 0, 0, 0, 0x80, 0x3f, 0, 0, 0, 0x40])?;
-    /// let lease = host.recv()?.expect("a packet");
-    /// if cfg!(target_endian = "little") {
-    ///     assert_eq!(lease.read().view_slice::<f32>(4), Some(&[1.0, 2.0][..]));
-    /// }
-    /// # Ok::<(), std::io::Error>(())
-    /// ```
-    pub fn view_slice<T: FromBytes + Immutable>(&self, offset: usize) -> Option<&[T]> {
-        let bytes = self.as_slice()?.get(offset..)?;
-        let count = bytes.len().checked_div(size_of::<T>())?;
-        <[T]>::ref_from_prefix_with_elems(bytes, count)
-            .ok()
-            .map(|(values, _)| values)
-    }
-
-    /// A copy of the value at `offset`; `None` if it does not lie within the lease.
-    pub fn read_as<T: FromBytes>(&self, offset: usize) -> Option<T> {
-        const MOST: usize = 256;
-        if size_of::<T>() > self.body.len.checked_sub(offset)? {
-            return None;
-        }
-        if size_of::<T>() <= MOST {
-            let mut bytes = [0; MOST];
-            let bytes = &mut bytes[..size_of::<T>()];
-            self.copy_to(offset, bytes);
-            return T::read_from_bytes(bytes).ok();
-        }
-        let mut bytes = vec![0; size_of::<T>()];
-        self.copy_to(offset, &mut bytes);
-        T::read_from_bytes(&bytes).ok()
-    }
-
-    /// Copies bytes from `offset` on to `out`; returns how many. Safe with any peer.
-    pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
-        let offset = offset.min(self.body.len);
-        let len = out.len().min(self.body.len - offset);
-        let out = &mut out[..len];
-        if let Some(bytes) = self.private() {
-            out.copy_from_slice(&bytes[offset..offset + len]);
-            return len;
-        }
-        match &self.body.place {
-            BufferPlace::InPlace {
-                memory,
-                pieces,
-                offset: start,
-            } => memory.read(pieces, start + offset, out),
-            BufferPlace::Copied(_) => 0,
-        }
-    }
-
-    /// A copy of all bytes.
-    pub fn to_vec(&self) -> Vec<u8> {
-        let mut bytes = vec![0; self.body.len];
-        self.copy_to(0, &mut bytes);
-        bytes
-    }
-
-    /// Writes all bytes to `fd` without a copy in user space; returns how many the system took.
-    ///
-    /// # Errors
-    /// Those of `writev(2)`.
-    pub fn write_to(&self, fd: impl AsFd) -> io::Result<usize> {
-        if let Some(bytes) = self.private() {
-            return Ok(rustix::io::writev(fd, &[IoSlice::new(bytes)])?);
-        }
-        let BufferPlace::InPlace {
-            memory,
-            pieces,
-            offset,
-        } = &self.body.place
-        else {
-            return Ok(0);
-        };
-        let mut slices = SliceBuf::<PIECES>::new();
-        memory.slices(pieces, *offset, self.body.len, &mut slices);
-        zerosock_sys::write_slices(fd.as_fd(), &slices)
-    }
-
-    /// The address of the first byte, to check that it lies where the peer wrote it.
-    pub fn as_ptr(&self) -> *const u8 {
-        if let Some(bytes) = self.private() {
-            return bytes.as_ptr();
-        }
-        let BufferPlace::InPlace {
-            memory,
-            pieces,
-            offset,
-        } = &self.body.place
-        else {
-            return std::ptr::null();
-        };
-        let mut slices = SliceBuf::<PIECES>::new();
-        memory.slices(pieces, *offset, 1, &mut slices);
-        slices
-            .first()
-            .map_or(std::ptr::null(), |slice| slice.as_ptr().cast_const())
+    fn reading(&self) -> std::mem::ManuallyDrop<Reading<'_>> {
+        std::mem::ManuallyDrop::new(Reading {
+            core: &self.lease.core,
+            body: &self.lease.body,
+            copy: self.copy.clone(),
+            entered: self.entered,
+        })
     }
 }
 
-impl Drop for Reading<'_> {
-    fn drop(&mut self) {
-        if self.entered {
-            self.core.end_access(self.body.index);
+impl AsRef<[u8]> for Shared {
+    fn as_ref(&self) -> &[u8] {
+        if let Some((bytes, start)) = &self.copy {
+            return bytes
+                .get(*start..*start + self.lease.body.len)
+                .unwrap_or(&[]);
         }
+        match &self.lease.body.place {
+            BufferPlace::Copied((bytes, start)) => bytes
+                .get(*start..*start + self.lease.body.len)
+                .unwrap_or(&[]),
+            BufferPlace::InPlace {
+                memory,
+                pieces,
+                offset,
+            } => match (&pieces[..], self.lease.body.trust.filter(|_| self.entered)) {
+                ([piece], Some(trust)) => memory
+                    .trusted_slice(piece.part(*offset, self.lease.body.len), trust)
+                    .unwrap_or(&[]),
+                _ => &[],
+            },
+        }
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        drop(std::mem::ManuallyDrop::into_inner(self.reading()));
     }
 }
 
@@ -565,15 +354,6 @@ impl fmt::Debug for OwnedLease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("OwnedLease")
             .field("len", &self.body.len)
-            .finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for Reading<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reading")
-            .field("len", &self.body.len)
-            .field("torn", &self.is_torn())
             .finish_non_exhaustive()
     }
 }

@@ -10,12 +10,13 @@ use std::time::{Duration, Instant};
 
 use zerosock_proto::Address;
 
-use super::connection::{Blocking, Connected, decode, encode};
+use super::blocking::{Blocking, decode, encode};
+use super::connection::Connected;
 use super::hub::{Core, DeferredClose, Interest, WaitBudget};
 use super::options::Options;
 use super::stream::Stream;
 use super::waiting::Wait;
-use crate::io::deadline::deadline_in;
+use zerosock_virtio::deadline::deadline_in;
 
 /// A listening socket. Dropping it stops listening and resets connections that were not accepted.
 ///

@@ -35,16 +35,20 @@
 //!
 //! # Files
 //! - `endpoint`, `opening`, `host`, `service`: endpoints, how they are opened, and services.
-//! - `socket`, `options`: sockets before they connect or listen, and their options.
+//! - `socket`, `bound`, `options`: sockets before they connect or listen, their ports and options.
+//! - `connecting`: connecting and listening, for both kinds of endpoints.
 //! - `connection`: what all connected sockets share; `stream`, `seqpacket`, `listener`, `datagram`:
 //!   the sockets; `lease`, `loan`, `message`: received and lent bytes.
-//! - `poller`, `tokio`: waiting for many sockets; `waiting`: the wait modes.
+//! - `poller`, `tokio`: waiting for many sockets; `waiting`, `blocking`: the wait modes.
 //! - `errors`: errors, and the side at fault.
 //! - `hub`: the lock, the calling thread that drives the queues, and the waiters.
 //! - `rxmap`: receive maps.
 //!
 //! The table of connections is the crate's module `table`.
 
+mod blocking;
+mod bound;
+mod connecting;
 mod connection;
 pub(crate) mod datagram;
 pub(crate) mod endpoint;

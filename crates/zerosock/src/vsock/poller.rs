@@ -22,9 +22,9 @@ use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::stream::Stream;
 use super::waiting::{SpinTime, Wait};
-use crate::io::deadline::timespec;
-use crate::io::deadline::{deadline_in, earlier};
 use crate::table::sockets::{StreamId, StreamState};
+use zerosock_virtio::deadline::timespec;
+use zerosock_virtio::deadline::{deadline_in, earlier};
 
 /// Checks of all endpoints between two readings of the clock and polls of descriptors, while
 /// spinning.

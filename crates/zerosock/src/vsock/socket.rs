@@ -12,11 +12,11 @@ use std::time::Duration;
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 
+use super::bound::Bound;
+use super::connecting::await_connected;
 use super::connection::Connected;
-use super::endpoint::{Endpoint, await_connected};
 use super::errors::{ListenError, of_connect, of_listen};
-use super::host::Host;
-use super::hub::{Core, DeferredClose};
+use super::hub::Core;
 use super::listener::Listener;
 use super::options::{Options, timeout};
 use super::seqpacket::{SeqPacket, SeqPacketListener};
@@ -25,9 +25,9 @@ use super::waiting::Wait;
 
 /// A socket that is neither connected nor listening: for binding a port and setting options first.
 ///
-/// Without either, [`Endpoint::connect`] and [`Endpoint::listen`] suffice. The socket keeps its
-/// options and can be used again. A bound port passes to the connection or the listener; a failed
-/// connect returns it.
+/// Without either, [`Endpoint::connect`](super::Endpoint::connect) and
+/// [`Endpoint::listen`](super::Endpoint::listen) suffice. The socket keeps its options and can be
+/// used again. A bound port passes to the connection or the listener; a failed connect returns it.
 ///
 /// ```
 /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -66,56 +66,30 @@ pub struct Socket {
     bound: Option<Bound>,
 }
 
-/// A bound port, released on drop.
-#[derive(Debug)]
-pub(super) struct Bound {
-    core: Arc<Core>,
-    port: Port,
-    /// False once a listener has taken the port over and releases it.
-    owns_port: bool,
-}
-
-impl Drop for Bound {
-    fn drop(&mut self) {
-        if self.owns_port {
-            self.core.close_deferred(DeferredClose::Port(self.port));
-        }
-    }
-}
-
-impl Endpoint {
-    /// A new socket of this endpoint.
-    pub fn socket(&self) -> Socket {
-        Socket {
-            core: self.core.clone(),
-            cid: self.cid(),
-            ports: self.ports.clone(),
-            service: self.is_service(),
-            wait: self.wait,
-            connect_timeout: self.connect_timeout,
-            options: Options::new(self.core.window()),
-            bound: None,
-        }
-    }
-}
-
-impl Host {
-    /// A new socket of the host, CID 2.
-    pub fn socket(&self) -> Socket {
-        Socket {
-            core: self.core.clone(),
-            cid: Cid::HOST,
-            ports: Arc::default(),
-            service: false,
-            wait: self.wait,
-            connect_timeout: self.connect_timeout,
-            options: Options::new(self.core.window()),
-            bound: None,
-        }
-    }
-}
-
 impl Socket {
+    /// A socket of the endpoint behind `core`. `ports` are its reachable ports; empty: all, or none
+    /// for a service.
+    pub(super) fn new(
+        core: Arc<Core>,
+        cid: Cid,
+        ports: Arc<Mutex<Vec<Port>>>,
+        service: bool,
+        wait: Wait,
+        connect_timeout: Duration,
+    ) -> Socket {
+        let options = Options::new(core.window());
+        Socket {
+            core,
+            cid,
+            ports,
+            service,
+            wait,
+            connect_timeout,
+            options,
+            bound: None,
+        }
+    }
+
     /// Binds a port to connect from or to listen on. [`Port::ANY`] takes a free one, [`Cid::ANY`]
     /// is the endpoint's own CID. Until the socket listens, requests to the port are refused. The
     /// port is free again when the socket, or the connection or listener made of it, is dropped.
@@ -234,9 +208,9 @@ impl Socket {
     /// Connects to `peer`.
     ///
     /// # Errors
-    /// As [`Endpoint::connect`]; `AddrInUse` also when the socket is bound to a port that has a
-    /// connection to `peer` already. A closed connection counts until the peer has acknowledged the
-    /// close, which [`Stream::set_linger`] can wait for.
+    /// As [`Endpoint::connect`](super::Endpoint::connect); `AddrInUse` also when the socket is
+    /// bound to a port that has a connection to `peer` already. A closed connection counts until
+    /// the peer has acknowledged the close, which [`Stream::set_linger`] can wait for.
     pub fn connect(&mut self, peer: Address) -> io::Result<Stream> {
         self.connect_as(peer)
     }
@@ -262,7 +236,8 @@ impl Socket {
         }
     }
 
-    /// Sends the request and does not wait for the answer; see [`Endpoint::begin_connect`].
+    /// Sends the request and does not wait for the answer; see
+    /// [`Endpoint::begin_connect`](super::Endpoint::begin_connect).
     ///
     /// # Errors
     /// Those of [`connect`](Self::connect) that are known at once.
@@ -302,7 +277,7 @@ impl Socket {
     /// `backlog + 1` connections wait to be accepted; further ones are refused.
     ///
     /// # Errors
-    /// As [`Endpoint::listen`].
+    /// As [`Endpoint::listen`](super::Endpoint::listen).
     pub fn listen(&mut self, backlog: usize) -> io::Result<Listener> {
         self.listen_for(backlog, SocketType::Stream)
     }

@@ -13,7 +13,8 @@ use zerosock::attach::{Fault, Status, Version};
 use zerosock::vsock::OpenError;
 use zerosock_sys::fd_passing;
 
-/// Sends a request to a server that answers with these bytes and descriptors, or closes if there are none.
+/// Sends a request to a server that answers with these bytes and descriptors, or closes if there
+/// are none.
 fn ask(bytes: &[u8], fds: &[OwnedFd]) -> Result<Attached, AttachError> {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("attach.sock");

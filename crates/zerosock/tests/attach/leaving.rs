@@ -1,4 +1,5 @@
-//! A process that leaves loses its CID, name, route and connections; other endpoints are not affected.
+//! A process that leaves loses its CID, name, route and connections; other endpoints are not
+//! affected.
 
 use super::*;
 use crate::common::{assert_bytes, bytes, eventually, eventually_with};
@@ -16,7 +17,8 @@ fn everything_is_free_again_when_a_process_is_gone() {
                 cid: Some(Cid::new(600)),
                 ..named("db")
             };
-            // Directly after the previous process: the request waits until its CID and name are free.
+            // Directly after the previous process: the request waits until its CID and name are
+            // free.
             let mut process = lab.process_with(&request);
             process.driver.listen(PORT, 8).unwrap();
             let (stream, _) = connected(&mut guest, &mut process.driver);

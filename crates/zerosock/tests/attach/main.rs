@@ -166,7 +166,8 @@ fn connected(one: &mut Driver, two: &mut Driver) -> (StreamId, StreamId) {
     (stream, accepted.unwrap())
 }
 
-/// Sends `bytes` from one driver to the other, to the end of the stream; returns the received bytes.
+/// Sends `bytes` from one driver to the other, to the end of the stream; returns the received
+/// bytes.
 #[track_caller]
 fn transfer(
     (one, from): (&mut Driver, StreamId),

@@ -1,5 +1,5 @@
-//! A process is killed during a transfer. What it held is freed, what it sent stays mapped while it is
-//! read, and other endpoints are not affected.
+//! A process is killed during a transfer. What it held is freed, what it sent stays mapped while it
+//! is read, and other endpoints are not affected.
 
 use std::io::{ErrorKind, Read, Write};
 use std::process::{Command, Stdio};

@@ -7,8 +7,8 @@ use zerosock::vsock::Stream;
 use super::common::{assert_bytes, bytes};
 use super::hub::Hub;
 
-/// Keeps leases on everything that `from` sends, every second one under a reading; other connections must
-/// continue.
+/// Keeps leases on everything that `from` sends, every second one under a reading; other
+/// connections must continue.
 fn hold_all(from: &Stream, to: &Stream, others: impl FnOnce()) {
     let mut leases = Vec::new();
     for round in 0..200 {

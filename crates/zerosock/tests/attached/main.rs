@@ -1,7 +1,7 @@
 //! Processes that attach to a program that embeds the device: names, zero copy, and cleanup.
 //!
-//! The place of a byte is compared by file and offset of the mapping that a pointer is in: pointers of two
-//! processes to one byte differ, these do not.
+//! The place of a byte is compared by file and offset of the mapping that a pointer is in: pointers
+//! of two processes to one byte differ, these do not.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,7 +1,7 @@
 //! Leases, loans and streams that live longer than their endpoint's handle.
 //!
-//! The type system prevents this for what borrows. What owns its part of the endpoint keeps the endpoint and
-//! its bytes alive.
+//! The type system prevents this for what borrows. What owns its part of the endpoint keeps the
+//! endpoint and its bytes alive.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Command, Stdio};

@@ -1,5 +1,5 @@
-//! One endpoint used by many threads: which handles can be shared and sent, and that a spinning thread
-//! starves no other.
+//! One endpoint used by many threads: which handles can be shared and sent, and that a spinning
+//! thread starves no other.
 
 use std::io::{Read, Write};
 use std::thread;

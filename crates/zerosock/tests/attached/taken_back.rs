@@ -1,5 +1,5 @@
-//! A process takes its memory back, or exits with it, while the host reads or writes that memory with
-//! declared trust; and closures that panic. The process writes its rings by hand.
+//! A process takes its memory back, or exits with it, while the host reads or writes that memory
+//! with declared trust; and closures that panic. The process writes its rings by hand.
 
 use std::io::{ErrorKind, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

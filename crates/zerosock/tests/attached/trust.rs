@@ -1,4 +1,5 @@
-//! A program that declares trust in processes gets plain slices of their memory, and none of a VM's.
+//! A program that declares trust in processes gets plain slices of their memory, and none of a
+//! VM's.
 
 use std::io::Write;
 

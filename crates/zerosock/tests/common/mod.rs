@@ -1,10 +1,10 @@
 //! A daemon with guests that need no virtual machine, for all integration tests.
 //!
-//! Each test has its own daemon and directory. If ZEROSOCK_TEST_DEVICE names a program with the command
-//! line of vhost-device-vsock, that program is the device instead, which shows whether the device or
-//! the driver causes a failure; tests that need several VMs or counters then skip themselves. If
-//! ZEROSOCK_TEST_PAIRS is a number, devices and drivers have that many queue pairs, and daemons two
-//! workers.
+//! Each test has its own daemon and directory. If ZEROSOCK_TEST_DEVICE names a program with the
+//! command line of vhost-device-vsock, that program is the device instead, which shows whether the
+//! device or the driver causes a failure; tests that need several VMs or counters then skip
+//! themselves. If ZEROSOCK_TEST_PAIRS is a number, devices and drivers have that many queue pairs,
+//! and daemons two workers.
 #![allow(dead_code, reason = "each test program uses its own part")]
 
 pub(crate) mod pump;

@@ -1,6 +1,7 @@
 //! A guest that writes its rings by hand, so that it can write them wrongly.
 //!
-//! It does not negotiate the event index and never sleeps: it always kicks, and polls the used index.
+//! It does not negotiate the event index and never sleeps: it always kicks, and polls the used
+//! index.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
@@ -76,7 +77,8 @@ impl TxSlots {
         Some(head)
     }
 
-    /// Frees the slot of the returned chain at `head`. Ignores chains that a test has written itself.
+    /// Frees the slot of the returned chain at `head`. Ignores chains that a test has written
+    /// itself.
     fn give_back(&mut self, head: u32) {
         if let Some(taken) = self.taken.get_mut(head as usize)
             && std::mem::take(taken)

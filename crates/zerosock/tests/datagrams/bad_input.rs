@@ -1,5 +1,5 @@
-//! Invalid datagrams of a guest, to the program that embeds the device and through the daemon to a process:
-//! dropped, counted, bounded, and without effect on others.
+//! Invalid datagrams of a guest, to the program that embeds the device and through the daemon to a
+//! process: dropped, counted, bounded, and without effect on others.
 
 use zerosock::vsock::DatagramDrops;
 use zerosock_proto::vsock::datagram::data;

@@ -20,14 +20,14 @@ fn pour(from: &Datagram, to: Address, most: u64, stop: &AtomicBool) -> u64 {
     sent
 }
 
-/// One endpoint sends to two receivers. The fast one reads at once. The slow one reads nothing until the
-/// fast one has received many times the slow one's limit, and then reads slowly. Neither loses a datagram,
-/// and the fast one never waits for the slow one.
+/// One endpoint sends to two receivers. The fast one reads at once. The slow one reads nothing
+/// until the fast one has received many times the slow one's limit, and then reads slowly. Neither
+/// loses a datagram, and the fast one never waits for the slow one.
 fn slow_and_fast(sender: &Datagram, other: &Datagram, slow: &Datagram, fast: &Datagram) {
     const FAST: u64 = 5000;
     const SLOW: u64 = 1000;
-    // Three quarters of the buffer are for datagrams in flight: both send buffers, and the queues of a
-    // device and of a process that makes no call.
+    // Three quarters of the buffer are for datagrams in flight: both send buffers, and the queues
+    // of a device and of a process that makes no call.
     slow.set_receive_buffer(700 << 10);
     for socket in [sender, other] {
         socket.set_send_buffer(32 << 10);
@@ -194,8 +194,8 @@ fn a_receiver_that_dies_lets_its_sources_go() {
     ours.send_to(&[0; 1000], there).unwrap();
 }
 
-/// A program that exits after a flush has lost nothing. Without the flush the datagrams that the host holds
-/// in the program's memory would be lost with it.
+/// A program that exits after a flush has lost nothing. Without the flush the datagrams that the
+/// host holds in the program's memory would be lost with it.
 #[test]
 fn what_is_flushed_outlives_its_sender() {
     const MOST: u64 = 10;

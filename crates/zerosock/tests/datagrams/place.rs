@@ -21,8 +21,8 @@ fn place(at: *const u8) -> (String, usize) {
     panic!("{at:?} is not mapped");
 }
 
-/// The place where a loan's bytes are written. A datagram that was copied has another file or another
-/// offset.
+/// The place where a loan's bytes are written. A datagram that was copied has another file or
+/// another offset.
 fn travels_in_place(from: &Datagram, to: &Datagram) {
     let mut loan = from.loan(to.local_addr(), 64).unwrap();
     assert!(loan.is_in_place());

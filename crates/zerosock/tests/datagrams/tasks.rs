@@ -85,8 +85,8 @@ async fn siblings_talk_in_tasks_of_one_thread() {
     many_tasks_talk_to(at(&to, PORT), clients).await;
 }
 
-/// A sender that is told to stop waits in its task and is woken; no datagram is lost, and the other task
-/// of the same thread continues.
+/// A sender that is told to stop waits in its task and is woken; no datagram is lost, and the other
+/// task of the same thread continues.
 #[tokio::test]
 async fn a_task_that_is_asked_to_stop_holds_up_no_other() {
     const MOST: u64 = 2000;

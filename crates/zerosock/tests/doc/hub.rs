@@ -1,6 +1,6 @@
-// The start of examples in the documentation that attach: a host at `attach.sock` in a directory of its
-// own, and a thread that calls its `turn`. The host has no listener. The including example keeps the
-// directory.
+// The start of examples in the documentation that attach: a host at `attach.sock` in a directory of
+// its own, and a thread that calls its `turn`. The host has no listener. The including example
+// keeps the directory.
 {
     let dir = tempfile::tempdir().unwrap();
     let builder = zerosock::vsock::Host::builder().attach(dir.path().join("attach.sock"));

@@ -1,5 +1,5 @@
-//! Drivers that move connections that they do not have, move to pairs that do not exist, or disconnect during
-//! a move.
+//! Drivers that move connections that they do not have, move to pairs that do not exist, or
+//! disconnect during a move.
 
 use std::io::Write;
 

@@ -1,5 +1,5 @@
-//! Devices with several queue pairs (docs/queue-pairs.md): connections begin at the pair of their hash, and
-//! move between pairs while bytes pass in both directions.
+//! Devices with several queue pairs (docs/queue-pairs.md): connections begin at the pair of their
+//! hash, and move between pairs while bytes pass in both directions.
 
 #[path = "../common/mod.rs"]
 mod common;

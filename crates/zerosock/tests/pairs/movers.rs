@@ -1,5 +1,6 @@
-//! Drivers that move connections of others, move connections that are not established, move twice or in the
-//! middle of a message, or send at a pair too early. They harm only their own connections.
+//! Drivers that move connections of others, move connections that are not established, move twice
+//! or in the middle of a message, or send at a pair too early. They harm only their own
+//! connections.
 
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;

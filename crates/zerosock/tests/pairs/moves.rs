@@ -43,8 +43,8 @@ fn host_program(mut socket: UnixStream, seed: u8) -> thread::JoinHandle<Vec<u8>>
     })
 }
 
-/// Sends `LEN` bytes on each of `conns`, moving each to the next pair repeatedly, until all bytes have
-/// arrived in both directions.
+/// Sends `LEN` bytes on each of `conns`, moving each to the next pair repeatedly, until all bytes
+/// have arrived in both directions.
 pub(crate) fn stream_and_move(guests: &mut [&mut PairsGuest], conns: &[(usize, usize, u8)]) {
     let mut given = vec![0; conns.len()];
     let mut turn = 0u16;

@@ -21,8 +21,8 @@ fn tune(config: &mut DaemonConfig) {
     config.queue_pairs = 3;
 }
 
-/// The guest connects from the port on which it listens to `TAKEN` ports of the host from `first` on: for
-/// a connect from one of those, the addresses are in use.
+/// The guest connects from the port on which it listens to `TAKEN` ports of the host from `first`
+/// on: for a connect from one of those, the addresses are in use.
 fn take_ports(guest: &mut PairsGuest, first: u32) {
     let mut asked = HashSet::new();
     for port in first..first + TAKEN {

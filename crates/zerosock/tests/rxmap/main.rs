@@ -1,7 +1,7 @@
 //! Receive maps: the example and error cases of the patch set, the native form, polling, bounds.
 //!
-//! Packets that wait for 20 ms are copied and then have one header for all their bytes. A test of single packets
-//! tries again if a busy machine has caused that.
+//! Packets that wait for 20 ms are copied and then have one header for all their bytes. A test of
+//! single packets tries again if a busy machine has caused that.
 
 mod bounds;
 #[path = "../common/mod.rs"]

@@ -41,7 +41,8 @@ impl Pair {
         assert_eq!(message.to_vec(), b"runs on");
     }
 
-    /// The bad connection was reset on both sides, and no part of an incomplete message was delivered.
+    /// The bad connection was reset on both sides, and no part of an incomplete message was
+    /// delivered.
     #[track_caller]
     fn is_reset(&mut self) {
         self.raw.guest.recv_op(OURS, Op::Rst);
@@ -126,7 +127,8 @@ fn a_message_above_the_buffer_is_reset_at_once() {
     pair.still_good();
 }
 
-/// It fills its own buffer at most, delays no other connection, and is dropped when its sender resets.
+/// It fills its own buffer at most, delays no other connection, and is dropped when its sender
+/// resets.
 #[test]
 fn a_message_that_never_ends_fills_its_buffer_and_no_more() {
     for parts in [WINDOW / PART.len() - 1, 1] {
@@ -168,8 +170,8 @@ fn a_message_that_never_ends_fills_its_buffer_and_no_more() {
     }
 }
 
-/// As in Linux: EOR has an effect only on a packet that ends a message; flags have an effect only on RW;
-/// other flags have none.
+/// As in Linux: EOR has an effect only on a packet that ends a message; flags have an effect only
+/// on RW; other flags have none.
 #[test]
 fn ends_on_odd_packets_end_nothing() {
     let hosted = Hosted::new();
@@ -264,7 +266,8 @@ fn messages_above_the_credit_are_reset() {
     pair.still_good();
 }
 
-/// Very many messages of one byte: the overhead of each message counts too, far more than the bytes.
+/// Very many messages of one byte: the overhead of each message counts too, far more than the
+/// bytes.
 #[test]
 fn a_crowd_of_tiny_messages_is_bounded() {
     const MOST: usize = 512 << 10;

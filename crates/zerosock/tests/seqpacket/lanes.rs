@@ -1,5 +1,5 @@
-//! Connections for messages over each path: between a process and a host, and between two processes through a
-//! host and through a daemon.
+//! Connections for messages over each path: between a process and a host, and between two processes
+//! through a host and through a daemon.
 
 use std::path::{Path, PathBuf};
 

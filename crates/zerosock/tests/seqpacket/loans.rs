@@ -1,5 +1,5 @@
-//! Loans for messages: where their bytes are, when the peer sees them, and what returns of loans that are not
-//! sent or cannot be.
+//! Loans for messages: where their bytes are, when the peer sees them, and what returns of loans
+//! that are not sent or cannot be.
 
 use std::io::{ErrorKind, Write};
 
@@ -243,8 +243,8 @@ fn empty_loans_wait_for_their_reader() {
     assert_eq!(ours.recv(&mut []).unwrap().unwrap().len, 0);
 }
 
-/// A loan with private memory takes one of the guest's buffers when it is sent, and none if it may not
-/// begin.
+/// A loan with private memory takes one of the guest's buffers when it is sent, and none if it may
+/// not begin.
 #[test]
 fn a_loan_that_may_not_begin_takes_no_buffer() {
     let hosted = Hosted::new();

@@ -56,7 +56,8 @@ impl Raw {
         self.guest.recv_op(port, Op::Response);
     }
 
-    /// Checks that `port` has received only credit, and that the device has processed all sent packets.
+    /// Checks that `port` has received only credit, and that the device has processed all sent
+    /// packets.
     #[track_caller]
     pub(crate) fn is_quiet(&mut self, port: u32) {
         self.guest.wait_tx_done();

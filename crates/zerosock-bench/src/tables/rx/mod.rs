@@ -4,47 +4,18 @@
 //! dequeues of 4 KiB to 512 KiB, by copying, in place, and in place with polling. The peer in each
 //! row is zerosock with copying. With `--vm`, the same over a VM (`vm.rs`).
 
+mod rows;
 mod vm;
 
 use std::thread;
 
 use crate::args::Settings;
 use crate::pair::{self, Cores, Task};
-use crate::peers::dequeue::{COPY, COPY_UNTOUCHED, IN_PLACE, IN_PLACE_UNTOUCHED, SHOWN};
 use crate::peers::{Contestant, ours};
-use crate::report::{Metric, Row, Table};
-use crate::rounds::{Spread, alternate};
-use crate::worker::order::{Job, Outcome, Wait};
-
-const DEQUEUE: Metric = Metric {
-    name: "dequeue",
-    unit: "ns",
-    higher_is_better: false,
-};
-const THROUGHPUT: Metric = Metric {
-    name: "throughput",
-    unit: "GB/s",
-    higher_is_better: true,
-};
-
-const SIZES: [(usize, &str); 6] = [
-    (4 << 10, "4 KiB"),
-    (16 << 10, "16 KiB"),
-    (64 << 10, "64 KiB"),
-    (128 << 10, "128 KiB"),
-    (256 << 10, "256 KiB"),
-    (512 << 10, "512 KiB"),
-];
-
-/// Ways to receive, as the rounds count them: the embedding process (the host) receives.
-const TO_HOST: [(&str, Wait); 6] = [
-    (COPY, Wait::Sleep),
-    (IN_PLACE, Wait::Sleep),
-    (IN_PLACE, Wait::Spin),
-    (COPY_UNTOUCHED, Wait::Sleep),
-    (IN_PLACE_UNTOUCHED, Wait::Sleep),
-    (SHOWN, Wait::Sleep),
-];
+use crate::report::Table;
+use crate::rounds::alternate;
+use crate::worker::order::{Job, Wait};
+use rows::{ROWS, SIZES, TO_HOST, rows, value};
 
 /// The same, with the attached process as receiver.
 const TO_GUEST: [(&str, Wait); 6] = [
@@ -54,17 +25,6 @@ const TO_GUEST: [(&str, Wait); 6] = [
     ("guest:copy-untouched", Wait::Sleep),
     ("guest:in-place-untouched", Wait::Sleep),
     ("guest:shown", Wait::Sleep),
-];
-
-/// The rows of each size: name, zerosock's way, the peer's way, metric.
-const ROWS: [(&str, usize, usize, Metric); 7] = [
-    ("in place, shown", 5, 0, DEQUEUE),
-    ("in place, shown", 5, 0, THROUGHPUT),
-    ("in place", 1, 0, DEQUEUE),
-    ("in place", 1, 0, THROUGHPUT),
-    ("in place, polling", 2, 0, DEQUEUE),
-    ("in place, polling", 2, 0, THROUGHPUT),
-    ("in place, untouched", 4, 3, DEQUEUE),
 ];
 
 const METHOD: &str = "Receiving in pieces. In place: by leases, all of a piece held at once; shown: packet \
@@ -135,60 +95,4 @@ fn processes(
     rows(table, name, &ways, &ROWS, &outcomes, |outcome, metric| {
         value(outcome, metric, size)
     });
-}
-
-/// The rows of one size and direction, from the outcomes of each way.
-fn rows<T>(
-    table: &mut Table,
-    name: &str,
-    ways: &[&str],
-    rows: &[(&str, usize, usize, Metric)],
-    outcomes: &[Result<Vec<T>, String>],
-    value: impl Fn(&T, Metric) -> f64,
-) {
-    for (how, outcome) in ways.iter().zip(outcomes) {
-        if let Err(reason) = outcome {
-            table.note_missing(&format!("zerosock, {how}"), reason);
-        }
-    }
-    let figure = |way: usize, metric: Metric| -> Result<Spread, String> {
-        let outcomes = outcomes[way].as_ref().map_err(Clone::clone)?.iter();
-        let values = outcomes.map(|outcome| value(outcome, metric));
-        Spread::of(values.collect(), metric.higher_is_better).ok_or_else(|| "no rounds".to_owned())
-    };
-    for &(what, way, beside, metric) in rows {
-        table.rows.push(Row {
-            name: format!("{name}, {what}"),
-            metric,
-            ours: figure(way, metric),
-            peer_name: "zerosock, copying".to_owned(),
-            peer: figure(beside, metric),
-        });
-    }
-}
-
-fn value(outcome: &Outcome, metric: Metric, size: usize) -> f64 {
-    let messages = outcome.messages as f64;
-    if metric == DEQUEUE {
-        outcome.busy.unwrap_or(outcome.nanoseconds) as f64 / messages
-    } else {
-        messages * size as f64 / outcome.nanoseconds as f64
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn waiting_counts_in_the_throughput_alone() {
-        let outcome = Outcome {
-            messages: 10,
-            nanoseconds: 10_000,
-            busy: Some(1_000),
-            ..Outcome::default()
-        };
-        assert_eq!(value(&outcome, DEQUEUE, 4096), 100.0);
-        assert_eq!(value(&outcome, THROUGHPUT, 4096), 4.096);
-    }
 }

@@ -2,7 +2,7 @@
 //! same ways as over processes. To the guest: the host sends, in place or by copying, and the
 //! guest's program dequeues by its kernel's `read()`, as no stock kernel has another way.
 
-use super::{DEQUEUE, ROWS, SIZES, THROUGHPUT, TO_HOST, rows, value};
+use super::rows::{DEQUEUE, ROWS, SIZES, THROUGHPUT, TO_HOST, rows, value};
 use crate::args::Settings;
 use crate::pair::Cores;
 use crate::report::{Metric, Table};

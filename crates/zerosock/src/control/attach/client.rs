@@ -18,8 +18,8 @@ use super::codec::{
     decode_answer, encode_request,
 };
 use crate::fault::Fault;
-use crate::io::deadline::timespec;
 use crate::routing::name::Name;
+use zerosock_virtio::deadline::timespec;
 
 /// The default time-out of [`Client::connect`], for each step.
 pub const TIMEOUT: Duration = Duration::from_secs(10);

@@ -72,7 +72,8 @@ pub struct AttachRequest {
     pub cid: Option<Cid>,
     /// The name by which others find its CID.
     pub name: Option<Name>,
-    /// The ports that others may connect to; the device refuses connections to all others. Empty: all.
+    /// The ports that others may connect to; the device refuses connections to all others. Empty:
+    /// all.
     pub ports: Vec<Port>,
 }
 

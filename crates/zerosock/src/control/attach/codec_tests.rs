@@ -223,7 +223,8 @@ fn an_answer_with_an_unknown_status_is_an_error() {
 }
 
 proptest! {
-    /// Random bytes after a valid beginning never cause a panic, and a decoded request encodes again.
+    /// Random bytes after a valid beginning never cause a panic, and a decoded request encodes
+    /// again.
     #[test]
     fn random_bytes_are_refused_or_decode_to_an_encodable_request(
         mut bytes in prop::collection::vec(any::<u8>(), 0..MAX_REQUEST + 9),

@@ -1,4 +1,5 @@
-//! A list of the attached processes for threads other than the control thread. The server writes it.
+//! A list of the attached processes for threads other than the control thread. The server writes
+//! it.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};

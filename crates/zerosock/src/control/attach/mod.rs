@@ -1,10 +1,10 @@
 //! Attaching: a process without a VM becomes an endpoint at run time.
 //!
 //! A process connects to the attach socket and requests a CID, a name and ports
-//! ([`client::Client::connect`]). It gets one end of a vhost-user connection, over which it acts as a
-//! driver ([`Driver::attach_over`](crate::driver::Driver::attach_over)). The socket of the request
-//! stays open as its control connection: when that closes, the CID and the name become free.
-//! docs/attach.md describes the protocol.
+//! ([`client::Client::connect`]). It gets one end of a vhost-user connection, over which it acts as
+//! a driver ([`Driver::attach_over`](crate::driver::Driver::attach_over)). The socket of the
+//! request stays open as its control connection: when that closes, the CID and the name become
+//! free. docs/attach.md describes the protocol.
 //!
 //! - `codec`: the messages, pure functions;
 //! - `client`: the side of the process;
@@ -59,8 +59,8 @@ pub enum AttachHost {
         path: PathBuf,
     },
     /// As for a VM with hybrid sockets: the process's connections to port P of the host go to the
-    /// Unix socket `path_P`, and programs that connect to `path` and send `CONNECT P` reach its port
-    /// P. The socket at `path` exists as long as the process is attached.
+    /// Unix socket `path_P`, and programs that connect to `path` and send `CONNECT P` reach its
+    /// port P. The socket at `path` exists as long as the process is attached.
     HybridEach {
         /// The path. It must contain `{cid}`, which stands for the process's CID.
         path: PathBuf,
@@ -75,7 +75,8 @@ pub enum AttachHost {
 const CID_IN_PATH: &str = "{cid}";
 
 impl AttachHost {
-    /// The host end for the process with this CID, and the file of the socket that was bound for it.
+    /// The host end for the process with this CID, and the file of the socket that was bound for
+    /// it.
     fn host_end(&self, cid: Cid, account: &Account) -> io::Result<(HostEnd, Option<SocketFile>)> {
         let (path, mode, group) = match self {
             AttachHost::None => return Ok((HostEnd::None, None)),
@@ -145,8 +146,8 @@ pub struct AttachConfig {
 }
 
 impl AttachConfig {
-    /// A configuration for processes of our own effective user, in the group "default". `listener` is
-    /// a bound and listening Unix socket of type SOCK_SEQPACKET.
+    /// A configuration for processes of our own effective user, in the group "default". `listener`
+    /// is a bound and listening Unix socket of type SOCK_SEQPACKET.
     pub fn new(listener: OwnedFd) -> AttachConfig {
         AttachConfig {
             listener: listener.into(),
@@ -163,8 +164,8 @@ impl AttachConfig {
     }
 }
 
-/// The part of an [`AttachConfig`] that can change while processes are attached. The fields have the
-/// same meaning.
+/// The part of an [`AttachConfig`] that can change while processes are attached. The fields have
+/// the same meaning.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct AttachTerms {
     /// See [`AttachConfig::allowed_uids`]. Attached processes stay.
@@ -202,8 +203,8 @@ impl AttachConfig {
     }
 }
 
-/// Binds an attach socket at `path`, where no file may exist, and listens. The mode of the file, by the
-/// umask, decides which users can connect.
+/// Binds an attach socket at `path`, where no file may exist, and listens. The mode of the file, by
+/// the umask, decides which users can connect.
 ///
 /// # Errors
 /// Those of socket(2), bind(2) and listen(2).

@@ -12,8 +12,8 @@
 //! closes. Its CID, name and address become free when its front-end is disconnected and every worker
 //! has removed it. A request for something that is about to become free waits for that.
 //!
-//! `clients` handles the connections, `members` the members, `claims` the ports of services; this
-//! file handles requests and the events of the control thread. The owner of the [`DeviceRegistry`]
+//! `clients` handles the connections, `members` the members, `claims` the ports of services, all of
+//! which are in `state`; this file handles requests and the events of the control thread. The owner of the [`DeviceRegistry`]
 //! passes it to each call.
 //!
 //! # Invariants
@@ -26,116 +26,29 @@
 mod claims;
 mod clients;
 mod members;
+mod state;
 
-use std::collections::BTreeMap;
-use std::io::{self};
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::io;
+use std::time::Instant;
 
 use rustix::event::epoll::EventFlags;
-use zerosock_proto::{Cid, Port};
-use zerosock_sys::account::{Account, Limits};
+use zerosock_proto::Port;
+use zerosock_sys::account::Account;
 use zerosock_sys::fd_passing;
 
+use super::AttachTerms;
 use super::codec::{
     Answer, MAX_REQUEST, Request, Status, VERSION, Version, decode_request, encode_answer,
 };
-use super::directory::Directory;
-use super::{AttachConfig, AttachTerms, HOST};
 use crate::control::registry::DeviceRegistry;
 use crate::routing::name::Name;
-use claims::{Claim, PendingClaim};
-use clients::{Client, State, is_allowed, send_last_answer};
-use members::{Conflict, JoinRequest, Member, Stage};
-use zerosock_vhost_user::{FrontendRegistry, LogLimit};
+use clients::{is_allowed, send_last_answer};
+use state::{BUDGET, Client, Conflict, JoinRequest, LISTENER, PendingClaim, Stage, State, granted};
+use zerosock_vhost_user::FrontendRegistry;
 
-/// Time-out for the first request, and for a request that waits for something to become free.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a client may leave an answer unread. It may have exited and have left its own end of the
-/// connection in a message that is not read before the answer.
-const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-/// Limit of clients that are not members.
-const MAX_CLIENTS: usize = 64;
-/// Limit of connections, of all users together, that are being turned away and are not closed yet.
-pub(crate) const MAX_TURNED_AWAY: u64 = 64;
-/// Connections accepted, or messages of one client handled, before other descriptors are polled.
-const BUDGET: usize = 16;
-/// How long accepting pauses when there is no descriptor for a connection.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
-/// The listener's epoll key. No client has it.
-const LISTENER: u32 = 0;
-
-/// See the [module](self).
-pub(crate) struct Server {
-    config: AttachConfig,
-    directory: Arc<Directory>,
-    clients: BTreeMap<u32, Client>,
-    last_key: u32,
-    members: BTreeMap<usize, Member>,
-    by_cid: BTreeMap<Cid, usize>,
-    by_name: BTreeMap<Name, usize>,
-    /// Ports of the host that belong to services, including those being released.
-    claims: BTreeMap<Port, Claim>,
-    /// The CID to try first for a process that requests any: the one after the last assigned, so that
-    /// CIDs are reused as late as possible.
-    next_cid: u32,
-    /// The block of source ports to try first for a service, likewise.
-    next_block: u32,
-    /// Until then the listener is not watched.
-    accept_paused_until: Option<Instant>,
-    log: LogLimit,
-    /// The limits of descriptors and memory for all processes of each user.
-    accounts: BTreeMap<u32, Account>,
-    /// For connections of a user not known yet, and for those that are turned away. They cannot
-    /// use up the guaranteed descriptors of VMs and users. `None` before the first connection.
-    turned_away: Option<Account>,
-}
+pub(crate) use state::{MAX_TURNED_AWAY, Server};
 
 impl Server {
-    pub(crate) fn new(config: AttachConfig, directory: Arc<Directory>) -> io::Result<Server> {
-        rustix::io::ioctl_fionbio(&config.listener, true)?;
-        // Requests carry no descriptors. Where the kernel cannot refuse them, they are closed below.
-        fd_passing::refuse_rights(&config.listener)?;
-        let next_cid = *config.cids.start();
-        Ok(Server {
-            config,
-            directory,
-            clients: BTreeMap::new(),
-            last_key: LISTENER,
-            members: BTreeMap::new(),
-            by_cid: BTreeMap::new(),
-            by_name: BTreeMap::new(),
-            claims: BTreeMap::new(),
-            next_cid,
-            next_block: 0,
-            accept_paused_until: None,
-            log: LogLimit::default(),
-            accounts: BTreeMap::new(),
-            turned_away: None,
-        })
-    }
-
-    /// The account of connections of a user not known yet, and of those that are turned away.
-    fn turned_away(&mut self, registry: &DeviceRegistry) -> &Account {
-        self.turned_away.get_or_insert_with(|| {
-            let budget = registry.budget();
-            let limits = Limits {
-                descriptors: MAX_TURNED_AWAY,
-                mapped: 0,
-                mapped_each: 0,
-                ..budget.limits()
-            };
-            budget.beside(limits, 1).account()
-        })
-    }
-
-    /// The account of a user's processes.
-    fn account(&mut self, uid: u32, registry: &DeviceRegistry) -> Account {
-        let budget = registry.budget();
-        let account = self.accounts.entry(uid);
-        account.or_insert_with(|| budget.account()).clone()
-    }
-
     /// Replaces the terms. Members stay; the groups apply to them too. Does not publish the routes.
     pub(crate) fn set_terms(&mut self, terms: AttachTerms, registry: &mut DeviceRegistry) {
         for &cid in self.by_cid.keys() {
@@ -319,13 +232,6 @@ impl Server {
         self.retry_claims(registry, frontends, |_| true);
     }
 
-    /// Logs a fault of a process, subject to the limit.
-    fn warn(&self, text: &str) {
-        if let Some(suppressed) = self.log.admit(Instant::now()) {
-            tracing::warn!(suppressed, "{text}");
-        }
-    }
-
     pub(crate) fn begin(&mut self, frontends: &mut FrontendRegistry) -> io::Result<()> {
         frontends.watch(&self.config.listener, LISTENER, EventFlags::IN)
     }
@@ -473,17 +379,5 @@ impl Server {
                 }
             }
         }
-    }
-}
-
-fn granted(cid: Cid) -> Answer {
-    Answer {
-        version: VERSION,
-        status: Status::Ok,
-        cid,
-        host: HOST,
-        asked: VERSION,
-        port: Port::new(0),
-        ports: 0,
     }
 }

@@ -31,7 +31,7 @@ impl Device {
         let mut shown = false;
         let mut others = false;
         let empty = |cx: &Context<'_>| {
-            let app = cx.app.as_deref();
+            let app = cx.shared.app.as_deref();
             app.is_some_and(|app| app.inboxes.is_empty(id))
         };
         while !shown
@@ -41,7 +41,7 @@ impl Device {
             // A datagram assembled from several packets may have arrived.
             && (!others || empty(cx))
         {
-            let Some(chain) = self.tx.as_mut().and_then(|tx| tx.pop()) else {
+            let Some(chain) = self.queues.rings.tx.as_mut().and_then(|tx| tx.pop()) else {
                 break;
             };
             taken += 1;
@@ -56,8 +56,8 @@ impl Device {
                 taken += self.datagrams.charged.saturating_sub(before) / COPY * 16;
             }
         }
-        cx.counters.rx_packets.add(taken as u64);
-        if let Some(app) = cx.app.as_deref_mut() {
+        cx.shared.counters.rx_packets.add(taken as u64);
+        if let Some(app) = cx.shared.app.as_deref_mut() {
             app.tally.packets_received += taken as u64;
         }
         if others {
@@ -70,7 +70,7 @@ impl Device {
 
     /// Whether a packet seems to be a whole datagram for this socket of the program.
     fn is_for(&mut self, id: DatagramId, chain: &Chain, cx: &mut Context<'_>) -> bool {
-        let (Some(tx), Some(app)) = (&self.tx, cx.app.as_deref_mut()) else {
+        let (Some(tx), Some(app)) = (&self.queues.rings.tx, cx.shared.app.as_deref_mut()) else {
             return false;
         };
         if let Some(payload) = tx
@@ -88,7 +88,7 @@ impl Device {
             && header.socket_type.get() == SocketType::Datagram as u16
             && !self.datagrams.assembler.is_open()
             && header.dst.cid == Cid::HOST
-            && cx.routes.service(header.dst.port).is_none()
+            && cx.shared.routes.service(header.dst.port).is_none()
             && app.inboxes.table.find(header.dst.port) == Some(id)
     }
 
@@ -101,7 +101,8 @@ impl Device {
         look: &mut dyn FnMut(Address, Payload<'_>),
         cx: &mut Context<'_>,
     ) -> bool {
-        let (Some(tx), Some(app)) = (self.tx.as_mut(), cx.app.as_deref_mut()) else {
+        let (Some(tx), Some(app)) = (self.queues.rings.tx.as_mut(), cx.shared.app.as_deref_mut())
+        else {
             return false;
         };
         let memory = tx.queue.memory();
@@ -112,9 +113,9 @@ impl Device {
                     && header.flags & DGRAM_EOM != 0
                     && header.src.cid == self.cid
                     && header.dst.cid == Cid::HOST
-                    && cx.routes.service(header.dst.port).is_none()
+                    && cx.shared.routes.service(header.dst.port).is_none()
                     && app.inboxes.table.find(header.dst.port) == Some(id)
-                    && cx.routes.may_reach(self.cid, header.dst)
+                    && cx.shared.routes.may_reach(self.cid, header.dst)
                     && header.len as usize <= chain.readable_len() as usize - HEADER_LEN =>
             {
                 header
@@ -154,7 +155,7 @@ impl Device {
             self.datagrams.returned = 0;
             tx.publish(cx.notifier);
         }
-        cx.counters.rx_bytes.add(len as u64);
+        cx.shared.counters.rx_bytes.add(len as u64);
         true
     }
 
@@ -169,7 +170,7 @@ impl Device {
         let put = self.put_datagram(from, to, Source::Bytes(bytes), cx);
         match put {
             Ok(()) => {
-                if let Some(app) = cx.app.as_deref_mut() {
+                if let Some(app) = cx.shared.app.as_deref_mut() {
                     app.tally.sent += bytes.len() as u64;
                     app.tally.copied_in += bytes.len() as u64;
                     app.tally.packets_sent += 1;
@@ -190,8 +191,13 @@ impl Device {
 
     /// Whether a datagram that needs one buffer would find it.
     pub(crate) fn has_datagram_room(&mut self) -> bool {
-        let waits = self.pending_command.is_some();
-        let rx = self.rx.as_mut().filter(|rx| !waits && rx.live());
+        let waits = self.queues.is_command_pending();
+        let rx = self
+            .queues
+            .rings
+            .rx
+            .as_mut()
+            .filter(|rx| !waits && rx.live());
         rx.is_some_and(|rx| rx.queue.available() > 0)
     }
 

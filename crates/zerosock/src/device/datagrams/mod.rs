@@ -32,12 +32,12 @@ use zerosock_ring::Chain;
 
 use crate::device::app_store::QueueStore;
 use crate::device::program::HostToken;
-use crate::device::ring::Ring;
 use crate::device::{Context, Device};
-use crate::io::deadline::earlier;
 use crate::table::sockets::{Ends, HeldBuffer};
 pub(crate) use put::NotPut;
 pub(crate) use siblings::return_lent;
+use zerosock_virtio::deadline::earlier;
+use zerosock_virtio::ring::Ring;
 
 /// Flow-control packets that may wait for a buffer of the guest.
 const MAX_CONTROLS: usize = 64;
@@ -172,7 +172,7 @@ impl Datagrams {
 impl Device {
     /// Whether the guest's driver has negotiated datagrams; `None`: no driver runs.
     pub(crate) fn takes_datagrams(&self) -> Option<bool> {
-        let running = self.rx.as_ref().is_some_and(Ring::live);
+        let running = self.queues.rings.rx.as_ref().is_some_and(Ring::live);
         running.then_some(self.datagrams.negotiated)
     }
 
@@ -183,7 +183,7 @@ impl Device {
         if !self.speaks_for(header.src, cx)
             || !(Datagrams::is_data(&header) || (is_control && self.datagrams.flow_control))
         {
-            cx.counters.bad_packets.add(1);
+            cx.shared.counters.bad_packets.add(1);
             return self.complete_tx(chain);
         }
         if is_control {
@@ -201,16 +201,16 @@ impl Device {
             Fragment::Last { len } => Some(len),
             Fragment::Lost => {
                 self.datagrams.kept = Vec::new();
-                cx.counters.bad_packets.add(1);
+                cx.shared.counters.bad_packets.add(1);
                 return self.complete_tx(chain);
             }
         };
-        if let Some(tx) = &self.tx {
+        if let Some(tx) = &self.queues.rings.tx {
             let kept = &mut self.datagrams.kept;
             if kept.try_reserve(header.len as usize).is_err() {
                 self.datagrams.kept = Vec::new();
                 match end {
-                    Some(_) => cx.counters.datagrams_dropped.add(1),
+                    Some(_) => cx.shared.counters.datagrams_dropped.add(1),
                     None => self.datagrams.assembler.discard(),
                 }
                 self.count_lost(cx);
@@ -220,7 +220,7 @@ impl Device {
             kept.resize(start + header.len as usize, 0);
             let out = kept.get_mut(start..).unwrap_or(&mut []);
             tx.queue.memory().read(chain.readable(), HEADER_LEN, out);
-            cx.counters.copied_bytes.add(u64::from(header.len));
+            cx.shared.counters.copied_bytes.add(u64::from(header.len));
         }
         match end {
             None => self.complete_tx(chain),
@@ -235,7 +235,7 @@ impl Device {
     /// the service has claimed.
     fn speaks_for(&self, source: Address, cx: &Context<'_>) -> bool {
         source.cid == self.cid
-            && (self.cid != Cid::HOST || cx.routes.service(source.port) == Some(self.addr))
+            && (self.cid != Cid::HOST || cx.shared.routes.service(source.port) == Some(self.addr))
     }
 
     /// Counts a datagram that can no longer be completed, if there is one.
@@ -244,16 +244,16 @@ impl Device {
         let Some(lost) = self.datagrams.assembler.take_lost() else {
             return;
         };
-        cx.counters.datagrams_dropped.add(1);
+        cx.shared.counters.datagrams_dropped.add(1);
         if is_apps(lost.to(), cx)
-            && let Some(app) = cx.app.as_deref_mut()
+            && let Some(app) = cx.shared.app.as_deref_mut()
         {
             app.inboxes.table.handle_lost(lost);
         }
     }
 
     fn complete_tx(&mut self, chain: Chain) {
-        if let Some(tx) = &mut self.tx {
+        if let Some(tx) = &mut self.queues.rings.tx {
             tx.complete(chain, 0);
         }
     }
@@ -262,7 +262,7 @@ impl Device {
     fn guest_control(&mut self, chain: Chain, header: Repr, cx: &mut Context<'_>) {
         if is_apps(header.dst, cx) {
             let now = cx.time();
-            if let Some(app) = cx.app.as_deref_mut() {
+            if let Some(app) = cx.shared.app.as_deref_mut() {
                 app.inboxes.table.handle_control(now, &header);
             }
             return self.complete_tx(chain);
@@ -283,17 +283,17 @@ impl Device {
             return self.lend_to_sibling(chain, header, bytes, cx);
         }
         let flow = self.datagrams.flow_control;
-        if cx.app.is_none() || !cx.routes.may_reach(self.cid, header.dst) {
-            cx.counters.datagrams_dropped.add(1);
+        if cx.shared.app.is_none() || !cx.shared.routes.may_reach(self.cid, header.dst) {
+            cx.shared.counters.datagrams_dropped.add(1);
             return self.complete_tx(chain);
         }
         let now = cx.time();
-        let taken = cx.app.as_deref_mut().and_then(|app| {
+        let taken = cx.shared.app.as_deref_mut().and_then(|app| {
             let table = &mut app.inboxes.table;
             let id = table.receive(header.src, header.dst, header.len, flow, || now);
             Some((id.ok()?, app))
         });
-        let (Some((id, app)), Some(tx)) = (taken, self.tx.as_mut()) else {
+        let (Some((id, app)), Some(tx)) = (taken, self.queues.rings.tx.as_mut()) else {
             return self.complete_tx(chain);
         };
         if let Some(bytes) = bytes {
@@ -336,7 +336,7 @@ impl Device {
     pub(super) fn forget_datagrams(&mut self, cx: &mut Context<'_>) {
         self.datagrams.forget();
         let cid = self.cid;
-        if let Some(app) = cx.app.as_deref_mut() {
+        if let Some(app) = cx.shared.app.as_deref_mut() {
             app.inboxes.table.forget(cid);
         }
     }
@@ -344,12 +344,12 @@ impl Device {
 
 /// Wakes every socket of the program that waits for buffers.
 fn wake_all(cx: &mut Context<'_>) {
-    if let Some(app) = cx.app.as_deref_mut() {
+    if let Some(app) = cx.shared.app.as_deref_mut() {
         app.inboxes.table.wake_all();
     }
 }
 
 /// Whether the destination is the embedding program: CID 2, except ports of services.
 fn is_apps(to: Address, cx: &Context<'_>) -> bool {
-    to.cid == Cid::HOST && cx.routes.service(to.port).is_none()
+    to.cid == Cid::HOST && cx.shared.routes.service(to.port).is_none()
 }

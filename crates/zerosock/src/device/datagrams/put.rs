@@ -65,14 +65,15 @@ impl Device {
             // The driver has not negotiated flow control.
             return true;
         }
-        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
+        let pending = self.queues.is_command_pending();
+        let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN, true)?, rx)));
         let Some((chain, rx)) = popped else {
             self.request_buffers();
             return false;
         };
         emit(rx, chain, control, 0);
-        cx.counters.tx_packets.add(1);
+        cx.shared.counters.tx_packets.add(1);
         true
     }
 
@@ -80,18 +81,18 @@ impl Device {
     pub(in crate::device) fn put_app_controls(&mut self, cx: &mut Context<'_>) {
         let cid = self.cid;
         let has = |app: &mut App| app.inboxes.table.has_control();
-        if !cx.app.as_deref_mut().is_some_and(has) {
+        if !cx.shared.app.as_deref_mut().is_some_and(has) {
             return;
         }
         let now = cx.time();
         loop {
-            let app = cx.app.as_deref_mut();
+            let app = cx.shared.app.as_deref_mut();
             let poll = |app: &mut App| app.inboxes.table.poll_control(now, |to| to.cid == cid);
             let Some(control) = app.and_then(poll) else {
                 break;
             };
             if !self.put_control(&control, cx)
-                && let Some(app) = cx.app.as_deref_mut()
+                && let Some(app) = cx.shared.app.as_deref_mut()
             {
                 app.inboxes.table.retry_control(now, |to| to.cid == cid);
                 break;
@@ -109,7 +110,8 @@ impl Device {
     ) -> Result<(), NotPut> {
         let len = source.len();
         let least = HEADER_LEN + usize::from(len > 0);
-        let rx = self.rx.as_mut().filter(|_| self.pending_command.is_none());
+        let pending = self.queues.is_command_pending();
+        let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
         let Some(rx) = rx else {
             return Err(NotPut::NoRoom);
         };
@@ -120,8 +122,8 @@ impl Device {
         if first.writable_len() as usize >= HEADER_LEN + len {
             source.copy(0, len, rx.queue.memory(), &first);
             emit(rx, first, &data(from, to, len as u32, true), len);
-            cx.counters.tx_packets.add(1);
-            cx.counters.tx_bytes.add(len as u64);
+            cx.shared.counters.tx_packets.add(1);
+            cx.shared.counters.tx_bytes.add(len as u64);
             return Ok(());
         }
         self.put_fragments(first, from, to, source, cx)
@@ -136,7 +138,7 @@ impl Device {
         source: Source<'_>,
         cx: &mut Context<'_>,
     ) -> Result<(), NotPut> {
-        let Some(rx) = self.rx.as_mut() else {
+        let Some(rx) = self.queues.rings.rx.as_mut() else {
             return Err(NotPut::NoRoom);
         };
         let len = source.len();
@@ -177,10 +179,10 @@ impl Device {
             source.copy(at, part, rx.queue.memory(), &chain);
             at += part;
             emit(rx, chain, &data(from, to, part as u32, at == len), part);
-            cx.counters.tx_packets.add(1);
+            cx.shared.counters.tx_packets.add(1);
         }
         self.datagrams.gathered = chains;
-        cx.counters.tx_bytes.add(len as u64);
+        cx.shared.counters.tx_bytes.add(len as u64);
         Ok(())
     }
 }

@@ -16,7 +16,7 @@ use super::{Datagrams, WaitingDatagram};
 use crate::device::sibling_message::{Datagram, Payload as Carried, SiblingMessage};
 use crate::device::{Context, Device};
 use crate::fallible;
-use crate::routing::DeviceAddr;
+use zerosock_virtio::outbox::DeviceAddr;
 
 /// Bytes that may wait for buffers of a guest, overheads included; one datagram may overshoot.
 const WAITING: usize = 256 << 10;
@@ -36,19 +36,20 @@ impl Device {
         // A flow-control packet may go to any endpoint that may reach its sender: the reverse
         // direction need not be allowed, nor the source port be claimed.
         let may = match Datagrams::is_data(&header) {
-            true => cx.routes.may_reach(self.cid, header.dst),
-            false => cx.routes.may_reach(header.dst.cid, header.src),
+            true => cx.shared.routes.may_reach(self.cid, header.dst),
+            false => cx.shared.routes.may_reach(header.dst.cid, header.src),
         };
-        let device = may.then(|| cx.routes.target(header.dst)).flatten();
-        let (Some(device), Some(tx)) = (device, self.tx.as_ref()) else {
-            cx.counters
+        let device = may.then(|| cx.shared.routes.target(header.dst)).flatten();
+        let (Some(device), Some(tx)) = (device, self.queues.rings.tx.as_ref()) else {
+            cx.shared
+                .counters
                 .datagrams_dropped
                 .add(u64::from(Datagrams::is_data(&header)));
             return self.complete_tx(chain);
         };
         let payload = match bytes {
             Some(_) if self.datagrams.under_way >= UNDER_WAY => {
-                cx.counters.datagrams_dropped.add(1);
+                cx.shared.counters.datagrams_dropped.add(1);
                 return self.complete_tx(chain);
             }
             Some(bytes) => {
@@ -82,7 +83,7 @@ impl Device {
         let mut answer = None;
         if !self.datagrams.negotiated {
             let data = Datagrams::is_data(&header);
-            cx.counters.datagrams_dropped.add(u64::from(data));
+            cx.shared.counters.datagrams_dropped.add(u64::from(data));
             // Also if no driver runs at all.
             if flow && data {
                 answer = Some(Control::Unsupported.emit(header.dst, header.src));
@@ -118,8 +119,8 @@ impl Device {
             false => Err(NotPut::NoRoom),
         };
         match put {
-            Ok(()) => return cx.counters.in_place_bytes.add(source.len() as u64),
-            Err(NotPut::TooLong) => return cx.counters.datagrams_dropped.add(1),
+            Ok(()) => return cx.shared.counters.in_place_bytes.add(source.len() as u64),
+            Err(NotPut::TooLong) => return cx.shared.counters.datagrams_dropped.add(1),
             Err(NotPut::NoRoom) => {}
         }
         let datagrams = &mut self.datagrams;
@@ -132,13 +133,13 @@ impl Device {
                     memory.read(chain.readable(), HEADER_LEN, &mut bytes);
                 }
             }
-            cx.counters.copied_bytes.add(bytes.len() as u64);
+            cx.shared.counters.copied_bytes.add(bytes.len() as u64);
             datagrams.waiting_bytes += bytes.len() + OVERHEAD as usize;
             datagrams
                 .waiting
                 .push_back(WaitingDatagram { from, to, bytes });
         } else {
-            cx.counters.datagrams_dropped.add(1);
+            cx.shared.counters.datagrams_dropped.add(1);
         }
         if flow && datagrams.waiting_bytes > WAITING / 4 {
             datagrams.stopping = true;
@@ -160,7 +161,7 @@ impl Device {
         if self.ready.is_empty() {
             return self.put_datagram(from, to, source, cx);
         }
-        let Some(rx) = self.rx.as_mut() else {
+        let Some(rx) = self.queues.rings.rx.as_mut() else {
             return Err(NotPut::NoRoom);
         };
         let before = rx.taken;
@@ -173,6 +174,8 @@ impl Device {
         }
         self.put_datagram(from, to, source, cx)?;
         let taken = self
+            .queues
+            .rings
             .rx
             .as_ref()
             .map_or(0, |rx| rx.taken.wrapping_sub(before));
@@ -193,7 +196,7 @@ impl Device {
         }
         let now = cx.time();
         while let Some(control) = self.datagrams.stops.poll(now, |_| true) {
-            if let Some(device) = cx.routes.target(control.dst) {
+            if let Some(device) = cx.shared.routes.target(control.dst) {
                 cx.outbox
                     .send(device, SiblingMessage::DatagramControl(control));
             }
@@ -210,7 +213,7 @@ impl Device {
     ) {
         self.datagrams.under_way = self.datagrams.under_way.saturating_sub(copied);
         // A chain of an earlier epoch needs no completion: its queue was stopped.
-        if let Some(tx) = self.tx.as_mut().filter(|tx| tx.epoch == epoch) {
+        if let Some(tx) = self.queues.rings.tx.as_mut().filter(|tx| tx.epoch == epoch) {
             tx.complete(chain, 0);
         }
         if let Some(answer) = answer {
@@ -225,7 +228,7 @@ impl Device {
 
     /// Sends the guest waiting flow-control packets and datagrams, as far as there are buffers.
     pub(in crate::device) fn transmit_datagrams(&mut self, cx: &mut Context<'_>) {
-        if self.pending_command.is_some() {
+        if self.queues.is_command_pending() {
             // The queue is stopped while a command is pending.
             return;
         }

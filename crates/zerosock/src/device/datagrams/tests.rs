@@ -12,7 +12,7 @@ use zerosock_ring::{
 use super::*;
 use crate::device::ready_tests::Lab;
 use crate::device::sibling_message::{Datagram, Payload, SiblingMessage};
-use crate::routing::DeviceAddr;
+use zerosock_virtio::outbox::DeviceAddr;
 
 const SOURCE: DeviceAddr = DeviceAddr { worker: 0, vm: 8 };
 const FROM: Address = Address::new(Cid::new(4), Port::new(1));
@@ -76,12 +76,12 @@ pub(crate) fn datagrams(n: usize, len: usize) -> Vec<Datagram> {
 fn receiver(buffers: usize) -> Lab {
     let mut lab = Lab::new();
     lab.device.datagrams.set_features(F_DGRAM);
-    lab.device.rx = Some(ring(buffers, 4096, true));
+    lab.device.queues.rings.rx = Some(ring(buffers, 4096, true));
     lab
 }
 
 fn posted(lab: &mut Lab) -> u16 {
-    lab.device.rx.as_mut().unwrap().queue.posted()
+    lab.device.queues.rings.rx.as_mut().unwrap().queue.posted()
 }
 
 #[test]
@@ -129,10 +129,10 @@ fn assembled_datagrams_in_flight_are_bounded() {
     let mut lab = Lab::new();
     let mut tx = ring(20, 64, false);
     let chains: Vec<Chain> = (0..20).map(|_| tx.pop().unwrap()).collect();
-    lab.device.tx = Some(tx);
+    lab.device.queues.rings.tx = Some(tx);
     let group = ["all".to_string()];
-    lab.routes.add(TO.cid, lab.device.addr, &group);
-    lab.routes.add(FROM.cid, SOURCE, &group);
+    Arc::make_mut(&mut lab.shared.routes).add(TO.cid, lab.device.addr, &group);
+    Arc::make_mut(&mut lab.shared.routes).add(FROM.cid, SOURCE, &group);
     let (device, mut cx) = lab.lend();
     let header = data(TO, FROM, LEN as u32, true);
     let send = |device: &mut Device, chain, cx: &mut Context<'_>| {
@@ -151,7 +151,7 @@ fn assembled_datagrams_in_flight_are_bounded() {
         lent.push(datagram);
     }
     assert_eq!(lent.len() * LEN, siblings::UNDER_WAY);
-    let back = device.tx.as_ref().unwrap().unseen;
+    let back = device.queues.rings.tx.as_ref().unwrap().unseen;
     assert_eq!(back, 4, "chains of the dropped datagrams");
     // A restarted driver does not free room; an answer does.
     device.datagrams.forget();

@@ -9,10 +9,13 @@ use zerosock_ring::{
 };
 
 use super::{NotPut, WaitingDatagram};
-use crate::device::command;
 use crate::device::ready_tests::Lab;
-use crate::device::ring::Ring;
+use crate::device::{RX, TX};
 use zerosock_vhost_user::Reply;
+use zerosock_virtio::command;
+use zerosock_virtio::device::WorkerDevice;
+use zerosock_virtio::queues::PendingCommand;
+use zerosock_virtio::ring::Ring;
 
 fn host() -> Address {
     Address::new(Cid::HOST, Port::new(1))
@@ -60,19 +63,19 @@ fn queue() -> Ring {
 fn datagram_behind_a_pending_command_does_not_keep_the_worker_awake() {
     let mut lab = Lab::new();
     let (device, mut cx) = lab.lend();
-    device.rx = Some(queue());
+    device.queues.rings.rx = Some(queue());
     device.datagrams.waiting.push_back(WaitingDatagram {
         from: Address::new(Cid::new(4), Port::new(1)),
         to: guest(),
         bytes: vec![7; 100],
     });
     assert!(device.has_work_for_guest());
-    device.pending_command = Some(command::PendingCommand::Reset(Reply::discarded()));
+    device.queues.pending = Some(PendingCommand::Reset(Reply::discarded()));
     assert!(!device.has_work_for_guest(), "the worker would never sleep");
     assert!(!device.transmit(&mut cx));
     assert_eq!(device.datagrams.waiting.len(), 1, "the queue is stopped");
     // After the command the datagram gets its buffer.
-    device.pending_command = None;
+    device.queues.pending = None;
     assert!(device.has_work_for_guest());
     device.transmit(&mut cx);
     assert!(device.datagrams.waiting.is_empty() && !device.has_work_for_guest());
@@ -82,8 +85,8 @@ fn datagram_behind_a_pending_command_does_not_keep_the_worker_awake() {
 fn program_is_woken_for_buffers_after_a_pending_command() {
     let mut lab = Lab::new();
     let (device, mut cx) = lab.lend();
-    device.rx = Some(queue());
-    device.pending_command = Some(command::PendingCommand::StopReceive(Reply::discarded()));
+    device.queues.rings.rx = Some(queue());
+    device.queues.pending = Some(PendingCommand::Stop(RX, Reply::discarded()));
     let put = device.app_send_datagram(host(), guest(), b"later", &mut cx);
     assert_eq!(put, Err(NotPut::NoRoom));
     // A flow-control packet finds no room either.
@@ -98,12 +101,12 @@ fn program_is_woken_for_buffers_after_a_pending_command() {
     }
     assert!(device.program_waits());
     // The command fails without its queue; a later one completes.
-    let rx = device.rx.take();
-    device.finish_command(&mut cx);
-    assert!(device.pending_command.is_none() && !device.has_available_chains());
-    device.pending_command = Some(command::PendingCommand::Stop(Reply::discarded()));
-    device.rx = rx;
-    device.finish_command(&mut cx);
+    let rx = device.queues.rings.rx.take();
+    command::finish(device, &mut cx);
+    assert!(!device.queues.is_command_pending() && !device.has_available_chains());
+    device.queues.pending = Some(PendingCommand::Stop(TX, Reply::discarded()));
+    device.queues.rings.rx = rx;
+    command::finish(device, &mut cx);
     assert!(
         device.has_available_chains(),
         "the buffer was posted all the time"

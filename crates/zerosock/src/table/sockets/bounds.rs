@@ -21,47 +21,20 @@
 //! The holders of a pool are scanned when its oldest buffer may be due, not more often; their
 //! number is bounded by the pool's size.
 
+use std::time::Duration;
+
+#[cfg(test)]
+use super::Conn;
+use super::Sockets;
 use super::ends::cost;
-use super::parts::{ReceivedPart, copy_out};
-use super::{NONE, ReadyFlags, Sockets, Store, StreamId, StreamState, due};
-use crate::io::deadline::earlier;
+use super::ids::{StreamId, StreamState};
+use super::pool::Pool;
+use super::ready_flags::ReadyFlags;
+use super::received::{ReceivedPart, copy_out};
+use super::store::Store;
+use crate::table::leases::NONE;
 use zerosock_proto::Instant;
-
-/// The buffers of one queue.
-#[derive(Debug)]
-pub(crate) struct Pool {
-    /// Number of buffers.
-    size: u32,
-    /// Buffers unread or leased in place.
-    held: u32,
-    /// Buffers leased in place.
-    leased: u32,
-    /// Indices of the connections that hold buffers.
-    holders: Vec<u32>,
-    /// Leases in place of removed connections; all had readers at the last check.
-    orphans: Vec<u32>,
-    /// Leases in place past the hold time that had readers.
-    overdue: Vec<u32>,
-    /// Unread bytes in copies, over all connections.
-    unread_copies: usize,
-    /// When to check for overdue buffers; `None` if nothing is held.
-    check: Option<Instant>,
-    /// All leases are copies.
-    copied: bool,
-    /// The peer is trusted: readers may have plain slices of its buffers.
-    trusted: bool,
-}
-
-impl Pool {
-    fn limit(&self) -> u32 {
-        (self.size / 4 * 3).max(1)
-    }
-
-    /// Buffers that one connection may lease in place, or hold for an incomplete message.
-    pub(super) fn eighth(&self) -> u32 {
-        (self.size / 8).max(1)
-    }
-}
+use zerosock_virtio::deadline::earlier;
 
 impl<T> Sockets<T> {
     /// Adds a pool of `size` buffers; returns its number.
@@ -541,8 +514,13 @@ impl<T> Sockets<T> {
     }
 }
 
+/// When `span` has passed since `since`.
+fn due(since: Instant, span: Duration) -> Instant {
+    since + span
+}
+
 #[cfg(test)]
-impl<T> super::Conn<T> {
+impl<T> Conn<T> {
     /// Whether arriving bytes are copied because the connection stalled.
     pub(crate) fn is_stalled(&self) -> bool {
         self.stalled

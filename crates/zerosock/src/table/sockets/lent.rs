@@ -7,93 +7,16 @@
 use std::sync::Arc;
 
 use arrayvec::ArrayVec;
-use zerosock_ring::{Memory, Piece};
 
+use super::Sockets;
 use super::ends::cost;
-use super::parts::{HeldBuffer, ReceivedPart, copy_out};
-use super::{NONE, Sockets, Store, StreamId, StreamState};
-use crate::table::backend::{Ahead, Next, NextKind};
-
-/// Limit on the pieces of a lease in place; bytes in more pieces are copied.
-pub(crate) const PIECES: usize = 4;
-
-/// A copy and the offset of the lease's bytes in it.
-pub(crate) type Copied = (Arc<Vec<u8>>, usize);
-
-/// Where the bytes of a lease or loan lie.
-#[derive(Clone, Debug)]
-pub(crate) enum BufferPlace {
-    /// In the peer's buffer, until the lease's state word says otherwise.
-    InPlace {
-        memory: Arc<Memory>,
-        pieces: ArrayVec<Piece, PIECES>,
-        /// Offset of the first byte from the beginning of the pieces.
-        offset: usize,
-    },
-    /// In a copy.
-    Copied(Copied),
-}
-
-/// A new lease, returned to the API.
-#[derive(Debug)]
-pub(crate) struct LeaseParts {
-    /// The lease's index in the lease table; identifies it in later calls.
-    pub(crate) index: u32,
-    pub(crate) len: usize,
-    pub(crate) place: BufferPlace,
-}
-
-/// Why no lease was made.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum NoLease {
-    /// Nothing is unread.
-    Empty,
-    /// The connection has as many leases out as all others could still get.
-    TooMany,
-}
-
-/// A lease or loan that is out.
-#[derive(Debug)]
-pub(crate) struct LentEntry<T> {
-    kind: LentKind,
-    /// The connection; `None` after it was removed.
-    conn: Option<StreamId>,
-    pool: u32,
-    len: u32,
-    /// The buffer, while the lease is in place.
-    held: Option<HeldBuffer<T>>,
-    /// The copy, after the bytes were moved.
-    copy: Option<Copied>,
-    /// Position in the pool's overdue list: the lease is due to be moved, but had a reader.
-    overdue: u32,
-    /// Neighbours in the list of the connection's leases.
-    previous: u32,
-    next: u32,
-}
-
-#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-enum LentKind {
-    #[default]
-    Nothing,
-    Lease,
-    Loan,
-}
-
-impl<T> Default for LentEntry<T> {
-    fn default() -> LentEntry<T> {
-        LentEntry {
-            kind: LentKind::Nothing,
-            conn: None,
-            pool: 0,
-            len: 0,
-            held: None,
-            copy: None,
-            overdue: NONE,
-            previous: NONE,
-            next: NONE,
-        }
-    }
-}
+use super::ids::{StreamId, StreamState};
+use super::lent_entry::{LentEntry, LentKind};
+use super::received::{HeldBuffer, ReceivedPart, copy_out};
+use super::store::Store;
+use crate::table::leases::NONE;
+use crate::table::places::{BufferPlace, Copied, LeaseParts, NoLease, PIECES};
+use crate::table::transfers::{Ahead, Next, NextKind};
 
 impl<T> Sockets<T> {
     /// What a reader would find, and how a [`lease`](Self::lease) would be made.

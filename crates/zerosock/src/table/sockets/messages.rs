@@ -6,12 +6,16 @@
 //! # Invariants
 //! - An incomplete message holds at most an eighth of the pool; further parts are copied. A message
 //!   can therefore be longer than what may be held in place.
-//! - A copied message counts for more than its bytes ([`COST`](super::ends::COST)), because the peer chooses how short
-//!   its messages are.
+//! - A copied message counts for more than its bytes ([`COST`](super::ends::COST)), because the
+//!   peer chooses how short its messages are.
 
 use super::ends::{Ends, cost};
-use super::parts::{HeldBuffer, ReceivedPart, copy_out};
-use super::{LeaseParts, NoLease, ReadyFlags, Sockets, Store, StreamId};
+use super::ids::StreamId;
+use super::ready_flags::ReadyFlags;
+use super::received::{HeldBuffer, ReceivedPart, copy_out};
+use super::store::Store;
+use super::{Conn, Sockets};
+use crate::table::places::{LeaseParts, NoLease};
 
 /// The result of reading or peeking at a message.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -23,27 +27,7 @@ pub(crate) struct MessageRead {
     pub(crate) ends_record: bool,
 }
 
-/// Message state of a connection.
-#[derive(Debug, Default)]
-pub(crate) struct Messages {
-    /// Complete messages not read yet.
-    pub(super) whole: u32,
-    /// Bytes of the incomplete message.
-    pub(super) half: usize,
-    /// Buffers that the incomplete message holds.
-    pub(super) half_held: u32,
-}
-
-impl<T> ReceivedPart<T> {
-    pub(super) fn ends(&self) -> Ends {
-        match self {
-            ReceivedPart::Held(held) => held.ends,
-            ReceivedPart::Copied { ends, .. } => *ends,
-        }
-    }
-}
-
-impl<T> super::Conn<T> {
+impl<T> Conn<T> {
     /// Complete unread messages; `None` for a stream.
     pub(crate) fn messages(&self) -> Option<u32> {
         self.messages.as_ref().map(|messages| messages.whole)

@@ -6,7 +6,8 @@
 //! [`ReceivedPart`]s: held buffers and copies. `parts` stores and reads them, `messages` adds
 //! message boundaries, `lent` manages leases, `bounds` limits the number and age of held buffers,
 //! `moving` changes a connection's pool, `ready_flags` reports readiness, `room` tracks connections
-//! that wait to send. This file adds and removes connections.
+//! that wait to send. This file adds and removes connections. The types of which the table consists
+//! are in `ids`, `received`, `lent_entry` and `pool`; `store` is what it asks of the backend.
 //!
 //! # Invariants
 //! - Every token is returned to the backend exactly once ([`Store::release`]), except for buffers
@@ -17,87 +18,37 @@
 
 mod bounds;
 mod ends;
+mod ids;
 mod lent;
+mod lent_entry;
 mod messages;
 mod moving;
 mod parts;
+mod pool;
 mod ready_flags;
+mod received;
 mod room;
+mod store;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use zerosock_proto::Address;
 use zerosock_proto::vsock::{FlowId, RefuseReason};
-use zerosock_proto::{Address, Instant};
-use zerosock_ring::{Memory, Piece};
 
-use super::leases::Leases;
+use super::leases::{Leases, NONE};
+pub(crate) use super::places::{BufferPlace, Copied, LeaseParts, NoLease, PIECES};
 use crate::table::transfers::RecvFault;
-use bounds::Pool;
 pub(crate) use ends::Ends;
-use lent::LentEntry;
-pub(crate) use lent::{BufferPlace, Copied, LeaseParts, NoLease, PIECES};
-pub(crate) use messages::{MessageRead, Messages};
-pub(crate) use parts::{HeldBuffer, ReceivedPart};
+pub use ids::{StreamId, StreamState};
+use lent_entry::LentEntry;
+pub(crate) use messages::MessageRead;
+use pool::Pool;
 pub(crate) use ready_flags::ReadyFlags;
+pub(crate) use received::{HeldBuffer, Messages, ReceivedPart};
 pub(crate) use room::Waiters;
-
-/// No index.
-const NONE: u32 = u32::MAX;
-
-/// The backend's operations on its buffers and flows.
-pub(crate) trait Store {
-    /// Identifies a held buffer.
-    type Token;
-
-    /// The memory of a buffer; `None` if it was unmapped.
-    fn memory(&self, token: &Self::Token) -> Option<&Arc<Memory>>;
-
-    /// The buffer's pieces in that memory. The offset of a [`HeldBuffer`] counts from the first
-    /// piece.
-    fn pieces<'a>(&'a self, token: &'a Self::Token) -> &'a [Piece];
-
-    /// Returns a buffer to the peer.
-    fn release(&mut self, token: Self::Token);
-
-    /// Reports `bytes` of a connection as read or discarded: the sender gets credit for them.
-    fn consumed(&mut self, pool: u32, flow: FlowId, bytes: u32);
-
-    /// Reports `messages` empty messages of a connection as read.
-    fn consumed_empty(&mut self, pool: u32, flow: FlowId, messages: u16);
-}
-
-/// Identifies a connection of one endpoint until its owner closes it.
-#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
-pub struct StreamId {
-    index: u32,
-    generation: u32,
-}
-
-/// The state of a connection.
-///
-/// ```
-/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
-/// use zerosock::vsock::StreamState;
-///
-/// assert_eq!(process.state(), StreamState::Connected);
-/// host.reset();
-/// process.recv().unwrap_err();
-/// assert_eq!(process.state(), StreamState::Reset);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum StreamState {
-    /// The request was sent and not answered yet.
-    Connecting,
-    /// Established; each side may have shut down one direction.
-    Connected,
-    /// Ended in order: the peer had shut down sending before, or this side closed it.
-    Finished,
-    /// Refused, timed out, reset by the peer or by a protocol error, or lost with the transport.
-    Reset,
-}
+pub(crate) use store::Store;
 
 /// One connection.
 #[derive(Debug)]
@@ -356,20 +307,6 @@ impl<T> Sockets<T> {
     }
 }
 
-impl StreamId {
-    /// The id of the first connection of an endpoint.
-    #[cfg(test)]
-    pub(crate) const FIRST: StreamId = StreamId {
-        index: 0,
-        generation: 0,
-    };
-
-    /// A small number, unique among the endpoint's current connections.
-    pub(crate) fn index(self) -> u32 {
-        self.index
-    }
-}
-
 impl<T> Conn<T> {
     /// Bytes that a read would return now.
     pub(crate) fn unread(&self) -> usize {
@@ -401,11 +338,6 @@ impl<T> Conn<T> {
             StreamState::Finished | StreamState::Reset => Err(RecvFault::Reset),
         }
     }
-}
-
-/// When `span` has passed since `since`.
-fn due(since: Instant, span: Duration) -> Instant {
-    since + span
 }
 
 #[cfg(test)]

@@ -1,60 +1,15 @@
 //! The received bytes of a connection: storing and reading an ordered list of buffers and copies.
 
+use super::ends::Ends;
 use super::ends::cost;
-use super::{Conn, Counted, Ends, Sockets, Store, StreamId};
+use super::ids::StreamId;
+use super::ready_flags::ReadyFlags;
+use super::received::{HeldBuffer, ReceivedPart, copy_out};
+use super::store::Store;
+use super::{Conn, Counted, Sockets};
 use crate::table::transfers::Payload;
-use zerosock_proto::Instant;
 use zerosock_proto::vsock::FlowId;
 use zerosock_ring::SliceBuf;
-
-/// Unread bytes in a buffer of the pool.
-#[derive(Debug)]
-pub(crate) struct HeldBuffer<T> {
-    pub(crate) token: T,
-    /// Offset of the first unread byte from the beginning of the buffer's pieces.
-    pub(crate) offset: u32,
-    /// Bytes not read yet.
-    pub(crate) len: u32,
-    /// When they arrived.
-    pub(crate) since: Instant,
-    /// What ends with the last of them.
-    pub(crate) ends: Ends,
-}
-
-/// Consecutive received bytes.
-#[derive(Debug)]
-pub(crate) enum ReceivedPart<T> {
-    /// In the peer's buffer.
-    Held(HeldBuffer<T>),
-    /// In a copy, of which the first `taken` bytes were read.
-    Copied {
-        bytes: Vec<u8>,
-        taken: usize,
-        ends: Ends,
-    },
-}
-
-impl<T> ReceivedPart<T> {
-    pub(crate) fn len(&self) -> usize {
-        match self {
-            ReceivedPart::Held(held) => held.len as usize,
-            ReceivedPart::Copied { bytes, taken, .. } => bytes.len() - taken,
-        }
-    }
-}
-
-/// Appends the bytes of `held` to `to`. Unreadable bytes become zeros, so that a stream keeps its
-/// length; this does not happen, because buffers are validated on receipt and recalled before their
-/// memory is unmapped.
-pub(super) fn copy_out<T>(store: &impl Store<Token = T>, held: &HeldBuffer<T>, to: &mut Vec<u8>) {
-    let start = to.len();
-    to.resize(start + held.len as usize, 0);
-    let mut read = 0;
-    if let (Some(memory), Some(out)) = (store.memory(&held.token), to.get_mut(start..)) {
-        read = memory.read(store.pieces(&held.token), held.offset as usize, out);
-    }
-    debug_assert_eq!(read, held.len as usize, "bytes that are nowhere");
-}
 
 /// Limit on one copy buffer, in bytes, so that its allocation does not fail.
 const MAX_COPIED: usize = 64 << 10;
@@ -112,7 +67,7 @@ impl<T> Sockets<T> {
             return self.discard(id, held, store);
         }
         if conn.unread < conn.low_water as usize {
-            self.set_ready(id, super::ReadyFlags::Readable);
+            self.set_ready(id, ReadyFlags::Readable);
         }
         let Some(conn) = self.conns.get_mut(id.index as usize) else {
             return;

@@ -14,17 +14,18 @@ use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Connection, encode_timeout};
+use super::Connection;
 use zerosock_proto::vsock::MoveError;
 
-use crate::io::deadline::{deadline_in, earlier};
 use crate::table::backend::Backend;
 use crate::table::sockets::{StreamId, StreamState};
+use crate::vsock::blocking::encode_timeout;
+use crate::vsock::bound::Bound;
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::{DeferredClose, Interest, WaitBudget, WaitFault, WaitMode};
 use crate::vsock::options::{Options, timeout};
-use crate::vsock::socket::Bound;
 use crate::vsock::waiting::Wait;
+use zerosock_virtio::deadline::{deadline_in, earlier};
 
 /// First interval at which a lingering close requests a credit update.
 const FIRST_CREDIT_POLL: Duration = Duration::from_millis(1);

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use zerosock_proto::vsock::datagram::{DatagramId, DatagramLimits};
 use zerosock_proto::{Address, Cid, Port};
 
-use super::connection::{Blocking, decode, encode, encode_timeout};
+use super::blocking::{Blocking, decode, encode, encode_timeout};
 use super::endpoint::Endpoint;
 use super::errors::StreamError;
 use super::host::Host;

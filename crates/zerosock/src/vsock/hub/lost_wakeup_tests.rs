@@ -8,8 +8,7 @@ use std::time::{Duration, Instant};
 
 use zerosock_proto::Port;
 
-use super::wait::{WaitBudget, WaitMode};
-use super::{Core, Interest};
+use super::{Core, Interest, WaitBudget, WaitMode};
 use crate::table::backend::Backend;
 use crate::vsock::fake::core;
 use crate::vsock::waiting::Wait;

@@ -10,7 +10,7 @@ use std::task::Waker;
 
 use hashbrown::HashMap;
 
-use super::waiters::Interest;
+use super::waiter::Interest;
 
 /// The waiting tasks, by ticket and by interest.
 #[derive(Debug, Default)]

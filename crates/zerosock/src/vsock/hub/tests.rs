@@ -1,20 +1,22 @@
 //! Waiters of an endpoint with a scripted engine.
 
+use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
+use zerosock_proto::Port;
 
 use super::*;
-use crate::io::deadline::timespec;
-use crate::table::backend::ReadySource;
-use crate::table::sockets::StreamState;
+use crate::table::backend::{Backend, ReadySource};
+use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::fake::{Scripted, core, info};
 use crate::vsock::listener::Listener;
 use crate::vsock::stream::Stream;
 use crate::vsock::waiting::Wait;
+use zerosock_virtio::deadline::timespec;
 
 const SOON: Duration = Duration::from_millis(10);
 /// A deadline that only a failing test reaches.

@@ -13,71 +13,21 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-use super::waiters::{Interest, WaiterKind};
-use super::{Core, Locked, State, thread_id};
+use super::lock::{Core, Locked, State, thread_id};
+use super::wait_budget::{WaitBudget, WaitFault, WaitMode};
+use super::waiter::{Interest, WaiterKind};
 use crate::fault::Fault as Blame;
-use crate::io::deadline::earlier;
-use crate::io::deadline::timespec;
 use crate::table::backend::Backend;
 use crate::table::over::EndpointOver;
 use crate::vsock::waiting::Wait;
+use zerosock_virtio::deadline::earlier;
+use zerosock_virtio::deadline::timespec;
 
 /// Checks of the engine between two readings of the clock, while spinning.
 const CHECKS_PER_CLOCK: u32 = 64;
 /// Most consecutive calls that are served without a turn of the engine, and turns without a check
 /// of the deadline.
 const MAX_SKIPPED_TURNS: u32 = 64;
-
-/// What a call does when its attempt finds nothing.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum WaitMode {
-    /// It blocks.
-    Block(Wait),
-    /// It answers `WouldBlock`; the descriptor becomes readable when another try is worthwhile.
-    Poll,
-    /// It answers `WouldBlock`; its task is registered, or will be before it tries again.
-    #[cfg(feature = "tokio")]
-    Task,
-}
-
-/// How, and how long, a call waits.
-#[derive(Copy, Clone, Debug)]
-pub(crate) struct WaitBudget {
-    pub(crate) mode: WaitMode,
-    /// `None`: without limit.
-    pub(crate) deadline: Option<Instant>,
-}
-
-impl WaitBudget {
-    fn wait(self) -> Option<Wait> {
-        match self.mode {
-            WaitMode::Block(wait) => Some(wait),
-            _ => None,
-        }
-    }
-}
-
-/// Why a wait ended without what it waited for.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum WaitFault {
-    #[error("the call would block")]
-    WouldBlock,
-    #[error("the call timed out")]
-    TimedOut,
-    #[error(transparent)]
-    Fault(EndpointOver),
-}
-
-impl From<WaitFault> for io::Error {
-    fn from(fault: WaitFault) -> io::Error {
-        let kind = match fault {
-            WaitFault::WouldBlock => io::ErrorKind::WouldBlock,
-            WaitFault::TimedOut => io::ErrorKind::TimedOut,
-            WaitFault::Fault(over) => return over.into(),
-        };
-        io::Error::new(kind, fault)
-    }
-}
 
 /// The progress of one wait.
 #[derive(Debug, Default)]

@@ -12,83 +12,28 @@
 //! All other waiters, parked threads and tasks, sleep until the lock holder wakes them. Threads and
 //! pollers are few: a linear search finds them. Tasks may be many: `tasks` has a map of them.
 
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::thread::Thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
-use rustix::time::{
-    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
-};
-use zerosock_proto::Port;
-use zerosock_proto::vsock::datagram::DatagramId;
-
-use super::{Core, Locked, State};
-use crate::io::deadline::timespec;
-use crate::table::backend::ReadySource;
-use crate::table::sockets::StreamId;
-
-/// The shortest time that a timerfd can be set to: 0 would disarm it.
-const TICK: Duration = Duration::from_nanos(1);
-
-/// What a waiter waits for.
-#[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
-pub(crate) enum Interest {
-    Conn(StreamId),
-    Port(Port),
-    Datagram(DatagramId),
-    Anything,
-}
-
-impl From<ReadySource> for Interest {
-    fn from(source: ReadySource) -> Interest {
-        match source {
-            ReadySource::Conn(conn) => Interest::Conn(conn),
-            ReadySource::Port(port) => Interest::Port(port),
-            ReadySource::Datagram(socket) => Interest::Datagram(socket),
-        }
-    }
-}
-
-/// A registered thread or poller.
-#[derive(Debug)]
-pub(super) struct Waiter {
-    pub(super) ticket: u64,
-    interest: Interest,
-    pub(super) kind: WaiterKind,
-    /// When it wakes by itself and turns the engine.
-    wakes_at: Option<Instant>,
-}
-
-/// An eventfd that wakes a poller, polled beside the engine's descriptor.
-#[derive(Debug)]
-pub(crate) struct EventFd(OwnedFd);
-
-/// A timerfd: readable once its time has come.
-#[derive(Debug)]
-pub(crate) struct TimerFd {
-    fd: OwnedFd,
-    /// When it expires.
-    at: Option<Instant>,
-}
-
-#[derive(Debug)]
-pub(super) enum WaiterKind {
-    /// A thread in [`Core::wait`].
-    Thread(Thread),
-    /// A poller of the engine's descriptor and of an eventfd that only it clears; woken once.
-    EventFd(Arc<EventFd>),
-    /// An application that polls the descriptor of [`AsFd`]; woken once.
-    Descriptor,
-}
+use super::descriptors::EventFd;
+use super::lock::{Core, Locked, State};
+use super::waiter::{Interest, Waiter, WaiterKind};
 
 /// The engine has something to take in already: the caller must not sleep.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct AlreadyReady;
 
 impl Core {
+    /// Wakes a waiter. `sleeper` is the ticket of the thread that sleeps on the engine's descriptor.
+    pub(super) fn wake(&self, waiter: &Waiter, sleeper: Option<u64>) {
+        match &waiter.kind {
+            WaiterKind::Thread(_) if sleeper == Some(waiter.ticket) => self.waker.signal(),
+            WaiterKind::Thread(thread) => thread.unpark(),
+            WaiterKind::EventFd(event_fd) => event_fd.signal(),
+            WaiterKind::Descriptor => self.event_fd.signal(),
+        }
+    }
+
     /// Wakes `task` once, at the next event of `interest`. The caller registers, then checks its
     /// socket, then returns `Pending`. `ticket` is the previous registration of the same future,
     /// 0 without one; the new ticket replaces it.
@@ -270,7 +215,7 @@ impl Locked<'_> {
         let sleeper = state.sleeper;
         for waiter in &state.waiters {
             if waiter.waits_on_rings(sleeper) {
-                waiter.kind.wake(core, sleeper == Some(waiter.ticket));
+                core.wake(waiter, sleeper);
             }
         }
     }
@@ -289,7 +234,7 @@ impl Locked<'_> {
             state.waiters.retain(|waiter| {
                 let woken = waiter.interest == ready || waiter.interest == Interest::Anything;
                 if woken {
-                    waiter.kind.wake(core, sleeper == Some(waiter.ticket));
+                    core.wake(waiter, sleeper);
                 }
                 !woken || matches!(waiter.kind, WaiterKind::Thread(_))
             });
@@ -330,7 +275,7 @@ impl Locked<'_> {
             Some(waiter) => {
                 // Once awake, it reads the new timer before it sleeps again.
                 waiter.wakes_at = Some(due);
-                waiter.kind.wake(core, sleeper == Some(waiter.ticket));
+                core.wake(waiter, sleeper);
             }
             None => {}
         }
@@ -372,101 +317,4 @@ impl State {
             .iter()
             .any(|waiter| waiter.waits_on_rings(sleeper))
     }
-}
-
-impl Waiter {
-    /// Whether it sleeps on the rings, not only until the lock holder wakes it.
-    fn waits_on_rings(&self, sleeper: Option<u64>) -> bool {
-        match self.kind {
-            WaiterKind::Thread(_) => sleeper == Some(self.ticket),
-            WaiterKind::EventFd(_) | WaiterKind::Descriptor => true,
-        }
-    }
-}
-
-impl WaiterKind {
-    pub(super) fn wake(&self, core: &Core, asleep_on_descriptor: bool) {
-        match self {
-            WaiterKind::Thread(_) if asleep_on_descriptor => core.waker.signal(),
-            WaiterKind::Thread(thread) => thread.unpark(),
-            WaiterKind::EventFd(event_fd) => event_fd.signal(),
-            WaiterKind::Descriptor => core.event_fd.signal(),
-        }
-    }
-}
-
-impl EventFd {
-    pub(crate) fn new() -> io::Result<EventFd> {
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        Ok(EventFd(eventfd(0, flags)?))
-    }
-
-    pub(super) fn signal(&self) {
-        // Fails only when the counter is full: then the eventfd is readable, too.
-        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
-    }
-
-    pub(crate) fn clear(&self) {
-        // Fails only when the eventfd was not signalled.
-        let _ = rustix::io::read(&self.0, &mut [0; 8]);
-    }
-}
-
-impl AsFd for EventFd {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
-    }
-}
-
-impl TimerFd {
-    pub(crate) fn new() -> io::Result<TimerFd> {
-        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
-        let fd = timerfd_create(TimerfdClockId::Monotonic, flags)?;
-        Ok(TimerFd { fd, at: None })
-    }
-
-    /// Makes the timer expire at `until` or earlier; `None` disarms it.
-    pub(crate) fn set(&mut self, until: Option<Instant>) {
-        if self.at.is_none() && until.is_none() {
-            return;
-        }
-        let now = Instant::now();
-        let is_early_enough = |at| at > now && until.is_none_or(|until| at <= until);
-        if self.at.is_some_and(is_early_enough) {
-            return;
-        }
-        // 0 would disarm the timer. Setting it also clears an earlier expiration.
-        let left = until.map(|at| at.saturating_duration_since(now).max(TICK));
-        let value = left.map_or_else(Timespec::default, timespec);
-        let once = Itimerspec {
-            it_interval: Timespec::default(),
-            it_value: value,
-        };
-        // Cannot fail: the descriptor is a timerfd, and the time is valid.
-        let _ = timerfd_settime(&self.fd, TimerfdTimerFlags::empty(), &once);
-        self.at = until;
-    }
-}
-
-impl AsFd for TimerFd {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
-    }
-}
-
-/// An epoll instance that is readable when any of `fds` is.
-///
-/// # Errors
-/// When the system has no descriptor left.
-pub(crate) fn epoll_of<'a>(fds: impl IntoIterator<Item = BorrowedFd<'a>>) -> io::Result<OwnedFd> {
-    let any = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-    for fd in fds {
-        epoll::add(
-            &any,
-            fd,
-            epoll::EventData::new_u64(0),
-            epoll::EventFlags::IN,
-        )?;
-    }
-    Ok(any)
 }

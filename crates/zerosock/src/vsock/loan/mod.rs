@@ -12,20 +12,20 @@
 //! is copied when it is sent: only counters show the difference.
 
 mod buffer;
+mod filling;
 
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut, Write};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
 
 use arrayvec::ArrayVec;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FileType, OFlags, fcntl_getfl, fstat};
 use zerosock_ring::{Claim, GuestSlice, SliceBuf};
 
+use super::connection::Connection;
 use super::errors::{StreamError, of_send};
-use super::hub::{Core, Interest};
-use super::stream::Stream;
+use super::hub::Interest;
 use crate::table::sockets::{BufferPlace, PIECES};
 use crate::table::{
     backend::Backend,
@@ -33,6 +33,8 @@ use crate::table::{
 };
 pub(in crate::vsock) use buffer::Buffer;
 use buffer::{WriteAccess, parts};
+pub use filling::Filling;
+use filling::FillingPlace;
 
 /// Fills gaps that the application leaves in a loan: the buffer may hold bytes of other peers'
 /// packets.
@@ -84,7 +86,7 @@ pub(in crate::vsock) static ZEROS: [u8; 4096] = [0; 4096];
 /// }
 /// ```
 pub struct Loan<'a> {
-    stream: &'a Stream,
+    conn: &'a Connection,
     buffer: Buffer,
     /// Bytes written, from the beginning.
     filled: usize,
@@ -95,47 +97,10 @@ pub struct Loan<'a> {
     sent: bool,
 }
 
-/// A loan's bytes as a plain slice.
-///
-/// ```
-/// use std::io::Read;
-///
-/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
-/// let mut loan = process.loan(100)?;
-/// let mut filling = loan.as_mut_slice()?;
-/// let len = (&b"from a reader"[..]).read_vectored(&mut filling.as_io_slices())?;
-/// drop(filling);
-/// loan.set_filled(len);
-/// loan.send()?;
-/// assert_eq!(host.recv()?.expect("a packet").to_vec(), b"from a reader");
-/// # Ok::<(), std::io::Error>(())
-/// ```
-///
-/// It borrows the loan, which can neither be sent nor written otherwise meanwhile:
-///
-/// ```compile_fail,E0505
-/// # use zerosock::vsock::Loan;
-/// fn filled_after_send(mut loan: Loan<'_>) {
-///     let mut filling = loan.as_mut_slice().unwrap();
-///     loan.send().unwrap();
-///     filling[0] = 1;
-/// }
-/// ```
-pub struct Filling<'l> {
-    core: &'l Core,
-    index: u32,
-    place: FillingPlace<'l>,
-}
-
-enum FillingPlace<'l> {
-    Private(&'l mut [u8]),
-    Claimed(Claim, Arc<zerosock_ring::Memory>),
-}
-
 impl<'a> Loan<'a> {
-    pub(super) fn new(stream: &'a Stream, parts: LoanParts) -> Loan<'a> {
+    pub(super) fn new(conn: &'a Connection, parts: LoanParts) -> Loan<'a> {
         Loan {
-            stream,
+            conn,
             buffer: Buffer::new(parts),
             filled: 0,
             sent_before: 0,
@@ -167,7 +132,7 @@ impl<'a> Loan<'a> {
 
     /// Fills with zeros up to `end`.
     fn fill_gap(&mut self, end: usize) -> Result<(), StreamError> {
-        let core = &self.stream.conn.core;
+        let core = &self.conn.core;
         while self.filled < end {
             let part = ZEROS.len().min(end - self.filled);
             let filled = self.filled > 0;
@@ -197,7 +162,7 @@ impl<'a> Loan<'a> {
         if !self.slice_taken {
             self.fill_gap(offset)?;
         }
-        let core = &self.stream.conn.core;
+        let core = &self.conn.core;
         let written = self.buffer.write(core, offset, bytes, self.filled > 0)?;
         self.filled = self.filled.max(offset + written);
         Ok(written)
@@ -290,7 +255,7 @@ impl<'a> Loan<'a> {
         read: impl FnOnce(&[GuestSlice<'_>]) -> io::Result<usize>,
     ) -> io::Result<Option<io::Result<usize>>> {
         let (filled, room) = (self.filled, self.capacity() - self.filled);
-        let (core, index) = (&self.stream.conn.core, self.buffer.index);
+        let (core, index) = (&self.conn.core, self.buffer.index);
         let Some(BufferPlace::InPlace {
             memory,
             pieces,
@@ -330,8 +295,8 @@ impl<'a> Loan<'a> {
         read: impl FnOnce(&mut [IoSliceMut<'_>]) -> io::Result<usize>,
     ) -> io::Result<usize> {
         let (filled, room) = (self.filled, self.capacity() - self.filled);
-        let (core, index) = (&self.stream.conn.core, self.buffer.index);
-        let trust = self.stream.conn.trust;
+        let (core, index) = (&self.conn.core, self.buffer.index);
+        let trust = self.conn.trust;
         let got = if let Some(BufferPlace::InPlace {
             memory,
             pieces,
@@ -366,7 +331,7 @@ impl<'a> Loan<'a> {
     /// [`StreamError::Scattered`] if it lies in several pieces: then use
     /// [`with_io_slices`](Self::with_io_slices). [`StreamError::Torn`].
     pub fn as_mut_slice(&mut self) -> Result<Filling<'_>, StreamError> {
-        let (core, trust) = (&*self.stream.conn.core, self.stream.conn.trust);
+        let (core, trust) = (&*self.conn.core, self.conn.trust);
         let (index, len) = (self.buffer.index, self.buffer.len);
         if self.buffer.enter(core, self.filled > 0)?.is_none() {
             self.slice_taken = true;
@@ -425,8 +390,8 @@ impl<'a> Loan<'a> {
             // An earlier try has sent or returned it, and the connection has ended.
             return Err((StreamError::Reset.into(), self));
         }
-        let stream = self.stream;
-        let interest = Interest::Conn(stream.conn.id);
+        let conn = self.conn;
+        let interest = Interest::Conn(conn.id);
         let attempt = |engine: &mut dyn Backend| match self.queue(engine) {
             Ok(sent) => {
                 engine.flush();
@@ -436,17 +401,16 @@ impl<'a> Loan<'a> {
             Err(SendFault::Unknown) => Some(Err(StreamError::Torn)),
             Err(fault) => Some(Err(of_send(fault).unwrap_or(StreamError::Reset))),
         };
-        let done = stream
-            .conn
+        let done = conn
             .core
-            .wait(interest, stream.conn.write_patience(), attempt)
+            .wait(interest, conn.write_patience(), attempt)
             .map_err(io::Error::from)
             .and_then(|result| Ok(result?));
         done.map_err(|error| (error, self))
     }
 
     fn queue(&mut self, engine: &mut dyn Backend) -> Result<usize, SendFault> {
-        let core = &self.stream.conn.core;
+        let core = &self.conn.core;
         let settled = self.buffer.prepare_send(core, engine, self.filled > 0);
         settled.map_err(|_| SendFault::Unknown)?;
         let private = self.buffer.private(self.filled);
@@ -510,47 +474,7 @@ impl Write for Loan<'_> {
 impl Drop for Loan<'_> {
     fn drop(&mut self) {
         if !self.sent {
-            self.stream.conn.core.return_buffer(self.buffer.index);
-        }
-    }
-}
-
-impl Filling<'_> {
-    /// The bytes.
-    pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        match &mut self.place {
-            FillingPlace::Private(bytes) => bytes,
-            FillingPlace::Claimed(claim, memory) => claim.slice_mut(memory).unwrap_or(&mut []),
-        }
-    }
-
-    /// The bytes, for `readv(2)` and its like.
-    pub fn as_io_slices(&mut self) -> [IoSliceMut<'_>; 1] {
-        [IoSliceMut::new(self.as_mut_slice())]
-    }
-}
-
-impl std::ops::Deref for Filling<'_> {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        match &self.place {
-            FillingPlace::Private(bytes) => bytes,
-            FillingPlace::Claimed(claim, memory) => claim.slice(memory).unwrap_or(&[]),
-        }
-    }
-}
-
-impl std::ops::DerefMut for Filling<'_> {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        self.as_mut_slice()
-    }
-}
-
-impl Drop for Filling<'_> {
-    fn drop(&mut self) {
-        if matches!(self.place, FillingPlace::Claimed(..)) {
-            self.core.end_access(self.index);
+            self.conn.core.return_buffer(self.buffer.index);
         }
     }
 }
@@ -579,11 +503,5 @@ impl fmt::Debug for Loan<'_> {
             .field("filled", &self.filled)
             .field("in_place", &self.is_in_place())
             .finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for Filling<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Filling").field("len", &self.len()).finish()
     }
 }

@@ -15,9 +15,9 @@ use super::pages::{Pages, capacity, pages_for};
 use super::rx_header::{HEADER, RxHeader};
 use super::rx_poll::{self, RxPoll};
 use super::{EMPTY, PAGE, RxMapError, SPILLED, STREAM_FLAGS};
-use crate::table::backend::NextKind;
 use crate::table::leases::Entered;
 use crate::table::sockets::{BufferPlace, LeaseParts, PIECES};
+use crate::table::transfers::NextKind;
 use crate::vsock::stream::Stream;
 
 /// Most extra headers for a last packet in several pieces.

@@ -8,9 +8,9 @@ use std::time::Duration;
 use zerosock_proto::Address;
 
 use super::SeqPacket;
-use crate::io::deadline::deadline_in;
 use crate::vsock::listener::Listener;
 use crate::vsock::waiting::Wait;
+use zerosock_virtio::deadline::deadline_in;
 
 /// A listening socket for seqpacket connections; stream connections to its port are refused.
 /// Dropping it stops listening and resets connections that were not accepted.

@@ -7,12 +7,12 @@
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut, Write};
 
-use super::SeqPacket;
 use crate::table::leases::NONE;
 use crate::table::{
     backend::Backend,
     transfers::{LoanParts, LoanedPart, SendFault},
 };
+use crate::vsock::connection::Connection;
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::Interest;
 use crate::vsock::loan::{Buffer, Filling, ZEROS, append_each};
@@ -74,7 +74,7 @@ use crate::vsock::loan::{Buffer, Filling, ZEROS, append_each};
 /// }
 /// ```
 pub struct MessageLoan<'a> {
-    connection: &'a SeqPacket,
+    conn: &'a Connection,
     /// In order. Only the last may be private from the start.
     buffers: Vec<Buffer>,
     /// Number of buffers, from the first, that the engine has back.
@@ -87,10 +87,10 @@ pub struct MessageLoan<'a> {
 }
 
 impl<'a> MessageLoan<'a> {
-    pub(super) fn new(connection: &'a SeqPacket, parts: Vec<LoanParts>) -> MessageLoan<'a> {
+    pub(super) fn new(conn: &'a Connection, parts: Vec<LoanParts>) -> MessageLoan<'a> {
         let buffers: Vec<Buffer> = parts.into_iter().map(Buffer::new).collect();
         MessageLoan {
-            connection,
+            conn,
             len: buffers.iter().map(Buffer::len).sum(),
             buffers,
             returned: 0,
@@ -156,7 +156,7 @@ impl<'a> MessageLoan<'a> {
 
     /// Writes `bytes` from `offset` on, across its buffers; returns how many fit.
     fn put_at(&mut self, offset: usize, bytes: &[u8]) -> Result<usize, StreamError> {
-        let core = &self.connection.conn.core;
+        let core = &self.conn.core;
         let (mut begin, mut done) = (0, 0);
         for buffer in &mut self.buffers {
             let at = offset + done;
@@ -181,7 +181,7 @@ impl<'a> MessageLoan<'a> {
     /// [`write_at`](Self::write_at), or declare trust when opening the endpoint.
     /// [`StreamError::Torn`].
     pub fn as_mut_slices(&mut self) -> Result<Vec<Filling<'_>>, StreamError> {
-        let fillings = slices_from(self.connection, &mut self.buffers, self.filled, 0)?;
+        let fillings = slices_from(self.conn, &mut self.buffers, self.filled, 0)?;
         self.slices_taken = true;
         Ok(fillings)
     }
@@ -210,7 +210,7 @@ impl<'a> MessageLoan<'a> {
         read: impl FnOnce(&mut [IoSliceMut<'_>]) -> io::Result<usize>,
     ) -> io::Result<usize> {
         let (filled, room) = (self.filled, self.len - self.filled);
-        let mut fillings = slices_from(self.connection, &mut self.buffers, filled, filled)?;
+        let mut fillings = slices_from(self.conn, &mut self.buffers, filled, filled)?;
         let slices = fillings
             .iter_mut()
             .map(|filling| IoSliceMut::new(filling.as_mut_slice()));
@@ -258,11 +258,11 @@ impl<'a> MessageLoan<'a> {
     }
 
     fn put(self, ends_record: bool) -> Result<usize, (io::Error, Self)> {
-        let connection = self.connection;
+        let conn = self.conn;
         let (len, all) = self.begin(ends_record)?;
         if !all {
             // The message is sent in any case.
-            let _ = connection.wait_queued_sent();
+            let _ = conn.wait_queued_sent();
         }
         Ok(len)
     }
@@ -277,7 +277,7 @@ impl<'a> MessageLoan<'a> {
             // An earlier try has sent or returned it, and the connection has ended.
             return Err((StreamError::Reset.into(), self));
         }
-        let conn = &self.connection.conn;
+        let conn = self.conn;
         let attempt = |engine: &mut dyn Backend| match self.queue(engine, ends_record) {
             Ok(Ok(all)) => {
                 engine.flush();
@@ -303,7 +303,7 @@ impl<'a> MessageLoan<'a> {
         engine: &mut dyn Backend,
         ends_record: bool,
     ) -> Result<Result<bool, SendFault>, StreamError> {
-        let conn = &self.connection.conn;
+        let conn = self.conn;
         let (mut left, mut count) = (self.filled, 0);
         for buffer in &mut self.buffers {
             if left == 0 && count > 0 {
@@ -343,12 +343,11 @@ impl<'a> MessageLoan<'a> {
 
 /// Slices of the bytes from `skip` on; `filled` bytes of the loan are written.
 fn slices_from<'l>(
-    connection: &'l SeqPacket,
+    conn: &'l Connection,
     buffers: &'l mut [Buffer],
     filled: usize,
     mut skip: usize,
 ) -> Result<Vec<Filling<'l>>, StreamError> {
-    let conn = &connection.conn;
     let mut fillings = Vec::with_capacity(buffers.len());
     let mut begin = 0;
     for buffer in buffers {
@@ -383,7 +382,7 @@ impl Drop for MessageLoan<'_> {
     fn drop(&mut self) {
         let out = self.buffers.iter().skip(self.returned).map(Buffer::index);
         let out = out.filter(|index| *index != NONE);
-        self.connection.conn.core.return_buffers(out);
+        self.conn.core.return_buffers(out);
     }
 }
 

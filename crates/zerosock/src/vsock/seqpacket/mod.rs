@@ -22,9 +22,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zerosock_proto::Address;
+use zerosock_proto::wire::vsock::SocketType;
 
-use super::connection::{Connection, option_calls};
+use super::bound::Bound;
+use super::connection::{Connected, Connection, option_calls};
 use super::hub::{Core, Interest};
+use super::options::Options;
 use super::waiting::Wait;
 use crate::table::backend::{Backend, ConnInfo};
 use crate::table::sockets::{MessageRead, StreamId, StreamState};
@@ -286,7 +289,7 @@ impl SeqPacket {
     fn put(&self, slices: &[IoSlice<'_>], ends_record: bool) -> io::Result<()> {
         if !self.begin(slices, ends_record)? {
             // The message is sent in any case.
-            let _ = self.wait_queued_sent();
+            let _ = self.conn.wait_queued_sent();
         }
         Ok(())
     }
@@ -313,20 +316,7 @@ impl SeqPacket {
         let parts = self
             .conn
             .transmit(|engine| engine.loan_message(self.conn.id, len))?;
-        Ok(MessageLoan::new(self, parts))
-    }
-
-    /// Waits until the queued rest of a message is sent: the program may not call the endpoint
-    /// again. Does not wait on a non-blocking socket: its program must call again.
-    #[cold]
-    pub(super) fn wait_queued_sent(&self) -> io::Result<()> {
-        let attempt = |engine: &mut dyn Backend| {
-            engine.flush();
-            (!engine.is_sending(self.conn.id)).then_some(())
-        };
-        let interest = Interest::Conn(self.conn.id);
-        let budget = self.conn.write_patience();
-        Ok(self.conn.core.wait(interest, budget, attempt)?)
+        Ok(MessageLoan::new(&self.conn, parts))
     }
 
     /// Shuts down one direction or both. Messages sent before still arrive; the peer receives
@@ -357,6 +347,26 @@ fn is_ready(engine: &mut dyn Backend, id: StreamId) -> bool {
             || info.at_end
             || !matches!(info.state, StreamState::Connecting | StreamState::Connected)
     })
+}
+
+impl Connected for SeqPacket {
+    const TYPE: SocketType = SocketType::SeqPacket;
+
+    fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> SeqPacket {
+        SeqPacket::new(core, id, info, wait)
+    }
+
+    fn conn(&self) -> &Connection {
+        &self.conn
+    }
+
+    fn adopt(&mut self, options: Options, bound: Option<Bound>) {
+        self.conn.adopt(options, bound);
+    }
+
+    fn unbind(&mut self) -> Option<Bound> {
+        self.conn.unbind()
+    }
 }
 
 impl AsFd for SeqPacket {

@@ -7,9 +7,9 @@
 use std::fmt;
 use std::io;
 
-use super::Stream;
 use crate::table::sockets::StreamId;
 use crate::table::{backend::Backend, transfers::SendFault};
+use crate::vsock::connection::Connection;
 use crate::vsock::hub::{Interest, Locked};
 
 /// Many packets, sent together. It keeps the endpoint locked: calls of other threads block, calls
@@ -41,7 +41,7 @@ use crate::vsock::hub::{Interest, Locked};
 /// }
 /// ```
 pub struct Batch<'a> {
-    pub(super) stream: &'a Stream,
+    pub(super) conn: &'a Connection,
     pub(super) locked: Option<Locked<'a>>,
 }
 
@@ -72,22 +72,21 @@ impl Batch<'_> {
         &mut self,
         mut put: impl FnMut(&mut dyn Backend, StreamId) -> Result<T, SendFault>,
     ) -> io::Result<T> {
-        let stream = self.stream;
+        let conn = self.conn;
         // The common case: there is room, and the lock is held.
         if let Some(locked) = &mut self.locked
-            && let Ok(done) = put(locked.engine(), stream.conn.id)
+            && let Ok(done) = put(locked.engine(), conn.id)
         {
             return Ok(done);
         }
-        let budget = stream.conn.write_patience();
-        let attempt = |engine: &mut dyn Backend| match put(engine, stream.conn.id) {
+        let budget = conn.write_patience();
+        let attempt = |engine: &mut dyn Backend| match put(engine, conn.id) {
             Ok(done) => Some(Ok(done)),
-            Err(fault) => stream.conn.send_fault(engine, fault),
+            Err(fault) => conn.send_fault(engine, fault),
         };
         self.flush();
-        let interest = Interest::Conn(stream.conn.id);
-        Ok(stream
-            .conn
+        let interest = Interest::Conn(conn.id);
+        Ok(conn
             .core
             .wait_with(&mut self.locked, interest, budget, attempt)??)
     }
@@ -102,7 +101,8 @@ impl Drop for Batch<'_> {
 impl fmt::Debug for Batch<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Batch")
-            .field("stream", self.stream)
+            .field("local", &self.conn.local)
+            .field("peer", &self.conn.peer)
             .finish_non_exhaustive()
     }
 }

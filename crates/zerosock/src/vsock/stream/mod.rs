@@ -16,19 +16,22 @@ mod buffered;
 mod options;
 
 use std::fmt;
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, BufRead, IoSlice, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use zerosock_proto::Address;
+use zerosock_proto::wire::vsock::SocketType;
 
-use super::connection::Connection;
+use super::bound::Bound;
+use super::connection::{Connected, Connection};
 use super::hub::{Core, Interest};
 use super::lease::Lease;
 use super::loan::Loan;
 use super::message::Message;
+use super::options::Options;
 use super::waiting::Wait;
 use crate::table::sockets::{StreamId, StreamState};
 use crate::table::{
@@ -197,7 +200,7 @@ impl Stream {
         let parts = self
             .conn
             .transmit(|engine| engine.loan(self.conn.id, max))?;
-        Ok(Loan::new(self, parts))
+        Ok(Loan::new(&self.conn, parts))
     }
 
     /// Sends a loan: the same as [`Loan::send`].
@@ -213,7 +216,7 @@ impl Stream {
     /// any other call of the endpoint by this thread panics.
     pub fn batch(&self) -> Batch<'_> {
         Batch {
-            stream: self,
+            conn: &self.conn,
             locked: Some(self.conn.core.lock()),
         }
     }
@@ -340,6 +343,49 @@ impl Write for Stream {
     /// As for `&Stream`.
     fn flush(&mut self) -> io::Result<()> {
         (&*self).flush()
+    }
+}
+
+impl Connected for Stream {
+    const TYPE: SocketType = SocketType::Stream;
+
+    fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> Stream {
+        Stream::new(core, id, info, wait)
+    }
+
+    fn conn(&self) -> &Connection {
+        &self.conn
+    }
+
+    fn adopt(&mut self, options: Options, bound: Option<Bound>) {
+        Stream::adopt(self, options, bound);
+    }
+
+    fn unbind(&mut self) -> Option<Bound> {
+        self.conn.unbind()
+    }
+}
+
+impl BufRead for Stream {
+    /// Returns a copy of unread bytes, since peer memory has no plain slice. The bytes stay in the
+    /// receive buffer, visible to reads, leases and polls, until they are consumed.
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        if !self.read_ahead.is_current(&self.conn) {
+            let mut bytes = self.read_ahead.take_buffer();
+            let got = self.receive(|engine| {
+                let got = engine.read(self.conn.id, &mut bytes, true)?;
+                Ok((got, engine.info(self.conn.id).map_or(0, |info| info.taken)))
+            });
+            let (len, at) = *got.as_ref().unwrap_or(&(0, 0));
+            self.read_ahead.store(bytes, len, at);
+            got?;
+        }
+        Ok(self.read_ahead.unconsumed())
+    }
+
+    /// Consumes bytes of the copy, except those that another call has read since.
+    fn consume(&mut self, len: usize) {
+        self.read_ahead.consume(&self.conn, len);
     }
 }
 

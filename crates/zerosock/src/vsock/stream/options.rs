@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Stream;
+use crate::vsock::bound::Bound;
 use crate::vsock::connection::option_calls;
 use crate::vsock::options::Options;
-use crate::vsock::socket::Bound;
 
 option_calls!(Stream);
 

@@ -9,11 +9,28 @@ use std::task::{Context, Poll};
 use ::tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use zerosock_proto::Address;
 
-use super::AsyncStream;
+use super::stream::AsyncStream;
 #[cfg(doc)]
 use crate::vsock::Stream;
 use crate::vsock::lease::Lease;
 use crate::vsock::loan::Loan;
+
+impl AsyncStream {
+    /// Two halves for one task, or for several that it waits for.
+    pub fn split(&mut self) -> (ReadHalf<'_>, WriteHalf<'_>) {
+        (ReadHalf(self), WriteHalf(self))
+    }
+
+    /// Two halves for two tasks.
+    pub fn into_split(self) -> (OwnedReadHalf, OwnedWriteHalf) {
+        let stream = Arc::new(self);
+        let write = OwnedWriteHalf {
+            stream: stream.clone(),
+            ends: true,
+        };
+        (OwnedReadHalf(stream), write)
+    }
+}
 
 /// The half of an [`AsyncStream`] that reads, borrowed.
 ///

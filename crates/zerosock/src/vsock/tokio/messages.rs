@@ -11,7 +11,7 @@ use std::ops::{Deref, DerefMut};
 use ::tokio::task::spawn_blocking;
 use zerosock_proto::{Address, Port};
 
-use super::Connector;
+use super::connector::Connector;
 use super::reactor::Watched;
 use crate::vsock::hub::Interest;
 use crate::vsock::seqpacket::{MessageLeases, MessageLoan, Received, SeqPacket, SeqPacketListener};
@@ -203,7 +203,10 @@ impl AsyncSeqPacket {
 
     async fn wait_queued_sent(&self) {
         // The message is sent in any case.
-        let _ = self.watch.when(|| self.socket.wait_queued_sent()).await;
+        let _ = self
+            .watch
+            .when(|| self.socket.conn.wait_queued_sent())
+            .await;
     }
 }
 

@@ -21,60 +21,38 @@ use std::task::{Context, Poll};
 use ::tokio::io::Interest as IoInterest;
 use ::tokio::io::unix::AsyncFd;
 use ::tokio::runtime::Handle;
-use ::tokio::task::JoinHandle;
 
-use crate::vsock::hub::{Core, DeferredClose, EventFd, Interest, TimerFd, epoll_of};
+use crate::vsock::hub::{Core, DeferredClose, EventFd, Interest, Reactor, TimerFd, epoll_of};
 
-/// The handle of an endpoint's reactor. Dropping it stops the task.
-#[derive(Debug)]
-pub(crate) struct Reactor {
-    task: JoinHandle<()>,
-    /// The task has ended. `JoinHandle::is_finished` would be too late: it turns true only after
-    /// the task's state was dropped, and that drop wakes the tasks that check here.
-    ended: Arc<AtomicBool>,
-}
-
-impl Reactor {
-    /// Returns the endpoint's reactor, and starts it if none runs.
-    ///
-    /// # Errors
-    /// When the system has no descriptor left.
-    fn of(core: &Arc<Core>) -> io::Result<Arc<Reactor>> {
-        let mut place = locked(core.reactor());
-        if let Some(running) = place.upgrade().filter(|it| it.is_running()) {
-            return Ok(running);
-        }
-        let event_fd = Arc::new(EventFd::new()?);
-        let timer_fd = TimerFd::new()?;
-        let ended = Arc::new(AtomicBool::new(false));
-        let fd = epoll_of([core.engine_fd(), event_fd.as_fd(), timer_fd.as_fd()])?;
-        #[allow(
-            deprecated,
-            reason = "the replacement is unsafe and requires what an OwnedFd guarantees: that the \
-                      descriptor stays open and the same"
-        )]
-        let fd = AsyncFd::with_interest(fd, IoInterest::READABLE)?;
-        let reactor_state = ReactorState {
-            core: Arc::downgrade(core),
-            event_fd,
-            timer_fd,
-            ended: ended.clone(),
-        };
-        let task = ::tokio::spawn(work(reactor_state, fd));
-        let reactor = Arc::new(Reactor { task, ended });
-        *place = Arc::downgrade(&reactor);
-        Ok(reactor)
+/// Returns the endpoint's reactor, and starts it if none runs.
+///
+/// # Errors
+/// When the system has no descriptor left.
+fn reactor_of(core: &Arc<Core>) -> io::Result<Arc<Reactor>> {
+    let mut place = locked(core.reactor());
+    if let Some(running) = place.upgrade().filter(|it| it.is_running()) {
+        return Ok(running);
     }
-
-    fn is_running(&self) -> bool {
-        !self.ended.load(Ordering::Acquire)
-    }
-}
-
-impl Drop for Reactor {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+    let event_fd = Arc::new(EventFd::new()?);
+    let timer_fd = TimerFd::new()?;
+    let ended = Arc::new(AtomicBool::new(false));
+    let fd = epoll_of([core.engine_fd(), event_fd.as_fd(), timer_fd.as_fd()])?;
+    #[allow(
+        deprecated,
+        reason = "the replacement is unsafe and requires what an OwnedFd guarantees: that the \
+                  descriptor stays open and the same"
+    )]
+    let fd = AsyncFd::with_interest(fd, IoInterest::READABLE)?;
+    let reactor_state = ReactorState {
+        core: Arc::downgrade(core),
+        event_fd,
+        timer_fd,
+        ended: ended.clone(),
+    };
+    let task = ::tokio::spawn(work(reactor_state, fd));
+    let reactor = Arc::new(Reactor::new(task, ended));
+    *place = Arc::downgrade(&reactor);
+    Ok(reactor)
 }
 
 /// What the reactor's task owns. Its drop reports the end of the task to the endpoint.
@@ -151,7 +129,7 @@ struct PendingCall<'w> {
 impl Watched {
     pub(super) fn new(core: &Arc<Core>, interest: Interest) -> io::Result<Watched> {
         Ok(Watched {
-            reactor: Mutex::new(Reactor::of(core)?),
+            reactor: Mutex::new(reactor_of(core)?),
             core: core.clone(),
             interest,
             reader: TaskSlot::default(),
@@ -184,7 +162,7 @@ impl Watched {
         let mut reactor = locked(&self.reactor);
         if !reactor.is_running() {
             Handle::try_current().map_err(io::Error::other)?;
-            *reactor = Reactor::of(&self.core)?;
+            *reactor = reactor_of(&self.core)?;
         }
         Ok(())
     }

@@ -1,8 +1,19 @@
 //! Cancelled calls of an endpoint with a scripted engine.
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::Poll;
+
+use ::tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use zerosock_proto::{Address, Port};
+
+use super::connector::sealed;
 use super::*;
 use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::fake::{core, info};
 use crate::vsock::hub::Core;
+use crate::vsock::seqpacket::SeqPacket;
+use crate::vsock::stream::Stream;
 use crate::vsock::waiting::Wait;
 
 const THERE: Address = Address::new(zerosock_proto::Cid::new(4), Port::new(1));
@@ -14,11 +25,11 @@ impl Connector for From {}
 
 impl sealed::Connect for From {
     fn begin(&self, peer: Address) -> io::Result<Stream> {
-        crate::vsock::endpoint::begin_connect(&self.0, peer, Wait::Sleep)
+        crate::vsock::connecting::begin_connect(&self.0, peer, Wait::Sleep)
     }
 
     fn begin_messages(&self, peer: Address) -> io::Result<SeqPacket> {
-        crate::vsock::endpoint::begin_connect(&self.0, peer, Wait::Sleep)
+        crate::vsock::connecting::begin_connect(&self.0, peer, Wait::Sleep)
     }
 
     fn resolver(&self, _: &str) -> sealed::Resolver {

@@ -2,8 +2,8 @@
 //!
 //! # Invariants
 //!
-//! - A port belongs to one service at a time. It becomes free only when every worker has removed its
-//!   route.
+//! - A port belongs to one service at a time. It becomes free only when every worker has removed
+//!   its route.
 //! - When a claim is answered, connections to its ports reach the service.
 //! - A request gets all of its ports or none.
 
@@ -15,28 +15,11 @@ use zerosock_proto::Port;
 use super::super::codec::{Answer, Status, VERSION, encode_answer};
 use super::super::{HOST, LAST_CLAIMABLE, MAX_CLAIMS};
 use super::clients::{has_hung_up, is_allowed};
-use super::members::{Conflict, Stage};
-use super::{REQUEST_TIMEOUT, Server, State, granted};
+use super::state::{
+    Claim, Client, Conflict, PendingClaim, REQUEST_TIMEOUT, Server, Stage, State, granted,
+};
 use crate::control::registry::DeviceRegistry;
 use zerosock_vhost_user::FrontendRegistry;
-
-/// A port that belongs to a service.
-#[derive(Debug)]
-pub(super) struct Claim {
-    /// The service's number on the control thread.
-    pub(super) vm: usize,
-    /// Set while the workers remove the route; the number of the notice.
-    pub(super) releasing: Option<u64>,
-}
-
-/// A request of a service that is not answered yet.
-#[derive(Debug)]
-pub(super) enum PendingClaim {
-    /// Some of the ports are about to become free.
-    Waiting { until: Instant, ports: Vec<Port> },
-    /// The workers are getting the new routes; the number of the notice.
-    Publishing(u64),
-}
 
 impl Server {
     /// Whether a service with `held` ports may have these as well: all are claimable and free, and
@@ -189,7 +172,8 @@ impl Server {
         }
     }
 
-    /// Marks the ports as being released; they are free when the notice with this number is dropped.
+    /// Marks the ports as being released; they are free when the notice with this number is
+    /// dropped.
     pub(super) fn mark_releasing(&mut self, ports: impl IntoIterator<Item = Port>, number: u64) {
         for port in ports {
             if let Some(claim) = self.claims.get_mut(&port) {
@@ -198,12 +182,12 @@ impl Server {
         }
     }
 
-    /// Handles the end of the notice with this number: frees the ports that were being released, and
-    /// answers the client that claimed or released ports.
+    /// Handles the end of the notice with this number: frees the ports that were being released,
+    /// and answers the client that claimed or released ports.
     pub(super) fn claims_notice_dropped(&mut self, number: u64, frontends: &mut FrontendRegistry) {
         self.claims
             .retain(|_, claim| claim.releasing != Some(number));
-        let asked = |(&key, client): (&u32, &super::Client)| match client.pending_claim {
+        let asked = |(&key, client): (&u32, &Client)| match client.pending_claim {
             Some(PendingClaim::Publishing(notice)) if notice == number => Some(key),
             _ => None,
         };
@@ -223,7 +207,7 @@ impl Server {
         frontends: &mut FrontendRegistry,
         which: impl Fn(Instant) -> bool,
     ) {
-        let waiting = |(&key, client): (&u32, &super::Client)| match client.pending_claim {
+        let waiting = |(&key, client): (&u32, &Client)| match client.pending_claim {
             Some(PendingClaim::Waiting { until, .. }) if which(until) => Some(key),
             _ => None,
         };
@@ -244,7 +228,8 @@ impl Server {
         Instant::now() + REQUEST_TIMEOUT
     }
 
-    /// The number of a client's service, if it is attached. Otherwise answers that the request is bad.
+    /// The number of a client's service, if it is attached. Otherwise answers that the request is
+    /// bad.
     fn service_of(&mut self, key: u32) -> Option<usize> {
         let client = self.clients.get(&key)?;
         let member = match client.state {

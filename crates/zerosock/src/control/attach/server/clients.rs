@@ -6,67 +6,23 @@
 //! - A client that is turned away gets the reason first.
 
 use std::io::{self, IoSlice};
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::time::Instant;
 
-use rustix::event::epoll::{self, EventFlags};
+use rustix::event::epoll::EventFlags;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
-use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
+use rustix::net::{SocketFlags, accept_with};
 use zerosock_sys::account::Account;
 use zerosock_sys::{PeerFd, fd_passing};
 
-use super::super::codec::{ANSWER_LEN, Answer, Status, Version, encode_answer};
-use super::claims::PendingClaim;
-use super::members::JoinRequest;
-use super::{ACCEPT_PAUSE, ANSWER_LIMIT, BUDGET, LISTENER, MAX_CLIENTS, REQUEST_TIMEOUT, Server};
+use super::super::codec::{Answer, Status, Version, encode_answer};
+use super::state::{
+    ACCEPT_PAUSE, ANSWER_LIMIT, BUDGET, Client, LISTENER, MAX_CLIENTS, REQUEST_TIMEOUT, Server,
+    State,
+};
 use crate::control::registry::DeviceRegistry;
 use zerosock_vhost_user::FrontendRegistry;
-
-pub(super) struct Client {
-    pub(super) socket: PeerFd,
-    pub(super) uid: u32,
-    pub(super) pid: i32,
-    pub(super) state: State,
-    /// An answer that the socket had no room for. Nothing is read until it is sent.
-    pub(super) answer: Option<[u8; ANSWER_LEN]>,
-    /// The request of a service that is not answered yet. Nothing is read until it is.
-    pub(super) pending_claim: Option<PendingClaim>,
-    pub(super) watched: EventFlags,
-    /// When the client is dropped for not reading its answer.
-    pub(super) stalled_until: Option<Instant>,
-    /// The epoll instance that watches the socket.
-    pub(super) epoll: Arc<OwnedFd>,
-}
-
-impl Drop for Client {
-    fn drop(&mut self) {
-        // The reaper closes the socket later, perhaps after descriptors that do not close. Without
-        // this, epoll would report it until then, and the client would not see the end.
-        let _ = epoll::delete(&self.epoll, &self.socket);
-        let _ = shutdown(&self.socket, Shutdown::Both);
-    }
-}
-
-pub(super) enum State {
-    AwaitingRequest {
-        until: Instant,
-    },
-    Waiting {
-        until: Instant,
-        request: JoinRequest,
-    },
-    Joining {
-        vm: usize,
-        theirs: UnixStream,
-    },
-    Attached {
-        vm: usize,
-    },
-}
 
 /// Whether a user is in the list.
 pub(super) fn is_allowed(allowed: &[u32], uid: u32) -> bool {
@@ -223,16 +179,6 @@ impl Server {
         client.watched = interest;
         if let Err(error) = frontends.watch_for(&client.socket, key, interest) {
             self.drop_client(key, &format!("cannot watch it: {error}"), frontends);
-        }
-    }
-}
-
-impl State {
-    /// The deadline of the state.
-    pub(super) fn until(&self) -> Option<Instant> {
-        match self {
-            State::AwaitingRequest { until } | State::Waiting { until, .. } => Some(*until),
-            State::Joining { .. } | State::Attached { .. } => None,
         }
     }
 }

@@ -12,41 +12,23 @@ use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
 use zerosock_proto::{Cid, Port};
-use zerosock_sys::account::Permit;
 use zerosock_sys::fd_passing;
 
 use super::super::HOST;
-use super::super::codec::{Answer, AttachRequest, ServiceRequest, Status, VERSION, encode_answer};
+use super::super::codec::{AttachRequest, Status, encode_answer};
 use super::super::directory::Process;
 use super::claims::PortList;
 use super::clients::has_hung_up;
-use super::{Server, State, granted};
-use crate::control::registry::{DeviceRegistry, Entry, Member as Device};
-use crate::control::socket_file::SocketFile;
+use super::state::{Conflict, JoinRequest, Member, Server, Stage, State, granted};
+use crate::control::registry::{DeviceRegistry, Entry};
 use crate::device::HostEnd;
-use crate::routing::DeviceAddr;
+use crate::device::factory::Member as Device;
 use crate::routing::name::Name;
 use zerosock_vhost_user::{FrontendRegistry, FrontendSocket, VmSpec};
 
 /// Descriptors of a member beside its control connection, its front-end and its host connections: both
 /// ends of its vhost-user connection until the process has its own, and its hybrid listeners.
 const DESCRIPTORS_PER_MEMBER: u64 = 4;
-
-/// A request to attach.
-#[derive(Debug)]
-pub(super) enum JoinRequest {
-    Process(AttachRequest),
-    Service(ServiceRequest),
-}
-
-impl JoinRequest {
-    fn name(&self) -> Option<&Name> {
-        match self {
-            JoinRequest::Process(request) => request.name.as_ref(),
-            JoinRequest::Service(request) => request.name.as_ref(),
-        }
-    }
-}
 
 /// The address that a member will have.
 #[derive(Copy, Clone, Debug)]
@@ -67,57 +49,6 @@ impl AddressSlot {
         let first = FIRST_SOURCE + block % BLOCKS * BLOCK;
         let last = first + (BLOCK - 1);
         (Port::new(first), Port::new(first)..=Port::new(last))
-    }
-}
-
-pub(super) struct Member {
-    pub(super) cid: Cid,
-    /// For a service: the number of its block of source ports.
-    pub(super) service: Option<u32>,
-    pub(super) name: Option<Name>,
-    pub(super) addr: DeviceAddr,
-    /// The key of its client, as long as that is connected.
-    pub(super) client: Option<u32>,
-    pub(super) stage: Stage,
-    /// The file of its hybrid socket; removed when the workers have removed the member.
-    pub(super) _file: Option<SocketFile>,
-    /// Holds its share of descriptors.
-    pub(super) _permit: Permit,
-}
-
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Stage {
-    /// The workers are getting the new routes; the number of the notice.
-    Joining(u64),
-    Active,
-    /// Its front-end is being disconnected.
-    Leaving,
-    /// The workers are removing it; the number of the notice.
-    Removing(u64),
-}
-
-impl Stage {
-    pub(super) fn is_leaving(self) -> bool {
-        matches!(self, Stage::Leaving | Stage::Removing(_))
-    }
-}
-
-/// Why a request to attach or to claim cannot be granted now.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Conflict {
-    /// Permanently.
-    Refused(Answer),
-    /// Until a member that is leaving is removed.
-    Temporary(Answer),
-}
-
-impl Conflict {
-    fn refused(status: Status) -> Conflict {
-        Conflict::Refused(Answer::refusal(status, VERSION))
-    }
-
-    fn temporary(status: Status) -> Conflict {
-        Conflict::Temporary(Answer::refusal(status, VERSION))
     }
 }
 

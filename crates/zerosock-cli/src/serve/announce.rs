@@ -1,0 +1,66 @@
+//! What `serve` logs and tells the service manager when it starts, reloads and stops.
+
+use std::path::Path;
+
+use sd_notify::NotifyState;
+use tracing::{info, warn};
+use zerosock::daemon::Shares;
+
+use super::settings::{Host, Vm};
+use crate::sockets;
+
+/// Logs how descriptors are divided.
+pub(super) fn announce_shares(shares: &Shares) {
+    info!(
+        rlimit_nofile = shares.limit,
+        reserved = shares.reserved,
+        peers = shares.peers,
+        guaranteed_each = shares.guaranteed,
+        common = shares.common,
+        max_connections = shares.max_connections,
+        "descriptors: half of RLIMIT_NOFILE less the reserved ones is guaranteed to the VMs and users \
+         in equal parts, the rest is for those that ask first"
+    );
+}
+
+/// Logs what a VM is served at.
+pub(super) fn announce(vm: &Vm) {
+    let socket = vm.socket.display();
+    match &vm.host {
+        Host::Hybrid { path, messages } => {
+            let messages = messages.as_deref();
+            let shown = messages.map(|path| tracing::field::display(path.display()));
+            let uds_path = path.display();
+            info!(cid = vm.cid, %socket, %uds_path, uds_path_seqpacket = shown, "serving");
+            warn_about_long_ports(path);
+            if let Some(path) = messages {
+                warn_about_long_ports(path);
+            }
+        }
+        Host::Forward { cid, listen } => {
+            info!(cid = vm.cid, %socket, forward_cid = cid, forward_listen = ?listen, "serving");
+        }
+    }
+}
+
+/// Warns when PATH_PORT may exceed a socket address.
+fn warn_about_long_ports(path: &Path) {
+    let room = sockets::MAX_PATH.saturating_sub(path.as_os_str().len() + 1);
+    // The highest port, 4294967294, has ten digits.
+    if room < 10 {
+        warn!(
+            "{}: leaves room for ports of {room} digits only behind `{}_`; the guest's \
+             connections to longer ones will be refused: shorten --uds-path",
+            path.display(),
+            path.display()
+        );
+    }
+}
+
+/// Notifies the service manager. Does nothing without one; a failure is logged and does not stop
+/// serving.
+pub(super) fn notify(state: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(state) {
+        warn!("cannot notify the service manager: {error}");
+    }
+}

@@ -1,0 +1,28 @@
+//! Why serving could not start, or ended early.
+
+use std::io;
+
+use super::activation::ActivationError;
+use crate::sockets;
+use zerosock::daemon::Shares;
+
+/// Why serving could not start, or ended early.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ServeError {
+    #[error(transparent)]
+    Activation(#[from] ActivationError),
+    #[error(transparent)]
+    Bind(#[from] sockets::BindError),
+    #[error("signals cannot be caught: {0}")]
+    Signals(io::Error),
+    #[error("a worker thread has ended, see the log: its VMs have no device any more")]
+    WorkerEnded,
+    #[error(transparent)]
+    Start(#[from] zerosock::daemon::StartError),
+    #[error(
+        "the limit of open files is {}, and {} VMs and users need at least {}: raise it \
+         (LimitNOFILE= of the unit, ulimit -Hn)",
+        .0.limit, .0.peers, .0.minimum
+    )]
+    FewDescriptors(Shares),
+}

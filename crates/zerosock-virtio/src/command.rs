@@ -1,0 +1,339 @@
+//! Commands of the VMM, carried out between two turns of a device.
+//!
+//! # Invariants
+//! - Before a queue's base is answered and before memory is replaced, no chain of it is in use.
+//! - A pending command waits, and the queue with it, until the device has returned the buffers that
+//!   the command needs ([`VirtioDevice::quiesce`]).
+//! - The front-end does not wait longer than a second for buffers of which nothing is heard. After
+//!   that the command fails and the front-end is disconnected.
+//! - A disconnect waits for nothing: memory that is still read stays mapped, and chains that return
+//!   to a stopped queue are dropped.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use zerosock_ring::{DeviceQueue, Memory, QueueConfig};
+use zerosock_sys::PeerFd;
+use zerosock_sys::notify::CallFd;
+use zerosock_vhost_user::{DeviceCommand, Reply};
+
+use crate::device::{Context, WorkerDevice};
+use crate::poller::{EventKind, Interest, Token};
+use crate::queues::{PendingCommand, QueueSet, Quiesced, Rings, Scope};
+use crate::ring::Ring;
+
+/// How often a pending command looks for buffers of which nothing is heard.
+const LOOK: Duration = Duration::from_millis(1);
+/// How long a command waits for them: longer than any copy takes, and shorter than the timeout of any
+/// front-end.
+const RECALL: Duration = Duration::from_secs(1);
+
+/// A device with virtqueues. It answers commands by [`command`], and calls [`finish`] once in each
+/// turn.
+pub trait VirtioDevice: WorkerDevice {
+    /// The device's rings.
+    type Rings: Rings;
+
+    /// The device's queues.
+    fn queues(&mut self) -> &mut QueueSet<Self::Rings>;
+
+    /// The driver has accepted these features; zero when the front-end has gone.
+    fn set_features(&mut self, features: u64);
+
+    /// The driver has changed the configuration space.
+    fn set_config(&mut self, config: &[u8]) {
+        let _ = config;
+    }
+
+    /// Queue `index` runs from now on. `resumed`: it is the first queue that this front-end starts,
+    /// and continues at a base other than zero; its driver has used an earlier device.
+    fn queue_started(&mut self, index: u16, resumed: bool, cx: &mut Context<'_, Self>) {
+        let _ = (index, resumed, cx);
+    }
+
+    /// A command needs buffers back: the device starts to return them.
+    fn release(&mut self, scope: Scope, cx: &mut Context<'_, Self>) {
+        let _ = (scope, cx);
+    }
+
+    /// Whether the buffers of `scope` have been returned. Called again until they are.
+    fn quiesce(&mut self, scope: Scope, cx: &mut Context<'_, Self>) -> Quiesced;
+
+    /// The pending command was answered.
+    fn command_finished(&mut self) {}
+
+    /// Forgets all that the driver knows: it has reset the device or rebooted. `stopped`: its queues
+    /// stop too.
+    fn reset(&mut self, stopped: bool, cx: &mut Context<'_, Self>);
+
+    /// Takes what the driver made available before the front-end disconnected, at most one queue size.
+    fn receive_remaining(&mut self, cx: &mut Context<'_, Self>) {
+        let _ = cx;
+    }
+
+    /// Another memory, or none, has replaced `old`.
+    fn memory_replaced(&mut self, old: Option<Arc<Memory>>, cx: &mut Context<'_, Self>) {
+        let _ = (old, cx);
+    }
+}
+
+/// A request to start a queue.
+struct Start {
+    index: u16,
+    config: QueueConfig,
+    kick: PeerFd,
+    call: Option<CallFd>,
+    err: Option<CallFd>,
+    enabled: bool,
+}
+
+/// Carries out `command`; answers through `reply`, possibly later.
+pub fn command<D: VirtioDevice>(
+    device: &mut D,
+    command: DeviceCommand,
+    reply: Reply,
+    cx: &mut Context<'_, D>,
+) {
+    match command {
+        DeviceCommand::Connected { link } => {
+            let queues = device.queues();
+            queues.link = Some(link);
+            queues.no_queue_started = true;
+            reply.done();
+        }
+        // The rings get the ring features in their configuration.
+        DeviceCommand::SetFeatures(features) => {
+            device.set_features(features);
+            reply.done();
+        }
+        DeviceCommand::SetConfig(config) => {
+            device.set_config(&config);
+            reply.done();
+        }
+        DeviceCommand::SetMemory(memory) => {
+            begin(device, PendingCommand::Memory(memory, reply), cx);
+        }
+        DeviceCommand::StartQueue {
+            index,
+            config,
+            kick,
+            call,
+            err,
+            enabled,
+        } => {
+            let start = Start {
+                index,
+                config,
+                kick,
+                call,
+                err,
+                enabled,
+            };
+            match start_queue(device, start, cx) {
+                Ok(()) => reply.done(),
+                Err(reason) => reply.failed(reason),
+            }
+        }
+        DeviceCommand::SetCall { index, call } => {
+            if let Some(Some(ring)) = device.queues().rings.place(index) {
+                ring.set_call(call, cx.notifier);
+            }
+            reply.done();
+        }
+        DeviceCommand::SetErr { index, err } => {
+            if let Some(Some(ring)) = device.queues().rings.place(index) {
+                ring.set_err(err);
+            }
+            reply.done();
+        }
+        DeviceCommand::EnableQueue { index, enabled } => {
+            if let Some(Some(ring)) = device.queues().rings.place(index) {
+                ring.enabled = enabled;
+            }
+            reply.done();
+        }
+        DeviceCommand::StopQueue { index } => {
+            if let Some(Some(_)) = device.queues().rings.place(index) {
+                begin(device, PendingCommand::Stop(index, reply), cx);
+            } else {
+                reply.failed(not_running(index));
+            }
+        }
+        DeviceCommand::ResetDevice => begin(device, PendingCommand::Reset(reply), cx),
+        DeviceCommand::Disconnected => {
+            device.queues().link = None;
+            disconnect(device, cx);
+            reply.done();
+        }
+    }
+}
+
+fn not_running(index: u16) -> String {
+    format!("queue {index} does not run")
+}
+
+fn start_queue<D: VirtioDevice>(
+    device: &mut D,
+    start: Start,
+    cx: &mut Context<'_, D>,
+) -> Result<(), String> {
+    let Start {
+        index,
+        config,
+        kick,
+        call,
+        err,
+        enabled,
+    } = start;
+    let queues = device.queues();
+    let memory = queues.memory.clone().ok_or("no memory table")?;
+    if queues.rings.place(index).is_none() {
+        return Err(format!("no queue {index}"));
+    }
+    let stopped_at = queues.stopped_at(index).take();
+    if config.base == 0 && stopped_at.is_some_and(|at| at != 0) {
+        // A base of 0 after a stop at another base: the driver has rebooted.
+        queues.stopped_at.clear();
+        device.reset(false, cx);
+    }
+    let queue = DeviceQueue::new(memory, &config).map_err(|e| e.to_string())?;
+    let token = Token {
+        device: device.addr().vm,
+        kind: EventKind::KICK,
+        key: index.into(),
+    };
+    cx.poller
+        .add(&kick, token, Interest::Read)
+        .map_err(|e| format!("cannot watch the kick: {e}"))?;
+    let queues = device.queues();
+    queues.epoch = queues.epoch.wrapping_add(1);
+    let ring = Ring::new(queue, kick, call, err, enabled, queues.epoch);
+    if let Some(place) = queues.rings.place(index) {
+        *place = Some(ring);
+    }
+    let first = std::mem::take(&mut queues.no_queue_started);
+    device.queue_started(index, first && config.base != 0, cx);
+    Ok(())
+}
+
+fn begin<D: VirtioDevice>(device: &mut D, pending: PendingCommand, cx: &mut Context<'_, D>) {
+    device.release(pending.scope(), cx);
+    device.queues().pending = Some(pending);
+    finish(device, cx);
+}
+
+/// Completes the pending command once the device has returned the buffers that it needs.
+pub fn finish<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
+    let queues = device.queues();
+    queues.look_at = None;
+    let Some(scope) = queues.pending.as_ref().map(PendingCommand::scope) else {
+        return;
+    };
+    match device.quiesce(scope, cx) {
+        Quiesced::Done => {}
+        Quiesced::Waits => return,
+        Quiesced::Unknown(reason) => {
+            let queues = device.queues();
+            if cx.now < *queues.deadline.get_or_insert(cx.now + RECALL) {
+                queues.look_at = Some(cx.now + LOOK);
+            } else {
+                give_up(device, reason, cx);
+            }
+            return;
+        }
+    }
+    let queues = device.queues();
+    queues.deadline = None;
+    match queues.pending.take() {
+        Some(PendingCommand::Stop(index, reply)) => {
+            match queues.rings.place(index).and_then(Option::take) {
+                Some(ring) => {
+                    let base = close(ring, cx);
+                    *queues.stopped_at(index) = Some(base);
+                    reply.base(base);
+                }
+                None => reply.failed(not_running(index)),
+            }
+        }
+        Some(PendingCommand::Memory(memory, reply)) => match remap(device, memory, cx) {
+            Ok(()) => reply.done(),
+            Err(reason) => reply.failed(reason),
+        },
+        Some(PendingCommand::Reset(reply)) => {
+            stop_all(device, cx);
+            reply.done();
+        }
+        None => {}
+    }
+    device.command_finished();
+}
+
+fn remap<D: VirtioDevice>(
+    device: &mut D,
+    memory: Arc<Memory>,
+    cx: &mut Context<'_, D>,
+) -> Result<(), String> {
+    let mut result = Ok(());
+    let queues = device.queues();
+    for ring in queues.rings.running() {
+        ring.publish(cx.notifier);
+        if let Err(error) = ring.queue.remap(memory.clone()) {
+            ring.fail();
+            result = Err(format!(
+                "a running queue is not in the new memory table: {error}"
+            ));
+        }
+    }
+    let old = queues.memory.replace(memory);
+    device.memory_replaced(old, cx);
+    result
+}
+
+fn stop_all<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
+    device.reset(true, cx);
+    let queues = device.queues();
+    // Dropping the reply of a pending command answers that it failed.
+    queues.pending = None;
+    (queues.deadline, queues.look_at) = (None, None);
+    for place in queues.rings.places() {
+        if let Some(ring) = place.take() {
+            close(ring, cx);
+        }
+    }
+    queues.stopped_at.clear();
+}
+
+/// Ends the service for a front-end that has disconnected, or whose memory is lost.
+pub fn disconnect<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
+    // A pending command must not block the last packets. It is dropped at the end, which
+    // answers that it failed.
+    let pending = device.queues().pending.take();
+    device.receive_remaining(cx);
+    stop_all(device, cx);
+    device.set_features(0);
+    let old = device.queues().memory.take();
+    device.memory_replaced(old, cx);
+    drop(pending);
+}
+
+/// Gives the device up, because its memory or a ring is unusable: disconnects the front-end, with
+/// `reason` for the log.
+pub fn give_up<D: VirtioDevice>(device: &mut D, reason: &str, cx: &mut Context<'_, D>) {
+    let queues = device.queues();
+    let link = queues.link.take();
+    queues.fail(cx.notifier);
+    disconnect(device, cx);
+    if let Some(link) = link {
+        link.close(reason);
+    }
+}
+
+/// Stops a ring; returns the index at which it would continue.
+fn close<D: VirtioDevice>(mut ring: Ring, cx: &Context<'_, D>) -> u16 {
+    ring.publish(cx.notifier);
+    cx.poller.remove(&ring.kick);
+    ring.queue.base()
+}
+
+#[cfg(test)]
+mod tests;

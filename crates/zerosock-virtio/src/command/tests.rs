@@ -1,0 +1,220 @@
+//! Commands of the VMM to a device that returns its buffers at once, later, or never.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, eventfd};
+use zerosock_proto::Instant;
+use zerosock_ring::{DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig};
+use zerosock_sys::notify::Notifier;
+use zerosock_vhost_user::{DeviceCommand, Reply};
+
+use super::{LOOK, RECALL, command, finish};
+use crate::device::Context;
+use crate::outbox::Outbox;
+use crate::poller::Poller;
+use crate::queues::{Quiesced, Scope};
+use crate::test_device::{Call, TestDevice};
+
+const SIZE: u16 = 8;
+const LEN: u64 = 1 << 16;
+
+struct Harness {
+    device: TestDevice,
+    poller: Poller,
+    outbox: Outbox<crate::test_device::Note>,
+    notifier: Notifier,
+    shared: (Vec<usize>, usize),
+    now: Instant,
+}
+
+impl Harness {
+    /// A device with memory.
+    fn new() -> Harness {
+        let mut harness = Harness {
+            device: TestDevice::new(0),
+            poller: Poller::new().unwrap(),
+            outbox: Outbox::new(0),
+            notifier: Notifier::new(),
+            shared: Default::default(),
+            now: Instant::ZERO,
+        };
+        harness.command(DeviceCommand::SetMemory(memory(LEN)));
+        harness.device.calls.clear();
+        harness
+    }
+
+    fn with(&mut self, act: impl FnOnce(&mut TestDevice, &mut Context<'_, TestDevice>)) {
+        let mut cx = Context {
+            now: self.now,
+            clock: None,
+            poller: &self.poller,
+            outbox: &mut self.outbox,
+            notifier: &self.notifier,
+            spins: false,
+            shared: &mut self.shared,
+        };
+        act(&mut self.device, &mut cx);
+    }
+
+    fn command(&mut self, order: DeviceCommand) -> Vec<Call> {
+        self.with(|device, cx| command(device, order, Reply::discarded(), cx));
+        std::mem::take(&mut self.device.calls)
+    }
+
+    fn finish_at(&mut self, now: Instant) -> Vec<Call> {
+        self.now = now;
+        self.with(finish);
+        std::mem::take(&mut self.device.calls)
+    }
+
+    fn start(&mut self, index: u16, base: u16) -> Vec<Call> {
+        let layout = DriverLayout::at(0x1000 * u64::from(index), SIZE);
+        let config = QueueConfig {
+            size: SIZE,
+            desc: layout.desc,
+            avail: layout.avail,
+            used: layout.used,
+            base,
+            event_idx: false,
+            indirect: false,
+        };
+        if let Some(memory) = &self.device.queues.memory
+            && base == 0
+        {
+            DriverQueue::new(memory.clone(), layout, false).unwrap();
+        }
+        self.command(DeviceCommand::StartQueue {
+            index,
+            config,
+            kick: eventfd(0, EventfdFlags::CLOEXEC).unwrap().into(),
+            call: None,
+            err: None,
+            enabled: true,
+        })
+    }
+
+    fn runs(&self, index: usize) -> bool {
+        self.device.queues.rings[index].is_some()
+    }
+}
+
+fn memory(len: u64) -> Arc<Memory> {
+    let fd = zerosock_sys::memfd::create("command", len, true).unwrap();
+    let region = RegionConfig {
+        guest_addr: 0,
+        user_addr: 0,
+        len,
+        fd_offset: 0,
+    };
+    Arc::new(Memory::map(vec![(fd, region)]).unwrap())
+}
+
+#[test]
+fn a_queue_starts_and_stops() {
+    let mut harness = Harness::new();
+    let started = |index, resumed| Call::Started { index, resumed };
+    assert_eq!(harness.start(0, 0), [started(0, false)]);
+    assert_eq!(harness.start(1, 0), [started(1, false)]);
+    let epochs = harness.device.queues.rings.each_ref();
+    let epochs = epochs.map(|ring| ring.as_ref().unwrap().epoch);
+    assert_eq!(epochs, [1, 2], "each start has an epoch of its own");
+    let calls = harness.command(DeviceCommand::StopQueue { index: 0 });
+    assert_eq!(calls, [Call::Release(Scope::Queue(0)), Call::Finished]);
+    assert!(!harness.runs(0) && harness.runs(1));
+    assert_eq!(harness.start(7, 0), [], "the device has two queues");
+}
+
+#[test]
+fn a_first_queue_with_a_base_has_a_driver_of_an_earlier_device() {
+    let mut harness = Harness::new();
+    let started = |index, resumed| Call::Started { index, resumed };
+    assert_eq!(harness.start(0, 3), [started(0, true)]);
+    assert_eq!(harness.start(1, 5), [started(1, false)]);
+}
+
+#[test]
+fn a_base_of_zero_after_another_base_means_that_the_driver_has_rebooted() {
+    let mut harness = Harness::new();
+    harness.start(0, 3);
+    harness.command(DeviceCommand::StopQueue { index: 0 });
+    let reset = Call::Reset { stopped: false };
+    let started = Call::Started {
+        index: 0,
+        resumed: false,
+    };
+    assert_eq!(harness.start(0, 0), [reset, started]);
+    harness.command(DeviceCommand::StopQueue { index: 0 });
+    let started = Call::Started {
+        index: 0,
+        resumed: false,
+    };
+    assert_eq!(harness.start(0, 0), [started], "it was stopped at zero");
+}
+
+#[test]
+fn a_command_waits_until_the_device_has_its_buffers_back() {
+    let mut harness = Harness::new();
+    harness.start(0, 0);
+    harness.device.quiesced = Quiesced::Waits;
+    let calls = harness.command(DeviceCommand::StopQueue { index: 0 });
+    assert_eq!(calls, [Call::Release(Scope::Queue(0))]);
+    assert!(harness.runs(0) && harness.device.queues.is_command_pending());
+    assert_eq!(
+        harness.device.queues.next_timeout(),
+        None,
+        "it is told when they come"
+    );
+    let later = Instant::ZERO + 10 * RECALL;
+    assert_eq!(harness.finish_at(later), []);
+    harness.device.quiesced = Quiesced::Done;
+    assert_eq!(harness.finish_at(later), [Call::Finished]);
+    assert!(!harness.runs(0) && !harness.device.queues.is_command_pending());
+}
+
+#[test]
+fn a_front_end_is_dropped_when_buffers_stay_in_use_for_too_long() {
+    let mut harness = Harness::new();
+    harness.start(0, 0);
+    harness.device.features = 7;
+    harness.device.quiesced = Quiesced::Unknown("a test");
+    harness.command(DeviceCommand::SetMemory(memory(LEN)));
+    let look = Instant::ZERO + LOOK;
+    assert_eq!(harness.device.queues.next_timeout(), Some(look));
+    let last = Instant::ZERO + (RECALL - Duration::from_nanos(1));
+    assert_eq!(harness.finish_at(last), []);
+    let calls = harness.finish_at(Instant::ZERO + RECALL);
+    let had = Call::MemoryReplaced { had: true };
+    assert_eq!(calls, [Call::Reset { stopped: true }, had]);
+    assert!(!harness.runs(0) && harness.device.queues.memory.is_none());
+    assert_eq!(harness.device.features, 0);
+    assert_eq!(harness.device.queues.next_timeout(), None);
+}
+
+#[test]
+fn a_running_queue_goes_on_in_a_new_memory_that_has_its_rings_and_fails_in_another() {
+    let mut harness = Harness::new();
+    harness.start(0, 0);
+    let calls = harness.command(DeviceCommand::SetMemory(memory(LEN)));
+    let release = Call::Release(Scope::Memory);
+    let had = Call::MemoryReplaced { had: true };
+    assert_eq!(calls, [release, had, Call::Finished]);
+    let live = |harness: &Harness| harness.device.queues.rings[0].as_ref().unwrap().live();
+    assert!(live(&harness));
+    harness.command(DeviceCommand::SetMemory(memory(1 << 6)));
+    assert!(!live(&harness), "its rings are not in this memory");
+}
+
+#[test]
+fn a_reset_and_a_disconnect_stop_all_queues() {
+    for order in [DeviceCommand::ResetDevice, DeviceCommand::Disconnected] {
+        let mut harness = Harness::new();
+        harness.start(0, 0);
+        harness.start(1, 0);
+        let disconnects = matches!(order, DeviceCommand::Disconnected);
+        let calls = harness.command(order);
+        assert!(calls.contains(&Call::Reset { stopped: true }), "{calls:?}");
+        assert!(!harness.runs(0) && !harness.runs(1));
+        assert_eq!(harness.device.queues.memory.is_none(), disconnects);
+    }
+}

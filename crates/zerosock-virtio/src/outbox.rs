@@ -1,0 +1,74 @@
+//! Addresses of devices, and queues of messages between them.
+
+use std::collections::VecDeque;
+
+/// The address of a device: its worker, and its number there.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub struct DeviceAddr {
+    /// The number of the worker.
+    pub worker: u32,
+    /// The number of the device on that worker: see [`numbers`](crate::numbers).
+    pub vm: u32,
+}
+
+/// Messages that devices append and their worker takes out: for devices of the same worker, and
+/// for devices of other workers.
+#[derive(Debug)]
+pub struct Outbox<M> {
+    worker: u32,
+    urgent: VecDeque<(u32, M)>,
+    local: VecDeque<(u32, M)>,
+    remote: VecDeque<(DeviceAddr, M)>,
+}
+
+impl<M> Outbox<M> {
+    /// The outbox of the worker with this number.
+    pub fn new(worker: u32) -> Outbox<M> {
+        Outbox {
+            worker,
+            urgent: VecDeque::new(),
+            local: VecDeque::new(),
+            remote: VecDeque::new(),
+        }
+    }
+
+    /// Appends a message to the device at `to`.
+    #[inline]
+    pub fn send(&mut self, to: DeviceAddr, message: M) {
+        if to.worker == self.worker {
+            self.local.push_back((to.vm, message));
+        } else {
+            self.remote.push_back((to, message));
+        }
+    }
+
+    /// As [`send`](Self::send). A device of the same worker gets the message before any other, and
+    /// before the worker does anything else: for what must not be between two devices.
+    pub fn send_urgent(&mut self, to: DeviceAddr, message: M) {
+        if to.worker == self.worker {
+            self.urgent.push_back((to.vm, message));
+        } else {
+            self.remote.push_back((to, message));
+        }
+    }
+
+    /// The next urgent message to a device of the same worker.
+    pub fn pop_urgent(&mut self) -> Option<(u32, M)> {
+        self.urgent.pop_front()
+    }
+
+    /// The next message to a device of the same worker: its number there, and the message.
+    pub fn pop_local(&mut self) -> Option<(u32, M)> {
+        self.local.pop_front()
+    }
+
+    /// The next message to a device of another worker.
+    pub fn pop_remote(&mut self) -> Option<(DeviceAddr, M)> {
+        self.remote.pop_front()
+    }
+
+    /// Whether no message waits.
+    pub fn is_empty(&self) -> bool {
+        self.urgent.is_empty() && self.local.is_empty() && self.remote.is_empty()
+    }
+}

@@ -1,0 +1,160 @@
+//! The virtqueues of a device and what belongs to all of them: memory, epoch, and the command of
+//! the VMM that waits for buffers.
+//!
+//! # Invariants
+//! - The rings lie in `memory`, if they run.
+//! - Chains that a device has popped belong to the queue start whose epoch they were popped in.
+
+use std::sync::Arc;
+
+use zerosock_proto::Instant;
+use zerosock_ring::Memory;
+use zerosock_sys::notify::Notifier;
+use zerosock_vhost_user::{FrontendLink, Reply};
+
+use crate::ring::Ring;
+
+/// The rings of a device, by queue index: an array, or a struct with a name for each ring.
+pub trait Rings: Default {
+    /// The place of ring `index`; `None` if the device has no such queue.
+    fn place(&mut self, index: u16) -> Option<&mut Option<Ring>>;
+
+    /// All places, in the order of the queues.
+    fn places(&mut self) -> impl Iterator<Item = &mut Option<Ring>>;
+
+    /// The rings that run.
+    fn running(&mut self) -> impl Iterator<Item = &mut Ring> {
+        self.places().flatten()
+    }
+}
+
+impl<const N: usize> Rings for [Option<Ring>; N]
+where
+    [Option<Ring>; N]: Default,
+{
+    fn place(&mut self, index: u16) -> Option<&mut Option<Ring>> {
+        self.get_mut(usize::from(index))
+    }
+
+    fn places(&mut self) -> impl Iterator<Item = &mut Option<Ring>> {
+        self.iter_mut()
+    }
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub struct QueueSet<R> {
+    /// The rings that run.
+    pub rings: R,
+    /// The guest's memory, if the front-end has sent a memory table.
+    pub memory: Option<Arc<Memory>>,
+    /// The connection of the front-end, if there is one.
+    pub link: Option<FrontendLink>,
+    /// Number of the last queue start. A chain that returns late carries the epoch of its queue.
+    pub epoch: u32,
+    /// The front-end has not started a queue since it connected.
+    pub(crate) no_queue_started: bool,
+    /// Where each queue was stopped.
+    pub(crate) stopped_at: Vec<Option<u16>>,
+    /// The command that waits until the device has returned buffers.
+    pub pending: Option<PendingCommand>,
+    /// When the device stops waiting for buffers that the command needs, and drops the front-end.
+    pub(crate) deadline: Option<Instant>,
+    /// When to look again for these buffers.
+    pub(crate) look_at: Option<Instant>,
+}
+
+/// A command that waits until the device has returned buffers.
+#[derive(Debug)]
+pub enum PendingCommand {
+    /// Stop the queue with this index.
+    Stop(u16, Reply),
+    /// Use another memory.
+    Memory(Arc<Memory>, Reply),
+    /// Reset the device.
+    Reset(Reply),
+}
+
+impl PendingCommand {
+    pub(crate) fn scope(&self) -> Scope {
+        match self {
+            PendingCommand::Stop(index, _) => Scope::Queue(*index),
+            PendingCommand::Memory(..) => Scope::Memory,
+            PendingCommand::Reset(_) => Scope::Reset,
+        }
+    }
+}
+
+/// The buffers that a command needs back: see
+/// [`VirtioDevice::quiesce`](crate::command::VirtioDevice::quiesce).
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Scope {
+    /// Queue `index` stops: all its chains are completed or un-popped.
+    Queue(u16),
+    /// The memory is replaced: nothing reads or writes it, and all chains are completed.
+    Memory,
+    /// The driver resets the device: nothing reads or writes its buffers.
+    Reset,
+}
+
+/// Whether a command can be carried out.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Quiesced {
+    /// Yes.
+    Done,
+    /// Later: the device calls [`finish`](crate::command::finish) when buffers have come back.
+    Waits,
+    /// Later: nothing tells the device when. It is asked again after a millisecond. After a second
+    /// the front-end is dropped, with this reason for the log.
+    Unknown(&'static str),
+}
+
+impl<R: Rings> QueueSet<R> {
+    /// No queue runs. `epoch`: the number of the first queue start is one above.
+    pub fn new(epoch: u32) -> QueueSet<R> {
+        QueueSet {
+            rings: R::default(),
+            memory: None,
+            link: None,
+            epoch,
+            no_queue_started: true,
+            stopped_at: Vec::new(),
+            pending: None,
+            deadline: None,
+            look_at: None,
+        }
+    }
+
+    /// Whether a command waits for buffers.
+    #[inline]
+    pub fn is_command_pending(&self) -> bool {
+        self.pending.is_some()
+    }
+
+    /// When [`finish`](crate::command::finish) is to be called, if a command waits.
+    #[inline]
+    pub fn next_timeout(&self) -> Option<Instant> {
+        self.look_at
+    }
+
+    /// Whether the memory has vanished under the device.
+    pub fn is_memory_lost(&self) -> bool {
+        self.memory.as_ref().is_some_and(|memory| memory.is_lost())
+    }
+
+    /// Stops all rings for good, because the memory or a ring is unusable, and tells the front-end.
+    pub fn fail(&mut self, notifier: &Notifier) {
+        for ring in self.rings.running() {
+            ring.fail();
+            ring.publish(notifier);
+        }
+    }
+
+    pub(crate) fn stopped_at(&mut self, index: u16) -> &mut Option<u16> {
+        let index = usize::from(index);
+        if self.stopped_at.len() <= index {
+            self.stopped_at.resize(index + 1, None);
+        }
+        &mut self.stopped_at[index]
+    }
+}

@@ -1,0 +1,159 @@
+//! A running virtqueue of a device: the ring, its kick, call and error descriptors, and the
+//! completion of chains.
+//!
+//! # Invariants
+//! - Every popped chain is completed once, by [`Ring::complete`].
+//! - Every publish notifies the driver if it asked for a notification.
+//! - No chain is popped from a broken ring, but chains popped before are still completed.
+
+use zerosock_ring::{Chain, DeviceQueue, PopError};
+use zerosock_sys::PeerFd;
+use zerosock_sys::notify::{CallFd, Notifier};
+
+/// Unusable chains completed per call: a driver can post them as fast as they are returned.
+const MOST_USELESS: usize = 64;
+
+/// A virtqueue owned by a worker.
+#[derive(Debug)]
+pub struct Ring {
+    /// The queue in guest memory.
+    pub queue: DeviceQueue,
+    /// Where the driver kicks.
+    pub kick: PeerFd,
+    call: Option<CallFd>,
+    err: Option<CallFd>,
+    /// The front-end lets the device process the ring.
+    pub enabled: bool,
+    broken: bool,
+    /// The ring has broken and the front-end has not been notified.
+    err_pending: bool,
+    /// The ring has broken and the device has not reset its connections.
+    pub reset_pending: bool,
+    /// Chains completed since the last publish.
+    pub unseen: u16,
+    /// Number of the queue start; a chain that returns late carries the epoch of its queue.
+    pub epoch: u32,
+    /// Unusable chains since the counter was last read (see [`PopError::Malformed`]).
+    pub malformed: u64,
+    /// Chains popped so far, un-popped ones included; wraps around.
+    pub taken: u32,
+}
+
+impl Ring {
+    /// A ring that runs. `call` notifies the driver, `err` the front-end of a broken ring.
+    pub fn new(
+        queue: DeviceQueue,
+        kick: PeerFd,
+        call: Option<CallFd>,
+        err: Option<CallFd>,
+        enabled: bool,
+        epoch: u32,
+    ) -> Ring {
+        Ring {
+            queue,
+            kick,
+            call,
+            err,
+            enabled,
+            broken: false,
+            err_pending: false,
+            reset_pending: false,
+            unseen: 0,
+            epoch,
+            malformed: 0,
+            taken: 0,
+        }
+    }
+
+    /// Whether the device may process this ring.
+    pub fn live(&self) -> bool {
+        self.enabled && !self.broken
+    }
+
+    /// The next usable chain; `None` if there is none or the ring is broken.
+    #[inline]
+    pub fn pop(&mut self) -> Option<Chain> {
+        self.pop_if(0, true)
+    }
+
+    /// The next chain with at least `room` writable bytes. An unusable chain is counted and
+    /// completed, unless `skip` is false: then it stays posted and `None` is returned, so that
+    /// chains popped before can still be un-popped.
+    #[inline]
+    pub fn pop_if(&mut self, room: usize, skip: bool) -> Option<Chain> {
+        if !self.live() {
+            return None;
+        }
+        for _ in 0..MOST_USELESS {
+            let useless = match self.queue.pop() {
+                Ok(Some(chain)) if chain.writable_len() as usize >= room => {
+                    self.taken = self.taken.wrapping_add(1);
+                    return Some(chain);
+                }
+                Ok(Some(chain)) => chain,
+                Ok(None) => return None,
+                Err(PopError::Malformed(chain)) => chain,
+                Err(PopError::Broken(reason)) => {
+                    tracing::warn!(?reason, "the driver broke its ring; the queue stops");
+                    self.fail();
+                    return None;
+                }
+            };
+            if !skip {
+                self.queue.unpop(useless);
+                return None;
+            }
+            self.malformed += 1;
+            self.complete(useless, 0);
+        }
+        // The check for new chains when kicks are enabled finds any further ones.
+        None
+    }
+
+    /// Completes `chain` with `written` bytes.
+    #[inline]
+    pub fn complete(&mut self, chain: Chain, written: u32) {
+        self.queue.complete(chain, written);
+        self.unseen = self.unseen.saturating_add(1);
+    }
+
+    /// Publishes completed chains and notifies the driver if it asked for that; notifies the
+    /// front-end of a broken ring. Returns true if the driver was notified.
+    #[inline]
+    pub fn publish(&mut self, notifier: &Notifier) -> bool {
+        if std::mem::take(&mut self.err_pending)
+            && let Some(err) = &self.err
+        {
+            notifier.notify(err);
+        }
+        if std::mem::take(&mut self.unseen) > 0
+            && self.queue.publish()
+            && let Some(call) = &self.call
+        {
+            notifier.notify(call);
+            return true;
+        }
+        false
+    }
+
+    /// Stops the ring for good; the next publish notifies the front-end.
+    pub fn fail(&mut self) {
+        self.err_pending |= !self.broken;
+        self.reset_pending |= !self.broken;
+        self.broken = true;
+    }
+
+    /// Replaces the descriptor that notifies the driver.
+    pub fn set_call(&mut self, call: Option<CallFd>, notifier: &Notifier) {
+        // A notification due on the old descriptor may not have been sent.
+        if let Some(call) = &call {
+            notifier.notify(call);
+        }
+        self.call = call;
+    }
+
+    /// Replaces the descriptor that notifies the front-end of a broken ring.
+    pub fn set_err(&mut self, err: Option<CallFd>) {
+        self.err = err;
+    }
+}

@@ -1,0 +1,124 @@
+//! What a worker does with messages of other threads, and between its devices.
+//!
+//! # Invariants
+//!
+//! - A message makes its receiver active; it never waits for another wake-up.
+//! - A message that cannot be delivered is answered.
+//! - The number of messages handled at once is bounded ([`super::intake`]).
+
+use zerosock_proto::Instant;
+
+use super::Worker;
+use super::intake::Intake;
+use super::message::WorkerMessage;
+use crate::device::WorkerDevice;
+
+impl<D: WorkerDevice> Worker<D> {
+    /// Delivers messages between the worker's devices. Each makes its receiver active, so that none
+    /// waits for a wake-up.
+    pub fn deliver(&mut self, now: Instant) {
+        // Bounded: the answer to a message is another message, and sockets must have their turn.
+        let mut intake = Intake::default();
+        while intake.is_open()
+            && let Some((vm, message)) = self.outbox.pop_local()
+        {
+            intake.add_of_device(&message);
+            self.deliver_to(vm, message, now);
+        }
+        self.send_remote();
+    }
+
+    /// Delivers a message to device `vm`, or answers it if that device is removed; then the urgent
+    /// messages that follow from it.
+    fn deliver_to(&mut self, vm: u32, message: D::Message, now: Instant) {
+        let mut next = Some((vm, message));
+        while let Some((vm, message)) = next {
+            match self.lend(vm, now) {
+                (Some(device), mut cx) => {
+                    device.on_message(message, &mut cx);
+                    self.activate(vm);
+                }
+                (None, mut cx) => D::undeliverable(message, &mut cx),
+            }
+            next = self.outbox.pop_urgent();
+        }
+    }
+
+    fn add_device(&mut self, device: D, now: Instant) {
+        let vm = device.addr().vm;
+        self.add(device);
+        let (device, mut cx) = self.lend(vm, now);
+        if let Some(device) = device {
+            // The device has logged an error.
+            let _ = device.start(&mut cx);
+        }
+    }
+
+    fn remove_device(&mut self, vm: u32, now: Instant) {
+        let (Some(device), mut cx) = self.lend(vm, now) else {
+            return;
+        };
+        device.retire(&mut cx);
+        if let Some(slot) = self.devices.0.remove(vm)
+            && let Some(at) = slot.armed
+        {
+            self.deadlines.remove(&(at, vm));
+        }
+        self.active.retain(|&other| other != vm);
+    }
+
+    /// Handles messages of other threads. Returns false on shutdown.
+    pub fn take_messages(&mut self) -> bool {
+        let mut messages = Vec::new();
+        let mut intake = Intake::default();
+        let mut queued = self.mailbox.drain();
+        while intake.is_open()
+            && let Some(message) = queued.next()
+        {
+            match &message {
+                WorkerMessage::Device { message, .. } => intake.add_of_device(message),
+                _ => intake.add(),
+            }
+            messages.push(message);
+        }
+        drop(queued);
+        self.more_messages = !intake.is_open();
+        if messages.is_empty() {
+            return true;
+        }
+        let now = self.clock.now();
+        for message in messages {
+            match message {
+                WorkerMessage::Command { vm, command, reply } => {
+                    let (device, mut cx) = self.lend(vm, now);
+                    if let Some(device) = device {
+                        device.command(command, reply, &mut cx);
+                        self.activate(vm);
+                    }
+                }
+                WorkerMessage::Device { vm, message } => self.deliver_to(vm, message, now),
+                WorkerMessage::AddDevice(device) => self.add_device(*device, now),
+                WorkerMessage::RemoveDevice { vm } => self.remove_device(vm, now),
+                WorkerMessage::Update(update) => update(&mut self.shared),
+                WorkerMessage::Liveness(query) => query.answer(),
+                WorkerMessage::Shutdown => {
+                    self.end_devices();
+                    self.send_remote();
+                    return false;
+                }
+            }
+        }
+        true
+    }
+
+    /// Ends all devices: see [`WorkerDevice::end`].
+    pub fn end_devices(&mut self) {
+        let now = self.clock.now();
+        for vm in self.devices.numbers() {
+            let (device, mut cx) = self.lend(vm, now);
+            if let Some(device) = device {
+                device.end(&mut cx);
+            }
+        }
+    }
+}

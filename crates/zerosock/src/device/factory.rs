@@ -1,0 +1,101 @@
+//! Makes the devices and the model of a VM or process.
+
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+use std::time::Duration;
+
+use zerosock_proto::vsock::{LocalCids, PortTable, QueuePairs, Shard, ShardConfig};
+use zerosock_proto::{Cid, Port};
+use zerosock_sys::account::Account;
+use zerosock_vhost_user::{DeviceModel, DevicePort};
+use zerosock_virtio::outbox::DeviceAddr;
+
+use super::model::VsockModel;
+use super::queue_pair_ports::QueuePairPorts;
+use super::{Device, HostEnd};
+
+/// Resets that may wait for a receive buffer of the guest. Beyond them its packets are not read.
+const MAX_PENDING_RESETS: usize = 1024;
+
+/// Limits of every device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Terms {
+    pub(crate) max_connections: usize,
+    pub(crate) connect_timeout: Duration,
+    /// Largest number of queue pairs of a device.
+    pub(crate) queue_pairs: QueuePairs,
+}
+
+/// The parameters of a device.
+#[derive(Debug)]
+pub(crate) struct Member {
+    pub(crate) cid: Cid,
+    pub(crate) host: HostEnd,
+    pub(crate) buf_alloc: u32,
+    /// Set for a host service: the ports it may connect from, beside those that it has claimed.
+    pub(crate) service: Option<RangeInclusive<Port>>,
+    /// The driver is an attached process, not a VM.
+    pub(crate) process: bool,
+    pub(crate) account: Account,
+}
+
+impl Terms {
+    /// Makes the devices with these addresses: one for each queue pair, in their order.
+    pub(crate) fn devices(&self, queue_pairs: &Arc<[DeviceAddr]>, member: Member) -> Vec<Device> {
+        let Member {
+            cid,
+            host,
+            buf_alloc,
+            service,
+            process,
+            account,
+        } = member;
+        let ports = Arc::new(PortTable::new());
+        // Host programs connect through the first queue pair; the guest connects to them through any.
+        let outward = host.outward();
+        let hosts = std::iter::once(host).chain(std::iter::repeat_with(|| outward.outward()));
+        let devices = (0..).zip(queue_pairs.iter()).zip(hosts);
+        devices
+            .map(|((pair, &queue_pair), host)| {
+                let shard = self.shard(cid, buf_alloc, &ports);
+                let mut device = Device::new(queue_pair, cid, shard, host, service.clone());
+                device.process = process;
+                device.set_queue_pair(pair, queue_pairs.clone());
+                device.set_account(account.clone());
+                device
+            })
+            .collect()
+    }
+
+    fn shard(&self, cid: Cid, buf_alloc: u32, ports: &Arc<PortTable>) -> Shard {
+        let config = ShardConfig {
+            buf_alloc,
+            max_connections: self.max_connections,
+            connect_timeout: self.connect_timeout,
+            max_pending_resets: MAX_PENDING_RESETS,
+            accept_all: true,
+            // The routes decide which endpoints may connect when a connection is requested.
+            local: LocalCids::All,
+            // The guest's own receive buffer is the only limit for data sent to it.
+            send_limit: Some(u32::MAX),
+            ..ShardConfig::device(cid)
+        };
+        Shard::new(config, ports.clone())
+    }
+
+    /// The model for the front-end of the device with this CID.
+    pub(crate) fn model(&self, cid: Cid) -> Arc<dyn DeviceModel> {
+        Arc::new(VsockModel {
+            cid,
+            max_pairs: self.queue_pairs,
+        })
+    }
+
+    /// One port for commands, of the ports of all queue pairs.
+    pub(crate) fn port(&self, mut ports: Vec<Box<dyn DevicePort>>) -> Option<Box<dyn DevicePort>> {
+        match ports.len() {
+            1 => ports.pop(),
+            _ => Some(Box::new(QueuePairPorts::new(self.queue_pairs, ports))),
+        }
+    }
+}

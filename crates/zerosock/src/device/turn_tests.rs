@@ -1,0 +1,333 @@
+//! What a device may do in one turn before the worker's other devices have theirs, and what one
+//! connection may do before the device's other connections: in packets, reads and bytes. Turns are
+//! counted one by one.
+
+use std::collections::BTreeMap;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::time::Duration;
+
+use zerosock_proto::wire::vsock::{Op, Repr};
+use zerosock_proto::{Address, Cid, Port};
+use zerosock_sys::account::Budget;
+
+use super::factory::{Member, Terms};
+use super::{Shared, Worker};
+use crate::device::bare::{self, Guest};
+use crate::device::host_sockets::hybrid::OkConvention;
+use crate::device::{HostEnd, Limits, TURN_BYTES};
+use crate::routing::Routes;
+use zerosock_virtio::mailbox::Mailbox;
+use zerosock_virtio::outbox::DeviceAddr;
+
+/// Packets handled from a guest in one turn.
+const FROM_GUEST: u64 = 256;
+/// Reads from sockets or siblings in one turn.
+const READS: usize = 64;
+/// Bytes, or packets, in one read.
+const READ_BYTES: u32 = 256 << 10;
+const READ_PACKETS: usize = 32;
+const MAX_PAYLOAD: u64 = 64 << 10;
+
+/// A worker and its devices.
+struct Harness {
+    dir: tempfile::TempDir,
+    worker: Worker,
+    /// Numbers of the devices. Their guests have CIDs from 3 on.
+    numbers: Vec<u32>,
+    guests: Vec<Guest>,
+    /// The next port of a guest; all are different.
+    port: AtomicU32,
+}
+
+impl Harness {
+    fn new(guests: u32) -> Harness {
+        let dir = tempfile::tempdir().unwrap();
+        let (sender, mailbox) = Mailbox::new().unwrap();
+        let hour = Duration::from_secs(3600);
+        let limits = Limits {
+            handshake: hour,
+            connect: hour,
+            // No timer may end what a test measures.
+            hold: hour,
+            overflow: 1 << 30,
+            old_memory: 0,
+            handshakes: 1,
+            lingering: 1,
+            linger: hour,
+            ok: OkConvention::GuestPort,
+        };
+        let shared = Shared {
+            routes: Default::default(),
+            counters: Default::default(),
+            limits,
+            app: None,
+        };
+        let worker = Worker::new(0, vec![sender], mailbox, shared);
+        let terms = Terms {
+            max_connections: 1024,
+            connect_timeout: hour,
+            queue_pairs: zerosock_proto::vsock::QueuePairs::ONE,
+        };
+        let mut routes = Routes::default();
+        let mut lab = Harness {
+            worker: worker.unwrap(),
+            numbers: Vec::new(),
+            guests: Vec::new(),
+            port: AtomicU32::new(5000),
+            dir,
+        };
+        for vm in 0..guests {
+            let cid = Cid::new(3 + vm);
+            let addr = DeviceAddr { worker: 0, vm };
+            routes.add(cid, addr, &["default".to_owned()]);
+            let member = Member {
+                cid,
+                host: HostEnd::Hybrid {
+                    services: lab.uds_path(3 + vm).into(),
+                    listener: None,
+                    messages: None,
+                },
+                buf_alloc: 16 << 20,
+                service: None,
+                process: false,
+                account: Budget::unlimited().account(),
+            };
+            let queue_pairs: Arc<[DeviceAddr]> = Arc::new([addr]);
+            let [mut device] = terms.devices(&queue_pairs, member).try_into().unwrap();
+            lab.guests.push(bare::start(&mut device));
+            lab.numbers.push(vm);
+            lab.worker.add(device);
+        }
+        lab.worker.shared.routes = Arc::new(routes);
+        lab.worker.start().unwrap();
+        lab
+    }
+
+    fn uds_path(&self, cid: u32) -> PathBuf {
+        self.dir.path().join(format!("vm{cid}"))
+    }
+
+    /// Kicks all guests and gives each active device a turn.
+    fn turn(&mut self) {
+        for vm in self.numbers.clone() {
+            self.worker.activate(vm);
+        }
+        assert!(self.worker.step(Some(Duration::ZERO)).unwrap());
+    }
+
+    fn settle(&mut self) {
+        self.turn();
+        while !self.worker.is_idle() {
+            self.turn();
+        }
+    }
+
+    /// A connection from a guest to a host program of its own.
+    fn join(&mut self, guest: usize) -> (u32, UnixStream) {
+        let port = *self.port.get_mut();
+        *self.port.get_mut() += 1;
+        let path = self.uds_path(3 + guest as u32);
+        let listener = UnixListener::bind(format!("{}_{port}", path.display())).unwrap();
+        self.guests[guest].send(port, host(port), Op::Request, 0);
+        self.settle();
+        let (program, _) = listener.accept().unwrap();
+        program.set_nonblocking(true).unwrap();
+        assert_op(&self.guests[guest].received(), Op::Response);
+        (port, program)
+    }
+
+    /// Packets and bytes from all guests so far.
+    fn taken_in(&self) -> (u64, u64) {
+        let mut sum = Default::default();
+        self.worker.shared.counters.add_to(&mut sum);
+        (sum.rx_packets, sum.rx_bytes)
+    }
+}
+
+fn host(port: u32) -> Address {
+    Address::new(Cid::HOST, Port::new(port))
+}
+
+#[track_caller]
+fn assert_op(packets: &[Repr], op: Op) {
+    let ops: Vec<_> = packets.iter().map(|packet| packet.op.known()).collect();
+    assert_eq!(ops, [Some(op)]);
+}
+
+/// Bytes that a program can read.
+fn read_all(program: &mut UnixStream) -> usize {
+    let mut all = 0;
+    let mut bytes = vec![0; 1 << 20];
+    loop {
+        match program.read(&mut bytes) {
+            Ok(0) => panic!("the connection has ended"),
+            Ok(more) => all += more,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return all,
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+/// Fills the receive buffer of a program's socket.
+fn fill(program: &mut UnixStream) {
+    let bytes = [7; 4096];
+    while program.write(&bytes).is_ok() {}
+}
+
+/// The order of reads, by their packets: the connection and the bytes read, with a new entry for each
+/// change of connection.
+fn reads(packets: &[Repr]) -> Vec<(u32, usize, u32)> {
+    let mut reads: Vec<(u32, usize, u32)> = Vec::new();
+    let data = packets
+        .iter()
+        .filter(|packet| packet.op.known() == Some(Op::Rw));
+    for packet in data {
+        let port = packet.dst.port.get();
+        match reads.last_mut() {
+            Some((last, packets, bytes)) if *last == port => {
+                *packets += 1;
+                *bytes += packet.len;
+            }
+            _ => reads.push((port, 1, packet.len)),
+        }
+    }
+    reads
+}
+
+#[test]
+fn packets_of_one_guest_per_turn_are_bounded_and_other_guests_have_turns() {
+    let mut lab = Harness::new(2);
+    let (bulk, mut sink) = lab.join(0);
+    let (small, mut other) = lab.join(1);
+    for _ in 0..50 {
+        while lab.guests[0].try_send(bulk, host(bulk), Op::Rw, 1) {}
+        lab.guests[1].send(small, host(small), Op::Rw, 1);
+        let (before, _) = lab.taken_in();
+        lab.turn();
+        assert_eq!(lab.taken_in().0 - before, FROM_GUEST + 1);
+        assert_eq!(read_all(&mut sink) as u64, FROM_GUEST);
+        assert_eq!(read_all(&mut other), 1);
+    }
+}
+
+#[test]
+fn bytes_of_one_guest_per_turn_are_bounded_and_other_guests_have_turns() {
+    let mut lab = Harness::new(2);
+    let (small, mut other) = lab.join(1);
+    let most = TURN_BYTES as u64;
+    // Never more than the credit; no program reads.
+    let (bulk, _sink) = lab.join(0);
+    for _ in 0..255 {
+        lab.guests[0].send(bulk, host(bulk), Op::Rw, MAX_PAYLOAD as u32);
+    }
+    for turn in 0..7 {
+        lab.guests[1].send(small, host(small), Op::Rw, 1);
+        let (_, before) = lab.taken_in();
+        lab.turn();
+        let bytes = lab.taken_in().1 - before - 1;
+        assert!((most..most + MAX_PAYLOAD).contains(&bytes), "{bytes}");
+        assert_eq!(read_all(&mut other), 1, "turn {turn}");
+    }
+}
+
+/// Programs that write without end, and programs with one byte.
+#[test]
+fn connections_to_a_guest_alternate_and_bytes_per_turn_are_bounded() {
+    let mut lab = Harness::new(2);
+    let mut bulk: Vec<_> = (0..40).map(|_| lab.join(0)).collect();
+    let mut few: Vec<_> = (0..10).map(|_| lab.join(0)).collect();
+    let (_, mut neighbour) = lab.join(1);
+    let mut most = 0;
+    for round in 0..20 {
+        bulk.iter_mut().for_each(|(_, program)| fill(program));
+        for (_, program) in &mut few {
+            program.write_all(&[round]).unwrap();
+        }
+        // Ready connections have been served before an earlier one has its second turn.
+        let mut waiting = few.len();
+        let mut served = BTreeMap::<u32, usize>::new();
+        while waiting > 0 {
+            neighbour.write_all(&[round]).unwrap();
+            lab.turn();
+            let packets = lab.guests[0].received();
+            let data = packets
+                .iter()
+                .filter(|packet| packet.op.known() == Some(Op::Rw));
+            let bytes: u32 = data.map(|packet| packet.len).sum();
+            assert!(bytes < TURN_BYTES as u32 + READ_BYTES, "{bytes} in a turn");
+            most = most.max(bytes);
+            let reads = reads(&packets);
+            assert!(reads.len() <= READS, "{} reads in a turn", reads.len());
+            for (port, packets, bytes) in reads {
+                assert!(packets <= READ_PACKETS && bytes <= READ_BYTES);
+                let is_small = few.iter().any(|(one, _)| *one == port);
+                waiting -= usize::from(is_small);
+                let times = served.entry(port).or_default();
+                *times += 1;
+                assert!(*times <= 2, "{waiting} still wait");
+            }
+            assert_op(&lab.guests[1].received(), Op::Rw);
+        }
+    }
+    assert!(most >= TURN_BYTES as u32, "{most}: never a turn's bytes");
+}
+
+#[test]
+fn reads_per_turn_are_bounded_however_small() {
+    let mut lab = Harness::new(2);
+    let mut programs: Vec<_> = (0..120).map(|_| lab.join(0)).collect();
+    let (_, mut neighbour) = lab.join(1);
+    for round in 0..10 {
+        for (_, program) in &mut programs {
+            program.write_all(&[round]).unwrap();
+        }
+        // Fewer than the events of one wait.
+        let mut order = Vec::new();
+        while order.len() < programs.len() {
+            neighbour.write_all(&[round]).unwrap();
+            lab.turn();
+            let reads = reads(&lab.guests[0].received());
+            assert!(reads.len() <= READS, "{} reads in a turn", reads.len());
+            order.extend(reads.iter().map(|(port, ..)| *port));
+            let [packet] = lab.guests[1].received().try_into().unwrap();
+            assert_eq!((packet.op.known(), packet.len), (Some(Op::Rw), 1));
+        }
+        order.sort_unstable();
+        order.dedup();
+        assert_eq!(order.len(), programs.len(), "each once");
+    }
+}
+
+/// A sibling that sends without end, and a program that writes a byte now and then.
+#[test]
+fn a_sibling_that_sends_without_end_does_not_starve_others() {
+    let mut lab = Harness::new(2);
+    let to = Address::new(Cid::new(4), Port::new(77));
+    lab.guests[0].send(4000, to, Op::Request, 0);
+    lab.settle();
+    assert_op(&lab.guests[1].received(), Op::Request);
+    let from = Address::new(Cid::new(3), Port::new(4000));
+    lab.guests[1].send(77, from, Op::Response, 0);
+    lab.settle();
+    assert_op(&lab.guests[0].received(), Op::Response);
+    let (_, mut program) = lab.join(1);
+    let mut bulk = 0;
+    for round in 0..50 {
+        while lab.guests[0].try_send(4000, to, Op::Rw, 1) {}
+        program.write_all(&[round]).unwrap();
+        lab.turn();
+        let reads = reads(&lab.guests[1].received());
+        let small = reads.iter().position(|(port, ..)| *port != 77);
+        let before = reads.iter().take(small.expect("the byte, in this turn"));
+        let before: usize = before.map(|(_, packets, _)| packets).sum();
+        assert!(before <= READ_PACKETS, "{before} before the program's byte");
+        let all: usize = reads.iter().map(|(_, packets, _)| packets).sum();
+        assert!(all <= READS * READ_PACKETS, "{all} in a turn");
+        bulk += all - 1;
+    }
+    assert!(bulk >= 50 * READ_PACKETS, "{bulk}");
+}

@@ -1,0 +1,338 @@
+//! What a vsock device does at events, and at commands of the VMM
+//! ([`zerosock_virtio::command`] carries them out).
+//!
+//! # Invariants
+//! - A command waits until siblings have returned their chains, no loan is being written to, and no
+//!   lease is under a read guard.
+//! - Bytes that the guest sent before its front-end disconnected are delivered.
+
+use super::bridge::BridgePeer;
+use super::model::used_pairs;
+use super::{Context, Device, EVENT, RX, Shared, TX, VsockRings};
+use crate::device::sibling_message::SiblingMessage;
+use std::io;
+use std::sync::Arc;
+use zerosock_proto::Instant;
+use zerosock_proto::vsock::features::{F_PAIRS, F_SEQPACKET};
+use zerosock_ring::Memory;
+use zerosock_vhost_user::{DeviceCommand, Reply};
+use zerosock_virtio::command::{self, VirtioDevice};
+use zerosock_virtio::deadline::earlier;
+use zerosock_virtio::device::{Event, Message, WorkerDevice};
+use zerosock_virtio::outbox::DeviceAddr;
+use zerosock_virtio::poller::EventKind;
+use zerosock_virtio::queues::{QueueSet, Quiesced, Rings, Scope};
+use zerosock_virtio::ring::Ring;
+
+/// A listening socket on the host.
+pub(super) const LISTENER: EventKind = EventKind::new(1);
+/// A host program that has connected and has not sent CONNECT yet.
+pub(super) const HANDSHAKE: EventKind = EventKind::new(2);
+/// The socket of a bridge.
+pub(super) const BRIDGE: EventKind = EventKind::new(3);
+
+impl Rings for VsockRings {
+    fn place(&mut self, index: u16) -> Option<&mut Option<Ring>> {
+        match index {
+            RX => Some(&mut self.rx),
+            TX => Some(&mut self.tx),
+            EVENT => Some(&mut self.event),
+            _ => None,
+        }
+    }
+
+    fn places(&mut self) -> impl Iterator<Item = &mut Option<Ring>> {
+        [&mut self.rx, &mut self.tx, &mut self.event].into_iter()
+    }
+}
+
+impl Message for SiblingMessage {
+    fn copied_bytes(&self) -> usize {
+        match self {
+            SiblingMessage::Datagram(datagram) => datagram.header.len as usize,
+            _ => 0,
+        }
+    }
+}
+
+impl WorkerDevice for Device {
+    type Shared = Shared;
+    type Message = SiblingMessage;
+
+    fn addr(&self) -> DeviceAddr {
+        self.addr
+    }
+
+    fn start(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        self.listen(cx).inspect_err(|error| {
+            let cid = self.cid;
+            tracing::error!(%cid, %error, "host programs cannot reach a device");
+        })
+    }
+
+    fn on_event(&mut self, event: Event, cx: &mut Context<'_>) {
+        match event.kind {
+            EventKind::KICK => cx.shared.counters.kicks.add(1),
+            LISTENER => self.accept(event.key, cx),
+            HANDSHAKE => self.handshake_ready(event.key, cx),
+            BRIDGE => self.bridge_ready(event.key, event.readiness, cx),
+            _ => {}
+        }
+    }
+
+    fn on_message(&mut self, message: SiblingMessage, cx: &mut Context<'_>) {
+        match message {
+            SiblingMessage::HandOff { to, pair } => {
+                if let Some((queue_pair, handoff)) = self.extract(to, pair, cx) {
+                    // Urgent: the embedding program must always find the connection.
+                    let message = SiblingMessage::TakeOver(handoff);
+                    cx.outbox.send_urgent(queue_pair, message);
+                }
+            }
+            message => self.handle_sibling_message(message, cx),
+        }
+    }
+
+    fn undeliverable(message: SiblingMessage, cx: &mut Context<'_>) {
+        if let SiblingMessage::TakeOver(handoff) = message {
+            return handoff.abandon(cx);
+        }
+        if let Some((to, answer)) = message.undeliverable() {
+            cx.outbox.send(to, answer);
+        }
+    }
+
+    fn command(&mut self, command: DeviceCommand, reply: Reply, cx: &mut Context<'_>) {
+        command::command(self, command, reply, cx);
+    }
+
+    fn turn(&mut self, cx: &mut Context<'_>) -> bool {
+        self.moved = 0;
+        self.fire_timers(cx);
+        let mut more = self.receive(cx);
+        self.moved = 0;
+        more |= self.transmit(cx);
+        // The packets received may have freed buffers or produced answers.
+        self.drain_events(cx);
+        self.serve_events();
+        for ring in self.queues.rings.running() {
+            let told = ring.publish(cx.notifier);
+            if let Some(app) = cx.shared.app.as_deref_mut() {
+                app.tally.notifications += u64::from(told);
+            }
+            cx.shared
+                .counters
+                .bad_chains
+                .add(std::mem::take(&mut ring.malformed));
+        }
+        self.reset_on_broken_ring(cx);
+        command::finish(self, cx);
+        if self.queues.is_memory_lost() {
+            self.lose("guest memory vanished under the device", cx);
+            return false;
+        }
+        self.count(cx);
+        // The embedding program arms the device itself before it sleeps.
+        more || (cx.shared.app.is_none() && !cx.spins && self.rearm(false))
+            || self.has_work_for_guest()
+    }
+
+    fn next_timeout(&self) -> Option<Instant> {
+        let streams = earlier(self.timers.next(), self.shard.poll_timeout());
+        let command = self.queues.next_timeout();
+        earlier(earlier(streams, command), self.datagrams.next_timeout())
+    }
+
+    fn has_available_chains(&mut self) -> bool {
+        let blocked = self.receive_blocked();
+        let tx = self
+            .queues
+            .rings
+            .tx
+            .as_mut()
+            .filter(|ring| ring.live() && !blocked);
+        let starved = self.starved;
+        let rx = self
+            .queues
+            .rings
+            .rx
+            .as_mut()
+            .filter(|ring| ring.live() && starved);
+        let mut rings = tx.into_iter().chain(rx);
+        rings.any(|ring| ring.queue.available() > 0)
+    }
+
+    fn enable_kicks(&mut self) -> bool {
+        self.rearm(false)
+    }
+
+    /// Remaining bridges, most of
+    /// them lingering, end now; siblings are told and get their chains back. Memory of this guest
+    /// that siblings still read stays mapped until they have read it.
+    fn retire(&mut self, cx: &mut Context<'_>) {
+        let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
+        for key in keys {
+            self.end_bridge(key, cx);
+        }
+        self.stop_listening(cx);
+        self.queues.link = None;
+        command::disconnect(self, cx);
+        self.app_retire(cx);
+        // The device no longer counts in the worker's totals.
+        let before = std::mem::take(&mut self.counted);
+        cx.shared.counters.hold(before, self.counted);
+    }
+
+    fn end(&mut self, cx: &mut Context<'_>) {
+        let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
+        for key in keys {
+            self.reset_bridge(key, cx);
+        }
+        self.turn(cx);
+    }
+}
+
+impl VirtioDevice for Device {
+    type Rings = VsockRings;
+
+    fn queues(&mut self) -> &mut QueueSet<VsockRings> {
+        &mut self.queues
+    }
+
+    fn set_features(&mut self, features: u64) {
+        self.shard.set_moves(features & F_PAIRS != 0);
+        self.shard.set_seqpacket(features & F_SEQPACKET != 0);
+        // Only the first queue pair carries datagrams.
+        let first = self.queue_pairs.pair == 0;
+        self.datagrams
+            .set_features(if first { features } else { 0 });
+    }
+
+    fn set_config(&mut self, config: &[u8]) {
+        self.queue_pairs.used = used_pairs(config);
+    }
+
+    fn queue_started(&mut self, index: u16, resumed: bool, cx: &mut Context<'_>) {
+        if index == TX {
+            self.app_started(cx);
+        }
+        if resumed {
+            // The driver has connections that this device does not know.
+            self.announce_lost(cx);
+        }
+    }
+
+    fn release(&mut self, scope: Scope, cx: &mut Context<'_>) {
+        if matches!(scope, Scope::Queue(TX) | Scope::Memory) {
+            self.release_chains(cx);
+        }
+    }
+
+    fn quiesce(&mut self, scope: Scope, cx: &mut Context<'_>) -> Quiesced {
+        let (chains, leases, loans) = match scope {
+            Scope::Queue(TX) => (true, true, false),
+            Scope::Queue(RX) => (false, false, true),
+            Scope::Queue(_) => (false, false, false),
+            Scope::Reset => (false, true, true),
+            Scope::Memory => (true, true, true),
+        };
+        let mut back = !loans || self.recall_loans(false, cx);
+        back &= !leases || self.app_recall(false, cx);
+        if !back {
+            // The program sends no notification when it has done with a buffer.
+            let reason = "the embedding program kept a guest buffer in use for too long";
+            return Quiesced::Unknown(reason);
+        }
+        let tx = self.queues.rings.tx.as_ref();
+        match chains && tx.is_some_and(|tx| tx.queue.outstanding() > 0) {
+            true => Quiesced::Waits,
+            false => Quiesced::Done,
+        }
+    }
+
+    fn command_finished(&mut self) {
+        // The program was not notified of buffers while the command was pending.
+        self.starved |= self.queues.rings.rx.is_some() && self.program_waits();
+    }
+
+    fn reset(&mut self, stopped: bool, cx: &mut Context<'_>) {
+        self.forget_connections(cx);
+        if stopped {
+            self.use_one_pair();
+            self.announce_reset = false;
+            self.starved = false;
+        }
+    }
+
+    fn receive_remaining(&mut self, cx: &mut Context<'_>) {
+        let taken = |device: &Device| device.queues.rings.tx.as_ref().map_or(0, |tx| tx.taken);
+        let size = self
+            .queues
+            .rings
+            .tx
+            .as_ref()
+            .map_or(0, |tx| tx.queue.size());
+        let start = taken(self);
+        loop {
+            // Copies out what the program has not read: that frees room for more packets.
+            self.app_recall(false, cx);
+            let before = taken(self);
+            self.moved = 0;
+            self.receive(cx);
+            let after = taken(self);
+            if after == before || after.wrapping_sub(start) >= u32::from(size) {
+                return;
+            }
+        }
+    }
+
+    fn memory_replaced(&mut self, old: Option<Arc<Memory>>, cx: &mut Context<'_>) {
+        self.track_old_memory(old, cx);
+    }
+}
+
+impl Device {
+    /// Copies out held chains and recalls those lent to siblings.
+    fn release_chains(&mut self, cx: &mut Context<'_>) {
+        // Leases under a read guard are recalled by `quiesce`.
+        self.app_recall(false, cx);
+        let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
+        for key in keys {
+            self.spill(key, 0, cx);
+            self.update_bridge(key, cx);
+            if let Some(bridge) = self.bridges.get(key as usize)
+                && let BridgePeer::Sibling(s) = &bridge.end
+                && s.out > 0
+            {
+                cx.outbox
+                    .send(s.peer.device, SiblingMessage::Recall { to: s.peer.flow });
+            }
+        }
+    }
+
+    /// Ends every connection without a packet to the guest: its driver knows none of them. Bytes
+    /// that the guest sent before are still delivered.
+    fn forget_connections(&mut self, cx: &mut Context<'_>) {
+        self.app_recall(true, cx);
+        self.recall_loans(true, cx);
+        // Lingering bridges have no flow any more.
+        let known = self
+            .bridges
+            .iter()
+            .filter(|(_, bridge)| bridge.flow.is_some());
+        let keys: Vec<u32> = known.map(|(key, _)| key as u32).collect();
+        for key in keys {
+            if !self.linger(key, cx) {
+                self.remove_without_guest(key, cx);
+            }
+        }
+        self.ready.clear();
+        self.outgoing.clear();
+        self.gathered.clear();
+        self.stale_ready = 0;
+        self.shard.handle_transport_reset(cx.now);
+        self.forget_datagrams(cx);
+        self.forget_handed_off(cx);
+        while self.shard.poll_event().is_some() {}
+    }
+}

@@ -1,0 +1,50 @@
+//! The entries of leases and loans that are out.
+
+use super::ids::StreamId;
+use super::received::HeldBuffer;
+use crate::table::leases::NONE;
+use crate::table::places::Copied;
+
+/// A lease or loan that is out.
+#[derive(Debug)]
+pub(crate) struct LentEntry<T> {
+    pub(super) kind: LentKind,
+    /// The connection; `None` after it was removed.
+    pub(super) conn: Option<StreamId>,
+    pub(super) pool: u32,
+    pub(super) len: u32,
+    /// The buffer, while the lease is in place.
+    pub(super) held: Option<HeldBuffer<T>>,
+    /// The copy, after the bytes were moved.
+    pub(super) copy: Option<Copied>,
+    /// Position in the pool's overdue list: the lease is due to be moved, but had a reader.
+    pub(super) overdue: u32,
+    /// Neighbours in the list of the connection's leases.
+    pub(super) previous: u32,
+    pub(super) next: u32,
+}
+
+/// What an entry is used for.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub(super) enum LentKind {
+    #[default]
+    Nothing,
+    Lease,
+    Loan,
+}
+
+impl<T> Default for LentEntry<T> {
+    fn default() -> LentEntry<T> {
+        LentEntry {
+            kind: LentKind::Nothing,
+            conn: None,
+            pool: 0,
+            len: 0,
+            held: None,
+            copy: None,
+            overdue: NONE,
+            previous: NONE,
+            next: NONE,
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! What calls of a socket do when they would block, in atomics that any thread may set.
+
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+
+use super::hub::WaitMode;
+use super::waiting::Wait;
+
+/// What calls do when they would block.
+#[derive(Debug)]
+pub(super) struct Blocking(AtomicU8);
+
+impl Blocking {
+    pub(super) fn new() -> Blocking {
+        Blocking(AtomicU8::new(0))
+    }
+
+    pub(super) fn set_nonblocking(&self, nonblocking: bool) {
+        self.0.store(nonblocking.into(), Ordering::Relaxed);
+    }
+
+    /// Calls are made by registered tasks.
+    #[cfg(feature = "tokio")]
+    pub(super) fn set_async(&self) {
+        self.0.store(2, Ordering::Relaxed);
+    }
+
+    pub(super) fn mode(&self, wait: Wait) -> WaitMode {
+        match self.0.load(Ordering::Relaxed) {
+            0 => WaitMode::Block(wait),
+            #[cfg(feature = "tokio")]
+            2 => WaitMode::Task,
+            _ => WaitMode::Poll,
+        }
+    }
+}
+
+/// A time-out in nanoseconds, 0 for none; saturates.
+pub(super) fn encode_timeout(timeout: Option<Duration>) -> u64 {
+    let nanos = timeout.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+    nanos.min(u64::MAX / 4)
+}
+
+/// A wait mode as a u64: 0 sleeps, 1 spins, others are the adaptive limit in nanoseconds plus 2.
+pub(super) fn encode(wait: Wait) -> u64 {
+    match wait {
+        Wait::Sleep => 0,
+        Wait::Spin => 1,
+        Wait::Adaptive { limit } => u64::try_from(limit.as_nanos())
+            .unwrap_or(u64::MAX)
+            .saturating_add(2),
+    }
+}
+
+pub(super) fn decode(word: u64) -> Wait {
+    match word {
+        0 => Wait::Sleep,
+        1 => Wait::Spin,
+        nanos => Wait::Adaptive {
+            limit: Duration::from_nanos(nanos - 2),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wait_modes_survive_encoding() {
+        let adaptive = |nanos| Wait::Adaptive {
+            limit: Duration::from_nanos(nanos),
+        };
+        for wait in [
+            Wait::Sleep,
+            Wait::Spin,
+            adaptive(0),
+            adaptive(123),
+            Wait::ADAPTIVE,
+        ] {
+            assert_eq!(decode(encode(wait)), wait);
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! The descriptors that waiters sleep on: eventfds, timerfds, and epoll instances of several.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
+};
+
+use zerosock_virtio::deadline::timespec;
+
+/// The shortest time that a timerfd can be set to: 0 would disarm it.
+const TICK: Duration = Duration::from_nanos(1);
+
+/// An eventfd that wakes a poller, polled beside the engine's descriptor.
+#[derive(Debug)]
+pub(crate) struct EventFd(OwnedFd);
+
+/// A timerfd: readable once its time has come.
+#[derive(Debug)]
+pub(crate) struct TimerFd {
+    fd: OwnedFd,
+    /// When it expires.
+    at: Option<Instant>,
+}
+
+impl EventFd {
+    pub(crate) fn new() -> io::Result<EventFd> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        Ok(EventFd(eventfd(0, flags)?))
+    }
+
+    pub(super) fn signal(&self) {
+        // Fails only when the counter is full: then the eventfd is readable, too.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+
+    pub(crate) fn clear(&self) {
+        // Fails only when the eventfd was not signalled.
+        let _ = rustix::io::read(&self.0, &mut [0; 8]);
+    }
+}
+
+impl AsFd for EventFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl TimerFd {
+    pub(crate) fn new() -> io::Result<TimerFd> {
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let fd = timerfd_create(TimerfdClockId::Monotonic, flags)?;
+        Ok(TimerFd { fd, at: None })
+    }
+
+    /// Makes the timer expire at `until` or earlier; `None` disarms it.
+    pub(crate) fn set(&mut self, until: Option<Instant>) {
+        if self.at.is_none() && until.is_none() {
+            return;
+        }
+        let now = Instant::now();
+        let is_early_enough = |at| at > now && until.is_none_or(|until| at <= until);
+        if self.at.is_some_and(is_early_enough) {
+            return;
+        }
+        // 0 would disarm the timer. Setting it also clears an earlier expiration.
+        let left = until.map(|at| at.saturating_duration_since(now).max(TICK));
+        let value = left.map_or_else(Timespec::default, timespec);
+        let once = Itimerspec {
+            it_interval: Timespec::default(),
+            it_value: value,
+        };
+        // Cannot fail: the descriptor is a timerfd, and the time is valid.
+        let _ = timerfd_settime(&self.fd, TimerfdTimerFlags::empty(), &once);
+        self.at = until;
+    }
+}
+
+impl AsFd for TimerFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// An epoll instance that is readable when any of `fds` is.
+///
+/// # Errors
+/// When the system has no descriptor left.
+pub(crate) fn epoll_of<'a>(fds: impl IntoIterator<Item = BorrowedFd<'a>>) -> io::Result<OwnedFd> {
+    let any = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+    for fd in fds {
+        epoll::add(
+            &any,
+            fd,
+            epoll::EventData::new_u64(0),
+            epoll::EventFlags::IN,
+        )?;
+    }
+    Ok(any)
+}

@@ -1,0 +1,475 @@
+//! The lock of an endpoint: what it protects, and what happens when it is taken and released.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+
+use zerosock_proto::Port;
+use zerosock_proto::vsock::datagram::DatagramId;
+use zerosock_ring::Trust;
+
+use super::descriptors::{EventFd, TimerFd, epoll_of};
+#[cfg(test)]
+use super::hook;
+#[cfg(feature = "tokio")]
+use super::reactor::Reactor;
+#[cfg(feature = "tokio")]
+use super::tasks;
+use super::wait_budget::WaitFault;
+use super::waiter::Waiter;
+use crate::control::attach::Client;
+use crate::table::backend::Backend;
+use crate::table::leases::{Leases, NONE};
+use crate::table::over::EndpointOver;
+use crate::table::sockets::StreamId;
+use crate::vsock::options::DEFAULT_BUFFER;
+use crate::vsock::waiting::SpinTime;
+
+/// What the lock protects.
+pub(crate) struct State {
+    pub(crate) engine: Box<dyn Backend>,
+    /// Ticket of the thread that sleeps on the engine's descriptor.
+    pub(super) sleeper: Option<u64>,
+    pub(super) waiters: Vec<Waiter>,
+    #[cfg(feature = "tokio")]
+    pub(super) tasks: tasks::Tasks,
+    /// The last ticket given to a waiter; 0 is never given.
+    pub(super) tickets: u64,
+    pub(super) spin_time: SpinTime,
+    /// Consecutive calls that found what they wanted without a turn of the engine.
+    pub(super) skipped: u32,
+    /// The rings are armed, and the engine has taken nothing in since.
+    pub(super) armed: bool,
+    /// Makes `poll_fd` readable when an engine timer is due.
+    pub(super) timer_fd: TimerFd,
+    /// Why the endpoint has failed.
+    pub(super) fault: Option<EndpointOver>,
+}
+
+/// An endpoint's shared state; see the module.
+pub(crate) struct Core {
+    pub(super) state: Mutex<State>,
+    /// [`thread_id`] of the lock holder, 0 without one. A thread reads its own id here only while
+    /// it holds the lock: only that thread stores the id, and it stores 0 before it unlocks.
+    pub(super) owner: AtomicUsize,
+    /// Threads that block on the lock. A spinning holder yields while this is not 0.
+    pub(super) lock_waiters: AtomicU32,
+    /// What the lock holder has dropped, to be closed when it releases the lock.
+    pub(super) deferred_closes: Mutex<Vec<DeferredClose>>,
+    /// `deferred_closes` is not empty.
+    pub(super) has_deferred_closes: AtomicBool,
+    pub(super) leases: Arc<Leases>,
+    /// Wakes the sleeper. Only the sleeper reads it; the engine's descriptor alone would not do,
+    /// because any thread that turns the engine may clear it.
+    pub(super) waker: EventFd,
+    /// Makes `poll_fd` readable when a socket has an event.
+    pub(super) event_fd: EventFd,
+    /// The descriptor that an application polls: an epoll instance of the engine's descriptor,
+    /// `event_fd` and `timer_fd`.
+    pub(super) poll_fd: OwnedFd,
+    /// A duplicate of the engine's descriptor, to be polled without the lock.
+    pub(super) engine_fd: OwnedFd,
+    pub(super) trust: Option<Trust>,
+    /// The connection to the attach socket, if the endpoint has one. The attachment ends when the
+    /// last socket of the endpoint is dropped.
+    pub(super) attach_client: Option<Mutex<Client>>,
+    /// The task that drives the endpoint for async sockets, while there are any.
+    #[cfg(feature = "tokio")]
+    pub(super) reactor: Mutex<std::sync::Weak<Reactor>>,
+    /// Later connections may have receive maps.
+    pub(super) rx_map: AtomicBool,
+    /// Default receive buffer of a connection, in bytes.
+    pub(super) window: AtomicU32,
+    /// Called once, before the lock is released the next time.
+    #[cfg(test)]
+    pub(super) before_release: hook::Hook,
+}
+
+/// The held lock. Taking it returns leases dropped before; releasing it returns those dropped
+/// since.
+pub(crate) struct Locked<'a> {
+    pub(super) core: &'a Core,
+    pub(super) guard: Option<MutexGuard<'a, State>>,
+    /// Buffers were returned to the engine and may not have been published to the peer.
+    pub(super) has_returned: bool,
+}
+
+/// What is to be closed because its owner was dropped.
+#[derive(Debug)]
+pub(crate) enum DeferredClose {
+    Stream(StreamId),
+    /// Reset a connection.
+    Reset(StreamId),
+    Listener(Port),
+    /// Release a bound port.
+    Port(Port),
+    Datagram(DatagramId),
+    /// Deregister the task with this ticket.
+    #[cfg(feature = "tokio")]
+    Task(u64),
+    /// Deregister the reactor that polls this eventfd: its task has ended.
+    #[cfg(feature = "tokio")]
+    EventFd(Arc<EventFd>),
+}
+
+/// An id that no other live thread has; never 0.
+#[inline]
+pub(super) fn thread_id() -> usize {
+    thread_local! {
+        static HERE: u8 = const { 0 };
+    }
+    HERE.with(|here| std::ptr::from_ref(here).addr())
+}
+
+impl Core {
+    /// `trust`: what the application has declared. `attach_client`: its attach connection, if any.
+    ///
+    /// # Errors
+    /// When the system has no descriptor left.
+    pub(crate) fn new(
+        engine: Box<dyn Backend>,
+        trust: Option<Trust>,
+        attach_client: Option<Client>,
+    ) -> io::Result<Core> {
+        let event_fd = EventFd::new()?;
+        let timer_fd = TimerFd::new()?;
+        let poll_fd = epoll_of([event_fd.as_fd(), timer_fd.as_fd(), engine.fd()])?;
+        Ok(Core {
+            waker: EventFd::new()?,
+            event_fd,
+            poll_fd,
+            engine_fd: engine.fd().try_clone_to_owned()?,
+            leases: engine.lease_table(),
+            owner: AtomicUsize::new(0),
+            lock_waiters: AtomicU32::new(0),
+            deferred_closes: Mutex::default(),
+            has_deferred_closes: AtomicBool::new(false),
+            trust,
+            attach_client: attach_client.map(Mutex::new),
+            #[cfg(feature = "tokio")]
+            reactor: Mutex::default(),
+            rx_map: AtomicBool::new(false),
+            window: AtomicU32::new(DEFAULT_BUFFER),
+            #[cfg(test)]
+            before_release: hook::Hook::default(),
+            state: Mutex::new(State {
+                engine,
+                sleeper: None,
+                waiters: Vec::new(),
+                #[cfg(feature = "tokio")]
+                tasks: tasks::Tasks::default(),
+                tickets: 0,
+                spin_time: SpinTime::default(),
+                skipped: 0,
+                armed: false,
+                timer_fd,
+                fault: None,
+            }),
+        })
+    }
+
+    /// The connection to the attach socket, if the endpoint has one.
+    pub(crate) fn attach_client(&self) -> Option<MutexGuard<'_, Client>> {
+        let attach_client = self.attach_client.as_ref()?;
+        Some(attach_client.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(crate) fn leases(&self) -> &Leases {
+        &self.leases
+    }
+
+    pub(crate) fn trust(&self) -> Option<Trust> {
+        self.trust
+    }
+
+    /// Sets whether later connections may have receive maps.
+    pub(crate) fn set_rx_map(&self, enabled: bool) {
+        self.rx_map.store(enabled, Ordering::Relaxed);
+    }
+
+    /// See [`set_rx_map`](Self::set_rx_map).
+    pub(crate) fn rx_map(&self) -> bool {
+        self.rx_map.load(Ordering::Relaxed)
+    }
+
+    /// Default receive buffer of a connection, in bytes.
+    pub(crate) fn window(&self) -> u32 {
+        self.window.load(Ordering::Relaxed)
+    }
+
+    /// See [`window`](Self::window).
+    pub(crate) fn set_window(&self, bytes: u32) {
+        self.window.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Takes the lock. Panics if this thread holds it already.
+    #[inline]
+    pub(crate) fn lock(&self) -> Locked<'_> {
+        let guard = match self.state.try_lock() {
+            Ok(guard) => guard,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => self.lock_contended(),
+        };
+        let mut locked = Locked::new(self, guard);
+        locked.return_dropped();
+        locked
+    }
+
+    #[cold]
+    pub(super) fn lock_contended(&self) -> MutexGuard<'_, State> {
+        assert!(
+            !self.is_held_by_this_thread(),
+            "a thread called an endpoint from inside another call of it: from its recv_each \
+             callback, or while its Batch is alive"
+        );
+        self.lock_waiters.fetch_add(1, Ordering::Relaxed);
+        let guard = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        self.lock_waiters.fetch_sub(1, Ordering::Relaxed);
+        guard
+    }
+
+    /// Whether this thread holds the lock.
+    pub(crate) fn is_held_by_this_thread(&self) -> bool {
+        self.owner.load(Ordering::Relaxed) == thread_id()
+    }
+
+    /// Closes what a dropped value owned: now, or if this thread holds the lock, when it releases
+    /// the lock.
+    pub(crate) fn close_deferred(&self, close: DeferredClose) {
+        if self.is_held_by_this_thread() {
+            let deferred_closes = self.deferred_closes.lock();
+            deferred_closes
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(close);
+            self.has_deferred_closes.store(true, Ordering::Relaxed);
+        } else {
+            self.lock().close_deferred(&close);
+        }
+    }
+
+    /// Returns the buffer of a dropped lease or loan to the engine. Does not block: if another
+    /// thread holds the lock, that thread returns it.
+    pub(crate) fn return_buffer(&self, index: u32) {
+        self.leases.push_dropped(index);
+        self.return_dropped();
+    }
+
+    /// As [`return_buffer`](Self::return_buffer), for several buffers in the order they were lent.
+    pub(crate) fn return_buffers(&self, indices: impl Iterator<Item = u32>) {
+        // The stack reverses them: last lent first, the order in which the engine can un-pop them.
+        self.leases.push_all_dropped(indices);
+        self.return_dropped();
+    }
+
+    /// A reader or writer of leased memory has finished its access.
+    #[inline]
+    pub(crate) fn end_access(&self, index: u32) {
+        if self.leases.leave(index) {
+            self.return_dropped();
+        }
+    }
+
+    /// Returns dropped leases and runs deferred closes, unless another thread holds the lock: that
+    /// thread does both when it releases the lock.
+    pub(super) fn return_dropped(&self) {
+        let mut more =
+            self.leases.any_dropped() || self.has_deferred_closes.load(Ordering::Relaxed);
+        while more {
+            let guard = match self.state.try_lock() {
+                Ok(guard) => guard,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) => return,
+            };
+            let mut locked = Locked::new(self, guard);
+            locked.return_dropped();
+            locked.run_deferred_closes();
+            locked.publish_returned();
+            locked.notify_waiters();
+            // Not by `drop`, which would call this function again.
+            locked.release();
+            more = self.leases.any_dropped_after_unlock()
+                || self.has_deferred_closes.load(Ordering::Relaxed);
+        }
+    }
+
+    /// The task that drives the endpoint for async sockets.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn reactor(&self) -> &Mutex<std::sync::Weak<Reactor>> {
+        &self.reactor
+    }
+
+    /// Readable when the engine has work. Polled by waiters that have an [`EventFd`] of their own.
+    pub(crate) fn engine_fd(&self) -> BorrowedFd<'_> {
+        self.engine_fd.as_fd()
+    }
+}
+
+impl<'a> Locked<'a> {
+    #[inline]
+    fn new(core: &'a Core, guard: MutexGuard<'a, State>) -> Locked<'a> {
+        core.owner.store(thread_id(), Ordering::Relaxed);
+        Locked {
+            core,
+            guard: Some(guard),
+            has_returned: false,
+        }
+    }
+
+    /// Releases the lock and does nothing else.
+    #[inline]
+    pub(super) fn release(&mut self) {
+        if let Some(guard) = self.guard.take() {
+            #[cfg(test)]
+            self.core.before_release.call();
+            self.core.owner.store(0, Ordering::Relaxed);
+            drop(guard);
+        }
+    }
+
+    pub(super) fn state(&mut self) -> &mut State {
+        // `release` and `drop` alone take the guard.
+        self.guard.as_mut().expect("the lock is held")
+    }
+
+    #[inline]
+    pub(crate) fn engine(&mut self) -> &mut dyn Backend {
+        &mut *self.state().engine
+    }
+
+    /// Returns the buffers of dropped leases to the engine.
+    #[inline]
+    pub(super) fn return_dropped(&mut self) {
+        if !self.core.leases.any_dropped() {
+            return;
+        }
+        self.has_returned = true;
+        let mut index = self.core.leases.take_dropped();
+        while index != NONE {
+            let next = self.core.leases.next_dropped(index);
+            self.engine().handle_dropped(index);
+            index = next;
+        }
+    }
+
+    /// Publishes returned buffers to the peer: at once if the peer may be waiting for them,
+    /// otherwise in batches.
+    pub(super) fn publish_returned(&mut self) {
+        self.has_returned = false;
+        self.engine().flush_after_read();
+    }
+
+    /// Closes what this thread dropped while it held the lock.
+    #[inline]
+    pub(super) fn run_deferred_closes(&mut self) {
+        if self.core.has_deferred_closes.load(Ordering::Relaxed) {
+            self.close_all_deferred();
+        }
+    }
+
+    #[cold]
+    fn close_all_deferred(&mut self) {
+        self.core
+            .has_deferred_closes
+            .store(false, Ordering::Relaxed);
+        let deferred_closes = self.core.deferred_closes.lock();
+        let deferred_closes =
+            std::mem::take(&mut *deferred_closes.unwrap_or_else(PoisonError::into_inner));
+        for close in &deferred_closes {
+            self.close_deferred(close);
+        }
+    }
+
+    fn close_deferred(&mut self, close: &DeferredClose) {
+        match close {
+            DeferredClose::Stream(id) => self.engine().close(*id),
+            DeferredClose::Reset(id) => self.engine().abort(*id),
+            DeferredClose::Listener(port) => self.engine().unlisten(*port),
+            DeferredClose::Port(port) => return self.engine().unbind(*port),
+            DeferredClose::Datagram(id) => {
+                if let Some(datagrams) = self.engine().datagrams() {
+                    datagrams.close(*id);
+                }
+            }
+            #[cfg(feature = "tokio")]
+            DeferredClose::Task(ticket) => return self.deregister_task(*ticket),
+            #[cfg(feature = "tokio")]
+            DeferredClose::EventFd(event_fd) => return self.remove_reactor(event_fd),
+        }
+        self.engine().flush();
+    }
+
+    /// Drives the engine once. Returns whether it took anything in.
+    pub(crate) fn turn(&mut self) -> Result<bool, WaitFault> {
+        if let Some(fault) = &self.state().fault {
+            return Err(WaitFault::Fault(fault.clone()));
+        }
+        self.state().skipped = 0;
+        match self.engine().turn() {
+            Ok(busy) => {
+                // Taking something in uses up the notification that the rings were armed for.
+                self.state().armed &= !busy;
+                Ok(busy)
+            }
+            Err(fault) => {
+                self.fail(fault.clone());
+                Err(WaitFault::Fault(fault))
+            }
+        }
+    }
+
+    /// Marks the endpoint as failed and wakes all waiters.
+    pub(super) fn fail(&mut self, fault: EndpointOver) {
+        let core = self.core;
+        let state = self.state();
+        state.fault = Some(fault);
+        let sleeper = state.sleeper;
+        for waiter in state.waiters.drain(..) {
+            core.wake(&waiter, sleeper);
+        }
+        #[cfg(feature = "tokio")]
+        state.tasks.wake_all();
+    }
+
+    /// Whether the endpoint has failed: received data can still be read, no more will arrive.
+    pub(crate) fn is_over(&mut self) -> bool {
+        self.state().fault.is_some()
+    }
+}
+
+impl Drop for Locked<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.guard.is_none() {
+            return;
+        }
+        self.run_deferred_closes();
+        if self.has_returned {
+            self.publish_returned();
+        }
+        if self.state().has_waiters() {
+            self.notify_waiters();
+            self.wake_next_sleeper();
+        }
+        self.release();
+        // A task that was woken may have dropped the last handle of a socket.
+        if self.core.leases.any_dropped_after_unlock()
+            || self.core.has_deferred_closes.load(Ordering::Relaxed)
+        {
+            self.core.return_dropped();
+        }
+    }
+}
+
+impl std::fmt::Debug for Core {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Core").finish_non_exhaustive()
+    }
+}
+
+impl AsFd for Core {
+    /// Readable when an event has occurred since a call answered `WouldBlock`.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.poll_fd.as_fd()
+    }
+}

@@ -6,8 +6,8 @@
 //! without an attack, and as long while a thread of the daemon sleeps in the attacker's object (the
 //! attacks of tests/isolation), or for as long as the attack takes; three times, each with a new
 //! daemon. The neighbour's guest and its program are on one thread. The goal is at most 20 ms for
-//! the longest of all, except in the rows of attacks that remain (SECURITY.md), which show what those
-//! cost.
+//! the longest of all, except in the rows of attacks that remain (SECURITY.md), which show what
+//! those cost.
 //!
 //! `[ZEROSOCK_TEST_FUSE=1] cargo bench -p zerosock-cli --bench isolation [-- --quick]`
 //!
@@ -72,7 +72,8 @@ const ROUND_TRIPS: usize = 16;
 /// Descriptors of the daemon that has few.
 const DESCRIPTORS: usize = 1024;
 const PORT: Port = Port::new(9);
-/// Memory of the guest that punches holes up to here: its rings and receive buffers, which it keeps.
+/// Memory of the guest that punches holes up to here: its rings and receive buffers, which it
+/// keeps.
 const KEPT: u64 = 1 << 20;
 /// Its memory.
 const LARGE: u64 = MEMORY as u64;
@@ -309,8 +310,8 @@ fn use_up_descriptors(daemon: &Daemon, bench: &mut Bench) -> Result<Samples, Str
     }))
 }
 
-/// A guest that sends packets while its VMM frees the pages of the transmit buffers: a page fault of the
-/// worker waits until the kernel has freed all of them.
+/// A guest that sends packets while its VMM frees the pages of the transmit buffers: a page fault
+/// of the worker waits until the kernel has freed all of them.
 fn punch_holes(daemon: &Daemon, bench: &mut Bench) -> Result<Samples, String> {
     if let Some(reason) = no_memory() {
         return Err(reason);
@@ -367,8 +368,8 @@ fn largest_memory() -> io::Result<File> {
     largest
 }
 
-/// A guest with a call eventfd that an epoll instance watches very often: each notification walks all
-/// waiters.
+/// A guest with a call eventfd that an epoll instance watches very often: each notification walks
+/// all waiters.
 fn wait_for_calls(daemon: &Daemon, bench: &mut Bench) -> Result<Samples, String> {
     let program = UnixListener::bind(daemon.service(ATTACKER, PORT)).unwrap();
     let mut config = DriverConfig::new(daemon.socket(ATTACKER));
@@ -469,8 +470,8 @@ impl Table {
             let neighbour = Neighbour::new(&daemon);
             let time = self.time;
             let mut bench = Bench { neighbour, time };
-            // As most attacks do. It decides which processors the threads run on afterwards, and with
-            // that the median.
+            // As most attacks do. It decides which processors the threads run on afterwards, and
+            // with that the median.
             daemon.while_stopped(|| ());
             quiet.extend(bench.sample());
             match attack(&daemon, &mut bench) {

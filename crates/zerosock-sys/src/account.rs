@@ -1,21 +1,21 @@
 //! Shares of what a process has once and its peers use: file descriptors and address space.
 //!
-//! A [`Budget`] is what there is for all peers together, an [`Account`] what one peer uses of it, and
-//! a [`Permit`] one use, which ends when it is dropped.
+//! A [`Budget`] is what there is for all peers together, an [`Account`] what one peer uses of it,
+//! and a [`Permit`] one use, which ends when it is dropped.
 //!
 //! # Shares of descriptors
 //! Half of the descriptors is divided by the number of peers that are expected: that many each
-//! account is guaranteed. The other half is common: it is given to whichever account asks first once
-//! its own part is used up. So one peer can borrow, but never what another one is guaranteed, and
-//! nothing that has been given has to be taken back.
+//! account is guaranteed. The other half is common: it is given to whichever account asks first
+//! once its own part is used up. So one peer can borrow, but never what another one is guaranteed,
+//! and nothing that has been given has to be taken back.
 //!
 //! # Descriptors that are not counted
 //! What a peer sends has a number in this process before it can be counted, and keeps it until the
-//! reaper has closed it, also if the share of the peer is used up. Such descriptors take numbers from
-//! all that there are for peers ([`Limits::numbers`]), as the counted ones do. Before a message is
-//! received, numbers for as many descriptors as it can have are
-//! [reserved](Account::reserve_message): without free numbers, the kernel would close the descriptors
-//! in the receiving thread.
+//! reaper has closed it, also if the share of the peer is used up. Such descriptors take numbers
+//! from all that there are for peers ([`Limits::numbers`]), as the counted ones do. Before a
+//! message is received, numbers for as many descriptors as it can have are
+//! [reserved](Account::reserve_message): without free numbers, the kernel would close the
+//! descriptors in the receiving thread.
 //!
 //! # Mapped memory
 //! Each account has a limit of its own, and all together have one.
@@ -94,7 +94,8 @@ pub struct Budget(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     limits: Limits,
-    /// Descriptors that each account is guaranteed, while there are no more accounts than expected.
+    /// Descriptors that each account is guaranteed, while there are no more accounts than
+    /// expected.
     share: u64,
     numbers: Arc<Numbers>,
     used: Mutex<Used>,
@@ -309,8 +310,8 @@ impl Account {
     /// Whether so many descriptors of the peer wait to be closed that no more may be received from
     /// it: their close may wait, and each has a number of this process. Those that
     /// count against the share, such as our own sockets, are bounded by it and do not matter here
-    /// until they are stuck. Also true if the numbers of all peers do not suffice for a message; a peer
-    /// with uncounted descriptors has to leave numbers for another message.
+    /// until they are stuck. Also true if the numbers of all peers do not suffice for a message; a
+    /// peer with uncounted descriptors has to leave numbers for another message.
     pub fn is_clogged(&self) -> bool {
         let uncounted = self.0.uncounted.load(Ordering::Relaxed);
         let messages = if uncounted < MAX_DEFERRED { 1 } else { 2 };
@@ -335,7 +336,8 @@ impl Account {
         self.0.deferred.store(jobs, Ordering::Relaxed);
     }
 
-    /// So many jobs of the peer wait. Those that had to wait for stuck ones count until they are run.
+    /// So many jobs of the peer wait. Those that had to wait for stuck ones count until they are
+    /// run.
     pub(crate) fn limit_deferred(&self, jobs: usize) {
         self.0.deferred.fetch_min(jobs, Ordering::Relaxed);
     }

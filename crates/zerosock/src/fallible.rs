@@ -7,8 +7,8 @@
 //!   peer chooses. If it fails, that peer loses its connection, its datagram, its request or its
 //!   device, and the process continues.
 //! - Other allocations abort the process on failure as usual in Rust: smaller ones, those in a size
-//!   that the embedding program chooses, the lists of all connections of a device, and the queues of
-//!   messages between devices, to which each turn of a device adds a bounded number.
+//!   that the embedding program chooses, the lists of all connections of a device, and the queues
+//!   of messages between devices, to which each turn of a device adds a bounded number.
 //! - Freeing a large buffer takes time in proportion to its pages: see [`free`].
 
 use std::collections::TryReserveError;

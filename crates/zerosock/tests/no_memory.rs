@@ -1,8 +1,8 @@
-//! Peers that make the device allocate memory which it does not get lose their connections; neighbours of the
-//! same worker continue.
+//! Peers that make the device allocate memory which it does not get lose their connections;
+//! neighbours of the same worker continue.
 //!
-//! A test program of its own, because the allocator serves the whole process: on demand it refuses all
-//! allocations above 64 KiB. An infallible allocation of that size would end the process.
+//! A test program of its own, because the allocator serves the whole process: on demand it refuses
+//! all allocations above 64 KiB. An infallible allocation of that size would end the process.
 
 mod common;
 

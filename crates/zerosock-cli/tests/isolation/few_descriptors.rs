@@ -1,6 +1,6 @@
-//! A daemon with as few descriptors as it accepts, all of which are in use but its reserve, and messages
-//! with as many descriptors as a message can have. If the reserve did not cover them, the kernel would
-//! close the others in the receiving thread.
+//! A daemon with as few descriptors as it accepts, all of which are in use but its reserve, and
+//! messages with as many descriptors as a message can have. If the reserve did not cover them, the
+//! kernel would close the others in the receiving thread.
 
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -62,8 +62,8 @@ fn start_with_least() -> Daemon {
     Daemon::with(start(dir.path(), least), dir, alone)
 }
 
-/// As many descriptors as a message can have. The first ones use up the attacker's part of the reaper, so
-/// that none is closed soon, and the last one is the first that would not be received.
+/// As many descriptors as a message can have. The first ones use up the attacker's part of the
+/// reaper, so that none is closed soon, and the last one is the first that would not be received.
 fn send_most(frontend: &RawFrontend, pipe: BorrowedFd<'_>) -> Vec<TcpStream> {
     let (sockets, receivers): (Vec<OwnedFd>, Vec<_>) =
         (0..=LINGERING).map(|_| lingering_socket()).unzip();

@@ -1,8 +1,9 @@
 //! Host programs that send their own end of a hybrid connection over that connection, and exit: the
-//! message in the daemon's socket holds the end open, so the kernel does not report the end of file.
+//! message in the daemon's socket holds the end open, so the kernel does not report the end of
+//! file.
 //!
-//! On kernels with SO_PASSRIGHTS only programs that connect before the daemon starts can do that. With
-//! ZEROSOCK_WITHOUT_PASSRIGHTS set, all can.
+//! On kernels with SO_PASSRIGHTS only programs that connect before the daemon starts can do that.
+//! With ZEROSOCK_WITHOUT_PASSRIGHTS set, all can.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -30,8 +31,8 @@ fn send(socket: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> std::io::R
     fd_passing::send(socket, &[std::io::IoSlice::new(bytes)], fds)
 }
 
-/// Sends `bytes` with the program's own end and an end of a pipe, and closes both. The returned end of
-/// the pipe reports when the daemon has released the message.
+/// Sends `bytes` with the program's own end and an end of a pipe, and closes both. The returned end
+/// of the pipe reports when the daemon has released the message.
 fn send_own_end(program: UnixStream, bytes: &[u8]) -> OwnedFd {
     let (released, held) = rustix::pipe::pipe().unwrap();
     let sent = send(&program, bytes, &[program.as_fd(), held.as_fd()]);

@@ -28,10 +28,12 @@ impl Default for MemoryLimits {
 
 /// Descriptors for the process itself: event loops, logs and metrics.
 const OWN: u64 = 66;
-/// Descriptors of each VM that are not counted: listeners, front-end connections, and those of a worker.
+/// Descriptors of each VM that are not counted: listeners, front-end connections, and those of a
+/// worker.
 const EACH_VM: u64 = 8;
-/// Fewest descriptors that are reserved for messages. One peer may send a message with descriptors that
-/// cannot be closed when it has some already; then a message of another one can still be received.
+/// Fewest descriptors that are reserved for messages. One peer may send a message with descriptors
+/// that cannot be closed when it has some already; then a message of another one can still be
+/// received.
 const LEAST_MESSAGES: u64 = 2 * (fd_passing::RESERVE + MAX_DEFERRED as u64);
 /// Fewest descriptors that a peer is guaranteed: those of a front-end with one queue pair.
 const LEAST_GUARANTEED: u64 = 16;
@@ -53,9 +55,9 @@ pub(crate) struct Wanted {
 
 /// How descriptors are shared out among the VMs and the users that attach.
 ///
-/// Each connection between a guest and a program of the host needs one descriptor, as does each memory
-/// region and eventfd that a front-end sends. Connections to other guests, to processes and to the
-/// embedding program need none.
+/// Each connection between a guest and a program of the host needs one descriptor, as does each
+/// memory region and eventfd that a front-end sends. Connections to other guests, to processes and
+/// to the embedding program need none.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Shares {
@@ -69,8 +71,8 @@ pub struct Shares {
     pub reserved: u64,
     /// VMs, and users that may attach, at the start.
     pub peers: u64,
-    /// Descriptors guaranteed to each peer: half of the rest, divided by the number of peers. VMs added
-    /// later get the same guarantee as far as descriptors are free.
+    /// Descriptors guaranteed to each peer: half of the rest, divided by the number of peers. VMs
+    /// added later get the same guarantee as far as descriptors are free.
     pub guaranteed: u64,
     /// The other half, which any peer may use beyond its guarantee while some are free.
     pub common: u64,

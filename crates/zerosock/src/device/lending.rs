@@ -5,8 +5,8 @@
 //! - A quarter of the posted buffers is never lent: control packets need them.
 //! - A connection has at most an eighth of the queue on loan.
 //! - Before the queue stops or its memory is replaced, every loan is taken back. The device waits
-//!   for a loan that is being written to: guest memory must not be written to after the command
-//!   was answered.
+//!   for a loan that is being written to: guest memory must not be written to after the command was
+//!   answered.
 //!
 //! # Life of a loan
 //! A loan is a chain of the receive queue with credit for its bytes. When it is sent, it gets its
@@ -501,8 +501,8 @@ impl Device {
     }
 
     /// Takes back every loan of this device. Bytes written so far are saved, and the holder sends
-    /// them by copying. Returns false if a loan is being written to at this moment, or if there is no
-    /// memory for its bytes; it stays out.
+    /// them by copying. Returns false if a loan is being written to at this moment, or if there is
+    /// no memory for its bytes; it stays out.
     /// With `force`, for a guest that has gone, such a loan is marked torn, and its chain is not
     /// completed because it may still be written to.
     pub(super) fn recall_loans(&mut self, force: bool, cx: &mut Context<'_>) -> bool {

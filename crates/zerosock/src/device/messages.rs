@@ -146,10 +146,15 @@ impl Device {
         if !bridge.outbound.is_empty() {
             return;
         }
-        let to = sibling.peer.flow;
+        let (device, to) = (sibling.peer.device, sibling.peer.flow);
+        // As many as the guest has sent before the sibling took the bytes.
+        let count = messages.outbound.len();
+        if cx.outbox.try_reserve(device, count).is_err() {
+            return self.end_for_want_of_memory(key, cx);
+        }
         for (len, ends) in messages.outbound.drain(..) {
-            let message = SiblingMessage::Ended { to, len, ends };
-            cx.outbox.send(sibling.peer.device, message);
+            cx.outbox
+                .send(device, SiblingMessage::Ended { to, len, ends });
         }
     }
 

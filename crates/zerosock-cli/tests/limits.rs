@@ -111,10 +111,10 @@ const OF_FRONTEND: usize = 16;
 
 #[test]
 fn a_vm_that_uses_up_all_descriptors_that_it_can_borrow_leaves_its_neighbour_its_share() {
-    let daemon = Daemon::start(640, &["--connect-timeout", "100"]);
+    let daemon = Daemon::start(1024, &["--connect-timeout", "100"]);
     let guaranteed = daemon.number("guaranteed_each");
     let common = daemon.number("common");
-    assert_eq!(daemon.number("rlimit_nofile"), 640);
+    assert_eq!(daemon.number("rlimit_nofile"), 1024);
     assert!(guaranteed > 2 * OF_FRONTEND && common > OF_FRONTEND);
     assert_eq!(daemon.number("max_connections"), guaranteed + common);
 

@@ -1,22 +1,33 @@
 //! Shares of what a process has once and its peers use: file descriptors and address space.
 //!
-//! A [`Budget`] is what there is for all peers together, an [`Account`] what one peer uses of it, and
-//! a [`Permit`] one use, which ends when it is dropped.
+//! A [`Budget`] is what there is for all peers together, an [`Account`] what one peer uses of it,
+//! and a [`Permit`] one use, which ends when it is dropped.
 //!
 //! # Shares of descriptors
 //! Half of the descriptors is divided by the number of peers that are expected: that many each
-//! account is guaranteed. The other half is common: it is given to whichever account asks first once
-//! its own part is used up. So one peer can borrow, but never what another one is guaranteed, and
-//! nothing that has been given has to be taken back.
+//! account is guaranteed. The other half is common: it is given to whichever account asks first
+//! once its own part is used up. So one peer can borrow, but never what another one is guaranteed,
+//! and nothing that has been given has to be taken back.
+//!
+//! # Descriptors that are not counted
+//! What a peer sends has a number in this process before it can be counted, and keeps it until the
+//! reaper has closed it, also if the share of the peer is used up. Such descriptors take numbers
+//! from all that there are for peers ([`Limits::numbers`]), as the counted ones do. Before a
+//! message is received, numbers for as many descriptors as it can have are
+//! [reserved](Account::reserve_message): without free numbers, the kernel would close the
+//! descriptors in the receiving thread.
 //!
 //! # Mapped memory
 //! Each account has a limit of its own, and all together have one.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::fd_passing::MAX_FDS;
+
 /// Jobs of one peer that may wait for its own stuck ones before nothing more is received from it. A
-/// message can bring 253 more.
+/// message can bring 253 more. Also the number of uncounted descriptors from which on a peer has to
+/// leave numbers for a message of another one.
 pub const MAX_DEFERRED: usize = 32;
 /// Descriptors of one peer that may wait to be closed without counting against its share.
 pub const MAX_UNCOUNTED: usize = 4096;
@@ -26,6 +37,8 @@ pub const MAX_UNCOUNTED: usize = 4096;
 pub struct Limits {
     /// File descriptors.
     pub descriptors: u64,
+    /// Descriptor numbers: for `descriptors`, and for those that are received and not counted.
+    pub numbers: u64,
     /// Bytes of peers' memory that are mapped.
     pub mapped: u64,
     /// Bytes of one peer's memory that are mapped.
@@ -81,9 +94,35 @@ pub struct Budget(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     limits: Limits,
-    /// Descriptors that each account is guaranteed, while there are no more accounts than expected.
+    /// Descriptors that each account is guaranteed, while there are no more accounts than
+    /// expected.
     share: u64,
+    numbers: Arc<Numbers>,
     used: Mutex<Used>,
+}
+
+/// Descriptor numbers of one or more budgets.
+#[derive(Debug)]
+struct Numbers {
+    limit: u64,
+    /// Those in use, counted against a share or not, and those reserved for messages.
+    used: AtomicU64,
+}
+
+impl Numbers {
+    fn add(&self, count: u64) {
+        self.used.fetch_add(count, Ordering::Relaxed);
+    }
+
+    fn sub(&self, count: u64) {
+        self.used.fetch_sub(count, Ordering::Relaxed);
+    }
+
+    /// Whether `count` are free beyond those in use.
+    fn has(&self, count: u64) -> bool {
+        let used = self.used.load(Ordering::Relaxed);
+        self.limit.saturating_sub(used) >= count
+    }
 }
 
 #[derive(Debug, Default)]
@@ -100,10 +139,25 @@ struct Used {
 impl Budget {
     /// A budget for so many accounts. More can be opened: they are guaranteed what is left.
     pub fn new(limits: Limits, accounts: usize) -> Budget {
+        let numbers = Numbers {
+            limit: limits.numbers,
+            used: AtomicU64::new(0),
+        };
+        Budget::with(limits, accounts, Arc::new(numbers))
+    }
+
+    /// A budget with limits of its own for so many accounts, except that both budgets together have
+    /// the descriptor numbers of this one ([`Limits::numbers`]).
+    pub fn beside(&self, limits: Limits, accounts: usize) -> Budget {
+        Budget::with(limits, accounts, Arc::clone(&self.0.numbers))
+    }
+
+    fn with(limits: Limits, accounts: usize, numbers: Arc<Numbers>) -> Budget {
         let share = limits.descriptors / 2 / accounts.max(1) as u64;
         Budget(Arc::new(Shared {
             limits,
             share,
+            numbers,
             used: Mutex::default(),
         }))
     }
@@ -112,6 +166,7 @@ impl Budget {
     pub fn unlimited() -> Budget {
         let limits = Limits {
             descriptors: u64::MAX,
+            numbers: u64::MAX,
             mapped: u64::MAX,
             mapped_each: u64::MAX,
         };
@@ -213,6 +268,7 @@ impl Account {
             used.common += after - before;
         }
         own.descriptors += count;
+        shared.numbers.add(count);
         Ok(self.permit(Amount(count)))
     }
 
@@ -254,10 +310,25 @@ impl Account {
     /// Whether so many descriptors of the peer wait to be closed that no more may be received from
     /// it: their close may wait, and each has a number of this process. Those that
     /// count against the share, such as our own sockets, are bounded by it and do not matter here
-    /// until they are stuck.
+    /// until they are stuck. Also true if the numbers of all peers do not suffice for a message; a
+    /// peer with uncounted descriptors has to leave numbers for another message.
     pub fn is_clogged(&self) -> bool {
+        let uncounted = self.0.uncounted.load(Ordering::Relaxed);
+        let messages = if uncounted < MAX_DEFERRED { 1 } else { 2 };
         self.0.deferred.load(Ordering::Relaxed) >= MAX_DEFERRED
-            || self.0.uncounted.load(Ordering::Relaxed) >= MAX_UNCOUNTED
+            || uncounted >= MAX_UNCOUNTED
+            || !self.0.shared.numbers.has(messages * MAX_FDS as u64)
+    }
+
+    /// Reserves numbers for the descriptors of one message, until the result is dropped. `None`: so
+    /// many are not free, and the message must not be received.
+    pub fn reserve_message(&self) -> Option<ReservedNumbers> {
+        let numbers = &self.0.shared.numbers;
+        let count = MAX_FDS as u64;
+        let before = numbers.used.fetch_add(count, Ordering::Relaxed);
+        // Dropping it takes the number back.
+        let reserved = ReservedNumbers(Arc::clone(numbers));
+        (numbers.limit.saturating_sub(before) >= count).then_some(reserved)
     }
 
     /// So many jobs of the peer wait for stuck ones of its own.
@@ -265,13 +336,14 @@ impl Account {
         self.0.deferred.store(jobs, Ordering::Relaxed);
     }
 
-    /// So many jobs of the peer wait. Those that had to wait for stuck ones count until they are run.
+    /// So many jobs of the peer wait. Those that had to wait for stuck ones count until they are
+    /// run.
     pub(crate) fn limit_deferred(&self, jobs: usize) {
         self.0.deferred.fetch_min(jobs, Ordering::Relaxed);
     }
 
-    /// A permit for nothing. It only names the account, so that what it is given to counts as this
-    /// peer's.
+    /// A permit for a number only, which does not count against the share. It names the account, so
+    /// that what it is given to counts as this peer's.
     pub fn take_nothing(&self) -> Permit {
         self.permit(Amount(0))
     }
@@ -294,6 +366,7 @@ impl Account {
     fn permit(&self, amount: Amount) -> Permit {
         if amount.0 == 0 {
             self.0.uncounted.fetch_add(1, Ordering::Relaxed);
+            self.0.shared.numbers.add(1);
         }
         Permit {
             account: self.clone(),
@@ -334,6 +407,7 @@ impl Drop for Permit {
         let state = &*self.account.0;
         if self.amount.0 == 0 {
             state.uncounted.fetch_sub(1, Ordering::Relaxed);
+            state.shared.numbers.sub(1);
             return;
         }
         let mut own = state.lock();
@@ -343,12 +417,23 @@ impl Drop for Permit {
             state.shared.lock().mapped -= amount;
             return;
         }
+        state.shared.numbers.sub(amount);
         let before = own.descriptors.saturating_sub(state.guaranteed);
         own.descriptors -= amount;
         let after = own.descriptors.saturating_sub(state.guaranteed);
         if before > after {
             state.shared.lock().common -= before - after;
         }
+    }
+}
+
+/// Numbers for the descriptors of a message, see [`Account::reserve_message`].
+#[derive(Debug)]
+pub struct ReservedNumbers(Arc<Numbers>);
+
+impl Drop for ReservedNumbers {
+    fn drop(&mut self) {
+        self.0.sub(MAX_FDS as u64);
     }
 }
 
@@ -359,6 +444,7 @@ mod tests {
     fn budget(descriptors: u64) -> Budget {
         let limits = Limits {
             descriptors,
+            numbers: u64::MAX,
             mapped: 100,
             mapped_each: 60,
         };
@@ -438,6 +524,42 @@ mod tests {
         assert!(account.is_clogged());
         received.pop();
         assert!(!account.is_clogged());
+    }
+
+    #[test]
+    fn no_message_is_received_without_numbers_for_its_descriptors() {
+        const MESSAGE: u64 = MAX_FDS as u64;
+        let limits = Limits {
+            descriptors: 10,
+            numbers: 2 * MESSAGE + 12,
+            mapped: 0,
+            mapped_each: 0,
+        };
+        let budget = Budget::new(limits, 1);
+        let none = Limits {
+            descriptors: 2,
+            ..limits
+        };
+        let (account, other) = (budget.account(), budget.beside(none, 1).account());
+        let counted = (account.take_descriptors(10), other.take_descriptors(2));
+        let first = account.reserve_message().expect("free numbers");
+        let second = other.reserve_message().expect("free numbers");
+        assert!(account.reserve_message().is_none());
+        assert!(account.is_clogged() && other.is_clogged());
+        drop(first);
+        assert!(!account.is_clogged() && !other.is_clogged());
+        // Received, and not closed yet.
+        let received: Vec<_> = (0..MESSAGE).map(|_| account.take_nothing()).collect();
+        assert!(account.reserve_message().is_none() && other.is_clogged());
+        drop(second);
+        // One may receive a message and the other has to leave numbers for it.
+        assert!(account.is_clogged() && !other.is_clogged());
+        let uncounted = other.take_nothing();
+        assert!(other.reserve_message().is_none() && other.is_clogged());
+        drop(uncounted);
+        drop(other.reserve_message().expect("free numbers"));
+        drop((counted, received));
+        assert!(budget.0.numbers.has(limits.numbers));
     }
 
     #[test]

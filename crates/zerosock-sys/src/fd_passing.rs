@@ -1,15 +1,17 @@
 //! File descriptors over Unix sockets (SCM_RIGHTS, unix(7)).
 //!
-//! If descriptors arrive and are not received, the kernel closes them in the thread that receives the
-//! bytes or closes the socket, and that close can wait for objects of the sender. So a socket either
-//! [refuses](refuse_rights) descriptors, or [`recv`] receives from it with room for as many as a message
-//! can have, and the [reaper](crate::reaper) closes it. A process without free descriptor numbers loses
-//! this protection: the kernel then closes descriptors that it cannot install. Callers keep [`RESERVE`]
-//! numbers free.
+//! If descriptors arrive and are not received, the kernel closes them in the thread that receives
+//! the bytes or closes the socket, and that close can wait for objects of the sender. So a socket
+//! either [refuses](refuse_rights) descriptors, or [`recv`] receives from it with room for as many
+//! as a message can have, and the [reaper](crate::reaper) closes it. A process without free
+//! descriptor numbers loses this protection: the kernel then closes descriptors that it cannot
+//! install. Callers keep [`RESERVE`] numbers free, or
+//! [reserve](crate::account::Account::reserve_message) them for each message.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::LazyLock;
 
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
@@ -17,6 +19,7 @@ use rustix::net::{
     shutdown, sockopt,
 };
 
+use crate::account::ReservedNumbers;
 use crate::peer_fd::PeerFd;
 
 /// The most descriptors in one message (SCM_MAX_FD of the kernel).
@@ -28,13 +31,27 @@ pub const RESERVE: u64 = MAX_FDS as u64 + 1;
 /// SO_PASSRIGHTS of linux/socket.h, since Linux 6.16.
 const SO_PASSRIGHTS: libc::c_int = 83;
 
-/// Makes the kernel refuse descriptors that are sent to this Unix socket: sendmsg(2) fails with EPERM. On a
-/// listener before listen(2), it holds for all connections, also before they are accepted. Returns
-/// whether the kernel can do that.
+/// Environment variable that makes this process behave as on a kernel without SO_PASSRIGHTS, for
+/// tests. Any value sets it. It is read once, when the option is first needed.
+///
+/// It weakens nothing: every socket is then treated as one that can carry descriptors, which are
+/// received and closed by the reaper. That is what protects the process on Linux before 6.16.
+pub const WITHOUT_PASSRIGHTS: &str = "ZEROSOCK_WITHOUT_PASSRIGHTS";
+
+/// Whether SO_PASSRIGHTS is used where the kernel has it.
+static USE_PASSRIGHTS: LazyLock<bool> =
+    LazyLock::new(|| std::env::var_os(WITHOUT_PASSRIGHTS).is_none());
+
+/// Makes the kernel refuse descriptors that are sent to this Unix socket: sendmsg(2) fails with
+/// EPERM. On a listener before listen(2), it holds for all connections, also before they are
+/// accepted. Returns whether the kernel can do that, and [`WITHOUT_PASSRIGHTS`] is not set.
 ///
 /// # Errors
 /// Errors of setsockopt(2), except ENOPROTOOPT.
 pub fn refuse_rights(fd: impl AsFd) -> io::Result<bool> {
+    if !*USE_PASSRIGHTS {
+        return Ok(false);
+    }
     let off: libc::c_int = 0;
     // SAFETY: the option's value is an int that lives until the call returns, and is only read.
     let result = unsafe {
@@ -55,13 +72,13 @@ pub fn refuse_rights(fd: impl AsFd) -> io::Result<bool> {
     }
 }
 
-/// Shuts down the receive side of a descriptor that a peer has sent, if it is a connected Unix stream socket
-/// with an unnamed other end and an empty receive queue. Returns false for any other descriptor. None of the
-/// calls waits for the peer.
+/// Shuts down the receive side of a descriptor that a peer has sent, if it is a connected Unix
+/// stream socket with an unnamed other end and an empty receive queue. Returns false for any other
+/// descriptor. None of the calls waits for the peer.
 ///
-/// Afterwards nothing can be queued in the socket, so it holds no object of the peer, such as the peer's end
-/// of another connection. The peer's end of a connection to a listener is refused, because its other end has
-/// the name of the listener.
+/// Afterwards nothing can be queued in the socket, so it holds no object of the peer, such as the
+/// peer's end of another connection. The peer's end of a connection to a listener is refused,
+/// because its other end has the name of the listener.
 pub fn make_send_only(fd: impl AsFd) -> bool {
     let fd = fd.as_fd();
     let is_unix = sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX);
@@ -70,8 +87,8 @@ pub fn make_send_only(fd: impl AsFd) -> bool {
     }
     let mut name = [0u8; 128];
     let mut len = name.len() as libc::socklen_t;
-    // SAFETY: the kernel writes at most `len` bytes of the name, and its length; both live until the
-    // call returns.
+    // SAFETY: the kernel writes at most `len` bytes of the name, and its length; both live until
+    // the call returns.
     let named =
         unsafe { libc::getpeername(fd.as_raw_fd(), name.as_mut_ptr().cast(), &raw mut len) };
     // An unnamed address consists of the family only.
@@ -83,11 +100,15 @@ pub fn make_send_only(fd: impl AsFd) -> bool {
 }
 
 /// Whether a Unix socket refuses descriptors. An accepted socket inherits this from its listener.
+/// Always false if [`WITHOUT_PASSRIGHTS`] is set.
 pub fn refuses_rights(fd: impl AsFd) -> bool {
+    if !*USE_PASSRIGHTS {
+        return false;
+    }
     let mut on: libc::c_int = 1;
     let mut len = size_of_val(&on) as libc::socklen_t;
-    // SAFETY: the kernel writes at most `len` bytes, the size of `on`, and the new length; both live
-    // until the call returns.
+    // SAFETY: the kernel writes at most `len` bytes, the size of `on`, and the new length; both
+    // live until the call returns.
     let result = unsafe {
         libc::getsockopt(
             fd.as_fd().as_raw_fd(),
@@ -109,8 +130,8 @@ pub struct Received {
     pub truncated_fds: bool,
 }
 
-/// Sends bytes with descriptors in one sendmsg(2). Does not block and raises no SIGPIPE. Returns the number
-/// of bytes sent; the descriptors are attached to the first of them.
+/// Sends bytes with descriptors in one sendmsg(2). Does not block and raises no SIGPIPE. Returns
+/// the number of bytes sent; the descriptors are attached to the first of them.
 ///
 /// # Errors
 /// `WouldBlock` when the socket is full, `InvalidInput` for more than [`MAX_FDS`], otherwise
@@ -139,8 +160,8 @@ pub fn send(fd: impl AsFd, data: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> io::
     }
 }
 
-/// Receives bytes and up to [`MAX_FDS`] descriptors, the most that a message can have, with one recvmsg(2).
-/// Does not block. The descriptors are close-on-exec and are appended to `fds`.
+/// Receives bytes and up to [`MAX_FDS`] descriptors, the most that a message can have, with one
+/// recvmsg(2). Does not block. The descriptors are close-on-exec and are appended to `fds`.
 ///
 /// # Errors
 /// `WouldBlock` when nothing is there, otherwise errors of recvmsg(2).
@@ -167,11 +188,14 @@ pub fn recv(fd: impl AsFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<
     }
 }
 
-/// As [`recv`], and the descriptors belong to the peer that the socket [belongs](PeerFd::account) to.
+/// As [`recv`], and the descriptors belong to the peer that the socket [belongs](PeerFd::account)
+/// to.
 ///
 /// # Errors
-/// As [`recv`].
+/// As [`recv`]. `ConnectionReset` if the peers have too few descriptor numbers left
+/// ([`Account::reserve_message`](crate::account::Account::reserve_message)).
 pub fn recv_owned(socket: &PeerFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<Received> {
+    let _reserved = reserve_numbers(socket)?;
     let mut received = Vec::new();
     let result = recv(socket, buf, &mut received);
     fds.extend(received.into_iter().map(|fd| match socket.account() {
@@ -179,6 +203,17 @@ pub fn recv_owned(socket: &PeerFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io:
         None => fd,
     }));
     result
+}
+
+/// Reserves numbers for the descriptors of a message, if the socket belongs to a peer.
+pub(crate) fn reserve_numbers(socket: &PeerFd) -> io::Result<Option<ReservedNumbers>> {
+    let Some(account) = socket.account() else {
+        return Ok(None);
+    };
+    let reserved = account.reserve_message();
+    reserved
+        .ok_or_else(|| io::ErrorKind::ConnectionReset.into())
+        .map(Some)
 }
 
 #[cfg(test)]
@@ -286,7 +321,7 @@ mod tests {
         let (a, b) = UnixStream::pair().unwrap();
         assert!(!refuses_rights(&b));
         if !refuse_rights(&b).unwrap() {
-            return eprintln!("SKIPPED: this kernel has no SO_PASSRIGHTS (Linux 6.16)");
+            return eprintln!("SKIPPED: no SO_PASSRIGHTS (Linux 6.16)");
         }
         assert!(refuses_rights(&b));
         let file = files(1);

@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use zerosock_ring::GuestSlice;
 
 use crate::account::Account;
-use crate::fd_passing::MAX_FDS;
+use crate::fd_passing::{MAX_FDS, reserve_numbers};
 use crate::peer_fd::PeerFd;
 
 /// The most slices that one call uses (UIO_MAXIOV); later slices are left for the next call.
@@ -18,8 +18,8 @@ pub const MAX_SLICES: usize = 1024;
 const _: () = assert!(size_of::<GuestSlice<'_>>() == size_of::<libc::iovec>());
 const _: () = assert!(align_of::<GuestSlice<'_>>() == align_of::<libc::iovec>());
 
-/// Sends from guest memory with one sendmsg(2). Does not block and raises no SIGPIPE. Returns the number of
-/// bytes that the socket took, possibly fewer than there are.
+/// Sends from guest memory with one sendmsg(2). Does not block and raises no SIGPIPE. Returns the
+/// number of bytes that the socket took, possibly fewer than there are.
 ///
 /// # Errors
 /// `WouldBlock` when it takes none now. EFAULT (`raw_os_error`) when the memory has vanished:
@@ -50,16 +50,16 @@ pub fn send_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<
 pub struct Received {
     /// Number of bytes; 0 at end of file, and also when the slices have no room.
     pub bytes: usize,
-    /// Control data was received and dropped: on a Unix socket a passed descriptor. A read stops after it
-    /// although there may be more bytes.
+    /// Control data was received and dropped: on a Unix socket a passed descriptor. A read stops
+    /// after it although there may be more bytes.
     pub cut: bool,
 }
 
 /// Receives into guest memory with one recvmsg(2). Does not block.
 ///
 /// # Errors
-/// `WouldBlock` when nothing is there. EFAULT (`raw_os_error`) when the memory has vanished. Otherwise
-/// errors of recvmsg(2).
+/// `WouldBlock` when nothing is there. EFAULT (`raw_os_error`) when the memory has vanished.
+/// Otherwise errors of recvmsg(2).
 pub fn recv_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
     recv_with(fd, slices, 0)
 }
@@ -72,10 +72,10 @@ fn recv_with(
     let flags = flags | libc::MSG_DONTWAIT;
     let mut message = message(slices);
     loop {
-        // SAFETY: as in `send_slices`, but the kernel writes, whatever the flags: a `GuestSlice` stands for memory
-        // mapped writable and shared, to which no Rust reference exists, so that bytes may change
-        // there at any time. `message` has no room for an address or control data, so nothing
-        // but the slices and `message` itself is written.
+        // SAFETY: as in `send_slices`, but the kernel writes, whatever the flags: a `GuestSlice`
+        // stands for memory mapped writable and shared, to which no Rust reference exists,
+        // so that bytes may change there at any time. `message` has no room for an address
+        // or control data, so nothing but the slices and `message` itself is written.
         let received = unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, flags) };
         if let Some(result) = outcome(received) {
             let cut = message.msg_flags & libc::MSG_CTRUNC != 0;
@@ -84,12 +84,13 @@ fn recv_with(
     }
 }
 
-/// As [`recv_slices`], for a Unix socket on which a peer may send descriptors. It receives them and the
-/// [reaper](crate::reaper) closes them: a close can wait, and without room for the descriptors the kernel
-/// would close them in this thread.
+/// As [`recv_slices`], for a Unix socket on which a peer may send descriptors. It receives them and
+/// the [reaper](crate::reaper) closes them: a close can wait, and without room for the descriptors
+/// the kernel would close them in this thread.
 ///
 /// # Errors
-/// As [`recv_slices`].
+/// As [`recv_slices`]. `ConnectionReset` if the peers have too few descriptor numbers left
+/// ([`Account::reserve_message`]).
 pub fn recv_slices_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
     // SAFETY: a length computed from a constant.
     const RIGHTS: usize =
@@ -101,6 +102,7 @@ pub fn recv_slices_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Res
     #[repr(align(8))]
     struct Control(MaybeUninit<[u8; SPACE]>);
     const _: () = assert!(align_of::<Control>() >= align_of::<libc::cmsghdr>());
+    let _reserved = reserve_numbers(fd)?;
     let mut control = Control(MaybeUninit::uninit());
     let mut message = message(slices);
     loop {
@@ -132,12 +134,12 @@ pub fn recv_packet_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Res
     Ok(Received { bytes, cut })
 }
 
-/// Hands the descriptors of a received message to the reaper, for the account of its peer. Returns whether
-/// there were any.
+/// Hands the descriptors of a received message to the reaper, for the account of its peer. Returns
+/// whether there were any.
 fn close_rights(message: &libc::msghdr, account: Option<&Account>) -> bool {
     let mut any = false;
-    // SAFETY: the kernel has filled in the control data and stored its length in `message`; the macros stay
-    // inside that.
+    // SAFETY: the kernel has filled in the control data and stored its length in `message`; the
+    // macros stay inside that.
     let mut header = unsafe { libc::CMSG_FIRSTHDR(message) };
     while !header.is_null() {
         // SAFETY: `header` points to an aligned header that the kernel has written.
@@ -188,16 +190,17 @@ pub fn read_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<
     }
 }
 
-/// As [`read_slices`], but never blocks: uses preadv2(2) with RWF_NOWAIT, or recvmsg(2) where the kernel
-/// does not support that for sockets (before Linux 6.5).
+/// As [`read_slices`], but never blocks: uses preadv2(2) with RWF_NOWAIT, or recvmsg(2) where the
+/// kernel does not support that for sockets (before Linux 6.5).
 ///
 /// # Errors
-/// `WouldBlock` when nothing is there, or a file must be read from its disk. `Unsupported` when a read
-/// could block. Otherwise as [`read_slices`].
+/// `WouldBlock` when nothing is there, or a file must be read from its disk. `Unsupported` when a
+/// read could block. Otherwise as [`read_slices`].
 pub fn read_slices_now(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<usize> {
     let (first, count) = vectors(slices);
     let result = loop {
-        // Not every C library has a function for it. The offset in two halves, -1: that of the file.
+        // Not every C library has a function for it. The offset in two halves, -1: that of the
+        // file.
         let at: libc::c_long = -1;
         // SAFETY: as in `read_slices`, and the arguments are those that preadv2(2) has as a system
         // call, each as wide as a register at most.

@@ -1,7 +1,7 @@
 //! vhost-user framing: from the bytes and descriptors of a socket to whole messages.
 //!
-//! A [`Decoder`] reads what has arrived and keeps it; it never waits. It reads a header, then exactly
-//! its payload, so that each descriptor belongs to the message it arrived with.
+//! A [`Decoder`] reads what has arrived and keeps it; it never waits. It reads a header, then
+//! exactly its payload, so that each descriptor belongs to the message it arrived with.
 //!
 //! # Invariants
 //!
@@ -44,7 +44,8 @@ pub struct Message {
     pub need_reply: bool,
     /// At most [`MAX_PAYLOAD`] bytes.
     pub payload: Vec<u8>,
-    /// At most [`MAX_FDS`] descriptors. Those of a kind that no request accepts are closed already.
+    /// At most [`MAX_FDS`] descriptors. Those of a kind that no request accepts are closed
+    /// already.
     pub fds: Vec<SentFd>,
 }
 
@@ -89,10 +90,12 @@ pub enum DecodeError {
     /// (system's fault).
     #[error("more descriptors in a message than the {MAX_FDS} that are taken, or than may be open")]
     TooManyDescriptors,
-    /// The front-end's descriptors wait to be closed, as many as may. Peer's fault.
+    /// The front-end's descriptors wait to be closed, as many as may; or those of all peers leave
+    /// too few numbers for a message. Peer's fault.
     #[error(
         "descriptors that the front-end has sent wait to be closed: at most {MAX_UNCOUNTED} may, and \
-         {MAX_DEFERRED} behind others of it that do not close"
+         {MAX_DEFERRED} behind others of it that do not close, and those of all must leave numbers for \
+         a message (RLIMIT_NOFILE)"
     )]
     UnclosedDescriptors,
     /// The socket failed. System's fault.
@@ -133,7 +136,8 @@ impl Decoder {
         Decoder::default()
     }
 
-    /// Reads on. `Ok(None)` if the socket has no more bytes now. Descriptors count against `account`.
+    /// Reads on. `Ok(None)` if the socket has no more bytes now. Descriptors count against
+    /// `account`.
     ///
     /// # Errors
     /// See [`DecodeError`]; the decoder cannot be used afterwards.
@@ -205,6 +209,10 @@ fn receive(
     if account.is_clogged() {
         return Err(DecodeError::UnclosedDescriptors);
     }
+    // Until each descriptor has a permit.
+    let Some(_reserved) = account.reserve_message() else {
+        return Err(DecodeError::UnclosedDescriptors);
+    };
     let mut sent = Vec::new();
     let received = match fd_passing::recv(socket, room, &mut sent) {
         Ok(received) => received,

@@ -6,10 +6,10 @@
 //! # Invariants
 //!
 //! - No call here, and no later call on a descriptor that is kept, waits for such a server. So the
-//!   kernel's own tables (/proc) are read instead of calling fstat(2), and statx(2) is asked for what
-//!   the kernel knows already.
-//! - Only regular files are kept as memory: a FIFO or device node has no file system behind it, but a
-//!   driver.
+//!   kernel's own tables (/proc) are read instead of calling fstat(2), and statx(2) is asked for
+//!   what the kernel knows already.
+//! - Only regular files are kept as memory: a FIFO or device node has no file system behind it, but
+//!   a driver.
 //! - A descriptor of a kind that no request accepts goes to the reaper at once.
 
 use std::fs;
@@ -22,9 +22,9 @@ use zerosock_sys::account::{Account, Permit};
 use zerosock_sys::notify::FdKind;
 use zerosock_sys::{PeerFd, fd_passing, memfd, reaper};
 
-/// File systems, besides those in memory, whose page faults end without help of a peer. The layers of
-/// an overlay may be on others, which its mount does not tell; but only root makes such a mount where
-/// this process sees it, and those of other mount namespaces are refused as unknown.
+/// File systems, besides those in memory, whose page faults end without help of a peer. The layers
+/// of an overlay may be on others, which its mount does not tell; but only root makes such a mount
+/// where this process sees it, and those of other mount namespaces are refused as unknown.
 const LOCAL_FILE_SYSTEMS: [&str; 9] = [
     "tmpfs",
     "hugetlbfs",
@@ -144,10 +144,10 @@ impl std::fmt::Display for SentFd {
     }
 }
 
-/// The type of the file system that holds the file, if it is mounted in our mount namespace. Then the
-/// mount is found by its number if the file was opened there, otherwise by the device: each file
-/// system has its own. The files of btrfs, and of an overlay of several file systems, have other
-/// device numbers than the mount, and are found by its number only.
+/// The type of the file system that holds the file, if it is mounted in our mount namespace. Then
+/// the mount is found by its number if the file was opened there, otherwise by the device: each
+/// file system has its own. The files of btrfs, and of an overlay of several file systems, have
+/// other device numbers than the mount, and are found by its number only.
 fn file_system(fd: impl AsFd, [major, minor]: [u32; 2]) -> Option<String> {
     let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd())).ok()?;
     let mount = info
@@ -295,6 +295,7 @@ mod tests {
     fn a_kept_descriptor_counts_until_it_is_closed() {
         let limits = zerosock_sys::account::Limits {
             descriptors: 2,
+            numbers: u64::MAX,
             mapped: 0,
             mapped_each: 0,
         };

@@ -1,6 +1,6 @@
 //! Addresses of devices, and queues of messages between them.
 
-use std::collections::VecDeque;
+use std::collections::{TryReserveError, VecDeque};
 
 /// The address of a device: its worker, and its number there.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -39,6 +39,18 @@ impl<M> Outbox<M> {
             self.local.push_back((to.vm, message));
         } else {
             self.remote.push_back((to, message));
+        }
+    }
+
+    /// Makes room for so many messages to the device at `to`.
+    ///
+    /// # Errors
+    /// Without memory for them.
+    pub fn try_reserve(&mut self, to: DeviceAddr, count: usize) -> Result<(), TryReserveError> {
+        if to.worker == self.worker {
+            self.local.try_reserve(count)
+        } else {
+            self.remote.try_reserve(count)
         }
     }
 

@@ -3,10 +3,12 @@
 //! # Invariants
 //!
 //! - An allocation in a size that a peer chooses, and that can exceed 64 KiB (the largest payload
-//!   of a packet), uses the `try_reserve` family. If it fails, that peer loses its connection, its
-//!   request or its device, and the process continues.
-//! - Smaller allocations, and those in a size that the embedding program chooses, abort the process
-//!   on failure as usual in Rust.
+//!   of a packet), uses the `try_reserve` family, and so do lists of a connection whose length a
+//!   peer chooses. If it fails, that peer loses its connection, its datagram, its request or its
+//!   device, and the process continues.
+//! - Other allocations abort the process on failure as usual in Rust: smaller ones, those in a size
+//!   that the embedding program chooses, the lists of all connections of a device, and the queues
+//!   of messages between devices, to which each turn of a device adds a bounded number.
 //! - Freeing a large buffer takes time in proportion to its pages: see [`free`].
 
 use std::collections::TryReserveError;

@@ -1,8 +1,8 @@
-//! Peers that make the device allocate memory which it does not get lose their connections; neighbours of the
-//! same worker continue.
+//! Peers that make the device allocate memory which it does not get lose their connections;
+//! neighbours of the same worker continue.
 //!
-//! A test program of its own, because the allocator serves the whole process: on demand it refuses all
-//! allocations above 64 KiB. An infallible allocation of that size would end the process.
+//! A test program of its own, because the allocator serves the whole process: on demand it refuses
+//! all allocations above 64 KiB. An infallible allocation of that size would end the process.
 
 mod common;
 
@@ -11,21 +11,25 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::ptr::null_mut;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
+use common::raw::RawGuest;
 use common::{PATIENCE, TestDaemon, deadline, eventually, host};
 use zerosock::driver::{Address, Cid, Driver, Port, StreamId, StreamState};
+use zerosock_proto::vsock::datagram::{F_DGRAM, data};
+use zerosock_proto::wire::vsock::{Op, Repr, SEQ_EOM, SocketType};
 
 struct Refusing;
 
-static REFUSES: AtomicBool = AtomicBool::new(false);
+/// The longest allocation that is given.
+static MOST: AtomicUsize = AtomicUsize::new(usize::MAX);
 static REFUSED: AtomicU64 = AtomicU64::new(0);
-/// The most that is given: payload of one packet.
-const MOST: usize = 64 << 10;
+/// The longest payload of a packet.
+const PACKET: usize = 64 << 10;
 
 fn refuses(size: usize) -> bool {
     // A test that fails says where.
-    let refuses = size > MOST && REFUSES.load(Ordering::Relaxed) && !std::thread::panicking();
+    let refuses = size > MOST.load(Ordering::Relaxed) && !std::thread::panicking();
     REFUSED.fetch_add(u64::from(refuses), Ordering::Relaxed);
     refuses
 }
@@ -66,14 +70,18 @@ struct Shortage;
 
 impl Shortage {
     fn begin() -> Shortage {
-        REFUSES.store(true, Ordering::Relaxed);
+        Shortage::above(PACKET)
+    }
+
+    fn above(most: usize) -> Shortage {
+        MOST.store(most, Ordering::Relaxed);
         Shortage
     }
 }
 
 impl Drop for Shortage {
     fn drop(&mut self) {
-        REFUSES.store(false, Ordering::Relaxed);
+        MOST.store(usize::MAX, Ordering::Relaxed);
     }
 }
 
@@ -176,4 +184,80 @@ fn a_connection_for_which_there_is_no_memory_is_reset_and_the_process_goes_on() 
     guest.wait_send(stream, b"hello", deadline()).unwrap();
     program.read_exact(&mut [0; 5]).unwrap();
     neighbour.goes_on();
+}
+
+#[test]
+fn a_datagram_for_which_there_is_no_memory_is_dropped_and_the_process_goes_on() {
+    let _alone = ALONE.lock().unwrap();
+    let daemon = TestDaemon::with(3, |_| {});
+    let mut neighbour = Neighbour::new(&daemon, 2);
+    let features = 1 << 32 | 1 << 28 | F_DGRAM;
+    let frontend = common::raw::connect(&daemon.vms[0].socket);
+    let mut guest = RawGuest::with_features(frontend, true, features);
+    let from = Address::new(guest.cid, Port::new(40));
+    let to = Address::new(Cid::new(4), Port::new(7));
+
+    // The fragments are kept in a buffer that doubles: it exceeds 64 KiB before they do.
+    let part = [7; 7000];
+    let before = refused();
+    let shortage = Shortage::begin();
+    for last in [false; 8].into_iter().chain([true]) {
+        guest.send(data(from, to, part.len() as u32, last), &part);
+    }
+    guest.wait_tx_done();
+    neighbour.goes_on();
+    assert!(refused() > before, "nothing was refused");
+    drop(shortage);
+    let dropped = |daemon: &TestDaemon| daemon.stats().map_or(0, |stats| stats.datagrams_dropped);
+    eventually("the datagram to be counted", || dropped(&daemon) == 1);
+}
+
+#[test]
+fn a_connection_without_memory_for_the_lengths_of_its_messages_is_reset() {
+    let _alone = ALONE.lock().unwrap();
+    let daemon = TestDaemon::with(3, |_| {});
+    let mut neighbour = Neighbour::new(&daemon, 2);
+    let (port, to) = (40, Address::new(Cid::new(4), Port::new(7)));
+    let mut sibling = daemon.guest_of(1, |_| {});
+    sibling
+        .listen_for(to.port, 4, SocketType::SeqPacket)
+        .unwrap();
+    let features = 1 << 32 | 1 << 28 | 1 << 1;
+    let frontend = common::raw::connect(&daemon.vms[0].socket);
+    let mut guest = RawGuest::with_features(frontend, true, features);
+    let header = |guest: &RawGuest, op| Repr {
+        dst: to,
+        socket_type: SocketType::SeqPacket.into(),
+        ..guest.header(port, to.port.get(), op)
+    };
+    let answer = |guest: &mut RawGuest, op: Op| {
+        let all = std::iter::from_fn(|| guest.try_recv());
+        all.fold(false, |found, (header, _)| {
+            found || header.op.known() == Some(op)
+        })
+    };
+    guest.send(header(&guest, Op::Request), &[]);
+    eventually("a connection to the sibling", || {
+        sibling.turn().unwrap();
+        answer(&mut guest, Op::Response)
+    });
+    sibling.withhold_buffers(true).unwrap();
+
+    let before = refused();
+    // The queues of messages between devices are longer than a packet.
+    let shortage = Shortage::above(4 * PACKET);
+    let message = Repr {
+        flags: SEQ_EOM,
+        ..header(&guest, Op::Rw)
+    };
+    eventually("the reset", || {
+        for _ in 0..100 {
+            guest.send(message, &[7]);
+        }
+        answer(&mut guest, Op::Rst)
+    });
+    neighbour.goes_on();
+    assert!(refused() > before, "nothing was refused");
+    drop(shortage);
+    assert!(daemon.stats().is_some_and(|stats| stats.no_memory >= 1));
 }

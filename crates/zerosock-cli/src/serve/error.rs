@@ -4,6 +4,7 @@ use std::io;
 
 use super::activation::ActivationError;
 use crate::sockets;
+use zerosock::daemon::Shares;
 
 /// Why serving could not start, or ended early.
 #[derive(Debug, thiserror::Error)]
@@ -18,4 +19,10 @@ pub(super) enum ServeError {
     WorkerEnded,
     #[error(transparent)]
     Start(#[from] zerosock::daemon::StartError),
+    #[error(
+        "the limit of open files is {}, and {} VMs and users need at least {}: raise it \
+         (LimitNOFILE= of the unit, ulimit -Hn)",
+        .0.limit, .0.peers, .0.minimum
+    )]
+    FewDescriptors(Shares),
 }

@@ -57,7 +57,12 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     raise_descriptor_limit();
     let claimed = claim_sockets(&settings)?;
     let daemon = backend::start(&settings, claimed.vms, claimed.attach)?;
-    announce_shares(&daemon.shares());
+    let shares = daemon.shares();
+    if shares.limit < shares.minimum {
+        daemon.shutdown();
+        return Err(ServeError::FewDescriptors(shares));
+    }
+    announce_shares(&shares);
     for vm in &settings.vms {
         announce(vm);
     }

@@ -54,7 +54,8 @@ impl LargeVm {
         assert!(frontend.ask_features().is_some());
         let mapping = Mapping::find(daemon.pid(), MEMORY);
         mapping.touch();
-        assert_eq!(mapping.resident(), MEMORY, "{mapping:?}");
+        // The kernel may have reclaimed single pages (DAMON).
+        assert!(mapping.resident() >= MEMORY / 100 * 99, "{mapping:?}");
         LargeVm { frontend, mapping }
     }
 

@@ -9,6 +9,7 @@ mod attack;
 mod daemon;
 mod death;
 mod exiting;
+mod few_descriptors;
 mod files;
 mod fuse;
 mod large_vm;
@@ -21,6 +22,7 @@ mod pipe;
 mod pipe_lock;
 #[path = "../process/mod.rs"]
 mod process;
+mod program_own_end;
 mod programs;
 mod raw;
 mod sockets;

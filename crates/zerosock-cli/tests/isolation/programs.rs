@@ -19,7 +19,8 @@ use super::threads::{Held, REAPER};
 
 const PORT: Port = Port::new(9);
 
-fn kernel_refuses_rights() -> bool {
+/// False also with ZEROSOCK_WITHOUT_PASSRIGHTS.
+pub(crate) fn kernel_refuses_rights() -> bool {
     let (socket, _other) = UnixStream::pair().unwrap();
     fd_passing::refuse_rights(&socket).unwrap()
 }
@@ -80,7 +81,7 @@ fn descriptors_of_a_user_that_may_not_attach_are_refused_or_reaped() {
 
 /// A listener of the service manager, and a program that connects before the daemon starts: this
 /// connection accepts descriptors for its lifetime.
-struct EarlyProgram {
+pub(crate) struct EarlyProgram {
     alone: Alone,
     dir: TempDir,
     listener: UnixListener,
@@ -88,7 +89,7 @@ struct EarlyProgram {
 }
 
 impl EarlyProgram {
-    fn new() -> EarlyProgram {
+    pub(crate) fn new() -> EarlyProgram {
         let alone = daemon::alone();
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(hybrid_path(dir.path(), ATTACKER)).unwrap();
@@ -102,7 +103,7 @@ impl EarlyProgram {
         }
     }
 
-    fn start_daemon(self) -> (Daemon, UnixStream) {
+    pub(crate) fn start_daemon(self) -> (Daemon, UnixStream) {
         let running = daemon::start_with_listener(&daemon::command(self.dir.path()), self.listener);
         (Daemon::with(running, self.dir, self.alone), self.socket)
     }

@@ -31,6 +31,7 @@ fn budget(descriptors: u64) -> Budget {
     Budget::new(
         Limits {
             descriptors,
+            numbers: u64::MAX,
             mapped: u64::MAX,
             mapped_each: u64::MAX,
         },
@@ -60,9 +61,12 @@ fn jobs_run_behind_stuck_ones() {
         let done = done.clone();
         reaper.submit(job(move || done.send(n).unwrap(), None));
     }
-    for n in 0..1000 {
-        assert_eq!(finished.recv_timeout(LONG), Ok(n));
-    }
+    // A job that takes longer than PATIENCE, as on a busy machine, is overtaken by the next ones.
+    let mut order: Vec<_> = (0..1000)
+        .map(|_| finished.recv_timeout(LONG).unwrap())
+        .collect();
+    order.sort_unstable();
+    assert!(order.into_iter().eq(0..1000));
     // The last one may not have been counted yet.
     assert!(!reaper.drain(Duration::from_millis(1)));
     // More, if this machine is busy.

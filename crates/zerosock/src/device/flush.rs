@@ -300,13 +300,10 @@ impl Device {
         let Some(tx) = self.queues.rings.tx.as_mut() else {
             return;
         };
-        let mut done = Vec::new();
+        let memory = tx.queue.memory().clone();
         let copied = bridge
             .outbound
-            .spill(tx.queue.memory(), keep, |chain| done.push(chain));
-        for chain in done {
-            tx.complete(chain, 0);
-        }
+            .spill(&memory, keep, |chain| tx.complete(chain, 0));
         cx.shared.counters.copied_bytes.add(copied as u64);
     }
 

@@ -5,8 +5,8 @@
 //! - A quarter of the posted buffers is never lent: control packets need them.
 //! - A connection has at most an eighth of the queue on loan.
 //! - Before the queue stops or its memory is replaced, every loan is taken back. The device waits
-//!   for a loan that is being written to: guest memory must not be written to after the command
-//!   was answered.
+//!   for a loan that is being written to: guest memory must not be written to after the command was
+//!   answered.
 //!
 //! # Life of a loan
 //! A loan is a chain of the receive queue with credit for its bytes. When it is sent, it gets its
@@ -29,6 +29,7 @@ use super::state::bridge::BridgePeer;
 use super::state::program::App;
 use super::{Context, Device};
 use crate::device::state::loans::{Credit, Lent, Loan, LoanOf};
+use crate::fallible;
 use crate::table::datagrams::DatagramFault;
 use crate::table::sockets::{BufferPlace, Copied, PIECES, StreamId};
 use crate::table::transfers::{LoanParts, SendFault};
@@ -442,7 +443,8 @@ impl Device {
     }
 
     /// Takes back every loan of this device. Bytes written so far are saved, and the holder sends
-    /// them by copying. Returns false if a loan is being written to at this moment; it stays out.
+    /// them by copying. Returns false if a loan is being written to at this moment, or if there is
+    /// no memory for its bytes; it stays out.
     /// With `force`, for a guest that has gone, such a loan is marked torn, and its chain is not
     /// completed because it may still be written to.
     pub(super) fn recall_loans(&mut self, force: bool, cx: &mut Context<'_>) -> bool {
@@ -454,46 +456,42 @@ impl Device {
             return all;
         };
         let leases = app.sockets.lease_table().clone();
-        let mut back = Vec::new();
         for (_, loan) in app.loans.iter_mut().filter(|(_, loan)| loan.vm == vm) {
-            let Some(lent) = &loan.chain else { continue };
-            let moved = leases.try_move(loan.index);
+            if loan.chain.is_none() {
+                continue;
+            }
+            // After the loan was moved it is too late to find that there is no memory.
+            let copy = match force {
+                true => Some(Vec::new()),
+                false => fallible::zeroed(loan.len as usize).ok(),
+            };
+            let moved = copy.is_some() && leases.try_move(loan.index);
             if !moved && !force {
                 all = false;
                 continue;
             }
-            let flow = loan.flow;
-            if let Some(rx) = self
-                .queues
-                .rings
-                .rx
-                .as_ref()
-                .filter(|rx| rx.epoch == lent.epoch)
-                && moved
-                && !force
-            {
-                let mut bytes = vec![0; loan.len as usize];
-                let pieces = lent.chain.writable();
-                rx.queue.memory().read(pieces, HEADER_LEN, &mut bytes);
-                loan.copy = Some((Arc::new(bytes), 0));
-            }
-            if !moved {
-                leases.tear(loan.index);
-            }
-            let chain = loan.chain.take();
-            back.extend(chain.map(|lent| (lent, flow, moved)));
-        }
-        for (lent, flow, moved) in back {
-            self.count_loan(flow, false);
+            let Some(lent) = loan.chain.take() else {
+                continue;
+            };
             let rx = self
                 .queues
                 .rings
                 .rx
                 .as_mut()
                 .filter(|rx| rx.epoch == lent.epoch);
-            if let Some(rx) = rx.filter(|_| moved) {
+            if let (true, Some(rx)) = (moved, rx) {
+                if let Some(mut bytes) = copy.filter(|_| !force) {
+                    let pieces = lent.chain.writable();
+                    rx.queue.memory().read(pieces, HEADER_LEN, &mut bytes);
+                    loan.copy = Some((Arc::new(bytes), 0));
+                }
                 rx.complete(lent.chain, 0);
             }
+            if !moved {
+                leases.tear(loan.index);
+            }
+            let flow = loan.flow;
+            self.count_loan(flow, false);
         }
         all
     }

@@ -10,6 +10,8 @@
 //! rest, which is copied when the message is sent. The guest sees nothing before that; then all
 //! packets are completed one after the other.
 
+use std::collections::TryReserveError;
+
 use crate::device::state::loans::{Credit, Loan, LoanOf};
 use zerosock_proto::vsock::{CommitError, FlowId, MessageReservation};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
@@ -171,12 +173,19 @@ impl Device {
         }
         let rest = match sent {
             Ok(at) => self.remaining_bytes(parts, at, cx),
-            Err(_) => Vec::new(),
+            Err(_) => Ok(Vec::new()),
         };
         for part in parts {
             self.app_drop_loan(part.index, cx);
         }
         sent?;
+        let Ok(rest) = rest else {
+            // The message was begun and cannot be completed.
+            if let Some(key) = self.key_of(room.flow()) {
+                self.end_for_want_of_memory(key, cx);
+            }
+            return Err(SendFault::Reset);
+        };
         let all = rest.is_empty();
         if let Some(app) = cx.shared.app.as_deref_mut() {
             app.tally.sent += rest.len() as u64;
@@ -279,13 +288,15 @@ impl Device {
         parts: &[LoanedPart<'_>],
         (at, offset): (usize, usize),
         cx: &mut Context<'_>,
-    ) -> Vec<u8> {
+    ) -> Result<Vec<u8>, TryReserveError> {
         let mut rest = Vec::new();
         let mut skip = offset;
         let (Some(rx), Some(app)) = (&self.queues.rings.rx, cx.shared.app.as_deref_mut()) else {
-            return rest;
+            return Ok(rest);
         };
-        for part in parts.get(at..).unwrap_or(&[]) {
+        let parts = parts.get(at..).unwrap_or(&[]);
+        rest.try_reserve_exact(parts.iter().map(|part| part.len).sum())?;
+        for part in parts {
             let skip = std::mem::take(&mut skip);
             if let Some(bytes) = part.private {
                 rest.extend_from_slice(bytes.get(skip..part.len).unwrap_or(&[]));
@@ -304,6 +315,6 @@ impl Device {
                     .read(lent.chain.writable(), HEADER_LEN, bytes);
             }
         }
-        rest
+        Ok(rest)
     }
 }

@@ -74,6 +74,10 @@ impl Device {
         };
         messages.half += len;
         if ends.any() {
+            if messages.outbound.try_reserve(1).is_err() {
+                tx.complete(chain, 0);
+                return self.end_for_want_of_memory(key, cx);
+            }
             let whole = std::mem::take(&mut messages.half);
             messages.outbound.push_back((whole, ends));
         }
@@ -114,10 +118,15 @@ impl Device {
         if !bridge.outbound.is_empty() {
             return;
         }
-        let to = sibling.peer.flow;
+        let (device, to) = (sibling.peer.device, sibling.peer.flow);
+        // As many as the guest has sent before the sibling took the bytes.
+        let count = messages.outbound.len();
+        if cx.outbox.try_reserve(device, count).is_err() {
+            return self.end_for_want_of_memory(key, cx);
+        }
         for (len, ends) in messages.outbound.drain(..) {
-            let message = SiblingMessage::Ended { to, len, ends };
-            cx.outbox.send(sibling.peer.device, message);
+            cx.outbox
+                .send(device, SiblingMessage::Ended { to, len, ends });
         }
     }
 
@@ -144,6 +153,9 @@ impl Device {
                     .send(sibling.peer.device, SiblingMessage::ReadEmpty { to });
             }
             return;
+        }
+        if messages.inbound.try_reserve(1).is_err() {
+            return self.end_for_want_of_memory(key, cx);
         }
         messages.inbound.push_back((len, ends));
         bridge.readable = true;

@@ -411,10 +411,14 @@ impl Device {
             return;
         };
         let Peer { device, flow } = s.peer;
-        let mut copied = 0;
+        let (mut copied, mut lost) = (0, false);
         for inbound in s.parts() {
             if let Inbound::Lent { memory, held, .. } = inbound {
                 let mut bytes = Vec::new();
+                if bytes.try_reserve_exact(held.len as usize).is_err() {
+                    lost = true;
+                    break;
+                }
                 copy_out(memory, held, &mut bytes);
                 cx.shared.counters.copied_bytes.add(bytes.len() as u64);
                 copied += bytes.len();
@@ -424,6 +428,10 @@ impl Device {
             }
         }
         s.change_copied(|before| before + copied);
+        if lost {
+            // The connection is reset, which returns the other chains.
+            s.lose(&mut self.spare_inbound);
+        }
         self.update_bridge(key, cx);
     }
 

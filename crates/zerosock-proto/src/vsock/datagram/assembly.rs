@@ -131,6 +131,15 @@ impl Assembler {
         }
     }
 
+    /// Discards the datagram to which the last fragment belongs: it cannot be kept. Its further
+    /// fragments are dropped, if that one was not the last.
+    pub fn discard(&mut self) {
+        if let Some(set) = &mut self.set {
+            set.len = None;
+            self.lost = Some(Lost::Incomplete { to: set.dst });
+        }
+    }
+
     /// The datagram that the last call discarded; reported once.
     #[inline]
     pub fn take_lost(&mut self) -> Option<Lost> {
@@ -233,6 +242,21 @@ mod tests {
         assert_eq!(put(&mut set, 1, 1, true), PayloadPart::Lost);
         assert_eq!(put(&mut set, 1, 1, true), PayloadPart::Whole);
         assert_eq!(set.take_lost(), None, "once");
+    }
+
+    #[test]
+    fn a_discarded_datagram_is_dropped_to_its_last_fragment() {
+        let mut set = Assembler::new();
+        assert_eq!(put(&mut set, 1, 10, false), PayloadPart::First);
+        set.discard();
+        assert_eq!(set.take_lost(), INCOMPLETE);
+        assert_eq!(set.poll_timeout(), None);
+        assert_eq!(put(&mut set, 1, 10, false), PayloadPart::Lost);
+        assert_eq!(put(&mut set, 1, 10, true), PayloadPart::Lost);
+        assert_eq!(set.take_lost(), None, "once");
+        assert_eq!(put(&mut set, 1, 10, true), PayloadPart::Whole);
+        set.discard();
+        assert_eq!(set.take_lost(), None, "nothing is kept");
     }
 
     #[test]

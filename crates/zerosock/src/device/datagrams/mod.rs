@@ -77,6 +77,15 @@ impl Device {
         };
         if let Some(tx) = &self.queues.rings.tx {
             let kept = &mut self.datagrams.kept;
+            if kept.try_reserve(header.len as usize).is_err() {
+                self.datagrams.kept = Vec::new();
+                match end {
+                    Some(_) => cx.shared.counters.datagrams_dropped.add(1),
+                    None => self.datagrams.assembler.discard(),
+                }
+                self.count_lost(cx);
+                return self.complete_tx(chain);
+            }
             let start = kept.len();
             kept.resize(start + header.len as usize, 0);
             let out = kept.get_mut(start..).unwrap_or(&mut []);

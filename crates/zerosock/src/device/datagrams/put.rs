@@ -144,8 +144,15 @@ impl Device {
         let len = source.len();
         let mut chains = std::mem::take(&mut self.datagrams.gathered);
         let mut room = first.writable_len() as usize - HEADER_LEN;
+        if chains.try_reserve(1).is_err() {
+            rx.queue.unpop(first);
+            self.datagrams.gathered = chains;
+            self.datagrams.retry = Some(cx.time() + RETRY);
+            return Err(NotPut::NoRoom);
+        }
         chains.push(first);
-        while room < len {
+        // Without memory for the list: as without buffers.
+        while room < len && chains.try_reserve(1).is_ok() {
             let Some(chain) = rx.pop_if(HEADER_LEN + 1, false) else {
                 break;
             };

@@ -15,6 +15,7 @@ use zerosock_ring::Chain;
 use super::put::{NotPut, Source};
 use crate::device::state::sibling_message::{Datagram, Payload as Carried, SiblingMessage};
 use crate::device::{Context, Device};
+use crate::fallible;
 
 /// Bytes that may wait for buffers of a guest, overheads included; one datagram may overshoot.
 const WAITING: usize = 256 << 10;
@@ -122,8 +123,9 @@ impl Device {
             Err(NotPut::NoRoom) => {}
         }
         let datagrams = &mut self.datagrams;
-        if datagrams.waiting_bytes <= WAITING {
-            let mut bytes = vec![0; source.len()];
+        let has_room =
+            datagrams.waiting_bytes <= WAITING && datagrams.waiting.try_reserve(1).is_ok();
+        if has_room && let Ok(mut bytes) = fallible::zeroed(source.len()) {
             match source {
                 Source::Bytes(from) => bytes.copy_from_slice(from),
                 Source::Chain(memory, chain, _) => {

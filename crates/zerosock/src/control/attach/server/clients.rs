@@ -36,7 +36,7 @@ impl Server {
         frontends: &mut FrontendRegistry,
     ) {
         for _ in 0..BUDGET {
-            let permit = match self.turned_away.take_descriptors(1) {
+            let permit = match self.turned_away(registry).take_descriptors(1) {
                 Ok(permit) => permit,
                 Err(_) => {
                     self.warn("accepts no process: connections that were turned away cannot be closed yet");
@@ -206,9 +206,9 @@ pub(super) fn send_last_answer(socket: &PeerFd, answer: &Answer) {
     let bytes = encode_answer(answer);
     // The client may have exited or may not read.
     let _ = fd_passing::send(socket, &[IoSlice::new(&bytes)], &[]);
-    // Unread bytes would make the kernel report a reset to the client before the answer, so they are
-    // read here. After descriptors have arrived nothing more is received, and the client may get the
-    // reset.
+    // Unread bytes would make the kernel report a reset to the client before the answer, so they
+    // are read here. After descriptors have arrived nothing more is received, and the client
+    // may get the reset.
     let (mut bytes, mut fds) = ([0; 1], Vec::new());
     for _ in 0..BUDGET {
         if socket.account().is_some_and(Account::is_clogged) || !fds.is_empty() {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll::{self, EventFlags};
 use rustix::net::{Shutdown, shutdown};
 use zerosock_proto::{Cid, Port};
-use zerosock_sys::account::{Account, Budget, Limits, Permit};
+use zerosock_sys::account::{Account, Limits, Permit};
 use zerosock_sys::{PeerFd, fd_passing};
 
 use super::super::codec::{ANSWER_LEN, Answer, AttachRequest, ServiceRequest, Status, VERSION};
@@ -61,8 +61,8 @@ pub(crate) struct Server {
     /// The limits of descriptors and memory for all processes of each user.
     pub(super) accounts: BTreeMap<u32, Account>,
     /// For connections of a user not known yet, and for those that are turned away. They cannot
-    /// use up the guaranteed descriptors of VMs and users.
-    pub(super) turned_away: Account,
+    /// use up the guaranteed descriptors of VMs and users. `None` before the first connection.
+    pub(super) turned_away: Option<Account>,
 }
 
 impl Server {
@@ -71,11 +71,6 @@ impl Server {
         // Requests carry no descriptors. Where the kernel cannot refuse them, they are closed
         // below.
         fd_passing::refuse_rights(&config.listener)?;
-        let limits = Limits {
-            descriptors: MAX_TURNED_AWAY,
-            mapped: 0,
-            mapped_each: 0,
-        };
         let next_cid = *config.cids.start();
         Ok(Server {
             config,
@@ -91,7 +86,21 @@ impl Server {
             accept_paused_until: None,
             log: LogLimit::default(),
             accounts: BTreeMap::new(),
-            turned_away: Budget::new(limits, 1).account(),
+            turned_away: None,
+        })
+    }
+
+    /// The account of connections of a user not known yet, and of those that are turned away.
+    pub(super) fn turned_away(&mut self, registry: &DeviceRegistry) -> &Account {
+        self.turned_away.get_or_insert_with(|| {
+            let budget = registry.budget();
+            let limits = Limits {
+                descriptors: MAX_TURNED_AWAY,
+                mapped: 0,
+                mapped_each: 0,
+                ..budget.limits()
+            };
+            budget.beside(limits, 1).account()
         })
     }
 

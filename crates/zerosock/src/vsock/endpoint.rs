@@ -129,7 +129,7 @@ impl Endpoint {
     /// Connects to `peer`.
     ///
     /// # Errors
-    /// With a [`ConnectError`] inside: `ConnectionRefused` when no socket listens there or the CID
+    /// With a [`ConnectError`](super::ConnectError) inside: `ConnectionRefused` when no socket listens there or the CID
     /// does not exist (only a [`Host`](super::Host) can tell the two apart), `TimedOut` without an
     /// answer within [`connect_timeout`](super::EndpointBuilder::connect_timeout),
     /// `HostUnreachable` for an address that no peer can have or when the device has gone,

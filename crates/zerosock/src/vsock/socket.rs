@@ -98,7 +98,7 @@ impl Socket {
     /// With a [`ListenError`] inside: `AddrInUse` when another socket listens on the port, has
     /// bound it, or has connected from it; `AddrNotAvailable` for a foreign CID; `InvalidInput` for
     /// a socket that is bound already, and for a port that a service has not
-    /// [claimed](Endpoint::claim).
+    /// [claimed](super::Endpoint::claim).
     pub fn bind(&mut self, local: Address) -> io::Result<()> {
         if self.bound.is_some() {
             return Err(ListenError::AlreadyBound.into());

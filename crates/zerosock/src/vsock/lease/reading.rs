@@ -118,7 +118,7 @@ impl<'l> Reading<'l> {
     /// changed its memory): the memory is still mapped, but its contents are undefined.
     ///
     /// A long reading keeps mapped memory that its guest no longer uses. The limit is
-    /// [`HostBuilder::old_memory`](super::HostBuilder::old_memory), at least twice the guest's
+    /// [`HostBuilder::old_memory`](crate::vsock::HostBuilder::old_memory), at least twice the guest's
     /// memory: beyond it further leases from that guest are copies.
     pub fn is_torn(&self) -> bool {
         match self.entered {

@@ -223,7 +223,7 @@ impl<'a> MessageLoan<'a> {
 
     /// Sends the bytes written so far as one message, which may be empty; returns how many. The
     /// part in place is sent at once. A private part may block for buffers, as in
-    /// [`SeqPacket::send`], and so does a message behind one that is partly sent.
+    /// [`SeqPacket::send`](super::SeqPacket::send), and so does a message behind one that is partly sent.
     ///
     /// # Errors
     /// The connection has ended, or this direction was shut down; [`StreamError::Torn`];

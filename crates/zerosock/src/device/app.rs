@@ -12,15 +12,15 @@
 //! for held chains, [`super::lending`] has the loans, and [`crate::host`] the functions that the
 //! program calls.
 
+use crate::device::state::app::{NONE, QueueStore};
 use zerosock_proto::vsock::{ConnectError, FlowError, FlowId, How, ReserveError, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD, SocketType};
 use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_ring::Chain;
 
-use super::app_store::{NONE, QueueStore};
-use super::bridge::{AppEnd, Bridge, BridgePeer};
 use super::events::emit;
-use super::program::{App, HostToken};
+use super::state::bridge::{AppEnd, Bridge, BridgePeer};
+use super::state::program::{App, HostToken};
 use super::{Context, Device};
 use crate::table::gathered::unsent;
 use crate::table::sockets::{Ends, HeldBuffer, ReadyFlag, Sockets, StreamId, StreamState};

@@ -3,7 +3,7 @@
 use std::io::IoSlice;
 
 use super::HostBackend;
-use crate::device::lending::LoanOf;
+use crate::device::state::loans::LoanOf;
 use crate::table::sockets::{LeaseParts, MessageRead, NoLease, StreamId};
 use crate::table::transfers::{LoanParts, LoanedPart, RecvFault, SendFault};
 

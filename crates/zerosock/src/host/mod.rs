@@ -29,9 +29,9 @@ use zerosock_proto::{Address, Instant, Port};
 
 use crate::control::ControlPlane;
 use crate::device::Worker;
-use crate::device::app_store::QueueStore;
 use crate::device::placing::SPARE_PORTS;
-use crate::device::program::{App, HostToken};
+use crate::device::state::app::QueueStore;
+use crate::device::state::program::{App, HostToken};
 use crate::fault::Fault;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;

@@ -13,7 +13,7 @@ use crate::control::shares::MemoryLimits;
 use crate::control::{self, Setup};
 use crate::device::Limits;
 use crate::device::host_sockets::hybrid::OkConvention;
-use crate::device::program::App;
+use crate::device::state::program::App;
 use crate::routing::access::AccessList;
 use crate::table::leases::Leases;
 use zerosock_proto::vsock::QueuePairs;

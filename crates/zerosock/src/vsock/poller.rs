@@ -23,8 +23,7 @@ use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::stream::Stream;
 use super::waiting::{SpinTime, Wait};
 use crate::table::sockets::{StreamId, StreamState};
-use zerosock_virtio::deadline::timespec;
-use zerosock_virtio::deadline::{deadline_in, earlier};
+use zerosock_virtio::deadline::{deadline_in, earlier, timespec};
 
 /// Checks of all endpoints between two readings of the clock and polls of descriptors, while
 /// spinning.

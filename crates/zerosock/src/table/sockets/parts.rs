@@ -1,7 +1,6 @@
 //! The received bytes of a connection: storing and reading an ordered list of buffers and copies.
 
-use super::ends::Ends;
-use super::ends::cost;
+use super::ends::{Ends, cost};
 use super::ids::StreamId;
 use super::ready_flags::ReadyFlag;
 use super::received::{HeldBuffer, ReceivedPart, copy_out};

@@ -20,8 +20,7 @@ use crate::fault::Fault as Blame;
 use crate::table::backend::Backend;
 use crate::table::over::EndpointOver;
 use crate::vsock::waiting::Wait;
-use zerosock_virtio::deadline::earlier;
-use zerosock_virtio::deadline::timespec;
+use zerosock_virtio::deadline::{earlier, timespec};
 
 /// Checks of the backend between two readings of the clock, while spinning.
 const CHECKS_PER_CLOCK: u32 = 64;

@@ -2,9 +2,9 @@
 //! userfaultfd(2) never resolves.
 //!
 //! The kernel copies under the lock of the pipe, so that the thread keeps it until the page is
-//! there. Another thread that writes to the pipe, or closes the last descriptor of an end, then sleeps
-//! uninterruptibly. The thread that holds the lock can be killed, and the end of this process
-//! resolves the page fault, so that no thread stays stuck. The constants are those of
+//! there. Another thread that writes to the pipe, or closes the last descriptor of an end, then
+//! sleeps uninterruptibly. The thread that holds the lock can be killed, and the end of this
+//! process resolves the page fault, so that no thread stays stuck. The constants are those of
 //! linux/userfaultfd.h.
 
 use std::io;

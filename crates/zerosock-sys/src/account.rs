@@ -23,7 +23,8 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::fd_passing::MAX_FDS;
+/// The most descriptors in one message (SCM_MAX_FD of the kernel).
+pub const MAX_FDS: usize = 253;
 
 /// Jobs of one peer that may wait for its own stuck ones before nothing more is received from it. A
 /// message can bring 253 more. Also the number of uncounted descriptors from which on a peer has to

@@ -37,7 +37,7 @@ bench-vm:
 	@scripts/bench-vm $(ARGS)
 
 lint:
-	@scripts/need build
+	@scripts/need lint
 	@scripts/test layers prose lint deny
 
 # The gnu target is named so that the flag does not reach build scripts and macros.

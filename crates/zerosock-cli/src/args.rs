@@ -1,4 +1,4 @@
-//! The command line as it is typed: the list of subcommands. Each one's flags stand in its room.
+//! The command line: the subcommands. The flags of each are in its own module.
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;

@@ -2,8 +2,8 @@
 //! with a plain array of headers between them.
 //!
 //! Each step runs over a batch of packets between two readings of the clock, so that the clock does
-//! not count; the whole sender and the whole receiver run the steps packet by packet, as an engine
-//! does. Every step is a function that is never inlined, so that a profiler that counts
+//! not count; the whole sender and the whole receiver run the steps packet by packet, as a driver
+//! or device does. Every step is a function that is never inlined, so that a profiler that counts
 //! instructions by function finds it. Figures are medians of rounds, in nanoseconds per packet.
 //!
 //! `--quick` checks that the benchmark runs: few rounds, and no reliable figure.

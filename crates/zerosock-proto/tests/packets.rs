@@ -194,7 +194,7 @@ impl Relay {
         }
     }
 
-    /// Sends as an engine does for a write of the application.
+    /// Sends as a driver or device does for a write of the application.
     fn send_write(&mut self) -> Option<Repr> {
         while let Some(&write) = self.writes.front().filter(|_| !self.waits) {
             if self.shard.has_data() {

@@ -22,8 +22,7 @@ use rustix::net::{
 use crate::account::ReservedNumbers;
 use crate::peer_fd::PeerFd;
 
-/// The most descriptors in one message (SCM_MAX_FD of the kernel).
-pub const MAX_FDS: usize = 253;
+pub use crate::account::MAX_FDS;
 
 /// Number of descriptor numbers that a process must keep free to receive descriptors.
 pub const RESERVE: u64 = MAX_FDS as u64 + 1;

@@ -1,8 +1,8 @@
 //! A sender that several threads use.
 //!
 //! The sender is behind a lock, which no thread holds while it waits. Of the waiting threads, one
-//! waits for the kernel: the *watch*. The others wait on a condition variable for the watch, or for
-//! another thread that polls.
+//! waits for the kernel: the *kernel waiter*. The others wait on a condition variable until the
+//! kernel waiter, or another thread that polls, has handled an event.
 //!
 //! # Invariants
 //! A thread that causes an event that others wait for notifies them before it releases the lock.
@@ -58,8 +58,8 @@ pub struct SharedSender<B: Stable = Buf> {
 
 struct Shared<B: Stable> {
     state: Mutex<State<B>>,
-    /// Notified when the watch, or another thread that polls, has handled an event.
-    news: Condvar,
+    /// Notified when the kernel waiter, or another thread that polls, has handled an event.
+    event_handled: Condvar,
     readiness: Readiness,
     /// The descriptor for an event loop, created when one asks for it.
     events: OnceLock<Readiness>,
@@ -69,9 +69,9 @@ struct Shared<B: Stable> {
 
 struct State<B: Stable> {
     sender: Sender<B>,
-    /// A thread waits for the kernel: the watch.
-    has_watch: bool,
-    /// Number of threads that wait on `news`.
+    /// A thread waits for the kernel.
+    has_kernel_waiter: bool,
+    /// Number of threads that wait on `event_handled`.
     sleepers: usize,
 }
 
@@ -97,13 +97,13 @@ impl<B: Stable> Sender<B> {
             .map_err(OpenError::Call)?;
         let state = State {
             sender: self,
-            has_watch: false,
+            has_kernel_waiter: false,
             sleepers: 0,
         };
         Ok(SharedSender {
             shared: Arc::new(Shared {
                 state: Mutex::new(state),
-                news: Condvar::new(),
+                event_handled: Condvar::new(),
                 readiness,
                 events: OnceLock::new(),
                 socket,
@@ -149,10 +149,10 @@ impl<B: Stable> SharedSender<B> {
                     why: Refusal::Full,
                 }) => {
                     outgoing = back;
-                    let goes_on = |sender: &Sender<B>| {
+                    let may_retry = |sender: &Sender<B>| {
                         sender.room() > 0 || sender.is_closed() || sender.is_broken()
                     };
-                    if let Err(error) = self.sleep(None, goes_on) {
+                    if let Err(error) = self.sleep(None, may_retry) {
                         let why = Refusal::Call(error);
                         return Err(Refused { outgoing, why });
                     }
@@ -356,6 +356,7 @@ impl<B: Stable> SharedSender<B> {
         state.unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Calls `act` with the lock held, and wakes the waiting threads if it caused an event.
     fn with<T>(&self, act: impl FnOnce(&mut Sender<B>) -> T) -> T {
         let mut state = self.lock();
         let before = state.sender.wake_state();
@@ -369,9 +370,9 @@ impl<B: Stable> SharedSender<B> {
     /// Wakes all waiting threads and the event loop.
     fn wake_sleepers(&self, state: &State<B>) {
         if state.sleepers > 0 {
-            self.shared.news.notify_all();
+            self.shared.event_handled.notify_all();
         }
-        if state.has_watch {
+        if state.has_kernel_waiter {
             self.shared.readiness.wake();
         }
         if let Some(events) = self.shared.events.get() {
@@ -401,47 +402,49 @@ impl<B: Stable> SharedSender<B> {
             if left == Some(Duration::ZERO) {
                 return Ok(false);
             }
-            state = match state.has_watch {
-                true => self.wait_for_watch(state, left),
+            state = match state.has_kernel_waiter {
+                true => self.wait_for_handled_event(state, left),
                 false => self.wait_for_kernel(state, left)?,
             };
         }
     }
 
     /// Waits until another thread has handled an event.
-    fn wait_for_watch<'a>(
+    fn wait_for_handled_event<'a>(
         &'a self,
         mut state: MutexGuard<'a, State<B>>,
         left: Option<Duration>,
     ) -> MutexGuard<'a, State<B>> {
         state.sleepers += 1;
-        let news = &self.shared.news;
+        let event_handled = &self.shared.event_handled;
         let mut state = match left {
-            Some(left) => match news.wait_timeout(state, left) {
+            Some(left) => match event_handled.wait_timeout(state, left) {
                 Ok((state, _)) => state,
                 Err(poisoned) => poisoned.into_inner().0,
             },
-            None => news.wait(state).unwrap_or_else(PoisonError::into_inner),
+            None => event_handled
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner),
         };
         state.sleepers -= 1;
         state
     }
 
-    /// Waits for the kernel on behalf of all.
+    /// Waits for an event of the kernel, on behalf of all waiting threads.
     fn wait_for_kernel<'a>(
         &'a self,
         mut state: MutexGuard<'a, State<B>>,
         left: Option<Duration>,
     ) -> io::Result<MutexGuard<'a, State<B>>> {
-        state.has_watch = true;
+        state.has_kernel_waiter = true;
         let left = state.sender.next_timeout().into_iter().chain(left).min();
         drop(state);
         let waited = self.shared.readiness.wait(left);
         let mut state = self.lock();
-        state.has_watch = false;
+        state.has_kernel_waiter = false;
         if state.sleepers > 0 {
-            // One of them becomes the watch, unless this thread does again.
-            self.shared.news.notify_all();
+            // One of them waits for the kernel next, unless this thread does so again.
+            self.shared.event_handled.notify_all();
         }
         waited.map(|()| state)
     }

@@ -99,7 +99,7 @@ fn one_more_connection_waits_than_the_backlog() {
     let server = &endpoint(&daemon, 1, |builder| builder);
     thread::scope(|scope| {
         let (done, over) = std::sync::mpsc::channel::<()>();
-        // The server's engine works as long as the clients connect.
+        // The server's backend works as long as the clients connect.
         let (streams, messages) = (
             server.listen(PORT, 0).unwrap(),
             server.listen_seqpacket(Port::new(78), 2).unwrap(),
@@ -325,7 +325,7 @@ fn a_connect_without_a_listener_is_refused() {
         ErrorKind::AddrInUse
     );
     thread::scope(|scope| {
-        // A thread must run the server's engine.
+        // A thread must run the server's backend.
         scope.spawn(|| waiting.accept_timeout(PATIENCE).unwrap());
         let error = client.connect(there()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused);

@@ -1,5 +1,5 @@
 //! SHUT_RD at the side that calls it: reads return the end at once, and every kind of waiting
-//! reader is woken. For the engines of both sides.
+//! reader is woken. For the backends of both sides.
 
 mod common;
 mod hosting;

@@ -34,7 +34,7 @@ impl Tuning {
     /// One-way large messages get a queue with buffers that fit into the caches. All other orders
     /// get the default queues.
     fn of(order: &Order) -> Tuning {
-        let one_way = matches!(order.job, Job::Send | Job::Receive) && order.how.is_none();
+        let one_way = order.job.is_one_way() && order.how.is_none();
         let (queue_size, window) = match order.size {
             ..=SMALL if one_way => (1024, 2 * WINDOW),
             _ if one_way => (128, WINDOW),
@@ -46,13 +46,13 @@ impl Tuning {
 
 /// Largest size of a small message, bytes.
 const SMALL: usize = 4 << 10;
-/// Bytes copied at once to or from memory that is no plain slice: fits the L1 cache.
+/// Bytes copied at once to or from memory of which there is no plain slice: they fit the L1 cache.
 const PART: usize = 8 << 10;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Description for the tables.
 pub(crate) const HOW: &str = "zerosock: one process has the device in itself, the other is attached \
-    to it; both have declared trust in each other, as the peers have by their nature. Buffers of \
+    to it; both have declared trust in each other, which the peers have implicitly. Buffers of \
     64 KiB.";
 
 /// Whether this build supports the contestant.
@@ -170,6 +170,7 @@ fn retry<T>(mut attempt: impl FnMut() -> Result<T, Fault>) -> Result<T, Fault> {
     }
 }
 
+/// The endpoint of this side.
 enum End {
     Host {
         _host: Host,
@@ -186,6 +187,7 @@ enum End {
 pub(crate) struct Ours {
     stream: Stream,
     end: End,
+    /// A buffer of [`PART`] bytes, for bytes that are copied.
     part: Vec<u8>,
     /// Check of a message that is partly received.
     partial: Option<Check>,
@@ -286,7 +288,7 @@ impl Link for Ours {
             let left = usize::try_from(first + most - run.number).unwrap_or(usize::MAX);
             let got = stream.recv_each(left, |packet| run.packet(packet, part));
             if got.map_err(text)? == 0 {
-                return Err("the other side is gone".to_owned());
+                return Err("the other side has closed the connection".to_owned());
             }
         }
         let seen = run.seen?;
@@ -335,6 +337,7 @@ impl Run {
     }
 }
 
+/// Writes the bytes `at..at + len` of a message into a loan that gives no plain slice.
 fn fill(
     loan: &mut Loan<'_>,
     message: Message,

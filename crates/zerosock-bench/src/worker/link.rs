@@ -1,4 +1,4 @@
-//! What a contestant implements.
+//! The trait that each contestant implements: one end of a connection.
 
 use super::touch::{Check, Fault, Message, Seen};
 
@@ -36,7 +36,7 @@ pub(crate) trait Link {
     }
 }
 
-/// One by one.
+/// Sends messages one by one.
 #[inline]
 pub(crate) fn send_each<L: Link + ?Sized>(
     link: &mut L,

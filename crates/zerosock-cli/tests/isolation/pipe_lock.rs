@@ -2,9 +2,10 @@
 //! userfaultfd(2) never resolves.
 //!
 //! The kernel copies under the lock of the pipe, so that the thread keeps it until the page is
-//! there. Another thread that writes to the pipe, or closes an end for good, then sleeps
+//! there. Another thread that writes to the pipe, or closes the last descriptor of an end, then sleeps
 //! uninterruptibly. The thread that holds the lock can be killed, and the end of this process
-//! resolves the page fault: nothing stays stuck. The numbers are those of linux/userfaultfd.h.
+//! resolves the page fault, so that no thread stays stuck. The constants are those of
+//! linux/userfaultfd.h.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -36,7 +37,7 @@ struct MissingPage {
 }
 
 impl PipeLock {
-    /// The only writing end of the pipe, and the lock.
+    /// Makes a pipe and takes its lock. Returns the only writing end, and the holder of the lock.
     ///
     /// # Errors
     /// When this user may not handle page faults of system calls, or there is no userfaultfd(2).
@@ -54,7 +55,7 @@ impl PipeLock {
     }
 
     fn wait_for_fault(&self) -> io::Result<()> {
-        let faults = self.faults.as_ref().expect("there until drop");
+        let faults = self.faults.as_ref().expect("only drop takes it");
         let mut fds = [PollFd::new(faults, PollFlags::IN)];
         let limit = Timespec::try_from(DEADLINE).expect("some seconds");
         match poll(&mut fds, Some(&limit))? {

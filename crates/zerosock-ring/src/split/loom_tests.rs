@@ -95,7 +95,7 @@ impl Ring {
         }
     }
 
-    /// Waits as an engine does: drain, request notifications, read the index again, sleep.
+    /// Waits as a driver or device does: drain, request notifications, read the index again, sleep.
     fn take_or_wait(&self, consumer: &mut Consumer, event_idx: bool) -> u16 {
         loop {
             let limit = self.entries.len() as u16;

@@ -8,8 +8,8 @@
 
 use super::Address;
 
-/// A place of a `ZcSocket`. With another `ZcSocket` it denotes some other place or none, and can
-/// return the wrong buffer; this is safe.
+/// Identifies a place of a `ZcSocket`. In another `ZcSocket` it identifies an unrelated place or
+/// none, so that a call may return the wrong buffer; this is safe.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub struct Key(pub(super) u32);
 
@@ -21,15 +21,17 @@ impl Key {
     }
 }
 
+/// Storage for one buffer and its destination.
 pub(super) struct Place<B> {
     pub(super) buffer: Option<B>,
     pub(super) address: Option<Address>,
     /// Number of pending results.
     pub(super) results: u32,
     /// Number of pending notifications.
-    pub(super) notes: u32,
+    pub(super) notifications: u32,
 }
 
+/// All places of a `ZcSocket`.
 pub(super) struct Places<B> {
     places: Box<[Place<B>]>,
     free: Vec<u32>,
@@ -46,7 +48,7 @@ impl<B> Places<B> {
             buffer: None,
             address: None,
             results: 0,
-            notes: 0,
+            notifications: 0,
         };
         Self {
             places: (0..capacity).map(place).collect(),
@@ -56,10 +58,12 @@ impl<B> Places<B> {
         }
     }
 
+    /// Number of free places.
     pub(super) fn room(&self) -> usize {
         self.free.len()
     }
 
+    /// Stores a buffer in a free place; returns it if there is none.
     pub(super) fn put(&mut self, buffer: B, address: Option<Address>) -> Result<Key, B> {
         let Some(index) = self.free.pop() else {
             return Err(buffer);
@@ -89,7 +93,7 @@ impl<B> Places<B> {
     /// Whether the place has no pending result or notification.
     pub(super) fn idle(&self, key: Key) -> bool {
         self.get(key)
-            .is_none_or(|place| place.results == 0 && place.notes == 0)
+            .is_none_or(|place| place.results == 0 && place.notifications == 0)
     }
 
     /// Takes the buffer out of an idle place.
@@ -117,7 +121,7 @@ impl<B> Places<B> {
     /// Adds a pending result: a request was made of this place.
     pub(super) fn begun(&mut self, key: Key) {
         if let Some(place) = self.places.get_mut(key.index()) {
-            self.busy += u32::from(place.results == 0 && place.notes == 0);
+            self.busy += u32::from(place.results == 0 && place.notifications == 0);
             place.results += 1;
         }
     }
@@ -131,16 +135,16 @@ impl<B> Places<B> {
             .filter(|place| place.results > 0)
         {
             place.results -= 1;
-            self.busy -= u32::from(place.results == 0 && place.notes == 0);
+            self.busy -= u32::from(place.results == 0 && place.notifications == 0);
         }
     }
 
     /// Adds a pending notification of a request, which `took` bytes of this place or none.
     pub(super) fn expect_notification(&mut self, key: Key, took: bool) {
         if let Some(place) = self.places.get_mut(key.index()) {
-            self.busy += u32::from(place.results == 0 && place.notes == 0);
+            self.busy += u32::from(place.results == 0 && place.notifications == 0);
             self.reading += u32::from(took);
-            place.notes += 1;
+            place.notifications += 1;
         }
     }
 
@@ -149,11 +153,11 @@ impl<B> Places<B> {
         if let Some(place) = self
             .places
             .get_mut(key.index())
-            .filter(|place| place.notes > 0)
+            .filter(|place| place.notifications > 0)
         {
-            place.notes -= 1;
+            place.notifications -= 1;
             self.reading -= u32::from(took);
-            self.busy -= u32::from(place.results == 0 && place.notes == 0);
+            self.busy -= u32::from(place.results == 0 && place.notifications == 0);
         }
     }
 }

@@ -63,7 +63,7 @@ pub(super) struct Request {
     /// The result is pending.
     open: bool,
     /// Number of pending notifications.
-    notes: u32,
+    notifications: u32,
 }
 
 // SAFETY: only the pointers in `pieces` and `header` are not Send by themselves. They point to
@@ -248,7 +248,7 @@ impl Requests {
     ) {
         let request = &mut self.all[id.0 as usize];
         request.open = false;
-        request.notes += u32::from(note == NotificationDue::Follows);
+        request.notifications += u32::from(note == NotificationDue::Follows);
         let failed = result.is_err();
         let (mut left, mut error) = match result {
             Ok(sent) => (sent, None),
@@ -270,7 +270,7 @@ impl Requests {
             }
             member.took = took > 0;
             member.is_notified = member.took || failed;
-            for _ in 0..request.notes * u32::from(member.is_notified) {
+            for _ in 0..request.notifications * u32::from(member.is_notified) {
                 places.expect_notification(member.key, member.took);
             }
             places.ended(member.key);
@@ -289,7 +289,7 @@ impl Requests {
     /// Adds a pending notification to a request: a failed send that took an id, or may have.
     pub(super) fn expect_notification<B>(&mut self, places: &mut Places<B>, id: RequestId) {
         let request = &mut self.all[id.0 as usize];
-        request.notes += 1;
+        request.notifications += 1;
         if !request.open {
             for member in request.members.iter().filter(|member| member.is_notified) {
                 places.expect_notification(member.key, member.took);
@@ -300,10 +300,10 @@ impl Requests {
     /// Handles one notification of a request.
     pub(super) fn notified<B>(&mut self, places: &mut Places<B>, id: RequestId, copied: bool) {
         let request = &mut self.all[id.0 as usize];
-        let Some(notes) = request.notes.checked_sub(1) else {
+        let Some(notifications) = request.notifications.checked_sub(1) else {
             return;
         };
-        request.notes = notes;
+        request.notifications = notifications;
         // Before the result, the notification was not added to the places.
         if !request.open {
             let mut is_first = true;
@@ -333,7 +333,7 @@ impl Requests {
 
     fn free_if_finished(&mut self, id: RequestId) {
         let request = &mut self.all[id.0 as usize];
-        if !request.open && request.notes == 0 {
+        if !request.open && request.notifications == 0 {
             if request.pieces.capacity() > MAX_KEPT_PIECES {
                 request.pieces = Vec::new();
             }
@@ -351,7 +351,7 @@ impl Requests {
         let id = RequestId(user_data as u32);
         let request = self.all.get(id.0 as usize)?;
         let is_it = request.number == (user_data >> 32) as u32;
-        (is_it && (request.open || request.notes > 0)).then_some(id)
+        (is_it && (request.open || request.notifications > 0)).then_some(id)
     }
 
     /// Handles a completion; ignores a notification that is not pending. Returns the number of the

@@ -15,7 +15,7 @@ use zerosock_zc::{
 };
 
 use crate::alone::alone;
-use crate::asleep::waiting;
+use crate::asleep::spawn_waiter;
 use crate::faults::limit_locked_memory;
 use crate::network::{BACKENDS, SINK, fill, tc, with_sink};
 
@@ -358,7 +358,7 @@ fn a_waiting_thread_is_woken_for_a_copied_piece() {
             back(&mut sender);
             let sender = sender.into_shared().expect("descriptors");
             thread::scope(|scope| {
-                let waiting = waiting(scope, &sender);
+                let waiting = spawn_waiter(scope, &sender);
                 let sent = sender.send(send(300, true).copying(Copying::Always));
                 sent.map_err(|refused| refused.why).expect("a place");
                 assert_eq!(waiting.join().expect("it").buffer.len(), 300, "{backend:?}");

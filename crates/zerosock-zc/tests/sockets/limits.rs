@@ -14,7 +14,7 @@ use zerosock_zc::{
     Backend, Builder, CloseOutcome, Copying, Interest, Outgoing, Refusal, Returned, Sender,
 };
 
-use crate::asleep::waiting;
+use crate::asleep::spawn_waiter;
 use crate::ends::{ALL, SENDS, pair, read_to_reset};
 use crate::network::{BACKENDS, SINK, fill, tc, with_sink};
 
@@ -456,7 +456,7 @@ fn a_waiting_thread_observes_the_limit_of_later_sends() {
             back(&mut sender);
             let sender = sender.into_shared().expect("descriptors");
             thread::scope(|scope| {
-                let waiting = waiting(scope, &sender);
+                let waiting = spawn_waiter(scope, &sender);
                 let sent = sender.send(datagram(TAKEN));
                 sent.map_err(|refused| refused.why).expect("a place");
                 assert_eq!(code(&waiting.join().expect("it")), Some(libc::ETIMEDOUT));

@@ -1,7 +1,5 @@
 //! The configuration of a set of devices, and errors of starting and changing it.
 
-use crate::control::attach::AttachTerms;
-use crate::routing::access::AccessList;
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,6 +8,9 @@ use std::path::PathBuf;
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::pairs::BadPairs;
 use zerosock_virtio::numbers::MAX_DEVICES;
+
+use crate::control::attach::AttachTerms;
+use crate::routing::access::AccessList;
 
 /// How a guest and programs on the host connect to each other.
 #[derive(Debug)]

@@ -9,13 +9,7 @@
 //! The registry only sends messages to workers, so it serves workers with threads of their own and a
 //! worker that the embedding program drives.
 
-use crate::device::factory::{Member, Terms};
-use crate::device::{Device, Shared, WorkerMessage};
-use crate::routing::Routes;
-use crate::routing::access::AccessList;
-use crate::routing::name::Name;
-use std::collections::BTreeSet;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use zerosock_proto::{Cid, Port};
 use zerosock_sys::account::Budget;
@@ -25,6 +19,12 @@ use zerosock_virtio::mailbox::Sender;
 use zerosock_virtio::numbers::Numbers;
 use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::worker::WorkerPort;
+
+use crate::device::factory::{Member, Terms};
+use crate::device::{Device, Shared, WorkerMessage};
+use crate::routing::Routes;
+use crate::routing::access::AccessList;
+use crate::routing::name::Name;
 
 /// The routes to a device.
 #[derive(Copy, Clone, Debug, Default)]

@@ -12,18 +12,18 @@
 //! for held chains, [`super::lending`] has the loans, and [`crate::host`] the functions that the
 //! program calls.
 
+use crate::device::state::app::{NONE, QueueStore};
 use zerosock_proto::vsock::{ConnectError, FlowError, FlowId, How, ReserveError, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD, SocketType};
 use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_ring::Chain;
 
-use super::app_store::{NONE, QueueStore};
-use super::bridge::{AppEnd, Bridge, BridgePeer};
 use super::events::emit;
-use super::program::{App, HostToken};
+use super::state::bridge::{AppEnd, Bridge, BridgePeer};
+use super::state::program::{App, HostToken};
 use super::{Context, Device};
 use crate::table::gathered::unsent;
-use crate::table::sockets::{Ends, HeldBuffer, ReadyFlags, Sockets, StreamId, StreamState};
+use crate::table::sockets::{Ends, HeldBuffer, ReadyFlag, Sockets, StreamId, StreamState};
 use crate::table::{backend::CreditInfo, transfers::SendFault};
 use zerosock_virtio::ring::Ring;
 
@@ -226,7 +226,7 @@ impl Device {
             && let Some(conn) = app.sockets.get_mut(id)
         {
             conn.state = StreamState::Connected;
-            app.sockets.set_ready(id, ReadyFlags::Connected);
+            app.sockets.set_ready(id, ReadyFlag::Connected);
         }
     }
 
@@ -246,7 +246,7 @@ impl Device {
             if send {
                 app.sockets.drop_half(id, &mut self.store());
             }
-            app.sockets.set_ready(id, ReadyFlags::PeerShutdown);
+            app.sockets.set_ready(id, ReadyFlag::PeerShutdown);
         }
     }
 
@@ -256,7 +256,7 @@ impl Device {
             && let Some(conn) = app.sockets.get_mut(id)
         {
             conn.wants_room = false;
-            app.sockets.set_ready(id, ReadyFlags::Writable);
+            app.sockets.set_ready(id, ReadyFlag::Writable);
         }
     }
 

@@ -7,100 +7,12 @@
 
 use std::sync::Arc;
 
-use zerosock_proto::vsock::{FlowId, Shard};
-use zerosock_ring::{Memory, Piece};
+use zerosock_ring::Memory;
 
-use super::program::{App, HostToken};
+use super::state::program::{App, HostToken};
 use super::{Context, Device};
-use crate::table::sockets::{Store, Waiters};
+use crate::device::state::app::{AppState, NONE, QueueStore};
 use zerosock_virtio::ring::Ring;
-
-/// No pool assigned yet.
-pub(super) const NONE: u32 = u32::MAX;
-
-/// The transmit queue and shard to which held chains and credit are returned. Both are `None` for
-/// a connection that has outlived its device, of which only copies are left.
-#[derive(Default)]
-pub(crate) struct QueueStore<'a> {
-    tx: Option<&'a mut Ring>,
-    shard: Option<&'a mut Shard>,
-}
-
-impl<'a> QueueStore<'a> {
-    #[inline]
-    pub(super) fn new(tx: &'a mut Ring, shard: &'a mut Shard) -> QueueStore<'a> {
-        QueueStore {
-            tx: Some(tx),
-            shard: Some(shard),
-        }
-    }
-}
-
-impl Store for QueueStore<'_> {
-    type Token = HostToken;
-
-    #[inline]
-    fn memory(&self, token: &HostToken) -> Option<&Arc<Memory>> {
-        let tx = self.tx.as_ref().filter(|tx| tx.epoch == token.epoch)?;
-        Some(tx.queue.memory())
-    }
-
-    #[inline]
-    fn pieces<'a>(&'a self, token: &'a HostToken) -> &'a [Piece] {
-        token.chain.readable()
-    }
-
-    #[inline]
-    fn release(&mut self, token: HostToken) {
-        if let Some(tx) = &mut self.tx
-            && tx.epoch == token.epoch
-        {
-            tx.complete(token.chain, 0);
-        }
-    }
-
-    #[inline]
-    fn consumed(&mut self, _pool: u32, flow: FlowId, bytes: u32) {
-        if let Some(shard) = &mut self.shard {
-            // Fails if the flow has ended.
-            let _ = shard.consume(flow, bytes);
-        }
-    }
-
-    fn consumed_empty(&mut self, _pool: u32, flow: FlowId, messages: u16) {
-        if let Some(shard) = &mut self.shard {
-            // As above.
-            let _ = shard.consume_empty(flow, messages);
-        }
-    }
-}
-
-/// A device's state for the embedding program.
-#[derive(Debug)]
-pub(super) struct AppState {
-    /// The device's pool in the table.
-    pub(super) pool: u32,
-    /// The most descriptors that one chain of the guest has had; limits the chains in the queue.
-    descriptors: u16,
-    /// Connections that found no buffer to send in.
-    pub(super) waiters: Waiters,
-    /// Receive buffers on loan.
-    pub(super) loans: u16,
-    /// Replaced memory that leases may keep mapped.
-    pub(super) old: super::lending::OldMemory,
-}
-
-impl Default for AppState {
-    fn default() -> AppState {
-        AppState {
-            pool: NONE,
-            descriptors: 1,
-            waiters: Waiters::default(),
-            loans: 0,
-            old: Default::default(),
-        }
-    }
-}
 
 impl AppState {
     /// Records the descriptors of a chain; more per chain mean fewer chains in the pool.

@@ -10,15 +10,17 @@
 //! connect is therefore retried after a pause that doubles. All connections to a port wait in the
 //! order of their deadlines, and only the first of them is tried.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
+use zerosock_proto::Port;
 use zerosock_proto::vsock::FlowId;
-use zerosock_proto::{Instant, Port};
 
-use super::bridge::{Bridge, BridgePeer};
-use super::timers::Timer;
+use super::state::bridge::BridgePeer;
+use super::state::timers::Timer;
 use super::{Context, Device};
+use crate::device::host_sockets::HostPort;
+use crate::device::state::backlogs::Backlog;
 
 /// The first pause: an accepting program has usually made room by then.
 const FIRST_PAUSE: Duration = Duration::from_micros(250);
@@ -27,27 +29,6 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 /// Connects tried per call.
 const BUDGET: usize = 64;
 
-/// A host socket that guests connect to: its port, and whether it takes messages.
-#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-pub(crate) struct HostPort {
-    pub(crate) port: Port,
-    pub(crate) messages: bool,
-}
-
-/// The ports that had a full backlog when they were last tried.
-#[derive(Debug, Default)]
-pub(crate) struct Backlogs(BTreeMap<HostPort, Backlog>);
-
-#[derive(Debug)]
-struct Backlog {
-    /// Deadlines and keys of the bridges that wait.
-    waiting: BTreeSet<(Instant, u32)>,
-    /// The last pause.
-    pause: Duration,
-    /// When the first bridge is tried again.
-    next: Instant,
-}
-
 /// The result of an attempt to connect.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Tried {
@@ -55,31 +36,6 @@ pub(super) enum Tried {
     Full,
     /// The bridge is connected, connecting, refused or removed.
     Decided,
-}
-
-impl Backlogs {
-    #[cfg(test)]
-    pub(super) fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Queues a bridge behind others for the same port. Returns false if no other bridge waits.
-    fn wait_behind_others(&mut self, to: HostPort, deadline: Instant, key: u32) -> bool {
-        let backlog = self.0.get_mut(&to);
-        backlog.is_some_and(|backlog| backlog.waiting.insert((deadline, key)))
-    }
-
-    /// Removes a bridge from the list of its port.
-    pub(super) fn forget(&mut self, key: u32, bridge: &Bridge) {
-        if let BridgePeer::Retrying { to, deadline } = bridge.end
-            && let Some(backlog) = self.0.get_mut(&to)
-        {
-            backlog.waiting.remove(&(deadline, key));
-            if backlog.waiting.is_empty() {
-                self.0.remove(&to);
-            }
-        }
-    }
 }
 
 impl Device {

@@ -1,11 +1,11 @@
 //! Events of the protocol core and expired timers, and the device's actions on them.
 
-use super::bridge::BridgePeer;
 use super::sibling;
-use super::timers::Timer;
+use super::state::bridge::BridgePeer;
+use super::state::timers::Timer;
 use super::{Context, Device};
 use crate::device::host_sockets::{self, hybrid};
-use crate::device::sibling_message::SiblingMessage;
+use crate::device::state::sibling_message::SiblingMessage;
 use crate::header;
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::{Event, FlowId};
@@ -104,7 +104,7 @@ impl Device {
                 }
             }
             BridgePeer::Sibling(s) => {
-                let from = crate::device::sibling_message::Peer {
+                let from = crate::device::state::peer::Peer {
                     device: self.addr,
                     flow,
                 };

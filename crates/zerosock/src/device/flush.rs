@@ -7,10 +7,11 @@
 //! - Copies stay below the device's overflow limit: above it, the connections with the most copied
 //!   bytes are reset ([`super::outbound`]).
 
-use super::bridge::{Bridge, BridgePeer};
-use super::timers::Timer;
+use super::state::bridge::{Bridge, BridgePeer};
+use super::state::timers::Timer;
 use super::{Context, Device};
-use crate::device::sibling_message::{Peer, SiblingMessage};
+use crate::device::state::peer::Peer;
+use crate::device::state::sibling_message::SiblingMessage;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::SendFlags;

@@ -4,9 +4,9 @@
 //! `sendmsg` for all packets of a connection in the same turn; the payload is not touched. A full
 //! socket leaves chains held, within bounds ([`super::outbound`]).
 
-use super::bridge::BridgePeer;
 use super::flush::share_of;
 use super::outbound::HeldChain;
+use super::state::bridge::BridgePeer;
 use super::{Context, Device, TURN_BYTES};
 use crate::header;
 use crate::table::transfers::{Payload, ShowBounds};

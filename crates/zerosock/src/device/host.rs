@@ -1,20 +1,21 @@
 //! The host side of a device: listeners, CONNECT handshakes, and connects to host programs.
 
-use super::backlog::{HostPort, Tried};
-use super::bridge::BridgePeer;
-use super::timers::Timer;
+use super::backlog::Tried;
+use super::state::bridge::BridgePeer;
+use super::state::timers::Timer;
 use super::virtio::{BRIDGE, HANDSHAKE, LISTENER};
 use super::{Context, Device};
-use crate::device::host_sockets::hybrid::{self, Line, OkConvention, Services};
-use crate::device::host_sockets::{Attempt, HostSocket, forward};
-use crate::device::sibling_message::SiblingMessage;
-use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use crate::device::host_sockets::hybrid::{self, Line, OkConvention};
+use crate::device::host_sockets::{Attempt, HostPort, HostSocket, forward};
+use crate::device::state::host::{Caller, Handshake, HostEnd};
+use crate::device::state::sibling_message::SiblingMessage;
+use rustix::fd::{AsFd, BorrowedFd};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, SocketType as SocketKind};
 use std::time::Duration;
 use zerosock_proto::vsock::{FlowId, How, QueuePairs};
 use zerosock_proto::wire::vsock::SocketType;
-use zerosock_proto::{Address, Cid, Instant, Port};
+use zerosock_proto::{Address, Cid, Port};
 use zerosock_sys::PeerFd;
 use zerosock_virtio::poller::{EventKind, Interest, Readiness, Token};
 
@@ -24,69 +25,9 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Connections accepted per call.
 const ACCEPT_BUDGET: usize = 64;
 
-/// How the guest reaches host programs and they reach the guest.
-#[derive(Debug)]
-pub(crate) enum HostEnd {
-    /// Hybrid vsock: Unix sockets of host programs, and a listener if programs may connect.
-    Hybrid {
-        services: Services,
-        listener: Option<PeerFd>,
-        /// The same for messages, if enabled: sockets of type SOCK_SEQPACKET.
-        messages: Option<(Services, Option<PeerFd>)>,
-    },
-    /// The machine's own AF_VSOCK: the CID to connect to, and listeners with their ports.
-    Forward {
-        cid: u32,
-        listeners: Vec<(u32, OwnedFd)>,
-    },
-    /// No host side: the guest reaches siblings only.
-    None,
-}
-
-impl HostEnd {
-    /// A copy without the listeners: for connections from the guest only.
-    pub(crate) fn outward(&self) -> HostEnd {
-        match self {
-            HostEnd::Hybrid {
-                services, messages, ..
-            } => HostEnd::Hybrid {
-                services: services.base().to_owned().into(),
-                listener: None,
-                messages: messages
-                    .as_ref()
-                    .map(|(services, _)| (services.base().to_owned().into(), None)),
-            },
-            HostEnd::Forward { cid, .. } => HostEnd::Forward {
-                cid: *cid,
-                listeners: Vec::new(),
-            },
-            HostEnd::None => HostEnd::None,
-        }
-    }
-}
-
-/// A host program that has not sent its complete CONNECT line yet.
-#[derive(Debug)]
-pub(crate) struct Handshake {
-    socket: HostSocket,
-    socket_type: SocketType,
-    deadline: Instant,
-}
-
 /// Poller keys of a hybrid device's listeners.
 const STREAMS: u32 = 0;
 const MESSAGES: u32 = 1;
-
-/// A host program that connects to the guest.
-#[derive(Debug)]
-pub(crate) struct Caller {
-    socket: HostSocket,
-    socket_type: SocketType,
-    /// The guest's port.
-    to: Port,
-    /// The program sent CONNECT and waits for the OK line.
-    wants_ok: bool,
-}
 
 impl Device {
     /// Adds the listeners to the poller. The worker that owns the device calls it once.

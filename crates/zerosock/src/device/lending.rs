@@ -13,21 +13,22 @@
 //! header and is completed. When it is dropped, its chain is un-popped, or, if later chains were
 //! popped since, completed with no bytes, after which the driver posts it again.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use arrayvec::ArrayVec;
 use zerosock_proto::Address;
+use zerosock_proto::vsock::FlowId;
 use zerosock_proto::vsock::datagram::{DatagramId, data};
-use zerosock_proto::vsock::{FlowId, MessageReservation, Reservation};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory};
 
 use super::app::send_fault;
-use super::bridge::BridgePeer;
 use super::datagrams::NotPut;
 use super::events::emit;
-use super::program::App;
+use super::state::bridge::BridgePeer;
+use super::state::program::App;
 use super::{Context, Device};
+use crate::device::state::loans::{Credit, Lent, Loan, LoanOf};
 use crate::fallible;
 use crate::table::datagrams::DatagramFault;
 use crate::table::sockets::{BufferPlace, Copied, PIECES, StreamId};
@@ -36,65 +37,6 @@ use zerosock_virtio::ring::Ring;
 
 /// Marks an unused entry of `loan_keys`.
 const NONE: u32 = u32::MAX;
-
-/// A buffer on loan to the embedding program.
-#[derive(Debug)]
-pub(crate) struct Loan {
-    /// Index of the loan's slot in the lease table.
-    pub(super) index: u32,
-    pub(crate) of: LoanOf,
-    pub(crate) vm: u32,
-    pub(super) len: u32,
-    /// The connection; `None` for a datagram.
-    pub(super) flow: Option<FlowId>,
-    /// The buffer, while the loan is in place; `None` after it was taken back.
-    pub(super) chain: Option<Lent>,
-    pub(super) credit: Credit,
-    /// The contents of the buffer when it was taken back.
-    pub(super) copy: Option<Copied>,
-}
-
-/// The credit reserved for a loan.
-#[derive(Debug)]
-pub(super) enum Credit {
-    None,
-    Packet(Reservation),
-    /// For the whole message; in the first of its loans.
-    Message(MessageReservation),
-}
-
-/// What a loan is for.
-#[derive(Copy, Clone, Debug)]
-pub(crate) enum LoanOf {
-    Stream(StreamId),
-    /// One buffer of a message.
-    Message,
-    /// A datagram from this socket to this address.
-    Datagram(DatagramId, Address),
-}
-
-#[derive(Debug)]
-pub(super) struct Lent {
-    pub(super) chain: Chain,
-    /// The epoch of its queue.
-    pub(super) epoch: u32,
-    /// The queue's base and its `taken` counter just after this chain was popped. For loans of one
-    /// message, `taken` is the value after the last of them.
-    base: u16,
-    pub(super) taken: u32,
-}
-
-/// Replaced memory tables and their sizes in bytes.
-#[derive(Debug, Default)]
-pub(super) struct OldMemory(Vec<(Weak<Memory>, u64)>);
-
-impl OldMemory {
-    /// Bytes of the tables that are still mapped.
-    fn alive(&mut self) -> u64 {
-        self.0.retain(|(memory, _)| memory.strong_count() > 0);
-        self.0.iter().map(|(_, size)| *size).sum()
-    }
-}
 
 impl App {
     pub(super) fn loan_mut(&mut self, index: u32) -> Option<&mut Loan> {

@@ -9,26 +9,10 @@
 //! socket does after close(2). A socket that takes no byte for
 //! [`Limits::linger`](super::Limits::linger) is closed, and the bytes are lost.
 
-use std::collections::BTreeMap;
-
 use zerosock_proto::Instant;
 
-use super::timers::Timer;
+use super::state::timers::Timer;
 use super::{Context, Device};
-
-/// The lingering bridges: see the module.
-#[derive(Debug, Default)]
-pub(crate) struct Lingering {
-    /// By bridge key: when the program last took bytes, or when the connection ended.
-    last_progress: BTreeMap<u32, Instant>,
-    look_at: Option<Instant>,
-}
-
-impl Lingering {
-    pub(super) fn len(&self) -> usize {
-        self.last_progress.len()
-    }
-}
 
 impl Device {
     /// Registers a bridge after its flow has ended.

@@ -12,13 +12,14 @@
 
 use std::collections::TryReserveError;
 
+use crate::device::state::loans::{Credit, Loan, LoanOf};
 use zerosock_proto::vsock::{CommitError, FlowId, MessageReservation};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::Chain;
 
 use super::app::send_fault;
 use super::events::emit;
-use super::lending::{Credit, Loan, LoanOf, lend_chain};
+use super::lending::lend_chain;
 use super::{Context, Device};
 use crate::table::leases::NONE;
 use crate::table::outgoing::{Outgoing, end};

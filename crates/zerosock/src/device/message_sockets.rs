@@ -18,8 +18,8 @@ use zerosock_proto::vsock::{MessageReservation, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory, SliceBuf};
 
-use super::bridge::BridgePeer;
 use super::events::emit;
+use super::state::bridge::BridgePeer;
 use super::to_guest::Fill;
 use super::{Context, Device, TURN_BYTES};
 use crate::device::host_sockets::hybrid::{self, Ahead};

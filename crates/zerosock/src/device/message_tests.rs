@@ -1,16 +1,20 @@
 //! SEQPACKET messages from a sibling to the guest. The test is the sibling and also sends what no
 //! correct sibling sends.
 
+use std::sync::Arc;
+use zerosock_proto::vsock::Shard;
+use zerosock_proto::wire::vsock::{Op, Repr};
+use zerosock_proto::{Address, Cid, Instant, Port};
+use zerosock_virtio::device::WorkerDevice;
+use zerosock_virtio::outbox::DeviceAddr;
+
 use super::bare::{self, Guest};
 use super::ready_tests::Lab;
 use super::*;
 use crate::device::host_sockets::HostSocket;
-use crate::device::sibling_message::{Peer, SiblingMessage};
+use crate::device::state::peer::Peer;
+use crate::device::state::sibling_message::SiblingMessage;
 use crate::table::sockets::Ends;
-use zerosock_proto::Address;
-use zerosock_proto::Instant;
-use zerosock_proto::wire::vsock::{Op, Repr};
-use zerosock_virtio::device::WorkerDevice;
 
 /// The address of the sibling's service.
 const THERE: Address = Address::new(Cid::HOST, Port::new(9));

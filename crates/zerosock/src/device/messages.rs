@@ -12,53 +12,25 @@
 //! only if it can send all of it: a guest takes it with credit for the whole message or its
 //! connection is reset; a host socket takes it with one call.
 
-use std::collections::VecDeque;
 use std::io::IoSlice;
 
-use zerosock_proto::vsock::{FlowId, How, MessageReservation, ReserveError};
+use zerosock_proto::vsock::{FlowId, How, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory};
 
 use super::app::send_fault;
-use super::bridge::{BridgePeer, Inbound};
 use super::events::emit;
 use super::flush::share_of;
 use super::outbound::HeldChain;
 use super::sibling;
+use super::state::bridge::{BridgePeer, Inbound};
 use super::to_guest::{Fill, GATHER};
 use super::{Context, Device, TURN_BYTES};
-use crate::device::sibling_message::SiblingMessage;
+use crate::device::state::messages::Sending;
+use crate::device::state::sibling_message::SiblingMessage;
 use crate::table::outgoing::{Outgoing, Slices, end};
 use crate::table::sockets::{Ends, StreamId};
 use crate::table::transfers::SendFault;
-
-/// The message boundaries of a bridge.
-#[derive(Debug, Default)]
-pub(crate) struct Messages {
-    /// Lengths of complete messages from the guest in `outbound`, oldest first.
-    pub(super) outbound: VecDeque<(u32, Ends)>,
-    /// Bytes of the incomplete message behind them.
-    pub(super) half: u32,
-    /// Lengths of complete messages from a sibling.
-    pub(super) inbound: VecDeque<(u32, Ends)>,
-    /// The message that is being sent to the guest.
-    pub(super) sending: Option<Sending>,
-}
-
-/// A message of which a part was sent.
-#[derive(Debug)]
-pub(super) struct Sending {
-    room: MessageReservation,
-    left: u32,
-    ends: Ends,
-}
-
-impl Messages {
-    /// Bytes that the lists occupy.
-    pub(super) fn cost(&self) -> usize {
-        (self.outbound.len() + self.inbound.len()) * size_of::<(u32, Ends)>()
-    }
-}
 
 impl Device {
     /// Handles a part of a message from the guest.

@@ -17,10 +17,11 @@
 //!   buffers that the guest has posted;
 //! - `events`, `host`, `backlog`, `lingering`, `sibling`: the life cycle of connections;
 //! - `messages`, `message_sockets`: connections that carry messages (SEQPACKET);
-//! - `program`, `app`, `app_store`, `lending`, `message_loans`: connections with the program that
+//! - `app`, `app_store`, `lending`, `message_loans`: connections with the program that
 //!   embeds the device;
 //! - `virtio`: turns, events and commands of the VMM;
-//! - `queue_pairs`: a device with several queue pairs.
+//! - `queue_pairs`: a device with several queue pairs;
+//! - `state`: the data that all of these work on.
 
 pub(crate) mod app;
 pub(crate) mod app_store;
@@ -29,7 +30,6 @@ mod arming_tests;
 mod backlog;
 #[cfg(test)]
 pub(crate) mod bare;
-mod bridge;
 pub(crate) mod datagrams;
 mod events;
 pub(crate) mod factory;
@@ -48,7 +48,6 @@ mod messages;
 pub(crate) mod model;
 pub(crate) mod outbound;
 pub(crate) mod placing;
-pub(crate) mod program;
 pub(crate) mod queue_pair_ports;
 pub(crate) mod queue_pairs;
 #[cfg(test)]
@@ -56,214 +55,32 @@ mod queue_pairs_tests;
 #[cfg(test)]
 mod ready_tests;
 mod sibling;
-pub(crate) mod sibling_message;
+pub(crate) mod state;
 #[cfg(test)]
 mod time_limit_tests;
-mod timers;
 mod to_guest;
 #[cfg(test)]
 mod turn_tests;
 mod virtio;
 
-use crate::device::host_sockets::hybrid::OkConvention;
-
-use crate::routing::Routes;
-use crate::stats::{Counters, Holdings};
-use crate::table::gathered::Gathered;
-use crate::table::outgoing::Outgoing;
-use bridge::{Bridge, BridgePeer};
-use host::Handshake;
-pub(crate) use host::HostEnd;
-use outbound::Spares;
+use crate::stats::Holdings;
 use slab::Slab;
+use state::bridge::{Bridge, BridgePeer};
+pub(crate) use state::host::HostEnd;
+pub(crate) use state::{
+    Context, Device, EVENT, Limits, RX, Shared, TURN_BYTES, TX, VsockRings, Worker, WorkerMessage,
+};
 use std::collections::VecDeque;
-use std::fmt;
-use std::ops::RangeInclusive;
-use std::sync::Arc;
-use std::time::Duration;
-use timers::Timers;
-use zerosock_proto::vsock::{FlowId, Shard};
+use zerosock_proto::vsock::FlowId;
 use zerosock_proto::wire::vsock::SocketType;
-use zerosock_proto::{Cid, Port};
-use zerosock_sys::account::{Account, Budget};
-use zerosock_vhost_user::{FrontendLink, LogLimit};
+use zerosock_vhost_user::FrontendLink;
 use zerosock_virtio::command;
-use zerosock_virtio::outbox::DeviceAddr;
-use zerosock_virtio::queues::QueueSet;
 use zerosock_virtio::ring::Ring;
-
-/// Index of the receive queue: buffers for packets to the guest (virtio 1.2, 5.10.2).
-pub(crate) const RX: u16 = 0;
-/// Index of the transmit queue: packets from the guest.
-pub(crate) const TX: u16 = 1;
-/// Index of the event queue.
-pub(crate) const EVENT: u16 = 2;
-
-/// Payload bytes that one turn of a device moves in each direction: about a millisecond of work.
-pub(crate) const TURN_BYTES: usize = 2 << 20;
 
 /// The bridge slab is freed when it is empty and its capacity exceeds this number.
 const KEPT: usize = 1024;
 
-/// Limits of each device.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
-    /// Time from accepting a host program to its complete CONNECT line.
-    pub(crate) handshake: Duration,
-    /// Time for which a connect to a host socket with a full backlog is retried.
-    pub(crate) connect: Duration,
-    /// Time for which a stalled connection may hold chains of the guest.
-    pub(crate) hold: Duration,
-    /// Bytes that all connections of a device together may have in overflow buffers. Connections
-    /// with the embedding program have a second limit of the same size.
-    pub(crate) overflow: usize,
-    /// Bytes of replaced guest memory that leases may keep mapped; at least twice the size of the
-    /// guest's current memory is allowed.
-    pub(crate) old_memory: u64,
-    /// Accepted host programs with an incomplete CONNECT line, at most.
-    pub(crate) handshakes: usize,
-    /// Host sockets of ended connections that still have bytes to take, at most.
-    pub(crate) lingering: usize,
-    /// Time after which a lingering socket that takes no byte is closed.
-    pub(crate) linger: Duration,
-    pub(crate) ok: OkConvention,
-}
-
-/// State that all devices of a worker share.
-pub(crate) struct Shared {
-    pub(crate) routes: Arc<Routes>,
-    pub(crate) counters: Arc<Counters>,
-    pub(crate) limits: Limits,
-    /// The embedding program's state, if a program embeds the devices.
-    pub(crate) app: Option<Box<program::App>>,
-}
-
-/// What the worker lends a device for one call.
-pub(crate) type Context<'a> = zerosock_virtio::device::Context<'a, Device>;
-
-/// A worker of vsock devices.
-pub(crate) type Worker = zerosock_virtio::worker::Worker<Device>;
-
-/// A message to a worker of vsock devices.
-pub(crate) type WorkerMessage = zerosock_virtio::worker::WorkerMessage<Device>;
-
-/// The rings of a queue pair.
-#[derive(Debug, Default)]
-pub(crate) struct VsockRings {
-    pub(crate) rx: Option<Ring>,
-    pub(crate) tx: Option<Ring>,
-    /// Only the first pair has an event queue.
-    pub(crate) event: Option<Ring>,
-}
-
-/// The device half of one queue pair: see the module.
-pub(crate) struct Device {
-    addr: DeviceAddr,
-    cid: Cid,
-    shard: Shard,
-    host: HostEnd,
-    /// Set if the guest is a host service (CID 2): it may connect from these ports and from ports
-    /// that it has claimed, so that no two services use the same address.
-    service: Option<RangeInclusive<Port>>,
-    queue_pairs: queue_pairs::QueuePairSet,
-    /// The descriptor budget that host sockets count against.
-    account: Account,
-    warnings: LogLimit,
-
-    queues: QueueSet<VsockRings>,
-    /// A TRANSPORT_RESET event has to be sent to the driver.
-    announce_reset: bool,
-
-    bridges: Slab<Bridge>,
-    /// Key of the bridge, by flow index; `u32::MAX`: none.
-    by_flow: Vec<u32>,
-    lingering: lingering::Lingering,
-    backlogs: backlog::Backlogs,
-    handshakes: Slab<Handshake>,
-    /// Keys of bridges that may have something for the guest, in the order of their turns.
-    ready: VecDeque<u32>,
-    /// Messages with remaining bytes that wait for buffers of the guest.
-    outgoing: VecDeque<Outgoing>,
-    /// Small writes of the embedding program, gathered into larger packets.
-    gathered: Gathered,
-    /// Keys of bridges that received bytes from the guest in this turn.
-    dirty: Vec<u32>,
-    /// Queues of idle bridges, for reuse.
-    spare_outbound: Spares<outbound::OutboundQueue>,
-    spare_inbound: Spares<bridge::InboundQueue>,
-    /// Sums of [`Bridge::counted`] over all bridges.
-    stalled_chains: usize,
-    overflow_bytes: usize,
-    timers: Timers,
-    /// Entries of `ready` without a bridge, which was removed.
-    stale_ready: usize,
-    /// Connection requests to siblings without an answer.
-    unanswered: usize,
-    /// Payload bytes moved in this turn in the current direction.
-    moved: usize,
-    /// The guest had no buffer for something that is to be sent to it.
-    starved: bool,
-    app: app_store::AppState,
-    datagrams: datagrams::Datagrams,
-
-    /// The peer is an attached process, not a VM.
-    pub(crate) process: bool,
-    /// The rings have unpublished changes that [`app_flush`](Self::app_flush) publishes.
-    pub(crate) touched: bool,
-    /// The values last reported to the worker's counters.
-    counted: Holdings,
-}
-
 impl Device {
-    pub(crate) fn new(
-        addr: DeviceAddr,
-        cid: Cid,
-        shard: Shard,
-        host: HostEnd,
-        service: Option<RangeInclusive<Port>>,
-    ) -> Device {
-        Device {
-            addr,
-            cid,
-            shard,
-            host,
-            service,
-            queue_pairs: queue_pairs::QueuePairSet::one(addr),
-            account: Budget::unlimited().account(),
-            warnings: LogLimit::default(),
-            queues: QueueSet::new(0),
-            announce_reset: false,
-            bridges: Slab::new(),
-            by_flow: Vec::new(),
-            lingering: lingering::Lingering::default(),
-            backlogs: backlog::Backlogs::default(),
-            handshakes: Slab::new(),
-            ready: VecDeque::new(),
-            outgoing: VecDeque::new(),
-            gathered: Gathered::default(),
-            dirty: Vec::new(),
-            spare_outbound: Spares::default(),
-            spare_inbound: Spares::default(),
-            stalled_chains: 0,
-            overflow_bytes: 0,
-            timers: Timers::default(),
-            stale_ready: 0,
-            unanswered: 0,
-            moved: 0,
-            starved: false,
-            app: app_store::AppState::default(),
-            datagrams: datagrams::Datagrams::new(),
-            process: false,
-            touched: false,
-            counted: Holdings::default(),
-        }
-    }
-
-    /// Sets the budget that the device's host sockets count against.
-    pub(crate) fn set_account(&mut self, account: Account) {
-        self.account = account;
-    }
-
     /// Publishes the current counts of connections, bridges, timers and ports to the counters.
     pub(super) fn count(&mut self, cx: &Context<'_>) {
         let now = Holdings {
@@ -431,8 +248,10 @@ impl Device {
         });
         if let BridgePeer::Sibling(sibling) = &mut bridge.end {
             sibling::return_inbound(sibling, false, cx);
-            if let Some(parked) = sibling.parked.take() {
-                self.abandon_parked(*parked, cx);
+            if sibling.parked
+                && let Some(flow) = bridge.flow
+            {
+                self.abandon_parked(flow, cx);
             }
         }
         cx.shared.counters.conns_removed.add(1);
@@ -464,14 +283,5 @@ impl Device {
         if let Some(link) = link {
             link.close(reason);
         }
-    }
-}
-
-impl fmt::Debug for Device {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Device")
-            .field("addr", &self.addr)
-            .field("cid", &self.cid)
-            .finish_non_exhaustive()
     }
 }

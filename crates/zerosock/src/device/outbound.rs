@@ -10,9 +10,10 @@
 //! per connection once the other end has stalled. The rest is copied into an overflow buffer, which
 //! credit limits to the advertised `buf_alloc`.
 
-use crate::fallible;
 use std::collections::VecDeque;
 use zerosock_ring::{Chain, Memory, SliceBuf};
+
+use crate::fallible;
 
 /// Part of a chain's readable bytes.
 #[derive(Debug)]

@@ -22,64 +22,21 @@
 //! the new pair. The new pair parks messages that come directly until the forwarded `Flushed` has
 //! arrived. So both ends may move at the same time.
 
-use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use zerosock_proto::vsock::{FlowId, FlowSnapshot, QueuePairs};
+use zerosock_proto::vsock::{FlowId, QueuePairs};
 use zerosock_proto::wire::vsock::{Op, Repr};
 
-use super::app_store::QueueStore;
-use super::bridge::{Bridge, BridgePeer, SiblingEnd};
 use super::sibling;
+use super::state::bridge::{BridgePeer, SiblingEnd};
 use super::virtio::BRIDGE;
 use super::{Context, Device};
-use crate::device::sibling_message::{Peer, SiblingMessage};
+use crate::device::state::app::QueueStore;
+use crate::device::state::peer::Peer;
+use crate::device::state::queue_pairs::{Forwarding, QueuePairSet};
+use crate::device::state::sibling_message::{Handoff, SiblingMessage};
 use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::poller::{Interest, Token};
-
-/// The queue pairs of a device, and the connections moving between this pair and others.
-#[derive(Debug)]
-pub(crate) struct QueuePairSet {
-    /// The number of this pair.
-    pub(super) pair: u16,
-    own: DeviceAddr,
-    /// The addresses of all pairs, by number.
-    all: Arc<[DeviceAddr]>,
-    /// The number of pairs that the driver uses.
-    pub(super) used: QueuePairs,
-    /// Connections handed off without a confirmation by the new pair.
-    unconfirmed: HashSet<FlowId>,
-    /// Connections handed off with siblings that may still send to this pair.
-    forwarding: HashMap<FlowId, Forwarding>,
-    /// Adopted connections that wait for forwarded messages of their siblings.
-    parking: usize,
-}
-
-/// Where messages for a connection that was handed off have to go.
-#[derive(Debug)]
-enum Forwarding {
-    /// The new pair has not confirmed the arrival: messages to forward afterwards.
-    InTransit(Vec<SiblingMessage>),
-    To(Peer),
-}
-
-/// A connection on its way from one queue pair to another.
-#[derive(Debug)]
-pub(crate) struct Handoff {
-    snapshot: FlowSnapshot,
-    bridge: Bridge,
-    /// Its address at the old pair.
-    old: Peer,
-    /// The answer to the driver's MOVE, sent at the old pair after the arrival.
-    answer: Repr,
-}
-
-/// Messages that a sibling sent to the new pair directly. They wait until the old pair has
-/// forwarded the sibling's earlier messages.
-#[derive(Debug)]
-pub(crate) struct Parked {
-    messages: Vec<SiblingMessage>,
-}
 
 /// Whether a connection can be handed off.
 enum MoveState {
@@ -89,42 +46,6 @@ enum MoveState {
     /// The pair does not exist, a command is pending, the connection is not established, the
     /// program has loans on it, or its previous handoff is not complete.
     Refused,
-}
-
-impl QueuePairSet {
-    /// A device with a single pair, or its first pair before the others are known.
-    pub(super) fn one(addr: DeviceAddr) -> QueuePairSet {
-        QueuePairSet::new(0, addr, Arc::new([addr]))
-    }
-
-    fn new(pair: u16, own: DeviceAddr, all: Arc<[DeviceAddr]>) -> QueuePairSet {
-        QueuePairSet {
-            pair,
-            own,
-            all,
-            used: QueuePairs::ONE,
-            unconfirmed: HashSet::new(),
-            forwarding: HashMap::new(),
-            parking: 0,
-        }
-    }
-
-    /// Whether no handoff from or to this pair is in progress.
-    #[cfg(test)]
-    pub(super) fn is_at_rest(&self) -> bool {
-        self.unconfirmed.is_empty() && self.forwarding.is_empty() && self.parking == 0
-    }
-
-    /// The address of the first pair, which is the address of the device.
-    pub(super) fn first(&self) -> DeviceAddr {
-        self.all.first().copied().unwrap_or(self.own)
-    }
-
-    /// The address of pair `pair`, if the driver uses it and it is not this one.
-    pub(super) fn other(&self, pair: u32) -> Option<DeviceAddr> {
-        let other = pair < u32::from(self.used.get()) && pair != u32::from(self.pair);
-        self.all.get(pair as usize).copied().filter(|_| other)
-    }
 }
 
 impl Device {
@@ -182,7 +103,7 @@ impl Device {
             BridgePeer::Socket { .. } if bridge.open => MoveState::Ready,
             BridgePeer::App(end) if end.loans == 0 => MoveState::Ready,
             // Parked messages mean that the previous handoff is not complete.
-            BridgePeer::Sibling(s) if bridge.open && s.parked.is_none() => {
+            BridgePeer::Sibling(s) if bridge.open && !s.parked => {
                 s.move_to = Some(pair as u16);
                 if s.out == 0 {
                     return MoveState::Ready;
@@ -366,9 +287,8 @@ impl Device {
                 }
             }
             BridgePeer::Sibling(s) => {
-                let messages = Vec::new();
-                s.parked = Some(Box::new(Parked { messages }));
-                self.queue_pairs.parking += 1;
+                s.parked = true;
+                self.queue_pairs.parked.insert(flow, Vec::new());
                 let Peer { device, flow: to } = s.peer;
                 let relocated = SiblingMessage::Relocated { to, from: now, old };
                 cx.outbox.send(device, relocated);
@@ -459,7 +379,9 @@ impl Device {
                 SiblingMessage::Flushed { to } => self.process_parked(to, cx),
                 message => return Some(message),
             },
-            message if self.queue_pairs.forwarding.is_empty() && self.queue_pairs.parking == 0 => {
+            message
+                if self.queue_pairs.forwarding.is_empty() && self.queue_pairs.parked.is_empty() =>
+            {
                 return Some(message);
             }
             message => {
@@ -468,22 +390,14 @@ impl Device {
                 };
                 if self.queue_pairs.forwarding.contains_key(&to) {
                     self.forward_message(to, message, cx);
-                } else if let Some(parked) = self.parked(to) {
-                    parked.messages.push(message);
+                } else if let Some(parked) = self.queue_pairs.parked.get_mut(&to) {
+                    parked.push(message);
                 } else {
                     return Some(message);
                 }
             }
         }
         None
-    }
-
-    fn parked(&mut self, flow: FlowId) -> Option<&mut Parked> {
-        let key = self.key_of(flow)?;
-        match &mut self.bridges.get_mut(key as usize)?.end {
-            BridgePeer::Sibling(s) => s.parked.as_deref_mut(),
-            _ => None,
-        }
     }
 
     /// Forwards a sibling's message for a connection that was handed off.
@@ -509,10 +423,10 @@ impl Device {
             .bridges
             .get_mut(key as usize)
             .map(|bridge| &mut bridge.end)
-            && let Some(parked) = s.parked.take()
         {
-            self.queue_pairs.parking -= 1;
-            for message in parked.messages {
+            s.parked = false;
+            let parked = self.queue_pairs.parked.remove(&flow);
+            for message in parked.into_iter().flatten() {
                 self.handle_sibling_message(message, cx);
             }
         }
@@ -539,9 +453,9 @@ impl Device {
     }
 
     /// Returns what parked messages carry: the connection ended while they were parked.
-    pub(super) fn abandon_parked(&mut self, parked: Parked, cx: &mut Context<'_>) {
-        self.queue_pairs.parking -= 1;
-        for message in parked.messages {
+    pub(super) fn abandon_parked(&mut self, flow: FlowId, cx: &mut Context<'_>) {
+        let parked = self.queue_pairs.parked.remove(&flow);
+        for message in parked.into_iter().flatten() {
             send_undeliverable(message, cx);
         }
     }

@@ -1,18 +1,20 @@
 //! Handoffs between two queue pairs of one device during which the driver stops or resets a pair.
 //! The test delivers the messages between the pairs, in an order of its own.
 
+use std::sync::Arc;
+use zerosock_proto::vsock::{PortTable, QueuePairs, Shard, ShardConfig};
+use zerosock_proto::wire::vsock::{Op, Repr};
+use zerosock_proto::{Address, Cid, Instant, Port};
+use zerosock_vhost_user::{DeviceCommand, Reply};
+use zerosock_virtio::device::WorkerDevice;
+use zerosock_virtio::outbox::DeviceAddr;
+
 use super::bare::{self, Guest};
 use super::ready_tests::Lab;
 use super::*;
-use crate::device::queue_pairs::Handoff;
-use crate::device::sibling_message::{Peer, SiblingMessage};
+use crate::device::state::peer::Peer;
+use crate::device::state::sibling_message::{Handoff, SiblingMessage};
 use crate::stats::Stats;
-use zerosock_proto::Address;
-use zerosock_proto::Instant;
-use zerosock_proto::vsock::{PortTable, QueuePairs, ShardConfig};
-use zerosock_proto::wire::vsock::{Op, Repr};
-use zerosock_vhost_user::{DeviceCommand, Reply};
-use zerosock_virtio::device::WorkerDevice;
 
 const THERE: Address = Address::new(Cid::HOST, Port::new(9));
 const HERE: Address = Address::new(Cid::new(3), Port::new(5));

@@ -1,13 +1,17 @@
 //! The ready list: each bridge is on it at most once, and entries of removed bridges are swept.
 
-use super::*;
-use crate::device::sibling_message::SiblingMessage;
-use zerosock_proto::Instant;
-use zerosock_proto::vsock::{PortTable, ShardConfig};
-use zerosock_proto::{Address, Port};
+use std::sync::Arc;
+use std::time::Duration;
+use zerosock_proto::vsock::{PortTable, Shard, ShardConfig};
+use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_sys::notify::Notifier;
-use zerosock_virtio::outbox::Outbox;
+use zerosock_virtio::outbox::{DeviceAddr, Outbox};
 use zerosock_virtio::poller::Poller;
+
+use super::*;
+use crate::device::host_sockets::hybrid::OkConvention;
+use crate::device::state::sibling_message::SiblingMessage;
+use crate::stats::Counters;
 
 pub(super) struct Lab {
     poller: Poller,

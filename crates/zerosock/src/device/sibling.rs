@@ -4,12 +4,13 @@
 //! - A lent chain comes back exactly once, whichever side ends first.
 //! - Bytes and ends keep their order.
 //!
-//! [`sibling_message`](super::sibling_message) describes the messages.
+//! [`sibling_message`](super::state::sibling_message) describes the messages.
 
-use super::bridge::{Bridge, BridgePeer, Inbound, InboundQueue, SiblingEnd};
 use super::outbound::{Spares, copy_out};
+use super::state::bridge::{Bridge, BridgePeer, Inbound, InboundQueue, SiblingEnd};
 use super::{Context, Device};
-use crate::device::sibling_message::{Peer, SiblingMessage};
+use crate::device::state::peer::Peer;
+use crate::device::state::sibling_message::SiblingMessage;
 use zerosock_proto::vsock::{FlowId, How, SMALL_PACKET};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};

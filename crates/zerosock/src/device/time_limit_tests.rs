@@ -3,15 +3,16 @@
 use std::io::Read;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::time::Duration;
+use zerosock_proto::{Cid, Instant, Port};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType as SocketKind};
 
-use super::host::HostEnd;
 use super::outbound::Outbound;
 use super::ready_tests::Lab;
+use super::state::host::HostEnd;
 use super::*;
 use crate::device::host_sockets::HostSocket;
-use zerosock_proto::Instant;
 
 impl Lab {
     /// Handles the timers that are due `at` after the start.

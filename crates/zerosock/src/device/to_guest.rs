@@ -4,9 +4,9 @@
 //! and each filled buffer gets its header. Unfilled buffers are un-popped. The number of buffers
 //! per read adapts: a connection of small messages takes one, a stream up to [`GATHER`].
 
-use super::bridge::{Bridge, BridgePeer, Inbound};
 use super::events::emit;
 use super::sibling as siblings;
+use super::state::bridge::{Bridge, BridgePeer, Inbound};
 use super::{Context, Device, TURN_BYTES};
 use arrayvec::ArrayVec;
 use rustix::io::Errno;

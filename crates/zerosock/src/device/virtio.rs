@@ -6,10 +6,6 @@
 //!   lease is under a read guard.
 //! - Bytes that the guest sent before its front-end disconnected are delivered.
 
-use super::bridge::BridgePeer;
-use super::model::used_pairs;
-use super::{Context, Device, EVENT, RX, Shared, TX, VsockRings};
-use crate::device::sibling_message::SiblingMessage;
 use std::io;
 use std::sync::Arc;
 use zerosock_proto::Instant;
@@ -23,6 +19,11 @@ use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::poller::EventKind;
 use zerosock_virtio::queues::{QueueSet, Quiesced, Rings, Scope};
 use zerosock_virtio::ring::Ring;
+
+use super::model::used_pairs;
+use super::state::bridge::BridgePeer;
+use super::{Context, Device, EVENT, RX, Shared, TX, VsockRings};
+use crate::device::state::sibling_message::SiblingMessage;
 
 /// A listening socket on the host.
 pub(super) const LISTENER: EventKind = EventKind::new(1);

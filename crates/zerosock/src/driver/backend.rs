@@ -18,7 +18,7 @@ use crate::table::gathered::unsent;
 use crate::table::leases::Leases;
 use crate::table::outgoing::Outgoing;
 use crate::table::over::EndpointOver;
-use crate::table::sockets::{Copied, LeaseParts, MessageRead, NoLease, ReadyFlags};
+use crate::table::sockets::{Copied, LeaseParts, MessageRead, NoLease, ReadyFlag};
 use crate::table::{
     backend::{Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, ReadySource},
     transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault, ShowBounds, copy_shown},
@@ -183,7 +183,7 @@ impl Backend for Driver {
     fn shutdown(&mut self, id: StreamId, how: How) {
         Driver::shutdown(self, id, how);
         // Wakes a writer that waits on another thread.
-        self.sockets.set_ready(id, ReadyFlags::Writable);
+        self.sockets.set_ready(id, ReadyFlag::Writable);
     }
 
     fn close(&mut self, id: StreamId) {

@@ -11,7 +11,7 @@ use super::errors::DriverError;
 use super::events::DriverEvent;
 use super::queue_pairs::QueuePairId;
 use super::{Driver, Listener};
-use crate::table::sockets::{ReadyFlags, StreamId, StreamState};
+use crate::table::sockets::{ReadyFlag, StreamId, StreamState};
 
 impl Driver {
     /// Starts to connect to `peer`. [`DriverEvent::Connected`] or [`DriverEvent::Refused`] follows.
@@ -188,22 +188,22 @@ impl Driver {
                 port: listener.port,
             });
         }
-        let (stream, ready_flags) = self.sockets.next_ready_flag()?;
+        let (stream, flag) = self.sockets.next_ready_flag()?;
         let entry = self.sockets.get(stream)?;
-        Some(match ready_flags {
-            ReadyFlags::Connected => DriverEvent::Connected { stream },
-            ReadyFlags::Readable => DriverEvent::Readable { stream },
-            ReadyFlags::Writable => DriverEvent::Writable { stream },
-            ReadyFlags::PeerShutdown => DriverEvent::PeerShutdown {
+        Some(match flag {
+            ReadyFlag::Connected => DriverEvent::Connected { stream },
+            ReadyFlag::Readable => DriverEvent::Readable { stream },
+            ReadyFlag::Writable => DriverEvent::Writable { stream },
+            ReadyFlag::PeerShutdown => DriverEvent::PeerShutdown {
                 stream,
                 receive: entry.peer_recv_shutdown,
                 send: entry.peer_finished,
             },
-            ReadyFlags::Refused => DriverEvent::Refused {
+            ReadyFlag::Refused => DriverEvent::Refused {
                 stream,
                 peer: entry.peer,
             },
-            ReadyFlags::Closed => DriverEvent::Closed {
+            ReadyFlag::Closed => DriverEvent::Closed {
                 stream,
                 reset: entry.state == StreamState::Reset,
             },

@@ -16,7 +16,7 @@ use super::errors::DriverError;
 use super::link::guest_cid;
 use super::queue_pairs::{QueuePairId, RxSlot};
 use crate::header;
-use crate::table::sockets::{Ends, HeldBuffer, ReadyFlags, Store, StreamId, StreamState};
+use crate::table::sockets::{Ends, HeldBuffer, ReadyFlag, Store, StreamId, StreamState};
 use crate::table::transfers::{Payload, ShowBounds};
 
 /// Packets received by one turn before the caller runs again.
@@ -341,7 +341,7 @@ impl Driver {
                 Event::Connected { flow } => {
                     if let Some(stream) = self.flow(queue_pair, flow) {
                         self.set_state(stream, StreamState::Connected);
-                        self.sockets.set_ready(stream, ReadyFlags::Connected);
+                        self.sockets.set_ready(stream, ReadyFlag::Connected);
                     }
                 }
                 Event::Refused { flow, reason } => {
@@ -351,7 +351,7 @@ impl Driver {
                             entry.flow = None;
                             entry.refused = Some(reason);
                         }
-                        self.sockets.set_ready(stream, ReadyFlags::Refused);
+                        self.sockets.set_ready(stream, ReadyFlag::Refused);
                     }
                 }
                 Event::PeerShutdown {
@@ -370,12 +370,12 @@ impl Driver {
                         if send {
                             self.sockets.drop_half(stream, &mut self.store);
                         }
-                        self.sockets.set_ready(stream, ReadyFlags::PeerShutdown);
+                        self.sockets.set_ready(stream, ReadyFlag::PeerShutdown);
                     }
                 }
                 Event::Writable { flow } => {
                     if let Some(stream) = self.flow(queue_pair, flow) {
-                        self.sockets.set_ready(stream, ReadyFlags::Writable);
+                        self.sockets.set_ready(stream, ReadyFlag::Writable);
                     }
                 }
                 Event::Closed { flow, reason } => {
@@ -445,7 +445,7 @@ impl Driver {
             StreamState::Reset
         };
         self.sockets.drop_half(stream, &mut self.store);
-        self.sockets.set_ready(stream, ReadyFlags::Closed);
+        self.sockets.set_ready(stream, ReadyFlag::Closed);
     }
 
     fn set_state(&mut self, stream: StreamId, state: StreamState) {

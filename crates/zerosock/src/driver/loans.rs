@@ -11,8 +11,9 @@ use zerosock_proto::vsock::{MessageReservation, Reservation};
 use super::queue_pairs::QueuePairId;
 use crate::table::sockets::StreamId;
 
-/// A loaned transmit buffer that the device reads in place: fill it with [`Driver::fill`], then
-/// [`Driver::commit`] or [`Driver::cancel`] it. Its credit is already reserved.
+/// A loaned transmit buffer that the device reads in place: [fill](super::Driver::fill) it, then
+/// [commit](super::Driver::commit) or [cancel](super::Driver::cancel) it. Its credit is already
+/// reserved.
 #[derive(Debug)]
 #[must_use = "a loan that is neither committed nor cancelled keeps a buffer and credit"]
 pub struct Loan {

@@ -11,7 +11,7 @@ use zerosock_proto::{Address, Port};
 use super::queue_pairs::QueuePairId;
 use super::{Driver, StreamId};
 use crate::device::placing::SPARE_PORTS;
-use crate::table::sockets::ReadyFlags;
+use crate::table::sockets::ReadyFlag;
 
 impl Driver {
     /// The number of queue pairs in use.
@@ -104,7 +104,7 @@ impl Driver {
         if there == queue_pair {
             // Fails only for a flow that has ended.
             let _ = self.store.queue_pairs[queue_pair].shard.resume(flow);
-            return self.sockets.set_ready(stream, ReadyFlags::Writable);
+            return self.sockets.set_ready(stream, ReadyFlag::Writable);
         }
         // Its unread bytes and its credit refer to slots of the old pair.
         self.sockets.leave_pool(stream, &mut self.store);
@@ -126,7 +126,7 @@ impl Driver {
         if let Some(conn) = self.sockets.get_mut(stream) {
             conn.wants_room = false;
         }
-        self.sockets.set_ready(stream, ReadyFlags::Writable);
+        self.sockets.set_ready(stream, ReadyFlag::Writable);
     }
 
     /// Resets a connection that the device moved to `pair` and that does not exist here.

@@ -10,8 +10,10 @@ use std::sync::Arc;
 
 use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_proto::wire::vsock::HEADER_LEN;
-use zerosock_ring::{AddError, Buffer, DriverError as RingError, DriverLayout, DriverQueue};
-use zerosock_ring::{FixedChain, Memory, QueueError, Used};
+use zerosock_ring::{
+    AddError, Buffer, DriverError as RingError, DriverLayout, DriverQueue, FixedChain, Memory,
+    QueueError, Used,
+};
 
 use super::arena::{Arena, EVENT_LEN, EVENT_SLOTS, PairSlots, Slots};
 

@@ -11,15 +11,15 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
 use super::stores::AllStores;
-use super::{HostEngine, IDLE_CHECKS};
+use super::{HostBackend, IDLE_CHECKS};
 use crate::device::Worker;
-use crate::device::lending::LoanOf;
-use crate::device::program::App;
+use crate::device::state::loans::LoanOf;
+use crate::device::state::program::App;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
 use crate::table::sockets::{
-    Copied, LeaseParts, MessageRead, NoLease, ReadyFlags, Sockets, StreamId,
+    Copied, LeaseParts, MessageRead, NoLease, ReadyFlag, Sockets, StreamId,
 };
 use crate::table::{
     backend::{Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, ReadySource},
@@ -27,7 +27,7 @@ use crate::table::{
 };
 use zerosock_virtio::deadline::earlier;
 
-impl Backend for HostEngine {
+impl Backend for HostBackend {
     fn lease_table(&self) -> Arc<Leases> {
         self.leases.clone()
     }
@@ -242,7 +242,7 @@ impl Backend for HostEngine {
         conn.send_shutdown |= how.send;
         // Wakes threads that wait for room: they find the connection shut down.
         if let Some(app) = self.worker.shared.app.as_deref_mut() {
-            app.sockets.set_ready(id, ReadyFlags::Writable);
+            app.sockets.set_ready(id, ReadyFlag::Writable);
         }
         if let Some((vm, flow)) = flow {
             let now = self.worker.clock().now();
@@ -486,14 +486,14 @@ impl Backend for HostEngine {
         out: &mut [u8],
         peek: bool,
     ) -> Result<Option<MessageRead>, RecvFault> {
-        HostEngine::read_message(self, id, out, peek)
+        HostBackend::read_message(self, id, out, peek)
     }
 
     fn lease_message(
         &mut self,
         id: StreamId,
     ) -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault> {
-        HostEngine::lease_message(self, id)
+        HostBackend::lease_message(self, id)
     }
 
     fn send_message(
@@ -502,11 +502,11 @@ impl Backend for HostEngine {
         slices: &[IoSlice<'_>],
         ends_record: bool,
     ) -> Result<bool, SendFault> {
-        HostEngine::send_message(self, id, slices, ends_record)
+        HostBackend::send_message(self, id, slices, ends_record)
     }
 
     fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {
-        HostEngine::loan_message(self, id, len)
+        HostBackend::loan_message(self, id, len)
     }
 
     fn send_message_loan(
@@ -515,15 +515,15 @@ impl Backend for HostEngine {
         parts: &[LoanedPart<'_>],
         ends_record: bool,
     ) -> Result<bool, SendFault> {
-        HostEngine::send_message_loan(self, id, parts, ends_record)
+        HostBackend::send_message_loan(self, id, parts, ends_record)
     }
 
     fn is_sending(&self, id: StreamId) -> bool {
-        HostEngine::is_sending(self, id)
+        HostBackend::is_sending(self, id)
     }
 
     fn may_send_message(&mut self, id: StreamId) -> bool {
-        HostEngine::may_send_message(self, id)
+        HostBackend::may_send_message(self, id)
     }
 
     fn stats(&self) -> EndpointStats {

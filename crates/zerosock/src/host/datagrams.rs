@@ -6,19 +6,19 @@ use zerosock_proto::vsock::datagram::{
 };
 use zerosock_proto::{Address, Cid, Instant, Port};
 
-use super::HostEngine;
+use super::HostBackend;
 use super::stores::AllStores;
 use crate::device::Worker;
 use crate::device::datagrams::NotPut;
-use crate::device::lending::LoanOf;
-use crate::device::program::{App, HostToken};
+use crate::device::state::loans::LoanOf;
+use crate::device::state::program::{App, HostToken};
 use crate::table::datagrams::{DatagramBackend, DatagramFault};
 use crate::table::inboxes::{Inboxes, LeasedDatagram, ReceivedDatagram};
 use crate::table::sockets::Sockets;
 use crate::table::transfers::{LoanParts, Payload, RecvFault};
 use zerosock_virtio::device::WorkerDevice;
 
-impl HostEngine {
+impl HostBackend {
     /// Calls `act` with the inboxes, the sockets and the buffers of all devices.
     #[inline]
     fn with_inboxes<T>(
@@ -174,7 +174,7 @@ impl HostEngine {
     }
 }
 
-impl DatagramBackend for HostEngine {
+impl DatagramBackend for HostBackend {
     fn bind(
         &mut self,
         port: Port,

@@ -2,12 +2,12 @@
 
 use std::io::IoSlice;
 
-use super::HostEngine;
-use crate::device::lending::LoanOf;
+use super::HostBackend;
+use crate::device::state::loans::LoanOf;
 use crate::table::sockets::{LeaseParts, MessageRead, NoLease, StreamId};
 use crate::table::transfers::{LoanParts, LoanedPart, RecvFault, SendFault};
 
-impl HostEngine {
+impl HostBackend {
     pub(super) fn read_message(
         &mut self,
         id: StreamId,

@@ -1,17 +1,17 @@
-//! The engine of an embedding program: a worker with its devices, driven by the program's threads. The
-//! program's sockets are peers of the guests' connections.
+//! The backend of an embedding program: a worker with its devices, driven by the program's threads.
+//! The program's sockets are peers of the guests' connections.
 //!
-//! Most calls affect one device: they find it by the pool of the connection's buffers and act on its
-//! queues immediately; [`HostEngine::flush`] or the next turn makes the results visible to the guest.
-//! `calls` has those calls, `messages` the ones on whole messages, `datagrams` the ones of datagram
-//! sockets; `start` makes the devices, and `stores` finds the device of a held buffer. This file has the
-//! turn of the engine.
+//! Most calls affect one device: they find it by the pool of the connection's buffers and act on
+//! its queues immediately; [`HostBackend::flush`] or the next turn makes the results visible to the
+//! guest. `calls` has those calls, `messages` the ones on whole messages, `datagrams` the ones of
+//! datagram sockets; `start` makes the devices, and `stores` finds the device of a held buffer.
+//! This file has the turn of the backend.
 //!
 //! # Invariants
 //!
 //! - A turn without work reads each queue's index and makes no system call.
-//! - Descriptors are polled every [`IDLE_CHECKS`] turns, and every [`POLL_INTERVAL`] while host sockets are
-//!   bridged.
+//! - Descriptors are polled every [`IDLE_CHECKS`] turns, and every [`POLL_INTERVAL`] while host
+//!   sockets are bridged.
 //! - A turn reads the clock once; the check for work does not read it.
 
 mod calls;
@@ -29,9 +29,9 @@ use zerosock_proto::{Address, Instant, Port};
 
 use crate::control::ControlPlane;
 use crate::device::Worker;
-use crate::device::app_store::QueueStore;
 use crate::device::placing::SPARE_PORTS;
-use crate::device::program::{App, HostToken};
+use crate::device::state::app::QueueStore;
+use crate::device::state::program::{App, HostToken};
 use crate::fault::Fault;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
@@ -41,14 +41,14 @@ pub(crate) use start::HostConfig;
 use stores::AllStores;
 use zerosock_virtio::outbox::DeviceAddr;
 
-/// Checks without work until descriptors are polled: an event of a host socket, or a kick while kicks
-/// are disabled, waits for microseconds at most.
+/// Checks without work until descriptors are polled: an event of a host socket, or a kick while
+/// kicks are disabled, waits for microseconds at most.
 const IDLE_CHECKS: u32 = 1024;
 /// How often descriptors are polled while there is always work and host sockets are watched.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// See the [module](self).
-pub(crate) struct HostEngine {
+pub(crate) struct HostBackend {
     /// Dropped before `control_plane`: the control thread waits for its answers.
     worker: Worker,
     leases: Arc<Leases>,
@@ -71,7 +71,7 @@ pub(crate) struct HostEngine {
     control_plane: ControlPlane,
 }
 
-impl HostEngine {
+impl HostBackend {
     #[inline]
     fn app(&self) -> Option<&App> {
         self.worker.shared.app.as_deref()
@@ -151,7 +151,8 @@ impl HostEngine {
         }
     }
 
-    /// Passes arriving packets of a connection without held packets to `look`, directly from the queue.
+    /// Passes arriving packets of a connection without held packets to `look`, directly from the
+    /// queue.
     #[inline]
     fn show_arrivals(
         &mut self,
@@ -244,7 +245,8 @@ impl HostEngine {
         }
     }
 
-    /// Calls `act` on the flow of a connection, if it has one. The next flush makes the result visible.
+    /// Calls `act` on the flow of a connection, if it has one. The next flush makes the result
+    /// visible.
     fn with_flow(
         &mut self,
         id: StreamId,
@@ -345,8 +347,8 @@ impl HostEngine {
         Ok(any)
     }
 
-    /// Chooses the queue pair of device `vm` and the local port of a new connection. All queue pairs
-    /// are on this worker, so the check for duplicates covers all of them.
+    /// Chooses the queue pair of device `vm` and the local port of a new connection. All queue
+    /// pairs are on this worker, so the check for duplicates covers all of them.
     fn place_connection(
         &self,
         vm: u32,
@@ -431,7 +433,7 @@ impl HostEngine {
         });
     }
 }
-impl HostEngine {
+impl HostBackend {
     fn drop_loan(&mut self, index: u32, vm: u32) {
         let now = self.now;
         let (device, mut cx) = self.worker.lend(vm, now);
@@ -444,7 +446,7 @@ impl HostEngine {
     }
 }
 
-impl Drop for HostEngine {
+impl Drop for HostBackend {
     /// Resets every connection, so that guests and host programs learn of the end immediately.
     fn drop(&mut self) {
         self.worker.end_devices();

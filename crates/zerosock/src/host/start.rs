@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use zerosock_proto::Instant;
 
-use super::HostEngine;
+use super::HostBackend;
 use crate::control::attach::AttachConfig;
 use crate::control::attach::directory::Directory;
 use crate::control::config::{StartError, VmConfig, system};
@@ -13,7 +13,7 @@ use crate::control::shares::MemoryLimits;
 use crate::control::{self, Setup};
 use crate::device::Limits;
 use crate::device::host_sockets::hybrid::OkConvention;
-use crate::device::program::App;
+use crate::device::state::program::App;
 use crate::routing::access::AccessList;
 use crate::table::leases::Leases;
 use zerosock_proto::vsock::QueuePairs;
@@ -78,13 +78,13 @@ impl Default for HostConfig {
     }
 }
 
-impl HostEngine {
+impl HostBackend {
     /// Makes the devices and starts the control thread. When this returns, VMMs and processes may
-    /// connect; they are answered while the engine is driven.
+    /// connect; they are answered while the backend is driven.
     ///
     /// # Errors
     /// [`StartError`].
-    pub(crate) fn start(config: HostConfig) -> Result<HostEngine, StartError> {
+    pub(crate) fn start(config: HostConfig) -> Result<HostBackend, StartError> {
         zerosock_sys::sigbus::install().map_err(system("guard against vanishing memory"))?;
         let limits = Limits {
             handshake: config.connect_timeout,
@@ -122,7 +122,7 @@ impl HostEngine {
         );
         worker.shared.app = Some(Box::new(app));
         worker.start().map_err(system("watch host sockets"))?;
-        let mut engine = HostEngine {
+        let mut backend = HostBackend {
             worker,
             leases,
             touched: Vec::new(),
@@ -136,8 +136,8 @@ impl HostEngine {
             next_datagram: 0,
             control_plane: prepared.control_plane.start()?,
         };
-        engine.poll_events().map_err(system("wait for events"))?;
-        Ok(engine)
+        backend.poll_events().map_err(system("wait for events"))?;
+        Ok(backend)
     }
 
     /// A live view of the faults of all front-ends.

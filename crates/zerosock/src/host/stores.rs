@@ -7,7 +7,7 @@ use zerosock_proto::vsock::FlowId;
 use zerosock_ring::{Memory, Piece};
 
 use crate::device::Device;
-use crate::device::program::HostToken;
+use crate::device::state::program::HostToken;
 use crate::table::sockets::Store;
 use zerosock_virtio::worker::Devices;
 

@@ -1,7 +1,8 @@
 //! The error of calls on an endpoint that has ended.
 
-use crate::fault::Fault;
 use std::io::{Error, ErrorKind};
+
+use crate::fault::Fault;
 
 /// The endpoint has ended: its peer violated the virtio protocol, or a system call failed. All its
 /// sockets return an [`std::io::Error`] of the kind `ConnectionAborted` that contains this error.

@@ -21,12 +21,12 @@ pub(super) fn begin_connect<S: Connected>(
     wait: Wait,
 ) -> io::Result<S> {
     let mut locked = core.lock();
-    let engine = locked.engine();
-    let id = engine
+    let backend = locked.backend();
+    let id = backend
         .connect(Port::ANY, peer, S::TYPE)
         .map_err(of_connect)?;
-    engine.flush();
-    let info = engine.info(id).ok_or(io::ErrorKind::NotConnected)?;
+    backend.flush();
+    let info = backend.info(id).ok_or(io::ErrorKind::NotConnected)?;
     Ok(S::new(core.clone(), id, &info, wait))
 }
 
@@ -54,8 +54,8 @@ pub(super) fn await_connected(conn: &Connection, wait: Wait, timeout: Duration) 
         mode: WaitMode::Block(wait),
         deadline: deadline_in(timeout.saturating_add(Duration::from_secs(1))),
     };
-    let outcome = conn.core.wait(Interest::Conn(conn.id), budget, |engine| {
-        outcome(&engine.info(conn.id)?)
+    let outcome = conn.core.wait(Interest::Conn(conn.id), budget, |backend| {
+        outcome(&backend.info(conn.id)?)
     });
     match outcome {
         Ok(outcome) => Ok(outcome?),
@@ -73,7 +73,7 @@ pub(super) fn listen(
     wait: Wait,
 ) -> io::Result<Listener> {
     core.lock()
-        .engine()
+        .backend()
         .listen(local.port, backlog, socket_type)
         .map_err(of_listen)?;
     Ok(Listener::new(core.clone(), local, wait))

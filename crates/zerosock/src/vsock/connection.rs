@@ -92,7 +92,7 @@ impl Connection {
 
     /// Waits for the answer to a request, as a read would.
     pub(super) fn wait_connected(&self) -> io::Result<()> {
-        let attempt = |engine: &mut dyn Backend| outcome(&engine.info(self.id)?);
+        let attempt = |backend: &mut dyn Backend| outcome(&backend.info(self.id)?);
         let interest = Interest::Conn(self.id);
         Ok(self.core.wait(interest, self.read_patience(), attempt)??)
     }
@@ -104,11 +104,11 @@ impl Connection {
             Shutdown::Both => How::BOTH,
         };
         let mut locked = self.core.lock();
-        let engine = locked.engine();
-        match engine.info(self.id) {
+        let backend = locked.backend();
+        match backend.info(self.id) {
             Some(info) if info.state == StreamState::Connected => {
-                engine.shutdown(self.id, how);
-                engine.flush();
+                backend.shutdown(self.id, how);
+                backend.flush();
                 Ok(())
             }
             _ => Err(io::ErrorKind::NotConnected.into()),
@@ -117,14 +117,14 @@ impl Connection {
 
     pub(super) fn reset(&self) {
         let mut locked = self.core.lock();
-        locked.engine().abort(self.id);
-        locked.engine().flush();
+        locked.backend().abort(self.id);
+        locked.backend().flush();
     }
 
     pub(super) fn state(&self) -> StreamState {
         let mut locked = self.core.lock();
         locked
-            .engine()
+            .backend()
             .info(self.id)
             .map_or(StreamState::Reset, |info| info.state)
     }
@@ -152,9 +152,9 @@ impl Connection {
         &self,
         mut get: impl FnMut(&mut dyn Backend) -> Result<T, RecvFault>,
     ) -> io::Result<T> {
-        let attempt = |engine: &mut dyn Backend| match get(engine) {
+        let attempt = |backend: &mut dyn Backend| match get(backend) {
             Ok(got) => {
-                engine.flush_after_read();
+                backend.flush_after_read();
                 Some(Ok(got))
             }
             Err(fault) => of_recv(fault).map(Err),
@@ -169,12 +169,12 @@ impl Connection {
         &self,
         mut put: impl FnMut(&mut dyn Backend) -> Result<T, SendFault>,
     ) -> io::Result<T> {
-        let attempt = |engine: &mut dyn Backend| match put(engine) {
+        let attempt = |backend: &mut dyn Backend| match put(backend) {
             Ok(done) => {
-                engine.flush();
+                backend.flush();
                 Some(Ok(done))
             }
-            Err(fault) => self.send_fault(engine, fault),
+            Err(fault) => self.send_fault(backend, fault),
         };
         let interest = Interest::Conn(self.id);
         Ok(self.core.wait(interest, self.write_patience(), attempt)??)
@@ -184,9 +184,9 @@ impl Connection {
     /// again. Does not wait on a non-blocking socket: its program must call again.
     #[cold]
     pub(super) fn wait_queued_sent(&self) -> io::Result<()> {
-        let attempt = |engine: &mut dyn Backend| {
-            engine.flush();
-            (!engine.is_sending(self.id)).then_some(())
+        let attempt = |backend: &mut dyn Backend| {
+            backend.flush();
+            (!backend.is_sending(self.id)).then_some(())
         };
         let interest = Interest::Conn(self.id);
         let budget = self.write_patience();
@@ -196,12 +196,12 @@ impl Connection {
     /// `None`: the call would block.
     pub(super) fn send_fault<T>(
         &self,
-        engine: &mut dyn Backend,
+        backend: &mut dyn Backend,
         fault: SendFault,
     ) -> Option<Result<T, StreamError>> {
         let mut error = of_send(fault)?;
         if error == StreamError::ShutDown
-            && engine.info(self.id).is_some_and(|i| i.peer_recv_shutdown)
+            && backend.info(self.id).is_some_and(|i| i.peer_recv_shutdown)
         {
             error = StreamError::PeerRecvShutdown;
         }

@@ -129,7 +129,7 @@ impl Endpoint {
     /// Connects to `peer`.
     ///
     /// # Errors
-    /// With a [`ConnectError`] inside: `ConnectionRefused` when no socket listens there or the CID
+    /// With a [`ConnectError`](super::ConnectError) inside: `ConnectionRefused` when no socket listens there or the CID
     /// does not exist (only a [`Host`](super::Host) can tell the two apart), `TimedOut` without an
     /// answer within [`connect_timeout`](super::EndpointBuilder::connect_timeout),
     /// `HostUnreachable` for an address that no peer can have or when the device has gone,
@@ -221,7 +221,7 @@ impl Endpoint {
 
     /// Counters since the endpoint was opened.
     pub fn stats(&self) -> EndpointStats {
-        self.core.lock().engine().stats()
+        self.core.lock().backend().stats()
     }
 }
 
@@ -245,7 +245,7 @@ impl Endpoint {
 
     /// The stream of a connection that the driver has already.
     pub(crate) fn stream(&self, id: driver::StreamId) -> Stream {
-        let info = self.core.lock().engine().info(id).unwrap();
+        let info = self.core.lock().backend().info(id).unwrap();
         Stream::new(self.core.clone(), id, &info, self.wait)
     }
 }

@@ -1,4 +1,4 @@
-//! An engine without queues that follows a script, for tests of waiters.
+//! A backend without queues that follows a script, for tests of waiters.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -21,7 +21,7 @@ use crate::table::{
     transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault},
 };
 
-/// What the engine reports, and the calls that it has recorded.
+/// What the backend reports, and the calls that it has recorded.
 #[derive(Debug, Default)]
 pub(crate) struct Script {
     /// When its timer is due; the next turn after that counts it in `fired`.
@@ -49,19 +49,19 @@ struct Fake {
     fd: OwnedFd,
 }
 
-/// An endpoint with a scripted engine.
+/// An endpoint with a scripted backend.
 pub(crate) fn core() -> (Arc<Core>, Scripted) {
     let script = Scripted::default();
-    let engine = Fake {
+    let backend = Fake {
         script: script.clone(),
         words: Arc::new(Leases::new(8)),
         fd: epoll::create(epoll::CreateFlags::CLOEXEC).unwrap(),
     };
-    let core = Core::new(Box::new(engine), None, None).unwrap();
+    let core = Core::new(Box::new(backend), None, None).unwrap();
     (Arc::new(core), script)
 }
 
-/// The state of every connection of the engine.
+/// The state of every connection of the backend.
 pub(crate) fn info(state: StreamState) -> ConnInfo {
     ConnInfo {
         state,

@@ -2,7 +2,7 @@
 //!
 //! # Invariants
 //! - The socket files that the host has bound are removed when it is dropped.
-//! - The calling thread drives the engine, as for an endpoint.
+//! - The calling thread drives the backend, as for an endpoint.
 
 use std::fmt;
 use std::io;
@@ -27,7 +27,7 @@ use crate::control::attach::directory::Directory;
 use crate::control::attach::{AttachConfig, Process};
 use crate::control::config::{HostSide, StartError, VmConfig};
 use crate::control::socket_file::{self, SocketFile, SocketKind};
-use crate::host::{HostConfig, HostEngine};
+use crate::host::{HostBackend, HostConfig};
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
 use crate::table::backend::EndpointStats;
@@ -285,7 +285,7 @@ impl Host {
     /// not call their sockets for long.
     ///
     /// # Errors
-    /// `ConnectionAborted` when the engine has failed.
+    /// `ConnectionAborted` when the backend has failed.
     pub fn turn(&self) -> io::Result<()> {
         self.core.lock().turn()?;
         Ok(())
@@ -293,7 +293,7 @@ impl Host {
 
     /// Counters since the endpoint was opened.
     pub fn stats(&self) -> EndpointStats {
-        self.core.lock().engine().stats()
+        self.core.lock().backend().stats()
     }
 }
 
@@ -488,13 +488,14 @@ impl HostBuilder {
         });
         config.trust_processes = self.trust.is_some();
         let connect_timeout = config.connect_timeout;
-        let engine = HostEngine::start(config)?;
-        let (directory, faults) = (engine.directory(), engine.faults());
-        let core =
-            Core::new(Box::new(engine), self.trust, None).map_err(|source| StartError::System {
+        let backend = HostBackend::start(config)?;
+        let (directory, faults) = (backend.directory(), backend.faults());
+        let core = Core::new(Box::new(backend), self.trust, None).map_err(|source| {
+            StartError::System {
                 what: "duplicate a descriptor",
                 source,
-            })?;
+            }
+        })?;
         core.set_window(self.window.unwrap_or(WINDOW));
         Ok(Host {
             core: Arc::new(core),

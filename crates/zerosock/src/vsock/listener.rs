@@ -95,7 +95,7 @@ impl Listener {
     pub fn set_buffer_size(&self, bytes: u32) -> io::Result<()> {
         let bytes = self.options().set_buffer(bytes)?;
         let mut locked = self.core.lock();
-        locked.engine().set_accept_buffer(self.local.port, bytes);
+        locked.backend().set_accept_buffer(self.local.port, bytes);
         Ok(())
     }
 
@@ -143,10 +143,10 @@ impl Listener {
             deadline,
         };
         let port = self.local.port;
-        let (id, info) = self.core.wait(Interest::Port(port), budget, |engine| {
-            let id = engine.accept(port)?;
-            let info = engine.info(id)?;
-            engine.flush();
+        let (id, info) = self.core.wait(Interest::Port(port), budget, |backend| {
+            let id = backend.accept(port)?;
+            let info = backend.info(id)?;
+            backend.flush();
             Some((id, info))
         })?;
         let mut socket = S::new(self.core.clone(), id, &info, wait);

@@ -23,8 +23,7 @@ use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::stream::Stream;
 use super::waiting::{SpinTime, Wait};
 use crate::table::sockets::{StreamId, StreamState};
-use zerosock_virtio::deadline::timespec;
-use zerosock_virtio::deadline::{deadline_in, earlier};
+use zerosock_virtio::deadline::{deadline_in, earlier, timespec};
 
 /// Checks of all endpoints between two readings of the clock and polls of descriptors, while
 /// spinning.
@@ -272,7 +271,7 @@ impl Poller {
                 SourceKind::Stream(core, id) => of_stream(&mut core.lock(), *id, source.wanted),
                 SourceKind::Listener(core, port) => {
                     let mut locked = core.lock();
-                    let there = locked.is_over() || locked.engine().is_acceptable(*port);
+                    let there = locked.is_over() || locked.backend().is_acceptable(*port);
                     Readiness {
                         readable: source.wanted.readable && there,
                         writable: false,
@@ -305,14 +304,14 @@ impl Poller {
         }
         for clock in 1u32.. {
             for _ in 0..CHECKS_PER_CLOCK {
-                if cores.iter().any(|core| core.lock().engine().pending()) {
+                if cores.iter().any(|core| core.lock().backend().pending()) {
                     return Ok(true);
                 }
                 std::hint::spin_loop();
             }
             let now = Instant::now();
             let due = |core: &Arc<Core>| {
-                let at = core.lock().engine().next_timeout();
+                let at = core.lock().backend().next_timeout();
                 at.is_some_and(|at| at <= now)
             };
             if deadline.is_some_and(|at| at <= now)
@@ -361,7 +360,7 @@ impl Poller {
             }
             // A failed endpoint has no more events, and its descriptor may stay readable.
             if !locked.is_over() {
-                fds.push(core.engine_fd());
+                fds.push(core.backend_fd());
             }
         }
         // What another thread took in before the registration is not signalled.
@@ -428,8 +427,8 @@ fn deadline_is_past(deadline: Option<Instant>) -> bool {
 
 fn of_stream(locked: &mut Locked<'_>, id: StreamId, wanted: Readiness) -> Readiness {
     let is_over = locked.is_over();
-    let engine = locked.engine();
-    let Some(info) = engine.info(id).filter(|_| !is_over) else {
+    let backend = locked.backend();
+    let Some(info) = backend.info(id).filter(|_| !is_over) else {
         return wanted;
     };
     let ended = matches!(info.state, StreamState::Finished | StreamState::Reset);
@@ -439,7 +438,7 @@ fn of_stream(locked: &mut Locked<'_>, id: StreamId, wanted: Readiness) -> Readin
     };
     Readiness {
         readable: wanted.readable && (enough || info.at_end || ended),
-        writable: wanted.writable && (ended || engine.is_writable(id)),
+        writable: wanted.writable && (ended || backend.is_writable(id)),
     }
 }
 
@@ -450,12 +449,12 @@ fn of_datagram(
     wanted: Readiness,
 ) -> Readiness {
     let is_over = locked.is_over();
-    let Some(engine) = locked.engine().datagrams().filter(|_| !is_over) else {
+    let Some(backend) = locked.backend().datagrams().filter(|_| !is_over) else {
         return wanted;
     };
     Readiness {
-        readable: wanted.readable && engine.has_some(id),
-        writable: wanted.writable && engine.may_send(id, to),
+        readable: wanted.readable && backend.has_some(id),
+        writable: wanted.writable && backend.may_send(id, to),
     }
 }
 

@@ -98,7 +98,7 @@ impl Socket {
     /// With a [`ListenError`] inside: `AddrInUse` when another socket listens on the port, has
     /// bound it, or has connected from it; `AddrNotAvailable` for a foreign CID; `InvalidInput` for
     /// a socket that is bound already, and for a port that a service has not
-    /// [claimed](Endpoint::claim).
+    /// [claimed](super::Endpoint::claim).
     pub fn bind(&mut self, local: Address) -> io::Result<()> {
         if self.bound.is_some() {
             return Err(ListenError::AlreadyBound.into());
@@ -110,7 +110,7 @@ impl Socket {
             self.check_named(local.port)?;
         }
         let mut locked = self.core.lock();
-        let port = locked.engine().bind(local.port).map_err(of_listen)?;
+        let port = locked.backend().bind(local.port).map_err(of_listen)?;
         drop(locked);
         let core = self.core.clone();
         let owns_port = true;
@@ -256,17 +256,17 @@ impl Socket {
     fn begin_connect_as<S: Connected>(&mut self, peer: Address) -> io::Result<S> {
         let from = self.bound.as_ref().map_or(Port::ANY, |bound| bound.port);
         let mut locked = self.core.lock();
-        let engine = locked.engine();
-        let id = engine.connect(from, peer, S::TYPE).map_err(of_connect)?;
+        let backend = locked.backend();
+        let id = backend.connect(from, peer, S::TYPE).map_err(of_connect)?;
         // Before the request is sent, which announces the buffer.
         if let Some(bytes) = self.options.buffer {
-            engine.set_buffer(id, bytes);
+            backend.set_buffer(id, bytes);
         }
         if let Some(time) = self.options.connect_timeout {
-            engine.set_connect_timeout(id, time);
+            backend.set_connect_timeout(id, time);
         }
-        engine.flush();
-        let info = engine.info(id).ok_or(io::ErrorKind::NotConnected)?;
+        backend.flush();
+        let info = backend.info(id).ok_or(io::ErrorKind::NotConnected)?;
         drop(locked);
         let mut socket = S::new(self.core.clone(), id, &info, self.wait);
         socket.adopt(self.options, self.bound.take());
@@ -302,15 +302,15 @@ impl Socket {
         let port = self.bound.as_ref().map_or(Port::ANY, |bound| bound.port);
         self.check_named(port)?;
         let mut locked = self.core.lock();
-        let engine = locked.engine();
-        engine.unbind(port);
-        if let Err(error) = engine.listen(port, backlog, socket_type) {
+        let backend = locked.backend();
+        backend.unbind(port);
+        if let Err(error) = backend.listen(port, backlog, socket_type) {
             // Cannot fail: the port was bound to this socket before, under the same lock.
-            let _ = engine.bind(port);
+            let _ = backend.bind(port);
             return Err(of_listen(error).into());
         }
         if let Some(bytes) = self.options.buffer {
-            engine.set_accept_buffer(port, bytes);
+            backend.set_accept_buffer(port, bytes);
         }
         drop(locked);
         // The listener releases the port from now on.

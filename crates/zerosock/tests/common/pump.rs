@@ -1,4 +1,4 @@
-//! A host and a thread that calls its `turn` while the test does something else.
+//! A host whose device is driven by a thread, while the test does something else.
 
 use std::ops::Deref;
 use std::os::fd::AsFd;
@@ -9,7 +9,8 @@ use std::thread::JoinHandle;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use zerosock::vsock::Host;
 
-/// The host and its thread. The thread ends when this is dropped.
+/// A host, and a thread that calls [`Host::turn`] on each event and at least every millisecond. The
+/// thread ends when this is dropped.
 pub(crate) struct Pumped {
     host: Arc<Host>,
     stop: Arc<AtomicBool>,

@@ -15,7 +15,7 @@ use super::{pair, send_packets, wait_for_word};
 #[test]
 fn polling_makes_no_system_call_while_nothing_comes() {
     const LOOKS: usize = 100_000;
-    // The system calls by which an engine could query, notify, or wait.
+    // The system calls by which a backend could query, notify, or wait.
     let calls = [
         libc::SYS_read,
         libc::SYS_write,

@@ -10,7 +10,7 @@ use zerosock::vsock::{Endpoint, StreamError};
 use zerosock::{Address, Cid};
 
 use super::common::{PATIENCE, assert_bytes, bytes, pairs};
-use super::lanes::{Hub, Switchboard};
+use super::paths::{Hub, TestDaemon};
 use super::{PORT, ends_record, message};
 
 /// The output of `wait`. Panics if it took long: then no event woke it, and its time-out did.
@@ -64,7 +64,7 @@ async fn receive(socket: &AsyncSeqPacket, number: u64) {
 async fn many_tasks_exchange_messages() {
     const TASKS: u64 = 8;
     const EACH: u64 = 60;
-    let daemon = Switchboard::new(1);
+    let daemon = TestDaemon::new(1);
     let attach = || {
         let builder = Endpoint::builder().queue_pairs(pairs());
         // Small: messages are longer than all slots together.

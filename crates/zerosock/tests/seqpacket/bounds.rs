@@ -6,7 +6,7 @@ use std::time::Duration;
 use zerosock::vsock::StreamError;
 
 use super::common::bytes;
-use super::lanes::{Hub, Switchboard, siblings};
+use super::paths::{Hub, TestDaemon, siblings};
 
 /// A message above the peer's window or the own buffer gets EMSGSIZE, and no part of it is sent.
 #[test]
@@ -29,7 +29,7 @@ fn a_message_that_could_never_arrive_is_refused() {
 /// Through a device: its window is large enough for the message, that of the other process is not.
 #[test]
 fn a_sibling_that_cannot_take_a_message_costs_that_connection() {
-    let daemon = Switchboard::new(1);
+    let daemon = TestDaemon::new(1);
     let narrow = |builder: zerosock::vsock::EndpointBuilder| builder.window(5000);
     let ((one, ours), (two, theirs)) = siblings(&daemon.path(), [narrow, |builder| builder]);
     theirs.send(&[1; 5000]).unwrap();
@@ -50,7 +50,7 @@ fn a_sibling_that_cannot_take_a_message_costs_that_connection() {
     let (ours, _) = listener.accept_timeout(super::common::PATIENCE).unwrap();
     theirs.send(b"on").unwrap();
     assert_eq!(
-        super::patient(ours)
+        super::with_time_outs(ours)
             .recv_leases()
             .unwrap()
             .unwrap()

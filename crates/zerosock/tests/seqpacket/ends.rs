@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use zerosock::vsock::{Poller, Readiness, Received, StreamError, StreamState, Wait};
 
 use super::common::PATIENCE;
-use super::lanes::{Hub, Switchboard, siblings};
+use super::paths::{Hub, TestDaemon, siblings};
 
 #[test]
 fn what_does_not_fit_is_gone_and_its_length_is_told() {
@@ -40,7 +40,7 @@ fn what_does_not_fit_is_gone_and_its_length_is_told() {
 
 #[test]
 fn an_empty_message_is_not_the_end() {
-    let daemon = Switchboard::new(1);
+    let daemon = TestDaemon::new(1);
     let plain = |builder| builder;
     let ((_one, ours), (_two, theirs)) = siblings(&daemon.path(), [plain, plain]);
     theirs.send(b"").unwrap();

@@ -14,7 +14,7 @@ use zerosock::vsock::{Endpoint, EndpointBuilder, SeqPacket};
 use zerosock::{Address, Cid, Port};
 
 use super::common::{PATIENCE, deadline};
-use super::{PORT, ends_record, message, patient};
+use super::{PORT, ends_record, message, with_time_outs};
 
 pub(crate) struct Lab {
     daemon: Option<Daemon>,
@@ -120,7 +120,7 @@ impl Lab {
         program.send(format!("CONNECT {PORT}\n").as_bytes());
         let (ours, _) = listener.accept_timeout(PATIENCE).unwrap();
         assert_eq!(program.recv(), format!("OK {PORT}\n").as_bytes());
-        (patient(ours), program)
+        (with_time_outs(ours), program)
     }
 
     /// A connection that the guest has opened.
@@ -130,7 +130,7 @@ impl Lab {
         let listener = listen(&path);
         let to = Address::new(Cid::HOST, PORT);
         let ours = guest.connect_seqpacket(to).unwrap();
-        (patient(ours), Program::accept(&listener))
+        (with_time_outs(ours), Program::accept(&listener))
     }
 }
 

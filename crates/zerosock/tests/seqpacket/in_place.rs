@@ -6,7 +6,7 @@ use zerosock_proto::wire::vsock::{Op, SEQ_EOM};
 use super::common::raw::{EVENT, RX, TX};
 use super::common::{assert_bytes, bytes};
 use super::hosting::Hosted;
-use super::lanes::Hub;
+use super::paths::Hub;
 use super::raw::{OURS, Raw};
 
 /// File and offset of a byte: the same in every process that has it mapped.

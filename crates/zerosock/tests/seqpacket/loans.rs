@@ -11,7 +11,7 @@ use super::common::raw::{EVENT, RX, RX_LEN, SIZE, TX};
 use super::common::{assert_bytes, bytes, eventually};
 use super::hosting::Hosted;
 use super::in_place::place;
-use super::lanes::Hub;
+use super::paths::Hub;
 use super::raw::{OURS, Raw};
 
 /// Bytes of a packet with a payload that fills a buffer of the raw guest.

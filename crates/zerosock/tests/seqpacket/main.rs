@@ -11,8 +11,8 @@ mod hostile;
 mod hosting;
 mod hybrid;
 mod in_place;
-mod lanes;
 mod loans;
+mod paths;
 mod peers;
 mod raw;
 
@@ -28,7 +28,7 @@ const PORT: Port = Port::new(5000);
 const FOR_EVER: Duration = Duration::from_secs(600);
 
 /// Sets time-outs of `PATIENCE`.
-fn patient(socket: SeqPacket) -> SeqPacket {
+fn with_time_outs(socket: SeqPacket) -> SeqPacket {
     socket.set_read_timeout(Some(common::PATIENCE)).unwrap();
     socket.set_write_timeout(Some(common::PATIENCE)).unwrap();
     socket

@@ -7,9 +7,10 @@ use zerosock::vsock::{ConnectError, EndpointBuilder, SeqPacket};
 use zerosock::{Address, Cid};
 
 use super::common::PATIENCE;
-use super::lanes::{Hub, Switchboard, siblings};
-use super::{PORT, patient, receive_all, send_all};
+use super::paths::{Hub, TestDaemon, siblings};
+use super::{PORT, receive_all, send_all, with_time_outs};
 
+/// The default queues and buffers.
 const PLAIN: fn(EndpointBuilder) -> EndpointBuilder = |builder| builder;
 /// Small buffers split messages into many packets, and short queues make these wait.
 const SMALL: fn(EndpointBuilder) -> EndpointBuilder = |builder| {
@@ -19,6 +20,7 @@ const SMALL: fn(EndpointBuilder) -> EndpointBuilder = |builder| {
         .transmit_buffers(5000)
 };
 
+/// Sends 200 messages each way at once, and checks what arrives.
 fn both_ways(one: &SeqPacket, two: &SeqPacket) {
     thread::scope(|scope| {
         scope.spawn(|| send_all(one, 0..200));
@@ -44,12 +46,12 @@ fn the_host_may_connect() {
     let process = hub.process();
     let listener = process.listen_seqpacket(PORT, 4).unwrap();
     let to = Address::new(process.cid(), PORT);
-    let ours = patient(hub.host.begin_connect_seqpacket(to).unwrap());
+    let ours = with_time_outs(hub.host.begin_connect_seqpacket(to).unwrap());
     let (theirs, peer) = listener.accept_timeout(PATIENCE).unwrap();
     assert_eq!(peer.cid, Cid::HOST);
     ours.wait_connected().unwrap();
     ours.send(b"question").unwrap();
-    let theirs = patient(theirs);
+    let theirs = with_time_outs(theirs);
     assert_eq!(theirs.recv_leases().unwrap().unwrap().to_vec(), b"question");
     theirs
         .send_vectored(&[IoSlice::new(b"an "), IoSlice::new(b"answer")])
@@ -58,7 +60,7 @@ fn the_host_may_connect() {
 }
 
 #[test]
-fn two_processes_through_a_hosts_switch() {
+fn two_processes_through_a_host() {
     let hub = Hub::with(|builder| builder);
     for tune in [[PLAIN, PLAIN], [SMALL, PLAIN], [PLAIN, SMALL]] {
         let ((_one, ours), (_two, theirs)) = siblings(&hub.path(), tune);
@@ -69,7 +71,7 @@ fn two_processes_through_a_hosts_switch() {
 #[test]
 fn two_processes_through_a_daemon() {
     for workers in [1, 2] {
-        let daemon = Switchboard::new(workers);
+        let daemon = TestDaemon::new(workers);
         for tune in [[PLAIN, PLAIN], [SMALL, PLAIN], [PLAIN, SMALL]] {
             let ((_one, ours), (_two, theirs)) = siblings(&daemon.path(), tune);
             both_ways(&ours, &theirs);
@@ -93,14 +95,14 @@ fn streams_and_messages_do_not_mix() {
     let here = Address::new(process.cid(), PORT);
     let theirs = hub.host.begin_connect_seqpacket(here).unwrap();
     theirs.set_nonblocking(true).unwrap();
-    let give_up = super::common::deadline();
+    let deadline = super::common::deadline();
     let error = loop {
         process.turn().unwrap();
         match theirs.wait_connected() {
             Err(error) if error.kind() == ErrorKind::WouldBlock => {}
             answer => break answer.unwrap_err(),
         }
-        assert!(std::time::Instant::now() < give_up, "no answer");
+        assert!(std::time::Instant::now() < deadline, "no answer");
     };
     assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
     assert!(process.connect_seqpacket(there).is_ok());
@@ -110,7 +112,7 @@ fn streams_and_messages_do_not_mix() {
 #[test]
 fn messages_of_several_senders_stay_whole() {
     const EACH: usize = 60;
-    let daemon = Switchboard::new(1);
+    let daemon = TestDaemon::new(1);
     let ((_one, ours), (_two, theirs)) = siblings(&daemon.path(), [PLAIN, SMALL]);
     thread::scope(|scope| {
         for sender in 1..=3u8 {

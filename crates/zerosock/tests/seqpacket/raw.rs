@@ -8,7 +8,7 @@ use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
 use super::common::PATIENCE;
 use super::common::raw::{RX, RawGuest, SIZE, connect};
 use super::hosting::Hosted;
-use super::{PORT, patient};
+use super::{PORT, with_time_outs};
 
 /// VERSION_1, INDIRECT_DESC, SEQPACKET.
 const FEATURES: u64 = 1 << 32 | 1 << 28 | 1 << 1;
@@ -45,7 +45,7 @@ impl Raw {
         self.request(port);
         self.seen = self.guest.used_index(RX);
         let (socket, _) = listener.accept_timeout(PATIENCE).unwrap();
-        patient(socket)
+        with_time_outs(socket)
     }
 
     /// Connects from `port`, to a listener.

@@ -14,19 +14,21 @@ use zerosock_zc::sys::bare::{Bare, Counts};
 use super::sockets::Carried;
 use super::{BATCH, Measured};
 
-/// Its name and the directories that are searched.
+/// The name of the program, which is looked up in PATH.
 pub(super) const NAME: &str = "io_uring_zerocopy_tx";
+/// The environment variable that names another path of it.
 const VARIABLE: &str = "IO_URING_ZEROCOPY_TX";
 
-/// It measures this number of seconds and a fifth of a second.
+/// The run time that the program is given, in seconds.
 const SECONDS: u64 = 1;
+/// How long it sends: a fifth of a second longer than it is told.
 const TIME: Duration = Duration::from_millis(1000 * SECONDS + 200);
 
 fn program() -> OsString {
     std::env::var_os(VARIABLE).unwrap_or_else(|| NAME.into())
 }
 
-/// Why it cannot run, if so.
+/// Why the program cannot run; none if it can.
 pub(super) fn missing() -> Option<String> {
     match Command::new(program()).output() {
         Ok(_) => None,
@@ -55,8 +57,8 @@ pub(super) fn run(carried: &Carried, size: usize, how: Bare) -> Result<Measured,
         .arg(if carried.is_stream() { "tcp" } else { "udp" })
         .output()
         .map_err(|error| error.to_string())?;
-    let told = String::from_utf8_lossy(&output.stderr);
-    let sends = sends(&told).ok_or_else(|| told.trim().to_owned())?;
+    let printed = String::from_utf8_lossy(&output.stderr);
+    let sends = sends(&printed).ok_or_else(|| printed.trim().to_owned())?;
     let counts = Counts {
         sends,
         bytes: sends * size as u64,
@@ -69,11 +71,11 @@ pub(super) fn run(carried: &Carried, size: usize, how: Bare) -> Result<Measured,
     })
 }
 
-/// `tx=N (MB=N), tx/s=N (MB/s=N)`. Its figure per second is too high by its extra fifth of a
-/// second.
-fn sends(told: &str) -> Option<u64> {
-    let (_, behind) = told.split_once("tx=")?;
-    behind.split(' ').next()?.parse().ok()
+/// The number of sends in the program's output: `tx=N (MB=N), tx/s=N (MB/s=N)`. Its figure per
+/// second is too high, because it does not count the extra fifth of a second.
+fn sends(printed: &str) -> Option<u64> {
+    let (_, rest) = printed.split_once("tx=")?;
+    rest.split(' ').next()?.parse().ok()
 }
 
 #[cfg(test)]
@@ -81,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_it_tells_is_read() {
+    fn number_of_sends_is_parsed_from_the_output() {
         assert_eq!(
             sends("tx=478752 (MB=29677), tx/s=478752 (MB/s=29677)\n"),
             Some(478_752)

@@ -1,12 +1,13 @@
 //! Datagrams of the embedding program: received in place, and sent.
 
+use crate::device::state::datagrams::Datagrams;
 use zerosock_proto::vsock::datagram::{DGRAM_EOM, DatagramId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
 use zerosock_proto::{Address, Cid};
 use zerosock_ring::{Chain, SliceBuf};
 
 use super::put::{NotPut, Source};
-use super::{COPY, Datagrams, wake_all};
+use super::{COPY, wake_all};
 use crate::device::{Context, Device};
 use crate::header;
 use crate::table::transfers::Payload;

@@ -21,153 +21,23 @@ pub(crate) mod tests;
 #[cfg(test)]
 mod waiting_tests;
 
-use std::collections::VecDeque;
+use crate::device::state::app::QueueStore;
+use crate::device::state::datagrams::Datagrams;
 
-use zerosock_proto::vsock::datagram::{
-    Assembler, Control, F_DGRAM, F_DGRAM_FLOW, PauseSource, PausedSenders, PayloadPart as Fragment,
-};
-use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr};
-use zerosock_proto::{Address, Cid, Instant};
+use zerosock_proto::vsock::datagram::{Control, PayloadPart as Fragment};
+use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
+use zerosock_proto::{Address, Cid};
 use zerosock_ring::Chain;
 
-use crate::device::app_store::QueueStore;
-use crate::device::program::HostToken;
+use crate::device::state::program::HostToken;
 use crate::device::{Context, Device};
 use crate::table::sockets::{Ends, HeldBuffer};
 pub(crate) use put::NotPut;
-pub(crate) use siblings::return_lent;
-use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::ring::Ring;
 
-/// Flow-control packets that may wait for a buffer of the guest.
-const MAX_CONTROLS: usize = 64;
 /// Bytes of the turn's budget charged for a datagram that had to be copied: datagrams that stay in
 /// the queue can later be read in place.
 const COPY: usize = 128 << 10;
-
-/// The datagram state of a device.
-#[derive(Debug)]
-pub(super) struct Datagrams {
-    /// The driver has negotiated datagrams.
-    negotiated: bool,
-    /// The driver has also negotiated datagram flow control.
-    flow_control: bool,
-    assembler: Assembler,
-    /// The fragments so far of the datagram that is being assembled.
-    kept: Vec<u8>,
-    /// Datagrams of siblings that wait for buffers of the guest.
-    waiting: VecDeque<WaitingDatagram>,
-    /// Bytes of `waiting`, overheads included.
-    waiting_bytes: usize,
-    /// Flow-control packets for the guest.
-    controls: VecDeque<Repr>,
-    /// Sources that were told to stop because of `waiting`.
-    stops: PausedSenders,
-    stopping: bool,
-    /// Buffers that datagrams of siblings may still take before ready streams have had a turn;
-    /// `None`: they have taken none since the last turn.
-    share: Option<u16>,
-    /// Bytes of assembled datagrams that siblings have not confirmed.
-    under_way: usize,
-    /// A socket of the program waits for a buffer.
-    room_wanted: bool,
-    /// When to try again after a datagram found some buffers, but too few: no notification tells
-    /// how many are posted.
-    retry: Option<Instant>,
-    /// Bytes of completed chains that were shown to the program and are not published yet.
-    returned: usize,
-    /// Empty between uses; kept to reuse its allocation.
-    gathered: Vec<Chain>,
-    /// Part of the device's `moved` that is a charge for copies, not payload.
-    pub(super) charged: usize,
-}
-
-#[derive(Debug)]
-struct WaitingDatagram {
-    from: Address,
-    to: Address,
-    bytes: Vec<u8>,
-}
-
-impl Datagrams {
-    pub(super) fn new() -> Datagrams {
-        Datagrams {
-            negotiated: false,
-            flow_control: false,
-            assembler: Assembler::new(),
-            kept: Vec::new(),
-            waiting: VecDeque::new(),
-            waiting_bytes: 0,
-            controls: VecDeque::new(),
-            stops: PausedSenders::new(PauseSource::Switch),
-            stopping: false,
-            share: None,
-            under_way: 0,
-            room_wanted: false,
-            retry: None,
-            returned: 0,
-            gathered: Vec::new(),
-            charged: 0,
-        }
-    }
-
-    fn is_data(header: &Repr) -> bool {
-        header.op.get() == Op::Rw as u16
-    }
-
-    #[inline]
-    pub(super) fn are_negotiated(&self) -> bool {
-        self.negotiated
-    }
-
-    pub(super) fn set_features(&mut self, features: u64) {
-        self.negotiated = features & F_DGRAM != 0;
-        self.flow_control = self.negotiated && features & F_DGRAM_FLOW != 0;
-    }
-
-    /// Drops all datagrams and assembly state: the driver has gone or was reset.
-    pub(super) fn forget(&mut self) {
-        let (negotiated, flow_control, under_way) =
-            (self.negotiated, self.flow_control, self.under_way);
-        *self = Datagrams::new();
-        (self.negotiated, self.flow_control, self.under_way) =
-            (negotiated, flow_control, under_way);
-    }
-
-    pub(super) fn next_timeout(&self) -> Option<Instant> {
-        let deadline = earlier(self.assembler.poll_timeout(), self.stops.poll_timeout());
-        earlier(deadline, self.retry)
-    }
-
-    /// Returns true if senders that found too few buffers may try again.
-    pub(super) fn handle_timeout(&mut self, now: Instant) -> bool {
-        if self.assembler.handle_timeout(now) {
-            self.kept = Vec::new();
-        }
-        let again = self.retry.is_some_and(|at| at <= now);
-        if again {
-            self.retry = None;
-        }
-        again
-    }
-
-    /// Whether sockets of the program wait for buffers of the guest.
-    pub(super) fn room_is_wanted(&self) -> bool {
-        self.room_wanted
-    }
-
-    /// Whether there are datagrams or flow-control packets that can be sent to the guest now.
-    pub(super) fn has_work(&self) -> bool {
-        self.retry.is_none() && (!self.waiting.is_empty() || !self.controls.is_empty())
-    }
-
-    fn queue_control(&mut self, control: Repr) {
-        // A lost flow-control packet only costs time.
-        if self.flow_control && self.controls.len() < MAX_CONTROLS {
-            self.controls.push_back(control);
-        }
-    }
-}
 
 impl Device {
     /// Whether the guest's driver has negotiated datagrams; `None`: no driver runs.

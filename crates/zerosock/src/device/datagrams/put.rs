@@ -12,7 +12,7 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 use zerosock_ring::{Chain, Memory};
 
 use crate::device::events::emit;
-use crate::device::program::App;
+use crate::device::state::program::App;
 use crate::device::{Context, Device};
 
 /// Interval of retries for a datagram that needs several buffers.

@@ -6,17 +6,16 @@
 //! - Assembled datagrams in flight to siblings are bounded.
 //! - Ready streams keep half of the guest's buffers.
 
+use crate::device::state::datagrams::{Datagrams, WaitingDatagram};
 use zerosock_proto::Address;
 use zerosock_proto::vsock::datagram::{Control, OVERHEAD};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 use zerosock_ring::Chain;
 
 use super::put::{NotPut, Source};
-use super::{Datagrams, WaitingDatagram};
-use crate::device::sibling_message::{Datagram, Payload as Carried, SiblingMessage};
+use crate::device::state::sibling_message::{Datagram, Payload as Carried, SiblingMessage};
 use crate::device::{Context, Device};
 use crate::fallible;
-use zerosock_virtio::outbox::DeviceAddr;
 
 /// Bytes that may wait for buffers of a guest, overheads included; one datagram may overshoot.
 const WAITING: usize = 256 << 10;
@@ -254,23 +253,4 @@ impl Device {
         }
         self.notify_sources(cx);
     }
-}
-
-/// The answer that returns a lent packet: its receiver has gone.
-pub(crate) fn return_lent(datagram: Datagram) -> (DeviceAddr, SiblingMessage) {
-    let Datagram {
-        from,
-        chain,
-        epoch,
-        payload,
-        ..
-    } = datagram;
-    let (copied, answer) = (payload.copied(), None);
-    let done = SiblingMessage::DatagramDone {
-        chain,
-        epoch,
-        copied,
-        answer,
-    };
-    (from, done)
 }

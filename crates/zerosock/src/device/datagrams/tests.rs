@@ -1,9 +1,9 @@
 //! Datagrams between devices: the share that streams leave, and bounds.
 
 use std::sync::Arc;
+use zerosock_proto::vsock::datagram::{F_DGRAM, data};
 
 use rustix::event::{EventfdFlags, eventfd};
-use zerosock_proto::vsock::datagram::data;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::{
     Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig,
@@ -11,7 +11,7 @@ use zerosock_ring::{
 
 use super::*;
 use crate::device::ready_tests::Lab;
-use crate::device::sibling_message::{Datagram, Payload, SiblingMessage};
+use crate::device::state::sibling_message::{Datagram, Payload, SiblingMessage, return_lent};
 use zerosock_virtio::outbox::DeviceAddr;
 
 const SOURCE: DeviceAddr = DeviceAddr { worker: 0, vm: 8 };

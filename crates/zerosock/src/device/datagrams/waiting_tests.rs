@@ -8,8 +8,9 @@ use zerosock_ring::{
     Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig,
 };
 
-use super::{NotPut, WaitingDatagram};
+use super::NotPut;
 use crate::device::ready_tests::Lab;
+use crate::device::state::datagrams::WaitingDatagram;
 use crate::device::{RX, TX};
 use zerosock_vhost_user::Reply;
 use zerosock_virtio::command;

@@ -12,6 +12,14 @@ mod socket;
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 pub(crate) use socket::HostSocket;
+use zerosock_proto::Port;
+
+/// A host socket that guests connect to: its port, and whether it takes messages.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(crate) struct HostPort {
+    pub(crate) port: Port,
+    pub(crate) messages: bool,
+}
 
 /// Stops reading from a host socket: its program gets EPIPE from now on. Bytes that it has written
 /// are read and dropped, because closing a socket with unread bytes resets its peer, which would

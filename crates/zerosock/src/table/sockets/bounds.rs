@@ -29,7 +29,7 @@ use super::Sockets;
 use super::ends::cost;
 use super::ids::{StreamId, StreamState};
 use super::pool::Pool;
-use super::ready_flags::ReadyFlags;
+use super::ready_flags::ReadyFlag;
 use super::received::{ReceivedPart, copy_out};
 use super::store::Store;
 use crate::table::leases::NONE;
@@ -290,7 +290,7 @@ impl<T> Sockets<T> {
         if let Some(conn) = self.get_mut(id) {
             conn.flow = None;
             conn.state = StreamState::Reset;
-            self.set_ready(id, ReadyFlags::Closed);
+            self.set_ready(id, ReadyFlag::Closed);
         }
     }
 

@@ -11,7 +11,7 @@
 
 use super::ends::{Ends, cost};
 use super::ids::StreamId;
-use super::ready_flags::ReadyFlags;
+use super::ready_flags::ReadyFlag;
 use super::received::{HeldBuffer, ReceivedPart, copy_out};
 use super::store::Store;
 use super::{Conn, Sockets};
@@ -116,7 +116,7 @@ impl<T> Sockets<T> {
             store.release(held.token);
         }
         if ends.any() && first {
-            self.set_ready(id, ReadyFlags::Readable);
+            self.set_ready(id, ReadyFlag::Readable);
         }
     }
 

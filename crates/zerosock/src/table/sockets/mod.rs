@@ -45,7 +45,7 @@ pub use ids::{StreamId, StreamState};
 use lent_entry::LentEntry;
 pub(crate) use messages::MessageRead;
 use pool::Pool;
-pub(crate) use ready_flags::ReadyFlags;
+pub(crate) use ready_flags::ReadyFlag;
 pub(crate) use received::{HeldBuffer, Messages, ReceivedPart};
 pub(crate) use room::Waiters;
 pub(crate) use store::Store;
@@ -55,7 +55,7 @@ pub(crate) use store::Store;
 pub(crate) struct Conn<T> {
     generation: u32,
     used: bool,
-    /// One bit for each pending [`ReadyFlags`].
+    /// One bit for each pending [`ReadyFlag`].
     ready_flags: u8,
     /// The index is in the ready list. Outlives the connection, so that an index is never listed
     /// twice.

@@ -1,9 +1,8 @@
 //! The received bytes of a connection: storing and reading an ordered list of buffers and copies.
 
-use super::ends::Ends;
-use super::ends::cost;
+use super::ends::{Ends, cost};
 use super::ids::StreamId;
-use super::ready_flags::ReadyFlags;
+use super::ready_flags::ReadyFlag;
 use super::received::{HeldBuffer, ReceivedPart, copy_out};
 use super::store::Store;
 use super::{Conn, Counted, Sockets};
@@ -67,7 +66,7 @@ impl<T> Sockets<T> {
             return self.discard(id, held, store);
         }
         if conn.unread < conn.low_water as usize {
-            self.set_ready(id, ReadyFlags::Readable);
+            self.set_ready(id, ReadyFlag::Readable);
         }
         let Some(conn) = self.conns.get_mut(id.index as usize) else {
             return;

@@ -1,10 +1,10 @@
-//! Pending readiness changes of connections.
+//! The ready flags of connections: which changes of readiness are not reported yet.
 
 use super::{Sockets, StreamId};
 
-/// A kind of readiness change. Each is reported once per change, in this order.
+/// A change of readiness. Each is reported once per change, in this order.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum ReadyFlags {
+pub(crate) enum ReadyFlag {
     Connected = 0,
     Readable = 1,
     PeerShutdown = 2,
@@ -13,50 +13,50 @@ pub(crate) enum ReadyFlags {
     Closed = 5,
 }
 
-const ALL: [ReadyFlags; 6] = [
-    ReadyFlags::Connected,
-    ReadyFlags::Readable,
-    ReadyFlags::PeerShutdown,
-    ReadyFlags::Writable,
-    ReadyFlags::Refused,
-    ReadyFlags::Closed,
+const ALL: [ReadyFlag; 6] = [
+    ReadyFlag::Connected,
+    ReadyFlag::Readable,
+    ReadyFlag::PeerShutdown,
+    ReadyFlag::Writable,
+    ReadyFlag::Refused,
+    ReadyFlag::Closed,
 ];
 
 impl<T> Sockets<T> {
     /// Sets a ready flag of a connection.
     #[inline]
-    pub(crate) fn set_ready(&mut self, id: StreamId, ready_flags: ReadyFlags) {
+    pub(crate) fn set_ready(&mut self, id: StreamId, flag: ReadyFlag) {
         let Some(conn) = self.get_mut(id) else {
             return;
         };
-        conn.ready_flags |= 1 << ready_flags as u8;
+        conn.ready_flags |= 1 << flag as u8;
         if !std::mem::replace(&mut conn.listed, true) {
             self.ready_list.push_back(id.index);
         }
     }
 
     /// Returns and clears the next ready flag. Connections take turns.
-    pub(crate) fn next_ready_flag(&mut self) -> Option<(StreamId, ReadyFlags)> {
+    pub(crate) fn next_ready_flag(&mut self) -> Option<(StreamId, ReadyFlag)> {
         loop {
             let index = self.ready_list.pop_front()?;
             let conn = self.conns.get_mut(index as usize)?;
             conn.listed = false;
             if conn.unread == 0 && conn.messages().unwrap_or(0) == 0 {
-                conn.ready_flags &= !(1 << ReadyFlags::Readable as u8);
+                conn.ready_flags &= !(1 << ReadyFlag::Readable as u8);
             }
-            let Some(ready_flags) = ALL
+            let Some(flag) = ALL
                 .into_iter()
-                .find(|ready_flags| conn.ready_flags & (1 << *ready_flags as u8) != 0)
+                .find(|flag| conn.ready_flags & (1 << *flag as u8) != 0)
             else {
                 continue;
             };
-            conn.ready_flags &= !(1 << ready_flags as u8);
+            conn.ready_flags &= !(1 << flag as u8);
             if conn.ready_flags != 0 {
                 conn.listed = true;
                 self.ready_list.push_back(index);
             }
             let generation = conn.generation;
-            return Some((StreamId { index, generation }, ready_flags));
+            return Some((StreamId { index, generation }, flag));
         }
     }
 

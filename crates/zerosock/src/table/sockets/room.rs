@@ -5,7 +5,7 @@
 //! - The list is bounded by about twice the table, however many connections wait and end.
 //! - The order rotates, because the first connection woken may take all buffers.
 
-use super::{ReadyFlags, Sockets, StreamId};
+use super::{ReadyFlag, Sockets, StreamId};
 
 /// Entries of removed connections that are tolerated before a sweep.
 const STALE: usize = 64;
@@ -54,7 +54,7 @@ impl<T> Sockets<T> {
         for id in waiters.list.drain(..) {
             if let Some(conn) = self.get_mut(id) {
                 conn.wants_room = false;
-                self.set_ready(id, ReadyFlags::Writable);
+                self.set_ready(id, ReadyFlag::Writable);
             }
         }
     }

@@ -79,7 +79,7 @@ impl Connection {
 
     pub(in crate::vsock) fn buffer_size(&self) -> u32 {
         let mut locked = self.core.lock();
-        let credit = locked.engine().credit(self.id);
+        let credit = locked.backend().credit(self.id);
         drop(locked);
         match credit {
             Some(credit) => credit.buffer,
@@ -102,22 +102,22 @@ impl Connection {
     }
 
     pub(in crate::vsock) fn queue_pair(&self) -> u16 {
-        self.core.lock().engine().queue_pair(self.id)
+        self.core.lock().backend().queue_pair(self.id)
     }
 
     /// Requests the move to queue pair `pair`, and waits for its result.
     pub(in crate::vsock) fn move_to_queue_pair(&self, pair: u16) -> io::Result<()> {
         let mut asked = false;
-        let attempt = |engine: &mut dyn Backend| match engine.queue_pair(self.id) {
+        let attempt = |backend: &mut dyn Backend| match backend.queue_pair(self.id) {
             there if there == pair => Some(Ok(())),
-            _ if engine.is_moving(self.id) => {
+            _ if backend.is_moving(self.id) => {
                 asked = true;
                 None
             }
             _ if std::mem::replace(&mut asked, true) => Some(Err(MoveError::Busy)),
-            _ => match engine.move_to_pair(self.id, pair) {
+            _ => match backend.move_to_pair(self.id, pair) {
                 Ok(()) => {
-                    engine.flush();
+                    backend.flush();
                     None
                 }
                 Err(error) => Some(Err(error)),
@@ -137,18 +137,18 @@ impl Connection {
 
     fn resize(&self, bytes: u32) {
         let mut locked = self.core.lock();
-        locked.engine().set_buffer(self.id, bytes);
-        locked.engine().flush();
+        locked.backend().set_buffer(self.id, bytes);
+        locked.backend().flush();
     }
 
     /// Sets the bytes that a read waits for; returns the mark.
     pub(in crate::vsock) fn set_low_water(&self, bytes: u32) -> io::Result<u32> {
         let mut locked = self.core.lock();
-        let engine = locked.engine();
-        let buffer = engine.credit(self.id).map_or(u32::MAX, |it| it.buffer);
+        let backend = locked.backend();
+        let buffer = backend.credit(self.id).map_or(u32::MAX, |it| it.buffer);
         let bytes = self.options().set_low_water(bytes, buffer)?;
-        engine.set_low_water(self.id, bytes);
-        engine.flush_after_read();
+        backend.set_low_water(self.id, bytes);
+        backend.flush_after_read();
         Ok(bytes)
     }
 
@@ -156,17 +156,17 @@ impl Connection {
         let mut locked = self.core.lock();
         // Counts packets not yet taken in. A failed endpoint still has what it received before.
         let _ = locked.turn();
-        locked.engine().info(self.id).map_or(0, |info| info.unread)
+        locked.backend().info(self.id).map_or(0, |info| info.unread)
     }
 
     pub(in crate::vsock) fn unsent(&self) -> usize {
         let mut locked = self.core.lock();
         let _ = locked.turn();
-        let engine = locked.engine();
-        let unsent = unsent(engine, self.id);
+        let backend = locked.backend();
+        let unsent = unsent(backend, self.id);
         if unsent > 0 {
-            engine.ask_progress(self.id);
-            engine.flush();
+            backend.ask_progress(self.id);
+            backend.flush();
         }
         unsent as usize
     }
@@ -224,8 +224,8 @@ impl Connection {
             mode: WaitMode::Block(wait),
             deadline,
         };
-        let ended = self.core.wait(Interest::Conn(self.id), budget, |engine| {
-            match engine.info(self.id).map(|info| info.state) {
+        let ended = self.core.wait(Interest::Conn(self.id), budget, |backend| {
+            match backend.info(self.id).map(|info| info.state) {
                 Some(StreamState::Connected) => None,
                 Some(StreamState::Reset) => Some(Err(StreamError::Reset)),
                 // A connection that was never established has sent nothing.
@@ -245,16 +245,16 @@ impl Connection {
                 deadline: earlier(deadline, deadline_in(pause)),
             };
             let mut asked = false;
-            let taken = self.core.wait(Interest::Conn(self.id), budget, |engine| {
-                let takes = engine
+            let taken = self.core.wait(Interest::Conn(self.id), budget, |backend| {
+                let takes = backend
                     .info(self.id)
                     .is_some_and(|it| it.state == StreamState::Connected && !it.peer_recv_shutdown);
-                if !takes || (unsent(engine, self.id) == 0 && !engine.is_sending(self.id)) {
+                if !takes || (unsent(backend, self.id) == 0 && !backend.is_sending(self.id)) {
                     return Some(());
                 }
                 if !std::mem::replace(&mut asked, true) {
-                    engine.ask_progress(self.id);
-                    engine.flush();
+                    backend.ask_progress(self.id);
+                    backend.flush();
                 }
                 None
             });
@@ -269,8 +269,8 @@ impl Connection {
 }
 
 /// Bytes sent and not yet reported as consumed.
-fn unsent(engine: &mut dyn Backend, id: StreamId) -> u32 {
-    engine.credit(id).map_or(0, |credit| credit.unsent)
+fn unsent(backend: &mut dyn Backend, id: StreamId) -> u32 {
+    backend.credit(id).map_or(0, |credit| credit.unsent)
 }
 
 /// The option calls of all connected sockets, for a type with a field `conn`.

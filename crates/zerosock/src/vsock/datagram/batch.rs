@@ -39,10 +39,10 @@ impl Datagram {
         if datagrams.is_empty() {
             return Ok(0);
         }
-        self.transmit(|engine| {
+        self.transmit(|backend| {
             let mut sent = 0;
             for (bytes, to) in datagrams {
-                match engine.send(self.id, *to, bytes.as_ref()) {
+                match backend.send(self.id, *to, bytes.as_ref()) {
                     Ok(()) => sent += 1,
                     Err(fault) if sent == 0 => return Err(fault),
                     Err(_) => break,
@@ -61,10 +61,10 @@ impl Datagram {
         if datagrams.is_empty() {
             return Ok(0);
         }
-        self.transmit(|engine| {
+        self.transmit(|backend| {
             let mut sent = 0;
             for bytes in datagrams {
-                match engine.send(self.id, to, bytes.as_ref()) {
+                match backend.send(self.id, to, bytes.as_ref()) {
                     Ok(()) => sent += 1,
                     Err(fault) if sent == 0 => return Err(fault),
                     Err(_) => break,
@@ -87,10 +87,10 @@ impl Datagram {
         if buffers.is_empty() {
             return Ok(Vec::new());
         }
-        self.receive(|engine| {
+        self.receive(|backend| {
             let mut all = Vec::new();
             for buffer in &mut *buffers {
-                match engine.recv(self.id, buffer.as_mut(), false) {
+                match backend.recv(self.id, buffer.as_mut(), false) {
                     Some(got) => all.push((got.len, got.source)),
                     None if all.is_empty() => return Err(RecvFault::WouldBlock),
                     None => break,
@@ -133,8 +133,8 @@ impl Datagram {
             return Ok(0);
         }
         let trust = self.core.trust();
-        self.receive(|engine| {
-            let seen = engine.each(self.id, most, &mut |source, payload, trusted| {
+        self.receive(|backend| {
+            let seen = backend.each(self.id, most, &mut |source, payload, trusted| {
                 look(Message::new(payload, trust.filter(|_| trusted)), source);
                 true
             });

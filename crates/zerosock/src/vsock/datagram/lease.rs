@@ -90,9 +90,9 @@ impl Datagram {
     /// # Errors
     /// As [`recv_from`](Self::recv_from); `OutOfMemory` at the endpoint's limit of leases.
     pub fn recv_lease(&self) -> io::Result<DatagramLease<'_>> {
-        let (got, trusted) = self.receive(|engine| {
-            let got = engine.lease(self.id)?;
-            let trusted = engine.trusts(got.pool);
+        let (got, trusted) = self.receive(|backend| {
+            let got = backend.lease(self.id)?;
+            let trusted = backend.trusts(got.pool);
             Ok((got, trusted))
         })?;
         let trust = self.core.trust().filter(|_| trusted);

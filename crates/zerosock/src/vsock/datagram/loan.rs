@@ -48,7 +48,7 @@ impl Datagram {
     /// # Errors
     /// As [`send_to`](Self::send_to).
     pub fn loan(&self, to: Address, len: usize) -> io::Result<DatagramLoan<'_>> {
-        let parts = self.transmit(|engine| engine.loan(self.id, to, len))?;
+        let parts = self.transmit(|backend| backend.loan(self.id, to, len))?;
         let LoanParts { index, len, place } = parts;
         let private = match place {
             Some(_) => Vec::new(),
@@ -108,7 +108,7 @@ impl DatagramLoan<'_> {
         let core = &self.socket.core;
         let mut written = bytes.len();
         if self.place.is_some() && !self.enter() {
-            self.moved(core.lock().engine())?;
+            self.moved(core.lock().backend())?;
         }
         if let Some(BufferPlace::InPlace {
             memory,
@@ -136,9 +136,9 @@ impl DatagramLoan<'_> {
     /// As [`send`](Self::send); on `WouldBlock` the loan is unchanged.
     pub(in crate::vsock) fn try_send(&mut self) -> io::Result<usize> {
         let socket = self.socket;
-        let attempt = |engine: &mut dyn Backend| match self.queue(engine) {
+        let attempt = |backend: &mut dyn Backend| match self.queue(backend) {
             Ok(()) => {
-                engine.flush();
+                backend.flush();
                 Some(Ok(self.filled))
             }
             Err(fault) => DatagramError::of(fault).map(Err),
@@ -148,22 +148,22 @@ impl DatagramLoan<'_> {
         Ok(socket.core.wait(interest, budget, attempt)??)
     }
 
-    fn queue(&mut self, engine: &mut dyn Backend) -> Result<(), DatagramFault> {
+    fn queue(&mut self, backend: &mut dyn Backend) -> Result<(), DatagramFault> {
         if self.place.is_some() {
             if self.enter() {
                 // Not `Core::end_access`: this thread holds the lock; releasing it returns dropped
                 // leases.
                 self.socket.core.leases().leave(self.index);
             } else {
-                self.moved(engine).map_err(|_| DatagramFault::Unknown)?;
+                self.moved(backend).map_err(|_| DatagramFault::Unknown)?;
             }
         }
         let private = self.place.is_none().then_some(&self.private[..]);
         let private = private.map(|all| all.get(..self.filled).unwrap_or(all));
-        let engine = engine.datagrams().ok_or(DatagramFault::Unknown)?;
-        let sent = engine.send_loan(self.index, self.filled, private);
+        let backend = backend.datagrams().ok_or(DatagramFault::Unknown)?;
+        let sent = backend.send_loan(self.index, self.filled, private);
         if sent != Err(DatagramFault::WouldBlock) {
-            // The engine has the buffer back and may reuse the index.
+            // The backend has the buffer back and may reuse the index.
             self.returned = true;
         }
         sent
@@ -176,8 +176,8 @@ impl DatagramLoan<'_> {
 
     /// Makes the loan private after the endpoint has moved it; takes what was written from the
     /// copy.
-    fn moved(&mut self, engine: &mut dyn Backend) -> Result<(), DatagramError> {
-        match engine.copy_of(self.index) {
+    fn moved(&mut self, backend: &mut dyn Backend) -> Result<(), DatagramError> {
+        match backend.copy_of(self.index) {
             Some((bytes, start)) => {
                 let bytes = bytes.get(start..).unwrap_or(&[]);
                 self.private.extend_from_slice(bytes);

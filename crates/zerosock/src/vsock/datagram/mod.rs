@@ -151,8 +151,8 @@ impl Datagram {
             return Err(BindError::NotNamed(port).into());
         }
         let mut locked = core.lock();
-        let engine = locked.engine().datagrams().ok_or(BindError::TooMany)?;
-        let (id, local) = engine
+        let backend = locked.backend().datagrams().ok_or(BindError::TooMany)?;
+        let (id, local) = backend
             .bind(port, DatagramLimits::default())
             .map_err(BindError::from)?;
         drop(locked);
@@ -197,8 +197,8 @@ impl Datagram {
 
     fn set_peer(&self, peer: Option<Address>) {
         let mut locked = self.core.lock();
-        if let Some(engine) = locked.engine().datagrams() {
-            engine.connect(self.id, peer);
+        if let Some(backend) = locked.backend().datagrams() {
+            backend.connect(self.id, peer);
         }
         self.peer
             .store(peer.map_or(NO_PEER, pack), Ordering::Relaxed);
@@ -261,36 +261,36 @@ impl Datagram {
 
     fn limits(&self) -> DatagramLimits {
         let mut locked = self.core.lock();
-        let engine = locked.engine().datagrams();
-        engine
-            .and_then(|engine| engine.limits(self.id))
+        let backend = locked.backend().datagrams();
+        backend
+            .and_then(|backend| backend.limits(self.id))
             .unwrap_or_default()
     }
 
     fn change_limits(&self, change: impl FnOnce(&mut DatagramLimits)) {
         let mut locked = self.core.lock();
-        if let Some(engine) = locked.engine().datagrams()
-            && let Some(mut limits) = engine.limits(self.id)
+        if let Some(backend) = locked.backend().datagrams()
+            && let Some(mut limits) = backend.limits(self.id)
         {
             change(&mut limits);
-            engine.set_limits(self.id, limits);
+            backend.set_limits(self.id, limits);
         }
     }
 
     /// The socket's counters.
     pub fn stats(&self) -> DatagramStats {
         let mut locked = self.core.lock();
-        let engine = locked.engine().datagrams();
-        engine
-            .and_then(|engine| engine.stats(self.id))
+        let backend = locked.backend().datagrams();
+        backend
+            .and_then(|backend| backend.stats(self.id))
             .unwrap_or_default()
     }
 
     /// Datagrams that the endpoint has dropped, for all its sockets and for unbound ports.
     pub fn drops(&self) -> DatagramDrops {
         let mut locked = self.core.lock();
-        let engine = locked.engine().datagrams();
-        engine.map(|engine| engine.drops()).unwrap_or_default()
+        let backend = locked.backend().datagrams();
+        backend.map(|backend| backend.drops()).unwrap_or_default()
     }
 
     /// Sends a datagram to `to`; returns its length.
@@ -301,7 +301,7 @@ impl Datagram {
     /// known not to exist. `WouldBlock` and `TimedOut` when there is no room, or the destination
     /// has asked its senders to stop. `ConnectionAborted` when the endpoint has failed.
     pub fn send_to(&self, bytes: &[u8], to: Address) -> io::Result<usize> {
-        self.transmit(|engine| engine.send(self.id, to, bytes))?;
+        self.transmit(|backend| backend.send(self.id, to, bytes))?;
         Ok(bytes.len())
     }
 
@@ -332,7 +332,7 @@ impl Datagram {
     /// # Errors
     /// `WouldBlock` and `TimedOut`; `ConnectionAborted` when the endpoint has failed.
     pub fn flush(&self) -> io::Result<()> {
-        self.transmit(|engine| match engine.is_flushed(self.id) {
+        self.transmit(|backend| match backend.is_flushed(self.id) {
             true => Ok(()),
             false => Err(DatagramFault::WouldBlock),
         })
@@ -348,8 +348,8 @@ impl Datagram {
     /// # Errors
     /// `WouldBlock` and `TimedOut`; `ConnectionAborted` when the endpoint has failed.
     pub fn recv_from(&self, out: &mut [u8]) -> io::Result<(usize, Address)> {
-        self.receive(|engine| {
-            let got = engine
+        self.receive(|backend| {
+            let got = backend
                 .recv(self.id, out, false)
                 .ok_or(RecvFault::WouldBlock)?;
             Ok((got.len, got.source))
@@ -369,8 +369,8 @@ impl Datagram {
     /// # Errors
     /// As there.
     pub fn peek_from(&self, out: &mut [u8]) -> io::Result<(usize, Address)> {
-        self.receive(|engine| {
-            let got = engine
+        self.receive(|backend| {
+            let got = backend
                 .recv(self.id, out, true)
                 .ok_or(RecvFault::WouldBlock)?;
             Ok((got.len, got.source))
@@ -411,9 +411,9 @@ impl Datagram {
         &self,
         mut get: impl FnMut(&mut dyn DatagramBackend) -> Result<T, RecvFault>,
     ) -> io::Result<T> {
-        let attempt = |engine: &mut dyn Backend| match get(engine.datagrams()?) {
+        let attempt = |backend: &mut dyn Backend| match get(backend.datagrams()?) {
             Ok(got) => {
-                engine.flush_after_read();
+                backend.flush_after_read();
                 Some(Ok(got))
             }
             Err(RecvFault::TooManyLeases) => Some(Err(StreamError::TooManyLeases)),
@@ -430,9 +430,9 @@ impl Datagram {
         &self,
         mut put: impl FnMut(&mut dyn DatagramBackend) -> Result<T, DatagramFault>,
     ) -> io::Result<T> {
-        let attempt = |engine: &mut dyn Backend| match put(engine.datagrams()?) {
+        let attempt = |backend: &mut dyn Backend| match put(backend.datagrams()?) {
             Ok(done) => {
-                engine.flush();
+                backend.flush();
                 Some(Ok(done))
             }
             Err(fault) => DatagramError::of(fault).map(Err),

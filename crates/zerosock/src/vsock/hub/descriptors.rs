@@ -14,7 +14,7 @@ use zerosock_virtio::deadline::timespec;
 /// The shortest time that a timerfd can be set to: 0 would disarm it.
 const TICK: Duration = Duration::from_nanos(1);
 
-/// An eventfd that wakes a poller, polled beside the engine's descriptor.
+/// An eventfd that wakes a poller, polled beside the backend's descriptor.
 #[derive(Debug)]
 pub(crate) struct EventFd(OwnedFd);
 

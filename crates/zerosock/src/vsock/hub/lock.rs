@@ -28,8 +28,8 @@ use crate::vsock::waiting::SpinTime;
 
 /// What the lock protects.
 pub(crate) struct State {
-    pub(crate) engine: Box<dyn Backend>,
-    /// Ticket of the thread that sleeps on the engine's descriptor.
+    pub(crate) backend: Box<dyn Backend>,
+    /// Ticket of the thread that sleeps on the backend's descriptor.
     pub(super) sleeper: Option<u64>,
     pub(super) waiters: Vec<Waiter>,
     #[cfg(feature = "tokio")]
@@ -37,11 +37,11 @@ pub(crate) struct State {
     /// The last ticket given to a waiter; 0 is never given.
     pub(super) tickets: u64,
     pub(super) spin_time: SpinTime,
-    /// Consecutive calls that found what they wanted without a turn of the engine.
+    /// Consecutive calls that found what they wanted without a turn of the backend.
     pub(super) skipped: u32,
-    /// The rings are armed, and the engine has taken nothing in since.
+    /// The rings are armed, and the backend has taken nothing in since.
     pub(super) armed: bool,
-    /// Makes `poll_fd` readable when an engine timer is due.
+    /// Makes `poll_fd` readable when a backend timer is due.
     pub(super) timer_fd: TimerFd,
     /// Why the endpoint has failed.
     pub(super) fault: Option<EndpointOver>,
@@ -60,16 +60,16 @@ pub(crate) struct Core {
     /// `deferred_closes` is not empty.
     pub(super) has_deferred_closes: AtomicBool,
     pub(super) leases: Arc<Leases>,
-    /// Wakes the sleeper. Only the sleeper reads it; the engine's descriptor alone would not do,
-    /// because any thread that turns the engine may clear it.
+    /// Wakes the sleeper. Only the sleeper reads it; the backend's descriptor alone would not do,
+    /// because any thread that turns the backend may clear it.
     pub(super) waker: EventFd,
     /// Makes `poll_fd` readable when a socket has an event.
     pub(super) event_fd: EventFd,
-    /// The descriptor that an application polls: an epoll instance of the engine's descriptor,
+    /// The descriptor that an application polls: an epoll instance of the backend's descriptor,
     /// `event_fd` and `timer_fd`.
     pub(super) poll_fd: OwnedFd,
-    /// A duplicate of the engine's descriptor, to be polled without the lock.
-    pub(super) engine_fd: OwnedFd,
+    /// A duplicate of the backend's descriptor, to be polled without the lock.
+    pub(super) backend_fd: OwnedFd,
     pub(super) trust: Option<Trust>,
     /// The connection to the attach socket, if the endpoint has one. The attachment ends when the
     /// last socket of the endpoint is dropped.
@@ -91,7 +91,7 @@ pub(crate) struct Core {
 pub(crate) struct Locked<'a> {
     pub(super) core: &'a Core,
     pub(super) guard: Option<MutexGuard<'a, State>>,
-    /// Buffers were returned to the engine and may not have been published to the peer.
+    /// Buffers were returned to the backend and may not have been published to the peer.
     pub(super) has_returned: bool,
 }
 
@@ -128,19 +128,19 @@ impl Core {
     /// # Errors
     /// When the system has no descriptor left.
     pub(crate) fn new(
-        engine: Box<dyn Backend>,
+        backend: Box<dyn Backend>,
         trust: Option<Trust>,
         attach_client: Option<Client>,
     ) -> io::Result<Core> {
         let event_fd = EventFd::new()?;
         let timer_fd = TimerFd::new()?;
-        let poll_fd = epoll_of([event_fd.as_fd(), timer_fd.as_fd(), engine.fd()])?;
+        let poll_fd = epoll_of([event_fd.as_fd(), timer_fd.as_fd(), backend.fd()])?;
         Ok(Core {
             waker: EventFd::new()?,
             event_fd,
             poll_fd,
-            engine_fd: engine.fd().try_clone_to_owned()?,
-            leases: engine.lease_table(),
+            backend_fd: backend.fd().try_clone_to_owned()?,
+            leases: backend.lease_table(),
             owner: AtomicUsize::new(0),
             lock_waiters: AtomicU32::new(0),
             deferred_closes: Mutex::default(),
@@ -154,7 +154,7 @@ impl Core {
             #[cfg(test)]
             before_release: hook::Hook::default(),
             state: Mutex::new(State {
-                engine,
+                backend,
                 sleeper: None,
                 waiters: Vec::new(),
                 #[cfg(feature = "tokio")]
@@ -248,7 +248,7 @@ impl Core {
         }
     }
 
-    /// Returns the buffer of a dropped lease or loan to the engine. Does not block: if another
+    /// Returns the buffer of a dropped lease or loan to the backend. Does not block: if another
     /// thread holds the lock, that thread returns it.
     pub(crate) fn return_buffer(&self, index: u32) {
         self.leases.push_dropped(index);
@@ -257,7 +257,7 @@ impl Core {
 
     /// As [`return_buffer`](Self::return_buffer), for several buffers in the order they were lent.
     pub(crate) fn return_buffers(&self, indices: impl Iterator<Item = u32>) {
-        // The stack reverses them: last lent first, the order in which the engine can un-pop them.
+        // The stack reverses them: last lent first, the order in which the backend can un-pop them.
         self.leases.push_all_dropped(indices);
         self.return_dropped();
     }
@@ -299,9 +299,9 @@ impl Core {
         &self.reactor
     }
 
-    /// Readable when the engine has work. Polled by waiters that have an [`EventFd`] of their own.
-    pub(crate) fn engine_fd(&self) -> BorrowedFd<'_> {
-        self.engine_fd.as_fd()
+    /// Readable when the backend has work. Polled by waiters that have an [`EventFd`] of their own.
+    pub(crate) fn backend_fd(&self) -> BorrowedFd<'_> {
+        self.backend_fd.as_fd()
     }
 }
 
@@ -333,11 +333,11 @@ impl<'a> Locked<'a> {
     }
 
     #[inline]
-    pub(crate) fn engine(&mut self) -> &mut dyn Backend {
-        &mut *self.state().engine
+    pub(crate) fn backend(&mut self) -> &mut dyn Backend {
+        &mut *self.state().backend
     }
 
-    /// Returns the buffers of dropped leases to the engine.
+    /// Returns the buffers of dropped leases to the backend.
     #[inline]
     pub(super) fn return_dropped(&mut self) {
         if !self.core.leases.any_dropped() {
@@ -347,7 +347,7 @@ impl<'a> Locked<'a> {
         let mut index = self.core.leases.take_dropped();
         while index != NONE {
             let next = self.core.leases.next_dropped(index);
-            self.engine().handle_dropped(index);
+            self.backend().handle_dropped(index);
             index = next;
         }
     }
@@ -356,7 +356,7 @@ impl<'a> Locked<'a> {
     /// otherwise in batches.
     pub(super) fn publish_returned(&mut self) {
         self.has_returned = false;
-        self.engine().flush_after_read();
+        self.backend().flush_after_read();
     }
 
     /// Closes what this thread dropped while it held the lock.
@@ -382,12 +382,12 @@ impl<'a> Locked<'a> {
 
     fn close_deferred(&mut self, close: &DeferredClose) {
         match close {
-            DeferredClose::Stream(id) => self.engine().close(*id),
-            DeferredClose::Reset(id) => self.engine().abort(*id),
-            DeferredClose::Listener(port) => self.engine().unlisten(*port),
-            DeferredClose::Port(port) => return self.engine().unbind(*port),
+            DeferredClose::Stream(id) => self.backend().close(*id),
+            DeferredClose::Reset(id) => self.backend().abort(*id),
+            DeferredClose::Listener(port) => self.backend().unlisten(*port),
+            DeferredClose::Port(port) => return self.backend().unbind(*port),
             DeferredClose::Datagram(id) => {
-                if let Some(datagrams) = self.engine().datagrams() {
+                if let Some(datagrams) = self.backend().datagrams() {
                     datagrams.close(*id);
                 }
             }
@@ -396,16 +396,16 @@ impl<'a> Locked<'a> {
             #[cfg(feature = "tokio")]
             DeferredClose::EventFd(event_fd) => return self.remove_reactor(event_fd),
         }
-        self.engine().flush();
+        self.backend().flush();
     }
 
-    /// Drives the engine once. Returns whether it took anything in.
+    /// Drives the backend once. Returns whether it took anything in.
     pub(crate) fn turn(&mut self) -> Result<bool, WaitFault> {
         if let Some(fault) = &self.state().fault {
             return Err(WaitFault::Fault(fault.clone()));
         }
         self.state().skipped = 0;
-        match self.engine().turn() {
+        match self.backend().turn() {
             Ok(busy) => {
                 // Taking something in uses up the notification that the rings were armed for.
                 self.state().armed &= !busy;

@@ -1,4 +1,4 @@
-//! The state that all sockets of an endpoint share: the engine behind a lock, and the waiters.
+//! The state that all sockets of an endpoint share: the backend behind a lock, and the waiters.
 //!
 //! # Invariants
 //! - No lost wake-up: a waiter registers, then arms the rings, then sleeps. A thread that releases
@@ -15,7 +15,7 @@
 //! - Each call takes the lock once, for any number of packets.
 //! - A call that must wait spins first, if its [`Wait`](super::waiting::Wait) says so. It holds the
 //!   lock while it spins and yields it to threads that want it. Then it sleeps: the first sleeper
-//!   polls the engine's descriptor, later ones park until another thread unparks them.
+//!   polls the backend's descriptor, later ones park until another thread unparks them.
 //! - Dropping a lease takes no lock. The lease is pushed onto a lock-free stack ([`Leases`]). The
 //!   lock holder empties the stack, and checks it again after it has released the lock.
 //!

@@ -1,4 +1,4 @@
-//! Waiters of an endpoint with a scripted engine.
+//! Waiters of an endpoint with a scripted backend.
 
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -27,7 +27,7 @@ fn is_readable(fd: impl AsFd, within: Duration) -> bool {
     poll(&mut fds, Some(&timespec(within))).unwrap() > 0
 }
 
-/// A thread that sleeps until the engine's timer has fired; the receiver gets a message then.
+/// A thread that sleeps until the backend's timer has fired; the receiver gets a message then.
 fn sleeper(core: &Arc<Core>, script: &Scripted) -> mpsc::Receiver<()> {
     let (done, woken) = mpsc::channel();
     let (mine, script) = (core.clone(), script.clone());
@@ -113,7 +113,7 @@ fn eventfd_of_a_poller_stays_readable_when_another_poller_clears_its_own() {
 }
 
 #[test]
-fn rings_are_armed_again_when_the_engine_says_they_are_stale() {
+fn rings_are_armed_again_when_the_backend_says_they_are_stale() {
     let (core, script) = core();
     let event_fd = Arc::new(EventFd::new().unwrap());
     core.lock().register_poller(&event_fd).unwrap();
@@ -129,7 +129,7 @@ fn rings_are_armed_again_when_the_engine_says_they_are_stale() {
 fn returned_buffer_is_published_by_the_call_that_returns_it() {
     let (core, script) = core();
     core.leases().push_dropped(3);
-    core.lock().engine().stats();
+    core.lock().backend().stats();
     let script = script.lock().unwrap();
     assert_eq!(script.given_back, [3]);
     assert_eq!(script.settled, 1);

@@ -1,4 +1,4 @@
-//! Blocks a call: it attempts, turns the engine, spins or sleeps, and attempts again.
+//! Blocks a call: it attempts, turns the backend, spins or sleeps, and attempts again.
 //!
 //! # Invariants
 //! - A call keeps to its deadline, and a non-blocking call does not block, however much a peer
@@ -20,19 +20,18 @@ use crate::fault::Fault as Blame;
 use crate::table::backend::Backend;
 use crate::table::over::EndpointOver;
 use crate::vsock::waiting::Wait;
-use zerosock_virtio::deadline::earlier;
-use zerosock_virtio::deadline::timespec;
+use zerosock_virtio::deadline::{earlier, timespec};
 
-/// Checks of the engine between two readings of the clock, while spinning.
+/// Checks of the backend between two readings of the clock, while spinning.
 const CHECKS_PER_CLOCK: u32 = 64;
-/// Most consecutive calls that are served without a turn of the engine, and turns without a check
+/// Most consecutive calls that are served without a turn of the backend, and turns without a check
 /// of the deadline.
 const MAX_SKIPPED_TURNS: u32 = 64;
 
 /// The progress of one wait.
 #[derive(Debug, Default)]
 struct WaitProgress {
-    /// Turn the engine next, even if it shows nothing to take in.
+    /// Turn the backend next, even if it shows nothing to take in.
     turn_due: bool,
     began: Option<Instant>,
     slept: bool,
@@ -55,7 +54,7 @@ impl WaitProgress {
 }
 
 impl Core {
-    /// Calls `attempt` until it returns `Some`; between two attempts turns the engine and waits
+    /// Calls `attempt` until it returns `Some`; between two attempts turns the backend and waits
     /// within `budget`. `interest` names the socket of `attempt`. `attempt` publishes what it
     /// queues ([`Backend::flush`], [`Backend::flush_after_read`]).
     ///
@@ -85,7 +84,7 @@ impl Core {
         let mut progress = WaitProgress::default();
         if locked.is_turn_due() {
             progress.turn_due = true;
-        } else if let Some(found) = attempt(locked.engine()) {
+        } else if let Some(found) = attempt(locked.backend()) {
             return Ok(found);
         }
         let spins = budget.wait().filter(|wait| *wait != Wait::Sleep);
@@ -98,13 +97,13 @@ impl Core {
                     self.sleep(held, interest, budget.deadline, &mut progress);
                     continue;
                 }
-                if let Some(found) = attempt(locked.engine()) {
+                if let Some(found) = attempt(locked.backend()) {
                     return Ok(found);
                 }
             }
             progress.turn_due = false;
             let turned = locked.turn();
-            if let Some(found) = attempt(locked.engine()) {
+            if let Some(found) = attempt(locked.backend()) {
                 progress.record(budget.wait(), locked.state());
                 return Ok(found);
             }
@@ -146,7 +145,7 @@ impl Core {
         }
     }
 
-    /// Sleeps until an event that may concern `interest`, a timer of the engine, or `deadline`.
+    /// Sleeps until an event that may concern `interest`, a timer of the backend, or `deadline`.
     fn sleep<'a>(
         &'a self,
         held: &mut Option<Locked<'a>>,
@@ -161,11 +160,11 @@ impl Core {
         let ticket = locked.register(interest, WaiterKind::Thread(thread::current()));
         if locked.state().sleeper.is_none() {
             if !locked.arm() {
-                let until = earlier(deadline, locked.engine().next_timeout());
+                let until = earlier(deadline, locked.backend().next_timeout());
                 locked.state().sleeper = Some(ticket);
                 locked.set_wake_time(ticket, until);
                 drop(locked);
-                let slept = sleep_on([self.engine_fd.as_fd(), self.waker.as_fd()], until);
+                let slept = sleep_on([self.backend_fd.as_fd(), self.waker.as_fd()], until);
                 self.waker.clear();
                 locked = self.lock();
                 locked.state().sleeper = None;
@@ -190,7 +189,7 @@ impl Core {
 }
 
 impl Locked<'_> {
-    /// Whether to turn the engine before the next attempt, for timers and for other sockets.
+    /// Whether to turn the backend before the next attempt, for timers and for other sockets.
     #[inline]
     fn is_turn_due(&mut self) -> bool {
         let state = self.state();
@@ -198,7 +197,7 @@ impl Locked<'_> {
         state.skipped > MAX_SKIPPED_TURNS
     }
 
-    /// Spins until the engine has something to take in or a turn is due. Returns false when the
+    /// Spins until the backend has something to take in or a turn is due. Returns false when the
     /// spin time is used up.
     #[inline]
     fn spin(&mut self, wait: Wait, deadline: Option<Instant>, progress: &mut WaitProgress) -> bool {
@@ -208,7 +207,7 @@ impl Locked<'_> {
         }
         loop {
             for _ in 0..CHECKS_PER_CLOCK {
-                if self.engine().pending() {
+                if self.backend().pending() {
                     return true;
                 }
                 if self.core.leases.any_dropped() {
@@ -229,7 +228,7 @@ impl Locked<'_> {
             progress.clock_reads = progress.clock_reads.wrapping_add(1);
             progress.turn_due = progress.timed_out
                 || progress.clock_reads.is_multiple_of(CHECKS_PER_CLOCK)
-                || self.engine().next_timeout().is_some_and(|at| at <= now);
+                || self.backend().next_timeout().is_some_and(|at| at <= now);
             if progress.turn_due {
                 return true;
             }

@@ -36,7 +36,7 @@ pub(super) struct Waiter {
     pub(super) ticket: u64,
     pub(super) interest: Interest,
     pub(super) kind: WaiterKind,
-    /// When it wakes by itself and turns the engine.
+    /// When it wakes by itself and turns the backend.
     pub(super) wakes_at: Option<Instant>,
 }
 
@@ -44,7 +44,7 @@ pub(super) struct Waiter {
 pub(super) enum WaiterKind {
     /// A thread in [`Core::wait`].
     Thread(Thread),
-    /// A poller of the engine's descriptor and of an eventfd that only it clears; woken once.
+    /// A poller of the backend's descriptor and of an eventfd that only it clears; woken once.
     EventFd(Arc<EventFd>),
     /// An application that polls the descriptor of [`AsFd`]; woken once.
     Descriptor,

@@ -4,13 +4,14 @@
 //! When a thread releases the lock:
 //! - each waiter of a socket that has an event was woken;
 //! - the rings are armed if a waiter sleeps on them;
-//! - a waiter on the rings wakes in time for the engine's next timer.
+//! - a waiter on the rings wakes in time for the backend's next timer.
 //!
 //! # Kinds of waiters
-//! Waiters on the rings sleep on the engine's descriptor: at most one thread (the sleeper), pollers
-//! with an [`EventFd`] of their own, and an application that polls the endpoint's descriptor.
-//! All other waiters, parked threads and tasks, sleep until the lock holder wakes them. Threads and
-//! pollers are few: a linear search finds them. Tasks may be many: `tasks` has a map of them.
+//! Waiters on the rings sleep on the backend's descriptor: at most one thread (the sleeper),
+//! pollers with an [`EventFd`] of their own, and an application that polls the endpoint's
+//! descriptor. All other waiters, parked threads and tasks, sleep until the lock holder wakes them.
+//! Threads and pollers are few: a linear search finds them. Tasks may be many: `tasks` has a map of
+//! them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -19,12 +20,13 @@ use super::descriptors::EventFd;
 use super::lock::{Core, Locked, State};
 use super::waiter::{Interest, Waiter, WaiterKind};
 
-/// The engine has something to take in already: the caller must not sleep.
+/// The backend has something to take in already: the caller must not sleep.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct AlreadyReady;
 
 impl Core {
-    /// Wakes a waiter. `sleeper` is the ticket of the thread that sleeps on the engine's descriptor.
+    /// Wakes a waiter. `sleeper` is the ticket of the thread that sleeps on the backend's
+    /// descriptor.
     pub(super) fn wake(&self, waiter: &Waiter, sleeper: Option<u64>) {
         match &waiter.kind {
             WaiterKind::Thread(_) if sleeper == Some(waiter.ticket) => self.waker.signal(),
@@ -71,7 +73,7 @@ impl Core {
 
 impl Locked<'_> {
     /// Registers the application's polling of the descriptor before a call answers `WouldBlock`.
-    /// Returns whether the engine has something to take in already.
+    /// Returns whether the backend has something to take in already.
     pub(crate) fn watch_descriptor(&mut self) -> bool {
         let state = self.state();
         let known = state
@@ -87,17 +89,17 @@ impl Locked<'_> {
         if self.rearm() {
             return true;
         }
-        let until = self.engine().next_timeout();
+        let until = self.backend().next_timeout();
         self.state().timer_fd.set(until);
         self.set_wake_time(ticket, until);
         false
     }
 
-    /// Registers a poller that is about to sleep on [`Core::engine_fd`] and on `event_fd`, which it
-    /// has cleared before. Returns when the poller must turn the engine at the latest.
+    /// Registers a poller that is about to sleep on [`Core::backend_fd`] and on `event_fd`, which
+    /// it has cleared before. Returns when the poller must turn the backend at the latest.
     ///
     /// # Errors
-    /// When the engine has something to take in already.
+    /// When the backend has something to take in already.
     pub(crate) fn register_poller(
         &mut self,
         event_fd: &Arc<EventFd>,
@@ -110,7 +112,7 @@ impl Locked<'_> {
         if self.rearm() {
             return Err(AlreadyReady);
         }
-        let until = self.engine().next_timeout();
+        let until = self.backend().next_timeout();
         self.set_wake_time(ticket, until);
         Ok(until)
     }
@@ -129,7 +131,7 @@ impl Locked<'_> {
         self.state().tasks.wake_all();
     }
 
-    /// Arms the rings again for a waiter that is about to sleep. Returns whether the engine has
+    /// Arms the rings again for a waiter that is about to sleep. Returns whether the backend has
     /// something to take in already.
     fn rearm(&mut self) -> bool {
         // Clears old notifications, unless the sleeper may not have seen them: it clears them.
@@ -139,17 +141,17 @@ impl Locked<'_> {
         self.arm()
     }
 
-    /// Arms the rings. Returns whether the engine has something to take in already.
+    /// Arms the rings. Returns whether the backend has something to take in already.
     pub(super) fn arm(&mut self) -> bool {
         let state = self.state();
-        state.armed = !state.engine.arm();
+        state.armed = !state.backend.arm();
         !state.armed
     }
 
     pub(super) fn disarm(&mut self) {
         let state = self.state();
         state.armed = false;
-        state.engine.disarm();
+        state.backend.disarm();
     }
 
     /// Records when a waiter wakes by itself.
@@ -201,7 +203,7 @@ impl Locked<'_> {
             if !state.has_ring_waiter() {
                 return;
             }
-            let armed = state.armed && !state.engine.is_stale();
+            let armed = state.armed && !state.backend.is_stale();
             if (armed || !self.arm()) && !self.ensure_timer_wakeup() {
                 return;
             }
@@ -224,7 +226,7 @@ impl Locked<'_> {
     fn wake_ready(&mut self) {
         let core = self.core;
         let state = self.state();
-        while let Some(ready) = state.engine.next_ready() {
+        while let Some(ready) = state.backend.next_ready() {
             let sleeper = state.sleeper;
             let ready = Interest::from(ready);
             #[cfg(feature = "tokio")]
@@ -241,12 +243,12 @@ impl Locked<'_> {
         }
     }
 
-    /// Returns whether a timer of the engine is due now. If it is due later, makes sure that one
+    /// Returns whether a timer of the backend is due now. If it is due later, makes sure that one
     /// waiter on the rings wakes in time; the timer may have been set after that waiter slept.
     fn ensure_timer_wakeup(&mut self) -> bool {
         let core = self.core;
         let state = self.state();
-        let Some(due) = state.engine.next_timeout() else {
+        let Some(due) = state.backend.next_timeout() else {
             return false;
         };
         let sleeper = state.sleeper;

@@ -87,7 +87,7 @@ impl<'l> Reading<'l> {
             entered = core.leases().enter(body.index) == Entered::InPlace;
             if !entered {
                 // The copy exists: the endpoint stores it before it marks the lease as moved.
-                copy = core.lock().engine().copy_of(body.index);
+                copy = core.lock().backend().copy_of(body.index);
                 debug_assert!(copy.is_some(), "moved to nowhere");
             }
         }
@@ -118,7 +118,7 @@ impl<'l> Reading<'l> {
     /// changed its memory): the memory is still mapped, but its contents are undefined.
     ///
     /// A long reading keeps mapped memory that its guest no longer uses. The limit is
-    /// [`HostBuilder::old_memory`](super::HostBuilder::old_memory), at least twice the guest's
+    /// [`HostBuilder::old_memory`](crate::vsock::HostBuilder::old_memory), at least twice the guest's
     /// memory: beyond it further leases from that guest are copies.
     pub fn is_torn(&self) -> bool {
         match self.entered {

@@ -149,7 +149,7 @@ impl Buffer {
         filled: bool,
     ) -> Result<Option<&BufferPlace>, StreamError> {
         if self.place.is_some() && self.is_moved(core) {
-            self.moved(core.lock().engine(), filled)?;
+            self.moved(core.lock().backend(), filled)?;
         }
         Ok(self.place.as_ref())
     }
@@ -159,12 +159,12 @@ impl Buffer {
     pub(in crate::vsock) fn prepare_send(
         &mut self,
         core: &Core,
-        engine: &mut dyn Backend,
+        backend: &mut dyn Backend,
         filled: bool,
     ) -> Result<bool, StreamError> {
         if self.place.is_some() {
             if self.is_moved(core) {
-                self.moved(engine, filled)?;
+                self.moved(backend, filled)?;
             } else {
                 // Not `Core::end_access`: this thread holds the lock; releasing it returns dropped
                 // leases.
@@ -181,8 +181,8 @@ impl Buffer {
 
     /// Makes the buffer private after the endpoint has moved it; takes what was written from the
     /// copy.
-    fn moved(&mut self, engine: &mut dyn Backend, filled: bool) -> Result<(), StreamError> {
-        match engine.copy_of(self.index) {
+    fn moved(&mut self, backend: &mut dyn Backend, filled: bool) -> Result<(), StreamError> {
+        match backend.copy_of(self.index) {
             Some((bytes, start)) => {
                 let bytes = bytes.get(start..).unwrap_or(&[]);
                 self.private.extend_from_slice(bytes);
@@ -195,7 +195,7 @@ impl Buffer {
         Ok(())
     }
 
-    /// The engine has the buffer back and may reuse its index and memory.
+    /// The backend has the buffer back and may reuse its index and memory.
     pub(in crate::vsock) fn mark_returned(&mut self) {
         self.place = None;
         self.private.resize(self.len, 0);

@@ -392,9 +392,9 @@ impl<'a> Loan<'a> {
         }
         let conn = self.conn;
         let interest = Interest::Conn(conn.id);
-        let attempt = |engine: &mut dyn Backend| match self.queue(engine) {
+        let attempt = |backend: &mut dyn Backend| match self.queue(backend) {
             Ok(sent) => {
-                engine.flush();
+                backend.flush();
                 Some(Ok(sent))
             }
             Err(SendFault::WouldBlock) => None,
@@ -409,12 +409,12 @@ impl<'a> Loan<'a> {
         done.map_err(|error| (error, self))
     }
 
-    fn queue(&mut self, engine: &mut dyn Backend) -> Result<usize, SendFault> {
+    fn queue(&mut self, backend: &mut dyn Backend) -> Result<usize, SendFault> {
         let core = &self.conn.core;
-        let settled = self.buffer.prepare_send(core, engine, self.filled > 0);
+        let settled = self.buffer.prepare_send(core, backend, self.filled > 0);
         settled.map_err(|_| SendFault::Unknown)?;
         let private = self.buffer.private(self.filled);
-        let result = engine.send_loan(self.buffer.index, self.filled, private);
+        let result = backend.send_loan(self.buffer.index, self.filled, private);
         match result {
             Ok(sent) if sent < self.filled => {
                 // The rest stays in the loan for another try.

@@ -202,14 +202,14 @@ impl<S: Borrow<Stream>> RxMap<S> {
         self.leases.clear();
         let stream = self.stream.borrow();
         let mut locked = stream.conn.core.lock();
-        if locked.engine().pending() {
+        if locked.backend().pending() {
             locked.turn()?;
         }
-        let engine = locked.engine();
+        let backend = locked.backend();
         let mut bytes = 0;
         let mut spilled = 0;
         let mut fault = None;
-        while let Some(next) = engine.ahead(stream.conn.id).and_then(|ahead| ahead.next) {
+        while let Some(next) = backend.ahead(stream.conn.id).and_then(|ahead| ahead.next) {
             let first = self.packets.is_empty();
             if self.packets.len() >= self.config.headers
                 || (!first && bytes + next.len > self.config.bytes)
@@ -218,7 +218,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
             }
             match next.kind {
                 NextKind::InPlace => {
-                    let parts = match engine.lease(stream.conn.id) {
+                    let parts = match backend.lease(stream.conn.id) {
                         Ok(Some(parts)) => parts,
                         Ok(None) => break,
                         Err(error) => {
@@ -244,7 +244,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
                     let Some(out) = out.filter(|out| !out.is_empty()) else {
                         break;
                     };
-                    if let Err(error) = engine.read(stream.conn.id, out, false) {
+                    if let Err(error) = backend.read(stream.conn.id, out, false) {
                         fault = Some(error);
                         break;
                     }
@@ -264,10 +264,10 @@ impl<S: Borrow<Stream>> RxMap<S> {
         }
         let headers = self.packets.len();
         if headers == 0 && fault.is_none() {
-            fault = reason(engine, stream);
+            fault = reason(backend, stream);
         }
-        let value = rx_poll::value(engine, stream);
-        engine.flush_after_read();
+        let value = rx_poll::value(backend, stream);
+        backend.flush_after_read();
         drop(locked);
         self.pages.set_header(headers, RxHeader::default().encode());
         self.pages.set_hdr_num(headers as u32);
@@ -359,13 +359,13 @@ impl<S: Borrow<Stream>> RxMap<S> {
                     core.leases().leave(held.index);
                 }
                 match &mut locked {
-                    Some(locked) => locked.engine().handle_dropped(held.index),
+                    Some(locked) => locked.backend().handle_dropped(held.index),
                     None => core.return_buffer(held.index),
                 }
             }
         }
         if let Some(locked) = &mut locked {
-            locked.engine().flush_after_read();
+            locked.backend().flush_after_read();
         }
         Ok(())
     }

@@ -241,12 +241,12 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
         let data_pages = self.pages.as_slice().len() / PAGE - self.header_pages;
         let mut layout = Layout::new(data_pages, capacity(self.header_pages, HEADER));
         let mut locked = stream.conn.core.lock();
-        if locked.engine().pending() {
+        if locked.backend().pending() {
             locked.turn()?;
         }
-        let engine = locked.engine();
+        let backend = locked.backend();
         let mut fault = None;
-        while let Some(next) = engine.ahead(stream.conn.id).and_then(|ahead| ahead.next) {
+        while let Some(next) = backend.ahead(stream.conn.id).and_then(|ahead| ahead.next) {
             let Some(place) = layout.place(next.len, STREAM_FLAGS) else {
                 break;
             };
@@ -256,7 +256,7 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
                 .get_mut(start..start + place.header.length as usize)
                 .unwrap_or(&mut []);
             // Reads exactly `out.len()` bytes: they were there, and this thread holds the lock.
-            if let Err(error) = engine.read(stream.conn.id, out, false) {
+            if let Err(error) = backend.read(stream.conn.id, out, false) {
                 fault = Some(error);
                 break;
             }
@@ -265,10 +265,10 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
             layout.take(place);
         }
         if layout.headers == 0 && fault.is_none() {
-            fault = reason(engine, stream);
+            fault = reason(backend, stream);
         }
-        let value = rx_poll::value(engine, stream);
-        engine.flush_after_read();
+        let value = rx_poll::value(backend, stream);
+        backend.flush_after_read();
         drop(locked);
         self.pages.set_header(layout.headers, encode([0, 0]));
         self.pages.set_hdr_num(layout.pages as u32);
@@ -381,9 +381,9 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
 }
 
 /// The error of the connection, if it has no unread bytes and has failed.
-pub(super) fn reason(engine: &mut dyn Backend, stream: &Stream) -> Option<RecvFault> {
+pub(super) fn reason(backend: &mut dyn Backend, stream: &Stream) -> Option<RecvFault> {
     // Without unread bytes a peek returns the state of the connection.
-    engine.read(stream.conn.id, &mut [0], true).err()
+    backend.read(stream.conn.id, &mut [0], true).err()
 }
 
 fn encode([length, flags]: [u32; 2]) -> [u8; HEADER] {

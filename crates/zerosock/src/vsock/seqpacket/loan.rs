@@ -77,7 +77,7 @@ pub struct MessageLoan<'a> {
     conn: &'a Connection,
     /// In order. Only the last may be private from the start.
     buffers: Vec<Buffer>,
-    /// Number of buffers, from the first, that the engine has back.
+    /// Number of buffers, from the first, that the backend has back.
     returned: usize,
     len: usize,
     /// Bytes written, from the beginning.
@@ -223,7 +223,7 @@ impl<'a> MessageLoan<'a> {
 
     /// Sends the bytes written so far as one message, which may be empty; returns how many. The
     /// part in place is sent at once. A private part may block for buffers, as in
-    /// [`SeqPacket::send`], and so does a message behind one that is partly sent.
+    /// [`SeqPacket::send`](super::SeqPacket::send), and so does a message behind one that is partly sent.
     ///
     /// # Errors
     /// The connection has ended, or this direction was shut down; [`StreamError::Torn`];
@@ -278,12 +278,12 @@ impl<'a> MessageLoan<'a> {
             return Err((StreamError::Reset.into(), self));
         }
         let conn = self.conn;
-        let attempt = |engine: &mut dyn Backend| match self.queue(engine, ends_record) {
+        let attempt = |backend: &mut dyn Backend| match self.queue(backend, ends_record) {
             Ok(Ok(all)) => {
-                engine.flush();
+                backend.flush();
                 Some(Ok(all))
             }
-            Ok(Err(fault)) => conn.send_fault(engine, fault),
+            Ok(Err(fault)) => conn.send_fault(backend, fault),
             Err(torn) => Some(Err(torn)),
         };
         let done = conn
@@ -300,7 +300,7 @@ impl<'a> MessageLoan<'a> {
 
     fn queue(
         &mut self,
-        engine: &mut dyn Backend,
+        backend: &mut dyn Backend,
         ends_record: bool,
     ) -> Result<Result<bool, SendFault>, StreamError> {
         let conn = self.conn;
@@ -309,7 +309,7 @@ impl<'a> MessageLoan<'a> {
             if left == 0 && count > 0 {
                 break;
             }
-            buffer.prepare_send(&conn.core, engine, left > 0)?;
+            buffer.prepare_send(&conn.core, backend, left > 0)?;
             left -= left.min(buffer.len());
             count += 1;
         }
@@ -328,9 +328,9 @@ impl<'a> MessageLoan<'a> {
                 private: buffer.private(len),
             })
             .collect();
-        let sent = engine.send_message_loan(conn.id, &parts, ends_record);
+        let sent = backend.send_message_loan(conn.id, &parts, ends_record);
         if sent != Err(SendFault::WouldBlock) {
-            // The engine has the buffers back and may reuse their indices and memory.
+            // The backend has the buffers back and may reuse their indices and memory.
             self.returned = count;
         }
         if sent.is_err_and(|fault| fault != SendFault::WouldBlock) {

@@ -178,7 +178,7 @@ impl SeqPacket {
     /// # Errors
     /// `WouldBlock`, `TimedOut`; `ConnectionAborted` when the endpoint has failed.
     pub fn wait_readable(&self) -> io::Result<()> {
-        let attempt = |engine: &mut dyn Backend| is_ready(engine, self.conn.id).then_some(());
+        let attempt = |backend: &mut dyn Backend| is_ready(backend, self.conn.id).then_some(());
         let interest = Interest::Conn(self.conn.id);
         let budget = self.conn.read_patience();
         Ok(self.conn.core.wait(interest, budget, attempt)?)
@@ -189,7 +189,7 @@ impl SeqPacket {
         let mut locked = self.conn.core.lock();
         // Counts packets not yet taken in. A failed endpoint still has what it received before.
         let _ = locked.turn();
-        let info = locked.engine().info(self.conn.id);
+        let info = locked.backend().info(self.conn.id);
         info.and_then(|info| info.messages).unwrap_or(0) as usize
     }
 
@@ -220,7 +220,7 @@ impl SeqPacket {
     pub fn recv(&self, out: &mut [u8]) -> io::Result<Option<Received>> {
         let message = self
             .conn
-            .receive(|engine| engine.read_message(self.conn.id, out, false))?;
+            .receive(|backend| backend.read_message(self.conn.id, out, false))?;
         Ok(message.map(Received::from))
     }
 
@@ -231,7 +231,7 @@ impl SeqPacket {
     pub fn peek(&self, out: &mut [u8]) -> io::Result<Option<Received>> {
         let message = self
             .conn
-            .receive(|engine| engine.read_message(self.conn.id, out, true))?;
+            .receive(|backend| backend.read_message(self.conn.id, out, true))?;
         Ok(message.map(Received::from))
     }
 
@@ -243,7 +243,7 @@ impl SeqPacket {
     pub fn recv_leases(&self) -> io::Result<Option<MessageLeases<'_>>> {
         let got = self
             .conn
-            .receive(|engine| engine.lease_message(self.conn.id))?;
+            .receive(|backend| backend.lease_message(self.conn.id))?;
         let trust = self.conn.trust;
         Ok(got.map(|(parts, ends_record)| {
             MessageLeases::new(&self.conn.core, parts, trust, ends_record)
@@ -299,7 +299,7 @@ impl SeqPacket {
     pub(super) fn begin(&self, slices: &[IoSlice<'_>], ends_record: bool) -> io::Result<bool> {
         let id = self.conn.id;
         self.conn
-            .transmit(|engine| engine.send_message(id, slices, ends_record))
+            .transmit(|backend| backend.send_message(id, slices, ends_record))
     }
 
     /// Lends buffers for one message of at most `len` bytes, in memory that the peer reads: the
@@ -315,7 +315,7 @@ impl SeqPacket {
     pub fn loan(&self, len: usize) -> io::Result<MessageLoan<'_>> {
         let parts = self
             .conn
-            .transmit(|engine| engine.loan_message(self.conn.id, len))?;
+            .transmit(|backend| backend.loan_message(self.conn.id, len))?;
         Ok(MessageLoan::new(&self.conn, parts))
     }
 
@@ -334,15 +334,15 @@ impl SeqPacket {
         self.conn.reset();
     }
 
-    /// The state of the connection as of the last turn of the engine.
+    /// The state of the connection as of the last turn of the backend.
     pub fn state(&self) -> StreamState {
         self.conn.state()
     }
 }
 
 /// Whether a receive would return a message, the end or an error.
-fn is_ready(engine: &mut dyn Backend, id: StreamId) -> bool {
-    engine.info(id).is_none_or(|info| {
+fn is_ready(backend: &mut dyn Backend, id: StreamId) -> bool {
+    backend.info(id).is_none_or(|info| {
         info.messages.is_none_or(|messages| messages > 0)
             || info.at_end
             || !matches!(info.state, StreamState::Connecting | StreamState::Connected)

@@ -54,7 +54,7 @@ impl Batch<'_> {
     /// [`StreamError`](crate::vsock::StreamError) is the source.
     pub fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            let sent = self.transmit(|engine, id| engine.write(id, bytes))?;
+            let sent = self.transmit(|backend, id| backend.write(id, bytes))?;
             bytes = bytes.get(sent..).unwrap_or(&[]);
         }
         Ok(())
@@ -63,7 +63,7 @@ impl Batch<'_> {
     /// Publishes the packets written so far to the peer.
     pub fn flush(&mut self) {
         if let Some(locked) = &mut self.locked {
-            locked.engine().flush();
+            locked.backend().flush();
         }
     }
 
@@ -75,14 +75,14 @@ impl Batch<'_> {
         let conn = self.conn;
         // The common case: there is room, and the lock is held.
         if let Some(locked) = &mut self.locked
-            && let Ok(done) = put(locked.engine(), conn.id)
+            && let Ok(done) = put(locked.backend(), conn.id)
         {
             return Ok(done);
         }
         let budget = conn.write_patience();
-        let attempt = |engine: &mut dyn Backend| match put(engine, conn.id) {
+        let attempt = |backend: &mut dyn Backend| match put(backend, conn.id) {
             Ok(done) => Some(Ok(done)),
-            Err(fault) => conn.send_fault(engine, fault),
+            Err(fault) => conn.send_fault(backend, fault),
         };
         self.flush();
         let interest = Interest::Conn(conn.id);

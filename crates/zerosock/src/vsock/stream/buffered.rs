@@ -48,12 +48,12 @@ impl ReadAhead {
         let ReadAhead { unconsumed, at, .. } = self;
         let len = len.min(unconsumed.len());
         let mut locked = conn.core.lock();
-        let engine = locked.engine();
-        if let Some(info) = engine.info(conn.id) {
+        let backend = locked.backend();
+        if let Some(info) = backend.info(conn.id) {
             let gone = info.taken.saturating_sub(*at);
             let rest = len.saturating_sub(usize::try_from(gone).unwrap_or(usize::MAX));
-            engine.skip(conn.id, rest);
-            engine.flush_after_read();
+            backend.skip(conn.id, rest);
+            backend.flush_after_read();
         }
         unconsumed.start += len;
         *at += len as u64;
@@ -63,7 +63,7 @@ impl ReadAhead {
     pub(super) fn is_current(&self, conn: &Connection) -> bool {
         let ReadAhead { unconsumed, at, .. } = self;
         let mut locked = conn.core.lock();
-        let info = locked.engine().info(conn.id);
+        let info = locked.backend().info(conn.id);
         !unconsumed.is_empty() && info.is_some_and(|info| info.taken == *at)
     }
 }

@@ -137,8 +137,8 @@ impl Stream {
     pub fn wait_readable(&self) -> io::Result<()> {
         let low_water = self.low_water();
         let budget = self.conn.read_patience();
-        let attempt = |engine: &mut dyn Backend| {
-            let there = engine
+        let attempt = |backend: &mut dyn Backend| {
+            let there = backend
                 .ahead(self.conn.id)
                 .is_none_or(|ahead| ahead.closed || ahead.unread >= low_water as usize);
             there.then_some(())
@@ -154,7 +154,7 @@ impl Stream {
     /// # Errors
     /// `WouldBlock`, `TimedOut`; else a [`StreamError`](super::StreamError) is the source.
     pub fn recv(&self) -> io::Result<Option<Lease<'_>>> {
-        let got = self.receive(|engine| engine.lease(self.conn.id))?;
+        let got = self.receive(|backend| backend.lease(self.conn.id))?;
         Ok(got.map(|parts| Lease::new(&self.conn.core, parts, self.conn.trust)))
     }
 
@@ -169,8 +169,8 @@ impl Stream {
     /// When `look` makes a call of this endpoint.
     pub fn recv_each(&self, most: usize, mut look: impl FnMut(Message<'_>)) -> io::Result<usize> {
         let trust = self.conn.trust;
-        self.receive(|engine| {
-            engine.each(self.conn.id, most, &mut |payload| {
+        self.receive(|backend| {
+            backend.each(self.conn.id, most, &mut |payload| {
                 look(Message::new(payload, trust));
                 true
             })
@@ -182,7 +182,7 @@ impl Stream {
     /// # Errors
     /// As [`recv`](Self::recv).
     pub fn peek(&self, out: &mut [u8]) -> io::Result<usize> {
-        self.receive(|engine| engine.read(self.conn.id, out, true))
+        self.receive(|backend| backend.read(self.conn.id, out, true))
     }
 
     /// Lends a buffer for one packet of at most `max` bytes, in memory that the peer reads. It may
@@ -199,7 +199,7 @@ impl Stream {
     pub fn loan(&self, max: usize) -> io::Result<Loan<'_>> {
         let parts = self
             .conn
-            .transmit(|engine| engine.loan(self.conn.id, max))?;
+            .transmit(|backend| backend.loan(self.conn.id, max))?;
         Ok(Loan::new(&self.conn, parts))
     }
 
@@ -236,7 +236,7 @@ impl Stream {
         self.conn.reset();
     }
 
-    /// The state of the connection as of the last turn of the engine.
+    /// The state of the connection as of the last turn of the backend.
     pub fn state(&self) -> StreamState {
         self.conn.state()
     }
@@ -249,18 +249,18 @@ impl Stream {
         mut get: impl FnMut(&mut dyn Backend) -> Result<T, RecvFault>,
     ) -> io::Result<T> {
         let low_water = self.low_water.load(Ordering::Relaxed);
-        self.conn.receive(|engine| {
-            if low_water > 1 && !is_filled(engine, self.conn.id, low_water) {
+        self.conn.receive(|backend| {
+            if low_water > 1 && !is_filled(backend, self.conn.id, low_water) {
                 return Err(RecvFault::WouldBlock);
             }
-            get(engine)
+            get(backend)
         })
     }
 }
 
 /// Whether a read that waits for `low_water` bytes may return.
-fn is_filled(engine: &mut dyn Backend, id: StreamId, low_water: u32) -> bool {
-    engine.info(id).is_none_or(|info| {
+fn is_filled(backend: &mut dyn Backend, id: StreamId, low_water: u32) -> bool {
+    backend.info(id).is_none_or(|info| {
         info.unread >= low_water as usize
             || info.at_end
             || !matches!(info.state, StreamState::Connecting | StreamState::Connected)
@@ -272,7 +272,7 @@ impl Read for &Stream {
         if out.is_empty() {
             return Ok(0);
         }
-        self.receive(|engine| engine.read(self.conn.id, out, false))
+        self.receive(|backend| backend.read(self.conn.id, out, false))
     }
 }
 
@@ -291,7 +291,7 @@ impl Write for &Stream {
             return Ok(0);
         }
         self.conn
-            .transmit(|engine| engine.write(self.conn.id, bytes))
+            .transmit(|backend| backend.write(self.conn.id, bytes))
     }
 
     /// Writes one slice after the other, as much as there is room for, with one lock and one
@@ -300,10 +300,10 @@ impl Write for &Stream {
         if slices.iter().all(|slice| slice.is_empty()) {
             return Ok(0);
         }
-        self.conn.transmit(|engine| {
+        self.conn.transmit(|backend| {
             let mut done = 0;
             for slice in slices.iter().filter(|slice| !slice.is_empty()) {
-                match engine.write(self.conn.id, slice) {
+                match backend.write(self.conn.id, slice) {
                     Ok(written) => {
                         done += written;
                         if written < slice.len() {
@@ -324,8 +324,8 @@ impl Write for &Stream {
     fn flush(&mut self) -> io::Result<()> {
         if self.coalesces.load(Ordering::Relaxed) {
             let mut locked = self.conn.core.lock();
-            locked.engine().flush_coalesced(self.conn.id);
-            locked.engine().flush();
+            locked.backend().flush_coalesced(self.conn.id);
+            locked.backend().flush();
         }
         Ok(())
     }
@@ -372,9 +372,9 @@ impl BufRead for Stream {
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
         if !self.read_ahead.is_current(&self.conn) {
             let mut bytes = self.read_ahead.take_buffer();
-            let got = self.receive(|engine| {
-                let got = engine.read(self.conn.id, &mut bytes, true)?;
-                Ok((got, engine.info(self.conn.id).map_or(0, |info| info.taken)))
+            let got = self.receive(|backend| {
+                let got = backend.read(self.conn.id, &mut bytes, true)?;
+                Ok((got, backend.info(self.conn.id).map_or(0, |info| info.taken)))
             });
             let (len, at) = *got.as_ref().unwrap_or(&(0, 0));
             self.read_ahead.store(bytes, len, at);

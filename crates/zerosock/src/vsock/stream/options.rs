@@ -116,8 +116,8 @@ impl Stream {
     /// ```
     pub fn set_coalesce(&self, coalesce: bool) {
         let mut locked = self.conn.core.lock();
-        locked.engine().set_coalesces(self.conn.id, coalesce);
-        locked.engine().flush();
+        locked.backend().set_coalesces(self.conn.id, coalesce);
+        locked.backend().flush();
         self.coalesces.store(coalesce, Ordering::Relaxed);
     }
 

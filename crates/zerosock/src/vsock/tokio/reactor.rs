@@ -8,7 +8,7 @@
 //!
 //! # Life cycle
 //! An endpoint with async sockets has one reactor. It waits for the endpoint's descriptor and the
-//! next timer, turns the engine, and wakes the tasks of sockets that have events. It ends with the
+//! next timer, turns the backend, and wakes the tasks of sockets that have events. It ends with the
 //! endpoint's last async socket. If its runtime ends earlier, it wakes all waiting tasks, and the
 //! first that runs starts a new reactor in its own runtime.
 
@@ -36,7 +36,7 @@ fn reactor_of(core: &Arc<Core>) -> io::Result<Arc<Reactor>> {
     let event_fd = Arc::new(EventFd::new()?);
     let timer_fd = TimerFd::new()?;
     let ended = Arc::new(AtomicBool::new(false));
-    let fd = epoll_of([core.engine_fd(), event_fd.as_fd(), timer_fd.as_fd()])?;
+    let fd = epoll_of([core.backend_fd(), event_fd.as_fd(), timer_fd.as_fd()])?;
     #[allow(
         deprecated,
         reason = "the replacement is unsafe and requires what an OwnedFd guarantees: that the \

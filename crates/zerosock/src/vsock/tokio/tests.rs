@@ -1,4 +1,4 @@
-//! Cancelled calls of an endpoint with a scripted engine.
+//! Cancelled calls of an endpoint with a scripted backend.
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::vsock::waiting::Wait;
 
 const THERE: Address = Address::new(zerosock_proto::Cid::new(4), Port::new(1));
 
-/// What the endpoint of a fake engine is to [`AsyncStream::connect`].
+/// What the endpoint of a fake backend is to [`AsyncStream::connect`].
 struct From(Arc<Core>);
 
 impl Connector for From {}

@@ -6,24 +6,18 @@
 //! chain is lent to the receiver ([`SiblingMessage::Lent`]) and comes back by
 //! [`SiblingMessage::Returned`]; the lender can recall it at any time ([`SiblingMessage::Recall`]).
 
-use super::datagrams::return_lent;
-use super::host::Caller;
-use super::outbound::HeldChain;
-use super::queue_pairs::Handoff;
-use crate::table::sockets::Ends;
 use std::sync::Arc;
-use zerosock_proto::vsock::FlowId;
+use zerosock_proto::vsock::{FlowId, FlowSnapshot};
 use zerosock_proto::wire::vsock::{Repr, SocketType};
 use zerosock_proto::{Address, Port};
 use zerosock_ring::Memory;
 use zerosock_virtio::outbox::DeviceAddr;
 
-/// One side of a sibling connection.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct Peer {
-    pub(crate) device: DeviceAddr,
-    pub(crate) flow: FlowId,
-}
+use super::bridge::Bridge;
+use super::host::Caller;
+use super::peer::Peer;
+use crate::device::outbound::HeldChain;
+use crate::table::sockets::Ends;
 
 /// A message from one side of a sibling connection to the other. Messages between the same two
 /// devices keep their order. A message for a flow that has ended is dropped after what it carries
@@ -112,6 +106,17 @@ pub(crate) enum SiblingMessage {
     },
     /// A flow-control packet for the peer's guest.
     DatagramControl(Repr),
+}
+
+/// A connection on its way from one queue pair to another.
+#[derive(Debug)]
+pub(crate) struct Handoff {
+    pub(in crate::device) snapshot: FlowSnapshot,
+    pub(in crate::device) bridge: Bridge,
+    /// Its address at the old pair.
+    pub(in crate::device) old: Peer,
+    /// The answer to the driver's MOVE, sent at the old pair after the arrival.
+    pub(in crate::device) answer: Repr,
 }
 
 /// A packet of type DGRAM on its way from one guest to another.
@@ -259,6 +264,25 @@ impl SiblingMessage {
             | SiblingMessage::Reset { .. } => None,
         }
     }
+}
+
+/// The answer that returns a lent packet: its receiver has gone.
+pub(crate) fn return_lent(datagram: Datagram) -> (DeviceAddr, SiblingMessage) {
+    let Datagram {
+        from,
+        chain,
+        epoch,
+        payload,
+        ..
+    } = datagram;
+    let (copied, answer) = (payload.copied(), None);
+    let done = SiblingMessage::DatagramDone {
+        chain,
+        epoch,
+        copied,
+        answer,
+    };
+    (from, done)
 }
 
 #[cfg(test)]

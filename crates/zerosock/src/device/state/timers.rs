@@ -1,9 +1,10 @@
 //! The deadlines of one device, ordered. An expired timer is a hint: its object may have been
 //! removed or its deadline moved, so the handler checks the object's own deadline.
 
-use super::backlog::HostPort;
 use std::collections::BTreeSet;
 use zerosock_proto::Instant;
+
+use crate::device::host_sockets::HostPort;
 
 /// What a deadline is for; the number is a key into the device's tables.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]

@@ -9,13 +9,11 @@
 //! The shard has the vsock half (state, credit, counters); a [`Bridge`] has the socket or sibling,
 //! the bytes in flight, and the edges seen.
 
-use super::backlog::HostPort;
 use super::messages::Messages;
-use super::outbound::{HeldChain, Outbound, Spare, Spares};
-use super::queue_pairs::Parked;
+use crate::device::host_sockets::{HostPort, HostSocket};
+use crate::device::outbound::{HeldChain, Outbound, Spare, Spares};
 
-use crate::device::host_sockets::HostSocket;
-use crate::device::sibling_message::Peer;
+use super::peer::Peer;
 use crate::table::sockets::StreamId;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -71,7 +69,7 @@ pub(crate) struct SiblingEnd {
     /// The queue pair to which the connection moves once `out` is 0.
     pub(crate) move_to: Option<u16>,
     /// Messages that wait until the handoff from another pair is complete.
-    pub(crate) parked: Option<Box<Parked>>,
+    pub(crate) parked: bool,
 }
 
 impl SiblingEnd {
@@ -84,7 +82,7 @@ impl SiblingEnd {
             stalled: false,
             finish: false,
             move_to: None,
-            parked: None,
+            parked: false,
         }
     }
 

@@ -15,10 +15,10 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Chain;
 
-use super::lending::Loan;
+use super::loans::Loan;
 use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
-use crate::table::sockets::{ReadyFlags, Sockets, StreamId, StreamState};
+use crate::table::sockets::{ReadyFlag, Sockets, StreamId, StreamState};
 
 /// Marks an unused entry of `loan_keys`.
 const NONE: u32 = u32::MAX;
@@ -30,7 +30,7 @@ pub(crate) struct HostToken {
     /// The number of the device.
     pub(crate) vm: u32,
     /// The epoch of the transmit queue that the chain belongs to.
-    pub(super) epoch: u32,
+    pub(in crate::device) epoch: u32,
 }
 
 /// Traffic counters; no atomics, because only the program's thread counts.
@@ -46,13 +46,13 @@ pub(crate) struct Tally {
 
 /// A port that the program listens on.
 #[derive(Debug)]
-pub(super) struct Listener {
+pub(in crate::device) struct Listener {
     port: Port,
-    pub(super) socket_type: SocketType,
-    pub(super) backlog: usize,
+    pub(in crate::device) socket_type: SocketType,
+    pub(in crate::device) backlog: usize,
     /// Receive buffer of accepted connections in bytes, if it differs from the device's default.
-    pub(super) buffer: Option<u32>,
-    pub(super) waiting: VecDeque<StreamId>,
+    pub(in crate::device) buffer: Option<u32>,
+    pub(in crate::device) waiting: VecDeque<StreamId>,
     /// Listed in `App::ready_ports`.
     in_ready_ports: bool,
 }
@@ -74,9 +74,9 @@ pub(crate) struct App {
     ready_ports: VecDeque<Port>,
     /// The device number of each pool.
     pub(crate) pools: Vec<Option<u32>>,
-    pub(super) loans: Slab<Loan>,
+    pub(in crate::device) loans: Slab<Loan>,
     /// Key in `loans`, by index of the loan's slot in the lease table.
-    pub(super) loan_keys: Box<[u32]>,
+    pub(in crate::device) loan_keys: Box<[u32]>,
     pub(crate) tally: Tally,
 }
 
@@ -110,7 +110,7 @@ impl App {
         *self.pools.get(pool as usize)?
     }
 
-    pub(super) fn take_pool(&mut self, vm: u32) -> u32 {
+    pub(in crate::device) fn take_pool(&mut self, vm: u32) -> u32 {
         let free = self.pools.iter().position(Option::is_none);
         let pool = match free {
             Some(pool) => pool as u32,
@@ -125,7 +125,7 @@ impl App {
         pool
     }
 
-    pub(super) fn free_pool(&mut self, pool: u32) {
+    pub(in crate::device) fn free_pool(&mut self, pool: u32) {
         if let Some(place) = self.pools.get_mut(pool as usize) {
             *place = None;
             self.sockets.lease_copies(pool, false);
@@ -133,7 +133,7 @@ impl App {
         }
     }
 
-    pub(super) fn listener(&mut self, port: Port) -> Option<&mut Listener> {
+    pub(in crate::device) fn listener(&mut self, port: Port) -> Option<&mut Listener> {
         self.listeners.iter_mut().find(|l| l.port == port)
     }
 
@@ -220,7 +220,7 @@ impl App {
         }
     }
 
-    pub(super) fn queue_for_accept(&mut self, port: Port, id: StreamId) {
+    pub(in crate::device) fn queue_for_accept(&mut self, port: Port, id: StreamId) {
         let Some(listener) = self.listener(port) else {
             return;
         };
@@ -231,24 +231,24 @@ impl App {
     }
 
     /// Records how a connection has ended; received bytes can still be read.
-    pub(super) fn ended(&mut self, id: StreamId, orderly: bool) {
+    pub(in crate::device) fn ended(&mut self, id: StreamId, orderly: bool) {
         let Some(conn) = self.sockets.get_mut(id) else {
             return;
         };
         conn.flow = None;
-        let ready_flags = match conn.state {
+        let flag = match conn.state {
             StreamState::Connecting => {
                 // Without an RST: the device has lost its guest.
                 conn.refused.get_or_insert(RefuseReason::TransportReset);
-                ReadyFlags::Refused
+                ReadyFlag::Refused
             }
-            _ => ReadyFlags::Closed,
+            _ => ReadyFlag::Closed,
         };
         conn.state = if orderly {
             StreamState::Finished
         } else {
             StreamState::Reset
         };
-        self.sockets.set_ready(id, ready_flags);
+        self.sockets.set_ready(id, flag);
     }
 }

@@ -10,7 +10,7 @@ use zerosock::{Address, Cid};
 
 use super::common::pump::Pumped;
 use super::common::{PATIENCE, pairs};
-use super::{FOR_EVER, PORT, patient};
+use super::{FOR_EVER, PORT, with_time_outs};
 
 /// A host with an attach socket, and a thread that calls its `turn`.
 pub(crate) struct Hub {
@@ -54,18 +54,18 @@ impl Hub {
         let to = Address::new(Cid::HOST, PORT);
         let theirs = process.connect_seqpacket(to).unwrap();
         let (ours, _) = listener.accept_timeout(PATIENCE).unwrap();
-        (patient(ours), patient(theirs))
+        (with_time_outs(ours), with_time_outs(theirs))
     }
 }
 
 /// A daemon with an attach socket.
-pub(crate) struct Switchboard {
+pub(crate) struct TestDaemon {
     daemon: Option<Daemon>,
     dir: tempfile::TempDir,
 }
 
-impl Switchboard {
-    pub(crate) fn new(workers: usize) -> Switchboard {
+impl TestDaemon {
+    pub(crate) fn new(workers: usize) -> TestDaemon {
         let dir = tempfile::tempdir().unwrap();
         let listener = attach::listen(&dir.path().join("attach.sock")).unwrap();
         let daemon = Daemon::start(DaemonConfig {
@@ -73,7 +73,7 @@ impl Switchboard {
             workers,
             ..DaemonConfig::default()
         });
-        Switchboard {
+        TestDaemon {
             daemon: Some(daemon.unwrap()),
             dir,
         }
@@ -88,7 +88,7 @@ impl Switchboard {
     }
 }
 
-impl Drop for Switchboard {
+impl Drop for TestDaemon {
     fn drop(&mut self) {
         if let Some(daemon) = self.daemon.take() {
             daemon.shutdown();
@@ -112,5 +112,5 @@ pub(crate) fn siblings(
     let (ours, peer) = listener.accept_timeout(PATIENCE).unwrap();
     assert_eq!(peer, theirs.local_addr());
     theirs.wait_connected().unwrap();
-    ((one, patient(ours)), (two, patient(theirs)))
+    ((one, with_time_outs(ours)), (two, with_time_outs(theirs)))
 }

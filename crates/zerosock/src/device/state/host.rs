@@ -1,0 +1,69 @@
+//! How the guest reaches host programs and they reach the guest.
+
+use rustix::fd::OwnedFd;
+use zerosock_proto::wire::vsock::SocketType;
+use zerosock_proto::{Instant, Port};
+use zerosock_sys::PeerFd;
+
+use crate::device::host_sockets::HostSocket;
+use crate::device::host_sockets::hybrid::Services;
+
+/// How the guest reaches host programs and they reach the guest.
+#[derive(Debug)]
+pub(crate) enum HostEnd {
+    /// Hybrid vsock: Unix sockets of host programs, and a listener if programs may connect.
+    Hybrid {
+        services: Services,
+        listener: Option<PeerFd>,
+        /// The same for messages, if enabled: sockets of type SOCK_SEQPACKET.
+        messages: Option<(Services, Option<PeerFd>)>,
+    },
+    /// The machine's own AF_VSOCK: the CID to connect to, and listeners with their ports.
+    Forward {
+        cid: u32,
+        listeners: Vec<(u32, OwnedFd)>,
+    },
+    /// No host side: the guest reaches siblings only.
+    None,
+}
+
+impl HostEnd {
+    /// A copy without the listeners: for connections from the guest only.
+    pub(crate) fn outward(&self) -> HostEnd {
+        match self {
+            HostEnd::Hybrid {
+                services, messages, ..
+            } => HostEnd::Hybrid {
+                services: services.base().to_owned().into(),
+                listener: None,
+                messages: messages
+                    .as_ref()
+                    .map(|(services, _)| (services.base().to_owned().into(), None)),
+            },
+            HostEnd::Forward { cid, .. } => HostEnd::Forward {
+                cid: *cid,
+                listeners: Vec::new(),
+            },
+            HostEnd::None => HostEnd::None,
+        }
+    }
+}
+
+/// A host program that has not sent its complete CONNECT line yet.
+#[derive(Debug)]
+pub(crate) struct Handshake {
+    pub(in crate::device) socket: HostSocket,
+    pub(in crate::device) socket_type: SocketType,
+    pub(in crate::device) deadline: Instant,
+}
+
+/// A host program that connects to the guest.
+#[derive(Debug)]
+pub(crate) struct Caller {
+    pub(in crate::device) socket: HostSocket,
+    pub(in crate::device) socket_type: SocketType,
+    /// The guest's port.
+    pub(in crate::device) to: Port,
+    /// The program sent CONNECT and waits for the OK line.
+    pub(in crate::device) wants_ok: bool,
+}

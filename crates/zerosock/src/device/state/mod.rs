@@ -1,0 +1,228 @@
+//! What a device consists of. The modules here have the data and what concerns nothing else; the
+//! modules above have what a device does with them.
+
+pub(crate) mod app;
+pub(crate) mod backlogs;
+pub(crate) mod bridge;
+pub(crate) mod datagrams;
+pub(crate) mod host;
+pub(crate) mod lingering;
+pub(crate) mod loans;
+pub(crate) mod messages;
+pub(crate) mod peer;
+pub(crate) mod program;
+pub(crate) mod queue_pairs;
+pub(crate) mod sibling_message;
+pub(crate) mod timers;
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+use std::time::Duration;
+
+use slab::Slab;
+use zerosock_proto::vsock::Shard;
+use zerosock_proto::{Cid, Port};
+use zerosock_sys::account::{Account, Budget};
+use zerosock_vhost_user::LogLimit;
+use zerosock_virtio::outbox::DeviceAddr;
+use zerosock_virtio::queues::QueueSet;
+use zerosock_virtio::ring::Ring;
+
+use self::app::AppState;
+use self::backlogs::Backlogs;
+use self::bridge::{Bridge, InboundQueue};
+use self::datagrams::Datagrams;
+use self::host::{Handshake, HostEnd};
+use self::lingering::Lingering;
+use self::program::App;
+use self::queue_pairs::QueuePairSet;
+use self::timers::Timers;
+use crate::device::host_sockets::hybrid::OkConvention;
+use crate::device::outbound::{OutboundQueue, Spares};
+use crate::routing::Routes;
+use crate::stats::{Counters, Holdings};
+use crate::table::gathered::Gathered;
+use crate::table::outgoing::Outgoing;
+
+/// Index of the receive queue: buffers for packets to the guest (virtio 1.2, 5.10.2).
+pub(crate) const RX: u16 = 0;
+
+/// Index of the transmit queue: packets from the guest.
+pub(crate) const TX: u16 = 1;
+
+/// Index of the event queue.
+pub(crate) const EVENT: u16 = 2;
+
+/// Payload bytes that one turn of a device moves in each direction: about a millisecond of work.
+pub(crate) const TURN_BYTES: usize = 2 << 20;
+
+/// Limits of each device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// Time from accepting a host program to its complete CONNECT line.
+    pub(crate) handshake: Duration,
+    /// Time for which a connect to a host socket with a full backlog is retried.
+    pub(crate) connect: Duration,
+    /// Time for which a stalled connection may hold chains of the guest.
+    pub(crate) hold: Duration,
+    /// Bytes that all connections of a device together may have in overflow buffers. Connections
+    /// with the embedding program have a second limit of the same size.
+    pub(crate) overflow: usize,
+    /// Bytes of replaced guest memory that leases may keep mapped; at least twice the size of the
+    /// guest's current memory is allowed.
+    pub(crate) old_memory: u64,
+    /// Accepted host programs with an incomplete CONNECT line, at most.
+    pub(crate) handshakes: usize,
+    /// Host sockets of ended connections that still have bytes to take, at most.
+    pub(crate) lingering: usize,
+    /// Time after which a lingering socket that takes no byte is closed.
+    pub(crate) linger: Duration,
+    pub(crate) ok: OkConvention,
+}
+
+/// State that all devices of a worker share.
+pub(crate) struct Shared {
+    pub(crate) routes: Arc<Routes>,
+    pub(crate) counters: Arc<Counters>,
+    pub(crate) limits: Limits,
+    /// The embedding program's state, if a program embeds the devices.
+    pub(crate) app: Option<Box<App>>,
+}
+
+/// What the worker lends a device for one call.
+pub(crate) type Context<'a> = zerosock_virtio::device::Context<'a, Device>;
+
+/// A worker of vsock devices.
+pub(crate) type Worker = zerosock_virtio::worker::Worker<Device>;
+
+/// A message to a worker of vsock devices.
+pub(crate) type WorkerMessage = zerosock_virtio::worker::WorkerMessage<Device>;
+
+/// The rings of a queue pair.
+#[derive(Debug, Default)]
+pub(crate) struct VsockRings {
+    pub(crate) rx: Option<Ring>,
+    pub(crate) tx: Option<Ring>,
+    /// Only the first pair has an event queue.
+    pub(crate) event: Option<Ring>,
+}
+
+/// The device half of one queue pair: see the module.
+pub(crate) struct Device {
+    pub(in crate::device) addr: DeviceAddr,
+    pub(in crate::device) cid: Cid,
+    pub(in crate::device) shard: Shard,
+    pub(in crate::device) host: HostEnd,
+    /// Set if the guest is a host service (CID 2): it may connect from these ports and from ports
+    /// that it has claimed, so that no two services use the same address.
+    pub(in crate::device) service: Option<RangeInclusive<Port>>,
+    pub(in crate::device) queue_pairs: QueuePairSet,
+    /// The descriptor budget that host sockets count against.
+    pub(in crate::device) account: Account,
+    pub(in crate::device) warnings: LogLimit,
+
+    pub(in crate::device) queues: QueueSet<VsockRings>,
+    /// A TRANSPORT_RESET event has to be sent to the driver.
+    pub(in crate::device) announce_reset: bool,
+
+    pub(in crate::device) bridges: Slab<Bridge>,
+    /// Key of the bridge, by flow index; `u32::MAX`: none.
+    pub(in crate::device) by_flow: Vec<u32>,
+    pub(in crate::device) lingering: Lingering,
+    pub(in crate::device) backlogs: Backlogs,
+    pub(in crate::device) handshakes: Slab<Handshake>,
+    /// Keys of bridges that may have something for the guest, in the order of their turns.
+    pub(in crate::device) ready: VecDeque<u32>,
+    /// Messages with remaining bytes that wait for buffers of the guest.
+    pub(in crate::device) outgoing: VecDeque<Outgoing>,
+    /// Small writes of the embedding program, gathered into larger packets.
+    pub(in crate::device) gathered: Gathered,
+    /// Keys of bridges that received bytes from the guest in this turn.
+    pub(in crate::device) dirty: Vec<u32>,
+    /// Queues of idle bridges, for reuse.
+    pub(in crate::device) spare_outbound: Spares<OutboundQueue>,
+    pub(in crate::device) spare_inbound: Spares<InboundQueue>,
+    /// Sums of [`Bridge::counted`] over all bridges.
+    pub(in crate::device) stalled_chains: usize,
+    pub(in crate::device) overflow_bytes: usize,
+    pub(in crate::device) timers: Timers,
+    /// Entries of `ready` without a bridge, which was removed.
+    pub(in crate::device) stale_ready: usize,
+    /// Connection requests to siblings without an answer.
+    pub(in crate::device) unanswered: usize,
+    /// Payload bytes moved in this turn in the current direction.
+    pub(in crate::device) moved: usize,
+    /// The guest had no buffer for something that is to be sent to it.
+    pub(in crate::device) starved: bool,
+    pub(in crate::device) app: AppState,
+    pub(in crate::device) datagrams: Datagrams,
+
+    /// The peer is an attached process, not a VM.
+    pub(crate) process: bool,
+    /// The rings have unpublished changes that [`app_flush`](Self::app_flush) publishes.
+    pub(crate) touched: bool,
+    /// The values last reported to the worker's counters.
+    pub(in crate::device) counted: Holdings,
+}
+
+impl Device {
+    pub(crate) fn new(
+        addr: DeviceAddr,
+        cid: Cid,
+        shard: Shard,
+        host: HostEnd,
+        service: Option<RangeInclusive<Port>>,
+    ) -> Device {
+        Device {
+            addr,
+            cid,
+            shard,
+            host,
+            service,
+            queue_pairs: QueuePairSet::one(addr),
+            account: Budget::unlimited().account(),
+            warnings: LogLimit::default(),
+            queues: QueueSet::new(0),
+            announce_reset: false,
+            bridges: Slab::new(),
+            by_flow: Vec::new(),
+            lingering: Lingering::default(),
+            backlogs: Backlogs::default(),
+            handshakes: Slab::new(),
+            ready: VecDeque::new(),
+            outgoing: VecDeque::new(),
+            gathered: Gathered::default(),
+            dirty: Vec::new(),
+            spare_outbound: Spares::default(),
+            spare_inbound: Spares::default(),
+            stalled_chains: 0,
+            overflow_bytes: 0,
+            timers: Timers::default(),
+            stale_ready: 0,
+            unanswered: 0,
+            moved: 0,
+            starved: false,
+            app: AppState::default(),
+            datagrams: Datagrams::new(),
+            process: false,
+            touched: false,
+            counted: Holdings::default(),
+        }
+    }
+
+    /// Sets the budget that the device's host sockets count against.
+    pub(crate) fn set_account(&mut self, account: Account) {
+        self.account = account;
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device")
+            .field("addr", &self.addr)
+            .field("cid", &self.cid)
+            .finish_non_exhaustive()
+    }
+}

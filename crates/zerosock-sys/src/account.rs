@@ -23,13 +23,12 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The most descriptors in one message (SCM_MAX_FD of the kernel).
-pub const MAX_FDS: usize = 253;
-
 /// Jobs of one peer that may wait for its own stuck ones before nothing more is received from it. A
 /// message can bring 253 more. Also the number of uncounted descriptors from which on a peer has to
 /// leave numbers for a message of another one.
 pub const MAX_DEFERRED: usize = 32;
+/// The most descriptors in one message (SCM_MAX_FD of the kernel).
+pub const MAX_FDS: usize = 253;
 /// Descriptors of one peer that may wait to be closed without counting against its share.
 pub const MAX_UNCOUNTED: usize = 4096;
 

@@ -188,7 +188,10 @@ impl Device {
         let (sender, mailbox) = Mailbox::new()?;
         let senders = vec![sender.clone()];
         let mut worker = Worker::new(0, senders, mailbox, state.clone())?;
-        let addr = DeviceAddr { worker: 0, vm: 0 };
+        let addr = DeviceAddr {
+            worker: 0,
+            number: 0,
+        };
         worker.add(Entropy {
             addr,
             queues: QueueSet::new(0),
@@ -204,7 +207,7 @@ impl Device {
             sealed_memory: false,
             account,
             port: Box::new(WorkerPort {
-                vm: addr.vm,
+                number: addr.number,
                 worker: sender.clone(),
             }),
         };

@@ -198,7 +198,7 @@ fn start_queue<D: VirtioDevice>(
     }
     let queue = DeviceQueue::new(memory, &config).map_err(|e| e.to_string())?;
     let token = Token {
-        device: device.addr().vm,
+        device: device.addr().number,
         kind: EventKind::KICK,
         key: index.into(),
     };

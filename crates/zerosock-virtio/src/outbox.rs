@@ -8,7 +8,7 @@ pub struct DeviceAddr {
     /// The number of the worker.
     pub worker: u32,
     /// The number of the device on that worker: see [`numbers`](crate::numbers).
-    pub vm: u32,
+    pub number: u32,
 }
 
 /// Messages that devices append and their worker takes out: for devices of the same worker, and
@@ -36,7 +36,7 @@ impl<M> Outbox<M> {
     #[inline]
     pub fn send(&mut self, to: DeviceAddr, message: M) {
         if to.worker == self.worker {
-            self.local.push_back((to.vm, message));
+            self.local.push_back((to.number, message));
         } else {
             self.remote.push_back((to, message));
         }
@@ -58,7 +58,7 @@ impl<M> Outbox<M> {
     /// before the worker does anything else: for what must not be between two devices.
     pub fn send_urgent(&mut self, to: DeviceAddr, message: M) {
         if to.worker == self.worker {
-            self.urgent.push_back((to.vm, message));
+            self.urgent.push_back((to.number, message));
         } else {
             self.remote.push_back((to, message));
         }

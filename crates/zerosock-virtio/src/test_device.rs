@@ -59,9 +59,9 @@ impl Message for Note {
 }
 
 impl TestDevice {
-    pub(crate) fn new(vm: u32) -> TestDevice {
+    pub(crate) fn new(number: u32) -> TestDevice {
         TestDevice {
-            addr: DeviceAddr { worker: 0, vm },
+            addr: DeviceAddr { worker: 0, number },
             queues: QueueSet::new(0),
             quiesced: Quiesced::Done,
             features: 0,

@@ -58,26 +58,28 @@ struct Slot<D> {
 impl<D> Devices<D> {
     /// The device with this number.
     #[inline]
-    pub fn get(&self, vm: u32) -> Option<&D> {
-        self.0.get(vm).map(|slot| &slot.device)
+    pub fn get(&self, number: u32) -> Option<&D> {
+        self.0.get(number).map(|slot| &slot.device)
     }
 
     /// The device with this number.
     #[inline]
-    pub fn get_mut(&mut self, vm: u32) -> Option<&mut D> {
-        self.0.get_mut(vm).map(|slot| &mut slot.device)
+    pub fn get_mut(&mut self, number: u32) -> Option<&mut D> {
+        self.0.get_mut(number).map(|slot| &mut slot.device)
     }
 
     /// All devices with their numbers.
     #[inline]
     pub fn iter(&self) -> impl Iterator<Item = (u32, &D)> {
-        self.0.iter().map(|(vm, slot)| (vm, &slot.device))
+        self.0.iter().map(|(number, slot)| (number, &slot.device))
     }
 
     /// All devices with their numbers.
     #[inline]
     pub fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut D)> {
-        self.0.iter_mut().map(|(vm, slot)| (vm, &mut slot.device))
+        self.0
+            .iter_mut()
+            .map(|(number, slot)| (number, &mut slot.device))
     }
 
     /// The numbers of all devices.
@@ -166,13 +168,13 @@ impl<D: WorkerDevice> Worker<D> {
 
     /// Adds a device.
     pub fn add(&mut self, device: D) {
-        let vm = device.addr().vm;
+        let number = device.addr().number;
         let slot = Slot {
             device,
             active: false,
             armed: None,
         };
-        self.devices.0.insert(vm, slot);
+        self.devices.0.insert(number, slot);
     }
 
     /// The clock of the worker and its devices.
@@ -240,9 +242,9 @@ impl<D: WorkerDevice> Worker<D> {
             }
         }
         let mut more = false;
-        for vm in std::mem::take(&mut self.kicks_disabled) {
-            if self.devices.get_mut(vm).is_some_and(D::enable_kicks) {
-                self.activate(vm);
+        for number in std::mem::take(&mut self.kicks_disabled) {
+            if self.devices.get_mut(number).is_some_and(D::enable_kicks) {
+                self.activate(number);
                 more = true;
             }
         }
@@ -254,13 +256,13 @@ impl<D: WorkerDevice> Worker<D> {
     fn poll_rings(&mut self) -> bool {
         let mut any = false;
         for at in 0..self.kicks_disabled.len() {
-            let vm = self.kicks_disabled[at];
+            let number = self.kicks_disabled[at];
             if self
                 .devices
-                .get_mut(vm)
+                .get_mut(number)
                 .is_some_and(D::has_available_chains)
             {
-                self.activate(vm);
+                self.activate(number);
                 any = true;
             }
         }
@@ -273,8 +275,8 @@ impl<D: WorkerDevice> Worker<D> {
     /// A device cannot register a descriptor.
     pub fn start(&mut self) -> io::Result<()> {
         let now = self.clock.now();
-        for vm in self.devices.numbers() {
-            let (device, mut cx) = self.lend(vm, now);
+        for number in self.devices.numbers() {
+            let (device, mut cx) = self.lend(number, now);
             if let Some(device) = device {
                 device.start(&mut cx)?;
             }
@@ -324,15 +326,15 @@ impl<D: WorkerDevice> Worker<D> {
 
     /// Activates the devices with a deadline that has passed.
     pub fn run_deadlines(&mut self, now: Instant) {
-        while let Some(&(at, vm)) = self.deadlines.first() {
+        while let Some(&(at, number)) = self.deadlines.first() {
             if at > now {
                 break;
             }
             self.deadlines.pop_first();
-            if let Some(slot) = self.devices.0.get_mut(vm) {
+            if let Some(slot) = self.devices.0.get_mut(number) {
                 slot.armed = None;
             }
-            self.activate(vm);
+            self.activate(number);
         }
     }
 
@@ -369,8 +371,8 @@ impl<D: WorkerDevice> Worker<D> {
         if kind == EventKind::MAILBOX {
             return;
         }
-        let vm = device;
-        let (Some(device), mut cx) = self.lend(vm, now) else {
+        let number = device;
+        let (Some(device), mut cx) = self.lend(number, now) else {
             return;
         };
         let event = Event {
@@ -379,27 +381,27 @@ impl<D: WorkerDevice> Worker<D> {
             readiness,
         };
         device.on_event(event, &mut cx);
-        self.activate(vm);
+        self.activate(number);
     }
 
     /// Gives every active device one turn.
     pub fn turn_devices(&mut self, now: Instant) {
         for _ in 0..self.active.len() {
-            let Some(vm) = self.active.pop_front() else {
+            let Some(number) = self.active.pop_front() else {
                 break;
             };
-            let spins = self.spin.poll_time().is_some() && self.may_disable_kicks(vm);
-            let (device, mut cx) = self.lend(vm, now);
+            let spins = self.spin.poll_time().is_some() && self.may_disable_kicks(number);
+            let (device, mut cx) = self.lend(number, now);
             let Some(device) = device else { continue };
             cx.spins = spins;
             let more = device.turn(&mut cx);
-            if let Some(slot) = self.devices.0.get_mut(vm) {
+            if let Some(slot) = self.devices.0.get_mut(number) {
                 slot.active = more;
             }
             if more {
-                self.active.push_back(vm);
+                self.active.push_back(number);
             }
-            self.note_deadline(vm);
+            self.note_deadline(number);
         }
         self.deliver(now);
     }
@@ -409,44 +411,47 @@ impl<D: WorkerDevice> Worker<D> {
         while let Some((to, message)) = self.outbox.pop_remote() {
             if let Some(worker) = self.workers.get(to.worker as usize) {
                 // A worker that has ended is shutting down with the rest of the daemon.
-                let _ = worker.send(WorkerMessage::Device { vm: to.vm, message });
+                let _ = worker.send(WorkerMessage::Device {
+                    number: to.number,
+                    message,
+                });
             }
         }
     }
 
     /// Adds a device to those with rings that are polled before the next sleep. Returns whether it is among
     /// them; false if there are too many.
-    fn may_disable_kicks(&mut self, vm: u32) -> bool {
-        let known = self.kicks_disabled.contains(&vm);
+    fn may_disable_kicks(&mut self, number: u32) -> bool {
+        let known = self.kicks_disabled.contains(&number);
         if !known && self.kicks_disabled.len() < MAX_POLLED_DEVICES {
-            self.kicks_disabled.push(vm);
+            self.kicks_disabled.push(number);
             return true;
         }
         known
     }
 
-    fn note_deadline(&mut self, vm: u32) {
-        let Some(slot) = self.devices.0.get_mut(vm) else {
+    fn note_deadline(&mut self, number: u32) {
+        let Some(slot) = self.devices.0.get_mut(number) else {
             return;
         };
         let next = slot.device.next_timeout();
         if next != slot.armed {
             if let Some(at) = slot.armed.take() {
-                self.deadlines.remove(&(at, vm));
+                self.deadlines.remove(&(at, number));
             }
             if let Some(at) = next {
-                self.deadlines.insert((at, vm));
+                self.deadlines.insert((at, number));
             }
             slot.armed = next;
         }
     }
 
     /// Gives the device a turn in this step.
-    pub fn activate(&mut self, vm: u32) {
-        if let Some(slot) = self.devices.0.get_mut(vm)
+    pub fn activate(&mut self, number: u32) {
+        if let Some(slot) = self.devices.0.get_mut(number)
             && !std::mem::replace(&mut slot.active, true)
         {
-            self.active.push_back(vm);
+            self.active.push_back(number);
         }
     }
 
@@ -457,11 +462,11 @@ impl<D: WorkerDevice> Worker<D> {
         mut has_work: impl FnMut(&mut D, &mut D::Shared) -> bool,
     ) -> bool {
         let mut any = false;
-        for (vm, slot) in self.devices.0.iter_mut() {
+        for (number, slot) in self.devices.0.iter_mut() {
             if has_work(&mut slot.device, &mut self.shared) {
                 any = true;
                 if !std::mem::replace(&mut slot.active, true) {
-                    self.active.push_back(vm);
+                    self.active.push_back(number);
                 }
             }
         }
@@ -470,15 +475,15 @@ impl<D: WorkerDevice> Worker<D> {
 
     /// A device and the context for its turn.
     #[inline]
-    pub fn lend(&mut self, vm: u32, now: Instant) -> (Option<&mut D>, Context<'_, D>) {
-        let (device, cx) = self.lend_late(vm, now);
+    pub fn lend(&mut self, number: u32, now: Instant) -> (Option<&mut D>, Context<'_, D>) {
+        let (device, cx) = self.lend_late(number, now);
         (device, Context { clock: None, ..cx })
     }
 
     /// As `lend`, for calls that seldom need the time: `then` is an earlier time, and the context reads
     /// the clock on demand.
     #[inline]
-    pub fn lend_late(&mut self, vm: u32, then: Instant) -> (Option<&mut D>, Context<'_, D>) {
+    pub fn lend_late(&mut self, number: u32, then: Instant) -> (Option<&mut D>, Context<'_, D>) {
         let cx = Context {
             now: then,
             clock: Some(&self.clock),
@@ -488,7 +493,7 @@ impl<D: WorkerDevice> Worker<D> {
             spins: false,
             shared: &mut self.shared,
         };
-        (self.devices.get_mut(vm), cx)
+        (self.devices.get_mut(number), cx)
     }
 }
 

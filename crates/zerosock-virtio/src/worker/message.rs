@@ -13,19 +13,19 @@ pub type Update<D> = Box<dyn FnOnce(&mut <D as WorkerDevice>::Shared) + Send>;
 
 /// A message of another thread to a worker.
 pub enum WorkerMessage<D: WorkerDevice> {
-    /// A command of the VMM of device `vm`.
+    /// A command of the VMM of device `number`.
     Command {
         /// The number of the device.
-        vm: u32,
+        number: u32,
         /// The command.
         command: DeviceCommand,
         /// The token for the answer.
         reply: Reply,
     },
-    /// A message of a device on another worker to device `vm`.
+    /// A message of a device on another worker to device `number`.
     Device {
         /// The number of the device.
-        vm: u32,
+        number: u32,
         /// The message.
         message: D::Message,
     },
@@ -34,7 +34,7 @@ pub enum WorkerMessage<D: WorkerDevice> {
     /// Remove a device. Its front-end has disconnected.
     RemoveDevice {
         /// The number of the device.
-        vm: u32,
+        number: u32,
     },
     /// Change the shared state.
     Update(Update<D>),
@@ -62,7 +62,7 @@ impl<D: WorkerDevice> fmt::Debug for WorkerMessage<D> {
 #[derive(Debug)]
 pub struct WorkerPort<D: WorkerDevice> {
     /// The number of the device.
-    pub vm: u32,
+    pub number: u32,
     /// The worker that has the device.
     pub worker: Sender<WorkerMessage<D>>,
 }
@@ -75,7 +75,7 @@ where
     fn submit(&mut self, command: DeviceCommand, reply: Reply) {
         // A worker that has ended drops the reply, which answers `Failed`.
         let _ = self.worker.send(WorkerMessage::Command {
-            vm: self.vm,
+            number: self.number,
             command,
             reply,
         });

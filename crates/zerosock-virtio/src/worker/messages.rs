@@ -20,23 +20,23 @@ impl<D: WorkerDevice> Worker<D> {
         // Bounded: the answer to a message is another message, and sockets must have their turn.
         let mut intake = Intake::default();
         while intake.is_open()
-            && let Some((vm, message)) = self.outbox.pop_local()
+            && let Some((number, message)) = self.outbox.pop_local()
         {
             intake.add_of_device(&message);
-            self.deliver_to(vm, message, now);
+            self.deliver_to(number, message, now);
         }
         self.send_remote();
     }
 
-    /// Delivers a message to device `vm`, or answers it if that device is removed; then the urgent
+    /// Delivers a message to device `number`, or answers it if that device is removed; then the urgent
     /// messages that follow from it.
-    fn deliver_to(&mut self, vm: u32, message: D::Message, now: Instant) {
-        let mut next = Some((vm, message));
-        while let Some((vm, message)) = next {
-            match self.lend(vm, now) {
+    fn deliver_to(&mut self, number: u32, message: D::Message, now: Instant) {
+        let mut next = Some((number, message));
+        while let Some((number, message)) = next {
+            match self.lend(number, now) {
                 (Some(device), mut cx) => {
                     device.on_message(message, &mut cx);
-                    self.activate(vm);
+                    self.activate(number);
                 }
                 (None, mut cx) => D::undeliverable(message, &mut cx),
             }
@@ -45,26 +45,26 @@ impl<D: WorkerDevice> Worker<D> {
     }
 
     fn add_device(&mut self, device: D, now: Instant) {
-        let vm = device.addr().vm;
+        let number = device.addr().number;
         self.add(device);
-        let (device, mut cx) = self.lend(vm, now);
+        let (device, mut cx) = self.lend(number, now);
         if let Some(device) = device {
             // The device has logged an error.
             let _ = device.start(&mut cx);
         }
     }
 
-    fn remove_device(&mut self, vm: u32, now: Instant) {
-        let (Some(device), mut cx) = self.lend(vm, now) else {
+    fn remove_device(&mut self, number: u32, now: Instant) {
+        let (Some(device), mut cx) = self.lend(number, now) else {
             return;
         };
         device.retire(&mut cx);
-        if let Some(slot) = self.devices.0.remove(vm)
+        if let Some(slot) = self.devices.0.remove(number)
             && let Some(at) = slot.armed
         {
-            self.deadlines.remove(&(at, vm));
+            self.deadlines.remove(&(at, number));
         }
-        self.active.retain(|&other| other != vm);
+        self.active.retain(|&other| other != number);
     }
 
     /// Handles messages of other threads. Returns false on shutdown.
@@ -89,16 +89,20 @@ impl<D: WorkerDevice> Worker<D> {
         let now = self.clock.now();
         for message in messages {
             match message {
-                WorkerMessage::Command { vm, command, reply } => {
-                    let (device, mut cx) = self.lend(vm, now);
+                WorkerMessage::Command {
+                    number,
+                    command,
+                    reply,
+                } => {
+                    let (device, mut cx) = self.lend(number, now);
                     if let Some(device) = device {
                         device.command(command, reply, &mut cx);
-                        self.activate(vm);
+                        self.activate(number);
                     }
                 }
-                WorkerMessage::Device { vm, message } => self.deliver_to(vm, message, now),
+                WorkerMessage::Device { number, message } => self.deliver_to(number, message, now),
                 WorkerMessage::AddDevice(device) => self.add_device(*device, now),
-                WorkerMessage::RemoveDevice { vm } => self.remove_device(vm, now),
+                WorkerMessage::RemoveDevice { number } => self.remove_device(number, now),
                 WorkerMessage::Update(update) => update(&mut self.shared),
                 WorkerMessage::Liveness(query) => query.answer(),
                 WorkerMessage::Shutdown => {
@@ -114,8 +118,8 @@ impl<D: WorkerDevice> Worker<D> {
     /// Ends all devices: see [`WorkerDevice::end`].
     pub fn end_devices(&mut self) {
         let now = self.clock.now();
-        for vm in self.devices.numbers() {
-            let (device, mut cx) = self.lend(vm, now);
+        for number in self.devices.numbers() {
+            let (device, mut cx) = self.lend(number, now);
             if let Some(device) = device {
                 device.end(&mut cx);
             }

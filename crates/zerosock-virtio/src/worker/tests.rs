@@ -28,8 +28,8 @@ fn readable(worker: &Worker<TestDevice>) -> bool {
     poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
 }
 
-fn calls(worker: &mut Worker<TestDevice>, vm: u32) -> Vec<Call> {
-    std::mem::take(&mut worker.devices.get_mut(vm).unwrap().calls)
+fn calls(worker: &mut Worker<TestDevice>, number: u32) -> Vec<Call> {
+    std::mem::take(&mut worker.devices.get_mut(number).unwrap().calls)
 }
 
 #[test]
@@ -38,7 +38,9 @@ fn a_caller_with_its_own_loop_can_step_a_worker() {
     worker.start().unwrap();
     assert!(worker.step(Some(Duration::ZERO)).unwrap());
     assert!(worker.is_idle() && worker.next_timeout().is_none() && !readable(&worker));
-    sender.send(WorkerMessage::RemoveDevice { vm: 9 }).unwrap();
+    sender
+        .send(WorkerMessage::RemoveDevice { number: 9 })
+        .unwrap();
     assert!(readable(&worker), "a message makes the descriptor readable");
     assert!(worker.step(None).unwrap());
     assert!(worker.is_idle() && !readable(&worker));
@@ -81,22 +83,22 @@ fn devices_are_added_and_removed_by_message() {
     worker.start().unwrap();
     let mut seen = Vec::new();
     for _ in 0..2 {
-        let vm = numbers.take().unwrap();
-        let device = Box::new(TestDevice::new(vm));
+        let number = numbers.take().unwrap();
+        let device = Box::new(TestDevice::new(number));
         sender.send(WorkerMessage::AddDevice(device)).unwrap();
         assert!(worker.step(None).unwrap());
-        assert_eq!(worker.devices.numbers(), [vm]);
+        assert_eq!(worker.devices.numbers(), [number]);
         // A deadline and a turn of the device end with it.
-        worker.devices.get_mut(vm).unwrap().queues.look_at = Some(worker.clock().now());
-        worker.activate(vm);
+        worker.devices.get_mut(number).unwrap().queues.look_at = Some(worker.clock().now());
+        worker.activate(number);
         assert!(worker.step(None).unwrap());
-        worker.activate(vm);
-        sender.send(WorkerMessage::RemoveDevice { vm }).unwrap();
+        worker.activate(number);
+        sender.send(WorkerMessage::RemoveDevice { number }).unwrap();
         assert!(worker.step(None).unwrap());
         assert!(worker.devices.numbers().is_empty() && worker.deadlines.is_empty());
         assert!(worker.is_idle());
-        numbers.release(vm);
-        seen.push(vm);
+        numbers.release(number);
+        seen.push(number);
     }
     assert_ne!(seen[0], seen[1], "another generation");
 }
@@ -128,7 +130,7 @@ fn bytes_of_messages_per_step_are_bounded() {
     for _ in 0..100 {
         let message = Note::Bytes(SIZE);
         sender
-            .send(WorkerMessage::Device { vm: 0, message })
+            .send(WorkerMessage::Device { number: 0, message })
             .unwrap();
     }
     let mut steps = Vec::new();
@@ -144,7 +146,10 @@ fn bytes_between_devices_of_one_worker_are_bounded() {
     let (_sender, mut worker) = worker();
     worker.add(TestDevice::new(0));
     for _ in 0..100 {
-        let to = DeviceAddr { worker: 0, vm: 0 };
+        let to = DeviceAddr {
+            worker: 0,
+            number: 0,
+        };
         worker.outbox.send(to, Note::Bytes(SIZE));
     }
     worker.deliver(Instant::ZERO);
@@ -157,14 +162,17 @@ fn an_urgent_message_is_delivered_before_earlier_ones_and_in_the_same_step() {
     let (sender, mut worker) = worker();
     worker.add(TestDevice::new(0));
     worker.add(TestDevice::new(1));
-    let other = DeviceAddr { worker: 0, vm: 1 };
+    let other = DeviceAddr {
+        worker: 0,
+        number: 1,
+    };
     worker.outbox.send(other, Note::Number(1));
     let message = Note::Forward {
         later: 2,
         urgent: (other, 3),
     };
     sender
-        .send(WorkerMessage::Device { vm: 0, message })
+        .send(WorkerMessage::Device { number: 0, message })
         .unwrap();
     assert!(worker.take_messages());
     assert_eq!(calls(&mut worker, 1), [Call::Note(3)]);
@@ -178,7 +186,7 @@ fn a_message_to_a_device_that_was_removed_is_answered() {
     let (sender, mut worker) = worker();
     let message = Note::Number(1);
     sender
-        .send(WorkerMessage::Device { vm: 5, message })
+        .send(WorkerMessage::Device { number: 5, message })
         .unwrap();
     assert!(worker.step(None).unwrap());
     assert_eq!(worker.shared.1, 1);

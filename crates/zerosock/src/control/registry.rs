@@ -139,7 +139,7 @@ impl DeviceRegistry {
             };
             queue_pairs.push(DeviceAddr {
                 worker: worker as u32,
-                vm,
+                number: vm,
             });
         }
         let addr = *queue_pairs.first()?;
@@ -170,7 +170,7 @@ impl DeviceRegistry {
         for queue_pair in queue_pairs.iter() {
             let worker = self.workers.get(queue_pair.worker as usize)?.clone();
             let port: Box<dyn DevicePort> = Box::new(WorkerPort {
-                vm: queue_pair.vm,
+                number: queue_pair.number,
                 worker,
             });
             ports.push(port);
@@ -214,8 +214,8 @@ impl DeviceRegistry {
     }
 
     fn stop(&self, addr: DeviceAddr) {
-        for &DeviceAddr { worker, vm } in self.queue_pairs(addr).iter() {
-            self.send(worker, WorkerMessage::RemoveDevice { vm });
+        for &DeviceAddr { worker, number: vm } in self.queue_pairs(addr).iter() {
+            self.send(worker, WorkerMessage::RemoveDevice { number: vm });
         }
     }
 
@@ -268,7 +268,7 @@ impl DeviceRegistry {
 
     fn release_one(&mut self, addr: DeviceAddr) {
         if let Some(numbers) = self.numbers.get_mut(addr.worker as usize) {
-            numbers.release(addr.vm);
+            numbers.release(addr.number);
         }
     }
 

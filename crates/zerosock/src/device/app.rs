@@ -135,7 +135,7 @@ impl Device {
         let held = HeldBuffer {
             token: HostToken {
                 chain,
-                vm: self.addr.vm,
+                vm: self.addr.number,
                 epoch: tx.epoch,
             },
             offset: HEADER_LEN as u32,

@@ -38,7 +38,7 @@ impl Device {
 
     pub(super) fn app_pool(&mut self, app: &mut App) -> u32 {
         if self.app.pool == NONE {
-            self.app.pool = app.take_pool(self.addr.vm);
+            self.app.pool = app.take_pool(self.addr.number);
             let trusted = self.process && app.trust_processes;
             app.sockets.trust_pool(self.app.pool, trusted);
         }

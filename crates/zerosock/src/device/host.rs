@@ -61,7 +61,7 @@ impl Device {
     /// The name of a descriptor in the poller.
     pub(super) fn token(&self, kind: EventKind, key: u32) -> Token {
         Token {
-            device: self.addr.vm,
+            device: self.addr.number,
             kind,
             key,
         }
@@ -174,7 +174,7 @@ impl Device {
         let entry = self.handshakes.vacant_entry();
         let key = entry.key() as u32;
         let token = Token {
-            device: self.addr.vm,
+            device: self.addr.number,
             kind: HANDSHAKE,
             key,
         };

@@ -129,7 +129,7 @@ impl Device {
             self.flush_gathered(flow, cx);
         }
         let in_place = self.may_lend(flow, cx);
-        let vm = self.addr.vm;
+        let vm = self.addr.number;
         let pending = self.queues.is_command_pending();
         let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
@@ -201,7 +201,7 @@ impl Device {
         cx: &mut Context<'_>,
     ) -> Result<LoanParts, DatagramFault> {
         let room = self.old_memory_fits(cx) && self.leaves_a_quarter();
-        let vm = self.addr.vm;
+        let vm = self.addr.number;
         let pending = self.queues.is_command_pending();
         let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
@@ -448,7 +448,7 @@ impl Device {
     /// With `force`, for a guest that has gone, such a loan is marked torn, and its chain is not
     /// completed because it may still be written to.
     pub(super) fn recall_loans(&mut self, force: bool, cx: &mut Context<'_>) -> bool {
-        let (vm, mut all) = (self.addr.vm, true);
+        let (vm, mut all) = (self.addr.number, true);
         if self.app.loans == 0 {
             return all;
         }

@@ -90,7 +90,7 @@ impl Device {
             app.add_loan(Loan {
                 index,
                 of: LoanOf::Message,
-                vm: self.addr.vm,
+                vm: self.addr.number,
                 len,
                 flow: Some(flow),
                 chain: chain_lent,

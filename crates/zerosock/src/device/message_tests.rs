@@ -35,7 +35,10 @@ impl Joined {
         device.shard.set_seqpacket(true);
         let connect = SiblingMessage::Connect {
             from: Peer {
-                device: DeviceAddr { worker: 0, vm: 7 },
+                device: DeviceAddr {
+                    worker: 0,
+                    number: 7,
+                },
                 flow: some_flow(),
             },
             local: THERE,

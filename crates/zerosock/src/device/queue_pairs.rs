@@ -274,7 +274,7 @@ impl Device {
         match &mut bridge.end {
             BridgePeer::Socket { socket, .. } => {
                 let token = Token {
-                    device: self.addr.vm,
+                    device: self.addr.number,
                     kind: BRIDGE,
                     key,
                 };

@@ -18,7 +18,10 @@ use crate::stats::Stats;
 
 const THERE: Address = Address::new(Cid::HOST, Port::new(9));
 const HERE: Address = Address::new(Cid::new(3), Port::new(5));
-const SIBLING: DeviceAddr = DeviceAddr { worker: 0, vm: 7 };
+const SIBLING: DeviceAddr = DeviceAddr {
+    worker: 0,
+    number: 7,
+};
 /// Connections move from pair 1 to pair 0.
 const OLD: usize = 1;
 const NEW: usize = 0;
@@ -36,7 +39,10 @@ struct TwoPairs {
 
 impl TwoPairs {
     fn new() -> TwoPairs {
-        let addrs = [0, 1].map(|vm| DeviceAddr { worker: 0, vm });
+        let addrs = [0, 1].map(|vm| DeviceAddr {
+            worker: 0,
+            number: vm,
+        });
         let two = QueuePairs::new(2).unwrap();
         let ports = Arc::new(PortTable::new());
         let mut labs = [0, 1].map(|_| Lab::of(ports.clone()));
@@ -104,7 +110,7 @@ impl TwoPairs {
             return None;
         };
         let (queue_pair, handoff) = device.extract(to, pair, &mut cx)?;
-        assert_eq!(queue_pair.vm, NEW as u32);
+        assert_eq!(queue_pair.number, NEW as u32);
         Some(handoff)
     }
 
@@ -134,7 +140,7 @@ impl TwoPairs {
                     (_, SiblingMessage::Relocated { to, from, old }) => {
                         assert_eq!(to, self.there);
                         let to = old.flow;
-                        let (device, mut cx) = self.labs[old.device.vm as usize].lend();
+                        let (device, mut cx) = self.labs[old.device.number as usize].lend();
                         device.handle_sibling_message(SiblingMessage::Flushed { to }, &mut cx);
                         self.told.push(SiblingMessage::Asking { to, from });
                     }

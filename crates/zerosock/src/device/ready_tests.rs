@@ -29,7 +29,10 @@ impl Lab {
     /// One queue pair of a device; `ports` is the port table that its pairs share.
     pub(super) fn of(ports: Arc<PortTable>) -> Lab {
         let second = Duration::from_secs(1);
-        let addr = DeviceAddr { worker: 0, vm: 0 };
+        let addr = DeviceAddr {
+            worker: 0,
+            number: 0,
+        };
         let cid = Cid::new(3);
         let shard = Shard::new(ShardConfig::device(cid), ports);
         Lab {

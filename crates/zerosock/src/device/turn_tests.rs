@@ -82,7 +82,10 @@ impl Harness {
         };
         for vm in 0..guests {
             let cid = Cid::new(3 + vm);
-            let addr = DeviceAddr { worker: 0, vm };
+            let addr = DeviceAddr {
+                worker: 0,
+                number: vm,
+            };
             routes.add(cid, addr, &["default".to_owned()]);
             let member = Member {
                 cid,

@@ -144,7 +144,7 @@ impl Backend for HostBackend {
         socket_type: SocketType,
     ) -> Result<StreamId, ConnectError> {
         let device = self.worker.shared.routes.device(to.cid);
-        let vm = device.ok_or(ConnectError::Unreachable)?.vm;
+        let vm = device.ok_or(ConnectError::Unreachable)?.number;
         if self.app().is_some_and(|app| app.listens(from)) {
             return Err(ConnectError::InUse);
         }

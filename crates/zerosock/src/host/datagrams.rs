@@ -52,7 +52,7 @@ impl HostBackend {
     ) -> Result<(Address, u32), DatagramFault> {
         let routes = &self.worker.shared.routes;
         let vm = match routes.device(to.cid) {
-            Some(device) if routes.may_reach(Cid::HOST, to) => device.vm,
+            Some(device) if routes.may_reach(Cid::HOST, to) => device.number,
             _ => return Err(DatagramFault::Unreachable),
         };
         let device = self.worker.devices.get_mut(vm);
@@ -110,9 +110,9 @@ impl HostBackend {
             let Some(device) = self.worker.shared.routes.device(message.dst.cid) else {
                 continue;
             };
-            let (device, mut cx) = self.worker.lend(device.vm, now);
+            let (device, mut cx) = self.worker.lend(device.number, now);
             let Some(device) = device else { continue };
-            let vm = device.addr().vm;
+            let vm = device.addr().number;
             if device.put_control(&message, &mut cx) {
                 self.touch(vm);
             } else if let Some(app) = self.worker.shared.app.as_deref_mut() {

@@ -364,11 +364,11 @@ impl HostBackend {
         for _ in 0..SPARE_PORTS {
             let (queue_pair, port) = device.queue_pair_of_app(from, to);
             let is_taken = |queue_pair: &DeviceAddr| {
-                let device = devices.get(queue_pair.vm);
+                let device = devices.get(queue_pair.number);
                 device.is_some_and(|device| device.is_connected(port, to))
             };
             if !queue_pairs.iter().any(is_taken) {
-                return Ok((queue_pair.vm, port));
+                return Ok((queue_pair.number, port));
             }
             if from != Port::ANY {
                 break;

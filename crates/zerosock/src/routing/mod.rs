@@ -176,7 +176,7 @@ mod tests {
                 cid(n),
                 DeviceAddr {
                     worker: 0,
-                    vm: n as u32,
+                    number: n as u32,
                 },
                 &groups,
             );
@@ -206,7 +206,10 @@ mod tests {
         use crate::routing::access::{Party, Ports, Rule};
         let mut routes = Routes::default();
         let (one, two) = (Cid::new(3), Cid::new(4));
-        let device = DeviceAddr { worker: 0, vm: 0 };
+        let device = DeviceAddr {
+            worker: 0,
+            number: 0,
+        };
         routes.add(one, device, &["a".into()]);
         routes.add(two, device, &["a".into()]);
         routes.set_name(two, &"db".parse().unwrap());
@@ -235,7 +238,10 @@ mod tests {
     fn a_port_is_open_unless_others_were_named() {
         let mut routes = Routes::default();
         let cid = Cid::guest(3).unwrap();
-        let device = DeviceAddr { worker: 0, vm: 0 };
+        let device = DeviceAddr {
+            worker: 0,
+            number: 0,
+        };
         routes.add(cid, device, &[]);
         let open = |routes: &Routes, port| routes.is_open(Address::new(cid, Port::new(port)));
         assert!(open(&routes, 1) && open(&routes, 2));

@@ -14,7 +14,10 @@ use crate::device::ready_tests::Lab;
 use crate::device::state::sibling_message::{Datagram, Payload, SiblingMessage, return_lent};
 use zerosock_virtio::outbox::DeviceAddr;
 
-const SOURCE: DeviceAddr = DeviceAddr { worker: 0, vm: 8 };
+const SOURCE: DeviceAddr = DeviceAddr {
+    worker: 0,
+    number: 8,
+};
 const FROM: Address = Address::new(Cid::new(4), Port::new(1));
 const TO: Address = Address::new(Cid::new(3), Port::new(2));
 
@@ -146,7 +149,7 @@ fn assembled_datagrams_in_flight_are_bounded() {
         let SiblingMessage::Datagram(mut datagram) = message else {
             panic!("{message:?}");
         };
-        assert_eq!(vm, SOURCE.vm);
+        assert_eq!(vm, SOURCE.number);
         datagram.from = SOURCE;
         lent.push(datagram);
     }

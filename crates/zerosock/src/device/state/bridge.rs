@@ -345,7 +345,7 @@ mod tests {
         let stream = zerosock_proto::wire::vsock::SocketType::Stream;
         let flow = shard.connect(Instant::ZERO, any, to, stream).unwrap();
         let (worker, vm) = (0, 0);
-        let device = zerosock_virtio::outbox::DeviceAddr { worker, vm };
+        let device = zerosock_virtio::outbox::DeviceAddr { worker, number: vm };
         let mut sibling = SiblingEnd::new(Peer { device, flow });
         let mut spares = Spares::default();
         for _ in 0..1000 {

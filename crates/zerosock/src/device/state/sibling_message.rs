@@ -311,7 +311,10 @@ mod tests {
         let stream = zerosock_proto::wire::vsock::SocketType::Stream;
         let now = zerosock_proto::Instant::ZERO;
         let flow = shard.connect(now, any, host, stream).unwrap();
-        let device = DeviceAddr { worker: 1, vm: 2 };
+        let device = DeviceAddr {
+            worker: 1,
+            number: 2,
+        };
         let from = Peer { device, flow };
         let connect = SiblingMessage::Connect {
             from,

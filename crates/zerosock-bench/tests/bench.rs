@@ -68,10 +68,10 @@ fn check_rows(table: &Value) {
                 assert!(row["missing"].is_string(), "{row}");
             }
         }
-        for who in ["ours", "peer"].map(|who| (row[who].as_f64(), who)) {
-            if let (Some(median), who) = who {
-                let best = row[format!("{who}_best")].as_f64().unwrap();
-                let slowest = row[format!("{who}_slowest")].as_f64().unwrap();
+        for side in ["ours", "peer"].map(|side| (row[side].as_f64(), side)) {
+            if let (Some(median), side) = side {
+                let best = row[format!("{side}_best")].as_f64().unwrap();
+                let slowest = row[format!("{side}_slowest")].as_f64().unwrap();
                 let (least, most) = if higher {
                     (slowest, best)
                 } else {

@@ -103,13 +103,13 @@ impl Check {
         self.number
     }
 
-    /// Whether a part of the message has come.
+    /// Whether a part of the message has been checked.
     #[inline]
     pub(crate) fn has_begun(&self) -> bool {
         self.at > 0
     }
 
-    /// Bytes of the message still to come.
+    /// Bytes of the message that have not been checked.
     #[inline]
     pub(crate) fn missing(&self) -> usize {
         self.len - self.at

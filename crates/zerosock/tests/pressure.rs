@@ -129,9 +129,11 @@ fn a_stalled_guest_reader_stops_none_of_the_others() {
     let mut streams = Vec::new();
     for _ in 0..6 {
         let stream = guest.wait_accept(Port::new(1000), deadline()).unwrap();
-        let mut who = [0u8; 1];
-        guest.wait_recv_exact(stream, &mut who, deadline()).unwrap();
-        streams.push((stream, u64::from(who[0]), Vec::new()));
+        let mut seed = [0u8; 1];
+        guest
+            .wait_recv_exact(stream, &mut seed, deadline())
+            .unwrap();
+        streams.push((stream, u64::from(seed[0]), Vec::new()));
     }
     let (stalled, others) = streams.split_first_mut().unwrap();
     for (stream, seed, got) in others {

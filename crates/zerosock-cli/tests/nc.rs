@@ -529,7 +529,7 @@ fn a_guest_that_never_answers_ends_with_the_timeout() {
 fn a_wrong_endpoint_exits_with_2_and_names_the_forms() {
     for (endpoint, wanted) in [
         ("tcp:localhost:80", "give one of vsock:CID:PORT"),
-        ("vsock:2:x", "`x` is no port"),
+        ("vsock:2:x", "`x` is not a port"),
         ("hybrid:/tmp/x", "hybrid:PATH:PORT"),
     ] {
         let ended = Running::start_with(&mut nc(&[endpoint])).finish();

@@ -191,13 +191,13 @@ fn sockets_of_another_kind_are_told() {
     let room = Room::new();
     let _stream = std::os::unix::net::UnixListener::bind(room.at("stream")).unwrap();
     let (running, _stdin) = start(&[&format!("unix:{}", room.show("stream"))]);
-    failed(running, "is no SOCK_SEQPACKET socket");
+    failed(running, "is not a SOCK_SEQPACKET socket");
     let _packets = Packets::listen(&room.at("packets"));
     let mut command = zerosock();
     command.args(["nc", &format!("unix:{}", room.show("packets"))]);
     failed(
         Running::start(&mut command),
-        "is no stream socket (--seqpacket?)",
+        "is not a stream socket (--seqpacket?)",
     );
 }
 

@@ -389,7 +389,7 @@ fn what_has_no_datagrams_is_named() {
     ] {
         let ended = Running::start_with(&mut room.nc(&["--dgram", to])).finish();
         assert_eq!(ended.code, Some(2), "{}", ended.stderr);
-        let wanted = format!("--dgram: {to}: no datagrams; give attach:");
+        let wanted = format!("--dgram: {to}: this endpoint has no datagrams; give attach:");
         assert!(ended.stderr.contains(&wanted), "{}", ended.stderr);
     }
     let serve = room.serve(&[]);

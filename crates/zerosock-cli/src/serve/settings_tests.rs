@@ -487,7 +487,7 @@ fn a_complaint_names_the_option_the_value_and_the_fix() {
         ),
         (
             "--socket /a --forward-cid 1 --forward-listen 5+x",
-            "--forward-listen 5+x: `x` is no port; give numbers",
+            "--forward-listen 5+x: `x` is not a port; give numbers",
         ),
         (
             "--socket /a --forward-cid 1 --forward-listen 5+5",

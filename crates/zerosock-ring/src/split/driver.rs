@@ -73,7 +73,7 @@ pub enum DriverError {
     #[error("used index announces more chains than the device holds")]
     IndexJump,
     /// A used element names no chain that the device holds.
-    #[error("used element names {0}, which is no posted chain")]
+    #[error("used element names {0}, which is not a posted chain")]
     Id(u32),
 }
 

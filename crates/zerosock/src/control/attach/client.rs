@@ -453,7 +453,9 @@ fn only_socket(fds: Vec<OwnedFd>) -> Result<UnixStream, AttachError> {
         return Err(AttachError::Protocol("not exactly one descriptor"));
     };
     if socket_type(&socket) != Ok(SocketType::STREAM) {
-        return Err(AttachError::Protocol("the descriptor is no stream socket"));
+        return Err(AttachError::Protocol(
+            "the descriptor is not a stream socket",
+        ));
     }
     Ok(UnixStream::from(socket))
 }

@@ -11,9 +11,9 @@ use zerosock_sys::PeerFd;
 use zerosock_sys::notify::{CallFd, Notifier};
 
 /// Unusable chains completed per call: a driver can post them as fast as they are returned.
-const MOST_USELESS: usize = 64;
+const MAX_UNUSABLE: usize = 64;
 
-/// A virtqueue owned by a worker.
+/// A started virtqueue of a device.
 #[derive(Debug)]
 pub struct Ring {
     /// The queue in guest memory.
@@ -30,7 +30,7 @@ pub struct Ring {
     /// The ring has broken and the device has not reset its connections.
     pub reset_pending: bool,
     /// Chains completed since the last publish.
-    pub unseen: u16,
+    pub unpublished: u16,
     /// Number of the queue start; a chain that returns late carries the epoch of its queue.
     pub epoch: u32,
     /// Unusable chains since the counter was last read (see [`PopError::Malformed`]).
@@ -58,7 +58,7 @@ impl Ring {
             broken: false,
             err_pending: false,
             reset_pending: false,
-            unseen: 0,
+            unpublished: 0,
             epoch,
             malformed: 0,
             taken: 0,
@@ -84,8 +84,8 @@ impl Ring {
         if !self.live() {
             return None;
         }
-        for _ in 0..MOST_USELESS {
-            let useless = match self.queue.pop() {
+        for _ in 0..MAX_UNUSABLE {
+            let unusable = match self.queue.pop() {
                 Ok(Some(chain)) if chain.writable_len() as usize >= room => {
                     self.taken = self.taken.wrapping_add(1);
                     return Some(chain);
@@ -94,19 +94,22 @@ impl Ring {
                 Ok(None) => return None,
                 Err(PopError::Malformed(chain)) => chain,
                 Err(PopError::Broken(reason)) => {
-                    tracing::warn!(?reason, "the driver broke its ring; the queue stops");
+                    tracing::warn!(
+                        ?reason,
+                        "the driver has made its ring invalid; the queue stops"
+                    );
                     self.fail();
                     return None;
                 }
             };
             if !skip {
-                self.queue.unpop(useless);
+                self.queue.unpop(unusable);
                 return None;
             }
             self.malformed += 1;
-            self.complete(useless, 0);
+            self.complete(unusable, 0);
         }
-        // The check for new chains when kicks are enabled finds any further ones.
+        // Chains that remain are found when the device enables kicks.
         None
     }
 
@@ -114,7 +117,7 @@ impl Ring {
     #[inline]
     pub fn complete(&mut self, chain: Chain, written: u32) {
         self.queue.complete(chain, written);
-        self.unseen = self.unseen.saturating_add(1);
+        self.unpublished = self.unpublished.saturating_add(1);
     }
 
     /// Publishes completed chains and notifies the driver if it asked for that; notifies the
@@ -126,7 +129,7 @@ impl Ring {
         {
             notifier.notify(err);
         }
-        if std::mem::take(&mut self.unseen) > 0
+        if std::mem::take(&mut self.unpublished) > 0
             && self.queue.publish()
             && let Some(call) = &self.call
         {
@@ -145,7 +148,7 @@ impl Ring {
 
     /// Replaces the descriptor that notifies the driver.
     pub fn set_call(&mut self, call: Option<CallFd>, notifier: &Notifier) {
-        // A notification due on the old descriptor may not have been sent.
+        // The driver may wait for a notification that was not sent on the old descriptor.
         if let Some(call) = &call {
             notifier.notify(call);
         }

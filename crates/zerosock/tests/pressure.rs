@@ -314,7 +314,7 @@ fn a_close_against_a_full_socket_loses_nothing() {
             .wait_recv_exact(marker, &mut byte, deadline())
             .unwrap();
         if let Some(stats) = daemon.stats() {
-            assert_eq!((stats.joins_now, stats.timers_now), (2, timers));
+            assert_eq!((stats.bridges_now, stats.timers_now), (2, timers));
         }
     };
     guest.shutdown(stream, How::BOTH);
@@ -332,12 +332,12 @@ fn a_close_against_a_full_socket_loses_nothing() {
     eventually_with(&mut guest, "all read", |_| reader.is_finished());
     assert_bytes(&reader.join().unwrap(), &want[..sent]);
     eventually_with(&mut guest, "nothing is left of it", |_| {
-        daemon.stats().is_none_or(|stats| stats.joins_now == 1)
+        daemon.stats().is_none_or(|stats| stats.bridges_now == 1)
     });
 }
 
 #[test]
-fn connections_above_the_cap_are_refused_and_come_back_when_others_end() {
+fn connections_above_the_cap_are_refused_until_others_end() {
     let daemon = TestDaemon::with(1, |config| config.max_connections = Some(4));
     let Some(_) = daemon.stats() else { return };
     let mut guest = daemon.guest();

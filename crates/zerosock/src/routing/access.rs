@@ -1,8 +1,8 @@
 //! The access list: which endpoints may connect to which, beyond groups.
 //!
-//! The list is consulted when a connection is requested, never for a packet of an established one. The
-//! first rule that matches decides. If none matches, endpoints that share a group reach each other,
-//! and the host and its services reach, and are reached by, every endpoint.
+//! The list is consulted when a connection is requested, never for a packet of an established one.
+//! The first rule that matches decides. If none matches, endpoints that share a group reach each
+//! other, and the host and its services reach, and are reached by, every endpoint.
 //!
 //! # Invariants
 //!

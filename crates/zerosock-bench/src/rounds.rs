@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn contestants_take_turns_and_one_that_fails_is_out_alone() {
+    fn contestants_alternate_and_one_that_fails_is_not_run_again() {
         let mut order = Vec::new();
         let outcomes = alternate(3, 3, |round, contestant| {
             order.push(contestant);

@@ -115,18 +115,18 @@ struct Receiver<'s> {
     buffer: Vec<u8>,
     /// The part of the last lease that belongs to the next piece: a lease of copied bytes may cover
     /// several packets.
-    leftover_lease: Option<Part<'s>>,
+    leftover_lease: Option<LeasePart<'s>>,
     /// The bytes of the last packet that belong to the next piece, for [`Way::Callback`].
     leftover_bytes: Vec<u8>,
 }
 
 /// The bytes of a lease from `at` on.
-struct Part<'s> {
+struct LeasePart<'s> {
     lease: Lease<'s>,
     at: usize,
 }
 
-impl Part<'_> {
+impl LeasePart<'_> {
     fn len(&self) -> usize {
         self.lease.len() - self.at
     }
@@ -137,7 +137,7 @@ impl Dequeue for Receiver<'_> {
     /// are not yet dequeued.
     fn wait(&mut self, len: usize) -> Result<(), Fault> {
         let leftover = self.leftover_lease.as_ref();
-        let leftover = leftover.map_or(self.leftover_bytes.len(), Part::len);
+        let leftover = leftover.map_or(self.leftover_bytes.len(), LeasePart::len);
         if leftover < len {
             let low_water = u32::try_from(len - leftover).map_err(|_| "too large a message")?;
             self.stream.set_low_water(low_water).map_err(text)?;
@@ -168,7 +168,7 @@ impl Dequeue for Receiver<'_> {
         while held < len {
             let part = match self.leftover_lease.take() {
                 Some(leftover) => leftover,
-                None => Part {
+                None => LeasePart {
                     lease: self.stream.recv().map_err(text)?.ok_or("end of file")?,
                     at: 0,
                 },
@@ -213,7 +213,12 @@ impl Receiver<'_> {
         check.finish()
     }
 
-    fn check_leases(&mut self, parts: &[Part<'_>], number: u64, len: usize) -> Result<Seen, Fault> {
+    fn check_leases(
+        &mut self,
+        parts: &[LeasePart<'_>],
+        number: u64,
+        len: usize,
+    ) -> Result<Seen, Fault> {
         if !self.how.touches {
             let first = parts.first().ok_or("an empty message")?;
             let mut bytes = [0; NAME];

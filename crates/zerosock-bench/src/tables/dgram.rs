@@ -1,8 +1,8 @@
 //! Datagrams from process to process: ours beside UDP over the loopback interface.
 //!
 //! The figure is the rate of delivered datagrams with the expected number and content; lost ones do
-//! not count. Each size is measured with one sender, and with one sender per core. Both sides sleep;
-//! separate rows measure zerosock spinning.
+//! not count. Each size is measured with one sender, and with one sender per core. Both sides
+//! sleep; separate rows measure zerosock spinning.
 
 use crate::args::Settings;
 use crate::pair::{self, Cores, Task};

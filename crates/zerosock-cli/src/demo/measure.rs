@@ -1,8 +1,9 @@
 //! Streams the payload between host and guest, and measures throughput and round trips.
 //!
 //! All times are by the host's clock. To the guest: from the first write until the guest answers
-//! with one byte that it has read everything. To the host: from the end of the first read to the end
-//! of the last. Both sides compute hashes outside of these times. [`super::guest`] is the other end.
+//! with one byte that it has read everything. To the host: from the end of the first read to the
+//! end of the last. Both sides compute hashes outside of these times. [`super::guest`] is the other
+//! end.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

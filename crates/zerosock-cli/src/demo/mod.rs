@@ -1,8 +1,8 @@
 //! `zerosock demo`: streams through a stock guest, measured and checked.
 //!
-//! [`environment`] starts a device and boots a guest, [`measure`] streams to and from it, [`report`]
-//! prints the figures. The program in the guest is [`guest`]; it reports on the serial line
-//! ([`line`]) that it runs.
+//! [`environment`] starts a device and boots a guest, [`measure`] streams to and from it,
+//! [`report`] prints the figures. The program in the guest is [`guest`]; it reports on the serial
+//! line ([`line`]) that it runs.
 
 pub(crate) mod args;
 mod environment;

@@ -284,9 +284,9 @@ impl SignalGuard {
     }
 }
 
-/// Connects to the hybrid vsock socket at `path`: sends CONNECT and waits for OK. On a stream, reads
-/// the answer byte by byte, because the bytes after its newline are the guest's. On a SEQPACKET
-/// socket, each of the two is a packet.
+/// Connects to the hybrid vsock socket at `path`: sends CONNECT and waits for OK. On a stream,
+/// reads the answer byte by byte, because the bytes after its newline are the guest's. On a
+/// SEQPACKET socket, each of the two is a packet.
 fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd, ConnectError> {
     /// Longest answer, bytes. An answer of `serve` has at most 14: `OK `, ten digits and a newline;
     /// other programs may add blanks.

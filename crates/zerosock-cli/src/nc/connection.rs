@@ -149,8 +149,8 @@ impl Connection {
         !matches!(self, Connection::Datagrams(_))
     }
 
-    /// Whether the peer receives nothing more. Tests it by sending zero bytes, which sends no packet;
-    /// poll(2) does not report it for AF_VSOCK.
+    /// Whether the peer receives nothing more. Tests it by sending zero bytes, which sends no
+    /// packet; poll(2) does not report it for AF_VSOCK.
     pub(super) fn has_peer_stopped_receiving(&self) -> bool {
         match self {
             // On this socket, sending zero bytes would send a packet.

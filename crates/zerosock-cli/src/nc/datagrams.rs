@@ -14,8 +14,8 @@ use std::time::Duration;
 use zerosock::vsock::{Datagram, Endpoint};
 use zerosock::{Address, Port};
 
-/// Receive buffer, in bytes, for datagrams that wait for standard output: larger than all buffers of
-/// a queue, which a sender can fill before STOP reaches it.
+/// Receive buffer, in bytes, for datagrams that wait for standard output: larger than all buffers
+/// of a queue, which a sender can fill before STOP reaches it.
 const RECEIVE: u32 = 32 << 20;
 
 /// A datagram socket and its peer.

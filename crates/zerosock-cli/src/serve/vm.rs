@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn the_error_names_the_invalid_key_or_value() {
         for (text, wanted) in [
             ("", "`` has no value: write =VALUE"),
             ("socket", "`socket` has no value: write socket=VALUE"),

@@ -44,7 +44,8 @@ pub struct Config<'c> {
     pub reboots: bool,
     /// Accelerators allowed.
     pub accel: Choice,
-    /// A program with `zerosock parent-watchdog`, which starts QEMU so that it ends with this process.
+    /// A program with `zerosock parent-watchdog`, which starts QEMU so that it ends with this
+    /// process.
     pub zerosock: &'c Path,
     /// Repeats the guest's console on stderr under this name.
     pub echo: Option<&'c str>,

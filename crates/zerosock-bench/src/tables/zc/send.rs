@@ -68,8 +68,8 @@ const ALL: [Variant; 16] = [
     Variant::Tool(Registered),
 ];
 
-/// End of a row's name, zerosock's variant, name of the peers, and the peers: the fastest of them is
-/// compared.
+/// End of a row's name, zerosock's variant, name of the peers, and the peers: the fastest of them
+/// is compared.
 type Compared = (&'static str, Variant, &'static str, &'static [Variant]);
 
 /// The compared pairs.

@@ -172,6 +172,7 @@ impl Vm {
             }
             FrontendSocket::Connected(socket) => {
                 socket.set_nonblocking(true)?;
+                fd_passing::receive_urgent_inline(&socket)?;
                 let socket = PeerFd::from(OwnedFd::from(socket));
                 (None, Some(socket.owned_by(&spec.account)))
             }
@@ -264,6 +265,12 @@ impl Vm {
     /// Connects the front-end, or lets it wait for the previous one (see [`Vm::next`]), or turns it
     /// away.
     fn admit(&mut self, socket: PeerFd) {
+        if let Err(error) = fd_passing::receive_urgent_inline(&socket) {
+            // The reaper closes it.
+            return self.warn(&format!(
+                "cannot prepare the socket of a front-end: {error}"
+            ));
+        }
         if let Front::Live(connection) = &self.front
             && has_hung_up(&connection.socket)
         {

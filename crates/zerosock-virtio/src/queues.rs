@@ -10,7 +10,7 @@ use std::sync::Arc;
 use zerosock_proto::Instant;
 use zerosock_ring::Memory;
 use zerosock_sys::notify::Notifier;
-use zerosock_vhost_user::{FrontendLink, Reply};
+use zerosock_vhost_user::{FrontendLink, LogLimit, Reply};
 
 use crate::ring::Ring;
 
@@ -62,6 +62,8 @@ pub struct QueueSet<R> {
     pub(crate) deadline: Option<Instant>,
     /// When to look again for these buffers.
     pub(crate) look_at: Option<Instant>,
+    /// For the lines that the driver can cause.
+    pub(crate) log: Arc<LogLimit>,
 }
 
 /// A command that waits until the device has returned buffers.
@@ -122,6 +124,7 @@ impl<R: Rings> QueueSet<R> {
             pending: None,
             deadline: None,
             look_at: None,
+            log: Arc::default(),
         }
     }
 

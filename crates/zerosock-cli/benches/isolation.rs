@@ -88,7 +88,7 @@ const WAITING_EACH: usize = 16;
 /// Makes an attack and measures during it. Why not, if it cannot be made.
 type Attacker = fn(&Daemon, &mut Bench) -> Result<Samples, String>;
 
-const ATTACKS: [(&str, Attacker); 19] = [
+const ATTACKS: [(&str, Attacker); 20] = [
     // What the machine does by itself.
     ("none", |_, bench| Ok(bench.sample())),
     ("lingering socket as call descriptor", |daemon, bench| {
@@ -109,6 +109,10 @@ const ATTACKS: [(&str, Attacker); 19] = [
     ("lingering socket in half a message", |daemon, bench| {
         bench.lingering(daemon, Way::InHalfMessage)
     }),
+    (
+        "lingering socket with an out-of-band byte",
+        |daemon, bench| bench.lingering(daemon, Way::WithUrgentByte),
+    ),
     (
         "lingering socket queued in a passed socket",
         |daemon, bench| {

@@ -1,7 +1,9 @@
 //! Shares of what a process has once and its peers use: file descriptors and address space.
 //!
 //! A [`Budget`] is what there is for all peers together, an [`Account`] what one peer uses of it,
-//! and a [`Permit`] one use, which ends when it is dropped.
+//! and a [`Permit`] one use, which ends when it is dropped. Peers that use one share, such as a VM and
+//! the host programs that connect to it, have accounts that are [parts](Account::part) of it: what one
+//! of them sends and does not let close keeps nothing of the others from being received.
 //!
 //! # Shares of descriptors
 //! Half of the descriptors is divided by the number of peers that are expected: that many each
@@ -194,11 +196,9 @@ impl Budget {
         let free = self.0.limits.descriptors - used.guaranteed - used.common;
         let guaranteed = self.0.share.min(free);
         used.guaranteed += guaranteed;
-        Account(Arc::new(AccountState {
+        Account::of(Arc::new(Share {
             shared: Arc::clone(&self.0),
             guaranteed,
-            uncounted: AtomicUsize::new(0),
-            deferred: AtomicUsize::new(0),
             used: Mutex::default(),
         }))
     }
@@ -217,12 +217,18 @@ pub struct Account(Arc<AccountState>);
 
 #[derive(Debug)]
 struct AccountState {
-    shared: Arc<Shared>,
-    guaranteed: u64,
+    share: Arc<Share>,
     /// Permits for nothing. Nearly all of them are for descriptors that wait to be closed.
     uncounted: AtomicUsize,
     /// Jobs that wait because the peer blocks as many threads of the reaper as it may.
     deferred: AtomicUsize,
+}
+
+/// The share of an account and its parts.
+#[derive(Debug)]
+struct Share {
+    shared: Arc<Shared>,
+    guaranteed: u64,
     /// Locked before the budget's.
     used: Mutex<Own>,
 }
@@ -243,15 +249,29 @@ impl Amount {
 }
 
 impl Account {
+    fn of(share: Arc<Share>) -> Account {
+        Account(Arc::new(AccountState {
+            share,
+            uncounted: AtomicUsize::new(0),
+            deferred: AtomicUsize::new(0),
+        }))
+    }
+
+    /// Another account that uses the same share, for another peer: it is [clogged](Self::is_clogged)
+    /// by its own descriptors only, and blocks threads of the reaper of its own.
+    pub fn part(&self) -> Account {
+        Account::of(Arc::clone(&self.0.share))
+    }
+
     /// Takes descriptors, all or none.
     ///
     /// # Errors
     /// [`Exceeded::Descriptors`].
     pub fn take_descriptors(&self, count: u64) -> Result<Permit, Exceeded> {
-        let AccountState {
+        let Share {
             shared, guaranteed, ..
-        } = &*self.0;
-        let mut own = self.0.lock();
+        } = &*self.0.share;
+        let mut own = self.0.share.lock();
         let before = own.descriptors.saturating_sub(*guaranteed);
         let after = (own.descriptors + count).saturating_sub(*guaranteed);
         if after > before {
@@ -274,7 +294,7 @@ impl Account {
 
     /// Counts a descriptor that is refused for another reason.
     pub fn count_refused(&self) {
-        self.0.shared.lock().refused += 1;
+        self.0.share.shared.lock().refused += 1;
     }
 
     /// Takes address space for memory of the peer.
@@ -282,9 +302,9 @@ impl Account {
     /// # Errors
     /// [`Exceeded::Mapped`] or [`Exceeded::MappedByAll`].
     pub fn take_mapped(&self, bytes: u64) -> Result<Permit, Exceeded> {
-        let shared = &self.0.shared;
+        let shared = &self.0.share.shared;
         let limits = shared.limits;
-        let mut own = self.0.lock();
+        let mut own = self.0.share.lock();
         // A region's length is at most isize::MAX, and so the highest bit is free.
         let most = limits.mapped_each.min(Amount::MAPPED - 1);
         if bytes > most.saturating_sub(own.mapped) {
@@ -317,13 +337,13 @@ impl Account {
         let messages = if uncounted < MAX_DEFERRED { 1 } else { 2 };
         self.0.deferred.load(Ordering::Relaxed) >= MAX_DEFERRED
             || uncounted >= MAX_UNCOUNTED
-            || !self.0.shared.numbers.has(messages * MAX_FDS as u64)
+            || !self.0.share.shared.numbers.has(messages * MAX_FDS as u64)
     }
 
     /// Reserves numbers for the descriptors of one message, until the result is dropped. `None`: so
     /// many are not free, and the message must not be received.
     pub fn reserve_message(&self) -> Option<ReservedNumbers> {
-        let numbers = &self.0.shared.numbers;
+        let numbers = &self.0.share.shared.numbers;
         let count = MAX_FDS as u64;
         let before = numbers.used.fetch_add(count, Ordering::Relaxed);
         // Dropping it takes the number back.
@@ -353,20 +373,20 @@ impl Account {
         Arc::as_ptr(&self.0).addr()
     }
 
-    /// Descriptors in use.
+    /// Descriptors of the share in use.
     pub fn descriptors(&self) -> u64 {
-        self.0.lock().descriptors
+        self.0.share.lock().descriptors
     }
 
     /// Bytes of memory that are mapped.
     pub fn mapped(&self) -> u64 {
-        self.0.lock().mapped
+        self.0.share.lock().mapped
     }
 
     fn permit(&self, amount: Amount) -> Permit {
         if amount.0 == 0 {
             self.0.uncounted.fetch_add(1, Ordering::Relaxed);
-            self.0.shared.numbers.add(1);
+            self.0.share.shared.numbers.add(1);
         }
         Permit {
             account: self.clone(),
@@ -375,15 +395,15 @@ impl Account {
     }
 }
 
-impl AccountState {
+impl Share {
     fn lock(&self) -> MutexGuard<'_, Own> {
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Drop for AccountState {
+impl Drop for Share {
     fn drop(&mut self) {
-        // Permits hold the account: none is left.
+        // Permits hold their accounts, and accounts the share: none is left.
         self.shared.lock().guaranteed -= self.guaranteed;
     }
 }
@@ -404,25 +424,25 @@ impl Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        let state = &*self.account.0;
+        let share = &*self.account.0.share;
         if self.amount.0 == 0 {
-            state.uncounted.fetch_sub(1, Ordering::Relaxed);
-            state.shared.numbers.sub(1);
+            self.account.0.uncounted.fetch_sub(1, Ordering::Relaxed);
+            share.shared.numbers.sub(1);
             return;
         }
-        let mut own = state.lock();
+        let mut own = share.lock();
         let amount = self.amount.0 & !Amount::MAPPED;
         if self.amount.0 & Amount::MAPPED != 0 {
             own.mapped -= amount;
-            state.shared.lock().mapped -= amount;
+            share.shared.lock().mapped -= amount;
             return;
         }
-        state.shared.numbers.sub(amount);
-        let before = own.descriptors.saturating_sub(state.guaranteed);
+        share.shared.numbers.sub(amount);
+        let before = own.descriptors.saturating_sub(share.guaranteed);
         own.descriptors -= amount;
-        let after = own.descriptors.saturating_sub(state.guaranteed);
+        let after = own.descriptors.saturating_sub(share.guaranteed);
         if before > after {
-            state.shared.lock().common -= before - after;
+            share.shared.lock().common -= before - after;
         }
     }
 }
@@ -524,6 +544,29 @@ mod tests {
         assert!(account.is_clogged());
         received.pop();
         assert!(!account.is_clogged());
+    }
+
+    #[test]
+    fn parts_use_one_share_and_do_not_clog_each_other() {
+        let budget = budget(100);
+        let others: Vec<_> = (0..4).map(|_| budget.account()).collect();
+        let vm = budget.account();
+        let programs = vm.part();
+        let held = programs.take_descriptors(60).unwrap();
+        assert_eq!((vm.descriptors(), programs.descriptors()), (60, 60));
+        vm.take_descriptors(1).unwrap_err();
+        let received: Vec<_> = (0..MAX_UNCOUNTED)
+            .map(|_| programs.take_nothing())
+            .collect();
+        programs.set_deferred(MAX_DEFERRED);
+        assert!(programs.is_clogged() && !vm.is_clogged());
+        assert_ne!(vm.number(), programs.number());
+        // The guarantee ends with the last part.
+        drop((vm, held));
+        assert_eq!(budget.0.lock().guaranteed, 50);
+        drop((programs, received));
+        assert_eq!(budget.0.lock().guaranteed, 40);
+        drop(others);
     }
 
     #[test]

@@ -7,6 +7,10 @@
 //! descriptor numbers loses this protection: the kernel then closes descriptors that it cannot
 //! install. Callers keep [`RESERVE`] numbers free, or
 //! [reserve](crate::account::Account::reserve_message) them for each message.
+//!
+//! An out-of-band byte (MSG_OOB, since Linux 5.15) can have descriptors too. An ordinary receive
+//! call skips that byte, and the kernel closes its descriptors there. So a stream socket on which
+//! descriptors can arrive [receives such bytes in order](receive_urgent_inline).
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -70,9 +74,21 @@ pub fn refuse_rights(fd: impl AsFd) -> io::Result<bool> {
     }
 }
 
+/// Makes ordinary receive calls return out-of-band bytes in their place, with their descriptors.
+/// Call it before the first receive call. It changes nothing for other kinds of sockets.
+///
+/// # Errors
+/// Errors of setsockopt(2).
+pub fn receive_urgent_inline(fd: impl AsFd) -> io::Result<()> {
+    Ok(sockopt::set_socket_oobinline(fd, true)?)
+}
+
 /// Shuts down the receive side of a descriptor that a peer has sent, if it is a connected Unix
 /// stream socket with an unnamed other end and an empty receive queue. Returns false for any other
 /// descriptor. None of the calls waits for the peer.
+///
+/// The receive queue can be empty of bytes and still have descriptors: those of an out-of-band byte
+/// that was received. So both are checked.
 ///
 /// Afterwards nothing can be queued in the socket, so it holds no object of the peer, such as the
 /// peer's end of another connection. The peer's end of a connection to a listener is refused,
@@ -95,6 +111,19 @@ pub fn make_send_only(fd: impl AsFd) -> bool {
     unnamed
         && shutdown(fd, Shutdown::Read).is_ok()
         && rustix::io::ioctl_fionread(fd).is_ok_and(|bytes| bytes == 0)
+        && has_no_queued_rights(fd)
+}
+
+/// Whether no descriptors wait in the receive queue of a Unix socket, as the kernel reports since
+/// Linux 5.8 (proc(5), fdinfo).
+fn has_no_queued_rights(fd: BorrowedFd<'_>) -> bool {
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd()));
+    let count = |info: &str| {
+        let mut lines = info.lines();
+        let count = lines.find_map(|line| line.strip_prefix("scm_fds:"))?;
+        count.trim().parse::<u32>().ok()
+    };
+    info.is_ok_and(|info| count(&info) == Some(0))
 }
 
 /// Whether a Unix socket refuses descriptors. An accepted socket inherits this from its listener.
@@ -219,6 +248,7 @@ mod tests {
     use super::*;
     use rustix::fs::{fstat, memfd_create};
     use rustix::io::{FdFlags, fcntl_getfd};
+    use rustix::net;
     use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;
 
@@ -303,6 +333,15 @@ mod tests {
         (&a).write_all(b"x").unwrap();
         assert!(!make_send_only(&b), "something is in it");
 
+        // The byte is received, its descriptor stays in the queue.
+        let (a, b) = UnixStream::pair().unwrap();
+        let (passed, other) = UnixStream::pair().unwrap();
+        if send_urgent(&a, b'x', passed).is_ok() {
+            assert_eq!(net::recv(&b, &mut [0; 1], RecvFlags::OOB).unwrap().1, 1);
+            assert!(!make_send_only(&b), "a descriptor is in it");
+        }
+        drop(other);
+
         let dir = tempfile::tempdir().unwrap();
         let listener = std::os::unix::net::UnixListener::bind(dir.path().join("s")).unwrap();
         let ours = UnixStream::connect(dir.path().join("s")).unwrap();
@@ -312,6 +351,36 @@ mod tests {
         let tcp = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         assert!(!make_send_only(&tcp));
         assert!(!make_send_only(&files(1)[0]));
+    }
+
+    /// Sends an out-of-band byte with a descriptor.
+    fn send_urgent(to: impl AsFd, byte: u8, fd: impl Into<OwnedFd>) -> rustix::io::Result<usize> {
+        let fd = fd.into();
+        let fds = [fd.as_fd()];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+        sendmsg(to, &[IoSlice::new(&[byte])], &mut control, SendFlags::OOB)
+    }
+
+    #[test]
+    fn descriptor_of_an_out_of_band_byte_is_received() {
+        let (a, b) = UnixStream::pair().unwrap();
+        receive_urgent_inline(&b).unwrap();
+        let (passed, other) = UnixStream::pair().unwrap();
+        if send_urgent(&a, b'x', passed).is_err() {
+            return eprintln!("SKIPPED: no MSG_OOB for Unix sockets (CONFIG_AF_UNIX_OOB)");
+        }
+        send(&a, &[IoSlice::new(b"yz")], &[]).unwrap();
+        let (mut buf, mut got) = ([0; 8], Vec::new());
+        let mut bytes = Vec::new();
+        while bytes.len() < 3 {
+            let received = recv(&b, &mut buf, &mut got).unwrap();
+            bytes.extend_from_slice(&buf[..received.bytes]);
+        }
+        assert_eq!(bytes, b"xyz");
+        assert_eq!(got.len(), 1, "the kernel has closed the descriptor");
+        drop(other);
     }
 
     #[test]

@@ -34,7 +34,8 @@ use super::session::{Outcome, Session, Step};
 use super::stats::{Counters, Fault};
 use super::{DeviceCommand, DeviceModel, DevicePort, DeviceReply, FrontendSocket, VmSpec};
 
-/// Messages of one front-end handled before the other descriptors are polled again.
+/// Messages of one front-end, and descriptors in them, handled before the other descriptors are polled
+/// again. To examine a file on disk takes as long as the kernel needs to list all mounts.
 const BUDGET: usize = 16;
 /// Connections accepted before the other descriptors are polled again. Most are turned away.
 const ACCEPT_BUDGET: usize = 8;
@@ -172,6 +173,7 @@ impl Vm {
             }
             FrontendSocket::Connected(socket) => {
                 socket.set_nonblocking(true)?;
+                fd_passing::receive_urgent_inline(&socket)?;
                 let socket = PeerFd::from(OwnedFd::from(socket));
                 (None, Some(socket.owned_by(&spec.account)))
             }
@@ -264,6 +266,12 @@ impl Vm {
     /// Connects the front-end, or lets it wait for the previous one (see [`Vm::next`]), or turns it
     /// away.
     fn admit(&mut self, socket: PeerFd) {
+        if let Err(error) = fd_passing::receive_urgent_inline(&socket) {
+            // The reaper closes it.
+            return self.warn(&format!(
+                "cannot prepare the socket of a front-end: {error}"
+            ));
+        }
         if let Front::Live(connection) = &self.front
             && has_hung_up(&connection.socket)
         {
@@ -480,7 +488,8 @@ impl Vm {
     /// Reads and handles messages until none is left, a command is under way, or the budget is used
     /// up.
     fn serve(&mut self) {
-        for _ in 0..BUDGET {
+        let mut handled = 0;
+        while handled < BUDGET {
             let Front::Live(connection) = &mut self.front else {
                 return;
             };
@@ -495,6 +504,7 @@ impl Vm {
             match connection.decoder.read(&connection.socket, &self.account) {
                 Ok(None) => return,
                 Ok(Some(message)) => {
+                    handled += 1 + message.fds.len();
                     self.counters.message();
                     tracing::trace!(vm = %self.name, request = message.name(), "message");
                     let turn = connection.session.handle_message(message);

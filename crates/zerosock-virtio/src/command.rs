@@ -208,7 +208,8 @@ fn start_queue<D: VirtioDevice>(
         .map_err(|e| format!("cannot watch the kick: {e}"))?;
     let queues = device.queues();
     queues.epoch = queues.epoch.wrapping_add(1);
-    let ring = Ring::new(queue, kick, call, err, enabled, queues.epoch);
+    let mut ring = Ring::new(queue, kick, call, err, enabled, queues.epoch);
+    ring.log = Arc::clone(&queues.log);
     if let Some(slot) = queues.rings.slot(index) {
         *slot = Some(ring);
     }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use zerosock_proto::Instant;
 use zerosock_ring::Memory;
 use zerosock_sys::notify::Notifier;
-use zerosock_vhost_user::{FrontendLink, Reply};
+use zerosock_vhost_user::{FrontendLink, LogLimit, Reply};
 
 use crate::ring::Ring;
 
@@ -65,6 +65,8 @@ pub struct QueueSet<R> {
     pub(crate) deadline: Option<Instant>,
     /// When to query the device for these buffers again.
     pub(crate) recheck_at: Option<Instant>,
+    /// Limits the log lines that the driver can cause.
+    pub(crate) log: Arc<LogLimit>,
 }
 
 /// A command that waits until the device has returned buffers.
@@ -126,6 +128,7 @@ impl<R: Rings> QueueSet<R> {
             pending: None,
             deadline: None,
             recheck_at: None,
+            log: Arc::default(),
         }
     }
 

@@ -5,13 +5,24 @@
 //! - Every popped chain is completed once, by [`Ring::complete`].
 //! - Every publish notifies the driver if it asked for a notification.
 //! - No chain is popped from a broken ring, but chains popped before are still completed.
+//! - From one [`Ring::publish`] to the next, popping takes about a millisecond at most, whatever
+//!   the driver posts.
+
+use std::sync::Arc;
+use std::time::Instant;
 
 use zerosock_ring::{Chain, DeviceQueue, PopError};
 use zerosock_sys::PeerFd;
 use zerosock_sys::notify::{CallFd, Notifier};
+use zerosock_vhost_user::LogLimit;
 
 /// Unusable chains completed per call: a driver can post them as fast as they are returned.
 const MAX_UNUSABLE: usize = 64;
+/// Unusable chains completed from one publish to the next.
+const MAX_UNUSABLE_PER_PUBLISH: u32 = 4096;
+/// Work on long chains from one publish to the next ([`DeviceQueue::walked`]): more than the
+/// packets of a turn need, and little enough for the other devices of the worker.
+const MAX_WALKED: u32 = 1 << 17;
 
 /// A started virtqueue of a device.
 #[derive(Debug)]
@@ -35,8 +46,12 @@ pub struct Ring {
     pub epoch: u32,
     /// Unusable chains since the counter was last read (see [`PopError::Malformed`]).
     pub malformed: u64,
+    /// Unusable chains since the last publish.
+    unusable: u32,
     /// Chains popped so far, un-popped ones included; wraps around.
     pub taken: u32,
+    /// For the lines that a driver can cause. One for all queue starts of the device.
+    pub(crate) log: Arc<LogLimit>,
 }
 
 impl Ring {
@@ -61,7 +76,9 @@ impl Ring {
             unpublished: 0,
             epoch,
             malformed: 0,
+            unusable: 0,
             taken: 0,
+            log: Arc::default(),
         }
     }
 
@@ -70,7 +87,9 @@ impl Ring {
         self.enabled && !self.broken
     }
 
-    /// The next usable chain; `None` if there is none or the ring is broken.
+    /// The next usable chain; `None` if there is none or the ring is broken. Also `None` if
+    /// unusable or long chains have taken much time since the last publish: more may be posted
+    /// then.
     #[inline]
     pub fn pop(&mut self) -> Option<Chain> {
         self.pop_if(0, true)
@@ -81,7 +100,7 @@ impl Ring {
     /// chains popped before can still be un-popped.
     #[inline]
     pub fn pop_if(&mut self, room: usize, skip: bool) -> Option<Chain> {
-        if !self.live() {
+        if !self.live() || self.queue.walked() >= MAX_WALKED {
             return None;
         }
         for _ in 0..MAX_UNUSABLE {
@@ -94,10 +113,13 @@ impl Ring {
                 Ok(None) => return None,
                 Err(PopError::Malformed(chain)) => chain,
                 Err(PopError::Broken(reason)) => {
-                    tracing::warn!(
-                        ?reason,
-                        "the driver has made its ring invalid; the queue stops"
-                    );
+                    if let Some(suppressed) = self.log.admit(Instant::now()) {
+                        tracing::warn!(
+                            ?reason,
+                            suppressed,
+                            "the queue stops: its ring cannot be used any more"
+                        );
+                    }
                     self.fail();
                     return None;
                 }
@@ -108,6 +130,10 @@ impl Ring {
             }
             self.malformed += 1;
             self.complete(unusable, 0);
+            self.unusable += 1;
+            if self.unusable >= MAX_UNUSABLE_PER_PUBLISH || self.queue.walked() >= MAX_WALKED {
+                break;
+            }
         }
         // Chains that remain are found when the device enables kicks.
         None
@@ -124,6 +150,8 @@ impl Ring {
     /// front-end of a broken ring. Returns true if the driver was notified.
     #[inline]
     pub fn publish(&mut self, notifier: &Notifier) -> bool {
+        self.queue.reset_walked();
+        self.unusable = 0;
         if std::mem::take(&mut self.err_pending)
             && let Some(err) = &self.err
         {
@@ -160,3 +188,6 @@ impl Ring {
         self.err = err;
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -10,12 +10,13 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use tempfile::TempDir;
 use zerosock::Port;
 use zerosock_sys::fd_passing;
+use zerosock_sys::reaper::MAX_STUCK_EACH;
 
 use super::daemon::{self, ATTACKER, Alone, Daemon, hybrid_path};
 use super::lingering::lingering_socket;
 use super::neighbour::{Neighbour, deadline};
-use super::process::DEADLINE;
-use super::threads::{Held, REAPER};
+use super::process::{DEADLINE, wait_until};
+use super::threads::{Held, REAPER, count_held};
 
 const PORT: Port = Port::new(9);
 
@@ -143,4 +144,29 @@ fn descriptor_with_payload_of_an_early_program_holds_only_the_reaper() {
     guest.wait_recv_exact(stream, &mut got, deadline()).unwrap();
     assert_eq!(&got, b"hello");
     expect_held_reaper(&daemon, &mut neighbour, receiver);
+}
+
+/// More descriptors than may wait for the stuck ones of one peer.
+const STUCK: usize = 64;
+
+#[test]
+fn descriptors_of_a_program_that_do_not_close_leave_the_front_end_of_its_vm_alone() {
+    let early = EarlyProgram::new();
+    let (sockets, receivers): (Vec<OwnedFd>, Vec<TcpStream>) =
+        (0..STUCK).map(|_| lingering_socket()).unzip();
+    let borrowed: Vec<_> = sockets.iter().map(|fd| fd.as_fd()).collect();
+    fd_passing::send(&early.socket, &[IoSlice::new(b"CONNECT 9\n")], &borrowed).unwrap();
+    drop(sockets);
+    let (daemon, _program) = early.start_daemon();
+    wait_until("as many held threads as one peer may have", || {
+        count_held(daemon.pid(), REAPER) >= MAX_STUCK_EACH
+    });
+    let held = Held::wait(daemon.pid(), REAPER);
+    for _ in 0..3 {
+        let frontend = daemon.frontend(ATTACKER);
+        assert!(frontend.ask_features().is_some());
+    }
+    held.check();
+    drop(receivers);
+    held.wait_for_end();
 }

@@ -1,10 +1,13 @@
 //! A vhost-user front-end that sends given bytes.
 
 use std::io::{IoSlice, Read};
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use zerosock::driver::Driver;
 use zerosock_sys::fd_passing;
 
@@ -25,15 +28,18 @@ pub(crate) enum Way {
     With(u32),
     /// With the first half of a message, before it disconnects.
     InHalfMessage,
+    /// With an out-of-band byte before a message.
+    WithUrgentByte,
 }
 
-pub(crate) const WAYS: [Way; 6] = [
+pub(crate) const WAYS: [Way; 7] = [
     Way::With(SET_VRING_CALL),
     Way::With(SET_VRING_KICK),
     Way::With(SET_VRING_ERR),
     Way::With(SET_BACKEND_REQ_FD),
     Way::With(GET_FEATURES),
     Way::InHalfMessage,
+    Way::WithUrgentByte,
 ];
 
 pub(crate) struct RawFrontend(pub(crate) UnixStream);
@@ -73,8 +79,13 @@ impl RawFrontend {
     /// Sends descriptors and keeps no copies. With half a message, it disconnects.
     pub(crate) fn pass(self, way: Way, fds: Vec<OwnedFd>) -> Option<RawFrontend> {
         let borrowed: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+        let mut with_message = &borrowed[..];
+        if let Way::WithUrgentByte = way {
+            send_urgent(&self.0, &borrowed).unwrap();
+            with_message = &[];
+        }
         let bytes = match way {
-            Way::With(GET_FEATURES) => message(GET_FEATURES, &[]),
+            Way::With(GET_FEATURES) | Way::WithUrgentByte => message(GET_FEATURES, &[]),
             Way::With(SET_MEM_TABLE) => {
                 // One region: guest address, size, user address, offset.
                 let table = [1, 0, 4096, 0x7000_0000_0000, 0];
@@ -84,9 +95,24 @@ impl RawFrontend {
             Way::With(request) => message(request, &0u64.to_ne_bytes()),
             Way::InHalfMessage => message(GET_FEATURES, &[])[..6].to_vec(),
         };
-        assert_eq!(self.send(&bytes, &borrowed).unwrap(), bytes.len());
-        matches!(way, Way::With(_)).then_some(self)
+        assert_eq!(self.send(&bytes, with_message).unwrap(), bytes.len());
+        (!matches!(way, Way::InHalfMessage)).then_some(self)
     }
+}
+
+/// Sends an out-of-band byte with descriptors. Without CONFIG_AF_UNIX_OOB, an ordinary one.
+pub(crate) fn send_urgent(socket: &UnixStream, fds: &[BorrowedFd<'_>]) -> std::io::Result<usize> {
+    let send = |flags| {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+        sendmsg(socket, &[IoSlice::new(b"u")], &mut control, flags)
+    };
+    let sent = match send(SendFlags::OOB) {
+        Err(Errno::OPNOTSUPP) => send(SendFlags::empty()),
+        sent => sent,
+    };
+    Ok(sent?)
 }
 
 /// The front-end of a guest sends a message without an answer.

@@ -40,6 +40,12 @@ fn lingering_socket_in_half_a_message_holds_only_the_reaper() {
     attack_with_socket(Way::InHalfMessage);
 }
 
+/// An ordinary receive call skips an out-of-band byte, and the kernel closes its descriptors there.
+#[test]
+fn lingering_socket_with_an_out_of_band_byte_holds_only_the_reaper() {
+    attack_with_socket(Way::WithUrgentByte);
+}
+
 #[test]
 fn lingering_socket_queued_in_a_passed_socket_holds_only_the_reaper() {
     let way = Way::With(SET_VRING_CALL);

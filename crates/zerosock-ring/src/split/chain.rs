@@ -74,7 +74,8 @@ impl Pool {
     }
 }
 
-/// The fault of a malformed chain. Always the peer's; no other chain is affected.
+/// The fault of a malformed chain: the peer's, except for [`NoMemory`](Self::NoMemory). No other chain
+/// is affected.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChainFault {
@@ -112,6 +113,9 @@ pub enum ChainFault {
     /// Descriptors that another outstanding chain takes as well.
     #[error("more descriptors in outstanding chains than the queue has")]
     Shared,
+    /// No memory for its pieces. The queue is broken.
+    #[error("no memory for the pieces of the chain")]
+    NoMemory,
 }
 
 impl LongChain {
@@ -135,11 +139,21 @@ impl LongChain {
         if !writable && self.writable_len > 0 {
             return Err(ChainFault::Order);
         }
-        mem.translate_near(hint, addr, len, |piece| self.pieces.push(piece))
-            .map_err(|error| match error {
-                TranslateError::ZeroLength => ChainFault::ZeroLength,
-                other => ChainFault::Address(other),
-            })?;
+        let (pieces, mut is_complete) = (&mut self.pieces, true);
+        mem.translate_near(hint, addr, len, |piece| {
+            if pieces.len() < pieces.capacity() || pieces.try_reserve(1).is_ok() {
+                pieces.push(piece);
+            } else {
+                is_complete = false;
+            }
+        })
+        .map_err(|error| match error {
+            TranslateError::ZeroLength => ChainFault::ZeroLength,
+            other => ChainFault::Address(other),
+        })?;
+        if !is_complete {
+            return Err(ChainFault::NoMemory);
+        }
         if writable {
             self.writable_len += len;
         } else {

@@ -4,7 +4,9 @@
 //! - Everything that the driver can write is read once into a private copy, checked, and only the
 //!   copy is used.
 //! - A malformed chain affects no other chain; a malformed ring stops the queue; neither takes more
-//!   memory or time than an honest queue of the same size.
+//!   memory than an honest queue of the same size.
+//! - A chain can have as many descriptors as the table, also in a loop, and return at once. Callers
+//!   bound the time that this takes by [`DeviceQueue::walked`].
 //! - Only `complete` writes into the used ring.
 
 use std::sync::Arc;
@@ -25,6 +27,9 @@ const MAX_INDIRECT: u16 = 1024;
 
 /// How many chains ahead of the one popped the first cache lines are prefetched.
 const PREFETCH_DISTANCE: u16 = 8;
+
+/// What a chain costs at least, in units of [`DeviceQueue::walked`].
+const CHAIN_COST: u32 = 8;
 
 /// Why a posted chain was not popped: always the peer's fault.
 #[derive(Debug, thiserror::Error)]
@@ -47,6 +52,9 @@ pub enum BrokenReason {
     /// A head is outside the descriptor table.
     #[error("head {0} lies outside the descriptor table")]
     Head(u16),
+    /// There was no memory for the pieces of a chain. To go on without it would lose its bytes.
+    #[error("no memory for a descriptor chain")]
+    NoMemory,
 }
 
 /// The device half of a split virtqueue: takes chains, and returns them in any order.
@@ -76,6 +84,7 @@ pub struct DeviceQueue {
     held_descriptors: u16,
     broken: Option<BrokenReason>,
     malformed: u64,
+    walked: u32,
     /// The regions of the last chain's first and second buffer.
     hint: u32,
     next_hint: u32,
@@ -123,6 +132,7 @@ impl DeviceQueue {
             held_descriptors: 0,
             broken: None,
             malformed: 0,
+            walked: 0,
             hint: 0,
             next_hint: 0,
             pool: Pool::default(),
@@ -160,6 +170,19 @@ impl DeviceQueue {
     #[inline]
     pub fn malformed(&self) -> u64 {
         self.malformed
+    }
+
+    /// The work of popping since [`reset_walked`](Self::reset_walked): descriptors and pieces of
+    /// malformed chains and of those with more than two buffers, and a constant for each of them.
+    #[inline]
+    pub fn walked(&self) -> u32 {
+        self.walked
+    }
+
+    /// Counts [`walked`](Self::walked) from 0 again.
+    #[inline]
+    pub fn reset_walked(&mut self) {
+        self.walked = 0;
     }
 
     /// Why the queue is broken, if it is.
@@ -292,8 +315,14 @@ impl DeviceQueue {
     fn pop_long(&mut self, head: u16) -> (Box<LongChain>, bool) {
         let mut many = self.pool.take();
         let result = self.walk(&mut many, head);
+        // Each descriptor of an indirect table has given a piece.
+        let steps = u32::from(many.descriptors) + many.pieces.len() as u32;
+        self.walked = self.walked.saturating_add(CHAIN_COST + steps);
         if let Err(fault) = result {
             self.malformed += 1;
+            if fault == ChainFault::NoMemory {
+                self.broken = Some(BrokenReason::NoMemory);
+            }
             many.set_fault(fault);
         } else if let [first, second] = *many.pieces {
             (self.hint, self.next_hint) = (first.region, second.region);

@@ -149,6 +149,26 @@ fn a_message_in_time_keeps_the_front_end_and_turns_the_waiting_one_away() {
     assert!(is_open(&first));
 }
 
+#[test]
+fn messages_with_many_descriptors_use_up_the_budget() {
+    const MESSAGES: u64 = 4;
+    // SET_OWNER, which has no reply.
+    let message = [3, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0];
+    let mut lab = Harness::new();
+    let front = lab.connect();
+    let file = tempfile::tempfile().unwrap();
+    let files = [file.as_fd(); BUDGET];
+    for _ in 0..MESSAGES {
+        fd_passing::send(&front, &[IoSlice::new(&message)], &files).unwrap();
+    }
+    let before = lab.counters.snapshot().messages;
+    for handled in 1..=MESSAGES {
+        lab.vm.handle_ready(false);
+        let messages = lab.counters.snapshot().messages;
+        assert_eq!(messages - before, handled, "one message each time");
+    }
+}
+
 /// The front-end's own end of the connection is in a message that stays unread.
 #[test]
 fn a_front_end_that_leaves_a_reply_unread_is_disconnected() {

@@ -164,7 +164,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             buf_alloc: vm.buf_alloc,
             service: None,
             process: false,
-            account: account.clone(),
+            account: vm.programs.clone(),
         };
         let configured = ConfiguredVm {
             vm: n,

@@ -27,12 +27,16 @@ pub(super) struct NewVm {
     pub(super) queue_size: u16,
     pub(super) groups: Vec<String>,
     pub(super) require_sealed_memory: bool,
+    /// The account of the front-end.
     pub(super) account: Account,
+    /// That of the host programs, in the same share.
+    pub(super) programs: Account,
 }
 
 impl NewVm {
     pub(super) fn new(vm: VmConfig, account: Account) -> NewVm {
-        let owned = |fd: OwnedFd| PeerFd::from(fd).owned_by(&account);
+        let programs = account.part();
+        let owned = |fd: OwnedFd| PeerFd::from(fd).owned_by(&programs);
         let (host, listen) = match vm.host {
             HostSide::Hybrid {
                 path,
@@ -54,7 +58,7 @@ impl NewVm {
         };
         NewVm {
             cid: vm.cid,
-            listener: owned(vm.listener.into()),
+            listener: PeerFd::from(OwnedFd::from(vm.listener)).owned_by(&account),
             host,
             listen,
             buf_alloc: vm.buf_alloc,
@@ -62,6 +66,7 @@ impl NewVm {
             groups: vm.groups,
             require_sealed_memory: vm.require_sealed_memory,
             account,
+            programs,
         }
     }
 

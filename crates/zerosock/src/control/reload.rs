@@ -17,6 +17,7 @@ use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use zerosock_proto::Cid;
 use zerosock_sys::PeerFd;
+use zerosock_sys::account::Account;
 
 use super::config::{Reload, ReloadError, StartError};
 use super::new_vm::NewVm;
@@ -58,6 +59,7 @@ struct FrontendSpec {
     listener: PeerFd,
     queue_size: u16,
     sealed_memory: bool,
+    account: Account,
 }
 
 /// See the [module](self).
@@ -182,7 +184,7 @@ impl ReloadHandler {
         notice: &Arc<Notice>,
         frontends: &mut FrontendRegistry,
     ) -> Result<(), ReloadError> {
-        let (cid, account) = (member.cid, member.account.clone());
+        let cid = member.cid;
         let added = self.registry.add(member, entry, notice);
         let addr = added.ok_or(ReloadError::Full(cid))?;
         let port = self.registry.port(addr).ok_or(ReloadError::Full(cid))?;
@@ -192,7 +194,7 @@ impl ReloadHandler {
             socket: FrontendSocket::Listener(front.listener),
             max_queue_size: front.queue_size,
             sealed_memory: self.sealed_memory || front.sealed_memory,
-            account,
+            account: front.account,
             port,
         };
         match frontends.add(spec) {
@@ -243,12 +245,13 @@ impl ReloadHandler {
             buf_alloc: vm.buf_alloc,
             service: None,
             process: false,
-            account: vm.account,
+            account: vm.programs,
         };
         let front = FrontendSpec {
             listener: vm.listener,
             queue_size: vm.queue_size,
             sealed_memory: vm.require_sealed_memory,
+            account: vm.account,
         };
         Ok((front, member, vm.groups))
     }

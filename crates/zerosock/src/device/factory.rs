@@ -36,6 +36,7 @@ pub(crate) struct Member {
     pub(crate) service: Option<RangeInclusive<Port>>,
     /// The driver is an attached process, not a VM.
     pub(crate) process: bool,
+    /// The account of its host programs.
     pub(crate) account: Account,
 }
 

@@ -311,7 +311,7 @@ impl Device {
     #[cold]
     pub(super) fn end_for_want_of_memory(&mut self, key: u32, cx: &mut Context<'_>) {
         cx.shared.counters.no_memory.add(1);
-        tracing::warn!(cid = %self.cid, "connection reset: out of memory for its bytes");
+        self.warn("connection reset: out of memory for its bytes");
         self.reset_bridge(key, cx);
     }
 
@@ -329,10 +329,7 @@ impl Device {
                 break;
             }
             cx.shared.counters.overflow_resets.add(1);
-            tracing::warn!(
-                cid = %self.cid,
-                "connection reset: its reader stalls and the overflow limit is reached"
-            );
+            self.warn("connection reset: its reader stalls and the overflow limit is reached");
             self.reset_bridge(key, cx);
         }
     }

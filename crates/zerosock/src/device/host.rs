@@ -139,10 +139,9 @@ impl Device {
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(e) => {
                     // Most likely out of descriptors. The edge is used up: retry after a pause.
-                    tracing::warn!(
-                        cid = %self.cid, error = %e,
-                        "cannot accept a connection of a host program"
-                    );
+                    self.warn(&format!(
+                        "cannot accept a connection of a host program: {e}"
+                    ));
                     self.timers.set(cx.now + ACCEPT_PAUSE, Timer::Accept(key));
                     return;
                 }
@@ -153,8 +152,9 @@ impl Device {
         self.timers.set(next, Timer::Accept(key));
     }
 
-    /// Logs a warning, rate limited.
-    fn warn(&self, text: &str) {
+    /// Logs a warning. Peers can cause any number of them, and a write to the log can block: so
+    /// their rate is limited.
+    pub(super) fn warn(&self, text: &str) {
         if let Some(suppressed) = self.warnings.admit(std::time::Instant::now()) {
             tracing::warn!(cid = %self.cid, suppressed, "{text}");
         }
@@ -179,10 +179,9 @@ impl Device {
             key,
         };
         if let Err(error) = cx.poller.add(&socket, token, Interest::ReadUntilEnd) {
-            tracing::warn!(
-                cid = %self.cid, %error,
-                "cannot add a host program's socket to the poller"
-            );
+            self.warn(&format!(
+                "cannot add a host program's socket to the poller: {error}"
+            ));
             return;
         }
         entry.insert(Handshake {
@@ -304,10 +303,9 @@ impl Device {
             false => cx.poller.add(socket, token, Interest::All),
         };
         if let Err(error) = watched {
-            tracing::warn!(
-                cid = %self.cid, %error,
-                "cannot add a host program's socket to the poller"
-            );
+            self.warn(&format!(
+                "cannot add a host program's socket to the poller: {error}"
+            ));
             self.reset_bridge(key, cx);
         }
     }
@@ -338,7 +336,9 @@ impl Device {
             Ok(flow) => Some(flow),
             Err(error) => {
                 cx.shared.counters.conns_refused.add(1);
-                tracing::warn!(cid = %self.cid, %port, %error, "cannot connect to the guest");
+                self.warn(&format!(
+                    "cannot connect to port {port} of the guest: {error}"
+                ));
                 None
             }
         }

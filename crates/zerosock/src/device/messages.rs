@@ -276,10 +276,9 @@ impl Device {
     /// Resets a connection with a message that exceeds its receiver's buffer.
     pub(super) fn too_long(&mut self, key: u32, len: usize, cx: &mut Context<'_>) {
         cx.shared.counters.message_resets.add(1);
-        tracing::warn!(
-            cid = %self.cid, len,
-            "connection reset: a message is longer than its receiver can take"
-        );
+        self.warn(&format!(
+            "connection reset: a message of {len} bytes is longer than its receiver can take"
+        ));
         self.reset_bridge(key, cx);
     }
 
@@ -288,7 +287,7 @@ impl Device {
     #[cold]
     fn lost_message(&mut self, key: u32, cx: &mut Context<'_>) {
         cx.shared.counters.message_resets.add(1);
-        tracing::error!(cid = %self.cid, "connection reset: bytes of a message are missing");
+        self.warn("connection reset: bytes of a message are missing");
         self.reset_bridge(key, cx);
     }
 

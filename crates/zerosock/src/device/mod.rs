@@ -272,7 +272,9 @@ impl Device {
     fn fail(&mut self, reason: &str, cx: &mut Context<'_>) {
         let link = self.queues.link.take();
         if link.as_ref().is_some_and(FrontendLink::note_loss) {
-            tracing::error!(cid = %self.cid, reason, "device lost");
+            if let Some(suppressed) = self.warnings.admit(std::time::Instant::now()) {
+                tracing::error!(cid = %self.cid, reason, suppressed, "device lost");
+            }
             cx.shared.counters.devices_lost.add(1);
         }
         self.app_lose(cx);

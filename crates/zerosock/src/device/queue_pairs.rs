@@ -280,10 +280,9 @@ impl Device {
                     key,
                 };
                 if let Err(error) = cx.poller.add(&*socket, token, Interest::All) {
-                    tracing::warn!(
-                        cid = %self.cid, %error,
-                        "cannot add a host program's socket to the poller"
-                    );
+                    self.warn(&format!(
+                        "cannot add a host program's socket to the poller: {error}"
+                    ));
                     self.reset_bridge(key, cx);
                 }
             }

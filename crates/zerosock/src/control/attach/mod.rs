@@ -135,13 +135,14 @@ pub struct AttachConfig {
     pub groups: Vec<String>,
     /// How processes and programs on the host connect to each other.
     pub host: AttachHost,
-    /// Limit of attached processes, not counting services.
+    /// Limit of attached processes, not counting services. Half of it is guaranteed to the users
+    /// that may attach, in equal parts; the other half is for the first that request it.
     pub max_processes: usize,
     /// The users (SO_PEERCRED) that may attach services, which claim ports of CID 2.
     /// Exactly these; none by default. A service is trusted with guests' connections to the host: a
     /// claimed port takes precedence over the host side of every VM.
     pub service_uids: Vec<u32>,
-    /// Limit of attached services.
+    /// Limit of attached services, shared by their users as `max_processes` is.
     pub max_services: usize,
     /// As [`VmConfig::buf_alloc`](crate::daemon::VmConfig::buf_alloc).
     pub buf_alloc: u32,

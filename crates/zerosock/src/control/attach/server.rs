@@ -20,8 +20,9 @@
 //!
 //! - No call blocks.
 //! - A connection of a user that is not allowed never becomes a client.
-//! - A client that does not become a member within [`REQUEST_TIMEOUT`] is dropped; there are at most
-//!   [`MAX_CLIENTS`] such clients.
+//! - A client that does not become a member within [`REQUEST_TIMEOUT`] is dropped; each user has at
+//!   most [`MAX_CLIENTS`] such clients.
+//! - No user can take the places that are guaranteed to another one.
 
 mod claims;
 mod clients;
@@ -183,10 +184,10 @@ impl Server {
             JoinRequest::Service(_) => &self.config.service_uids,
         };
         let client = self.clients.get(&key);
-        let allowed = client.is_some_and(|client| is_allowed(uids, client.uid));
-        let slot = match allowed {
-            true => self.slot(&request, registry, frontends),
-            false => Err(Conflict::Refused(Answer::refusal(
+        let uid = client.map(|client| client.uid);
+        let slot = match uid.filter(|&uid| is_allowed(uids, uid)) {
+            Some(uid) => self.slot(&request, uid, registry, frontends),
+            None => Err(Conflict::Refused(Answer::refusal(
                 Status::NotPermitted,
                 VERSION,
             ))),

@@ -36,25 +36,33 @@ impl HostSocket {
         let permit = account.take_descriptors(1).map_err(io::Error::other)?;
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = net::socket_with(AddressFamily::UNIX, socket_type, flags, None)?;
-        Ok(HostSocket(match fd_passing::refuse_rights(&fd)? {
-            true => Kind::Plain {
+        Ok(match fd_passing::refuse_rights(&fd)? {
+            true => HostSocket(Kind::Plain {
                 fd,
                 _permit: permit,
-            },
-            false => Kind::TakesRights(PeerFd::from(fd).with_permit(permit)),
-        }))
+            }),
+            false => HostSocket::taking_rights(fd, permit),
+        })
     }
 
     /// A socket accepted from a listener of Unix sockets.
     pub(crate) fn accepted(fd: OwnedFd, permit: Permit) -> HostSocket {
         // The program may have connected before the listener refused descriptors.
-        HostSocket(match fd_passing::refuses_rights(&fd) {
-            true => Kind::Plain {
+        match fd_passing::refuses_rights(&fd) {
+            true => HostSocket(Kind::Plain {
                 fd,
                 _permit: permit,
-            },
-            false => Kind::TakesRights(PeerFd::from(fd).with_permit(permit)),
-        })
+            }),
+            false => HostSocket::taking_rights(fd, permit),
+        }
+    }
+
+    /// A Unix socket that may carry descriptors.
+    fn taking_rights(fd: OwnedFd, permit: Permit) -> HostSocket {
+        // An out-of-band byte would be skipped, and its descriptors closed by this thread. The
+        // option fails for no Unix socket.
+        let _ = fd_passing::receive_urgent_inline(&fd);
+        HostSocket(Kind::TakesRights(PeerFd::from(fd).with_permit(permit)))
     }
 
     /// An AF_VSOCK socket, which carries no descriptors.
@@ -177,6 +185,34 @@ pub(super) mod tests {
                 assert_eq!(left.map(|(_, n)| n), Ok(0), "all bytes are read");
             });
         }
+    }
+
+    /// An ordinary receive call skips an out-of-band byte, and the kernel closes its descriptors.
+    #[test]
+    fn out_of_band_byte_is_received_in_order_without_waiting_for_its_descriptor() {
+        use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+        use std::mem::MaybeUninit;
+        let (socket, program) = pair();
+        let (fd, _receiver) = lingering_socket();
+        let fds = [fd.as_fd()];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+        let byte = [IoSlice::new(b"u")];
+        if net::sendmsg(&program, &byte, &mut control, SendFlags::OOB).is_err() {
+            return println!("SKIPPED: no MSG_OOB for Unix sockets (CONFIG_AF_UNIX_OOB)");
+        }
+        drop(fd);
+        fd_passing::send(&program, &[IoSlice::new(b"v")], &[]).unwrap();
+        let received = without_waiting(move || {
+            let (mut all, mut part) = (Vec::new(), [0; 2]);
+            while all.len() < 2 {
+                let bytes = socket.recv(&mut part).unwrap();
+                all.extend_from_slice(&part[..bytes]);
+            }
+            all
+        });
+        assert_eq!(received, b"uv");
     }
 
     #[test]

@@ -85,7 +85,7 @@ impl Server {
         };
         let status = if !self.may_connect(uid) {
             Status::NotPermitted
-        } else if self.unattached_clients() >= MAX_CLIENTS {
+        } else if self.unattached_clients(uid) >= MAX_CLIENTS {
             Status::Full
         } else if let Ok(permit) = self.account(uid, registry).take_descriptors(1) {
             let socket = socket.with_permit(permit);
@@ -124,10 +124,11 @@ impl Server {
         is_allowed(&config.allowed_uids, uid) || is_allowed(&config.service_uids, uid)
     }
 
-    pub(super) fn unattached_clients(&self) -> usize {
-        let clients = self.clients.values();
-        let attached = clients.filter(|c| matches!(c.state, State::Attached { .. }));
-        self.clients.len() - attached.count()
+    /// Clients of a user that are not members.
+    fn unattached_clients(&self, uid: u32) -> usize {
+        let clients = self.clients.values().filter(|client| client.uid == uid);
+        let unattached = clients.filter(|c| !matches!(c.state, State::Attached { .. }));
+        unattached.count()
     }
 
     pub(super) fn free_key(&mut self) -> u32 {

@@ -5,6 +5,7 @@
 //! - A CID, a name and an address belong to one member at a time, and become free only when every
 //!   worker has removed the member's device.
 
+use std::collections::BTreeMap;
 use std::io::{self, IoSlice};
 use std::ops::RangeInclusive;
 use std::os::fd::AsFd;
@@ -39,6 +40,27 @@ pub(super) enum AddressSlot {
     Block(u32),
 }
 
+/// Whether one of `most` places is free for this user. `taken` has the user of each place in use.
+///
+/// Half of the places is guaranteed to the users in equal parts; the other half is for the first
+/// that request it.
+fn has_place(taken: impl Iterator<Item = u32>, uid: u32, users: &[u32], most: usize) -> bool {
+    let mut of_user: BTreeMap<u32, usize> = users.iter().map(|&user| (user, 0)).collect();
+    let guaranteed = most / 2 / of_user.len().max(1);
+    let mut in_use = 0;
+    for user in taken {
+        in_use += 1;
+        if let Some(count) = of_user.get_mut(&user) {
+            *count += 1;
+        }
+    }
+    let others = of_user.iter().filter(|&(&user, _)| user != uid);
+    let kept: usize = others
+        .map(|(_, &count)| guaranteed.saturating_sub(count))
+        .sum();
+    in_use + kept < most
+}
+
 /// The first source port of services, the size of a block, and the number of blocks.
 const FIRST_SOURCE: u32 = 0x8000_0000;
 const BLOCK: u32 = 0x1_0000;
@@ -53,10 +75,11 @@ impl AddressSlot {
 }
 
 impl Server {
-    /// Finds an address for the member, if everything that it requests is free.
+    /// Finds an address for a member of this user, if everything that it requests is free.
     pub(super) fn slot(
         &mut self,
         request: &JoinRequest,
+        uid: u32,
         registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
     ) -> Result<AddressSlot, Conflict> {
@@ -67,11 +90,11 @@ impl Server {
         }
         match request {
             JoinRequest::Process(request) => self
-                .free_cid(request, registry, frontends)
+                .free_cid(request, uid, registry, frontends)
                 .map(AddressSlot::Cid),
             JoinRequest::Service(request) => {
                 self.check_ports(&request.ports, 0, frontends)?;
-                self.check_limit(true, self.config.max_services)?;
+                self.check_limit(true, uid)?;
                 let block = self.free_block().ok_or(Conflict::refused(Status::Full))?;
                 Ok(AddressSlot::Block(block))
             }
@@ -81,6 +104,7 @@ impl Server {
     fn free_cid(
         &mut self,
         request: &AttachRequest,
+        uid: u32,
         registry: &mut DeviceRegistry,
         frontends: &mut FrontendRegistry,
     ) -> Result<Cid, Conflict> {
@@ -92,7 +116,7 @@ impl Server {
                 return Err(Conflict::refused(Status::CidTaken));
             }
         }
-        self.check_limit(false, self.config.max_processes)?;
+        self.check_limit(false, uid)?;
         match request.cid {
             Some(cid) => Ok(cid),
             None => self
@@ -101,11 +125,15 @@ impl Server {
         }
     }
 
-    /// Checks the limit of services, or of processes.
-    fn check_limit(&self, services: bool, most: usize) -> Result<(), Conflict> {
+    /// Checks the limit of services, or of processes, for one more of this user.
+    fn check_limit(&self, services: bool, uid: u32) -> Result<(), Conflict> {
+        let (most, users) = match services {
+            true => (self.config.max_services, &self.config.service_uids),
+            false => (self.config.max_processes, &self.config.allowed_uids),
+        };
         let members = self.members.values();
         let mut members = members.filter(|member| member.service.is_some() == services);
-        if members.clone().count() < most {
+        if has_place(members.clone().map(|member| member.uid), uid, users, most) {
             return Ok(());
         }
         Err(match members.any(|member| member.stage.is_leaving()) {
@@ -267,6 +295,7 @@ impl Server {
         };
         let member = Member {
             cid,
+            uid,
             service,
             name: request.name().cloned(),
             addr,
@@ -360,5 +389,41 @@ impl Server {
             self.directory.remove(vm);
             frontends.disconnect(vm, reason);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// How many places a user gets beside those in use.
+    fn places(taken: &[u32], uid: u32, users: &[u32], most: usize) -> usize {
+        let mut taken = taken.to_vec();
+        let before = taken.len();
+        while has_place(taken.iter().copied(), uid, users, most) {
+            taken.push(uid);
+        }
+        taken.len() - before
+    }
+
+    #[test]
+    fn no_user_takes_the_places_of_another() {
+        let users = [1, 2, 3, 3];
+        // Five are guaranteed to each.
+        assert_eq!(places(&[], 1, &users, 30), 20);
+        let greedy = [1; 20];
+        assert_eq!(places(&greedy, 2, &users, 30), 5);
+        // What another user has taken of its own part is not kept free for it.
+        let both = [greedy.as_slice(), &[2; 5]].concat();
+        assert_eq!(places(&both, 3, &users, 30), 5);
+        assert_eq!(places(&both, 1, &users, 30), 0);
+    }
+
+    #[test]
+    fn single_user_gets_all_places() {
+        assert_eq!(places(&[], 1, &[1], 7), 7);
+        assert_eq!(places(&[], 1, &[1, 2, 3], 1), 1);
+        // A user that was removed from the list keeps its places.
+        assert_eq!(places(&[9; 3], 1, &[1], 7), 4);
     }
 }

@@ -28,7 +28,7 @@ pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a client may leave an answer unread. It may have exited and have left its own end of
 /// the connection in a message that is not read before the answer.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-/// Limit of clients that are not members.
+/// Limit of clients of one user that are not members.
 pub(super) const MAX_CLIENTS: usize = 64;
 /// Limit of connections, of all users together, that are being turned away and are not closed yet.
 pub(crate) const MAX_TURNED_AWAY: u64 = 64;
@@ -210,6 +210,8 @@ impl JoinRequest {
 /// A device that was made for a client.
 pub(super) struct Member {
     pub(super) cid: Cid,
+    /// The user of its client.
+    pub(super) uid: u32,
     /// For a service: the number of its block of source ports.
     pub(super) service: Option<u32>,
     pub(super) name: Option<Name>,

@@ -1,0 +1,21 @@
+//! Kernel sockets and the network: targets, name resolution, connecting, address policies, and relays
+//! between two kernel sockets.
+//!
+//! # Invariants
+//! - Nothing blocks on the event loops; names are resolved and slow connects are made on a thread of
+//!   their own.
+//! - A policy judges resolved addresses, never names.
+#![forbid(unsafe_code)]
+
+pub mod connector;
+pub mod networks;
+pub mod proxy_protocol;
+mod resolve;
+pub mod target;
+
+pub use connector::{
+    ConnectError, ConnectRequest, Connected, Connector, ConnectorConfig, Done, PendingConnect,
+    Stage,
+};
+pub use networks::{AddressPolicy, Denied, DenyReason, Network};
+pub use target::{DomainName, Host, Target};

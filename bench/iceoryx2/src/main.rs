@@ -36,7 +36,7 @@ fn main() -> ExitCode {
     set_log_level(LogLevel::Error);
     let words: Vec<String> = std::env::args().skip(1).collect();
     let outcome = words.join(" ").parse().and_then(|order| run(&order));
-    if worker::end(outcome) {
+    if worker::report_fault(outcome) {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
@@ -64,7 +64,7 @@ fn run(order: &Order) -> Result<(), Fault> {
         if !one_way {
             link.publisher = Some(publisher(&node, order, "back")?);
         }
-        worker::say_open(&order.place)?;
+        worker::announce_open(&order.place)?;
     } else {
         if !one_way {
             link.subscriber = Some(subscriber(&node, order, "back")?);

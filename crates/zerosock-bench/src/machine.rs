@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_core_is_said_to_be_one() {
+    fn a_machine_with_one_core_is_reported_as_such() {
         let one = Cores {
             sender: None,
             receiver: None,

@@ -109,7 +109,7 @@ fn install(tables: &[TableName]) {
 fn worker() -> Result<(), Failure> {
     let words: Vec<String> = std::env::args().skip(2).collect();
     let order = words.join(" ").parse().map_err(Failure::Usage)?;
-    if worker::end(peers::work(&order)) {
+    if worker::report_fault(peers::work(&order)) {
         Ok(())
     } else {
         Err(Failure::runtime("the measurement failed"))

@@ -16,8 +16,8 @@ use crate::worker::order::{Job, Order, Outcome, Wait};
 /// Time allowed beyond the measurement itself.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Polling interval of the two workers.
-const A_MOMENT: Duration = Duration::from_millis(20);
+/// How long one worker's output is awaited before that of the other one is looked at.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The cores that the two sides are pinned to.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -73,9 +73,9 @@ pub(crate) fn measure(
     };
     if contestant.processes() == 1 {
         let mut only = Worker::start(program, &order(task.timed, None), deadline)?;
-        only.hear("ready")?;
-        only.say()?;
-        return only.hear("result")?.parse();
+        only.expect_line("ready")?;
+        only.send_go()?;
+        return only.expect_line("result")?.parse();
     }
     let (open, other) = if task.timed.is_open() {
         (task.timed, task.timed.other())
@@ -83,21 +83,22 @@ pub(crate) fn measure(
         (task.timed.other(), task.timed)
     };
     let mut open = Worker::start(program, &order(open, None), deadline)?;
-    let to = open.hear("open")?;
+    let to = open.expect_line("open")?;
     let mut other = Worker::start(program, &order(other, Some(to)), deadline)?;
-    let outcome = together(&mut open, &mut other, task.timed);
+    let outcome = run_both(&mut open, &mut other, task.timed);
     // In parallel: one worker may need the other in order to close its connection.
     drop((open.input.take(), other.input.take()));
     outcome
 }
 
-/// Releases both workers and waits for their outcomes.
-fn together(open: &mut Worker, other: &mut Worker, timed: Job) -> Result<Outcome, String> {
+/// Starts the measurement in both workers and waits until both have finished. Returns the outcome
+/// of the one that measures.
+fn run_both(open: &mut Worker, other: &mut Worker, timed: Job) -> Result<Outcome, String> {
     // The second worker's error may be why the first one never gets ready.
-    other.hear("ready")?;
-    open.hear("ready")?;
-    open.say()?;
-    other.say()?;
+    other.expect_line("ready")?;
+    open.expect_line("ready")?;
+    open.send_go()?;
+    other.send_go()?;
     let (timed, untimed) = if timed.is_open() {
         (open, other)
     } else {
@@ -107,10 +108,10 @@ fn together(open: &mut Worker, other: &mut Worker, timed: Job) -> Result<Outcome
     let (mut outcome, mut end) = (None, None);
     while outcome.is_none() || end.is_none() {
         if outcome.is_none() {
-            outcome = timed.listen("result", A_MOMENT)?;
+            outcome = timed.poll_line("result", POLL_INTERVAL)?;
         }
         if end.is_none() {
-            end = untimed.listen("result", A_MOMENT)?;
+            end = untimed.poll_line("result", POLL_INTERVAL)?;
         }
     }
     outcome.unwrap_or_default().parse()
@@ -160,23 +161,23 @@ impl Worker {
         })
     }
 
-    /// The text after `word` in the next line; any other line is a fault.
-    fn hear(&mut self, word: &str) -> Result<String, String> {
+    /// Waits for the next line, which must begin with `word`; returns the text after it.
+    fn expect_line(&mut self, word: &str) -> Result<String, String> {
         loop {
-            if let Some(rest) = self.listen(word, PATIENCE)? {
+            if let Some(rest) = self.poll_line(word, PATIENCE)? {
                 return Ok(rest);
             }
         }
     }
 
-    /// As `hear`, but waits `time` at most; `None` after that.
-    fn listen(&mut self, word: &str, time: Duration) -> Result<Option<String>, String> {
+    /// As [`expect_line`](Self::expect_line), but waits `time` at most; `None` after that.
+    fn poll_line(&mut self, word: &str, time: Duration) -> Result<Option<String>, String> {
         let left = self.deadline.saturating_duration_since(Instant::now());
         let line = match self.lines.recv_timeout(left.min(time)) {
             Ok(line) => line,
             Err(RecvTimeoutError::Timeout) if left > time => return Ok(None),
             Err(RecvTimeoutError::Timeout) => {
-                return Err(format!("{} hangs before `{word}`", self.name));
+                return Err(format!("{}: no `{word}` in time", self.name));
             }
             Err(RecvTimeoutError::Disconnected) => {
                 let how = match self.child.wait() {
@@ -187,14 +188,14 @@ impl Worker {
             }
         };
         match line.split_once(' ').unwrap_or((&line, "")) {
-            (said, rest) if said == word => Ok(Some(rest.to_owned())),
+            (first, rest) if first == word => Ok(Some(rest.to_owned())),
             ("fault", reason) => Err(reason.to_owned()),
-            _ => Err(format!("{} said {line:?}, not `{word}`", self.name)),
+            _ => Err(format!("{} printed {line:?}, not `{word}`", self.name)),
         }
     }
 
-    /// Tells the worker to begin.
-    fn say(&mut self) -> Result<(), String> {
+    /// Tells the worker to begin, with the line `go`.
+    fn send_go(&mut self) -> Result<(), String> {
         let input = self.input.as_mut().ok_or("a worker without input")?;
         input
             .write_all(b"go\n")

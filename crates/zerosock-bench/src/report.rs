@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn two_metrics_of_one_case_are_told_apart_in_the_text() {
+    fn the_text_distinguishes_two_metrics_of_one_case() {
         let mut table = table();
         let row = |name| Row {
             metric: Metric {
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_missing_is_named_in_both_forms() {
+    fn missing_contestants_are_listed_in_text_and_json() {
         let table = table();
         let json = table.json();
         let row = &json["rows"][1];

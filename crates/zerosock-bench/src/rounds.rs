@@ -93,13 +93,13 @@ pub(crate) fn alternate<T>(
     let mut outcomes: Vec<_> = (0..contestants).map(|_| Ok(Vec::new())).collect();
     for round in 0..rounds {
         for step in 0..contestants {
-            let who = (round + step) % contestants;
-            let Some(Ok(so_far)) = outcomes.get_mut(who) else {
+            let contestant = (round + step) % contestants;
+            let Some(Ok(so_far)) = outcomes.get_mut(contestant) else {
                 continue;
             };
-            match run(round, who) {
+            match run(round, contestant) {
                 Ok(outcome) => so_far.push(outcome),
-                Err(reason) => outcomes[who] = Err(reason),
+                Err(reason) => outcomes[contestant] = Err(reason),
             }
         }
     }
@@ -150,13 +150,13 @@ mod tests {
     }
 
     #[test]
-    fn contestants_take_turns_and_one_that_fails_is_out_alone() {
+    fn contestants_alternate_and_one_that_fails_is_not_run_again() {
         let mut order = Vec::new();
-        let outcomes = alternate(3, 3, |round, who| {
-            order.push(who);
-            match (round, who) {
+        let outcomes = alternate(3, 3, |round, contestant| {
+            order.push(contestant);
+            match (round, contestant) {
                 (1, 2) => Err("broke".to_owned()),
-                _ => Ok(round * 10 + who),
+                _ => Ok(round * 10 + contestant),
             }
         });
         assert_eq!(order, [0, 1, 2, 1, 2, 0, 0, 1]);

@@ -68,10 +68,10 @@ fn check_rows(table: &Value) {
                 assert!(row["missing"].is_string(), "{row}");
             }
         }
-        for who in ["ours", "peer"].map(|who| (row[who].as_f64(), who)) {
-            if let (Some(median), who) = who {
-                let best = row[format!("{who}_best")].as_f64().unwrap();
-                let slowest = row[format!("{who}_slowest")].as_f64().unwrap();
+        for side in ["ours", "peer"].map(|side| (row[side].as_f64(), side)) {
+            if let (Some(median), side) = side {
+                let best = row[format!("{side}_best")].as_f64().unwrap();
+                let slowest = row[format!("{side}_slowest")].as_f64().unwrap();
                 let (least, most) = if higher {
                     (slowest, best)
                 } else {
@@ -191,7 +191,7 @@ fn hold_measures_with_and_without_a_slow_reader() {
 }
 
 #[test]
-fn scale_has_its_rows_and_everything_it_made_is_gone() {
+fn scale_has_its_rows_and_leaves_no_processes_or_files() {
     let (table, text) = bench(&["scale"]);
     check_rows(&table);
     assert!(is_missing(&table, "vhost-device-vsock"));
@@ -247,7 +247,7 @@ fn dgram_has_a_row_for_every_size_and_number_of_senders() {
 }
 
 #[test]
-fn send_and_notify_have_a_row_for_each_way_or_say_why_not() {
+fn send_and_notify_have_a_row_for_each_variant_or_its_reason() {
     for (arguments, rows) in [
         (&["send", "--case", "UDP, 600 B"], 9),
         // Two back-ends with three metrics each.

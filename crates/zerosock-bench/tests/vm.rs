@@ -87,7 +87,7 @@ fn rx_with_a_vm_has_rows_from_its_guest() {
 
 /// Without QEMU (an empty PATH) the rows are reported as missing.
 #[test]
-fn rx_with_a_vm_that_cannot_be_had_says_why() {
+fn rx_without_a_vm_reports_the_reason() {
     let table = bench(Some("/nowhere"));
     assert_eq!(table["rows"], serde_json::json!([]));
     let missing = &table["missing"][0];

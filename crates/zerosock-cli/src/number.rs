@@ -28,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_number_says_what_is() {
+    fn an_invalid_number_error_states_the_valid_range() {
         assert_eq!(parse::<u32>("7"), Ok(7));
         for text in ["", "x", "-1", "1.5", "4294967296", "64k"] {
             let error = parse::<u32>(text).unwrap_err();

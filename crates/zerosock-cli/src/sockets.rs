@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_free_path_is_made_and_removed_again() {
+    fn a_socket_is_created_at_a_free_path_and_removed_on_drop() {
         let dir = dir();
         let path = dir.path().join("s");
         let (listener, file) = bind(&path, Access::default()).unwrap();
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_socket_is_left_alone() {
+    fn a_file_that_is_not_a_socket_is_kept() {
         let dir = dir();
         let file = dir.path().join("file");
         fs::write(&file, "precious").unwrap();
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_took_our_place_is_not_removed() {
+    fn a_socket_of_another_process_at_the_path_is_not_removed() {
         let dir = dir();
         let path = dir.path().join("s");
         let (listener, file) = bind(&path, Access::default()).unwrap();

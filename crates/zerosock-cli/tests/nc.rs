@@ -16,13 +16,13 @@ use std::time::{Duration, Instant};
 use process::{DEADLINE, Ended, Running, wait_until, zerosock};
 use sha2::{Digest, Sha256};
 
-struct Room {
+struct TestDir {
     dir: tempfile::TempDir,
 }
 
-impl Room {
-    fn new() -> Room {
-        Room {
+impl TestDir {
+    fn new() -> TestDir {
+        TestDir {
             dir: tempfile::tempdir().unwrap(),
         }
     }
@@ -40,11 +40,11 @@ impl Room {
     }
 }
 
-fn nc(words: &[&str]) -> Command {
+fn nc(args: &[&str]) -> Command {
     let mut command = zerosock();
     command
         .arg("nc")
-        .args(words)
+        .args(args)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped());
     command
@@ -70,28 +70,28 @@ fn read_all(mut from: impl Read) -> Vec<u8> {
     all
 }
 
-fn finished_well(running: Running) -> Ended {
+fn finish_successfully(running: Running) -> Ended {
     let ended = running.finish();
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     assert_eq!(ended.stderr, "");
     ended
 }
 
-/// Bytes that no shift, repetition or loss leaves the same.
+/// Pseudo-random bytes, in which a shift, repetition or loss is detected.
 fn pattern(length: usize, mut seed: u64) -> Vec<u8> {
-    let words = (0..length.div_ceil(8)).flat_map(|_| {
+    let bytes = (0..length.div_ceil(8)).flat_map(|_| {
         seed ^= seed << 13;
         seed ^= seed >> 7;
         seed ^= seed << 17;
         seed.to_le_bytes()
     });
-    words.take(length).collect()
+    bytes.take(length).collect()
 }
 
 #[test]
-fn both_directions_and_the_end_of_input_closes_only_the_sending_half() {
-    let room = Room::new();
-    let (listener, endpoint) = room.listen();
+fn bytes_pass_both_ways_and_the_end_of_input_closes_the_sending_half_only() {
+    let dir = TestDir::new();
+    let (listener, endpoint) = dir.listen();
     let mut running = Running::start_with(&mut nc(&[&endpoint]));
     let mut peer = accept(&listener);
     running
@@ -105,13 +105,13 @@ fn both_directions_and_the_end_of_input_closes_only_the_sending_half() {
     assert_eq!(read_all(&peer), b"question");
     peer.write_all(b"answer").unwrap();
     drop(peer);
-    assert_eq!(finished_well(running).stdout, b"answer");
+    assert_eq!(finish_successfully(running).stdout, b"answer");
 }
 
 #[test]
 fn a_peer_that_closes_its_sending_half_first_still_gets_everything() {
-    let room = Room::new();
-    let (listener, endpoint) = room.listen();
+    let dir = TestDir::new();
+    let (listener, endpoint) = dir.listen();
     let mut running = Running::start_with(&mut nc(&[&endpoint]));
     let mut peer = accept(&listener);
     peer.write_all(b"early").unwrap();
@@ -128,13 +128,13 @@ fn a_peer_that_closes_its_sending_half_first_still_gets_everything() {
     }
     drop(stdin);
     assert_eq!(read_all(&peer), b"");
-    assert_eq!(finished_well(running).stdout, b"early");
+    assert_eq!(finish_successfully(running).stdout, b"early");
 }
 
 #[test]
 fn standard_output_ends_with_the_peers_half_while_input_is_open() {
-    let room = Room::new();
-    let (listener, endpoint) = room.listen();
+    let dir = TestDir::new();
+    let (listener, endpoint) = dir.listen();
     let mut command = nc(&[&endpoint]);
     let (output, ours) = std::io::pipe().unwrap();
     let mut running = Running::start_with(command.stdout(ours));
@@ -153,27 +153,27 @@ fn standard_output_ends_with_the_peers_half_while_input_is_open() {
         "the other half goes on"
     );
     drop(running.child.stdin.take());
-    finished_well(running);
+    finish_successfully(running);
 }
 
 #[test]
-fn a_peer_that_closes_altogether_ends_it_though_input_is_open() {
-    let room = Room::new();
-    let (listener, endpoint) = room.listen();
+fn nc_ends_when_the_peer_closes_although_input_is_open() {
+    let dir = TestDir::new();
+    let (listener, endpoint) = dir.listen();
     let mut running = Running::start_with(&mut nc(&[&endpoint]));
     let stdin = running.child.stdin.take();
     let mut peer = accept(&listener);
     peer.write_all(b"bye").unwrap();
     drop(peer);
-    assert_eq!(finished_well(running).stdout, b"bye");
+    assert_eq!(finish_successfully(running).stdout, b"bye");
     drop(stdin);
 }
 
 #[test]
 fn bytes_that_the_peer_does_not_take_are_an_error() {
-    let room = Room::new();
-    let (listener, endpoint) = room.listen();
-    let file = room.at("file");
+    let dir = TestDir::new();
+    let (listener, endpoint) = dir.listen();
+    let file = dir.at("file");
     fs::write(&file, pattern(8 << 20, 1)).unwrap();
     let running = Running::start_with(nc(&[&endpoint]).stdin(File::open(&file).unwrap()));
     let mut peer = accept(&listener);
@@ -191,14 +191,14 @@ fn bytes_that_the_peer_does_not_take_are_an_error() {
 #[test]
 fn large_transfers_both_ways_at_once_arrive_unchanged() {
     const LENGTH: usize = 12 << 20;
-    let room = Room::new();
-    let (listener, endpoint) = room.listen();
+    let dir = TestDir::new();
+    let (listener, endpoint) = dir.listen();
     let (there, back) = (pattern(LENGTH, 3), pattern(LENGTH + 12345, 5));
-    fs::write(room.at("there"), &there).unwrap();
+    fs::write(dir.at("there"), &there).unwrap();
     let running = Running::start_with(
         nc(&[&endpoint])
-            .stdin(File::open(room.at("there")).unwrap())
-            .stdout(File::create(room.at("back")).unwrap()),
+            .stdin(File::open(dir.at("there")).unwrap())
+            .stdout(File::create(dir.at("back")).unwrap()),
     );
     let peer = accept(&listener);
     let mut writing = peer.try_clone().unwrap();
@@ -209,17 +209,17 @@ fn large_transfers_both_ways_at_once_arrive_unchanged() {
     });
     assert_eq!(Sha256::digest(read_all(&peer)), Sha256::digest(&there));
     writer.join().unwrap();
-    finished_well(running);
+    finish_successfully(running);
     assert_eq!(
-        Sha256::digest(fs::read(room.at("back")).unwrap()),
+        Sha256::digest(fs::read(dir.at("back")).unwrap()),
         wanted_back
     );
 }
 
 #[test]
 fn listener_and_client_exchange_bytes() {
-    let room = Room::new();
-    let path = room.at("met");
+    let dir = TestDir::new();
+    let path = dir.at("met");
     // A stale socket is in the way.
     drop(UnixListener::bind(&path).unwrap());
     let server = Running::start_with(
@@ -234,7 +234,7 @@ fn listener_and_client_exchange_bytes() {
         .unwrap()
         .write_all(b"hello")
         .unwrap();
-    finished_well(client);
+    finish_successfully(client);
     let served = server.finish();
     assert_eq!(
         (served.code, served.stdout.as_slice()),
@@ -248,8 +248,8 @@ fn listener_and_client_exchange_bytes() {
 
 #[test]
 fn a_listener_that_is_interrupted_removes_its_socket() {
-    let room = Room::new();
-    let path = room.at("s");
+    let dir = TestDir::new();
+    let path = dir.at("s");
     let running = Running::start_with(&mut nc(&["-v", &format!("unix-listen:{}", path.display())]));
     wait_until("it to listen", || running.stderr().contains("listening"));
     running.signal("TERM");
@@ -259,8 +259,8 @@ fn a_listener_that_is_interrupted_removes_its_socket() {
 
 #[test]
 fn a_listener_refuses_a_path_in_use() {
-    let room = Room::new();
-    let (_listener, endpoint) = room.listen();
+    let dir = TestDir::new();
+    let (_listener, endpoint) = dir.listen();
     let endpoint = endpoint.replace("unix:", "unix-listen:");
     let ended = Running::start_with(&mut nc(&[&endpoint])).finish();
     assert_eq!(ended.code, Some(1));
@@ -273,13 +273,13 @@ fn a_listener_refuses_a_path_in_use() {
 
 #[test]
 fn unreachable_endpoints_are_named_and_exit_with_1() {
-    let room = Room::new();
-    drop(UnixListener::bind(room.at("stale")).unwrap());
+    let dir = TestDir::new();
+    drop(UnixListener::bind(dir.at("stale")).unwrap());
     for (name, wanted) in [
         ("stale", "connection refused"),
         ("none", "No such file or directory"),
     ] {
-        let endpoint = format!("unix:{}", room.at(name).display());
+        let endpoint = format!("unix:{}", dir.at(name).display());
         let ended = Running::start_with(&mut nc(&[&endpoint])).finish();
         assert_eq!(ended.code, Some(1));
         assert!(ended.stderr.contains(wanted), "{}", ended.stderr);
@@ -288,9 +288,9 @@ fn unreachable_endpoints_are_named_and_exit_with_1() {
 }
 
 #[test]
-fn retry_waits_for_the_peer_to_come() {
-    let room = Room::new();
-    let path = room.at("later");
+fn retry_waits_until_the_peer_listens() {
+    let dir = TestDir::new();
+    let path = dir.at("later");
     drop(UnixListener::bind(&path).unwrap());
     let running = Running::start_with(
         nc(&["--retry", &format!("unix:{}", path.display())]).stdin(Stdio::null()),
@@ -299,22 +299,22 @@ fn retry_waits_for_the_peer_to_come() {
     fs::remove_file(&path).unwrap();
     let listener = UnixListener::bind(&path).unwrap();
     accept(&listener).write_all(b"there").unwrap();
-    assert_eq!(finished_well(running).stdout, b"there");
+    assert_eq!(finish_successfully(running).stdout, b"there");
 }
 
 #[test]
 fn retry_ends_with_the_timeout() {
-    let room = Room::new();
-    let endpoint = format!("unix:{}", room.at("never").display());
+    let dir = TestDir::new();
+    let endpoint = format!("unix:{}", dir.at("never").display());
     let ended = Running::start_with(&mut nc(&["--retry", "-w", "0.3", &endpoint])).finish();
     assert_eq!(ended.code, Some(1));
     assert!(ended.stderr.contains("No such file"), "{}", ended.stderr);
 }
 
 #[test]
-fn silence_ends_with_the_timeout() {
-    let room = Room::new();
-    let (listener, endpoint) = room.listen();
+fn an_idle_connection_ends_with_the_timeout() {
+    let dir = TestDir::new();
+    let (listener, endpoint) = dir.listen();
     let running = Running::start_with(&mut nc(&["-w", "0.3", &endpoint]));
     let _peer = accept(&listener);
     let ended = running.finish();
@@ -328,8 +328,8 @@ fn silence_ends_with_the_timeout() {
 
 #[test]
 fn listening_without_a_peer_ends_with_the_timeout() {
-    let room = Room::new();
-    let path = room.at("s");
+    let dir = TestDir::new();
+    let path = dir.at("s");
     let endpoint = format!("unix-listen:{}", path.display());
     let ended = Running::start_with(&mut nc(&["--timeout", "0.2", &endpoint])).finish();
     assert_eq!(ended.code, Some(1));
@@ -343,8 +343,8 @@ fn listening_without_a_peer_ends_with_the_timeout() {
 
 #[test]
 fn quit_does_not_wait_for_the_peer_to_close() {
-    let room = Room::new();
-    let (listener, endpoint) = room.listen();
+    let dir = TestDir::new();
+    let (listener, endpoint) = dir.listen();
     let mut running = Running::start_with(&mut nc(&["-q", "0", &endpoint]));
     let peer = accept(&listener);
     running
@@ -354,7 +354,7 @@ fn quit_does_not_wait_for_the_peer_to_close() {
         .unwrap()
         .write_all(b"all")
         .unwrap();
-    finished_well(running);
+    finish_successfully(running);
     assert_eq!(read_all(&peer), b"all");
 }
 
@@ -371,10 +371,10 @@ fn threads(running: &Running) -> Vec<String> {
 }
 
 #[test]
-fn input_is_left_alone_when_asked_and_the_half_kept_open_when_asked() {
-    let room = Room::new();
+fn no_stdin_reads_no_input_and_no_shutdown_keeps_the_sending_half_open() {
+    let dir = TestDir::new();
     for option in ["--no-stdin", "--no-shutdown"] {
-        let (listener, endpoint) = room.listen();
+        let (listener, endpoint) = dir.listen();
         let running = Running::start_with(nc(&[option, &endpoint]).stdin(Stdio::null()));
         let mut peer = accept(&listener);
         peer.write_all(b"x").unwrap();
@@ -387,8 +387,8 @@ fn input_is_left_alone_when_asked_and_the_half_kept_open_when_asked() {
         let error = peer.read(&mut [0]).unwrap_err();
         assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock, "{option}");
         drop(peer);
-        assert_eq!(finished_well(running).stdout, b"x");
-        fs::remove_file(room.at("server")).unwrap();
+        assert_eq!(finish_successfully(running).stdout, b"x");
+        fs::remove_file(dir.at("server")).unwrap();
     }
 }
 
@@ -419,8 +419,8 @@ fn hybrid(path: &Path, guest: Guest) -> JoinHandle<()> {
 }
 
 fn talk_to(guest: Guest) -> (Running, JoinHandle<()>) {
-    let room = Room::new();
-    let path = room.at("hybrid:1");
+    let dir = TestDir::new();
+    let path = dir.at("hybrid:1");
     let server = hybrid(&path, guest);
     let mut running = Running::start_with(&mut nc(&[
         "--retry",
@@ -433,7 +433,7 @@ fn talk_to(guest: Guest) -> (Running, JoinHandle<()>) {
         .unwrap()
         .write_all(b"to the guest");
     wait_until("the server", || server.is_finished());
-    drop(room);
+    drop(dir);
     (running, server)
 }
 
@@ -446,7 +446,7 @@ fn payload_right_behind_the_ok_line_is_kept() {
         stream.shutdown(Shutdown::Write).unwrap();
         assert_eq!(read_all(&stream), b"to the guest");
     });
-    assert_eq!(finished_well(running).stdout, b"OK 5\nat once");
+    assert_eq!(finish_successfully(running).stdout, b"OK 5\nat once");
     server.join().unwrap();
 }
 
@@ -459,14 +459,14 @@ fn an_ok_line_in_pieces_is_read() {
         assert_eq!(read_all(&stream), b"to the guest");
         stream.write_all(b"back").unwrap();
     });
-    assert_eq!(finished_well(running).stdout, b"back");
+    assert_eq!(finish_successfully(running).stdout, b"back");
     server.join().unwrap();
 }
 
 #[test]
-fn a_guest_that_refuses_is_a_refused_connection() {
-    let room = Room::new();
-    let path = room.at("hybrid");
+fn a_refusal_by_the_guest_is_reported_as_connection_refused() {
+    let dir = TestDir::new();
+    let path = dir.at("hybrid");
     let server = hybrid(&path, |_, stream| drop(stream));
     let ended = Running::start_with(&mut nc(&[&format!("hybrid:{}:77", path.display())])).finish();
     server.join().unwrap();
@@ -484,15 +484,15 @@ fn a_guest_that_refuses_is_a_refused_connection() {
 }
 
 #[test]
-fn another_answer_than_ok_is_shown() {
+fn an_answer_other_than_ok_is_quoted_in_the_error() {
     for answer in [
         "HTTP/1.1 400 Bad Request\r\n",
         "OK \n",
         "OK x\n",
         "OK 4294967296\n",
     ] {
-        let room = Room::new();
-        let path = room.at("hybrid");
+        let dir = TestDir::new();
+        let path = dir.at("hybrid");
         let listener = UnixListener::bind(&path).unwrap();
         let running = Running::start_with(&mut nc(&[&format!("hybrid:{}:77", path.display())]));
         let mut stream = accept(&listener);
@@ -501,9 +501,9 @@ fn another_answer_than_ok_is_shown() {
         assert_eq!(ended.code, Some(1), "{answer:?}");
         assert!(ended.stderr.contains(answer.trim_end()), "{}", ended.stderr);
     }
-    let room = Room::new();
-    let listener = UnixListener::bind(room.at("hybrid")).unwrap();
-    let endpoint = format!("hybrid:{}:77", room.at("hybrid").display());
+    let dir = TestDir::new();
+    let listener = UnixListener::bind(dir.at("hybrid")).unwrap();
+    let endpoint = format!("hybrid:{}:77", dir.at("hybrid").display());
     let running = Running::start_with(&mut nc(&[&endpoint]));
     accept(&listener).write_all(&[b'x'; 4096]).unwrap();
     assert_eq!(running.finish().code, Some(1), "a line without an end");
@@ -511,9 +511,9 @@ fn another_answer_than_ok_is_shown() {
 
 #[test]
 fn a_guest_that_never_answers_ends_with_the_timeout() {
-    let room = Room::new();
-    let listener = UnixListener::bind(room.at("hybrid")).unwrap();
-    let endpoint = format!("hybrid:{}:77", room.at("hybrid").display());
+    let dir = TestDir::new();
+    let listener = UnixListener::bind(dir.at("hybrid")).unwrap();
+    let endpoint = format!("hybrid:{}:77", dir.at("hybrid").display());
     let running = Running::start_with(&mut nc(&["-w", "0.3", &endpoint]));
     let _silent = accept(&listener);
     let ended = running.finish();
@@ -529,7 +529,7 @@ fn a_guest_that_never_answers_ends_with_the_timeout() {
 fn a_wrong_endpoint_exits_with_2_and_names_the_forms() {
     for (endpoint, wanted) in [
         ("tcp:localhost:80", "give one of vsock:CID:PORT"),
-        ("vsock:2:x", "`x` is no port"),
+        ("vsock:2:x", "`x` is not a port"),
         ("hybrid:/tmp/x", "hybrid:PATH:PORT"),
     ] {
         let ended = Running::start_with(&mut nc(&[endpoint])).finish();

@@ -15,13 +15,13 @@ use rustix::net::{
 use zerosock::vsock::{Endpoint, SeqPacket};
 use zerosock::{Address, Cid, Port};
 
-struct Room {
+struct TestDir {
     dir: tempfile::TempDir,
 }
 
-impl Room {
-    fn new() -> Room {
-        Room {
+impl TestDir {
+    fn new() -> TestDir {
+        TestDir {
             dir: tempfile::tempdir().unwrap(),
         }
     }
@@ -78,7 +78,7 @@ fn listening(words: &[&str]) -> (Running, Packets) {
     (running, stdin)
 }
 
-fn finished_well(running: Running) -> Vec<u8> {
+fn finish_successfully(running: Running) -> Vec<u8> {
     let ended = running.finish();
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     ended.stdout
@@ -133,9 +133,9 @@ impl Packets {
 
 #[test]
 fn what_is_read_at_once_is_a_message_and_empty_ones_end_nothing() {
-    let room = Room::new();
-    let listener = Packets::listen(&room.at("server"));
-    let (running, stdin) = start(&[&format!("unix:{}", room.show("server"))]);
+    let dir = TestDir::new();
+    let listener = Packets::listen(&dir.at("server"));
+    let (running, stdin) = start(&[&format!("unix:{}", dir.show("server"))]);
     let peer = listener.accept();
     for len in [1, 5000, 65_536] {
         stdin.send(&[&vec![7; len]]);
@@ -153,59 +153,59 @@ fn what_is_read_at_once_is_a_message_and_empty_ones_end_nothing() {
     peer.end();
     drop(stdin);
     assert_eq!(peer.recv(), b"", "the end");
-    let stdout = finished_well(running);
+    let stdout = finish_successfully(running);
     assert_eq!(stdout, [b"one, two", &long[..], b"and three."].concat());
 }
 
 /// A pipe has no messages: a file goes in pieces, and arrives as it was.
 #[test]
 fn a_file_goes_from_one_that_connects_to_one_that_listens() {
-    let room = Room::new();
+    let dir = TestDir::new();
     let file: Vec<u8> = (0..3_000_000u32)
         .map(|n| (n.wrapping_mul(n) >> 7) as u8)
         .collect();
-    std::fs::write(room.at("file"), &file).unwrap();
-    let (server, nothing) = listening(&[&format!("unix-listen:{}", room.show("server"))]);
+    std::fs::write(dir.at("file"), &file).unwrap();
+    let (server, nothing) = listening(&[&format!("unix-listen:{}", dir.show("server"))]);
     drop(nothing);
-    let (mut client, _) = nc(&[&format!("unix:{}", room.show("server"))]);
-    client.stdin(std::fs::File::open(room.at("file")).unwrap());
-    finished_well(Running::start_with(&mut client));
-    assert!(finished_well(server) == file, "other bytes");
-    assert!(!room.at("server").exists());
+    let (mut client, _) = nc(&[&format!("unix:{}", dir.show("server"))]);
+    client.stdin(std::fs::File::open(dir.at("file")).unwrap());
+    finish_successfully(Running::start_with(&mut client));
+    assert!(finish_successfully(server) == file, "other bytes");
+    assert!(!dir.at("server").exists());
 }
 
 #[test]
 fn a_peer_that_closes_altogether_ends_it_though_input_is_open() {
-    let room = Room::new();
-    let listener = Packets::listen(&room.at("server"));
-    let (running, stdin) = start(&[&format!("unix:{}", room.show("server"))]);
+    let dir = TestDir::new();
+    let listener = Packets::listen(&dir.at("server"));
+    let (running, stdin) = start(&[&format!("unix:{}", dir.show("server"))]);
     let peer = listener.accept();
     peer.send(&[b"bye"]);
     drop(peer);
-    assert_eq!(finished_well(running), b"bye");
+    assert_eq!(finish_successfully(running), b"bye");
     drop(stdin);
 }
 
 #[test]
-fn sockets_of_another_kind_are_told() {
-    let room = Room::new();
-    let _stream = std::os::unix::net::UnixListener::bind(room.at("stream")).unwrap();
-    let (running, _stdin) = start(&[&format!("unix:{}", room.show("stream"))]);
-    failed(running, "is no SOCK_SEQPACKET socket");
-    let _packets = Packets::listen(&room.at("packets"));
+fn sockets_of_another_kind_are_reported() {
+    let dir = TestDir::new();
+    let _stream = std::os::unix::net::UnixListener::bind(dir.at("stream")).unwrap();
+    let (running, _stdin) = start(&[&format!("unix:{}", dir.show("stream"))]);
+    failed(running, "is not a SOCK_SEQPACKET socket");
+    let _packets = Packets::listen(&dir.at("packets"));
     let mut command = zerosock();
-    command.args(["nc", &format!("unix:{}", room.show("packets"))]);
+    command.args(["nc", &format!("unix:{}", dir.show("packets"))]);
     failed(
         Running::start(&mut command),
-        "is no stream socket (--seqpacket?)",
+        "is not a stream socket (--seqpacket?)",
     );
 }
 
 #[test]
 fn a_hybrid_socket_takes_lines_as_packets() {
-    let room = Room::new();
-    let endpoint = format!("hybrid:{}:77", room.show("hybrid"));
-    let listener = Packets::listen(&room.at("hybrid"));
+    let dir = TestDir::new();
+    let endpoint = format!("hybrid:{}:77", dir.show("hybrid"));
+    let listener = Packets::listen(&dir.at("hybrid"));
     let (running, stdin) = start(&[&endpoint]);
     let guest = listener.accept();
     assert_eq!(guest.recv(), b"CONNECT 77\n");
@@ -214,7 +214,7 @@ fn a_hybrid_socket_takes_lines_as_packets() {
     stdin.send(&[b"to the guest"]);
     assert_eq!(guest.recv(), b"to the guest");
     drop((stdin, guest));
-    assert_eq!(finished_well(running), b"OK 5\n");
+    assert_eq!(finish_successfully(running), b"OK 5\n");
     for (answer, wanted) in [
         (&b"OK x\n"[..], "answered `OK x` to CONNECT"),
         (b"NO", "answered `NO` to CONNECT"),
@@ -242,10 +242,10 @@ fn patient(socket: SeqPacket) -> SeqPacket {
 /// sees the messages.
 #[test]
 fn messages_go_through_a_server() {
-    let room = Room::new();
-    let _serve = room.serve();
-    let attach = room.show("attach");
-    let guest = Endpoint::builder().attach_device(room.at("vm")).unwrap();
+    let dir = TestDir::new();
+    let _serve = dir.serve();
+    let attach = dir.show("attach");
+    let guest = Endpoint::builder().attach_device(dir.at("vm")).unwrap();
     let talk = |running: Running, stdin: Packets, ours: SeqPacket| {
         let long = vec![3; 200_000];
         for message in [&b"first"[..], b"", &long, b"last"] {
@@ -260,7 +260,7 @@ fn messages_go_through_a_server() {
         assert_eq!(ours.recv(&mut []).unwrap(), None, "the end");
         drop(ours);
         assert_eq!(
-            finished_well(running),
+            finish_successfully(running),
             [b"first", &long[..], b"last"].concat()
         );
     };
@@ -268,7 +268,7 @@ fn messages_go_through_a_server() {
     let port = Port::new(1001);
     let process = Endpoint::builder()
         .name("ours")
-        .attach(room.at("attach"))
+        .attach(dir.at("attach"))
         .unwrap();
     let listener = process.listen_seqpacket(port, 4).unwrap();
     for endpoint in [
@@ -280,7 +280,7 @@ fn messages_go_through_a_server() {
         talk(running, stdin, patient(ours));
     }
     let at_guest = guest.listen_seqpacket(port, 4).unwrap();
-    let (running, stdin) = start(&[&format!("hybrid:{}:1001", room.show("hybrid"))]);
+    let (running, stdin) = start(&[&format!("hybrid:{}:1001", dir.show("hybrid"))]);
     let (ours, peer) = at_guest.accept_timeout(DEADLINE).unwrap();
     assert_eq!(peer.cid, Cid::HOST);
     // OK comes when we have accepted; the device is told with our next call.

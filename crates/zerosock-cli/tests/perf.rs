@@ -166,7 +166,7 @@ fn to_the_host_from_its_only_process() {
 }
 
 #[test]
-fn what_cannot_be_is_said() {
+fn impossible_requests_are_reported() {
     let dir = tempfile::tempdir().unwrap();
     let attach = dir.path().join("attach");
     let nowhere = Running::start(client("y", "5").arg("--attach").arg(&attach)).finish();

@@ -17,32 +17,32 @@ use zerosock::vsock::{Endpoint, Listener, Stream};
 use zerosock::{Address, Cid, Port};
 
 /// A server with a file that can be written anew.
-struct Room {
+struct TestDaemon {
     dir: tempfile::TempDir,
     serve: Option<Running>,
     /// Number of outcomes of reloads in the log.
     said: usize,
 }
 
-impl Room {
-    fn new(file: &str) -> Room {
-        let mut room = Room {
+impl TestDaemon {
+    fn new(file: &str) -> TestDaemon {
+        let mut daemon = TestDaemon {
             dir: tempfile::tempdir().unwrap(),
             serve: None,
             said: 0,
         };
-        room.write(file);
+        daemon.write(file);
         let mut serve = zerosock();
         serve.args(["serve", "--workers", "2", "--config"]);
-        serve.arg(room.at("vms.yaml"));
-        serve.env("NOTIFY_SOCKET", room.at("notify"));
-        let manager = UnixDatagram::bind(room.at("notify")).unwrap();
+        serve.arg(daemon.at("vms.yaml"));
+        serve.env("NOTIFY_SOCKET", daemon.at("notify"));
+        let manager = UnixDatagram::bind(daemon.at("notify")).unwrap();
         manager.set_read_timeout(Some(DEADLINE)).unwrap();
-        room.serve = Some(Running::start(&mut serve));
+        daemon.serve = Some(Running::start(&mut serve));
         let mut message = [0; 1024];
         let length = manager.recv(&mut message).unwrap();
         assert!(String::from_utf8_lossy(&message[..length]).contains("READY=1"));
-        room
+        daemon
     }
 
     fn at(&self, name: &str) -> PathBuf {
@@ -128,8 +128,8 @@ fn a_live_stream_does_not_notice() {
     let vms = format!("vms: [{THREE}}}, {FOUR}}}]\n{ATTACH}}}\n");
     let forbidden = format!("{vms}access: [deny: {{from: any, to: any}}]");
     let apart = format!("vms: [{THREE}, groups: a}}, {FOUR}, groups: b}}]\n{ATTACH}}}\n");
-    let mut room = Room::new(&vms);
-    let (three, four) = (room.guest(3), room.guest(4));
+    let mut daemon = TestDaemon::new(&vms);
+    let (three, four) = (daemon.guest(3), daemon.guest(4));
     let listener = four.listen(Port::new(1), 64).unwrap();
     let (stream, accepted) = pair(&three, at(4, 1), &listener);
     keep_accepting(listener);
@@ -162,8 +162,8 @@ fn a_live_stream_does_not_notice() {
         });
         for _ in 0..5 {
             for (file, allowed) in [(&forbidden, false), (&vms, true), (&apart, false)] {
-                room.write(file);
-                let said = room.reload();
+                daemon.write(file);
+                let said = daemon.reload();
                 assert!(!said.contains("ERROR"), "{said}");
                 assert_eq!(reaches(&three, at(4, 1)), allowed, "{said}");
                 // Bytes move under each of them.
@@ -177,7 +177,7 @@ fn a_live_stream_does_not_notice() {
         (sending.join().unwrap(), receiving.join().unwrap())
     });
     assert_eq!(sent, received);
-    room.stop();
+    daemon.stop();
 }
 
 /// Sends there and back.
@@ -197,11 +197,11 @@ fn echoes(mut one: impl Read + Write, mut two: impl Read + Write, word: &[u8]) {
 fn existing_connections_survive_every_reload() {
     const ALL: &str = "deny: {from: any, to: any}";
     let good = format!("vms: [{THREE}}}, {FOUR}}}]\n{ATTACH}, uds_path: '@/p'}}\n");
-    let mut room = Room::new(&good);
-    let (three, four) = (room.guest(3), room.guest(4));
-    let process = Endpoint::attach(room.at("attach")).unwrap();
+    let mut daemon = TestDaemon::new(&good);
+    let (three, four) = (daemon.guest(3), daemon.guest(4));
+    let process = Endpoint::attach(daemon.at("attach")).unwrap();
     let service = Endpoint::builder().ports([Port::new(10)]);
-    let service = service.attach_as_host(room.at("attach")).unwrap();
+    let service = service.attach_as_host(daemon.at("attach")).unwrap();
     let listen = |endpoint: &Endpoint| endpoint.listen(Port::new(10), 64).unwrap();
     let (at_four, at_process, at_service) = (listen(&four), listen(&process), listen(&service));
     let cid = process.cid().get();
@@ -213,10 +213,10 @@ fn existing_connections_survive_every_reload() {
         pair(&process, at(2, 10), &at_service),
         pair(&service, at(4, 10), &at_four),
     ];
-    let program = UnixListener::bind(room.at("u3_20")).unwrap();
+    let program = UnixListener::bind(daemon.at("u3_20")).unwrap();
     let out = three.connect(at(2, 20)).unwrap();
     let mut host = vec![(out, program.accept().unwrap().0)];
-    let mut socket = UnixStream::connect(room.at("u4")).unwrap();
+    let mut socket = UnixStream::connect(daemon.at("u4")).unwrap();
     socket.set_read_timeout(Some(DEADLINE)).unwrap();
     socket.write_all(b"CONNECT 10\n").unwrap();
     let (from_host, from) = at_four.accept_timeout(DEADLINE).unwrap();
@@ -260,8 +260,8 @@ access: [deny: {{from: any, to: host}}, deny: {{from: host, to: any}}]"
         (good.clone(), true, true),
     ];
     for (file, taken, allowed) in files {
-        room.write(&file);
-        let said = room.reload();
+        daemon.write(&file);
+        let said = daemon.reload();
         assert_eq!(
             !said.contains("nothing was changed"),
             taken,
@@ -278,28 +278,28 @@ access: [deny: {{from: any, to: host}}, deny: {{from: host, to: any}}]"
         }
         // The service has its port.
         let another = Endpoint::builder().ports([Port::new(10)]);
-        assert!(another.attach_as_host(room.at("attach")).is_err());
+        assert!(another.attach_as_host(daemon.at("attach")).is_err());
     }
-    room.stop();
+    daemon.stop();
 }
 
 #[test]
 fn vms_come_and_go_and_others_stay() {
-    let mut room = Room::new(&format!("vms: [{THREE}}}]"));
-    let three = room.guest(3);
+    let mut daemon = TestDaemon::new(&format!("vms: [{THREE}}}]"));
+    let three = daemon.guest(3);
     let listener = three.listen(Port::new(1), 64).unwrap();
-    room.write(&format!("vms: [{THREE}}}, {FOUR}}}]"));
-    let said = room.reload();
+    daemon.write(&format!("vms: [{THREE}}}, {FOUR}}}]"));
+    let said = daemon.reload();
     assert!(said.contains("added=[4] removed=[]"), "{said}");
-    let four = room.guest(4);
+    let four = daemon.guest(4);
     let (stream, mut accepted) = pair(&four, at(3, 1), &listener);
     keep_accepting(listener);
     // Its way to the host is there too.
-    let program = UnixListener::bind(room.at("u4_7")).unwrap();
+    let program = UnixListener::bind(daemon.at("u4_7")).unwrap();
     let out = four.connect(at(2, 7)).unwrap();
     let (mut socket, _) = program.accept().unwrap();
-    room.write(&format!("vms: [{THREE}}}]"));
-    let said = room.reload();
+    daemon.write(&format!("vms: [{THREE}}}]"));
+    let said = daemon.reload();
     assert!(said.contains("added=[] removed=[4]"), "{said}");
     let mut byte = [0];
     assert_eq!(
@@ -308,26 +308,26 @@ fn vms_come_and_go_and_others_stay() {
     );
     assert_eq!(socket.read(&mut byte).unwrap_or(0), 0);
     wait_until("its sockets to go", || {
-        !room.at("vm4").exists() && !room.at("u4").exists()
+        !daemon.at("vm4").exists() && !daemon.at("u4").exists()
     });
     drop((four, stream, out));
     assert!(!reaches(&three, at(4, 1)));
     // And comes again.
-    room.write(&format!("vms: [{FOUR}}}, {THREE}}}]"));
-    let said = room.reload();
+    daemon.write(&format!("vms: [{FOUR}}}, {THREE}}}]"));
+    let said = daemon.reload();
     assert!(said.contains("added=[4] removed=[]"), "{said}");
-    assert!(reaches(&room.guest(4), at(3, 1)));
-    let said = room.stop();
+    assert!(reaches(&daemon.guest(4), at(3, 1)));
+    let said = daemon.stop();
     assert!(!said.contains("cannot change"), "{said}");
 }
 
 #[test]
-fn a_file_with_an_error_changes_nothing_and_says_where() {
+fn a_file_with_an_error_changes_nothing_and_the_log_names_the_line() {
     let good = format!("vms: [{THREE}}}, {FOUR}}}]\n");
-    let mut room = Room::new(&good);
-    let (three, four) = (room.guest(3), room.guest(4));
+    let mut daemon = TestDaemon::new(&good);
+    let (three, four) = (daemon.guest(3), daemon.guest(4));
     keep_accepting(four.listen(Port::new(1), 64).unwrap());
-    let used = UnixListener::bind(room.at("used")).unwrap();
+    let used = UnixListener::bind(daemon.at("used")).unwrap();
     for (file, wanted) in [
         ("vms: [".to_owned(), "vms.yaml: "),
         (String::new(), "the list `vms` is empty"),
@@ -354,39 +354,39 @@ fn a_file_with_an_error_changes_nothing_and_says_where() {
             "in use by a live process",
         ),
     ] {
-        room.write(&file);
-        let said = room.reload();
+        daemon.write(&file);
+        let said = daemon.reload();
         assert!(
             said.contains("configuration not reloaded, nothing was changed"),
             "{file}: {said}"
         );
         assert!(said.contains(wanted), "{file}: {said}");
         assert!(reaches(&three, at(4, 1)), "{file}");
-        assert!(!room.at("u9").exists());
+        assert!(!daemon.at("u9").exists());
     }
-    let lines = room.stderr();
+    let lines = daemon.stderr();
     assert!(lines.contains("at line 4"), "the line of a rule: {lines}");
     drop(used);
-    std::fs::remove_file(room.at("vms.yaml")).unwrap();
-    assert!(room.reload().contains("cannot be read"));
-    room.write(&good);
-    assert!(!room.reload().contains("nothing was changed"));
-    room.stop();
+    std::fs::remove_file(daemon.at("vms.yaml")).unwrap();
+    assert!(daemon.reload().contains("cannot be read"));
+    daemon.write(&good);
+    assert!(!daemon.reload().contains("nothing was changed"));
+    daemon.stop();
 }
 
 #[test]
-fn what_cannot_change_is_named_and_stays() {
-    let mut room = Room::new(&format!("vms: [{THREE}}}]\n{ATTACH}, uid: [4000000001]}}"));
-    let three = room.guest(3);
-    let refused = Endpoint::attach(room.at("attach")).unwrap_err();
+fn a_change_that_needs_a_restart_is_logged_and_not_applied() {
+    let mut daemon = TestDaemon::new(&format!("vms: [{THREE}}}]\n{ATTACH}, uid: [4000000001]}}"));
+    let three = daemon.guest(3);
+    let refused = Endpoint::attach(daemon.at("attach")).unwrap_err();
     let kind = std::io::Error::from(refused).kind();
     assert_eq!(kind, ErrorKind::PermissionDenied);
-    room.write(
+    daemon.write(
         "vms: [{guest_cid: 3, socket: @/other, uds_path: @/u3, queue_size: 64}]
 attach: {socket: @/attach, mode: '0600', max: 1, service_max: 0}
 access: [deny: {from: 3, to: host, ports: 5}]",
     );
-    let said = room.reload();
+    let said = daemon.reload();
     for wanted in [
         "VM 3: socket cannot change while it runs: it stays ",
         "VM 3: queue_size cannot change while it runs: it stays 1024, not 64",
@@ -395,24 +395,24 @@ access: [deny: {from: 3, to: host, ports: 5}]",
     ] {
         assert!(said.contains(wanted), "{said}");
     }
-    assert!(room.at("vm3").exists() && !room.at("other").exists());
+    assert!(daemon.at("vm3").exists() && !daemon.at("other").exists());
     // The rest has changed: the users, the numbers, the list.
-    let process = Endpoint::attach(room.at("attach")).unwrap();
-    let full = Endpoint::attach(room.at("attach")).unwrap_err();
+    let process = Endpoint::attach(daemon.at("attach")).unwrap();
+    let full = Endpoint::attach(daemon.at("attach")).unwrap_err();
     assert!(full.to_string().contains("limit of processes"), "{full}");
-    let full = Endpoint::builder().attach_as_host(room.at("attach"));
+    let full = Endpoint::builder().attach_as_host(daemon.at("attach"));
     assert!(full.is_err());
-    let programs = [5, 6].map(|port| UnixListener::bind(room.at(&format!("u3_{port}"))).unwrap());
+    let programs = [5, 6].map(|port| UnixListener::bind(daemon.at(&format!("u3_{port}"))).unwrap());
     assert!(!reaches(&three, at(2, 5)) && reaches(&three, at(2, 6)));
     // A second reload names it again; attached processes stay although no user may attach now.
-    room.write(&format!("vms: [{THREE}}}]\n{ATTACH}, uid: [4000000001]}}"));
-    let said = room.reload();
+    daemon.write(&format!("vms: [{THREE}}}]\n{ATTACH}, uid: [4000000001]}}"));
+    let said = daemon.reload();
     assert!(!said.contains("cannot change"), "{said}");
     keep_accepting(process.listen(Port::new(1), 4).unwrap());
     assert!(reaches(&three, Address::new(process.cid(), Port::new(1))));
     assert!(reaches(&three, at(2, 5)));
     drop(programs);
-    room.stop();
+    daemon.stop();
 }
 
 #[test]
@@ -429,7 +429,7 @@ fn without_a_file_a_hangup_ends_it_as_ever() {
 }
 
 #[test]
-fn the_service_manager_is_told_of_a_reload() {
+fn the_service_manager_is_notified_of_a_reload() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     let file = format!("attach: {{socket: {}}}", at("attach").display());

@@ -15,13 +15,13 @@ use std::process::{Command, Stdio};
 
 use process::{DEADLINE, Running, wait_until, zerosock};
 
-struct Room {
+struct TestDir {
     dir: tempfile::TempDir,
 }
 
-impl Room {
-    fn new() -> Room {
-        Room {
+impl TestDir {
+    fn new() -> TestDir {
+        TestDir {
             dir: tempfile::tempdir().unwrap(),
         }
     }
@@ -45,12 +45,12 @@ fn wait_for_socket(path: &Path) {
 }
 
 #[test]
-fn both_sockets_are_there_while_it_runs_and_gone_after_either_signal() {
+fn both_sockets_exist_while_it_runs_and_are_removed_after_either_signal() {
     for signal in ["TERM", "INT"] {
-        let room = Room::new();
-        let running = Running::start(&mut room.serve());
-        wait_for_socket(&room.at("control"));
-        wait_for_socket(&room.at("hybrid"));
+        let dir = TestDir::new();
+        let running = Running::start(&mut dir.serve());
+        wait_for_socket(&dir.at("control"));
+        wait_for_socket(&dir.at("hybrid"));
         running.signal(signal);
         let ended = running.finish();
         assert_eq!(ended.code, Some(0), "SIG{signal}: {}", ended.stderr);
@@ -59,60 +59,60 @@ fn both_sockets_are_there_while_it_runs_and_gone_after_either_signal() {
             "{}",
             ended.stderr
         );
-        assert!(!room.at("control").exists());
-        assert!(!room.at("hybrid").exists());
+        assert!(!dir.at("control").exists());
+        assert!(!dir.at("hybrid").exists());
     }
 }
 
 #[test]
 fn a_second_server_on_the_same_path_is_refused_and_the_first_lives_on() {
-    let room = Room::new();
-    let first = Running::start(&mut room.serve());
-    wait_for_socket(&room.at("hybrid"));
-    let second = Running::start(&mut room.serve()).finish();
+    let dir = TestDir::new();
+    let first = Running::start(&mut dir.serve());
+    wait_for_socket(&dir.at("hybrid"));
+    let second = Running::start(&mut dir.serve()).finish();
     assert_eq!(second.code, Some(1));
-    let wanted = format!("{}: in use by a live process", room.at("control").display());
+    let wanted = format!("{}: in use by a live process", dir.at("control").display());
     assert!(second.stderr.contains(&wanted), "{}", second.stderr);
-    wait_for_socket(&room.at("control"));
+    wait_for_socket(&dir.at("control"));
     first.signal("TERM");
     assert_eq!(first.finish().code, Some(0));
 }
 
 #[test]
 fn the_sockets_of_a_killed_server_are_replaced() {
-    let room = Room::new();
-    let killed = Running::start(&mut room.serve());
-    wait_for_socket(&room.at("hybrid"));
+    let dir = TestDir::new();
+    let killed = Running::start(&mut dir.serve());
+    wait_for_socket(&dir.at("hybrid"));
     killed.signal("KILL");
     assert_eq!(killed.finish().code, None);
     assert!(
-        room.at("control").exists(),
+        dir.at("control").exists(),
         "a killed process removes nothing"
     );
-    let next = Running::start(&mut room.serve());
-    wait_for_socket(&room.at("hybrid"));
+    let next = Running::start(&mut dir.serve());
+    wait_for_socket(&dir.at("hybrid"));
     next.signal("TERM");
     assert_eq!(next.finish().code, Some(0));
 }
 
 #[test]
-fn a_file_in_the_way_is_left_alone_and_what_was_made_before_is_removed() {
-    let room = Room::new();
-    fs::write(room.at("hybrid"), "precious").unwrap();
-    let ended = Running::start(&mut room.serve()).finish();
+fn a_file_at_a_socket_path_is_kept_and_sockets_made_before_are_removed() {
+    let dir = TestDir::new();
+    fs::write(dir.at("hybrid"), "precious").unwrap();
+    let ended = Running::start(&mut dir.serve()).finish();
     assert_eq!(ended.code, Some(1));
     assert!(
         ended.stderr.contains("hybrid: exists and is not a socket"),
         "{}",
         ended.stderr
     );
-    assert_eq!(fs::read_to_string(room.at("hybrid")).unwrap(), "precious");
-    assert!(!room.at("control").exists());
+    assert_eq!(fs::read_to_string(dir.at("hybrid")).unwrap(), "precious");
+    assert!(!dir.at("control").exists());
 }
 
 #[test]
 fn wrong_options_exit_with_2_and_touch_nothing() {
-    let room = Room::new();
+    let dir = TestDir::new();
     for wrong in [
         ["--guest-cid", "2"],
         ["--queue-size", "1000"],
@@ -120,7 +120,7 @@ fn wrong_options_exit_with_2_and_touch_nothing() {
         ["--no-such-option", "x"],
         ["--ok-port", "both"],
     ] {
-        let ended = Running::start(room.serve().args(wrong)).finish();
+        let ended = Running::start(dir.serve().args(wrong)).finish();
         assert_eq!(ended.code, Some(2), "{wrong:?}: {}", ended.stderr);
         assert!(
             ended.stderr.contains(wrong[0]),
@@ -129,8 +129,8 @@ fn wrong_options_exit_with_2_and_touch_nothing() {
         );
         assert!(ended.stdout.is_empty());
     }
-    assert!(!room.at("control").exists());
-    let long = room.at(&"x".repeat(120));
+    assert!(!dir.at("control").exists());
+    let long = dir.at(&"x".repeat(120));
     let ended = Running::start(
         zerosock()
             .args(["serve", "--uds-path", "u", "--socket"])
@@ -168,11 +168,11 @@ fn help_teaches_and_exits_with_0() {
 
 #[test]
 fn permissions_are_as_asked() {
-    let room = Room::new();
-    let running = Running::start(room.serve().args(["--socket-mode", "0620"]));
+    let dir = TestDir::new();
+    let running = Running::start(dir.serve().args(["--socket-mode", "0620"]));
     for name in ["control", "hybrid"] {
-        wait_for_socket(&room.at(name));
-        let mode = fs::metadata(room.at(name)).unwrap().permissions().mode();
+        wait_for_socket(&dir.at(name));
+        let mode = fs::metadata(dir.at(name)).unwrap().permissions().mode();
         assert_eq!(mode & 0o7777, 0o620, "{name}");
     }
     running.signal("TERM");
@@ -181,25 +181,25 @@ fn permissions_are_as_asked() {
 
 #[test]
 fn a_link_named_like_the_peer_takes_the_peers_command_line() {
-    let room = Room::new();
-    let link = room.at("vhost-device-vsock");
+    let dir = TestDir::new();
+    let link = dir.at("vhost-device-vsock");
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_zerosock"), &link).unwrap();
     let vm = format!(
         "guest-cid=4,uds-path={},socket={},tx-buffer-size=65536,queue-size=1024",
-        room.at("hybrid").display(),
-        room.at("control").display()
+        dir.at("hybrid").display(),
+        dir.at("control").display()
     );
     let running = Running::start(Command::new(&link).args(["--vm", &vm]));
-    wait_for_socket(&room.at("hybrid"));
+    wait_for_socket(&dir.at("hybrid"));
     running.signal("TERM");
     assert_eq!(running.finish().code, Some(0));
 }
 
 #[test]
-fn log_lines_are_json_when_asked() {
-    let room = Room::new();
-    let running = Running::start(room.serve().args(["--log-format", "json"]));
-    wait_for_socket(&room.at("hybrid"));
+fn log_format_json_prints_a_json_object_per_line() {
+    let dir = TestDir::new();
+    let running = Running::start(dir.serve().args(["--log-format", "json"]));
+    wait_for_socket(&dir.at("hybrid"));
     running.signal("TERM");
     let ended = running.finish();
     assert!(!ended.stderr.is_empty());
@@ -211,8 +211,8 @@ fn log_lines_are_json_when_asked() {
 
 #[test]
 fn the_service_manager_hears_ready_watchdog_and_stopping() {
-    let room = Room::new();
-    let manager = UnixDatagram::bind(room.at("notify")).unwrap();
+    let dir = TestDir::new();
+    let manager = UnixDatagram::bind(dir.at("notify")).unwrap();
     manager.set_read_timeout(Some(DEADLINE)).unwrap();
     let hear = || {
         let mut message = [0; 1024];
@@ -220,8 +220,8 @@ fn the_service_manager_hears_ready_watchdog_and_stopping() {
         String::from_utf8(message[..length].to_vec()).unwrap()
     };
     let running = Running::start(
-        room.serve()
-            .env("NOTIFY_SOCKET", room.at("notify"))
+        dir.serve()
+            .env("NOTIFY_SOCKET", dir.at("notify"))
             .env("WATCHDOG_USEC", "200000"),
     );
     let ready = hear();
@@ -229,7 +229,7 @@ fn the_service_manager_hears_ready_watchdog_and_stopping() {
         ready.contains("READY=1") && ready.contains("STATUS=serving CID 3"),
         "{ready}"
     );
-    UnixStream::connect(room.at("hybrid")).expect("READY comes after the sockets");
+    UnixStream::connect(dir.at("hybrid")).expect("READY comes after the sockets");
     // A busy machine may have it say before that a thread has not answered yet.
     while !hear().contains("WATCHDOG=1") {}
     running.signal("TERM");
@@ -262,26 +262,26 @@ fn activated(command: &Command, names: &str, sockets: &[&UnixListener]) -> Runni
 
 #[test]
 fn sockets_passed_in_are_used_by_path_or_name_and_left_in_place() {
-    let room = Room::new();
-    let control = UnixListener::bind(room.at("control")).unwrap();
-    let elsewhere = UnixListener::bind(room.at("elsewhere")).unwrap();
-    let running = activated(&room.serve(), "whatever:uds-path", &[&control, &elsewhere]);
+    let dir = TestDir::new();
+    let control = UnixListener::bind(dir.at("control")).unwrap();
+    let elsewhere = UnixListener::bind(dir.at("elsewhere")).unwrap();
+    let running = activated(&dir.serve(), "whatever:uds-path", &[&control, &elsewhere]);
     wait_until("the log line", || running.stderr().contains("serving"));
     running.signal("TERM");
     let ended = running.finish();
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     assert!(
-        !room.at("hybrid").exists(),
+        !dir.at("hybrid").exists(),
         "the one passed in by name stands in for it"
     );
-    assert!(room.at("control").exists() && room.at("elsewhere").exists());
+    assert!(dir.at("control").exists() && dir.at("elsewhere").exists());
 }
 
 #[test]
 fn a_socket_passed_in_for_no_vm_is_an_error() {
-    let room = Room::new();
-    let stray = UnixListener::bind(room.at("stray")).unwrap();
-    let ended = activated(&room.serve(), "stray", &[&stray]).finish();
+    let dir = TestDir::new();
+    let stray = UnixListener::bind(dir.at("stray")).unwrap();
+    let ended = activated(&dir.serve(), "stray", &[&stray]).finish();
     assert_eq!(ended.code, Some(1), "{}", ended.stderr);
     assert!(
         ended
@@ -291,7 +291,7 @@ fn a_socket_passed_in_for_no_vm_is_an_error() {
         ended.stderr
     );
     assert_eq!(
-        UnixStream::connect(room.at("control")).unwrap_err().kind(),
+        UnixStream::connect(dir.at("control")).unwrap_err().kind(),
         ErrorKind::NotFound,
         "nothing is left behind"
     );
@@ -300,8 +300,8 @@ fn a_socket_passed_in_for_no_vm_is_an_error() {
 #[test]
 fn processes_attach_to_the_attach_socket() {
     use zerosock::attach::{AttachError, AttachRequest, Client};
-    let room = Room::new();
-    let socket = room.at("attach");
+    let dir = TestDir::new();
+    let socket = dir.at("attach");
     let mut serve = zerosock();
     serve.arg("serve").arg("--attach-socket").arg(&socket);
     serve.args(["--attach-mode", "0600", "--attach-max", "1"]);
@@ -335,12 +335,12 @@ fn processes_attach_to_the_attach_socket() {
 }
 
 #[test]
-fn memory_that_can_shrink_is_refused_with_a_message_that_says_so() {
+fn shrinkable_memory_is_refused_with_an_error_that_names_the_seal() {
     use zerosock::driver::{Driver, DriverConfig};
-    let room = Room::new();
-    let running = Running::start(room.serve().arg("--require-sealed-memory"));
-    wait_until("the socket", || room.at("control").exists());
-    let mut config = DriverConfig::new(room.at("control"));
+    let dir = TestDir::new();
+    let running = Running::start(dir.serve().arg("--require-sealed-memory"));
+    wait_until("the socket", || dir.at("control").exists());
+    let mut config = DriverConfig::new(dir.at("control"));
     config.seal = false;
     assert!(Driver::attach(config).is_err());
     wait_until("the log line", || {

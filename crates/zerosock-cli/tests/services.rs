@@ -14,13 +14,13 @@ use sha2::{Digest, Sha256};
 use zerosock::vsock::{Datagram, Endpoint, Stream};
 use zerosock::{Address, Cid, Port};
 
-struct Room {
+struct TestDir {
     dir: tempfile::TempDir,
 }
 
-impl Room {
-    fn new() -> Room {
-        Room {
+impl TestDir {
+    fn new() -> TestDir {
+        TestDir {
             dir: tempfile::tempdir().unwrap(),
         }
     }
@@ -114,7 +114,7 @@ fn exchange(stream: &Stream, bytes: &[u8]) -> Vec<u8> {
     })
 }
 
-fn finished_well(running: Running) -> Vec<u8> {
+fn finish_successfully(running: Running) -> Vec<u8> {
     let ended = running.finish();
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     ended.stdout
@@ -130,12 +130,12 @@ fn stop(serve: Running) -> String {
 #[test]
 fn two_services_and_the_hybrid_socket_serve_one_guest() {
     const LEN: usize = 3 << 20;
-    let room = Room::new();
-    let serve = room.serve(&["--workers", "2"]);
-    let mut one = room.listening(&["service-listen:@:1000"]);
-    let mut two = room.listening(&["service-listen:@:2000"]);
-    let program = UnixListener::bind(room.at("hybrid_3000")).unwrap();
-    let guest = room.guest();
+    let dir = TestDir::new();
+    let serve = dir.serve(&["--workers", "2"]);
+    let mut one = dir.listening(&["service-listen:@:1000"]);
+    let mut two = dir.listening(&["service-listen:@:2000"]);
+    let program = UnixListener::bind(dir.at("hybrid_3000")).unwrap();
+    let guest = dir.guest();
     let to_one = guest.connect(host(1000)).unwrap();
     let to_two = guest.connect(host(2000)).unwrap();
     let to_program = guest.connect(host(3000)).unwrap();
@@ -146,7 +146,7 @@ fn two_services_and_the_hybrid_socket_serve_one_guest() {
         assert_eq!(hash(&got), hash(&bytes(seed, LEN)));
     }
     for (service, seed) in [(one, 11), (two, 12)] {
-        assert_eq!(hash(&finished_well(service)), hash(&bytes(seed, LEN)));
+        assert_eq!(hash(&finish_successfully(service)), hash(&bytes(seed, LEN)));
     }
     (&mut &to_program).write_all(b"to the program").unwrap();
     let mut got = [0; 14];
@@ -161,12 +161,12 @@ fn two_services_and_the_hybrid_socket_serve_one_guest() {
 #[test]
 fn a_service_connects_out_and_processes_find_each_other() {
     const LEN: usize = 1 << 20;
-    let room = Room::new();
-    let serve = room.serve(&[]);
+    let dir = TestDir::new();
+    let serve = dir.serve(&[]);
     // A service to the guest.
-    let guest = room.guest();
+    let guest = dir.guest();
     let listener = guest.listen(Port::new(77), 4).unwrap();
-    let mut out = Running::start_with(&mut room.nc(&["service:@:3:77"]));
+    let mut out = Running::start_with(&mut dir.nc(&["service:@:3:77"]));
     let (stream, from) = listener.accept_timeout(DEADLINE).unwrap();
     assert_eq!(from.cid, Cid::HOST);
     feed(&mut out, &bytes(3, LEN));
@@ -174,39 +174,39 @@ fn a_service_connects_out_and_processes_find_each_other() {
         hash(&exchange(&stream, &bytes(4, LEN))),
         hash(&bytes(3, LEN))
     );
-    assert_eq!(hash(&finished_well(out)), hash(&bytes(4, LEN)));
+    assert_eq!(hash(&finish_successfully(out)), hash(&bytes(4, LEN)));
     // A process to a process, and to a service; the process knows its own CID by nothing but its
     // peer, so the guest looks it up by the number it has.
-    let server = room.process();
+    let server = dir.process();
     let listener = server.listen(Port::new(5), 4).unwrap();
     let to = format!("attach:@:{}:5", server.cid());
-    let mut client = Running::start_with(&mut room.nc(&[&to]));
+    let mut client = Running::start_with(&mut dir.nc(&[&to]));
     let (stream, from) = listener.accept_timeout(DEADLINE).unwrap();
     assert!(from.cid.is_guest(), "a CID of its own");
     feed(&mut client, b"to a process");
     assert_eq!(exchange(&stream, b"and back"), b"to a process");
-    assert_eq!(finished_well(client), b"and back");
-    let service = room.listening(&["-d", "service-listen:@:6"]);
-    let mut client = Running::start_with(&mut room.nc(&["attach:@:2:6"]));
+    assert_eq!(finish_successfully(client), b"and back");
+    let service = dir.listening(&["-d", "service-listen:@:6"]);
+    let mut client = Running::start_with(&mut dir.nc(&["attach:@:2:6"]));
     feed(&mut client, b"to a service");
-    assert_eq!(finished_well(service), b"to a service");
-    finished_well(client);
+    assert_eq!(finish_successfully(service), b"to a service");
+    finish_successfully(client);
     stop(serve);
 }
 
 #[test]
 fn a_taken_port_is_named_and_free_when_its_process_is_killed() {
-    let room = Room::new();
-    let serve = room.serve(&[]);
-    let first = room.listening(&["service-listen:@:1000"]);
-    let second = Running::start_with(&mut room.nc(&["service-listen:@:1000"])).finish();
+    let dir = TestDir::new();
+    let serve = dir.serve(&[]);
+    let first = dir.listening(&["service-listen:@:1000"]);
+    let second = Running::start_with(&mut dir.nc(&["service-listen:@:1000"])).finish();
     assert_eq!(second.code, Some(1));
     let wanted = "port 1000 of the host is taken";
     assert!(second.stderr.contains(wanted), "{}", second.stderr);
     let owner = format!("process {} of user ", first.child.id());
     // The server answers before it logs, and another thread reads what it logs.
     wait_until("the owner in the log", || serve.stderr().contains(&owner));
-    let guest = room.guest();
+    let guest = dir.guest();
     let to_first = guest.connect(host(1000)).unwrap();
     first.signal("KILL");
     let mut byte = [0];
@@ -214,45 +214,45 @@ fn a_taken_port_is_named_and_free_when_its_process_is_killed() {
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
     drop(first);
     // At once, and reached.
-    let mut third = room.listening(&["service-listen:@:1000"]);
+    let mut third = dir.listening(&["service-listen:@:1000"]);
     feed(&mut third, b"the third");
     let to_third = guest.connect(host(1000)).unwrap();
     assert_eq!(exchange(&to_third, b""), b"the third");
-    finished_well(third);
+    finish_successfully(third);
     stop(serve);
 }
 
 #[test]
 fn a_user_without_permission_cannot_attach_a_service() {
     for flags in [["--service-uid", "4000000001"], ["--service-max", "0"]] {
-        let room = Room::new();
-        let serve = room.serve(&flags);
-        let refused = Running::start_with(&mut room.nc(&["service-listen:@:1000"])).finish();
+        let dir = TestDir::new();
+        let serve = dir.serve(&flags);
+        let refused = Running::start_with(&mut dir.nc(&["service-listen:@:1000"])).finish();
         assert_eq!(refused.code, Some(1), "{}", refused.stderr);
         // It may attach as a process all the same.
-        room.process();
+        dir.process();
         stop(serve);
     }
 }
 
 #[test]
 fn processes_meet_the_host_s_sockets_by_paths_of_their_own() {
-    let room = Room::new();
-    let serve = room.serve(&[
+    let dir = TestDir::new();
+    let serve = dir.serve(&[
         "--attach-uds-path",
-        &room.show("p{cid}"),
+        &dir.show("p{cid}"),
         "--socket-mode",
         "0620",
     ]);
     let one = Endpoint::builder()
         .cid(Cid::new(500))
-        .attach(room.at("attach"))
+        .attach(dir.at("attach"))
         .unwrap();
-    let path = room.at("p500");
+    let path = dir.at("p500");
     let mode = std::os::unix::fs::PermissionsExt::mode(&path.metadata().unwrap().permissions());
     assert_eq!(mode & 0o7777, 0o620);
     // Out: to PATH_PORT.
-    let program = UnixListener::bind(room.at("p500_9")).unwrap();
+    let program = UnixListener::bind(dir.at("p500_9")).unwrap();
     let stream = one.connect(host(9)).unwrap();
     let (mut socket, _) = program.accept().unwrap();
     (&mut &stream).write_all(b"out").unwrap();
@@ -263,20 +263,20 @@ fn processes_meet_the_host_s_sockets_by_paths_of_their_own() {
     // In: by CONNECT.
     let listener = one.listen(Port::new(10), 4).unwrap();
     let hybrid = format!("hybrid:{}:10", path.display());
-    let mut client = Running::start_with(&mut room.nc(&[&hybrid]));
+    let mut client = Running::start_with(&mut dir.nc(&[&hybrid]));
     let (stream, from) = listener.accept_timeout(DEADLINE).unwrap();
     assert_eq!(from.cid, Cid::HOST);
     feed(&mut client, b"in");
     assert_eq!(exchange(&stream, b"out"), b"in");
-    assert_eq!(finished_well(client), b"out");
+    assert_eq!(finish_successfully(client), b"out");
     // Another one has another.
-    let two = room.process();
-    assert!(room.at(&format!("p{}", two.cid())).exists());
+    let two = dir.process();
+    assert!(dir.at(&format!("p{}", two.cid())).exists());
     assert!(two.connect(host(9)).is_err());
     drop((one, listener, stream));
     wait_until("its socket to go", || !Path::exists(&path));
     stop(serve);
-    assert!(!room.at(&format!("p{}", two.cid())).exists());
+    assert!(!dir.at(&format!("p{}", two.cid())).exists());
 }
 
 /// A socket that gives up in the end.
@@ -297,34 +297,34 @@ fn receive(socket: &Datagram) -> (Vec<u8>, Address) {
 #[test]
 fn files_go_both_ways_by_datagrams() {
     const LEN: usize = 4 << 20;
-    let room = Room::new();
-    let serve = room.serve(&["--workers", "2"]);
+    let dir = TestDir::new();
+    let serve = dir.serve(&["--workers", "2"]);
     for (listens, talks) in [
         ("service-listen:@:514", "attach:@:2:514"),
         ("attach-listen:@:515", "service:@:CID:515"),
     ] {
         // The next process gets the next CID; a CID is in use until its process ends.
-        let next = room.process();
+        let next = dir.process();
         let cid = next.cid().get() + 1;
-        let mut one = room.listening(&["--dgram", listens]);
+        let mut one = dir.listening(&["--dgram", listens]);
         let talks = talks.replace("CID", &cid.to_string());
-        let mut two = Running::start_with(&mut room.nc(&["--dgram", &talks]));
+        let mut two = Running::start_with(&mut dir.nc(&["--dgram", &talks]));
         feed(&mut one, &bytes(1, LEN));
         feed(&mut two, &bytes(2, LEN));
-        assert_eq!(hash(&finished_well(two)), hash(&bytes(1, LEN)));
-        assert_eq!(hash(&finished_well(one)), hash(&bytes(2, LEN)));
+        assert_eq!(hash(&finish_successfully(two)), hash(&bytes(1, LEN)));
+        assert_eq!(hash(&finish_successfully(one)), hash(&bytes(2, LEN)));
     }
     stop(serve);
 }
 
 #[test]
 fn each_read_is_a_datagram_and_other_senders_are_dropped() {
-    let room = Room::new();
-    let serve = room.serve(&[]);
-    let process = room.process();
+    let dir = TestDir::new();
+    let serve = dir.serve(&[]);
+    let process = dir.process();
     let (ours, stranger) = (datagrams(&process, 5), datagrams(&process, 6));
     let to = format!("attach:@:{}:5", process.cid());
-    let mut talks = Running::start_with(&mut room.nc(&["-u", &to]));
+    let mut talks = Running::start_with(&mut dir.nc(&["-u", &to]));
     let mut stdin = talks.child.stdin.take().unwrap();
     let mut peer = None;
     for line in ["one\n", "and another\n"] {
@@ -338,34 +338,34 @@ fn each_read_is_a_datagram_and_other_senders_are_dropped() {
     drop(stdin);
     assert_eq!(receive(&ours).0, b"", "the end");
     ours.send_to(b"", peer.unwrap()).unwrap();
-    assert_eq!(finished_well(talks), b"ONE\nAND ANOTHER\n");
+    assert_eq!(finish_successfully(talks), b"ONE\nAND ANOTHER\n");
     // A listener takes the first sender as its peer; earlier datagrams of others are dropped.
-    let listens = room.listening(&["-u", "-d", "service-listen:@:7"]);
+    let listens = dir.listening(&["-u", "-d", "service-listen:@:7"]);
     ours.send_to(b"the first, ", host(7)).unwrap();
     stranger.send_to(b"from a stranger", host(7)).unwrap();
     ours.send_to(b"the second", host(7)).unwrap();
     stranger.send_to(b"", host(7)).unwrap();
     ours.send_to(b"", host(7)).unwrap();
-    assert_eq!(finished_well(listens), b"the first, the second");
+    assert_eq!(finish_successfully(listens), b"the first, the second");
     stop(serve);
 }
 
 #[test]
 fn datagrams_sent_right_before_exit_arrive() {
     const LEN: usize = (3 << 16) + 5;
-    let room = Room::new();
-    let serve = room.serve(&["--workers", "2"]);
-    let process = room.process();
+    let dir = TestDir::new();
+    let serve = dir.serve(&["--workers", "2"]);
+    let process = dir.process();
     let ours = datagrams(&process, 5);
-    let other = room.process();
+    let other = dir.process();
     let marker = datagrams(&other, 6);
     let to = format!("attach:@:{}:5", process.cid());
-    let path = room.at("input");
+    let path = dir.at("input");
     std::fs::write(&path, bytes(9, LEN)).unwrap();
     for _ in 0..10 {
         let words = ["--dgram", "--no-shutdown", "--quit", "0", &to];
         let input = std::fs::File::open(&path).unwrap();
-        let ended = Running::start_with(room.nc(&words).stdin(input)).finish();
+        let ended = Running::start_with(dir.nc(&words).stdin(input)).finish();
         assert_eq!(ended.code, Some(0), "{}", ended.stderr);
         ours.set_read_timeout(Some(DEADLINE)).unwrap();
         let got: Vec<_> = (0..4).map(|_| receive(&ours).0).collect();
@@ -379,29 +379,29 @@ fn datagrams_sent_right_before_exit_arrive() {
 }
 
 #[test]
-fn what_has_no_datagrams_is_named() {
-    let room = Room::new();
+fn endpoints_without_datagrams_are_named_in_the_error() {
+    let dir = TestDir::new();
     for to in [
         "unix:/tmp/x",
         "hybrid:/tmp/x:1",
         "vsock:2:1",
         "vsock-listen:1",
     ] {
-        let ended = Running::start_with(&mut room.nc(&["--dgram", to])).finish();
+        let ended = Running::start_with(&mut dir.nc(&["--dgram", to])).finish();
         assert_eq!(ended.code, Some(2), "{}", ended.stderr);
-        let wanted = format!("--dgram: {to}: no datagrams; give attach:");
+        let wanted = format!("--dgram: {to}: this endpoint has no datagrams; give attach:");
         assert!(ended.stderr.contains(&wanted), "{}", ended.stderr);
     }
-    let serve = room.serve(&[]);
+    let serve = dir.serve(&[]);
     let words = ["--dgram", "-w", "0.2", "service-listen:@:9"];
-    let ended = Running::start_with(&mut room.nc(&words)).finish();
+    let ended = Running::start_with(&mut dir.nc(&words)).finish();
     assert_eq!(ended.code, Some(1));
     let wanted = "timed out waiting for a datagram to port 9";
     assert!(ended.stderr.contains(wanted), "{}", ended.stderr);
     // A guest as those of stock kernels are.
     let builder = Endpoint::builder().datagrams(false);
-    let guest = builder.attach_device(room.at("vm")).unwrap();
-    let mut deaf = Running::start_with(&mut room.nc(&["--dgram", "service:@:3:9"]));
+    let guest = builder.attach_device(dir.at("vm")).unwrap();
+    let mut deaf = Running::start_with(&mut dir.nc(&["--dgram", "service:@:3:9"]));
     let mut stdin = deaf.child.stdin.take().unwrap();
     wait_until("it to be told", || {
         stdin.write_all(b"is anybody there?").is_err() || deaf.child.try_wait().unwrap().is_some()

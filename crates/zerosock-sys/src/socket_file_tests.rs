@@ -82,7 +82,7 @@ fn a_link_put_in_the_place_of_the_socket_is_not_followed() {
 }
 
 #[test]
-fn mode_and_group_are_those_asked_for_and_no_directory_is_left() {
+fn the_socket_has_the_given_mode_and_group_and_no_directory_remains() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("s");
     let gid = match rustix::process::geteuid().is_root() {
@@ -136,7 +136,7 @@ fn a_dead_socket_is_replaced_and_a_live_one_is_not() {
 }
 
 #[test]
-fn what_comes_to_the_path_after_the_probe_is_kept() {
+fn a_file_created_at_the_path_after_the_probe_is_kept() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("s");
     drop(UnixListener::bind(&path).unwrap());

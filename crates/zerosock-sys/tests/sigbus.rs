@@ -190,7 +190,7 @@ fn the_previous_handler_is_called() {
     assert_eq!(output.status.code(), Some(42), "{output:?}");
 }
 
-/// Accesses a mapping of a truncated file that is no guest memory.
+/// Accesses a mapping of a truncated file that is not guest memory.
 fn fault() {
     let file = memfd::create("ours", 4096, false).unwrap();
     let flags = (rustix::mm::ProtFlags::READ, rustix::mm::MapFlags::SHARED);

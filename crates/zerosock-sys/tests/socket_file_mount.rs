@@ -69,7 +69,7 @@ fn bind_at_mount(path: PathBuf, mode: u32) -> io::Result<Result<(), BindError>> 
 }
 
 #[test]
-fn server_of_a_mount_at_the_path_is_not_asked() {
+fn a_mount_at_the_socket_path_is_refused_without_a_call_to_its_server() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     File::create(&file).unwrap();
@@ -82,7 +82,7 @@ fn server_of_a_mount_at_the_path_is_not_asked() {
             }
             Ok(other) => panic!("{other:?}"),
             Err(error) => {
-                let test = "server_of_a_mount_at_the_path_is_not_asked";
+                let test = "a_mount_at_the_socket_path_is_refused_without_a_call_to_its_server";
                 return println!("SKIPPED: {test}: no FUSE: {error}");
             }
         }

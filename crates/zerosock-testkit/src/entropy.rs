@@ -1,4 +1,4 @@
-//! A second kind of device, to show what a kind needs: an entropy device (virtio 1.3, 5.4).
+//! An entropy device (virtio 1.3, 5.4): a complete example of a second kind of device.
 //!
 //! The driver posts buffers in its only queue and the device fills them. This one fills them with a
 //! byte that the host chooses, so that a test can recognise what a guest has read.
@@ -46,13 +46,13 @@ impl DeviceModel for EntropyModel {
     }
 }
 
-/// What the device does.
+/// The worker's side of the device.
 struct Entropy {
     addr: DeviceAddr,
     queues: QueueSet<[Option<Ring>; 1]>,
 }
 
-/// Entropy devices send each other nothing.
+/// Entropy devices send each other no messages.
 enum Never {}
 
 impl Message for Never {}
@@ -164,7 +164,7 @@ impl VirtioDevice for Entropy {
     }
 
     fn reset(&mut self, _: bool, _: &mut Context<'_, Self>) {
-        // Nothing is known about the driver.
+        // The device keeps no state of the driver.
     }
 }
 

@@ -44,9 +44,9 @@ pub enum BootError {
     /// Starting failed.
     #[error("cannot start user-mode Linux: {0}")]
     Start(#[from] io::Error),
-    /// The guest printed nothing.
-    #[error("user-mode Linux did not boot: {what}; its last words:\n{console}")]
-    NoLife {
+    /// The program in the guest did not report that it runs.
+    #[error("user-mode Linux did not boot: {what}; the end of its console:\n{console}")]
+    NoReport {
         /// Exit or deadline.
         what: String,
         /// The last lines of its console.
@@ -113,11 +113,11 @@ impl Guest {
                 break format!("it ended with {status}");
             }
             if start.elapsed() > DEADLINE {
-                break format!("no sign of life within {} s", DEADLINE.as_secs());
+                break format!("the kernel has not started within {} s", DEADLINE.as_secs());
             }
         };
         process.kill();
-        Err(BootError::NoLife {
+        Err(BootError::NoReport {
             what,
             console: console.tail(15),
         })

@@ -109,7 +109,7 @@ impl SentFd {
     pub(super) fn memory(self) -> Result<PeerFd, String> {
         match self {
             SentFd::Memory(fd) => Ok(fd),
-            other => Err(format!("{other} is no guest memory")),
+            other => Err(format!("{other} is not guest memory")),
         }
     }
 

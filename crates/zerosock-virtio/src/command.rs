@@ -4,8 +4,8 @@
 //! - Before a queue's base is answered and before memory is replaced, no chain of it is in use.
 //! - A pending command waits, and the queue with it, until the device has returned the buffers that
 //!   the command needs ([`VirtioDevice::quiesce`]).
-//! - The front-end does not wait longer than a second for buffers of which nothing is heard. After
-//!   that the command fails and the front-end is disconnected.
+//! - A command waits at most a second for buffers whose return no event reports. After that it
+//!   fails and the front-end is disconnected.
 //! - A disconnect waits for nothing: memory that is still read stays mapped, and chains that return
 //!   to a stopped queue are dropped.
 
@@ -22,11 +22,11 @@ use crate::poller::{EventKind, Interest, Token};
 use crate::queues::{PendingCommand, QueueSet, Quiesced, Rings, Scope};
 use crate::ring::Ring;
 
-/// How often a pending command looks for buffers of which nothing is heard.
-const LOOK: Duration = Duration::from_millis(1);
-/// How long a command waits for them: longer than any copy takes, and shorter than the timeout of any
-/// front-end.
-const RECALL: Duration = Duration::from_secs(1);
+/// How often the device is queried for buffers whose return no event reports.
+const RECHECK_INTERVAL: Duration = Duration::from_millis(1);
+/// How long a command waits for them: longer than any copy takes, and shorter than the timeout of
+/// any front-end.
+const QUIESCE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A device with virtqueues. It answers commands by [`command`], and calls [`finish`] once in each
 /// turn.
@@ -62,11 +62,12 @@ pub trait VirtioDevice: WorkerDevice {
     /// The pending command was answered.
     fn command_finished(&mut self) {}
 
-    /// Forgets all that the driver knows: it has reset the device or rebooted. `stopped`: its queues
-    /// stop too.
+    /// Forgets all that the driver knows: it has reset the device or rebooted. `stopped`: its
+    /// queues stop too.
     fn reset(&mut self, stopped: bool, cx: &mut Context<'_, Self>);
 
-    /// Takes what the driver made available before the front-end disconnected, at most one queue size.
+    /// Takes what the driver made available before the front-end disconnected, at most one queue
+    /// size.
     fn receive_remaining(&mut self, cx: &mut Context<'_, Self>) {
         let _ = cx;
     }
@@ -135,25 +136,25 @@ pub fn command<D: VirtioDevice>(
             }
         }
         DeviceCommand::SetCall { index, call } => {
-            if let Some(Some(ring)) = device.queues().rings.place(index) {
+            if let Some(Some(ring)) = device.queues().rings.slot(index) {
                 ring.set_call(call, cx.notifier);
             }
             reply.done();
         }
         DeviceCommand::SetErr { index, err } => {
-            if let Some(Some(ring)) = device.queues().rings.place(index) {
+            if let Some(Some(ring)) = device.queues().rings.slot(index) {
                 ring.set_err(err);
             }
             reply.done();
         }
         DeviceCommand::EnableQueue { index, enabled } => {
-            if let Some(Some(ring)) = device.queues().rings.place(index) {
+            if let Some(Some(ring)) = device.queues().rings.slot(index) {
                 ring.enabled = enabled;
             }
             reply.done();
         }
         DeviceCommand::StopQueue { index } => {
-            if let Some(Some(_)) = device.queues().rings.place(index) {
+            if let Some(Some(_)) = device.queues().rings.slot(index) {
                 begin(device, PendingCommand::Stop(index, reply), cx);
             } else {
                 reply.failed(not_running(index));
@@ -187,7 +188,7 @@ fn start_queue<D: VirtioDevice>(
     } = start;
     let queues = device.queues();
     let memory = queues.memory.clone().ok_or("no memory table")?;
-    if queues.rings.place(index).is_none() {
+    if queues.rings.slot(index).is_none() {
         return Err(format!("no queue {index}"));
     }
     let stopped_at = queues.stopped_at(index).take();
@@ -209,8 +210,8 @@ fn start_queue<D: VirtioDevice>(
     queues.epoch = queues.epoch.wrapping_add(1);
     let mut ring = Ring::new(queue, kick, call, err, enabled, queues.epoch);
     ring.log = Arc::clone(&queues.log);
-    if let Some(place) = queues.rings.place(index) {
-        *place = Some(ring);
+    if let Some(slot) = queues.rings.slot(index) {
+        *slot = Some(ring);
     }
     let first = std::mem::take(&mut queues.no_queue_started);
     device.queue_started(index, first && config.base != 0, cx);
@@ -226,7 +227,7 @@ fn begin<D: VirtioDevice>(device: &mut D, pending: PendingCommand, cx: &mut Cont
 /// Completes the pending command once the device has returned the buffers that it needs.
 pub fn finish<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
     let queues = device.queues();
-    queues.look_at = None;
+    queues.recheck_at = None;
     let Some(scope) = queues.pending.as_ref().map(PendingCommand::scope) else {
         return;
     };
@@ -235,8 +236,8 @@ pub fn finish<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
         Quiesced::Waits => return,
         Quiesced::Unknown(reason) => {
             let queues = device.queues();
-            if cx.now < *queues.deadline.get_or_insert(cx.now + RECALL) {
-                queues.look_at = Some(cx.now + LOOK);
+            if cx.now < *queues.deadline.get_or_insert(cx.now + QUIESCE_TIMEOUT) {
+                queues.recheck_at = Some(cx.now + RECHECK_INTERVAL);
             } else {
                 give_up(device, reason, cx);
             }
@@ -247,7 +248,7 @@ pub fn finish<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
     queues.deadline = None;
     match queues.pending.take() {
         Some(PendingCommand::Stop(index, reply)) => {
-            match queues.rings.place(index).and_then(Option::take) {
+            match queues.rings.slot(index).and_then(Option::take) {
                 Some(ring) => {
                     let base = close(ring, cx);
                     *queues.stopped_at(index) = Some(base);
@@ -295,9 +296,9 @@ fn stop_all<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
     let queues = device.queues();
     // Dropping the reply of a pending command answers that it failed.
     queues.pending = None;
-    (queues.deadline, queues.look_at) = (None, None);
-    for place in queues.rings.places() {
-        if let Some(ring) = place.take() {
+    (queues.deadline, queues.recheck_at) = (None, None);
+    for slot in queues.rings.slots() {
+        if let Some(ring) = slot.take() {
             close(ring, cx);
         }
     }
@@ -317,8 +318,8 @@ pub fn disconnect<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
     drop(pending);
 }
 
-/// Gives the device up, because its memory or a ring is unusable: disconnects the front-end, with
-/// `reason` for the log.
+/// Stops all rings, because the memory or a ring is unusable or the device cannot carry out a
+/// command, and disconnects the front-end, with `reason` in the log.
 pub fn give_up<D: VirtioDevice>(device: &mut D, reason: &str, cx: &mut Context<'_, D>) {
     let queues = device.queues();
     let link = queues.link.take();

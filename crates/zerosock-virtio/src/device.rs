@@ -1,4 +1,5 @@
-//! What a worker needs of a device, and what it lends to the device.
+//! The interface between a worker and its devices: the calls that a device implements, and the
+//! context that the worker passes to them.
 
 use std::io;
 
@@ -12,8 +13,8 @@ use crate::poller::{EventKind, Poller, Readiness};
 
 /// A device that a [`Worker`](crate::worker::Worker) runs.
 ///
-/// A device with virtqueues implements [`VirtioDevice`](crate::command::VirtioDevice) too, which has
-/// the handling of commands.
+/// A device with virtqueues implements [`VirtioDevice`](crate::command::VirtioDevice) too, which
+/// has the handling of commands.
 ///
 /// # Rules
 /// - No call blocks.
@@ -56,8 +57,8 @@ pub trait WorkerDevice: Sized {
     /// The next time at which [`turn`](Self::turn) has timed work.
     fn next_timeout(&self) -> Option<Instant>;
 
-    /// Whether the driver has made chains available that a turn would take. Called instead of waiting
-    /// for kicks.
+    /// Whether the driver has made chains available that a turn would take. Called instead of
+    /// waiting for kicks.
     fn has_available_chains(&mut self) -> bool;
 
     /// Asks the driver for kicks. Returns true if chains became available meanwhile.
@@ -66,7 +67,7 @@ pub trait WorkerDevice: Sized {
     /// Removes the device from service, usually after [`DeviceCommand::Disconnected`].
     fn retire(&mut self, cx: &mut Context<'_, Self>);
 
-    /// Tells all peers that the worker ends.
+    /// Notifies all peers that the worker ends.
     fn end(&mut self, cx: &mut Context<'_, Self>);
 }
 

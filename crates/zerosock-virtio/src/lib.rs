@@ -1,10 +1,11 @@
 //! Virtio devices of any kind, run by event loops.
 //!
 //! A [`worker`] is one thread with an event loop that owns devices. It knows a device by the trait
-//! [`WorkerDevice`](device::WorkerDevice) only: it gives the device turns, events, messages of other
-//! devices and commands of the VMM. A device with virtqueues has a [`QueueSet`](queues::QueueSet) and
-//! implements [`VirtioDevice`](command::VirtioDevice), of which [`command`] carries out the commands of
-//! [`zerosock_vhost_user`]: memory tables, start and stop of queues, resets.
+//! [`WorkerDevice`](device::WorkerDevice) only: it gives the device turns, events, messages of
+//! other devices and commands of the VMM. A device with virtqueues has a
+//! [`QueueSet`](queues::QueueSet) and implements [`VirtioDevice`](command::VirtioDevice), of which
+//! [`command`] carries out the commands of [`zerosock_vhost_user`]: memory tables, start and stop
+//! of queues, resets.
 //!
 //! The other modules are the parts of the event loop.
 //!

@@ -1,7 +1,7 @@
 //! Messages to a worker from other threads: an unbounded queue and an eventfd that wakes it.
 //!
-//! Carries control messages and messages between sibling devices on different workers. The eventfd is
-//! written once per sleep, not once per message: `pending` says that a wake-up is on its way.
+//! Carries control messages and messages between sibling devices on different workers. The eventfd
+//! is written once per sleep, not once per message: `pending` says that a wake-up is on its way.
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};

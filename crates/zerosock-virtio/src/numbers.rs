@@ -1,13 +1,14 @@
 //! Device numbers with a generation, and the table that finds a device by its number.
 //!
-//! Messages to a device may still be in a mailbox when the device is removed. So a number is a slot in
-//! a table and a generation. [`Numbers`] reuses a slot only after its device was removed, with the next
-//! generation; [`Table::get`] finds nothing for a number of an earlier generation, and the message is
-//! dropped or sent back. A message could reach a wrong device only if it stayed in a mailbox while
-//! its slot is reused 4096 times; each reuse takes a round trip through the same mailbox.
+//! Messages to a device may still be in a mailbox when the device is removed. So a number is a slot
+//! in a table and a generation. [`Numbers`] reuses a slot only after its device was removed, with
+//! the next generation; [`Table::get`] finds nothing for a number of an earlier generation, and the
+//! message is dropped or sent back. A message could reach a wrong device only if it stayed in a
+//! mailbox while its slot is reused 4096 times; each reuse takes a round trip through the same
+//! mailbox.
 //!
-//! Numbers that are never reused would need no generation, but a search for each packet. With slots the
-//! lookup is an index and a comparison.
+//! Numbers that are never reused would need no generation, but a search for each packet. With slots
+//! the lookup is an index and a comparison.
 
 use std::collections::VecDeque;
 
@@ -104,8 +105,8 @@ impl<T> Table<T> {
         used.map(|(number, value)| (*number, value))
     }
 
-    /// Inserts `value`; returns the previous value of the slot, which is `None` if numbers come from
-    /// [`Numbers`].
+    /// Inserts `value`; returns the previous value of the slot, which is `None` if numbers come
+    /// from [`Numbers`].
     pub fn insert(&mut self, number: u32, value: T) -> Option<T> {
         let slot = slot(number);
         if self.slots.len() <= slot {

@@ -1,12 +1,13 @@
-//! One epoll instance. Each registered descriptor has a [`Token`], which comes back with its events.
+//! One epoll instance. Each registered descriptor has a [`Token`], which comes back with its
+//! events.
 //!
 //! # Invariants
 //!
 //! - Every descriptor is registered edge-triggered, once: no system call to re-arm it, and none to
-//!   read an eventfd (each write to it is an edge). The receiver of an edge goes on until EAGAIN, or
-//!   records that it did not.
-//! - A token may be stale when it is read (descriptor closed, key reused). Receivers treat tokens as
-//!   hints.
+//!   read an eventfd (each write to it is an edge). The receiver of an edge goes on until EAGAIN,
+//!   or records that it did not.
+//! - A token may be stale when it is read (descriptor closed, key reused). Receivers treat tokens
+//!   as hints.
 
 use crate::deadline::timespec;
 use crate::numbers::NUMBER_BITS;

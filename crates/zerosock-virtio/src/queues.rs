@@ -16,15 +16,15 @@ use crate::ring::Ring;
 
 /// The rings of a device, by queue index: an array, or a struct with a name for each ring.
 pub trait Rings: Default {
-    /// The place of ring `index`; `None` if the device has no such queue.
-    fn place(&mut self, index: u16) -> Option<&mut Option<Ring>>;
+    /// The slot of ring `index`; `None` if the device has no such queue.
+    fn slot(&mut self, index: u16) -> Option<&mut Option<Ring>>;
 
-    /// All places, in the order of the queues.
-    fn places(&mut self) -> impl Iterator<Item = &mut Option<Ring>>;
+    /// All slots, in the order of the queues.
+    fn slots(&mut self) -> impl Iterator<Item = &mut Option<Ring>>;
 
     /// The rings that run.
     fn running(&mut self) -> impl Iterator<Item = &mut Ring> {
-        self.places().flatten()
+        self.slots().flatten()
     }
 }
 
@@ -32,16 +32,19 @@ impl<const N: usize> Rings for [Option<Ring>; N]
 where
     [Option<Ring>; N]: Default,
 {
-    fn place(&mut self, index: u16) -> Option<&mut Option<Ring>> {
+    fn slot(&mut self, index: u16) -> Option<&mut Option<Ring>> {
         self.get_mut(usize::from(index))
     }
 
-    fn places(&mut self) -> impl Iterator<Item = &mut Option<Ring>> {
+    fn slots(&mut self) -> impl Iterator<Item = &mut Option<Ring>> {
         self.iter_mut()
     }
 }
 
-/// See the [module](self).
+/// The virtqueues of a device, and what belongs to all of them. The device owns it; [`command`]
+/// changes it.
+///
+/// [`command`]: crate::command
 #[derive(Debug)]
 pub struct QueueSet<R> {
     /// The rings that run.
@@ -60,9 +63,9 @@ pub struct QueueSet<R> {
     pub pending: Option<PendingCommand>,
     /// When the device stops waiting for buffers that the command needs, and drops the front-end.
     pub(crate) deadline: Option<Instant>,
-    /// When to look again for these buffers.
-    pub(crate) look_at: Option<Instant>,
-    /// For the lines that the driver can cause.
+    /// When to query the device for these buffers again.
+    pub(crate) recheck_at: Option<Instant>,
+    /// Limits the log lines that the driver can cause.
     pub(crate) log: Arc<LogLimit>,
 }
 
@@ -104,10 +107,11 @@ pub enum Scope {
 pub enum Quiesced {
     /// Yes.
     Done,
-    /// Later: the device calls [`finish`](crate::command::finish) when buffers have come back.
+    /// Not yet: the device calls [`finish`](crate::command::finish) when buffers have been
+    /// returned.
     Waits,
-    /// Later: nothing tells the device when. It is asked again after a millisecond. After a second
-    /// the front-end is dropped, with this reason for the log.
+    /// Not yet, and no event reports when. The device is queried again every millisecond; after a
+    /// second the front-end is disconnected, with this reason in the log.
     Unknown(&'static str),
 }
 
@@ -123,7 +127,7 @@ impl<R: Rings> QueueSet<R> {
             stopped_at: Vec::new(),
             pending: None,
             deadline: None,
-            look_at: None,
+            recheck_at: None,
             log: Arc::default(),
         }
     }
@@ -137,7 +141,7 @@ impl<R: Rings> QueueSet<R> {
     /// When [`finish`](crate::command::finish) is to be called, if a command waits.
     #[inline]
     pub fn next_timeout(&self) -> Option<Instant> {
-        self.look_at
+        self.recheck_at
     }
 
     /// Whether the memory has vanished under the device.

@@ -5,8 +5,8 @@
 //! - Every popped chain is completed once, by [`Ring::complete`].
 //! - Every publish notifies the driver if it asked for a notification.
 //! - No chain is popped from a broken ring, but chains popped before are still completed.
-//! - From one [`Ring::publish`] to the next, popping takes about a millisecond at most, whatever the
-//!   driver posts.
+//! - From one [`Ring::publish`] to the next, popping takes about a millisecond at most, whatever
+//!   the driver posts.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,14 +17,14 @@ use zerosock_sys::notify::{CallFd, Notifier};
 use zerosock_vhost_user::LogLimit;
 
 /// Unusable chains completed per call: a driver can post them as fast as they are returned.
-const MOST_USELESS: usize = 64;
+const MAX_UNUSABLE: usize = 64;
 /// Unusable chains completed from one publish to the next.
-const MOST_USELESS_AT_ONCE: u32 = 4096;
-/// Work on long chains from one publish to the next ([`DeviceQueue::walked`]): more than the packets
-/// of a turn need, and little enough for the other devices of the worker.
-const MOST_WALKED: u32 = 1 << 17;
+const MAX_UNUSABLE_PER_PUBLISH: u32 = 4096;
+/// Work on long chains from one publish to the next ([`DeviceQueue::walked`]): more than the
+/// packets of a turn need, and little enough for the other devices of the worker.
+const MAX_WALKED: u32 = 1 << 17;
 
-/// A virtqueue owned by a worker.
+/// A started virtqueue of a device.
 #[derive(Debug)]
 pub struct Ring {
     /// The queue in guest memory.
@@ -41,13 +41,13 @@ pub struct Ring {
     /// The ring has broken and the device has not reset its connections.
     pub reset_pending: bool,
     /// Chains completed since the last publish.
-    pub unseen: u16,
+    pub unpublished: u16,
     /// Number of the queue start; a chain that returns late carries the epoch of its queue.
     pub epoch: u32,
     /// Unusable chains since the counter was last read (see [`PopError::Malformed`]).
     pub malformed: u64,
     /// Unusable chains since the last publish.
-    useless: u32,
+    unusable: u32,
     /// Chains popped so far, un-popped ones included; wraps around.
     pub taken: u32,
     /// For the lines that a driver can cause. One for all queue starts of the device.
@@ -73,10 +73,10 @@ impl Ring {
             broken: false,
             err_pending: false,
             reset_pending: false,
-            unseen: 0,
+            unpublished: 0,
             epoch,
             malformed: 0,
-            useless: 0,
+            unusable: 0,
             taken: 0,
             log: Arc::default(),
         }
@@ -87,8 +87,9 @@ impl Ring {
         self.enabled && !self.broken
     }
 
-    /// The next usable chain; `None` if there is none or the ring is broken. Also `None` if unusable
-    /// or long chains have taken much time since the last publish: more may be posted then.
+    /// The next usable chain; `None` if there is none or the ring is broken. Also `None` if
+    /// unusable or long chains have taken much time since the last publish: more may be posted
+    /// then.
     #[inline]
     pub fn pop(&mut self) -> Option<Chain> {
         self.pop_if(0, true)
@@ -99,11 +100,11 @@ impl Ring {
     /// chains popped before can still be un-popped.
     #[inline]
     pub fn pop_if(&mut self, room: usize, skip: bool) -> Option<Chain> {
-        if !self.live() || self.queue.walked() >= MOST_WALKED {
+        if !self.live() || self.queue.walked() >= MAX_WALKED {
             return None;
         }
-        for _ in 0..MOST_USELESS {
-            let useless = match self.queue.pop() {
+        for _ in 0..MAX_UNUSABLE {
+            let unusable = match self.queue.pop() {
                 Ok(Some(chain)) if chain.writable_len() as usize >= room => {
                     self.taken = self.taken.wrapping_add(1);
                     return Some(chain);
@@ -124,17 +125,17 @@ impl Ring {
                 }
             };
             if !skip {
-                self.queue.unpop(useless);
+                self.queue.unpop(unusable);
                 return None;
             }
             self.malformed += 1;
-            self.complete(useless, 0);
-            self.useless += 1;
-            if self.useless >= MOST_USELESS_AT_ONCE || self.queue.walked() >= MOST_WALKED {
+            self.complete(unusable, 0);
+            self.unusable += 1;
+            if self.unusable >= MAX_UNUSABLE_PER_PUBLISH || self.queue.walked() >= MAX_WALKED {
                 break;
             }
         }
-        // The check for new chains when kicks are enabled finds any further ones.
+        // Chains that remain are found when the device enables kicks.
         None
     }
 
@@ -142,7 +143,7 @@ impl Ring {
     #[inline]
     pub fn complete(&mut self, chain: Chain, written: u32) {
         self.queue.complete(chain, written);
-        self.unseen = self.unseen.saturating_add(1);
+        self.unpublished = self.unpublished.saturating_add(1);
     }
 
     /// Publishes completed chains and notifies the driver if it asked for that; notifies the
@@ -150,13 +151,13 @@ impl Ring {
     #[inline]
     pub fn publish(&mut self, notifier: &Notifier) -> bool {
         self.queue.reset_walked();
-        self.useless = 0;
+        self.unusable = 0;
         if std::mem::take(&mut self.err_pending)
             && let Some(err) = &self.err
         {
             notifier.notify(err);
         }
-        if std::mem::take(&mut self.unseen) > 0
+        if std::mem::take(&mut self.unpublished) > 0
             && self.queue.publish()
             && let Some(call) = &self.call
         {
@@ -175,7 +176,7 @@ impl Ring {
 
     /// Replaces the descriptor that notifies the driver.
     pub fn set_call(&mut self, call: Option<CallFd>, notifier: &Notifier) {
-        // A notification due on the old descriptor may not have been sent.
+        // The driver may wait for a notification that was not sent on the old descriptor.
         if let Some(call) = &call {
             notifier.notify(call);
         }

@@ -1,8 +1,8 @@
 //! Decides whether a worker polls for work before it sleeps.
 //!
-//! Sleeping and waking costs some microseconds on both sides: the driver's kick, the wake-up, and the
-//! delay of a packet. Polling for that time avoids the cost but uses the processor. So a worker polls
-//! only while most pauses between work are shorter than the polling time.
+//! Sleeping and waking costs some microseconds on both sides: the driver's kick, the wake-up, and
+//! the delay of a packet. Polling for that time avoids the cost but uses the processor. So a worker
+//! polls only while most pauses between work are shorter than the polling time.
 //!
 //! # Invariants
 //!

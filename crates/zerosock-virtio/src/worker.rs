@@ -1,8 +1,9 @@
 //! The event loop that runs devices on kicks, ready sockets, timers and messages.
 //!
-//! A [`Worker`] is one thread. It owns devices and shares nothing with other workers: no lock and no
-//! hop between cores lies on the data path. It sleeps in one `epoll_wait`; a guest's kick, an edge of a
-//! socket, a timer or the mailbox wakes it. Devices are added and removed by message ([`WorkerMessage`]).
+//! A [`Worker`] is one thread. It owns devices and shares nothing with other workers: no lock and
+//! no hop between cores lies on the data path. It sleeps in one `epoll_wait`; a guest's kick, an
+//! edge of a socket, a timer or the mailbox wakes it. Devices are added and removed by message
+//! ([`WorkerMessage`]).
 //!
 //! # Invariants
 //!
@@ -13,9 +14,9 @@
 //!
 //! # How to drive it
 //!
-//! [`Worker::run`] is the loop, for a thread that does nothing else. A caller with an event loop of its
-//! own calls [`Worker::start`] once, and then [`Worker::step`] whenever the worker's descriptor is
-//! readable or [`Worker::next_timeout`] has passed.
+//! [`Worker::run`] is the loop, for a thread that does nothing else. A caller with an event loop of
+//! its own calls [`Worker::start`] once, and then [`Worker::step`] whenever the worker's descriptor
+//! is readable or [`Worker::next_timeout`] has passed.
 
 mod intake;
 mod message;
@@ -201,8 +202,8 @@ impl<D: WorkerDevice> Worker<D> {
         } else {
             Instant::ZERO
         };
-        // Polling may have found only events that make no device active. While kicks are disabled the
-        // worker must not sleep.
+        // Polling may have found only events that make no device active. While kicks are disabled
+        // the worker must not sleep.
         let wait = (!self.kicks_disabled.is_empty()).then_some(Duration::ZERO);
         if !self.step(wait)? {
             return Ok(false);
@@ -251,8 +252,8 @@ impl<D: WorkerDevice> Worker<D> {
         Ok(more)
     }
 
-    /// Polls the rings of devices with disabled kicks, and activates those that have buffers. Returns
-    /// whether there are any.
+    /// Polls the rings of devices with disabled kicks, and activates those that have buffers.
+    /// Returns whether there are any.
     fn poll_rings(&mut self) -> bool {
         let mut any = false;
         for at in 0..self.kicks_disabled.len() {
@@ -284,8 +285,8 @@ impl<D: WorkerDevice> Worker<D> {
         Ok(())
     }
 
-    /// Handles messages, events and deadlines, and gives each active device one turn. If there is no
-    /// work, first sleeps for at most `wait` (`None`: no limit). Returns false on shutdown: all
+    /// Handles messages, events and deadlines, and gives each active device one turn. If there is
+    /// no work, first sleeps for at most `wait` (`None`: no limit). Returns false on shutdown: all
     /// connections are ended, and the worker must not be stepped again.
     ///
     /// # Errors
@@ -305,8 +306,8 @@ impl<D: WorkerDevice> Worker<D> {
         Ok(true)
     }
 
-    /// Waits for events for at most `timeout` and passes them to the devices. Returns the time after the
-    /// wait, and whether there were events.
+    /// Waits for events for at most `timeout` and passes them to the devices. Returns the time
+    /// after the wait, and whether there were events.
     ///
     /// # Errors
     /// The system cannot wait.
@@ -419,8 +420,8 @@ impl<D: WorkerDevice> Worker<D> {
         }
     }
 
-    /// Adds a device to those with rings that are polled before the next sleep. Returns whether it is among
-    /// them; false if there are too many.
+    /// Adds a device to those with rings that are polled before the next sleep. Returns whether it
+    /// is among them; false if there are too many.
     fn may_disable_kicks(&mut self, number: u32) -> bool {
         let known = self.kicks_disabled.contains(&number);
         if !known && self.kicks_disabled.len() < MAX_POLLED_DEVICES {
@@ -480,8 +481,8 @@ impl<D: WorkerDevice> Worker<D> {
         (device, Context { clock: None, ..cx })
     }
 
-    /// As `lend`, for calls that seldom need the time: `then` is an earlier time, and the context reads
-    /// the clock on demand.
+    /// As `lend`, for calls that seldom need the time: `then` is an earlier time, and the context
+    /// reads the clock on demand.
     #[inline]
     pub fn lend_late(&mut self, number: u32, then: Instant) -> (Option<&mut D>, Context<'_, D>) {
         let cx = Context {

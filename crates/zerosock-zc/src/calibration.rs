@@ -180,7 +180,7 @@ impl ClassState {
         self.open.store(true, Relaxed);
     }
 
-    fn learn(&self, mode: SendMode, each: u64) {
+    fn record_measurement(&self, mode: SendMode, each: u64) {
         let cost = self.cost_of(mode);
         cost.cheapest.fetch_min(each, Relaxed);
         cost.measurements.fetch_add(1, Relaxed);
@@ -230,14 +230,14 @@ pub(super) fn since(class: Class) -> u32 {
 }
 
 /// Records a submission of `sends` sends that took this time.
-pub(super) fn learn(class: Class, mode: SendMode, sends: u32, took: Duration) {
+pub(super) fn record_measurement(class: Class, mode: SendMode, sends: u32, took: Duration) {
     let Some(class_state) = CLASSES.get(class.0).filter(|_| sends > 0) else {
         return;
     };
     let picoseconds = u64::try_from(took.as_nanos())
         .unwrap_or(u64::MAX)
         .saturating_mul(1000);
-    class_state.learn(mode, picoseconds / u64::from(sends));
+    class_state.record_measurement(mode, picoseconds / u64::from(sends));
 }
 
 /// The shortest length from which on every decided class goes in place, if there is one, and how it
@@ -304,13 +304,13 @@ mod tests {
     #[test]
     fn a_decision_is_measured_anew_and_stays_without_measurements() {
         let class_state = ClassState::new();
-        let learn = |copy, zero_copy| {
+        let record = |copy, zero_copy| {
             for _ in 0..MEASUREMENTS {
-                class_state.learn(SendMode::Copy, copy);
-                class_state.learn(SendMode::ZeroCopy, zero_copy);
+                class_state.record_measurement(SendMode::Copy, copy);
+                class_state.record_measurement(SendMode::ZeroCopy, zero_copy);
             }
         };
-        learn(1000, 500);
+        record(1000, 500);
         assert_eq!(class_state.mode(None, COPY), SendMode::ZeroCopy);
         for _ in 0..REMEASURE_AFTER / 1024 - 1 {
             class_state.used(1024);
@@ -329,7 +329,7 @@ mod tests {
         for _ in 0..REMEASURE_AFTER / 1024 {
             class_state.used(1024);
         }
-        learn(500, 1000);
+        record(500, 1000);
         assert!((0..MAX_TRIALS).all(|_| class_state.mode(None, COPY) == SendMode::Copy));
     }
 
@@ -351,8 +351,8 @@ mod tests {
             }
             assert_eq!(modes(&class_state), MAX_TRIALS as usize / 2);
             for _ in 0..MEASUREMENTS {
-                class_state.learn(SendMode::Copy, 1000);
-                class_state.learn(SendMode::ZeroCopy, 500);
+                class_state.record_measurement(SendMode::Copy, 1000);
+                class_state.record_measurement(SendMode::ZeroCopy, 500);
             }
             assert_eq!(
                 class_state.decision(),
@@ -397,7 +397,7 @@ mod tests {
             let mode = class_state.mode(None, COPY);
             let noise = u64::from(seen[0] as u32 % 7) * 1000;
             seen[usize::from(mode == SendMode::ZeroCopy)] += 1;
-            class_state.learn(
+            class_state.record_measurement(
                 mode,
                 noise
                     + if mode == SendMode::Copy {

@@ -20,7 +20,7 @@
 use std::collections::VecDeque;
 use std::mem;
 
-use super::in_flight::{InFlightSend, Part};
+use super::in_flight::{DatagramPart, InFlightSend};
 use crate::sys::Key;
 
 #[derive(Default)]
@@ -56,31 +56,31 @@ impl Cork {
     }
 
     /// The part of a datagram that the next accepted send is.
-    pub(super) fn accept(&mut self, more: bool) -> Part {
+    pub(super) fn accept(&mut self, more: bool) -> DatagramPart {
         let before = mem::replace(&mut self.accepting, more);
         match (before, more) {
-            (true, _) => Part::Later,
-            (false, true) => Part::First,
-            (false, false) => Part::Whole,
+            (true, _) => DatagramPart::Later,
+            (false, true) => DatagramPart::First,
+            (false, false) => DatagramPart::Whole,
         }
     }
 
     /// Whether a send can be started while `open` requests are under way; `chained` if they are the
     /// chain that it would join.
-    pub(super) fn admits(&self, part: Part, open: usize, chained: bool) -> bool {
+    pub(super) fn admits(&self, part: DatagramPart, open: usize, chained: bool) -> bool {
         match part {
             _ if open == 0 => true,
-            Part::Whole => !self.under_way,
-            Part::First => false,
-            Part::Later => self.under_way && chained,
+            DatagramPart::Whole => !self.under_way,
+            DatagramPart::First => false,
+            DatagramPart::Later => self.under_way && chained,
         }
     }
 
     /// Takes note that a request was started.
-    pub(super) fn started(&mut self, part: Part) {
-        if part != Part::Whole {
+    pub(super) fn started(&mut self, part: DatagramPart) {
+        if part != DatagramPart::Whole {
             self.under_way = true;
-            if part == Part::First {
+            if part == DatagramPart::First {
                 self.taken = 0;
             }
         }
@@ -89,9 +89,9 @@ impl Cork {
     /// The error number with which a piece fails because an earlier piece failed.
     pub(super) fn inherited_failure(&mut self, send: &InFlightSend) -> Option<i32> {
         match send.part {
-            Part::Whole => return None,
-            Part::First => self.failure = None,
-            Part::Later => {}
+            DatagramPart::Whole => return None,
+            DatagramPart::First => self.failure = None,
+            DatagramPart::Later => {}
         }
         let failure = self.failure;
         if !send.more {
@@ -119,33 +119,43 @@ mod tests {
     fn the_flag_more_determines_the_part_of_each_send() {
         let mut cork = Cork::default();
         let parts = [false, true, true, false, true, false, false].map(|more| cork.accept(more));
-        let (whole, first, later) = (Part::Whole, Part::First, Part::Later);
+        let (whole, first, later) = (
+            DatagramPart::Whole,
+            DatagramPart::First,
+            DatagramPart::Later,
+        );
         assert_eq!(parts, [whole, first, later, later, first, later, whole]);
     }
 
     #[test]
     fn no_other_send_starts_between_pieces() {
         let mut cork = Cork::default();
-        assert!(cork.admits(Part::Whole, 5, true));
-        assert!(!cork.admits(Part::First, 5, true));
-        assert!(cork.admits(Part::First, 0, false));
-        cork.started(Part::First);
-        assert!(cork.admits(Part::Later, 1, true));
-        assert!(!cork.admits(Part::Later, 1, false), "of another chain");
-        assert!(!cork.admits(Part::First, 1, true), "of another datagram");
-        assert!(!cork.admits(Part::Whole, 1, true));
+        assert!(cork.admits(DatagramPart::Whole, 5, true));
+        assert!(!cork.admits(DatagramPart::First, 5, true));
+        assert!(cork.admits(DatagramPart::First, 0, false));
+        cork.started(DatagramPart::First);
+        assert!(cork.admits(DatagramPart::Later, 1, true));
+        assert!(
+            !cork.admits(DatagramPart::Later, 1, false),
+            "of another chain"
+        );
+        assert!(
+            !cork.admits(DatagramPart::First, 1, true),
+            "of another datagram"
+        );
+        assert!(!cork.admits(DatagramPart::Whole, 1, true));
     }
 
     #[test]
     fn the_count_of_taken_pieces_starts_anew_with_each_datagram() {
         let mut cork = Cork::default();
-        cork.started(Part::First);
+        cork.started(DatagramPart::First);
         cork.taken = 1;
-        cork.started(Part::Later);
+        cork.started(DatagramPart::Later);
         assert_eq!(cork.taken, 1);
-        cork.started(Part::Whole);
+        cork.started(DatagramPart::Whole);
         assert_eq!(cork.taken, 1, "a whole datagram is no piece");
-        cork.started(Part::First);
+        cork.started(DatagramPart::First);
         assert_eq!(cork.taken, 0);
     }
 }

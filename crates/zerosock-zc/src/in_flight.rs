@@ -41,7 +41,7 @@ pub(super) struct InFlightSend {
     pub(super) flush: bool,
     /// Sent with MSG_MORE.
     pub(super) more: bool,
-    pub(super) part: Part,
+    pub(super) part: DatagramPart,
     /// The number of the submission ([`Measurement`](super::measurement::Measurement)) of its last
     /// request.
     pub(super) submission: u64,
@@ -61,7 +61,7 @@ pub(super) struct InFlightSend {
 
 /// The position of a send in a datagram that is sent in pieces (MSG_MORE).
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Part {
+pub(super) enum DatagramPart {
     /// A whole datagram; on a stream, every send.
     Whole,
     First,
@@ -86,7 +86,7 @@ impl InFlightSend {
             gathered: 0,
             flush: false,
             more: false,
-            part: Part::Whole,
+            part: DatagramPart::Whole,
             submission: 0,
             started: false,
             finished: false,

@@ -45,7 +45,7 @@ impl Measurement {
     /// place, at other costs.
     pub(super) fn record(&self, took: Duration, policy: &Policy) {
         if let Some((class, mode)) = self.class_and_mode(policy.sends_in_place()) {
-            calibration::learn(class, mode, self.sends, took);
+            calibration::record_measurement(class, mode, self.sends, took);
         }
     }
 

@@ -3,7 +3,7 @@
 
 use std::mem;
 
-use super::in_flight::Part;
+use super::in_flight::DatagramPart;
 use super::send_queue::SendQueue;
 use crate::sys::{Key, SendMode, Stable};
 
@@ -13,7 +13,7 @@ impl<B: Stable> SendQueue<B> {
         let Some(send) = self.sends.get_mut(key.index()) else {
             return;
         };
-        let piece = send.part != Part::Whole;
+        let piece = send.part != DatagramPart::Whole;
         let goes_on = piece && send.more;
         self.cork.taken += usize::from(piece);
         self.cork.gathered = goes_on;

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use super::in_flight::{CANCELLED, InFlightSend, Part, TIMED_OUT};
+use super::in_flight::{CANCELLED, DatagramPart, InFlightSend, TIMED_OUT};
 use super::message::Returned;
 use super::send_queue::{GATHERED, SendQueue};
 use crate::sys::{self, Event, Key, SendMode, Stable};
@@ -54,7 +54,7 @@ impl<B: Stable> SendQueue<B> {
         let Some(send) = self.sends.get_mut(key.index()) else {
             return;
         };
-        let piece = send.part != Part::Whole;
+        let piece = send.part != DatagramPart::Whole;
         let code = match result {
             Ok(sent) => {
                 send.sent += sent;

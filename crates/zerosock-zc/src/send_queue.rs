@@ -30,7 +30,7 @@ use rustix::net::{Shutdown, shutdown};
 
 use super::calibration;
 use super::cork::Cork;
-use super::in_flight::{self, CANCELLED, InFlightSend, Part};
+use super::in_flight::{self, CANCELLED, DatagramPart, InFlightSend};
 use super::limit::Limit;
 use super::measurement::Measurement;
 use super::message::{Copying, Outgoing, Refusal, Returned};
@@ -205,7 +205,7 @@ impl<B: Stable> SendQueue<B> {
                 flush,
                 more,
                 part: match self.stream {
-                    true => Part::Whole,
+                    true => DatagramPart::Whole,
                     false => self.cork.accept(more),
                 },
                 ..InFlightSend::vacant()
@@ -351,7 +351,7 @@ impl<B: Stable> SendQueue<B> {
                 mode: send.mode,
                 from: send.sent,
                 whole: self.whole,
-                linked: follows && (self.stream || send.part != Part::Whole && send.more),
+                linked: follows && (self.stream || send.part != DatagramPart::Whole && send.more),
                 more: last.is_some_and(|last| last.more),
                 when_writable: self.full,
             };
@@ -369,7 +369,7 @@ impl<B: Stable> SendQueue<B> {
                     self.stats.requests += 1;
                     self.stats.registered += u64::from(one.registered);
                     self.cork.started(part);
-                    chained = part != Part::Whole;
+                    chained = part != DatagramPart::Whole;
                     started += one.places;
                     if std::mem::take(&mut self.full) {
                         self.armed = Some(key);
@@ -387,7 +387,7 @@ impl<B: Stable> SendQueue<B> {
                 }
                 Err(NotStarted::Vacant | NotStarted::TooManyPieces) => {
                     let code = rustix::io::Errno::INVAL.raw_os_error();
-                    if part != Part::Whole && submission.more {
+                    if part != DatagramPart::Whole && submission.more {
                         self.cork.failure = Some(code);
                     }
                     if self.stream {
@@ -455,8 +455,8 @@ impl<B: Stable> SendQueue<B> {
             self.broken = self.broken.or(Some(code));
         }
         // The results of requests that another thread submitted can follow later.
-        let is_left = |send: &&mut InFlightSend| !send.finished;
-        for send in self.sends.iter_mut().filter(is_left) {
+        let is_unreferenced = |send: &&mut InFlightSend| !send.finished;
+        for send in self.sends.iter_mut().filter(is_unreferenced) {
             send.cancelled = send.cancelled.or(Some(code));
         }
         while let Some(key) = self.retries.pop_front().or_else(|| self.queued.pop_front()) {

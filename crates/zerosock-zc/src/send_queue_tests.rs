@@ -267,7 +267,7 @@ fn a_stream_without_msg_waitall_has_one_request_at_a_time() {
 
 /// One send can be unfinished until the limit, while very many later ones finish.
 #[test]
-fn finished_sends_are_forgotten_behind_an_unfinished_one() {
+fn completed_sends_are_removed_behind_one_in_flight() {
     let mut queue = copying_queue();
     queue.limit.time = Some(Duration::from_secs(3600));
     assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());

@@ -106,7 +106,7 @@ counters! {
     connections_now,
     /// Bridges that exist now: host sockets and siblings, including sockets that still take the
     /// last bytes of an ended connection.
-    joins_now,
+    bridges_now,
     /// Timers that run now.
     timers_now,
     /// Ports used now by connections that host programs and siblings have made: one for each
@@ -142,7 +142,7 @@ impl Counter {
 
 /// Contributions of a device to the gauges, as last counted.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(crate) struct Holdings {
+pub(crate) struct Gauges {
     pub(crate) connections: usize,
     pub(crate) bridges: usize,
     pub(crate) timers: usize,
@@ -150,10 +150,10 @@ pub(crate) struct Holdings {
 }
 
 impl Counters {
-    pub(crate) fn hold(&self, before: Holdings, now: Holdings) {
+    pub(crate) fn replace_gauges(&self, before: Gauges, now: Gauges) {
         self.connections_now
             .replace(before.connections, now.connections);
-        self.joins_now.replace(before.bridges, now.bridges);
+        self.bridges_now.replace(before.bridges, now.bridges);
         self.timers_now.replace(before.timers, now.timers);
         self.ports_now.replace(before.ports, now.ports);
     }
@@ -166,22 +166,22 @@ mod tests {
     #[test]
     fn gauges_return_to_zero_when_contributions_are_removed() {
         let workers = [Counters::default(), Counters::default()];
-        let none = Holdings::default();
-        let some = |connections| Holdings {
+        let none = Gauges::default();
+        let some = |connections| Gauges {
             connections,
             ..none
         };
-        workers[0].hold(none, some(5));
-        workers[1].hold(none, some(7));
-        workers[0].hold(some(5), some(1));
+        workers[0].replace_gauges(none, some(5));
+        workers[1].replace_gauges(none, some(7));
+        workers[0].replace_gauges(some(5), some(1));
         let sum = || {
             let mut sum = Stats::default();
             workers.iter().for_each(|worker| worker.add_to(&mut sum));
             sum.connections_now
         };
         assert_eq!(sum(), 8);
-        workers[0].hold(some(1), none);
-        workers[1].hold(some(7), none);
+        workers[0].replace_gauges(some(1), none);
+        workers[1].replace_gauges(some(7), none);
         assert_eq!(sum(), 0);
     }
 }

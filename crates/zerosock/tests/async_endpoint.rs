@@ -107,7 +107,7 @@ async fn leases_and_loans_are_awaited() {
 }
 
 #[tokio::test]
-async fn a_refused_connect_says_so_and_a_receive_may_be_given_up() {
+async fn a_refused_connect_is_reported_and_a_receive_can_be_cancelled() {
     let daemon = TestDaemon::with(2, |_| {});
     let (client, server) = endpoints(&daemon);
     let _listener = AsyncListener::new(server.listen(Port::new(1), 1).unwrap()).unwrap();
@@ -124,7 +124,7 @@ async fn a_refused_connect_says_so_and_a_receive_may_be_given_up() {
 }
 
 #[tokio::test]
-async fn a_connect_that_nobody_answers_ends_in_time() {
+async fn a_connect_without_an_answer_times_out() {
     let daemon = TestDaemon::with(2, |config| {
         config.connect_timeout = Duration::from_secs(600);
     });
@@ -263,7 +263,7 @@ fn sockets_outlive_their_runtime() {
 }
 
 #[test]
-fn a_runtime_that_ends_tells_the_tasks_of_another() {
+fn a_runtime_that_ends_wakes_the_tasks_of_another() {
     let daemon = TestDaemon::with(2, |_| {});
     let first = runtime();
     let (mut near, mut far) = connected_on(&first, &daemon);

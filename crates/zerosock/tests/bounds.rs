@@ -84,7 +84,7 @@ fn a_broken_ring_with_chains_held_is_still_stopped() {
 
 /// Chains that a sibling holds return after the lender has closed the connection in order.
 #[test]
-fn chains_lent_to_a_sibling_that_does_not_read_come_back_after_the_connection_ended() {
+fn chains_lent_to_a_stalled_sibling_are_returned_after_the_connection_ended() {
     let daemon = TestDaemon::with(2, |_| {});
     let mut one = RawGuest::attach(&daemon.vms[0].socket);
     let mut two = RawGuest::attach(&daemon.vms[1].socket);
@@ -280,7 +280,7 @@ fn a_guest_that_posts_useless_chains_without_end_does_not_keep_the_worker() {
 
 /// Requests that their guest has given up free the sibling's places.
 #[test]
-fn abandoned_requests_to_a_sibling_do_not_keep_its_places() {
+fn abandoned_requests_free_the_connection_slots_of_the_sibling() {
     let daemon = TestDaemon::with(2, |config| {
         config.max_connections = Some(16);
         config.connect_timeout = ENDLESS;

@@ -98,7 +98,7 @@ fn a_look_at_packets_gives_them_back() {
 /// One that asks for no calls, as a driver that polls does, costs none; it is told at the next
 /// turn.
 #[test]
-fn a_guest_that_does_not_ask_is_not_told() {
+fn a_guest_with_notifications_disabled_is_not_notified() {
     let (hosted, mut guest, mut stream) = still();
     guest.write(guest.rings[TX].avail, &1u16.to_le_bytes());
     send(&mut guest, &[1; 100]);
@@ -147,7 +147,7 @@ fn dropping_a_stream_returns_its_unread_chains_at_once() {
 /// A daemon's worker, of which a socket takes the bytes: at once, read or not, as long as it has
 /// room.
 #[test]
-fn what_a_socket_takes_is_given_back_and_the_rest_as_it_is_read() {
+fn chains_are_returned_when_the_socket_takes_their_bytes() {
     let daemon = TestDaemon::with(1, |config| config.hold = ENDLESS);
     let listener = daemon.host_listener(PORT.get());
     let mut guest = RawGuest::attach(&daemon.vms[0].socket);

@@ -430,7 +430,7 @@ fn a_poller_waits_for_sockets_and_descriptors() {
 }
 
 #[test]
-fn a_loan_that_could_not_be_sent_goes_back_once() {
+fn a_loan_that_could_not_be_sent_is_returned_once() {
     pair(
         Wait::Sleep,
         false,

@@ -126,7 +126,7 @@ fn raw_pair(hosted: &Hosted) -> (RawGuest, Stream) {
 }
 
 #[test]
-fn a_lease_lies_in_the_guests_memory_and_shows_what_the_guest_does_to_it() {
+fn a_lease_is_in_guest_memory_and_shows_later_writes_of_the_guest() {
     let hosted = Hosted::with_hold(1, Duration::from_secs(600));
     let (mut guest, stream) = raw_pair(&hosted);
     let at = hosting::raw_send(&mut guest, 5000, PORT.get(), b"hello");
@@ -254,7 +254,7 @@ fn a_silent_guest_times_out_a_refusing_one_refuses_and_an_absent_one_is_unreacha
 }
 
 #[test]
-fn a_guest_that_goes_before_it_answers_is_gone() {
+fn a_front_end_that_disconnects_during_a_connect_resets_it() {
     let hosted = Hosted::new();
     let mut guest = hosted.raw_guest();
     thread::scope(|scope| {
@@ -373,7 +373,7 @@ fn a_reader_is_woken_by_a_shutdown_of_another_thread() {
 }
 
 #[test]
-fn a_host_refuses_memory_that_can_shrink_unless_told() {
+fn a_host_refuses_shrinkable_memory_unless_it_is_allowed() {
     let refused = |guest: Result<Driver, AttachError>| match guest {
         Err(AttachError::Frontend(FrontendError::Refused { request, .. })) => request,
         Err(error) => panic!("{error}"),

@@ -46,7 +46,7 @@ fn flood(guest: &mut Driver, id: zerosock::driver::StreamId, part: &[u8], least:
 }
 
 #[test]
-fn a_reader_that_never_reads_stops_nobody_else() {
+fn a_reader_that_never_reads_does_not_stop_others() {
     let hosted = Hosted::new();
     let mut guest = hosted.guest();
     let (stalled, _unread) = pair(&hosted, &mut guest);
@@ -77,7 +77,7 @@ fn a_reader_that_never_reads_stops_nobody_else() {
 }
 
 #[test]
-fn leases_that_are_never_dropped_stop_nobody_else() {
+fn leases_that_are_never_dropped_do_not_stop_others() {
     let hosted = Hosted::new();
     let mut guest = hosted.guest();
     let (hoarded, hoarder) = pair(&hosted, &mut guest);
@@ -201,7 +201,7 @@ fn memory_kept_by_torn_leases_is_capped() {
 }
 
 #[test]
-fn a_guest_with_many_connections_that_nobody_reads_loses_those_with_most() {
+fn unread_connections_with_most_copies_are_reset_at_the_limit() {
     const MOST: usize = 1 << 20;
     let hosted = Hosted::tuned(|builder| builder.queue_pairs(1).max_copied(MOST));
     let mut guest = hosted.guest();
@@ -295,7 +295,7 @@ fn a_quarter_of_the_buffers_is_never_lent() {
 }
 
 #[test]
-fn hostile_lengths_reach_nobody() {
+fn packets_with_invalid_lengths_are_not_delivered() {
     let hosted = Hosted::new();
     let listener = hosted.listen(PORT, 4).unwrap();
     let mut guest = hosted.raw_guest();
@@ -337,7 +337,7 @@ fn hostile_lengths_reach_nobody() {
 }
 
 #[test]
-fn a_guest_that_rewrites_payload_header_and_ring_under_a_lease_harms_nobody() {
+fn a_guest_that_rewrites_payload_header_and_ring_under_a_lease_affects_only_itself() {
     let hosted = Hosted::with(2, zerosock::vsock::Wait::Sleep);
     let listener = hosted.listen(PORT, 4).unwrap();
     let mut neighbour = hosted.guest_of(1);

@@ -86,7 +86,7 @@ fn skip() -> bool {
 }
 
 #[test]
-fn packets_that_break_the_rules_are_dropped_counted_and_harm_nobody() {
+fn malformed_packets_are_dropped_and_counted_without_effect_on_others() {
     if skip() {
         return;
     }
@@ -224,7 +224,7 @@ fn more_payload_than_credit_resets_that_connection_alone() {
 }
 
 #[test]
-fn chains_that_break_the_rules_are_returned_counted_and_harm_nobody() {
+fn malformed_chains_are_returned_and_counted_without_effect_on_others() {
     if skip() {
         return;
     }
@@ -302,7 +302,7 @@ fn chains_that_break_the_rules_are_returned_counted_and_harm_nobody() {
 }
 
 #[test]
-fn receive_buffers_that_break_the_rules_are_returned_and_harm_nobody() {
+fn malformed_receive_buffers_are_returned_without_effect_on_others() {
     if skip() {
         return;
     }
@@ -368,7 +368,7 @@ fn receive_buffers_that_break_the_rules_are_returned_and_harm_nobody() {
 }
 
 #[test]
-fn an_index_that_jumps_costs_that_vm_alone() {
+fn an_invalid_index_affects_only_its_vm() {
     if skip() {
         return;
     }
@@ -397,7 +397,7 @@ fn an_index_that_jumps_costs_that_vm_alone() {
 }
 
 #[test]
-fn a_thread_that_scribbles_over_the_rings_harms_nobody() {
+fn a_thread_that_writes_random_bytes_into_the_rings_affects_only_its_vm() {
     if skip() {
         return;
     }
@@ -475,7 +475,7 @@ fn a_thread_that_scribbles_over_the_rings_harms_nobody() {
 }
 
 #[test]
-fn control_messages_that_break_the_rules_cost_that_session_alone() {
+fn malformed_control_messages_end_only_their_session() {
     if skip() {
         return;
     }

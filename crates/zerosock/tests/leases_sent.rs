@@ -106,7 +106,7 @@ fn a_lease_on_a_peers_memory_goes_to_a_socket_from_there() {
 }
 
 #[test]
-fn a_buffer_of_a_peer_is_not_its_again_before_it_was_sent() {
+fn a_peers_buffer_is_returned_only_after_it_was_sent() {
     let (ours, theirs, _going) = connection();
     (&theirs).write_all(b"these bytes stay").expect("a packet");
     let lease = ours.recv().expect("a connection").expect("a packet");

@@ -292,7 +292,7 @@ fn the_memory_table_comes_again_in_the_middle_of_traffic() {
 }
 
 #[test]
-fn half_a_message_and_silence_leave_the_data_path_alone() {
+fn an_incomplete_control_message_does_not_stop_the_data_path() {
     let daemon = TestDaemon::new();
     let mut guest = daemon.guest_of(0, |config| {
         // It leaves without an answer.
@@ -311,7 +311,7 @@ fn half_a_message_and_silence_leave_the_data_path_alone() {
 }
 
 #[test]
-fn memory_that_vanishes_costs_that_vm_alone() {
+fn memory_that_vanishes_affects_only_its_vm() {
     let daemon = TestDaemon::with(2, |_| {});
     let Some(_) = daemon.stats() else { return };
     let mut other = daemon.guest_of(1, |_| {});

@@ -50,7 +50,7 @@ fn memory(len: u64) -> OwnedFd {
 
 /// Half of the address space that a process has.
 #[test]
-fn a_sparse_file_as_large_as_the_address_space_is_refused_and_the_neighbour_goes_on() {
+fn a_sparse_file_as_large_as_the_address_space_is_refused_without_effect_on_the_neighbour() {
     const LEN: u64 = 1 << 46;
     let daemon = TestDaemon::with(2, |_| {});
     let _listener = daemon.host_listener(700);

@@ -230,7 +230,7 @@ fn an_endpoint_with_named_ports_listens_on_those_alone() {
 
 /// The peer exists, and no thread runs it.
 #[test]
-fn a_connect_waits_as_long_as_its_socket_was_told() {
+fn a_connect_waits_for_the_timeout_of_its_socket() {
     // Others of this host wait longer than the test does.
     let hosted = Hosted::tuned(|builder| builder.connect_timeout(2 * common::PATIENCE));
     let _guest = hosted.guest();

@@ -129,9 +129,11 @@ fn a_stalled_guest_reader_stops_none_of_the_others() {
     let mut streams = Vec::new();
     for _ in 0..6 {
         let stream = guest.wait_accept(Port::new(1000), deadline()).unwrap();
-        let mut who = [0u8; 1];
-        guest.wait_recv_exact(stream, &mut who, deadline()).unwrap();
-        streams.push((stream, u64::from(who[0]), Vec::new()));
+        let mut seed = [0u8; 1];
+        guest
+            .wait_recv_exact(stream, &mut seed, deadline())
+            .unwrap();
+        streams.push((stream, u64::from(seed[0]), Vec::new()));
     }
     let (stalled, others) = streams.split_first_mut().unwrap();
     for (stream, seed, got) in others {
@@ -312,7 +314,7 @@ fn a_close_against_a_full_socket_loses_nothing() {
             .wait_recv_exact(marker, &mut byte, deadline())
             .unwrap();
         if let Some(stats) = daemon.stats() {
-            assert_eq!((stats.joins_now, stats.timers_now), (2, timers));
+            assert_eq!((stats.bridges_now, stats.timers_now), (2, timers));
         }
     };
     guest.shutdown(stream, How::BOTH);
@@ -330,12 +332,12 @@ fn a_close_against_a_full_socket_loses_nothing() {
     eventually_with(&mut guest, "all read", |_| reader.is_finished());
     assert_bytes(&reader.join().unwrap(), &want[..sent]);
     eventually_with(&mut guest, "nothing is left of it", |_| {
-        daemon.stats().is_none_or(|stats| stats.joins_now == 1)
+        daemon.stats().is_none_or(|stats| stats.bridges_now == 1)
     });
 }
 
 #[test]
-fn connections_above_the_cap_are_refused_and_come_back_when_others_end() {
+fn connections_above_the_cap_are_refused_until_others_end() {
     let daemon = TestDaemon::with(1, |config| config.max_connections = Some(4));
     let Some(_) = daemon.stats() else { return };
     let mut guest = daemon.guest();

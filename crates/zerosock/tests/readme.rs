@@ -44,7 +44,7 @@ fn zero_copy(socket: TcpStream, bytes: Bytes, lease: OwnedLease) -> Result<(), B
 }
 
 #[test]
-fn the_readme_shows_what_compiles() {
+fn the_examples_of_the_readme_compile() {
     let between = |text: &'static str, from: &str, to: &str| -> Vec<Vec<&'static str>> {
         let blocks = text.split(from).skip(1);
         let blocks = blocks.map(|rest| rest.split(to).next().unwrap().trim_end());

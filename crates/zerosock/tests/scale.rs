@@ -112,16 +112,16 @@ fn greet(guests: &mut [Driver; 2], all: &[(StreamId, StreamId)]) {
 fn now(daemon: &TestDaemon) -> [u64; 4] {
     let Stats {
         connections_now,
-        joins_now,
+        bridges_now,
         timers_now,
         ports_now,
         ..
     } = daemon.stats().unwrap();
-    [connections_now, joins_now, timers_now, ports_now]
+    [connections_now, bridges_now, timers_now, ports_now]
 }
 
 #[test]
-fn every_count_is_back_where_it_was_when_very_many_have_come_and_gone() {
+fn gauges_return_to_their_start_after_many_connections() {
     let daemon = TestDaemon::with(2, |config| config.max_connections = Some(131_072));
     let mut guests = [daemon.guest_of(0, |_| {}), daemon.guest_of(1, |_| {})];
     guests[1].listen(PORT, AT_A_TIME).unwrap();
@@ -192,7 +192,7 @@ fn nothing_is_left_of_connections_with_host_programs() {
 
 /// A guest that asks for connections without end, beside one that has a single one.
 #[test]
-fn a_guest_that_connects_without_end_gets_its_cap_and_its_neighbour_notices_nothing() {
+fn a_guest_that_keeps_connecting_is_capped_without_effect_on_its_neighbour() {
     const CAP: usize = 300;
     let daemon = TestDaemon::with(2, |config| config.max_connections = Some(CAP));
     let mut guests = [daemon.guest_of(0, |_| {}), daemon.guest_of(1, |_| {})];

@@ -229,7 +229,7 @@ fn reads_after_shutdown_read_give_the_end_at_once() {
 }
 
 #[test]
-fn what_was_shown_is_gone_after_shutdown_read() {
+fn shutdown_read_discards_bytes_returned_by_fill_buf() {
     let mut joined = streams();
     joined.guest.write_all(b"shown").unwrap();
     assert_eq!(joined.host.fill_buf().unwrap(), b"shown");
@@ -242,7 +242,7 @@ fn what_was_shown_is_gone_after_shutdown_read() {
 /// The peer's buffers are not held for a reader that will never come, neither those that were
 /// unread nor those of packets that crossed the shutdown.
 #[test]
-fn buffers_come_back_after_shutdown_read() {
+fn buffers_are_returned_after_shutdown_read() {
     let hosted = Hosted::with_hold(1, Duration::from_secs(3600));
     let listener = hosted.listen(PORT, 4).unwrap();
     let mut guest = hosted.raw_guest();
@@ -285,7 +285,7 @@ fn the_peer_s_end_is_seen_below_the_low_water_mark() {
 
 /// A blocking call of the same stream may go on sending.
 #[test]
-fn shutdown_read_tells_the_sender() {
+fn shutdown_read_is_reported_to_the_sender() {
     for host_first in [true, false] {
         let joined = streams();
         let (near, mut far) = joined.sides(host_first);

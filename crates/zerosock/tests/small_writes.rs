@@ -124,7 +124,7 @@ fn a_host_sends_no_more_packets_than_a_kernel_has_room_for_however_small() {
 }
 
 #[test]
-fn a_hosts_small_writes_that_coalesce_fill_a_buffer_that_nobody_reads() {
+fn coalesced_host_writes_fill_the_buffer_of_a_guest_that_does_not_read() {
     for piece in [1, 100, 129, 511, 2000] {
         let (mut hosted, mut kernel, stream) = kernel();
         stream.set_coalesce(true);
@@ -262,7 +262,7 @@ fn process() -> (Hosted, Endpoint, Stream, Stream) {
 }
 
 #[test]
-fn an_endpoints_small_writes_come_to_few_packets_while_nobody_reads() {
+fn small_writes_coalesce_into_few_packets_while_the_peer_does_not_read() {
     const LEN: usize = 100_000;
     let (_hosted, endpoint, near, mut far) = process();
     let all = bytes(9, LEN);
@@ -322,7 +322,7 @@ fn a_reader_with_a_high_low_water_mark_gets_its_bytes_in_small_packets() {
 /// A poller reports a stream writable while further bytes would wait with others, and reports it
 /// again when there is room again.
 #[test]
-fn a_poller_is_told_of_room_for_bytes_that_wait() {
+fn a_poller_reports_writable_when_waiting_bytes_fit() {
     use zerosock::vsock::{Poller, Readiness, Wait};
     const LEN: usize = 600_000;
     let (_hosted, _endpoint, near, mut far) = process();

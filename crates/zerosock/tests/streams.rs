@@ -161,7 +161,7 @@ fn the_hosts_end_of_file_leaves_the_other_way_open() {
 }
 
 #[test]
-fn the_guest_reads_no_more_and_the_host_gets_a_broken_pipe() {
+fn a_guest_that_shuts_down_receiving_gives_the_host_a_broken_pipe() {
     let daemon = TestDaemon::new();
     let (mut guest, stream, mut program) = joined(&daemon);
     guest.shutdown(stream, How::RECEIVE);
@@ -186,7 +186,7 @@ fn the_guest_reads_no_more_and_the_host_gets_a_broken_pipe() {
 }
 
 #[test]
-fn the_host_goes_away_and_the_guest_cannot_send() {
+fn a_guest_cannot_send_after_the_host_has_closed() {
     let daemon = TestDaemon::new();
     let (mut guest, stream, program) = joined(&daemon);
     drop(program);
@@ -199,7 +199,7 @@ fn the_host_goes_away_and_the_guest_cannot_send() {
 }
 
 #[test]
-fn a_host_that_nobody_serves_refuses_the_guest_at_once() {
+fn a_host_port_without_a_listener_refuses_the_guest_at_once() {
     // What is given up is refused as well, but beyond the patience of this test.
     let daemon = TestDaemon::with(1, |config| config.connect_timeout = 2 * common::PATIENCE);
     let mut guest = daemon.guest();
@@ -295,7 +295,7 @@ fn what_is_no_connect_line_is_closed() {
 }
 
 #[test]
-fn a_connect_line_that_never_comes_times_out_and_disturbs_nobody() {
+fn a_missing_connect_line_times_out_without_effect_on_others() {
     let daemon = TestDaemon::with(1, |config| {
         config.connect_timeout = Duration::from_millis(300)
     });

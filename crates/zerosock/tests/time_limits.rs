@@ -51,7 +51,7 @@ fn sockets_that_never_take_the_last_bytes_are_closed_and_others_are_served() {
     }
     eventually_with(&mut guest, "sockets closed", |_| {
         let stats = daemon.stats().unwrap();
-        stats.linger_timeouts == 3 && stats.joins_now == 0
+        stats.linger_timeouts == 3 && stats.bridges_now == 0
     });
     for (mut program, sent) in programs {
         let mut got = Vec::new();
@@ -88,7 +88,7 @@ fn a_full_backlog_costs_few_attempts_and_its_waiters_get_in_when_there_is_room()
     }
     eventually_with(&mut guest, "all over but the first", |_| {
         let stats = daemon.stats().unwrap();
-        stats.conns_added > WAITING && stats.joins_now == 1
+        stats.conns_added > WAITING && stats.bridges_now == 1
     });
     let tried = daemon.stats().unwrap().connect_retries;
     assert!(tried > 0 && tried < WAITING, "{tried} attempts");

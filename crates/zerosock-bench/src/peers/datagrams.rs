@@ -1,15 +1,15 @@
-//! Datagrams of zerosock, and UDP over the loopback interface. Both may lose datagrams, so both
-//! count what arrives.
+//! Datagrams of zerosock, and UDP over the loopback interface. Both may lose datagrams, so only
+//! delivered datagrams are counted.
 //!
-//! A measurement has lanes: each is a sender and a receiver with sockets and threads of their own.
-//! All senders are in one process, all receivers in the other. A receiver measures from its first
-//! datagram until its time is over, and counts each datagram with correct bytes and a number above
-//! that of the one before. A sender continues until well after the receivers have finished.
+//! A measurement has one or more pairs of a sender and a receiver, each with a socket and a thread
+//! of its own. All senders are in one process, all receivers in the other. A receiver measures from
+//! its first datagram until its time is over, and counts each datagram with correct bytes and a
+//! number above that of the one before. A sender continues until well after the receivers have
+//! finished.
 //!
-//! Every datagram is sent and received by one call, unless the order says `many`: zerosock then
-//! receives all available datagrams with one call ([`Datagram::recv_each`]). The standard library
-//! has no such call for UDP.
-//! call in the standard library, and goes on as it was.
+//! Each call sends or receives one datagram. With `many` in the order, zerosock receives all
+//! available datagrams with one call ([`Datagram::recv_each`]); the standard library has no such
+//! call for UDP.
 
 use std::io::ErrorKind;
 use std::net::{Ipv4Addr, UdpSocket};
@@ -44,34 +44,34 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// How much longer a sender runs than a receiver.
 const LONGER: Duration = Duration::from_millis(300);
 
-/// Variant of an order: the number of lanes, and whether receivers take many datagrams per call.
+/// Variant of an order: the number of pairs, and whether receivers take many datagrams per call.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct How {
-    lanes: usize,
+    pairs: usize,
     many: bool,
 }
 
 impl How {
     fn of(order: &Order) -> Result<How, Fault> {
         let how = order.how.as_deref().unwrap_or("1");
-        let (lanes, many) = match how.strip_suffix("-many") {
-            Some(lanes) => (lanes, true),
+        let (pairs, many) = match how.strip_suffix("-many") {
+            Some(pairs) => (pairs, true),
             None => (how, false),
         };
-        match lanes.parse() {
-            Ok(lanes @ 1..=256) => Ok(How { lanes, many }),
-            _ => Err(format!("how={how}: 1 to 256 lanes")),
+        match pairs.parse() {
+            Ok(pairs @ 1..=256) => Ok(How { pairs, many }),
+            _ => Err(format!("how={how}: 1 to 256 pairs")),
         }
     }
 }
 
-/// The sending end of a lane.
+/// The sender of a pair.
 trait Sender: Send {
     /// False when the send timed out or the receiver has closed.
     fn send(&mut self, bytes: &[u8]) -> Result<bool, Fault>;
 }
 
-/// The receiving end of a lane.
+/// The receiver of a pair.
 trait Receiver: Send {
     /// Waits for a limited time and passes on what has arrived; returns the number of datagrams.
     fn recv(&mut self, look: &mut dyn FnMut(&[u8])) -> Result<u64, Fault>;
@@ -83,26 +83,28 @@ pub(crate) fn work(order: &Order, ours: bool) -> Result<(), Fault> {
     match (order.job, ours) {
         (Job::Receive, true) => {
             let base = PathBuf::from(&order.place);
-            let mut hosts: Vec<_> = (0..how.lanes)
-                .map(|lane| OurReceiver::new(&base, lane, order, how.many))
+            let mut hosts: Vec<_> = (0..how.pairs)
+                .map(|index| OurReceiver::new(&base, index, order, how.many))
                 .collect::<Result<_, _>>()?;
-            worker::say_open(&order.place)?;
+            worker::announce_open(&order.place)?;
             // A host makes progress during calls: accept the senders in the order in which they
             // connect.
-            hosts.iter_mut().try_for_each(OurReceiver::meet)?;
+            hosts
+                .iter_mut()
+                .try_for_each(OurReceiver::wait_for_sender)?;
             receive_all(hosts, order)
         }
         (Job::Receive, false) => {
-            let sockets: Vec<_> = (0..how.lanes)
+            let sockets: Vec<_> = (0..how.pairs)
                 .map(|_| Udp::receiver(order))
                 .collect::<Result<_, _>>()?;
             let ports: Vec<String> = sockets.iter().map(Udp::port).collect::<Result<_, _>>()?;
-            worker::say_open(&ports.join(","))?;
+            worker::announce_open(&ports.join(","))?;
             receive_all(sockets, order)
         }
         (Job::Send, true) => {
             let base = PathBuf::from(order.destination()?);
-            let senders = (0..how.lanes).map(|lane| OurSender::new(&base, lane, order));
+            let senders = (0..how.pairs).map(|index| OurSender::new(&base, index, order));
             send_all(senders.collect::<Result<Vec<_>, _>>()?, order)
         }
         (Job::Send, false) => {
@@ -123,11 +125,11 @@ fn receive_all<R: Receiver>(receivers: Vec<R>, order: &Order) -> Result<(), Faul
                 .collect();
             let done = threads.into_iter().map(|thread| match thread.join() {
                 Ok(outcome) => outcome,
-                Err(_) => Err("a lane panicked".to_owned()),
+                Err(_) => Err("a thread panicked".to_owned()),
             });
             done.collect::<Result<Vec<_>, _>>()
         })?;
-        // The measured times of the lanes differ by one tick at most.
+        // The measured times of the pairs differ by one tick at most.
         let time = outcomes.iter().map(|outcome| outcome.nanoseconds).max();
         Ok(Outcome {
             messages: outcomes.iter().map(|outcome| outcome.messages).sum(),
@@ -153,7 +155,7 @@ fn send_all<S: Sender>(senders: Vec<S>, order: &Order) -> Result<(), Fault> {
                 .collect();
             let done = threads.into_iter().map(|thread| match thread.join() {
                 Ok(sent) => sent,
-                Err(_) => Err("a lane panicked".to_owned()),
+                Err(_) => Err("a thread panicked".to_owned()),
             });
             done.collect::<Result<Vec<_>, _>>()
         })?;
@@ -201,7 +203,7 @@ fn receive(mut receiver: impl Receiver, order: &Order) -> Result<Outcome, Fault>
     let give_up = Instant::now() + PATIENCE;
     while receiver.recv(&mut look)? == 0 {
         if Instant::now() > give_up {
-            return Err("nothing arrives".to_owned());
+            return Err("no datagram has arrived in time".to_owned());
         }
     }
     let first = Instant::now();
@@ -219,7 +221,8 @@ fn receive(mut receiver: impl Receiver, order: &Order) -> Result<Outcome, Fault>
         }
     }
     if messages == 0 {
-        // The receiver got no processor time while the senders ran: the figure includes the warm-up.
+        // The receiver got no processor time while the senders ran: the figure includes the
+        // warm-up.
         (messages, start) = (of_warm_up, first);
     }
     let nanoseconds = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
@@ -243,7 +246,7 @@ fn check(bytes: &[u8], len: usize, next: u64) -> Result<u64, Fault> {
     check.part(rest);
     check.finish()?;
     if number < next {
-        return Err(format!("datagram {number} came again, or too late"));
+        return Err(format!("datagram {number} is a duplicate or out of order"));
     }
     Ok(number)
 }
@@ -257,7 +260,7 @@ struct Udp {
 impl Udp {
     fn new(order: &Order) -> Result<Udp, Fault> {
         if order.wait == Wait::Spin {
-            return Err("the loopback interface sleeps".to_owned());
+            return Err("UDP sockets have no spinning mode".to_owned());
         }
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).map_err(text)?;
         set_socket_send_buffer_size(&socket, SEND_BUFFER as usize / 2).map_err(text)?;
@@ -327,10 +330,10 @@ struct OurReceiver {
 }
 
 impl OurReceiver {
-    fn new(base: &Path, lane: usize, order: &Order, many: bool) -> Result<OurReceiver, Fault> {
+    fn new(base: &Path, index: usize, order: &Order, many: bool) -> Result<OurReceiver, Fault> {
         let mut builder = Host::builder()
             .wait(wait(order))
-            .attach(base.join(format!("attach{lane}")));
+            .attach(base.join(format!("attach{index}")));
         if let Some(trust) = trust() {
             builder = builder.trust_processes(trust);
         }
@@ -349,11 +352,11 @@ impl OurReceiver {
 
 impl OurReceiver {
     /// Waits for the empty datagram with which the sender announces itself.
-    fn meet(&mut self) -> Result<(), Fault> {
+    fn wait_for_sender(&mut self) -> Result<(), Fault> {
         let give_up = Instant::now() + PATIENCE;
         while self.recv(&mut |_| {})? == 0 {
             if Instant::now() > give_up {
-                return Err("the sender does not come".to_owned());
+                return Err("the sender has not announced itself in time".to_owned());
             }
         }
         Ok(())
@@ -394,8 +397,8 @@ struct OurSender {
 }
 
 impl OurSender {
-    fn new(base: &Path, lane: usize, order: &Order) -> Result<OurSender, Fault> {
-        let path = base.join(format!("attach{lane}"));
+    fn new(base: &Path, index: usize, order: &Order) -> Result<OurSender, Fault> {
+        let path = base.join(format!("attach{index}"));
         let deadline = Instant::now() + PATIENCE;
         let endpoint = loop {
             let mut builder = Endpoint::builder().wait(wait(order)).queue_size(QUEUE);
@@ -458,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_datagram_is_no_fault_and_a_damaged_or_doubled_one_is() {
+    fn check_accepts_gaps_and_rejects_damaged_or_repeated_datagrams() {
         assert_eq!(check(&datagram(5, 64), 64, 5), Ok(5));
         assert_eq!(check(&datagram(9, 64), 64, 5), Ok(9), "some were lost");
         assert!(check(&datagram(4, 64), 64, 5).is_err());
@@ -472,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn a_way_is_lanes_and_perhaps_many() {
+    fn how_is_a_number_of_pairs_with_an_optional_suffix_many() {
         let order = |how: Option<&str>| Order {
             peer: String::new(),
             job: Job::Send,
@@ -486,7 +489,7 @@ mod tests {
             to: None,
             how: how.map(str::to_owned),
         };
-        let how = |lanes, many| Ok(How { lanes, many });
+        let how = |pairs, many| Ok(How { pairs, many });
         assert_eq!(How::of(&order(None)), how(1, false));
         assert_eq!(How::of(&order(Some("4"))), how(4, false));
         assert_eq!(How::of(&order(Some("2-many"))), how(2, true));

@@ -25,10 +25,10 @@ pub(crate) struct How {
 enum Way {
     /// Copies into a buffer.
     Copies,
-    /// Takes leases for a whole piece at once.
+    /// Takes leases of a whole piece at once (`recv`).
     Leases,
-    /// Reads each packet in place, one after another.
-    Shows,
+    /// Reads each packet in place in a callback (`recv_each`).
+    Callback,
 }
 
 impl FromStr for How {
@@ -40,8 +40,8 @@ impl FromStr for How {
             COPY_UNTOUCHED => (Way::Copies, false),
             IN_PLACE => (Way::Leases, true),
             IN_PLACE_UNTOUCHED => (Way::Leases, false),
-            SHOWN => (Way::Shows, true),
-            _ => return Err(format!("how={word}: no way to dequeue")),
+            SHOWN => (Way::Callback, true),
+            _ => return Err(format!("how={word}: unknown way to dequeue")),
         };
         Ok(How { way, touches })
     }
@@ -71,8 +71,8 @@ pub(crate) fn run(stream: &Stream, how: How, order: &Order) -> Result<Outcome, F
         stream,
         how,
         buffer: vec![0; order.size],
-        rest: None,
-        left: Vec::new(),
+        leftover_lease: None,
+        leftover_bytes: Vec::new(),
     };
     run_with(&mut receiver, order)
 }
@@ -87,14 +87,14 @@ pub(crate) fn run_with(receiver: &mut impl Dequeue, order: &Order) -> Result<Out
     let begin = Instant::now();
     let mut start = None;
     loop {
-        let there = Instant::now();
+        let available = Instant::now();
         let seen = receiver.dequeue(number, order.size)?;
         let done = Instant::now();
         number += 1;
-        if start.is_some() || there - begin >= order.warm || seen == Seen::Last {
-            let start = *start.get_or_insert(there);
+        if start.is_some() || available - begin >= order.warm || seen == Seen::Last {
+            let start = *start.get_or_insert(available);
             outcome.messages += 1;
-            busy += done - there;
+            busy += done - available;
             if seen == Seen::Last {
                 outcome.nanoseconds = nanoseconds(done - start);
                 outcome.busy = Some(nanoseconds(busy));
@@ -113,20 +113,20 @@ struct Receiver<'s> {
     stream: &'s Stream,
     how: How,
     buffer: Vec<u8>,
-    /// Bytes after the last piece in the same lease: a lease of copied bytes may cover several
-    /// packets.
-    rest: Option<Part<'s>>,
-    /// The same for packets read in place.
-    left: Vec<u8>,
+    /// The part of the last lease that belongs to the next piece: a lease of copied bytes may cover
+    /// several packets.
+    leftover_lease: Option<LeasePart<'s>>,
+    /// The bytes of the last packet that belong to the next piece, for [`Way::Callback`].
+    leftover_bytes: Vec<u8>,
 }
 
 /// The bytes of a lease from `at` on.
-struct Part<'s> {
+struct LeasePart<'s> {
     lease: Lease<'s>,
     at: usize,
 }
 
-impl Part<'_> {
+impl LeasePart<'_> {
     fn len(&self) -> usize {
         self.lease.len() - self.at
     }
@@ -136,9 +136,10 @@ impl Dequeue for Receiver<'_> {
     /// Reads only the first byte of each packet. Lowers the mark meanwhile: it counts bytes that
     /// are not yet dequeued.
     fn wait(&mut self, len: usize) -> Result<(), Fault> {
-        let rest = self.rest.as_ref().map_or(self.left.len(), Part::len);
-        if rest < len {
-            let low_water = u32::try_from(len - rest).map_err(|_| "too large a message")?;
+        let leftover = self.leftover_lease.as_ref();
+        let leftover = leftover.map_or(self.leftover_bytes.len(), LeasePart::len);
+        if leftover < len {
+            let low_water = u32::try_from(len - leftover).map_err(|_| "too large a message")?;
             self.stream.set_low_water(low_water).map_err(text)?;
             self.stream.peek(&mut [0]).map_err(text)?;
             self.stream.set_low_water(1).map_err(text)?;
@@ -147,8 +148,8 @@ impl Dequeue for Receiver<'_> {
     }
 
     fn dequeue(&mut self, number: u64, len: usize) -> Result<Seen, Fault> {
-        if self.how.way == Way::Shows {
-            return self.show(number, len);
+        if self.how.way == Way::Callback {
+            return self.read_in_callback(number, len);
         }
         if self.how.way == Way::Copies {
             let mut stream = self.stream;
@@ -158,16 +159,16 @@ impl Dequeue for Receiver<'_> {
                 check.part(&self.buffer);
                 check.finish()
             } else {
-                name(number, &self.buffer)
+                check_name(number, &self.buffer)
             };
         }
         // Holds all leases of the piece at once, as a program would.
         let mut parts = Vec::with_capacity(len.div_ceil(4096));
         let mut held = 0;
         while held < len {
-            let part = match self.rest.take() {
-                Some(rest) => rest,
-                None => Part {
+            let part = match self.leftover_lease.take() {
+                Some(leftover) => leftover,
+                None => LeasePart {
                     lease: self.stream.recv().map_err(text)?.ok_or("end of file")?,
                     at: 0,
                 },
@@ -175,19 +176,19 @@ impl Dequeue for Receiver<'_> {
             held += part.len();
             parts.push(part);
         }
-        let verdict = self.look(&parts, number, len)?;
+        let seen = self.check_leases(&parts, number, len)?;
         if let Some(mut last) = parts.pop().filter(|_| held > len) {
             last.at = last.lease.len() - (held - len);
-            self.rest = Some(last);
+            self.leftover_lease = Some(last);
         }
-        Ok(verdict)
+        Ok(seen)
     }
 }
 
 impl Receiver<'_> {
-    fn show(&mut self, number: u64, len: usize) -> Result<Seen, Fault> {
+    fn read_in_callback(&mut self, number: u64, len: usize) -> Result<Seen, Fault> {
         let mut check = Check::new(number, len);
-        let mut left = std::mem::take(&mut self.left);
+        let mut left = std::mem::take(&mut self.leftover_bytes);
         let now = left.len().min(len);
         check.part(&left[..now]);
         left.drain(..now);
@@ -208,16 +209,21 @@ impl Receiver<'_> {
                 return Err("end of file".to_owned());
             }
         }
-        self.left = left;
+        self.leftover_bytes = left;
         check.finish()
     }
 
-    fn look(&mut self, parts: &[Part<'_>], number: u64, len: usize) -> Result<Seen, Fault> {
+    fn check_leases(
+        &mut self,
+        parts: &[LeasePart<'_>],
+        number: u64,
+        len: usize,
+    ) -> Result<Seen, Fault> {
         if !self.how.touches {
             let first = parts.first().ok_or("an empty message")?;
             let mut bytes = [0; NAME];
             first.lease.copy_to(first.at, &mut bytes);
-            return name(number, &bytes);
+            return check_name(number, &bytes);
         }
         let mut check = Check::new(number, len);
         for part in parts {
@@ -242,8 +248,8 @@ impl Receiver<'_> {
 
 const PART: usize = 8 << 10;
 
-/// Checks only the first bytes of a message.
-fn name(number: u64, bytes: &[u8]) -> Result<Seen, Fault> {
+/// Checks only the first [`NAME`] bytes of a message.
+fn check_name(number: u64, bytes: &[u8]) -> Result<Seen, Fault> {
     let mut check = Check::new(number, NAME);
     check.part(&bytes[..NAME.min(bytes.len())]);
     check.finish()

@@ -22,7 +22,7 @@ const PACKET: u32 = 64 << 10;
 /// Largest number of unread bytes in flight to this side.
 pub(crate) const WINDOW: u32 = 4 << 20;
 
-/// Queue entries and window (bytes) that suit the traffic of an order.
+/// Queue entries and window (bytes) for the traffic of an order.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct Tuning {
     queue_size: u16,
@@ -51,9 +51,8 @@ const PART: usize = 8 << 10;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Description for the tables.
-pub(crate) const HOW: &str = "zerosock: one process has the device in itself, the other is attached \
-    to it; both have declared trust in each other, which the peers have implicitly. Buffers of \
-    64 KiB.";
+pub(crate) const HOW: &str = "zerosock: one process embeds the device, the other is attached to it; \
+    both have declared trust in each other, which the other contestants imply. Buffers of 64 KiB.";
 
 /// Whether this build supports the contestant.
 pub(crate) fn available() -> Result<(), String> {
@@ -104,7 +103,7 @@ fn join(order: &Order) -> Result<Ours, Fault> {
         order.destination()?
     };
     let socket = Path::new(place).join("attach");
-    let end;
+    let endpoint_here;
     let stream;
     if is_open != to_guest {
         let mut builder = Host::builder()
@@ -117,23 +116,23 @@ fn join(order: &Order) -> Result<Ours, Fault> {
         let host = builder.start().map_err(text)?;
         let listener = host.listen(PORT, 2).map_err(text)?;
         if is_open {
-            worker::say_open(place)?;
+            worker::announce_open(place)?;
         }
         stream = listener.accept_timeout(PATIENCE).map_err(text)?.0;
-        end = End::Host {
+        endpoint_here = LocalEndpoint::Host {
             _host: host,
             listener,
         };
     } else {
         if is_open {
-            worker::say_open(place)?;
+            worker::announce_open(place)?;
         }
         let endpoint = retry(|| attach(&socket, wait, tuning))?;
         stream = connect(&endpoint)?;
-        end = End::Process { endpoint };
+        endpoint_here = LocalEndpoint::Process { endpoint };
     }
     Ok(Ours {
-        end,
+        endpoint: endpoint_here,
         ..Ours::over(stream)
     })
 }
@@ -159,7 +158,7 @@ fn connect(endpoint: &Endpoint) -> Result<Stream, Fault> {
     })
 }
 
-/// Repeats `attempt` until it succeeds or [`PATIENCE`] is over: the host may not listen yet.
+/// Repeats `attempt` until it succeeds or [`PATIENCE`] has passed: the host may not listen yet.
 fn retry<T>(mut attempt: impl FnMut() -> Result<T, Fault>) -> Result<T, Fault> {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -170,8 +169,8 @@ fn retry<T>(mut attempt: impl FnMut() -> Result<T, Fault>) -> Result<T, Fault> {
     }
 }
 
-/// The endpoint of this side.
-enum End {
+/// The endpoint of this process.
+enum LocalEndpoint {
     Host {
         _host: Host,
         listener: Listener,
@@ -179,14 +178,14 @@ enum End {
     Process {
         endpoint: Endpoint,
     },
-    /// The caller keeps the endpoint.
-    Caller,
+    /// The caller of [`Ours::over`] owns the endpoint.
+    CallerOwned,
 }
 
 /// A stream and the endpoint that keeps it open.
 pub(crate) struct Ours {
     stream: Stream,
-    end: End,
+    endpoint: LocalEndpoint,
     /// A buffer of [`PART`] bytes, for bytes that are copied.
     part: Vec<u8>,
     /// Check of a message that is partly received.
@@ -194,11 +193,11 @@ pub(crate) struct Ours {
 }
 
 impl Ours {
-    /// Uses a stream whose endpoint the caller keeps.
+    /// Uses a stream of an endpoint that the caller owns.
     pub(crate) fn over(stream: Stream) -> Ours {
         Ours {
             stream,
-            end: End::Caller,
+            endpoint: LocalEndpoint::CallerOwned,
             part: vec![0; PART],
             partial: None,
         }
@@ -210,10 +209,14 @@ impl Ours {
 
     /// Makes a second connection; the other side must do so too.
     fn connect_second(&self) -> Result<Stream, Fault> {
-        match &self.end {
-            End::Host { listener, .. } => Ok(listener.accept_timeout(PATIENCE).map_err(text)?.0),
-            End::Process { endpoint } => connect(endpoint),
-            End::Caller => Err("no second connection: the caller keeps the endpoint".to_owned()),
+        match &self.endpoint {
+            LocalEndpoint::Host { listener, .. } => {
+                Ok(listener.accept_timeout(PATIENCE).map_err(text)?.0)
+            }
+            LocalEndpoint::Process { endpoint } => connect(endpoint),
+            LocalEndpoint::CallerOwned => {
+                Err("no second connection: the caller owns the endpoint".to_owned())
+            }
         }
     }
 }

@@ -23,7 +23,7 @@ pub(crate) fn join(order: &Order) -> Result<Bytes<File, File>, Fault> {
             mknodat(CWD, place.join(name), FileType::Fifo, mode, 0)
                 .map_err(|error| format!("mkfifo: {error}"))?;
         }
-        worker::say_open(&order.place)?;
+        worker::announce_open(&order.place)?;
         let input = File::open(place.join(THERE)).map_err(open)?;
         let output = write_end(&place.join(BACK))?;
         Ok(Bytes::new(input, output, order.size))

@@ -13,7 +13,7 @@ pub(crate) fn join(order: &Order) -> Result<Bytes<TcpStream, TcpStream>, Fault> 
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
         let listener = listener.map_err(|error| format!("bind: {error}"))?;
         let address = listener.local_addr().map_err(|error| error.to_string())?;
-        worker::say_open(&address.to_string())?;
+        worker::announce_open(&address.to_string())?;
         let accepted = listener.accept();
         accepted.map_err(|error| format!("accept: {error}"))?.0
     } else {

@@ -22,7 +22,7 @@ pub(crate) fn join(order: &Order) -> Result<Bytes<UnixStream, UnixStream>, Fault
     let stream = if order.job.is_open() {
         let path = Path::new(&order.place).join("socket");
         let listener = UnixListener::bind(&path).map_err(|error| format!("bind: {error}"))?;
-        worker::say_open(&path.to_string_lossy())?;
+        worker::announce_open(&path.to_string_lossy())?;
         let accepted = listener.accept();
         accepted.map_err(|error| format!("accept: {error}"))?.0
     } else {

@@ -1,7 +1,8 @@
 //! Datagrams from process to process: ours beside UDP over the loopback interface.
 //!
-//! Only delivered datagrams with correct number and content count; lost ones do not. One sender,
-//! and one for each core; both sides sleep, and in rows of their own zerosock spins.
+//! The figure is the rate of delivered datagrams with the expected number and content; lost ones do
+//! not count. Each size is measured with one sender, and with one sender per core. Both sides
+//! sleep; separate rows measure zerosock spinning.
 
 use crate::args::Settings;
 use crate::pair::{self, Cores, Task};
@@ -23,21 +24,22 @@ const SIZES: [(usize, &str); 4] = [
     (32 << 10, "32 KiB"),
 ];
 
-/// How zerosock waits, and whether its receivers take many datagrams per call.
-const WAYS: [(&str, Wait, bool); 3] = [
+/// zerosock's variants: name of the row, how both sides wait, and whether a receiver calls
+/// `recv_each`, which takes many datagrams per call.
+const VARIANTS: [(&str, Wait, bool); 3] = [
     ("sleeping", Wait::Sleep, false),
     ("sleeping, recv_each", Wait::Sleep, true),
     ("ours spinning, recv_each", Wait::Spin, true),
 ];
 
-const METHOD: &str = "Two processes. Every datagram is sent with a call of its own, and received with \
-    one but in the rows named recv_each; UDP always so. Send buffers are equal, 212992 bytes. UDP has \
-    the largest receive buffer that the system gives, ours has 1 MiB. Senders write every byte and \
-    receivers check every byte and the order; only datagrams that arrived within the time count. \
-    zerosock: the receiving process has the device in itself (Host), the sending one is attached to \
-    it (Endpoint), both have declared trust; each sender has an endpoint, a queue of 1024 entries \
-    and a thread of its own, each receiver a host and a thread. Of several senders no side is \
-    pinned.";
+const METHOD: &str = "Two processes. Each call sends or receives one datagram, except in the rows \
+    named recv_each, where zerosock's receiver takes all available datagrams per call. Send buffers \
+    are equal, 212992 bytes. UDP has the largest receive buffer that the system grants, zerosock has \
+    1 MiB. Senders write every byte; receivers check every byte and the order. Only datagrams that \
+    arrived within the time count. zerosock: the receiving process embeds the device (Host), the \
+    sending one is attached to it (Endpoint), and both have declared trust; each sender has an \
+    endpoint, a queue of 1024 entries and a thread of its own, each receiver a host and a thread. \
+    With several senders, no process is pinned to a core.";
 
 /// Measures the table.
 pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
@@ -50,18 +52,21 @@ pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
         missing: Vec::new(),
     };
     let all = std::thread::available_parallelism().map_or(1, usize::from);
-    let nobody = Cores {
+    let unpinned = Cores {
         sender: None,
         receiver: None,
     };
-    let mut lanes = vec![(1, "one sender".to_owned(), cores)];
+    let mut sender_counts = vec![(1, "one sender".to_owned(), cores)];
     if all > 1 {
-        lanes.push((all, format!("{all} senders"), nobody));
+        sender_counts.push((all, format!("{all} senders"), unpinned));
     }
-    for (count, lanes, cores) in &lanes {
+    for (count, senders, cores) in &sender_counts {
         for (size, size_name) in SIZES {
-            let name = |way: &str| format!("{size_name}, {lanes}, {way}");
-            if WAYS.iter().any(|(way, ..)| settings.wants(&name(way))) {
+            let name = |variant: &str| format!("{size_name}, {senders}, {variant}");
+            if VARIANTS
+                .iter()
+                .any(|(variant, ..)| settings.wants(&name(variant)))
+            {
                 measure(&mut table, settings, *cores, size, *count, &name);
             }
         }
@@ -74,17 +79,20 @@ fn measure(
     settings: &Settings,
     cores: Cores,
     size: usize,
-    lanes: usize,
+    senders: usize,
     name: &dyn Fn(&str) -> String,
 ) {
-    // Several pairs that spin would need two cores each.
-    let ways: Vec<_> = WAYS
+    // Each spinning sender and its receiver would need two cores.
+    let variants: Vec<_> = VARIANTS
         .iter()
-        .filter(|(way, wait, _)| settings.wants(&name(way)) && (lanes == 1 || *wait == Wait::Sleep))
+        .filter(|(variant, wait, _)| {
+            settings.wants(&name(variant)) && (senders == 1 || *wait == Wait::Sleep)
+        })
         .collect();
-    let udp = ways.len();
-    let outcomes = alternate(settings.rounds, udp + 1, |round, who| {
-        let (contestant, wait, many) = match ways.get(who) {
+    // UDP is the contestant after zerosock's variants.
+    let udp = variants.len();
+    let outcomes = alternate(settings.rounds, udp + 1, |round, index| {
+        let (contestant, wait, many) = match variants.get(index) {
             Some((_, wait, many)) => (Contestant::Datagrams, *wait, *many),
             None => (Contestant::Udp, Wait::Sleep, false),
         };
@@ -102,12 +110,12 @@ fn measure(
                 warm: settings.warm,
                 time: settings.time,
                 cores,
-                how: Some(how(lanes, many)),
+                how: Some(how(senders, many)),
             },
         )
     });
-    let figure = |who: usize| -> Result<Spread, String> {
-        let outcomes = outcomes.get(who).ok_or("not measured")?;
+    let figure = |index: usize| -> Result<Spread, String> {
+        let outcomes = outcomes.get(index).ok_or("not measured")?;
         let outcomes = outcomes.as_ref().map_err(Clone::clone)?.iter();
         let rates = outcomes.map(|outcome| rate(outcome, size)).collect();
         Spread::of(rates, DELIVERED.higher_is_better).ok_or_else(|| "no rounds".to_owned())
@@ -116,25 +124,25 @@ fn measure(
     if let Err(reason) = &peer {
         table.note_missing(Contestant::Udp.title(), reason);
     }
-    for (who, (way, ..)) in ways.iter().enumerate() {
+    for (index, (variant, ..)) in variants.iter().enumerate() {
         table.rows.push(Row {
-            name: name(way),
+            name: name(variant),
             metric: DELIVERED,
-            ours: figure(who),
+            ours: figure(index),
             peer_name: Contestant::Udp.title().to_owned(),
             peer: peer.clone(),
         });
     }
 }
 
-/// As the workers parse it.
-fn how(lanes: usize, many: bool) -> &'static str {
+/// The argument `how` of a worker: the number of senders, with `-many` for `recv_each`.
+fn how(senders: usize, many: bool) -> &'static str {
     let how = if many {
-        format!("{lanes}-many")
+        format!("{senders}-many")
     } else {
-        lanes.to_string()
+        senders.to_string()
     };
-    // A few words in the life of a program that measures.
+    // Leaks a few bytes per row of a short-lived program.
     Box::leak(how.into_boxed_str())
 }
 

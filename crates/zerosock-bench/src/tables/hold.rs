@@ -26,11 +26,11 @@ const DIRECTIONS: [(&str, [&str; 2]); 2] = [
     ("to guest", ["guest:beside", "guest:alone"]),
 ];
 
-const METHOD: &str = "Our figure is a connection's rate beside another one on the same device whose \
-    reader has leased all that its credit allows, in packets of 4 KiB, keeps every lease and has \
-    half of them under a reading. The peer is the same connection while nothing is sent on the \
-    other. Both are received by leases, one piece held at a time. Both sides spin, write and read \
-    every byte.";
+const METHOD: &str = "Two connections share a device. The reader of the second one has leased as much \
+    as its credit allows, in packets of 4 KiB, keeps every lease, and holds a read guard on half of \
+    them. The figure is the rate of the first connection meanwhile; the peer's is its rate while \
+    nothing is sent on the second. The first connection's receiver holds the leases of one piece at a \
+    time. Both sides spin, write and read every byte.";
 
 /// Measures the table.
 pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
@@ -61,11 +61,11 @@ fn measure(
     name: String,
     hows: [&'static str; 2],
 ) {
-    let outcomes = alternate(settings.rounds, hows.len(), |round, who| {
+    let outcomes = alternate(settings.rounds, hows.len(), |round, index| {
         if cores.sender.is_none() {
             return Err("two spinning sides need two cores".to_owned());
         }
-        let how = hows[who];
+        let how = hows[index];
         eprintln!("{name}: round {}, {how}", round + 1);
         let contestant = Contestant::Ours;
         pair::measure(
@@ -82,8 +82,8 @@ fn measure(
             },
         )
     });
-    let figure = |who: usize| -> Result<Spread, String> {
-        let outcomes = outcomes[who].as_ref().map_err(Clone::clone)?.iter();
+    let figure = |index: usize| -> Result<Spread, String> {
+        let outcomes = outcomes[index].as_ref().map_err(Clone::clone)?.iter();
         let rates = outcomes.map(|outcome| rate(outcome, size)).collect();
         Spread::of(rates, RATE.higher_is_better).ok_or_else(|| "no rounds".to_owned())
     };

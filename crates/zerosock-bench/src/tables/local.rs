@@ -31,12 +31,12 @@ const THROUGHPUT: Metric = Metric {
     higher_is_better: true,
 };
 
-/// Measurements made in turn, each contestant in every way it can wait.
+/// Measurements that alternate: each contestant, in each mode of waiting that it supports.
 #[derive(Clone, Copy, Debug)]
 struct Group {
     job: Job,
     size: usize,
-    /// The resulting rows: name, zerosock's way of waiting, the peer's, metric.
+    /// The resulting rows: name, zerosock's mode of waiting, the peer's, metric.
     rows: &'static [(&'static str, Wait, Wait, Metric)],
 }
 
@@ -104,10 +104,10 @@ const GROUPS: [Group; 6] = [
 
 const METHOD: &str = "Process to process. Each message is a packet, sample or write of its own; \
     both sides write and read every byte. Kernel sockets and pipes sleep, shared memory spins. \
-    Everybody has the longest buffers that it gains by: zerosock's queues have 1024 entries and a \
-    window of 8 MiB for messages of 4 KiB at most, 128 and 4 MiB for larger ones, 256 and 4 MiB \
-    for pings; Unix sockets as much as the system allows, up to 4 MiB; pipes 1 MiB; \
-    iceoryx2 1 MiB of samples, 4 to 4096 of them.";
+    Each contestant has the largest buffers that make it faster. zerosock: queues of 1024 entries and \
+    a window of 8 MiB for messages of at most 4 KiB, 128 entries and 4 MiB for larger ones, 256 \
+    entries and 4 MiB for pings. Unix sockets: as much as the system allows, up to 4 MiB. Pipes: \
+    1 MiB. iceoryx2: 1 MiB of samples, 4 to 4096 of them.";
 
 /// Measures the table.
 pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
@@ -133,7 +133,7 @@ fn measure(table: &mut Table, settings: &Settings, cores: Cores, group: &Group) 
         wanted.filter(|(name, ..)| settings.wants(name))
     };
     let is_ours = |contestant| contestant == Contestant::Ours;
-    // Contestants in the order of the rows, waiting as the row says.
+    // Contestants in the order of the rows, each with the mode of waiting of its row.
     let mut pairs: Vec<(Contestant, Wait)> = Vec::new();
     for (_, our_wait, their_wait, _) in rows() {
         for contestant in peers::ALL {
@@ -148,8 +148,8 @@ fn measure(table: &mut Table, settings: &Settings, cores: Cores, group: &Group) 
             }
         }
     }
-    let outcomes = alternate(settings.rounds, pairs.len(), |round, who| {
-        let (contestant, wait) = pairs[who];
+    let outcomes = alternate(settings.rounds, pairs.len(), |round, index| {
+        let (contestant, wait) = pairs[index];
         let program = contestant.program()?;
         if wait == Wait::Spin && cores.sender.is_none() {
             return Err("two spinning sides need two cores".to_owned());
@@ -175,8 +175,8 @@ fn measure(table: &mut Table, settings: &Settings, cores: Cores, group: &Group) 
             table.note_missing(contestant.title(), reason);
         }
     }
-    let figure = |who: (Contestant, Wait), metric: Metric| -> Result<Spread, String> {
-        let at = pairs.iter().position(|pair| *pair == who);
+    let figure = |pair: (Contestant, Wait), metric: Metric| -> Result<Spread, String> {
+        let at = pairs.iter().position(|measured| *measured == pair);
         let outcomes = at.and_then(|at| outcomes.get(at)).ok_or("not measured")?;
         let figures = outcomes.as_ref().map_err(Clone::clone)?.iter();
         let figures = figures.map(|outcome| value(outcome, metric, group.size));

@@ -28,45 +28,46 @@ pub(crate) fn pin(cpu: Option<usize>) -> Result<(), Fault> {
     sched_setaffinity(None, &set).map_err(|error| format!("pin to core {cpu}: {error}"))
 }
 
-/// Prints that the other side may connect, and the word by which it reaches this side.
-pub(crate) fn say_open(word: &str) -> Result<(), Fault> {
-    say(&format!("open {word}"))
+/// Prints that the other side may connect, and the address at which it reaches this side.
+pub(crate) fn announce_open(address: &str) -> Result<(), Fault> {
+    print_line(&format!("open {address}"))
 }
 
-/// Waits for the start line, works, and stays until the other side has finished.
+/// Waits for the start line, carries out the order, prints the outcome, and waits until the other
+/// side has finished.
 pub(crate) fn work(link: &mut impl Link, order: &Order) -> Result<(), Fault> {
     work_with(|| jobs::run(link, order))
 }
 
 /// As [`work`], for a contestant that runs both sides itself.
 pub(crate) fn work_with(run: impl FnOnce() -> Result<Outcome, Fault>) -> Result<(), Fault> {
-    say("ready")?;
+    print_line("ready")?;
     if !read_line()? {
         return Ok(());
     }
     let outcome = run()?;
-    say(&format!("result {outcome}"))?;
+    print_line(&format!("result {outcome}"))?;
     read_line().map(drop)
 }
 
-/// Works at once and prints the outcome: for a side that needs no start line.
+/// Carries out the work and prints the outcome: for a side that needs no start line.
 pub(crate) fn work_alone(run: impl FnOnce() -> Result<Outcome, Fault>) -> Result<(), Fault> {
-    say(&format!("result {}", run()?))
+    print_line(&format!("result {}", run()?))
 }
 
-/// Prints the fault, if there is one.
-pub(crate) fn end(result: Result<(), Fault>) -> bool {
+/// Prints the fault, if there is one. Returns whether there is none.
+pub(crate) fn report_fault(result: Result<(), Fault>) -> bool {
     match result {
         Ok(()) => true,
         Err(fault) => {
             // The reader may have closed.
-            let _ = say(&format!("fault {}", fault.replace('\n', " ")));
+            let _ = print_line(&format!("fault {}", fault.replace('\n', " ")));
             false
         }
     }
 }
 
-fn say(line: &str) -> Result<(), Fault> {
+fn print_line(line: &str) -> Result<(), Fault> {
     let mut output = std::io::stdout().lock();
     writeln!(output, "{line}")
         .and_then(|()| output.flush())

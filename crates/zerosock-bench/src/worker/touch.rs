@@ -103,13 +103,13 @@ impl Check {
         self.number
     }
 
-    /// Whether a part of the message has come.
+    /// Whether a part of the message has been checked.
     #[inline]
     pub(crate) fn has_begun(&self) -> bool {
         self.at > 0
     }
 
-    /// Bytes of the message still to come.
+    /// Bytes of the message that have not been checked.
     #[inline]
     pub(crate) fn missing(&self) -> usize {
         self.len - self.at
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_sent_is_recognised_and_so_is_the_last() {
+    fn sent_messages_pass_the_check_and_the_last_one_is_recognised() {
         for len in [8, 64, 100, 4096] {
             for number in [0, 1, 77, u64::MAX] {
                 assert_eq!(verdict(number, &sent(number, len, false)), Ok(Seen::Next));
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_doubled_or_swapped_message_is_seen() {
+    fn a_lost_repeated_or_reordered_message_fails_the_check() {
         for len in [8, 64, 4096] {
             for number in 1..100 {
                 assert!(
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn every_single_damaged_bit_is_seen() {
+    fn every_flipped_bit_fails_the_check() {
         for last in [false, true] {
             let good = sent(3, 75, last);
             for at in 0..good.len() {
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_of_the_wrong_length_is_seen() {
+    fn a_message_of_the_wrong_length_fails_the_check() {
         let bytes = sent(9, 128, false);
         let mut short = Check::new(9, 128);
         short.part(&bytes[..120]);
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_may_be_cut_anywhere_and_a_shift_is_seen() {
+    fn a_stream_may_be_split_anywhere_and_a_shifted_byte_fails_the_check() {
         let mut whole = vec![0; 300];
         stream::fill(1000, &mut whole);
         for cut in 0..=whole.len() {

@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_ends_is_gone_at_once() {
+    fn a_closed_serial_line_is_reported_at_once() {
         let (guest, host) = UnixStream::pair().unwrap();
         let mut line = Line::new(host).unwrap();
         drop(guest);

@@ -1,8 +1,9 @@
-//! The streams of the demo, and how they are timed.
+//! Streams the payload between host and guest, and measures throughput and round trips.
 //!
-//! All times are by the host's clock. To the guest: from the first write until the guest's byte
-//! that it has read everything. To the host: from the first bytes read to the last. Nothing is
-//! hashed meanwhile. [`super::guest`] is the other end.
+//! All times are by the host's clock. To the guest: from the first write until the guest answers
+//! with one byte that it has read everything. To the host: from the end of the first read to the
+//! end of the last. Both sides compute hashes outside of these times. [`super::guest`] is the other
+//! end.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -10,21 +11,22 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use super::environment::Environment;
 use super::guest::{CHUNK, DATA, ECHO, RECEIVED};
-use super::setting::Setting;
 use crate::failure::Failure;
 use crate::vm::hybrid;
 use crate::vm::pattern;
 
-const STEP: Duration = Duration::from_secs(60);
+/// Timeout of each connect, accept, read and write.
+const TIMEOUT: Duration = Duration::from_secs(60);
 const WARM_UP: usize = 300;
 const ROUND_TRIPS: usize = 3000;
-/// A slow machine measures fewer round trips, in the same time.
+/// Limit on the time of all round trips: a slow machine measures fewer of them.
 const ROUND_TRIP_TIME: Duration = Duration::from_secs(5);
 
 /// Results of the demo.
 pub(super) struct Measured {
-    /// Whether every digest was the payload's.
+    /// Whether the bytes received at both ends, in each round, have the payload's digest.
     pub(super) verified: bool,
     /// The payload's SHA-256.
     pub(super) digest: String,
@@ -40,7 +42,7 @@ pub(super) struct Measured {
 
 /// Streams `payload` to the guest and back, `rounds` times, then measures round trips.
 pub(super) fn run(
-    setting: &Setting,
+    environment: &Environment,
     payload: &[u8],
     digest: &str,
     rounds: u32,
@@ -49,10 +51,10 @@ pub(super) fn run(
     let mut verified = true;
     let (mut to_guest, mut to_host) = (Vec::new(), Vec::new());
     let mut buffer = vec![0; payload.len()];
-    // The guest connects to it when it has received a payload.
-    let listener = hybrid::listen(&setting.uds, DATA).map_err(Failure::runtime)?;
+    // The guest connects here after it has received a payload.
+    let listener = hybrid::listen(&environment.uds, DATA).map_err(Failure::runtime)?;
     for _ in 0..rounds {
-        let (speed, arrived) = stream_to_guest(setting, payload, quiet)?;
+        let (speed, arrived) = stream_to_guest(environment, payload, quiet)?;
         verified &= arrived == digest;
         to_guest.push(speed);
         buffer.fill(0);
@@ -60,7 +62,7 @@ pub(super) fn run(
         verified &= pattern::sha256(&buffer) == digest;
         to_host.push(speed);
     }
-    let mut trips = round_trips(setting)?;
+    let mut trips = round_trips(environment)?;
     Ok(Measured {
         verified,
         digest: digest.to_owned(),
@@ -72,48 +74,55 @@ pub(super) fn run(
 }
 
 fn stream_to_guest(
-    setting: &Setting,
+    environment: &Environment,
     payload: &[u8],
     quiet: bool,
 ) -> Result<(f64, String), Failure> {
-    let mut stream = connect(setting, DATA)?;
+    let mut stream = connect(environment, DATA)?;
     let len = (payload.len() as u64).to_le_bytes();
-    stream.write_all(&len).map_err(broken("to the guest"))?;
+    stream
+        .write_all(&len)
+        .map_err(stream_failure("to the guest"))?;
     let bar = bar("to the guest", payload.len(), quiet);
     let start = Instant::now();
     for chunk in payload.chunks(CHUNK) {
-        stream.write_all(chunk).map_err(broken("to the guest"))?;
+        stream
+            .write_all(chunk)
+            .map_err(stream_failure("to the guest"))?;
         bar.inc(chunk.len() as u64);
     }
     let mut answer = [0];
     stream
         .read_exact(&mut answer)
-        .map_err(broken("to the guest"))?;
+        .map_err(stream_failure("to the guest"))?;
     let elapsed = start.elapsed();
     bar.finish_and_clear();
     if answer != [RECEIVED] {
-        return Err(Failure::runtime("the guest's answer is none of the demo"));
+        return Err(Failure::runtime(format!(
+            "the guest answered with byte {}, not {RECEIVED}",
+            answer[0]
+        )));
     }
     let mut digest = String::new();
     stream
         .take(64)
         .read_to_string(&mut digest)
-        .map_err(broken("to the guest"))?;
+        .map_err(stream_failure("to the guest"))?;
     Ok((speed(payload.len(), elapsed), digest))
 }
 
 fn stream_to_host(listener: &UnixListener, buffer: &mut [u8], quiet: bool) -> Result<f64, Failure> {
-    let mut stream = hybrid::accept(listener, STEP).map_err(broken("to the host"))?;
-    deadlines(&stream)?;
+    let mut stream = hybrid::accept(listener, TIMEOUT).map_err(stream_failure("to the host"))?;
+    set_timeouts(&stream)?;
     let bar = bar("to the host", buffer.len(), quiet);
-    let first = stream.read(buffer).map_err(broken("to the host"))?;
+    let first = stream.read(buffer).map_err(stream_failure("to the host"))?;
     let start = Instant::now();
     let mut filled = first;
     while filled < buffer.len() {
         let end = (filled + 4 * CHUNK).min(buffer.len());
         match stream
             .read(&mut buffer[filled..end])
-            .map_err(broken("to the host"))?
+            .map_err(stream_failure("to the host"))?
         {
             0 => return Err(Failure::runtime("the guest's stream ended early")),
             count => {
@@ -124,7 +133,7 @@ fn stream_to_host(listener: &UnixListener, buffer: &mut [u8], quiet: bool) -> Re
     }
     let elapsed = start.elapsed();
     bar.finish_and_clear();
-    // A payload received with the first read was not timed.
+    // The time begins after the first read, so its bytes do not count unless there are no others.
     let timed = if first < buffer.len() {
         buffer.len() - first
     } else {
@@ -133,15 +142,19 @@ fn stream_to_host(listener: &UnixListener, buffer: &mut [u8], quiet: bool) -> Re
     Ok(speed(timed, elapsed))
 }
 
-/// Microseconds of single-byte round trips from the host to an echo in the guest.
-fn round_trips(setting: &Setting) -> Result<Vec<f64>, Failure> {
-    let mut stream = connect(setting, ECHO)?;
+/// The times of single-byte round trips from the host to an echo server in the guest, microseconds.
+fn round_trips(environment: &Environment) -> Result<Vec<f64>, Failure> {
+    let mut stream = connect(environment, ECHO)?;
     let mut trips = Vec::with_capacity(ROUND_TRIPS);
     let begin = Instant::now();
     for trip in 0..WARM_UP + ROUND_TRIPS {
         let start = Instant::now();
-        stream.write_all(b"z").map_err(broken("round trip"))?;
-        stream.read_exact(&mut [0]).map_err(broken("round trip"))?;
+        stream
+            .write_all(b"z")
+            .map_err(stream_failure("round trip"))?;
+        stream
+            .read_exact(&mut [0])
+            .map_err(stream_failure("round trip"))?;
         if trip >= WARM_UP {
             trips.push(start.elapsed().as_secs_f64() * 1e6);
             if begin.elapsed() > ROUND_TRIP_TIME {
@@ -152,23 +165,24 @@ fn round_trips(setting: &Setting) -> Result<Vec<f64>, Failure> {
     Ok(trips)
 }
 
-fn connect(setting: &Setting, port: u32) -> Result<UnixStream, Failure> {
-    let (stream, _) = hybrid::connect(&setting.uds, port, STEP).map_err(Failure::runtime)?;
-    deadlines(&stream)?;
+fn connect(environment: &Environment, port: u32) -> Result<UnixStream, Failure> {
+    let (stream, _) = hybrid::connect(&environment.uds, port, TIMEOUT).map_err(Failure::runtime)?;
+    set_timeouts(&stream)?;
     Ok(stream)
 }
 
-/// Timeouts turn a defect into an error.
-fn deadlines(stream: &UnixStream) -> Result<(), Failure> {
+/// Sets timeouts, so that a peer that hangs causes an error.
+fn set_timeouts(stream: &UnixStream) -> Result<(), Failure> {
     stream
-        .set_read_timeout(Some(STEP))
+        .set_read_timeout(Some(TIMEOUT))
         .map_err(Failure::runtime)?;
     stream
-        .set_write_timeout(Some(STEP))
+        .set_write_timeout(Some(TIMEOUT))
         .map_err(Failure::runtime)
 }
 
-fn broken(what: &'static str) -> impl Fn(std::io::Error) -> Failure {
+/// Converts an I/O error of the stream `what`.
+fn stream_failure(what: &'static str) -> impl Fn(std::io::Error) -> Failure {
     move |error| Failure::runtime(format!("stream {what}: {error}"))
 }
 
@@ -200,7 +214,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn medians() {
+    fn the_median_is_the_middle_value_and_zero_without_values() {
         assert_eq!(median(&mut [3.0, 1.0, 2.0]), 2.0);
         assert_eq!(median(&mut []), 0.0);
     }

@@ -1,14 +1,15 @@
 //! `zerosock demo`: streams through a stock guest, measured and checked.
 //!
-//! Steps: flags; a payload, a kernel, a device; [`setting`] boots; [`measure`] streams and times;
-//! [`report`] prints. In the guest runs [`guest`], which reports on the serial line ([`line`]).
+//! [`environment`] starts a device and boots a guest, [`measure`] streams to and from it,
+//! [`report`] prints the figures. The program in the guest is [`guest`]; it reports on the serial
+//! line ([`line`]) that it runs.
 
 pub(crate) mod args;
+mod environment;
 pub(crate) mod guest;
 mod line;
 mod measure;
 mod report;
-mod setting;
 
 use std::path::Path;
 
@@ -17,8 +18,8 @@ use rustix::termios::isatty;
 use crate::failure::Failure;
 use crate::vm::pattern::{self, Pattern};
 use args::DemoArgs;
+use environment::Environment;
 use report::Report;
-use setting::Setting;
 
 /// Size of the payload when the user names no file.
 const GENERATED: usize = 64 << 20;
@@ -32,27 +33,27 @@ pub(crate) fn main(args: &DemoArgs) -> Result<(), Failure> {
         None => Pattern::bytes(u64::from(std::process::id()), GENERATED),
     };
     let digest = pattern::sha256(&payload);
-    // Notes go to stderr; stdout has only the result.
+    // Progress goes to stderr; stdout has only the result.
     let quiet = args.json && !isatty(std::io::stderr());
-    let note = |text: String| {
+    let progress = |text: String| {
         if !quiet {
             eprintln!("{text}");
         }
     };
-    let mut setting = Setting::boot(args, payload.len() as u64, &note)?;
-    let measured = measure::run(&setting, &payload, &digest, args.rounds, quiet)?;
-    let report = Report::new(&measured, &mut setting, payload.len());
+    let mut environment = Environment::boot(args, payload.len() as u64, &progress)?;
+    let measured = measure::run(&environment, &payload, &digest, args.rounds, quiet)?;
+    let report = Report::new(&measured, &mut environment, payload.len());
     if args.json {
         println!("{}", report.json());
     } else {
         println!("{report}");
     }
-    setting.end();
+    environment.shutdown();
     if measured.verified {
         Ok(())
     } else {
         Err(Failure::runtime(
-            "what arrived is not what was sent: the SHA-256 differ",
+            "the received bytes differ from those sent: their SHA-256 is another one",
         ))
     }
 }

@@ -1,11 +1,11 @@
-//! Output of the demo.
+//! The report that the demo prints, as text or JSON.
 
 use std::fmt;
 
 use serde::Serialize;
 
+use super::environment::Environment;
 use super::measure::Measured;
-use super::setting::Setting;
 
 /// The figures of one run.
 pub(super) struct Report<'m> {
@@ -13,7 +13,7 @@ pub(super) struct Report<'m> {
     release: String,
     accel: String,
     len: usize,
-    /// Bytes in place and copied, if the device counts them.
+    /// Bytes passed in place, and bytes copied; `None` if the demo did not start the device.
     bytes: Option<(u64, u64)>,
 }
 
@@ -30,26 +30,30 @@ struct Json<'r> {
 }
 
 impl<'m> Report<'m> {
-    pub(super) fn new(measured: &'m Measured, setting: &mut Setting, len: usize) -> Report<'m> {
+    pub(super) fn new(
+        measured: &'m Measured,
+        environment: &mut Environment,
+        len: usize,
+    ) -> Report<'m> {
         Report {
             measured,
-            release: setting.guest.release.clone(),
-            accel: setting.guest.accel.to_string(),
+            release: environment.guest.release.clone(),
+            accel: environment.guest.accel.to_string(),
             len,
-            bytes: setting
+            bytes: environment
                 .stats()
                 .map(|stats| (stats.in_place_bytes, stats.copied_bytes)),
         }
     }
 
-    /// As one line.
+    /// The report as one line of JSON.
     pub(super) fn json(&self) -> String {
-        let tenth = |value: f64| (value * 10.0).round() / 10.0;
+        let round = |value: f64| (value * 10.0).round() / 10.0;
         serde_json::to_string(&Json {
             verified: self.measured.verified,
-            to_host_mb_s: tenth(self.measured.to_host_mb_s),
-            to_guest_mb_s: tenth(self.measured.to_guest_mb_s),
-            rtt_us: tenth(self.measured.rtt_us),
+            to_host_mb_s: round(self.measured.to_host_mb_s),
+            to_guest_mb_s: round(self.measured.to_guest_mb_s),
+            rtt_us: round(self.measured.rtt_us),
             accel: &self.accel,
             in_place_bytes: self.bytes.map(|(in_place, _)| in_place),
             copied_bytes: self.bytes.map(|(_, copied)| copied),

@@ -7,10 +7,10 @@ use std::time::Duration;
 use zerosock::vsock::Endpoint;
 use zerosock::{Address, Cid, Port};
 
+use super::connection::{Connection, Kind, Transport};
 use super::datagrams::Datagrams;
 use super::endpoint::Peer;
 use super::error::ConnectError;
-use super::wire::{Kind, Wanted, Wire};
 
 /// Kind of client on the attach socket.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -25,12 +25,12 @@ pub(super) fn connect(
     path: &Path,
     to: &Peer,
     port: u32,
-    wanted: Wanted,
+    transport: Transport,
     left: Option<Duration>,
-) -> Result<Wire, ConnectError> {
+) -> Result<Connection, ConnectError> {
     // A service sends datagrams from a port that it has claimed: use the same number.
-    let (from, claimed) = match (role, wanted) {
-        (Role::Service, Wanted::Datagrams) => (Port::new(port), &[Port::new(port)][..]),
+    let (from, claimed) = match (role, transport) {
+        (Role::Service, Transport::Datagrams) => (Port::new(port), &[Port::new(port)][..]),
         _ => (Port::ANY, &[][..]),
     };
     let endpoint = attach(role, path, claimed, left)?;
@@ -41,10 +41,12 @@ pub(super) fn connect(
     };
     let to = Address::new(cid, Port::new(port));
     // The connection keeps the attachment open after `endpoint` is dropped.
-    let connected = match wanted {
-        Wanted::Connection(Kind::Bytes) => endpoint.connect(to).map(Wire::Stream),
-        Wanted::Connection(Kind::Messages) => endpoint.connect_seqpacket(to).map(Wire::Messages),
-        Wanted::Datagrams => Datagrams::to(&endpoint, from, to).map(Wire::Datagrams),
+    let connected = match transport {
+        Transport::Connection(Kind::Bytes) => endpoint.connect(to).map(Connection::Stream),
+        Transport::Connection(Kind::Messages) => {
+            endpoint.connect_seqpacket(to).map(Connection::Messages)
+        }
+        Transport::Datagrams => Datagrams::to(&endpoint, from, to).map(Connection::Datagrams),
     };
     connected.map_err(failed)
 }
@@ -55,39 +57,39 @@ pub(super) fn listen(
     role: Role,
     path: &Path,
     port: u32,
-    wanted: Wanted,
+    transport: Transport,
     left: Option<Duration>,
     listening: &impl Fn(),
-) -> Result<Wire, ConnectError> {
+) -> Result<Connection, ConnectError> {
     let port = Port::new(port);
     let endpoint = attach(role, path, &[port], left)?;
-    let what = match wanted {
-        Wanted::Connection(_) => "a connection",
-        Wanted::Datagrams => "a datagram",
+    let what = match transport {
+        Transport::Connection(_) => "a connection",
+        Transport::Datagrams => "a datagram",
     };
     let waiting = format!("waiting for {what} to port {port}");
     let failed = failed(waiting.clone());
     // Duration::MAX is no limit in practice.
     let left = left.unwrap_or(Duration::MAX);
-    let accepted = match wanted {
-        Wanted::Connection(Kind::Bytes) => {
+    let accepted = match transport {
+        Transport::Connection(Kind::Bytes) => {
             let listener = endpoint.listen(port, 1).map_err(&failed)?;
             listening();
             let accepted = listener.accept_timeout(left);
-            accepted.map(|(stream, _)| Wire::Stream(stream))
+            accepted.map(|(stream, _)| Connection::Stream(stream))
         }
-        Wanted::Connection(Kind::Messages) => {
+        Transport::Connection(Kind::Messages) => {
             let listener = endpoint.listen_seqpacket(port, 1).map_err(&failed)?;
             listening();
             let accepted = listener.accept_timeout(left);
-            accepted.map(|(connection, _)| Wire::Messages(connection))
+            accepted.map(|(connection, _)| Connection::Messages(connection))
         }
-        Wanted::Datagrams => {
-            Datagrams::listen(&endpoint, port, left, listening).map(Wire::Datagrams)
+        Transport::Datagrams => {
+            Datagrams::listen(&endpoint, port, left, listening).map(Connection::Datagrams)
         }
     };
     match accepted {
-        Ok(wire) => Ok(wire),
+        Ok(connection) => Ok(connection),
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
             Err(ConnectError::TimedOut(waiting))
         }
@@ -113,9 +115,9 @@ fn attach(
     endpoint.map_err(|error| failed(error.into()))
 }
 
-fn failed(doing: String) -> impl Fn(io::Error) -> ConnectError {
+fn failed(operation: String) -> impl Fn(io::Error) -> ConnectError {
     move |source| ConnectError::Attached {
-        doing: doing.clone(),
+        operation: operation.clone(),
         source,
     }
 }

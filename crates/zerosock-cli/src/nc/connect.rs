@@ -1,4 +1,4 @@
-//! Makes a connected, blocking socket for an endpoint.
+//! Establishes the connection of `nc`: connects to the endpoint, or waits for one peer to connect.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,12 +14,12 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFla
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::attached::{self, Role};
+use super::connection::{Connection, Kind, Transport};
 use super::endpoint::Endpoint;
 use super::error::ConnectError;
-use super::wire::{Kind, Wanted, Wire};
 use crate::sockets;
 
-/// Time at which to give up; `None`: never.
+/// The time at which an attempt to connect fails; `None`: never.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Deadline(Option<Instant>);
 
@@ -41,50 +41,50 @@ impl Deadline {
 /// Connects, or waits for one connection or datagram. Calls `listening` when peers can connect.
 pub(crate) fn establish(
     endpoint: &Endpoint,
-    wanted: Wanted,
+    transport: Transport,
     deadline: Deadline,
     retry: bool,
     listening: impl Fn(),
-) -> Result<Wire, ConnectError> {
-    // Short at first, because a guest's service often starts a moment later.
+) -> Result<Connection, ConnectError> {
+    // Short at first, because a guest's service often starts shortly after its VM.
     let mut pause = Duration::from_millis(20);
     loop {
-        let result = match (endpoint, wanted) {
+        let result = match (endpoint, transport) {
             (Endpoint::Attach { path, to, port }, _) => {
                 let role = Role::Process;
-                attached::connect(role, path, to, *port, wanted, deadline.left())
+                attached::connect(role, path, to, *port, transport, deadline.left())
             }
             (Endpoint::AttachListen { path, port }, _) => {
                 let role = Role::Process;
-                attached::listen(role, path, *port, wanted, deadline.left(), &listening)
+                attached::listen(role, path, *port, transport, deadline.left(), &listening)
             }
             (Endpoint::Service { path, to, port }, _) => {
                 let role = Role::Service;
-                attached::connect(role, path, to, *port, wanted, deadline.left())
+                attached::connect(role, path, to, *port, transport, deadline.left())
             }
             (Endpoint::ServiceListen { path, port }, _) => {
                 let role = Role::Service;
-                attached::listen(role, path, *port, wanted, deadline.left(), &listening)
+                attached::listen(role, path, *port, transport, deadline.left(), &listening)
             }
-            (_, Wanted::Datagrams) => return Err(ConnectError::NoDatagrams),
-            (Endpoint::Vsock { cid, port }, Wanted::Connection(kind)) => {
+            (_, Transport::Datagrams) => return Err(ConnectError::NoDatagrams),
+            (Endpoint::Vsock { cid, port }, Transport::Connection(kind)) => {
                 vsock(*cid, *port, kind, deadline).map(|socket| kind.of(socket))
             }
-            (Endpoint::VsockListen { port }, Wanted::Connection(kind)) => {
+            (Endpoint::VsockListen { port }, Transport::Connection(kind)) => {
                 vsock_listen(*port, kind, deadline, &listening).map(|socket| kind.of(socket))
             }
-            (Endpoint::Unix(path), Wanted::Connection(kind)) => {
+            (Endpoint::Unix(path), Transport::Connection(kind)) => {
                 unix(path, kind, deadline).map(|socket| kind.of(socket))
             }
-            (Endpoint::UnixListen(path), Wanted::Connection(kind)) => {
+            (Endpoint::UnixListen(path), Transport::Connection(kind)) => {
                 unix_listen(path, kind, deadline, &listening).map(|socket| kind.of(socket))
             }
-            (Endpoint::Hybrid { path, port }, Wanted::Connection(kind)) => {
+            (Endpoint::Hybrid { path, port }, Transport::Connection(kind)) => {
                 hybrid(path, *port, kind, deadline).map(|socket| kind.of(socket))
             }
         };
         match result {
-            Err(error) if retry && error.may_pass() => {
+            Err(error) if retry && error.is_transient() => {
                 if deadline.left().is_some_and(|left| left <= pause) {
                     return Err(error);
                 }
@@ -102,12 +102,13 @@ fn vsock(cid: u32, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd,
             ConnectError::Refused(format!("no listener on port {port} of CID {cid}"))
         }
         Some(Errno::AFNOSUPPORT) => ConnectError::System {
-            doing: "this kernel has no AF_VSOCK (modprobe vsock; on a host use hybrid:PATH:PORT)"
-                .into(),
+            operation:
+                "this kernel has no AF_VSOCK (modprobe vsock; on a host use hybrid:PATH:PORT)"
+                    .into(),
             source: error,
         },
         _ => ConnectError::System {
-            doing: format!("connecting to vsock:{cid}:{port}"),
+            operation: format!("connecting to vsock:{cid}:{port}"),
             source: error,
         },
     };
@@ -133,7 +134,7 @@ fn vsock_listen(
     listening: &impl Fn(),
 ) -> Result<OwnedFd, ConnectError> {
     let failed = |source: io::Error| ConnectError::System {
-        doing: format!("listening on vsock port {port}"),
+        operation: format!("listening on vsock port {port}"),
         source,
     };
     let any = zerosock_sys::vsock::CID_ANY;
@@ -164,12 +165,12 @@ fn unix(path: &Path, kind: Kind, deadline: Deadline) -> Result<OwnedFd, ConnectE
             path.display()
         )),
         errno => ConnectError::System {
-            doing: match (errno, kind) {
+            operation: match (errno, kind) {
                 (Errno::PROTOTYPE, Kind::Bytes) => {
-                    format!("{} is no stream socket (--seqpacket?)", path.display())
+                    format!("{} is not a stream socket (--seqpacket?)", path.display())
                 }
                 (Errno::PROTOTYPE, Kind::Messages) => {
-                    format!("{} is no SOCK_SEQPACKET socket", path.display())
+                    format!("{} is not a SOCK_SEQPACKET socket", path.display())
                 }
                 _ => format!("connecting to {}", path.display()),
             },
@@ -203,11 +204,11 @@ fn unix_listen(
     listening: &impl Fn(),
 ) -> Result<OwnedFd, ConnectError> {
     let failed = |source: io::Error| ConnectError::System {
-        doing: format!("listening on {}", path.display()),
+        operation: format!("listening on {}", path.display()),
         source,
     };
-    // A signal must not leave the socket file behind: it interrupts the wait below. Once a
-    // connection exists, the signals have their default effect again.
+    // SIGINT and SIGTERM interrupt the wait below, so that the socket file is removed. Once a
+    // connection exists, they have their default effect again.
     let signals = SignalGuard::catch().map_err(failed)?;
     let (listener, file) =
         sockets::bind_type(path, sockets::Access::default(), kind.socket_type())?;
@@ -226,8 +227,10 @@ fn unix_listen(
 
 /// Catches SIGINT and SIGTERM while a socket file made here exists.
 struct SignalGuard {
+    /// Set once the signals have their default effect again.
     restored: Arc<AtomicBool>,
-    by: [(i32, UnixStream); 2],
+    /// Readable when SIGTERM, or SIGINT, has arrived.
+    signals: [UnixStream; 2],
 }
 
 impl SignalGuard {
@@ -237,11 +240,11 @@ impl SignalGuard {
             let (ours, handlers) = UnixStream::pair()?;
             signal_hook::flag::register_conditional_default(signal, restored.clone())?;
             signal_hook::low_level::pipe::register(signal, handlers)?;
-            io::Result::Ok((signal, ours))
+            io::Result::Ok(ours)
         };
         Ok(SignalGuard {
             restored: restored.clone(),
-            by: [watch(SIGTERM)?, watch(SIGINT)?],
+            signals: [watch(SIGTERM)?, watch(SIGINT)?],
         })
     }
 
@@ -251,7 +254,7 @@ impl SignalGuard {
         deadline: Deadline,
     ) -> io::Result<Option<OwnedFd>> {
         loop {
-            let [(_, terminate), (_, interrupt)] = &self.by;
+            let [terminate, interrupt] = &self.signals;
             let mut watched = [
                 PollFd::new(listener, PollFlags::IN),
                 PollFd::new(terminate, PollFlags::IN),
@@ -263,8 +266,8 @@ impl SignalGuard {
                 Ok(_) => {}
                 Err(errno) => return Err(errno.into()),
             }
-            let [connection, rest @ ..] = watched.map(|fd| !fd.revents().is_empty());
-            if rest.contains(&true) {
+            let [connection, signals @ ..] = watched.map(|fd| !fd.revents().is_empty());
+            if signals.contains(&true) {
                 return Err(io::ErrorKind::Interrupted.into());
             }
             if connection {
@@ -281,10 +284,12 @@ impl SignalGuard {
     }
 }
 
-/// CONNECT and OK: byte by byte, because whatever follows the newline is the guest's; or a packet
-/// for each.
+/// Connects to the hybrid vsock socket at `path`: sends CONNECT and waits for OK. On a stream,
+/// reads the answer byte by byte, because the bytes after its newline are the guest's. On a
+/// SEQPACKET socket, each of the two is a packet.
 fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd, ConnectError> {
-    /// `OK `, ten digits and a newline, and some patience for other programs' blanks.
+    /// Longest answer, bytes. An answer of `serve` has at most 14: `OK `, ten digits and a newline;
+    /// other programs may add blanks.
     const LONGEST_ANSWER: usize = 64;
 
     let socket = unix(path, kind, deadline)?;
@@ -301,13 +306,13 @@ fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<Owne
         Err(Errno::PIPE) => return Err(refused()),
         Err(errno) => {
             return Err(ConnectError::System {
-                doing: "sending CONNECT".into(),
+                operation: "sending CONNECT".into(),
                 source: errno.into(),
             });
         }
     }
     let failed = |source| ConnectError::System {
-        doing: format!("waiting for OK from {}", path.display()),
+        operation: format!("waiting for OK from {}", path.display()),
         source,
     };
     let mut answer = Vec::with_capacity(LONGEST_ANSWER);
@@ -339,16 +344,16 @@ fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<Owne
     match text.trim_end().strip_prefix("OK ").map(str::parse::<u32>) {
         Some(Ok(_)) => Ok(socket),
         _ => {
-            let said = text.trim_end_matches('\n').escape_debug();
+            let answer = text.trim_end_matches('\n').escape_debug();
             Err(ConnectError::Handshake(format!(
-                "{} answered `{said}` to CONNECT",
+                "{} answered `{answer}` to CONNECT",
                 path.display()
             )))
         }
     }
 }
 
-/// Waits until one of `events` or an error occurs; false at the deadline.
+/// Waits until one of `events` or an error is pending. Returns false at the deadline.
 fn wait_for(fd: impl AsFd, events: PollFlags, deadline: Deadline) -> io::Result<bool> {
     loop {
         let left = timespec(deadline.left());

@@ -1,8 +1,8 @@
 //! Datagrams instead of a connection, for an attached process.
 //!
 //! A datagram socket has no connection that begins or ends. So a listener takes the source of the
-//! first datagram as its peer, and an empty datagram, which standard input cannot give, marks the
-//! end.
+//! first datagram as its peer, and an empty datagram, which no read of standard input produces,
+//! marks the end.
 //!
 //! # Invariants
 //! - Only datagrams of the peer are received.
@@ -14,8 +14,8 @@ use std::time::Duration;
 use zerosock::vsock::{Datagram, Endpoint};
 use zerosock::{Address, Port};
 
-/// Size limit of datagrams that wait for standard output: larger than all buffers of a queue, which
-/// a sender can fill before it is told to pause.
+/// Receive buffer, in bytes, for datagrams that wait for standard output: larger than all buffers
+/// of a queue, which a sender can fill before STOP reaches it.
 const RECEIVE: u32 = 32 << 20;
 
 /// A datagram socket and its peer.

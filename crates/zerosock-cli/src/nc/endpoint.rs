@@ -1,4 +1,4 @@
-//! Endpoints of `zerosock nc`, parsed.
+//! The endpoint argument of `zerosock nc`, and its parser.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,11 @@ use zerosock::attach::Name;
 
 use crate::sockets;
 
-/// An endpoint. Paths fit a socket address; CIDs and ports are not the reserved "any".
+/// What `nc` connects to or listens on.
+///
+/// # Invariants
+/// - A path fits a socket address.
+/// - CIDs and ports are not 4294967295, which is reserved ("any").
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Endpoint {
     Vsock {
@@ -24,7 +28,7 @@ pub(crate) enum Endpoint {
         path: PathBuf,
         port: u32,
     },
-    /// As an attached process.
+    /// Attaches at `path` as a process, and connects to `port` of `to`.
     Attach {
         path: PathBuf,
         to: Peer,
@@ -34,7 +38,7 @@ pub(crate) enum Endpoint {
         path: PathBuf,
         port: u32,
     },
-    /// As a host service.
+    /// Attaches at `path` as a host service, and connects to `port` of `to`.
     Service {
         path: PathBuf,
         to: Peer,
@@ -53,21 +57,22 @@ pub(crate) enum Peer {
     Name(Name),
 }
 
-/// Why a text is no endpoint. clap prints the text itself in front.
+/// Why an argument does not parse as an endpoint. clap prints the argument before the error.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub(crate) enum EndpointError {
     #[error("give one of {FORMS}")]
     Form,
-    #[error("`{0}` is no CID; give a number from 0 to 4294967294 (2 is the host)")]
+    #[error("`{0}` is not a CID; give a number from 0 to 4294967294 (2 is the host)")]
     Cid(String),
-    #[error("`{0}` is no CID (0 to 4294967294; 2 is the host) and no name of a process")]
+    #[error("`{0}` is neither a CID (0 to 4294967294; 2 is the host) nor the name of a process")]
     Peer(String),
-    #[error("`{0}` is no port; give a number from 0 to 4294967294")]
+    #[error("`{0}` is not a port; give a number from 0 to 4294967294")]
     Port(String),
     #[error("{0}")]
     Path(String),
 }
 
+/// The forms of an endpoint, for the error text.
 const FORMS: &str = "vsock:CID:PORT, vsock-listen:PORT, unix:PATH, unix-listen:PATH, hybrid:PATH:PORT, \
      attach:PATH:CID:PORT, attach-listen:PATH:PORT, service:PATH:CID:PORT, service-listen:PATH:PORT";
 
@@ -116,25 +121,26 @@ impl FromStr for Endpoint {
     }
 }
 
-/// The path may contain colons, the rest may not.
+/// Splits `PATH:PORT`. The path may contain colons, the port may not.
 fn path_and_port(text: &str) -> Result<(PathBuf, u32), EndpointError> {
     let (path, port) = text.rsplit_once(':').ok_or(EndpointError::Form)?;
     Ok((parse_path(path)?, parse_port(port)?))
 }
 
+/// Splits `PATH:CID:PORT` or `PATH:NAME:PORT`.
 fn path_and_peer(text: &str) -> Result<(PathBuf, Peer, u32), EndpointError> {
     let (rest, port) = text.rsplit_once(':').ok_or(EndpointError::Form)?;
     let (path, to) = rest.rsplit_once(':').ok_or(EndpointError::Form)?;
     let to = match (parse_number(to), to.parse()) {
         (Some(cid), _) => Peer::Cid(cid),
-        // A number that is too large for a CID.
+        // Only digits: a number that is too large for a CID, not a name.
         (None, Ok(name)) if !to.bytes().all(|byte| byte.is_ascii_digit()) => Peer::Name(name),
         (None, _) => return Err(EndpointError::Peer(to.into())),
     };
     Ok((parse_path(path)?, to, parse_port(port)?))
 }
 
-/// 4294967295 means "any" for both CIDs and ports.
+/// Parses a CID or a port. 4294967295 means "any" for both, and is not accepted.
 fn parse_number(text: &str) -> Option<u32> {
     text.parse().ok().filter(|&number| number != u32::MAX)
 }
@@ -187,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_form_is_read_and_shown_the_same() {
+    fn every_form_is_parsed_and_displayed_unchanged() {
         for (text, wanted) in [
             ("vsock:2:1234", Endpoint::Vsock { cid: 2, port: 1234 }),
             ("vsock-listen:1234", Endpoint::VsockListen { port: 1234 }),
@@ -237,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn the_error_names_the_part_that_does_not_parse() {
         for (text, wanted) in [
             ("", EndpointError::Form),
             ("tcp:localhost:80", EndpointError::Form),
@@ -266,8 +272,8 @@ mod tests {
             assert_eq!(text.parse::<Endpoint>(), Err(wanted), "{text:?}");
         }
         let long = format!("unix:/{}", "x".repeat(107));
-        let said = long.parse::<Endpoint>().unwrap_err().to_string();
-        assert!(said.contains("108 bytes"), "{said}");
+        let error = long.parse::<Endpoint>().unwrap_err().to_string();
+        assert!(error.contains("108 bytes"), "{error}");
         assert!("hybrid::5".parse::<Endpoint>().is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! Errors of connecting.
+//! Errors of [`establish`](super::connect::establish).
 
 use std::io;
 
@@ -6,7 +6,7 @@ use rustix::io::Errno;
 
 use crate::sockets;
 
-/// Why there is no connection.
+/// Why no connection was established.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConnectError {
     #[error("connection refused: {0}")]
@@ -18,19 +18,25 @@ pub(crate) enum ConnectError {
     #[error("{0} (not a hybrid vsock socket?)")]
     Handshake(String),
     #[error(
-        "no datagrams; give attach:PATH:CID:PORT, attach-listen:PATH:PORT, \
+        "this endpoint has no datagrams; give attach:PATH:CID:PORT, attach-listen:PATH:PORT, \
          service:PATH:CID:PORT or service-listen:PATH:PORT"
     )]
     NoDatagrams,
-    #[error("{doing}: {source}")]
-    Attached { doing: String, source: io::Error },
-    #[error("{doing}: {source}")]
-    System { doing: String, source: io::Error },
+    #[error("{operation}: {source}")]
+    Attached {
+        operation: String,
+        source: io::Error,
+    },
+    #[error("{operation}: {source}")]
+    System {
+        operation: String,
+        source: io::Error,
+    },
 }
 
 impl ConnectError {
     /// Whether a later attempt may succeed because the peer has not started yet.
-    pub(super) fn may_pass(&self) -> bool {
+    pub(super) fn is_transient(&self) -> bool {
         match self {
             ConnectError::Refused(_) => true,
             ConnectError::System { source, .. } => matches!(

@@ -7,12 +7,12 @@ pub(crate) mod args;
 mod attached;
 mod blocking;
 mod connect;
+mod connection;
 mod datagrams;
 mod endpoint;
 mod error;
 mod progress;
 mod pump;
-mod wire;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,35 +20,35 @@ use std::time::Instant;
 
 use self::args::NcArgs;
 use self::connect::Deadline;
+use self::connection::{Kind, Transport};
 use self::error::ConnectError;
 use self::progress::{Moved, Progress};
 use self::pump::Policy;
-use self::wire::{Kind, Wanted};
 use crate::failure::Failure;
 
 /// Runs until the connection is over.
 pub(crate) fn main(args: NcArgs) -> Result<(), Failure> {
     let endpoint = &args.endpoint;
-    let say = |what: &str| {
+    let log = |what: &str| {
         if args.verbose {
             eprintln!("zerosock: {endpoint}: {what}");
         }
     };
     let deadline = Deadline::after(args.timeout);
-    let wanted = match (args.seqpacket, args.dgram) {
-        (_, true) => Wanted::Datagrams,
-        (true, false) => Wanted::Connection(Kind::Messages),
-        (false, false) => Wanted::Connection(Kind::Bytes),
+    let transport = match (args.seqpacket, args.dgram) {
+        (_, true) => Transport::Datagrams,
+        (true, false) => Transport::Connection(Kind::Messages),
+        (false, false) => Transport::Connection(Kind::Bytes),
     };
-    let listening = || say("listening");
-    let socket = match connect::establish(endpoint, wanted, deadline, args.retry, listening) {
+    let listening = || log("listening");
+    let socket = match connect::establish(endpoint, transport, deadline, args.retry, listening) {
         Ok(socket) => socket,
         Err(error @ ConnectError::NoDatagrams) => {
             return Err(Failure::usage(format_args!("--dgram: {endpoint}: {error}")));
         }
         Err(error) => return Err(Failure::runtime(format_args!("{endpoint}: {error}"))),
     };
-    say("connected");
+    log("connected");
 
     let policy = Policy {
         read_stdin: !args.no_stdin,
@@ -61,7 +61,7 @@ pub(crate) fn main(args: NcArgs) -> Result<(), Failure> {
     let started = Instant::now();
     let outcome = pump::run(socket, policy, &moved, &mut progress);
     progress.clear();
-    say(&format!(
+    log(&format!(
         "{} bytes sent, {} received in {:.3} s",
         moved.sent.load(Ordering::Relaxed),
         moved.received.load(Ordering::Relaxed),

@@ -18,8 +18,8 @@ use rustix::net::Shutdown;
 use rustix::stdio;
 
 use super::blocking::{read, write};
+use super::connection::Connection;
 use super::progress::{Moved, Progress};
-use super::wire::Wire;
 
 /// Interval of progress updates and checks of the time limits.
 const TICK: Duration = Duration::from_millis(100);
@@ -55,7 +55,7 @@ pub(crate) enum PumpError {
 
 /// Transfers bytes until both directions have ended or `policy` ends them.
 pub(crate) fn run(
-    socket: Wire,
+    socket: Connection,
     policy: Policy,
     moved: &Arc<Moved>,
     progress: &mut Progress,
@@ -105,7 +105,9 @@ pub(crate) fn run(
             (None, None) => return outcome,
             // The peer has closed both halves and there is nothing to send. If there is something,
             // the sender's next call fails, and that error is reported.
-            (Some(_), None) if socket.is_deaf() && !stdin_is_ready() => return outcome,
+            (Some(_), None) if socket.has_peer_stopped_receiving() && !stdin_is_ready() => {
+                return outcome;
+            }
             _ => {}
         }
         if watch.may_quit(sending.is_none()) {
@@ -211,7 +213,7 @@ impl Watch {
     }
 }
 
-fn send(socket: &Wire, moved: &Moved, shutdown: bool) -> Result<(), PumpError> {
+fn send(socket: &Connection, moved: &Moved, shutdown: bool) -> Result<(), PumpError> {
     let mut buffer = vec![0; socket.sends_at_once()];
     loop {
         let length = read(stdio::stdin(), &mut buffer).map_err(PumpError::Stdin)?;
@@ -235,7 +237,7 @@ fn send(socket: &Wire, moved: &Moved, shutdown: bool) -> Result<(), PumpError> {
     socket.flush().map_err(PumpError::Send)
 }
 
-fn receive(socket: &Wire, moved: &Moved) -> Result<(), PumpError> {
+fn receive(socket: &Connection, moved: &Moved) -> Result<(), PumpError> {
     let mut buffer = vec![0; socket.receives_at_once()];
     loop {
         let length = socket.receive(&mut buffer).map_err(PumpError::Receive)?;

@@ -6,7 +6,7 @@ use clap::{ArgGroup, Args, ValueEnum};
 
 use crate::number;
 
-/// Measure receiving: a server sends, a client receives, both print the time
+/// Measure how fast a client receives what a server sends
 ///
 /// This is `vsock_rx_perf` of the kernel patch set for zero-copy receive, with its options,
 /// defaults and figures. The client connects to the server; the server sends the given number of
@@ -33,8 +33,8 @@ pub(crate) struct PerfArgs {
     #[arg(short, long, value_parser = number::parse::<u32>, value_name = "MEGABYTES", default_value = "2048")]
     pub(super) megabytes: u32,
 
-    /// Size of the buffer, or of the mapping, in pages of 4096 bytes: what one write sends, or one
-    /// dequeue takes at most [default: 4096 for the server, which is 16 MiB; 32 for the client]
+    /// Size of the buffer or mapping in pages of 4096 bytes: the bytes of one write, or the most
+    /// bytes of one dequeue [default: 4096 (16 MiB) for the server, 32 for the client]
     #[arg(short, long, value_parser = number::parse::<u32>, value_name = "PAGES")]
     pub(super) buffer: Option<u32>,
 
@@ -43,7 +43,7 @@ pub(crate) struct PerfArgs {
     #[arg(short = 'r', long, value_parser = number::parse::<u32>, value_name = "BYTES", conflicts_with = "server")]
     pub(super) low_water: Option<u32>,
 
-    /// Unread bytes in flight to the client: the credit that it gives the server
+    /// Most unread bytes that the server may send: the credit that the client grants
     #[arg(
         short = 'v',
         long,
@@ -72,16 +72,16 @@ pub(crate) struct PerfArgs {
     #[arg(long, value_name = "SOCKET", help_heading = "Where")]
     pub(super) attach: Option<PathBuf>,
 
-    /// Be the guest of this vhost-user socket of `zerosock serve`
+    /// Act as the guest at this vhost-user socket of `zerosock serve`
     #[arg(long, value_name = "SOCKET", help_heading = "Where")]
     pub(super) device: Option<PathBuf>,
 
-    /// Be the host, CID 2, with the devices in this process: for VMs by --vm-socket, for processes
-    /// by --attach-socket
+    /// Act as the host (CID 2), with devices in this process: for a VM with --vm-socket, for
+    /// processes with --attach-socket
     #[arg(long, help_heading = "Where")]
     pub(super) host: bool,
 
-    /// With --host: the vhost-user socket for a VM, made here
+    /// With --host: create a vhost-user socket for a VM at this path
     #[arg(long, value_name = "SOCKET", requires = "host", help_heading = "Where")]
     pub(super) vm_socket: Option<PathBuf>,
 
@@ -95,15 +95,15 @@ pub(crate) struct PerfArgs {
     )]
     pub(super) vm_cid: u32,
 
-    /// With --host: the socket at which processes attach, made here
+    /// With --host: create a socket at this path at which processes attach
     #[arg(long, value_name = "SOCKET", requires = "host", help_heading = "Where")]
     pub(super) attach_socket: Option<PathBuf>,
 
-    /// Read every byte that was received, outside of the dequeue calls
+    /// Read every received byte, outside of the timed dequeue calls
     #[arg(long, conflicts_with = "server")]
     pub(super) touch: bool,
 
-    /// Check every byte that was received, outside of the dequeue calls
+    /// Check every received byte, outside of the timed dequeue calls
     #[arg(long, conflicts_with = "server")]
     pub(super) verify: bool,
 }
@@ -113,24 +113,24 @@ pub(crate) struct PerfArgs {
 pub(super) enum ModeArg {
     /// Copy: read()
     N,
-    /// In place: fill and release a receive map, and sleep in between
+    /// In place: fill and release a receive map; sleep while no data is available
     Y,
-    /// In place, and poll the map's poll value instead of sleeping
+    /// In place: fill and release a receive map; poll the map's poll value instead of sleeping
     U,
 }
 
 const AFTER_HELP: &str = "\
 Between two processes:
   zerosock serve --attach-socket /tmp/attach
-  zerosock perf -s --attach /tmp/attach                   says its CID
+  zerosock perf -s --attach /tmp/attach                   prints its CID
   zerosock perf -c CID -z y --attach /tmp/attach
 
 Between two processes, of which one is the host:
-  zerosock perf -s --host --attach-socket /tmp/attach     is CID 2
+  zerosock perf -s --host --attach-socket /tmp/attach     has CID 2
   zerosock perf -c 2 -z y --attach /tmp/attach
 
 Between a guest and the host:
-  host$   zerosock perf -s --host --vm-socket /tmp/vm3    and a VMM that connects to /tmp/vm3
+  host$   zerosock perf -s --host --vm-socket /tmp/vm3    the VMM connects to /tmp/vm3
   guest$  zerosock perf -c 2
   guest$  zerosock perf -s
   host$   zerosock perf -c 3 -z y --host --vm-socket /tmp/vm3
@@ -141,7 +141,7 @@ Between a guest and a process (the VM's device is the same `serve`):
   host$   zerosock perf -s --attach /tmp/attach
   guest$  zerosock perf -c CID
 
-Without --attach, --device or --host the kernel's AF_VSOCK is used, as in a guest. There is -z n only: no
-kernel has the other two without the patch set.
+Without --attach, --device or --host, perf uses the kernel's AF_VSOCK, as in a guest. Only -z n works
+there: stock kernels lack the patch set for the other two.
 
-Exit codes: 0 all was sent or received, 1 it was not, 2 an option is wrong.";
+Exit codes: 0 everything was sent or received, 1 it was not, 2 an option is wrong.";

@@ -1,4 +1,4 @@
-//! The bytes sent, and their processing by the receiver.
+//! The bytes that a server sends, and how a client checks them.
 //!
 //! The position of a byte in the stream determines its value, with a prime period that divides no
 //! size of a buffer or packet: lost, repeated or moved bytes are detected.
@@ -6,7 +6,7 @@
 use std::hint::black_box;
 use std::io;
 
-use super::settings::Look;
+use super::settings::CheckMode;
 
 const PERIOD: usize = 65_521;
 /// Bytes compared at once.
@@ -45,33 +45,35 @@ impl Source {
     }
 }
 
-/// Processing of received bytes.
-pub(super) struct Eye {
-    look: Look,
+/// Checks received bytes as the flags `--touch` and `--verify` ask: reads them, or compares them
+/// with those sent.
+pub(super) struct ByteChecker {
+    check_mode: CheckMode,
     expected: Vec<u8>,
     at: u64,
 }
 
-impl Eye {
-    pub(super) fn new(look: Look) -> Eye {
-        let expected = match look {
-            Look::Verify => pattern(PERIOD + CHUNK),
+impl ByteChecker {
+    pub(super) fn new(check_mode: CheckMode) -> ByteChecker {
+        let expected = match check_mode {
+            CheckMode::Verify => pattern(PERIOD + CHUNK),
             _ => Vec::new(),
         };
-        Eye {
-            look,
+        ByteChecker {
+            check_mode,
             expected,
             at: 0,
         }
     }
 
-    /// Processes the next `len` bytes, which `copy` gives piece by piece, from an offset on.
-    pub(super) fn see(
+    /// Checks the next `len` bytes. `copy` copies them, from the given offset on, into a buffer and
+    /// returns how many.
+    pub(super) fn check(
         &mut self,
         len: usize,
         mut copy: impl FnMut(usize, &mut [u8]) -> usize,
     ) -> io::Result<()> {
-        if self.look == Look::None {
+        if self.check_mode == CheckMode::None {
             return Ok(());
         }
         let mut chunk = [0; CHUNK];
@@ -82,28 +84,28 @@ impl Eye {
                 return Err(io::Error::other("bytes received cannot be read"));
             }
             done += piece.len();
-            self.judge(piece)?;
+            self.check_piece(piece)?;
         }
         Ok(())
     }
 
-    /// The same for bytes in a buffer.
-    pub(super) fn see_slice(&mut self, bytes: &[u8]) -> io::Result<()> {
-        match self.look {
-            Look::None => Ok(()),
-            Look::Touch | Look::Verify => {
-                bytes.chunks(CHUNK).try_for_each(|piece| self.judge(piece))
-            }
+    /// As [`check`](Self::check), for bytes in a buffer.
+    pub(super) fn check_slice(&mut self, bytes: &[u8]) -> io::Result<()> {
+        match self.check_mode {
+            CheckMode::None => Ok(()),
+            CheckMode::Touch | CheckMode::Verify => bytes
+                .chunks(CHUNK)
+                .try_for_each(|piece| self.check_piece(piece)),
         }
     }
 
-    fn judge(&mut self, piece: &[u8]) -> io::Result<()> {
-        if self.look == Look::Verify {
+    fn check_piece(&mut self, piece: &[u8]) -> io::Result<()> {
+        if self.check_mode == CheckMode::Verify {
             let start = (self.at % PERIOD as u64) as usize;
             if piece != &self.expected[start..start + piece.len()] {
                 let at = self.at;
                 return Err(io::Error::other(format!(
-                    "other bytes than were sent, at or behind byte {at}"
+                    "the received bytes differ from those sent, at byte {at} or later"
                 )));
             }
         } else {
@@ -119,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_sent_verifies_however_it_is_cut() {
+    fn sent_bytes_verify_in_pieces_of_any_size() {
         let mut source = Source::new(1_000_000, 70_000);
         let mut all = Vec::new();
         while !source.next().is_empty() {
@@ -128,24 +130,25 @@ mod tests {
             source.sent(some);
         }
         assert_eq!(all.len(), 1_000_000);
-        let mut eye = Eye::new(Look::Verify);
-        eye.see_slice(&all[..100]).unwrap();
+        let mut checker = ByteChecker::new(CheckMode::Verify);
+        checker.check_slice(&all[..100]).unwrap();
         let rest = &all[100..];
-        eye.see(rest.len(), |at, out| {
-            out.copy_from_slice(&rest[at..at + out.len()]);
-            out.len()
-        })
-        .unwrap();
+        checker
+            .check(rest.len(), |at, out| {
+                out.copy_from_slice(&rest[at..at + out.len()]);
+                out.len()
+            })
+            .unwrap();
     }
 
     #[test]
-    fn a_byte_too_few_or_a_packet_twice_is_noticed() {
+    fn a_missing_byte_or_a_repeated_packet_fails_the_check() {
         let all = pattern(300_000);
-        let mut eye = Eye::new(Look::Verify);
-        eye.see_slice(&all[..65_536]).unwrap();
-        assert!(eye.see_slice(&all[65_537..100_000]).is_err());
-        let mut eye = Eye::new(Look::Verify);
-        eye.see_slice(&all[..65_536]).unwrap();
-        assert!(eye.see_slice(&all[..65_536]).is_err());
+        let mut checker = ByteChecker::new(CheckMode::Verify);
+        checker.check_slice(&all[..65_536]).unwrap();
+        assert!(checker.check_slice(&all[65_537..100_000]).is_err());
+        let mut checker = ByteChecker::new(CheckMode::Verify);
+        checker.check_slice(&all[..65_536]).unwrap();
+        assert!(checker.check_slice(&all[..65_536]).is_err());
     }
 }

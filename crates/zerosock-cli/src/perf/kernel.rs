@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{SendFlags, Shutdown};
 use zerosock_sys::vsock;
 
-use super::bytes::Eye;
+use super::bytes::ByteChecker;
 use super::settings::{Client, Mode, Server};
 use super::{receive, report, send};
 
@@ -40,7 +40,7 @@ pub(super) fn dequeue(client: &Client, buffer: usize) -> io::Result<()> {
     let socket = vsock::connect_blocking(client.peer.cid.get(), client.peer.port.get(), CONNECT)?;
     vsock::set_buffer_size(&socket, client.credit.into())?;
     vsock::set_receive_low_water(&socket, client.low_water)?;
-    let mut eye = Eye::new(client.look);
+    let mut checker = ByteChecker::new(client.check_mode);
     let wait = || {
         loop {
             match poll(&mut [PollFd::new(&socket, PollFlags::IN)], None) {
@@ -50,7 +50,7 @@ pub(super) fn dequeue(client: &Client, buffer: usize) -> io::Result<()> {
             }
         }
     };
-    let counted = receive::copy(buffer, &mut eye, wait, |out| read(&socket, out))?;
+    let counted = receive::copy(buffer, &mut checker, wait, |out| read(&socket, out))?;
     println!("{}", report::client(Mode::Copy, &counted, None));
     Ok(())
 }

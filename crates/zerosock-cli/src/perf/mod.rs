@@ -8,29 +8,29 @@
 
 pub(crate) mod args;
 mod bytes;
+mod endpoint;
 mod kernel;
-mod place;
 mod receive;
 mod report;
 mod send;
 mod settings;
 
 use self::args::PerfArgs;
-use self::settings::{Place, Role, Settings};
+use self::settings::{EndpointKind, Role, Settings};
 use crate::failure::Failure;
 
 /// Runs one side.
 pub(crate) fn main(args: PerfArgs) -> Result<(), Failure> {
     let Settings {
-        place,
+        endpoint,
         role,
         buffer,
     } = Settings::new(args)?;
-    match (&role, &place) {
-        (Role::Server(server), Place::Kernel) => kernel::serve(server, buffer),
-        (Role::Server(server), _) => place::serve(&place, server, buffer),
-        (Role::Client(client), Place::Kernel) => kernel::dequeue(client, buffer),
-        (Role::Client(client), _) => place::dequeue(&place, client, buffer),
+    match (&role, &endpoint) {
+        (Role::Server(server), EndpointKind::Kernel) => kernel::serve(server, buffer),
+        (Role::Server(server), _) => endpoint::serve(&endpoint, server, buffer),
+        (Role::Client(client), EndpointKind::Kernel) => kernel::dequeue(client, buffer),
+        (Role::Client(client), _) => endpoint::dequeue(&endpoint, client, buffer),
     }
     .map_err(Failure::runtime)
 }

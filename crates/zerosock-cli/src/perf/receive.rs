@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use zerosock::vsock::rxmap::{CLOSED, DATA, EMPTY, RxMapConfig};
 use zerosock::vsock::{RxMap, Stream};
 
-use super::bytes::Eye;
+use super::bytes::ByteChecker;
 use super::settings::{Client, Mode};
 
 /// Counters.
@@ -24,7 +24,7 @@ pub(super) struct Counted {
 /// "In copy mode client uses 'read()' system call": waits by `wait`, reads by `read`.
 pub(super) fn copy(
     buffer: usize,
-    eye: &mut Eye,
+    checker: &mut ByteChecker,
     mut wait: impl FnMut() -> io::Result<()>,
     mut read: impl FnMut(&mut [u8]) -> io::Result<usize>,
 ) -> io::Result<Counted> {
@@ -43,7 +43,7 @@ pub(super) fn copy(
             return Ok(counted);
         }
         counted.bytes += got as u64;
-        eye.see_slice(&buffer[..got])?;
+        checker.check_slice(&buffer[..got])?;
     }
 }
 
@@ -52,13 +52,13 @@ pub(super) fn on_stream(
     stream: &Stream,
     client: &Client,
     buffer: usize,
-    eye: &mut Eye,
+    checker: &mut ByteChecker,
 ) -> io::Result<Counted> {
     stream.set_low_water(client.low_water)?;
     match client.mode {
         Mode::Copy => copy(
             buffer,
-            eye,
+            checker,
             || stream.wait_readable(),
             |out| {
                 let mut stream = stream;
@@ -70,8 +70,8 @@ pub(super) fn on_stream(
                 got
             },
         ),
-        Mode::InPlace => map(stream, buffer, eye, |map| Ok(map.wait()?)),
-        Mode::InPlacePolling => map(stream, buffer, eye, |map| {
+        Mode::InPlace => map(stream, buffer, checker, |map| Ok(map.wait()?)),
+        Mode::InPlacePolling => map(stream, buffer, checker, |map| {
             loop {
                 let value = map.poll_value()?;
                 if value != EMPTY {
@@ -88,7 +88,7 @@ pub(super) fn on_stream(
 fn map<'s>(
     stream: &'s Stream,
     buffer: usize,
-    eye: &mut Eye,
+    checker: &mut ByteChecker,
     mut wait: impl FnMut(&mut RxMap<&'s Stream>) -> io::Result<u32>,
 ) -> io::Result<Counted> {
     let mut map = RxMap::new(stream, RxMapConfig::default().bytes(buffer))?;
@@ -104,7 +104,7 @@ fn map<'s>(
         for packet in map.packets() {
             let len = packet.len();
             counted.bytes += len as u64;
-            eye.see(len, |at, out| packet.copy_to(at, out))?;
+            checker.check(len, |at, out| packet.copy_to(at, out))?;
         }
         let call = Instant::now();
         map.release(0..headers)?;

@@ -17,19 +17,22 @@ const CLIENT_PAGES: u32 = 32;
 /// Settings of one side.
 #[derive(Debug)]
 pub(super) struct Settings {
-    pub(super) place: Place,
+    pub(super) endpoint: EndpointKind,
     pub(super) role: Role,
     /// Bytes of a write; for a dequeue, the most.
     pub(super) buffer: usize,
 }
 
-/// Endpoint of the sockets.
+/// The kind of endpoint that the sockets belong to.
 #[derive(Clone, Debug)]
-pub(super) enum Place {
-    /// The kernel's AF_VSOCK, in a guest.
+pub(super) enum EndpointKind {
+    /// A guest: the kernel's AF_VSOCK.
     Kernel,
+    /// A process that attaches at this attach socket.
     Attach(PathBuf),
+    /// The guest at this vhost-user socket, by zerosock's driver.
     Device(PathBuf),
+    /// The host, with devices in this process.
     Host {
         vm: Option<(Cid, PathBuf)>,
         attach: Option<PathBuf>,
@@ -56,7 +59,7 @@ pub(super) struct Client {
     pub(super) low_water: u32,
     /// Unread bytes in flight from the peer, at most.
     pub(super) credit: u32,
-    pub(super) look: Look,
+    pub(super) check_mode: CheckMode,
 }
 
 /// How a client dequeues.
@@ -69,14 +72,18 @@ pub(super) enum Mode {
 
 /// Processing of received bytes by a client, outside of the dequeue calls.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Look {
+pub(super) enum CheckMode {
     None,
     Touch,
     Verify,
 }
 
 impl Settings {
-    fn host(vm: Option<PathBuf>, cid: u32, attach: Option<PathBuf>) -> Result<Place, Failure> {
+    fn host(
+        vm: Option<PathBuf>,
+        cid: u32,
+        attach: Option<PathBuf>,
+    ) -> Result<EndpointKind, Failure> {
         if vm.is_none() && attach.is_none() {
             return Err(Failure::usage(
                 "--host: nothing can connect; give --vm-socket or --attach-socket",
@@ -85,15 +92,15 @@ impl Settings {
         let cid = Cid::guest(cid.into())
             .map_err(|error| Failure::usage(format_args!("--vm-cid {cid}: {error}")))?;
         let vm = vm.map(|path| (cid, path));
-        Ok(Place::Host { vm, attach })
+        Ok(EndpointKind::Host { vm, attach })
     }
 
     pub(super) fn new(args: PerfArgs) -> Result<Settings, Failure> {
-        let place = match (args.attach, args.device) {
+        let endpoint = match (args.attach, args.device) {
             _ if args.host => Settings::host(args.vm_socket, args.vm_cid, args.attach_socket)?,
-            (Some(path), _) => Place::Attach(path),
-            (None, Some(path)) => Place::Device(path),
-            (None, None) => Place::Kernel,
+            (Some(path), _) => EndpointKind::Attach(path),
+            (None, Some(path)) => EndpointKind::Device(path),
+            (None, None) => EndpointKind::Kernel,
         };
         let pages = args.buffer.unwrap_or(if args.server {
             SERVER_PAGES
@@ -112,7 +119,7 @@ impl Settings {
             let bytes = u64::from(args.megabytes) * MEGABYTE;
             let role = Role::Server(Server { port, bytes });
             return Ok(Settings {
-                place,
+                endpoint,
                 role,
                 buffer,
             });
@@ -122,7 +129,7 @@ impl Settings {
             ModeArg::Y => Mode::InPlace,
             ModeArg::U => Mode::InPlacePolling,
         };
-        if matches!(place, Place::Kernel) && mode != Mode::Copy {
+        if matches!(endpoint, EndpointKind::Kernel) && mode != Mode::Copy {
             return Err(Failure::usage(
                 "-z y and -z u: the kernel's AF_VSOCK has no receive maps; give --attach, \
                  --device or --host, or -z n",
@@ -138,20 +145,20 @@ impl Settings {
                 args.credit
             )));
         }
-        let look = match (args.verify, args.touch) {
-            (true, _) => Look::Verify,
-            (false, true) => Look::Touch,
-            (false, false) => Look::None,
+        let check_mode = match (args.verify, args.touch) {
+            (true, _) => CheckMode::Verify,
+            (false, true) => CheckMode::Touch,
+            (false, false) => CheckMode::None,
         };
         let role = Role::Client(Client {
             peer: Address::new(Cid::new(cid), port),
             mode,
             low_water,
             credit: args.credit,
-            look,
+            check_mode,
         });
         Ok(Settings {
-            place,
+            endpoint,
             role,
             buffer,
         })
@@ -190,7 +197,10 @@ mod tests {
             panic!("{client:?}");
         };
         assert_eq!(client.peer, Address::new(Cid::HOST, Port::new(1234)));
-        assert_eq!((client.mode, client.look), (Mode::Copy, Look::None));
+        assert_eq!(
+            (client.mode, client.check_mode),
+            (Mode::Copy, CheckMode::None)
+        );
         assert_eq!((client.credit, client.low_water), (2 << 30, 128 << 10));
     }
 
@@ -214,14 +224,14 @@ mod tests {
             let Role::Client(client) = client.role else {
                 panic!("{client:?}");
             };
-            assert_eq!((client.mode, client.look), (mode, Look::Touch));
+            assert_eq!((client.mode, client.check_mode), (mode, CheckMode::Touch));
             assert_eq!((client.credit, client.low_water), (70_000, 100));
         }
     }
 
     #[test]
-    fn places() {
-        for (line, place) in [
+    fn flags_select_the_kind_of_endpoint() {
+        for (line, endpoint) in [
             ("-s", "Kernel"),
             ("-s --attach a", "Attach(\"a\")"),
             ("-c 2 -z u --device d", "Device(\"d\")"),
@@ -234,12 +244,12 @@ mod tests {
                 "Host { vm: None, attach: Some(\"a\") }",
             ),
         ] {
-            assert_eq!(format!("{:?}", settings(line).unwrap().place), place);
+            assert_eq!(format!("{:?}", settings(line).unwrap().endpoint), endpoint);
         }
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_with_its_reason() {
+    fn invalid_flag_combinations_are_refused_with_the_reason() {
         for (line, reason) in [
             ("", "--server"),
             ("-s -c 3", "cannot be used with"),

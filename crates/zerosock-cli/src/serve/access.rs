@@ -139,11 +139,11 @@ fn ports<'de, D: Deserializer<'de>>(input: D) -> Result<Ports, D::Error> {
     };
     let mut ranges = Vec::new();
     for item in text.split('+').map(str::trim) {
-        let range = range(item).ok_or_else(|| wrong(item, &"is no port"))?;
+        let range = range(item).ok_or_else(|| wrong(item, &"is not a port"))?;
         let range = Port::new(*range.start())..=Port::new(*range.end());
         // One by one, to find the wrong one.
         Ports::new([range.clone()])
-            .map_err(|error| wrong(item, &format!("is no range: {error}")))?;
+            .map_err(|error| wrong(item, &format!("is not a range: {error}")))?;
         ranges.push(range);
     }
     Ports::new(ranges).map_err(|error| wrong(&text, &error))
@@ -243,12 +243,12 @@ mod tests {
             (rule("any", "5+", "1"), "`` names no endpoint"),
             (rule("any", "'name:a b'", "1"), "`name:a b` names no process: a name has"),
             (rule("any", "'group:'", "1"), "`group:` names no endpoint"),
-            (rule("any", "any", "ssh"), "ports: `ssh` is no port; give a port"),
-            (rule("any", "any", "1+-2"), "ports: `-2` is no port"),
-            (rule("any", "any", "7-6"), "ports: `7-6` is no range"),
-            (rule("any", "any", "4294967295"), "ports: `4294967295` is no range: an end"),
-            (rule("any", "any", "4294967296"), "ports: `4294967296` is no port"),
-            (rule("any", "any", "[]"), "ports: `` is no port"),
+            (rule("any", "any", "ssh"), "ports: `ssh` is not a port; give a port"),
+            (rule("any", "any", "1+-2"), "ports: `-2` is not a port"),
+            (rule("any", "any", "7-6"), "ports: `7-6` is not a range"),
+            (rule("any", "any", "4294967295"), "ports: `4294967295` is not a range: an end"),
+            (rule("any", "any", "4294967296"), "ports: `4294967296` is not a port"),
+            (rule("any", "any", "[]"), "ports: `` is not a port"),
             ("- allow: {from: any, to: any}\n- deny: {from: any}".into(), "missing field `to`"),
             ("- allow: {from: any, to: any}\n- {}".into(), "neither `allow` nor `deny`"),
             ("- allow: {from: any, to: any}\n- permit: {}".into(), "unknown field `permit`"),

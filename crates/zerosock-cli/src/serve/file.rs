@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named_with_its_place() {
+    fn errors_name_the_file_and_the_invalid_key_or_value() {
         for (text, wanted) in [
             ("vms: []", "the list `vms` is empty"),
             ("vm: []", "unknown field `vm`"),

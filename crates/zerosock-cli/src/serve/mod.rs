@@ -92,7 +92,7 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
         copied_bytes = stats.copied_bytes,
         connections = stats.conns_added,
         connections_now = stats.connections_now,
-        joins_now = stats.joins_now,
+        bridges_now = stats.bridges_now,
         timers_now = stats.timers_now,
         ports_now = stats.ports_now,
         refused = stats.conns_refused,
@@ -155,7 +155,7 @@ fn wait_for_signal(
             Wake::Hangup => reload(),
             Wake::TimeIsUp => {}
         }
-        watchdog.look(daemon);
-        stuck_calls.look(daemon);
+        watchdog.check(daemon);
+        stuck_calls.check(daemon);
     }
 }

@@ -252,7 +252,7 @@ attach: {socket: /a, uid: [7], max: 5}
 ";
 
     #[test]
-    fn what_can_change_is_told_from_what_cannot() {
+    fn the_reload_separates_changes_that_apply_from_those_that_need_a_restart() {
         let mut now = settings(NOW);
         let same = Changes::between(&now, &settings(NOW));
         assert_eq!(same, Changes::default());

@@ -411,7 +411,7 @@ fn parse_ports(source: Source<'_>, text: Option<&str>) -> Result<Vec<u32>, Setti
             .filter(|&port: &u32| port != u32::MAX)
             .ok_or_else(|| {
                 let fix = format!(
-                    "`{item}` is no port; give numbers from 0 to 4294967294 joined by `+`, such as \
+                    "`{item}` is not a port; give numbers from 0 to 4294967294 joined by `+`, such as \
                  9001+9002"
                 );
                 source.wrong("forward-listen", text, fix)

@@ -36,7 +36,7 @@ fn complaint(words: &str) -> String {
 const VM: &str = "--socket /run/a --uds-path /run/b";
 
 #[test]
-fn the_least_that_can_be_said_gets_the_defaults() {
+fn the_required_flags_alone_give_the_defaults() {
     let settings = settings(VM);
     assert_eq!(
         settings.vms,
@@ -64,7 +64,7 @@ fn the_least_that_can_be_said_gets_the_defaults() {
 }
 
 #[test]
-fn every_flag_of_a_vm_is_heard() {
+fn every_flag_of_a_vm_is_parsed() {
     let settings = settings(
         "--guest-cid 42 --socket s --forward-cid 1 --forward-listen 9001+5 --tx-buffer-size=65536 \
          --queue-size=256 --groups a+b+a",
@@ -87,7 +87,7 @@ fn every_flag_of_a_vm_is_heard() {
 }
 
 #[test]
-fn every_flag_of_the_daemon_is_heard() {
+fn every_flag_of_the_daemon_is_parsed() {
     let settings = settings(&format!(
         "{VM} --ok-port host --socket-mode 0660 --socket-group 77 --max-connections 5 \
          --max-memory 3G --max-memory-total 5T --queue-pairs 4 --spin-us 50 \
@@ -108,7 +108,7 @@ fn every_flag_of_the_daemon_is_heard() {
 }
 
 #[test]
-fn the_flags_about_attaching_are_heard() {
+fn the_flags_for_attaching_are_parsed() {
     let attached = settings(&format!("{VM} --attach-socket /run/c"));
     let wanted = Attach {
         socket: "/run/c".into(),
@@ -170,7 +170,7 @@ fn the_flags_about_attaching_are_heard() {
 }
 
 #[test]
-fn a_file_may_say_who_attaches_but_not_beside_the_flags() {
+fn attach_settings_are_in_the_file_or_in_flags_but_not_both() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vms.yaml");
     std::fs::write(&path, "attach: {socket: /run/c, uid: [7]}").unwrap();
@@ -216,7 +216,7 @@ fn workers_follow_the_pinned_cpus() {
 }
 
 #[test]
-fn a_file_names_vms_and_its_complaints_name_their_place() {
+fn errors_of_the_file_name_the_entry() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vms.yaml");
     let config = format!("--config {}", path.display());
@@ -487,7 +487,7 @@ fn a_complaint_names_the_option_the_value_and_the_fix() {
         ),
         (
             "--socket /a --forward-cid 1 --forward-listen 5+x",
-            "--forward-listen 5+x: `x` is no port; give numbers",
+            "--forward-listen 5+x: `x` is not a port; give numbers",
         ),
         (
             "--socket /a --forward-cid 1 --forward-listen 5+5",

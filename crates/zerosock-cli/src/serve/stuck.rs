@@ -20,7 +20,7 @@ pub(super) struct StuckCalls {
 impl StuckCalls {
     /// Checks the daemon; logs at most one line a minute. Also starts a thread of the reaper that
     /// the system has refused.
-    pub(super) fn look(&mut self, daemon: &Daemon) {
+    pub(super) fn check(&mut self, daemon: &Daemon) {
         reaper::retry();
         let stats = daemon.stats();
         if self.is_worth_a_line(&stats, Instant::now()) {
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn calls_that_last_are_named_once_a_minute() {
+    fn long_calls_are_logged_at_most_once_a_minute() {
         let mut calls = StuckCalls::default();
         let start = Instant::now();
         let mut look = |ms, seconds| {

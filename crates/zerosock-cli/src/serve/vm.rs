@@ -122,7 +122,7 @@ pub(crate) enum VmTextError {
     Twice(&'static str),
     #[error("{key}={value} is neither true nor false")]
     NotABool { key: &'static str, value: String },
-    #[error("{key}={value} is no whole number from 0 to {largest}")]
+    #[error("{key}={value} is not a whole number from 0 to {largest}")]
     NotANumber {
         key: &'static str,
         value: String,
@@ -228,22 +228,25 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn the_error_names_the_invalid_key_or_value() {
         for (text, wanted) in [
             ("", "`` has no value: write =VALUE"),
             ("socket", "`socket` has no value: write socket=VALUE"),
             ("group=a", "unknown key `group`"),
             ("socket=a,socket=b", "socket is given twice: leave one"),
-            ("guest-cid=x", "guest-cid=x is no whole number"),
+            ("guest-cid=x", "guest-cid=x is not a whole number"),
             (
                 "forward_cid=4294967296",
-                "forward-cid=4294967296 is no whole number from 0 to 4294967295",
+                "forward-cid=4294967296 is not a whole number from 0 to 4294967295",
             ),
             (
                 "require-sealed-memory=yes",
                 "require-sealed-memory=yes is neither true nor false",
             ),
-            ("tx-buffer-size=-1", "tx-buffer-size=-1 is no whole number"),
+            (
+                "tx-buffer-size=-1",
+                "tx-buffer-size=-1 is not a whole number",
+            ),
         ] {
             let said = parse_vm(text).unwrap_err().to_string();
             assert!(said.starts_with(wanted), "{text:?}: {said}");

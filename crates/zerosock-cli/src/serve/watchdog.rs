@@ -35,7 +35,7 @@ impl Watchdog {
     }
 
     /// Asks all threads, and notifies the service manager if all have answered.
-    pub(super) fn look(&mut self, daemon: &Daemon) {
+    pub(super) fn check(&mut self, daemon: &Daemon) {
         if self.interval.is_none() {
             return;
         }

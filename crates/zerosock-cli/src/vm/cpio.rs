@@ -118,7 +118,7 @@ mod tests {
 
     /// busybox's cpio reads back what was written (skipped by name where there is none).
     #[test]
-    fn another_reader_agrees() {
+    fn a_second_decoder_reads_the_same_values() {
         let mut archive = Archive::default();
         archive.program("a/b/tool", b"data");
         archive.symlink("a/link", "b/tool");
@@ -129,7 +129,7 @@ mod tests {
             .stdout(Stdio::piped())
             .spawn();
         let Ok(mut child) = child else {
-            println!("SKIPPED another_reader_agrees: no cpio on this machine");
+            println!("SKIPPED a_second_decoder_reads_the_same_values: no cpio on this machine");
             return;
         };
         child.stdin.take().unwrap().write_all(&bytes).unwrap();

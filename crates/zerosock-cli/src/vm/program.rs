@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_elf_is_refused_and_nonsense_does_not_panic() {
+    fn files_that_are_not_elf_are_refused_and_random_bytes_do_not_panic() {
         assert_eq!(parse(b"#!/bin/sh\n"), None);
         let mut elf = b"\x7fELF\x02\x01".to_vec();
         elf.resize(64, 0xff);

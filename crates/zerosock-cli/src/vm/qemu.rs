@@ -44,7 +44,8 @@ pub struct Config<'c> {
     pub reboots: bool,
     /// Accelerators allowed.
     pub accel: Choice,
-    /// A program with `zerosock parent-watchdog`, which starts QEMU so that it ends with this process.
+    /// A program with `zerosock parent-watchdog`, which starts QEMU so that it ends with this
+    /// process.
     pub zerosock: &'c Path,
     /// Repeats the guest's console on stderr under this name.
     pub echo: Option<&'c str>,
@@ -87,9 +88,9 @@ pub enum BootError {
     /// Starting failed.
     #[error("cannot start QEMU: {0}")]
     Start(io::Error),
-    /// The guest printed nothing.
-    #[error("the guest did not boot under {accel}: {what}; its last words:\n{console}")]
-    NoLife {
+    /// The program in the guest did not report that it runs.
+    #[error("the guest did not boot under {accel}: {what}; the end of its console:\n{console}")]
+    NoReport {
         /// The accelerator.
         accel: Accel,
         /// Exit or deadline.
@@ -172,7 +173,7 @@ impl Booting<'_> {
         loop {
             let last = self.untried.is_empty();
             let limit = if last { TCG_DEADLINE } else { KVM_DEADLINE };
-            match life(&mut self.started, limit) {
+            match wait_for_boot(&mut self.started, limit) {
                 Ok((remote, release)) => {
                     let Started {
                         process, console, ..
@@ -196,7 +197,7 @@ impl Booting<'_> {
                         eprintln!("an emulated kernel died; it boots again, once:\n{console}");
                         self.started = spawn(&self.config, self.accel)?;
                     } else if last {
-                        return Err(BootError::NoLife {
+                        return Err(BootError::NoReport {
                             accel: self.accel,
                             what,
                             console,
@@ -275,8 +276,11 @@ fn spawn(config: &Config<'_>, accel: Accel) -> Result<Started, BootError> {
     })
 }
 
-/// Waits until the guest's program reports, QEMU ends, or the deadline.
-fn life<C: Control>(started: &mut Started, limit: Duration) -> Result<(C, String), String> {
+/// Waits until the guest's program reports on the control line, QEMU ends, or `limit` has passed.
+fn wait_for_boot<C: Control>(
+    started: &mut Started,
+    limit: Duration,
+) -> Result<(C, String), String> {
     let step = Duration::from_millis(50);
     let mut control: Option<C> = None;
     loop {
@@ -284,7 +288,10 @@ fn life<C: Control>(started: &mut Started, limit: Duration) -> Result<(C, String
             return Err(format!("QEMU ended with {status}"));
         }
         if started.since.elapsed() > limit {
-            return Err(format!("no sign of life within {} s", limit.as_secs()));
+            return Err(format!(
+                "the program in the guest has not reported within {} s",
+                limit.as_secs()
+            ));
         }
         match control.take() {
             None => {

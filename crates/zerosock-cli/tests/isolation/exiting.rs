@@ -1,4 +1,4 @@
-//! A process that sends its own end of the connection and exits.
+//! A front-end that sends its own socket over that socket and exits.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -8,18 +8,19 @@ use super::daemon::{ATTACKER, Daemon};
 use super::neighbour::Neighbour;
 use super::raw::{RawFrontend, WAYS};
 
-/// Tells the exiting process where to connect, and which of [`WAYS`] to use.
+/// Environment variable of the exiting process: the path to connect to.
 const SOCKET: &str = "ZEROSOCK_TEST_EXITING_SOCKET";
+/// Environment variable of the exiting process: the index of the way in [`WAYS`].
 const WAY: &str = "ZEROSOCK_TEST_EXITING_WAY";
 
 #[test]
-fn place_of_a_process_that_handed_in_its_own_end_and_exited_is_free_again() {
+fn a_front_end_that_sent_its_own_socket_and_exited_is_disconnected() {
     let daemon = Daemon::start(&[]);
     let mut neighbour = Neighbour::new(&daemon);
     for (index, way) in WAYS.iter().enumerate() {
         eprintln!("{way:?}");
         let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "exiting::hand_in_and_exit", "--ignored"]);
+        child.args(["--exact", "exiting::send_own_socket_and_exit", "--ignored"]);
         child.env(SOCKET, daemon.socket(ATTACKER));
         let status = child.env(WAY, index.to_string()).status().unwrap();
         assert_eq!(status.code(), Some(EXITED));
@@ -29,12 +30,12 @@ fn place_of_a_process_that_handed_in_its_own_end_and_exited_is_free_again() {
     }
 }
 
-/// Not the exit code of a test program.
+/// Exit code of that process; a test program has another one.
 const EXITED: i32 = 77;
 
 #[test]
 #[ignore = "ends the process; run by another test"]
-fn hand_in_and_exit() {
+fn send_own_socket_and_exit() {
     let socket = std::env::var_os(SOCKET).expect("run by another test");
     let way: usize = std::env::var(WAY).unwrap().parse().unwrap();
     let frontend = RawFrontend::connect(Path::new(&socket));

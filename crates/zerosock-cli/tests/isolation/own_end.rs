@@ -13,7 +13,7 @@ use super::neighbour::Neighbour;
 use super::raw::{WAYS, send_urgent};
 
 #[test]
-fn place_of_a_front_end_that_handed_in_its_own_end_is_free_again() {
+fn a_front_end_that_sent_its_own_socket_over_it_is_disconnected() {
     let daemon = Daemon::start(&[]);
     let mut neighbour = Neighbour::new(&daemon);
     for way in WAYS {
@@ -28,7 +28,7 @@ fn place_of_a_front_end_that_handed_in_its_own_end_is_free_again() {
 }
 
 #[test]
-fn place_of_a_front_end_that_queued_its_own_end_in_a_socket_is_free_again() {
+fn a_front_end_that_queued_its_own_socket_in_another_one_is_disconnected() {
     let daemon = Daemon::start(&[]);
     for way in WAYS {
         let frontend = daemon.frontend(ATTACKER);

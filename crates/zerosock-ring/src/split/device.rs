@@ -546,9 +546,9 @@ impl DeviceQueue {
             .disable(self.rings.avail_words(), self.config.event_idx);
     }
 
-    /// Requests kicks again. True: chains are there that were not popped, and no kick will come for
+    /// Requests kicks again. True: available chains were not popped, and no kick will follow for
     /// them. False for a broken queue.
-    #[must_use = "chains that are already there bring no kick"]
+    #[must_use = "no kick follows for chains that were made available before"]
     #[inline]
     pub fn enable_notifications(&mut self) -> bool {
         self.avail
@@ -559,7 +559,7 @@ impl DeviceQueue {
     /// As [`enable_notifications`](Self::enable_notifications), with a barrier of the caller
     /// instead of the fence, one that includes the driver's process (membarrier(2), with both
     /// registered): the driver can then use `publish_unfenced`.
-    #[must_use = "chains that are already there bring no kick"]
+    #[must_use = "no kick follows for chains that were made available before"]
     #[inline]
     pub fn enable_notifications_with(&mut self, barrier: impl FnOnce()) -> bool {
         self.avail

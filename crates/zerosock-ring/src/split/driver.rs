@@ -28,7 +28,7 @@ pub struct Buffer {
     pub writable: bool,
 }
 
-/// A chain that came back.
+/// A chain that the device has returned.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct Used {
     /// The token given to [`add`](DriverQueue::add).
@@ -65,7 +65,7 @@ pub enum AddError {
     NotFixed,
 }
 
-/// A protocol error of the device: the queue is dead.
+/// A protocol error of the device. The queue cannot be used any more.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DriverError {
@@ -73,7 +73,7 @@ pub enum DriverError {
     #[error("used index announces more chains than the device holds")]
     IndexJump,
     /// A used element names no chain that the device holds.
-    #[error("used element names {0}, which is no posted chain")]
+    #[error("used element names {0}, which is not a posted chain")]
     Id(u32),
 }
 
@@ -105,7 +105,7 @@ enum State {
     /// Free, or not the head of its chain.
     #[default]
     NotHead,
-    /// Head of a posted chain, which is freed when it comes back.
+    /// Head of a posted chain, which is freed when the device returns it.
     Posted,
     /// Head of a fixed chain that is not posted.
     FixedIdle,
@@ -122,8 +122,8 @@ enum State {
 /// A caller that posts the same buffers again and again writes their descriptors once, by
 /// [`set_chain`](Self::set_chain), and posts them by [`add_fixed`](Self::add_fixed). The
 /// descriptors are then never written again, and the device's cache can keep them. If the chains
-/// come back in order, the cache can keep the ring's entries too, because an unchanged entry is not
-/// written.
+/// are returned in order, the cache can keep the ring's entries too, because an unchanged entry is
+/// not written.
 #[derive(Debug)]
 pub struct DriverQueue {
     rings: Rings,
@@ -139,7 +139,7 @@ pub struct DriverQueue {
     added: u64,
     /// The value of `added` at the last publish.
     published: u64,
-    /// Chains that came back.
+    /// Chains that the device has returned.
     returned: u64,
     broken: Option<DriverError>,
     /// Pieces of the indirect table being written.
@@ -233,7 +233,7 @@ impl DriverQueue {
         self.rings.size()
     }
 
-    /// Free descriptors. Every buffer of [`add`](Self::add) takes one until its chain comes back,
+    /// Free descriptors. Every buffer of [`add`](Self::add) takes one until its chain is returned,
     /// every [`add_indirect`](Self::add_indirect) one.
     #[inline]
     pub fn free(&self) -> u16 {
@@ -241,7 +241,7 @@ impl DriverQueue {
     }
 
     /// Posts a chain, one descriptor per buffer, readable ones first; not visible before
-    /// [`publish`](Self::publish). `token` comes back with it. Returns its head.
+    /// [`publish`](Self::publish). The chain is returned with `token`. Returns its head.
     ///
     /// # Errors
     /// [`AddError`]; nothing was posted.
@@ -251,7 +251,7 @@ impl DriverQueue {
     }
 
     /// As [`add`](Self::add), through an indirect table of `16 * buffers.len()` bytes that is
-    /// written to `table_guest_addr` and must stay until the chain comes back. Only after
+    /// written to `table_guest_addr` and must stay until the chain is returned. Only after
     /// VIRTIO_F_INDIRECT_DESC was negotiated.
     ///
     /// # Errors
@@ -301,7 +301,7 @@ impl DriverQueue {
     }
 
     /// Writes the descriptors of a fixed chain, which it keeps for good and which are never written
-    /// again. `token` comes back with it each time. Post it by [`add_fixed`](Self::add_fixed).
+    /// again. It is returned with `token` each time. Post it by [`add_fixed`](Self::add_fixed).
     ///
     /// # Errors
     /// [`AddError`], as for [`add`](Self::add); no descriptor was taken.
@@ -446,7 +446,7 @@ impl DriverQueue {
         self.avail.publish(self.rings.avail_words(), self.event_idx)
     }
 
-    /// Takes the next chain that came back; None if none did.
+    /// Takes the next returned chain; `None` if there is none.
     ///
     /// # Errors
     /// [`DriverError`]: the device broke the protocol; every later call returns the same error.
@@ -562,19 +562,19 @@ impl DriverQueue {
         self.used.disable(self.rings.used_words(), self.event_idx);
     }
 
-    /// Requests calls again. True: chains are there that were not polled, and no call will come for
-    /// them. False for a dead queue.
-    #[must_use = "chains that are already there bring no call"]
+    /// Requests notifications again. True: returned chains were not polled, and no notification
+    /// will follow for them. False for a broken queue.
+    #[must_use = "no notification follows for chains that were returned before"]
     #[inline]
     pub fn enable_notifications(&mut self) -> bool {
         self.used.enable(self.rings.used_words(), self.event_idx) && self.broken.is_none()
     }
 
     /// As [`enable_notifications`](Self::enable_notifications), but requests a notification only
-    /// when `more` chains have come back beside the next one. True: all of them are there. As many
-    /// must be posted, or no notification comes. A device without VIRTIO_F_EVENT_IDX notifies for
-    /// the next one.
-    #[must_use = "chains that are already there bring no call"]
+    /// when `more` chains have been returned beside the next one. True: all of them are there. As
+    /// many must be posted, or no notification follows. A device without VIRTIO_F_EVENT_IDX
+    /// notifies for the next one.
+    #[must_use = "no notification follows for chains that were returned before"]
     #[inline]
     pub fn enable_notifications_after(&mut self, more: u16) -> bool {
         let words = self.rings.used_words();
@@ -584,7 +584,7 @@ impl DriverQueue {
     /// As [`enable_notifications`](Self::enable_notifications), with a barrier of the caller
     /// instead of the fence, one that includes the device's process (membarrier(2), with both
     /// registered): the device can then use `publish_unfenced`.
-    #[must_use = "chains that are already there bring no call"]
+    #[must_use = "no notification follows for chains that were returned before"]
     #[inline]
     pub fn enable_notifications_with(&mut self, barrier: impl FnOnce()) -> bool {
         self.used

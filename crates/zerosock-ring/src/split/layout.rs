@@ -103,14 +103,14 @@ pub enum QueueError {
 
 /// One part of a queue.
 #[derive(Copy, Clone, Debug)]
-struct Part {
+struct QueuePart {
     name: &'static str,
     addr: u64,
     len: u64,
 }
 
-impl Part {
-    fn overlaps(&self, other: &Part) -> bool {
+impl QueuePart {
+    fn overlaps(&self, other: &QueuePart) -> bool {
         // No sum, which might wrap: an address at or above the other one lies in it if the distance
         // is less than the other one's length.
         match self.addr >= other.addr {
@@ -120,8 +120,8 @@ impl Part {
     }
 }
 
-fn parts(size: u16, desc: u64, avail: u64, used: u64) -> [Part; 3] {
-    let part = |name, addr, len| Part { name, addr, len };
+fn parts(size: u16, desc: u64, avail: u64, used: u64) -> [QueuePart; 3] {
+    let part = |name, addr, len| QueuePart { name, addr, len };
     [
         part("descriptor table", desc, desc_len(size)),
         part("available ring", avail, avail_len(size)),

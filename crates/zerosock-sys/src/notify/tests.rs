@@ -167,7 +167,7 @@ fn a_notification_for_which_there_is_no_thread_is_made_when_there_is_one() {
 }
 
 #[test]
-fn a_session_that_ends_is_not_asked_a_thread_for() {
+fn no_thread_is_requested_for_a_dropped_call_descriptor() {
     let threads = ThreadCount::default();
     let _reader = use_up_threads(&threads);
     let notifier = Notifier::without_aio();

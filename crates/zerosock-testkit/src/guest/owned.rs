@@ -123,7 +123,7 @@ fn open(socket: impl Into<OwnedFd>, backend: &str) -> Result<Sender<Vec<u8>>, St
         "uring" => builder.backend(Backend::Uring),
         "error queue" => builder.backend(Backend::ErrorQueue),
         "copy" => builder.backend(Backend::Copy),
-        other => return Err(format!("{other} is no back-end")),
+        other => return Err(format!("{other} is not a back-end")),
     };
     builder.open(socket).map_err(|error| error.to_string())
 }

@@ -195,7 +195,7 @@ pub(crate) fn a_port_is_listened_on_again_beside_its_connections(pair: &Pair) ->
 }
 
 /// Connections in the backlog of a closed listener are reset.
-pub(crate) fn a_listener_that_goes_ends_those_who_wait(pair: &Pair) -> Verdict {
+pub(crate) fn closing_a_listener_resets_the_connections_in_its_backlog(pair: &Pair) -> Verdict {
     let port = port();
     let listener = pair.listener(port, 4);
     let waiting: Vec<End> = (0..3).map(|_| pair.client_socket()).collect();

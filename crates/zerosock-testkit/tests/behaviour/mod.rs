@@ -93,7 +93,7 @@ behaviours! {
             a_port_that_is_free_to_listen_on,
             an_own_address_is_bound_and_no_other,
             a_port_is_listened_on_again_beside_its_connections,
-            a_listener_that_goes_ends_those_who_wait,
+            closing_a_listener_resets_the_connections_in_its_backlog,
             options_set_before_connecting_stay,
             no_more_wait_than_the_backlog,
             connects_closed_at_once_leave_the_backlog_free;
@@ -145,7 +145,7 @@ behaviours! {
             completions_while_the_reader_stalls,
             completions_while_the_reader_has_leases,
             a_stalled_reader_delays_no_other_completion,
-            completions_when_the_reader_goes,
+            sends_complete_when_the_reader_closes,
             empty_error_queue_answers_at_once,
             unread_completions_leak_nothing,
             closing_before_completion_leaks_nothing;

@@ -198,7 +198,7 @@ pub(crate) fn every_send_is_completed_once(pair: &Pair) -> Verdict {
 }
 
 /// A reader that closes without having read leaves no send without its completion.
-pub(crate) fn completions_when_the_reader_goes(pair: &Pair) -> Verdict {
+pub(crate) fn sends_complete_when_the_reader_closes(pair: &Pair) -> Verdict {
     needs(pair)?;
     let (client, served) = pair.connected();
     client.set(Setting::ZeroCopy).ok();

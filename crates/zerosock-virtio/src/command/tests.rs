@@ -9,7 +9,7 @@ use zerosock_ring::{DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig
 use zerosock_sys::notify::Notifier;
 use zerosock_vhost_user::{DeviceCommand, Reply};
 
-use super::{LOOK, RECALL, command, finish};
+use super::{QUIESCE_TIMEOUT, RECHECK_INTERVAL, command, finish};
 use crate::device::Context;
 use crate::outbox::Outbox;
 use crate::poller::Poller;
@@ -165,7 +165,7 @@ fn a_command_waits_until_the_device_has_its_buffers_back() {
         None,
         "it is told when they come"
     );
-    let later = Instant::ZERO + 10 * RECALL;
+    let later = Instant::ZERO + 10 * QUIESCE_TIMEOUT;
     assert_eq!(harness.finish_at(later), []);
     harness.device.quiesced = Quiesced::Done;
     assert_eq!(harness.finish_at(later), [Call::Finished]);
@@ -179,11 +179,11 @@ fn a_front_end_is_dropped_when_buffers_stay_in_use_for_too_long() {
     harness.device.features = 7;
     harness.device.quiesced = Quiesced::Unknown("a test");
     harness.command(DeviceCommand::SetMemory(memory(LEN)));
-    let look = Instant::ZERO + LOOK;
+    let look = Instant::ZERO + RECHECK_INTERVAL;
     assert_eq!(harness.device.queues.next_timeout(), Some(look));
-    let last = Instant::ZERO + (RECALL - Duration::from_nanos(1));
+    let last = Instant::ZERO + (QUIESCE_TIMEOUT - Duration::from_nanos(1));
     assert_eq!(harness.finish_at(last), []);
-    let calls = harness.finish_at(Instant::ZERO + RECALL);
+    let calls = harness.finish_at(Instant::ZERO + QUIESCE_TIMEOUT);
     let had = Call::MemoryReplaced { had: true };
     assert_eq!(calls, [Call::Reset { stopped: true }, had]);
     assert!(!harness.runs(0) && harness.device.queues.memory.is_none());
@@ -192,7 +192,7 @@ fn a_front_end_is_dropped_when_buffers_stay_in_use_for_too_long() {
 }
 
 #[test]
-fn a_running_queue_goes_on_in_a_new_memory_that_has_its_rings_and_fails_in_another() {
+fn a_running_queue_continues_in_new_memory_that_contains_its_rings_and_fails_in_other_memory() {
     let mut harness = Harness::new();
     harness.start(0, 0);
     let calls = harness.command(DeviceCommand::SetMemory(memory(LEN)));

@@ -6,7 +6,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use zerosock_ring::{DeviceQueue, DriverLayout, Memory, QueueConfig, RegionConfig};
 use zerosock_sys::notify::Notifier;
 
-use super::{MOST_USELESS, MOST_USELESS_AT_ONCE, MOST_WALKED, Ring};
+use super::{MAX_UNUSABLE, MAX_UNUSABLE_PER_PUBLISH, MAX_WALKED, Ring};
 
 const NEXT: u16 = 1;
 /// Address of the bytes that all descriptors share.
@@ -89,7 +89,7 @@ fn loops_popped_from_one_publish_to_the_next_are_bounded() {
     let longest = longest_turn(ring(size, |n| (NEXT, n)), 0);
     // Descriptors and pieces count.
     assert!(
-        longest <= MOST_WALKED / (2 * u32::from(size)) + 1,
+        longest <= MAX_WALKED / (2 * u32::from(size)) + 1,
         "{longest}"
     );
 }
@@ -101,7 +101,7 @@ fn long_chains_popped_from_one_publish_to_the_next_are_bounded() {
     let link = |n| if n < last { (NEXT, n + 1) } else { (0, 0) };
     let longest = longest_turn(ring(size, link), 0);
     assert!(
-        longest <= MOST_WALKED / (2 * u32::from(size)) + 1,
+        longest <= MAX_WALKED / (2 * u32::from(size)) + 1,
         "{longest}"
     );
 }
@@ -109,6 +109,9 @@ fn long_chains_popped_from_one_publish_to_the_next_are_bounded() {
 #[test]
 fn chains_without_room_popped_from_one_publish_to_the_next_are_bounded() {
     let longest = longest_turn(ring(32_768, |_| (0, 0)), 1);
-    assert!(longest >= MOST_USELESS as u32);
-    assert!(longest < MOST_USELESS_AT_ONCE + POPS as u32, "{longest}");
+    assert!(longest >= MAX_UNUSABLE as u32);
+    assert!(
+        longest < MAX_UNUSABLE_PER_PUBLISH + POPS as u32,
+        "{longest}"
+    );
 }

@@ -1,8 +1,8 @@
-//! What a worker does with messages of other threads, and between its devices.
+//! Handles the messages that a worker receives: from other threads, and between its devices.
 //!
 //! # Invariants
 //!
-//! - A message makes its receiver active; it never waits for another wake-up.
+//! - A message makes its receiver active, so that the receiver has a turn before the worker sleeps.
 //! - A message that cannot be delivered is answered.
 //! - The number of messages handled at once is bounded ([`super::intake`]).
 
@@ -28,8 +28,8 @@ impl<D: WorkerDevice> Worker<D> {
         self.send_remote();
     }
 
-    /// Delivers a message to device `number`, or answers it if that device is removed; then the urgent
-    /// messages that follow from it.
+    /// Delivers a message to device `number`, or answers it if that device is removed; then the
+    /// urgent messages that follow from it.
     fn deliver_to(&mut self, number: u32, message: D::Message, now: Instant) {
         let mut next = Some((number, message));
         while let Some((number, message)) = next {

@@ -89,7 +89,7 @@ fn devices_are_added_and_removed_by_message() {
         assert!(worker.step(None).unwrap());
         assert_eq!(worker.devices.numbers(), [number]);
         // A deadline and a turn of the device end with it.
-        worker.devices.get_mut(number).unwrap().queues.look_at = Some(worker.clock().now());
+        worker.devices.get_mut(number).unwrap().queues.recheck_at = Some(worker.clock().now());
         worker.activate(number);
         assert!(worker.step(None).unwrap());
         worker.activate(number);

@@ -55,7 +55,7 @@ impl Entry {
     }
 
     /// Whether neither a pool nor a block refers to the arena.
-    fn is_left(&self) -> bool {
+    fn is_unreferenced(&self) -> bool {
         Arc::strong_count(&self.arena) == 1
     }
 }
@@ -133,8 +133,8 @@ impl Arenas {
         let entries = self.entries.iter().enumerate();
         let unused = entries.filter_map(|(index, entry)| {
             let entry = entry.as_ref().filter(|entry| entry.requests == 0)?;
-            let is_old = entry.is_left() || entry.used + PAUSE <= now;
-            is_old.then_some((!entry.is_left(), entry.used, index))
+            let is_old = entry.is_unreferenced() || entry.used + PAUSE <= now;
+            is_old.then_some((!entry.is_unreferenced(), entry.used, index))
         });
         unused.min().map(|(.., index)| index)
     }
@@ -152,7 +152,7 @@ impl Arenas {
             // Memory that no pool and no block refers to can no longer be sent.
             for index in 0..self.entries.len() {
                 let entry = self.entries[index].as_ref();
-                if entry.is_some_and(|entry| entry.is_left() && entry.requests == 0) {
+                if entry.is_some_and(|entry| entry.is_unreferenced() && entry.requests == 0) {
                     self.clear(ring, index);
                 }
             }

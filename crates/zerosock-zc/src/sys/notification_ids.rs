@@ -47,13 +47,13 @@ impl NotificationIds {
     }
 
     /// Whether reported ids can be matched with requests.
-    pub(super) fn first_is_known(&self) -> bool {
+    pub(super) fn is_first_id_known(&self) -> bool {
         !self.learning
     }
 
     /// Takes note of a range that was reported while the first id is not known. Returns whether it
     /// is known now.
-    pub(super) fn learn_first(&mut self, lo: u32, hi: u32) -> bool {
+    pub(super) fn infer_first_id(&mut self, lo: u32, hi: u32) -> bool {
         // Ids wrap: of two, the one that is less than 2^31 behind is earlier.
         let behind = |a: u32, b: u32| b.wrapping_sub(a) < 1 << 31;
         let (first, last) = self.reported.unwrap_or((lo, hi));
@@ -262,10 +262,10 @@ mod tests {
             ids.start(None);
             (10..14).for_each(|key| ids.assign(RequestId(key)));
             // Which requests took these depends on the ids still to be reported.
-            assert!(!ids.learn_first(at(1), at(1)));
-            assert!(!ids.learn_first(at(3), at(3)));
-            assert!(!ids.first_is_known());
-            assert!(ids.learn_first(at(0), at(0)));
+            assert!(!ids.infer_first_id(at(1), at(1)));
+            assert!(!ids.infer_first_id(at(3), at(3)));
+            assert!(!ids.is_first_id_known());
+            assert!(ids.infer_first_id(at(0), at(0)));
             let freed = [1, 3, 0].map(|offset| completed(&mut ids, at(offset), at(offset)));
             assert_eq!(freed, [[11], [13], [10]]);
             assert_eq!(completed(&mut ids, at(2), at(2)), [12]);
@@ -279,7 +279,7 @@ mod tests {
         ids.start(None);
         ids.assign(RequestId(1));
         ids.assign(RequestId(2));
-        assert!(ids.learn_first(90, 100));
+        assert!(ids.infer_first_id(90, 100));
         assert_eq!(completed(&mut ids, 90, 100), [1, 2]);
         assert_eq!(ids.next(), 101);
     }

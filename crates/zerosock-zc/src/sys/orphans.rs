@@ -62,14 +62,14 @@ pub(super) fn adopt(orphan: impl Orphan + 'static) {
         return;
     }
     let thread = thread::Builder::new().name("zerosock-zc".to_owned());
-    waiting.1 = thread.spawn(look_after).is_ok();
+    waiting.1 = thread.spawn(wait_for_orphans).is_ok();
     if !waiting.1 {
         // Leaks the buffers, which is safe. The next orphan tries to start the thread again.
         waiting.0.drain(..).for_each(mem::forget);
     }
 }
 
-fn look_after() {
+fn wait_for_orphans() {
     let mut mine = Mine(Vec::new());
     loop {
         {

@@ -301,12 +301,12 @@ impl SendmsgBackend {
                 state.foreign += 1;
                 continue;
             };
-            if self.ids.first_is_known() {
+            if self.ids.is_first_id_known() {
                 self.complete_range(state, named);
                 continue;
             }
             self.unmatched.push(named);
-            if self.ids.learn_first(named.0, named.1) {
+            if self.ids.infer_first_id(named.0, named.1) {
                 for named in std::mem::take(&mut self.unmatched) {
                     self.complete_range(state, named);
                 }

@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_forgotten_and_nothing_is_sent() {
+    fn forgotten_pieces_of_a_datagram_are_not_sent() {
         for address in ["127.0.0.1:0", "[::1]:0"] {
             let far = UdpSocket::bind(address).expect("loopback");
             let near = UdpSocket::bind(address).expect("loopback");

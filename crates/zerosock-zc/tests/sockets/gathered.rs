@@ -285,7 +285,7 @@ fn buffers_are_returned_while_the_stream_continues() {
 /// An application that only submits, and never polls nor waits, finds free places, also with few
 /// requests.
 #[test]
-fn places_become_free_by_submitting_alone() {
+fn submitting_alone_frees_slots_of_completed_sends() {
     for (backend, capacity) in [
         (Backend::Uring, 64),
         (Backend::ErrorQueue, 64),
@@ -312,7 +312,7 @@ fn places_become_free_by_submitting_alone() {
             at
         };
         over_cable(
-            "places_become_free_by_submitting_alone",
+            "submitting_alone_frees_slots_of_completed_sends",
             backend,
             near,
             check,

@@ -256,7 +256,7 @@ fn a_wait_for_a_place_ends_with_the_limit() {
 
 /// An event loop that waits for `next_timeout`.
 #[test]
-fn next_timeout_tells_an_event_loop_when_to_poll() {
+fn next_timeout_is_the_time_until_the_next_poll() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let (mut sender, begun) = stuck(socket, backend);

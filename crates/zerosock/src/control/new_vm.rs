@@ -12,7 +12,7 @@ use zerosock_sys::account::Account;
 use zerosock_sys::{PeerFd, fd_passing};
 
 use super::config::{HostSide, StartError, VmConfig, system};
-use crate::device::HostEnd;
+use crate::device::HostAccess;
 use crate::device::host_sockets::forward;
 
 /// See the [module](self). The fields are those of [`VmConfig`].
@@ -20,7 +20,7 @@ use crate::device::host_sockets::forward;
 pub(super) struct NewVm {
     pub(super) cid: Cid,
     pub(super) listener: PeerFd,
-    host: HostEnd,
+    host: HostAccess,
     /// Host AF_VSOCK ports to listen on.
     listen: Vec<u32>,
     pub(super) buf_alloc: u32,
@@ -43,7 +43,7 @@ impl NewVm {
                 listener,
                 messages,
             } => {
-                let host = HostEnd::Hybrid {
+                let host = HostAccess::Hybrid {
                     services: path.into(),
                     listener: Some(owned(listener.into())),
                     messages: messages.map(|it| (it.path.into(), Some(owned(it.listener)))),
@@ -52,9 +52,9 @@ impl NewVm {
             }
             HostSide::Forward { cid, listen } => {
                 let listeners = Vec::with_capacity(listen.len());
-                (HostEnd::Forward { cid, listeners }, listen)
+                (HostAccess::Forward { cid, listeners }, listen)
             }
-            HostSide::None => (HostEnd::None, Vec::new()),
+            HostSide::None => (HostAccess::None, Vec::new()),
         };
         NewVm {
             cid: vm.cid,
@@ -72,10 +72,10 @@ impl NewVm {
 
     /// Takes the host side out, to be called once. Makes its listeners non-blocking and, where the
     /// kernel can, makes them refuse descriptors from programs that connect from now on.
-    pub(super) fn take_host(&mut self) -> Result<HostEnd, StartError> {
-        let mut host = std::mem::replace(&mut self.host, HostEnd::None);
+    pub(super) fn take_host(&mut self) -> Result<HostAccess, StartError> {
+        let mut host = std::mem::replace(&mut self.host, HostAccess::None);
         match &mut host {
-            HostEnd::Hybrid {
+            HostAccess::Hybrid {
                 listener, messages, ..
             } => {
                 let of_messages = messages.iter().flat_map(|(_, listener)| listener);
@@ -85,14 +85,14 @@ impl NewVm {
                     ready.map_err(system("prepare a host socket"))?;
                 }
             }
-            HostEnd::Forward { listeners, .. } => {
+            HostAccess::Forward { listeners, .. } => {
                 for port in std::mem::take(&mut self.listen) {
                     let listener = forward::listen(port)
                         .map_err(|source| StartError::Forward { port, source })?;
                     listeners.push((port, listener));
                 }
             }
-            HostEnd::None => {}
+            HostAccess::None => {}
         }
         Ok(host)
     }

@@ -19,11 +19,11 @@ use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_ring::Chain;
 
 use super::events::emit;
-use super::state::bridge::{AppEnd, Bridge, BridgePeer};
+use super::state::bridge::{AppPeer, Bridge, BridgePeer};
 use super::state::program::{App, HostToken};
 use super::{Context, Device};
-use crate::table::gathered::unsent;
-use crate::table::sockets::{Ends, HeldBuffer, ReadyFlag, Sockets, StreamId, StreamState};
+use crate::table::coalesced::unsent;
+use crate::table::sockets::{HeldBuffer, MessageEnd, ReadyFlag, Sockets, StreamId, StreamState};
 use crate::table::{backend::CreditInfo, transfers::SendFault};
 use zerosock_virtio::ring::Ring;
 
@@ -68,7 +68,7 @@ impl Device {
     /// one that sends without copying does) and the program has read everything.
     #[inline]
     pub(crate) fn is_awaited(&self, app: &App) -> bool {
-        let many = |tx: &Ring| u32::from(tx.unseen) >= u32::from(tx.queue.size() / 8).max(1);
+        let many = |tx: &Ring| u32::from(tx.unpublished) >= u32::from(tx.queue.size() / 8).max(1);
         let all = |tx: &Ring| !app.sockets.has_unread(self.app.pool) && !tx.queue.has_available();
         let last = |tx: &Ring| tx.queue.would_notify() && all(tx);
         self.shard.has_transmit()
@@ -82,7 +82,7 @@ impl Device {
 
     /// Whether host sockets may have something for the device.
     pub(crate) fn watches_host(&self) -> bool {
-        !matches!(self.host, super::HostEnd::None)
+        !matches!(self.host, super::HostAccess::None)
     }
 
     /// Asks the guest's driver for kicks. Returns true if chains became available meanwhile.
@@ -99,9 +99,15 @@ impl Device {
         len: u32,
         cx: &mut Context<'_>,
     ) {
-        self.app_hold(chain, len, Ends::Nothing, cx, |sockets, held, store| {
-            sockets.deliver(id, held, store);
-        });
+        self.app_hold(
+            chain,
+            len,
+            MessageEnd::Nothing,
+            cx,
+            |sockets, held, store| {
+                sockets.deliver(id, held, store);
+            },
+        );
     }
 
     /// As `app_deliver`, for a part of a message.
@@ -110,7 +116,7 @@ impl Device {
         id: StreamId,
         chain: Chain,
         len: u32,
-        ends: Ends,
+        ends: MessageEnd,
         cx: &mut Context<'_>,
     ) {
         self.app_hold(chain, len, ends, cx, |sockets, held, store| {
@@ -123,7 +129,7 @@ impl Device {
         &mut self,
         chain: Chain,
         len: u32,
-        ends: Ends,
+        ends: MessageEnd,
         cx: &mut Context<'_>,
         deliver: impl FnOnce(&mut Sockets<HostToken>, HeldBuffer<HostToken>, &mut QueueStore<'_>),
     ) {
@@ -182,7 +188,7 @@ impl Device {
             app.sockets.carry_messages(id);
         }
         app.queue_for_accept(local.port, id);
-        let key = self.add_bridge(flow, BridgePeer::App(AppEnd { id, loans: 0 }), cx);
+        let key = self.add_bridge(flow, BridgePeer::App(AppPeer { id, loans: 0 }), cx);
         if let Some(bridge) = self.bridges.get_mut(key as usize) {
             bridge.open = true;
         }
@@ -216,7 +222,7 @@ impl Device {
         if socket_type == SocketType::SeqPacket {
             app.sockets.carry_messages(id);
         }
-        self.add_bridge(flow, BridgePeer::App(AppEnd { id, loans: 0 }), cx);
+        self.add_bridge(flow, BridgePeer::App(AppPeer { id, loans: 0 }), cx);
         Ok(id)
     }
 
@@ -231,7 +237,7 @@ impl Device {
     }
 
     /// The guest has shut down receiving, sending, or both.
-    pub(super) fn app_shut(
+    pub(super) fn app_peer_shut_down(
         &mut self,
         id: StreamId,
         receive: bool,
@@ -241,10 +247,11 @@ impl Device {
         if let Some(app) = cx.shared.app.as_deref_mut()
             && let Some(conn) = app.sockets.get_mut(id)
         {
-            conn.peer_finished |= send;
+            conn.peer_send_shutdown |= send;
             conn.peer_recv_shutdown |= receive;
             if send {
-                app.sockets.drop_half(id, &mut self.store());
+                app.sockets
+                    .discard_incomplete_message(id, &mut self.store());
             }
             app.sockets.set_ready(id, ReadyFlag::PeerShutdown);
         }
@@ -272,10 +279,10 @@ impl Device {
         orderly: bool,
         cx: &mut Context<'_>,
     ) {
-        if let BridgePeer::App(end) = &bridge.end
+        if let BridgePeer::App(end) = &bridge.peer
             && let Some(app) = cx.shared.app.as_deref_mut()
         {
-            app.sockets.drop_half(end.id, store);
+            app.sockets.discard_incomplete_message(end.id, store);
             app.ended(end.id, orderly);
         }
     }
@@ -332,7 +339,7 @@ impl Device {
             // Earlier control packets go first, above all a RESPONSE.
             self.transmit_control(cx);
         }
-        let (mut sent, mut gathered, mut packets) = (0, 0, 0);
+        let (mut sent, mut coalesced, mut packets) = (0, 0, 0);
         let mut fault = None;
         while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
             let pending = self.queues.is_command_pending();
@@ -350,10 +357,10 @@ impl Device {
                 Err(error) => {
                     rx.queue.unpop(chain);
                     if error == ReserveError::ShouldCoalesce {
-                        match self.app_gather(flow, rest, cx) {
+                        match self.app_coalesce(flow, rest, cx) {
                             Ok(taken) => {
                                 sent += taken;
-                                gathered += taken;
+                                coalesced += taken;
                                 continue;
                             }
                             Err(why) => fault = Some(why),
@@ -373,7 +380,7 @@ impl Device {
             packets += 1;
         }
         if let Some(app) = cx.shared.app.as_deref_mut() {
-            app.tally.sent += (sent - gathered) as u64;
+            app.tally.sent += (sent - coalesced) as u64;
             app.tally.copied_in += sent as u64;
             app.tally.packets_sent += packets;
         }
@@ -384,7 +391,7 @@ impl Device {
     }
 
     /// Applies `act` to a connection; a flow that has ended is ignored.
-    pub(crate) fn app_tune(
+    pub(crate) fn app_update_flow(
         &mut self,
         flow: FlowId,
         act: impl FnOnce(&mut Shard, FlowId) -> Result<(), FlowError>,

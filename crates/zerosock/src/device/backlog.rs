@@ -49,7 +49,7 @@ impl Device {
         let key = self.add_bridge(flow, BridgePeer::Retrying { to, deadline }, cx);
         if let Some(bridge) = self.bridges.get_mut(key as usize) {
             to.messages = bridge.messages.is_some();
-            bridge.end = BridgePeer::Retrying { to, deadline };
+            bridge.peer = BridgePeer::Retrying { to, deadline };
         }
         if !self.backlogs.wait_behind_others(to, deadline, key)
             && self.try_connect(key, cx) == Tried::Full

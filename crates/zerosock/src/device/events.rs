@@ -53,7 +53,7 @@ impl Device {
                 cx.shared.counters.conns_refused.add(1);
                 if let Some(key) = self.key_of(flow) {
                     if let Some(bridge) = self.bridges.get(key as usize)
-                        && let BridgePeer::App(end) = &bridge.end
+                        && let BridgePeer::App(end) = &bridge.peer
                         && let Some(app) = cx.shared.app.as_deref_mut()
                         && let Some(conn) = app.sockets.get_mut(end.id)
                     {
@@ -67,14 +67,14 @@ impl Device {
                 receive,
                 send,
             } => {
-                self.guest_shut(flow, receive, send, cx);
+                self.guest_shut_down(flow, receive, send, cx);
             }
             Event::Writable { flow } => {
                 if let Some(key) = self.key_of(flow) {
                     if let Some(bridge) = self.bridges.get_mut(key as usize) {
                         bridge.no_credit = false;
-                        bridge.holds_back = false;
-                        if let BridgePeer::App(end) = &bridge.end {
+                        bridge.waits_for_bytes = false;
+                        if let BridgePeer::App(end) = &bridge.peer {
                             Self::app_writable(end.id, cx);
                         }
                     }
@@ -92,7 +92,7 @@ impl Device {
             return;
         };
         bridge.open = true;
-        match &mut bridge.end {
+        match &mut bridge.peer {
             BridgePeer::Socket { socket, ok } => {
                 // Edges may have passed before the guest answered: poll both directions.
                 bridge.readable = true;
@@ -123,22 +123,22 @@ impl Device {
         self.enqueue(key);
     }
 
-    fn guest_shut(&mut self, flow: FlowId, receive: bool, send: bool, cx: &mut Context<'_>) {
-        if receive && !self.gathered.is_empty() {
-            self.gathered.forget(flow);
+    fn guest_shut_down(&mut self, flow: FlowId, receive: bool, send: bool, cx: &mut Context<'_>) {
+        if receive && !self.coalesced.is_empty() {
+            self.coalesced.forget(flow);
         }
         let Some(key) = self.key_of(flow) else { return };
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        if let BridgePeer::App(end) = &bridge.end {
+        if let BridgePeer::App(end) = &bridge.peer {
             let id = end.id;
-            return self.app_shut(id, receive, send, cx);
+            return self.app_peer_shut_down(id, receive, send, cx);
         }
         if receive && !bridge.read_closed {
             // The guest receives no more; the host's next write fails with EPIPE.
             bridge.read_closed = true;
-            match &mut bridge.end {
+            match &mut bridge.peer {
                 BridgePeer::Socket { socket, .. } => {
                     host_sockets::stop_reading(socket);
                 }
@@ -166,8 +166,8 @@ impl Device {
 
     /// The flow of the guest has ended.
     fn guest_closed(&mut self, flow: FlowId, orderly: bool, cx: &mut Context<'_>) {
-        if !self.gathered.is_empty() {
-            self.gathered.forget(flow);
+        if !self.coalesced.is_empty() {
+            self.coalesced.forget(flow);
         }
         let Some(key) = self.key_of(flow) else { return };
         // One attempt to deliver what arrived in the same turn.
@@ -183,7 +183,7 @@ impl Device {
         if let Some(bridge) = self.remove_bridge(key, cx) {
             // After end of file or `stop_reading` no unread bytes are left.
             if let (BridgePeer::Socket { socket, .. }, true) =
-                (&bridge.end, orderly && !bridge.read_closed)
+                (&bridge.peer, orderly && !bridge.read_closed)
             {
                 host_sockets::leave_nothing_unread(socket);
             }
@@ -201,7 +201,7 @@ impl Device {
         };
         if bridge.outbound.is_empty()
             || !bridge.open
-            || !matches!(bridge.end, BridgePeer::Socket { .. })
+            || !matches!(bridge.peer, BridgePeer::Socket { .. })
             || self.lingering.len() >= cx.shared.limits.lingering
         {
             return false;
@@ -284,7 +284,7 @@ impl Device {
         }
         bridge.held_since = None;
         bridge.no_memory = false;
-        if let BridgePeer::Sibling(s) = &mut bridge.end {
+        if let BridgePeer::Sibling(s) = &mut bridge.peer {
             s.stalled = true;
             let to = s.peer.flow;
             cx.outbox.send(s.peer.device, SiblingMessage::Recall { to });
@@ -299,7 +299,7 @@ impl Device {
     }
 
     /// Sends the driver the TRANSPORT_RESET event (virtio 1.2, 5.10.6.7).
-    pub(super) fn serve_events(&mut self) {
+    pub(super) fn send_reset_event(&mut self) {
         if !self.announce_reset {
             return;
         }

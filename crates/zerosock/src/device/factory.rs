@@ -12,7 +12,7 @@ use zerosock_virtio::outbox::DeviceAddr;
 
 use super::model::VsockModel;
 use super::queue_pair_ports::QueuePairPorts;
-use super::{Device, HostEnd};
+use super::{Device, HostAccess};
 
 /// Resets that may wait for a receive buffer of the guest. Beyond them its packets are not read.
 const MAX_PENDING_RESETS: usize = 1024;
@@ -30,7 +30,7 @@ pub(crate) struct Terms {
 #[derive(Debug)]
 pub(crate) struct Member {
     pub(crate) cid: Cid,
-    pub(crate) host: HostEnd,
+    pub(crate) host: HostAccess,
     pub(crate) buf_alloc: u32,
     /// Set for a host service: the ports it may connect from, beside those that it has claimed.
     pub(crate) service: Option<RangeInclusive<Port>>,
@@ -52,7 +52,8 @@ impl Terms {
             account,
         } = member;
         let ports = Arc::new(PortTable::new());
-        // Host programs connect through the first queue pair; the guest connects to them through any.
+        // Host programs connect through the first queue pair; the guest connects to them through
+        // any.
         let outward = host.outward();
         let hosts = std::iter::once(host).chain(std::iter::repeat_with(|| outward.outward()));
         let devices = (0..).zip(queue_pairs.iter()).zip(hosts);

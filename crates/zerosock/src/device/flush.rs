@@ -51,7 +51,7 @@ impl Device {
             return self.update_bridge(key, cx);
         }
         let lingers = bridge.flow.is_none().then(|| bridge.outbound.len());
-        match bridge.end {
+        match bridge.peer {
             BridgePeer::Socket { .. } if bridge.messages.is_some() => self.flush_messages(key, cx),
             BridgePeer::Socket { .. } => self.flush_socket(key, cx),
             BridgePeer::Sibling(_) => self.flush_sibling(key, cx),
@@ -110,7 +110,7 @@ impl Device {
                     break;
                 }
                 Wrote::Lost => {
-                    return self.lose("guest memory vanished under a send", cx);
+                    return self.fail("guest memory vanished under a send", cx);
                 }
             }
         }
@@ -148,7 +148,7 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        let BridgePeer::Sibling(sibling) = &mut bridge.end else {
+        let BridgePeer::Sibling(sibling) = &mut bridge.peer else {
             return;
         };
         let (Some(tx), Some(flow)) = (self.queues.rings.tx.as_mut(), bridge.flow) else {
@@ -163,19 +163,19 @@ impl Device {
         let others = self.stalled_chains - bridge.counted.0 as usize;
         let half = usize::from(size / 2).saturating_sub(others);
         let most = if sibling.move_to.is_some() {
-            // A handoff waits for the chains that are out: lend no more.
+            // A handoff waits until the sibling has returned all chains, so no more are lent.
             0
         } else if sibling.stalled {
             share_of(size).min(half)
         } else {
             half
         };
-        while (sibling.out as usize) < most {
+        while (sibling.lent as usize) < most {
             let Some(held) = bridge.outbound.pop_held() else {
                 break;
             };
-            sibling.out += 1;
-            sibling.younger += 1;
+            sibling.lent += 1;
+            sibling.lent_later += 1;
             let message = SiblingMessage::Lent {
                 to,
                 from,
@@ -229,17 +229,17 @@ impl Device {
         if bridge.has_lost_bytes() {
             return self.end_for_want_of_memory(key, cx);
         }
-        let out = match &mut bridge.end {
+        let chains = match &mut bridge.peer {
             BridgePeer::Sibling(s) => {
                 if bridge.held_since.is_none() {
-                    s.younger = 0;
+                    s.lent_later = 0;
                 }
                 s.recycle(&mut self.spare_inbound);
-                s.out as usize
+                s.lent as usize
             }
             _ => bridge.outbound.held_chains(),
         };
-        if out == 0 && !bridge.no_memory {
+        if chains == 0 && !bridge.no_memory {
             bridge.held_since = None;
         } else {
             let since = *bridge.held_since.get_or_insert(cx.now);
@@ -249,7 +249,7 @@ impl Device {
                     .set(since + cx.shared.limits.hold, Timer::Hold(key));
             }
         }
-        let inbound = match &bridge.end {
+        let inbound = match &bridge.peer {
             BridgePeer::Sibling(s) => s.copied(),
             _ => 0,
         };
@@ -260,7 +260,7 @@ impl Device {
             .map_or(0, |messages| messages.cost());
         let bytes = bridge.outbound.overflow_len() + inbound + lengths;
         let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
-        let now_counted = (out as u32, bytes);
+        let now_counted = (chains as u32, bytes);
         let before = std::mem::replace(&mut bridge.counted, now_counted);
         self.stalled_chains = self.stalled_chains - before.0 as usize + now_counted.0 as usize;
         self.overflow_bytes = self.overflow_bytes - before.1 as usize + now_counted.1 as usize;
@@ -268,7 +268,7 @@ impl Device {
         if bridge.outbound.is_empty() && bridge.guest_finished && bridge.open && !bridge.finish_told
         {
             bridge.finish_told = true;
-            match &bridge.end {
+            match &bridge.peer {
                 BridgePeer::Socket { socket, .. } => {
                     // Fails only if the host has gone.
                     let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);
@@ -288,7 +288,7 @@ impl Device {
         if bridge.outbound.is_empty() && bridge.flow.is_none() {
             self.remove_bridge(key, cx);
         } else if self.overflow_bytes > cx.shared.limits.overflow {
-            self.shed(cx);
+            self.reset_largest_holders(cx);
         }
     }
 
@@ -317,7 +317,7 @@ impl Device {
 
     /// Resets the connections with the most copied bytes until an eighth of the device's overflow
     /// limit is free. The margin makes the scan of all connections rare, however small their parts.
-    fn shed(&mut self, cx: &mut Context<'_>) {
+    fn reset_largest_holders(&mut self, cx: &mut Context<'_>) {
         let with_bytes = |(key, bridge): (usize, &Bridge)| match bridge.counted.1 {
             0 => None,
             bytes => Some((bytes, key as u32)),
@@ -341,7 +341,7 @@ pub(super) fn share_of(size: u16) -> usize {
 }
 
 fn send_held(bridge: &Bridge, memory: &zerosock_ring::Memory) -> Wrote {
-    let BridgePeer::Socket { socket, .. } = &bridge.end else {
+    let BridgePeer::Socket { socket, .. } = &bridge.peer else {
         return Wrote::Full;
     };
     let mut slices = SliceBuf::<SLICES>::new();
@@ -350,7 +350,7 @@ fn send_held(bridge: &Bridge, memory: &zerosock_ring::Memory) -> Wrote {
 }
 
 fn send_overflow(bridge: &Bridge) -> Wrote {
-    let BridgePeer::Socket { socket, .. } = &bridge.end else {
+    let BridgePeer::Socket { socket, .. } = &bridge.peer else {
         return Wrote::Full;
     };
     let bytes = bridge.outbound.overflow();

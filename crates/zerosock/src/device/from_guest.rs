@@ -262,7 +262,7 @@ impl Device {
             let _ = self.shard.reset(flow);
             return;
         };
-        if let BridgePeer::App(end) = &bridge.end {
+        if let BridgePeer::App(end) = &bridge.peer {
             let id = end.id;
             return self.app_deliver(id, chain, len, cx);
         }

@@ -7,7 +7,7 @@ use super::virtio::{BRIDGE, HANDSHAKE, LISTENER};
 use super::{Context, Device};
 use crate::device::host_sockets::hybrid::{self, Line, OkConvention};
 use crate::device::host_sockets::{Attempt, HostPort, HostSocket, forward};
-use crate::device::state::host::{Caller, Handshake, HostEnd};
+use crate::device::state::host::{Caller, Handshake, HostAccess};
 use crate::device::state::sibling_message::SiblingMessage;
 use rustix::fd::{AsFd, BorrowedFd};
 use rustix::io::Errno;
@@ -37,7 +37,7 @@ impl Device {
             cx.poller.add(listener, token, Interest::Read)
         };
         match &self.host {
-            HostEnd::Hybrid {
+            HostAccess::Hybrid {
                 listener, messages, ..
             } => {
                 if let Some(listener) = listener {
@@ -48,13 +48,13 @@ impl Device {
                 }
                 Ok(())
             }
-            HostEnd::Forward { listeners, .. } => {
+            HostAccess::Forward { listeners, .. } => {
                 for (key, (_, listener)) in listeners.iter().enumerate() {
                     watch(listener.as_fd(), key as u32)?;
                 }
                 Ok(())
             }
-            HostEnd::None => Ok(()),
+            HostAccess::None => Ok(()),
         }
     }
 
@@ -70,7 +70,7 @@ impl Device {
     /// Removes the listeners from the poller. The reaper closes them later; until then they would
     /// be reported again and again.
     pub(super) fn stop_listening(&self, cx: &Context<'_>) {
-        if let HostEnd::Hybrid {
+        if let HostAccess::Hybrid {
             listener, messages, ..
         } = &self.host
         {
@@ -91,21 +91,21 @@ impl Device {
         for _ in 0..ACCEPT_BUDGET {
             let mut socket_type = SocketType::Stream;
             let found = match &self.host {
-                HostEnd::Hybrid {
+                HostAccess::Hybrid {
                     messages: Some((_, Some(listener))),
                     ..
                 } if key == MESSAGES => {
                     socket_type = SocketType::SeqPacket;
                     Some((listener.as_fd(), None))
                 }
-                HostEnd::Hybrid { listener, .. } => {
+                HostAccess::Hybrid { listener, .. } => {
                     listener.as_ref().map(|one| (one.as_fd(), None))
                 }
-                HostEnd::Forward { listeners, .. } => {
+                HostAccess::Forward { listeners, .. } => {
                     let of_port = listeners.get(key as usize);
                     of_port.map(|(port, listener)| (listener.as_fd(), Some(*port)))
                 }
-                HostEnd::None => None,
+                HostAccess::None => None,
             };
             let Some((listener, port)) = found else {
                 return;
@@ -294,7 +294,7 @@ impl Device {
         let key = self.add_bridge(flow, BridgePeer::Socket { socket, ok }, cx);
         let token = self.token(BRIDGE, key);
         let Some(BridgePeer::Socket { socket, .. }) =
-            self.bridges.get(key as usize).map(|j| &j.end)
+            self.bridges.get(key as usize).map(|j| &j.peer)
         else {
             return;
         };
@@ -349,26 +349,26 @@ impl Device {
         let Some(bridge) = self.bridges.get(key as usize) else {
             return Tried::Decided;
         };
-        let BridgePeer::Retrying { to, deadline } = bridge.end else {
+        let BridgePeer::Retrying { to, deadline } = bridge.peer else {
             return Tried::Decided;
         };
         let HostPort { port, messages } = to;
         let account = &self.account;
         let attempt = match &mut self.host {
-            HostEnd::Hybrid { messages: way, .. } if messages => match way {
+            HostAccess::Hybrid { messages: way, .. } if messages => match way {
                 Some((services, _)) => {
                     services.connect(port, SocketKind::SEQPACKET, account, cx.now)
                 }
                 None => Attempt::Refused(std::io::ErrorKind::ConnectionRefused.into()),
             },
-            HostEnd::Hybrid { services, .. } => {
+            HostAccess::Hybrid { services, .. } => {
                 services.connect(port, SocketKind::STREAM, account, cx.now)
             }
-            HostEnd::Forward { .. } if messages => {
+            HostAccess::Forward { .. } if messages => {
                 Attempt::Refused(std::io::ErrorKind::Unsupported.into())
             }
-            HostEnd::Forward { cid, .. } => forward::connect(*cid, port, account),
-            HostEnd::None => Attempt::Refused(std::io::ErrorKind::ConnectionRefused.into()),
+            HostAccess::Forward { cid, .. } => forward::connect(*cid, port, account),
+            HostAccess::None => Attempt::Refused(std::io::ErrorKind::ConnectionRefused.into()),
         };
         match attempt {
             Attempt::Ready(socket) => self.host_connected(key, socket, cx),
@@ -385,7 +385,7 @@ impl Device {
     /// Refuses a connect after its deadline.
     pub(super) fn connect_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(BridgePeer::Connecting { deadline, .. }) =
-            self.bridges.get(key as usize).map(|j| &j.end)
+            self.bridges.get(key as usize).map(|j| &j.peer)
             && *deadline <= cx.now
         {
             self.refuse(key, "no answer before the connect deadline", cx);
@@ -409,9 +409,9 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return false;
         };
-        bridge.end = end;
+        bridge.peer = end;
         let (BridgePeer::Connecting { socket, .. } | BridgePeer::Socket { socket, .. }) =
-            &bridge.end
+            &bridge.peer
         else {
             return false;
         };
@@ -453,7 +453,7 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        match &bridge.end {
+        match &bridge.peer {
             BridgePeer::Connecting { .. } if readiness.writable() => {
                 return self.connect_decided(key, cx);
             }
@@ -462,7 +462,7 @@ impl Device {
         }
         bridge.readable |= readiness.readable();
         if readiness.readable() {
-            bridge.hold_back_no_more();
+            bridge.stop_waiting_for_bytes();
         }
         bridge.writable |= readiness.writable();
         bridge.urgent |= readiness.urgent();
@@ -490,13 +490,14 @@ impl Device {
             return;
         };
         let placeholder = BridgePeer::Asked(None);
-        let BridgePeer::Connecting { socket, .. } = std::mem::replace(&mut bridge.end, placeholder)
+        let BridgePeer::Connecting { socket, .. } =
+            std::mem::replace(&mut bridge.peer, placeholder)
         else {
             return;
         };
         match rustix::net::sockopt::socket_error(&socket) {
             Ok(Ok(())) => {
-                bridge.end = BridgePeer::Socket { socket, ok: None };
+                bridge.peer = BridgePeer::Socket { socket, ok: None };
                 self.host_accepted(key, cx);
             }
             Ok(Err(e)) | Err(e) => {

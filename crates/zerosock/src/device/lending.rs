@@ -124,9 +124,9 @@ impl Device {
         if self.shard.has_transmit() {
             self.transmit_control(cx);
         }
-        if !self.gathered.is_empty() {
-            // Gathered bytes go first.
-            self.flush_gathered(flow, cx);
+        if !self.coalesced.is_empty() {
+            // Coalesced bytes are sent first.
+            self.flush_coalesced(flow, cx);
         }
         let in_place = self.may_lend(flow, cx);
         let vm = self.addr.number;
@@ -185,7 +185,7 @@ impl Device {
         self.app.loans = step(self.app.loans);
         let bridge = flow.and_then(|flow| self.key_of(flow));
         if let Some(bridge) = bridge.and_then(|key| self.bridges.get_mut(key as usize))
-            && let BridgePeer::App(end) = &mut bridge.end
+            && let BridgePeer::App(end) = &mut bridge.peer
         {
             end.loans = step(end.loans);
         }
@@ -305,7 +305,7 @@ impl Device {
         let Some(bridge) = bridge.and_then(|key| self.bridges.get(key as usize)) else {
             return false;
         };
-        let (BridgePeer::App(end), Some(rx)) = (&bridge.end, &self.queues.rings.rx) else {
+        let (BridgePeer::App(end), Some(rx)) = (&bridge.peer, &self.queues.rings.rx) else {
             return false;
         };
         end.loans < (rx.queue.size() / 8).max(1) && self.leaves_a_quarter()
@@ -488,7 +488,7 @@ impl Device {
                 rx.complete(lent.chain, 0);
             }
             if !moved {
-                leases.tear(loan.index);
+                leases.mark_torn(loan.index);
             }
             let flow = loan.flow;
             self.count_loan(flow, false);

@@ -2,7 +2,7 @@
 //!
 //! # Invariants
 //! - A bridge is listed exactly while it exists and has no flow.
-//! - While the list is not empty there is one timer, at `look_at`.
+//! - While the list is not empty there is one timer, at `recheck_at`.
 //!
 //! # Operation
 //! The flow has ended; the socket stays open until the program has taken the bytes, as a kernel
@@ -18,8 +18,8 @@ impl Device {
     /// Registers a bridge after its flow has ended.
     pub(super) fn start_lingering(&mut self, key: u32, cx: &Context<'_>) {
         self.lingering.last_progress.insert(key, cx.now);
-        if self.lingering.look_at.is_none() {
-            self.look_at_lingering(cx.now + cx.shared.limits.linger);
+        if self.lingering.recheck_at.is_none() {
+            self.check_lingering_at(cx.now + cx.shared.limits.linger);
         }
     }
 
@@ -34,7 +34,7 @@ impl Device {
     pub(super) fn stop_lingering(&mut self, key: u32) {
         self.lingering.last_progress.remove(&key);
         if self.lingering.last_progress.is_empty()
-            && let Some(at) = self.lingering.look_at.take()
+            && let Some(at) = self.lingering.recheck_at.take()
         {
             self.timers.cancel(at, Timer::Linger);
         }
@@ -42,7 +42,7 @@ impl Device {
 
     /// Closes the sockets of programs that have taken nothing for too long.
     pub(super) fn linger_timed_out(&mut self, cx: &mut Context<'_>) {
-        self.lingering.look_at = None;
+        self.lingering.recheck_at = None;
         let limit = cx.shared.limits.linger;
         let due = |(&key, &last): (&u32, &Instant)| (last + limit <= cx.now).then_some(key);
         let keys: Vec<u32> = self
@@ -60,12 +60,13 @@ impl Device {
             self.end_bridge(key, cx);
         }
         if let Some(&oldest) = self.lingering.last_progress.values().min() {
-            self.look_at_lingering(oldest + limit);
+            self.check_lingering_at(oldest + limit);
         }
     }
 
-    fn look_at_lingering(&mut self, at: Instant) {
-        self.lingering.look_at = Some(at);
+    /// Sets the timer for the next check of lingering sockets.
+    fn check_lingering_at(&mut self, at: Instant) {
+        self.lingering.recheck_at = Some(at);
         self.timers.set(at, Timer::Linger);
     }
 }

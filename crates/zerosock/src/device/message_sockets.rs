@@ -106,15 +106,15 @@ impl Device {
                     bytes += bridge.outbound.len();
                     if let Some(messages) = &mut bridge.messages {
                         messages.outbound.clear();
-                        messages.half = 0;
+                        messages.incomplete = 0;
                     }
                     self.stop_writing(key, cx);
                     break;
                 }
-                Sent::Lost => return self.lose("guest memory vanished under a send", cx),
+                Sent::Lost => return self.fail("guest memory vanished under a send", cx),
             }
         }
-        bytes += self.drop_half(key);
+        bytes += self.drop_incomplete_message(key);
         if let Some(flow) = self
             .bridges
             .get(key as usize)
@@ -131,7 +131,7 @@ impl Device {
     }
 
     /// Drops a message that the guest can no longer complete; returns its bytes.
-    fn drop_half(&mut self, key: u32) -> usize {
+    fn drop_incomplete_message(&mut self, key: u32) -> usize {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return 0;
         };
@@ -141,15 +141,15 @@ impl Device {
         if !bridge.guest_finished || !messages.outbound.is_empty() {
             return 0;
         }
-        messages.half = 0;
-        let half = bridge.outbound.len();
+        messages.incomplete = 0;
+        let bytes = bridge.outbound.len();
         let tx = &mut self.queues.rings.tx;
         bridge.outbound.clear(|chain| {
             if let Some(tx) = tx {
                 tx.complete(chain, 0);
             }
         });
-        half
+        bytes
     }
 
     /// Sends the first `len` bytes from the guest. Returns the result, and whether they were sent
@@ -158,7 +158,7 @@ impl Device {
         let in_place = |device: &Device| {
             let bridge = device.bridges.get(key as usize)?;
             let (BridgePeer::Socket { socket, .. }, Some(tx)) =
-                (&bridge.end, &device.queues.rings.tx)
+                (&bridge.peer, &device.queues.rings.tx)
             else {
                 return None;
             };
@@ -180,7 +180,7 @@ impl Device {
         let Some(bridge) = self.bridges.get(key as usize) else {
             return (Sent::Gone, false);
         };
-        let BridgePeer::Socket { socket, .. } = &bridge.end else {
+        let BridgePeer::Socket { socket, .. } = &bridge.peer else {
             return (Sent::Full, false);
         };
         let bytes = bridge.outbound.overflow().get(..len).unwrap_or_default();
@@ -198,7 +198,8 @@ impl Device {
             let Some(bridge) = self.bridges.get_mut(key as usize) else {
                 return Fill::Idle;
             };
-            let (BridgePeer::Socket { socket, .. }, Some(flow)) = (&bridge.end, bridge.flow) else {
+            let (BridgePeer::Socket { socket, .. }, Some(flow)) = (&bridge.peer, bridge.flow)
+            else {
                 return Fill::Idle;
             };
             let len = match hybrid::look_ahead(socket) {
@@ -207,10 +208,10 @@ impl Device {
                     bridge.readable = false;
                     return Fill::Idle;
                 }
-                Ahead::EndOfFile => return self.host_ended(key, cx),
+                Ahead::EndOfFile => return self.handle_host_eof(key, cx),
                 Ahead::Gone => {
                     bridge.host_gone = true;
-                    return self.host_ended(key, cx);
+                    return self.handle_host_eof(key, cx);
                 }
             };
             let reserved = match u32::try_from(len) {
@@ -219,7 +220,7 @@ impl Device {
             };
             match reserved {
                 Ok(room) => match self.fill_message(key, room, len, cx) {
-                    Fill::Again => {}
+                    Fill::More => {}
                     fill => return fill,
                 },
                 Err(ReserveError::TooLong) => {
@@ -233,7 +234,7 @@ impl Device {
                 }
             }
         }
-        Fill::Again
+        Fill::More
     }
 
     /// Receives the next message of `len` bytes into buffers of the guest.
@@ -251,7 +252,7 @@ impl Device {
             self.shard.cancel_message(room);
             return Fill::Idle;
         };
-        let BridgePeer::Socket { socket, .. } = &bridge.end else {
+        let BridgePeer::Socket { socket, .. } = &bridge.peer else {
             self.shard.cancel_message(room);
             return Fill::Idle;
         };
@@ -289,13 +290,13 @@ impl Device {
             return match received {
                 Err(error) if vanished(&error) => Fill::Lost,
                 // `look_ahead` finds the cause in the next round.
-                _ => Fill::Again,
+                _ => Fill::More,
             };
         }
-        let done = self.give_parts(&mut room, chains, len, |_, _| {}, cx);
+        let done = self.fill_chains(&mut room, chains, len, |_, _| {}, cx);
         debug_assert_eq!(done, len, "there were buffers for all of it");
         cx.shared.counters.in_place_bytes.add(len as u64);
-        Fill::Again
+        Fill::More
     }
 
     /// As `fill_message`, for a message with too few buffers or too many pieces. It is started at
@@ -318,7 +319,7 @@ impl Device {
             self.end_for_want_of_memory(key, cx);
             return Fill::Idle;
         };
-        let received = match self.bridges.get(key as usize).map(|bridge| &bridge.end) {
+        let received = match self.bridges.get(key as usize).map(|bridge| &bridge.peer) {
             Some(BridgePeer::Socket { socket, .. }) => socket.recv(&mut bytes),
             _ => Err(Errno::NOTCONN),
         };
@@ -330,23 +331,23 @@ impl Device {
                 }
             }
             self.shard.cancel_message(room);
-            return Fill::Again;
+            return Fill::More;
         }
         cx.shared.counters.copied_bytes.add(len as u64);
         let write = |memory: &Memory, (chain, at, part): (&Chain, usize, usize)| {
             let bytes = bytes.get(at..at + part).unwrap_or_default();
             memory.write(chain.writable(), HEADER_LEN, bytes);
         };
-        let done = self.give_parts(&mut room, chains, len, write, cx);
+        let done = self.fill_chains(&mut room, chains, len, write, cx);
         if done < len {
             self.keep_outgoing(Outgoing::resumed(room, bytes, done));
         }
-        Fill::Again
+        Fill::More
     }
 
     /// Sends as much of a message of `len` bytes as fits into `chains`, which `put` fills. Returns
     /// the bytes sent.
-    fn give_parts(
+    fn fill_chains(
         &mut self,
         room: &mut MessageReservation,
         chains: ArrayVec<Chain, PIECES>,

@@ -14,7 +14,7 @@ use super::*;
 use crate::device::host_sockets::HostSocket;
 use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
-use crate::table::sockets::Ends;
+use crate::table::sockets::MessageEnd;
 
 /// The address of the sibling's service.
 const THERE: Address = Address::new(Cid::HOST, Port::new(9));
@@ -94,7 +94,7 @@ impl Joined {
     }
 
     fn end(&self, len: u32) -> SiblingMessage {
-        let ends = Ends::Message;
+        let ends = MessageEnd::Message;
         SiblingMessage::Ended {
             to: self.flow,
             len,
@@ -138,7 +138,7 @@ fn messages_behind_an_empty_message_are_sent_in_place() {
     let permit = joined.lab.device.account.take_descriptors(1).unwrap();
     let socket = HostSocket::accepted(socket, permit);
     let bridge = joined.lab.device.bridges.get_mut(key as usize).unwrap();
-    bridge.end = BridgePeer::Socket { socket, ok: None };
+    bridge.peer = BridgePeer::Socket { socket, ok: None };
     (bridge.open, bridge.writable) = (true, true);
     let lengths = [0, 1000, 0, 0, 2000, 3000, 0];
     for len in lengths {

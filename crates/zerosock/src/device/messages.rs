@@ -24,12 +24,12 @@ use super::flush::share_of;
 use super::outbound::HeldChain;
 use super::sibling;
 use super::state::bridge::{BridgePeer, Inbound};
-use super::to_guest::{Fill, GATHER};
+use super::to_guest::{Fill, MAX_READ_BUFFERS};
 use super::{Context, Device, TURN_BYTES};
 use crate::device::state::messages::Sending;
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::table::outgoing::{Outgoing, Slices, end};
-use crate::table::sockets::{Ends, StreamId};
+use crate::table::sockets::{MessageEnd, StreamId};
 use crate::table::transfers::SendFault;
 
 impl Device {
@@ -44,7 +44,7 @@ impl Device {
     ) {
         cx.time();
         self.moved += len as usize;
-        let ends = Ends::from_flags(flags);
+        let ends = MessageEnd::from_flags(flags);
         let key = self.key_of(flow);
         let Some(tx) = self.queues.rings.tx.as_mut() else {
             return;
@@ -56,7 +56,7 @@ impl Device {
             let _ = self.shard.reset(flow);
             return;
         };
-        if let BridgePeer::App(end) = &bridge.end {
+        if let BridgePeer::App(end) = &bridge.peer {
             let id = end.id;
             return self.app_deliver_part(id, chain, len, ends, cx);
         }
@@ -72,13 +72,13 @@ impl Device {
             };
             return;
         };
-        messages.half += len;
+        messages.incomplete += len;
         if ends.any() {
             if messages.outbound.try_reserve(1).is_err() {
                 tx.complete(chain, 0);
                 return self.end_for_want_of_memory(key, cx);
             }
-            let whole = std::mem::take(&mut messages.half);
+            let whole = std::mem::take(&mut messages.incomplete);
             messages.outbound.push_back((whole, ends));
         }
         if len == 0 {
@@ -111,7 +111,7 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        let (BridgePeer::Sibling(sibling), Some(messages)) = (&bridge.end, &mut bridge.messages)
+        let (BridgePeer::Sibling(sibling), Some(messages)) = (&bridge.peer, &mut bridge.messages)
         else {
             return;
         };
@@ -135,14 +135,14 @@ impl Device {
         &mut self,
         to: FlowId,
         len: u32,
-        ends: Ends,
+        ends: MessageEnd,
         cx: &mut Context<'_>,
     ) {
         let Some(key) = self.key_of(to) else { return };
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        let (BridgePeer::Sibling(sibling), Some(messages)) = (&bridge.end, &mut bridge.messages)
+        let (BridgePeer::Sibling(sibling), Some(messages)) = (&bridge.peer, &mut bridge.messages)
         else {
             return;
         };
@@ -172,12 +172,12 @@ impl Device {
             return Fill::Idle;
         };
         let (BridgePeer::Sibling(sibling), Some(flow), Some(messages)) =
-            (&mut bridge.end, bridge.flow, &mut bridge.messages)
+            (&mut bridge.peer, bridge.flow, &mut bridge.messages)
         else {
             return Fill::Idle;
         };
-        let mut fill = Fill::Again;
-        for _ in 0..GATHER {
+        let mut fill = Fill::More;
+        for _ in 0..MAX_READ_BUFFERS {
             if messages.sending.is_none() {
                 let Some(&(left, ends)) = messages.inbound.front() else {
                     bridge.readable = false;
@@ -238,7 +238,7 @@ impl Device {
                 }
             }
             sending.left -= len as u32;
-            let last = end(sending.left as usize, sending.ends == Ends::Record);
+            let last = end(sending.left as usize, sending.ends == MessageEnd::Record);
             match self.shard.commit_part(&mut sending.room, len as u32, last) {
                 Ok(header) => {
                     emit(rx, chain, &header, len);
@@ -428,7 +428,7 @@ impl Device {
             let key = self.by_flow.get(flow.index());
             let bridge = key.and_then(|key| self.bridges.get(*key as usize));
             if let Some(bridge) = bridge.filter(|bridge| bridge.flow == Some(flow))
-                && let BridgePeer::App(end) = &bridge.end
+                && let BridgePeer::App(end) = &bridge.peer
             {
                 Self::app_writable(end.id, cx);
             }

@@ -30,12 +30,12 @@ mod arming_tests;
 mod backlog;
 #[cfg(test)]
 pub(crate) mod bare;
+mod coalescing;
 pub(crate) mod datagrams;
 mod events;
 pub(crate) mod factory;
 mod flush;
 mod from_guest;
-mod gathering;
 pub(crate) mod host;
 pub(crate) mod host_sockets;
 pub(crate) mod lending;
@@ -63,10 +63,10 @@ mod to_guest;
 mod turn_tests;
 mod virtio;
 
-use crate::stats::Holdings;
+use crate::stats::Gauges;
 use slab::Slab;
 use state::bridge::{Bridge, BridgePeer};
-pub(crate) use state::host::HostEnd;
+pub(crate) use state::host::HostAccess;
 pub(crate) use state::{
     Context, Device, EVENT, Limits, RX, Shared, TURN_BYTES, TX, VsockRings, Worker, WorkerMessage,
 };
@@ -81,9 +81,10 @@ use zerosock_virtio::ring::Ring;
 const KEPT: usize = 1024;
 
 impl Device {
-    /// Publishes the current counts of connections, bridges, timers and ports to the counters.
-    pub(super) fn count(&mut self, cx: &Context<'_>) {
-        let now = Holdings {
+    /// Updates the worker's gauges of connections, bridges, timers and ports by what has changed in
+    /// this device.
+    pub(super) fn publish_gauges(&mut self, cx: &Context<'_>) {
+        let now = Gauges {
             connections: self.shard.occupied(),
             bridges: self.bridges.len(),
             timers: self.timers.len() + self.shard.timers(),
@@ -91,7 +92,7 @@ impl Device {
         };
         if now != self.counted {
             let before = std::mem::replace(&mut self.counted, now);
-            cx.shared.counters.hold(before, now);
+            cx.shared.counters.replace_gauges(before, now);
         }
     }
 
@@ -101,8 +102,8 @@ impl Device {
         rings.into_iter().flatten().any(|ring| ring.reset_pending)
     }
 
-    /// Resets all connections if the receive or transmit queue has broken, so that their peers
-    /// learn that no more data will come.
+    /// Resets all connections if the receive or transmit queue has broken, so that their peers do
+    /// not wait for data.
     fn reset_on_broken_ring(&mut self, cx: &mut Context<'_>) {
         if !self.has_broken() {
             return;
@@ -168,7 +169,7 @@ impl Device {
         let mut bridge = Bridge::new(flow, end);
         let info = self.shard.flow(flow);
         if info.is_some_and(|info| info.socket_type == SocketType::SeqPacket)
-            && !matches!(bridge.end, BridgePeer::App(_))
+            && !matches!(bridge.peer, BridgePeer::App(_))
         {
             bridge.messages = Some(Box::default());
         }
@@ -197,8 +198,9 @@ impl Device {
         }
     }
 
-    /// Counts a `ready` entry without a bridge; sweeps the list when most entries are such.
-    fn forget_ready(&mut self) {
+    /// Counts a `ready` entry whose bridge was removed. Removes all such entries when they are more
+    /// than half of the list.
+    fn count_stale_ready(&mut self) {
         self.stale_ready += 1;
         if self.stale_ready > 64 && self.stale_ready > self.ready.len() / 2 {
             self.stale_ready = 0;
@@ -221,7 +223,7 @@ impl Device {
     fn remove_bridge(&mut self, key: u32, cx: &mut Context<'_>) -> Option<Bridge> {
         let mut bridge = self.bridges.try_remove(key as usize)?;
         if let BridgePeer::Connecting { socket, .. } | BridgePeer::Socket { socket, .. } =
-            &bridge.end
+            &bridge.peer
             && socket.is_closed_later()
         {
             // An event for the open socket would be attributed to the next bridge with this key.
@@ -236,7 +238,7 @@ impl Device {
             self.stop_lingering(key);
         }
         if bridge.in_ready {
-            self.forget_ready();
+            self.count_stale_ready();
         }
         self.stalled_chains -= bridge.counted.0 as usize;
         self.overflow_bytes -= bridge.counted.1 as usize;
@@ -246,7 +248,7 @@ impl Device {
                 tx.complete(chain, 0);
             }
         });
-        if let BridgePeer::Sibling(sibling) = &mut bridge.end {
+        if let BridgePeer::Sibling(sibling) = &mut bridge.peer {
             sibling::return_inbound(sibling, false, cx);
             if sibling.parked
                 && let Some(flow) = bridge.flow
@@ -265,8 +267,9 @@ impl Device {
         Some(bridge)
     }
 
-    /// Gives up the device because its memory or a ring is unusable. Other devices are unaffected.
-    fn lose(&mut self, reason: &str, cx: &mut Context<'_>) {
+    /// Stops the device because its memory is unusable: ends its connections and disconnects its
+    /// front-end. Other devices are unaffected.
+    fn fail(&mut self, reason: &str, cx: &mut Context<'_>) {
         let link = self.queues.link.take();
         if link.as_ref().is_some_and(FrontendLink::note_loss) {
             if let Some(suppressed) = self.warnings.admit(std::time::Instant::now()) {

@@ -50,7 +50,7 @@ impl<T> Default for Spares<T> {
 impl<T: Spare> Spares<T> {
     /// Returns the queue in `place`, filling an empty place from the spares.
     #[inline]
-    pub(crate) fn get_or_take<'a>(&mut self, place: &'a mut Option<Box<T>>) -> &'a mut T {
+    pub(crate) fn get_or_insert_spare<'a>(&mut self, place: &'a mut Option<Box<T>>) -> &'a mut T {
         place.get_or_insert_with(|| self.0.pop().unwrap_or_default())
     }
 
@@ -157,7 +157,7 @@ impl Outbound {
         share: usize,
         spares: &mut Spares<OutboundQueue>,
     ) -> Option<Chain> {
-        let bytes = spares.get_or_take(&mut self.0);
+        let bytes = spares.get_or_insert_spare(&mut self.0);
         if bytes.lost {
             return Some(held.chain);
         }
@@ -479,12 +479,12 @@ mod tests {
         let mut places: Vec<Option<Box<OutboundQueue>>> = Vec::new();
         places.resize_with(2 * SPARES, || None);
         for place in &mut places {
-            spares.get_or_take(place).held.reserve(4);
+            spares.get_or_insert_spare(place).held.reserve(4);
         }
         places.iter_mut().for_each(|place| spares.recycle(place));
         assert!(places.iter().all(Option::is_none));
         assert_eq!(spares.0.len(), SPARES);
-        let large = spares.get_or_take(&mut places[0]);
+        let large = spares.get_or_insert_spare(&mut places[0]);
         assert!(large.held.capacity() >= 4, "a reused queue");
         large.held.reserve(2 * SPARE_MOST);
         spares.recycle(&mut places[0]);

@@ -4,7 +4,7 @@
 //! # Invariants
 //! - Bytes and ends of stream keep their order.
 //! - A chain is completed in the ring that it came from.
-//! - A connection that cannot be adopted is reset for both of its ends.
+//! - A connection that cannot be taken over is reset for both of its ends.
 //!
 //! # Structure
 //! Each queue pair is a `Device` of its own with a shard, two queues and a worker; the address of
@@ -15,7 +15,7 @@
 //! A connection leaves its pair after the driver has sent MOVE and all its chains have been
 //! returned: held chains are copied out, chains lent to a sibling are recalled. It travels as a
 //! [`Handoff`] message with its bridge and its state in the protocol core. The old pair answers
-//! the driver after the new pair has adopted the connection.
+//! the driver after the new pair has taken over the connection.
 //!
 //! A sibling keeps sending to the old pair, which forwards its messages, until the new pair sends
 //! it `Relocated`. The sibling then sends `Flushed` to the old pair and everything after that to
@@ -28,7 +28,7 @@ use zerosock_proto::vsock::{FlowId, QueuePairs};
 use zerosock_proto::wire::vsock::{Op, Repr};
 
 use super::sibling;
-use super::state::bridge::{BridgePeer, SiblingEnd};
+use super::state::bridge::{BridgePeer, SiblingPeer};
 use super::virtio::BRIDGE;
 use super::{Context, Device};
 use crate::device::state::app::QueueStore;
@@ -99,13 +99,13 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return MoveState::Refused;
         };
-        match &mut bridge.end {
+        match &mut bridge.peer {
             BridgePeer::Socket { .. } if bridge.open => MoveState::Ready,
             BridgePeer::App(end) if end.loans == 0 => MoveState::Ready,
             // Parked messages mean that the previous handoff is not complete.
             BridgePeer::Sibling(s) if bridge.open && !s.parked => {
                 s.move_to = Some(pair as u16);
-                if s.out == 0 {
+                if s.lent == 0 {
                     return MoveState::Ready;
                 }
                 recall_chains(s, cx);
@@ -119,7 +119,7 @@ impl Device {
     fn refuse_move(&mut self, flow: FlowId) {
         if let Some(key) = self.key_of(flow)
             && let Some(bridge) = self.bridges.get_mut(key as usize)
-            && let BridgePeer::Sibling(s) = &mut bridge.end
+            && let BridgePeer::Sibling(s) = &mut bridge.peer
         {
             s.move_to = None;
         }
@@ -132,8 +132,8 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        if let BridgePeer::Sibling(s) = &mut bridge.end
-            && s.out == 0
+        if let BridgePeer::Sibling(s) = &mut bridge.peer
+            && s.lent == 0
             && let Some(pair) = s.move_to
             && let Some(flow) = bridge.flow
         {
@@ -165,17 +165,17 @@ impl Device {
             self.refuse_move(flow);
             return None;
         };
-        if !self.flush_gathered(flow, cx) || !self.shard.can_extract(flow) {
-            // A partly sent message, gathered writes without buffers, or a close in progress.
+        if !self.flush_coalesced(flow, cx) || !self.shard.can_extract(flow) {
+            // A partly sent message, coalesced writes without buffers, or a close in progress.
             self.refuse_move(flow);
             return None;
         }
         if let Some(BridgePeer::Sibling(s)) = self
             .bridges
             .get_mut(key as usize)
-            .map(|bridge| &mut bridge.end)
+            .map(|bridge| &mut bridge.peer)
         {
-            if s.out > 0 {
+            if s.lent > 0 {
                 // The guest has sent more bytes after MOVE.
                 s.move_to = Some(pair);
                 recall_chains(s, cx);
@@ -185,7 +185,8 @@ impl Device {
         }
         // No chain of this ring is lent any more; held chains are copied out here.
         self.spill(key, 0, cx);
-        if let Some(BridgePeer::App(end)) = self.bridges.get(key as usize).map(|bridge| &bridge.end)
+        if let Some(BridgePeer::App(end)) =
+            self.bridges.get(key as usize).map(|bridge| &bridge.peer)
             && let Some(app) = cx.shared.app.as_deref_mut()
         {
             app.sockets.leave_pool(end.id, &mut self.store());
@@ -201,7 +202,7 @@ impl Device {
         let mut bridge = self.bridges.try_remove(key as usize)?;
         self.by_flow[flow.index()] = u32::MAX;
         if std::mem::take(&mut bridge.in_ready) {
-            self.forget_ready();
+            self.count_stale_ready();
         }
         bridge.in_dirty = false;
         bridge.hold_timer = false;
@@ -211,7 +212,7 @@ impl Device {
         self.stalled_chains -= counted.0 as usize;
         self.overflow_bytes -= counted.1 as usize;
         self.queue_pairs.unconfirmed.insert(flow);
-        match &bridge.end {
+        match &bridge.peer {
             BridgePeer::Socket { socket, .. } => cx.poller.remove(socket),
             BridgePeer::Sibling(_) => {
                 self.queue_pairs
@@ -234,8 +235,8 @@ impl Device {
     }
 
     /// Adopts a connection that another queue pair has handed off; notifies that pair and the
-    /// sibling. A connection that cannot be adopted is reset.
-    pub(crate) fn adopt(&mut self, handoff: Handoff, cx: &mut Context<'_>) {
+    /// sibling. A connection that cannot be taken over is reset.
+    pub(crate) fn take_over(&mut self, handoff: Handoff, cx: &mut Context<'_>) {
         // The queues need not run: a paused pair continues with the connection later.
         if self.queues.memory.is_none() {
             return handoff.abandon(cx);
@@ -271,7 +272,7 @@ impl Device {
         // Events may have been missed during the handoff: poll both directions.
         bridge.readable = true;
         bridge.writable = true;
-        match &mut bridge.end {
+        match &mut bridge.peer {
             BridgePeer::Socket { socket, .. } => {
                 let token = Token {
                     device: self.addr.number,
@@ -313,7 +314,7 @@ impl Device {
     }
 
     /// Completes a handoff at the old pair: `now` is the new address, or `None` if the connection
-    /// could not be adopted. Answers the driver's MOVE.
+    /// could not be taken over. Answers the driver's MOVE.
     fn complete_handoff(
         &mut self,
         flow: FlowId,
@@ -421,7 +422,7 @@ impl Device {
         if let Some(BridgePeer::Sibling(s)) = self
             .bridges
             .get_mut(key as usize)
-            .map(|bridge| &mut bridge.end)
+            .map(|bridge| &mut bridge.peer)
         {
             s.parked = false;
             let parked = self.queue_pairs.parked.remove(&flow);
@@ -443,7 +444,7 @@ impl Device {
             && let Some(BridgePeer::Sibling(s)) = self
                 .bridges
                 .get_mut(key as usize)
-                .map(|bridge| &mut bridge.end)
+                .map(|bridge| &mut bridge.peer)
         {
             s.peer = from;
         }
@@ -459,7 +460,7 @@ impl Device {
         }
     }
 
-    /// Ends an adopted connection: its driver went away during the handoff.
+    /// Ends a connection that was taken over: its driver went away during the handoff.
     fn end_orphan(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(flow) else { return };
         // Without an RST: the current driver does not know the connection, and an RST could only
@@ -489,13 +490,13 @@ impl Device {
     }
 
     /// Resets the number of pairs in use; the next driver sets it again.
-    pub(super) fn use_one_pair(&mut self) {
+    pub(super) fn reset_used_pairs(&mut self) {
         self.queue_pairs.used = QueuePairs::ONE;
     }
 }
 
 impl Handoff {
-    /// Resets the connection for both ends and returns lent chains: no pair can adopt it.
+    /// Resets the connection for both ends and returns lent chains: no pair can take it over.
     pub(crate) fn abandon(self, cx: &mut Context<'_>) {
         let Handoff {
             snapshot,
@@ -504,7 +505,7 @@ impl Handoff {
             answer,
         } = self;
         drop(snapshot);
-        if let BridgePeer::Sibling(s) = &mut bridge.end {
+        if let BridgePeer::Sibling(s) = &mut bridge.peer {
             sibling::return_inbound(s, false, cx);
         }
         sibling::send_end(&bridge, false, cx);
@@ -521,7 +522,7 @@ impl Handoff {
 }
 
 /// Asks a sibling to return the chains of a connection.
-fn recall_chains(sibling: &SiblingEnd, cx: &mut Context<'_>) {
+fn recall_chains(sibling: &SiblingPeer, cx: &mut Context<'_>) {
     let Peer { device, flow: to } = sibling.peer;
     cx.outbox.send(device, SiblingMessage::Recall { to });
 }

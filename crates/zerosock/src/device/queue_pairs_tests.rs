@@ -114,7 +114,7 @@ impl TwoPairs {
         Some(handoff)
     }
 
-    fn adopt(&mut self, handoff: Box<Handoff>) {
+    fn take_over(&mut self, handoff: Box<Handoff>) {
         let (device, mut cx) = self.labs[NEW].lend();
         device.handle_sibling_message(SiblingMessage::TakeOver(handoff), &mut cx);
     }
@@ -193,7 +193,7 @@ fn moved_connection_continues_at_the_new_queue_pair() {
     let mut pairs = TwoPairs::new();
     let handoff = pairs.extract().expect("handed off");
     assert_eq!(pairs.bridges(), [0, 0]);
-    pairs.adopt(handoff);
+    pairs.take_over(handoff);
     pairs.deliver_messages();
     assert_eq!(pairs.bridges(), [1, 0]);
     assert_eq!(pairs.resets_sent(), 0);
@@ -210,7 +210,7 @@ fn handoff_that_arrives_after_a_reset_ends_the_connection() {
     for queue_pair in [NEW, OLD] {
         pairs.command(queue_pair, DeviceCommand::ResetDevice);
     }
-    pairs.adopt(handoff);
+    pairs.take_over(handoff);
     assert_eq!(
         pairs.bridges(),
         [1, 0],
@@ -233,11 +233,11 @@ fn handoff_that_arrives_after_a_reset_ends_the_connection() {
 }
 
 #[test]
-fn reset_of_the_old_queue_pair_ends_an_adopted_connection() {
+fn reset_of_the_old_queue_pair_ends_a_connection_that_was_taken_over() {
     // The sibling has not processed `Relocated`: its messages to the old pair are lost.
     let mut pairs = TwoPairs::new();
     let handoff = pairs.extract().expect("handed off");
-    pairs.adopt(handoff);
+    pairs.take_over(handoff);
     let outbox = pairs.labs[NEW].lend().1.outbox;
     let messages: Vec<_> = std::iter::from_fn(|| outbox.pop_local()).collect();
     for (vm, message) in messages {
@@ -283,7 +283,7 @@ fn handoff_to_a_pair_with_the_same_addresses_resets_both_ends() {
     device.shard.connect(cx.now, local, HERE, stream).unwrap();
     device.turn(&mut cx);
     let handoff = pairs.extract().expect("handed off");
-    pairs.adopt(handoff);
+    pairs.take_over(handoff);
     pairs.deliver_messages();
     assert_eq!(pairs.bridges(), [0, 0]);
     assert_eq!(pairs.resets_sent(), 1);

@@ -55,7 +55,7 @@ impl Lab {
                 },
                 app: None,
             },
-            device: Device::new(addr, cid, shard, HostEnd::None, None),
+            device: Device::new(addr, cid, shard, HostAccess::None, None),
         }
     }
 

@@ -1,13 +1,13 @@
 //! Connections between two guests of this daemon, as one of the two devices sees them.
 //!
 //! # Invariants
-//! - A lent chain comes back exactly once, whichever side ends first.
+//! - A lent chain is returned exactly once, whichever side ends first.
 //! - Bytes and ends keep their order.
 //!
 //! [`sibling_message`](super::state::sibling_message) describes the messages.
 
 use super::outbound::{Spares, copy_out};
-use super::state::bridge::{Bridge, BridgePeer, Inbound, InboundQueue, SiblingEnd};
+use super::state::bridge::{Bridge, BridgePeer, Inbound, InboundQueue, SiblingPeer};
 use super::{Context, Device};
 use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
@@ -17,7 +17,12 @@ use zerosock_proto::{Address, Port};
 
 /// Reports that `len` bytes of the front of `inbound` were read, for the sender's credit. With
 /// `used_up`, also returns the sender's chain.
-pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx: &mut Context<'_>) {
+pub(super) fn return_read(
+    sibling: &mut SiblingPeer,
+    len: u32,
+    used_up: bool,
+    cx: &mut Context<'_>,
+) {
     let chain = if used_up {
         match sibling.pop() {
             Some(Inbound::Lent { held, epoch, .. }) => Some((held.chain, epoch)),
@@ -40,7 +45,7 @@ pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx:
 /// Merges small waiting packets into one copy and returns how many bytes wait. The guest would not
 /// take as many packets, and the sender's chains have waited long enough.
 pub(super) fn merge_inbound(
-    sibling: &mut SiblingEnd,
+    sibling: &mut SiblingPeer,
     spares: &mut Spares<InboundQueue>,
     cx: &mut Context<'_>,
 ) -> u32 {
@@ -74,7 +79,7 @@ pub(super) fn merge_inbound(
 
 /// Returns everything received from the sibling: with `read`, its bytes count as read because our
 /// guest has stopped receiving; without, the connection ends.
-pub(super) fn return_inbound(sibling: &mut SiblingEnd, read: bool, cx: &mut Context<'_>) {
+pub(super) fn return_inbound(sibling: &mut SiblingPeer, read: bool, cx: &mut Context<'_>) {
     let Peer { device, flow: to } = sibling.peer;
     for inbound in sibling.take_all() {
         cx.outbox.send(device, returned_message(to, inbound, read));
@@ -93,17 +98,17 @@ fn returned_message(to: FlowId, inbound: Inbound, read: bool) -> SiblingMessage 
 /// Tells the sibling that this side has ended: in order (everything was read, both directions were
 /// shut down), or by a reset.
 pub(super) fn send_end(bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
-    let (device, message) = match &bridge.end {
+    let (device, message) = match &bridge.peer {
         BridgePeer::Sibling(s) if orderly => {
             let Peer { device, flow: to } = s.peer;
-            if s.out > 0 {
+            if s.lent > 0 {
                 // This side no longer enforces the hold limit on them.
                 cx.outbox.send(device, SiblingMessage::Recall { to });
             }
             let (receive, send) = (true, true);
             (device, SiblingMessage::Shutdown { to, receive, send })
         }
-        BridgePeer::Sibling(SiblingEnd { peer, .. }) | BridgePeer::Asked(Some(peer)) => {
+        BridgePeer::Sibling(SiblingPeer { peer, .. }) | BridgePeer::Asked(Some(peer)) => {
             (peer.device, SiblingMessage::Reset { to: peer.flow })
         }
         _ => return,
@@ -205,7 +210,7 @@ impl Device {
             }
             SiblingMessage::Recall { to } => self.return_recalled(to, cx),
             SiblingMessage::Shutdown { to, receive, send } => {
-                self.sibling_shut(to, receive, send, cx)
+                self.sibling_shut_down(to, receive, send, cx)
             }
             SiblingMessage::Asking { to, from } => self.sibling_asks(to, from, cx),
             SiblingMessage::Refused { to } => {
@@ -221,7 +226,7 @@ impl Device {
                 answer,
             } => self.datagram_done(chain, epoch, copied, answer),
             SiblingMessage::DatagramControl(control) => self.datagram_control(control),
-            SiblingMessage::TakeOver(handoff) => self.adopt(*handoff, cx),
+            SiblingMessage::TakeOver(handoff) => self.take_over(*handoff, cx),
             SiblingMessage::Call { caller, local } => self.connect_guest(caller, local, false, cx),
             // `route_message` has handled those about queue pairs; the worker takes `HandOff`.
             SiblingMessage::Arrived { .. }
@@ -238,7 +243,7 @@ impl Device {
         let Some(key) = self.key_of(to) else { return };
         let ended = match self.remove_bridge(key, cx) {
             Some(Bridge {
-                end: BridgePeer::Asked(_),
+                peer: BridgePeer::Asked(_),
                 ..
             }) => {
                 cx.shared.counters.conns_refused.add(1);
@@ -255,7 +260,7 @@ impl Device {
         self.unanswered = self.unanswered.saturating_sub(1);
         let key = self.key_of(to);
         match key.and_then(|key| self.bridges.get_mut(key as usize)) {
-            Some(bridge) => bridge.end = BridgePeer::Asked(Some(from)),
+            Some(bridge) => bridge.peer = BridgePeer::Asked(Some(from)),
             // Our guest has given up already.
             None => {
                 let message = SiblingMessage::Reset { to: from.flow };
@@ -302,7 +307,7 @@ impl Device {
             from: us,
         };
         cx.outbox.send(from.device, asking);
-        self.add_bridge(flow, BridgePeer::Sibling(SiblingEnd::new(from)), cx);
+        self.add_bridge(flow, BridgePeer::Sibling(SiblingPeer::new(from)), cx);
     }
 
     fn sibling_accepted(&mut self, to: FlowId, from: Peer, cx: &mut Context<'_>) {
@@ -315,10 +320,10 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        if !matches!(bridge.end, BridgePeer::Asked(_)) {
+        if !matches!(bridge.peer, BridgePeer::Asked(_)) {
             return;
         }
-        bridge.end = BridgePeer::Sibling(SiblingEnd::new(from));
+        bridge.peer = BridgePeer::Sibling(SiblingPeer::new(from));
         bridge.open = true;
         bridge.writable = true;
         let _ = self.shard.accept(cx.now, to);
@@ -336,7 +341,7 @@ impl Device {
         let bridge = key.and_then(|k| Some((k, self.bridges.get_mut(k as usize)?)));
         let peer = match bridge {
             Some((key, bridge)) => {
-                let BridgePeer::Sibling(s) = &mut bridge.end else {
+                let BridgePeer::Sibling(s) = &mut bridge.peer else {
                     return;
                 };
                 if !bridge.read_closed {
@@ -346,7 +351,7 @@ impl Device {
                             .send(device, returned_message(flow, inbound, false));
                     }
                     bridge.readable = true;
-                    bridge.hold_back_no_more();
+                    bridge.stop_waiting_for_bytes();
                     self.enqueue(key);
                     return self.update_bridge(key, cx);
                 }
@@ -383,15 +388,15 @@ impl Device {
         }
         let caught_up = self.shard.flow(to).is_none_or(|flow| flow.unread == 0);
         if let Some(Bridge {
-            end: BridgePeer::Sibling(s),
+            peer: BridgePeer::Sibling(s),
             held_since,
             ..
         }) = self.bridges.get_mut(key as usize)
         {
-            s.out = s.out.saturating_sub(u32::from(returned));
+            s.lent = s.lent.saturating_sub(u32::from(returned));
             s.stalled &= !caught_up;
-            if s.out <= s.younger {
-                // Every chain that was out at `held_since` is back; the others are younger.
+            if s.lent <= s.lent_later {
+                // The sibling has returned every chain that was lent at `held_since` or before.
                 *held_since = None;
             }
         }
@@ -404,7 +409,7 @@ impl Device {
     fn return_recalled(&mut self, to: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(to) else { return };
         let Some(Bridge {
-            end: BridgePeer::Sibling(s),
+            peer: BridgePeer::Sibling(s),
             ..
         }) = self.bridges.get_mut(key as usize)
         else {
@@ -435,12 +440,12 @@ impl Device {
         self.update_bridge(key, cx);
     }
 
-    fn sibling_shut(&mut self, to: FlowId, receive: bool, send: bool, cx: &mut Context<'_>) {
+    fn sibling_shut_down(&mut self, to: FlowId, receive: bool, send: bool, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(to) else { return };
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        let BridgePeer::Sibling(s) = &mut bridge.end else {
+        let BridgePeer::Sibling(s) = &mut bridge.peer else {
             return;
         };
         if receive {
@@ -451,7 +456,7 @@ impl Device {
             s.finish = true;
             // With nothing left to deliver, a read finds the end of the stream.
             bridge.readable = true;
-            bridge.hold_back_no_more();
+            bridge.stop_waiting_for_bytes();
             self.enqueue(key);
         }
     }

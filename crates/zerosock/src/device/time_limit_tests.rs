@@ -10,7 +10,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType as Sock
 
 use super::outbound::Outbound;
 use super::ready_tests::Lab;
-use super::state::host::HostEnd;
+use super::state::host::HostAccess;
 use super::*;
 use crate::device::host_sockets::HostSocket;
 
@@ -31,7 +31,7 @@ impl Lab {
         let bridge = device.bridges.get_mut(key as usize).unwrap();
         let permit = device.account.take_descriptors(1).unwrap();
         let (socket, ok) = (HostSocket::accepted(ours.into(), permit), None);
-        bridge.end = BridgePeer::Socket { socket, ok };
+        bridge.peer = BridgePeer::Socket { socket, ok };
         bridge.outbound = Outbound::of_copies(vec![7; bytes]);
         bridge.writable = true;
         let flow = bridge.flow.unwrap();
@@ -112,7 +112,7 @@ fn before_full_listener(connections: usize) -> (Lab, tempfile::TempDir, UnixList
     let (listener, first) = full_listener(&dir.path().join("vm_9"));
     std::mem::forget(first);
     let mut lab = Lab::new();
-    lab.device.host = HostEnd::Hybrid {
+    lab.device.host = HostAccess::Hybrid {
         services: base.into(),
         listener: None,
         messages: None,

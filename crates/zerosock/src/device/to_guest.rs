@@ -1,8 +1,9 @@
 //! Packets to the guest: from host sockets into the buffers that the guest has posted.
 //!
-//! Credit and a packet slot are reserved, one `recvmsg` fills the payload parts of several buffers,
-//! and each filled buffer gets its header. Unfilled buffers are un-popped. The number of buffers
-//! per read adapts: a connection of small messages takes one, a stream up to [`GATHER`].
+//! The device reserves credit and a packet slot for each buffer, fills the payload parts of several
+//! buffers with one `recvmsg`, and writes a header into each filled buffer. It un-pops the others.
+//! The number of buffers per read adapts to the connection: one for small messages, up to
+//! [`MAX_READ_BUFFERS`] for a stream.
 
 use super::events::emit;
 use super::sibling as siblings;
@@ -15,21 +16,22 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory, SliceBuf};
 use zerosock_virtio::ring::Ring;
 
-/// Buffers filled by one read.
-pub(super) const GATHER: usize = 32;
-/// Pieces of memory given to one `recvmsg`.
-const SLICES: usize = 64;
-/// Reads (of whatever size) in one turn of a device.
-const BUDGET: usize = 64;
-/// Bytes of one read: larger reads are not faster.
+/// Most buffers filled by one read.
+pub(super) const MAX_READ_BUFFERS: usize = 32;
+/// Most slices of memory passed to one `recvmsg`.
+const READ_SLICES: usize = 64;
+/// Most reads, of any size, in one turn of a device.
+const READS_PER_TURN: usize = 64;
+/// Most bytes of one read: larger reads are not faster.
 const READ_MAX: usize = 256 * 1024;
 
 /// The result of filling buffers from one bridge.
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum Fill {
-    /// There may be more: append the bridge to the ready list.
-    Again,
-    /// Nothing more until an edge, credit, or a message of the sibling.
+    /// The bridge may have more bytes: append it to the ready list.
+    More,
+    /// The bridge has no more bytes until an edge of its socket, credit, or a message of its
+    /// sibling.
     Idle,
     /// The guest has posted no buffers.
     Starved,
@@ -38,7 +40,8 @@ pub(super) enum Fill {
 }
 
 impl Device {
-    /// Fills a budget of buffers. Returns true if there is more to send and buffers are available.
+    /// Sends packets to the guest within the budget of a turn. Returns true if there is more to
+    /// send and buffers are available.
     pub(super) fn transmit(&mut self, cx: &mut Context<'_>) -> bool {
         self.starved = false;
         if !self.queues.rings.rx.as_ref().is_some_and(Ring::live) {
@@ -49,7 +52,7 @@ impl Device {
             self.send_outgoing(cx);
         }
         self.transmit_datagrams(cx);
-        for _ in 0..BUDGET {
+        for _ in 0..READS_PER_TURN {
             if self.starved || self.moved >= TURN_BYTES {
                 break;
             }
@@ -64,7 +67,7 @@ impl Device {
                     if !std::mem::take(&mut bridge.in_ready) || !bridge.may_read() {
                         continue;
                     }
-                    match bridge.end {
+                    match bridge.peer {
                         BridgePeer::Sibling(_) if bridge.messages.is_some() => {
                             self.fill_messages_from_sibling(key, cx)
                         }
@@ -78,18 +81,18 @@ impl Device {
                 }
             };
             match fill {
-                Fill::Again => self.enqueue(key),
+                Fill::More => self.enqueue(key),
                 Fill::Idle => {}
                 Fill::Starved => {
                     self.starved = true;
-                    // Keep its place at the front.
+                    // It stays first in the list.
                     if let Some(bridge) = self.bridges.get_mut(key as usize) {
                         bridge.in_ready = true;
                         self.ready.push_front(key);
                     }
                 }
                 Fill::Lost => {
-                    self.lose("guest memory vanished under a receive", cx);
+                    self.fail("guest memory vanished under a receive", cx);
                     return false;
                 }
             }
@@ -119,7 +122,7 @@ impl Device {
             emit(rx, chain, &packet.header, 0);
             cx.shared.counters.tx_packets.add(1);
         }
-        self.send_gathered(cx);
+        self.send_coalesced(cx);
     }
 
     fn fill_from_socket(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
@@ -129,29 +132,34 @@ impl Device {
         ) else {
             return Fill::Idle;
         };
-        let (BridgePeer::Socket { socket, .. }, Some(flow)) = (&bridge.end, bridge.flow) else {
+        let (BridgePeer::Socket { socket, .. }, Some(flow)) = (&bridge.peer, bridge.flow) else {
             return Fill::Idle;
         };
         if self.shard.nears_packet_limit(flow) && !bridge.host_finished {
-            // Small writes go as one packet while the guest does not read.
+            // The guest has many packets unread: merge small writes into one packet.
             let bytes = rustix::io::ioctl_fionread(socket).unwrap_or(u64::MAX);
             let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
             if bytes > 0 && self.shard.should_delay(flow, bytes) {
-                (bridge.holds_back, bridge.no_credit) = (true, true);
+                (bridge.waits_for_bytes, bridge.no_credit) = (true, true);
                 return Fill::Idle;
             }
         }
-        let mut gathered = ArrayVec::<Slot, GATHER>::new();
-        let stop = gather(rx, &mut self.shard, flow, bridge.read_chains, &mut gathered);
-        if gathered.is_empty() {
+        let mut buffers = ArrayVec::<ReservedBuffer, MAX_READ_BUFFERS>::new();
+        let stop = reserve_buffers(rx, &mut self.shard, flow, bridge.read_chains, &mut buffers);
+        if buffers.is_empty() {
             bridge.no_credit = stop == Some(Fill::Idle);
             return stop.unwrap_or(Fill::Idle);
         }
         let memory = rx.queue.memory();
-        let mut slices = SliceBuf::<SLICES>::new();
+        let mut slices = SliceBuf::<READ_SLICES>::new();
         let mut want = 0;
-        for slot in &gathered {
-            want += memory.slices(slot.chain.writable(), HEADER_LEN, slot.room, &mut slices);
+        for buffer in &buffers {
+            want += memory.slices(
+                buffer.chain.writable(),
+                HEADER_LEN,
+                buffer.room,
+                &mut slices,
+            );
         }
         let result = socket.recv_slices(&slices);
         let (received, cut) = match &result {
@@ -159,42 +167,42 @@ impl Device {
             Err(_) => (0, false),
         };
         self.moved += received;
-        commit(rx, &mut self.shard, gathered, received, cx);
+        commit_received(rx, &mut self.shard, buffers, received, cx);
         cx.shared.counters.in_place_bytes.add(received as u64);
         cx.shared.counters.tx_bytes.add(received as u64);
-        learn(bridge, received, want);
+        adapt_read_size(bridge, received, want);
         match result {
-            Ok(_) if received == 0 => self.host_ended(key, cx),
+            Ok(_) if received == 0 => self.handle_host_eof(key, cx),
             Ok(_) if received < want => {
-                // A short read: the socket is empty, and new bytes produce an edge. Exceptions: an
-                // end of file after its edge was seen; and a read that stopped behind a passed
-                // descriptor (cut off) or at an urgent byte.
+                // After a short read the socket is empty, and new bytes cause an edge. Exceptions:
+                // the end of file follows and its edge was seen already; or the read stopped behind
+                // a passed descriptor, or at an urgent byte.
                 bridge.readable = bridge.host_finished || cut || bridge.urgent;
                 if bridge.readable {
-                    Fill::Again
+                    Fill::More
                 } else {
                     Fill::Idle
                 }
             }
-            Ok(_) => Fill::Again,
+            Ok(_) => Fill::More,
             Err(e) => match Errno::from_io_error(&e) {
                 Some(Errno::AGAIN) => {
                     bridge.readable = false;
                     Fill::Idle
                 }
-                Some(Errno::INTR) => Fill::Again,
+                Some(Errno::INTR) => Fill::More,
                 Some(Errno::FAULT) => Fill::Lost,
-                // Reset by a program that closed with unread bytes.
+                // The program has closed its socket with unread bytes, which resets ours.
                 _ => {
                     bridge.host_gone = true;
-                    self.host_ended(key, cx)
+                    self.handle_host_eof(key, cx)
                 }
             },
         }
     }
 
-    /// Handles the end of file of a host socket.
-    pub(super) fn host_ended(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
+    /// Handles the end of file of a host socket: the guest sees a shutdown.
+    pub(super) fn handle_host_eof(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
         if let Some(bridge) = self.bridges.get_mut(key as usize) {
             bridge.read_closed = true;
             if let Some(flow) = bridge.flow {
@@ -218,40 +226,40 @@ impl Device {
         ) else {
             return Fill::Idle;
         };
-        let (BridgePeer::Sibling(sibling), Some(flow)) = (&mut bridge.end, bridge.flow) else {
+        let (BridgePeer::Sibling(sibling), Some(flow)) = (&mut bridge.peer, bridge.flow) else {
             return Fill::Idle;
         };
         if self.shard.nears_packet_limit(flow) {
-            // Small packets go as one packet while the guest does not read.
+            // The guest has many packets unread: merge small ones into one packet.
             let bytes = siblings::merge_inbound(sibling, &mut self.spare_inbound, cx);
             if sibling.has_lost_bytes() {
                 self.update_bridge(key, cx);
                 return Fill::Idle;
             }
             if bytes > 0 && !sibling.finish && self.shard.should_delay(flow, bytes) {
-                (bridge.holds_back, bridge.no_credit) = (true, true);
+                (bridge.waits_for_bytes, bridge.no_credit) = (true, true);
                 self.update_bridge(key, cx);
                 return Fill::Idle;
             }
         }
-        let mut fill = Fill::Again;
-        for _ in 0..GATHER {
+        let mut fill = Fill::More;
+        for _ in 0..MAX_READ_BUFFERS {
             let Some(front) = sibling.front() else {
                 bridge.readable = false;
                 fill = Fill::Idle;
                 break;
             };
-            let mut slot = ArrayVec::<Slot, 1>::new();
-            if let Some(stop) = gather(rx, &mut self.shard, flow, 1, &mut slot) {
+            let mut buffer = ArrayVec::<ReservedBuffer, 1>::new();
+            if let Some(stop) = reserve_buffers(rx, &mut self.shard, flow, 1, &mut buffer) {
                 bridge.no_credit = stop == Fill::Idle;
                 fill = stop;
                 break;
             }
-            let Some(Slot {
+            let Some(ReservedBuffer {
                 chain,
                 reservation,
                 room,
-            }) = slot.pop()
+            }) = buffer.pop()
             else {
                 break;
             };
@@ -273,7 +281,7 @@ impl Device {
                     sibling.change_copied(|copied| copied.saturating_sub(len));
                 }
             }
-            finish(rx, &mut self.shard, chain, reservation, len, cx);
+            send_payload(rx, &mut self.shard, chain, reservation, len, cx);
             cx.shared.counters.tx_bytes.add(len as u64);
             self.moved += len;
             let used_up = sibling.front().is_some_and(|front| front.len() == 0);
@@ -284,28 +292,28 @@ impl Device {
             bridge.read_closed = true;
             let _ = self.shard.shutdown(cx.now, flow, How::SEND);
         }
-        // Fewer bytes are in copies now.
+        // Fewer bytes are in copies now, which count for the device's limits.
         self.update_bridge(key, cx);
         fill
     }
 }
 
-/// A buffer with reserved credit.
-struct Slot {
+/// A popped buffer, and credit that is reserved for its payload.
+struct ReservedBuffer {
     chain: Chain,
     reservation: Reservation,
-    /// Payload bytes for which there are room and credit.
+    /// Payload bytes that fit both the buffer and the credit.
     room: usize,
 }
 
-/// Takes up to `count` buffers and reserves credit for each. Returns why it stopped short:
+/// Pops up to `count` buffers and reserves credit for each. If there are fewer, returns the reason:
 /// `Starved` without buffers, `Idle` without credit.
-fn gather<const N: usize>(
+fn reserve_buffers<const N: usize>(
     rx: &mut Ring,
     shard: &mut Shard,
     flow: FlowId,
     count: u8,
-    out: &mut ArrayVec<Slot, N>,
+    out: &mut ArrayVec<ReservedBuffer, N>,
 ) -> Option<Fill> {
     let mut total = 0;
     while out.len() < usize::from(count).min(N) && total < READ_MAX {
@@ -318,13 +326,13 @@ fn gather<const N: usize>(
             Ok(reservation) => {
                 let room = reservation.len() as usize;
                 total += room;
-                out.push(Slot {
+                out.push(ReservedBuffer {
                     chain,
                     reservation,
                     room,
                 });
             }
-            // No credit; or the guest has stopped receiving, which an event reports.
+            // There is no credit, or the guest has shut down receiving, which an event reports.
             Err(_) => {
                 rx.queue.unpop(chain);
                 return Some(Fill::Idle);
@@ -334,40 +342,40 @@ fn gather<const N: usize>(
     None
 }
 
-/// Sends the buffers that received bytes and un-pops the others, last one first.
-fn commit(
+/// Sends the buffers that have received bytes; un-pops the others, the last one first.
+fn commit_received(
     rx: &mut Ring,
     shard: &mut Shard,
-    mut gathered: ArrayVec<Slot, GATHER>,
+    mut buffers: ArrayVec<ReservedBuffer, MAX_READ_BUFFERS>,
     received: usize,
     cx: &mut Context<'_>,
 ) {
     let mut used = 0;
     let mut covered = 0;
-    while covered < received && used < gathered.len() {
-        covered += gathered[used].room;
+    while covered < received && used < buffers.len() {
+        covered += buffers[used].room;
         used += 1;
     }
-    while gathered.len() > used {
-        if let Some(slot) = gathered.pop() {
-            shard.cancel(slot.reservation);
-            rx.queue.unpop(slot.chain);
+    while buffers.len() > used {
+        if let Some(buffer) = buffers.pop() {
+            shard.cancel(buffer.reservation);
+            rx.queue.unpop(buffer.chain);
         }
     }
     let mut left = received;
-    for Slot {
+    for ReservedBuffer {
         chain,
         reservation,
         room,
-    } in gathered
+    } in buffers
     {
         let len = left.min(room);
         left -= len;
-        finish(rx, shard, chain, reservation, len, cx);
+        send_payload(rx, shard, chain, reservation, len, cx);
     }
 }
 
-fn finish(
+fn send_payload(
     rx: &mut Ring,
     shard: &mut Shard,
     chain: Chain,
@@ -380,17 +388,17 @@ fn finish(
             emit(rx, chain, &header, len);
             cx.shared.counters.tx_packets.add(1);
         }
-        // The flow cannot have ended between reserve and commit: nothing ran in between.
+        // Does not happen: no call between `reserve` and `commit` can end the flow.
         Err(_) => rx.complete(chain, 0),
     }
 }
 
-/// Adapts the number of buffers of the next read: doubles it when this read filled all, halves it
-/// when most stayed empty.
-fn learn(bridge: &mut Bridge, received: usize, want: usize) {
+/// Adapts the number of buffers of the next read: doubles it when this read filled all of them,
+/// halves it when less than half of their bytes were used.
+fn adapt_read_size(bridge: &mut Bridge, received: usize, want: usize) {
     let n = bridge.read_chains;
     if received == want {
-        bridge.read_chains = n.saturating_mul(2).min(GATHER as u8);
+        bridge.read_chains = n.saturating_mul(2).min(MAX_READ_BUFFERS as u8);
     } else if received * 2 < want {
         bridge.read_chains = (n / 2).max(1);
     }

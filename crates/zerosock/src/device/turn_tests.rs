@@ -18,7 +18,7 @@ use super::factory::{Member, Terms};
 use super::{Shared, Worker};
 use crate::device::bare::{self, Guest};
 use crate::device::host_sockets::hybrid::OkConvention;
-use crate::device::{HostEnd, Limits, TURN_BYTES};
+use crate::device::{HostAccess, Limits, TURN_BYTES};
 use crate::routing::Routes;
 use zerosock_virtio::mailbox::Mailbox;
 use zerosock_virtio::outbox::DeviceAddr;
@@ -89,7 +89,7 @@ impl Harness {
             routes.add(cid, addr, &["default".to_owned()]);
             let member = Member {
                 cid,
-                host: HostEnd::Hybrid {
+                host: HostAccess::Hybrid {
                     services: lab.uds_path(3 + vm).into(),
                     listener: None,
                     messages: None,
@@ -181,8 +181,8 @@ fn fill(program: &mut UnixStream) {
     while program.write(&bytes).is_ok() {}
 }
 
-/// The order of reads, by their packets: the connection and the bytes read, with a new entry for each
-/// change of connection.
+/// The order of reads, by their packets: the connection and the bytes read, with a new entry for
+/// each change of connection.
 fn reads(packets: &[Repr]) -> Vec<(u32, usize, u32)> {
     let mut reads: Vec<(u32, usize, u32)> = Vec::new();
     let data = packets

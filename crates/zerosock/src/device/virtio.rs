@@ -1,9 +1,10 @@
-//! What a vsock device does at events, and at commands of the VMM
-//! ([`zerosock_virtio::command`] carries them out).
+//! The vsock device as a device of a worker ([`WorkerDevice`]) and a virtio device
+//! ([`VirtioDevice`]): its handling of events and messages, its turn, and its part in the commands
+//! of the VMM, which [`zerosock_virtio::command`] carries out.
 //!
 //! # Invariants
-//! - A command waits until siblings have returned their chains, no loan is being written to, and no
-//!   lease is under a read guard.
+//! - A command that needs buffers back waits until siblings have returned their chains, no loan is
+//!   being written to, and no lease is under a read guard.
 //! - Bytes that the guest sent before its front-end disconnected are delivered.
 
 use std::io;
@@ -27,13 +28,13 @@ use crate::device::state::sibling_message::SiblingMessage;
 
 /// A listening socket on the host.
 pub(super) const LISTENER: EventKind = EventKind::new(1);
-/// A host program that has connected and has not sent CONNECT yet.
+/// The socket of a host program that has connected and not sent its complete CONNECT line.
 pub(super) const HANDSHAKE: EventKind = EventKind::new(2);
-/// The socket of a bridge.
+/// The host socket of a bridge.
 pub(super) const BRIDGE: EventKind = EventKind::new(3);
 
 impl Rings for VsockRings {
-    fn place(&mut self, index: u16) -> Option<&mut Option<Ring>> {
+    fn slot(&mut self, index: u16) -> Option<&mut Option<Ring>> {
         match index {
             RX => Some(&mut self.rx),
             TX => Some(&mut self.tx),
@@ -42,7 +43,7 @@ impl Rings for VsockRings {
         }
     }
 
-    fn places(&mut self) -> impl Iterator<Item = &mut Option<Ring>> {
+    fn slots(&mut self) -> impl Iterator<Item = &mut Option<Ring>> {
         [&mut self.rx, &mut self.tx, &mut self.event].into_iter()
     }
 }
@@ -85,7 +86,8 @@ impl WorkerDevice for Device {
         match message {
             SiblingMessage::HandOff { to, pair } => {
                 if let Some((queue_pair, handoff)) = self.extract(to, pair, cx) {
-                    // Urgent: the embedding program must always find the connection.
+                    // Ahead of other messages: the embedding program must always find the
+                    // connection.
                     let message = SiblingMessage::TakeOver(handoff);
                     cx.outbox.send_urgent(queue_pair, message);
                 }
@@ -115,11 +117,11 @@ impl WorkerDevice for Device {
         more |= self.transmit(cx);
         // The packets received may have freed buffers or produced answers.
         self.drain_events(cx);
-        self.serve_events();
+        self.send_reset_event();
         for ring in self.queues.rings.running() {
-            let told = ring.publish(cx.notifier);
+            let notified = ring.publish(cx.notifier);
             if let Some(app) = cx.shared.app.as_deref_mut() {
-                app.tally.notifications += u64::from(told);
+                app.tally.notifications += u64::from(notified);
             }
             cx.shared
                 .counters
@@ -129,11 +131,11 @@ impl WorkerDevice for Device {
         self.reset_on_broken_ring(cx);
         command::finish(self, cx);
         if self.queues.is_memory_lost() {
-            self.lose("guest memory vanished under the device", cx);
+            self.fail("guest memory vanished under the device", cx);
             return false;
         }
-        self.count(cx);
-        // The embedding program arms the device itself before it sleeps.
+        self.publish_gauges(cx);
+        // The embedding program requests kicks itself before it sleeps.
         more || (cx.shared.app.is_none() && !cx.spins && self.rearm(false))
             || self.has_work_for_guest()
     }
@@ -167,9 +169,8 @@ impl WorkerDevice for Device {
         self.rearm(false)
     }
 
-    /// Remaining bridges, most of
-    /// them lingering, end now; siblings are told and get their chains back. Memory of this guest
-    /// that siblings still read stays mapped until they have read it.
+    /// Ends the remaining bridges, most of which linger, notifies siblings and returns their
+    /// chains. Memory of this guest that siblings are reading stays mapped until they have read it.
     fn retire(&mut self, cx: &mut Context<'_>) {
         let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
@@ -181,7 +182,7 @@ impl WorkerDevice for Device {
         self.app_retire(cx);
         // The device no longer counts in the worker's totals.
         let before = std::mem::take(&mut self.counted);
-        cx.shared.counters.hold(before, self.counted);
+        cx.shared.counters.replace_gauges(before, self.counted);
     }
 
     fn end(&mut self, cx: &mut Context<'_>) {
@@ -237,10 +238,10 @@ impl VirtioDevice for Device {
             Scope::Reset => (false, true, true),
             Scope::Memory => (true, true, true),
         };
-        let mut back = !loans || self.recall_loans(false, cx);
-        back &= !leases || self.app_recall(false, cx);
-        if !back {
-            // The program sends no notification when it has done with a buffer.
+        let mut returned = !loans || self.recall_loans(false, cx);
+        returned &= !leases || self.app_recall(false, cx);
+        if !returned {
+            // No event reports that the program no longer uses a buffer.
             let reason = "the embedding program kept a guest buffer in use for too long";
             return Quiesced::Unknown(reason);
         }
@@ -252,14 +253,14 @@ impl VirtioDevice for Device {
     }
 
     fn command_finished(&mut self) {
-        // The program was not notified of buffers while the command was pending.
+        // While the command was pending, the program was not notified of new buffers: search again.
         self.starved |= self.queues.rings.rx.is_some() && self.program_waits();
     }
 
     fn reset(&mut self, stopped: bool, cx: &mut Context<'_>) {
         self.forget_connections(cx);
         if stopped {
-            self.use_one_pair();
+            self.reset_used_pairs();
             self.announce_reset = false;
             self.starved = false;
         }
@@ -302,8 +303,8 @@ impl Device {
             self.spill(key, 0, cx);
             self.update_bridge(key, cx);
             if let Some(bridge) = self.bridges.get(key as usize)
-                && let BridgePeer::Sibling(s) = &bridge.end
-                && s.out > 0
+                && let BridgePeer::Sibling(s) = &bridge.peer
+                && s.lent > 0
             {
                 cx.outbox
                     .send(s.peer.device, SiblingMessage::Recall { to: s.peer.flow });
@@ -311,12 +312,12 @@ impl Device {
         }
     }
 
-    /// Ends every connection without a packet to the guest: its driver knows none of them. Bytes
-    /// that the guest sent before are still delivered.
+    /// Ends every connection without sending the guest a packet, because its driver no longer knows
+    /// them. Bytes that the guest has sent are still delivered.
     fn forget_connections(&mut self, cx: &mut Context<'_>) {
         self.app_recall(true, cx);
         self.recall_loans(true, cx);
-        // Lingering bridges have no flow any more.
+        // Bridges without a flow linger already.
         let known = self
             .bridges
             .iter()
@@ -329,7 +330,7 @@ impl Device {
         }
         self.ready.clear();
         self.outgoing.clear();
-        self.gathered.clear();
+        self.coalesced.clear();
         self.stale_ready = 0;
         self.shard.handle_transport_reset(cx.now);
         self.forget_datagrams(cx);

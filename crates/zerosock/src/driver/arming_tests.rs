@@ -1,5 +1,6 @@
-//! Arming: before a driver sleeps, it requests notifications queue by queue. Work that arrived
-//! before the device saw a request brings no notification; the driver must find it and stay awake.
+//! Before a driver sleeps, it requests notifications queue by queue (`arm`). The device does not
+//! notify for work that it made available before it saw the request; the driver must find that work
+//! and stay awake.
 
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_proto::wire::vsock::{Op, Repr};
@@ -9,14 +10,15 @@ use super::Driver;
 use super::bare::{Peer, connect, pairs};
 use crate::table::backend::Backend;
 
-/// A driver with `count` queue pairs of 32 slots each way.
+/// A driver with `count` queue pairs, each with 32 slots in each direction.
 fn driver(count: u16) -> (Driver, Peer) {
     let count = QueuePairs::new(count).unwrap();
     pairs(count, |config| config.queue_size = 64)
 }
 
-/// The device sends a packet of any queue pair. Returns whether it must notify.
-fn send(peer: &mut Peer) -> bool {
+/// Makes the device send a packet on the current queue pair. Returns whether the device must
+/// notify.
+fn device_sends(peer: &mut Peer) -> bool {
     let header = peer.header;
     peer.header = Repr {
         dst: Address::new(header.dst.cid, Port::new(9999)),
@@ -27,34 +29,34 @@ fn send(peer: &mut Peer) -> bool {
     peer.rx.publish()
 }
 
-/// The device takes a packet. Returns whether it must notify.
-fn take(peer: &mut Peer) -> bool {
+/// Makes the device take a packet. Returns whether the device must notify.
+fn device_takes(peer: &mut Peer) -> bool {
     peer.take().expect("a packet");
     peer.tx.publish()
 }
 
-/// Takes a turn without requesting notifications.
-fn work(driver: &mut Driver) {
+/// Takes turns without requesting notifications, until there is no more work.
+fn take_turns(driver: &mut Driver) {
     driver.disarm();
     while Backend::turn(driver).unwrap() {}
 }
 
 #[test]
-fn arming_finds_a_packet_that_brought_no_call() {
+fn arming_finds_a_packet_that_arrived_without_a_notification() {
     let (mut driver, mut peer) = driver(3);
     for pair in 0..3 {
         if pair > 0 {
             peer.swap(pair);
         }
         // The first batch of a queue always notifies.
-        send(&mut peer);
-        work(&mut driver);
-        assert!(!Backend::arm(&mut driver), "pair {pair}: nothing is there");
-        assert!(send(&mut peer), "pair {pair}: a call is wanted");
-        work(&mut driver);
-        assert!(!send(&mut peer), "pair {pair}: one call was wanted");
-        assert!(Backend::arm(&mut driver), "pair {pair}: a packet is there");
-        work(&mut driver);
+        device_sends(&mut peer);
+        take_turns(&mut driver);
+        assert!(!Backend::arm(&mut driver), "pair {pair}: no packet");
+        assert!(device_sends(&mut peer), "pair {pair}: requested by arm");
+        take_turns(&mut driver);
+        assert!(!device_sends(&mut peer), "pair {pair}: not requested");
+        assert!(Backend::arm(&mut driver), "pair {pair}: a packet waits");
+        take_turns(&mut driver);
         if pair > 0 {
             peer.swap(pair);
         }
@@ -62,7 +64,7 @@ fn arming_finds_a_packet_that_brought_no_call() {
 }
 
 #[test]
-fn arming_finds_a_slot_that_returned_without_a_call() {
+fn arming_finds_a_slot_that_returned_without_a_notification() {
     let (mut driver, mut peer) = driver(1);
     let id = connect(&mut driver, &mut peer);
     let fill = |driver: &mut Driver| {
@@ -71,13 +73,13 @@ fn arming_finds_a_slot_that_returned_without_a_call() {
     };
     fill(&mut driver);
     // The first batch of a queue always notifies.
-    take(&mut peer);
-    work(&mut driver);
+    device_takes(&mut peer);
+    take_turns(&mut driver);
     fill(&mut driver);
     assert!(!Backend::arm(&mut driver), "no slot is free");
-    assert!(take(&mut peer), "a call is wanted");
-    work(&mut driver);
+    assert!(device_takes(&mut peer), "requested by arm");
+    take_turns(&mut driver);
     fill(&mut driver);
-    assert!(!take(&mut peer), "one call was wanted");
+    assert!(!device_takes(&mut peer), "not requested");
     assert!(Backend::arm(&mut driver), "a slot is free");
 }

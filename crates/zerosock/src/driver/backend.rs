@@ -13,8 +13,8 @@ use zerosock_proto::{Address, Port};
 use super::queue_pairs::{QueuePair, QueuePairId};
 use super::{Driver, DriverError, SendError, StreamId, lending};
 use crate::fault::Fault;
+use crate::table::coalesced::unsent;
 use crate::table::datagrams::DatagramBackend;
-use crate::table::gathered::unsent;
 use crate::table::leases::Leases;
 use crate::table::outgoing::Outgoing;
 use crate::table::over::EndpointOver;
@@ -97,7 +97,7 @@ impl Backend for Driver {
     }
 
     fn disarm(&mut self) {
-        self.want_no_calls();
+        self.disable_notifications();
         // Reading an owned epoll descriptor cannot fail; if it does, the rings have the same
         // information.
         if self.watch.clear().unwrap_or(false) {
@@ -260,7 +260,7 @@ impl Backend for Driver {
         })
     }
 
-    fn ask_progress(&mut self, id: StreamId) {
+    fn request_credit_update(&mut self, id: StreamId) {
         if let Some((queue_pair, flow)) = self.flow_of(id) {
             let _ = self.store.queue_pairs[queue_pair]
                 .shard
@@ -282,7 +282,7 @@ impl Backend for Driver {
     }
 
     #[inline]
-    fn each(
+    fn consume_in_place(
         &mut self,
         id: StreamId,
         most: usize,
@@ -293,7 +293,9 @@ impl Backend for Driver {
             stopped.set(!look(payload));
             !stopped.get()
         };
-        let mut seen = self.sockets.each(id, most, &mut look, &mut self.store);
+        let mut seen = self
+            .sockets
+            .consume_in_place(id, most, &mut look, &mut self.store);
         if seen < most && !stopped.get() {
             let bounds = ShowBounds {
                 packets: most - seen,
@@ -336,7 +338,7 @@ impl Backend for Driver {
         }
     }
 
-    fn may_gather_more(&mut self, id: StreamId) -> Option<bool> {
+    fn can_coalesce_more(&mut self, id: StreamId) -> Option<bool> {
         let (queue_pair, flow) = self.flow_of(id)?;
         self.store.queue_pairs[queue_pair]
             .shard

@@ -19,7 +19,7 @@ impl Driver {
         self.connect_from(Port::ANY, peer)
     }
 
-    /// As [`connect`](Driver::connect), from local port `port`.
+    /// As [`connect`](Driver::connect), with a local port.
     pub fn connect_from(&mut self, port: Port, peer: Address) -> Result<StreamId, ConnectError> {
         self.connect_for(port, peer, SocketType::Stream)
     }
@@ -56,8 +56,8 @@ impl Driver {
         Ok(stream)
     }
 
-    /// Listens on `port`. As on Linux at most `backlog + 1` connections wait
-    /// to be accepted; further requests are answered with RST.
+    /// Listens on `port`. As on Linux, at most `backlog + 1` connections wait to be accepted; the
+    /// driver answers further requests with RST.
     pub fn listen(&mut self, port: Port, backlog: usize) -> Result<(), ListenError> {
         self.listen_for(port, backlog, SocketType::Stream)
     }
@@ -170,12 +170,13 @@ impl Driver {
         self.sockets.remove(stream, &mut self.store);
     }
 
-    /// The next queued event; receives nothing from the device.
+    /// The next queued event. Does not receive from the device: call [`turn`](Driver::turn) for
+    /// that.
     pub fn next_event(&mut self) -> Option<DriverEvent> {
-        if std::mem::take(&mut self.gone_seen) {
+        if std::mem::take(&mut self.unreported_gone) {
             return Some(DriverEvent::DeviceGone);
         }
-        if std::mem::take(&mut self.reset_seen) {
+        if std::mem::take(&mut self.unreported_reset) {
             return Some(DriverEvent::TransportReset);
         }
         if let Some(listener) = self
@@ -197,7 +198,7 @@ impl Driver {
             ReadyFlag::PeerShutdown => DriverEvent::PeerShutdown {
                 stream,
                 receive: entry.peer_recv_shutdown,
-                send: entry.peer_finished,
+                send: entry.peer_send_shutdown,
             },
             ReadyFlag::Refused => DriverEvent::Refused {
                 stream,
@@ -210,8 +211,8 @@ impl Driver {
         })
     }
 
-    /// Takes turns and sleeps until there is an event, or until `deadline` (`None`: no limit).
-    /// `Ok(None)`: the deadline passed.
+    /// Takes turns, and sleeps in between, until there is an event or `deadline` has passed
+    /// (`None`: no limit). Returns `Ok(None)` after the deadline.
     pub fn poll(
         &mut self,
         deadline: Option<time::Instant>,

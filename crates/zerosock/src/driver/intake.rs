@@ -16,7 +16,7 @@ use super::errors::DriverError;
 use super::link::guest_cid;
 use super::queue_pairs::{QueuePairId, RxSlot};
 use crate::header;
-use crate::table::sockets::{Ends, HeldBuffer, ReadyFlag, Store, StreamId, StreamState};
+use crate::table::sockets::{HeldBuffer, MessageEnd, ReadyFlag, Store, StreamId, StreamState};
 use crate::table::transfers::{Payload, ShowBounds};
 
 /// Packets received by one turn before the caller runs again.
@@ -171,7 +171,7 @@ impl Driver {
             offset: 0,
             len,
             since: now,
-            ends: Ends::Nothing,
+            ends: MessageEnd::Nothing,
         };
         match self.flow(slot.queue_pair, flow) {
             Some(stream) => self.sockets.deliver(stream, held, &mut self.store),
@@ -187,7 +187,7 @@ impl Driver {
             offset: 0,
             len,
             since: now,
-            ends: Ends::from_flags(flags),
+            ends: MessageEnd::from_flags(flags),
         };
         match self.flow(slot.queue_pair, flow) {
             Some(stream) => self.sockets.deliver_part(stream, held, &mut self.store),
@@ -290,7 +290,7 @@ impl Driver {
             any = true;
             if id == Some(0) {
                 self.stats.transport_resets += 1;
-                self.reset_seen = true;
+                self.unreported_reset = true;
                 self.transport_reset(now);
             } else {
                 self.stats.unknown_events += 1;
@@ -303,7 +303,7 @@ impl Driver {
     fn transport_reset(&mut self, now: Instant) {
         for queue_pair in self.store.queue_pairs.iter_mut() {
             queue_pair.shard.handle_transport_reset(now);
-            queue_pair.gathered.clear();
+            queue_pair.coalesced.clear();
         }
         self.take_core_events(now);
         let cid = self
@@ -360,15 +360,16 @@ impl Driver {
                     send,
                 } => {
                     if receive {
-                        self.store.queue_pairs[queue_pair].gathered.forget(flow);
+                        self.store.queue_pairs[queue_pair].coalesced.forget(flow);
                     }
                     if let Some(stream) = self.flow(queue_pair, flow)
                         && let Some(entry) = self.sockets.get_mut(stream)
                     {
-                        entry.peer_finished |= send;
+                        entry.peer_send_shutdown |= send;
                         entry.peer_recv_shutdown |= receive;
                         if send {
-                            self.sockets.drop_half(stream, &mut self.store);
+                            self.sockets
+                                .discard_incomplete_message(stream, &mut self.store);
                         }
                         self.sockets.set_ready(stream, ReadyFlag::PeerShutdown);
                     }
@@ -431,7 +432,7 @@ impl Driver {
     }
 
     pub(super) fn closed(&mut self, queue_pair: QueuePairId, flow: FlowId, orderly: bool) {
-        self.store.queue_pairs[queue_pair].gathered.forget(flow);
+        self.store.queue_pairs[queue_pair].coalesced.forget(flow);
         let Some(stream) = self.flow(queue_pair, flow) else {
             return;
         };
@@ -444,7 +445,8 @@ impl Driver {
         } else {
             StreamState::Reset
         };
-        self.sockets.drop_half(stream, &mut self.store);
+        self.sockets
+            .discard_incomplete_message(stream, &mut self.store);
         self.sockets.set_ready(stream, ReadyFlag::Closed);
     }
 

@@ -117,9 +117,10 @@ pub struct Driver {
     loans: Loans,
     datagrams: Datagrams,
     listeners: Vec<Listener>,
-    /// A transport reset to report before other events.
-    reset_seen: bool,
-    gone_seen: bool,
+    /// [`DriverEvent::TransportReset`] has not been returned by [`next_event`](Driver::next_event).
+    unreported_reset: bool,
+    /// [`DriverEvent::DeviceGone`] has not been returned by [`next_event`](Driver::next_event).
+    unreported_gone: bool,
     stats: DriverStats,
     /// Notifications were requested, and a thread may be asleep.
     armed: bool,
@@ -205,7 +206,7 @@ impl Driver {
         }
         busy |= self.take_packets(now)?;
         if self.sockets.is_over_copy_limit() {
-            self.shed();
+            self.reset_largest_holders();
         }
         self.take_core_events(now);
         self.transmit_control(now)?;
@@ -272,7 +273,7 @@ impl Driver {
 
     /// Resets the connections with most copied bytes, because the limit is exceeded.
     #[cold]
-    fn shed(&mut self) {
+    fn reset_largest_holders(&mut self) {
         for stream in self.sockets.connections_to_shed() {
             if let Some((queue_pair, flow)) = self.flow_of(stream) {
                 // A flow that ended meanwhile needs no reset.
@@ -302,12 +303,12 @@ impl Driver {
     /// Ends all connections after the device hung up, as for a transport reset.
     fn device_gone(&mut self) {
         if self.link.take().is_some() {
-            self.gone_seen = true;
+            self.unreported_gone = true;
             let now = self.now();
             self.receive_before_hang_up(now);
             for queue_pair in self.store.queue_pairs.iter_mut() {
                 queue_pair.shard.handle_transport_reset(now);
-                queue_pair.gathered.clear();
+                queue_pair.coalesced.clear();
             }
             self.take_core_events(now);
             self.datagrams.reset(self.cid);
@@ -367,34 +368,34 @@ impl Driver {
     /// may come.
     fn arm(&mut self) -> bool {
         self.armed = true;
-        // A slot that was reclaimed before brings no notification any more.
+        // Slots that the device has returned already cause no notification.
         let mut more = self.collect_consumed_datagrams();
-        more |= self.event_queue.want_calls(true);
+        more |= self.event_queue.request_notifications(true);
         for id in self.store.queue_pairs.ids() {
             let blocked = self.is_blocked(id);
             let queue_pair = &mut self.store.queue_pairs[id];
             queue_pair.blocked = blocked;
             // Packets that may not be received yet must not keep the caller awake.
-            more |= !blocked && queue_pair.rx.want_calls(true);
+            more |= !blocked && queue_pair.rx.request_notifications(true);
             let datagrams = (id == QueuePairId::FIRST).then_some(&self.datagrams);
             if queue_pair.wants_slots() || datagrams.is_some_and(Datagrams::waits_for_one_slot) {
-                more |= queue_pair.tx.want_calls(true);
+                more |= queue_pair.tx.request_notifications(true);
             } else if let Some(datagrams) = datagrams
                 && let Some(packets) = datagrams.packets_until_named()
             {
-                more |= queue_pair.tx.want_call_after(packets);
+                more |= queue_pair.tx.request_notification_after(packets);
             }
         }
         more
     }
 
-    /// Stops requesting notifications.
-    fn want_no_calls(&mut self) {
+    /// Asks the device for no notifications, because the caller polls.
+    fn disable_notifications(&mut self) {
         self.armed = false;
-        self.event_queue.want_calls(false);
+        self.event_queue.request_notifications(false);
         for queue_pair in self.store.queue_pairs.iter_mut() {
-            queue_pair.rx.want_calls(false);
-            queue_pair.tx.want_calls(false);
+            queue_pair.rx.request_notifications(false);
+            queue_pair.tx.request_notifications(false);
         }
     }
 
@@ -408,7 +409,7 @@ impl Driver {
                 self.device_gone();
             }
         }
-        self.want_no_calls();
+        self.disable_notifications();
         Ok(())
     }
 
@@ -442,7 +443,7 @@ impl Driver {
             }
         }
         if self.store.queue_pairs[queue_pair].shard.has_data() {
-            self.send_gathered(queue_pair, now)?;
+            self.send_coalesced(queue_pair, now)?;
         }
         Ok(())
     }
@@ -537,7 +538,7 @@ impl Drop for Driver {
                 || queue_pair.shard.has_data()
         };
         for queue_pair in self.store.queue_pairs.iter_mut() {
-            for flow in queue_pair.gathered.flows() {
+            for flow in queue_pair.coalesced.flows() {
                 queue_pair.shard.flush_coalesced(flow);
             }
         }
@@ -555,7 +556,7 @@ impl Drop for Driver {
             // Every queue pair must be checked.
             if returned
                 || queue_pairs.fold(false, |more, queue_pair| {
-                    queue_pair.tx.want_calls(true) | more
+                    queue_pair.tx.request_notifications(true) | more
                 })
             {
                 continue;

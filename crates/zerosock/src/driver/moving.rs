@@ -108,14 +108,14 @@ impl Driver {
         }
         // Its unread bytes and its credit refer to slots of the old pair.
         self.sockets.leave_pool(stream, &mut self.store);
-        let adopted = match self.store.queue_pairs[queue_pair]
+        let inserted = match self.store.queue_pairs[queue_pair]
             .shard
             .extract(flow, there.pair())
         {
             Ok((snapshot, _)) => self.store.queue_pairs[there].shard.insert(snapshot).ok(),
             Err(_) => return,
         };
-        let Some(now) = adopted else {
+        let Some(now) = inserted else {
             // The new shard has no room: the device and the connection's owner are notified.
             self.reset_unknown_move(pair, header);
             return self.closed(queue_pair, flow, false);

@@ -17,7 +17,7 @@ use super::arena::PairSlots;
 use super::flows::Flows;
 use super::queues::{RxQueue, TxQueue};
 use crate::header;
-use crate::table::gathered::Gathered;
+use crate::table::coalesced::CoalescedWrites;
 use crate::table::outgoing::Outgoing;
 use crate::table::sockets::Waiters;
 
@@ -78,7 +78,7 @@ pub(crate) struct QueuePair {
     /// Partly sent messages that wait for slots.
     pub(super) outgoing: VecDeque<Outgoing>,
     /// Coalesced small writes.
-    pub(super) gathered: Gathered,
+    pub(super) coalesced: CoalescedWrites,
     /// Packets wait in the ring because of the limits on held buffers, and no notification was
     /// requested.
     pub(super) blocked: bool,
@@ -94,7 +94,7 @@ impl QueuePair {
             flows: Flows::default(),
             waiters: Waiters::default(),
             outgoing: VecDeque::new(),
-            gathered: Gathered::default(),
+            coalesced: CoalescedWrites::default(),
             blocked: false,
         }
     }

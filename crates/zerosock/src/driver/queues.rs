@@ -137,8 +137,8 @@ impl RxQueue {
     }
 
     /// Enables or disables notifications. Returns true if enabled and packets arrived meanwhile.
-    pub(crate) fn want_calls(&mut self, want: bool) -> bool {
-        want_calls(&mut self.queue, want)
+    pub(crate) fn request_notifications(&mut self, enabled: bool) -> bool {
+        request_notifications(&mut self.queue, enabled)
     }
 }
 
@@ -342,13 +342,13 @@ impl TxQueue {
     }
 
     /// Enables or disables notifications. Returns true if enabled and slots returned meanwhile.
-    pub(crate) fn want_calls(&mut self, want: bool) -> bool {
-        want_calls(&mut self.queue, want)
+    pub(crate) fn request_notifications(&mut self, enabled: bool) -> bool {
+        request_notifications(&mut self.queue, enabled)
     }
 
     /// Requests a notification after `packets` more packets, at most as many as are in flight.
     /// Returns true if they have been consumed already.
-    pub(crate) fn want_call_after(&mut self, packets: u32) -> bool {
+    pub(crate) fn request_notification_after(&mut self, packets: u32) -> bool {
         // Each datagram in flight has a last packet in the queue; a higher count might never be
         // reached.
         let most = u16::try_from(self.in_flight).unwrap_or(u16::MAX);
@@ -421,8 +421,8 @@ impl EventQueue {
     }
 
     /// Enables or disables notifications. Returns true if enabled and events arrived meanwhile.
-    pub(crate) fn want_calls(&mut self, want: bool) -> bool {
-        want_calls(&mut self.queue, want)
+    pub(crate) fn request_notifications(&mut self, enabled: bool) -> bool {
+        request_notifications(&mut self.queue, enabled)
     }
 }
 
@@ -431,8 +431,8 @@ pub(crate) fn read(memory: &Memory, slots: &Slots, slot: u16, out: &mut [u8]) ->
     memory.read(slots.pieces(slot), 0, out)
 }
 
-fn want_calls(queue: &mut DriverQueue, want: bool) -> bool {
-    if want {
+fn request_notifications(queue: &mut DriverQueue, enabled: bool) -> bool {
+    if enabled {
         queue.enable_notifications()
     } else {
         queue.disable_notifications();

@@ -108,8 +108,8 @@ impl Driver {
             cid,
             epoch: time::Instant::now(),
             listeners: Vec::new(),
-            reset_seen: false,
-            gone_seen: false,
+            unreported_reset: false,
+            unreported_gone: false,
             stats: DriverStats::default(),
             armed: false,
             idle_turns: 0,
@@ -125,7 +125,7 @@ impl Driver {
     pub fn reconnect(&mut self) -> Result<(), AttachError> {
         if self.link.is_some() {
             self.device_gone();
-            self.gone_seen = false;
+            self.unreported_gone = false;
         }
         let mut link = Link::connect(&self.config)?;
         if usize::from(link.pairs.queues()) != self.store.arena.rings.len() {

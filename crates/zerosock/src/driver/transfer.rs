@@ -224,7 +224,7 @@ impl Driver {
         error: ReserveError,
     ) -> Result<usize, SendError> {
         if error == ReserveError::ShouldCoalesce {
-            return self.gather(stream, (queue_pair, flow), bytes);
+            return self.coalesce(stream, (queue_pair, flow), bytes);
         }
         if error != ReserveError::NoCredit
             || !self.store.queue_pairs[queue_pair].shard.has_transmit()
@@ -261,14 +261,14 @@ impl Driver {
 
     /// Coalesces the first of `bytes` with later writes; returns how many.
     #[cold]
-    fn gather(
+    fn coalesce(
         &mut self,
         stream: StreamId,
         (queue_pair, flow): (QueuePairId, FlowId),
         bytes: &[u8],
     ) -> Result<usize, SendError> {
         let of = &mut self.store.queue_pairs[queue_pair];
-        let Some(taken) = of.gathered.push(&mut of.shard, flow, bytes) else {
+        let Some(taken) = of.coalesced.push(&mut of.shard, flow, bytes) else {
             return self.send_uncoalesced(stream, (queue_pair, flow), bytes);
         };
         let now = self.now();
@@ -278,7 +278,7 @@ impl Driver {
             of.shard.handle_timeout(now);
         }
         if of.shard.has_data() {
-            self.send_gathered(queue_pair, now)?;
+            self.send_coalesced(queue_pair, now)?;
         }
         match taken {
             0 => Err(SendError::WouldBlock),
@@ -288,7 +288,7 @@ impl Driver {
 
     /// Sends coalesced writes that are due, while there are slots.
     #[cold]
-    pub(super) fn send_gathered(
+    pub(super) fn send_coalesced(
         &mut self,
         queue_pair: QueuePairId,
         now: Instant,
@@ -307,7 +307,7 @@ impl Driver {
             };
             if let Some(span) = packet.span {
                 let slots = &of.slots;
-                of.gathered.pop(span.flow, span.len, |bytes| {
+                of.coalesced.pop(span.flow, span.len, |bytes| {
                     slots.memory.write(slots.tx_data.pieces(slot), 0, bytes);
                 });
                 of.shard.handle_released(span);
@@ -320,15 +320,15 @@ impl Driver {
     /// Sends the coalesced writes of a connection, if there are credit and a slot. Returns whether
     /// none are left.
     pub(super) fn try_flush_coalesced(&mut self, queue_pair: QueuePairId, flow: FlowId) -> bool {
-        if self.store.queue_pairs[queue_pair].gathered.has(flow) {
+        if self.store.queue_pairs[queue_pair].coalesced.has(flow) {
             self.store.queue_pairs[queue_pair]
                 .shard
                 .flush_coalesced(flow);
             let now = self.now();
             // The error recurs in the next turn, which reports it.
-            let _ = self.send_gathered(queue_pair, now);
+            let _ = self.send_coalesced(queue_pair, now);
         }
-        !self.store.queue_pairs[queue_pair].gathered.has(flow)
+        !self.store.queue_pairs[queue_pair].coalesced.has(flow)
     }
 
     /// Receives into `out`: at least one byte, or 0 at the end of the stream or for an empty `out`.

@@ -79,7 +79,7 @@ fn a_call_receives_a_bounded_number_of_packets() {
         Backend::flush(&mut driver);
         flood(&mut peer, from, 250);
         let mut seen = 0;
-        let each = driver.each(bulk, usize::MAX, &mut |payload| {
+        let each = driver.consume_in_place(bulk, usize::MAX, &mut |payload| {
             seen += payload.len();
             true
         });

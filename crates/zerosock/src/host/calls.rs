@@ -50,7 +50,7 @@ impl Backend for HostBackend {
     }
 
     fn flush(&mut self) {
-        self.flush_touched();
+        self.flush_changed();
     }
 
     #[inline]
@@ -73,7 +73,7 @@ impl Backend for HostBackend {
     }
 
     fn arm(&mut self) -> bool {
-        self.flush_touched();
+        self.flush_changed();
         // The mailbox was emptied before, so a message sent after this check wakes the poller.
         if self.worker.has_messages() || !self.worker.is_idle() {
             return true;
@@ -106,8 +106,8 @@ impl Backend for HostBackend {
     }
 
     fn disarm(&mut self) {
-        // The next turn of each device disables kicks. An error of the epoll instance here recurs in the
-        // next turn, which reports it.
+        // The next turn of each device disables kicks. An error of the epoll instance here recurs
+        // in the next turn, which reports it.
         let _ = self.poll_events();
     }
 
@@ -322,13 +322,13 @@ impl Backend for HostBackend {
         self.worker.devices.get(vm)?.app_credit(flow)
     }
 
-    fn ask_progress(&mut self, id: StreamId) {
+    fn request_credit_update(&mut self, id: StreamId) {
         self.with_flow(id, |shard, flow| shard.request_progress(flow));
     }
 
     #[inline]
     fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
-        self.weigh_old(id);
+        self.update_old_memory(id);
         let mut result = Err(NoLease::Empty);
         self.received(id, |sockets, store| {
             result = sockets.lease(id, store);
@@ -349,7 +349,7 @@ impl Backend for HostBackend {
     }
 
     #[inline]
-    fn each(
+    fn consume_in_place(
         &mut self,
         id: StreamId,
         most: usize,
@@ -362,7 +362,7 @@ impl Backend for HostBackend {
         };
         let mut seen = 0;
         self.received(id, |sockets, store| {
-            seen = sockets.each(id, most, &mut look, store);
+            seen = sockets.consume_in_place(id, most, &mut look, store);
             seen > 0
         });
         if seen < most && !stopped.get() {
@@ -416,7 +416,7 @@ impl Backend for HostBackend {
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(SendFault::Reset)?;
         let written = device.app_write(id, flow, bytes, &mut cx);
-        self.touch(vm);
+        self.mark_changed(vm);
         written
     }
 
@@ -434,9 +434,9 @@ impl Backend for HostBackend {
         });
     }
 
-    fn may_gather_more(&mut self, id: StreamId) -> Option<bool> {
+    fn can_coalesce_more(&mut self, id: StreamId) -> Option<bool> {
         let (vm, flow) = self.flow_of(id)?;
-        self.worker.devices.get_mut(vm)?.may_gather_more(flow)
+        self.worker.devices.get_mut(vm)?.can_coalesce_more(flow)
     }
 
     #[inline]
@@ -446,7 +446,7 @@ impl Backend for HostBackend {
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(SendFault::Reset)?;
         let parts = device.app_loan(id, flow, max, &mut cx);
-        self.touch(vm);
+        self.mark_changed(vm);
         parts
     }
 
@@ -476,7 +476,7 @@ impl Backend for HostBackend {
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(SendFault::Reset)?;
         let sent = device.app_send_loan(index, flow, len, private, &mut cx);
-        self.touch(vm);
+        self.mark_changed(vm);
         sent
     }
 

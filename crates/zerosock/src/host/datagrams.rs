@@ -1,5 +1,5 @@
-//! The datagram sockets of a host: CID 2 to every device. Each call finds the device of the destination,
-//! or that of a received datagram, and acts on its queues immediately.
+//! The datagram sockets of a host: CID 2 to every device. Each call finds the device of the
+//! destination, or that of a received datagram, and acts on its queues immediately.
 
 use zerosock_proto::vsock::datagram::{
     BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats,
@@ -114,7 +114,7 @@ impl HostBackend {
             let Some(device) = device else { continue };
             let vm = device.addr().number;
             if device.put_control(&message, &mut cx) {
-                self.touch(vm);
+                self.mark_changed(vm);
             } else if let Some(app) = self.worker.shared.app.as_deref_mut() {
                 let same = |to: Address| to.cid == message.dst.cid;
                 app.inboxes.table.retry_control(now, same);
@@ -133,7 +133,8 @@ impl HostBackend {
         }
     }
 
-    /// Passes the next datagram to `look` directly from the queue, for a socket without held datagrams.
+    /// Passes the next datagram to `look` directly from the queue, for a socket without held
+    /// datagrams.
     fn show_datagram(
         &mut self,
         id: DatagramId,
@@ -154,7 +155,7 @@ impl HostBackend {
                 continue;
             };
             // Before the call, because `look` may panic.
-            self.touch(vm);
+            self.mark_changed(vm);
             let (device, mut cx) = self.worker.lend_late(vm, self.now);
             let shown = device.is_some_and(|device| {
                 let trusted = trusts && device.process;
@@ -223,7 +224,7 @@ impl DatagramBackend for HostBackend {
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(DatagramFault::Unreachable)?;
         let put = device.app_send_datagram(from, to, bytes, &mut cx);
-        self.touch(vm);
+        self.mark_changed(vm);
         match put {
             Ok(()) => {
                 self.count_sent(id, bytes.len());
@@ -245,7 +246,7 @@ impl DatagramBackend for HostBackend {
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(DatagramFault::Unreachable)?;
         let parts = device.app_loan_datagram(id, to, len, &mut cx);
-        self.touch(vm);
+        self.mark_changed(vm);
         if matches!(parts, Err(DatagramFault::WouldBlock)) {
             self.wait_for_datagram_room(id, vm);
         }
@@ -279,7 +280,7 @@ impl DatagramBackend for HostBackend {
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(DatagramFault::Unreachable)?;
         let sent = device.app_send_datagram_loan(index, from, len, private, &mut cx);
-        self.touch(vm);
+        self.mark_changed(vm);
         match sent {
             Ok(()) => self.count_sent(id, len),
             Err(DatagramFault::WouldBlock) => {
@@ -355,7 +356,7 @@ impl DatagramBackend for HostBackend {
         pool.is_none_or(|pool| self.trust_processes && self.is_process(pool))
     }
 
-    fn each(
+    fn consume_in_place(
         &mut self,
         id: DatagramId,
         most: usize,

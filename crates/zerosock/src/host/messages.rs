@@ -29,7 +29,7 @@ impl HostBackend {
         &mut self,
         id: StreamId,
     ) -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault> {
-        self.weigh_old(id);
+        self.update_old_memory(id);
         let mut result = Err(NoLease::Empty);
         self.received(id, |sockets, store| {
             result = sockets.lease_message(id, store);
@@ -53,7 +53,7 @@ impl HostBackend {
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(SendFault::Reset)?;
         let sent = device.app_send_message(id, flow, slices, ends_record, &mut cx);
-        self.touch(vm);
+        self.mark_changed(vm);
         sent
     }
 
@@ -67,7 +67,7 @@ impl HostBackend {
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(SendFault::Reset)?;
         let parts = device.app_loan_message(id, flow, len, &mut cx);
-        self.touch(vm);
+        self.mark_changed(vm);
         parts
     }
 
@@ -98,7 +98,7 @@ impl HostBackend {
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(SendFault::Reset)?;
         let sent = device.app_send_message_loan(id, parts, ends_record, &mut cx);
-        self.touch(vm);
+        self.mark_changed(vm);
         sent
     }
 

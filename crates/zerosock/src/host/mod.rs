@@ -91,7 +91,7 @@ impl HostBackend {
 
     /// Records that a device has changes to show to its guest.
     #[inline]
-    fn touch(&mut self, vm: u32) {
+    fn mark_changed(&mut self, vm: u32) {
         if let Some(device) = self.worker.devices.get_mut(vm)
             && !std::mem::replace(&mut device.touched, true)
         {
@@ -101,7 +101,7 @@ impl HostBackend {
 
     /// As `touch`, and activates the device.
     fn mark_ready(&mut self, vm: u32) {
-        self.touch(vm);
+        self.mark_changed(vm);
         self.worker.activate(vm);
     }
 
@@ -172,7 +172,7 @@ impl HostBackend {
             return (0, 0);
         }
         // Before the call, because `look` may panic.
-        self.touch(vm);
+        self.mark_changed(vm);
         let (device, mut cx) = self.worker.lend_late(vm, self.now);
         let shown = device.map_or((0, 0), |device| {
             device.app_show(flow, bounds, look, &mut cx)
@@ -210,7 +210,7 @@ impl HostBackend {
 
     /// Updates whether replaced memory that leases keep mapped permits further leases in place.
     #[inline]
-    fn weigh_old(&mut self, id: StreamId) {
+    fn update_old_memory(&mut self, id: StreamId) {
         if let Some(vm) = self.device_of(id) {
             let now = self.now;
             let (device, mut cx) = self.worker.lend(vm, now);
@@ -256,9 +256,9 @@ impl HostBackend {
             return;
         };
         if let Some(device) = self.worker.devices.get_mut(vm) {
-            device.app_tune(flow, act);
+            device.app_update_flow(flow, act);
         }
-        self.touch(vm);
+        self.mark_changed(vm);
     }
 
     /// The time for a call on a device. Reads the clock only if the call may set timers.
@@ -285,7 +285,7 @@ impl HostBackend {
 
     /// Makes queued results visible to the guests.
     #[inline]
-    fn flush_touched(&mut self) {
+    fn flush_changed(&mut self) {
         self.send_flow_control();
         while let Some(vm) = self.touched.pop() {
             self.flush_device(vm);
@@ -332,7 +332,7 @@ impl HostBackend {
         if self.sockets().is_some_and(Sockets::is_over_copy_limit) {
             self.reset_overfull();
         }
-        self.flush_touched();
+        self.flush_changed();
         Ok(busy)
     }
 
@@ -442,7 +442,7 @@ impl HostBackend {
             (None, Some(app)) => app.forget_loan(index),
             (_, None) => {}
         }
-        self.touch(vm);
+        self.mark_changed(vm);
     }
 }
 

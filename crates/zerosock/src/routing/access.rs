@@ -1,8 +1,8 @@
 //! The access list: which endpoints may connect to which, beyond groups.
 //!
-//! The list is consulted when a connection is requested, never for a packet of an established one. The
-//! first rule that matches decides. If none matches, endpoints that share a group reach each other,
-//! and the host and its services reach, and are reached by, every endpoint.
+//! The list is consulted when a connection is requested, never for a packet of an established one.
+//! The first rule that matches decides. If none matches, endpoints that share a group reach each
+//! other, and the host and its services reach, and are reached by, every endpoint.
 //!
 //! # Invariants
 //!
@@ -207,13 +207,13 @@ impl AccessList {
 }
 
 impl Party {
-    fn includes(&self, who: EndpointTraits<'_>) -> bool {
+    fn includes(&self, endpoint: EndpointTraits<'_>) -> bool {
         match self {
             Party::Any => true,
-            Party::Host => who.cid == Cid::HOST,
-            Party::Cids(cids) => cids.0.contains(&who.cid),
-            Party::Group(group) => who.groups.contains(group),
-            Party::Name(name) => who.name == Some(name),
+            Party::Host => endpoint.cid == Cid::HOST,
+            Party::Cids(cids) => cids.0.contains(&endpoint.cid),
+            Party::Group(group) => endpoint.groups.contains(group),
+            Party::Name(name) => endpoint.name == Some(name),
         }
     }
 }
@@ -245,14 +245,14 @@ mod tests {
     fn the_first_matching_rule_decides() {
         let name: Name = "db".parse().unwrap();
         let groups = ["red".to_owned()];
-        let who = |cid, groups, name| EndpointTraits {
+        let endpoint = |cid, groups, name| EndpointTraits {
             cid: Cid::new(cid),
             groups,
             name,
         };
-        let host = who(2, &[], None);
-        let vm = who(3, &groups, None);
-        let db = who(70, &[], Some(&name));
+        let host = endpoint(2, &[], None);
+        let vm = endpoint(3, &groups, None);
+        let db = endpoint(70, &[], Some(&name));
         let rule = |verdict, from: Party, to: Party, ports| Rule {
             verdict,
             from: vec![from],

@@ -252,7 +252,7 @@ pub(crate) trait Backend: Send {
     fn credit(&self, id: StreamId) -> Option<CreditInfo>;
 
     /// Requests a credit update from the peer, unless all sent bytes are known to be consumed.
-    fn ask_progress(&mut self, id: StreamId);
+    fn request_credit_update(&mut self, id: StreamId);
 
     /// The queue pair of a connection.
     fn queue_pair(&self, id: StreamId) -> u16;
@@ -273,7 +273,7 @@ pub(crate) trait Backend: Send {
 
     /// Passes the bytes of up to `most` packets to the callback in place and consumes them.
     /// `Ok(0)`: end of stream.
-    fn each(
+    fn consume_in_place(
         &mut self,
         id: StreamId,
         most: usize,
@@ -298,7 +298,7 @@ pub(crate) trait Backend: Send {
     fn flush_coalesced(&mut self, _: StreamId) {}
 
     /// Whether another write would be coalesced with the pending ones; `None` if none are pending.
-    fn may_gather_more(&mut self, _: StreamId) -> Option<bool> {
+    fn can_coalesce_more(&mut self, _: StreamId) -> Option<bool> {
         None
     }
 
@@ -366,7 +366,7 @@ pub(crate) trait Backend: Send {
         if self.info(id).is_some_and(|info| info.messages.is_some()) {
             return self.may_send_message(id);
         }
-        if let Some(more) = self.may_gather_more(id) {
+        if let Some(more) = self.can_coalesce_more(id) {
             return more;
         }
         match self.loan(id, 1) {

@@ -103,7 +103,7 @@ pub(crate) trait DatagramBackend {
     /// Passes up to `most` datagrams to `look` in place and consumes them, until `look` returns
     /// false. Returns their number. The last argument of `look` tells whether the peer is trusted
     /// not to write the bytes meanwhile.
-    fn each(
+    fn consume_in_place(
         &mut self,
         id: DatagramId,
         most: usize,

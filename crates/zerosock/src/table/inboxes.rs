@@ -323,7 +323,7 @@ impl Inboxes {
                     go_on = look(source, payload);
                     false
                 };
-                sockets.each(conn, 1, &mut one, store);
+                sockets.consume_in_place(conn, 1, &mut one, store);
             }
         }
         Some(go_on)

@@ -190,7 +190,7 @@ impl Leases {
     }
 
     /// Marks a lease with readers as torn: its buffer returns to the peer.
-    pub(crate) fn tear(&self, index: u32) {
+    pub(crate) fn mark_torn(&self, index: u32) {
         if let Some(entry) = self.entry(index) {
             entry.state.fetch_or(TORN, Ordering::AcqRel);
         }
@@ -302,7 +302,7 @@ mod tests {
         leases.begin(1);
         assert_eq!(leases.enter(1), Entered::InPlace);
         assert!(!leases.try_move(1));
-        leases.tear(1);
+        leases.mark_torn(1);
         assert!(leases.is_torn(1));
         leases.leave(1);
         assert!(!leases.try_move(1), "it was moved already");
@@ -353,7 +353,7 @@ mod tests {
         let leases = Leases::new(2);
         leases.begin(0);
         assert_eq!(leases.enter_to_write(0), Entered::InPlace);
-        leases.tear(0);
+        leases.mark_torn(0);
         assert_eq!(leases.enter_to_write(0), Entered::Moved);
         assert_eq!(leases.enter(0), Entered::InPlace);
         assert!(!leases.leave(0) && !leases.leave(0));
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_reader_of_a_wanted_lease_requests_a_recheck() {
+    fn the_last_reader_of_a_requested_lease_requests_a_recheck() {
         let leases = Leases::new(2);
         leases.begin(0);
         leases.begin(1);

@@ -6,15 +6,15 @@
 //! - [`places`]: where the bytes of leases and loans lie;
 //! - [`leases`]: lease state shared with the holders of leases and loans;
 //! - [`inboxes`]: received datagrams;
-//! - [`gathered`], [`outgoing`]: bytes waiting to be sent;
+//! - [`coalesced`], [`outgoing`]: bytes waiting to be sent;
 //! - [`over`]: the error after the endpoint's end.
 //!
 //! # Invariants
 //! No module in here uses virtqueues, devices or drivers.
 
 pub(crate) mod backend;
+pub(crate) mod coalesced;
 pub(crate) mod datagrams;
-pub(crate) mod gathered;
 pub(crate) mod inboxes;
 pub(crate) mod leases;
 pub(crate) mod outgoing;

@@ -41,8 +41,8 @@ pub(super) trait Connected: Sized {
 
     fn conn(&self) -> &Connection;
 
-    /// See [`Connection::adopt`].
-    fn adopt(&mut self, options: Options, bound: Option<Bound>);
+    /// See [`Connection::apply_options`].
+    fn apply_options(&mut self, options: Options, bound: Option<Bound>);
 
     /// Takes the bound port out, if the socket was bound before it connected.
     fn unbind(&mut self) -> Option<Bound>;
@@ -94,7 +94,9 @@ impl Connection {
     pub(super) fn wait_connected(&self) -> io::Result<()> {
         let attempt = |backend: &mut dyn Backend| outcome(&backend.info(self.id)?);
         let interest = Interest::Conn(self.id);
-        Ok(self.core.wait(interest, self.read_patience(), attempt)??)
+        Ok(self
+            .core
+            .wait(interest, self.read_wait_budget(), attempt)??)
     }
 
     pub(super) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
@@ -129,11 +131,11 @@ impl Connection {
             .map_or(StreamState::Reset, |info| info.state)
     }
 
-    pub(super) fn read_patience(&self) -> WaitBudget {
+    pub(super) fn read_wait_budget(&self) -> WaitBudget {
         self.budget(&self.read_timeout)
     }
 
-    pub(super) fn write_patience(&self) -> WaitBudget {
+    pub(super) fn write_wait_budget(&self) -> WaitBudget {
         self.budget(&self.write_timeout)
     }
 
@@ -160,7 +162,9 @@ impl Connection {
             Err(fault) => of_recv(fault).map(Err),
         };
         let interest = Interest::Conn(self.id);
-        Ok(self.core.wait(interest, self.read_patience(), attempt)??)
+        Ok(self
+            .core
+            .wait(interest, self.read_wait_budget(), attempt)??)
     }
 
     /// Calls `put` until it has room, or returns an error.
@@ -177,7 +181,9 @@ impl Connection {
             Err(fault) => self.send_fault(backend, fault),
         };
         let interest = Interest::Conn(self.id);
-        Ok(self.core.wait(interest, self.write_patience(), attempt)??)
+        Ok(self
+            .core
+            .wait(interest, self.write_wait_budget(), attempt)??)
     }
 
     /// Waits until the queued rest of a message is sent: the program may not call the endpoint
@@ -189,7 +195,7 @@ impl Connection {
             (!backend.is_sending(self.id)).then_some(())
         };
         let interest = Interest::Conn(self.id);
-        let budget = self.write_patience();
+        let budget = self.write_wait_budget();
         Ok(self.core.wait(interest, budget, attempt)?)
     }
 

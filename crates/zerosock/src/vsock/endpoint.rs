@@ -114,7 +114,7 @@ impl Endpoint {
     }
 
     /// What a datagram socket needs of the endpoint.
-    pub(super) fn home(&self) -> (&Arc<Core>, Wait) {
+    pub(super) fn core_and_wait(&self) -> (&Arc<Core>, Wait) {
         (&self.core, self.wait)
     }
 
@@ -129,13 +129,13 @@ impl Endpoint {
     /// Connects to `peer`.
     ///
     /// # Errors
-    /// With a [`ConnectError`](super::ConnectError) inside: `ConnectionRefused` when no socket listens there or the CID
-    /// does not exist (only a [`Host`](super::Host) can tell the two apart), `TimedOut` without an
-    /// answer within [`connect_timeout`](super::EndpointBuilder::connect_timeout),
-    /// `HostUnreachable` for an address that no peer can have or when the device has gone,
-    /// `AddrInUse` when no local port is left, `OutOfMemory` beyond
-    /// [`max_connections`](super::EndpointBuilder::max_connections). `ConnectionAborted` when the
-    /// endpoint has failed.
+    /// With a [`ConnectError`](super::ConnectError) inside: `ConnectionRefused` when no socket
+    /// listens there or the CID does not exist (only a [`Host`](super::Host) can tell the two
+    /// apart), `TimedOut` without an answer within
+    /// [`connect_timeout`](super::EndpointBuilder::connect_timeout), `HostUnreachable` for an
+    /// address that no peer can have or when the device has gone, `AddrInUse` when no local port is
+    /// left, `OutOfMemory` beyond [`max_connections`](super::EndpointBuilder::max_connections).
+    /// `ConnectionAborted` when the endpoint has failed.
     pub fn connect(&self, peer: Address) -> io::Result<Stream> {
         connect(&self.core, peer, self.wait, self.connect_timeout)
     }

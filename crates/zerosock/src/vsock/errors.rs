@@ -141,7 +141,7 @@ pub enum StreamError {
     Untrusted,
     /// No fault: the buffer lies in several pieces of the peer's memory, so there is no single
     /// slice of it; use the calls for pieces, or copy.
-    #[error("the buffer lies in several pieces: there is no one slice of it")]
+    #[error("the buffer lies in several pieces: no single slice has all of it")]
     Scattered,
     /// The peer has taken back the memory of a lease or a loan: its contents are undefined.
     #[error("the memory went back to the peer")]

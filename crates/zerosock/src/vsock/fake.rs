@@ -205,14 +205,14 @@ impl Backend for Fake {
         None
     }
 
-    fn ask_progress(&mut self, _: StreamId) {}
+    fn request_credit_update(&mut self, _: StreamId) {}
 
     fn lease(&mut self, _: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
         Err(RecvFault::WouldBlock)
     }
 
     /// One packet.
-    fn each(
+    fn consume_in_place(
         &mut self,
         _: StreamId,
         _: usize,

@@ -245,7 +245,7 @@ impl Host {
     }
 
     /// What a datagram socket needs of the host.
-    pub(super) fn home(&self) -> (&Arc<Core>, Wait) {
+    pub(super) fn core_and_wait(&self) -> (&Arc<Core>, Wait) {
         (&self.core, self.wait)
     }
 

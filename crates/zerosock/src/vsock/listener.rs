@@ -105,7 +105,7 @@ impl Listener {
     }
 
     /// Takes the options of the socket that it was made of.
-    pub(super) fn adopt(&self, options: Options) {
+    pub(super) fn apply_options(&self, options: Options) {
         *self.options() = options;
     }
 
@@ -150,7 +150,7 @@ impl Listener {
             Some((id, info))
         })?;
         let mut socket = S::new(self.core.clone(), id, &info, wait);
-        socket.adopt(*self.options(), None);
+        socket.apply_options(*self.options(), None);
         Ok((socket, info.peer))
     }
 

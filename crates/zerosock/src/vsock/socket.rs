@@ -269,7 +269,7 @@ impl Socket {
         let info = backend.info(id).ok_or(io::ErrorKind::NotConnected)?;
         drop(locked);
         let mut socket = S::new(self.core.clone(), id, &info, self.wait);
-        socket.adopt(self.options, self.bound.take());
+        socket.apply_options(self.options, self.bound.take());
         Ok(socket)
     }
 
@@ -319,7 +319,7 @@ impl Socket {
         }
         let local = Address::new(self.cid, port);
         let listener = Listener::new(self.core.clone(), local, self.wait);
-        listener.adopt(self.options);
+        listener.apply_options(self.options);
         Ok(listener)
     }
 

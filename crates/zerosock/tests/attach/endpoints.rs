@@ -66,7 +66,7 @@ fn names_that_are_taken_unknown_or_impossible() {
 }
 
 #[test]
-fn an_endpoint_whose_daemon_ends_says_so() {
+fn calls_on_an_endpoint_fail_after_its_daemon_has_ended() {
     let mut lab = Lab::new(0);
     let db = open(&lab, "db");
     let web = open(&lab, "web");

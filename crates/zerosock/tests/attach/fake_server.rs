@@ -107,7 +107,7 @@ fn a_server_of_another_version_is_named() {
 }
 
 #[test]
-fn a_server_that_says_nothing_times_out() {
+fn a_server_that_does_not_answer_times_out() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("attach.sock");
     let _listener = attach::listen(&path).unwrap();

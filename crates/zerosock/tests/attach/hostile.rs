@@ -231,7 +231,7 @@ fn claim(op: fn(Vec<Port>) -> Request, ports: &[u32]) -> Vec<u8> {
 }
 
 #[test]
-fn claims_come_from_services_and_at_their_time() {
+fn claims_are_refused_before_attaching_and_from_processes() {
     let lab = services();
     // Not as the first request, and not malformed.
     for op in [Request::Claim, Request::Release] {
@@ -261,7 +261,7 @@ fn claims_come_from_services_and_at_their_time() {
 }
 
 #[test]
-fn claims_without_end_are_answered_in_order_and_delay_nobody() {
+fn a_flood_of_claims_is_answered_in_order_without_delaying_others() {
     let lab = services();
     let serving = Client::serve(&lab.path, &ServiceRequest::default()).unwrap();
     let lease = Raw(serving.control.as_fd().try_clone_to_owned().unwrap());

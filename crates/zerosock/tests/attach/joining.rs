@@ -160,7 +160,7 @@ fn a_process_meets_the_host_if_it_is_configured_so() {
 }
 
 #[test]
-fn cids_for_anybody_come_from_the_range_and_pass_over_those_of_vms() {
+fn assigned_cids_are_in_the_range_and_skip_those_of_vms() {
     let lab = Lab::with(3, |_| {}, |attach| attach.cids = 4..=7);
     // 4 and 5 are VMs.
     let one = lab.process("one");

@@ -7,7 +7,7 @@ use zerosock::attach::Fault;
 use zerosock::driver::{DriverEvent, WaitError};
 
 #[test]
-fn everything_is_free_again_when_a_process_is_gone() {
+fn a_detached_process_frees_its_cid_name_and_ports() {
     for workers in [1, 2] {
         let lab = Lab::with(1, |config| config.workers = workers, |_| {});
         let mut guest = lab.guest(0);
@@ -84,7 +84,7 @@ fn a_device_that_closes_ends_the_lease() {
 }
 
 #[test]
-fn a_daemon_that_ends_tells_its_processes() {
+fn processes_are_notified_when_the_daemon_ends() {
     let mut lab = Lab::new(0);
     let mut process = lab.process("db");
     lab.daemon.take().unwrap().shutdown();
@@ -96,7 +96,7 @@ fn a_daemon_that_ends_tells_its_processes() {
 }
 
 #[test]
-fn a_process_that_dies_in_the_middle_disturbs_nobody() {
+fn a_process_that_dies_during_a_transfer_does_not_affect_others() {
     for workers in [1, 2] {
         let lab = Lab::with(1, |config| config.workers = workers, |_| {});
         let mut guest = lab.guest(0);

@@ -76,7 +76,7 @@ fn reaches(from: &mut Driver, to: &mut Driver, port: u32) -> bool {
 }
 
 #[test]
-fn the_access_list_decides_for_everybody_each_way() {
+fn the_access_list_applies_to_all_endpoints_in_both_directions() {
     for workers in [1, 3] {
         let lab = Lab::with(
             1,
@@ -137,7 +137,7 @@ fn the_access_list_decides_for_everybody_each_way() {
 }
 
 #[test]
-fn a_stream_that_would_be_forbidden_now_goes_on() {
+fn an_established_stream_continues_when_a_new_rule_denies_it() {
     const LEN: usize = 8 << 20;
     for workers in [1, 3] {
         let tune = |config: &mut DaemonConfig| {

@@ -137,7 +137,7 @@ fn a_guest_has_two_services_and_the_hybrid_socket_at_once() {
 }
 
 #[test]
-fn a_taken_port_is_said_to_be_taken() {
+fn a_port_in_use_is_reported_as_in_use() {
     let lab = lab(1, 2);
     let mut guest = lab.guest(0);
     let mut one = service(&lab, &[10]);

@@ -12,7 +12,7 @@ use super::hub::Hub;
 
 /// Not a test by itself: the process that the next test kills.
 #[test]
-#[ignore = "a part of a_process_that_dies_in_the_middle_is_torn_away_and_forgotten"]
+#[ignore = "a part of a_process_that_dies_during_a_transfer_is_detached_and_its_leases_are_torn"]
 fn dying_process() {
     let Some(path) = std::env::var_os("ZEROSOCK_TEST_ATTACH") else {
         return;
@@ -28,7 +28,7 @@ fn dying_process() {
 }
 
 #[test]
-fn a_process_that_dies_in_the_middle_is_torn_away_and_forgotten() {
+fn a_process_that_dies_during_a_transfer_is_detached_and_its_leases_are_torn() {
     let hub = Hub::new();
     let bystander = hub.process("bystander");
     let (ours, theirs) = hub.joined(&bystander);

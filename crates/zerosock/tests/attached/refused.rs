@@ -64,7 +64,7 @@ fn kind(error: OpenError) -> ErrorKind {
 }
 
 #[test]
-fn every_error_of_opening_says_by_whose_fault() {
+fn every_open_error_names_the_party_at_fault() {
     let hub = Hub::new();
     let open = |builder: EndpointBuilder, path: &Path| {
         let error = builder.attach(path).unwrap_err();
@@ -111,7 +111,7 @@ fn reason<T: std::error::Error + Copy + 'static>(error: &std::io::Error) -> T {
 }
 
 #[test]
-fn a_process_is_told_why_it_is_not_connected() {
+fn a_failed_connect_reports_a_timeout_or_a_refusal() {
     let hub = Hub::new();
     let soon = std::time::Duration::from_millis(100);
     let process = hub.process_with("asks", |builder| builder.connect_timeout(soon));
@@ -202,7 +202,7 @@ fn ask_as(uid: u32, path: &Path) -> Result<Attached, AttachError> {
 }
 
 #[test]
-fn another_user_is_let_in_by_mode_and_uid() {
+fn mode_and_uid_admit_another_user() {
     const NOBODY: u32 = 65534;
     if !rustix::process::geteuid().is_root() {
         let reason = "only root can become another user";

@@ -94,7 +94,7 @@ fn a_trusted_read_beyond_the_time_limit_costs_the_process_its_device() {
 }
 
 #[test]
-fn a_loan_of_a_process_that_is_gone_is_written_to_no_more() {
+fn a_loan_of_a_detached_process_cannot_be_written() {
     let hub = hub();
     let (mut guest, place) = process(&hub);
     let stream = joined(&hub, &mut guest);

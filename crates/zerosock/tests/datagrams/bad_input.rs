@@ -114,7 +114,7 @@ fn both(flow: bool) -> [Scene; 2] {
 }
 
 #[test]
-fn datagrams_to_nobody_are_counted_and_unanswered() {
+fn datagrams_without_a_receiver_are_counted_and_not_answered() {
     for mut scene in both(true) {
         for port in 0..300 {
             scene.part(OURS.get(), Port::new(1000 + port), b"to no port", true);

@@ -101,7 +101,7 @@ fn above_64_kib_is_refused() {
 }
 
 #[test]
-fn a_small_buffer_cuts_and_tells_the_length() {
+fn a_small_buffer_truncates_and_the_full_length_is_returned() {
     let hub = Hub::new();
     let process = hub.process();
     let (ours, theirs) = (at_host(&hub, PORT), at(&process, PORT));
@@ -179,7 +179,7 @@ fn datagrams_without_a_receiver_are_dropped_and_counted() {
 }
 
 #[test]
-fn endpoints_without_datagrams_keep_working_and_are_told_of() {
+fn endpoints_without_datagrams_have_streams_and_senders_get_an_error() {
     use zerosock::driver::{Driver, DriverConfig};
     let hub = Hub::new();
     let process = hub.process();
@@ -220,7 +220,7 @@ fn endpoints_without_datagrams_keep_working_and_are_told_of() {
 }
 
 #[test]
-fn an_endpoint_at_a_device_without_datagrams_says_so() {
+fn a_send_at_a_device_without_datagrams_fails_with_no_datagrams() {
     let hub = Hub::new();
     let process = hub.process_with(|builder| builder.datagrams(false));
     let theirs = at(&process, PORT);

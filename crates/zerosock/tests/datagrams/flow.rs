@@ -118,7 +118,7 @@ fn a_process_that_does_not_read_loses_nothing_while_another_reads() {
 }
 
 #[test]
-fn a_full_receiver_drops_what_comes_without_flow_control() {
+fn a_full_receiver_drops_datagrams_of_senders_without_flow_control() {
     let hub = Hub::with(|builder| builder);
     let ours = at_host(&hub, PORT);
     ours.set_receive_buffer(20_000);

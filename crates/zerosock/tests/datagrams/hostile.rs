@@ -111,7 +111,7 @@ fn fragments_of_a_sibling_never_mix_with_others() {
 }
 
 #[test]
-fn to_a_guest_they_come_in_fragments_of_its_buffers() {
+fn datagrams_to_a_guest_are_fragmented_to_its_buffers() {
     let hub = Hub::new();
     let ours = at_host(&hub, PORT);
     let mut guest = guest(&hub, true, true);
@@ -155,7 +155,7 @@ fn words_to_a_guest_are_those_of_the_document() {
 }
 
 #[test]
-fn a_guest_that_has_not_negotiated_words_gets_none() {
+fn a_guest_without_flow_control_gets_no_stop_or_start() {
     let hub = Hub::with(|builder| builder);
     let ours = at_host(&hub, PORT);
     ours.set_receive_buffer(8000);
@@ -172,7 +172,7 @@ fn a_guest_that_has_not_negotiated_words_gets_none() {
 }
 
 #[test]
-fn a_stop_blocks_its_sender_s_address_and_nobody_else_s() {
+fn stop_blocks_only_the_address_of_its_sender() {
     let hub = Hub::new();
     let process = hub.process();
     let (ours, theirs) = (at_host(&hub, PORT), at(&process, PORT));
@@ -199,7 +199,7 @@ fn a_stop_blocks_its_sender_s_address_and_nobody_else_s() {
 }
 
 #[test]
-fn a_flood_of_words_costs_its_sender_alone() {
+fn a_flood_of_stop_and_start_affects_only_its_sender() {
     let serve = Serve::new(1);
     let (one, other) = (serve.process(), serve.process());
     let (ours, theirs) = (at(&one, PORT), at(&other, PORT));

@@ -69,7 +69,7 @@ fn through_the_daemon_it_is_one_copy() {
 }
 
 #[test]
-fn a_byte_that_is_changed_afterwards_shows() {
+fn a_byte_changed_after_the_send_is_visible_to_the_reader() {
     // SAFETY: what is on lease here is read through calls that read as volatile.
     let trust = unsafe { Trust::declare() };
     let hub = Hub::with(|builder| builder.hold(FOR_EVER).trust_processes(trust));

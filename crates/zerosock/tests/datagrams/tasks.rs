@@ -88,7 +88,7 @@ async fn siblings_talk_in_tasks_of_one_thread() {
 /// A sender that is told to stop waits in its task and is woken; no datagram is lost, and the other
 /// task of the same thread continues.
 #[tokio::test]
-async fn a_task_that_is_asked_to_stop_holds_up_no_other() {
+async fn a_task_paused_by_stop_does_not_delay_others() {
     const MOST: u64 = 2000;
     let hub = Hub::with(|builder| builder);
     let process = hub.process();

@@ -134,7 +134,7 @@ fn a_poller_reports_readable_and_writable_sockets() {
 }
 
 #[test]
-fn a_socket_of_an_endpoint_that_is_over_says_so() {
+fn calls_on_a_socket_of_an_ended_endpoint_fail_with_endpoint_over() {
     let mut serve = Serve::new(1);
     let process = serve.process();
     let theirs = at(&process, PORT);

@@ -147,7 +147,7 @@ fn as_many_pairs_as_there_cannot_be_are_refused() {
 
 /// Each pair has its own bound on unread bytes, which also covers bytes from another pair.
 #[test]
-fn moves_do_not_get_around_the_bound_on_copies() {
+fn moves_do_not_evade_the_limit_on_copies() {
     const MOST: usize = 100_000;
     const EACH: usize = 16_000;
     let hosted = Hosted::tuned(|builder| builder.queue_pairs(2).max_copied(MOST));

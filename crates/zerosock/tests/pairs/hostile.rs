@@ -37,7 +37,7 @@ fn next(guest: &mut PairsGuest, pair: u16) -> Repr {
 }
 
 #[test]
-fn a_pair_that_is_not_there_is_refused_and_the_connection_goes_on() {
+fn a_move_to_a_missing_pair_is_refused_and_the_connection_continues() {
     let daemon = TestDaemon::with(1, tune);
     let listener = daemon.host_listener(PORT);
     let mut guest = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);

@@ -203,7 +203,7 @@ fn a_connection_moves_only_by_its_owner_and_at_its_own_pair() {
 }
 
 #[test]
-fn a_move_that_is_asked_for_twice_is_one() {
+fn of_two_moves_at_once_only_the_first_is_carried_out() {
     let daemon = TestDaemon::with(1, tune);
     let listener = daemon.host_listener(PORT);
     let mut guest = Mover::attach(&daemon.vms[0].socket, SocketType::Stream);
@@ -246,7 +246,7 @@ fn a_move_that_is_asked_for_twice_is_one() {
 }
 
 #[test]
-fn half_a_message_goes_with_its_connection() {
+fn an_incomplete_message_moves_with_its_connection() {
     let daemon = TestDaemon::with(1, with_messages);
     let listener = listen(&PathBuf::from(format!(
         "{}_{PORT}",
@@ -286,7 +286,7 @@ fn half_a_message_goes_with_its_connection() {
 }
 
 #[test]
-fn half_a_message_between_siblings_goes_with_both() {
+fn an_incomplete_message_between_siblings_moves_with_both_ends() {
     let daemon = TestDaemon::with(2, tune);
     let mut one = Mover::attach(&daemon.vms[0].socket, SocketType::SeqPacket);
     let mut two = Mover::attach(&daemon.vms[1].socket, SocketType::SeqPacket);
@@ -351,7 +351,7 @@ fn half_a_message_between_siblings_goes_with_both() {
 }
 
 #[test]
-fn half_a_message_for_a_program_goes_with_its_connection() {
+fn an_incomplete_message_for_the_program_moves_with_its_connection() {
     let hosted = Hosted::tuned(|builder| builder.queue_pairs(3));
     let listener = hosted.listen_seqpacket(Port::new(PORT), 4).unwrap();
     let mut guest = Mover::attach(hosted.socket_path(0), SocketType::SeqPacket);

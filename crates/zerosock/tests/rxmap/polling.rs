@@ -13,7 +13,7 @@ use super::common::{PATIENCE, bytes};
 use super::{pair, send_packets, wait_for_word};
 
 #[test]
-fn polling_makes_no_system_call_while_nothing_comes() {
+fn polling_makes_no_system_call_while_no_data_arrives() {
     const LOOKS: usize = 100_000;
     // The system calls by which a backend could query, notify, or wait.
     let calls = [
@@ -53,7 +53,7 @@ fn polling_makes_no_system_call_while_nothing_comes() {
     const PROVED: i32 = 7;
     if std::env::var_os(UNDER_FILTER).is_none() {
         let ended = std::process::Command::new(std::env::current_exe().unwrap())
-            .arg("polling_makes_no_system_call_while_nothing_comes")
+            .arg("polling_makes_no_system_call_while_no_data_arrives")
             .env(UNDER_FILTER, "1")
             .output()
             .unwrap();
@@ -93,7 +93,7 @@ fn polling_makes_no_system_call_while_nothing_comes() {
 }
 
 #[test]
-fn polling_sees_what_comes_and_heeds_the_low_water_mark() {
+fn polling_reports_data_above_the_low_water_mark() {
     pair(
         |builder| builder,
         |stream| {
@@ -137,7 +137,7 @@ fn polling_sees_what_comes_and_heeds_the_low_water_mark() {
 }
 
 #[test]
-fn a_reset_is_told_behind_what_had_come() {
+fn a_reset_is_reported_after_the_received_bytes() {
     pair(
         |builder| builder,
         |stream| {

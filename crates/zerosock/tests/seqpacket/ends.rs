@@ -10,7 +10,7 @@ use super::common::PATIENCE;
 use super::paths::{Hub, TestDaemon, siblings};
 
 #[test]
-fn what_does_not_fit_is_gone_and_its_length_is_told() {
+fn a_truncated_message_loses_its_end_and_its_full_length_is_returned() {
     let hub = Hub::new();
     let process = hub.process();
     let (ours, theirs) = hub.joined(&process);
@@ -112,7 +112,7 @@ fn calls_that_wait_give_up_in_time() {
 }
 
 #[test]
-fn a_poller_tells_of_whole_messages() {
+fn a_poller_reports_readable_for_complete_messages_only() {
     let hub = Hub::new();
     let process = hub.process();
     let listener = process.listen_seqpacket(super::PORT, 1).unwrap();
@@ -142,7 +142,7 @@ fn a_poller_tells_of_whole_messages() {
 }
 
 #[test]
-fn a_reset_is_told_behind_whole_messages() {
+fn a_reset_is_reported_after_complete_messages() {
     let hub = Hub::new();
     let process = hub.process();
     let (ours, theirs) = hub.joined(&process);

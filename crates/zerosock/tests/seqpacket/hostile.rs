@@ -301,7 +301,7 @@ fn a_crowd_of_tiny_messages_is_bounded() {
 
 /// A host program's socket gets whole messages, or none.
 #[test]
-fn a_host_program_gets_nothing_of_a_half_message() {
+fn a_host_program_gets_no_part_of_an_incomplete_message() {
     let lab = Lab::new();
     let listener = listen(&lab.at(&format!("messages_{PORT}")));
     let mut raw = Raw::at(&lab.at("vm.sock"));

@@ -206,7 +206,7 @@ fn a_host_program_calls_and_is_called() {
 }
 
 #[test]
-fn nothing_is_copied_on_the_way() {
+fn messages_to_and_from_host_programs_are_not_copied() {
     let lab = Lab::new();
     let guest = lab.guest(|builder| builder);
     let (ours, program) = lab.calls(&guest);

@@ -71,7 +71,7 @@ fn a_message_is_received_where_its_sender_has_it() {
 
 /// Leases hold credit: the credit of a message returns as its leases are dropped.
 #[test]
-fn credit_comes_back_lease_by_lease() {
+fn each_dropped_lease_returns_its_credit() {
     let hub = Hub::new();
     let process = hub.process();
     let (ours, theirs) = hub.joined(&process);

@@ -63,7 +63,7 @@ fn a_message_is_written_where_its_receiver_reads_it() {
 }
 
 #[test]
-fn nothing_is_seen_before_it_is_sent() {
+fn a_loan_is_not_visible_to_the_receiver_before_it_is_sent() {
     let hosted = Hosted::new();
     let (mut raw, socket) = Raw::joined(&hosted);
     let text = bytes(2, 10_000);
@@ -94,7 +94,7 @@ fn nothing_is_seen_before_it_is_sent() {
 }
 
 #[test]
-fn what_is_not_used_goes_back_as_if_it_had_never_been_taken() {
+fn unused_buffers_are_unpopped() {
     let hosted = Hosted::new();
     let (mut raw, socket) = Raw::joined(&hosted);
     // Dropped unsent, many times.
@@ -347,7 +347,7 @@ fn a_loan_outlasts_a_pause_of_its_guest() {
 
 /// A reset during a loan: the loan cannot be sent, and its buffers return to the guest.
 #[test]
-fn a_loan_of_a_connection_that_has_ended_goes_back() {
+fn a_loan_of_an_ended_connection_is_returned() {
     let hosted = Hosted::new();
     let (mut raw, socket) = Raw::joined(&hosted);
     let mut loan = socket.loan(20_000).unwrap();

@@ -1,8 +1,8 @@
 //! The device without a virtual machine: `zerosock serve` and vhost-device-vsock in turn.
 //!
-//! The guest of both is zerosock's driver half, and the host program uses the same Unix socket, so
-//! both devices do the same work. Each measurement starts its device afresh. The ceiling: the same
-//! writes over a bare Unix socket between the same two cores.
+//! zerosock's driver takes the place of the guest of both devices, and the host program uses the
+//! same Unix socket, so both devices do the same work. Each measurement starts a new device. The
+//! upper limit is the same writes over a Unix socket without a device, between the same two cores.
 
 pub(crate) mod program;
 pub(crate) mod traffic;
@@ -39,10 +39,10 @@ const P99: Metric = Metric {
     higher_is_better: false,
 };
 
-const METHOD: &str = "The device alone: our driver half is its guest and sleeps when idle, a Unix \
-    socket stands behind it. The device has the receiver's core to itself; the driver and the \
-    socket's program share the sender's. Every byte is checked. The bare socket is the same writes \
-    without a device, between the same cores.";
+const METHOD: &str = "The device without a VM: zerosock's driver takes the place of the guest and \
+    sleeps when idle; the device forwards to a Unix socket. The device has the receiver's core to \
+    itself; the driver and the program at the Unix socket share the sender's core. Every byte is \
+    checked. The bare socket is the same writes without a device, between the same cores.";
 
 const SIZES: [(usize, &str); 4] = [
     (64, "64 B"),
@@ -51,14 +51,14 @@ const SIZES: [(usize, &str); 4] = [
     (64 << 10, "64 KiB"),
 ];
 
-/// Size of the first, uncounted stream, which determines the length of the others.
+/// Bytes of the first, unmeasured stream, whose speed determines the length of the measured ones.
 const PROBE: u64 = 2 << 20;
 /// Largest size of a stream, bytes.
 const MOST: u64 = 8 << 30;
 
 const BARE: &str = "bare Unix socket";
 
-/// Contestants: indices of the rounds.
+/// Indices of the contestants in [`alternate`].
 const US: usize = 0;
 const PEER: usize = 1;
 const CEILING: usize = 2;
@@ -88,7 +88,7 @@ pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
             missing: Vec::new(),
         },
     };
-    let ways = [
+    let cases = [
         (
             Direction::ToHost,
             Case::STOCK_RX_BUFFER,
@@ -108,7 +108,7 @@ pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
             " into 64 KiB buffers",
         ),
     ];
-    for (direction, rx_buffer, before, after) in ways {
+    for (direction, rx_buffer, before, after) in cases {
         for (size, size_name) in SIZES {
             let name = format!("{before} {size_name}{after}");
             if settings.wants(&name) {
@@ -133,22 +133,22 @@ pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
 impl Bench<'_> {
     fn stream(&mut self, name: &str, case: Case) {
         let mut bytes = [None; 2];
-        let outcomes = alternate(self.settings.rounds, 3, |round, who| {
-            let Some(device) = self.devices.get(who) else {
+        let outcomes = alternate(self.settings.rounds, 3, |round, contestant| {
+            let Some(device) = self.devices.get(contestant) else {
                 return self
                     .bare(name, round, Job::Receive, case.size)
                     .map(bare_stream(case.size));
             };
             let device = device.as_ref().map_err(Clone::clone)?;
             let (settings, cores) = (self.settings, self.cores);
-            let bytes = match bytes[who] {
+            let bytes = match bytes[contestant] {
                 Some(bytes) => bytes,
                 None => {
-                    let probe = traffic::stream(device, case, probe(settings), cores)?;
-                    *bytes[who].insert(length(probe, case.size, settings))
+                    let probe = traffic::stream(device, case, probe_bytes(settings), cores)?;
+                    *bytes[contestant].insert(stream_bytes(probe, case.size, settings))
                 }
             };
-            self.say(name, round, who);
+            self.print_progress(name, round, contestant);
             traffic::stream(device, case, bytes, cores)
         });
         let throughput = |figures: &Figures| figures.mb_s;
@@ -159,12 +159,12 @@ impl Bench<'_> {
     }
 
     fn round_trip(&mut self, name: &str) {
-        let outcomes = alternate(self.settings.rounds, 3, |round, who| {
-            let Some(device) = self.devices.get(who) else {
+        let outcomes = alternate(self.settings.rounds, 3, |round, contestant| {
+            let Some(device) = self.devices.get(contestant) else {
                 return self.bare(name, round, Job::Ping, TRIP);
             };
             let device = device.as_ref().map_err(Clone::clone)?;
-            self.say(name, round, who);
+            self.print_progress(name, round, contestant);
             let Settings { warm, time, .. } = *self.settings;
             traffic::round_trips(device, warm, time, self.cores)
         });
@@ -184,7 +184,7 @@ impl Bench<'_> {
 
     /// The same writes over a bare Unix socket: the peer of that name in the table `local`.
     fn bare(&self, name: &str, round: usize, timed: Job, size: usize) -> Result<Outcome, String> {
-        self.say(name, round, CEILING);
+        self.print_progress(name, round, CEILING);
         let contestant = Contestant::Unix;
         pair::measure(
             contestant,
@@ -201,16 +201,16 @@ impl Bench<'_> {
         )
     }
 
-    fn title(&self, who: usize) -> &str {
-        match who {
+    fn title(&self, contestant: usize) -> &str {
+        match contestant {
             US => OURS,
             PEER => &self.peer_title,
             _ => BARE,
         }
     }
 
-    fn say(&self, name: &str, round: usize, who: usize) {
-        eprintln!("{name}: round {}, {}", round + 1, self.title(who));
+    fn print_progress(&self, name: &str, round: usize, contestant: usize) {
+        eprintln!("{name}: round {}, {}", round + 1, self.title(contestant));
     }
 
     fn rows<T>(
@@ -221,23 +221,23 @@ impl Bench<'_> {
         peers: &[usize],
         value: impl Fn(&T) -> f64,
     ) {
-        let figure = |who: usize| -> Result<Spread, String> {
-            let outcomes = outcomes[who].as_ref().map_err(Clone::clone)?;
+        let figure = |contestant: usize| -> Result<Spread, String> {
+            let outcomes = outcomes[contestant].as_ref().map_err(Clone::clone)?;
             let values = outcomes.iter().map(&value).collect();
             Spread::of(values, metric.higher_is_better).ok_or_else(|| "no rounds".to_owned())
         };
-        for &who in peers {
+        for &contestant in peers {
             self.table.rows.push(Row {
                 name: name.to_owned(),
                 metric,
                 ours: figure(US),
-                peer_name: self.title(who).to_owned(),
-                peer: figure(who),
+                peer_name: self.title(contestant).to_owned(),
+                peer: figure(contestant),
             });
         }
-        for (who, outcome) in outcomes.iter().enumerate() {
+        for (contestant, outcome) in outcomes.iter().enumerate() {
             if let Err(reason) = outcome {
-                let title = self.title(who).to_owned();
+                let title = self.title(contestant).to_owned();
                 self.table.note_missing(&title, reason);
             }
         }
@@ -251,13 +251,13 @@ fn bare_stream(size: usize) -> impl Fn(Outcome) -> Figures {
     }
 }
 
-fn probe(settings: &Settings) -> u64 {
+fn probe_bytes(settings: &Settings) -> u64 {
     if settings.quick { PROBE / 8 } else { PROBE }
 }
 
-/// Bytes that take about twice the time of the settings at the speed of the probe, which is lower
-/// than that of a long run.
-fn length(probe: Figures, size: usize, settings: &Settings) -> u64 {
+/// Length of a measured stream: it takes twice the time of the settings at the probe's speed. A
+/// long stream is faster than the probe, so it takes about the time of the settings.
+fn stream_bytes(probe: Figures, size: usize, settings: &Settings) -> u64 {
     let bytes = probe.mb_s * 1e6 * settings.time.as_secs_f64() * 2.0;
     (bytes as u64)
         .clamp(PROBE / 8, MOST)

@@ -27,10 +27,11 @@ const TO_GUEST: [(&str, Wait); 6] = [
     ("guest:shown", Wait::Sleep),
 ];
 
-const METHOD: &str = "Receiving in pieces. In place: by leases, all of a piece held at once; shown: packet \
-    after packet, by recv_each, without a lease. A dequeue is the time from \
-    when its bytes are there until they were taken, and read where the row does not say untouched; \
-    the time of waiting counts in the throughput alone.";
+const METHOD: &str = "The receiver dequeues pieces of a fixed size. In place: by leases, all leases of \
+    a piece held at once. Shown: recv_each passes packet after packet to a callback, without leases. \
+    A dequeue is the time from when the bytes of a piece are available until the receiver has taken \
+    them and, except in the rows named untouched, has read them. Time spent waiting counts for \
+    throughput only.";
 
 /// Measures the table.
 pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
@@ -70,8 +71,8 @@ fn processes(
     name: &str,
     ways: &[(&'static str, Wait)],
 ) {
-    let outcomes = alternate(settings.rounds, ways.len(), |round, who| {
-        let (how, wait) = ways[who];
+    let outcomes = alternate(settings.rounds, ways.len(), |round, index| {
+        let (how, wait) = ways[index];
         if wait == Wait::Spin && cores.sender.is_none() {
             return Err("two spinning sides need two cores".to_owned());
         }

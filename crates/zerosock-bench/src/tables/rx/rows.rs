@@ -25,7 +25,8 @@ pub(super) const SIZES: [(usize, &str); 6] = [
     (512 << 10, "512 KiB"),
 ];
 
-/// Ways to receive, as the rounds count them: the embedding process (the host) receives.
+/// How the embedding process (the host) receives and waits: the contestants of
+/// [`alternate`](crate::rounds::alternate), by index.
 pub(super) const TO_HOST: [(&str, Wait); 6] = [
     (COPY, Wait::Sleep),
     (IN_PLACE, Wait::Sleep),
@@ -35,7 +36,7 @@ pub(super) const TO_HOST: [(&str, Wait); 6] = [
     (SHOWN, Wait::Sleep),
 ];
 
-/// The rows of each size: name, zerosock's way, the peer's way, metric.
+/// The rows of each size: name, index of zerosock's figure, index of the baseline, metric.
 pub(super) const ROWS: [(&str, usize, usize, Metric); 7] = [
     ("in place, shown", 5, 0, DEQUEUE),
     ("in place, shown", 5, 0, THROUGHPUT),
@@ -46,7 +47,8 @@ pub(super) const ROWS: [(&str, usize, usize, Metric); 7] = [
     ("in place, untouched", 4, 3, DEQUEUE),
 ];
 
-/// The rows of one size and direction, from the outcomes of each way.
+/// Adds the rows of one size and direction. `ways` names the contestants, and `outcomes` has their
+/// results, in the same order.
 pub(super) fn rows<T>(
     table: &mut Table,
     name: &str,
@@ -65,13 +67,13 @@ pub(super) fn rows<T>(
         let values = outcomes.map(|outcome| value(outcome, metric));
         Spread::of(values.collect(), metric.higher_is_better).ok_or_else(|| "no rounds".to_owned())
     };
-    for &(what, way, beside, metric) in rows {
+    for &(row, way, baseline, metric) in rows {
         table.rows.push(Row {
-            name: format!("{name}, {what}"),
+            name: format!("{name}, {row}"),
             metric,
             ours: figure(way, metric),
             peer_name: "zerosock, copying".to_owned(),
-            peer: figure(beside, metric),
+            peer: figure(baseline, metric),
         });
     }
 }
@@ -90,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waiting_counts_in_the_throughput_alone() {
+    fn time_spent_waiting_counts_for_throughput_and_not_for_dequeue() {
         let outcome = Outcome {
             messages: 10,
             nanoseconds: 10_000,

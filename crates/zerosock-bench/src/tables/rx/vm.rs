@@ -1,6 +1,6 @@
-//! The rows of `rx` over a VM. To the host: the guest's program sends, the host dequeues, in the
-//! same ways as over processes. To the guest: the host sends, in place or by copying, and the
-//! guest's program dequeues by its kernel's `read()`, as no stock kernel has another way.
+//! The rows of `rx` over a VM. To the host: the guest's program sends, and the host dequeues with
+//! the same calls as between processes. To the guest: the host sends from a loan or by copying, and
+//! the guest's program dequeues by its kernel's `read()`, the only call that a stock kernel has.
 
 use super::rows::{DEQUEUE, ROWS, SIZES, THROUGHPUT, TO_HOST, rows, value};
 use crate::args::Settings;
@@ -11,12 +11,12 @@ use crate::vm::{Figures, Sending, Vm};
 use crate::worker::order::{Job, Order, Wait};
 
 const SENDER_CPU: Metric = Metric {
-    name: "host's CPU for a piece",
+    name: "host's CPU time per piece",
     unit: "ns",
     higher_is_better: false,
 };
 
-/// Ways to send to the guest, as the rounds count them.
+/// How the host sends to the guest: the contestants of [`alternate`], by index.
 const SENDING: [(&str, Sending); 2] = [("copy", Sending::Copy), ("loan", Sending::Loan)];
 
 const SENDING_ROWS: [(&str, usize, usize, Metric); 3] = [
@@ -25,8 +25,8 @@ const SENDING_ROWS: [(&str, usize, usize, Metric); 3] = [
     ("from a loan", 1, 0, SENDER_CPU),
 ];
 
-/// Factor for the warm-up time of a guest in software emulation.
-const WARM: u32 = 3;
+/// A guest in software emulation needs this multiple of the warm-up time.
+const WARM_UP_FACTOR: u32 = 3;
 
 /// Adds the rows, or the reason why there are none.
 pub(super) fn rows_of_vm(table: &mut Table, settings: &Settings, cores: Cores) {
@@ -54,7 +54,7 @@ pub(super) fn rows_of_vm(table: &mut Table, settings: &Settings, cores: Cores) {
             job: Job::Receive,
             wait,
             size,
-            warm: settings.warm * WARM,
+            warm: settings.warm * WARM_UP_FACTOR,
             time: settings.time,
             cpu: None,
             other_cpu: None,
@@ -70,8 +70,8 @@ pub(super) fn rows_of_vm(table: &mut Table, settings: &Settings, cores: Cores) {
             }
         };
         if to_host {
-            let outcomes = alternate(settings.rounds, TO_HOST.len(), |round, who| {
-                let (how, wait) = TO_HOST[who];
+            let outcomes = alternate(settings.rounds, TO_HOST.len(), |round, index| {
+                let (how, wait) = TO_HOST[index];
                 if wait == Wait::Spin && cores.sender.is_none() {
                     return Err("a spinning host needs a core beside the guest's".to_owned());
                 }
@@ -82,8 +82,8 @@ pub(super) fn rows_of_vm(table: &mut Table, settings: &Settings, cores: Cores) {
             let ways = ways.each_ref().map(String::as_str);
             rows(table, &name, &ways, &ROWS, &outcomes, value);
         } else {
-            let outcomes = alternate(settings.rounds, SENDING.len(), |round, who| {
-                let (how, sending) = SENDING[who];
+            let outcomes = alternate(settings.rounds, SENDING.len(), |round, index| {
+                let (how, sending) = SENDING[index];
                 eprintln!("{name}: round {}, {how}", round + 1);
                 vm.to_guest(&order(Wait::Sleep), sending)
             });

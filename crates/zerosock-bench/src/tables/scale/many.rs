@@ -87,7 +87,7 @@ impl Serve {
         std::io::BufReader::new(stderr)
             .read_to_string(&mut said)
             .map_err(text)?;
-        let names = ["connections_now", "joins_now", "timers_now", "ports_now"];
+        let names = ["connections_now", "bridges_now", "timers_now", "ports_now"];
         let plain = said.replace(|c: char| c.is_control(), " ");
         let found = names.map(|name| {
             let (_, behind) = plain.split_once(&format!("{name}="))?;

@@ -37,15 +37,15 @@ const TRIP: Metric = Metric {
     higher_is_better: false,
 };
 
-const METHOD: &str = "Memory is what the device's process grows by, for each connection, after each has \
-    carried a byte each way. Between two attached processes: both halves of a connection are in serve, \
-    no socket and no descriptor is behind it, and the peer is the bound of 1 KiB. With a socket behind \
-    each: our driver half is the guest, and the peer does the same. Round trips: 1000 connections from \
-    the guest to an echoing program, a message of 64 bytes each under way at all times, alone (the peer) \
-    and beside a connection that sends as much as it can. Connects: the guest connects to a program and \
-    closes, 64 at a time; the bare Unix socket is a process in the device's place that connects to the \
-    program and closes, 64 at a time, and has no guest. Spinning: one connection's round trips with serve --spin-us 50, and without \
-    (the peer).";
+const METHOD: &str = "Memory: growth of the device's process per connection, after each connection has \
+    carried a byte each way. Between two attached processes, both halves of a connection are in serve, \
+    without a socket or descriptor; the peer is the bound of 1 KiB. With a host socket for each \
+    connection, zerosock's driver takes the place of the guest, for the peer's device too. Round trips: \
+    1000 connections from the guest to an echo server, each with one message of 64 bytes in flight, \
+    beside a connection that sends as fast as it can; the peer's figure is without that connection. \
+    Connects: the guest connects to a program and closes, 64 at a time. The bare Unix socket is a \
+    process without a guest that connects to the program and closes, 64 at a time. Spinning: round \
+    trips of one connection with serve --spin-us 50; the peer's figure is without spinning.";
 
 /// Connections between two processes.
 const MANY: usize = 100_000;
@@ -114,8 +114,10 @@ impl Bench<'_> {
             Ok(each)
         });
         if let Some(left) = left {
-            let counts =
-                format!(" After {count} connects and closes serve counted, before 0 each: {left}.");
+            let counts = format!(
+                " After {count} connections were opened and closed, serve's gauges were {left}; \
+                 before, all were 0."
+            );
             self.table.method.push_str(&counts);
         }
         let bound = Ok(vec![BOUND]);
@@ -124,12 +126,12 @@ impl Bench<'_> {
 
     fn with_sockets(&mut self, name: &str, count: usize) {
         let (devices, peer) = devices();
-        let outcomes = alternate(self.settings.rounds.min(3), 2, |round, who| {
-            let device = devices[who].as_ref().map_err(Clone::clone)?;
+        let outcomes = alternate(self.settings.rounds.min(3), 2, |round, contestant| {
+            let device = devices[contestant].as_ref().map_err(Clone::clone)?;
             eprintln!(
                 "{name}: round {}, {}",
                 round + 1,
-                [program::OURS, &peer][who]
+                [program::OURS, &peer][contestant]
             );
             many::with_sockets(device, count, self.cores)
         });
@@ -137,8 +139,8 @@ impl Bench<'_> {
     }
 
     fn beside_bulk(&mut self, name: &str) {
-        let outcomes = alternate(self.settings.rounds, 2, |round, who| {
-            let beside = who == 0;
+        let outcomes = alternate(self.settings.rounds, 2, |round, contestant| {
+            let beside = contestant == 0;
             let how = if beside { "beside it" } else { "alone" };
             eprintln!("{name}: round {}, {how}", round + 1);
             rates::ping_pong(&program::ours()?, beside, self.settings, self.cores)
@@ -153,13 +155,13 @@ impl Bench<'_> {
 
     fn connects(&mut self, name: &str) {
         let (devices, peer) = devices();
-        let outcomes = alternate(self.settings.rounds, 3, |round, who| {
+        let outcomes = alternate(self.settings.rounds, 3, |round, contestant| {
             eprintln!(
                 "{name}: round {}, {}",
                 round + 1,
-                [program::OURS, &peer, BARE][who]
+                [program::OURS, &peer, BARE][contestant]
             );
-            match devices.get(who) {
+            match devices.get(contestant) {
                 Some(device) => {
                     let device = device.as_ref().map_err(Clone::clone)?;
                     rates::connects(device, self.settings, self.cores)
@@ -168,8 +170,8 @@ impl Bench<'_> {
             }
         });
         let part = |of: fn(&(f64, f64)) -> f64| {
-            let outcome = |who: usize| -> Result<Vec<f64>, String> {
-                let rounds = outcomes[who].as_ref().map_err(Clone::clone)?;
+            let outcome = |contestant: usize| -> Result<Vec<f64>, String> {
+                let rounds = outcomes[contestant].as_ref().map_err(Clone::clone)?;
                 Ok(rounds.iter().map(of).collect())
             };
             [outcome(0), outcome(1), outcome(2)]
@@ -183,12 +185,12 @@ impl Bench<'_> {
     }
 
     fn spinning(&mut self, name: &str) {
-        let outcomes = alternate(self.settings.rounds, 2, |round, who| {
-            let device = match who {
+        let outcomes = alternate(self.settings.rounds, 2, |round, contestant| {
+            let device = match contestant {
                 0 => program::ours_with(SPINNING)?,
                 _ => program::ours()?,
             };
-            let how = ["spinning", "asleep"][who];
+            let how = ["spinning", "asleep"][contestant];
             eprintln!("{name}: round {}, {how}", round + 1);
             let (warm, time) = (self.settings.warm, self.settings.time);
             let outcome = traffic::round_trips(&device, warm, time, self.cores)?;
@@ -214,9 +216,9 @@ impl Bench<'_> {
             let rounds = outcome.as_ref().map_err(Clone::clone)?.clone();
             Spread::of(rounds, metric.higher_is_better).ok_or_else(|| "no rounds".to_owned())
         });
-        for (who, figure) in [(program::OURS, &ours), (peer, &theirs)] {
+        for (title, figure) in [(program::OURS, &ours), (peer, &theirs)] {
             if let Err(reason) = figure {
-                self.table.note_missing(who, reason);
+                self.table.note_missing(title, reason);
             }
         }
         self.table.rows.push(Row {

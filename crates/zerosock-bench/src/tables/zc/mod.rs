@@ -33,7 +33,8 @@ struct Measured {
     cpu: Duration,
 }
 
-/// Times a loop that asks it whether to continue.
+/// Measures a loop that calls [`Window::continues`] once per iteration: first the warm-up, then the
+/// time that counts.
 struct Window {
     begin: Instant,
     warm: Duration,
@@ -53,7 +54,8 @@ impl Window {
         }
     }
 
-    fn go_on(&mut self, counts: &Counts) -> bool {
+    /// Whether the loop is to continue.
+    fn continues(&mut self, counts: &Counts) -> bool {
         let now = Instant::now();
         let Some((since, cpu, before)) = self.first else {
             if now - self.begin >= self.warm {
@@ -81,7 +83,8 @@ impl Window {
     }
 
     fn measured(self) -> Result<Measured, String> {
-        self.last.ok_or_else(|| "it ended early".to_owned())
+        self.last
+            .ok_or_else(|| "the loop ended before the measured time was over".to_owned())
     }
 }
 
@@ -93,7 +96,7 @@ fn thread_time() -> Duration {
     )
 }
 
-/// Buffers in ordinary memory, every page of them touched.
+/// Buffers in ordinary memory, with every page populated.
 fn vectors(size: usize) -> Vec<Vec<u8>> {
     (0..BUFFERS)
         .map(|index| vec![index as u8 + 1; size])
@@ -125,13 +128,13 @@ fn bare_ring<B: Stable>(
     let is_stream = carried.is_stream();
     let how = (how, posting);
     bare::over_ring(socket.as_fd(), buffers, BATCH, how, is_stream, |counts| {
-        window.go_on(counts)
+        window.continues(counts)
     })
     .map_err(|error| error.to_string())?;
     window.measured()
 }
 
-/// As the kernel's own test program does it.
+/// Sends over the error queue, as the kernel's test program msg_zerocopy does.
 fn bare_queue(
     carried: &Carried,
     size: usize,
@@ -142,10 +145,10 @@ fn bare_queue(
     let permitted =
         zerosock_zc::sys::permit_zero_copy(&socket).map_err(|error| error.to_string())?;
     if !permitted {
-        return Err("the socket does not send without a copy".to_owned());
+        return Err("the socket does not support zero-copy sends".to_owned());
     }
     bare::over_error_queue(socket.as_fd(), vectors(size), limit, |counts| {
-        window.go_on(counts)
+        window.continues(counts)
     })
     .map_err(|error| error.to_string())?;
     window.measured()
@@ -160,8 +163,9 @@ struct Ours {
     batch: usize,
     /// A flush with every send; otherwise one at the end.
     flush: bool,
-    /// One in so many sends carries a notification; `None`: no send does.
-    ask: Option<u32>,
+    /// Completions are collected inline after this number of sends; `None`: only at the end of a
+    /// batch.
+    notify_every: Option<u32>,
 }
 
 /// zerosock's sender.
@@ -173,7 +177,7 @@ fn ours<B: Stable>(
 ) -> Result<Measured, String> {
     let socket: OwnedFd = carried.socket()?;
     let mut builder = Sender::builder().capacity(2 * BUFFERS as u32);
-    if how.ask.is_some() {
+    if how.notify_every.is_some() {
         builder = builder.inline_completions();
     }
     if let Some(backend) = how.backend {
@@ -181,21 +185,24 @@ fn ours<B: Stable>(
     }
     let mut sender: Sender<B> = builder.open(socket).map_err(|error| error.to_string())?;
     let mut spare: VecDeque<B> = buffers.into();
-    let mut room = [Completion::default(); 16];
-    let mut unasked = 0;
+    let mut completions = [Completion::default(); 16];
+    let mut since_notification = 0;
     let failed = |error: &dyn std::fmt::Display| error.to_string();
-    while window.go_on(&counts(&sender)) {
+    while window.continues(&counts(&sender)) {
         for _ in 0..how.batch {
             let Some(buffer) = spare.pop_front() else {
                 break;
             };
             let mut outgoing = Outgoing::new(buffer).slot(0).copying(how.copying);
             outgoing.flush = how.flush;
-            unasked += 1;
-            if how.ask.is_some_and(|limit| unasked >= limit) {
-                let told = sender.send_with(outgoing, &mut room);
-                told.map_err(|refused| failed(&refused))?;
-                unasked = 0;
+            since_notification += 1;
+            if how
+                .notify_every
+                .is_some_and(|limit| since_notification >= limit)
+            {
+                let sent = sender.send_with(outgoing, &mut completions);
+                sent.map_err(|refused| failed(&refused))?;
+                since_notification = 0;
             } else {
                 sender.push(outgoing).map_err(|refused| failed(&refused))?;
             }

@@ -30,14 +30,15 @@ const SIZE: usize = 65_000;
 /// Minimum number of pairs of rounds.
 const PAIRS: usize = 20;
 
-const METHOD: &str = "One thread on a core of its own sends 64 buffers of 65000 bytes in turn, \
-    one to a submission, without a copy, and asks after every send, or every 32, which are free. \
-    UDP goes into an ifb device, TCP over a veth pair to a thread on the other core, which takes \
-    it unseen (MSG_TRUNC) and works off what the pair brings it (receive packet steering), as \
-    another machine would (Reno, which does not pace); that includes the copy that a veth pair \
-    makes on the receiver's behalf: the kernel says so of every send. The peer does it as the \
-    kernel's own msg_zerocopy -z -l LIMIT: sendmsg, every LIMIT sends recvmsg on the error queue \
-    until that is empty, then poll. The interval is that of the mean of the rounds' ratios, 95 %.";
+const METHOD: &str = "One thread, pinned to a core, sends 64 buffers of 65000 bytes in turn by \
+    zero-copy, one per submission, and collects completions after every send, or after every 32. \
+    UDP goes to an ifb device. TCP goes over a veth pair to a thread on the other core, which \
+    discards the bytes (MSG_TRUNC). That core also processes the packets (receive packet steering), \
+    as another machine would, including the copy that the receiving side of a veth pair makes and \
+    that the kernel reports for every send. Congestion control is Reno, which does not pace. The \
+    peer works as the kernel's msg_zerocopy -z -l LIMIT does: sendmsg; after every LIMIT sends \
+    recvmsg on the error queue until that is empty, then poll. The interval is the 95 % interval of \
+    the mean of the rounds' ratios.";
 
 /// The two back-ends of zerosock's sender.
 const WAYS: [(&str, Backend); 2] = [
@@ -97,10 +98,10 @@ fn case_of(
     rows: &mut Vec<Row>,
 ) {
     let peer = WAYS.len();
-    let outcomes = alternate(rounds, peer + 1, |round, who| {
-        eprintln!("{case}: round {}, contestant {}", round + 1, who + 1);
+    let outcomes = alternate(rounds, peer + 1, |round, index| {
+        eprintln!("{case}: round {}, contestant {}", round + 1, index + 1);
         let window = Window::new(settings.warm, settings.time);
-        let Some((_, backend)) = WAYS.get(who) else {
+        let Some((_, backend)) = WAYS.get(index) else {
             return bare_queue(&carried, SIZE, limit, window);
         };
         let how = Ours {
@@ -108,22 +109,22 @@ fn case_of(
             copying: Copying::Never,
             batch: 1,
             flush: false,
-            ask: Some(limit),
+            notify_every: Some(limit),
         };
         ours(&carried, vectors(SIZE), how, window)
     });
-    let figure = |who: usize, metric: Metric, of: Figure| -> Result<Spread, String> {
-        let outcomes = outcomes.get(who).ok_or("not measured")?;
+    let figure = |index: usize, metric: Metric, of: Figure| -> Result<Spread, String> {
+        let outcomes = outcomes.get(index).ok_or("not measured")?;
         let figures = outcomes.as_ref().map_err(Clone::clone)?.iter().map(of);
         Spread::of(figures.collect(), metric.higher_is_better).ok_or_else(|| "no rounds".to_owned())
     };
     let metrics: [(Metric, Figure); 3] = [(MOVED, moved), (CPU, cpu), (CALLS, calls)];
-    for (who, (way, _)) in WAYS.iter().enumerate() {
+    for (index, (way, _)) in WAYS.iter().enumerate() {
         for (metric, of) in metrics {
             rows.push(Row {
                 name: format!("{case}, {way}"),
                 metric,
-                ours: figure(who, metric, of),
+                ours: figure(index, metric, of),
                 peer_name: "error queue, as msg_zerocopy".to_owned(),
                 peer: figure(peer, metric, of),
             });

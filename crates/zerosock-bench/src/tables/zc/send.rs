@@ -1,4 +1,4 @@
-//! Sends per second: with a copy, without, and with a notification for each.
+//! Sends per second: copying, zero-copy, and zero-copy with a notification for each send.
 
 use zerosock::zc::Copying;
 use zerosock_zc::sys::bare::{Bare, Posting};
@@ -19,131 +19,141 @@ const RATE: Metric = Metric {
 const UDP: [usize; 7] = [600, 1000, 1200, 1500, 4000, 8000, 65_000];
 const TCP: [usize; 3] = [4000, 16_000, 65_000];
 
-const METHOD: &str = "One thread on a core of its own sends 64 buffers in turn, 32 to each \
-    submission, over io_uring. UDP goes into an ifb device, which drops what it gets without \
-    looking at it, so that the kernel copies nothing that it is not asked to; TCP goes over a \
-    veth pair to a thread on the other core, which takes it unseen (MSG_TRUNC); the receiving \
-    side of the pair copies, on that core; congestion control is Reno, which does not pace. \
-    `bare` is a loop written for this table that does nothing but submit prepared requests and \
-    read completions: the limit of one request for each send. There are two, one with a ring that \
-    is one thread's alone (DEFER_TASKRUN); the better counts. `io_uring_zerocopy_tx` is the \
-    kernel's own test program: one buffer, 1.2 s, no warm-up, and on TCP no order. Ours makes one \
-    request of the sends of a stream that wait together. `flush`: every send closes its slot's \
-    notifier and is told of by one notification; else there is one at the end. `registered`: the \
-    buffers are blocks of a pool. What counts is sends that are over, not requests. The interval \
-    is that of the mean of the rounds' ratios, 95 %.";
+const METHOD: &str = "One thread, pinned to a core, sends 64 buffers in turn over io_uring, 32 per \
+    submission. UDP goes to an ifb device, which drops packets unread, so that the kernel copies only \
+    when a send requests it. TCP goes over a veth pair to a thread on the other core, which discards \
+    the bytes (MSG_TRUNC); the receiving side of the pair copies, on that core. Congestion control is \
+    Reno, which does not pace. `bare` is a loop that only submits prepared requests and reads \
+    completions: the upper limit with one request per send. It runs twice, once with a ring that only \
+    one thread uses (DEFER_TASKRUN); the faster one is compared. `io_uring_zerocopy_tx` is the kernel's \
+    own test program: one buffer, 1.2 s, no warm-up, and no order on TCP. zerosock merges the waiting \
+    sends of a stream into one request. `flush`: each send requests a notification of its own; \
+    otherwise there is one at the end. `registered`: the buffers are blocks of a pool. Completed sends \
+    are counted, not requests. The interval is the 95 % interval of the mean of the rounds' ratios.";
 
-/// Contestants and the way each sends.
+/// Contestants, and how each sends.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Who {
+enum Variant {
     /// The kernel's interface without zerosock.
     Bare(Bare, Posting),
     /// The kernel's own test program.
     Tool(Bare),
     /// zerosock's sender with a fixed back-end and one flush at the end.
     Ours(Bare),
-    /// With a flush for each send.
+    /// zerosock's sender with a flush for each send.
     Flush(Bare),
-    /// Choosing between copying and zero-copy by itself.
+    /// zerosock's sender, which chooses between copying and zero-copy.
     Auto(Bare),
 }
 
 use Bare::{Plain, Registered, ZeroCopy};
 use Posting::{OnAsking, OnEntry};
 
-const ALL: [Who; 16] = [
-    Who::Bare(Plain, OnEntry),
-    Who::Bare(Plain, OnAsking),
-    Who::Ours(Plain),
-    Who::Bare(ZeroCopy, OnEntry),
-    Who::Bare(ZeroCopy, OnAsking),
-    Who::Ours(ZeroCopy),
-    Who::Flush(ZeroCopy),
-    Who::Auto(ZeroCopy),
-    Who::Bare(Registered, OnEntry),
-    Who::Bare(Registered, OnAsking),
-    Who::Ours(Registered),
-    Who::Flush(Registered),
-    Who::Auto(Registered),
-    Who::Tool(Plain),
-    Who::Tool(ZeroCopy),
-    Who::Tool(Registered),
+const ALL: [Variant; 16] = [
+    Variant::Bare(Plain, OnEntry),
+    Variant::Bare(Plain, OnAsking),
+    Variant::Ours(Plain),
+    Variant::Bare(ZeroCopy, OnEntry),
+    Variant::Bare(ZeroCopy, OnAsking),
+    Variant::Ours(ZeroCopy),
+    Variant::Flush(ZeroCopy),
+    Variant::Auto(ZeroCopy),
+    Variant::Bare(Registered, OnEntry),
+    Variant::Bare(Registered, OnAsking),
+    Variant::Ours(Registered),
+    Variant::Flush(Registered),
+    Variant::Auto(Registered),
+    Variant::Tool(Plain),
+    Variant::Tool(ZeroCopy),
+    Variant::Tool(Registered),
 ];
 
-/// End of a row's name, zerosock's way, name of the peers, and the peers: the best of them counts.
-type Compared = (&'static str, Who, &'static str, &'static [Who]);
+/// End of a row's name, zerosock's variant, name of the peers, and the peers: the fastest of them
+/// is compared.
+type Compared = (&'static str, Variant, &'static str, &'static [Variant]);
 
 /// The compared pairs.
 const ROWS: [Compared; 12] = [
     (
         "plain",
-        Who::Ours(Plain),
+        Variant::Ours(Plain),
         "bare, plain",
-        &[Who::Bare(Plain, OnEntry), Who::Bare(Plain, OnAsking)],
-    ),
-    ("plain", Who::Ours(Plain), tool::NAME, &[Who::Tool(Plain)]),
-    (
-        "zc",
-        Who::Ours(ZeroCopy),
-        "bare, zc",
-        &[Who::Bare(ZeroCopy, OnEntry), Who::Bare(ZeroCopy, OnAsking)],
+        &[
+            Variant::Bare(Plain, OnEntry),
+            Variant::Bare(Plain, OnAsking),
+        ],
     ),
     (
-        "zc",
-        Who::Ours(ZeroCopy),
+        "plain",
+        Variant::Ours(Plain),
         tool::NAME,
-        &[Who::Tool(ZeroCopy)],
+        &[Variant::Tool(Plain)],
     ),
     (
         "zc",
-        Who::Ours(ZeroCopy),
+        Variant::Ours(ZeroCopy),
+        "bare, zc",
+        &[
+            Variant::Bare(ZeroCopy, OnEntry),
+            Variant::Bare(ZeroCopy, OnAsking),
+        ],
+    ),
+    (
+        "zc",
+        Variant::Ours(ZeroCopy),
+        tool::NAME,
+        &[Variant::Tool(ZeroCopy)],
+    ),
+    (
+        "zc",
+        Variant::Ours(ZeroCopy),
         "zerosock, plain",
-        &[Who::Ours(Plain)],
+        &[Variant::Ours(Plain)],
     ),
     (
         "zc, registered",
-        Who::Ours(Registered),
+        Variant::Ours(Registered),
         "bare, registered",
         &[
-            Who::Bare(Registered, OnEntry),
-            Who::Bare(Registered, OnAsking),
+            Variant::Bare(Registered, OnEntry),
+            Variant::Bare(Registered, OnAsking),
         ],
     ),
     (
         "zc, registered",
-        Who::Ours(Registered),
+        Variant::Ours(Registered),
         tool::NAME,
-        &[Who::Tool(Registered)],
+        &[Variant::Tool(Registered)],
     ),
     (
         "zc, registered",
-        Who::Ours(Registered),
+        Variant::Ours(Registered),
         "zerosock, plain",
-        &[Who::Ours(Plain)],
+        &[Variant::Ours(Plain)],
     ),
     (
         "zc + flush",
-        Who::Flush(ZeroCopy),
+        Variant::Flush(ZeroCopy),
         "zerosock, one flush",
-        &[Who::Ours(ZeroCopy)],
+        &[Variant::Ours(ZeroCopy)],
     ),
     (
         "zc + flush, registered",
-        Who::Flush(Registered),
+        Variant::Flush(Registered),
         "zerosock, one flush",
-        &[Who::Ours(Registered)],
+        &[Variant::Ours(Registered)],
     ),
     (
         "automatic",
-        Who::Auto(ZeroCopy),
+        Variant::Auto(ZeroCopy),
         "zerosock, plain or zc",
-        &[Who::Ours(ZeroCopy), Who::Ours(Plain)],
+        &[Variant::Ours(ZeroCopy), Variant::Ours(Plain)],
     ),
     (
         "automatic, registered",
-        Who::Auto(Registered),
+        Variant::Auto(Registered),
         "zerosock, plain or zc",
-        &[Who::Ours(Registered), Who::Ours(Plain)],
+        &[Variant::Ours(Registered), Variant::Ours(Plain)],
     ),
 ];
 
@@ -167,7 +177,7 @@ pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
             let wanted: Vec<_> = ROWS
                 .into_iter()
                 .filter(|(row, .., peers)| {
-                    let is_tool = peers.iter().any(|peer| matches!(peer, Who::Tool(_)));
+                    let is_tool = peers.iter().any(|peer| matches!(peer, Variant::Tool(_)));
                     settings.wants(&format!("{case}, {row}")) && !(is_tool && missing.is_some())
                 })
                 .collect();
@@ -197,15 +207,16 @@ fn case_of(
     wanted: &[Compared],
     rows: &mut Vec<Row>,
 ) {
-    let takes_part =
-        |who: &Who| (wanted.iter()).any(|(_, us, _, peers)| us == who || peers.contains(who));
-    let all: Vec<Who> = ALL.into_iter().filter(takes_part).collect();
-    let outcomes = alternate(settings.rounds, all.len(), |round, who| {
-        eprintln!("{case}: round {}, {:?}", round + 1, all[who]);
-        measure(settings, carried, size, all[who])
+    let is_compared = |variant: &Variant| {
+        (wanted.iter()).any(|(_, us, _, peers)| us == variant || peers.contains(variant))
+    };
+    let all: Vec<Variant> = ALL.into_iter().filter(is_compared).collect();
+    let outcomes = alternate(settings.rounds, all.len(), |round, index| {
+        eprintln!("{case}: round {}, {:?}", round + 1, all[index]);
+        measure(settings, carried, size, all[index])
     });
-    let figure = |who: Who| -> Result<Spread, String> {
-        let at = all.iter().position(|&one| one == who);
+    let figure = |variant: Variant| -> Result<Spread, String> {
+        let at = all.iter().position(|&one| one == variant);
         let outcomes = at.and_then(|at| outcomes.get(at)).ok_or("not measured")?;
         let rates = outcomes.as_ref().map_err(Clone::clone)?.iter().map(rate);
         Spread::of(rates.collect(), RATE.higher_is_better).ok_or_else(|| "no rounds".to_owned())
@@ -232,28 +243,28 @@ fn measure(
     settings: &Settings,
     carried: Carried,
     size: usize,
-    who: Who,
+    variant: Variant,
 ) -> Result<Measured, String> {
     let window = Window::new(settings.warm, settings.time);
-    let (memory, copying, flush) = match who {
-        Who::Tool(how) => return tool::run(&carried, size, how),
-        Who::Bare(Registered, posting) => {
+    let (memory, copying, flush) = match variant {
+        Variant::Tool(how) => return tool::run(&carried, size, how),
+        Variant::Bare(Registered, posting) => {
             return bare_ring(&carried, blocks(size)?, Registered, posting, window);
         }
-        Who::Bare(how, posting) => {
+        Variant::Bare(how, posting) => {
             return bare_ring(&carried, vectors(size), how, posting, window);
         }
-        Who::Ours(Plain) => (Plain, Copying::Always, false),
-        Who::Ours(memory) => (memory, Copying::Never, false),
-        Who::Flush(memory) => (memory, Copying::Never, true),
-        Who::Auto(memory) => (memory, Copying::Auto, false),
+        Variant::Ours(Plain) => (Plain, Copying::Always, false),
+        Variant::Ours(memory) => (memory, Copying::Never, false),
+        Variant::Flush(memory) => (memory, Copying::Never, true),
+        Variant::Auto(memory) => (memory, Copying::Auto, false),
     };
     let how = Ours {
         backend: None,
         copying,
         batch: BATCH,
         flush,
-        ask: None,
+        notify_every: None,
     };
     match memory {
         Registered => ours(&carried, blocks(size)?, how, window),
@@ -282,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn every_row_is_of_contestants_that_take_part() {
+    fn every_row_compares_contestants_that_are_measured() {
         for (name, us, peer_name, peers) in ROWS {
             let all_of_them = peers.iter().all(|peer| ALL.contains(peer));
             assert!(ALL.contains(&us) && all_of_them, "{name}, {peer_name}");

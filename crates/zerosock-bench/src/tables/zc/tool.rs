@@ -21,7 +21,7 @@ const VARIABLE: &str = "IO_URING_ZEROCOPY_TX";
 
 /// The run time that the program is given, in seconds.
 const SECONDS: u64 = 1;
-/// How long it sends: a fifth of a second longer than it is told.
+/// How long the program sends: 0.2 s longer than its argument.
 const TIME: Duration = Duration::from_millis(1000 * SECONDS + 200);
 
 fn program() -> OsString {

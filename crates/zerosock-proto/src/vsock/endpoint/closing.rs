@@ -31,7 +31,7 @@ impl<S: BuildHasher> Shard<S> {
             self.forget_reset(index);
         } else {
             let (next, action) = transition(connection.state, Input::TransportReset);
-            self.act(now, index, next, action);
+            self.apply_action(now, index, next, action);
         }
     }
 

@@ -63,7 +63,7 @@ impl<S: BuildHasher> Shard<S> {
         self.held_ports += 1;
         connection.known_to_caller = true;
         let index = self.add_connection(connection);
-        self.act(now, index, next, action);
+        self.apply_action(now, index, next, action);
         Ok(self.table.id(index))
     }
 
@@ -171,7 +171,7 @@ impl<S: BuildHasher> Shard<S> {
         if action == Action::WrongState {
             return Err(FlowError::WrongState);
         }
-        self.act(now, flow.index, next, action);
+        self.apply_action(now, flow.index, next, action);
         Ok(())
     }
 

@@ -1,8 +1,8 @@
 //! The shard: the connections of one queue pair.
 //!
 //! # Invariants
-//! Connections change state only in [`Shard::act`](Shard) and [`Shard::end`](Shard), as the state
-//! table says.
+//! Connections change state only in [`Shard::apply_action`](Shard) and [`Shard::end`](Shard), as
+//! the state table says.
 //!
 //! The operations of most packets have a *fast path*: `handle_packet`, `commit`, `send_now` and
 //! `consume` first check for the common case (connected, both directions open, credit available, no
@@ -348,7 +348,7 @@ impl<S: BuildHasher> Shard<S> {
     }
 
     /// Performs the action that the state table gives for a connection.
-    fn act(&mut self, now: Instant, index: u32, next: State, action: Action) {
+    fn apply_action(&mut self, now: Instant, index: u32, next: State, action: Action) {
         let Some(connection) = self.table.at(index) else {
             return;
         };

@@ -348,14 +348,14 @@ impl<S: BuildHasher> Shard<S> {
                 reason: RefuseReason::ProtocolError,
                 ..
             } => {
-                self.act(now, index, next, action);
+                self.apply_action(now, index, next, action);
                 Disposition::Dropped(DropReason::ProtocolError)
             }
             Action::End { reason, .. } => {
                 if input == Input::Rst {
                     self.stats.resets_received += 1;
                 }
-                self.act(now, index, next, action);
+                self.apply_action(now, index, next, action);
                 match reason {
                     CloseReason::ProtocolError => Disposition::Dropped(DropReason::ProtocolError),
                     CloseReason::CreditExceeded => Disposition::Dropped(DropReason::CreditExceeded),
@@ -365,7 +365,7 @@ impl<S: BuildHasher> Shard<S> {
                 }
             }
             _ => {
-                self.act(now, index, next, action);
+                self.apply_action(now, index, next, action);
                 Disposition::Handled
             }
         }

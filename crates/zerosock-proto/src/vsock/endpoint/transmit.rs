@@ -70,7 +70,7 @@ impl<S: BuildHasher> Shard<S> {
                 connection.probe_at = None;
                 let (next, action) = transition(connection.state, Input::ShutdownSent);
                 connection.deadline = Some(now + self.config.close_timeout);
-                self.act(now, index, next, action);
+                self.apply_action(now, index, next, action);
                 self.rearm(index);
             }
         } else if connection.control.credit_update {
@@ -231,7 +231,7 @@ impl<S: BuildHasher> Shard<S> {
             if connection.deadline.is_some_and(|deadline| deadline <= now) {
                 connection.deadline = None;
                 let (next, action) = transition(connection.state, Input::TimedOut);
-                self.act(now, index, next, action);
+                self.apply_action(now, index, next, action);
             } else if connection.probe_at.is_some_and(|probe| probe <= now) {
                 connection.probe_at = None;
                 self.end_delay(index);

@@ -189,7 +189,7 @@ fn event_index_suppresses_until_the_requested_entry() {
 }
 
 #[test]
-fn a_notification_for_several_chains_comes_with_the_last() {
+fn a_notification_requested_after_several_chains_follows_the_last() {
     for (event_idx, called) in [(true, [false, false, true, false]), (false, [true; 4])] {
         let (mut driver, mut queue) = queues(8, 65533, event_idx);
         let buffer = [Buffer {

@@ -132,7 +132,7 @@ fn a_used_element_without_posted_chain_breaks_the_queue() {
 }
 
 #[test]
-fn a_chain_comes_back_once() {
+fn a_chain_is_returned_once() {
     let (mem, mut queue) = driver(4);
     let head = queue.add(&[WRITE], 0).unwrap();
     queue.add(&[WRITE], 1).unwrap();

@@ -258,8 +258,8 @@ impl Client {
         })
     }
 
-    /// Attaches as a service of the host that claims these ports, at the attach socket `path`. Blocks
-    /// as [`Client::connect`] does.
+    /// Attaches as a service of the host that claims these ports, at the attach socket `path`.
+    /// Blocks as [`Client::connect`] does.
     ///
     /// # Errors
     /// See [`AttachError`]; [`AttachError::fault`] names the party at fault.
@@ -317,8 +317,8 @@ impl Client {
     }
 
     /// Claims these ports of the host, all or none, for a service attached with [`Client::serve`].
-    /// When this returns, guests' connections to them reach this service. Waits for ports that another
-    /// service is releasing.
+    /// When this returns, guests' connections to them reach this service. Waits for ports that
+    /// another service is releasing.
     ///
     /// # Errors
     /// [`AttachError::PortTaken`], [`AttachError::PortReserved`], or [`AttachError::Full`] beyond
@@ -393,8 +393,8 @@ impl Client {
                     let fds = fds.into_iter().map(PeerFd::into_trusted).collect();
                     return Ok((answer, fds));
                 }
-                // If the server closed without reading our request, the kernel reports a reset once, before
-                // the answer.
+                // If the server closed without reading our request, the kernel reports a reset
+                // once, before the answer.
                 Err(error) if is_disconnected(&error) && tries == 0 => tries += 1,
                 Err(error) if is_disconnected(&error) => return Err(AttachError::Closed),
                 Err(error) => {
@@ -453,7 +453,9 @@ fn only_socket(fds: Vec<OwnedFd>) -> Result<UnixStream, AttachError> {
         return Err(AttachError::Protocol("not exactly one descriptor"));
     };
     if socket_type(&socket) != Ok(SocketType::STREAM) {
-        return Err(AttachError::Protocol("the descriptor is no stream socket"));
+        return Err(AttachError::Protocol(
+            "the descriptor is not a stream socket",
+        ));
     }
     Ok(UnixStream::from(socket))
 }

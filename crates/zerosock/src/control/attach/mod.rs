@@ -34,7 +34,7 @@ use zerosock_sys::PeerFd;
 use zerosock_sys::account::Account;
 
 use crate::control::socket_file::{self, SocketFile, SocketKind};
-use crate::device::HostEnd;
+use crate::device::HostAccess;
 
 pub use crate::fault::Fault;
 pub use crate::routing::name::{Name, NameError};
@@ -77,11 +77,15 @@ const CID_IN_PATH: &str = "{cid}";
 impl AttachHost {
     /// The host end for the process with this CID, and the file of the socket that was bound for
     /// it.
-    fn host_end(&self, cid: Cid, account: &Account) -> io::Result<(HostEnd, Option<SocketFile>)> {
+    fn host_end(
+        &self,
+        cid: Cid,
+        account: &Account,
+    ) -> io::Result<(HostAccess, Option<SocketFile>)> {
         let (path, mode, group) = match self {
-            AttachHost::None => return Ok((HostEnd::None, None)),
+            AttachHost::None => return Ok((HostAccess::None, None)),
             AttachHost::Hybrid { path } => {
-                let end = HostEnd::Hybrid {
+                let end = HostAccess::Hybrid {
                     services: path.clone().into(),
                     listener: None,
                     messages: None,
@@ -96,7 +100,7 @@ impl AttachHost {
         let path = PathBuf::from(path.replace(CID_IN_PATH, &cid.to_string()));
         let (listener, file) = socket_file::bind(&path, SocketKind::Program, mode, group)?;
         rustix::io::ioctl_fionbio(&listener, true)?;
-        let end = HostEnd::Hybrid {
+        let end = HostAccess::Hybrid {
             services: path.into(),
             listener: Some(PeerFd::from(listener).owned_by(account)),
             messages: None,
@@ -131,8 +135,8 @@ pub struct AttachConfig {
     pub groups: Vec<String>,
     /// How processes and programs on the host connect to each other.
     pub host: AttachHost,
-    /// Limit of attached processes, not counting services. Half of it is guaranteed to the users that
-    /// may attach, in equal parts; the other half is for the first that request it.
+    /// Limit of attached processes, not counting services. Half of it is guaranteed to the users
+    /// that may attach, in equal parts; the other half is for the first that request it.
     pub max_processes: usize,
     /// The users (SO_PEERCRED) that may attach services, which claim ports of CID 2.
     /// Exactly these; none by default. A service is trusted with guests' connections to the host: a

@@ -4,7 +4,7 @@
 //! # Invariants
 //! - The fragments of a datagram are contiguous in the guest's queue.
 //! - A packet with a source other than the guest's own address is dropped.
-//! - Every lent chain comes back.
+//! - Every lent chain is returned.
 //! - Everything that waits is bounded.
 //!
 //! # Delivery
@@ -31,7 +31,7 @@ use zerosock_ring::Chain;
 
 use crate::device::state::program::HostToken;
 use crate::device::{Context, Device};
-use crate::table::sockets::{Ends, HeldBuffer};
+use crate::table::sockets::{HeldBuffer, MessageEnd};
 pub(crate) use put::NotPut;
 use zerosock_virtio::ring::Ring;
 
@@ -50,7 +50,7 @@ impl Device {
     #[cold]
     pub(super) fn guest_datagram(&mut self, chain: Chain, header: Repr, cx: &mut Context<'_>) {
         let is_control = Control::parse(&header).is_some();
-        if !self.speaks_for(header.src, cx)
+        if !self.owns_source(header.src, cx)
             || !(Datagrams::is_data(&header) || (is_control && self.datagrams.flow_control))
         {
             cx.shared.counters.bad_packets.add(1);
@@ -103,7 +103,7 @@ impl Device {
 
     /// Whether `source` is the guest's own address: its CID and, for a host service, a port that
     /// the service has claimed.
-    fn speaks_for(&self, source: Address, cx: &Context<'_>) -> bool {
+    fn owns_source(&self, source: Address, cx: &Context<'_>) -> bool {
         source.cid == self.cid
             && (self.cid != Cid::HOST || cx.shared.routes.service(source.port) == Some(self.addr))
     }
@@ -115,7 +115,7 @@ impl Device {
             return;
         };
         cx.shared.counters.datagrams_dropped.add(1);
-        if is_apps(lost.to(), cx)
+        if is_for_program(lost.to(), cx)
             && let Some(app) = cx.shared.app.as_deref_mut()
         {
             app.inboxes.table.handle_lost(lost);
@@ -130,7 +130,7 @@ impl Device {
 
     /// Handles a flow-control packet from the guest.
     fn guest_control(&mut self, chain: Chain, header: Repr, cx: &mut Context<'_>) {
-        if is_apps(header.dst, cx) {
+        if is_for_program(header.dst, cx) {
             let now = cx.time();
             if let Some(app) = cx.shared.app.as_deref_mut() {
                 app.inboxes.table.handle_control(now, &header);
@@ -149,7 +149,7 @@ impl Device {
         cx: &mut Context<'_>,
     ) {
         self.moved += header.len as usize;
-        if !is_apps(header.dst, cx) {
+        if !is_for_program(header.dst, cx) {
             return self.lend_to_sibling(chain, header, bytes, cx);
         }
         let flow = self.datagrams.flow_control;
@@ -182,7 +182,7 @@ impl Device {
             offset: HEADER_LEN as u32,
             len: header.len,
             since: now,
-            ends: Ends::Nothing,
+            ends: MessageEnd::Nothing,
         };
         let pool = self.app.pool;
         let mut store = QueueStore::new(tx, &mut self.shard);
@@ -220,6 +220,6 @@ fn wake_all(cx: &mut Context<'_>) {
 }
 
 /// Whether the destination is the embedding program: CID 2, except ports of services.
-fn is_apps(to: Address, cx: &Context<'_>) -> bool {
+fn is_for_program(to: Address, cx: &Context<'_>) -> bool {
     to.cid == Cid::HOST && cx.shared.routes.service(to.port).is_none()
 }

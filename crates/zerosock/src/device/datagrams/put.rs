@@ -142,11 +142,11 @@ impl Device {
             return Err(NotPut::NoRoom);
         };
         let len = source.len();
-        let mut chains = std::mem::take(&mut self.datagrams.gathered);
+        let mut chains = std::mem::take(&mut self.datagrams.spare_chains);
         let mut room = first.writable_len() as usize - HEADER_LEN;
         if chains.try_reserve(1).is_err() {
             rx.queue.unpop(first);
-            self.datagrams.gathered = chains;
+            self.datagrams.spare_chains = chains;
             self.datagrams.retry = Some(cx.time() + RETRY);
             return Err(NotPut::NoRoom);
         }
@@ -166,7 +166,7 @@ impl Device {
             while let Some(chain) = chains.pop() {
                 rx.queue.unpop(chain);
             }
-            self.datagrams.gathered = chains;
+            self.datagrams.spare_chains = chains;
             if most < len {
                 return Err(NotPut::TooLong);
             }
@@ -181,7 +181,7 @@ impl Device {
             emit(rx, chain, &data(from, to, part as u32, at == len), part);
             cx.shared.counters.tx_packets.add(1);
         }
-        self.datagrams.gathered = chains;
+        self.datagrams.spare_chains = chains;
         cx.shared.counters.tx_bytes.add(len as u64);
         Ok(())
     }

@@ -154,7 +154,7 @@ fn assembled_datagrams_in_flight_are_bounded() {
         lent.push(datagram);
     }
     assert_eq!(lent.len() * LEN, siblings::UNDER_WAY);
-    let back = device.queues.rings.tx.as_ref().unwrap().unseen;
+    let back = device.queues.rings.tx.as_ref().unwrap().unpublished;
     assert_eq!(back, 4, "chains of the dropped datagrams");
     // A restarted driver does not free room; an answer does.
     device.datagrams.forget();

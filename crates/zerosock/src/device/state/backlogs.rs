@@ -45,7 +45,7 @@ impl Backlogs {
 
     /// Removes a bridge from the list of its port.
     pub(in crate::device) fn forget(&mut self, key: u32, bridge: &Bridge) {
-        if let BridgePeer::Retrying { to, deadline } = bridge.end
+        if let BridgePeer::Retrying { to, deadline } = bridge.peer
             && let Some(backlog) = self.0.get_mut(&to)
         {
             backlog.waiting.remove(&(deadline, key));

@@ -39,46 +39,46 @@ pub(crate) enum BridgePeer {
     /// A sibling that has not accepted yet; its address, once it is known.
     Asked(Option<Peer>),
     /// A sibling.
-    Sibling(SiblingEnd),
+    Sibling(SiblingPeer),
     /// The program that embeds the device.
-    App(AppEnd),
+    App(AppPeer),
 }
 
-/// The embedding program's side of a bridge.
+/// The embedding program as the peer of a bridge.
 #[derive(Debug)]
-pub(crate) struct AppEnd {
+pub(crate) struct AppPeer {
     pub(crate) id: StreamId,
     /// Buffers of the guest that the connection has on loan.
     pub(crate) loans: u16,
 }
 
-/// The sibling's side of a bridge.
+/// A sibling as the peer of a bridge.
 #[derive(Debug)]
-pub(crate) struct SiblingEnd {
+pub(crate) struct SiblingPeer {
     pub(crate) peer: Peer,
     /// Bytes from the sibling for our guest; `None` while idle.
     inbound: Option<Box<InboundQueue>>,
-    /// Chains of our guest that the sibling has; they come back in order.
-    pub(crate) out: u32,
-    /// Chains lent since [`Bridge::held_since`].
-    pub(crate) younger: u32,
+    /// Chains of our guest that are lent to the sibling, which returns them in order.
+    pub(crate) lent: u32,
+    /// How many of them were lent after [`Bridge::held_since`].
+    pub(crate) lent_later: u32,
     /// The sibling held a chain beyond the hold limit and has not caught up since.
     pub(crate) stalled: bool,
     /// The sibling's guest will send no more once `inbound` is empty.
     pub(crate) finish: bool,
-    /// The queue pair to which the connection moves once `out` is 0.
+    /// The queue pair to which the connection moves once `lent` is 0.
     pub(crate) move_to: Option<u16>,
     /// Messages that wait until the handoff from another pair is complete.
     pub(crate) parked: bool,
 }
 
-impl SiblingEnd {
-    pub(crate) fn new(peer: Peer) -> SiblingEnd {
-        SiblingEnd {
+impl SiblingPeer {
+    pub(crate) fn new(peer: Peer) -> SiblingPeer {
+        SiblingPeer {
             peer,
             inbound: None,
-            out: 0,
-            younger: 0,
+            lent: 0,
+            lent_later: 0,
             stalled: false,
             finish: false,
             move_to: None,
@@ -90,13 +90,13 @@ impl SiblingEnd {
     /// when they make up half of it, so it stays below twice the waiting bytes.
     ///
     /// Returns `inbound` if the list could not grow: see
-    /// [`has_lost_bytes`](SiblingEnd::has_lost_bytes).
+    /// [`has_lost_bytes`](SiblingPeer::has_lost_bytes).
     pub(crate) fn push(
         &mut self,
         inbound: Inbound,
         spares: &mut Spares<InboundQueue>,
     ) -> Option<Inbound> {
-        let waiting = spares.get_or_take(&mut self.inbound);
+        let waiting = spares.get_or_insert_spare(&mut self.inbound);
         match (waiting.parts.back_mut(), inbound) {
             (Some(Inbound::Copied { bytes, taken }), Inbound::Copied { bytes: more, .. }) => {
                 waiting.copied += more.len();
@@ -152,10 +152,10 @@ impl SiblingEnd {
         self.inbound.as_ref().is_some_and(|waiting| waiting.lost)
     }
 
-    /// Records lost bytes: see [`has_lost_bytes`](SiblingEnd::has_lost_bytes).
+    /// Records lost bytes: see [`has_lost_bytes`](SiblingPeer::has_lost_bytes).
     #[cold]
     pub(crate) fn lose(&mut self, spares: &mut Spares<InboundQueue>) {
-        spares.get_or_take(&mut self.inbound).lost = true;
+        spares.get_or_insert_spare(&mut self.inbound).lost = true;
     }
 
     /// Whether no bytes wait.
@@ -233,7 +233,8 @@ pub(crate) struct Bridge {
     /// The vsock half; `None` while the bridge lingers: the flow has ended, bytes for the host
     /// remain.
     pub(crate) flow: Option<FlowId>,
-    pub(crate) end: BridgePeer,
+    pub(crate) peer: BridgePeer,
+    /// Bytes of the guest that the peer has not taken.
     pub(crate) outbound: Outbound,
     /// Boundaries of messages, for a SEQPACKET connection.
     pub(crate) messages: Option<Box<Messages>>,
@@ -263,7 +264,7 @@ pub(crate) struct Bridge {
     /// Waits for credit, which a `Writable` event of the shard reports.
     pub(crate) no_credit: bool,
     /// `no_credit` is set only because few bytes wait; more bytes clear it.
-    pub(crate) holds_back: bool,
+    pub(crate) waits_for_bytes: bool,
     /// Since when chains of the guest are held or lent without progress; `None`: none are.
     pub(crate) held_since: Option<Instant>,
     /// A hold timer is set. It may expire after the chains that it was set for were returned.
@@ -280,10 +281,10 @@ pub(crate) struct Bridge {
 }
 
 impl Bridge {
-    pub(crate) fn new(flow: FlowId, end: BridgePeer) -> Bridge {
+    pub(crate) fn new(flow: FlowId, peer: BridgePeer) -> Bridge {
         Bridge {
             flow: Some(flow),
-            end,
+            peer,
             outbound: Outbound::default(),
             messages: None,
             open: false,
@@ -298,7 +299,7 @@ impl Bridge {
             in_ready: false,
             in_dirty: false,
             no_credit: false,
-            holds_back: false,
+            waits_for_bytes: false,
             held_since: None,
             hold_timer: false,
             no_memory: false,
@@ -313,13 +314,13 @@ impl Bridge {
     #[inline]
     pub(crate) fn has_lost_bytes(&self) -> bool {
         self.outbound.has_lost_bytes()
-            || matches!(&self.end, BridgePeer::Sibling(sibling) if sibling.has_lost_bytes())
+            || matches!(&self.peer, BridgePeer::Sibling(sibling) if sibling.has_lost_bytes())
     }
 
-    /// Clears `holds_back`: more bytes have come, perhaps enough to be sent.
+    /// Clears `waits_for_bytes`, because more bytes have arrived, perhaps enough to be sent.
     #[inline]
-    pub(crate) fn hold_back_no_more(&mut self) {
-        if std::mem::take(&mut self.holds_back) {
+    pub(crate) fn stop_waiting_for_bytes(&mut self) {
+        if std::mem::take(&mut self.waits_for_bytes) {
             self.no_credit = false;
         }
     }
@@ -346,7 +347,7 @@ mod tests {
         let flow = shard.connect(Instant::ZERO, any, to, stream).unwrap();
         let (worker, vm) = (0, 0);
         let device = zerosock_virtio::outbox::DeviceAddr { worker, number: vm };
-        let mut sibling = SiblingEnd::new(Peer { device, flow });
+        let mut sibling = SiblingPeer::new(Peer { device, flow });
         let mut spares = Spares::default();
         for _ in 0..1000 {
             let (bytes, taken) = (vec![7; 1000], 0);

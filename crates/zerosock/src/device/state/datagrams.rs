@@ -44,8 +44,8 @@ pub(in crate::device) struct Datagrams {
     pub(in crate::device) retry: Option<Instant>,
     /// Bytes of completed chains that were shown to the program and are not published yet.
     pub(in crate::device) returned: usize,
-    /// Empty between uses; kept to reuse its allocation.
-    pub(in crate::device) gathered: Vec<Chain>,
+    /// The list of chains of one datagram. Empty between calls; kept to reuse its allocation.
+    pub(in crate::device) spare_chains: Vec<Chain>,
     /// Part of the device's `moved` that is a charge for copies, not payload.
     pub(in crate::device) charged: usize,
 }
@@ -74,7 +74,7 @@ impl Datagrams {
             room_wanted: false,
             retry: None,
             returned: 0,
-            gathered: Vec::new(),
+            spare_chains: Vec::new(),
             charged: 0,
         }
     }

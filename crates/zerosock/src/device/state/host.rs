@@ -10,7 +10,7 @@ use crate::device::host_sockets::hybrid::Services;
 
 /// How the guest reaches host programs and they reach the guest.
 #[derive(Debug)]
-pub(crate) enum HostEnd {
+pub(crate) enum HostAccess {
     /// Hybrid vsock: Unix sockets of host programs, and a listener if programs may connect.
     Hybrid {
         services: Services,
@@ -27,24 +27,24 @@ pub(crate) enum HostEnd {
     None,
 }
 
-impl HostEnd {
+impl HostAccess {
     /// A copy without the listeners: for connections from the guest only.
-    pub(crate) fn outward(&self) -> HostEnd {
+    pub(crate) fn outward(&self) -> HostAccess {
         match self {
-            HostEnd::Hybrid {
+            HostAccess::Hybrid {
                 services, messages, ..
-            } => HostEnd::Hybrid {
+            } => HostAccess::Hybrid {
                 services: services.base().to_owned().into(),
                 listener: None,
                 messages: messages
                     .as_ref()
                     .map(|(services, _)| (services.base().to_owned().into(), None)),
             },
-            HostEnd::Forward { cid, .. } => HostEnd::Forward {
+            HostAccess::Forward { cid, .. } => HostAccess::Forward {
                 cid: *cid,
                 listeners: Vec::new(),
             },
-            HostEnd::None => HostEnd::None,
+            HostAccess::None => HostAccess::None,
         }
     }
 }

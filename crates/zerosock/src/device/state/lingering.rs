@@ -9,7 +9,7 @@ use zerosock_proto::Instant;
 pub(crate) struct Lingering {
     /// By bridge key: when the program last took bytes, or when the connection ended.
     pub(in crate::device) last_progress: BTreeMap<u32, Instant>,
-    pub(in crate::device) look_at: Option<Instant>,
+    pub(in crate::device) recheck_at: Option<Instant>,
 }
 
 impl Lingering {

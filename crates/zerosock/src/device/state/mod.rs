@@ -34,7 +34,7 @@ use self::app::AppState;
 use self::backlogs::Backlogs;
 use self::bridge::{Bridge, InboundQueue};
 use self::datagrams::Datagrams;
-use self::host::{Handshake, HostEnd};
+use self::host::{Handshake, HostAccess};
 use self::lingering::Lingering;
 use self::program::App;
 use self::queue_pairs::QueuePairSet;
@@ -42,8 +42,8 @@ use self::timers::Timers;
 use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::outbound::{OutboundQueue, Spares};
 use crate::routing::Routes;
-use crate::stats::{Counters, Holdings};
-use crate::table::gathered::Gathered;
+use crate::stats::{Counters, Gauges};
+use crate::table::coalesced::CoalescedWrites;
 use crate::table::outgoing::Outgoing;
 
 /// Index of the receive queue: buffers for packets to the guest (virtio 1.2, 5.10.2).
@@ -114,7 +114,7 @@ pub(crate) struct Device {
     pub(in crate::device) addr: DeviceAddr,
     pub(in crate::device) cid: Cid,
     pub(in crate::device) shard: Shard,
-    pub(in crate::device) host: HostEnd,
+    pub(in crate::device) host: HostAccess,
     /// Set if the guest is a host service (CID 2): it may connect from these ports and from ports
     /// that it has claimed, so that no two services use the same address.
     pub(in crate::device) service: Option<RangeInclusive<Port>>,
@@ -137,8 +137,8 @@ pub(crate) struct Device {
     pub(in crate::device) ready: VecDeque<u32>,
     /// Messages with remaining bytes that wait for buffers of the guest.
     pub(in crate::device) outgoing: VecDeque<Outgoing>,
-    /// Small writes of the embedding program, gathered into larger packets.
-    pub(in crate::device) gathered: Gathered,
+    /// Small writes of the embedding program, coalesced into larger packets.
+    pub(in crate::device) coalesced: CoalescedWrites,
     /// Keys of bridges that received bytes from the guest in this turn.
     pub(in crate::device) dirty: Vec<u32>,
     /// Queues of idle bridges, for reuse.
@@ -164,7 +164,7 @@ pub(crate) struct Device {
     /// The rings have unpublished changes that [`app_flush`](Self::app_flush) publishes.
     pub(crate) touched: bool,
     /// The values last reported to the worker's counters.
-    pub(in crate::device) counted: Holdings,
+    pub(in crate::device) counted: Gauges,
 }
 
 impl Device {
@@ -172,7 +172,7 @@ impl Device {
         addr: DeviceAddr,
         cid: Cid,
         shard: Shard,
-        host: HostEnd,
+        host: HostAccess,
         service: Option<RangeInclusive<Port>>,
     ) -> Device {
         Device {
@@ -193,7 +193,7 @@ impl Device {
             handshakes: Slab::new(),
             ready: VecDeque::new(),
             outgoing: VecDeque::new(),
-            gathered: Gathered::default(),
+            coalesced: CoalescedWrites::default(),
             dirty: Vec::new(),
             spare_outbound: Spares::default(),
             spare_inbound: Spares::default(),
@@ -208,7 +208,7 @@ impl Device {
             datagrams: Datagrams::new(),
             process: false,
             touched: false,
-            counted: Holdings::default(),
+            counted: Gauges::default(),
         }
     }
 

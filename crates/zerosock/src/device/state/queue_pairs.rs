@@ -1,4 +1,4 @@
-//! The queue pairs of a device, and connections that move between them.
+//! The queue pairs of a device, and connections that are handed off between them.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -9,35 +9,39 @@ use zerosock_virtio::outbox::DeviceAddr;
 use super::peer::Peer;
 use super::sibling_message::SiblingMessage;
 
-/// The queue pairs of a device, and the connections moving between this pair and others.
+/// What one queue pair knows of the device's other pairs, and of connections that are being handed
+/// off between it and them.
 #[derive(Debug)]
 pub(crate) struct QueuePairSet {
     /// The number of this pair.
     pub(in crate::device) pair: u16,
+    /// The address of this pair.
     pub(in crate::device) own: DeviceAddr,
     /// The addresses of all pairs, by number.
     pub(in crate::device) all: Arc<[DeviceAddr]>,
     /// The number of pairs that the driver uses.
     pub(in crate::device) used: QueuePairs,
-    /// Connections handed off without a confirmation by the new pair.
+    /// Connections that this pair has handed off and the new pair has not confirmed.
     pub(in crate::device) unconfirmed: HashSet<FlowId>,
-    /// Connections handed off with siblings that may still send to this pair.
+    /// Connections that this pair has handed off, and whose siblings may still send messages for
+    /// them to this pair.
     pub(in crate::device) forwarding: HashMap<FlowId, Forwarding>,
-    /// For adopted connections: messages that their siblings have sent to this pair. They wait until
-    /// the old pair has forwarded the earlier ones.
+    /// For each connection that this pair has taken over: messages that its sibling has sent to
+    /// this pair. They wait until the old pair has forwarded the earlier ones.
     pub(in crate::device) parked: HashMap<FlowId, Vec<SiblingMessage>>,
 }
 
-/// Where messages for a connection that was handed off have to go.
+/// What happens to messages for a connection that was handed off.
 #[derive(Debug)]
 pub(in crate::device) enum Forwarding {
-    /// The new pair has not confirmed the arrival: messages to forward afterwards.
+    /// They are kept here, because the new pair has not confirmed the handoff yet.
     InTransit(Vec<SiblingMessage>),
+    /// They are forwarded to the connection at the new pair.
     To(Peer),
 }
 
 impl QueuePairSet {
-    /// A device with a single pair, or its first pair before the others are known.
+    /// For a device with a single pair, or for the first pair before the others are known.
     pub(in crate::device) fn one(addr: DeviceAddr) -> QueuePairSet {
         QueuePairSet::new(0, addr, Arc::new([addr]))
     }
@@ -69,7 +73,7 @@ impl QueuePairSet {
         self.all.first().copied().unwrap_or(self.own)
     }
 
-    /// The address of pair `pair`, if the driver uses it and it is not this one.
+    /// The address of pair `pair`; `None` if the driver does not use it or it is this pair.
     pub(in crate::device) fn other(&self, pair: u32) -> Option<DeviceAddr> {
         let other = pair < u32::from(self.used.get()) && pair != u32::from(self.pair);
         self.all.get(pair as usize).copied().filter(|_| other)

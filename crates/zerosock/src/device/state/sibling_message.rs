@@ -1,9 +1,9 @@
 //! Messages between the devices of one daemon.
 //!
-//! Two guests of one daemon are joined by two connections, one in each device's shard, so that
-//! credit, limits and state are enforced against each guest separately. The receiver's worker
+//! A connection between two guests of one daemon is two connections, one in each device's shard, so
+//! that credit, limits and state are enforced against each guest separately. The receiver's worker
 //! copies bytes from the sender's chain into the receiver's posted buffer: one copy. Until then the
-//! chain is lent to the receiver ([`SiblingMessage::Lent`]) and comes back by
+//! chain is lent to the receiver ([`SiblingMessage::Lent`]), which returns it with
 //! [`SiblingMessage::Returned`]; the lender can recall it at any time ([`SiblingMessage::Recall`]).
 
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::bridge::Bridge;
 use super::host::Caller;
 use super::peer::Peer;
 use crate::device::outbound::HeldChain;
-use crate::table::sockets::Ends;
+use crate::table::sockets::MessageEnd;
 
 /// A message from one side of a sibling connection to the other. Messages between the same two
 /// devices keep their order. A message for a flow that has ended is dropped after what it carries
@@ -48,7 +48,11 @@ pub(crate) enum SiblingMessage {
     /// Bytes in a copy.
     Copied { to: FlowId, bytes: Vec<u8> },
     /// The last `len` bytes sent form a message.
-    Ended { to: FlowId, len: u32, ends: Ends },
+    Ended {
+        to: FlowId,
+        len: u32,
+        ends: MessageEnd,
+    },
     /// An empty message was read.
     ReadEmpty { to: FlowId },
     /// `bytes` of the peer's data were read; `chain` is a chain that is no longer needed, with its
@@ -76,7 +80,7 @@ pub(crate) enum SiblingMessage {
     Lost,
     /// From a device to its own worker: hand the connection off to queue pair `pair`.
     HandOff { to: FlowId, pair: u16 },
-    /// Between queue pairs: adopt this connection.
+    /// Between queue pairs: take over this connection.
     TakeOver(Box<Handoff>),
     /// The answer to `TakeOver`: the new address, or `None` if the connection was reset. `answer`
     /// is the packet for the driver.

@@ -1,42 +1,46 @@
-//! The deadlines of one device, ordered. An expired timer is a hint: its object may have been
-//! removed or its deadline moved, so the handler checks the object's own deadline.
+//! The timers of one device, ordered by deadline.
+//!
+//! An expired timer is a hint: its object may have been removed, or may have a later deadline by
+//! now, so the handler checks the deadline that is stored in the object.
 
 use std::collections::BTreeSet;
 use zerosock_proto::Instant;
 
 use crate::device::host_sockets::HostPort;
 
-/// What a deadline is for; the number is a key into the device's tables.
+/// What a timer is for. The number is a key into the device's table of such objects.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(crate) enum Timer {
-    /// Close a host program with an incomplete CONNECT line.
+    /// Closes the connection of a host program that has not sent a complete CONNECT line.
     Handshake(u32),
-    /// Refuse a connect that the kernel has not completed.
+    /// Refuses a guest's connect that the host's kernel has not completed.
     Connect(u32),
-    /// Retry connects to a host socket with a full backlog.
+    /// Retries connects to a host socket with a full backlog.
     Backlog(HostPort),
-    /// Close host sockets that do not take the last bytes of ended connections.
+    /// Closes host sockets that do not take the last bytes of ended connections.
     Linger,
-    /// Copy out the chains that a stalled connection holds.
+    /// Copies out the chains that a stalled connection holds.
     Hold(u32),
-    /// Retry accept on a listener after a failure.
+    /// Retries accept(2) on a listener after a failure.
     Accept(u32),
 }
 
-/// See the module.
+/// Pairs of a deadline and a timer, earliest first.
 #[derive(Debug, Default)]
 pub(crate) struct Timers(BTreeSet<(Instant, Timer)>);
 
 impl Timers {
+    /// Adds a timer. An object may have several with different deadlines.
     pub(crate) fn set(&mut self, at: Instant, timer: Timer) {
         self.0.insert((at, timer));
     }
 
-    /// Removes a timer.
+    /// Removes a timer that was set for `at`.
     pub(crate) fn cancel(&mut self, at: Instant, timer: Timer) {
         self.0.remove(&(at, timer));
     }
 
+    /// The earliest deadline.
     pub(crate) fn next(&self) -> Option<Instant> {
         self.0.first().map(|t| t.0)
     }

@@ -205,7 +205,7 @@ impl DatagramBackend for Driver {
         self.trusted
     }
 
-    fn each(
+    fn consume_in_place(
         &mut self,
         id: DatagramId,
         most: usize,

@@ -24,7 +24,7 @@ use crate::driver::Driver;
 use crate::driver::errors::DriverError;
 use crate::driver::queue_pairs::{QueuePairId, RxSlot};
 use crate::table::datagrams::DatagramFault;
-use crate::table::sockets::{Ends, HeldBuffer, Store};
+use crate::table::sockets::{HeldBuffer, MessageEnd, Store};
 use crate::table::transfers::Payload;
 
 use state::DatagramLoan;
@@ -106,7 +106,7 @@ impl Driver {
                     offset: 0,
                     len: header.len,
                     since: now(),
-                    ends: Ends::Nothing,
+                    ends: MessageEnd::Nothing,
                 };
                 let inboxes = &mut datagrams.inboxes;
                 let (sockets, store) = (&mut self.sockets, &mut self.store);

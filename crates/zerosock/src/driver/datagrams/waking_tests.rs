@@ -54,7 +54,7 @@ fn take(peer: &mut Peer) -> bool {
 }
 
 #[test]
-fn one_call_is_asked_for_when_half_of_the_buffer_is_free() {
+fn one_notification_is_requested_when_half_of_the_buffer_is_free() {
     let (mut driver, mut peer, id) = scene(8 * (100 + OVERHEAD));
     for _ in 0..3 {
         let sent = fill(&mut driver, id, &[7; 100]);

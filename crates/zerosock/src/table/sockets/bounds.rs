@@ -26,8 +26,8 @@ use std::time::Duration;
 #[cfg(test)]
 use super::Conn;
 use super::Sockets;
-use super::ends::cost;
 use super::ids::{StreamId, StreamState};
+use super::message_end::cost;
 use super::pool::Pool;
 use super::ready_flags::ReadyFlag;
 use super::received::{ReceivedPart, copy_out};
@@ -430,7 +430,7 @@ impl<T> Sockets<T> {
         }
         self.counted.copied_aside += copied;
         if let Some(messages) = self.get_mut(id).and_then(|conn| conn.messages.as_mut()) {
-            messages.half_held = 0;
+            messages.incomplete_held = 0;
         }
         self.add_copied(id.index, copied as usize + costs);
         if released > 0 {
@@ -443,7 +443,7 @@ impl<T> Sockets<T> {
     pub(crate) fn recall_lost(&mut self, pool: u32, store: &mut impl Store<Token = T>) {
         let trusted = self.pools.get(pool as usize).is_some_and(|p| p.trusted);
         self.each_lease(pool, store, Self::drop_unread, |sockets, lease, store| {
-            sockets.tear(lease, trusted, store);
+            sockets.revoke(lease, trusted, store);
         });
     }
 
@@ -466,7 +466,7 @@ impl<T> Sockets<T> {
                 if trusted && !force {
                     all = false;
                 } else {
-                    sockets.tear(lease, trusted, store);
+                    sockets.revoke(lease, trusted, store);
                 }
             }
         });

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use arrayvec::ArrayVec;
 
 use super::Sockets;
-use super::ends::cost;
 use super::ids::{StreamId, StreamState};
 use super::lent_entry::{LentEntry, LentKind};
+use super::message_end::cost;
 use super::received::{HeldBuffer, ReceivedPart, copy_out};
 use super::store::Store;
 use crate::table::leases::NONE;
@@ -232,13 +232,13 @@ impl<T> Sockets<T> {
 
     /// Takes a lease's buffer under its readers: from now on they may read other bytes than were
     /// sent. With `keep` the buffer is not returned to the peer.
-    pub(super) fn tear(&mut self, index: u32, keep: bool, store: &mut impl Store<Token = T>) {
+    pub(super) fn revoke(&mut self, index: u32, keep: bool, store: &mut impl Store<Token = T>) {
         let Some(lent) = self.lent.get_mut(index as usize) else {
             return;
         };
         let (conn, pool) = (lent.conn, lent.pool);
         if let Some(held) = lent.held.take() {
-            self.lease_table.tear(index);
+            self.lease_table.mark_torn(index);
             if !keep {
                 store.release(held.token);
             }

@@ -1,16 +1,16 @@
-//! Message boundaries on connections of type SOCK_SEQPACKET, and reading of whole messages.
+//! Stores and reads the messages of SOCK_SEQPACKET connections.
 //!
-//! The parts of a message arrive as those of a stream; the last one carries the end. Only complete
-//! messages are readable. An incomplete message is discarded when its connection ends.
+//! The parts of a message arrive as those of a stream do; the last part marks the end. Only
+//! complete messages are readable. An incomplete message is discarded when its connection ends.
 //!
 //! # Invariants
-//! - An incomplete message holds at most an eighth of the pool; further parts are copied. A message
-//!   can therefore be longer than what may be held in place.
-//! - A copied message counts for more than its bytes ([`COST`](super::ends::COST)), because the
-//!   peer chooses how short its messages are.
+//! - An incomplete message holds at most an eighth of the pool; further parts are copied. So a
+//!   message can be longer than what a connection may hold in place.
+//! - A copied message counts for more than its bytes ([`COST`](super::message_end::COST)), because
+//!   the peer chooses how short its messages are.
 
-use super::ends::{Ends, cost};
 use super::ids::StreamId;
+use super::message_end::{MessageEnd, cost};
 use super::ready_flags::ReadyFlag;
 use super::received::{HeldBuffer, ReceivedPart, copy_out};
 use super::store::Store;
@@ -30,10 +30,10 @@ pub(crate) struct MessageRead {
 impl<T> Conn<T> {
     /// Complete unread messages; `None` for a stream.
     pub(crate) fn messages(&self) -> Option<u32> {
-        self.messages.as_ref().map(|messages| messages.whole)
+        self.messages.as_ref().map(|messages| messages.complete)
     }
 
-    /// The number of parts and bytes of the first message.
+    /// The numbers of parts and bytes of the first message; `None` if it is incomplete.
     fn first_message(&self) -> Option<(usize, usize)> {
         if self.messages()? == 0 {
             return None;
@@ -50,14 +50,14 @@ impl<T> Conn<T> {
 }
 
 impl<T> Sockets<T> {
-    /// Makes a new connection carry messages.
+    /// Makes a new connection one of type SOCK_SEQPACKET.
     pub(crate) fn carry_messages(&mut self, id: StreamId) {
         if let Some(conn) = self.get_mut(id) {
             conn.messages = Some(Box::default());
         }
     }
 
-    /// Stores a part of a message, as [`deliver`](Self::deliver).
+    /// Stores a received part of a message, as [`deliver`](Self::deliver) does for a stream.
     pub(crate) fn deliver_part(
         &mut self,
         id: StreamId,
@@ -69,7 +69,7 @@ impl<T> Sockets<T> {
                 .get(pool as usize)
                 .map_or(1, |pool| pool.eighth())
         };
-        let most = self.get(id).map(|conn| eighth(conn.pool));
+        let most_held = self.get(id).map(|conn| eighth(conn.pool));
         let Some(conn) = self.conns.get_mut(id.index as usize).filter(|conn| {
             conn.used && conn.generation == id.generation && conn.messages.is_some()
         }) else {
@@ -83,24 +83,24 @@ impl<T> Sockets<T> {
         };
         let (len, ends) = (held.len as usize, held.ends);
         self.counted.received += len as u64;
-        let aside = conn.stalled || most.is_some_and(|most| messages.half_held >= most);
-        let begun = messages.half > 0;
-        messages.half += len;
-        messages.half_held += u32::from(!aside && len > 0);
-        let first = messages.whole == 0;
+        let copies = conn.stalled || most_held.is_some_and(|most| messages.incomplete_held >= most);
+        let begun = messages.incomplete_bytes > 0;
+        messages.incomplete_bytes += len;
+        messages.incomplete_held += u32::from(!copies && len > 0);
+        let first = messages.complete == 0;
         if ends.any() {
-            conn.unread += messages.half;
-            messages.half = 0;
-            messages.half_held = 0;
-            messages.whole += 1;
+            conn.unread += messages.incomplete_bytes;
+            messages.incomplete_bytes = 0;
+            messages.incomplete_held = 0;
+            messages.complete += 1;
         }
-        if len > 0 && !aside {
+        if len > 0 && !copies {
             conn.parts.push_back(ReceivedPart::Held(held));
             self.add_held(id.index);
         } else {
             let mut copied = len;
             match conn.parts.back_mut() {
-                // Ends the stored part of the message.
+                // A part without bytes marks the end of the part before it.
                 Some(ReceivedPart::Held(last)) if len == 0 && begun => last.ends = ends,
                 _ => {
                     copied += cost(ends);
@@ -120,8 +120,8 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// Copies the first message to `out`, truncated to its length, and consumes it unless `peek`.
-    /// `None`: no complete message.
+    /// Copies the first message to `out`, truncated to the length of `out`, and consumes the whole
+    /// message unless `peek`. `None`: there is no complete message.
     pub(crate) fn read_message(
         &mut self,
         id: StreamId,
@@ -134,27 +134,27 @@ impl<T> Sockets<T> {
         let mut copied = 0;
         let mut ends_record = false;
         for part in conn.parts.iter().take(parts) {
-            let rest = out.get_mut(copied..).unwrap_or(&mut []);
-            let step = rest.len().min(part.len());
-            let rest = &mut rest[..step];
+            let target = out.get_mut(copied..).unwrap_or(&mut []);
+            let step = target.len().min(part.len());
+            let target = &mut target[..step];
             match part {
                 ReceivedPart::Held(held) if step > 0 => {
                     if let Some(memory) = store.memory(&held.token) {
                         let pieces = store.pieces(&held.token);
-                        memory.read(pieces, held.offset as usize, rest);
+                        memory.read(pieces, held.offset as usize, target);
                     }
                 }
                 ReceivedPart::Held(_) => {}
                 ReceivedPart::Copied { bytes, taken, .. } => {
-                    rest.copy_from_slice(&bytes[*taken..*taken + step]);
+                    target.copy_from_slice(&bytes[*taken..*taken + step]);
                 }
             }
             copied += step;
-            ends_record = part.ends() == Ends::Record;
+            ends_record = part.ends() == MessageEnd::Record;
         }
         if !peek {
             self.counted.copied_out += copied as u64;
-            self.take_message(id, parts, store);
+            self.consume_message(id, parts, store);
         }
         Some(MessageRead {
             len,
@@ -163,8 +163,8 @@ impl<T> Sockets<T> {
         })
     }
 
-    /// Discards the first message, which has `parts` parts.
-    fn take_message(&mut self, id: StreamId, parts: usize, store: &mut impl Store<Token = T>) {
+    /// Removes the first message, which has `parts` parts, and returns its credit.
+    fn consume_message(&mut self, id: StreamId, parts: usize, store: &mut impl Store<Token = T>) {
         let mut bytes = 0;
         for _ in 0..parts {
             let first = self.get(id).and_then(|conn| conn.parts.front());
@@ -172,22 +172,27 @@ impl<T> Sockets<T> {
             self.drop_front(id, store);
         }
         self.consumed(id, bytes, store);
-        self.took_message(id, bytes, store);
+        self.count_consumed_message(id, bytes, store);
     }
 
-    /// Removes the first message, of `bytes` bytes, from the counters.
-    fn took_message(&mut self, id: StreamId, bytes: usize, store: &mut impl Store<Token = T>) {
+    /// Counts the first message, of `bytes` bytes, as consumed.
+    fn count_consumed_message(
+        &mut self,
+        id: StreamId,
+        bytes: usize,
+        store: &mut impl Store<Token = T>,
+    ) {
         let Some(conn) = self.get_mut(id) else { return };
         if let Some(messages) = &mut conn.messages {
-            messages.whole = messages.whole.saturating_sub(1);
+            messages.complete = messages.complete.saturating_sub(1);
         }
         if let Some(flow) = conn.flow.filter(|_| bytes == 0) {
             store.consumed_empty(conn.pool, flow, 1);
         }
     }
 
-    /// Leases the first message, one lease for each part, each in place if the limits allow. An
-    /// empty message has no lease.
+    /// Leases the first message: a lease for each part, in place where the limits allow. An empty
+    /// message has none. The flag of the result: the message ends a record (MSG_EOR).
     pub(crate) fn lease_message(
         &mut self,
         id: StreamId,
@@ -196,16 +201,16 @@ impl<T> Sockets<T> {
         let conn = self.get(id).ok_or(NoLease::Empty)?;
         let (mut parts, len) = conn.first_message().ok_or(NoLease::Empty)?;
         let last = conn.parts.get(parts - 1).map(ReceivedPart::ends);
-        let ends_record = last == Some(Ends::Record);
+        let ends_record = last == Some(MessageEnd::Record);
         if len == 0 {
-            self.take_message(id, parts, store);
+            self.consume_message(id, parts, store);
             return Ok((Vec::new(), ends_record));
         }
-        // Lease table entries are shared as for streams. A message takes an entry for each part or,
-        // as one copy, a single one.
+        // Connections share the entries of the lease table as they do for streams. A message takes
+        // an entry for each part or, merged into one copy, a single one.
         let lent = conn.lent as usize;
         if lent + 2 * parts > self.free_lent() {
-            self.join_parts(id, parts, store);
+            self.merge_parts(id, parts, store);
             parts = 1;
         }
         if lent + parts > self.free_lent() {
@@ -226,55 +231,60 @@ impl<T> Sockets<T> {
             }
             lent += 1;
         }
-        self.took_message(id, len, store);
+        self.count_consumed_message(id, len, store);
         Ok((leases, ends_record))
     }
 
-    /// Joins the first `parts` parts into one copy.
-    fn join_parts(&mut self, id: StreamId, parts: usize, store: &mut impl Store<Token = T>) {
+    /// Replaces the first `parts` parts by one copy of them.
+    fn merge_parts(&mut self, id: StreamId, parts: usize, store: &mut impl Store<Token = T>) {
         let Some(conn) = self.get_mut(id).filter(|_| parts > 1) else {
             return;
         };
         let mut all = Vec::new();
-        let mut last = Ends::Nothing;
-        let (mut released, mut aside, mut was) = (0, 0, 0);
+        let mut last = MessageEnd::Nothing;
+        // Buffers released, their bytes, and what the former copies counted for.
+        let (mut released, mut newly_copied, mut copied_before) = (0, 0, 0);
         for part in conn.parts.drain(..parts.min(conn.parts.len())) {
             last = part.ends();
             match part {
                 ReceivedPart::Held(held) => {
                     copy_out(store, &held, &mut all);
-                    aside += held.len as usize;
+                    newly_copied += held.len as usize;
                     released += 1;
                     store.release(held.token);
                 }
                 ReceivedPart::Copied { bytes, taken, ends } => {
                     all.extend_from_slice(bytes.get(taken..).unwrap_or(&[]));
-                    was += bytes.len() - taken + cost(ends);
+                    copied_before += bytes.len() - taken + cost(ends);
                 }
             }
         }
-        let now = all.len() + cost(last);
+        let copied_now = all.len() + cost(last);
         conn.parts.push_front(ReceivedPart::Copied {
             bytes: all,
             taken: 0,
             ends: last,
         });
-        self.counted.copied_aside += aside as u64;
-        self.remove_copied(id.index, was);
-        self.add_copied(id.index, now);
+        self.counted.copied_aside += newly_copied as u64;
+        self.remove_copied(id.index, copied_before);
+        self.add_copied(id.index, copied_now);
         if released > 0 {
             self.remove_held(id.index, released);
         }
     }
 
-    /// Discards an incomplete message: no more parts will arrive.
-    pub(crate) fn drop_half(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+    /// Discards an incomplete message, of which no more parts will arrive, and returns its credit.
+    pub(crate) fn discard_incomplete_message(
+        &mut self,
+        id: StreamId,
+        store: &mut impl Store<Token = T>,
+    ) {
         let Some(conn) = self.get_mut(id) else { return };
         let Some(messages) = conn.messages.as_deref_mut() else {
             return;
         };
-        let half = std::mem::take(&mut messages.half);
-        messages.half_held = 0;
+        let bytes = std::mem::take(&mut messages.incomplete_bytes);
+        messages.incomplete_held = 0;
         let (mut released, mut copies) = (0, 0);
         while conn.parts.back().is_some_and(|part| !part.ends().any()) {
             let Some(part) = conn.parts.pop_back() else {
@@ -288,8 +298,8 @@ impl<T> Sockets<T> {
                 ReceivedPart::Copied { bytes, taken, .. } => copies += bytes.len() - taken,
             }
         }
-        if let Some(flow) = conn.flow.filter(|_| half > 0) {
-            store.consumed(conn.pool, flow, half as u32);
+        if let Some(flow) = conn.flow.filter(|_| bytes > 0) {
+            store.consumed(conn.pool, flow, bytes as u32);
         }
         self.remove_copied(id.index, copies);
         if released > 0 {

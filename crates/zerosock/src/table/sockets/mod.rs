@@ -17,10 +17,10 @@
 //! - Bytes keep their order.
 
 mod bounds;
-mod ends;
 mod ids;
 mod lent;
 mod lent_entry;
+mod message_end;
 mod messages;
 mod moving;
 mod parts;
@@ -40,9 +40,9 @@ use zerosock_proto::vsock::{FlowId, RefuseReason};
 use super::leases::{Leases, NONE};
 pub(crate) use super::places::{BufferPlace, Copied, LeaseParts, NoLease, PIECES};
 use crate::table::transfers::RecvFault;
-pub(crate) use ends::Ends;
 pub use ids::{StreamId, StreamState};
 use lent_entry::LentEntry;
+pub(crate) use message_end::MessageEnd;
 pub(crate) use messages::MessageRead;
 use pool::Pool;
 pub(crate) use ready_flags::ReadyFlag;
@@ -70,7 +70,7 @@ pub(crate) struct Conn<T> {
     pub(crate) local: Address,
     pub(crate) peer: Address,
     /// The peer shut down sending.
-    pub(crate) peer_finished: bool,
+    pub(crate) peer_send_shutdown: bool,
     /// The peer shut down receiving.
     pub(crate) peer_recv_shutdown: bool,
     /// This side shut down sending.
@@ -213,7 +213,7 @@ impl<T> Sockets<T> {
             refused: None,
             local,
             peer,
-            peer_finished: false,
+            peer_send_shutdown: false,
             peer_recv_shutdown: false,
             send_shutdown: false,
             recv_shutdown: false,
@@ -325,7 +325,7 @@ impl<T> Conn<T> {
 
     /// Whether no more bytes will arrive: end of stream follows the unread bytes.
     pub(crate) fn is_at_end(&self) -> bool {
-        self.peer_finished || self.recv_shutdown || self.state == StreamState::Finished
+        self.peer_send_shutdown || self.recv_shutdown || self.state == StreamState::Finished
     }
 
     /// The result of a read that found nothing: `Ok` for end of stream, else the reason.

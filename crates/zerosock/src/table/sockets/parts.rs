@@ -1,7 +1,7 @@
 //! The received bytes of a connection: storing and reading an ordered list of buffers and copies.
 
-use super::ends::{Ends, cost};
 use super::ids::StreamId;
+use super::message_end::{MessageEnd, cost};
 use super::ready_flags::ReadyFlag;
 use super::received::{HeldBuffer, ReceivedPart, copy_out};
 use super::store::Store;
@@ -17,12 +17,17 @@ impl<T> Conn<T> {
     /// Appends `len` bytes to the last copy: many small packets share one buffer of at most
     /// [`MAX_COPIED`] bytes, unless a message ends there. The read part of a buffer is removed when
     /// it reaches half, so that the memory stays below twice the unread bytes.
-    pub(super) fn push_copy(&mut self, ends: Ends, len: usize, copy: impl FnOnce(&mut Vec<u8>)) {
+    pub(super) fn push_copy(
+        &mut self,
+        ends: MessageEnd,
+        len: usize,
+        copy: impl FnOnce(&mut Vec<u8>),
+    ) {
         if !self.whole
             && let Some(ReceivedPart::Copied {
                 bytes,
                 taken,
-                ends: end @ Ends::Nothing,
+                ends: end @ MessageEnd::Nothing,
             }) = self.parts.back_mut()
             && bytes.len() - *taken + len <= MAX_COPIED
             && bytes.try_reserve(len).is_ok()
@@ -79,7 +84,9 @@ impl<T> Sockets<T> {
         }
         self.counted.copied_aside += u64::from(held.len);
         let len = held.len as usize;
-        conn.push_copy(Ends::Nothing, len, |bytes| copy_out(store, &held, bytes));
+        conn.push_copy(MessageEnd::Nothing, len, |bytes| {
+            copy_out(store, &held, bytes)
+        });
         self.add_copied(id.index, held.len as usize);
         store.release(held.token);
     }
@@ -193,7 +200,7 @@ impl<T> Sockets<T> {
     /// Passes up to `most` parts to `look` in place and consumes them. Stops after the part for
     /// which `look` returns false.
     #[inline]
-    pub(crate) fn each(
+    pub(crate) fn consume_in_place(
         &mut self,
         id: StreamId,
         most: usize,
@@ -348,13 +355,13 @@ impl<T> Sockets<T> {
         let Some(unread) = self.get(id).map(|conn| conn.unread) else {
             return;
         };
-        self.drop_half(id, store);
+        self.discard_incomplete_message(id, store);
         while self.get(id).is_some_and(|conn| !conn.parts.is_empty()) {
             self.drop_front(id, store);
         }
         self.consumed(id, unread, store);
         if let Some(messages) = self.get_mut(id).and_then(|conn| conn.messages.as_mut()) {
-            messages.whole = 0;
+            messages.complete = 0;
         }
     }
 }
@@ -366,8 +373,8 @@ impl Counted {
     }
 }
 
-/// Consumes the parts shown by `each` when dropped, so that a panic of the callback leaves the
-/// table consistent.
+/// Consumes the parts shown by `consume_in_place` when dropped, so that a panic of the callback
+/// leaves the table consistent.
 struct Shown<'a, T, S: Store<Token = T>> {
     sockets: &'a mut Sockets<T>,
     store: &'a mut S,

@@ -2,7 +2,7 @@
 
 use zerosock_proto::Instant;
 
-use super::ends::Ends;
+use super::message_end::MessageEnd;
 use super::store::Store;
 
 /// Unread bytes in a buffer of the pool.
@@ -16,7 +16,7 @@ pub(crate) struct HeldBuffer<T> {
     /// When they arrived.
     pub(crate) since: Instant,
     /// What ends with the last of them.
-    pub(crate) ends: Ends,
+    pub(crate) ends: MessageEnd,
 }
 
 /// Consecutive received bytes.
@@ -28,7 +28,7 @@ pub(crate) enum ReceivedPart<T> {
     Copied {
         bytes: Vec<u8>,
         taken: usize,
-        ends: Ends,
+        ends: MessageEnd,
     },
 }
 
@@ -40,7 +40,7 @@ impl<T> ReceivedPart<T> {
         }
     }
 
-    pub(super) fn ends(&self) -> Ends {
+    pub(super) fn ends(&self) -> MessageEnd {
         match self {
             ReceivedPart::Held(held) => held.ends,
             ReceivedPart::Copied { ends, .. } => *ends,
@@ -52,11 +52,11 @@ impl<T> ReceivedPart<T> {
 #[derive(Debug, Default)]
 pub(crate) struct Messages {
     /// Complete messages not read yet.
-    pub(super) whole: u32,
+    pub(super) complete: u32,
     /// Bytes of the incomplete message.
-    pub(super) half: usize,
+    pub(super) incomplete_bytes: usize,
     /// Buffers that the incomplete message holds.
-    pub(super) half_held: u32,
+    pub(super) incomplete_held: u32,
 }
 
 /// Appends the bytes of `held` to `to`. Unreadable bytes become zeros, so that a stream keeps its

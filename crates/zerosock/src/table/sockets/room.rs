@@ -7,7 +7,7 @@
 
 use super::{ReadyFlag, Sockets, StreamId};
 
-/// Entries of removed connections that are tolerated before a sweep.
+/// Entries of removed connections that are tolerated before a remove_stale_waiters.
 const STALE: usize = 64;
 
 /// The waiting connections. See the module documentation.
@@ -42,7 +42,7 @@ impl<T> Sockets<T> {
         }
         waiters.list.push(id);
         if waiters.list.len() > 2 * self.len() + STALE {
-            self.sweep(waiters);
+            self.remove_stale_waiters(waiters);
         }
     }
 
@@ -60,7 +60,7 @@ impl<T> Sockets<T> {
     }
 
     /// Removes entries of removed connections and duplicates.
-    fn sweep(&mut self, waiters: &mut Waiters) {
+    fn remove_stale_waiters(&mut self, waiters: &mut Waiters) {
         waiters.list.retain(|&id| {
             let conn = self.get_mut(id);
             conn.is_some_and(|conn| std::mem::take(&mut conn.wants_room))

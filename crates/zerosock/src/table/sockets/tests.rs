@@ -140,7 +140,7 @@ impl Table {
             offset,
             len: bytes.len() as u32,
             since: self.now,
-            ends: Ends::Nothing,
+            ends: MessageEnd::Nothing,
         };
         self.sockets.deliver(id, held, &mut self.slots);
         true
@@ -402,7 +402,7 @@ fn a_panicking_callback_consumes_the_part_it_was_shown() {
     for (left, consumed) in [(2, 5), (0, 15)] {
         let Table { sockets, slots, .. } = &mut table;
         let look = &mut |_: Payload<'_>| -> bool { panic!("in the middle") };
-        let look = std::panic::AssertUnwindSafe(|| sockets.each(id, 3, look, slots));
+        let look = std::panic::AssertUnwindSafe(|| sockets.consume_in_place(id, 3, look, slots));
         std::panic::catch_unwind(look).unwrap_err();
         assert_eq!((slots.out(), sockets.held(0)), (left, left as u32));
         assert_eq!((sockets.unread(id), sockets.copies(0)), (5 * left, 0));

@@ -40,7 +40,7 @@ impl Connection {
 
     /// Takes the options and the bound port of the listener or socket that it was made of. The
     /// receive buffer was set before.
-    pub(in crate::vsock) fn adopt(&mut self, options: Options, bound: Option<Bound>) {
+    pub(in crate::vsock) fn apply_options(&mut self, options: Options, bound: Option<Bound>) {
         self.bound = bound;
         *self.options() = options;
         self.read_timeout
@@ -124,7 +124,9 @@ impl Connection {
             },
         };
         let interest = Interest::Conn(self.id);
-        let moved = self.core.wait(interest, self.write_patience(), attempt)?;
+        let moved = self
+            .core
+            .wait(interest, self.write_wait_budget(), attempt)?;
         moved.map_err(|error| {
             let kind = match error {
                 MoveError::Busy => io::ErrorKind::ResourceBusy,
@@ -165,7 +167,7 @@ impl Connection {
         let backend = locked.backend();
         let unsent = unsent(backend, self.id);
         if unsent > 0 {
-            backend.ask_progress(self.id);
+            backend.request_credit_update(self.id);
             backend.flush();
         }
         unsent as usize
@@ -206,7 +208,7 @@ impl Connection {
 
     /// The wait mode of calls; `None` if they do not block.
     fn waiting(&self) -> Option<Wait> {
-        match self.read_patience().mode {
+        match self.read_wait_budget().mode {
             WaitMode::Block(wait) => Some(wait),
             _ => None,
         }
@@ -253,7 +255,7 @@ impl Connection {
                     return Some(());
                 }
                 if !std::mem::replace(&mut asked, true) {
-                    backend.ask_progress(self.id);
+                    backend.request_credit_update(self.id);
                     backend.flush();
                 }
                 None

@@ -134,7 +134,7 @@ impl Datagram {
         }
         let trust = self.core.trust();
         self.receive(|backend| {
-            let seen = backend.each(self.id, most, &mut |source, payload, trusted| {
+            let seen = backend.consume_in_place(self.id, most, &mut |source, payload, trusted| {
                 look(Message::new(payload, trust.filter(|_| trusted)), source);
                 true
             });

@@ -105,7 +105,7 @@ pub struct DatagramHome<'a> {
 
 impl<'a> From<&'a Endpoint> for DatagramHome<'a> {
     fn from(endpoint: &'a Endpoint) -> DatagramHome<'a> {
-        let (core, wait) = endpoint.home();
+        let (core, wait) = endpoint.core_and_wait();
         DatagramHome {
             core,
             wait,
@@ -116,7 +116,7 @@ impl<'a> From<&'a Endpoint> for DatagramHome<'a> {
 
 impl<'a> From<&'a Host> for DatagramHome<'a> {
     fn from(host: &'a Host) -> DatagramHome<'a> {
-        let (core, wait) = host.home();
+        let (core, wait) = host.core_and_wait();
         DatagramHome {
             core,
             wait,

@@ -113,7 +113,7 @@ fn eventfd_of_a_poller_stays_readable_when_another_poller_clears_its_own() {
 }
 
 #[test]
-fn rings_are_armed_again_when_the_backend_says_they_are_stale() {
+fn rings_are_armed_again_when_the_backend_reports_them_stale() {
     let (core, script) = core();
     let event_fd = Arc::new(EventFd::new().unwrap());
     core.lock().register_poller(&event_fd).unwrap();

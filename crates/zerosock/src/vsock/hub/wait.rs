@@ -115,7 +115,7 @@ impl Core {
                     continue;
                 }
                 if self.lock_waiters.load(Ordering::Relaxed) > 0 {
-                    locked.give_way();
+                    locked.yield_lock();
                 }
                 if budget.mode == WaitMode::Poll {
                     // The application must call again: more may be there.
@@ -215,7 +215,7 @@ impl Locked<'_> {
                     self.publish_returned();
                 }
                 if self.core.lock_waiters.load(Ordering::Relaxed) > 0 {
-                    self.give_way();
+                    self.yield_lock();
                     return true;
                 }
                 std::hint::spin_loop();
@@ -240,7 +240,7 @@ impl Locked<'_> {
 
     /// Yields the lock to the threads that want it.
     #[cold]
-    fn give_way(&mut self) {
+    fn yield_lock(&mut self) {
         self.run_deferred_closes();
         self.notify_waiters();
         self.release();

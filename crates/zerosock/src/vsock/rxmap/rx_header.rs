@@ -3,7 +3,9 @@
 /// Bytes of a header.
 pub(super) const HEADER: usize = 16;
 
-/// `{u32 length, u32 flags, u64 offset}`: the document's header and an offset.
+/// The header of a packet in a [`RxMap`](super::RxMap), in native byte order: `{u32 length, u32
+/// flags, u64 offset}`. The first two fields are those of the kernel patch set for zero-copy
+/// receive.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));
@@ -21,13 +23,14 @@ pub(super) const HEADER: usize = 16;
 /// ```
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct RxHeader {
-    /// Bytes of payload. 0: the end of the headers.
+    /// Bytes of payload. 0 marks the end of the headers.
     pub length: u32,
     /// [`EOM`](super::EOM), [`EOR`](super::EOR), [`SPILLED`](super::SPILLED).
     pub flags: u32,
-    /// Offset of the first byte, in bytes, in the memory shared with the peer's side (its regions
-    /// one after the other, in order of guest addresses), or in the spill pages. `u64::MAX`: in
-    /// neither; [`RxMap::packet`](super::RxMap::packet) has the bytes anyway.
+    /// Offset of the first byte, in bytes. With [`SPILLED`](super::SPILLED) it counts from the
+    /// start of the spill pages; otherwise from the start of the memory shared with the peer, whose
+    /// regions count one after the other in order of their guest addresses. `u64::MAX`: the bytes
+    /// are in neither; [`RxMap::packet`](super::RxMap::packet) returns them.
     pub offset: u64,
 }
 

@@ -223,7 +223,8 @@ impl<'a> MessageLoan<'a> {
 
     /// Sends the bytes written so far as one message, which may be empty; returns how many. The
     /// part in place is sent at once. A private part may block for buffers, as in
-    /// [`SeqPacket::send`](super::SeqPacket::send), and so does a message behind one that is partly sent.
+    /// [`SeqPacket::send`](super::SeqPacket::send), and so does a message behind one that is partly
+    /// sent.
     ///
     /// # Errors
     /// The connection has ended, or this direction was shut down; [`StreamError::Torn`];
@@ -288,7 +289,7 @@ impl<'a> MessageLoan<'a> {
         };
         let done = conn
             .core
-            .wait(Interest::Conn(conn.id), conn.write_patience(), attempt)
+            .wait(Interest::Conn(conn.id), conn.write_wait_budget(), attempt)
             .map_err(io::Error::from)
             .and_then(|result| Ok(result?));
         match done {

@@ -180,7 +180,7 @@ impl SeqPacket {
     pub fn wait_readable(&self) -> io::Result<()> {
         let attempt = |backend: &mut dyn Backend| is_ready(backend, self.conn.id).then_some(());
         let interest = Interest::Conn(self.conn.id);
-        let budget = self.conn.read_patience();
+        let budget = self.conn.read_wait_budget();
         Ok(self.conn.core.wait(interest, budget, attempt)?)
     }
 
@@ -360,8 +360,8 @@ impl Connected for SeqPacket {
         &self.conn
     }
 
-    fn adopt(&mut self, options: Options, bound: Option<Bound>) {
-        self.conn.adopt(options, bound);
+    fn apply_options(&mut self, options: Options, bound: Option<Bound>) {
+        self.conn.apply_options(options, bound);
     }
 
     fn unbind(&mut self) -> Option<Bound> {

@@ -136,7 +136,7 @@ impl Stream {
     /// `WouldBlock`, `TimedOut`; `ConnectionAborted` when the endpoint has failed.
     pub fn wait_readable(&self) -> io::Result<()> {
         let low_water = self.low_water();
-        let budget = self.conn.read_patience();
+        let budget = self.conn.read_wait_budget();
         let attempt = |backend: &mut dyn Backend| {
             let there = backend
                 .ahead(self.conn.id)
@@ -170,7 +170,7 @@ impl Stream {
     pub fn recv_each(&self, most: usize, mut look: impl FnMut(Message<'_>)) -> io::Result<usize> {
         let trust = self.conn.trust;
         self.receive(|backend| {
-            backend.each(self.conn.id, most, &mut |payload| {
+            backend.consume_in_place(self.conn.id, most, &mut |payload| {
                 look(Message::new(payload, trust));
                 true
             })
@@ -357,8 +357,8 @@ impl Connected for Stream {
         &self.conn
     }
 
-    fn adopt(&mut self, options: Options, bound: Option<Bound>) {
-        Stream::adopt(self, options, bound);
+    fn apply_options(&mut self, options: Options, bound: Option<Bound>) {
+        Stream::apply_options(self, options, bound);
     }
 
     fn unbind(&mut self) -> Option<Bound> {

@@ -127,8 +127,8 @@ impl Stream {
     }
 
     /// Takes the options and the bound port of the listener or socket that it was made of.
-    pub(in crate::vsock) fn adopt(&mut self, options: Options, bound: Option<Bound>) {
-        self.conn.adopt(options, bound);
+    pub(in crate::vsock) fn apply_options(&mut self, options: Options, bound: Option<Bound>) {
+        self.conn.apply_options(options, bound);
         if options.low_water > 1 {
             // Cannot fail: the mark was validated against the same buffer size.
             let _ = self.set_low_water(options.low_water);

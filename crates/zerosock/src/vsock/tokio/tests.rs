@@ -1,4 +1,4 @@
-//! Cancelled calls of an endpoint with a scripted backend.
+//! Cancels calls of async sockets, whose endpoint has a scripted backend.
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -16,14 +16,14 @@ use crate::vsock::seqpacket::SeqPacket;
 use crate::vsock::stream::Stream;
 use crate::vsock::waiting::Wait;
 
-const THERE: Address = Address::new(zerosock_proto::Cid::new(4), Port::new(1));
+const PEER: Address = Address::new(zerosock_proto::Cid::new(4), Port::new(1));
 
-/// What the endpoint of a fake backend is to [`AsyncStream::connect`].
-struct From(Arc<Core>);
+/// Lets [`AsyncStream::connect`] connect from an endpoint with a fake backend.
+struct FakeConnector(Arc<Core>);
 
-impl Connector for From {}
+impl Connector for FakeConnector {}
 
-impl sealed::Connect for From {
+impl sealed::Connect for FakeConnector {
     fn begin(&self, peer: Address) -> io::Result<Stream> {
         crate::vsock::connecting::begin_connect(&self.0, peer, Wait::Sleep)
     }
@@ -37,7 +37,8 @@ impl sealed::Connect for From {
     }
 }
 
-async fn some_turns() {
+/// Lets the other tasks run.
+async fn yield_to_tasks() {
     for _ in 0..10 {
         ::tokio::task::yield_now().await;
     }
@@ -49,14 +50,14 @@ async fn cancelled_calls_leave_no_registered_tasks() {
     let state = info(StreamState::Connected);
     let stream = Stream::new(core.clone(), StreamId::FIRST, &state, Wait::Sleep);
     let stream = Arc::new(AsyncStream::new(stream).unwrap());
-    some_turns().await;
+    yield_to_tasks().await;
     let before = core.waiters();
     for _ in 0..100 {
         let task = {
             let stream = stream.clone();
             ::tokio::spawn(async move { stream.recv().await.map(|_| ()) })
         };
-        some_turns().await;
+        yield_to_tasks().await;
         task.abort();
         assert!(task.await.unwrap_err().is_cancelled());
     }
@@ -82,23 +83,23 @@ async fn cancelled_calls_leave_no_registered_tasks() {
     }
     assert_eq!(core.waiters(), before + 2, "a reader and a writer");
     drop(stream);
-    some_turns().await;
-    assert_eq!(core.waiters(), 0, "the reactor has deregistered, too");
+    yield_to_tasks().await;
+    assert_eq!(core.waiters(), 0, "the reactor has deregistered as well");
 }
 
 #[::tokio::test]
 async fn cancelled_connect_closes_its_stream() {
     let (core, script) = core();
-    let from = From(core.clone());
+    let connector = FakeConnector(core.clone());
     let task = ::tokio::spawn(async move {
-        let connected = AsyncStream::connect(&from, THERE).await;
+        let connected = AsyncStream::connect(&connector, PEER).await;
         connected.map(|_| ())
     });
-    some_turns().await;
+    yield_to_tasks().await;
     assert_eq!(core.waiters(), 2, "the reactor and this task");
     task.abort();
     assert!(task.await.unwrap_err().is_cancelled());
-    some_turns().await;
+    yield_to_tasks().await;
     let script = script.lock().unwrap();
     assert_eq!((script.connected, script.closed), (1, 1));
     drop(script);

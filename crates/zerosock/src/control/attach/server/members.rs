@@ -22,13 +22,13 @@ use super::claims::PortList;
 use super::clients::has_hung_up;
 use super::state::{Conflict, JoinRequest, Member, Server, Stage, State, granted};
 use crate::control::registry::{DeviceRegistry, Entry};
-use crate::device::HostEnd;
+use crate::device::HostAccess;
 use crate::device::factory::Member as Device;
 use crate::routing::name::Name;
 use zerosock_vhost_user::{FrontendRegistry, FrontendSocket, VmSpec};
 
-/// Descriptors of a member beside its control connection, its front-end and its host connections: both
-/// ends of its vhost-user connection until the process has its own, and its hybrid listeners.
+/// Descriptors of a member beside its control connection, its front-end and its host connections:
+/// both ends of its vhost-user connection until the process has its own, and its hybrid listeners.
 const DESCRIPTORS_PER_MEMBER: u64 = 4;
 
 /// The address that a member will have.
@@ -157,8 +157,8 @@ impl Server {
         Some(block)
     }
 
-    /// The conflict with member `vm`. If its process has exited, which may not have been detected yet,
-    /// the member is disconnected.
+    /// The conflict with member `vm`. If its process has exited, which may not have been detected
+    /// yet, the member is disconnected.
     pub(super) fn conflict(
         &mut self,
         vm: usize,
@@ -201,7 +201,8 @@ impl Server {
             |cid: Cid| !cid.is_guest() || self.by_cid.contains_key(&cid) || registry.contains(cid);
         let later = self.next_cid.max(*cids.start())..=*cids.end();
         let found = later.chain(cids.clone()).map(Cid::new);
-        // Bounds the search: members and registry have at most this many CIDs, and four are reserved.
+        // Bounds the search: members and registry have at most this many CIDs, and four are
+        // reserved.
         let most = 2 * (self.members.len() + registry.len()) + 8;
         let cid = found.take(most).find(|&cid| !taken(cid))?;
         self.next_cid = cid.get().wrapping_add(1);
@@ -227,7 +228,7 @@ impl Server {
         let (host, file) = match slot {
             AddressSlot::Cid(cid) => config.host.host_end(cid, &account)?,
             // A service is the host itself.
-            AddressSlot::Block(_) => (HostEnd::None, None),
+            AddressSlot::Block(_) => (HostAccess::None, None),
         };
         let (cid, service) = match slot {
             AddressSlot::Cid(cid) => (cid, None),

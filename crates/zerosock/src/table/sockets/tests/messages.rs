@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::*;
 
 /// Stores a part if the limits allow.
-fn part(table: &mut Table, id: StreamId, bytes: &[u8], ends: Ends) -> bool {
+fn part(table: &mut Table, id: StreamId, bytes: &[u8], ends: MessageEnd) -> bool {
     let free = table.slots.out.iter().position(|out| !out);
     let Some(slot) = free.filter(|_| table.sockets.has_room(0)) else {
         return false;
@@ -39,12 +39,14 @@ fn an_incomplete_message_is_unreadable_and_returns_its_buffers() {
     let id = table.conn();
     table.sockets.carry_messages(id);
     let flow = table.sockets.get(id).unwrap().flow.unwrap();
-    assert!(part(&mut table, id, b"whole", Ends::Message));
-    assert!(part(&mut table, id, b"ha", Ends::Nothing));
-    assert!(part(&mut table, id, b"lf", Ends::Nothing));
+    assert!(part(&mut table, id, b"whole", MessageEnd::Message));
+    assert!(part(&mut table, id, b"ha", MessageEnd::Nothing));
+    assert!(part(&mut table, id, b"lf", MessageEnd::Nothing));
     assert_eq!(table.sockets.unread(id), 5);
     assert_eq!(table.slots.out(), 3);
-    table.sockets.drop_half(id, &mut table.slots);
+    table
+        .sockets
+        .discard_incomplete_message(id, &mut table.slots);
     assert_eq!(table.slots.out(), 1);
     assert_eq!(table.slots.consumed[&flow.index()], 4, "its credit as well");
     assert_eq!(read(&mut table, id, false).unwrap().0, b"whole");
@@ -63,9 +65,9 @@ fn an_incomplete_message_holds_an_eighth_of_the_pool() {
     let id = table.conn();
     table.sockets.carry_messages(id);
     for number in 0..20 {
-        assert!(part(&mut table, id, &[number; 10], Ends::Nothing));
+        assert!(part(&mut table, id, &[number; 10], MessageEnd::Nothing));
     }
-    assert!(part(&mut table, id, b"", Ends::Record));
+    assert!(part(&mut table, id, b"", MessageEnd::Record));
     assert_eq!(table.slots.out() as u32, SIZE / 8);
     let (leases, ends_record) = table
         .sockets
@@ -100,16 +102,17 @@ fn messages_match_a_plain_queue() {
             match dice(12) {
                 0..=5 => {
                     let ends = match dice(4) {
-                        0 => Ends::Message,
-                        1 => Ends::Record,
-                        _ => Ends::Nothing,
+                        0 => MessageEnd::Message,
+                        1 => MessageEnd::Record,
+                        _ => MessageEnd::Nothing,
                     };
                     let len = if ends.any() { dice(20) } else { 1 + dice(20) };
                     let bytes: Vec<u8> = (0..len).map(|_| dice(256) as u8).collect();
                     if half.len() < 500 && part(&mut table, id, &bytes, ends) {
                         half.extend(bytes);
                         if ends.any() {
-                            model.push_back((std::mem::take(&mut half), ends == Ends::Record));
+                            model
+                                .push_back((std::mem::take(&mut half), ends == MessageEnd::Record));
                         }
                     }
                 }
@@ -154,7 +157,9 @@ fn messages_match_a_plain_queue() {
             assert!(table.sockets.end_lease(lease.index, &mut table.slots));
         }
         if seed % 2 == 0 {
-            table.sockets.drop_half(id, &mut table.slots);
+            table
+                .sockets
+                .discard_incomplete_message(id, &mut table.slots);
             while let Some(message) = read(&mut table, id, false) {
                 assert_eq!(Some(message), model.pop_front());
             }

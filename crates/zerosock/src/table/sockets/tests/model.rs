@@ -107,7 +107,7 @@ proptest! {
                         true
                     };
                     let Table { sockets, slots, .. } = &mut table;
-                    prop_assert!(sockets.each(ids[conn], most, look, slots) <= most);
+                    prop_assert!(sockets.consume_in_place(ids[conn], most, look, slots) <= most);
                     let want: Vec<u8> = queues[conn].drain(..got.len()).collect();
                     prop_assert_eq!(&got, &want);
                     done[conn] += got.len() as u64;

@@ -2,10 +2,10 @@
 //!
 //! While the peer has many unread packets of a connection, small writes are copied here and sent as
 //! one packet: when enough bytes are pending, when the peer has read, or after some milliseconds.
-//! The protocol core decides when ([`Shard::gather`]); this file stores the bytes of one shard.
+//! The protocol core decides when ([`Shard::coalesce`]); this file stores the bytes of one shard.
 //!
 //! # Invariants
-//! - Each connection has here exactly the bytes that its shard counts as gathered, in order: fewer
+//! - The bytes stored for a connection are those that its shard counts as unsent, in order: fewer
 //!   than a packet, and never more than its credit.
 //! - The bytes of a closed connection are removed.
 //! - At most [`MAX_CONNECTIONS`] connections have bytes here.
@@ -19,16 +19,16 @@ const MAX_CONNECTIONS: usize = 512;
 
 /// Bytes accepted from the writer that the peer has not reported as consumed.
 pub(crate) fn unsent(info: &FlowInfo) -> u32 {
-    let gathered = u32::try_from(info.unsent).unwrap_or(u32::MAX);
+    let coalesced = u32::try_from(info.unsent).unwrap_or(u32::MAX);
     let sent = info.tx_cnt.wrapping_sub(info.peer_fwd_cnt);
-    sent.saturating_add(gathered)
+    sent.saturating_add(coalesced)
 }
 
 /// The coalesced bytes of each connection. See the module documentation.
 #[derive(Debug, Default)]
-pub(crate) struct Gathered(HashMap<FlowId, Vec<u8>>);
+pub(crate) struct CoalescedWrites(HashMap<FlowId, Vec<u8>>);
 
-impl Gathered {
+impl CoalescedWrites {
     /// Stores the first of `bytes`, as many as `shard` allows, and returns how many. `None`: the
     /// bytes are to be sent uncoalesced.
     pub(crate) fn push(&mut self, shard: &mut Shard, flow: FlowId, bytes: &[u8]) -> Option<usize> {

@@ -1,4 +1,4 @@
-//! The device and the guest of one demo.
+//! The environment of a demo: a device, and a guest that uses it.
 
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -24,23 +24,25 @@ const MEMORY_MIB: u64 = 448;
 const BUF_ALLOC: u32 = 256 << 10;
 const QUEUE_SIZE: u16 = 1024;
 
-/// A booted guest and its device.
-pub(super) struct Setting {
+/// A running guest and the device that serves it.
+pub(super) struct Environment {
     pub(super) guest: Guest<Line>,
     /// The device's hybrid vsock socket.
     pub(super) uds: PathBuf,
-    /// The demo's own device; `None` with another one.
+    /// The device that the demo started; `None` if it uses one that was running (`--socket`).
     daemon: Option<Daemon>,
-    // Dropped last: contains the sockets of the others.
+    // Holds the socket files of guest and device, so it is dropped last.
     _dir: TempDir,
 }
 
-impl Setting {
+impl Environment {
+    /// Starts a device, unless `args` name one, and boots a guest with memory for `payload` bytes.
+    /// `progress` prints a line.
     pub(super) fn boot(
         args: &DemoArgs,
         payload: u64,
-        note: &dyn Fn(String),
-    ) -> Result<Setting, Failure> {
+        progress: &dyn Fn(String),
+    ) -> Result<Environment, Failure> {
         let cache = Cache::find();
         let kernel = match &args.kernel {
             Some(image) => Kernel::custom(image, args.modules.as_deref()),
@@ -50,14 +52,14 @@ impl Setting {
         if qemu::version().is_none() {
             return Err(Failure::runtime(qemu::BootError::NoQemu));
         }
-        let own = std::env::current_exe().map_err(Failure::runtime)?;
-        let inside = program::for_guest(&own, note);
+        let program = std::env::current_exe().map_err(Failure::runtime)?;
+        let guest_program = program::for_guest(&program, progress);
         let arguments = format!("demo-guest --tty {}", qemu::TTY);
-        let initramfs = Builder::new(&cache, &kernel, &inside, &arguments, &[])
+        let initramfs = Builder::new(&cache, &kernel, &guest_program, &arguments, &[])
             .map_err(Failure::runtime)?
             .finish();
 
-        // The name must be short: socket addresses are.
+        // The path must be short: a socket address has room for 107 bytes.
         let dir = tempfile::Builder::new()
             .prefix("zs")
             .tempdir_in("/tmp")
@@ -68,11 +70,11 @@ impl Setting {
             (Some(socket), Some(uds)) => (socket.clone(), uds.clone(), None),
             _ => {
                 let (socket, uds) = (dir.path().join("vhost"), dir.path().join("vsock"));
-                let daemon = own_device(&socket, &uds)?;
+                let daemon = start_device(&socket, &uds)?;
                 (socket, uds, Some(daemon))
             }
         };
-        note(format!("booting Linux {} under QEMU", kernel.release));
+        progress(format!("booting Linux {} under QEMU", kernel.release));
         let guest = Guest::boot(qemu::Config {
             kernel: &kernel,
             initramfs: &image,
@@ -83,16 +85,16 @@ impl Setting {
             dir: dir.path(),
             reboots: false,
             accel: args.accel.into(),
-            zerosock: &own,
+            zerosock: &program,
             echo: args.verbose.then_some("guest"),
         })
         .map_err(Failure::runtime)?;
         if let Some(reason) = kvm_failure() {
-            note(format!(
-                "no KVM for it here ({reason}): software emulation, which is slower"
+            progress(format!(
+                "KVM does not work here ({reason}); QEMU emulates the CPU, which is slower"
             ));
         }
-        Ok(Setting {
+        Ok(Environment {
             guest,
             uds,
             daemon,
@@ -100,13 +102,13 @@ impl Setting {
         })
     }
 
-    /// Counters of the demo's own device; `None` for another one.
+    /// Counters of the device that the demo started; `None` if it started none.
     pub(super) fn stats(&self) -> Option<Stats> {
         self.daemon.as_ref().map(Daemon::stats)
     }
 
-    /// Ends the guest and the demo's own device.
-    pub(super) fn end(mut self) {
+    /// Kills the guest, and shuts down the device if the demo started it.
+    pub(super) fn shutdown(mut self) {
         self.guest.kill();
         if let Some(daemon) = self.daemon {
             daemon.shutdown();
@@ -114,7 +116,7 @@ impl Setting {
     }
 }
 
-fn own_device(socket: &Path, uds: &Path) -> Result<Daemon, Failure> {
+fn start_device(socket: &Path, uds: &Path) -> Result<Daemon, Failure> {
     let bind = |path: &Path| {
         UnixListener::bind(path)
             .map_err(|error| Failure::runtime(format!("{}: {error}", path.display())))

@@ -1,9 +1,9 @@
-//! Small writes of the embedding program, gathered into larger packets while the guest has many
+//! Coalesces small writes of the embedding program into larger packets while the guest has many
 //! packets unread.
 //!
 //! # Invariants
-//! - Gathered bytes leave in order, after earlier packets and before the end of the stream.
-//! - Gathered bytes that find no buffer leave when the guest has posted one.
+//! - Coalesced bytes are sent in order, after earlier packets and before the end of the stream.
+//! - Coalesced bytes for which there is no buffer are sent when the guest has posted one.
 
 use zerosock_proto::vsock::{FlowId, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
@@ -14,30 +14,30 @@ use super::{Context, Device};
 use crate::table::transfers::SendFault;
 
 impl Device {
-    /// Gathers the first of `bytes`; returns how many.
+    /// Coalesces the first of `bytes` with later writes; returns how many.
     #[cold]
-    pub(super) fn app_gather(
+    pub(super) fn app_coalesce(
         &mut self,
         flow: FlowId,
         bytes: &[u8],
         cx: &mut Context<'_>,
     ) -> Result<usize, SendFault> {
-        let Some(taken) = self.gathered.push(&mut self.shard, flow, bytes) else {
+        let Some(taken) = self.coalesced.push(&mut self.shard, flow, bytes) else {
             return self.send_alone(flow, bytes, cx);
         };
         if self.shard.poll_timeout().is_some_and(|at| at <= cx.now) {
-            // The gathering delay has expired and no turn ran since.
+            // The coalescing delay has expired and no turn ran since.
             self.shard.handle_timeout(cx.now);
         }
-        self.send_gathered(cx);
+        self.send_coalesced(cx);
         match taken {
             0 => Err(SendFault::WouldBlock),
             taken => Ok(taken),
         }
     }
 
-    /// See [`Backend::may_gather_more`](crate::table::backend::Backend::may_gather_more).
-    pub(crate) fn may_gather_more(&mut self, flow: FlowId) -> Option<bool> {
+    /// See [`Backend::can_coalesce_more`](crate::table::backend::Backend::can_coalesce_more).
+    pub(crate) fn can_coalesce_more(&mut self, flow: FlowId) -> Option<bool> {
         self.shard.can_coalesce_more(flow)
     }
 
@@ -78,28 +78,28 @@ impl Device {
             .write(chain.writable(), HEADER_LEN, payload);
         emit(rx, chain, &header, payload.len());
         if let Some(app) = cx.shared.app.as_deref_mut() {
-            // The caller adds these bytes to `gathered`, which it subtracts from `sent`.
+            // The caller adds these bytes to `coalesced`, which it subtracts from `sent`.
             app.tally.sent += payload.len() as u64;
             app.tally.packets_sent += 1;
         }
         Ok(payload.len())
     }
 
-    /// Sends gathered bytes after their delay, as far as there are buffers.
+    /// Sends coalesced bytes after their delay, as far as there are buffers.
     #[inline]
-    pub(super) fn send_gathered(&mut self, cx: &mut Context<'_>) {
+    pub(super) fn send_coalesced(&mut self, cx: &mut Context<'_>) {
         if self.shard.has_data() {
-            self.send_gathered_now(cx);
+            self.send_coalesced_now(cx);
         }
     }
 
     #[cold]
-    fn send_gathered_now(&mut self, cx: &mut Context<'_>) {
+    fn send_coalesced_now(&mut self, cx: &mut Context<'_>) {
         let Some(rx) = self.queues.rings.rx.as_mut() else {
             return;
         };
         let (mut sent, mut packets) = (0, 0);
-        // Packets behind it, such as the SHUTDOWN, go with it.
+        // Later packets of the connection, such as SHUTDOWN, follow at once.
         while self.shard.has_transmit() {
             let Some(chain) = rx.pop_if(HEADER_LEN + 1, true) else {
                 self.starved = true;
@@ -112,7 +112,7 @@ impl Device {
             };
             if let Some(span) = packet.span {
                 let memory = rx.queue.memory();
-                self.gathered.pop(span.flow, span.len, |bytes| {
+                self.coalesced.pop(span.flow, span.len, |bytes| {
                     memory.write(chain.writable(), HEADER_LEN, bytes);
                 });
                 self.shard.handle_released(span);
@@ -127,13 +127,13 @@ impl Device {
         }
     }
 
-    /// Sends the gathered bytes of a connection as far as there are credit and buffers. Returns
+    /// Sends the coalesced bytes of a connection as far as there are credit and buffers. Returns
     /// whether none are left.
-    pub(super) fn flush_gathered(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
-        if self.gathered.has(flow) {
+    pub(super) fn flush_coalesced(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
+        if self.coalesced.has(flow) {
             self.shard.flush_coalesced(flow);
-            self.send_gathered(cx);
+            self.send_coalesced(cx);
         }
-        !self.gathered.has(flow)
+        !self.coalesced.has(flow)
     }
 }

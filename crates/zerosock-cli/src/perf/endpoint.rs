@@ -9,8 +9,8 @@ use zerosock::vsock::rxmap::PAGE;
 use zerosock::vsock::{Endpoint, EndpointBuilder, EndpointStats, Host, Listener, Stream};
 use zerosock::{Address, Cid, Port};
 
-use super::bytes::Eye;
-use super::settings::{Client, Mode, Place, Server};
+use super::bytes::ByteChecker;
+use super::settings::{Client, EndpointKind, Mode, Server};
 use super::{receive, report, send};
 
 /// The largest packet of vsock.
@@ -32,17 +32,17 @@ enum Open {
 
 impl Open {
     /// `builder` configures an attached process, `window` a host.
-    fn new(place: &Place, builder: EndpointBuilder, window: u32) -> io::Result<Open> {
-        match place {
-            Place::Attach(path) => {
+    fn new(endpoint: &EndpointKind, builder: EndpointBuilder, window: u32) -> io::Result<Open> {
+        match endpoint {
+            EndpointKind::Attach(path) => {
                 let endpoint = builder.attach(path).map_err(io::Error::other)?;
                 Ok(Open::Endpoint(endpoint))
             }
-            Place::Device(path) => {
+            EndpointKind::Device(path) => {
                 let endpoint = builder.attach_device(path).map_err(io::Error::other)?;
                 Ok(Open::Endpoint(endpoint))
             }
-            Place::Host { vm, attach } => {
+            EndpointKind::Host { vm, attach } => {
                 let mut builder = Host::builder().window(window);
                 if let Some((cid, path)) = vm {
                     // Any VMM: a guest that breaks the measurement only ends it.
@@ -53,7 +53,7 @@ impl Open {
                 }
                 Ok(Open::Host(builder.start().map_err(io::Error::other)?))
             }
-            Place::Kernel => Err(io::ErrorKind::Unsupported.into()),
+            EndpointKind::Kernel => Err(io::ErrorKind::Unsupported.into()),
         }
     }
 
@@ -123,9 +123,9 @@ impl Open {
     }
 }
 
-pub(super) fn serve(place: &Place, server: &Server, buffer: usize) -> io::Result<()> {
+pub(super) fn serve(endpoint: &EndpointKind, server: &Server, buffer: usize) -> io::Result<()> {
     // A sender has no more in flight than its own window.
-    let open = Open::new(place, Endpoint::builder().window(SENDER), SENDER)?;
+    let open = Open::new(endpoint, Endpoint::builder().window(SENDER), SENDER)?;
     let listener = open.listen(server.port)?;
     let cid = open.cid().get();
     println!("{}", report::server_begins(server, buffer, cid));
@@ -138,18 +138,18 @@ pub(super) fn serve(place: &Place, server: &Server, buffer: usize) -> io::Result
     open.linger()
 }
 
-pub(super) fn dequeue(place: &Place, client: &Client, buffer: usize) -> io::Result<()> {
+pub(super) fn dequeue(endpoint: &EndpointKind, client: &Client, buffer: usize) -> io::Result<()> {
     let (packet, entries) = queues(buffer);
     let builder = Endpoint::builder()
         .window(client.credit)
         .receive_buffers(packet as u32)
         .queue_size(entries as u16);
-    let open = Open::new(place, builder, client.credit)?;
+    let open = Open::new(endpoint, builder, client.credit)?;
     open.set_rx_map(client.mode != Mode::Copy);
     println!("{}", report::client_begins(client, buffer));
     let stream = open.connect(client.peer)?;
-    let mut eye = Eye::new(client.look);
-    let counted = receive::on_stream(&stream, client, buffer, &mut eye)?;
+    let mut checker = ByteChecker::new(client.check_mode);
+    let counted = receive::on_stream(&stream, client, buffer, &mut checker)?;
     println!(
         "{}",
         report::client(client.mode, &counted, Some(open.stats()))

@@ -3,7 +3,7 @@
 //!
 //! # Invariants
 //! - Calls block; both directions can be used at once.
-//! - No message is cut, and an empty message is not taken for the end.
+//! - A message is received whole or not at all. An empty message does not count as the end.
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
@@ -42,23 +42,23 @@ impl Kind {
     }
 
     /// Wraps a kernel socket of this type.
-    pub(super) fn of(self, socket: OwnedFd) -> Wire {
+    pub(super) fn of(self, socket: OwnedFd) -> Connection {
         match self {
-            Kind::Bytes => Wire::Socket(socket),
-            Kind::Messages => Wire::Packets(socket),
+            Kind::Bytes => Connection::Socket(socket),
+            Kind::Messages => Connection::Packets(socket),
         }
     }
 }
 
-/// What the caller asks for.
+/// What bytes are transferred over.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Wanted {
+pub(crate) enum Transport {
     Connection(Kind),
     Datagrams,
 }
 
-/// A connection; see the module.
-pub(crate) enum Wire {
+/// A connection, or a datagram socket with a peer.
+pub(crate) enum Connection {
     Socket(OwnedFd),
     Packets(OwnedFd),
     Stream(Stream),
@@ -66,55 +66,55 @@ pub(crate) enum Wire {
     Datagrams(Datagrams),
 }
 
-impl Wire {
+impl Connection {
     /// Largest number of bytes per send.
     pub(super) fn sends_at_once(&self) -> usize {
         match self {
-            Wire::Socket(_) | Wire::Stream(_) => BUFFER,
-            Wire::Packets(_) | Wire::Messages(_) => LONGEST_SENT,
-            Wire::Datagrams(_) => MAX_DATAGRAM as usize,
+            Connection::Socket(_) | Connection::Stream(_) => BUFFER,
+            Connection::Packets(_) | Connection::Messages(_) => LONGEST_SENT,
+            Connection::Datagrams(_) => MAX_DATAGRAM as usize,
         }
     }
 
     /// Size of the receive buffer, bytes.
     pub(super) fn receives_at_once(&self) -> usize {
         match self {
-            Wire::Socket(_) | Wire::Stream(_) => BUFFER,
-            Wire::Packets(_) | Wire::Messages(_) => LONGEST_RECEIVED,
-            Wire::Datagrams(_) => MAX_DATAGRAM as usize,
+            Connection::Socket(_) | Connection::Stream(_) => BUFFER,
+            Connection::Packets(_) | Connection::Messages(_) => LONGEST_RECEIVED,
+            Connection::Datagrams(_) => MAX_DATAGRAM as usize,
         }
     }
 
     /// Sends some of `bytes`, or all of them as one message.
     pub(super) fn send(&self, bytes: &[u8]) -> io::Result<usize> {
         match self {
-            Wire::Socket(socket) | Wire::Packets(socket) => {
+            Connection::Socket(socket) | Connection::Packets(socket) => {
                 Ok(rustix::net::send(socket, bytes, SendFlags::NOSIGNAL)?)
             }
-            Wire::Stream(stream) => (&mut &*stream).write(bytes),
-            Wire::Messages(connection) => connection.send(bytes).map(|()| bytes.len()),
-            Wire::Datagrams(socket) => socket.send(bytes),
+            Connection::Stream(stream) => (&mut &*stream).write(bytes),
+            Connection::Messages(connection) => connection.send(bytes).map(|()| bytes.len()),
+            Connection::Datagrams(socket) => socket.send(bytes),
         }
     }
 
     /// Ends the sending half.
     pub(super) fn finish(&self) -> io::Result<()> {
         match self {
-            Wire::Socket(socket) | Wire::Packets(socket) => {
+            Connection::Socket(socket) | Connection::Packets(socket) => {
                 match rustix::net::shutdown(socket, rustix::net::Shutdown::Write) {
                     // The peer has already closed: nothing remains to be delivered.
                     Ok(()) | Err(Errno::NOTCONN) => Ok(()),
                     Err(errno) => Err(errno.into()),
                 }
             }
-            Wire::Stream(stream) if stream.state() == StreamState::Connected => {
+            Connection::Stream(stream) if stream.state() == StreamState::Connected => {
                 stream.shutdown(Shutdown::Write)
             }
-            Wire::Messages(connection) if connection.state() == StreamState::Connected => {
+            Connection::Messages(connection) if connection.state() == StreamState::Connected => {
                 connection.shutdown(Shutdown::Write)
             }
-            Wire::Stream(_) | Wire::Messages(_) => Ok(()),
-            Wire::Datagrams(socket) => socket.finish(),
+            Connection::Stream(_) | Connection::Messages(_) => Ok(()),
+            Connection::Datagrams(socket) => socket.finish(),
         }
     }
 
@@ -122,7 +122,7 @@ impl Wire {
     /// it: closing a connection waits for the peer.
     pub(super) fn flush(&self) -> io::Result<()> {
         match self {
-            Wire::Datagrams(socket) => socket.flush(),
+            Connection::Datagrams(socket) => socket.flush(),
             _ => Ok(()),
         }
     }
@@ -130,39 +130,39 @@ impl Wire {
     /// Receives bytes, or the next message that is not empty; 0 at the end.
     pub(super) fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
         match self {
-            Wire::Socket(socket) => super::blocking::read(socket.as_fd(), buffer),
-            Wire::Packets(socket) => receive_packet(socket, buffer),
-            Wire::Stream(stream) => (&mut &*stream).read(buffer),
-            Wire::Messages(connection) => loop {
+            Connection::Socket(socket) => super::blocking::read(socket.as_fd(), buffer),
+            Connection::Packets(socket) => receive_packet(socket, buffer),
+            Connection::Stream(stream) => (&mut &*stream).read(buffer),
+            Connection::Messages(connection) => loop {
                 match connection.recv(buffer)? {
                     None => return Ok(0),
-                    Some(message) if message.len > 0 => return whole(message.len, buffer),
+                    Some(message) if message.len > 0 => return check_fits(message.len, buffer),
                     Some(_) => {}
                 }
             },
-            Wire::Datagrams(socket) => socket.receive(buffer),
+            Connection::Datagrams(socket) => socket.receive(buffer),
         }
     }
 
     /// Whether receiving ends by itself after sending has failed.
     pub(super) fn ends_by_itself(&self) -> bool {
-        !matches!(self, Wire::Datagrams(_))
+        !matches!(self, Connection::Datagrams(_))
     }
 
-    /// Whether the peer receives nothing more. Asks by sending zero bytes, which sends no packet;
-    /// poll(2) does not tell for AF_VSOCK.
-    pub(super) fn is_deaf(&self) -> bool {
+    /// Whether the peer receives nothing more. Tests it by sending zero bytes, which sends no
+    /// packet; poll(2) does not report it for AF_VSOCK.
+    pub(super) fn has_peer_stopped_receiving(&self) -> bool {
         match self {
             // On this socket, sending zero bytes would send a packet.
-            Wire::Packets(socket) if !is_vsock(socket) => is_there(socket, PollFlags::HUP),
-            Wire::Socket(socket) | Wire::Packets(socket) => matches!(
+            Connection::Packets(socket) if !is_vsock(socket) => has_event(socket, PollFlags::HUP),
+            Connection::Socket(socket) | Connection::Packets(socket) => matches!(
                 rustix::net::send(socket, &[], SendFlags::NOSIGNAL | SendFlags::DONTWAIT),
                 Err(Errno::PIPE | Errno::NOTCONN | Errno::CONNRESET)
             ),
-            Wire::Stream(stream) => stream.state() != StreamState::Connected,
-            Wire::Messages(connection) => connection.state() != StreamState::Connected,
+            Connection::Stream(stream) => stream.state() != StreamState::Connected,
+            Connection::Messages(connection) => connection.state() != StreamState::Connected,
             // There is no such notification for datagrams.
-            Wire::Datagrams(_) => false,
+            Connection::Datagrams(_) => false,
         }
     }
 }
@@ -175,20 +175,21 @@ fn receive_packet(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
         match rustix::net::recv(socket, &mut *buffer, RecvFlags::TRUNC) {
             Err(Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
-            Ok((_, 0)) if !is_there(socket, PollFlags::RDHUP) => {}
+            Ok((_, 0)) if !has_event(socket, PollFlags::RDHUP) => {}
             Ok((_, 0)) if empty == MOST_EMPTY => return Ok(0),
             Ok((_, 0)) => empty += 1,
-            Ok((_, len)) => return whole(len, buffer),
+            Ok((_, len)) => return check_fits(len, buffer),
         }
     }
 }
 
-/// The length of a message, or an error if it did not fit.
-fn whole(len: usize, buffer: &[u8]) -> io::Result<usize> {
+/// The length of a received message, or an error if it did not fit the buffer.
+fn check_fits(len: usize, buffer: &[u8]) -> io::Result<usize> {
     if len <= buffer.len() {
         return Ok(len);
     }
-    let why = format!("a message of {len} bytes, and there is room for {LONGEST_RECEIVED}");
+    let why =
+        format!("the peer sent a message of {len} bytes; nc receives at most {LONGEST_RECEIVED}");
     Err(io::Error::new(io::ErrorKind::InvalidData, why))
 }
 
@@ -196,11 +197,12 @@ fn is_vsock(socket: &OwnedFd) -> bool {
     sockopt::socket_domain(socket) == Ok(AddressFamily::VSOCK)
 }
 
-fn is_there(socket: &OwnedFd, events: PollFlags) -> bool {
+/// Whether one of `events` is pending on the socket.
+fn has_event(socket: &OwnedFd, events: PollFlags) -> bool {
     let now = Timespec {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    let mut asked = [PollFd::new(socket, events)];
-    poll(&mut asked, Some(&now)).is_ok() && asked[0].revents().intersects(events)
+    let mut polled = [PollFd::new(socket, events)];
+    poll(&mut polled, Some(&now)).is_ok() && polled[0].revents().intersects(events)
 }

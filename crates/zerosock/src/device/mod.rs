@@ -230,8 +230,16 @@ impl Device {
             // An event for the open socket would be attributed to the next bridge with this key.
             cx.poller.remove(socket);
         }
-        if let BridgePeer::Connecting { deadline, .. } = bridge.end {
-            self.timers.cancel(deadline, Timer::Connect(key));
+        match &mut bridge.end {
+            BridgePeer::Connecting { deadline, .. } => {
+                self.timers.cancel(*deadline, Timer::Connect(key));
+            }
+            BridgePeer::Resolving(pending) => {
+                if let Some(pending) = pending.take() {
+                    pending.cancel();
+                }
+            }
+            _ => {}
         }
         if let Some(forwarded) = &mut bridge.forwarded {
             if let Some(idle) = forwarded.idle {

@@ -16,6 +16,7 @@
 //! - `to_guest`: packets to the guest; payload comes by `recvmsg` from the socket into the
 //!   buffers that the guest has posted;
 //! - `events`, `host`, `backlog`, `lingering`, `sibling`: the life cycle of connections;
+//! - `forwarded`: connections by rule with sockets outside, TCP and UDP among them;
 //! - `messages`, `message_sockets`: connections that carry messages (SEQPACKET);
 //! - `app`, `app_store`, `lending`, `message_loans`: connections with the program that
 //!   embeds the device;
@@ -35,6 +36,7 @@ pub(crate) mod datagrams;
 mod events;
 pub(crate) mod factory;
 mod flush;
+mod forwarded;
 mod from_guest;
 pub(crate) mod host;
 pub(crate) mod host_sockets;
@@ -67,6 +69,7 @@ use crate::stats::Gauges;
 use slab::Slab;
 use state::bridge::{Bridge, BridgePeer};
 pub(crate) use state::host::HostAccess;
+use state::timers::Timer;
 pub(crate) use state::{
     Context, Device, EVENT, Limits, RX, Shared, TURN_BYTES, TX, VsockRings, Worker, WorkerMessage,
 };
@@ -228,6 +231,23 @@ impl Device {
         {
             // An event for the open socket would be attributed to the next bridge with this key.
             cx.poller.remove(socket);
+        }
+        match &mut bridge.peer {
+            BridgePeer::Connecting { deadline, .. } => {
+                self.timers.cancel(*deadline, Timer::Connect(key));
+            }
+            BridgePeer::Resolving(pending) => {
+                if let Some(pending) = pending.take() {
+                    pending.cancel();
+                }
+            }
+            _ => {}
+        }
+        if let Some(forwarded) = &mut bridge.forwarded {
+            if let Some(idle) = forwarded.idle {
+                self.timers.cancel(idle.next, Timer::Idle(key));
+            }
+            forwarded.finish();
         }
         self.backlogs.forget(key, &bridge);
         if let Some(flow) = bridge.flow {

@@ -171,6 +171,9 @@ impl Device {
         cx.shared.counters.in_place_bytes.add(received as u64);
         cx.shared.counters.tx_bytes.add(received as u64);
         adapt_read_size(bridge, received, want);
+        if let Some(forwarded) = &mut bridge.forwarded {
+            forwarded.received(received);
+        }
         match result {
             Ok(_) if received == 0 => self.handle_host_eof(key, cx),
             Ok(_) if received < want => {
@@ -192,10 +195,13 @@ impl Device {
                 }
                 Some(Errno::INTR) => Fill::More,
                 Some(Errno::FAULT) => Fill::Lost,
-                // The program has closed its socket with unread bytes, which resets ours.
-                _ => {
+                errno => {
+                    // The program has closed its socket with unread bytes, which resets ours.
                     bridge.host_gone = true;
-                    self.handle_host_eof(key, cx)
+                    match self.tcp_failed(key, errno, cx) {
+                        true => Fill::Idle,
+                        false => self.handle_host_eof(key, cx),
+                    }
                 }
             },
         }
@@ -203,6 +209,9 @@ impl Device {
 
     /// Handles the end of file of a host socket: the guest sees a shutdown.
     pub(super) fn handle_host_eof(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
+        if self.ended_by_reset(key, cx) {
+            return Fill::Idle;
+        }
         if let Some(bridge) = self.bridges.get_mut(key as usize) {
             bridge.read_closed = true;
             if let Some(flow) = bridge.flow {

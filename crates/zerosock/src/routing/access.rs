@@ -207,7 +207,7 @@ impl AccessList {
 }
 
 impl Party {
-    fn includes(&self, endpoint: EndpointTraits<'_>) -> bool {
+    pub(crate) fn includes(&self, endpoint: EndpointTraits<'_>) -> bool {
         match self {
             Party::Any => true,
             Party::Host => endpoint.cid == Cid::HOST,

@@ -21,6 +21,8 @@ pub(crate) enum Timer {
     Linger,
     /// Copies out the chains that a stalled connection holds.
     Hold(u32),
+    /// Checks the idle time-out of a forwarded connection.
+    Idle(u32),
     /// Retries accept(2) on a listener after a failure.
     Accept(u32),
 }

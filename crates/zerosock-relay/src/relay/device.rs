@@ -597,11 +597,6 @@ impl RelayDevice {
         }
     }
 
-    /// Pairs, for tests.
-    #[cfg(test)]
-    pub(super) fn pairs(&self) -> usize {
-        self.pairs.len()
-    }
 
     /// The worker's buffers and pipes, for tests.
     #[cfg(test)]

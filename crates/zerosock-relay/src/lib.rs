@@ -15,7 +15,8 @@ mod resolve;
 pub mod target;
 
 pub use connector::{
-    ConnectError, ConnectRequest, Connected, Connector, ConnectorConfig, Done, Stage,
+    ConnectError, ConnectRequest, Connected, Connector, ConnectorConfig, Done, PendingConnect,
+    Stage,
 };
 pub use networks::{AddressPolicy, Denied, DenyReason, Network};
 pub use target::{DomainName, Host, Target};

@@ -42,8 +42,8 @@ pub enum ConnectError {
         "cannot resolve {0}: built without the feature `names`; give an address instead of a name"
     )]
     NamesNotSupported(DomainName),
-    /// The connector has ended.
-    #[error("the connector has ended")]
+    /// The request was cancelled, or the connector has ended.
+    #[error("the connection was given up: it was cancelled, or the connector has ended")]
     Stopped,
 }
 

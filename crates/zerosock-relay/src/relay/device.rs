@@ -142,8 +142,9 @@ impl RelayDevice {
     pub(super) fn new(parts: Parts) -> RelayDevice {
         let config = &parts.plan.config;
         // Looked at twice in the time, so that an idle pair ends after one and a half of it at most.
-        let idle = config
-            .idle_timeout
+        let idle = parts
+            .plan
+            .idle_timeout()
             .map(|time| (time / 2).max(Duration::from_millis(1)));
         let associations = parts
             .datagrams
@@ -587,7 +588,7 @@ impl RelayDevice {
                 continue;
             };
             let rested = cx.now.saturating_duration_since(pair.moved);
-            match self.plan.config.idle_timeout {
+            match self.plan.idle_timeout() {
                 Some(limit) if rested >= limit => self.end_pair(key, Reason::Idle, cx),
                 _ => self.idle.add(&mut self.pairs, key, cx.now),
             }
@@ -595,13 +596,6 @@ impl RelayDevice {
         if self.paused.is_some_and(|until| until <= cx.now) {
             self.paused = None;
         }
-    }
-
-
-    /// The worker's buffers and pipes, for tests.
-    #[cfg(test)]
-    pub(super) fn store(&self) -> &Store {
-        &self.store
     }
 }
 

@@ -175,6 +175,16 @@ impl Pair {
         // error away.
         let first = usize::from(self.sides[1].ready.has(Ready::HUNG_UP));
         let mut busy = false;
+        for index in 0..2 {
+            // Datagrams have no end: a pair with them is over when the other peer is gone.
+            let is_gone = self.sides[index].ready.has(Ready::HUNG_UP);
+            if is_gone
+                && self.directions[index].is_done()
+                && !self.sides[1 - index].socket.kind().has_end()
+            {
+                return Turn::Ended(Reason::Closed);
+            }
+        }
         for index in [first, 1 - first] {
             let [one, two] = &mut self.sides;
             let (from, to) = if index == 0 { (one, two) } else { (two, one) };
@@ -183,6 +193,8 @@ impl Pair {
                 Outcome::Waiting => {}
                 Outcome::Exhausted => busy = true,
                 Outcome::Finished => {
+                    // For the check above.
+                    busy |= !self.sides[1 - index].socket.kind().has_end();
                     if !self.directions[1 - index].is_done() {
                         self.sides[1 - index].socket.finish_sending();
                     }

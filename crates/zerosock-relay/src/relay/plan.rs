@@ -109,6 +109,13 @@ impl Plan {
         [way.mode(one, two), way.mode(two, one)]
     }
 
+    /// Pairs end when no byte moves for so long: those with datagrams, which have no end, in any case.
+    pub(super) fn idle_timeout(&self) -> Option<Duration> {
+        let endless = !(self.kind(0).has_end() && self.kind(1).has_end());
+        let datagrams = (endless && !self.is_single()).then_some(self.config.datagram_timeout);
+        self.config.idle_timeout.or(datagrams)
+    }
+
     /// Counts one more connection; false if as many as are allowed exist.
     pub(super) fn admit(&self) -> bool {
         // Relaxed: a number without relation to other memory.

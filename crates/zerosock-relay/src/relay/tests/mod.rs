@@ -10,7 +10,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::thread;
 
-use self::support::{Kind, Rig, Sock, pattern, read_all, same};
+use self::support::{Endless, Kind, Rig, Sock, pattern, read_all, same};
 use super::Way;
 
 const WAYS: [Way; 3] = [Way::Auto, Way::Splice, Way::Copy];
@@ -54,7 +54,9 @@ fn contents_pass_both_ways_at_once() {
         let receiver = thread::spawn(move || read_all(&mut other));
         let answer = read_all(&mut client.try_clone());
         let question = receiver.join().unwrap();
-        senders.into_iter().for_each(|sender| sender.join().unwrap());
+        senders
+            .into_iter()
+            .for_each(|sender| sender.join().unwrap());
         assert!(same(&question, &pattern(LENGTH, 1)), "{rig}");
         assert!(same(&answer, &pattern(LENGTH, 2)), "{rig}");
         drop((client, target));
@@ -165,9 +167,10 @@ fn what_a_target_sent_before_it_closed_with_bytes_unread_is_delivered() {
 
 #[test]
 fn a_reader_that_stops_stops_the_writer_and_loses_nothing() {
+    let endless = Endless::new();
     matrix(|rig| {
         let (client, mut target) = rig.pair();
-        let accepted = client.fill(7);
+        let accepted = client.fill(&endless);
         // Socket buffers of both connections, and one read of the relay.
         assert!(accepted < 64 << 20, "{rig}: {accepted} bytes");
         assert!(rig.stats().bytes_to_target <= accepted as u64, "{rig}");
@@ -177,7 +180,8 @@ fn a_reader_that_stops_stops_the_writer_and_loses_nothing() {
         client.try_clone().read_exact(&mut got).unwrap();
         client.shutdown(Shutdown::Write);
         let all = read_all(&mut target);
-        assert!(same(&all, &pattern(accepted, 7)), "{rig}: {}", all.len());
+        assert_eq!(all.len(), accepted, "{rig}");
+        assert!(endless.begins_with(&all), "{rig}");
         drop((client, target));
         rig.ended(1);
     });
@@ -206,7 +210,9 @@ fn many_short_connections_leave_nothing() {
                 })
             })
             .collect();
-        clients.into_iter().for_each(|client| client.join().unwrap());
+        clients
+            .into_iter()
+            .for_each(|client| client.join().unwrap());
         rig.ended(CONNECTIONS as u64);
         let stats = rig.stats();
         assert_eq!((stats.open, stats.refused, stats.idle), (0, 0, 0), "{rig}");

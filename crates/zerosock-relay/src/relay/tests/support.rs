@@ -170,6 +170,21 @@ impl Rig {
         }
     }
 
+    /// The address of the relay's TCP listener.
+    pub(super) fn address(&self) -> SocketAddr {
+        self.connector.tcp.unwrap()
+    }
+
+    /// The path of the relay's Unix listener.
+    pub(super) fn path(&self) -> PathBuf {
+        self.connector.unix.clone()
+    }
+
+    /// Closes the target's listener; its address stays the relay's target.
+    pub(super) fn close_target(&mut self) {
+        self.target = Target::new(Kind::Tcp, Path::new("/nonexistent"));
+    }
+
     pub(super) fn kinds(&self) -> [Kind; 2] {
         self.kinds
     }
@@ -316,10 +331,9 @@ impl Sock {
         }
     }
 
-    /// Writes bytes of a pattern until nothing is taken for a while; returns how many.
-    pub(super) fn fill(&self, seed: u64) -> usize {
+    /// Writes the bytes of an endless pattern until nothing is taken for a while; returns how many.
+    pub(super) fn fill(&self, endless: &Endless) -> usize {
         const MOST: usize = 80 << 20;
-        let bytes = pattern(MOST, seed);
         let mut sent = 0;
         let limit = Timespec::try_from(Duration::from_millis(300)).unwrap();
         while sent < MOST {
@@ -328,13 +342,33 @@ impl Sock {
                 break;
             }
             let flags = rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL;
-            match rustix::net::send(self.fd(), &bytes[sent..], flags) {
+            match rustix::net::send(self.fd(), endless.at(sent), flags) {
                 Ok(more) => sent += more,
                 Err(rustix::io::Errno::AGAIN) => {}
                 Err(errno) => panic!("{errno}"),
             }
         }
         sent
+    }
+}
+
+/// A pattern that repeats after a number of bytes that no buffer has.
+pub(super) struct Endless(Vec<u8>);
+
+impl Endless {
+    pub(super) fn new() -> Endless {
+        Endless(pattern(1_000_003, 7))
+    }
+
+    fn at(&self, offset: usize) -> &[u8] {
+        &self.0[offset % self.0.len()..]
+    }
+
+    /// Whether these are its first bytes.
+    pub(super) fn begins_with(&self, bytes: &[u8]) -> bool {
+        bytes
+            .chunks(self.0.len())
+            .all(|chunk| chunk == &self.0[..chunk.len()])
     }
 }
 

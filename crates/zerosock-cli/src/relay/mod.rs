@@ -45,6 +45,9 @@ fn run(config: RelayConfig, signals: &Signals) -> Result<(), Failure> {
             None => {}
         }
     }
+    if let Some(reason) = relay.way_refused() {
+        warn!("--way {way}: {reason}: auto is used");
+    }
     info!(from = %ends[0], to = %ends[1], %way, workers, "relaying");
     let ended = loop {
         match signals.wait(relay.over(), None).map_err(signals_failed)? {

@@ -409,7 +409,8 @@ fn descriptors_that_a_client_sends_are_closed_and_the_bytes_pass() {
     let fds = [std::os::fd::AsFd::as_fd(&file); 100];
     // Several at once: a read ends behind each.
     for n in 0..50u8 {
-        let bytes = [std::io::IoSlice::new(&[n; 100])];
+        let message = [n; 100];
+        let bytes = [std::io::IoSlice::new(&message)];
         zerosock_sys::fd_passing::send(&client, &bytes, &fds).unwrap();
     }
     drop(client);

@@ -9,7 +9,7 @@ mod blocking;
 mod connect;
 mod connection;
 mod datagrams;
-mod endpoint;
+pub(crate) mod endpoint;
 mod error;
 mod progress;
 mod pump;

@@ -160,7 +160,7 @@ fn wait_for_signal(
             Wake::Signal(name) => return Ok(name),
             Wake::Other => return Err(ServeError::WorkerEnded),
             Wake::Hangup => reload(),
-            Wake::TimeIsUp => {}
+            Wake::User | Wake::TimeIsUp => {}
         }
         watchdog.check(daemon);
         stuck_calls.check(daemon);

@@ -1,0 +1,60 @@
+//! Settings of `zerosock relay`, validated.
+
+use zerosock_relay::relay::RelayConfig;
+
+use super::args::RelayArgs;
+use super::end::End;
+use crate::failure::Failure;
+
+/// Most workers without --workers.
+const WORKERS: usize = 8;
+
+/// The configuration of a relay between kernel sockets; `None` if an end is attached.
+pub(super) fn kernel_config(args: &RelayArgs) -> Result<Option<RelayConfig>, Failure> {
+    check(args)?;
+    let (End::Kernel(first), End::Kernel(second)) = (&args.first, &args.second) else {
+        return Ok(None);
+    };
+    let mut config = RelayConfig::new([first.clone(), second.clone()]);
+    config.way = args.way;
+    config.workers = match args.workers {
+        Some(workers) => workers as usize,
+        None => std::thread::available_parallelism().map_or(1, |n| n.get().min(WORKERS)),
+    };
+    config.max_connections = args.max_connections as usize;
+    config.connect_timeout = args.connect_timeout;
+    config.idle_timeout = args.idle_timeout;
+    config.datagram_timeout = args.udp_timeout;
+    config.keepalive = (!args.keepalive.is_zero()).then_some(args.keepalive);
+    config.buffer = args.buffer as usize;
+    config.pipes = args.pipes as usize;
+    config.proxy_protocol = args.proxy_protocol;
+    Ok(Some(config))
+}
+
+/// Limits that the types of the flags do not say.
+fn check(args: &RelayArgs) -> Result<(), Failure> {
+    match args.workers {
+        Some(0) => return Err(Failure::usage("--workers: give at least 1")),
+        Some(1025..) => return Err(Failure::usage("--workers: give at most 1024")),
+        _ => {}
+    }
+    if args.max_connections == 0 {
+        return Err(Failure::usage("--max-connections: give at least 1"));
+    }
+    for (name, time) in [
+        ("--connect-timeout", Some(args.connect_timeout)),
+        ("--idle-timeout", args.idle_timeout),
+        ("--udp-timeout", Some(args.udp_timeout)),
+    ] {
+        if time.is_some_and(|time| time.is_zero()) {
+            return Err(Failure::usage(format_args!(
+                "{name}: give more than 0 seconds"
+            )));
+        }
+    }
+    match args.buffer {
+        0x1000..=0x100_0000 => Ok(()),
+        _ => Err(Failure::usage("--buffer: give 4K to 16M")),
+    }
+}

@@ -6,3 +6,5 @@
 //!   their own.
 //! - A policy judges resolved addresses, never names.
 #![forbid(unsafe_code)]
+
+pub mod sockmap;

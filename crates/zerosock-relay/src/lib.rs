@@ -12,6 +12,7 @@ pub mod networks;
 pub mod proxy_protocol;
 pub mod relay;
 mod resolve;
+pub mod sockmap;
 pub mod target;
 
 pub use connector::{

@@ -10,6 +10,7 @@
 //! - [`mmsg`] receives and sends many messages with one call.
 //! - [`reaper`] has the threads that close the descriptor of a [`PeerFd`], [`notify`] wakes peers, and
 //!   [`account`] limits the descriptors and memory of each peer.
+//! - [`bpf`] redirects packets between sockets inside the kernel, [`tcp_written`] counts what is on its way.
 //! - [`affinity`] pins threads, [`network`] isolates them.
 //!
 //! # Invariants
@@ -18,6 +19,7 @@
 
 pub mod account;
 pub mod affinity;
+pub mod bpf;
 pub mod fd_passing;
 pub mod memfd;
 pub mod mmsg;
@@ -28,6 +30,7 @@ pub mod reaper;
 pub mod sigbus;
 mod slices;
 pub mod socket_file;
+mod tcp_counts;
 pub mod vsock;
 pub mod vsock_calls;
 
@@ -36,3 +39,4 @@ pub use slices::{
     MAX_SLICES, Received, read_slices, read_slices_at, read_slices_now, recv_packet_and_rights,
     recv_slices, recv_slices_and_rights, send_slices, write_slices,
 };
+pub use tcp_counts::tcp_written;

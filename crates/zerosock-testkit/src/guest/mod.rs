@@ -4,6 +4,7 @@ mod agent;
 mod calls;
 mod forward;
 mod owned;
+mod sockmap;
 mod stream;
 mod xstate;
 
@@ -28,6 +29,8 @@ enum Command {
     },
     /// Tests `serve --forward-cid` on this guest's own AF_VSOCK
     Forward,
+    /// Relays between this guest's own AF_VSOCK and other sockets, in several ways
+    Sockmap(sockmap::Options),
     /// On the host: become a program without access to the processor's extended state
     HideXstate {
         /// Program and arguments
@@ -41,6 +44,7 @@ pub fn main() -> ExitCode {
     let done = match Command::parse_from(std::env::args_os().skip(1)) {
         Command::Agent { tty } => agent::run(&tty),
         Command::Forward => forward::run(),
+        Command::Sockmap(options) => sockmap::run(&options),
         Command::HideXstate { argv } => xstate::run(&argv),
     };
     Failure::exit_code(NAME, done.map_err(Failure::runtime))

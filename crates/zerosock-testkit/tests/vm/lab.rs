@@ -60,7 +60,10 @@ pub(crate) struct Lab {
     kernel: Kernel,
     initramfs: PathBuf,
     embedded: OnceLock<Embedded>,
+    /// Why the guests have no QEMU guest agent.
     pub(crate) qemu_ga: Option<String>,
+    /// Why the guests have no socat.
+    pub(crate) socat: Option<String>,
     _dir: TempDir,
 }
 
@@ -155,6 +158,7 @@ impl Lab {
         )
         .expect("an initramfs");
         let qemu_ga = add_qemu_ga(&cache, &mut builder).err();
+        let socat = add_socat(&cache, &mut builder).err();
         let initramfs = dir.path().join("initramfs");
         std::fs::write(&initramfs, builder.finish()).expect("the initramfs written");
 
@@ -211,6 +215,7 @@ impl Lab {
             initramfs,
             embedded: OnceLock::new(),
             qemu_ga,
+            socat,
             _dir: dir,
         })
     }
@@ -328,7 +333,6 @@ fn config<'c>(
 
 /// Debian's guest agent, and its libraries that this machine lacks.
 fn add_qemu_ga(cache: &Cache, builder: &mut Builder) -> Result<(), String> {
-    let text = |error: &dyn std::error::Error| error.to_string();
     let packages = [
         "qemu-guest-agent",
         "libglib2.0-0",
@@ -336,6 +340,24 @@ fn add_qemu_ga(cache: &Cache, builder: &mut Builder) -> Result<(), String> {
         "libudev1",
         "liburing2",
     ];
+    add_program(cache, builder, &packages, "usr/sbin/qemu-ga", "bin/qemu-ga")
+}
+
+/// socat, likewise.
+fn add_socat(cache: &Cache, builder: &mut Builder) -> Result<(), String> {
+    let packages = ["socat", "libwrap0", "libssl3", "libnsl2", "libtirpc3"];
+    add_program(cache, builder, &packages, "usr/bin/socat", "bin/socat")
+}
+
+/// A program of the first package, with libraries of the others.
+fn add_program(
+    cache: &Cache,
+    builder: &mut Builder,
+    packages: &[&str],
+    file: &str,
+    name: &str,
+) -> Result<(), String> {
+    let text = |error: &dyn std::error::Error| error.to_string();
     let mut roots = Vec::new();
     for package in packages {
         roots.push(cache.package(package).map_err(|error| text(&error))?);
@@ -345,11 +367,7 @@ fn add_qemu_ga(cache: &Cache, builder: &mut Builder) -> Result<(), String> {
         .flat_map(|root| ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"].map(|d| root.join(d)))
         .collect();
     builder
-        .program(
-            "bin/qemu-ga",
-            &roots[0].join("usr/sbin/qemu-ga"),
-            &libraries,
-        )
+        .program(name, &roots[0].join(file), &libraries)
         .map_err(|error| text(&error))
 }
 

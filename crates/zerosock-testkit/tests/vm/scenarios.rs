@@ -11,6 +11,7 @@ mod perf;
 mod refusal;
 mod seqpacket;
 mod services;
+mod sockmap;
 mod zero_copy;
 
 use crate::Scenario;
@@ -73,6 +74,9 @@ pub(crate) const ALL: &[(&str, Scenario)] = &[
         "datagrams_of_the_embedding_program",
         datagrams::of_the_embedding_program,
     ),
+    ("sockmap_contents_virtio", sockmap::contents_virtio),
+    ("sockmap_contents_loopback", sockmap::contents_loopback),
+    ("sockmap_beside_socat_and_copying", sockmap::rows),
     ("perf_guest_is_server", perf::guest_is_server),
     ("perf_guest_is_client", perf::guest_is_client),
     ("perf_from_a_guest_of_its_own", perf::from_own_guest),

@@ -1,0 +1,549 @@
+//! A pair of joined sockets, and what is done for it by hand.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering::{Acquire, Release};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::sockopt::socket_error;
+use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
+use zerosock_sys::bpf::Slot;
+use zerosock_sys::tcp_written;
+
+use super::maps::{Ends, Side};
+
+/// How soon a direction that moves bytes needs its next turn: its limit is what may pass until then.
+const SOON: Duration = Duration::from_millis(1);
+/// The longest time between turns of a direction that waits for its target.
+const LATE: Duration = Duration::from_millis(64);
+/// How soon a datagram direction at rest needs a turn, to raise its allowance.
+const DATAGRAMS: Duration = Duration::from_millis(250);
+/// How soon a direction without a limit needs a turn when no bytes pass.
+const WATCH: Duration = Duration::from_millis(4);
+/// Turns without bytes after which a direction is idle.
+const IDLE_TURNS: u32 = 4;
+/// Reads by hand in one turn.
+const BUDGET: u32 = 64;
+/// How many times the limit may be under way once the source's own sending side is shut down, when
+/// nothing can pass by hand (see [`Work::end`]).
+const HALF_CLOSED: u64 = 16;
+
+/// Two joined sockets. Dropping it ends the redirection and drops the sockets.
+///
+/// Bytes that the kernel has redirected and that the target has not taken are lost then: call
+/// [`Pair::turn`] until [`State::Ended`] first.
+#[derive(Debug)]
+pub struct Pair<S> {
+    ends: Ends,
+    directions: [Direction; 2],
+    sockets: [S; 2],
+}
+
+/// What a direction does.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum State {
+    /// The kernel redirects, and bytes pass.
+    Redirecting,
+    /// The kernel would redirect, and no bytes pass.
+    Idle,
+    /// Bytes or the end of the stream wait until the target has taken what is before them.
+    Waiting,
+    /// The target has the last byte and the end of the stream, or the pair has no such direction.
+    Ended,
+}
+
+/// Outcome of a turn.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Turn {
+    /// What the direction does.
+    pub state: State,
+    /// When the next turn is due, unless a socket becomes ready earlier.
+    pub again: Option<Duration>,
+}
+
+/// What one direction has moved so far.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct Counters {
+    /// Bytes that the kernel has redirected.
+    pub redirected_bytes: u64,
+    /// Packets that the kernel has redirected.
+    pub redirected_packets: u64,
+    /// Bytes that turns have received and sent.
+    pub by_hand_bytes: u64,
+    /// Empty datagrams, which the kernel cannot redirect, and ends of TCP streams.
+    pub empty_packets: u64,
+    /// Datagrams received by hand that the target refused.
+    pub lost_datagrams: u64,
+}
+
+/// A socket of the pair has failed: the connection of the other should be reset too.
+#[derive(Debug, thiserror::Error)]
+#[error("sockmap: socket {side:?}: {error}")]
+pub struct TurnError {
+    /// The socket that failed.
+    pub side: Side,
+    /// Its error, such as ECONNRESET.
+    pub error: io::Error,
+}
+
+/// State of the direction that begins at one side.
+#[derive(Debug)]
+pub(super) struct Direction {
+    datagrams: bool,
+    /// The source is TCP: what is received by hand are those bytes that the program has left.
+    tcp: bool,
+    /// Bytes that may be under way.
+    limit: u64,
+    /// Bytes written to the target before the first one of this direction. `None` if its kind has no
+    /// such count: then the source has datagrams, which have no end.
+    base: Option<u64>,
+    /// Bytes received and sent by hand.
+    by_hand: u64,
+    /// Bytes received by hand.
+    read: u64,
+    /// Datagrams that the target refused.
+    lost: u64,
+    /// Bytes received by hand that the target has not taken.
+    rest: Vec<u8>,
+    /// Redirected bytes at the last turn.
+    seen: u64,
+    /// Turns since bytes were redirected.
+    idle: u32,
+    /// Turns that waited without an effect.
+    waited: u32,
+    ended: bool,
+}
+
+/// What poll(2) says of a direction.
+#[derive(Copy, Clone, Debug)]
+struct Ready {
+    /// The source has received the end of its stream.
+    end: bool,
+    /// The target takes bytes.
+    writable: bool,
+}
+
+impl Direction {
+    pub(super) fn new(datagrams: bool, tcp: bool, limit: u64, base: Option<u64>) -> Direction {
+        Direction {
+            datagrams,
+            tcp,
+            limit,
+            base,
+            ended: false,
+            ..Direction::none()
+        }
+    }
+
+    /// One that the pair does not redirect.
+    pub(super) fn none() -> Direction {
+        Direction {
+            datagrams: false,
+            tcp: false,
+            limit: 0,
+            base: None,
+            by_hand: 0,
+            read: 0,
+            lost: 0,
+            rest: Vec::new(),
+            seen: 0,
+            idle: 0,
+            waited: 0,
+            ended: true,
+        }
+    }
+}
+
+impl<S: AsFd> Pair<S> {
+    pub(super) fn new(ends: Ends, directions: [Direction; 2], sockets: [S; 2]) -> Pair<S> {
+        Pair {
+            ends,
+            directions,
+            sockets,
+        }
+    }
+
+    /// A socket of the pair. Do not receive from it, and do not send while its direction has not ended.
+    pub fn socket(&self, side: Side) -> &S {
+        &self.sockets[side.index()]
+    }
+
+    /// Ends the redirection, and returns the sockets.
+    pub fn into_sockets(self) -> [S; 2] {
+        let Pair { ends, sockets, .. } = self;
+        drop(ends);
+        sockets
+    }
+
+    /// What the direction from this side has moved.
+    pub fn counters(&self, from: Side) -> Counters {
+        let direction = &self.directions[from.index()];
+        let Some(slot) = self.ends.slot(from) else {
+            return Counters::default();
+        };
+        Counters {
+            redirected_bytes: slot.bytes.load(Acquire),
+            redirected_packets: slot.packets.load(Acquire),
+            by_hand_bytes: direction.by_hand,
+            empty_packets: slot.dropped.load(Acquire),
+            lost_datagrams: direction.lost,
+        }
+    }
+
+    /// Does by hand what is due in the direction from this side. It does not block.
+    ///
+    /// `scratch` is for what passes by hand, 256 KiB or more; it holds nothing between calls. After an
+    /// error the direction does not work any more.
+    ///
+    /// # Errors
+    /// See [`TurnError`]. Errors of datagram sockets, such as ECONNREFUSED, are no errors of the
+    /// direction.
+    pub fn turn(&mut self, from: Side, scratch: &mut [u8]) -> Result<Turn, TurnError> {
+        let direction = &mut self.directions[from.index()];
+        let (Some(slot), false) = (self.ends.slot(from), direction.ended) else {
+            return Ok(Turn {
+                state: State::Ended,
+                again: None,
+            });
+        };
+        let target = &self.sockets[from.other().index()];
+        let mut work = Work {
+            from,
+            source: &self.sockets[from.index()],
+            target,
+            slot,
+            back: self.ends.slot(from.other()),
+            direction,
+            refused: false,
+        };
+        let turn = work.run(scratch);
+        if work.refused {
+            let again = self.ends.insert_again(from.other(), target);
+            let side = from.other();
+            again.map_err(|error| TurnError { side, error })?;
+        }
+        turn
+    }
+}
+
+/// One turn of one direction.
+struct Work<'a, S> {
+    from: Side,
+    source: &'a S,
+    target: &'a S,
+    slot: &'a Slot,
+    /// The slot of the direction back.
+    back: Option<&'a Slot>,
+    direction: &'a mut Direction,
+    /// The target of datagrams has reported an error.
+    refused: bool,
+}
+
+/// How far forwarding by hand came.
+enum Handed {
+    /// Nothing is left at the source.
+    Drained,
+    /// The source has no more bytes, and the target has all of them.
+    End,
+    /// The target has to take bytes first, or the budget is used up.
+    Waiting,
+}
+
+impl<S: AsFd> Work<'_, S> {
+    fn run(&mut self, scratch: &mut [u8]) -> Result<Turn, TurnError> {
+        let ready = self.poll()?;
+        if self.direction.datagrams {
+            self.forward_datagrams(scratch)?;
+            self.allow(ready)?;
+            return Ok(self.redirecting(Some(DATAGRAMS)));
+        }
+        if ready.end || !self.is_open() || !self.direction.rest.is_empty() {
+            let before = self.direction.by_hand;
+            match self.forward(ready, scratch)? {
+                Handed::Drained => self.direction.waited = 0,
+                Handed::End => {
+                    self.direction.ended = true;
+                    return Ok(Turn {
+                        state: State::Ended,
+                        again: None,
+                    });
+                }
+                Handed::Waiting => {
+                    if self.direction.by_hand > before {
+                        self.direction.waited = 0;
+                    }
+                    let again = SOON * (1 << self.direction.waited.min(6));
+                    self.direction.waited += 1;
+                    return Ok(Turn {
+                        state: State::Waiting,
+                        again: Some(again.min(LATE)),
+                    });
+                }
+            }
+        }
+        self.allow(ready)?;
+        if !self.is_open() {
+            // More came while the last turn's bytes were on their way.
+            return Ok(Turn {
+                state: State::Waiting,
+                again: Some(SOON),
+            });
+        }
+        Ok(self.redirecting(None))
+    }
+
+    /// Whether the program redirects.
+    fn is_open(&self) -> bool {
+        let slot = self.slot;
+        slot.allowance.load(Acquire) > 0 && self.is_handled()
+    }
+
+    /// Whether everything that the program has left at the source was sent on.
+    fn is_handled(&self) -> bool {
+        self.slot.passed.load(Acquire) == self.slot.handled.load(Acquire)
+    }
+
+    /// The turn of a direction that redirects. `at_rest` is its time when no bytes pass.
+    fn redirecting(&mut self, at_rest: Option<Duration>) -> Turn {
+        let bytes = self.slot.bytes.load(Acquire);
+        let direction = &mut *self.direction;
+        if bytes == direction.seen {
+            direction.idle = direction.idle.saturating_add(1);
+        } else {
+            direction.idle = 0;
+            direction.seen = bytes;
+        }
+        if direction.idle >= IDLE_TURNS {
+            let unlimited = self.slot.allowance.load(Acquire) == u64::MAX;
+            let at_rest = if unlimited { Some(WATCH) } else { at_rest };
+            return Turn {
+                state: State::Idle,
+                again: at_rest,
+            };
+        }
+        Turn {
+            state: State::Redirecting,
+            again: Some(SOON),
+        }
+    }
+
+    /// Raises the number of bytes that the program may redirect.
+    fn allow(&mut self, ready: Ready) -> Result<(), TurnError> {
+        let direction = &*self.direction;
+        let unlimited = self.slot.allowance.load(Acquire) == u64::MAX;
+        let allowance = match direction.base {
+            Some(base) => {
+                let taken = self.written()?.saturating_sub(base + direction.by_hand);
+                let limit = direction.limit.saturating_mul(HALF_CLOSED);
+                if unlimited && self.slot.bytes.load(Acquire) > taken.saturating_add(limit) {
+                    let error = io::Error::other(format!(
+                        "it takes its bytes too slowly: more than {limit} wait in the kernel, and \
+                         the sender cannot be held up after a half-close"
+                    ));
+                    let side = self.from.other();
+                    return Err(TurnError { side, error });
+                }
+                taken.saturating_add(direction.limit)
+            }
+            None if unlimited => return Ok(()),
+            None if ready.writable => self.slot.bytes.load(Acquire) + direction.limit,
+            None => return Ok(()),
+        };
+        if !unlimited {
+            self.slot.allowance.store(allowance, Release);
+        }
+        Ok(())
+    }
+
+    /// Whether the target has taken everything that was redirected.
+    fn is_taken(&mut self) -> Result<bool, TurnError> {
+        let bytes = self.slot.bytes.load(Acquire);
+        let Some(base) = self.direction.base else {
+            return Ok(false);
+        };
+        Ok(self.written()? >= base + bytes + self.direction.by_hand)
+    }
+
+    /// Sends on what the program has left at the source, once the target has what came before.
+    fn forward(&mut self, ready: Ready, scratch: &mut [u8]) -> Result<Handed, TurnError> {
+        if !self.is_taken()? || !self.send_rest()? {
+            return Ok(Handed::Waiting);
+        }
+        for _ in 0..BUDGET {
+            // What the program leaves here after this line is not handled by the read below.
+            let passed = self.slot.passed.load(Acquire);
+            let received = match recv(self.source, &mut *scratch, RecvFlags::DONTWAIT) {
+                Ok((received, _)) => received,
+                Err(Errno::INTR) => continue,
+                // A vsock socket with a program says this also at the end of its stream.
+                Err(Errno::AGAIN) if ready.end => 0,
+                Err(Errno::AGAIN) => {
+                    // Everything is in the target's send queue: what the program redirects from here
+                    // on comes after it. The program compares with its own count.
+                    self.handle(passed);
+                    return Ok(Handed::Drained);
+                }
+                Err(error) => return Err(self.failed(self.from, error)),
+            };
+            if received == 0 {
+                self.handle(passed);
+                // The read may have made the program redirect what was left, or the kernel may not
+                // have made readable yet what the program has left.
+                if !self.is_taken()? || !self.is_handled() {
+                    return Ok(Handed::Waiting);
+                }
+                return self.end();
+            }
+            self.direction.read += received as u64;
+            let sent = self.send(&scratch[..received])?;
+            if sent < received {
+                self.direction
+                    .rest
+                    .extend_from_slice(&scratch[sent..received]);
+                return Ok(Handed::Waiting);
+            }
+        }
+        Ok(Handed::Waiting)
+    }
+
+    /// Lets the program redirect if nothing that it has left is still to come. `passed` was read before
+    /// a read that found nothing.
+    ///
+    /// Where bytes go both ways, the kernel queues what the program leaves behind what it has to send
+    /// there, and makes it readable later. TCP tells by the number of bytes. The other sources are in
+    /// pairs of one direction, where nothing is queued.
+    fn handle(&self, passed: u64) {
+        let handled = if self.direction.tcp {
+            self.direction.read
+        } else {
+            passed
+        };
+        self.slot.handled.store(handled, Release);
+    }
+
+    /// Passes the end of the stream on.
+    ///
+    /// Once both ends of a TCP connection are closed the kernel discards what the program has left at
+    /// its socket, read or not. So nothing may be left at the target when its sending side is shut
+    /// down, and later nothing may stay there: from here on the direction back redirects without
+    /// limit.
+    fn end(&self) -> Result<Handed, TurnError> {
+        if let Some(back) = self.back {
+            back.allowance.store(u64::MAX, Release);
+            if back.passed.load(Acquire) != back.handled.load(Acquire) {
+                return Ok(Handed::Waiting);
+            }
+        }
+        match shutdown(self.target, Shutdown::Write) {
+            // Not connected: the other end has reset the connection, which the direction back sees.
+            Ok(()) | Err(Errno::NOTCONN) => Ok(Handed::End),
+            Err(error) => Err(self.failed(self.from.other(), error)),
+        }
+    }
+
+    /// Sends what the target did not take earlier; whether all of it is gone.
+    fn send_rest(&mut self) -> Result<bool, TurnError> {
+        let mut rest = std::mem::take(&mut self.direction.rest);
+        let sent = self.send(&rest)?;
+        if sent < rest.len() {
+            rest.drain(..sent);
+            self.direction.rest = rest;
+            return Ok(false);
+        }
+        Ok(true)
+    }
+
+    /// Sends by hand as much as the target takes.
+    fn send(&mut self, bytes: &[u8]) -> Result<usize, TurnError> {
+        let mut sent = 0;
+        while sent < bytes.len() {
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            match send(self.target, &bytes[sent..], flags) {
+                Ok(count) => sent += count,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => break,
+                Err(error) => return Err(self.failed(self.from.other(), error)),
+            }
+        }
+        self.direction.by_hand += sent as u64;
+        Ok(sent)
+    }
+
+    /// Sends on datagrams that were there before the program ran, or that it left.
+    fn forward_datagrams(&mut self, scratch: &mut [u8]) -> Result<(), TurnError> {
+        for _ in 0..BUDGET {
+            let passed = self.slot.passed.load(Acquire);
+            if !self.send_rest()? {
+                return Ok(());
+            }
+            let received = match recv(self.source, &mut *scratch, RecvFlags::DONTWAIT) {
+                Ok((received, _)) => received,
+                Err(Errno::AGAIN) => {
+                    self.slot.handled.store(passed, Release);
+                    return Ok(());
+                }
+                // Interrupted, or what an ICMP message has reported.
+                Err(_) => continue,
+            };
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            match send(self.target, &scratch[..received], flags) {
+                Ok(sent) => {
+                    self.direction.by_hand += sent as u64;
+                    // A stream as the target may take a part.
+                    self.direction
+                        .rest
+                        .extend_from_slice(&scratch[sent..received]);
+                }
+                Err(_) => self.direction.lost += 1,
+            }
+        }
+        Ok(())
+    }
+
+    fn poll(&mut self) -> Result<Ready, TurnError> {
+        let mut sockets = [
+            PollFd::new(self.source, PollFlags::RDHUP),
+            PollFd::new(self.target, PollFlags::OUT),
+        ];
+        if let Err(error) = poll(&mut sockets, Some(&Timespec::default())) {
+            return Err(self.failed(self.from, error));
+        }
+        let [source, target] = sockets.map(|socket| socket.revents());
+        for (side, socket, events) in [
+            (self.from, self.source, source),
+            (self.from.other(), self.target, target),
+        ] {
+            let source = side == self.from;
+            if !events.contains(PollFlags::ERR) || (self.direction.datagrams && source) {
+                // The error of a source of datagrams is one of the direction back.
+                continue;
+            }
+            if let Ok(Err(error)) = socket_error(socket) {
+                if !self.direction.datagrams {
+                    return Err(self.failed(side, error));
+                }
+                self.refused = true;
+            }
+        }
+        Ok(Ready {
+            end: source.intersects(PollFlags::RDHUP | PollFlags::HUP),
+            writable: target.contains(PollFlags::OUT),
+        })
+    }
+
+    fn written(&self) -> Result<u64, TurnError> {
+        tcp_written(self.target).map_err(|error| TurnError {
+            side: self.from.other(),
+            error,
+        })
+    }
+
+    fn failed(&self, side: Side, error: Errno) -> TurnError {
+        TurnError {
+            side,
+            error: error.into(),
+        }
+    }
+}

@@ -1,0 +1,302 @@
+//! Redirection inside the guest's kernel (sockmap) between its own AF_VSOCK sockets and others, over
+//! virtio and over the loopback CID; and its speed beside socat and a copying relay.
+
+use std::io::Read;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::time::Instant;
+
+use zerosock_cli::vm::hybrid;
+use zerosock_testkit::protocol::Command;
+use zerosock_testkit::remote::Pending;
+
+use crate::lab::{Lab, STEP, deadlines, expected, port, read_to_end, write};
+
+/// What one relay in the guest does.
+#[derive(Copy, Clone)]
+struct Run {
+    way: &'static str,
+    kind: &'static str,
+    cid: u32,
+    back: bool,
+    bytes: u64,
+    chunk: usize,
+    /// Microseconds after each datagram.
+    pause: u64,
+}
+
+impl Run {
+    fn new(way: &'static str, kind: &'static str, cid: u32) -> Run {
+        Run {
+            way,
+            kind,
+            cid,
+            back: false,
+            bytes: 3 << 20,
+            chunk: 65536,
+            pause: 0,
+        }
+    }
+
+    /// As many datagrams as all buffers hold.
+    fn datagrams(way: &'static str, cid: u32) -> Run {
+        Run {
+            bytes: 1400 * 100,
+            chunk: 1400,
+            pause: 200,
+            ..Run::new(way, "udp", cid)
+        }
+    }
+
+    /// From vsock to TCP.
+    fn back(cid: u32) -> Run {
+        Run {
+            back: true,
+            bytes: 1 << 20,
+            ..Run::new("sockmap", "tcp", cid)
+        }
+    }
+
+    fn start(self, lab: &Lab, port: u32) -> Pending {
+        let mut argv = format!(
+            "/bin/zerosock guest sockmap --way {} --kind {} --cid {} --port {port} --bytes {} \
+             --chunk {} --pause {}",
+            self.way, self.kind, self.cid, self.bytes, self.chunk, self.pause
+        );
+        if self.back {
+            argv += " --back";
+        }
+        let argv = argv.split_whitespace().map(str::to_owned).collect();
+        lab.a.start(Command::Run { argv })
+    }
+}
+
+/// The value of `name=value` in the output.
+fn value<'a>(said: &'a str, name: &str) -> &'a str {
+    said.split_whitespace()
+        .filter_map(|word| word.split_once('='))
+        .find_map(|(key, value)| (key == name).then_some(value))
+        .unwrap_or_else(|| panic!("no {name}: {said}"))
+}
+
+fn number(said: &str, name: &str) -> u64 {
+    value(said, name).parse().expect("a number")
+}
+
+fn finished(running: Pending) -> String {
+    let done = running.wait(STEP).expect("an end");
+    let said = done.text.unwrap_or_default();
+    assert_eq!(done.bytes, 0, "{said}");
+    said
+}
+
+/// Whether the guest's kernel has sockmap for vsock. If not, checks that this is said.
+fn has_vsock(lab: &Lab) -> bool {
+    let mut numbers = lab.release.split('.').map(str::parse::<u32>);
+    let mut next = || numbers.next().and_then(Result::ok).unwrap_or(0);
+    if (next(), next()) >= (6, 4) {
+        return true;
+    }
+    let port = port();
+    let _listener = lab.a.host_listener(port);
+    let running = Run::datagrams("sockmap", 2).start(lab, port);
+    let done = running.wait(STEP).expect("an end");
+    let said = done.text.unwrap_or_default();
+    assert_ne!(done.bytes, 0, "{said}");
+    assert!(said.contains("cannot redirect socket B"), "{said}");
+    println!(
+        "Linux {} has no sockmap for vsock (6.4 or later has): refused by name",
+        lab.release
+    );
+    false
+}
+
+/// The guest's loopback device.
+fn loopback_up(lab: &Lab) {
+    let argv = ["/bin/busybox", "ifconfig", "lo", "127.0.0.1", "up"];
+    let argv = argv.map(str::to_owned).to_vec();
+    let up = lab.a.run(Command::Run { argv });
+    assert_eq!(up.bytes, 0, "{:?}", up.text);
+}
+
+/// The far end is on this machine.
+pub(crate) fn contents_virtio(lab: &Lab) {
+    loopback_up(lab);
+    if !has_vsock(lab) {
+        return;
+    }
+    let run = Run::datagrams("sockmap", 2);
+    let (running, stream) = accepted(lab, run);
+    let (digest, bytes) = read_to_end(&stream);
+    drop(stream);
+    let said = finished(running);
+    println!("udp to vsock: {}", said.trim());
+    assert_eq!((bytes, digest), (run.bytes, expected(1, run.bytes)));
+    assert!(number(&said, "redirected") > 0, "{said}");
+
+    let run = Run::back(2);
+    until_redirected(|| {
+        let (running, stream) = accepted(lab, run);
+        let digest = write(&stream, 1, run.bytes, &[65536]);
+        stream.shutdown(Shutdown::Write).expect("shut down");
+        let said = finished(running);
+        println!("vsock to tcp: {}", said.trim());
+        assert_eq!(value(&said, "client_sha256"), digest);
+        number(&said, "redirected")
+    });
+}
+
+/// What is queued before the relay begins passes by hand, and so do bytes that follow without a gap:
+/// the other end may deliver all of them before. Tries again until some are redirected.
+fn until_redirected(mut run: impl FnMut() -> u64) {
+    let redirected = (0..20).any(|_| run() > 0);
+    assert!(redirected, "all bytes passed by hand, each time");
+}
+
+/// Both ends are in the guest.
+pub(crate) fn contents_loopback(lab: &Lab) {
+    loopback_up(lab);
+    if !has_vsock(lab) {
+        return;
+    }
+    let run = Run::datagrams("sockmap", 1);
+    let said = finished(run.start(lab, port()));
+    println!("udp to vsock loopback: {}", said.trim());
+    assert_eq!(number(&said, "far_bytes"), run.bytes, "{said}");
+    assert_eq!(value(&said, "far_sha256"), expected(1, run.bytes), "{said}");
+    assert!(number(&said, "redirected") > 0, "{said}");
+
+    let run = Run::back(1);
+    until_redirected(|| {
+        let said = finished(run.start(lab, port()));
+        println!("vsock loopback to tcp: {}", said.trim());
+        let digest = expected(1, run.bytes);
+        assert_eq!(value(&said, "client_sha256"), digest, "{said}");
+        number(&said, "redirected")
+    });
+    // The kernel would lose bytes of a Unix stream, and the end of a stream into vsock.
+    for (kind, reason) in [("unix", "Unix stream"), ("tcp", "is not TCP")] {
+        let run = Run::new("sockmap", kind, 1);
+        let done = run.start(lab, port()).wait(STEP).expect("an end");
+        let said = done.text.unwrap_or_default();
+        assert!(done.bytes != 0 && said.contains(reason), "{said}");
+    }
+}
+
+/// Starts a relay whose far end is on this machine.
+fn accepted(lab: &Lab, run: Run) -> (Pending, UnixStream) {
+    let port = port();
+    let listener = lab.a.host_listener(port);
+    let running = run.start(lab, port);
+    let stream = hybrid::accept(&listener, STEP).expect("the relay");
+    deadlines(&stream);
+    (running, stream)
+}
+
+/// Rows for docs/sockmap.md: all ways in turn, three rounds. It checks the bytes, not the speed.
+pub(crate) fn rows(lab: &Lab) {
+    const ROUNDS: usize = 3;
+    loopback_up(lab);
+    let mut ways = vec!["copy"];
+    if has_vsock(lab) {
+        ways.push("sockmap");
+    }
+    match &lab.socat {
+        None => ways.insert(0, "socat"),
+        Some(reason) => println!("no socat in the guest: {reason}"),
+    }
+    let cases = [
+        Case {
+            name: "UDP to vsock, 1400 B",
+            kind: "udp",
+            back: false,
+            chunk: 1400,
+            bytes: 1400 * 6000,
+        },
+        Case {
+            name: "vsock to TCP, 64 KiB",
+            kind: "tcp",
+            back: true,
+            chunk: 65536,
+            bytes: 16 << 20,
+        },
+    ];
+    for case in cases {
+        for cid in [2, 1] {
+            let mut rows: Vec<(f64, u64, u64)> = vec![(0.0, 0, 0); ways.len()];
+            for _ in 0..ROUNDS {
+                for (way, row) in ways.iter().zip(&mut rows) {
+                    let run = Run {
+                        bytes: case.bytes,
+                        chunk: case.chunk,
+                        back: case.back,
+                        ..Run::new(way, case.kind, cid)
+                    };
+                    let (rate, received, busy) = measure(lab, run);
+                    if case.back {
+                        assert_eq!(received, case.bytes);
+                    }
+                    row.0 += rate / ROUNDS as f64;
+                    row.2 += received;
+                    row.1 += busy * 1_000_000 / received.max(1) / ROUNDS as u64;
+                }
+            }
+            for (way, (rate, busy, received)) in ways.iter().zip(&rows) {
+                let share = received * 100 / (case.bytes * ROUNDS as u64);
+                println!(
+                    "row: {}, CID {cid}: {way}: {rate:.1} MB/s, {:.2}x the first; {busy} ms of \
+                     processors per GB; {share} % arrived",
+                    case.name,
+                    rate / rows[0].0
+                );
+            }
+        }
+    }
+}
+
+/// One line of the table.
+struct Case {
+    name: &'static str,
+    kind: &'static str,
+    back: bool,
+    chunk: usize,
+    bytes: u64,
+}
+
+/// Megabytes per second at the receiver, bytes received, busy microseconds in the guest.
+fn measure(lab: &Lab, run: Run) -> (f64, u64, u64) {
+    if run.back {
+        let said = if run.cid == 1 {
+            finished(run.start(lab, port()))
+        } else {
+            let (running, stream) = accepted(lab, run);
+            write(&stream, 1, run.bytes, &[65536]);
+            stream.shutdown(Shutdown::Write).expect("shut down");
+            finished(running)
+        };
+        assert_eq!(value(&said, "client_sha256"), expected(1, run.bytes));
+        let rate = run.bytes as f64 / number(&said, "sent_us").max(1) as f64;
+        return (rate, run.bytes, number(&said, "busy_us"));
+    }
+    if run.cid == 1 {
+        let said = finished(run.start(lab, port()));
+        let bytes = number(&said, "far_bytes");
+        let rate = bytes as f64 / number(&said, "far_us").max(1) as f64;
+        return (rate, bytes, number(&said, "busy_us"));
+    }
+    let (running, mut stream) = accepted(lab, run);
+    let mut buffer = vec![0; 256 << 10];
+    let mut first = None;
+    let mut bytes = 0u64;
+    let mut last = Instant::now();
+    while let Ok(count @ 1..) = stream.read(&mut buffer) {
+        last = Instant::now();
+        first.get_or_insert(last);
+        bytes += count as u64;
+    }
+    let took = last - first.unwrap_or(last);
+    drop(stream);
+    let said = finished(running);
+    let rate = bytes as f64 / took.as_micros().max(1) as f64;
+    (rate, bytes, number(&said, "busy_us"))
+}

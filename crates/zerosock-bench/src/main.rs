@@ -12,6 +12,7 @@
 
 mod args;
 mod machine;
+mod namespace;
 mod pair;
 mod peers;
 mod report;

@@ -15,6 +15,7 @@ mod machine;
 mod namespace;
 mod pair;
 mod peers;
+mod processes;
 mod report;
 mod rounds;
 mod tables;

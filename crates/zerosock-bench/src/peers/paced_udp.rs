@@ -1,0 +1,177 @@
+//! UDP over the loopback interface, at the rate at which the receiver gets the datagrams.
+//!
+//! At most [`WINDOW`] datagrams are in flight. The receiver acknowledges them over a Unix socket of
+//! its own, past any relay. Without that a sender that shares a core with the receiver would spend
+//! the time of that core on datagrams that are dropped. Datagrams that are lost all the same do not
+//! count.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Ipv4Addr, UdpSocket};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::peers::datagrams::{self, NUMBER};
+use crate::worker;
+use crate::worker::order::{Job, Order, Outcome};
+use crate::worker::touch::Fault;
+
+/// Most datagrams in flight. As many with 1400 bytes fit into Linux's default receive buffer.
+const WINDOW: u64 = 64;
+/// Datagrams for each acknowledgement.
+const BATCH: u64 = 16;
+/// Time after which the sender takes unacknowledged datagrams for lost.
+const LOST: Duration = Duration::from_millis(20);
+/// Time without a datagram after which the receiver gives up.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Timeout of the receiver's calls.
+const TICK: Duration = Duration::from_millis(50);
+
+/// Carries out an order as one of the two sides.
+pub(crate) fn work(order: &Order) -> Result<(), Fault> {
+    let acknowledgements = Path::new(&order.place).join("acknowledgements");
+    let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).map_err(text)?;
+    match order.job {
+        Job::Receive => {
+            let listener = UnixListener::bind(acknowledgements).map_err(text)?;
+            worker::say_open(&socket.local_addr().map_err(text)?.to_string())?;
+            let (back, _) = listener.accept().map_err(text)?;
+            worker::work_with(|| receive(&socket, back, order))
+        }
+        Job::Send => {
+            let back = UnixStream::connect(acknowledgements).map_err(text)?;
+            socket.connect(order.destination()?).map_err(text)?;
+            worker::work_with(|| send(&socket, back, order))
+        }
+        Job::Ping | Job::Pong => Err("datagrams go one way".to_owned()),
+    }
+}
+
+/// Length of each datagram.
+fn length(order: &Order) -> usize {
+    order.size.max(2 * NUMBER)
+}
+
+fn receive(socket: &UdpSocket, mut back: UnixStream, order: &Order) -> Result<Outcome, Fault> {
+    socket.set_read_timeout(Some(TICK)).map_err(text)?;
+    let len = length(order);
+    // A datagram that is too long must be seen.
+    let mut bytes = vec![0; len + 1];
+    let (mut next, mut total) = (0, 0);
+    let mut window = Window::new(order);
+    let mut latest = Instant::now();
+    loop {
+        match socket.recv(&mut bytes) {
+            Ok(got) => {
+                next = datagrams::check(&bytes[..got], len, next)? + 1;
+                total += 1;
+                if total % BATCH != 0 {
+                    continue;
+                }
+                latest = Instant::now();
+            }
+            Err(error) if is_timeout(&error) && latest.elapsed() < PATIENCE => {}
+            Err(error) if is_timeout(&error) => return Err("nothing arrives".to_owned()),
+            Err(error) => return Err(format!("receive: {error}")),
+        }
+        if let Some(outcome) = window.look(total) {
+            // The end of `back` ends the sender.
+            return Ok(outcome);
+        }
+        match back.write_all(&next.to_le_bytes()) {
+            Ok(()) => {}
+            Err(error) => return Err(format!("acknowledge: {error}")),
+        }
+    }
+}
+
+/// The measured time: after the warm-up that begins with the first datagrams.
+struct Window {
+    warm: Duration,
+    time: Duration,
+    first: Option<Instant>,
+    /// Begin of the measured time, and the datagrams before it.
+    counted_from: Option<(Instant, u64)>,
+}
+
+impl Window {
+    fn new(order: &Order) -> Window {
+        Window {
+            warm: order.warm,
+            time: order.time,
+            first: None,
+            counted_from: None,
+        }
+    }
+
+    /// The outcome, once the time is over; `total` is the number of datagrams up to now.
+    fn look(&mut self, total: u64) -> Option<Outcome> {
+        if total == 0 {
+            return None;
+        }
+        let now = Instant::now();
+        let first = *self.first.get_or_insert(now);
+        let Some((since, before)) = self.counted_from else {
+            if now - first >= self.warm {
+                self.counted_from = Some((now, total));
+            }
+            return None;
+        };
+        (now - since >= self.time && total > before).then(|| Outcome {
+            messages: total - before,
+            nanoseconds: u64::try_from((now - since).as_nanos()).unwrap_or(u64::MAX),
+            total: Some(total),
+            ..Outcome::default()
+        })
+    }
+}
+
+fn send(socket: &UdpSocket, mut back: UnixStream, order: &Order) -> Result<Outcome, Fault> {
+    back.set_read_timeout(Some(LOST)).map_err(text)?;
+    let give_up = Instant::now() + order.warm + order.time + PATIENCE;
+    let mut bytes = vec![0; length(order)];
+    let (mut number, mut acknowledged) = (0u64, 0u64);
+    let mut answers = [0; 8 * WINDOW as usize];
+    loop {
+        while number - acknowledged < WINDOW {
+            datagrams::write(number, &mut bytes);
+            match socket.send(&bytes) {
+                Ok(_) => {}
+                // The answer to an earlier datagram, which is lost.
+                Err(error) if error.kind() == ErrorKind::ConnectionRefused => {}
+                Err(error) => return Err(format!("send: {error}")),
+            }
+            number += 1;
+        }
+        match back.read(&mut answers) {
+            Ok(0) => break,
+            Ok(got) => {
+                // Each acknowledgement is written at once, and none is cut.
+                let latest = answers[..got].as_chunks().0.last();
+                let latest = latest.map_or(0, |latest| u64::from_le_bytes(*latest));
+                acknowledged = acknowledged.max(latest);
+            }
+            Err(error) if is_timeout(&error) => acknowledged = number,
+            Err(error) if error.kind() == ErrorKind::ConnectionReset => break,
+            Err(error) => return Err(format!("acknowledgement: {error}")),
+        }
+        if Instant::now() > give_up {
+            return Err("the receiver does not end".to_owned());
+        }
+    }
+    Ok(Outcome {
+        messages: number,
+        ..Outcome::default()
+    })
+}
+
+fn is_timeout(error: &std::io::Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
+    )
+}
+
+fn text(error: impl ToString) -> String {
+    error.to_string()
+}

@@ -1,0 +1,193 @@
+//! Addresses of sockets of the table `relay`, and whether a program has a socket there.
+
+use std::fs;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU16, Ordering};
+
+use crate::peers::Contestant;
+
+/// Ports for listeners: below those that connecting sockets get.
+const PORTS: std::ops::Range<u16> = 2000..10_000;
+/// Ports of connecting sockets in a namespace of the bench: enough for 10 000 connections to one
+/// port beside those that have just ended.
+pub(super) const CONNECTING_PORTS: &str = "10000 65000";
+
+/// A kind of socket.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Kind {
+    Tcp,
+    Unix,
+    Udp,
+}
+
+/// Where a program listens, or a datagram socket is bound.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) enum Address {
+    Tcp(SocketAddr),
+    Unix(PathBuf),
+    Udp(SocketAddr),
+}
+
+impl Kind {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Kind::Tcp => "TCP",
+            Kind::Unix => "Unix",
+            Kind::Udp => "UDP",
+        }
+    }
+
+    /// The programs that use such sockets.
+    pub(super) fn contestant(self) -> Contestant {
+        match self {
+            Kind::Tcp => Contestant::Tcp,
+            Kind::Unix => Contestant::Unix,
+            Kind::Udp => Contestant::PacedUdp,
+        }
+    }
+
+    /// An address in the form in which those programs announce it.
+    pub(super) fn parse(self, text: &str) -> Result<Address, String> {
+        let socket = || text.parse().map_err(|error| format!("{text}: {error}"));
+        Ok(match self {
+            Kind::Tcp => Address::Tcp(socket()?),
+            Kind::Udp => Address::Udp(socket()?),
+            Kind::Unix => Address::Unix(text.into()),
+        })
+    }
+
+    /// An address that is free: a port of the loopback device, or a path in `dir`.
+    pub(super) fn free(self, dir: &Path) -> Result<Address, String> {
+        Ok(match self {
+            Kind::Tcp => Address::Tcp(free_port(|at| TcpListener::bind(at).is_ok())?),
+            Kind::Udp => Address::Udp(free_port(|at| UdpSocket::bind(at).is_ok())?),
+            Kind::Unix => Address::Unix(dir.join("relay")),
+        })
+    }
+}
+
+/// The next port that a socket can be bound to. Each port is tried once only, so that a connection
+/// of an earlier measurement that has not quite ended is in no relay's way.
+fn free_port(can_bind: impl Fn(SocketAddr) -> bool) -> Result<SocketAddr, String> {
+    static TRIED: AtomicU16 = AtomicU16::new(0);
+    // Two runs at a time without namespaces should not try the same ports.
+    let first = std::process::id() as u16;
+    for _ in PORTS {
+        let nth = first.wrapping_add(TRIED.fetch_add(1, Ordering::Relaxed));
+        let port = PORTS.start + nth % (PORTS.end - PORTS.start);
+        let at = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        if can_bind(at) {
+            return Ok(at);
+        }
+    }
+    Err(format!("no port of {PORTS:?} is free"))
+}
+
+impl Address {
+    /// As the programs at the ends take it.
+    pub(super) fn text(&self) -> String {
+        match self {
+            Address::Tcp(address) | Address::Udp(address) => address.to_string(),
+            Address::Unix(path) => path.to_string_lossy().into_owned(),
+        }
+    }
+
+    /// Whether a socket listens there, or is bound in the case of UDP. To connect in order to see
+    /// that would be a connection that the relay passes on.
+    pub(super) fn is_open(&self) -> Result<bool, String> {
+        let (table, is_ours): (_, Box<dyn Fn(&str) -> bool>) = match self {
+            Address::Tcp(address) => ("tcp", inet(*address, TCP_LISTEN)),
+            Address::Udp(address) => ("udp", inet(*address, UDP_UNCONNECTED)),
+            // HAProxy listens at another path first, and then renames the file.
+            Address::Unix(path) if !path.exists() => return Ok(false),
+            Address::Unix(path) => {
+                let path = path.to_string_lossy().into_owned();
+                ("unix", Box::new(move |line| is_unix_listener(line, &path)))
+            }
+        };
+        // The namespace of this thread, not that of the process's first one.
+        let table = format!("/proc/thread-self/net/{table}");
+        let text = fs::read_to_string(&table).map_err(|error| format!("{table}: {error}"))?;
+        Ok(text.lines().any(is_ours))
+    }
+}
+
+/// States in /proc/net/tcp and /proc/net/udp.
+const TCP_LISTEN: &str = "0A";
+const UDP_UNCONNECTED: &str = "07";
+
+/// Recognises `  SL: ADDRESS:PORT REMOTE STATE ...`, with the address as a number in the machine's
+/// byte order.
+fn inet(address: SocketAddr, state: &'static str) -> Box<dyn Fn(&str) -> bool> {
+    let bits = match address {
+        SocketAddr::V4(address) => u32::from_ne_bytes(address.ip().octets()),
+        SocketAddr::V6(_) => 0,
+    };
+    let wanted = format!("{bits:08X}:{:04X}", address.port());
+    Box::new(move |line| {
+        let mut words = line.split_whitespace().skip(1);
+        words.next() == Some(&wanted) && words.nth(1) == Some(state)
+    })
+}
+
+/// Recognises `NUM: REFS PROTOCOL FLAGS TYPE STATE INODE PATH` of a listening socket, with the path
+/// that it was bound to: this one, or this one with HAProxy's `.PID.tmp`.
+fn is_unix_listener(line: &str, path: &str) -> bool {
+    const ACCEPTS: &str = "00010000";
+    let mut words = line.split_whitespace();
+    let accepts = words.nth(3) == Some(ACCEPTS);
+    let bound = words.nth(3).and_then(|bound| bound.strip_prefix(path));
+    accepts && bound.is_some_and(|rest| rest.is_empty() || rest.ends_with(".tmp"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::{UnixListener, UnixStream};
+
+    use super::*;
+
+    #[test]
+    fn a_socket_is_open_from_listen_to_close() {
+        let dir = tempfile::tempdir().unwrap();
+        for kind in [Kind::Tcp, Kind::Udp, Kind::Unix] {
+            let address = kind.free(dir.path()).unwrap();
+            assert!(!address.is_open().unwrap(), "{address:?}");
+            let socket: Box<dyn std::any::Any> = match &address {
+                Address::Tcp(at) => Box::new(TcpListener::bind(at).unwrap()),
+                Address::Udp(at) => Box::new(UdpSocket::bind(at).unwrap()),
+                Address::Unix(path) => {
+                    let listener = UnixListener::bind(path).unwrap();
+                    let stream = UnixStream::connect(path).unwrap();
+                    Box::new((listener, stream))
+                }
+            };
+            assert!(address.is_open().unwrap(), "{address:?}");
+            assert_eq!(kind.parse(&address.text()), Ok(address.clone()));
+            drop(socket);
+            assert!(!address.is_open().unwrap(), "{address:?}");
+        }
+    }
+
+    #[test]
+    fn a_listener_counts_once_its_file_has_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let (bound, path) = (dir.path().join("x.77.tmp"), dir.path().join("x"));
+        let _listener = UnixListener::bind(&bound).unwrap();
+        let address = Address::Unix(path.clone());
+        assert!(!address.is_open().unwrap());
+        fs::rename(bound, path).unwrap();
+        assert!(address.is_open().unwrap());
+    }
+
+    #[test]
+    fn an_accepted_connection_is_no_listener() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x");
+        let listener = UnixListener::bind(&path).unwrap();
+        let _here = UnixStream::connect(&path).unwrap();
+        let _there = listener.accept().unwrap();
+        drop(listener);
+        assert!(!Address::Unix(path).is_open().unwrap());
+    }
+}

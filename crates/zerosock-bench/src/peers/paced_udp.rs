@@ -175,3 +175,70 @@ fn is_timeout(error: &std::io::Error) -> bool {
 fn text(error: impl ToString) -> String {
     error.to_string()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+    use crate::worker::order::Wait;
+
+    /// Both sides, and between them a relay that sends the n-th datagram `copies(n)` times.
+    fn run(copies: impl Fn(u64) -> usize + Send) -> [Result<Outcome, Fault>; 2] {
+        let order = |job| Order {
+            peer: String::new(),
+            job,
+            wait: Wait::Sleep,
+            size: 100,
+            warm: Duration::ZERO,
+            time: Duration::from_millis(5),
+            cpu: None,
+            other_cpu: None,
+            place: String::new(),
+            to: None,
+            how: None,
+        };
+        let socket = || UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let [sender, relay, receiver] = [socket(), socket(), socket()];
+        sender.connect(relay.local_addr().unwrap()).unwrap();
+        let to = receiver.local_addr().unwrap();
+        relay.set_read_timeout(Some(TICK)).unwrap();
+        let (here, there) = UnixStream::pair().unwrap();
+        thread::scope(|scope| {
+            let sending = scope.spawn(move || send(&sender, here, &order(Job::Send)));
+            let receiving = scope.spawn(move || receive(&receiver, there, &order(Job::Receive)));
+            let mut bytes = [0; 200];
+            let mut number = 0;
+            while !sending.is_finished() {
+                let Ok(got) = relay.recv(&mut bytes) else {
+                    continue;
+                };
+                for _ in 0..copies(number) {
+                    relay.send_to(&bytes[..got], to).unwrap();
+                }
+                number += 1;
+            }
+            [sending.join().unwrap(), receiving.join().unwrap()]
+        })
+    }
+
+    #[test]
+    fn a_run_counts_what_arrived() {
+        let [sent, received] = run(|_| 1).map(Result::unwrap);
+        assert!(received.messages > 0 && received.nanoseconds > 0);
+        assert!(received.messages < received.total.unwrap());
+        assert!(received.total.unwrap() <= sent.messages);
+    }
+
+    #[test]
+    fn lost_datagrams_do_not_count_and_do_not_stop_the_run() {
+        let [sent, received] = run(|number| usize::from(number % 10 != 3)).map(Result::unwrap);
+        assert!(received.total.unwrap() * 20 < sent.messages * 19);
+    }
+
+    #[test]
+    fn a_datagram_that_comes_twice_ends_the_run() {
+        let [_, received] = run(|number| if number == 40 { 2 } else { 1 });
+        assert!(received.unwrap_err().contains("again"));
+    }
+}

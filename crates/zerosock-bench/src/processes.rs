@@ -166,7 +166,7 @@ mod tests {
         assert_eq!(tree(&all, &[8, 6]), [8, 6, 7]);
     }
 
-    /// A shell whose child is busy.
+    /// A shell with a busy child.
     #[test]
     fn the_time_of_a_busy_child_counts() {
         let mut shell = Command::new("sh")

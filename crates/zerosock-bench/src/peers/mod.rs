@@ -39,7 +39,7 @@ pub(crate) enum Contestant {
     Datagrams,
     /// UDP over the loopback interface.
     Udp,
-    /// UDP whose receiver acknowledges, so that a sender does not send more than a relay can take.
+    /// UDP with acknowledgements past the relay, so that a sender does not send more than a relay can take.
     PacedUdp,
 }
 

@@ -96,20 +96,21 @@ impl Address {
     /// Whether a socket listens there, or is bound in the case of UDP. To connect in order to see
     /// that would be a connection that the relay passes on.
     pub(super) fn is_open(&self) -> Result<bool, String> {
-        let (table, is_ours): (_, Box<dyn Fn(&str) -> bool>) = match self {
-            Address::Tcp(address) => ("tcp", inet(*address, TCP_LISTEN)),
-            Address::Udp(address) => ("udp", inet(*address, UDP_UNCONNECTED)),
+        let table = match self {
+            Address::Tcp(_) => "tcp",
+            Address::Udp(_) => "udp",
             // HAProxy listens at another path first, and then renames the file.
             Address::Unix(path) if !path.exists() => return Ok(false),
-            Address::Unix(path) => {
-                let path = path.to_string_lossy().into_owned();
-                ("unix", Box::new(move |line| is_unix_listener(line, &path)))
-            }
+            Address::Unix(_) => "unix",
         };
         // The namespace of this thread, not that of the process's first one.
         let table = format!("/proc/thread-self/net/{table}");
         let text = fs::read_to_string(&table).map_err(|error| format!("{table}: {error}"))?;
-        Ok(text.lines().any(is_ours))
+        Ok(text.lines().any(|line| match self {
+            Address::Tcp(address) => is_inet(line, *address, TCP_LISTEN),
+            Address::Udp(address) => is_inet(line, *address, UDP_UNCONNECTED),
+            Address::Unix(path) => is_unix_listener(line, &path.to_string_lossy()),
+        }))
     }
 }
 
@@ -117,18 +118,16 @@ impl Address {
 const TCP_LISTEN: &str = "0A";
 const UDP_UNCONNECTED: &str = "07";
 
-/// Recognises `  SL: ADDRESS:PORT REMOTE STATE ...`, with the address as a number in the machine's
+/// Recognises `SL: ADDRESS:PORT REMOTE STATE ...`, with the address as a number in the machine's
 /// byte order.
-fn inet(address: SocketAddr, state: &'static str) -> Box<dyn Fn(&str) -> bool> {
-    let bits = match address {
-        SocketAddr::V4(address) => u32::from_ne_bytes(address.ip().octets()),
-        SocketAddr::V6(_) => 0,
+fn is_inet(line: &str, address: SocketAddr, state: &str) -> bool {
+    let SocketAddr::V4(address) = address else {
+        return false;
     };
+    let bits = u32::from_ne_bytes(address.ip().octets());
     let wanted = format!("{bits:08X}:{:04X}", address.port());
-    Box::new(move |line| {
-        let mut words = line.split_whitespace().skip(1);
-        words.next() == Some(&wanted) && words.nth(1) == Some(state)
-    })
+    let mut words = line.split_whitespace().skip(1);
+    words.next() == Some(&wanted) && words.nth(1) == Some(state)
 }
 
 /// Recognises `NUM: REFS PROTOCOL FLAGS TYPE STATE INODE PATH` of a listening socket, with the path

@@ -190,7 +190,7 @@ fn haproxy_file(from: &Address, to: &Address, most: usize, splice: bool) -> Resu
     Ok(text)
 }
 
-/// A peer whose program comes from a package of the same name.
+/// A peer with a program from a package of the same name.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Peer {
     Socat,

@@ -1,9 +1,10 @@
-//! Unix sockets with a path: checks of the path, and errors that name it.
+//! Listening sockets: TCP, and Unix sockets with a path, whose errors name it.
 //!
 //! [`zerosock_sys::socket_file`] makes the sockets: it never replaces a path on which a live
 //! process listens, removes nothing but sockets, and follows no symbolic link.
 
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixListener;
@@ -11,7 +12,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use rustix::fs::{Gid, Mode};
-use rustix::net::SocketType;
+use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
 use zerosock_sys::socket_file::{self, Options};
 
 pub(crate) use zerosock_sys::socket_file::SocketFile;
@@ -113,6 +114,21 @@ pub(crate) fn bind_type(
     kind: SocketType,
 ) -> Result<(OwnedFd, SocketFile), BindError> {
     bind_socket(path, access, kind, true)
+}
+
+/// Listens on a TCP address.
+pub(crate) fn bind_tcp(address: SocketAddr) -> io::Result<OwnedFd> {
+    let family = match address {
+        SocketAddr::V4(_) => AddressFamily::INET,
+        SocketAddr::V6(_) => AddressFamily::INET6,
+    };
+    let flags = SocketFlags::CLOEXEC;
+    let socket = net::socket_with(family, SocketType::STREAM, flags, None)?;
+    // Connections of an earlier process in TIME_WAIT do not keep the address.
+    net::sockopt::set_socket_reuseaddr(&socket, true)?;
+    net::bind(&socket, &address)?;
+    net::listen(&socket, BACKLOG)?;
+    Ok(socket)
 }
 
 fn bind_socket(

@@ -6,3 +6,16 @@
 //!   their own.
 //! - A policy judges resolved addresses, never names.
 #![forbid(unsafe_code)]
+
+pub mod connector;
+pub mod networks;
+pub mod proxy_protocol;
+mod resolve;
+pub mod target;
+
+pub use connector::{
+    ConnectError, ConnectRequest, Connected, Connector, ConnectorConfig, Done, PendingConnect,
+    Stage,
+};
+pub use networks::{AddressPolicy, Denied, DenyReason, Network};
+pub use target::{DomainName, Host, Target};

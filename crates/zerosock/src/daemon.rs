@@ -10,15 +10,17 @@ pub use crate::control::config::{
 };
 use crate::control::shares::MemoryLimits;
 pub use crate::control::shares::Shares;
-use crate::control::{self, ControlPlane, Setup};
+use crate::control::{self, ControlPlane, Setup, WantedRules};
 pub use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::{Limits, Worker, WorkerMessage};
 use crate::routing::access::AccessList;
+use crate::routing::forward::{ForwardRule, ListenRule, RuleStats};
 use crate::routing::name::Name;
 use crate::stats::Counters;
 pub use crate::stats::Stats;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -90,6 +92,13 @@ pub struct DaemonConfig {
     pub attach: Option<AttachConfig>,
     /// Which endpoints may connect to which, beyond groups.
     pub access: AccessList,
+    /// Rules that forward connections of VMs and processes to the outside.
+    pub forward: Vec<ForwardRule>,
+    /// Rules that connect clients outside to VMs, processes and services.
+    pub listen: Vec<ListenRule>,
+    /// Name servers that resolve the names of [`forward`](DaemonConfig::forward); empty: those of
+    /// /etc/resolv.conf.
+    pub name_servers: Vec<SocketAddr>,
 }
 
 impl Default for DaemonConfig {
@@ -110,6 +119,9 @@ impl Default for DaemonConfig {
             queue_pairs: 1,
             attach: None,
             access: AccessList::default(),
+            forward: Vec::new(),
+            listen: Vec::new(),
+            name_servers: Vec::new(),
         }
     }
 }
@@ -193,6 +205,11 @@ impl Daemon {
                 each: config.max_memory,
                 total: config.max_memory_total,
             },
+            rules: WantedRules {
+                forward: config.forward,
+                listen: config.listen,
+            },
+            name_servers: config.name_servers,
         })?;
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let ended = Arc::new(eventfd(0, flags).map_err(|e| system("make an eventfd")(e.into()))?);
@@ -319,6 +336,11 @@ impl Daemon {
     /// The CID of the attached process of this name.
     pub fn resolve(&self, name: &Name) -> Option<Cid> {
         self.control_plane.resolve(name)
+    }
+
+    /// The counters of each forwarding rule in effect, and of removed ones that still have connections.
+    pub fn forward_stats(&self) -> Vec<RuleStats> {
+        self.control_plane.forward_stats()
     }
 
     /// How descriptors are divided among VMs and processes.

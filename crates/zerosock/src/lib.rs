@@ -57,6 +57,6 @@ mod table;
 pub mod vsock;
 
 pub use control::attach;
-pub use routing::access;
+pub use routing::{access, forward};
 pub use zerosock_proto::{Address, Cid, Port};
 pub use zerosock_zc as zc;

@@ -92,7 +92,7 @@ pub(super) fn unknown_group<'a>(
 const PARTIES: &str = "any, host, a CID such as 3, CIDs such as 3-9, group:NAME or name:NAME, \
                        several joined by `+` or as a list";
 
-fn parties<'de, D: Deserializer<'de>>(input: D) -> Result<Vec<Party>, D::Error> {
+pub(super) fn parties<'de, D: Deserializer<'de>>(input: D) -> Result<Vec<Party>, D::Error> {
     let text = joined_by_plus(input)?.unwrap_or_default();
     text.split('+')
         .map(|item| party(item.trim()))
@@ -150,7 +150,7 @@ fn ports<'de, D: Deserializer<'de>>(input: D) -> Result<Ports, D::Error> {
 }
 
 /// `5` or `5-9`.
-fn range(text: &str) -> Option<RangeInclusive<u32>> {
+pub(super) fn range(text: &str) -> Option<RangeInclusive<u32>> {
     let number = |text: &str| {
         let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
         digits.then(|| text.parse().ok()).flatten()

@@ -5,6 +5,7 @@ use std::path::Path;
 use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock::daemon::Shares;
+use zerosock::forward::RuleStats;
 
 use super::settings::{Host, Vm};
 use crate::sockets;
@@ -41,6 +42,21 @@ pub(super) fn announce(vm: &Vm) {
             info!(cid = vm.cid, %socket, forward_cid = cid, forward_listen = ?listen, "serving");
         }
     }
+}
+
+/// Logs the counters of a forwarding rule.
+pub(super) fn announce_rule(stats: &RuleStats) {
+    info!(
+        rule = stats.rule,
+        removed = stats.removed,
+        active = stats.active,
+        opened = stats.opened,
+        refused = stats.refused,
+        sent = stats.bytes_sent,
+        received = stats.bytes_received,
+        datagrams_dropped = stats.datagrams_dropped,
+        "connections of a rule"
+    );
 }
 
 /// Warns when PATH_PORT may exceed a socket address.

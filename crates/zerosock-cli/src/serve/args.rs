@@ -9,6 +9,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use super::attach_flags::AttachFlags;
+use super::forward::ForwardFlags;
 use super::vm::{RawVm, VmFlags};
 use crate::duration;
 use crate::logging::{LogFormat, LogLevel};
@@ -41,17 +42,20 @@ pub(crate) struct ServeArgs {
     pub(crate) vm: Vec<RawVm>,
 
     /// A YAML file with a list `vms`, one entry per VM, keys as for --vm, and perhaps `attach` with
-    /// the keys socket, mode, uid, groups, max, uds_path, service_uid, service_max, a list `access`,
-    /// `spin_us`, `max_memory` and `max_memory_total`
+    /// the keys socket, mode, uid, groups, max, uds_path, service_uid, service_max, the lists `access`,
+    /// `forward` and `listen`, `spin_us`, `max_memory` and `max_memory_total`
     ///
     /// The file is read again on SIGHUP: new VMs are added, missing ones are removed, and groups,
-    /// access rules, users and numbers of processes take effect. Existing connections continue. The
+    /// access, forwarding and listening rules, users and numbers of processes take effect. Existing connections continue. The
     /// log names changes that need a restart; a file with an error changes nothing.
     #[arg(long, value_name = "FILE", help_heading = "Virtual machines")]
     pub(crate) config: Option<PathBuf>,
 
     #[command(flatten)]
     pub(crate) attach: AttachFlags,
+
+    #[command(flatten)]
+    pub(crate) forward: ForwardFlags,
 
     #[command(flatten)]
     pub(crate) daemon: DaemonFlags,
@@ -172,6 +176,11 @@ endpoints in a common group reach each other, and the host and all endpoints rea
       - allow: {from: 'name:web', to: 'group:db', ports: 5432}
       - deny:  {from: any, to: 'group:db', ports: 5432+6000-6010}
       - deny:  {from: 3-9, to: host, ports: 22}
+
+To and from the network (docs/forward.md): guests reach a web server at port 8080 of CID 2, and
+clients on this machine the guest's SSH at 127.0.0.1:2222:
+  zerosock serve --guest-cid 3 --socket /tmp/vm3.vhost --uds-path /tmp/vm3.vsock \\
+                 --forward 8080=tcp:example.com:80 --listen tcp:127.0.0.1:2222=3:22
 
 Processes without a VM (docs/attach.md has the protocol, zerosock::attach the library's side):
   zerosock serve --vm guest-cid=3,socket=/tmp/3.vhost,uds-path=/tmp/3.vsock \\

@@ -15,11 +15,12 @@ use super::claim::Listeners;
 use super::settings::{Host, Settings, Vm};
 use crate::sockets;
 
-/// Starts one device per VM; `listeners` are in the order of the VMs.
+/// Starts one device per VM; `listeners` are in the order of the VMs, `listen` in that of the rules.
 pub(super) fn start(
     settings: &Settings,
     listeners: Vec<Listeners>,
     attach: Option<OwnedFd>,
+    listen: Vec<OwnedFd>,
 ) -> Result<Daemon, StartError> {
     let vms = settings
         .vms
@@ -46,6 +47,13 @@ pub(super) fn start(
             .zip(attach)
             .map(|(attach, listener)| convert_attach(attach, listener, settings.access)),
         access: settings.rules.clone(),
+        forward: settings.forward.clone(),
+        listen: settings
+            .listen
+            .iter()
+            .zip(listen)
+            .map(|(rule, socket)| rule.rule(Some(socket)))
+            .collect(),
         ..DaemonConfig::default()
     })
 }

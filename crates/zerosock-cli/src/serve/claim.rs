@@ -1,12 +1,16 @@
 //! Claims the sockets of VMs and of the attach server: inherited ones, or new ones at their paths.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
+use rustix::net::SocketType;
+use zerosock::forward::ListenAddress;
+
 use super::activation::Inherited;
 use super::error::ServeError;
+use super::forward::Listen;
 use super::settings::{Host, Settings, Vm};
 use crate::sockets::{self, SocketFile};
 
@@ -17,7 +21,13 @@ pub(super) struct Claimed {
     /// Socket files made here: removed at the end, or with their VM.
     pub(super) files: BTreeMap<u32, Vec<SocketFile>>,
     pub(super) attach_file: Option<SocketFile>,
+    /// Sockets of listening rules, in their order, and their files.
+    pub(super) listen: Vec<OwnedFd>,
+    pub(super) listen_files: ListenFiles,
 }
+
+/// Files of listening Unix sockets: removed at the end, or with their rule.
+pub(super) type ListenFiles = HashMap<ListenAddress, SocketFile>;
 
 /// The sockets of one VM.
 pub(super) struct Listeners {
@@ -51,12 +61,48 @@ pub(super) fn claim_sockets(settings: &Settings) -> Result<Claimed, ServeError> 
         }
         None => (None, None),
     };
+    let mut listen = Vec::new();
+    let mut listen_files = HashMap::new();
+    for rule in &settings.listen {
+        let (socket, file) = claim_listener(rule, settings.access)?;
+        listen.push(socket);
+        listen_files.extend(file.map(|file| (rule.on.clone(), file)));
+    }
     Ok(Claimed {
         vms: listeners,
         attach,
         files,
         attach_file,
+        listen,
+        listen_files,
     })
+}
+
+/// The socket of a listening rule, and its file.
+pub(super) fn claim_listener(
+    rule: &Listen,
+    access: sockets::Access,
+) -> Result<(OwnedFd, Option<SocketFile>), ServeError> {
+    let access = sockets::Access {
+        mode: rule.mode.or(access.mode),
+        ..access
+    };
+    let (path, kind) = match &rule.on {
+        ListenAddress::Tcp(address) => {
+            let socket = sockets::bind_tcp(*address);
+            return match socket {
+                Ok(socket) => Ok((socket, None)),
+                Err(source) => Err(ServeError::Listen {
+                    on: rule.on.clone(),
+                    source,
+                }),
+            };
+        }
+        ListenAddress::Unix(path) => (path, SocketType::STREAM),
+        ListenAddress::UnixSeqpacket(path) => (path, SocketType::SEQPACKET),
+    };
+    let (socket, file) = sockets::bind_type(path, access, kind)?;
+    Ok((socket, Some(file)))
 }
 
 /// Makes a listener at a path.

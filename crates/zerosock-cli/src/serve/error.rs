@@ -5,6 +5,7 @@ use std::io;
 use super::activation::ActivationError;
 use crate::sockets;
 use zerosock::daemon::Shares;
+use zerosock::forward::ListenAddress;
 
 /// Why serving could not start, or ended early.
 #[derive(Debug, thiserror::Error)]
@@ -13,6 +14,13 @@ pub(super) enum ServeError {
     Activation(#[from] ActivationError),
     #[error(transparent)]
     Bind(#[from] sockets::BindError),
+    #[error(
+        "listen: on {on}: {source}; stop the program that has this address, or choose another one"
+    )]
+    Listen {
+        on: ListenAddress,
+        source: io::Error,
+    },
     #[error("signals cannot be caught: {0}")]
     Signals(io::Error),
     #[error("a worker thread has ended, see the log: its VMs have no device any more")]

@@ -1,5 +1,5 @@
-//! `--config FILE`: a YAML file with a list `vms`, one entry per VM, and optionally `attach` and
-//! `access`.
+//! `--config FILE`: a YAML file with a list `vms`, one entry per VM, and optionally `attach`, `access`,
+//! `forward` and `listen`.
 
 use std::fs;
 use std::path::Path;
@@ -8,6 +8,7 @@ use serde::Deserialize;
 
 use super::access::Entry;
 use super::attach_flags::RawAttach;
+use super::forward::{Forward, Listen};
 use super::vm::RawVm;
 use crate::size;
 
@@ -42,6 +43,10 @@ pub(crate) struct File {
     pub(crate) attach: Option<RawAttach>,
     #[serde(default)]
     pub(crate) access: Vec<Entry>,
+    #[serde(default)]
+    pub(crate) forward: Vec<Forward>,
+    #[serde(default)]
+    pub(crate) listen: Vec<Listen>,
     pub(crate) spin_us: Option<u64>,
     #[serde(default, deserialize_with = "size::deserialize")]
     pub(crate) max_memory: Option<u64>,

@@ -15,6 +15,7 @@ mod claim;
 mod cpus;
 mod error;
 mod file;
+pub(crate) mod forward;
 mod group;
 mod list;
 mod reload;
@@ -29,7 +30,7 @@ use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock::daemon::Daemon;
 
-use self::announce::{announce, announce_shares, notify};
+use self::announce::{announce, announce_rule, announce_shares, notify};
 use self::args::ServeArgs;
 use self::claim::claim_sockets;
 use self::error::ServeError;
@@ -56,7 +57,7 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     }
     raise_descriptor_limit();
     let claimed = claim_sockets(&settings)?;
-    let daemon = backend::start(&settings, claimed.vms, claimed.attach)?;
+    let daemon = backend::start(&settings, claimed.vms, claimed.attach, claimed.listen)?;
     let shares = daemon.shares();
     if shares.limit < shares.minimum {
         daemon.shutdown();
@@ -69,10 +70,14 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     if let Some(attach) = &settings.attach {
         info!(socket = %attach.socket.display(), uids = ?attach.uids, "processes may attach");
     }
+    for rule in daemon.forward_stats() {
+        info!(rule = rule.rule, "forwarding");
+    }
     notify(&[NotifyState::Ready, NotifyState::Status(&status(&settings))]);
     let mut running = Running {
         settings,
         files: claimed.files,
+        listen_files: claimed.listen_files,
     };
     let mut watchdog = Watchdog::new();
     let signal = wait_for_signal(&signals, &daemon, &mut watchdog, || {
@@ -86,6 +91,7 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     info!("{signal}: stopping");
     notify(&[NotifyState::Stopping]);
     let stats = daemon.stats();
+    daemon.forward_stats().iter().for_each(announce_rule);
     daemon.shutdown();
     info!(
         in_place_bytes = stats.in_place_bytes,

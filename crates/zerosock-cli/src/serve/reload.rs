@@ -8,17 +8,19 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
+use rustix::fs::Mode;
 use tracing::{error, info, warn};
 use zerosock::Cid;
 use zerosock::daemon::{Daemon, Reload};
+use zerosock::forward::ListenRule;
 use zerosock_sys::reaper;
 
 use super::activation::Inherited;
-use super::announce::announce;
+use super::announce::{announce, announce_rule};
 use super::args::ServeArgs;
 use super::attach::Attach;
 use super::backend;
-use super::claim::claim_vm;
+use super::claim::{ListenFiles, claim_listener, claim_vm};
 use super::error::ServeError;
 use super::settings::{Host, Settings, Vm};
 use crate::sockets::SocketFile;
@@ -28,6 +30,7 @@ pub(super) struct Running {
     pub(super) settings: Settings,
     /// By the VM's CID.
     pub(super) files: BTreeMap<u32, Vec<SocketFile>>,
+    pub(super) listen_files: ListenFiles,
 }
 
 /// Differences between the file and the settings in effect.
@@ -71,6 +74,13 @@ impl Running {
             add.push(backend::convert(vm, listeners));
             files.insert(vm.cid, made);
         }
+        let (listen, mut listen_files) = match self.claim_listeners(&wanted) {
+            Ok(claimed) => claimed,
+            Err(error) => {
+                reaper::run(move || drop(add), None);
+                return Err(error.to_string());
+            }
+        };
         let order = Reload {
             add,
             remove: changes.remove.iter().copied().map(Cid::new).collect(),
@@ -81,6 +91,8 @@ impl Running {
                 .collect(),
             access: wanted.rules.clone(),
             attach: changes.attach.as_ref().map(backend::terms),
+            forward: wanted.forward.clone(),
+            listen,
         };
         daemon.reload(order).map_err(|error| error.to_string())?;
         for fixed in &changes.fixed {
@@ -93,15 +105,53 @@ impl Running {
             regrouped = ?changes.groups.keys().collect::<Vec<_>>(),
             attach = changes.attach.is_some(),
             rules = wanted.rules.rules().len(),
+            forward = wanted.forward.len(),
+            listen = wanted.listen.len(),
             "reloaded"
         );
+        // Their connections continue.
+        let stats = daemon.forward_stats();
+        stats.iter().filter(|it| it.removed).for_each(announce_rule);
         self.files.append(&mut files);
         for cid in &changes.remove {
             self.files.remove(cid);
         }
+        self.listen_files.extend(listen_files.drain());
+        let listens = |on: &_| wanted.listen.iter().any(|rule| rule.on == *on);
+        self.listen_files.retain(|on, _| listens(on));
         self.settings.rules = wanted.rules;
+        self.settings.forward = wanted.forward;
+        self.settings.listen = wanted.listen;
         changes.note_in(&mut self.settings);
         Ok(())
+    }
+
+    /// The listening rules, with sockets for new addresses, and the files of these.
+    fn claim_listeners(
+        &self,
+        wanted: &Settings,
+    ) -> Result<(Vec<ListenRule>, ListenFiles), ServeError> {
+        let mut rules = Vec::new();
+        let mut files = ListenFiles::new();
+        for rule in &wanted.listen {
+            let known = self.settings.listen.iter().any(|it| it.on == rule.on);
+            let socket = match known {
+                true => None,
+                false => match claim_listener(rule, self.settings.access) {
+                    Ok((socket, file)) => {
+                        files.extend(file.map(|file| (rule.on.clone(), file)));
+                        Some(socket)
+                    }
+                    Err(error) => {
+                        // As above.
+                        reaper::run(move || drop(rules), None);
+                        return Err(error);
+                    }
+                },
+            };
+            rules.push(rule.rule(socket));
+        }
+        Ok((rules, files))
     }
 }
 
@@ -123,6 +173,17 @@ impl Changes {
         changes.keep("max_memory", &now.max_memory, &wanted.max_memory);
         let (a, b) = (now.max_memory_total, wanted.max_memory_total);
         changes.keep("max_memory_total", &a, &b);
+        for rule in &now.listen {
+            let other = wanted.listen.iter().find(|other| other.on == rule.on);
+            let shown = |mode: Option<Mode>| match mode {
+                Some(mode) => format!("{:04o}", mode.as_raw_mode()),
+                None => "that of the other sockets".into(),
+            };
+            if let Some(other) = other {
+                let what = format!("listen on {}: mode", rule.on);
+                changes.keep(&what, &shown(rule.mode), &shown(other.mode));
+            }
+        }
         match (&now.attach, &wanted.attach) {
             (None, None) => {}
             (Some(attach), Some(other)) => changes.compare_attach(attach, other),

@@ -10,9 +10,11 @@ use std::time::Duration;
 use rustix::fs::Gid;
 use zerosock::access::AccessList;
 use zerosock::daemon::DaemonConfig;
+use zerosock::forward::{self, ForwardRule, ListenAddress};
 
 use super::args::{DaemonFlags, OkPort, ServeArgs};
 use super::attach::Attach;
+use super::forward::{Forward, Listen, unknown_group};
 use super::validate::{SettingsError, Source, check_path, parse_groups, parse_mode};
 use super::vm::RawVm;
 use super::{access, cpus, group};
@@ -28,6 +30,10 @@ pub(crate) struct Settings {
     pub(crate) attach: Option<Attach>,
     /// Each of its groups is one of a VM or of attached processes.
     pub(crate) rules: AccessList,
+    /// Without conflicts; each of their groups is one of a VM or of attached processes.
+    pub(crate) forward: Vec<ForwardRule>,
+    /// Their addresses differ.
+    pub(crate) listen: Vec<Listen>,
     pub(crate) ok_port: OkPort,
     pub(crate) access: sockets::Access,
     /// At least 1. `None`: as many as the descriptors allow.
@@ -95,6 +101,7 @@ impl Settings {
         let mut flags = args.daemon;
         let mut written = Vec::new();
         let mut rules = Vec::new();
+        let (mut forward, mut listen) = (args.forward.forward, args.forward.listen);
         let attach = args.attach.into_raw();
         let mut attach = attach.map(|raw| (Source::Flags, raw));
         if let Some(path) = &config {
@@ -126,6 +133,19 @@ impl Settings {
                 written.push((Source::File { path, index }, vm));
             }
             rules = file.access;
+            for (key, both) in [
+                ("forward", !forward.is_empty() && !file.forward.is_empty()),
+                ("listen", !listen.is_empty() && !file.listen.is_empty()),
+            ] {
+                if both {
+                    return Err(SettingsError::Both {
+                        option: format!("--{key}"),
+                        other: format!("{}: {key}", path.display()),
+                    });
+                }
+            }
+            forward.extend(file.forward.into_iter().map(|Forward(rule)| rule));
+            listen.extend(file.listen);
             let source = Source::File { path, index: 0 };
             attach = match (attach, file.attach) {
                 (Some(_), Some(_)) => {
@@ -170,15 +190,67 @@ impl Settings {
                 fix: format!("no VM or process is in this group; the groups are {known}"),
             });
         }
-        daemon(flags, vms, attach, access::list(rules))
+        if let Some((index, group)) = unknown_group(&forward, |group| groups.contains(group)) {
+            return Err(SettingsError::Wrong {
+                option: format!("forward[{index}]: from"),
+                value: format!("group:{group}"),
+                fix: "no VM or process is in this group".to_owned(),
+            });
+        }
+        check_rules(config.as_deref(), &forward, &listen, &taken)?;
+        let rules = Rules {
+            access: access::list(rules),
+            forward,
+            listen,
+        };
+        daemon(flags, vms, attach, rules)
     }
+}
+
+/// The rules of the daemon.
+struct Rules {
+    access: AccessList,
+    forward: Vec<ForwardRule>,
+    listen: Vec<Listen>,
+}
+
+/// Finds conflicts of forwarding and listening rules.
+fn check_rules(
+    file: Option<&Path>,
+    rules: &[ForwardRule],
+    listen: &[Listen],
+    taken: &Taken,
+) -> Result<(), SettingsError> {
+    let place = file.map_or_else(String::new, |path| format!("{}: ", path.display()));
+    let refused = |error| SettingsError::Rules {
+        place: place.clone(),
+        error,
+    };
+    forward::check(rules).map_err(refused)?;
+    let without_sockets: Vec<_> = listen.iter().map(|listen| listen.rule(None)).collect();
+    forward::check_listeners(&without_sockets).map_err(refused)?;
+    for (index, listen) in listen.iter().enumerate() {
+        if let ListenAddress::Unix(path) | ListenAddress::UnixSeqpacket(path) = &listen.on {
+            let wrong = |fix| SettingsError::Wrong {
+                option: format!("{place}listen[{index}]: on"),
+                value: listen.on.to_string(),
+                fix,
+            };
+            sockets::check_path(path).map_err(|reason| wrong(reason.to_string()))?;
+            let absolute = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+            if let Some(other) = taken.paths.get(&absolute) {
+                return Err(wrong(format!("already used by {other}")));
+            }
+        }
+    }
+    Ok(())
 }
 
 fn daemon(
     flags: DaemonFlags,
     mut vms: Vec<Vm>,
     attach: Option<Attach>,
-    rules: AccessList,
+    rules: Rules,
 ) -> Result<Settings, SettingsError> {
     let wrong = |option: &str, value: &dyn fmt::Display, fix: String| SettingsError::Wrong {
         option: option.to_string(),
@@ -281,7 +353,9 @@ fn daemon(
         },
         vms,
         attach,
-        rules,
+        rules: rules.access,
+        forward: rules.forward,
+        listen: rules.listen,
         ok_port: flags.ok_port,
         access: sockets::Access {
             mode,

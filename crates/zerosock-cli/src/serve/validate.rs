@@ -31,6 +31,12 @@ pub(crate) enum SettingsError {
         value: String,
         other: String,
     },
+    #[error("{place}{error}")]
+    Rules {
+        /// The file, with a colon.
+        place: String,
+        error: zerosock::forward::RuleError,
+    },
     #[error("{option} and {other} exclude each other: keep one")]
     Both { option: String, other: String },
 }

@@ -11,6 +11,7 @@ use zerosock_virtio::numbers::MAX_DEVICES;
 
 use crate::control::attach::AttachTerms;
 use crate::routing::access::AccessList;
+use crate::routing::forward::{ForwardRule, ListenRule, RuleError};
 
 /// How a guest and programs on the host connect to each other.
 #[derive(Debug)]
@@ -86,6 +87,11 @@ pub struct Reload {
     pub access: AccessList,
     /// New terms of the attach server; `None`: no change.
     pub attach: Option<AttachTerms>,
+    /// The complete list of forwarding rules. Connections of rules that are not in it continue.
+    pub forward: Vec<ForwardRule>,
+    /// The complete list of listening rules. The sockets of others are closed; their connections
+    /// continue.
+    pub listen: Vec<ListenRule>,
 }
 
 /// Why a daemon was not changed. It runs as before.
@@ -119,6 +125,12 @@ pub enum ReloadError {
     /// The workers have no free address for another VM.
     #[error("the workers have no free address for the VM with CID {0}")]
     Full(Cid),
+    /// The forwarding rules have a conflict.
+    #[error(transparent)]
+    Rules(RuleError),
+    /// A socket of a rule, or a thread that serves rules, cannot be set up.
+    #[error("the forwarding rules cannot be served: {0}")]
+    RuleThreads(io::Error),
     /// The daemon is shutting down.
     #[error("the daemon is shutting down")]
     Ending,
@@ -158,6 +170,9 @@ pub enum StartError {
         /// The cause.
         source: io::Error,
     },
+    /// The forwarding rules have a conflict.
+    #[error(transparent)]
+    Rules(RuleError),
     /// A system call that every daemon needs failed.
     #[error("cannot {what}: {source}")]
     System {

@@ -12,9 +12,11 @@
 
 pub mod attach;
 pub(crate) mod config;
+mod listeners;
 mod new_vm;
 pub(crate) mod registry;
 mod reload;
+mod rules;
 pub(crate) mod shares;
 pub(crate) mod socket_file;
 
@@ -24,14 +26,18 @@ use crate::control::attach::{AttachConfig, AttachHost};
 use crate::device::factory::{Member, Terms};
 use crate::device::{Limits, Shared, Worker, WorkerMessage};
 use crate::routing::access::AccessList;
+use crate::routing::forward::{RuleBoard, RuleStats};
 use crate::routing::name::Name;
 use crate::stats::{Counters, Stats};
 use config::{HostSide, Reload, ReloadError, StartError, VmConfig, system};
 use new_vm::NewVm;
 use registry::{DeviceRegistry, Entry};
 use reload::{ConfiguredVm, Order, ReloadHandler, Stage};
+use rules::RuleSetError;
+pub(crate) use rules::WantedRules;
 use shares::{MemoryLimits, Shares, Wanted};
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::mpsc::{self, channel};
 use zerosock_proto::Cid;
@@ -57,6 +63,9 @@ pub(crate) struct Setup {
     /// Refuse memory of VMs that can shrink. Memory of processes that can shrink is always refused.
     pub(crate) sealed_memory: bool,
     pub(crate) memory: MemoryLimits,
+    pub(crate) rules: WantedRules,
+    /// Name servers to ask instead of those of the system.
+    pub(crate) name_servers: Vec<SocketAddr>,
 }
 
 /// The result of [`prepare`].
@@ -80,7 +89,8 @@ pub(crate) struct PreparedControlPlane {
     shares: Shares,
 }
 
-/// Makes workers and their devices. Starts no thread.
+/// Makes workers and their devices. Starts the threads of forwarding rules, if there are any, and no
+/// other.
 pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     if setup.limits.connect.is_zero() {
         return Err(StartError::NoConnectTime);
@@ -102,17 +112,21 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
         allowed.collect::<BTreeSet<_>>().len()
     });
     let of_processes = setup.attach.iter();
+    let has_rules = !setup.rules.forward.is_empty() || !setup.rules.listen.is_empty();
+    // The clients of listening rules have an account of their own until a device has them.
+    let listeners = usize::from(!setup.rules.listen.is_empty());
     let (budget, shares) = shares::budget(Wanted {
         memory: setup.memory,
         vms: setup.vms.len(),
-        users,
+        users: users + listeners,
         host_sockets: setup
             .vms
             .iter()
             .any(|vm| !matches!(vm.host, HostSide::None))
             || of_processes
                 .map(|it| &it.host)
-                .any(|host| !matches!(host, AttachHost::None)),
+                .any(|host| !matches!(host, AttachHost::None))
+            || has_rules,
         max_connections: setup.max_connections,
     });
     let terms = Terms {
@@ -122,6 +136,14 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     };
     let mut registry = DeviceRegistry::new(senders.clone(), terms, budget);
     registry.set_access(setup.access);
+    registry.rules().set_name_servers(setup.name_servers);
+    let rules = registry
+        .check_rules(setup.rules)
+        .map_err(|error| match error {
+            RuleSetError::Rules(error) => StartError::Rules(error),
+            RuleSetError::System(error) => system("serve forwarding rules")(error),
+        })?;
+    registry.set_rules(rules);
     let mut addrs = Vec::new();
     for vm in &setup.vms {
         if registry.contains(vm.cid) {
@@ -143,6 +165,8 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             routes: registry.routes().clone(),
             counters: count,
             limits: setup.limits,
+            connector: registry.rules().connector().cloned(),
+            mailbox: senders.get(index).cloned(),
             app: None,
         };
         let worker = Worker::new(index as u32, senders.clone(), mailbox, shared);
@@ -204,7 +228,9 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
 
 impl PreparedControlPlane {
     /// Starts the control thread, which accepts front-ends and processes from now on.
-    pub(crate) fn start(self) -> Result<ControlPlane, StartError> {
+    pub(crate) fn start(mut self) -> Result<ControlPlane, StartError> {
+        self.registry.publish_listeners();
+        let board = Arc::clone(self.registry.rules().board());
         let directory = Arc::new(Directory::default());
         let budget = self.registry.budget().clone();
         let list = Arc::clone(&directory);
@@ -220,6 +246,7 @@ impl PreparedControlPlane {
         Ok(ControlPlane {
             control,
             directory,
+            board,
             orders,
             budget,
             shares: Box::new(self.shares),
@@ -232,6 +259,8 @@ impl PreparedControlPlane {
 pub(crate) struct ControlPlane {
     control: Control,
     directory: Arc<Directory>,
+    /// The counters of forwarding rules.
+    board: Arc<RuleBoard>,
     orders: mpsc::Sender<Order>,
     budget: Budget,
     shares: Box<Shares>,
@@ -289,6 +318,11 @@ impl ControlPlane {
     /// The attached processes, for other threads.
     pub(crate) fn directory(&self) -> Arc<Directory> {
         Arc::clone(&self.directory)
+    }
+
+    /// The counters of the forwarding rules.
+    pub(crate) fn forward_stats(&self) -> Vec<RuleStats> {
+        self.board.stats()
     }
 
     /// The processes that are attached now.

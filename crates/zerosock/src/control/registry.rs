@@ -20,6 +20,7 @@ use zerosock_virtio::numbers::Numbers;
 use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::worker::WorkerPort;
 
+use super::rules::{CheckedRules, RuleSet, RuleSetError, WantedRules};
 use crate::device::factory::{Member, Terms};
 use crate::device::{Device, Shared, WorkerMessage};
 use crate::routing::Routes;
@@ -41,6 +42,7 @@ pub(crate) struct DeviceRegistry {
     workers: Vec<Sender<WorkerMessage>>,
     numbers: Vec<Numbers>,
     routes: Arc<Routes>,
+    rules: RuleSet,
     /// CIDs of VMs that are being removed.
     reserved: BTreeSet<Cid>,
     terms: Terms,
@@ -58,6 +60,7 @@ impl DeviceRegistry {
         let mut numbers = Vec::new();
         numbers.resize_with(workers.len(), Numbers::default);
         DeviceRegistry {
+            rules: RuleSet::new(workers.clone(), budget.clone()),
             workers,
             numbers,
             routes: Arc::default(),
@@ -91,6 +94,31 @@ impl DeviceRegistry {
     /// Replaces the access rules. Call [`publish_routes`](DeviceRegistry::publish_routes) afterwards.
     pub(crate) fn set_access(&mut self, access: AccessList) {
         Arc::make_mut(&mut self.routes).set_access(access);
+    }
+
+    /// The forwarding rules and their threads.
+    pub(super) fn rules(&mut self) -> &mut RuleSet {
+        &mut self.rules
+    }
+
+    /// Checks forwarding rules: as [`RuleSet::check`].
+    pub(super) fn check_rules(
+        &mut self,
+        wanted: WantedRules,
+    ) -> Result<CheckedRules, RuleSetError> {
+        self.rules.check(self.routes.forward(), wanted)
+    }
+
+    /// Replaces the forwarding rules. Call [`publish_routes`](DeviceRegistry::publish_routes)
+    /// afterwards.
+    pub(super) fn set_rules(&mut self, checked: CheckedRules) {
+        let forward = self.rules.set(checked);
+        Arc::make_mut(&mut self.routes).set_forward(forward);
+    }
+
+    /// Sends routes and rules to the thread of the listeners, before the workers run.
+    pub(super) fn publish_listeners(&mut self) {
+        self.rules.publish(&self.routes, None);
     }
 
     /// Replaces the groups of an endpoint. Call [`publish_routes`](DeviceRegistry::publish_routes)
@@ -272,16 +300,19 @@ impl DeviceRegistry {
         }
     }
 
-    /// Sends the routes to the workers. Every worker uses them when `taken` is dropped.
-    pub(crate) fn publish_routes(&self, taken: &Arc<Notice>) {
+    /// Sends the routes to the workers and to the thread of the listeners. Each uses them when `taken` is dropped.
+    pub(crate) fn publish_routes(&mut self, taken: &Arc<Notice>) {
         for worker in 0..self.workers.len() as u32 {
             let (routes, taken) = (Arc::clone(&self.routes), Arc::clone(taken));
+            let connector = self.rules.connector().cloned();
             let update = move |shared: &mut Shared| {
                 shared.routes = routes;
+                shared.connector = connector;
                 drop(taken);
             };
             self.send(worker, WorkerMessage::Update(Box::new(update)));
         }
+        self.rules.publish(&self.routes, Some(taken));
     }
 
     fn send(&self, worker: u32, message: WorkerMessage) {

@@ -20,6 +20,7 @@ use zerosock_sys::PeerFd;
 
 use super::config::{Reload, ReloadError, StartError};
 use super::new_vm::NewVm;
+use super::rules::{CheckedRules, RuleSetError, WantedRules};
 use crate::control::attach::server::Server;
 use crate::control::registry::{DeviceRegistry, Entry};
 use crate::device::factory::Member;
@@ -118,17 +119,35 @@ impl ReloadHandler {
         Ok(())
     }
 
+    /// Checks the forwarding rules of an order.
+    fn check_rules(&mut self, reload: &mut Reload) -> Result<CheckedRules, ReloadError> {
+        let wanted = WantedRules {
+            forward: std::mem::take(&mut reload.forward),
+            listen: std::mem::take(&mut reload.listen),
+        };
+        self.registry
+            .check_rules(wanted)
+            .map_err(|error| match error {
+                RuleSetError::Rules(error) => ReloadError::Rules(error),
+                RuleSetError::System(error) => ReloadError::RuleThreads(error),
+            })
+    }
+
     fn apply(&mut self, order: Order, frontends: &mut FrontendRegistry) {
         let Order {
             add,
-            reload,
+            mut reload,
             answer,
         } = order;
-        if let Err(error) = self.check(&add, &reload) {
-            // The receiver may be gone.
-            let _ = answer.send(Err(error));
-            return;
-        }
+        let checked = self.check(&add, &reload);
+        let rules = match checked.and_then(|()| self.check_rules(&mut reload)) {
+            Ok(rules) => rules,
+            Err(error) => {
+                // The receiver may be gone.
+                let _ = answer.send(Err(error));
+                return;
+            }
+        };
         // Everything that can fail comes before the first change, as far as possible.
         let mut ready = Vec::new();
         for vm in add {
@@ -170,6 +189,7 @@ impl ReloadHandler {
             server.set_terms(terms, &mut self.registry);
         }
         self.registry.set_access(reload.access);
+        self.registry.set_rules(rules);
         self.registry.publish_routes(&notice);
         self.unpublished.push((number, answer));
     }

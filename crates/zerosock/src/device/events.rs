@@ -1,7 +1,8 @@
 //! Events of the protocol core and expired timers, and the device's actions on them.
 
+use super::forwarded::{abort, set_reason};
 use super::sibling;
-use super::state::bridge::BridgePeer;
+use super::state::bridge::{Bridge, BridgePeer};
 use super::state::timers::Timer;
 use super::{Context, Device};
 use crate::device::host_sockets::{self, hybrid};
@@ -44,6 +45,13 @@ impl Device {
                 } else if self.app_incoming(flow, local, peer, socket_type, cx) {
                 } else if cx.shared.routes.service(local.port).is_some() {
                     self.ask_sibling(flow, local, peer, socket_type, cx);
+                } else if let Some(rule) =
+                    cx.shared
+                        .routes
+                        .forward_rule(self.cid, local.port, socket_type)
+                {
+                    let rule = rule.clone();
+                    self.forward_connect(flow, peer, local.port, &rule, cx);
                 } else {
                     self.guest_connects(flow, local.port, cx);
                 }
@@ -58,6 +66,11 @@ impl Device {
                         && let Some(conn) = app.sockets.get_mut(end.id)
                     {
                         conn.refused = Some(reason);
+                    }
+                    if let Some(bridge) = self.bridges.get(key as usize)
+                        && let Some(forwarded) = &bridge.forwarded
+                    {
+                        self.refuse_forwarded(forwarded, "its endpoint refuses the connection");
                     }
                     self.end_bridge(key, cx);
                 }
@@ -120,6 +133,7 @@ impl Device {
             BridgePeer::App(end) => Self::app_connected(end.id, cx),
             _ => {}
         }
+        self.forwarded_opened(key, cx);
         self.enqueue(key);
     }
 
@@ -180,6 +194,11 @@ impl Device {
         if bridge.guest_finished && self.linger(key, cx) {
             return;
         }
+        if let Some(bridge) = self.bridges.get_mut(key as usize)
+            && !orderly
+        {
+            set_reason(bridge, "reset by the endpoint");
+        }
         if let Some(bridge) = self.remove_bridge(key, cx) {
             // After end of file or `stop_reading` no unread bytes are left.
             if let (BridgePeer::Socket { socket, .. }, true) =
@@ -187,9 +206,17 @@ impl Device {
             {
                 host_sockets::leave_nothing_unread(socket);
             }
-            sibling::send_end(&bridge, orderly, cx);
-            self.app_ended(&bridge, orderly, cx);
+            self.end_other_side(&bridge, orderly, cx);
         }
+    }
+
+    /// Ends the other side of a bridge that was removed: in order, or by a reset.
+    fn end_other_side(&mut self, bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
+        if !orderly {
+            abort(bridge);
+        }
+        sibling::send_end(bridge, orderly, cx);
+        self.app_ended(bridge, orderly, cx);
     }
 
     /// Separates a bridge from its flow and lets the host socket take the remaining bytes, as it
@@ -233,16 +260,14 @@ impl Device {
     pub(super) fn remove_without_guest(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(bridge) = self.remove_bridge(key, cx) {
             let orderly = bridge.guest_finished;
-            sibling::send_end(&bridge, orderly, cx);
-            self.app_ended(&bridge, orderly, cx);
+            self.end_other_side(&bridge, orderly, cx);
         }
     }
 
     /// Removes a bridge after a reset of its flow, and resets the other end.
     pub(super) fn end_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(bridge) = self.remove_bridge(key, cx) {
-            sibling::send_end(&bridge, false, cx);
-            self.app_ended(&bridge, false, cx);
+            self.end_other_side(&bridge, false, cx);
         }
     }
 
@@ -256,6 +281,7 @@ impl Device {
                 Timer::Linger => self.linger_timed_out(cx),
                 Timer::Accept(key) => self.accept(key, cx),
                 Timer::Hold(key) => self.hold_timed_out(key, cx),
+                Timer::Idle(key) => self.idle_timed_out(key, cx),
             }
         }
         if self.shard.poll_timeout().is_some_and(|t| t <= cx.now) {

@@ -10,6 +10,7 @@
 use super::state::bridge::{Bridge, BridgePeer};
 use super::state::timers::Timer;
 use super::{Context, Device};
+use crate::device::host_sockets;
 use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
 use rustix::fd::AsFd;
@@ -85,6 +86,9 @@ impl Device {
             match wrote {
                 Wrote::Some { bytes, all } => {
                     consumed += bytes;
+                    if let Some(forwarded) = &mut bridge.forwarded {
+                        forwarded.sent(bytes);
+                    }
                     if held {
                         cx.shared.counters.in_place_bytes.add(bytes as u64);
                         let tx = &mut self.queues.rings.tx;
@@ -107,6 +111,7 @@ impl Device {
                 Wrote::Gone => {
                     consumed += bridge.outbound.len();
                     self.stop_writing(key, cx);
+                    self.tcp_gone(key, cx);
                     break;
                 }
                 Wrote::Lost => {
@@ -286,7 +291,15 @@ impl Device {
             }
         }
         if bridge.outbound.is_empty() && bridge.flow.is_none() {
-            self.remove_bridge(key, cx);
+            if let Some(Bridge {
+                end: BridgePeer::Socket { socket, .. },
+                ..
+            }) = self.remove_bridge(key, cx)
+                && socket.is_tcp()
+            {
+                // Closing with unread bytes would reset the connection, with bytes under way.
+                host_sockets::leave_nothing_unread(&socket);
+            }
         } else if self.overflow_bytes > cx.shared.limits.overflow {
             self.shed(cx);
         }

@@ -131,6 +131,7 @@ impl Device {
                             socket_type,
                             to: Port::new(port),
                             wants_ok: false,
+                            forwarded: None,
                         };
                         self.call_guest(caller, None, cx);
                     }
@@ -220,6 +221,7 @@ impl Device {
                     socket_type,
                     to,
                     wants_ok,
+                    forwarded: None,
                 };
                 self.call_guest(caller, Some(key), cx);
             }
@@ -247,7 +249,12 @@ impl Device {
 
     /// Connects a host program to the guest, at the queue pair to which the connection belongs.
     /// `handshake`: the key under which the program's socket is in the poller.
-    fn call_guest(&mut self, caller: Caller, handshake: Option<u32>, cx: &mut Context<'_>) {
+    pub(super) fn call_guest(
+        &mut self,
+        caller: Caller,
+        handshake: Option<u32>,
+        cx: &mut Context<'_>,
+    ) {
         let guest = Address::new(self.cid, caller.to);
         if self.queue_pairs.used == QueuePairs::ONE {
             return self.connect_guest(caller, Port::ANY, handshake.is_some(), cx);
@@ -258,7 +265,7 @@ impl Device {
                 if handshake.is_some() {
                     cx.poller.remove(&caller.socket);
                 }
-                let local = local.port;
+                let (caller, local) = (Box::new(caller), local.port);
                 cx.outbox
                     .send(queue_pair, SiblingMessage::Call { caller, local });
             }
@@ -279,12 +286,17 @@ impl Device {
             if watched {
                 forget_handshake(&caller.socket, cx);
             }
+            if let Some(forwarded) = &caller.forwarded {
+                self.refuse_forwarded(forwarded, "its endpoint cannot be connected to");
+            }
+            caller.socket.abort();
             return;
         };
         let Caller {
             socket,
             to: port,
             wants_ok,
+            forwarded,
             ..
         } = caller;
         let given = self.shard.flow(flow).map_or(port, |f| f.local.port);
@@ -294,9 +306,11 @@ impl Device {
         });
         let key = self.add_bridge(flow, BridgePeer::Socket { socket, ok }, cx);
         let token = self.token(BRIDGE, key);
-        let Some(BridgePeer::Socket { socket, .. }) =
-            self.bridges.get(key as usize).map(|j| &j.end)
-        else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            return;
+        };
+        bridge.forwarded = forwarded;
+        let BridgePeer::Socket { socket, .. } = &bridge.end else {
             return;
         };
         let watched = match watched {
@@ -330,7 +344,11 @@ impl Device {
             port,
         };
         let local = Address::new(Cid::HOST, self.port_here(local, peer));
-        if !cx.shared.routes.may_reach(Cid::HOST, peer) {
+        // A client of a rule is connected to a service by the port that it has claimed.
+        let service = self.service.is_some()
+            && caller.forwarded.is_some()
+            && cx.shared.routes.service(port) == Some(self.queue_pairs.first());
+        if !service && !cx.shared.routes.may_reach(Cid::HOST, peer) {
             cx.shared.counters.conns_refused.add(1);
             return None;
         }
@@ -395,7 +413,11 @@ impl Device {
     /// Rejects the guest's connection: no host program accepted it.
     pub(super) fn refuse(&mut self, key: u32, reason: &str, cx: &mut Context<'_>) {
         cx.shared.counters.conns_refused.add(1);
-        if let Some(flow) = self.bridges.get(key as usize).and_then(|j| j.flow) {
+        let bridge = self.bridges.get(key as usize);
+        if let Some(forwarded) = bridge.and_then(|bridge| bridge.forwarded.as_ref()) {
+            self.refuse_forwarded(forwarded, reason);
+        }
+        if let Some(flow) = bridge.and_then(|bridge| bridge.flow) {
             let port = self.shard.flow(flow).map(|f| f.local.port);
             tracing::debug!(cid = %self.cid, ?port, reason, "connection of the guest refused");
             let _ = self.shard.reject(flow);
@@ -404,7 +426,7 @@ impl Device {
     }
 
     /// Sets the socket of a bridge and adds it to the poller. Returns false if that failed.
-    fn watch(&mut self, key: u32, end: BridgePeer, cx: &mut Context<'_>) -> bool {
+    pub(super) fn watch(&mut self, key: u32, end: BridgePeer, cx: &mut Context<'_>) -> bool {
         let token = self.token(BRIDGE, key);
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return false;
@@ -424,7 +446,7 @@ impl Device {
         }
     }
 
-    fn host_connected(&mut self, key: u32, socket: HostSocket, cx: &mut Context<'_>) {
+    pub(super) fn host_connected(&mut self, key: u32, socket: HostSocket, cx: &mut Context<'_>) {
         if self.watch(key, BridgePeer::Socket { socket, ok: None }, cx) {
             self.host_accepted(key, cx);
             // The socket was added to the poller after it connected, so readable data produces an
@@ -445,6 +467,9 @@ impl Device {
         if let Some(flow) = bridge.flow {
             let _ = self.shard.accept(cx.now, flow);
         }
+        if bridge.forwarded.is_some() {
+            self.forwarded_opened(key, cx);
+        }
         self.enqueue(key);
     }
 
@@ -455,7 +480,7 @@ impl Device {
         };
         match &bridge.end {
             BridgePeer::Connecting { .. } if readiness.writable() => {
-                return self.connect_decided(key, cx);
+                return self.connect_decided(key, readiness, cx);
             }
             BridgePeer::Socket { .. } => {}
             _ => return,
@@ -473,19 +498,29 @@ impl Device {
             return;
         }
         if bridge.host_gone && bridge.read_closed {
+            if self.tcp_reset_after_end(key, cx) {
+                return;
+            }
+            let Some(bridge) = self.bridges.get_mut(key as usize) else {
+                return;
+            };
             // The program's end of stream was passed on before; now it has also stopped reading.
             if let Some(flow) = bridge.flow {
                 let _ = self.shard.shutdown(cx.now, flow, How::BOTH);
             }
         }
-        let flush = readiness.writable() && !bridge.outbound.is_empty();
+        let flush = readiness.writable()
+            && self
+                .bridges
+                .get(key as usize)
+                .is_some_and(|bridge| !bridge.outbound.is_empty());
         self.enqueue(key);
         if flush {
             self.flush(key, cx);
         }
     }
 
-    fn connect_decided(&mut self, key: u32, cx: &mut Context<'_>) {
+    fn connect_decided(&mut self, key: u32, readiness: Readiness, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
@@ -497,6 +532,10 @@ impl Device {
         match rustix::net::sockopt::socket_error(&socket) {
             Ok(Ok(())) => {
                 bridge.end = BridgePeer::Socket { socket, ok: None };
+                // The same edge may report bytes and the end of a peer that has closed already.
+                bridge.host_finished |= readiness.peer_finished();
+                bridge.host_gone |= readiness.hung_up();
+                bridge.urgent |= readiness.urgent();
                 self.host_accepted(key, cx);
             }
             Ok(Err(e)) | Err(e) => {

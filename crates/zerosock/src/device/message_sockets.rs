@@ -22,6 +22,7 @@ use super::events::emit;
 use super::state::bridge::BridgePeer;
 use super::to_guest::Fill;
 use super::{Context, Device, TURN_BYTES};
+use crate::device::host_sockets::HostSocket;
 use crate::device::host_sockets::hybrid::{self, Ahead};
 use crate::fallible;
 use crate::table::outgoing::{Outgoing, end};
@@ -39,20 +40,23 @@ enum Sent {
     NoMemory,
     /// The message exceeds the socket's limit.
     TooLong,
+    /// The datagram cannot be sent; a later one may.
+    Dropped,
     /// The host program has gone.
     Gone,
     /// The guest's memory has vanished.
     Lost,
 }
 
-fn sent(result: std::io::Result<usize>) -> Sent {
+fn sent(socket: &HostSocket, result: std::io::Result<usize>) -> Sent {
     match result {
         Ok(_) => Sent::Yes,
         Err(error) => match Errno::from_io_error(&error) {
             Some(Errno::AGAIN | Errno::INTR) => Sent::Full,
             Some(Errno::NOBUFS | Errno::NOMEM) => Sent::NoMemory,
-            Some(Errno::MSGSIZE) => Sent::TooLong,
+            Some(Errno::MSGSIZE) if !socket.has_datagrams() => Sent::TooLong,
             Some(Errno::FAULT) => Sent::Lost,
+            _ if socket.has_datagrams() => Sent::Dropped,
             _ => Sent::Gone,
         },
     }
@@ -77,8 +81,15 @@ impl Device {
             let Some(bridge) = self.bridges.get_mut(key as usize) else {
                 return;
             };
+            if let Some(forwarded) = &mut bridge.forwarded {
+                match sent {
+                    Sent::Yes => forwarded.sent(len),
+                    Sent::Dropped => forwarded.dropped(),
+                    _ => {}
+                }
+            }
             match sent {
-                Sent::Yes => {
+                Sent::Yes | Sent::Dropped => {
                     if let Some(messages) = &mut bridge.messages {
                         messages.outbound.pop_front();
                     }
@@ -166,8 +177,14 @@ impl Device {
             let covered = bridge
                 .outbound
                 .gather_first(tx.queue.memory(), len, &mut slices);
-            (covered == len && len > 0)
-                .then(|| sent(zerosock_sys::send_slices(socket.as_fd(), &slices)))
+            if covered != len || len == 0 {
+                return None;
+            }
+            let mut result = zerosock_sys::send_slices(socket.as_fd(), &slices);
+            if socket.has_datagrams() && result.as_ref().is_err_and(is_earlier_error) {
+                result = zerosock_sys::send_slices(socket.as_fd(), &slices);
+            }
+            Some(sent(socket, result))
         };
         if let Some(sent) = in_place(self) {
             return (sent, true);
@@ -185,12 +202,16 @@ impl Device {
         };
         let bytes = bridge.outbound.overflow().get(..len).unwrap_or_default();
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        let result = rustix::net::send(socket, bytes, flags);
-        (sent(result.map_err(Into::into)), false)
+        let mut result = rustix::net::send(socket, bytes, flags);
+        if socket.has_datagrams() && result == Err(Errno::CONNREFUSED) {
+            result = rustix::net::send(socket, bytes, flags);
+        }
+        (sent(socket, result.map_err(Into::into)), false)
     }
 
     /// Receives messages of the host socket into the guest's buffers.
     pub(super) fn fill_messages_from_socket(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
+        let mut failed = false;
         for _ in 0..BUDGET {
             if self.moved >= TURN_BYTES {
                 break;
@@ -212,6 +233,12 @@ impl Device {
                     bridge.host_gone = true;
                     return self.host_ended(key, cx);
                 }
+                // The error was reported once: datagrams may follow. A lasting one has an edge.
+                Ahead::Failed if !std::mem::replace(&mut failed, true) => continue,
+                Ahead::Failed => {
+                    bridge.readable = false;
+                    return Fill::Idle;
+                }
             };
             let reserved = match u32::try_from(len) {
                 Ok(len) => self.shard.reserve_message(flow, len),
@@ -222,6 +249,13 @@ impl Device {
                     Fill::Again => {}
                     fill => return fill,
                 },
+                Err(ReserveError::TooLong) if socket.has_datagrams() => {
+                    // The guest could never take it. Reading any part of a datagram removes it.
+                    let _ = socket.recv(&mut [0u8; 1]);
+                    if let Some(forwarded) = &bridge.forwarded {
+                        forwarded.dropped();
+                    }
+                }
                 Err(ReserveError::TooLong) => {
                     self.too_long(key, len, cx);
                     return Fill::Idle;
@@ -292,6 +326,9 @@ impl Device {
                 _ => Fill::Again,
             };
         }
+        if let Some(forwarded) = &mut bridge.forwarded {
+            forwarded.received(len);
+        }
         let done = self.give_parts(&mut room, chains, len, |_, _| {}, cx);
         debug_assert_eq!(done, len, "there were buffers for all of it");
         cx.shared.counters.in_place_bytes.add(len as u64);
@@ -333,6 +370,11 @@ impl Device {
             return Fill::Again;
         }
         cx.shared.counters.copied_bytes.add(len as u64);
+        if let Some(bridge) = self.bridges.get_mut(key as usize)
+            && let Some(forwarded) = &mut bridge.forwarded
+        {
+            forwarded.received(len);
+        }
         let write = |memory: &Memory, (chain, at, part): (&Chain, usize, usize)| {
             let bytes = bytes.get(at..at + part).unwrap_or_default();
             memory.write(chain.writable(), HEADER_LEN, bytes);
@@ -378,6 +420,11 @@ impl Device {
         cx.shared.counters.tx_bytes.add(done as u64);
         done
     }
+}
+
+/// Whether an error is about an earlier datagram, which nothing has received.
+fn is_earlier_error(error: &std::io::Error) -> bool {
+    Errno::from_io_error(error) == Some(Errno::CONNREFUSED)
 }
 
 /// Payload bytes that fit into a buffer.

@@ -16,6 +16,7 @@
 //! - `to_guest`: packets to the guest; payload comes by `recvmsg` from the socket into the
 //!   buffers that the guest has posted;
 //! - `events`, `host`, `backlog`, `lingering`, `sibling`: the life cycle of connections;
+//! - `forwarded`: connections by rule with sockets outside, TCP and UDP among them;
 //! - `messages`, `message_sockets`: connections that carry messages (SEQPACKET);
 //! - `app`, `app_store`, `lending`, `message_loans`: connections with the program that
 //!   embeds the device;
@@ -34,6 +35,7 @@ pub(crate) mod datagrams;
 mod events;
 pub(crate) mod factory;
 mod flush;
+mod forwarded;
 mod from_guest;
 mod gathering;
 pub(crate) mod host;
@@ -226,6 +228,9 @@ impl Device {
         {
             // An event for the open socket would be attributed to the next bridge with this key.
             cx.poller.remove(socket);
+        }
+        if let Some(forwarded) = &mut bridge.forwarded {
+            forwarded.finish();
         }
         self.backlogs.forget(key, &bridge);
         if let Some(flow) = bridge.flow {

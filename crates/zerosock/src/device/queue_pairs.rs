@@ -309,6 +309,7 @@ impl Device {
             answer,
         };
         cx.outbox.send(old.device, arrived);
+        self.resume_idle(key, cx);
         self.enqueue(key);
         self.flush(key, cx);
     }

@@ -53,6 +53,8 @@ impl Lab {
                     linger: second,
                     ok: OkConvention::GuestPort,
                 },
+                connector: None,
+                mailbox: None,
                 app: None,
             },
             device: Device::new(addr, cid, shard, HostEnd::None, None),

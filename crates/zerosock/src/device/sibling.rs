@@ -222,7 +222,9 @@ impl Device {
             } => self.datagram_done(chain, epoch, copied, answer),
             SiblingMessage::DatagramControl(control) => self.datagram_control(control),
             SiblingMessage::TakeOver(handoff) => self.adopt(*handoff, cx),
-            SiblingMessage::Call { caller, local } => self.connect_guest(caller, local, false, cx),
+            SiblingMessage::Call { caller, local } => self.connect_guest(*caller, local, false, cx),
+            SiblingMessage::Client(client) => self.client_connects(*client, cx),
+            SiblingMessage::Dialed { to, outcome } => self.dialed(to, outcome, cx),
             // `route_message` has handled those about queue pairs; the worker takes `HandOff`.
             SiblingMessage::Arrived { .. }
             | SiblingMessage::Orphaned { .. }

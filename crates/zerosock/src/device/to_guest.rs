@@ -163,6 +163,9 @@ impl Device {
         cx.shared.counters.in_place_bytes.add(received as u64);
         cx.shared.counters.tx_bytes.add(received as u64);
         learn(bridge, received, want);
+        if let Some(forwarded) = &mut bridge.forwarded {
+            forwarded.received(received);
+        }
         match result {
             Ok(_) if received == 0 => self.host_ended(key, cx),
             Ok(_) if received < want => {
@@ -184,10 +187,13 @@ impl Device {
                 }
                 Some(Errno::INTR) => Fill::Again,
                 Some(Errno::FAULT) => Fill::Lost,
-                // Reset by a program that closed with unread bytes.
-                _ => {
+                errno => {
+                    // Reset by a program that closed with unread bytes.
                     bridge.host_gone = true;
-                    self.host_ended(key, cx)
+                    match self.tcp_failed(key, errno, cx) {
+                        true => Fill::Idle,
+                        false => self.host_ended(key, cx),
+                    }
                 }
             },
         }
@@ -195,6 +201,9 @@ impl Device {
 
     /// Handles the end of file of a host socket.
     pub(super) fn host_ended(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
+        if self.ended_by_reset(key, cx) {
+            return Fill::Idle;
+        }
         if let Some(bridge) = self.bridges.get_mut(key as usize) {
             bridge.read_closed = true;
             if let Some(flow) = bridge.flow {

@@ -64,6 +64,8 @@ impl Harness {
             routes: Default::default(),
             counters: Default::default(),
             limits,
+            connector: None,
+            mailbox: None,
             app: None,
         };
         let worker = Worker::new(0, vec![sender], mailbox, shared);

@@ -10,7 +10,7 @@ use crate::control::attach::AttachConfig;
 use crate::control::attach::directory::Directory;
 use crate::control::config::{StartError, VmConfig, system};
 use crate::control::shares::MemoryLimits;
-use crate::control::{self, Setup};
+use crate::control::{self, Setup, WantedRules};
 use crate::device::Limits;
 use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::state::program::App;
@@ -108,6 +108,8 @@ impl HostBackend {
             access: config.access,
             sealed_memory: !config.unsealed_memory,
             memory: config.memory,
+            rules: WantedRules::default(),
+            name_servers: Vec::new(),
         })?;
         let Some(mut worker) = prepared.workers.into_iter().next() else {
             let none = std::io::ErrorKind::NotFound.into();

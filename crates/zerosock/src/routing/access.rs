@@ -207,7 +207,7 @@ impl AccessList {
 }
 
 impl Party {
-    fn includes(&self, who: EndpointTraits<'_>) -> bool {
+    pub(crate) fn includes(&self, who: EndpointTraits<'_>) -> bool {
         match self {
             Party::Any => true,
             Party::Host => who.cid == Cid::HOST,

@@ -1,12 +1,15 @@
 //! Routes: the device of each CID, and the rules on which endpoints may connect to which.
 
 pub mod access;
+pub mod forward;
 pub(crate) mod name;
 
 use self::access::{AccessList, EndpointTraits, Verdict};
+use self::forward::{ActiveRule, ForwardRules};
 use self::name::Name;
 use std::collections::HashMap;
 use std::sync::Arc;
+use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_virtio::outbox::DeviceAddr;
 
@@ -17,7 +20,9 @@ pub(crate) struct Routes {
     by_cid: HashMap<Cid, Route>,
     /// The ports of CID 2 that services have claimed.
     services: HashMap<Port, DeviceAddr>,
+    names: HashMap<Name, Cid>,
     access: AccessList,
+    forward: ForwardRules,
 }
 
 #[derive(Clone, Debug)]
@@ -48,6 +53,7 @@ impl Routes {
     pub(crate) fn set_name(&mut self, cid: Cid, name: &Name) {
         if let Some(route) = self.by_cid.get_mut(&cid) {
             route.name = Some(name.clone());
+            self.names.insert(name.clone(), cid);
         }
     }
 
@@ -63,6 +69,30 @@ impl Routes {
         self.access = access;
     }
 
+    /// The forwarding rules.
+    pub(crate) fn forward(&self) -> &ForwardRules {
+        &self.forward
+    }
+
+    /// Replaces the forwarding rules. They apply to later requests.
+    pub(crate) fn set_forward(&mut self, forward: ForwardRules) {
+        self.forward = forward;
+    }
+
+    /// The rule that forwards a connection of `from` to `port` of CID 2.
+    #[inline]
+    pub(crate) fn forward_rule(
+        &self,
+        from: Cid,
+        port: Port,
+        socket_type: SocketType,
+    ) -> Option<&Arc<ActiveRule>> {
+        if self.forward.is_empty() {
+            return None;
+        }
+        self.forward.find(self.traits(from)?, port, socket_type)
+    }
+
     /// Limits the ports of `cid` that others may connect to.
     pub(crate) fn limit_ports(&mut self, cid: Cid, ports: impl IntoIterator<Item = Port>) {
         let mut ports: Vec<Port> = ports.into_iter().collect();
@@ -73,7 +103,16 @@ impl Routes {
     }
 
     pub(crate) fn remove(&mut self, cid: Cid) {
-        self.by_cid.remove(&cid);
+        if let Some(name) = self.by_cid.remove(&cid).and_then(|route| route.name)
+            && self.names.get(&name) == Some(&cid)
+        {
+            self.names.remove(&name);
+        }
+    }
+
+    /// The CID of the attached process with this name.
+    pub(crate) fn named(&self, name: &Name) -> Option<Cid> {
+        self.names.get(name).copied()
     }
 
     pub(crate) fn contains(&self, cid: Cid) -> bool {

@@ -87,7 +87,7 @@ pub(crate) fn read_packet(socket: &HostSocket) -> Line {
 }
 
 /// Enables the distinction of empty packets from end of file, and enlarges the send buffer.
-fn configure_packets(socket: impl AsFd) -> bool {
+pub(crate) fn configure_packets(socket: impl AsFd) -> bool {
     // Best effort: a packet that does not fit is reported when it is sent.
     let _ = net::sockopt::set_socket_send_buffer_size(&socket, LONGEST);
     net::sockopt::set_socket_passcred(&socket, true).is_ok()
@@ -105,20 +105,25 @@ pub(crate) enum Ahead {
     EndOfFile,
     /// The program has gone.
     Gone,
+    /// An earlier datagram could not be delivered, or the like: there may be others.
+    Failed,
 }
 
-/// Inspects the next packet without reading it.
-pub(crate) fn look_ahead(socket: impl AsFd) -> Ahead {
+/// Inspects the next packet without reading it. A socket of datagrams has no end of file, and an error
+/// of it is over once it was returned here.
+pub(crate) fn look_ahead(socket: &HostSocket) -> Ahead {
+    let datagrams = socket.has_datagrams();
     let mut byte = [0u8; 1];
     let mut slices = [IoSliceMut::new(&mut byte)];
     let flags = RecvFlags::PEEK | RecvFlags::TRUNC | RecvFlags::DONTWAIT;
     let mut nothing = net::RecvAncillaryBuffer::default();
     match net::recvmsg(socket, &mut slices, &mut nothing, flags) {
-        Ok(got) if got.bytes > 0 || got.flags.contains(net::ReturnFlags::CTRUNC) => {
+        Ok(got) if got.bytes > 0 || datagrams || got.flags.contains(net::ReturnFlags::CTRUNC) => {
             Ahead::Message(got.bytes)
         }
         Ok(_) => Ahead::EndOfFile,
         Err(Errno::AGAIN | Errno::INTR) => Ahead::Nothing,
+        Err(_) if datagrams => Ahead::Failed,
         Err(_) => Ahead::Gone,
     }
 }
@@ -239,7 +244,8 @@ impl Services {
     }
 }
 
-fn connect_to(
+/// Connects to the socket at `path`.
+pub(super) fn connect_to(
     path: &Path,
     kind: SocketType,
     account: &Account,
@@ -261,6 +267,10 @@ fn connect_to(
     let socket = HostSocket::unconnected(kind, account)?;
     if kind == SocketType::SEQPACKET && !configure_packets(&socket) {
         return Err(io::ErrorKind::Unsupported.into());
+    }
+    if kind == SocketType::DGRAM {
+        // An address chosen by the kernel, so that the program can answer.
+        net::bind(&socket, &SocketAddrUnix::new_unnamed())?;
     }
     match net::connect(&socket, &address) {
         Ok(()) => Ok(Attempt::Ready(socket)),

@@ -1,4 +1,4 @@
-//! Host sockets: how host programs reach a guest, and a guest host programs.
+//! Host sockets: how host programs reach a guest, and a guest host programs and, by rule, the network.
 //!
 //! # Invariants
 //! - No call blocks, whatever a peer or a full backlog does.
@@ -7,6 +7,7 @@
 
 pub(crate) mod forward;
 pub(crate) mod hybrid;
+pub(crate) mod network;
 mod socket;
 
 use rustix::io::Errno;

@@ -1,15 +1,17 @@
-//! The socket between the device and a host program.
+//! The socket between the device and a host program, or a host on the network.
 //!
 //! # Invariants
 //! - Closing and receiving never wait for the program. A Unix socket that [refuses
 //!   descriptors](fd_passing::refuse_rights) holds no objects of the program; any other is closed by
-//!   the reaper, and descriptors that come on it are received and closed there too.
+//!   the reaper, and descriptors that come on it are received and closed there too. TCP and UDP
+//!   sockets carry no descriptors.
 //! - It counts against the guest's descriptor budget until it is closed.
 
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, RecvFlags, SocketFlags, SocketType};
 use std::io;
+use std::time::Duration;
 use zerosock_ring::GuestSlice;
 use zerosock_sys::account::{Account, Permit};
 use zerosock_sys::{PeerFd, Received, fd_passing};
@@ -21,10 +23,25 @@ pub(crate) struct HostSocket(Kind);
 #[derive(Debug)]
 enum Kind {
     /// Carries no descriptors of the program.
-    Plain { fd: OwnedFd, _permit: Permit },
+    Plain {
+        fd: OwnedFd,
+        _permit: Permit,
+        class: Class,
+    },
     /// May carry descriptors: the kernel has no SO_PASSRIGHTS, or the program connected before the
     /// listener refused them.
-    TakesRights(PeerFd),
+    TakesRights { fd: PeerFd, class: Class },
+}
+
+/// What an error or an empty read of a socket means.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Class {
+    /// A connected Unix or AF_VSOCK socket: an empty read is the end of the stream.
+    Connected,
+    /// A TCP socket: as `Connected`, and it can be reset.
+    Tcp,
+    /// A socket of datagrams: an empty read is an empty datagram, and errors are not final.
+    Datagrams,
 }
 
 impl HostSocket {
@@ -36,48 +53,123 @@ impl HostSocket {
         let permit = account.take_descriptors(1).map_err(io::Error::other)?;
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = net::socket_with(AddressFamily::UNIX, socket_type, flags, None)?;
+        let class = Class::of(socket_type);
         Ok(HostSocket(match fd_passing::refuse_rights(&fd)? {
             true => Kind::Plain {
                 fd,
                 _permit: permit,
+                class,
             },
-            false => Kind::TakesRights(PeerFd::from(fd).with_permit(permit)),
+            false => {
+                let fd = PeerFd::from(fd).with_permit(permit);
+                Kind::TakesRights { fd, class }
+            }
         }))
     }
 
-    /// A socket accepted from a listener of Unix sockets.
+    /// A Unix socket accepted from a listener.
     pub(crate) fn accepted(fd: OwnedFd, permit: Permit) -> HostSocket {
-        // The program may have connected before the listener refused descriptors.
+        HostSocket::unix(fd, permit, SocketType::STREAM)
+    }
+
+    /// A connected Unix socket. Its peer may have sent descriptors already.
+    pub(crate) fn unix(fd: OwnedFd, permit: Permit, socket_type: SocketType) -> HostSocket {
+        let class = Class::of(socket_type);
         HostSocket(match fd_passing::refuses_rights(&fd) {
             true => Kind::Plain {
                 fd,
                 _permit: permit,
+                class,
             },
-            false => Kind::TakesRights(PeerFd::from(fd).with_permit(permit)),
+            false => {
+                let fd = PeerFd::from(fd).with_permit(permit);
+                Kind::TakesRights { fd, class }
+            }
         })
     }
 
     /// An AF_VSOCK socket, which carries no descriptors.
     pub(crate) fn vsock(fd: OwnedFd, permit: Permit) -> HostSocket {
+        let class = Class::Connected;
         HostSocket(Kind::Plain {
             fd,
             _permit: permit,
+            class,
+        })
+    }
+
+    /// A TCP socket.
+    pub(crate) fn tcp(fd: OwnedFd, permit: Permit) -> HostSocket {
+        let class = Class::Tcp;
+        HostSocket(Kind::Plain {
+            fd,
+            _permit: permit,
+            class,
+        })
+    }
+
+    /// A UDP socket.
+    pub(crate) fn udp(fd: OwnedFd, permit: Permit) -> HostSocket {
+        let class = Class::Datagrams;
+        HostSocket(Kind::Plain {
+            fd,
+            _permit: permit,
+            class,
+        })
+    }
+
+    fn class(&self) -> Class {
+        match &self.0 {
+            Kind::Plain { class, .. } | Kind::TakesRights { class, .. } => *class,
+        }
+    }
+
+    /// Whether it can be reset, by its peer and by [`abort`](HostSocket::abort).
+    pub(crate) fn is_tcp(&self) -> bool {
+        self.class() == Class::Tcp
+    }
+
+    /// Whether it has datagrams: no end of stream, and errors are not final.
+    pub(crate) fn has_datagrams(&self) -> bool {
+        self.class() == Class::Datagrams
+    }
+
+    /// Makes closing a TCP socket reset the connection. Does nothing to others.
+    pub(crate) fn abort(&self) {
+        if self.is_tcp() {
+            // Fails only if the connection has ended.
+            let _ = net::sockopt::set_socket_linger(self, Some(Duration::ZERO));
+        }
+    }
+
+    /// Counts the socket against another account from now on.
+    pub(crate) fn recount(self, permit: Permit) -> HostSocket {
+        HostSocket(match self.0 {
+            Kind::Plain { fd, class, .. } => Kind::Plain {
+                fd,
+                _permit: permit,
+                class,
+            },
+            Kind::TakesRights { fd, class } => Kind::TakesRights {
+                fd: fd.with_permit(permit),
+                class,
+            },
         })
     }
 
     /// Whether the reaper closes it. Such a socket has to leave its poller before it is dropped.
     pub(crate) fn is_closed_later(&self) -> bool {
-        matches!(self.0, Kind::TakesRights(_))
+        matches!(self.0, Kind::TakesRights { .. })
     }
 
     /// Receives without waiting. Returns 0 at end of file or for an empty packet.
     pub(crate) fn recv(&self, buf: &mut [u8]) -> Result<usize, Errno> {
         match &self.0 {
             Kind::Plain { fd, .. } => net::recv(fd, buf, RecvFlags::DONTWAIT).map(|(_, n)| n),
-            Kind::TakesRights(fd) if fd.account().is_some_and(Account::is_clogged) => {
+            Kind::TakesRights { fd, .. } if fd.account().is_some_and(Account::is_clogged) => {
                 Err(Errno::CONNRESET)
             }
-            Kind::TakesRights(fd) => {
+            Kind::TakesRights { fd, .. } => {
                 let received = fd_passing::recv_owned(fd, buf, &mut Vec::new());
                 let received = received.map(|received| received.bytes);
                 received.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))
@@ -90,20 +182,30 @@ impl HostSocket {
     pub(crate) fn recv_slices(&self, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
         match &self.0 {
             Kind::Plain { fd, .. } => zerosock_sys::recv_slices(fd.as_fd(), slices),
-            Kind::TakesRights(fd) if fd.account().is_some_and(Account::is_clogged) => {
+            Kind::TakesRights { fd, .. } if fd.account().is_some_and(Account::is_clogged) => {
                 Err(Errno::CONNRESET.into())
             }
-            Kind::TakesRights(fd) => zerosock_sys::recv_slices_and_rights(fd, slices),
+            Kind::TakesRights { fd, .. } => zerosock_sys::recv_slices_and_rights(fd, slices),
         }
     }
 
     /// As [`recv_slices`](Self::recv_slices), one packet of a socket of type SOCK_SEQPACKET.
     pub(crate) fn recv_packet(&self, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
         match &self.0 {
-            Kind::TakesRights(fd) if !fd.account().is_some_and(Account::is_clogged) => {
+            Kind::TakesRights { fd, .. } if !fd.account().is_some_and(Account::is_clogged) => {
                 zerosock_sys::recv_packet_and_rights(fd, slices)
             }
             _ => self.recv_slices(slices),
+        }
+    }
+}
+
+impl Class {
+    /// The class of a Unix socket.
+    fn of(socket_type: SocketType) -> Class {
+        match socket_type {
+            SocketType::DGRAM => Class::Datagrams,
+            _ => Class::Connected,
         }
     }
 }
@@ -113,7 +215,7 @@ impl AsFd for HostSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.0 {
             Kind::Plain { fd, .. } => fd.as_fd(),
-            Kind::TakesRights(fd) => fd.as_fd(),
+            Kind::TakesRights { fd, .. } => fd.as_fd(),
         }
     }
 }
@@ -138,7 +240,7 @@ pub(super) mod tests {
     #[test]
     fn received_descriptors_are_closed_by_the_reaper() {
         let (socket, program) = pair();
-        assert!(matches!(socket.0, Kind::TakesRights(_)));
+        assert!(matches!(socket.0, Kind::TakesRights { .. }));
         let (passed, other) = UnixStream::pair().unwrap();
         fd_passing::send(&program, &[IoSlice::new(b"hello")], &[passed.as_fd()]).unwrap();
         drop(passed);

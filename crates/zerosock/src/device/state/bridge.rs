@@ -9,6 +9,7 @@
 //! The shard has the vsock half (state, credit, counters); a [`Bridge`] has the socket or sibling,
 //! the bytes in flight, and the edges seen.
 
+use super::forwarded::Forwarded;
 use super::messages::Messages;
 use crate::device::host_sockets::{HostPort, HostSocket};
 use crate::device::outbound::{HeldChain, Outbound, Spare, Spares};
@@ -26,6 +27,9 @@ use zerosock_ring::Memory;
 pub(crate) enum BridgePeer {
     /// A host socket with a full backlog; retried until the deadline.
     Retrying { to: HostPort, deadline: Instant },
+    /// A target of a rule that the connector connects to; its answer is
+    /// [`Dialed`](super::sibling_message::SiblingMessage::Dialed).
+    Resolving,
     /// A connect that the kernel has not completed.
     Connecting {
         socket: HostSocket,
@@ -237,6 +241,8 @@ pub(crate) struct Bridge {
     pub(crate) outbound: Outbound,
     /// Boundaries of messages, for a SEQPACKET connection.
     pub(crate) messages: Option<Box<Messages>>,
+    /// The rule that the connection was made by, and what is counted for it.
+    pub(crate) forwarded: Option<Box<Forwarded>>,
     /// Both halves are connected.
     pub(crate) open: bool,
     /// The socket may have bytes or an end of file (an edge was seen and not used up).
@@ -286,6 +292,7 @@ impl Bridge {
             end,
             outbound: Outbound::default(),
             messages: None,
+            forwarded: None,
             open: false,
             readable: false,
             writable: false,
@@ -369,7 +376,8 @@ mod tests {
 
     #[test]
     fn idle_bridge_is_small() {
-        // A connection between two guests has two bridges and two flows: together at most 1 KiB.
-        assert!(size_of::<Bridge>() <= 112, "{}", size_of::<Bridge>());
+        // A connection between two guests has two bridges and two flows: together at most 1 KiB. What
+        // only connections by rule need is behind one pointer.
+        assert!(size_of::<Bridge>() <= 120, "{}", size_of::<Bridge>());
     }
 }

@@ -1,10 +1,13 @@
 //! How the guest reaches host programs and they reach the guest.
 
+use std::sync::Arc;
+
 use rustix::fd::OwnedFd;
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Instant, Port};
 use zerosock_sys::PeerFd;
 
+use super::forwarded::Forwarded;
 use crate::device::host_sockets::HostSocket;
 use crate::device::host_sockets::hybrid::Services;
 
@@ -66,4 +69,19 @@ pub(crate) struct Caller {
     pub(in crate::device) to: Port,
     /// The program sent CONNECT and waits for the OK line.
     pub(in crate::device) wants_ok: bool,
+    /// The rule that the connection is made by, if it is.
+    pub(in crate::device) forwarded: Option<Box<Forwarded>>,
+}
+
+/// A client of a listening rule, on its way to the device that it is connected to.
+#[derive(Debug)]
+pub(crate) struct Client {
+    /// Counts against the account of the listeners.
+    pub(crate) socket: HostSocket,
+    pub(crate) socket_type: SocketType,
+    /// The port of the guest.
+    pub(crate) to: Port,
+    pub(crate) forwarded: Box<Forwarded>,
+    /// The number of clones is the number of clients on their way.
+    pub(crate) _under_way: Arc<()>,
 }

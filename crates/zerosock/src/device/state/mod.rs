@@ -5,6 +5,7 @@ pub(crate) mod app;
 pub(crate) mod backlogs;
 pub(crate) mod bridge;
 pub(crate) mod datagrams;
+pub(crate) mod forwarded;
 pub(crate) mod host;
 pub(crate) mod lingering;
 pub(crate) mod loans;
@@ -24,8 +25,10 @@ use std::time::Duration;
 use slab::Slab;
 use zerosock_proto::vsock::Shard;
 use zerosock_proto::{Cid, Port};
+use zerosock_relay::connector::Connector;
 use zerosock_sys::account::{Account, Budget};
 use zerosock_vhost_user::LogLimit;
+use zerosock_virtio::mailbox::Sender;
 use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::queues::QueueSet;
 use zerosock_virtio::ring::Ring;
@@ -87,6 +90,10 @@ pub(crate) struct Shared {
     pub(crate) routes: Arc<Routes>,
     pub(crate) counters: Arc<Counters>,
     pub(crate) limits: Limits,
+    /// Resolves names and makes connections that take time; `None`: no rule needs it.
+    pub(crate) connector: Option<Connector>,
+    /// The worker's own mailbox, for answers of the connector.
+    pub(crate) mailbox: Option<Sender<WorkerMessage>>,
     /// The embedding program's state, if a program embeds the devices.
     pub(crate) app: Option<Box<App>>,
 }

@@ -6,6 +6,7 @@
 //! chain is lent to the receiver ([`SiblingMessage::Lent`]) and comes back by
 //! [`SiblingMessage::Returned`]; the lender can recall it at any time ([`SiblingMessage::Recall`]).
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use zerosock_proto::vsock::{FlowId, FlowSnapshot};
 use zerosock_proto::wire::vsock::{Repr, SocketType};
@@ -14,8 +15,9 @@ use zerosock_ring::Memory;
 use zerosock_virtio::outbox::DeviceAddr;
 
 use super::bridge::Bridge;
-use super::host::Caller;
+use super::host::{Caller, Client};
 use super::peer::Peer;
+use crate::device::host_sockets::HostSocket;
 use crate::device::outbound::HeldChain;
 use crate::table::sockets::Ends;
 
@@ -69,9 +71,17 @@ pub(crate) enum SiblingMessage {
     /// The connection has ended, or the guest has refused it.
     Reset { to: FlowId },
 
+    /// From the connector: the connection for this flow, or why there is none.
+    Dialed {
+        to: FlowId,
+        outcome: Result<Box<Dialed>, String>,
+    },
+    /// From a listener: connect this client to your guest.
+    Client(Box<Client>),
+
     /// Between queue pairs of one device: this host program's connection, from port `local`,
     /// belongs to your pair.
-    Call { caller: Caller, local: Port },
+    Call { caller: Box<Caller>, local: Port },
     /// To the first queue pair: the driver has connections that the device does not know.
     Lost,
     /// From a device to its own worker: hand the connection off to queue pair `pair`.
@@ -106,6 +116,14 @@ pub(crate) enum SiblingMessage {
     },
     /// A flow-control packet for the peer's guest.
     DatagramControl(Repr),
+}
+
+/// A connection that the connector has made.
+#[derive(Debug)]
+pub(crate) struct Dialed {
+    pub(in crate::device) socket: HostSocket,
+    /// The address that a name was resolved to.
+    pub(in crate::device) address: Option<SocketAddr>,
 }
 
 /// A connection on its way from one queue pair to another.
@@ -167,6 +185,7 @@ impl SiblingMessage {
             | SiblingMessage::Recall { to }
             | SiblingMessage::Shutdown { to, .. }
             | SiblingMessage::Reset { to }
+            | SiblingMessage::Dialed { to, .. }
             | SiblingMessage::HandOff { to, .. }
             | SiblingMessage::Arrived { to, .. }
             | SiblingMessage::Orphaned { to }
@@ -174,6 +193,7 @@ impl SiblingMessage {
             | SiblingMessage::Flushed { to } => Some(*to),
             SiblingMessage::Connect { .. }
             | SiblingMessage::Call { .. }
+            | SiblingMessage::Client(_)
             | SiblingMessage::Lost
             | SiblingMessage::TakeOver(_)
             | SiblingMessage::SentOn(_)
@@ -197,6 +217,7 @@ impl SiblingMessage {
             | SiblingMessage::Recall { to }
             | SiblingMessage::Shutdown { to, .. }
             | SiblingMessage::Reset { to }
+            | SiblingMessage::Dialed { to, .. }
             | SiblingMessage::HandOff { to, .. }
             | SiblingMessage::Arrived { to, .. }
             | SiblingMessage::Orphaned { to }
@@ -204,6 +225,7 @@ impl SiblingMessage {
             | SiblingMessage::Flushed { to } => *to = now,
             SiblingMessage::Connect { .. }
             | SiblingMessage::Call { .. }
+            | SiblingMessage::Client(_)
             | SiblingMessage::Lost
             | SiblingMessage::TakeOver(_)
             | SiblingMessage::SentOn(_)
@@ -245,8 +267,10 @@ impl SiblingMessage {
             SiblingMessage::Datagram(datagram) => Some(return_lent(datagram)),
             // Needs more than one answer: see `Handoff::abandon`.
             SiblingMessage::TakeOver(_) => None,
-            // The program's socket is closed.
+            // The program's, client's or target's socket is closed.
             SiblingMessage::Call { .. }
+            | SiblingMessage::Client(_)
+            | SiblingMessage::Dialed { .. }
             | SiblingMessage::Lost
             | SiblingMessage::HandOff { .. }
             | SiblingMessage::Arrived { .. }

@@ -19,6 +19,8 @@ pub(crate) enum Timer {
     Linger,
     /// Copy out the chains that a stalled connection holds.
     Hold(u32),
+    /// Check the idle time-out of a forwarded connection.
+    Idle(u32),
     /// Retry accept on a listener after a failure.
     Accept(u32),
 }

@@ -1,0 +1,404 @@
+//! `forward` and `listen` in the configuration file, and the flags of the same names, parsed into
+//! validated rules.
+//!
+//! Errors of single values are reported during parsing, so that the parser adds the line.
+
+use std::fmt::Display;
+use std::ops::RangeInclusive;
+use std::os::fd::OwnedFd;
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::Args;
+use rustix::fs::Mode;
+use serde::de::{Error, Visitor};
+use serde::{Deserialize, Deserializer};
+use zerosock::Port;
+use zerosock::access::Party;
+use zerosock::forward::{
+    Destination, ForwardRule, ListenAddress, ListenRule, Network, TargetTemplate,
+};
+
+use super::access;
+use super::list::joined_by_plus;
+use super::validate::parse_mode;
+use crate::duration;
+
+/// Default idle time before TCP keepalive probes.
+const KEEPALIVE: Duration = Duration::from_secs(60);
+
+/// The flags for the simple cases.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Connections to and from the network")]
+pub(crate) struct ForwardFlags {
+    /// Forward connections of all guests and processes to PORT (or FIRST-LAST) of the host to TARGET;
+    /// repeat for more
+    ///
+    /// TARGET is tcp:HOST:PORT, udp:HOST:PORT, unix:PATH, unix-seqpacket:PATH or unix-dgram:PATH.
+    /// Without :PORT it is the port that the guest connects to. A guest reaches loopback, link-local
+    /// and metadata addresses only if TARGET names the address. docs/forward.md describes these rules,
+    /// and the file of --config has more options for them.
+    #[arg(long, value_name = "PORT=TARGET", value_parser = parse_forward)]
+    pub(crate) forward: Vec<ForwardRule>,
+
+    /// Listen on ADDRESS and connect clients to PORT of the guest or process CID; repeat for more
+    ///
+    /// ADDRESS is tcp:ADDRESS:PORT, unix:PATH or unix-seqpacket:PATH. Instead of CID, name:NAME is the
+    /// attached process of this name and `host` the service that has claimed PORT.
+    #[arg(long, value_name = "ADDRESS=CID:PORT", value_parser = parse_listen)]
+    pub(crate) listen: Vec<Listen>,
+}
+
+/// One entry of `forward`.
+#[derive(Clone, Debug, Eq, PartialEq, Deserialize)]
+#[serde(from = "RawForward")]
+pub(crate) struct Forward(pub(super) ForwardRule);
+
+/// One entry of `listen`: a [`ListenRule`] without its socket.
+#[derive(Clone, Debug, Eq, PartialEq, Deserialize)]
+#[serde(from = "RawListen")]
+pub(crate) struct Listen {
+    pub(super) on: ListenAddress,
+    to: Destination,
+    allow: Vec<Network>,
+    deny: Vec<Network>,
+    idle_timeout: Option<Duration>,
+    keepalive: Option<Duration>,
+    max_connections: Option<u32>,
+    /// Permissions of a Unix socket; `None`: those of the other sockets.
+    pub(super) mode: Option<Mode>,
+}
+
+impl Listen {
+    fn new(on: ListenAddress, to: Destination) -> Listen {
+        Listen {
+            on,
+            to,
+            allow: Vec::new(),
+            deny: Vec::new(),
+            idle_timeout: None,
+            keepalive: Some(KEEPALIVE),
+            max_connections: None,
+            mode: None,
+        }
+    }
+
+    /// The rule of the library. `None`: with the socket that the daemon has for its address.
+    pub(super) fn rule(&self, socket: Option<OwnedFd>) -> ListenRule {
+        ListenRule {
+            on: self.on.clone(),
+            socket,
+            to: self.to.clone(),
+            allow: self.allow.clone(),
+            deny: self.deny.clone(),
+            idle_timeout: self.idle_timeout,
+            keepalive: self.keepalive,
+            max_connections: self.max_connections,
+        }
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawForward {
+    #[serde(default = "any", deserialize_with = "access::parties")]
+    from: Vec<Party>,
+    #[serde(deserialize_with = "ports")]
+    port: RangeInclusive<Port>,
+    #[serde(deserialize_with = "parsed")]
+    to: TargetTemplate,
+    #[serde(default, deserialize_with = "networks")]
+    allow: Vec<Network>,
+    #[serde(default, deserialize_with = "networks")]
+    deny: Vec<Network>,
+    #[serde(default, alias = "connect-timeout", deserialize_with = "limit")]
+    connect_timeout: Option<Duration>,
+    #[serde(default, alias = "idle-timeout", deserialize_with = "limit")]
+    idle_timeout: Option<Duration>,
+    #[serde(default = "keepalive", deserialize_with = "or_off")]
+    keepalive: Option<Duration>,
+    #[serde(default, alias = "proxy-protocol")]
+    proxy_protocol: bool,
+    #[serde(default, alias = "max-connections", deserialize_with = "connections")]
+    max_connections: Option<u32>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawListen {
+    #[serde(deserialize_with = "parsed")]
+    on: ListenAddress,
+    #[serde(deserialize_with = "parsed")]
+    to: Destination,
+    #[serde(default, deserialize_with = "networks")]
+    allow: Vec<Network>,
+    #[serde(default, deserialize_with = "networks")]
+    deny: Vec<Network>,
+    #[serde(default, alias = "idle-timeout", deserialize_with = "limit")]
+    idle_timeout: Option<Duration>,
+    #[serde(default = "keepalive", deserialize_with = "or_off")]
+    keepalive: Option<Duration>,
+    #[serde(default, alias = "max-connections", deserialize_with = "connections")]
+    max_connections: Option<u32>,
+    #[serde(default, deserialize_with = "mode")]
+    mode: Option<Mode>,
+}
+
+impl From<RawForward> for Forward {
+    fn from(raw: RawForward) -> Forward {
+        Forward(ForwardRule {
+            from: raw.from,
+            ports: raw.port,
+            to: raw.to,
+            allow: raw.allow,
+            deny: raw.deny,
+            connect_timeout: raw.connect_timeout,
+            idle_timeout: raw.idle_timeout,
+            keepalive: raw.keepalive,
+            proxy_protocol: raw.proxy_protocol,
+            max_connections: raw.max_connections,
+        })
+    }
+}
+
+impl From<RawListen> for Listen {
+    fn from(raw: RawListen) -> Listen {
+        Listen {
+            on: raw.on,
+            to: raw.to,
+            allow: raw.allow,
+            deny: raw.deny,
+            idle_timeout: raw.idle_timeout,
+            keepalive: raw.keepalive,
+            max_connections: raw.max_connections,
+            mode: raw.mode,
+        }
+    }
+}
+
+fn any() -> Vec<Party> {
+    vec![Party::Any]
+}
+
+fn keepalive() -> Option<Duration> {
+    Some(KEEPALIVE)
+}
+
+/// The first group in a rule that `is_known` does not know, with the index of the rule.
+pub(super) fn unknown_group(
+    rules: &[ForwardRule],
+    is_known: impl Fn(&str) -> bool,
+) -> Option<(usize, &str)> {
+    rules.iter().enumerate().find_map(|(index, rule)| {
+        rule.from.iter().find_map(|party| match party {
+            Party::Group(group) if !is_known(group) => Some((index, group.as_str())),
+            _ => None,
+        })
+    })
+}
+
+fn parse_forward(text: &str) -> Result<ForwardRule, String> {
+    let (ports, to) = text
+        .split_once('=')
+        .ok_or("give PORT=TARGET, such as 8080=tcp:example.com:80")?;
+    let to: TargetTemplate = to.parse().map_err(|error| format!("{error}"))?;
+    Ok(ForwardRule::new(parse_ports(ports)?, to))
+}
+
+fn parse_listen(text: &str) -> Result<Listen, String> {
+    // A path may contain `=`, a destination does not.
+    let (on, to) = text
+        .rsplit_once('=')
+        .ok_or("give ADDRESS=CID:PORT, such as tcp:127.0.0.1:2222=3:22")?;
+    let on = on.parse().map_err(|error| format!("{error}"))?;
+    let to = to.parse().map_err(|error| format!("{error}"))?;
+    Ok(Listen::new(on, to))
+}
+
+fn parse_ports(text: &str) -> Result<RangeInclusive<Port>, String> {
+    let range = access::range(text)
+        .ok_or_else(|| format!("`{text}` is no port; give a port such as 8080, or 8000-8010"))?;
+    Ok(Port::new(*range.start())..=Port::new(*range.end()))
+}
+
+fn ports<'de, D: Deserializer<'de>>(input: D) -> Result<RangeInclusive<Port>, D::Error> {
+    let text = joined_by_plus(input)?.unwrap_or_default();
+    parse_ports(&text).map_err(D::Error::custom)
+}
+
+fn parsed<'de, D: Deserializer<'de>, T: FromStr<Err: Display>>(input: D) -> Result<T, D::Error> {
+    let text = String::deserialize(input)?;
+    text.parse().map_err(D::Error::custom)
+}
+
+fn networks<'de, D: Deserializer<'de>>(input: D) -> Result<Vec<Network>, D::Error> {
+    let text = joined_by_plus(input)?.unwrap_or_default();
+    let items = text.split('+').map(str::trim).filter(|it| !it.is_empty());
+    items
+        .map(|item| item.parse().map_err(D::Error::custom))
+        .collect()
+}
+
+fn mode<'de, D: Deserializer<'de>>(input: D) -> Result<Option<Mode>, D::Error> {
+    let text = String::deserialize(input)?;
+    match parse_mode(&text) {
+        Some(mode) => Ok(Some(mode)),
+        None => Err(D::Error::custom(format!(
+            "mode: `{text}`: give permission bits in octal, 0 to 0777, such as '0660'"
+        ))),
+    }
+}
+
+/// A limit of 0 would let nothing through.
+fn connections<'de, D: Deserializer<'de>>(input: D) -> Result<Option<u32>, D::Error> {
+    match u32::deserialize(input)? {
+        0 => Err(D::Error::custom(
+            "max_connections: 0: give at least 1, or remove the rule",
+        )),
+        most => Ok(Some(most)),
+    }
+}
+
+/// Seconds, more than 0.
+fn limit<'de, D: Deserializer<'de>>(input: D) -> Result<Option<Duration>, D::Error> {
+    match input.deserialize_any(Seconds)? {
+        Duration::ZERO => Err(D::Error::custom(
+            "0: give seconds, such as 5 or 0.5, or leave the key out",
+        )),
+        limit => Ok(Some(limit)),
+    }
+}
+
+/// Seconds; 0: off.
+fn or_off<'de, D: Deserializer<'de>>(input: D) -> Result<Option<Duration>, D::Error> {
+    let span = input.deserialize_any(Seconds)?;
+    Ok((!span.is_zero()).then_some(span))
+}
+
+struct Seconds;
+
+impl Visitor<'_> for Seconds {
+    type Value = Duration;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("a number of seconds such as 5 or 0.5")
+    }
+
+    fn visit_u64<E: Error>(self, number: u64) -> Result<Duration, E> {
+        self.visit_str(&number.to_string())
+    }
+
+    fn visit_f64<E: Error>(self, number: f64) -> Result<Duration, E> {
+        self.visit_str(&number.to_string())
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<Duration, E> {
+        duration::parse(text).map_err(E::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read<T: for<'de> Deserialize<'de>>(text: &str) -> Result<Vec<T>, String> {
+        serde_yaml_ng::from_str(text).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn every_key_of_a_rule_is_read() {
+        let rules: Vec<Forward> = read(
+            "
+- {port: 53, to: 'udp:127.0.0.1'}
+- from: 3 + name:web
+  port: 8000-8010
+  to: tcp:example.com:80
+  allow: [10.0.0.0/8, '::1']
+  deny: 10.9.0.0/16
+  connect_timeout: 0.5
+  idle_timeout: 3600
+  keepalive: 0
+  proxy-protocol: true
+  max_connections: 7
+",
+        )
+        .unwrap();
+        let port = Port::new;
+        let first = ForwardRule::new(port(53)..=port(53), "udp:127.0.0.1".parse().unwrap());
+        assert_eq!(rules[0].0, first);
+        let second = &rules[1].0;
+        assert_eq!(second.from.len(), 2);
+        assert_eq!(second.ports, port(8000)..=port(8010));
+        assert_eq!(second.to.to_string(), "tcp:example.com:80");
+        assert_eq!((second.allow.len(), second.deny.len()), (2, 1));
+        assert_eq!(second.connect_timeout, Some(Duration::from_millis(500)));
+        assert_eq!(second.idle_timeout, Some(Duration::from_secs(3600)));
+        assert_eq!((second.keepalive, second.max_connections), (None, Some(7)));
+        assert!(second.proxy_protocol);
+
+        let rules: Vec<Listen> = read(
+            "
+- {on: 'tcp:[::]:2222', to: '3:22'}
+- on: unix:/run/x
+  to: name:web:80
+  allow: 10.0.0.0/8
+  idle_timeout: 5
+  keepalive: 9
+  max_connections: 1
+  mode: '0660'
+",
+        )
+        .unwrap();
+        assert_eq!(rules[0], parse_listen("tcp:[::]:2222=3:22").unwrap());
+        assert_eq!(rules[1].mode, Some(Mode::from_raw_mode(0o660)));
+        assert_eq!(rules[1].keepalive, Some(Duration::from_secs(9)));
+    }
+
+    #[test]
+    fn errors_name_the_value() {
+        for (text, wanted) in [
+            ("- {port: x, to: 'unix:/a'}", "`x` is no port"),
+            ("- {port: 1, to: 'a'}", "a"),
+            ("- {port: 1}", "missing field `to`"),
+            ("- {port: 1, to: 'unix:/a', allow: x}", "x"),
+            (
+                "- {port: 1, to: 'unix:/a', idle_timeout: 0}",
+                "give seconds",
+            ),
+            (
+                "- {port: 1, to: 'unix:/a', max_connections: 0}",
+                "give at least 1",
+            ),
+            (
+                "- {port: 1, to: 'unix:/a', form: 3}",
+                "unknown field `form`",
+            ),
+        ] {
+            let error = read::<Forward>(text).unwrap_err();
+            assert!(error.contains(wanted), "{text}: {error}");
+        }
+        for (text, wanted) in [
+            ("- {on: 'tcp:80', to: '3:1'}", "no IP address and port"),
+            ("- {on: 'unix:/a', to: '3'}", "has no port"),
+            ("- {on: 'unix:/a', to: '3:1', mode: '9'}", "permission bits"),
+        ] {
+            let error = read::<Listen>(text).unwrap_err();
+            assert!(error.contains(wanted), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn flags_are_short_rules() {
+        let rule = parse_forward("80-81=tcp:[::1]").unwrap();
+        assert_eq!(rule.ports, Port::new(80)..=Port::new(81));
+        assert_eq!(rule.to.to_string(), "tcp:[::1]");
+        for text in ["80", "x=tcp:a:1", "80=", "80=tcp"] {
+            assert!(parse_forward(text).is_err(), "{text}");
+        }
+        let listen = parse_listen("unix:/a=b=host:80").unwrap();
+        assert_eq!(listen.on.to_string(), "unix:/a=b");
+        for text in ["tcp:1.2.3.4:5", "tcp:1.2.3.4=3:1", "unix:/a=3"] {
+            assert!(parse_listen(text).is_err(), "{text}");
+        }
+    }
+}

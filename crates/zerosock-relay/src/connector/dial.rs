@@ -1,0 +1,251 @@
+//! Connecting to one of the addresses of a host, over TCP or UDP.
+//!
+//! # Invariants
+//! - No packet goes to an address that the policy has not permitted.
+//! - One attempt wins; the sockets of the others are closed before the winner is returned.
+
+use std::future::{Future, pending, poll_fn};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::os::fd::OwnedFd;
+use std::pin::Pin;
+use std::task::Poll;
+
+use tokio::net::TcpStream;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until};
+use tracing::debug;
+
+use super::error::{ConnectError, Stage};
+use super::schedule::Schedule;
+use crate::networks::AddressPolicy;
+use crate::resolve::{Answer, Family, Found, LookupError, Resolver};
+use crate::target::{DomainName, Host};
+
+/// An attempt to connect to one address.
+pub(super) type Attempt = Pin<Box<dyn Future<Output = io::Result<OwnedFd>> + Send>>;
+
+/// The addresses of a host, and those that a lookup has yet to find.
+pub(super) struct Addresses {
+    found: Found,
+    /// None if `found` is complete.
+    updates: Option<watch::Receiver<Found>>,
+    /// The name that is looked up.
+    name: Option<DomainName>,
+}
+
+impl Addresses {
+    /// The address of a host, or the beginning of a lookup.
+    pub(super) fn of(host: &Host, resolver: &Resolver) -> Self {
+        match host {
+            Host::Name(name) if !name.is_localhost() => {
+                let mut updates = resolver.lookup(name);
+                Addresses {
+                    found: updates.borrow_and_update().clone(),
+                    updates: Some(updates),
+                    name: Some(name.clone()),
+                }
+            }
+            Host::Name(_) => Addresses::named(Found::localhost()),
+            Host::Address(address) => Addresses::named(Found::known(&[*address])),
+        }
+    }
+
+    /// Addresses that the rule itself names.
+    fn named(found: Found) -> Self {
+        Addresses {
+            found,
+            updates: None,
+            name: None,
+        }
+    }
+
+    /// Waits until more is found.
+    async fn changed(&mut self) {
+        let Some(updates) = &mut self.updates else {
+            return pending().await;
+        };
+        match updates.changed().await {
+            Ok(()) => self.found = updates.borrow_and_update().clone(),
+            Err(_) => {
+                let ended = || Err(LookupError::Failed("the lookup ended".into()));
+                self.found.v4.get_or_insert_with(ended);
+                self.found.v6.get_or_insert_with(ended);
+            }
+        }
+    }
+
+    /// Moves answers that are new to a schedule, without the addresses that the policy denies.
+    fn pass_on(&self, schedule: &mut Schedule, policy: &AddressPolicy, failure: &mut Failure) {
+        for (family, answer) in [(Family::V6, &self.found.v6), (Family::V4, &self.found.v4)] {
+            let Some(answer) = answer.as_ref().filter(|_| !schedule.has_answer(family)) else {
+                continue;
+            };
+            let permitted = self.permitted(answer, policy, failure);
+            schedule.on_answer(Instant::now(), family, permitted);
+        }
+    }
+
+    fn permitted(
+        &self,
+        answer: &Answer,
+        policy: &AddressPolicy,
+        failure: &mut Failure,
+    ) -> Vec<IpAddr> {
+        let addresses = match answer {
+            Ok(addresses) => addresses.as_slice(),
+            Err(error) => {
+                if let Some(name) = &self.name {
+                    failure.add(lookup_error(name, error));
+                }
+                &[]
+            }
+        };
+        let check = |address: &IpAddr| {
+            let checked = match self.name {
+                Some(_) => policy.check(*address),
+                None => policy.check_literal(*address),
+            };
+            checked.map_err(|denied| failure.add(denied.into())).is_ok()
+        };
+        addresses.iter().copied().filter(check).collect()
+    }
+}
+
+fn lookup_error(name: &DomainName, error: &LookupError) -> ConnectError {
+    let name = name.clone();
+    match error {
+        LookupError::NoRecords => ConnectError::NoSuchName(name),
+        LookupError::NotSupported => ConnectError::NamesNotSupported(name),
+        LookupError::Failed(reason) => ConnectError::Resolve {
+            name,
+            reason: reason.clone(),
+        },
+    }
+}
+
+/// The error that says most of those that a request met.
+#[derive(Default)]
+struct Failure(Option<ConnectError>);
+
+impl Failure {
+    /// Keeps the first of the errors that say most: what a target answered before what the network or
+    /// this machine says, and that before what kept an attempt from being made.
+    fn add(&mut self, error: ConnectError) {
+        let rank = |error: &ConnectError| match error {
+            ConnectError::Refused(_) => 5,
+            ConnectError::TimedOut(_) => 4,
+            ConnectError::Io(_) => 3,
+            ConnectError::Denied(_) => 2,
+            ConnectError::NoSuchName(_) => 0,
+            _ => 1,
+        };
+        if self.0.as_ref().is_none_or(|kept| rank(kept) < rank(&error)) {
+            self.0 = Some(error);
+        }
+    }
+
+    fn into_error(self) -> ConnectError {
+        // Without an address there was an error or nothing to connect to.
+        self.0
+            .unwrap_or_else(|| io::Error::from(io::ErrorKind::AddrNotAvailable).into())
+    }
+}
+
+/// Connects by `attempt` to the first address that lets it.
+pub(super) async fn dial(
+    mut addresses: Addresses,
+    port: u16,
+    policy: &AddressPolicy,
+    deadline: Instant,
+    attempt: fn(SocketAddr) -> Attempt,
+) -> Result<(OwnedFd, SocketAddr), ConnectError> {
+    let mut schedule = Schedule::new();
+    let mut attempts: Vec<(SocketAddr, Attempt)> = Vec::new();
+    let mut failure = Failure::default();
+    loop {
+        addresses.pass_on(&mut schedule, policy, &mut failure);
+        let now = Instant::now();
+        if now >= deadline {
+            let resolving = addresses.name.is_some() && !schedule.has_started();
+            return Err(ConnectError::TimedOut(match resolving {
+                true => Stage::Resolving,
+                false => Stage::Connecting,
+            }));
+        }
+        let due = schedule.next_attempt(now);
+        if due.is_some_and(|due| due <= now) {
+            if let Some(ip) = schedule.start(now) {
+                let address = SocketAddr::new(ip, port);
+                attempts.push((address, attempt(address)));
+            }
+        } else if attempts.is_empty() && schedule.is_exhausted() {
+            return Err(failure.into_error());
+        }
+        let due = schedule.next_attempt(now).unwrap_or(deadline);
+        tokio::select! {
+            biased;
+            (address, result) = finished(&mut attempts) => match result {
+                Ok(socket) => return Ok((socket, address)),
+                Err(error) => {
+                    debug!("cannot connect to {address}: {error}");
+                    failure.add(refused_or(error, Some(address)));
+                    schedule.on_failure();
+                }
+            },
+            () = addresses.changed(), if !schedule.is_answered() => {}
+            () = sleep_until(due.min(deadline)) => {}
+        }
+    }
+}
+
+/// Waits for an attempt to end, and removes it.
+async fn finished(attempts: &mut Vec<(SocketAddr, Attempt)>) -> (SocketAddr, io::Result<OwnedFd>) {
+    poll_fn(|context| {
+        for (index, (address, attempt)) in attempts.iter_mut().enumerate() {
+            if let Poll::Ready(result) = attempt.as_mut().poll(context) {
+                let address = *address;
+                attempts.remove(index);
+                return Poll::Ready((address, result));
+            }
+        }
+        Poll::Pending
+    })
+    .await
+}
+
+/// What an error of connecting or of the first bytes means.
+pub(super) fn refused_or(error: io::Error, address: Option<SocketAddr>) -> ConnectError {
+    match error.kind() {
+        io::ErrorKind::ConnectionRefused => ConnectError::Refused(address),
+        io::ErrorKind::TimedOut => ConnectError::TimedOut(Stage::Connecting),
+        _ => error.into(),
+    }
+}
+
+/// Connects over TCP.
+pub(super) fn tcp(address: SocketAddr) -> Attempt {
+    Box::pin(async move {
+        let stream = TcpStream::connect(address).await?;
+        // Without a listener, a connection to an own port can meet itself (simultaneous open).
+        if stream.local_addr()? == address {
+            return Err(io::ErrorKind::ConnectionRefused.into());
+        }
+        Ok(stream.into_std()?.into())
+    })
+}
+
+/// Connects a UDP socket, which sends nothing.
+pub(super) fn udp(address: SocketAddr) -> Attempt {
+    let connect = move || {
+        let any: IpAddr = match address {
+            SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        };
+        let socket = UdpSocket::bind((any, 0))?;
+        socket.connect(address)?;
+        socket.set_nonblocking(true)?;
+        Ok(socket.into())
+    };
+    Box::pin(async move { connect() })
+}

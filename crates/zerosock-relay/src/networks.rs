@@ -1,0 +1,345 @@
+//! Networks, and which addresses a rule may connect to or accept from.
+//!
+//! # Invariants
+//! - A policy judges an IPv6 address that leads to an IPv4 address (IPv4-mapped, IPv4-compatible, 6to4,
+//!   Teredo, NAT64) by both: the networks of either form decide.
+//! - The order is `deny`, `allow`, default. The default never permits what leads back into the machine
+//!   or to the metadata service of a cloud.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::str::FromStr;
+
+/// An IP address and the length of its prefix; bits behind the prefix are 0. IPv4-mapped IPv6 networks
+/// are normalised to IPv4.
+///
+/// # Examples
+/// ```
+/// use zerosock_relay::Network;
+///
+/// let network: Network = "10.0.0.0/8".parse()?;
+/// assert!(network.contains("10.200.0.1".parse().unwrap()));
+/// assert_eq!("10.0.0.1/8".parse::<Network>().unwrap_err().to_string(),
+///     "`10.0.0.1/8` has bits behind its prefix: write 10.0.0.0/8");
+/// # Ok::<(), zerosock_relay::networks::ParseNetworkError>(())
+/// ```
+#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
+pub struct Network {
+    address: IpAddr,
+    prefix: u8,
+}
+
+/// Why a text is no network.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("{0}")]
+pub struct ParseNetworkError(String);
+
+impl Network {
+    /// The network of the first `prefix` bits of an address.
+    ///
+    /// # Errors
+    /// The prefix is longer than the address, or a bit behind it is set.
+    pub fn new(address: IpAddr, prefix: u8) -> Result<Self, ParseNetworkError> {
+        let text = format!("{address}/{prefix}");
+        let longest = if address.is_ipv4() { 32 } else { 128 };
+        if prefix > longest {
+            return Err(ParseNetworkError(format!(
+                "`{text}` has a prefix of more than {longest} bits"
+            )));
+        }
+        let first = masked(address, prefix);
+        if first != address {
+            return Err(ParseNetworkError(format!(
+                "`{text}` has bits behind its prefix: write {first}/{prefix}"
+            )));
+        }
+        // `::ffff:0:0/96` and longer prefixes. Shorter ones have bits behind the prefix.
+        Ok(match (address, address.to_canonical()) {
+            (IpAddr::V6(_), mapped @ IpAddr::V4(_)) => Network {
+                address: mapped,
+                prefix: prefix.saturating_sub(96),
+            },
+            _ => Network { address, prefix },
+        })
+    }
+
+    /// Whether an address is in the network. An IPv4-mapped IPv6 address counts as IPv4.
+    pub fn contains(&self, address: IpAddr) -> bool {
+        // Addresses of different families are never equal.
+        masked(address.to_canonical(), self.prefix) == self.address
+    }
+
+    const fn v4(a: u8, b: u8, c: u8, d: u8, prefix: u8) -> Self {
+        Network {
+            address: IpAddr::V4(Ipv4Addr::new(a, b, c, d)),
+            prefix,
+        }
+    }
+
+    const fn v6(first: [u16; 3], last: u16, prefix: u8) -> Self {
+        let [a, b, c] = first;
+        Network {
+            address: IpAddr::V6(Ipv6Addr::new(a, b, c, 0, 0, 0, 0, last)),
+            prefix,
+        }
+    }
+}
+
+/// An address with the bits behind a prefix set to 0. A prefix longer than the address keeps all.
+fn masked(address: IpAddr, prefix: u8) -> IpAddr {
+    match address {
+        IpAddr::V4(address) => {
+            let behind = u32::MAX.checked_shr(prefix.into()).unwrap_or(0);
+            IpAddr::V4(Ipv4Addr::from_bits(address.to_bits() & !behind))
+        }
+        IpAddr::V6(address) => {
+            let behind = u128::MAX.checked_shr(prefix.into()).unwrap_or(0);
+            IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & !behind))
+        }
+    }
+}
+
+impl FromStr for Network {
+    type Err = ParseNetworkError;
+
+    /// Parses `ADDRESS/PREFIX`, or a single address.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (address, prefix) = match text.split_once('/') {
+            Some((address, prefix)) => (address, Some(prefix)),
+            None => (text, None),
+        };
+        let address: IpAddr = address.parse().map_err(|_| {
+            ParseNetworkError(format!(
+                "`{text}` is no network: give ADDRESS or ADDRESS/PREFIX"
+            ))
+        })?;
+        let prefix = match prefix {
+            None if address.is_ipv4() => 32,
+            None => 128,
+            // `u8::from_str` takes a leading `+`.
+            Some(prefix) => match prefix.parse() {
+                Ok(number) if prefix.bytes().all(|byte| byte.is_ascii_digit()) => number,
+                _ => {
+                    return Err(ParseNetworkError(format!(
+                        "`{prefix}` is no prefix in `{text}`: give a number of bits"
+                    )));
+                }
+            },
+        };
+        Network::new(address, prefix)
+    }
+}
+
+impl fmt::Display for Network {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.address, self.prefix)
+    }
+}
+
+/// Which addresses may be used: first `deny` decides, then `allow`, then the default.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct AddressPolicy {
+    allow: Vec<Network>,
+    deny: Vec<Network>,
+    default: DefaultPolicy,
+}
+
+/// What happens to addresses in no list.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum DefaultPolicy {
+    /// All are permitted.
+    Permit,
+    /// None is permitted.
+    Deny,
+    /// Those that lead back into the machine or to a metadata service are denied.
+    Guests,
+}
+
+/// An address that a policy denies.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("{address} is denied: {reason}")]
+pub struct Denied {
+    /// The address.
+    pub address: IpAddr,
+    /// Why.
+    pub reason: DenyReason,
+}
+
+/// Why a policy denies an address.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum DenyReason {
+    /// A network of `deny`.
+    Listed(Network),
+    /// It is in no network of `allow`, and the policy permits only those.
+    NotListed,
+    /// 127.0.0.0/8 or ::1.
+    Loopback,
+    /// 0.0.0.0/8 or ::, by which Linux reaches the machine itself.
+    Unspecified,
+    /// 169.254.0.0/16 or fe80::/10, where metadata services of clouds are.
+    LinkLocal,
+    /// A metadata service of a cloud outside the link-local networks.
+    Metadata,
+    /// 224.0.0.0/4 or ff00::/8.
+    Multicast,
+    /// 255.255.255.255.
+    Broadcast,
+    /// 64:ff9b:1::/48: the place of the embedded IPv4 address is not known.
+    LocalNat64,
+}
+
+/// What guests are denied by default.
+const DENIED_TO_GUESTS: [(Network, DenyReason); 14] = [
+    (Network::v4(127, 0, 0, 0, 8), DenyReason::Loopback),
+    (Network::v6([0; 3], 1, 128), DenyReason::Loopback),
+    (Network::v4(0, 0, 0, 0, 8), DenyReason::Unspecified),
+    (Network::v6([0; 3], 0, 128), DenyReason::Unspecified),
+    (Network::v4(169, 254, 0, 0, 16), DenyReason::LinkLocal),
+    (Network::v6([0xfe80, 0, 0], 0, 10), DenyReason::LinkLocal),
+    // Azure (WireServer) and Alibaba Cloud; AWS and Google Cloud.
+    (Network::v4(168, 63, 129, 16, 32), DenyReason::Metadata),
+    (Network::v4(100, 100, 100, 200, 32), DenyReason::Metadata),
+    (
+        Network::v6([0xfd00, 0xec2, 0], 0x254, 128),
+        DenyReason::Metadata,
+    ),
+    (
+        Network::v6([0xfd20, 0xce, 0], 0x254, 128),
+        DenyReason::Metadata,
+    ),
+    (Network::v4(224, 0, 0, 0, 4), DenyReason::Multicast),
+    (Network::v6([0xff00, 0, 0], 0, 8), DenyReason::Multicast),
+    (Network::v4(255, 255, 255, 255, 32), DenyReason::Broadcast),
+    // RFC 8215: where the IPv4 address is depends on the translator's prefix.
+    (
+        Network::v6([0x64, 0xff9b, 1], 0, 48),
+        DenyReason::LocalNat64,
+    ),
+];
+
+impl AddressPolicy {
+    /// For connections that a guest or process asks for: denies what leads back into the machine or to
+    /// its metadata service, unless `allow` has it.
+    pub fn for_guests(allow: Vec<Network>, deny: Vec<Network>) -> Self {
+        AddressPolicy {
+            allow,
+            deny,
+            default: DefaultPolicy::Guests,
+        }
+    }
+
+    /// For targets that the operator of the machine chose: permits what `deny` does not have.
+    pub fn unrestricted(deny: Vec<Network>) -> Self {
+        AddressPolicy {
+            allow: Vec::new(),
+            deny,
+            default: DefaultPolicy::Permit,
+        }
+    }
+
+    /// For clients of a listener: with an empty `allow` all that `deny` does not have, otherwise only
+    /// what `allow` has.
+    pub fn for_clients(allow: Vec<Network>, deny: Vec<Network>) -> Self {
+        let default = match allow.is_empty() {
+            true => DefaultPolicy::Permit,
+            false => DefaultPolicy::Deny,
+        };
+        AddressPolicy {
+            allow,
+            deny,
+            default,
+        }
+    }
+
+    /// Judges an address that a name was resolved to, or that a client has.
+    ///
+    /// # Errors
+    /// The address is denied.
+    pub fn check(&self, address: IpAddr) -> Result<(), Denied> {
+        self.check_literal(address)?;
+        let forms = forms(address);
+        if contains(&self.allow, &forms).is_some() {
+            return Ok(());
+        }
+        let reason = match self.default {
+            DefaultPolicy::Permit => return Ok(()),
+            DefaultPolicy::Deny => Some(DenyReason::NotListed),
+            DefaultPolicy::Guests => DENIED_TO_GUESTS
+                .iter()
+                .find(|(network, _)| forms.iter().flatten().any(|&form| network.contains(form)))
+                .map(|(_, reason)| *reason),
+        };
+        reason.map_or(Ok(()), |reason| Err(Denied { address, reason }))
+    }
+
+    /// Judges an address that is written in the rule itself: only `deny` can deny it.
+    ///
+    /// # Errors
+    /// The address is denied.
+    pub fn check_literal(&self, address: IpAddr) -> Result<(), Denied> {
+        match contains(&self.deny, &forms(address)) {
+            Some(network) => Err(Denied {
+                address,
+                reason: DenyReason::Listed(network),
+            }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// An address, and the IPv4 address that it leads to if it embeds one.
+type Forms = [Option<IpAddr>; 2];
+
+fn contains(networks: &[Network], forms: &Forms) -> Option<Network> {
+    let has = |network: &&Network| forms.iter().flatten().any(|&form| network.contains(form));
+    networks.iter().find(has).copied()
+}
+
+fn forms(address: IpAddr) -> Forms {
+    let address = address.to_canonical();
+    let embedded = match address {
+        IpAddr::V4(_) => None,
+        IpAddr::V6(address) => embedded(address).map(IpAddr::V4),
+    };
+    [Some(address), embedded]
+}
+
+/// The IPv4 address that an IPv6 address leads to.
+fn embedded(address: Ipv6Addr) -> Option<Ipv4Addr> {
+    let [a, b, c, d, e, f, g, h] = address.segments();
+    let pair = |high: u16, low: u16| Ipv4Addr::from_bits(u32::from(high) << 16 | u32::from(low));
+    match [a, b, c, d, e, f] {
+        // IPv4-compatible (RFC 4291, 2.5.5.1, deprecated); `::` and `::1` are none.
+        [0, 0, 0, 0, 0, 0] if g != 0 || h > 1 => Some(pair(g, h)),
+        // NAT64 (RFC 6052, 2.1).
+        [0x64, 0xff9b, 0, 0, 0, 0] => Some(pair(g, h)),
+        // IPv4-translated (RFC 2765, 2.1).
+        [0, 0, 0, 0, 0xffff, 0] => Some(pair(g, h)),
+        // 6to4 (RFC 3056, 2).
+        [0x2002, high, low, ..] => Some(pair(high, low)),
+        // Teredo (RFC 4380, 4): the client's address, its bits inverted.
+        [0x2001, 0, ..] => Some(pair(!g, !h)),
+        _ => None,
+    }
+}
+
+impl fmt::Display for DenyReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = match self {
+            DenyReason::Listed(network) => return write!(f, "`deny` has {network}"),
+            DenyReason::NotListed => "it is in no network of `allow`",
+            DenyReason::Loopback => "a loopback address; `allow` can permit it",
+            DenyReason::Unspecified => "an unspecified address, which leads to this machine",
+            DenyReason::LinkLocal => "a link-local address; `allow` can permit it",
+            DenyReason::Metadata => "the metadata service of a cloud; `allow` can permit it",
+            DenyReason::Multicast => "a multicast address; `allow` can permit it",
+            DenyReason::Broadcast => "the broadcast address; `allow` can permit it",
+            DenyReason::LocalNat64 => "a local NAT64 address; `allow` can permit it",
+        };
+        f.write_str(what)
+    }
+}
+
+#[cfg(test)]
+#[path = "networks_tests.rs"]
+mod tests;

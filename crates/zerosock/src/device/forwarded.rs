@@ -1,0 +1,400 @@
+//! Connections by rule between the guest and sockets outside.
+//!
+//! # Invariants
+//! - The worker connects to literal addresses and Unix sockets itself, without waiting. Names, headers
+//!   and full backlogs are left to the connector, whose answer comes as
+//!   [`SiblingMessage::Dialed`].
+//! - A request that is refused by the target, the policy or a limit is reset, at the latest at the
+//!   connect time-out.
+//! - A reset of either side resets the other; an end of stream shuts down the other in one direction.
+
+use std::sync::Arc;
+
+use rustix::io::Errno;
+use rustix::net::sockopt;
+use zerosock_proto::vsock::FlowId;
+use zerosock_proto::{Address, Port};
+use zerosock_relay::connector::{ConnectError, ConnectRequest, Connected};
+use zerosock_relay::proxy_protocol::{self, Source};
+use zerosock_relay::target::Target;
+use zerosock_sys::account::Permit;
+use zerosock_virtio::mailbox::Sender;
+
+use super::state::bridge::{Bridge, BridgePeer};
+use super::state::forwarded::{Forwarded, Remote};
+use super::state::host::{Caller, Client};
+use super::state::sibling_message::{Dialed, SiblingMessage};
+use super::state::timers::Timer;
+use super::{Context, Device, WorkerMessage};
+use crate::device::host_sockets::hybrid;
+use crate::device::host_sockets::{Attempt, HostSocket, network};
+use crate::routing::forward::ActiveRule;
+
+impl Device {
+    /// Connects a flow of the guest by `rule` to a target outside.
+    pub(super) fn forward_connect(
+        &mut self,
+        flow: FlowId,
+        from: Address,
+        port: Port,
+        rule: &Arc<ActiveRule>,
+        cx: &mut Context<'_>,
+    ) {
+        let target = rule.rule.to.resolve(from.cid, port);
+        let (Some(target), Some(admitted)) = (target, rule.state.admit()) else {
+            cx.shared.counters.conns_refused.add(1);
+            rule.state.count_refused();
+            let (to, reason) = (
+                &rule.rule.to,
+                "the rule has as many connections as it may have",
+            );
+            self.log_refusal(
+                rule.state.text(),
+                &from.to_string(),
+                &to.to_string(),
+                reason,
+            );
+            let _ = self.shard.reject(flow);
+            return;
+        };
+        let timeout = rule
+            .rule
+            .connect_timeout
+            .unwrap_or(cx.shared.limits.connect);
+        let deadline = cx.now + timeout;
+        let key = self.add_bridge(flow, BridgePeer::Resolving, cx);
+        let remote = Remote::Target {
+            target: target.clone(),
+            address: None,
+        };
+        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+            let forwarded = Forwarded::new(admitted, from, remote, rule.rule.idle());
+            bridge.forwarded = Some(Box::new(forwarded));
+        }
+        let attempt = match rule.rule.proxy_protocol {
+            true => None,
+            false => network::connect(&target, rule.rule.keepalive, &self.account),
+        };
+        match attempt {
+            Some(Attempt::Ready(socket)) => self.host_connected(key, socket, cx),
+            Some(Attempt::InProgress(socket)) => {
+                self.watch(key, BridgePeer::Connecting { socket, deadline }, cx);
+                self.timers.set(deadline, Timer::Connect(key));
+            }
+            Some(Attempt::Refused(error)) => self.refuse(key, &error.to_string(), cx),
+            None | Some(Attempt::Later) => {
+                let first_bytes = match rule.rule.proxy_protocol {
+                    true => header(from, port),
+                    false => Vec::new(),
+                };
+                let request = ConnectRequest {
+                    target,
+                    policy: Arc::clone(&rule.policy),
+                    timeout,
+                    keepalive: rule.rule.keepalive,
+                    first_bytes,
+                };
+                self.dial(key, flow, request, cx);
+            }
+        }
+    }
+
+    /// Lets the connector make a connection.
+    fn dial(&mut self, key: u32, flow: FlowId, request: ConnectRequest, cx: &mut Context<'_>) {
+        let permit = match self.account.take_descriptors(1) {
+            Ok(permit) => permit,
+            Err(exceeded) => return self.refuse(key, &exceeded.to_string(), cx),
+        };
+        let shared = &cx.shared;
+        let (Some(connector), Some(mailbox)) = (&shared.connector, &shared.mailbox) else {
+            return self.refuse(key, "there is no thread for connects", cx);
+        };
+        let answer = Answer {
+            mailbox: mailbox.clone(),
+            number: self.addr.number,
+            to: flow,
+            target: request.target.clone(),
+            permit: Some(permit),
+        };
+        connector.connect(request, Box::new(move |result| answer.send(result)));
+    }
+
+    /// Handles the connector's answer.
+    pub(super) fn dialed(
+        &mut self,
+        to: FlowId,
+        outcome: Result<Box<Dialed>, String>,
+        cx: &mut Context<'_>,
+    ) {
+        // Without a bridge the guest has given up already, and the socket is closed.
+        let Some(key) = self.key_of(to) else { return };
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            return;
+        };
+        if !matches!(bridge.end, BridgePeer::Resolving) {
+            return;
+        }
+        match outcome {
+            Ok(dialed) => {
+                if let Some(forwarded) = &mut bridge.forwarded {
+                    forwarded.set_address(dialed.address);
+                }
+                self.host_connected(key, dialed.socket, cx);
+            }
+            Err(reason) => self.refuse(key, &reason, cx),
+        }
+    }
+
+    /// Connects a client of a listening rule to the guest.
+    pub(super) fn client_connects(&mut self, client: Client, cx: &mut Context<'_>) {
+        let Client {
+            socket,
+            socket_type,
+            to,
+            forwarded,
+            ..
+        } = client;
+        match self.account.take_descriptors(1) {
+            Ok(permit) => {
+                let caller = Caller {
+                    socket: socket.recount(permit),
+                    socket_type,
+                    to,
+                    wants_ok: false,
+                    forwarded: Some(forwarded),
+                };
+                self.call_guest(caller, None, cx);
+            }
+            Err(exceeded) => {
+                cx.shared.counters.conns_refused.add(1);
+                self.refuse_forwarded(&forwarded, &exceeded.to_string());
+                socket.abort();
+            }
+        }
+    }
+
+    /// Begins to account for a bridge whose two sides are connected.
+    pub(super) fn forwarded_opened(&mut self, key: u32, cx: &Context<'_>) {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            return;
+        };
+        if let Some(forwarded) = &mut bridge.forwarded {
+            forwarded.open();
+            if let Some(at) = forwarded.start_idle(cx.now) {
+                self.timers.set(at, Timer::Idle(key));
+            }
+        }
+    }
+
+    /// Continues the idle time-out of a bridge that has come from another queue pair, whose worker has
+    /// a clock of its own.
+    pub(super) fn resume_idle(&mut self, key: u32, cx: &Context<'_>) {
+        if let Some(bridge) = self.bridges.get_mut(key as usize)
+            && let Some(forwarded) = &mut bridge.forwarded
+            && let Some(at) = forwarded.start_idle(cx.now)
+        {
+            self.timers.set(at, Timer::Idle(key));
+        }
+    }
+
+    /// Resets a connection on which no byte has passed for its idle time-out.
+    pub(super) fn idle_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            return;
+        };
+        let Some(forwarded) = &mut bridge.forwarded else {
+            return;
+        };
+        // A lingering bridge has a time-out of its own.
+        if bridge.flow.is_none() || forwarded.idle.is_none_or(|idle| idle.next > cx.now) {
+            return;
+        }
+        match forwarded.check_idle(cx.now) {
+            Some(at) => self.timers.set(at, Timer::Idle(key)),
+            None => {
+                forwarded.set_reason("idle");
+                self.reset_bridge(key, cx);
+            }
+        }
+    }
+
+    /// Handles a failed receive from the socket of a bridge. Returns false if it was no TCP socket.
+    pub(super) fn tcp_failed(
+        &mut self,
+        key: u32,
+        errno: Option<Errno>,
+        cx: &mut Context<'_>,
+    ) -> bool {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            return true;
+        };
+        if !is_tcp(bridge) {
+            return false;
+        }
+        set_reason(bridge, reason_of(errno));
+        self.reset_bridge(key, cx);
+        true
+    }
+
+    /// Handles a failed send to the socket of a bridge: bytes that a TCP peer has sent before its reset
+    /// still go to the guest, and the reset follows them.
+    pub(super) fn tcp_gone(&mut self, key: u32, cx: &mut Context<'_>) {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            return;
+        };
+        if !is_tcp(bridge) {
+            return;
+        }
+        set_reason(bridge, reason_of(Some(Errno::CONNRESET)));
+        if bridge.read_closed || bridge.flow.is_none() {
+            return self.reset_bridge(key, cx);
+        }
+        if let Some(forwarded) = &mut bridge.forwarded {
+            forwarded.reset_by_remote = true;
+        }
+        bridge.readable = true;
+        bridge.hold_back_no_more();
+        self.enqueue(key);
+    }
+
+    /// Handles the end of file of a bridge's socket that its peer has reset before. Returns false if
+    /// there was no reset.
+    pub(super) fn ended_by_reset(&mut self, key: u32, cx: &mut Context<'_>) -> bool {
+        let bridge = self.bridges.get(key as usize);
+        let forwarded = bridge.and_then(|bridge| bridge.forwarded.as_ref());
+        let reset = forwarded.is_some_and(|forwarded| forwarded.reset_by_remote);
+        if reset {
+            self.reset_bridge(key, cx);
+        }
+        reset
+    }
+
+    /// Handles the failure of a TCP socket whose end of file was read before. Returns false if it has
+    /// not failed.
+    pub(super) fn tcp_reset_after_end(&mut self, key: u32, cx: &mut Context<'_>) -> bool {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            return false;
+        };
+        let BridgePeer::Socket { socket, .. } = &bridge.end else {
+            return false;
+        };
+        let Ok(Err(errno)) = sockopt::socket_error(socket) else {
+            return false;
+        };
+        self.tcp_failed(key, Some(errno), cx)
+    }
+
+    /// Counts a forwarded connection that is refused, and logs it.
+    pub(super) fn refuse_forwarded(&self, forwarded: &Forwarded, reason: &str) {
+        let (from, to) = forwarded.refuse();
+        self.log_refusal(forwarded.rule(), &from, &to, reason);
+    }
+
+    /// Logs a refused connection, rate limited.
+    fn log_refusal(&self, rule: &str, from: &str, to: &str, reason: &str) {
+        if let Some(suppressed) = self.warnings.admit(std::time::Instant::now()) {
+            tracing::info!(
+                rule,
+                from,
+                to,
+                reason,
+                suppressed,
+                "connection not forwarded"
+            );
+        }
+    }
+}
+
+/// Sets why a forwarded connection ends.
+pub(super) fn set_reason(bridge: &mut Bridge, reason: &'static str) {
+    if let Some(forwarded) = &mut bridge.forwarded {
+        forwarded.set_reason(reason);
+    }
+}
+
+/// Makes the close of a bridge's TCP socket a reset, after a reset of the guest's flow.
+pub(super) fn abort(bridge: &Bridge) {
+    if let BridgePeer::Connecting { socket, .. } | BridgePeer::Socket { socket, .. } = &bridge.end {
+        socket.abort();
+    }
+}
+
+fn is_tcp(bridge: &Bridge) -> bool {
+    matches!(&bridge.end, BridgePeer::Socket { socket, .. } if socket.is_tcp())
+}
+
+fn reason_of(errno: Option<Errno>) -> &'static str {
+    match errno {
+        Some(Errno::TIMEDOUT) => "the remote side does not answer",
+        Some(Errno::HOSTUNREACH | Errno::NETUNREACH) => "the remote side is unreachable",
+        _ => "reset by the remote side",
+    }
+}
+
+/// The PROXY protocol header for a connection of `from` to `port`.
+fn header(from: Address, port: Port) -> Vec<u8> {
+    let source = Source::Vsock {
+        cid: from.cid.get(),
+        port: from.port.get(),
+        to_port: port.get(),
+    };
+    proxy_protocol::header(source, None)
+}
+
+/// Takes the connector's answer to the device, exactly once: dropping it answers with an error.
+struct Answer {
+    mailbox: Sender<WorkerMessage>,
+    number: u32,
+    to: FlowId,
+    target: Target,
+    /// `None` once it was sent.
+    permit: Option<Permit>,
+}
+
+impl Answer {
+    fn send(mut self, result: Result<Connected, ConnectError>) {
+        let Some(permit) = self.permit.take() else {
+            return;
+        };
+        let dialed = |connected: Connected| {
+            let Connected { socket, address } = connected;
+            use rustix::net::SocketType;
+            let socket = match &self.target {
+                Target::Tcp { .. } => HostSocket::tcp(socket, permit),
+                Target::Udp { .. } => HostSocket::udp(socket, permit),
+                Target::Unix(_) => HostSocket::unix(socket, permit, SocketType::STREAM),
+                Target::UnixDatagram(_) => HostSocket::unix(socket, permit, SocketType::DGRAM),
+                Target::UnixSeqpacket(_) => {
+                    let socket = HostSocket::unix(socket, permit, SocketType::SEQPACKET);
+                    if !hybrid::configure_packets(&socket) {
+                        return Err("packets of its socket have no bounds".to_owned());
+                    }
+                    socket
+                }
+            };
+            Ok(Box::new(Dialed { socket, address }))
+        };
+        self.pass(match result {
+            Ok(connected) => dialed(connected),
+            Err(error) => Err(error.to_string()),
+        });
+    }
+
+    fn pass(&self, outcome: Result<Box<Dialed>, String>) {
+        let message = SiblingMessage::Dialed {
+            to: self.to,
+            outcome,
+        };
+        let number = self.number;
+        // A worker that has ended has no connections.
+        let _ = self.mailbox.send(WorkerMessage::Device { number, message });
+    }
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        if self.permit.take().is_some() {
+            self.pass(Err("the thread for connects has ended".to_owned()));
+        }
+    }
+}

@@ -1,0 +1,301 @@
+//! Forwarding by rule between vsock endpoints and sockets outside: TCP, UDP and Unix.
+//!
+//! A [`ForwardRule`] connects guests and processes to the outside, a [`ListenRule`] clients outside to
+//! them. docs/forward.md describes both.
+//!
+//! # Invariants
+//! - A set of rules with a conflict is refused as a whole ([`RuleError`]).
+//! - Connections keep the rule that they were made by: a rule that is removed or changed lets them
+//!   continue.
+
+mod listen;
+mod rule;
+mod state;
+mod target;
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use zerosock_proto::Port;
+use zerosock_proto::wire::vsock::SocketType;
+use zerosock_relay::networks::AddressPolicy;
+
+use crate::routing::access::{EndpointTraits, Party};
+
+pub use self::listen::{Destination, ListenAddress, ListenError, ListenRule};
+pub use self::rule::ForwardRule;
+pub use self::state::RuleStats;
+pub(crate) use self::state::{Admitted, RuleBoard, RuleState};
+pub use self::target::{TargetError, TargetTemplate};
+pub use zerosock_relay::networks::{Network, ParseNetworkError};
+pub use zerosock_relay::target::Target;
+
+/// Why a set of rules cannot take effect. Rules are counted from 0.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum RuleError {
+    /// A rule matches no port, or [`Port::ANY`].
+    #[error("forward[{0}]: the ports are no range from 0 to 4294967294")]
+    Ports(usize),
+    /// A rule names no endpoint, or CID 2.
+    #[error(
+        "forward[{0}]: from: name VMs or processes; connections of the host itself are not forwarded"
+    )]
+    From(usize),
+    /// Two rules of the same kind with the same endpoints have a port in common.
+    #[error(
+        "forward[{first}] and forward[{second}]: both match connections from the same endpoints to \
+         port {port}; change the ports or `from` of one"
+    )]
+    Overlap {
+        /// The first rule.
+        first: usize,
+        /// The second rule.
+        second: usize,
+        /// The first port that both match.
+        port: Port,
+    },
+    /// The target takes the port of the connection, which is no TCP or UDP port.
+    #[error(
+        "forward[{0}]: to: without a port of its own, only ports from 1 to 65535 can be forwarded"
+    )]
+    OwnPort(usize),
+    /// A rule denies the address that it names.
+    #[error("forward[{rule}]: to: {address} lies in a network of `deny`")]
+    DeniedTarget {
+        /// The rule.
+        rule: usize,
+        /// The address.
+        address: IpAddr,
+    },
+    /// Two rules listen on the same address.
+    #[error("listen[{first}] and listen[{second}]: both are on {on}; keep one")]
+    SameListener {
+        /// The first rule.
+        first: usize,
+        /// The second rule.
+        second: usize,
+        /// The address.
+        on: ListenAddress,
+    },
+    /// A rule has no socket, and the daemon has none for its address.
+    #[error("listen[{rule}]: {on}: there is no socket for this address")]
+    NoSocket {
+        /// The rule.
+        rule: usize,
+        /// The address.
+        on: ListenAddress,
+    },
+}
+
+/// A forwarding rule in effect.
+#[derive(Debug)]
+pub(crate) struct ActiveRule {
+    pub(crate) rule: ForwardRule,
+    pub(crate) policy: Arc<AddressPolicy>,
+    pub(crate) state: Arc<RuleState>,
+}
+
+/// The forwarding rules in effect, in their order.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ForwardRules(Arc<[Arc<ActiveRule>]>);
+
+impl ForwardRules {
+    /// The rules `wanted`. Those that are also in `self` keep their state.
+    pub(crate) fn replaced(&self, wanted: Vec<ForwardRule>) -> Result<ForwardRules, RuleError> {
+        check(&wanted)?;
+        let mut kept: Vec<_> = self.0.to_vec();
+        let rules =
+            wanted
+                .into_iter()
+                .map(|rule| match kept.iter().position(|old| old.rule == rule) {
+                    Some(at) => kept.swap_remove(at),
+                    None => Arc::new(ActiveRule::new(rule)),
+                });
+        Ok(ForwardRules(rules.collect()))
+    }
+
+    /// The rule for a connection of this endpoint. Without rules this is one comparison.
+    #[inline]
+    pub(crate) fn find(
+        &self,
+        from: EndpointTraits<'_>,
+        port: Port,
+        socket_type: SocketType,
+    ) -> Option<&Arc<ActiveRule>> {
+        let matches = |active: &&Arc<ActiveRule>| {
+            active.rule.ports.contains(&port)
+                && active.rule.to.socket_type() == socket_type
+                && active.rule.from.iter().any(|party| party.includes(from))
+        };
+        self.0.iter().find(matches)
+    }
+
+    /// Whether there is no rule.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The states of all rules.
+    pub(crate) fn states(&self) -> impl Iterator<Item = Arc<RuleState>> + '_ {
+        self.0.iter().map(|active| Arc::clone(&active.state))
+    }
+}
+
+impl ActiveRule {
+    fn new(rule: ForwardRule) -> ActiveRule {
+        let policy = AddressPolicy::for_guests(rule.allow.clone(), rule.deny.clone());
+        let text = format!("forward {} to {}", rule.shown_ports(), rule.to);
+        ActiveRule {
+            policy: Arc::new(policy),
+            state: RuleState::new(text, rule.max_connections),
+            rule,
+        }
+    }
+}
+
+/// Checks forwarding rules: a set with a conflict cannot take effect.
+///
+/// # Errors
+/// The first conflict.
+pub fn check(rules: &[ForwardRule]) -> Result<(), RuleError> {
+    for (index, rule) in rules.iter().enumerate() {
+        if rule.ports.is_empty() || *rule.ports.end() == Port::ANY {
+            return Err(RuleError::Ports(index));
+        }
+        if rule.from.is_empty() || rule.from.contains(&Party::Host) {
+            return Err(RuleError::From(index));
+        }
+        let last = u32::from(u16::MAX);
+        let own = rule.ports.start().get() > 0 && rule.ports.end().get() <= last;
+        if rule.to.takes_own_port() && !own {
+            return Err(RuleError::OwnPort(index));
+        }
+        if let Some(address) = rule.to.address()
+            && rule.deny.iter().any(|network| network.contains(address))
+        {
+            let rule = index;
+            return Err(RuleError::DeniedTarget { rule, address });
+        }
+        let before = rules.iter().take(index).enumerate();
+        if let Some((first, other)) = before.into_iter().find(|(_, it)| it.overlaps(rule)) {
+            return Err(RuleError::Overlap {
+                first,
+                second: index,
+                port: *rule.ports.start().max(other.ports.start()),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Checks the addresses of listening rules.
+///
+/// # Errors
+/// Two rules are on the same address.
+pub fn check_listeners(rules: &[ListenRule]) -> Result<(), RuleError> {
+    for (second, rule) in rules.iter().enumerate() {
+        let mut before = rules.iter().take(second);
+        if let Some(first) = before.position(|other| other.on == rule.on) {
+            let on = rule.on.clone();
+            return Err(RuleError::SameListener { first, second, on });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use zerosock_proto::Cid;
+
+    use super::*;
+    use crate::routing::access::Cids;
+
+    fn rule(first: u32, last: u32, to: &str) -> ForwardRule {
+        ForwardRule::new(Port::new(first)..=Port::new(last), to.parse().unwrap())
+    }
+
+    fn rules(rules: impl IntoIterator<Item = ForwardRule>) -> Result<ForwardRules, RuleError> {
+        ForwardRules::default().replaced(rules.into_iter().collect())
+    }
+
+    fn guest(cid: u32) -> EndpointTraits<'static> {
+        EndpointTraits {
+            cid: Cid::new(cid),
+            groups: &[],
+            name: None,
+        }
+    }
+
+    #[test]
+    fn the_first_rule_for_endpoint_port_and_type_decides() {
+        let cids = Cids::new(Cid::new(3), Cid::new(4)).unwrap();
+        let mut first = rule(80, 90, "unix:/first");
+        first.from = vec![Party::Cids(cids)];
+        let all = rules([first, rule(85, 85, "unix:/second"), rule(80, 80, "udp:a:1")]).unwrap();
+        let found = |cid, port, socket_type| {
+            let found = all.find(guest(cid), Port::new(port), socket_type);
+            found.map(|active| active.rule.to.to_string())
+        };
+        use SocketType::{SeqPacket, Stream};
+        assert_eq!(found(3, 85, Stream).as_deref(), Some("unix:/first"));
+        assert_eq!(found(5, 85, Stream).as_deref(), Some("unix:/second"));
+        assert_eq!(found(5, 80, Stream), None);
+        assert_eq!(found(5, 80, SeqPacket).as_deref(), Some("udp:a:1"));
+        assert_eq!(found(3, 79, Stream), None);
+        assert_eq!(found(3, 91, Stream), None);
+    }
+
+    #[test]
+    fn conflicts_and_rules_that_cannot_match_are_named() {
+        let host = ForwardRule {
+            from: vec![Party::Host],
+            ..rule(1, 1, "unix:/a")
+        };
+        let denied = ForwardRule {
+            deny: vec!["127.0.0.0/8".parse().unwrap()],
+            ..rule(1, 1, "tcp:127.0.0.1:1")
+        };
+        for (wanted, error) in [
+            (vec![rule(2, 1, "unix:/a")], RuleError::Ports(0)),
+            (vec![rule(2, u32::MAX, "unix:/a")], RuleError::Ports(0)),
+            (vec![rule(2, 2, "unix:/a"), host], RuleError::From(1)),
+            (vec![rule(1, 65_536, "tcp:a")], RuleError::OwnPort(0)),
+            (vec![rule(0, 1, "tcp:a")], RuleError::OwnPort(0)),
+            (
+                vec![denied],
+                RuleError::DeniedTarget {
+                    rule: 0,
+                    address: [127, 0, 0, 1].into(),
+                },
+            ),
+            (
+                vec![
+                    rule(1, 5, "unix:/a"),
+                    rule(6, 9, "unix:/b"),
+                    rule(4, 4, "tcp:a:1"),
+                ],
+                RuleError::Overlap {
+                    first: 0,
+                    second: 2,
+                    port: Port::new(4),
+                },
+            ),
+        ] {
+            assert_eq!(rules(wanted.clone()).unwrap_err(), error, "{wanted:?}");
+        }
+        rules([rule(1, 5, "unix:/a"), rule(4, 4, "udp:a:1")]).expect("of different types");
+    }
+
+    #[test]
+    fn an_unchanged_rule_keeps_its_counters() {
+        let before = rules([rule(1, 1, "unix:/a"), rule(2, 2, "unix:/b")]).unwrap();
+        let mut changed = rule(1, 1, "unix:/a");
+        changed.max_connections = Some(1);
+        let after = before
+            .replaced(vec![rule(2, 2, "unix:/b"), changed])
+            .unwrap();
+        let (old, new): (Vec<_>, Vec<_>) = (before.states().collect(), after.states().collect());
+        assert!(Arc::ptr_eq(&old[1], &new[0]));
+        assert!(!Arc::ptr_eq(&old[0], &new[1]));
+    }
+}

@@ -6,7 +6,7 @@ use std::path::Path;
 use clap::{Parser, Subcommand};
 
 use crate::vm::parent_watchdog;
-use crate::{demo, nc, perf, serve};
+use crate::{demo, nc, perf, relay, serve};
 
 /// Sockets between virtual machines and their host, without copying the bytes in between.
 ///
@@ -23,6 +23,7 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     Serve(Box<serve::args::ServeArgs>),
     Nc(nc::args::NcArgs),
+    Relay(Box<relay::args::RelayArgs>),
     Demo(demo::args::DemoArgs),
     Perf(perf::args::PerfArgs),
     #[command(hide = true)]
@@ -36,6 +37,7 @@ Start here:
   zerosock serve --guest-cid 3 --socket /tmp/vm3.vhost --uds-path /tmp/vm3.vsock
   zerosock serve --help     how to attach a VM, and how host programs reach it
   zerosock nc --help        netcat for vsock and for what `serve` offers
+  zerosock relay --help     relay between TCP, UDP, Unix sockets and vsock
 
 Exit codes: 0 all went well, 1 it could not be done, 2 an option is wrong.";
 
@@ -68,7 +70,7 @@ mod tests {
         let command = Cli::command();
         let listed = command.get_subcommands().filter(|one| !one.is_hide_set());
         let names: Vec<&str> = listed.map(clap::Command::get_name).collect();
-        assert_eq!(names, ["serve", "nc", "demo", "perf"]);
+        assert_eq!(names, ["serve", "nc", "relay", "demo", "perf"]);
     }
 
     #[test]

@@ -16,6 +16,7 @@ mod logging;
 mod nc;
 mod number;
 mod perf;
+mod relay;
 mod serve;
 mod signals;
 mod size;
@@ -40,6 +41,7 @@ pub fn main() -> ExitCode {
         Command::DemoGuest(flags) => demo::guest::main(&flags),
         Command::ParentWatchdog(flags) => vm::parent_watchdog::main(&flags),
         Command::Perf(flags) => perf::main(flags),
+        Command::Relay(flags) => relay::main(*flags),
     };
     Failure::exit_code("zerosock", outcome)
 }

@@ -1,5 +1,5 @@
-//! Waits for SIGTERM and SIGINT, which end the process, and for SIGHUP, which reloads the
-//! configuration.
+//! Waits for SIGTERM and SIGINT, which end the process, for SIGHUP, which reloads the configuration, and
+//! for SIGUSR1, which reports.
 
 use std::io::{self, Read};
 use std::os::fd::BorrowedFd;
@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 
 /// Why [`Signals::wait`] returned.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -18,6 +18,8 @@ pub(crate) enum Wake {
     Signal(&'static str),
     /// SIGHUP, at least once.
     Hangup,
+    /// SIGUSR1, at least once.
+    User,
     /// The other descriptor is readable.
     Other,
     /// The timeout.
@@ -34,6 +36,8 @@ pub(crate) struct Signals {
     interrupt: UnixStream,
     /// Set when SIGHUP is caught; otherwise it has its default effect.
     hangup: Option<UnixStream>,
+    /// Set when SIGUSR1 is caught; otherwise it has its default effect.
+    user: Option<UnixStream>,
 }
 
 impl Signals {
@@ -52,15 +56,19 @@ impl Signals {
             terminate: watch(SIGTERM)?,
             interrupt: watch(SIGINT)?,
             hangup: None,
+            user: None,
         })
     }
 
     /// Catches SIGHUP as well.
     pub(crate) fn catch_hangup(&mut self) -> io::Result<()> {
-        let (ours, handlers) = UnixStream::pair()?;
-        ours.set_nonblocking(true)?;
-        signal_hook::low_level::pipe::register(SIGHUP, handlers)?;
-        self.hangup = Some(ours);
+        self.hangup = Some(catch_repeated(SIGHUP)?);
+        Ok(())
+    }
+
+    /// Catches SIGUSR1 as well.
+    pub(crate) fn catch_user(&mut self) -> io::Result<()> {
+        self.user = Some(catch_repeated(SIGUSR1)?);
         Ok(())
     }
 
@@ -81,8 +89,9 @@ impl Signals {
             PollFd::new(&self.interrupt, PollFlags::IN),
             PollFd::from_borrowed_fd(other, PollFlags::IN),
         ];
-        if let Some(hangup) = &self.hangup {
-            watched.push(PollFd::new(hangup, PollFlags::IN));
+        let repeated = [&self.hangup, &self.user];
+        for socket in repeated.iter().copied().flatten() {
+            watched.push(PollFd::new(socket, PollFlags::IN));
         }
         match rustix::event::poll(&mut watched, timeout.as_ref()) {
             // A signal interrupted poll(2): the next call finds it in the pipe.
@@ -91,17 +100,30 @@ impl Signals {
         }
         let mut came = watched.iter().map(|fd| !fd.revents().is_empty());
         let mut came = || came.next().unwrap_or(false);
-        let (terminate, interrupt, other, hangup) = (came(), came(), came(), came());
-        if hangup && let Some(mut socket) = self.hangup.as_ref() {
-            // Several SIGHUPs are one request.
-            while matches!(socket.read(&mut [0; 64]), Ok(1..)) {}
-        }
-        Ok(match (terminate, interrupt, other, hangup) {
-            (true, _, _, _) => Wake::Signal("SIGTERM"),
-            (_, true, _, _) => Wake::Signal("SIGINT"),
-            (_, _, true, _) => Wake::Other,
-            (_, _, _, true) => Wake::Hangup,
+        let (terminate, interrupt, other) = (came(), came(), came());
+        let [hangup, user] = repeated.map(|socket| {
+            let caught = socket.as_ref().filter(|_| came());
+            // Several signals are one request.
+            caught.is_some_and(|mut socket| {
+                while matches!(socket.read(&mut [0; 64]), Ok(1..)) {}
+                true
+            })
+        });
+        Ok(match (terminate, interrupt, other, hangup, user) {
+            (true, ..) => Wake::Signal("SIGTERM"),
+            (_, true, ..) => Wake::Signal("SIGINT"),
+            (_, _, true, ..) => Wake::Other,
+            (_, _, _, true, _) => Wake::Hangup,
+            (_, _, _, _, true) => Wake::User,
             _ => Wake::TimeIsUp,
         })
     }
+}
+
+/// Catches a signal that does not end the process.
+fn catch_repeated(signal: i32) -> io::Result<UnixStream> {
+    let (ours, handlers) = UnixStream::pair()?;
+    ours.set_nonblocking(true)?;
+    signal_hook::low_level::pipe::register(signal, handlers)?;
+    Ok(ours)
 }

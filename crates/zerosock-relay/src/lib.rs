@@ -10,6 +10,7 @@
 pub mod connector;
 pub mod networks;
 pub mod proxy_protocol;
+pub mod relay;
 mod resolve;
 pub mod target;
 

@@ -7,6 +7,7 @@
 //!   cannot shrink.
 //! - [`fd_passing`] sends descriptors over Unix sockets, [`socket_file`] creates Unix sockets with a
 //!   path, [`vsock`] opens kernel vsock sockets ([`vsock_calls`] makes single calls on them for tests).
+//! - [`mmsg`] receives and sends many messages with one call.
 //! - [`reaper`] has the threads that close the descriptor of a [`PeerFd`], [`notify`] wakes peers, and
 //!   [`account`] limits the descriptors and memory of each peer.
 //! - [`affinity`] pins threads, [`network`] isolates them.
@@ -19,6 +20,7 @@ pub mod account;
 pub mod affinity;
 pub mod fd_passing;
 pub mod memfd;
+pub mod mmsg;
 pub mod network;
 pub mod notify;
 mod peer_fd;

@@ -36,7 +36,7 @@ use crate::fd_passing;
 /// What [`bind`] makes.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// SOCK_STREAM or SOCK_SEQPACKET.
+    /// SOCK_STREAM or SOCK_SEQPACKET, which listen, or SOCK_DGRAM, which does not.
     pub kind: SocketType,
     /// Permission bits; `None` leaves them to the umask.
     pub mode: Option<Mode>,
@@ -188,7 +188,9 @@ pub fn bind(path: &Path, options: Options) -> Result<(OwnedFd, SocketFile), Bind
     if options.refuse_rights {
         fd_passing::refuse_rights(&socket).map_err(make)?;
     }
-    rustix::net::listen(&socket, options.backlog).map_err(make)?;
+    if options.kind != SocketType::DGRAM {
+        rustix::net::listen(&socket, options.backlog).map_err(make)?;
+    }
     for _ in 0..ATTEMPTS {
         let moved = match probe(&directory, &name)? {
             Found::Nothing => private.move_to(&directory, &name),

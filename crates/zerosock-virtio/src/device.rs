@@ -13,7 +13,8 @@ use crate::poller::{EventKind, Poller, Readiness};
 /// A device that a [`Worker`](crate::worker::Worker) runs.
 ///
 /// A device with virtqueues implements [`VirtioDevice`](crate::command::VirtioDevice) too, which has
-/// the handling of commands.
+/// the handling of commands. A device without them, such as a relay between sockets, leaves out the
+/// calls that concern a driver.
 ///
 /// # Rules
 /// - No call blocks.
@@ -47,8 +48,12 @@ pub trait WorkerDevice: Sized {
     /// Answers a message to a device that does not exist any more.
     fn undeliverable(message: Self::Message, cx: &mut Context<'_, Self>);
 
-    /// Carries out a command of the VMM. The answer may come later. A turn follows.
-    fn command(&mut self, command: DeviceCommand, reply: Reply, cx: &mut Context<'_, Self>);
+    /// Carries out a command of the VMM. The answer may come later. A turn follows. A device without a
+    /// VMM has none: a reply that is dropped answers Failed.
+    fn command(&mut self, command: DeviceCommand, reply: Reply, cx: &mut Context<'_, Self>) {
+        let _ = (command, cx);
+        drop(reply);
+    }
 
     /// Runs one turn within the device's budget. Returns true if there is more to do.
     fn turn(&mut self, cx: &mut Context<'_, Self>) -> bool;
@@ -57,11 +62,15 @@ pub trait WorkerDevice: Sized {
     fn next_timeout(&self) -> Option<Instant>;
 
     /// Whether the driver has made chains available that a turn would take. Called instead of waiting
-    /// for kicks.
-    fn has_available_chains(&mut self) -> bool;
+    /// for kicks. A device without virtqueues has none.
+    fn has_available_chains(&mut self) -> bool {
+        false
+    }
 
     /// Asks the driver for kicks. Returns true if chains became available meanwhile.
-    fn enable_kicks(&mut self) -> bool;
+    fn enable_kicks(&mut self) -> bool {
+        false
+    }
 
     /// Removes the device from service, usually after [`DeviceCommand::Disconnected`].
     fn retire(&mut self, cx: &mut Context<'_, Self>);

@@ -8,7 +8,7 @@ mod attached;
 mod blocking;
 mod connect;
 mod datagrams;
-mod endpoint;
+pub(crate) mod endpoint;
 mod error;
 mod progress;
 mod pump;

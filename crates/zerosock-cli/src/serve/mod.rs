@@ -159,7 +159,7 @@ fn wait_for_signal(
             Wake::Signal(name) => return Ok(name),
             Wake::Other => return Err(ServeError::WorkerEnded),
             Wake::Hangup => reload(),
-            Wake::TimeIsUp => {}
+            Wake::User | Wake::TimeIsUp => {}
         }
         watchdog.look(daemon);
         stuck_calls.look(daemon);

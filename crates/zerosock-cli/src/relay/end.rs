@@ -1,0 +1,67 @@
+//! An end of a relay: a kernel socket, or one of an endpoint that attaches to `zerosock serve`.
+
+use std::fmt;
+use std::str::FromStr;
+
+use zerosock_relay::relay::Endpoint as KernelEnd;
+
+use crate::nc::endpoint::Endpoint as AttachedEnd;
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) enum End {
+    Kernel(KernelEnd),
+    /// `attach`, `attach-listen`, `service` or `service-listen`.
+    Attached(AttachedEnd),
+}
+
+impl FromStr for End {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<End, String> {
+        match text.split_once(':').map_or(text, |(kind, _)| kind) {
+            "attach" | "attach-listen" | "service" | "service-listen" => {
+                let end = text.parse().map_err(|error| format!("{error}"))?;
+                Ok(End::Attached(end))
+            }
+            _ => match text.parse() {
+                Ok(end) => Ok(End::Kernel(end)),
+                Err(error) => Err(format!("{error}")),
+            },
+        }
+    }
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            End::Kernel(end) => end.fmt(f),
+            End::Attached(end) => end.fmt(f),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ends_of_both_kinds_are_read() {
+        for text in [
+            "tcp-listen:127.0.0.1:80",
+            "unix:/a",
+            "hybrid:/a:7",
+            "vsock:2:1",
+        ] {
+            let end: End = text.parse().unwrap();
+            assert!(matches!(end, End::Kernel(_)), "{text}");
+            assert_eq!(end.to_string(), text);
+        }
+        for text in ["attach:/a:3:7", "service-listen:/a:7"] {
+            let end: End = text.parse().unwrap();
+            assert!(matches!(end, End::Attached(_)), "{text}");
+            assert_eq!(end.to_string(), text);
+        }
+        assert!("attach:/a".parse::<End>().is_err());
+        assert!("nonsense".parse::<End>().is_err());
+    }
+}

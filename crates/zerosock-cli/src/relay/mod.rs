@@ -1,0 +1,102 @@
+//! `zerosock relay`: joins sockets of the kernel, or those of attached endpoints, to each other.
+//!
+//! Steps: validate all options; listen; relay until a signal, or until the only pair has ended.
+
+pub(crate) mod args;
+mod end;
+mod settings;
+
+use rustix::process::{Resource, Rlimit};
+use tracing::{info, warn};
+use zerosock_relay::relay::{Relay, RelayConfig, RelayStats, StartError};
+
+use self::args::RelayArgs;
+use crate::failure::Failure;
+use crate::logging;
+use crate::signals::{Signals, Wake};
+
+/// Runs until SIGINT or SIGTERM, or the end of the only pair.
+pub(crate) fn main(args: RelayArgs) -> Result<(), Failure> {
+    let Some(ends) = settings::kernel_ends(&args) else {
+        return Err(Failure::runtime("attached endpoints are not supported yet"));
+    };
+    let config = settings::kernel_config(&args, ends)?;
+    logging::start(args.log_level, args.log_format);
+    let mut signals = Signals::catch().map_err(signals_failed)?;
+    signals.catch_user().map_err(signals_failed)?;
+    raise_descriptor_limit();
+    run(config, &signals)
+}
+
+fn run(config: RelayConfig, signals: &Signals) -> Result<(), Failure> {
+    let ends = config.ends.clone();
+    let (way, workers) = (config.way, config.workers);
+    let relay = Relay::start(config).map_err(|error| match error {
+        StartError::Bounds(..) | StartError::TwoReceivers(..) | StartError::ProxyProtocol(_) => {
+            Failure::usage(error)
+        }
+        _ => Failure::runtime(error),
+    })?;
+    for (end, address) in ends.iter().zip(relay.addresses()) {
+        match address {
+            Some(address) => info!(%end, %address, "listening"),
+            None if end.listens() => info!(%end, "listening"),
+            None => {}
+        }
+    }
+    info!(from = %ends[0], to = %ends[1], %way, workers, "relaying");
+    let ended = loop {
+        match signals.wait(relay.over(), None).map_err(signals_failed)? {
+            Wake::Signal(name) => break Some(name),
+            Wake::Other => break None,
+            Wake::User => log_counters(&relay.stats(), "counters"),
+            Wake::Hangup | Wake::TimeIsUp => {}
+        }
+    };
+    if let Some(name) = ended {
+        info!("{name}: stopping");
+    }
+    let succeeded = ended.is_some() || relay.succeeded();
+    log_counters(&relay.shutdown(), "stopped");
+    match succeeded {
+        true => Ok(()),
+        false => Err(Failure::runtime(format_args!(
+            "{} and {} were not joined to the end: the log has the reason",
+            ends[0], ends[1]
+        ))),
+    }
+}
+
+fn log_counters(stats: &RelayStats, what: &str) {
+    info!(
+        opened = stats.opened,
+        open = stats.open,
+        refused = stats.refused,
+        unreachable = stats.unreachable,
+        failed = stats.failed,
+        idle = stats.idle,
+        bytes_to_target = stats.bytes_to_target,
+        bytes_to_source = stats.bytes_to_source,
+        dropped = stats.dropped,
+        "{what}"
+    );
+}
+
+fn signals_failed(error: std::io::Error) -> Failure {
+    Failure::runtime(format_args!("cannot catch signals: {error}"))
+}
+
+/// Raises the soft limit of descriptors: each connection uses two.
+fn raise_descriptor_limit() {
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
+    if let Err(errno) = rustix::process::setrlimit(Resource::Nofile, raised) {
+        warn!(
+            "cannot raise the limit of open files (RLIMIT_NOFILE) above {:?}: {errno}",
+            limit.current
+        );
+    }
+}

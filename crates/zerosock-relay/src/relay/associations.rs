@@ -1,0 +1,429 @@
+//! Datagrams of any number of senders to one socket: a socket of its own to the target for each sender.
+//!
+//! # Invariants
+//! - A datagram is relayed whole or dropped and counted.
+//! - The number of associations is bounded with that of connections, and each ends when nothing was
+//!   relayed for the time-out.
+//! - A full UDP target loses datagrams, as anywhere on the network. A Unix receiver that is full gets
+//!   those of one batch later; further ones are dropped until then.
+
+use std::collections::HashMap;
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::io::Errno;
+use slab::Slab;
+use zerosock_proto::Instant;
+use zerosock_sys::mmsg::Address;
+
+use super::direction::{Ready, Side};
+use super::due::{DueList, Link, Linked};
+use super::held_messages::HeldMessages;
+use super::pair::Stage;
+use super::socket::Socket;
+use super::store::{BATCH, Store};
+
+/// Batches that one turn receives from the listening socket, and from one association.
+const BATCHES: usize = 16;
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(super) struct Associations {
+    listener: OwnedFd,
+    readable: bool,
+    slots: Slab<Association>,
+    by_source: HashMap<Address, u32>,
+    /// Associations with work.
+    queue: VecDeque<u32>,
+    due: DueList,
+    timeout: Duration,
+    serial: u32,
+}
+
+/// The datagrams of one sender.
+#[derive(Debug)]
+pub(super) struct Association {
+    side: Side,
+    pub(super) stage: Stage,
+    /// Tells it from its successor in the same slot.
+    pub(super) serial: u32,
+    queued: bool,
+    pub(super) source: Address,
+    /// What the target did not take yet.
+    held: HeldMessages,
+    link: Link,
+    pub(super) opened: Instant,
+    moved: Instant,
+    /// Bytes to the target, and to the source.
+    pub(super) bytes: [u64; 2],
+    pub(super) dropped: u64,
+}
+
+impl Linked for Association {
+    fn link(&mut self) -> &mut Link {
+        &mut self.link
+    }
+}
+
+/// What the relay decides for a new sender.
+pub(super) trait Opener {
+    /// Makes a socket to the target for the association that will have this key and serial; `None`: the
+    /// datagram is dropped.
+    fn open(&mut self, key: u32, serial: u32, source: &Address) -> Option<(Socket, Stage)>;
+}
+
+/// What a turn has done.
+#[derive(Debug, Default)]
+pub(super) struct Done {
+    /// Bytes to the target, and to the source.
+    pub(super) bytes: [u64; 2],
+    pub(super) dropped: u64,
+    /// Associations that have ended by an end or error of their socket.
+    pub(super) ended: Vec<(Association, Option<Errno>)>,
+    /// There is more to do.
+    pub(super) more: bool,
+}
+
+impl Associations {
+    /// The datagrams that come to this socket.
+    pub(super) fn new(listener: OwnedFd, timeout: Duration) -> Associations {
+        Associations {
+            listener,
+            readable: false,
+            slots: Slab::new(),
+            by_source: HashMap::new(),
+            queue: VecDeque::new(),
+            due: DueList::new(Some((timeout / 2).max(Duration::from_millis(1)))),
+            timeout,
+            serial: 0,
+        }
+    }
+
+    pub(super) fn listener(&self) -> &OwnedFd {
+        &self.listener
+    }
+
+    /// The listening socket is readable.
+    pub(super) fn set_readable(&mut self) {
+        self.readable = true;
+    }
+
+    /// The socket of an association is ready.
+    pub(super) fn set_ready(&mut self, key: u32, ready: Ready) {
+        if let Some(association) = self.slots.get_mut(key as usize) {
+            association.side.ready.set(ready);
+            if !std::mem::replace(&mut association.queued, true) {
+                self.queue.push_back(key);
+            }
+        }
+    }
+
+    /// Gives an association the socket that was asked for. Returns it for registration.
+    pub(super) fn connected(
+        &mut self,
+        key: u32,
+        serial: u32,
+        socket: Socket,
+    ) -> Option<&mut Association> {
+        let association = self.slots.get_mut(key as usize)?;
+        if association.serial != serial {
+            return None;
+        }
+        association.side.socket = socket;
+        association.side.ready = Ready::WRITE;
+        association.stage = Stage::Connected;
+        if !std::mem::replace(&mut association.queued, true) {
+            self.queue.push_back(key);
+        }
+        Some(association)
+    }
+
+    /// Removes an association whose socket cannot be had.
+    pub(super) fn failed(&mut self, key: u32, serial: u32) -> Option<Association> {
+        let association = self.slots.get(key as usize)?;
+        (association.serial == serial).then(|| self.remove(key))
+    }
+
+    pub(super) fn next_timeout(&self) -> Option<Instant> {
+        self.due.next()
+    }
+
+    /// Removes an association for which nothing was relayed for the time-out.
+    pub(super) fn pop_idle(&mut self, now: Instant) -> Option<Association> {
+        while let Some(key) = self.due.pop(&mut self.slots, now) {
+            let Some(association) = self.slots.get(key as usize) else {
+                continue;
+            };
+            if now.saturating_duration_since(association.moved) >= self.timeout {
+                return Some(self.remove(key));
+            }
+            self.due.add(&mut self.slots, key, now);
+        }
+        None
+    }
+
+    /// Removes all associations.
+    pub(super) fn drain(&mut self) -> Vec<Association> {
+        let keys: Vec<u32> = self.slots.iter().map(|(key, _)| key as u32).collect();
+        keys.into_iter().map(|key| self.remove(key)).collect()
+    }
+
+    fn remove(&mut self, key: u32) -> Association {
+        self.due.remove(&mut self.slots, key);
+        let association = self.slots.remove(key as usize);
+        self.by_source.remove(&association.source);
+        association
+    }
+
+    /// Relays what has come, within a budget.
+    pub(super) fn run(
+        &mut self,
+        store: &mut Store,
+        opener: &mut impl Opener,
+        now: Instant,
+    ) -> Done {
+        let mut done = Done::default();
+        self.receive(store, opener, now, &mut done);
+        for _ in 0..self.queue.len() {
+            let Some(key) = self.queue.pop_front() else {
+                break;
+            };
+            self.answer(key, store, now, &mut done);
+        }
+        done.more = self.readable || !self.queue.is_empty();
+        done
+    }
+
+    /// From the listening socket to the target.
+    fn receive(
+        &mut self,
+        store: &mut Store,
+        opener: &mut impl Opener,
+        now: Instant,
+        done: &mut Done,
+    ) {
+        for _ in 0..BATCHES {
+            if !self.readable {
+                return;
+            }
+            let got = match store.batch().receive(&self.listener, BATCH) {
+                Ok(got) => got,
+                Err(error) => {
+                    // Other errors are those of earlier sends, and were taken by this call.
+                    self.readable = error.kind() != std::io::ErrorKind::WouldBlock;
+                    continue;
+                }
+            };
+            let mut first = 0;
+            while first < got {
+                let batch = store.batch();
+                let source = *batch.source(first);
+                let same = |n: &usize| batch.source(*n) != &source;
+                let end = (first + 1..got).find(same).unwrap_or(got);
+                match self.find(source, opener, now) {
+                    Some(key) => self.forward(key, first..end, store, now, done),
+                    None => done.dropped += (end - first) as u64,
+                }
+                first = end;
+            }
+        }
+    }
+
+    fn find(&mut self, source: Address, opener: &mut impl Opener, now: Instant) -> Option<u32> {
+        if let Some(&key) = self.by_source.get(&source) {
+            return Some(key);
+        }
+        self.serial = self.serial.wrapping_add(1);
+        let (serial, entry) = (self.serial, self.slots.vacant_entry());
+        let key = entry.key() as u32;
+        let (socket, stage) = opener.open(key, serial, &source)?;
+        entry.insert(Association {
+            side: Side {
+                socket,
+                ready: Ready::WRITE,
+            },
+            stage,
+            serial,
+            queued: false,
+            source,
+            held: HeldMessages::default(),
+            link: Link::default(),
+            opened: now,
+            moved: now,
+            bytes: [0; 2],
+            dropped: 0,
+        });
+        self.by_source.insert(source, key);
+        self.due.add(&mut self.slots, key, now);
+        Some(key)
+    }
+
+    /// Sends a run of messages of one source to the target.
+    fn forward(
+        &mut self,
+        key: u32,
+        run: std::ops::Range<usize>,
+        store: &mut Store,
+        now: Instant,
+        done: &mut Done,
+    ) {
+        let Some(association) = self.slots.get_mut(key as usize) else {
+            return;
+        };
+        association.moved = now;
+        let before = association.dropped;
+        association.send_held(done);
+        let batch = store.batch();
+        let mut next = run.start;
+        let mut retried = false;
+        while next < run.end {
+            if batch.is_truncated(next) {
+                association.dropped += 1;
+                next += 1;
+                continue;
+            }
+            let waits = association.held.len() > 0 || association.stage != Stage::Connected;
+            if waits {
+                match association.held.len() < BATCH {
+                    true => association.held.push(batch.message(next)),
+                    false => association.dropped += 1,
+                }
+                next += 1;
+                continue;
+            }
+            let end = (next..run.end).find(|&n| batch.is_truncated(n));
+            let Ok(fd) = association.side.socket.fd() else {
+                return;
+            };
+            match batch.send(fd, next..end.unwrap_or(run.end), None) {
+                Ok(sent) => {
+                    let bytes: usize = (next..next + sent).map(|n| batch.message(n).len()).sum();
+                    association.bytes[0] += bytes as u64;
+                    done.bytes[0] += bytes as u64;
+                    next += sent;
+                    retried = false;
+                }
+                Err(error) => match Errno::from_io_error(&error) {
+                    Some(Errno::AGAIN) if association.side.socket.kind().has_room_events() => {
+                        association.side.ready.clear(Ready::WRITE);
+                        association.held.push(batch.message(next));
+                        next += 1;
+                    }
+                    // The answer to an earlier datagram, such as that no process listens there.
+                    Some(Errno::CONNREFUSED) if !retried => retried = true,
+                    _ => {
+                        association.dropped += 1;
+                        next += 1;
+                    }
+                },
+            }
+        }
+        done.dropped += association.dropped - before;
+    }
+
+    /// From the target to the source.
+    fn answer(&mut self, key: u32, store: &mut Store, now: Instant, done: &mut Done) {
+        let Some(association) = self.slots.get_mut(key as usize) else {
+            return;
+        };
+        association.queued = false;
+        if association.stage != Stage::Connected {
+            return;
+        }
+        let before = association.dropped;
+        association.send_held(done);
+        let mut ended = None;
+        for _ in 0..BATCHES {
+            let Ok(fd) = association.side.socket.fd() else {
+                break;
+            };
+            if !association.side.ready.has(Ready::READ) {
+                break;
+            }
+            let batch = store.batch();
+            let got = match batch.receive(fd, BATCH) {
+                Ok(got) => got,
+                Err(error) => {
+                    let errno = Errno::from_io_error(&error).unwrap_or(Errno::IO);
+                    if errno == Errno::AGAIN {
+                        association.side.ready.clear(Ready::READ);
+                    } else if association.side.socket.kind().has_end() {
+                        ended = Some(Some(errno));
+                        break;
+                    }
+                    continue;
+                }
+            };
+            association.moved = now;
+            let mut next = 0;
+            while next < got {
+                if association.side.socket.kind().has_end() && batch.message(next).is_empty() {
+                    ended = Some(None);
+                    break;
+                }
+                if batch.is_truncated(next) || !association.source.is_named() {
+                    association.dropped += 1;
+                    next += 1;
+                    continue;
+                }
+                let end = (next..got).find(|&n| {
+                    batch.is_truncated(n)
+                        || association.side.socket.kind().has_end() && batch.message(n).is_empty()
+                });
+                let end = end.unwrap_or(got);
+                match batch.send(self.listener.as_fd(), next..end, Some(&association.source)) {
+                    Ok(sent) => {
+                        let bytes: usize =
+                            (next..next + sent).map(|n| batch.message(n).len()).sum();
+                        association.bytes[1] += bytes as u64;
+                        done.bytes[1] += bytes as u64;
+                        next += sent;
+                    }
+                    Err(_) => {
+                        association.dropped += 1;
+                        next += 1;
+                    }
+                }
+            }
+        }
+        done.dropped += association.dropped - before;
+        if let Some(errno) = ended {
+            let association = self.remove(key);
+            done.ended.push((association, errno));
+        } else if association.side.ready.has(Ready::READ) {
+            association.queued = true;
+            self.queue.push_back(key);
+        }
+    }
+}
+
+impl Association {
+    pub(super) fn socket(&self) -> &Socket {
+        &self.side.socket
+    }
+
+    /// Sends what the target did not take before.
+    fn send_held(&mut self, done: &mut Done) {
+        if self.stage != Stage::Connected {
+            return;
+        }
+        while self.held.len() > 0 && self.side.ready.has(Ready::WRITE) {
+            match self.side.socket.send(self.held.first()) {
+                Ok(sent) => {
+                    self.bytes[0] += sent as u64;
+                    done.bytes[0] += sent as u64;
+                }
+                Err(Errno::AGAIN) => {
+                    self.side.ready.clear(Ready::WRITE);
+                    return;
+                }
+                Err(_) => self.dropped += 1,
+            }
+            self.held.pop();
+        }
+        if self.held.len() == 0 && self.held.memory() > 0 {
+            self.held = HeldMessages::default();
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! Associations of datagrams on a worker.
+
+use rustix::io::Errno;
+use zerosock_sys::mmsg::Address;
+use zerosock_virtio::poller::{Interest, Poller, Token};
+use zerosock_virtio::worker::WorkerMessage;
+
+use super::{ASSOCIATION, Context, Message, RelayDevice};
+use crate::connector::{ConnectError, Connected};
+use crate::relay::associations::{Association, Opener};
+use crate::relay::counters::Counters;
+use crate::relay::open::Opened;
+use crate::relay::pair::Stage;
+use crate::relay::plan::Plan;
+use crate::relay::socket::Socket;
+
+/// Opens the sockets of associations.
+struct Targets<'a> {
+    plan: &'a Plan,
+    counters: &'a Counters,
+    own: &'a zerosock_virtio::mailbox::Sender<WorkerMessage<RelayDevice>>,
+    device: u32,
+    poller: &'a Poller,
+}
+
+impl Targets<'_> {
+    fn register(&self, socket: &Socket, key: u32) -> std::io::Result<()> {
+        let token = Token {
+            device: self.device,
+            kind: ASSOCIATION,
+            key,
+        };
+        self.poller.add(socket.fd()?, token, Interest::All)
+    }
+
+    fn ask(&self, target: crate::target::Target, key: u32, serial: u32) -> bool {
+        let (own, number) = (self.own.clone(), self.device);
+        let answer = move |result| {
+            let message = Message::Associated {
+                key,
+                serial,
+                result,
+            };
+            let _ = own.send(WorkerMessage::Device { number, message });
+        };
+        self.plan.ask(target, Box::new(answer))
+    }
+}
+
+impl Opener for Targets<'_> {
+    fn open(&mut self, key: u32, serial: u32, source: &Address) -> Option<(Socket, Stage)> {
+        if !self.plan.admit() {
+            self.counters.refused.add(1);
+            return None;
+        }
+        let destination = self.plan.destinations[1].as_ref();
+        let opened = match destination.ok_or(Errno::INVAL).and_then(|to| to.open()) {
+            Ok(Opened::Socket(socket, stage)) => {
+                self.register(&socket, key).map(|()| (socket, stage))
+            }
+            Ok(Opened::Ask(target)) => match self.ask(target, key, serial) {
+                true => Ok((Socket::absent(self.plan.kind(1)), Stage::Absent)),
+                false => Err(Errno::HOSTUNREACH.into()),
+            },
+            Err(errno) => Err(errno.into()),
+        };
+        match opened {
+            Ok(opened) => {
+                self.counters.opened.add(1);
+                Some(opened)
+            }
+            Err(error) => {
+                tracing::debug!(%source, "cannot open a socket to the target: {error}");
+                self.counters.unreachable.add(1);
+                self.plan.dismiss();
+                None
+            }
+        }
+    }
+}
+
+impl RelayDevice {
+    /// Relays datagrams, within a budget. Returns whether there is more to do.
+    pub(super) fn run_associations(&mut self, cx: &mut Context<'_>) -> bool {
+        let Some(associations) = &mut self.associations else {
+            return false;
+        };
+        let mut targets = Targets {
+            plan: &self.plan,
+            counters: &self.counters,
+            own: &self.own,
+            device: self.addr.number,
+            poller: cx.poller,
+        };
+        let done = associations.run(&mut self.store, &mut targets, cx.now);
+        let mut idle = Vec::new();
+        while let Some(association) = associations.pop_idle(cx.now) {
+            idle.push(association);
+        }
+        for end in 0..2 {
+            self.counters.bytes[end].add(done.bytes[end]);
+        }
+        self.counters.dropped.add(done.dropped);
+        self.counters.idle.add(idle.len() as u64);
+        for (association, errno) in done.ended {
+            match errno {
+                Some(errno) => {
+                    self.counters.failed.add(1);
+                    self.end_association(association, &errno, cx);
+                }
+                None => self.end_association(association, &"closed", cx),
+            }
+        }
+        for association in idle {
+            self.end_association(association, &"idle", cx);
+        }
+        done.more
+    }
+
+    /// The connector has answered for an association.
+    pub(super) fn on_associated(
+        &mut self,
+        key: u32,
+        serial: u32,
+        result: Result<Connected, ConnectError>,
+        cx: &mut Context<'_>,
+    ) {
+        let (Some(associations), Some(destination)) =
+            (&mut self.associations, &self.plan.destinations[1])
+        else {
+            return;
+        };
+        let targets = Targets {
+            plan: &self.plan,
+            counters: &self.counters,
+            own: &self.own,
+            device: self.addr.number,
+            poller: cx.poller,
+        };
+        let socket = match result {
+            Ok(connected) => destination
+                .adopt(connected.socket)
+                .map_err(|errno| errno.to_string()),
+            Err(error) => Err(error.to_string()),
+        };
+        let reason = match socket {
+            Ok((socket, _)) => match associations.connected(key, serial, socket) {
+                Some(association) => match targets.register(association.socket(), key) {
+                    Ok(()) => return,
+                    Err(error) => error.to_string(),
+                },
+                None => return,
+            },
+            Err(reason) => reason,
+        };
+        if let Some(association) = associations.failed(key, serial) {
+            self.counters.unreachable.add(1);
+            self.end_association(association, &reason, cx);
+        }
+    }
+
+    /// Ends all associations.
+    pub(super) fn end_associations(&mut self, cx: &mut Context<'_>) {
+        let all = self.associations.as_mut().map(|all| all.drain());
+        for association in all.unwrap_or_default() {
+            self.end_association(association, &"stopped", cx);
+        }
+    }
+
+    fn end_association(
+        &self,
+        association: Association,
+        reason: &dyn std::fmt::Display,
+        cx: &Context<'_>,
+    ) {
+        let rested = cx.now.saturating_duration_since(association.opened);
+        self.log_association(
+            &association.source,
+            association.bytes,
+            association.dropped,
+            rested.as_secs_f64(),
+            reason,
+        );
+        let socket = association.socket();
+        if socket.carries_rights()
+            && let Ok(fd) = socket.fd()
+        {
+            cx.poller.remove(fd);
+        }
+        self.counters.ended.add(1);
+        self.plan.dismiss();
+    }
+}

@@ -1,0 +1,99 @@
+//! The handshake of hybrid sockets: `CONNECT port` and `OK port`.
+
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
+
+use super::{Context, RelayDevice};
+use crate::relay::pair::Stage;
+
+/// `OK `, ten digits and a newline, and some patience for other programs' blanks.
+const LONGEST_ANSWER: usize = 64;
+
+/// What a hybrid socket has answered.
+#[derive(Debug, Eq, PartialEq)]
+enum Answer {
+    /// So many bytes are the answer; what follows is the guest's.
+    Ok(usize),
+    Unfinished,
+    Other(String),
+}
+
+fn read(answer: &[u8]) -> Answer {
+    let Some(end) = answer.iter().position(|&byte| byte == b'\n') else {
+        return match answer.len() < LONGEST_ANSWER {
+            true => Answer::Unfinished,
+            false => Answer::Other(String::from_utf8_lossy(answer).into_owned()),
+        };
+    };
+    let line = String::from_utf8_lossy(&answer[..end]);
+    match line.trim_end().strip_prefix("OK ").map(str::parse::<u32>) {
+        Some(Ok(_)) => Answer::Ok(end + 1),
+        _ => Answer::Other(line.into_owned()),
+    }
+}
+
+impl RelayDevice {
+    /// Sends CONNECT to a hybrid socket that is connected.
+    pub(super) fn greet(&mut self, key: u32, end: usize, cx: &mut Context<'_>) {
+        let Some(pair) = self.pairs.get(key as usize) else {
+            return;
+        };
+        let greeting = self.plan.destinations[end & 1].as_ref();
+        let Some(line) = greeting.and_then(|to| to.greeting()) else {
+            return;
+        };
+        // These few bytes always fit into an empty send buffer.
+        if let Err(errno) = pair.side(end).socket.send(line.as_bytes()) {
+            self.fail_connect(key, end, &errno, cx);
+        }
+    }
+
+    /// Reads the answer, and no byte behind it.
+    pub(super) fn read_greeting(&mut self, key: u32, end: usize, cx: &mut Context<'_>) {
+        let Some(pair) = self.pairs.get(key as usize) else {
+            return;
+        };
+        let socket = &pair.side(end).socket;
+        let mut answer = [0; LONGEST_ANSWER];
+        let peeked = socket.fd().and_then(|fd| {
+            rustix::net::recv(fd, &mut answer[..], RecvFlags::PEEK).map(|(got, _)| got)
+        });
+        let got = match peeked {
+            Err(Errno::AGAIN | Errno::INTR) => return,
+            Ok(0) | Err(Errno::CONNRESET) => {
+                let reason = "closed without OK: no listener on that port in the guest, or the guest is \
+                              not up";
+                return self.fail_connect(key, end, &reason, cx);
+            }
+            Err(errno) => return self.fail_connect(key, end, &errno, cx),
+            Ok(got) => got,
+        };
+        match read(&answer[..got]) {
+            Answer::Unfinished => {}
+            Answer::Ok(length) => match socket.receive(&mut answer[..length]) {
+                Ok(_) => self.advance(key, end, Stage::Connected, cx),
+                Err(errno) => self.fail_connect(key, end, &errno, cx),
+            },
+            Answer::Other(line) => {
+                let reason = format!("answered `{}` to CONNECT", line.escape_debug());
+                self.fail_connect(key, end, &reason, cx);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_ends_with_its_newline() {
+        assert_eq!(read(b""), Answer::Unfinished);
+        assert_eq!(read(b"OK 12"), Answer::Unfinished);
+        assert_eq!(read(b"OK 1234\nOK 5\n"), Answer::Ok(8));
+        assert_eq!(read(b"OK 1234 \nx"), Answer::Ok(9));
+        assert_eq!(read(b"OK x\n"), Answer::Other("OK x".into()));
+        assert_eq!(read(b"\n"), Answer::Other(String::new()));
+        assert!(matches!(read(&[b'O'; 64]), Answer::Other(_)));
+    }
+}

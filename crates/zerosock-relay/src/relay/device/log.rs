@@ -1,0 +1,117 @@
+//! The access log: one line for each connection at its end.
+
+use std::fmt;
+
+use zerosock_proto::Instant;
+use zerosock_sys::mmsg::Address;
+
+use super::{RelayDevice, name};
+use crate::relay::pair::{Pair, Reason, Source};
+use crate::relay::way::Mode;
+
+impl RelayDevice {
+    /// Logs the end of a pair.
+    pub(super) fn log_end(&self, pair: &Pair, reason: Reason, now: Instant) {
+        let [to_target, to_source] = pair.bytes();
+        let seconds = now.saturating_duration_since(pair.opened).as_secs_f64();
+        let [there, back] = pair.modes();
+        tracing::info!(
+            source = %From(pair.source, name(&self.plan, 0)),
+            target = %To(pair, name(&self.plan, 1)),
+            to_target,
+            to_source,
+            dropped = pair.dropped(),
+            seconds,
+            way = %Ways(there, back),
+            reason = %Why(reason),
+            "connection ended"
+        );
+    }
+
+    /// Logs the end of an association.
+    pub(super) fn log_association(
+        &self,
+        source: &Address,
+        [to_target, to_source]: [u64; 2],
+        dropped: u64,
+        seconds: f64,
+        reason: &dyn fmt::Display,
+    ) {
+        tracing::info!(
+            %source,
+            target = %name(&self.plan, 1),
+            to_target,
+            to_source,
+            dropped,
+            seconds,
+            way = "messages",
+            %reason,
+            "association ended"
+        );
+    }
+
+    /// Logs a connection whose target cannot be reached.
+    pub(super) fn unreachable_end(&self, source: Source, end: usize, reason: &dyn fmt::Display) {
+        tracing::info!(
+            source = %From(source, name(&self.plan, 0)),
+            target = %name(&self.plan, end),
+            %reason,
+            "cannot connect"
+        );
+    }
+}
+
+struct From<'a>(Source, &'a dyn fmt::Display);
+
+impl fmt::Display for From<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Source::Ip(address) => write!(f, "{address}"),
+            Source::Vsock { cid, port } => write!(f, "vsock:{cid}:{port}"),
+            Source::Unix | Source::Here => self.1.fmt(f),
+        }
+    }
+}
+
+struct To<'a>(&'a Pair, &'a dyn fmt::Display);
+
+impl fmt::Display for To<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.1.fmt(f)?;
+        match self.0.target {
+            Some(address) => write!(f, " ({address})"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The ways of both directions.
+struct Ways(Mode, Mode);
+
+impl fmt::Display for Ways {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = |mode| match mode {
+            Mode::Splice => "splice",
+            Mode::Copy => "copy",
+            Mode::Messages => "messages",
+        };
+        match self.0 == self.1 {
+            true => f.write_str(name(self.0)),
+            false => write!(f, "{}/{}", name(self.0), name(self.1)),
+        }
+    }
+}
+
+struct Why(Reason);
+
+impl fmt::Display for Why {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Reason::Closed => f.write_str("closed"),
+            Reason::Failed(0, errno) => write!(f, "source: {errno}"),
+            Reason::Failed(_, errno) => write!(f, "target: {errno}"),
+            Reason::Idle => f.write_str("idle"),
+            Reason::Stopped => f.write_str("stopped"),
+        }
+    }
+}

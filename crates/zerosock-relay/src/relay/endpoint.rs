@@ -1,0 +1,242 @@
+//! What a relay joins: the texts `tcp-listen:127.0.0.1:80`, `unix:/run/x.sock` and so on.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use super::socket::SocketKind;
+use crate::target::Target;
+
+/// One of the two ends of a relay.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Endpoint {
+    /// `tcp:HOST:PORT`, `udp:HOST:PORT`, `unix:PATH`, `unix-dgram:PATH`, `unix-seqpacket:PATH`
+    Connect(Target),
+    /// `tcp-listen:ADDRESS:PORT`
+    TcpListen(SocketAddr),
+    /// `udp-listen:ADDRESS:PORT`
+    UdpListen(SocketAddr),
+    /// `unix-listen:PATH`
+    UnixListen(PathBuf),
+    /// `unix-seqpacket-listen:PATH`
+    UnixSeqpacketListen(PathBuf),
+    /// `unix-dgram-listen:PATH`
+    UnixDatagramListen(PathBuf),
+    /// `hybrid:PATH:PORT`: a port of a guest, through its hybrid socket.
+    Hybrid {
+        /// The socket, which is told the port.
+        path: PathBuf,
+        /// The guest's port.
+        port: u32,
+    },
+    /// `vsock:CID:PORT`, by the kernel's AF_VSOCK
+    Vsock {
+        /// The CID.
+        cid: u32,
+        /// The port.
+        port: u32,
+    },
+    /// `vsock-listen:PORT`, by the kernel's AF_VSOCK
+    VsockListen {
+        /// The port, for all CIDs of this machine.
+        port: u32,
+    },
+}
+
+/// Why a text is no endpoint.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("{0}")]
+pub struct ParseEndpointError(String);
+
+/// The forms of an endpoint.
+pub const FORMS: &str = "tcp:HOST:PORT, tcp-listen:ADDRESS:PORT, udp:HOST:PORT, udp-listen:ADDRESS:PORT, \
+     unix:PATH, unix-listen:PATH, unix-dgram:PATH, unix-dgram-listen:PATH, unix-seqpacket:PATH, \
+     unix-seqpacket-listen:PATH, hybrid:PATH:PORT, vsock:CID:PORT or vsock-listen:PORT";
+
+impl Endpoint {
+    /// Whether peers connect to it, rather than it to a peer.
+    pub fn listens(&self) -> bool {
+        matches!(
+            self,
+            Endpoint::TcpListen(_)
+                | Endpoint::UdpListen(_)
+                | Endpoint::UnixListen(_)
+                | Endpoint::UnixSeqpacketListen(_)
+                | Endpoint::UnixDatagramListen(_)
+                | Endpoint::VsockListen { .. }
+        )
+    }
+
+    /// Whether it receives the datagrams of any number of senders with one socket.
+    pub fn receives_datagrams(&self) -> bool {
+        matches!(
+            self,
+            Endpoint::UdpListen(_) | Endpoint::UnixDatagramListen(_)
+        )
+    }
+
+    /// Whether it keeps the bounds of messages.
+    pub fn keeps_messages(&self) -> bool {
+        self.kind().keeps_messages()
+    }
+
+    pub(super) fn kind(&self) -> SocketKind {
+        match self {
+            Endpoint::Connect(Target::Tcp { .. }) | Endpoint::TcpListen(_) => SocketKind::Tcp,
+            Endpoint::Connect(Target::Udp { .. }) | Endpoint::UdpListen(_) => SocketKind::Udp,
+            Endpoint::Connect(Target::Unix(_))
+            | Endpoint::UnixListen(_)
+            | Endpoint::Hybrid { .. } => SocketKind::Unix,
+            Endpoint::Connect(Target::UnixSeqpacket(_)) | Endpoint::UnixSeqpacketListen(_) => {
+                SocketKind::UnixPackets
+            }
+            Endpoint::Connect(Target::UnixDatagram(_)) | Endpoint::UnixDatagramListen(_) => {
+                SocketKind::UnixDatagrams
+            }
+            Endpoint::Vsock { .. } | Endpoint::VsockListen { .. } => SocketKind::Vsock,
+        }
+    }
+}
+
+impl FromStr for Endpoint {
+    type Err = ParseEndpointError;
+
+    fn from_str(text: &str) -> Result<Endpoint, ParseEndpointError> {
+        let (kind, rest) = text.split_once(':').ok_or_else(|| no_form(text))?;
+        Ok(match kind {
+            "tcp-listen" => Endpoint::TcpListen(address(kind, rest)?),
+            "udp-listen" => Endpoint::UdpListen(address(kind, rest)?),
+            "unix-listen" => Endpoint::UnixListen(path(rest)?),
+            "unix-seqpacket-listen" => Endpoint::UnixSeqpacketListen(path(rest)?),
+            "unix-dgram-listen" => Endpoint::UnixDatagramListen(path(rest)?),
+            "hybrid" => {
+                // The path may contain colons, the port may not.
+                let (before, port) = rest.rsplit_once(':').ok_or_else(|| no_form(text))?;
+                Endpoint::Hybrid {
+                    path: path(before)?,
+                    port: number("port", port)?,
+                }
+            }
+            "vsock" => {
+                let (cid, port) = rest.split_once(':').ok_or_else(|| no_form(text))?;
+                Endpoint::Vsock {
+                    cid: number("CID", cid)?,
+                    port: number("port", port)?,
+                }
+            }
+            "vsock-listen" => Endpoint::VsockListen {
+                port: number("port", rest)?,
+            },
+            "tcp" | "udp" | "unix" | "unix-dgram" | "unix-seqpacket" => {
+                let target = text.parse::<Target>();
+                Endpoint::Connect(target.map_err(|error| ParseEndpointError(error.to_string()))?)
+            }
+            _ => return Err(no_form(text)),
+        })
+    }
+}
+
+fn no_form(text: &str) -> ParseEndpointError {
+    ParseEndpointError(format!("`{text}` is no endpoint: give {FORMS}"))
+}
+
+fn address(kind: &str, text: &str) -> Result<SocketAddr, ParseEndpointError> {
+    text.parse().map_err(|_| {
+        ParseEndpointError(format!(
+            "`{text}` is no address to listen on: give an IP address and a port, such as \
+             {kind}:127.0.0.1:8080 or {kind}:[::]:8080 (all addresses of this machine)"
+        ))
+    })
+}
+
+/// A path that fits into a socket address, by the rules of a target's.
+fn path(text: &str) -> Result<PathBuf, ParseEndpointError> {
+    match format!("unix:{text}").parse() {
+        Ok(Target::Unix(path)) => Ok(path),
+        Ok(_) => Err(no_form(text)),
+        Err(error) => Err(ParseEndpointError(error.to_string())),
+    }
+}
+
+/// 4294967295 means "any" for both CIDs and ports.
+fn number(what: &str, text: &str) -> Result<u32, ParseEndpointError> {
+    let number = text.parse().ok().filter(|&number| number != u32::MAX);
+    number.ok_or_else(|| {
+        ParseEndpointError(format!(
+            "`{text}` is no {what}: give a number from 0 to 4294967294"
+        ))
+    })
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Endpoint::Connect(target) => target.fmt(f),
+            Endpoint::TcpListen(address) => write!(f, "tcp-listen:{address}"),
+            Endpoint::UdpListen(address) => write!(f, "udp-listen:{address}"),
+            Endpoint::UnixListen(path) => write!(f, "unix-listen:{}", path.display()),
+            Endpoint::UnixSeqpacketListen(path) => {
+                write!(f, "unix-seqpacket-listen:{}", path.display())
+            }
+            Endpoint::UnixDatagramListen(path) => {
+                write!(f, "unix-dgram-listen:{}", path.display())
+            }
+            Endpoint::Hybrid { path, port } => write!(f, "hybrid:{}:{port}", path.display()),
+            Endpoint::Vsock { cid, port } => write!(f, "vsock:{cid}:{port}"),
+            Endpoint::VsockListen { port } => write!(f, "vsock-listen:{port}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_form_is_read_and_shown_the_same() {
+        for text in [
+            "tcp:example.com:80",
+            "tcp:[::1]:80",
+            "tcp-listen:127.0.0.1:0",
+            "tcp-listen:[::]:80",
+            "udp:127.0.0.1:53",
+            "udp-listen:127.0.0.1:53",
+            "unix:/run/a:b",
+            "unix-listen:a",
+            "unix-dgram:/run/log",
+            "unix-dgram-listen:/run/log",
+            "unix-seqpacket:/run/s",
+            "unix-seqpacket-listen:/run/s",
+            "hybrid:/tmp/a:b:7",
+            "vsock:3:22",
+            "vsock-listen:1234",
+        ] {
+            let endpoint: Endpoint = text.parse().unwrap();
+            assert_eq!(endpoint.to_string(), text);
+            assert_eq!(endpoint.listens(), text.contains("listen"), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (text, named) in [
+            ("", "is no endpoint"),
+            ("8080", "is no endpoint"),
+            ("http://x", "is no endpoint"),
+            ("tcp-listen:8080", "tcp-listen:127.0.0.1:8080"),
+            ("tcp-listen:localhost:8080", "tcp-listen:127.0.0.1:8080"),
+            ("tcp:localhost", "has no port"),
+            ("unix-listen:", "has no path"),
+            ("hybrid:/tmp/a:x", "`x` is no port"),
+            ("vsock:4294967295:1", "is no CID"),
+            ("vsock-listen:-1", "is no port"),
+        ] {
+            let said = text.parse::<Endpoint>().unwrap_err().to_string();
+            assert!(said.contains(named), "{text:?}: {said}");
+        }
+        let long = format!("unix-listen:/{}", "x".repeat(107));
+        let said = long.parse::<Endpoint>().unwrap_err().to_string();
+        assert!(said.contains("107"), "{said}");
+    }
+}

@@ -1,0 +1,60 @@
+//! Messages that a receiver did not take yet.
+
+use std::collections::VecDeque;
+
+/// Messages in the order in which they are to be sent.
+#[derive(Debug, Default)]
+pub(super) struct HeldMessages {
+    bytes: Vec<u8>,
+    /// Of the messages that are left.
+    lengths: VecDeque<u32>,
+    /// Where the first of them begins.
+    at: usize,
+}
+
+impl HeldMessages {
+    pub(super) fn push(&mut self, message: &[u8]) {
+        self.bytes.extend_from_slice(message);
+        self.lengths.push_back(message.len() as u32);
+    }
+
+    /// The number of messages that are left.
+    pub(super) fn len(&self) -> usize {
+        self.lengths.len()
+    }
+
+    /// Bytes of all messages that were held, sent or not.
+    pub(super) fn memory(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// The first message; empty if there is none.
+    pub(super) fn first(&self) -> &[u8] {
+        let length = self.lengths.front().copied().unwrap_or(0) as usize;
+        &self.bytes[self.at..self.at + length]
+    }
+
+    /// Removes the first message.
+    pub(super) fn pop(&mut self) {
+        self.at += self.lengths.pop_front().unwrap_or(0) as usize;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_come_in_order_with_their_bounds() {
+        let mut held = HeldMessages::default();
+        for message in [&b"one"[..], b"", b"three"] {
+            held.push(message);
+        }
+        assert_eq!((held.len(), held.memory()), (3, 8));
+        for message in [&b"one"[..], b"", b"three"] {
+            assert_eq!(held.first(), message);
+            held.pop();
+        }
+        assert_eq!((held.len(), held.first()), (0, &b""[..]));
+    }
+}

@@ -1,0 +1,210 @@
+//! Connecting to the target of a connection, on the worker itself where nothing has to be waited for.
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fd::OwnedFd;
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, socket_with,
+};
+use zerosock_sys::vsock;
+
+use super::endpoint::Endpoint;
+use super::listen::{set_datagram_buffers, set_tcp_options};
+use super::pair::Stage;
+use super::socket::{Socket, SocketKind};
+use crate::target::{Host, Target};
+
+/// An endpoint that connects, with all that is the same for each connection.
+#[derive(Clone, Debug)]
+pub(super) struct Destination {
+    kind: SocketKind,
+    how: How,
+    /// What the connector is asked for: always for a name, and when a Unix listener's backlog is full.
+    target: Option<Target>,
+    keepalive: Option<Duration>,
+}
+
+#[derive(Clone, Debug)]
+enum How {
+    Inet(SocketAddr),
+    Unix(SocketAddrUnix),
+    Hybrid(SocketAddrUnix, u32),
+    Vsock(u32, u32),
+    /// By the connector.
+    Named,
+}
+
+/// What [`Destination::open`] has reached.
+pub(super) enum Opened {
+    Socket(Socket, Stage),
+    /// The connector has to connect to this.
+    Ask(Target),
+}
+
+impl Destination {
+    /// # Errors
+    /// The path does not fit into a socket address, or the endpoint listens.
+    pub(super) fn new(
+        endpoint: &Endpoint,
+        keepalive: Option<Duration>,
+    ) -> Result<Destination, Errno> {
+        let unix = |path: &PathBuf| SocketAddrUnix::new(path.as_path()).map(How::Unix);
+        let inet = |host: &Host, port: u16| match host {
+            Host::Address(ip) => How::Inet(SocketAddr::new(*ip, port)),
+            Host::Name(_) => How::Named,
+        };
+        let (how, target) = match endpoint {
+            Endpoint::Connect(target) => {
+                let how = match target {
+                    Target::Tcp { host, port } | Target::Udp { host, port } => {
+                        inet(host, port.get())
+                    }
+                    Target::Unix(path)
+                    | Target::UnixSeqpacket(path)
+                    | Target::UnixDatagram(path) => unix(path)?,
+                };
+                (how, Some(target.clone()))
+            }
+            Endpoint::Hybrid { path, port } => {
+                let address = SocketAddrUnix::new(AsRef::<Path>::as_ref(path))?;
+                (
+                    How::Hybrid(address, *port),
+                    Some(Target::Unix(path.clone())),
+                )
+            }
+            Endpoint::Vsock { cid, port } => (How::Vsock(*cid, *port), None),
+            _ => return Err(Errno::INVAL),
+        };
+        Ok(Destination {
+            kind: endpoint.kind(),
+            how,
+            target,
+            keepalive,
+        })
+    }
+
+    pub(super) fn kind(&self) -> SocketKind {
+        self.kind
+    }
+
+    /// Whether a connector may be needed.
+    pub(super) fn needs_connector(&self) -> bool {
+        self.target.is_some() && !matches!(self.how, How::Inet(_))
+    }
+
+    /// What the connector is asked for.
+    pub(super) fn target(&self) -> Option<Target> {
+        self.target.clone()
+    }
+
+    /// The address, if it is known before a connection is made.
+    pub(super) fn address(&self) -> Option<SocketAddr> {
+        match self.how {
+            How::Inet(address) => Some(address),
+            _ => None,
+        }
+    }
+
+    /// The line that a hybrid socket is sent after connecting.
+    pub(super) fn greeting(&self) -> Option<String> {
+        match self.how {
+            How::Hybrid(_, port) => Some(format!("CONNECT {port}\n")),
+            _ => None,
+        }
+    }
+
+    /// Makes a socket and begins to connect it. Does not wait.
+    ///
+    /// # Errors
+    /// Those of socket(2) and connect(2).
+    pub(super) fn open(&self) -> Result<Opened, Errno> {
+        let (socket, address) = match &self.how {
+            How::Inet(address) => return self.open_inet(*address),
+            How::Named => return self.ask(Errno::HOSTUNREACH),
+            How::Vsock(cid, port) => {
+                let socket = vsock::connect(*cid, *port)
+                    .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+                return Ok(Opened::Socket(
+                    Socket::new(socket, self.kind, true),
+                    Stage::Connecting,
+                ));
+            }
+            How::Unix(address) => (self.unix_socket()?, address),
+            How::Hybrid(address, _) => (self.unix_socket()?, address),
+        };
+        let fd = socket.fd()?;
+        match connect(fd, address) {
+            Ok(()) if matches!(self.how, How::Hybrid(..)) => {
+                Ok(Opened::Socket(socket, Stage::Greeting))
+            }
+            Ok(()) => Ok(Opened::Socket(socket, Stage::Connected)),
+            // The backlog is full: the connector tries again.
+            Err(Errno::AGAIN) => self.ask(Errno::AGAIN),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    fn ask(&self, otherwise: Errno) -> Result<Opened, Errno> {
+        self.target.clone().map(Opened::Ask).ok_or(otherwise)
+    }
+
+    fn open_inet(&self, address: SocketAddr) -> Result<Opened, Errno> {
+        let family = match address.ip() {
+            IpAddr::V4(_) => AddressFamily::INET,
+            IpAddr::V6(_) => AddressFamily::INET6,
+        };
+        if self.kind == SocketKind::Udp {
+            let fd = socket_with(family, SocketType::DGRAM, FLAGS, None)?;
+            set_datagram_buffers(&fd).map_err(errno_of)?;
+            connect(&fd, &address)?;
+            let socket = Socket::new(fd, self.kind, true);
+            return Ok(Opened::Socket(socket, Stage::Connected));
+        }
+        let fd = socket_with(family, SocketType::STREAM, FLAGS, None)?;
+        set_tcp_options(&fd, self.keepalive).map_err(errno_of)?;
+        match connect(&fd, &address) {
+            // Also when it is established at once, it shows as an edge.
+            Ok(()) | Err(Errno::INPROGRESS) => Ok(Opened::Socket(
+                Socket::new(fd, self.kind, true),
+                Stage::Connecting,
+            )),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    fn unix_socket(&self) -> Result<Socket, Errno> {
+        let kind = match self.kind {
+            SocketKind::UnixPackets => SocketType::SEQPACKET,
+            SocketKind::UnixDatagrams => SocketType::DGRAM,
+            _ => SocketType::STREAM,
+        };
+        let fd = socket_with(AddressFamily::UNIX, kind, FLAGS, None)?;
+        if kind == SocketType::DGRAM {
+            // A name of the kernel's choice, so that the peer can answer.
+            bind(&fd, &SocketAddrUnix::new_unnamed())?;
+        }
+        Socket::refusing_rights(fd, self.kind).map_err(errno_of)
+    }
+
+    /// A socket that the connector has made.
+    ///
+    /// # Errors
+    /// Those of setsockopt(2).
+    pub(super) fn adopt(&self, fd: OwnedFd) -> Result<(Socket, Stage), Errno> {
+        let stage = match self.how {
+            How::Hybrid(..) => Stage::Greeting,
+            _ => Stage::Connected,
+        };
+        let socket = Socket::refusing_rights(fd, self.kind).map_err(errno_of)?;
+        Ok((socket, stage))
+    }
+}
+
+const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
+
+fn errno_of(error: std::io::Error) -> Errno {
+    Errno::from_io_error(&error).unwrap_or(Errno::IO)
+}

@@ -1,0 +1,253 @@
+//! Two sockets that are joined, from the first one's existence to the end of both.
+//!
+//! # Invariants
+//! - Bytes move only when both sockets are connected.
+//! - A pair at rest has this structure and its two sockets, nothing else. See the test for its size.
+//! - The end of a direction is passed on after its last byte. A reset is passed on as a reset, and bytes
+//!   that a socket had received before are delivered first where the kernel still has them.
+
+use std::net::SocketAddr;
+
+use rustix::io::Errno;
+use zerosock_proto::Instant;
+
+use super::direction::{Direction, End, Outcome, Ready, Side};
+use super::due::{Link, Linked};
+use super::store::Store;
+use super::way::Mode;
+
+/// Bytes that each direction of a pair moves in a turn before other pairs have theirs.
+const BUDGET: usize = 1 << 20;
+
+/// Where a connection came from.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Source {
+    /// A client of a TCP listener.
+    Ip(SocketAddr),
+    /// A client of a Unix listener.
+    Unix,
+    /// A client of a listener of AF_VSOCK.
+    Vsock { cid: u32, port: u32 },
+    /// Both sockets were connected from here.
+    Here,
+}
+
+/// How far a socket is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Stage {
+    /// The connector is asked for it.
+    Absent,
+    /// connect(2) has not finished.
+    Connecting,
+    /// Connected to a hybrid socket, which has not answered CONNECT yet.
+    Greeting,
+    Connected,
+}
+
+/// Why a pair ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Reason {
+    /// Both directions have ended, and all bytes were delivered.
+    Closed,
+    /// A socket failed: 0 for the first, 1 for the second.
+    Failed(u8, Errno),
+    /// No byte moved for the idle time-out.
+    Idle,
+    /// The relay ends.
+    Stopped,
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(super) struct Pair {
+    sides: [Side; 2],
+    /// The first is from the first socket to the second.
+    directions: [Direction; 2],
+    stages: [Stage; 2],
+    /// On the list of pairs that have work.
+    pub(super) queued: bool,
+    /// The error of a socket that still had bytes to deliver.
+    failure: Option<(u8, Errno)>,
+    link: Link,
+    /// Tells the pair from its successor in the same slot.
+    pub(super) serial: u32,
+    pub(super) source: Source,
+    /// The address of the second socket's peer, if it has one.
+    pub(super) target: Option<SocketAddr>,
+    pub(super) opened: Instant,
+    /// When bytes moved last.
+    pub(super) moved: Instant,
+}
+
+impl Linked for Pair {
+    fn link(&mut self) -> &mut Link {
+        &mut self.link
+    }
+}
+
+/// What a turn of a pair ended with.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Turn {
+    /// Nothing to do before the next edge.
+    Waiting,
+    /// More to do.
+    Busy,
+    Ended(Reason),
+}
+
+impl Pair {
+    pub(super) fn new(
+        sides: [(Side, Stage); 2],
+        modes: [Mode; 2],
+        source: Source,
+        serial: u32,
+        now: Instant,
+    ) -> Pair {
+        let [(first, first_stage), (second, second_stage)] = sides;
+        Pair {
+            sides: [first, second],
+            directions: modes.map(Direction::new),
+            stages: [first_stage, second_stage],
+            queued: false,
+            failure: None,
+            link: Link::default(),
+            serial,
+            source,
+            target: None,
+            opened: now,
+            moved: now,
+        }
+    }
+
+    pub(super) fn side(&self, index: usize) -> &Side {
+        &self.sides[index & 1]
+    }
+
+    pub(super) fn side_mut(&mut self, index: usize) -> &mut Side {
+        &mut self.sides[index & 1]
+    }
+
+    pub(super) fn stage(&self, index: usize) -> Stage {
+        self.stages[index & 1]
+    }
+
+    pub(super) fn set_stage(&mut self, index: usize, stage: Stage) {
+        self.stages[index & 1] = stage;
+    }
+
+    /// Whether both sockets are connected.
+    pub(super) fn is_connected(&self) -> bool {
+        self.stages == [Stage::Connected; 2]
+    }
+
+    /// Sends these bytes to the second socket before those of the first.
+    pub(super) fn prepend(&mut self, bytes: Vec<u8>, store: &mut Store) {
+        self.directions[0].prepend(bytes, store);
+    }
+
+    /// Bytes that were delivered to the second socket, and to the first.
+    pub(super) fn bytes(&self) -> [u64; 2] {
+        [self.directions[0].bytes, self.directions[1].bytes]
+    }
+
+    /// Messages that were not delivered.
+    pub(super) fn dropped(&self) -> u32 {
+        self.directions[0].dropped + self.directions[1].dropped
+    }
+
+    /// How the bytes move.
+    pub(super) fn modes(&self) -> [Mode; 2] {
+        [self.directions[0].mode(), self.directions[1].mode()]
+    }
+
+    /// Moves bytes both ways.
+    pub(super) fn run(&mut self, store: &mut Store, now: Instant) -> Turn {
+        let before = self.directions[0].bytes + self.directions[1].bytes;
+        let turn = self.run_directions(store);
+        if self.directions[0].bytes + self.directions[1].bytes != before {
+            self.moved = now;
+        }
+        turn
+    }
+
+    fn run_directions(&mut self, store: &mut Store) -> Turn {
+        // A socket that has failed may still have received bytes: they are read before a write takes the
+        // error away.
+        let first = usize::from(self.sides[1].ready.has(Ready::HUNG_UP));
+        let mut busy = false;
+        for index in 0..2 {
+            // Datagrams have no end: a pair with them is over when the other peer is gone.
+            let is_gone = self.sides[index].ready.has(Ready::HUNG_UP);
+            if is_gone
+                && self.directions[index].is_done()
+                && !self.sides[1 - index].socket.kind().has_end()
+            {
+                return Turn::Ended(Reason::Closed);
+            }
+        }
+        for index in [first, 1 - first] {
+            let [one, two] = &mut self.sides;
+            let (from, to) = if index == 0 { (one, two) } else { (two, one) };
+            let mut budget = BUDGET;
+            match self.directions[index].run(from, to, store, &mut budget) {
+                Outcome::Waiting => {}
+                Outcome::Exhausted => busy = true,
+                Outcome::Finished => {
+                    // For the check above.
+                    busy |= !self.sides[1 - index].socket.kind().has_end();
+                    if !self.directions[1 - index].is_done() {
+                        self.sides[1 - index].socket.finish_sending();
+                    }
+                }
+                Outcome::Failed(End::Source, errno) => {
+                    self.directions[index].abandon(store);
+                    return Turn::Ended(Reason::Failed(index as u8, errno));
+                }
+                Outcome::Failed(End::Target, errno) => {
+                    self.directions[index].abandon(store);
+                    self.failure.get_or_insert((1 - index as u8, errno));
+                    // It may still have sent bytes, and will then end or fail.
+                    self.sides[1 - index].ready.set(Ready::READ);
+                    busy |= index != first;
+                }
+            }
+        }
+        if self.directions.iter().all(Direction::is_done) {
+            return Turn::Ended(match self.failure {
+                Some((side, errno)) => Reason::Failed(side, errno),
+                None => Reason::Closed,
+            });
+        }
+        match busy {
+            true => Turn::Busy,
+            false => Turn::Waiting,
+        }
+    }
+
+    /// Ends both directions and the sockets. After anything but an orderly end, the peers of TCP sockets
+    /// get a reset.
+    pub(super) fn close(mut self, reason: Reason, store: &mut Store) {
+        for direction in &mut self.directions {
+            direction.abandon(store);
+        }
+        // EPIPE: the socket's peer had ended in order, and did not want more bytes. The other peer has got
+        // all that this one sent, and the kernel resets its connection if it sends more.
+        if !matches!(reason, Reason::Closed | Reason::Failed(_, Errno::PIPE)) {
+            for side in &self.sides {
+                side.socket.reset_on_close();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A pair at rest uses this, its place in a slab that doubles as it grows, and entries of the kernel.
+    #[test]
+    fn a_pair_is_small() {
+        let size = size_of::<Pair>();
+        assert!(size <= 320, "{size} bytes");
+    }
+}

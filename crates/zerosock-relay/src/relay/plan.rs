@@ -1,0 +1,162 @@
+//! What a relay does, prepared: the same for all its workers.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fd::OwnedFd;
+
+use super::endpoint::Endpoint;
+use super::open::Destination;
+use super::socket::SocketKind;
+use super::way::{Mode, Way};
+use crate::connector::{ConnectRequest, Connector, Done};
+use crate::networks::AddressPolicy;
+use crate::target::Target;
+
+/// What to relay, and within which limits.
+#[derive(Clone, Debug)]
+pub struct RelayConfig {
+    /// The two ends. If both listen, the connections of one are joined to those of the other in the
+    /// order in which they come. If neither does, one pair is relayed and the relay is over.
+    pub ends: [Endpoint; 2],
+    /// How the bytes are moved.
+    pub way: Way,
+    /// Threads.
+    pub workers: usize,
+    /// Most connections, and associations of datagrams, at once.
+    pub max_connections: usize,
+    /// Time for resolving and connecting.
+    pub connect_timeout: Duration,
+    /// Connections end when no byte moves for so long; `None`: never.
+    pub idle_timeout: Option<Duration>,
+    /// Interval of TCP keepalive probes; `None`: no probes.
+    pub keepalive: Option<Duration>,
+    /// Bytes that one call reads.
+    pub buffer: usize,
+    /// Most pipes of each worker.
+    pub pipes: usize,
+    /// Associations of datagrams end when none is relayed for so long.
+    pub datagram_timeout: Duration,
+    /// Begin each connection to the second end with a PROXY protocol header.
+    pub proxy_protocol: bool,
+}
+
+impl RelayConfig {
+    /// The usual limits.
+    pub fn new(ends: [Endpoint; 2]) -> RelayConfig {
+        RelayConfig {
+            ends,
+            way: Way::Auto,
+            workers: 1,
+            max_connections: 65536,
+            connect_timeout: Duration::from_secs(10),
+            idle_timeout: None,
+            keepalive: Some(Duration::from_secs(60)),
+            buffer: 256 << 10,
+            pipes: 64,
+            datagram_timeout: Duration::from_secs(60),
+            proxy_protocol: false,
+        }
+    }
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(super) struct Plan {
+    pub(super) config: RelayConfig,
+    /// The ends that connect.
+    pub(super) destinations: [Option<Destination>; 2],
+    pub(super) connector: Option<Connector>,
+    policy: Arc<AddressPolicy>,
+    /// Connections and associations of all workers.
+    open: AtomicUsize,
+    /// Readable when the relay is over.
+    pub(super) over: OwnedFd,
+    /// The only pair of the relay has ended in order.
+    pub(super) succeeded: AtomicBool,
+}
+
+impl Plan {
+    /// # Errors
+    /// No eventfd is to be had.
+    pub(super) fn new(
+        config: RelayConfig,
+        destinations: [Option<Destination>; 2],
+        connector: Option<Connector>,
+    ) -> std::io::Result<Plan> {
+        Ok(Plan {
+            config,
+            destinations,
+            connector,
+            policy: Arc::new(AddressPolicy::unrestricted(Vec::new())),
+            open: AtomicUsize::new(0),
+            over: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            succeeded: AtomicBool::new(false),
+        })
+    }
+
+    /// The kind of an end.
+    pub(super) fn kind(&self, end: usize) -> SocketKind {
+        self.config.ends[end & 1].kind()
+    }
+
+    /// How the bytes of a pair move.
+    pub(super) fn modes(&self) -> [Mode; 2] {
+        let (one, two) = (self.kind(0), self.kind(1));
+        let way = self.config.way;
+        [way.mode(one, two), way.mode(two, one)]
+    }
+
+    /// Pairs end when no byte moves for so long: those with datagrams, which have no end, in any case.
+    pub(super) fn idle_timeout(&self) -> Option<Duration> {
+        let endless = !(self.kind(0).has_end() && self.kind(1).has_end());
+        let datagrams = (endless && !self.is_single()).then_some(self.config.datagram_timeout);
+        self.config.idle_timeout.or(datagrams)
+    }
+
+    /// Counts one more connection; false if as many as are allowed exist.
+    pub(super) fn admit(&self) -> bool {
+        // Relaxed: a number without relation to other memory.
+        let before = self.open.fetch_add(1, Ordering::Relaxed);
+        if before < self.config.max_connections {
+            return true;
+        }
+        self.open.fetch_sub(1, Ordering::Relaxed);
+        false
+    }
+
+    /// A connection has ended.
+    pub(super) fn dismiss(&self) {
+        self.open.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Whether the relay is over when its one pair has ended.
+    pub(super) fn is_single(&self) -> bool {
+        !self.config.ends.iter().any(Endpoint::listens)
+    }
+
+    /// The relay is over.
+    pub(super) fn finish(&self, succeeded: bool) {
+        // Relaxed: it is read after the eventfd, whose system calls order it.
+        self.succeeded.store(succeeded, Ordering::Relaxed);
+        let _ = rustix::io::write(&self.over, &1u64.to_ne_bytes());
+    }
+
+    /// Asks the connector for a connection; false if there is no connector.
+    pub(super) fn ask(&self, target: Target, done: Done) -> bool {
+        let Some(connector) = &self.connector else {
+            return false;
+        };
+        let request = ConnectRequest {
+            target,
+            policy: Arc::clone(&self.policy),
+            timeout: self.config.connect_timeout,
+            keepalive: self.config.keepalive,
+            first_bytes: Vec::new(),
+        };
+        connector.connect(request, done);
+        true
+    }
+}

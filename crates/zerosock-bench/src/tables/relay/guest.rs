@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::PathBuf;
 
 use super::address::Address;
-use super::programs::{Relay, Way, check_zerosock};
+use super::programs::{Load, Relay, Way};
 use super::running::Running;
 use crate::args::Settings;
 use crate::pair::Cores;
@@ -16,8 +16,6 @@ use crate::worker::order::Outcome;
 
 /// Bytes of each packet of the guest, and of each write to it.
 pub(super) const SIZE: usize = 64 << 10;
-/// Most connections that a relay is told to allow.
-const FEW: usize = 1000;
 
 /// How the guest's port leads to TCP.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -66,7 +64,6 @@ impl Path {
     fn device(self, to: &TcpListener) -> Result<Device, String> {
         match self {
             Path::Rule => {
-                check_zerosock("serve", "--forward <")?;
                 let to = to.local_addr().map_err(text)?;
                 let rule = format!("{PORT}=tcp:{to}");
                 program::ours_with(&["serve", "--log-level", "off", "--forward", &rule])
@@ -106,7 +103,7 @@ pub(super) fn measure(
             Some(relay) => {
                 let dir = tempfile::tempdir().map_err(text)?;
                 let from = Address::Unix(PathBuf::from(socket));
-                let started = Running::start_at(relay, from, &to, FEW, cores.receiver, dir)?;
+                let started = Running::start_at(relay, from, &to, Load::One, cores.receiver, dir)?;
                 Some(started)
             }
         };

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::address::{Address, Kind};
 use super::load::{self, Phase, Server};
-use super::programs::Relay;
+use super::programs::{Load, Relay, Way};
 use super::running::Running;
 use crate::args::Settings;
 use crate::pair::Cores;
@@ -36,11 +36,16 @@ fn with_relay<T: Send>(
         worker::pin(cores.sender)?;
         let server = Server::start()?;
         let target = Address::Tcp(server.address);
-        let running = Running::start(relay, Kind::Tcp, &target, most + MARGIN, cores.receiver)?;
+        let load = Load::Many(most + MARGIN);
+        let running = Running::start(relay, Kind::Tcp, &target, load, cores.receiver)?;
         let Address::Tcp(entrance) = running.from else {
             return Err("a relay from TCP".to_owned());
         };
-        measure(&running, entrance).map_err(|reason| running.explain(reason))
+        let measured = measure(&running, entrance).map_err(|reason| running.explain(reason))?;
+        match (relay, running.warning()) {
+            (Relay::Zerosock(way), Some(reason)) if way != Way::Auto => Err(reason),
+            _ => Ok(measured),
+        }
     };
     thread::scope(|scope| scope.spawn(run).join()).map_err(|_| "a measurement panicked")?
 }
@@ -64,10 +69,10 @@ pub(super) fn growth(relay: Relay, count: u64, cores: Cores) -> Result<[f64; 2],
     with_relay(relay, FIRST, cores, |running, entrance| {
         let make = |count| {
             load::short(entrance, |done| {
-                Ok(match done {
-                    0 => Phase::Warm,
-                    done if done < count => Phase::Count,
-                    _ => Phase::End,
+                Ok(if done < count {
+                    Phase::Count
+                } else {
+                    Phase::End
                 })
             })?;
             settle(running.id())?;

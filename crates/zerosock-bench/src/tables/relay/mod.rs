@@ -156,6 +156,8 @@ const BOUND: f64 = 2048.0;
 struct Bench<'s> {
     settings: &'s Settings,
     cores: Cores,
+    /// The ways that `auto` took.
+    ways: Vec<String>,
     table: Table,
 }
 
@@ -168,6 +170,7 @@ pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
     let mut bench = Bench {
         settings,
         cores,
+        ways: Vec::new(),
         table: Table {
             name: "relay",
             method,
@@ -193,6 +196,10 @@ pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
             eprintln!("relay: the measuring thread panicked");
         }
     });
+    if !bench.ways.is_empty() {
+        let ways = format!(" zerosock took these ways: {}.", bench.ways.join("; "));
+        bench.table.method.push_str(&ways);
+    }
     bench.table
 }
 
@@ -237,13 +244,9 @@ impl Bench<'_> {
         relays: &[Relay],
         measure: impl Fn(Relay) -> Result<T, String>,
     ) -> Vec<Result<Vec<T>, String>> {
-        let ours = programs::check_zerosock("relay", "--way");
         alternate(rounds, relays.len(), |round, at| {
             let relay = relays[at];
             eprintln!("{name}: round {}, {}", round + 1, relay.title());
-            if let Relay::Zerosock(_) = relay {
-                ours.clone()?;
-            }
             measure(relay)
         })
     }
@@ -262,6 +265,10 @@ impl Bench<'_> {
     fn stream(&mut self, name: &str, case: Case) {
         let relays = self.contestants(|relay| case.suits(relay));
         let outcomes = self.through(name, &relays, case);
+        let ours = outcomes[0].as_ref().ok().and_then(|rounds| rounds.first());
+        if let Some(way) = ours.and_then(|figures| figures.way.clone()) {
+            self.ways.push(format!("{name}: {way}"));
+        }
         let titles = titles(&relays);
         if case.from == Kind::Udp {
             self.rows(name, DELIVERED, &titles, &outcomes, Figures::thousands);

@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use super::address::{Address, Kind};
 use crate::peers::install;
@@ -13,6 +13,8 @@ use crate::peers::install;
 pub(crate) const COMMAND: &str = "zerosock";
 /// Worker threads of zerosock, and of HAProxy: the relay has one core.
 const WORKERS: &str = "1";
+/// Most connections that a relay is told to allow for one.
+const FEW: usize = 1000;
 /// Timeout of idle connections in HAProxy, which has no default. Longer than any measurement.
 const IDLE: &str = "1h";
 
@@ -29,6 +31,24 @@ pub(super) enum Relay {
     Direct,
 }
 
+/// The connections that a relay is to expect.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Load {
+    /// One: zerosock logs how it relays it.
+    One,
+    /// At most so many at a time.
+    Many(usize),
+}
+
+impl Load {
+    fn most(self) -> usize {
+        match self {
+            Load::One => FEW,
+            Load::Many(most) => most,
+        }
+    }
+}
+
 /// How zerosock relays.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Way {
@@ -40,6 +60,16 @@ pub(super) enum Way {
 }
 
 impl Way {
+    /// Whether a relay that was told to go this way may say that it went `taken`.
+    pub(super) fn allows(self, taken: &str) -> bool {
+        match self {
+            Way::Auto => true,
+            // Datagrams are copied.
+            Way::Copy => taken == "copy" || taken == "messages",
+            Way::Splice | Way::Sockmap => taken == self.word(),
+        }
+    }
+
     pub(super) fn word(self) -> &'static str {
         match self {
             Way::Auto => "auto",
@@ -72,13 +102,13 @@ impl Relay {
         }
     }
 
-    /// The command that relays each connection to `from` to a new one to `to`, at most `most` at a
-    /// time. Files that it needs are made in `dir`.
+    /// The command that relays each connection to `from` to a new one to `to`. Files that it needs
+    /// are made in `dir`.
     pub(super) fn command(
         self,
         from: &Address,
         to: &Address,
-        most: usize,
+        load: Load,
         dir: &Path,
     ) -> Result<Command, String> {
         match self {
@@ -96,8 +126,9 @@ impl Relay {
                     Address::Unix(path) => format!("unix:{}", path.display()),
                 });
                 command.args(["--way", way.word(), "--workers", WORKERS]);
-                command.args(["--max-connections", &most.to_string()]);
-                command.args(["--log-level", "warn"]);
+                command.args(["--max-connections", &load.most().to_string()]);
+                let level = if load == Load::One { "info" } else { "warn" };
+                command.args(["--log-level", level]);
                 Ok(command)
             }
             Relay::Socat(buffer) => {
@@ -129,7 +160,7 @@ impl Relay {
             Relay::Haproxy { splice } => {
                 let mut command = Command::new(find(Peer::Haproxy)?);
                 let file = dir.join("haproxy.cfg");
-                fs::write(&file, haproxy_file(from, to, most, splice)?)
+                fs::write(&file, haproxy_file(from, to, load.most(), splice)?)
                     .map_err(|error| format!("{}: {error}", file.display()))?;
                 // -db: in the foreground.
                 command.arg("-db").arg("-f").arg(file);
@@ -146,21 +177,6 @@ fn zerosock() -> Result<Command, String> {
     let mut command = Command::new(program);
     command.arg0(COMMAND);
     Ok(command)
-}
-
-/// Why `zerosock SUBCOMMAND` cannot run, if so: its help must mention `flag`.
-pub(super) fn check_zerosock(subcommand: &str, flag: &str) -> Result<(), String> {
-    let output = zerosock()?
-        .args([subcommand, "--help"])
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|error| format!("zerosock {subcommand}: {error}"))?;
-    let help = String::from_utf8_lossy(&output.stdout);
-    if output.status.success() && help.contains(flag) {
-        Ok(())
-    } else {
-        Err(format!("this build has no `zerosock {subcommand} {flag}`"))
-    }
 }
 
 fn haproxy_file(from: &Address, to: &Address, most: usize, splice: bool) -> Result<String, String> {
@@ -260,7 +276,9 @@ mod tests {
     use super::*;
 
     fn words(relay: Relay, from: &Address, to: &Address) -> Vec<String> {
-        let command = relay.command(from, to, 9, Path::new("/nowhere")).unwrap();
+        let command = relay
+            .command(from, to, Load::One, Path::new("/nowhere"))
+            .unwrap();
         let words = command.get_args().map(|word| word.to_string_lossy());
         words.map(|word| word.into_owned()).collect()
     }

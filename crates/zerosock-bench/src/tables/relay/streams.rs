@@ -1,7 +1,7 @@
 //! Streams, datagrams and round trips of two programs through a relay.
 
 use super::address::Kind;
-use super::programs::Relay;
+use super::programs::{Load, Relay, Way};
 use super::running::Running;
 use crate::args::Settings;
 use crate::pair::{self, Cores, Task};
@@ -21,17 +21,16 @@ pub(super) struct Case {
 }
 
 /// Result of a measurement.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Figures {
     /// What the timed side measured.
     pub(super) outcome: Outcome,
     /// CPU seconds of the two programs and the relay for 10^9 bytes received; of round trips not
     /// meaningful.
     pub(super) cpu_s_per_gb: f64,
+    /// The way that zerosock took.
+    pub(super) way: Option<String>,
 }
-
-/// Most connections that a relay is told to allow here.
-const FEW: usize = 1000;
 
 /// Measures once. The relay has the receiver's core to itself, the two programs share the other.
 pub(super) fn measure(
@@ -61,7 +60,7 @@ pub(super) fn measure(
             relay,
             case.from,
             &address,
-            FEW,
+            Load::One,
             cores.receiver,
         )?),
     };
@@ -79,12 +78,31 @@ pub(super) fn measure(
         let [outcome, other] = sides.run()?;
         let cpu = CpuTimes::now(&processes)?.seconds_since(&before);
         let messages = outcome.total.unwrap_or(other.messages);
-        Ok(Figures {
-            outcome,
-            cpu_s_per_gb: cpu * 1e9 / (messages as f64 * case.size as f64),
-        })
+        let bytes = messages as f64 * case.size as f64;
+        Ok((outcome, cpu * 1e9 / bytes))
     };
-    run().map_err(explain)
+    let (outcome, cpu_s_per_gb) = run().map_err(explain)?;
+    let way = match (relay, running) {
+        (Relay::Zerosock(way), Some(running)) => Some(check_way(way, running)?),
+        _ => None,
+    };
+    Ok(Figures {
+        outcome,
+        cpu_s_per_gb,
+        way,
+    })
+}
+
+/// The way that zerosock took, which must be the one that it was told to take: where it cannot, it
+/// says so and takes another one.
+fn check_way(way: Way, running: Running) -> Result<String, String> {
+    let reason = running.warning();
+    let taken = running.way()?;
+    if way.allows(&taken) {
+        return Ok(taken);
+    }
+    let reason = reason.unwrap_or_else(|| "it gives no reason".to_owned());
+    Err(format!("it took the way {taken}: {reason}"))
 }
 
 impl Case {

@@ -19,39 +19,20 @@ use tokio::sync::watch;
 
 use crate::target::DomainName;
 
+mod answer;
 #[cfg(feature = "names")]
 mod system;
 #[cfg(not(feature = "names"))]
 #[path = "resolve/absent.rs"]
 mod system;
 
+pub(crate) use answer::{Answer, Family, LookupError};
 pub(crate) use system::System;
 
 /// Addresses of one family that are used of an answer.
 pub(crate) const MAX_ADDRESSES: usize = 16;
 /// Time of a lookup with all its retries and search domains.
 const LIMIT: Duration = Duration::from_secs(30);
-
-/// The family of an address or query.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Family {
-    V4,
-    V6,
-}
-
-/// The addresses of one family.
-pub(crate) type Answer = Result<Vec<IpAddr>, LookupError>;
-
-/// Why there are no addresses of a family.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) enum LookupError {
-    /// The name does not exist, or has no address of the family.
-    NoRecords,
-    /// The question has no answer.
-    Failed(String),
-    /// The crate was built without the resolver.
-    NotSupported,
-}
 
 /// What a lookup has found so far; None for a family without an answer yet.
 #[derive(Clone, Debug, Default)]
@@ -127,7 +108,7 @@ impl Resolver {
     }
 
     /// The number of lookups in flight.
-    #[cfg(test)]
+    #[cfg(all(test, feature = "names"))]
     fn in_flight(&self) -> usize {
         self.shared.lookups().len()
     }

@@ -95,6 +95,7 @@ impl Running {
             "HUP" => Signal::HUP,
             "STOP" => Signal::STOP,
             "CONT" => Signal::CONT,
+            "USR1" => Signal::USR1,
             other => panic!("no signal {other}"),
         };
         rustix::process::kill_process(Pid::from_child(&self.child), signal).unwrap();

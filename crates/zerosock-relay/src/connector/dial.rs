@@ -40,8 +40,9 @@ impl Addresses {
         match host {
             Host::Name(name) if !name.is_localhost() => {
                 let mut updates = resolver.lookup(name);
+                let found = updates.borrow_and_update().clone();
                 Addresses {
-                    found: updates.borrow_and_update().clone(),
+                    found,
                     updates: Some(updates),
                     name: Some(name.clone()),
                 }
@@ -116,6 +117,7 @@ fn lookup_error(name: &DomainName, error: &LookupError) -> ConnectError {
     let name = name.clone();
     match error {
         LookupError::NoRecords => ConnectError::NoSuchName(name),
+        #[cfg(not(feature = "names"))]
         LookupError::NotSupported => ConnectError::NamesNotSupported(name),
         LookupError::Failed(reason) => ConnectError::Resolve {
             name,
@@ -205,7 +207,7 @@ async fn finished(attempts: &mut Vec<(SocketAddr, Attempt)>) -> (SocketAddr, io:
         for (index, (address, attempt)) in attempts.iter_mut().enumerate() {
             if let Poll::Ready(result) = attempt.as_mut().poll(context) {
                 let address = *address;
-                attempts.remove(index);
+                drop(attempts.remove(index));
                 return Poll::Ready((address, result));
             }
         }

@@ -7,8 +7,6 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{SendFlags, send, sockopt};
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
 use tokio::time::{Instant, timeout_at};
 
 use super::dial::refused_or;
@@ -42,12 +40,13 @@ pub(super) async fn write_first(
             Ok(sent) => bytes = bytes.get(sent..).unwrap_or_default(),
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => {
-                let waiting = AsyncFd::with_interest(socket, Interest::WRITABLE)?;
+                // Of the type only the registration with epoll is used, which is one for all sockets.
+                let waiting = tokio::net::TcpStream::from_std(std::net::TcpStream::from(socket))?;
                 match timeout_at(deadline, waiting.writable()).await {
-                    Ok(ready) => drop(ready?),
+                    Ok(ready) => ready?,
                     Err(_) => return Err(ConnectError::TimedOut(Stage::Writing)),
                 }
-                socket = waiting.into_inner();
+                socket = waiting.into_std()?.into();
             }
             Err(error) => return Err(refused_or(error.into(), address)),
         }

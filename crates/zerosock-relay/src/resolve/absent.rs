@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use super::{Answer, Family, LookupError};
+use super::answer::{Answer, Family, LookupError};
 use crate::target::DomainName;
 
 /// No resolver.

@@ -21,7 +21,7 @@ use hickory_resolver::proto::rr::{Name, RecordType};
 use hickory_resolver::{Hosts, TokioResolver, system_conf};
 use tracing::warn;
 
-use super::{Answer, Family, LookupError};
+use super::answer::{Answer, Family, LookupError};
 use crate::target::DomainName;
 
 /// How often the files are checked for a change, at most.

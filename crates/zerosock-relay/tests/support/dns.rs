@@ -2,7 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Mutex};
 use std::thread;
 
 const A: u16 = 1;
@@ -28,8 +28,6 @@ pub enum Reply {
     Never,
     /// The reply of the inner one; its records may be kept for a minute.
     Cacheable(Box<Reply>),
-    /// The reply of the inner one when the sender sends or is dropped.
-    After(mpsc::Receiver<()>, Box<Reply>),
 }
 
 /// Addresses of the family that the question asks for.
@@ -65,7 +63,7 @@ impl NameServer {
         let asked = Arc::new(Mutex::new(Vec::new()));
         let rule: Rule = Arc::new(rule);
         let (udp_rule, udp_asked) = (rule.clone(), asked.clone());
-        thread::spawn(move || serve_udp(udp, &udp_rule, &udp_asked));
+        thread::spawn(move || serve_udp(&udp, &udp_rule, &udp_asked));
         let tcp_asked = asked.clone();
         thread::spawn(move || serve_tcp(&tcp, &rule, &tcp_asked));
         NameServer { address, asked }
@@ -77,28 +75,23 @@ impl NameServer {
     }
 }
 
-fn serve_udp(socket: UdpSocket, rule: &Rule, asked: &Mutex<Vec<Question>>) {
-    let socket = Arc::new(socket);
+fn serve_udp(socket: &UdpSocket, rule: &Rule, asked: &Mutex<Vec<Question>>) {
     let mut buffer = [0; 1500];
     while let Ok((length, client)) = socket.recv_from(&mut buffer) {
         let query = buffer[..length].to_vec();
         let question = question(&query);
         asked.lock().unwrap().push(question.clone());
         let reply = rule(&question);
-        let socket = socket.clone();
-        // On a thread of its own, for replies that come late.
-        thread::spawn(move || {
-            let Some(mut message) = message(&query, reply) else {
-                return;
-            };
-            if message.len() > 512 {
-                // RFC 1035, 4.2.1: the client asks again over TCP.
-                message.truncate(12 + query_length(&query));
-                message[2] |= TRUNCATED;
-                message[6..12].fill(0);
-            }
-            let _ = socket.send_to(&message, client);
-        });
+        let Some(mut message) = message(&query, reply) else {
+            continue;
+        };
+        if message.len() > 512 {
+            // RFC 1035, 4.2.1: the client asks again over TCP.
+            message.truncate(12 + query_length(&query));
+            message[2] |= TRUNCATED;
+            message[6..12].fill(0);
+        }
+        let _ = socket.send_to(&message, client);
     }
 }
 
@@ -148,7 +141,7 @@ fn question(query: &[u8]) -> Question {
     }
 }
 
-/// The reply to a query; None for none. Waits if the reply is a late one.
+/// The reply to a query; None for none.
 fn message(query: &[u8], reply: Reply) -> Option<Vec<u8>> {
     let asked = &query[12..][..query_length(query)];
     // Compressed: the name at byte 12.
@@ -175,10 +168,6 @@ fn message(query: &[u8], reply: Reply) -> Option<Vec<u8>> {
                 ttl.copy_from_slice(&60_u32.to_be_bytes());
             }
             return Some(message);
-        }
-        Reply::After(moment, reply) => {
-            let _ = moment.recv();
-            return message(query, *reply);
         }
     };
     // A response with recursion desired and available.

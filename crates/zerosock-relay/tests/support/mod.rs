@@ -92,8 +92,9 @@ pub fn address(answer: Answer) -> IpAddr {
 /// Listeners on one port of several addresses.
 pub fn listeners<const N: usize>(addresses: [&str; N]) -> (u16, [TcpListener; N]) {
     loop {
-        let port = TcpListener::bind((addresses[0], 0)).unwrap();
-        let port = port.local_addr().unwrap().port();
+        let free = TcpListener::bind((addresses[0], 0)).unwrap();
+        let port = free.local_addr().unwrap().port();
+        drop(free);
         let bound = addresses.map(|address| TcpListener::bind((address, port)));
         // Another program may have the port of one of the addresses.
         if bound.iter().all(Result::is_ok) {

@@ -44,7 +44,6 @@ pub fn tcp(address: SocketAddr) -> io::Result<StalledTcp> {
         let mut events = [PollFd::new(&client, PollFlags::OUT)];
         let time = Timespec::try_from(Duration::from_millis(100)).unwrap();
         let connected = poll(&mut events, Some(&time)).unwrap() > 0;
-        drop(events);
         if !connected {
             return Ok(StalledTcp { listener, queued });
         }

@@ -1,0 +1,391 @@
+//! `zerosock relay` as a process: its command line, log, signals, and what connections cost it.
+
+mod process;
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::Command;
+
+use process::{DEADLINE, Running, wait_until, zerosock};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+fn relay(words: &[&str]) -> Command {
+    let mut command = zerosock();
+    command.arg("relay").args(words);
+    command
+}
+
+/// Starts a relay and waits until it listens; its first address, if it has one.
+fn start(words: &[&str]) -> (Running, Option<SocketAddr>) {
+    let running = Running::start(&mut relay(words));
+    wait_until("the relay", || running.stderr().contains("relaying"));
+    let said = running.stderr();
+    let address = said
+        .split_once("address=")
+        .and_then(|(_, rest)| rest.split_whitespace().next())
+        .and_then(|address| address.parse().ok());
+    (running, address)
+}
+
+fn limited(socket: TcpStream) -> TcpStream {
+    socket.set_read_timeout(Some(DEADLINE)).unwrap();
+    socket.set_write_timeout(Some(DEADLINE)).unwrap();
+    socket
+}
+
+fn connect(address: Option<SocketAddr>) -> TcpStream {
+    limited(TcpStream::connect(address.unwrap()).unwrap())
+}
+
+fn read_all(mut from: impl Read) -> Vec<u8> {
+    let mut all = Vec::new();
+    from.read_to_end(&mut all).unwrap();
+    all
+}
+
+/// A field of /proc/PID/status in KiB.
+fn status(running: &Running, field: &str) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{}/status", running.child.id())).unwrap();
+    let line = text.lines().find(|line| line.starts_with(field)).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+fn descriptors(running: &Running) -> usize {
+    let path = format!("/proc/{}/fd", running.child.id());
+    fs::read_dir(path).unwrap().count()
+}
+
+fn terminate(running: Running) -> String {
+    running.signal("TERM");
+    let ended = running.finish();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    ended.stderr
+}
+
+#[test]
+fn a_connection_is_relayed_and_logged_with_its_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("target");
+    let target = UnixListener::bind(&path).unwrap();
+    let to = format!("unix:{}", path.display());
+    let (running, address) = start(&["tcp-listen:127.0.0.1:0", &to]);
+    let mut client = connect(address);
+    client.write_all(b"question").unwrap();
+    client.shutdown(Shutdown::Write).unwrap();
+    let (mut served, _) = target.accept().unwrap();
+    assert_eq!(read_all(&mut served), b"question");
+    served.write_all(b"the answer").unwrap();
+    drop(served);
+    assert_eq!(read_all(&mut client), b"the answer");
+    let source = client.local_addr().unwrap();
+    wait_until("the access log", || {
+        running.stderr().contains("connection ended")
+    });
+    let said = running.stderr();
+    let line = said
+        .lines()
+        .find(|line| line.contains("connection ended"))
+        .unwrap();
+    for part in [
+        &format!("source={source}"),
+        &format!("target={to}"),
+        "to_target=8",
+        "to_source=10",
+        "reason=closed",
+        "way=splice/copy",
+    ] {
+        assert!(line.contains(part), "{part}: {line}");
+    }
+    let said = terminate(running);
+    assert!(said.contains("opened=1 open=0"), "{said}");
+}
+
+#[test]
+fn the_counters_are_logged_on_a_signal() {
+    let target = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = format!("tcp:{}", target.local_addr().unwrap());
+    let (running, address) = start(&["tcp-listen:127.0.0.1:0", &to]);
+    let _client = connect(address);
+    let _served = target.accept().unwrap();
+    running.signal("USR1");
+    wait_until("the counters", || running.stderr().contains("counters"));
+    assert!(
+        running.stderr().contains("opened=1 open=1"),
+        "{}",
+        running.stderr()
+    );
+    terminate(running);
+}
+
+#[test]
+fn a_signal_resets_what_has_not_ended_and_removes_the_socket() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("relay");
+    let target = TcpListener::bind("127.0.0.1:0").unwrap();
+    let from = format!("unix-listen:{}", path.display());
+    let to = format!("tcp:{}", target.local_addr().unwrap());
+    let (running, _) = start(&[&from, &to]);
+    let mut client = UnixStream::connect(&path).unwrap();
+    client.write_all(b"a part").unwrap();
+    let mut served = limited(target.accept().unwrap().0);
+    served.read_exact(&mut [0; 6]).unwrap();
+    terminate(running);
+    let error = served.read(&mut [0]).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_pair_without_a_listener_ends_the_command() {
+    let [one, two] = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+    let ends = [&one, &two].map(|one| format!("tcp:{}", one.local_addr().unwrap()));
+    let running = Running::start(&mut relay(&[&ends[0], &ends[1]]));
+    let (mut first, second) = (one.accept().unwrap().0, two.accept().unwrap().0);
+    first.write_all(b"all").unwrap();
+    drop(first);
+    assert_eq!(read_all(&second), b"all");
+    drop(second);
+    assert_eq!(running.finish().code, Some(0));
+    drop((one, two));
+    let ended = Running::start(&mut relay(&[&ends[0], &ends[1]])).finish();
+    assert_eq!(ended.code, Some(1), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("Connection refused"),
+        "{}",
+        ended.stderr
+    );
+}
+
+#[test]
+fn datagrams_are_relayed_in_batches() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("log");
+    let target = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+    target.set_read_timeout(Some(DEADLINE)).unwrap();
+    let to = format!("unix-dgram:{}", path.display());
+    let (running, address) = start(&["udp-listen:127.0.0.1:0", &to, "--udp-timeout", "0.2"]);
+    let client = UdpSocket::bind("127.0.0.1:0").unwrap();
+    for n in 0..10u8 {
+        client
+            .send_to(&vec![n; 100 * usize::from(n)], address.unwrap())
+            .unwrap();
+    }
+    for n in 0..10u8 {
+        let mut got = [0; 2000];
+        let length = target.recv(&mut got).unwrap();
+        assert_eq!(got[..length], vec![n; 100 * usize::from(n)]);
+    }
+    wait_until("the end of the association", || {
+        running.stderr().contains("association ended")
+    });
+    let said = terminate(running);
+    assert!(said.contains("to_target=4500"), "{said}");
+}
+
+#[test]
+fn what_is_wrong_is_said_with_the_fix() {
+    for (words, code, part) in [
+        (
+            &["tcp-listen:8080", "tcp:x:1"][..],
+            2,
+            "tcp-listen:127.0.0.1:8080",
+        ),
+        (&["http:x", "tcp:x:1"], 2, "is no endpoint"),
+        (
+            &["udp-listen:127.0.0.1:0", "tcp:127.0.0.1:1"],
+            2,
+            "is a stream",
+        ),
+        (
+            &["tcp-listen:127.0.0.1:0", "tcp:127.0.0.1:1", "--way", "fast"],
+            2,
+            "splice",
+        ),
+        (
+            &["tcp-listen:127.0.0.1:0", "tcp:127.0.0.1:1", "--buffer", "1"],
+            2,
+            "4K to 16M",
+        ),
+        (
+            &[
+                "tcp-listen:127.0.0.1:0",
+                "tcp:127.0.0.1:1",
+                "--workers",
+                "0",
+            ],
+            2,
+            "at least 1",
+        ),
+        (
+            &[
+                "tcp-listen:127.0.0.1:0",
+                "tcp:127.0.0.1:1",
+                "--idle-timeout",
+                "0",
+            ],
+            2,
+            "more than 0",
+        ),
+        (
+            &["unix-listen:/nonexistent/x", "tcp:127.0.0.1:1"],
+            1,
+            "cannot listen",
+        ),
+    ] {
+        let ended = Running::start(&mut relay(words)).finish();
+        assert_eq!(ended.code, Some(code), "{words:?}: {}", ended.stderr);
+        assert!(ended.stderr.contains(part), "{words:?}: {}", ended.stderr);
+    }
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let from = format!("tcp-listen:{}", taken.local_addr().unwrap());
+    let ended = Running::start(&mut relay(&[&from, "tcp:127.0.0.1:1"])).finish();
+    assert_eq!(ended.code, Some(1));
+    assert!(ended.stderr.contains("in use"), "{}", ended.stderr);
+}
+
+#[test]
+fn the_help_lists_every_kind_of_end() {
+    let ended = Running::start(&mut relay(&["--help"])).finish();
+    assert_eq!(ended.code, Some(0));
+    let said = String::from_utf8(ended.stdout).unwrap();
+    for kind in [
+        "tcp",
+        "tcp-listen",
+        "udp",
+        "udp-listen",
+        "unix",
+        "unix-listen",
+        "unix-dgram",
+        "unix-dgram-listen",
+        "unix-seqpacket",
+        "unix-seqpacket-listen",
+        "hybrid",
+        "attach",
+        "attach-listen",
+        "service",
+        "service-listen",
+        "vsock",
+        "vsock-listen",
+    ] {
+        assert!(said.contains(&format!("{kind}:")), "{kind}");
+    }
+}
+
+/// Raises the limit of descriptors for this process and those that it starts; returns the limit.
+fn raise_descriptors(wanted: u64) -> u64 {
+    let set = |current, maximum| {
+        let limit = Rlimit { current, maximum };
+        setrlimit(Resource::Nofile, limit)
+    };
+    if set(Some(wanted), Some(wanted)).is_err() {
+        let maximum = getrlimit(Resource::Nofile).maximum;
+        set(maximum, maximum).unwrap();
+    }
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
+#[test]
+fn idle_connections_use_less_than_2_kib_each_and_leave_nothing() {
+    // Two descriptors for each connection, here and in the relay.
+    let limit = raise_descriptors(21_000);
+    let connections = (usize::try_from(limit).unwrap() - 1000).min(20_000) / 2;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("target");
+    for to_unix in [false, true] {
+        let _ = fs::remove_file(&path);
+        let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+        let unix = UnixListener::bind(&path).unwrap();
+        let to = match to_unix {
+            true => format!("unix:{}", path.display()),
+            false => format!("tcp:{}", tcp.local_addr().unwrap()),
+        };
+        let (running, address) = start(&["tcp-listen:127.0.0.1:0", &to]);
+        let open = |count: usize| -> Vec<(TcpStream, Box<dyn Socket>)> {
+            (0..count)
+                .map(|_| {
+                    let mut client = connect(address);
+                    let mut served: Box<dyn Socket> = match to_unix {
+                        true => Box::new(unix.accept().unwrap().0),
+                        false => Box::new(tcp.accept().unwrap().0),
+                    };
+                    // Each of them has been used.
+                    client.write_all(&[7; 100]).unwrap();
+                    served.read_exact(&mut [0; 100]).unwrap();
+                    served.write_all(&[7; 100]).unwrap();
+                    client.read_exact(&mut [0; 100]).unwrap();
+                    (client, served)
+                })
+                .collect()
+        };
+        // What the first connections need once: buffers, pipes, the allocator's own memory.
+        drop(open(100));
+        let ended = |count: usize| {
+            wait_until("the end of all connections", || {
+                running.stderr().matches("connection ended").count() == count
+            });
+        };
+        ended(100);
+        let (memory, fds) = (status(&running, "RssAnon"), descriptors(&running));
+        let all = open(connections);
+        let used = status(&running, "RssAnon").saturating_sub(memory) * 1024;
+        assert!(descriptors(&running) >= fds + 2 * connections);
+        let each = used / connections as u64;
+        println!("{each} bytes for each of {connections} idle connections to {to}");
+        assert!(each < 2048, "{each} bytes for each connection");
+        drop(all);
+        ended(100 + connections);
+        wait_until("the last close", || descriptors(&running) <= fds);
+        let said = terminate(running);
+        let last = said.lines().last().unwrap();
+        assert!(
+            last.contains(&format!("opened={} open=0", 100 + connections)),
+            "{last}"
+        );
+    }
+}
+
+trait Socket: Read + Write {}
+
+impl Socket for TcpStream {}
+impl Socket for UnixStream {}
+
+/// ZEROSOCK_RELAY_CONNECTIONS sets the number; a release is tested with 100 000.
+#[test]
+fn short_connections_do_not_grow_the_relay() {
+    let count = std::env::var("ZEROSOCK_RELAY_CONNECTIONS");
+    let count: usize = count.ok().and_then(|n| n.parse().ok()).unwrap_or(10_000);
+    let target = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = format!("tcp:{}", target.local_addr().unwrap());
+    std::thread::spawn(move || {
+        while let Ok((mut served, _)) = target.accept() {
+            let mut all = Vec::new();
+            if served.read_to_end(&mut all).is_ok() {
+                let _ = served.write_all(&all);
+            }
+        }
+    });
+    let (running, address) = start(&["tcp-listen:127.0.0.1:0", &to, "--log-level", "info"]);
+    let run = |count: usize| {
+        for n in 0..count {
+            let mut client = connect(address);
+            client.write_all(&n.to_ne_bytes()).unwrap();
+            client.shutdown(Shutdown::Write).unwrap();
+            assert_eq!(read_all(&mut client), n.to_ne_bytes());
+        }
+    };
+    run(count / 10);
+    let (memory, fds) = (status(&running, "RssAnon"), descriptors(&running));
+    run(count);
+    let grown = status(&running, "RssAnon").saturating_sub(memory);
+    // What the allocator keeps may vary by some pages.
+    assert!(grown <= 256, "{grown} KiB more after {count} connections");
+    wait_until("the last close", || descriptors(&running) <= fds + 4);
+    let said = terminate(running);
+    let last = said.lines().last().unwrap();
+    assert!(
+        last.contains(&format!("opened={} open=0", count + count / 10)),
+        "{last}"
+    );
+}

@@ -62,7 +62,7 @@ impl Device {
             .connect_timeout
             .unwrap_or(cx.shared.limits.connect);
         let deadline = cx.now + timeout;
-        let key = self.add_bridge(flow, BridgePeer::Resolving, cx);
+        let key = self.add_bridge(flow, BridgePeer::Resolving(None), cx);
         let remote = Remote::Target {
             target: target.clone(),
             address: None,
@@ -116,7 +116,10 @@ impl Device {
             target: request.target.clone(),
             permit: Some(permit),
         };
-        connector.connect(request, Box::new(move |result| answer.send(result)));
+        let pending = connector.connect(request, Box::new(move |result| answer.send(result)));
+        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+            bridge.end = BridgePeer::Resolving(Some(pending));
+        }
     }
 
     /// Handles the connector's answer.
@@ -131,7 +134,7 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        if !matches!(bridge.end, BridgePeer::Resolving) {
+        if !matches!(bridge.end, BridgePeer::Resolving(_)) {
             return;
         }
         match outcome {

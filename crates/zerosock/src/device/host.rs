@@ -525,10 +525,12 @@ impl Device {
             return;
         };
         let placeholder = BridgePeer::Asked(None);
-        let BridgePeer::Connecting { socket, .. } = std::mem::replace(&mut bridge.end, placeholder)
+        let BridgePeer::Connecting { socket, deadline } =
+            std::mem::replace(&mut bridge.end, placeholder)
         else {
             return;
         };
+        self.timers.cancel(deadline, Timer::Connect(key));
         match rustix::net::sockopt::socket_error(&socket) {
             Ok(Ok(())) => {
                 bridge.end = BridgePeer::Socket { socket, ok: None };

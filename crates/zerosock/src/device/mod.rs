@@ -69,6 +69,7 @@ use crate::stats::Holdings;
 use slab::Slab;
 use state::bridge::{Bridge, BridgePeer};
 pub(crate) use state::host::HostEnd;
+use state::timers::Timer;
 pub(crate) use state::{
     Context, Device, EVENT, Limits, RX, Shared, TURN_BYTES, TX, VsockRings, Worker, WorkerMessage,
 };
@@ -229,7 +230,21 @@ impl Device {
             // An event for the open socket would be attributed to the next bridge with this key.
             cx.poller.remove(socket);
         }
+        match &mut bridge.end {
+            BridgePeer::Connecting { deadline, .. } => {
+                self.timers.cancel(*deadline, Timer::Connect(key));
+            }
+            BridgePeer::Resolving(pending) => {
+                if let Some(pending) = pending.take() {
+                    pending.cancel();
+                }
+            }
+            _ => {}
+        }
         if let Some(forwarded) = &mut bridge.forwarded {
+            if let Some(idle) = forwarded.idle {
+                self.timers.cancel(idle.next, Timer::Idle(key));
+            }
             forwarded.finish();
         }
         self.backlogs.forget(key, &bridge);

@@ -27,8 +27,10 @@ use std::sync::Arc;
 use zerosock_proto::vsock::{FlowId, QueuePairs};
 use zerosock_proto::wire::vsock::{Op, Repr};
 
+use super::forwarded::abort;
 use super::sibling;
 use super::state::bridge::{BridgePeer, SiblingEnd};
+use super::state::timers::Timer;
 use super::virtio::BRIDGE;
 use super::{Context, Device};
 use crate::device::state::app::QueueStore;
@@ -207,6 +209,9 @@ impl Device {
         bridge.hold_timer = false;
         bridge.held_since = None;
         bridge.flow = None;
+        if let Some(idle) = bridge.forwarded.as_ref().and_then(|it| it.idle) {
+            self.timers.cancel(idle.next, Timer::Idle(key));
+        }
         let counted = std::mem::take(&mut bridge.counted);
         self.stalled_chains -= counted.0 as usize;
         self.overflow_bytes -= counted.1 as usize;
@@ -510,6 +515,11 @@ impl Handoff {
             sibling::return_inbound(s, false, cx);
         }
         sibling::send_end(&bridge, false, cx);
+        abort(&bridge);
+        if let Some(forwarded) = &mut bridge.forwarded {
+            forwarded.set_reason("moved to a queue pair that has stopped");
+            forwarded.finish();
+        }
         // Held chains belonged to the old pair, which completed them before the handoff.
         Device::app_ended_in(&mut QueueStore::default(), &bridge, false, cx);
         cx.shared.counters.conns_removed.add(1);

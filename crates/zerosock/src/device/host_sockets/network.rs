@@ -88,6 +88,7 @@ pub(crate) fn configure_tcp(socket: &OwnedFd, keepalive: Option<Duration>) {
 mod tests {
     use super::*;
     use std::net::{TcpListener, UdpSocket};
+    use std::os::linux::net::SocketAddrExt;
     use std::os::unix::net::UnixDatagram;
     use zerosock_sys::account::Budget;
 

@@ -20,6 +20,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::{Instant, Port};
+use zerosock_relay::connector::PendingConnect;
 use zerosock_ring::Memory;
 
 /// The other end of a connection of the guest.
@@ -28,8 +29,8 @@ pub(crate) enum BridgePeer {
     /// A host socket with a full backlog; retried until the deadline.
     Retrying { to: HostPort, deadline: Instant },
     /// A target of a rule that the connector connects to; its answer is
-    /// [`Dialed`](super::sibling_message::SiblingMessage::Dialed).
-    Resolving,
+    /// [`Dialed`](super::sibling_message::SiblingMessage::Dialed). `None` until it was asked.
+    Resolving(Option<PendingConnect>),
     /// A connect that the kernel has not completed.
     Connecting {
         socket: HostSocket,

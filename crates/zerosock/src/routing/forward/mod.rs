@@ -170,8 +170,9 @@ pub fn check(rules: &[ForwardRule]) -> Result<(), RuleError> {
         if rule.to.takes_own_port() && !own {
             return Err(RuleError::OwnPort(index));
         }
+        let policy = AddressPolicy::for_guests(rule.allow.clone(), rule.deny.clone());
         if let Some(address) = rule.to.address()
-            && rule.deny.iter().any(|network| network.contains(address))
+            && policy.check_literal(address).is_err()
         {
             let rule = index;
             return Err(RuleError::DeniedTarget { rule, address });

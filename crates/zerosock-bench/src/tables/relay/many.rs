@@ -15,9 +15,9 @@ use crate::processes;
 use crate::worker;
 
 /// First connections, which pay for what a relay allocates once.
-const FIRST: usize = 256;
-/// More connections than those measured that a relay is told to allow.
-const MARGIN: usize = 1000;
+pub(super) const FIRST: usize = 256;
+/// Short connections that a relay is told to allow: those in use, and those that it is closing.
+const SHORT: usize = 2000;
 /// Time in which a relay that has closed everything closes nothing more.
 const QUIET: Duration = Duration::from_millis(200);
 /// Longest time to close what belongs to connections that have ended.
@@ -36,7 +36,7 @@ fn with_relay<T: Send>(
         worker::pin(cores.sender)?;
         let server = Server::start()?;
         let target = Address::Tcp(server.address);
-        let load = Load::Many(most + MARGIN);
+        let load = Load::Many(most);
         let running = Running::start(relay, Kind::Tcp, &target, load, cores.receiver)?;
         let Address::Tcp(entrance) = running.from else {
             return Err("a relay from TCP".to_owned());
@@ -66,7 +66,7 @@ pub(super) fn idle(relay: Relay, count: usize, cores: Cores) -> Result<f64, Stri
 
 /// User memory of a relay before and after `count` connections, bytes.
 pub(super) fn growth(relay: Relay, count: u64, cores: Cores) -> Result<[f64; 2], String> {
-    with_relay(relay, FIRST, cores, |running, entrance| {
+    with_relay(relay, SHORT, cores, |running, entrance| {
         let make = |count| {
             load::short(entrance, |done| {
                 Ok(if done < count {
@@ -112,7 +112,7 @@ pub(super) struct Rate {
 /// Short connections for the time of the settings.
 pub(super) fn rate(relay: Relay, settings: &Settings, cores: Cores) -> Result<Rate, String> {
     let Settings { warm, time, .. } = *settings;
-    with_relay(relay, FIRST, cores, |running, entrance| {
+    with_relay(relay, SHORT, cores, |running, entrance| {
         let begin = Instant::now();
         let mut counted_from = None;
         let short = load::short(entrance, |done| {

@@ -148,8 +148,8 @@ const IDLE: usize = 10_000;
 const SHORT: u64 = 100_000;
 /// Idle connections through socat, which has a process for each.
 const IDLE_SOCAT: usize = 100;
-/// Descriptors reserved for other uses than connections.
-const RESERVE: usize = 1500;
+/// Descriptors that the bench and a relay have beside those of connections.
+const RESERVE: usize = 200;
 /// Design limit for an idle connection, bytes.
 const BOUND: f64 = 2048.0;
 
@@ -292,11 +292,11 @@ impl Bench<'_> {
 
     /// The cases with many connections.
     fn many(&mut self) {
-        // Two for each connection, in the relay and in the bench, which has both ends. HAProxy
-        // insists on some more.
+        // Two for each connection, in the relay and in the bench, which has both ends.
         let descriptors = machine::raise_descriptors(3 * IDLE as u64);
         let few = if self.settings.quick { 50 } else { 1 };
-        let idle = (IDLE / few).min(descriptors.saturating_sub(RESERVE) / 2);
+        let most = (descriptors.saturating_sub(RESERVE) / 2).saturating_sub(many::FIRST);
+        let idle = most.min(IDLE / few);
         let name = format!("{idle} idle connections");
         if self.settings.wants(&name) {
             self.idle(&name, idle);

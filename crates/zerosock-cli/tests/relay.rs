@@ -389,3 +389,121 @@ fn short_connections_do_not_grow_the_relay() {
         "{last}"
     );
 }
+
+/// A daemon of processes that attach.
+fn serve(dir: &std::path::Path) -> (Running, String) {
+    let attach = dir.join("attach");
+    let running = Running::start(zerosock().arg("serve").arg("--attach-socket").arg(&attach));
+    wait_until("the attach socket", || attach.exists());
+    (running, attach.display().to_string())
+}
+
+fn pattern(length: usize) -> Vec<u8> {
+    let mut state = 1u64;
+    let words = (0..length.div_ceil(8)).flat_map(|_| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_le_bytes()
+    });
+    words.take(length).collect()
+}
+
+#[test]
+fn a_client_of_tcp_reaches_an_attached_process() {
+    let dir = tempfile::tempdir().unwrap();
+    let (serve, attach) = serve(dir.path());
+    let process = zerosock::vsock::Endpoint::attach(&attach).unwrap();
+    let listener = process.listen(zerosock::Port::new(7), 8).unwrap();
+    let to = format!("attach:{attach}:{}:7", process.cid());
+    let (running, address) = start(&["tcp-listen:127.0.0.1:0", &to]);
+    let bytes = pattern(3 << 20);
+    for _ in 0..3 {
+        let client = connect(address);
+        let (mut served, _) = listener.accept_timeout(DEADLINE).unwrap();
+        let (sent, mut sender) = (bytes.clone(), client.try_clone().unwrap());
+        let sender = std::thread::spawn(move || {
+            sender.write_all(&sent).unwrap();
+            sender.shutdown(Shutdown::Write).unwrap();
+        });
+        assert!(read_all(&mut served) == bytes);
+        sender.join().unwrap();
+        let echoed = bytes.clone();
+        let echo = std::thread::spawn(move || served.write_all(&echoed).unwrap());
+        assert!(read_all(&client) == bytes);
+        echo.join().unwrap();
+    }
+    // An abrupt end of the process's side.
+    let mut client = connect(address);
+    let (served, _) = listener.accept_timeout(DEADLINE).unwrap();
+    served.set_linger(Some(std::time::Duration::ZERO));
+    drop(served);
+    match client.read(&mut [0]) {
+        Ok(0) => {}
+        Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
+        Ok(more) => panic!("{more} bytes"),
+    }
+    let said = terminate(running);
+    assert_eq!(said.matches("reason=\"closed\"").count(), 3, "{said}");
+    drop(serve);
+}
+
+#[test]
+fn an_attached_process_reaches_a_unix_socket_through_a_service() {
+    let dir = tempfile::tempdir().unwrap();
+    let (serve, attach) = serve(dir.path());
+    let path = dir.path().join("target");
+    let target = UnixListener::bind(&path).unwrap();
+    let from = format!("service-listen:{attach}:514");
+    let (running, _) = start(&[&from, &format!("unix:{}", path.display())]);
+    let process = zerosock::vsock::Endpoint::attach(&attach).unwrap();
+    let host = zerosock::Address::new(zerosock::Cid::new(2), zerosock::Port::new(514));
+    let stream = process.connect(host).unwrap();
+    (&stream).write_all(b"question").unwrap();
+    let (mut served, _) = target.accept().unwrap();
+    served.read_exact(&mut [0; 8]).unwrap();
+    served.write_all(b"answer").unwrap();
+    drop(served);
+    assert_eq!(read_all(&stream), b"answer");
+    drop(stream);
+    // A target that is gone.
+    drop(target);
+    fs::remove_file(&path).unwrap();
+    let stream = process.connect(host).unwrap();
+    let mut got = [0];
+    assert!(matches!((&stream).read(&mut got), Ok(0) | Err(_)));
+    wait_until("the log", || running.stderr().contains("cannot connect"));
+    terminate(running);
+    drop(serve);
+}
+
+#[test]
+fn a_full_target_holds_no_buffer_of_the_sender() {
+    let dir = tempfile::tempdir().unwrap();
+    let (serve, attach) = serve(dir.path());
+    let path = dir.path().join("target");
+    let target = UnixListener::bind(&path).unwrap();
+    let from = format!("service-listen:{attach}:9");
+    let (running, _) = start(&[&from, &format!("unix:{}", path.display())]);
+    let process = zerosock::vsock::Endpoint::attach(&attach).unwrap();
+    let host = zerosock::Address::new(zerosock::Cid::new(2), zerosock::Port::new(9));
+    let full = process.connect(host).unwrap();
+    let (held, _) = target.accept().unwrap();
+    full.set_write_timeout(Some(std::time::Duration::from_millis(300)))
+        .unwrap();
+    let bytes = pattern(8 << 20);
+    let mut sent = 0;
+    while let Ok(more) = (&full).write(&bytes[sent..]) {
+        sent += more;
+        assert!(sent < bytes.len(), "it never stops");
+    }
+    // Another connection of the same endpoint goes on.
+    let other = process.connect(host).unwrap();
+    let (mut served, _) = target.accept().unwrap();
+    (&other).write_all(b"passes").unwrap();
+    served.read_exact(&mut [0; 6]).unwrap();
+    full.shutdown(Shutdown::Write).unwrap();
+    assert!(read_all(&held) == bytes[..sent]);
+    terminate(running);
+    drop(serve);
+}

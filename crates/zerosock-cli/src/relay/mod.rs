@@ -3,6 +3,7 @@
 //! Steps: validate all options; listen; relay until a signal, or until the only pair has ended.
 
 pub(crate) mod args;
+mod attached;
 mod end;
 mod settings;
 
@@ -17,15 +18,15 @@ use crate::signals::{Signals, Wake};
 
 /// Runs until SIGINT or SIGTERM, or the end of the only pair.
 pub(crate) fn main(args: RelayArgs) -> Result<(), Failure> {
-    let Some(ends) = settings::kernel_ends(&args) else {
-        return Err(Failure::runtime("attached endpoints are not supported yet"));
-    };
-    let config = settings::kernel_config(&args, ends)?;
+    let config = settings::kernel_config(&args)?;
     logging::start(args.log_level, args.log_format);
     let mut signals = Signals::catch().map_err(signals_failed)?;
     signals.catch_user().map_err(signals_failed)?;
     raise_descriptor_limit();
-    run(config, &signals)
+    match config {
+        Some(config) => run(config, &signals),
+        None => attached::run(&args, &signals),
+    }
 }
 
 fn run(config: RelayConfig, signals: &Signals) -> Result<(), Failure> {
@@ -43,6 +44,9 @@ fn run(config: RelayConfig, signals: &Signals) -> Result<(), Failure> {
             None if end.listens() => info!(%end, "listening"),
             None => {}
         }
+    }
+    if let Some(reason) = relay.way_refused() {
+        warn!("--way {way}: {reason}: auto is used");
     }
     info!(from = %ends[0], to = %ends[1], %way, workers, "relaying");
     let ended = loop {

@@ -1,6 +1,6 @@
 //! Settings of `zerosock relay`, validated.
 
-use zerosock_relay::relay::{Endpoint, RelayConfig};
+use zerosock_relay::relay::RelayConfig;
 
 use super::args::RelayArgs;
 use super::end::End;
@@ -9,22 +9,39 @@ use crate::failure::Failure;
 /// Most workers without --workers.
 const WORKERS: usize = 8;
 
-/// The configuration of a relay between kernel sockets.
-pub(super) fn kernel_config(args: &RelayArgs, ends: [Endpoint; 2]) -> Result<RelayConfig, Failure> {
-    let mut config = RelayConfig::new(ends);
+/// The configuration of a relay between kernel sockets; `None` if an end is attached.
+pub(super) fn kernel_config(args: &RelayArgs) -> Result<Option<RelayConfig>, Failure> {
+    check(args)?;
+    let (End::Kernel(first), End::Kernel(second)) = (&args.first, &args.second) else {
+        return Ok(None);
+    };
+    let mut config = RelayConfig::new([first.clone(), second.clone()]);
     config.way = args.way;
     config.workers = match args.workers {
-        Some(0) => return Err(Failure::usage("--workers: give at least 1")),
-        Some(workers) if workers > 1024 => {
-            return Err(Failure::usage("--workers: give at most 1024"));
-        }
         Some(workers) => workers as usize,
         None => std::thread::available_parallelism().map_or(1, |n| n.get().min(WORKERS)),
     };
+    config.max_connections = args.max_connections as usize;
+    config.connect_timeout = args.connect_timeout;
+    config.idle_timeout = args.idle_timeout;
+    config.datagram_timeout = args.udp_timeout;
+    config.keepalive = (!args.keepalive.is_zero()).then_some(args.keepalive);
+    config.buffer = args.buffer as usize;
+    config.pipes = args.pipes as usize;
+    config.proxy_protocol = args.proxy_protocol;
+    Ok(Some(config))
+}
+
+/// Limits that the types of the flags do not say.
+fn check(args: &RelayArgs) -> Result<(), Failure> {
+    match args.workers {
+        Some(0) => return Err(Failure::usage("--workers: give at least 1")),
+        Some(1025..) => return Err(Failure::usage("--workers: give at most 1024")),
+        _ => {}
+    }
     if args.max_connections == 0 {
         return Err(Failure::usage("--max-connections: give at least 1"));
     }
-    config.max_connections = args.max_connections as usize;
     for (name, time) in [
         ("--connect-timeout", Some(args.connect_timeout)),
         ("--idle-timeout", args.idle_timeout),
@@ -36,23 +53,8 @@ pub(super) fn kernel_config(args: &RelayArgs, ends: [Endpoint; 2]) -> Result<Rel
             )));
         }
     }
-    config.connect_timeout = args.connect_timeout;
-    config.idle_timeout = args.idle_timeout;
-    config.datagram_timeout = args.udp_timeout;
-    config.keepalive = (!args.keepalive.is_zero()).then_some(args.keepalive);
-    config.buffer = match args.buffer {
-        bytes @ 0x1000..=0x100_0000 => bytes as usize,
-        _ => return Err(Failure::usage("--buffer: give 4K to 16M")),
-    };
-    config.pipes = args.pipes as usize;
-    config.proxy_protocol = args.proxy_protocol;
-    Ok(config)
-}
-
-/// The ends, if both are kernel sockets.
-pub(super) fn kernel_ends(args: &RelayArgs) -> Option<[Endpoint; 2]> {
-    match (&args.first, &args.second) {
-        (End::Kernel(first), End::Kernel(second)) => Some([first.clone(), second.clone()]),
-        _ => None,
+    match args.buffer {
+        0x1000..=0x100_0000 => Ok(()),
+        _ => Err(Failure::usage("--buffer: give 4K to 16M")),
     }
 }

@@ -239,6 +239,12 @@ impl Relay {
         self.addresses
     }
 
+    /// Why the way that was asked for is not taken.
+    pub fn way_refused(&self) -> Option<&'static str> {
+        let asked = self.plan.config.way;
+        (asked == Way::Sockmap).then_some("relays do not redirect inside of the kernel yet")
+    }
+
     /// What the relay has done.
     pub fn stats(&self) -> RelayStats {
         RelayStats::sum(self.counters.iter().map(|one| &**one))

@@ -1,0 +1,540 @@
+//! Relays with an end of an attached process or service.
+//!
+//! Bytes from the endpoint go to the kernel's socket from where the sender wrote them (a lease); bytes to
+//! it are received into the buffer that the receiver reads (a loan). Each connection has two threads with
+//! blocking calls, one for each direction.
+//!
+//! # Invariants
+//! - A lease is not held while the kernel's socket takes nothing: what it did not take is copied.
+//! - A loan is taken only when there is something to read.
+//! - A TCP socket is reset when it is closed, by the end of this process too, until both directions have
+//!   ended in order.
+
+use std::io;
+use std::net::{Shutdown, TcpListener};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::sockopt;
+use tracing::{info, warn};
+use zerosock::vsock::{Endpoint, Listener, Stream};
+use zerosock::{Address, Cid, Port};
+use zerosock_relay::relay::Endpoint as KernelEnd;
+use zerosock_relay::{AddressPolicy, ConnectRequest, Connector, ConnectorConfig, Target};
+
+use super::args::RelayArgs;
+use super::end::End;
+use crate::failure::Failure;
+use crate::nc::endpoint::{Endpoint as AttachedEnd, Peer};
+use crate::signals::{Signals, Wake};
+use crate::sockets::{self, SocketFile};
+
+/// Connections that may wait to be accepted.
+const BACKLOG: usize = 128;
+
+/// The most that one loan is asked to hold.
+const LOAN: usize = 65536;
+
+/// Stack of a thread: each connection has two.
+const STACK: usize = 256 << 10;
+
+/// How long nothing is accepted after an accept has failed.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// Runs until a signal, or to the end of the only pair if neither end listens.
+pub(super) fn run(args: &RelayArgs, signals: &Signals) -> Result<(), Failure> {
+    let (attached, kernel) = match (&args.first, &args.second) {
+        (End::Attached(attached), End::Kernel(kernel))
+        | (End::Kernel(kernel), End::Attached(attached)) => (attached, kernel),
+        _ => {
+            return Err(Failure::usage(
+                "one of the ends has to be a socket of the kernel, such as unix:PATH or tcp:HOST:PORT",
+            ));
+        }
+    };
+    if kernel.keeps_messages() || args.proxy_protocol {
+        return Err(Failure::usage(format_args!(
+            "{attached} is a stream: give a stream as the other end too, without --proxy-protocol"
+        )));
+    }
+    let limits = Arc::new(Limits {
+        open: AtomicUsize::new(0),
+        max_connections: args.max_connections as usize,
+        idle: args.idle_timeout,
+        name: format!("{attached} and {kernel}"),
+    });
+    // The file is removed when this function returns.
+    let (source, _file) = source(attached, kernel, args)?;
+    let targets = Arc::new(targets(attached, kernel, args)?);
+    info!(from = %args.first, to = %args.second, "relaying");
+    let (over, done) = io::pipe().map_err(Failure::runtime)?;
+    match source {
+        Source::None => {
+            let (limits, targets) = (Arc::clone(&limits), Arc::clone(&targets));
+            let first = targets.attached().map_err(Failure::runtime)?;
+            spawn("relay", move || {
+                connect_and_join(&targets, &limits, Side::Stream(first));
+                drop(done);
+            })
+            .map_err(Failure::runtime)?;
+        }
+        source => {
+            let limits = Arc::clone(&limits);
+            spawn("accept", move || accept(&source, &targets, &limits))
+                .map_err(Failure::runtime)?;
+            // The relay is over with a signal only.
+            std::mem::forget(done);
+        }
+    }
+    loop {
+        match signals.wait(over.as_fd(), None).map_err(Failure::runtime)? {
+            Wake::Signal(name) => {
+                info!(
+                    open = limits.open.load(Ordering::Relaxed),
+                    "{name}: stopping"
+                );
+                return Ok(());
+            }
+            Wake::Other => return Ok(()),
+            Wake::User => info!(open = limits.open.load(Ordering::Relaxed), "counters"),
+            Wake::Hangup | Wake::TimeIsUp => {}
+        }
+    }
+}
+
+/// What connections have in common.
+struct Limits {
+    open: AtomicUsize,
+    max_connections: usize,
+    idle: Option<Duration>,
+    /// For the log.
+    name: String,
+}
+
+/// Where connections come from.
+enum Source {
+    Attached(
+        Listener,
+        #[allow(dead_code, reason = "keeps the attachment")] Endpoint,
+    ),
+    Tcp(TcpListener),
+    Unix(UnixListener),
+    /// Neither end listens.
+    None,
+}
+
+/// A connection from the source.
+enum Side {
+    Stream(Stream),
+    Socket(OwnedFd),
+}
+
+/// What connections from the source are joined to.
+enum Targets {
+    Attached {
+        endpoint: Endpoint,
+        to: Address,
+        /// The kernel's socket, if neither end listens.
+        kernel: Option<KernelTarget>,
+    },
+    Kernel(KernelTarget),
+}
+
+struct KernelTarget {
+    target: Target,
+    connector: Connector,
+    timeout: Duration,
+    keepalive: Option<Duration>,
+}
+
+fn attach(
+    as_host: bool,
+    path: &Path,
+    ports: &[Port],
+    timeout: Duration,
+) -> Result<Endpoint, Failure> {
+    let builder = Endpoint::builder()
+        .ports(ports.iter().copied())
+        .connect_timeout(timeout);
+    let endpoint = match as_host {
+        true => builder.attach_as_host(path),
+        false => builder.attach(path),
+    };
+    endpoint.map_err(|error| {
+        Failure::runtime(format_args!("{}: cannot attach: {error}", path.display()))
+    })
+}
+
+fn source(
+    attached: &AttachedEnd,
+    kernel: &KernelEnd,
+    args: &RelayArgs,
+) -> Result<(Source, Option<SocketFile>), Failure> {
+    let failed = |error: &dyn std::fmt::Display| {
+        Failure::runtime(format_args!("{kernel}: cannot listen: {error}"))
+    };
+    let listens = match attached {
+        AttachedEnd::AttachListen { path, port } => Some((false, path, *port)),
+        AttachedEnd::ServiceListen { path, port } => Some((true, path, *port)),
+        _ => None,
+    };
+    match (listens, kernel) {
+        (Some(_), kernel) if kernel.listens() => Err(Failure::usage(format_args!(
+            "{attached} and {kernel} both listen: one of the ends has to connect"
+        ))),
+        (Some((as_host, path, port)), _) => {
+            let port = Port::new(port);
+            let endpoint = attach(as_host, path, &[port], args.connect_timeout)?;
+            let listener = endpoint.listen(port, BACKLOG).map_err(Failure::runtime)?;
+            Ok((Source::Attached(listener, endpoint), None))
+        }
+        (None, KernelEnd::TcpListen(address)) => {
+            let listener = TcpListener::bind(address).map_err(|error| failed(&error))?;
+            let address = listener.local_addr().map_err(|error| failed(&error))?;
+            info!(end = %kernel, %address, "listening");
+            Ok((Source::Tcp(listener), None))
+        }
+        (None, KernelEnd::UnixListen(path)) => {
+            let access = sockets::Access::default();
+            let (listener, file) = sockets::bind(path, access).map_err(|error| failed(&error))?;
+            info!(end = %kernel, "listening");
+            Ok((Source::Unix(listener), Some(file)))
+        }
+        (None, KernelEnd::VsockListen { .. }) => Err(not_joined(kernel)),
+        (None, _) => Ok((Source::None, None)),
+    }
+}
+
+fn not_joined(kernel: &KernelEnd) -> Failure {
+    Failure::usage(format_args!(
+        "{kernel} cannot be joined to an attached endpoint: give a TCP or Unix stream socket"
+    ))
+}
+
+fn targets(
+    attached: &AttachedEnd,
+    kernel: &KernelEnd,
+    args: &RelayArgs,
+) -> Result<Targets, Failure> {
+    let kernel_target = match kernel {
+        KernelEnd::Connect(target) => Some(KernelTarget {
+            target: target.clone(),
+            connector: Connector::start(ConnectorConfig::default()).map_err(Failure::runtime)?,
+            timeout: args.connect_timeout,
+            keepalive: (!args.keepalive.is_zero()).then_some(args.keepalive),
+        }),
+        KernelEnd::TcpListen(_) | KernelEnd::UnixListen(_) => None,
+        _ => return Err(not_joined(kernel)),
+    };
+    let (as_host, path, to, port) = match (attached, kernel_target) {
+        (AttachedEnd::Attach { path, to, port }, kernel) => ((false, kernel), path, to, *port),
+        (AttachedEnd::Service { path, to, port }, kernel) => ((true, kernel), path, to, *port),
+        (_, Some(kernel)) => return Ok(Targets::Kernel(kernel)),
+        (_, None) => return Err(not_joined(kernel)),
+    };
+    let (as_host, kernel) = as_host;
+    let endpoint = attach(as_host, path, &[], args.connect_timeout)?;
+    let cid = match to {
+        Peer::Cid(cid) => Cid::new(*cid),
+        Peer::Name(name) => endpoint.resolve(name.as_str()).map_err(Failure::runtime)?,
+    };
+    Ok(Targets::Attached {
+        endpoint,
+        to: Address::new(cid, Port::new(port)),
+        kernel,
+    })
+}
+
+impl Targets {
+    /// A connection to the attached end.
+    fn attached(&self) -> io::Result<Stream> {
+        match self {
+            Targets::Attached { endpoint, to, .. } => endpoint.connect(*to),
+            Targets::Kernel(_) => Err(io::ErrorKind::InvalidInput.into()),
+        }
+    }
+
+    /// A connection to the kernel's end.
+    fn kernel(&self) -> Result<OwnedFd, String> {
+        let (Targets::Kernel(kernel)
+        | Targets::Attached {
+            kernel: Some(kernel),
+            ..
+        }) = self
+        else {
+            return Err("no target".into());
+        };
+        let (answer, answered) = mpsc::channel();
+        let request = ConnectRequest {
+            target: kernel.target.clone(),
+            policy: Arc::new(AddressPolicy::unrestricted(Vec::new())),
+            timeout: kernel.timeout,
+            keepalive: kernel.keepalive,
+            first_bytes: Vec::new(),
+        };
+        let done = Box::new(move |result| {
+            let _ = answer.send(result);
+        });
+        kernel.connector.connect(request, done);
+        match answered.recv() {
+            Ok(Ok(connected)) => Ok(connected.socket),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+}
+
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let thread = thread::Builder::new().name(name.into()).stack_size(STACK);
+    thread.spawn(work).map(|_| ())
+}
+
+/// Accepts for as long as the process lives.
+fn accept(source: &Source, targets: &Arc<Targets>, limits: &Arc<Limits>) {
+    loop {
+        let accepted = match source {
+            Source::Attached(listener, _) => {
+                listener.accept().map(|(stream, _)| Side::Stream(stream))
+            }
+            Source::Tcp(listener) => listener
+                .accept()
+                .map(|(socket, _)| Side::Socket(socket.into())),
+            Source::Unix(listener) => listener
+                .accept()
+                .map(|(socket, _)| Side::Socket(socket.into())),
+            Source::None => return,
+        };
+        let side = match accepted {
+            Ok(side) => side,
+            Err(error) => {
+                warn!("{}: cannot accept a connection: {error}", limits.name);
+                thread::sleep(PAUSE);
+                continue;
+            }
+        };
+        if limits.open.load(Ordering::Relaxed) >= limits.max_connections {
+            warn!("{}: a connection over the limit was closed", limits.name);
+            continue;
+        }
+        let (targets, of_thread) = (Arc::clone(targets), Arc::clone(limits));
+        let started = spawn("relay", move || {
+            connect_and_join(&targets, &of_thread, side)
+        });
+        if let Err(error) = started {
+            warn!("{}: no thread for a connection: {error}", limits.name);
+        }
+    }
+}
+
+/// Connects to the other end, and relays.
+fn connect_and_join(targets: &Targets, limits: &Arc<Limits>, first: Side) {
+    limits.open.fetch_add(1, Ordering::Relaxed);
+    let joined = match first {
+        Side::Stream(stream) => targets.kernel().map(|socket| (stream, socket)),
+        Side::Socket(socket) => match targets.attached() {
+            Ok(stream) => Ok((stream, socket)),
+            Err(error) => {
+                reset_on_close(&socket, true);
+                Err(error.to_string())
+            }
+        },
+    };
+    match joined {
+        Ok((stream, socket)) => join(stream, socket, limits),
+        Err(reason) => info!("{}: cannot connect: {reason}", limits.name),
+    }
+    limits.open.fetch_sub(1, Ordering::Relaxed);
+}
+
+/// A stream of an endpoint and a socket of the kernel.
+struct Joint {
+    stream: Stream,
+    socket: OwnedFd,
+    idle: Option<Duration>,
+    started: Instant,
+    /// When bytes moved last, in milliseconds since the start.
+    moved: AtomicU64,
+}
+
+/// Relays until both directions have ended.
+fn join(stream: Stream, socket: OwnedFd, limits: &Limits) {
+    let prepared = rustix::io::ioctl_fionbio(&socket, true)
+        .map_err(io::Error::from)
+        .and_then(|()| stream.set_read_timeout(limits.idle))
+        .and_then(|()| stream.set_write_timeout(limits.idle));
+    reset_on_close(&socket, true);
+    // Small writes are passed on at once; fails for a Unix socket.
+    let _ = sockopt::set_tcp_nodelay(&socket, true);
+    let joint = Arc::new(Joint {
+        stream,
+        socket,
+        idle: limits.idle,
+        started: Instant::now(),
+        moved: AtomicU64::new(0),
+    });
+    let other = Arc::clone(&joint);
+    let (answer, answered) = mpsc::channel();
+    let there = prepared.and_then(|()| {
+        spawn("relay-back", move || {
+            let _ = answer.send(other.finish(other.to_stream()));
+        })?;
+        joint.finish(joint.to_socket())
+    });
+    let back = answered.recv().unwrap_or(Ok(0));
+    let reason = match (&there, &back) {
+        (Ok(_), Ok(_)) => {
+            reset_on_close(&joint.socket, false);
+            "closed".to_owned()
+        }
+        (Err(error), _) | (_, Err(error)) => error.to_string(),
+    };
+    info!(
+        ends = limits.name,
+        to_socket = there.unwrap_or(0),
+        to_stream = back.unwrap_or(0),
+        seconds = joint.started.elapsed().as_secs_f64(),
+        way = "in place",
+        reason,
+        "connection ended"
+    );
+}
+
+/// Makes the close of a TCP socket a reset, or an orderly end.
+fn reset_on_close(socket: &OwnedFd, reset: bool) {
+    // A Unix socket has no such option.
+    let _ = sockopt::set_socket_linger(socket, reset.then_some(Duration::ZERO));
+}
+
+impl Joint {
+    /// After a failure of one direction, ends the other.
+    fn finish(&self, result: io::Result<u64>) -> io::Result<u64> {
+        if result.is_err() {
+            self.stream.set_linger(Some(Duration::ZERO));
+            let _ = self.stream.shutdown(Shutdown::Both);
+            let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        }
+        result
+    }
+
+    fn note_moved(&self) {
+        let now = self.started.elapsed().as_millis() as u64;
+        self.moved.store(now, Ordering::Relaxed);
+    }
+
+    /// After a time-out of one direction.
+    ///
+    /// # Errors
+    /// `TimedOut` if no byte moved in the other one either.
+    fn check_idle(&self) -> io::Result<()> {
+        let moved = Duration::from_millis(self.moved.load(Ordering::Relaxed));
+        match self.idle {
+            Some(limit) if self.started.elapsed().saturating_sub(moved) >= limit => {
+                Err(io::Error::new(io::ErrorKind::TimedOut, "idle"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits for the socket.
+    fn wait(&self, events: PollFlags) -> io::Result<()> {
+        let limit = self.idle.and_then(|idle| Timespec::try_from(idle).ok());
+        loop {
+            match poll(&mut [PollFd::new(&self.socket, events)], limit.as_ref()) {
+                Ok(0) => self.check_idle()?,
+                Ok(_) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+
+    /// From the endpoint's buffers to the socket.
+    fn to_socket(&self) -> io::Result<u64> {
+        let mut bytes = 0;
+        loop {
+            let lease = match self.stream.recv() {
+                Ok(Some(lease)) => lease,
+                Ok(None) => {
+                    let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Write);
+                    return Ok(bytes);
+                }
+                Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                    self.check_idle()?;
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            let length = lease.len();
+            let wrote = match lease.write_to(&self.socket) {
+                Ok(wrote) => wrote,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
+                Err(error) => return Err(error),
+            };
+            if wrote < length {
+                let mut rest = vec![0; length - wrote];
+                if lease.copy_to(wrote, &mut rest) < rest.len() {
+                    return Err(io::ErrorKind::ConnectionReset.into());
+                }
+                drop(lease);
+                self.write(&rest)?;
+            }
+            bytes += length as u64;
+            self.note_moved();
+        }
+    }
+
+    fn write(&self, mut rest: &[u8]) -> io::Result<()> {
+        while !rest.is_empty() {
+            self.wait(PollFlags::OUT)?;
+            let flags = rustix::net::SendFlags::NOSIGNAL;
+            match rustix::net::send(&self.socket, rest, flags) {
+                Ok(wrote) => {
+                    rest = &rest[wrote..];
+                    self.note_moved();
+                }
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// From the socket into the endpoint's buffers.
+    fn to_stream(&self) -> io::Result<u64> {
+        let mut bytes = 0;
+        loop {
+            self.wait(PollFlags::IN)?;
+            let mut loan = match self.stream.loan(LOAN) {
+                Ok(loan) => loan,
+                Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                    self.check_idle()?;
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            match loan.read_from(&self.socket) {
+                Ok(0) => {
+                    drop(loan);
+                    return match self.stream.shutdown(Shutdown::Write) {
+                        Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(error),
+                        _ => Ok(bytes),
+                    };
+                }
+                Ok(got) => {
+                    loan.send()?;
+                    bytes += got as u64;
+                    self.note_moved();
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}

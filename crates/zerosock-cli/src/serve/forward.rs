@@ -21,7 +21,7 @@ use zerosock::forward::{
 
 use super::access;
 use super::list::joined_by_plus;
-use super::validate::parse_mode;
+use super::mode::parse_mode;
 use crate::duration;
 
 /// Default idle time before TCP keepalive probes.

@@ -18,6 +18,7 @@ mod file;
 pub(crate) mod forward;
 mod group;
 mod list;
+mod mode;
 mod reload;
 mod settings;
 mod stuck;

@@ -3,8 +3,6 @@
 use std::fmt;
 use std::path::Path;
 
-use rustix::fs::Mode;
-
 use crate::sockets;
 
 /// Errors of the options.
@@ -133,15 +131,4 @@ pub(super) fn parse_groups(text: &str) -> Result<Vec<String>, &'static str> {
         }
     }
     Ok(groups)
-}
-
-pub(super) fn parse_mode(text: &str) -> Option<Mode> {
-    let digits = text.strip_prefix("0o").unwrap_or(text);
-    if digits.is_empty() || !digits.bytes().all(|digit| (b'0'..=b'7').contains(&digit)) {
-        return None;
-    }
-    u32::from_str_radix(digits, 8)
-        .ok()
-        .filter(|&bits| bits <= 0o777)
-        .map(Mode::from_raw_mode)
 }

@@ -65,7 +65,7 @@ fn a_target_that_stops_reading_stalls_only_its_own_connection() {
     let stalled = guest.wait_connect(host(1), deadline()).unwrap();
     let mut at_stalled = accept(&listener);
     let mut sent = 0;
-    let all = bytes(1, 64 << 20);
+    let all = bytes(1, 32 << 20);
     // Until the socket, its peer and the credit of the connection are full.
     let mut quiet_since = std::time::Instant::now();
     eventually_with(&mut guest, "back-pressure", |guest| {
@@ -119,7 +119,7 @@ fn a_guest_that_stops_reading_stalls_the_target() {
     server
         .set_write_timeout(Some(Duration::from_millis(500)))
         .unwrap();
-    let all = bytes(4, 64 << 20);
+    let all = bytes(4, 32 << 20);
     let writer = thread::spawn(move || {
         let mut sent = 0;
         while sent < all.len() {

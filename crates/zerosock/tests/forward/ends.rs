@@ -36,7 +36,7 @@ fn outward() -> Joined {
 
 fn inward() -> Joined {
     let (socket, on) = tcp_listener();
-    let to = on.clone();
+    let to = on;
     let lab = Lab::with(1, |config| {
         config.listen = vec![listening(on, socket, "3:1")]
     });

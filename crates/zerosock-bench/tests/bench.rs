@@ -289,7 +289,11 @@ fn relay_has_a_row_for_every_pair_of_sockets_and_names_the_missing() {
             peer(name, metric, "zerosock --way sockmap");
         }
     }
-    for name in ["TCP to TCP, 64 B and back", "Unix to Unix, 64 B and back"] {
+    for name in [
+        "TCP to TCP, 64 B and back",
+        "TCP to TCP, 64 B and back, two cores",
+        "Unix to Unix, 64 B and back",
+    ] {
         for metric in ["round trip p50", "round trip p99"] {
             assert_eq!(peer(name, metric, "socat -b 8192"), has_socat, "{name}");
             assert!(peer(name, metric, "direct connection"), "{name}");

@@ -18,6 +18,8 @@ pub(super) struct Case {
     pub(super) timed: Job,
     /// Bytes of each write, datagram, or message.
     pub(super) size: usize,
+    /// Whether the relay has a core to itself, and does not share that of the two programs.
+    pub(super) has_own_core: bool,
 }
 
 /// Result of a measurement.
@@ -32,7 +34,8 @@ pub(super) struct Figures {
     pub(super) way: Option<String>,
 }
 
-/// Measures once. The relay has the receiver's core to itself, the two programs share the other.
+/// Measures once. The two programs share the sender's core; the relay has the receiver's core to
+/// itself, or shares theirs.
 pub(super) fn measure(
     relay: Relay,
     case: Case,
@@ -51,18 +54,17 @@ pub(super) fn measure(
         },
         how: Some(unix::USUAL),
     };
+    let core = if case.has_own_core {
+        cores.receiver
+    } else {
+        cores.sender
+    };
     let (from, to) = (case.from.contestant(), case.to.contestant());
     let target = pair::open(to, &to.program()?, &task)?;
     let address = case.to.parse(&target.address)?;
     let running = match relay {
         Relay::Direct => None,
-        relay => Some(Running::start(
-            relay,
-            case.from,
-            &address,
-            Load::One,
-            cores.receiver,
-        )?),
+        relay => Some(Running::start(relay, case.from, &address, Load::One, core)?),
     };
     let explain = |reason| match &running {
         Some(running) => running.explain(reason),

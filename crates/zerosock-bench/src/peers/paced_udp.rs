@@ -4,12 +4,21 @@
 //! its own, past any relay. Without that a sender that shares a core with the receiver would spend
 //! the time of that core on datagrams that are dropped. Datagrams that are lost all the same do not
 //! count.
+//!
+//! So that a relay and not the two sides is the bottleneck, the kernel cuts each send of the sender
+//! into several datagrams, and the receiver takes several with one call. A relay gets single ones.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, UdpSocket};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::time::Timespec;
+use zerosock_sys::mmsg::{Batch, MAX_BATCH};
+use zerosock_sys::network::set_segment_size;
 
 use crate::peers::datagrams::{self, NUMBER};
 use crate::worker;
@@ -18,13 +27,13 @@ use crate::worker::touch::Fault;
 
 /// Most datagrams in flight. As many with 1400 bytes fit into Linux's default receive buffer.
 const WINDOW: u64 = 64;
-/// Datagrams for each acknowledgement.
+/// Datagrams of each send, and for each acknowledgement.
 const BATCH: u64 = 16;
 /// Time after which the sender takes unacknowledged datagrams for lost.
 const LOST: Duration = Duration::from_millis(20);
 /// Time without a datagram after which the receiver gives up.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Timeout of the receiver's calls.
+/// Longest wait of the receiver for a datagram.
 const TICK: Duration = Duration::from_millis(50);
 
 /// Carries out an order as one of the two sides.
@@ -53,35 +62,49 @@ fn length(order: &Order) -> usize {
 }
 
 fn receive(socket: &UdpSocket, mut back: UnixStream, order: &Order) -> Result<Outcome, Fault> {
-    socket.set_read_timeout(Some(TICK)).map_err(text)?;
     let len = length(order);
     // A datagram that is too long must be seen.
-    let mut bytes = vec![0; len + 1];
-    let (mut next, mut total) = (0, 0);
+    let mut batch = Batch::new(MAX_BATCH, len + 1);
+    let (mut next, mut total, mut acknowledged) = (0, 0, 0);
     let mut window = Window::new(order);
     let mut latest = Instant::now();
     loop {
-        match socket.recv(&mut bytes) {
+        match batch.receive(socket, MAX_BATCH) {
             Ok(got) => {
-                next = datagrams::check(&bytes[..got], len, next)? + 1;
-                total += 1;
-                if total % BATCH != 0 {
+                for index in 0..got {
+                    next = datagrams::check(batch.message(index), len, next)? + 1;
+                }
+                total += got as u64;
+                latest = Instant::now();
+                if total - acknowledged < BATCH {
                     continue;
                 }
-                latest = Instant::now();
             }
-            Err(error) if is_timeout(&error) && latest.elapsed() < PATIENCE => {}
-            Err(error) if is_timeout(&error) => return Err("nothing arrives".to_owned()),
-            Err(error) => return Err(format!("receive: {error}")),
+            Err(error) if error.kind() != ErrorKind::WouldBlock => {
+                return Err(format!("receive: {error}"));
+            }
+            Err(_) if latest.elapsed() > PATIENCE => return Err("nothing arrives".to_owned()),
+            Err(_) if wait(socket)? => continue,
+            Err(_) => {}
         }
         if let Some(outcome) = window.look(total) {
             // The end of `back` ends the sender.
             return Ok(outcome);
         }
-        match back.write_all(&next.to_le_bytes()) {
-            Ok(()) => {}
-            Err(error) => return Err(format!("acknowledge: {error}")),
-        }
+        acknowledged = total;
+        back.write_all(&next.to_le_bytes())
+            .map_err(|error| format!("acknowledge: {error}"))?;
+    }
+}
+
+/// Waits for a datagram; false when there is none in time.
+fn wait(socket: &UdpSocket) -> Result<bool, Fault> {
+    let mut sockets = [PollFd::new(socket, PollFlags::IN)];
+    let timeout = Timespec::try_from(TICK).map_err(text)?;
+    match poll(&mut sockets, Some(&timeout)) {
+        Ok(ready) => Ok(ready > 0),
+        Err(Errno::INTR) => Ok(false),
+        Err(error) => Err(format!("wait: {error}")),
     }
 }
 
@@ -129,19 +152,24 @@ impl Window {
 fn send(socket: &UdpSocket, mut back: UnixStream, order: &Order) -> Result<Outcome, Fault> {
     back.set_read_timeout(Some(LOST)).map_err(text)?;
     let give_up = Instant::now() + order.warm + order.time + PATIENCE;
-    let mut bytes = vec![0; length(order)];
+    let len = length(order);
+    let size = u16::try_from(len).map_err(|_| format!("datagrams of {len} bytes"))?;
+    set_segment_size(socket, size).map_err(|error| format!("several at once: {error}"))?;
+    let mut bytes = vec![0; len * BATCH as usize];
     let (mut number, mut acknowledged) = (0u64, 0u64);
     let mut answers = [0; 8 * WINDOW as usize];
     loop {
-        while number - acknowledged < WINDOW {
-            datagrams::write(number, &mut bytes);
+        while number + BATCH - acknowledged <= WINDOW {
+            for (datagram, number) in bytes.chunks_exact_mut(len).zip(number..) {
+                datagrams::write(number, datagram);
+            }
             match socket.send(&bytes) {
                 Ok(_) => {}
                 // The answer to an earlier datagram, which is lost.
                 Err(error) if error.kind() == ErrorKind::ConnectionRefused => {}
                 Err(error) => return Err(format!("send: {error}")),
             }
-            number += 1;
+            number += BATCH;
         }
         match back.read(&mut answers) {
             Ok(0) => break,

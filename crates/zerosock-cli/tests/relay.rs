@@ -390,6 +390,39 @@ fn short_connections_do_not_grow_the_relay() {
     );
 }
 
+/// As on a kernel that cannot refuse descriptors: they are received, closed, and hold nothing up.
+#[test]
+fn descriptors_that_a_client_sends_are_closed_and_the_bytes_pass() {
+    let dir = tempfile::tempdir().unwrap();
+    let [from, to] = ["relay", "target"].map(|name| dir.path().join(name));
+    let target = UnixListener::bind(&to).unwrap();
+    let mut command = relay(&[
+        &format!("unix-listen:{}", from.display()),
+        &format!("unix:{}", to.display()),
+    ]);
+    command.env(zerosock_sys::fd_passing::WITHOUT_PASSRIGHTS, "1");
+    let running = Running::start(&mut command);
+    wait_until("the relay", || running.stderr().contains("relaying"));
+    let client = UnixStream::connect(&from).unwrap();
+    let (mut served, _) = target.accept().unwrap();
+    let file = tempfile::tempfile().unwrap();
+    let fds = [std::os::fd::AsFd::as_fd(&file); 100];
+    // Several at once: a read ends behind each.
+    for n in 0..50u8 {
+        let message = [n; 100];
+        let bytes = [std::io::IoSlice::new(&message)];
+        zerosock_sys::fd_passing::send(&client, &bytes, &fds).unwrap();
+    }
+    drop(client);
+    let all = read_all(&mut served);
+    let wanted: Vec<u8> = (0..50).flat_map(|n| [n; 100]).collect();
+    assert_eq!(all, wanted);
+    drop(served);
+    wait_until("the end", || running.stderr().contains("connection ended"));
+    wait_until("the closes", || descriptors(&running) < 30);
+    terminate(running);
+}
+
 /// A daemon of processes that attach.
 fn serve(dir: &std::path::Path) -> (Running, String) {
     let attach = dir.join("attach");

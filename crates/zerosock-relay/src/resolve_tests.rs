@@ -62,6 +62,7 @@ fn requests_for_one_name_share_a_lookup_that_ends_with_the_last_of_them() {
         ];
         assert_eq!(resolver.in_flight(), 2);
         let [first, second, third] = receivers;
+        assert!(first.same_channel(&second));
         drop((first, third));
         while resolver.in_flight() == 2 {
             tokio::task::yield_now().await;

@@ -56,6 +56,8 @@ pub(super) struct Direction {
     held: Held,
     mode: Mode,
     state: State,
+    /// The last read found so much that a pipe pays. See [`Mode::Adaptive`].
+    bulk: bool,
     /// Messages to receive at once: few at first, because those that the target does not take are held.
     batch: u8,
     /// Bytes written to the target.
@@ -101,6 +103,9 @@ pub(super) enum End {
     Target,
 }
 
+/// Bytes of a read from which on the next one goes through a pipe.
+const BULK: usize = 16 << 10;
+
 type Moved = Result<(), (End, Errno)>;
 
 impl Direction {
@@ -109,6 +114,7 @@ impl Direction {
             held: Held::Nothing,
             mode,
             state: State::Open,
+            bulk: false,
             batch: 4,
             bytes: 0,
             dropped: 0,
@@ -168,7 +174,8 @@ impl Direction {
                 return Outcome::Exhausted;
             }
             let moved = match self.mode {
-                Mode::Splice => self.splice(from, to, store, budget),
+                Mode::Adaptive if !self.bulk => self.copy(from, to, store, budget),
+                Mode::Splice | Mode::Adaptive => self.splice(from, to, store, budget),
                 Mode::Copy => self.copy(from, to, store, budget),
                 Mode::Messages => self.relay_messages(from, to, store, budget),
             };
@@ -200,6 +207,7 @@ impl Direction {
             }
             Err(errno) => return Err((End::Source, errno)),
         };
+        self.bulk = got >= BULK;
         // Later bytes are another edge.
         if got < room && short_read_is_all(from) {
             from.ready.clear(Ready::READ);
@@ -246,6 +254,7 @@ impl Direction {
         match got {
             Ok(0) => self.state = State::Ending,
             Ok(got) => {
+                self.bulk = got >= BULK;
                 *budget = budget.saturating_sub(got);
                 self.held = Held::Pipe(pipe, got as u32);
                 return Ok(());

@@ -57,6 +57,9 @@ pub(super) enum Mode {
     Splice,
     /// A stream, through the worker's buffer.
     Copy,
+    /// A stream: large pieces as in `Splice`, small ones, for which a pipe costs more than a copy, as in
+    /// `Copy`.
+    Adaptive,
     /// Messages, each of them whole.
     Messages,
 }
@@ -74,7 +77,7 @@ impl Way {
         match self {
             Way::Copy => Mode::Copy,
             Way::Splice if can_splice => Mode::Splice,
-            Way::Auto | Way::Sockmap if can_splice && to == SocketKind::Unix => Mode::Splice,
+            Way::Auto | Way::Sockmap if can_splice && to == SocketKind::Unix => Mode::Adaptive,
             _ => Mode::Copy,
         }
     }
@@ -96,8 +99,8 @@ mod tests {
     fn auto_splices_into_unix_sockets_only() {
         use SocketKind::{Tcp, Unix, UnixPackets, Vsock};
         for (from, to, wanted) in [
-            (Tcp, Unix, Mode::Splice),
-            (Unix, Unix, Mode::Splice),
+            (Tcp, Unix, Mode::Adaptive),
+            (Unix, Unix, Mode::Adaptive),
             (Unix, Tcp, Mode::Copy),
             (Tcp, Tcp, Mode::Copy),
             (Vsock, Unix, Mode::Copy),
@@ -106,6 +109,7 @@ mod tests {
             assert_eq!(Way::Auto.mode(from, to), wanted, "{from:?} to {to:?}");
         }
         assert_eq!(Way::Splice.mode(Unix, Tcp), Mode::Splice);
+        assert_eq!(Way::Splice.mode(Tcp, Unix), Mode::Splice);
         assert_eq!(Way::Splice.mode(Vsock, Tcp), Mode::Copy);
         assert_eq!(Way::Copy.mode(Unix, Unix), Mode::Copy);
     }

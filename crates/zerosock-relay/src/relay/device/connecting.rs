@@ -175,7 +175,10 @@ impl RelayDevice {
         };
         match pair.stage(end) {
             Stage::Connecting if readiness.writable() => {
-                if let Some(errno) = pair.side(end).socket.take_error() {
+                // Without EPOLLERR there is no error to ask for.
+                if readiness.hung_up()
+                    && let Some(errno) = pair.side(end).socket.take_error()
+                {
                     return self.fail_connect(key, end, &errno, cx);
                 }
                 let greets = self.plan.destinations[end]

@@ -91,7 +91,7 @@ struct Ways(Mode, Mode);
 impl fmt::Display for Ways {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = |mode| match mode {
-            Mode::Splice => "splice",
+            Mode::Splice | Mode::Adaptive => "splice",
             Mode::Copy => "copy",
             Mode::Messages => "messages",
         };

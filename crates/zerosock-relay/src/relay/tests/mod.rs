@@ -188,6 +188,30 @@ fn a_reader_that_stops_stops_the_writer_and_loses_nothing() {
 }
 
 #[test]
+fn without_pipes_and_with_small_buffers_contents_pass() {
+    for (pipes, buffer) in [(0, 256 << 10), (1, 4096), (1, 16 << 10)] {
+        let rig = Rig::start(Kind::Tcp, Kind::Unix, |config| {
+            config.pipes = pipes;
+            config.buffer = buffer;
+        });
+        // More connections than pipes, all with bytes that wait.
+        let pairs: Vec<_> = (0..3).map(|_| rig.pair()).collect();
+        let endless = Endless::new();
+        let sent: Vec<usize> = pairs
+            .iter()
+            .map(|(client, _)| client.fill(&endless))
+            .collect();
+        for ((client, mut target), sent) in pairs.into_iter().zip(sent) {
+            client.shutdown(Shutdown::Write);
+            let all = read_all(&mut target);
+            assert_eq!(all.len(), sent);
+            assert!(endless.begins_with(&all));
+        }
+        rig.ended(3);
+    }
+}
+
+#[test]
 fn many_short_connections_leave_nothing() {
     for (from, to) in [(Kind::Tcp, Kind::Tcp), (Kind::Unix, Kind::Unix)] {
         let rig = Rig::start(from, to, |config| config.workers = 2);

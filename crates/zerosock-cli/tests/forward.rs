@@ -232,6 +232,36 @@ fn a_guest_asks_a_name_server_through_a_udp_rule() {
     }
 }
 
+#[test]
+fn the_log_tells_why_each_connection_has_ended() {
+    let (listener, address) = server();
+    let room = Room::with_file(&format!(
+        "forward: [{{port: 1, to: 'tcp:{address}'}}, \
+         {{port: 2, to: 'tcp:{address}', idle_timeout: 0.2}}, {{port: 3, to: 'unix:/nonexistent'}}]"
+    ));
+    let guest = room.guest();
+    let connect = |port| {
+        let stream = guest.connect(host(port)).unwrap();
+        (stream, listener.accept().unwrap().0)
+    };
+    let (_reset_by_server, at_server) = connect(1);
+    rustix::net::sockopt::set_socket_linger(&at_server, Some(std::time::Duration::ZERO)).unwrap();
+    drop(at_server);
+    let (reset_by_guest, _at_server) = connect(1);
+    reset_by_guest.reset();
+    let _idle = connect(2);
+    guest.connect(host(3)).unwrap_err();
+    let (_open, _at_server) = connect(1);
+    for reason in ["reset by the remote side", "reset by the endpoint", "idle"] {
+        let wanted = format!("reason=\"{reason}\"");
+        wait_until(&wanted, || room.stderr().contains(&wanted));
+    }
+    let refused = "connection not forwarded rule=\"forward 3 to unix:/nonexistent\"";
+    assert!(room.stderr().contains(refused), "{}", room.stderr());
+    let said = room.stop();
+    assert!(said.contains("reason=\"reset by the daemon\""), "{said}");
+}
+
 /// Accepts one connection to `port` and returns what it says.
 fn said_to(listener: &Listener) -> String {
     let (mut stream, _) = listener.accept_timeout(DEADLINE).unwrap();

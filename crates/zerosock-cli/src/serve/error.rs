@@ -2,6 +2,8 @@
 
 use std::io;
 
+use rustix::io::Errno;
+
 use super::activation::ActivationError;
 use crate::sockets;
 use zerosock::daemon::Shares;
@@ -14,9 +16,7 @@ pub(super) enum ServeError {
     Activation(#[from] ActivationError),
     #[error(transparent)]
     Bind(#[from] sockets::BindError),
-    #[error(
-        "listen: on {on}: {source}; stop the program that has this address, or choose another one"
-    )]
+    #[error("listen: on {on}: {source}; {}", fix_of(source))]
     Listen {
         on: ListenAddress,
         source: io::Error,
@@ -33,4 +33,19 @@ pub(super) enum ServeError {
         .0.limit, .0.peers, .0.minimum
     )]
     FewDescriptors(Shares),
+}
+
+/// What to do about an address that cannot be listened on.
+fn fix_of(error: &io::Error) -> &'static str {
+    match Errno::from_io_error(error) {
+        Some(Errno::AFNOSUPPORT) => {
+            "the system or the unit does not permit this address family \
+             (RestrictAddressFamilies=, docs/forward.md)"
+        }
+        Some(Errno::ACCESS | Errno::PERM) => {
+            "choose a port from 1024 on, or give the daemon CAP_NET_BIND_SERVICE (docs/forward.md)"
+        }
+        Some(Errno::ADDRNOTAVAIL) => "give an address of this machine",
+        _ => "stop the program that has this address, or choose another one",
+    }
 }

@@ -99,6 +99,12 @@ impl Running {
             warn!("{fixed}");
         }
         changes.add.iter().for_each(announce);
+        self.listen_files.extend(listen_files.drain());
+        let listens = |on: &_| wanted.listen.iter().any(|rule| rule.on == *on);
+        self.listen_files.retain(|on, _| listens(on));
+        // Connections of removed rules continue.
+        let stats = daemon.forward_stats();
+        stats.iter().filter(|it| it.removed).for_each(announce_rule);
         info!(
             added = ?changes.add.iter().map(|vm| vm.cid).collect::<Vec<_>>(),
             removed = ?changes.remove,
@@ -109,16 +115,10 @@ impl Running {
             listen = wanted.listen.len(),
             "reloaded"
         );
-        // Their connections continue.
-        let stats = daemon.forward_stats();
-        stats.iter().filter(|it| it.removed).for_each(announce_rule);
         self.files.append(&mut files);
         for cid in &changes.remove {
             self.files.remove(cid);
         }
-        self.listen_files.extend(listen_files.drain());
-        let listens = |on: &_| wanted.listen.iter().any(|rule| rule.on == *on);
-        self.listen_files.retain(|on, _| listens(on));
         self.settings.rules = wanted.rules;
         self.settings.forward = wanted.forward;
         self.settings.listen = wanted.listen;

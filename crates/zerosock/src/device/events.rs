@@ -249,8 +249,11 @@ impl Device {
 
     /// Resets the flow of a bridge, if it has one, and removes the bridge.
     pub(super) fn reset_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
-        if let Some(flow) = self.bridges.get(key as usize).and_then(|j| j.flow) {
-            let _ = self.shard.reset(flow);
+        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+            set_reason(bridge, "reset by the daemon");
+            if let Some(flow) = bridge.flow {
+                let _ = self.shard.reset(flow);
+            }
         }
         self.end_bridge(key, cx);
     }
@@ -258,6 +261,11 @@ impl Device {
     /// Removes a bridge without its guest. The other end sees an orderly end of stream if the
     /// guest had shut down sending before, else a reset.
     pub(super) fn remove_without_guest(&mut self, key: u32, cx: &mut Context<'_>) {
+        if let Some(bridge) = self.bridges.get_mut(key as usize)
+            && !bridge.guest_finished
+        {
+            set_reason(bridge, "the endpoint has gone");
+        }
         if let Some(bridge) = self.remove_bridge(key, cx) {
             let orderly = bridge.guest_finished;
             self.end_other_side(&bridge, orderly, cx);
@@ -266,6 +274,9 @@ impl Device {
 
     /// Removes a bridge after a reset of its flow, and resets the other end.
     pub(super) fn end_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
+        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+            set_reason(bridge, "the endpoint has gone");
+        }
         if let Some(bridge) = self.remove_bridge(key, cx) {
             self.end_other_side(&bridge, false, cx);
         }

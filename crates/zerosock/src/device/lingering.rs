@@ -11,6 +11,7 @@
 
 use zerosock_proto::Instant;
 
+use super::forwarded::set_reason;
 use super::state::timers::Timer;
 use super::{Context, Device};
 
@@ -57,6 +58,9 @@ impl Device {
                 cid = %self.cid,
                 "host socket closed: the program did not take the last bytes in time"
             );
+            if let Some(bridge) = self.bridges.get_mut(key as usize) {
+                set_reason(bridge, "the remote side did not take the last bytes");
+            }
             self.end_bridge(key, cx);
         }
         if let Some(&oldest) = self.lingering.last_progress.values().min() {

@@ -11,6 +11,7 @@ mod inward;
 mod names;
 mod outward;
 mod reload;
+mod sources;
 
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};

@@ -67,7 +67,15 @@ fn socket(to: IpAddr, kind: SocketType, account: &Account) -> io::Result<(OwnedF
         IpAddr::V6(_) => AddressFamily::INET6,
     };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    Ok((net::socket_with(family, kind, flags, None)?, permit))
+    match net::socket_with(family, kind, flags, None) {
+        Ok(fd) => Ok((fd, permit)),
+        Err(Errno::AFNOSUPPORT) => {
+            let text = "the system or the unit of the daemon does not permit this address family \
+                        (RestrictAddressFamilies=, docs/forward.md)";
+            Err(io::Error::new(io::ErrorKind::Unsupported, text))
+        }
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Sets the options of a TCP socket, as far as the system has them.

@@ -61,7 +61,8 @@ fn check_rows(table: &Value) {
             (Some(ours), Some(peer)) => {
                 assert!(ours > 0.0 && peer > 0.0, "{row}");
                 let ratio = row["ratio"].as_f64().unwrap();
-                assert_eq!(ratio > 1.0, (ours > peer) == higher, "{row}");
+                let (better, worse) = if higher { (ours, peer) } else { (peer, ours) };
+                assert_eq!(ratio.partial_cmp(&1.0), better.partial_cmp(&worse), "{row}");
                 assert!(row["missing"].is_null());
             }
             _ => {

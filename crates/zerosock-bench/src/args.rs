@@ -28,7 +28,8 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<PathBuf>,
 
-    /// Install the peers that are missing, with `cargo install` into ~/.cache/zerosock/peers
+    /// Install the peers that are missing: with `cargo install` into ~/.cache/zerosock/peers, socat
+    /// and HAProxy with apt-get
     #[arg(long)]
     install_peers: bool,
 
@@ -73,6 +74,8 @@ pub(crate) enum TableName {
     Send,
     /// What it costs to know that a sent buffer is free, beside the error queue
     Notify,
+    /// Relays between kernel sockets, and guests' ports: socat and HAProxy
+    Relay,
 }
 
 /// What to measure, and how.
@@ -103,7 +106,8 @@ impl Settings {
         }
         if tables.is_empty() {
             return Err(Failure::usage(
-                "which table? give one or more of local, device, rx, hold, scale, dgram, send and notify",
+                "which table? give one or more of local, device, rx, hold, scale, dgram, send, notify and \
+                 relay",
             ));
         }
         let mut seen = Vec::new();

@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use crate::pair::Cores;
@@ -24,6 +25,23 @@ pub(crate) fn cores() -> Cores {
 fn allowed() -> impl Iterator<Item = usize> {
     let set = sched_getaffinity(None).unwrap_or_default();
     (0..CpuSet::MAX_CPU).filter(move |cpu| set.is_set(*cpu))
+}
+
+/// Raises the limit of descriptors for this process and its children: to the hard limit, and that
+/// to `wanted` if it is lower and this process may. Returns the limit.
+pub(crate) fn raise_descriptors(wanted: u64) -> usize {
+    let limit = getrlimit(Resource::Nofile);
+    let set = |maximum| {
+        let limit = Rlimit {
+            current: maximum,
+            maximum,
+        };
+        setrlimit(Resource::Nofile, limit).ok().map(|()| maximum)
+    };
+    let above = limit.maximum.filter(|maximum| *maximum < wanted);
+    let now = above.and_then(|_| set(Some(wanted)));
+    let now = now.or_else(|| set(limit.maximum)).unwrap_or(limit.current);
+    now.map_or(usize::MAX, |now| usize::try_from(now).unwrap_or(usize::MAX))
 }
 
 /// Processor, cores, memory, kernel, and the cores of each side.

@@ -7,13 +7,16 @@
 //! - A ratio above 1 always means that zerosock is better.
 //!
 //! The program is also the measured device and each worker process: the first argument can be
-//! [`WORKER`], [`guest::NAME`] or a subcommand of `zerosock`.
+//! [`WORKER`], [`guest::NAME`] or a subcommand of `zerosock`. Under the name [`relay::COMMAND`] it is
+//! the whole command `zerosock`: a subcommand can have the name of a table.
 #![deny(unsafe_code)]
 
 mod args;
 mod machine;
+mod namespace;
 mod pair;
 mod peers;
+mod processes;
 mod report;
 mod rounds;
 mod tables;
@@ -31,11 +34,16 @@ use zerosock_testkit::guest;
 use args::{BenchArgs, Settings, TableName};
 use peers::WORKER;
 use report::Table;
+use tables::relay;
 
 /// The subcommands of `zerosock` that measurements start.
 const PRODUCT: [&str; 2] = ["serve", "parent-watchdog"];
 
 fn main() -> ExitCode {
+    let name = std::env::args_os().next().unwrap_or_default();
+    if name == *relay::COMMAND {
+        return zerosock_cli::main();
+    }
     let first = std::env::args_os().nth(1).unwrap_or_default();
     if PRODUCT.iter().any(|name| first == *name) {
         return zerosock_cli::main();
@@ -71,6 +79,7 @@ fn run(args: BenchArgs) -> Result<(), Failure> {
             TableName::Dgram => tables::dgram::run(&settings, cores, &machine),
             TableName::Send => tables::zc::send::run(&settings, cores, &machine),
             TableName::Notify => tables::zc::notify::run(&settings, cores, &machine),
+            TableName::Relay => relay::run(&settings, cores, &machine),
         };
         if to_stdout {
             eprintln!("{}", table.text());
@@ -93,6 +102,7 @@ fn install(tables: &[TableName]) {
         let outcome = match table {
             TableName::Local => peers::iceoryx2::install(),
             TableName::Device | TableName::Scale => tables::device::install_peer(),
+            TableName::Relay => relay::install_peers().and(tables::device::install_peer()),
             TableName::Rx
             | TableName::Hold
             | TableName::Dgram

@@ -10,6 +10,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use tempfile::TempDir;
+
 use crate::peers::{Contestant, Program};
 use crate::worker::order::{Job, Order, Outcome, Wait};
 
@@ -50,9 +52,153 @@ pub(crate) fn measure(
     program: &Program,
     task: &Task,
 ) -> Result<Outcome, String> {
-    let dir = tempfile::tempdir().map_err(|error| format!("temporary directory: {error}"))?;
-    let deadline = Instant::now() + task.warm + task.time + PATIENCE;
-    let order = |job: Job, to: Option<String>| {
+    if contestant.processes() == 1 {
+        let place = MeasurementDir::new(task)?;
+        let order = place.order(contestant, task, task.timed, None);
+        let mut only = Worker::start(program, &order, place.deadline)?;
+        only.expect_line("ready")?;
+        only.send_go()?;
+        return only.expect_line("result")?.parse();
+    }
+    let opened = open(contestant, program, task)?;
+    let to = opened.address.clone();
+    let mut sides = opened.connect(contestant, program, &to)?;
+    sides.run().map(|[timed, _]| timed)
+}
+
+/// Starts the side that listens.
+///
+/// # Errors
+/// The fault that it reported.
+pub(crate) fn open<'t>(
+    contestant: Contestant,
+    program: &Program,
+    task: &'t Task,
+) -> Result<Opened<'t>, String> {
+    let job = if task.timed.is_open() {
+        task.timed
+    } else {
+        task.timed.other()
+    };
+    let place = MeasurementDir::new(task)?;
+    let order = place.order(contestant, task, job, None);
+    let mut open = Worker::start(program, &order, place.deadline)?;
+    let address = open.expect_line("open")?;
+    Ok(Opened {
+        open,
+        address,
+        task,
+        place,
+    })
+}
+
+/// The side that listens, without the other one.
+pub(crate) struct Opened<'t> {
+    open: Worker,
+    /// Where it listens.
+    pub(crate) address: String,
+    task: &'t Task,
+    place: MeasurementDir,
+}
+
+impl Opened<'_> {
+    /// Starts the other side, which connects to `to`: the address of the first one, or that of a
+    /// relay in front of it.
+    ///
+    /// # Errors
+    /// The fault that one of them reported.
+    pub(crate) fn connect(
+        mut self,
+        contestant: Contestant,
+        program: &Program,
+        to: &str,
+    ) -> Result<Sides, String> {
+        let is_open_timed = self.task.timed.is_open();
+        let job = if is_open_timed {
+            self.task.timed.other()
+        } else {
+            self.task.timed
+        };
+        let to = Some(to.to_owned());
+        let order = self.place.order(contestant, self.task, job, to);
+        let mut other = Worker::start(program, &order, self.place.deadline)?;
+        // The second worker's error may be why the first one never gets ready.
+        other.expect_line("ready")?;
+        self.open.expect_line("ready")?;
+        let (timed, untimed) = if is_open_timed {
+            (self.open, other)
+        } else {
+            (other, self.open)
+        };
+        Ok(Sides {
+            timed,
+            untimed,
+            _dir: self.place,
+        })
+    }
+}
+
+/// Both sides of a measurement, connected.
+pub(crate) struct Sides {
+    timed: Worker,
+    untimed: Worker,
+    _dir: MeasurementDir,
+}
+
+impl Sides {
+    /// Their processes.
+    pub(crate) fn processes(&self) -> [u32; 2] {
+        [self.timed.child.id(), self.untimed.child.id()]
+    }
+
+    /// Releases both sides and waits for their outcomes, that of the timed side first. Both keep
+    /// their connection, and sleep, until they are dropped.
+    ///
+    /// # Errors
+    /// The fault that one of them reported.
+    pub(crate) fn run(&mut self) -> Result<[Outcome; 2], String> {
+        let (timed, untimed) = (&mut self.timed, &mut self.untimed);
+        timed.send_go()?;
+        untimed.send_go()?;
+        // Either may fail first, and the other would then wait for it forever.
+        let (mut outcome, mut end) = (None, None);
+        loop {
+            if outcome.is_none() {
+                outcome = timed.poll_line("result", POLL_INTERVAL)?;
+            }
+            if end.is_none() {
+                end = untimed.poll_line("result", POLL_INTERVAL)?;
+            }
+            if let (Some(outcome), Some(end)) = (&outcome, &end) {
+                return Ok([outcome.parse()?, end.parse()?]);
+            }
+        }
+    }
+}
+
+impl Drop for Sides {
+    fn drop(&mut self) {
+        // In parallel: one worker may need the other in order to close its connection.
+        drop((self.timed.input.take(), self.untimed.input.take()));
+    }
+}
+
+/// The directory of a measurement, and when it must have ended.
+struct MeasurementDir {
+    dir: TempDir,
+    deadline: Instant,
+}
+
+impl MeasurementDir {
+    fn new(task: &Task) -> Result<MeasurementDir, String> {
+        let dir = tempfile::tempdir().map_err(|error| format!("temporary directory: {error}"))?;
+        Ok(MeasurementDir {
+            dir,
+            deadline: Instant::now() + task.warm + task.time + PATIENCE,
+        })
+    }
+
+    fn order(&self, contestant: Contestant, task: &Task, job: Job, to: Option<String>) -> Order {
         let (cpu, other_cpu) = match job {
             Job::Send | Job::Ping => (task.cores.sender, task.cores.receiver),
             Job::Receive | Job::Pong => (task.cores.receiver, task.cores.sender),
@@ -66,55 +212,11 @@ pub(crate) fn measure(
             time: task.time,
             cpu,
             other_cpu,
-            place: dir.path().to_string_lossy().into_owned(),
+            place: self.dir.path().to_string_lossy().into_owned(),
             to,
             how: task.how.map(str::to_owned),
         }
-    };
-    if contestant.processes() == 1 {
-        let mut only = Worker::start(program, &order(task.timed, None), deadline)?;
-        only.expect_line("ready")?;
-        only.send_go()?;
-        return only.expect_line("result")?.parse();
     }
-    let (open, other) = if task.timed.is_open() {
-        (task.timed, task.timed.other())
-    } else {
-        (task.timed.other(), task.timed)
-    };
-    let mut open = Worker::start(program, &order(open, None), deadline)?;
-    let to = open.expect_line("open")?;
-    let mut other = Worker::start(program, &order(other, Some(to)), deadline)?;
-    let outcome = run_both(&mut open, &mut other, task.timed);
-    // In parallel: one worker may need the other in order to close its connection.
-    drop((open.input.take(), other.input.take()));
-    outcome
-}
-
-/// Starts the measurement in both workers and waits until both have finished. Returns the outcome
-/// of the one that measures.
-fn run_both(open: &mut Worker, other: &mut Worker, timed: Job) -> Result<Outcome, String> {
-    // The second worker's error may be why the first one never gets ready.
-    other.expect_line("ready")?;
-    open.expect_line("ready")?;
-    open.send_go()?;
-    other.send_go()?;
-    let (timed, untimed) = if timed.is_open() {
-        (open, other)
-    } else {
-        (other, open)
-    };
-    // Either may fail first, and the other would then wait for it forever.
-    let (mut outcome, mut end) = (None, None);
-    while outcome.is_none() || end.is_none() {
-        if outcome.is_none() {
-            outcome = timed.poll_line("result", POLL_INTERVAL)?;
-        }
-        if end.is_none() {
-            end = untimed.poll_line("result", POLL_INTERVAL)?;
-        }
-    }
-    outcome.unwrap_or_default().parse()
 }
 
 /// A worker process; killed when dropped unless it has ended.

@@ -31,6 +31,7 @@ fn bench(arguments: &[&str]) -> (Value, String) {
         .env("ZEROSOCK_CACHE", dir.path())
         .env("ZEROSOCK_PEER_ICEORYX2", at("nowhere"))
         .env("VHOST_DEVICE_VSOCK", at("nowhere"))
+        .env("HAPROXY", at("nowhere"))
         .stdin(Stdio::null())
         .stdout(File::create(&tables).unwrap())
         .stderr(File::create(&errors).unwrap());
@@ -60,7 +61,8 @@ fn check_rows(table: &Value) {
             (Some(ours), Some(peer)) => {
                 assert!(ours > 0.0 && peer > 0.0, "{row}");
                 let ratio = row["ratio"].as_f64().unwrap();
-                assert_eq!(ratio > 1.0, (ours > peer) == higher, "{row}");
+                let (better, worse) = if higher { (ours, peer) } else { (peer, ours) };
+                assert_eq!(ratio.partial_cmp(&1.0), better.partial_cmp(&worse), "{row}");
                 assert!(row["missing"].is_null());
             }
             _ => {
@@ -243,6 +245,81 @@ fn dgram_has_a_row_for_every_size_and_number_of_senders() {
                 assert!(row["ratio"].is_number(), "{row}");
             }
         }
+    }
+}
+
+/// Measures through socat if it is installed.
+#[test]
+fn relay_has_a_row_for_every_pair_of_sockets_and_names_the_missing() {
+    let (table, text) = bench(&["relay"]);
+    assert_eq!(table["table"], "relay");
+    check_rows(&table);
+    assert!(is_missing(&table, "haproxy"), "{text}");
+    let rows = table["rows"].as_array().unwrap();
+    assert!(rows.iter().all(|row| row["ours"].is_number()), "{text}");
+    assert!(is_missing(&table, "vhost-device-vsock"), "{text}");
+    let peer = |name: &str, metric: &str, peer: &str| {
+        let found = rows
+            .iter()
+            .find(|row| row["name"] == name && row["metric"] == metric && row["peer_name"] == peer);
+        let row = found.unwrap_or_else(|| panic!("no {name}, {metric}, {peer} in {text}"));
+        row["peer"].is_number()
+    };
+    let has_socat = !is_missing(&table, "socat");
+    if !has_socat {
+        let _ = writeln!(std::io::stdout(), "\nSKIPPED socat: {}", table["missing"]);
+    }
+    for (name, metric, is_one_kind) in [
+        ("TCP to TCP, 64 KiB", "throughput", true),
+        ("Unix to TCP, 64 KiB", "throughput", false),
+        ("TCP to Unix, 64 KiB", "throughput", false),
+        ("Unix to Unix, 64 KiB", "throughput", true),
+        ("TCP to TCP, 8 KiB", "throughput", true),
+        ("UDP to UDP, 1400 B", "datagrams", true),
+        ("UDP to UDP, 64 B", "datagrams", true),
+    ] {
+        for metric in [metric, "CPU of all"] {
+            for socat in ["socat -b 8192", "socat -b 262144"] {
+                assert_eq!(peer(name, metric, socat), has_socat, "{name}: {text}");
+            }
+            if is_one_kind {
+                assert!(peer(name, metric, "direct connection"), "{name}: {text}");
+            }
+            assert!(peer(name, metric, "zerosock --way copy"), "{name}: {text}");
+            // Needs capabilities.
+            peer(name, metric, "zerosock --way sockmap");
+        }
+    }
+    for name in [
+        "TCP to TCP, 64 B and back",
+        "TCP to TCP, 64 B and back, two cores",
+        "Unix to Unix, 64 B and back",
+    ] {
+        for metric in ["round trip p50", "round trip p99"] {
+            assert_eq!(peer(name, metric, "socat -b 8192"), has_socat, "{name}");
+            assert!(peer(name, metric, "direct connection"), "{name}");
+        }
+    }
+    assert!(peer("200 idle connections", "user memory", "the bound"));
+    assert!(!peer("200 idle connections", "user memory", "haproxy"));
+    assert!(!peer(
+        "after 2000 short connections",
+        "user memory",
+        "haproxy"
+    ));
+    let socat = peer("short connections", "connects and closes", "socat -b 8192");
+    assert_eq!(socat, has_socat, "{text}");
+    for (name, metric) in [
+        ("guest to TCP, packets of 64 KiB", "throughput"),
+        ("TCP to guest, writes of 64 KiB", "throughput"),
+        ("guest to TCP, 64 B and back", "round trip p50"),
+    ] {
+        assert!(!peer(name, metric, "vhost-device-vsock, socat -b 8192"));
+        assert!(peer(
+            name,
+            metric,
+            "zerosock serve, Unix, zerosock --way splice"
+        ));
     }
 }
 

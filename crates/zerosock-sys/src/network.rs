@@ -21,6 +21,15 @@ pub fn isolate_thread() -> io::Result<()> {
     }
 }
 
+/// Has the kernel cut each send of a UDP socket into datagrams of `size` bytes (UDP_SEGMENT).
+///
+/// # Errors
+/// ENOPROTOOPT before Linux 4.18.
+pub fn set_segment_size(socket: impl AsFd, size: u16) -> io::Result<()> {
+    let size = libc::c_int::from(size).to_ne_bytes();
+    set(socket, libc::SOL_UDP, libc::UDP_SEGMENT, &size)
+}
+
 /// Sets the upper-layer protocol of a connected TCP socket (TCP_ULP).
 ///
 /// # Errors

@@ -35,7 +35,7 @@ const RECEIVE_BUFFER: u32 = 1 << 20;
 const QUEUE: u16 = 1024;
 const PORT: Port = Port::new(514);
 /// Header before the message: its number.
-const NUMBER: usize = 8;
+pub(super) const NUMBER: usize = 8;
 /// Datagrams between two readings of the clock.
 const BATCH: u64 = 32;
 /// Timeout of blocking calls, so that the clock is read.
@@ -172,9 +172,7 @@ fn send(mut sender: impl Sender, order: &Order) -> Result<u64, Fault> {
     let mut number: u64 = 0;
     while Instant::now() < end {
         for _ in 0..BATCH {
-            let (front, rest) = bytes.split_at_mut(NUMBER);
-            front.copy_from_slice(&number.to_le_bytes());
-            message(number, rest.len()).write(rest);
+            write(number, &mut bytes);
             if !sender.send(&bytes)? {
                 break;
             }
@@ -182,6 +180,13 @@ fn send(mut sender: impl Sender, order: &Order) -> Result<u64, Fault> {
         }
     }
     Ok(number)
+}
+
+/// Writes a datagram: its number, and then the message of that number.
+pub(super) fn write(number: u64, bytes: &mut [u8]) {
+    let (front, rest) = bytes.split_at_mut(NUMBER);
+    front.copy_from_slice(&number.to_le_bytes());
+    message(number, rest.len()).write(rest);
 }
 
 fn message(number: u64, len: usize) -> Message {
@@ -237,7 +242,7 @@ fn receive(mut receiver: impl Receiver, order: &Order) -> Result<Outcome, Fault>
 }
 
 /// The number of a datagram with correct bytes that is newer than the one before.
-fn check(bytes: &[u8], len: usize, next: u64) -> Result<u64, Fault> {
+pub(super) fn check(bytes: &[u8], len: usize, next: u64) -> Result<u64, Fault> {
     let Some((front, rest)) = bytes.split_first_chunk::<NUMBER>() else {
         return Err(format!("a datagram of {} bytes", bytes.len()));
     };

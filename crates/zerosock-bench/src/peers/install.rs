@@ -60,3 +60,33 @@ pub(crate) fn cargo_install(what: &str, arguments: &[&OsStr]) -> Result<(), Stri
         Err(format!("cargo install {what}: {status}"))
     }
 }
+
+/// Installs packages of Debian, as root or with sudo without a password; the output goes to
+/// standard error. Daemons among them are not started.
+pub(crate) fn apt_get(packages: &[&str]) -> Result<(), String> {
+    let line = format!(
+        "apt-get update -qq && apt-get install -y -qq --no-install-recommends {}",
+        packages.join(" ")
+    );
+    let mut command = if rustix::process::geteuid().is_root() {
+        Command::new("sh")
+    } else {
+        let mut command = Command::new("sudo");
+        command.args(["-n", "--preserve-env=DEBIAN_FRONTEND,RUNLEVEL", "sh"]);
+        command
+    };
+    eprintln!("installing {}: {line}", packages.join(" "));
+    let status = command
+        .args(["-c", &format!("({line}) >&2")])
+        .env("DEBIAN_FRONTEND", "noninteractive")
+        // In this run level invoke-rc.d starts nothing.
+        .env("RUNLEVEL", "1")
+        .stdin(Stdio::null())
+        .status()
+        .map_err(|error| format!("apt-get: {error}; run as root: {line}"))?;
+    if status.success() {
+        Ok(())
+    } else {
+        Err(format!("apt-get: {status}; run as root: {line}"))
+    }
+}

@@ -10,6 +10,7 @@ pub(crate) mod dequeue;
 pub(crate) mod iceoryx2;
 pub(crate) mod install;
 pub(crate) mod ours;
+pub(crate) mod paced_udp;
 pub(crate) mod pipe;
 pub(crate) mod slow_reader;
 pub(crate) mod tcp;
@@ -38,6 +39,8 @@ pub(crate) enum Contestant {
     Datagrams,
     /// UDP over the loopback interface.
     Udp,
+    /// UDP with acknowledgements past the relay, so that a sender does not send more than a relay can take.
+    PacedUdp,
 }
 
 /// All that carry streams, zerosock first.
@@ -68,6 +71,7 @@ impl Contestant {
             Contestant::Bare => "bare",
             Contestant::Datagrams => "datagrams",
             Contestant::Udp => "udp",
+            Contestant::PacedUdp => "paced-udp",
         }
     }
 
@@ -81,7 +85,7 @@ impl Contestant {
             Contestant::Iceoryx2 => "iceoryx2 0.10",
             Contestant::Bare => "bare loop",
             Contestant::Datagrams => "zerosock",
-            Contestant::Udp => "UDP loopback",
+            Contestant::Udp | Contestant::PacedUdp => "UDP loopback",
         }
     }
 
@@ -90,9 +94,11 @@ impl Contestant {
     pub(crate) fn waits(self, wait: Wait) -> bool {
         match self {
             Contestant::Ours | Contestant::Datagrams => true,
-            Contestant::Unix | Contestant::Tcp | Contestant::Pipe | Contestant::Udp => {
-                wait == Wait::Sleep
-            }
+            Contestant::Unix
+            | Contestant::Tcp
+            | Contestant::Pipe
+            | Contestant::Udp
+            | Contestant::PacedUdp => wait == Wait::Sleep,
             Contestant::Iceoryx2 | Contestant::Bare => wait == Wait::Spin,
         }
     }
@@ -138,6 +144,9 @@ pub(crate) fn work(order: &Order) -> Result<(), Fault> {
         if order.peer == datagrams.name() {
             return datagrams::work(order, datagrams == Contestant::Datagrams);
         }
+    }
+    if order.peer == Contestant::PacedUdp.name() {
+        return paced_udp::work(order);
     }
     if order.peer == vsock::NAME {
         return worker::work_alone(|| vsock::run(order));

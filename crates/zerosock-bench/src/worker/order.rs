@@ -67,6 +67,8 @@ pub(crate) struct Outcome {
     pub(crate) nanoseconds: u64,
     /// Of them, those received without waiting, where that was measured.
     pub(crate) busy: Option<u64>,
+    /// Messages received with those of the warm-up, where that was counted.
+    pub(crate) total: Option<u64>,
     /// Of single round trips, in nanoseconds, where each was timed.
     pub(crate) p50: Option<u64>,
     pub(crate) p99: Option<u64>,
@@ -192,7 +194,12 @@ impl fmt::Display for Outcome {
             "messages={} nanoseconds={}",
             self.messages, self.nanoseconds
         )?;
-        for (key, value) in [("busy", self.busy), ("p50", self.p50), ("p99", self.p99)] {
+        for (key, value) in [
+            ("busy", self.busy),
+            ("total", self.total),
+            ("p50", self.p50),
+            ("p99", self.p99),
+        ] {
             if let Some(value) = value {
                 write!(f, " {key}={value}")?;
             }
@@ -215,6 +222,7 @@ impl FromStr for Outcome {
             messages: need("messages")?,
             nanoseconds: need("nanoseconds")?,
             busy: given("busy")?,
+            total: given("total")?,
             p50: given("p50")?,
             p99: given("p99")?,
         })
@@ -275,6 +283,7 @@ mod tests {
                 messages: 5,
                 nanoseconds: 7,
                 busy: Some(6),
+                total: Some(9),
                 p50: Some(1),
                 p99: Some(2),
             },

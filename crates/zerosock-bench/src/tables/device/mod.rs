@@ -145,7 +145,7 @@ impl Bench<'_> {
                 Some(bytes) => bytes,
                 None => {
                     let probe = traffic::stream(device, case, probe_bytes(settings), cores)?;
-                    *bytes[contestant].insert(stream_bytes(probe, case.size, settings))
+                    *bytes[contestant].insert(stream_bytes(probe.mb_s, case.size, settings))
                 }
             };
             self.print_progress(name, round, contestant);
@@ -251,14 +251,15 @@ fn bare_stream(size: usize) -> impl Fn(Outcome) -> Figures {
     }
 }
 
-fn probe_bytes(settings: &Settings) -> u64 {
+/// Bytes of the first stream.
+pub(crate) fn probe_bytes(settings: &Settings) -> u64 {
     if settings.quick { PROBE / 8 } else { PROBE }
 }
 
-/// Length of a measured stream: it takes twice the time of the settings at the probe's speed. A
-/// long stream is faster than the probe, so it takes about the time of the settings.
-fn stream_bytes(probe: Figures, size: usize, settings: &Settings) -> u64 {
-    let bytes = probe.mb_s * 1e6 * settings.time.as_secs_f64() * 2.0;
+/// Bytes that take about twice the time of the settings at the speed of the probe, which is lower
+/// than that of a long run.
+pub(crate) fn stream_bytes(probe_mb_s: f64, size: usize, settings: &Settings) -> u64 {
+    let bytes = probe_mb_s * 1e6 * settings.time.as_secs_f64() * 2.0;
     (bytes as u64)
         .clamp(PROBE / 8, MOST)
         .next_multiple_of(size as u64)

@@ -1,6 +1,5 @@
 //! The device programs: where they are, how each is started, and its CPU time.
 
-use std::fs;
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -9,6 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::peers::install;
+use crate::processes;
 use crate::worker;
 
 /// Version of the peer to install.
@@ -22,7 +22,7 @@ const START: Duration = Duration::from_secs(20);
 #[derive(Clone, Debug)]
 pub(crate) struct Device {
     program: PathBuf,
-    arguments: &'static [&'static str],
+    arguments: Vec<String>,
 }
 
 /// Name of zerosock in the tables.
@@ -34,16 +34,19 @@ pub(crate) fn ours() -> Result<Device, String> {
 }
 
 /// zerosock, with these arguments before those that every device gets.
-pub(crate) fn ours_with(arguments: &'static [&'static str]) -> Result<Device, String> {
+pub(crate) fn ours_with(arguments: &[&str]) -> Result<Device, String> {
     let program = std::env::current_exe().map_err(|error| format!("our own program: {error}"))?;
-    Ok(Device { program, arguments })
+    Ok(Device {
+        program,
+        arguments: arguments.iter().copied().map(str::to_owned).collect(),
+    })
 }
 
 /// vhost-device-vsock, or why it is missing.
 pub(crate) fn peer() -> Result<Device, String> {
     install::find(VARIABLE, PEER).map(|program| Device {
         program,
-        arguments: &[],
+        arguments: Vec::new(),
     })
 }
 
@@ -92,7 +95,7 @@ impl Device {
         let uds_path = dir.join("vm.vsock");
         let mut command = Command::new(&self.program);
         command
-            .args(self.arguments)
+            .args(&self.arguments)
             .args(["--guest-cid", "3", "--socket"])
             .arg(&socket)
             .arg("--uds-path")
@@ -127,20 +130,7 @@ impl Running {
 
     /// CPU time so far, in seconds: of all threads, user and system.
     pub(crate) fn cpu_seconds(&self) -> Result<f64, String> {
-        let tasks = format!("/proc/{}/task", self.child.id());
-        let wrong = |error: io::Error| format!("{tasks}: {error}");
-        let mut nanoseconds = 0;
-        for task in fs::read_dir(&tasks).map_err(wrong)? {
-            // The first number is the CPU time in nanoseconds (sched-stats in the kernel's
-            // documentation); /proc/PID/stat has a resolution of 10 ms.
-            let path = task.map_err(wrong)?.path().join("schedstat");
-            let text = fs::read_to_string(&path).map_err(wrong)?;
-            let time = text.split_whitespace().next();
-            nanoseconds += time
-                .and_then(|time| time.parse::<u64>().ok())
-                .ok_or_else(|| format!("{}: no time in it", path.display()))?;
-        }
-        Ok(nanoseconds as f64 / 1e9)
+        processes::cpu_seconds(self.child.id())
     }
 
     /// A bound socket appears as a file before it listens, and a connection to the control socket

@@ -64,7 +64,10 @@ pub(crate) fn stream(
     with_device(device, case.rx_buffer, cores, |running, driver| {
         let cpu_before = running.cpu_seconds()?;
         let took = match case.direction {
-            Direction::ToHost => to_host(driver, running, case.size, bytes)?,
+            Direction::ToHost => {
+                let listener = listen(running)?;
+                to_host(driver, move || accept(&listener), case.size, bytes)?
+            }
             Direction::ToGuest => to_guest(driver, running, case.size, bytes)?,
         };
         let cpu = running.cpu_seconds()? - cpu_before;
@@ -86,47 +89,57 @@ pub(crate) fn round_trips(
     let stock = Case::STOCK_RX_BUFFER;
     with_device(device, stock, cores, |running, driver| {
         let listener = listen(running)?;
-        // Ends when the device closes the connection, at the latest when it is killed.
-        let echo = thread::spawn(move || -> Result<(), String> {
-            let mut stream = accept(&listener)?;
-            let mut message = [0; TRIP];
-            while stream.read_exact(&mut message).is_ok() {
-                stream.write_all(&message).map_err(text)?;
-            }
-            Ok(())
-        });
-        let deadline = Instant::now() + PATIENCE;
-        let stream = connect(driver, deadline)?;
-        let (mut sent, mut back) = ([0; TRIP], [0; TRIP]);
-        let mut position = 0;
-        let mut times = Vec::new();
-        let begin = Instant::now();
-        let mut now = begin;
-        while now - begin < warm + time {
-            pattern::fill(position, &mut sent);
-            driver.wait_send(stream, &sent, deadline).map_err(text)?;
-            driver
-                .wait_recv_exact(stream, &mut back, deadline)
-                .map_err(text)?;
-            pattern::check(position, &back)?;
-            position += TRIP as u64;
-            let after = Instant::now();
-            if now - begin >= warm {
-                times.push(u64::try_from((after - now).as_nanos()).unwrap_or(u64::MAX));
-            }
-            now = after;
+        ping(driver, move || accept(&listener), warm, time)
+    })
+}
+
+/// Round trips to a program that accepts the guest's connection with `accept`.
+pub(crate) fn ping<S: Read + Write>(
+    driver: &mut Driver,
+    accept: impl FnOnce() -> Result<S, String> + Send + 'static,
+    warm: Duration,
+    time: Duration,
+) -> Result<Outcome, String> {
+    // Ends when the device closes the connection, at the latest when it is killed.
+    let echo = thread::spawn(move || -> Result<(), String> {
+        let mut stream = accept()?;
+        let mut message = [0; TRIP];
+        while stream.read_exact(&mut message).is_ok() {
+            stream.write_all(&message).map_err(text)?;
         }
-        driver.abort(stream);
-        driver.turn().map_err(text)?;
-        drop(echo);
-        times.sort_unstable();
-        Ok(Outcome {
-            messages: times.len() as u64,
-            nanoseconds: times.iter().sum(),
-            p50: percentile(&times, 50),
-            p99: percentile(&times, 99),
-            ..Outcome::default()
-        })
+        Ok(())
+    });
+    let deadline = Instant::now() + PATIENCE;
+    let stream = connect(driver, deadline)?;
+    let (mut sent, mut back) = ([0; TRIP], [0; TRIP]);
+    let mut position = 0;
+    let mut times = Vec::new();
+    let begin = Instant::now();
+    let mut now = begin;
+    while now - begin < warm + time {
+        pattern::fill(position, &mut sent);
+        driver.wait_send(stream, &sent, deadline).map_err(text)?;
+        driver
+            .wait_recv_exact(stream, &mut back, deadline)
+            .map_err(text)?;
+        pattern::check(position, &back)?;
+        position += TRIP as u64;
+        let after = Instant::now();
+        if now - begin >= warm {
+            times.push(u64::try_from((after - now).as_nanos()).unwrap_or(u64::MAX));
+        }
+        now = after;
+    }
+    driver.abort(stream);
+    driver.turn().map_err(text)?;
+    drop(echo);
+    times.sort_unstable();
+    Ok(Outcome {
+        messages: times.len() as u64,
+        nanoseconds: times.iter().sum(),
+        p50: percentile(&times, 50),
+        p99: percentile(&times, 99),
+        ..Outcome::default()
     })
 }
 
@@ -186,16 +199,15 @@ fn connect(driver: &mut Driver, deadline: Instant) -> Result<StreamId, String> {
         .map_err(|error| format!("connect: {error}"))
 }
 
-/// Driver to Unix sink, packets of `size`.
-fn to_host(
+/// Driver to a sink that accepts the guest's connection with `accept`, packets of `size`.
+pub(crate) fn to_host<S: Read>(
     driver: &mut Driver,
-    running: &Running,
+    accept: impl FnOnce() -> Result<S, String> + Send + 'static,
     size: usize,
     bytes: u64,
 ) -> Result<Duration, String> {
-    let listener = listen(running)?;
     let sink = thread::spawn(move || -> Result<Instant, String> {
-        let mut stream = accept(&listener)?;
+        let mut stream = accept()?;
         let mut seen = 0;
         let mut buffer = vec![0u8; BLOCK];
         while seen < bytes {
@@ -253,11 +265,41 @@ fn to_guest(
 ) -> Result<Duration, String> {
     driver.listen(Port::new(PORT), 1).map_err(text)?;
     let stream = running.connect_hybrid()?;
-    let source = thread::spawn(move || source(stream, bytes, size));
+    let source = thread::spawn(move || {
+        let stream = request(stream)?;
+        source(stream, bytes, size)
+    });
     let deadline = Instant::now() + PATIENCE;
     let stream = driver
         .wait_accept(Port::new(PORT), deadline)
         .map_err(|error| format!("accept: {error}"))?;
+    let end = drain(driver, stream, bytes, deadline)?;
+    let start = source.join().map_err(|_| "the source panicked")??;
+    Ok(end.duration_since(start))
+}
+
+/// A source that accepts the guest's connection with `accept`, to the driver, writes of `size`.
+pub(crate) fn back_to_guest<S: Write>(
+    driver: &mut Driver,
+    accept: impl FnOnce() -> Result<S, String> + Send + 'static,
+    size: usize,
+    bytes: u64,
+) -> Result<Duration, String> {
+    let source = thread::spawn(move || source(accept()?, bytes, size));
+    let deadline = Instant::now() + PATIENCE;
+    let stream = connect(driver, deadline)?;
+    let end = drain(driver, stream, bytes, deadline)?;
+    let start = source.join().map_err(|_| "the source panicked")??;
+    Ok(end.duration_since(start))
+}
+
+/// Receives and checks `bytes` bytes; returns when the last one had arrived.
+fn drain(
+    driver: &mut Driver,
+    stream: StreamId,
+    bytes: u64,
+    deadline: Instant,
+) -> Result<Instant, String> {
     let mut seen = 0u64;
     let mut buffer = vec![0u8; BLOCK];
     let outcome = driver
@@ -280,11 +322,11 @@ fn to_guest(
         .map_err(text)?;
     let end = Instant::now();
     outcome.unwrap_or_else(|| Err(format!("{seen} of {bytes} bytes in time")))?;
-    let start = source.join().map_err(|_| "the source panicked")??;
-    Ok(end.duration_since(start))
+    Ok(end)
 }
 
-fn source(mut stream: UnixStream, bytes: u64, size: usize) -> Result<Instant, String> {
+/// Asks a hybrid socket for a connection to the guest's port.
+fn request(mut stream: UnixStream) -> Result<UnixStream, String> {
     // One write: vhost-device-vsock drops a connection when the line arrives in pieces.
     let line = format!("CONNECT {PORT}\n");
     stream.write_all(line.as_bytes()).map_err(text)?;
@@ -295,6 +337,11 @@ fn source(mut stream: UnixStream, bytes: u64, size: usize) -> Result<Instant, St
     if !line.starts_with("OK ") {
         return Err(format!("the device answered {line:?}"));
     }
+    Ok(stream)
+}
+
+/// Writes `bytes` bytes; returns when it began.
+fn source(mut stream: impl Write, bytes: u64, size: usize) -> Result<Instant, String> {
     let mut piece = vec![0; size];
     let mut sent = 0;
     let start = Instant::now();

@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Resource, Rlimit, Signal};
+use rustix::process::{Pid, Signal};
 use zerosock::driver::{Driver, StreamId, StreamState};
 use zerosock::vsock::{Endpoint, Listener, Stream};
 use zerosock::{Address, Cid, Port};
@@ -21,20 +21,6 @@ const PORT: Port = Port::new(traffic::PORT);
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Pending connects at a time.
 const AT_A_TIME: usize = 256;
-
-/// Raises the limit of descriptors for this process and its children; returns the limit.
-pub(super) fn raise_descriptors() -> usize {
-    let limit = rustix::process::getrlimit(Resource::Nofile);
-    let raised = Rlimit {
-        current: limit.maximum,
-        maximum: limit.maximum,
-    };
-    let now = match rustix::process::setrlimit(Resource::Nofile, raised) {
-        Ok(()) => limit.maximum,
-        Err(_) => limit.current,
-    };
-    now.map_or(usize::MAX, |now| usize::try_from(now).unwrap_or(usize::MAX))
-}
 
 /// Resident memory of a process, bytes.
 fn resident(process: u32) -> Result<f64, String> {

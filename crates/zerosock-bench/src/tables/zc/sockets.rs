@@ -11,6 +11,7 @@ use rustix::net::{RecvFlags, recv};
 use zerosock_sys::affinity;
 use zerosock_sys::network::isolate_thread;
 
+use crate::namespace::{self, ip, run};
 use crate::pair::Cores;
 
 /// Transport of a measurement.
@@ -80,12 +81,10 @@ pub(super) fn with_network<T: Send>(
 ) -> Result<T, String> {
     thread::scope(|scope| {
         let sending = scope.spawn(move || {
-            isolate_thread().map_err(|error| format!("a network namespace: {error}"))?;
+            namespace::enter()?;
             pin(cores.sender)?;
-            do_not_pace()?;
             let far = far_end(cores)?;
             for words in [
-                "link set lo up",
                 "link add sink0 type ifb",
                 "addr add 10.9.0.1/24 dev sink0",
                 "addr add fd09::1/64 dev sink0 nodad",
@@ -183,13 +182,6 @@ fn end(device: &str, number: u8) -> Result<(), String> {
     ip(&format!("link set {device} up"))
 }
 
-/// Sets TCP of this thread's network namespace to Reno. A congestion control that paces packets
-/// (BBR, the default of some machines) would measure the pacing timer.
-fn do_not_pace() -> Result<(), String> {
-    std::fs::write("/proc/sys/net/ipv4/tcp_congestion_control", "reno")
-        .map_err(|error| format!("congestion control: {error}"))
-}
-
 /// Has incoming packets of this device processed on one core (receive packet steering). Without it
 /// the sender's core would also do the receiver's work for packets sent over a veth pair, copies
 /// included, which no sender to another machine does.
@@ -209,18 +201,4 @@ fn steer(device: &str, core: Option<usize>) -> Result<(), String> {
 fn pin(core: Option<usize>) -> Result<(), String> {
     let Some(core) = core else { return Ok(()) };
     affinity::pin_current_thread(core).map_err(|error| format!("core {core}: {error}"))
-}
-
-/// Runs ip(8) with these arguments.
-fn ip(words: &str) -> Result<(), String> {
-    run(Command::new("ip").args(words.split(' '))).map_err(|told| format!("ip {words}: {told}"))
-}
-
-/// Runs a program to its end; returns its output if it failed.
-fn run(command: &mut Command) -> Result<(), String> {
-    let output = command.output().map_err(|error| error.to_string())?;
-    match output.status.success() {
-        true => Ok(()),
-        false => Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
-    }
 }

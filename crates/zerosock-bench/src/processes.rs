@@ -1,0 +1,197 @@
+//! CPU time and memory of processes and of those that they started, read from /proc.
+
+use std::collections::HashMap;
+use std::fs;
+
+/// Threads of the kernel that work for sockets; their time is no process's.
+const KERNEL_THREADS: [&str; 2] = ["kworker", "ksoftirqd"];
+
+/// CPU times at one moment: nanoseconds of each process.
+#[derive(Debug, Default)]
+pub(crate) struct CpuTimes(HashMap<u32, u64>);
+
+impl CpuTimes {
+    /// Times of the processes `roots`, of all their descendants, and of the kernel's threads that
+    /// work for sockets.
+    pub(crate) fn now(roots: &[u32]) -> Result<CpuTimes, String> {
+        let all = Process::all()?;
+        let of_kernel = all.iter().filter(|process| process.is_for_sockets());
+        let counted = tree(&all, roots).into_iter();
+        let counted = counted.chain(of_kernel.map(|process| process.id));
+        // A process that has ended meanwhile has no time.
+        let times = counted.filter_map(|id| Some((id, cpu_time(id)?)));
+        Ok(CpuTimes(times.collect()))
+    }
+
+    /// CPU seconds since `before`.
+    pub(crate) fn seconds_since(&self, before: &CpuTimes) -> f64 {
+        let spent = self.0.iter().map(|(id, time)| {
+            let before = before.0.get(id).copied().unwrap_or(0);
+            time.saturating_sub(before)
+        });
+        spent.sum::<u64>() as f64 / 1e9
+    }
+}
+
+/// Bytes of anonymous and shared memory of a process and its descendants; memory that several
+/// processes have counts once. Pages of files do not count: other processes have them too.
+pub(crate) fn user_memory(root: u32) -> Result<f64, String> {
+    let processes = tree(&Process::all()?, &[root]);
+    let mut kib = 0;
+    for id in processes {
+        let path = format!("/proc/{id}/smaps_rollup");
+        let text = fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
+        for line in text.lines() {
+            let mut words = line.split_whitespace();
+            if let Some("Pss_Anon:" | "Pss_Shmem:") = words.next() {
+                let count = words.next().and_then(|count| count.parse::<u64>().ok());
+                kib += count.ok_or_else(|| format!("{path}: {line}"))?;
+            }
+        }
+    }
+    Ok(kib as f64 * 1024.0)
+}
+
+/// Descriptors that a process and its descendants have open.
+pub(crate) fn descriptors(root: u32) -> Result<usize, String> {
+    let counts = tree(&Process::all()?, &[root]).into_iter().map(|id| {
+        // A process that has ended meanwhile has none.
+        fs::read_dir(format!("/proc/{id}/fd")).map_or(0, Iterator::count)
+    });
+    Ok(counts.sum())
+}
+
+/// What /proc/PID/stat says of a process.
+struct Process {
+    id: u32,
+    parent: u32,
+    name: String,
+}
+
+impl Process {
+    fn all() -> Result<Vec<Process>, String> {
+        let entries = fs::read_dir("/proc").map_err(|error| format!("/proc: {error}"))?;
+        let of_entry = |entry: std::io::Result<fs::DirEntry>| {
+            let name = entry.ok()?.file_name();
+            let id = name.to_str()?.parse::<u32>().ok()?;
+            Process::parse(&fs::read_to_string(format!("/proc/{id}/stat")).ok()?)
+        };
+        Ok(entries.filter_map(of_entry).collect())
+    }
+
+    /// `PID (NAME) STATE PPID ...`, where the name may contain anything.
+    fn parse(stat: &str) -> Option<Process> {
+        let (id, rest) = stat.split_once(" (")?;
+        let (name, rest) = rest.rsplit_once(") ")?;
+        Some(Process {
+            id: id.parse().ok()?,
+            parent: rest.split(' ').nth(1)?.parse().ok()?,
+            name: name.to_owned(),
+        })
+    }
+
+    fn is_for_sockets(&self) -> bool {
+        // The parent of all of the kernel's threads.
+        const KTHREADD: u32 = 2;
+        let mut names = KERNEL_THREADS.iter();
+        self.parent == KTHREADD && names.any(|name| self.name.starts_with(name))
+    }
+}
+
+/// The processes `roots` and all their descendants.
+fn tree(all: &[Process], roots: &[u32]) -> Vec<u32> {
+    let mut found = roots.to_vec();
+    let mut at = 0;
+    while let Some(&parent) = found.get(at) {
+        let children = all.iter().filter(|process| process.parent == parent);
+        let new: Vec<u32> = children
+            .map(|process| process.id)
+            .filter(|id| !found.contains(id))
+            .collect();
+        found.extend(new);
+        at += 1;
+    }
+    found
+}
+
+/// CPU time so far of a process, in seconds: of all its threads, user and system.
+pub(crate) fn cpu_seconds(id: u32) -> Result<f64, String> {
+    let time = cpu_time(id).ok_or_else(|| format!("/proc/{id}/task: no CPU time"))?;
+    Ok(time as f64 / 1e9)
+}
+
+/// CPU time of all threads of a process, in nanoseconds.
+fn cpu_time(id: u32) -> Option<u64> {
+    let mut sum = 0;
+    for task in fs::read_dir(format!("/proc/{id}/task")).ok()? {
+        let path = task.ok()?.path().join("schedstat");
+        // The first number is the CPU time in nanoseconds (sched-stats in the kernel's
+        // documentation); /proc/PID/stat has a resolution of 10 ms.
+        let text = fs::read_to_string(path).ok()?;
+        sum += text.split_whitespace().next()?.parse::<u64>().ok()?;
+    }
+    Some(sum)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    #[test]
+    fn a_name_may_contain_what_separates_the_fields() {
+        let process = Process::parse("12 (a) b (c) S 7 12 12 0").unwrap();
+        assert_eq!(
+            (process.id, process.name.as_str(), process.parent),
+            (12, "a) b (c", 7)
+        );
+        assert!(Process::parse("12 nothing").is_none());
+    }
+
+    #[test]
+    fn descendants_are_found_to_any_depth() {
+        let process = |(id, parent)| Process {
+            id,
+            parent,
+            name: String::new(),
+        };
+        let all: Vec<Process> = [(1, 0), (5, 1), (6, 5), (7, 6), (8, 1)]
+            .into_iter()
+            .map(process)
+            .collect();
+        assert_eq!(tree(&all, &[5]), [5, 6, 7]);
+        assert_eq!(tree(&all, &[8, 6]), [8, 6, 7]);
+    }
+
+    /// A shell with a busy child.
+    #[test]
+    fn the_time_of_a_busy_child_counts() {
+        let mut shell = Command::new("sh")
+            .args(["-c", "(while :; do :; done) & cat; kill $!"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let before = CpuTimes::default();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let own = || cpu_time(shell.id()).unwrap() as f64 / 1e9;
+        let of_tree = || {
+            let all = Process::all().unwrap();
+            let ids = tree(&all, &[shell.id()]);
+            let times = ids.into_iter().filter_map(|id| Some((id, cpu_time(id)?)));
+            CpuTimes(times.collect()).seconds_since(&before)
+        };
+        while of_tree() < own() + 0.05 {
+            assert!(Instant::now() < deadline, "the child got no time");
+            thread::yield_now();
+        }
+        assert!(CpuTimes::now(&[shell.id()]).unwrap().seconds_since(&before) > 0.05);
+        assert!(user_memory(shell.id()).unwrap() > 0.0);
+        assert!(descriptors(shell.id()).unwrap() >= 3);
+        drop(shell.stdin.take());
+        shell.wait().unwrap();
+    }
+}

@@ -1,6 +1,10 @@
 //! Guests that write their packets by hand: fragments, STOP and START, and malformed packets.
 
-use zerosock_proto::vsock::datagram::{Control, F_DGRAM, F_DGRAM_FLOW, PauseSource, data};
+use std::time::Instant;
+
+use zerosock_proto::vsock::datagram::{
+    Control, F_DGRAM, F_DGRAM_FLOW, PauseSource, STOP_DURATION, data,
+};
 use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
 
 use super::common::raw::{RX_LEN, RawGuest, connect};
@@ -204,6 +208,7 @@ fn a_flood_of_stop_and_start_affects_only_its_sender() {
     let (one, other) = (serve.process(), serve.process());
     let (ours, theirs) = (at(&one, PORT), at(&other, PORT));
     let mut guest = guest_at(&serve.vms[0].socket, true, true);
+    let start = Instant::now();
     for port in 0..2000 {
         let word = match port % 2 {
             0 => Control::Unsupported,
@@ -218,7 +223,11 @@ fn a_flood_of_stop_and_start_affects_only_its_sender() {
     guest.raw.wait_tx_done();
     ours.send_to(b"unharmed", theirs.local_addr()).unwrap();
     assert_eq!(recv(&theirs).0, b"unharmed");
-    assert!(ours.stats().stopped <= 64, "{}", ours.stats().stopped);
+    // 64 at once, and as many again after each time-out of a STOP, which a slow machine reaches.
+    let time_outs = start.elapsed().as_millis() / STOP_DURATION.as_millis();
+    let most = 64 * (1 + time_outs as u64);
+    let stopped = ours.stats().stopped;
+    assert!(stopped <= most, "{stopped} of {most}");
 }
 
 #[test]

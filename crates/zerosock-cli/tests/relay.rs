@@ -423,6 +423,65 @@ fn descriptors_that_a_client_sends_are_closed_and_the_bytes_pass() {
     terminate(running);
 }
 
+/// As on a kernel that cannot refuse descriptors.
+#[test]
+fn an_out_of_band_byte_passes_in_its_place_and_descriptors_of_datagrams_are_closed() {
+    let dir = tempfile::tempdir().unwrap();
+    let start = |from: &str, to: &str| {
+        let mut command = relay(&[from, to]);
+        command.env(zerosock_sys::fd_passing::WITHOUT_PASSRIGHTS, "1");
+        let running = Running::start(&mut command);
+        wait_until("the relay", || running.stderr().contains("relaying"));
+        running
+    };
+    let at = |name: &str| dir.path().join(name);
+    let target = UnixListener::bind(at("target")).unwrap();
+    let running = start(
+        &format!("unix-listen:{}", at("relay").display()),
+        &format!("unix:{}", at("target").display()),
+    );
+    let client = UnixStream::connect(at("relay")).unwrap();
+    let (mut served, _) = target.accept().unwrap();
+    (&client).write_all(b"before").unwrap();
+    let urgent = rustix::net::SendFlags::OOB;
+    match rustix::net::send(&client, b"!", urgent) {
+        Ok(_) => {
+            (&client).write_all(b"after").unwrap();
+            drop(client);
+            assert_eq!(read_all(&mut served), b"before!after");
+        }
+        Err(errno) => println!("SKIPPED: no MSG_OOB for Unix sockets: {errno}"),
+    }
+    terminate(running);
+
+    let target = std::os::unix::net::UnixDatagram::bind(at("to")).unwrap();
+    target.set_read_timeout(Some(DEADLINE)).unwrap();
+    let running = start(
+        &format!("unix-dgram-listen:{}", at("from").display()),
+        &format!("unix-dgram:{}", at("to").display()),
+    );
+    let client = std::os::unix::net::UnixDatagram::bind(at("client")).unwrap();
+    client.set_read_timeout(Some(DEADLINE)).unwrap();
+    client.connect(at("from")).unwrap();
+    let file = tempfile::tempfile().unwrap();
+    let fds = [std::os::fd::AsFd::as_fd(&file); 100];
+    let mut got = [0; 200];
+    for n in 0..50u8 {
+        let message = [n; 100];
+        let bytes = [std::io::IoSlice::new(&message)];
+        zerosock_sys::fd_passing::send(&client, &bytes, &fds).unwrap();
+        let (length, from) = target.recv_from(&mut got).unwrap();
+        assert_eq!(got[..length], message);
+        let name = std::os::linux::net::SocketAddrExt::as_abstract_name(&from).unwrap();
+        let to = rustix::net::SocketAddrUnix::new_abstract_name(name).unwrap();
+        let flags = rustix::net::SendFlags::empty();
+        rustix::net::sendto(&target, &message, flags, &to).unwrap();
+        assert_eq!(client.recv(&mut got).unwrap(), 100);
+    }
+    wait_until("the closes", || descriptors(&running) < 30);
+    terminate(running);
+}
+
 /// A daemon of processes that attach.
 fn serve(dir: &std::path::Path) -> (Running, String) {
     let attach = dir.join("attach");

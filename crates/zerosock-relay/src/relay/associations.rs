@@ -9,7 +9,6 @@
 
 use std::collections::HashMap;
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -30,7 +29,7 @@ const BATCHES: usize = 16;
 /// See the [module](self).
 #[derive(Debug)]
 pub(super) struct Associations {
-    listener: OwnedFd,
+    listener: Socket,
     readable: bool,
     slots: Slab<Association>,
     by_source: HashMap<Address, u32>,
@@ -87,7 +86,7 @@ pub(super) struct Done {
 
 impl Associations {
     /// The datagrams that come to this socket.
-    pub(super) fn new(listener: OwnedFd, timeout: Duration) -> Associations {
+    pub(super) fn new(listener: Socket, timeout: Duration) -> Associations {
         Associations {
             listener,
             readable: false,
@@ -100,7 +99,7 @@ impl Associations {
         }
     }
 
-    pub(super) fn listener(&self) -> &OwnedFd {
+    pub(super) fn listener(&self) -> &Socket {
         &self.listener
     }
 
@@ -207,7 +206,7 @@ impl Associations {
             if !self.readable {
                 return;
             }
-            let got = match store.batch().receive(&self.listener, BATCH) {
+            let got = match self.listener.receive_batch(store.batch(), BATCH) {
                 Ok(got) => got,
                 Err(error) => {
                     // Other errors are those of earlier sends, and were taken by this call.
@@ -335,14 +334,11 @@ impl Associations {
         association.send_held(done);
         let mut ended = None;
         for _ in 0..BATCHES {
-            let Ok(fd) = association.side.socket.fd() else {
-                break;
-            };
             if !association.side.ready.has(Ready::READ) {
                 break;
             }
             let batch = store.batch();
-            let got = match batch.receive(fd, BATCH) {
+            let got = match association.side.socket.receive_batch(batch, BATCH) {
                 Ok(got) => got,
                 Err(error) => {
                     let errno = Errno::from_io_error(&error).unwrap_or(Errno::IO);
@@ -372,7 +368,10 @@ impl Associations {
                         || association.side.socket.kind().has_end() && batch.message(n).is_empty()
                 });
                 let end = end.unwrap_or(got);
-                match batch.send(self.listener.as_fd(), next..end, Some(&association.source)) {
+                let Ok(fd) = self.listener.fd() else {
+                    break;
+                };
+                match batch.send(fd, next..end, Some(&association.source)) {
                     Ok(sent) => {
                         let bytes: usize =
                             (next..next + sent).map(|n| batch.message(n).len()).sum();

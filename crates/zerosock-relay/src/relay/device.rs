@@ -120,7 +120,7 @@ pub(super) struct Parts {
     pub(super) own: Sender<WorkerMessage<RelayDevice>>,
     pub(super) listeners: Vec<Listener>,
     /// The socket of all senders of datagrams.
-    pub(super) datagrams: Option<OwnedFd>,
+    pub(super) datagrams: Option<Socket>,
     /// Workers to which accepted connections are given in turn; 1: they stay here.
     pub(super) workers: u32,
 }
@@ -327,7 +327,7 @@ impl WorkerDevice for RelayDevice {
         if let Some(associations) = &self.associations {
             let token = token(DATAGRAMS, 0);
             cx.poller
-                .add(associations.listener(), token, Interest::Read)?;
+                .add(associations.listener().fd()?, token, Interest::Read)?;
         }
         Ok(())
     }

@@ -56,6 +56,7 @@ use self::device::{Listener, Message, Parts, RelayDevice};
 use self::listen::{Listeners, listen};
 use self::open::Destination;
 use self::plan::Plan;
+use self::socket::Socket;
 use crate::connector::{Connector, ConnectorConfig};
 
 type Sender = zerosock_virtio::mailbox::Sender<WorkerMessage<RelayDevice>>;
@@ -198,7 +199,7 @@ impl Relay {
                     continue;
                 };
                 if self.plan.config.ends[*end].receives_datagrams() {
-                    parts.datagrams = Some(fd);
+                    parts.datagrams = Some(Socket::new(fd, made.kind, made.refuses_rights));
                     continue;
                 }
                 parts.listeners.push(Listener {

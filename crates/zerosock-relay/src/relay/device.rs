@@ -32,6 +32,7 @@ use super::counters::Counters;
 use super::direction::{Ready, Side};
 use super::due::DueList;
 use super::endpoint::Endpoint;
+use super::joined::{Step, Turns};
 use super::pair::{Pair, Reason, Source, Stage, Turn};
 use super::plan::Plan;
 use super::socket::{Socket, SocketKind};
@@ -68,6 +69,8 @@ pub(super) struct RelayDevice {
     store: Store,
     connecting: DueList,
     idle: DueList,
+    /// Turns of the pairs that the kernel joins.
+    turns: Turns,
     /// Nothing is accepted until then.
     paused: Option<Instant>,
     /// Connections of each end that wait for one of the other.
@@ -149,6 +152,7 @@ impl RelayDevice {
             store: Store::new(config.buffer, config.pipes),
             connecting: DueList::new(Some(config.connect_timeout)),
             idle: DueList::new(idle),
+            turns: Turns::default(),
             paused: None,
             waiting: Default::default(),
             associations,
@@ -204,7 +208,10 @@ impl RelayDevice {
             true => self.idle.remove(&mut self.pairs, key),
             false => self.connecting.remove(&mut self.pairs, key),
         }
-        let pair = self.pairs.remove(key as usize);
+        let mut pair = self.pairs.remove(key as usize);
+        if let Some(joined) = pair.joined() {
+            self.turns.plan(key, joined, None);
+        }
         if pair.queued {
             self.queue.retain(|&other| other != key);
         }
@@ -242,8 +249,22 @@ impl RelayDevice {
             if !pair.is_connected() {
                 continue;
             }
+            if let Some(map) = &self.plan.config.sockmap
+                && pair.joins()
+            {
+                match pair.join(map, &mut self.store) {
+                    Ok(joined) => self.counters.joined.add(joined.into()),
+                    Err(refusal) => self.plan.say_refusal(&refusal),
+                }
+            }
             let before = pair.bytes();
-            let turn = pair.run(&mut self.store, cx.now);
+            let turn = match pair.is_joined() {
+                true => self.step(key, cx),
+                false => pair.run(&mut self.store, cx.now),
+            };
+            let Some(pair) = self.pairs.get(key as usize) else {
+                continue;
+            };
             let after = pair.bytes();
             for end in 0..2 {
                 self.counters.bytes[end].add(after[end] - before[end]);
@@ -254,6 +275,29 @@ impl RelayDevice {
                 Turn::Ended(reason) => self.end_pair(key, reason, cx),
             }
         }
+    }
+
+    /// Gives a pair that the kernel joins its turn.
+    fn step(&mut self, key: u32, cx: &mut Context<'_>) -> Turn {
+        let Some(pair) = self.pairs.get_mut(key as usize) else {
+            return Turn::Waiting;
+        };
+        let again = match pair.step(&mut self.store, cx.now) {
+            Step::Wait(again) => again,
+            Step::Ended => return Turn::Ended(Reason::Closed),
+            Step::Failed(end, errno) => return Turn::Ended(Reason::Failed(end as u8, errno)),
+        };
+        if let Some(joined) = pair.joined() {
+            let tokens = SIDES.map(|kind| Token {
+                device: self.addr.number,
+                kind,
+                key,
+            });
+            joined.watch(cx.poller, tokens);
+            let at = again.map(|again| cx.now + again);
+            self.turns.plan(key, joined, at);
+        }
+        Turn::Waiting
     }
 
     /// Ends the pairs whose time has come.
@@ -270,14 +314,23 @@ impl RelayDevice {
             self.fail_connect(key, end, &reason, cx);
         }
         while let Some(key) = self.idle.pop(&mut self.pairs, cx.now) {
-            let Some(pair) = self.pairs.get(key as usize) else {
+            let Some(pair) = self.pairs.get_mut(key as usize) else {
                 continue;
             };
+            let before = pair.bytes();
+            pair.observe(cx.now);
+            let after = pair.bytes();
+            for end in 0..2 {
+                self.counters.bytes[end].add(after[end] - before[end]);
+            }
             let rested = cx.now.saturating_duration_since(pair.moved);
             match self.plan.idle_timeout() {
                 Some(limit) if rested >= limit => self.end_pair(key, Reason::Idle, cx),
                 _ => self.idle.add(&mut self.pairs, key, cx.now),
             }
+        }
+        while let Some(key) = self.turns.pop(cx.now) {
+            self.enqueue(key);
         }
         if self.paused.is_some_and(|until| until <= cx.now) {
             self.paused = None;
@@ -409,6 +462,7 @@ impl WorkerDevice for RelayDevice {
 
     fn next_timeout(&self) -> Option<Instant> {
         let pairs = earlier(self.connecting.next(), self.idle.next());
+        let pairs = earlier(pairs, self.turns.next());
         let datagrams = self
             .associations
             .as_ref()

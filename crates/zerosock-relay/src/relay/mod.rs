@@ -22,6 +22,7 @@ mod direction;
 mod due;
 mod endpoint;
 mod held_messages;
+mod joined;
 mod listen;
 mod open;
 mod pair;
@@ -48,7 +49,7 @@ use zerosock_virtio::worker::{Worker, WorkerMessage};
 
 pub use self::counters::RelayStats;
 pub use self::endpoint::{Endpoint, FORMS, ParseEndpointError};
-pub use self::plan::RelayConfig;
+pub use self::plan::{NoSockmap, RelayConfig};
 pub use self::way::{UnknownWay, Way};
 
 use self::counters::Counters;
@@ -238,12 +239,6 @@ impl Relay {
     /// at port 0.
     pub fn addresses(&self) -> [Option<SocketAddr>; 2] {
         self.addresses
-    }
-
-    /// Why the way that was asked for is not taken.
-    pub fn way_refused(&self) -> Option<&'static str> {
-        let asked = self.plan.config.way;
-        (asked == Way::Sockmap).then_some("relays do not redirect inside of the kernel yet")
     }
 
     /// What the relay has done.

@@ -89,7 +89,7 @@ impl Socket {
         Socket {
             fd: Some(fd),
             kind,
-            carries_rights: kind.is_unix() && !refuses_rights,
+            carries_rights,
         }
     }
 
@@ -115,6 +115,16 @@ impl Socket {
 
     pub(super) fn is_absent(&self) -> bool {
         self.fd.is_none()
+    }
+
+    /// Takes the descriptor away, for a [`Joined`](super::joined::Joined) pair.
+    pub(super) fn take(&mut self) -> Option<OwnedFd> {
+        self.fd.take()
+    }
+
+    /// The opposite of [`take`](Self::take).
+    pub(super) fn put(&mut self, fd: OwnedFd) {
+        self.fd = Some(fd);
     }
 
     /// Whether a receive must have room for descriptors.

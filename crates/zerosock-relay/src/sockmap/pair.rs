@@ -192,6 +192,18 @@ impl<S: AsFd> Pair<S> {
         }
     }
 
+    /// Whether the target has taken all that was redirected to it, for an end after a failure of the
+    /// source. Datagrams count as taken.
+    pub fn has_delivered(&self, from: Side) -> bool {
+        let direction = &self.directions[from.index()];
+        let (Some(slot), Some(base)) = (self.ends.slot(from), direction.base) else {
+            return true;
+        };
+        let passed = slot.bytes.load(Acquire) + direction.by_hand;
+        let written = tcp_written(&self.sockets[from.other().index()]);
+        direction.ended || written.is_ok_and(|written| written >= base + passed)
+    }
+
     /// Does by hand what is due in the direction from this side. It does not block.
     ///
     /// `scratch` is for what passes by hand, 256 KiB or more; it holds nothing between calls. After an

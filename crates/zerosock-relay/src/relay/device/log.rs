@@ -22,7 +22,7 @@ impl RelayDevice {
             to_source,
             dropped = pair.dropped(),
             seconds,
-            way = %Ways(there, back),
+            way = %Ways(there, back, pair.is_joined()),
             reason = %Why(reason),
             "connection ended"
         );
@@ -85,8 +85,8 @@ impl fmt::Display for To<'_> {
     }
 }
 
-/// The ways of both directions.
-struct Ways(Mode, Mode);
+/// The ways of both directions, and whether the kernel joins the sockets.
+struct Ways(Mode, Mode, bool);
 
 impl fmt::Display for Ways {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -96,6 +96,7 @@ impl fmt::Display for Ways {
             Mode::Messages => "messages",
         };
         match self.0 == self.1 {
+            _ if self.2 => f.write_str("sockmap"),
             true => f.write_str(name(self.0)),
             false => write!(f, "{}/{}", name(self.0), name(self.1)),
         }

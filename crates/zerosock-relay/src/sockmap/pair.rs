@@ -72,7 +72,8 @@ pub struct Counters {
     pub redirected_packets: u64,
     /// Bytes that turns have received and sent.
     pub by_hand_bytes: u64,
-    /// Empty datagrams, which the kernel cannot redirect, and ends of TCP streams.
+    /// Empty datagrams, which the kernel cannot redirect, datagrams beyond the limit, and ends of TCP
+    /// streams.
     pub empty_packets: u64,
     /// Datagrams received by hand that the target refused.
     pub lost_datagrams: u64,

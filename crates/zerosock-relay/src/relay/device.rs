@@ -14,6 +14,7 @@ mod log;
 
 use std::collections::VecDeque;
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,8 +46,10 @@ const SIDES: [EventKind; 2] = [EventKind::new(1), EventKind::new(2)];
 const LISTENER: EventKind = EventKind::new(3);
 /// The socket of all senders of datagrams.
 const DATAGRAMS: EventKind = EventKind::new(4);
-/// The socket of an association.
+/// The socket of an association to the target.
 const ASSOCIATION: EventKind = EventKind::new(5);
+/// The socket of an association to its sender, if the kernel joins both.
+const SENDER: EventKind = EventKind::new(6);
 
 type Context<'a> = device::Context<'a, RelayDevice>;
 
@@ -124,6 +127,8 @@ pub(super) struct Parts {
     pub(super) listeners: Vec<Listener>,
     /// The socket of all senders of datagrams.
     pub(super) datagrams: Option<Socket>,
+    /// Its address, if the kernel may join senders to their sockets.
+    pub(super) connects_at: Option<SocketAddr>,
     /// Workers to which accepted connections are given in turn; 1: they stay here.
     pub(super) workers: u32,
 }
@@ -138,7 +143,7 @@ impl RelayDevice {
             .map(|time| (time / 2).max(Duration::from_millis(1)));
         let associations = parts
             .datagrams
-            .map(|socket| Associations::new(socket, config.datagram_timeout));
+            .map(|socket| Associations::new(socket, config.datagram_timeout, parts.connects_at));
         RelayDevice {
             addr: parts.addr,
             counters: parts.counters,
@@ -400,6 +405,11 @@ impl WorkerDevice for RelayDevice {
             DATAGRAMS => {
                 if let Some(associations) = &mut self.associations {
                     associations.set_readable();
+                }
+            }
+            SENDER => {
+                if let Some(associations) = &mut self.associations {
+                    associations.set_ready(key, Ready::default());
                 }
             }
             ASSOCIATION => {

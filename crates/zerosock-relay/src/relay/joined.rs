@@ -6,10 +6,8 @@
 //!   packet; turns come by time then. A socket whose direction is idle is watched, and needs no time.
 
 use std::collections::BTreeSet;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
-
-use std::os::fd::AsFd;
 
 use rustix::io::Errno;
 use zerosock_proto::Instant;
@@ -40,6 +38,18 @@ pub(super) struct Joined {
     due: Option<Instant>,
     /// A socket has failed, and until when its last bytes are waited for.
     failed: Option<(usize, Errno, Instant)>,
+}
+
+/// Whether the kernel joins an association's sockets.
+#[derive(Debug)]
+pub(super) enum Joining {
+    /// Not, or not yet.
+    No,
+    /// It did not work.
+    Refused,
+    /// The socket that receives the sender's datagrams exists.
+    Soon(OwnedFd),
+    Yes(Box<Joined>),
 }
 
 /// What a turn ended with.
@@ -75,6 +85,13 @@ impl Joined {
     /// A socket of the pair, to send to it.
     pub(super) fn socket(&self, index: usize) -> BorrowedFd<'_> {
         self.pair.socket(SIDES[index & 1]).as_fd()
+    }
+
+    /// Goes on redirecting to a socket to which a datagram could not be sent.
+    pub(super) fn insert_again(&self, index: usize) {
+        if let Err(error) = self.pair.insert_again(SIDES[index & 1]) {
+            tracing::debug!("cannot insert a socket again: {error}");
+        }
     }
 
     /// Does what is due in both directions. `scratch` has room for any datagram.
@@ -117,7 +134,7 @@ impl Joined {
 
     /// Registers the sockets for the events that their directions need.
     pub(super) fn watch(&mut self, poller: &Poller, tokens: [Token; 2]) {
-        for index in 0..2 {
+        for (index, token) in tokens.into_iter().enumerate() {
             let wanted = match self.idle[index] {
                 true => Interest::ReadUntilEnd,
                 false => Interest::End,
@@ -126,7 +143,7 @@ impl Joined {
                 continue;
             }
             self.watched[index] = Some(wanted);
-            if let Err(error) = poller.change(self.socket(index), tokens[index], wanted) {
+            if let Err(error) = poller.change(self.socket(index), token, wanted) {
                 tracing::warn!("cannot wait for the events of a socket: {error}");
             }
         }

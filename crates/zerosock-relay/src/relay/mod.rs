@@ -190,6 +190,7 @@ impl Relay {
                 own: self.senders[number].clone(),
                 listeners: Vec::new(),
                 datagrams: None,
+                connects_at: None,
                 workers: 1,
             };
             for (end, made) in &mut listeners {
@@ -200,6 +201,12 @@ impl Relay {
                     continue;
                 };
                 if self.plan.config.ends[*end].receives_datagrams() {
+                    if let Some(address) = made.address
+                        && self.plan.config.sockmap.is_some()
+                    {
+                        parts.connects_at = Some(address);
+                        listen::allow_connected(&fd, address)?;
+                    }
                     parts.datagrams = Some(Socket::new(fd, made.kind, made.refuses_rights));
                     continue;
                 }

@@ -92,6 +92,10 @@ impl RelayConfig {
         self.ends_can_join().map_err(NoSockmap::Ends)?;
         let pairs = self.max_connections.clamp(1, MOST_JOINED) as u32;
         self.sockmap = Some(RelayMap::new(pairs)?);
+        if self.ends.iter().any(Endpoint::receives_datagrams) {
+            // The sockets of senders are beside one listener; the kernel moves what they receive.
+            self.workers = 1;
+        }
         Ok(())
     }
 

@@ -193,6 +193,15 @@ impl<S: AsFd> Pair<S> {
         }
     }
 
+    /// Goes on redirecting to a socket after an error that a send of the caller has taken. Only datagrams
+    /// may be sent besides turns, because they need no order.
+    ///
+    /// # Errors
+    /// Errors of bpf(2).
+    pub fn insert_again(&self, side: Side) -> io::Result<()> {
+        self.ends.insert_again(side, self.socket(side))
+    }
+
     /// Whether the target has taken all that was redirected to it, for an end after a failure of the
     /// source. Datagrams count as taken.
     pub fn has_delivered(&self, from: Side) -> bool {

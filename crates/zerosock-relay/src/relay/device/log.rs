@@ -3,9 +3,9 @@
 use std::fmt;
 
 use zerosock_proto::Instant;
-use zerosock_sys::mmsg::Address;
 
 use super::{RelayDevice, name};
+use crate::relay::associations::Association;
 use crate::relay::pair::{Pair, Reason, Source};
 use crate::relay::way::Mode;
 
@@ -31,20 +31,20 @@ impl RelayDevice {
     /// Logs the end of an association.
     pub(super) fn log_association(
         &self,
-        source: &Address,
+        association: &Association,
         [to_target, to_source]: [u64; 2],
         dropped: u64,
         seconds: f64,
         reason: &dyn fmt::Display,
     ) {
         tracing::info!(
-            %source,
+            source = %association.source,
             target = %name(&self.plan, 1),
             to_target,
             to_source,
             dropped,
             seconds,
-            way = "messages",
+            way = if association.is_joined() { "sockmap" } else { "messages" },
             %reason,
             "association ended"
         );

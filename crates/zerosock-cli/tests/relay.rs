@@ -103,12 +103,75 @@ fn a_connection_is_relayed_and_logged_with_its_bytes() {
 }
 
 #[test]
+fn sockmap_is_taken_where_it_can_be_and_the_reason_is_said_where_not() {
+    let target = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = format!("tcp:{}", target.local_addr().unwrap());
+    let exchange = |address: Option<SocketAddr>| {
+        let mut client = connect(address);
+        let mut served = limited(target.accept().unwrap().0);
+        let bytes = pattern(3 << 20);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                client.write_all(&bytes).unwrap();
+                client.shutdown(Shutdown::Write).unwrap();
+            });
+            assert!(read_all(&served) == bytes);
+        });
+        served.write_all(b"the answer").unwrap();
+        drop(served);
+        assert_eq!(read_all(&mut client), b"the answer");
+    };
+    let (running, address) = start(&["tcp-listen:127.0.0.1:0", &to, "--way", "sockmap"]);
+    exchange(address);
+    wait_until("the access log", || {
+        running.stderr().contains("connection ended")
+    });
+    let task = format!("/proc/{}/task", running.child.id());
+    let effective = |path: std::path::PathBuf| {
+        let text = fs::read_to_string(path.join("status")).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix("CapEff:"));
+        u64::from_str_radix(line.unwrap().trim(), 16).unwrap()
+    };
+    let tasks = fs::read_dir(task).unwrap();
+    let capabilities: Vec<u64> = tasks.map(|task| effective(task.unwrap().path())).collect();
+    let said = terminate(running);
+    if said.contains("auto is used") {
+        println!("SKIPPED: {said}");
+        assert!(said.contains("way=copy"), "{said}");
+    } else {
+        for part in [
+            "way=sockmap",
+            "to_target=3145728",
+            "to_source=10",
+            "joined=1",
+        ] {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+        // CAP_NET_ADMIN, CAP_SYS_ADMIN and CAP_BPF.
+        let dropped = 1 << 12 | 1 << 21 | 1 << 39;
+        assert!(capabilities.len() > 1);
+        for of_thread in capabilities {
+            assert_eq!(of_thread & dropped, 0);
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let from = format!("unix-listen:{}", dir.path().join("relay").display());
+    let (running, _) = start(&[&from, &to, "--way", "sockmap"]);
+    let said = terminate(running);
+    let reason = "--way sockmap: both ends have to be TCP, or both UDP: auto is used";
+    assert_eq!(said.matches(reason).count(), 1, "{said}");
+}
+
+#[test]
 fn the_counters_are_logged_on_a_signal() {
     let target = TcpListener::bind("127.0.0.1:0").unwrap();
     let to = format!("tcp:{}", target.local_addr().unwrap());
     let (running, address) = start(&["tcp-listen:127.0.0.1:0", &to]);
-    let _client = connect(address);
-    let _served = target.accept().unwrap();
+    let mut client = connect(address);
+    let mut served = limited(target.accept().unwrap().0);
+    // Bytes pass when the connection has been counted.
+    client.write_all(b"x").unwrap();
+    served.read_exact(&mut [0]).unwrap();
     running.signal("USR1");
     wait_until("the counters", || running.stderr().contains("counters"));
     assert!(

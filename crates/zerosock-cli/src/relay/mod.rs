@@ -26,7 +26,12 @@ pub(crate) fn main(args: RelayArgs) -> Result<(), Failure> {
     raise_descriptor_limit();
     match config {
         Some(config) => run(config, &signals),
-        None => attached::run(&args, &signals),
+        None => {
+            if args.way == Way::Sockmap {
+                warn!("--way sockmap: both ends have to be TCP, or both UDP: bytes move in place");
+            }
+            attached::run(&args, &signals)
+        }
     }
 }
 

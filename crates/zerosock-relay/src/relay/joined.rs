@@ -10,13 +10,19 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::io::Errno;
+use rustix::net::{SocketType, sockopt};
 use zerosock_proto::Instant;
 use zerosock_virtio::poller::{Interest, Poller, Token};
 
 use crate::sockmap::{self, Directions, InsertError, RelayMap, Side, State};
 
-/// Bytes of a direction that may be under way inside the kernel.
+/// Bytes of a stream that may be under way inside the kernel.
 const LIMIT: u64 = 4 << 20;
+
+/// Bytes of datagrams that may pass between two turns, which are 64 ms apart after a rest and later when the
+/// processors are busy: more are dropped. Datagrams wait inside the kernel only while a full socket buffer
+/// holds the target up, and a turn then allows no more.
+const DATAGRAM_LIMIT: u64 = 64 << 20;
 
 /// How long bytes that a socket had sent before it failed may take to reach the other socket.
 const LINGER: Duration = Duration::from_secs(1);
@@ -72,7 +78,9 @@ impl Joined {
         map: &RelayMap,
         [a, b]: [OwnedFd; 2],
     ) -> Result<Joined, InsertError<OwnedFd>> {
-        let pair = map.insert_pair(a, b, LIMIT, Directions::Both)?;
+        let is_udp = sockopt::socket_type(&a) == Ok(SocketType::DGRAM);
+        let limit = if is_udp { DATAGRAM_LIMIT } else { LIMIT };
+        let pair = map.insert_pair(a, b, limit, Directions::Both)?;
         Ok(Joined {
             pair,
             idle: [false; 2],

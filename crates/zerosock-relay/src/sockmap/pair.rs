@@ -18,8 +18,9 @@ use super::maps::{Ends, Side};
 const SOON: Duration = Duration::from_millis(1);
 /// The longest time between turns of a direction that waits for its target.
 const LATE: Duration = Duration::from_millis(64);
-/// How soon a datagram direction at rest needs a turn, to raise its allowance.
-const DATAGRAMS: Duration = Duration::from_millis(250);
+/// How soon a datagram direction at rest needs a turn, to raise its allowance: no event tells that the
+/// kernel redirects again.
+const DATAGRAMS: Duration = Duration::from_millis(64);
 /// How soon a direction without a limit needs a turn when no bytes pass.
 const WATCH: Duration = Duration::from_millis(4);
 /// Turns without bytes after which a direction is idle.

@@ -103,12 +103,75 @@ fn a_connection_is_relayed_and_logged_with_its_bytes() {
 }
 
 #[test]
+fn sockmap_is_taken_where_it_can_be_and_the_reason_is_said_where_not() {
+    let target = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = format!("tcp:{}", target.local_addr().unwrap());
+    let exchange = |address: Option<SocketAddr>| {
+        let mut client = connect(address);
+        let mut served = limited(target.accept().unwrap().0);
+        let bytes = pattern(3 << 20);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                client.write_all(&bytes).unwrap();
+                client.shutdown(Shutdown::Write).unwrap();
+            });
+            assert!(read_all(&served) == bytes);
+        });
+        served.write_all(b"the answer").unwrap();
+        drop(served);
+        assert_eq!(read_all(&mut client), b"the answer");
+    };
+    let (running, address) = start(&["tcp-listen:127.0.0.1:0", &to, "--way", "sockmap"]);
+    exchange(address);
+    wait_until("the access log", || {
+        running.stderr().contains("connection ended")
+    });
+    let task = format!("/proc/{}/task", running.child.id());
+    let effective = |path: std::path::PathBuf| {
+        let text = fs::read_to_string(path.join("status")).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix("CapEff:"));
+        u64::from_str_radix(line.unwrap().trim(), 16).unwrap()
+    };
+    let tasks = fs::read_dir(task).unwrap();
+    let capabilities: Vec<u64> = tasks.map(|task| effective(task.unwrap().path())).collect();
+    let said = terminate(running);
+    if said.contains("auto is used") {
+        println!("SKIPPED: {said}");
+        assert!(said.contains("way=copy"), "{said}");
+    } else {
+        for part in [
+            "way=sockmap",
+            "to_target=3145728",
+            "to_source=10",
+            "joined=1",
+        ] {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+        // CAP_NET_ADMIN, CAP_SYS_ADMIN and CAP_BPF.
+        let dropped = 1 << 12 | 1 << 21 | 1 << 39;
+        assert!(capabilities.len() > 1);
+        for of_thread in capabilities {
+            assert_eq!(of_thread & dropped, 0);
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let from = format!("unix-listen:{}", dir.path().join("relay").display());
+    let (running, _) = start(&[&from, &to, "--way", "sockmap"]);
+    let said = terminate(running);
+    let reason = "--way sockmap: both ends have to be TCP, or both UDP: auto is used";
+    assert_eq!(said.matches(reason).count(), 1, "{said}");
+}
+
+#[test]
 fn the_counters_are_logged_on_a_signal() {
     let target = TcpListener::bind("127.0.0.1:0").unwrap();
     let to = format!("tcp:{}", target.local_addr().unwrap());
     let (running, address) = start(&["tcp-listen:127.0.0.1:0", &to]);
-    let _client = connect(address);
-    let _served = target.accept().unwrap();
+    let mut client = connect(address);
+    let mut served = limited(target.accept().unwrap().0);
+    // Bytes pass when the connection has been counted.
+    client.write_all(b"x").unwrap();
+    served.read_exact(&mut [0]).unwrap();
     running.signal("USR1");
     wait_until("the counters", || running.stderr().contains("counters"));
     assert!(
@@ -419,6 +482,65 @@ fn descriptors_that_a_client_sends_are_closed_and_the_bytes_pass() {
     assert_eq!(all, wanted);
     drop(served);
     wait_until("the end", || running.stderr().contains("connection ended"));
+    wait_until("the closes", || descriptors(&running) < 30);
+    terminate(running);
+}
+
+/// As on a kernel that cannot refuse descriptors.
+#[test]
+fn an_out_of_band_byte_passes_in_its_place_and_descriptors_of_datagrams_are_closed() {
+    let dir = tempfile::tempdir().unwrap();
+    let start = |from: &str, to: &str| {
+        let mut command = relay(&[from, to]);
+        command.env(zerosock_sys::fd_passing::WITHOUT_PASSRIGHTS, "1");
+        let running = Running::start(&mut command);
+        wait_until("the relay", || running.stderr().contains("relaying"));
+        running
+    };
+    let at = |name: &str| dir.path().join(name);
+    let target = UnixListener::bind(at("target")).unwrap();
+    let running = start(
+        &format!("unix-listen:{}", at("relay").display()),
+        &format!("unix:{}", at("target").display()),
+    );
+    let client = UnixStream::connect(at("relay")).unwrap();
+    let (mut served, _) = target.accept().unwrap();
+    (&client).write_all(b"before").unwrap();
+    let urgent = rustix::net::SendFlags::OOB;
+    match rustix::net::send(&client, b"!", urgent) {
+        Ok(_) => {
+            (&client).write_all(b"after").unwrap();
+            drop(client);
+            assert_eq!(read_all(&mut served), b"before!after");
+        }
+        Err(errno) => println!("SKIPPED: no MSG_OOB for Unix sockets: {errno}"),
+    }
+    terminate(running);
+
+    let target = std::os::unix::net::UnixDatagram::bind(at("to")).unwrap();
+    target.set_read_timeout(Some(DEADLINE)).unwrap();
+    let running = start(
+        &format!("unix-dgram-listen:{}", at("from").display()),
+        &format!("unix-dgram:{}", at("to").display()),
+    );
+    let client = std::os::unix::net::UnixDatagram::bind(at("client")).unwrap();
+    client.set_read_timeout(Some(DEADLINE)).unwrap();
+    client.connect(at("from")).unwrap();
+    let file = tempfile::tempfile().unwrap();
+    let fds = [std::os::fd::AsFd::as_fd(&file); 100];
+    let mut got = [0; 200];
+    for n in 0..50u8 {
+        let message = [n; 100];
+        let bytes = [std::io::IoSlice::new(&message)];
+        zerosock_sys::fd_passing::send(&client, &bytes, &fds).unwrap();
+        let (length, from) = target.recv_from(&mut got).unwrap();
+        assert_eq!(got[..length], message);
+        let name = std::os::linux::net::SocketAddrExt::as_abstract_name(&from).unwrap();
+        let to = rustix::net::SocketAddrUnix::new_abstract_name(name).unwrap();
+        let flags = rustix::net::SendFlags::empty();
+        rustix::net::sendto(&target, &message, flags, &to).unwrap();
+        assert_eq!(client.recv(&mut got).unwrap(), 100);
+    }
     wait_until("the closes", || descriptors(&running) < 30);
     terminate(running);
 }

@@ -26,7 +26,7 @@ mod program;
 mod sources;
 
 pub use capabilities::drop_bpf_capabilities;
-pub use error::{BpfError, Denial};
+pub use error::{BpfError, Denial, inserting_needs_capabilities};
 pub use maps::{NumberByCookie, Slot, Slots, SockMap};
 pub use program::{Program, Source, VerdictMaps};
 pub use sources::Sources;

@@ -19,8 +19,8 @@ use std::sync::LazyLock;
 
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
-    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketType, recvmsg, sendmsg,
-    shutdown, sockopt,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrAny, SocketType,
+    recvmsg, sendmsg, shutdown, sockopt,
 };
 
 pub use crate::account::MAX_FDS;
@@ -193,6 +193,27 @@ pub fn send(fd: impl AsFd, data: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> io::
 /// # Errors
 /// `WouldBlock` when nothing is there, otherwise errors of recvmsg(2).
 pub fn recv(fd: impl AsFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<Received> {
+    let (message, _) = recv_from(fd, buf, fds)?;
+    Ok(Received {
+        bytes: message.bytes,
+        truncated_fds: message.truncated_fds,
+    })
+}
+
+/// One message, as [`recv_from`] returns it.
+pub(crate) struct Message {
+    pub(crate) bytes: usize,
+    /// The message was longer than the buffer, and its end is lost.
+    pub(crate) truncated: bool,
+    truncated_fds: bool,
+}
+
+/// As [`recv`], with the address of the sender.
+pub(crate) fn recv_from(
+    fd: impl AsFd,
+    buf: &mut [u8],
+    fds: &mut Vec<PeerFd>,
+) -> io::Result<(Message, Option<SocketAddrAny>)> {
     let mut space =
         [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS), ScmCredentials(1))];
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
@@ -208,10 +229,12 @@ pub fn recv(fd: impl AsFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<
                 fds.extend(rights.map(PeerFd::from));
             }
         }
-        return Ok(Received {
+        let received = Message {
             bytes: message.bytes,
+            truncated: message.flags.contains(ReturnFlags::TRUNC),
             truncated_fds: message.flags.contains(ReturnFlags::CTRUNC),
-        });
+        };
+        return Ok((received, message.address));
     }
 }
 

@@ -27,6 +27,7 @@ pub mod network;
 pub mod notify;
 mod peer_fd;
 pub mod reaper;
+pub mod reuseport;
 pub mod sigbus;
 mod slices;
 pub mod socket_file;

@@ -11,6 +11,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
 
+use crate::fd_passing;
+use crate::peer_fd::PeerFd;
+
 /// The most messages of one batch.
 pub const MAX_BATCH: usize = 64;
 
@@ -255,6 +258,42 @@ impl Batch {
         Ok(self.received.len())
     }
 
+    /// Receives one message with the descriptors that a peer has sent with it, which are appended to `fds`.
+    /// For Unix sockets on which descriptors can arrive: [`receive`](Self::receive) would make the kernel
+    /// close them in this thread, which may wait (see [`fd_passing`](crate::fd_passing)).
+    ///
+    /// # Errors
+    /// `WouldBlock` when nothing is there; otherwise errors of recvmsg(2).
+    pub fn receive_with_rights(
+        &mut self,
+        fd: impl AsFd,
+        fds: &mut Vec<PeerFd>,
+    ) -> io::Result<usize> {
+        self.received.clear();
+        let buffer = &mut self.memory[..self.size];
+        let (received, source) = fd_passing::recv_from(fd, buffer, fds)?;
+        let mut address = Address::NONE;
+        if let Some(source) = source {
+            let length = (source.addr_len() as usize).min(STORAGE);
+            // SAFETY: the address has `addr_len` initialised bytes, of which at most STORAGE are copied to
+            // another place.
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    source.as_ptr().cast::<u8>(),
+                    address.storage.0.as_mut_ptr(),
+                    length,
+                );
+            }
+            address.length = length as libc::socklen_t;
+        }
+        self.received.push(Received {
+            length: received.bytes.min(self.size),
+            truncated: received.truncated,
+            source: address,
+        });
+        Ok(1)
+    }
+
     /// Sends a run of the messages, to `to` or to the socket's peer. Returns how many the socket took.
     ///
     /// # Errors
@@ -417,6 +456,35 @@ mod tests {
             .unwrap();
         let mut got = [0; 8];
         assert_eq!(named.recv(&mut got).unwrap(), 1);
+    }
+
+    #[test]
+    fn a_message_is_received_with_its_descriptors_and_source() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let receiver = UnixDatagram::bind(&path).unwrap();
+        let sender = UnixDatagram::bind(dir.path().join("n")).unwrap();
+        sender.connect(&path).unwrap();
+        let mut batch = Batch::new(8, 64);
+        let mut fds = Vec::new();
+        let error = batch.receive_with_rights(&receiver, &mut fds).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+        let data = [io::IoSlice::new(b"with")];
+        fd_passing::send(&sender, &data, &[dir_fd(&dir).as_fd(); 3]).unwrap();
+        sender.send(&[7; 65]).unwrap();
+        assert_eq!(batch.receive_with_rights(&receiver, &mut fds).unwrap(), 1);
+        assert_eq!((batch.len(), batch.message(0)), (1, &b"with"[..]));
+        assert_eq!((batch.is_truncated(0), fds.len()), (false, 3));
+        let source = *batch.source(0);
+        assert!(source.to_string().ends_with("/n"), "{source}");
+        batch.send(&receiver, 0..1, Some(&source)).unwrap();
+        assert_eq!(sender.recv(&mut [0; 8]).unwrap(), 4);
+        batch.receive_with_rights(&receiver, &mut fds).unwrap();
+        assert_eq!((batch.message(0).len(), batch.is_truncated(0)), (64, true));
+    }
+
+    fn dir_fd(dir: &tempfile::TempDir) -> std::fs::File {
+        std::fs::File::open(dir.path()).unwrap()
     }
 
     #[test]

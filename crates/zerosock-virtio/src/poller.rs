@@ -79,6 +79,8 @@ pub enum Interest {
     Read,
     /// Something to read, or the peer has shut down sending.
     ReadUntilEnd,
+    /// The peer has shut down sending, or the socket has failed.
+    End,
     /// All that [`Readiness`] tells.
     All,
 }
@@ -88,6 +90,7 @@ impl Interest {
         EventFlags::ET
             | match self {
                 Interest::Read => EventFlags::IN,
+                Interest::End => EventFlags::RDHUP,
                 Interest::ReadUntilEnd => EventFlags::IN | EventFlags::RDHUP,
                 Interest::All => {
                     EventFlags::IN | EventFlags::PRI | EventFlags::OUT | EventFlags::RDHUP

@@ -9,7 +9,8 @@ mod settings;
 
 use rustix::process::{Resource, Rlimit};
 use tracing::{info, warn};
-use zerosock_relay::relay::{Relay, RelayConfig, RelayStats, StartError};
+use zerosock_relay::relay::{Relay, RelayConfig, RelayStats, StartError, Way};
+use zerosock_sys::bpf;
 
 use self::args::RelayArgs;
 use crate::failure::Failure;
@@ -25,11 +26,19 @@ pub(crate) fn main(args: RelayArgs) -> Result<(), Failure> {
     raise_descriptor_limit();
     match config {
         Some(config) => run(config, &signals),
-        None => attached::run(&args, &signals),
+        None => {
+            if args.way == Way::Sockmap {
+                warn!("--way sockmap: both ends have to be TCP, or both UDP: bytes move in place");
+            }
+            attached::run(&args, &signals)
+        }
     }
 }
 
-fn run(config: RelayConfig, signals: &Signals) -> Result<(), Failure> {
+fn run(mut config: RelayConfig, signals: &Signals) -> Result<(), Failure> {
+    if config.way == Way::Sockmap {
+        prepare_sockmap(&mut config)?;
+    }
     let ends = config.ends.clone();
     let (way, workers) = (config.way, config.workers);
     let relay = Relay::start(config).map_err(|error| match error {
@@ -44,9 +53,6 @@ fn run(config: RelayConfig, signals: &Signals) -> Result<(), Failure> {
             None if end.listens() => info!(%end, "listening"),
             None => {}
         }
-    }
-    if let Some(reason) = relay.way_refused() {
-        warn!("--way {way}: {reason}: auto is used");
     }
     info!(from = %ends[0], to = %ends[1], %way, workers, "relaying");
     let ended = loop {
@@ -71,6 +77,20 @@ fn run(config: RelayConfig, signals: &Signals) -> Result<(), Failure> {
     }
 }
 
+/// Makes what redirection needs, and drops the capabilities for it before other threads start.
+fn prepare_sockmap(config: &mut RelayConfig) -> Result<(), Failure> {
+    if let Err(reason) = config.make_map() {
+        warn!("--way sockmap: {reason}: auto is used");
+        return Ok(());
+    }
+    if bpf::inserting_needs_capabilities() {
+        info!("CAP_BPF and CAP_NET_ADMIN are kept: before Linux 5.19 each pair needs them");
+        return Ok(());
+    }
+    bpf::drop_bpf_capabilities()
+        .map_err(|error| Failure::runtime(format_args!("cannot drop CAP_BPF: {error}")))
+}
+
 fn log_counters(stats: &RelayStats, what: &str) {
     info!(
         opened = stats.opened,
@@ -79,6 +99,7 @@ fn log_counters(stats: &RelayStats, what: &str) {
         unreachable = stats.unreachable,
         failed = stats.failed,
         idle = stats.idle,
+        joined = stats.joined,
         bytes_to_target = stats.bytes_to_target,
         bytes_to_source = stats.bytes_to_source,
         dropped = stats.dropped,

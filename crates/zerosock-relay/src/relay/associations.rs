@@ -7,19 +7,24 @@
 //! - A full UDP target loses datagrams, as anywhere on the network. A Unix receiver that is full gets
 //!   those of one batch later; further ones are dropped until then.
 
+mod joining;
+
 use std::collections::HashMap;
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, OwnedFd};
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use rustix::io::Errno;
 use slab::Slab;
 use zerosock_proto::Instant;
 use zerosock_sys::mmsg::Address;
+use zerosock_virtio::deadline::earlier;
 
 use super::direction::{Ready, Side};
 use super::due::{DueList, Link, Linked};
 use super::held_messages::HeldMessages;
+use super::joined::{Joined, Joining, Turns};
 use super::pair::Stage;
 use super::socket::Socket;
 use super::store::{BATCH, Store};
@@ -30,7 +35,7 @@ const BATCHES: usize = 16;
 /// See the [module](self).
 #[derive(Debug)]
 pub(super) struct Associations {
-    listener: OwnedFd,
+    listener: Socket,
     readable: bool,
     slots: Slab<Association>,
     by_source: HashMap<Address, u32>,
@@ -39,6 +44,13 @@ pub(super) struct Associations {
     due: DueList,
     timeout: Duration,
     serial: u32,
+    /// The address of the listener, if the kernel may join senders to their sockets.
+    connects_at: Option<SocketAddr>,
+    /// Associations with a socket to their sender that are not joined yet.
+    joining: Vec<u32>,
+    /// Associations that are, or will be.
+    joined: usize,
+    turns: Turns,
 }
 
 /// The datagrams of one sender.
@@ -53,6 +65,11 @@ pub(super) struct Association {
     /// What the target did not take yet.
     held: HeldMessages,
     link: Link,
+    /// Datagrams that came at the listener.
+    received: usize,
+    joining: Joining,
+    /// Bytes and lost datagrams of the joined sockets, as far as they are counted.
+    redirected: ([u64; 2], u64),
     pub(super) opened: Instant,
     moved: Instant,
     /// Bytes to the target, and to the source.
@@ -71,6 +88,12 @@ pub(super) trait Opener {
     /// Makes a socket to the target for the association that will have this key and serial; `None`: the
     /// datagram is dropped.
     fn open(&mut self, key: u32, serial: u32, source: &Address) -> Option<(Socket, Stage)>;
+
+    /// Has the kernel join the sockets of an association, to its sender and to the target.
+    fn join(&mut self, sockets: [OwnedFd; 2], key: u32) -> Result<Joined, [OwnedFd; 2]>;
+
+    /// Watches the sockets for the events that they need.
+    fn watch(&mut self, joined: &mut Joined, key: u32);
 }
 
 /// What a turn has done.
@@ -87,7 +110,11 @@ pub(super) struct Done {
 
 impl Associations {
     /// The datagrams that come to this socket.
-    pub(super) fn new(listener: OwnedFd, timeout: Duration) -> Associations {
+    pub(super) fn new(
+        listener: Socket,
+        timeout: Duration,
+        connects_at: Option<SocketAddr>,
+    ) -> Associations {
         Associations {
             listener,
             readable: false,
@@ -97,10 +124,14 @@ impl Associations {
             due: DueList::new(Some((timeout / 2).max(Duration::from_millis(1)))),
             timeout,
             serial: 0,
+            connects_at,
+            joining: Vec::new(),
+            joined: 0,
+            turns: Turns::default(),
         }
     }
 
-    pub(super) fn listener(&self) -> &OwnedFd {
+    pub(super) fn listener(&self) -> &Socket {
         &self.listener
     }
 
@@ -146,15 +177,16 @@ impl Associations {
     }
 
     pub(super) fn next_timeout(&self) -> Option<Instant> {
-        self.due.next()
+        earlier(self.due.next(), self.turns.next())
     }
 
     /// Removes an association for which nothing was relayed for the time-out.
-    pub(super) fn pop_idle(&mut self, now: Instant) -> Option<Association> {
+    pub(super) fn pop_idle(&mut self, now: Instant, done: &mut Done) -> Option<Association> {
         while let Some(key) = self.due.pop(&mut self.slots, now) {
-            let Some(association) = self.slots.get(key as usize) else {
+            let Some(association) = self.slots.get_mut(key as usize) else {
                 continue;
             };
+            association.observe(now, done);
             if now.saturating_duration_since(association.moved) >= self.timeout {
                 return Some(self.remove(key));
             }
@@ -164,14 +196,25 @@ impl Associations {
     }
 
     /// Removes all associations.
-    pub(super) fn drain(&mut self) -> Vec<Association> {
+    pub(super) fn drain(&mut self, now: Instant, done: &mut Done) -> Vec<Association> {
+        for (_, association) in &mut self.slots {
+            association.observe(now, done);
+        }
         let keys: Vec<u32> = self.slots.iter().map(|(key, _)| key as u32).collect();
         keys.into_iter().map(|key| self.remove(key)).collect()
     }
 
     fn remove(&mut self, key: u32) -> Association {
         self.due.remove(&mut self.slots, key);
-        let association = self.slots.remove(key as usize);
+        let mut association = self.slots.remove(key as usize);
+        match &mut association.joining {
+            Joining::No | Joining::Refused => {}
+            Joining::Soon(_) => self.joined -= 1,
+            Joining::Yes(joined) => {
+                self.turns.plan(key, joined, None);
+                self.joined -= 1;
+            }
+        }
         self.by_source.remove(&association.source);
         association
     }
@@ -185,11 +228,20 @@ impl Associations {
     ) -> Done {
         let mut done = Done::default();
         self.receive(store, opener, now, &mut done);
+        while let Some(key) = self.joining.pop() {
+            self.join(key, store, opener, &mut done);
+        }
+        while let Some(key) = self.turns.pop(now) {
+            self.set_ready(key, Ready::default());
+        }
         for _ in 0..self.queue.len() {
             let Some(key) = self.queue.pop_front() else {
                 break;
             };
-            self.answer(key, store, now, &mut done);
+            match self.slots.get(key as usize).map(Association::is_joined) {
+                Some(true) => self.step(key, store, opener, now, &mut done),
+                _ => self.answer(key, store, now, &mut done),
+            }
         }
         done.more = self.readable || !self.queue.is_empty();
         done
@@ -207,7 +259,7 @@ impl Associations {
             if !self.readable {
                 return;
             }
-            let got = match store.batch().receive(&self.listener, BATCH) {
+            let got = match self.listener.receive_batch(store.batch(), BATCH) {
                 Ok(got) => got,
                 Err(error) => {
                     // Other errors are those of earlier sends, and were taken by this call.
@@ -222,7 +274,10 @@ impl Associations {
                 let same = |n: &usize| batch.source(*n) != &source;
                 let end = (first + 1..got).find(same).unwrap_or(got);
                 match self.find(source, opener, now) {
-                    Some(key) => self.forward(key, first..end, store, now, done),
+                    Some(key) => {
+                        self.forward(key, first..end, store, now, done);
+                        self.connect_sender(key, end - first);
+                    }
                     None => done.dropped += (end - first) as u64,
                 }
                 first = end;
@@ -249,6 +304,9 @@ impl Associations {
             source,
             held: HeldMessages::default(),
             link: Link::default(),
+            received: 0,
+            joining: Joining::No,
+            redirected: ([0; 2], 0),
             opened: now,
             moved: now,
             bytes: [0; 2],
@@ -293,7 +351,7 @@ impl Associations {
                 continue;
             }
             let end = (next..run.end).find(|&n| batch.is_truncated(n));
-            let Ok(fd) = association.side.socket.fd() else {
+            let Ok(fd) = association.target() else {
                 return;
             };
             match batch.send(fd, next..end.unwrap_or(run.end), None) {
@@ -304,19 +362,24 @@ impl Associations {
                     next += sent;
                     retried = false;
                 }
-                Err(error) => match Errno::from_io_error(&error) {
-                    Some(Errno::AGAIN) if association.side.socket.kind().has_room_events() => {
-                        association.side.ready.clear(Ready::WRITE);
-                        association.held.push(batch.message(next));
-                        next += 1;
+                Err(error) => {
+                    if let Joining::Yes(joined) = &association.joining {
+                        joined.insert_again(1);
                     }
-                    // The answer to an earlier datagram, such as that no process listens there.
-                    Some(Errno::CONNREFUSED) if !retried => retried = true,
-                    _ => {
-                        association.dropped += 1;
-                        next += 1;
+                    match Errno::from_io_error(&error) {
+                        Some(Errno::AGAIN) if association.side.socket.kind().has_room_events() => {
+                            association.side.ready.clear(Ready::WRITE);
+                            association.held.push(batch.message(next));
+                            next += 1;
+                        }
+                        // The answer to an earlier datagram, such as that no process listens there.
+                        Some(Errno::CONNREFUSED) if !retried => retried = true,
+                        _ => {
+                            association.dropped += 1;
+                            next += 1;
+                        }
                     }
-                },
+                }
             }
         }
         done.dropped += association.dropped - before;
@@ -335,14 +398,11 @@ impl Associations {
         association.send_held(done);
         let mut ended = None;
         for _ in 0..BATCHES {
-            let Ok(fd) = association.side.socket.fd() else {
-                break;
-            };
             if !association.side.ready.has(Ready::READ) {
                 break;
             }
             let batch = store.batch();
-            let got = match batch.receive(fd, BATCH) {
+            let got = match association.side.socket.receive_batch(batch, BATCH) {
                 Ok(got) => got,
                 Err(error) => {
                     let errno = Errno::from_io_error(&error).unwrap_or(Errno::IO);
@@ -372,7 +432,10 @@ impl Associations {
                         || association.side.socket.kind().has_end() && batch.message(n).is_empty()
                 });
                 let end = end.unwrap_or(got);
-                match batch.send(self.listener.as_fd(), next..end, Some(&association.source)) {
+                let Ok(fd) = self.listener.fd() else {
+                    break;
+                };
+                match batch.send(fd, next..end, Some(&association.source)) {
                     Ok(sent) => {
                         let bytes: usize =
                             (next..next + sent).map(|n| batch.message(n).len()).sum();

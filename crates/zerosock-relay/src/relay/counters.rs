@@ -18,6 +18,8 @@ pub struct RelayStats {
     pub failed: u64,
     /// Connections and associations that ended because nothing was sent for the idle time-out.
     pub idle: u64,
+    /// Connections and associations whose sockets the kernel joined (way sockmap).
+    pub joined: u64,
     /// Bytes that were delivered to the target's side.
     pub bytes_to_target: u64,
     /// Bytes that were delivered to the source's side.
@@ -36,6 +38,7 @@ pub(super) struct Counters {
     pub(super) unreachable: Counter,
     pub(super) failed: Counter,
     pub(super) idle: Counter,
+    pub(super) joined: Counter,
     /// To the target, and to the source.
     pub(super) bytes: [Counter; 2],
     pub(super) dropped: Counter,
@@ -72,6 +75,7 @@ impl RelayStats {
             sum.unreachable += one.unreachable.get();
             sum.failed += one.failed.get();
             sum.idle += one.idle.get();
+            sum.joined += one.joined.get();
             sum.bytes_to_target += one.bytes[0].get();
             sum.bytes_to_source += one.bytes[1].get();
             sum.dropped += one.dropped.get();

@@ -14,6 +14,7 @@ mod log;
 
 use std::collections::VecDeque;
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,6 +33,7 @@ use super::counters::Counters;
 use super::direction::{Ready, Side};
 use super::due::DueList;
 use super::endpoint::Endpoint;
+use super::joined::{Step, Turns};
 use super::pair::{Pair, Reason, Source, Stage, Turn};
 use super::plan::Plan;
 use super::socket::{Socket, SocketKind};
@@ -44,8 +46,10 @@ const SIDES: [EventKind; 2] = [EventKind::new(1), EventKind::new(2)];
 const LISTENER: EventKind = EventKind::new(3);
 /// The socket of all senders of datagrams.
 const DATAGRAMS: EventKind = EventKind::new(4);
-/// The socket of an association.
+/// The socket of an association to the target.
 const ASSOCIATION: EventKind = EventKind::new(5);
+/// The socket of an association to its sender, if the kernel joins both.
+const SENDER: EventKind = EventKind::new(6);
 
 type Context<'a> = device::Context<'a, RelayDevice>;
 
@@ -68,6 +72,8 @@ pub(super) struct RelayDevice {
     store: Store,
     connecting: DueList,
     idle: DueList,
+    /// Turns of the pairs that the kernel joins.
+    turns: Turns,
     /// Nothing is accepted until then.
     paused: Option<Instant>,
     /// Connections of each end that wait for one of the other.
@@ -120,7 +126,9 @@ pub(super) struct Parts {
     pub(super) own: Sender<WorkerMessage<RelayDevice>>,
     pub(super) listeners: Vec<Listener>,
     /// The socket of all senders of datagrams.
-    pub(super) datagrams: Option<OwnedFd>,
+    pub(super) datagrams: Option<Socket>,
+    /// Its address, if the kernel may join senders to their sockets.
+    pub(super) connects_at: Option<SocketAddr>,
     /// Workers to which accepted connections are given in turn; 1: they stay here.
     pub(super) workers: u32,
 }
@@ -135,7 +143,7 @@ impl RelayDevice {
             .map(|time| (time / 2).max(Duration::from_millis(1)));
         let associations = parts
             .datagrams
-            .map(|socket| Associations::new(socket, config.datagram_timeout));
+            .map(|socket| Associations::new(socket, config.datagram_timeout, parts.connects_at));
         RelayDevice {
             addr: parts.addr,
             counters: parts.counters,
@@ -149,6 +157,7 @@ impl RelayDevice {
             store: Store::new(config.buffer, config.pipes),
             connecting: DueList::new(Some(config.connect_timeout)),
             idle: DueList::new(idle),
+            turns: Turns::default(),
             paused: None,
             waiting: Default::default(),
             associations,
@@ -204,7 +213,10 @@ impl RelayDevice {
             true => self.idle.remove(&mut self.pairs, key),
             false => self.connecting.remove(&mut self.pairs, key),
         }
-        let pair = self.pairs.remove(key as usize);
+        let mut pair = self.pairs.remove(key as usize);
+        if let Some(joined) = pair.joined() {
+            self.turns.plan(key, joined, None);
+        }
         if pair.queued {
             self.queue.retain(|&other| other != key);
         }
@@ -242,8 +254,22 @@ impl RelayDevice {
             if !pair.is_connected() {
                 continue;
             }
+            if let Some(map) = &self.plan.config.sockmap
+                && pair.joins()
+            {
+                match pair.join(map, &mut self.store) {
+                    Ok(joined) => self.counters.joined.add(joined.into()),
+                    Err(refusal) => self.plan.say_refusal(&refusal),
+                }
+            }
             let before = pair.bytes();
-            let turn = pair.run(&mut self.store, cx.now);
+            let turn = match pair.is_joined() {
+                true => self.step(key, cx),
+                false => pair.run(&mut self.store, cx.now),
+            };
+            let Some(pair) = self.pairs.get(key as usize) else {
+                continue;
+            };
             let after = pair.bytes();
             for end in 0..2 {
                 self.counters.bytes[end].add(after[end] - before[end]);
@@ -254,6 +280,29 @@ impl RelayDevice {
                 Turn::Ended(reason) => self.end_pair(key, reason, cx),
             }
         }
+    }
+
+    /// Gives a pair that the kernel joins its turn.
+    fn step(&mut self, key: u32, cx: &mut Context<'_>) -> Turn {
+        let Some(pair) = self.pairs.get_mut(key as usize) else {
+            return Turn::Waiting;
+        };
+        let again = match pair.step(&mut self.store, cx.now) {
+            Step::Wait(again) => again,
+            Step::Ended => return Turn::Ended(Reason::Closed),
+            Step::Failed(end, errno) => return Turn::Ended(Reason::Failed(end as u8, errno)),
+        };
+        if let Some(joined) = pair.joined() {
+            let tokens = SIDES.map(|kind| Token {
+                device: self.addr.number,
+                kind,
+                key,
+            });
+            joined.watch(cx.poller, tokens);
+            let at = again.map(|again| cx.now + again);
+            self.turns.plan(key, joined, at);
+        }
+        Turn::Waiting
     }
 
     /// Ends the pairs whose time has come.
@@ -270,14 +319,23 @@ impl RelayDevice {
             self.fail_connect(key, end, &reason, cx);
         }
         while let Some(key) = self.idle.pop(&mut self.pairs, cx.now) {
-            let Some(pair) = self.pairs.get(key as usize) else {
+            let Some(pair) = self.pairs.get_mut(key as usize) else {
                 continue;
             };
+            let before = pair.bytes();
+            pair.observe(cx.now);
+            let after = pair.bytes();
+            for end in 0..2 {
+                self.counters.bytes[end].add(after[end] - before[end]);
+            }
             let rested = cx.now.saturating_duration_since(pair.moved);
             match self.plan.idle_timeout() {
                 Some(limit) if rested >= limit => self.end_pair(key, Reason::Idle, cx),
                 _ => self.idle.add(&mut self.pairs, key, cx.now),
             }
+        }
+        while let Some(key) = self.turns.pop(cx.now) {
+            self.enqueue(key);
         }
         if self.paused.is_some_and(|until| until <= cx.now) {
             self.paused = None;
@@ -327,7 +385,7 @@ impl WorkerDevice for RelayDevice {
         if let Some(associations) = &self.associations {
             let token = token(DATAGRAMS, 0);
             cx.poller
-                .add(associations.listener(), token, Interest::Read)?;
+                .add(associations.listener().fd()?, token, Interest::Read)?;
         }
         Ok(())
     }
@@ -347,6 +405,11 @@ impl WorkerDevice for RelayDevice {
             DATAGRAMS => {
                 if let Some(associations) = &mut self.associations {
                     associations.set_readable();
+                }
+            }
+            SENDER => {
+                if let Some(associations) = &mut self.associations {
+                    associations.set_ready(key, Ready::default());
                 }
             }
             ASSOCIATION => {
@@ -409,6 +472,7 @@ impl WorkerDevice for RelayDevice {
 
     fn next_timeout(&self) -> Option<Instant> {
         let pairs = earlier(self.connecting.next(), self.idle.next());
+        let pairs = earlier(pairs, self.turns.next());
         let datagrams = self
             .associations
             .as_ref()

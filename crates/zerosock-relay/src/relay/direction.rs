@@ -127,6 +127,11 @@ impl Direction {
         self.held = Held::Chunk(Chunk::of(bytes));
     }
 
+    /// Writes what is held; false if something is left or the target has failed.
+    pub(super) fn flush(&mut self, to: &mut Side, store: &mut Store) -> bool {
+        matches!(self.write_held(to, store), Ok(true))
+    }
+
     pub(super) fn mode(&self) -> Mode {
         self.mode
     }

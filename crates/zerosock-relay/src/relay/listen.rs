@@ -2,13 +2,13 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, sockopt};
 use zerosock_sys::socket_file::{self, SocketFile};
-use zerosock_sys::{fd_passing, vsock};
+use zerosock_sys::{fd_passing, reuseport, vsock};
 
 use super::endpoint::Endpoint;
 use super::socket::SocketKind;
@@ -116,6 +116,35 @@ pub(super) fn set_datagram_buffers(socket: &OwnedFd) -> io::Result<()> {
         socket,
         DATAGRAM_BUFFER,
     )?)
+}
+
+/// Allows [`connected_beside`] for a listener with one socket, which goes on to receive what comes from
+/// all other senders.
+pub(super) fn allow_connected(socket: impl AsFd, address: SocketAddr) -> io::Result<()> {
+    sockopt::set_socket_reuseport(&socket, true)?;
+    // The kernel makes the group when a second socket is bound.
+    drop(beside(address)?);
+    reuseport::deliver_to_first(socket)
+}
+
+/// A socket with the address of a listener, which receives the datagrams of one sender from now on.
+pub(super) fn connected_beside(address: SocketAddr, sender: SocketAddr) -> io::Result<OwnedFd> {
+    let socket = beside(address)?;
+    set_datagram_buffers(&socket)?;
+    rustix::net::connect(&socket, &sender)?;
+    Ok(socket)
+}
+
+fn beside(address: SocketAddr) -> io::Result<OwnedFd> {
+    let family = match address {
+        SocketAddr::V4(_) => AddressFamily::INET,
+        SocketAddr::V6(_) => AddressFamily::INET6,
+    };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(family, SocketType::DGRAM, flags, None)?;
+    sockopt::set_socket_reuseport(&socket, true)?;
+    rustix::net::bind(&socket, &address)?;
+    Ok(socket)
 }
 
 /// Sockets that share an address, over which the kernel spreads connections or senders.

@@ -22,6 +22,7 @@ mod direction;
 mod due;
 mod endpoint;
 mod held_messages;
+mod joined;
 mod listen;
 mod open;
 mod pair;
@@ -48,7 +49,7 @@ use zerosock_virtio::worker::{Worker, WorkerMessage};
 
 pub use self::counters::RelayStats;
 pub use self::endpoint::{Endpoint, FORMS, ParseEndpointError};
-pub use self::plan::RelayConfig;
+pub use self::plan::{NoSockmap, RelayConfig};
 pub use self::way::{UnknownWay, Way};
 
 use self::counters::Counters;
@@ -56,6 +57,7 @@ use self::device::{Listener, Message, Parts, RelayDevice};
 use self::listen::{Listeners, listen};
 use self::open::Destination;
 use self::plan::Plan;
+use self::socket::Socket;
 use crate::connector::{Connector, ConnectorConfig};
 
 type Sender = zerosock_virtio::mailbox::Sender<WorkerMessage<RelayDevice>>;
@@ -188,6 +190,7 @@ impl Relay {
                 own: self.senders[number].clone(),
                 listeners: Vec::new(),
                 datagrams: None,
+                connects_at: None,
                 workers: 1,
             };
             for (end, made) in &mut listeners {
@@ -198,7 +201,13 @@ impl Relay {
                     continue;
                 };
                 if self.plan.config.ends[*end].receives_datagrams() {
-                    parts.datagrams = Some(fd);
+                    if let Some(address) = made.address
+                        && self.plan.config.sockmap.is_some()
+                    {
+                        parts.connects_at = Some(address);
+                        listen::allow_connected(&fd, address)?;
+                    }
+                    parts.datagrams = Some(Socket::new(fd, made.kind, made.refuses_rights));
                     continue;
                 }
                 parts.listeners.push(Listener {
@@ -237,12 +246,6 @@ impl Relay {
     /// at port 0.
     pub fn addresses(&self) -> [Option<SocketAddr>; 2] {
         self.addresses
-    }
-
-    /// Why the way that was asked for is not taken.
-    pub fn way_refused(&self) -> Option<&'static str> {
-        let asked = self.plan.config.way;
-        (asked == Way::Sockmap).then_some("relays do not redirect inside of the kernel yet")
     }
 
     /// What the relay has done.

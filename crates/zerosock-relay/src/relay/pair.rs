@@ -13,8 +13,10 @@ use zerosock_proto::Instant;
 
 use super::direction::{Direction, End, Outcome, Ready, Side};
 use super::due::{Link, Linked};
+use super::joined::{Joined, Step};
 use super::store::Store;
 use super::way::Mode;
+use crate::sockmap::{Refusal, RelayMap};
 
 /// Bytes that each direction of a pair moves in a turn before other pairs have theirs.
 const BUDGET: usize = 1 << 20;
@@ -69,6 +71,12 @@ pub(super) struct Pair {
     /// The error of a socket that still had bytes to deliver.
     failure: Option<(u8, Errno)>,
     link: Link,
+    /// The kernel may join the sockets when they are connected.
+    joins: bool,
+    /// The sockets while the kernel joins them.
+    joined: Option<Box<Joined>>,
+    /// Bytes that the kernel has moved, as far as they are counted.
+    redirected: [u64; 2],
     /// Tells the pair from its successor in the same slot.
     pub(super) serial: u32,
     pub(super) source: Source,
@@ -111,6 +119,9 @@ impl Pair {
             queued: false,
             failure: None,
             link: Link::default(),
+            joins: false,
+            joined: None,
+            redirected: [0; 2],
             serial,
             source,
             target: None,
@@ -153,6 +164,81 @@ impl Pair {
     /// Messages that were not delivered.
     pub(super) fn dropped(&self) -> u32 {
         self.directions[0].dropped + self.directions[1].dropped
+    }
+
+    /// Has the kernel join the sockets when they are connected.
+    pub(super) fn join_when_connected(&mut self) {
+        self.joins = true;
+    }
+
+    /// Whether that is still to be tried.
+    pub(super) fn joins(&self) -> bool {
+        self.joins
+    }
+
+    /// What the pair has while the kernel joins its sockets.
+    pub(super) fn joined(&mut self) -> Option<&mut Joined> {
+        self.joined.as_deref_mut()
+    }
+
+    pub(super) fn is_joined(&self) -> bool {
+        self.joined.is_some()
+    }
+
+    /// Has the kernel join the sockets, before anything is read from them. Asked once; whether it does.
+    ///
+    /// # Errors
+    /// Why it cannot; the bytes move as in other ways.
+    pub(super) fn join(&mut self, map: &RelayMap, store: &mut Store) -> Result<bool, Refusal> {
+        // A header that does not fit into the target's buffer: the bytes move as in other ways.
+        let [_, target] = &mut self.sides;
+        if !std::mem::take(&mut self.joins) || !self.directions[0].flush(target, store) {
+            return Ok(false);
+        }
+        let [one, two] = &mut self.sides;
+        let (Some(a), Some(b)) = (one.socket.take(), two.socket.take()) else {
+            return Ok(false);
+        };
+        let (result, sockets) = match Joined::new(map, [a, b]) {
+            Ok(joined) => {
+                self.joined = Some(Box::new(joined));
+                return Ok(true);
+            }
+            Err(refused) => (refused.error, refused.sockets),
+        };
+        for (side, fd) in self.sides.iter_mut().zip(sockets) {
+            side.socket.put(fd);
+        }
+        Err(result)
+    }
+
+    /// Counts what the kernel has moved since the last time.
+    pub(super) fn observe(&mut self, now: Instant) {
+        let Some(joined) = &self.joined else { return };
+        let bytes = joined.bytes();
+        if bytes != self.redirected {
+            for (direction, (new, old)) in
+                (self.directions.iter_mut()).zip(bytes.into_iter().zip(self.redirected))
+            {
+                direction.bytes += new - old;
+            }
+            self.redirected = bytes;
+            self.moved = now;
+        }
+        // The ends of streams are packets without bytes too.
+        if self.sides.iter().any(|side| !side.socket.kind().has_end()) {
+            self.directions[0].dropped = u32::try_from(joined.lost()).unwrap_or(u32::MAX);
+        }
+    }
+
+    /// A turn while the kernel joins the sockets.
+    pub(super) fn step(&mut self, store: &mut Store, now: Instant) -> Step {
+        let step = match &mut self.joined {
+            Some(joined) => joined.step(store.scratch(), now),
+            None => Step::Wait(None),
+        };
+        self.observe(now);
+        step
     }
 
     /// How the bytes move.
@@ -227,6 +313,11 @@ impl Pair {
     /// Ends both directions and the sockets. After anything but an orderly end, the peers of TCP sockets
     /// get a reset.
     pub(super) fn close(mut self, reason: Reason, store: &mut Store) {
+        if let Some(joined) = self.joined.take() {
+            for (side, fd) in self.sides.iter_mut().zip(joined.into_sockets()) {
+                side.socket.put(fd);
+            }
+        }
         for direction in &mut self.directions {
             direction.abandon(store);
         }

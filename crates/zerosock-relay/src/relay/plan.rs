@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
+use zerosock_sys::bpf::BpfError;
 
 use super::endpoint::Endpoint;
 use super::open::Destination;
@@ -13,6 +14,7 @@ use super::socket::SocketKind;
 use super::way::{Mode, Way};
 use crate::connector::{ConnectRequest, Connector, Done};
 use crate::networks::AddressPolicy;
+use crate::sockmap::{Refusal, RelayMap};
 use crate::target::Target;
 
 /// What to relay, and within which limits.
@@ -23,6 +25,8 @@ pub struct RelayConfig {
     pub ends: [Endpoint; 2],
     /// How the bytes are moved.
     pub way: Way,
+    /// The maps of way sockmap: see [`RelayConfig::make_map`]. Without them that way is as `Auto`.
+    pub sockmap: Option<RelayMap>,
     /// Threads.
     pub workers: usize,
     /// Most connections, and associations of datagrams, at once.
@@ -49,6 +53,7 @@ impl RelayConfig {
         RelayConfig {
             ends,
             way: Way::Auto,
+            sockmap: None,
             workers: 1,
             max_connections: 65536,
             connect_timeout: Duration::from_secs(10),
@@ -58,6 +63,56 @@ impl RelayConfig {
             pipes: 64,
             datagram_timeout: Duration::from_secs(60),
             proxy_protocol: false,
+        }
+    }
+}
+
+/// Why a relay does not redirect inside of the kernel.
+#[derive(Debug, thiserror::Error)]
+pub enum NoSockmap {
+    /// The ends are not of the right kinds.
+    #[error("{0}")]
+    Ends(&'static str),
+    /// The kernel refuses.
+    #[error(transparent)]
+    Bpf(#[from] BpfError),
+}
+
+/// Most pairs of sockets in the maps of a relay, which take some hundred bytes each of the kernel's memory
+/// from the start.
+const MOST_JOINED: usize = 65536;
+
+impl RelayConfig {
+    /// Makes the maps that [`Way::Sockmap`] needs. To be called while the process has CAP_BPF and
+    /// CAP_NET_ADMIN, and before it starts threads if it drops them then.
+    ///
+    /// # Errors
+    /// Why it cannot be; the relay then takes the ways of [`Way::Auto`].
+    pub fn make_map(&mut self) -> Result<(), NoSockmap> {
+        self.ends_can_join().map_err(NoSockmap::Ends)?;
+        let pairs = self.max_connections.clamp(1, MOST_JOINED) as u32;
+        self.sockmap = Some(RelayMap::new(pairs)?);
+        if self.ends.iter().any(Endpoint::receives_datagrams) {
+            // The sockets of senders are beside one listener; the kernel moves what they receive.
+            self.workers = 1;
+        }
+        Ok(())
+    }
+
+    fn ends_can_join(&self) -> Result<(), &'static str> {
+        match [0, 1].map(|end| self.ends[end].kind()) {
+            [SocketKind::Tcp, SocketKind::Tcp] => Ok(()),
+            [SocketKind::Udp, SocketKind::Udp] => {
+                let any = |end: &Endpoint| match end {
+                    Endpoint::UdpListen(address) => address.ip().is_unspecified(),
+                    _ => false,
+                };
+                match self.ends.iter().any(any) {
+                    true => Err("a UDP listener needs one address, not all of the host"),
+                    false => Ok(()),
+                }
+            }
+            _ => Err("both ends have to be TCP, or both UDP"),
         }
     }
 }
@@ -72,6 +127,8 @@ pub(super) struct Plan {
     policy: Arc<AddressPolicy>,
     /// Connections and associations of all workers.
     open: AtomicUsize,
+    /// It was said that sockets cannot be joined.
+    refusal_said: AtomicBool,
     /// Readable when the relay is over.
     pub(super) over: OwnedFd,
     /// The only pair of the relay has ended in order.
@@ -92,9 +149,19 @@ impl Plan {
             connector,
             policy: Arc::new(AddressPolicy::unrestricted(Vec::new())),
             open: AtomicUsize::new(0),
+            refusal_said: AtomicBool::new(false),
             over: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             succeeded: AtomicBool::new(false),
         })
+    }
+
+    /// Says why two sockets are not joined, the first time.
+    pub(super) fn say_refusal(&self, refusal: &Refusal) {
+        // Relaxed: a flag without relation to other memory.
+        match self.refusal_said.swap(true, Ordering::Relaxed) {
+            true => tracing::debug!("{refusal}"),
+            false => tracing::info!("{refusal}: such connections move as with --way auto"),
+        }
     }
 
     /// The kind of an end.

@@ -13,6 +13,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, sockopt};
 use zerosock_sys::account::{Account, Budget};
+use zerosock_sys::mmsg::Batch;
 use zerosock_sys::{fd_passing, reaper};
 
 /// What a socket is, as far as moving its bytes depends on it.
@@ -79,10 +80,16 @@ static RIGHTS: LazyLock<Account> = LazyLock::new(|| Budget::unlimited().account(
 impl Socket {
     /// The socket, of which it is known whether it refuses descriptors.
     pub(super) fn new(fd: OwnedFd, kind: SocketKind, refuses_rights: bool) -> Socket {
+        let carries_rights = kind.is_unix() && !refuses_rights;
+        if carries_rights && kind == SocketKind::Unix {
+            // An out-of-band byte would be skipped, and its descriptors closed by this thread. The option
+            // fails for no Unix socket.
+            let _ = fd_passing::receive_urgent_inline(&fd);
+        }
         Socket {
             fd: Some(fd),
             kind,
-            carries_rights: kind.is_unix() && !refuses_rights,
+            carries_rights,
         }
     }
 
@@ -108,6 +115,16 @@ impl Socket {
 
     pub(super) fn is_absent(&self) -> bool {
         self.fd.is_none()
+    }
+
+    /// Takes the descriptor away, for a [`Joined`](super::joined::Joined) pair.
+    pub(super) fn take(&mut self) -> Option<OwnedFd> {
+        self.fd.take()
+    }
+
+    /// The opposite of [`take`](Self::take).
+    pub(super) fn put(&mut self, fd: OwnedFd) {
+        self.fd = Some(fd);
     }
 
     /// Whether a receive must have room for descriptors.
@@ -151,6 +168,22 @@ impl Socket {
             Ok(received) => Ok(received.bytes),
             Err(error) => Err(Errno::from_io_error(&error).unwrap_or(Errno::IO)),
         }
+    }
+
+    /// Receives messages, at most `most`; the reaper closes the descriptors that peers have sent.
+    ///
+    /// # Errors
+    /// `WouldBlock` when nothing is there; otherwise errors of recvmmsg(2) and recvmsg(2).
+    pub(super) fn receive_batch(&self, batch: &mut Batch, most: usize) -> io::Result<usize> {
+        if !self.carries_rights {
+            return batch.receive(self.fd()?, most);
+        }
+        let mut rights = Vec::new();
+        let received = batch.receive_with_rights(self.fd()?, &mut rights);
+        for fd in rights {
+            drop(fd.owned_by(&RIGHTS));
+        }
+        received
     }
 
     /// Sends bytes, or one message; returns how many bytes the socket took.

@@ -46,6 +46,8 @@ pub(super) struct Store {
     most_pipes: usize,
     pipe_size: usize,
     batch: Option<Box<Batch>>,
+    /// For what passes by hand in joined pairs. Empty between their turns.
+    scratch: Vec<u8>,
 }
 
 /// A pipe with both ends here.
@@ -96,6 +98,7 @@ impl Store {
             most_pipes,
             pipe_size: buffer_size.max(SMALLEST_PIPE),
             batch: None,
+            scratch: Vec::new(),
         }
     }
 
@@ -195,6 +198,12 @@ impl Store {
     pub(super) fn batch(&mut self) -> &mut Batch {
         let new = || Box::new(Batch::new(BATCH, LONGEST_MESSAGE));
         self.batch.get_or_insert_with(new)
+    }
+
+    /// Memory for one read of a joined pair, with room for any datagram.
+    pub(super) fn scratch(&mut self) -> &mut [u8] {
+        self.scratch.resize(LONGEST_MESSAGE, 0);
+        &mut self.scratch
     }
 
     /// Bytes of buffers that pairs hold.

@@ -18,8 +18,9 @@ use super::maps::{Ends, Side};
 const SOON: Duration = Duration::from_millis(1);
 /// The longest time between turns of a direction that waits for its target.
 const LATE: Duration = Duration::from_millis(64);
-/// How soon a datagram direction at rest needs a turn, to raise its allowance.
-const DATAGRAMS: Duration = Duration::from_millis(250);
+/// How soon a datagram direction at rest needs a turn, to raise its allowance: no event tells that the
+/// kernel redirects again.
+const DATAGRAMS: Duration = Duration::from_millis(64);
 /// How soon a direction without a limit needs a turn when no bytes pass.
 const WATCH: Duration = Duration::from_millis(4);
 /// Turns without bytes after which a direction is idle.
@@ -72,7 +73,8 @@ pub struct Counters {
     pub redirected_packets: u64,
     /// Bytes that turns have received and sent.
     pub by_hand_bytes: u64,
-    /// Empty datagrams, which the kernel cannot redirect, and ends of TCP streams.
+    /// Empty datagrams, which the kernel cannot redirect, datagrams beyond the limit, and ends of TCP
+    /// streams.
     pub empty_packets: u64,
     /// Datagrams received by hand that the target refused.
     pub lost_datagrams: u64,
@@ -190,6 +192,27 @@ impl<S: AsFd> Pair<S> {
             empty_packets: slot.dropped.load(Acquire),
             lost_datagrams: direction.lost,
         }
+    }
+
+    /// Goes on redirecting to a socket after an error that a send of the caller has taken. Only datagrams
+    /// may be sent besides turns, because they need no order.
+    ///
+    /// # Errors
+    /// Errors of bpf(2).
+    pub fn insert_again(&self, side: Side) -> io::Result<()> {
+        self.ends.insert_again(side, self.socket(side))
+    }
+
+    /// Whether the target has taken all that was redirected to it, for an end after a failure of the
+    /// source. Datagrams count as taken.
+    pub fn has_delivered(&self, from: Side) -> bool {
+        let direction = &self.directions[from.index()];
+        let (Some(slot), Some(base)) = (self.ends.slot(from), direction.base) else {
+            return true;
+        };
+        let passed = slot.bytes.load(Acquire) + direction.by_hand;
+        let written = tcp_written(&self.sockets[from.other().index()]);
+        direction.ended || written.is_ok_and(|written| written >= base + passed)
     }
 
     /// Does by hand what is due in the direction from this side. It does not block.

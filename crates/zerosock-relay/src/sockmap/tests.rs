@@ -391,6 +391,29 @@ fn empty_datagram_does_not_end_the_redirection() {
     assert_eq!(pair.counters(Side::A).redirected_packets, 1);
 }
 
+/// The kernel would keep no bounds of datagrams that a program leaves at their socket.
+#[test]
+fn datagrams_beyond_the_limit_are_dropped_and_never_merged() {
+    let map = map_or_skip!(1);
+    let ((one, a), (two, b)) = (udp(), udp());
+    let mut pair = map.insert_pair(a, b, 1000, Directions::Both).unwrap();
+    for n in 0..50u8 {
+        one.send(&[n; 100]).unwrap();
+    }
+    let mut scratch = vec![0; 256 << 10];
+    pair.turn(Side::A, &mut scratch).unwrap();
+    one.send(&[50; 100]).unwrap();
+    let mut buffer = [0; 10_000];
+    for n in (0..10).chain([50u8]) {
+        let length = two.recv(&mut buffer).unwrap();
+        assert_eq!(buffer[..length], [n; 100]);
+    }
+    let counters = pair.counters(Side::A);
+    assert_eq!(counters.redirected_packets, 11, "{counters:?}");
+    assert_eq!(counters.empty_packets, 40, "{counters:?}");
+    assert_eq!(counters.by_hand_bytes, 0, "{counters:?}");
+}
+
 #[test]
 fn refused_datagrams_are_no_error_of_the_pair() {
     let map = map_or_skip!(1);

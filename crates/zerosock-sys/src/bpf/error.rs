@@ -125,6 +125,12 @@ impl Denial {
     }
 }
 
+/// Whether a socket can be inserted into a map only with the capabilities that made the map: before
+/// Linux 5.19.
+pub fn inserting_needs_capabilities() -> bool {
+    release() < (5, 19)
+}
+
 /// Major and minor number of the running kernel; zeroes if it does not tell.
 fn release() -> (u32, u32) {
     let text = rustix::system::uname()

@@ -117,7 +117,8 @@ pub struct Slot {
     /// Bytes that stayed at their socket. The kernel may make them readable some time after the program has
     /// counted them. Written by the program.
     pub passed: AtomicU64,
-    /// Packets without bytes, which cannot be redirected: ends of TCP streams, and empty datagrams.
+    /// Packets without bytes, which cannot be redirected: ends of TCP streams, and empty datagrams. And
+    /// datagrams that were not redirected for another reason.
     /// Written by the program.
     pub dropped: AtomicU64,
 }

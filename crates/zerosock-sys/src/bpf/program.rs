@@ -14,12 +14,14 @@
 //!    one piece of memory:                      refuse
 //! if !redirect(packet, targets[number]):       refuse
 //! count packet and length; PASS                (which a redirect has turned into the target's)
-//! refuse:  count length as passed; PASS        (the packet stays at its socket, for recv(2))
+//! refuse:  if slot.whole:                      count it as dropped, DROP
+//!          count length as passed; PASS        (the packet stays at its socket, for recv(2))
 //! ```
 //!
 //! A redirected packet without bytes, such as the end of a TCP stream, would be an error of the target
 //! (EPIPE), after which the kernel drops all later ones. A redirected packet of several pieces, as network
-//! devices deliver them, would become one datagram for each piece.
+//! devices deliver them, would become one datagram for each piece. Datagrams that stay at their socket would
+//! be read as one: the kernel (seen on 6.18) keeps no bounds of what a program passes.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -171,6 +173,9 @@ fn verdict(maps: VerdictMaps<'_>, source: Source) -> Vec<Instruction> {
     code.finish(PASS);
 
     code.label(Label::Refuse);
+    code.load_u64(R1, SLOT, Slot::WHOLE);
+    code.set(R2, 0);
+    code.jump_if_different(R1, R2, Label::Drop);
     code.add_atomically(SLOT, Slot::PASSED, LENGTH);
     code.label(Label::Pass);
     code.finish(PASS);

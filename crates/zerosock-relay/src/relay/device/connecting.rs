@@ -50,6 +50,9 @@ impl RelayDevice {
     pub(super) fn add(&mut self, sides: [(Side, Stage); 2], source: Source, cx: &mut Context<'_>) {
         self.serial = self.serial.wrapping_add(1);
         let mut pair = Pair::new(sides, self.plan.modes(), source, self.serial, cx.now);
+        if self.plan.config.sockmap.is_some() {
+            pair.join_when_connected();
+        }
         if self.plan.config.proxy_protocol {
             let source = match source {
                 Source::Ip(address) => proxy_protocol::Source::Ip(address),

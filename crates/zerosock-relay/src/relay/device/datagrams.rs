@@ -1,14 +1,17 @@
 //! Associations of datagrams on a worker.
 
+use std::os::fd::OwnedFd;
+
 use rustix::io::Errno;
 use zerosock_sys::mmsg::Address;
 use zerosock_virtio::poller::{Interest, Poller, Token};
 use zerosock_virtio::worker::WorkerMessage;
 
-use super::{ASSOCIATION, Context, Message, RelayDevice};
+use super::{ASSOCIATION, Context, Message, RelayDevice, SENDER};
 use crate::connector::{ConnectError, Connected};
-use crate::relay::associations::{Association, Opener};
+use crate::relay::associations::{Association, Done, Opener};
 use crate::relay::counters::Counters;
+use crate::relay::joined::Joined;
 use crate::relay::open::Opened;
 use crate::relay::pair::Stage;
 use crate::relay::plan::Plan;
@@ -77,6 +80,39 @@ impl Opener for Targets<'_> {
             }
         }
     }
+
+    fn join(&mut self, sockets: [OwnedFd; 2], key: u32) -> Result<Joined, [OwnedFd; 2]> {
+        let Some(map) = &self.plan.config.sockmap else {
+            return Err(sockets);
+        };
+        let token = Token {
+            device: self.device,
+            kind: SENDER,
+            key,
+        };
+        if self.poller.add(&sockets[0], token, Interest::End).is_err() {
+            return Err(sockets);
+        }
+        match Joined::new(map, sockets) {
+            Ok(joined) => {
+                self.counters.joined.add(1);
+                Ok(joined)
+            }
+            Err(refused) => {
+                self.plan.say_refusal(&refused.error);
+                Err(refused.sockets)
+            }
+        }
+    }
+
+    fn watch(&mut self, joined: &mut Joined, key: u32) {
+        let tokens = [SENDER, ASSOCIATION].map(|kind| Token {
+            device: self.device,
+            kind,
+            key,
+        });
+        joined.watch(self.poller, tokens);
+    }
 }
 
 impl RelayDevice {
@@ -92,9 +128,9 @@ impl RelayDevice {
             device: self.addr.number,
             poller: cx.poller,
         };
-        let done = associations.run(&mut self.store, &mut targets, cx.now);
+        let mut done = associations.run(&mut self.store, &mut targets, cx.now);
         let mut idle = Vec::new();
-        while let Some(association) = associations.pop_idle(cx.now) {
+        while let Some(association) = associations.pop_idle(cx.now, &mut done) {
             idle.push(association);
         }
         for end in 0..2 {
@@ -161,7 +197,15 @@ impl RelayDevice {
 
     /// Ends all associations.
     pub(super) fn end_associations(&mut self, cx: &mut Context<'_>) {
-        let all = self.associations.as_mut().map(|all| all.drain());
+        let mut done = Done::default();
+        let all = self
+            .associations
+            .as_mut()
+            .map(|all| all.drain(cx.now, &mut done));
+        for end in 0..2 {
+            self.counters.bytes[end].add(done.bytes[end]);
+        }
+        self.counters.dropped.add(done.dropped);
         for association in all.unwrap_or_default() {
             self.end_association(association, &"stopped", cx);
         }
@@ -175,7 +219,7 @@ impl RelayDevice {
     ) {
         let rested = cx.now.saturating_duration_since(association.opened);
         self.log_association(
-            &association.source,
+            &association,
             association.bytes,
             association.dropped,
             rested.as_secs_f64(),

@@ -3,9 +3,9 @@
 use std::fmt;
 
 use zerosock_proto::Instant;
-use zerosock_sys::mmsg::Address;
 
 use super::{RelayDevice, name};
+use crate::relay::associations::Association;
 use crate::relay::pair::{Pair, Reason, Source};
 use crate::relay::way::Mode;
 
@@ -22,7 +22,7 @@ impl RelayDevice {
             to_source,
             dropped = pair.dropped(),
             seconds,
-            way = %Ways(there, back),
+            way = %Ways(there, back, pair.is_joined()),
             reason = %Why(reason),
             "connection ended"
         );
@@ -31,20 +31,20 @@ impl RelayDevice {
     /// Logs the end of an association.
     pub(super) fn log_association(
         &self,
-        source: &Address,
+        association: &Association,
         [to_target, to_source]: [u64; 2],
         dropped: u64,
         seconds: f64,
         reason: &dyn fmt::Display,
     ) {
         tracing::info!(
-            %source,
+            source = %association.source,
             target = %name(&self.plan, 1),
             to_target,
             to_source,
             dropped,
             seconds,
-            way = "messages",
+            way = if association.is_joined() { "sockmap" } else { "messages" },
             %reason,
             "association ended"
         );
@@ -85,8 +85,8 @@ impl fmt::Display for To<'_> {
     }
 }
 
-/// The ways of both directions.
-struct Ways(Mode, Mode);
+/// The ways of both directions, and whether the kernel joins the sockets.
+struct Ways(Mode, Mode, bool);
 
 impl fmt::Display for Ways {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -96,6 +96,7 @@ impl fmt::Display for Ways {
             Mode::Messages => "messages",
         };
         match self.0 == self.1 {
+            _ if self.2 => f.write_str("sockmap"),
             true => f.write_str(name(self.0)),
             false => write!(f, "{}/{}", name(self.0), name(self.1)),
         }

@@ -4,7 +4,7 @@ use std::net::{SocketAddr, UdpSocket};
 use std::os::unix::net::UnixDatagram;
 use std::time::Duration;
 
-use super::support::{DEADLINE, pattern, wait_until};
+use super::support::{DEADLINE, make_map, pattern, skipped, wait_until};
 use crate::relay::{Relay, RelayConfig};
 
 fn start(ends: [String; 2], set: impl FnOnce(&mut RelayConfig)) -> Relay {
@@ -221,4 +221,159 @@ fn a_full_unix_receiver_gets_the_rest_of_a_batch_later() {
         assert_eq!(buffer[..got], n.to_ne_bytes());
     }
     assert_eq!(relay.stats().dropped, 0);
+}
+
+/// A relay from UDP to this target by way sockmap; `None` where the machine does not permit it.
+fn start_joined(target: &UdpSocket, set: impl FnOnce(&mut RelayConfig)) -> Option<Relay> {
+    let ends = [
+        "udp-listen:127.0.0.1:0".into(),
+        format!("udp:{}", target.local_addr().unwrap()),
+    ];
+    let mut config = RelayConfig::new(ends.map(|end: String| end.parse().unwrap()));
+    set(&mut config);
+    match make_map(&mut config) {
+        None => Some(Relay::start(config).unwrap()),
+        Some(reason) => {
+            skipped(&reason);
+            None
+        }
+    }
+}
+
+#[test]
+fn senders_of_several_datagrams_are_joined_and_keep_their_sockets() {
+    let target = udp();
+    let Some(relay) = start_joined(&target, |config| config.workers = 3) else {
+        return;
+    };
+    let clients: Vec<UdpSocket> = (0..8).map(|_| client(&relay)).collect();
+    let mut sources = vec![Vec::new(); clients.len()];
+    let mut bytes = [0; 2];
+    for round in 0..12 {
+        for (n, client) in clients.iter().enumerate() {
+            let message = pattern([1, 2, 1400, 65_000][n % 4], (n + round) as u64);
+            client.send(&message).unwrap();
+            let (got, from) = recv_from(&target);
+            assert_eq!(got, message, "client {n}, round {round}");
+            sources[n].push(from);
+            let answer = pattern(900 + n, round as u64);
+            target.send_to(&answer, from).unwrap();
+            assert_eq!(recv_from(client).0, answer, "client {n}, round {round}");
+            bytes[0] += message.len() as u64;
+            bytes[1] += answer.len() as u64;
+        }
+        if round == 1 {
+            assert_eq!(relay.stats().joined, 0, "few datagrams are not worth it");
+        }
+    }
+    for of_one in &mut sources {
+        of_one.dedup();
+        assert_eq!(of_one.len(), 1);
+    }
+    sources.sort();
+    sources.dedup();
+    assert_eq!(sources.len(), clients.len());
+    // A stranger is not taken for one of them.
+    let stranger = client(&relay);
+    stranger.send(b"stranger").unwrap();
+    let (got, from) = recv_from(&target);
+    assert_eq!(got, b"stranger");
+    assert!(!sources.contains(&vec![from]));
+    let stats = relay.stats();
+    assert_eq!((stats.joined, stats.open, stats.dropped), (8, 9, 0));
+    let stats = relay.shutdown();
+    assert_eq!(stats.bytes_to_target, bytes[0] + 8);
+    assert_eq!(stats.bytes_to_source, bytes[1]);
+    assert_eq!(stats.open, 0);
+}
+
+#[test]
+fn bursts_of_a_joined_sender_arrive_whole() {
+    let target = udp();
+    rustix::net::sockopt::set_socket_recv_buffer_size(&target, 4 << 20).unwrap();
+    let Some(relay) = start_joined(&target, |_| {}) else {
+        return;
+    };
+    let client = client(&relay);
+    for burst in 0..200u32 {
+        let sent: Vec<u32> = (0..100).map(|n| burst * 100 + n).collect();
+        for n in &sent {
+            client.send(&n.to_ne_bytes()).unwrap();
+        }
+        let mut got: Vec<u32> = (0..100)
+            .map(|_| u32::from_ne_bytes(recv_from(&target).0.try_into().unwrap()))
+            .collect();
+        // A turn may take a datagram before the program does, and send it before earlier ones.
+        got.sort_unstable();
+        assert_eq!(got, sent);
+    }
+    assert_eq!(relay.stats().joined, 1);
+    assert_eq!(relay.shutdown().bytes_to_target, 200 * 100 * 4);
+}
+
+#[test]
+fn a_joined_sender_is_forgotten_after_the_timeout_and_can_come_again() {
+    let target = udp();
+    let relay = start_joined(&target, |config| {
+        config.datagram_timeout = Duration::from_millis(300);
+    });
+    let Some(relay) = relay else { return };
+    let client = client(&relay);
+    for round in 1..=2 {
+        // Longer than the time-out: it counts from the last datagram.
+        for n in 0..60u8 {
+            client.send(&[n]).unwrap();
+            let (got, from) = recv_from(&target);
+            assert_eq!(got, [n]);
+            target.send_to(&[n], from).unwrap();
+            assert_eq!(recv_from(&client).0, [n]);
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let stats = relay.stats();
+        assert_eq!((stats.opened, stats.joined), (round, round));
+        wait_until("the time-out", || relay.stats().open == 0);
+        assert_eq!(relay.stats().idle, round);
+    }
+}
+
+#[test]
+fn a_joined_sender_finds_a_target_that_comes_back() {
+    let target = udp();
+    let address = target.local_addr().unwrap();
+    let Some(relay) = start_joined(&target, |_| {}) else {
+        return;
+    };
+    let client = client(&relay);
+    for n in 0..10u8 {
+        client.send(&[n]).unwrap();
+        assert_eq!(recv_from(&target).0, [n]);
+    }
+    assert_eq!(relay.stats().joined, 1);
+    drop(target);
+    for _ in 0..3 {
+        client.send(b"lost").unwrap();
+    }
+    let target = UdpSocket::bind(address).unwrap();
+    target
+        .set_read_timeout(Some(Duration::from_millis(20)))
+        .unwrap();
+    wait_until("a datagram", || {
+        client.send(b"heard").unwrap();
+        let mut got = [0; 8];
+        matches!(target.recv(&mut got), Ok(5))
+    });
+    assert_eq!(relay.stats().open, 1);
+}
+
+#[test]
+fn a_listener_at_all_addresses_joins_no_senders() {
+    let ends = ["udp-listen:0.0.0.0:0", "udp:127.0.0.1:9"];
+    let mut config = RelayConfig::new(ends.map(|end| end.parse().unwrap()));
+    let error = config.make_map().unwrap_err();
+    assert!(error.to_string().contains("one address"), "{error}");
+    let ends = ["tcp-listen:127.0.0.1:0", "unix:/nonexistent"];
+    let mut config = RelayConfig::new(ends.map(|end| end.parse().unwrap()));
+    let error = config.make_map().unwrap_err();
+    assert!(error.to_string().contains("both ends"), "{error}");
+    assert!(config.sockmap.is_none());
 }

@@ -14,7 +14,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::RecvFlags;
 
-use crate::relay::{Endpoint, Relay, RelayConfig, RelayStats};
+use zerosock_sys::bpf::BpfError;
+
+use crate::relay::{Endpoint, NoSockmap, Relay, RelayConfig, RelayStats, Way};
 
 /// Generous: only a hang takes this long.
 pub(super) const DEADLINE: Duration = Duration::from_secs(60);
@@ -46,6 +48,7 @@ pub(super) struct Rig {
     connector: Connect,
     about: String,
     kinds: [Kind; 2],
+    way: Way,
     _dir: Arc<tempfile::TempDir>,
 }
 
@@ -54,6 +57,23 @@ pub(super) struct Rig {
 pub(super) struct Connect {
     tcp: Option<SocketAddr>,
     unix: PathBuf,
+}
+
+/// Asks for way sockmap; the reason if the machine does not permit it.
+pub(super) fn make_map(config: &mut RelayConfig) -> Option<String> {
+    config.way = Way::Sockmap;
+    match config.make_map() {
+        Ok(()) => None,
+        Err(NoSockmap::Bpf(error @ (BpfError::Denied { .. } | BpfError::NotSupported { .. }))) => {
+            Some(error.to_string())
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+pub(super) fn skipped(reason: &dyn fmt::Display) {
+    let name = thread::current().name().unwrap_or_default().to_owned();
+    println!("SKIPPED {name}, way sockmap: {reason}");
 }
 
 /// Waits for a condition, and fails the test at the deadline.
@@ -154,6 +174,7 @@ impl Rig {
         let mut config = RelayConfig::new([listening(from, dir.path()), target.endpoint()]);
         config.max_connections = 20_000;
         set(&mut config);
+        let way = config.way;
         let about = format!("{from:?} to {to:?} by {}", config.way);
         let relay = Relay::start(config).unwrap();
         let connector = Connect {
@@ -166,7 +187,24 @@ impl Rig {
             connector,
             about,
             kinds: [from, to],
+            way,
             _dir: dir,
+        }
+    }
+
+    /// From TCP, joined inside of the kernel; `None` where the machine does not permit it.
+    pub(super) fn start_joined(to: Kind, set: impl FnOnce(&mut RelayConfig)) -> Option<Rig> {
+        let mut refused = None;
+        let rig = Rig::start(Kind::Tcp, to, |config| {
+            set(config);
+            refused = make_map(config);
+        });
+        match refused {
+            None => Some(rig),
+            Some(reason) => {
+                skipped(&reason);
+                None
+            }
         }
     }
 
@@ -187,6 +225,10 @@ impl Rig {
 
     pub(super) fn kinds(&self) -> [Kind; 2] {
         self.kinds
+    }
+
+    pub(super) fn way(&self) -> Way {
+        self.way
     }
 
     pub(super) fn connector(&self) -> Connect {

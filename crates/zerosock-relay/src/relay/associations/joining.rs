@@ -1,0 +1,177 @@
+//! Senders whose datagrams the kernel moves (`--way sockmap`).
+//!
+//! A sender of several datagrams gets a connected socket with the address of the listener, which the kernel
+//! joins to the association's socket to the target. Where that does not work, its datagrams go on coming
+//! at the listener.
+//!
+//! # Invariants
+//! - A socket of a sender receives the datagrams of that sender only (see
+//!   [`allow_connected`](crate::relay::listen::allow_connected)).
+//! - It is joined, or closed, in the turn in which it was made.
+
+use std::os::fd::BorrowedFd;
+
+use rustix::io::Errno;
+use zerosock_proto::Instant;
+
+use super::{Association, Associations, Done, Opener};
+use crate::relay::direction::Ready;
+use crate::relay::joined::{Joining, Step};
+use crate::relay::listen::connected_beside;
+use crate::relay::pair::Stage;
+use crate::relay::store::{BATCH, Store};
+
+/// Datagrams of one sender from which on the kernel may join it to its socket: a question and its answer
+/// are not worth two more system calls.
+const JOIN_AFTER: usize = 4;
+
+/// Most senders that are joined. Before Linux 6.13 the kernel searches the sockets of one address one
+/// after the other for each datagram.
+const MOST_JOINED: usize = 256;
+
+impl Associations {
+    /// Gives a sender with several datagrams a socket of its own, to be joined to the one to the target.
+    /// Its later datagrams come there; those that wait at the listener are sent before.
+    pub(super) fn connect_sender(&mut self, key: u32, received: usize) {
+        let (Some(address), Some(association)) =
+            (self.connects_at, self.slots.get_mut(key as usize))
+        else {
+            return;
+        };
+        association.received += received;
+        let ready = association.stage == Stage::Connected && association.held.len() == 0;
+        if association.received < JOIN_AFTER
+            || !ready
+            || self.joined >= MOST_JOINED
+            || !matches!(association.joining, Joining::No)
+        {
+            return;
+        }
+        let Some(sender) = association.source.ip() else {
+            return;
+        };
+        match connected_beside(address, sender) {
+            Ok(socket) => {
+                association.joining = Joining::Soon(socket);
+                self.joined += 1;
+                self.joining.push(key);
+            }
+            Err(error) => {
+                tracing::debug!(%sender, "cannot make a socket for a sender: {error}");
+                association.joining = Joining::Refused;
+            }
+        }
+    }
+
+    /// Has the kernel join the sockets of an association.
+    pub(super) fn join(
+        &mut self,
+        key: u32,
+        store: &mut Store,
+        opener: &mut impl Opener,
+        done: &mut Done,
+    ) {
+        let Some(association) = self.slots.get_mut(key as usize) else {
+            return;
+        };
+        let sender = match std::mem::replace(&mut association.joining, Joining::Refused) {
+            Joining::Soon(sender) => sender,
+            other => {
+                association.joining = other;
+                return;
+            }
+        };
+        let Some(target) = association.side.socket.take() else {
+            self.joined -= 1;
+            return;
+        };
+        match opener.join([sender, target], key) {
+            Ok(joined) => {
+                association.joining = Joining::Yes(Box::new(joined));
+                self.set_ready(key, Ready::default());
+            }
+            Err([sender, target]) => {
+                self.joined -= 1;
+                association.side.socket.put(target);
+                // What came there meanwhile.
+                let batch = store.batch();
+                while let (Ok(got @ 1..), Ok(fd)) =
+                    (batch.receive(&sender, BATCH), association.target())
+                {
+                    let sent = batch.send(fd, 0..got, None).unwrap_or(0);
+                    let bytes: usize = (0..sent).map(|n| batch.message(n).len()).sum();
+                    association.bytes[0] += bytes as u64;
+                    done.bytes[0] += bytes as u64;
+                    association.dropped += (got - sent) as u64;
+                    done.dropped += (got - sent) as u64;
+                }
+            }
+        }
+    }
+
+    /// A turn of an association whose sockets the kernel joins.
+    pub(super) fn step(
+        &mut self,
+        key: u32,
+        store: &mut Store,
+        opener: &mut impl Opener,
+        now: Instant,
+        done: &mut Done,
+    ) {
+        let Some(association) = self.slots.get_mut(key as usize) else {
+            return;
+        };
+        association.queued = false;
+        let Joining::Yes(joined) = &mut association.joining else {
+            return;
+        };
+        let step = joined.step(store.scratch(), now);
+        let errno = match step {
+            Step::Wait(again) => {
+                opener.watch(joined, key);
+                self.turns.plan(key, joined, again.map(|again| now + again));
+                association.observe(now, done);
+                return;
+            }
+            Step::Ended => None,
+            Step::Failed(_, errno) => Some(errno),
+        };
+        association.observe(now, done);
+        let association = self.remove(key);
+        done.ended.push((association, errno));
+    }
+}
+
+impl Association {
+    /// The socket to the target.
+    pub(super) fn target(&self) -> Result<BorrowedFd<'_>, Errno> {
+        match &self.joining {
+            Joining::Yes(joined) => Ok(joined.socket(1)),
+            _ => self.side.socket.fd(),
+        }
+    }
+
+    /// Whether the kernel joins its sockets.
+    pub(in crate::relay) fn is_joined(&self) -> bool {
+        matches!(self.joining, Joining::Yes(_))
+    }
+
+    /// Counts what the kernel has moved since the last time.
+    pub(super) fn observe(&mut self, now: Instant, done: &mut Done) {
+        let Joining::Yes(joined) = &self.joining else {
+            return;
+        };
+        let ((bytes, lost), before) = ((joined.bytes(), joined.lost()), self.redirected);
+        if (bytes, lost) == before {
+            return;
+        }
+        for (end, (now, before)) in bytes.into_iter().zip(before.0).enumerate() {
+            self.bytes[end] += now - before;
+            done.bytes[end] += now - before;
+        }
+        self.dropped += lost - before.1;
+        done.dropped += lost - before.1;
+        self.redirected = (bytes, lost);
+        self.moved = now;
+    }
+}

@@ -1,0 +1,86 @@
+//! Sockets that share an address (SO_REUSEPORT).
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+/// Has the kernel deliver to the first socket of a group what it would spread over all of them.
+///
+/// A connected UDP socket of the group gets the datagrams of its peer nevertheless, and one that is bound
+/// and not connected yet gets none of others: there is no time at which a new socket of the group receives
+/// what was not meant for it.
+///
+/// # Errors
+/// EINVAL if no second socket was ever bound to the address.
+pub fn deliver_to_first(socket: impl AsFd) -> io::Result<()> {
+    let mut code = [libc::sock_filter {
+        // BPF_RET | BPF_K: return the number, 0, which is the index of the first.
+        code: 0x06,
+        jt: 0,
+        jf: 0,
+        k: 0,
+    }];
+    let program = libc::sock_fprog {
+        len: 1,
+        filter: code.as_mut_ptr(),
+    };
+    // SAFETY: the option's value is a `sock_fprog` of the given size; it names `len` instructions. Both
+    // live until the call returns, and the kernel only reads them.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_ATTACH_REUSEPORT_CBPF,
+            (&raw const program).cast(),
+            size_of_val(&program) as libc::socklen_t,
+        )
+    };
+    match result {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::UdpSocket;
+    use std::time::Duration;
+
+    use rustix::net::{AddressFamily, SocketType, bind, socket, sockopt};
+
+    use super::*;
+
+    #[test]
+    fn strangers_reach_the_first_socket_and_a_peer_its_own() {
+        let first = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let address = first.local_addr().unwrap();
+        sockopt::set_socket_reuseport(&first, true).unwrap();
+        let second = || {
+            let other = socket(AddressFamily::INET, SocketType::DGRAM, None).unwrap();
+            sockopt::set_socket_reuseport(&other, true).unwrap();
+            bind(&other, &address).unwrap();
+            UdpSocket::from(other)
+        };
+        drop(second());
+        deliver_to_first(&first).unwrap();
+        let (unconnected, connected) = (second(), second());
+        let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
+        connected.connect(peer.local_addr().unwrap()).unwrap();
+        for socket in [&first, &connected] {
+            let limit = Some(Duration::from_secs(10));
+            socket.set_read_timeout(limit).unwrap();
+        }
+        // Of many ports, some would be another socket's.
+        for n in 0..64u8 {
+            let stranger = UdpSocket::bind("127.0.0.1:0").unwrap();
+            stranger.send_to(&[n], address).unwrap();
+            let mut got = [0];
+            first.recv(&mut got).unwrap();
+            assert_eq!(got, [n]);
+        }
+        peer.send_to(b"peer", address).unwrap();
+        let mut got = [0; 8];
+        assert_eq!(connected.recv(&mut got).unwrap(), 4);
+        unconnected.set_nonblocking(true).unwrap();
+        unconnected.recv(&mut got).unwrap_err();
+    }
+}

@@ -12,7 +12,7 @@ mod datagrams;
 mod hybrid;
 mod log;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ use super::pair::{Pair, Reason, Source, Stage, Turn};
 use super::plan::Plan;
 use super::socket::{Socket, SocketKind};
 use super::store::Store;
-use crate::connector::{ConnectError, Connected};
+use crate::connector::{ConnectError, Connected, PendingConnect};
 
 /// The sockets of pairs: the key is that of the pair.
 const SIDES: [EventKind; 2] = [EventKind::new(1), EventKind::new(2)];
@@ -67,6 +67,8 @@ pub(super) struct RelayDevice {
     queue: VecDeque<u32>,
     store: Store,
     connecting: DueList,
+    /// Requests to the connector, by pair and end: of sockets that are [`Stage::Absent`].
+    asked: HashMap<(u32, usize), PendingConnect>,
     idle: DueList,
     /// Nothing is accepted until then.
     paused: Option<Instant>,
@@ -148,6 +150,7 @@ impl RelayDevice {
             queue: VecDeque::new(),
             store: Store::new(config.buffer, config.pipes),
             connecting: DueList::new(Some(config.connect_timeout)),
+            asked: HashMap::new(),
             idle: DueList::new(idle),
             paused: None,
             waiting: Default::default(),
@@ -209,6 +212,11 @@ impl RelayDevice {
             self.queue.retain(|&other| other != key);
         }
         for end in 0..2 {
+            if pair.stage(end) == Stage::Absent
+                && let Some(request) = self.asked.remove(&(key, end))
+            {
+                request.cancel();
+            }
             let socket = &pair.side(end).socket;
             // The reaper may close it later, and events must not come until then.
             if socket.carries_rights()

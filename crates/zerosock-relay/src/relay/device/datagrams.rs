@@ -43,7 +43,7 @@ impl Targets<'_> {
             };
             let _ = own.send(WorkerMessage::Device { number, message });
         };
-        self.plan.ask(target, Box::new(answer))
+        self.plan.ask(target, Box::new(answer)).is_some()
     }
 }
 

@@ -531,3 +531,24 @@ fn without_the_resolver_a_name_is_refused_with_the_reason() {
     assert!(matches!(error, ConnectError::NamesNotSupported(_)));
     assert!(error.to_string().contains("feature `names`"));
 }
+
+#[test]
+fn a_unix_server_can_send_no_descriptor_if_the_kernel_refuses_them() {
+    use std::io::IoSlice;
+    use std::os::fd::AsFd;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let listener = UnixListener::bind(&path).unwrap();
+    let connected = connect(
+        &connector(Vec::new()),
+        request(&format!("unix:{}", path.display())),
+    );
+    let connected = connected.unwrap();
+    // Asked of another socket, which the answer changes.
+    let (other, _) = std::os::unix::net::UnixStream::pair().unwrap();
+    let can_refuse = zerosock_sys::fd_passing::refuse_rights(&other).unwrap();
+    let (server, _) = listener.accept().unwrap();
+    let fds = [listener.as_fd()];
+    let sent = zerosock_sys::fd_passing::send(&server, &[IoSlice::new(b"x")], &fds);
+    assert_eq!(sent.is_err(), can_refuse);
+}

@@ -1,4 +1,8 @@
 //! Connecting to a Unix socket.
+//!
+//! # Invariants
+//! - The socket refuses descriptors before it is connected, if the kernel can do that: closing it then
+//!   never waits for an object of the server.
 
 use std::path::Path;
 use std::time::Duration;
@@ -9,6 +13,7 @@ use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, socket_with,
 };
 use tokio::time::{Instant, sleep_until};
+use zerosock_sys::fd_passing;
 
 use super::dial::refused_or;
 use super::error::{ConnectError, Stage};
@@ -28,6 +33,7 @@ pub(super) async fn dial(
     let address = SocketAddrUnix::new(path).map_err(failed)?;
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, kind, flags, None).map_err(failed)?;
+    fd_passing::refuse_rights(&socket)?;
     if kind == SocketType::DGRAM {
         // An address that the kernel chooses, so that the other end can answer.
         bind(&socket, &SocketAddrUnix::new_unnamed()).map_err(failed)?;

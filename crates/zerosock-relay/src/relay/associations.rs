@@ -6,6 +6,7 @@
 //!   relayed for the time-out.
 //! - A full UDP target loses datagrams, as anywhere on the network. A Unix receiver that is full gets
 //!   those of one batch later; further ones are dropped until then.
+//! - Datagrams that wait for a target have at most [`HELD_LIMIT`] bytes, and those of one batch.
 
 use std::collections::HashMap;
 use std::collections::VecDeque;
@@ -27,6 +28,10 @@ use super::store::{BATCH, Store};
 /// Batches that one turn receives from the listening socket, and from one association.
 const BATCHES: usize = 16;
 
+/// Bytes that all associations of a worker may hold for their targets; senders can have any number of
+/// addresses.
+const HELD_LIMIT: usize = 64 << 20;
+
 /// See the [module](self).
 #[derive(Debug)]
 pub(super) struct Associations {
@@ -39,6 +44,8 @@ pub(super) struct Associations {
     due: DueList,
     timeout: Duration,
     serial: u32,
+    /// Sum of [`Association::counted`].
+    held: usize,
 }
 
 /// The datagrams of one sender.
@@ -52,6 +59,8 @@ pub(super) struct Association {
     pub(super) source: Address,
     /// What the target did not take yet.
     held: HeldMessages,
+    /// Bytes of `held` after its last turn.
+    counted: usize,
     link: Link,
     pub(super) opened: Instant,
     moved: Instant,
@@ -97,6 +106,7 @@ impl Associations {
             due: DueList::new(Some((timeout / 2).max(Duration::from_millis(1)))),
             timeout,
             serial: 0,
+            held: 0,
         }
     }
 
@@ -173,7 +183,17 @@ impl Associations {
         self.due.remove(&mut self.slots, key);
         let association = self.slots.remove(key as usize);
         self.by_source.remove(&association.source);
+        self.held -= association.counted;
         association
+    }
+
+    /// Counts the bytes that an association holds now.
+    fn recount(&mut self, key: u32) {
+        if let Some(association) = self.slots.get_mut(key as usize) {
+            let bytes = association.held.memory();
+            self.held = self.held - association.counted + bytes;
+            association.counted = bytes;
+        }
     }
 
     /// Relays what has come, within a budget.
@@ -190,6 +210,7 @@ impl Associations {
                 break;
             };
             self.answer(key, store, now, &mut done);
+            self.recount(key);
         }
         done.more = self.readable || !self.queue.is_empty();
         done
@@ -222,7 +243,10 @@ impl Associations {
                 let same = |n: &usize| batch.source(*n) != &source;
                 let end = (first + 1..got).find(same).unwrap_or(got);
                 match self.find(source, opener, now) {
-                    Some(key) => self.forward(key, first..end, store, now, done),
+                    Some(key) => {
+                        self.forward(key, first..end, store, now, done);
+                        self.recount(key);
+                    }
                     None => done.dropped += (end - first) as u64,
                 }
                 first = end;
@@ -248,6 +272,7 @@ impl Associations {
             queued: false,
             source,
             held: HeldMessages::default(),
+            counted: 0,
             link: Link::default(),
             opened: now,
             moved: now,
@@ -285,7 +310,7 @@ impl Associations {
             }
             let waits = association.held.len() > 0 || association.stage != Stage::Connected;
             if waits {
-                match association.held.len() < BATCH {
+                match association.held.len() < BATCH && self.held < HELD_LIMIT {
                     true => association.held.push(batch.message(next)),
                     false => association.dropped += 1,
                 }
@@ -307,7 +332,10 @@ impl Associations {
                 Err(error) => match Errno::from_io_error(&error) {
                     Some(Errno::AGAIN) if association.side.socket.kind().has_room_events() => {
                         association.side.ready.clear(Ready::WRITE);
-                        association.held.push(batch.message(next));
+                        match self.held < HELD_LIMIT {
+                            true => association.held.push(batch.message(next)),
+                            false => association.dropped += 1,
+                        }
                         next += 1;
                     }
                     // The answer to an earlier datagram, such as that no process listens there.
@@ -425,5 +453,49 @@ impl Association {
         if self.held.len() == 0 && self.held.memory() > 0 {
             self.held = HeldMessages::default();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::UdpSocket;
+
+    use super::*;
+    use crate::relay::socket::SocketKind;
+
+    /// A target whose name is being resolved.
+    struct Resolving;
+
+    impl Opener for Resolving {
+        fn open(&mut self, _key: u32, _serial: u32, _source: &Address) -> Option<(Socket, Stage)> {
+            Some((Socket::absent(SocketKind::Udp), Stage::Absent))
+        }
+    }
+
+    #[test]
+    fn datagrams_of_many_senders_wait_for_a_target_in_bounded_memory() {
+        const LENGTH: usize = 60_000;
+        let listener = UdpSocket::bind("127.0.0.1:0").unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut all = Associations::new(listener.into(), Duration::from_secs(60));
+        let mut store = Store::new(256 << 10, 0);
+        let now = Instant::ZERO;
+        let mut dropped = 0;
+        // 20 MB more than the limit.
+        for _ in 0..24 {
+            let sender = UdpSocket::bind("127.0.0.1:0").unwrap();
+            for _ in 0..BATCH {
+                sender.send_to(&[1; LENGTH], address).unwrap();
+                all.set_readable();
+                dropped += all.run(&mut store, &mut Resolving, now).dropped;
+            }
+        }
+        let held: usize = all.slots.iter().map(|(_, one)| one.held.memory()).sum();
+        assert!(held <= HELD_LIMIT + LENGTH, "{held} bytes");
+        assert_eq!(held, all.held);
+        assert!(dropped > 0);
+        all.drain();
+        assert_eq!(all.held, 0);
     }
 }

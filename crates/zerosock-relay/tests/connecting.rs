@@ -549,3 +549,25 @@ fn a_unix_server_can_send_no_descriptor_if_the_kernel_refuses_them() {
     let sent = zerosock_sys::fd_passing::send(&server, &[IoSlice::new(b"x")], &fds);
     assert_eq!(sent.is_err(), can_refuse);
 }
+
+#[test]
+fn a_symbolic_link_of_another_user_is_not_followed() {
+    use rustix::fs::{AtFlags, CWD, Uid, chownat};
+    let folder = tempfile::tempdir().unwrap();
+    let (path, link) = (folder.path().join("s"), folder.path().join("link"));
+    let _listener = UnixListener::bind(&path).unwrap();
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    let connector = connector(Vec::new());
+    let target = format!("unix:{}", link.display());
+    assert!(connect(&connector, request(&target)).is_ok());
+    let nobody = Some(Uid::from_raw(65534));
+    match chownat(CWD, &link, nobody, None, AtFlags::SYMLINK_NOFOLLOW) {
+        Ok(()) => match connect(&connector, request(&target)) {
+            Err(ConnectError::Io(error)) => {
+                assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
+            }
+            other => panic!("{other:?}"),
+        },
+        Err(error) => println!("SKIPPED: cannot give a link away: {error}"),
+    }
+}

@@ -91,8 +91,8 @@ fn a_connection_without_bytes_ends_after_the_idle_timeout_and_a_used_one_does_no
         config.idle_timeout = Some(LIMIT);
     });
     let (mut used, mut target) = rig.pair();
-    let (mut idle, _other) = rig.pair();
     let began = Instant::now();
+    let (mut idle, _other) = rig.pair();
     let ended = std::thread::spawn(move || {
         assert_refused(&mut idle);
         began.elapsed()

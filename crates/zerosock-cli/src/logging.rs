@@ -1,8 +1,17 @@
-//! Log lines on standard error, as text or JSON.
+//! Log lines on standard error, as text or JSON. A thread writes them, so that no other thread waits for
+//! the reader of standard error.
+
+mod queue;
+
+use std::fs::File;
+use std::os::fd::AsFd;
 
 use clap::ValueEnum;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::fmt::writer::BoxMakeWriter;
+
+use self::queue::Queue;
 
 /// The least severe level that is written.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
@@ -30,18 +39,38 @@ pub(crate) enum LogFormat {
     Json,
 }
 
+/// The log of this process. Dropping it waits until all lines are written, at most for 2 s.
+#[must_use = "the last lines are written when it is dropped"]
+pub(crate) struct Logging(Option<Queue>);
+
+impl Drop for Logging {
+    fn drop(&mut self) {
+        if let Some(queue) = &self.0 {
+            queue.flush();
+        }
+    }
+}
+
 /// Starts logging for this process. A level given as a flag takes precedence over RUST_LOG, and
 /// that over the default, `info`.
-pub(crate) fn start(level: Option<LogLevel>, format: LogFormat) {
+pub(crate) fn start(level: Option<LogLevel>, format: LogFormat) -> Logging {
     let filter = match level {
         Some(level) => EnvFilter::default().add_directive(level.filter().into()),
         None => EnvFilter::builder()
             .with_default_directive(LevelFilter::INFO.into())
             .from_env_lossy(),
     };
+    // Not `std::io::Stderr`, whose lock would make other threads wait that print an error.
+    let output = std::io::stderr().as_fd().try_clone_to_owned();
+    let queue = output.and_then(|output| Queue::start(File::from(output), report_dropped));
+    let queue = queue.ok();
+    let writer = match queue.clone() {
+        Some(queue) => BoxMakeWriter::new(move || queue.clone()),
+        None => BoxMakeWriter::new(std::io::stderr),
+    };
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr);
+        .with_writer(writer);
     // A second call in one process (tests) keeps the first settings.
     let _ = match format {
         LogFormat::Text => builder
@@ -49,6 +78,14 @@ pub(crate) fn start(level: Option<LogLevel>, format: LogFormat) {
             .try_init(),
         LogFormat::Json => builder.json().try_init(),
     };
+    Logging(queue)
+}
+
+fn report_dropped(lines: u64) {
+    tracing::warn!(
+        lines,
+        "log lines were dropped: the reader of standard error was too slow"
+    );
 }
 
 impl LogLevel {

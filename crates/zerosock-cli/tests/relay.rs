@@ -102,6 +102,50 @@ fn a_connection_is_relayed_and_logged_with_its_bytes() {
     assert!(said.contains("opened=1 open=0"), "{said}");
 }
 
+/// Nothing reads standard error, and the access log has more lines than fit into the pipe.
+#[test]
+fn connections_are_relayed_while_nothing_reads_the_log() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("relay");
+    let target = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = format!("tcp:{}", target.local_addr().unwrap());
+    let from = format!("unix-listen:{}", path.display());
+    let mut command = relay(&[&from, &to]);
+    command.stderr(std::process::Stdio::piped());
+    let mut child = Killed(command.spawn().unwrap());
+    // Its buffer takes 64 KiB.
+    let _stderr = child.0.stderr.take().unwrap();
+    wait_until("the relay", || path.exists());
+    target.set_nonblocking(true).unwrap();
+    for _ in 0..600 {
+        let client = UnixStream::connect(&path).unwrap();
+        client.set_read_timeout(Some(DEADLINE)).unwrap();
+        let mut accepted = None;
+        wait_until("the connection", || {
+            accepted = target.accept().ok();
+            accepted.is_some()
+        });
+        let (mut served, _) = accepted.unwrap();
+        served.write_all(b"x").unwrap();
+        drop(served);
+        assert_eq!(read_all(client), b"x");
+    }
+    let pid = rustix::process::Pid::from_child(&child.0);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    wait_until("the end", || child.0.try_wait().unwrap().is_some());
+}
+
+/// A process that ends with the test.
+struct Killed(std::process::Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // Fails when the process has ended, which is expected.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 #[test]
 fn sockmap_is_taken_where_it_can_be_and_the_reason_is_said_where_not() {
     let target = TcpListener::bind("127.0.0.1:0").unwrap();

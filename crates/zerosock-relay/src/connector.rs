@@ -6,6 +6,8 @@
 //! - No packet goes to an address that the policy of the request has not permitted. The policy judges
 //!   each resolved address, so that a name whose address changes opens nothing.
 //! - A request ends within its time-out; the sockets that it did not hand over are closed then.
+//! - A request holds at most [`ATTEMPTS_AT_ONCE`] sockets. Those by which a name is resolved are shared by
+//!   all requests for it.
 //!
 //! # Examples
 //! ```
@@ -56,6 +58,7 @@ use crate::networks::AddressPolicy;
 use crate::resolve::{Resolver, System};
 use crate::target::{Host, Target};
 
+pub use dial::ATTEMPTS_AT_ONCE;
 pub use error::{ConnectError, Stage};
 
 /// Receives the result of a request; runs on the connector's thread and must not block.

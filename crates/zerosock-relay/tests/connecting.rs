@@ -531,3 +531,43 @@ fn without_the_resolver_a_name_is_refused_with_the_reason() {
     assert!(matches!(error, ConnectError::NamesNotSupported(_)));
     assert!(error.to_string().contains("feature `names`"));
 }
+
+#[test]
+fn a_unix_server_can_send_no_descriptor_if_the_kernel_refuses_them() {
+    use std::io::IoSlice;
+    use std::os::fd::AsFd;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let listener = UnixListener::bind(&path).unwrap();
+    let target = format!("unix:{}", path.display());
+    let _connected = connect(&connector(Vec::new()), request(&target)).unwrap();
+    // Asked of another socket, which the answer changes.
+    let (other, _) = std::os::unix::net::UnixStream::pair().unwrap();
+    let can_refuse = zerosock_sys::fd_passing::refuse_rights(&other).unwrap();
+    let (server, _) = listener.accept().unwrap();
+    let fds = [listener.as_fd()];
+    let sent = zerosock_sys::fd_passing::send(&server, &[IoSlice::new(b"x")], &fds);
+    assert_eq!(sent.is_err(), can_refuse);
+}
+
+#[test]
+fn a_symbolic_link_of_another_user_is_not_followed() {
+    use rustix::fs::{AtFlags, CWD, Uid, chownat};
+    let folder = tempfile::tempdir().unwrap();
+    let (path, link) = (folder.path().join("s"), folder.path().join("link"));
+    let _listener = UnixListener::bind(&path).unwrap();
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    let connector = connector(Vec::new());
+    let target = format!("unix:{}", link.display());
+    assert!(connect(&connector, request(&target)).is_ok());
+    let nobody = Some(Uid::from_raw(65534));
+    match chownat(CWD, &link, nobody, None, AtFlags::SYMLINK_NOFOLLOW) {
+        Ok(()) => match connect(&connector, request(&target)) {
+            Err(ConnectError::Io(error)) => {
+                assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
+            }
+            other => panic!("{other:?}"),
+        },
+        Err(error) => println!("SKIPPED: cannot give a link away: {error}"),
+    }
+}

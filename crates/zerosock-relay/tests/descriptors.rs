@@ -84,6 +84,31 @@ fn requests_leave_no_descriptor_behind() {
     let server = if cfg!(feature = "names") { 2 } else { 0 };
     wait_for(before + server, "after the connector");
     drop(stalled);
+    relay(&full);
+}
+
+/// A client that resets its connection ends the request for its target, which would try for 10 minutes.
+fn relay(full: &std::path::Path) {
+    use zerosock_relay::relay::{Relay, RelayConfig};
+    let ends = [
+        "tcp-listen:127.0.0.1:0".parse().unwrap(),
+        format!("unix:{}", full.display()).parse().unwrap(),
+    ];
+    let mut config = RelayConfig::new(ends);
+    config.connect_timeout = Duration::from_secs(600);
+    let relay = Relay::start(config).unwrap();
+    let address = relay.addresses()[0].unwrap();
+    let connect = || std::net::TcpStream::connect(address).unwrap();
+    let reset = |client: std::net::TcpStream| {
+        rustix::net::sockopt::set_socket_linger(&client, Some(Duration::ZERO)).unwrap();
+    };
+    let resting = descriptors();
+    // Both of its sockets, and the client's.
+    let clients: Vec<_> = (0..10).map(|_| connect()).collect();
+    wait_for(resting + 3 * clients.len(), "while the clients wait");
+    clients.into_iter().for_each(reset);
+    wait_for(resting, "after the clients have left");
+    relay.shutdown();
 }
 
 /// The attempts that lose are closed when one wins, and the sockets of lookups when they end. A connector
@@ -91,9 +116,14 @@ fn requests_leave_no_descriptor_behind() {
 #[cfg(feature = "names")]
 fn names(of_loop: usize) {
     use support::dns::{NameServer, Reply, addresses};
+    use zerosock_relay::connector::ATTEMPTS_AT_ONCE;
 
     let server = NameServer::start(|question| match question.name.as_str() {
         "two.example" => addresses(question, &["127.0.0.2", "127.0.0.3"]),
+        "four.example" => addresses(
+            question,
+            &["127.0.0.2", "127.0.0.4", "127.0.0.5", "127.0.0.6"],
+        ),
         _ => Reply::Never,
     });
     let listener = TcpListener::bind("127.0.0.3:0").unwrap();
@@ -110,6 +140,23 @@ fn names(of_loop: usize) {
         listener.accept().unwrap();
     }
     wait_for(before + of_loop, "after lookups");
+
+    // Without a bound there are four attempts after 750 ms.
+    let holes = ["127.0.0.2", "127.0.0.4", "127.0.0.5", "127.0.0.6"];
+    let others: Vec<_> = holes[1..]
+        .iter()
+        .map(|host| stalled::tcp(format!("{host}:{port}").parse().unwrap()).unwrap())
+        .collect();
+    let resting = descriptors();
+    let asked = ask(&connector, request(&format!("tcp:four.example:{port}")));
+    std::thread::sleep(Duration::from_millis(1000));
+    wait_for(resting + ATTEMPTS_AT_ONCE, "with two attempts");
+    asked.pending.cancel();
+    assert!(asked.answer().is_err());
+    // It has a share in the event loop.
+    drop(asked);
+    drop(others);
+
     connector.stop();
     drop(connector);
     wait_for(before, "after the connector of the lookups");

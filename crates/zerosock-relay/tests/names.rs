@@ -243,6 +243,27 @@ fn the_second_address_of_a_family_wins_if_the_first_is_black_holed() {
     exchange(connected, &listener);
 }
 
+/// Only two attempts run at once: the first makes room for the third address after 2 s.
+#[test]
+fn an_address_behind_more_black_holes_than_attempts_at_once_is_reached() {
+    let all = ["127.0.0.4", "127.0.0.5", "127.0.0.6"];
+    let (port, holes, listener) = loop {
+        let listener = TcpListener::bind((all[2], 0)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let hole = |host: &str| stalled::tcp(SocketAddr::new(host.parse().unwrap(), port));
+        if let (Ok(one), Ok(two)) = (hole(all[0]), hole(all[1])) {
+            break (port, [one, two], listener);
+        }
+    };
+    let (connector, _server) = asking(move |question| addresses(question, &all));
+    let began = Instant::now();
+    let connected = connect(&connector, request(&format!("tcp:three.example:{port}"))).unwrap();
+    assert!(began.elapsed() >= Duration::from_secs(2));
+    assert_eq!(connected.address.unwrap().ip().to_string(), all[2]);
+    exchange(connected, &listener);
+    drop(holes);
+}
+
 #[test]
 fn a_refused_address_is_followed_by_the_next() {
     let (connector, _server) = asking(|question| addresses(question, &["127.0.0.2", "127.0.0.3"]));

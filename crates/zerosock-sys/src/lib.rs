@@ -31,6 +31,7 @@ pub mod reuseport;
 pub mod sigbus;
 mod slices;
 pub mod socket_file;
+pub mod socket_path;
 mod tcp_counts;
 pub mod vsock;
 pub mod vsock_calls;

@@ -267,6 +267,6 @@ mod tests {
     #[test]
     fn a_datagram_that_comes_twice_ends_the_run() {
         let [_, received] = run(|number| if number == 40 { 2 } else { 1 });
-        assert!(received.unwrap_err().contains("again"));
+        assert!(received.unwrap_err().contains("is a duplicate"));
     }
 }

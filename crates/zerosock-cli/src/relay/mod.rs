@@ -20,7 +20,7 @@ use crate::signals::{Signals, Wake};
 /// Runs until SIGINT or SIGTERM, or the end of the only pair.
 pub(crate) fn main(args: RelayArgs) -> Result<(), Failure> {
     let config = settings::kernel_config(&args)?;
-    logging::start(args.log_level, args.log_format);
+    let _logging = logging::start(args.log_level, args.log_format);
     let mut signals = Signals::catch().map_err(signals_failed)?;
     signals.catch_user().map_err(signals_failed)?;
     raise_descriptor_limit();

@@ -47,7 +47,7 @@ use crate::signals::{Signals, Wake};
 pub(crate) fn main(args: ServeArgs) -> Result<(), Failure> {
     let (level, format) = (args.daemon.log_level, args.daemon.log_format);
     let settings = Settings::new(args.clone()).map_err(Failure::usage)?;
-    logging::start(level, format);
+    let _logging = logging::start(level, format);
     run(&args, settings).map_err(Failure::runtime)
 }
 

@@ -2,6 +2,7 @@
 //!
 //! # Invariants
 //! - No packet goes to an address that the policy has not permitted.
+//! - At most [`ATTEMPTS_AT_ONCE`] sockets exist at once.
 //! - One attempt wins; the sockets of the others are closed before the winner is returned.
 
 use std::future::{Future, pending, poll_fn};
@@ -10,6 +11,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
 use std::task::Poll;
+use std::time::Duration;
 
 use tokio::net::TcpStream;
 use tokio::sync::watch;
@@ -21,6 +23,13 @@ use super::schedule::Schedule;
 use crate::networks::AddressPolicy;
 use crate::resolve::{Answer, Family, Found, LookupError, Resolver};
 use crate::target::{DomainName, Host};
+
+/// Sockets that a request holds at once: the owner of the request is charged for so many.
+pub const ATTEMPTS_AT_ONCE: usize = 2;
+
+/// Time after which an attempt is given up for the next address, if there are [`ATTEMPTS_AT_ONCE`] others.
+/// Linux sends a SYN again after 1 s, so that one may be lost.
+const ATTEMPT_LIMIT: Duration = Duration::from_secs(2);
 
 /// An attempt to connect to one address.
 pub(super) type Attempt = Pin<Box<dyn Future<Output = io::Result<OwnedFd>> + Send>>;
@@ -163,7 +172,7 @@ pub(super) async fn dial(
     attempt: fn(SocketAddr) -> Attempt,
 ) -> Result<(OwnedFd, SocketAddr), ConnectError> {
     let mut schedule = Schedule::new();
-    let mut attempts: Vec<(SocketAddr, Attempt)> = Vec::new();
+    let mut attempts = Attempts::default();
     let mut failure = Failure::default();
     loop {
         addresses.pass_on(&mut schedule, policy, &mut failure);
@@ -176,18 +185,22 @@ pub(super) async fn dial(
             }));
         }
         let due = schedule.next_attempt(now);
-        if due.is_some_and(|due| due <= now) {
+        if due.is_some_and(|due| attempts.room(due) <= now) {
             if let Some(ip) = schedule.start(now) {
+                if attempts.make_room() {
+                    failure.add(ConnectError::TimedOut(Stage::Connecting));
+                }
                 let address = SocketAddr::new(ip, port);
-                attempts.push((address, attempt(address)));
+                attempts.start(now, address, attempt(address));
             }
         } else if attempts.is_empty() && schedule.is_exhausted() {
             return Err(failure.into_error());
         }
-        let due = schedule.next_attempt(now).unwrap_or(deadline);
+        let due = schedule.next_attempt(now);
+        let due = due.map_or(deadline, |due| attempts.room(due));
         tokio::select! {
             biased;
-            (address, result) = finished(&mut attempts) => match result {
+            (address, result) = attempts.finished() => match result {
                 Ok(socket) => return Ok((socket, address)),
                 Err(error) => {
                     debug!("cannot connect to {address}: {error}");
@@ -201,19 +214,53 @@ pub(super) async fn dial(
     }
 }
 
-/// Waits for an attempt to end, and removes it.
-async fn finished(attempts: &mut Vec<(SocketAddr, Attempt)>) -> (SocketAddr, io::Result<OwnedFd>) {
-    poll_fn(|context| {
-        for (index, (address, attempt)) in attempts.iter_mut().enumerate() {
-            if let Poll::Ready(result) = attempt.as_mut().poll(context) {
-                let address = *address;
-                drop(attempts.remove(index));
-                return Poll::Ready((address, result));
+/// The attempts of a request that are in flight, in the order of their start.
+#[derive(Default)]
+struct Attempts(Vec<(Instant, SocketAddr, Attempt)>);
+
+impl Attempts {
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The earliest time, from `due` on, at which another attempt may start.
+    fn room(&self, due: Instant) -> Instant {
+        match self.0.first() {
+            Some((started, ..)) if self.0.len() >= ATTEMPTS_AT_ONCE => {
+                due.max(*started + ATTEMPT_LIMIT)
             }
+            _ => due,
         }
-        Poll::Pending
-    })
-    .await
+    }
+
+    /// Closes the oldest attempt if there are as many as there may be. Returns whether it did.
+    fn make_room(&mut self) -> bool {
+        let is_full = self.0.len() >= ATTEMPTS_AT_ONCE;
+        if is_full {
+            let (_, address, _) = self.0.remove(0);
+            debug!("{address} does not answer: the next address is tried");
+        }
+        is_full
+    }
+
+    fn start(&mut self, now: Instant, address: SocketAddr, attempt: Attempt) {
+        self.0.push((now, address, attempt));
+    }
+
+    /// Waits for an attempt to end, and removes it.
+    async fn finished(&mut self) -> (SocketAddr, io::Result<OwnedFd>) {
+        poll_fn(|context| {
+            for (index, (_, address, attempt)) in self.0.iter_mut().enumerate() {
+                if let Poll::Ready(result) = attempt.as_mut().poll(context) {
+                    let address = *address;
+                    drop(self.0.remove(index));
+                    return Poll::Ready((address, result));
+                }
+            }
+            Poll::Pending
+        })
+        .await
+    }
 }
 
 /// What an error of connecting or of the first bytes means.

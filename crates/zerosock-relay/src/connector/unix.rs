@@ -1,4 +1,9 @@
 //! Connecting to a Unix socket.
+//!
+//! # Invariants
+//! - The socket refuses descriptors before it is connected, if the kernel can do that: closing it then
+//!   never waits for an object of the server.
+//! - A symbolic link of another user is not followed ([`socket_path`]).
 
 use std::path::Path;
 use std::time::Duration;
@@ -9,6 +14,7 @@ use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, socket_with,
 };
 use tokio::time::{Instant, sleep_until};
+use zerosock_sys::{fd_passing, socket_path};
 
 use super::dial::refused_or;
 use super::error::{ConnectError, Stage};
@@ -25,20 +31,24 @@ pub(super) async fn dial(
     deadline: Instant,
 ) -> Result<OwnedFd, ConnectError> {
     let failed = |error: Errno| refused_or(error.into(), None);
-    let address = SocketAddrUnix::new(path).map_err(failed)?;
+    // A path that is too long for an address is an error of its own.
+    SocketAddrUnix::new(path).map_err(failed)?;
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, kind, flags, None).map_err(failed)?;
+    fd_passing::refuse_rights(&socket)?;
     if kind == SocketType::DGRAM {
         // An address that the kernel chooses, so that the other end can answer.
         bind(&socket, &SocketAddrUnix::new_unnamed()).map_err(failed)?;
     }
     let (mut pause, longest) = PAUSES;
     loop {
-        match connect(&socket, &address) {
+        let found = socket_path::find(path).map_err(|error| refused_or(error, None))?;
+        match connect(&socket, found.address()) {
             Ok(()) => return Ok(socket),
             Err(Errno::AGAIN) => {}
             Err(error) => return Err(failed(error)),
         }
+        drop(found);
         let now = Instant::now();
         if now >= deadline {
             return Err(ConnectError::TimedOut(Stage::Connecting));

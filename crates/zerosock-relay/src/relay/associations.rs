@@ -6,6 +6,7 @@
 //!   relayed for the time-out.
 //! - A full UDP target loses datagrams, as anywhere on the network. A Unix receiver that is full gets
 //!   those of one batch later; further ones are dropped until then.
+//! - Datagrams that wait for a target have at most [`HELD_LIMIT`] bytes, and those of one batch.
 
 mod joining;
 
@@ -32,6 +33,10 @@ use super::store::{BATCH, Store};
 /// Batches that one turn receives from the listening socket, and from one association.
 const BATCHES: usize = 16;
 
+/// Bytes that all associations of a worker may hold for their targets; senders can have any number of
+/// addresses.
+const HELD_LIMIT: usize = 64 << 20;
+
 /// See the [module](self).
 #[derive(Debug)]
 pub(super) struct Associations {
@@ -44,6 +49,8 @@ pub(super) struct Associations {
     due: DueList,
     timeout: Duration,
     serial: u32,
+    /// Sum of [`Association::counted`].
+    held: usize,
     /// The address of the listener, if the kernel may join senders to their sockets.
     connects_at: Option<SocketAddr>,
     /// Associations with a socket to their sender that are not joined yet.
@@ -64,6 +71,8 @@ pub(super) struct Association {
     pub(super) source: Address,
     /// What the target did not take yet.
     held: HeldMessages,
+    /// Bytes of `held` after its last turn.
+    counted: usize,
     link: Link,
     /// Datagrams that came at the listener.
     received: usize,
@@ -128,6 +137,7 @@ impl Associations {
             joining: Vec::new(),
             joined: 0,
             turns: Turns::default(),
+            held: 0,
         }
     }
 
@@ -216,7 +226,17 @@ impl Associations {
             }
         }
         self.by_source.remove(&association.source);
+        self.held -= association.counted;
         association
+    }
+
+    /// Counts the bytes that an association holds now.
+    fn recount(&mut self, key: u32) {
+        if let Some(association) = self.slots.get_mut(key as usize) {
+            let bytes = association.held.memory();
+            self.held = self.held - association.counted + bytes;
+            association.counted = bytes;
+        }
     }
 
     /// Relays what has come, within a budget.
@@ -242,6 +262,7 @@ impl Associations {
                 Some(true) => self.step(key, store, opener, now, &mut done),
                 _ => self.answer(key, store, now, &mut done),
             }
+            self.recount(key);
         }
         done.more = self.readable || !self.queue.is_empty();
         done
@@ -277,6 +298,7 @@ impl Associations {
                     Some(key) => {
                         self.forward(key, first..end, store, now, done);
                         self.connect_sender(key, end - first);
+                        self.recount(key);
                     }
                     None => done.dropped += (end - first) as u64,
                 }
@@ -303,6 +325,7 @@ impl Associations {
             queued: false,
             source,
             held: HeldMessages::default(),
+            counted: 0,
             link: Link::default(),
             received: 0,
             joining: Joining::No,
@@ -343,7 +366,7 @@ impl Associations {
             }
             let waits = association.held.len() > 0 || association.stage != Stage::Connected;
             if waits {
-                match association.held.len() < BATCH {
+                match association.held.len() < BATCH && self.held < HELD_LIMIT {
                     true => association.held.push(batch.message(next)),
                     false => association.dropped += 1,
                 }
@@ -369,7 +392,10 @@ impl Associations {
                     match Errno::from_io_error(&error) {
                         Some(Errno::AGAIN) if association.side.socket.kind().has_room_events() => {
                             association.side.ready.clear(Ready::WRITE);
-                            association.held.push(batch.message(next));
+                            match self.held < HELD_LIMIT {
+                                true => association.held.push(batch.message(next)),
+                                false => association.dropped += 1,
+                            }
                             next += 1;
                         }
                         // The answer to an earlier datagram, such as that no process listens there.
@@ -488,5 +514,56 @@ impl Association {
         if self.held.len() == 0 && self.held.memory() > 0 {
             self.held = HeldMessages::default();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::UdpSocket;
+
+    use super::*;
+    use crate::relay::socket::SocketKind;
+
+    /// A target whose name is being resolved.
+    struct Resolving;
+
+    impl Opener for Resolving {
+        fn open(&mut self, _key: u32, _serial: u32, _source: &Address) -> Option<(Socket, Stage)> {
+            Some((Socket::absent(SocketKind::Udp), Stage::Absent))
+        }
+
+        fn join(&mut self, sockets: [OwnedFd; 2], _key: u32) -> Result<Joined, [OwnedFd; 2]> {
+            Err(sockets)
+        }
+
+        fn watch(&mut self, _joined: &mut Joined, _key: u32) {}
+    }
+
+    #[test]
+    fn datagrams_of_many_senders_wait_for_a_target_in_bounded_memory() {
+        const LENGTH: usize = 60_000;
+        let listener = UdpSocket::bind("127.0.0.1:0").unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let address = listener.local_addr().unwrap();
+        let listener = Socket::new(listener.into(), SocketKind::Udp, true);
+        let mut all = Associations::new(listener, Duration::from_secs(60), None);
+        let mut store = Store::new(256 << 10, 0);
+        let now = Instant::ZERO;
+        let mut dropped = 0;
+        // 20 MB more than the limit.
+        for _ in 0..24 {
+            let sender = UdpSocket::bind("127.0.0.1:0").unwrap();
+            for _ in 0..BATCH {
+                sender.send_to(&[1; LENGTH], address).unwrap();
+                all.set_readable();
+                dropped += all.run(&mut store, &mut Resolving, now).dropped;
+            }
+        }
+        let held: usize = all.slots.iter().map(|(_, one)| one.held.memory()).sum();
+        assert!(held <= HELD_LIMIT + LENGTH, "{held} bytes");
+        assert_eq!(held, all.held);
+        assert!(dropped > 0);
+        all.drain(now, &mut Done::default());
+        assert_eq!(all.held, 0);
     }
 }

@@ -12,7 +12,7 @@ mod datagrams;
 mod hybrid;
 mod log;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -38,7 +38,7 @@ use super::pair::{Pair, Reason, Source, Stage, Turn};
 use super::plan::Plan;
 use super::socket::{Socket, SocketKind};
 use super::store::Store;
-use crate::connector::{ConnectError, Connected};
+use crate::connector::{ConnectError, Connected, PendingConnect};
 
 /// The sockets of pairs: the key is that of the pair.
 const SIDES: [EventKind; 2] = [EventKind::new(1), EventKind::new(2)];
@@ -71,6 +71,8 @@ pub(super) struct RelayDevice {
     queue: VecDeque<u32>,
     store: Store,
     connecting: DueList,
+    /// Requests to the connector, by pair and end: of sockets that are [`Stage::Absent`].
+    asked: HashMap<(u32, usize), PendingConnect>,
     idle: DueList,
     /// Turns of the pairs that the kernel joins.
     turns: Turns,
@@ -156,6 +158,7 @@ impl RelayDevice {
             queue: VecDeque::new(),
             store: Store::new(config.buffer, config.pipes),
             connecting: DueList::new(Some(config.connect_timeout)),
+            asked: HashMap::new(),
             idle: DueList::new(idle),
             turns: Turns::default(),
             paused: None,
@@ -221,6 +224,11 @@ impl RelayDevice {
             self.queue.retain(|&other| other != key);
         }
         for end in 0..2 {
+            if pair.stage(end) == Stage::Absent
+                && let Some(request) = self.asked.remove(&(key, end))
+            {
+                request.cancel();
+            }
             let socket = &pair.side(end).socket;
             // The reaper may close it later, and events must not come until then.
             if socket.carries_rights()

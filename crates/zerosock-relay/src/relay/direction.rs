@@ -106,6 +106,9 @@ pub(super) enum End {
 /// Bytes of a read from which on the next one goes through a pipe.
 const BULK: usize = 16 << 10;
 
+/// What an error costs of the budget: peers can cause many, and one of the system may stay.
+const ERROR_COST: usize = 1 << 10;
+
 type Moved = Result<(), (End, Errno)>;
 
 impl Direction {
@@ -308,7 +311,10 @@ impl Direction {
                         Ok(())
                     }
                     // An ICMP message about an earlier datagram.
-                    _ if !has_end => Ok(()),
+                    _ if !has_end => {
+                        *budget = budget.saturating_sub(ERROR_COST);
+                        Ok(())
+                    }
                     errno => Err((End::Source, errno)),
                 };
             }
@@ -389,7 +395,10 @@ impl Direction {
                 from.ready.clear(Ready::READ);
                 return Ok(());
             }
-            Err(_) if !from.socket.kind().has_end() => return Ok(()),
+            Err(_) if !from.socket.kind().has_end() => {
+                *budget = budget.saturating_sub(ERROR_COST);
+                return Ok(());
+            }
             Err(errno) => return Err((End::Source, errno)),
         }
         *budget = budget.saturating_sub(message.len().max(64));

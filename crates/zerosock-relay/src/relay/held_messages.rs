@@ -1,4 +1,7 @@
 //! Messages that a receiver did not take yet.
+//!
+//! # Invariants
+//! - After a push, the memory is at most twice that of the messages that are left.
 
 use std::collections::VecDeque;
 
@@ -14,6 +17,11 @@ pub(super) struct HeldMessages {
 
 impl HeldMessages {
     pub(super) fn push(&mut self, message: &[u8]) {
+        // A receiver that is always behind never takes the last message.
+        if self.at > self.bytes.len() / 2 {
+            self.bytes.drain(..self.at);
+            self.at = 0;
+        }
         self.bytes.extend_from_slice(message);
         self.lengths.push_back(message.len() as u32);
     }
@@ -23,7 +31,7 @@ impl HeldMessages {
         self.lengths.len()
     }
 
-    /// Bytes of all messages that were held, sent or not.
+    /// Bytes of the messages that are left, and of sent ones whose memory is not used again yet.
     pub(super) fn memory(&self) -> usize {
         self.bytes.len()
     }
@@ -56,5 +64,17 @@ mod tests {
             held.pop();
         }
         assert_eq!((held.len(), held.first()), (0, &b""[..]));
+    }
+
+    #[test]
+    fn a_receiver_that_is_always_behind_costs_bounded_memory() {
+        let mut held = HeldMessages::default();
+        held.push(&[0; 100]);
+        for number in 0..1000u32 {
+            held.push(&[number as u8; 100]);
+            held.pop();
+            assert_eq!(held.first(), [number as u8; 100]);
+            assert!(held.memory() <= 400, "{}", held.memory());
+        }
     }
 }

@@ -12,7 +12,7 @@ use super::endpoint::Endpoint;
 use super::open::Destination;
 use super::socket::SocketKind;
 use super::way::{Mode, Way};
-use crate::connector::{ConnectRequest, Connector, Done};
+use crate::connector::{ConnectRequest, Connector, Done, PendingConnect};
 use crate::networks::AddressPolicy;
 use crate::sockmap::{Refusal, RelayMap};
 use crate::target::Target;
@@ -211,11 +211,9 @@ impl Plan {
         let _ = rustix::io::write(&self.over, &1u64.to_ne_bytes());
     }
 
-    /// Asks the connector for a connection; false if there is no connector.
-    pub(super) fn ask(&self, target: Target, done: Done) -> bool {
-        let Some(connector) = &self.connector else {
-            return false;
-        };
+    /// Asks the connector for a connection. `None`: there is no connector.
+    pub(super) fn ask(&self, target: Target, done: Done) -> Option<PendingConnect> {
+        let connector = self.connector.as_ref()?;
         let request = ConnectRequest {
             target,
             policy: Arc::clone(&self.policy),
@@ -223,7 +221,6 @@ impl Plan {
             keepalive: self.config.keepalive,
             first_bytes: Vec::new(),
         };
-        connector.connect(request, done);
-        true
+        Some(connector.connect(request, done))
     }
 }

@@ -4,6 +4,8 @@
 //! - The worker connects to literal addresses and Unix sockets itself, without waiting. Names, headers
 //!   and full backlogs are left to the connector, whose answer comes as
 //!   [`SiblingMessage::Dialed`].
+//! - The connector has at most [`MAX_DIALS`] requests of one device, and the guest is charged for all
+//!   sockets that it may hold for them.
 //! - A request that is refused by the target, the policy or a limit is reset, at the latest at the
 //!   connect time-out.
 //! - A reset of either side resets the other; an end of stream shuts down the other in one direction.
@@ -14,10 +16,10 @@ use rustix::io::Errno;
 use rustix::net::sockopt;
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::{Address, Port};
-use zerosock_relay::connector::{ConnectError, ConnectRequest, Connected};
+use zerosock_relay::connector::{ATTEMPTS_AT_ONCE, ConnectError, ConnectRequest, Connected};
 use zerosock_relay::proxy_protocol::{self, Source};
-use zerosock_relay::target::Target;
-use zerosock_sys::account::Permit;
+use zerosock_relay::target::{Host, Target};
+use zerosock_sys::account::{Account, Exceeded, Permit};
 use zerosock_virtio::mailbox::Sender;
 
 use super::state::bridge::{Bridge, BridgePeer};
@@ -29,6 +31,10 @@ use super::{Context, Device, WorkerMessage};
 use crate::device::host_sockets::hybrid;
 use crate::device::host_sockets::{Attempt, HostSocket, network};
 use crate::routing::forward::ActiveRule;
+
+/// Requests of one device (a queue pair of a VM) to the connector at once. The connector is shared: a
+/// guest whose targets do not answer must leave it to its neighbours.
+const MAX_DIALS: usize = 256;
 
 impl Device {
     /// Connects a flow of the guest by `rule` to a target outside.
@@ -101,8 +107,13 @@ impl Device {
 
     /// Lets the connector make a connection.
     fn dial(&mut self, key: u32, flow: FlowId, request: ConnectRequest, cx: &mut Context<'_>) {
-        let permit = match self.account.take_descriptors(1) {
-            Ok(permit) => permit,
+        // The device has one reference itself.
+        if Arc::strong_count(&self.dials) > MAX_DIALS {
+            let reason = "as many targets as a guest may have are being resolved or connected to";
+            return self.refuse(key, reason, cx);
+        }
+        let charge = match Charge::new(&self.account, &request.target) {
+            Ok(charge) => charge,
             Err(exceeded) => return self.refuse(key, &exceeded.to_string(), cx),
         };
         let shared = &cx.shared;
@@ -114,7 +125,8 @@ impl Device {
             number: self.addr.number,
             to: flow,
             target: request.target.clone(),
-            permit: Some(permit),
+            charge: Some(charge),
+            _under_way: Arc::clone(&self.dials),
         };
         let pending = connector.connect(request, Box::new(move |result| answer.send(result)));
         if let Some(bridge) = self.bridges.get_mut(key as usize) {
@@ -345,6 +357,43 @@ fn header(from: Address, port: Port) -> Vec<u8> {
     proxy_protocol::header(source, None)
 }
 
+/// What a guest is charged for a request to the connector.
+struct Charge {
+    socket: Permit,
+    /// For the attempts that lose.
+    racing: Option<Permit>,
+}
+
+impl Charge {
+    fn new(account: &Account, target: &Target) -> Result<Charge, Exceeded> {
+        // Other targets have one address.
+        let has_name = matches!(
+            target,
+            Target::Tcp {
+                host: Host::Name(_),
+                ..
+            } | Target::Udp {
+                host: Host::Name(_),
+                ..
+            }
+        );
+        let others = ATTEMPTS_AT_ONCE as u64 - 1;
+        Ok(Charge {
+            socket: account.take_descriptors(1)?,
+            racing: match has_name {
+                true => Some(account.take_descriptors(others)?),
+                false => None,
+            },
+        })
+    }
+
+    /// The request has ended with one socket.
+    fn connected(self) -> Permit {
+        drop(self.racing);
+        self.socket
+    }
+}
+
 /// Takes the connector's answer to the device, exactly once: dropping it answers with an error.
 struct Answer {
     mailbox: Sender<WorkerMessage>,
@@ -352,14 +401,17 @@ struct Answer {
     to: FlowId,
     target: Target,
     /// `None` once it was sent.
-    permit: Option<Permit>,
+    charge: Option<Charge>,
+    /// Counts against [`MAX_DIALS`].
+    _under_way: Arc<()>,
 }
 
 impl Answer {
     fn send(mut self, result: Result<Connected, ConnectError>) {
-        let Some(permit) = self.permit.take() else {
+        let Some(charge) = self.charge.take() else {
             return;
         };
+        let permit = charge.connected();
         let dialed = |connected: Connected| {
             let Connected { socket, address } = connected;
             use rustix::net::SocketType;
@@ -397,8 +449,33 @@ impl Answer {
 
 impl Drop for Answer {
     fn drop(&mut self) {
-        if self.permit.take().is_some() {
+        if self.charge.take().is_some() {
             self.pass(Err("the thread for connects has ended".to_owned()));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use zerosock_sys::account::Budget;
+
+    use super::*;
+
+    #[test]
+    fn a_connect_by_name_is_charged_for_all_its_attempts_until_it_has_ended() {
+        for (target, under_way) in [
+            ("tcp:example.com:80", ATTEMPTS_AT_ONCE as u64),
+            ("udp:example.com:53", ATTEMPTS_AT_ONCE as u64),
+            ("tcp:127.0.0.1:80", 1),
+            ("unix:/a", 1),
+        ] {
+            let account = Budget::unlimited().account();
+            let charge = Charge::new(&account, &target.parse().unwrap()).unwrap();
+            assert_eq!(account.descriptors(), under_way, "{target}");
+            let permit = charge.connected();
+            assert_eq!(account.descriptors(), 1, "{target}");
+            drop(permit);
+            assert_eq!(account.descriptors(), 0, "{target}");
         }
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use zerosock::driver::How;
 
-use super::common::{deadline, eventually_with, host};
+use super::common::{self, deadline, eventually_with, host};
 use super::{Lab, accept, refused, rule, tcp_server, unix};
 
 /// A name server that has one IPv4 address for every name, and no IPv6 address. It runs until the test
@@ -80,6 +80,35 @@ fn a_name_server_that_does_not_answer_resets_the_guest_in_time() {
         lab.rule(0).active == 1
     });
     guest.abort(stream);
+    eventually_with(&mut guest, "no connect under way", |_| {
+        lab.rule(0).active == 0
+    });
+}
+
+/// The thread for connects is shared by all guests.
+#[test]
+fn a_guest_has_at_most_256_connects_by_name_under_way_for_each_queue_pair() {
+    const MOST: usize = 256;
+    let silent = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let address = silent.local_addr().unwrap();
+    let lab = Lab::with(1, |config| {
+        config.forward = vec![rule(1, "tcp:nowhere.test:80")];
+        config.connect_timeout = Duration::from_secs(600);
+        config.name_servers = vec![address];
+        config.max_connections = Some(4096);
+    });
+    let mut guest = lab.guest();
+    let most = MOST * usize::from(common::pairs());
+    let streams: Vec<_> = (0..most + 100)
+        .map(|_| guest.connect(host(1)).unwrap())
+        .collect();
+    eventually_with(&mut guest, "the others refused", |_| {
+        let rule = lab.rule(0);
+        rule.active + rule.refused == most as u64 + 100 && rule.active <= most as u64
+    });
+    for stream in streams {
+        guest.abort(stream);
+    }
     eventually_with(&mut guest, "no connect under way", |_| {
         lab.rule(0).active == 0
     });

@@ -89,7 +89,7 @@ impl RelayDevice {
     }
 
     /// Asks the connector for the socket of an end.
-    fn ask(&self, key: u32, end: usize) {
+    fn ask(&mut self, key: u32, end: usize) {
         let Some(pair) = self.pairs.get(key as usize) else {
             return;
         };
@@ -110,7 +110,9 @@ impl RelayDevice {
         else {
             return;
         };
-        self.plan.ask(target, Box::new(answer));
+        if let Some(request) = self.plan.ask(target, Box::new(answer)) {
+            self.asked.insert((key, end), request);
+        }
     }
 
     /// The connector has answered for an end of a pair.
@@ -126,6 +128,7 @@ impl RelayDevice {
         if pair.serial != serial || pair.stage(end) != Stage::Absent {
             return;
         }
+        self.asked.remove(&(key, end));
         let connected = match result {
             Ok(connected) => connected,
             Err(error) => return self.fail_connect(key, end, &error, cx),

@@ -46,7 +46,7 @@ impl Targets<'_> {
             };
             let _ = own.send(WorkerMessage::Device { number, message });
         };
-        self.plan.ask(target, Box::new(answer))
+        self.plan.ask(target, Box::new(answer)).is_some()
     }
 }
 

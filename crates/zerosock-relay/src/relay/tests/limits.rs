@@ -91,8 +91,8 @@ fn a_connection_without_bytes_ends_after_the_idle_timeout_and_a_used_one_does_no
         config.idle_timeout = Some(LIMIT);
     });
     let (mut used, mut target) = rig.pair();
-    let (mut idle, _other) = rig.pair();
     let began = Instant::now();
+    let (mut idle, _other) = rig.pair();
     let ended = std::thread::spawn(move || {
         assert_refused(&mut idle);
         began.elapsed()
@@ -168,4 +168,33 @@ fn a_listener_that_is_taken_is_named() {
     assert!(said.contains("in use"), "{said}");
     drop(rig);
     assert!(!path.exists(), "the socket's file is removed");
+}
+
+/// Receiving fails each time, as without memory for a packet: the worker's other pairs have their turns.
+#[test]
+fn an_error_of_a_datagram_socket_that_stays_ends_the_turn() {
+    use crate::relay::direction::{Direction, Outcome, Ready, Side};
+    use crate::relay::socket::{Socket, SocketKind};
+    use crate::relay::store::Store;
+    use crate::relay::way::Mode;
+
+    // It is no datagram socket, so that receiving fails with ENOTCONN.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let target = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+    let side = |fd| {
+        let mut ready = Ready::READ;
+        ready.set(Ready::WRITE);
+        let socket = Socket::new(fd, SocketKind::Udp, true);
+        Side { socket, ready }
+    };
+    let (sender, turns) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let (mut from, mut to) = (side(listener.into()), side(target.into()));
+        let mut store = Store::new(64 << 10, 0);
+        let mut direction = Direction::new(Mode::Messages);
+        let outcome = direction.run(&mut from, &mut to, &mut store, &mut (1 << 20));
+        sender.send(outcome).unwrap();
+    });
+    let outcome = turns.recv_timeout(Duration::from_secs(60));
+    assert_eq!(outcome, Ok(Outcome::Exhausted));
 }

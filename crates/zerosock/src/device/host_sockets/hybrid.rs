@@ -12,8 +12,8 @@
 //! for them: that tells the two apart.
 
 use super::{Attempt, HostSocket};
-use rustix::fd::{AsFd, AsRawFd, OwnedFd};
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatxFlags, openat, statx};
+use rustix::fd::AsFd;
+use rustix::fs::{AtFlags, CWD, Mode, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::net::{self, RecvFlags, SocketAddrUnix, SocketType};
 use std::io::{self, IoSliceMut};
@@ -21,6 +21,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use zerosock_proto::{Instant, Port};
 use zerosock_sys::account::Account;
+use zerosock_sys::socket_path::{self, Found, is_trusted_user};
 
 /// Longest CONNECT line: the word, a space, ten digits, CR and LF.
 const MAX_LINE: usize = "CONNECT 4294967295\r\n".len();
@@ -256,14 +257,11 @@ pub(super) fn connect_to(
         let text = format!("path too long for a socket address (107 bytes): {path}");
         io::Error::new(io::ErrorKind::InvalidInput, text)
     })?;
-    let file = match in_trusted_directory {
+    let found = match in_trusted_directory {
         true => None,
-        false => find_socket(path)?,
+        false => Some(socket_path::find(path)?),
     };
-    let address = match &file {
-        Some(file) => SocketAddrUnix::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?,
-        None => named,
-    };
+    let address = found.as_ref().map_or(&named, Found::address);
     let socket = HostSocket::unconnected(kind, account)?;
     if kind == SocketType::SEQPACKET && !configure_packets(&socket) {
         return Err(io::ErrorKind::Unsupported.into());
@@ -272,42 +270,11 @@ pub(super) fn connect_to(
         // An address chosen by the kernel, so that the program can answer.
         net::bind(&socket, &SocketAddrUnix::new_unnamed())?;
     }
-    match net::connect(&socket, &address) {
+    match net::connect(&socket, address) {
         Ok(()) => Ok(Attempt::Ready(socket)),
         Err(Errno::INPROGRESS) => Ok(Attempt::InProgress(socket)),
         Err(Errno::AGAIN) => Ok(Attempt::Later),
         Err(e) => Err(e.into()),
-    }
-}
-
-/// Root or our own user.
-fn is_trusted_user(uid: u32) -> bool {
-    uid == 0 || uid == rustix::process::geteuid().as_raw()
-}
-
-/// Opens the socket at `path` for connect(2) without opening any other kind of file. If other users
-/// may create files in the directory, a symbolic link could lead to a file system with a server
-/// that does not answer. Returns `None` for a symbolic link of root or our own user, to be
-/// followed.
-///
-/// # Errors
-/// `ConnectionRefused` if it is no socket, `PermissionDenied` for a symbolic link of another user.
-fn find_socket(path: &Path) -> io::Result<Option<OwnedFd>> {
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let file = openat(CWD, path, flags, Mode::empty())?;
-    // Answered without asking the file system's server.
-    let at = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    let status = statx(&file, "", at, StatxFlags::TYPE | StatxFlags::UID)?;
-    match FileType::from_raw_mode(status.stx_mode.into()) {
-        FileType::Socket => Ok(Some(file)),
-        FileType::Symlink => {
-            if is_trusted_user(status.stx_uid) {
-                return Ok(None);
-            }
-            let text = format!("a symbolic link of user {} is not followed", status.stx_uid);
-            Err(io::Error::new(io::ErrorKind::PermissionDenied, text))
-        }
-        _ => Err(io::ErrorKind::ConnectionRefused.into()),
     }
 }
 

@@ -139,6 +139,8 @@ pub(crate) struct Device {
     pub(in crate::device) by_flow: Vec<u32>,
     pub(in crate::device) lingering: Lingering,
     pub(in crate::device) backlogs: Backlogs,
+    /// One reference for each request to the connector without an answer, and this one.
+    pub(in crate::device) dials: Arc<()>,
     pub(in crate::device) handshakes: Slab<Handshake>,
     /// Keys of bridges that may have something for the guest, in the order of their turns.
     pub(in crate::device) ready: VecDeque<u32>,
@@ -197,6 +199,7 @@ impl Device {
             by_flow: Vec::new(),
             lingering: Lingering::default(),
             backlogs: Backlogs::default(),
+            dials: Arc::new(()),
             handshakes: Slab::new(),
             ready: VecDeque::new(),
             outgoing: VecDeque::new(),

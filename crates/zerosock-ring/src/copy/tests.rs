@@ -85,3 +85,33 @@ fn words_are_loaded_and_stored_at_any_alignment() {
         }
     }
 }
+
+/// A number that one thread writes while another reads it, each by one copy, is the old or the new one.
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[test]
+fn numbers_are_never_seen_half_written() {
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+    // Neighbours that differ in every byte.
+    let (old, new) = ([0x00; 8], [0xff; 8]);
+    for len in [2, 4, 8] {
+        let (shared, is_over) = (AtomicU64::new(0), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Relaxed) {
+                    for bytes in [old, new] {
+                        // SAFETY: `shared` has 8 bytes, and is accessed by copies alone.
+                        unsafe { copy_in(bytes.as_ptr(), shared.as_ptr().cast(), len) };
+                    }
+                }
+            });
+            let torn = (0..2_000_000).find_map(|_| {
+                let mut seen = [0; 8];
+                // SAFETY: as above.
+                unsafe { copy_out(shared.as_ptr().cast(), seen.as_mut_ptr(), len) };
+                (seen[..len] != old[..len] && seen[..len] != new[..len]).then_some(seen)
+            });
+            is_over.store(true, Relaxed);
+            assert_eq!(torn, None, "{len} bytes");
+        });
+    }
+}

@@ -56,10 +56,16 @@ pub(super) unsafe fn copy_disjoint(src: *const u8, dst: *mut u8, len: usize) {
             }
         } else if len >= 4 {
             copy_word!(reg, "{word:e}", src, dst);
-            copy_word!(reg, "{word:e}", src.add(len - 4), dst.add(len - 4));
+            if len > 4 {
+                copy_word!(reg, "{word:e}", src.add(len - 4), dst.add(len - 4));
+            }
         } else {
-            for at in 0..len {
-                copy_word!(reg_byte, "{word}", src.add(at), dst.add(at));
+            // An index of a ring has two bytes, and must be seen whole.
+            if len >= 2 {
+                copy_word!(reg, "{word:x}", src, dst);
+            }
+            if len % 2 == 1 {
+                copy_word!(reg_byte, "{word}", src.add(len - 1), dst.add(len - 1));
             }
         }
     }

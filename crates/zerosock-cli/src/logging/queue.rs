@@ -50,7 +50,13 @@ impl Queue {
         let counted = Arc::clone(&dropped);
         thread::Builder::new()
             .name("log".to_owned())
-            .spawn(move || write_lines(&receiver, output, &counted, report))?;
+            .spawn(move || {
+                // The thread writes to an open descriptor, which needs no capability. It exists before
+                // the command has dropped those that it needs at its start only. An error means that
+                // there are none to drop.
+                let _ = zerosock_sys::bpf::drop_bpf_capabilities();
+                write_lines(&receiver, output, &counted, report);
+            })?;
         Ok(Queue { sender, dropped })
     }
 

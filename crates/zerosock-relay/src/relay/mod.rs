@@ -7,7 +7,7 @@
 //!
 //! # Invariants
 //! - No worker waits for anything but its next event. Names are resolved, and full Unix listeners are
-//!   tried again, on the thread of the [`Connector`](crate::Connector).
+//!   tried again, on the thread of the [`Connector`].
 //! - Bytes that a target does not take stay with their sender, beyond one read of each direction.
 //! - A connection costs a slot of a slab in user space; buffers and pipes belong to the workers.
 //!

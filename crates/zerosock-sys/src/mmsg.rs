@@ -260,7 +260,7 @@ impl Batch {
 
     /// Receives one message with the descriptors that a peer has sent with it, which are appended to `fds`.
     /// For Unix sockets on which descriptors can arrive: [`receive`](Self::receive) would make the kernel
-    /// close them in this thread, which may wait (see [`fd_passing`](crate::fd_passing)).
+    /// close them in this thread, which may wait (see [`fd_passing`]).
     ///
     /// # Errors
     /// `WouldBlock` when nothing is there; otherwise errors of recvmsg(2).

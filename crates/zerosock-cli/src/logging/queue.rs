@@ -97,13 +97,15 @@ fn write_lines(receiver: &Receiver<Entry>, mut output: File, dropped: &AtomicU64
     loop {
         let entry = match receiver.try_recv() {
             Ok(entry) => Some(entry),
-            Err(TryRecvError::Disconnected) => return,
-            Err(TryRecvError::Empty) => {
+            Err(none) => {
                 let lines = dropped.swap(0, Ordering::Relaxed);
                 if lines > 0 {
                     report(lines);
                 }
-                receiver.recv().ok()
+                match none {
+                    TryRecvError::Empty => receiver.recv().ok(),
+                    TryRecvError::Disconnected => None,
+                }
             }
         };
         match entry {

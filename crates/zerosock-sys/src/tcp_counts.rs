@@ -1,4 +1,4 @@
-//! How much has been written to a TCP socket, whoever wrote it.
+//! The bytes that were written to a TCP socket, by this process or by the kernel's redirection.
 
 use std::ffi::{c_int, c_void};
 use std::io;

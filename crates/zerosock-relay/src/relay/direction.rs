@@ -422,7 +422,7 @@ impl Direction {
             Held::Nothing => return Ok(true),
             held => held,
         };
-        let result = self.write(&mut held, to, store);
+        let result = self.write(&mut held, to);
         match (result, held) {
             (Ok(true), Held::Chunk(chunk)) => store.release(chunk),
             (Ok(true), Held::Pipe(pipe, _)) => store.release_pipe(pipe),
@@ -432,7 +432,7 @@ impl Direction {
         result
     }
 
-    fn write(&mut self, held: &mut Held, to: &mut Side, _store: &Store) -> Result<bool, Errno> {
+    fn write(&mut self, held: &mut Held, to: &mut Side) -> Result<bool, Errno> {
         loop {
             let left = match held {
                 Held::Nothing => 0,

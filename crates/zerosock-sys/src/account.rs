@@ -99,6 +99,8 @@ struct Shared {
     /// Descriptors that each account is guaranteed, while there are no more accounts than
     /// expected.
     share: u64,
+    /// Accounts that are expected.
+    accounts: usize,
     numbers: Arc<Numbers>,
     used: Mutex<Used>,
 }
@@ -159,6 +161,7 @@ impl Budget {
         Budget(Arc::new(Shared {
             limits,
             share,
+            accounts,
             numbers,
             used: Mutex::default(),
         }))
@@ -185,6 +188,11 @@ impl Budget {
         self.0.share
     }
 
+    /// Accounts that are expected.
+    pub fn accounts(&self) -> usize {
+        self.0.accounts
+    }
+
     /// Descriptors of all accounts that were refused.
     pub fn refused(&self) -> u64 {
         self.0.lock().refused
@@ -199,6 +207,7 @@ impl Budget {
         Account::of(Arc::new(Share {
             shared: Arc::clone(&self.0),
             guaranteed,
+            requests: AtomicUsize::new(0),
             used: Mutex::default(),
         }))
     }
@@ -229,6 +238,8 @@ struct AccountState {
 struct Share {
     shared: Arc<Shared>,
     guaranteed: u64,
+    /// Requests under way, see [`Account::take_request`].
+    requests: AtomicUsize,
     /// Locked before the budget's.
     used: Mutex<Own>,
 }
@@ -290,6 +301,23 @@ impl Account {
         own.descriptors += count;
         shared.numbers.add(count);
         Ok(self.permit(Amount(count)))
+    }
+
+    /// Counts a request to something that all peers use, until the result is dropped. `None`: `most` of the
+    /// account and its parts are under way.
+    pub fn take_request(&self, most: usize) -> Option<RequestPermit> {
+        // Relaxed: the number guards no other data.
+        let more = |requests| (requests < most).then_some(requests + 1);
+        let requests = &self.0.share.requests;
+        let counted = requests.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        counted
+            .is_ok()
+            .then(|| RequestPermit(Arc::clone(&self.0.share)))
+    }
+
+    /// Accounts that are expected.
+    pub fn expected(&self) -> usize {
+        self.0.share.shared.accounts
     }
 
     /// Counts a descriptor that is refused for another reason.
@@ -447,6 +475,16 @@ impl Drop for Permit {
     }
 }
 
+/// A request under way, see [`Account::take_request`].
+#[derive(Debug)]
+pub struct RequestPermit(Arc<Share>);
+
+impl Drop for RequestPermit {
+    fn drop(&mut self) {
+        self.0.requests.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Numbers for the descriptors of a message, see [`Account::reserve_message`].
 #[derive(Debug)]
 pub struct ReservedNumbers(Arc<Numbers>);
@@ -469,6 +507,17 @@ mod tests {
             mapped_each: 60,
         };
         Budget::new(limits, 5)
+    }
+
+    #[test]
+    fn requests_are_limited_for_an_account_and_its_parts_together() {
+        let account = Budget::unlimited().account();
+        let (one, two) = (account.take_request(2), account.part().take_request(2));
+        assert!(one.is_some() && two.is_some());
+        assert!(account.take_request(2).is_none() && account.part().take_request(2).is_none());
+        assert!(Budget::unlimited().account().take_request(2).is_some());
+        drop(one);
+        assert!(account.take_request(2).is_some());
     }
 
     #[test]

@@ -18,10 +18,11 @@
 //! inserting sockets into an existing map needs neither from Linux 5.19 on, so that a process can call
 //! [`drop_bpf_capabilities`] after set-up.
 
-mod calls;
+pub(crate) mod assembler;
+pub(crate) mod calls;
 mod capabilities;
 mod error;
-mod maps;
+pub(crate) mod maps;
 mod program;
 mod sources;
 

@@ -33,20 +33,22 @@ pub const RESERVE: u64 = MAX_FDS as u64 + 1;
 /// SO_PASSRIGHTS of linux/socket.h, since Linux 6.16.
 const SO_PASSRIGHTS: libc::c_int = 83;
 
-/// Environment variable that makes this process behave as on a kernel without SO_PASSRIGHTS, for
+/// Environment variable that makes a debug build behave as on a kernel without SO_PASSRIGHTS, for
 /// tests. Any value sets it. It is read once, when the option is first needed.
-///
-/// It weakens nothing: every socket is then treated as one that can carry descriptors, which are
-/// received and closed by the reaper. That is what protects the process on Linux before 6.16.
 pub const WITHOUT_PASSRIGHTS: &str = "ZEROSOCK_WITHOUT_PASSRIGHTS";
+
+/// Whether this build reads [`WITHOUT_PASSRIGHTS`]. A release build does not: what starts a service
+/// must not be able to take a protection of the kernel from it, though what remains is what protects
+/// it on Linux before 6.16.
+pub const READS_WITHOUT_PASSRIGHTS: bool = cfg!(debug_assertions);
 
 /// Whether SO_PASSRIGHTS is used where the kernel has it.
 static USE_PASSRIGHTS: LazyLock<bool> =
-    LazyLock::new(|| std::env::var_os(WITHOUT_PASSRIGHTS).is_none());
+    LazyLock::new(|| !READS_WITHOUT_PASSRIGHTS || std::env::var_os(WITHOUT_PASSRIGHTS).is_none());
 
 /// Makes the kernel refuse descriptors that are sent to this Unix socket: sendmsg(2) fails with
 /// EPERM. On a listener before listen(2), it holds for all connections, also before they are
-/// accepted. Returns whether the kernel can do that, and [`WITHOUT_PASSRIGHTS`] is not set.
+/// accepted. Returns whether the kernel can do that, and [`WITHOUT_PASSRIGHTS`] does not prevent it.
 ///
 /// # Errors
 /// Errors of setsockopt(2), except ENOPROTOOPT.
@@ -127,7 +129,7 @@ fn has_no_queued_rights(fd: BorrowedFd<'_>) -> bool {
 }
 
 /// Whether a Unix socket refuses descriptors. An accepted socket inherits this from its listener.
-/// Always false if [`WITHOUT_PASSRIGHTS`] is set.
+/// Always false if [`WITHOUT_PASSRIGHTS`] is set and read.
 pub fn refuses_rights(fd: impl AsFd) -> bool {
     if !*USE_PASSRIGHTS {
         return false;

@@ -11,6 +11,8 @@
 //! - [`reaper`] has the threads that close the descriptor of a [`PeerFd`], [`notify`] wakes peers, and
 //!   [`account`] limits the descriptors and memory of each peer.
 //! - [`bpf`] redirects packets between sockets inside the kernel, [`tcp_written`] counts what is on its way.
+//! - [`tun`] moves Ethernet frames between TAP interfaces and guest memory, [`xdp`] between queues of
+//!   other interfaces and guest memory (AF_XDP).
 //! - [`affinity`] pins threads, [`network`] isolates them.
 //!
 //! # Invariants
@@ -21,6 +23,7 @@ pub mod account;
 pub mod affinity;
 pub mod bpf;
 pub mod fd_passing;
+mod log_limit;
 pub mod memfd;
 pub mod mmsg;
 pub mod network;
@@ -33,12 +36,15 @@ mod slices;
 pub mod socket_file;
 pub mod socket_path;
 mod tcp_counts;
+pub mod tun;
 pub mod vsock;
 pub mod vsock_calls;
+pub mod xdp;
 
+pub use log_limit::LogLimit;
 pub use peer_fd::PeerFd;
 pub use slices::{
     MAX_SLICES, Received, read_slices, read_slices_at, read_slices_now, recv_packet_and_rights,
-    recv_slices, recv_slices_and_rights, send_slices, write_slices,
+    recv_slices, recv_slices_and_rights, send_slices, send_slices_zero_copy, write_slices,
 };
 pub use tcp_counts::tcp_written;

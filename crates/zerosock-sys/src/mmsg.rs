@@ -2,23 +2,42 @@
 //!
 //! A [`Batch`] owns the memory of its messages. It receives messages from one socket, and sends any run of
 //! them through another one. Neither call blocks.
+//!
+//! Between UDP sockets the kernel passes many datagrams of one size as one packet (UDP_GRO and
+//! UDP_SEGMENT, udp(7)). [`coalesce_datagrams`] asks for that; the batch
+//! still has each datagram as a message of its own.
+
+mod address;
 
 use std::fmt;
-use std::hash::{Hash, Hasher};
 use std::io;
 use std::mem::{MaybeUninit, size_of};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
 
+use self::address::{STORAGE, Storage};
 use crate::fd_passing;
 use crate::peer_fd::PeerFd;
+use crate::slices::outcome;
+
+pub use self::address::Address;
 
 /// The most messages of one batch.
 pub const MAX_BATCH: usize = 64;
 
 /// Bytes between the ends of two messages' places: neighbours do not begin in the same cache set.
 const GAP: usize = 4096 + 64;
+
+/// The most datagrams that the kernel takes as one packet (UDP_MAX_SEGMENTS before Linux 6.9).
+const MAX_SEGMENTS: usize = 64;
+
+/// The most datagrams of a packet that is received (UDP_MAX_SEGMENTS from Linux 6.9 on). A guest's network
+/// card can have more put into one, down to one byte each.
+const MAX_SEGMENTS_RECEIVED: usize = 128;
+
+/// The most packets of one call that may each be many datagrams: less than 1 MiB, and no more than 2048
+/// datagrams.
+const MAX_COALESCED: usize = 16;
 
 /// Messages that were received.
 pub struct Batch {
@@ -27,109 +46,36 @@ pub struct Batch {
     size: usize,
     memory: Box<[u8]>,
     received: Vec<Received>,
+    /// The source of each slot.
+    sources: Vec<Address>,
 }
 
 /// One message.
 #[derive(Clone, Copy)]
 struct Received {
+    slot: usize,
+    /// Where it begins in the memory.
+    start: usize,
     length: usize,
-    /// It was longer than there was room, and its end is lost.
+    /// It was longer than there was room, and its end is lost; or a packet of too many datagrams.
     truncated: bool,
-    source: Address,
 }
 
-/// The address of an Internet or Unix socket, or none.
-#[derive(Clone, Copy)]
-pub struct Address {
-    storage: Storage,
-    length: libc::socklen_t,
-}
-
-/// As large as an address of any of these families, and aligned for them.
+/// Room for one control message with an `int`.
 #[derive(Clone, Copy)]
 #[repr(C, align(8))]
-struct Storage([u8; STORAGE]);
+struct Control([u8; CONTROL]);
 
-const STORAGE: usize = 112;
-const _: () = assert!(STORAGE >= size_of::<libc::sockaddr_un>());
-const _: () = assert!(STORAGE >= size_of::<libc::sockaddr_in6>());
+/// `CMSG_SPACE(sizeof(int))`: the header and the padded value.
+const CONTROL: usize = size_of::<libc::cmsghdr>() + 8;
 
-impl Address {
-    /// No address: an unnamed socket.
-    pub const NONE: Address = Address {
-        storage: Storage([0; STORAGE]),
-        length: 0,
-    };
-
-    fn bytes(&self) -> &[u8] {
-        &self.storage.0[..(self.length as usize).min(STORAGE)]
-    }
-
-    fn family(&self) -> Option<libc::c_int> {
-        let bytes = self.bytes().first_chunk::<2>()?;
-        Some(u16::from_ne_bytes(*bytes).into())
-    }
-
-    /// Whether messages can be sent to it.
-    pub fn is_named(&self) -> bool {
-        self.length as usize > size_of::<libc::sa_family_t>()
-    }
-
-    /// The address as one of the Internet, if it is one.
-    pub fn ip(&self) -> Option<SocketAddr> {
-        let bytes = self.bytes();
-        let port = u16::from_be_bytes(*bytes.get(2..)?.first_chunk()?);
-        match self.family()? {
-            libc::AF_INET => {
-                let address: [u8; 4] = *bytes.get(4..)?.first_chunk()?;
-                Some(SocketAddr::new(IpAddr::V4(Ipv4Addr::from(address)), port))
-            }
-            libc::AF_INET6 => {
-                let flow = u32::from_be_bytes(*bytes.get(4..)?.first_chunk()?);
-                let address: [u8; 16] = *bytes.get(8..)?.first_chunk()?;
-                let scope = u32::from_ne_bytes(*bytes.get(24..)?.first_chunk()?);
-                let address = Ipv6Addr::from(address);
-                Some(SocketAddrV6::new(address, port, flow, scope).into())
-            }
-            _ => None,
-        }
-    }
-}
-
-impl PartialEq for Address {
-    fn eq(&self, other: &Address) -> bool {
-        self.bytes() == other.bytes()
-    }
-}
-
-impl Eq for Address {}
-
-impl Hash for Address {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        self.bytes().hash(state);
-    }
-}
-
-impl fmt::Debug for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(address) = self.ip() {
-            return address.fmt(f);
-        }
-        match self.bytes().get(size_of::<libc::sa_family_t>()..) {
-            None | Some([]) => f.write_str("unnamed"),
-            Some([0, name @ ..]) => write!(f, "@{}", name.escape_ascii()),
-            Some(path) => {
-                let path = path.strip_suffix(&[0]).unwrap_or(path);
-                write!(f, "{}", path.escape_ascii())
-            }
-        }
-    }
+/// What control messages a call may receive.
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Controls {
+    /// None. On a Unix socket the kernel then closes descriptors that come.
+    No,
+    /// The size of the datagrams in a packet.
+    SegmentSize,
 }
 
 impl fmt::Debug for Batch {
@@ -152,6 +98,7 @@ impl Batch {
             size,
             memory: vec![0; slots * (size + GAP)].into_boxed_slice(),
             received: Vec::with_capacity(slots),
+            sources: Vec::with_capacity(slots),
         }
     }
 
@@ -165,27 +112,36 @@ impl Batch {
         self.received.is_empty()
     }
 
+    /// The number of packets in which the messages came: one each, except for
+    /// [`receive_coalesced`](Self::receive_coalesced).
+    pub fn packets(&self) -> usize {
+        self.sources.len()
+    }
+
+    /// The bytes of all messages.
+    pub fn bytes(&self) -> usize {
+        self.received.iter().map(|one| one.length).sum()
+    }
+
     /// A message. Empty if there is no such one.
     pub fn message(&self, index: usize) -> &[u8] {
         match self.received.get(index) {
-            Some(received) => {
-                let start = index * (self.size + GAP);
-                &self.memory[start..start + received.length]
-            }
+            Some(received) => &self.memory[received.start..received.start + received.length],
             None => &[],
         }
     }
 
-    /// Whether the end of a message is lost because it was too long.
+    /// Whether the end of a message is lost because it was too long, or the message is a packet of more
+    /// datagrams than any kernel sends. Such a one is not to be sent on.
     pub fn is_truncated(&self, index: usize) -> bool {
         self.received.get(index).is_some_and(|one| one.truncated)
     }
 
     /// Where a message came from.
     pub fn source(&self, index: usize) -> &Address {
-        self.received
-            .get(index)
-            .map_or(&Address::NONE, |one| &one.source)
+        let slot = self.received.get(index).map(|one| one.slot);
+        slot.and_then(|slot| self.sources.get(slot))
+            .unwrap_or(&Address::NONE)
     }
 
     /// Receives at most `most` messages, and returns how many there are. The earlier ones are gone.
@@ -193,8 +149,29 @@ impl Batch {
     /// # Errors
     /// `WouldBlock` when nothing is there; otherwise errors of recvmmsg(2).
     pub fn receive(&mut self, fd: impl AsFd, most: usize) -> io::Result<usize> {
+        self.receive_with(fd, most, Controls::No)
+    }
+
+    /// As [`receive`](Self::receive), from a UDP socket that has
+    /// [`coalesce_datagrams`]: at most `most` packets and no more than 16, each of one or more datagrams.
+    /// They are less than 1 MiB.
+    ///
+    /// # Errors
+    /// As [`receive`](Self::receive).
+    pub fn receive_coalesced(&mut self, fd: impl AsFd, most: usize) -> io::Result<usize> {
+        self.receive_with(fd, most.min(MAX_COALESCED), Controls::SegmentSize)
+    }
+
+    fn receive_with(
+        &mut self,
+        fd: impl AsFd,
+        most: usize,
+        controls: Controls,
+    ) -> io::Result<usize> {
         self.received.clear();
+        self.sources.clear();
         let most = most.clamp(1, self.slots);
+        let mut control = [Control([0; CONTROL]); MAX_BATCH];
         let mut headers = [const { MaybeUninit::<libc::mmsghdr>::zeroed() }; MAX_BATCH];
         let mut vectors = [const { MaybeUninit::<libc::iovec>::uninit() }; MAX_BATCH];
         let mut sources = [const { MaybeUninit::<Storage>::uninit() }; MAX_BATCH];
@@ -210,13 +187,17 @@ impl Batch {
             header.msg_hdr.msg_iovlen = 1;
             header.msg_hdr.msg_name = sources[index].as_mut_ptr().cast();
             header.msg_hdr.msg_namelen = STORAGE as libc::socklen_t;
+            if controls == Controls::SegmentSize {
+                header.msg_hdr.msg_control = control[index].0.as_mut_ptr().cast();
+                header.msg_hdr.msg_controllen = CONTROL as _;
+            }
         }
         let got = loop {
             // SAFETY: the first `most` headers are initialised (`most` is at most the number of places).
             // Each names its own vector and source, which live until the call returns; the vector names
-            // `size` bytes of this batch's memory, which is borrowed mutably, and the source has room for
-            // the STORAGE bytes that are named. There is no control data. Without a time-out the last
-            // argument is null.
+            // `size` bytes of this batch's memory, which is borrowed mutably, the source has room for the
+            // STORAGE bytes that are named, and the control data, if any is named, for CONTROL bytes.
+            // Without a time-out the last argument is null.
             let got = unsafe {
                 libc::recvmmsg(
                     fd.as_fd().as_raw_fd(),
@@ -226,12 +207,8 @@ impl Batch {
                     std::ptr::null_mut(),
                 )
             };
-            if got >= 0 {
-                break got as usize;
-            }
-            let error = io::Error::last_os_error();
-            if error.kind() != io::ErrorKind::Interrupted {
-                return Err(error);
+            if let Some(result) = outcome(got as isize) {
+                break result?;
             }
         };
         for index in 0..got.min(most) {
@@ -249,13 +226,45 @@ impl Batch {
                     named as usize,
                 );
             }
-            self.received.push(Received {
-                length: (header.msg_len as usize).min(self.size),
-                truncated: header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
-                source,
-            });
+            self.sources.push(source);
+            let used = header.msg_hdr.msg_controllen.min(CONTROL);
+            let segment = match controls {
+                Controls::No => None,
+                Controls::SegmentSize => segment_size(&control[index].0[..used]),
+            };
+            let truncated = header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0;
+            self.note(
+                index,
+                (header.msg_len as usize).min(self.size),
+                segment,
+                truncated,
+            );
         }
         Ok(self.received.len())
+    }
+
+    /// Adds the messages of a slot: one, or as many as there are pieces of `segment` bytes. Too many are one
+    /// message that is truncated.
+    fn note(&mut self, slot: usize, length: usize, segment: Option<usize>, truncated: bool) {
+        let first = slot * (self.size + GAP);
+        let mut step = segment.unwrap_or(length).max(1);
+        let mut truncated = truncated;
+        if length.div_ceil(step) > MAX_SEGMENTS_RECEIVED {
+            (step, truncated) = (length, true);
+        }
+        let mut at = 0;
+        loop {
+            self.received.push(Received {
+                slot,
+                start: first + at,
+                length: step.min(length - at),
+                truncated,
+            });
+            at += step;
+            if at >= length {
+                return;
+            }
+        }
     }
 
     /// Receives one message with the descriptors that a peer has sent with it, which are appended to `fds`.
@@ -270,6 +279,7 @@ impl Batch {
         fds: &mut Vec<PeerFd>,
     ) -> io::Result<usize> {
         self.received.clear();
+        self.sources.clear();
         let buffer = &mut self.memory[..self.size];
         let (received, source) = fd_passing::recv_from(fd, buffer, fds)?;
         let mut address = Address::NONE;
@@ -286,11 +296,8 @@ impl Batch {
             }
             address.length = length as libc::socklen_t;
         }
-        self.received.push(Received {
-            length: received.bytes.min(self.size),
-            truncated: received.truncated,
-            source: address,
-        });
+        self.sources.push(address);
+        self.note(0, received.bytes.min(self.size), None, received.truncated);
         Ok(1)
     }
 
@@ -304,32 +311,104 @@ impl Batch {
         messages: Range<usize>,
         to: Option<&Address>,
     ) -> io::Result<usize> {
-        let first = messages.start.min(self.len());
-        let count = messages.end.min(self.len()) - first.min(messages.end);
-        if count == 0 {
-            return Ok(0);
+        self.send_grouped(fd, messages, to, 1)
+    }
+
+    /// As [`send`](Self::send), over a UDP socket: datagrams that came as one packet leave as one. Where
+    /// the kernel cannot divide it, for instance because a datagram is longer than the device's MTU, they
+    /// are sent one by one.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    pub fn send_coalesced(
+        &self,
+        fd: impl AsFd,
+        messages: Range<usize>,
+        to: Option<&Address>,
+    ) -> io::Result<usize> {
+        let first = self.group(messages.start, messages.end, MAX_SEGMENTS);
+        let sent = self.send_grouped(&fd, messages.clone(), to, MAX_SEGMENTS);
+        match sent.as_ref().err().and_then(io::Error::raw_os_error) {
+            Some(libc::EINVAL | libc::EIO | libc::EMSGSIZE | libc::EOPNOTSUPP) if first > 1 => {
+                let end = messages.start + first;
+                self.send_grouped(fd, messages.start..end, to, 1)
+            }
+            _ => sent,
         }
+    }
+
+    /// How many messages from `index` on and before `end` can be sent as one packet: neighbours in the
+    /// memory of one length, of which the last one may be shorter.
+    fn group(&self, index: usize, end: usize, most: usize) -> usize {
+        let Some(run) = self.received.get(index..end.min(self.len())) else {
+            return 0;
+        };
+        let Some(first) = run.first() else { return 0 };
+        let mut count = 1;
+        for pair in run.windows(2).take(most - 1) {
+            let [last, next] = pair else { break };
+            let follows = next.slot == last.slot && next.start == last.start + last.length;
+            if !follows || last.length != first.length || next.length > first.length {
+                break;
+            }
+            count += 1;
+        }
+        count
+    }
+
+    fn send_grouped(
+        &self,
+        fd: impl AsFd,
+        messages: Range<usize>,
+        to: Option<&Address>,
+        most: usize,
+    ) -> io::Result<usize> {
         let mut headers = [const { MaybeUninit::<libc::mmsghdr>::zeroed() }; MAX_BATCH];
         let mut vectors = [const { MaybeUninit::<libc::iovec>::uninit() }; MAX_BATCH];
-        for index in 0..count {
-            let message = self.message(first + index);
-            let vector = vectors[index].write(libc::iovec {
-                iov_base: message.as_ptr().cast_mut().cast(),
-                iov_len: message.len(),
+        let mut control = [Control([0; CONTROL]); MAX_BATCH];
+        let mut sizes = [0; MAX_BATCH];
+        let mut next = messages.start;
+        let mut count = 0;
+        while count < MAX_BATCH {
+            let size = self.group(next, messages.end, most);
+            let (Some(first), Some(last)) = (
+                self.received.get(next),
+                self.received.get(next + size.saturating_sub(1)),
+            ) else {
+                break;
+            };
+            if size == 0 {
+                break;
+            }
+            let bytes = &self.memory[first.start..last.start + last.length];
+            let vector = vectors[count].write(libc::iovec {
+                iov_base: bytes.as_ptr().cast_mut().cast(),
+                iov_len: bytes.len(),
             });
-            // SAFETY: as in `receive`.
-            let header = unsafe { headers[index].assume_init_mut() };
+            // SAFETY: as in `receive_with`.
+            let header = unsafe { headers[count].assume_init_mut() };
             header.msg_hdr.msg_iov = vector;
             header.msg_hdr.msg_iovlen = 1;
+            if size > 1 {
+                control[count] = segment_control(first.length);
+                header.msg_hdr.msg_control = control[count].0.as_mut_ptr().cast();
+                header.msg_hdr.msg_controllen = CONTROL as _;
+            }
             if let Some(to) = to {
                 header.msg_hdr.msg_name = (&raw const to.storage).cast_mut().cast();
                 header.msg_hdr.msg_namelen = to.length;
             }
+            sizes[count] = size;
+            next += size;
+            count += 1;
+        }
+        if count == 0 {
+            return Ok(0);
         }
         loop {
-            // SAFETY: the first `count` headers are initialised, and `count` is at most MAX_BATCH, the
-            // number of messages that a batch has. Each names its own vector, and that a message of this
-            // batch; the kernel only reads them and the address `to`, and all outlive the call.
+            // SAFETY: the first `count` headers are initialised, and `count` is at most MAX_BATCH. Each
+            // names its own vector and control data, and the vector bytes of this batch's memory; the
+            // kernel only reads them and the address `to`, and all outlive the call.
             let sent = unsafe {
                 libc::sendmmsg(
                     fd.as_fd().as_raw_fd(),
@@ -338,15 +417,64 @@ impl Batch {
                     (libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) as _,
                 )
             };
-            if sent >= 0 {
-                return Ok(sent as usize);
-            }
-            let error = io::Error::last_os_error();
-            if error.kind() != io::ErrorKind::Interrupted {
-                return Err(error);
+            if let Some(result) = outcome(sent as isize) {
+                return result.map(|sent| sizes.iter().take(sent).sum());
             }
         }
     }
+}
+
+/// Has the kernel give datagrams that came as one packet together to a receiver of UDP (UDP_GRO), which has
+/// to call [`Batch::receive_coalesced`]: other calls take them for one datagram.
+///
+/// # Errors
+/// ENOPROTOOPT before Linux 5.0; otherwise those of setsockopt(2).
+pub fn coalesce_datagrams(socket: impl AsFd) -> io::Result<()> {
+    let on: libc::c_int = 1;
+    // SAFETY: the option's value is an `int`, which lives until the call returns.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::SOL_UDP,
+            libc::UDP_GRO,
+            (&raw const on).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    match result {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The size of the datagrams in a packet, from the control data that came with it.
+fn segment_size(control: &[u8]) -> Option<usize> {
+    // `struct cmsghdr`: its length with itself, the level and the type.
+    const WORD: usize = size_of::<usize>();
+    let int = |at: usize| {
+        let bytes = control.get(at..at + 4)?;
+        Some(i32::from_ne_bytes(bytes.try_into().ok()?))
+    };
+    let wanted = (int(WORD)?, int(WORD + 4)?) == (libc::SOL_UDP, libc::UDP_GRO);
+    let size = usize::try_from(int(size_of::<libc::cmsghdr>())?).ok()?;
+    (wanted && size > 0).then_some(size)
+}
+
+/// The control data that has the kernel divide a packet into datagrams of `size` bytes.
+fn segment_control(size: usize) -> Control {
+    const HEADER: usize = size_of::<libc::cmsghdr>();
+    let mut control = Control([0; CONTROL]);
+    let (header, value) = control.0.split_at_mut(HEADER);
+    // `CMSG_LEN(sizeof(u16))`, the level and the type.
+    let (length, kind) = header.split_at_mut(size_of::<usize>());
+    length.copy_from_slice(&(HEADER + size_of::<u16>()).to_ne_bytes());
+    let (level, kind) = kind.split_at_mut(size_of::<libc::c_int>());
+    level.copy_from_slice(&libc::SOL_UDP.to_ne_bytes());
+    kind.copy_from_slice(&libc::UDP_SEGMENT.to_ne_bytes());
+    if let Some(value) = value.first_chunk_mut() {
+        *value = (size as u16).to_ne_bytes();
+    }
+    control
 }
 
 /// Sends one message to an address. Does not block.
@@ -367,134 +495,11 @@ pub fn send_to(fd: impl AsFd, message: &[u8], to: &Address) -> io::Result<()> {
                 to.length,
             )
         };
-        if sent >= 0 {
-            return Ok(());
-        }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
+        if let Some(result) = outcome(sent) {
+            return result.map(drop);
         }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use std::net::UdpSocket;
-    use std::os::unix::net::{UnixDatagram, UnixStream};
-
-    use super::*;
-
-    #[test]
-    fn messages_keep_their_bounds_and_sources() {
-        let receiver = UdpSocket::bind("127.0.0.1:0").unwrap();
-        let to = receiver.local_addr().unwrap();
-        let [one, two] = [(); 2].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
-        one.send_to(b"first", to).unwrap();
-        two.send_to(b"", to).unwrap();
-        one.send_to(&[7; 100], to).unwrap();
-        let mut batch = Batch::new(8, 64);
-        assert_eq!(batch.receive(&receiver, 8).unwrap(), 3);
-        assert_eq!(batch.message(0), b"first");
-        assert_eq!(batch.message(1), b"");
-        assert_eq!(batch.message(2), [7; 64]);
-        assert!(!batch.is_truncated(0) && batch.is_truncated(2));
-        assert_eq!(batch.source(0).ip(), one.local_addr().ok());
-        assert_eq!(batch.source(1).ip(), two.local_addr().ok());
-        assert_eq!(batch.source(0), batch.source(2));
-        assert_ne!(batch.source(0), batch.source(1));
-        let error = batch.receive(&receiver, 8).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
-        assert!(batch.is_empty());
-    }
-
-    #[test]
-    fn a_run_of_messages_is_sent_on_with_their_bounds() {
-        let [source, target] = [(); 2].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
-        let sender = UdpSocket::bind("127.0.0.1:0").unwrap();
-        let mut batch = Batch::new(4, 2000);
-        for length in [0, 1, 1400, 3, 5] {
-            sender
-                .send_to(&vec![length as u8; length], source.local_addr().unwrap())
-                .unwrap();
-        }
-        assert_eq!(batch.receive(&source, 64).unwrap(), 4, "as many as fit");
-        // To an address that was received before.
-        target
-            .send_to(b"here", source.local_addr().unwrap())
-            .unwrap();
-        let mut other = Batch::new(4, 10);
-        assert_eq!(other.receive(&source, 1).unwrap(), 1, "the fifth");
-        assert_eq!(other.receive(&source, 1).unwrap(), 1);
-        let address = *other.source(0);
-        assert_eq!(batch.send(&source, 1..4, Some(&address)).unwrap(), 3);
-        assert_eq!(batch.send(&source, 4..9, Some(&address)).unwrap(), 0);
-        send_to(&source, b"last", &address).unwrap();
-        for wanted in [vec![1; 1], vec![120; 1400], vec![3; 3], b"last".to_vec()] {
-            let mut got = [0; 2000];
-            let length = target.recv(&mut got).unwrap();
-            assert_eq!(got[..length], wanted);
-        }
-    }
-
-    #[test]
-    fn a_unix_source_is_named_or_not() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("s");
-        let receiver = UnixDatagram::bind(&path).unwrap();
-        let named = UnixDatagram::bind(dir.path().join("n")).unwrap();
-        named.send_to(b"a", &path).unwrap();
-        let unnamed = UnixDatagram::unbound().unwrap();
-        unnamed.send_to(b"b", &path).unwrap();
-        let mut batch = Batch::new(8, 64);
-        assert_eq!(batch.receive(&receiver, 8).unwrap(), 2);
-        assert!(batch.source(0).is_named() && !batch.source(1).is_named());
-        let shown = batch.source(0).to_string();
-        assert!(shown.ends_with("/n"), "{shown}");
-        assert_eq!(batch.source(1).to_string(), "unnamed");
-        batch
-            .send(&receiver, 0..1, Some(&batch.source(0).clone()))
-            .unwrap();
-        let mut got = [0; 8];
-        assert_eq!(named.recv(&mut got).unwrap(), 1);
-    }
-
-    #[test]
-    fn a_message_is_received_with_its_descriptors_and_source() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("s");
-        let receiver = UnixDatagram::bind(&path).unwrap();
-        let sender = UnixDatagram::bind(dir.path().join("n")).unwrap();
-        sender.connect(&path).unwrap();
-        let mut batch = Batch::new(8, 64);
-        let mut fds = Vec::new();
-        let error = batch.receive_with_rights(&receiver, &mut fds).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
-        let data = [io::IoSlice::new(b"with")];
-        fd_passing::send(&sender, &data, &[dir_fd(&dir).as_fd(); 3]).unwrap();
-        sender.send(&[7; 65]).unwrap();
-        assert_eq!(batch.receive_with_rights(&receiver, &mut fds).unwrap(), 1);
-        assert_eq!((batch.len(), batch.message(0)), (1, &b"with"[..]));
-        assert_eq!((batch.is_truncated(0), fds.len()), (false, 3));
-        let source = *batch.source(0);
-        assert!(source.to_string().ends_with("/n"), "{source}");
-        batch.send(&receiver, 0..1, Some(&source)).unwrap();
-        assert_eq!(sender.recv(&mut [0; 8]).unwrap(), 4);
-        batch.receive_with_rights(&receiver, &mut fds).unwrap();
-        assert_eq!((batch.message(0).len(), batch.is_truncated(0)), (64, true));
-    }
-
-    fn dir_fd(dir: &tempfile::TempDir) -> std::fs::File {
-        std::fs::File::open(dir.path()).unwrap()
-    }
-
-    #[test]
-    fn errors_of_the_first_message_are_returned() {
-        let (one, two) = UnixStream::pair().unwrap();
-        let mut batch = Batch::new(8, 64);
-        std::io::Write::write_all(&mut (&one), b"x").unwrap();
-        assert_eq!(batch.receive(&two, 1).unwrap(), 1);
-        drop(one);
-        let error = batch.send(&two, 0..1, None).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
-    }
-}
+mod tests;

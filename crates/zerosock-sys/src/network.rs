@@ -1,7 +1,12 @@
-//! Networks for tests: a thread in a network namespace of its own, and TCP with kernel TLS.
+//! Networks for tests: a thread in a network namespace of its own, TCP with kernel TLS, and packet
+//! sockets.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+
+use crate::tun::InterfaceName;
 
 const SOL_TLS: libc::c_int = 282;
 const TLS_TX: libc::c_int = 1;
@@ -54,6 +59,117 @@ pub fn encrypt(socket: impl AsFd) -> io::Result<()> {
 /// As there.
 pub fn decrypt(socket: impl AsFd) -> io::Result<()> {
     set_keys(socket, TLS_RX)
+}
+
+/// A packet socket (packet(7)) on an interface. Each frame that is sent or received has a `struct
+/// virtio_net_hdr` of 10 bytes in front of it.
+///
+/// # Errors
+/// EPERM without CAP_NET_RAW; ENODEV without such an interface.
+pub fn packet_socket(interface: &InterfaceName) -> io::Result<OwnedFd> {
+    let protocol = (libc::ETH_P_ALL as u16).to_be();
+    let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC;
+    // SAFETY: the call touches no memory.
+    let socket = unsafe { libc::socket(libc::AF_PACKET, kind, protocol.into()) };
+    if socket < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call above made it, and nothing else owns it.
+    let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+    let one = 1_i32.to_ne_bytes();
+    set(&socket, libc::SOL_PACKET, libc::PACKET_VNET_HDR, &one)?;
+    // SAFETY: the structure consists of integers, for which all zeroes is a value.
+    let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+    address.sll_family = libc::AF_PACKET as u16;
+    address.sll_protocol = protocol;
+    address.sll_ifindex = interface.index()?;
+    let (at, len) = (std::ptr::from_ref(&address), size_of_val(&address));
+    // SAFETY: the kernel reads `len` bytes, the length of the structure.
+    match unsafe { libc::bind(socket.as_raw_fd(), at.cast(), len as libc::socklen_t) } {
+        0 => Ok(socket),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Makes two interfaces that are joined (veth), in the namespace of the calling thread (`ip link add`), without
+/// starting a process.
+///
+/// # Errors
+/// EPERM without CAP_NET_ADMIN; EEXIST; EOPNOTSUPP if the kernel has no veth.
+pub fn add_veth_pair(ends: [&InterfaceName; 2], mtu: u32, queues: u32) -> io::Result<()> {
+    const NEW_LINK: u16 = 16;
+    /// REQUEST, ACK, EXCL and CREATE.
+    const CREATE: u16 = 1 | 4 | 0x200 | 0x400;
+    const IFNAME: u16 = 3;
+    const MTU: u16 = 4;
+    const LINKINFO: u16 = 18;
+    const NUM_TX_QUEUES: u16 = 31;
+    const NUM_RX_QUEUES: u16 = 32;
+    const INFO_KIND: u16 = 1;
+    const INFO_DATA: u16 = 2;
+    const VETH_INFO_PEER: u16 = 1;
+    // `struct ifinfomsg`, then the attributes of an end.
+    let end = |name: &InterfaceName| {
+        let queues = queues.to_ne_bytes();
+        [
+            vec![0; 16],
+            attribute(IFNAME, format!("{name}\0").as_bytes()),
+            attribute(MTU, &mtu.to_ne_bytes()),
+            attribute(NUM_TX_QUEUES, &queues),
+            attribute(NUM_RX_QUEUES, &queues),
+        ]
+        .concat()
+    };
+    let [first, second] = ends;
+    let data = attribute(INFO_DATA, &attribute(VETH_INFO_PEER, &end(second)));
+    let info = [attribute(INFO_KIND, b"veth"), data].concat();
+    link_request(
+        NEW_LINK,
+        CREATE,
+        &[end(first), attribute(LINKINFO, &info)].concat(),
+    )
+}
+
+/// A netlink attribute, padded.
+fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
+    let len = (4 + value.len()) as u16;
+    let mut bytes = [&len.to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat();
+    bytes.resize(bytes.len().next_multiple_of(4), 0);
+    bytes
+}
+
+/// Sends a request about interfaces, and waits for its acknowledgement.
+fn link_request(kind: u16, flags: u16, body: &[u8]) -> io::Result<()> {
+    let (family, raw) = (AddressFamily::NETLINK, SocketType::RAW);
+    let socket = rustix::net::socket_with(family, raw, SocketFlags::CLOEXEC, None)?;
+    // `struct nlmsghdr`: length, type, flags, two numbers.
+    let mut request = ((16 + body.len()) as u32).to_ne_bytes().to_vec();
+    request.extend(kind.to_ne_bytes());
+    request.extend(flags.to_ne_bytes());
+    request.extend([0; 8]);
+    request.extend(body);
+    rustix::net::send(&socket, &request, SendFlags::empty())?;
+    // `struct nlmsghdr`, then the negated error number.
+    let mut answer = [0_u8; 64];
+    rustix::net::recv(&socket, &mut answer, RecvFlags::empty())?;
+    let [.., a, b, c, d] = *answer.first_chunk::<20>().expect("20 of 64 bytes");
+    match i32::from_ne_bytes([a, b, c, d]) {
+        0 => Ok(()),
+        error => Err(io::Error::from_raw_os_error(-error)),
+    }
+}
+
+/// Removes an interface from the namespace of the calling thread (`ip link del`).
+///
+/// # Errors
+/// EPERM without CAP_NET_ADMIN; ENODEV without such an interface.
+pub fn remove_interface(interface: &InterfaceName) -> io::Result<()> {
+    const DELETE_LINK: u16 = 17;
+    const REQUEST_AND_ACKNOWLEDGE: u16 = 1 | 4;
+    // `struct ifinfomsg`, with the index of the interface.
+    let mut link = [0; 16];
+    link[4..8].copy_from_slice(&interface.index()?.to_ne_bytes());
+    link_request(DELETE_LINK, REQUEST_AND_ACKNOWLEDGE, &link)
 }
 
 fn set_keys(socket: impl AsFd, direction: libc::c_int) -> io::Result<()> {

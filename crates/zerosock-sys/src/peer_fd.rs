@@ -41,7 +41,8 @@ impl PeerFd {
         self.permit.as_ref().map(Permit::account)
     }
 
-    /// The bare descriptor, for one received from a trusted party.
+    /// The bare descriptor, for one received from a trusted party, or for an owner that hands it to the
+    /// reaper where needed.
     pub fn into_trusted(mut self) -> OwnedFd {
         self.fd.take().expect("there until drop")
     }

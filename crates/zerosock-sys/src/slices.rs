@@ -25,20 +25,34 @@ const _: () = assert!(align_of::<GuestSlice<'_>>() == align_of::<libc::iovec>())
 /// `WouldBlock` when it takes none now. EFAULT (`raw_os_error`) when the memory has vanished:
 /// the kernel reports this instead of raising SIGBUS. Otherwise errors of sendmsg(2).
 pub fn send_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<usize> {
+    send_with(fd, slices, 0)
+}
+
+/// As [`send_slices`], with MSG_ZEROCOPY: the kernel pins the pages and may read them until it reports
+/// the send in the error queue of the socket. Bytes that change until then are sent changed.
+///
+/// # Errors
+/// As [`send_slices`]. ENOBUFS (`raw_os_error`) when the process may lock no more memory, or too many
+/// sends of the socket are unreported.
+pub fn send_slices_zero_copy(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<usize> {
+    send_with(fd, slices, libc::MSG_ZEROCOPY)
+}
+
+fn send_with(
+    fd: BorrowedFd<'_>,
+    slices: &[GuestSlice<'_>],
+    flags: libc::c_int,
+) -> io::Result<usize> {
+    let flags = flags | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
     let message = message(slices);
     loop {
         // SAFETY: `message` names the first `min(len, MAX_SLICES)` elements of `slices`, which
         // have the layout of `struct iovec` (asserted above), and outlives the call. Each names
         // mapped memory for as long as the `GuestSlice` borrow lasts, thus during the call. The
         // kernel only reads there; others may write meanwhile, which the kernel's copy tolerates
-        // and which no Rust reference sees, as none is formed.
-        let sent = unsafe {
-            libc::sendmsg(
-                fd.as_raw_fd(),
-                &message,
-                libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
-            )
-        };
+        // and which no Rust reference sees, as none is formed. With MSG_ZEROCOPY it reads later
+        // too, from pages that it has pinned, whether or not they are still mapped.
+        let sent = unsafe { libc::sendmsg(fd.as_raw_fd(), &message, flags) };
         if let Some(result) = outcome(sent) {
             return result;
         }
@@ -280,7 +294,7 @@ fn message(slices: &[GuestSlice<'_>]) -> libc::msghdr {
 }
 
 /// The result of a call, or `None` if a signal interrupted it and it must be repeated.
-fn outcome(returned: libc::ssize_t) -> Option<io::Result<usize>> {
+pub(crate) fn outcome(returned: libc::ssize_t) -> Option<io::Result<usize>> {
     if let Ok(bytes) = usize::try_from(returned) {
         return Some(Ok(bytes));
     }

@@ -12,38 +12,62 @@ const MAP_DELETE_ELEM: c_int = 3;
 const PROG_LOAD: c_int = 5;
 const PROG_ATTACH: c_int = 8;
 const PROG_DETACH: c_int = 9;
+const LINK_CREATE: c_int = 28;
 
-/// BPF_PROG_TYPE_SK_SKB.
-const SK_SKB: u32 = 14;
 /// BPF_SK_SKB_VERDICT: for sockets of any protocol, from Linux 5.13 on.
 const SK_SKB_VERDICT: u32 = 38;
+/// BPF_XDP.
+const XDP: u32 = 37;
+
+/// Kinds of programs.
+#[derive(Copy, Clone, Debug)]
+pub(crate) enum ProgramKind {
+    /// Verdicts on packets of sockets.
+    Verdict,
+    /// Frames that a network interface has received.
+    Xdp,
+}
+
+impl ProgramKind {
+    /// The type of program and how it is attached.
+    fn numbers(self) -> (u32, u32) {
+        match self {
+            // BPF_PROG_TYPE_SK_SKB.
+            ProgramKind::Verdict => (14, SK_SKB_VERDICT),
+            // BPF_PROG_TYPE_XDP.
+            ProgramKind::Xdp => (6, XDP),
+        }
+    }
+}
 
 /// Length of the verifier's log, in bytes.
 const LOG: usize = 64 << 10;
 
 /// Kinds of maps.
 #[derive(Copy, Clone, Debug)]
-pub(super) enum MapKind {
+pub(crate) enum MapKind {
     /// BPF_MAP_TYPE_HASH.
     Hash = 1,
     /// BPF_MAP_TYPE_ARRAY.
     Array = 2,
     /// BPF_MAP_TYPE_SOCKMAP.
     SockMap = 15,
+    /// BPF_MAP_TYPE_XSKMAP.
+    XskMap = 17,
 }
 
 /// BPF_F_MMAPABLE: the values of an array can be mapped into this process.
-pub(super) const MAPPABLE: u32 = 1 << 10;
+pub(crate) const MAPPABLE: u32 = 1 << 10;
 
 /// One instruction of eBPF (`struct bpf_insn`).
 #[repr(C)]
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) struct Instruction {
-    pub(super) code: u8,
+pub(crate) struct Instruction {
+    pub(crate) code: u8,
     /// The destination in the low four bits, the source in the high ones.
-    pub(super) registers: u8,
-    pub(super) offset: i16,
-    pub(super) immediate: i32,
+    pub(crate) registers: u8,
+    pub(crate) offset: i16,
+    pub(crate) immediate: i32,
 }
 
 /// The part of `union bpf_attr` for MAP_CREATE, up to `map_name`.
@@ -95,8 +119,17 @@ struct Attach {
     flags: u32,
 }
 
+/// That for LINK_CREATE, up to `flags`.
+#[repr(C)]
+struct CreateLink {
+    program: u32,
+    interface: u32,
+    attach_type: u32,
+    flags: u32,
+}
+
 /// Creates a map.
-pub(super) fn create_map(
+pub(crate) fn create_map(
     kind: MapKind,
     key_size: u32,
     value_size: u32,
@@ -124,7 +157,7 @@ pub(super) fn create_map(
 ///
 /// # Safety
 /// `size_of::<K>()` and `size_of::<V>()` are at least the sizes of keys and values of `map`.
-pub(super) unsafe fn set<K: Copy, V: Copy>(map: &OwnedFd, key: K, value: V) -> io::Result<()> {
+pub(crate) unsafe fn set<K: Copy, V: Copy>(map: &OwnedFd, key: K, value: V) -> io::Result<()> {
     let attribute = Element {
         map: number(map.as_fd()),
         padding: 0,
@@ -142,7 +175,7 @@ pub(super) unsafe fn set<K: Copy, V: Copy>(map: &OwnedFd, key: K, value: V) -> i
 ///
 /// # Safety
 /// `size_of::<K>()` is at least the size of keys of `map`.
-pub(super) unsafe fn remove<K: Copy>(map: &OwnedFd, key: K) -> io::Result<()> {
+pub(crate) unsafe fn remove<K: Copy>(map: &OwnedFd, key: K) -> io::Result<()> {
     let attribute = Element {
         map: number(map.as_fd()),
         padding: 0,
@@ -157,20 +190,22 @@ pub(super) unsafe fn remove<K: Copy>(map: &OwnedFd, key: K) -> io::Result<()> {
 }
 
 /// Why a program was not loaded.
-pub(super) struct Rejected {
-    pub(super) error: io::Error,
+pub(crate) struct Rejected {
+    pub(crate) error: io::Error,
     /// What the verifier has to say; empty if the program did not get that far.
-    pub(super) log: String,
+    pub(crate) log: String,
 }
 
-/// Loads a program for verdicts on packets of sockets.
-pub(super) fn load_verdict(
+/// Loads a program.
+pub(crate) fn load(
+    kind: ProgramKind,
     instructions: &[Instruction],
     license: &CStr,
 ) -> Result<OwnedFd, Rejected> {
+    let (kind, expected_attach_type) = kind.numbers();
     let load = |log: &mut [u8]| -> io::Result<OwnedFd> {
         let attribute = LoadProgram {
-            kind: SK_SKB,
+            kind,
             instruction_count: instructions.len() as u32,
             instructions: instructions.as_ptr() as u64,
             license: license.as_ptr() as u64,
@@ -183,9 +218,9 @@ pub(super) fn load_verdict(
             },
             kernel_version: 0,
             flags: 0,
-            name: *b"zerosock_relay\0\0",
+            name: *b"zerosock\0\0\0\0\0\0\0\0",
             interface: 0,
-            expected_attach_type: SK_SKB_VERDICT,
+            expected_attach_type,
         };
         // SAFETY: the kernel reads `instruction_count` instructions and a string that ends with a
         // zero byte, and writes at most `log_size` bytes to `log`; all outlive the call, and `log`
@@ -209,12 +244,12 @@ pub(super) fn load_verdict(
 }
 
 /// Attaches a verdict program to a map of sockets.
-pub(super) fn attach(program: BorrowedFd<'_>, map: BorrowedFd<'_>) -> io::Result<()> {
+pub(crate) fn attach(program: BorrowedFd<'_>, map: BorrowedFd<'_>) -> io::Result<()> {
     attach_or_detach(PROG_ATTACH, program, map)
 }
 
 /// Detaches it.
-pub(super) fn detach(program: BorrowedFd<'_>, map: BorrowedFd<'_>) -> io::Result<()> {
+pub(crate) fn detach(program: BorrowedFd<'_>, map: BorrowedFd<'_>) -> io::Result<()> {
     attach_or_detach(PROG_DETACH, program, map)
 }
 
@@ -234,8 +269,27 @@ fn attach_or_detach(
     Ok(())
 }
 
+/// Attaches an XDP program to a network interface. The program is detached when the descriptor that is
+/// returned is closed. `flags` are those of XDP (`XDP_FLAGS_DRV_MODE` and so on).
+pub(crate) fn attach_xdp(
+    program: BorrowedFd<'_>,
+    interface: u32,
+    flags: u32,
+) -> io::Result<OwnedFd> {
+    let attribute = CreateLink {
+        program: number(program),
+        interface,
+        attach_type: XDP,
+        flags,
+    };
+    // SAFETY: LINK_CREATE takes no addresses for this type.
+    let created = unsafe { bpf(LINK_CREATE, &attribute) }?;
+    // SAFETY: as in `create_map`.
+    Ok(unsafe { OwnedFd::from_raw_fd(created) })
+}
+
 /// The number of a descriptor as bpf(2) takes it. Open descriptors are not negative.
-pub(super) fn number(fd: BorrowedFd<'_>) -> u32 {
+pub(crate) fn number(fd: BorrowedFd<'_>) -> u32 {
     fd.as_raw_fd().unsigned_abs()
 }
 

@@ -3,14 +3,15 @@
 use std::fmt;
 use std::io;
 
+use super::calls::Rejected;
 use super::capabilities;
 
 /// Why a map or a program could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum BpfError {
-    /// The kernel has no bpf(2), no sockmap, or not the kind of program: Linux before 5.13, or built
-    /// without it.
-    #[error("{what}: this kernel does not support it; sockmap needs Linux 5.13 or later")]
+    /// The kernel has no bpf(2), or not the kind of map or program: Linux before 5.13, or built without
+    /// it.
+    #[error("{what}: this kernel does not support it; Linux 5.13 or later is needed")]
     NotSupported {
         /// What was to be made.
         what: &'static str,
@@ -93,7 +94,7 @@ impl fmt::Display for Denial {
 
 impl BpfError {
     /// From the error of a call that was to make `what`.
-    pub(super) fn new(what: &'static str, error: io::Error) -> BpfError {
+    pub(crate) fn new(what: &'static str, error: io::Error) -> BpfError {
         match error.raw_os_error() {
             Some(libc::EPERM | libc::EACCES) => BpfError::Denied {
                 what,
@@ -101,6 +102,14 @@ impl BpfError {
             },
             Some(libc::ENOSYS | libc::EINVAL | libc::EOPNOTSUPP) => BpfError::NotSupported { what },
             _ => BpfError::System { what, error },
+        }
+    }
+
+    /// For a program that was not loaded.
+    pub(crate) fn of_program(what: &'static str, rejected: Rejected) -> BpfError {
+        match rejected {
+            Rejected { error, log } if log.is_empty() => BpfError::new(what, error),
+            Rejected { error, log } => BpfError::Rejected { what, error, log },
         }
     }
 }

@@ -134,18 +134,85 @@ impl Slot {
     pub(super) const DROPPED: i16 = offset_of!(Slot, dropped) as i16;
 }
 
-/// The slots by number (BPF_MAP_TYPE_ARRAY), mapped into this process.
+/// A value of an array that the kernel's programs and this process access at the same time.
+///
+/// # Safety
+/// The type consists of atomics of aligned words, and all bit patterns are values of it.
+pub(crate) unsafe trait SharedValue {}
+
+// SAFETY: it consists of `AtomicU64`.
+unsafe impl SharedValue for Slot {}
+// SAFETY: an aligned word, of which all bit patterns are values.
+unsafe impl SharedValue for AtomicU64 {}
+
+/// Values by number (BPF_MAP_TYPE_ARRAY), mapped into this process.
 #[derive(Debug)]
-pub struct Slots {
+pub(crate) struct SharedArray<T> {
     fd: OwnedFd,
-    first: NonNull<Slot>,
+    first: NonNull<T>,
     entries: u32,
 }
 
 // SAFETY: the mapping belongs to the process, not to a thread, and what is in it is atomic.
-unsafe impl Send for Slots {}
+unsafe impl<T: SharedValue> Send for SharedArray<T> {}
 // SAFETY: as for `Send`: only shared references to atomics are given out.
-unsafe impl Sync for Slots {}
+unsafe impl<T: SharedValue> Sync for SharedArray<T> {}
+
+impl<T: SharedValue> SharedArray<T> {
+    /// `entries` values, all zero. `what` names it in errors.
+    pub(crate) fn create(what: &'static str, entries: u32) -> Result<SharedArray<T>, BpfError> {
+        let size = size_of::<T>() as u32;
+        let fd = calls::create_map(MapKind::Array, 4, size, entries, calls::MAPPABLE)
+            .map_err(|error| BpfError::new(what, error))?;
+        // SAFETY: a new mapping at an address that the kernel chooses replaces no other mapping. The
+        // kernel refuses a length beyond the map's own.
+        let mapped = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                entries as usize * size_of::<T>(),
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                &fd,
+                0,
+            )
+        };
+        let system = |error| BpfError::System { what, error };
+        let mapped = mapped.map_err(|error| system(error.into()))?;
+        let first = NonNull::new(mapped.cast::<T>());
+        let first = first.ok_or_else(|| system(io::ErrorKind::AddrNotAvailable.into()))?;
+        Ok(SharedArray { fd, first, entries })
+    }
+
+    /// The value of a number; `None` beyond the end.
+    pub(crate) fn get(&self, number: u32) -> Option<&T> {
+        if number >= self.entries {
+            return None;
+        }
+        // SAFETY: the mapping has `entries` values, starts at a page, lives as long as `self` and is
+        // never written except atomically: by programs with atomic additions of aligned words, by this
+        // process through atomics. All bit patterns are values of `T`.
+        Some(unsafe { self.first.add(number as usize).as_ref() })
+    }
+}
+
+impl<T> AsFd for SharedArray<T> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl<T> Drop for SharedArray<T> {
+    fn drop(&mut self) {
+        let len = self.entries as usize * size_of::<T>();
+        // SAFETY: the mapping that `create` made, of the same length; the references that `get` gave
+        // out borrow `self` and are gone.
+        let _ = unsafe { munmap(self.first.as_ptr().cast(), len) };
+    }
+}
+
+/// The slots by number.
+#[derive(Debug)]
+pub struct Slots(SharedArray<Slot>);
 
 impl Slots {
     /// `entries` slots, all zero.
@@ -153,57 +220,22 @@ impl Slots {
     /// # Errors
     /// See [`BpfError`].
     pub fn create(entries: u32) -> Result<Slots, BpfError> {
-        const WHAT: &str = "the map of slots";
-        let size = size_of::<Slot>() as u32;
-        let fd = calls::create_map(MapKind::Array, 4, size, entries, calls::MAPPABLE)
-            .map_err(|error| BpfError::new(WHAT, error))?;
-        // SAFETY: a new mapping at an address that the kernel chooses replaces no other mapping. The
-        // kernel refuses a length beyond the map's own.
-        let mapped = unsafe {
-            mmap(
-                std::ptr::null_mut(),
-                entries as usize * size_of::<Slot>(),
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                &fd,
-                0,
-            )
-        };
-        let system = |error| BpfError::System { what: WHAT, error };
-        let mapped = mapped.map_err(|error| system(error.into()))?;
-        let first = NonNull::new(mapped.cast::<Slot>());
-        let first = first.ok_or_else(|| system(io::ErrorKind::AddrNotAvailable.into()))?;
-        Ok(Slots { fd, first, entries })
+        SharedArray::create("the map of slots", entries).map(Slots)
     }
 
     /// Number of slots.
     pub fn entries(&self) -> u32 {
-        self.entries
+        self.0.entries
     }
 
     /// The slot of a number; `None` beyond the end.
     pub fn get(&self, number: u32) -> Option<&Slot> {
-        if number >= self.entries {
-            return None;
-        }
-        // SAFETY: the mapping has `entries` slots, starts at a page, lives as long as `self` and is
-        // never written except atomically: by the program with atomic additions of aligned words, by
-        // this process through `AtomicU64`. All bit patterns are values of `Slot`.
-        Some(unsafe { self.first.add(number as usize).as_ref() })
+        self.0.get(number)
     }
 }
 
 impl AsFd for Slots {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
-    }
-}
-
-impl Drop for Slots {
-    fn drop(&mut self) {
-        let len = self.entries as usize * size_of::<Slot>();
-        // SAFETY: the mapping that `create` made, of the same length; the references that `get` gave
-        // out borrow `self` and are gone.
-        let _ = unsafe { munmap(self.first.as_ptr().cast(), len) };
+        self.0.as_fd()
     }
 }

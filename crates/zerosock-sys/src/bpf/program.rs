@@ -25,7 +25,8 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use super::calls::{self, Instruction};
+use super::assembler::{Assembler, MAP_LOOKUP_ELEM, R0, R1, R2, R3, R4, STACK};
+use super::calls::{self, Instruction, ProgramKind};
 use super::error::BpfError;
 use super::maps::{NumberByCookie, Slot, Slots, SockMap};
 
@@ -62,15 +63,10 @@ impl Program {
     pub fn load(maps: VerdictMaps<'_>, source: Source) -> Result<Program, BpfError> {
         const WHAT: &str = "the verdict program";
         let code = verdict(maps, source);
-        match calls::load_verdict(&code, c"Dual MIT/GPL") {
-            Ok(program) => Ok(Program(program)),
-            Err(rejected) if rejected.log.is_empty() => Err(BpfError::new(WHAT, rejected.error)),
-            Err(rejected) => Err(BpfError::Rejected {
-                what: WHAT,
-                error: rejected.error,
-                log: rejected.log,
-            }),
-        }
+        let loaded = calls::load(ProgramKind::Verdict, &code, c"Dual MIT/GPL");
+        loaded
+            .map(Program)
+            .map_err(|rejected| BpfError::of_program(WHAT, rejected))
     }
 }
 
@@ -80,26 +76,17 @@ impl AsFd for Program {
     }
 }
 
-/// Registers: the result, and the arguments of a call.
-const R0: u8 = 0;
-const R1: u8 = 1;
-const R2: u8 = 2;
-const R3: u8 = 3;
-const R4: u8 = 4;
 /// Registers that a call keeps.
 const PACKET: u8 = 6;
 const LENGTH: u8 = 7;
 const SLOT: u8 = 8;
 const COOKIE: u8 = 9;
-/// End of the stack.
-const STACK: u8 = 10;
 
 /// Places on the stack.
 const COOKIE_AT: i16 = -8;
 const NUMBER_AT: i16 = -16;
 
 /// Functions of the kernel.
-const MAP_LOOKUP_ELEM: i32 = 1;
 const SKB_PULL_DATA: i32 = 39;
 const GET_SOCKET_COOKIE: i32 = 46;
 const SK_REDIRECT_MAP: i32 = 52;
@@ -119,7 +106,7 @@ enum Label {
 
 /// The instructions of the program.
 fn verdict(maps: VerdictMaps<'_>, source: Source) -> Vec<Instruction> {
-    let mut code = Assembler::default();
+    let mut code = Assembler::new();
     code.copy(PACKET, R1);
     match source {
         Source::Any => code.call(GET_SOCKET_COOKIE),
@@ -184,133 +171,4 @@ fn verdict(maps: VerdictMaps<'_>, source: Source) -> Vec<Instruction> {
     code.count(SLOT, Slot::DROPPED);
     code.finish(DROP);
     code.assembled()
-}
-
-/// Collects instructions, and resolves jumps forward.
-#[derive(Default)]
-struct Assembler {
-    code: Vec<Instruction>,
-    /// Jumps, by index, and where they go.
-    jumps: Vec<(usize, Label)>,
-    labels: Vec<(Label, usize)>,
-}
-
-impl Assembler {
-    fn push(&mut self, code: u8, destination: u8, source: u8, offset: i16, immediate: i32) {
-        self.code.push(Instruction {
-            code,
-            registers: source << 4 | destination,
-            offset,
-            immediate,
-        });
-    }
-
-    /// `destination = source`, 64 bits.
-    fn copy(&mut self, destination: u8, source: u8) {
-        self.push(0xbf, destination, source, 0, 0);
-    }
-
-    /// `destination = value`, a small number.
-    fn set(&mut self, destination: u8, value: i32) {
-        self.push(0xb7, destination, 0, 0, value);
-    }
-
-    /// `destination = value`, in two instructions.
-    fn constant(&mut self, destination: u8, value: u64) {
-        self.push(0x18, destination, 0, 0, value as u32 as i32);
-        self.push(0, 0, 0, 0, (value >> 32) as u32 as i32);
-    }
-
-    /// `destination = map` (BPF_PSEUDO_MAP_FD), in two instructions.
-    fn map(&mut self, destination: u8, map: BorrowedFd<'_>) {
-        const PSEUDO_MAP_FD: u8 = 1;
-        let number = calls::number(map) as i32;
-        self.push(0x18, destination, PSEUDO_MAP_FD, 0, number);
-        self.push(0, 0, 0, 0, 0);
-    }
-
-    /// `destination = base + offset`.
-    fn address(&mut self, destination: u8, base: u8, offset: i16) {
-        self.copy(destination, base);
-        self.push(0x07, destination, 0, 0, offset.into());
-    }
-
-    /// `destination += source`.
-    fn add(&mut self, destination: u8, source: u8) {
-        self.push(0x0f, destination, source, 0, 0);
-    }
-
-    /// `destination = *(u32 *)(base + offset)`.
-    fn load_u32(&mut self, destination: u8, base: u8, offset: i16) {
-        self.push(0x61, destination, base, offset, 0);
-    }
-
-    /// `destination = *(u64 *)(base + offset)`.
-    fn load_u64(&mut self, destination: u8, base: u8, offset: i16) {
-        self.push(0x79, destination, base, offset, 0);
-    }
-
-    /// `*(u64 *)(base + offset) = source`.
-    fn store(&mut self, base: u8, offset: i16, source: u8) {
-        self.push(0x7b, base, source, offset, 0);
-    }
-
-    /// `*(u32 *)(base + offset) = source`.
-    fn store_u32(&mut self, base: u8, offset: i16, source: u8) {
-        self.push(0x63, base, source, offset, 0);
-    }
-
-    /// `*(u64 *)(base + offset) += source`, atomically.
-    fn add_atomically(&mut self, base: u8, offset: i16, source: u8) {
-        self.push(0xdb, base, source, offset, 0);
-    }
-
-    /// `*(u64 *)(base + offset) += 1`, atomically.
-    fn count(&mut self, base: u8, offset: i16) {
-        self.set(R1, 1);
-        self.add_atomically(base, offset, R1);
-    }
-
-    fn call(&mut self, function: i32) {
-        self.push(0x85, 0, 0, 0, function);
-    }
-
-    /// `return verdict`.
-    fn finish(&mut self, verdict: i32) {
-        self.set(R0, verdict);
-        self.push(0x95, 0, 0, 0, 0);
-    }
-
-    fn jump_if_zero(&mut self, register: u8, label: Label) {
-        self.jump(0x15, register, 0, label);
-    }
-
-    fn jump_if_different(&mut self, one: u8, other: u8, label: Label) {
-        self.jump(0x5d, one, other, label);
-    }
-
-    /// Compares numbers without sign.
-    fn jump_if_greater(&mut self, one: u8, other: u8, label: Label) {
-        self.jump(0x2d, one, other, label);
-    }
-
-    fn jump(&mut self, code: u8, destination: u8, source: u8, label: Label) {
-        self.jumps.push((self.code.len(), label));
-        self.push(code, destination, source, 0, 0);
-    }
-
-    /// The next instruction is where jumps to `label` go.
-    fn label(&mut self, label: Label) {
-        self.labels.push((label, self.code.len()));
-    }
-
-    fn assembled(mut self) -> Vec<Instruction> {
-        for (from, label) in self.jumps {
-            let place = self.labels.iter().find(|(known, _)| *known == label);
-            // A missing label leaves a jump to the next instruction; the tests load all programs.
-            let to = place.map_or(from + 1, |(_, place)| *place);
-            self.code[from].offset = (to - from - 1) as i16;
-        }
-        self.code
-    }
 }

@@ -63,7 +63,7 @@ fn rejected_program_comes_with_the_verifiers_log() {
         offset: 0,
         immediate: 0,
     };
-    let rejected = calls::load_verdict(&[end], c"Dual MIT/GPL");
+    let rejected = calls::load(calls::ProgramKind::Verdict, &[end], c"Dual MIT/GPL");
     let rejected = rejected.err().unwrap();
     assert!(rejected.log.contains("R0 !read_ok"), "{}", rejected.log);
 }

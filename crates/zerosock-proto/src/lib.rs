@@ -1,4 +1,4 @@
-//! The vsock protocol core of zerosock.
+//! The vsock protocol core of zerosock, and the wire formats of vsock and virtio-net.
 //!
 //! # Invariants
 //! Sans-I/O: this crate reads no clock, makes no system call, touches no memory that a peer can
@@ -8,7 +8,7 @@
 //! # How it is used
 //! - [`addr`]: addresses, parsed once and valid from then on;
 //! - [`time`]: a point in time as the caller counts it;
-//! - [`wire`]: the 44-byte header, raw and parsed;
+//! - [`wire`]: the headers of vsock and of virtio-net, raw and parsed;
 //! - [`vsock`]: credit, the state machine, ports, and the [`vsock::Shard`] that owns the
 //!   connections of one queue pair. Start with its documentation: it says how to drive the crate.
 #![forbid(unsafe_code)]

@@ -61,6 +61,9 @@ mod sync;
 mod copy;
 #[cfg(not(loom))]
 #[allow(unsafe_code)]
+mod dirty;
+#[cfg(not(loom))]
+#[allow(unsafe_code)]
 mod fault;
 #[cfg(not(loom))]
 #[allow(unsafe_code)]
@@ -75,9 +78,11 @@ mod trust;
 
 #[cfg(not(loom))]
 pub use {
+    dirty::{DirtyLog, LOG_PAGE},
     fault::handle_fault,
     memory::{
-        MAX_REGIONS, MapError, Memory, RegionConfig, RetiredRegion, TranslateError, Unmapper,
+        FlatError, FlatMapping, MAX_REGIONS, MapError, Memory, RegionConfig, RetiredRegion,
+        TranslateError, Unmapper,
     },
     slice::{GuestSlice, Piece, PieceBuf, SliceBuf},
     split::{

@@ -5,6 +5,8 @@
 //! anything can reach it. Addresses, lengths and files come from a hostile peer.
 //! [`handle_fault`](crate::handle_fault) handles a file that shrinks after it was mapped.
 
+mod addresses;
+mod flat;
 mod map;
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -16,6 +18,7 @@ use crate::fault::Registration;
 use crate::slice::{GuestSlice, Piece, SliceBuf};
 use map::{Mapping, check, map_region};
 
+pub use flat::{FlatError, FlatMapping};
 pub use map::{MAX_REGIONS, MapError, RegionConfig, RetiredRegion, Unmapper};
 
 /// Why a guest address was refused: always the peer's fault.
@@ -460,32 +463,6 @@ impl Memory {
     pub fn id(&self) -> u64 {
         self.id
     }
-
-    /// Offset of the piece in the memory, in bytes: the regions count one after the other in order
-    /// of guest addresses, without the gaps. None if it does not lie in this memory.
-    pub fn flat_offset(&self, piece: Piece) -> Option<u64> {
-        let region = piece.region as usize;
-        self.regions
-            .get(region)?
-            .host(piece.offset, u64::from(piece.len))?;
-        let before: u64 = self.regions.iter().take(region).map(|r| r.len).sum();
-        Some(before + piece.offset)
-    }
-
-    /// The address of `len` bytes at the front-end's own address `user_addr`, if they lie in one
-    /// region.
-    pub(crate) fn at_user_addr(&self, user_addr: u64, len: u64) -> Option<*mut u8> {
-        self.regions
-            .iter()
-            .find_map(|region| region.host(user_addr.checked_sub(region.user_addr)?, len))
-    }
-
-    /// The address of `len` bytes at `guest_addr`, if they lie in one region.
-    pub(crate) fn at_guest_addr(&self, guest_addr: u64, len: u64) -> Option<*mut u8> {
-        self.regions
-            .iter()
-            .find_map(|region| region.host(guest_addr.checked_sub(region.guest_addr)?, len))
-    }
 }
 
 /// The piece that contains byte `offset` of all pieces, and the offset within it.
@@ -533,6 +510,14 @@ impl Backing {
     fn registration(&self) -> Option<&Registration> {
         match self {
             Backing::Mapping(mapping) => mapping.registration(),
+            #[cfg(test)]
+            Backing::Heap { .. } => None,
+        }
+    }
+
+    fn unmapper(&self) -> Option<&Arc<dyn Unmapper>> {
+        match self {
+            Backing::Mapping(mapping) => mapping.unmapper(),
             #[cfg(test)]
             Backing::Heap { .. } => None,
         }

@@ -117,6 +117,11 @@ pub struct RetiredRegion {
 unsafe impl Send for RetiredRegion {}
 
 impl RetiredRegion {
+    /// A mapping that its maker alone has, and nothing uses once the result is dropped.
+    pub(super) fn new(start: *mut u8, len: usize) -> RetiredRegion {
+        RetiredRegion { start, len }
+    }
+
     /// Mapped bytes.
     pub fn size(&self) -> usize {
         self.len
@@ -157,6 +162,10 @@ impl Mapping {
     #[inline]
     pub(super) fn registration(&self) -> Option<&Registration> {
         self.registration.as_ref()
+    }
+
+    pub(super) fn unmapper(&self) -> Option<&Arc<dyn Unmapper>> {
+        self.unmapper.as_ref()
     }
 }
 
@@ -278,7 +287,7 @@ pub(super) fn map_region(
     let registration =
         Registration::new(start.expose_provenance(), len, page as usize, owner, leader);
     let mapping = Mapping {
-        region: Some(RetiredRegion { start, len }),
+        region: Some(RetiredRegion::new(start, len)),
         registration: Some(registration),
         unmapper: unmapper.cloned(),
     };

@@ -7,9 +7,13 @@
 //!   memory than an honest queue of the same size.
 //! - A chain can have as many descriptors as the table, also in a loop, and return at once. Callers
 //!   bound the time that this takes by [`DeviceQueue::walked`].
-//! - Only `complete` writes into the used ring.
+//! - Only `complete` and the calls in `device/publish.rs` write into the used ring.
+//! - Every write into the driver's memory is marked in the log, if there is one: buffers and elements
+//!   of the used ring in `complete`, its other words where they are written.
 
 use std::sync::Arc;
+
+mod publish;
 
 use super::chain::{Chain, ChainFault, LongChain, Pool};
 use super::index::{Consumer, IndexJump, Producer};
@@ -17,6 +21,7 @@ use super::layout::{
     DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Descriptor, QueueConfig, QueueError,
 };
 use super::rings::{Addresses, Rings};
+use crate::dirty::DirtyLog;
 use crate::memory::Memory;
 use crate::slice::Piece;
 
@@ -94,6 +99,10 @@ pub struct DeviceQueue {
     used_cache: Vec<Option<(u32, u32)>>,
     /// Pieces of the indirect table being walked.
     table: Vec<Piece>,
+    /// Where writes into the driver's memory are marked.
+    log: Option<Arc<DirtyLog>>,
+    /// The guest address by which writes into the used ring are marked; None: they are not.
+    used_log: Option<u64>,
 }
 
 impl DeviceQueue {
@@ -138,6 +147,8 @@ impl DeviceQueue {
             pool: Pool::default(),
             used_cache: written,
             table: Vec::new(),
+            log: None,
+            used_log: None,
         })
     }
 
@@ -151,6 +162,12 @@ impl DeviceQueue {
     #[inline]
     pub fn size(&self) -> u16 {
         self.rings.size()
+    }
+
+    /// Whether a chain can have its descriptors in a table of its own.
+    #[inline]
+    pub fn has_indirect(&self) -> bool {
+        self.config.indirect
     }
 
     /// Next available index to pop: what GET_VRING_BASE answers.
@@ -449,31 +466,39 @@ impl DeviceQueue {
 
     /// Puts the chain into the used ring with the number of bytes written into it; not visible
     /// before [`publish`](Self::publish). Any order is allowed. Every write into peer memory ends
-    /// here.
+    /// here, and is marked in the log.
     ///
     /// `written` counts from the start of the writable pieces; a larger number is reduced to their
-    /// length.
+    /// length. What was written to a chain that is unpopped, or beyond `written`, is not marked: the
+    /// driver may not read it.
     #[inline]
     pub fn complete(&mut self, chain: Chain, written: u32) {
-        debug_assert!(
-            written <= chain.writable_len(),
-            "written past the end of the chain"
-        );
-        let written = written.min(chain.writable_len());
-        let (position, element) = (self.used.next(), (u32::from(chain.head), written));
+        if self.log.is_some() {
+            return self.complete_logged(chain, written);
+        }
+        let written = within(&chain, written);
+        self.add_used(chain.head, written);
+        self.release(chain);
+    }
+
+    /// Writes an element of the used ring. Returns its index if the ring has changed.
+    #[inline]
+    fn add_used(&mut self, head: u16, written: u32) -> Option<u16> {
+        let (position, element) = (self.used.next(), (u32::from(head), written));
         // The size is a power of two.
-        let index = usize::from(position & (self.size() - 1));
-        match self.used_cache.get_mut(index) {
-            Some(old) if *old == Some(element) => {}
+        let index = position & (self.size() - 1);
+        let changed = match self.used_cache.get_mut(usize::from(index)) {
+            Some(old) if *old == Some(element) => false,
             old => {
                 self.rings.set_used_element(position, element.0, element.1);
                 if let Some(old) = old {
                     *old = Some(element);
                 }
+                true
             }
-        }
+        };
         self.used.advance();
-        self.release(chain);
+        changed.then_some(index)
     }
 
     #[inline]
@@ -489,38 +514,6 @@ impl DeviceQueue {
     #[cfg(test)]
     pub(super) fn pool_capacity(&self) -> usize {
         self.pool.capacity()
-    }
-
-    /// Makes all completed chains visible to the driver. True: notify it. With event index the
-    /// first batch of a queue always needs a notification, because a predecessor may have died
-    /// between publishing and notifying.
-    #[must_use = "the driver may wait for a notification"]
-    #[inline]
-    pub fn publish(&mut self) -> bool {
-        self.used
-            .publish(self.rings.used_words(), self.config.event_idx)
-    }
-
-    /// Makes all completed chains visible without checking for a notification: for a driver that
-    /// spins, or before a later [`publish`](Self::publish), which checks for all of them. It saves
-    /// the fence, which waits until the other core has given up every cache line written before.
-    #[inline]
-    pub fn publish_without_notify(&mut self) {
-        self.used.make_visible(self.rings.used_words());
-    }
-
-    /// As [`publish`](Self::publish), without the fence: correct only for a driver that requests
-    /// notifications by [`DriverQueue::enable_notifications_with`] and a barrier that includes this
-    /// process. A concurrent request of another driver would be missed.
-    ///
-    /// [`DriverQueue::enable_notifications_with`]: crate::DriverQueue::enable_notifications_with
-    #[must_use = "the driver may wait for a notification"]
-    #[inline]
-    pub fn publish_unfenced(&mut self) -> bool {
-        let words = self.rings.used_words();
-        self.used.make_visible(words);
-        self.used
-            .needs_notification_unfenced(words, self.config.event_idx)
     }
 
     /// Whether the driver has requested a notification for chains that are completed and not yet
@@ -539,34 +532,6 @@ impl DeviceQueue {
         self.avail.has_entries(self.rings.avail_words()) || self.broken.is_some()
     }
 
-    /// Informs the driver that kicks are not needed.
-    #[inline]
-    pub fn disable_notifications(&mut self) {
-        self.avail
-            .disable(self.rings.avail_words(), self.config.event_idx);
-    }
-
-    /// Requests kicks again. True: available chains were not popped, and no kick will follow for
-    /// them. False for a broken queue.
-    #[must_use = "no kick follows for chains that were made available before"]
-    #[inline]
-    pub fn enable_notifications(&mut self) -> bool {
-        self.avail
-            .enable(self.rings.avail_words(), self.config.event_idx)
-            && self.broken.is_none()
-    }
-
-    /// As [`enable_notifications`](Self::enable_notifications), with a barrier of the caller
-    /// instead of the fence, one that includes the driver's process (membarrier(2), with both
-    /// registered): the driver can then use `publish_unfenced`.
-    #[must_use = "no kick follows for chains that were made available before"]
-    #[inline]
-    pub fn enable_notifications_with(&mut self, barrier: impl FnOnce()) -> bool {
-        self.avail
-            .enable_with(self.rings.avail_words(), self.config.event_idx, barrier)
-            && self.broken.is_none()
-    }
-
     /// Moves to a new memory table with the same ring addresses and indices. Outstanding chains can
     /// be completed or unpopped afterwards, but their pieces belong to the old memory: keep it
     /// while they are read or written.
@@ -579,6 +544,16 @@ impl DeviceQueue {
         self.used_cache.fill(None);
         Ok(())
     }
+}
+
+/// The number of written bytes, at most those of the chain.
+#[inline]
+fn within(chain: &Chain, written: u32) -> u32 {
+    debug_assert!(
+        written <= chain.writable_len(),
+        "written past the end of the chain"
+    );
+    written.min(chain.writable_len())
 }
 
 fn resolve(mem: Arc<Memory>, config: &QueueConfig) -> Result<Rings, QueueError> {

@@ -6,82 +6,18 @@
 //!   may have written.
 //! - A used element is valid only if it names a posted chain.
 
+mod types;
+
 use std::sync::Arc;
 
 use super::index::{Consumer, IndexJump, Producer};
-use super::layout::{
-    DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Descriptor, DriverLayout, QueueError,
-};
+use super::layout::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_LEN, Descriptor, DriverLayout, QueueError};
 use super::rings::{Addresses, Rings};
 use crate::memory::Memory;
 use crate::slice::Piece;
 use crate::sync::Ordering;
 
-/// A buffer to post.
-#[derive(Copy, Clone, Eq, PartialEq, Debug)]
-pub struct Buffer {
-    /// Guest address. Not checked here: the device does.
-    pub addr: u64,
-    /// Length in bytes, not 0.
-    pub len: u32,
-    /// The device writes it (else it reads it).
-    pub writable: bool,
-}
-
-/// A chain that the device has returned.
-#[derive(Copy, Clone, Eq, PartialEq, Debug)]
-pub struct Used {
-    /// The token given to [`add`](DriverQueue::add).
-    pub token: u64,
-    /// Bytes that the device says it wrote, cut down to the chain's writable length.
-    pub len: u32,
-}
-
-/// Why a chain was not added: no free descriptors (`Full`), else the caller's fault. Nothing was
-/// changed.
-#[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum AddError {
-    /// Not enough free descriptors now.
-    #[error("not enough free descriptors")]
-    Full,
-    /// More buffers than the queue has descriptors (virtio 1.2, 2.7.5.2 and 2.7.5.3.1).
-    #[error("more buffers than the queue has descriptors")]
-    TooLong,
-    /// No buffers, or one without length.
-    #[error("no buffers, or a buffer without length")]
-    Empty,
-    /// A readable buffer behind a writable one (2.7.4.2).
-    #[error("readable buffer behind a writable one")]
-    Order,
-    /// More than 2^32 - 1 bytes (2.7.5.2).
-    #[error("chain of more than 2^32 - 1 bytes")]
-    TotalLength,
-    /// The indirect table does not lie in memory.
-    #[error("indirect table does not lie in memory")]
-    Table,
-    /// The fixed chain is posted already, or is not one of this queue's.
-    #[error("not a fixed chain of this queue, or already posted")]
-    NotFixed,
-}
-
-/// A protocol error of the device. The queue cannot be used any more.
-#[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum DriverError {
-    /// The used index is ahead of us by more chains than the device holds.
-    #[error("used index announces more chains than the device holds")]
-    IndexJump,
-    /// A used element names no chain that the device holds.
-    #[error("used element names {0}, which is not a posted chain")]
-    Id(u32),
-}
-
-/// A chain that [`set_chain`](DriverQueue::set_chain) laid out.
-#[derive(Copy, Clone, Eq, PartialEq, Debug)]
-pub struct FixedChain {
-    pub(super) head: u16,
-}
+pub use self::types::{AddError, Buffer, DriverError, FixedChain, Used};
 
 /// The private state of one descriptor.
 #[derive(Copy, Clone, Debug, Default)]
@@ -93,6 +29,8 @@ struct Slot {
     count: u16,
     /// In the head of a chain: bytes that the device may write.
     writable_len: u32,
+    /// In the head of a fixed chain: the length in its first descriptor.
+    len: u32,
     /// In the head of a chain: the caller's token.
     token: u64,
     /// In the head of a chain: the number of chains added before it.
@@ -292,6 +230,7 @@ impl DriverQueue {
                 state: State::Posted,
                 count,
                 writable_len,
+                len: 0,
                 token,
                 serial: self.added,
             };
@@ -319,11 +258,14 @@ impl DriverQueue {
                 state: State::FixedIdle,
                 count,
                 writable_len,
+                len: buffers.first().map_or(0, |buffer| buffer.len),
                 token,
                 serial: 0,
             };
         }
-        Ok(FixedChain { head })
+        // `check` has added them up.
+        let len = buffers.iter().map(|buffer| buffer.len).sum();
+        Ok(FixedChain { head, len })
     }
 
     /// Posts a fixed chain; not visible before [`publish`](Self::publish).
@@ -338,6 +280,38 @@ impl DriverQueue {
             .get_mut(usize::from(chain.head))
             .filter(|slot| slot.state == State::FixedIdle)
             .ok_or(AddError::NotFixed)?;
+        slot.state = State::FixedPosted;
+        slot.serial = self.added;
+        self.post(chain.head);
+        Ok(())
+    }
+
+    /// As [`add_fixed`](Self::add_fixed), for a chain of one readable buffer, of which the device
+    /// gets the first `len` bytes this time. The descriptor is written only if its length changes.
+    ///
+    /// # Errors
+    /// [`AddError::Empty`], [`AddError::TooMuch`]: `len` is 0 or more than the buffer has.
+    /// [`AddError::NotFixed`] as for `add_fixed`, and if the chain has other buffers. Nothing was
+    /// posted.
+    #[inline]
+    pub fn add_fixed_part(&mut self, chain: FixedChain, len: u32) -> Result<(), AddError> {
+        if len == 0 || len > chain.len {
+            return Err(if len == 0 {
+                AddError::Empty
+            } else {
+                AddError::TooMuch
+            });
+        }
+        let slot = self
+            .slots
+            .get_mut(usize::from(chain.head))
+            .filter(|slot| slot.state == State::FixedIdle)
+            .filter(|slot| slot.count == 1 && slot.writable_len == 0)
+            .ok_or(AddError::NotFixed)?;
+        if slot.len != len {
+            slot.len = len;
+            self.rings.set_readable_len(chain.head, len);
+        }
         slot.state = State::FixedPosted;
         slot.serial = self.added;
         self.post(chain.head);
@@ -494,6 +468,7 @@ impl DriverQueue {
         let used = Used {
             token: slot.token,
             len: len_copy.min(slot.writable_len),
+            claimed: len_copy,
         };
         match slot.state {
             State::FixedPosted => slot.state = State::FixedIdle,
@@ -590,17 +565,5 @@ impl DriverQueue {
         self.used
             .enable_with(self.rings.used_words(), self.event_idx, barrier)
             && self.broken.is_none()
-    }
-}
-
-impl Buffer {
-    fn descriptor(self) -> Descriptor {
-        let flags = if self.writable { DESC_F_WRITE } else { 0 };
-        Descriptor {
-            addr: self.addr,
-            len: self.len,
-            flags,
-            next: 0,
-        }
     }
 }

@@ -80,17 +80,18 @@ impl Producer {
     }
 
     /// Makes all entries up to `next` visible; a later `needs_notification` says whether to notify
-    /// the consumer of them.
+    /// the consumer of them. Returns whether there were any.
     #[inline]
-    pub(crate) fn make_visible(&mut self, words: IndexWords<'_>) {
+    pub(crate) fn make_visible(&mut self, words: IndexWords<'_>) -> bool {
         let count = self.next.wrapping_sub(self.visible);
         if count == 0 {
-            return;
+            return false;
         }
         // Pairs with the Acquire loads of the consumer: the entries come before the index.
         words.index.store(self.next.to_le(), Ordering::Release);
         self.visible = self.next;
         self.unchecked = self.unchecked.saturating_add(u32::from(count));
+        true
     }
 
     /// Whether to notify the consumer of the entries made visible since the last call.

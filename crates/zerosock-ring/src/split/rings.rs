@@ -200,4 +200,18 @@ impl Rings {
             rest.store(words[1], Relaxed);
         }
     }
+    /// Writes the length of a descriptor that is readable and the last of its chain.
+    #[inline]
+    pub(crate) fn set_readable_len(&self, index: u16, len: u32) {
+        if let Some((_, rest)) = self.descriptor_words(index) {
+            let [_, word] = Descriptor {
+                addr: 0,
+                len,
+                flags: 0,
+                next: 0,
+            }
+            .to_words();
+            rest.store(word, Relaxed);
+        }
+    }
 }

@@ -14,6 +14,14 @@ const WRITE: Buffer = Buffer {
     writable: true,
 };
 
+fn used(token: u64, len: u32) -> Used {
+    Used {
+        token,
+        len,
+        claimed: len,
+    }
+}
+
 fn driver(size: u16) -> (std::sync::Arc<Memory>, DriverQueue) {
     let (driver, _) = queues(size, 0, false);
     (std::sync::Arc::clone(driver.memory()), driver)
@@ -74,13 +82,7 @@ fn returned_descriptors_are_reused() {
         assert_eq!(usize::from(queue.free()), 4 - count);
         let _ = queue.publish();
         answer(&mem, 4, u32::from(head), 1);
-        assert_eq!(
-            queue.poll(),
-            Ok(Some(Used {
-                token: round,
-                len: 1
-            }))
-        );
+        assert_eq!(queue.poll(), Ok(Some(used(round, 1))));
         assert_eq!(queue.poll(), Ok(None));
         assert_eq!(queue.free(), 4);
         if cfg!(miri) && round > 50 {
@@ -95,7 +97,14 @@ fn the_used_length_is_limited_to_the_writable_length() {
     let head = queue.add(&[READ, WRITE], 7).unwrap();
     let _ = queue.publish();
     answer(&mem, 4, u32::from(head), u32::MAX);
-    assert_eq!(queue.poll(), Ok(Some(Used { token: 7, len: 8 })));
+    let claimed = u32::MAX;
+    assert_eq!(
+        queue.poll(),
+        Ok(Some(Used {
+            claimed,
+            ..used(7, 8)
+        }))
+    );
 }
 
 #[test]
@@ -139,7 +148,7 @@ fn a_chain_is_returned_once() {
     let _ = queue.publish();
     answer(&mem, 4, u32::from(head), 0);
     answer(&mem, 4, u32::from(head), 0);
-    assert_eq!(queue.poll(), Ok(Some(Used { token: 0, len: 0 })));
+    assert_eq!(queue.poll(), Ok(Some(used(0, 0))));
     assert_eq!(queue.poll(), Err(DriverError::Id(u32::from(head))));
 }
 
@@ -150,7 +159,7 @@ fn a_table_overwritten_by_the_device_has_no_effect() {
     let _ = queue.publish();
     poke(&mem, layout(4).desc, &[0xff; 64]);
     answer(&mem, 4, u32::from(head), 8);
-    assert_eq!(queue.poll(), Ok(Some(Used { token: 3, len: 8 })));
+    assert_eq!(queue.poll(), Ok(Some(used(3, 8))));
     assert_eq!(queue.free(), 4);
     queue.add(&[READ; 4], 4).unwrap();
 }
@@ -192,12 +201,38 @@ fn a_fixed_chain_is_written_once_and_reposted() {
         let _ = queue.publish();
         assert_eq!(peek_u16(&mem, layout(4).avail + 2), round + 1);
         assert!(!queue.has_used());
-        answer(&mem, 4, 0, u32::MAX);
+        answer(&mem, 4, 0, 8);
         assert!(queue.has_used());
-        assert_eq!(queue.poll(), Ok(Some(Used { token: 9, len: 8 })));
+        assert_eq!(queue.poll(), Ok(Some(used(9, 8))));
         assert_eq!((queue.poll(), queue.free()), (Ok(None), 2));
     }
     assert_eq!(peek(&mem, layout(4).desc, 64), table);
+}
+
+#[test]
+fn a_part_of_a_fixed_chain_has_its_own_length() {
+    let (mem, mut queue) = driver(4);
+    let fixed = queue.set_chain(&[READ], 9).unwrap();
+    let writable = queue.set_chain(&[WRITE], 1).unwrap();
+    let two = queue.set_chain(&[READ, READ], 2).unwrap();
+    for (len, error) in [(0, AddError::Empty), (9, AddError::TooMuch)] {
+        assert_eq!(queue.add_fixed_part(fixed, len), Err(error));
+    }
+    for other in [writable, two] {
+        assert_eq!(queue.add_fixed_part(other, 1), Err(AddError::NotFixed));
+    }
+    assert!(!queue.publish(), "nothing was posted");
+    for len in [8u32, 3, 3, 5, 8] {
+        queue.add_fixed_part(fixed, len).unwrap();
+        assert_eq!(queue.add_fixed_part(fixed, len), Err(AddError::NotFixed));
+        let _ = queue.publish();
+        let mut descriptor = DATA.to_le_bytes().to_vec();
+        descriptor.extend(len.to_le_bytes());
+        descriptor.extend([0; 4]);
+        assert_eq!(peek(&mem, layout(4).desc, 16), descriptor);
+        answer(&mem, 4, 0, 0);
+        assert_eq!(queue.poll(), Ok(Some(used(9, 0))));
+    }
 }
 
 #[test]
@@ -211,12 +246,12 @@ fn fixed_and_other_chains_do_not_share_descriptors() {
     let _ = queue.publish();
     answer(&mem, 4, 0, 0);
     answer(&mem, 4, 1, 0);
-    assert_eq!(queue.poll(), Ok(Some(Used { token: 0, len: 0 })));
-    assert_eq!(queue.poll(), Ok(Some(Used { token: 1, len: 0 })));
+    assert_eq!(queue.poll(), Ok(Some(used(0, 0))));
+    assert_eq!(queue.poll(), Ok(Some(used(1, 0))));
     assert_eq!(queue.free(), 3);
     // The head of the other chain is no fixed chain, and that of the fixed one is not free.
     assert_eq!(
-        queue.add_fixed(crate::split::FixedChain { head: 1 }),
+        queue.add_fixed(crate::split::FixedChain { head: 1, len: 8 }),
         Err(AddError::NotFixed)
     );
     assert_eq!(queue.add(&[READ; 4], 3), Err(AddError::Full));

@@ -5,6 +5,8 @@ mod chains;
 mod device;
 mod driver;
 mod hostile;
+#[cfg(not(miri))]
+mod log;
 mod oracle;
 mod short;
 

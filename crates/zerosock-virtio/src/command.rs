@@ -15,11 +15,12 @@ use std::time::Duration;
 use zerosock_ring::{DeviceQueue, Memory, QueueConfig};
 use zerosock_sys::PeerFd;
 use zerosock_sys::notify::CallFd;
+use zerosock_vhost_user::session::F_LOG_ALL;
 use zerosock_vhost_user::{DeviceCommand, Reply};
 
 use crate::device::{Context, WorkerDevice};
 use crate::poller::{EventKind, Interest, Token};
-use crate::queues::{PendingCommand, QueueSet, Quiesced, Rings, Scope};
+use crate::queues::{Logging, PendingCommand, QueueSet, Quiesced, Rings, Scope};
 use crate::ring::Ring;
 
 /// How often the device is queried for buffers whose return no event reports.
@@ -45,10 +46,20 @@ pub trait VirtioDevice: WorkerDevice {
         let _ = config;
     }
 
-    /// Queue `index` runs from now on. `resumed`: it is the first queue that this front-end starts,
-    /// and continues at a base other than zero; its driver has used an earlier device.
+    /// Queue `index` runs from now on. `resumed`: it is the first queue of this front-end that
+    /// continues at a base other than zero, and was not stopped here: its driver has used an earlier
+    /// device.
     fn queue_started(&mut self, index: u16, resumed: bool, cx: &mut Context<'_, Self>) {
         let _ = (index, resumed, cx);
+    }
+
+    /// Sends a RARP broadcast with this MAC address.
+    ///
+    /// # Errors
+    /// Why it was not sent.
+    fn send_rarp(&mut self, mac: [u8; 6], cx: &mut Context<'_, Self>) -> Result<(), String> {
+        let (_, _) = (mac, cx);
+        Err("no network device".into())
     }
 
     /// A command needs buffers back: the device starts to return them.
@@ -85,6 +96,7 @@ struct Start {
     kick: PeerFd,
     call: Option<CallFd>,
     err: Option<CallFd>,
+    used_log: Option<u64>,
     enabled: bool,
 }
 
@@ -99,12 +111,27 @@ pub fn command<D: VirtioDevice>(
         DeviceCommand::Connected { link } => {
             let queues = device.queues();
             queues.link = Some(link);
-            queues.no_queue_started = true;
+            queues.has_resumed = false;
             reply.done();
         }
         // The rings get the ring features in their configuration.
         DeviceCommand::SetFeatures(features) => {
-            device.set_features(features);
+            let queues = device.queues();
+            let logs = queues.set_logging(features & F_LOG_ALL != 0);
+            // While a queue runs, nothing else has changed.
+            if !logs || queues.rings.running().next().is_none() {
+                device.set_features(features & !F_LOG_ALL);
+            }
+            reply.done();
+        }
+        DeviceCommand::SetLog(log) => {
+            device.queues().set_log(log);
+            reply.done();
+        }
+        DeviceCommand::SetUsedLog { index, guest_addr } => {
+            if let Some(Some(ring)) = device.queues().rings.slot(index) {
+                ring.queue.set_used_log(guest_addr);
+            }
             reply.done();
         }
         DeviceCommand::SetConfig(config) => {
@@ -120,6 +147,7 @@ pub fn command<D: VirtioDevice>(
             kick,
             call,
             err,
+            used_log,
             enabled,
         } => {
             let start = Start {
@@ -128,6 +156,7 @@ pub fn command<D: VirtioDevice>(
                 kick,
                 call,
                 err,
+                used_log,
                 enabled,
             };
             match start_queue(device, start, cx) {
@@ -161,6 +190,10 @@ pub fn command<D: VirtioDevice>(
             }
         }
         DeviceCommand::ResetDevice => begin(device, PendingCommand::Reset(reply), cx),
+        DeviceCommand::SendRarp(mac) => match device.send_rarp(mac, cx) {
+            Ok(()) => reply.done(),
+            Err(reason) => reply.failed(reason),
+        },
         DeviceCommand::Disconnected => {
             device.queues().link = None;
             disconnect(device, cx);
@@ -184,6 +217,7 @@ fn start_queue<D: VirtioDevice>(
         kick,
         call,
         err,
+        used_log,
         enabled,
     } = start;
     let queues = device.queues();
@@ -197,7 +231,8 @@ fn start_queue<D: VirtioDevice>(
         queues.stopped_at.clear();
         device.reset(false, cx);
     }
-    let queue = DeviceQueue::new(memory, &config).map_err(|e| e.to_string())?;
+    let mut queue = DeviceQueue::new(memory, &config).map_err(|e| e.to_string())?;
+    queue.set_used_log(used_log);
     let token = Token {
         device: device.addr().number,
         kind: EventKind::KICK,
@@ -210,11 +245,13 @@ fn start_queue<D: VirtioDevice>(
     queues.epoch = queues.epoch.wrapping_add(1);
     let mut ring = Ring::new(queue, kick, call, err, enabled, queues.epoch);
     ring.log = Arc::clone(&queues.log);
+    queues.log_ring(&mut ring);
     if let Some(slot) = queues.rings.slot(index) {
         *slot = Some(ring);
     }
-    let first = std::mem::take(&mut queues.no_queue_started);
-    device.queue_started(index, first && config.base != 0, cx);
+    let is_new = config.base != 0 && stopped_at.is_none();
+    let resumed = is_new && !std::mem::replace(&mut queues.has_resumed, true);
+    device.queue_started(index, resumed, cx);
     Ok(())
 }
 
@@ -313,6 +350,7 @@ pub fn disconnect<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
     device.receive_remaining(cx);
     stop_all(device, cx);
     device.set_features(0);
+    device.queues().logging = Logging::default();
     let old = device.queues().memory.take();
     device.memory_replaced(old, cx);
     drop(pending);

@@ -118,6 +118,23 @@ pub struct Context<'a, D: WorkerDevice> {
 }
 
 impl<D: WorkerDevice> Context<'_, D> {
+    /// The same for another kind of device, one that is part of `D`.
+    #[inline]
+    pub fn of<E>(&mut self) -> Context<'_, E>
+    where
+        E: WorkerDevice<Shared = D::Shared, Message = D::Message>,
+    {
+        Context {
+            now: self.now,
+            clock: self.clock,
+            poller: self.poller,
+            outbox: self.outbox,
+            notifier: self.notifier,
+            spins: self.spins,
+            shared: self.shared,
+        }
+    }
+
     /// The current time. Few packets need it, so the clock is read at the first call only.
     #[inline]
     pub fn time(&mut self) -> Instant {

@@ -28,4 +28,5 @@ pub mod ring;
 pub mod spin;
 #[cfg(test)]
 mod test_device;
+pub mod watch;
 pub mod worker;

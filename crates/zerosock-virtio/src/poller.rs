@@ -81,6 +81,8 @@ pub enum Interest {
     ReadUntilEnd,
     /// The peer has shut down sending, or the socket has failed.
     End,
+    /// There is room to write, or as [`Interest::End`].
+    WriteUntilEnd,
     /// All that [`Readiness`] tells.
     All,
 }
@@ -92,6 +94,7 @@ impl Interest {
                 Interest::Read => EventFlags::IN,
                 Interest::End => EventFlags::RDHUP,
                 Interest::ReadUntilEnd => EventFlags::IN | EventFlags::RDHUP,
+                Interest::WriteUntilEnd => EventFlags::OUT | EventFlags::RDHUP,
                 Interest::All => {
                     EventFlags::IN | EventFlags::PRI | EventFlags::OUT | EventFlags::RDHUP
                 }
@@ -130,6 +133,20 @@ impl Readiness {
     /// Both directions are closed, or the socket failed.
     pub fn hung_up(self) -> bool {
         self.0.intersects(EventFlags::HUP | EventFlags::ERR)
+    }
+
+    /// The socket failed, or its error queue has messages.
+    pub fn has_error(self) -> bool {
+        self.0.contains(EventFlags::ERR)
+    }
+
+    /// The events of a TCP socket without those of its error queue. One that has failed is closed in
+    /// both directions, too.
+    pub fn without_error_queue(self) -> Readiness {
+        match self.0.contains(EventFlags::HUP) {
+            true => self,
+            false => Readiness(self.0 - EventFlags::ERR),
+        }
     }
 }
 

@@ -8,9 +8,10 @@
 use std::sync::Arc;
 
 use zerosock_proto::Instant;
-use zerosock_ring::Memory;
+use zerosock_ring::{DirtyLog, Memory};
+use zerosock_sys::LogLimit;
 use zerosock_sys::notify::Notifier;
-use zerosock_vhost_user::{FrontendLink, LogLimit, Reply};
+use zerosock_vhost_user::{FrontendLink, Reply};
 
 use crate::ring::Ring;
 
@@ -51,12 +52,14 @@ pub struct QueueSet<R> {
     pub rings: R,
     /// The guest's memory, if the front-end has sent a memory table.
     pub memory: Option<Arc<Memory>>,
+    /// What the front-end has set for the log of written pages.
+    pub(crate) logging: Logging,
     /// The connection of the front-end, if there is one.
     pub link: Option<FrontendLink>,
     /// Number of the last queue start. A chain that returns late carries the epoch of its queue.
     pub epoch: u32,
-    /// The front-end has not started a queue since it connected.
-    pub(crate) no_queue_started: bool,
+    /// The front-end has continued a queue of an earlier device since it connected.
+    pub(crate) has_resumed: bool,
     /// Where each queue was stopped.
     pub(crate) stopped_at: Vec<Option<u16>>,
     /// The command that waits until the device has returned buffers.
@@ -67,6 +70,24 @@ pub struct QueueSet<R> {
     pub(crate) recheck_at: Option<Instant>,
     /// Limits the log lines that the driver can cause.
     pub(crate) log: Arc<LogLimit>,
+}
+
+/// What the front-end has set for the log of written pages.
+#[derive(Debug, Default)]
+pub(crate) struct Logging {
+    /// The last log that was sent.
+    log: Option<Arc<DirtyLog>>,
+    /// The device marks in it what it writes (VHOST_F_LOG_ALL).
+    is_on: bool,
+    /// Queues have run, with logging on, before the log was sent: the next log gets all pages marked.
+    has_missed: bool,
+}
+
+impl Logging {
+    /// The log of the rings.
+    fn active(&self) -> Option<Arc<DirtyLog>> {
+        self.log.clone().filter(|_| self.is_on)
+    }
 }
 
 /// A command that waits until the device has returned buffers.
@@ -121,9 +142,10 @@ impl<R: Rings> QueueSet<R> {
         QueueSet {
             rings: R::default(),
             memory: None,
+            logging: Logging::default(),
             link: None,
             epoch,
-            no_queue_started: true,
+            has_resumed: false,
             stopped_at: Vec::new(),
             pending: None,
             deadline: None,
@@ -144,9 +166,51 @@ impl<R: Rings> QueueSet<R> {
         self.recheck_at
     }
 
-    /// Whether the memory has vanished under the device.
+    /// Whether the memory, or the log of what is written to it, has vanished under the device.
     pub fn is_memory_lost(&self) -> bool {
+        let log = self.logging.log.as_ref().filter(|_| self.logging.is_on);
         self.memory.as_ref().is_some_and(|memory| memory.is_lost())
+            || log.is_some_and(|log| log.is_lost())
+    }
+
+    /// Turns logging on or off, also for rings that run. Returns whether it has changed.
+    pub(crate) fn set_logging(&mut self, is_on: bool) -> bool {
+        let changed = self.logging.is_on != is_on;
+        self.logging.is_on = is_on;
+        if !is_on {
+            self.logging.has_missed = false;
+        } else if changed && self.logging.log.is_none() {
+            self.logging.has_missed |= self.rings.running().next().is_some();
+        }
+        self.apply_log();
+        changed
+    }
+
+    /// Replaces the log, also of rings that run.
+    pub(crate) fn set_log(&mut self, log: Arc<DirtyLog>) {
+        if std::mem::take(&mut self.logging.has_missed)
+            && let Some(memory) = &self.memory
+        {
+            log.mark_all(memory);
+        }
+        self.logging.log = Some(log);
+        self.apply_log();
+    }
+
+    fn apply_log(&mut self) {
+        let log = self.logging.active();
+        for ring in self.rings.running() {
+            ring.queue.set_log(log.clone());
+        }
+    }
+
+    /// Gives a ring that starts its log. The front-end may have given up the current log when it
+    /// stopped the rings, and sends another one after it has started them.
+    pub(crate) fn log_ring(&mut self, ring: &mut Ring) {
+        if self.rings.running().next().is_none() {
+            self.logging.has_missed |= self.logging.is_on;
+        }
+        ring.queue.set_log(self.logging.active());
     }
 
     /// Stops all rings for good, because the memory or a ring is unusable, and tells the front-end.

@@ -12,9 +12,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use zerosock_ring::{Chain, DeviceQueue, PopError};
-use zerosock_sys::PeerFd;
 use zerosock_sys::notify::{CallFd, Notifier};
-use zerosock_vhost_user::LogLimit;
+use zerosock_sys::{LogLimit, PeerFd};
 
 /// Unusable chains completed per call: a driver can post them as fast as they are returned.
 const MAX_UNUSABLE: usize = 64;

@@ -90,6 +90,7 @@ impl Harness {
             kick: eventfd(0, EventfdFlags::CLOEXEC).unwrap().into(),
             call: None,
             err: None,
+            used_log: None,
             enabled: true,
         })
     }
@@ -131,6 +132,23 @@ fn a_first_queue_with_a_base_has_a_driver_of_an_earlier_device() {
     let started = |index, resumed| Call::Started { index, resumed };
     assert_eq!(harness.start(0, 3), [started(0, true)]);
     assert_eq!(harness.start(1, 5), [started(1, false)]);
+}
+
+#[test]
+fn a_later_queue_may_be_the_first_with_a_base() {
+    let mut harness = Harness::new();
+    let started = |index, resumed| Call::Started { index, resumed };
+    assert_eq!(harness.start(0, 0), [started(0, false)]);
+    assert_eq!(harness.start(1, 5), [started(1, true)]);
+}
+
+#[test]
+fn a_queue_that_was_stopped_here_continues_its_own_device() {
+    let mut harness = Harness::new();
+    let started = |index, resumed| Call::Started { index, resumed };
+    harness.start(0, 0);
+    harness.command(DeviceCommand::StopQueue { index: 0 });
+    assert_eq!(harness.start(0, 5), [started(0, false)]);
 }
 
 #[test]

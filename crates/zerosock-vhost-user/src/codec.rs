@@ -10,13 +10,12 @@
 //!
 //! vhost-user, "Message Specification": a header of three native-endian u32 (request, flags,
 //! size), then `size` bytes.
-//! size), then `size` bytes.
 
 use std::io;
 use std::os::fd::AsFd;
 
 use thiserror::Error;
-use vhost::vhost_user::message::{FrontendReq, MAX_MSG_SIZE, VhostUserHeaderFlag};
+use vhost::vhost_user::message::{BackendReq, FrontendReq, MAX_MSG_SIZE, VhostUserHeaderFlag};
 use zerosock_sys::account::{Account, MAX_DEFERRED, MAX_UNCOUNTED};
 use zerosock_sys::fd_passing;
 
@@ -243,7 +242,17 @@ fn receive(
 
 /// Encodes a reply to `request`. `payload` is short and comes from this process.
 pub fn encode_reply(request: u32, payload: &[u8]) -> Vec<u8> {
-    let flags = VERSION | VhostUserHeaderFlag::REPLY.bits();
+    encode(request, VhostUserHeaderFlag::REPLY.bits(), payload)
+}
+
+/// Encodes the message of a back-end request channel that the configuration space has changed
+/// (CONFIG_CHANGE_MSG). No reply is asked for.
+pub fn encode_config_change() -> Vec<u8> {
+    encode(BackendReq::CONFIG_CHANGE_MSG as u32, 0, &[])
+}
+
+fn encode(request: u32, flags: u32, payload: &[u8]) -> Vec<u8> {
+    let flags = VERSION | flags;
     let size = payload.len() as u32;
     let mut bytes = Vec::with_capacity(HEADER_LEN + payload.len());
     for word in [request, flags, size] {

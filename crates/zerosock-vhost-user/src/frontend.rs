@@ -11,6 +11,9 @@
 //!
 //! Clauses cited are those of QEMU's `docs/interop/vhost-user.rst`.
 
+mod network;
+mod shared;
+
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -24,6 +27,8 @@ use vhost::vhost_user::message::{
 };
 use zerosock_ring::RegionConfig;
 use zerosock_sys::fd_passing;
+
+pub use self::shared::{Plan, QueueEventFds, SharedMemory, SharedMemoryError};
 
 /// Bytes of a message header: request, flags, payload size ("Message specification").
 const HEADER_LEN: usize = 12;
@@ -217,6 +222,22 @@ impl Frontend {
         self.send_request(FrontendReq::SET_MEM_TABLE, &payload, &fds)
     }
 
+    /// SET_LOG_BASE (needs LOG_SHMFD): the log of written pages lies at `offset` of the file and has
+    /// `len` bytes. When this returns, the device marks no page in an earlier log.
+    pub fn set_log_base(
+        &mut self,
+        file: BorrowedFd<'_>,
+        offset: u64,
+        len: u64,
+    ) -> Result<(), FrontendError> {
+        let request = FrontendReq::SET_LOG_BASE;
+        let mut payload = [0u8; 16];
+        payload[0..8].copy_from_slice(&len.to_ne_bytes());
+        payload[8..16].copy_from_slice(&offset.to_ne_bytes());
+        self.send(request, 0, &payload, &[file])?;
+        self.receive_reply(request, &mut payload)
+    }
+
     /// SET_VRING_NUM: the number of entries of the queue.
     pub fn set_vring_num(&mut self, index: u32, size: u16) -> Result<(), FrontendError> {
         self.send_request(
@@ -237,8 +258,21 @@ impl Frontend {
 
     /// SET_VRING_ADDR.
     pub fn set_vring_addr(&mut self, index: u32, addr: VringAddr) -> Result<(), FrontendError> {
+        self.set_vring_addr_logged(index, addr, None)
+    }
+
+    /// SET_VRING_ADDR, with VHOST_VRING_F_LOG and the guest address of the used ring if `used_log` is
+    /// set.
+    pub fn set_vring_addr_logged(
+        &mut self,
+        index: u32,
+        addr: VringAddr,
+        used_log: Option<u64>,
+    ) -> Result<(), FrontendError> {
         let mut payload = [0u8; 40];
         payload[0..4].copy_from_slice(&index.to_ne_bytes());
+        payload[4..8].copy_from_slice(&u32::from(used_log.is_some()).to_ne_bytes());
+        payload[32..40].copy_from_slice(&used_log.unwrap_or_default().to_ne_bytes());
         payload[8..16].copy_from_slice(&addr.desc.to_ne_bytes());
         payload[16..24].copy_from_slice(&addr.used.to_ne_bytes());
         payload[24..32].copy_from_slice(&addr.avail.to_ne_bytes());
@@ -528,6 +562,7 @@ fn name(request: FrontendReq) -> &'static str {
         FrontendReq::SET_FEATURES => "SET_FEATURES",
         FrontendReq::SET_OWNER => "SET_OWNER",
         FrontendReq::SET_MEM_TABLE => "SET_MEM_TABLE",
+        FrontendReq::SET_LOG_BASE => "SET_LOG_BASE",
         FrontendReq::SET_VRING_NUM => "SET_VRING_NUM",
         FrontendReq::SET_VRING_ADDR => "SET_VRING_ADDR",
         FrontendReq::SET_VRING_BASE => "SET_VRING_BASE",
@@ -542,6 +577,10 @@ fn name(request: FrontendReq) -> &'static str {
         FrontendReq::GET_CONFIG => "GET_CONFIG",
         FrontendReq::SET_CONFIG => "SET_CONFIG",
         FrontendReq::RESET_DEVICE => "RESET_DEVICE",
+        FrontendReq::SEND_RARP => "SEND_RARP",
+        FrontendReq::NET_SET_MTU => "NET_SET_MTU",
+        FrontendReq::SET_STATUS => "SET_STATUS",
+        FrontendReq::GET_STATUS => "GET_STATUS",
         _ => "a vhost-user request",
     }
 }

@@ -15,8 +15,9 @@ use std::time::Instant;
 
 use rustix::event::epoll::{self, EventData, EventFlags};
 
+use zerosock_sys::LogLimit;
+
 use super::VmSpec;
-use super::log_limit::LogLimit;
 use super::mailbox::{MailSender, Notice};
 use super::stats::Counters;
 use super::vm::Vm;

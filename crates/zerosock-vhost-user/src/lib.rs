@@ -31,7 +31,6 @@ pub mod fds;
 pub mod frontend;
 mod frontends;
 pub mod liveness;
-mod log_limit;
 mod mailbox;
 mod model;
 pub mod session;
@@ -43,19 +42,19 @@ use std::fmt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use zerosock_ring::{Memory, QueueConfig};
+use zerosock_ring::{DirtyLog, Memory, QueueConfig};
 use zerosock_sys::PeerFd;
 use zerosock_sys::account::Account;
 use zerosock_sys::notify::CallFd;
 
 pub use self::frontends::{ControlExtension, FrontendRegistry};
-pub use self::log_limit::LogLimit;
 pub use self::mailbox::Notice;
 pub use self::mailbox::{DeviceReply, FrontendLink, Reply};
 pub use self::model::{ConfigWrite, DeviceModel};
 pub use self::stats::FaultCounts;
 pub use self::stats::{ControlStats, Fault};
 pub use self::thread::Control;
+pub use vhost::vhost_user::message::VhostUserProtocolFeatures as ProtocolFeatures;
 
 /// A request to the worker that owns the device; answered through the [`Reply`] that comes with it.
 #[derive(Debug)]
@@ -65,11 +64,22 @@ pub enum DeviceCommand {
         /// Closes this front-end's connection, for instance when guest memory was lost.
         link: FrontendLink,
     },
-    /// The virtio features that the driver accepted: a subset of those offered. Answer: `Done`.
+    /// The virtio features that the driver accepted: a subset of those offered. While a queue runs
+    /// only [`F_LOG_ALL`](session::F_LOG_ALL) changes: it turns the log on and off. Answer: `Done`.
     SetFeatures(u64),
-    /// The configuration space after a write by the driver. Until the first write, and after a
-    /// change of the features or a reset of the device, it is [`DeviceModel::config`]. Answer:
-    /// `Done`.
+    /// A log of written pages, in which the device marks what it writes while the features have
+    /// [`F_LOG_ALL`](session::F_LOG_ALL). Answer: `Done` when an earlier log is no longer used.
+    SetLog(Arc<DirtyLog>),
+    /// How writes into the used ring of a running queue are logged. Answer: `Done`.
+    SetUsedLog {
+        /// Queue index, below [`DeviceModel::max_queues`].
+        index: u16,
+        /// The guest address of the used ring for the log; `None`: they are not logged.
+        guest_addr: Option<u64>,
+    },
+    /// The configuration space after a write by the driver, or with another MTU. Until the first
+    /// one, and after a change of the features or a reset of the device, it is
+    /// [`DeviceModel::config`] with the last MTU of the front-end. Answer: `Done`.
     SetConfig(Arc<[u8]>),
     /// A new memory table replaces the old one. Running queues go on in it: their ring addresses
     /// are user addresses, which the worker translates again. Answer: `Done` when the old table is
@@ -88,6 +98,8 @@ pub enum DeviceCommand {
         call: Option<CallFd>,
         /// Signalled when the queue breaks.
         err: Option<CallFd>,
+        /// As in `SetUsedLog`.
+        used_log: Option<u64>,
         /// Whether the queue may process buffers already; see `EnableQueue`.
         enabled: bool,
     },
@@ -120,6 +132,9 @@ pub enum DeviceCommand {
     },
     /// Stop all queues and reset all connections; the memory stays. Answer: `Done`.
     ResetDevice,
+    /// Send one RARP broadcast with this MAC address: the guest has moved here, and its driver does
+    /// not announce that itself. Answer: `Done`, or `Failed` if it was not sent.
+    SendRarp([u8; 6]),
     /// The front-end disconnected: stop all queues, reset all connections, drop the memory. Answer:
     /// `Done`, after which the next front-end may connect.
     Disconnected,
@@ -131,6 +146,8 @@ impl DeviceCommand {
         match self {
             DeviceCommand::Connected { .. } => "Connected",
             DeviceCommand::SetFeatures(_) => "SetFeatures",
+            DeviceCommand::SetLog(_) => "SetLog",
+            DeviceCommand::SetUsedLog { .. } => "SetUsedLog",
             DeviceCommand::SetConfig(_) => "SetConfig",
             DeviceCommand::SetMemory(_) => "SetMemory",
             DeviceCommand::StartQueue { .. } => "StartQueue",
@@ -139,6 +156,7 @@ impl DeviceCommand {
             DeviceCommand::EnableQueue { .. } => "EnableQueue",
             DeviceCommand::StopQueue { .. } => "StopQueue",
             DeviceCommand::ResetDevice => "ResetDevice",
+            DeviceCommand::SendRarp(_) => "SendRarp",
             DeviceCommand::Disconnected => "Disconnected",
         }
     }

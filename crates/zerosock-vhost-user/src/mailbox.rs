@@ -1,7 +1,8 @@
 //! Messages to the control thread: answers of workers, and requests of other threads.
 //!
 //! An unbounded channel and an eventfd that wakes the control thread. The channel holds at most two
-//! answers for each VM (a command's and `Disconnected`'s), so it stays short.
+//! answers for each VM (a command's and `Disconnected`'s), and the few changes that a device makes to
+//! its configuration space, so it stays short.
 
 use std::fmt;
 use std::io;
@@ -27,6 +28,17 @@ pub enum DeviceReply {
     Failed(String),
 }
 
+/// A device's change to its configuration space.
+#[derive(Debug)]
+pub(super) struct ConfigChange {
+    /// Offset of the first byte.
+    pub(super) offset: usize,
+    /// The bytes from there on.
+    pub(super) bytes: Vec<u8>,
+    /// The driver is to be notified.
+    pub(super) notify: bool,
+}
+
 /// A message to the control thread.
 #[derive(Debug)]
 pub(super) enum Mail {
@@ -41,6 +53,12 @@ pub(super) enum Mail {
         vm: usize,
         connection: u64,
         reason: String,
+    },
+    /// A worker's change to the configuration space of the connection with this number.
+    ConfigChange {
+        vm: usize,
+        connection: u64,
+        change: ConfigChange,
     },
     /// The last clone of the [`Notice`] with this number was dropped.
     Notice(u64),
@@ -285,6 +303,21 @@ impl FrontendLink {
             vm: self.vm,
             connection: self.connection,
             reason: reason.to_string(),
+        });
+    }
+
+    /// Changes the configuration space from `offset` on, until the driver changes its features or
+    /// resets the device. `notify`: the driver is notified, if the front-end has a back-end request
+    /// channel. Has no effect if this connection has ended. Never blocks.
+    pub fn change_config(&self, offset: usize, bytes: &[u8], notify: bool) {
+        self.sender.send(Mail::ConfigChange {
+            vm: self.vm,
+            connection: self.connection,
+            change: ConfigChange {
+                offset,
+                bytes: bytes.to_vec(),
+                notify,
+            },
         });
     }
 }

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use vhost::vhost_user::message::VhostUserProtocolFeatures;
+
 use crate::stats::Fault;
 
 /// The features, the queues and the configuration space of a kind of device.
@@ -9,11 +11,35 @@ use crate::stats::Fault;
 /// A model has no state: the session keeps what a driver has negotiated and written, and passes it
 /// in. One model serves every front-end that connects.
 pub trait DeviceModel: fmt::Debug + Send + Sync {
-    /// The virtio features to offer. The session adds VHOST_USER_F_PROTOCOL_FEATURES.
+    /// The virtio features to offer. The session adds VHOST_USER_F_PROTOCOL_FEATURES and
+    /// VHOST_F_LOG_ALL.
     fn features(&self) -> u64;
+
+    /// The protocol features that this kind of device has beyond
+    /// [`PROTOCOL_FEATURES`](crate::session::PROTOCOL_FEATURES).
+    fn protocol_features(&self) -> VhostUserProtocolFeatures {
+        VhostUserProtocolFeatures::empty()
+    }
+
+    /// Whether front-ends may add and remove memory regions one by one (CONFIGURE_MEM_SLOTS), instead
+    /// of sending all of them at once.
+    fn has_memory_slots(&self) -> bool {
+        true
+    }
+
+    /// The name of a virtio feature in logs, by its bit; `None`: its number is enough.
+    fn feature_name(&self, bit: u32) -> Option<&'static str> {
+        let _ = bit;
+        None
+    }
 
     /// The largest number of queues that a driver can use.
     fn max_queues(&self) -> u16;
+
+    /// The answer to GET_QUEUE_NUM. Front-ends of network devices expect the number of queue pairs.
+    fn announced_queues(&self) -> u16 {
+        self.max_queues()
+    }
 
     /// The number of queues for a driver that accepted `features` and wrote `config` to the
     /// configuration space; at most [`max_queues`](Self::max_queues).
@@ -37,6 +63,16 @@ pub trait DeviceModel: fmt::Debug + Send + Sync {
         let (_, offset) = (config, write.offset);
         let text = format!("offset {offset} of the configuration space cannot be written");
         Err((Fault::Unsupported, text))
+    }
+
+    /// Applies the MTU of a front-end, in bytes, to `config`, a new configuration space
+    /// (NET_SET_MTU).
+    ///
+    /// # Errors
+    /// The kind of fault and a text for the log. The default refuses every MTU.
+    fn set_mtu(&self, config: &mut [u8], mtu: u16) -> Result<(), (Fault, String)> {
+        let (_, _) = (config, mtu);
+        Err((Fault::Unsupported, "the device has no MTU".into()))
     }
 }
 

@@ -7,15 +7,22 @@
 //!
 //! # Invariants
 //!
-//! - A running queue is changed only by `SET_VRING_CALL`, `_ERR`, `_ENABLE` and `GET_VRING_BASE`.
+//! - A running queue is changed only by `SET_VRING_CALL`, `_ERR`, `_ENABLE` and `GET_VRING_BASE`. How
+//!   its writes are logged is changed by `SET_LOG_BASE`, `SET_FEATURES` and `SET_VRING_ADDR` too.
 //! - A command is complete, and valid as far as the control thread can tell.
 //! - Every message is answered, refused, or ends the connection; none causes a panic.
 //!
-//! The table of requests, with their sizes, descriptors and handlers, is in `session/requests.rs`;
-//! what a session knows of its front-end in `session/state.rs`.
+//! The table of requests, with their sizes, descriptors and handlers, is in `session/requests.rs`, the
+//! log of written pages in `session/log.rs`, the requests of network devices in `session/network.rs`,
+//! and the device status in `session/status.rs`; what a session knows of its front-end in
+//! `session/state.rs`.
 
+mod arguments;
+mod log;
+mod network;
 mod requests;
 mod state;
+mod status;
 
 use vhost::vhost_user::message::{
     VhostUserProtocolFeatures as Protocol, VhostUserU64, VhostUserVringState,
@@ -25,10 +32,11 @@ use vm_memory::ByteValued;
 use super::codec::{Message, encode_reply, request_name};
 use super::stats::Fault;
 use super::{DeviceCommand, DeviceReply};
-use requests::{Arguments, Rule};
+use arguments::Arguments;
+use requests::Rule;
 use state::{Accepted, Denied, OnDone, Pending, Queue};
 
-pub use state::{F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, PROTOCOL_FEATURES, Session};
+pub use state::{F_EVENT_IDX, F_INDIRECT_DESC, F_LOG_ALL, F_VERSION_1, PROTOCOL_FEATURES, Session};
 
 /// What the caller does next.
 #[derive(Debug)]
@@ -107,8 +115,10 @@ impl Session {
                 }
             }
             Err(denied) => {
-                let answered = rule.is_some_and(|rule| rule.answered);
-                self.refuse(request, need_reply, answered, denied)
+                let is_told = need_reply && self.protocol.contains(Protocol::REPLY_ACK);
+                let must_close =
+                    rule.is_some_and(|rule| rule.answered || rule.must_hold && !is_told);
+                self.refuse(request, need_reply, must_close, denied)
             }
         }
     }
@@ -144,12 +154,16 @@ impl Session {
                 }
             }
             (DeviceReply::Failed(reason), _) => {
-                self.refuse(request, need_reply, stop.is_some(), (Fault::Worker, reason))
+                let answered = matches!(on_done, OnDone::Stop(_) | OnDone::Log(..));
+                self.refuse(request, need_reply, answered, (Fault::Worker, reason))
             }
-            (DeviceReply::Done, None) => {
-                self.apply_change(on_done);
-                self.acknowledge(request, need_reply)
-            }
+            (DeviceReply::Done, None) => match self.apply_change(on_done) {
+                Some(answer) => Outcome {
+                    step: Step::Reply(encode_reply(request, &answer)),
+                    refusal: None,
+                },
+                None => self.acknowledge(request, need_reply),
+            },
             (reply @ (DeviceReply::Done | DeviceReply::Base(_)), _) => {
                 let reason = format!("the worker answered {reply:?}");
                 self.refuse(request, need_reply, stop.is_some(), (Fault::Worker, reason))
@@ -157,19 +171,34 @@ impl Session {
         }
     }
 
-    /// Applies the change that the worker has carried out.
-    fn apply_change(&mut self, on_done: OnDone) {
+    /// Applies the change that the worker has carried out. Returns the request's own reply, if it has
+    /// one.
+    fn apply_change(&mut self, on_done: OnDone) -> Option<Vec<u8>> {
         match on_done {
             OnDone::Features(features) => {
-                if self.features != features {
-                    self.config = self.model.config().into();
+                if (self.features ^ features) & !F_LOG_ALL != 0 {
+                    self.config = self.initial_config();
                 }
                 self.features = features;
             }
             OnDone::Config(config) => self.config = config,
-            OnDone::Memory(slots) => {
+            OnDone::Mtu(mtu, config) => {
+                self.mtu = Some(mtu);
+                self.config = config;
+            }
+            OnDone::Memory(slots, end) => {
                 self.has_memory = true;
                 self.slots = slots;
+                self.memory_end = end;
+            }
+            OnDone::Log(log, answer) => {
+                self.log = Some(log);
+                return Some(answer);
+            }
+            OnDone::UsedLog(index, used_log) => {
+                if let Some(queue) = self.queues.get_mut(usize::from(index)) {
+                    queue.used_log = used_log;
+                }
             }
             OnDone::Start(index) => {
                 if let Some(queue) = self.queues.get_mut(usize::from(index)) {
@@ -182,7 +211,8 @@ impl Session {
                 }
             }
             OnDone::Reset => {
-                self.config = self.model.config().into();
+                self.status = 0;
+                self.config = self.initial_config();
                 for queue in &mut self.queues {
                     let (call, err) = (queue.call.take(), queue.err.take());
                     *queue = Queue {
@@ -194,6 +224,7 @@ impl Session {
             }
             OnDone::Stop(_) | OnDone::Nothing => {}
         }
+        None
     }
 
     /// "REPLY_ACK": a u64 of zero, if that was negotiated and the front-end asked for it.
@@ -205,11 +236,11 @@ impl Session {
         }
     }
 
-    /// Answers a refused request as far as the protocol allows. `answered`: the request has a reply
-    /// of its own, which cannot express failure.
-    fn refuse(&self, request: u32, need_reply: bool, answered: bool, denied: Denied) -> Outcome {
+    /// Answers a refused request as far as the protocol allows. `must_close`: the request has a reply
+    /// of its own, which cannot express failure, or the front-end must not go on without it.
+    fn refuse(&self, request: u32, need_reply: bool, must_close: bool, denied: Denied) -> Outcome {
         let (fault, reason) = denied;
-        let step = match answered {
+        let step = match must_close {
             true => Step::Close,
             false => self.status(request, need_reply, 1),
         };

@@ -306,6 +306,16 @@ impl Reactor {
                 vm.handle_close(connection, &reason);
                 index
             }
+            Mail::ConfigChange {
+                vm: index,
+                connection,
+                change,
+            } => {
+                if let Some(vm) = self.frontends.vms.get_mut(&index) {
+                    vm.change_config(connection, &change);
+                }
+                return;
+            }
             Mail::Notice(number) => {
                 if let Some(extension) = &mut self.extension {
                     extension.notice_dropped(number, &mut self.frontends);

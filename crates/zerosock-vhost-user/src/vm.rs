@@ -25,11 +25,10 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
 use zerosock_sys::account::Account;
 use zerosock_sys::notify::ThreadCount;
-use zerosock_sys::{PeerFd, fd_passing};
+use zerosock_sys::{LogLimit, PeerFd, fd_passing};
 
-use super::codec::{DecodeError, Decoder};
-use super::log_limit::LogLimit;
-use super::mailbox::{FrontendLink, MailSender, Reply};
+use super::codec::{DecodeError, Decoder, encode_config_change};
+use super::mailbox::{ConfigChange, FrontendLink, MailSender, Reply};
 use super::session::{Outcome, Session, Step};
 use super::stats::{Counters, Fault};
 use super::{DeviceCommand, DeviceModel, DevicePort, DeviceReply, FrontendSocket, VmSpec};
@@ -482,6 +481,22 @@ impl Vm {
             && connection.number == number
         {
             self.disconnect(reason);
+        }
+    }
+
+    /// Changes the configuration space of the connection with this number at the worker's request.
+    pub(super) fn change_config(&mut self, number: u64, change: &ConfigChange) {
+        let Front::Live(connection) = &mut self.front else {
+            return;
+        };
+        if connection.number != number {
+            return;
+        }
+        let channel = connection.session.change_config(change);
+        if let Some(channel) = channel {
+            // A front-end that does not read its channel, or has closed it, learns of the change
+            // when it reads the configuration space.
+            let _ = fd_passing::send(channel, &[IoSlice::new(&encode_config_change())], &[]);
         }
     }
 

@@ -8,9 +8,9 @@
 use std::sync::Arc;
 
 use vhost::vhost_user::message::{
-    FrontendReq, VhostUserConfig, VhostUserMemory, VhostUserMemoryRegion, VhostUserMsgValidator,
+    FrontendReq, VhostUserConfig, VhostUserLog, VhostUserMemory, VhostUserMemoryRegion,
     VhostUserProtocolFeatures as Protocol, VhostUserSingleMemoryRegion, VhostUserU64,
-    VhostUserVirtioFeatures, VhostUserVringAddr, VhostUserVringAddrFlags, VhostUserVringState,
+    VhostUserVirtioFeatures, VhostUserVringAddr, VhostUserVringState,
 };
 use vm_memory::ByteValued;
 use zerosock_ring::{QueueConfig, RegionConfig};
@@ -22,40 +22,19 @@ use super::super::codec::MAX_PAYLOAD;
 use super::super::fds::SentFd;
 use super::super::model::ConfigWrite;
 use super::super::stats::Fault;
+use super::arguments::{Arguments, body, memory_file};
+use super::log::{set_log_base, set_vring_addr};
+use super::network::{send_rarp, set_mtu};
 use super::state::{
-    Accepted, Denied, F_EVENT_IDX, F_INDIRECT_DESC, OnDone, PROTOCOL_FEATURES, Session, Slot,
+    Accepted, Denied, F_EVENT_IDX, F_INDIRECT_DESC, F_LOG_ALL, OnDone, Session, Slot,
 };
+use super::status::{get_status, set_status};
 
 /// The most memory regions that are accepted: the maximum of QEMU.
 const MAX_SLOTS: usize = 32;
 
 /// "A back-end can signal the descriptor's absence": bit 8 of the payload of KICK, CALL and ERR.
 const NO_FD: u64 = 1 << 8;
-
-/// A request's payload and descriptors, after the checks of its rule.
-pub(super) struct Arguments<'a> {
-    pub(super) payload: &'a [u8],
-    pub(super) fds: Vec<SentFd>,
-}
-
-impl Arguments<'_> {
-    /// The structure at the beginning of the payload.
-    fn body<T: ByteValued + Default>(&self) -> Result<T, Denied> {
-        body(self.payload)
-    }
-}
-
-fn body<T: ByteValued + Default>(payload: &[u8]) -> Result<T, Denied> {
-    let mut body = T::default();
-    let bytes = payload.get(..size_of::<T>()).ok_or_else(|| {
-        (
-            Fault::Payload,
-            format!("a payload of only {} bytes", payload.len()),
-        )
-    })?;
-    body.as_mut_slice().copy_from_slice(bytes);
-    Ok(body)
-}
 
 type Handler = fn(&mut Session, Arguments<'_>) -> Result<Accepted, Denied>;
 
@@ -70,6 +49,8 @@ pub(super) struct Rule {
     fds: (usize, usize),
     /// The request has a reply of its own, for which the front-end waits.
     pub(super) answered: bool,
+    /// A refusal that the front-end cannot be told of ends the connection.
+    pub(super) must_hold: bool,
     pub(super) handler: Handler,
 }
 
@@ -82,6 +63,7 @@ impl Rule {
             payload,
             fds: (0, 0),
             answered: false,
+            must_hold: false,
             handler,
         }
     }
@@ -89,6 +71,13 @@ impl Rule {
     const fn answered(self) -> Rule {
         Rule {
             answered: true,
+            ..self
+        }
+    }
+
+    const fn must_hold(self) -> Rule {
+        Rule {
+            must_hold: true,
             ..self
         }
     }
@@ -141,7 +130,8 @@ const SINGLE_REGION: usize = size_of::<VhostUserSingleMemoryRegion>();
 /// The known requests. All others are refused.
 const RULES: &[Rule] = &[
     Rule::new(FrontendReq::GET_FEATURES, 0, get_features).answered(),
-    Rule::new(FrontendReq::SET_FEATURES, U64, set_features),
+    // A driver with other features than the device would send and receive other frames.
+    Rule::new(FrontendReq::SET_FEATURES, U64, set_features).must_hold(),
     Rule::new(FrontendReq::SET_OWNER, 0, set_owner),
     Rule::new(FrontendReq::RESET_OWNER, 0, ignore),
     Rule::new(FrontendReq::GET_PROTOCOL_FEATURES, 0, get_protocol_features).answered(),
@@ -171,6 +161,19 @@ const RULES: &[Rule] = &[
     // that send it.
     Rule::new(FrontendReq::REM_MEM_REG, SINGLE_REGION, rem_mem_reg)
         .feature(Protocol::CONFIGURE_MEM_SLOTS)
+        .fds(0, 1),
+    // Answered if LOG_SHMFD is negotiated, and refused otherwise.
+    Rule::new(
+        FrontendReq::SET_LOG_BASE,
+        size_of::<VhostUserLog>(),
+        set_log_base,
+    )
+    .feature(Protocol::LOG_SHMFD)
+    .fds(1, 1)
+    .answered(),
+    // The descriptor would signal writes to the log; no front-end needs that, and it is closed.
+    Rule::new(FrontendReq::SET_LOG_FD, 0, ignore)
+        .or_longer()
         .fds(0, 1),
     Rule::new(FrontendReq::SET_VRING_NUM, STATE, set_vring_num),
     Rule::new(
@@ -203,6 +206,12 @@ const RULES: &[Rule] = &[
         .feature(Protocol::BACKEND_REQ)
         .fds(1, 1),
     Rule::new(FrontendReq::RESET_DEVICE, 0, reset_device).feature(Protocol::RESET_DEVICE),
+    Rule::new(FrontendReq::SEND_RARP, U64, send_rarp).feature(Protocol::RARP),
+    Rule::new(FrontendReq::NET_SET_MTU, U64, set_mtu).feature(Protocol::MTU),
+    Rule::new(FrontendReq::SET_STATUS, U64, set_status).feature(Protocol::STATUS),
+    Rule::new(FrontendReq::GET_STATUS, 0, get_status)
+        .feature(Protocol::STATUS)
+        .answered(),
 ];
 
 fn answer(body: impl ByteValued) -> Result<Accepted, Denied> {
@@ -218,19 +227,22 @@ fn get_features(session: &mut Session, _: Arguments<'_>) -> Result<Accepted, Den
 }
 
 fn set_features(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
-    let features = arguments.body::<VhostUserU64>()?.value;
+    let features = arguments.u64()?;
     let unknown = features & !session.offered();
+    session.features_refused = unknown != 0;
     if unknown != 0 {
-        return Err((
-            Fault::Unsupported,
-            format!("features {unknown:#x} were not offered"),
-        ));
+        let names = session.feature_names(unknown);
+        let text = format!("features that were not offered: {names}");
+        return Err((Fault::Unsupported, text));
     }
+    let changed = features ^ session.features;
     if session.any_started() {
-        return match features == session.features {
-            true => Ok(Accepted::Ack),
-            false => Err((Fault::Order, "a queue runs".into())),
-        };
+        match changed {
+            0 => return Ok(Accepted::Ack),
+            // A migration begins or ends.
+            F_LOG_ALL => session.check_log(session.memory_end)?,
+            _ => return Err((Fault::Order, "a queue runs".into())),
+        }
     }
     Ok(Accepted::Command(
         DeviceCommand::SetFeatures(features),
@@ -245,9 +257,9 @@ fn set_owner(session: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied
 
 /// Keeps a socket that can only be written to; drops any other descriptor.
 fn set_backend_req_fd(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
-    if let Some(SentFd::Pipe(channel) | SentFd::Socket(channel)) = arguments.fds.into_iter().next()
-    {
-        session.backend_channel = Some(channel);
+    let channel = arguments.fds.into_iter().next();
+    if let Some(SentFd::Pipe(_) | SentFd::Socket(_)) = channel {
+        session.backend_channel = channel;
     }
     Ok(Accepted::Ack)
 }
@@ -260,8 +272,9 @@ fn set_protocol_features(
     session: &mut Session,
     arguments: Arguments<'_>,
 ) -> Result<Accepted, Denied> {
-    let bits = arguments.body::<VhostUserU64>()?.value;
-    let unknown = bits & !(PROTOCOL_FEATURES | Protocol::BACKEND_REQ).bits();
+    let bits = arguments.u64()?;
+    // A front-end may have asked for the features before it sent SET_OWNER.
+    let unknown = bits & !(session.offered_protocol() | Protocol::BACKEND_REQ).bits();
     if unknown != 0 {
         let text = format!("protocol features {unknown:#x} were not offered");
         return Err((Fault::Unsupported, text));
@@ -271,7 +284,7 @@ fn set_protocol_features(
 }
 
 fn get_queue_num(session: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
-    answer(VhostUserU64::new(session.model.max_queues().into()))
+    answer(VhostUserU64::new(session.model.announced_queues().into()))
 }
 
 fn region(region: &VhostUserMemoryRegion) -> RegionConfig {
@@ -310,11 +323,6 @@ fn set_mem_table(session: &mut Session, arguments: Arguments<'_>) -> Result<Acce
         ));
     }
     session.map(slots)
-}
-
-fn memory_file(fd: SentFd) -> Result<Arc<PeerFd>, Denied> {
-    let file = fd.memory().map_err(|text| (Fault::Descriptors, text))?;
-    Ok(Arc::new(file))
 }
 
 fn get_max_mem_slots(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
@@ -368,26 +376,6 @@ fn set_vring_num(session: &mut Session, arguments: Arguments<'_>) -> Result<Acce
     }
 }
 
-fn set_vring_addr(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
-    let address = arguments.body::<VhostUserVringAddr>()?;
-    let index = address.index;
-    let queue = session.stopped_queue(index)?;
-    if address.flags & VhostUserVringAddrFlags::VHOST_VRING_F_LOG.bits() != 0 {
-        return Err((
-            Fault::Unsupported,
-            "logging of writes was not offered".into(),
-        ));
-    }
-    if !address.is_valid() {
-        return Err((
-            Fault::Payload,
-            format!("addresses of queue {index} are not aligned"),
-        ));
-    }
-    queue.addresses = Some((address.descriptor, address.available, address.used));
-    Ok(Accepted::Ack)
-}
-
 fn set_vring_base(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
     let state = arguments.body::<VhostUserVringState>()?;
     let (index, base) = (state.index, state.num);
@@ -418,7 +406,7 @@ fn notifier(
     arguments: Arguments<'_>,
     kind: fn(SentFd) -> Result<PeerFd, String>,
 ) -> Result<(u32, Option<PeerFd>), Denied> {
-    let value = arguments.body::<VhostUserU64>()?.value;
+    let value = arguments.u64()?;
     let fd = arguments.fds.into_iter().next();
     if fd.is_some() == (value & NO_FD != 0) {
         return Err((
@@ -478,6 +466,7 @@ fn set_vring_kick(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
         kick,
         call: queue.call.clone(),
         err: queue.err.clone(),
+        used_log: queue.used_log,
         // "Ring states": without the protocol features a ring that is started is enabled.
         enabled: queue.enabled || !negotiated,
     };

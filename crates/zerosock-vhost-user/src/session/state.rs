@@ -6,13 +6,14 @@
 use std::sync::Arc;
 
 use vhost::vhost_user::message::{VhostUserProtocolFeatures as Protocol, VhostUserVirtioFeatures};
-use zerosock_ring::{Memory, QueueConfig, RegionConfig};
+use zerosock_ring::{DirtyLog, Memory, QueueConfig, RegionConfig};
 use zerosock_sys::account::Account;
 use zerosock_sys::notify::{CallFd, CallThread, ThreadCount};
 use zerosock_sys::{PeerFd, memfd};
 
 use super::super::DeviceCommand;
-use super::super::fds::MappedShare;
+use super::super::fds::{MappedShare, SentFd};
+use super::super::mailbox::ConfigChange;
 use super::super::model::DeviceModel;
 use super::super::stats::Fault;
 
@@ -22,9 +23,12 @@ pub const F_INDIRECT_DESC: u64 = 1 << 28;
 pub const F_EVENT_IDX: u64 = 1 << 29;
 /// VIRTIO_F_VERSION_1.
 pub const F_VERSION_1: u64 = 1 << 32;
+/// VHOST_F_LOG_ALL: the device marks what it writes in the log. For the front-end, not for the driver.
+pub const F_LOG_ALL: u64 = 1 << 26;
 
-/// The protocol features that are offered to every front-end.
+/// The protocol features that every device has, but for CONFIGURE_MEM_SLOTS where the model says so.
 pub const PROTOCOL_FEATURES: Protocol = Protocol::MQ
+    .union(Protocol::LOG_SHMFD)
     .union(Protocol::REPLY_ACK)
     .union(Protocol::CONFIG)
     .union(Protocol::RESET_DEVICE)
@@ -47,11 +51,18 @@ pub(super) enum Accepted {
 #[derive(Debug)]
 pub(super) enum OnDone {
     Features(u64),
-    Memory(Vec<Slot>),
+    /// The log, and the request's own reply.
+    Log(Arc<DirtyLog>, Vec<u8>),
+    /// Where writes into the used ring of this queue are marked.
+    UsedLog(u16, Option<u64>),
+    /// The slots, and the guest address behind the memory.
+    Memory(Vec<Slot>, u64),
     Start(u16),
     Stop(u16),
     Enable(u16, bool),
     Config(Arc<[u8]>),
+    /// The front-end's MTU, and the configuration space with it.
+    Mtu(u16, Arc<[u8]>),
     Reset,
     Nothing,
 }
@@ -78,6 +89,8 @@ pub(super) struct Queue {
     pub(super) size: Option<u16>,
     /// User addresses of descriptor table, available ring, used ring.
     pub(super) addresses: Option<(u64, u64, u64)>,
+    /// The guest address by which writes into the used ring are logged; `None`: they are not.
+    pub(super) used_log: Option<u64>,
     pub(super) base: u16,
     /// Kept after the queue stops: the front-end may start it again without sending the descriptor
     /// again.
@@ -100,13 +113,24 @@ pub struct Session {
     pub(super) protocol: Protocol,
     pub(super) has_memory: bool,
     pub(super) slots: Vec<Slot>,
+    /// The guest address behind the memory.
+    pub(super) memory_end: u64,
+    /// The last log that was sent. It is in use while the features have F_LOG_ALL.
+    pub(super) log: Option<Arc<DirtyLog>>,
     /// One for each queue that the model allows.
     pub(super) queues: Vec<Queue>,
+    /// The MTU that the front-end has set, in bytes.
+    pub(super) mtu: Option<u16>,
+    /// The device status that the front-end has set (virtio 1.3, 2.1).
+    pub(super) status: u8,
+    /// The last SET_FEATURES was refused.
+    pub(super) features_refused: bool,
     /// SET_OWNER was received.
     pub(super) has_owner: bool,
-    /// The back-end request channel of user-mode Linux: kept open and not used. A channel with
-    /// a queue that could hold the front-end's own end of this connection is refused on arrival.
-    pub(super) backend_channel: Option<PeerFd>,
+    /// The back-end request channel of user-mode Linux. A channel with a queue that could hold the
+    /// front-end's own end of this connection is refused on arrival. A pipe is kept open and not
+    /// used, because a write could wait.
+    pub(super) backend_channel: Option<SentFd>,
     pub(super) account: Account,
     /// Writes to call descriptors that could block a worker.
     pub(super) call_thread: CallThread,
@@ -135,7 +159,12 @@ impl Session {
             protocol: Protocol::empty(),
             has_memory: false,
             slots: Vec::new(),
+            memory_end: 0,
+            log: None,
             queues,
+            mtu: None,
+            status: 0,
+            features_refused: false,
             has_owner: false,
             backend_channel: None,
             account,
@@ -150,6 +179,30 @@ impl Session {
         self.sealed_memory = true;
     }
 
+    /// The configuration space of a driver that begins.
+    pub(super) fn initial_config(&self) -> Arc<[u8]> {
+        let mut config = self.model.config();
+        if let Some(mtu) = self.mtu {
+            // The model has accepted it before.
+            let _ = self.model.set_mtu(&mut config, mtu);
+        }
+        config.into()
+    }
+
+    /// Applies a change of the device to the configuration space; bytes beyond it are left out.
+    /// Returns the channel on which the front-end is to be notified, if it has one.
+    pub(crate) fn change_config(&mut self, change: &ConfigChange) -> Option<&PeerFd> {
+        let mut config = self.config.to_vec();
+        let places = config.iter_mut().skip(change.offset);
+        places.zip(&change.bytes).for_each(|(old, new)| *old = *new);
+        self.config = config.into();
+        let is_wanted = change.notify && self.protocol.contains(Protocol::CONFIG);
+        match &self.backend_channel {
+            Some(SentFd::Socket(channel)) if is_wanted => Some(channel),
+            _ => None,
+        }
+    }
+
     /// Whether a command awaits the worker's answer.
     pub fn is_waiting(&self) -> bool {
         self.pending.is_some()
@@ -161,15 +214,27 @@ impl Session {
     /// back-end request channel. It sends SET_OWNER before it asks for the features; QEMU sends it
     /// after. QEMU does not need the channel, and would log that the back-end closed it.
     pub(super) fn offered_protocol(&self) -> Protocol {
+        let mut offered = PROTOCOL_FEATURES | self.model.protocol_features();
+        offered.set(Protocol::CONFIGURE_MEM_SLOTS, self.model.has_memory_slots());
         match self.has_owner {
-            true => PROTOCOL_FEATURES | Protocol::BACKEND_REQ,
-            false => PROTOCOL_FEATURES,
+            true => offered | Protocol::BACKEND_REQ,
+            false => offered,
         }
     }
 
     /// The virtio features that are offered to this front-end's driver.
     pub(super) fn offered(&self) -> u64 {
-        self.model.features() | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
+        self.model.features() | F_LOG_ALL | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
+    }
+
+    /// The names of virtio features, for the log.
+    pub(super) fn feature_names(&self, features: u64) -> String {
+        let bits = (0..u64::BITS).filter(|bit| features & 1 << bit != 0);
+        let names = bits.map(|bit| match self.model.feature_name(bit) {
+            Some(name) => name.to_owned(),
+            None => format!("bit {bit}"),
+        });
+        names.collect::<Vec<_>>().join(", ")
     }
 
     pub(super) fn queue(&mut self, index: u32) -> Result<(u16, &mut Queue), Denied> {
@@ -228,14 +293,12 @@ impl Session {
         let mut kept = Vec::new();
         let keep = self.protocol.contains(Protocol::CONFIGURE_MEM_SLOTS);
         for Slot { file, region } in slots {
-            if self.sealed_memory && !memfd::is_shrink_sealed(&file) {
-                let text = format!(
-                    "the memory region at guest address {:#x} ({} bytes) has no F_SEAL_SHRINK, and \
-                     memory that can shrink is not accepted here: give the guest a sealed memfd",
-                    region.guest_addr, region.len
-                );
-                return Err((Fault::Unsealed, text));
-            }
+            self.check_seal(&file, || {
+                let RegionConfig {
+                    guest_addr, len, ..
+                } = region;
+                format!("the memory region at guest address {guest_addr:#x} ({len} bytes)")
+            })?;
             if keep {
                 let file = Arc::clone(&file);
                 kept.push(Slot { file, region });
@@ -251,9 +314,30 @@ impl Session {
         let share = MappedShare::take(&self.account, bytes).map_err(|e| (Fault::Memory, e))?;
         let memory = Memory::map_with(regions, Some(share))
             .map_err(|error| (Fault::Memory, error.to_string()))?;
+        let end = memory.end();
+        // A front-end that starts its queues anew during a migration sends the log after the memory.
+        if self.is_logging() && self.any_started() {
+            self.check_log(end)?;
+        }
         Ok(Accepted::Command(
             DeviceCommand::SetMemory(Arc::new(memory)),
-            OnDone::Memory(kept),
+            OnDone::Memory(kept, end),
         ))
+    }
+
+    pub(super) fn check_seal(
+        &self,
+        file: &PeerFd,
+        what: impl FnOnce() -> String,
+    ) -> Result<(), Denied> {
+        if !self.sealed_memory || memfd::is_shrink_sealed(file) {
+            return Ok(());
+        }
+        let text = format!(
+            "{} has no F_SEAL_SHRINK, and memory that can shrink is not accepted here: give the guest \
+             a sealed memfd",
+            what()
+        );
+        Err((Fault::Unsealed, text))
     }
 }

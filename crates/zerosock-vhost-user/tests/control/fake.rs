@@ -110,22 +110,46 @@ pub(crate) struct Harness {
 
 impl Harness {
     pub(crate) fn new(vms: usize) -> (Harness, Vec<Worker>) {
+        Harness::with_limits(vms, false, &Budget::unlimited())
+    }
+
+    pub(crate) fn with_limits(
+        vms: usize,
+        sealed_memory: bool,
+        budget: &Budget,
+    ) -> (Harness, Vec<Worker>) {
+        let model = |index| Arc::new(TestModel(3 + index as u64)) as Arc<dyn DeviceModel>;
+        Harness::of_models((0..vms).map(model), sealed_memory, budget)
+    }
+
+    /// One VM with a device of this model.
+    pub(crate) fn of_model(model: impl DeviceModel + 'static) -> (Harness, Worker) {
+        let models = std::iter::once(Arc::new(model) as Arc<dyn DeviceModel>);
+        let (lab, mut workers) = Harness::of_models(models, false, &Budget::unlimited());
+        (lab, workers.remove(0))
+    }
+
+    fn of_models(
+        models: impl Iterator<Item = Arc<dyn DeviceModel>>,
+        sealed_memory: bool,
+        budget: &Budget,
+    ) -> (Harness, Vec<Worker>) {
         let dir = tempfile::tempdir().unwrap();
         let mut workers = Vec::new();
         let mut specs = Vec::new();
-        for index in 0..vms {
+        for (index, model) in models.enumerate() {
             let (sender, receiver) = channel();
             workers.push(Worker(receiver));
             specs.push(VmSpec {
                 name: format!("vm{index}"),
-                model: Arc::new(TestModel(3 + index as u64)),
+                model,
                 socket: FrontendSocket::Listener(
                     OwnedFd::from(UnixListener::bind(socket_path(dir.path(), index)).unwrap())
                         .into(),
                 ),
                 max_queue_size: MAX_QUEUE_SIZE,
-                sealed_memory: false,
-                account: Budget::unlimited().account(),
+                sealed_memory,
+                account: budget.account(),
                 port: Box::new(Port(sender)),
             });
         }
@@ -263,8 +287,9 @@ pub(crate) const MEMORY: u64 = 1 << 20;
 pub(crate) const USER: u64 = 0x7000_0000_0000;
 /// Features: version 1, protocol features, event index.
 pub(crate) const FEATURES: u64 = 1 << 32 | 1 << 30 | 1 << 29;
-/// Protocol features: MQ, REPLY_ACK, BACKEND_REQ, CONFIG, RESET_DEVICE, CONFIGURE_MEM_SLOTS.
-pub(crate) const PROTOCOL: u64 = 1 | 1 << 3 | 1 << 5 | 1 << 9 | 1 << 13 | 1 << 15;
+/// Protocol features: MQ, LOG_SHMFD, REPLY_ACK, BACKEND_REQ, CONFIG, RESET_DEVICE,
+/// CONFIGURE_MEM_SLOTS.
+pub(crate) const PROTOCOL: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 5 | 1 << 9 | 1 << 13 | 1 << 15;
 
 /// Request, payload and descriptors.
 pub(crate) type Prepared = (u32, Vec<u8>, Vec<OwnedFd>);

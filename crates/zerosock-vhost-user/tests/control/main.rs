@@ -4,4 +4,6 @@
 mod fake;
 mod faults;
 mod lifecycle;
+mod log;
+mod network;
 mod sequence;

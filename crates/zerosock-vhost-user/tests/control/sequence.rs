@@ -40,8 +40,9 @@ fn the_vhost_crates_front_end_starts_and_stops_queues() {
     let mut front = Frontend::from_stream(lab.connect(0), 3);
     front.set_owner().unwrap();
     let features = front.get_features().unwrap();
-    // Streams and messages, and by docs/datagrams.md datagrams and their flow control.
-    let offered = 1 << 32 | 1 << 30 | 1 << 29 | 1 << 28 | 1 << 22 | 1 << 3 | 0b11;
+    // Streams and messages, and by docs/datagrams.md datagrams and their flow control. For the
+    // front-end: VHOST_F_LOG_ALL.
+    let offered = 1 << 32 | 1 << 30 | 1 << 29 | 1 << 28 | 1 << 26 | 1 << 22 | 1 << 3 | 0b11;
     assert_eq!(features, offered);
     let protocol = front.get_protocol_features().unwrap();
     assert_eq!(protocol.bits(), PROTOCOL);

@@ -208,6 +208,7 @@ mod late_sends;
 mod limit;
 mod measurement;
 mod message;
+pub mod notifications;
 mod pieces;
 mod policy;
 mod ranges;

@@ -19,7 +19,7 @@ pub(super) const BATCH: usize = 16;
 const CONTROL: usize = 256;
 
 /// Notification ids, from the first to the last, and whether the kernel copied.
-pub(super) type ReportedRange = (u32, u32, bool);
+pub(crate) type ReportedRange = (u32, u32, bool);
 
 /// Buffers to receive messages of an error queue.
 pub(super) struct ErrorQueue {
@@ -84,6 +84,27 @@ impl ErrorQueue {
         let used = self.headers.get(index)?.msg_hdr.msg_controllen;
         reported_range(self.control.get(index)?.0.get(..used.min(CONTROL))?)
     }
+}
+
+/// The most reads in a row: peers can fill the queue as well (IP_RECVERR).
+const MAX_READS: usize = 64;
+
+/// Reads the queue of a socket until it is empty, and passes the ranges to `each`.
+pub(crate) fn read_ranges(
+    socket: BorrowedFd<'_>,
+    mut each: impl FnMut(ReportedRange),
+) -> io::Result<()> {
+    let mut queue = ErrorQueue::default();
+    for _ in 0..MAX_READS {
+        let count = queue.receive(socket)?;
+        (0..count)
+            .filter_map(|index| queue.range(index))
+            .for_each(&mut each);
+        if count < BATCH {
+            break;
+        }
+    }
+    Ok(())
 }
 
 /// The number of messages that a call received.

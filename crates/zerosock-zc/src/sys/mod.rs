@@ -40,12 +40,14 @@ use std::io;
 
 pub use address::Address;
 pub use buffers::{Buf, Mapped};
+pub(crate) use error_queue::read_ranges;
 pub use file::{FileMap, FilePart};
 pub use places::Key;
 pub use pool::{Pool, PoolBuf};
 pub use socket::{Kind, permit_zero_copy};
 pub(crate) use socket::{forget_pieces, kind, reset};
 pub use stable::{Piece, Stable};
+pub(crate) use unresolved::option_memory;
 pub use zc_socket::{Backend, ZcSocket};
 
 /// Whether a request copies the buffer.

@@ -77,6 +77,11 @@ pub(super) fn may_have_taken_id(socket: BorrowedFd<'_>, code: i32, total: usize)
 /// id is charged to its option memory (SO_MEMINFO, Linux 4.12). False also if something else is
 /// charged there, such as a filter.
 pub(super) fn has_no_unreported_id(socket: BorrowedFd<'_>) -> bool {
+    option_memory(socket) == Some(0)
+}
+
+/// The option memory of a socket, in bytes. `None`: the kernel does not tell.
+pub(crate) fn option_memory(socket: BorrowedFd<'_>) -> Option<u32> {
     const SO_MEMINFO: libc::c_int = 55;
     const OPTION_MEMORY: usize = 6;
     let mut counts = [u32::MAX; 16];
@@ -91,7 +96,7 @@ pub(super) fn has_no_unreported_id(socket: BorrowedFd<'_>) -> bool {
             &mut len,
         )
     };
-    result == 0 && counts[OPTION_MEMORY] == 0
+    (result == 0).then_some(counts[OPTION_MEMORY])
 }
 
 /// Whether a send fails when a queue drops it.

@@ -1,0 +1,90 @@
+//! Notifications of zero-copy sends on a TCP socket, for programs that call sendmsg(2) with
+//! MSG_ZEROCOPY themselves.
+//!
+//! # Invariants
+//! The kernel numbers the sends of a socket that take at least one byte, from 0 on, wrapping. A send that
+//! fails has no number. After each number was reported, in any order, the kernel no longer reads the
+//! memory of that send.
+//!
+//! # Use
+//! [`permit`] zero-copy sends first. After the first send, compare the memory for [`reports`] with
+//! that before: if it has not grown, the kernel has copied and reports neither this send nor a later one
+//! (a BPF program sees the bytes of the socket, for instance). Then [`read`] the error queue at each
+//! EPOLLERR. No other sender may use MSG_ZEROCOPY on the socket.
+
+use std::io;
+use std::os::fd::AsFd;
+
+use crate::Completion;
+use crate::sys;
+
+/// Permits zero-copy sends (SO_ZEROCOPY). Returns whether the kernel can send from this socket without
+/// a copy.
+pub fn permit(socket: impl AsFd) -> bool {
+    sys::permit_zero_copy(socket).unwrap_or(false)
+}
+
+/// Bytes of the socket's option memory: each send is charged to it until its notification was read, and
+/// other things may be. `None`: the kernel does not tell (before 4.12).
+pub fn reports(socket: impl AsFd) -> Option<u32> {
+    sys::option_memory(socket.as_fd())
+}
+
+/// Reads all notifications and passes them to `each`. Does not block.
+///
+/// # Errors
+/// Errors of recvmmsg(2).
+pub fn read(socket: impl AsFd, mut each: impl FnMut(Completion)) -> io::Result<()> {
+    sys::read_ranges(socket.as_fd(), |(lo, hi, copied)| {
+        each(Completion { lo, hi, copied });
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{IoSlice, Read};
+    use std::net::{TcpListener, TcpStream};
+    use std::time::{Duration, Instant};
+
+    use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
+
+    use super::*;
+
+    fn send(socket: &TcpStream, bytes: &[u8]) -> usize {
+        // MSG_ZEROCOPY.
+        let flags = SendFlags::from_bits_retain(0x400_0000);
+        let control = &mut SendAncillaryBuffer::default();
+        sendmsg(socket, &[IoSlice::new(bytes)], control, flags).unwrap()
+    }
+
+    #[test]
+    fn each_send_is_reported_once_by_its_number() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut peer = listener.accept().unwrap().0;
+        assert!(permit(&socket));
+        let before = reports(&socket).unwrap();
+        static BYTES: [u8; 20_000] = [7; 20_000];
+        let mut numbers = Vec::new();
+        let give_up = Instant::now() + Duration::from_secs(60);
+        for round in 0..40 {
+            assert_eq!(send(&socket, &BYTES), BYTES.len());
+            if round == 0 {
+                assert!(reports(&socket).unwrap() > before);
+            }
+            peer.read_exact(&mut [0; BYTES.len()]).unwrap();
+        }
+        while numbers.len() < 40 {
+            read(&socket, |range| {
+                assert!(range.copied, "loopback copies");
+                numbers.extend(range.lo..=range.hi);
+            })
+            .unwrap();
+            assert!(Instant::now() < give_up, "{numbers:?}");
+            std::thread::yield_now();
+        }
+        assert_eq!(reports(&socket), Some(before));
+        numbers.sort_unstable();
+        assert!(numbers.into_iter().eq(0..40));
+    }
+}

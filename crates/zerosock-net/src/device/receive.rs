@@ -1,0 +1,382 @@
+//! Frames from the back-end to the guest.
+//!
+//! Chains that the driver has posted are popped into a window as they are needed and stay there until
+//! a frame fills them. A frame is read directly into the first of them. How many bytes a frame will
+//! have is not known before: there is room for as many as recent frames had, and what goes beyond
+//! that is copied.
+//!
+//! # Invariants
+//! - The window holds the chains that were popped last, in their order.
+//! - A frame that does not fit into what the driver has posted waits for more at most
+//!   [`PATIENCE`]; nothing is read meanwhile.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use zerosock_proto::Instant;
+use zerosock_proto::wire::net::{Checksum, HEADER_LEN, Header, MAX_FRAME, Repr};
+use zerosock_ring::{Chain, Memory, SliceBuf};
+use zerosock_virtio::queues::Quiesced;
+use zerosock_virtio::ring::Ring;
+
+use super::terms::{BYTES, FRAMES, Fatal, Terms};
+use crate::backend::{Backend, FrameError, Half, MAX_PIECES, Taken};
+use crate::stats::Stats;
+
+/// How long a frame waits for buffers.
+const PATIENCE: Duration = Duration::from_millis(100);
+/// Most buffers of a frame.
+const MAX_BUFFERS: usize = 1024;
+/// Expected bytes of the first frame.
+const FIRST: usize = 1536;
+/// A long frame is expected again until the expectation has shrunk, by this part of it with each
+/// shorter frame.
+const SHRINK: usize = 64;
+
+/// The receiving half of a queue pair.
+#[derive(Debug)]
+pub(super) struct Receiver {
+    window: VecDeque<Chain>,
+    /// Writable bytes of the chains in the window.
+    room: usize,
+    /// The back-end may have a frame: it has not said otherwise since the last event.
+    pub(super) readable: bool,
+    /// A frame, or the reading of frames, waits for chains.
+    pub(super) starved: bool,
+    /// Bytes for which room is offered to the next frame.
+    expected: usize,
+    /// The bytes of the last frame that were not read into the window.
+    rest: Box<[u8]>,
+    pending: Option<Pending>,
+}
+
+/// A frame that was read and is not in the guest's buffers yet.
+#[derive(Clone, Copy, Debug)]
+struct Pending {
+    header: Header,
+    /// Bytes of the frame.
+    len: usize,
+    /// How many of them are in the window already.
+    stored: usize,
+    since: Instant,
+}
+
+impl Receiver {
+    pub(super) fn new() -> Receiver {
+        Receiver {
+            window: VecDeque::new(),
+            room: 0,
+            readable: true,
+            starved: false,
+            expected: FIRST,
+            // The longest frame, if nothing of it fits into the window.
+            rest: vec![0; MAX_FRAME].into(),
+            pending: None,
+        }
+    }
+
+    /// When the frame that waits is dropped.
+    pub(super) fn next_timeout(&self) -> Option<Instant> {
+        self.pending.map(|pending| pending.since + PATIENCE)
+    }
+
+    /// Returns all chains to the driver's ring, as if they had not been popped.
+    pub(super) fn unpop(&mut self, ring: Option<&mut Ring>, tally: &mut Stats) {
+        if self.pending.take().is_some() {
+            tally.rx_dropped += 1;
+        }
+        self.room = 0;
+        self.starved = false;
+        match ring {
+            Some(ring) => {
+                while let Some(chain) = self.window.pop_back() {
+                    ring.queue.unpop(chain);
+                }
+            }
+            None => self.window.clear(),
+        }
+    }
+
+    /// Moves frames within the budget of a turn. Returns whether there may be more.
+    pub(super) fn run(
+        &mut self,
+        ring: &mut Ring,
+        (backend, queue): (&mut impl Backend, usize),
+        terms: &Terms,
+        tally: &mut Stats,
+        now: Instant,
+    ) -> Result<bool, Fatal> {
+        if backend.posts() {
+            return self.run_posted(ring, (backend, queue), terms, tally);
+        }
+        if let Some(pending) = self.pending.take() {
+            self.deliver(ring, pending, terms, tally, now);
+        }
+        let before = tally.rx_bytes;
+        for _ in 0..FRAMES {
+            if self.pending.is_some() || !self.readable {
+                return Ok(false);
+            }
+            if tally.rx_bytes - before >= BYTES {
+                return Ok(true);
+            }
+            if let Some(len) = backend.next_len(queue)
+                && terms.mergeable
+            {
+                self.expected = len;
+            }
+            self.fill(ring, HEADER_LEN + self.expected, terms);
+            if self.window.is_empty() {
+                self.starved = true;
+                return Ok(false);
+            }
+            if std::mem::take(&mut self.starved) {
+                ring.queue.disable_notifications();
+            }
+            let mut header = Header::default();
+            let (len, offered) = {
+                let mut slices = SliceBuf::<MAX_PIECES>::new();
+                let offered = self.offer(ring.queue.memory(), terms, &mut slices);
+                let read = backend.receive(queue, &mut header, &slices, &mut self.rest);
+                match read {
+                    Ok(len) => (len, offered),
+                    Err(FrameError::NotNow) => {
+                        self.readable = false;
+                        return Ok(false);
+                    }
+                    Err(error) => {
+                        self.readable = false;
+                        return Fatal::of(error).map_or(Ok(false), Err);
+                    }
+                }
+            };
+            if terms.mergeable {
+                let shrunk = self.expected - self.expected / SHRINK;
+                self.expected = len.max(shrunk);
+            }
+            let Some(header) = check(&header, len, terms) else {
+                tally.rx_dropped += 1;
+                continue;
+            };
+            if len > offered + self.rest.len() {
+                tally.rx_no_room += 1;
+                continue;
+            }
+            let frame = Pending {
+                header,
+                len,
+                stored: len.min(offered),
+                since: now,
+            };
+            self.deliver(ring, frame, terms, tally, now);
+        }
+        Ok(self.readable && self.pending.is_none())
+    }
+
+    /// As [`run`](Self::run), for a back-end that takes all chains ahead of the frames: each frame
+    /// fills the oldest one.
+    fn run_posted(
+        &mut self,
+        ring: &mut Ring,
+        (backend, queue): (&mut impl Backend, usize),
+        terms: &Terms,
+        tally: &mut Stats,
+    ) -> Result<bool, Fatal> {
+        if std::mem::take(&mut self.starved) {
+            ring.queue.disable_notifications();
+        }
+        // There is always an interest in more chains.
+        self.starved = true;
+        let before = tally.rx_bytes;
+        for _ in 0..FRAMES {
+            // Chains of the window may have to be un-popped: no later one may be completed before them.
+            while let Some(chain) = ring.pop_if(HEADER_LEN, self.window.is_empty()) {
+                if !backend.post(queue, ring.queue.memory(), &chain) {
+                    ring.queue.unpop(chain);
+                    self.starved = false;
+                    break;
+                }
+                self.window.push_back(chain);
+            }
+            // An unusable chain: notifications would find it again and again.
+            self.starved &= self.window.is_empty() || ring.queue.available() == 0;
+            let Some(first) = self.window.front() else {
+                return Ok(false);
+            };
+            if tally.rx_bytes - before >= BYTES {
+                return Ok(true);
+            }
+            let memory = ring.queue.memory();
+            let taken = match backend.take(queue, memory, first) {
+                Ok(taken) => Some(taken),
+                Err(FrameError::NotNow) => {
+                    self.readable = false;
+                    return Ok(false);
+                }
+                Err(FrameError::Refused) => {
+                    tally.rx_no_room += 1;
+                    None
+                }
+                Err(error) => {
+                    self.readable = false;
+                    return Fatal::of(error).map_or(Ok(false), Err);
+                }
+            };
+            let mut written = 0;
+            if let Some(Taken {
+                header,
+                len,
+                copied,
+            }) = taken
+            {
+                if let Some(mut header) = check(&header, len, terms) {
+                    header.set_num_buffers(1);
+                    memory.write(first.writable(), 0, &header.0);
+                    written = (HEADER_LEN + len) as u32;
+                    tally.rx_frames += 1;
+                    tally.rx_bytes += len as u64;
+                    tally.rx_copied += copied as u64;
+                } else {
+                    tally.rx_dropped += 1;
+                }
+            }
+            // The driver counts a chain without bytes as an error of the device and posts it again.
+            if let Some(chain) = self.window.pop_front() {
+                ring.complete(chain, written);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether the back-end has given back the chains.
+    pub(super) fn quiesce(&self, (backend, queue): (&mut impl Backend, usize)) -> Quiesced {
+        match backend.posts() && !self.window.is_empty() {
+            true => backend.recall(queue, Half::Receive),
+            false => Quiesced::Done,
+        }
+    }
+
+    /// Pops chains until the window has room for `bytes`; one chain if a frame cannot take several.
+    fn fill(&mut self, ring: &mut Ring, bytes: usize, terms: &Terms) {
+        let most = match terms.mergeable {
+            true => MAX_BUFFERS,
+            false => 1,
+        };
+        while self.room < bytes
+            && self.window.len() < most
+            && let Some(chain) = ring.pop_if(HEADER_LEN, self.window.is_empty())
+        {
+            self.room += chain.writable_len() as usize;
+            self.window.push_back(chain);
+        }
+    }
+
+    /// The slices for the next frame, and how many bytes they have.
+    fn offer<'m>(
+        &self,
+        memory: &'m Memory,
+        terms: &Terms,
+        slices: &mut SliceBuf<'m, MAX_PIECES>,
+    ) -> usize {
+        let mut offered = 0;
+        let mut skip = HEADER_LEN;
+        for chain in &self.window {
+            let room = chain.writable_len() as usize - skip;
+            let covered = memory.slices(chain.writable(), skip, room, slices);
+            offered += covered;
+            if covered < room || (terms.mergeable && offered >= self.expected) {
+                break;
+            }
+            skip = 0;
+        }
+        offered
+    }
+
+    /// Completes the chains that the frame fills, or keeps the frame, or drops it.
+    fn deliver(
+        &mut self,
+        ring: &mut Ring,
+        frame: Pending,
+        terms: &Terms,
+        tally: &mut Stats,
+        now: Instant,
+    ) {
+        let total = HEADER_LEN + frame.len;
+        self.fill(ring, total, terms);
+        if self.room < total {
+            // Chains that are posted and not in the window cannot be added to it.
+            let hopeless = !terms.mergeable || !ring.live() || ring.queue.available() > 0;
+            if hopeless || now >= frame.since + PATIENCE {
+                tally.rx_no_room += 1;
+            } else {
+                self.pending = Some(frame);
+                self.starved = true;
+            }
+            return;
+        }
+        let Pending {
+            mut header,
+            len,
+            stored,
+            ..
+        } = frame;
+        let memory = ring.queue.memory();
+        let rest = self.rest.get(..len - stored).unwrap_or_default();
+        write(memory, &self.window, HEADER_LEN + stored, rest);
+        tally.rx_copied += rest.len() as u64;
+        let mut left = total;
+        let mut buffers = 0;
+        for chain in &self.window {
+            if left == 0 {
+                break;
+            }
+            left -= left.min(chain.writable_len() as usize);
+            buffers += 1;
+        }
+        header.set_num_buffers(buffers);
+        if let Some(first) = self.window.front() {
+            memory.write(first.writable(), 0, &header.0);
+        }
+        let mut left = total;
+        for _ in 0..buffers {
+            let Some(chain) = self.window.pop_front() else {
+                break;
+            };
+            let room = chain.writable_len() as usize;
+            let written = left.min(room);
+            left -= written;
+            self.room -= room;
+            ring.complete(chain, written as u32);
+        }
+        tally.rx_frames += 1;
+        tally.rx_bytes += len as u64;
+    }
+}
+
+/// Copies `bytes` to the chains, from `offset` of all of them on.
+fn write(memory: &Memory, window: &VecDeque<Chain>, mut offset: usize, mut bytes: &[u8]) {
+    for chain in window {
+        let room = chain.writable_len() as usize;
+        if bytes.is_empty() {
+            return;
+        }
+        if offset >= room {
+            offset -= room;
+            continue;
+        }
+        let (now, later) = bytes.split_at(bytes.len().min(room - offset));
+        memory.write(chain.writable(), offset, now);
+        (bytes, offset) = (later, 0);
+    }
+}
+
+/// The header of a frame from the back-end as the driver gets it; `None` if the frame needs what the
+/// driver did not accept.
+fn check(header: &Header, len: usize, terms: &Terms) -> Option<Header> {
+    let offloads = terms.of_driver;
+    let mut repr = Repr::parse(header, len, offloads).ok()?;
+    if repr.checksum == Checksum::Valid && !offloads.csum {
+        repr.checksum = Checksum::Complete;
+    }
+    Some(repr.emit())
+}

@@ -1,0 +1,78 @@
+//! The counters of a device: its worker adds to them once in each turn.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// The values at one time.
+        #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+        pub struct Stats {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        /// The counters.
+        #[derive(Debug, Default)]
+        pub struct Counters {
+            $($name: AtomicU64,)*
+        }
+
+        impl Counters {
+            /// The values now. Those of a turn that runs are not all in.
+            pub fn get(&self) -> Stats {
+                Stats {
+                    $($name: self.$name.load(Ordering::Relaxed),)*
+                }
+            }
+
+            /// Adds the events of a turn.
+            pub(crate) fn add(&self, turn: Stats) {
+                $(if turn.$name != 0 {
+                    self.$name.fetch_add(turn.$name, Ordering::Relaxed);
+                })*
+            }
+        }
+    };
+}
+
+counters! {
+    /// Frames that the guest has received.
+    rx_frames,
+    /// Their bytes, without headers of virtio.
+    rx_bytes,
+    /// Those bytes of them that were copied here: see [`device`](crate::device).
+    rx_copied,
+    /// Frames to the guest that were dropped because they did not fit into its buffers.
+    rx_no_room,
+    /// Frames to the guest that were dropped because they needed an offload that its driver did not
+    /// accept, or because their queue stopped.
+    rx_dropped,
+    /// Frames for the guest that were too long for its back-end, and were left to the stack of the kernel or
+    /// dropped, by choice. Only AF_XDP has such frames.
+    rx_long,
+    /// Frames that the guest has sent.
+    tx_frames,
+    /// Their bytes, without headers of virtio.
+    tx_bytes,
+    /// Those bytes of them that were copied here. Only AF_XDP sends from copies.
+    tx_copied,
+    /// Frames of the guest that were dropped because their header lied.
+    tx_bad_header,
+    /// Frames of the guest that were shorter than an Ethernet header.
+    tx_runt,
+    /// Frames of the guest beyond the MTU that was negotiated, or of too many bytes or pieces.
+    tx_too_long,
+    /// Frames of the guest with a source address that it may not use.
+    tx_spoofed,
+    /// Frames of the guest that the back-end refused.
+    tx_refused,
+    /// Frames of the guest that were dropped because the link was down.
+    tx_link_down,
+    /// RARP broadcasts that the front-end has asked for.
+    announcements,
+    /// Descriptor chains that were malformed or too short.
+    bad_chains,
+    /// Control commands that were not known.
+    control_refused,
+    /// How often the guest was notified.
+    notifications,
+}

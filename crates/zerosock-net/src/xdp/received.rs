@@ -1,0 +1,231 @@
+//! Frames to the guest.
+//!
+//! # Invariants
+//! - Each chain that the device has posted has one chunk in the fill ring, in the same order: that of its
+//!   own memory, or a private one. Those behind them wait for a socket.
+//! - Chunks of guest memory are posted only after the probe has seen that the driver keeps to its place.
+
+use std::collections::VecDeque;
+
+use zerosock_proto::wire::net::{HEADER_LEN, Header};
+use zerosock_ring::{Chain, GuestSlice, Memory, SliceBuf};
+use zerosock_sys::xdp::{FRAME_OFFSET, MAX_FRAME, Probe, Received, Socket, Verdict};
+
+use super::sizes::SIZES;
+use crate::backend::{FrameError, MAX_PIECES, Taken};
+
+/// The receiving half of a port.
+#[derive(Debug, Default)]
+pub(super) struct Receiver {
+    /// Chunks in the order in which they were posted.
+    posted: VecDeque<u64>,
+    /// Chains behind them that have no chunk.
+    waiting: usize,
+    probe: Option<Probe>,
+    /// Frames are always received in private chunks.
+    pub(super) copies: bool,
+    /// Bytes of the longest frame that the interface lets in.
+    pub(super) longest: usize,
+    /// Bytes of [`receive`](Self::receive) since the last turn.
+    copied: u64,
+    /// The log knows where frames are received.
+    is_told: bool,
+}
+
+/// Why a frame was not received.
+pub(super) enum Failure {
+    /// As for the device.
+    Frame(FrameError),
+    /// The driver does not keep to the rule of frames: the socket is to be closed.
+    Driver(String),
+}
+
+impl From<FrameError> for Failure {
+    fn from(error: FrameError) -> Failure {
+        Failure::Frame(error)
+    }
+}
+
+impl Receiver {
+    pub(super) fn new(copies: bool) -> Receiver {
+        Receiver {
+            copies,
+            ..Receiver::default()
+        }
+    }
+
+    /// Whether no frame is longer than its chunk has room for. A card may write the first bytes of a longer
+    /// one, rounded up to its own unit, before the program drops the frame.
+    pub(super) fn all_frames_fit(&self) -> bool {
+        self.longest <= MAX_FRAME as usize
+    }
+
+    /// Uses another socket.
+    pub(super) fn attach(&mut self, socket: &Socket) {
+        self.probe = Some(Probe::new(socket.umem(), socket.is_zero_copy()));
+        self.is_told = false;
+    }
+
+    /// The socket is closed: chains that it had wait for the next one.
+    pub(super) fn detach(&mut self) {
+        self.waiting += self.posted.len();
+        self.posted.clear();
+        self.probe = None;
+    }
+
+    /// Forgets the chains that have no chunk.
+    pub(super) fn forget_waiting(&mut self) {
+        self.waiting = 0;
+    }
+
+    /// Whether the kernel has chunks.
+    pub(super) fn has_posted(&self) -> bool {
+        !self.posted.is_empty()
+    }
+
+    /// Posts private chunks for the chains that wait.
+    pub(super) fn post_waiting(&mut self, socket: &mut Socket) {
+        while self.waiting > 0 && self.post_private(socket) {
+            self.waiting -= 1;
+        }
+    }
+
+    /// Posts a private chunk for a chain.
+    pub(super) fn post_private(&mut self, socket: &mut Socket) -> bool {
+        if self.posted.len() >= SIZES.receive as usize {
+            return false;
+        }
+        let Some(chunk) = socket.umem_mut().take_chunk() else {
+            return false;
+        };
+        if !socket.post(chunk) {
+            socket.umem_mut().return_chunk(chunk);
+            return false;
+        }
+        self.posted.push_back(chunk);
+        true
+    }
+
+    /// Posts a chunk for a chain: that of the chain itself where possible. `is_same`: the chain lies in the
+    /// memory of the socket.
+    pub(super) fn post(&mut self, socket: &mut Socket, chain: &Chain, is_same: bool) -> bool {
+        self.post_waiting(socket);
+        if self.waiting > 0 || self.posted.len() >= SIZES.receive as usize {
+            return false;
+        }
+        let verdict = self.probe.as_ref().map(Probe::verdict);
+        let is_bounded = !socket.is_zero_copy() || self.all_frames_fit();
+        let in_place = is_same && is_bounded && !self.copies && verdict == Some(Verdict::InPlace);
+        let chunk = match in_place {
+            true => socket.chunk_for(chain.writable(), HEADER_LEN),
+            false => None,
+        };
+        match chunk {
+            None => self.post_private(socket),
+            Some(chunk) => {
+                let posted = socket.post(chunk);
+                if posted {
+                    self.posted.push_back(chunk);
+                }
+                posted
+            }
+        }
+    }
+
+    /// The next frame, with its chunk taken out of the posted ones.
+    fn next(&mut self, socket: &mut Socket, name: &str) -> Result<Received, Failure> {
+        let Some(&chunk) = self.posted.front() else {
+            return Err(FrameError::NotNow.into());
+        };
+        let received = socket.receive();
+        let received = received.map_err(|error| Failure::Driver(error.to_string()))?;
+        let received = received.ok_or(FrameError::NotNow)?;
+        if received.chunk != chunk {
+            let reason = "the driver does not receive frames in the order of their buffers";
+            return Err(Failure::Driver(reason.into()));
+        }
+        if !socket.umem().is_private(chunk) && received.offset != FRAME_OFFSET {
+            let reason = "the driver writes frames to another place than before";
+            return Err(Failure::Driver(reason.into()));
+        }
+        self.posted.pop_front();
+        if socket.umem().is_private(chunk)
+            && let Some(probe) = &mut self.probe
+        {
+            probe.examine(socket.umem(), &received);
+            let place = match probe.verdict() {
+                _ if self.copies => "copies of them",
+                Verdict::Open => return Ok(received),
+                Verdict::InPlace => "its memory",
+                Verdict::Copy => "copies of them: the driver writes around frames",
+            };
+            if socket.umem().memory().is_some() && !std::mem::replace(&mut self.is_told, true) {
+                tracing::info!("{name}: the guest receives frames in {place}");
+            }
+        }
+        Ok(received)
+    }
+
+    /// The frame in `chain`, the oldest one that was posted.
+    pub(super) fn take(
+        &mut self,
+        socket: &mut Socket,
+        (memory, chain): (&Memory, &Chain),
+        name: &str,
+    ) -> Result<Taken, Failure> {
+        let received = self.next(socket, name)?;
+        let len = received.len as usize;
+        let mut copied = 0;
+        if socket.umem().is_private(received.chunk) {
+            let fits = HEADER_LEN + len <= chain.writable_len() as usize;
+            if fits {
+                let mut slices = SliceBuf::<MAX_PIECES>::new();
+                memory.slices(chain.writable(), HEADER_LEN, len, &mut slices);
+                copied = copy(socket, &received, &slices, &mut []);
+            }
+            socket.umem_mut().return_chunk(received.chunk);
+            if copied < len {
+                return Err(FrameError::Refused.into());
+            }
+        }
+        Ok(Taken {
+            header: Header::default(),
+            len,
+            copied,
+        })
+    }
+
+    /// Bytes that [`receive`](Self::receive) has copied since the last call.
+    pub(super) fn take_copied(&mut self) -> u64 {
+        std::mem::take(&mut self.copied)
+    }
+
+    /// Copies the next frame to `slices`, and what has no room there to `rest`. Returns its length.
+    pub(super) fn receive(
+        &mut self,
+        socket: &mut Socket,
+        (slices, rest): (&[GuestSlice<'_>], &mut [u8]),
+        name: &str,
+    ) -> Result<usize, Failure> {
+        let received = self.next(socket, name)?;
+        self.copied += copy(socket, &received, slices, rest) as u64;
+        socket.umem_mut().return_chunk(received.chunk);
+        self.post_private(socket);
+        Ok(received.len as usize)
+    }
+}
+
+/// Copies a frame out of a private chunk. Returns how many bytes had room.
+fn copy(socket: &Socket, received: &Received, slices: &[GuestSlice<'_>], rest: &mut [u8]) -> usize {
+    let at = received.chunk + u64::from(received.offset);
+    let Some(mut bytes) = socket.umem().private(at, received.len as usize) else {
+        return 0;
+    };
+    let mut done = 0;
+    for slice in slices {
+        let copied = bytes.copy_to(*slice);
+        bytes = bytes.part(copied, usize::MAX);
+        done += copied;
+    }
+    done + bytes.read(0, rest)
+}

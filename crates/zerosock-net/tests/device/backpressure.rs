@@ -1,0 +1,121 @@
+//! A back-end without room: frames stay in the driver's ring.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixDatagram;
+use std::time::Duration;
+
+use zerosock_net::backend::{Backend, Frame, FrameError, Never, Sent};
+use zerosock_net::stats::Stats;
+use zerosock_proto::Instant;
+use zerosock_proto::wire::net::{Header, Offloads};
+use zerosock_ring::GuestSlice;
+use zerosock_sys::send_slices;
+use zerosock_virtio::outbox::Outbox;
+
+use super::driver::Driver;
+use super::frames::plain;
+use super::network::{DEADLINE, serve, wait_until};
+
+/// A back-end whose frames are datagrams of a socket, which holds few.
+struct Socket(UnixDatagram);
+
+impl Backend for Socket {
+    type Message = Never;
+
+    fn queues(&self) -> u16 {
+        1
+    }
+
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn descriptor(&self, _: usize) -> Option<BorrowedFd<'_>> {
+        Some(self.0.as_fd())
+    }
+
+    fn set_offloads(&mut self, _: Offloads) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn set_active(&mut self, _: usize, _: bool) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn receive(
+        &mut self,
+        _: usize,
+        _: &mut Header,
+        _: &[GuestSlice<'_>],
+        _: &mut [u8],
+    ) -> Result<usize, FrameError> {
+        Err(FrameError::NotNow)
+    }
+
+    fn send(
+        &mut self,
+        _: usize,
+        frame: &Frame<'_>,
+        _: u64,
+        _: Instant,
+    ) -> Result<Sent, FrameError> {
+        match send_slices(self.0.as_fd(), frame.slices) {
+            Ok(_) => Ok(Sent::Done),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(FrameError::NotNow),
+            Err(_) => Err(FrameError::Refused),
+        }
+    }
+
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) {
+        match message {}
+    }
+
+    fn undeliverable(message: Never, _: &mut Outbox<Never>) {
+        match message {}
+    }
+}
+
+#[test]
+fn frames_for_a_full_back_end_wait_in_order() {
+    const FRAMES: u16 = 200;
+    let (ours, theirs) = UnixDatagram::pair().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    theirs.set_read_timeout(Some(DEADLINE)).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("net");
+    let server = serve(&socket, None, Socket(ours));
+    let mut driver = Driver::attach(&socket, 0, 2);
+    for index in 0..FRAMES {
+        driver.send(0, &Header::default(), &plain(4000, index as u8), &[12]);
+        if index % 60 == 0 {
+            // So that the ring is never full.
+            while driver.next_used(1).is_some() {}
+        }
+        if driver.avail_index(1) - driver.used_index(1) > 100 {
+            break;
+        }
+    }
+    let sent = driver.avail_index(1);
+    let frames = || server.stats()[0].1.tx_frames;
+    // The socket is full: the count stands still, and so does the ring.
+    wait_until("the back-end is full", || {
+        let before = frames();
+        std::thread::sleep(Duration::from_millis(20));
+        frames() == before
+    });
+    assert!(frames() < u64::from(sent), "{} of {sent}", frames());
+    // A kick does not change that.
+    driver.kick(1);
+    driver.frontend.sync().unwrap();
+    assert_eq!(u64::from(driver.used_index(1)), frames());
+
+    let mut bytes = vec![0; 8000];
+    for index in 0..sent {
+        let len = theirs.recv(&mut bytes).unwrap();
+        assert_eq!(bytes[..len], plain(4000, index as u8), "frame {index}");
+    }
+    wait_until("all are returned", || driver.used_index(1) == sent);
+    driver.check_guards();
+    server.shutdown();
+}

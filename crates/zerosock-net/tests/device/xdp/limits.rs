@@ -1,0 +1,58 @@
+//! Memory and interfaces that cannot be used.
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
+use zerosock_net::xdp::{XdpBackend, XdpConfig};
+use zerosock_proto::wire::net::F_MRG_RXBUF;
+use zerosock_sys::xdp::{Interface, Options, XdpError};
+
+use super::super::frames::plain;
+use super::link::{BUFFER, CONFIG, Link, backend, isolated, name, open};
+
+/// Without enough locked memory for the guest, but for private memory, all frames are copied.
+#[test]
+fn without_locked_memory_frames_are_copied_or_the_start_fails() {
+    isolated("without_locked_memory", || {
+        let maximum = getrlimit(Resource::Memlock).maximum;
+        let limit = |bytes| {
+            // Other tests of this process have CAP_IPC_LOCK, or they would be skipped.
+            let current = Some(bytes);
+            setrlimit(Resource::Memlock, Rlimit { current, maximum }).unwrap();
+        };
+        let mut sets = capabilities(None).unwrap();
+        sets.effective -= CapabilitySet::IPC_LOCK;
+        set_capabilities(None, sets).unwrap();
+
+        limit(1 << 20);
+        let error = XdpBackend::new(open(Options::default()), CONFIG).unwrap_err();
+        assert!(matches!(error, XdpError::MemoryLock { .. }), "{error}");
+        assert!(error.to_string().contains("RLIMIT_MEMLOCK"), "{error}");
+
+        limit(8 << 20);
+        let link = Link::new(Options::default(), CONFIG);
+        let mut driver = link.attach(F_MRG_RXBUF);
+        let before = link.settled(&mut driver);
+        for seed in 0..100 {
+            link.post(&mut driver, &[BUFFER]);
+            link.send(&plain(500, seed));
+            assert_eq!(driver.receive(0).1, plain(500, seed));
+            link.check_sent(&mut driver, &plain(500, seed), &[]);
+        }
+        let after = link.settled(&mut driver);
+        assert_eq!(after.rx_copied - before.rx_copied, 50_000);
+        assert_eq!(after.tx_copied - before.tx_copied, 50_000);
+        driver.check_guards();
+    });
+}
+
+#[test]
+fn queues_that_cannot_be_used_are_refused_by_name() {
+    isolated("queues_that_cannot_be_used_are_refused_by_name", || {
+        let config = XdpConfig { queue: 7, ..CONFIG };
+        let error = XdpBackend::new(open(Options::default()), config).unwrap_err();
+        assert!(matches!(error, XdpError::NoQueue { queue: 7 }), "{error}");
+        let _first = backend(Options::default(), CONFIG);
+        let error = Interface::open(&name("near"), Options::default()).unwrap_err();
+        assert!(matches!(error, XdpError::Attached), "{error}");
+    });
+}

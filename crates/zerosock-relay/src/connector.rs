@@ -41,7 +41,6 @@ use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::num::NonZeroU16;
-use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -53,6 +52,7 @@ use tokio::runtime::{self, Handle};
 use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, JoinHandle};
 use tokio::time::Instant;
+use zerosock_sys::PeerFd;
 
 use crate::networks::AddressPolicy;
 use crate::resolve::{Resolver, System};
@@ -60,6 +60,7 @@ use crate::target::{Host, Target};
 
 pub use dial::ATTEMPTS_AT_ONCE;
 pub use error::{ConnectError, Stage};
+pub(crate) use unix::RIGHTS;
 
 /// Receives the result of a request; runs on the connector's thread and must not block.
 pub type Done = Box<dyn FnOnce(Result<Connected, ConnectError>) + Send>;
@@ -106,8 +107,9 @@ pub struct ConnectRequest {
 /// A connection that was made.
 #[derive(Debug)]
 pub struct Connected {
-    /// Non-blocking, close-on-exec, with TCP_NODELAY if it is TCP.
-    pub socket: OwnedFd,
+    /// Non-blocking, close-on-exec, with TCP_NODELAY if it is TCP. A server can have sent descriptors into
+    /// a Unix socket already, so that closing it may wait for them.
+    pub socket: PeerFd,
     /// The address that it is connected to; None for Unix sockets.
     pub address: Option<SocketAddr>,
 }
@@ -289,12 +291,9 @@ async fn make(resolver: &Resolver, request: &ConnectRequest) -> Result<Connected
         Target::Udp { host, port } => {
             dial_host(resolver, host, *port, request, deadline, dial::udp).await?
         }
-        Target::Unix(path) => (unix::dial(path, SocketType::STREAM, deadline).await?, None),
-        Target::UnixSeqpacket(path) => (
-            unix::dial(path, SocketType::SEQPACKET, deadline).await?,
-            None,
-        ),
-        Target::UnixDatagram(path) => (unix::dial(path, SocketType::DGRAM, deadline).await?, None),
+        Target::Unix(path) => unix::dial(path, SocketType::STREAM, deadline).await?,
+        Target::UnixSeqpacket(path) => unix::dial(path, SocketType::SEQPACKET, deadline).await?,
+        Target::UnixDatagram(path) => unix::dial(path, SocketType::DGRAM, deadline).await?,
     };
     let socket = handover::write_first(socket, &request.first_bytes, address, deadline).await?;
     Ok(Connected { socket, address })
@@ -307,9 +306,9 @@ async fn dial_host(
     request: &ConnectRequest,
     deadline: Instant,
     attempt: fn(SocketAddr) -> dial::Attempt,
-) -> Result<(OwnedFd, Option<SocketAddr>), ConnectError> {
+) -> Result<(PeerFd, Option<SocketAddr>), ConnectError> {
     let addresses = dial::Addresses::of(host, resolver);
     let policy = &request.policy;
     let dialled = dial::dial(addresses, port.get(), policy, deadline, attempt).await;
-    dialled.map(|(socket, address)| (socket, Some(address)))
+    dialled.map(|(socket, address)| (socket.into(), Some(address)))
 }

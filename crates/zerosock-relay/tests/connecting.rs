@@ -296,7 +296,7 @@ fn udp_passes_datagrams_both_ways_and_needs_no_listener() {
     request.first_bytes = b"first".to_vec();
     let connected = connect(&connector, request.clone()).unwrap();
     assert_eq!(connected.address, Some(server.local_addr().unwrap()));
-    let ours = UdpSocket::from(connected.socket);
+    let ours = UdpSocket::from(connected.socket.into_trusted());
     ours.set_nonblocking(false).unwrap();
     ours.send(b"second").unwrap();
     let mut buffer = [0; 16];

@@ -2,12 +2,14 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{SendFlags, send, sockopt};
+use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
+use zerosock_sys::PeerFd;
 
 use super::dial::refused_or;
 use super::error::{ConnectError, Stage};
@@ -30,23 +32,25 @@ pub(super) fn set_tcp_options(socket: impl AsFd, keepalive: Option<Duration>) ->
 
 /// Writes bytes to a non-blocking socket; on one that keeps message bounds, as one message.
 pub(super) async fn write_first(
-    mut socket: OwnedFd,
+    socket: PeerFd,
     mut bytes: &[u8],
     address: Option<SocketAddr>,
     deadline: Instant,
-) -> Result<OwnedFd, ConnectError> {
+) -> Result<PeerFd, ConnectError> {
     while !bytes.is_empty() {
         match send(&socket, bytes, SendFlags::NOSIGNAL) {
             Ok(sent) => bytes = bytes.get(sent..).unwrap_or_default(),
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => {
-                // Of the type only the registration with epoll is used, which is one for all sockets.
-                let waiting = tokio::net::TcpStream::from_std(std::net::TcpStream::from(socket))?;
+                // A duplicate, so that the close of `socket` is the last one. Of the type only the
+                // registration with epoll is used, which is one for all sockets.
+                let duplicate =
+                    rustix::io::fcntl_dupfd_cloexec(&socket, 0).map_err(io::Error::from)?;
+                let waiting = TcpStream::from_std(duplicate.into())?;
                 match timeout_at(deadline, waiting.writable()).await {
                     Ok(ready) => ready?,
                     Err(_) => return Err(ConnectError::TimedOut(Stage::Writing)),
                 }
-                socket = waiting.into_std()?.into();
             }
             Err(error) => return Err(refused_or(error.into(), address)),
         }

@@ -22,16 +22,20 @@ use zerosock_proto::Instant;
 use zerosock_sys::mmsg::Address;
 use zerosock_virtio::deadline::earlier;
 
-use super::direction::{Ready, Side};
+use super::direction::{Ready, Side, end_of_messages};
 use super::due::{DueList, Link, Linked};
 use super::held_messages::HeldMessages;
 use super::joined::{Joined, Joining, Turns};
 use super::pair::Stage;
 use super::socket::Socket;
 use super::store::{BATCH, Store};
+use crate::connector::PendingConnect;
 
 /// Batches that one turn receives from the listening socket, and from one association.
 const BATCHES: usize = 16;
+
+/// Bytes after which a turn receives no further batch: one can have 4 MiB.
+const TURN_BYTES: usize = 1 << 20;
 
 /// Bytes that all associations of a worker may hold for their targets; senders can have any number of
 /// addresses.
@@ -65,6 +69,8 @@ pub(super) struct Associations {
 pub(super) struct Association {
     side: Side,
     pub(super) stage: Stage,
+    /// The request to the connector for the socket.
+    asked: Option<PendingConnect>,
     /// Tells it from its successor in the same slot.
     pub(super) serial: u32,
     queued: bool,
@@ -96,7 +102,7 @@ impl Linked for Association {
 pub(super) trait Opener {
     /// Makes a socket to the target for the association that will have this key and serial; `None`: the
     /// datagram is dropped.
-    fn open(&mut self, key: u32, serial: u32, source: &Address) -> Option<(Socket, Stage)>;
+    fn open(&mut self, key: u32, serial: u32, source: &Address) -> Option<Opened>;
 
     /// Has the kernel join the sockets of an association, to its sender and to the target.
     fn join(&mut self, sockets: [OwnedFd; 2], key: u32) -> Result<Joined, [OwnedFd; 2]>;
@@ -104,6 +110,9 @@ pub(super) trait Opener {
     /// Watches the sockets for the events that they need.
     fn watch(&mut self, joined: &mut Joined, key: u32);
 }
+
+/// The socket of a new association, or its absence and the request for it.
+pub(super) type Opened = (Socket, Stage, Option<PendingConnect>);
 
 /// What a turn has done.
 #[derive(Debug, Default)]
@@ -174,6 +183,7 @@ impl Associations {
         association.side.socket = socket;
         association.side.ready = Ready::WRITE;
         association.stage = Stage::Connected;
+        association.asked = None;
         if !std::mem::replace(&mut association.queued, true) {
             self.queue.push_back(key);
         }
@@ -217,6 +227,9 @@ impl Associations {
     fn remove(&mut self, key: u32) -> Association {
         self.due.remove(&mut self.slots, key);
         let mut association = self.slots.remove(key as usize);
+        if let Some(request) = association.asked.take() {
+            request.cancel();
+        }
         match &mut association.joining {
             Joining::No | Joining::Refused => {}
             Joining::Soon(_) => self.joined -= 1,
@@ -276,8 +289,9 @@ impl Associations {
         now: Instant,
         done: &mut Done,
     ) {
+        let mut bytes = 0;
         for _ in 0..BATCHES {
-            if !self.readable {
+            if !self.readable || bytes >= TURN_BYTES {
                 return;
             }
             let got = match self.listener.receive_batch(store.batch(), BATCH) {
@@ -288,6 +302,7 @@ impl Associations {
                     continue;
                 }
             };
+            bytes += store.batch().bytes();
             let mut first = 0;
             while first < got {
                 let batch = store.batch();
@@ -314,13 +329,14 @@ impl Associations {
         self.serial = self.serial.wrapping_add(1);
         let (serial, entry) = (self.serial, self.slots.vacant_entry());
         let key = entry.key() as u32;
-        let (socket, stage) = opener.open(key, serial, &source)?;
+        let (socket, stage, asked) = opener.open(key, serial, &source)?;
         entry.insert(Association {
             side: Side {
                 socket,
                 ready: Ready::WRITE,
             },
             stage,
+            asked,
             serial,
             queued: false,
             source,
@@ -374,10 +390,7 @@ impl Associations {
                 continue;
             }
             let end = (next..run.end).find(|&n| batch.is_truncated(n));
-            let Ok(fd) = association.target() else {
-                return;
-            };
-            match batch.send(fd, next..end.unwrap_or(run.end), None) {
+            match association.send(batch, next..end.unwrap_or(run.end)) {
                 Ok(sent) => {
                     let bytes: usize = (next..next + sent).map(|n| batch.message(n).len()).sum();
                     association.bytes[0] += bytes as u64;
@@ -423,8 +436,9 @@ impl Associations {
         let before = association.dropped;
         association.send_held(done);
         let mut ended = None;
+        let mut bytes = 0;
         for _ in 0..BATCHES {
-            if !association.side.ready.has(Ready::READ) {
+            if !association.side.ready.has(Ready::READ) || bytes >= TURN_BYTES {
                 break;
             }
             let batch = store.batch();
@@ -442,26 +456,19 @@ impl Associations {
                 }
             };
             association.moved = now;
+            bytes += batch.bytes();
+            let end = end_of_messages(batch, got, &mut association.side);
+            let count = end.unwrap_or(got);
             let mut next = 0;
-            while next < got {
-                if association.side.socket.kind().has_end() && batch.message(next).is_empty() {
-                    ended = Some(None);
-                    break;
-                }
+            while next < count {
                 if batch.is_truncated(next) || !association.source.is_named() {
                     association.dropped += 1;
                     next += 1;
                     continue;
                 }
-                let end = (next..got).find(|&n| {
-                    batch.is_truncated(n)
-                        || association.side.socket.kind().has_end() && batch.message(n).is_empty()
-                });
-                let end = end.unwrap_or(got);
-                let Ok(fd) = self.listener.fd() else {
-                    break;
-                };
-                match batch.send(fd, next..end, Some(&association.source)) {
+                let long = (next..count).find(|&n| batch.is_truncated(n));
+                let (run, to) = (next..long.unwrap_or(count), Some(&association.source));
+                match self.listener.send_batch(batch, run, to) {
                     Ok(sent) => {
                         let bytes: usize =
                             (next..next + sent).map(|n| batch.message(n).len()).sum();
@@ -474,6 +481,10 @@ impl Associations {
                         next += 1;
                     }
                 }
+            }
+            if end.is_some() {
+                ended = Some(None);
+                break;
             }
         }
         done.dropped += association.dropped - before;
@@ -528,8 +539,8 @@ mod tests {
     struct Resolving;
 
     impl Opener for Resolving {
-        fn open(&mut self, _key: u32, _serial: u32, _source: &Address) -> Option<(Socket, Stage)> {
-            Some((Socket::absent(SocketKind::Udp), Stage::Absent))
+        fn open(&mut self, _key: u32, _serial: u32, _source: &Address) -> Option<Opened> {
+            Some((Socket::absent(SocketKind::Udp), Stage::Absent, None))
         }
 
         fn join(&mut self, sockets: [OwnedFd; 2], _key: u32) -> Result<Joined, [OwnedFd; 2]> {

@@ -44,6 +44,15 @@ pub(super) struct Counters {
     pub(super) dropped: Counter,
 }
 
+impl Counters {
+    /// Adds what was moved between two sums of a pair or of associations.
+    pub(super) fn add_bytes(&self, before: [u64; 2], after: [u64; 2]) {
+        for (end, counter) in self.bytes.iter().enumerate() {
+            counter.add(after[end] - before[end]);
+        }
+    }
+}
+
 /// A number that one thread changes and others read.
 #[derive(Debug, Default)]
 pub(super) struct Counter(AtomicU64);

@@ -278,10 +278,7 @@ impl RelayDevice {
             let Some(pair) = self.pairs.get(key as usize) else {
                 continue;
             };
-            let after = pair.bytes();
-            for end in 0..2 {
-                self.counters.bytes[end].add(after[end] - before[end]);
-            }
+            self.counters.add_bytes(before, pair.bytes());
             match turn {
                 Turn::Waiting => {}
                 Turn::Busy => self.enqueue(key),
@@ -300,13 +297,14 @@ impl RelayDevice {
             Step::Ended => return Turn::Ended(Reason::Closed),
             Step::Failed(end, errno) => return Turn::Ended(Reason::Failed(end as u8, errno)),
         };
+        let needs_room = pair.needs_room();
         if let Some(joined) = pair.joined() {
             let tokens = SIDES.map(|kind| Token {
                 device: self.addr.number,
                 kind,
                 key,
             });
-            joined.watch(cx.poller, tokens);
+            joined.watch(cx.poller, tokens, needs_room);
             let at = again.map(|again| cx.now + again);
             self.turns.plan(key, joined, at);
         }
@@ -332,10 +330,7 @@ impl RelayDevice {
             };
             let before = pair.bytes();
             pair.observe(cx.now);
-            let after = pair.bytes();
-            for end in 0..2 {
-                self.counters.bytes[end].add(after[end] - before[end]);
-            }
+            self.counters.add_bytes(before, pair.bytes());
             let rested = cx.now.saturating_duration_since(pair.moved);
             match self.plan.idle_timeout() {
                 Some(limit) if rested >= limit => self.end_pair(key, Reason::Idle, cx),
@@ -415,14 +410,13 @@ impl WorkerDevice for RelayDevice {
                     associations.set_readable();
                 }
             }
-            SENDER => {
+            SENDER | ASSOCIATION => {
+                let ready = match kind {
+                    ASSOCIATION => ready_of(readiness),
+                    _ => Ready::default(),
+                };
                 if let Some(associations) = &mut self.associations {
-                    associations.set_ready(key, Ready::default());
-                }
-            }
-            ASSOCIATION => {
-                if let Some(associations) = &mut self.associations {
-                    associations.set_ready(key, ready_of(readiness));
+                    associations.set_ready(key, ready);
                 }
             }
             _ => {

@@ -10,6 +10,7 @@
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::pipe::{SpliceFlags, splice};
+use zerosock_sys::mmsg::Batch;
 
 use super::held_messages::HeldMessages;
 use super::socket::{Socket, SocketKind};
@@ -58,7 +59,7 @@ pub(super) struct Direction {
     state: State,
     /// The last read found so much that a pipe pays. See [`Mode::Adaptive`].
     bulk: bool,
-    /// Messages to receive at once: few at first, because those that the target does not take are held.
+    /// Packets of messages to receive at once: few at first, because those that the target does not take are held.
     batch: u8,
     /// Bytes written to the target.
     pub(super) bytes: u64,
@@ -293,16 +294,12 @@ impl Direction {
         budget: &mut usize,
     ) -> Moved {
         let has_end = from.socket.kind().has_end();
-        if from.socket.carries_rights() {
-            return self.copy_message(from, to, store, budget);
-        }
         let most = match store.read_size() < store.buffer_size() {
             true => 1,
             false => usize::from(self.batch),
         };
-        let fd = from.socket.fd().map_err(|errno| (End::Source, errno))?;
         let batch = store.batch();
-        let got = match batch.receive(fd, most) {
+        let got = match from.socket.receive_batch(batch, most) {
             Ok(got) => got,
             Err(error) => {
                 return match Errno::from_io_error(&error).unwrap_or(Errno::IO) {
@@ -319,30 +316,47 @@ impl Direction {
                 };
             }
         };
-        self.batch = match got < most {
-            true => 4.max(got as u8),
+        let packets = batch.packets();
+        self.batch = match packets < most {
+            true => 4.max(packets as u8),
             false => (self.batch * 2).min(BATCH as u8),
         };
-        let mut count = got;
-        if has_end && batch.message(got - 1).is_empty() && is_finished(from) {
-            // The end of a connection reads as empty messages.
-            let last = (0..got).rfind(|&n| !batch.message(n).is_empty());
-            count = last.map_or(0, |last| last + 1);
+        let end = end_of_messages(batch, got, from);
+        let count = end.unwrap_or(got);
+        if end.is_some() {
             self.state = State::Ending;
         }
+        // Of a connection no message may be missing.
+        let long = (0..count).find(|&n| has_end && batch.is_truncated(n));
+        self.send_messages(long.unwrap_or(count), to, store, budget)
+            .map_err(|errno| (End::Target, errno))?;
+        match long {
+            Some(_) => Err((End::Source, Errno::MSGSIZE)),
+            None => Ok(()),
+        }
+    }
+
+    /// Sends the first messages of the worker's batch; holds those that the target does not take now.
+    fn send_messages(
+        &mut self,
+        count: usize,
+        to: &mut Side,
+        store: &mut Store,
+        budget: &mut usize,
+    ) -> Result<(), Errno> {
+        let batch = store.batch();
         let mut next = 0;
         while next < count {
             if batch.is_truncated(next) {
-                if has_end {
-                    return Err((End::Source, Errno::MSGSIZE));
-                }
                 self.dropped += 1;
                 next += 1;
                 continue;
             }
             let end = (next..count).find(|&n| batch.is_truncated(n));
-            let fd = to.socket.fd().map_err(|errno| (End::Target, errno))?;
-            match batch.send(fd, next..end.unwrap_or(count), None) {
+            match to
+                .socket
+                .send_batch(batch, next..end.unwrap_or(count), None)
+            {
                 Ok(sent) => {
                     for index in next..next + sent {
                         let length = batch.message(index).len();
@@ -365,7 +379,7 @@ impl Direction {
                     }
                     errno => {
                         if self.is_fatal(errno, to) {
-                            return Err((End::Target, errno));
+                            return Err(errno);
                         }
                         self.dropped += 1;
                         next += 1;
@@ -373,41 +387,6 @@ impl Direction {
                 },
             }
         }
-        Ok(())
-    }
-
-    /// As [`relay_messages`](Self::relay_messages), one message from a socket that can bring descriptors.
-    fn copy_message(
-        &mut self,
-        from: &mut Side,
-        to: &mut Side,
-        store: &mut Store,
-        budget: &mut usize,
-    ) -> Moved {
-        let mut message = vec![0; super::store::LONGEST_MESSAGE];
-        match from.socket.receive(&mut message) {
-            Ok(0) if from.socket.kind().has_end() && is_finished(from) => {
-                self.state = State::Ending;
-                return Ok(());
-            }
-            Ok(got) => message.truncate(got),
-            Err(Errno::AGAIN) => {
-                from.ready.clear(Ready::READ);
-                return Ok(());
-            }
-            Err(_) if !from.socket.kind().has_end() => {
-                *budget = budget.saturating_sub(ERROR_COST);
-                return Ok(());
-            }
-            Err(errno) => return Err((End::Source, errno)),
-        }
-        *budget = budget.saturating_sub(message.len().max(64));
-        let mut held = HeldMessages::default();
-        held.push(&message);
-        store.lend(held.memory());
-        self.held = Held::Messages(Box::new(held));
-        self.write_held(to, store)
-            .map_err(|errno| (End::Target, errno))?;
         Ok(())
     }
 
@@ -504,6 +483,17 @@ fn short_read_is_all(from: &Side) -> bool {
     from.socket.kind() == SocketKind::Tcp
         && !from.ready.has(Ready::FINISHED)
         && !from.ready.has(Ready::URGENT)
+}
+
+/// The number of messages before the end of a connection, if the last of a batch is its end: that reads as
+/// empty messages.
+pub(super) fn end_of_messages(batch: &Batch, got: usize, from: &mut Side) -> Option<usize> {
+    let last_is_empty = batch.message(got.checked_sub(1)?).is_empty();
+    if !from.socket.kind().has_end() || !last_is_empty || !is_finished(from) {
+        return None;
+    }
+    let last = (0..got).rfind(|&n| !batch.message(n).is_empty());
+    Some(last.map_or(0, |last| last + 1))
 }
 
 /// Whether the peer sends no more messages. Asks the kernel if no edge has told it yet, because an empty

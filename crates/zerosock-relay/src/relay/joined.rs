@@ -4,6 +4,8 @@
 //! - The sockets belong to the [`sockmap::Pair`]: nothing else receives from them.
 //! - A socket whose direction moves bytes is not watched for bytes, which would wake the worker for each
 //!   packet; turns come by time then. A socket whose direction is idle is watched, and needs no time.
+//! - Where the kernel redirects one direction only, from vsock to TCP, the pair moves the other one by hand
+//!   through duplicates of the descriptors, and the target of the redirection is watched for everything.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -44,6 +46,8 @@ pub(super) struct Joined {
     due: Option<Instant>,
     /// A socket has failed, and until when its last bytes are waited for.
     failed: Option<(usize, Errno, Instant)>,
+    /// The direction that is moved by hand: 0 from the first socket, 1 from the second.
+    by_hand: Option<usize>,
 }
 
 /// Whether the kernel joins an association's sockets.
@@ -77,22 +81,34 @@ impl Joined {
     pub(super) fn new(
         map: &RelayMap,
         [a, b]: [OwnedFd; 2],
+        directions: Directions,
     ) -> Result<Joined, InsertError<OwnedFd>> {
         let is_udp = sockopt::socket_type(&a) == Ok(SocketType::DGRAM);
         let limit = if is_udp { DATAGRAM_LIMIT } else { LIMIT };
-        let pair = map.insert_pair(a, b, limit, Directions::Both)?;
+        let pair = map.insert_pair(a, b, limit, directions)?;
         Ok(Joined {
             pair,
             idle: [false; 2],
             watched: [None; 2],
             due: None,
             failed: None,
+            by_hand: match directions {
+                Directions::Both => None,
+                Directions::FromA => Some(1),
+                Directions::FromB => Some(0),
+            },
         })
     }
 
     /// A socket of the pair, to send to it.
     pub(super) fn socket(&self, index: usize) -> BorrowedFd<'_> {
         self.pair.socket(SIDES[index & 1]).as_fd()
+    }
+
+    /// The direction that is moved by hand; `None` while the bytes before the end of the pair are waited
+    /// for.
+    pub(super) fn by_hand(&self) -> Option<usize> {
+        self.by_hand.filter(|_| self.failed.is_none())
     }
 
     /// Goes on redirecting to a socket to which a datagram could not be sent.
@@ -140,12 +156,18 @@ impl Joined {
         }
     }
 
-    /// Registers the sockets for the events that their directions need.
-    pub(super) fn watch(&mut self, poller: &Poller, tokens: [Token; 2]) {
+    /// Registers the sockets for the events that their directions need. `needs_room`: bytes that are moved
+    /// by hand wait for room. (A vsock socket tells of room with each packet that arrives.)
+    pub(super) fn watch(&mut self, poller: &Poller, tokens: [Token; 2], needs_room: bool) {
         for (index, token) in tokens.into_iter().enumerate() {
-            let wanted = match self.idle[index] {
-                true => Interest::ReadUntilEnd,
-                false => Interest::End,
+            if self.by_hand == Some(index) {
+                continue;
+            }
+            let wanted = match (self.idle[index], needs_room) {
+                (true, false) => Interest::ReadUntilEnd,
+                (true, true) => Interest::All,
+                (false, false) => Interest::End,
+                (false, true) => Interest::WriteUntilEnd,
             };
             if self.watched[index] == Some(wanted) {
                 continue;
@@ -176,6 +198,12 @@ impl Joined {
 
     /// Ends the redirection.
     pub(super) fn into_sockets(self) -> [OwnedFd; 2] {
+        let [forth, back] = SIDES.map(|side| self.pair.counters(side));
+        tracing::debug!(
+            redirected = forth.redirected_bytes + back.redirected_bytes,
+            by_hand = forth.by_hand_bytes + back.by_hand_bytes,
+            "the kernel no longer joins two sockets"
+        );
         self.pair.into_sockets()
     }
 }

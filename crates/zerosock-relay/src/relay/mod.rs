@@ -49,7 +49,7 @@ use zerosock_virtio::worker::{Worker, WorkerMessage};
 
 pub use self::counters::RelayStats;
 pub use self::endpoint::{Endpoint, FORMS, ParseEndpointError};
-pub use self::plan::{NoSockmap, RelayConfig};
+pub use self::plan::{ACCESS_LINES, NoSockmap, RelayConfig};
 pub use self::way::{UnknownWay, Way};
 
 use self::counters::Counters;
@@ -80,8 +80,13 @@ pub enum StartError {
     #[error("{0} has messages and {1} is a stream: give two streams, or two ends with messages")]
     Bounds(Endpoint, Endpoint),
     /// Datagrams of many senders need one target for each.
-    #[error("{0} and {1} both receive datagrams: one of the ends has to connect")]
+    #[error("{0} and {1} both listen: with datagrams one of the ends has to connect")]
     TwoReceivers(Endpoint, Endpoint),
+    /// The sockets to both ends would have addresses that nothing knows.
+    #[error(
+        "{0} and {1} both connect: no peer could send the first datagram; one of the ends has to listen"
+    )]
+    NoReceiver(Endpoint, Endpoint),
     /// The endpoint cannot be listened at.
     #[error("{endpoint}: cannot listen: {source}")]
     Listen {
@@ -135,7 +140,7 @@ impl Relay {
                 })?;
                 listeners.push((index, made));
             } else {
-                let made = Destination::new(endpoint, config.keepalive);
+                let made = Destination::new(endpoint, config.keepalive, config.sockmap.is_none());
                 destinations[index] = Some(made.map_err(|errno| StartError::Connect {
                     endpoint: endpoint.clone(),
                     source: errno.into(),
@@ -201,13 +206,16 @@ impl Relay {
                     continue;
                 };
                 if self.plan.config.ends[*end].receives_datagrams() {
-                    if let Some(address) = made.address
-                        && self.plan.config.sockmap.is_some()
-                    {
-                        parts.connects_at = Some(address);
-                        listen::allow_connected(&fd, address)?;
+                    let mut socket = Socket::new(fd, made.kind, made.refuses_rights);
+                    match (&self.plan.config.sockmap, made.address) {
+                        (None, _) => socket.coalesce(),
+                        (Some(_), Some(address)) => {
+                            parts.connects_at = Some(address);
+                            listen::allow_connected(socket.fd()?, address)?;
+                        }
+                        (Some(_), None) => {}
                     }
-                    parts.datagrams = Some(Socket::new(fd, made.kind, made.refuses_rights));
+                    parts.datagrams = Some(socket);
                     continue;
                 }
                 parts.listeners.push(Listener {
@@ -305,6 +313,13 @@ fn check(config: &RelayConfig) -> Result<(), StartError> {
     let listeners = config.ends.iter().filter(|end| end.listens());
     if receivers.count() > 0 && listeners.count() > 1 {
         return Err(StartError::TwoReceivers(one.clone(), two.clone()));
+    }
+    if config
+        .ends
+        .iter()
+        .all(|end| !end.listens() && !end.kind().has_end())
+    {
+        return Err(StartError::NoReceiver(one.clone(), two.clone()));
     }
     if config.proxy_protocol && one.keeps_messages() {
         return Err(StartError::ProxyProtocol(two.clone()));

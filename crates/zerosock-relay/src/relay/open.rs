@@ -4,12 +4,11 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, socket_with,
 };
-use zerosock_sys::vsock;
+use zerosock_sys::{PeerFd, vsock};
 
 use super::endpoint::Endpoint;
 use super::listen::{set_datagram_buffers, set_tcp_options};
@@ -25,6 +24,8 @@ pub(super) struct Destination {
     /// What the connector is asked for: always for a name, and when a Unix listener's backlog is full.
     target: Option<Target>,
     keepalive: Option<Duration>,
+    /// UDP sockets get many datagrams at once.
+    coalesces: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -50,6 +51,7 @@ impl Destination {
     pub(super) fn new(
         endpoint: &Endpoint,
         keepalive: Option<Duration>,
+        coalesces: bool,
     ) -> Result<Destination, Errno> {
         let unix = |path: &PathBuf| SocketAddrUnix::new(path.as_path()).map(How::Unix);
         let inet = |host: &Host, port: u16| match host {
@@ -83,6 +85,7 @@ impl Destination {
             how,
             target,
             keepalive,
+            coalesces,
         })
     }
 
@@ -160,7 +163,10 @@ impl Destination {
             let fd = socket_with(family, SocketType::DGRAM, FLAGS, None)?;
             set_datagram_buffers(&fd).map_err(errno_of)?;
             connect(&fd, &address)?;
-            let socket = Socket::new(fd, self.kind, true);
+            let mut socket = Socket::new(fd, self.kind, true);
+            if self.coalesces {
+                socket.coalesce();
+            }
             return Ok(Opened::Socket(socket, Stage::Connected));
         }
         let fd = socket_with(family, SocketType::STREAM, FLAGS, None)?;
@@ -186,19 +192,22 @@ impl Destination {
             // A name of the kernel's choice, so that the peer can answer.
             bind(&fd, &SocketAddrUnix::new_unnamed())?;
         }
-        Socket::refusing_rights(fd, self.kind).map_err(errno_of)
+        Socket::refusing_rights(fd.into(), self.kind).map_err(errno_of)
     }
 
     /// A socket that the connector has made.
     ///
     /// # Errors
     /// Those of setsockopt(2).
-    pub(super) fn adopt(&self, fd: OwnedFd) -> Result<(Socket, Stage), Errno> {
+    pub(super) fn adopt(&self, fd: PeerFd) -> Result<(Socket, Stage), Errno> {
         let stage = match self.how {
             How::Hybrid(..) => Stage::Greeting,
             _ => Stage::Connected,
         };
-        let socket = Socket::refusing_rights(fd, self.kind).map_err(errno_of)?;
+        let mut socket = Socket::refusing_rights(fd, self.kind).map_err(errno_of)?;
+        if self.coalesces {
+            socket.coalesce();
+        }
         Ok((socket, stage))
     }
 }

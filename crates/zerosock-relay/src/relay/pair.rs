@@ -7,6 +7,8 @@
 //!   that a socket had received before are delivered first where the kernel still has them.
 
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
 
 use rustix::io::Errno;
 use zerosock_proto::Instant;
@@ -14,9 +16,10 @@ use zerosock_proto::Instant;
 use super::direction::{Direction, End, Outcome, Ready, Side};
 use super::due::{Link, Linked};
 use super::joined::{Joined, Step};
+use super::socket::SocketKind;
 use super::store::Store;
 use super::way::Mode;
-use crate::sockmap::{Refusal, RelayMap};
+use crate::sockmap::{self, Directions, Refusal, RelayMap};
 
 /// Bytes that each direction of a pair moves in a turn before other pairs have theirs.
 const BUDGET: usize = 1 << 20;
@@ -181,6 +184,12 @@ impl Pair {
         self.joined.as_deref_mut()
     }
 
+    /// Whether bytes that are moved by hand beside a redirection wait for room at their target.
+    pub(super) fn needs_room(&self) -> bool {
+        let by_hand = self.joined.as_ref().and_then(|joined| joined.by_hand());
+        by_hand.is_some_and(|index| !self.sides[1 - index].ready.has(Ready::WRITE))
+    }
+
     pub(super) fn is_joined(&self) -> bool {
         self.joined.is_some()
     }
@@ -199,12 +208,31 @@ impl Pair {
         let (Some(a), Some(b)) = (one.socket.take(), two.socket.take()) else {
             return Ok(false);
         };
-        let (result, sockets) = match Joined::new(map, [a, b]) {
-            Ok(joined) => {
+        // The kernel redirects from vsock, and no streams into it.
+        let directions = match [one.socket.kind(), two.socket.kind()] {
+            [SocketKind::Vsock, _] => Directions::FromA,
+            [_, SocketKind::Vsock] => Directions::FromB,
+            _ => Directions::Both,
+        };
+        let copies = match directions {
+            Directions::Both => Ok(None),
+            _ => duplicates([&a, &b]).map(Some),
+        };
+        let inserted = match copies {
+            Ok(copies) => Joined::new(map, [a, b], directions)
+                .map(|joined| (joined, copies))
+                .map_err(|refused| (refused.error, refused.sockets)),
+            Err((side, error)) => Err((Refusal::System { side, error }, [a, b])),
+        };
+        let (result, sockets) = match inserted {
+            Ok((joined, copies)) => {
                 self.joined = Some(Box::new(joined));
+                for (side, fd) in self.sides.iter_mut().zip(copies.into_iter().flatten()) {
+                    side.socket.put(fd);
+                }
                 return Ok(true);
             }
-            Err(refused) => (refused.error, refused.sockets),
+            Err(refused) => refused,
         };
         for (side, fd) in self.sides.iter_mut().zip(sockets) {
             side.socket.put(fd);
@@ -233,12 +261,43 @@ impl Pair {
 
     /// A turn while the kernel joins the sockets.
     pub(super) fn step(&mut self, store: &mut Store, now: Instant) -> Step {
-        let step = match &mut self.joined {
-            Some(joined) => joined.step(store.scratch(), now),
-            None => Step::Wait(None),
+        let Some(joined) = &mut self.joined else {
+            return Step::Wait(None);
         };
+        let mut step = joined.step(store.scratch(), now);
+        if let Some(index) = joined.by_hand() {
+            step = self.step_by_hand(index, step, store, now);
+        }
         self.observe(now);
         step
+    }
+
+    /// Moves the bytes of the direction that the kernel does not redirect. `step` is what the other
+    /// direction has come to.
+    fn step_by_hand(&mut self, index: usize, step: Step, store: &mut Store, now: Instant) -> Step {
+        let [one, two] = &mut self.sides;
+        let (from, to) = if index == 0 { (one, two) } else { (two, one) };
+        let direction = &mut self.directions[index];
+        let before = direction.bytes;
+        let outcome = direction.run(from, to, store, &mut { BUDGET });
+        if direction.bytes != before {
+            self.moved = now;
+        }
+        match outcome {
+            Outcome::Waiting => {}
+            Outcome::Exhausted => return Step::Wait(Some(Duration::ZERO)),
+            Outcome::Finished => to.socket.finish_sending(),
+            Outcome::Failed(End::Source, errno) => return Step::Failed(index, errno),
+            Outcome::Failed(End::Target, errno) => {
+                direction.abandon(store);
+                self.failure.get_or_insert((1 - index as u8, errno));
+            }
+        }
+        match (step, direction.is_done(), self.failure) {
+            (Step::Ended, false, _) => Step::Wait(None),
+            (Step::Ended, true, Some((side, errno))) => Step::Failed(side.into(), errno),
+            _ => step,
+        }
     }
 
     /// How the bytes move.
@@ -329,6 +388,15 @@ impl Pair {
             }
         }
     }
+}
+
+/// Descriptors of the same sockets.
+fn duplicates(sockets: [&OwnedFd; 2]) -> Result<[OwnedFd; 2], (sockmap::Side, std::io::Error)> {
+    let [a, b] = sockets;
+    Ok([
+        a.try_clone().map_err(|error| (sockmap::Side::A, error))?,
+        b.try_clone().map_err(|error| (sockmap::Side::B, error))?,
+    ])
 }
 
 #[cfg(test)]

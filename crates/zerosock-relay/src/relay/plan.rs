@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
+use zerosock_sys::LogLimit;
 use zerosock_sys::bpf::BpfError;
 
 use super::endpoint::Endpoint;
@@ -99,9 +100,17 @@ impl RelayConfig {
         Ok(())
     }
 
+    /// Whether [`Way::Splice`] moves bytes in a direction.
+    pub fn can_splice(&self) -> bool {
+        let [one, two] = [0, 1].map(|end| self.ends[end].kind());
+        one.can_splice() && two.can_splice()
+    }
+
     fn ends_can_join(&self) -> Result<(), &'static str> {
         match [0, 1].map(|end| self.ends[end].kind()) {
-            [SocketKind::Tcp, SocketKind::Tcp] => Ok(()),
+            [SocketKind::Tcp, SocketKind::Tcp]
+            | [SocketKind::Vsock, SocketKind::Tcp]
+            | [SocketKind::Tcp, SocketKind::Vsock] => Ok(()),
             [SocketKind::Udp, SocketKind::Udp] => {
                 let any = |end: &Endpoint| match end {
                     Endpoint::UdpListen(address) => address.ip().is_unspecified(),
@@ -112,10 +121,13 @@ impl RelayConfig {
                     false => Ok(()),
                 }
             }
-            _ => Err("both ends have to be TCP, or both UDP"),
+            _ => Err("both ends have to be TCP, or both UDP, or vsock and TCP"),
         }
     }
 }
+
+/// Lines of the access log in 10 s; further ones are counted.
+pub const ACCESS_LINES: u32 = 10_000;
 
 /// See the [module](self).
 #[derive(Debug)]
@@ -129,6 +141,10 @@ pub(super) struct Plan {
     open: AtomicUsize,
     /// It was said that sockets cannot be joined.
     refusal_said: AtomicBool,
+    /// For warnings.
+    pub(super) warnings: LogLimit,
+    /// For the access log.
+    pub(super) lines: LogLimit,
     /// Readable when the relay is over.
     pub(super) over: OwnedFd,
     /// The only pair of the relay has ended in order.
@@ -150,6 +166,8 @@ impl Plan {
             policy: Arc::new(AddressPolicy::unrestricted(Vec::new())),
             open: AtomicUsize::new(0),
             refusal_said: AtomicBool::new(false),
+            warnings: LogLimit::default(),
+            lines: LogLimit::new(ACCESS_LINES),
             over: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             succeeded: AtomicBool::new(false),
         })

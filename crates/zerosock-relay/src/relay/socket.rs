@@ -6,15 +6,16 @@
 //!   wait, so the reaper closes those; where the kernel can refuse descriptors (Linux 6.16), it does.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::LazyLock;
 use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, sockopt};
-use zerosock_sys::account::{Account, Budget};
-use zerosock_sys::mmsg::Batch;
-use zerosock_sys::{fd_passing, reaper};
+use zerosock_sys::mmsg::{Address, Batch, coalesce_datagrams};
+use zerosock_sys::{PeerFd, fd_passing, reaper};
+
+use crate::connector::RIGHTS;
 
 /// What a socket is, as far as moving its bytes depends on it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -71,11 +72,9 @@ pub(super) struct Socket {
     kind: SocketKind,
     /// A peer can send descriptors.
     carries_rights: bool,
+    /// Datagrams come many at once: see [`Socket::coalesce`].
+    coalesces: bool,
 }
-
-/// The account of descriptors that the peers of relays have sent. They are closed as soon as they are
-/// received.
-static RIGHTS: LazyLock<Account> = LazyLock::new(|| Budget::unlimited().account());
 
 impl Socket {
     /// The socket, of which it is known whether it refuses descriptors.
@@ -90,14 +89,14 @@ impl Socket {
             fd: Some(fd),
             kind,
             carries_rights,
+            coalesces: false,
         }
     }
 
-    /// A socket that was made here and is not connected yet: it is made to refuse descriptors if the
-    /// kernel can do that.
-    pub(super) fn refusing_rights(fd: OwnedFd, kind: SocketKind) -> io::Result<Socket> {
+    /// A socket that was made here: it is made to refuse descriptors if the kernel can do that.
+    pub(super) fn refusing_rights(fd: PeerFd, kind: SocketKind) -> io::Result<Socket> {
         let refuses = !kind.is_unix() || fd_passing::refuse_rights(&fd)?;
-        Ok(Socket::new(fd, kind, refuses))
+        Ok(Socket::new(fd.into_trusted(), kind, refuses))
     }
 
     /// The place of a socket that is not connected yet.
@@ -106,6 +105,7 @@ impl Socket {
             fd: None,
             kind,
             carries_rights: false,
+            coalesces: false,
         }
     }
 
@@ -175,6 +175,9 @@ impl Socket {
     /// # Errors
     /// `WouldBlock` when nothing is there; otherwise errors of recvmmsg(2) and recvmsg(2).
     pub(super) fn receive_batch(&self, batch: &mut Batch, most: usize) -> io::Result<usize> {
+        if self.coalesces {
+            return batch.receive_coalesced(self.fd()?, most);
+        }
         if !self.carries_rights {
             return batch.receive(self.fd()?, most);
         }
@@ -184,6 +187,33 @@ impl Socket {
             drop(fd.owned_by(&RIGHTS));
         }
         received
+    }
+
+    /// Sends a run of messages, to `to` or to the socket's peer; returns how many the socket took.
+    ///
+    /// # Errors
+    /// `WouldBlock` when it takes none now; otherwise errors of sendmmsg(2) for the first message.
+    pub(super) fn send_batch(
+        &self,
+        batch: &Batch,
+        messages: Range<usize>,
+        to: Option<&Address>,
+    ) -> io::Result<usize> {
+        match self.kind {
+            SocketKind::Udp => batch.send_coalesced(self.fd()?, messages, to),
+            _ => batch.send(self.fd()?, messages, to),
+        }
+    }
+
+    /// Has the kernel pass many datagrams at once to [`receive_batch`](Self::receive_batch). Not for
+    /// sockets that a BPF program redirects from: it would pass them on as one datagram.
+    pub(super) fn coalesce(&mut self) {
+        if self.kind == SocketKind::Udp
+            && let Ok(fd) = self.fd()
+        {
+            // A kernel before 5.0 cannot do it.
+            self.coalesces = coalesce_datagrams(fd).is_ok();
+        }
     }
 
     /// Sends bytes, or one message; returns how many bytes the socket took.

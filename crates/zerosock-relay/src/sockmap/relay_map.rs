@@ -25,6 +25,8 @@ pub enum Directions {
     Both,
     /// From the first socket to the second.
     FromA,
+    /// From the second socket to the first.
+    FromB,
 }
 
 /// Why two sockets cannot be joined, with the sockets.
@@ -147,6 +149,7 @@ impl RelayMap {
         let sides: &[Side] = match directions {
             Directions::Both => &[Side::A, Side::B],
             Directions::FromA => &[Side::A],
+            Directions::FromB => &[Side::B],
         };
         // From here on whatever is in the maps is removed with `ends`.
         let mut ends = Ends {

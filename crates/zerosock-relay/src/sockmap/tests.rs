@@ -455,6 +455,19 @@ fn datagrams_go_into_a_stream_one_way() {
 }
 
 #[test]
+fn one_direction_leaves_the_other_one_to_the_caller() {
+    let map = map_or_skip!(1);
+    let ((mut one, a), (mut two, b)) = (tcp(), tcp());
+    let pair = map.insert_pair(a, b, LIMIT, Directions::FromB).unwrap();
+    two.write_all(b"redirected").unwrap();
+    assert_eq!(read_exact(&one, 10), b"redirected");
+    one.write_all(b"by hand").unwrap();
+    let a = pair.socket(Side::A).try_clone().unwrap();
+    assert_eq!(read_exact(&TcpStream::from(a), 7), b"by hand");
+    assert_eq!(pair.counters(Side::B).redirected_bytes, 10);
+}
+
+#[test]
 fn removed_pair_gives_back_ordinary_sockets() {
     let map = map_or_skip!(1);
     let ((mut one, a), (mut two, b)) = (tcp(), tcp());

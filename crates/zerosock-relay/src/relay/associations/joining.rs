@@ -9,10 +9,13 @@
 //!   [`allow_connected`](crate::relay::listen::allow_connected)).
 //! - It is joined, or closed, in the turn in which it was made.
 
+use std::io;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 
 use rustix::io::Errno;
 use zerosock_proto::Instant;
+use zerosock_sys::mmsg::Batch;
 
 use super::{Association, Associations, Done, Opener};
 use crate::relay::direction::Ready;
@@ -148,6 +151,14 @@ impl Association {
         match &self.joining {
             Joining::Yes(joined) => Ok(joined.socket(1)),
             _ => self.side.socket.fd(),
+        }
+    }
+
+    /// Sends a run of messages to the target.
+    pub(super) fn send(&self, batch: &Batch, messages: Range<usize>) -> io::Result<usize> {
+        match &self.joining {
+            Joining::Yes(joined) => batch.send(joined.socket(1), messages, None),
+            _ => self.side.socket.send_batch(batch, messages, None),
         }
     }
 

@@ -48,9 +48,9 @@ impl RelayDevice {
                     | Errno::OPNOTSUPP,
                 ) => {}
                 Err(errno) => {
-                    // Not for each attempt: the next ones fail alike.
-                    if self.paused.is_none() {
+                    if let Some(suppressed) = self.plan.warnings.admit(std::time::Instant::now()) {
                         tracing::warn!(
+                            suppressed,
                             "cannot accept a connection: {errno}; accepting again when there are \
                              descriptors and memory (see RLIMIT_NOFILE)"
                         );

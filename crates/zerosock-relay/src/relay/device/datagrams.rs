@@ -8,14 +8,16 @@ use zerosock_virtio::poller::{Interest, Poller, Token};
 use zerosock_virtio::worker::WorkerMessage;
 
 use super::{ASSOCIATION, Context, Message, RelayDevice, SENDER};
-use crate::connector::{ConnectError, Connected};
-use crate::relay::associations::{Association, Done, Opener};
+use crate::connector::{ConnectError, Connected, PendingConnect};
+use crate::relay::associations::{self, Association, Done, Opener};
 use crate::relay::counters::Counters;
 use crate::relay::joined::Joined;
 use crate::relay::open::Opened;
 use crate::relay::pair::Stage;
 use crate::relay::plan::Plan;
 use crate::relay::socket::Socket;
+use crate::sockmap::Directions;
+use crate::target::Target;
 
 /// Opens the sockets of associations.
 struct Targets<'a> {
@@ -36,7 +38,7 @@ impl Targets<'_> {
         self.poller.add(socket.fd()?, token, Interest::All)
     }
 
-    fn ask(&self, target: crate::target::Target, key: u32, serial: u32) -> bool {
+    fn ask(&self, target: Target, key: u32, serial: u32) -> Option<PendingConnect> {
         let (own, number) = (self.own.clone(), self.device);
         let answer = move |result| {
             let message = Message::Associated {
@@ -46,12 +48,12 @@ impl Targets<'_> {
             };
             let _ = own.send(WorkerMessage::Device { number, message });
         };
-        self.plan.ask(target, Box::new(answer)).is_some()
+        self.plan.ask(target, Box::new(answer))
     }
 }
 
 impl Opener for Targets<'_> {
-    fn open(&mut self, key: u32, serial: u32, source: &Address) -> Option<(Socket, Stage)> {
+    fn open(&mut self, key: u32, serial: u32, source: &Address) -> Option<associations::Opened> {
         if !self.plan.admit() {
             self.counters.refused.add(1);
             return None;
@@ -59,11 +61,11 @@ impl Opener for Targets<'_> {
         let destination = self.plan.destinations[1].as_ref();
         let opened = match destination.ok_or(Errno::INVAL).and_then(|to| to.open()) {
             Ok(Opened::Socket(socket, stage)) => {
-                self.register(&socket, key).map(|()| (socket, stage))
+                self.register(&socket, key).map(|()| (socket, stage, None))
             }
             Ok(Opened::Ask(target)) => match self.ask(target, key, serial) {
-                true => Ok((Socket::absent(self.plan.kind(1)), Stage::Absent)),
-                false => Err(Errno::HOSTUNREACH.into()),
+                None => Err(Errno::HOSTUNREACH.into()),
+                asked => Ok((Socket::absent(self.plan.kind(1)), Stage::Absent, asked)),
             },
             Err(errno) => Err(errno.into()),
         };
@@ -93,7 +95,7 @@ impl Opener for Targets<'_> {
         if self.poller.add(&sockets[0], token, Interest::End).is_err() {
             return Err(sockets);
         }
-        match Joined::new(map, sockets) {
+        match Joined::new(map, sockets, Directions::Both) {
             Ok(joined) => {
                 self.counters.joined.add(1);
                 Ok(joined)
@@ -111,7 +113,7 @@ impl Opener for Targets<'_> {
             kind,
             key,
         });
-        joined.watch(self.poller, tokens);
+        joined.watch(self.poller, tokens, false);
     }
 }
 
@@ -133,9 +135,7 @@ impl RelayDevice {
         while let Some(association) = associations.pop_idle(cx.now, &mut done) {
             idle.push(association);
         }
-        for end in 0..2 {
-            self.counters.bytes[end].add(done.bytes[end]);
-        }
+        self.counters.add_bytes([0; 2], done.bytes);
         self.counters.dropped.add(done.dropped);
         self.counters.idle.add(idle.len() as u64);
         for (association, errno) in done.ended {
@@ -202,9 +202,7 @@ impl RelayDevice {
             .associations
             .as_mut()
             .map(|all| all.drain(cx.now, &mut done));
-        for end in 0..2 {
-            self.counters.bytes[end].add(done.bytes[end]);
-        }
+        self.counters.add_bytes([0; 2], done.bytes);
         self.counters.dropped.add(done.dropped);
         for association in all.unwrap_or_default() {
             self.end_association(association, &"stopped", cx);

@@ -1,4 +1,4 @@
-//! The access log: one line for each connection at its end.
+//! The access log: one line for each connection at its end, within a rate.
 
 use std::fmt;
 
@@ -10,8 +10,19 @@ use crate::relay::pair::{Pair, Reason, Source};
 use crate::relay::way::Mode;
 
 impl RelayDevice {
+    /// `Some` if a line may be written, with the number of those that were suppressed before it, if any.
+    fn admit_line(&self) -> Option<Option<u64>> {
+        match tracing::enabled!(tracing::Level::INFO) {
+            true => self.plan.lines.admit(std::time::Instant::now()),
+            false => None,
+        }
+    }
+
     /// Logs the end of a pair.
     pub(super) fn log_end(&self, pair: &Pair, reason: Reason, now: Instant) {
+        let Some(suppressed) = self.admit_line() else {
+            return;
+        };
         let [to_target, to_source] = pair.bytes();
         let seconds = now.saturating_duration_since(pair.opened).as_secs_f64();
         let [there, back] = pair.modes();
@@ -24,6 +35,7 @@ impl RelayDevice {
             seconds,
             way = %Ways(there, back, pair.is_joined()),
             reason = %Why(reason),
+            suppressed,
             "connection ended"
         );
     }
@@ -37,6 +49,9 @@ impl RelayDevice {
         seconds: f64,
         reason: &dyn fmt::Display,
     ) {
+        let Some(suppressed) = self.admit_line() else {
+            return;
+        };
         tracing::info!(
             source = %association.source,
             target = %name(&self.plan, 1),
@@ -46,16 +61,21 @@ impl RelayDevice {
             seconds,
             way = if association.is_joined() { "sockmap" } else { "messages" },
             %reason,
+            suppressed,
             "association ended"
         );
     }
 
     /// Logs a connection whose target cannot be reached.
     pub(super) fn unreachable_end(&self, source: Source, end: usize, reason: &dyn fmt::Display) {
+        let Some(suppressed) = self.admit_line() else {
+            return;
+        };
         tracing::info!(
             source = %From(source, name(&self.plan, 0)),
             target = %name(&self.plan, end),
             %reason,
+            suppressed,
             "cannot connect"
         );
     }

@@ -4,6 +4,10 @@ use std::net::{SocketAddr, UdpSocket};
 use std::os::unix::net::UnixDatagram;
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
+use zerosock_sys::network::set_segment_size;
+
 use super::support::{DEADLINE, make_map, pattern, skipped, wait_until};
 use crate::relay::{Relay, RelayConfig};
 
@@ -30,6 +34,34 @@ fn recv_from(socket: &UdpSocket) -> (Vec<u8>, SocketAddr) {
     let (got, from) = socket.recv_from(&mut buffer).unwrap();
     buffer.truncate(got);
     (buffer, from)
+}
+
+/// The kernel passes datagrams of one packet on together: to the relay, from it, and back.
+#[test]
+fn datagrams_of_one_packet_are_relayed_as_datagrams() {
+    const SIZE: usize = 1200;
+    let target = udp();
+    let ends = [
+        "udp-listen:127.0.0.1:0".into(),
+        format!("udp:{}", target.local_addr().unwrap()),
+    ];
+    let relay = start(ends, |_| {});
+    let client = client(&relay);
+    // 20 datagrams, the last of which is shorter.
+    let bytes = pattern(19 * SIZE + 7, 5);
+    let mut from = None;
+    set_segment_size(&client, SIZE as u16).unwrap();
+    client.send(&bytes).unwrap();
+    for wanted in bytes.chunks(SIZE) {
+        let (got, source) = recv_from(&target);
+        assert_eq!(got, wanted);
+        assert_eq!(*from.get_or_insert(source), source);
+    }
+    set_segment_size(&target, SIZE as u16).unwrap();
+    target.send_to(&bytes, from.unwrap()).unwrap();
+    for wanted in bytes.chunks(SIZE) {
+        assert_eq!(recv_from(&client).0, wanted);
+    }
 }
 
 #[test]
@@ -379,4 +411,35 @@ fn a_listener_at_all_addresses_joins_no_senders() {
     let error = config.make_map().unwrap_err();
     assert!(error.to_string().contains("both ends"), "{error}");
     assert!(config.sockmap.is_none());
+}
+
+/// The backlog of the target is full, so that the connector tries again and again.
+#[test]
+fn an_association_that_ends_cancels_its_connect() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("target");
+    let packets = || rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+    let (listener, name) = (packets(), SocketAddrUnix::new(&path).unwrap());
+    rustix::net::bind(&listener, &name).unwrap();
+    rustix::net::listen(&listener, 0).unwrap();
+    let first = packets();
+    rustix::net::connect(&first, &name).unwrap();
+    let ends = [
+        "udp-listen:127.0.0.1:0".into(),
+        format!("unix-seqpacket:{}", path.display()),
+    ];
+    let relay = start(ends, |config| {
+        config.datagram_timeout = Duration::from_millis(200);
+    });
+    client(&relay).send(b"lost").unwrap();
+    wait_until("the time-out", || relay.stats().idle == 1);
+    let accepted = || {
+        let mut polled = [PollFd::new(&listener, PollFlags::IN)];
+        // Longer than the pauses of the connector.
+        let limit = Timespec::try_from(Duration::from_millis(300)).unwrap();
+        let waits = poll(&mut polled, Some(&limit)).unwrap() == 1;
+        waits.then(|| rustix::net::accept(&listener).unwrap())
+    };
+    assert!(accepted().is_some(), "the first");
+    assert!(accepted().is_none(), "one that nothing needs");
 }

@@ -47,7 +47,6 @@ pub(super) struct Rig {
     pub(super) target: Target,
     connector: Connect,
     about: String,
-    kinds: [Kind; 2],
     way: Way,
     _dir: Arc<tempfile::TempDir>,
 }
@@ -186,7 +185,6 @@ impl Rig {
             target,
             connector,
             about,
-            kinds: [from, to],
             way,
             _dir: dir,
         }
@@ -221,10 +219,6 @@ impl Rig {
     /// Closes the target's listener; its address stays the relay's target.
     pub(super) fn close_target(&mut self) {
         self.target = Target::new(Kind::Tcp, Path::new("/nonexistent"));
-    }
-
-    pub(super) fn kinds(&self) -> [Kind; 2] {
-        self.kinds
     }
 
     pub(super) fn way(&self) -> Way {

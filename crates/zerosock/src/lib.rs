@@ -38,7 +38,8 @@
 //! [`daemon`] is what `zerosock serve` runs: a vhost-user device that moves payload between guest
 //! memory and host sockets without a buffer in between. [`attach`] is the protocol by which processes
 //! attach, [`driver`] the driver half of an endpoint. [`zc`] (the crate `zerosock-zc`) sends over
-//! kernel sockets without a copy. ARCHITECTURE.md describes the modules and the data path.
+//! kernel sockets without a copy, and [`net`] (the crate `zerosock-net`) has network devices and the
+//! [driver](net::interface) of one. ARCHITECTURE.md describes the modules and the data path.
 #![forbid(unsafe_code)]
 
 mod control;
@@ -58,5 +59,6 @@ pub mod vsock;
 
 pub use control::attach;
 pub use routing::{access, forward};
+pub use zerosock_net as net;
 pub use zerosock_proto::{Address, Cid, Port};
 pub use zerosock_zc as zc;

@@ -58,6 +58,9 @@ counters! {
     /// Payload bytes that the kernel read from or wrote into guest memory directly, or that were
     /// copied once from guest to guest.
     in_place_bytes,
+    /// Those that were sent to TCP sockets with MSG_ZEROCOPY. The kernel may have copied some of them
+    /// after all, for instance to a target on the same machine.
+    zero_copy_bytes,
     /// Payload bytes that were copied into a buffer of the device because their receiver stalled.
     copied_bytes,
     /// Payload bytes from guests.
@@ -95,8 +98,9 @@ counters! {
     message_resets,
     /// Datagrams from guests that were dropped: fragments were missing or the datagram was too
     /// long; the destination does not exist, is not allowed, or does not accept datagrams; or too
-    /// many bytes waited for the receiver. Datagrams dropped at a socket of the embedding program
-    /// are counted there.
+    /// many bytes waited for the receiver. Also those that sockets of rules did not take, and answers
+    /// of such sockets that are too long for the guest. Datagrams dropped at a socket of the embedding
+    /// program are counted there.
     datagrams_dropped,
     /// Devices lost because their memory vanished or their rings broke, one for each device however
     /// many queue pairs it has.

@@ -1,4 +1,4 @@
-//! Each row of the README's table of copies is a test of the daemon's counters.
+//! Each row of the table in docs/copies.md is a test of the daemon's counters.
 //!
 //! Amounts are such that a socket takes them without a stall, except in tests of stalls.
 

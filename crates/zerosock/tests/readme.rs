@@ -1,4 +1,4 @@
-//! The code in README.md compiles: this file has the same code, word for word.
+//! The code in README.md and in two guides compiles: this file has the same code, word for word.
 
 use std::fs::File;
 use std::net::TcpStream;
@@ -44,7 +44,7 @@ fn zero_copy(socket: TcpStream, bytes: Bytes, lease: OwnedLease) -> Result<(), B
 }
 
 #[test]
-fn the_examples_of_the_readme_compile() {
+fn the_examples_of_the_readme_and_of_the_guides_compile() {
     let between = |text: &'static str, from: &str, to: &str| -> Vec<Vec<&'static str>> {
         let blocks = text.split(from).skip(1);
         let blocks = blocks.map(|rest| rest.split(to).next().unwrap().trim_end());
@@ -58,6 +58,13 @@ fn the_examples_of_the_readme_compile() {
         "    // Up to here\n",
     );
     let readme = between(include_str!("../../../README.md"), "```rust\n", "```");
-    assert_eq!(shown, readme);
-    assert_eq!(readme.len(), 2);
+    let library = between(include_str!("../../../docs/library.md"), "```rust\n", "```");
+    let sends = between(
+        include_str!("../../../docs/zero-copy-send.md"),
+        "```rust\n",
+        "```",
+    );
+    assert_eq!(readme, shown[..1]);
+    assert_eq!(library, shown[..1]);
+    assert_eq!(sends, shown[1..]);
 }

@@ -19,13 +19,14 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::io::Errno;
-use rustix::net::{SocketFlags, SocketType as SocketKind, acceptfrom_with};
+use rustix::net::{SocketFlags, SocketType as SocketKind, acceptfrom_with, getsockname};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid};
 use zerosock_relay::networks::AddressPolicy;
+use zerosock_relay::proxy_protocol::{self, Source};
 use zerosock_sys::account::Account;
-use zerosock_sys::{PeerFd, fd_passing};
-use zerosock_vhost_user::{LogLimit, Notice};
+use zerosock_sys::{LogLimit, PeerFd, fd_passing};
+use zerosock_vhost_user::Notice;
 use zerosock_virtio::mailbox::{Mailbox, Sender};
 use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::poller::{EventKind, Interest, Poller, Token};
@@ -57,15 +58,19 @@ pub(super) struct ActiveListener {
     pub(super) rule: ListenRule,
     policy: AddressPolicy,
     pub(super) state: Arc<RuleState>,
+    /// Bounds the refusals of this rule in the log.
+    log: LogLimit,
 }
 
 impl ActiveListener {
-    pub(super) fn new(rule: ListenRule) -> ActiveListener {
+    /// A rule that takes the place of `old`, which has the same address.
+    pub(super) fn new(rule: ListenRule, old: Option<&ActiveListener>) -> ActiveListener {
         let policy = AddressPolicy::for_clients(rule.allow.clone(), rule.deny.clone());
         let text = format!("listen {} to {}", rule.on, rule.to);
         ActiveListener {
             policy,
-            state: RuleState::new(text, rule.max_connections),
+            state: RuleState::new(text, rule.max_connections, old.map(|old| &*old.state)),
+            log: LogLimit::default(),
             rule,
         }
     }
@@ -136,7 +141,6 @@ impl Listeners {
             listeners: BTreeMap::new(),
             next_key: 0,
             under_way: Arc::new(()),
-            log: LogLimit::default(),
         };
         let thread = std::thread::Builder::new()
             .name("zerosock-accept".to_owned())
@@ -203,6 +207,8 @@ struct Listener {
     socket: ListenSocket,
     /// There may be clients in its backlog.
     ready: bool,
+    /// Some of them may have come before the socket had the options of the rule, which later ones inherit.
+    early: bool,
 }
 
 /// A client that was accepted.
@@ -222,7 +228,6 @@ struct Acceptor {
     listeners: BTreeMap<u32, Listener>,
     next_key: u32,
     under_way: Arc<()>,
-    log: LogLimit,
 }
 
 impl Acceptor {
@@ -274,7 +279,7 @@ impl Acceptor {
                 // `RuleError::NoSocket` has excluded it.
                 (None, None) => continue,
             };
-            listener.active = active;
+            listener.set_rule(active);
             self.listeners.insert(key, listener);
         }
         for (_, listener) in before {
@@ -306,6 +311,7 @@ impl Acceptor {
             socket,
             // Clients may have come before.
             ready: true,
+            early: true,
         };
         Some((key, listener))
     }
@@ -330,18 +336,18 @@ impl Acceptor {
                             under_way: &self.under_way,
                         };
                         if let Err(reason) = place.pass(&listener.active, accepted) {
-                            log_refusal(&self.log, &listener.active, &reason);
+                            log_refusal(&listener.active, &reason);
                         }
                     }
                     Err(Errno::AGAIN) => {
-                        listener.ready = false;
+                        (listener.ready, listener.early) = (false, false);
                         break;
                     }
                     Err(Errno::INTR | Errno::CONNABORTED) => {}
                     Err(error) => {
                         // Most likely there is no descriptor.
                         let error = io::Error::from(error).to_string();
-                        log_refusal(&self.log, &listener.active, &error);
+                        log_refusal(&listener.active, &error);
                         wait = Some(PAUSE);
                         break;
                     }
@@ -356,13 +362,24 @@ impl Acceptor {
 }
 
 impl Listener {
+    /// Sets the rule, and the options of the socket that accepted ones inherit.
+    fn set_rule(&mut self, active: Arc<ActiveListener>) {
+        if let ListenSocket::Tcp(socket) = &self.socket {
+            network::configure_tcp(socket, active.rule.keepalive);
+            (self.ready, self.early) = (true, true);
+        }
+        self.active = active;
+    }
+
     fn accept(&self, account: &Account) -> Result<Accepted, Errno> {
         let permit = account.take_descriptors(1).map_err(|_| Errno::MFILE)?;
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let (socket, address) = acceptfrom_with(&self.socket, flags)?;
         Ok(match self.socket {
             ListenSocket::Tcp(_) => {
-                network::configure_tcp(&socket, self.active.rule.keepalive);
+                if self.early {
+                    network::configure_tcp(&socket, self.active.rule.keepalive);
+                }
                 Accepted {
                     socket: HostSocket::tcp(socket, permit),
                     address: address.and_then(|address| SocketAddr::try_from(address).ok()),
@@ -449,17 +466,69 @@ fn connection(
     rule: &ListenRule,
 ) -> Box<Forwarded> {
     let remote = Remote::Client(accepted.address);
-    Box::new(Forwarded::new(
-        admitted,
-        endpoint,
-        remote,
-        rule.idle_timeout,
-    ))
+    let mut forwarded = Forwarded::new(admitted, endpoint, remote, rule.idle_timeout)
+        .with_zero_copy(rule.zero_copy);
+    if rule.proxy_protocol {
+        let source = accepted.address.map_or(Source::Local, Source::Ip);
+        let local = getsockname(&accepted.socket).ok();
+        let local = local.and_then(|local| SocketAddr::try_from(local).ok());
+        forwarded.set_header(proxy_protocol::header(source, local));
+    }
+    Box::new(forwarded)
 }
 
-fn log_refusal(log: &LogLimit, active: &ActiveListener, reason: &str) {
-    if let Some(suppressed) = log.admit(std::time::Instant::now()) {
+fn log_refusal(active: &ActiveListener, reason: &str) {
+    if let Some(suppressed) = active.log.admit(std::time::Instant::now()) {
         let rule = active.state.text();
         tracing::info!(rule, reason, suppressed, "client refused");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use rustix::net::sockopt;
+    use zerosock_sys::account::Budget;
+
+    use super::*;
+
+    #[test]
+    fn accepted_sockets_have_the_options_of_the_rule() {
+        let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+        let on = socket.local_addr().unwrap();
+        let early = TcpStream::connect(on).unwrap();
+        let rule = |socket: &TcpListener, seconds: Option<u64>| {
+            let mut rule = ListenRule::new(
+                ListenAddress::Tcp(on),
+                socket.try_clone().unwrap().into(),
+                "3:22".parse().unwrap(),
+            );
+            rule.keepalive = seconds.map(Duration::from_secs);
+            Arc::new(ActiveListener::new(rule, None))
+        };
+        let mut listener = Listener {
+            active: rule(&socket, None),
+            socket: ListenSocket::Tcp(socket.try_clone().unwrap().into()),
+            ready: false,
+            early: false,
+        };
+        let account = Budget::unlimited().account();
+        let options = |listener: &Listener| {
+            let accepted = listener.accept(&account).unwrap();
+            let keepalive = sockopt::socket_keepalive(&accepted.socket).unwrap();
+            let idle = sockopt::tcp_keepidle(&accepted.socket).unwrap().as_secs();
+            let no_delay = sockopt::tcp_nodelay(&accepted.socket).unwrap();
+            (no_delay, keepalive.then_some(idle))
+        };
+        listener.set_rule(rule(&socket, Some(7)));
+        assert_eq!(options(&listener), (true, Some(7)));
+        drop(early);
+        for keepalive in [Some(9), None] {
+            listener.set_rule(rule(&socket, keepalive));
+            listener.early = false;
+            let _later = TcpStream::connect(on).unwrap();
+            assert_eq!(options(&listener), (true, keepalive));
+        }
     }
 }

@@ -14,7 +14,7 @@ use zerosock_vhost_user::Notice;
 use zerosock_virtio::mailbox::Sender;
 
 use super::listeners::{ActiveListener, Listeners, NewListeners};
-use crate::device::WorkerMessage;
+use crate::device::{WorkerMessage, all_dials};
 use crate::routing::Routes;
 use crate::routing::forward::{
     ForwardRule, ForwardRules, ListenRule, RuleBoard, RuleError, check_listeners,
@@ -104,6 +104,7 @@ impl RuleSet {
         if !forward.is_empty() && self.connector.is_none() {
             let config = ConnectorConfig {
                 name_servers: self.name_servers.clone(),
+                max_requests: all_dials(self.budget.accounts()),
                 ..ConnectorConfig::default()
             };
             let connector = Connector::start(config).map_err(RuleSetError::System)?;
@@ -121,10 +122,10 @@ impl RuleSet {
                 None => Ok(None),
             };
             let prepared = prepared.map_err(RuleSetError::System)?;
-            let kept = self.listen.iter().find(|it| it.rule.is_same(&rule));
-            let active = match kept {
-                Some(kept) => Arc::clone(kept),
-                None => Arc::new(ActiveListener::new(rule)),
+            let old = self.listen.iter().find(|it| it.rule.on == rule.on);
+            let active = match old {
+                Some(old) if old.rule.is_same(&rule) => Arc::clone(old),
+                old => Arc::new(ActiveListener::new(rule, old.map(|old| &**old))),
             };
             listen.push((active, prepared));
         }

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rustix::event::{EventfdFlags, eventfd};
+use zerosock_proto::vsock::datagram::DGRAM_EOM;
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Packet, Repr, SEQ_EOM, SocketType};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::{
@@ -109,6 +110,13 @@ impl Guest {
     #[track_caller]
     pub(crate) fn send_message(&mut self, port: u32, to: Address, len: u32) {
         let sent = self.try_send_as(SocketType::SeqPacket, SEQ_EOM, port, to, Op::Rw, len);
+        assert!(sent, "the queue is full");
+    }
+
+    /// Sends a datagram from our `port`.
+    #[track_caller]
+    pub(crate) fn send_datagram(&mut self, port: u32, to: Address, len: u32) {
+        let sent = self.try_send_as(SocketType::Datagram, DGRAM_EOM, port, to, Op::Rw, len);
         assert!(sent, "the queue is full");
     }
 

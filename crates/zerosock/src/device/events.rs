@@ -4,6 +4,7 @@ use super::forwarded::{abort, set_reason};
 use super::sibling;
 use super::state::bridge::{Bridge, BridgePeer};
 use super::state::timers::Timer;
+use super::zero_copy::{read_reports, return_reported};
 use super::{Context, Device};
 use crate::device::host_sockets::{self, hybrid};
 use crate::device::state::sibling_message::SiblingMessage;
@@ -191,7 +192,10 @@ impl Device {
         };
         // After the guest's SHUTDOWN, its last bytes are still delivered. A reset in the middle of
         // its stream drops the bytes in flight, as a kernel would.
-        if bridge.guest_finished && self.linger(key, cx) {
+        read_reports(bridge, cx);
+        return_reported(&mut self.queues.rings.tx, &mut bridge.forwarded);
+        let finished = bridge.guest_finished || (orderly && bridge.has_sends_in_flight());
+        if finished && self.linger(key, cx) {
             return;
         }
         if let Some(bridge) = self.bridges.get_mut(key as usize)
@@ -226,7 +230,7 @@ impl Device {
         let Some(bridge) = self.bridges.get(key as usize) else {
             return false;
         };
-        if bridge.outbound.is_empty()
+        if bridge.is_delivered()
             || !bridge.open
             || !matches!(bridge.peer, BridgePeer::Socket { .. })
             || self.lingering.len() >= cx.shared.limits.lingering
@@ -293,6 +297,8 @@ impl Device {
                 Timer::Accept(key) => self.accept(key, cx),
                 Timer::Hold(key) => self.hold_timed_out(key, cx),
                 Timer::Idle(key) => self.idle_timed_out(key, cx),
+                Timer::Association(key) => self.association_timed_out(key, cx),
+                Timer::EndSends => self.sends_timed_out(cx),
             }
         }
         if self.shard.poll_timeout().is_some_and(|t| t <= cx.now) {

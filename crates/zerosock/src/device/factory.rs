@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use zerosock_proto::vsock::{LocalCids, PortTable, QueuePairs, Shard, ShardConfig};
 use zerosock_proto::{Cid, Port};
+use zerosock_sys::LogLimit;
 use zerosock_sys::account::Account;
 use zerosock_vhost_user::{DeviceModel, DevicePort};
 use zerosock_virtio::outbox::DeviceAddr;
@@ -16,6 +17,9 @@ use super::{Device, HostAccess};
 
 /// Resets that may wait for a receive buffer of the guest. Beyond them its packets are not read.
 const MAX_PENDING_RESETS: usize = 1024;
+
+/// Lines of the access log in 10 s, of a VM or process.
+const ACCESS_LINES: u32 = 1000;
 
 /// Limits of every device.
 #[derive(Clone, Copy, Debug)]
@@ -52,6 +56,7 @@ impl Terms {
             account,
         } = member;
         let ports = Arc::new(PortTable::new());
+        let access_log = Arc::new(LogLimit::new(ACCESS_LINES));
         // Host programs connect through the first queue pair; the guest connects to them through
         // any.
         let outward = host.outward();
@@ -64,6 +69,7 @@ impl Terms {
                 device.process = process;
                 device.set_queue_pair(pair, queue_pairs.clone());
                 device.set_account(account.clone());
+                device.set_access_log(Arc::clone(&access_log));
                 device
             })
             .collect()

@@ -3,12 +3,14 @@
 //!
 //! # Invariants
 //! - Bytes keep their order.
-//! - Stalled bridges together hold at most half of the queue.
+//! - Stalled bridges together hold at most half of the queue, chains of zero-copy sends in flight
+//!   included. Those of one connection are at most its share.
 //! - Copies stay below the device's overflow limit: above it, the connections with the most copied
 //!   bytes are reset ([`super::outbound`]).
 
 use super::state::bridge::{Bridge, BridgePeer};
 use super::state::timers::Timer;
+use super::zero_copy::{complete_or_keep, sends_of, slow_from};
 use super::{Context, Device};
 use crate::device::host_sockets;
 use crate::device::state::peer::Peer;
@@ -17,14 +19,22 @@ use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 use zerosock_proto::vsock::How;
-use zerosock_ring::SliceBuf;
+use zerosock_ring::{Chain, DeviceQueue, Memory, SliceBuf};
+use zerosock_zc::notifications;
 
 /// Pieces of memory given to one `sendmsg`.
 const SLICES: usize = 128;
 
+/// Fewest bytes of one send for which pinning their pages repays.
+const WORTHWHILE: usize = 16 << 10;
+
 /// The result of a write.
 enum Wrote {
-    Some { bytes: usize, all: bool },
+    Some {
+        bytes: usize,
+        all: bool,
+        zero_copy: bool,
+    },
     Full,
     NoMemory,
     Gone,
@@ -76,27 +86,46 @@ impl Device {
             }
             let held = bridge.outbound.held_chains() > 0;
             let wrote = if held {
+                // A process can exit at any time, and its last bytes are still to be delivered. So are those
+                // of connections for which there is no place to linger.
+                let by_copy = bridge.forwarded.is_none()
+                    || self.process
+                    || self.queues.is_command_pending()
+                    || self.lingering.len() >= cx.shared.limits.lingering / 2;
                 let Some(tx) = self.queues.rings.tx.as_ref() else {
                     break;
                 };
-                send_held(bridge, tx.queue.memory())
+                let memory = tx.queue.memory();
+                let room = match by_copy {
+                    true => 0,
+                    false => zero_copy_room(bridge, &tx.queue, self.stalled_chains),
+                };
+                send_zero_copy(bridge, memory, room, cx)
+                    .unwrap_or_else(|| send_held(bridge, memory))
             } else {
                 send_overflow(bridge)
             };
             match wrote {
-                Wrote::Some { bytes, all } => {
+                Wrote::Some {
+                    bytes,
+                    all,
+                    zero_copy,
+                } => {
                     consumed += bytes;
                     if let Some(forwarded) = &mut bridge.forwarded {
                         forwarded.sent(bytes);
+                        if !zero_copy && let Some(sends) = &mut forwarded.zero_copy {
+                            sends.copied(bytes);
+                        }
                     }
                     if held {
                         cx.shared.counters.in_place_bytes.add(bytes as u64);
-                        let tx = &mut self.queues.rings.tx;
-                        bridge.outbound.advance_held(bytes, |chain| {
-                            if let Some(tx) = tx {
-                                tx.complete(chain, 0);
-                            }
-                        });
+                        let (tx, forwarded) = (&mut self.queues.rings.tx, &mut bridge.forwarded);
+                        bridge
+                            .outbound
+                            .advance_held(bytes, zero_copy, |chain, sent| {
+                                complete_or_keep(tx, forwarded, chain, sent);
+                            });
                     } else {
                         bridge.outbound.advance_overflow(bytes);
                     }
@@ -137,12 +166,10 @@ impl Device {
             return;
         };
         bridge.write_closed = true;
-        let tx = &mut self.queues.rings.tx;
-        bridge.outbound.clear(|chain| {
-            if let Some(tx) = tx {
-                tx.complete(chain, 0);
-            }
-        });
+        let (tx, forwarded) = (&mut self.queues.rings.tx, &mut bridge.forwarded);
+        bridge
+            .outbound
+            .clear(|chain, sent| complete_or_keep(tx, forwarded, chain, sent));
         if let Some(flow) = bridge.flow {
             let _ = self.shard.shutdown(cx.now, flow, How::RECEIVE);
         }
@@ -206,34 +233,59 @@ impl Device {
     /// chains, updates the device's sums and timers, passes on the guest's end of stream once all
     /// bytes have been taken, and removes a bridge that has nothing left to do.
     pub(super) fn update_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        self.bound_held_chains(key, cx);
+        let Some(bridge) = self.bridges.get(key as usize) else {
             return;
         };
         if bridge.has_lost_bytes() {
             return self.end_for_want_of_memory(key, cx);
         }
+        self.set_hold_timer(key, cx);
+        self.update_sums(key);
+        self.forward_guest_shutdown(key, cx);
+        let done = |bridge: &Bridge| bridge.is_delivered() && bridge.flow.is_none();
+        if self.bridges.get(key as usize).is_some_and(done) {
+            if let Some(Bridge {
+                peer: BridgePeer::Socket { socket, .. },
+                ..
+            }) = self.remove_bridge(key, cx)
+                && socket.is_tcp()
+            {
+                // Closing with unread bytes would reset the connection, with bytes under way.
+                host_sockets::leave_nothing_unread(&socket);
+            }
+        } else if self.overflow_bytes > cx.shared.limits.overflow {
+            self.reset_largest_holders(cx);
+        }
+    }
+
+    /// Copies out the held chains beyond the connection's share, or all if half of the queue is in use.
+    fn bound_held_chains(&mut self, key: u32, cx: &mut Context<'_>) {
+        let Some(bridge) = self.bridges.get(key as usize) else {
+            return;
+        };
         let held = bridge.outbound.held_chains();
-        if held > 0 {
-            let size = self
-                .queues
-                .rings
-                .tx
-                .as_ref()
-                .map_or(0, |tx| tx.queue.size());
-            let others = self.stalled_chains - bridge.counted.0 as usize;
-            let keep = if others + held > usize::from(size) / 2 {
-                0
-            } else {
-                share_of(size)
-            };
-            self.spill(key, keep, cx);
+        if held == 0 || bridge.has_lost_bytes() {
+            return;
         }
+        let tx = self.queues.rings.tx.as_ref();
+        let size = tx.map_or(0, |tx| tx.queue.size());
+        // Chains in flight cannot be copied out any more.
+        let others =
+            self.stalled_chains - bridge.counted.0 as usize + bridge.chains_in_flight().count();
+        let keep = if others + held > usize::from(size) / 2 {
+            0
+        } else {
+            share_of(size)
+        };
+        self.spill(key, keep, cx);
+    }
+
+    /// Begins or ends the time for which chains are held or lent.
+    fn set_hold_timer(&mut self, key: u32, cx: &Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        if bridge.has_lost_bytes() {
-            return self.end_for_want_of_memory(key, cx);
-        }
         let chains = match &mut bridge.peer {
             BridgePeer::Sibling(s) => {
                 if bridge.held_since.is_none() {
@@ -254,9 +306,19 @@ impl Device {
                     .set(since + cx.shared.limits.hold, Timer::Hold(key));
             }
         }
-        let inbound = match &bridge.peer {
-            BridgePeer::Sibling(s) => s.copied(),
-            _ => 0,
+    }
+
+    /// Updates the sums of the device over all bridges.
+    fn update_sums(&mut self, key: u32) {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            return;
+        };
+        let (chains, inbound) = match &bridge.peer {
+            BridgePeer::Sibling(s) => (s.lent as usize, s.copied()),
+            _ => (
+                bridge.outbound.held_chains() + bridge.chains_in_flight().count(),
+                0,
+            ),
         };
         // A queue has 32768 chains at most, and credit keeps the bytes below 2^31.
         let lengths = bridge
@@ -270,38 +332,36 @@ impl Device {
         self.stalled_chains = self.stalled_chains - before.0 as usize + now_counted.0 as usize;
         self.overflow_bytes = self.overflow_bytes - before.1 as usize + now_counted.1 as usize;
         bridge.outbound.recycle(&mut self.spare_outbound);
-        if bridge.outbound.is_empty() && bridge.guest_finished && bridge.open && !bridge.finish_told
+    }
+
+    /// Passes on the guest's end of stream once the other end has taken all bytes.
+    fn forward_guest_shutdown(&mut self, key: u32, cx: &mut Context<'_>) {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            return;
+        };
+        if !bridge.outbound.is_empty()
+            || !bridge.guest_finished
+            || !bridge.open
+            || bridge.finish_told
         {
-            bridge.finish_told = true;
-            match &bridge.peer {
-                BridgePeer::Socket { socket, .. } => {
-                    // Fails only if the host has gone.
-                    let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);
-                }
-                BridgePeer::Sibling(s) => {
-                    let to = s.peer.flow;
-                    let message = SiblingMessage::Shutdown {
-                        to,
-                        receive: false,
-                        send: true,
-                    };
-                    cx.outbox.send(s.peer.device, message);
-                }
-                _ => {}
-            }
+            return;
         }
-        if bridge.outbound.is_empty() && bridge.flow.is_none() {
-            if let Some(Bridge {
-                peer: BridgePeer::Socket { socket, .. },
-                ..
-            }) = self.remove_bridge(key, cx)
-                && socket.is_tcp()
-            {
-                // Closing with unread bytes would reset the connection, with bytes under way.
-                host_sockets::leave_nothing_unread(&socket);
+        bridge.finish_told = true;
+        match &bridge.peer {
+            BridgePeer::Socket { socket, .. } => {
+                // Fails only if the host has gone.
+                let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);
             }
-        } else if self.overflow_bytes > cx.shared.limits.overflow {
-            self.reset_largest_holders(cx);
+            BridgePeer::Sibling(s) => {
+                let to = s.peer.flow;
+                let message = SiblingMessage::Shutdown {
+                    to,
+                    receive: false,
+                    send: true,
+                };
+                cx.outbox.send(s.peer.device, message);
+            }
+            _ => {}
         }
     }
 
@@ -310,13 +370,14 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        let Some(tx) = self.queues.rings.tx.as_mut() else {
+        let Some(tx) = &self.queues.rings.tx else {
             return;
         };
         let memory = tx.queue.memory().clone();
-        let copied = bridge
-            .outbound
-            .spill(&memory, keep, |chain| tx.complete(chain, 0));
+        let (tx, forwarded) = (&mut self.queues.rings.tx, &mut bridge.forwarded);
+        let copied = bridge.outbound.spill(&memory, keep, |chain, sent| {
+            complete_or_keep(tx, forwarded, chain, sent);
+        });
         cx.shared.counters.copied_bytes.add(copied as u64);
     }
 
@@ -353,13 +414,99 @@ pub(super) fn share_of(size: u16) -> usize {
     usize::from(size / 8).max(1)
 }
 
-fn send_held(bridge: &Bridge, memory: &zerosock_ring::Memory) -> Wrote {
+fn send_held(bridge: &Bridge, memory: &Memory) -> Wrote {
     let BridgePeer::Socket { socket, .. } = &bridge.peer else {
         return Wrote::Full;
     };
     let mut slices = SliceBuf::<SLICES>::new();
-    let want = bridge.outbound.gather(memory, &mut slices);
+    let want = bridge.outbound.gather(memory, usize::MAX, &mut slices);
     wrote(zerosock_sys::send_slices(socket.as_fd(), &slices), want)
+}
+
+/// How many chains of a bridge the next zero-copy send may use. `stalled`: as in the device.
+fn zero_copy_room(bridge: &Bridge, queue: &DeviceQueue, stalled: usize) -> usize {
+    let size = queue.size();
+    let others = stalled - bridge.counted.0 as usize;
+    let half = usize::from(size / 2).saturating_sub(others + bridge.chains_in_flight().count());
+    // Without indirect tables a few chains can have all descriptors of the queue.
+    let descriptors = |chain: &Chain| match queue.has_indirect() {
+        true => 1,
+        false => chain.readable().len().max(1),
+    };
+    let mut left = share_of(size);
+    for chain in bridge.chains_in_flight() {
+        left = left.saturating_sub(descriptors(chain));
+    }
+    let fits = |chain: &&Chain| match left.checked_sub(descriptors(chain)) {
+        Some(rest) => {
+            left = rest;
+            true
+        }
+        None => false,
+    };
+    bridge.outbound.chains().take(half).take_while(fits).count()
+}
+
+/// Sends up to `room` held chains without a copy. `None`: they are to be copied.
+fn send_zero_copy(
+    bridge: &mut Bridge,
+    memory: &Memory,
+    room: usize,
+    cx: &Context<'_>,
+) -> Option<Wrote> {
+    let chains = room.min(bridge.outbound.held_chains());
+    let sends = sends_of(&mut bridge.forwarded).filter(|_| chains > 0)?;
+    if bridge.outbound.held_bytes() < WORTHWHILE || !sends.may_send(chains, cx.now, slow_from(cx)) {
+        return None;
+    }
+    let BridgePeer::Socket { socket, .. } = &bridge.peer else {
+        return None;
+    };
+    let mut slices = SliceBuf::<SLICES>::new();
+    let want = bridge.outbound.gather(memory, chains, &mut slices);
+    if want < WORTHWHILE {
+        return None;
+    }
+    if !*sends
+        .permitted
+        .get_or_insert_with(|| notifications::permit(socket))
+    {
+        return None;
+    }
+    let memory_before = match sends.numbered {
+        true => None,
+        false => notifications::reports(socket),
+    };
+    let result = zerosock_sys::send_slices_zero_copy(socket.as_fd(), &slices);
+    match wrote(result, want) {
+        Wrote::Some { bytes, all, .. } if bytes > 0 => {
+            let zero_copy = sends.numbered || notifications::reports(socket) > memory_before;
+            match zero_copy {
+                true => {
+                    sends.sent(cx.now);
+                    cx.shared.counters.zero_copy_bytes.add(bytes as u64);
+                }
+                false => sends.permitted = Some(false),
+            }
+            Some(Wrote::Some {
+                bytes,
+                all,
+                zero_copy,
+            })
+        }
+        // Too little memory may be locked, or for notifications; another error is that of a copying
+        // send, too.
+        Wrote::NoMemory | Wrote::Gone => {
+            sends.refused();
+            None
+        }
+        // Memory that cannot be pinned can still be copied; that send finds out whether it has vanished.
+        Wrote::Lost => {
+            sends.permitted = Some(false);
+            None
+        }
+        other => Some(other),
+    }
 }
 
 fn send_overflow(bridge: &Bridge) -> Wrote {
@@ -376,12 +523,14 @@ fn wrote(result: std::io::Result<usize>, want: usize) -> Wrote {
         Ok(bytes) => Wrote::Some {
             bytes,
             all: bytes == want,
+            zero_copy: false,
         },
         Err(e) => match Errno::from_io_error(&e) {
             // Interrupted before any byte was sent: try again in the same loop.
             Some(Errno::INTR) => Wrote::Some {
                 bytes: 0,
                 all: true,
+                zero_copy: false,
             },
             Some(Errno::AGAIN) => Wrote::Full,
             Some(Errno::NOBUFS | Errno::NOMEM) => Wrote::NoMemory,

@@ -4,7 +4,7 @@
 //! - The worker connects to literal addresses and Unix sockets itself, without waiting. Names, headers
 //!   and full backlogs are left to the connector, whose answer comes as
 //!   [`SiblingMessage::Dialed`].
-//! - The connector has at most [`MAX_DIALS`] requests of one device, and the guest is charged for all
+//! - The connector has at most [`MAX_DIALS`] requests of one VM or user, and the guest is charged for all
 //!   sockets that it may hold for them.
 //! - A request that is refused by the target, the policy or a limit is reset, at the latest at the
 //!   connect time-out.
@@ -16,12 +16,15 @@ use rustix::io::Errno;
 use rustix::net::sockopt;
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::{Address, Port};
-use zerosock_relay::connector::{ATTEMPTS_AT_ONCE, ConnectError, ConnectRequest, Connected};
+use zerosock_relay::connector::{
+    ATTEMPTS_AT_ONCE, ConnectError, ConnectRequest, Connected, PendingConnect,
+};
 use zerosock_relay::proxy_protocol::{self, Source};
 use zerosock_relay::target::{Host, Target};
-use zerosock_sys::account::{Account, Exceeded, Permit};
+use zerosock_sys::account::{Account, Exceeded, Permit, RequestPermit};
 use zerosock_virtio::mailbox::Sender;
 
+use super::state::associations::AssociationId;
 use super::state::bridge::{Bridge, BridgePeer};
 use super::state::forwarded::{Forwarded, Remote};
 use super::state::host::{Caller, Client};
@@ -32,9 +35,21 @@ use crate::device::host_sockets::hybrid;
 use crate::device::host_sockets::{Attempt, HostSocket, network};
 use crate::routing::forward::ActiveRule;
 
-/// Requests of one device (a queue pair of a VM) to the connector at once. The connector is shared: a
-/// guest whose targets do not answer must leave it to its neighbours.
+/// Requests of one VM, or of the processes of one user, to the connector at once; fewer if there are many
+/// of them. The connector is shared: a guest whose targets do not answer must leave it to its neighbours.
 const MAX_DIALS: usize = 256;
+/// As many are possible always.
+const LEAST_DIALS: usize = 32;
+
+/// Requests of one VM or user at once, if so many are expected. The connector takes those of all.
+fn dials(peers: usize) -> usize {
+    (MAX_DIALS * 16 / peers.max(1)).clamp(LEAST_DIALS, MAX_DIALS)
+}
+
+/// Requests of all VMs and users at once, if so many are expected.
+pub(crate) fn all_dials(peers: usize) -> usize {
+    dials(peers).saturating_mul(peers.max(16))
+}
 
 impl Device {
     /// Connects a flow of the guest by `rule` to a target outside.
@@ -74,7 +89,8 @@ impl Device {
             address: None,
         };
         if let Some(bridge) = self.bridges.get_mut(key as usize) {
-            let forwarded = Forwarded::new(admitted, from, remote, rule.rule.idle());
+            let forwarded = Forwarded::new(admitted, from, remote, rule.rule.idle())
+                .with_zero_copy(rule.rule.zero_copy);
             bridge.forwarded = Some(Box::new(forwarded));
         }
         let attempt = match rule.rule.proxy_protocol {
@@ -107,31 +123,41 @@ impl Device {
 
     /// Lets the connector make a connection.
     fn dial(&mut self, key: u32, flow: FlowId, request: ConnectRequest, cx: &mut Context<'_>) {
-        // The device has one reference itself.
-        if Arc::strong_count(&self.dials) > MAX_DIALS {
-            let reason = "as many targets as a guest may have are being resolved or connected to";
-            return self.refuse(key, reason, cx);
+        match self.ask_connector(DialedFor::Flow(flow), request, cx) {
+            Ok(pending) => {
+                if let Some(bridge) = self.bridges.get_mut(key as usize) {
+                    bridge.peer = BridgePeer::Resolving(Some(pending));
+                }
+            }
+            Err(reason) => self.refuse(key, &reason, cx),
         }
-        let charge = match Charge::new(&self.account, &request.target) {
-            Ok(charge) => charge,
-            Err(exceeded) => return self.refuse(key, &exceeded.to_string(), cx),
+    }
+
+    /// Sends the connector a request, whose answer comes as a message. The error is why it is refused.
+    pub(super) fn ask_connector(
+        &self,
+        to: DialedFor,
+        request: ConnectRequest,
+        cx: &Context<'_>,
+    ) -> Result<PendingConnect, String> {
+        let Some(request_permit) = self.account.take_request(dials(self.account.expected())) else {
+            let reason = "as many targets as a guest may have are being resolved or connected to";
+            return Err(reason.to_owned());
         };
-        let shared = &cx.shared;
-        let (Some(connector), Some(mailbox)) = (&shared.connector, &shared.mailbox) else {
-            return self.refuse(key, "there is no thread for connects", cx);
+        let charge = Charge::new(&self.account, &request.target);
+        let charge = charge.map_err(|exceeded| exceeded.to_string())?;
+        let (Some(connector), Some(mailbox)) = (&cx.shared.connector, &cx.shared.mailbox) else {
+            return Err("there is no thread for connects".to_owned());
         };
         let answer = Answer {
             mailbox: mailbox.clone(),
             number: self.addr.number,
-            to: flow,
+            to,
             target: request.target.clone(),
             charge: Some(charge),
-            _under_way: Arc::clone(&self.dials),
+            _request: request_permit,
         };
-        let pending = connector.connect(request, Box::new(move |result| answer.send(result)));
-        if let Some(bridge) = self.bridges.get_mut(key as usize) {
-            bridge.peer = BridgePeer::Resolving(Some(pending));
-        }
+        Ok(connector.connect(request, Box::new(move |result| answer.send(result))))
     }
 
     /// Handles the connector's answer.
@@ -194,7 +220,7 @@ impl Device {
             return;
         };
         if let Some(forwarded) = &mut bridge.forwarded {
-            forwarded.open();
+            forwarded.open(&self.access_log);
             if let Some(at) = forwarded.start_idle(cx.now) {
                 self.timers.set(at, Timer::Idle(key));
             }
@@ -306,7 +332,7 @@ impl Device {
     }
 
     /// Logs a refused connection, rate limited.
-    fn log_refusal(&self, rule: &str, from: &str, to: &str, reason: &str) {
+    pub(super) fn log_refusal(&self, rule: &str, from: &str, to: &str, reason: &str) {
         if let Some(suppressed) = self.warnings.admit(std::time::Instant::now()) {
             tracing::info!(
                 rule,
@@ -348,7 +374,7 @@ fn reason_of(errno: Option<Errno>) -> &'static str {
 }
 
 /// The PROXY protocol header for a connection of `from` to `port`.
-fn header(from: Address, port: Port) -> Vec<u8> {
+pub(super) fn header(from: Address, port: Port) -> Vec<u8> {
     let source = Source::Vsock {
         cid: from.cid.get(),
         port: from.port.get(),
@@ -394,16 +420,23 @@ impl Charge {
     }
 }
 
+/// What the connector makes a connection for.
+pub(super) enum DialedFor {
+    /// A connection of the guest.
+    Flow(FlowId),
+    /// Datagrams of the guest.
+    Association(AssociationId),
+}
+
 /// Takes the connector's answer to the device, exactly once: dropping it answers with an error.
 struct Answer {
     mailbox: Sender<WorkerMessage>,
     number: u32,
-    to: FlowId,
+    to: DialedFor,
     target: Target,
     /// `None` once it was sent.
     charge: Option<Charge>,
-    /// Counts against [`MAX_DIALS`].
-    _under_way: Arc<()>,
+    _request: RequestPermit,
 }
 
 impl Answer {
@@ -415,6 +448,7 @@ impl Answer {
         let dialed = |connected: Connected| {
             let Connected { socket, address } = connected;
             use rustix::net::SocketType;
+            let socket = socket.into_trusted();
             let socket = match &self.target {
                 Target::Tcp { .. } => HostSocket::tcp(socket, permit),
                 Target::Udp { .. } => HostSocket::udp(socket, permit),
@@ -437,9 +471,9 @@ impl Answer {
     }
 
     fn pass(&self, outcome: Result<Box<Dialed>, String>) {
-        let message = SiblingMessage::Dialed {
-            to: self.to,
-            outcome,
+        let message = match self.to {
+            DialedFor::Flow(to) => SiblingMessage::Dialed { to, outcome },
+            DialedFor::Association(to) => SiblingMessage::DialedDatagrams { to, outcome },
         };
         let number = self.number;
         // A worker that has ended has no connections.
@@ -460,6 +494,21 @@ mod tests {
     use zerosock_sys::account::Budget;
 
     use super::*;
+
+    #[test]
+    fn the_connector_takes_the_requests_of_all_peers() {
+        for (peers, each) in [
+            (0, 256),
+            (1, 256),
+            (16, 256),
+            (17, 240),
+            (100, 40),
+            (5000, 32),
+        ] {
+            assert_eq!(dials(peers), each);
+            assert!(all_dials(peers) >= each * peers.max(1));
+        }
+    }
 
     #[test]
     fn a_connect_by_name_is_charged_for_all_its_attempts_until_it_has_ended() {

@@ -485,6 +485,10 @@ impl Device {
             BridgePeer::Socket { .. } => {}
             _ => return,
         }
+        let readiness = self.handle_reports(key, readiness, cx);
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            return;
+        };
         bridge.readable |= readiness.readable();
         if readiness.readable() {
             bridge.stop_waiting_for_bytes();

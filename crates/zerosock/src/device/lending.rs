@@ -262,7 +262,7 @@ impl Device {
             }
             return put.map_err(|error| match error {
                 NotPut::NoRoom => DatagramFault::WouldBlock,
-                NotPut::TooLong => DatagramFault::TooLong(len),
+                NotPut::TooLong | NotPut::NotReceived(_) => DatagramFault::TooLong(len),
             });
         }
         let lent = app.remove_loan(index).and_then(|loan| loan.chain);

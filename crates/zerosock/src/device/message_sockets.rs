@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use rustix::net::SendFlags;
 use zerosock_proto::vsock::{MessageReservation, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
-use zerosock_ring::{Chain, Memory, SliceBuf};
+use zerosock_ring::{Chain, GuestSlice, Memory, SliceBuf};
 
 use super::events::emit;
 use super::state::bridge::BridgePeer;
@@ -33,7 +33,8 @@ const BUDGET: usize = 64;
 const PIECES: usize = 128;
 
 /// The result of sending a message.
-enum Sent {
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Sent {
     Yes,
     /// Not now.
     Full,
@@ -46,6 +47,26 @@ enum Sent {
     Gone,
     /// The guest's memory has vanished.
     Lost,
+}
+
+/// Sends a message from guest memory. To a socket of datagrams it is sent a second time if only the
+/// report about an earlier datagram has stopped it.
+pub(super) fn send_slices(socket: &HostSocket, slices: &[GuestSlice<'_>]) -> Sent {
+    let mut result = zerosock_sys::send_slices(socket.as_fd(), slices);
+    if socket.has_datagrams() && result.as_ref().is_err_and(is_earlier_error) {
+        result = zerosock_sys::send_slices(socket.as_fd(), slices);
+    }
+    sent(socket, result)
+}
+
+/// As [`send_slices`], of a copy.
+pub(super) fn send_bytes(socket: &HostSocket, bytes: &[u8]) -> Sent {
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    let mut result = rustix::net::send(socket, bytes, flags);
+    if socket.has_datagrams() && result == Err(Errno::CONNREFUSED) {
+        result = rustix::net::send(socket, bytes, flags);
+    }
+    sent(socket, result.map_err(Into::into))
 }
 
 fn sent(socket: &HostSocket, result: std::io::Result<usize>) -> Sent {
@@ -98,7 +119,7 @@ impl Device {
                     if held {
                         cx.shared.counters.in_place_bytes.add(len as u64);
                         let tx = &mut self.queues.rings.tx;
-                        bridge.outbound.advance_held(len, |chain| {
+                        bridge.outbound.advance_held(len, false, |chain, _| {
                             if let Some(tx) = tx {
                                 tx.complete(chain, 0);
                             }
@@ -155,7 +176,7 @@ impl Device {
         messages.incomplete = 0;
         let bytes = bridge.outbound.len();
         let tx = &mut self.queues.rings.tx;
-        bridge.outbound.clear(|chain| {
+        bridge.outbound.clear(|chain, _| {
             if let Some(tx) = tx {
                 tx.complete(chain, 0);
             }
@@ -180,11 +201,7 @@ impl Device {
             if covered != len || len == 0 {
                 return None;
             }
-            let mut result = zerosock_sys::send_slices(socket.as_fd(), &slices);
-            if socket.has_datagrams() && result.as_ref().is_err_and(is_earlier_error) {
-                result = zerosock_sys::send_slices(socket.as_fd(), &slices);
-            }
-            Some(sent(socket, result))
+            Some(send_slices(socket, &slices))
         };
         if let Some(sent) = in_place(self) {
             return (sent, true);
@@ -201,12 +218,7 @@ impl Device {
             return (Sent::Full, false);
         };
         let bytes = bridge.outbound.overflow().get(..len).unwrap_or_default();
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        let mut result = rustix::net::send(socket, bytes, flags);
-        if socket.has_datagrams() && result == Err(Errno::CONNREFUSED) {
-            result = rustix::net::send(socket, bytes, flags);
-        }
-        (sent(socket, result.map_err(Into::into)), false)
+        (send_bytes(socket, bytes), false)
     }
 
     /// Receives messages of the host socket into the guest's buffers.

@@ -16,7 +16,9 @@
 //! - `to_guest`: packets to the guest; payload comes by `recvmsg` from the socket into the
 //!   buffers that the guest has posted;
 //! - `events`, `host`, `backlog`, `lingering`, `sibling`: the life cycle of connections;
-//! - `forwarded`: connections by rule with sockets outside, TCP and UDP among them;
+//! - `forwarded`: connections by rule with sockets outside, TCP and UDP among them; `zero_copy`: sends
+//!   of which the kernel reads the bytes later;
+//! - `datagrams`: datagrams of the guest, also by rule to sockets outside;
 //! - `messages`, `message_sockets`: connections that carry messages (SEQPACKET);
 //! - `app`, `app_store`, `lending`, `message_loans`: connections with the program that
 //!   embeds the device;
@@ -64,6 +66,9 @@ mod to_guest;
 #[cfg(test)]
 mod turn_tests;
 mod virtio;
+mod zero_copy;
+
+pub(crate) use forwarded::all_dials;
 
 use crate::stats::Gauges;
 use slab::Slab;
@@ -74,6 +79,7 @@ pub(crate) use state::{
     Context, Device, EVENT, Limits, RX, Shared, TURN_BYTES, TX, VsockRings, Worker, WorkerMessage,
 };
 use std::collections::VecDeque;
+use zero_copy::{complete_or_keep, end_sends, return_reported};
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_vhost_user::FrontendLink;
@@ -262,12 +268,12 @@ impl Device {
         }
         self.stalled_chains -= bridge.counted.0 as usize;
         self.overflow_bytes -= bridge.counted.1 as usize;
-        let tx = &mut self.queues.rings.tx;
-        bridge.outbound.clear(|chain| {
-            if let Some(tx) = tx {
-                tx.complete(chain, 0);
-            }
-        });
+        end_sends(&mut bridge, cx);
+        let (tx, forwarded) = (&mut self.queues.rings.tx, &mut bridge.forwarded);
+        bridge
+            .outbound
+            .clear(|chain, sent| complete_or_keep(tx, forwarded, chain, sent));
+        return_reported(tx, forwarded);
         if let BridgePeer::Sibling(sibling) = &mut bridge.peer {
             sibling::return_inbound(sibling, false, cx);
             if sibling.parked

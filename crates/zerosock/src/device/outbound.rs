@@ -75,6 +75,8 @@ pub(crate) struct Outbound(Option<Box<OutboundQueue>>);
 pub(crate) struct OutboundQueue {
     held: VecDeque<HeldChain>,
     held_bytes: usize,
+    /// Bytes of the first held chain were taken by a zero-copy send.
+    front_sent: bool,
     overflow: Vec<u8>,
     /// Bytes at the front of `overflow` that have been taken.
     taken: usize,
@@ -122,6 +124,17 @@ impl Outbound {
     pub(crate) fn len(&self) -> usize {
         let waiting = |bytes: &OutboundQueue| bytes.held_bytes + bytes.overflow.len() - bytes.taken;
         self.0.as_deref().map_or(0, waiting)
+    }
+
+    /// The held chains.
+    pub(crate) fn chains(&self) -> impl Iterator<Item = &Chain> {
+        let held = self.0.iter().flat_map(|bytes| &bytes.held);
+        held.map(|held| &held.chain)
+    }
+
+    /// Waiting bytes in held chains.
+    pub(crate) fn held_bytes(&self) -> usize {
+        self.0.as_ref().map_or(0, |bytes| bytes.held_bytes)
     }
 
     pub(crate) fn held_chains(&self) -> usize {
@@ -177,14 +190,16 @@ impl Outbound {
         Some(held.chain)
     }
 
-    /// Adds slices of the held bytes to `out`, from the front; returns the bytes covered.
+    /// Adds slices of the first `chains` held chains to `out`; returns the bytes covered.
     pub(crate) fn gather<'m, const N: usize>(
         &self,
         mem: &'m Memory,
+        chains: usize,
         out: &mut SliceBuf<'m, N>,
     ) -> usize {
         let mut total = 0;
-        for held in self.0.iter().flat_map(|bytes| &bytes.held) {
+        let held = self.0.iter().flat_map(|bytes| &bytes.held);
+        for held in held.take(chains) {
             let covered = mem.slices(
                 held.chain.readable(),
                 held.offset as usize,
@@ -225,9 +240,15 @@ impl Outbound {
         waiting.unwrap_or_default()
     }
 
-    /// Removes `n` held bytes from the front; passes each chain that is used up to `done`.
+    /// Removes `n` held bytes from the front, which a zero-copy send may have taken. Passes each chain
+    /// that is used up to `done`, and whether a zero-copy send has taken bytes of it.
     #[inline]
-    pub(crate) fn advance_held(&mut self, mut n: usize, mut done: impl FnMut(Chain)) {
+    pub(crate) fn advance_held(
+        &mut self,
+        mut n: usize,
+        zero_copy: bool,
+        mut done: impl FnMut(Chain, bool),
+    ) {
         let Some(bytes) = self.0.as_deref_mut() else {
             return;
         };
@@ -240,10 +261,11 @@ impl Outbound {
             front.offset += take as u32;
             front.len -= take as u32;
             n -= take;
+            bytes.front_sent |= zero_copy;
             if front.len == 0
                 && let Some(held) = bytes.held.pop_front()
             {
-                done(held.chain);
+                done(held.chain, std::mem::take(&mut bytes.front_sent));
             }
         }
     }
@@ -265,29 +287,31 @@ impl Outbound {
         }
     }
 
-    /// Copies out all held chains after the first `keep` and passes them to `done`. Returns the
-    /// bytes copied.
+    /// Copies out all held chains after the first `keep` and passes them to `done`, as `advance_held`
+    /// does. Returns the bytes copied.
     pub(crate) fn spill(
         &mut self,
         mem: &Memory,
         keep: usize,
-        mut done: impl FnMut(Chain),
+        mut done: impl FnMut(Chain, bool),
     ) -> usize {
         let waiting = self.overflow_len();
         let Some(bytes) = self.0.as_deref_mut().filter(|b| b.held.len() > keep) else {
             return 0;
         };
         let spilt: usize = bytes.held.iter().skip(keep).map(|h| h.len as usize).sum();
+        let mut sent = keep == 0 && std::mem::take(&mut bytes.front_sent);
+        let mut done = |held: HeldChain| done(held.chain, std::mem::take(&mut sent));
         let mut overflow = Vec::new();
         if overflow.try_reserve_exact(spilt + waiting).is_err() {
-            bytes.held.drain(keep..).for_each(|held| done(held.chain));
+            bytes.held.drain(keep..).for_each(done);
             bytes.held_bytes -= spilt;
             bytes.lose();
             return 0;
         }
         for held in bytes.held.drain(keep..) {
             copy_out(mem, &held, &mut overflow);
-            done(held.chain);
+            done(held);
         }
         overflow.extend_from_slice(bytes.overflow.get(bytes.taken..).unwrap_or_default());
         fallible::free(std::mem::replace(&mut bytes.overflow, overflow));
@@ -296,11 +320,17 @@ impl Outbound {
         spilt
     }
 
-    /// Drops all bytes; passes the chains to `done`.
-    pub(crate) fn clear(&mut self, mut done: impl FnMut(Chain)) {
+    /// Drops all bytes; passes the chains to `done`, as `advance_held` does.
+    pub(crate) fn clear(&mut self, mut done: impl FnMut(Chain, bool)) {
         let Some(bytes) = self.0.take() else { return };
-        let OutboundQueue { held, overflow, .. } = *bytes;
-        held.into_iter().for_each(|held| done(held.chain));
+        let OutboundQueue {
+            held,
+            overflow,
+            mut front_sent,
+            ..
+        } = *bytes;
+        held.into_iter()
+            .for_each(|held| done(held.chain, std::mem::take(&mut front_sent)));
         fallible::free(overflow);
     }
 
@@ -337,7 +367,7 @@ pub(crate) fn copy_out(mem: &Memory, held: &HeldChain, to: &mut Vec<u8>) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use std::sync::Arc;
     use zerosock_ring::{
@@ -347,7 +377,7 @@ mod tests {
     const DATA: u64 = 0x8000;
 
     /// A queue with `n` chains of 16 bytes; byte i of chain c is 16 * c + i.
-    fn chains(n: usize) -> (Arc<Memory>, DeviceQueue, Vec<Chain>) {
+    pub(crate) fn chains(n: usize) -> (Arc<Memory>, DeviceQueue, Vec<Chain>) {
         let len = 1 << 16;
         let fd = zerosock_sys::memfd::create("outbound", len, true).unwrap();
         let config = RegionConfig {
@@ -403,7 +433,7 @@ mod tests {
                 let mut part = vec![0; n];
                 memory.read(front.chain.readable(), front.offset as usize, &mut part);
                 bytes.extend(part);
-                outbound.advance_held(n, |chain| heads.push(chain.head()));
+                outbound.advance_held(n, false, |chain, _| heads.push(chain.head()));
             } else {
                 let n = step.min(outbound.overflow().len());
                 bytes.extend_from_slice(&outbound.overflow()[..n]);
@@ -431,7 +461,7 @@ mod tests {
                         let copied = outbound.push(&memory, held, share, &mut spares);
                         back += copied.is_some() as usize;
                         if i == 4 {
-                            outbound.spill(&memory, keep, |_| back += 1);
+                            outbound.spill(&memory, keep, |_, _| back += 1);
                         }
                     }
                     assert_eq!(outbound.len(), 128);
@@ -450,6 +480,56 @@ mod tests {
                     assert_eq!(spare.overflow.capacity(), 0);
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_chain_is_marked_if_a_zero_copy_send_has_taken_any_of_its_bytes() {
+        // What takes the second half of the first chain and the others, and whether it is copied.
+        type Take = fn(&mut Outbound, &Memory, &mut dyn FnMut(Chain, bool));
+        let ways: [(Take, [bool; 3]); 5] = [
+            (
+                |all, _, done| all.advance_held(40, false, done),
+                [true, false, false],
+            ),
+            (
+                |all, _, done| {
+                    all.advance_held(20, true, &mut *done);
+                    all.advance_held(20, false, done);
+                },
+                [true, true, false],
+            ),
+            (
+                |all, mem, done| {
+                    all.spill(mem, 0, done);
+                },
+                [true, false, false],
+            ),
+            (|all, _, done| all.clear(done), [true, false, false]),
+            (
+                |all, mem, done| {
+                    all.spill(mem, 1, &mut *done);
+                    all.advance_held(8, false, done);
+                },
+                [false, false, true],
+            ),
+        ];
+        for (take, wanted) in ways {
+            let (memory, _queue, chains) = chains(3);
+            let mut outbound = Outbound::default();
+            let mut spares = Spares::default();
+            for chain in chains {
+                let held = HeldChain {
+                    chain,
+                    offset: 0,
+                    len: 16,
+                };
+                assert!(outbound.push(&memory, held, 3, &mut spares).is_none());
+            }
+            outbound.advance_held(8, true, |_, _| panic!("a chain too early"));
+            let mut marks = Vec::new();
+            take(&mut outbound, &memory, &mut |_, sent| marks.push(sent));
+            assert_eq!(marks, wanted);
         }
     }
 

@@ -41,6 +41,7 @@ impl DevicePort for QueuePairPorts {
             C::StartQueue { index, .. }
             | C::SetCall { index, .. }
             | C::SetErr { index, .. }
+            | C::SetUsedLog { index, .. }
             | C::EnableQueue { index, .. }
             | C::StopQueue { index } => {
                 let Some((queue_pair, there)) = self.of_queue(*index) else {
@@ -49,8 +50,11 @@ impl DevicePort for QueuePairPorts {
                 *index = there;
                 queue_pair.submit(command, reply);
             }
+            // The session does not offer it.
+            C::SendRarp(_) => reply.failed("no network device"),
             C::Connected { .. }
             | C::SetFeatures(_)
+            | C::SetLog(_)
             | C::SetConfig(_)
             | C::SetMemory(_)
             | C::ResetDevice
@@ -60,6 +64,7 @@ impl DevicePort for QueuePairPorts {
                     let command = match &command {
                         C::Connected { link } => C::Connected { link: link.clone() },
                         C::SetFeatures(features) => C::SetFeatures(*features),
+                        C::SetLog(log) => C::SetLog(log.clone()),
                         C::SetConfig(config) => C::SetConfig(config.clone()),
                         C::SetMemory(memory) => C::SetMemory(memory.clone()),
                         C::ResetDevice => C::ResetDevice,

@@ -172,6 +172,11 @@ impl Device {
             self.refuse_move(flow);
             return None;
         }
+        let bridge = self.bridges.get(key as usize);
+        if bridge.is_some_and(|bridge| bridge.has_sends_in_flight()) {
+            self.refuse_move(flow);
+            return None;
+        }
         if let Some(BridgePeer::Sibling(s)) = self
             .bridges
             .get_mut(key as usize)

@@ -230,6 +230,9 @@ impl Device {
             SiblingMessage::Call { caller, local } => self.connect_guest(*caller, local, false, cx),
             SiblingMessage::Client(client) => self.client_connects(*client, cx),
             SiblingMessage::Dialed { to, outcome } => self.dialed(to, outcome, cx),
+            SiblingMessage::DialedDatagrams { to, outcome } => {
+                self.association_dialed(to, outcome, cx)
+            }
             // `route_message` has handled those about queue pairs; the worker takes `HandOff`.
             SiblingMessage::Arrived { .. }
             | SiblingMessage::Orphaned { .. }

@@ -9,9 +9,10 @@ use super::events::emit;
 use super::sibling as siblings;
 use super::state::bridge::{Bridge, BridgePeer, Inbound};
 use super::{Context, Device, TURN_BYTES};
+use crate::table::outgoing::Outgoing;
 use arrayvec::ArrayVec;
 use rustix::io::Errno;
-use zerosock_proto::vsock::{FlowId, How, Reservation, Shard};
+use zerosock_proto::vsock::{FlowId, How, Reservation, ReserveError, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory, SliceBuf};
 use zerosock_virtio::ring::Ring;
@@ -22,8 +23,6 @@ pub(super) const MAX_READ_BUFFERS: usize = 32;
 const READ_SLICES: usize = 64;
 /// Most reads, of any size, in one turn of a device.
 const READS_PER_TURN: usize = 64;
-/// Most bytes of one read: larger reads are not faster.
-const READ_MAX: usize = 256 * 1024;
 
 /// The result of filling buffers from one bridge.
 #[derive(Debug, Eq, PartialEq)]
@@ -51,7 +50,10 @@ impl Device {
         if !self.outgoing.is_empty() {
             self.send_outgoing(cx);
         }
+        // Datagrams have budgets of their own: they never delay a stream.
+        let moved = self.moved;
         self.transmit_datagrams(cx);
+        self.moved = moved;
         for _ in 0..READS_PER_TURN {
             if self.starved || self.moved >= TURN_BYTES {
                 break;
@@ -68,6 +70,9 @@ impl Device {
                         continue;
                     }
                     match bridge.peer {
+                        BridgePeer::Socket { .. } if has_header(bridge) => {
+                            self.fill_header(key, cx)
+                        }
                         BridgePeer::Sibling(_) if bridge.messages.is_some() => {
                             self.fill_messages_from_sibling(key, cx)
                         }
@@ -123,6 +128,53 @@ impl Device {
             cx.shared.counters.tx_packets.add(1);
         }
         self.send_coalesced(cx);
+    }
+
+    /// Sends the guest the header that goes before the bytes of a client. To a connection that carries
+    /// messages it is a message.
+    fn fill_header(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
+        let (Some(rx), Some(bridge)) = (
+            self.queues.rings.rx.as_mut(),
+            self.bridges.get_mut(key as usize),
+        ) else {
+            return Fill::Idle;
+        };
+        let (Some(forwarded), Some(flow)) = (&mut bridge.forwarded, bridge.flow) else {
+            return Fill::Idle;
+        };
+        let header = forwarded.header();
+        if bridge.messages.is_some() {
+            match self.shard.reserve_message(flow, header.len() as u32) {
+                Ok(room) => {
+                    let header = std::mem::take(header);
+                    self.outgoing.push_back(Outgoing::new(room, header, false));
+                    self.send_outgoing(cx);
+                    return Fill::More;
+                }
+                Err(ReserveError::TooLong) => {
+                    let len = header.len();
+                    self.too_long(key, len, cx);
+                }
+                Err(_) => bridge.no_credit = true,
+            }
+            return Fill::Idle;
+        }
+        let mut buffer = ArrayVec::<ReservedBuffer, 1>::new();
+        let stop = reserve_buffers(rx, &mut self.shard, flow, 1, &mut buffer);
+        let Some(ReservedBuffer {
+            chain,
+            reservation,
+            room,
+        }) = buffer.pop()
+        else {
+            bridge.no_credit = stop == Some(Fill::Idle);
+            return stop.unwrap_or(Fill::Idle);
+        };
+        let part: Vec<u8> = header.drain(..header.len().min(room)).collect();
+        let memory = rx.queue.memory();
+        memory.write(chain.writable(), HEADER_LEN, &part);
+        send_payload(rx, &mut self.shard, chain, reservation, part.len(), cx);
+        Fill::More
     }
 
     fn fill_from_socket(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
@@ -307,6 +359,12 @@ impl Device {
     }
 }
 
+/// Whether a header goes before the bytes of the client.
+fn has_header(bridge: &Bridge) -> bool {
+    let forwarded = bridge.forwarded.as_ref();
+    forwarded.is_some_and(|forwarded| forwarded.has_header())
+}
+
 /// A popped buffer, and credit that is reserved for its payload.
 struct ReservedBuffer {
     chain: Chain,
@@ -325,7 +383,7 @@ fn reserve_buffers<const N: usize>(
     out: &mut ArrayVec<ReservedBuffer, N>,
 ) -> Option<Fill> {
     let mut total = 0;
-    while out.len() < usize::from(count).min(N) && total < READ_MAX {
+    while out.len() < usize::from(count).min(N) && total < TURN_BYTES {
         // A buffer with room for a header only is useless for payload.
         let Some(chain) = rx.pop_if(HEADER_LEN + 1, out.is_empty()) else {
             return Some(Fill::Starved);

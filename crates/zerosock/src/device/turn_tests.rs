@@ -4,13 +4,14 @@
 
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read, Write};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-use zerosock_proto::wire::vsock::{Op, Repr};
+use zerosock_proto::vsock::datagram::F_DGRAM;
+use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_sys::account::Budget;
 
@@ -20,6 +21,7 @@ use crate::device::bare::{self, Guest};
 use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::{HostAccess, Limits, TURN_BYTES};
 use crate::routing::Routes;
+use crate::routing::forward::{ForwardRule, ForwardRules};
 use zerosock_virtio::mailbox::Mailbox;
 use zerosock_virtio::outbox::DeviceAddr;
 
@@ -27,8 +29,8 @@ use zerosock_virtio::outbox::DeviceAddr;
 const FROM_GUEST: u64 = 256;
 /// Reads from sockets or siblings in one turn.
 const READS: usize = 64;
-/// Bytes, or packets, in one read.
-const READ_BYTES: u32 = 256 << 10;
+/// Bytes, in whole buffers, or packets, in one read.
+const READ_BYTES: u32 = TURN_BYTES as u32 + MAX_PAYLOAD as u32;
 const READ_PACKETS: usize = 32;
 const MAX_PAYLOAD: u64 = 64 << 10;
 
@@ -103,6 +105,7 @@ impl Harness {
             };
             let queue_pairs: Arc<[DeviceAddr]> = Arc::new([addr]);
             let [mut device] = terms.devices(&queue_pairs, member).try_into().unwrap();
+            device.datagrams.set_features(F_DGRAM);
             lab.guests.push(bare::start(&mut device));
             lab.numbers.push(vm);
             lab.worker.add(device);
@@ -279,6 +282,48 @@ fn connections_to_a_guest_alternate_and_bytes_per_turn_are_bounded() {
         }
     }
     assert!(most >= TURN_BYTES as u32, "{most}: never a turn's bytes");
+}
+
+/// A socket that answers a datagram without end, and a program that writes without end.
+#[test]
+fn answers_to_datagrams_do_not_delay_streams() {
+    const ANSWER: usize = 16_000;
+    let mut lab = Harness::new(1);
+    let path = lab.dir.path().join("flood");
+    let flood = UnixDatagram::bind(&path).unwrap();
+    flood.set_nonblocking(true).unwrap();
+    let target = format!("unix-dgram:{}", path.display());
+    let port = Port::new(514);
+    let rule = ForwardRule::new(port..=port, target.parse().unwrap());
+    let rules = ForwardRules::default().replaced(vec![rule]).unwrap();
+    Arc::make_mut(&mut lab.worker.shared.routes).set_forward(rules);
+    let (_, mut program) = lab.join(0);
+    lab.guests[0].send_datagram(1000, host(514), 1);
+    lab.settle();
+    let (_, guest) = flood.recv_from(&mut [0]).unwrap();
+    let refill = || while flood.send_to_addr(&[7; ANSWER], &guest).is_ok() {};
+    for turn in 0..20 {
+        fill(&mut program);
+        refill();
+        lab.turn();
+        let (mut answers, mut stream) = (0, 0);
+        for packet in lab.guests[0].received() {
+            match packet.socket_type.known() {
+                Some(SocketType::Datagram) => answers += packet.len as usize,
+                _ => stream += packet.len as usize,
+            }
+        }
+        assert!(stream >= TURN_BYTES, "turn {turn}: {stream}");
+        let share = ANSWER..TURN_BYTES / 2 + ANSWER;
+        assert!(share.contains(&answers), "turn {turn}: {answers}");
+    }
+    // Without a stream that is ready they have all of it.
+    lab.settle();
+    let _ = lab.guests[0].received();
+    refill();
+    lab.turn();
+    let answers: u32 = lab.guests[0].received().iter().map(|it| it.len).sum();
+    assert!(answers as usize >= TURN_BYTES, "{answers}");
 }
 
 #[test]

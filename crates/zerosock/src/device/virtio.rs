@@ -4,7 +4,7 @@
 //!
 //! # Invariants
 //! - A command that needs buffers back waits until siblings have returned their chains, no loan is
-//!   being written to, and no lease is under a read guard.
+//!   being written to, no lease is under a read guard, and no zero-copy send is in flight.
 //! - Bytes that the guest sent before its front-end disconnected are delivered.
 
 use std::io;
@@ -23,6 +23,7 @@ use zerosock_virtio::ring::Ring;
 
 use super::model::used_pairs;
 use super::state::bridge::BridgePeer;
+use super::zero_copy::{read_reports, return_reported};
 use super::{Context, Device, EVENT, RX, Shared, TX, VsockRings};
 use crate::device::state::sibling_message::SiblingMessage;
 
@@ -32,6 +33,8 @@ pub(super) const LISTENER: EventKind = EventKind::new(1);
 pub(super) const HANDSHAKE: EventKind = EventKind::new(2);
 /// The host socket of a bridge.
 pub(super) const BRIDGE: EventKind = EventKind::new(3);
+/// The socket of an association.
+pub(super) const ASSOCIATION: EventKind = EventKind::new(4);
 
 impl Rings for VsockRings {
     fn slot(&mut self, index: u16) -> Option<&mut Option<Ring>> {
@@ -78,6 +81,7 @@ impl WorkerDevice for Device {
             LISTENER => self.accept(event.key, cx),
             HANDSHAKE => self.handshake_ready(event.key, cx),
             BRIDGE => self.bridge_ready(event.key, event.readiness, cx),
+            ASSOCIATION => self.association_ready(event.key, event.readiness, cx),
             _ => {}
         }
     }
@@ -190,6 +194,7 @@ impl WorkerDevice for Device {
         for key in keys {
             self.reset_bridge(key, cx);
         }
+        self.end_associations("reset by the daemon", cx);
         self.turn(cx);
     }
 }
@@ -225,8 +230,13 @@ impl VirtioDevice for Device {
     }
 
     fn release(&mut self, scope: Scope, cx: &mut Context<'_>) {
-        if matches!(scope, Scope::Queue(TX) | Scope::Memory) {
-            self.release_chains(cx);
+        match scope {
+            Scope::Queue(TX) | Scope::Memory => {
+                self.release_chains(cx);
+                self.limit_sends(cx);
+            }
+            Scope::Reset => self.limit_sends(cx),
+            Scope::Queue(_) => {}
         }
     }
 
@@ -246,19 +256,22 @@ impl VirtioDevice for Device {
             return Quiesced::Unknown(reason);
         }
         let tx = self.queues.rings.tx.as_ref();
-        match chains && tx.is_some_and(|tx| tx.queue.outstanding() > 0) {
+        let sends =
+            scope == Scope::Reset && self.bridges.iter().any(|(_, it)| it.has_sends_in_flight());
+        match sends || chains && tx.is_some_and(|tx| tx.queue.outstanding() > 0) {
             true => Quiesced::Waits,
             false => Quiesced::Done,
         }
     }
 
     fn command_finished(&mut self) {
+        self.sends_end_by = None;
         // While the command was pending, the program was not notified of new buffers: search again.
         self.starved |= self.queues.rings.rx.is_some() && self.program_waits();
     }
 
     fn reset(&mut self, stopped: bool, cx: &mut Context<'_>) {
-        self.forget_connections(cx);
+        self.forget_connections(stopped, cx);
         if stopped {
             self.reset_used_pairs();
             self.announce_reset = false;
@@ -313,18 +326,25 @@ impl Device {
     }
 
     /// Ends every connection without sending the guest a packet, because its driver no longer knows
-    /// them. Bytes that the guest has sent are still delivered.
-    fn forget_connections(&mut self, cx: &mut Context<'_>) {
+    /// them. Bytes that the guest has sent are still delivered. Connections with sends in flight are reset
+    /// unless their streams had ended and the queues stop (`stopped`): the kernel may read memory that the
+    /// driver changes.
+    fn forget_connections(&mut self, stopped: bool, cx: &mut Context<'_>) {
         self.app_recall(true, cx);
         self.recall_loans(true, cx);
-        // Bridges without a flow linger already.
-        let known = self
-            .bridges
-            .iter()
-            .filter(|(_, bridge)| bridge.flow.is_some());
-        let keys: Vec<u32> = known.map(|(key, _)| key as u32).collect();
+        let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
-            if !self.linger(key, cx) {
+            let Some(bridge) = self.bridges.get_mut(key as usize) else {
+                continue;
+            };
+            read_reports(bridge, cx);
+            return_reported(&mut self.queues.rings.tx, &mut bridge.forwarded);
+            if bridge.has_sends_in_flight() {
+                if !stopped || !self.linger_without_ring(key, cx) {
+                    self.end_bridge(key, cx);
+                }
+            } else if bridge.flow.is_some() && !self.linger(key, cx) {
+                // One without a flow lingers already.
                 self.remove_without_guest(key, cx);
             }
         }

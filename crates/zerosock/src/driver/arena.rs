@@ -7,13 +7,11 @@
 //! - A payload begins at a cache line boundary (typed leases rely on it), directly behind the line
 //!   of its header: processors fetch such pairs of lines together.
 
-use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use zerosock_proto::vsock::QueuePairs;
-use zerosock_ring::{DriverLayout, MapError, Memory, Piece, RegionConfig, TranslateError};
-use zerosock_sys::memfd;
+use zerosock_ring::{DriverLayout, Memory, Piece, TranslateError};
+use zerosock_vhost_user::frontend::{Plan, SharedMemory, SharedMemoryError};
 
 use super::config::DriverConfig;
 
@@ -24,23 +22,12 @@ const _: () = assert!(HEADER_SLOT >= 44, "a header fits its slot");
 pub(crate) const EVENT_LEN: u32 = 4;
 /// Event buffers kept posted, as many as Linux keeps.
 pub(crate) const EVENT_SLOTS: u16 = 8;
-/// Guest address of the arena's first byte. Not zero, so that a device fails that confuses an unset
-/// address with a valid one.
-const GUEST_BASE: u64 = 0x10_0000;
-/// Front-end ("user") address of the same byte. Different from the guest address, so that a device
-/// fails that confuses the two.
-const USER_BASE: u64 = 0x7e00_0000_0000;
-const PAGE: u64 = 4096;
-
 /// Why the shared memory could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum ArenaError {
-    /// The memfd could not be created or duplicated.
-    #[error("cannot create shared memory: {0}")]
-    Memfd(#[from] io::Error),
-    /// It could not be mapped.
-    #[error("cannot map shared memory: {0}")]
-    Map(#[from] MapError),
+    /// The system refused it.
+    #[error(transparent)]
+    Shared(#[from] SharedMemoryError),
     /// A slot lies outside of the memory: an error in the layout computed here.
     #[error("a buffer lies outside of the shared memory: {0}")]
     Layout(#[from] TranslateError),
@@ -116,14 +103,10 @@ impl Slots {
 /// All shared memory of a driver.
 #[derive(Debug)]
 pub(crate) struct Arena {
+    /// The memory, and its descriptor.
+    pub(crate) shared: SharedMemory,
     /// The mapping.
     pub(crate) memory: Arc<Memory>,
-    /// The memfd, for SET_MEM_TABLE.
-    pub(crate) fd: OwnedFd,
-    /// The memory's only region.
-    pub(crate) region: RegionConfig,
-    /// The memory consists of huge pages.
-    pub(crate) huge_pages: bool,
     /// Layouts of the rings, by queue index.
     pub(crate) rings: Vec<DriverLayout>,
     /// Event buffers.
@@ -152,38 +135,26 @@ impl Arena {
         pairs: QueuePairs,
     ) -> Result<(Arena, Vec<PairSlots>), ArenaError> {
         let slots = u64::from(config.slots());
+        // A buffer is the header's line and the payload.
+        let stride = |len| Plan::stride(HEADER_SLOT + len);
         let rx_stride = stride(config.rx_buffer_size);
         let tx_stride = stride(config.tx_buffer_size);
 
-        let mut end = GUEST_BASE;
-        let mut take = |len: u64| {
-            let start = end;
-            end += pages(len);
-            start
-        };
+        let mut plan = Plan::default();
         let ring_len = DriverLayout::bytes_needed(config.queue_size);
         let rings = (0..pairs.queues())
-            .map(|_| DriverLayout::at(take(ring_len), config.queue_size))
+            .map(|_| DriverLayout::at(plan.take(ring_len), config.queue_size))
             .collect();
-        let events = take(u64::from(EVENT_SLOTS) * u64::from(HEADER_SLOT));
+        let events = plan.take(u64::from(EVENT_SLOTS) * u64::from(HEADER_SLOT));
         let places: Vec<(u64, u64)> = (0..pairs.get())
-            .map(|_| (take(slots * rx_stride), take(slots * tx_stride)))
+            .map(|_| (plan.take(slots * rx_stride), plan.take(slots * tx_stride)))
             .collect();
-        let len = end - GUEST_BASE;
-
-        let huge = match config.huge_pages && config.seal {
-            true => map_huge(len),
-            false => None,
-        };
-        let huge_pages = huge.is_some();
-        let (fd, region, memory) = match huge {
-            Some(mapped) => mapped,
-            None => map(memfd::create("zerosock-driver", len, config.seal)?, len)?,
-        };
+        let (seal, huge_pages) = (config.seal, config.huge_pages);
+        let shared = SharedMemory::create("zerosock-driver", &plan, seal, huge_pages)?;
         let count = config.slots();
         let line = u64::from(HEADER_SLOT);
         let header = zerosock_proto::wire::vsock::HEADER_LEN as u32;
-        let memory = Arc::new(memory);
+        let memory = Arc::clone(&shared.memory);
         let (rx_len, tx_len) = (config.rx_buffer_size, config.tx_buffer_size);
         let pair = |(rx, tx)| {
             Ok(PairSlots {
@@ -198,49 +169,9 @@ impl Arena {
         let arena = Arena {
             events: Slots::new(&memory, events, line, EVENT_LEN, EVENT_SLOTS)?,
             memory: memory.clone(),
-            fd,
-            region,
-            huge_pages,
+            shared,
             rings,
         };
         Ok((arena, slots?))
     }
-
-    /// The user address that corresponds to guest address `addr`.
-    pub(crate) fn user_addr(&self, addr: u64) -> u64 {
-        addr - GUEST_BASE + USER_BASE
-    }
-}
-
-type Mapped = (OwnedFd, RegionConfig, Memory);
-
-/// Maps huge pages, if enough are free.
-fn map_huge(len: u64) -> Option<Mapped> {
-    // Whole pages, because a part of one could not be unmapped.
-    let len = len.next_multiple_of(memfd::HUGE_PAGE);
-    let fd = memfd::create_huge("zerosock-driver", len).ok()?;
-    map(fd, len).ok()
-}
-
-fn map(fd: OwnedFd, len: u64) -> Result<Mapped, ArenaError> {
-    let region = RegionConfig {
-        guest_addr: GUEST_BASE,
-        user_addr: USER_BASE,
-        len,
-        fd_offset: 0,
-    };
-    let memory = Memory::map(vec![(fd.try_clone()?, region)])?;
-    Ok((fd, region, memory))
-}
-
-/// Distance of two slots: the header's line and the payload, rounded up to an odd number of line
-/// pairs. At distances of a power of two, the beginnings of all slots would share a few cache sets.
-fn stride(len: u32) -> u64 {
-    let pair = 2 * u64::from(HEADER_SLOT);
-    let pairs = (u64::from(HEADER_SLOT) + u64::from(len)).div_ceil(pair);
-    pair * (pairs | 1)
-}
-
-fn pages(len: u64) -> u64 {
-    len.next_multiple_of(PAGE)
 }

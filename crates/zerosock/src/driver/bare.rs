@@ -60,15 +60,15 @@ pub(super) fn pairs(pairs: QueuePairs, tune: impl FnOnce(&mut DriverConfig)) -> 
     let driver = Driver::with_link(config, link, |_, _, _| Ok(())).unwrap();
     let arena = &driver.store.arena;
     // A separate mapping, as another process has it.
-    let fd = arena.fd.try_clone().unwrap();
-    let memory = Arc::new(Memory::map(vec![(fd, arena.region)]).unwrap());
+    let fd = arena.shared.fd.try_clone().unwrap();
+    let memory = Arc::new(Memory::map(vec![(fd, arena.shared.region)]).unwrap());
     let queue = |at: usize| {
-        let ring = arena.rings[at];
+        let ring = arena.shared.vring_addr(&arena.rings[at]);
         let config = QueueConfig {
             size,
-            desc: arena.user_addr(ring.desc),
-            avail: arena.user_addr(ring.avail),
-            used: arena.user_addr(ring.used),
+            desc: ring.desc,
+            avail: ring.avail,
+            used: ring.used,
             base: 0,
             event_idx: true,
             indirect: false,

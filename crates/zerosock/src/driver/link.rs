@@ -1,14 +1,8 @@
-//! The connection of a driver to its device: the control socket and two eventfds for each queue.
-//!
-//! # Invariants
-//! The eventfds live as long as the driver and are passed to every later device, so that a kick
-//! written while a device restarts reaches the new one.
+//! The connection of a driver to its device: what is negotiated over the control socket.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-use rustix::event::{EventfdFlags, eventfd};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use zerosock_proto::Cid;
 use zerosock_proto::addr::CidError;
@@ -20,7 +14,7 @@ use super::arena::{Arena, ArenaError};
 use super::config::DriverConfig;
 use crate::fault::Fault;
 use zerosock_proto::vsock::features::{F_PAIRS, F_SEQPACKET, F_STREAM};
-use zerosock_vhost_user::frontend::{Frontend, FrontendError, VringAddr};
+use zerosock_vhost_user::frontend::{Frontend, FrontendError, QueueEventFds, SharedMemoryError};
 
 /// VIRTIO_F_VERSION_1 (virtio 1.2, 6 "Reserved Feature Bits").
 const F_VERSION_1: u64 = 1 << 32;
@@ -97,9 +91,8 @@ impl AttachError {
             AttachError::Config(_) => ErrorKind::InvalidInput,
             AttachError::Missing(_) => ErrorKind::Unsupported,
             AttachError::Cid(_) => ErrorKind::InvalidData,
-            AttachError::Arena(ArenaError::Memfd(error)) | AttachError::Eventfd(error) => {
-                error.kind()
-            }
+            AttachError::Arena(ArenaError::Shared(SharedMemoryError::Memfd(error)))
+            | AttachError::Eventfd(error) => error.kind(),
             AttachError::Arena(_) | AttachError::Queue(_) => ErrorKind::Other,
             AttachError::Frontend(error) => match error {
                 FrontendError::Connect { source, .. } | FrontendError::Io(source) => source.kind(),
@@ -130,55 +123,6 @@ fn max_queue_pairs(frontend: &mut Frontend) -> Result<u16, FrontendError> {
 /// Writes the number of queue pairs in use. The device accepts it only before a queue runs.
 fn set_queue_pairs(frontend: &mut Frontend, pairs: QueuePairs) -> Result<(), FrontendError> {
     frontend.write_config(QUEUE_PAIRS, &pairs.get().to_le_bytes())
-}
-
-/// Two eventfds for each queue.
-#[derive(Debug)]
-pub(crate) struct QueueEventFds {
-    kicks: Vec<OwnedFd>,
-    calls: Vec<OwnedFd>,
-}
-
-impl QueueEventFds {
-    pub(crate) fn new(pairs: QueuePairs) -> Result<QueueEventFds, AttachError> {
-        let make = || {
-            let make = |_| {
-                eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-                    .map_err(|error| AttachError::Eventfd(error.into()))
-            };
-            (0..pairs.queues()).map(make).collect::<Result<Vec<_>, _>>()
-        };
-        Ok(QueueEventFds {
-            kicks: make()?,
-            calls: make()?,
-        })
-    }
-
-    /// The eventfds that the device writes to.
-    pub(crate) fn calls(&self) -> &[OwnedFd] {
-        &self.calls
-    }
-
-    /// Notifies the device of new entries in queue `index`.
-    pub(crate) fn kick(&self, index: usize) {
-        if let Some(kick) = self.kicks.get(index) {
-            // Fails only if the counter is full (EAGAIN); then a kick is pending already.
-            let _ = rustix::io::write(kick, &1u64.to_ne_bytes());
-        }
-    }
-
-    /// As `kick`, if `wanted`; returns `wanted`.
-    pub(crate) fn kick_if(&self, wanted: bool, index: usize) -> bool {
-        if wanted {
-            self.kick(index);
-        }
-        wanted
-    }
-
-    /// Notifies the device of every queue.
-    pub(crate) fn kick_all(&self) {
-        (0..self.kicks.len()).for_each(|queue| self.kick(queue));
-    }
 }
 
 /// An attached device.
@@ -262,31 +206,9 @@ impl Link {
         event_fds: &QueueEventFds,
         bases: &[u16],
     ) -> Result<(), AttachError> {
-        let frontend = &mut self.frontend;
-        frontend.set_mem_table(&[(arena.fd.as_fd(), arena.region)])?;
-        let parts = arena
-            .rings
-            .iter()
-            .zip(&event_fds.kicks)
-            .zip(&event_fds.calls);
-        for (index, (((ring, kick), call), base)) in (0u32..).zip(parts.zip(bases)) {
-            frontend.set_vring_num(index, ring.size)?;
-            frontend.set_vring_base(index, *base)?;
-            frontend.set_vring_addr(
-                index,
-                VringAddr {
-                    desc: arena.user_addr(ring.desc),
-                    avail: arena.user_addr(ring.avail),
-                    used: arena.user_addr(ring.used),
-                },
-            )?;
-            frontend.set_vring_call(index, Some(call.as_fd()))?;
-            frontend.set_vring_kick(index, Some(kick.as_fd()))?;
-        }
-        for index in 0..arena.rings.len() as u32 {
-            frontend.set_vring_enable(index, true)?;
-        }
-        frontend.sync()?;
+        let (shared, rings) = (&arena.shared, &arena.rings);
+        self.frontend
+            .start_queues(shared, rings, event_fds, bases)?;
         Ok(())
     }
 

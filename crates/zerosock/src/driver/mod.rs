@@ -61,7 +61,6 @@ mod tests;
 mod transfer;
 #[cfg(test)]
 mod turn_tests;
-mod watch;
 
 use std::collections::VecDeque;
 use std::time;
@@ -83,13 +82,14 @@ pub use zerosock_vhost_user::frontend::{Frontend, FrontendError, VringAddr};
 
 use crate::table::sockets::Sockets;
 use datagrams::Datagrams;
-use link::{EVENT, Link, QueueEventFds};
+use link::{EVENT, Link};
 use loans::Loans;
 use queue_pairs::{QueuePair, QueuePairId, RxSlot};
 use queues::EventQueue;
 use store::Buffers;
-use watch::Watch;
+use zerosock_vhost_user::frontend::QueueEventFds;
 use zerosock_virtio::deadline::earlier;
+use zerosock_virtio::watch::Watch;
 
 /// How long received bytes may hold a receive slot that can be copied.
 const HOLD: time::Duration = time::Duration::from_millis(20);
@@ -148,7 +148,7 @@ impl Driver {
 
     /// Whether the shared memory consists of huge pages.
     pub fn huge_pages(&self) -> bool {
-        self.store.arena.huge_pages
+        self.store.arena.shared.huge_pages
     }
 
     /// Counters since the driver was attached.

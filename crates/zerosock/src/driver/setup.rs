@@ -11,15 +11,16 @@ use zerosock_ring::DriverLayout;
 
 use super::arena::Arena;
 use super::datagrams::Datagrams;
-use super::link::{AttachError, EVENT, Link, QueueEventFds};
+use super::link::{AttachError, EVENT, Link};
 use super::loans::Loans;
 use super::queue_pairs::{QueuePair, QueuePairId, QueuePairSet};
 use super::queues::{EventQueue, RxQueue, TxQueue};
 use super::store::Buffers;
-use super::watch::Watch;
 use super::{Driver, DriverConfig, DriverStats, FrontendError, HOLD, MOST_COPIED};
 use crate::table::leases::Leases;
 use crate::table::sockets::Sockets;
+use zerosock_vhost_user::frontend::QueueEventFds;
+use zerosock_virtio::watch::Watch;
 
 impl Driver {
     /// Creates the memory, connects to the device at `config.socket`, negotiates and starts the
@@ -54,7 +55,7 @@ impl Driver {
         start: impl FnOnce(&mut Link, &Arena, &QueueEventFds) -> Result<(), AttachError>,
     ) -> Result<Driver, AttachError> {
         let (arena, slots) = Arena::new(&config, link.pairs)?;
-        let event_fds = QueueEventFds::new(link.pairs)?;
+        let event_fds = QueueEventFds::new(link.pairs.queues()).map_err(AttachError::Eventfd)?;
         let mut watch = Watch::new(event_fds.calls()).map_err(AttachError::Eventfd)?;
         watch
             .device(link.frontend.as_fd())
@@ -164,7 +165,7 @@ impl Driver {
 
     /// Sends the memory table again while the queues run, as a VMM does for memory hot-plug.
     pub fn send_memory_table(&mut self) -> Result<(), FrontendError> {
-        let table = [(self.store.arena.fd.as_fd(), self.store.arena.region)];
+        let table = self.store.arena.shared.table();
         self.link
             .as_mut()
             .ok_or(FrontendError::Closed)?

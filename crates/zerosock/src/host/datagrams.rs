@@ -231,7 +231,9 @@ impl DatagramBackend for HostBackend {
                 Ok(())
             }
             Err(NotPut::NoRoom) => Err(self.wait_for_datagram_room(id, vm)),
-            Err(NotPut::TooLong) => Err(DatagramFault::TooLong(bytes.len())),
+            Err(NotPut::TooLong | NotPut::NotReceived(_)) => {
+                Err(DatagramFault::TooLong(bytes.len()))
+            }
         }
     }
 

@@ -33,7 +33,7 @@ pub(crate) const EVENT: usize = 2;
 /// Guest address of the first byte, and its user address.
 pub(crate) const GUEST: u64 = 0x4000_0000;
 const USER: u64 = 0x7a00_0000_0000;
-const LEN: u64 = 8 << 20;
+pub(crate) const LEN: u64 = 8 << 20;
 /// Descriptors of each queue.
 pub(crate) const SIZE: u16 = 64;
 /// Payload bytes of each receive buffer.
@@ -47,6 +47,8 @@ pub(crate) struct RawGuest {
     pub(crate) fd: OwnedFd,
     pub(crate) rings: Vec<DriverLayout>,
     pub(crate) cid: Cid,
+    /// Those that were negotiated.
+    pub(crate) features: u64,
     kicks: Vec<OwnedFd>,
     calls: Vec<OwnedFd>,
     avail: Vec<u16>,
@@ -160,6 +162,8 @@ impl RawGuest {
     ) -> RawGuest {
         let protocol = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::RESET_DEVICE
+            | VhostUserProtocolFeatures::LOG_SHMFD
             | VhostUserProtocolFeatures::CONFIG;
         if pairs != QueuePairs::ONE {
             features |= F_PAIRS;
@@ -189,6 +193,7 @@ impl RawGuest {
             fd,
             rings: rings.collect(),
             cid,
+            features: agreed,
             kicks: (0..queues).map(|_| make()).collect(),
             calls: (0..queues).map(|_| make()).collect(),
             avail: vec![0; queues],
@@ -454,6 +459,12 @@ impl RawGuest {
         let tx = usize::from(tx_queue(pair));
         self.collect_tx(tx);
         !self.tx_slots[tx].free.is_empty()
+    }
+
+    /// Chains that were sent through queue pair `pair` and not returned.
+    pub(crate) fn outstanding_on(&self, pair: u16) -> u16 {
+        let tx = usize::from(tx_queue(pair));
+        self.avail[tx].wrapping_sub(self.used_index(tx))
     }
 
     /// Whether the device has returned everything that was sent through queue pair `pair`.

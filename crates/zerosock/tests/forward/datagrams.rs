@@ -15,9 +15,9 @@ use super::common::{PATIENCE, bytes, eventually, host};
 use super::{Lab, rule, unix};
 
 /// The largest datagram of UDP over IPv4.
-const LONGEST: usize = 65_507;
+pub(super) const LONGEST: usize = 65_507;
 
-fn udp_server() -> (UdpSocket, String) {
+pub(super) fn udp_server() -> (UdpSocket, String) {
     let server = UdpSocket::bind("127.0.0.1:0").unwrap();
     server.set_read_timeout(Some(PATIENCE)).unwrap();
     let target = format!("udp:{}", server.local_addr().unwrap());

@@ -200,3 +200,130 @@ fn many_clients_reach_devices_of_several_workers() {
     lab.until_none_is_left();
     assert_eq!(lab.rule(0).opened, 200);
 }
+
+/// The addresses of a header of the PROXY protocol, version 2, at the begin of `got`; the rest follows.
+fn proxy_header(got: &[u8]) -> ((u8, u8), &[u8], &[u8]) {
+    assert_eq!(&got[..12], b"\r\n\r\n\0\r\nQUIT\n");
+    let len = usize::from(u16::from_be_bytes([got[14], got[15]]));
+    let (body, rest) = got[16..].split_at(len);
+    ((got[12], got[13]), body, rest)
+}
+
+#[test]
+fn the_proxy_header_has_the_addresses_of_a_tcp_client_and_comes_first() {
+    for local in ["127.0.0.1:0", "[::1]:0"] {
+        let Ok(listener) = TcpListener::bind(local) else {
+            println!("SKIPPED: the_proxy_header {local}: no such address here");
+            continue;
+        };
+        let on = listener.local_addr().unwrap();
+        let mut with_header = listening(on, listener.into(), "3:22");
+        with_header.proxy_protocol = true;
+        let lab = Lab::with(1, |config| config.listen = vec![with_header]);
+        let guest = lab.endpoint();
+        let listener = guest.listen(Port::new(22), 8).unwrap();
+        let mut client = connect(on);
+        // Bytes that have come before the guest accepts keep their place.
+        client.write_all(&bytes(1, 100_000)).unwrap();
+        client.shutdown(std::net::Shutdown::Write).unwrap();
+        let (mut stream, _) = listener.accept_timeout(PATIENCE).unwrap();
+        let mut got = Vec::new();
+        stream.read_to_end(&mut got).unwrap();
+        let (kind, body, rest) = proxy_header(&got);
+        assert_bytes(rest, &bytes(1, 100_000));
+        let from = client.local_addr().unwrap();
+        let mut wanted = Vec::new();
+        for address in [from, on] {
+            match address.ip() {
+                std::net::IpAddr::V4(ip) => wanted.extend(ip.octets()),
+                std::net::IpAddr::V6(ip) => wanted.extend(ip.octets()),
+            }
+        }
+        wanted.extend(from.port().to_be_bytes());
+        wanted.extend(on.port().to_be_bytes());
+        // Version 2, PROXY; STREAM over INET or INET6.
+        assert_eq!(kind, (0x21, if on.is_ipv4() { 0x11 } else { 0x21 }));
+        assert_eq!(body, wanted);
+        drop((stream, client));
+        lab.until_none_is_left();
+        assert_eq!(lab.rule(0).bytes_sent, 100_000, "the header does not count");
+    }
+}
+
+/// A server that speaks first waits for the header only.
+#[test]
+fn the_proxy_header_comes_before_a_client_has_sent_anything() {
+    let (socket, on) = tcp_listener();
+    let mut with_header = listening(on, socket, "3:22");
+    with_header.proxy_protocol = true;
+    let lab = Lab::with(1, |config| config.listen = vec![with_header]);
+    // A buffer has room for 10 bytes of payload.
+    let guest = Endpoint::builder()
+        .receive_buffers(54)
+        .attach_device(&lab.vms[0].socket)
+        .unwrap();
+    let listener = guest.listen(Port::new(22), 8).unwrap();
+    let mut client = connect(on);
+    let (mut stream, _) = listener.accept_timeout(PATIENCE).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut got = [0; 28];
+    stream.read_exact(&mut got).unwrap();
+    assert_eq!(proxy_header(&got).0, (0x21, 0x11));
+    stream.write_all(b"welcome").unwrap();
+    let mut welcome = [0; 7];
+    client.read_exact(&mut welcome).unwrap();
+    assert_eq!(&welcome, b"welcome");
+}
+
+#[test]
+fn the_proxy_header_of_a_unix_client_has_no_address_and_is_a_message_where_there_are_bounds() {
+    use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    let stream_socket = UnixListener::bind(path("s")).unwrap();
+    let packets = || {
+        rustix::net::socket_with(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+    };
+    let packet_socket = packets().unwrap();
+    let address = SocketAddrUnix::new(path("p")).unwrap();
+    rustix::net::bind(&packet_socket, &address).unwrap();
+    rustix::net::listen(&packet_socket, 8).unwrap();
+    let rule = |on, socket, to: &str| ListenRule {
+        proxy_protocol: true,
+        ..ListenRule::new(on, socket, to.parse().unwrap())
+    };
+    let streams = rule(ListenAddress::Unix(path("s")), stream_socket.into(), "3:22");
+    let messages = rule(
+        ListenAddress::UnixSeqpacket(path("p")),
+        packet_socket,
+        "3:23",
+    );
+    let lab = Lab::with(1, |config| config.listen = vec![streams, messages]);
+    let guest = lab.endpoint();
+    let listener = guest.listen(Port::new(22), 8).unwrap();
+    let mut client = UnixStream::connect(path("s")).unwrap();
+    client.write_all(b"hello").unwrap();
+    client.shutdown(std::net::Shutdown::Write).unwrap();
+    let (mut stream, _) = listener.accept_timeout(PATIENCE).unwrap();
+    let mut got = Vec::new();
+    stream.read_to_end(&mut got).unwrap();
+    // Version 2, LOCAL; UNSPEC.
+    assert_eq!(proxy_header(&got), ((0x20, 0), &[][..], &b"hello"[..]));
+
+    let listener = guest.listen_seqpacket(Port::new(23), 8).unwrap();
+    let client = packets().unwrap();
+    rustix::net::connect(&client, &address).unwrap();
+    rustix::net::send(&client, b"hello", SendFlags::NOSIGNAL).unwrap();
+    let (socket, _) = listener.accept_timeout(PATIENCE).unwrap();
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut got = [0; 100];
+    let header = socket.recv(&mut got).unwrap().unwrap().len;
+    assert_eq!(proxy_header(&got[..header]), ((0x20, 0), &[][..], &[][..]));
+    let hello = socket.recv(&mut got).unwrap().unwrap().len;
+    assert_eq!(&got[..hello], b"hello");
+}

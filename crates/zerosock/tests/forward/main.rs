@@ -1,6 +1,7 @@
 //! Forwarding by rule: guests to TCP, UDP and Unix sockets, and clients of TCP and Unix listeners to
 //! guests, attached processes and services.
 
+mod associations;
 mod bounds;
 #[path = "../common/mod.rs"]
 mod common;
@@ -12,6 +13,7 @@ mod names;
 mod outward;
 mod reload;
 mod sources;
+mod zero_copy;
 
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};

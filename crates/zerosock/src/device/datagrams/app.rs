@@ -179,7 +179,7 @@ impl Device {
             }
             Err(NotPut::NoRoom) if self.datagrams.retry.is_none() => self.want_datagram_room(),
             Err(NotPut::NoRoom) => {}
-            Err(NotPut::TooLong) => {}
+            Err(NotPut::TooLong | NotPut::NotReceived(_)) => {}
         }
         put
     }

@@ -1,5 +1,5 @@
-//! Datagrams of the guest (docs/datagrams.md): to and from the embedding program, and to and from
-//! siblings.
+//! Datagrams of the guest (docs/datagrams.md): to and from the embedding program, to and from
+//! siblings, and by rule to and from sockets outside.
 //!
 //! # Invariants
 //! - The fragments of a datagram are contiguous in the guest's queue.
@@ -14,6 +14,7 @@
 //! buffer waits as a copy, within bounds, and its sources are told to stop.
 
 mod app;
+mod outside;
 mod put;
 mod siblings;
 #[cfg(test)]
@@ -132,8 +133,11 @@ impl Device {
     fn guest_control(&mut self, chain: Chain, header: Repr, cx: &mut Context<'_>) {
         if is_for_program(header.dst, cx) {
             let now = cx.time();
-            if let Some(app) = cx.shared.app.as_deref_mut() {
-                app.inboxes.table.handle_control(now, &header);
+            match cx.shared.app.as_deref_mut() {
+                Some(app) => {
+                    app.inboxes.table.handle_control(now, &header);
+                }
+                None => self.association_control(&header, now),
             }
             return self.complete_tx(chain);
         }
@@ -153,9 +157,12 @@ impl Device {
             return self.lend_to_sibling(chain, header, bytes, cx);
         }
         let flow = self.datagrams.flow_control;
-        if cx.shared.app.is_none() || !cx.shared.routes.may_reach(self.cid, header.dst) {
+        if !cx.shared.routes.may_reach(self.cid, header.dst) {
             cx.shared.counters.datagrams_dropped.add(1);
             return self.complete_tx(chain);
+        }
+        if cx.shared.app.is_none() {
+            return self.send_outside(chain, &header, bytes, cx);
         }
         let now = cx.time();
         let taken = cx.shared.app.as_deref_mut().and_then(|app| {
@@ -198,12 +205,14 @@ impl Device {
         if self.datagrams.handle_timeout(cx.now) {
             wake_all(cx);
         }
+        self.datagrams.associations.handle_timeout(self.cid, cx.now);
         self.count_lost(cx);
         self.notify_sources(cx);
     }
 
     /// Drops all datagram state, also the program's about this guest: the driver has gone.
     pub(super) fn forget_datagrams(&mut self, cx: &mut Context<'_>) {
+        self.end_associations("the endpoint has gone", cx);
         self.datagrams.forget();
         let cid = self.cid;
         if let Some(app) = cx.shared.app.as_deref_mut() {

@@ -6,17 +6,24 @@
 
 use std::time::Duration;
 
+use rustix::io::Errno;
 use zerosock_proto::Address;
 use zerosock_proto::vsock::datagram::data;
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
-use zerosock_ring::{Chain, Memory};
+use zerosock_ring::{Chain, Memory, SliceBuf};
 
 use crate::device::events::emit;
+use crate::device::host_sockets::HostSocket;
 use crate::device::state::program::App;
 use crate::device::{Context, Device};
+use crate::fallible;
+use crate::stats::Counters;
 
 /// Interval of retries for a datagram that needs several buffers.
 const RETRY: Duration = Duration::from_millis(1);
+
+/// Most pieces of memory in one receive.
+const PIECES: usize = 128;
 
 /// The payload of a datagram.
 #[derive(Copy, Clone)]
@@ -24,6 +31,8 @@ pub(super) enum Source<'a> {
     Bytes(&'a [u8]),
     /// The given number of bytes of a chain, behind the header.
     Chain(&'a Memory, &'a Chain, usize),
+    /// The next datagram of a socket, which has this length.
+    Socket(&'a HostSocket, usize),
 }
 
 /// Why a datagram was not sent to the guest.
@@ -33,19 +42,38 @@ pub(crate) enum NotPut {
     NoRoom,
     /// It does not fit into a full queue of such buffers.
     TooLong,
+    /// The socket has no such datagram any more; or, if true, the guest's memory has vanished.
+    NotReceived(bool),
 }
 
 impl Source<'_> {
     pub(super) fn len(self) -> usize {
         match self {
             Source::Bytes(bytes) => bytes.len(),
-            Source::Chain(_, _, len) => len,
+            Source::Chain(_, _, len) | Source::Socket(_, len) => len,
         }
+    }
+
+    /// Fills the payload parts of `chains`, which have room for it, in their order.
+    #[inline]
+    fn fill(self, memory: &Memory, chains: &[Chain], counters: &Counters) -> Result<(), NotPut> {
+        if let Source::Socket(socket, len) = self {
+            return receive(socket, len, memory, chains, counters);
+        }
+        let mut at = 0;
+        for chain in chains {
+            let part = room(chain).min(self.len() - at);
+            self.copy(at, part, memory, chain);
+            at += part;
+        }
+        Ok(())
     }
 
     /// Copies `len` bytes from offset `at` into the payload part of `chain`.
     fn copy(self, at: usize, len: usize, memory: &Memory, chain: &Chain) {
         match self {
+            // Received by `fill`.
+            Source::Socket(..) => {}
             Source::Bytes(bytes) => {
                 let bytes = bytes.get(at..at + len).unwrap_or(&[]);
                 memory.write(chain.writable(), HEADER_LEN, bytes);
@@ -54,6 +82,47 @@ impl Source<'_> {
                 let source = (from, source.readable(), HEADER_LEN + at);
                 Memory::copy(source, (memory, chain.writable(), HEADER_LEN), len);
             }
+        }
+    }
+}
+
+/// Bytes of payload that fit into a buffer.
+fn room(chain: &Chain) -> usize {
+    (chain.writable_len() as usize).saturating_sub(HEADER_LEN)
+}
+
+/// Receives a datagram of `len` bytes into the payload parts of `chains`; by a copy if they have too
+/// many pieces.
+fn receive(
+    socket: &HostSocket,
+    len: usize,
+    memory: &Memory,
+    chains: &[Chain],
+    counters: &Counters,
+) -> Result<(), NotPut> {
+    let mut slices = SliceBuf::<PIECES>::new();
+    let mut reached = 0;
+    for chain in chains {
+        let want = room(chain).min(len - reached);
+        reached += memory.slices(chain.writable(), HEADER_LEN, want, &mut slices);
+    }
+    if reached < len {
+        let mut bytes = fallible::zeroed(len).map_err(|_| NotPut::NotReceived(false))?;
+        if socket.recv(&mut bytes) != Ok(len) {
+            return Err(NotPut::NotReceived(false));
+        }
+        counters.copied_bytes.add(len as u64);
+        return Source::Bytes(&bytes).fill(memory, chains, counters);
+    }
+    match socket.recv_packet(&slices) {
+        Ok(got) if got.bytes == len => {
+            counters.in_place_bytes.add(len as u64);
+            Ok(())
+        }
+        Ok(_) => Err(NotPut::NotReceived(false)),
+        Err(error) => {
+            let vanished = Errno::from_io_error(&error) == Some(Errno::FAULT);
+            Err(NotPut::NotReceived(vanished))
         }
     }
 }
@@ -120,7 +189,11 @@ impl Device {
             return Err(NotPut::NoRoom);
         };
         if first.writable_len() as usize >= HEADER_LEN + len {
-            source.copy(0, len, rx.queue.memory(), &first);
+            let (memory, chains) = (rx.queue.memory(), std::slice::from_ref(&first));
+            if let Err(error) = source.fill(memory, chains, &cx.shared.counters) {
+                rx.queue.unpop(first);
+                return Err(error);
+            }
             emit(rx, first, &data(from, to, len as u32, true), len);
             cx.shared.counters.tx_packets.add(1);
             cx.shared.counters.tx_bytes.add(len as u64);
@@ -173,10 +246,16 @@ impl Device {
             self.datagrams.retry = Some(cx.time() + RETRY);
             return Err(NotPut::NoRoom);
         }
+        if let Err(error) = source.fill(rx.queue.memory(), &chains, &cx.shared.counters) {
+            while let Some(chain) = chains.pop() {
+                rx.queue.unpop(chain);
+            }
+            self.datagrams.spare_chains = chains;
+            return Err(error);
+        }
         let mut at = 0;
         for chain in chains.drain(..) {
-            let part = (chain.writable_len() as usize - HEADER_LEN).min(len - at);
-            source.copy(at, part, rx.queue.memory(), &chain);
+            let part = self::room(&chain).min(len - at);
             at += part;
             emit(rx, chain, &data(from, to, part as u32, at == len), part);
             cx.shared.counters.tx_packets.add(1);

@@ -119,7 +119,9 @@ impl Device {
         };
         match put {
             Ok(()) => return cx.shared.counters.in_place_bytes.add(source.len() as u64),
-            Err(NotPut::TooLong) => return cx.shared.counters.datagrams_dropped.add(1),
+            Err(NotPut::TooLong | NotPut::NotReceived(_)) => {
+                return cx.shared.counters.datagrams_dropped.add(1);
+            }
             Err(NotPut::NoRoom) => {}
         }
         let datagrams = &mut self.datagrams;
@@ -131,6 +133,8 @@ impl Device {
                 Source::Chain(memory, chain, _) => {
                     memory.read(chain.readable(), HEADER_LEN, &mut bytes);
                 }
+                // Answers of sockets wait in their sockets.
+                Source::Socket(..) => {}
             }
             cx.shared.counters.copied_bytes.add(bytes.len() as u64);
             datagrams.waiting_bytes += bytes.len() + OVERHEAD as usize;
@@ -150,7 +154,7 @@ impl Device {
 
     /// As [`put_datagram`](Self::put_datagram), within the share that ready streams leave; one
     /// datagram may overshoot.
-    fn put_of_sibling(
+    pub(super) fn put_of_sibling(
         &mut self,
         from: Address,
         to: Address,
@@ -237,6 +241,10 @@ impl Device {
                 return;
             }
         }
+        let answers_first = self.datagrams.associations.take_first();
+        if answers_first {
+            self.transmit_answers(cx);
+        }
         while let Some(next) = self.datagrams.waiting.pop_front() {
             let put = self.put_of_sibling(next.from, next.to, Source::Bytes(&next.bytes), cx);
             if put == Err(NotPut::NoRoom) {
@@ -246,6 +254,9 @@ impl Device {
             self.moved += next.bytes.len();
             let bytes = next.bytes.len() + OVERHEAD as usize;
             self.datagrams.waiting_bytes = self.datagrams.waiting_bytes.saturating_sub(bytes);
+        }
+        if !answers_first {
+            self.transmit_answers(cx);
         }
         if self.datagrams.stopping && self.datagrams.waiting_bytes <= WAITING / 8 {
             self.datagrams.stopping = false;

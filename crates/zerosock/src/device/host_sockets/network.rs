@@ -78,14 +78,14 @@ fn socket(to: IpAddr, kind: SocketType, account: &Account) -> io::Result<(OwnedF
     }
 }
 
-/// Sets the options of a TCP socket, as far as the system has them.
+/// Sets the options of a TCP socket, or of those that a listening one accepts, as far as the system has them.
 pub(crate) fn configure_tcp(socket: &OwnedFd, keepalive: Option<Duration>) {
     // Packets of the guest are passed on as they come: they are as large as it made them.
     let _ = sockopt::set_tcp_nodelay(socket, true);
+    let _ = sockopt::set_socket_keepalive(socket, keepalive.is_some());
     if let Some(interval) = keepalive {
         // The options have whole seconds from 1 to 32767.
         let interval = interval.clamp(Duration::from_secs(1), Duration::from_secs(32_767));
-        let _ = sockopt::set_socket_keepalive(socket, true);
         let _ = sockopt::set_tcp_keepidle(socket, interval);
         let _ = sockopt::set_tcp_keepintvl(socket, interval);
         let _ = sockopt::set_tcp_keepcnt(socket, PROBES);

@@ -11,6 +11,7 @@
 
 use super::forwarded::Forwarded;
 use super::messages::Messages;
+use super::zero_copy::ZeroCopySends;
 use crate::device::host_sockets::{HostPort, HostSocket};
 use crate::device::outbound::{HeldChain, Outbound, Spare, Spares};
 
@@ -21,7 +22,7 @@ use std::sync::Arc;
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::{Instant, Port};
 use zerosock_relay::connector::PendingConnect;
-use zerosock_ring::Memory;
+use zerosock_ring::{Chain, Memory};
 
 /// The other end of a connection of the guest.
 #[derive(Debug)]
@@ -283,7 +284,7 @@ pub(crate) struct Bridge {
     pub(crate) urgent: bool,
     /// Number of receive buffers that the next read fills.
     pub(crate) read_chains: u8,
-    /// This bridge's part of the device's sums: chains held or lent, and overflow bytes.
+    /// This bridge's part of the device's sums: chains held, lent or in flight, and overflow bytes.
     pub(crate) counted: (u32, u32),
 }
 
@@ -323,6 +324,26 @@ impl Bridge {
     pub(crate) fn has_lost_bytes(&self) -> bool {
         self.outbound.has_lost_bytes()
             || matches!(&self.peer, BridgePeer::Sibling(sibling) if sibling.has_lost_bytes())
+    }
+
+    /// Whether the kernel may still read bytes of the guest for the socket.
+    pub(crate) fn has_sends_in_flight(&self) -> bool {
+        let forwarded = self.forwarded.as_ref();
+        forwarded
+            .and_then(|it| it.zero_copy.as_ref())
+            .is_some_and(ZeroCopySends::in_flight)
+    }
+
+    /// Chains that are kept until sends in flight were reported.
+    pub(crate) fn chains_in_flight(&self) -> impl Iterator<Item = &Chain> {
+        let forwarded = self.forwarded.as_ref();
+        let sends = forwarded.and_then(|it| it.zero_copy.as_ref());
+        sends.into_iter().flat_map(ZeroCopySends::chains)
+    }
+
+    /// Whether the other end has taken all bytes of the guest.
+    pub(crate) fn is_delivered(&self) -> bool {
+        self.outbound.is_empty() && !self.has_sends_in_flight()
     }
 
     /// Clears `waits_for_bytes`, because more bytes have arrived, perhaps enough to be sent.

@@ -10,6 +10,8 @@ use zerosock_proto::{Address, Instant};
 use zerosock_ring::Chain;
 use zerosock_virtio::deadline::earlier;
 
+use super::associations::Associations;
+
 /// Flow-control packets that may wait for a buffer of the guest.
 const MAX_CONTROLS: usize = 64;
 
@@ -48,6 +50,8 @@ pub(in crate::device) struct Datagrams {
     pub(in crate::device) spare_chains: Vec<Chain>,
     /// Part of the device's `moved` that is a charge for copies, not payload.
     pub(in crate::device) charged: usize,
+    /// Sockets outside to which rules send datagrams of the guest.
+    pub(in crate::device) associations: Associations,
 }
 
 #[derive(Debug)]
@@ -76,6 +80,7 @@ impl Datagrams {
             returned: 0,
             spare_chains: Vec::new(),
             charged: 0,
+            associations: Associations::default(),
         }
     }
 
@@ -93,7 +98,8 @@ impl Datagrams {
         self.flow_control = self.negotiated && features & F_DGRAM_FLOW != 0;
     }
 
-    /// Drops all datagrams and assembly state: the driver has gone or was reset.
+    /// Drops all datagrams and assembly state: the driver has gone or was reset. Its associations have
+    /// ended before.
     pub(in crate::device) fn forget(&mut self) {
         let (negotiated, flow_control, under_way) =
             (self.negotiated, self.flow_control, self.under_way);
@@ -104,7 +110,8 @@ impl Datagrams {
 
     pub(in crate::device) fn next_timeout(&self) -> Option<Instant> {
         let deadline = earlier(self.assembler.poll_timeout(), self.stops.poll_timeout());
-        earlier(deadline, self.retry)
+        let paused = self.associations.paused.poll_timeout();
+        earlier(earlier(deadline, self.retry), paused)
     }
 
     /// Returns true if senders that found too few buffers may try again.
@@ -126,7 +133,10 @@ impl Datagrams {
 
     /// Whether there are datagrams or flow-control packets that can be sent to the guest now.
     pub(in crate::device) fn has_work(&self) -> bool {
-        self.retry.is_none() && (!self.waiting.is_empty() || !self.controls.is_empty())
+        self.retry.is_none()
+            && (!self.waiting.is_empty()
+                || !self.controls.is_empty()
+                || !self.associations.ready.is_empty())
     }
 
     pub(in crate::device) fn queue_control(&mut self, control: Repr) {

@@ -1,16 +1,20 @@
 //! What a connection that a rule has made keeps beside its bridge.
 //!
 //! # Invariants
-//! - Every established connection writes one line to the access log, when its bridge is removed.
+//! - Every established connection writes one line to the access log at its end, unless its VM or process has
+//!   written too many.
 
 use std::fmt;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant as StdInstant};
 
 use zerosock_proto::{Address, Instant};
 use zerosock_relay::target::Target;
+use zerosock_sys::LogLimit;
 
-use crate::routing::forward::Admitted;
+use super::zero_copy::ZeroCopySends;
+use crate::routing::forward::{Admitted, ZeroCopy};
 
 /// Payload bytes after which an open connection adds to the counters of its rule.
 const PUBLISH: u64 = 1 << 20;
@@ -22,17 +26,21 @@ pub(crate) struct Forwarded {
     /// The endpoint: with its own port if it has connected, else with the port that was connected to.
     endpoint: Address,
     remote: Remote,
-    /// When both sides were connected.
-    opened: Option<StdInstant>,
+    /// When both sides were connected, and the bound of the access log.
+    opened: Option<(StdInstant, Arc<LogLimit>)>,
     /// Payload bytes to the socket.
     to_socket: u64,
     /// Payload bytes from the socket.
     from_socket: u64,
     /// The bytes that the rule has counted.
     published: (u64, u64),
+    /// What the endpoint receives before the first byte of a client; empty if nothing is left of it.
+    header: Vec<u8>,
     pub(in crate::device) idle: Option<Idle>,
     /// The remote side has reset the connection: end of file is none.
     pub(in crate::device) reset_by_remote: bool,
+    /// Zero-copy sends; `None`: it makes none.
+    pub(in crate::device) zero_copy: Option<ZeroCopySends>,
     /// Why it ended; the first reason counts.
     reason: Option<&'static str>,
 }
@@ -86,6 +94,7 @@ impl Forwarded {
             to_socket: 0,
             from_socket: 0,
             published: (0, 0),
+            header: Vec::new(),
             idle: idle.map(|limit| Idle {
                 limit,
                 next: Instant::ZERO,
@@ -93,13 +102,50 @@ impl Forwarded {
                 quiet: 0,
             }),
             reset_by_remote: false,
+            zero_copy: None,
             reason: None,
         }
+    }
+
+    /// Sets what the endpoint receives before the first byte of a client.
+    pub(crate) fn set_header(&mut self, header: Vec<u8>) {
+        self.header = header;
+    }
+
+    /// Whether some of the header is left.
+    pub(in crate::device) fn has_header(&self) -> bool {
+        !self.header.is_empty()
+    }
+
+    /// What is left of the header.
+    pub(in crate::device) fn header(&mut self) -> &mut Vec<u8> {
+        &mut self.header
+    }
+
+    /// Sets when a TCP connection sends without a copy.
+    pub(crate) fn with_zero_copy(mut self, option: ZeroCopy) -> Forwarded {
+        let is_tcp = match &self.remote {
+            Remote::Target { target, .. } => matches!(target, Target::Tcp { .. }),
+            Remote::Client(address) => address.is_some(),
+        };
+        self.zero_copy = ZeroCopySends::new(option).filter(|_| is_tcp);
+        self
     }
 
     /// The rule in one line.
     pub(crate) fn rule(&self) -> &str {
         self.admitted.rule().text()
+    }
+
+    /// Whether the target is a Unix socket.
+    pub(in crate::device) fn is_to_unix(&self) -> bool {
+        matches!(
+            &self.remote,
+            Remote::Target {
+                target: Target::UnixDatagram(_),
+                ..
+            }
+        )
     }
 
     /// Records the address that the name of the target was resolved to.
@@ -109,9 +155,9 @@ impl Forwarded {
         }
     }
 
-    /// Records that both sides are connected.
-    pub(in crate::device) fn open(&mut self) {
-        self.opened = Some(StdInstant::now());
+    /// Records that both sides are connected. `log` bounds the access log.
+    pub(in crate::device) fn open(&mut self, log: &Arc<LogLimit>) {
+        self.opened = Some((StdInstant::now(), Arc::clone(log)));
         self.admitted.rule().count_opened();
     }
 
@@ -212,7 +258,13 @@ impl Forwarded {
     /// connection was established.
     pub(in crate::device) fn finish(&mut self) {
         self.publish();
-        let Some(opened) = self.opened else { return };
+        let Some((opened, log)) = &self.opened else {
+            return;
+        };
+        let now = StdInstant::now();
+        let Some(suppressed) = log.admit(now) else {
+            return;
+        };
         let (from, to) = self.ends();
         let (sent, received) = self.directions(self.to_socket, self.from_socket);
         tracing::info!(
@@ -221,8 +273,9 @@ impl Forwarded {
             to,
             sent,
             received,
-            seconds = %Seconds(opened.elapsed()),
+            seconds = %Seconds(now.duration_since(*opened)),
             reason = self.reason.unwrap_or("closed"),
+            suppressed,
             "forwarded connection ended"
         );
     }
@@ -246,7 +299,7 @@ mod tests {
 
     #[test]
     fn idle_time_is_between_the_limit_and_half_as_much_again() {
-        let state = RuleState::new("rule".into(), None);
+        let state = RuleState::new("rule".into(), None, None);
         let second = Duration::from_secs(1);
         let mut connection = Forwarded::new(
             state.admit().unwrap(),
@@ -264,7 +317,7 @@ mod tests {
 
     #[test]
     fn bytes_are_counted_in_the_direction_of_the_connect() {
-        let state = RuleState::new("rule".into(), None);
+        let state = RuleState::new("rule".into(), None, None);
         let target: Target = "unix:/a".parse().unwrap();
         let outward = Remote::Target {
             target,

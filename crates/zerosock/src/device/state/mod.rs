@@ -2,6 +2,7 @@
 //! modules above have what a device does with them.
 
 pub(crate) mod app;
+pub(crate) mod associations;
 pub(crate) mod backlogs;
 pub(crate) mod bridge;
 pub(crate) mod datagrams;
@@ -15,6 +16,7 @@ pub(crate) mod program;
 pub(crate) mod queue_pairs;
 pub(crate) mod sibling_message;
 pub(crate) mod timers;
+pub(crate) mod zero_copy;
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -24,10 +26,10 @@ use std::time::Duration;
 
 use slab::Slab;
 use zerosock_proto::vsock::Shard;
-use zerosock_proto::{Cid, Port};
+use zerosock_proto::{Cid, Instant, Port};
 use zerosock_relay::connector::Connector;
+use zerosock_sys::LogLimit;
 use zerosock_sys::account::{Account, Budget};
-use zerosock_vhost_user::LogLimit;
 use zerosock_virtio::mailbox::Sender;
 use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::queues::QueueSet;
@@ -58,8 +60,10 @@ pub(crate) const TX: u16 = 1;
 /// Index of the event queue.
 pub(crate) const EVENT: u16 = 2;
 
-/// Payload bytes that one turn of a device moves in each direction: about a millisecond of work.
-pub(crate) const TURN_BYTES: usize = 2 << 20;
+/// Payload bytes after which a turn of a device ends, in each direction. The buffers are published then,
+/// so that a guest on another core fills and reads them while the worker continues: a larger turn makes
+/// guest and worker wait for each other, because credit (256 KiB for Linux) bounds the bytes under way.
+pub(crate) const TURN_BYTES: usize = 64 << 10;
 
 /// Limits of each device.
 #[derive(Clone, Copy, Debug)]
@@ -129,6 +133,8 @@ pub(crate) struct Device {
     /// The descriptor budget that host sockets count against.
     pub(in crate::device) account: Account,
     pub(in crate::device) warnings: LogLimit,
+    /// Bounds the lines of the access log, of all queue pairs together.
+    pub(in crate::device) access_log: Arc<LogLimit>,
 
     pub(in crate::device) queues: QueueSet<VsockRings>,
     /// A TRANSPORT_RESET event has to be sent to the driver.
@@ -139,8 +145,6 @@ pub(crate) struct Device {
     pub(in crate::device) by_flow: Vec<u32>,
     pub(in crate::device) lingering: Lingering,
     pub(in crate::device) backlogs: Backlogs,
-    /// One reference for each request to the connector without an answer, and this one.
-    pub(in crate::device) dials: Arc<()>,
     pub(in crate::device) handshakes: Slab<Handshake>,
     /// Keys of bridges that may have something for the guest, in the order of their turns.
     pub(in crate::device) ready: VecDeque<u32>,
@@ -157,6 +161,8 @@ pub(crate) struct Device {
     pub(in crate::device) stalled_chains: usize,
     pub(in crate::device) overflow_bytes: usize,
     pub(in crate::device) timers: Timers,
+    /// When the pending command stops waiting for zero-copy sends.
+    pub(in crate::device) sends_end_by: Option<Instant>,
     /// Entries of `ready` without a bridge, which was removed.
     pub(in crate::device) stale_ready: usize,
     /// Connection requests to siblings without an answer.
@@ -193,13 +199,13 @@ impl Device {
             queue_pairs: QueuePairSet::one(addr),
             account: Budget::unlimited().account(),
             warnings: LogLimit::default(),
+            access_log: Arc::default(),
             queues: QueueSet::new(0),
             announce_reset: false,
             bridges: Slab::new(),
             by_flow: Vec::new(),
             lingering: Lingering::default(),
             backlogs: Backlogs::default(),
-            dials: Arc::new(()),
             handshakes: Slab::new(),
             ready: VecDeque::new(),
             outgoing: VecDeque::new(),
@@ -210,6 +216,7 @@ impl Device {
             stalled_chains: 0,
             overflow_bytes: 0,
             timers: Timers::default(),
+            sends_end_by: None,
             stale_ready: 0,
             unanswered: 0,
             moved: 0,
@@ -220,6 +227,11 @@ impl Device {
             touched: false,
             counted: Gauges::default(),
         }
+    }
+
+    /// Sets the bound of the access log.
+    pub(crate) fn set_access_log(&mut self, limit: Arc<LogLimit>) {
+        self.access_log = limit;
     }
 
     /// Sets the budget that the device's host sockets count against.

@@ -14,6 +14,7 @@ use zerosock_proto::{Address, Port};
 use zerosock_ring::Memory;
 use zerosock_virtio::outbox::DeviceAddr;
 
+use super::associations::AssociationId;
 use super::bridge::Bridge;
 use super::host::{Caller, Client};
 use super::peer::Peer;
@@ -78,6 +79,11 @@ pub(crate) enum SiblingMessage {
     /// From the connector: the connection for this flow, or why there is none.
     Dialed {
         to: FlowId,
+        outcome: Result<Box<Dialed>, String>,
+    },
+    /// From the connector: the socket for the datagrams of an association, or why there is none.
+    DialedDatagrams {
+        to: AssociationId,
         outcome: Result<Box<Dialed>, String>,
     },
     /// From a listener: connect this client to your guest.
@@ -198,6 +204,7 @@ impl SiblingMessage {
             SiblingMessage::Connect { .. }
             | SiblingMessage::Call { .. }
             | SiblingMessage::Client(_)
+            | SiblingMessage::DialedDatagrams { .. }
             | SiblingMessage::Lost
             | SiblingMessage::TakeOver(_)
             | SiblingMessage::SentOn(_)
@@ -230,6 +237,7 @@ impl SiblingMessage {
             SiblingMessage::Connect { .. }
             | SiblingMessage::Call { .. }
             | SiblingMessage::Client(_)
+            | SiblingMessage::DialedDatagrams { .. }
             | SiblingMessage::Lost
             | SiblingMessage::TakeOver(_)
             | SiblingMessage::SentOn(_)
@@ -275,6 +283,7 @@ impl SiblingMessage {
             SiblingMessage::Call { .. }
             | SiblingMessage::Client(_)
             | SiblingMessage::Dialed { .. }
+            | SiblingMessage::DialedDatagrams { .. }
             | SiblingMessage::Lost
             | SiblingMessage::HandOff { .. }
             | SiblingMessage::Arrived { .. }

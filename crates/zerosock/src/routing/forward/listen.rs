@@ -10,6 +10,7 @@ use std::time::Duration;
 use zerosock_proto::{Cid, Port};
 use zerosock_relay::networks::Network;
 
+use super::zero_copy::ZeroCopy;
 use crate::routing::name::Name;
 
 /// An address that clients outside connect to: `tcp:ADDRESS:PORT`, `unix:PATH` or
@@ -57,8 +58,13 @@ pub struct ListenRule {
     pub idle_timeout: Option<Duration>,
     /// Idle time before the first TCP keepalive probe, and interval of the probes; `None`: none.
     pub keepalive: Option<Duration>,
+    /// Send the endpoint a header of the PROXY protocol version 2 first, with the addresses of a TCP
+    /// client.
+    pub proxy_protocol: bool,
     /// Most connections at once.
     pub max_connections: Option<u32>,
+    /// When bytes to a TCP client are sent without a copy.
+    pub zero_copy: ZeroCopy,
 }
 
 impl ListenRule {
@@ -72,7 +78,9 @@ impl ListenRule {
             deny: Vec::new(),
             idle_timeout: None,
             keepalive: Some(super::rule::KEEPALIVE),
+            proxy_protocol: false,
             max_connections: None,
+            zero_copy: ZeroCopy::Auto,
         }
     }
 
@@ -84,7 +92,9 @@ impl ListenRule {
             && self.deny == other.deny
             && self.idle_timeout == other.idle_timeout
             && self.keepalive == other.keepalive
+            && self.proxy_protocol == other.proxy_protocol
             && self.max_connections == other.max_connections
+            && self.zero_copy == other.zero_copy
     }
 }
 

@@ -12,6 +12,7 @@ mod listen;
 mod rule;
 mod state;
 mod target;
+mod zero_copy;
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -27,6 +28,7 @@ pub use self::rule::ForwardRule;
 pub use self::state::RuleStats;
 pub(crate) use self::state::{Admitted, RuleBoard, RuleState};
 pub use self::target::{TargetError, TargetTemplate};
+pub use self::zero_copy::{ParseZeroCopyError, ZeroCopy};
 pub use zerosock_relay::networks::{Network, ParseNetworkError};
 pub use zerosock_relay::target::Target;
 
@@ -100,7 +102,8 @@ pub(crate) struct ActiveRule {
 pub(crate) struct ForwardRules(Arc<[Arc<ActiveRule>]>);
 
 impl ForwardRules {
-    /// The rules `wanted`. Those that are also in `self` keep their state.
+    /// The rules `wanted`. Those that are also in `self` keep their state; one that replaces another for
+    /// the same endpoints, ports and type counts the connections of that one.
     pub(crate) fn replaced(&self, wanted: Vec<ForwardRule>) -> Result<ForwardRules, RuleError> {
         check(&wanted)?;
         let mut kept: Vec<_> = self.0.to_vec();
@@ -109,7 +112,10 @@ impl ForwardRules {
                 .into_iter()
                 .map(|rule| match kept.iter().position(|old| old.rule == rule) {
                     Some(at) => kept.swap_remove(at),
-                    None => Arc::new(ActiveRule::new(rule)),
+                    None => {
+                        let old = self.0.iter().find(|old| old.rule.is_replaced_by(&rule));
+                        Arc::new(ActiveRule::new(rule, old.map(|old| &*old.state)))
+                    }
                 });
         Ok(ForwardRules(rules.collect()))
     }
@@ -124,7 +130,7 @@ impl ForwardRules {
     ) -> Option<&Arc<ActiveRule>> {
         let matches = |active: &&Arc<ActiveRule>| {
             active.rule.ports.contains(&port)
-                && active.rule.to.socket_type() == socket_type
+                && active.rule.to.takes(socket_type)
                 && active.rule.from.iter().any(|party| party.includes(from))
         };
         self.0.iter().find(matches)
@@ -142,12 +148,12 @@ impl ForwardRules {
 }
 
 impl ActiveRule {
-    fn new(rule: ForwardRule) -> ActiveRule {
+    fn new(rule: ForwardRule, old: Option<&RuleState>) -> ActiveRule {
         let policy = AddressPolicy::for_guests(rule.allow.clone(), rule.deny.clone());
         let text = format!("forward {} to {}", rule.shown_ports(), rule.to);
         ActiveRule {
             policy: Arc::new(policy),
-            state: RuleState::new(text, rule.max_connections),
+            state: RuleState::new(text, rule.max_connections, old),
             rule,
         }
     }
@@ -298,5 +304,10 @@ mod tests {
         let (old, new): (Vec<_>, Vec<_>) = (before.states().collect(), after.states().collect());
         assert!(Arc::ptr_eq(&old[1], &new[0]));
         assert!(!Arc::ptr_eq(&old[0], &new[1]));
+        // The changed one goes on counting.
+        let one = old[0].admit().unwrap();
+        assert!(new[1].admit().is_none());
+        drop(one);
+        assert!(new[1].admit().is_some());
     }
 }

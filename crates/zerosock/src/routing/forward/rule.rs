@@ -7,6 +7,7 @@ use zerosock_proto::Port;
 use zerosock_relay::networks::Network;
 
 use super::target::TargetTemplate;
+use super::zero_copy::ZeroCopy;
 use crate::routing::access::Party;
 
 /// Default idle time before the first TCP keepalive probe.
@@ -19,7 +20,8 @@ const DATAGRAM_IDLE: Duration = Duration::from_secs(60);
 ///
 /// A rule for `tcp:` or `unix:` matches stream connections, one for `udp:`, `unix-dgram:` or
 /// `unix-seqpacket:` connections of type SOCK_SEQPACKET, of which each message becomes one datagram or
-/// packet. The first rule that matches decides.
+/// packet. Rules for `udp:` and `unix-dgram:` match vsock datagrams, too: all from one port of an endpoint to
+/// one port of CID 2 have a socket, and count as one connection. The first rule that matches decides.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ForwardRule {
     /// Matches connections from these endpoints. [`Party::Host`] is not possible.
@@ -48,6 +50,8 @@ pub struct ForwardRule {
     pub proxy_protocol: bool,
     /// Most connections at once, of all endpoints together.
     pub max_connections: Option<u32>,
+    /// When bytes to a TCP target are sent without a copy.
+    pub zero_copy: ZeroCopy,
 }
 
 impl ForwardRule {
@@ -65,6 +69,7 @@ impl ForwardRule {
             keepalive: Some(KEEPALIVE),
             proxy_protocol: false,
             max_connections: None,
+            zero_copy: ZeroCopy::Auto,
         }
     }
 
@@ -81,6 +86,13 @@ impl ForwardRule {
         let common =
             self.ports.start() <= other.ports.end() && other.ports.start() <= self.ports.end();
         same_parties && common && self.to.socket_type() == other.to.socket_type()
+    }
+
+    /// Whether `new` matches the same connections.
+    pub(super) fn is_replaced_by(&self, new: &ForwardRule) -> bool {
+        self.from == new.from
+            && self.ports == new.ports
+            && self.to.socket_type() == new.to.socket_type()
     }
 
     /// The ports as text.

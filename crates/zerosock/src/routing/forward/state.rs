@@ -2,7 +2,8 @@
 //!
 //! # Invariants
 //! - A rule never has more connections than its limit: [`RuleState::admit`] counts a connection before
-//!   it is made, and dropping [`Admitted`] ends the count.
+//!   it is made, and dropping [`Admitted`] ends the count. Connections of the rules that it has
+//!   [replaced](RuleState::new) count, too.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -37,6 +38,8 @@ pub(crate) struct RuleState {
     text: String,
     limit: u64,
     removed: AtomicBool,
+    /// Connections that count against the limit: those of this rule and of the ones that it has replaced.
+    admitted: Arc<AtomicU64>,
     active: AtomicU64,
     opened: AtomicU64,
     refused: AtomicU64,
@@ -50,11 +53,14 @@ pub(crate) struct RuleState {
 pub(crate) struct Admitted(Arc<RuleState>);
 
 impl RuleState {
-    pub(crate) fn new(text: String, limit: Option<u32>) -> Arc<RuleState> {
+    /// The state of a rule that may take the place of an old one, whose connections continue.
+    pub(crate) fn new(text: String, limit: Option<u32>, old: Option<&RuleState>) -> Arc<RuleState> {
+        let admitted = old.map_or_else(Arc::default, |old| Arc::clone(&old.admitted));
         Arc::new(RuleState {
             text,
             limit: limit.map_or(u64::MAX, u64::from),
             removed: AtomicBool::new(false),
+            admitted,
             active: AtomicU64::new(0),
             opened: AtomicU64::new(0),
             refused: AtomicU64::new(0),
@@ -72,11 +78,13 @@ impl RuleState {
     /// Counts a connection. `None`: the rule has as many as it may have.
     pub(crate) fn admit(self: &Arc<RuleState>) -> Option<Admitted> {
         // Relaxed, here and below: the counters guard no other data.
-        let step = |active: u64| (active < self.limit).then_some(active + 1);
+        let step = |admitted: u64| (admitted < self.limit).then_some(admitted + 1);
         let counted = self
-            .active
+            .admitted
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, step);
-        counted.is_ok().then(|| Admitted(Arc::clone(self)))
+        counted.ok()?;
+        self.active.fetch_add(1, Ordering::Relaxed);
+        Some(Admitted(Arc::clone(self)))
     }
 
     /// Counts a connection as refused.
@@ -136,6 +144,7 @@ impl Admitted {
 impl Drop for Admitted {
     fn drop(&mut self) {
         self.0.active.fetch_sub(1, Ordering::Relaxed);
+        self.0.admitted.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -176,7 +185,7 @@ mod tests {
 
     #[test]
     fn no_more_connections_than_the_limit_exist_at_once() {
-        let state = RuleState::new("rule".into(), Some(2));
+        let state = RuleState::new("rule".into(), Some(2), None);
         let (one, two) = (state.admit().unwrap(), state.admit().unwrap());
         assert!(state.admit().is_none());
         drop(one);
@@ -187,15 +196,30 @@ mod tests {
     }
 
     #[test]
+    fn connections_of_a_replaced_rule_count_against_its_successor() {
+        let old = RuleState::new("old".into(), None, None);
+        let (one, two) = (old.admit().unwrap(), old.admit().unwrap());
+        let new = RuleState::new("new".into(), Some(2), Some(&old));
+        assert!(new.admit().is_none());
+        drop(one);
+        let three = new.admit().unwrap();
+        assert!(new.admit().is_none());
+        // Each shows its own.
+        assert_eq!((old.active(), new.active()), (1, 1));
+        drop((two, three));
+        assert!(new.admit().is_some());
+    }
+
+    #[test]
     fn a_removed_rule_is_shown_while_it_has_connections() {
         let board = RuleBoard::default();
         let (old, idle) = (
-            RuleState::new("old".into(), None),
-            RuleState::new("idle".into(), None),
+            RuleState::new("old".into(), None, None),
+            RuleState::new("idle".into(), None, None),
         );
         board.set([old.clone(), idle]);
         let connection = old.admit().unwrap();
-        board.set([RuleState::new("new".into(), None)]);
+        board.set([RuleState::new("new".into(), None, None)]);
         let shown = |board: &RuleBoard| {
             let stats = board.stats();
             let shown = stats.into_iter().map(|stats| (stats.rule, stats.removed));

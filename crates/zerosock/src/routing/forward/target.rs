@@ -76,6 +76,14 @@ impl TargetTemplate {
         }
     }
 
+    /// Whether connections of this type, or datagrams, can be forwarded to it.
+    pub(crate) fn takes(&self, socket_type: SocketType) -> bool {
+        match socket_type {
+            SocketType::Datagram => self.is_datagram(),
+            _ => self.socket_type() == socket_type,
+        }
+    }
+
     /// The target of a connection of the endpoint `cid` to `port`. `None`: the port is no TCP or UDP
     /// port.
     pub(crate) fn resolve(&self, cid: Cid, port: Port) -> Option<Target> {

@@ -12,7 +12,7 @@ use rustix::event::epoll::{self, EventFlags};
 use rustix::net::{Shutdown, shutdown};
 use zerosock_proto::{Cid, Port};
 use zerosock_sys::account::{Account, Limits, Permit};
-use zerosock_sys::{PeerFd, fd_passing};
+use zerosock_sys::{LogLimit, PeerFd, fd_passing};
 
 use super::super::codec::{ANSWER_LEN, Answer, AttachRequest, ServiceRequest, Status, VERSION};
 use super::super::directory::Directory;
@@ -20,7 +20,6 @@ use super::super::{AttachConfig, HOST};
 use crate::control::registry::DeviceRegistry;
 use crate::control::socket_file::SocketFile;
 use crate::routing::name::Name;
-use zerosock_vhost_user::LogLimit;
 use zerosock_virtio::outbox::DeviceAddr;
 
 /// Time-out for the first request, and for a request that waits for something to become free.

@@ -1,0 +1,463 @@
+//! Datagrams by rule between the guest and UDP or Unix datagram sockets outside.
+//!
+//! # Invariants
+//! - Each pair of a port of the guest and a port of CID 2 has a socket of its own, which is connected:
+//!   answers of others than the target do not reach the guest.
+//! - No report about a datagram (ICMP) ends an association.
+//! - Answers that the guest does not take wait in their sockets, which the kernel bounds.
+//!
+//! # Operation
+//! A datagram of the guest leaves by one `sendmsg` from guest memory, or from a copy if it came in
+//! fragments or is in too many pieces. While the connector resolves the name of the target, or the socket
+//! is full, a few copies wait. An answer is received into posted buffers by one `recvmsg` once there are
+//! enough of them; by way of a copy if they are too many pieces.
+
+use std::sync::Arc;
+
+use zerosock_proto::vsock::datagram::{Control, MAX_DATAGRAM, PauseReason};
+use zerosock_proto::wire::vsock::{HEADER_LEN, Repr, SocketType};
+use zerosock_proto::{Address, Cid, Instant};
+use zerosock_relay::connector::ConnectRequest;
+use zerosock_relay::target::Target;
+use zerosock_ring::{Chain, Memory, SliceBuf};
+use zerosock_virtio::poller::{Interest, Readiness};
+
+use super::put::{NotPut, Source};
+use crate::device::forwarded::{self, DialedFor};
+use crate::device::host_sockets::hybrid::{self, Ahead};
+use crate::device::host_sockets::{Attempt, HostSocket, network};
+use crate::device::message_sockets::{Sent, send_bytes, send_slices};
+use crate::device::state::associations::{self, AssociationId};
+use crate::device::state::forwarded::{Forwarded, Remote};
+use crate::device::state::sibling_message::Dialed;
+use crate::device::state::timers::Timer;
+use crate::device::virtio::ASSOCIATION;
+use crate::device::{Context, Device, TURN_BYTES};
+use crate::fallible;
+use crate::routing::forward::ActiveRule;
+
+/// Answers sent to the guest in one turn.
+const BUDGET: usize = 64;
+/// Bytes of the turn's budget charged for a socket that is made.
+const SOCKET: usize = TURN_BYTES / 8;
+/// Most pieces of memory in one send.
+const PIECES: usize = 64;
+
+impl Device {
+    /// Sends a datagram of the guest to the socket that a rule has for it: in `chain`, or assembled in
+    /// `bytes`.
+    pub(super) fn send_outside(
+        &mut self,
+        chain: Chain,
+        header: &Repr,
+        bytes: Option<Vec<u8>>,
+        cx: &mut Context<'_>,
+    ) {
+        let Some(key) = self.association_for(header, cx) else {
+            cx.shared.counters.datagrams_dropped.add(1);
+            return self.complete_tx(chain);
+        };
+        let len = header.len as usize;
+        let all = &mut self.datagrams.associations;
+        let (Some(tx), Some(association)) = (self.queues.rings.tx.as_mut(), all.get(key)) else {
+            return;
+        };
+        let memory = tx.queue.memory();
+        let mut in_place = false;
+        let mut sent = match (&association.socket, &bytes) {
+            (Some(socket), Some(bytes)) if association.waiting.is_empty() => {
+                send_bytes(socket, bytes)
+            }
+            (Some(socket), None) if association.waiting.is_empty() => {
+                let mut slices = SliceBuf::<PIECES>::new();
+                let covered = memory.slices(chain.readable(), HEADER_LEN, len, &mut slices);
+                in_place = covered == len;
+                match in_place {
+                    true => send_slices(socket, &slices),
+                    // In too many pieces.
+                    false => match copy(memory, &chain, len, cx) {
+                        Some(bytes) => send_bytes(socket, &bytes),
+                        None => Sent::NoMemory,
+                    },
+                }
+            }
+            _ => Sent::Full,
+        };
+        if sent == Sent::Full && all.may_wait(key) {
+            match bytes.or_else(|| copy(memory, &chain, len, cx)) {
+                Some(bytes) => {
+                    all.wait(key, bytes);
+                    return tx.complete(chain, 0);
+                }
+                None => sent = Sent::NoMemory,
+            }
+        }
+        tx.complete(chain, 0);
+        if in_place && sent == Sent::Yes {
+            cx.shared.counters.in_place_bytes.add(len as u64);
+        }
+        self.datagram_sent(key, len, sent, cx);
+    }
+
+    /// Accounts for a datagram that has left the device or was dropped.
+    fn datagram_sent(&mut self, key: u32, len: usize, sent: Sent, cx: &mut Context<'_>) {
+        let Some(association) = self.datagrams.associations.get_mut(key) else {
+            return;
+        };
+        match sent {
+            Sent::Yes => {
+                association.used = cx.now;
+                association.forwarded.sent(len);
+            }
+            Sent::Lost => self.fail("guest memory vanished under a send", cx),
+            _ => {
+                association.forwarded.dropped();
+                cx.shared.counters.datagrams_dropped.add(1);
+                // A Unix socket that was closed has no successor at the same address: the next
+                // datagram looks for one.
+                if sent == Sent::Dropped && association.forwarded.is_to_unix() {
+                    self.end_association(key, "reset by the remote side", cx);
+                }
+            }
+        }
+    }
+
+    /// The association for a datagram of the guest, made if there is none. `None`: no rule matches, or
+    /// the rule or a limit refuses it.
+    fn association_for(&mut self, header: &Repr, cx: &mut Context<'_>) -> Option<u32> {
+        let (from, to) = (header.src, header.dst.port);
+        let routes = &cx.shared.routes;
+        let rule = routes.forward_rule(self.cid, to, SocketType::Datagram)?;
+        let known = self.datagrams.associations.find(from.port, to);
+        let rule_of = |key| Some(&self.datagrams.associations.get(key)?.rule);
+        if known
+            .and_then(rule_of)
+            .is_some_and(|known| Arc::ptr_eq(known, rule))
+        {
+            return known;
+        }
+        let rule = Arc::clone(rule);
+        if let Some(key) = known {
+            self.end_association(key, "its rule has changed", cx);
+        }
+        // A guest that uses a new port for each datagram leaves the worker to the others.
+        self.moved += SOCKET;
+        self.datagrams.charged += SOCKET;
+        self.associate(from, header.dst, &rule, cx)
+    }
+
+    fn associate(
+        &mut self,
+        from: Address,
+        to: Address,
+        rule: &Arc<ActiveRule>,
+        cx: &mut Context<'_>,
+    ) -> Option<u32> {
+        let target = rule.rule.to.resolve(from.cid, to.port)?;
+        let Some(admitted) = rule.state.admit() else {
+            rule.state.count_refused();
+            let reason = "the rule has as many connections as it may have";
+            let (from, to) = (from.to_string(), target.to_string());
+            self.log_refusal(rule.state.text(), &from, &to, reason);
+            return None;
+        };
+        // After all refusals: a rule that is full ends no association of another one.
+        let all = &self.datagrams.associations;
+        if all.len() >= associations::MAX
+            && let Some(key) = all.longest_idle()
+        {
+            self.end_association(key, "a newer one has taken its place", cx);
+        }
+        let remote = Remote::Target {
+            target: target.clone(),
+            address: None,
+        };
+        let forwarded = Forwarded::new(admitted, from, remote, rule.rule.idle());
+        let ports = (from.port, to.port);
+        let all = &mut self.datagrams.associations;
+        let id = all.add(Arc::clone(rule), forwarded, ports, cx.now);
+        let attempt = match rule.rule.proxy_protocol {
+            true => None,
+            false => network::connect(&target, None, &self.account),
+        };
+        match attempt {
+            Some(Attempt::Ready(socket) | Attempt::InProgress(socket)) => {
+                self.association_opened(id.key, socket, cx);
+            }
+            Some(Attempt::Refused(error)) => {
+                self.refuse_association(id.key, &error.to_string(), cx)
+            }
+            None | Some(Attempt::Later) => self.dial_association(id, target, to, cx),
+        }
+        self.datagrams.associations.key_of(id)
+    }
+
+    /// Lets the connector find the target of an association.
+    fn dial_association(
+        &mut self,
+        id: AssociationId,
+        target: Target,
+        to: Address,
+        cx: &mut Context<'_>,
+    ) {
+        let Some(association) = self.datagrams.associations.get(id.key) else {
+            return;
+        };
+        let rule = &association.rule;
+        let from = Address::new(self.cid, association.from);
+        let request = ConnectRequest {
+            target,
+            policy: Arc::clone(&rule.policy),
+            timeout: rule
+                .rule
+                .connect_timeout
+                .unwrap_or(cx.shared.limits.connect),
+            keepalive: None,
+            first_bytes: match rule.rule.proxy_protocol {
+                true => forwarded::header(from, to.port),
+                false => Vec::new(),
+            },
+        };
+        match self.ask_connector(DialedFor::Association(id), request, cx) {
+            Ok(pending) => {
+                if let Some(association) = self.datagrams.associations.get_mut(id.key) {
+                    association.pending = Some(pending);
+                }
+            }
+            Err(reason) => self.refuse_association(id.key, &reason, cx),
+        }
+    }
+
+    /// Handles the connector's answer.
+    pub(in crate::device) fn association_dialed(
+        &mut self,
+        to: AssociationId,
+        outcome: Result<Box<Dialed>, String>,
+        cx: &mut Context<'_>,
+    ) {
+        // Without an association the socket is closed.
+        let Some(key) = self.datagrams.associations.key_of(to) else {
+            return;
+        };
+        match outcome {
+            Ok(dialed) => {
+                if let Some(association) = self.datagrams.associations.get_mut(key) {
+                    association.pending = None;
+                    association.forwarded.set_address(dialed.address);
+                }
+                self.association_opened(key, dialed.socket, cx);
+                self.flush_association(key, cx);
+            }
+            Err(reason) => self.refuse_association(key, &reason, cx),
+        }
+    }
+
+    fn association_opened(&mut self, key: u32, socket: HostSocket, cx: &mut Context<'_>) {
+        let token = self.token(ASSOCIATION, key);
+        if let Err(error) = cx.poller.add(&socket, token, Interest::All) {
+            return self.refuse_association(key, &error.to_string(), cx);
+        }
+        if let Some(association) = self.datagrams.associations.get_mut(key) {
+            association.socket = Some(socket);
+            association.forwarded.open(&self.access_log);
+            if let Some(at) = association.forwarded.start_idle(cx.now) {
+                self.timers.set(at, Timer::Association(key));
+            }
+        }
+    }
+
+    fn refuse_association(&mut self, key: u32, reason: &str, cx: &mut Context<'_>) {
+        if let Some(association) = self.datagrams.associations.get(key) {
+            self.refuse_forwarded(&association.forwarded, reason);
+        }
+        self.end_association(key, "refused", cx);
+    }
+
+    fn end_association(&mut self, key: u32, reason: &'static str, cx: &mut Context<'_>) {
+        let Some(mut association) = self.datagrams.associations.remove(key) else {
+            return;
+        };
+        if let Some(pending) = &association.pending {
+            pending.cancel();
+        }
+        if let Some(socket) = &association.socket
+            && socket.is_closed_later()
+        {
+            // An event of the open socket would be attributed to the next association with this key.
+            cx.poller.remove(socket);
+        }
+        for _ in &association.waiting {
+            association.forwarded.dropped();
+            cx.shared.counters.datagrams_dropped.add(1);
+        }
+        if let Some(idle) = association.forwarded.idle {
+            self.timers.cancel(idle.next, Timer::Association(key));
+        }
+        association.forwarded.set_reason(reason);
+        association.forwarded.finish();
+    }
+
+    /// Ends all associations.
+    pub(in crate::device) fn end_associations(
+        &mut self,
+        reason: &'static str,
+        cx: &mut Context<'_>,
+    ) {
+        for key in self.datagrams.associations.keys() {
+            self.end_association(key, reason, cx);
+        }
+    }
+
+    pub(in crate::device) fn association_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
+        let Some(association) = self.datagrams.associations.get_mut(key) else {
+            return;
+        };
+        let forwarded = &mut association.forwarded;
+        if association.socket.is_none() || forwarded.idle.is_none_or(|idle| idle.next > cx.now) {
+            return;
+        }
+        match forwarded.check_idle(cx.now) {
+            Some(at) => self.timers.set(at, Timer::Association(key)),
+            None => self.end_association(key, "idle", cx),
+        }
+    }
+
+    /// Handles an edge of an association's socket.
+    pub(in crate::device) fn association_ready(
+        &mut self,
+        key: u32,
+        readiness: Readiness,
+        cx: &mut Context<'_>,
+    ) {
+        let Some(association) = self.datagrams.associations.get_mut(key) else {
+            return;
+        };
+        if readiness.readable() {
+            association.readable = true;
+            self.datagrams.associations.enqueue(key, self.cid, cx.now);
+        }
+        if readiness.writable() {
+            self.flush_association(key, cx);
+        }
+    }
+
+    /// Sends the datagrams that wait, as far as the socket takes them.
+    fn flush_association(&mut self, key: u32, cx: &mut Context<'_>) {
+        while let Some(association) = self.datagrams.associations.get(key)
+            && let (Some(socket), Some(bytes)) = (&association.socket, association.waiting.front())
+        {
+            let (sent, len) = (send_bytes(socket, bytes), bytes.len());
+            if sent == Sent::Full {
+                return;
+            }
+            self.datagrams.associations.pop_waiting(key);
+            self.datagram_sent(key, len, sent, cx);
+        }
+    }
+
+    /// Handles STOP or START of the guest to a port of CID 2.
+    pub(super) fn association_control(&mut self, header: &Repr, now: Instant) {
+        let (port, guest) = (header.dst.port, header.src);
+        let all = &mut self.datagrams.associations;
+        let Some(key) = all.find(guest.port, port) else {
+            return;
+        };
+        let reason = match Control::parse(header) {
+            Some(Control::Stop(place)) => PauseReason::Full(place),
+            Some(Control::Unsupported) => PauseReason::Unsupported,
+            Some(Control::Start(place)) => {
+                if all.paused.resume(port, guest, place) {
+                    all.enqueue(key, self.cid, now);
+                }
+                return;
+            }
+            None => return,
+        };
+        all.handle_timeout(self.cid, now);
+        // Beyond the bound of entries the guest drops what it cannot take.
+        let _ = all.paused.pause(now, port, guest, reason);
+    }
+
+    /// Sends the guest answers of sockets, as far as there are buffers.
+    pub(super) fn transmit_answers(&mut self, cx: &mut Context<'_>) {
+        // Streams that wait have more than answers.
+        let most = match self.ready.is_empty() {
+            true => TURN_BYTES,
+            false => TURN_BYTES / 2,
+        };
+        let before = self.moved;
+        for _ in 0..BUDGET {
+            if self.starved || self.moved - before >= most {
+                return;
+            }
+            let Some(key) = self.datagrams.associations.pop_ready() else {
+                return;
+            };
+            match self.transmit_answer(key, cx) {
+                Ok(()) => self.datagrams.associations.enqueue(key, self.cid, cx.now),
+                Err(NotPut::NoRoom) => return self.datagrams.associations.unpop_ready(key),
+                Err(_) => return self.fail("guest memory vanished under a receive", cx),
+            }
+        }
+    }
+
+    /// Sends the guest the next answer of an association, or finds that there is none.
+    fn transmit_answer(&mut self, key: u32, cx: &mut Context<'_>) -> Result<(), NotPut> {
+        let guest = self.cid;
+        let Some(association) = self.datagrams.associations.get_mut(key) else {
+            return Ok(());
+        };
+        let Some(socket) = association.socket.take() else {
+            return Ok(());
+        };
+        let from = Address::new(Cid::HOST, association.to);
+        let to = Address::new(guest, association.from);
+        let ahead = match hybrid::look_ahead(&socket) {
+            // A report about an earlier datagram, which is over now. A lasting one has an edge.
+            Ahead::Failed => hybrid::look_ahead(&socket),
+            ahead => ahead,
+        };
+        let put = match ahead {
+            Ahead::Message(len) if len > MAX_DATAGRAM as usize => Some((Err(NotPut::TooLong), len)),
+            Ahead::Message(len) => {
+                let source = Source::Socket(&socket, len);
+                Some((self.put_of_sibling(from, to, source, cx), len))
+            }
+            _ => None,
+        };
+        let Some(association) = self.datagrams.associations.get_mut(key) else {
+            return Ok(());
+        };
+        let result = match put {
+            Some((Ok(()), len)) => {
+                self.moved += len;
+                association.used = cx.now;
+                association.forwarded.received(len);
+                Ok(())
+            }
+            Some((Err(NotPut::TooLong), _)) => {
+                // Reading any part of a datagram removes it.
+                let _ = socket.recv(&mut [0u8; 1]);
+                association.forwarded.dropped();
+                cx.shared.counters.datagrams_dropped.add(1);
+                Ok(())
+            }
+            Some((Err(NotPut::NotReceived(false)), _)) => Ok(()),
+            Some((error, _)) => error,
+            None => {
+                association.readable = false;
+                Ok(())
+            }
+        };
+        association.socket = Some(socket);
+        result
+    }
+}
+
+/// A copy of the payload of a chain. `None`: there is no memory for it.
+fn copy(memory: &Memory, chain: &Chain, len: usize, cx: &Context<'_>) -> Option<Vec<u8>> {
+    let mut bytes = fallible::zeroed(len).ok()?;
+    memory.read(chain.readable(), HEADER_LEN, &mut bytes);
+    cx.shared.counters.copied_bytes.add(len as u64);
+    Some(bytes)
+}

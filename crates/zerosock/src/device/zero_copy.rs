@@ -1,0 +1,220 @@
+//! Zero-copy sends from guest memory to TCP sockets (MSG_ZEROCOPY).
+//!
+//! # Invariants
+//! - A socket that is closed with sends in flight is reset, so that the kernel drops its references to
+//!   guest memory. (A packet that a network device has queued already can still leave after that, with
+//!   bytes that the guest has changed.)
+//! - No send is in flight when a queue has stopped, the memory was replaced or the driver was reset by a
+//!   command: it waits for [`wait`] at most, then the connections are reset. After a disconnect, streams
+//!   that had ended in order have as long.
+//!
+//! # Operation
+//! `flush` makes the sends. `state::zero_copy` decides when, and keeps the chains that they have used up.
+//! The kernel reports sends in the error queue of the socket, which an EPOLLERR announces.
+
+use std::time::Duration;
+
+use zerosock_proto::Instant;
+use zerosock_ring::Chain;
+use zerosock_virtio::poller::Readiness;
+use zerosock_virtio::ring::Ring;
+use zerosock_zc::notifications;
+
+use super::forwarded::{abort, set_reason};
+use super::state::bridge::{Bridge, BridgePeer};
+use super::state::forwarded::Forwarded;
+use super::state::timers::Timer;
+use super::state::zero_copy::ZeroCopySends;
+use super::{Context, Device};
+
+/// How long a command of the VMM waits for sends in flight: ten times as long as a target may take while its
+/// sends are not copied.
+fn wait(cx: &Context<'_>) -> Duration {
+    cx.shared.limits.hold * 5
+}
+
+/// Age from which on a send without a report is slow.
+pub(super) fn slow_from(cx: &Context<'_>) -> Duration {
+    cx.shared.limits.hold / 2
+}
+
+/// The zero-copy sends of a bridge, if it may make any.
+pub(super) fn sends_of(forwarded: &mut Option<Box<Forwarded>>) -> Option<&mut ZeroCopySends> {
+    forwarded.as_mut()?.zero_copy.as_mut()
+}
+
+/// Gives a chain that is used up back to the driver, or keeps it until the sends in flight were
+/// reported if they have taken bytes of it.
+pub(super) fn complete_or_keep(
+    tx: &mut Option<Ring>,
+    forwarded: &mut Option<Box<Forwarded>>,
+    chain: Chain,
+    sent: bool,
+) {
+    match sends_of(forwarded).filter(|sends| sent && sends.in_flight()) {
+        Some(sends) => sends.keep(chain),
+        None => {
+            if let Some(tx) = tx {
+                tx.complete(chain, 0);
+            }
+        }
+    }
+}
+
+/// Gives the chains back that the kernel does not read any more.
+pub(super) fn return_reported(tx: &mut Option<Ring>, forwarded: &mut Option<Box<Forwarded>>) {
+    let Some(sends) = sends_of(forwarded) else {
+        return;
+    };
+    while let Some(chain) = sends.pop() {
+        if let Some(tx) = tx {
+            tx.complete(chain, 0);
+        }
+    }
+}
+
+/// Ends the sends in flight of a bridge that was removed: its socket, which is closed before the driver
+/// sees that its chains are back, resets the connection.
+pub(super) fn end_sends(bridge: &mut Bridge, cx: &Context<'_>) {
+    read_reports(bridge, cx);
+    if bridge.has_sends_in_flight() {
+        abort(bridge);
+        if let Some(sends) = sends_of(&mut bridge.forwarded) {
+            sends.forget();
+        }
+    }
+}
+
+/// Reads the reports of a bridge that has sends in flight.
+pub(super) fn read_reports(bridge: &mut Bridge, cx: &Context<'_>) {
+    let BridgePeer::Socket { socket, .. } = &bridge.peer else {
+        return;
+    };
+    if let Some(sends) = sends_of(&mut bridge.forwarded).filter(|sends| sends.in_flight()) {
+        let (now, slow_from) = (cx.now, slow_from(cx));
+        // Does not fail for a socket without other readers.
+        let _ = notifications::read(socket, |range| sends.reported(range, now, slow_from));
+    }
+}
+
+impl Device {
+    /// Reads the reports of sends, if `readiness` of a bridge's socket announces some. Returns the
+    /// other events.
+    pub(super) fn handle_reports(
+        &mut self,
+        key: u32,
+        readiness: Readiness,
+        cx: &mut Context<'_>,
+    ) -> Readiness {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            return readiness;
+        };
+        let numbered = sends_of(&mut bridge.forwarded).is_some_and(|sends| sends.numbered);
+        if !numbered || !readiness.has_error() {
+            return readiness;
+        }
+        read_reports(bridge, cx);
+        return_reported(&mut self.queues.rings.tx, &mut bridge.forwarded);
+        if bridge.flow.is_none() {
+            self.note_lingering_progress(key, cx);
+        }
+        self.update_bridge(key, cx);
+        readiness.without_error_queue()
+    }
+
+    /// Limits the time for which a command waits for sends in flight.
+    pub(super) fn limit_sends(&mut self, cx: &Context<'_>) {
+        let any = self.bridges.iter().any(|(_, it)| it.has_sends_in_flight());
+        self.sends_end_by = any.then_some(cx.now + wait(cx));
+        if let Some(at) = self.sends_end_by {
+            self.timers.set(at, Timer::EndSends);
+        }
+    }
+
+    /// Lets a connection linger with sends in flight, whose ring stops, if its stream had ended in order.
+    /// Returns whether it does.
+    pub(super) fn linger_without_ring(&mut self, key: u32, cx: &mut Context<'_>) -> bool {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            return false;
+        };
+        let ended = bridge.guest_finished;
+        let Some(sends) = sends_of(&mut bridge.forwarded).filter(|_| ended) else {
+            return false;
+        };
+        let at = cx.now + wait(cx);
+        sends.ends_by = Some(at);
+        sends.forget_chains();
+        self.timers.set(at, Timer::EndSends);
+        bridge.flow.is_none() || self.linger(key, cx)
+    }
+
+    /// Resets the connections with sends in flight for which a command has waited for too long, or whose
+    /// ring has been gone for as long.
+    pub(super) fn sends_timed_out(&mut self, cx: &mut Context<'_>) {
+        let past = |at: Option<Instant>| at.is_some_and(|at| at <= cx.now);
+        let command = self.queues.is_command_pending() && past(self.sends_end_by);
+        let ends = |bridge: &Bridge| {
+            let forwarded = bridge.forwarded.as_ref();
+            let sends = forwarded.and_then(|it| it.zero_copy.as_ref());
+            sends.is_some_and(|it| it.in_flight() && (command || past(it.ends_by)))
+        };
+        let keys: Vec<u32> = (self.bridges.iter())
+            .filter(|(_, bridge)| ends(bridge))
+            .map(|(key, _)| key as u32)
+            .collect();
+        for key in keys {
+            if let Some(bridge) = self.bridges.get_mut(key as usize) {
+                set_reason(bridge, "the remote side did not acknowledge in time");
+            }
+            self.reset_bridge(key, cx);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{ErrorKind, Read};
+    use std::net::{TcpListener, TcpStream};
+
+    use zerosock_proto::{Address, Cid, Port};
+
+    use super::*;
+    use crate::device::host_sockets::HostSocket;
+    use crate::device::ready_tests::Lab;
+    use crate::device::state::forwarded::Remote;
+    use crate::routing::forward::{RuleState, ZeroCopy};
+
+    /// Without a place among the lingering sockets, for instance.
+    #[test]
+    fn a_socket_that_is_closed_in_order_with_sends_in_flight_resets_its_peer() {
+        for in_flight in [false, true] {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let (mut peer, from) = listener.accept().unwrap();
+            let mut lab = Lab::new();
+            let key = lab.ready();
+            let (device, mut cx) = lab.lend();
+            let permit = device.account.take_descriptors(1).unwrap();
+            let endpoint = Address::new(Cid::new(3), Port::new(1));
+            let admitted = RuleState::new("rule".into(), None, None).admit().unwrap();
+            let mut forwarded =
+                Forwarded::new(admitted, endpoint, Remote::Client(Some(from)), None)
+                    .with_zero_copy(ZeroCopy::Always);
+            if in_flight {
+                forwarded.zero_copy.as_mut().unwrap().sent(Instant::ZERO);
+            }
+            let bridge = &mut device.bridges[key as usize];
+            bridge.forwarded = Some(Box::new(forwarded));
+            bridge.peer = BridgePeer::Socket {
+                socket: HostSocket::tcp(socket.into(), permit),
+                ok: None,
+            };
+            drop(device.remove_bridge(key, &mut cx));
+            match peer.read(&mut [0; 1]) {
+                Ok(0) => assert!(!in_flight),
+                Err(error) => assert!(in_flight && error.kind() == ErrorKind::ConnectionReset),
+                Ok(_) => panic!("a byte"),
+            }
+        }
+    }
+}

@@ -6,7 +6,7 @@ use std::path::Path;
 use clap::{Parser, Subcommand};
 
 use crate::vm::parent_watchdog;
-use crate::{demo, nc, perf, relay, serve};
+use crate::{demo, nc, net, perf, relay, serve};
 
 /// Sockets between virtual machines and their host, without copying the bytes in between.
 ///
@@ -22,6 +22,7 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Serve(Box<serve::args::ServeArgs>),
+    Net(Box<net::args::NetArgs>),
     Nc(nc::args::NcArgs),
     Relay(Box<relay::args::RelayArgs>),
     Demo(demo::args::DemoArgs),
@@ -36,6 +37,7 @@ const AFTER_HELP: &str = "\
 Start here:
   zerosock serve --guest-cid 3 --socket /tmp/vm3.vhost --uds-path /tmp/vm3.vsock
   zerosock serve --help     how to attach a VM, and how host programs reach it
+  zerosock net --help       a network device for a VM, on a TAP interface
   zerosock nc --help        netcat for vsock and for what `serve` offers
   zerosock relay --help     relay between TCP, UDP, Unix sockets and vsock
 
@@ -70,7 +72,7 @@ mod tests {
         let command = Cli::command();
         let listed = command.get_subcommands().filter(|one| !one.is_hide_set());
         let names: Vec<&str> = listed.map(clap::Command::get_name).collect();
-        assert_eq!(names, ["serve", "nc", "relay", "demo", "perf"]);
+        assert_eq!(names, ["serve", "net", "nc", "relay", "demo", "perf"]);
     }
 
     #[test]

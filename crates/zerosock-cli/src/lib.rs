@@ -13,7 +13,9 @@ mod demo;
 mod duration;
 mod failure;
 mod logging;
+mod mode;
 mod nc;
+mod net;
 mod number;
 mod perf;
 mod relay;
@@ -36,6 +38,7 @@ pub fn main() -> ExitCode {
     let cli = Cli::parse_from(args::with_implied_command(std::env::args_os()));
     let outcome = match cli.command {
         Command::Serve(flags) => serve::main(*flags),
+        Command::Net(flags) => net::main(*flags),
         Command::Nc(flags) => nc::main(flags),
         Command::Demo(flags) => demo::main(&flags),
         Command::DemoGuest(flags) => demo::guest::main(&flags),

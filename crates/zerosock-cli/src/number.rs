@@ -9,6 +9,10 @@ pub(crate) trait Whole: FromStr + Display {
     const LARGEST: Self;
 }
 
+impl Whole for u16 {
+    const LARGEST: u16 = u16::MAX;
+}
+
 impl Whole for u32 {
     const LARGEST: u32 = u32::MAX;
 }

@@ -11,6 +11,8 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 
+use crate::failure::Failure;
+
 /// Why [`Signals::wait`] returned.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Wake {
@@ -38,6 +40,11 @@ pub(crate) struct Signals {
     hangup: Option<UnixStream>,
     /// Set when SIGUSR1 is caught; otherwise it has its default effect.
     user: Option<UnixStream>,
+}
+
+/// The failure of a command that cannot catch signals or wait for them.
+pub(crate) fn signals_failed(error: io::Error) -> Failure {
+    Failure::runtime(format_args!("cannot catch signals: {error}"))
 }
 
 impl Signals {
@@ -70,6 +77,23 @@ impl Signals {
     pub(crate) fn catch_user(&mut self) -> io::Result<()> {
         self.user = Some(catch_repeated(SIGUSR1)?);
         Ok(())
+    }
+
+    /// Waits for a signal that ends the process, and returns its name, or for `over` to become readable.
+    /// Calls `report` at each SIGUSR1.
+    pub(crate) fn wait_for_end(
+        &self,
+        over: BorrowedFd<'_>,
+        report: impl Fn(),
+    ) -> io::Result<Option<&'static str>> {
+        loop {
+            match self.wait(over, None)? {
+                Wake::Signal(name) => return Ok(Some(name)),
+                Wake::Other => return Ok(None),
+                Wake::User => report(),
+                Wake::Hangup | Wake::TimeIsUp => {}
+            }
+        }
     }
 
     /// Waits for a signal, for `other` to become readable, or for the timeout.

@@ -12,7 +12,7 @@ use std::thread;
 
 use process::{DEADLINE, Running, wait_until, zerosock};
 use sha2::{Digest, Sha256};
-use zerosock::vsock::{Endpoint, Listener};
+use zerosock::vsock::{Datagram, Endpoint, Listener};
 use zerosock::{Address, Cid, Port};
 
 /// A server of one VM, with more flags or a file that can be written anew.
@@ -230,6 +230,57 @@ fn a_guest_asks_a_name_server_through_a_udp_rule() {
         let got = socket.recv(&mut datagram).unwrap().unwrap();
         assert_eq!(datagram[..got.len], [&query[..2], b"answer"].concat());
     }
+}
+
+#[test]
+fn datagrams_of_a_guest_take_the_same_rule_and_the_log_says_so() {
+    let server = UdpSocket::bind("127.0.0.1:0").unwrap();
+    server.set_read_timeout(Some(DEADLINE)).unwrap();
+    let to = server.local_addr().unwrap();
+    let room = Room::with_file(&format!(
+        "forward: [{{port: 53, to: 'udp:{to}', idle_timeout: 0.2}}]"
+    ));
+    let guest = room.guest();
+    let socket = Datagram::bind(&guest, Port::new(1000)).unwrap();
+    socket.set_read_timeout(Some(DEADLINE)).unwrap();
+    socket.send_to(b"query", host(53)).unwrap();
+    let mut datagram = [0; 512];
+    let (len, from) = server.recv_from(&mut datagram).unwrap();
+    assert_eq!(&datagram[..len], b"query");
+    server.send_to(b"an answer", from).unwrap();
+    let (len, from) = socket.recv_from(&mut datagram).unwrap();
+    assert_eq!((&datagram[..len], from), (&b"an answer"[..], host(53)));
+    let ended = |line: &&str| line.contains("forwarded connection ended");
+    wait_until("a line of the access log", || {
+        room.stderr().lines().any(|line| ended(&line))
+    });
+    let said = room.stderr();
+    let line = said.lines().find(ended).unwrap();
+    for wanted in ["from=\"3:1000\"", "sent=5 received=9", "reason=\"idle\""] {
+        assert!(line.contains(wanted), "{wanted}: {line}");
+    }
+}
+
+#[test]
+fn a_guest_writes_a_bounded_number_of_lines_of_the_access_log() {
+    const MOST: usize = 1000;
+    let (listener, address) = server();
+    let room = Room::with_flags(&["--forward", &format!("1=tcp:{address}")]);
+    let guest = room.guest();
+    let begin = std::time::Instant::now();
+    for _ in 0..MOST + 50 {
+        drop(guest.connect(host(1)).unwrap());
+        listener.accept().unwrap();
+    }
+    let said = room.stop();
+    if begin.elapsed() > std::time::Duration::from_secs(9) {
+        return println!(
+            "SKIPPED: a_guest_writes_a_bounded_number_of_lines_of_the_access_log: the machine is too slow"
+        );
+    }
+    let lines = said.matches("forwarded connection ended").count();
+    assert_eq!(lines, MOST);
+    assert!(said.contains("opened=1050"), "{said}");
 }
 
 #[test]

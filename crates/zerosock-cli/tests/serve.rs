@@ -7,7 +7,7 @@ mod process;
 
 use std::fs;
 use std::io::ErrorKind;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -241,7 +241,7 @@ fn the_service_manager_hears_ready_watchdog_and_stopping() {
 ///
 /// A shell gets them as its standard input and output, moves them, says its own process id, and
 /// becomes the program.
-fn activated(command: &Command, names: &str, sockets: &[&UnixListener]) -> Running {
+fn activated(command: &Command, names: &str, sockets: &[BorrowedFd<'_>]) -> Running {
     let script = format!(
         "exec 3<&0 4<&1 0</dev/null 1>/dev/null
          export LISTEN_PID=$$ LISTEN_FDS={} LISTEN_FDNAMES={names}
@@ -249,7 +249,7 @@ fn activated(command: &Command, names: &str, sockets: &[&UnixListener]) -> Runni
         sockets.len()
     );
     let copy = |index: usize| match sockets.get(index) {
-        Some(socket) => Stdio::from(OwnedFd::from(socket.try_clone().unwrap())),
+        Some(socket) => Stdio::from(socket.try_clone_to_owned().unwrap()),
         None => Stdio::null(),
     };
     let mut shell = Command::new("sh");
@@ -265,7 +265,11 @@ fn sockets_passed_in_are_used_by_path_or_name_and_left_in_place() {
     let dir = TestDir::new();
     let control = UnixListener::bind(dir.at("control")).unwrap();
     let elsewhere = UnixListener::bind(dir.at("elsewhere")).unwrap();
-    let running = activated(&dir.serve(), "whatever:uds-path", &[&control, &elsewhere]);
+    let running = activated(
+        &dir.serve(),
+        "whatever:uds-path",
+        &[control.as_fd(), elsewhere.as_fd()],
+    );
     wait_until("the log line", || running.stderr().contains("serving"));
     running.signal("TERM");
     let ended = running.finish();
@@ -277,11 +281,57 @@ fn sockets_passed_in_are_used_by_path_or_name_and_left_in_place() {
     assert!(dir.at("control").exists() && dir.at("elsewhere").exists());
 }
 
+/// So a port below 1024 needs no capability.
+#[test]
+fn a_tcp_socket_passed_in_is_used_for_the_rule_with_its_address() {
+    use std::io::{Read, Write};
+    let dir = TestDir::new();
+    let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let on = tcp.local_addr().unwrap();
+    let unix = UnixListener::bind(dir.at("clients")).unwrap();
+    let mut serve = dir.serve();
+    serve.arg("--listen").arg(format!("tcp:{on}=3:80"));
+    let of_unix = format!("unix:{}=3:81", dir.at("clients").display());
+    serve.arg("--listen").arg(of_unix);
+    let running = activated(&serve, "web:web", &[tcp.as_fd(), unix.as_fd()]);
+    drop(tcp);
+    wait_for_socket(&dir.at("hybrid"));
+    let guest = zerosock::vsock::Endpoint::builder()
+        .attach_device(dir.at("control"))
+        .unwrap();
+    let listen = |port| guest.listen(zerosock::Port::new(port), 8).unwrap();
+    let (of_tcp, of_unix) = (listen(80), listen(81));
+    let mut client = std::net::TcpStream::connect(on).unwrap();
+    client.set_read_timeout(Some(DEADLINE)).unwrap();
+    let (mut stream, _) = of_tcp.accept_timeout(DEADLINE).unwrap();
+    stream.write_all(b"hello").unwrap();
+    let mut got = [0; 5];
+    client.read_exact(&mut got).unwrap();
+    assert_eq!(&got, b"hello");
+    let _client = UnixStream::connect(dir.at("clients")).unwrap();
+    of_unix.accept_timeout(DEADLINE).unwrap();
+    running.signal("TERM");
+    let ended = running.finish();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(dir.at("clients").exists(), "the service manager's");
+}
+
+#[test]
+fn a_tcp_socket_passed_in_for_no_rule_is_an_error() {
+    let dir = TestDir::new();
+    let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let on = tcp.local_addr().unwrap();
+    let ended = activated(&dir.serve(), "web", &[tcp.as_fd()]).finish();
+    assert_eq!(ended.code, Some(1), "{}", ended.stderr);
+    let wanted = format!("named `web` is for none of the VMs and rules, and bound to tcp:{on}");
+    assert!(ended.stderr.contains(&wanted), "{}", ended.stderr);
+}
+
 #[test]
 fn a_socket_passed_in_for_no_vm_is_an_error() {
     let dir = TestDir::new();
     let stray = UnixListener::bind(dir.at("stray")).unwrap();
-    let ended = activated(&dir.serve(), "stray", &[&stray]).finish();
+    let ended = activated(&dir.serve(), "stray", &[stray.as_fd()]).finish();
     assert_eq!(ended.code, Some(1), "{}", ended.stderr);
     assert!(
         ended

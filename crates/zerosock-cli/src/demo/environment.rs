@@ -78,10 +78,8 @@ impl Environment {
         let guest = Guest::boot(qemu::Config {
             kernel: &kernel,
             initramfs: &image,
-            memory_mib: MEMORY_MIB + 2 * (payload >> 20),
             cpus: 2,
-            kind: qemu::VSOCK,
-            device: &socket,
+            machine: qemu::device(MEMORY_MIB + 2 * (payload >> 20), qemu::VSOCK, &socket),
             dir: dir.path(),
             reboots: false,
             accel: args.accel.into(),

@@ -15,7 +15,7 @@ use std::net::{Shutdown, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -26,14 +26,15 @@ use rustix::net::sockopt;
 use tracing::{info, warn};
 use zerosock::vsock::{Endpoint, Listener, Stream};
 use zerosock::{Address, Cid, Port};
-use zerosock_relay::relay::Endpoint as KernelEnd;
+use zerosock_relay::relay::{ACCESS_LINES, Endpoint as KernelEnd};
 use zerosock_relay::{AddressPolicy, ConnectRequest, Connector, ConnectorConfig, Target};
+use zerosock_sys::LogLimit;
 
 use super::args::RelayArgs;
 use super::end::End;
 use crate::failure::Failure;
 use crate::nc::endpoint::{Endpoint as AttachedEnd, Peer};
-use crate::signals::{Signals, Wake};
+use crate::signals::{Signals, signals_failed};
 use crate::sockets::{self, SocketFile};
 
 /// Connections that may wait to be accepted.
@@ -44,6 +45,9 @@ const LOAN: usize = 65536;
 
 /// Stack of a thread: each connection has two.
 const STACK: usize = 256 << 10;
+
+/// How often a direction that waits for room at the endpoint looks whether the other one has failed.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// How long nothing is accepted after an accept has failed.
 const PAUSE: Duration = Duration::from_millis(50);
@@ -69,6 +73,8 @@ pub(super) fn run(args: &RelayArgs, signals: &Signals) -> Result<(), Failure> {
         max_connections: args.max_connections as usize,
         idle: args.idle_timeout,
         name: format!("{attached} and {kernel}"),
+        warnings: LogLimit::default(),
+        lines: LogLimit::new(ACCESS_LINES),
     });
     // The file is removed when this function returns.
     let (source, _file) = source(attached, kernel, args)?;
@@ -93,20 +99,13 @@ pub(super) fn run(args: &RelayArgs, signals: &Signals) -> Result<(), Failure> {
             std::mem::forget(done);
         }
     }
-    loop {
-        match signals.wait(over.as_fd(), None).map_err(Failure::runtime)? {
-            Wake::Signal(name) => {
-                info!(
-                    open = limits.open.load(Ordering::Relaxed),
-                    "{name}: stopping"
-                );
-                return Ok(());
-            }
-            Wake::Other => return Ok(()),
-            Wake::User => info!(open = limits.open.load(Ordering::Relaxed), "counters"),
-            Wake::Hangup | Wake::TimeIsUp => {}
-        }
+    let open = || limits.open.load(Ordering::Relaxed);
+    let report = || info!(open = open(), "counters");
+    let ended = signals.wait_for_end(over.as_fd(), report);
+    if let Some(name) = ended.map_err(signals_failed)? {
+        info!(open = open(), "{name}: stopping");
     }
+    Ok(())
 }
 
 /// What connections have in common.
@@ -116,6 +115,18 @@ struct Limits {
     idle: Option<Duration>,
     /// For the log.
     name: String,
+    warnings: LogLimit,
+    /// For the access log.
+    lines: LogLimit,
+}
+
+impl Limits {
+    /// Logs a warning, within a rate.
+    fn warn(&self, text: &dyn std::fmt::Display) {
+        if let Some(suppressed) = self.warnings.admit(Instant::now()) {
+            warn!(suppressed, "{}: {text}", self.name);
+        }
+    }
 }
 
 /// Where connections come from.
@@ -193,6 +204,7 @@ fn source(
             let port = Port::new(port);
             let endpoint = attach(as_host, path, &[port], args.connect_timeout)?;
             let listener = endpoint.listen(port, BACKLOG).map_err(Failure::runtime)?;
+            info!(end = %attached, cid = %endpoint.cid(), "listening");
             Ok((Source::Attached(listener, endpoint), None))
         }
         (None, KernelEnd::TcpListen(address)) => {
@@ -284,7 +296,7 @@ impl Targets {
         });
         kernel.connector.connect(request, done);
         match answered.recv() {
-            Ok(Ok(connected)) => Ok(connected.socket),
+            Ok(Ok(connected)) => Ok(connected.socket.into_trusted()),
             Ok(Err(error)) => Err(error.to_string()),
             Err(error) => Err(error.to_string()),
         }
@@ -314,13 +326,13 @@ fn accept(source: &Source, targets: &Arc<Targets>, limits: &Arc<Limits>) {
         let side = match accepted {
             Ok(side) => side,
             Err(error) => {
-                warn!("{}: cannot accept a connection: {error}", limits.name);
+                limits.warn(&format_args!("cannot accept a connection: {error}"));
                 thread::sleep(PAUSE);
                 continue;
             }
         };
         if limits.open.load(Ordering::Relaxed) >= limits.max_connections {
-            warn!("{}: a connection over the limit was closed", limits.name);
+            limits.warn(&"a connection over the limit was closed");
             continue;
         }
         let (targets, of_thread) = (Arc::clone(targets), Arc::clone(limits));
@@ -328,7 +340,7 @@ fn accept(source: &Source, targets: &Arc<Targets>, limits: &Arc<Limits>) {
             connect_and_join(&targets, &of_thread, side)
         });
         if let Err(error) = started {
-            warn!("{}: no thread for a connection: {error}", limits.name);
+            limits.warn(&format_args!("no thread for a connection: {error}"));
         }
     }
 }
@@ -348,7 +360,11 @@ fn connect_and_join(targets: &Targets, limits: &Arc<Limits>, first: Side) {
     };
     match joined {
         Ok((stream, socket)) => join(stream, socket, limits),
-        Err(reason) => info!("{}: cannot connect: {reason}", limits.name),
+        Err(reason) => {
+            if let Some(suppressed) = limits.lines.admit(Instant::now()) {
+                info!(ends = limits.name, suppressed, reason, "cannot connect");
+            }
+        }
     }
     limits.open.fetch_sub(1, Ordering::Relaxed);
 }
@@ -361,6 +377,8 @@ struct Joint {
     started: Instant,
     /// When bytes moved last, in milliseconds since the start.
     moved: AtomicU64,
+    /// A direction has failed.
+    failed: AtomicBool,
 }
 
 /// Relays until both directions have ended.
@@ -368,7 +386,7 @@ fn join(stream: Stream, socket: OwnedFd, limits: &Limits) {
     let prepared = rustix::io::ioctl_fionbio(&socket, true)
         .map_err(io::Error::from)
         .and_then(|()| stream.set_read_timeout(limits.idle))
-        .and_then(|()| stream.set_write_timeout(limits.idle));
+        .and_then(|()| stream.set_write_timeout(Some(limits.idle.unwrap_or(LOOK).min(LOOK))));
     reset_on_close(&socket, true);
     // Small writes are passed on at once; fails for a Unix socket.
     let _ = sockopt::set_tcp_nodelay(&socket, true);
@@ -378,6 +396,7 @@ fn join(stream: Stream, socket: OwnedFd, limits: &Limits) {
         idle: limits.idle,
         started: Instant::now(),
         moved: AtomicU64::new(0),
+        failed: AtomicBool::new(false),
     });
     let other = Arc::clone(&joint);
     let (answer, answered) = mpsc::channel();
@@ -395,8 +414,12 @@ fn join(stream: Stream, socket: OwnedFd, limits: &Limits) {
         }
         (Err(error), _) | (_, Err(error)) => error.to_string(),
     };
+    let Some(suppressed) = limits.lines.admit(Instant::now()) else {
+        return;
+    };
     info!(
         ends = limits.name,
+        suppressed,
         to_socket = there.unwrap_or(0),
         to_stream = back.unwrap_or(0),
         seconds = joint.started.elapsed().as_secs_f64(),
@@ -416,9 +439,15 @@ impl Joint {
     /// After a failure of one direction, ends the other.
     fn finish(&self, result: io::Result<u64>) -> io::Result<u64> {
         if result.is_err() {
+            // The peers get resets: after a shutdown they would take what they have for the whole. That of
+            // the stream is sent when both directions have ended.
+            self.failed.store(true, Ordering::Relaxed);
             self.stream.set_linger(Some(Duration::ZERO));
-            let _ = self.stream.shutdown(Shutdown::Both);
-            let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+            let _ = self.stream.shutdown(Shutdown::Read);
+            // Resets TCP, and fails for a Unix socket.
+            if rustix::net::connect_unspec(&self.socket).is_err() {
+                let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+            }
         }
         result
     }
@@ -431,8 +460,11 @@ impl Joint {
     /// After a time-out of one direction.
     ///
     /// # Errors
-    /// `TimedOut` if no byte moved in the other one either.
-    fn check_idle(&self) -> io::Result<()> {
+    /// `TimedOut` if no byte moved in the other one either, `ConnectionReset` if that has failed.
+    fn check(&self) -> io::Result<()> {
+        if self.failed.load(Ordering::Relaxed) {
+            return Err(io::ErrorKind::ConnectionReset.into());
+        }
         let moved = Duration::from_millis(self.moved.load(Ordering::Relaxed));
         match self.idle {
             Some(limit) if self.started.elapsed().saturating_sub(moved) >= limit => {
@@ -447,7 +479,7 @@ impl Joint {
         let limit = self.idle.and_then(|idle| Timespec::try_from(idle).ok());
         loop {
             match poll(&mut [PollFd::new(&self.socket, events)], limit.as_ref()) {
-                Ok(0) => self.check_idle()?,
+                Ok(0) => self.check()?,
                 Ok(_) => return Ok(()),
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno.into()),
@@ -466,7 +498,7 @@ impl Joint {
                     return Ok(bytes);
                 }
                 Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-                    self.check_idle()?;
+                    self.check()?;
                     continue;
                 }
                 Err(error) => return Err(error),
@@ -514,7 +546,7 @@ impl Joint {
             let mut loan = match self.stream.loan(LOAN) {
                 Ok(loan) => loan,
                 Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-                    self.check_idle()?;
+                    self.check()?;
                     continue;
                 }
                 Err(error) => return Err(error),

@@ -15,7 +15,7 @@ use zerosock_sys::bpf;
 use self::args::RelayArgs;
 use crate::failure::Failure;
 use crate::logging;
-use crate::signals::{Signals, Wake};
+use crate::signals::{Signals, signals_failed};
 
 /// Runs until SIGINT or SIGTERM, or the end of the only pair.
 pub(crate) fn main(args: RelayArgs) -> Result<(), Failure> {
@@ -27,8 +27,11 @@ pub(crate) fn main(args: RelayArgs) -> Result<(), Failure> {
     match config {
         Some(config) => run(config, &signals),
         None => {
-            if args.way == Way::Sockmap {
-                warn!("--way sockmap: both ends have to be TCP, or both UDP: bytes move in place");
+            if args.way != Way::Auto {
+                warn!(
+                    "--way {}: an end is attached: bytes move in place",
+                    args.way
+                );
             }
             attached::run(&args, &signals)
         }
@@ -39,12 +42,16 @@ fn run(mut config: RelayConfig, signals: &Signals) -> Result<(), Failure> {
     if config.way == Way::Sockmap {
         prepare_sockmap(&mut config)?;
     }
+    if config.way == Way::Splice && !config.can_splice() {
+        warn!("--way splice: both ends have to be TCP or Unix streams: auto is used");
+    }
     let ends = config.ends.clone();
     let (way, workers) = (config.way, config.workers);
     let relay = Relay::start(config).map_err(|error| match error {
-        StartError::Bounds(..) | StartError::TwoReceivers(..) | StartError::ProxyProtocol(_) => {
-            Failure::usage(error)
-        }
+        StartError::Bounds(..)
+        | StartError::TwoReceivers(..)
+        | StartError::NoReceiver(..)
+        | StartError::ProxyProtocol(_) => Failure::usage(error),
         _ => Failure::runtime(error),
     })?;
     for (end, address) in ends.iter().zip(relay.addresses()) {
@@ -55,14 +62,9 @@ fn run(mut config: RelayConfig, signals: &Signals) -> Result<(), Failure> {
         }
     }
     info!(from = %ends[0], to = %ends[1], %way, workers, "relaying");
-    let ended = loop {
-        match signals.wait(relay.over(), None).map_err(signals_failed)? {
-            Wake::Signal(name) => break Some(name),
-            Wake::Other => break None,
-            Wake::User => log_counters(&relay.stats(), "counters"),
-            Wake::Hangup | Wake::TimeIsUp => {}
-        }
-    };
+    let report = || log_counters(&relay.stats(), "counters");
+    let ended = signals.wait_for_end(relay.over(), report);
+    let ended = ended.map_err(signals_failed)?;
     if let Some(name) = ended {
         info!("{name}: stopping");
     }
@@ -105,10 +107,6 @@ fn log_counters(stats: &RelayStats, what: &str) {
         dropped = stats.dropped,
         "{what}"
     );
-}
-
-fn signals_failed(error: std::io::Error) -> Failure {
-    Failure::runtime(format_args!("cannot catch signals: {error}"))
 }
 
 /// Raises the soft limit of descriptors: each connection uses two.

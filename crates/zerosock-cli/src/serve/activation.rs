@@ -1,19 +1,27 @@
 //! Sockets passed by the service manager (LISTEN_FDS), which then owns their permissions and keeps
 //! them open over a restart.
 //!
-//! A socket belongs to the VM with the path to which it is bound; if the paths are spelled
-//! differently, its FileDescriptorName= decides: `socket-CID`, `uds-path-CID`, or without the CID
-//! when there is one VM.
+//! A socket belongs to the rule of `listen` with the address to which it is bound, or to the VM with the
+//! path; if the paths are spelled differently, its FileDescriptorName= decides: `socket-CID`,
+//! `uds-path-CID`, or without the CID when there is one VM.
 
+use std::ffi::OsStr;
 use std::io;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+use listenfd::ListenFd;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, getsockname, sockopt};
+use zerosock::forward::ListenAddress;
 
 /// Why the passed sockets cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ActivationError {
     #[error(
-        "LISTEN_FDS: descriptor {index} (named `{name}`): {source}; only listening Unix stream sockets are of use"
+        "LISTEN_FDS: descriptor {index} (named `{name}`): {source}; only listening TCP and Unix sockets are of use"
     )]
     Unusable {
         index: usize,
@@ -21,16 +29,25 @@ pub(crate) enum ActivationError {
         source: io::Error,
     },
     #[error(
-        "LISTEN_FDS: the socket named `{0}` is for none of the VMs: bind it to one's path, or name it \
-         socket-CID or uds-path-CID by FileDescriptorName="
+        "LISTEN_FDS: the socket named `{name}` is for none of the VMs and rules, and bound to {on}: bind it to \
+         the path of one or to the address of a rule, or name it socket-CID or uds-path-CID by \
+         FileDescriptorName="
     )]
-    LeftOver(String),
+    LeftOver { name: String, on: String },
 }
 
-/// The passed sockets that no VM has claimed yet.
+/// The passed sockets that no VM or rule has claimed yet.
 #[derive(Debug, Default)]
 pub(crate) struct Inherited {
-    sockets: Vec<(String, UnixListener)>,
+    sockets: Vec<Passed>,
+}
+
+#[derive(Debug)]
+struct Passed {
+    name: String,
+    /// The address to which it is bound; an empty path if that is none.
+    on: ListenAddress,
+    socket: OwnedFd,
 }
 
 impl Inherited {
@@ -38,7 +55,7 @@ impl Inherited {
     pub(crate) fn take() -> Result<Inherited, ActivationError> {
         let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
         let mut names = names.split(':');
-        let mut passed = listenfd::ListenFd::from_env();
+        let mut passed = ListenFd::from_env();
         let mut sockets = Vec::with_capacity(passed.len());
         for index in 0..passed.len() {
             // systemd's name of a descriptor without a name.
@@ -51,36 +68,32 @@ impl Inherited {
                 name: name.to_string(),
                 source,
             };
-            let listener = passed.take_unix_listener(index).map_err(unusable)?;
-            let Some(listener) = listener else { continue };
-            match rustix::net::sockopt::socket_acceptconn(&listener) {
-                Ok(true) => sockets.push((name.to_string(), listener)),
-                Ok(false) => {
-                    return Err(unusable(io::Error::other("it does not listen")));
-                }
-                Err(errno) => return Err(unusable(errno.into())),
-            }
+            let taken = take_listener(&mut passed, index).map_err(unusable)?;
+            let Some((on, socket)) = taken else { continue };
+            sockets.push(Passed {
+                name: name.to_string(),
+                on,
+                socket,
+            });
         }
         Ok(Inherited { sockets })
     }
 
-    /// The socket bound to `path`, or else one with any of these names.
+    /// The Unix stream socket bound to `path`, or else one with any of these names.
     pub(crate) fn claim(&mut self, path: &Path, names: &[String]) -> Option<UnixListener> {
-        let bound_here = |listener: &UnixListener| {
-            listener
-                .local_addr()
-                .is_ok_and(|address| address.as_pathname() == Some(path))
-        };
-        let index = self
-            .sockets
-            .iter()
-            .position(|(_, listener)| bound_here(listener))
-            .or_else(|| {
-                self.sockets
-                    .iter()
-                    .position(|(name, _)| names.contains(name))
-            })?;
-        Some(self.sockets.swap_remove(index).1)
+        let is_stream = |it: &Passed| matches!(it.on, ListenAddress::Unix(_));
+        let named = |it: &Passed| is_stream(it) && names.contains(&it.name);
+        let bound_here = |it: &Passed| it.on == ListenAddress::Unix(path.to_path_buf());
+        let mut all = self.sockets.iter();
+        let index = all.position(bound_here);
+        let index = index.or_else(|| self.sockets.iter().position(named))?;
+        Some(self.sockets.swap_remove(index).socket.into())
+    }
+
+    /// The socket bound to the address of a rule.
+    pub(crate) fn claim_for(&mut self, on: &ListenAddress) -> Option<OwnedFd> {
+        let index = self.sockets.iter().position(|it| it.on == *on)?;
+        Some(self.sockets.swap_remove(index).socket)
     }
 
     /// Fails if a socket is left over: a mistake in the unit file, and its clients would wait
@@ -88,23 +101,85 @@ impl Inherited {
     pub(crate) fn finish(mut self) -> Result<(), ActivationError> {
         match self.sockets.pop() {
             None => Ok(()),
-            Some((name, _)) => Err(ActivationError::LeftOver(name)),
+            Some(Passed {
+                name, on, socket, ..
+            }) => Err(ActivationError::LeftOver {
+                name,
+                on: abstract_name(&socket).unwrap_or_else(|| on.to_string()),
+            }),
         }
     }
 }
 
+/// Takes a listening socket and its address. `None`: it was taken before.
+fn take_listener(
+    passed: &mut ListenFd,
+    index: usize,
+) -> io::Result<Option<(ListenAddress, OwnedFd)>> {
+    let mut take = |family: AddressFamily, kind: SocketType| {
+        let (family, kind) = (i32::from(family.as_raw()), kind.as_raw() as i32);
+        passed.take_custom::<OwnedFd>(index, family, kind, "TCP or Unix socket")
+    };
+    // The first also takes IPv6. A socket of another kind stays for the next.
+    let taken = take(AddressFamily::INET, SocketType::STREAM)
+        .or_else(|_| take(AddressFamily::UNIX, SocketType::SEQPACKET))
+        .or_else(|_| take(AddressFamily::UNIX, SocketType::STREAM))?;
+    let Some(socket) = taken else { return Ok(None) };
+    if !sockopt::socket_acceptconn(&socket)? {
+        return Err(io::Error::other("it does not listen"));
+    }
+    let on = address_of(&socket)?;
+    Ok(Some((on, socket)))
+}
+
+/// The address to which a listening socket is bound.
+fn address_of(socket: &OwnedFd) -> io::Result<ListenAddress> {
+    let address = getsockname(socket)?;
+    if let Ok(address) = SocketAddr::try_from(address.clone()) {
+        return Ok(ListenAddress::Tcp(address));
+    }
+    let path = SocketAddrUnix::try_from(address)?;
+    // An abstract or missing name is an empty path, which no rule has.
+    let bytes = path.path_bytes().unwrap_or_default();
+    // The longest paths come with their terminator.
+    let bytes = bytes.split(|&byte| byte == 0).next().unwrap_or_default();
+    let path = PathBuf::from(OsStr::from_bytes(bytes));
+    Ok(match sockopt::socket_type(socket)? {
+        SocketType::SEQPACKET => ListenAddress::UnixSeqpacket(path),
+        _ => ListenAddress::Unix(path),
+    })
+}
+
+/// The abstract name to which a Unix socket is bound, as it is usually written.
+fn abstract_name(socket: &OwnedFd) -> Option<String> {
+    let address = SocketAddrUnix::try_from(getsockname(socket).ok()?).ok()?;
+    let name = address.abstract_name()?.escape_ascii();
+    Some(format!("@{name}"))
+}
+
 #[cfg(test)]
 mod tests {
+    use std::os::linux::net::SocketAddrExt;
+
     use super::*;
 
     #[test]
     fn a_path_goes_before_a_name_and_leftovers_are_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
+        let passed = |name: &str, socket: OwnedFd| Passed {
+            name: name.to_string(),
+            on: address_of(&socket).unwrap(),
+            socket,
+        };
+        let bound = |path| OwnedFd::from(UnixListener::bind(at(path)).unwrap());
+        let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let tcp_on = ListenAddress::Tcp(tcp.local_addr().unwrap());
         let sockets = vec![
-            ("socket-3".to_string(), UnixListener::bind(at("a")).unwrap()),
-            ("socket-3".to_string(), UnixListener::bind(at("b")).unwrap()),
-            ("stray".to_string(), UnixListener::bind(at("c")).unwrap()),
+            passed("socket-3", tcp.into()),
+            passed("socket-3", bound("a")),
+            passed("socket-3", bound("b")),
+            passed("stray", bound("c")),
         ];
         let mut inherited = Inherited { sockets };
         let path_of = |listener: UnixListener| {
@@ -122,7 +197,54 @@ mod tests {
             at("a")
         );
         assert!(inherited.claim(&at("elsewhere"), &names).is_none());
+        assert!(
+            inherited
+                .claim_for(&"tcp:127.0.0.1:1".parse().unwrap())
+                .is_none()
+        );
+        assert!(inherited.claim_for(&tcp_on).is_some());
         let said = inherited.finish().unwrap_err().to_string();
         assert!(said.contains("`stray`"), "{said}");
+    }
+
+    #[test]
+    fn paths_are_compared_by_their_bytes() {
+        let dir = tempfile::tempdir().unwrap();
+        let replaced = dir.path().join("a\u{fffd}");
+        let longest = "n".repeat(107 - dir.path().as_os_str().len() - 1);
+        for name in [OsStr::from_bytes(b"a\xff"), OsStr::new(&longest)] {
+            let path = dir.path().join(name);
+            let socket = OwnedFd::from(UnixListener::bind(&path).unwrap());
+            let passed = Passed {
+                name: String::new(),
+                on: address_of(&socket).unwrap(),
+                socket,
+            };
+            let mut inherited = Inherited {
+                sockets: vec![passed],
+            };
+            assert!(inherited.claim(&replaced, &[]).is_none());
+            assert!(inherited.claim_for(&ListenAddress::Unix(path)).is_some());
+        }
+    }
+
+    #[test]
+    fn an_abstract_socket_is_named_and_belongs_to_no_rule() {
+        let name = format!("zerosock-{}-\u{e9}", std::process::id());
+        let address = std::os::unix::net::SocketAddr::from_abstract_name(&name).unwrap();
+        let socket = OwnedFd::from(UnixListener::bind_addr(&address).unwrap());
+        let passed = Passed {
+            name: "web".to_string(),
+            on: address_of(&socket).unwrap(),
+            socket,
+        };
+        let mut inherited = Inherited {
+            sockets: vec![passed],
+        };
+        let like_it = ListenAddress::Unix(format!("@{name}").into());
+        assert!(inherited.claim_for(&like_it).is_none());
+        let said = inherited.finish().unwrap_err().to_string();
+        let shown = format!("bound to @zerosock-{}-\\xc3\\xa9:", std::process::id());
+        assert!(said.contains(&shown), "{said}");
     }
 }

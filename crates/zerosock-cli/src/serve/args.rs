@@ -212,5 +212,6 @@ Sockets: a path in use by a live process is refused, a stale one is replaced, an
 file is refused and left unchanged. Sockets made here are removed on SIGTERM and SIGINT.
 
 systemd: Type=notify and WatchdogSec= work. Sockets passed in (LISTEN_FDS) are used for the VM
-whose path they are bound to; otherwise by FileDescriptorName=: `socket-CID` or `uds-path-CID`
-(`socket`, `uds-path` when there is one VM). They are not removed at the end.";
+whose path they are bound to, or for the rule of --listen with their address; otherwise by
+FileDescriptorName=: `socket-CID` or `uds-path-CID` (`socket`, `uds-path` when there is one VM).
+They are not removed at the end.";

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::Mode;
 
 use super::attach_flags::RawAttach;
-use super::mode::parse_mode;
 use super::validate::{SettingsError, Source, parse_groups};
+use crate::mode::parse_mode;
 use crate::sockets;
 
 /// Validated settings of the attach socket.

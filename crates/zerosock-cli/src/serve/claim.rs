@@ -1,4 +1,4 @@
-//! Claims the sockets of VMs and of the attach server: inherited ones, or new ones at their paths.
+//! Claims the sockets of VMs, of listening rules and of the attach server: inherited ones, or new ones at their paths.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
@@ -44,6 +44,8 @@ pub(super) fn claim_sockets(settings: &Settings) -> Result<Claimed, ServeError> 
     let mut files = BTreeMap::new();
     let mut listeners = Vec::with_capacity(settings.vms.len());
     let only_vm = settings.vms.len() == 1;
+    let passed = settings.listen.iter();
+    let passed: Vec<_> = passed.map(|rule| inherited.claim_for(&rule.on)).collect();
     for vm in &settings.vms {
         let (claimed, made) = claim_vm(vm, &mut inherited, settings.access, only_vm)?;
         listeners.push(claimed);
@@ -63,8 +65,11 @@ pub(super) fn claim_sockets(settings: &Settings) -> Result<Claimed, ServeError> 
     };
     let mut listen = Vec::new();
     let mut listen_files = HashMap::new();
-    for rule in &settings.listen {
-        let (socket, file) = claim_listener(rule, settings.access)?;
+    for (rule, passed) in settings.listen.iter().zip(passed) {
+        let (socket, file) = match passed {
+            Some(socket) => (socket, None),
+            None => claim_listener(rule, settings.access)?,
+        };
         listen.push(socket);
         listen_files.extend(file.map(|file| (rule.on.clone(), file)));
     }

@@ -5,6 +5,7 @@ use std::io;
 use rustix::io::Errno;
 
 use super::activation::ActivationError;
+use crate::failure::Failure;
 use crate::sockets;
 use zerosock::daemon::Shares;
 use zerosock::forward::ListenAddress;
@@ -23,6 +24,8 @@ pub(super) enum ServeError {
     },
     #[error("signals cannot be caught: {0}")]
     Signals(io::Error),
+    #[error("net: {0}")]
+    Network(Failure),
     #[error("a worker thread has ended, see the log: its VMs have no device any more")]
     WorkerEnded,
     #[error(transparent)]
@@ -43,7 +46,8 @@ fn fix_of(error: &io::Error) -> &'static str {
              (RestrictAddressFamilies=, docs/forward.md)"
         }
         Some(Errno::ACCESS | Errno::PERM) => {
-            "choose a port from 1024 on, or give the daemon CAP_NET_BIND_SERVICE (docs/forward.md)"
+            "choose a port from 1024 on, let systemd pass the socket, or give the daemon \
+             CAP_NET_BIND_SERVICE (docs/forward.md)"
         }
         Some(Errno::ADDRNOTAVAIL) => "give an address of this machine",
         _ => "stop the program that has this address, or choose another one",

@@ -1,5 +1,5 @@
 //! `--config FILE`: a YAML file with a list `vms`, one entry per VM, and optionally `attach`, `access`,
-//! `forward` and `listen`.
+//! `forward`, `listen` and `net`.
 
 use std::fs;
 use std::path::Path;
@@ -10,6 +10,7 @@ use super::access::Entry;
 use super::attach_flags::RawAttach;
 use super::forward::{Forward, Listen};
 use super::vm::RawVm;
+use crate::net::network::Network;
 use crate::size;
 
 /// Why the file cannot be used.
@@ -27,7 +28,7 @@ pub(crate) enum FileError {
     },
     #[error(
         "--config {path}: the list `vms` is empty: add an entry with socket and uds_path, or the \
-         key `attach` with socket"
+         key `attach` with socket, or a network under `net`"
     )]
     Empty { path: String },
 }
@@ -47,6 +48,8 @@ pub(crate) struct File {
     pub(crate) forward: Vec<Forward>,
     #[serde(default)]
     pub(crate) listen: Vec<Listen>,
+    #[serde(default)]
+    pub(crate) net: Vec<Network>,
     pub(crate) spin_us: Option<u64>,
     #[serde(default, deserialize_with = "size::deserialize")]
     pub(crate) max_memory: Option<u64>,
@@ -54,7 +57,7 @@ pub(crate) struct File {
     pub(crate) max_memory_total: Option<u64>,
 }
 
-/// Contents of the file: at least one VM, or the attach socket.
+/// Contents of the file: at least one VM or network, or the attach socket.
 pub(crate) fn read(path: &Path) -> Result<File, FileError> {
     let name = || path.display().to_string();
     let text = fs::read_to_string(path).map_err(|source| FileError::Unreadable {
@@ -65,7 +68,7 @@ pub(crate) fn read(path: &Path) -> Result<File, FileError> {
         path: name(),
         reason,
     })?;
-    if file.vms.is_empty() && file.attach.is_none() {
+    if file.vms.is_empty() && file.attach.is_none() && file.net.is_empty() {
         return Err(FileError::Empty { path: name() });
     }
     Ok(file)

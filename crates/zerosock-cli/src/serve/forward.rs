@@ -16,13 +16,13 @@ use serde::{Deserialize, Deserializer};
 use zerosock::Port;
 use zerosock::access::Party;
 use zerosock::forward::{
-    Destination, ForwardRule, ListenAddress, ListenRule, Network, TargetTemplate,
+    Destination, ForwardRule, ListenAddress, ListenRule, Network, TargetTemplate, ZeroCopy,
 };
 
 use super::access;
 use super::list::joined_by_plus;
-use super::mode::parse_mode;
 use crate::duration;
+use crate::mode::parse_mode;
 
 /// Default idle time before TCP keepalive probes.
 const KEEPALIVE: Duration = Duration::from_secs(60);
@@ -35,7 +35,8 @@ pub(crate) struct ForwardFlags {
     /// repeat for more
     ///
     /// TARGET is tcp:HOST:PORT, udp:HOST:PORT, unix:PATH, unix-seqpacket:PATH or unix-dgram:PATH.
-    /// Without :PORT it is the port that the guest connects to. A guest reaches loopback, link-local
+    /// Without :PORT it is the port that the guest connects to. Connections to tcp: and unix: are
+    /// streams; the others take SOCK_SEQPACKET, udp: and unix-dgram: also datagrams. A guest reaches loopback, link-local
     /// and metadata addresses only if TARGET names the address. docs/forward.md describes these rules,
     /// and the file of --config has more options for them.
     #[arg(long, value_name = "PORT=TARGET", value_parser = parse_forward)]
@@ -64,7 +65,9 @@ pub(crate) struct Listen {
     deny: Vec<Network>,
     idle_timeout: Option<Duration>,
     keepalive: Option<Duration>,
+    proxy_protocol: bool,
     max_connections: Option<u32>,
+    zero_copy: ZeroCopy,
     /// Permissions of a Unix socket; `None`: those of the other sockets.
     pub(super) mode: Option<Mode>,
 }
@@ -78,7 +81,9 @@ impl Listen {
             deny: Vec::new(),
             idle_timeout: None,
             keepalive: Some(KEEPALIVE),
+            proxy_protocol: false,
             max_connections: None,
+            zero_copy: ZeroCopy::Auto,
             mode: None,
         }
     }
@@ -93,7 +98,9 @@ impl Listen {
             deny: self.deny.clone(),
             idle_timeout: self.idle_timeout,
             keepalive: self.keepalive,
+            proxy_protocol: self.proxy_protocol,
             max_connections: self.max_connections,
+            zero_copy: self.zero_copy,
         }
     }
 }
@@ -121,6 +128,8 @@ struct RawForward {
     proxy_protocol: bool,
     #[serde(default, alias = "max-connections", deserialize_with = "connections")]
     max_connections: Option<u32>,
+    #[serde(default, alias = "zero-copy", deserialize_with = "parsed")]
+    zero_copy: ZeroCopy,
 }
 
 #[derive(Deserialize)]
@@ -138,8 +147,12 @@ struct RawListen {
     idle_timeout: Option<Duration>,
     #[serde(default = "keepalive", deserialize_with = "or_off")]
     keepalive: Option<Duration>,
+    #[serde(default, alias = "proxy-protocol")]
+    proxy_protocol: bool,
     #[serde(default, alias = "max-connections", deserialize_with = "connections")]
     max_connections: Option<u32>,
+    #[serde(default, alias = "zero-copy", deserialize_with = "parsed")]
+    zero_copy: ZeroCopy,
     #[serde(default, deserialize_with = "mode")]
     mode: Option<Mode>,
 }
@@ -157,6 +170,7 @@ impl From<RawForward> for Forward {
             keepalive: raw.keepalive,
             proxy_protocol: raw.proxy_protocol,
             max_connections: raw.max_connections,
+            zero_copy: raw.zero_copy,
         })
     }
 }
@@ -170,7 +184,9 @@ impl From<RawListen> for Listen {
             deny: raw.deny,
             idle_timeout: raw.idle_timeout,
             keepalive: raw.keepalive,
+            proxy_protocol: raw.proxy_protocol,
             max_connections: raw.max_connections,
+            zero_copy: raw.zero_copy,
             mode: raw.mode,
         }
     }
@@ -320,6 +336,7 @@ mod tests {
   keepalive: 0
   proxy-protocol: true
   max_connections: 7
+  zero_copy: never
 ",
         )
         .unwrap();
@@ -335,6 +352,7 @@ mod tests {
         assert_eq!(second.idle_timeout, Some(Duration::from_secs(3600)));
         assert_eq!((second.keepalive, second.max_connections), (None, Some(7)));
         assert!(second.proxy_protocol);
+        assert_eq!(second.zero_copy, ZeroCopy::Never);
 
         let rules: Vec<Listen> = read(
             "
@@ -344,7 +362,9 @@ mod tests {
   allow: 10.0.0.0/8
   idle_timeout: 5
   keepalive: 9
+  proxy_protocol: true
   max_connections: 1
+  zero-copy: always
   mode: '0660'
 ",
         )
@@ -352,6 +372,8 @@ mod tests {
         assert_eq!(rules[0], parse_listen("tcp:[::]:2222=3:22").unwrap());
         assert_eq!(rules[1].mode, Some(Mode::from_raw_mode(0o660)));
         assert_eq!(rules[1].keepalive, Some(Duration::from_secs(9)));
+        assert!(rules[1].proxy_protocol && !rules[0].proxy_protocol);
+        assert_eq!(rules[1].rule(None).zero_copy, ZeroCopy::Always);
     }
 
     #[test]
@@ -368,6 +390,10 @@ mod tests {
             (
                 "- {port: 1, to: 'unix:/a', max_connections: 0}",
                 "give at least 1",
+            ),
+            (
+                "- {port: 1, to: 'unix:/a', zero_copy: on}",
+                "give auto, always or never",
             ),
             (
                 "- {port: 1, to: 'unix:/a', form: 3}",

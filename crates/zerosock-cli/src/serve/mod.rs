@@ -18,7 +18,7 @@ mod file;
 pub(crate) mod forward;
 mod group;
 mod list;
-mod mode;
+mod networks;
 mod reload;
 mod settings;
 mod stuck;
@@ -58,12 +58,20 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     }
     raise_descriptor_limit();
     let claimed = claim_sockets(&settings)?;
+    let networks = networks::open(&settings)?;
     let daemon = backend::start(&settings, claimed.vms, claimed.attach, claimed.listen)?;
     let shares = daemon.shares();
     if shares.limit < shares.minimum {
         daemon.shutdown();
         return Err(ServeError::FewDescriptors(shares));
     }
+    let mut networks = match networks.serve() {
+        Ok(networks) => networks,
+        Err(error) => {
+            daemon.shutdown();
+            return Err(error);
+        }
+    };
     announce_shares(&shares);
     for vm in &settings.vms {
         announce(vm);
@@ -81,7 +89,8 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
         listen_files: claimed.listen_files,
     };
     let mut watchdog = Watchdog::new();
-    let signal = wait_for_signal(&signals, &daemon, &mut watchdog, || {
+    let check_networks = || networks.check();
+    let signal = wait_for_signal(&signals, &daemon, &mut watchdog, check_networks, || {
         // Both in one message: the service manager ignores either alone (sd_notify(3)).
         let now = NotifyState::monotonic_usec_now().ok();
         notify(&[[NotifyState::Reloading].as_slice(), now.as_slice()].concat());
@@ -93,9 +102,11 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     notify(&[NotifyState::Stopping]);
     let stats = daemon.stats();
     daemon.forward_stats().iter().for_each(announce_rule);
+    networks.shutdown();
     daemon.shutdown();
     info!(
         in_place_bytes = stats.in_place_bytes,
+        zero_copy_bytes = stats.zero_copy_bytes,
         copied_bytes = stats.copied_bytes,
         connections = stats.conns_added,
         connections_now = stats.connections_now,
@@ -140,6 +151,7 @@ fn raise_descriptor_limit() {
 fn status(settings: &Settings) -> String {
     match settings.vms.as_slice() {
         [vm] => format!("serving CID {}", vm.cid),
+        [] if settings.attach.is_none() => "serving networks".into(),
         [] => "serving processes that attach".into(),
         vms => format!("serving {} virtual machines", vms.len()),
     }
@@ -149,6 +161,7 @@ fn wait_for_signal(
     signals: &Signals,
     daemon: &Daemon,
     watchdog: &mut Watchdog,
+    mut check_networks: impl FnMut(),
     mut reload: impl FnMut(),
 ) -> Result<&'static str, ServeError> {
     let mut stuck_calls = StuckCalls::default();
@@ -164,5 +177,6 @@ fn wait_for_signal(
         }
         watchdog.check(daemon);
         stuck_calls.check(daemon);
+        check_networks();
     }
 }

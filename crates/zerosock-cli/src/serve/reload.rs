@@ -173,6 +173,9 @@ impl Changes {
         changes.keep("max_memory", &now.max_memory, &wanted.max_memory);
         let (a, b) = (now.max_memory_total, wanted.max_memory_total);
         changes.keep("max_memory_total", &a, &b);
+        if now.net != wanted.net {
+            changes.fix("net", "as it is", "that of the file");
+        }
         for rule in &now.listen {
             let other = wanted.listen.iter().find(|other| other.on == rule.on);
             let shown = |mode: Option<Mode>| match mode {

@@ -15,16 +15,17 @@ use zerosock::forward::{self, ForwardRule, ListenAddress};
 use super::args::{DaemonFlags, OkPort, ServeArgs};
 use super::attach::Attach;
 use super::forward::{Forward, Listen, unknown_group};
-use super::mode::parse_mode;
 use super::validate::{SettingsError, Source, check_path, parse_groups};
 use super::vm::RawVm;
 use super::{access, cpus, group};
+use crate::mode::parse_mode;
+use crate::net::network::Network;
 use crate::sockets;
 
 /// Everything that `serve` needs to start.
 #[derive(Debug)]
 pub(crate) struct Settings {
-    /// At least one, unless processes may attach; CIDs, paths and forwarded ports differ between
+    /// At least one, unless processes may attach or there are networks; CIDs, paths and forwarded ports differ between
     /// them.
     pub(crate) vms: Vec<Vm>,
     /// Settings of the attach socket, if any.
@@ -35,6 +36,8 @@ pub(crate) struct Settings {
     pub(crate) forward: Vec<ForwardRule>,
     /// Their addresses differ.
     pub(crate) listen: Vec<Listen>,
+    /// Sockets and interfaces are used once.
+    pub(crate) net: Vec<Network>,
     pub(crate) ok_port: OkPort,
     pub(crate) access: sockets::Access,
     /// At least 1. `None`: as many as the descriptors allow.
@@ -43,6 +46,8 @@ pub(crate) struct Settings {
     pub(crate) max_memory: u64,
     /// Limit of mapped memory of all VMs and processes, bytes. Not zero.
     pub(crate) max_memory_total: u64,
+    /// Guests of networks must have sealed memory.
+    pub(crate) sealed_memory: bool,
     /// 1 to 16.
     pub(crate) queue_pairs: u16,
     /// At most a second; zero: no polling.
@@ -103,6 +108,7 @@ impl Settings {
         let mut written = Vec::new();
         let mut rules = Vec::new();
         let (mut forward, mut listen) = (args.forward.forward, args.forward.listen);
+        let mut net = Vec::new();
         let attach = args.attach.into_raw();
         let mut attach = attach.map(|raw| (Source::Flags, raw));
         if let Some(path) = &config {
@@ -134,6 +140,7 @@ impl Settings {
                 written.push((Source::File { path, index }, vm));
             }
             rules = file.access;
+            net = file.net;
             for (key, both) in [
                 ("forward", !forward.is_empty() && !file.forward.is_empty()),
                 ("listen", !listen.is_empty() && !file.listen.is_empty()),
@@ -171,6 +178,9 @@ impl Settings {
             taken.take(source, &vm)?;
             vms.push(vm);
         }
+        for (index, network) in net.iter().enumerate() {
+            taken.take_network(config.as_deref(), index, network)?;
+        }
         let attach = match attach {
             None => None,
             Some((source, raw)) => {
@@ -204,7 +214,7 @@ impl Settings {
             forward,
             listen,
         };
-        daemon(flags, vms, attach, rules)
+        daemon(flags, vms, attach, rules, net)
     }
 }
 
@@ -252,6 +262,7 @@ fn daemon(
     mut vms: Vec<Vm>,
     attach: Option<Attach>,
     rules: Rules,
+    net: Vec<Network>,
 ) -> Result<Settings, SettingsError> {
     let wrong = |option: &str, value: &dyn fmt::Display, fix: String| SettingsError::Wrong {
         option: option.to_string(),
@@ -350,13 +361,14 @@ fn daemon(
                 let most = vms.len() + attach.max + attach.service_max;
                 workers.min(most.saturating_mul(queue_pairs.into()))
             }
-            None => workers.min(vms.len()),
+            None => workers.min(vms.len().max(1)),
         },
         vms,
         attach,
         rules: rules.access,
         forward: rules.forward,
         listen: rules.listen,
+        net,
         ok_port: flags.ok_port,
         access: sockets::Access {
             mode,
@@ -365,6 +377,7 @@ fn daemon(
         max_connections,
         max_memory,
         max_memory_total,
+        sealed_memory: flags.require_sealed_memory,
         queue_pairs,
         spin: Duration::from_micros(spin),
         connect_timeout: flags.connect_timeout,
@@ -520,6 +533,30 @@ impl Taken {
                 other,
             }),
         }
+    }
+
+    /// Checks a network of the file, and takes the sockets of its guests.
+    fn take_network(
+        &mut self,
+        file: Option<&Path>,
+        index: usize,
+        network: &Network,
+    ) -> Result<(), SettingsError> {
+        let place = file.unwrap_or(Path::new("")).display();
+        let option = |key: &str| format!("{place}: net[{index}].{}", key.replace('-', "_"));
+        network.check(option).map_err(SettingsError::Network)?;
+        for guest in &network.guests {
+            let path = &guest.socket;
+            let absolute = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+            if let Some(other) = self.paths.insert(absolute, option("guests.socket")) {
+                return Err(SettingsError::Duplicate {
+                    option: option("guests.socket"),
+                    value: path.display().to_string(),
+                    other,
+                });
+            }
+        }
+        Ok(())
     }
 
     fn take(&mut self, source: Source<'_>, vm: &Vm) -> Result<(), SettingsError> {

@@ -29,6 +29,9 @@ pub(crate) enum SettingsError {
         value: String,
         other: String,
     },
+    /// Names the key.
+    #[error("{0}")]
+    Network(String),
     #[error("{place}{error}")]
     Rules {
         /// The file, with a colon.

@@ -1,4 +1,4 @@
-//! A guest under QEMU with a vhost-user vsock device.
+//! A guest under QEMU with devices over vhost-user.
 
 use std::io;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -30,14 +30,10 @@ pub struct Config<'c> {
     pub kernel: &'c Kernel,
     /// The file with the initramfs.
     pub initramfs: &'c Path,
-    /// Memory of the guest, MiB.
-    pub memory_mib: u64,
     /// Processors of the guest.
     pub cpus: u32,
-    /// QEMU's name of the device, such as [`VSOCK`].
-    pub kind: &'c str,
-    /// The device's vhost-user socket, already listening.
-    pub device: &'c Path,
+    /// QEMU's arguments for memory and devices, such as those of [`memory`] and [`device`].
+    pub machine: Vec<String>,
     /// A directory for this guest's control socket.
     pub dir: &'c Path,
     /// Whether a reboot of the guest reboots it (else it ends QEMU).
@@ -147,6 +143,26 @@ impl<C: Control> Guest<C> {
     }
 }
 
+/// QEMU's arguments for memory of the guest that devices can map: it must be a shared file.
+pub fn memory(mib: u64) -> Vec<String> {
+    let object = format!("memory-backend-memfd,id=mem,size={mib}M,share=on");
+    let size = format!("{mib}M");
+    ["-m", &size, "-object", &object, "-numa", "node,memdev=mem"]
+        .map(str::to_owned)
+        .into()
+}
+
+/// QEMU's arguments for [`memory`] and one device. `kind` is QEMU's name of the device, such as
+/// [`VSOCK`]; `socket` is its vhost-user socket, already listening.
+pub fn device(memory_mib: u64, kind: &str, socket: &Path) -> Vec<String> {
+    let mut machine = memory(memory_mib);
+    machine.push("-chardev".to_owned());
+    machine.push(format!("socket,id=device,path={}", socket.display()));
+    machine.push("-device".to_owned());
+    machine.push(format!("{kind},chardev=device"));
+    machine
+}
+
 /// Starts a guest without waiting for it, so that several can boot at once.
 ///
 /// # Errors
@@ -220,22 +236,9 @@ fn spawn(config: &Config<'_>, accel: Accel) -> Result<Started, BootError> {
     let qemu = find_qemu().ok_or(BootError::NoQemu)?;
     let mut command = children::with_parent_watchdog(config.zerosock, &qemu);
     command.args(accel.options());
-    let memory = config.memory_mib;
-    command.args(["-nodefaults", "-no-user-config", "-display", "none", "-m"]);
-    command.arg(format!("{memory}M"));
+    command.args(["-nodefaults", "-no-user-config", "-display", "none"]);
     command.arg("-smp").arg(config.cpus.to_string());
-    // The device maps the guest's memory, so it must be a shared file.
-    command.arg("-object");
-    command.arg(format!(
-        "memory-backend-memfd,id=mem,size={memory}M,share=on"
-    ));
-    command.args(["-numa", "node,memdev=mem"]);
-    command
-        .arg("-chardev")
-        .arg(format!("socket,id=device,path={}", config.device.display()));
-    command
-        .arg("-device")
-        .arg(format!("{},chardev=device", config.kind));
+    command.args(&config.machine);
     command.args([
         "-chardev",
         "stdio,id=console,signal=off",

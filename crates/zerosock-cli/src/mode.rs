@@ -3,7 +3,7 @@
 use rustix::fs::Mode;
 
 /// Parses `0660`, `660` or `0o660`: at most 0777.
-pub(super) fn parse_mode(text: &str) -> Option<Mode> {
+pub(crate) fn parse_mode(text: &str) -> Option<Mode> {
     let digits = text.strip_prefix("0o").unwrap_or(text);
     if digits.is_empty() || !digits.bytes().all(|digit| (b'0'..=b'7').contains(&digit)) {
         return None;

@@ -1,0 +1,108 @@
+//! `zerosock net`: virtio-net devices on a TAP interface, or on a switch.
+//!
+//! Steps: validate the options; make the interface and the sockets; drop the capabilities; serve until
+//! a signal, or until the interface is removed.
+
+pub(crate) mod args;
+pub(crate) mod network;
+pub(crate) mod xdp;
+
+use std::time::Duration;
+
+use rustix::fs::Mode;
+use tracing::info;
+use zerosock_sys::bpf;
+
+use self::args::NetArgs;
+use self::network::{Common, Network};
+use self::xdp::Interfaces;
+use crate::failure::Failure;
+use crate::logging;
+use crate::mode::parse_mode;
+use crate::signals::{Signals, signals_failed};
+use crate::sockets::Access;
+
+/// Runs until SIGINT or SIGTERM, or the end of the interface.
+pub(crate) fn main(args: NetArgs) -> Result<(), Failure> {
+    let common = Common {
+        access: Access {
+            mode: mode(&args)?,
+            gid: None,
+        },
+        max_memory: args.max_memory,
+        sealed_memory: args.require_sealed_memory,
+        spin: Duration::from_micros(args.spin_us),
+    };
+    let _logging = logging::start(args.log_level, args.log_format);
+    let network = network(args)?;
+    let mut signals = Signals::catch().map_err(signals_failed)?;
+    signals.catch_user().map_err(signals_failed)?;
+    let uses_xdp = network.xdp.is_some();
+    let opened = network.open(&common, &mut Interfaces::default())?;
+    // Before other threads start.
+    drop_capabilities(uses_xdp)?;
+    let serving = opened.serve()?;
+    let ended = signals.wait_for_end(serving.over(), || serving.report());
+    let ended = ended.map_err(signals_failed)?;
+    if let Some(name) = ended {
+        info!("{name}: stopping");
+    }
+    serving.shutdown();
+    match ended {
+        Some(_) => Ok(()),
+        None => Err(Failure::runtime(ENDED)),
+    }
+}
+
+/// Why networks end by themselves.
+pub(crate) const ENDED: &str =
+    "the interface was removed, or its thread has failed: the log has the reason";
+
+/// Drops what only making interfaces needs. `uses_xdp`: a network has AF_XDP.
+pub(crate) fn drop_capabilities(uses_xdp: bool) -> Result<(), Failure> {
+    if uses_xdp && bpf::inserting_needs_capabilities() {
+        info!("CAP_BPF and CAP_NET_ADMIN are kept: before Linux 5.19 each socket needs them");
+        return Ok(());
+    }
+    bpf::drop_bpf_capabilities()
+        .map_err(|error| Failure::runtime(format_args!("cannot drop CAP_NET_ADMIN: {error}")))
+}
+
+fn network(args: NetArgs) -> Result<Network, Failure> {
+    let mut guests = args.socket;
+    if let [guest] = guests.as_mut_slice() {
+        guest.mac = args.mac.or(guest.mac);
+        guest.mac_filter |= args.mac_filter;
+    } else if args.mac.is_some() || args.mac_filter {
+        return Err(Failure::usage(
+            "--mac, --mac-filter: with several guests, give each its own: \
+             --socket PATH,mac=MAC,mac-filter",
+        ));
+    }
+    let network = Network {
+        tap: args.tap,
+        tap_fd: args.tap_fd,
+        xdp: args.xdp,
+        xdp_drop_long: args.xdp_drop_long,
+        xdp_copy: args.xdp_copy,
+        bridge: args.bridge,
+        mtu: args.mtu,
+        queues: args.queues,
+        guests,
+    };
+    let option = |key: &str| format!("--{key}");
+    network.check(option).map_err(Failure::usage)?;
+    Ok(network)
+}
+
+fn mode(args: &NetArgs) -> Result<Option<Mode>, Failure> {
+    let Some(text) = &args.socket_mode else {
+        return Ok(None);
+    };
+    match parse_mode(text) {
+        Some(mode) => Ok(Some(mode)),
+        None => Err(Failure::usage(format_args!(
+            "--socket-mode: octal permissions such as 0660, not {text}"
+        ))),
+    }
+}

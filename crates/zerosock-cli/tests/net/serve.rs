@@ -1,0 +1,176 @@
+//! Networks in the file of `zerosock serve`.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::path::PathBuf;
+
+use tempfile::TempDir;
+
+use crate::isolated::{ip, isolated, try_ip};
+use crate::process::{DEADLINE, Running, wait_until, zerosock};
+
+/// What a server with this file says that cannot serve it.
+pub(crate) fn refusal(file: &str) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("file");
+    std::fs::write(&path, file.replace('@', &dir.path().display().to_string())).unwrap();
+    let mut serve = zerosock();
+    serve.args(["serve", "--config"]).arg(path);
+    let ended = Running::start(&mut serve).finish();
+    assert_eq!(ended.code, Some(1), "{}", ended.stderr);
+    ended.stderr
+}
+
+/// A server with a file.
+pub(crate) struct Server {
+    dir: TempDir,
+    serve: Option<Running>,
+    /// What the server tells the service manager.
+    manager: Option<UnixDatagram>,
+}
+
+impl Server {
+    pub(crate) fn start(file: &str) -> Server {
+        let mut server = Server {
+            dir: tempfile::tempdir().unwrap(),
+            serve: None,
+            manager: None,
+        };
+        server.write(file);
+        let manager = UnixDatagram::bind(server.path("notify")).unwrap();
+        manager.set_read_timeout(Some(DEADLINE)).unwrap();
+        let mut serve = zerosock();
+        serve.args(["serve", "--config"]).arg(server.path("file"));
+        serve.env("NOTIFY_SOCKET", server.path("notify"));
+        server.serve = Some(Running::start(&mut serve));
+        let mut message = [0; 1024];
+        let length = manager.recv(&mut message).unwrap_or_default();
+        let message = String::from_utf8_lossy(&message[..length]).into_owned();
+        assert!(message.contains("READY=1"), "{message}{}", server.stderr());
+        server.manager = Some(manager);
+        server
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Writes the file; `@` stands for the directory.
+    fn write(&self, file: &str) {
+        let file = file.replace('@', &self.dir.path().display().to_string());
+        std::fs::write(self.path("file"), file).unwrap();
+    }
+
+    pub(crate) fn stderr(&self) -> String {
+        self.serve.as_ref().unwrap().stderr()
+    }
+
+    /// Reloads the file; returns what is new in the log.
+    fn reload(&self) -> String {
+        let before = self.stderr().len();
+        self.serve.as_ref().unwrap().signal("HUP");
+        let new = || self.stderr()[before..].to_owned();
+        wait_until("an answer", || {
+            new().contains("reloaded") && new().ends_with('\n')
+        });
+        new()
+    }
+
+    fn stop(mut self) -> String {
+        let serve = self.serve.take().unwrap();
+        serve.signal("TERM");
+        let ended = serve.finish();
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        ended.stderr
+    }
+}
+
+/// Asks for the features as a front-end does (GET_FEATURES, version 1). False: it was disconnected.
+fn has_features(front_end: &mut UnixStream) -> bool {
+    front_end.set_read_timeout(Some(DEADLINE)).unwrap();
+    let request = [1_u32, 1, 0].map(u32::to_ne_bytes).concat();
+    if front_end.write_all(&request).is_err() {
+        return false;
+    }
+    front_end.read_exact(&mut [0; 20]).is_ok()
+}
+
+#[test]
+fn a_reload_leaves_networks_as_they_are() {
+    isolated("a_reload_leaves_networks_as_they_are", || {
+        let file = "net:\n- tap: tap\n  guests: [{socket: @/one}]\n\
+                    - guests: [{socket: @/a, mac: '52:54:00:00:00:0a', mac_filter: true}, {socket: @/b}]\n";
+        let server = Server::start(file);
+        ip("link show dev tap");
+        let mut guests =
+            ["one", "a", "b"].map(|name| UnixStream::connect(server.path(name)).unwrap());
+        let all = |guests: &mut [UnixStream; 3]| guests.iter_mut().all(has_features);
+        assert!(all(&mut guests));
+        let said = server.reload();
+        assert!(!said.contains("net cannot change"), "{said}");
+        server.write(&file.replace("tap: tap", "tap: other"));
+        let said = server.reload();
+        assert!(said.contains("net cannot change"), "{said}");
+        assert!(try_ip("link show dev other").is_err());
+        // A file with a fault changes nothing either.
+        server.write(&file.replace("tap: tap", "tap: tap\n  queues: 17"));
+        let said = server.reload();
+        assert!(said.contains("net[0].queues: 1 to 16"), "{said}");
+        assert!(all(&mut guests));
+        let said = server.stop();
+        for device in ["tap", "/a", "/b"] {
+            let wanted = format!("{device}\" rx_frames=0");
+            assert!(said.contains(&wanted), "{wanted}: {said}");
+        }
+        assert!(try_ip("link show dev tap").is_err());
+    });
+}
+
+#[test]
+fn the_file_of_the_guide_is_served() {
+    let guide = include_str!("../../../../docs/net.md");
+    let code = guide.lines().filter_map(|line| line.strip_prefix("    "));
+    let file = code.skip_while(|line| *line != "net:");
+    let file = file.take_while(|line| *line == "net:" || line.starts_with("  "));
+    let file = file.collect::<Vec<_>>().join("\n");
+    assert!(file.contains("guests:"), "{file}");
+    isolated("the_file_of_the_guide_is_served", move || {
+        if let Err(reason) = try_ip("link add br0 type bridge") {
+            println!("SKIPPED the_file_of_the_guide_is_served: {reason}");
+            return;
+        }
+        let server = Server::start(&file.replace("/run/zerosock/", "@/"));
+        for interface in ["tap3", "up0"] {
+            let shown = ip(&format!("-o link show dev {interface}"));
+            assert!(shown.contains("master br0"), "{shown}");
+        }
+        for socket in ["3.net", "4.net", "5.net"] {
+            let mut guest = UnixStream::connect(server.path(socket)).unwrap();
+            assert!(has_features(&mut guest), "{socket}");
+        }
+        server.stop();
+    });
+}
+
+#[test]
+fn a_network_without_its_interface_ends_and_the_others_go_on() {
+    isolated(
+        "a_network_without_its_interface_ends_and_the_others_go_on",
+        || {
+            let file = "net:\n- tap: first\n  guests: [{socket: @/first}]\n\
+                    - tap: second\n  guests: [{socket: @/second}]\n";
+            let server = Server::start(file);
+            let connect = |name: &str| UnixStream::connect(server.path(name));
+            let mut guests = ["first", "second"].map(|name| connect(name).unwrap());
+            assert!(guests.iter_mut().all(has_features));
+            ip("link del first");
+            let wanted = "net: the interface was removed";
+            wait_until("the end of a network", || server.stderr().contains(wanted));
+            let [first, second] = &mut guests;
+            wait_until("a disconnect", || !has_features(first));
+            assert!(has_features(second));
+            wait_until("the end of the socket", || connect("first").is_err());
+            server.stop();
+        },
+    );
+}

@@ -4,7 +4,8 @@
 //! that does as the host says: [`remote`] speaks to it over the guest's second serial port with the
 //! lines of [`protocol`], not over vsock, so that a device that fails can still be reported on. [`uml`]
 //! boots user-mode Linux as `zerosock_cli::vm::qemu` boots QEMU, and [`device`] runs a device as a
-//! process. [`entropy`] is a device of another kind than vsock.
+//! process. [`packages`] adds programs of the system to a guest, and
+//! [`datagrams`] checks what has arrived of some. [`entropy`] is a device of another kind than vsock.
 //!
 //! A program that tests with guests is the agent itself, under its own name, when its first argument
 //! is [`guest::NAME`]; `zerosock-testkit` is that and the whole `zerosock` command besides, so that
@@ -12,9 +13,11 @@
 #![forbid(unsafe_code)]
 
 pub mod calls;
+pub mod datagrams;
 pub mod device;
 pub mod entropy;
 pub mod guest;
+pub mod packages;
 pub mod protocol;
 pub mod remote;
 pub mod uml;

@@ -1,4 +1,4 @@
-//! A guest under user-mode Linux: a kernel in a process, with a vsock device over vhost-user.
+//! A guest under user-mode Linux: a kernel in a process, with one device over vhost-user.
 //!
 //! Unlike QEMU it needs no accelerator, and its front-end is Linux's own `virtio_uml`.
 
@@ -19,13 +19,14 @@ pub const TTY: &str = "/dev/ttyS0";
 /// With hidden extended state (`guest hide-xstate`), a process in the guest may lose its wide
 /// registers at any moment, so the C library must not use them. The kernel passes unknown options
 /// to init as its environment.
-/// options to init as its environment.
 const TUNABLES: &str = "GLIBC_TUNABLES=glibc.cpu.hwcaps=\
     -AVX,-AVX2,-AVX512F,-AVX512VL,-AVX512BW,-AVX_Fast_Unaligned_Load";
 
 const DEADLINE: Duration = Duration::from_secs(60);
 /// The virtio device id of vsock.
-const VSOCK: u32 = 19;
+pub const VSOCK: u32 = 19;
+/// That of network devices.
+pub const NET: u32 = 1;
 
 /// A running guest; dropping it ends it.
 pub struct Guest {
@@ -54,9 +55,16 @@ pub enum BootError {
     },
 }
 
+/// The kernel's arguments for 256 MiB of memory and one device: its vhost-user socket, already
+/// listening, and its virtio id.
+pub fn device(socket: &Path, id: u32) -> Vec<String> {
+    let device = format!("virtio_uml.device={}:{id}", socket.display());
+    vec!["mem=256M".to_owned(), device]
+}
+
 impl Guest {
-    /// Boots and waits for the agent. `device` is the vhost-user socket, already listening;
-    /// `zerosock` a program with the agent and `parent-watchdog`, which starts the guest so that it
+    /// Boots and waits for the agent. `machine` is the kernel's arguments for memory and devices, such
+    /// as those of [`device`]; `zerosock` is a program with the agent and `parent-watchdog`, which starts the guest so that it
     /// ends with this process.
     ///
     /// # Errors
@@ -64,7 +72,7 @@ impl Guest {
     pub fn boot(
         kernel: &Kernel,
         initramfs: &Path,
-        device: &Path,
+        machine: &[String],
         zerosock: &Path,
         echo: Option<&str>,
     ) -> Result<Guest, BootError> {
@@ -72,8 +80,8 @@ impl Guest {
         command
             .args([guest::NAME, "hide-xstate", "--"])
             .arg(&kernel.image);
+        command.args(machine);
         command.args([
-            "mem=256M",
             "quiet",
             "panic=-1",
             "stderr=1",
@@ -82,7 +90,6 @@ impl Guest {
         ]);
         command.arg(TUNABLES);
         command.arg(format!("initrd={}", initramfs.display()));
-        command.arg(format!("virtio_uml.device={}:{VSOCK}", device.display()));
         command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

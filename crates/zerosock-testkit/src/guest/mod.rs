@@ -9,6 +9,8 @@ mod stream;
 mod xstate;
 
 use std::ffi::OsString;
+use std::io;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -31,6 +33,12 @@ enum Command {
     Forward,
     /// Relays between this guest's own AF_VSOCK and other sockets, in several ways
     Sockmap(sockmap::Options),
+    /// Become a program of a user without capabilities
+    Unprivileged {
+        /// Program and arguments
+        #[arg(last = true, required = true)]
+        argv: Vec<OsString>,
+    },
     /// On the host: become a program without access to the processor's extended state
     HideXstate {
         /// Program and arguments
@@ -39,12 +47,24 @@ enum Command {
     },
 }
 
+/// Returns only if the program cannot be executed.
+fn unprivileged(argv: &[OsString]) -> io::Error {
+    /// A user without privileges.
+    const USER: u32 = 65534;
+    let Some((program, arguments)) = argv.split_first() else {
+        return io::ErrorKind::InvalidInput.into();
+    };
+    let mut command = std::process::Command::new(program);
+    command.args(arguments).uid(USER).gid(USER).exec()
+}
+
 /// Runs the subcommand of the arguments after [`NAME`].
 pub fn main() -> ExitCode {
     let done = match Command::parse_from(std::env::args_os().skip(1)) {
         Command::Agent { tty } => agent::run(&tty),
         Command::Forward => forward::run(),
         Command::Sockmap(options) => sockmap::run(&options),
+        Command::Unprivileged { argv } => Err(unprivileged(&argv)),
         Command::HideXstate { argv } => xstate::run(&argv),
     };
     Failure::exit_code(NAME, done.map_err(Failure::runtime))

@@ -1,14 +1,16 @@
-//! A relay between a socket of the guest and kernel AF_VSOCK, in three ways: redirection inside the
-//! kernel, copying, and socat. The client of the relay is in here too, and with the loopback CID also
+//! A relay between a socket of the guest and kernel AF_VSOCK: redirection inside the kernel and copying in
+//! here, socat, or `zerosock relay`. The client of the relay is in here too, and with the loopback CID also
 //! the other end.
 //!
 //! Kernel AF_VSOCK: runs only inside guests. It prints one line with what happened.
 
-use std::io::{self, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::process::{Child, Command};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,10 +22,13 @@ use zerosock_cli::vm::pattern::{Pattern, hex};
 use zerosock_relay::sockmap::{Counters, Directions, Pair, RelayMap, Side, State};
 use zerosock_sys::vsock;
 
+use crate::datagrams::foreign_bytes;
+
 /// CID 1: the guest itself.
 const LOOPBACK: u32 = 1;
-/// Where socat listens.
-const SOCAT: &str = "127.0.0.1:7100";
+/// Where a relay that is another program listens.
+const ADDRESS: &str = "127.0.0.1:7100";
+const PATH: &str = "/tmp/relay.sock";
 const STEP: Duration = Duration::from_secs(30);
 /// Bytes of a direction inside the kernel.
 const LIMIT: u64 = 4 << 20;
@@ -35,9 +40,29 @@ const QUIET: Duration = Duration::from_millis(500);
 /// How the relay moves bytes.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
 pub(super) enum Way {
+    /// By `zerosock_relay::sockmap`, in here.
     Sockmap,
+    /// In here, with a large buffer.
     Copy,
     Socat,
+    /// By `zerosock relay --way auto`, and so on.
+    RelayAuto,
+    RelayCopy,
+    RelaySplice,
+    RelaySockmap,
+}
+
+impl Way {
+    /// What `zerosock relay` is told.
+    fn of_relay(self) -> Option<&'static str> {
+        match self {
+            Way::Sockmap | Way::Copy | Way::Socat => None,
+            Way::RelayAuto => Some("auto"),
+            Way::RelayCopy => Some("copy"),
+            Way::RelaySplice => Some("splice"),
+            Way::RelaySockmap => Some("sockmap"),
+        }
+    }
 }
 
 /// The socket on the other side of the relay than vsock.
@@ -79,59 +104,72 @@ pub(super) struct Options {
 #[derive(Default)]
 struct Relayed {
     counters: Counters,
+    /// The way that `zerosock relay` says it took.
+    way: Option<String>,
 }
 
 pub(super) fn run(options: &Options) -> io::Result<()> {
+    // Made before, and compared after the time that counts.
+    let sent = Arc::new(Pattern::bytes(options.seed, options.bytes));
     let far = match options.cid {
-        LOOPBACK => Some(far_end(options)?),
+        LOOPBACK => Some(far_end(options, sent.clone())?),
         _ => None,
     };
     let (client, relay) = relay(options)?;
     let before = busy()?;
     let start = Instant::now();
-    let mut sent = None;
-    let digest = match (client, options.back) {
+    let mut received = Arrived::default();
+    match (client, options.back) {
         (Client::Stream(mut client), false) => {
-            write_pattern(options, |bytes| client.write_all(bytes))?;
+            for piece in sent.chunks(options.chunk.max(1)) {
+                client.write_all(piece)?;
+            }
             client.shutdown_write()?;
-            String::new()
+            received.elapsed = start.elapsed();
         }
-        (Client::Stream(mut client), true) => {
-            let received = read_to_end(&mut client)?;
-            sent = Some(received.elapsed);
-            received.digest
-        }
+        (Client::Stream(mut client), true) => received = read_to_end(&mut client)?,
         (Client::Datagrams(client), _) => {
-            write_pattern(options, |bytes| {
-                let sent = client.send(bytes);
+            for datagram in sent.chunks(options.chunk.max(1)) {
+                // An error: nothing listens yet, or the queue is full. The datagram is lost.
+                let _ = client.send(datagram);
                 if options.pause > 0 {
                     thread::sleep(Duration::from_micros(options.pause));
                 }
-                match sent {
-                    // Nothing listens yet, or the queue is full: as UDP does.
-                    Err(error) if error.raw_os_error().is_some() => Ok(()),
-                    other => other.map(|_| ()),
-                }
-            })?;
-            String::new()
+            }
+            received.elapsed = start.elapsed();
         }
-    };
-    let sent = sent.unwrap_or_else(|| start.elapsed());
+    }
     let relayed = relay.finish()?;
-    let mut line = format!("sent_us={} client_sha256={digest}", sent.as_micros());
+    let far = match far {
+        Some(far) => Some(far.join().map_err(|_| panicked())??),
+        None => None,
+    };
+    let busy = busy()?.saturating_sub(before);
+    let digest = |arrived: &Arrived| hex(Sha256::digest(&arrived.bytes).as_slice());
+    let mut line = format!(
+        "sent_us={} client_sha256={}",
+        received.elapsed.as_micros(),
+        digest(&received)
+    );
     if let Some(far) = far {
-        let far = far.join().map_err(|_| panicked())??;
-        let mut far_line = format!(" far_us={}", far.elapsed.as_micros());
-        far_line += &format!(" far_bytes={} far_sha256={}", far.bytes, far.digest);
-        line += &far_line;
+        let foreign = match options.kind {
+            Kind::Udp => foreign_bytes(&sent, &far.bytes, options.chunk),
+            _ => 0,
+        };
+        line += &format!(
+            " far_us={} far_bytes={} far_sha256={} far_foreign={foreign}",
+            far.elapsed.as_micros(),
+            far.bytes.len(),
+            digest(&far)
+        );
+    }
+    if let Some(way) = relayed.way {
+        line += &format!(" way={way}");
     }
     let counters = relayed.counters;
     println!(
-        "sockmap: {line} busy_us={} redirected={} packets={} by_hand={}",
-        busy()?.saturating_sub(before),
-        counters.redirected_bytes,
-        counters.redirected_packets,
-        counters.by_hand_bytes
+        "sockmap: {line} busy_us={busy} redirected={} packets={} by_hand={}",
+        counters.redirected_bytes, counters.redirected_packets, counters.by_hand_bytes
     );
     Ok(())
 }
@@ -175,6 +213,7 @@ impl Write for Stream {
 enum Relay {
     Thread(thread::JoinHandle<io::Result<Relayed>>),
     Socat(Child),
+    Zerosock(Child),
 }
 
 impl Relay {
@@ -188,13 +227,39 @@ impl Relay {
                 }
                 Ok(Relayed::default())
             }
+            Relay::Zerosock(mut child) => {
+                let way = way_taken(&mut child);
+                child.kill()?;
+                child.wait()?;
+                Ok(Relayed {
+                    way: Some(way?),
+                    ..Relayed::default()
+                })
+            }
         }
     }
 }
 
+/// Waits for the end of the connection, in the relay's log.
+fn way_taken(child: &mut Child) -> io::Result<String> {
+    let log = child.stderr.take().ok_or(io::ErrorKind::NotFound)?;
+    let mut said = String::new();
+    for line in BufReader::new(log).lines() {
+        let line = line?;
+        if line.contains("connection ended") {
+            let way = line.split(' ').find_map(|word| word.strip_prefix("way="));
+            return way
+                .map(str::to_owned)
+                .ok_or_else(|| io::Error::other(line.clone()));
+        }
+        said += &line;
+    }
+    Err(io::Error::other(format!("the relay ended: {said}")))
+}
+
 fn relay(options: &Options) -> io::Result<(Client, Relay)> {
-    if options.way == Way::Socat {
-        return socat(options);
+    if options.way == Way::Socat || options.way.of_relay().is_some() {
+        return program(options);
     }
     let (client, inner): (Client, OwnedFd) = match options.kind {
         Kind::Tcp => {
@@ -228,7 +293,7 @@ fn relay(options: &Options) -> io::Result<(Client, Relay)> {
             let pair = pair.map_err(io::Error::other)?;
             thread::spawn(move || redirect(pair, kind))
         }
-        Way::Copy | Way::Socat => thread::spawn(move || {
+        _ => thread::spawn(move || {
             let (from, to) = if back { (vsock, inner) } else { (inner, vsock) };
             copy(&from, &to, kind)
         }),
@@ -244,7 +309,10 @@ fn redirect(mut pair: Pair<OwnedFd>, kind: Kind) -> io::Result<Relayed> {
         let turn = pair.turn(Side::A, &mut scratch).map_err(io::Error::other)?;
         let counters = pair.counters(Side::A);
         if turn.state == State::Ended {
-            return Ok(Relayed { counters });
+            return Ok(Relayed {
+                counters,
+                way: None,
+            });
         }
         let total = counters.redirected_bytes + counters.by_hand_bytes;
         if total != seen.0 {
@@ -252,7 +320,10 @@ fn redirect(mut pair: Pair<OwnedFd>, kind: Kind) -> io::Result<Relayed> {
         } else if kind == Kind::Udp && total > 0 && seen.1.elapsed() >= QUIET {
             // Datagrams have no end.
             shutdown(pair.socket(Side::B), Shutdown::Write)?;
-            return Ok(Relayed { counters });
+            return Ok(Relayed {
+                counters,
+                way: None,
+            });
         }
         let again = turn.again.unwrap_or(Duration::from_millis(20));
         let again = Timespec::try_from(again).map_err(io::Error::other)?;
@@ -291,99 +362,123 @@ fn copy(from: &OwnedFd, to: &OwnedFd, kind: Kind) -> io::Result<Relayed> {
     Ok(Relayed::default())
 }
 
-/// socat with its own buffer of 8 KiB, as in published comparisons.
-fn socat(options: &Options) -> io::Result<(Client, Relay)> {
-    let to = format!("VSOCK-CONNECT:{}:{}", options.cid, options.port);
-    let port = SOCAT.rsplit(':').next().unwrap_or_default();
-    let mut command = Command::new("/bin/socat");
-    command.args(["-b", "8192"]);
-    let udp = options.kind == Kind::Udp;
-    if udp {
-        let from = format!("UDP-RECV:{port},bind=127.0.0.1");
-        command.args(["-u", "-T", "0.5", &from, &to]);
-    } else {
-        let from = format!("TCP-LISTEN:{port},bind=127.0.0.1,reuseaddr,nodelay");
-        command.args([&from, &to]);
-    }
-    let child = command.spawn()?;
-    let deadline = Instant::now() + STEP;
-    let client = loop {
-        let client = if udp {
-            // Until it is bound, an empty datagram comes back as an error of the next call.
-            let client = UdpSocket::bind("127.0.0.1:0")?;
-            client.connect(SOCAT)?;
-            let probe = client.send(&[]).and_then(|_| client.send(&[]));
-            probe.map(|_| Client::Datagrams(client))
-        } else {
-            TcpStream::connect(SOCAT).map(|stream| Client::Stream(Stream::new(stream)))
+/// socat with its own buffer of 8 KiB, as in published comparisons, or `zerosock relay`.
+fn program(options: &Options) -> io::Result<(Client, Relay)> {
+    let Options {
+        cid, port, kind, ..
+    } = *options;
+    let own_port = ADDRESS.rsplit(':').next().unwrap_or_default();
+    let way = options.way.of_relay();
+    let mut command = match way {
+        None => Command::new("/bin/socat"),
+        Some(_) => Command::new("/bin/zerosock"),
+    };
+    if let Some(way) = way {
+        let from = match kind {
+            Kind::Tcp => format!("tcp-listen:{ADDRESS}"),
+            Kind::Unix => format!("unix-listen:{PATH}"),
+            Kind::Udp => format!("udp-listen:{ADDRESS}"),
         };
-        match client {
-            Ok(client) => break client,
-            // socat does not listen yet, and nothing signals that it does.
-            Err(_) if Instant::now() < deadline => thread::sleep(Duration::from_millis(10)),
-            Err(error) => return Err(error),
+        // The name decides what the program of the benchmarks is.
+        command.arg0("zerosock").args(["relay", &from]);
+        command.arg(format!("vsock:{cid}:{port}"));
+        command.args(["--way", way, "--workers", "1"]);
+        command.stderr(Stdio::piped());
+    } else {
+        let from = match kind {
+            Kind::Tcp => format!("TCP-LISTEN:{own_port},bind=127.0.0.1,reuseaddr,nodelay"),
+            Kind::Unix => format!("UNIX-LISTEN:{PATH},unlink-early"),
+            Kind::Udp => format!("UDP-RECV:{own_port},bind=127.0.0.1"),
+        };
+        if kind == Kind::Udp {
+            command.args(["-u", "-T", "0.5"]);
+        }
+        command.args(["-b", "8192", &from]);
+        command.arg(format!("VSOCK-CONNECT:{cid}:{port}"));
+    }
+    let mut child = command.spawn()?;
+    let client = match connect(kind) {
+        Ok(client) => client,
+        Err(error) => {
+            let _ = child.kill();
+            return Err(error);
         }
     };
-    Ok((client, Relay::Socat(child)))
+    let relay = match way {
+        None => Relay::Socat(child),
+        Some(_) => Relay::Zerosock(child),
+    };
+    Ok((client, relay))
 }
 
-/// What arrived at the far end of the loopback connection.
-struct Far {
-    bytes: u64,
-    digest: String,
+fn connect(kind: Kind) -> io::Result<Client> {
+    let deadline = Instant::now() + STEP;
+    loop {
+        let client = match kind {
+            Kind::Udp => {
+                // Until it is bound, an empty datagram comes back as an error of the next call.
+                let client = UdpSocket::bind("127.0.0.1:0")?;
+                client.connect(ADDRESS)?;
+                let probe = client.send(&[]).and_then(|_| client.send(&[]));
+                probe.map(|_| Client::Datagrams(client))
+            }
+            Kind::Tcp => TcpStream::connect(ADDRESS).map(|it| Client::Stream(Stream::new(it))),
+            Kind::Unix => UnixStream::connect(PATH).map(|it| Client::Stream(Stream::new(it))),
+        };
+        match client {
+            // The relay does not listen yet, and nothing signals that it does.
+            Err(_) if Instant::now() < deadline => thread::sleep(Duration::from_millis(10)),
+            client => return client,
+        }
+    }
+}
+
+/// What arrived at one end.
+#[derive(Default)]
+struct Arrived {
+    bytes: Vec<u8>,
     elapsed: Duration,
 }
 
-fn far_end(options: &Options) -> io::Result<thread::JoinHandle<io::Result<Far>>> {
+/// The other end of the loopback connection.
+fn far_end(
+    options: &Options,
+    sent: Arc<Vec<u8>>,
+) -> io::Result<thread::JoinHandle<io::Result<Arrived>>> {
     let listener = vsock::listen(vsock::CID_ANY, options.port, 1)?;
     let options = options.clone();
     Ok(thread::spawn(move || {
         let (fd, _, _) = vsock::accept_blocking(&listener)?;
         let mut far = Stream::new(fd);
-        let start = Instant::now();
-        if options.back {
-            write_pattern(&options, |bytes| far.write_all(bytes))?;
-            far.shutdown_write()?;
-            // Until the relay has closed, so that nothing is discarded.
-            let _ = far.read(&mut [0]);
-            return Ok(Far {
-                bytes: options.bytes as u64,
-                digest: String::new(),
-                elapsed: start.elapsed(),
-            });
+        if !options.back {
+            return read_to_end(&mut far);
         }
-        read_to_end(&mut far)
+        for piece in sent.chunks(options.chunk.max(1)) {
+            far.write_all(piece)?;
+        }
+        far.shutdown_write()?;
+        // Until the relay has closed, so that nothing is discarded.
+        let _ = far.read(&mut [0]);
+        Ok(Arrived::default())
     }))
 }
 
-fn write_pattern(
-    options: &Options,
-    mut write: impl FnMut(&[u8]) -> io::Result<()>,
-) -> io::Result<()> {
-    let bytes = Pattern::bytes(options.seed, options.bytes);
-    bytes.chunks(options.chunk.max(1)).try_for_each(&mut write)
-}
-
 /// What came, and the time from the first to the last byte: some relays end late.
-fn read_to_end(from: &mut Stream) -> io::Result<Far> {
-    let mut all = Vec::new();
+fn read_to_end(from: &mut Stream) -> io::Result<Arrived> {
+    let mut bytes = Vec::new();
     let mut buffer = vec![0; BUFFER];
     let mut first = None;
     let mut last = Instant::now();
     loop {
         let count = from.read(&mut buffer)?;
         if count == 0 {
-            break;
+            let elapsed = last - first.unwrap_or(last);
+            return Ok(Arrived { bytes, elapsed });
         }
         last = Instant::now();
         first.get_or_insert(last);
-        all.extend_from_slice(&buffer[..count]);
+        bytes.extend_from_slice(&buffer[..count]);
     }
-    Ok(Far {
-        bytes: all.len() as u64,
-        digest: hex(Sha256::digest(&all).as_slice()),
-        elapsed: last - first.unwrap_or(last),
-    })
 }
 
 /// Time that all processors were busy, in microseconds (/proc/stat has hundredths of a second).

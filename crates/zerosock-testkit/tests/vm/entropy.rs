@@ -54,10 +54,8 @@ fn fills() -> Result<(), Skipped> {
     let guest = Guest::boot(qemu::Config {
         kernel: &kernel,
         initramfs: &initramfs,
-        memory_mib: 256,
         cpus: 1,
-        kind: "vhost-user-rng-pci",
-        device: &socket,
+        machine: qemu::device(256, "vhost-user-rng-pci", &socket),
         dir: dir.path(),
         reboots: true,
         accel: accel(),

@@ -20,11 +20,13 @@ use zerosock_cli::vm::kernel::Kernel;
 use zerosock_cli::vm::pattern::{Pattern, sha256};
 use zerosock_cli::vm::qemu;
 use zerosock_testkit::device::{Device, Endpoint, Program};
+use zerosock_testkit::packages::{add_program, add_socat};
 use zerosock_testkit::protocol::{Command, Outcome, Socket, Source};
 use zerosock_testkit::remote::{Guest, Pending, Remote, agent};
 
 use crate::behaviour::library::Library;
 use crate::behaviour::pairs;
+use crate::scenarios::guide::Network;
 
 /// Timeout of each step; generous, because the guest may be emulated on a busy machine.
 pub(crate) const STEP: Duration = Duration::from_secs(40);
@@ -64,6 +66,8 @@ pub(crate) struct Lab {
     pub(crate) qemu_ga: Option<String>,
     /// Why the guests have no socat.
     pub(crate) socat: Option<String>,
+    /// Servers that rules lead to, unless the device is another program.
+    pub(crate) network: Option<Network>,
     _dir: TempDir,
 }
 
@@ -165,12 +169,15 @@ impl Lab {
         let mut endpoints = [3, 4, 5].map(|cid| Endpoint::new(dir.path(), cid));
         let attach = dir.path().join("attach");
         let mut program = device_program();
+        let mut network = None;
         if std::env::var_os("ZEROSOCK_DEVICE").is_none() {
             program.arguments.push("--attach-socket".into());
             program.arguments.push(attach.clone().into());
             program.arguments.push("--queue-pairs".into());
             program.arguments.push(pairs().to_string().into());
             endpoints = endpoints.map(Endpoint::with_messages);
+            let network = network.insert(Network::new());
+            program.arguments.extend(network.rules());
         }
         let device = Device::start(&program, &endpoints, echo("device")).expect("a device");
         let [a, b, _] = &endpoints;
@@ -216,6 +223,7 @@ impl Lab {
             embedded: OnceLock::new(),
             qemu_ga,
             socat,
+            network,
             _dir: dir,
         })
     }
@@ -319,10 +327,8 @@ fn config<'c>(
     qemu::Config {
         kernel,
         initramfs,
-        memory_mib: 512,
         cpus: 2,
-        kind: qemu::VSOCK,
-        device: &endpoint.vhost,
+        machine: qemu::device(512, qemu::VSOCK, &endpoint.vhost),
         dir,
         reboots,
         accel: accel(),
@@ -341,34 +347,6 @@ fn add_qemu_ga(cache: &Cache, builder: &mut Builder) -> Result<(), String> {
         "liburing2",
     ];
     add_program(cache, builder, &packages, "usr/sbin/qemu-ga", "bin/qemu-ga")
-}
-
-/// socat, likewise.
-fn add_socat(cache: &Cache, builder: &mut Builder) -> Result<(), String> {
-    let packages = ["socat", "libwrap0", "libssl3", "libnsl2", "libtirpc3"];
-    add_program(cache, builder, &packages, "usr/bin/socat", "bin/socat")
-}
-
-/// A program of the first package, with libraries of the others.
-fn add_program(
-    cache: &Cache,
-    builder: &mut Builder,
-    packages: &[&str],
-    file: &str,
-    name: &str,
-) -> Result<(), String> {
-    let text = |error: &dyn std::error::Error| error.to_string();
-    let mut roots = Vec::new();
-    for package in packages {
-        roots.push(cache.package(package).map_err(|error| text(&error))?);
-    }
-    let libraries: Vec<PathBuf> = roots
-        .iter()
-        .flat_map(|root| ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"].map(|d| root.join(d)))
-        .collect();
-    builder
-        .program(name, &roots[0].join(file), &libraries)
-        .map_err(|error| text(&error))
 }
 
 impl Vm {

@@ -15,6 +15,10 @@ mod behaviour;
 mod behaviours;
 mod entropy;
 mod lab;
+mod net;
+mod net_interface;
+mod net_migration;
+mod net_xdp;
 mod scenarios;
 mod user_mode;
 
@@ -28,7 +32,7 @@ use std::time::{Duration, Instant};
 use lab::{Lab, Skipped};
 
 /// Longer than any scenario takes on a slow machine; a longer one hangs.
-const DEADLINE: Duration = Duration::from_secs(120);
+const DEADLINE: Duration = Duration::from_secs(180);
 
 /// A scenario in a running lab.
 type Scenario = fn(&Lab);
@@ -77,14 +81,25 @@ fn main() -> ExitCode {
             kernel(label, package, &scenarios, &mut results);
         }
     }
-    let user_mode = user_mode::ALL.iter().map(|test| ("user_mode", test));
-    let entropy = entropy::ALL.iter().map(|test| ("entropy", test));
-    for (group, (name, run)) in user_mode.chain(entropy) {
-        let name = format!("{group}::{name}");
-        match (chosen(&name), list) {
-            (true, true) => println!("{name}: test"),
-            (true, false) => alone(&name, *run, &mut results),
-            _ => {}
+    let groups = [
+        ("user_mode", user_mode::ALL),
+        ("entropy", entropy::ALL),
+        ("net", net::ALL),
+        ("net_interface", net_interface::ALL),
+        ("net_migration", net_migration::ALL),
+        ("net_xdp", net_xdp::ALL),
+    ];
+    let alone_tests = groups.iter().flat_map(|(group, all)| {
+        let named = move |(name, run): &(&str, Alone)| (format!("{group}::{name}"), *run);
+        all.iter().map(named)
+    });
+    let alone_tests = alone_tests.filter(|(name, _)| chosen(name));
+    for (name, run) in alone_tests {
+        match list {
+            true => println!("{name}: test"),
+            false => {
+                attempt_or_skip(&name, &mut results, run);
+            }
         }
     }
     if list {
@@ -152,10 +167,6 @@ fn kernel(label: &str, package: &str, scenarios: &[(String, InLab)], results: &m
             lab = None;
         }
     }
-}
-
-fn alone(name: &str, run: Alone, results: &mut Results) {
-    attempt_or_skip(name, results, run);
 }
 
 /// As [`attempt`], for a test that may skip.

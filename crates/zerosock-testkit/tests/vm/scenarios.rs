@@ -4,11 +4,13 @@ mod bulk;
 mod closing;
 mod credit;
 mod datagrams;
+pub(crate) mod guide;
 mod hybrid_messages;
 mod life;
 mod messages_in_place;
 mod perf;
 mod refusal;
+mod relay;
 mod seqpacket;
 mod services;
 mod sockmap;
@@ -76,7 +78,17 @@ pub(crate) const ALL: &[(&str, Scenario)] = &[
     ),
     ("sockmap_contents_virtio", sockmap::contents_virtio),
     ("sockmap_contents_loopback", sockmap::contents_loopback),
-    ("sockmap_beside_socat_and_copying", sockmap::rows),
+    ("relay_in_the_guest_auto", relay::auto),
+    ("relay_in_the_guest_copy", relay::copy),
+    ("relay_in_the_guest_splice", relay::splice),
+    ("relay_in_the_guest_sockmap", relay::sockmap),
+    (
+        "relay_in_the_guest_sockmap_unprivileged",
+        relay::sockmap_unprivileged,
+    ),
+    ("guide_fetch_a_page", guide::fetch_a_page),
+    ("guide_serve_a_page", guide::serve_a_page),
+    ("guide_ask_a_name_server", guide::ask_a_name_server),
     ("perf_guest_is_server", perf::guest_is_server),
     ("perf_guest_is_client", perf::guest_is_client),
     ("perf_from_a_guest_of_its_own", perf::from_own_guest),

@@ -76,7 +76,14 @@ impl Bench {
 
     fn boot(&self) -> Guest {
         let (image, socket) = (&self.initramfs, &self.endpoint.vhost);
-        Guest::boot(&self.kernel, image, socket, zerosock(), echo("guest")).expect("a guest")
+        Guest::boot(
+            &self.kernel,
+            image,
+            &uml::device(socket, uml::VSOCK),
+            zerosock(),
+            echo("guest"),
+        )
+        .expect("a guest")
     }
 
     fn to_host(&self, guest: &Guest) -> (Socket, UnixStream) {

@@ -1,10 +1,8 @@
 //! Redirection inside the guest's kernel (sockmap) between its own AF_VSOCK sockets and others, over
-//! virtio and over the loopback CID; and its speed beside socat and a copying relay.
+//! virtio and over the loopback CID. `zerosock-bench relay --vm` measures it.
 
-use std::io::Read;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::time::Instant;
 
 use zerosock_cli::vm::hybrid;
 use zerosock_testkit::protocol::Command;
@@ -90,11 +88,16 @@ fn finished(running: Pending) -> String {
     said
 }
 
-/// Whether the guest's kernel has sockmap for vsock. If not, checks that this is said.
-fn has_vsock(lab: &Lab) -> bool {
+/// Whether the guest's kernel has sockmap for vsock.
+pub(super) fn has_sockmap_for_vsock(lab: &Lab) -> bool {
     let mut numbers = lab.release.split('.').map(str::parse::<u32>);
     let mut next = || numbers.next().and_then(Result::ok).unwrap_or(0);
-    if (next(), next()) >= (6, 4) {
+    (next(), next()) >= (6, 4)
+}
+
+/// The same. If not, checks that this is said.
+fn has_vsock(lab: &Lab) -> bool {
+    if has_sockmap_for_vsock(lab) {
         return true;
     }
     let port = port();
@@ -112,7 +115,7 @@ fn has_vsock(lab: &Lab) -> bool {
 }
 
 /// The guest's loopback device.
-fn loopback_up(lab: &Lab) {
+pub(super) fn loopback_up(lab: &Lab) {
     let argv = ["/bin/busybox", "ifconfig", "lo", "127.0.0.1", "up"];
     let argv = argv.map(str::to_owned).to_vec();
     let up = lab.a.run(Command::Run { argv });
@@ -191,112 +194,4 @@ fn accepted(lab: &Lab, run: Run) -> (Pending, UnixStream) {
     let stream = hybrid::accept(&listener, STEP).expect("the relay");
     deadlines(&stream);
     (running, stream)
-}
-
-/// Rows for docs/sockmap.md: all ways in turn, three rounds. It checks the bytes, not the speed.
-pub(crate) fn rows(lab: &Lab) {
-    const ROUNDS: usize = 3;
-    loopback_up(lab);
-    let mut ways = vec!["copy"];
-    if has_vsock(lab) {
-        ways.push("sockmap");
-    }
-    match &lab.socat {
-        None => ways.insert(0, "socat"),
-        Some(reason) => println!("no socat in the guest: {reason}"),
-    }
-    let cases = [
-        Case {
-            name: "UDP to vsock, 1400 B",
-            kind: "udp",
-            back: false,
-            chunk: 1400,
-            bytes: 1400 * 6000,
-        },
-        Case {
-            name: "vsock to TCP, 64 KiB",
-            kind: "tcp",
-            back: true,
-            chunk: 65536,
-            bytes: 16 << 20,
-        },
-    ];
-    for case in cases {
-        for cid in [2, 1] {
-            let mut rows: Vec<(f64, u64, u64)> = vec![(0.0, 0, 0); ways.len()];
-            for _ in 0..ROUNDS {
-                for (way, row) in ways.iter().zip(&mut rows) {
-                    let run = Run {
-                        bytes: case.bytes,
-                        chunk: case.chunk,
-                        back: case.back,
-                        ..Run::new(way, case.kind, cid)
-                    };
-                    let (rate, received, busy) = measure(lab, run);
-                    if case.back {
-                        assert_eq!(received, case.bytes);
-                    }
-                    row.0 += rate / ROUNDS as f64;
-                    row.2 += received;
-                    row.1 += busy * 1_000_000 / received.max(1) / ROUNDS as u64;
-                }
-            }
-            for (way, (rate, busy, received)) in ways.iter().zip(&rows) {
-                let share = received * 100 / (case.bytes * ROUNDS as u64);
-                println!(
-                    "row: {}, CID {cid}: {way}: {rate:.1} MB/s, {:.2}x the first; {busy} ms of \
-                     processors per GB; {share} % arrived",
-                    case.name,
-                    rate / rows[0].0
-                );
-            }
-        }
-    }
-}
-
-/// One line of the table.
-struct Case {
-    name: &'static str,
-    kind: &'static str,
-    back: bool,
-    chunk: usize,
-    bytes: u64,
-}
-
-/// Megabytes per second at the receiver, bytes received, busy microseconds in the guest.
-fn measure(lab: &Lab, run: Run) -> (f64, u64, u64) {
-    if run.back {
-        let said = if run.cid == 1 {
-            finished(run.start(lab, port()))
-        } else {
-            let (running, stream) = accepted(lab, run);
-            write(&stream, 1, run.bytes, &[65536]);
-            stream.shutdown(Shutdown::Write).expect("shut down");
-            finished(running)
-        };
-        assert_eq!(value(&said, "client_sha256"), expected(1, run.bytes));
-        let rate = run.bytes as f64 / number(&said, "sent_us").max(1) as f64;
-        return (rate, run.bytes, number(&said, "busy_us"));
-    }
-    if run.cid == 1 {
-        let said = finished(run.start(lab, port()));
-        let bytes = number(&said, "far_bytes");
-        let rate = bytes as f64 / number(&said, "far_us").max(1) as f64;
-        return (rate, bytes, number(&said, "busy_us"));
-    }
-    let (running, mut stream) = accepted(lab, run);
-    let mut buffer = vec![0; 256 << 10];
-    let mut first = None;
-    let mut bytes = 0u64;
-    let mut last = Instant::now();
-    while let Ok(count @ 1..) = stream.read(&mut buffer) {
-        last = Instant::now();
-        first.get_or_insert(last);
-        bytes += count as u64;
-    }
-    let took = last - first.unwrap_or(last);
-    drop(stream);
-    let said = finished(running);
-    let rate = bytes as f64 / took.as_micros().max(1) as f64;
-    (rate, bytes, number(&said, "busy_us"))
 }

@@ -1,0 +1,125 @@
+//! What guests send and receive: the steps of the scenarios.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::path::Path;
+use std::process::Stdio;
+
+use zerosock_cli::vm::children::{self, Guarded, Log};
+use zerosock_cli::vm::pattern::{Pattern, sha256};
+
+use super::guest::Vm;
+use super::lab::{Daemon, wait_until};
+use crate::lab::{STEP, zerosock};
+
+/// The guest pings this address.
+pub(crate) fn ping(vm: &Vm, address: &str) {
+    let text = vm.sh(&format!("ping -c 3 -i 0.2 -W 5 {address}"));
+    assert!(text.contains("3 packets received"), "{text}");
+}
+
+/// The guest connects to this machine at `host`, receives bytes, and sends them back over a second
+/// connection.
+pub(crate) fn tcp_by_guest(vm: &Vm, host: &str, bytes: usize) {
+    let listener = TcpListener::bind((host, 0)).expect("a listener");
+    let port = listener.local_addr().expect("an address").port();
+    let bytes = Pattern::bytes(7, bytes);
+    let server = std::thread::spawn(move || {
+        let (mut first, _) = listener.accept().expect("the guest's connection");
+        first.set_write_timeout(Some(STEP)).expect("a deadline");
+        first.write_all(&bytes).expect("sent");
+        first.shutdown(Shutdown::Write).expect("shut down");
+        let (mut second, _) = listener.accept().expect("the guest's connection");
+        second.set_read_timeout(Some(STEP)).expect("a deadline");
+        let mut received = Vec::new();
+        second.read_to_end(&mut received).expect("received");
+        [sha256(&bytes), sha256(&received)]
+    });
+    let text = vm.sh(&format!(
+        "nc {host} {port} </dev/null >/tmp/f; sha256sum /tmp/f; nc {host} {port} </tmp/f; rm /tmp/f"
+    ));
+    let in_guest = text.split_whitespace().next().unwrap_or_default();
+    let [sent, received] = server.join().expect("the server");
+    assert_eq!(in_guest, sent, "what the guest received: {text}");
+    assert_eq!(received, sent, "what the guest sent");
+}
+
+/// This machine connects to the guest at `address` and copies a file to it.
+pub(crate) fn tcp_to_guest(vm: &Vm, address: &str, bytes: usize) {
+    let receiving = vm.start("nc -l -p 5000 </dev/null >/tmp/f; sha256sum /tmp/f; rm /tmp/f");
+    let bytes = Pattern::bytes(8, bytes);
+    let mut stream = None;
+    // Nothing else tells that the guest listens.
+    wait_until("the guest to listen", || {
+        stream = TcpStream::connect((address, 5000)).ok();
+        stream.is_some()
+    });
+    let mut stream = stream.expect("a connection");
+    stream.set_write_timeout(Some(STEP)).expect("a deadline");
+    stream.write_all(&bytes).expect("sent");
+    drop(stream);
+    let (_, text) = vm.outcome(receiving);
+    assert!(text.starts_with(&sha256(&bytes)), "{text}");
+}
+
+/// The guest asks a DHCP server on the interface of this machine, and gets `address`. The server's
+/// interface has the address `host`.
+pub(crate) fn dhcp(vm: &Vm, daemon: &Daemon, interface: &str, host: &str, address: &str) {
+    let (file, leases) = (daemon.path("udhcpd.conf"), daemon.path("leases"));
+    let [leases, pid] = [leases, daemon.path("udhcpd.pid")].map(|path| path.display().to_string());
+    std::fs::write(&leases, "").expect("a file");
+    let settings = format!(
+        "interface {interface}\nstart {address}\nend {address}\nmax_leases 1\nlease_file {leases}\n\
+         pidfile {pid}\noption subnet 255.255.255.0\noption router {host}\noption lease 600\n"
+    );
+    std::fs::write(&file, settings).expect("a file");
+    let mut server = children::with_parent_watchdog(zerosock(), Path::new("/bin/busybox"));
+    // It looks for 100 ms whether the address is in use.
+    server.args(["udhcpd", "-f", "-a", "100"]).arg(&file);
+    server.stdin(Stdio::null()).stderr(Stdio::null());
+    let _server = Guarded::spawn(&mut server).expect("a DHCP server");
+    let text = vm.sh(
+        "printf '#!/bin/sh\\n[ \"$1\" = bound ] || exit 0\\nip addr add $ip/$mask dev eth0\\n\
+         ip route add default via $router\\n' >/tmp/dhcp; chmod +x /tmp/dhcp; ip link set eth0 up\n\
+         udhcpc -i eth0 -f -q -n -t 20 -T 1 -s /tmp/dhcp 2>&1 && ip addr show eth0 && ip route",
+    );
+    assert!(text.contains(&format!("inet {address}/24 ")), "{text}");
+    assert!(text.contains(&format!("default via {host} ")), "{text}");
+}
+
+/// The guest runs iperf3 with a server on this machine, 16 MiB each way. `name` is that of the
+/// scenario.
+pub(crate) fn iperf3(vm: &Vm, host: &str, name: &str) {
+    if !vm.has("iperf3") {
+        println!("SKIPPED iperf3 in {name}: install iperf3");
+        return;
+    }
+    let mut server = children::with_parent_watchdog(zerosock(), Path::new("iperf3"));
+    server.args(["-s", "--forceflush", "-B", host]);
+    server.stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut server = Guarded::spawn(&mut server).expect("a server");
+    let log = Log::default();
+    log.follow(server.child().stdout.take().expect("a pipe"), None);
+    assert!(log.wait_for("Server listening", STEP).is_some(), "iperf3");
+    for direction in ["", "-R"] {
+        let text = vm.sh(&format!("/bin/iperf3 -c {host} -n 16M -f M {direction}"));
+        // "[  5]   0.00-0.16   sec  16.0 MBytes   100 MBytes/sec        receiver"
+        let total = text.lines().find(|line| line.ends_with("receiver"));
+        let words: Vec<_> = total.expect(&text).split_whitespace().collect();
+        let rate = words.iter().position(|word| *word == "MBytes/sec");
+        let rate: f64 = rate.and_then(|at| words[at - 1].parse().ok()).expect(&text);
+        assert!(rate > 0.0, "{text}");
+        println!("{name}: iperf3 {direction} {rate} MB/s");
+    }
+}
+
+/// Two guests of one network: `to` listens at `address`, and `from` connects and sends a file.
+pub(crate) fn tcp_between(from: &Vm, to: &Vm, address: &str, mib: u32) {
+    let receiving = to.start("nc -l -p 5001 -e sh -c 'cat >/tmp/g'; sha256sum </tmp/g; rm /tmp/g");
+    let text = from.sh(&format!(
+        "dd if=/dev/urandom of=/tmp/f bs=1M count={mib} 2>/dev/null; sha256sum </tmp/f\n\
+         until nc {address} 5001 </tmp/f; do sleep 0.1; done; rm /tmp/f"
+    ));
+    let (_, received) = to.outcome(receiving);
+    assert_eq!(received.trim(), text.lines().next().unwrap_or_default());
+}

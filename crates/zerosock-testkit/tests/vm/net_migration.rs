@@ -1,0 +1,497 @@
+//! Guests of `zerosock net` that move to another back-end, or whose back-end is killed, while they send and
+//! receive over TCP. Two back-ends have TAPs on one bridge, in a network namespace of the test's own.
+
+use std::fmt::Write as _;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use tempfile::TempDir;
+use zerosock_cli::vm::accel::Accel;
+use zerosock_cli::vm::children::{self, Guarded, Log};
+use zerosock_cli::vm::hybrid;
+use zerosock_cli::vm::initramfs::Builder;
+use zerosock_cli::vm::kernel::Kernel;
+use zerosock_cli::vm::pattern::Pattern;
+use zerosock_cli::vm::qemu;
+use zerosock_sys::network::isolate_thread;
+use zerosock_testkit::protocol::Command;
+use zerosock_testkit::remote::{Remote, agent};
+
+use crate::lab::{STEP, Skipped, cache, device_program, echo, guest_program, short_dir, zerosock};
+use crate::{Alone, KERNELS};
+
+/// All of them.
+pub(crate) const ALL: &[(&str, Alone)] = &[
+    ("a_guest_moves_to_another_tap", || migrate("6.12", "", &[])),
+    // The switch has a second port.
+    ("a_guest_moves_to_a_switch_that_announces_it", || {
+        migrate("6.1", ",guest_announce=off", &["other"])
+    }),
+    ("a_killed_back_end_is_replaced", replace),
+];
+
+const HOST: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
+const BRIDGE: &str = "br0";
+const MAC: &str = "52:54:00:12:34:56";
+/// Bytes that pass in each direction before and after what the test does.
+const ENOUGH: u64 = 2 << 20;
+/// Bytes that are written at once, and the time from one write to the next.
+const CHUNK: usize = 32 << 10;
+const PACE: Duration = Duration::from_millis(4);
+
+/// A network namespace with a bridge, and what guests boot from.
+struct Lab {
+    kernel: Kernel,
+    initramfs: PathBuf,
+    dir: TempDir,
+}
+
+impl Lab {
+    fn new(release: &str) -> Result<Lab, Skipped> {
+        if qemu::version().is_none() {
+            return Err(Skipped(qemu::BootError::NoQemu.to_string()));
+        }
+        let (_, package) = KERNELS.iter().find(|it| it.0 == release).expect("a kernel");
+        let kernel = Kernel::debian(&cache(), package);
+        let kernel = kernel.map_err(|error| Skipped(error.to_string()))?;
+        isolate_thread().map_err(|error| Skipped(format!("no network namespace: {error}")))?;
+        if !Path::new("/dev/net/tun").exists() {
+            return Err(Skipped("the kernel has no /dev/net/tun".into()));
+        }
+        // An address of its own, because that of its ports changes.
+        let bridge = format!("link add {BRIDGE} address 52:54:00:00:00:01 type bridge");
+        if let Err(reason) = ip(&bridge) {
+            return Err(Skipped(format!("no bridge: {reason}")));
+        }
+        for arguments in [
+            format!("addr add {HOST}/24 dev {BRIDGE}"),
+            format!("link set {BRIDGE} up"),
+        ] {
+            ip(&arguments).expect("a bridge with an address");
+        }
+        let dir = short_dir();
+        let initramfs = dir.path().join("initramfs");
+        let modules = ["failover", "net_failover", "virtio_net"];
+        let agent = agent(qemu::TTY);
+        let image = Builder::new(&cache(), &kernel, &guest_program(), &agent, &modules);
+        std::fs::write(&initramfs, image.expect("an initramfs").finish()).expect("a file");
+        Ok(Lab {
+            kernel,
+            initramfs,
+            dir,
+        })
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// A back-end with a TAP of this name on the bridge, which is the uplink of a switch if there are
+    /// `others`.
+    fn serve(&self, name: &str, others: &[&str]) -> Daemon {
+        let socket = self.path(name);
+        let mut command = children::with_parent_watchdog(zerosock(), &device_program().path);
+        command.args(["net", "--tap", name, "--bridge", BRIDGE, "--socket"]);
+        command.arg(&socket).stdin(Stdio::null());
+        for other in others {
+            command.arg("--socket").arg(self.path(other));
+        }
+        command.stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut process = Guarded::spawn(&mut command).expect("a back-end");
+        let log = Log::default();
+        let errors = process.child().stderr.take().expect("a pipe");
+        log.follow(errors, echo(name).map(str::to_owned));
+        let daemon = Daemon {
+            process,
+            log,
+            socket,
+        };
+        // A file of a killed back-end stays until the next one has replaced it.
+        wait_for("a socket", || UnixStream::connect(&daemon.socket).ok());
+        daemon
+    }
+
+    /// A machine whose card is at `daemon`; with `incoming` it waits for a guest that moves there.
+    fn start(&self, name: &str, daemon: &Daemon, properties: &str, incoming: bool) -> Machine {
+        let (control, monitor) = (self.path("control"), self.path("monitor"));
+        for path in [&control, &monitor] {
+            let _ = std::fs::remove_file(path);
+        }
+        let lines = UnixListener::bind(&control).expect("a socket");
+        let monitors = UnixListener::bind(&monitor).expect("a socket");
+        let mut options: Vec<String> = Accel::Tcg.options().iter().map(|it| (*it).into()).collect();
+        let mut option = |name: &str, value: String| options.extend([format!("-{name}"), value]);
+        option("display", "none".into());
+        option("m", "256M".into());
+        option("smp", "2".into());
+        let memory = "memory-backend-memfd,id=mem,size=256M,share=on";
+        option("object", memory.into());
+        option("numa", "node,memdev=mem".into());
+        let socket = daemon.socket.display();
+        option("chardev", format!("socket,id=c0,path={socket},reconnect=1"));
+        option("netdev", "vhost-user,id=n0,chardev=c0".into());
+        // QEMU 7.2 without KVM crashes with interrupt vectors.
+        let card = format!("virtio-net-pci,netdev=n0,mac={MAC},vectors=0{properties}");
+        option("device", card);
+        option("chardev", "stdio,id=console,signal=off".into());
+        option("serial", "chardev:console".into());
+        option(
+            "chardev",
+            format!("socket,id=control,path={}", control.display()),
+        );
+        option("serial", "chardev:control".into());
+        option("qmp", format!("unix:{}", monitor.display()));
+        option("kernel", self.kernel.image.display().to_string());
+        option("initrd", self.initramfs.display().to_string());
+        let arguments = "console=ttyS0 quiet panic=-1 reboot=t no_timer_check";
+        option("append", arguments.into());
+        if incoming {
+            option(
+                "incoming",
+                format!("unix:{}", self.path("incoming").display()),
+            );
+        }
+        let mut command = children::with_parent_watchdog(zerosock(), Path::new(QEMU));
+        command.args(["-nodefaults", "-no-user-config", "-no-reboot"]);
+        command.args(options).stdin(Stdio::null());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut process = Guarded::spawn(&mut command).expect("QEMU");
+        let console = Log::default();
+        let echo = || echo(name).map(str::to_owned);
+        console.follow(process.child().stdout.take().expect("a pipe"), echo());
+        console.follow(process.child().stderr.take().expect("a pipe"), echo());
+        let accept = |listener| match hybrid::accept(listener, STEP) {
+            Ok(stream) => stream,
+            Err(error) => panic!("{name}: {error}\n{}", console.tail(10)),
+        };
+        let line = accept(&lines);
+        let monitor = Monitor::new(accept(&monitors));
+        let writer = line.try_clone().expect("a descriptor");
+        Machine {
+            remote: Remote::new(line, writer),
+            monitor,
+            console,
+            _process: process,
+        }
+    }
+
+    /// A guest that has booted at `daemon` and has an address.
+    fn boot(&self, daemon: &Daemon, properties: &str) -> Machine {
+        let machine = self.start("guest", daemon, properties, false);
+        let release = machine.remote.wait_for_boot(1, 2 * STEP);
+        assert!(release.is_some(), "{}", machine.console.tail(15));
+        machine.sh("$B ip addr add 10.77.0.2/24 dev eth0 && $B ip link set eth0 up");
+        machine.ping();
+        machine
+    }
+}
+
+const QEMU: &str = "/usr/bin/qemu-system-x86_64";
+
+fn ip(arguments: &str) -> Result<(), String> {
+    let mut command = std::process::Command::new("ip");
+    let output = command.args(arguments.split(' ')).output();
+    let output = output.map_err(|error| format!("install iproute2: {error}"))?;
+    match output.status.success() {
+        true => Ok(()),
+        false => Err(String::from_utf8_lossy(&output.stderr).into_owned()),
+    }
+}
+
+/// Waits until `get` returns something.
+#[track_caller]
+fn wait_for<T>(what: &str, mut get: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + 2 * STEP;
+    loop {
+        if let Some(found) = get() {
+            return found;
+        }
+        assert!(Instant::now() < end, "not within the deadline: {what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// A running `zerosock net`.
+struct Daemon {
+    process: Guarded,
+    log: Log,
+    socket: PathBuf,
+}
+
+impl Daemon {
+    /// Ends the service; the log has the counters then.
+    fn finish(mut self) -> Log {
+        self.process.terminate();
+        let status = self.process.wait(STEP).expect("an end");
+        assert!(status.success(), "{}", self.log.tail(15));
+        self.log.clone()
+    }
+}
+
+/// A running QEMU.
+struct Machine {
+    remote: Remote,
+    monitor: Monitor,
+    console: Log,
+    _process: Guarded,
+}
+
+impl Machine {
+    fn argv(script: &str) -> Vec<String> {
+        let script = format!("B=/bin/busybox; {script}");
+        ["/bin/busybox", "sh", "-c", &script]
+            .map(str::to_owned)
+            .into()
+    }
+
+    /// Runs a script in the guest; returns what it prints.
+    #[track_caller]
+    fn sh(&self, script: &str) -> String {
+        let argv = Machine::argv(script);
+        match self.remote.run(Command::Run { argv }, 2 * STEP) {
+            Ok(outcome) => outcome.text.unwrap_or_default(),
+            Err(error) => panic!("{error}\n{}", self.console.tail(10)),
+        }
+    }
+
+    /// Starts a script in the guest.
+    fn spawn(&self, script: &str) {
+        let argv = Machine::argv(script);
+        let started = self.remote.run(Command::Start { argv }, STEP);
+        started.expect("a program in the guest");
+    }
+
+    #[track_caller]
+    fn ping(&self) {
+        let text = self.sh(&format!("$B ping -c 2 -W 10 {HOST}"));
+        assert!(text.contains("2 packets received"), "{text}");
+    }
+}
+
+/// QEMU's monitor protocol.
+struct Monitor(BufReader<UnixStream>);
+
+impl Monitor {
+    fn new(stream: UnixStream) -> Monitor {
+        stream.set_read_timeout(Some(STEP)).expect("a deadline");
+        let mut monitor = Monitor(BufReader::new(stream));
+        monitor.ask("qmp_capabilities", json!({}));
+        monitor
+    }
+
+    /// Runs a command, which must succeed.
+    #[track_caller]
+    fn ask(&mut self, command: &str, arguments: Value) -> Value {
+        let request = json!({"execute": command, "arguments": arguments});
+        let stream = self.0.get_mut();
+        stream
+            .write_all(request.to_string().as_bytes())
+            .expect("written");
+        loop {
+            let mut line = String::new();
+            self.0.read_line(&mut line).expect("an answer of QEMU");
+            let mut answer: Value = serde_json::from_str(&line).expect("JSON");
+            assert!(answer.get("error").is_none(), "{command}: {line}");
+            // Others are the greeting and events.
+            if let Some(result) = answer.get_mut("return") {
+                return result.take();
+            }
+        }
+    }
+
+    /// Moves the guest to the machine that listens at `path`.
+    fn migrate(&mut self, path: &Path) {
+        self.ask("migrate-set-parameters", json!({"downtime-limit": 1000}));
+        self.ask(
+            "migrate",
+            json!({"uri": format!("unix:{}", path.display())}),
+        );
+        wait_for("migrated", || {
+            let info = self.ask("query-migrate", json!({}));
+            match info["status"].as_str() {
+                Some("completed") => Some(()),
+                Some("failed" | "cancelled") => panic!("{info}"),
+                _ => None,
+            }
+        });
+    }
+}
+
+/// A connection on which bytes go to the guest, and one on which they come from it, at the same time.
+struct Traffic {
+    sent: Arc<AtomicU64>,
+    received: Arc<AtomicU64>,
+    stop: Arc<AtomicBool>,
+    sender: JoinHandle<String>,
+    receiver: JoinHandle<u64>,
+}
+
+fn hex(digest: &[u8]) -> String {
+    digest.iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// Sends a pattern at a steady pace until it is stopped. Returns the digest.
+fn send(mut stream: TcpStream, sent: &AtomicU64, stop: &AtomicBool) -> io::Result<String> {
+    let chunk = Pattern::bytes(11, CHUNK);
+    let mut digest = Sha256::new();
+    let mut number = 0_u64;
+    while !stop.load(Ordering::Relaxed) {
+        // No two chunks are equal.
+        let bytes = [&number.to_le_bytes(), &chunk[8..]].concat();
+        stream.write_all(&bytes)?;
+        digest.update(&bytes);
+        number += 1;
+        sent.store(number * CHUNK as u64, Ordering::Relaxed);
+        thread::sleep(PACE);
+    }
+    stream.shutdown(Shutdown::Write)?;
+    // The guest ends the connection when it has everything.
+    stream.read_to_end(&mut Vec::new())?;
+    Ok(hex(&digest.finalize()))
+}
+
+/// Receives equal chunks up to the end. Returns their number.
+fn receive(mut stream: TcpStream, received: &AtomicU64) -> io::Result<u64> {
+    let (mut first, mut chunk) = (vec![0; CHUNK], vec![0; CHUNK]);
+    stream.read_exact(&mut first)?;
+    let mut number = 1;
+    loop {
+        received.store(number * CHUNK as u64, Ordering::Relaxed);
+        match stream.read(&mut chunk[..1])? {
+            0 => return Ok(number),
+            _ => stream.read_exact(&mut chunk[1..])?,
+        }
+        assert!(chunk == first, "chunk {number} differs");
+        number += 1;
+    }
+}
+
+impl Traffic {
+    fn start(guest: &Machine) -> Traffic {
+        let listener = || TcpListener::bind((HOST, 0)).expect("a listener");
+        let (down, up) = (listener(), listener());
+        let port = |listener: &TcpListener| listener.local_addr().expect("an address").port();
+        let ports = (port(&down), port(&up));
+        let (sent, received, stop) = <(Arc<AtomicU64>, Arc<AtomicU64>, Arc<AtomicBool>)>::default();
+        let accept = |listener: TcpListener| {
+            let (stream, _) = listener.accept().expect("a connection of the guest");
+            for limit in [TcpStream::set_read_timeout, TcpStream::set_write_timeout] {
+                limit(&stream, Some(2 * STEP)).expect("a deadline");
+            }
+            stream
+        };
+        let (of_sender, stopped) = (Arc::clone(&sent), Arc::clone(&stop));
+        let sender = thread::spawn(move || {
+            send(accept(down), &of_sender, &stopped).expect("a connection that lasts")
+        });
+        let of_receiver = Arc::clone(&received);
+        let receiver = thread::spawn(move || {
+            receive(accept(up), &of_receiver).expect("a connection that lasts")
+        });
+        guest.sh(&format!(
+            "$B dd if=/bin/busybox of=/chunk bs={CHUNK} count=1 2>/dev/null"
+        ));
+        guest.spawn(&format!(
+            "$B nc {HOST} {} </dev/null | $B sha256sum >/sum; $B touch /sum.done",
+            ports.0
+        ));
+        guest.spawn(&format!(
+            "(n=0; while [ ! -e /stop ]; do $B cat /chunk; n=$((n+1)); $B usleep 4000; done; \
+              echo $n >/number) | $B nc {HOST} {}; $B touch /number.done",
+            ports.1
+        ));
+        let traffic = Traffic {
+            sent,
+            received,
+            stop,
+            sender,
+            receiver,
+        };
+        traffic.wait_for_more();
+        traffic
+    }
+
+    /// Waits until bytes have passed in both directions.
+    fn wait_for_more(&self) {
+        for (what, counter) in [
+            ("to the guest", &self.sent),
+            ("of the guest", &self.received),
+        ] {
+            let before = counter.load(Ordering::Relaxed);
+            wait_for(what, || {
+                let more = counter.load(Ordering::Relaxed) >= before + ENOUGH;
+                (more || self.sender.is_finished() || self.receiver.is_finished()).then_some(())
+            });
+        }
+    }
+
+    /// Ends both connections and compares what has passed.
+    fn finish(self, guest: &Machine) {
+        self.stop.store(true, Ordering::Relaxed);
+        guest.sh("$B touch /stop");
+        let expected = self.sender.join().expect("the sender");
+        let number = self.receiver.join().expect("the receiver");
+        let file = |name: &str| {
+            wait_for(name, || {
+                let script = format!("[ -e /{name}.done ] && $B cat /{name}");
+                Some(guest.sh(&script)).filter(|text| !text.is_empty())
+            })
+        };
+        let sum = file("sum");
+        assert_eq!(sum.split_whitespace().next(), Some(&*expected));
+        assert_eq!(file("number").trim(), number.to_string());
+    }
+}
+
+/// A guest moves from a TAP to another back-end while bytes pass in both directions.
+fn migrate(release: &str, properties: &str, others: &[&str]) -> Result<(), Skipped> {
+    let lab = Lab::new(release)?;
+    let (first, second) = (lab.serve("first", &[]), lab.serve("second", others));
+    let mut source = lab.boot(&first, properties);
+    let traffic = Traffic::start(&source);
+    let destination = lab.start("destination", &second, properties, true);
+    source.monitor.migrate(&lab.path("incoming"));
+    traffic.wait_for_more();
+    traffic.finish(&destination);
+    destination.ping();
+    drop(source);
+    drop(destination);
+    first.finish();
+    let log = second.finish();
+    let counters = log.wait_for("announcements=", STEP);
+    assert!(counters.is_some(), "{}", log.tail(5));
+    // A guest that announces itself has its back-end send nothing.
+    let has_sent = (1..10).any(|count| log.contains(&format!("announcements={count}")));
+    assert_eq!(has_sent, !properties.is_empty(), "{}", log.tail(5));
+    Ok(())
+}
+
+/// A back-end is killed under traffic, and another one takes its place.
+fn replace() -> Result<(), Skipped> {
+    let lab = Lab::new("6.12")?;
+    let mut daemon = lab.serve("first", &[]);
+    let guest = lab.boot(&daemon, "");
+    let traffic = Traffic::start(&guest);
+    for _ in 0..2 {
+        daemon.process.kill();
+        daemon = lab.serve("first", &[]);
+        traffic.wait_for_more();
+    }
+    traffic.finish(&guest);
+    guest.ping();
+    drop(guest);
+    daemon.finish();
+    Ok(())
+}

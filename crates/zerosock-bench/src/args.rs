@@ -10,7 +10,7 @@ use zerosock_cli::Failure;
 ///
 /// Contestants alternate round by round, each side of a pair a process on a core of its own, and
 /// every byte is written by its sender and read by its receiver unless the row says otherwise. The
-/// method of each table is in BENCHMARKING.md. Compare figures only within one run
+/// method of each table is in bench/results. Compare figures only within one run
 #[derive(Debug, Parser)]
 #[command(name = "zerosock-bench", version, max_term_width = 100)]
 pub(crate) struct BenchArgs {
@@ -28,12 +28,12 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<PathBuf>,
 
-    /// Install the peers that are missing: with `cargo install` into ~/.cache/zerosock/peers, socat
-    /// and HAProxy with apt-get
+    /// Install the peers that are missing: with `cargo install` into ~/.cache/zerosock/peers, socat,
+    /// HAProxy, iperf3 and DPDK's libraries with apt-get
     #[arg(long)]
     install_peers: bool,
 
-    /// In `rx`, over a VM's guest as well: boots Debian's Linux 6.12 under QEMU
+    /// In `rx`, `relay` and `net`, with a VM's guest as well: boots Debian's Linux 6.12 under QEMU
     #[arg(long)]
     vm: bool,
 
@@ -50,8 +50,8 @@ pub(crate) struct BenchArgs {
     )]
     case: String,
 
-    /// Only against these peers
-    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    /// Only against this peer; can be repeated
+    #[arg(long, value_name = "NAME")]
     against: Vec<String>,
 }
 
@@ -76,6 +76,8 @@ pub(crate) enum TableName {
     Notify,
     /// Relays between kernel sockets, and guests' ports: socat and HAProxy
     Relay,
+    /// Network devices: QEMU and user-mode Linux without us, DPDK, passt
+    Net,
 }
 
 /// What to measure, and how.
@@ -106,8 +108,8 @@ impl Settings {
         }
         if tables.is_empty() {
             return Err(Failure::usage(
-                "which table? give one or more of local, device, rx, hold, scale, dgram, send, notify and \
-                 relay",
+                "which table? give one or more of local, device, rx, hold, scale, dgram, send, notify, \
+                 relay and net",
             ));
         }
         let mut seen = Vec::new();

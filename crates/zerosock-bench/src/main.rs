@@ -7,8 +7,9 @@
 //! - A ratio above 1 always means that zerosock is better.
 //!
 //! The program is also the measured device and each worker process: the first argument can be
-//! [`WORKER`], [`guest::NAME`] or a subcommand of `zerosock`. Under the name [`relay::COMMAND`] it is
-//! the whole command `zerosock`: a subcommand can have the name of a table.
+//! [`WORKER`], [`guest::NAME`] or a subcommand of `zerosock`. Under the name [`relay::COMMAND`], or
+//! as a file [`net::COMMAND_FILE`], it is the whole command `zerosock`: a subcommand can have the name of a
+//! table.
 #![deny(unsafe_code)]
 
 mod args;
@@ -34,14 +35,15 @@ use zerosock_testkit::guest;
 use args::{BenchArgs, Settings, TableName};
 use peers::WORKER;
 use report::Table;
-use tables::relay;
+use tables::{net, relay};
 
 /// The subcommands of `zerosock` that measurements start.
 const PRODUCT: [&str; 2] = ["serve", "parent-watchdog"];
 
 fn main() -> ExitCode {
     let name = std::env::args_os().next().unwrap_or_default();
-    if name == *relay::COMMAND {
+    let file = Path::new(&name).file_name();
+    if name == *relay::COMMAND || file == Some(net::COMMAND_FILE.as_ref()) {
         return zerosock_cli::main();
     }
     let first = std::env::args_os().nth(1).unwrap_or_default();
@@ -80,6 +82,7 @@ fn run(args: BenchArgs) -> Result<(), Failure> {
             TableName::Send => tables::zc::send::run(&settings, cores, &machine),
             TableName::Notify => tables::zc::notify::run(&settings, cores, &machine),
             TableName::Relay => relay::run(&settings, cores, &machine),
+            TableName::Net => net::run(&settings, cores, &machine),
         };
         if to_stdout {
             eprintln!("{}", table.text());
@@ -103,6 +106,7 @@ fn install(tables: &[TableName]) {
             TableName::Local => peers::iceoryx2::install(),
             TableName::Device | TableName::Scale => tables::device::install_peer(),
             TableName::Relay => relay::install_peers().and(tables::device::install_peer()),
+            TableName::Net => net::install_peers(),
             TableName::Rx
             | TableName::Hold
             | TableName::Dgram

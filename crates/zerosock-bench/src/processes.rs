@@ -120,11 +120,36 @@ pub(crate) fn cpu_seconds(id: u32) -> Result<f64, String> {
     Ok(time as f64 / 1e9)
 }
 
+/// CPU time so far of the calling thread, in nanoseconds.
+pub(crate) fn own_cpu_time() -> Result<u64, String> {
+    let path = "/proc/thread-self/schedstat";
+    let text = fs::read_to_string(path).map_err(|error| format!("{path}: {error}"))?;
+    let first = text.split_whitespace().next();
+    let time = first.and_then(|time| time.parse().ok());
+    time.ok_or_else(|| format!("{path}: {text:?}"))
+}
+
+/// As [`cpu_seconds`], without the threads whose name begins with `prefix`.
+pub(crate) fn cpu_seconds_without(id: u32, prefix: &str) -> Result<f64, String> {
+    let others = |name: &str| !name.starts_with(prefix);
+    let time = cpu_time_of(id, others).ok_or_else(|| format!("/proc/{id}/task: no CPU time"))?;
+    Ok(time as f64 / 1e9)
+}
+
 /// CPU time of all threads of a process, in nanoseconds.
 fn cpu_time(id: u32) -> Option<u64> {
+    cpu_time_of(id, |_| true)
+}
+
+/// CPU time of the threads of a process with such names, in nanoseconds.
+fn cpu_time_of(id: u32, wanted: impl Fn(&str) -> bool) -> Option<u64> {
     let mut sum = 0;
     for task in fs::read_dir(format!("/proc/{id}/task")).ok()? {
-        let path = task.ok()?.path().join("schedstat");
+        let path = task.ok()?.path();
+        if !wanted(&fs::read_to_string(path.join("comm")).ok()?) {
+            continue;
+        }
+        let path = path.join("schedstat");
         // The first number is the CPU time in nanoseconds (sched-stats in the kernel's
         // documentation); /proc/PID/stat has a resolution of 10 ms.
         let text = fs::read_to_string(path).ok()?;
@@ -149,6 +174,35 @@ mod tests {
             (12, "a) b (c", 7)
         );
         assert!(Process::parse("12 nothing").is_none());
+    }
+
+    #[test]
+    fn a_threads_time_on_the_processor_is_its_own() {
+        let before = own_cpu_time().unwrap();
+        let begin = Instant::now();
+        // CPU time is updated at scheduler ticks, so run until it changes.
+        while own_cpu_time().unwrap() == before {
+            assert!(begin.elapsed() < Duration::from_secs(60));
+        }
+    }
+
+    #[test]
+    fn threads_are_left_out_by_their_name() {
+        let others = |name: &str| name.starts_with("busy");
+        let own = std::process::id();
+        thread::scope(|scope| {
+            let busy = thread::Builder::new().name("busy 1".into());
+            let busy = busy.spawn_scoped(scope, || {
+                let before = own_cpu_time().unwrap();
+                while own_cpu_time().unwrap() < before + 20_000_000 {}
+                let all = cpu_time_of(own, |_| true).unwrap();
+                let without = cpu_seconds_without(own, "busy").unwrap();
+                (cpu_time_of(own, others).unwrap(), all as f64 / 1e9, without)
+            });
+            let (busy, all, without) = busy.unwrap().join().unwrap();
+            assert!(busy >= 20_000_000);
+            assert!(without + 0.01 < all, "{without} of {all}");
+        });
     }
 
     #[test]

@@ -150,6 +150,41 @@ impl Table {
         }
     }
 
+    /// Adds a row for each contestant but the first, which is zerosock. A contestant that failed is
+    /// missing.
+    pub(crate) fn add_rows<T>(
+        &mut self,
+        name: &str,
+        metric: Metric,
+        titles: &[String],
+        outcomes: &[Result<Vec<T>, String>],
+        value: impl Fn(&T) -> f64,
+    ) {
+        let figure = |outcome: &Result<Vec<T>, String>| -> Result<Spread, String> {
+            let outcomes = outcome.as_ref().map_err(Clone::clone)?;
+            let values = outcomes.iter().map(&value).collect();
+            Spread::of(values, metric.higher_is_better).ok_or_else(|| "no rounds".to_owned())
+        };
+        let figures: Vec<_> = outcomes.iter().map(figure).collect();
+        for (title, figure) in titles.iter().zip(&figures) {
+            if let Err(reason) = figure {
+                self.note_missing(title, reason);
+            }
+        }
+        let Some((ours, peers)) = figures.split_first() else {
+            return;
+        };
+        for (title, peer) in titles[1..].iter().zip(peers) {
+            self.rows.push(Row {
+                name: name.to_owned(),
+                metric,
+                ours: ours.clone(),
+                peer_name: title.clone(),
+                peer: peer.clone(),
+            });
+        }
+    }
+
     /// As text: a table in Markdown.
     pub(crate) fn text(&self) -> String {
         let mut out = String::new();
@@ -225,6 +260,13 @@ impl Table {
         // Only strings, numbers and lists: cannot fail.
         serde_json::to_value(table).unwrap_or_default()
     }
+}
+
+/// In one line, as tables show it.
+pub(crate) fn line(error: impl ToString) -> String {
+    let text = error.to_string();
+    let lines = text.lines().map(str::trim);
+    lines.collect::<Vec<_>>().join("; ")
 }
 
 /// One table as an object, several as an array of them.
@@ -310,6 +352,11 @@ mod tests {
         table.note_missing("iceoryx2", "not installed");
         table.note_missing("iceoryx2", "not installed");
         table
+    }
+
+    #[test]
+    fn a_reason_is_one_line() {
+        assert_eq!(line("one\n  two"), "one; two");
     }
 
     #[test]

@@ -1,16 +1,17 @@
-//! The other side of the table `rx` with `--vm`: a stock guest on a device in this process, and a
-//! program in the guest that sends and receives by its kernel's AF_VSOCK.
+//! The other side of the tables `rx` and `relay` with `--vm`: a stock guest on a device in this process, and
+//! programs in the guest that use its kernel's AF_VSOCK.
 //!
 //! # Invariants
-//! - The guest boots once and stays on the sender's core, this process on the receiver's.
+//! - The guest boots once. In `rx` it stays on the sender's core, this process on the receiver's.
 //! - What the machine lacks is reported as a reason; no row is left out.
 
 use std::cell::Cell;
 use std::fs;
 use std::io::{Read, Write};
+use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 use zerosock::vsock::{self, Host, Listener, Stream};
@@ -19,14 +20,19 @@ use zerosock_cli::vm::accel::Choice;
 use zerosock_cli::vm::cache::Cache;
 use zerosock_cli::vm::initramfs::Builder;
 use zerosock_cli::vm::kernel::Kernel;
+use zerosock_cli::vm::pattern::{Pattern, sha256};
 use zerosock_cli::vm::program;
 use zerosock_cli::vm::qemu;
+use zerosock_testkit::datagrams::foreign_bytes;
+use zerosock_testkit::packages;
 use zerosock_testkit::protocol::{Command, Outcome as Done};
 use zerosock_testkit::remote::{Guest, Pending, agent};
 
 use crate::pair::Cores;
 use crate::peers::ours::{Ours, WINDOW};
 use crate::peers::{WORKER, dequeue, vsock as guest_side};
+use crate::processes::own_cpu_time;
+use crate::report::line;
 use crate::worker::order::{Job, Order, Outcome, Wait};
 use crate::worker::touch::{Fault, Message};
 use crate::worker::{self, Link, jobs};
@@ -34,6 +40,10 @@ use crate::worker::{self, Link, jobs};
 /// Debian's package that names the kernel.
 const KERNEL: &str = "linux-image-6.12-cloud-amd64";
 const CID: u64 = 3;
+/// CID of the guest itself, to itself.
+const LOOPBACK: u32 = 1;
+/// Of the bytes that relays pass.
+const SEED: u64 = 1;
 const MEMORY_MIB: u64 = 448;
 /// Timeout of each step: the guest may be emulated on a busy machine.
 const STEP: Duration = Duration::from_secs(60);
@@ -56,8 +66,78 @@ pub(crate) struct Figures {
     pub(crate) sender_cpu: Option<f64>,
 }
 
+/// What a guest has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Setup {
+    cores: Cores,
+    cpus: u32,
+    /// It has socat, vsock on the loopback CID, and a loopback device for its sockets.
+    relays: bool,
+}
+
+impl Setup {
+    /// One processor, on the sender's core.
+    pub(crate) fn rx(cores: Cores) -> Setup {
+        Setup {
+            cores,
+            cpus: 1,
+            relays: false,
+        }
+    }
+
+    /// Two processors, on any cores.
+    pub(crate) const RELAY: Setup = Setup {
+        cores: Cores {
+            sender: None,
+            receiver: None,
+        },
+        cpus: 2,
+        relays: true,
+    };
+}
+
+/// A measurement of a relay in the guest, between vsock and another socket.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Relaying<'a> {
+    /// As the program in the guest knows the relay.
+    pub(crate) way: &'a str,
+    /// `tcp`, `unix` or `udp`.
+    pub(crate) kind: &'a str,
+    /// CID of the other side: this process, or the guest itself.
+    pub(crate) cid: u32,
+    pub(crate) is_from_vsock: bool,
+    pub(crate) bytes: usize,
+    /// Of a write, or of a datagram.
+    pub(crate) chunk: usize,
+}
+
+/// Result of a measurement of a relay.
+#[derive(Clone, Debug)]
+pub(crate) struct Relayed {
+    /// That arrived, with the right contents.
+    pub(crate) bytes: u64,
+    /// From the first to the last of them.
+    time: Duration,
+    /// All processors of the guest.
+    busy: Duration,
+    /// The way that `zerosock relay` took.
+    pub(crate) way: Option<String>,
+}
+
+impl Relayed {
+    pub(crate) fn mb_s(&self) -> f64 {
+        self.bytes as f64 / 1e6 / self.time.as_secs_f64()
+    }
+
+    pub(crate) fn cpu_s_per_gb(&self) -> f64 {
+        self.busy.as_secs_f64() * 1e9 / self.bytes as f64
+    }
+}
+
 /// A running guest, and the host in this process.
 pub(crate) struct Vm {
+    /// Why there is no socat in the guest.
+    socat: Option<String>,
     guest: Guest,
     host: Host,
     ports: Cell<u32>,
@@ -67,7 +147,8 @@ pub(crate) struct Vm {
 
 impl Vm {
     /// Boots the guest. The calling thread is on the receiver's core afterwards.
-    pub(crate) fn boot(cores: Cores) -> Result<Vm, Fault> {
+    pub(crate) fn boot(setup: Setup) -> Result<Vm, Fault> {
+        let cores = setup.cores;
         if qemu::version().is_none() {
             return Err(line(qemu::BootError::NoQemu));
         }
@@ -75,16 +156,24 @@ impl Vm {
         let kernel = Kernel::debian(&cache, KERNEL).map_err(line)?;
         let own = std::env::current_exe().map_err(line)?;
         let inside = program::for_guest(&own, &|note| eprintln!("{note}"));
-        let image = Builder::new(&cache, &kernel, &inside, &agent(qemu::TTY), &[])
-            .map_err(line)?
-            .finish();
+        let modules: &[_] = if setup.relays {
+            &["vsock_loopback"]
+        } else {
+            &[]
+        };
+        let mut image =
+            Builder::new(&cache, &kernel, &inside, &agent(qemu::TTY), modules).map_err(line)?;
+        let socat = match setup.relays {
+            true => packages::add_socat(&cache, &mut image).err(),
+            false => None,
+        };
         // The name must be short: socket addresses are.
         let dir = tempfile::Builder::new()
             .prefix("zs")
             .tempdir_in("/tmp")
             .map_err(line)?;
         let initramfs = dir.path().join("initramfs");
-        fs::write(&initramfs, image).map_err(line)?;
+        fs::write(&initramfs, image.finish()).map_err(line)?;
         let socket = dir.path().join("vhost");
         let host = Host::builder()
             .vm(Cid::guest(CID).map_err(line)?, &socket)
@@ -97,10 +186,8 @@ impl Vm {
         let config = qemu::Config {
             kernel: &kernel,
             initramfs: &initramfs,
-            memory_mib: MEMORY_MIB,
-            cpus: 1,
-            kind: qemu::VSOCK,
-            device: &socket,
+            cpus: setup.cpus,
+            machine: qemu::device(MEMORY_MIB, qemu::VSOCK, &socket),
             dir: dir.path(),
             reboots: false,
             accel: Choice::Auto,
@@ -109,11 +196,131 @@ impl Vm {
         };
         let guest = driving(&host, || Guest::boot(config));
         worker::pin(cores.receiver)?;
-        Ok(Vm {
+        let vm = Vm {
+            socat,
             guest: guest.map_err(line)?,
             host,
             ports: Cell::new(1000),
             _dir: dir,
+        };
+        if setup.relays {
+            let up = vm.run("/bin/busybox ifconfig lo 127.0.0.1 up");
+            let Done { bytes, text, .. } = up.wait(STEP).map_err(line)?;
+            if bytes != 0 {
+                return Err(format!("the guest's loopback device: {text:?}"));
+            }
+        }
+        Ok(vm)
+    }
+
+    /// Why the guest has no socat; `None`: it has.
+    pub(crate) fn socat(&self) -> Option<&str> {
+        self.socat.as_deref()
+    }
+
+    /// Description for the tables.
+    pub(crate) fn describe_kernel(&self) -> String {
+        let Guest { release, accel, .. } = &self.guest;
+        format!("a guest with Linux {release} and two processors under {accel}")
+    }
+
+    fn run(&self, words: &str) -> Pending {
+        let argv = words.split(' ').map(str::to_owned).collect();
+        self.guest.remote.start(Command::Run { argv })
+    }
+
+    fn port(&self) -> u32 {
+        let port = self.ports.get() + 1;
+        self.ports.set(port);
+        port
+    }
+
+    /// Lets a relay in the guest pass bytes, which the receiver compares.
+    pub(crate) fn relay(&self, relaying: &Relaying<'_>) -> Result<Relayed, Fault> {
+        let Relaying {
+            way,
+            kind,
+            cid,
+            is_from_vsock,
+            bytes,
+            chunk,
+        } = *relaying;
+        if way == "socat"
+            && let Some(reason) = &self.socat
+        {
+            return Err(format!("no socat in the guest: {reason}"));
+        }
+        let port = self.port();
+        let mut words = format!(
+            "/bin/zerosock {} sockmap --way {way} --kind {kind} --cid {cid} --port {port} \
+             --bytes {bytes} --chunk {chunk} --seed {SEED}",
+            zerosock_testkit::guest::NAME
+        );
+        if is_from_vsock {
+            words.push_str(" --back");
+        }
+        let (there, here) = if cid == LOOPBACK {
+            (self.run(&words), None)
+        } else {
+            let listener = self.host.listen(Port::new(port), 1).map_err(line)?;
+            let there = self.run(&words);
+            let stream = match accept(&listener, Wait::Sleep) {
+                Ok(stream) => stream,
+                Err(fault) => {
+                    let said = relayed(there).err().unwrap_or_default();
+                    return Err(format!("{fault}: {said}"));
+                }
+            };
+            if is_from_vsock {
+                let bytes = Pattern::bytes(SEED, bytes);
+                for piece in bytes.chunks(chunk) {
+                    (&stream).write_all(piece).map_err(line)?;
+                }
+                stream.shutdown(Shutdown::Write).map_err(line)?;
+                leave(&stream)?;
+                (there, None)
+            } else {
+                let received = read_to_end(&stream)?;
+                (there, Some(received))
+            }
+        };
+        let said = relayed(there)?;
+        let value = |name: &str| {
+            said.split_whitespace()
+                .find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
+        };
+        let number = |name: &str| {
+            let number = value(name).and_then(|text| text.parse::<u64>().ok());
+            number.ok_or_else(|| format!("no {name}: {said}"))
+        };
+        let sent = Pattern::bytes(SEED, bytes);
+        let (arrived, time) = match here {
+            Some((received, time)) => {
+                let foreign = foreign_bytes(&sent, &received, chunk);
+                if foreign > 0 {
+                    return Err(format!("{foreign} other bytes than were sent"));
+                }
+                (received.len() as u64, time)
+            }
+            None if is_from_vsock => {
+                if value("client_sha256") != Some(sha256(&sent).as_str()) {
+                    return Err(format!("other bytes than were sent: {said}"));
+                }
+                (bytes as u64, Duration::from_micros(number("sent_us")?))
+            }
+            None => {
+                let arrived = number("far_bytes")?;
+                if number("far_foreign")? != 0 {
+                    return Err(format!("other bytes than were sent: {said}"));
+                }
+                (arrived, Duration::from_micros(number("far_us")?))
+            }
+        };
+        Ok(Relayed {
+            bytes: arrived,
+            time,
+            busy: Duration::from_micros(number("busy_us")?),
+            way: value("way").map(str::to_owned),
         })
     }
 
@@ -148,13 +355,13 @@ impl Vm {
             ..order.clone()
         };
         self.with_program(order, Job::Receive, |stream, there| {
-            let before = cpu_time()?;
+            let before = own_cpu_time()?;
             let mut sending = match how {
                 Sending::Loan => Either::Loan(Box::new(Ours::over(stream))),
                 Sending::Copy => Either::Copy(stream, vec![0; order.size]),
             };
             let sent = jobs::run(&mut sending, &send)?;
-            let cpu = cpu_time()? - before;
+            let cpu = own_cpu_time()? - before;
             leave(sending.stream())?;
             Ok(Figures {
                 outcome: result(there)?.parse()?,
@@ -170,8 +377,7 @@ impl Vm {
         job: Job,
         run: impl FnOnce(Stream, Pending) -> Result<Figures, Fault>,
     ) -> Result<Figures, Fault> {
-        let port = self.ports.get() + 1;
-        self.ports.set(port);
+        let port = self.port();
         let listener = self.host.listen(Port::new(port), 1).map_err(line)?;
         let there = Order {
             peer: guest_side::NAME.to_owned(),
@@ -188,6 +394,33 @@ impl Vm {
         });
         let stream = accept(&listener, order.wait)?;
         run(stream, there)
+    }
+}
+
+/// Everything that arrives, and the time from the first to the last byte.
+fn read_to_end(mut stream: &Stream) -> Result<(Vec<u8>, Duration), Fault> {
+    let (mut all, mut buffer) = (Vec::new(), vec![0; 256 << 10]);
+    let mut first = None;
+    let mut last = Instant::now();
+    loop {
+        let count = stream.read(&mut buffer).map_err(line)?;
+        if count == 0 {
+            return Ok((all, last - first.unwrap_or(last)));
+        }
+        last = Instant::now();
+        first.get_or_insert(last);
+        all.extend_from_slice(&buffer[..count]);
+    }
+}
+
+/// What the program in the guest that relays has printed.
+fn relayed(there: Pending) -> Result<String, Fault> {
+    let Done { bytes, text, .. } = there.wait(STEP).map_err(line)?;
+    let said = text.unwrap_or_default();
+    let result = said.lines().find_map(|line| line.strip_prefix("sockmap: "));
+    match result {
+        Some(result) if bytes == 0 => Ok(result.to_owned()),
+        _ => Err(format!("in the guest: {}", line(&said))),
     }
 }
 
@@ -271,40 +504,5 @@ impl Link for Either {
 
     fn recv(&mut self, _: worker::touch::Check) -> Result<worker::touch::Seen, Fault> {
         Err("a one-way link was used both ways".to_owned())
-    }
-}
-
-/// CPU time of this thread, in nanoseconds.
-fn cpu_time() -> Result<u64, Fault> {
-    let text = fs::read_to_string("/proc/thread-self/schedstat").map_err(line)?;
-    let first = text.split_whitespace().next();
-    let time = first.and_then(|time| time.parse().ok());
-    time.ok_or_else(|| format!("/proc/thread-self/schedstat: {text:?}"))
-}
-
-/// In one line, as tables show it.
-fn line(error: impl ToString) -> Fault {
-    let text = error.to_string();
-    let lines = text.lines().map(str::trim);
-    lines.collect::<Vec<_>>().join("; ")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_threads_time_on_the_processor_is_its_own() {
-        let before = cpu_time().unwrap();
-        let begin = std::time::Instant::now();
-        // CPU time is updated at scheduler ticks, so run until it changes.
-        while cpu_time().unwrap() == before {
-            assert!(begin.elapsed() < STEP);
-        }
-    }
-
-    #[test]
-    fn a_reason_is_one_line() {
-        assert_eq!(line("one\n  two"), "one; two");
     }
 }

@@ -32,6 +32,7 @@ fn bench(arguments: &[&str]) -> (Value, String) {
         .env("ZEROSOCK_PEER_ICEORYX2", at("nowhere"))
         .env("VHOST_DEVICE_VSOCK", at("nowhere"))
         .env("HAPROXY", at("nowhere"))
+        .env("IPERF3", at("nowhere"))
         .stdin(Stdio::null())
         .stdout(File::create(&tables).unwrap())
         .stderr(File::create(&errors).unwrap());
@@ -347,5 +348,59 @@ fn send_and_notify_have_a_row_for_each_variant_or_its_reason() {
         let found = table["rows"].as_array().unwrap();
         assert_eq!(found.len(), rows, "{text}");
         assert!(found.iter().all(|row| row["missing"].is_null()), "{text}");
+    }
+}
+
+/// Without iperf3 there are no guests. DPDK takes part if it is installed, AF_XDP if it may be used.
+#[test]
+fn net_has_rows_of_rings_and_cards_and_names_the_missing() {
+    let (table, text) = bench(&["net"]);
+    assert_eq!(table["table"], "net");
+    if is_missing(&table, "namespace") {
+        let missing = &table["missing"];
+        let _ = writeln!(std::io::stdout(), "\nSKIPPED network: bench net: {missing}");
+        return;
+    }
+    check_rows(&table);
+    assert!(is_missing(&table, "VM"), "{text}");
+    assert!(is_missing(&table, "user-mode Linux"), "{text}");
+    assert!(
+        text.contains("missing: user-mode Linux: IPERF3 names"),
+        "{text}"
+    );
+    let rows = table["rows"].as_array().unwrap();
+    let row = |name: &str, metric: &str| {
+        let found = rows
+            .iter()
+            .find(|row| row["name"] == name && row["metric"] == metric);
+        found.unwrap_or_else(|| panic!("no {name}, {metric} in {text}"))
+    };
+    let has_cores = std::thread::available_parallelism().unwrap().get() > 1;
+    for way in ["there and back", "port to port"] {
+        for size in ["64 B", "1500 B"] {
+            let row = row(&format!("rings, {size}, {way}"), "frames");
+            assert_eq!(row["ours"].is_number(), has_cores, "{row}");
+            assert_eq!(
+                row["peer"].is_number(),
+                !is_missing(&table, "DPDK"),
+                "{row}"
+            );
+        }
+    }
+    let has_xdp = !is_missing(&table, "zerosock net --xdp");
+    if !has_xdp {
+        let missing = &table["missing"];
+        let _ = writeln!(std::io::stdout(), "\nSKIPPED AF_XDP: bench net: {missing}");
+    }
+    for direction in ["transmit", "receive"] {
+        for (size, metric) in [
+            ("60 B", "CPU"),
+            ("1514 B", "CPU"),
+            ("1514 B, two cores", "throughput"),
+        ] {
+            let row = row(&format!("NIC, {direction}, {size}"), metric);
+            assert_eq!(row["ours"].is_number(), has_xdp, "{row}");
+            assert!(row["peer"].is_number(), "{text}");
+        }
     }
 }

@@ -12,16 +12,21 @@ use zerosock_cli::vm::children::Guarded;
 use zerosock_cli::vm::kernel::Kernel;
 use zerosock_cli::vm::qemu;
 
-/// The guest may be emulated on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(300);
+/// Guests, seven in `net`, may be emulated on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Runs `zerosock-bench rx` over a VM only, as short as possible; returns its table.
-fn bench(path: Option<&str>) -> Value {
+/// Runs a table over a VM only, as short as possible; returns it.
+fn bench(table: &str, path: Option<&str>) -> Value {
+    bench_cases(table, "VM", path)
+}
+
+/// Runs the cases of a table with this text in their name.
+fn bench_cases(table: &str, cases: &str, path: Option<&str>) -> Value {
     let dir = tempfile::tempdir().expect("a directory");
     let (figures, said) = (dir.path().join("figures"), dir.path().join("said"));
     let mut command = Command::new(env!("CARGO_BIN_EXE_zerosock-bench"));
     command
-        .args(["rx", "--vm", "--quick", "--case", "VM", "--json"])
+        .args([table, "--vm", "--quick", "--case", cases, "--json"])
         .arg(&figures)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
@@ -38,20 +43,26 @@ fn bench(path: Option<&str>) -> Value {
     serde_json::from_str(&text).expect("JSON")
 }
 
-#[test]
-fn rx_with_a_vm_has_rows_from_its_guest() {
+/// Says why no guest can be booted, if so.
+fn lacks_guests(name: &str) -> bool {
     let lacking = if qemu::version().is_none() {
         Some(qemu::BootError::NoQemu.to_string())
     } else {
         let kernel = Kernel::debian(&Cache::find(), "linux-image-6.12-cloud-amd64");
         kernel.err().map(|error| error.to_string())
     };
-    if let Some(reason) = lacking {
-        let name = "rx_with_a_vm_has_rows_from_its_guest";
+    if let Some(reason) = &lacking {
         let _ = writeln!(std::io::stdout(), "\nSKIPPED vm: {name}: {reason}");
+    }
+    lacking.is_some()
+}
+
+#[test]
+fn rx_with_a_vm_has_rows_from_its_guest() {
+    if lacks_guests("rx_with_a_vm_has_rows_from_its_guest") {
         return;
     }
-    let table = bench(None);
+    let table = bench("rx", None);
     assert_eq!(table["missing"], serde_json::json!([]));
     let method = table["method"].as_str().expect("a method");
     assert!(method.contains("a guest with Linux 6.12"), "{method}");
@@ -88,7 +99,7 @@ fn rx_with_a_vm_has_rows_from_its_guest() {
 /// Without QEMU (an empty PATH) the rows are reported as missing.
 #[test]
 fn rx_without_a_vm_reports_the_reason() {
-    let table = bench(Some("/nowhere"));
+    let table = bench("rx", Some("/nowhere"));
     assert_eq!(table["rows"], serde_json::json!([]));
     let missing = &table["missing"][0];
     assert_eq!(missing["name"], "VM");
@@ -96,5 +107,134 @@ fn rx_without_a_vm_reports_the_reason() {
     assert!(
         reason.contains("qemu-system-x86_64 is not installed"),
         "{reason}"
+    );
+}
+
+/// Every relay in the guest has figures, and what does not go is missing with its reason.
+#[test]
+fn relay_with_a_vm_has_rows_from_its_guest() {
+    if lacks_guests("relay_with_a_vm_has_rows_from_its_guest") {
+        return;
+    }
+    let table = bench("relay", None);
+    let missing = |name: &str, reason: &str| {
+        let missing = table["missing"].as_array().expect("an array");
+        missing.iter().any(|one| {
+            one["name"] == name && one["reason"].as_str().is_some_and(|it| it.contains(reason))
+        })
+    };
+    assert!(missing("zerosock --way splice", "the way copy"), "{table}");
+    assert!(missing("zerosock --way sockmap", "the way copy"), "{table}");
+    let has_socat = !missing("socat in the guest", "");
+    let rows = table["rows"].as_array().expect("rows");
+    for (to, ways) in [("TCP", &["copy", "sockmap"][..]), ("Unix", &["copy"])] {
+        for side in ["virtio", "loopback"] {
+            let name = format!("VM vsock to {to}, {side}, 64 KiB");
+            let peers = ways.iter().map(|way| format!("zerosock --way {way}"));
+            let socat = has_socat.then(|| "socat -b 8192".to_owned());
+            for peer in peers.chain(socat) {
+                let found = rows.iter().find(|row| {
+                    row["name"] == name.as_str()
+                        && row["metric"] == "throughput"
+                        && row["peer_name"] == peer.as_str()
+                });
+                let row = found.unwrap_or_else(|| panic!("no {name}, {peer}: {table}"));
+                assert!(row["ours"].is_number() && row["peer"].is_number(), "{row}");
+            }
+        }
+    }
+    for side in ["virtio", "loopback"] {
+        for metric in ["throughput", "CPU of the guest", "datagrams that arrive"] {
+            let name = format!("VM UDP to vsock, {side}, 1400 B");
+            let row = rows.iter().find(|row| {
+                row["name"] == name.as_str()
+                    && row["metric"] == metric
+                    && row["peer_name"] == "a copying loop"
+            });
+            assert!(row.is_some_and(|row| row["ours"].is_number()), "{table}");
+        }
+    }
+}
+
+/// What a table says is missing, with this name.
+fn reason<'t>(table: &'t Value, name: &str) -> Option<&'t str> {
+    let missing = table["missing"].as_array().expect("an array");
+    let found = missing
+        .iter()
+        .find(|one| one["name"].as_str().is_some_and(|it| it.starts_with(name)));
+    found.map(|one| one["reason"].as_str().expect("a reason"))
+}
+
+/// Checks that `net` has figures of zerosock and of a peer.
+fn check_net(table: &Value, name: &str, metric: &str, peer: &str) {
+    let rows = table["rows"].as_array().expect("rows");
+    let row = rows.iter().find(|row| {
+        let peer_name = row["peer_name"].as_str().expect("a name");
+        row["name"] == name && row["metric"] == metric && peer_name.starts_with(peer)
+    });
+    let row = row.unwrap_or_else(|| panic!("no {metric} of {name}, {peer}: {table:#}"));
+    assert!(row["ours"].is_number(), "{row}: {table:#}");
+    let is_missing = reason(table, peer).is_some();
+    assert_eq!(row["peer"].is_number(), !is_missing, "{row}: {table:#}");
+}
+
+/// Says why `net` has no guests, if so.
+fn lacks_net(table: &Value, name: &str) -> bool {
+    let lacking = ["namespace", "VM", "user-mode Linux"].map(|what| reason(table, what));
+    let lacking = lacking.into_iter().flatten().next();
+    if let Some(reason) = lacking {
+        let _ = writeln!(std::io::stdout(), "\nSKIPPED network: {name}: {reason}");
+    }
+    lacking.is_some()
+}
+
+/// Every back-end that the machine has has figures: QEMU's own always.
+#[test]
+fn net_with_a_vm_has_rows_from_its_guests() {
+    let name = "net_with_a_vm_has_rows_from_its_guests";
+    if lacks_guests(name) {
+        return;
+    }
+    let table = bench("net", None);
+    if lacks_net(&table, name) {
+        return;
+    }
+    for peer in ["QEMU tap", "QEMU -netdev socket", "QEMU tap, bridge"] {
+        assert_eq!(reason(&table, peer), None);
+    }
+    for peer in ["QEMU tap", "DPDK", "passt --vhost-user"] {
+        for case in ["VM to host, TCP", "host to VM, TCP"] {
+            check_net(&table, case, "throughput", peer);
+            check_net(&table, case, "CPU outside the processors", peer);
+            check_net(&table, case, "CPU of the back-end", peer);
+        }
+        check_net(&table, "VM and host, ping", "round trip p50", peer);
+    }
+    for peer in ["QEMU -netdev socket", "QEMU tap, bridge"] {
+        check_net(&table, "VM to VM, TCP", "throughput", peer);
+        check_net(&table, "VM to VM, TCP", "CPU outside the processors", peer);
+        check_net(&table, "VM and VM, ping", "round trip p50", peer);
+    }
+}
+
+#[test]
+fn net_has_rows_of_user_mode_linux() {
+    let table = bench_cases("net", "user-mode Linux", None);
+    if lacks_net(&table, "net_has_rows_of_user_mode_linux") {
+        return;
+    }
+    let peer = "vector driver on TAP";
+    assert_eq!(reason(&table, peer), None);
+    for case in [
+        "user-mode Linux to host, TCP",
+        "host to user-mode Linux, TCP",
+    ] {
+        check_net(&table, case, "throughput", peer);
+    }
+    check_net(
+        &table,
+        "user-mode Linux and host, ping",
+        "round trip p50",
+        peer,
     );
 }

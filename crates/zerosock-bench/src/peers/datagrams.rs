@@ -242,7 +242,16 @@ fn receive(mut receiver: impl Receiver, order: &Order) -> Result<Outcome, Fault>
 }
 
 /// The number of a datagram with correct bytes that is newer than the one before.
-pub(super) fn check(bytes: &[u8], len: usize, next: u64) -> Result<u64, Fault> {
+fn check(bytes: &[u8], len: usize, next: u64) -> Result<u64, Fault> {
+    let number = number(bytes, len)?;
+    if number < next {
+        return Err(format!("datagram {number} is a duplicate or out of order"));
+    }
+    Ok(number)
+}
+
+/// The number of a datagram with correct bytes.
+pub(super) fn number(bytes: &[u8], len: usize) -> Result<u64, Fault> {
     let Some((front, rest)) = bytes.split_first_chunk::<NUMBER>() else {
         return Err(format!("a datagram of {} bytes", bytes.len()));
     };
@@ -250,9 +259,6 @@ pub(super) fn check(bytes: &[u8], len: usize, next: u64) -> Result<u64, Fault> {
     let mut check = Check::new(number, len - NUMBER);
     check.part(rest);
     check.finish()?;
-    if number < next {
-        return Err(format!("datagram {number} is a duplicate or out of order"));
-    }
     Ok(number)
 }
 

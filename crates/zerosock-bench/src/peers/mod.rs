@@ -7,6 +7,7 @@ pub(crate) mod bare;
 pub(crate) mod bytes;
 pub(crate) mod datagrams;
 pub(crate) mod dequeue;
+pub(crate) mod dpdk;
 pub(crate) mod iceoryx2;
 pub(crate) mod install;
 pub(crate) mod ours;
@@ -14,7 +15,7 @@ pub(crate) mod paced_udp;
 pub(crate) mod pipe;
 pub(crate) mod slow_reader;
 pub(crate) mod tcp;
-mod trust;
+pub(crate) mod trust;
 pub(crate) mod unix;
 pub(crate) mod vsock;
 

@@ -3,10 +3,11 @@
 //! At most [`WINDOW`] datagrams are in flight. The receiver acknowledges them over a Unix socket of
 //! its own, past any relay. Without that a sender that shares a core with the receiver would spend
 //! the time of that core on datagrams that are dropped. Datagrams that are lost all the same do not
-//! count.
+//! count. One that others have overtaken does, because UDP promises no order and a relay that redirects
+//! inside of the kernel keeps none (docs/sockmap.md); a duplicate is a fault.
 //!
 //! So that a relay and not the two sides is the bottleneck, the kernel cuts each send of the sender
-//! into several datagrams, and the receiver takes several with one call. A relay gets single ones.
+//! into several datagrams, and the receiver takes several with one call. A relay gets single ones unless it asks for UDP_GRO.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, UdpSocket};
@@ -65,14 +66,14 @@ fn receive(socket: &UdpSocket, mut back: UnixStream, order: &Order) -> Result<Ou
     let len = length(order);
     // A datagram that is too long must be seen.
     let mut batch = Batch::new(MAX_BATCH, len + 1);
-    let (mut next, mut total, mut acknowledged) = (0, 0, 0);
+    let (mut arrived, mut total, mut acknowledged) = (Arrived::default(), 0, 0);
     let mut window = Window::new(order);
     let mut latest = Instant::now();
     loop {
         match batch.receive(socket, MAX_BATCH) {
             Ok(got) => {
                 for index in 0..got {
-                    next = datagrams::check(batch.message(index), len, next)? + 1;
+                    arrived.add(datagrams::number(batch.message(index), len)?)?;
                 }
                 total += got as u64;
                 latest = Instant::now();
@@ -92,8 +93,35 @@ fn receive(socket: &UdpSocket, mut back: UnixStream, order: &Order) -> Result<Ou
             return Ok(outcome);
         }
         acknowledged = total;
-        back.write_all(&next.to_le_bytes())
+        back.write_all(&arrived.next.to_le_bytes())
             .map_err(|error| format!("acknowledge: {error}"))?;
+    }
+}
+
+/// Which datagrams have arrived.
+#[derive(Debug, Default)]
+struct Arrived {
+    /// One more than the highest number.
+    next: u64,
+    /// Those before `next`: the lowest bit is the highest number.
+    latest: u128,
+}
+
+impl Arrived {
+    fn add(&mut self, number: u64) -> Result<(), Fault> {
+        if number >= self.next {
+            let steps = u32::try_from(number - self.next + 1).unwrap_or(u32::MAX);
+            self.latest = self.latest.checked_shl(steps).unwrap_or(0) | 1;
+            self.next = number + 1;
+            return Ok(());
+        }
+        let behind = u32::try_from(self.next - 1 - number).unwrap_or(u32::MAX);
+        match 1u128.checked_shl(behind) {
+            Some(bit) if self.latest & bit == 0 => self.latest |= bit,
+            Some(_) => return Err(format!("datagram {number} is a duplicate")),
+            None => return Err(format!("datagram {number} is {behind} datagrams late")),
+        }
+        Ok(())
     }
 }
 
@@ -209,6 +237,18 @@ mod tests {
     use std::thread;
 
     use super::*;
+
+    #[test]
+    fn overtaken_datagrams_count_and_duplicates_do_not() {
+        let mut arrived = Arrived::default();
+        for number in [0, 3, 2, 10, 1, 9, 300, 299, 301 - 128] {
+            arrived.add(number).unwrap();
+        }
+        assert_eq!(arrived.next, 301);
+        for number in [300, 299, 301 - 128, 10, 301 - 129] {
+            arrived.add(number).unwrap_err();
+        }
+    }
     use crate::worker::order::Wait;
 
     /// Both sides, and between them a relay that sends the n-th datagram `copies(n)` times.

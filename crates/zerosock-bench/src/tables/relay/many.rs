@@ -120,14 +120,14 @@ pub(super) fn rate(relay: Relay, settings: &Settings, cores: Cores) -> Result<Ra
             if now < warm {
                 return Ok(Phase::Warm);
             }
-            let (_, before) = match counted_from {
+            let cpu = || processes::cpu_seconds(running.id());
+            let (used, before) = match counted_from {
                 Some(from) => from,
-                None => {
-                    let cpu = processes::cpu_seconds(running.id())?;
-                    *counted_from.insert((cpu, done))
-                }
+                None => *counted_from.insert((cpu()?, done)),
             };
-            let is_over = now > warm + time && done > before;
+            // The kernel adds the CPU time of a task that runs when it stops it, or at a clock
+            // tick: a short measurement could end with none.
+            let is_over = now > warm + time && done > before && cpu()? > used;
             Ok(if is_over { Phase::End } else { Phase::Count })
         })?;
         let (cpu, _) = counted_from.ok_or("no measurement")?;

@@ -1,5 +1,5 @@
 //! Relays between kernel sockets: `zerosock relay` in each of its ways, socat and HAProxy, and
-//! guests' ports that lead to TCP.
+//! guests' ports that lead to TCP. With `--vm`, relays inside a guest too.
 //!
 //! Each measurement starts its relay afresh. Everything happens on the loopback device of a network
 //! namespace of the bench, where it may have one.
@@ -11,6 +11,7 @@ mod many;
 mod programs;
 mod running;
 mod streams;
+mod vm;
 
 use std::thread;
 
@@ -18,8 +19,8 @@ use crate::args::Settings;
 use crate::machine;
 use crate::namespace;
 use crate::pair::Cores;
-use crate::report::{Metric, Row, Table};
-use crate::rounds::{Spread, alternate};
+use crate::report::{Metric, Table};
+use crate::rounds::alternate;
 use crate::tables::device;
 use crate::worker::order::Job;
 use address::Kind;
@@ -233,6 +234,9 @@ impl Bench<'_> {
                 self.guest(name, traffic);
             }
         }
+        if self.settings.vm {
+            self.guests();
+        }
     }
 
     /// zerosock, and those of the peers that were selected.
@@ -410,29 +414,7 @@ impl Bench<'_> {
         outcomes: &[Result<Vec<T>, String>],
         value: impl Fn(&T) -> f64,
     ) {
-        let figure = |outcome: &Result<Vec<T>, String>| -> Result<Spread, String> {
-            let outcomes = outcome.as_ref().map_err(Clone::clone)?;
-            let values = outcomes.iter().map(&value).collect();
-            Spread::of(values, metric.higher_is_better).ok_or_else(|| "no rounds".to_owned())
-        };
-        let figures: Vec<_> = outcomes.iter().map(figure).collect();
-        for (title, figure) in titles.iter().zip(&figures) {
-            if let Err(reason) = figure {
-                self.table.note_missing(title, reason);
-            }
-        }
-        let Some((ours, peers)) = figures.split_first() else {
-            return;
-        };
-        for (title, peer) in titles[1..].iter().zip(peers) {
-            self.table.rows.push(Row {
-                name: name.to_owned(),
-                metric,
-                ours: ours.clone(),
-                peer_name: title.clone(),
-                peer: peer.clone(),
-            });
-        }
+        self.table.add_rows(name, metric, titles, outcomes, value);
     }
 }
 

@@ -7,7 +7,7 @@ use crate::args::Settings;
 use crate::pair::Cores;
 use crate::report::{Metric, Table};
 use crate::rounds::alternate;
-use crate::vm::{Figures, Sending, Vm};
+use crate::vm::{Figures, Sending, Setup, Vm};
 use crate::worker::order::{Job, Order, Wait};
 
 const SENDER_CPU: Metric = Metric {
@@ -43,7 +43,7 @@ pub(super) fn rows_of_vm(table: &mut Table, settings: &Settings, cores: Cores) {
     if !cases().any(|(_, name, _)| wanted(&name)) {
         return;
     }
-    let vm = match Vm::boot(cores) {
+    let vm = match Vm::boot(Setup::rx(cores)) {
         Ok(vm) => vm,
         Err(reason) => return table.note_missing("VM", &reason),
     };

@@ -1,0 +1,222 @@
+//! Guests of the table: images with iperf3, and what is asked of a running guest.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tempfile::TempDir;
+use zerosock_cli::vm::accel::{Accel, Choice};
+use zerosock_cli::vm::cache::Cache;
+use zerosock_cli::vm::initramfs::Builder;
+use zerosock_cli::vm::kernel::Kernel;
+use zerosock_cli::vm::{program, qemu};
+use zerosock_testkit::protocol::Command;
+use zerosock_testkit::remote::{self, Remote, agent};
+use zerosock_testkit::uml;
+
+use super::iperf;
+use crate::processes;
+use crate::report::line;
+
+/// Debian's package that names the kernel of guests under QEMU.
+const KERNEL: &str = "linux-image-6.12-cloud-amd64";
+const MODULES: [&str; 3] = ["failover", "net_failover", "virtio_net"];
+const MEMORY_MIB: u64 = 384;
+/// Timeout of each step: the guest may be emulated on a busy machine.
+const STEP: Duration = Duration::from_secs(60);
+/// Names that QEMU gives to the threads of virtual processors begin with this.
+const PROCESSOR: &str = "CPU ";
+
+/// A kernel and its first file system, for any number of guests.
+pub(super) struct Image {
+    kernel: Kernel,
+    initramfs: PathBuf,
+    _dir: TempDir,
+}
+
+impl Image {
+    /// For guests under QEMU.
+    pub(super) fn qemu() -> Result<Image, String> {
+        if qemu::version().is_none() {
+            return Err(line(qemu::BootError::NoQemu));
+        }
+        let kernel = Kernel::debian(&Cache::find(), KERNEL).map_err(line)?;
+        Image::new(kernel, qemu::TTY)
+    }
+
+    /// For user-mode Linux.
+    pub(super) fn user_mode() -> Result<Image, String> {
+        let missing =
+            "user-mode Linux is not installed: run as root: apt-get install user-mode-linux";
+        let kernel = Kernel::user_mode().ok_or(missing)?;
+        Image::new(kernel, uml::TTY)
+    }
+
+    fn new(kernel: Kernel, tty: &str) -> Result<Image, String> {
+        let own = std::env::current_exe().map_err(line)?;
+        let inside = program::for_guest(&own, &|note| eprintln!("{note}"));
+        let cache = Cache::find();
+        let mut image =
+            Builder::new(&cache, &kernel, &inside, &agent(tty), &MODULES).map_err(line)?;
+        iperf::add(&mut image)?;
+        let dir = short_dir()?;
+        let initramfs = dir.path().join("initramfs");
+        fs::write(&initramfs, image.finish()).map_err(line)?;
+        Ok(Image {
+            kernel,
+            initramfs,
+            _dir: dir,
+        })
+    }
+
+    /// Release of the kernel.
+    pub(super) fn release(&self) -> &str {
+        &self.kernel.release
+    }
+
+    /// Boots a guest under QEMU, with one processor and these devices. Guests are emulated everywhere,
+    /// so that figures of machines with and without KVM are of one kind.
+    pub(super) fn boot(&self, devices: &[String]) -> Result<Vm, String> {
+        let own = std::env::current_exe().map_err(line)?;
+        let dir = short_dir()?;
+        let mut machine = qemu::memory(MEMORY_MIB);
+        machine.extend(["-name", "guest,debug-threads=on"].map(str::to_owned));
+        machine.extend_from_slice(devices);
+        let config = qemu::Config {
+            kernel: &self.kernel,
+            initramfs: &self.initramfs,
+            cpus: 1,
+            machine,
+            dir: dir.path(),
+            reboots: false,
+            accel: Choice::Only(Accel::Tcg),
+            zerosock: &own,
+            echo: None,
+        };
+        let guest = remote::Guest::boot(config).map_err(line)?;
+        Ok(Vm {
+            remote: guest.remote.clone(),
+            process: Process::Qemu(guest),
+            _dir: Some(dir),
+        })
+    }
+
+    /// Boots user-mode Linux with these arguments for memory and devices.
+    pub(super) fn boot_user_mode(&self, machine: &[String]) -> Result<Vm, String> {
+        let own = std::env::current_exe().map_err(line)?;
+        let guest = uml::Guest::boot(&self.kernel, &self.initramfs, machine, &own, None);
+        let guest = guest.map_err(line)?;
+        Ok(Vm {
+            remote: guest.remote.clone(),
+            process: Process::UserMode { _guest: guest },
+            _dir: None,
+        })
+    }
+}
+
+/// A running guest; dropping it ends it.
+pub(super) struct Vm {
+    remote: Remote,
+    process: Process,
+    _dir: Option<TempDir>,
+}
+
+enum Process {
+    Qemu(remote::Guest),
+    UserMode { _guest: uml::Guest },
+}
+
+impl Vm {
+    /// Runs a script; returns what it prints.
+    pub(super) fn shell(&self, script: &str) -> Result<String, String> {
+        let argv = ["/bin/busybox", "sh", "-c", script].map(str::to_owned);
+        let run = Command::Run { argv: argv.into() };
+        let outcome = self.remote.run(run, STEP).map_err(line)?;
+        Ok(outcome.text.unwrap_or_default())
+    }
+
+    /// Gives the network device this address in a network of 256, and waits until `peer` answers.
+    pub(super) fn set_up(&self, address: &str, peer: &str) -> Result<(), String> {
+        let said = self.shell(&format!(
+            "B=/bin/busybox; for n in vec0 eth0; do [ -e /sys/class/net/$n ] && break; done; \
+             $B ip link set lo up; $B ip addr add {address}/24 dev $n && $B ip link set $n up; \
+             for i in $($B seq 20); do $B ping -c 1 -W 1 {peer} >/dev/null && echo reached && break; \
+             done"
+        ))?;
+        match said.trim().ends_with("reached") {
+            true => Ok(()),
+            false => Err(format!("the guest does not reach {peer}: {}", said.trim())),
+        }
+    }
+
+    /// Sets up the network device without waiting for a peer.
+    pub(super) fn set_address(&self, address: &str) -> Result<(), String> {
+        let said = self.shell(&format!(
+            "B=/bin/busybox; $B ip link set lo up; $B ip addr add {address}/24 dev eth0 && \
+             $B ip link set eth0 up && echo done"
+        ))?;
+        match said.trim() {
+            "done" => Ok(()),
+            said => Err(format!("the guest's device: {said}")),
+        }
+    }
+
+    /// Starts an iperf3 server that stays.
+    pub(super) fn serve(&self, port: u16) -> Result<(), String> {
+        let said = self.shell(&format!("/bin/iperf3 --server --daemon --port {port}"))?;
+        match said.trim() {
+            "" => Ok(()),
+            said => Err(format!("iperf3 in the guest: {said}")),
+        }
+    }
+
+    /// Median of the times of `count` pings, microseconds.
+    pub(super) fn ping(&self, to: &str, count: usize) -> Result<f64, String> {
+        let said = self.shell(&format!(
+            "/bin/busybox ping -c {count} -i 0.01 -W 5 {to} | /bin/busybox sed -n 's/.*time=//p'"
+        ))?;
+        let mut times = times(&said);
+        if times.len() * 10 < count * 9 {
+            return Err(format!("{} of {count} pings were answered", times.len()));
+        }
+        times.sort_by(f64::total_cmp);
+        Ok(times[times.len() / 2])
+    }
+
+    /// CPU seconds so far of the VMM's threads that are no virtual processors. None of user-mode
+    /// Linux, which has no such threads.
+    pub(super) fn outside_seconds(&self) -> Result<Option<f64>, String> {
+        match &self.process {
+            Process::Qemu(guest) => processes::cpu_seconds_without(guest.id(), PROCESSOR).map(Some),
+            Process::UserMode { .. } => Ok(None),
+        }
+    }
+}
+
+/// The times of ping, one a line: `0.123 ms`. In microseconds.
+fn times(said: &str) -> Vec<f64> {
+    let ms = said
+        .lines()
+        .filter_map(|line| line.trim().strip_suffix(" ms"));
+    ms.filter_map(|ms| ms.parse::<f64>().ok())
+        .map(|ms| ms * 1e3)
+        .collect()
+}
+
+/// A directory with a short name: socket addresses are short.
+pub(super) fn short_dir() -> Result<TempDir, String> {
+    tempfile::Builder::new()
+        .prefix("zs")
+        .tempdir_in(Path::new("/tmp"))
+        .map_err(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_of_ping_are_read_in_milliseconds() {
+        assert_eq!(times("0.250 ms\n1.5 ms\nnothing\n"), [250.0, 1500.0]);
+    }
+}

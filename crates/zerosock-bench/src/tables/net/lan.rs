@@ -1,0 +1,197 @@
+//! Back-ends between one guest and one TAP interface of the host.
+
+use std::path::Path;
+
+use zerosock_testkit::uml;
+
+use super::daemon::{Daemon, start, watched, zerosock};
+use super::guest::{Image, short_dir};
+use super::link::Link;
+use super::{iperf, passt};
+use crate::namespace::{ip, set};
+use crate::peers::dpdk;
+
+/// A back-end for a guest under QEMU.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Backend {
+    Zerosock,
+    QemuTap,
+    Dpdk,
+    Passt,
+}
+
+/// zerosock first, then its peers.
+pub(super) const BACKENDS: [Backend; 4] = [
+    Backend::Zerosock,
+    Backend::QemuTap,
+    Backend::Dpdk,
+    Backend::Passt,
+];
+
+impl Backend {
+    /// Name in the tables.
+    pub(super) fn title(self) -> String {
+        match self {
+            Backend::Zerosock => "zerosock".to_owned(),
+            Backend::QemuTap => "QEMU tap".to_owned(),
+            Backend::Dpdk => format!("{} vhost, TAP PMD", dpdk::title()),
+            Backend::Passt => "passt --vhost-user".to_owned(),
+        }
+    }
+
+    /// Number of its network, interface and port.
+    fn number(self) -> u8 {
+        self as u8 + 1
+    }
+
+    /// Boots a guest behind it, with an iperf3 server on the host.
+    pub(super) fn link(self, image: &Image) -> Result<Link, String> {
+        let number = self.number();
+        let (tap, port) = (format!("tap{number}"), 5200 + u16::from(number));
+        let (here, there) = (format!("10.77.{number}.1"), format!("10.77.{number}.2"));
+        let dir = short_dir()?;
+        let socket = dir.path().join("net");
+        let mut daemons = Vec::new();
+        let devices = match self {
+            Backend::Zerosock => {
+                make_tap(&tap, &here)?;
+                daemons.push(zerosock_on(&tap, &socket)?);
+                vhost_user(&socket, number)
+            }
+            Backend::QemuTap => {
+                make_tap(&tap, &here)?;
+                let netdev = format!("tap,id=n0,ifname={tap},script=no,downscript=no,vhost=off");
+                device(&netdev, number)
+            }
+            Backend::Dpdk => {
+                let vhost = format!("net_vhost0,iface={},queues=1", socket.display());
+                let interface = format!("net_tap0,iface={tap}");
+                let devices = [vhost.as_str(), &interface];
+                let (program, arguments) = dpdk::command("forward", None, &devices)?;
+                let mut command = watched(&program)?;
+                command.args(arguments).arg("forward");
+                let is_ready = || socket.exists() && ip(&format!("link show {tap}")).is_ok();
+                daemons.push(Daemon {
+                    process: start(&mut command, is_ready)?,
+                    polls: true,
+                });
+                set_address(&tap, &here)?;
+                vhost_user(&socket, number)
+            }
+            Backend::Passt => {
+                let mut command = watched(&passt::find()?)?;
+                // For ping: it sends echo requests of its own.
+                set("ipv4/ping_group_range", "0 0")?;
+                // It wants an interface with an address, and opens no TAP.
+                make_tap(&tap, &format!("10.78.{number}.1"))?;
+                command.args(passt::arguments(&socket, &tap, &here, &there));
+                daemons.push(Daemon {
+                    process: start(&mut command, || socket.exists())?,
+                    polls: false,
+                });
+                vhost_user(&socket, number)
+            }
+        };
+        let server = iperf::serve(port)?;
+        let client = image.boot(&devices)?;
+        client.set_up(&there, &here)?;
+        let link = Link {
+            client,
+            server: None,
+            _host_server: Some(server),
+            daemons,
+            to: here,
+            port,
+            _dir: Some(dir),
+        };
+        link.rest()?;
+        Ok(link)
+    }
+}
+
+/// A driver of user-mode Linux on a TAP interface.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum UserMode {
+    Zerosock,
+    Vector,
+}
+
+/// zerosock first, then its peer.
+pub(super) const USER_MODE: [UserMode; 2] = [UserMode::Zerosock, UserMode::Vector];
+
+impl UserMode {
+    /// Name in the tables.
+    pub(super) fn title(self) -> String {
+        match self {
+            UserMode::Zerosock => "zerosock".to_owned(),
+            UserMode::Vector => "vector driver on TAP".to_owned(),
+        }
+    }
+
+    /// Boots a guest, with an iperf3 server on the host.
+    pub(super) fn link(self, image: &Image) -> Result<Link, String> {
+        let number = self as u8 + 11;
+        let (tap, port) = (format!("tap{number}"), 5200 + u16::from(number));
+        let (here, there) = (format!("10.77.{number}.1"), format!("10.77.{number}.2"));
+        let dir = short_dir()?;
+        let socket = dir.path().join("net");
+        make_tap(&tap, &here)?;
+        let mut daemons = Vec::new();
+        let machine = match self {
+            UserMode::Zerosock => {
+                daemons.push(zerosock_on(&tap, &socket)?);
+                uml::device(&socket, uml::NET)
+            }
+            UserMode::Vector => vec![
+                "mem=256M".to_owned(),
+                format!("vec0:transport=tap,ifname={tap},depth=128,gro=1"),
+            ],
+        };
+        let server = iperf::serve(port)?;
+        let client = image.boot_user_mode(&machine)?;
+        client.set_up(&there, &here)?;
+        Ok(Link {
+            client,
+            server: None,
+            _host_server: Some(server),
+            daemons,
+            to: here,
+            port,
+            _dir: Some(dir),
+        })
+    }
+}
+
+/// `zerosock net` on an interface.
+fn zerosock_on(tap: &str, socket: &Path) -> Result<Daemon, String> {
+    zerosock(&["--tap", tap], &[socket])
+}
+
+/// QEMU's options for a network device behind a vhost-user socket.
+pub(super) fn vhost_user(socket: &Path, number: u8) -> Vec<String> {
+    let chardev = format!("socket,id=c0,path={}", socket.display());
+    let mut options = vec!["-chardev".to_owned(), chardev];
+    options.extend(device("vhost-user,id=n0,chardev=c0", number));
+    options
+}
+
+/// QEMU's options for a network device with this back-end. Without KVM, QEMU 7.2 crashes with
+/// vhost-user and interrupt vectors.
+pub(super) fn device(netdev: &str, number: u8) -> Vec<String> {
+    let device =
+        format!("virtio-net-pci,netdev=n0,mac=52:54:00:00:00:{number:02x},vectors=0,romfile=");
+    ["-netdev", netdev, "-device", &device]
+        .map(str::to_owned)
+        .into()
+}
+
+/// Makes a TAP interface that stays.
+fn make_tap(name: &str, address: &str) -> Result<(), String> {
+    ip(&format!("tuntap add dev {name} mode tap"))?;
+    set_address(name, address)
+}
+
+fn set_address(interface: &str, address: &str) -> Result<(), String> {
+    ip(&format!("addr add {address}/24 dev {interface}"))?;
+    ip(&format!("link set {interface} up"))
+}

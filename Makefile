@@ -12,7 +12,7 @@ help:
 	@echo "              (ARGS='--json', ARGS='--file PATH', ...)"
 	@echo "make test     everything: lint, unit, property, loom, Miri, integration and VM tests, examples"
 	@echo "              (ARGS='lint test' runs these stages only)"
-	@echo "make bench    zerosock beside its peers: sockets, iceoryx2, vhost-device-vsock, socat, HAProxy"
+	@echo "make bench    zerosock beside its peers: sockets, iceoryx2, vhost-device-vsock, socat, HAProxy, DPDK"
 	@echo "              (ARGS='local', ARGS='device --rounds 9', ...)"
 	@echo "make bench-vm a stock guest under QEMU, side by side with vhost-device-vsock"
 	@echo "make lint     rustfmt, clippy, rustdoc, layers of crates, prose, licences"
@@ -29,7 +29,7 @@ test:
 
 bench:
 	@scripts/need build
-	cargo run --release -p zerosock-bench -- --install-peers $(or $(ARGS),local device rx hold scale relay send notify)
+	cargo run --release -p zerosock-bench -- --install-peers $(or $(ARGS),local device rx hold scale relay send notify net)
 
 bench-vm:
 	@scripts/need demo

@@ -141,18 +141,23 @@ fn cpu_time(id: u32) -> Option<u64> {
     cpu_time_of(id, |_| true)
 }
 
-/// CPU time of the threads of a process with such names, in nanoseconds.
+/// CPU time of the threads of a process with such names, in nanoseconds. A thread that ends meanwhile does
+/// not count.
 fn cpu_time_of(id: u32, wanted: impl Fn(&str) -> bool) -> Option<u64> {
     let mut sum = 0;
     for task in fs::read_dir(format!("/proc/{id}/task")).ok()? {
         let path = task.ok()?.path();
-        if !wanted(&fs::read_to_string(path.join("comm")).ok()?) {
+        let Ok(name) = fs::read_to_string(path.join("comm")) else {
+            continue;
+        };
+        if !wanted(&name) {
             continue;
         }
-        let path = path.join("schedstat");
         // The first number is the CPU time in nanoseconds (sched-stats in the kernel's
         // documentation); /proc/PID/stat has a resolution of 10 ms.
-        let text = fs::read_to_string(path).ok()?;
+        let Ok(text) = fs::read_to_string(path.join("schedstat")) else {
+            continue;
+        };
         sum += text.split_whitespace().next()?.parse::<u64>().ok()?;
     }
     Some(sum)
@@ -161,6 +166,7 @@ fn cpu_time_of(id: u32, wanted: impl Fn(&str) -> bool) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use std::process::{Command, Stdio};
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::thread;
     use std::time::{Duration, Instant};
 
@@ -202,6 +208,22 @@ mod tests {
             let (busy, all, without) = busy.unwrap().join().unwrap();
             assert!(busy >= 20_000_000);
             assert!(without + 0.01 < all, "{without} of {all}");
+        });
+    }
+
+    #[test]
+    fn threads_that_end_meanwhile_do_not_count() {
+        let own = std::process::id();
+        let end = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !end.load(Ordering::Relaxed) {
+                    thread::scope(|inner| inner.spawn(|| {}).join().unwrap());
+                }
+            });
+            let found = (0..2000).all(|_| cpu_time(own).is_some());
+            end.store(true, Ordering::Relaxed);
+            assert!(found);
         });
     }
 

@@ -123,6 +123,23 @@ fn send(sender: &mut Sender<Vec<u8>>, at: &mut u64) {
     sent.map_err(|refused| refused.why).expect("it is accepted");
 }
 
+/// Gives the socket room for all bytes of a test: a send that is redirected to a full socket returns 0, and
+/// fails.
+fn widen(socket: &TcpStream) {
+    let len: libc::c_int = 16 << 20;
+    // SAFETY: the value is an integer that outlives the call.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_SNDBUFFORCE,
+            (&raw const len).cast(),
+            size_of_val(&len) as libc::socklen_t,
+        )
+    };
+    assert_eq!(result, 0, "{}", io::Error::last_os_error());
+}
+
 /// No id of it is ever reported.
 #[test]
 fn buffers_redirected_to_another_socket_are_returned() {
@@ -132,6 +149,7 @@ fn buffers_redirected_to_another_socket_are_returned() {
             Err(why) => return skip("bpf", "what_goes_over_another_socket", &why),
         };
         let ((near, _far), (other, end)) = (pair(), pair());
+        widen(&other);
         map.insert(0, &near);
         map.insert(1, &other);
         let reader = thread::spawn(move || check(end));

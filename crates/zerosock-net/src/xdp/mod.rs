@@ -16,6 +16,7 @@
 
 mod opening;
 mod port;
+mod posted;
 mod received;
 mod sent;
 mod sizes;

@@ -188,8 +188,8 @@ impl Port {
 
     fn close(&mut self) {
         self.close_at = None;
-        if let Some(socket) = self.socket.take() {
-            self.receiver.detach();
+        if let Some(mut socket) = self.socket.take() {
+            self.receiver.detach(&mut socket);
             self.transmitter.detach();
             self.is_pending = false;
             self.opening.close(socket);
@@ -227,6 +227,7 @@ impl Port {
         let long = self.interface.long_frames(self.queue);
         tally.rx_long += long.wrapping_sub(self.long_frames);
         self.long_frames = long;
+        tally.rx_dropped += self.receiver.take_lost();
         tally.rx_copied += self.receiver.take_copied();
         tally.tx_copied += self.transmitter.take_copied();
         Ok(())

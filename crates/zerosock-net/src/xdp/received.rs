@@ -1,24 +1,24 @@
 //! Frames to the guest.
 //!
 //! # Invariants
-//! - Each chain that the device has posted has one chunk in the fill ring, in the same order: that of its
-//!   own memory, or a private one. Those behind them wait for a socket.
-//! - Chunks of guest memory are posted only after the probe has seen that the driver keeps to its place.
-
-use std::collections::VecDeque;
+//! - Each chain that the device has posted has one chunk in the fill ring ([`Posted`]). Those behind them wait for
+//!   a socket.
+//! - Chunks of guest memory are posted only after the probe has seen that the driver keeps to its place, and not after
+//!   one of them was used out of order.
 
 use zerosock_proto::wire::net::{HEADER_LEN, Header};
 use zerosock_ring::{Chain, GuestSlice, Memory, SliceBuf};
 use zerosock_sys::xdp::{FRAME_OFFSET, MAX_FRAME, Probe, Received, Socket, Verdict};
 
+use super::posted::Posted;
 use super::sizes::SIZES;
 use crate::backend::{FrameError, MAX_PIECES, Taken};
 
 /// The receiving half of a port.
 #[derive(Debug, Default)]
 pub(super) struct Receiver {
-    /// Chunks in the order in which they were posted.
-    posted: VecDeque<u64>,
+    /// The chunks that the kernel has.
+    posted: Posted,
     /// Chains behind them that have no chunk.
     waiting: usize,
     probe: Option<Probe>,
@@ -28,6 +28,8 @@ pub(super) struct Receiver {
     pub(super) longest: usize,
     /// Bytes of [`receive`](Self::receive) since the last turn.
     copied: u64,
+    /// Frames since the last turn that were received and are for no chain.
+    lost: u64,
     /// The log knows where frames are received.
     is_told: bool,
 }
@@ -63,14 +65,17 @@ impl Receiver {
     /// Uses another socket.
     pub(super) fn attach(&mut self, socket: &Socket) {
         self.probe = Some(Probe::new(socket.umem(), socket.is_zero_copy()));
+        self.posted = Posted::new(socket.umem().chunk_numbers());
         self.is_told = false;
     }
 
-    /// The socket is closed: chains that it had wait for the next one.
-    pub(super) fn detach(&mut self) {
+    /// The socket is closed: chains that it had wait for the next one. Frames that it has are lost.
+    pub(super) fn detach(&mut self, socket: &mut Socket) {
         self.waiting += self.posted.len();
-        self.posted.clear();
+        self.posted = Posted::default();
         self.probe = None;
+        let frames = std::iter::from_fn(|| socket.receive().ok().flatten());
+        self.lost += frames.take(SIZES.receive as usize).count() as u64;
     }
 
     /// Forgets the chains that have no chunk.
@@ -80,7 +85,7 @@ impl Receiver {
 
     /// Whether the kernel has chunks.
     pub(super) fn has_posted(&self) -> bool {
-        !self.posted.is_empty()
+        self.posted.len() > 0
     }
 
     /// Posts private chunks for the chains that wait.
@@ -98,12 +103,16 @@ impl Receiver {
         let Some(chunk) = socket.umem_mut().take_chunk() else {
             return false;
         };
-        if !socket.post(chunk) {
-            socket.umem_mut().return_chunk(chunk);
-            return false;
+        match socket.umem().chunk_number(chunk) {
+            Some(number) if socket.post(chunk) => {
+                self.posted.push_private(number);
+                true
+            }
+            _ => {
+                socket.umem_mut().return_chunk(chunk);
+                false
+            }
         }
-        self.posted.push_back(chunk);
-        true
     }
 
     /// Posts a chunk for a chain: that of the chain itself where possible. `is_same`: the chain lies in the
@@ -125,7 +134,7 @@ impl Receiver {
             Some(chunk) => {
                 let posted = socket.post(chunk);
                 if posted {
-                    self.posted.push_back(chunk);
+                    self.posted.push_own(chunk);
                 }
                 posted
             }
@@ -134,21 +143,22 @@ impl Receiver {
 
     /// The next frame, with its chunk taken out of the posted ones.
     fn next(&mut self, socket: &mut Socket, name: &str) -> Result<Received, Failure> {
-        let Some(&chunk) = self.posted.front() else {
+        if !self.has_posted() {
             return Err(FrameError::NotNow.into());
-        };
+        }
         let received = socket.receive();
         let received = received.map_err(|error| Failure::Driver(error.to_string()))?;
         let received = received.ok_or(FrameError::NotNow)?;
-        if received.chunk != chunk {
-            let reason = "the driver does not receive frames in the order of their buffers";
-            return Err(Failure::Driver(reason.into()));
+        let chunk = received.chunk;
+        let number = socket.umem().chunk_number(chunk);
+        if let Err(error) = self.posted.take(chunk, number) {
+            self.lost += 1;
+            return Err(Failure::Driver(error.to_string()));
         }
         if !socket.umem().is_private(chunk) && received.offset != FRAME_OFFSET {
             let reason = "the driver writes frames to another place than before";
             return Err(Failure::Driver(reason.into()));
         }
-        self.posted.pop_front();
         if socket.umem().is_private(chunk)
             && let Some(probe) = &mut self.probe
         {
@@ -180,8 +190,11 @@ impl Receiver {
             let fits = HEADER_LEN + len <= chain.writable_len() as usize;
             if fits {
                 let mut slices = SliceBuf::<MAX_PIECES>::new();
-                memory.slices(chain.writable(), HEADER_LEN, len, &mut slices);
-                copied = copy(socket, &received, &slices, &mut []);
+                let covered = memory.slices(chain.writable(), HEADER_LEN, len, &mut slices);
+                // All or nothing: what is written is logged only for a frame.
+                if covered == len {
+                    copied = copy(socket, &received, &slices, &mut []);
+                }
             }
             socket.umem_mut().return_chunk(received.chunk);
             if copied < len {
@@ -198,6 +211,11 @@ impl Receiver {
     /// Bytes that [`receive`](Self::receive) has copied since the last call.
     pub(super) fn take_copied(&mut self) -> u64 {
         std::mem::take(&mut self.copied)
+    }
+
+    /// Frames that were lost since the last call.
+    pub(super) fn take_lost(&mut self) -> u64 {
+        std::mem::take(&mut self.lost)
     }
 
     /// Copies the next frame to `slices`, and what has no room there to `rest`. Returns its length.
@@ -229,3 +247,6 @@ fn copy(socket: &Socket, received: &Received, slices: &[GuestSlice<'_>], rest: &
     }
     done + bytes.read(0, rest)
 }
+
+#[cfg(test)]
+mod tests;

@@ -103,7 +103,8 @@ impl Socket {
         self.umem.contains(chunk, CHUNK) && self.rings.fill.push([chunk])
     }
 
-    /// The next frame, of the oldest chunk, except that a driver may leave chunks out and use them later.
+    /// The next frame. The kernel's own copy uses chunks in their order; a driver that reads and writes the memory
+    /// itself may leave some out and use them later. Whether the chunk was posted is for the caller to check.
     ///
     /// # Errors
     /// The kernel has returned a descriptor that cannot be: the socket is of no use any more.

@@ -78,7 +78,10 @@ impl Transmitter {
         if self.copies >= MAX_COPIES {
             return Err(FrameError::NotNow);
         }
-        let chunk = socket.umem_mut().take_chunk().ok_or(FrameError::NotNow)?;
+        let chunk = socket
+            .umem_mut()
+            .take_send_chunk()
+            .ok_or(FrameError::NotNow)?;
         let mut copied = 0;
         if let Some(room) = socket.umem().private(chunk, frame.len) {
             copied = room.write(0, frame.first);

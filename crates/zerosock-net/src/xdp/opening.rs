@@ -12,7 +12,9 @@
 //! binding ────────────────▶ socket with private memory
 //! ```
 //!
-//! Without a guest's memory, or if that cannot be registered, the socket keeps private memory.
+//! Without a guest's memory, or if that cannot be registered, the socket keeps private memory. Where the reason may
+//! pass, such as a limit of locked memory, registering is tried again when the driver starts the queue, and after
+//! 1, 2, 4 and more seconds, up to 64.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -31,8 +33,10 @@ use super::sizes::{CHUNKS, SIZES};
 const SOON: Duration = Duration::from_millis(100);
 /// How long a queue that another socket has just left may be in use.
 const BUSY: Duration = Duration::from_secs(1);
-/// When a socket that could not be bound is tried again.
+/// When a socket that could not be bound is tried again, and memory that could not be registered for the first time.
 pub(super) const RETRY: Duration = Duration::from_secs(1);
+/// The longest time between two attempts to register the same memory: each allocates it.
+const MAX_RETRY: Duration = Duration::from_secs(64);
 
 type Outcome<T> = Task<Result<T, XdpError>>;
 
@@ -55,8 +59,12 @@ pub(super) struct Opening {
     /// Watches all that an event can be expected of: it is readable then.
     events: OwnedFd,
     memory: Option<Arc<Memory>>,
-    /// The memory cannot be registered.
-    is_refused: bool,
+    /// The memory could not be registered.
+    refused: Option<Refused>,
+    /// How long until the next attempt, if the next one fails.
+    backoff: Duration,
+    /// Why it could not be registered, as the log has it.
+    reported_memory: String,
     /// The memory that is being registered.
     registering: Option<(Outcome<Registered>, Arc<Memory>)>,
     registered: Option<Box<Registered>>,
@@ -67,8 +75,17 @@ pub(super) struct Opening {
     /// When a socket without the guest's memory is made.
     small_at: Option<Instant>,
     retry_at: Option<Instant>,
-    /// What the log has said last.
+    /// The port needed a socket at the last step.
+    is_wanted: bool,
+    /// Why there was no socket, as the log has it.
     reported: String,
+}
+
+/// Memory could not be registered.
+#[derive(Clone, Copy, Debug)]
+struct Refused {
+    /// When it is tried again; `None`: no attempt can succeed.
+    retry_at: Option<Instant>,
 }
 
 impl Opening {
@@ -83,7 +100,9 @@ impl Opening {
             queue,
             events: epoll::create(CreateFlags::CLOEXEC)?,
             memory: None,
-            is_refused: false,
+            refused: None,
+            backoff: RETRY,
+            reported_memory: String::new(),
             registering: None,
             registered: None,
             binding: None,
@@ -91,6 +110,7 @@ impl Opening {
             closing: None,
             small_at: None,
             retry_at: None,
+            is_wanted: false,
             reported: String::new(),
         })
     }
@@ -109,8 +129,15 @@ impl Opening {
     /// The memory that sockets are to have.
     pub(super) fn set_memory(&mut self, memory: Option<&Arc<Memory>>) {
         self.memory = memory.cloned();
-        self.is_refused = false;
+        self.refused = None;
+        self.backoff = RETRY;
+        self.reported_memory.clear();
         self.registered = None;
+    }
+
+    /// Has memory that could not be registered tried again at once, if that may succeed.
+    pub(super) fn retry_memory(&mut self) {
+        self.refused.take_if(|refused| refused.retry_at.is_some());
     }
 
     /// Has a socket that could not be bound tried again at once.
@@ -133,7 +160,9 @@ impl Opening {
     }
 
     pub(super) fn next_timeout(&self) -> Option<Instant> {
-        earlier(self.small_at, self.retry_at)
+        let memory = self.refused.and_then(|refused| refused.retry_at);
+        let memory = memory.filter(|_| self.is_wanted);
+        earlier(earlier(self.small_at, self.retry_at), memory)
     }
 
     /// Whether a socket has the memory that it is to have in the end.
@@ -163,8 +192,9 @@ impl Opening {
         if let Some((task, _)) = &mut self.registering
             && let Some(result) = task.take()
         {
-            self.take_registered(result);
+            self.take_registered(result, now);
         }
+        self.is_wanted = wanted;
         if let Some(result) = self.binding.as_mut().and_then(Task::take) {
             self.binding = None;
             match result {
@@ -190,8 +220,10 @@ impl Opening {
         }
         let is_complete = current.is_some_and(|socket| self.has_memory(socket))
             || (self.binding.is_some() && self.binds_memory);
-        if !is_complete && !self.is_refused && self.registered.is_none() {
-            self.register();
+        let is_due = |refused: &mut Refused| refused.retry_at.is_some_and(|at| now >= at);
+        self.refused.take_if(is_due);
+        if !is_complete && self.refused.is_none() && self.registered.is_none() {
+            self.register(now);
         }
         if current.is_some() {
             return match self.registered {
@@ -203,7 +235,7 @@ impl Opening {
         if self.closing.is_some() || self.binding.is_some() || self.retry_at.is_some() {
             return Step::None;
         }
-        let small = self.memory.is_none() || self.is_refused;
+        let small = self.memory.is_none() || self.refused.is_some();
         if let Some(registered) = self.registered.take() {
             self.bind(now, Some(registered));
         } else if small || now >= *self.small_at.get_or_insert(now + SOON) {
@@ -213,7 +245,7 @@ impl Opening {
     }
 
     /// Begins to register the guest's memory.
-    fn register(&mut self) {
+    fn register(&mut self, now: Instant) {
         // An old memory that is being registered still is left to finish: each has a thread.
         let (Some(memory), None) = (&self.memory, &self.registering) else {
             return;
@@ -225,11 +257,11 @@ impl Opening {
                 self.watch(&task, EventFlags::IN);
                 self.registering = Some((task, kept));
             }
-            Err(error) => self.refuse(&error.to_string()),
+            Err(error) => self.refuse(&error.to_string(), true, now),
         }
     }
 
-    fn take_registered(&mut self, result: Result<Registered, XdpError>) {
+    fn take_registered(&mut self, result: Result<Registered, XdpError>, now: Instant) {
         let of = self.registering.take().map(|(_, memory)| memory);
         let is_wanted = match (&of, &self.memory) {
             (Some(of), Some(wanted)) => Arc::ptr_eq(of, wanted),
@@ -238,16 +270,26 @@ impl Opening {
         match result {
             _ if !is_wanted => {}
             Ok(registered) => self.registered = Some(Box::new(registered)),
-            Err(error) => self.refuse(&error.to_string()),
+            Err(error) => self.refuse(&error.to_string(), error.may_pass(), now),
         }
     }
 
-    fn refuse(&mut self, reason: &str) {
-        self.is_refused = true;
-        self.report(
-            "the guest's memory cannot be used: frames are copied",
-            reason,
-        );
+    /// Leaves the memory alone, for a while or for good. Says so in the log once for each reason.
+    fn refuse(&mut self, reason: &str, may_pass: bool, now: Instant) {
+        let retry_at = may_pass.then(|| now + self.backoff);
+        self.backoff = (2 * self.backoff).min(MAX_RETRY);
+        self.refused = Some(Refused { retry_at });
+        if self.reported_memory != reason {
+            let again = match may_pass {
+                true => ", until another attempt succeeds",
+                false => "",
+            };
+            let name = &self.name;
+            tracing::warn!(
+                "{name}: the guest's memory cannot be used: frames are copied{again}: {reason}"
+            );
+            reason.clone_into(&mut self.reported_memory);
+        }
     }
 
     /// Begins to bind what is registered, or a socket with private memory.

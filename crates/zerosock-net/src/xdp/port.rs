@@ -114,8 +114,9 @@ impl Port {
     pub(super) fn set_active(&mut self, active: bool) {
         self.is_active = active;
         self.is_wanted = active;
-        if !active {
-            self.close_soon(LINGER);
+        match active {
+            true => self.opening.retry_memory(),
+            false => self.close_soon(LINGER),
         }
         self.advance();
     }

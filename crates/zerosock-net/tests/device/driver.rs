@@ -12,7 +12,7 @@ use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use zerosock_proto::wire::net::{Config, HEADER_LEN, Header};
 use zerosock_ring::{DriverLayout, Memory, RegionConfig};
 use zerosock_sys::memfd;
-use zerosock_vhost_user::frontend::{Frontend, VringAddr};
+use zerosock_vhost_user::frontend::{Frontend, FrontendError, VringAddr};
 
 use super::network::DEADLINE;
 
@@ -144,7 +144,17 @@ impl Driver {
         self.more = Some((memfd::create("net-driver-more", len, true).unwrap(), len));
     }
 
+    /// Bytes of that region that the kernel has allocated.
+    pub(crate) fn allocated(&self) -> u64 {
+        let (fd, _) = self.more.as_ref().unwrap();
+        rustix::fs::fstat(fd).unwrap().st_blocks as u64 * 512
+    }
+
     pub(crate) fn send_memory(&mut self) {
+        self.try_send_memory().unwrap();
+    }
+
+    pub(crate) fn try_send_memory(&mut self) -> Result<(), FrontendError> {
         let region = |offset, len| RegionConfig {
             guest_addr: GUEST + offset,
             user_addr: USER + offset,
@@ -155,7 +165,7 @@ impl Driver {
         let more = self.more.iter();
         let more = more.map(|(fd, len)| (fd.as_fd(), region(LEN, *len)));
         let table: Vec<_> = [first].into_iter().chain(more).collect();
-        self.frontend.set_mem_table(&table).unwrap();
+        self.frontend.set_mem_table(&table)
     }
 
     pub(crate) fn start_all(&mut self) {

@@ -89,6 +89,15 @@ pub enum XdpError {
 }
 
 impl XdpError {
+    /// Whether the same memory may be registered later: locked memory of others is released, limits are raised, and
+    /// the system gets memory back.
+    pub fn may_pass(&self) -> bool {
+        matches!(
+            self,
+            XdpError::MemoryLock { .. } | XdpError::NoMemory | XdpError::System { .. }
+        )
+    }
+
     pub(super) fn system(what: &'static str, error: impl Into<io::Error>) -> XdpError {
         let error = error.into();
         XdpError::System { what, error }

@@ -5,30 +5,34 @@ use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 use zerosock_net::xdp::{XdpBackend, XdpConfig};
 use zerosock_proto::wire::net::F_MRG_RXBUF;
 use zerosock_sys::xdp::{Interface, Options, XdpError};
+use zerosock_vhost_user::frontend::FrontendError;
 
 use super::super::frames::plain;
+use super::super::network::LIMITS;
 use super::link::{BUFFER, CONFIG, Link, backend, isolated, name, open};
 
-/// Without enough locked memory for the guest, but for private memory, all frames are copied.
+/// Without enough locked memory for the guest, but for private memory, all frames are copied. This ends when the
+/// limit is raised.
 #[test]
 fn without_locked_memory_frames_are_copied_or_the_start_fails() {
     isolated("without_locked_memory", || {
         let maximum = getrlimit(Resource::Memlock).maximum;
-        let limit = |bytes| {
+        let limit = |bytes: u64| {
             // Other tests of this process have CAP_IPC_LOCK, or they would be skipped.
             let current = Some(bytes);
-            setrlimit(Resource::Memlock, Rlimit { current, maximum }).unwrap();
+            let maximum = maximum.map(|maximum| maximum.max(bytes));
+            setrlimit(Resource::Memlock, Rlimit { current, maximum })
         };
         let mut sets = capabilities(None).unwrap();
         sets.effective -= CapabilitySet::IPC_LOCK;
         set_capabilities(None, sets).unwrap();
 
-        limit(1 << 20);
+        limit(1 << 20).unwrap();
         let error = XdpBackend::new(open(Options::default()), CONFIG).unwrap_err();
         assert!(matches!(error, XdpError::MemoryLock { .. }), "{error}");
         assert!(error.to_string().contains("RLIMIT_MEMLOCK"), "{error}");
 
-        limit(8 << 20);
+        limit(8 << 20).unwrap();
         let link = Link::new(Options::default(), CONFIG);
         let mut driver = link.attach(F_MRG_RXBUF);
         let before = link.settled(&mut driver);
@@ -41,7 +45,35 @@ fn without_locked_memory_frames_are_copied_or_the_start_fails() {
         let after = link.settled(&mut driver);
         assert_eq!(after.rx_copied - before.rx_copied, 50_000);
         assert_eq!(after.tx_copied - before.tx_copied, 50_000);
+        if let Err(error) = limit(64 << 20) {
+            println!("SKIPPED raising the limit: {error}");
+            return;
+        }
+        link.wait_in_place(&mut driver);
+        link.wait_for_memory(&mut driver);
         driver.check_guards();
+    });
+}
+
+/// The limit of the front-end (`--max-memory`) holds before anything is allocated for it.
+#[test]
+fn memory_beyond_the_limit_is_refused_before_it_is_allocated() {
+    isolated("memory_beyond_the_limit_is_refused", || {
+        let link = Link::new(Options::default(), CONFIG);
+        let mut driver = link.attach_in_place(F_MRG_RXBUF);
+        driver.grow(64 << 20);
+        driver.send_memory();
+        link.wait_in_place(&mut driver);
+        assert_eq!(driver.allocated(), 64 << 20);
+        driver.grow(LIMITS.mapped);
+        let result = driver.try_send_memory();
+        assert!(
+            matches!(result, Err(FrontendError::Refused { .. })),
+            "{result:?}"
+        );
+        // The memory is as before.
+        link.check_in_place(&mut driver);
+        assert_eq!(driver.allocated(), 0);
     });
 }
 

@@ -265,7 +265,7 @@ pub trait Backend: Send + 'static {
 pub enum FrameError {
     /// There is no frame, or no room for one: an event follows when that has changed.
     NotNow,
-    /// The back-end refuses this frame.
+    /// The back-end refuses this frame. A frame to be received is lost then; there may be others.
     Refused,
     /// The link is down.
     LinkDown,

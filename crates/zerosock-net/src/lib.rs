@@ -22,6 +22,7 @@ pub mod backend;
 pub mod device;
 pub mod interface;
 pub mod model;
+mod readable;
 pub mod server;
 pub mod stats;
 pub mod switch;

@@ -234,7 +234,7 @@ impl<B: Backend> Device<B> {
                 continue;
             }
             pair.active = wanted;
-            pair.receiver.readable = true;
+            pair.receiver.readable.set();
             if let Err(error) = self.backend.set_active(index, wanted) {
                 self.fault = Some(Fatal::BackendGone(error));
             }
@@ -413,7 +413,9 @@ impl<B: Backend> WorkerDevice for Device<B> {
         if event.kind == BACKEND
             && let Some(pair) = self.pairs.get_mut(event.key as usize)
         {
-            pair.receiver.readable |= event.readiness.readable();
+            if event.readiness.readable() {
+                pair.receiver.readable.set();
+            }
             pair.transmitter.blocked &= !event.readiness.writable();
             // Not only a read finds out: without posted buffers there is none.
             if event.readiness.has_error() && !self.is_gone {
@@ -426,7 +428,7 @@ impl<B: Backend> WorkerDevice for Device<B> {
     fn on_message(&mut self, message: B::Message, cx: &mut Context<'_, Self>) {
         self.backend.on_message(message, cx.now, &mut self.tally);
         for pair in &mut self.pairs {
-            pair.receiver.readable = true;
+            pair.receiver.readable.set();
         }
     }
 
@@ -471,7 +473,8 @@ impl<B: Backend> WorkerDevice for Device<B> {
     }
 
     fn next_timeout(&self) -> Option<Instant> {
-        let frames = self.pairs.iter();
+        // A queue that is disabled gets no turn.
+        let frames = self.pairs.iter().filter(|pair| pair.active);
         let frames = frames.filter_map(|pair| pair.receiver.next_timeout()).min();
         let backend = self.backend.next_timeout();
         earlier(earlier(frames, backend), self.queues.next_timeout())

@@ -21,6 +21,7 @@ use zerosock_virtio::ring::Ring;
 
 use super::terms::{BYTES, FRAMES, Fatal, Terms};
 use crate::backend::{Backend, FrameError, Half, MAX_PIECES, Taken};
+use crate::readable::Readable;
 use crate::stats::Stats;
 
 /// How long a frame waits for buffers.
@@ -39,8 +40,8 @@ pub(super) struct Receiver {
     window: VecDeque<Chain>,
     /// Writable bytes of the chains in the window.
     room: usize,
-    /// The back-end may have a frame: it has not said otherwise since the last event.
-    pub(super) readable: bool,
+    /// Whether the back-end may have a frame.
+    pub(super) readable: Readable,
     /// A frame, or the reading of frames, waits for chains.
     pub(super) starved: bool,
     /// Bytes for which room is offered to the next frame.
@@ -66,7 +67,7 @@ impl Receiver {
         Receiver {
             window: VecDeque::new(),
             room: 0,
-            readable: true,
+            readable: Readable::default(),
             starved: false,
             expected: FIRST,
             // The longest frame, if nothing of it fits into the window.
@@ -75,9 +76,12 @@ impl Receiver {
         }
     }
 
-    /// When the frame that waits is dropped.
+    /// When the frame that waits is dropped, or reading is tried again.
     pub(super) fn next_timeout(&self) -> Option<Instant> {
-        self.pending.map(|pending| pending.since + PATIENCE)
+        match self.pending {
+            Some(pending) => Some(pending.since + PATIENCE),
+            None => self.readable.next_timeout(),
+        }
     }
 
     /// Returns all chains to the driver's ring, as if they had not been popped.
@@ -109,12 +113,13 @@ impl Receiver {
         if backend.posts() {
             return self.run_posted(ring, (backend, queue), terms, tally);
         }
+        let is_readable = self.readable.check(now);
         if let Some(pending) = self.pending.take() {
             self.deliver(ring, pending, terms, tally, now);
         }
         let before = tally.rx_bytes;
         for _ in 0..FRAMES {
-            if self.pending.is_some() || !self.readable {
+            if self.pending.is_some() || !is_readable {
                 return Ok(false);
             }
             if tally.rx_bytes - before >= BYTES {
@@ -141,11 +146,12 @@ impl Receiver {
                 match read {
                     Ok(len) => (len, offered),
                     Err(FrameError::NotNow) => {
-                        self.readable = false;
+                        self.readable.clear();
                         return Ok(false);
                     }
                     Err(error) => {
-                        self.readable = false;
+                        tally.rx_dropped += u64::from(matches!(error, FrameError::Refused));
+                        self.readable.fail(now);
                         return Fatal::of(error).map_or(Ok(false), Err);
                     }
                 }
@@ -170,7 +176,7 @@ impl Receiver {
             };
             self.deliver(ring, frame, terms, tally, now);
         }
-        Ok(self.readable && self.pending.is_none())
+        Ok(self.pending.is_none())
     }
 
     /// As [`run`](Self::run), for a back-end that takes all chains ahead of the frames: each frame
@@ -209,18 +215,12 @@ impl Receiver {
             let memory = ring.queue.memory();
             let taken = match backend.take(queue, memory, first) {
                 Ok(taken) => Some(taken),
-                Err(FrameError::NotNow) => {
-                    self.readable = false;
-                    return Ok(false);
-                }
+                Err(FrameError::NotNow) => return Ok(false),
                 Err(FrameError::Refused) => {
                     tally.rx_no_room += 1;
                     None
                 }
-                Err(error) => {
-                    self.readable = false;
-                    return Fatal::of(error).map_or(Ok(false), Err);
-                }
+                Err(error) => return Fatal::of(error).map_or(Ok(false), Err),
             };
             let mut written = 0;
             if let Some(Taken {

@@ -238,6 +238,17 @@ impl Inbox {
         self.frames.front().map(|(_, frame)| frame)
     }
 
+    /// Puts `frames` in the place of the next one, which they have come from. Returns that.
+    pub(super) fn replace_front(&mut self, frames: Vec<Forwarded>) -> Option<Forwarded> {
+        let (since, front) = self.frames.pop_front()?;
+        self.copied -= front.copied();
+        for frame in frames.into_iter().rev() {
+            self.copied += frame.copied();
+            self.frames.push_front((since, frame));
+        }
+        Some(front)
+    }
+
     /// Takes the next frame, for a receiver that has room.
     pub(super) fn pop(&mut self) -> Option<Forwarded> {
         self.probation = self.probation.saturating_sub(1);

@@ -2,7 +2,9 @@
 //!
 //! Frames of guests go to the back-end from their memory, without a copy by us. A frame of the back-end
 //! is received into memory of the uplink, because its receiver is known only then, and copied from there.
-//! A back-end without offloads gets complete checksums and segments ([`software`]).
+//! A back-end without offloads gets complete checksums and segments ([`software`]). A frame waits as it is and is
+//! cut when the back-end has room for its first segment: so the buffers of its sender bound what waits, and not more than
+//! one frame at a time is in copies.
 
 use std::collections::VecDeque;
 use std::io;
@@ -15,7 +17,7 @@ use zerosock_ring::{Memory, Piece, RegionConfig, SliceBuf};
 use zerosock_sys::memfd;
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::device::{Context, Event, WorkerDevice};
-use zerosock_virtio::outbox::DeviceAddr;
+use zerosock_virtio::outbox::{DeviceAddr, Outbox};
 use zerosock_virtio::poller::{Interest, Token};
 
 use super::frames::{Content, Forwarded, Inbox, PortMessage};
@@ -24,6 +26,7 @@ use super::software;
 use super::table::Switch;
 use crate::backend::{ADDRESSES_LEN, Addresses, Backend, Frame, FrameError, Never, Sent};
 use crate::device::{BACKEND, Gone};
+use crate::readable::Readable;
 use crate::stats::{Counters, Stats};
 
 /// Bytes of the place for one received frame.
@@ -64,7 +67,7 @@ pub struct Uplink<B> {
     free: Vec<u16>,
     /// Those that the back-end takes.
     offloads: Offloads,
-    readable: bool,
+    readable: Readable,
     blocked: bool,
     is_gone: bool,
     tally: Stats,
@@ -120,7 +123,7 @@ impl<B: Backend<Message = Never>> Uplink<B> {
             memory: Arc::new(memory),
             free: (0..SLOTS as u16).collect(),
             offloads: Offloads::of_device(features),
-            readable: true,
+            readable: Readable::default(),
             blocked: false,
             is_gone: false,
             tally: Stats::default(),
@@ -143,6 +146,10 @@ impl<B: Backend<Message = Never>> Uplink<B> {
             let Some(frame) = self.inbox.front().filter(|_| !self.blocked) else {
                 return false;
             };
+            if !software::is_accepted(&frame.header, frame.len, self.offloads) {
+                self.convert_front();
+                continue;
+            }
             let number = self.first + self.held.len() as u64;
             let sent = frame.with_frame(|frame| self.backend.send(0, frame, number, now));
             let len = frame.len as u64;
@@ -172,24 +179,25 @@ impl<B: Backend<Message = Never>> Uplink<B> {
         true
     }
 
-    /// Adds a frame of a guest, in the form that the back-end takes.
-    fn arrive(&mut self, frame: Forwarded, now: Instant) {
-        if software::is_accepted(&frame.header, frame.len, self.offloads) {
-            return self.push(frame, now);
-        }
-        let converted = software::convert(&frame.header, frame.bytes(), self.offloads);
-        self.sender.give_back(frame);
-        let Some(frames) = converted else {
-            self.tally.tx_refused += 1;
+    /// Puts what the back-end takes in the place of the next frame.
+    fn convert_front(&mut self) {
+        let Some(frame) = self.inbox.front() else {
             return;
         };
-        for (header, bytes) in frames {
-            if let Some(frame) = Forwarded::of_bytes(header, &bytes) {
-                self.push(frame, now);
-            }
+        let converted = software::convert(&frame.header, frame.bytes(), self.offloads);
+        let converted = converted.unwrap_or_default().into_iter();
+        // Each frame is converted once.
+        let accepted = converted
+            .filter(|(header, bytes)| software::is_accepted(header, bytes.len(), self.offloads));
+        let frames = accepted.filter_map(|(header, bytes)| Forwarded::of_bytes(header, &bytes));
+        let frames: Vec<Forwarded> = frames.collect();
+        self.tally.tx_refused += u64::from(frames.is_empty());
+        if let Some(frame) = self.inbox.replace_front(frames) {
+            self.sender.give_back(frame);
         }
     }
 
+    /// Adds a frame of a guest.
     fn push(&mut self, frame: Forwarded, now: Instant) {
         if let Some(frame) = self.inbox.push(frame, now) {
             self.tally.tx_refused += 1;
@@ -201,8 +209,11 @@ impl<B: Backend<Message = Never>> Uplink<B> {
     fn receive(&mut self, now: Instant) -> bool {
         let before = self.tally.rx_bytes;
         for _ in 0..FRAMES {
-            if !self.readable || self.tally.rx_bytes - before >= BYTES {
-                return self.readable;
+            if !self.readable.check(now) {
+                return false;
+            }
+            if self.tally.rx_bytes - before >= BYTES {
+                return true;
             }
             let Some(slot) = self.free.pop() else {
                 // A message follows when one has become free.
@@ -229,8 +240,13 @@ impl<B: Backend<Message = Never>> Uplink<B> {
         memory.slices(pieces, 0, SLOT, &mut slices);
         let len = match self.backend.receive(0, &mut header, &slices, &mut []) {
             Ok(len) => len,
+            Err(FrameError::NotNow) => {
+                self.readable.clear();
+                return false;
+            }
             Err(error) => {
-                self.readable = false;
+                self.tally.rx_dropped += u64::from(matches!(error, FrameError::Refused));
+                self.readable.fail(now);
                 if let FrameError::Gone(error) = error {
                     self.lose_backend(&error);
                 }
@@ -264,7 +280,7 @@ impl<B: Backend<Message = Never>> Uplink<B> {
         if !std::mem::replace(&mut self.is_gone, true) {
             let name = &self.config.name;
             tracing::error!("{name}: the uplink has gone: {error}");
-            self.readable = false;
+            self.readable.clear();
             self.sender
                 .switch
                 .table()
@@ -295,7 +311,9 @@ impl<B: Backend<Message = Never>> WorkerDevice for Uplink<B> {
     }
 
     fn on_event(&mut self, event: Event, _: &mut Context<'_, Self>) {
-        self.readable |= event.readiness.readable() && !self.is_gone;
+        if event.readiness.readable() && !self.is_gone {
+            self.readable.set();
+        }
         self.blocked &= !event.readiness.writable();
         if event.readiness.has_error() {
             self.lose_backend(&io::Error::other("it was removed"));
@@ -309,7 +327,7 @@ impl<B: Backend<Message = Never>> WorkerDevice for Uplink<B> {
                 self.free.extend(u16::try_from(slot));
             }
             Content::Frame(frame) if self.is_gone => self.sender.give_back(frame),
-            Content::Frame(frame) => self.arrive(frame, cx.now),
+            Content::Frame(frame) => self.push(frame, cx.now),
         }
     }
 
@@ -337,7 +355,8 @@ impl<B: Backend<Message = Never>> WorkerDevice for Uplink<B> {
 
     fn next_timeout(&self) -> Option<Instant> {
         let backend = self.backend.next_timeout().filter(|_| !self.is_gone);
-        earlier(self.inbox.next_timeout(), backend)
+        let frames = earlier(self.inbox.next_timeout(), self.readable.next_timeout());
+        earlier(frames, backend)
     }
 
     fn retire(&mut self, cx: &mut Context<'_, Self>) {
@@ -352,9 +371,15 @@ impl<B: Backend<Message = Never>> WorkerDevice for Uplink<B> {
         if let Some(descriptor) = self.backend.descriptor(0) {
             cx.poller.remove(descriptor);
         }
+        // It has no device to send messages to.
+        let mut outbox = Outbox::new(self.config.addr.worker);
+        self.backend.retire(&mut outbox);
     }
 
     fn end(&mut self, cx: &mut Context<'_, Self>) {
         self.turn(cx);
     }
 }
+
+#[cfg(test)]
+mod tests;

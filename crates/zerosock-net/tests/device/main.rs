@@ -5,6 +5,7 @@ mod announcements;
 mod backpressure;
 mod control;
 mod driver;
+mod errors;
 mod frames;
 mod hostile;
 mod life;

@@ -47,6 +47,21 @@ pub struct Frame<'m> {
     pub slices: &'m [GuestSlice<'m>],
 }
 
+impl<'m> Frame<'m> {
+    /// A frame of this process, which has no guest memory.
+    pub fn of_bytes(header: Header, bytes: &'m [u8]) -> Frame<'m> {
+        Frame {
+            header,
+            len: bytes.len(),
+            first: bytes,
+            memory: None,
+            pieces: &[],
+            skip: 0,
+            slices: &[],
+        }
+    }
+}
+
 /// What a back-end has done with a frame.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Sent {
@@ -99,6 +114,11 @@ pub trait Backend: Send + 'static {
 
     /// Those of the features of virtio-net that depend on the back-end: the offloads.
     fn features(&self) -> u64;
+
+    /// The largest MTU with which all frames of a guest pass; `None`: any.
+    fn max_mtu(&self) -> Option<u16> {
+        None
+    }
 
     /// The descriptor of a queue, for an edge-triggered poller.
     fn descriptor(&self, queue: usize) -> Option<BorrowedFd<'_>>;
@@ -183,8 +203,8 @@ pub trait Backend: Send + 'static {
         now: Instant,
     ) -> Result<Sent, FrameError>;
 
-    /// Sends a frame of this process, which has no guest memory. The back-end sends it at once or copies
-    /// it.
+    /// Sends a frame of this process, which has no guest memory. The back-end sends it at once, or keeps a copy that
+    /// it sends when it can.
     ///
     /// # Errors
     /// See [`FrameError`].
@@ -195,15 +215,7 @@ pub trait Backend: Send + 'static {
         bytes: &[u8],
         now: Instant,
     ) -> Result<(), FrameError> {
-        let frame = Frame {
-            header: *header,
-            len: bytes.len(),
-            first: bytes,
-            memory: None,
-            pieces: &[],
-            skip: 0,
-            slices: &[],
-        };
+        let frame = Frame::of_bytes(*header, bytes);
         // No frame without memory is held, so the number has no meaning.
         self.send(queue, &frame, 0, now).map(drop)
     }

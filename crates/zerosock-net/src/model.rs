@@ -57,6 +57,8 @@ pub struct NetModel {
     pub mac: Option<Mac>,
     /// The MTU; `None`: the driver chooses one.
     pub mtu: Option<u16>,
+    /// The largest MTU that a front-end may set; `None`: that of the device, if it has one.
+    pub max_mtu: Option<u16>,
     /// Queue pairs, 1 to [`MAX_PAIRS`].
     pub pairs: u16,
     /// The features of the back-end.
@@ -121,15 +123,14 @@ impl DeviceModel for NetModel {
         config.emit().to_vec()
     }
 
-    /// At most the MTU of the device. A device without one leaves it to the front-end.
+    /// At most the MTU of the device, and what its back-end carries. Otherwise the front-end decides.
     fn set_mtu(&self, config: &mut [u8], mtu: u16) -> Result<(), (Fault, String)> {
         if mtu < MIN_MTU {
             let text = format!("an MTU of {mtu} bytes: the least is {MIN_MTU}");
             return Err((Fault::Payload, text));
         }
-        if let Some(most) = self.mtu
-            && mtu > most
-        {
+        let most = self.mtu.into_iter().chain(self.max_mtu).min();
+        if let Some(most) = most.filter(|most| mtu > *most) {
             let text = format!("an MTU of {mtu} bytes: the interface has {most}");
             return Err((Fault::Unsupported, text));
         }

@@ -106,16 +106,19 @@ where
         (addr, counters)
     }
 
-    /// Adds a guest with a device on `backend`; `wrap` makes it a device of the worker.
+    /// Adds a guest with a device on `backend`; `wrap` makes it a device of the worker. `max_mtu`: see
+    /// [`NetModel`].
     fn add_guest<B: Backend>(
         &mut self,
         config: GuestConfig,
+        max_mtu: Option<u16>,
         backend: B,
         wrap: impl FnOnce(Device<B>) -> D,
     ) -> io::Result<()> {
         let model = NetModel {
             mac: config.mac,
             mtu: config.mtu,
+            max_mtu,
             pairs: backend.queues(),
             offloads: backend.features(),
         };
@@ -187,7 +190,8 @@ impl Server {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let mut setup = Setup::new()?;
-        setup.add_guest(config, backend, |device| device)?;
+        let max_mtu = backend.max_mtu();
+        setup.add_guest(config, max_mtu, backend, |device| device)?;
         setup.start(spin)
     }
 
@@ -203,9 +207,11 @@ impl Server {
     ) -> io::Result<Server> {
         let switch = Switch::new();
         let mut setup = Setup::new()?;
+        let max_mtu = uplink.as_ref().and_then(|(_, backend)| backend.max_mtu());
         for config in guests {
             let port = SwitchPort::new(Arc::clone(&switch), config.mac);
-            setup.add_guest(config, port, |device| SwitchDevice::Port(Box::new(device)))?;
+            let wrap = |device| SwitchDevice::Port(Box::new(device));
+            setup.add_guest(config, max_mtu, port, wrap)?;
         }
         if let Some((name, backend)) = uplink {
             let (addr, counters) = setup.next(&name);

@@ -49,6 +49,13 @@ counters! {
     /// Frames for the guest that were too long for its back-end, and were left to the stack of the kernel or
     /// dropped, by choice. Only AF_XDP has such frames.
     rx_long,
+    /// Frames to the guest that the kernel has dropped at the socket: it had no chunk for them, or they were too
+    /// long. This and the next three are counters of AF_XDP sockets (XDP_STATISTICS).
+    rx_kernel_dropped,
+    /// Frames to the guest that the kernel has dropped because the receive ring was full.
+    rx_ring_full,
+    /// How often the kernel wanted a chunk for a frame to the guest and there was none.
+    rx_fill_empty,
     /// Frames that the guest has sent.
     tx_frames,
     /// Their bytes, without headers of virtio.
@@ -67,6 +74,8 @@ counters! {
     tx_refused,
     /// Frames of the guest that were dropped because the link was down.
     tx_link_down,
+    /// Descriptors of frames of the guest that the kernel has refused, only with AF_XDP.
+    tx_invalid,
     /// RARP broadcasts that the front-end has asked for.
     announcements,
     /// Descriptor chains that were malformed or too short.

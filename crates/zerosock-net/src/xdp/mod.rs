@@ -14,6 +14,7 @@
 //! - Nothing here waits: memory is registered, and sockets are bound and closed, on threads of their own
 //!   (`opening`). Until a socket with the guest's memory is there, another one copies frames.
 
+mod kernel;
 mod opening;
 mod port;
 mod posted;
@@ -30,7 +31,7 @@ use std::time::Duration;
 use zerosock_proto::Instant;
 use zerosock_proto::wire::net::{ETHERNET_LEN, Header, Offloads};
 use zerosock_ring::{Chain, GuestSlice, Memory};
-use zerosock_sys::xdp::{Interface, LinkWatch, Registered, Umem, XdpError};
+use zerosock_sys::xdp::{Interface, LinkWatch, MAX_FRAME, Registered, Umem, XdpError};
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::outbox::Outbox;
 use zerosock_virtio::queues::Quiesced;
@@ -182,6 +183,13 @@ impl Backend for XdpBackend {
         0
     }
 
+    /// What a received frame has room for, and what the interface sends.
+    fn max_mtu(&self) -> Option<u16> {
+        let received = MAX_FRAME as usize - ETHERNET_LEN;
+        let sent = self.max_frame - (ETHERNET_LEN + VLAN_TAG);
+        u16::try_from(received.min(sent)).ok()
+    }
+
     fn descriptor(&self, queue: usize) -> Option<BorrowedFd<'_>> {
         self.ports.get(queue).map(Port::descriptor)
     }
@@ -248,6 +256,19 @@ impl Backend for XdpBackend {
             return Err(FrameError::Refused);
         }
         self.port(queue)?.send(frame, number)
+    }
+
+    fn send_copy(
+        &mut self,
+        queue: usize,
+        _: &Header,
+        bytes: &[u8],
+        _: Instant,
+    ) -> Result<(), FrameError> {
+        if bytes.len() > self.max_frame {
+            return Err(FrameError::Refused);
+        }
+        self.port(queue)?.send_copy(bytes)
     }
 
     fn has_room(&self, queue: usize) -> bool {

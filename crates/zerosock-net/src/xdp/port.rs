@@ -1,10 +1,12 @@
 //! One queue of the interface.
 
+use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use zerosock_proto::Instant;
+use zerosock_proto::wire::net::Header;
 use zerosock_ring::{Chain, GuestSlice, Memory};
 use zerosock_sys::xdp::{Attached, Interface, LinkWatch, Socket, XdpError};
 use zerosock_virtio::deadline::earlier;
@@ -12,6 +14,7 @@ use zerosock_virtio::queues::Quiesced;
 
 use rustix::event::epoll::EventFlags;
 
+use super::kernel::KernelDrops;
 use super::opening::{Opening, RETRY, Step};
 use super::received::{Failure, Receiver};
 use super::sent::Transmitter;
@@ -26,6 +29,9 @@ const POLL: Duration = Duration::from_millis(1);
 /// The same, where the kernel reports them.
 const POLL_REPORTED: Duration = Duration::from_millis(50);
 
+/// Frames of this process that wait for a socket.
+const MAX_WAITING: usize = 16;
+
 /// See the [module](self).
 pub(super) struct Port {
     name: String,
@@ -35,6 +41,9 @@ pub(super) struct Port {
     socket: Option<Socket>,
     receiver: Receiver,
     transmitter: Transmitter,
+    /// Frames of this process that wait for a socket.
+    waiting: VecDeque<Box<[u8]>>,
+    kernel_drops: KernelDrops,
     /// The driver uses the queue.
     is_active: bool,
     /// A socket is needed.
@@ -75,6 +84,8 @@ impl Port {
             socket: None,
             receiver: Receiver::new(copies),
             transmitter: Transmitter::default(),
+            waiting: VecDeque::new(),
+            kernel_drops: KernelDrops::default(),
             is_active: false,
             is_wanted: false,
             close_at: None,
@@ -116,7 +127,10 @@ impl Port {
         self.is_wanted = active;
         match active {
             true => self.opening.retry_memory(),
-            false => self.close_soon(LINGER),
+            false => {
+                self.waiting.clear();
+                self.close_soon(LINGER);
+            }
         }
         self.advance();
     }
@@ -124,6 +138,9 @@ impl Port {
     /// Nothing of the old memory is in use, or its guest has gone.
     pub(super) fn set_memory(&mut self, memory: Option<&Arc<Memory>>) {
         self.forget_chains();
+        if memory.is_none() {
+            self.waiting.clear();
+        }
         self.close_soon(Duration::ZERO);
         self.opening.set_memory(memory);
         self.is_wanted = false;
@@ -191,6 +208,7 @@ impl Port {
         self.close_at = None;
         if let Some(mut socket) = self.socket.take() {
             self.receiver.detach(&mut socket);
+            self.kernel_drops.finish(&socket);
             self.transmitter.detach();
             self.is_pending = false;
             self.opening.close(socket);
@@ -206,6 +224,7 @@ impl Port {
     ) -> Result<(), FrameError> {
         self.now = now;
         self.advance();
+        self.send_waiting();
         if let Some(socket) = &mut self.socket {
             if fills {
                 while self.receiver.post_private(socket) {}
@@ -224,7 +243,9 @@ impl Port {
         }
         if let Some(socket) = &mut self.socket {
             self.transmitter.complete(socket);
+            self.kernel_drops.update(socket, now);
         }
+        self.kernel_drops.add_to(tally);
         let long = self.interface.long_frames(self.queue);
         tally.rx_long += long.wrapping_sub(self.long_frames);
         self.long_frames = long;
@@ -256,7 +277,8 @@ impl Port {
             _ => None,
         };
         let poll = poll.map(|poll| self.now + poll);
-        earlier(poll, self.opening.next_timeout())
+        let socket = earlier(poll, self.opening.next_timeout());
+        earlier(socket, self.kernel_drops.next_timeout())
     }
 
     /// The socket that can be used now, if there is one. It is wanted from now on.
@@ -327,6 +349,30 @@ impl Port {
         };
         let is_same = frame.memory.is_some_and(|memory| lies_in(socket, memory));
         self.transmitter.send(socket, frame, number, is_same)
+    }
+
+    /// Sends a frame of this process; without a socket, as soon as there is one.
+    pub(super) fn send_copy(&mut self, bytes: &[u8]) -> Result<(), FrameError> {
+        match self.send(&Frame::of_bytes(Header::default(), bytes), 0) {
+            Err(FrameError::NotNow | FrameError::LinkDown) if self.waiting.len() < MAX_WAITING => {
+                self.waiting.push_back(bytes.into());
+                Ok(())
+            }
+            sent => sent.map(drop),
+        }
+    }
+
+    /// Sends frames that have waited for the socket.
+    fn send_waiting(&mut self) {
+        while self.socket.is_some()
+            && let Some(bytes) = self.waiting.pop_front()
+        {
+            let sent = self.send(&Frame::of_bytes(Header::default(), &bytes), 0);
+            if matches!(sent, Err(FrameError::NotNow | FrameError::LinkDown)) {
+                self.waiting.push_front(bytes);
+                return;
+            }
+        }
     }
 
     pub(super) fn has_room(&self) -> bool {

@@ -305,6 +305,7 @@ fn the_refusal_names_the_features() {
     let model = NetModel {
         mac: None,
         mtu: None,
+        max_mtu: None,
         pairs: 1,
         offloads: 0,
     };

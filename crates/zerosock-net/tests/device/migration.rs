@@ -26,7 +26,7 @@ fn send_log(driver: &mut Driver) -> OwnedFd {
 }
 
 /// Begins to log as QEMU does: the queues run.
-fn begin(driver: &mut Driver, queues: usize) -> OwnedFd {
+pub(crate) fn begin(driver: &mut Driver, queues: usize) -> OwnedFd {
     let log = send_log(driver);
     let features = driver.features | F_LOG_ALL;
     driver.frontend.set_features(features).unwrap();
@@ -40,7 +40,7 @@ fn begin(driver: &mut Driver, queues: usize) -> OwnedFd {
     log
 }
 
-fn marks(log: &OwnedFd) -> BTreeSet<u64> {
+pub(crate) fn marks(log: &OwnedFd) -> BTreeSet<u64> {
     let mut bits = vec![0; LOG_LEN as usize];
     assert_eq!(
         rustix::io::pread(log, &mut bits[..], 0).unwrap(),
@@ -50,14 +50,14 @@ fn marks(log: &OwnedFd) -> BTreeSet<u64> {
     (0..8 * LOG_LEN).filter(is_set).collect()
 }
 
-fn snapshot(driver: &Driver) -> Vec<u8> {
+pub(crate) fn snapshot(driver: &Driver) -> Vec<u8> {
     driver.read(GUEST, LEN as usize)
 }
 
 /// Compares the memory with what it was, and with the pages that are marked. No queue runs. Only the
 /// device writes to the pages `received`.
 #[track_caller]
-fn compare(
+pub(crate) fn compare(
     driver: &Driver,
     before: &[u8],
     marks: &BTreeSet<u64>,

@@ -3,5 +3,6 @@
 mod life;
 mod limits;
 mod link;
+mod migration;
 mod traffic;
 mod uplink;

@@ -162,6 +162,50 @@ fn long_frames_are_counted() {
     }
 }
 
+/// Copies of sent frames are in other private chunks than those that show what the driver writes.
+#[test]
+fn sending_copies_does_not_end_receiving_in_place() {
+    isolated("sending_copies_does_not_end_receiving_in_place", || {
+        let link = Link::new(Options::default(), CONFIG);
+        let mut driver = link.attach_in_place(F_MRG_RXBUF);
+        let before = link.settled(&mut driver);
+        let mut lens = vec![12];
+        lens.resize(40, 1514 / 40);
+        for seed in 0..40 {
+            link.check_sent(&mut driver, &plain(1514, seed), &lens);
+            // In a private chunk, which is looked at.
+            link.post(&mut driver, &[1530]);
+            link.send(&plain(100, seed));
+            assert_eq!(driver.receive(0).1, plain(100, seed));
+        }
+        let after = link.settled(&mut driver);
+        assert_eq!(after.tx_copied - before.tx_copied, 40 * 1514);
+        assert_eq!(after.rx_copied - before.rx_copied, 40 * 100);
+        link.check_in_place(&mut driver);
+        driver.check_guards();
+    });
+}
+
+#[test]
+fn frames_that_the_kernel_drops_are_counted() {
+    isolated("frames_that_the_kernel_drops_are_counted", || {
+        let link = Link::new(Options::default(), CONFIG);
+        let mut driver = link.attach_in_place(F_MRG_RXBUF);
+        let before = link.settled(&mut driver);
+        // The guest has no buffers.
+        for seed in 0..20 {
+            link.send(&plain(60, seed));
+        }
+        wait_until("counted", || {
+            let now = link.settled(&mut driver);
+            now.rx_kernel_dropped - before.rx_kernel_dropped >= 20
+                && now.rx_fill_empty > before.rx_fill_empty
+        });
+        let now = link.settled(&mut driver);
+        assert_eq!((now.rx_ring_full, now.tx_invalid), (0, 0));
+    });
+}
+
 #[test]
 fn frames_beyond_the_mtu_are_refused() {
     isolated("frames_beyond_the_mtu_are_refused", || {

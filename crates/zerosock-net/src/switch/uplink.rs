@@ -35,7 +35,7 @@ const SLOT: usize = MAX_FRAME.next_multiple_of(4096);
 const SLOTS: usize = 64;
 /// Frames in a turn, for each direction.
 const FRAMES: usize = 256;
-/// Bytes received in a turn.
+/// Bytes received in a turn, and bytes of frames that are cut.
 const BYTES: u64 = 1 << 20;
 
 /// What an uplink is told when it is made.
@@ -142,11 +142,16 @@ impl<B: Backend<Message = Never>> Uplink<B> {
                 self.sender.give_back(frame);
             }
         }
+        let mut converted = 0;
         for _ in 0..FRAMES {
             let Some(frame) = self.inbox.front().filter(|_| !self.blocked) else {
                 return false;
             };
             if !software::is_accepted(&frame.header, frame.len, self.offloads) {
+                if converted >= BYTES {
+                    return true;
+                }
+                converted += frame.len as u64;
                 self.convert_front();
                 continue;
             }

@@ -141,7 +141,13 @@ impl Driver {
 
     /// Adds a region of `len` bytes to the next memory table. Nothing is in it.
     pub(crate) fn grow(&mut self, len: u64) {
-        self.more = Some((memfd::create("net-driver-more", len, true).unwrap(), len));
+        self.more = Some((memfd::create("net-driver-more", len, false).unwrap(), len));
+    }
+
+    /// Changes the size of the file of that region.
+    pub(crate) fn truncate(&self, len: u64) {
+        let (fd, _) = self.more.as_ref().unwrap();
+        rustix::fs::ftruncate(fd, len).unwrap();
     }
 
     /// Bytes of that region that the kernel has allocated.

@@ -21,6 +21,8 @@ mod posted;
 mod received;
 mod sent;
 mod sizes;
+#[cfg(test)]
+mod veth;
 
 use std::fmt;
 use std::io;

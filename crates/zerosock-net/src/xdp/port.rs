@@ -434,3 +434,6 @@ pub(super) fn mode(interface: &Interface, socket: &Socket) -> String {
 pub(super) fn gone() -> FrameError {
     FrameError::Gone(std::io::Error::other("the interface was removed"))
 }
+
+#[cfg(test)]
+mod tests;

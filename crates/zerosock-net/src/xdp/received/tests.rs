@@ -3,65 +3,24 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{SendFlags, send};
 use zerosock_ring::RegionConfig;
-use zerosock_sys::bpf::BpfError;
-use zerosock_sys::tun::InterfaceName;
-use zerosock_sys::xdp::{Interface, Options, Registered, Umem, XdpError};
-use zerosock_sys::{memfd, network};
+use zerosock_sys::memfd;
+use zerosock_sys::xdp::{Registered, Umem};
 
 use super::super::sizes::CHUNKS;
+use super::super::veth::{DEADLINE, Pair, frame, with_pair};
 use super::*;
 
-const DEADLINE: Duration = Duration::from_secs(60);
-/// Bytes of a header on packet sockets.
-const HOST_HEADER: usize = 10;
 const NOT_POSTED: &str = "a frame came in a chunk that was not posted, or came back before";
 const OUT_OF_ORDER: &str = "the driver does not use the guest's buffers in their order";
 
 struct Link {
     receiver: Receiver,
     socket: Socket,
-    far: OwnedFd,
-    _interface: Interface,
-}
-
-/// A receiver on one end of a veth pair, in a network namespace of this thread; or why there is none.
-fn link(memory: Option<Arc<Memory>>) -> Result<Link, String> {
-    network::isolate_thread().map_err(|error| format!("no network namespace: {error}"))?;
-    // The kernel would send frames of its own. A kernel without IPv6 has no such file.
-    for which in ["all", "default"] {
-        let path = format!("/proc/sys/net/ipv6/conf/{which}/disable_ipv6");
-        let _ = std::fs::write(path, "1");
-    }
-    let [near, far] = ["near", "far"].map(|name| name.parse::<InterfaceName>().unwrap());
-    let pair = network::add_veth_pair([&near, &far], 1600, 1);
-    pair.map_err(|error| format!("no veth: {error}"))?;
-    near.bring_up().unwrap();
-    far.bring_up().unwrap();
-    let interface = match Interface::open(&near, Options::default()) {
-        Err(XdpError::Program(
-            error @ (BpfError::Denied { .. } | BpfError::NotSupported { .. }),
-        )) => return Err(error.to_string()),
-        result => result.unwrap(),
-    };
-    let registered = match Registered::create(Umem::map(memory, CHUNKS).unwrap(), SIZES) {
-        Err(error @ (XdpError::Denied | XdpError::NotSupported)) => return Err(error.to_string()),
-        result => result.unwrap(),
-    };
-    let socket = registered.bind(&interface, 0, DEADLINE).unwrap();
-    let mut receiver = Receiver::new(false);
-    receiver.attach(&socket);
-    Ok(Link {
-        receiver,
-        socket,
-        far: network::packet_socket(&far).unwrap(),
-        _interface: interface,
-    })
+    pair: Pair,
 }
 
 fn with_link(
@@ -69,16 +28,18 @@ fn with_link(
     memory: Option<Arc<Memory>>,
     test: impl FnOnce(Link) + Send + 'static,
 ) {
-    let thread = thread::spawn(move || match link(memory) {
-        Ok(link) => test(link),
-        Err(reason) => println!("SKIPPED {test_name}: {reason}"),
+    with_pair(test_name, move |pair| {
+        let umem = Umem::map(memory, CHUNKS).unwrap();
+        let registered = Registered::create(umem, SIZES).unwrap();
+        let socket = registered.bind(&pair.near, 0, DEADLINE).unwrap();
+        let mut receiver = Receiver::new(false);
+        receiver.attach(&socket);
+        test(Link {
+            receiver,
+            socket,
+            pair,
+        });
     });
-    thread.join().expect("the test has failed");
-}
-
-fn frame(seed: u8) -> Vec<u8> {
-    let head = [2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2, 0x88, 0xb5];
-    head.into_iter().chain([seed; 86]).collect()
 }
 
 impl Link {
@@ -92,11 +53,6 @@ impl Link {
             assert!(self.socket.post(chunk));
         }
         assert!(self.socket.wake().unwrap());
-    }
-
-    fn send(&self, seed: u8) {
-        let bytes = [&[0; HOST_HEADER][..], &frame(seed)].concat();
-        send(&self.far, &bytes, SendFlags::empty()).unwrap();
     }
 
     /// The next frame, or why the socket has to be closed.
@@ -126,7 +82,7 @@ fn frames_in_private_chunks_that_are_used_out_of_order_are_received() {
             .collect();
         chunks.iter().for_each(|chunk| link.note_private(*chunk));
         link.post(chunks.into_iter().rev());
-        (0..64).for_each(|seed| link.send(seed));
+        (0..64).for_each(|seed| link.pair.send(seed));
         for seed in 0..64 {
             let received = link.next().unwrap();
             let mut bytes = vec![0; 100];
@@ -148,7 +104,7 @@ fn private_chunk_that_was_not_posted_or_comes_back_twice_ends_the_socket() {
             .for_each(|chunk| link.note_private(*chunk));
         // The first one twice, and one that the receiver does not know.
         link.post([chunks[0], chunks[0], chunks[3], chunks[1]]);
-        (0..4).for_each(|seed| link.send(seed));
+        (0..4).for_each(|seed| link.pair.send(seed));
         assert_eq!(link.next().unwrap().chunk, chunks[0]);
         assert_eq!(link.next().unwrap_err(), NOT_POSTED);
         assert_eq!(link.next().unwrap_err(), NOT_POSTED);
@@ -191,7 +147,7 @@ fn chunk_of_the_guest_that_is_used_out_of_order_ends_the_socket() {
                 .iter()
                 .for_each(|chunk| link.receiver.posted.push_own(*chunk));
             link.post([chunks[0], chunks[2], chunks[0]]);
-            (0..3).for_each(|seed| link.send(seed));
+            (0..3).for_each(|seed| link.pair.send(seed));
             assert_eq!(link.next().unwrap().chunk, chunks[0]);
             assert_eq!(link.next().unwrap_err(), NOT_POSTED);
             // It was posted again behind the second one, which has no frame.

@@ -181,7 +181,11 @@ impl Socket {
     /// How many of the frames sent, the oldest ones, have been completed since the last call.
     pub fn completed(&mut self) -> usize {
         let mut frames = 0;
-        while let Some([addr]) = self.rings.completion.pop() {
+        // Bounded, whatever the index of the ring says.
+        for _ in 0..self.sent.len() {
+            let Some([addr]) = self.rings.completion.pop() else {
+                break;
+            };
             frames += self.sent.complete(addr & XSK_UNALIGNED_BUF_ADDR_MASK);
         }
         frames

@@ -1,6 +1,8 @@
 //! What the kernel drops at the socket of a port, by its own counters (XDP_STATISTICS).
 //!
-//! Reading them is a system call, so it is done once in [`INTERVAL`], and when the socket is closed.
+//! Reading them is a system call, so it is done at most once in [`INTERVAL`], once more after the last turn, and when
+//! the socket is closed. Frames that find no chunk cause no turn: while there is none, the counters are read each
+//! [`STARVED`].
 
 use std::time::Duration;
 
@@ -11,6 +13,8 @@ use crate::stats::Stats;
 
 /// How often the counters are read while there are turns.
 const INTERVAL: Duration = Duration::from_millis(100);
+/// How often they are read while the kernel has no chunk.
+const STARVED: Duration = Duration::from_secs(1);
 
 /// See the [module](self).
 #[derive(Debug, Default)]
@@ -71,9 +75,13 @@ impl KernelDrops {
         tally.tx_invalid += invalid;
     }
 
-    /// When to read again after the last turn of many.
-    pub(super) fn next_timeout(&self) -> Option<Instant> {
-        let read_at = self.read_at.filter(|_| self.has_skipped);
-        read_at.map(|at| at + INTERVAL)
+    /// When to read again. `is_starved`: the kernel has no chunk.
+    pub(super) fn next_timeout(&self, is_starved: bool) -> Option<Instant> {
+        let interval = match self.has_skipped {
+            true => INTERVAL,
+            false if is_starved => STARVED,
+            false => return None,
+        };
+        self.read_at.map(|at| at + interval)
     }
 }

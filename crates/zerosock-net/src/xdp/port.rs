@@ -278,7 +278,8 @@ impl Port {
         };
         let poll = poll.map(|poll| self.now + poll);
         let socket = earlier(poll, self.opening.next_timeout());
-        earlier(socket, self.kernel_drops.next_timeout())
+        let is_starved = self.is_active && !self.receiver.has_posted();
+        earlier(socket, self.kernel_drops.next_timeout(is_starved))
     }
 
     /// The socket that can be used now, if there is one. It is wanted from now on.

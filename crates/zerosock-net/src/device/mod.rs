@@ -473,6 +473,10 @@ impl<B: Backend> WorkerDevice for Device<B> {
     }
 
     fn next_timeout(&self) -> Option<Instant> {
+        if self.is_gone {
+            // No turn moves frames any more.
+            return self.queues.next_timeout();
+        }
         // A queue that is disabled gets no turn.
         let frames = self.pairs.iter().filter(|pair| pair.active);
         let frames = frames.filter_map(|pair| pair.receiver.next_timeout()).min();

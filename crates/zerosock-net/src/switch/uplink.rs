@@ -3,8 +3,8 @@
 //! Frames of guests go to the back-end from their memory, without a copy by us. A frame of the back-end
 //! is received into memory of the uplink, because its receiver is known only then, and copied from there.
 //! A back-end without offloads gets complete checksums and segments ([`software`]). A frame waits as it is and is
-//! cut when the back-end has room for its first segment: so the buffers of its sender bound what waits, and not more than
-//! one frame at a time is in copies.
+//! cut when it is the next one to send: so the buffers of its sender bound what waits, and the segments of one frame at
+//! a time are in copies.
 
 use std::collections::VecDeque;
 use std::io;

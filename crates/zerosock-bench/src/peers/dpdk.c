@@ -103,7 +103,7 @@ static void generate(uint16_t from, uint16_t size, uint64_t warm_ms, uint64_t ms
 {
 	const uint64_t hz = rte_get_timer_hz();
 	uint64_t now = rte_get_timer_cycles(), begin = 0, last = now, arrived = 0, sum = 0;
-	uint64_t limit = now + 20 * hz;
+	uint64_t limit = now, give_up = now + 20 * hz;
 	uint32_t in_flight = 0;
 	struct rte_mbuf *frames[BURST];
 
@@ -121,6 +121,7 @@ static void generate(uint16_t from, uint16_t size, uint64_t warm_ms, uint64_t ms
 				/* The warm-up begins with the first frame that arrives. */
 				begin = now + warm_ms * hz / 1000;
 				limit = begin + ms * hz / 1000;
+				give_up = limit + 20 * hz;
 			} else if (now >= begin) {
 				arrived += count;
 			}
@@ -128,11 +129,11 @@ static void generate(uint16_t from, uint16_t size, uint64_t warm_ms, uint64_t ms
 			in_flight = 0;
 			last = now;
 		}
-		if (now >= limit)
+		if ((arrived > 0 && now >= limit) || now >= give_up)
 			break;
 		in_flight += send_new(size, WINDOW - in_flight);
 	}
-	if (begin == 0) {
+	if (arrived == 0) {
 		fprintf(stderr, "no frame came back in 20 s\n");
 		exit(1);
 	}

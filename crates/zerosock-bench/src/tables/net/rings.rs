@@ -164,7 +164,7 @@ fn generate(
 ) -> Result<f64, String> {
     let addresses = [to.mac().0, from.mac().0].concat();
     let mut last = Instant::now();
-    let mut limit = last + START;
+    let (mut limit, mut give_up) = (last, last + START);
     // The end of the warm-up, which begins with the first frame that arrives.
     let mut begin = None;
     let (mut in_flight, mut arrived, mut sum) = (0_usize, 0_u64, 0_u64);
@@ -183,6 +183,7 @@ fn generate(
                 None => {
                     begin = Some(now + warm);
                     limit = now + warm + time;
+                    give_up = limit + START;
                 }
                 Some(begin) if now >= begin => arrived += count as u64,
                 Some(_) => {}
@@ -195,8 +196,10 @@ fn generate(
                 return Err(line(failure));
             }
         }
-        if now >= limit {
-            let begin = begin.ok_or("no frame came back in 20 s")?;
+        if arrived > 0 && now >= limit || now >= give_up {
+            let begin = begin
+                .filter(|_| arrived > 0)
+                .ok_or("no frame came back in 20 s")?;
             black_box(sum);
             return Ok(arrived as f64 / 1e6 / (now - begin).as_secs_f64());
         }

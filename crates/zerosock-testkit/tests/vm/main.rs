@@ -1,12 +1,14 @@
 //! Guests with stock kernels against the device, over QEMU and user-mode Linux.
 //!
 //! Every kernel boots once, and its scenarios run one after another in two guests of one
-//! device. A scenario that hangs costs its guests: they are booted again for the next one.
+//! device. A scenario that hangs costs its guests: they are booted again for the next one. The scenarios
+//! of a kernel are a group with a process of its own, and so is each test that boots guests of its own.
 //!
 //! `cargo test --test vm -- [--list] [PART OF A NAME]...`; the environment can set
 //! - `ZEROSOCK_DEVICE`: another device with vhost-device-vsock's command line, to compare,
 //! - `ZEROSOCK_GUEST`: the program taken into the guest (a release build is much faster),
 //! - `ZEROSOCK_ACCEL`: `kvm` or `tcg`, instead of trying,
+//! - `ZEROSOCK_TEST_JOBS`: groups at once, instead of 2,
 //! - `ZEROSOCK_TEST_PAIRS`: queue pairs of the device, of processes and of the embedding host,
 //! - `ZEROSOCK_ECHO=1`: shows what device and guests print.
 
@@ -14,6 +16,7 @@
 mod behaviour;
 mod behaviours;
 mod entropy;
+mod jobs;
 mod lab;
 mod net;
 mod net_interface;
@@ -29,10 +32,11 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use jobs::Results;
 use lab::{Lab, Skipped};
 
 /// Longer than any scenario takes on a slow machine; a longer one hangs.
-const DEADLINE: Duration = Duration::from_secs(180);
+const DEADLINE: Duration = Duration::from_secs(300);
 
 /// A scenario in a running lab.
 type Scenario = fn(&Lab);
@@ -48,84 +52,99 @@ const KERNELS: &[(&str, &str)] = &[
     ("6.12", "linux-image-6.12-cloud-amd64"),
 ];
 
-#[derive(Default)]
-struct Results {
-    passed: usize,
-    failed: Vec<String>,
-    skipped: usize,
+/// Tests with guests of their own, by group.
+const ALONE: &[(&str, &[(&str, Alone)])] = &[
+    ("net_migration", net_migration::ALL),
+    ("net", net::ALL),
+    ("net_xdp", net_xdp::ALL),
+    ("net_interface", net_interface::ALL),
+    ("user_mode", user_mode::ALL),
+    ("entropy", entropy::ALL),
+];
+
+/// All tests of a kernel's lab. Those that end guests come last.
+fn in_labs(label: &str) -> impl Iterator<Item = (String, InLab)> {
+    behaviours::all()
+        .chain(scenarios::ALL.iter().map(|(name, run)| in_lab(name, *run)))
+        .map(move |(name, run)| (format!("linux_{label}::{name}"), run))
+}
+
+/// Whether a group is the scenarios of a kernel, and not a test by itself.
+fn is_lab(group: &str) -> bool {
+    group.ends_with("::")
+}
+
+fn alone() -> impl Iterator<Item = (String, Alone)> {
+    ALONE.iter().flat_map(|(group, all)| {
+        let named = move |(name, run): &(&str, Alone)| (format!("{group}::{name}"), *run);
+        all.iter().map(named)
+    })
 }
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let list = arguments.iter().any(|word| word == "--list");
-    let filters: Vec<&String> = arguments
-        .iter()
-        .filter(|word| !word.starts_with('-'))
-        .collect();
-    let chosen = |name: &str| filters.is_empty() || filters.iter().any(|part| name.contains(*part));
+    let group = match &*arguments {
+        [option, group, ..] if option == jobs::GROUP => Some(group),
+        _ => None,
+    };
+    let filters = || {
+        let words = arguments.iter().skip(if group.is_some() { 2 } else { 0 });
+        words.filter(|word| !word.starts_with('-'))
+    };
+    let chosen = |name: &String| {
+        let any = filters().next().is_none() || filters().any(|part| name.contains(part));
+        let in_group = |group: &String| name == group || is_lab(group) && name.starts_with(group);
+        any && group.is_none_or(in_group)
+    };
+    let kernels = KERNELS.iter().map(|(label, package)| {
+        let tests = in_labs(label).filter(|(name, _)| chosen(name));
+        (*label, *package, tests.collect::<Vec<_>>())
+    });
+    let kernels: Vec<_> = kernels.filter(|(_, _, tests)| !tests.is_empty()).collect();
+    let alone: Vec<_> = alone().filter(|(name, _)| chosen(name)).collect();
+    if list {
+        let in_labs = kernels.iter().flat_map(|(_, _, tests)| tests);
+        let names = in_labs.map(|(name, _)| name);
+        names
+            .chain(alone.iter().map(|(name, _)| name))
+            .for_each(|name| println!("{name}: test"));
+        return ExitCode::SUCCESS;
+    }
 
     let start = Instant::now();
-    let mut results = Results::default();
-    for (label, package) in KERNELS {
-        // Scenarios that end guests come last.
-        let scenarios: Vec<(String, InLab)> = behaviours::all()
-            .chain(scenarios::ALL.iter().map(|(name, run)| in_lab(name, *run)))
-            .map(|(name, run)| (format!("linux_{label}::{name}"), run))
-            .filter(|(name, _)| chosen(name))
-            .collect();
-        if list {
-            scenarios
-                .iter()
-                .for_each(|(name, _)| println!("{name}: test"));
-        } else {
-            kernel(label, package, &scenarios, &mut results);
+    let results = if kernels.len() + alone.len() > 1 {
+        // Those with the most tests first.
+        let groups = kernels.iter().map(|(label, ..)| format!("linux_{label}::"));
+        let groups = groups.chain(alone.into_iter().map(|(name, _)| name));
+        jobs::run(groups.collect(), &arguments)
+    } else {
+        let mut results = Results::default();
+        for (label, package, tests) in &kernels {
+            kernel(label, package, tests, &mut results);
         }
-    }
-    let groups = [
-        ("user_mode", user_mode::ALL),
-        ("entropy", entropy::ALL),
-        ("net", net::ALL),
-        ("net_interface", net_interface::ALL),
-        ("net_migration", net_migration::ALL),
-        ("net_xdp", net_xdp::ALL),
-    ];
-    let alone_tests = groups.iter().flat_map(|(group, all)| {
-        let named = move |(name, run): &(&str, Alone)| (format!("{group}::{name}"), *run);
-        all.iter().map(named)
-    });
-    let alone_tests = alone_tests.filter(|(name, _)| chosen(name));
-    for (name, run) in alone_tests {
-        match list {
-            true => println!("{name}: test"),
-            false => {
-                attempt_or_skip(&name, &mut results, run);
-            }
+        for (name, run) in alone {
+            attempt_or_skip(&name, &mut results, run);
         }
-    }
-    if list {
-        return ExitCode::SUCCESS;
+        results
+    };
+    let failed = !results.failed.is_empty();
+    let code = ExitCode::from(u8::from(failed));
+    if group.is_some() {
+        results.report();
+        return code;
     }
     println!(
         "\nvm result: {}. {} passed; {} failed; {} skipped; finished in {:.1}s",
-        if results.failed.is_empty() {
-            "ok"
-        } else {
-            "FAILED"
-        },
+        if failed { "FAILED" } else { "ok" },
         results.passed,
         results.failed.len(),
         results.skipped,
         start.elapsed().as_secs_f64()
     );
-    results
-        .failed
-        .iter()
-        .for_each(|name| println!("    failed: {name}"));
-    if results.failed.is_empty() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
+    let failed = results.failed.iter();
+    failed.for_each(|name| println!("    failed: {name}"));
+    code
 }
 
 /// Skips if the package has another release, as on other versions of Debian.

@@ -1,5 +1,5 @@
 //! Guests of `zerosock net` that move to another back-end, or whose back-end is killed, while they send and
-//! receive over TCP. Two back-ends have TAPs on one bridge, in a network namespace of the test's own.
+//! receive over TCP. The back-ends have interfaces on one bridge, in a network namespace of the test's own.
 
 use std::fmt::Write as _;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -22,19 +22,32 @@ use zerosock_cli::vm::initramfs::Builder;
 use zerosock_cli::vm::kernel::Kernel;
 use zerosock_cli::vm::pattern::Pattern;
 use zerosock_cli::vm::qemu;
-use zerosock_sys::network::isolate_thread;
 use zerosock_testkit::protocol::Command;
 use zerosock_testkit::remote::{Remote, agent};
 
-use crate::lab::{STEP, Skipped, cache, device_program, echo, guest_program, short_dir, zerosock};
+use crate::lab::{STEP, Skipped, cache, echo, guest_program, short_dir, zerosock};
+use crate::net::lab::{Daemon, ip, isolate, needs_ethtool, run, try_run};
 use crate::{Alone, KERNELS};
 
 /// All of them.
 pub(crate) const ALL: &[(&str, Alone)] = &[
-    ("a_guest_moves_to_another_tap", || migrate("6.12", "", &[])),
+    ("a_guest_moves_to_another_tap", || {
+        migrate("6.12", "", Lab::tap, |lab| lab.tap("second"))
+    }),
     // The switch has a second port.
     ("a_guest_moves_to_a_switch_that_announces_it", || {
-        migrate("6.1", ",guest_announce=off", &["other"])
+        let switch = |lab: &Lab| {
+            let other = lab.path("other").display().to_string();
+            lab.serve(
+                "second",
+                &format!("--socket {other} {}", on_bridge("second")),
+            )
+        };
+        migrate("6.1", ",guest_announce=off", Lab::tap, switch)
+    }),
+    ("a_guest_moves_between_queues_of_af_xdp", || {
+        needs_ethtool()?;
+        migrate("6.12", "", Lab::xdp, |lab| lab.xdp("second"))
     }),
     ("a_killed_back_end_is_replaced", replace),
 ];
@@ -63,21 +76,14 @@ impl Lab {
         let (_, package) = KERNELS.iter().find(|it| it.0 == release).expect("a kernel");
         let kernel = Kernel::debian(&cache(), package);
         let kernel = kernel.map_err(|error| Skipped(error.to_string()))?;
-        isolate_thread().map_err(|error| Skipped(format!("no network namespace: {error}")))?;
-        if !Path::new("/dev/net/tun").exists() {
-            return Err(Skipped("the kernel has no /dev/net/tun".into()));
-        }
+        isolate()?;
         // An address of its own, because that of its ports changes.
         let bridge = format!("link add {BRIDGE} address 52:54:00:00:00:01 type bridge");
-        if let Err(reason) = ip(&bridge) {
+        if let Err(reason) = try_run("ip", &bridge) {
             return Err(Skipped(format!("no bridge: {reason}")));
         }
-        for arguments in [
-            format!("addr add {HOST}/24 dev {BRIDGE}"),
-            format!("link set {BRIDGE} up"),
-        ] {
-            ip(&arguments).expect("a bridge with an address");
-        }
+        ip(&format!("addr add {HOST}/24 dev {BRIDGE}"));
+        ip(&format!("link set {BRIDGE} up"));
         let dir = short_dir();
         let initramfs = dir.path().join("initramfs");
         let modules = ["failover", "net_failover", "virtio_net"];
@@ -95,33 +101,37 @@ impl Lab {
         self.dir.path().join(name)
     }
 
-    /// A back-end with a TAP of this name on the bridge, which is the uplink of a switch if there are
-    /// `others`.
-    fn serve(&self, name: &str, others: &[&str]) -> Daemon {
-        let socket = self.path(name);
-        let mut command = children::with_parent_watchdog(zerosock(), &device_program().path);
-        command.args(["net", "--tap", name, "--bridge", BRIDGE, "--socket"]);
-        command.arg(&socket).stdin(Stdio::null());
-        for other in others {
-            command.arg("--socket").arg(self.path(other));
-        }
-        command.stdout(Stdio::null()).stderr(Stdio::piped());
-        let mut process = Guarded::spawn(&mut command).expect("a back-end");
-        let log = Log::default();
-        let errors = process.child().stderr.take().expect("a pipe");
-        log.follow(errors, echo(name).map(str::to_owned));
-        let daemon = Daemon {
-            process,
-            log,
-            socket,
-        };
-        // A file of a killed back-end stays until the next one has replaced it.
-        wait_for("a socket", || UnixStream::connect(&daemon.socket).ok());
-        daemon
+    /// A back-end with this interface, for the guest at the socket `name`.
+    fn serve(&self, name: &str, interface: &str) -> Daemon {
+        let socket = self.path(name).display().to_string();
+        Daemon::start(&format!("--socket {socket} {interface}"))
     }
 
-    /// A machine whose card is at `daemon`; with `incoming` it waits for a guest that moves there.
-    fn start(&self, name: &str, daemon: &Daemon, properties: &str, incoming: bool) -> Machine {
+    /// One with a TAP.
+    fn tap(&self, name: &str) -> Daemon {
+        self.serve(name, &on_bridge(name))
+    }
+
+    /// One with a veth interface, whose other end is on the bridge.
+    fn xdp(&self, name: &str) -> Daemon {
+        let queues = "numtxqueues 1 numrxqueues 1";
+        let far = format!("far_{name}");
+        ip(&format!(
+            "link add {name} {queues} type veth peer name {far} {queues}"
+        ));
+        ip(&format!("link set {far} master {BRIDGE}"));
+        for interface in [name, &far] {
+            ip(&format!("link set {interface} up"));
+        }
+        // The guest takes only frames with checksums, so the sending ends must add them.
+        for interface in [BRIDGE, &far] {
+            run("ethtool", &format!("-K {interface} tx off"));
+        }
+        self.serve(name, &format!("--xdp {name}"))
+    }
+
+    /// A machine whose card is at `socket`; with `incoming` it waits for a guest that moves there.
+    fn start(&self, name: &str, socket: &str, properties: &str, incoming: bool) -> Machine {
         let (control, monitor) = (self.path("control"), self.path("monitor"));
         for path in [&control, &monitor] {
             let _ = std::fs::remove_file(path);
@@ -136,7 +146,7 @@ impl Lab {
         let memory = "memory-backend-memfd,id=mem,size=256M,share=on";
         option("object", memory.into());
         option("numa", "node,memdev=mem".into());
-        let socket = daemon.socket.display();
+        let socket = self.path(socket).display().to_string();
         option("chardev", format!("socket,id=c0,path={socket},reconnect=1"));
         option("netdev", "vhost-user,id=n0,chardev=c0".into());
         // QEMU 7.2 without KVM crashes with interrupt vectors.
@@ -177,16 +187,17 @@ impl Lab {
         let monitor = Monitor::new(accept(&monitors));
         let writer = line.try_clone().expect("a descriptor");
         Machine {
+            name: name.to_owned(),
             remote: Remote::new(line, writer),
             monitor,
             console,
-            _process: process,
+            process,
         }
     }
 
-    /// A guest that has booted at `daemon` and has an address.
-    fn boot(&self, daemon: &Daemon, properties: &str) -> Machine {
-        let machine = self.start("guest", daemon, properties, false);
+    /// A guest that has booted at `socket` and has an address.
+    fn boot(&self, socket: &str, properties: &str) -> Machine {
+        let machine = self.start("guest", socket, properties, false);
         let release = machine.remote.wait_for_boot(1, 2 * STEP);
         assert!(release.is_some(), "{}", machine.console.tail(15));
         machine.sh("$B ip addr add 10.77.0.2/24 dev eth0 && $B ip link set eth0 up");
@@ -197,13 +208,20 @@ impl Lab {
 
 const QEMU: &str = "/usr/bin/qemu-system-x86_64";
 
-fn ip(arguments: &str) -> Result<(), String> {
-    let mut command = std::process::Command::new("ip");
-    let output = command.args(arguments.split(' ')).output();
-    let output = output.map_err(|error| format!("install iproute2: {error}"))?;
-    match output.status.success() {
-        true => Ok(()),
-        false => Err(String::from_utf8_lossy(&output.stderr).into_owned()),
+/// A TAP on the bridge, as options.
+fn on_bridge(name: &str) -> String {
+    format!("--tap {name} --bridge {BRIDGE}")
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            for words in ["-tine", "-s link", "neigh"] {
+                let program = if words == "-tine" { "ss" } else { "ip" };
+                let text = try_run(program, words).unwrap_or_else(|text| text);
+                eprintln!("{program} {words}:\n{text}");
+            }
+        }
     }
 }
 
@@ -220,29 +238,26 @@ fn wait_for<T>(what: &str, mut get: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// A running `zerosock net`.
-struct Daemon {
-    process: Guarded,
-    log: Log,
-    socket: PathBuf,
-}
-
-impl Daemon {
-    /// Ends the service; the log has the counters then.
-    fn finish(mut self) -> Log {
-        self.process.terminate();
-        let status = self.process.wait(STEP).expect("an end");
-        assert!(status.success(), "{}", self.log.tail(15));
-        self.log.clone()
-    }
-}
-
 /// A running QEMU.
 struct Machine {
+    name: String,
     remote: Remote,
     monitor: Monitor,
     console: Log,
-    _process: Guarded,
+    process: Guarded,
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            let status = match self.process.try_wait() {
+                Some(status) => format!("has ended: {status}"),
+                None => "runs".to_owned(),
+            };
+            let (name, console) = (&self.name, self.console.tail(25));
+            eprintln!("QEMU of {name} {status}; the end of its output:\n{console}");
+        }
+    }
 }
 
 impl Machine {
@@ -455,21 +470,27 @@ impl Traffic {
     }
 }
 
-/// A guest moves from a TAP to another back-end while bytes pass in both directions.
-fn migrate(release: &str, properties: &str, others: &[&str]) -> Result<(), Skipped> {
+/// A guest moves from one back-end to another while bytes pass in both directions.
+fn migrate(
+    release: &str,
+    properties: &str,
+    first: fn(&Lab, &str) -> Daemon,
+    second: fn(&Lab) -> Daemon,
+) -> Result<(), Skipped> {
     let lab = Lab::new(release)?;
-    let (first, second) = (lab.serve("first", &[]), lab.serve("second", others));
-    let mut source = lab.boot(&first, properties);
+    let (first, second) = (first(&lab, "first"), second(&lab));
+    let mut source = lab.boot("first", properties);
     let traffic = Traffic::start(&source);
-    let destination = lab.start("destination", &second, properties, true);
+    let destination = lab.start("destination", "second", properties, true);
     source.monitor.migrate(&lab.path("incoming"));
     traffic.wait_for_more();
     traffic.finish(&destination);
     destination.ping();
     drop(source);
     drop(destination);
-    first.finish();
-    let log = second.finish();
+    first.stop();
+    let log = second.log.clone();
+    second.stop();
     let counters = log.wait_for("announcements=", STEP);
     assert!(counters.is_some(), "{}", log.tail(5));
     // A guest that announces itself has its back-end send nothing.
@@ -481,17 +502,17 @@ fn migrate(release: &str, properties: &str, others: &[&str]) -> Result<(), Skipp
 /// A back-end is killed under traffic, and another one takes its place.
 fn replace() -> Result<(), Skipped> {
     let lab = Lab::new("6.12")?;
-    let mut daemon = lab.serve("first", &[]);
-    let guest = lab.boot(&daemon, "");
+    let mut daemon = lab.tap("first");
+    let guest = lab.boot("first", "");
     let traffic = Traffic::start(&guest);
     for _ in 0..2 {
-        daemon.process.kill();
-        daemon = lab.serve("first", &[]);
+        drop(daemon);
+        daemon = lab.tap("first");
         traffic.wait_for_more();
     }
     traffic.finish(&guest);
     guest.ping();
     drop(guest);
-    daemon.finish();
+    daemon.stop();
     Ok(())
 }

@@ -6,6 +6,7 @@ use tempfile::TempDir;
 use zerosock_cli::vm::initramfs::Builder;
 use zerosock_cli::vm::kernel::Kernel;
 use zerosock_cli::vm::qemu;
+use zerosock_testkit::packages::add_program;
 use zerosock_testkit::protocol::Command;
 use zerosock_testkit::remote::{self, Pending, Remote, agent};
 use zerosock_testkit::uml;
@@ -18,6 +19,15 @@ const MODULES: &[&str] = &["af_packet", "failover", "net_failover", "virtio_net"
 
 /// Programs of this machine that go into the guest if they are installed.
 const PROGRAMS: &[&str] = &["/usr/bin/iperf3", "/usr/sbin/ethtool"];
+
+/// Programs of Debian's packages that go into the guest if they can be had: an SSH server, its client, and
+/// scp. Those of OpenSSH have ten times as many libraries.
+const PACKAGED: &[(&str, &str, &[&str])] = &[
+    ("bin/dropbear", "usr/sbin/dropbear", DROPBEAR),
+    ("bin/dbclient", "usr/bin/dbclient", DROPBEAR),
+    ("bin/scp", "usr/bin/scp", &["openssh-client"]),
+];
+const DROPBEAR: &[&str] = &["dropbear-bin", "libtomcrypt1", "libtommath1", "libgmp10"];
 
 /// MiB of memory of a guest under QEMU.
 pub(crate) const MEMORY_MIB: u64 = 256;
@@ -61,6 +71,11 @@ impl Image {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             let added = builder.program(&format!("bin/{name}"), path, &[]);
             added.expect("a program with its libraries");
+        }
+        for (name, file, packages) in PACKAGED {
+            if let Err(reason) = add_program(&cache(), &mut builder, packages, file, name) {
+                println!("the guest has no {name}: {reason}");
+            }
         }
         std::fs::write(&initramfs, builder.finish()).expect("a file");
         Image {

@@ -25,6 +25,13 @@ pub(crate) fn isolate() -> Result<(), Skipped> {
     Ok(())
 }
 
+/// Skips without ethtool.
+pub(crate) fn needs_ethtool() -> Result<(), Skipped> {
+    let version = Command::new("ethtool").arg("--version").output();
+    version.map_err(|error| Skipped(format!("install ethtool: {error}")))?;
+    Ok(())
+}
+
 /// Runs `ip` with these words in the namespace of the calling thread.
 pub(crate) fn ip(words: &str) {
     run("ip", words);
@@ -58,7 +65,7 @@ pub(crate) fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// A running `zerosock net`; dropping it kills it.
+/// A running `zerosock net`; dropping it kills it. A test that fails shows the end of its log.
 pub(crate) struct Daemon {
     /// Lines of its log.
     pub(crate) log: Log,
@@ -130,5 +137,15 @@ impl Daemon {
         let status = self.wait();
         assert!(status.success(), "{}", self.log.tail(15));
         println!("{}", self.log.tail(1).trim_end());
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let ended = self.process.try_wait();
+            let ended = ended.map_or("runs".to_owned(), |status| status.to_string());
+            eprintln!("zerosock net ({ended}):\n{}", self.log.tail(15));
+        }
     }
 }

@@ -18,5 +18,6 @@ pub(crate) const ALL: &[(&str, Alone)] = &[
     ("user_mode_with_large_frames", sizes::user_mode),
     ("qemu_with_large_frames_on_two_queues", sizes::qemu),
     ("guests_on_a_switch", switch::guests),
+    ("guests_with_offloads_on_a_switch", switch::offloads),
     ("guide", guide::guide),
 ];

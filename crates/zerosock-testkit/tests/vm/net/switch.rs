@@ -2,7 +2,9 @@
 
 use super::guest::{Card, Image, Vm};
 use super::lab::{Daemon, ip, isolate, run};
-use super::traffic::{ping, tcp_between, tcp_by_guest, tcp_to_guest};
+use super::traffic::{
+    IPERF3_BYTES, iperf3_between, ping, scp, tcp_between, tcp_by_guest, tcp_to_guest,
+};
 use crate::lab::Skipped;
 
 const HOST: &str = "10.77.0.1";
@@ -56,6 +58,31 @@ pub(crate) fn guests() -> Result<(), Skipped> {
     set_mac(&b, MAC_B);
     ping(&b, A);
     ping(&b, HOST);
+    drop((a, b));
+    daemon.stop();
+    Ok(())
+}
+
+/// iperf3 and scp between two guests: their frames are copied once, from guest to guest.
+pub(crate) fn offloads() -> Result<(), Skipped> {
+    const NAME: &str = "guests_with_offloads_on_a_switch";
+    let (user_mode, debian) = (Image::user_mode()?, Image::debian("6.1")?);
+    let daemon = Daemon::start("--socket @/a --socket @/b");
+    let a = user_mode.boot_user_mode(&daemon.path("a"));
+    let b = debian.boot_qemu(&Card::new(&daemon.path("b"), MAC_B));
+    a.configure(A);
+    b.configure(B);
+    ping(&a, B);
+    if iperf3_between(&a, &b, B, NAME) {
+        for port in ["/a", "/b"] {
+            let [sent, received, copied] =
+                ["tx_bytes", "rx_bytes", "rx_copied"].map(|name| daemon.counter(port, name));
+            assert!(sent > IPERF3_BYTES && received > IPERF3_BYTES);
+            // Frames of which the head alone had found room are copied twice.
+            assert!(copied < received / 4, "{port}: {copied} of {received}");
+        }
+    }
+    scp(&a, &b, B, NAME);
     drop((a, b));
     daemon.stop();
     Ok(())

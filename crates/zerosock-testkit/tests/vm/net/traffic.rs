@@ -87,12 +87,23 @@ pub(crate) fn dhcp(vm: &Vm, daemon: &Daemon, interface: &str, host: &str, addres
     assert!(text.contains(&format!("default via {host} ")), "{text}");
 }
 
-/// The guest runs iperf3 with a server on this machine, 16 MiB each way. `name` is that of the
-/// scenario.
-pub(crate) fn iperf3(vm: &Vm, host: &str, name: &str) {
-    if !vm.has("iperf3") {
-        println!("SKIPPED iperf3 in {name}: install iperf3");
-        return;
+/// Bytes that iperf3 sends in each direction.
+pub(crate) const IPERF3_BYTES: u64 = 16 << 20;
+
+/// Whether the guest has a program. If not, says that it is missing in the scenario `name`.
+fn has(vm: &Vm, program: &str, name: &str) -> bool {
+    let has = vm.has(program);
+    if !has {
+        println!("SKIPPED {program} in {name}: install {program}");
+    }
+    has
+}
+
+/// The guest runs iperf3 with a server on this machine, in both directions. `name` is that of the
+/// scenario. Returns whether the guest has iperf3.
+pub(crate) fn iperf3(vm: &Vm, host: &str, name: &str) -> bool {
+    if !has(vm, "iperf3", name) {
+        return false;
     }
     let mut server = children::with_parent_watchdog(zerosock(), Path::new("iperf3"));
     server.args(["-s", "--forceflush", "-B", host]);
@@ -101,16 +112,58 @@ pub(crate) fn iperf3(vm: &Vm, host: &str, name: &str) {
     let log = Log::default();
     log.follow(server.child().stdout.take().expect("a pipe"), None);
     assert!(log.wait_for("Server listening", STEP).is_some(), "iperf3");
+    iperf3_client(vm, host, name);
+    true
+}
+
+/// The same with a server in the guest `to`.
+pub(crate) fn iperf3_between(vm: &Vm, to: &Vm, address: &str, name: &str) -> bool {
+    if !has(vm, "iperf3", name) {
+        return false;
+    }
+    // Only the kernel tells that the server listens: on port 5201.
+    to.sh("/bin/iperf3 -s -D; until grep -q :1451 /proc/net/tcp*; do usleep 10000; done");
+    iperf3_client(vm, address, name);
+    true
+}
+
+fn iperf3_client(vm: &Vm, host: &str, name: &str) {
     for direction in ["", "-R"] {
-        let text = vm.sh(&format!("/bin/iperf3 -c {host} -n 16M -f M {direction}"));
+        let text = vm.sh(&format!(
+            "/bin/iperf3 -c {host} -n {IPERF3_BYTES} -f M {direction}"
+        ));
         // "[  5]   0.00-0.16   sec  16.0 MBytes   100 MBytes/sec        receiver"
         let total = text.lines().find(|line| line.ends_with("receiver"));
         let words: Vec<_> = total.expect(&text).split_whitespace().collect();
-        let rate = words.iter().position(|word| *word == "MBytes/sec");
-        let rate: f64 = rate.and_then(|at| words[at - 1].parse().ok()).expect(&text);
-        assert!(rate > 0.0, "{text}");
-        println!("{name}: iperf3 {direction} {rate} MB/s");
+        let number = |unit| {
+            let at = words.iter().position(|word| *word == unit);
+            let number: Option<f64> = at.and_then(|at| words[at - 1].parse().ok());
+            number.expect(&text)
+        };
+        assert!(number("MBytes") > 0.0, "{text}");
+        println!("{name}: iperf3 {direction} {} MB/s", number("MBytes/sec"));
     }
+}
+
+/// A guest copies a file by scp to the guest at `address`, and back.
+pub(crate) fn scp(from: &Vm, to: &Vm, address: &str, name: &str) {
+    if !["scp", "dbclient"].iter().all(|it| has(from, it, name)) {
+        return;
+    }
+    let user = "mkdir -p /etc/dropbear /root; echo root::0:0::/root:/bin/sh >/etc/passwd";
+    // Makes its key for the first client. It listens when this returns.
+    to.sh(&format!("{user}; dropbear -R -B"));
+    // dbclient does not know the options that scp gives.
+    let text = from.sh(&format!(
+        r#"{user}
+        printf '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done; shift\nexec dbclient -yy root@"$@"\n' >/tmp/ssh
+        chmod +x /tmp/ssh; dd if=/dev/urandom of=/tmp/f bs=1M count=2 2>/dev/null
+        scp -O -S /tmp/ssh /tmp/f root@{address}:/tmp/g && scp -O -S /tmp/ssh root@{address}:/tmp/g /tmp/h &&
+        sha256sum </tmp/f && sha256sum </tmp/h && rm /tmp/f /tmp/h"#
+    ));
+    let there = to.sh("sha256sum </tmp/g; rm /tmp/g");
+    let sums: Vec<_> = text.lines().filter(|line| line.ends_with(" -")).collect();
+    assert_eq!(sums, [there.trim(); 2], "{text}");
 }
 
 /// Two guests of one network: `to` listens at `address`, and `from` connects and sends a file.

@@ -100,16 +100,17 @@ impl Image {
 
     /// Boots a guest under QEMU with a network card.
     pub(crate) fn boot_qemu(&self, card: &Card<'_>) -> Vm {
-        self.boot_qemu_with(card.machine())
+        self.boot_qemu_with(card.machine(), card.queues.into())
     }
 
-    /// Boots a guest under QEMU with these arguments for memory and devices.
-    pub(crate) fn boot_qemu_with(&self, machine: Vec<String>) -> Vm {
+    /// Boots a guest under QEMU with these arguments for memory and devices, and so many processors. One
+    /// costs less to emulate than two.
+    pub(crate) fn boot_qemu_with(&self, machine: Vec<String>, cpus: u32) -> Vm {
         let dir = tempfile::tempdir_in(self.dir.path()).expect("a directory");
         let guest = remote::Guest::boot(qemu::Config {
             kernel: &self.kernel,
             initramfs: &self.initramfs,
-            cpus: 2,
+            cpus,
             machine,
             dir: dir.path(),
             reboots: true,

@@ -59,7 +59,7 @@ pub(crate) fn guide() -> Result<(), Skipped> {
         Daemon::start(&words[1..].join(" "))
     };
     let daemon = serve(&one);
-    talk(&debian.boot_qemu_with(qemu));
+    talk(&debian.boot_qemu_with(qemu, 1));
     daemon.stop();
     let daemon = serve(&switch);
     talk(&user_mode.boot_user_mode_with(&uml));

@@ -175,11 +175,16 @@ impl Ring {
 
     /// Replaces the descriptor that notifies the driver.
     pub fn set_call(&mut self, call: Option<CallFd>, notifier: &Notifier) {
+        self.call = call;
         // The driver may wait for a notification that was not sent on the old descriptor.
-        if let Some(call) = &call {
+        self.notify_driver(notifier);
+    }
+
+    /// Notifies the driver, also if it has not asked for that.
+    pub(crate) fn notify_driver(&self, notifier: &Notifier) {
+        if let Some(call) = &self.call {
             notifier.notify(call);
         }
-        self.call = call;
     }
 
     /// Replaces the descriptor that notifies the front-end of a broken ring.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, eventfd};
 use zerosock_proto::Instant;
 use zerosock_ring::{DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig};
-use zerosock_sys::notify::Notifier;
+use zerosock_sys::notify::{CallFd, CallThread, Notifier, ThreadCount};
 use zerosock_vhost_user::{DeviceCommand, Reply};
 
 use super::{QUIESCE_TIMEOUT, RECHECK_INTERVAL, command, finish};
@@ -69,6 +69,10 @@ impl Harness {
     }
 
     fn start(&mut self, index: u16, base: u16) -> Vec<Call> {
+        self.start_with(index, base, None)
+    }
+
+    fn start_with(&mut self, index: u16, base: u16, call: Option<CallFd>) -> Vec<Call> {
         let layout = DriverLayout::at(0x1000 * u64::from(index), SIZE);
         let config = QueueConfig {
             size: SIZE,
@@ -88,7 +92,7 @@ impl Harness {
             index,
             config,
             kick: eventfd(0, EventfdFlags::CLOEXEC).unwrap().into(),
-            call: None,
+            call,
             err: None,
             used_log: None,
             enabled: true,
@@ -168,6 +172,21 @@ fn a_base_of_zero_after_another_base_means_that_the_driver_has_rebooted() {
         resumed: false,
     };
     assert_eq!(harness.start(0, 0), [started], "it was stopped at zero");
+}
+
+#[test]
+fn the_driver_of_an_earlier_device_is_notified_once() {
+    let mut harness = Harness::new();
+    let was_notified = |harness: &mut Harness, base| {
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let thread = CallThread::new(&ThreadCount::default());
+        let call = CallFd::new(fd.try_clone().unwrap().into(), thread).unwrap();
+        harness.start_with(0, base, Some(call));
+        harness.command(DeviceCommand::StopQueue { index: 0 });
+        rustix::io::read(&fd, &mut [0; 8]).is_ok()
+    };
+    assert!(was_notified(&mut harness, 3));
+    assert!(!was_notified(&mut harness, 0));
 }
 
 #[test]

@@ -90,11 +90,11 @@ pub(crate) fn dhcp(vm: &Vm, daemon: &Daemon, interface: &str, host: &str, addres
 /// Bytes that iperf3 sends in each direction.
 pub(crate) const IPERF3_BYTES: u64 = 16 << 20;
 
-/// Whether the guest has a program. If not, says that it is missing in the scenario `name`.
-fn has(vm: &Vm, program: &str, name: &str) -> bool {
+/// Whether the guest has a program. If not, tells what to do for it to be in the scenario `name`.
+fn has(vm: &Vm, program: &str, name: &str, fix: &str) -> bool {
     let has = vm.has(program);
     if !has {
-        println!("SKIPPED {program} in {name}: install {program}");
+        println!("SKIPPED {program} in {name}: {fix}");
     }
     has
 }
@@ -102,7 +102,7 @@ fn has(vm: &Vm, program: &str, name: &str) -> bool {
 /// The guest runs iperf3 with a server on this machine, in both directions. `name` is that of the
 /// scenario. Returns whether the guest has iperf3.
 pub(crate) fn iperf3(vm: &Vm, host: &str, name: &str) -> bool {
-    if !has(vm, "iperf3", name) {
+    if !has(vm, "iperf3", name, "install iperf3") {
         return false;
     }
     let mut server = children::with_parent_watchdog(zerosock(), Path::new("iperf3"));
@@ -118,7 +118,7 @@ pub(crate) fn iperf3(vm: &Vm, host: &str, name: &str) -> bool {
 
 /// The same with a server in the guest `to`.
 pub(crate) fn iperf3_between(vm: &Vm, to: &Vm, address: &str, name: &str) -> bool {
-    if !has(vm, "iperf3", name) {
+    if !has(vm, "iperf3", name, "install iperf3") {
         return false;
     }
     // Only the kernel tells that the server listens: on port 5201.
@@ -147,7 +147,9 @@ fn iperf3_client(vm: &Vm, host: &str, name: &str) {
 
 /// A guest copies a file by scp to the guest at `address`, and back.
 pub(crate) fn scp(from: &Vm, to: &Vm, address: &str, name: &str) {
-    if !["scp", "dbclient"].iter().all(|it| has(from, it, name)) {
+    let fix = "its package could not be downloaded";
+    let programs = ["scp", "dbclient"];
+    if !programs.iter().all(|program| has(from, program, name, fix)) {
         return;
     }
     let user = "mkdir -p /etc/dropbear /root; echo root::0:0::/root:/bin/sh >/etc/passwd";

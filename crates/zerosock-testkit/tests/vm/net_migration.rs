@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use rustix::net::sockopt::set_socket_send_buffer_size;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
@@ -418,7 +419,10 @@ impl Traffic {
         };
         let (of_sender, stopped) = (Arc::clone(&sent), Arc::clone(&stop));
         let sender = thread::spawn(move || {
-            send(accept(down), &of_sender, &stopped).expect("a connection that lasts")
+            let stream = accept(down);
+            // What is in the buffer counts as sent. By default it has room for all that is waited for.
+            set_socket_send_buffer_size(&stream, CHUNK).expect("a buffer");
+            send(stream, &of_sender, &stopped).expect("a connection that lasts")
         });
         let of_receiver = Arc::clone(&received);
         let receiver = thread::spawn(move || {

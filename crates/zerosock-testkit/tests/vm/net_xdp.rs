@@ -67,7 +67,7 @@ fn check_traffic(vm: &Vm, daemon: &Daemon, bytes: usize) {
 fn check_iperf3(vm: &Vm, daemon: &Daemon, name: &str) {
     let mut has_run = false;
     let [received, sent] = in_place(daemon, || has_run = iperf3(vm, HOST, name));
-    assert!(!has_run || received > IPERF3_BYTES && sent > IPERF3_BYTES);
+    assert!(!has_run || received > IPERF3_BYTES / 2 && sent > IPERF3_BYTES / 2);
 }
 
 fn user_mode() -> Result<(), Skipped> {

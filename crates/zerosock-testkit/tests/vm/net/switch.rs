@@ -77,7 +77,7 @@ pub(crate) fn offloads() -> Result<(), Skipped> {
         for port in ["/a", "/b"] {
             let [sent, received, copied] =
                 ["tx_bytes", "rx_bytes", "rx_copied"].map(|name| daemon.counter(port, name));
-            assert!(sent > IPERF3_BYTES && received > IPERF3_BYTES);
+            assert!(sent > IPERF3_BYTES / 2 && received > IPERF3_BYTES / 2);
             // Frames of which the head alone had found room are copied twice.
             assert!(copied < received / 4, "{port}: {copied} of {received}");
         }

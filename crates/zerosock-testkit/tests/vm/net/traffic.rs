@@ -87,7 +87,7 @@ pub(crate) fn dhcp(vm: &Vm, daemon: &Daemon, interface: &str, host: &str, addres
     assert!(text.contains(&format!("default via {host} ")), "{text}");
 }
 
-/// Bytes that iperf3 sends in each direction.
+/// Bytes that iperf3 sends in each direction. It ends when the last ones are in the sender's buffer.
 pub(crate) const IPERF3_BYTES: u64 = 16 << 20;
 
 /// Whether the guest has a program. If not, tells what to do for it to be in the scenario `name`.

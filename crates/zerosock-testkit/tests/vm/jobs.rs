@@ -16,6 +16,9 @@ use crate::lab::zerosock;
 /// The argument before the name of the group that a process tests.
 pub(crate) const GROUP: &str = "--group";
 
+/// The group whose process has three queue pairs (`ZEROSOCK_TEST_PAIRS`).
+pub(crate) const WITH_PAIRS: &str = "linux_6.12_with_three_queue_pairs::";
+
 /// Groups that are tested at once, unless `ZEROSOCK_TEST_JOBS` has another number.
 const AT_ONCE: usize = 2;
 
@@ -42,6 +45,11 @@ impl Results {
         self.kvm_failure = accel::kvm_failure();
         println!("{}", serde_json::to_string(&self).expect("JSON"));
     }
+}
+
+/// Whether these groups cannot be tested in this process, where the output can be seen at once.
+pub(crate) fn need_processes(groups: &[String]) -> bool {
+    groups.len() > 1 || groups.iter().any(|group| group == WITH_PAIRS)
 }
 
 /// Tests groups, in this order. Prints the output of each in one piece when it ends.
@@ -83,6 +91,9 @@ fn run_one(group: &str, arguments: &[String], has_kvm: bool) -> (String, Results
     // A guest that does not start under KVM takes seconds to show it.
     if !has_kvm && std::env::var_os("ZEROSOCK_ACCEL").is_none() {
         command.env("ZEROSOCK_ACCEL", "tcg");
+    }
+    if group == WITH_PAIRS {
+        command.env("ZEROSOCK_TEST_PAIRS", "3");
     }
     command.stdin(Stdio::null());
     command.stdout(writer.try_clone().expect("a descriptor"));

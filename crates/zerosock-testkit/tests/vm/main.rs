@@ -52,7 +52,7 @@ const KERNELS: &[(&str, &str)] = &[
     ("6.12", "linux-image-6.12-cloud-amd64"),
 ];
 
-/// Tests with guests of their own, by group.
+/// Tests with guests of their own, by group. Those that take longest come first.
 const ALONE: &[(&str, &[(&str, Alone)])] = &[
     ("net_migration", net_migration::ALL),
     ("net", net::ALL),
@@ -62,14 +62,47 @@ const ALONE: &[(&str, &[(&str, Alone)])] = &[
     ("entropy", entropy::ALL),
 ];
 
-/// All tests of a kernel's lab. Those that end guests come last.
-fn in_labs(label: &str) -> impl Iterator<Item = (String, InLab)> {
-    behaviours::all()
-        .chain(scenarios::ALL.iter().map(|(name, run)| in_lab(name, *run)))
-        .map(move |(name, run)| (format!("linux_{label}::{name}"), run))
+/// The tests of a lab.
+struct LabTests {
+    group: String,
+    label: &'static str,
+    package: &'static str,
+    tests: Vec<(String, InLab)>,
 }
 
-/// Whether a group is the scenarios of a kernel, and not a test by itself.
+/// All tests of each kernel, those that end guests last; and for one kernel once more the behaviours of guests
+/// towards processes and the embedding host, which have three queue pairs then.
+fn labs() -> impl Iterator<Item = LabTests> {
+    let of_kernels = KERNELS.iter().map(|(label, package)| {
+        let scenarios = scenarios::ALL.iter().map(|(name, run)| in_lab(name, *run));
+        let tests = behaviours::all().chain(scenarios);
+        LabTests::new(format!("linux_{label}::"), label, package, tests)
+    });
+    let with_pairs = KERNELS.last().map(|(label, package)| {
+        let tests = behaviours::all().filter(|(name, _)| !name.starts_with("guest_to_guest"));
+        LabTests::new(jobs::WITH_PAIRS.to_owned(), label, package, tests)
+    });
+    of_kernels.chain(with_pairs)
+}
+
+impl LabTests {
+    fn new(
+        group: String,
+        label: &'static str,
+        package: &'static str,
+        tests: impl Iterator<Item = (String, InLab)>,
+    ) -> LabTests {
+        let named = tests.map(|(name, run)| (format!("{group}{name}"), run));
+        LabTests {
+            tests: named.collect(),
+            group,
+            label,
+            package,
+        }
+    }
+}
+
+/// Whether a group is the tests of a lab, and not a test by itself.
 fn is_lab(group: &str) -> bool {
     group.ends_with("::")
 }
@@ -97,31 +130,28 @@ fn main() -> ExitCode {
         let in_group = |group: &String| name == group || is_lab(group) && name.starts_with(group);
         any && group.is_none_or(in_group)
     };
-    let kernels = KERNELS.iter().map(|(label, package)| {
-        let tests = in_labs(label).filter(|(name, _)| chosen(name));
-        (*label, *package, tests.collect::<Vec<_>>())
-    });
-    let kernels: Vec<_> = kernels.filter(|(_, _, tests)| !tests.is_empty()).collect();
+    let mut labs: Vec<_> = labs().collect();
+    labs.iter_mut()
+        .for_each(|lab| lab.tests.retain(|(name, _)| chosen(name)));
+    labs.retain(|lab| !lab.tests.is_empty());
     let alone: Vec<_> = alone().filter(|(name, _)| chosen(name)).collect();
     if list {
-        let in_labs = kernels.iter().flat_map(|(_, _, tests)| tests);
-        let names = in_labs.map(|(name, _)| name);
-        names
-            .chain(alone.iter().map(|(name, _)| name))
-            .for_each(|name| println!("{name}: test"));
+        let names = labs.iter().flat_map(|lab| &lab.tests).map(|it| &it.0);
+        let names = names.chain(alone.iter().map(|it| &it.0));
+        names.for_each(|name| println!("{name}: test"));
         return ExitCode::SUCCESS;
     }
 
     let start = Instant::now();
-    let results = if kernels.len() + alone.len() > 1 {
-        // Those with the most tests first.
-        let groups = kernels.iter().map(|(label, ..)| format!("linux_{label}::"));
-        let groups = groups.chain(alone.into_iter().map(|(name, _)| name));
-        jobs::run(groups.collect(), &arguments)
+    let groups = labs.iter().map(|lab| lab.group.clone());
+    let groups = groups.chain(alone.iter().map(|(name, _)| name.clone()));
+    let groups: Vec<_> = groups.collect();
+    let results = if group.is_none() && jobs::need_processes(&groups) {
+        jobs::run(groups, &arguments)
     } else {
         let mut results = Results::default();
-        for (label, package, tests) in &kernels {
-            kernel(label, package, tests, &mut results);
+        for lab in &labs {
+            run_in_lab(lab, &mut results);
         }
         for (name, run) in alone {
             attempt_or_skip(&name, &mut results, run);
@@ -164,9 +194,10 @@ fn in_lab(name: &str, run: Scenario) -> (String, InLab) {
     (name.to_owned(), Arc::new(run))
 }
 
-fn kernel(label: &str, package: &str, scenarios: &[(String, InLab)], results: &mut Results) {
+fn run_in_lab(of_lab: &LabTests, results: &mut Results) {
+    let LabTests { label, package, .. } = of_lab;
     let mut lab: Option<Arc<Lab>> = None;
-    for (name, run) in scenarios {
+    for (name, run) in &of_lab.tests {
         let ready = match &lab {
             Some(lab) => lab.clone(),
             None => match Lab::start(package).and_then(|lab| of_release(label, lab)) {

@@ -111,7 +111,9 @@ impl Cache {
             fix: "sudo apt-get update".to_owned(),
         };
         let known = self.0.join("packages").join(format!("{package}.is"));
+        // It is empty while another process writes it.
         if let Ok(name) = fs::read_to_string(&known)
+            && !name.is_empty()
             && self.0.join("packages").join(&name).is_dir()
         {
             return Ok(name);

@@ -120,8 +120,15 @@ pub trait Backend: Send + 'static {
         None
     }
 
-    /// The descriptor of a queue, for an edge-triggered poller.
+    /// The descriptor of a queue, for an edge-triggered poller. It is polled for room only while the
+    /// back-end has none.
     fn descriptor(&self, queue: usize) -> Option<BorrowedFd<'_>>;
+
+    /// Whether what was sent may have been answered already, so that it pays to look for received frames
+    /// before an event reports them.
+    fn may_have_answers(&self) -> bool {
+        false
+    }
 
     /// Whether frames to be sent need [`Addresses`] in a private copy.
     fn needs_addresses(&self) -> bool {
@@ -191,7 +198,8 @@ pub trait Backend: Send + 'static {
         Err(FrameError::NotNow)
     }
 
-    /// Sends one frame. Numbers grow by one with each frame that has memory; one without is never held.
+    /// Sends one frame. Numbers grow by one with each frame that has memory; one without is never held,
+    /// and only the ports of a switch hold one with a private part.
     ///
     /// # Errors
     /// See [`FrameError`].
@@ -250,13 +258,14 @@ pub trait Backend: Send + 'static {
         Quiesced::Done
     }
 
-    /// A message for this back-end. A turn follows.
-    fn on_message(&mut self, message: Self::Message, now: Instant, tally: &mut Stats);
+    /// A message for this back-end. Returns whether there are frames to receive: the device receives them
+    /// at once, as far as the driver has buffers. [`finish_turn`](Self::finish_turn) and a turn follow.
+    fn on_message(&mut self, message: Self::Message, now: Instant, tally: &mut Stats) -> bool;
 
     /// Answers a message to a device that does not exist any more.
     fn undeliverable(message: Self::Message, outbox: &mut Outbox<Self::Message>);
 
-    /// Called at the end of each turn: sends messages, and does what is due.
+    /// Called at the end of each turn, and after a message: sends messages, and does what is due.
     fn finish_turn(&mut self, now: Instant, outbox: &mut Outbox<Self::Message>, tally: &mut Stats) {
         let _ = (now, outbox, tally);
     }

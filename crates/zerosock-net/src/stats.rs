@@ -60,7 +60,7 @@ counters! {
     tx_frames,
     /// Their bytes, without headers of virtio.
     tx_bytes,
-    /// Those bytes of them that were copied here. Only AF_XDP sends from copies.
+    /// Those bytes of them that were copied here: by AF_XDP, and frames that waited at the uplink of a switch.
     tx_copied,
     /// Frames of the guest that were dropped because their header lied.
     tx_bad_header,

@@ -108,6 +108,11 @@ impl Backend for TapBackend {
         Some(self.tap.queues().get(queue)?.as_fd())
     }
 
+    /// The network of the host handles a frame, and often sends the answer, before the write returns.
+    fn may_have_answers(&self) -> bool {
+        true
+    }
+
     fn set_offloads(&mut self, offloads: Offloads) -> io::Result<()> {
         let Offloads {
             csum,
@@ -162,7 +167,7 @@ impl Backend for TapBackend {
         sent.map(|()| Sent::Done).map_err(frame_error)
     }
 
-    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) {
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) -> bool {
         match message {}
     }
 

@@ -285,9 +285,10 @@ impl<D: WorkerDevice> Worker<D> {
         Ok(())
     }
 
-    /// Handles messages, events and deadlines, and gives each active device one turn. If there is
-    /// no work, first sleeps for at most `wait` (`None`: no limit). Returns false on shutdown: all
-    /// connections are ended, and the worker must not be stepped again.
+    /// Handles messages, events and deadlines, and gives each active device one turn; then another one,
+    /// if there were messages between devices. If there is no work, first sleeps for at most `wait`
+    /// (`None`: no limit). Returns false on shutdown: all connections are ended, and the worker must
+    /// not be stepped again.
     ///
     /// # Errors
     /// The system cannot wait; no device can cause it.
@@ -301,7 +302,10 @@ impl<D: WorkerDevice> Worker<D> {
         };
         let (now, _) = self.poll_events(timeout)?;
         self.run_deadlines(now);
-        self.turn_devices(now);
+        if self.turn_devices(now) {
+            // The receivers of messages need no other events for their turns.
+            self.turn_devices(now);
+        }
         self.notifier.retry();
         Ok(true)
     }
@@ -385,8 +389,8 @@ impl<D: WorkerDevice> Worker<D> {
         self.activate(number);
     }
 
-    /// Gives every active device one turn.
-    pub fn turn_devices(&mut self, now: Instant) {
+    /// Gives every active device one turn, and delivers their messages. Returns whether there were any.
+    pub fn turn_devices(&mut self, now: Instant) -> bool {
         for _ in 0..self.active.len() {
             let Some(number) = self.active.pop_front() else {
                 break;
@@ -404,7 +408,7 @@ impl<D: WorkerDevice> Worker<D> {
             }
             self.note_deadline(number);
         }
-        self.deliver(now);
+        self.deliver(now)
     }
 
     /// Sends messages of devices to devices of other workers.

@@ -102,6 +102,26 @@ struct Pair {
     transmitter: Transmitter,
     /// The back-end knows that the driver uses the pair.
     active: bool,
+    /// The back-end's descriptor is polled for room.
+    polls_room: bool,
+}
+
+/// What to poll for at the descriptor of a back-end: for room only while it has none, because a
+/// descriptor with room reports that with each frame.
+pub(crate) fn interest(is_blocked: bool) -> Interest {
+    match is_blocked {
+        true => Interest::All,
+        false => Interest::Read,
+    }
+}
+
+/// The name of the descriptor of a back-end's queue.
+pub(crate) fn backend_token(addr: DeviceAddr, queue: usize) -> Token {
+    Token {
+        device: addr.number,
+        kind: BACKEND,
+        key: queue as u32,
+    }
 }
 
 /// See the [module](self).
@@ -182,6 +202,7 @@ impl<B: Backend> Device<B> {
             receiver: Receiver::new(),
             transmitter: Transmitter::default(),
             active: false,
+            polls_room: false,
         };
         Ok(Device {
             addr,
@@ -253,12 +274,17 @@ impl<B: Backend> Device<B> {
         let (terms, tally) = (&self.terms, &mut self.tally);
         let mut more = false;
         for (index, pair) in self.pairs.iter_mut().enumerate().take(in_use) {
+            let sent = tally.tx_frames;
             if let Some(ring) = self.queues.rings.live(2 * index + 1) {
                 let backend = (&mut self.backend, index);
                 match pair.transmitter.run(ring, backend, terms, tally, now) {
                     Ok(left) => more |= left,
                     Err(fatal) => self.fault = Some(fatal),
                 }
+            }
+            // One interrupt for what was sent and for its answer.
+            if tally.tx_frames > sent && self.backend.may_have_answers() {
+                pair.receiver.readable.set();
             }
             if let Some(ring) = self.queues.rings.live(2 * index) {
                 let backend = (&mut self.backend, index);
@@ -272,6 +298,30 @@ impl<B: Backend> Device<B> {
         // Most of what was sent just now.
         self.reclaim();
         more
+    }
+
+    /// Receives the frames of a message, which are few, as far as the driver has buffers.
+    fn receive(&mut self, now: Instant) {
+        if self.is_gone || self.queues.is_command_pending() {
+            return;
+        }
+        for (index, pair) in self.pairs.iter_mut().enumerate() {
+            let Some(ring) = self.queues.rings.live(2 * index) else {
+                continue;
+            };
+            pair.receiver.readable.set();
+            loop {
+                let backend = (&mut self.backend, index);
+                match (pair.receiver).run(ring, backend, &self.terms, &mut self.tally, now) {
+                    Ok(true) => {}
+                    Ok(false) => break,
+                    Err(fatal) => {
+                        self.fault = Some(fatal);
+                        break;
+                    }
+                }
+            }
+        }
     }
 
     /// Completes the chains of frames that the back-end has sent.
@@ -378,6 +428,22 @@ impl<B: Backend> Device<B> {
         rings.filter_map(move |(index, ring)| ring.as_mut().filter(|r| r.live() && wanted(index)))
     }
 
+    /// Polls the descriptors of queues without room for room.
+    fn poll_room(&mut self, cx: &Context<'_, Self>) {
+        for (queue, pair) in self.pairs.iter_mut().enumerate() {
+            let is_blocked = pair.transmitter.blocked;
+            if is_blocked != pair.polls_room
+                && let Some(descriptor) = self.backend.descriptor(queue)
+            {
+                pair.polls_room = is_blocked;
+                let token = backend_token(self.addr, queue);
+                if let Err(error) = cx.poller.change(descriptor, token, interest(is_blocked)) {
+                    self.fault = Some(Fatal::BackendGone(error));
+                }
+            }
+        }
+    }
+
     fn lose_backend(&mut self, error: &io::Error, cx: &mut Context<'_, Self>) {
         let reason = format!("the network back-end has gone: {error}");
         tracing::error!(device = self.name, "{reason}");
@@ -397,13 +463,9 @@ impl<B: Backend> WorkerDevice for Device<B> {
 
     fn start(&mut self, cx: &mut Context<'_, Self>) -> io::Result<()> {
         for queue in 0..self.pairs.len() {
-            let token = Token {
-                device: self.addr.number,
-                kind: BACKEND,
-                key: queue as u32,
-            };
             if let Some(descriptor) = self.backend.descriptor(queue) {
-                cx.poller.add(descriptor, token, Interest::All)?;
+                let token = backend_token(self.addr, queue);
+                cx.poller.add(descriptor, token, interest(false))?;
             }
         }
         Ok(())
@@ -426,10 +488,10 @@ impl<B: Backend> WorkerDevice for Device<B> {
     }
 
     fn on_message(&mut self, message: B::Message, cx: &mut Context<'_, Self>) {
-        self.backend.on_message(message, cx.now, &mut self.tally);
-        for pair in &mut self.pairs {
-            pair.receiver.readable.set();
+        if self.backend.on_message(message, cx.now, &mut self.tally) {
+            self.receive(cx.now);
         }
+        self.backend.finish_turn(cx.now, cx.outbox, &mut self.tally);
     }
 
     fn undeliverable(message: B::Message, cx: &mut Context<'_, Self>) {
@@ -446,6 +508,7 @@ impl<B: Backend> WorkerDevice for Device<B> {
             self.update_active();
             more |= self.run_control();
             more |= self.move_frames(cx.now);
+            self.poll_room(cx);
         }
         for ring in self.queues.rings.running() {
             self.tally.notifications += u64::from(ring.publish(cx.notifier));

@@ -321,17 +321,19 @@ impl Receiver {
             ..
         } = frame;
         let memory = ring.queue.memory();
-        let rest = self.rest.get(..len - stored).unwrap_or_default();
-        write(memory, &self.window, HEADER_LEN + stored, rest);
-        tally.rx_copied += rest.len() as u64;
+        if stored < len {
+            let rest = self.rest.get(..len - stored).unwrap_or_default();
+            write(memory, &self.window, HEADER_LEN + stored, rest);
+            tally.rx_copied += rest.len() as u64;
+        }
         let mut left = total;
         let mut buffers = 0;
         for chain in &self.window {
+            left = left.saturating_sub(chain.writable_len() as usize);
+            buffers += 1;
             if left == 0 {
                 break;
             }
-            left -= left.min(chain.writable_len() as usize);
-            buffers += 1;
         }
         header.set_num_buffers(buffers);
         if let Some(first) = self.window.front() {

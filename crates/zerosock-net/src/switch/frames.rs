@@ -1,25 +1,23 @@
-//! The messages between ports, and the frames that wait at one.
+//! The messages between ports, and the frames for a port.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
-use zerosock_proto::Instant;
-use zerosock_proto::wire::net::Header;
-use zerosock_ring::{GuestSlice, Memory, Piece, PieceBuf, SliceBuf};
+use zerosock_proto::wire::net::{Header, Offloads};
+use zerosock_ring::{GuestSlice, Memory, Piece, SliceBuf};
 use zerosock_virtio::device::Message;
 use zerosock_virtio::outbox::DeviceAddr;
 
-use crate::backend::{Addresses, Frame, MAX_PIECES};
+use super::software;
+use crate::backend::{ADDRESSES_LEN, Addresses, Frame, MAX_PIECES};
 
-/// How long a frame waits for buffers of its receiver.
-pub const HOLD: Duration = Duration::from_millis(20);
-/// Frames that a receiver which let one wait for too long has to take at once before one may wait again.
-const PROBATION: u16 = 64;
-/// Frames that wait at a port.
+/// Frames that wait at a port, at most.
 const MAX_WAITING: usize = 1024;
-/// Bytes of copied frames among them.
-const MAX_COPIED: usize = 1 << 20;
+/// Bytes of them.
+const MAX_WAITING_BYTES: usize = 1 << 20;
+/// Pieces for which an empty batch keeps its allocation.
+const MAX_SPARE: usize = 1024;
 
 /// A message between two ports.
 #[derive(Debug)]
@@ -27,142 +25,125 @@ pub struct PortMessage(pub(super) Content);
 
 #[derive(Debug)]
 pub(super) enum Content {
-    /// A frame for the receiver.
-    Frame(Forwarded),
-    /// To its sender: the memory of the frame with this number is not needed any more.
-    Returned(u64),
+    /// Frames for the receiver, which returns the batch before it handles another message.
+    Frames(Batch),
+    /// To the sender of the batch: its memory is not read any more.
+    Returned(Batch),
 }
 
-impl Message for PortMessage {}
-
-/// A frame on its way.
-#[derive(Debug)]
-pub(super) struct Forwarded {
-    pub(super) header: Header,
-    pub(super) len: usize,
-    pub(super) addresses: Addresses,
-    /// What follows the addresses.
-    pub(super) rest: Bytes,
-}
-
-/// Where bytes of a frame are.
-#[derive(Debug)]
-pub(super) enum Bytes {
-    /// In the memory of the sender, which gets the number back.
-    Lent {
-        from: DeviceAddr,
-        number: u64,
-        memory: Arc<Memory>,
-        pieces: Pieces,
-    },
-    /// In a copy, because there are several receivers.
-    Copied(Arc<[u8]>),
-}
-
-/// The places of a frame's bytes.
-#[derive(Debug)]
-pub(super) enum Pieces {
-    Few(PieceBuf),
-    /// Those of a long frame: its copy takes much longer than this allocation. Behind so many bytes.
-    Many(Box<[Piece]>, usize),
-}
-
-impl Pieces {
-    pub(super) fn of(frame: &Frame<'_>) -> Pieces {
-        let rest = frame.len.saturating_sub(frame.first.len());
-        match PieceBuf::from_part(frame.pieces, frame.skip, rest) {
-            Some(few) => Pieces::Few(few),
-            None => Pieces::Many(frame.pieces.into(), frame.skip),
-        }
-    }
-
-    fn get(&self) -> (&[Piece], usize) {
-        match self {
-            Pieces::Few(few) => (few, 0),
-            Pieces::Many(all, skip) => (all, *skip),
+impl Message for PortMessage {
+    fn copied_bytes(&self) -> usize {
+        match &self.0 {
+            Content::Frames(batch) => batch.bytes,
+            Content::Returned(_) => 0,
         }
     }
 }
 
-impl Forwarded {
-    /// Copies the frame into `slices`, and the bytes for which there is no room there into `rest`.
-    pub(super) fn copy_to(&self, slices: &[GuestSlice<'_>], rest: &mut [u8]) {
-        let mut target = Target {
-            slices: slices.iter(),
-            current: None,
-            rest,
+/// A header, and the frame behind it.
+type Copied = (Header, Vec<u8>);
+
+/// Frames of one sender for one receiver, in their order.
+#[derive(Debug)]
+pub(super) struct Batch {
+    pub(super) from: DeviceAddr,
+    /// The memory of the sender.
+    memory: Option<Arc<Memory>>,
+    frames: Vec<Lent>,
+    /// The pieces of all frames.
+    pieces: Vec<Piece>,
+    /// Frames that the sender does not have in its memory.
+    copies: Vec<Copied>,
+    /// Bytes of all frames.
+    bytes: usize,
+}
+
+/// A frame in the memory of its sender.
+#[derive(Debug)]
+struct Lent {
+    header: Header,
+    len: usize,
+    addresses: Addresses,
+    /// Its pieces among those of the batch.
+    pieces: Range<usize>,
+    /// Bytes of the pieces in front of what follows the addresses.
+    skip: usize,
+}
+
+impl Batch {
+    pub(super) fn new(from: DeviceAddr) -> Batch {
+        Batch {
+            from,
+            memory: None,
+            frames: Vec::new(),
+            pieces: Vec::new(),
+            copies: Vec::new(),
+            bytes: 0,
+        }
+    }
+
+    /// Adds a frame. All frames of a batch lie in the same memory.
+    #[inline]
+    pub(super) fn push(&mut self, frame: &Frame<'_>, addresses: &Addresses) {
+        self.bytes += frame.len;
+        let Some(memory) = frame.memory else {
+            self.copies.push((frame.header, frame.first.to_vec()));
+            return;
         };
-        target.write(&self.addresses);
-        match &self.rest {
-            Bytes::Copied(bytes) => target.write(bytes),
-            Bytes::Lent { memory, pieces, .. } => {
-                let (pieces, skip) = pieces.get();
-                let mut sources = SliceBuf::<MAX_PIECES>::new();
-                memory.slices(pieces, skip, self.len - self.addresses.len(), &mut sources);
-                sources.iter().for_each(|source| target.copy(*source));
-            }
-        }
-    }
-
-    /// Calls `send` with the frame as back-ends take it.
-    pub(super) fn with_frame<T>(&self, send: impl FnOnce(&Frame<'_>) -> T) -> T {
-        let frame = |first, memory, pieces, skip, slices| Frame {
-            header: self.header,
-            len: self.len,
-            first,
-            memory,
-            pieces,
-            skip,
-            slices,
-        };
-        match &self.rest {
-            Bytes::Copied(bytes) => {
-                let first = [&self.addresses[..], bytes].concat();
-                send(&frame(&first, None, &[], 0, &[]))
-            }
-            Bytes::Lent { memory, pieces, .. } => {
-                let (pieces, skip) = pieces.get();
-                let mut slices = SliceBuf::<MAX_PIECES>::new();
-                memory.slices(pieces, skip, self.len - self.addresses.len(), &mut slices);
-                send(&frame(&self.addresses, Some(memory), pieces, skip, &slices))
-            }
-        }
-    }
-
-    /// All bytes of the frame, in a copy.
-    pub(super) fn bytes(&self) -> Vec<u8> {
-        let mut bytes = vec![0; self.len];
-        self.copy_to(&[], &mut bytes);
-        bytes
-    }
-
-    /// A frame of these bytes; `None` if they are too few.
-    pub(super) fn of_bytes(header: Header, bytes: &[u8]) -> Option<Forwarded> {
-        let (addresses, rest) = bytes.split_first_chunk()?;
-        Some(Forwarded {
-            header,
-            len: bytes.len(),
+        debug_assert_eq!(frame.first.len(), ADDRESSES_LEN, "no other private part");
+        let before = self.memory.get_or_insert_with(|| Arc::clone(memory));
+        debug_assert!(Arc::ptr_eq(before, memory));
+        let start = self.pieces.len();
+        self.pieces.extend_from_slice(frame.pieces);
+        self.frames.push(Lent {
+            header: frame.header,
+            len: frame.len,
             addresses: *addresses,
-            rest: Bytes::Copied(rest.into()),
-        })
+            pieces: start..self.pieces.len(),
+            skip: frame.skip,
+        });
     }
 
-    fn copied(&self) -> usize {
-        match &self.rest {
-            Bytes::Copied(bytes) => bytes.len(),
-            Bytes::Lent { .. } => 0,
-        }
+    /// The batch without frames, with its allocations if they are not large.
+    pub(super) fn emptied(mut self) -> Batch {
+        self.memory = None;
+        self.frames.clear();
+        self.pieces.clear();
+        self.pieces.shrink_to(MAX_SPARE);
+        self.copies.clear();
+        self.bytes = 0;
+        self
     }
 
-    /// The message that gives the sender its memory back.
-    pub(super) fn returned(self) -> Option<(DeviceAddr, PortMessage)> {
-        match self.rest {
-            Bytes::Lent { from, number, .. } => {
-                Some((from, PortMessage(Content::Returned(number))))
-            }
-            Bytes::Copied(_) => None,
-        }
+    /// Calls `take` with the frame at this index, as back-ends take it.
+    #[inline]
+    fn with_frame<T>(&self, index: usize, take: impl FnOnce(&Frame<'_>) -> T) -> Option<T> {
+        let (lent, memory) = (self.frames.get(index)?, self.memory.as_ref()?);
+        let pieces = self.pieces.get(lent.pieces.clone())?;
+        let mut slices = SliceBuf::<MAX_PIECES>::new();
+        memory.slices(pieces, lent.skip, lent.len - ADDRESSES_LEN, &mut slices);
+        Some(take(&Frame {
+            header: lent.header,
+            len: lent.len,
+            first: &lent.addresses,
+            memory: Some(memory),
+            pieces,
+            skip: lent.skip,
+            slices: &slices,
+        }))
     }
+}
+
+/// Copies a frame into `slices`, and the bytes for which there is no room there into `rest`.
+#[inline]
+pub(super) fn copy(frame: &Frame<'_>, slices: &[GuestSlice<'_>], rest: &mut [u8]) {
+    let mut target = Target {
+        slices: slices.iter(),
+        current: None,
+        rest,
+    };
+    target.write(frame.first);
+    frame.slices.iter().for_each(|source| target.copy(*source));
 }
 
 /// Where a frame is copied to.
@@ -174,6 +155,7 @@ struct Target<'a, 'm> {
 
 impl<'m> Target<'_, 'm> {
     /// What is left of the current slice, or the next one.
+    #[inline]
     fn slice(&mut self) -> Option<GuestSlice<'m>> {
         let current = self.current.take().filter(|slice| !slice.is_empty());
         current.or_else(|| self.slices.find(|slice| !slice.is_empty()).copied())
@@ -184,6 +166,7 @@ impl<'m> Target<'_, 'm> {
         self.rest = rest.get_mut(count..).unwrap_or_default();
     }
 
+    #[inline]
     fn write(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             let Some(slice) = self.slice() else {
@@ -198,6 +181,7 @@ impl<'m> Target<'_, 'm> {
         }
     }
 
+    #[inline]
     fn copy(&mut self, mut source: GuestSlice<'_>) {
         while !source.is_empty() {
             let Some(slice) = self.slice() else {
@@ -212,70 +196,141 @@ impl<'m> Target<'_, 'm> {
     }
 }
 
-/// The frames that wait at a port, in their order.
+/// Frames that an [`Inbox`] has copied or dropped since they were last read.
+#[derive(Debug, Default)]
+pub(super) struct Losses {
+    /// Bytes that were copied because their frames wait, or need an offload.
+    pub(super) copied: u64,
+    /// Frames that were dropped because too many wait.
+    pub(super) no_room: u64,
+    /// Frames that were dropped because they are not what their headers say.
+    pub(super) unfit: u64,
+}
+
+/// The frames for a port: copies that wait, and behind them the batch that has just come. A frame waits as
+/// it is, and is cut into segments for its receiver when it is the next one.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
-    frames: VecDeque<(Instant, Forwarded)>,
-    copied: usize,
-    /// While this is above 0 no frame waits. See [`PROBATION`].
-    probation: u16,
+    /// What is left of the last frame that was cut.
+    segments: VecDeque<Copied>,
+    waiting: VecDeque<Copied>,
+    waiting_bytes: usize,
+    batch: Option<Batch>,
+    /// Frames that were taken of the batch.
+    taken: usize,
+    /// Those that the receiver takes.
+    pub(super) offloads: Offloads,
+    losses: Losses,
 }
 
 impl Inbox {
-    /// Adds a frame, or returns it if too many wait.
-    #[must_use]
-    pub(super) fn push(&mut self, frame: Forwarded, now: Instant) -> Option<Forwarded> {
-        let copied = self.copied + frame.copied();
-        if self.frames.len() >= MAX_WAITING || copied > MAX_COPIED {
-            return Some(frame);
+    /// Adds a batch, which the next [`settle`](Self::settle) returns.
+    pub(super) fn put(&mut self, mut batch: Batch) {
+        for (header, bytes) in batch.copies.drain(..) {
+            self.wait(bytes.len(), || (header, bytes));
         }
-        self.copied = copied;
-        self.frames.push_back((now, frame));
-        None
+        (self.batch, self.taken) = (Some(batch), 0);
     }
 
-    pub(super) fn front(&self) -> Option<&Forwarded> {
-        self.frames.front().map(|(_, frame)| frame)
-    }
-
-    /// Puts `frames` in the place of the next one, which they have come from. Returns that.
-    pub(super) fn replace_front(&mut self, frames: Vec<Forwarded>) -> Option<Forwarded> {
-        let (since, front) = self.frames.pop_front()?;
-        self.copied -= front.copied();
-        for frame in frames.into_iter().rev() {
-            self.copied += frame.copied();
-            self.frames.push_front((since, frame));
+    /// Copies the frames of the batch that were not taken, as far as there is room for so many to wait,
+    /// and returns the batch.
+    pub(super) fn settle(&mut self) -> Option<Batch> {
+        let batch = self.batch.take()?;
+        for index in self.taken..batch.frames.len() {
+            let wait = |frame: &Frame<'_>| self.wait(frame.len, || copied(frame));
+            batch.with_frame(index, wait);
         }
-        Some(front)
+        Some(batch)
     }
 
-    /// Takes the next frame, for a receiver that has room.
-    pub(super) fn pop(&mut self) -> Option<Forwarded> {
-        self.probation = self.probation.saturating_sub(1);
-        self.remove()
+    /// Bytes of the next frame.
+    pub(super) fn next_len(&mut self) -> Option<usize> {
+        self.with_next(|frame| frame.len)
     }
 
-    /// Takes the next frame that has waited for too long, or may not wait.
-    pub(super) fn pop_expired(&mut self, now: Instant) -> Option<Forwarded> {
-        let &(since, _) = self.frames.front()?;
-        if now >= since + HOLD {
-            self.probation = PROBATION;
+    /// Calls `take` with the next frame.
+    #[inline]
+    pub(super) fn with_next<T>(&mut self, take: impl FnOnce(&Frame<'_>) -> T) -> Option<T> {
+        // The batch has nothing that a receiver of all offloads does not take.
+        if self.offloads != Offloads::ALL {
+            self.cut();
         }
-        match self.probation {
-            0 => None,
-            _ => self.remove(),
+        let copies = self.segments.front().or_else(|| self.waiting.front());
+        match copies {
+            Some((header, bytes)) => Some(take(&Frame::of_bytes(*header, bytes))),
+            None => self.batch.as_ref()?.with_frame(self.taken, take),
         }
     }
 
-    /// Takes the next frame of a port that has no driver.
-    pub(super) fn remove(&mut self) -> Option<Forwarded> {
-        let (_, frame) = self.frames.pop_front()?;
-        self.copied -= frame.copied();
-        Some(frame)
+    /// Removes the next frame.
+    #[inline]
+    pub(super) fn pop(&mut self) {
+        if self.segments.pop_front().is_none() {
+            self.pop_whole();
+        }
     }
 
-    /// When [`pop_expired`](Self::pop_expired) finds a frame.
-    pub(super) fn next_timeout(&self) -> Option<Instant> {
-        self.frames.front().map(|&(since, _)| since + HOLD)
+    /// Removes the next frame that was not cut.
+    fn pop_whole(&mut self) {
+        match self.waiting.pop_front() {
+            Some((_, bytes)) => self.waiting_bytes -= bytes.len(),
+            None => self.taken += 1,
+        }
     }
+
+    /// Drops the frames that wait.
+    pub(super) fn clear(&mut self) {
+        self.segments.clear();
+        self.waiting.clear();
+        self.waiting_bytes = 0;
+    }
+
+    pub(super) fn take_losses(&mut self) -> Losses {
+        std::mem::take(&mut self.losses)
+    }
+
+    /// Makes segments, or complete checksums, of the next frame if the receiver does not take it as it is.
+    fn cut(&mut self) {
+        while self.segments.is_empty() {
+            let offloads = self.offloads;
+            let unaccepted = |frame: &Frame<'_>| {
+                let is_accepted = software::is_accepted(&frame.header, frame.len, offloads);
+                (!is_accepted).then(|| copied(frame))
+            };
+            let frame = match self.waiting.front() {
+                Some((header, bytes)) => Some(unaccepted(&Frame::of_bytes(*header, bytes))),
+                None => (self.batch.as_ref()).and_then(|b| b.with_frame(self.taken, unaccepted)),
+            };
+            let Some(Some((header, bytes))) = frame else {
+                return;
+            };
+            self.pop_whole();
+            let segments = software::convert(&header, bytes, offloads).unwrap_or_default();
+            // Each frame is converted once.
+            let accepted = segments
+                .into_iter()
+                .filter(|(header, bytes)| software::is_accepted(header, bytes.len(), offloads));
+            self.segments.extend(accepted);
+            let bytes = self.segments.iter().map(|(_, bytes)| bytes.len() as u64);
+            self.losses.copied += bytes.sum::<u64>();
+            self.losses.unfit += u64::from(self.segments.is_empty());
+        }
+    }
+
+    /// Has a frame of `len` bytes wait, if there is room.
+    fn wait(&mut self, len: usize, frame: impl FnOnce() -> Copied) {
+        if self.waiting.len() >= MAX_WAITING || self.waiting_bytes + len > MAX_WAITING_BYTES {
+            self.losses.no_room += 1;
+            return;
+        }
+        self.losses.copied += len as u64;
+        self.waiting_bytes += len;
+        self.waiting.push_back(frame());
+    }
+}
+
+fn copied(frame: &Frame<'_>) -> Copied {
+    let mut bytes = vec![0; frame.len];
+    copy(frame, &[], &mut bytes);
+    (frame.header, bytes)
 }

@@ -1,7 +1,7 @@
 //! A port with a guest.
 
-use std::collections::VecDeque;
 use std::io;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
@@ -11,15 +11,19 @@ use zerosock_ring::GuestSlice;
 use zerosock_virtio::outbox::{DeviceAddr, Outbox};
 use zerosock_virtio::queues::Quiesced;
 
-use super::frames::{Bytes, Content, Forwarded, Inbox, Pieces, PortMessage};
-use super::software;
+use super::frames::{self, Batch, Content, Inbox, PortMessage};
 use super::table::{Route, Switch};
-use crate::backend::{ADDRESSES_LEN, Addresses, Backend, Frame, FrameError, Half, Sent};
+use crate::backend::{Addresses, Backend, Frame, FrameError, Half, Sent};
 use crate::model::ALL_OFFLOADS;
 use crate::stats::Stats;
 
-/// Frames for several ports that one port sends in a turn.
-pub const MAX_FLOODED: usize = 64;
+/// Bytes of frames for several ports that one port has sent and that have not been copied to all of
+/// them: each frame counts once for each receiver. One frame is always sent.
+const MAX_FLOODED: usize = 1 << 20;
+/// Bytes that a frame for several ports counts at least.
+const MIN_FLOODED: usize = 256;
+/// Empty batches that a port keeps for the next frames.
+const MAX_SPARE: usize = 4;
 
 /// A port with a guest.
 #[derive(Debug)]
@@ -29,10 +33,6 @@ pub struct SwitchPort {
     /// A driver uses the port.
     active: bool,
     inbox: Inbox,
-    /// Those that the driver takes.
-    offloads: Offloads,
-    /// Numbers of frames that have got their memory back.
-    returned: VecDeque<u64>,
 }
 
 /// The sending side of any port.
@@ -40,12 +40,21 @@ pub struct SwitchPort {
 pub(super) struct Sender {
     pub(super) switch: Arc<Switch>,
     pub(super) addr: DeviceAddr,
-    /// Messages that are sent at the end of the turn.
-    pub(super) out: VecDeque<(DeviceAddr, PortMessage)>,
-    /// Frames in the hands of other ports.
-    pub(super) lent: usize,
-    /// Frames of this turn for several ports.
-    pub(super) flooded: usize,
+    /// What was sent in this turn, one batch for each receiver.
+    out: Vec<(DeviceAddr, Batch)>,
+    /// The addresses of the last frame, and the index of its batch.
+    last: Option<(Addresses, usize)>,
+    /// Batches of other ports that go back to them.
+    returning: Vec<Batch>,
+    /// Batches that have not come back.
+    lent: usize,
+    /// Numbers of the frames in them.
+    numbers: Range<u64>,
+    /// Numbers of frames that have got their memory back.
+    returned: Range<u64>,
+    /// See [`MAX_FLOODED`].
+    flooded: usize,
+    spare: Vec<Batch>,
 }
 
 impl Sender {
@@ -56,105 +65,131 @@ impl Sender {
                 worker: 0,
                 number: 0,
             },
-            out: VecDeque::new(),
+            out: Vec::new(),
+            last: None,
+            returning: Vec::new(),
             lent: 0,
+            numbers: 0..0,
+            returned: 0..0,
             flooded: 0,
+            spare: Vec::new(),
         }
     }
 
     /// Sends a frame, the addresses of which are in a private copy.
+    #[inline]
     pub(super) fn send(
         &mut self,
         frame: &Frame<'_>,
         number: u64,
         now: Instant,
     ) -> Result<Sent, FrameError> {
-        let Some((addresses, more)) = frame.first.split_first_chunk::<ADDRESSES_LEN>() else {
-            return Err(FrameError::Refused);
-        };
-        debug_assert!(
-            more.is_empty() || frame.memory.is_none(),
-            "only addresses are in a private copy"
-        );
-        let mut table = self.switch.table();
-        let to = match table.route(self.addr, addresses, now) {
-            Route::Nowhere => return Ok(Sent::Done),
-            Route::Port(to) => to,
-            Route::Flood => {
-                let mut others = table.others(self.addr);
-                match (others.next(), others.next()) {
-                    (None, _) => return Ok(Sent::Done),
-                    (Some(only), None) => only,
-                    (Some(first), Some(second)) => {
-                        if self.flooded >= MAX_FLOODED {
-                            return Err(FrameError::Refused);
-                        }
-                        self.flooded += 1;
-                        let bytes: Arc<[u8]> = match frame.memory {
-                            Some(memory) => {
-                                let mut bytes = vec![0; frame.len - ADDRESSES_LEN];
-                                memory.read(frame.pieces, frame.skip, &mut bytes);
-                                bytes.into()
-                            }
-                            None => more.into(),
-                        };
-                        for to in [first, second].into_iter().chain(others) {
-                            let rest = Bytes::Copied(Arc::clone(&bytes));
-                            let frame = forwarded(frame, addresses, rest);
-                            self.out.push_back((to, PortMessage(Content::Frame(frame))));
-                        }
-                        return Ok(Sent::Done);
-                    }
-                }
-            }
-        };
-        drop(table);
-        let Some(memory) = frame.memory else {
-            let frame = forwarded(frame, addresses, Bytes::Copied(more.into()));
-            self.out.push_back((to, PortMessage(Content::Frame(frame))));
+        let addresses = frame.first.first_chunk().ok_or(FrameError::Refused)?;
+        match self.last {
+            // Within a turn, nothing changes the way of a frame.
+            Some((last, at)) if last == *addresses => self.push(at, frame, addresses),
+            _ => match self.send_first(frame, addresses, now) {
+                Ok(true) => {}
+                Ok(false) => return Ok(Sent::Done),
+                Err(error) => return Err(error),
+            },
+        }
+        if frame.memory.is_none() {
             return Ok(Sent::Done);
-        };
-        let rest = Bytes::Lent {
-            from: self.addr,
-            number,
-            memory: Arc::clone(memory),
-            pieces: Pieces::of(frame),
-        };
-        let frame = forwarded(frame, addresses, rest);
-        self.out.push_back((to, PortMessage(Content::Frame(frame))));
-        self.lent += 1;
+        }
+        if self.numbers.is_empty() {
+            self.numbers.start = number;
+        }
+        self.numbers.end = number + 1;
         Ok(Sent::Held)
     }
 
-    /// Gives the sender of a frame its memory back.
-    pub(super) fn give_back(&mut self, frame: Forwarded) {
-        self.out.extend(frame.returned());
+    /// As `send`, for a frame with other addresses than the one before it. False: it goes nowhere.
+    #[inline(never)]
+    fn send_first(
+        &mut self,
+        frame: &Frame<'_>,
+        addresses: &Addresses,
+        now: Instant,
+    ) -> Result<bool, FrameError> {
+        let mut table = self.switch.table();
+        let to = match table.route(self.addr, addresses, now) {
+            Route::Nowhere => return Ok(false),
+            Route::Port(to) => vec![to],
+            Route::Flood => table.others(self.addr).collect(),
+        };
+        drop(table);
+        if to.len() > 1 {
+            let bytes = frame.len.max(MIN_FLOODED) * to.len();
+            if self.flooded > 0 && self.flooded + bytes > MAX_FLOODED {
+                return Err(FrameError::Refused);
+            }
+            self.flooded += bytes;
+        }
+        for port in &to {
+            let at = self.batch(*port);
+            self.push(at, frame, addresses);
+            self.last = (to.len() == 1).then_some((*addresses, at));
+        }
+        Ok(!to.is_empty())
+    }
+
+    /// The index of the batch for a port.
+    fn batch(&mut self, to: DeviceAddr) -> usize {
+        if let Some(at) = self.out.iter().position(|(other, _)| *other == to) {
+            return at;
+        }
+        let batch = self.spare.pop().unwrap_or_else(|| Batch::new(self.addr));
+        self.out.push((to, batch));
+        self.lent += 1;
+        self.out.len() - 1
+    }
+
+    #[inline]
+    fn push(&mut self, at: usize, frame: &Frame<'_>, addresses: &Addresses) {
+        if let Some((_, batch)) = self.out.get_mut(at) {
+            batch.push(frame, addresses);
+        }
+    }
+
+    /// Gives the sender of a batch its memory back.
+    pub(super) fn give_back(&mut self, batch: Option<Batch>) {
+        self.returning.extend(batch);
+    }
+
+    /// A batch has come back.
+    pub(super) fn take_back(&mut self, batch: Batch) {
+        self.lent = self.lent.saturating_sub(1);
+        if self.lent == 0 {
+            self.returned = std::mem::replace(&mut self.numbers, 0..0);
+            self.flooded = 0;
+        }
+        if self.spare.len() < MAX_SPARE {
+            self.spare.push(batch.emptied());
+        }
+    }
+
+    /// Whether all memory has come back.
+    pub(super) fn is_idle(&self) -> bool {
+        self.lent == 0
     }
 
     /// The end of a turn.
     pub(super) fn flush(&mut self, outbox: &mut Outbox<PortMessage>) {
-        self.flooded = 0;
-        for (to, message) in self.out.drain(..) {
-            outbox.send(to, message);
+        self.last = None;
+        for (to, batch) in self.out.drain(..) {
+            outbox.send(to, PortMessage(Content::Frames(batch)));
         }
-    }
-}
-
-fn forwarded(frame: &Frame<'_>, addresses: &Addresses, rest: Bytes) -> Forwarded {
-    Forwarded {
-        header: frame.header,
-        len: frame.len,
-        addresses: *addresses,
-        rest,
+        for batch in self.returning.drain(..) {
+            outbox.send(batch.from, PortMessage(Content::Returned(batch)));
+        }
     }
 }
 
 /// Answers a message to a port that has gone.
 pub(super) fn undeliverable(message: PortMessage, outbox: &mut Outbox<PortMessage>) {
-    if let Content::Frame(frame) = message.0
-        && let Some((to, message)) = frame.returned()
-    {
-        outbox.send(to, message);
+    if let Content::Frames(batch) = message.0 {
+        outbox.send(batch.from, PortMessage(Content::Returned(batch)));
     }
 }
 
@@ -167,41 +202,6 @@ impl SwitchPort {
             mac,
             active: false,
             inbox: Inbox::default(),
-            offloads: Offloads::default(),
-            returned: VecDeque::new(),
-        }
-    }
-
-    /// Adds a frame that has come for the guest.
-    fn arrive(&mut self, frame: Forwarded, now: Instant, tally: &mut Stats) {
-        if !software::is_accepted(&frame.header, frame.len, self.offloads) {
-            let converted = software::convert(&frame.header, frame.bytes(), self.offloads);
-            self.sender.give_back(frame);
-            match converted {
-                None => tally.rx_dropped += 1,
-                Some(frames) => frames.iter().for_each(|(header, bytes)| {
-                    tally.rx_copied += bytes.len() as u64;
-                    if let Some(frame) = Forwarded::of_bytes(*header, bytes) {
-                        self.push(frame, now, tally);
-                    }
-                }),
-            }
-            return;
-        }
-        self.push(frame, now, tally);
-    }
-
-    fn push(&mut self, frame: Forwarded, now: Instant, tally: &mut Stats) {
-        if let Some(frame) = self.inbox.push(frame, now) {
-            tally.rx_no_room += 1;
-            self.sender.give_back(frame);
-        }
-    }
-
-    /// Drops all frames that wait for the guest.
-    fn drop_waiting(&mut self) {
-        while let Some(frame) = self.inbox.remove() {
-            self.sender.give_back(frame);
         }
     }
 }
@@ -237,7 +237,7 @@ impl Backend for SwitchPort {
     }
 
     fn set_offloads(&mut self, offloads: Offloads) -> io::Result<()> {
-        self.offloads = offloads;
+        self.inbox.offloads = offloads;
         Ok(())
     }
 
@@ -245,12 +245,12 @@ impl Backend for SwitchPort {
         self.active = active;
         let addr = self.sender.addr;
         self.sender.switch.table().set_active(addr, active);
-        self.drop_waiting();
+        self.inbox.clear();
         Ok(())
     }
 
     fn next_len(&mut self, _: usize) -> Option<usize> {
-        self.inbox.front().map(|frame| frame.len)
+        self.inbox.next_len()
     }
 
     #[inline]
@@ -261,12 +261,13 @@ impl Backend for SwitchPort {
         slices: &[GuestSlice<'_>],
         rest: &mut [u8],
     ) -> Result<usize, FrameError> {
-        let frame = self.inbox.pop().ok_or(FrameError::NotNow)?;
-        frame.copy_to(slices, rest);
-        *header = frame.header;
-        let len = frame.len;
-        self.sender.give_back(frame);
-        Ok(len)
+        let received = self.inbox.with_next(|frame| {
+            frames::copy(frame, slices, rest);
+            *header = frame.header;
+            frame.len
+        });
+        self.inbox.pop();
+        received.ok_or(FrameError::NotNow)
     }
 
     #[inline]
@@ -281,47 +282,46 @@ impl Backend for SwitchPort {
     }
 
     fn sent(&mut self, _: usize) -> Option<u64> {
-        self.returned.pop_front()
+        self.sender.returned.next()
     }
 
     fn recall(&mut self, _: usize, half: Half) -> Quiesced {
         match half {
-            // Their receivers return them within a bounded time.
-            Half::Transmit if self.sender.lent > 0 => Quiesced::Waits,
+            // Their receivers return them with the next messages.
+            Half::Transmit if !self.sender.is_idle() => Quiesced::Waits,
             _ => Quiesced::Done,
         }
     }
 
-    fn on_message(&mut self, message: PortMessage, now: Instant, tally: &mut Stats) {
+    fn on_message(&mut self, message: PortMessage, _: Instant, _: &mut Stats) -> bool {
         match message.0 {
-            Content::Returned(number) => {
-                self.sender.lent = self.sender.lent.saturating_sub(1);
-                self.returned.push_back(number);
+            Content::Returned(batch) => self.sender.take_back(batch),
+            Content::Frames(batch) if !self.active => self.sender.give_back(Some(batch)),
+            Content::Frames(batch) => {
+                self.inbox.put(batch);
+                return true;
             }
-            Content::Frame(frame) if !self.active => self.sender.give_back(frame),
-            Content::Frame(frame) => self.arrive(frame, now, tally),
         }
+        false
     }
 
     fn undeliverable(message: PortMessage, outbox: &mut Outbox<PortMessage>) {
         undeliverable(message, outbox);
     }
 
-    fn finish_turn(&mut self, now: Instant, outbox: &mut Outbox<PortMessage>, tally: &mut Stats) {
-        while let Some(frame) = self.inbox.pop_expired(now) {
-            tally.rx_no_room += 1;
-            self.sender.give_back(frame);
-        }
+    fn finish_turn(&mut self, _: Instant, outbox: &mut Outbox<PortMessage>, tally: &mut Stats) {
+        let batch = self.inbox.settle();
+        self.sender.give_back(batch);
+        let losses = self.inbox.take_losses();
+        tally.rx_copied += losses.copied;
+        tally.rx_no_room += losses.no_room;
+        tally.rx_dropped += losses.unfit;
         self.sender.flush(outbox);
-    }
-
-    fn next_timeout(&self) -> Option<Instant> {
-        self.inbox.next_timeout()
     }
 
     fn retire(&mut self, outbox: &mut Outbox<PortMessage>) {
         self.sender.switch.table().remove(self.sender.addr);
-        self.drop_waiting();
+        self.inbox.clear();
         self.sender.flush(outbox);
     }
 }

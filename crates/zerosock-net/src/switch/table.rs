@@ -5,6 +5,7 @@
 //! - A port has learned at most [`PORT_CAP`] addresses, so that it cannot push out those of others.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -23,7 +24,60 @@ const MAX_PORTS: usize = 256;
 /// How often addresses that have aged are looked for, when a port has learned too many.
 const SWEEP: Duration = Duration::from_secs(1);
 
-type Address = [u8; 6];
+/// A MAC address, in the order of its bytes from the lowest one on.
+type Address = u64;
+
+fn address(bytes: [u8; 6]) -> Address {
+    let [a, b, c, d, e, f] = bytes;
+    u64::from_le_bytes([a, b, c, d, e, f, 0, 0])
+}
+
+/// Group addresses have the lowest bit of the first byte set (IEEE 802, 8.2.2).
+fn is_group(address: Address) -> bool {
+    address & 1 != 0
+}
+
+/// A hash of addresses by one multiplication. Guests choose the addresses, and do not know the keys: they
+/// cannot choose many that collide.
+#[derive(Clone, Debug)]
+struct AddressHash {
+    keys: [u64; 2],
+    hash: u64,
+}
+
+impl Default for AddressHash {
+    fn default() -> AddressHash {
+        let random = RandomState::new();
+        AddressHash {
+            keys: [random.hash_one(0), random.hash_one(1)],
+            hash: 0,
+        }
+    }
+}
+
+impl BuildHasher for AddressHash {
+    type Hasher = AddressHash;
+
+    fn build_hasher(&self) -> AddressHash {
+        self.clone()
+    }
+}
+
+impl Hasher for AddressHash {
+    fn write_u64(&mut self, address: Address) {
+        let [added, factor] = self.keys.map(u128::from);
+        let product = (added ^ u128::from(address)) * (factor | 1);
+        self.hash = product as u64 ^ (product >> 64) as u64;
+    }
+
+    fn write(&mut self, _: &[u8]) {
+        unreachable!("an address is one word");
+    }
+
+    fn finish(&self) -> u64 {
+        self.hash
+    }
+}
 
 /// A port.
 #[derive(Debug)]
@@ -75,7 +129,7 @@ impl Switch {
 #[derive(Debug, Default)]
 pub(super) struct Table {
     ports: Vec<Port>,
-    entries: HashMap<Address, Entry>,
+    entries: HashMap<Address, Entry, AddressHash>,
     swept: Option<Instant>,
 }
 
@@ -83,7 +137,7 @@ impl Table {
     /// Adds a port. False: there are too many, or the address is taken.
     pub(super) fn add(&mut self, addr: DeviceAddr, mac: Option<Mac>) -> bool {
         let taken = |mac: &Mac| {
-            let entry = self.entries.get(&mac.0);
+            let entry = self.entries.get(&address(mac.0));
             entry.is_some_and(|entry| entry.seen.is_none())
         };
         if self.ports.len() >= MAX_PORTS || mac.as_ref().is_some_and(taken) {
@@ -99,7 +153,7 @@ impl Table {
                 port: addr,
                 seen: None,
             };
-            if let Some(old) = self.entries.insert(mac.0, entry) {
+            if let Some(old) = self.entries.insert(address(mac.0), entry) {
                 self.count_less(old.port);
             }
         }
@@ -137,12 +191,12 @@ impl Table {
     /// Learns the source of a frame and returns where the frame goes.
     pub(super) fn route(&mut self, from: DeviceAddr, addresses: &Addresses, now: Instant) -> Route {
         let [d0, d1, d2, d3, d4, d5, s0, s1, s2, s3, s4, s5] = *addresses;
-        self.learn(from, [s0, s1, s2, s3, s4, s5], now);
-        // Group addresses have the lowest bit of the first byte set (IEEE 802, 8.2.2).
-        if d0 & 1 != 0 {
+        self.learn(from, address([s0, s1, s2, s3, s4, s5]), now);
+        let to = address([d0, d1, d2, d3, d4, d5]);
+        if is_group(to) {
             return Route::Flood;
         }
-        match self.entries.get(&[d0, d1, d2, d3, d4, d5]) {
+        match self.entries.get(&to) {
             Some(entry) if entry.seen.is_some_and(|seen| now >= seen + AGE) => Route::Flood,
             Some(entry) if entry.port == from => Route::Nowhere,
             Some(entry) => Route::Port(entry.port),
@@ -151,7 +205,7 @@ impl Table {
     }
 
     fn learn(&mut self, from: DeviceAddr, source: Address, now: Instant) {
-        if source[0] & 1 != 0 {
+        if is_group(source) {
             return;
         }
         let moved_from = match self.entries.get_mut(&source) {

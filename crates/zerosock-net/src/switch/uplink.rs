@@ -2,11 +2,9 @@
 //!
 //! Frames of guests go to the back-end from their memory, without a copy by us. A frame of the back-end
 //! is received into memory of the uplink, because its receiver is known only then, and copied from there.
-//! A back-end without offloads gets complete checksums and segments ([`software`]). A frame waits as it is and is
-//! cut when it is the next one to send: so the buffers of its sender bound what waits, and the segments of one frame at
-//! a time are in copies.
+//! A back-end without offloads gets complete checksums and segments, which are made when a frame is the next one to
+//! send.
 
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -18,25 +16,21 @@ use zerosock_sys::memfd;
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::device::{Context, Event, WorkerDevice};
 use zerosock_virtio::outbox::{DeviceAddr, Outbox};
-use zerosock_virtio::poller::{Interest, Token};
 
-use super::frames::{Content, Forwarded, Inbox, PortMessage};
+use super::frames::{Content, Inbox, PortMessage};
 use super::port::{Sender, undeliverable};
-use super::software;
 use super::table::Switch;
 use crate::backend::{ADDRESSES_LEN, Addresses, Backend, Frame, FrameError, Never, Sent};
-use crate::device::{BACKEND, Gone};
+use crate::device::{Gone, backend_token, interest};
 use crate::readable::Readable;
 use crate::stats::{Counters, Stats};
 
-/// Bytes of the place for one received frame.
-const SLOT: usize = MAX_FRAME.next_multiple_of(4096);
-/// Received frames that their receivers have not copied yet.
-const SLOTS: usize = 64;
-/// Frames in a turn, for each direction.
+/// Bytes of memory for received frames: those of a turn, one behind the other.
+const ROOM: usize = 1 << 20;
+/// Frames received in a turn.
 const FRAMES: usize = 256;
-/// Bytes received in a turn, and bytes of frames that are cut.
-const BYTES: u64 = 1 << 20;
+/// Frames begin at multiples of it.
+const ALIGN: usize = 64;
 
 /// What an uplink is told when it is made.
 #[derive(Debug)]
@@ -58,17 +52,15 @@ pub struct Uplink<B> {
     sender: Sender,
     /// Frames of guests that the back-end has not taken.
     inbox: Inbox,
-    /// Frames of guests that the back-end holds in their memory.
-    held: VecDeque<Forwarded>,
-    /// The number of the first of them.
-    first: u64,
     memory: Arc<Memory>,
-    /// Slots that are free.
-    free: Vec<u16>,
-    /// Those that the back-end takes.
-    offloads: Offloads,
+    /// All of it.
+    room: Piece,
+    /// Bytes of it in use, from the start on.
+    used: usize,
     readable: Readable,
     blocked: bool,
+    /// The back-end's descriptor is polled for room.
+    polls_room: bool,
     is_gone: bool,
     tally: Stats,
 }
@@ -82,7 +74,8 @@ impl<B> std::fmt::Debug for Uplink<B> {
 }
 
 impl<B: Backend<Message = Never>> Uplink<B> {
-    /// A port of `switch` with this back-end, the first queue of which it uses.
+    /// A port of `switch` with this back-end, the first queue of which it uses. A back-end never holds
+    /// frames of an uplink: they have private addresses.
     ///
     /// # Errors
     /// No memory is to be had, the switch has too many ports, or the back-end has gone.
@@ -91,7 +84,7 @@ impl<B: Backend<Message = Never>> Uplink<B> {
         switch: &Arc<Switch>,
         mut backend: B,
     ) -> io::Result<Uplink<B>> {
-        let size = (SLOT * SLOTS) as u64;
+        let size = ROOM as u64;
         let file: OwnedFd = memfd::create("zerosock-uplink", size, true)?;
         let region = RegionConfig {
             guest_addr: 0,
@@ -100,6 +93,12 @@ impl<B: Backend<Message = Never>> Uplink<B> {
             fd_offset: 0,
         };
         let memory = Memory::map(vec![(file, region)]).map_err(io::Error::other)?;
+        let mut room = Vec::new();
+        let translated = memory.translate(0, ROOM as u32, &mut room);
+        translated.map_err(io::Error::other)?;
+        let [room] = room[..] else {
+            return Err(io::Error::other("a region in several pieces"));
+        };
         let mut sender = Sender::new(Arc::clone(switch));
         sender.addr = config.addr;
         backend.start(config.addr)?;
@@ -113,156 +112,95 @@ impl<B: Backend<Message = Never>> Uplink<B> {
             let name = &config.name;
             tracing::warn!("{name}: without offloads, frames come in segments: {error}");
         }
+        let mut inbox = Inbox::default();
+        inbox.offloads = Offloads::of_device(features);
         Ok(Uplink {
             config,
             backend,
             sender,
-            inbox: Inbox::default(),
-            held: VecDeque::new(),
-            first: 0,
+            inbox,
             memory: Arc::new(memory),
-            free: (0..SLOTS as u16).collect(),
-            offloads: Offloads::of_device(features),
+            room,
+            used: 0,
             readable: Readable::default(),
             blocked: false,
+            polls_room: false,
             is_gone: false,
             tally: Stats::default(),
         })
     }
 
-    /// Sends what guests have sent. Returns whether there may be more.
-    fn send(&mut self, now: Instant) -> bool {
+    /// Sends what guests have sent, as far as the back-end takes it.
+    fn send(&mut self, now: Instant) {
         self.blocked &= !self.backend.has_room(0);
-        while let Some(number) = self.backend.sent(0) {
-            // Back-ends complete frames in their order.
-            if number == self.first
-                && let Some(frame) = self.held.pop_front()
-            {
-                self.first += 1;
-                self.sender.give_back(frame);
-            }
-        }
-        let mut converted = 0;
-        for _ in 0..FRAMES {
-            let Some(frame) = self.inbox.front().filter(|_| !self.blocked) else {
-                return false;
-            };
-            if !software::is_accepted(&frame.header, frame.len, self.offloads) {
-                if converted >= BYTES {
-                    return true;
-                }
-                converted += frame.len as u64;
-                self.convert_front();
-                continue;
-            }
-            let number = self.first + self.held.len() as u64;
-            let sent = frame.with_frame(|frame| self.backend.send(0, frame, number, now));
-            let len = frame.len as u64;
-            if matches!(sent, Err(FrameError::NotNow)) {
-                self.blocked = true;
-                return false;
-            }
-            let Some(frame) = self.inbox.pop() else {
-                return false;
-            };
+        while !self.blocked && !self.is_gone {
+            let backend = &mut self.backend;
+            let sent = self
+                .inbox
+                .with_next(|frame| (frame.len, backend.send(0, frame, 0, now)));
             match sent {
-                Ok(sent) => {
-                    self.tally.tx_frames += 1;
-                    self.tally.tx_bytes += len;
-                    if sent == Sent::Held {
-                        self.held.push_back(frame);
-                        continue;
-                    }
-                    self.first += u64::from(self.held.is_empty());
+                None => return,
+                Some((_, Err(FrameError::NotNow))) => {
+                    self.blocked = true;
+                    return;
                 }
-                Err(FrameError::LinkDown) => self.tally.tx_link_down += 1,
-                Err(FrameError::Gone(error)) => self.lose_backend(&error),
-                Err(_) => self.tally.tx_refused += 1,
+                Some((len, Ok(sent))) => {
+                    debug_assert_eq!(sent, Sent::Done);
+                    self.tally.tx_frames += 1;
+                    self.tally.tx_bytes += len as u64;
+                    if self.backend.may_have_answers() {
+                        self.readable.set();
+                    }
+                }
+                Some((_, Err(FrameError::LinkDown))) => self.tally.tx_link_down += 1,
+                Some((_, Err(FrameError::Gone(error)))) => self.lose_backend(&error),
+                Some((_, Err(_))) => self.tally.tx_refused += 1,
             }
-            self.sender.give_back(frame);
-        }
-        true
-    }
-
-    /// Puts what the back-end takes in the place of the next frame.
-    fn convert_front(&mut self) {
-        let Some(frame) = self.inbox.front() else {
-            return;
-        };
-        let converted = software::convert(&frame.header, frame.bytes(), self.offloads);
-        let converted = converted.unwrap_or_default().into_iter();
-        // Each frame is converted once.
-        let accepted = converted
-            .filter(|(header, bytes)| software::is_accepted(header, bytes.len(), self.offloads));
-        let frames = accepted.filter_map(|(header, bytes)| Forwarded::of_bytes(header, &bytes));
-        let frames: Vec<Forwarded> = frames.collect();
-        self.tally.tx_refused += u64::from(frames.is_empty());
-        if let Some(frame) = self.inbox.replace_front(frames) {
-            self.sender.give_back(frame);
-        }
-    }
-
-    /// Adds a frame of a guest.
-    fn push(&mut self, frame: Forwarded, now: Instant) {
-        if let Some(frame) = self.inbox.push(frame, now) {
-            self.tally.tx_refused += 1;
-            self.sender.give_back(frame);
+            self.inbox.pop();
         }
     }
 
     /// Receives frames and sends them to guests. Returns whether there may be more.
     fn receive(&mut self, now: Instant) -> bool {
-        let before = self.tally.rx_bytes;
+        if !self.sender.is_idle() {
+            // A message follows when the memory has come back.
+            return false;
+        }
+        self.used = 0;
         for _ in 0..FRAMES {
             if !self.readable.check(now) {
                 return false;
             }
-            if self.tally.rx_bytes - before >= BYTES {
-                return true;
+            if self.used + MAX_FRAME > ROOM {
+                break;
             }
-            let Some(slot) = self.free.pop() else {
-                // A message follows when one has become free.
-                return false;
-            };
-            if !self.receive_into(slot, now) {
-                self.free.push(slot);
-            }
+            self.receive_one(now);
         }
         true
     }
 
-    /// Receives a frame into a slot. False: the slot is free again.
-    fn receive_into(&mut self, slot: u16, now: Instant) -> bool {
-        let memory = Arc::clone(&self.memory);
-        let mut all = Vec::with_capacity(1);
-        let start = u64::from(slot) * SLOT as u64;
-        if memory.translate(start, SLOT as u32, &mut all).is_err() {
-            return false;
-        }
-        let pieces: &[Piece] = &all;
+    fn receive_one(&mut self, now: Instant) {
+        let pieces = [self.room.part(self.used, MAX_FRAME)];
         let mut header = Header::default();
         let mut slices = SliceBuf::<1>::new();
-        memory.slices(pieces, 0, SLOT, &mut slices);
+        self.memory.slices(&pieces, 0, MAX_FRAME, &mut slices);
         let len = match self.backend.receive(0, &mut header, &slices, &mut []) {
             Ok(len) => len,
-            Err(FrameError::NotNow) => {
-                self.readable.clear();
-                return false;
-            }
+            Err(FrameError::NotNow) => return self.readable.clear(),
             Err(error) => {
                 self.tally.rx_dropped += u64::from(matches!(error, FrameError::Refused));
                 self.readable.fail(now);
                 if let FrameError::Gone(error) = error {
                     self.lose_backend(&error);
                 }
-                return false;
+                return;
             }
         };
-        let addresses: Option<Addresses> = memory.read_array(pieces, 0);
+        let addresses: Option<Addresses> = self.memory.read_array(&pieces, 0);
         let repr = Repr::parse(&header, len, Offloads::ALL);
         let (Some(addresses), Ok(repr), ETHERNET_LEN..=MAX_FRAME) = (addresses, repr, len) else {
             self.tally.rx_dropped += 1;
-            return false;
+            return;
         };
         self.tally.rx_frames += 1;
         self.tally.rx_bytes += len as u64;
@@ -270,15 +208,38 @@ impl<B: Backend<Message = Never>> Uplink<B> {
             header: repr.emit(),
             len,
             first: &addresses,
-            memory: Some(&memory),
-            pieces,
+            memory: Some(&self.memory),
+            pieces: &pieces,
             skip: ADDRESSES_LEN,
             slices: &[],
         };
-        matches!(
-            self.sender.send(&frame, u64::from(slot), now),
-            Ok(Sent::Held)
-        )
+        if let Ok(Sent::Held) = self.sender.send(&frame, 0, now) {
+            self.used += len.next_multiple_of(ALIGN);
+        }
+    }
+
+    /// Gives frames back to their senders, and sends those of this turn to their receivers.
+    fn finish(&mut self, outbox: &mut Outbox<PortMessage>) {
+        let batch = self.inbox.settle();
+        self.sender.give_back(batch);
+        let losses = self.inbox.take_losses();
+        self.tally.tx_copied += losses.copied;
+        self.tally.tx_refused += losses.no_room + losses.unfit;
+        self.sender.flush(outbox);
+    }
+
+    /// Polls the back-end for room while it has none.
+    fn poll_room(&mut self, cx: &Context<'_, Self>) {
+        if self.blocked != self.polls_room
+            && let Some(descriptor) = self.backend.descriptor(0)
+        {
+            self.polls_room = self.blocked;
+            let token = backend_token(self.config.addr, 0);
+            let interest = interest(self.blocked);
+            if let Err(error) = cx.poller.change(descriptor, token, interest) {
+                self.lose_backend(&error);
+            }
+        }
     }
 
     fn lose_backend(&mut self, error: &io::Error) {
@@ -304,13 +265,9 @@ impl<B: Backend<Message = Never>> WorkerDevice for Uplink<B> {
     }
 
     fn start(&mut self, cx: &mut Context<'_, Self>) -> io::Result<()> {
-        let token = Token {
-            device: self.config.addr.number,
-            kind: BACKEND,
-            key: 0,
-        };
         if let Some(descriptor) = self.backend.descriptor(0) {
-            cx.poller.add(descriptor, token, Interest::All)?;
+            let token = backend_token(self.config.addr, 0);
+            cx.poller.add(descriptor, token, interest(false))?;
         }
         self.backend.set_active(0, true)
     }
@@ -327,13 +284,14 @@ impl<B: Backend<Message = Never>> WorkerDevice for Uplink<B> {
 
     fn on_message(&mut self, message: PortMessage, cx: &mut Context<'_, Self>) {
         match message.0 {
-            Content::Returned(slot) => {
-                self.sender.lent = self.sender.lent.saturating_sub(1);
-                self.free.extend(u16::try_from(slot));
+            Content::Returned(batch) => self.sender.take_back(batch),
+            Content::Frames(batch) if self.is_gone => self.sender.give_back(Some(batch)),
+            Content::Frames(batch) => {
+                self.inbox.put(batch);
+                self.send(cx.now);
             }
-            Content::Frame(frame) if self.is_gone => self.sender.give_back(frame),
-            Content::Frame(frame) => self.push(frame, cx.now),
         }
+        self.finish(cx.outbox);
     }
 
     fn undeliverable(message: PortMessage, cx: &mut Context<'_, Self>) {
@@ -343,35 +301,28 @@ impl<B: Backend<Message = Never>> WorkerDevice for Uplink<B> {
     fn turn(&mut self, cx: &mut Context<'_, Self>) -> bool {
         let mut more = false;
         if !self.is_gone {
-            more |= self.send(cx.now);
-            more |= self.receive(cx.now);
+            self.send(cx.now);
+            more = self.receive(cx.now);
+            self.poll_room(cx);
             if let Err(FrameError::Gone(error)) = self.backend.flush(0, cx.now, &mut self.tally) {
                 self.lose_backend(&error);
             }
         }
-        while let Some(frame) = self.inbox.pop_expired(cx.now) {
-            self.tally.tx_refused += 1;
-            self.sender.give_back(frame);
-        }
-        self.sender.flush(cx.outbox);
+        self.finish(cx.outbox);
         self.config.counters.add(std::mem::take(&mut self.tally));
         more
     }
 
     fn next_timeout(&self) -> Option<Instant> {
-        let backend = self.backend.next_timeout().filter(|_| !self.is_gone);
-        let frames = earlier(self.inbox.next_timeout(), self.readable.next_timeout());
-        earlier(frames, backend)
+        if self.is_gone {
+            return None;
+        }
+        earlier(self.backend.next_timeout(), self.readable.next_timeout())
     }
 
     fn retire(&mut self, cx: &mut Context<'_, Self>) {
         self.sender.switch.table().remove(self.config.addr);
-        let held = std::mem::take(&mut self.held);
-        held.into_iter()
-            .for_each(|frame| self.sender.give_back(frame));
-        while let Some(frame) = self.inbox.remove() {
-            self.sender.give_back(frame);
-        }
+        self.inbox.clear();
         self.sender.flush(cx.outbox);
         if let Some(descriptor) = self.backend.descriptor(0) {
             cx.poller.remove(descriptor);

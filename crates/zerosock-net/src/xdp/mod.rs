@@ -296,7 +296,7 @@ impl Backend for XdpBackend {
         }
     }
 
-    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) {
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) -> bool {
         match message {}
     }
 

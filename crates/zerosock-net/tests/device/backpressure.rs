@@ -1,4 +1,4 @@
-//! A back-end without room: frames stay in the driver's ring.
+//! Back-ends that have no room, so that frames stay in the driver's ring, and that answer at once.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -67,7 +67,7 @@ impl Backend for Socket {
         }
     }
 
-    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) {
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) -> bool {
         match message {}
     }
 
@@ -116,6 +116,84 @@ fn frames_for_a_full_back_end_wait_in_order() {
         assert_eq!(bytes[..len], plain(4000, index as u8), "frame {index}");
     }
     wait_until("all are returned", || driver.used_index(1) == sent);
+    driver.check_guards();
+    server.shutdown();
+}
+
+/// A back-end that answers each frame with the same one, and has no descriptor that reports it.
+struct Answering(Option<Vec<u8>>);
+
+impl Backend for Answering {
+    type Message = Never;
+
+    fn queues(&self) -> u16 {
+        1
+    }
+
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn descriptor(&self, _: usize) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn may_have_answers(&self) -> bool {
+        true
+    }
+
+    fn set_offloads(&mut self, _: Offloads) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn set_active(&mut self, _: usize, _: bool) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn receive(
+        &mut self,
+        _: usize,
+        _: &mut Header,
+        slices: &[GuestSlice<'_>],
+        _: &mut [u8],
+    ) -> Result<usize, FrameError> {
+        let frame = self.0.take().ok_or(FrameError::NotNow)?;
+        Ok(slices[0].write(0, &frame))
+    }
+
+    fn send(
+        &mut self,
+        _: usize,
+        frame: &Frame<'_>,
+        _: u64,
+        _: Instant,
+    ) -> Result<Sent, FrameError> {
+        let mut bytes = vec![0; frame.len];
+        frame.slices[0].read(0, &mut bytes);
+        self.0 = Some(bytes);
+        Ok(Sent::Done)
+    }
+
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) -> bool {
+        match message {}
+    }
+
+    fn undeliverable(message: Never, _: &mut Outbox<Never>) {
+        match message {}
+    }
+}
+
+#[test]
+fn an_answer_is_received_in_the_turn_of_its_frame() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("net");
+    let server = serve(&socket, None, Answering(None));
+    let mut driver = Driver::attach(&socket, 0, 2);
+    driver.post_many(0, 10, 2048);
+    for seed in 0..10 {
+        driver.send(0, &Header::default(), &plain(100, seed), &[]);
+        assert_eq!(driver.receive(0).1, plain(100, seed));
+    }
     driver.check_guards();
     server.shutdown();
 }

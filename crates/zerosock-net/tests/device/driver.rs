@@ -387,6 +387,14 @@ impl Driver {
         self.send_bytes(2 * pair + 1, &[&header.0, frame].concat(), lens);
     }
 
+    /// Makes a frame available in one buffer, without a kick.
+    pub(crate) fn queue(&mut self, pair: usize, header: &Header, frame: &[u8]) {
+        let bytes = [&header.0, frame].concat();
+        let addr = self.buffer(bytes.len() as u32);
+        self.write(addr, &bytes);
+        self.make_available(2 * pair + 1, &[(addr, bytes.len() as u32, 0)]);
+    }
+
     pub(crate) fn send_bytes(&mut self, queue: usize, mut bytes: &[u8], lens: &[usize]) {
         let mut pieces = Vec::new();
         let mut lens = lens.iter();

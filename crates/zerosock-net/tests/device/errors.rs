@@ -70,7 +70,7 @@ impl Backend for Failing {
         self.0.send(queue, frame, number, now)
     }
 
-    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) {
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) -> bool {
         match message {}
     }
 

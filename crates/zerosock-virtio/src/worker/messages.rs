@@ -15,17 +15,20 @@ use crate::device::WorkerDevice;
 
 impl<D: WorkerDevice> Worker<D> {
     /// Delivers messages between the worker's devices. Each makes its receiver active, so that none
-    /// waits for a wake-up.
-    pub fn deliver(&mut self, now: Instant) {
+    /// waits for a wake-up. Returns whether there were any.
+    pub fn deliver(&mut self, now: Instant) -> bool {
         // Bounded: the answer to a message is another message, and sockets must have their turn.
         let mut intake = Intake::default();
+        let mut any = false;
         while intake.is_open()
             && let Some((number, message)) = self.outbox.pop_local()
         {
+            any = true;
             intake.add_of_device(&message);
             self.deliver_to(number, message, now);
         }
         self.send_remote();
+        any
     }
 
     /// Delivers a message to device `number`, or answers it if that device is removed; then the

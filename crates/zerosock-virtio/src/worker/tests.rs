@@ -182,6 +182,23 @@ fn an_urgent_message_is_delivered_before_earlier_ones_and_in_the_same_step() {
 }
 
 #[test]
+fn the_receiver_of_a_message_has_its_turn_in_the_same_step() {
+    let (_sender, mut worker) = worker();
+    worker.add(TestDevice::new(0));
+    worker.add(TestDevice::new(1));
+    let to = DeviceAddr {
+        worker: 0,
+        number: 1,
+    };
+    worker.outbox.send(to, Note::Number(7));
+    worker.activate(0);
+    assert!(worker.step(Some(Duration::ZERO)).unwrap());
+    assert_eq!(calls(&mut worker, 0), [Call::Turn]);
+    assert_eq!(calls(&mut worker, 1), [Call::Note(7), Call::Turn]);
+    assert!(worker.is_idle());
+}
+
+#[test]
 fn a_message_to_a_device_that_was_removed_is_answered() {
     let (sender, mut worker) = worker();
     let message = Note::Number(1);

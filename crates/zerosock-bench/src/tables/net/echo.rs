@@ -5,13 +5,12 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use zerosock_net::backend::{Backend, Frame, FrameError, Sent};
+use zerosock_net::backend::{Backend, Frame, FrameError, Never, Sent};
 use zerosock_net::stats::Stats;
 use zerosock_proto::Instant;
 use zerosock_proto::wire::net::{Header, Offloads};
 use zerosock_ring::GuestSlice;
-use zerosock_virtio::device::Message;
-use zerosock_virtio::outbox::{DeviceAddr, Outbox};
+use zerosock_virtio::outbox::Outbox;
 
 /// Bytes of a buffer: frames are at most as long.
 const BUFFER: usize = 2048;
@@ -20,25 +19,14 @@ const BUFFERS: usize = 1024;
 
 /// See the [module](self).
 pub(super) struct Echo {
-    addr: DeviceAddr,
     free: Vec<Box<[u8]>>,
     /// Frames that were not returned yet, with their lengths.
     frames: VecDeque<(Box<[u8]>, usize)>,
 }
 
-/// From the device to itself: there are frames to return.
-#[derive(Debug)]
-pub(super) struct More;
-
-impl Message for More {}
-
 impl Echo {
     pub(super) fn new() -> Echo {
         Echo {
-            addr: DeviceAddr {
-                worker: 0,
-                number: 0,
-            },
             free: (0..BUFFERS).map(|_| vec![0; BUFFER].into()).collect(),
             frames: VecDeque::with_capacity(BUFFERS),
         }
@@ -46,12 +34,7 @@ impl Echo {
 }
 
 impl Backend for Echo {
-    type Message = More;
-
-    fn start(&mut self, addr: DeviceAddr) -> io::Result<()> {
-        self.addr = addr;
-        Ok(())
-    }
+    type Message = Never;
 
     fn queues(&self) -> u16 {
         1
@@ -63,6 +46,10 @@ impl Backend for Echo {
 
     fn descriptor(&self, _: usize) -> Option<BorrowedFd<'_>> {
         None
+    }
+
+    fn may_have_answers(&self) -> bool {
+        true
     }
 
     fn set_offloads(&mut self, _: Offloads) -> io::Result<()> {
@@ -117,14 +104,11 @@ impl Backend for Echo {
         Ok(Sent::Done)
     }
 
-    fn on_message(&mut self, _: More, _: Instant, _: &mut Stats) {}
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) -> bool {
+        match message {}
+    }
 
-    fn undeliverable(_: More, _: &mut Outbox<More>) {}
-
-    fn finish_turn(&mut self, _: Instant, outbox: &mut Outbox<More>, _: &mut Stats) {
-        if !self.frames.is_empty() {
-            // A message makes the device look for frames.
-            outbox.send(self.addr, More);
-        }
+    fn undeliverable(message: Never, _: &mut Outbox<Never>) {
+        match message {}
     }
 }

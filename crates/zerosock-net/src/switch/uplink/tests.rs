@@ -11,7 +11,7 @@ use zerosock_sys::notify::Notifier;
 use zerosock_virtio::poller::Poller;
 
 use super::super::device::SwitchDevice;
-use super::super::frames::{Bytes, Pieces};
+use super::super::frames::Batch;
 use super::*;
 
 /// What a back-end does, and has done.
@@ -82,7 +82,7 @@ impl Backend for Scripted {
         self.0.lock().unwrap().room > 0
     }
 
-    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) {
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) -> bool {
         match message {}
     }
 
@@ -120,8 +120,8 @@ const HEADERS: usize = 54;
 const SEGMENT: usize = 1000;
 const SEGMENTS: usize = 60;
 
-/// A TSO frame of a guest, in its memory.
-fn tso(memory: &Arc<Memory>, number: u64) -> Forwarded {
+/// Adds a TSO frame of a guest, in its memory, to a batch.
+fn add_tso(batch: &mut Batch, memory: &Arc<Memory>) {
     let mut header = Header::default();
     header.set_flags(NEEDS_CSUM);
     header.set_csum_start(34);
@@ -142,17 +142,7 @@ fn tso(memory: &Arc<Memory>, number: u64) -> Forwarded {
         skip: ADDRESSES_LEN,
         slices: &[],
     };
-    Forwarded {
-        header,
-        len,
-        addresses,
-        rest: Bytes::Lent {
-            from: GUEST,
-            number,
-            memory: Arc::clone(memory),
-            pieces: Pieces::of(&frame),
-        },
-    }
+    batch.push(&frame, &addresses);
 }
 
 /// Memory with the headers of TCP over IPv4 in front of zeroes.
@@ -176,28 +166,32 @@ fn memory() -> Arc<Memory> {
     Arc::new(memory)
 }
 
+/// Uncut frames have 1 MiB of room.
 #[test]
-fn tso_frames_keep_the_buffers_of_their_sender_until_there_is_room_for_them() {
-    const FRAMES: usize = 40;
+fn tso_frames_wait_uncut_and_their_sender_gets_its_buffers_back() {
+    const FRAMES: usize = 20;
+    const WAITING: usize = (1 << 20) / (HEADERS + SEGMENTS * SEGMENT);
     let (mut uplink, script) = uplink();
     let memory = memory();
     let now = Instant::ZERO;
-    for number in 0..FRAMES {
-        uplink.push(tso(&memory, number as u64), now);
-    }
-    for room in [0, 10, 10] {
-        script.lock().unwrap().room = room;
-        assert!(!uplink.send(now));
-        // Only the first one was cut.
-        assert_eq!(uplink.sender.out.len(), 1);
+    let mut batch = Batch::new(GUEST);
+    (0..FRAMES).for_each(|_| add_tso(&mut batch, &memory));
+    let mut outbox = Outbox::new(0);
+    uplink.inbox.put(batch);
+    uplink.send(now);
+    uplink.finish(&mut outbox);
+    assert!(outbox.pop_local().is_some_and(|(to, _)| to == GUEST.number));
+    for _ in 0..2 {
+        script.lock().unwrap().room = 10;
+        uplink.send(now);
     }
     assert_eq!(script.lock().unwrap().sent, [HEADERS + SEGMENT; 20]);
     script.lock().unwrap().room = usize::MAX;
-    while uplink.send(now) {}
-    assert_eq!(script.lock().unwrap().sent.len(), FRAMES * SEGMENTS);
-    assert_eq!(uplink.sender.out.len(), FRAMES);
-    assert_eq!(uplink.tally.tx_refused, 0);
-    assert_eq!(uplink.tally.tx_frames, (FRAMES * SEGMENTS) as u64);
+    uplink.send(now);
+    // The first one was cut before the others waited.
+    assert_eq!(script.lock().unwrap().sent.len(), (1 + WAITING) * SEGMENTS);
+    assert_eq!(uplink.tally.tx_refused, (FRAMES - 1 - WAITING) as u64);
+    assert_eq!(uplink.tally.tx_frames, ((1 + WAITING) * SEGMENTS) as u64);
 }
 
 #[test]

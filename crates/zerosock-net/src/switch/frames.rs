@@ -14,8 +14,8 @@ use crate::backend::{ADDRESSES_LEN, Addresses, Frame, MAX_PIECES};
 
 /// Frames that wait at a port, at most.
 const MAX_WAITING: usize = 1024;
-/// Bytes of them.
-const MAX_WAITING_BYTES: usize = 1 << 20;
+/// Bytes of them: what one TCP connection of Linux has in flight at most by default (`tcp_wmem`).
+const MAX_WAITING_BYTES: usize = 4 << 20;
 /// Pieces for which an empty batch keeps its allocation.
 const MAX_SPARE: usize = 1024;
 

@@ -292,14 +292,14 @@ fn a_guest_that_never_refills_stops_no_other() {
         b.post(0, &[1536]);
         assert_eq!(b.receive(0).1, numbered(number));
     }
-    // A long frame has its share of room: 1 MiB for all.
-    for seed in 0..40 {
+    // A long frame has its share of room: 4 MiB for all.
+    for seed in 0..100 {
         let sent = frame(mac(1), mac(0), 60_000, seed);
         a.send(0, &Header::default(), &sent, &[]);
         a.wait_sent(0);
     }
     wait_until("the last ones are dropped", || {
-        lan.stats(1).rx_no_room == u64::from(SENT - WAITING) + 40 - (1 << 20) / 60_000
+        lan.stats(1).rx_no_room == u64::from(SENT - WAITING) + 100 - (4 << 20) / 60_000
     });
     lan.server.shutdown();
 }

@@ -166,11 +166,11 @@ fn memory() -> Arc<Memory> {
     Arc::new(memory)
 }
 
-/// Uncut frames have 1 MiB of room.
+/// Uncut frames have 4 MiB of room.
 #[test]
 fn tso_frames_wait_uncut_and_their_sender_gets_its_buffers_back() {
-    const FRAMES: usize = 20;
-    const WAITING: usize = (1 << 20) / (HEADERS + SEGMENTS * SEGMENT);
+    const FRAMES: usize = 90;
+    const WAITING: usize = (4 << 20) / (HEADERS + SEGMENTS * SEGMENT);
     let (mut uplink, script) = uplink();
     let memory = memory();
     let now = Instant::ZERO;

@@ -4,7 +4,8 @@
 //! # Invariants
 //!
 //! - The workers' routes are snapshots of the registry's, sent in the order of the changes.
-//! - An address is reused only after the workers have removed the device.
+//! - An address is reused only after the workers have removed the device. It has a generation, so that
+//!   a late message reaches no successor.
 //!
 //! The registry only sends messages to workers, so it serves workers with threads of their own and a
 //! worker that the embedding program drives.

@@ -4,7 +4,8 @@
 //! ([`client::Client::connect`]). It gets one end of a vhost-user connection, over which it acts as
 //! a driver ([`Driver::attach_over`](crate::driver::Driver::attach_over)). The socket of the
 //! request stays open as its control connection: when that closes, the CID and the name become
-//! free. docs/attach.md describes the protocol.
+//! free. To the workers such a process is a VM like any other, except that its memory has to be sealed
+//! against shrinking. docs/attach.md describes the protocol.
 //!
 //! - `codec`: the messages, pure functions;
 //! - `client`: the side of the process;

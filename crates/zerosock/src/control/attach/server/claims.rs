@@ -6,6 +6,8 @@
 //!   its route.
 //! - When a claim is answered, connections to its ports reach the service.
 //! - A request gets all of its ports or none.
+//! - A service has CID 2, as host programs have. The routes find it by the port that it has claimed,
+//!   and its device refuses connections from other ports, so that a reply has one place to go.
 
 use std::collections::BTreeSet;
 use std::time::Instant;

@@ -237,6 +237,35 @@ fn the_service_manager_hears_ready_watchdog_and_stopping() {
     assert_eq!(running.finish().code, Some(0));
 }
 
+/// The example that `make install` puts into /etc/zerosock, with the command line of the unit.
+#[test]
+fn the_example_configuration_is_served() {
+    let dir = TestDir::new();
+    let dist = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../dist");
+    let example = fs::read_to_string(dist.join("vms.yaml")).unwrap();
+    let run = dir.at("").display().to_string();
+    fs::write(dir.at("vms.yaml"), example.replace("/run/zerosock/", &run)).unwrap();
+    let unit = fs::read_to_string(dist.join("zerosock.service")).unwrap();
+    let unit = unit.replace("\\\n", " ");
+    let start = unit
+        .lines()
+        .find_map(|line| line.strip_prefix("ExecStart="));
+    let mut words = start.unwrap().split_whitespace();
+    assert_eq!(words.next(), Some("/usr/local/bin/zerosock"));
+    // The group kvm may be missing here.
+    let words = words.map(|word| match word {
+        "/etc/zerosock/vms.yaml" => dir.at("vms.yaml").display().to_string(),
+        "kvm" => rustix::process::getegid().as_raw().to_string(),
+        other => other.to_owned(),
+    });
+    let running = Running::start(zerosock().args(words));
+    wait_for_socket(&dir.at("3.vhost"));
+    wait_for_socket(&dir.at("3.vsock"));
+    running.signal("TERM");
+    let ended = running.finish();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+}
+
 /// Starts `command` with one or two sockets as descriptors 3 and 4, as systemd does.
 ///
 /// A shell gets them as its standard input and output, moves them, says its own process id, and

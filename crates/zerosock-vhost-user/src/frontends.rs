@@ -105,7 +105,7 @@ pub struct FrontendRegistry {
     pub(super) closed: Vec<usize>,
     /// The earliest deadline of a VM, or an earlier time.
     pub(super) deadline: Option<Instant>,
-    limits: [Arc<LogLimit>; 2],
+    limits: [Arc<LogLimit>; 3],
 }
 
 impl FrontendRegistry {
@@ -152,7 +152,7 @@ impl FrontendRegistry {
         &mut self,
         spec: VmSpec,
         counters: Arc<Counters>,
-        limits: [Arc<LogLimit>; 2],
+        limits: [Arc<LogLimit>; 3],
     ) -> io::Result<usize> {
         while self.vms.contains_key(&self.next_vm) {
             self.next_vm = (self.next_vm + 1) % VMS;

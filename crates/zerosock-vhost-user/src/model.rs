@@ -33,6 +33,12 @@ pub trait DeviceModel: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Whether a driver makes buffers available as soon as its queues run. If it does not, its memory is
+    /// probably not shared, and the log says so.
+    fn is_given_buffers_at_once(&self) -> bool {
+        false
+    }
+
     /// The largest number of queues that a driver can use.
     fn max_queues(&self) -> u16;
 

@@ -15,9 +15,10 @@
 //! The table of requests, with their sizes, descriptors and handlers, is in `session/requests.rs`, the
 //! log of written pages in `session/log.rs`, the requests of network devices in `session/network.rs`,
 //! and the device status in `session/status.rs`; what a session knows of its front-end in
-//! `session/state.rs`.
+//! `session/state.rs`, and what the log says about the driver in `session/driver.rs`.
 
 mod arguments;
+mod driver;
 mod log;
 mod network;
 mod requests;
@@ -186,8 +187,9 @@ impl Session {
                 self.mtu = Some(mtu);
                 self.config = config;
             }
-            OnDone::Memory(slots, end) => {
+            OnDone::Memory(slots, end, memory) => {
                 self.has_memory = true;
+                self.memory = memory;
                 self.slots = slots;
                 self.memory_end = end;
             }

@@ -42,6 +42,9 @@ const ACCEPT_BUDGET: usize = 8;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 /// How long a front-end that has sent no message keeps another one waiting.
 const SILENCE: Duration = Duration::from_secs(10);
+/// How long a driver has to put the first buffer into a queue, before the log says that its memory is
+/// probably not shared.
+const FIRST_BUFFER: Duration = Duration::from_secs(2);
 /// How long a front-end may leave a reply unread.
 const REPLY_LIMIT: Duration = Duration::from_secs(10);
 
@@ -73,9 +76,11 @@ pub(super) struct Vm {
     /// Number of the last connection.
     connection: u64,
     /// Limits for faults of front-ends, and for connects and disconnects. They are separate so that
-    /// neither hides the other.
+    /// none hides another.
     warnings: Arc<LogLimit>,
     arrivals: Arc<LogLimit>,
+    /// A limit for lines about the driver, which a guest can cause without its front-end.
+    drivers: Arc<LogLimit>,
 }
 
 enum Front {
@@ -107,6 +112,16 @@ pub(super) struct Connection {
     has_sent_message: bool,
     /// Since when the connection is read; `None` until the worker has answered `Connected`.
     read_since: Option<Instant>,
+    driver: Driver,
+}
+
+/// The driver, for the log.
+enum Driver {
+    /// The queues that it needs do not run.
+    Away,
+    /// They run since then, and whether there is a buffer in one is not known yet.
+    Began(Instant),
+    Ready,
 }
 
 impl Drop for Connection {
@@ -163,7 +178,7 @@ impl Vm {
         index: usize,
         mail: MailSender,
         counters: Arc<Counters>,
-        [warnings, arrivals]: [Arc<LogLimit>; 2],
+        [warnings, arrivals, drivers]: [Arc<LogLimit>; 3],
     ) -> io::Result<Vm> {
         let (listener, only) = match spec.socket {
             FrontendSocket::Listener(listener) => {
@@ -197,6 +212,7 @@ impl Vm {
             connection: 0,
             warnings,
             arrivals,
+            drivers,
         };
         if let Some(socket) = only {
             vm.connect(socket);
@@ -302,10 +318,26 @@ impl Vm {
     }
 
     /// When [`Vm::time_passed`] is to be called next: accepting resumes, a silent front-end gives
-    /// way to another one, or a reply has not been read for too long.
+    /// way to another one, a reply has not been read for too long, or a driver has had the time to put
+    /// a buffer into its queues.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        let of_front = self.front_deadline();
-        of_front.into_iter().chain(self.accept_paused_until).min()
+        let deadlines = [
+            self.front_deadline(),
+            self.driver_deadline(),
+            self.accept_paused_until,
+        ];
+        deadlines.into_iter().flatten().min()
+    }
+
+    /// When the log is to say that the driver has put nothing into its queues.
+    fn driver_deadline(&self) -> Option<Instant> {
+        match &self.front {
+            Front::Live(connection) => match connection.driver {
+                Driver::Began(since) => Some(since + FIRST_BUFFER),
+                Driver::Away | Driver::Ready => None,
+            },
+            Front::Idle | Front::Draining(_) => None,
+        }
     }
 
     fn front_deadline(&self) -> Option<Instant> {
@@ -337,6 +369,9 @@ impl Vm {
     pub(super) fn time_passed(&mut self, now: Instant) {
         if self.accept_paused_until.is_some_and(|until| now >= until) {
             self.accept_paused_until = None;
+        }
+        if self.driver_deadline().is_some_and(|at| now >= at) {
+            self.check_first_buffer();
         }
         if let Front::Live(connection) = &self.front
             && let Some(since) = connection.stalled_since
@@ -397,12 +432,17 @@ impl Vm {
             waiting: Some(waiting),
             has_sent_message: false,
             read_since: None,
+            driver: Driver::Away,
         }));
     }
 
     /// Closes the connection, if there is one, and submits `Disconnected`.
     pub(super) fn disconnect(&mut self, reason: &str) {
-        if let Front::Live(_) = self.front {
+        if let Front::Live(connection) = &mut self.front {
+            if !matches!(connection.driver, Driver::Away) {
+                connection.driver = Driver::Away;
+                self.log_driver_gone(reason);
+            }
             if let Some(suppressed) = self.arrivals.admit(Instant::now()) {
                 tracing::info!(
                     vm = %self.name, reason, suppressed, "front-end disconnected"
@@ -564,6 +604,54 @@ impl Vm {
                 }
             }
             Step::Close => self.disconnect("a request with a reply of its own failed"),
+        }
+        self.note_driver();
+    }
+
+    /// Logs that the driver has become ready, or has gone.
+    fn note_driver(&mut self) {
+        let Front::Live(connection) = &mut self.front else {
+            return;
+        };
+        let session = &connection.session;
+        match (&connection.driver, session.is_driver_ready()) {
+            (Driver::Away, true) => {
+                connection.driver = Driver::Began(Instant::now());
+                if let Some(suppressed) = self.drivers.admit(Instant::now()) {
+                    let features = session.accepted_features();
+                    let queues = session.running_queues();
+                    tracing::info!(
+                        vm = %self.name, features, queues, suppressed, "driver ready"
+                    );
+                }
+            }
+            (Driver::Began(_) | Driver::Ready, false) => {
+                connection.driver = Driver::Away;
+                self.log_driver_gone("a queue was stopped, or the device was reset");
+            }
+            _ => {}
+        }
+    }
+
+    fn log_driver_gone(&self, reason: &str) {
+        if let Some(suppressed) = self.drivers.admit(Instant::now()) {
+            tracing::info!(vm = %self.name, reason, suppressed, "driver gone");
+        }
+    }
+
+    /// Warns if the driver has put nothing into its queues.
+    fn check_first_buffer(&mut self) {
+        let Front::Live(connection) = &mut self.front else {
+            return;
+        };
+        connection.driver = Driver::Ready;
+        if connection.session.is_driver_silent() {
+            self.warn(&format!(
+                "the queues run, and there has been no buffer in them for {} s: the guest's memory is \
+                 probably not shared; with QEMU add share=on to -object memory-backend-file, or use \
+                 memory-backend-memfd",
+                FIRST_BUFFER.as_secs()
+            ));
         }
     }
 

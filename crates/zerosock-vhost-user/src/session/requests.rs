@@ -444,7 +444,11 @@ fn set_vring_kick(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
         .addresses
         .ok_or_else(|| incomplete("its addresses are set"))?;
     if !has_memory {
-        return Err(incomplete("there is memory"));
+        let text = format!(
+            "queue {index} is started, and there is no memory: it is not shared; with QEMU add \
+             -object memory-backend-memfd,id=mem,size=SIZE,share=on -numa node,memdev=mem"
+        );
+        return Err((Fault::Order, text));
     }
     let config = QueueConfig {
         size,

@@ -3,7 +3,7 @@
 //! The handlers in `requests` read and change it before a request is answered,
 //! [`Session::handle_message`] and [`Session::handle_reply`] after that.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use vhost::vhost_user::message::{VhostUserProtocolFeatures as Protocol, VhostUserVirtioFeatures};
 use zerosock_ring::{DirtyLog, Memory, QueueConfig, RegionConfig};
@@ -55,8 +55,8 @@ pub(super) enum OnDone {
     Log(Arc<DirtyLog>, Vec<u8>),
     /// Where writes into the used ring of this queue are marked.
     UsedLog(u16, Option<u64>),
-    /// The slots, and the guest address behind the memory.
-    Memory(Vec<Slot>, u64),
+    /// The slots, the guest address behind the memory, and the memory.
+    Memory(Vec<Slot>, u64, Weak<Memory>),
     Start(u16),
     Stop(u16),
     Enable(u16, bool),
@@ -112,6 +112,8 @@ pub struct Session {
     pub(super) features: u64,
     pub(super) protocol: Protocol,
     pub(super) has_memory: bool,
+    /// The memory that the worker has. It is not kept mapped by this.
+    pub(super) memory: Weak<Memory>,
     pub(super) slots: Vec<Slot>,
     /// The guest address behind the memory.
     pub(super) memory_end: u64,
@@ -158,6 +160,7 @@ impl Session {
             features: 0,
             protocol: Protocol::empty(),
             has_memory: false,
+            memory: Weak::new(),
             slots: Vec::new(),
             memory_end: 0,
             log: None,
@@ -225,16 +228,6 @@ impl Session {
     /// The virtio features that are offered to this front-end's driver.
     pub(super) fn offered(&self) -> u64 {
         self.model.features() | F_LOG_ALL | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
-    }
-
-    /// The names of virtio features, for the log.
-    pub(super) fn feature_names(&self, features: u64) -> String {
-        let bits = (0..u64::BITS).filter(|bit| features & 1 << bit != 0);
-        let names = bits.map(|bit| match self.model.feature_name(bit) {
-            Some(name) => name.to_owned(),
-            None => format!("bit {bit}"),
-        });
-        names.collect::<Vec<_>>().join(", ")
     }
 
     pub(super) fn queue(&mut self, index: u32) -> Result<(u16, &mut Queue), Denied> {
@@ -319,10 +312,9 @@ impl Session {
         if self.is_logging() && self.any_started() {
             self.check_log(end)?;
         }
-        Ok(Accepted::Command(
-            DeviceCommand::SetMemory(Arc::new(memory)),
-            OnDone::Memory(kept, end),
-        ))
+        let memory = Arc::new(memory);
+        let on_done = OnDone::Memory(kept, end, Arc::downgrade(&memory));
+        Ok(Accepted::Command(DeviceCommand::SetMemory(memory), on_done))
     }
 
     pub(super) fn check_seal(

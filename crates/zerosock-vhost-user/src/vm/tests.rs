@@ -8,11 +8,20 @@ use zerosock_sys::account::Budget;
 use super::super::mailbox::{Mail, Mailbox};
 use super::*;
 
-struct Port;
+/// Keeps the memory, as a worker does.
+#[derive(Default)]
+struct Port(Option<Arc<zerosock_ring::Memory>>);
 
 impl DevicePort for Port {
-    fn submit(&mut self, _: DeviceCommand, reply: Reply) {
-        reply.done();
+    fn submit(&mut self, command: DeviceCommand, reply: Reply) {
+        match command {
+            DeviceCommand::StopQueue { .. } => reply.base(0),
+            DeviceCommand::SetMemory(memory) => {
+                self.0 = Some(memory);
+                reply.done();
+            }
+            _ => reply.done(),
+        }
     }
 }
 
@@ -31,6 +40,10 @@ struct TestModel;
 impl DeviceModel for TestModel {
     fn features(&self) -> u64 {
         0
+    }
+
+    fn is_given_buffers_at_once(&self) -> bool {
+        true
     }
 
     fn max_queues(&self) -> u16 {
@@ -55,7 +68,7 @@ impl Harness {
             max_queue_size: 128,
             sealed_memory: false,
             account: Budget::unlimited().account(),
-            port: Box::new(Port),
+            port: Box::new(Port::default()),
         };
         let vm = Vm::new(spec, 0, mail, counters.clone(), Default::default()).unwrap();
         Harness {
@@ -197,4 +210,125 @@ fn a_waiting_front_end_that_hung_up_is_replaced_by_the_next() {
     lab.pass(SILENCE);
     assert!(!is_open(&silent) && is_open(&waiting));
     assert_eq!(lab.faults(Fault::Busy), 0);
+}
+
+/// The lines that the log of this thread gets while `work` runs.
+fn logged(work: impl FnOnce()) -> String {
+    #[derive(Clone, Default)]
+    struct Lines(Arc<std::sync::Mutex<Vec<u8>>>);
+    impl Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let lines = Lines::default();
+    let writer = lines.clone();
+    let subscriber = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(move || writer.clone())
+        .finish();
+    tracing::subscriber::with_default(subscriber, work);
+    let bytes = lines.0.lock().unwrap();
+    String::from_utf8(bytes.clone()).unwrap()
+}
+
+const USER: u64 = 0x7000_0000;
+
+/// A message of this request: header, then words of 64 bits.
+fn message(request: u32, words: &[u64]) -> Vec<u8> {
+    let size = 8 * words.len() as u32;
+    let header = [request, 1, size];
+    let mut bytes: Vec<u8> = header.iter().flat_map(|word| word.to_ne_bytes()).collect();
+    bytes.extend(words.iter().flat_map(|word| word.to_ne_bytes()));
+    bytes
+}
+
+impl Harness {
+    /// Sends a message of the front-end and lets the VM handle it.
+    fn send(&mut self, front: &UnixStream, message: &[u8], fds: &[std::os::fd::BorrowedFd<'_>]) {
+        fd_passing::send(front, &[IoSlice::new(message)], fds).unwrap();
+        self.vm.handle_ready(false);
+        self.take_mail();
+    }
+
+    /// Starts queues 0 and 1 of a driver with this memory, or with none.
+    fn start_queues(&mut self, front: &UnixStream, memory: Option<&OwnedFd>) {
+        self.send(front, &message(2, &[0]), &[]);
+        if let Some(memory) = memory {
+            // One region: guest address, size, user address, offset.
+            let table = message(5, &[1, 0, 1 << 20, USER, 0]);
+            self.send(front, &table, &[memory.as_fd()]);
+        }
+        for queue in 0..2_u64 {
+            let at = USER + 0x10000 * queue;
+            self.send(front, &message(8, &[queue | 128 << 32]), &[]);
+            let rings = message(9, &[queue, at, at + 0x2000, at + 0x1000, 0]);
+            self.send(front, &rings, &[]);
+            let kick = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+            self.send(front, &message(12, &[queue]), &[kick.as_fd()]);
+        }
+    }
+}
+
+fn guest_memory() -> OwnedFd {
+    zerosock_sys::memfd::create("guest", 1 << 20, true).unwrap()
+}
+
+#[test]
+fn the_log_says_when_a_driver_is_ready_and_when_it_goes() {
+    let mut lab = Harness::new();
+    let front = lab.connect();
+    let memory = guest_memory();
+    let said = logged(|| lab.start_queues(&front, Some(&memory)));
+    assert_eq!(said.matches("driver ready").count(), 1, "{said}");
+    assert!(said.contains("INFO") && said.contains("queues=2"), "{said}");
+    // GET_VRING_BASE of both queues.
+    let said = logged(|| {
+        lab.send(&front, &message(11, &[0]), &[]);
+        lab.send(&front, &message(11, &[1]), &[]);
+    });
+    assert_eq!(said.matches("driver gone").count(), 1, "{said}");
+    lab.start_queues(&front, Some(&memory));
+    drop(front);
+    let said = logged(|| lab.vm.handle_ready(false));
+    assert!(said.contains("driver gone"), "{said}");
+}
+
+/// As QEMU with memory-backend-file and without share=on: the rings here stay as they were.
+#[test]
+fn the_log_names_memory_that_is_not_shared() {
+    let mut lab = Harness::new();
+    let front = lab.connect();
+    let memory = guest_memory();
+    lab.start_queues(&front, Some(&memory));
+    assert!(lab.vm.deadline().is_some());
+    let said = logged(|| lab.pass(FIRST_BUFFER / 2));
+    assert_eq!(said, "", "not before its time");
+    let said = logged(|| lab.pass(FIRST_BUFFER));
+    assert!(said.contains("WARN") && said.contains("share=on"), "{said}");
+    assert_eq!(lab.vm.deadline(), None);
+    drop(front);
+    lab.vm.handle_ready(false);
+    lab.take_mail();
+    // A driver that has put a buffer into the first queue: the index of its available ring.
+    let front = lab.connect();
+    rustix::io::pwrite(&memory, &1_u16.to_le_bytes(), 0x1002).unwrap();
+    lab.start_queues(&front, Some(&memory));
+    let said = logged(|| lab.pass(FIRST_BUFFER));
+    assert_eq!(said, "");
+}
+
+/// As QEMU without a memory backend: it sends no memory.
+#[test]
+fn the_log_names_memory_that_is_missing() {
+    let mut lab = Harness::new();
+    let front = lab.connect();
+    let said = logged(|| lab.start_queues(&front, None));
+    assert!(
+        said.contains("there is no memory") && said.contains("share=on"),
+        "{said}"
+    );
 }

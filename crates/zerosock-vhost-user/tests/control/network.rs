@@ -280,7 +280,7 @@ fn the_refusal_of_features_has_their_names() {
     assert!(matches!(outcome.step, Step::Close));
     assert_eq!(
         outcome.refusal.unwrap().text,
-        "SET_FEATURES: features that were not offered: SEGMENTATION, bit 40"
+        "SET_FEATURES: features that were not offered: SEGMENTATION, RING_RESET"
     );
 }
 

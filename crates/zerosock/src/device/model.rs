@@ -13,6 +13,16 @@ use zerosock_vhost_user::{ConfigWrite, DeviceModel, Fault};
 const FEATURES: u64 =
     F_STREAM | F_SEQPACKET | F_DGRAM | F_DGRAM_FLOW | F_INDIRECT_DESC | F_EVENT_IDX | F_VERSION_1;
 
+/// The names of the features of vsock, for the log.
+const FEATURE_NAMES: &[(u64, &str)] = &[
+    (F_STREAM, "STREAM"),
+    (F_SEQPACKET, "SEQPACKET"),
+    (1 << 2, "NO_IMPLIED_STREAM"),
+    (F_DGRAM, "DGRAM"),
+    (F_DGRAM_FLOW, "DGRAM_FLOW"),
+    (F_PAIRS, "PAIRS"),
+];
+
 /// Offset of the number of queue pairs in use, an le16, in the configuration space.
 const USED_PAIRS: usize = 10;
 
@@ -41,6 +51,16 @@ impl DeviceModel for VsockModel {
             QueuePairs::ONE => FEATURES,
             _ => FEATURES | F_PAIRS,
         }
+    }
+
+    fn feature_name(&self, bit: u32) -> Option<&'static str> {
+        let names = FEATURE_NAMES.iter();
+        let mut found = names.filter(|(feature, _)| *feature == 1 << bit);
+        found.next().map(|(_, name)| *name)
+    }
+
+    fn is_given_buffers_at_once(&self) -> bool {
+        true
     }
 
     fn max_queues(&self) -> u16 {

@@ -5,7 +5,7 @@ TARGET := x86_64-unknown-linux-gnu
 BUILD_DIR := $(or $(CARGO_TARGET_DIR),target)
 STATIC := $(BUILD_DIR)/$(TARGET)/release/zerosock
 
-.PHONY: help demo test bench bench-vm lint static
+.PHONY: help demo test bench bench-vm lint static install
 
 help:
 	@echo "make demo     boot a stock Linux guest, stream a file both ways, print a short table"
@@ -17,6 +17,8 @@ help:
 	@echo "make bench-vm a stock guest under QEMU, side by side with vhost-device-vsock"
 	@echo "make lint     rustfmt, clippy, rustdoc, layers of crates, prose, licences"
 	@echo "make static   the static binary: $(STATIC)"
+	@echo "make install  as root: the command, the units of systemd, their user, an example of vms.yaml"
+	@echo "              (DESTDIR=, PREFIX=/usr/local; builds nothing that is there)"
 
 demo:
 	@scripts/need demo
@@ -45,3 +47,22 @@ static:
 	@scripts/need build
 	RUSTFLAGS="-C target-feature=+crt-static" \
 		cargo build --release --target $(TARGET) -p zerosock-cli
+
+# The units name /usr/local/bin/zerosock; another PREFIX is put into them. A vms.yaml that is there stays.
+PREFIX := /usr/local
+UNITS := $(DESTDIR)/etc/systemd/system
+BINARY := $(BUILD_DIR)/release/zerosock
+
+$(BINARY):
+	@scripts/need build
+	cargo build --release -p zerosock-cli
+
+install: $(BINARY)
+	install -D -m 755 $(BINARY) $(DESTDIR)$(PREFIX)/bin/zerosock
+	install -d $(UNITS)
+	for unit in zerosock.service zerosock@.service zerosock@.socket; do \
+		sed 's,/usr/local/bin/,$(PREFIX)/bin/,' dist/$$unit > $(UNITS)/$$unit && chmod 644 $(UNITS)/$$unit || exit 1; \
+	done
+	install -D -m 644 dist/sysusers.conf $(DESTDIR)/usr/lib/sysusers.d/zerosock.conf
+	test -e $(DESTDIR)/etc/zerosock/vms.yaml || install -D -m 644 dist/vms.yaml $(DESTDIR)/etc/zerosock/vms.yaml
+	@if [ -z "$(DESTDIR)" ]; then systemd-sysusers zerosock.conf && systemctl daemon-reload; fi

@@ -430,3 +430,57 @@ fn shrinkable_memory_is_refused_with_an_error_that_names_the_seal() {
     running.signal("TERM");
     assert_eq!(running.finish().code, Some(0));
 }
+
+/// The lines of standard error at a level.
+fn lines_of(stderr: &str, level: &str) -> Vec<String> {
+    let of_level = stderr.lines().filter(|line| line.contains(level));
+    of_level.map(str::to_owned).collect()
+}
+
+#[test]
+fn a_stop_with_drivers_that_run_warns_of_nothing() {
+    let dir = TestDir::new();
+    let attach = dir.at("attach");
+    let running = Running::start(dir.serve().arg("--attach-socket").arg(&attach));
+    wait_for_socket(&dir.at("hybrid"));
+    let vm = zerosock::vsock::Endpoint::builder().attach_device(dir.at("control"));
+    let process = zerosock::vsock::Endpoint::attach(&attach);
+    wait_until("both drivers to be ready", || {
+        running.stderr().matches("driver ready").count() == 2
+    });
+    running.signal("TERM");
+    let ended = running.finish();
+    assert_eq!(ended.code, Some(0));
+    assert_eq!(lines_of(&ended.stderr, "WARN"), [""; 0], "{}", ended.stderr);
+    assert_eq!(lines_of(&ended.stderr, "ERROR"), [""; 0]);
+    drop((vm, process));
+}
+
+#[test]
+fn the_log_names_the_users_that_may_attach() {
+    let dir = TestDir::new();
+    let mut serve = dir.serve();
+    serve.arg("--attach-socket").arg(dir.at("attach"));
+    let running = Running::start(serve.args(["--service-uid", "4711"]));
+    wait_for_socket(&dir.at("hybrid"));
+    let uid = rustix::process::geteuid().as_raw();
+    let line = format!("uids=[{uid}] service_uids=[4711]");
+    wait_until("the line", || running.stderr().contains(&line));
+}
+
+#[test]
+fn a_process_whose_user_is_not_listed_is_told_of_the_option() {
+    let dir = TestDir::new();
+    let attach = dir.at("attach");
+    let uid = rustix::process::geteuid().as_raw();
+    let mut serve = dir.serve();
+    serve.arg("--attach-socket").arg(&attach);
+    let running = Running::start(serve.args(["--attach-uid", "4711", "--service-uid", "4711"]));
+    wait_until("it to serve", || {
+        running.stderr().contains("processes may attach")
+    });
+    let option = format!("add --attach-uid {uid}");
+    let error = zerosock::vsock::Endpoint::attach(&attach).unwrap_err();
+    assert!(error.to_string().contains(&option), "{error}");
+    wait_until("the line", || running.stderr().contains(&option));
+}

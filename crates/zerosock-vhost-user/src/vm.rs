@@ -71,6 +71,8 @@ pub(super) struct Vm {
     /// The next front-end: it waits until the device of the previous one is drained, or until the
     /// connected one, which has sent no message, reaches [`SILENCE`].
     next: Option<PeerFd>,
+    /// Whether the control thread ends.
+    ending: bool,
     /// Sequence number of the last command.
     sequence: u64,
     /// Number of the last connection.
@@ -208,6 +210,7 @@ impl Vm {
             counters,
             front: Front::Idle,
             next: None,
+            ending: false,
             sequence: 0,
             connection: 0,
             warnings,
@@ -465,6 +468,7 @@ impl Vm {
     pub(super) fn end(&mut self) {
         (self.accept_paused_until, self.listener_watched) = (None, true);
         self.next = None;
+        self.ending = true;
         self.disconnect("the device is shut down");
     }
 
@@ -500,7 +504,10 @@ impl Vm {
                 }
             }
             Front::Draining(last) if *last == sequence => {
-                if let DeviceReply::Failed(reason) = reply {
+                // A worker that has ended before does not answer, and has released all devices.
+                if let DeviceReply::Failed(reason) = reply
+                    && !self.ending
+                {
                     self.warn(&format!(
                         "the worker failed to release the device: {reason}"
                     ));

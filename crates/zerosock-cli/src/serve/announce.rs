@@ -7,6 +7,7 @@ use tracing::{info, warn};
 use zerosock::daemon::Shares;
 use zerosock::forward::RuleStats;
 
+use super::attach::Attach;
 use super::settings::{Host, Vm};
 use crate::sockets;
 
@@ -42,6 +43,20 @@ pub(super) fn announce(vm: &Vm) {
             info!(cid = vm.cid, %socket, forward_cid = cid, forward_listen = ?listen, "serving");
         }
     }
+}
+
+/// Logs where processes may attach, and which users.
+pub(super) fn announce_attach(attach: &Attach) {
+    let or_own = |uids: &[u32]| match uids {
+        [] => vec![rustix::process::geteuid().as_raw()],
+        listed => listed.to_vec(),
+    };
+    info!(
+        socket = %attach.socket.display(),
+        uids = ?or_own(&attach.uids),
+        service_uids = ?or_own(&attach.service_uids),
+        "processes may attach"
+    );
 }
 
 /// Logs the counters of a forwarding rule.

@@ -31,7 +31,7 @@ use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock::daemon::Daemon;
 
-use self::announce::{announce, announce_rule, announce_shares, notify};
+use self::announce::{announce, announce_attach, announce_rule, announce_shares, notify};
 use self::args::ServeArgs;
 use self::claim::claim_sockets;
 use self::error::ServeError;
@@ -53,9 +53,7 @@ pub(crate) fn main(args: ServeArgs) -> Result<(), Failure> {
 
 fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     let mut signals = Signals::catch().map_err(ServeError::Signals)?;
-    if args.config.is_some() {
-        signals.catch_hangup().map_err(ServeError::Signals)?;
-    }
+    signals.catch_hangup().map_err(ServeError::Signals)?;
     raise_descriptor_limit();
     let claimed = claim_sockets(&settings)?;
     let networks = networks::open(&settings)?;
@@ -77,7 +75,7 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
         announce(vm);
     }
     if let Some(attach) = &settings.attach {
-        info!(socket = %attach.socket.display(), uids = ?attach.uids, "processes may attach");
+        announce_attach(attach);
     }
     for rule in daemon.forward_stats() {
         info!(rule = rule.rule, "forwarding");
@@ -91,6 +89,9 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     let mut watchdog = Watchdog::new();
     let check_networks = || networks.check();
     let signal = wait_for_signal(&signals, &daemon, &mut watchdog, check_networks, || {
+        if args.config.is_none() {
+            return warn!("SIGHUP: nothing is reloaded: there is no file; give one with --config");
+        }
         // Both in one message: the service manager ignores either alone (sd_notify(3)).
         let now = NotifyState::monotonic_usec_now().ok();
         notify(&[[NotifyState::Reloading].as_slice(), now.as_slice()].concat());

@@ -59,7 +59,8 @@ pub enum AttachError {
         server: Version,
     },
     /// Our user may not attach, or may not attach as a service.
-    #[error("our user may not attach here; the server lists the users that may")]
+    #[error("user {} may not attach here; add --attach-uid {0} to the server, for a service --service-uid {0}", 
+        rustix::process::geteuid().as_raw())]
     NotPermitted,
     /// The port belongs to a service, possibly this one.
     #[error("port {0} of the host is taken")]

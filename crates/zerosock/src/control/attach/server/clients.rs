@@ -112,8 +112,9 @@ impl Server {
             Status::Full
         };
         self.directory.count_refusal();
+        let reason = reason_for(status, uid);
         self.warn(&format!(
-            "process {pid} of user {uid} is refused a connection: {status:?}"
+            "process {pid} of user {uid} is refused a connection: {reason}"
         ));
         send_last_answer(&socket, &Answer::refusal(status, Version::default()));
     }
@@ -147,9 +148,8 @@ impl Server {
         };
         self.directory.count_refusal();
         let (pid, uid, status) = (client.pid, client.uid, answer.status);
-        self.warn(&format!(
-            "process {pid} of user {uid} is refused: {status:?}"
-        ));
+        let reason = reason_for(status, uid);
+        self.warn(&format!("process {pid} of user {uid} is refused: {reason}"));
         send_last_answer(&client.socket, answer);
     }
 
@@ -243,5 +243,16 @@ mod tests {
         // Root has no special rights.
         assert!(!is_allowed(&[1000], 0));
         assert!(!is_allowed(&[], 0));
+    }
+}
+
+/// Why a process is refused, and for a user that is not listed, the option that lists it.
+fn reason_for(status: Status, uid: u32) -> String {
+    match status {
+        Status::NotPermitted => format!(
+            "its user is not listed; add --attach-uid {uid} (in the file: `uid` of `attach`), for a \
+             service --service-uid {uid}"
+        ),
+        other => format!("{other:?}"),
     }
 }

@@ -49,6 +49,22 @@ pub(crate) struct NcArgs {
     #[arg(short = 'd', long, conflicts_with_all = ["no_shutdown", "quit"])]
     pub(crate) no_stdin: bool,
 
+    /// Accept connections until SIGINT or SIGTERM, not only one
+    ///
+    /// Without --exec they are received one after the other, and nothing is sent. With --exec up to
+    /// 64 are served at once. --timeout is then the longest wait for bytes only.
+    #[arg(short, long, conflicts_with_all = ["dgram", "no_shutdown", "quit"])]
+    pub(crate) keep_open: bool,
+
+    /// Run this command by /bin/sh with the connection as its standard input and output
+    #[arg(
+        short,
+        long,
+        value_name = "COMMAND",
+        conflicts_with_all = ["dgram", "no_stdin", "no_shutdown", "quit"]
+    )]
+    pub(crate) exec: Option<String>,
+
     /// Keep the sending half open at the end of standard input
     #[arg(long)]
     pub(crate) no_shutdown: bool,
@@ -95,6 +111,9 @@ Examples:
   A file from host to guest:
     guest$  zerosock nc vsock-listen:1234 > copy
     host$   zerosock nc --retry hybrid:/tmp/vm3.vsock:1234 < file
+  A shell at port 1234 of a guest, for any number of connections:
+    guest$  zerosock nc --keep-open --exec /bin/sh vsock-listen:1234
+    host$   echo uname -a | zerosock nc hybrid:/tmp/vm3.vsock:1234
   A host service at port 1234 for all guests of a daemon:
     host$   zerosock nc service-listen:/run/zerosock/attach:1234
     guest$  zerosock nc vsock:2:1234

@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
-use zerosock::vsock::Endpoint;
+use zerosock::vsock::{Endpoint, Listener, SeqPacketListener};
 use zerosock::{Address, Cid, Port};
 
 use super::connection::{Connection, Kind, Transport};
@@ -51,49 +51,55 @@ pub(super) fn connect(
     connected.map_err(failed)
 }
 
-/// Attaches, calls `listening`, and waits for one connection to `port` or for the first datagram.
-/// Further connections are refused.
+/// Attaches, and listens on `port`.
 pub(super) fn listen(
     role: Role,
     path: &Path,
     port: u32,
-    transport: Transport,
+    backlog: i32,
+    left: Option<Duration>,
+) -> Result<Listener, ConnectError> {
+    let port = Port::new(port);
+    let endpoint = attach(role, path, &[port], left)?;
+    let failed = failed(format!("listening on port {port}"));
+    endpoint.listen(port, backlog as usize).map_err(failed)
+}
+
+/// As [`listen`], for messages.
+pub(super) fn listen_messages(
+    role: Role,
+    path: &Path,
+    port: u32,
+    backlog: i32,
+    left: Option<Duration>,
+) -> Result<SeqPacketListener, ConnectError> {
+    let port = Port::new(port);
+    let endpoint = attach(role, path, &[port], left)?;
+    let failed = failed(format!("listening on port {port}"));
+    endpoint
+        .listen_seqpacket(port, backlog as usize)
+        .map_err(failed)
+}
+
+/// Attaches, calls `listening`, and waits for the first datagram to `port`.
+pub(super) fn receive_datagrams(
+    role: Role,
+    path: &Path,
+    port: u32,
     left: Option<Duration>,
     listening: &impl Fn(),
 ) -> Result<Connection, ConnectError> {
     let port = Port::new(port);
     let endpoint = attach(role, path, &[port], left)?;
-    let what = match transport {
-        Transport::Connection(_) => "a connection",
-        Transport::Datagrams => "a datagram",
-    };
-    let waiting = format!("waiting for {what} to port {port}");
-    let failed = failed(waiting.clone());
+    let waiting = format!("waiting for a datagram to port {port}");
     // Duration::MAX is no limit in practice.
     let left = left.unwrap_or(Duration::MAX);
-    let accepted = match transport {
-        Transport::Connection(Kind::Bytes) => {
-            let listener = endpoint.listen(port, 1).map_err(&failed)?;
-            listening();
-            let accepted = listener.accept_timeout(left);
-            accepted.map(|(stream, _)| Connection::Stream(stream))
-        }
-        Transport::Connection(Kind::Messages) => {
-            let listener = endpoint.listen_seqpacket(port, 1).map_err(&failed)?;
-            listening();
-            let accepted = listener.accept_timeout(left);
-            accepted.map(|(connection, _)| Connection::Messages(connection))
-        }
-        Transport::Datagrams => {
-            Datagrams::listen(&endpoint, port, left, listening).map(Connection::Datagrams)
-        }
-    };
-    match accepted {
-        Ok(connection) => Ok(connection),
+    match Datagrams::listen(&endpoint, port, left, listening) {
+        Ok(datagrams) => Ok(Connection::Datagrams(datagrams)),
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
             Err(ConnectError::TimedOut(waiting))
         }
-        Err(error) => Err(failed(error)),
+        Err(error) => Err(failed(waiting)(error)),
     }
 }
 

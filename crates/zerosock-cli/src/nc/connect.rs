@@ -1,23 +1,19 @@
-//! Establishes the connection of `nc`: connects to the endpoint, or waits for one peer to connect.
+//! Connects to the endpoint of `nc`.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, sockopt};
-use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::attached::{self, Role};
 use super::connection::{Connection, Kind, Transport};
 use super::endpoint::Endpoint;
 use super::error::ConnectError;
-use crate::sockets;
+use super::listen::Acceptor;
 
 /// The time at which an attempt to connect fails; `None`: never.
 #[derive(Clone, Copy, Debug)]
@@ -28,7 +24,7 @@ impl Deadline {
         Deadline(limit.map(|limit| Instant::now() + limit))
     }
 
-    fn left(self) -> Option<Duration> {
+    pub(super) fn left(self) -> Option<Duration> {
         self.0
             .map(|at| at.saturating_duration_since(Instant::now()))
     }
@@ -38,52 +34,74 @@ impl Deadline {
     }
 }
 
-/// Connects, or waits for one connection or datagram. Calls `listening` when peers can connect.
-pub(crate) fn establish(
+/// Binds a listening endpoint; `None` if `endpoint` connects.
+pub(super) fn bind(
+    endpoint: &Endpoint,
+    kind: Kind,
+    backlog: i32,
+    deadline: Deadline,
+    retry: bool,
+) -> Result<Option<Acceptor>, ConnectError> {
+    repeat(deadline, retry, || {
+        Acceptor::bind(endpoint, kind, backlog, deadline)
+    })
+}
+
+/// Connects, or waits for a datagram. Calls `listening` when peers can send one.
+pub(super) fn establish(
     endpoint: &Endpoint,
     transport: Transport,
     deadline: Deadline,
     retry: bool,
     listening: impl Fn(),
 ) -> Result<Connection, ConnectError> {
+    repeat(deadline, retry, || match (endpoint, transport) {
+        (Endpoint::Attach { path, to, port }, _) => {
+            let role = Role::Process;
+            attached::connect(role, path, to, *port, transport, deadline.left())
+        }
+        (Endpoint::Service { path, to, port }, _) => {
+            let role = Role::Service;
+            attached::connect(role, path, to, *port, transport, deadline.left())
+        }
+        (Endpoint::AttachListen { path, port }, Transport::Datagrams) => {
+            let role = Role::Process;
+            attached::receive_datagrams(role, path, *port, deadline.left(), &listening)
+        }
+        (Endpoint::ServiceListen { path, port }, Transport::Datagrams) => {
+            let role = Role::Service;
+            attached::receive_datagrams(role, path, *port, deadline.left(), &listening)
+        }
+        (_, Transport::Datagrams) => Err(ConnectError::NoDatagrams),
+        (Endpoint::Vsock { cid, port }, Transport::Connection(kind)) => {
+            vsock(*cid, *port, kind, deadline).map(|socket| kind.of(socket))
+        }
+        (Endpoint::Unix(path), Transport::Connection(kind)) => {
+            unix(path, kind, deadline).map(|socket| kind.of(socket))
+        }
+        (Endpoint::Hybrid { path, port }, Transport::Connection(kind)) => {
+            hybrid(path, *port, kind, deadline).map(|socket| kind.of(socket))
+        }
+        (
+            Endpoint::VsockListen { .. }
+            | Endpoint::UnixListen(_)
+            | Endpoint::AttachListen { .. }
+            | Endpoint::ServiceListen { .. },
+            Transport::Connection(_),
+        ) => Err(ConnectError::Listens),
+    })
+}
+
+/// Repeats `attempt` until it succeeds, fails for good, or the deadline has come.
+fn repeat<T>(
+    deadline: Deadline,
+    retry: bool,
+    mut attempt: impl FnMut() -> Result<T, ConnectError>,
+) -> Result<T, ConnectError> {
     // Short at first, because a guest's service often starts shortly after its VM.
     let mut pause = Duration::from_millis(20);
     loop {
-        let result = match (endpoint, transport) {
-            (Endpoint::Attach { path, to, port }, _) => {
-                let role = Role::Process;
-                attached::connect(role, path, to, *port, transport, deadline.left())
-            }
-            (Endpoint::AttachListen { path, port }, _) => {
-                let role = Role::Process;
-                attached::listen(role, path, *port, transport, deadline.left(), &listening)
-            }
-            (Endpoint::Service { path, to, port }, _) => {
-                let role = Role::Service;
-                attached::connect(role, path, to, *port, transport, deadline.left())
-            }
-            (Endpoint::ServiceListen { path, port }, _) => {
-                let role = Role::Service;
-                attached::listen(role, path, *port, transport, deadline.left(), &listening)
-            }
-            (_, Transport::Datagrams) => return Err(ConnectError::NoDatagrams),
-            (Endpoint::Vsock { cid, port }, Transport::Connection(kind)) => {
-                vsock(*cid, *port, kind, deadline).map(|socket| kind.of(socket))
-            }
-            (Endpoint::VsockListen { port }, Transport::Connection(kind)) => {
-                vsock_listen(*port, kind, deadline, &listening).map(|socket| kind.of(socket))
-            }
-            (Endpoint::Unix(path), Transport::Connection(kind)) => {
-                unix(path, kind, deadline).map(|socket| kind.of(socket))
-            }
-            (Endpoint::UnixListen(path), Transport::Connection(kind)) => {
-                unix_listen(path, kind, deadline, &listening).map(|socket| kind.of(socket))
-            }
-            (Endpoint::Hybrid { path, port }, Transport::Connection(kind)) => {
-                hybrid(path, *port, kind, deadline).map(|socket| kind.of(socket))
-            }
-        };
-        match result {
+        match attempt() {
             Err(error) if retry && error.is_transient() => {
                 if deadline.left().is_some_and(|left| left <= pause) {
                     return Err(error);
@@ -124,32 +142,6 @@ fn vsock(cid: u32, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd,
     }
     zerosock_sys::vsock::connect_result(&socket).map_err(failed)?;
     rustix::io::ioctl_fionbio(&socket, false).map_err(|errno| failed(errno.into()))?;
-    Ok(socket)
-}
-
-fn vsock_listen(
-    port: u32,
-    kind: Kind,
-    deadline: Deadline,
-    listening: &impl Fn(),
-) -> Result<OwnedFd, ConnectError> {
-    let failed = |source: io::Error| ConnectError::System {
-        operation: format!("listening on vsock port {port}"),
-        source,
-    };
-    let any = zerosock_sys::vsock::CID_ANY;
-    let listener = match kind {
-        Kind::Bytes => zerosock_sys::vsock::listen(any, port, 1),
-        Kind::Messages => zerosock_sys::vsock::listen_seqpacket(any, port, 1),
-    };
-    let listener = listener.map_err(failed)?;
-    listening();
-    if !wait_for(&listener, PollFlags::IN, deadline).map_err(failed)? {
-        return Err(ConnectError::TimedOut(format!(
-            "waiting for a connection to port {port}"
-        )));
-    }
-    let (socket, _, _) = zerosock_sys::vsock::accept_blocking(&listener).map_err(failed)?;
     Ok(socket)
 }
 
@@ -195,93 +187,6 @@ fn set_send_timeout(socket: &OwnedFd, limit: Option<Duration>) -> rustix::io::Re
     // Zero would mean no limit.
     let limit = limit.map(|limit| limit.max(Duration::from_millis(1)));
     sockopt::set_socket_timeout(socket, sockopt::Timeout::Send, limit)
-}
-
-fn unix_listen(
-    path: &Path,
-    kind: Kind,
-    deadline: Deadline,
-    listening: &impl Fn(),
-) -> Result<OwnedFd, ConnectError> {
-    let failed = |source: io::Error| ConnectError::System {
-        operation: format!("listening on {}", path.display()),
-        source,
-    };
-    // SIGINT and SIGTERM interrupt the wait below, so that the socket file is removed. Once a
-    // connection exists, they have their default effect again.
-    let signals = SignalGuard::catch().map_err(failed)?;
-    let (listener, file) =
-        sockets::bind_type(path, sockets::Access::default(), kind.socket_type())?;
-    listening();
-    let accepted = signals.wait_for_connection(&listener, deadline);
-    drop(file);
-    signals.restore_default();
-    match accepted.map_err(failed)? {
-        Some(socket) => Ok(socket),
-        None => {
-            let waiting = format!("waiting for a connection at {}", path.display());
-            Err(ConnectError::TimedOut(waiting))
-        }
-    }
-}
-
-/// Catches SIGINT and SIGTERM while a socket file made here exists.
-struct SignalGuard {
-    /// Set once the signals have their default effect again.
-    restored: Arc<AtomicBool>,
-    /// Readable when SIGTERM, or SIGINT, has arrived.
-    signals: [UnixStream; 2],
-}
-
-impl SignalGuard {
-    fn catch() -> io::Result<SignalGuard> {
-        let restored = Arc::new(AtomicBool::new(false));
-        let watch = |signal| {
-            let (ours, handlers) = UnixStream::pair()?;
-            signal_hook::flag::register_conditional_default(signal, restored.clone())?;
-            signal_hook::low_level::pipe::register(signal, handlers)?;
-            io::Result::Ok(ours)
-        };
-        Ok(SignalGuard {
-            restored: restored.clone(),
-            signals: [watch(SIGTERM)?, watch(SIGINT)?],
-        })
-    }
-
-    fn wait_for_connection(
-        &self,
-        listener: &OwnedFd,
-        deadline: Deadline,
-    ) -> io::Result<Option<OwnedFd>> {
-        loop {
-            let [terminate, interrupt] = &self.signals;
-            let mut watched = [
-                PollFd::new(listener, PollFlags::IN),
-                PollFd::new(terminate, PollFlags::IN),
-                PollFd::new(interrupt, PollFlags::IN),
-            ];
-            match rustix::event::poll(&mut watched, timespec(deadline.left()).as_ref()) {
-                Ok(0) => return Ok(None),
-                Err(Errno::INTR) => continue,
-                Ok(_) => {}
-                Err(errno) => return Err(errno.into()),
-            }
-            let [connection, signals @ ..] = watched.map(|fd| !fd.revents().is_empty());
-            if signals.contains(&true) {
-                return Err(io::ErrorKind::Interrupted.into());
-            }
-            if connection {
-                match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
-                    Err(Errno::INTR | Errno::CONNABORTED) => {}
-                    accepted => return Ok(Some(accepted?)),
-                }
-            }
-        }
-    }
-
-    fn restore_default(&self) {
-        self.restored.store(true, Ordering::SeqCst);
-    }
 }
 
 /// Connects to the hybrid vsock socket at `path`: sends CONNECT and waits for OK. On a stream,
@@ -365,7 +270,7 @@ fn wait_for(fd: impl AsFd, events: PollFlags, deadline: Deadline) -> io::Result<
     }
 }
 
-fn timespec(left: Option<Duration>) -> Option<Timespec> {
+pub(super) fn timespec(left: Option<Duration>) -> Option<Timespec> {
     // The limits of `--timeout` are far below the range of a timespec.
     left.and_then(|left| Timespec::try_from(left).ok())
 }

@@ -8,6 +8,7 @@
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -115,6 +116,16 @@ impl Connection {
             }
             Connection::Stream(_) | Connection::Messages(_) => Ok(()),
             Connection::Datagrams(socket) => socket.finish(),
+        }
+    }
+
+    /// Limits the time of a call that receives, which then fails with `TimedOut`. For connections of
+    /// ours only.
+    pub(super) fn set_receive_timeout(&self, limit: Duration) -> io::Result<()> {
+        match self {
+            Connection::Stream(stream) => stream.set_read_timeout(Some(limit)),
+            Connection::Messages(connection) => connection.set_read_timeout(Some(limit)),
+            Connection::Socket(_) | Connection::Packets(_) | Connection::Datagrams(_) => Ok(()),
         }
     }
 

@@ -22,6 +22,8 @@ pub(crate) enum ConnectError {
          service:PATH:CID:PORT or service-listen:PATH:PORT"
     )]
     NoDatagrams,
+    #[error("the endpoint listens")]
+    Listens,
     #[error("{operation}: {source}")]
     Attached {
         operation: String,

@@ -172,6 +172,12 @@ fn impossible_requests_are_reported() {
     let nowhere = Running::start(client("y", "5").arg("--attach").arg(&attach)).finish();
     assert_eq!(nowhere.code, Some(1));
     assert!(nowhere.stderr.contains("zerosock: "), "{}", nowhere.stderr);
+    let host = dir.path().join("host");
+    let _daemon = Running::start(zerosock().arg("serve").arg("--attach-socket").arg(&host));
+    wait_for_file(&host);
+    let nothing = Running::start(client("y", "5").arg("--attach").arg(&host)).finish();
+    let address = "connecting to CID 5, port 1234: ";
+    assert!(nothing.stderr.contains(address), "{}", nothing.stderr);
     let no_maps = Running::start(&mut client("u", "2")).finish();
     assert_eq!(no_maps.code, Some(2));
     assert!(
@@ -179,4 +185,41 @@ fn impossible_requests_are_reported() {
         "{}",
         no_maps.stderr
     );
+}
+
+#[test]
+fn json_is_one_object_on_standard_output() {
+    let dir = tempfile::tempdir().unwrap();
+    let attach = dir.path().join("attach");
+    let mut server = zerosock();
+    server.args([
+        "perf",
+        "-s",
+        "-m",
+        "1",
+        "--json",
+        "--host",
+        "--attach-socket",
+    ]);
+    let server = Running::start(server.arg(&attach));
+    wait_until("it to listen", || server.stderr().contains("TX buffer"));
+    let mut client = client("y", "2");
+    let client = Running::start(client.arg("--json").arg("--attach").arg(&attach)).finish();
+    for (ended, role) in [(client, "client"), (server.finish(), "server")] {
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        let figures: serde_json::Value = serde_json::from_slice(&ended.stdout).unwrap();
+        assert_eq!(
+            (&figures["role"], &figures["bytes"]),
+            (&role.into(), &(1 << 20).into())
+        );
+        assert!(
+            figures["gbit_per_second"].as_f64().unwrap() > 0.0,
+            "{figures}"
+        );
+        assert_eq!(
+            figures["in_place_bytes"].is_u64(),
+            role == "client",
+            "{figures}"
+        );
+    }
 }

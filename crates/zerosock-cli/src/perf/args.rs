@@ -106,6 +106,10 @@ pub(crate) struct PerfArgs {
     /// Check every received byte, outside of the timed dequeue calls
     #[arg(long, conflicts_with = "server")]
     pub(super) verify: bool,
+
+    /// Print the figures as one JSON object; the lines before the transfer go to standard error
+    #[arg(long)]
+    pub(super) json: bool,
 }
 
 /// Values of -z.

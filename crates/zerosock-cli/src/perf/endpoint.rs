@@ -10,7 +10,7 @@ use zerosock::vsock::{Endpoint, EndpointBuilder, EndpointStats, Host, Listener, 
 use zerosock::{Address, Cid, Port};
 
 use super::bytes::ByteChecker;
-use super::settings::{Client, EndpointKind, Mode, Server};
+use super::settings::{Client, EndpointKind, Mode, Output, Server};
 use super::{receive, report, send};
 
 /// The largest packet of vsock.
@@ -123,22 +123,32 @@ impl Open {
     }
 }
 
-pub(super) fn serve(endpoint: &EndpointKind, server: &Server, buffer: usize) -> io::Result<()> {
+pub(super) fn serve(
+    endpoint: &EndpointKind,
+    server: &Server,
+    buffer: usize,
+    output: Output,
+) -> io::Result<()> {
     // A sender has no more in flight than its own window.
     let open = Open::new(endpoint, Endpoint::builder().window(SENDER), SENDER)?;
     let listener = open.listen(server.port)?;
     let cid = open.cid().get();
-    println!("{}", report::server_begins(server, buffer, cid));
+    output.begin(&report::server_begins(server, buffer, cid));
     let (mut stream, _) = listener.accept()?;
     let took = send::run(server.bytes, buffer, |bytes| stream.write(bytes))?;
-    println!("{}", report::server(server.bytes, took));
+    report::server(server.bytes, took).print(output);
     stream.shutdown(Shutdown::Write)?;
     // Bytes in flight are lost when this process ends: wait until the peer closes.
     while stream.read(&mut [0; 16]).is_ok_and(|got| got > 0) {}
     open.linger()
 }
 
-pub(super) fn dequeue(endpoint: &EndpointKind, client: &Client, buffer: usize) -> io::Result<()> {
+pub(super) fn dequeue(
+    endpoint: &EndpointKind,
+    client: &Client,
+    buffer: usize,
+    output: Output,
+) -> io::Result<()> {
     let (packet, entries) = queues(buffer);
     let builder = Endpoint::builder()
         .window(client.credit)
@@ -146,14 +156,12 @@ pub(super) fn dequeue(endpoint: &EndpointKind, client: &Client, buffer: usize) -
         .queue_size(entries as u16);
     let open = Open::new(endpoint, builder, client.credit)?;
     open.set_rx_map(client.mode != Mode::Copy);
-    println!("{}", report::client_begins(client, buffer));
-    let stream = open.connect(client.peer)?;
+    output.begin(&report::client_begins(client, buffer));
+    let failed = |error| report::not_connected(client.peer, &error);
+    let stream = open.connect(client.peer).map_err(failed)?;
     let mut checker = ByteChecker::new(client.check_mode);
     let counted = receive::on_stream(&stream, client, buffer, &mut checker)?;
-    println!(
-        "{}",
-        report::client(client.mode, &counted, Some(open.stats()))
-    );
+    report::client(client.mode, &counted, Some(open.stats())).print(output);
     drop(stream);
     open.linger()
 }

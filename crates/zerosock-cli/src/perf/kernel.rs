@@ -9,7 +9,7 @@ use rustix::net::{SendFlags, Shutdown};
 use zerosock_sys::vsock;
 
 use super::bytes::ByteChecker;
-use super::settings::{Client, Mode, Server};
+use super::settings::{Client, Mode, Output, Server};
 use super::{receive, report, send};
 
 /// Longer than the kernel's own 2 s, so that the error comes from the kernel.
@@ -18,26 +18,28 @@ const CONNECT: Duration = Duration::from_secs(10);
 /// Bytes in flight that the server supports, if the client does.
 const SENDER: u64 = 2 << 30;
 
-pub(super) fn serve(server: &Server, buffer: usize) -> io::Result<()> {
+pub(super) fn serve(server: &Server, buffer: usize, output: Output) -> io::Result<()> {
     let listener = vsock::listen(vsock::CID_ANY, server.port.get(), 1)?;
     let (cid, _) = vsock::local_address(&listener)?;
-    println!("{}", report::server_begins(server, buffer, cid));
+    output.begin(&report::server_begins(server, buffer, cid));
     let (socket, _, _) = vsock::accept_blocking(&listener)?;
     // Newer kernels also limit bytes in flight by the sender's buffer.
     vsock::set_buffer_size(&socket, SENDER)?;
     let took = send::run(server.bytes, buffer, |bytes| {
         Ok(rustix::net::send(&socket, bytes, SendFlags::NOSIGNAL)?)
     })?;
-    println!("{}", report::server(server.bytes, took));
+    report::server(server.bytes, took).print(output);
     rustix::net::shutdown(&socket, Shutdown::Write)?;
     // Closing discards what the peer has not read: wait until the peer closes.
     while read(&socket, &mut [0; 16]).is_ok_and(|got| got > 0) {}
     Ok(())
 }
 
-pub(super) fn dequeue(client: &Client, buffer: usize) -> io::Result<()> {
-    println!("{}", report::client_begins(client, buffer));
-    let socket = vsock::connect_blocking(client.peer.cid.get(), client.peer.port.get(), CONNECT)?;
+pub(super) fn dequeue(client: &Client, buffer: usize, output: Output) -> io::Result<()> {
+    output.begin(&report::client_begins(client, buffer));
+    let failed = |error| report::not_connected(client.peer, &error);
+    let (cid, port) = (client.peer.cid.get(), client.peer.port.get());
+    let socket = vsock::connect_blocking(cid, port, CONNECT).map_err(failed)?;
     vsock::set_buffer_size(&socket, client.credit.into())?;
     vsock::set_receive_low_water(&socket, client.low_water)?;
     let mut checker = ByteChecker::new(client.check_mode);
@@ -51,7 +53,7 @@ pub(super) fn dequeue(client: &Client, buffer: usize) -> io::Result<()> {
         }
     };
     let counted = receive::copy(buffer, &mut checker, wait, |out| read(&socket, out))?;
-    println!("{}", report::client(Mode::Copy, &counted, None));
+    report::client(Mode::Copy, &counted, None).print(output);
     Ok(())
 }
 

@@ -25,12 +25,13 @@ pub(crate) fn main(args: PerfArgs) -> Result<(), Failure> {
         endpoint,
         role,
         buffer,
+        output,
     } = Settings::new(args)?;
     match (&role, &endpoint) {
-        (Role::Server(server), EndpointKind::Kernel) => kernel::serve(server, buffer),
-        (Role::Server(server), _) => endpoint::serve(&endpoint, server, buffer),
-        (Role::Client(client), EndpointKind::Kernel) => kernel::dequeue(client, buffer),
-        (Role::Client(client), _) => endpoint::dequeue(&endpoint, client, buffer),
+        (Role::Server(server), EndpointKind::Kernel) => kernel::serve(server, buffer, output),
+        (Role::Server(server), _) => endpoint::serve(&endpoint, server, buffer, output),
+        (Role::Client(client), EndpointKind::Kernel) => kernel::dequeue(client, buffer, output),
+        (Role::Client(client), _) => endpoint::dequeue(&endpoint, client, buffer, output),
     }
     .map_err(Failure::runtime)
 }

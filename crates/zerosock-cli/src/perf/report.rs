@@ -4,12 +4,15 @@
 //! several values": whole rx loop, time in dequeue calls, wake-ups (not when polling), average time
 //! of a dequeue. zerosock adds the rate, and the bytes in place and copied.
 
+use std::io;
 use std::time::Duration;
 
+use serde_json::{Map, Value, json};
+use zerosock::Address;
 use zerosock::vsock::EndpointStats;
 
 use super::receive::Counted;
-use super::settings::{Client, Mode, Server};
+use super::settings::{Client, Mode, Output, Server};
 
 /// Prints that the server is ready.
 pub(super) fn server_begins(server: &Server, buffer: usize, cid: u32) -> String {
@@ -19,12 +22,43 @@ pub(super) fn server_begins(server: &Server, buffer: usize, cid: u32) -> String 
     )
 }
 
-pub(super) fn server(bytes: u64, took: Duration) -> String {
-    format!(
-        "tx loop: {:.6} sec\ntx rate: {:.3} Gbit/s",
-        took.as_secs_f64(),
-        rate(bytes, took)
-    )
+/// The figures of one side, as text and as JSON.
+pub(super) struct Figures {
+    text: String,
+    json: Value,
+}
+
+impl Figures {
+    /// Prints them on standard output.
+    pub(super) fn print(&self, output: Output) {
+        match output {
+            Output::Text => println!("{}", self.text),
+            Output::Json => println!("{}", self.json),
+        }
+    }
+}
+
+impl Output {
+    /// Prints what is said before the transfer: standard output of JSON has the figures only.
+    pub(super) fn begin(self, text: &str) {
+        match self {
+            Output::Text => println!("{text}"),
+            Output::Json => eprintln!("{text}"),
+        }
+    }
+}
+
+pub(super) fn server(bytes: u64, took: Duration) -> Figures {
+    let (seconds, rate) = (took.as_secs_f64(), rate(bytes, took));
+    Figures {
+        text: format!("tx loop: {seconds:.6} sec\ntx rate: {rate:.3} Gbit/s"),
+        json: json!({
+            "role": "server",
+            "bytes": bytes,
+            "seconds": seconds,
+            "gbit_per_second": rate,
+        }),
+    }
 }
 
 pub(super) fn client_begins(client: &Client, buffer: usize) -> String {
@@ -48,7 +82,7 @@ pub(super) fn client_begins(client: &Client, buffer: usize) -> String {
 }
 
 /// `stats`: of an endpoint, which counts bytes in place and copied.
-pub(super) fn client(mode: Mode, counted: &Counted, stats: Option<EndpointStats>) -> String {
+pub(super) fn client(mode: Mode, counted: &Counted, stats: Option<EndpointStats>) -> Figures {
     let Counted {
         bytes,
         total,
@@ -59,6 +93,16 @@ pub(super) fn client(mode: Mode, counted: &Counted, stats: Option<EndpointStats>
         Mode::Copy => "'read()'",
         Mode::InPlace | Mode::InPlacePolling => "'fill()' + 'release()'",
     };
+    let average = dequeue.as_nanos() / u128::from(dequeues.max(1));
+    let mut json = Map::new();
+    let mut add = |key: &str, value: Value| json.insert(key.to_owned(), value);
+    add("role", "client".into());
+    add("bytes", bytes.into());
+    add("seconds", total.as_secs_f64().into());
+    add("gbit_per_second", rate(bytes, total).into());
+    add("dequeue_seconds", dequeue.as_secs_f64().into());
+    add("dequeues", dequeues.into());
+    add("average_dequeue_ns", (average as u64).into());
     let mut lines = vec![
         format!("received: {bytes} bytes"),
         format!("rx loop: {:.6} sec", total.as_secs_f64()),
@@ -68,15 +112,29 @@ pub(super) fn client(mode: Mode, counted: &Counted, stats: Option<EndpointStats>
     if mode != Mode::InPlacePolling {
         lines.push(format!("POLLIN wake-ups: {dequeues}"));
     }
-    let average = dequeue.as_nanos() / u128::from(dequeues.max(1));
     lines.push(format!("average in {calls}: {average} ns"));
     if let Some(stats) = stats {
+        add("in_place_bytes", stats.received_in_place.into());
+        add("copied_out_bytes", stats.copied_out.into());
+        add("copied_aside_bytes", stats.copied_aside.into());
         lines.push(format!(
             "in place: {} bytes; copied out: {}; copied aside: {}",
             stats.received_in_place, stats.copied_out, stats.copied_aside
         ));
     }
-    lines.join("\n")
+    Figures {
+        text: lines.join("\n"),
+        json: Value::Object(json),
+    }
+}
+
+/// The error of a client that cannot connect, with the address.
+pub(super) fn not_connected(peer: Address, error: &io::Error) -> io::Error {
+    let text = format!(
+        "connecting to CID {}, port {}: {error}",
+        peer.cid, peer.port
+    );
+    io::Error::new(error.kind(), text)
 }
 
 fn rate(bytes: u64, time: Duration) -> f64 {
@@ -96,7 +154,7 @@ mod tests {
     fn the_documents_figures_are_labelled() {
         let took = Duration::from_millis(2500);
         assert_eq!(
-            server(2 << 30, took),
+            server(2 << 30, took).text,
             "tx loop: 2.500000 sec\ntx rate: 6.872 Gbit/s"
         );
         let counted = Counted {
@@ -106,7 +164,7 @@ mod tests {
             dequeues: 1000,
         };
         assert_eq!(
-            client(Mode::Copy, &counted, None),
+            client(Mode::Copy, &counted, None).text,
             "received: 2147483648 bytes\nrx loop: 2.500000 sec\nrx rate: 6.872 Gbit/s\n\
              total in 'read()': 0.500000 sec\nPOLLIN wake-ups: 1000\naverage in 'read()': 500000 ns"
         );
@@ -114,11 +172,13 @@ mod tests {
             Mode::InPlacePolling,
             &counted,
             Some(EndpointStats::default()),
-        );
+        )
+        .text;
         assert!(!polling.contains("POLLIN"), "{polling}");
         assert!(
             polling.contains("average in 'fill()' + 'release()': 500000 ns\nin place: 0 bytes")
         );
-        assert!(client(Mode::InPlace, &counted, None).contains("POLLIN wake-ups: 1000"));
+        let in_place = client(Mode::InPlace, &counted, None).text;
+        assert!(in_place.contains("POLLIN wake-ups: 1000"));
     }
 }

@@ -21,6 +21,14 @@ pub(super) struct Settings {
     pub(super) role: Role,
     /// Bytes of a write; for a dequeue, the most.
     pub(super) buffer: usize,
+    pub(super) output: Output,
+}
+
+/// How the figures are printed.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Output {
+    Text,
+    Json,
 }
 
 /// The kind of endpoint that the sockets belong to.
@@ -102,6 +110,10 @@ impl Settings {
             (None, Some(path)) => EndpointKind::Device(path),
             (None, None) => EndpointKind::Kernel,
         };
+        let output = match args.json {
+            true => Output::Json,
+            false => Output::Text,
+        };
         let pages = args.buffer.unwrap_or(if args.server {
             SERVER_PAGES
         } else {
@@ -122,6 +134,7 @@ impl Settings {
                 endpoint,
                 role,
                 buffer,
+                output,
             });
         };
         let mode = match args.mode {
@@ -161,6 +174,7 @@ impl Settings {
             endpoint,
             role,
             buffer,
+            output,
         })
     }
 }

@@ -21,6 +21,9 @@ pub(super) fn emit(rx: &mut Ring, chain: Chain, repr: &Repr, len: usize) {
     rx.complete(chain, (HEADER_LEN + len) as u32);
 }
 
+/// The reason in the log when a device or its guest has gone.
+const GONE: &str = "the endpoint has gone";
+
 impl Device {
     /// Handles all pending events of the core.
     #[inline]
@@ -40,8 +43,9 @@ impl Device {
             } => {
                 if local.cid != Cid::HOST {
                     self.ask_sibling(flow, local, peer, socket_type, cx);
-                } else if !cx.shared.routes.may_reach(self.cid, local) {
+                } else if let Err(denial) = cx.shared.routes.check(self.cid, local) {
                     cx.shared.counters.conns_refused.add(1);
+                    self.log_denied(peer, local, denial);
                     let _ = self.shard.reject(flow);
                 } else if self.app_incoming(flow, local, peer, socket_type, cx) {
                 } else if cx.shared.routes.service(local.port).is_some() {
@@ -60,6 +64,10 @@ impl Device {
             Event::Connected { flow } => self.guest_accepted(flow, cx),
             Event::Refused { flow, reason } => {
                 cx.shared.counters.conns_refused.add(1);
+                self.log_refused(
+                    flow,
+                    "the endpoint has no listener on the port, or its backlog is full",
+                );
                 if let Some(key) = self.key_of(flow) {
                     if let Some(bridge) = self.bridges.get(key as usize)
                         && let BridgePeer::App(end) = &bridge.peer
@@ -102,6 +110,7 @@ impl Device {
     /// The guest has accepted a connection of the host or a sibling.
     fn guest_accepted(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(flow) else { return };
+        self.log_opened(flow);
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
@@ -185,6 +194,12 @@ impl Device {
             self.coalesced.forget(flow);
         }
         let Some(key) = self.key_of(flow) else { return };
+        let reason = if orderly {
+            "closed"
+        } else {
+            "reset by the endpoint"
+        };
+        self.log_closed(key, reason);
         // One attempt to deliver what arrived in the same turn.
         self.flush(key, cx);
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
@@ -259,16 +274,17 @@ impl Device {
                 let _ = self.shard.reset(flow);
             }
         }
-        self.end_bridge(key, cx);
+        self.end_with(key, "reset by the daemon", cx);
     }
 
     /// Removes a bridge without its guest. The other end sees an orderly end of stream if the
     /// guest had shut down sending before, else a reset.
     pub(super) fn remove_without_guest(&mut self, key: u32, cx: &mut Context<'_>) {
+        self.log_closed(key, GONE);
         if let Some(bridge) = self.bridges.get_mut(key as usize)
             && !bridge.guest_finished
         {
-            set_reason(bridge, "the endpoint has gone");
+            set_reason(bridge, GONE);
         }
         if let Some(bridge) = self.remove_bridge(key, cx) {
             let orderly = bridge.guest_finished;
@@ -278,8 +294,13 @@ impl Device {
 
     /// Removes a bridge after a reset of its flow, and resets the other end.
     pub(super) fn end_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
+        self.end_with(key, GONE, cx);
+    }
+
+    fn end_with(&mut self, key: u32, reason: &'static str, cx: &mut Context<'_>) {
+        self.log_closed(key, reason);
         if let Some(bridge) = self.bridges.get_mut(key as usize) {
-            set_reason(bridge, "the endpoint has gone");
+            set_reason(bridge, reason);
         }
         if let Some(bridge) = self.remove_bridge(key, cx) {
             self.end_other_side(&bridge, false, cx);

@@ -346,8 +346,9 @@ impl Device {
         let service = self.service.is_some()
             && caller.forwarded.is_some()
             && cx.shared.routes.service(port) == Some(self.queue_pairs.first());
-        if !service && !cx.shared.routes.may_reach(Cid::HOST, peer) {
+        if !service && let Err(denial) = cx.shared.routes.check(Cid::HOST, peer) {
             cx.shared.counters.conns_refused.add(1);
+            self.log_denied(local, peer, denial);
             return None;
         }
         match self.shard.connect(cx.now, local, peer, caller.socket_type) {
@@ -395,7 +396,13 @@ impl Device {
                 self.timers.set(deadline, Timer::Connect(key));
             }
             Attempt::Later => return Tried::Full,
-            Attempt::Refused(error) => self.refuse(key, &error.to_string(), cx),
+            Attempt::Refused(error) => {
+                let reason = match self.host.service_path(port, messages) {
+                    Some(path) => format!("{}: {error}", path.display()),
+                    None => error.to_string(),
+                };
+                self.refuse(key, &reason, cx);
+            }
         }
         Tried::Decided
     }
@@ -419,7 +426,8 @@ impl Device {
         }
         if let Some(flow) = bridge.and_then(|bridge| bridge.flow) {
             let port = self.shard.flow(flow).map(|f| f.local.port);
-            tracing::debug!(cid = %self.cid, ?port, reason, "connection of the guest refused");
+            let port = port.map(tracing::field::display);
+            tracing::debug!(cid = %self.cid, %flow, port, reason, "connection of the guest refused");
             let _ = self.shard.reject(flow);
         }
         self.remove_bridge(key, cx);
@@ -466,8 +474,10 @@ impl Device {
         bridge.writable = true;
         if let Some(flow) = bridge.flow {
             let _ = self.shard.accept(cx.now, flow);
+            self.log_opened(flow);
         }
-        if bridge.forwarded.is_some() {
+        let bridge = self.bridges.get(key as usize);
+        if bridge.is_some_and(|bridge| bridge.forwarded.is_some()) {
             self.forwarded_opened(key, cx);
         }
         self.enqueue(key);

@@ -15,7 +15,8 @@
 //!   guest memory into the socket;
 //! - `to_guest`: packets to the guest; payload comes by `recvmsg` from the socket into the
 //!   buffers that the guest has posted;
-//! - `events`, `host`, `backlog`, `lingering`, `sibling`: the life cycle of connections;
+//! - `events`, `host`, `backlog`, `lingering`, `sibling`: the life cycle of connections, and
+//!   `connection_log` what the log says about it;
 //! - `forwarded`: connections by rule with sockets outside, TCP and UDP among them; `zero_copy`: sends
 //!   of which the kernel reads the bytes later;
 //! - `datagrams`: datagrams of the guest, also by rule to sockets outside;
@@ -34,6 +35,7 @@ mod backlog;
 #[cfg(test)]
 pub(crate) mod bare;
 mod coalescing;
+mod connection_log;
 pub(crate) mod datagrams;
 mod events;
 pub(crate) mod factory;

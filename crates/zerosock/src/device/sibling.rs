@@ -11,6 +11,7 @@ use super::state::bridge::{Bridge, BridgePeer, Inbound, InboundQueue, SiblingPee
 use super::{Context, Device};
 use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
+use crate::routing::Denial;
 use zerosock_proto::vsock::{FlowId, How, SMALL_PACKET};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
@@ -142,13 +143,21 @@ impl Device {
         socket_type: SocketType,
         cx: &mut Context<'_>,
     ) {
-        let may = self.unanswered < MAX_UNANSWERED
-            && self.may_come_from(peer.port, cx)
-            && cx.shared.routes.may_reach(self.cid, local);
-        let Some(device) = cx.shared.routes.target(local).filter(|_| may) else {
-            cx.shared.counters.conns_refused.add(1);
-            let _ = self.shard.reject(flow);
-            return;
+        let routes = &cx.shared.routes;
+        let found = match routes.check(self.cid, local) {
+            Err(denial) => Err(denial),
+            Ok(()) if self.unanswered >= MAX_UNANSWERED => Err(Denial::Busy),
+            Ok(()) if !self.may_come_from(peer.port, cx) => Err(Denial::Unclaimed),
+            Ok(()) => routes.target(local).ok_or(Denial::NoEndpoint),
+        };
+        let device = match found {
+            Ok(device) => device,
+            Err(denial) => {
+                cx.shared.counters.conns_refused.add(1);
+                self.log_denied(peer, local, denial);
+                let _ = self.shard.reject(flow);
+                return;
+            }
         };
         self.unanswered += 1;
         self.add_bridge(flow, BridgePeer::Asked(None), cx);
@@ -332,6 +341,7 @@ impl Device {
         bridge.open = true;
         bridge.writable = true;
         let _ = self.shard.accept(cx.now, to);
+        self.log_opened(to);
     }
 
     /// Queues bytes from a sibling for our guest.

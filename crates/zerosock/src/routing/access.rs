@@ -189,20 +189,22 @@ impl AccessList {
         &self.0
     }
 
-    /// The verdict of the first rule that matches; `None` if none does.
+    /// Number and verdict of the first rule that matches; `None` if none does.
     #[inline]
-    pub(crate) fn verdict(
+    pub(crate) fn first_match(
         &self,
         from: EndpointTraits<'_>,
         to: EndpointTraits<'_>,
         port: Port,
-    ) -> Option<Verdict> {
-        let matches = |rule: &&Rule| {
+    ) -> Option<(usize, Verdict)> {
+        let matches = |rule: &Rule| {
             rule.ports.contains(port)
                 && rule.from.iter().any(|party| party.includes(from))
                 && rule.to.iter().any(|party| party.includes(to))
         };
-        self.0.iter().find(matches).map(|rule| rule.verdict)
+        let mut rules = self.0.iter().enumerate();
+        let found = rules.find(|(_, rule)| matches(rule));
+        found.map(|(number, rule)| (number, rule.verdict))
     }
 }
 
@@ -268,7 +270,7 @@ mod tests {
             rule(Deny, red, Party::Any, ports(0, 9).unwrap()),
             rule(Deny, cids, Party::Host, Ports::all()),
         ]);
-        let asked = |from, to, port| list.verdict(from, to, Port::new(port));
+        let asked = |from, to, port| list.first_match(from, to, Port::new(port));
         for port in [5, 6] {
             assert_eq!(asked(vm, db, port), Some(Allow));
         }
@@ -280,6 +282,9 @@ mod tests {
         assert_eq!(asked(db, host, 5), Some(Deny), "by its CID");
         assert_eq!(asked(host, db, 5), None);
         assert_eq!(asked(db, vm, 5), None, "not the other way round");
-        assert_eq!(AccessList::default().verdict(vm, db, Port::new(5)), None);
+        assert_eq!(
+            AccessList::default().first_match(vm, db, Port::new(5)),
+            None
+        );
     }
 }

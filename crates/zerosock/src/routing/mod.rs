@@ -8,6 +8,7 @@ use self::access::{AccessList, EndpointTraits, Verdict};
 use self::forward::{ActiveRule, ForwardRules};
 use self::name::Name;
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::Arc;
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
@@ -23,6 +24,46 @@ pub(crate) struct Routes {
     names: HashMap<Name, Cid>,
     access: AccessList,
     forward: ForwardRules,
+}
+
+/// Why an endpoint cannot reach an address.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Denial {
+    /// No endpoint has the CID, or none that can be reached has it now.
+    NoEndpoint,
+    /// It is the endpoint's own CID.
+    Itself,
+    /// The process did not name the port when it attached.
+    Port,
+    /// The rule with this number in the access list.
+    Rule(usize),
+    /// No rule matches, and they have no group in common.
+    Group,
+    /// Too many requests of the endpoint are without an answer.
+    Busy,
+    /// A service connects from a port that it has not claimed.
+    Unclaimed,
+}
+
+impl Denial {
+    /// Whether another configuration would allow the connection.
+    pub(crate) fn is_by_configuration(self) -> bool {
+        matches!(self, Denial::Port | Denial::Rule(_) | Denial::Group)
+    }
+}
+
+impl fmt::Display for Denial {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Denial::NoEndpoint => "no endpoint has this CID, or no service this port",
+            Denial::Itself => "an endpoint cannot connect to itself",
+            Denial::Port => "the process has not named this port",
+            Denial::Rule(rule) => return write!(f, "access[{rule}] denies it"),
+            Denial::Group => "they have no group in common",
+            Denial::Busy => "too many connects of this endpoint are not answered yet",
+            Denial::Unclaimed => "the service has not claimed the port that it connects from",
+        })
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -174,16 +215,26 @@ impl Routes {
     /// Without a list this takes two lookups by CID and, between guests, a comparison of a few names;
     /// with a list, a walk over its rules. No lock and no allocation.
     pub(crate) fn may_reach(&self, from: Cid, to: Address) -> bool {
+        self.check(from, to).is_ok()
+    }
+
+    /// As [`may_reach`](Routes::may_reach), with the reason.
+    pub(crate) fn check(&self, from: Cid, to: Address) -> Result<(), Denial> {
         let (Some(asking), Some(asked)) = (self.traits(from), self.traits(to.cid)) else {
-            return false;
+            return Err(Denial::NoEndpoint);
         };
-        if from == to.cid || !self.is_open(to) {
-            return false;
+        if from == to.cid {
+            return Err(Denial::Itself);
         }
-        match self.access.verdict(asking, asked, to.port) {
-            Some(verdict) => verdict == Verdict::Allow,
-            None if from == Cid::HOST || to.cid == Cid::HOST => true,
-            None => asking.groups.iter().any(|g| asked.groups.contains(g)),
+        if !self.is_open(to) {
+            return Err(Denial::Port);
+        }
+        match self.access.first_match(asking, asked, to.port) {
+            Some((_, Verdict::Allow)) => Ok(()),
+            Some((rule, Verdict::Deny)) => Err(Denial::Rule(rule)),
+            None if from == Cid::HOST || to.cid == Cid::HOST => Ok(()),
+            None if asking.groups.iter().any(|g| asked.groups.contains(g)) => Ok(()),
+            None => Err(Denial::Group),
         }
     }
 

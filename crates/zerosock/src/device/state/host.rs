@@ -1,5 +1,6 @@
 //! How the guest reaches host programs and they reach the guest.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use rustix::fd::OwnedFd;
@@ -9,7 +10,7 @@ use zerosock_sys::PeerFd;
 
 use super::forwarded::Forwarded;
 use crate::device::host_sockets::HostSocket;
-use crate::device::host_sockets::hybrid::Services;
+use crate::device::host_sockets::hybrid::{self, Services};
 
 /// How the guest reaches host programs and they reach the guest.
 #[derive(Debug)]
@@ -31,6 +32,19 @@ pub(crate) enum HostAccess {
 }
 
 impl HostAccess {
+    /// The socket of the program that serves `port`, for the log.
+    pub(crate) fn service_path(&self, port: Port, messages: bool) -> Option<PathBuf> {
+        let services = match self {
+            HostAccess::Hybrid {
+                messages: Some((services, _)),
+                ..
+            } if messages => services,
+            HostAccess::Hybrid { services, .. } if !messages => services,
+            _ => return None,
+        };
+        Some(hybrid::service_path(services.base(), port))
+    }
+
     /// A copy without the listeners: for connections from the guest only.
     pub(crate) fn outward(&self) -> HostAccess {
         match self {

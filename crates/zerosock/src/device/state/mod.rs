@@ -133,6 +133,8 @@ pub(crate) struct Device {
     /// The descriptor budget that host sockets count against.
     pub(in crate::device) account: Account,
     pub(in crate::device) warnings: LogLimit,
+    /// Bounds the lines about connections that are denied, so that they hide no warning.
+    pub(in crate::device) denials: LogLimit,
     /// Bounds the lines of the access log, of all queue pairs together.
     pub(in crate::device) access_log: Arc<LogLimit>,
 
@@ -199,6 +201,7 @@ impl Device {
             queue_pairs: QueuePairSet::one(addr),
             account: Budget::unlimited().account(),
             warnings: LogLimit::default(),
+            denials: LogLimit::default(),
             access_log: Arc::default(),
             queues: QueueSet::new(0),
             announce_reset: false,

@@ -272,14 +272,14 @@ mod tests {
         ]);
         let asked = |from, to, port| list.first_match(from, to, Port::new(port));
         for port in [5, 6] {
-            assert_eq!(asked(vm, db, port), Some(Allow));
+            assert_eq!(asked(vm, db, port), Some((0, Allow)));
         }
         for port in [0, 4, 7, 9] {
-            assert_eq!(asked(vm, db, port), Some(Deny), "{port}");
+            assert_eq!(asked(vm, db, port), Some((1, Deny)), "{port}");
         }
         assert_eq!(asked(vm, db, 10), None);
-        assert_eq!(asked(vm, host, 5), Some(Deny), "any includes the host");
-        assert_eq!(asked(db, host, 5), Some(Deny), "by its CID");
+        assert_eq!(asked(vm, host, 5), Some((1, Deny)), "any includes the host");
+        assert_eq!(asked(db, host, 5), Some((2, Deny)), "by its CID");
         assert_eq!(asked(host, db, 5), None);
         assert_eq!(asked(db, vm, 5), None, "not the other way round");
         assert_eq!(

@@ -18,6 +18,7 @@ mod namespace;
 mod pair;
 mod peers;
 mod processes;
+#[macro_use]
 mod report;
 mod rounds;
 mod tables;
@@ -84,10 +85,14 @@ fn run(args: BenchArgs) -> Result<(), Failure> {
             TableName::Relay => relay::run(&settings, cores, &machine),
             TableName::Net => net::run(&settings, cores, &machine),
         };
+        let mark = match settings.quick {
+            true => "Quick: the measurements are too short for figures that mean anything.\n\n",
+            false => "",
+        };
         if to_stdout {
-            eprintln!("{}", table.text());
+            eprintln!("{mark}{}", table.text());
         } else {
-            println!("{}", table.text());
+            println!("{mark}{}", table.text());
         }
         done.push(table);
         // Print after each table, so that an interrupted run keeps its finished tables.

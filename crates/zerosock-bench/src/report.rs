@@ -10,6 +10,15 @@ use serde::Serialize;
 
 use crate::rounds::{Spread, interval, ratio};
 
+/// Prints a line about the course of a measurement, if standard error is a terminal.
+macro_rules! progress {
+    ($($text:tt)*) => {
+        if std::io::IsTerminal::is_terminal(&std::io::stderr()) {
+            eprintln!($($text)*);
+        }
+    };
+}
+
 /// What a figure measures.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Metric {
@@ -96,6 +105,12 @@ impl Row {
             return None;
         };
         interval(&ours.rounds, &peer.rounds, self.metric.higher_is_better)
+    }
+
+    /// Whether a figure is that of one round, so that its spread is not known.
+    fn is_of_one_round(&self) -> bool {
+        let figures = [&self.ours, &self.peer].into_iter().flatten();
+        figures.into_iter().any(|spread| spread.rounds.len() == 1)
     }
 
     fn missing(&self) -> Option<String> {
@@ -195,6 +210,9 @@ impl Table {
              zerosock is better.\n",
             self.name, self.method, self.machine, self.rounds
         );
+        if self.rounds == 1 {
+            out.push_str("One round: the spread is not known, and a ratio can be chance.\n\n");
+        }
         let header = [
             "case",
             "metric",
@@ -297,6 +315,7 @@ fn ratio_cell(row: &Row) -> String {
     };
     match row.interval() {
         Some((low, high)) => format!("{} ({} to {})", number(ratio), number(low), number(high)),
+        None if row.is_of_one_round() => format!("{} (1 round)", number(ratio)),
         None => number(ratio),
     }
 }
@@ -410,6 +429,20 @@ mod tests {
         let metric = |line: &str| line.split('|').nth(2).unwrap().trim().to_owned();
         let metrics: Vec<String> = lines.into_iter().map(metric).collect();
         assert_eq!(metrics, ["round trip p50", "", "round trip p99", ""]);
+    }
+
+    #[test]
+    fn a_ratio_of_one_round_is_marked() {
+        let mut table = table();
+        assert!(!table.text().contains("round)"), "{}", table.text());
+        assert!(!table.text().contains("One round"));
+        table.rounds = 1;
+        table.rows[0].ours = Ok(Spread::of(vec![20.0], true).unwrap());
+        let text = table.text();
+        assert!(
+            text.contains("One round: ") && text.contains("4.00 (1 round)"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -40,7 +40,14 @@ fn bench(arguments: &[&str]) -> (Value, String) {
     let errors = fs::read_to_string(errors).unwrap();
     let status = status.unwrap_or_else(|| panic!("no end within {PATIENCE:?}: {errors}"));
     assert!(status.success(), "{status}: {errors}");
-    (json(&file), fs::read_to_string(tables).unwrap())
+    // No lines of progress: standard error is no terminal.
+    assert!(!errors.contains("round 1"), "{errors}");
+    let tables = fs::read_to_string(tables).unwrap();
+    assert!(
+        tables.contains("Quick: ") && tables.contains("One round: "),
+        "{tables}"
+    );
+    (json(&file), tables)
 }
 
 fn json(file: &Path) -> Value {

@@ -99,7 +99,7 @@ fn measure(
         if wait == Wait::Spin && cores.sender.is_none() {
             return Err("two spinning sides need two cores".to_owned());
         }
-        eprintln!("{}: round {}, {}", name(""), round + 1, contestant.title());
+        progress!("{}: round {}, {}", name(""), round + 1, contestant.title());
         pair::measure(
             contestant,
             &contestant.program()?,

@@ -66,7 +66,7 @@ fn measure(
             return Err("two spinning sides need two cores".to_owned());
         }
         let how = hows[index];
-        eprintln!("{name}: round {}, {how}", round + 1);
+        progress!("{name}: round {}, {how}", round + 1);
         let contestant = Contestant::Ours;
         pair::measure(
             contestant,

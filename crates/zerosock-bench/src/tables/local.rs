@@ -155,7 +155,7 @@ fn measure(table: &mut Table, settings: &Settings, cores: Cores, group: &Group) 
             return Err("two spinning sides need two cores".to_owned());
         }
         let case = rows().next().map_or("", |(name, ..)| name);
-        eprintln!("{case}: round {}, {}", round + 1, contestant.title());
+        progress!("{case}: round {}, {}", round + 1, contestant.title());
         pair::measure(
             contestant,
             &program,

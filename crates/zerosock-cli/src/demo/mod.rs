@@ -34,7 +34,7 @@ pub(crate) fn main(args: &DemoArgs) -> Result<(), Failure> {
     };
     let digest = pattern::sha256(&payload);
     // Progress goes to stderr; stdout has only the result.
-    let quiet = args.json && !isatty(std::io::stderr());
+    let quiet = !isatty(std::io::stderr());
     let progress = |text: String| {
         if !quiet {
             eprintln!("{text}");

@@ -210,7 +210,7 @@ impl Bench<'_> {
     }
 
     fn print_progress(&self, name: &str, round: usize, contestant: usize) {
-        eprintln!("{name}: round {}, {}", round + 1, self.title(contestant));
+        progress!("{name}: round {}, {}", round + 1, self.title(contestant));
     }
 
     fn rows<T>(

@@ -177,7 +177,7 @@ impl Bench<'_> {
     ) -> (Vec<String>, Vec<Result<Vec<T>, String>>) {
         let outcomes = alternate(self.settings.rounds, contestants.len(), |round, at| {
             let (title, contestant) = &contestants[at];
-            eprintln!("{name}: round {}, {title}", round + 1);
+            progress!("{name}: round {}, {title}", round + 1);
             measure(contestant, self.settings, self.cores)
         });
         let titles = contestants.iter().map(|(title, _)| title.clone());
@@ -198,7 +198,7 @@ impl Bench<'_> {
         let links: Vec<_> = contestants
             .into_iter()
             .map(|(title, contestant)| {
-                eprintln!("{}: starting {title}", cases.there);
+                progress!("{}: starting {title}", cases.there);
                 (title, make(contestant))
             })
             .collect();

@@ -256,7 +256,7 @@ impl Bench<'_> {
     ) -> Vec<Result<Vec<T>, String>> {
         alternate(rounds, relays.len(), |round, at| {
             let relay = relays[at];
-            eprintln!("{name}: round {}, {}", round + 1, relay.title());
+            progress!("{name}: round {}, {}", round + 1, relay.title());
             measure(relay)
         })
     }
@@ -383,7 +383,7 @@ impl Bench<'_> {
         let mut lengths = vec![None; paths.len()];
         let outcomes = alternate(settings.rounds, paths.len(), |round, at| {
             let (path, title) = &paths[at];
-            eprintln!("{name}: round {}, {title}", round + 1);
+            progress!("{name}: round {}, {title}", round + 1);
             let measure = |bytes| guest::measure(*path, traffic, bytes, settings, cores);
             if traffic == Traffic::Ping {
                 return measure(None);

@@ -90,7 +90,7 @@ impl Bench<'_> {
         let bytes = if self.settings.quick { 1 } else { 32 } << 20;
         let outcomes = alternate(self.settings.rounds, wanted.len(), |round, at| {
             let (title, relay, way) = &wanted[at];
-            eprintln!("{name}: round {}, {title}", round + 1);
+            progress!("{name}: round {}, {title}", round + 1);
             let relaying = Relaying {
                 way,
                 kind,
@@ -122,7 +122,7 @@ impl Bench<'_> {
             .collect();
         let outcomes = alternate(self.settings.rounds, wanted.len(), |round, at| {
             let (title, way) = wanted[at];
-            eprintln!("{name}: round {}, {title}", round + 1);
+            progress!("{name}: round {}, {title}", round + 1);
             vm.relay(&Relaying {
                 way,
                 kind: "udp",

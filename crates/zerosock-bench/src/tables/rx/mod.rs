@@ -76,7 +76,7 @@ fn processes(
         if wait == Wait::Spin && cores.sender.is_none() {
             return Err("two spinning sides need two cores".to_owned());
         }
-        eprintln!("{name}: round {}, {how}, {wait:?}", round + 1);
+        progress!("{name}: round {}, {how}, {wait:?}", round + 1);
         let contestant = Contestant::Ours;
         pair::measure(
             contestant,

@@ -75,7 +75,7 @@ pub(super) fn rows_of_vm(table: &mut Table, settings: &Settings, cores: Cores) {
                 if wait == Wait::Spin && cores.sender.is_none() {
                     return Err("a spinning host needs a core beside the guest's".to_owned());
                 }
-                eprintln!("{name}: round {}, {how}, {wait:?}", round + 1);
+                progress!("{name}: round {}, {how}, {wait:?}", round + 1);
                 vm.to_host(&order(wait), how)
             });
             let ways = TO_HOST.map(|(how, _)| format!("{how}, from the VM"));
@@ -84,7 +84,7 @@ pub(super) fn rows_of_vm(table: &mut Table, settings: &Settings, cores: Cores) {
         } else {
             let outcomes = alternate(settings.rounds, SENDING.len(), |round, index| {
                 let (how, sending) = SENDING[index];
-                eprintln!("{name}: round {}, {how}", round + 1);
+                progress!("{name}: round {}, {how}", round + 1);
                 vm.to_guest(&order(Wait::Sleep), sending)
             });
             let ways = SENDING.map(|(how, _)| format!("{how}, to the VM"));

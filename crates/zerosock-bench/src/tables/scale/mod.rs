@@ -108,7 +108,7 @@ impl Bench<'_> {
     fn between_processes(&mut self, name: &str, count: usize) {
         let mut left = None;
         let outcomes = alternate(self.settings.rounds.min(3), 1, |round, _| {
-            eprintln!("{name}: round {}", round + 1);
+            progress!("{name}: round {}", round + 1);
             let (each, counts) = many::between_processes(count)?;
             left = Some(counts);
             Ok(each)
@@ -128,7 +128,7 @@ impl Bench<'_> {
         let (devices, peer) = devices();
         let outcomes = alternate(self.settings.rounds.min(3), 2, |round, contestant| {
             let device = devices[contestant].as_ref().map_err(Clone::clone)?;
-            eprintln!(
+            progress!(
                 "{name}: round {}, {}",
                 round + 1,
                 [program::OURS, &peer][contestant]
@@ -142,7 +142,7 @@ impl Bench<'_> {
         let outcomes = alternate(self.settings.rounds, 2, |round, contestant| {
             let beside = contestant == 0;
             let how = if beside { "beside it" } else { "alone" };
-            eprintln!("{name}: round {}, {how}", round + 1);
+            progress!("{name}: round {}, {how}", round + 1);
             rates::ping_pong(&program::ours()?, beside, self.settings, self.cores)
         });
         self.row(
@@ -156,7 +156,7 @@ impl Bench<'_> {
     fn connects(&mut self, name: &str) {
         let (devices, peer) = devices();
         let outcomes = alternate(self.settings.rounds, 3, |round, contestant| {
-            eprintln!(
+            progress!(
                 "{name}: round {}, {}",
                 round + 1,
                 [program::OURS, &peer, BARE][contestant]
@@ -191,7 +191,7 @@ impl Bench<'_> {
                 _ => program::ours()?,
             };
             let how = ["spinning", "asleep"][contestant];
-            eprintln!("{name}: round {}, {how}", round + 1);
+            progress!("{name}: round {}, {how}", round + 1);
             let (warm, time) = (self.settings.warm, self.settings.time);
             let outcome = traffic::round_trips(&device, warm, time, self.cores)?;
             let p50 = outcome.p50.ok_or("no round trip")?;

@@ -99,7 +99,7 @@ fn case_of(
 ) {
     let peer = WAYS.len();
     let outcomes = alternate(rounds, peer + 1, |round, index| {
-        eprintln!("{case}: round {}, contestant {}", round + 1, index + 1);
+        progress!("{case}: round {}, contestant {}", round + 1, index + 1);
         let window = Window::new(settings.warm, settings.time);
         let Some((_, backend)) = WAYS.get(index) else {
             return bare_queue(&carried, SIZE, limit, window);

@@ -212,7 +212,7 @@ fn case_of(
     };
     let all: Vec<Variant> = ALL.into_iter().filter(is_compared).collect();
     let outcomes = alternate(settings.rounds, all.len(), |round, index| {
-        eprintln!("{case}: round {}, {:?}", round + 1, all[index]);
+        progress!("{case}: round {}, {:?}", round + 1, all[index]);
         measure(settings, carried, size, all[index])
     });
     let figure = |variant: Variant| -> Result<Spread, String> {

@@ -8,7 +8,6 @@
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -119,14 +118,14 @@ impl Connection {
         }
     }
 
-    /// Limits the time of a call that receives, which then fails with `TimedOut`. For connections of
-    /// ours only.
-    pub(super) fn set_receive_timeout(&self, limit: Duration) -> io::Result<()> {
-        match self {
-            Connection::Stream(stream) => stream.set_read_timeout(Some(limit)),
-            Connection::Messages(connection) => connection.set_read_timeout(Some(limit)),
+    /// Ends a call that receives. For connections of ours only.
+    pub(super) fn stop_receiving(&self) {
+        // Fails if the connection has ended, and with it the call.
+        let _ = match self {
+            Connection::Stream(stream) => stream.shutdown(Shutdown::Read),
+            Connection::Messages(connection) => connection.shutdown(Shutdown::Read),
             Connection::Socket(_) | Connection::Packets(_) | Connection::Datagrams(_) => Ok(()),
-        }
+        };
     }
 
     /// Waits until everything sent will be delivered even if this process ends. Only datagrams need

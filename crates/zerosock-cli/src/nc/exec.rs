@@ -2,14 +2,9 @@
 
 use std::io::{self, Read, Write};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
 
 use super::connection::Connection;
-
-/// How often a thread that waits for bytes looks whether the command has ended.
-const LOOK: Duration = Duration::from_millis(100);
 
 /// Why the command of a connection failed.
 #[derive(Debug, thiserror::Error)]
@@ -56,21 +51,12 @@ pub(super) fn run(command: &str, connection: Connection) -> Result<(), ExecError
 /// Copies between the command and the connection until the command has ended.
 fn join(mut child: Child, connection: &Connection) -> io::Result<std::process::ExitStatus> {
     let (input, output) = (child.stdin.take(), child.stdout.take());
-    let has_ended = &AtomicBool::new(false);
-    connection.set_receive_timeout(LOOK)?;
     thread::scope(|scope| {
         scope.spawn(move || {
             let mut buffer = vec![0; connection.receives_at_once()];
-            // A command that has closed its input is told by the signal of a pipe; bytes that it does
-            // not read are lost, as with any program.
             let Some(mut input) = input else { return };
-            while !has_ended.load(Ordering::Relaxed) {
-                let length = match connection.receive(&mut buffer) {
-                    Ok(0) => break,
-                    Ok(length) => length,
-                    Err(error) if error.kind() == io::ErrorKind::TimedOut => continue,
-                    Err(_) => break,
-                };
+            // Bytes that the command does not read are lost, as with any program.
+            while let Ok(length @ 1..) = connection.receive(&mut buffer) {
                 let received = buffer.get(..length).unwrap_or_default();
                 if input.write_all(received).is_err() {
                     break;
@@ -79,7 +65,8 @@ fn join(mut child: Child, connection: &Connection) -> io::Result<std::process::E
         });
         let sent = output.map_or(Ok(()), |output| send_all(output, connection));
         let status = child.wait();
-        has_ended.store(true, Ordering::Relaxed);
+        // Ends the other thread, which may wait for bytes that nothing reads any more.
+        connection.stop_receiving();
         sent.and(status)
     })
 }

@@ -50,6 +50,7 @@ static:
 
 # The units name /usr/local/bin/zerosock; another PREFIX is put into them. A vms.yaml that is there stays.
 PREFIX := /usr/local
+BIN := $(DESTDIR)$(PREFIX)/bin
 UNITS := $(DESTDIR)/etc/systemd/system
 BINARY := $(BUILD_DIR)/release/zerosock
 
@@ -57,8 +58,12 @@ $(BINARY):
 	@scripts/need build
 	cargo build --release -p zerosock-cli
 
+# Debug information is split off, to where debuggers and backtraces look for it.
 install: $(BINARY)
-	install -D -m 755 $(BINARY) $(DESTDIR)$(PREFIX)/bin/zerosock
+	install -d $(BIN)/.debug
+	objcopy --only-keep-debug $(BINARY) $(BIN)/.debug/zerosock.debug
+	cd $(BIN) && objcopy --strip-all --add-gnu-debuglink=.debug/zerosock.debug $(abspath $(BINARY)) zerosock
+	chmod 755 $(BIN)/zerosock
 	install -d $(UNITS)
 	for unit in zerosock.service zerosock@.service zerosock@.socket; do \
 		sed 's,/usr/local/bin/,$(PREFIX)/bin/,' dist/$$unit > $(UNITS)/$$unit && chmod 644 $(UNITS)/$$unit || exit 1; \

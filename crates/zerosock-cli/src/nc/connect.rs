@@ -3,36 +3,18 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, sockopt};
 
 use super::attached::{self, Role};
 use super::connection::{Connection, Kind, Transport};
+use super::deadline::{Deadline, timespec};
 use super::endpoint::Endpoint;
 use super::error::ConnectError;
 use super::listen::Acceptor;
-
-/// The time at which an attempt to connect fails; `None`: never.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Deadline(Option<Instant>);
-
-impl Deadline {
-    pub(crate) fn after(limit: Option<Duration>) -> Deadline {
-        Deadline(limit.map(|limit| Instant::now() + limit))
-    }
-
-    pub(super) fn left(self) -> Option<Duration> {
-        self.0
-            .map(|at| at.saturating_duration_since(Instant::now()))
-    }
-
-    fn is_over(self) -> bool {
-        self.left() == Some(Duration::ZERO)
-    }
-}
 
 /// Binds a listening endpoint; `None` if `endpoint` connects.
 pub(super) fn bind(
@@ -268,9 +250,4 @@ fn wait_for(fd: impl AsFd, events: PollFlags, deadline: Deadline) -> io::Result<
             Err(errno) => return Err(errno.into()),
         }
     }
-}
-
-pub(super) fn timespec(left: Option<Duration>) -> Option<Timespec> {
-    // The limits of `--timeout` are far below the range of a timespec.
-    left.and_then(|left| Timespec::try_from(left).ok())
 }

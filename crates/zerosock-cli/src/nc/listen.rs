@@ -14,8 +14,8 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use zerosock::vsock::{Listener, SeqPacketListener};
 
 use super::attached::{self, Role};
-use super::connect::{Deadline, timespec};
 use super::connection::{Connection, Kind};
+use super::deadline::{Deadline, timespec};
 use super::endpoint::Endpoint;
 use super::error::ConnectError;
 use crate::sockets::{self, SocketFile};

@@ -11,6 +11,7 @@ mod blocking;
 mod connect;
 mod connection;
 mod datagrams;
+mod deadline;
 pub(crate) mod endpoint;
 mod error;
 mod exec;
@@ -26,8 +27,8 @@ use std::thread;
 use std::time::Instant;
 
 use self::args::NcArgs;
-use self::connect::Deadline;
 use self::connection::{Connection, Kind, Transport};
+use self::deadline::Deadline;
 use self::error::ConnectError;
 use self::listen::Acceptor;
 use self::progress::{Moved, Progress};

@@ -232,6 +232,17 @@ pub(super) fn has_hung_up(socket: &PeerFd) -> bool {
     poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().intersects(PollFlags::HUP)
 }
 
+/// Why a process is refused, and for a user that is not listed, the option that lists it.
+fn reason_for(status: Status, uid: u32) -> String {
+    match status {
+        Status::NotPermitted => format!(
+            "its user is not listed; add --attach-uid {uid} (in the file: `uid` of `attach`), for a \
+             service --service-uid {uid}"
+        ),
+        other => format!("{other:?}"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -243,16 +254,5 @@ mod tests {
         // Root has no special rights.
         assert!(!is_allowed(&[1000], 0));
         assert!(!is_allowed(&[], 0));
-    }
-}
-
-/// Why a process is refused, and for a user that is not listed, the option that lists it.
-fn reason_for(status: Status, uid: u32) -> String {
-    match status {
-        Status::NotPermitted => format!(
-            "its user is not listed; add --attach-uid {uid} (in the file: `uid` of `attach`), for a \
-             service --service-uid {uid}"
-        ),
-        other => format!("{other:?}"),
     }
 }

@@ -137,10 +137,11 @@ fn a_queue_starts_with_the_address_of_its_log() {
 
 #[test]
 fn a_log_that_cannot_be_used_ends_the_connection() {
+    // What a connection that ended had mapped counts until it is unmapped.
     let whole = Limits {
         descriptors: 256,
         numbers: 512,
-        mapped: 2 << 20,
+        mapped: 64 << 20,
         mapped_each: 2 << 20,
     };
     let sealed = || zerosock_sys::memfd::create("log", 1 << 20, true).unwrap();

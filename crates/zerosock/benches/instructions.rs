@@ -1,0 +1,220 @@
+//! Sends and receives 64-byte packets between an embedding program and an attached process, both in
+//! one thread, so that `scripts/count-instructions` can count the instructions of each side.
+//!
+//! # Invariants
+//! - Only the code inside [`measured`] is counted, and only on the thread that runs it.
+//! - No call waits or sleeps: a round sends as many packets as it receives.
+//!
+//! # Use
+//! A scenario is one way to send and receive, one direction and one side. Each ends in
+//! [`end_scenario`], where the script takes the counts and starts from zero.
+
+use std::array;
+use std::io::{Read, Write};
+use std::thread;
+use std::time::Duration;
+
+use zerosock::vsock::{Endpoint, Host, SeqPacket, Stream};
+use zerosock::{Address, Cid, Port};
+
+/// Bytes of a packet.
+const LEN: usize = 64;
+/// Packets of a round: a quarter of the slots of a default queue.
+const ROUND: usize = 32;
+/// Rounds before counting, in which buffers grow and all slots have been used.
+const WARM_UP: usize = 40;
+/// Rounds that are counted.
+const ROUNDS: usize = 100;
+/// Bytes in flight: enough for the packets of all scenarios of a connection, each of which takes
+/// 640 bytes.
+const WINDOW: u32 = 8 << 20;
+const STREAM: Port = Port::new(1);
+const MESSAGES: Port = Port::new(2);
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The side of a scenario that is counted.
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Side {
+    Sender,
+    Receiver,
+}
+
+/// Both ends of a connection.
+struct Ends<T> {
+    /// The end of the program that embeds the device.
+    device: T,
+    /// The end of the attached process.
+    driver: T,
+}
+
+fn main() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("attach.sock");
+    let host = Host::builder().window(WINDOW).attach(&path);
+    let host = host.start().expect("a host");
+    let streams = host.listen(STREAM, 1).expect("a listener");
+    let messages = host.listen_seqpacket(MESSAGES, 1).expect("a listener");
+    let attaching = thread::spawn(move || {
+        let endpoint = Endpoint::builder().window(WINDOW).attach(path);
+        let endpoint = endpoint.expect("an endpoint");
+        let to = |port| Address::new(Cid::HOST, port);
+        let stream = || endpoint.connect(to(STREAM)).expect("a stream");
+        let streams = [stream(), stream()];
+        let socket = endpoint.connect_seqpacket(to(MESSAGES)).expect("a socket");
+        (endpoint, streams, socket)
+    });
+    let accept = || streams.accept_timeout(PATIENCE).expect("a stream").0;
+    let our_streams = [accept(), accept()];
+    let (socket, _) = messages.accept_timeout(PATIENCE).expect("a socket");
+    while !attaching.is_finished() {
+        host.turn().expect("a running host");
+    }
+    let (endpoint, their_streams, their_socket) = attaching.join().expect("an endpoint");
+    for stream in our_streams.iter().chain(&their_streams) {
+        stream.set_nonblocking(true).expect("a non-blocking stream");
+    }
+    for socket in [&socket, &their_socket] {
+        socket.set_nonblocking(true).expect("a non-blocking socket");
+    }
+    let [stream, batch] = our_streams;
+    let [their_stream, their_batch] = their_streams;
+    let ends = |device, driver| Ends { device, driver };
+    let turns: Ends<&dyn Fn()> = Ends {
+        device: &|| host.turn().expect("a running host"),
+        driver: &|| endpoint.turn().expect("a running endpoint"),
+    };
+    both_ways(
+        "stream",
+        &ends(stream, their_stream),
+        &turns,
+        write_each,
+        read_each,
+    );
+    both_ways(
+        "batch",
+        &ends(batch, their_batch),
+        &turns,
+        write_batch,
+        show_each,
+    );
+    let ends = Ends {
+        device: socket,
+        driver: their_socket,
+    };
+    both_ways("message", &ends, &turns, send_each, recv_each);
+}
+
+/// Runs the scenarios of one way to send and receive: two directions, two sides.
+fn both_ways<T>(
+    name: &str,
+    ends: &Ends<T>,
+    turns: &Ends<&dyn Fn()>,
+    send: fn(&T),
+    receive: fn(&T),
+) {
+    // The turn that a receiver takes when it has read all.
+    let receive = |end: &T, turn: &dyn Fn()| {
+        receive(end);
+        turn();
+    };
+    for side in [Side::Sender, Side::Receiver] {
+        let (sends, receives) = (&ends.driver, &ends.device);
+        run(side, || send(sends), || receive(receives, turns.device));
+        end_scenario(name, "driver", "device", side);
+    }
+    for side in [Side::Sender, Side::Receiver] {
+        let (sends, receives) = (&ends.device, &ends.driver);
+        run(side, || send(sends), || receive(receives, turns.driver));
+        end_scenario(name, "device", "driver", side);
+    }
+}
+
+/// Runs the rounds of one scenario.
+fn run(side: Side, mut send: impl FnMut(), mut receive: impl FnMut()) {
+    for round in 0..WARM_UP + ROUNDS {
+        let count = round >= WARM_UP;
+        for (mine, step) in [
+            (Side::Sender, &mut send as &mut dyn FnMut()),
+            (Side::Receiver, &mut receive),
+        ] {
+            if count && mine == side {
+                measured(step);
+            } else {
+                step();
+            }
+        }
+    }
+}
+
+/// The script counts what this function calls.
+#[inline(never)]
+fn measured(step: &mut dyn FnMut()) {
+    step();
+}
+
+/// The script takes the counts of the scenario when this function returns.
+#[inline(never)]
+fn end_scenario(name: &str, sends: &str, receives: &str, side: Side) {
+    let step = match side {
+        Side::Sender => format!("send {sends}"),
+        Side::Receiver => format!("receive {receives}"),
+    };
+    println!("scenario {} {name} {step}", ROUND * ROUNDS);
+}
+
+/// A packet whose bytes depend on its number.
+fn packet(number: usize) -> [u8; LEN] {
+    array::from_fn(|at| (number + at) as u8)
+}
+
+fn write_each(stream: &Stream) {
+    let packet = packet(0);
+    for _ in 0..ROUND {
+        assert_eq!((&*stream).write(&packet).expect("room"), LEN);
+    }
+}
+
+fn read_each(stream: &Stream) {
+    let mut bytes = [0; LEN];
+    for _ in 0..ROUND {
+        assert_eq!((&*stream).read(&mut bytes).expect("a packet"), LEN);
+    }
+    assert_eq!(bytes, packet(0));
+}
+
+fn write_batch(stream: &Stream) {
+    let packet = packet(1);
+    let mut batch = stream.batch();
+    for _ in 0..ROUND {
+        batch.write(&packet).expect("room");
+    }
+}
+
+fn show_each(stream: &Stream) {
+    let mut bytes = [0; LEN];
+    let mut seen = 0;
+    while seen < ROUND {
+        seen += stream
+            .recv_each(ROUND - seen, |message| {
+                message.copy_to(0, &mut bytes);
+            })
+            .expect("packets");
+    }
+    assert_eq!(bytes, packet(1));
+}
+
+fn send_each(socket: &SeqPacket) {
+    let packet = packet(2);
+    for _ in 0..ROUND {
+        socket.send(&packet).expect("room");
+    }
+}
+
+fn recv_each(socket: &SeqPacket) {
+    let mut bytes = [0; LEN];
+    for _ in 0..ROUND {
+        let received = socket.recv(&mut bytes).expect("a message");
+        assert_eq!(received.map(|message| message.len), Some(LEN));
+    }
+    assert_eq!(bytes, packet(2));
+}

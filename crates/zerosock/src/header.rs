@@ -24,22 +24,39 @@ pub(crate) enum HeaderFault {
 }
 
 /// Reads the header at the beginning of `pieces`.
-#[inline]
+#[inline(always)] // keeps the header in registers
 pub(crate) fn read(memory: &Memory, pieces: &[Piece]) -> Result<Repr, HeaderFault> {
-    let words = memory
-        .read_words::<5>(pieces, 0)
-        .ok_or(HeaderFault::Short)?;
-    let [tail] = memory
-        .read_words::<1>(pieces, TAIL)
-        .ok_or(HeaderFault::Short)?;
+    let words = match memory.contiguous(pieces, 0, HEADER_LEN) {
+        Some(slice) => slice.read_words::<5>(0).zip(slice.read_words(TAIL)),
+        None => read_divided(memory, pieces),
+    };
+    let (words, [tail]) = words.ok_or(HeaderFault::Short)?;
     Repr::from_words(words, (tail >> 32) as u32).map_err(HeaderFault::Bad)
 }
 
+/// Reads the words of a header that lies in several pieces.
+#[cold]
+#[inline(never)]
+fn read_divided(memory: &Memory, pieces: &[Piece]) -> Option<([u64; 5], [u64; 1])> {
+    let words = memory.read_words(pieces, 0)?;
+    Some((words, memory.read_words(pieces, TAIL)?))
+}
+
 /// Writes a header to the beginning of `pieces`. Returns false if they are too short.
-#[inline]
+#[inline(always)] // as `read`
 pub(crate) fn write(memory: &Memory, pieces: &[Piece], header: &Repr) -> bool {
     let (words, last) = header.to_words();
     let tail = words[4] >> 32 | u64::from(last) << 32;
+    match memory.contiguous(pieces, 0, HEADER_LEN) {
+        Some(slice) => slice.write_words(0, words) && slice.write_words(TAIL, [tail]),
+        None => write_divided(memory, pieces, words, tail),
+    }
+}
+
+/// Writes the words of a header into several pieces.
+#[cold]
+#[inline(never)]
+fn write_divided(memory: &Memory, pieces: &[Piece], words: [u64; 5], tail: u64) -> bool {
     memory.write_words(pieces, 0, words) && memory.write_words(pieces, TAIL, [tail])
 }
 

@@ -10,6 +10,8 @@ pub(super) use copy_disjoint as copy_out;
 
 /// Longest copy in bytes that is done word by word.
 const SHORT: usize = 16;
+/// Longest copy in bytes for which memcpy is not called: the call costs more than the copy.
+const MEDIUM: usize = 64;
 
 unsafe extern "C" {
     fn memcpy(dst: *mut c_void, src: *const c_void, len: usize) -> *mut c_void;
@@ -18,9 +20,12 @@ unsafe extern "C" {
 /// Copies one value of the register's width.
 macro_rules! copy_word {
     ($class:ident, $operand:literal, $src:expr, $dst:expr) => {
+        copy_word!("mov", $class, $operand, $src, $dst)
+    };
+    ($mov:literal, $class:ident, $operand:literal, $src:expr, $dst:expr) => {
         asm!(
-            concat!("mov ", $operand, ", [{src}]"),
-            concat!("mov [{dst}], ", $operand),
+            concat!($mov, " ", $operand, ", [{src}]"),
+            concat!($mov, " [{dst}], ", $operand),
             word = out($class) _,
             src = in(reg) $src,
             dst = in(reg) $dst,
@@ -36,7 +41,17 @@ pub(super) unsafe fn copy_disjoint(src: *const u8, dst: *mut u8, len: usize) {
     // overlap. A block without `nostack` may call a function, and memcpy changes what a C function
     // may change.
     unsafe {
-        if len > SHORT {
+        if len > SHORT && len <= MEDIUM {
+            copy_word!("movups", xmm_reg, "{word}", src, dst);
+            if len > 2 * SHORT {
+                let at = SHORT;
+                copy_word!("movups", xmm_reg, "{word}", src.add(at), dst.add(at));
+                let at = len - 2 * SHORT;
+                copy_word!("movups", xmm_reg, "{word}", src.add(at), dst.add(at));
+            }
+            let at = len - SHORT;
+            copy_word!("movups", xmm_reg, "{word}", src.add(at), dst.add(at));
+        } else if len > SHORT {
             asm!(
                 "call {memcpy}",
                 memcpy = sym memcpy,

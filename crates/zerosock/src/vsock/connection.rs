@@ -96,7 +96,7 @@ impl Connection {
         let interest = Interest::Conn(self.id);
         Ok(self
             .core
-            .wait(interest, self.read_wait_budget(), attempt)??)
+            .wait(interest, || self.read_wait_budget(), attempt)??)
     }
 
     pub(super) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
@@ -164,7 +164,7 @@ impl Connection {
         let interest = Interest::Conn(self.id);
         Ok(self
             .core
-            .wait(interest, self.read_wait_budget(), attempt)??)
+            .wait(interest, || self.read_wait_budget(), attempt)??)
     }
 
     /// Calls `put` until it has room, or returns an error.
@@ -183,7 +183,7 @@ impl Connection {
         let interest = Interest::Conn(self.id);
         Ok(self
             .core
-            .wait(interest, self.write_wait_budget(), attempt)??)
+            .wait(interest, || self.write_wait_budget(), attempt)??)
     }
 
     /// Waits until the queued rest of a message is sent: the program may not call the endpoint
@@ -195,7 +195,7 @@ impl Connection {
             (!backend.is_sending(self.id)).then_some(())
         };
         let interest = Interest::Conn(self.id);
-        let budget = self.write_wait_budget();
+        let budget = || self.write_wait_budget();
         Ok(self.core.wait(interest, budget, attempt)?)
     }
 

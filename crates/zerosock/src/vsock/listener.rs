@@ -143,7 +143,7 @@ impl Listener {
             deadline,
         };
         let port = self.local.port;
-        let (id, info) = self.core.wait(Interest::Port(port), budget, |backend| {
+        let (id, info) = self.core.wait(Interest::Port(port), || budget, |backend| {
             let id = backend.accept(port)?;
             let info = backend.info(id)?;
             backend.flush();

@@ -126,7 +126,7 @@ impl Connection {
         let interest = Interest::Conn(self.id);
         let moved = self
             .core
-            .wait(interest, self.write_wait_budget(), attempt)?;
+            .wait(interest, || self.write_wait_budget(), attempt)?;
         moved.map_err(|error| {
             let kind = match error {
                 MoveError::Busy => io::ErrorKind::ResourceBusy,
@@ -226,7 +226,7 @@ impl Connection {
             mode: WaitMode::Block(wait),
             deadline,
         };
-        let ended = self.core.wait(Interest::Conn(self.id), budget, |backend| {
+        let ended = self.core.wait(Interest::Conn(self.id), || budget, |backend| {
             match backend.info(self.id).map(|info| info.state) {
                 Some(StreamState::Connected) => None,
                 Some(StreamState::Reset) => Some(Err(StreamError::Reset)),
@@ -247,7 +247,7 @@ impl Connection {
                 deadline: earlier(deadline, deadline_in(pause)),
             };
             let mut asked = false;
-            let taken = self.core.wait(Interest::Conn(self.id), budget, |backend| {
+            let taken = self.core.wait(Interest::Conn(self.id), || budget, |backend| {
                 let takes = backend
                     .info(self.id)
                     .is_some_and(|it| it.state == StreamState::Connected && !it.peer_recv_shutdown);

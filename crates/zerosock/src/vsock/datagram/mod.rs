@@ -420,7 +420,7 @@ impl Datagram {
             Err(_) => None,
         };
         let interest = Interest::Datagram(self.id);
-        let budget = self.budget(&self.read_timeout);
+        let budget = || self.budget(&self.read_timeout);
         Ok(self.core.wait(interest, budget, attempt)??)
     }
 
@@ -438,7 +438,7 @@ impl Datagram {
             Err(fault) => DatagramError::of(fault).map(Err),
         };
         let interest = Interest::Datagram(self.id);
-        let budget = self.budget(&self.write_timeout);
+        let budget = || self.budget(&self.write_timeout);
         Ok(self.core.wait(interest, budget, attempt)??)
     }
 }

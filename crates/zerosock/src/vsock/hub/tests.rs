@@ -37,7 +37,7 @@ fn sleeper(core: &Arc<Core>, script: &Scripted) -> mpsc::Receiver<()> {
             deadline: None,
         };
         let fired = |_: &mut dyn Backend| (script.lock().unwrap().fired > 0).then_some(());
-        let _ = mine.wait(Interest::Port(Port::new(1)), budget, fired);
+        let _ = mine.wait(Interest::Port(Port::new(1)), || budget, fired);
         let _ = done.send(());
     });
     while core.lock().state().sleeper.is_none() {

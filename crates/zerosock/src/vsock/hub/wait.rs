@@ -55,7 +55,7 @@ impl WaitProgress {
 
 impl Core {
     /// Calls `attempt` until it returns `Some`; between two attempts turns the backend and waits
-    /// within `budget`. `interest` names the socket of `attempt`. `attempt` publishes what it
+    /// within the budget, for which it asks when the first attempt has failed. `interest` names the socket of `attempt`. `attempt` publishes what it
     /// queues ([`Backend::flush`], [`Backend::flush_after_read`]).
     ///
     /// # Errors
@@ -64,15 +64,21 @@ impl Core {
     pub(crate) fn wait<T>(
         &self,
         interest: Interest,
-        budget: WaitBudget,
-        attempt: impl FnMut(&mut dyn Backend) -> Option<T>,
+        budget: impl FnOnce() -> WaitBudget,
+        mut attempt: impl FnMut(&mut dyn Backend) -> Option<T>,
     ) -> Result<T, WaitFault> {
-        let mut locked = Some(self.lock());
-        self.wait_with(&mut locked, interest, budget, attempt)
+        let mut locked = self.lock();
+        let mut progress = WaitProgress::default();
+        if locked.is_turn_due() {
+            progress.turn_due = true;
+        } else if let Some(found) = attempt(locked.backend()) {
+            return Ok(found);
+        }
+        self.wait_on(&mut Some(locked), interest, budget(), progress, &mut attempt)
     }
 
-    /// As [`wait`](Core::wait), for a caller that holds the lock before and after.
-    #[inline]
+    /// As [`wait`](Core::wait), for a caller that holds the lock before and after, and whose first attempt
+    /// has failed.
     pub(crate) fn wait_with<'a, T>(
         &'a self,
         held: &mut Option<Locked<'a>>,
@@ -80,13 +86,20 @@ impl Core {
         budget: WaitBudget,
         mut attempt: impl FnMut(&mut dyn Backend) -> Option<T>,
     ) -> Result<T, WaitFault> {
-        let locked = held.get_or_insert_with(|| self.lock());
-        let mut progress = WaitProgress::default();
-        if locked.is_turn_due() {
-            progress.turn_due = true;
-        } else if let Some(found) = attempt(locked.backend()) {
-            return Ok(found);
-        }
+        let progress = WaitProgress::default();
+        self.wait_on(held, interest, budget, progress, &mut attempt)
+    }
+
+    /// Turns the backend, or waits, until an attempt succeeds.
+    #[cold]
+    fn wait_on<'a, T>(
+        &'a self,
+        held: &mut Option<Locked<'a>>,
+        interest: Interest,
+        budget: WaitBudget,
+        mut progress: WaitProgress,
+        attempt: &mut dyn FnMut(&mut dyn Backend) -> Option<T>,
+    ) -> Result<T, WaitFault> {
         let spins = budget.wait().filter(|wait| *wait != Wait::Sleep);
         loop {
             let locked = held.get_or_insert_with(|| self.lock());

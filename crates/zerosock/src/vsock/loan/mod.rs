@@ -403,7 +403,7 @@ impl<'a> Loan<'a> {
         };
         let done = conn
             .core
-            .wait(interest, conn.write_wait_budget(), attempt)
+            .wait(interest, || conn.write_wait_budget(), attempt)
             .map_err(io::Error::from)
             .and_then(|result| Ok(result?));
         done.map_err(|error| (error, self))

@@ -180,7 +180,7 @@ impl SeqPacket {
     pub fn wait_readable(&self) -> io::Result<()> {
         let attempt = |backend: &mut dyn Backend| is_ready(backend, self.conn.id).then_some(());
         let interest = Interest::Conn(self.conn.id);
-        let budget = self.conn.read_wait_budget();
+        let budget = || self.conn.read_wait_budget();
         Ok(self.conn.core.wait(interest, budget, attempt)?)
     }
 

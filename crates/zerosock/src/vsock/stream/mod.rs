@@ -136,7 +136,7 @@ impl Stream {
     /// `WouldBlock`, `TimedOut`; `ConnectionAborted` when the endpoint has failed.
     pub fn wait_readable(&self) -> io::Result<()> {
         let low_water = self.low_water();
-        let budget = self.conn.read_wait_budget();
+        let budget = || self.conn.read_wait_budget();
         let attempt = |backend: &mut dyn Backend| {
             let there = backend
                 .ahead(self.conn.id)

@@ -57,12 +57,6 @@ impl Device {
         tx.is_some_and(|tx| tx.queue.available() > 0)
     }
 
-    /// Whether packets without payload wait to be sent, which needs the current time.
-    #[inline]
-    pub(crate) fn has_control(&self) -> bool {
-        self.shard.has_transmit()
-    }
-
     /// Whether the guest may be waiting for completed chains or credit: a credit update is due, an
     /// eighth of the queue has been completed, or the driver asked for an earlier notification (as
     /// one that sends without copying does) and the program has read everything.
@@ -437,6 +431,7 @@ impl Device {
         }
         self.put_app_controls(cx);
         if self.shard.has_events() {
+            cx.time();
             self.drain_events(cx);
         }
         for ring in [&mut self.queues.rings.rx, &mut self.queues.rings.tx]

@@ -111,6 +111,7 @@ impl Device {
 
     /// Sends the packets that carry no payload.
     pub(super) fn transmit_control(&mut self, cx: &mut Context<'_>) {
+        cx.time();
         self.drain_events(cx);
         let Some(rx) = self.queues.rings.rx.as_mut() else {
             return;

@@ -263,18 +263,16 @@ impl Backend for HostBackend {
 
     #[inline]
     fn read(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> Result<usize, RecvFault> {
-        let mut got = self.read_held(id, out, peek);
+        let mut got = 0;
+        if !peek && !out.is_empty() {
+            // Nothing, if the connection holds bytes; a packet that is longer than `out` is held.
+            got = self.read_arrivals(id, out);
+        }
+        if got == 0 {
+            got = self.read_held(id, out, peek);
+        }
         if got == 0 && !out.is_empty() {
-            if !peek {
-                got = self.read_arrivals(id, out);
-            }
-            if got == 0 {
-                // The first message may be longer than `out`; then it is held.
-                got = self.read_held(id, out, peek);
-            }
-            if got == 0 {
-                self.why_empty(id)?;
-            }
+            self.why_empty(id)?;
         }
         Ok(got)
     }
@@ -412,12 +410,8 @@ impl Backend for HostBackend {
     #[inline]
     fn write(&mut self, id: StreamId, bytes: &[u8]) -> Result<usize, SendFault> {
         let (vm, flow) = self.sender(id)?;
-        let now = self.time_for(vm);
-        let (device, mut cx) = self.worker.lend(vm, now);
-        let device = device.ok_or(SendFault::Reset)?;
-        let written = device.app_write(id, flow, bytes, &mut cx);
-        self.mark_changed(vm);
-        written
+        self.with_device(vm, |device, cx| device.app_write(id, flow, bytes, cx))
+            .ok_or(SendFault::Reset)?
     }
 
     fn set_coalesces(&mut self, id: StreamId, coalesces: bool) {
@@ -442,12 +436,8 @@ impl Backend for HostBackend {
     #[inline]
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
         let (vm, flow) = self.sender(id)?;
-        let now = self.time_for(vm);
-        let (device, mut cx) = self.worker.lend(vm, now);
-        let device = device.ok_or(SendFault::Reset)?;
-        let parts = device.app_loan(id, flow, max, &mut cx);
-        self.mark_changed(vm);
-        parts
+        self.with_device(vm, |device, cx| device.app_loan(id, flow, max, cx))
+            .ok_or(SendFault::Reset)?
     }
 
     #[inline]
@@ -468,16 +458,13 @@ impl Backend for HostBackend {
                 return Err(fault);
             }
         };
-        let now = self.time_for(vm);
-        if self.worker.devices.get_mut(vm).is_none() {
+        let sent = self.with_device(vm, |device, cx| {
+            device.app_send_loan(index, flow, len, private, cx)
+        });
+        sent.unwrap_or_else(|| {
             self.drop_loan(index, vm);
-            return Err(SendFault::Reset);
-        }
-        let (device, mut cx) = self.worker.lend(vm, now);
-        let device = device.ok_or(SendFault::Reset)?;
-        let sent = device.app_send_loan(index, flow, len, private, &mut cx);
-        self.mark_changed(vm);
-        sent
+            Err(SendFault::Reset)
+        })
     }
 
     fn read_message(

@@ -220,12 +220,10 @@ impl DatagramBackend for HostBackend {
     #[inline]
     fn send(&mut self, id: DatagramId, to: Address, bytes: &[u8]) -> Result<(), DatagramFault> {
         let (from, vm) = self.may_send_datagram(id, to, bytes.len())?;
-        let now = self.time_for(vm);
-        let (device, mut cx) = self.worker.lend(vm, now);
-        let device = device.ok_or(DatagramFault::Unreachable)?;
-        let put = device.app_send_datagram(from, to, bytes, &mut cx);
-        self.mark_changed(vm);
-        match put {
+        let put = self.with_device(vm, |device, cx| {
+            device.app_send_datagram(from, to, bytes, cx)
+        });
+        match put.ok_or(DatagramFault::Unreachable)? {
             Ok(()) => {
                 self.count_sent(id, bytes.len());
                 Ok(())
@@ -244,11 +242,9 @@ impl DatagramBackend for HostBackend {
         len: usize,
     ) -> Result<LoanParts, DatagramFault> {
         let (_, vm) = self.may_send_datagram(id, to, len)?;
-        let now = self.time_for(vm);
-        let (device, mut cx) = self.worker.lend(vm, now);
-        let device = device.ok_or(DatagramFault::Unreachable)?;
-        let parts = device.app_loan_datagram(id, to, len, &mut cx);
-        self.mark_changed(vm);
+        let parts = self
+            .with_device(vm, |device, cx| device.app_loan_datagram(id, to, len, cx))
+            .ok_or(DatagramFault::Unreachable)?;
         if matches!(parts, Err(DatagramFault::WouldBlock)) {
             self.wait_for_datagram_room(id, vm);
         }
@@ -278,11 +274,11 @@ impl DatagramBackend for HostBackend {
                 return Err(fault);
             }
         };
-        let now = self.time_for(vm);
-        let (device, mut cx) = self.worker.lend(vm, now);
-        let device = device.ok_or(DatagramFault::Unreachable)?;
-        let sent = device.app_send_datagram_loan(index, from, len, private, &mut cx);
-        self.mark_changed(vm);
+        let sent = self
+            .with_device(vm, |device, cx| {
+                device.app_send_datagram_loan(index, from, len, private, cx)
+            })
+            .ok_or(DatagramFault::Unreachable)?;
         match sent {
             Ok(()) => self.count_sent(id, len),
             Err(DatagramFault::WouldBlock) => {

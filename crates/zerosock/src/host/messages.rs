@@ -49,12 +49,10 @@ impl HostBackend {
         ends_record: bool,
     ) -> Result<bool, SendFault> {
         let (vm, flow) = self.sender(id)?;
-        let now = self.time_for(vm);
-        let (device, mut cx) = self.worker.lend(vm, now);
-        let device = device.ok_or(SendFault::Reset)?;
-        let sent = device.app_send_message(id, flow, slices, ends_record, &mut cx);
-        self.mark_changed(vm);
-        sent
+        self.with_device(vm, |device, cx| {
+            device.app_send_message(id, flow, slices, ends_record, cx)
+        })
+        .ok_or(SendFault::Reset)?
     }
 
     pub(super) fn loan_message(
@@ -63,12 +61,8 @@ impl HostBackend {
         len: usize,
     ) -> Result<Vec<LoanParts>, SendFault> {
         let (vm, flow) = self.sender(id)?;
-        let now = self.time_for(vm);
-        let (device, mut cx) = self.worker.lend(vm, now);
-        let device = device.ok_or(SendFault::Reset)?;
-        let parts = device.app_loan_message(id, flow, len, &mut cx);
-        self.mark_changed(vm);
-        parts
+        self.with_device(vm, |device, cx| device.app_loan_message(id, flow, len, cx))
+            .ok_or(SendFault::Reset)?
     }
 
     pub(super) fn send_message_loan(
@@ -94,12 +88,10 @@ impl HostBackend {
             }
             return Err(fault);
         }
-        let now = self.time_for(vm);
-        let (device, mut cx) = self.worker.lend(vm, now);
-        let device = device.ok_or(SendFault::Reset)?;
-        let sent = device.app_send_message_loan(id, parts, ends_record, &mut cx);
-        self.mark_changed(vm);
-        sent
+        self.with_device(vm, |device, cx| {
+            device.app_send_message_loan(id, parts, ends_record, cx)
+        })
+        .ok_or(SendFault::Reset)?
     }
 
     pub(super) fn is_sending(&self, id: StreamId) -> bool {

@@ -28,10 +28,10 @@ use zerosock_proto::vsock::{ConnectError, FlowError, FlowId, Shard};
 use zerosock_proto::{Address, Instant, Port};
 
 use crate::control::ControlPlane;
-use crate::device::Worker;
 use crate::device::placing::SPARE_PORTS;
 use crate::device::state::app::QueueStore;
 use crate::device::state::program::{App, HostToken};
+use crate::device::{Context, Device, Worker};
 use crate::fault::Fault;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
@@ -171,17 +171,9 @@ impl HostBackend {
         if device.is_none_or(|device| !device.has_arrivals()) {
             return (0, 0);
         }
-        // Before the call, because `look` may panic.
-        self.mark_changed(vm);
-        let (device, mut cx) = self.worker.lend_late(vm, self.now);
-        let shown = device.map_or((0, 0), |device| {
-            device.app_show(flow, bounds, look, &mut cx)
-        });
-        if cx.clock.is_none() {
-            // Packets of other kinds or connections were handled too and may have set timers.
-            self.worker.activate(vm);
-        }
-        shown
+        // Packets of other kinds or connections are handled too.
+        self.with_device(vm, |device, cx| device.app_show(flow, bounds, look, cx))
+            .unwrap_or((0, 0))
     }
 
     /// As [`show_arrivals`](Self::show_arrivals), but copies to `out`.
@@ -261,17 +253,25 @@ impl HostBackend {
         self.mark_changed(vm);
     }
 
-    /// The time for a call on a device. Reads the clock only if the call may set timers.
+    /// Calls `act` on a device, whose changes the next flush shows to its guest. Activates the
+    /// device if `act` has read the clock: it may have set timers.
     #[inline]
-    fn time_for(&mut self, vm: u32) -> Instant {
-        let has_control = self.worker.shared.app.as_deref();
-        let has_control = has_control.is_some_and(|app| app.inboxes.table.has_control());
-        let device = self.worker.devices.get_mut(vm);
-        if has_control || device.is_some_and(|device| device.has_control()) {
-            self.now = self.worker.clock().now();
+    fn with_device<T>(
+        &mut self,
+        vm: u32,
+        act: impl FnOnce(&mut Device, &mut Context<'_>) -> T,
+    ) -> Option<T> {
+        let (device, mut cx) = self.worker.lend_late(vm, self.now);
+        let device = device?;
+        // Before the call, because `act` may panic.
+        if !std::mem::replace(&mut device.touched, true) {
+            self.touched.push(vm);
+        }
+        let done = act(device, &mut cx);
+        if cx.clock.is_none() {
             self.worker.activate(vm);
         }
-        self.now
+        Some(done)
     }
 
     /// Activates the devices that have work in their queues. Returns whether there are any.
@@ -294,11 +294,10 @@ impl HostBackend {
 
     #[inline]
     fn flush_device(&mut self, vm: u32) {
-        let now = self.time_for(vm);
-        let (device, mut cx) = self.worker.lend(vm, now);
+        let (device, mut cx) = self.worker.lend_late(vm, self.now);
         if let Some(device) = device {
             device.touched = false;
-            if device.app_flush(&mut cx) {
+            if device.app_flush(&mut cx) || cx.clock.is_none() {
                 // The device may have a timer, which its turn registers.
                 self.worker.activate(vm);
             }

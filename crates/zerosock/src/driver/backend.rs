@@ -45,11 +45,7 @@ impl Driver {
         };
         let bytes = copy_shown(out, show);
         self.sockets.count_read(bytes);
-        match bytes {
-            // The first packet is longer than `out` and was held.
-            0 => self.sockets.read(id, out, false, &mut self.store),
-            bytes => bytes,
-        }
+        bytes
     }
 }
 
@@ -197,9 +193,13 @@ impl Backend for Driver {
 
     #[inline]
     fn read(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> Result<usize, RecvFault> {
-        let mut done = self.sockets.read(id, out, peek, &mut self.store);
-        if done == 0 && !out.is_empty() && !peek {
+        let mut done = 0;
+        if !peek && !out.is_empty() {
+            // Nothing, if the connection holds bytes; a packet that is longer than `out` is held.
             done = self.read_arrivals(id, out);
+        }
+        if done == 0 {
+            done = self.sockets.read(id, out, peek, &mut self.store);
         }
         match done {
             0 if out.is_empty() && self.sockets.get(id).is_some() => Ok(0),

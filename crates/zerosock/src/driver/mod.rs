@@ -336,32 +336,35 @@ impl Driver {
 
     /// Publishes what is queued, without receiving anything.
     pub fn flush(&mut self) {
-        let speaks = |queue_pair: &QueuePair| queue_pair.shard.has_transmit();
-        let control = self.store.queue_pairs.iter().any(speaks);
-        if control || self.datagrams.inboxes.table.has_control() {
-            let now = self.now();
-            // The error recurs in the next turn, which reports it.
-            let _ = self.transmit_control(now);
-            let _ = self.transmit_flow_control(now);
+        // The errors here recur in the next turn, which reports them.
+        if self.datagrams.inboxes.table.has_control() {
+            let _ = self.transmit_flow_control(self.now());
         }
         for id in self.store.queue_pairs.ids() {
+            if self.store.queue_pairs[id].shard.has_transmit() {
+                let _ = self.transmit_control_of(id, self.now());
+            }
             let queue_pair = &mut self.store.queue_pairs[id];
             // Sent packets first: each publication waits until its stores have reached the device,
             // and the device waits for packets rather than for buffers.
-            for (queue, ring) in [
-                (id.tx(), queue_pair.tx.publish()),
-                (id.rx(), queue_pair.rx.publish()),
-            ] {
-                self.stats.kicks += u64::from(self.event_fds.kick_if(ring, queue));
+            if queue_pair.tx.publish() {
+                self.event_fds.kick(id.tx());
+                self.stats.kicks += 1;
             }
-            if self.store.queue_pairs[id].blocked && self.armed && !self.is_blocked(id) {
+            if queue_pair.rx.publish() {
+                self.event_fds.kick(id.rx());
+                self.stats.kicks += 1;
+            }
+            if queue_pair.blocked && self.armed && !self.is_blocked(id) {
                 // A sleeping thread does not know of packets that may be received now.
                 self.store.queue_pairs[id].blocked = false;
                 self.watch.wake();
             }
         }
-        let ring = self.event_queue.publish();
-        self.stats.kicks += u64::from(self.event_fds.kick_if(ring, EVENT));
+        if self.event_queue.publish() {
+            self.event_fds.kick(EVENT);
+            self.stats.kicks += 1;
+        }
     }
 
     /// Requests notifications. Returns true if work arrived meanwhile, for which no notification

@@ -54,9 +54,11 @@ pub(super) fn await_connected(conn: &Connection, wait: Wait, timeout: Duration) 
         mode: WaitMode::Block(wait),
         deadline: deadline_in(timeout.saturating_add(Duration::from_secs(1))),
     };
-    let outcome = conn.core.wait(Interest::Conn(conn.id), || budget, |backend| {
-        outcome(&backend.info(conn.id)?)
-    });
+    let outcome = conn.core.wait(
+        Interest::Conn(conn.id),
+        || budget,
+        |backend| outcome(&backend.info(conn.id)?),
+    );
     match outcome {
         Ok(outcome) => Ok(outcome?),
         Err(WaitFault::TimedOut) => Err(ConnectError::TimedOut.into()),

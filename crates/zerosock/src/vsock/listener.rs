@@ -143,12 +143,16 @@ impl Listener {
             deadline,
         };
         let port = self.local.port;
-        let (id, info) = self.core.wait(Interest::Port(port), || budget, |backend| {
-            let id = backend.accept(port)?;
-            let info = backend.info(id)?;
-            backend.flush();
-            Some((id, info))
-        })?;
+        let (id, info) = self.core.wait(
+            Interest::Port(port),
+            || budget,
+            |backend| {
+                let id = backend.accept(port)?;
+                let info = backend.info(id)?;
+                backend.flush();
+                Some((id, info))
+            },
+        )?;
         let mut socket = S::new(self.core.clone(), id, &info, wait);
         socket.apply_options(*self.options(), None);
         Ok((socket, info.peer))

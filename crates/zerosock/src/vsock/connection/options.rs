@@ -226,14 +226,18 @@ impl Connection {
             mode: WaitMode::Block(wait),
             deadline,
         };
-        let ended = self.core.wait(Interest::Conn(self.id), || budget, |backend| {
-            match backend.info(self.id).map(|info| info.state) {
-                Some(StreamState::Connected) => None,
-                Some(StreamState::Reset) => Some(Err(StreamError::Reset)),
-                // A connection that was never established has sent nothing.
-                _ => Some(Ok(())),
-            }
-        })?;
+        let ended = self.core.wait(
+            Interest::Conn(self.id),
+            || budget,
+            |backend| {
+                match backend.info(self.id).map(|info| info.state) {
+                    Some(StreamState::Connected) => None,
+                    Some(StreamState::Reset) => Some(Err(StreamError::Reset)),
+                    // A connection that was never established has sent nothing.
+                    _ => Some(Ok(())),
+                }
+            },
+        )?;
         Ok(ended?)
     }
 
@@ -247,19 +251,23 @@ impl Connection {
                 deadline: earlier(deadline, deadline_in(pause)),
             };
             let mut asked = false;
-            let taken = self.core.wait(Interest::Conn(self.id), || budget, |backend| {
-                let takes = backend
-                    .info(self.id)
-                    .is_some_and(|it| it.state == StreamState::Connected && !it.peer_recv_shutdown);
-                if !takes || (unsent(backend, self.id) == 0 && !backend.is_sending(self.id)) {
-                    return Some(());
-                }
-                if !std::mem::replace(&mut asked, true) {
-                    backend.request_credit_update(self.id);
-                    backend.flush();
-                }
-                None
-            });
+            let taken = self.core.wait(
+                Interest::Conn(self.id),
+                || budget,
+                |backend| {
+                    let takes = backend.info(self.id).is_some_and(|it| {
+                        it.state == StreamState::Connected && !it.peer_recv_shutdown
+                    });
+                    if !takes || (unsent(backend, self.id) == 0 && !backend.is_sending(self.id)) {
+                        return Some(());
+                    }
+                    if !std::mem::replace(&mut asked, true) {
+                        backend.request_credit_update(self.id);
+                        backend.flush();
+                    }
+                    None
+                },
+            );
             match taken {
                 Err(WaitFault::TimedOut) if deadline.is_none_or(|at| at > Instant::now()) => {
                     pause = (pause * 2).min(MAX_CREDIT_POLL);

@@ -74,7 +74,13 @@ impl Core {
         } else if let Some(found) = attempt(locked.backend()) {
             return Ok(found);
         }
-        self.wait_on(&mut Some(locked), interest, budget(), progress, &mut attempt)
+        self.wait_on(
+            &mut Some(locked),
+            interest,
+            budget(),
+            progress,
+            &mut attempt,
+        )
     }
 
     /// As [`wait`](Core::wait), for a caller that holds the lock before and after, and whose first attempt

@@ -289,7 +289,11 @@ impl<'a> MessageLoan<'a> {
         };
         let done = conn
             .core
-            .wait(Interest::Conn(conn.id), || conn.write_wait_budget(), attempt)
+            .wait(
+                Interest::Conn(conn.id),
+                || conn.write_wait_budget(),
+                attempt,
+            )
             .map_err(io::Error::from)
             .and_then(|result| Ok(result?));
         match done {

@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use zerosock_proto::vsock::QueuePairs;
-use zerosock_ring::{DriverLayout, Memory, Piece, TranslateError};
+use zerosock_ring::{DriverLayout, GuestSlice, Memory, Piece, TranslateError};
 use zerosock_vhost_user::frontend::{Plan, SharedMemory, SharedMemoryError};
 
 use super::config::DriverConfig;
@@ -18,6 +18,8 @@ use super::config::DriverConfig;
 /// Bytes reserved for a header: one cache line, so that no two packets share one.
 pub(crate) const HEADER_SLOT: u32 = 64;
 const _: () = assert!(HEADER_SLOT >= 44, "a header fits its slot");
+/// Where the payload begins in a packet's slot.
+pub(crate) const PAYLOAD: usize = HEADER_SLOT as usize;
 /// Bytes of an event (`struct virtio_vsock_event`: `le32 id`).
 pub(crate) const EVENT_LEN: u32 = 4;
 /// Event buffers kept posted, as many as Linux keeps.
@@ -69,21 +71,27 @@ impl Slots {
         self.base + u64::from(index) * self.stride
     }
 
-    /// Prefetches the first line of slot `index` for reading.
+    /// Slot `index` in the mapping; `None` for an index out of range.
+    #[inline]
+    pub(crate) fn slice<'m>(&self, memory: &'m Memory, index: u16) -> Option<GuestSlice<'m>> {
+        memory.slice(*self.pieces.get(usize::from(index))?)
+    }
+
+    /// Prefetches the first two lines of slot `index` for reading: header and payload.
     #[inline]
     pub(crate) fn prefetch(&self, memory: &Memory, index: u16) {
-        let piece = self.pieces.get(usize::from(index));
-        if let Some(slice) = piece.and_then(|piece| memory.slice(*piece)) {
+        if let Some(slice) = self.slice(memory, index) {
             slice.prefetch();
+            slice.part(PAYLOAD, 1).prefetch();
         }
     }
 
-    /// Prefetches the first line of slot `index` for writing.
+    /// As `prefetch`, for writing.
     #[inline]
     pub(crate) fn prefetch_write(&self, memory: &Memory, index: u16) {
-        let piece = self.pieces.get(usize::from(index));
-        if let Some(slice) = piece.and_then(|piece| memory.slice(*piece)) {
+        if let Some(slice) = self.slice(memory, index) {
             slice.prefetch_write();
+            slice.part(PAYLOAD, 1).prefetch_write();
         }
     }
 
@@ -116,12 +124,12 @@ pub(crate) struct Arena {
 /// The buffers of one queue pair.
 #[derive(Debug)]
 pub(crate) struct PairSlots {
-    /// Headers of received packets.
-    pub(crate) rx_headers: Slots,
+    /// Header lines and payload of received packets.
+    pub(crate) rx_packets: Slots,
     /// Payload of received packets.
     pub(crate) rx_data: Slots,
-    /// Headers of packets to send.
-    pub(crate) tx_headers: Slots,
+    /// Header lines and payload of packets to send.
+    pub(crate) tx_packets: Slots,
     /// Payload of packets to send.
     pub(crate) tx_data: Slots,
     /// The mapping that contains them.
@@ -153,14 +161,13 @@ impl Arena {
         let shared = SharedMemory::create("zerosock-driver", &plan, seal, huge_pages)?;
         let count = config.slots();
         let line = u64::from(HEADER_SLOT);
-        let header = zerosock_proto::wire::vsock::HEADER_LEN as u32;
         let memory = Arc::clone(&shared.memory);
         let (rx_len, tx_len) = (config.rx_buffer_size, config.tx_buffer_size);
         let pair = |(rx, tx)| {
             Ok(PairSlots {
-                rx_headers: Slots::new(&memory, rx, rx_stride, header, count)?,
+                rx_packets: Slots::new(&memory, rx, rx_stride, HEADER_SLOT + rx_len, count)?,
                 rx_data: Slots::new(&memory, rx + line, rx_stride, rx_len, count)?,
-                tx_headers: Slots::new(&memory, tx, tx_stride, header, count)?,
+                tx_packets: Slots::new(&memory, tx, tx_stride, HEADER_SLOT + tx_len, count)?,
                 tx_data: Slots::new(&memory, tx + line, tx_stride, tx_len, count)?,
                 memory: memory.clone(),
             })

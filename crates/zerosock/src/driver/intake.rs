@@ -11,11 +11,11 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
 use zerosock_proto::{Address, Cid, Instant};
 
 use super::Driver;
-use super::arena::EVENT_SLOTS;
+use super::arena::{EVENT_SLOTS, PAYLOAD};
 use super::errors::DriverError;
 use super::link::guest_cid;
 use super::queue_pairs::{QueuePairId, RxSlot};
-use crate::header;
+use crate::header::{self, HeaderFault};
 use crate::table::sockets::{HeldBuffer, MessageEnd, ReadyFlag, Store, StreamId, StreamState};
 use crate::table::transfers::{Payload, ShowBounds};
 
@@ -114,12 +114,9 @@ impl Driver {
             taken: 0,
         };
         let mut seen = 0;
-        let mut go_on = true;
-        while go_on
-            && seen < bounds.packets
-            && shown.taken < u64::from(TURN_BUDGET)
-            && !shown.driver.is_blocked(queue_pair)
-        {
+        // A packet that is shown does not change it.
+        let mut go_on = !shown.driver.is_blocked(queue_pair);
+        while go_on && seen < bounds.packets && shown.taken < u64::from(TURN_BUDGET) {
             let driver = &mut *shown.driver;
             // The error recurs in the next turn, which reports it. Packets shown before count as
             // received.
@@ -129,18 +126,18 @@ impl Driver {
             shown.taken += 1;
             let slot = RxSlot { queue_pair, slot };
             let Some((of, len)) = driver.take_packet(None, slot, written) else {
+                go_on = !driver.is_blocked(queue_pair);
                 continue;
             };
             let slots = &driver.store.queue_pairs[queue_pair].slots;
-            let piece = slots.rx_data.pieces(slot.slot).first();
             let len_shown = len as usize;
-            match piece.and_then(|piece| slots.memory.slice(*piece)) {
-                Some(slice)
+            match slots.rx_packets.slice(&slots.memory, slot.slot) {
+                Some(packet)
                     if of == flow && (1..=bounds.bytes - shown.bytes).contains(&len_shown) =>
                 {
                     shown.slot = Some(slot);
                     shown.bytes += len_shown;
-                    go_on = look(Payload::in_place(&[slice.part(0, len_shown)]));
+                    go_on = look(Payload::in_place(&[packet.part(PAYLOAD, len_shown)]));
                     shown.slot = None;
                     shown.driver.store.release(slot);
                     seen += 1;
@@ -148,7 +145,7 @@ impl Driver {
                 _ => {
                     driver.hold(driver.now(), slot, of, len);
                     // Packets behind a held one are held too.
-                    go_on = of != flow;
+                    go_on = of != flow && !driver.is_blocked(queue_pair);
                 }
             }
         }
@@ -199,7 +196,7 @@ impl Driver {
     /// Processes one packet. Its slot is returned, unless the packet has payload for a connection:
     /// then the caller owns the slot. Without `now` the clock is read only if the packet needs it,
     /// as few do.
-    #[inline]
+    #[inline(always)] // keeps the header in registers
     pub(super) fn take_packet(
         &mut self,
         now: Option<Instant>,
@@ -209,13 +206,15 @@ impl Driver {
         let queue_pair = &mut self.store.queue_pairs[slot.queue_pair];
         let slots = &queue_pair.slots;
         // Prefetches the payload while the header is loaded, and both of a later packet.
-        slots.rx_data.prefetch(&slots.memory, slot.slot);
+        let packet = slots.rx_packets.slice(&slots.memory, slot.slot);
+        if let Some(packet) = packet {
+            packet.part(PAYLOAD, 1).prefetch();
+        }
         if let Some(later) = queue_pair.rx.likely_next() {
-            slots.rx_headers.prefetch(&slots.memory, later);
-            slots.rx_data.prefetch(&slots.memory, later);
+            slots.rx_packets.prefetch(&slots.memory, later);
         }
         // The device may change the header concurrently; only this copy is used.
-        let repr = header::read(&slots.memory, slots.rx_headers.pieces(slot.slot));
+        let repr = packet.ok_or(HeaderFault::Short).and_then(header::load);
         let payload = written.checked_sub(HEADER_LEN as u32);
         let (Some(payload), Ok(repr)) = (payload, repr) else {
             self.malformed(slot);

@@ -100,10 +100,12 @@ impl QueuePair {
     }
 
     /// Writes the header into slot `slot` and queues the packet.
-    #[inline]
+    #[inline(always)] // keeps the header in registers
     pub(super) fn send(&mut self, slot: u16, repr: &Repr) -> Result<(), AddError> {
         let slots = &self.slots;
-        header::write(&slots.memory, slots.tx_headers.pieces(slot), repr);
+        if let Some(packet) = slots.tx_packets.slice(&slots.memory, slot) {
+            header::store(packet, repr);
+        }
         self.tx.push(slot)
     }
 

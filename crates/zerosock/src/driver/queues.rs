@@ -45,13 +45,13 @@ pub enum QueueSetupError {
 /// Lays out the chain of each slot once: a header and a payload.
 fn chains(
     queue: &mut DriverQueue,
-    (headers, data): (&Slots, &Slots),
+    (packets, data): (&Slots, &Slots),
     slots: u16,
     writable: bool,
 ) -> Result<Vec<FixedChain>, AddError> {
     let chain = |slot| {
         let header = Buffer {
-            addr: headers.addr(slot),
+            addr: packets.addr(slot),
             len: HEADER,
             writable,
         };
@@ -83,7 +83,7 @@ impl RxQueue {
     ) -> Result<RxQueue, QueueSetupError> {
         let mut queue = DriverQueue::new(Arc::clone(&of.memory), layout, event_idx)?;
         let slots = layout.size / 2;
-        let parts = (&of.rx_headers, &of.rx_data);
+        let parts = (&of.rx_packets, &of.rx_data);
         let chains = chains(&mut queue, parts, slots, true)?;
         let mut rx = RxQueue {
             queue,
@@ -174,7 +174,7 @@ impl TxQueue {
     ) -> Result<TxQueue, QueueSetupError> {
         let slots = layout.size / 2;
         let mut queue = DriverQueue::new(Arc::clone(&of.memory), layout, event_idx)?;
-        let parts = (&of.tx_headers, &of.tx_data);
+        let parts = (&of.tx_packets, &of.tx_data);
         let round = (ROTATION / of.tx_data.len().max(1)).max(u32::from(2 * PREFETCH_AHEAD));
         let round = u16::try_from(round).map_or(slots, |round| round.min(slots));
         Ok(TxQueue {

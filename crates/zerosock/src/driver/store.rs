@@ -74,7 +74,7 @@ impl Store for Buffers {
             .pieces(token.slot)
     }
 
-    #[inline]
+    #[inline(always)] // every packet
     fn release(&mut self, token: RxSlot) {
         if self.withhold {
             self.withheld.push(token);
@@ -83,7 +83,7 @@ impl Store for Buffers {
         }
     }
 
-    #[inline]
+    #[inline(always)] // every packet
     fn consumed(&mut self, pool: u32, flow: FlowId, bytes: u32) {
         // Fails only for a flow that has ended.
         let _ = self.queue_pairs[QueuePairId::of_pool(pool)]

@@ -9,10 +9,12 @@ use zerosock_proto::Instant;
 use zerosock_proto::vsock::{CommitError, FlowId, Reservation, ReserveError, SMALL_PACKET};
 
 use super::Driver;
+use super::arena::PAYLOAD;
 use super::errors::{DriverError, RecvError, SendError};
 use super::loans::Loan;
 use super::queue_pairs::QueuePairId;
 use super::{StreamId, StreamState};
+use crate::header;
 
 impl Driver {
     /// Borrows a transmit buffer for a packet of at most `max` bytes, limited by credit and buffer
@@ -194,15 +196,17 @@ impl Driver {
         };
         let slots = &of.slots;
         if let Some(later) = of.tx.next_free() {
-            slots.tx_headers.prefetch_write(&slots.memory, later);
-            slots.tx_data.prefetch_write(&slots.memory, later);
+            slots.tx_packets.prefetch_write(&slots.memory, later);
         }
         match of.shard.send_now(flow, want, 0) {
             Ok(header) => {
                 // The header has at most as many.
                 let bytes = bytes.get(..header.len as usize).unwrap_or(bytes);
-                slots.memory.write(slots.tx_data.pieces(slot), 0, bytes);
-                of.send(slot, &header).map_err(DriverError::from)?;
+                if let Some(packet) = slots.tx_packets.slice(&slots.memory, slot) {
+                    packet.write(PAYLOAD, bytes);
+                    header::store(packet, &header);
+                }
+                of.tx.push(slot).map_err(DriverError::from)?;
                 self.count_sent(&header);
                 Ok(bytes.len())
             }

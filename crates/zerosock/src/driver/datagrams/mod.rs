@@ -245,8 +245,7 @@ impl Driver {
             };
             let slots = &self.store.queue_pairs[QUEUE_PAIR].slots;
             if let Some(later) = self.store.queue_pairs[QUEUE_PAIR].tx.next_free() {
-                slots.tx_headers.prefetch_write(&slots.memory, later);
-                slots.tx_data.prefetch_write(&slots.memory, later);
+                slots.tx_packets.prefetch_write(&slots.memory, later);
             }
             slots.memory.write(slots.tx_data.pieces(slot), 0, part);
             let header = data(from, to, part.len() as u32, left == 0);
@@ -346,12 +345,11 @@ impl Driver {
         use zerosock_proto::vsock::datagram::DGRAM_EOM;
         use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
         let slots = &self.store.queue_pairs[QUEUE_PAIR].slots;
-        slots.rx_data.prefetch(&slots.memory, slot.slot);
+        slots.rx_packets.prefetch(&slots.memory, slot.slot);
         if let Some(later) = self.store.queue_pairs[QUEUE_PAIR].rx.likely_next() {
-            slots.rx_headers.prefetch(&slots.memory, later);
-            slots.rx_data.prefetch(&slots.memory, later);
+            slots.rx_packets.prefetch(&slots.memory, later);
         }
-        let header = crate::header::read(&slots.memory, slots.rx_headers.pieces(slot.slot)).ok()?;
+        let header = crate::header::read(&slots.memory, slots.rx_packets.pieces(slot.slot)).ok()?;
         let whole = header.socket_type.get() == SocketType::Datagram as u16
             && header.op.get() == Op::Rw as u16
             && header.flags & DGRAM_EOM != 0

@@ -405,6 +405,22 @@ impl Memory {
         len: usize,
         out: &mut SliceBuf<'m, N>,
     ) -> usize {
+        if len > 0
+            && let Some(whole) = self.contiguous(pieces, offset, len)
+        {
+            return if out.push(whole) { len } else { 0 };
+        }
+        self.slices_of_parts(pieces, offset, len, out)
+    }
+
+    #[inline(never)]
+    fn slices_of_parts<'m, const N: usize>(
+        &'m self,
+        pieces: &[Piece],
+        offset: usize,
+        len: usize,
+        out: &mut SliceBuf<'m, N>,
+    ) -> usize {
         let mut done = 0;
         for part in self.parts(pieces, offset, len) {
             if !out.push(part) {

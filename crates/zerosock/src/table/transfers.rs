@@ -159,6 +159,7 @@ impl<'m> Payload<'m> {
                 out[..len].copy_from_slice(&rest[..len]);
                 len
             }
+            Payload::InPlace([slice]) => slice.read(offset, out),
             Payload::InPlace(slices) => {
                 let (mut skip, mut done) = (offset, 0);
                 for slice in slices {

@@ -251,6 +251,37 @@ impl DeviceQueue {
     /// completed and published.
     #[inline(always)] // saves a copy of the chain
     pub fn pop(&mut self) -> Result<Option<Chain>, PopError> {
+        match self.pop_plain(0) {
+            Some(chain) => Ok(Some(chain)),
+            None => self.pop_any(),
+        }
+    }
+
+    /// The next chain, if it is one of one or two plain descriptors in the regions of the last one,
+    /// with at least `room` writable bytes. `None` says nothing about the queue: ask
+    /// [`pop`](Self::pop), which reads everything again.
+    #[inline(always)] // as `pop`
+    pub fn pop_plain(&mut self, room: u32) -> Option<Chain> {
+        if self.available() == 0 {
+            return None;
+        }
+        let position = self.avail.next();
+        let chain = self.pop_short(self.rings.avail_head(position), position)?;
+        if chain.writable_len() < room {
+            return None;
+        }
+        self.avail.advance();
+        self.outstanding += 1;
+        self.held_descriptors += chain.descriptors;
+        if self.avail.seen() >= PREFETCH_DISTANCE {
+            self.prefetch(position.wrapping_add(PREFETCH_DISTANCE));
+        }
+        Some(chain)
+    }
+
+    /// The next chain, of any form.
+    #[inline(never)]
+    fn pop_any(&mut self) -> Result<Option<Chain>, PopError> {
         if self.available() == 0 {
             return match self.broken {
                 None => Ok(None),
@@ -269,17 +300,11 @@ impl DeviceQueue {
         if self.avail.seen() >= PREFETCH_DISTANCE {
             self.prefetch(position.wrapping_add(PREFETCH_DISTANCE));
         }
-        let chain = match self.pop_short(head_copy, position) {
-            Some(chain) => chain,
-            None => {
-                let (many, sound) = self.pop_long(head_copy);
-                let chain = Chain::from_long(head_copy, position, many);
-                if !sound {
-                    return Err(PopError::Malformed(chain));
-                }
-                chain
-            }
-        };
+        let (many, sound) = self.pop_long(head_copy);
+        let chain = Chain::from_long(head_copy, position, many);
+        if !sound {
+            return Err(PopError::Malformed(chain));
+        }
         self.held_descriptors += chain.descriptors;
         Ok(Some(chain))
     }

@@ -204,7 +204,7 @@ impl Core {
     }
 
     /// Takes the lock. Panics if this thread holds it already.
-    #[inline]
+    #[inline(always)] // saves a copy of the guard
     pub(crate) fn lock(&self) -> Locked<'_> {
         let guard = match self.state.try_lock() {
             Ok(guard) => guard,
@@ -340,9 +340,13 @@ impl<'a> Locked<'a> {
     /// Returns the buffers of dropped leases to the backend.
     #[inline]
     pub(super) fn return_dropped(&mut self) {
-        if !self.core.leases.any_dropped() {
-            return;
+        if self.core.leases.any_dropped() {
+            self.return_all_dropped();
         }
+    }
+
+    #[inline(never)]
+    fn return_all_dropped(&mut self) {
         self.has_returned = true;
         let mut index = self.core.leases.take_dropped();
         while index != NONE {

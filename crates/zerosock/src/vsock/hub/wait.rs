@@ -97,7 +97,7 @@ impl Core {
     }
 
     /// Turns the backend, or waits, until an attempt succeeds.
-    #[cold]
+    #[inline(never)]
     fn wait_on<'a, T>(
         &'a self,
         held: &mut Option<Locked<'a>>,

@@ -162,6 +162,11 @@ impl Ring {
     pub fn publish(&mut self, notifier: &Notifier) -> bool {
         self.queue.reset_walked();
         self.unusable = 0;
+        (self.unpublished > 0 || self.err_pending) && self.publish_any(notifier)
+    }
+
+    /// As `publish`, for a ring with completed chains or that has broken.
+    fn publish_any(&mut self, notifier: &Notifier) -> bool {
         if std::mem::take(&mut self.err_pending)
             && let Some(err) = &self.err
         {

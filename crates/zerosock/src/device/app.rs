@@ -421,15 +421,14 @@ impl Device {
         }
     }
 
-    /// Publishes what the program has sent or returned. Returns true if a timer may have changed or
-    /// work is left.
+    /// Publishes what the program has sent or returned; the caller has sent flow control. Returns true if a
+    /// timer may have changed or work is left.
     #[inline]
     pub(crate) fn app_flush(&mut self, cx: &mut Context<'_>) -> bool {
         let control = self.shard.has_transmit();
         if control {
             self.transmit_control(cx);
         }
-        self.put_app_controls(cx);
         if self.shard.has_events() {
             cx.time();
             self.drain_events(cx);
@@ -438,9 +437,10 @@ impl Device {
             .into_iter()
             .flatten()
         {
-            let told = ring.publish(cx.notifier);
-            if let Some(app) = cx.shared.app.as_deref_mut() {
-                app.tally.notifications += u64::from(told);
+            if ring.publish(cx.notifier)
+                && let Some(app) = cx.shared.app.as_deref_mut()
+            {
+                app.tally.notifications += 1;
             }
         }
         control || self.has_broken()

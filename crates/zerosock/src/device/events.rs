@@ -16,6 +16,7 @@ use zerosock_ring::Chain;
 use zerosock_virtio::ring::Ring;
 
 /// Writes `repr` in front of the `len` payload bytes in `chain` and completes the chain.
+#[inline(always)] // keeps the header in registers
 pub(super) fn emit(rx: &mut Ring, chain: Chain, repr: &Repr, len: usize) {
     header::write(rx.queue.memory(), chain.writable(), repr);
     rx.complete(chain, (HEADER_LEN + len) as u32);

@@ -7,12 +7,13 @@
 //! - A ratio above 1 always means that zerosock is better.
 //!
 //! The program is also the measured device and each worker process: the first argument can be
-//! [`WORKER`], [`guest::NAME`] or a subcommand of `zerosock`. Under the name [`relay::COMMAND`], or
+//! [`WORKER`], [`guest::NAME`], [`instructions::NAME`] or a subcommand of `zerosock`. Under the name [`relay::COMMAND`], or
 //! as a file [`net::COMMAND_FILE`], it is the whole command `zerosock`: a subcommand can have the name of a
 //! table.
 #![deny(unsafe_code)]
 
 mod args;
+mod instructions;
 mod machine;
 mod namespace;
 mod pair;
@@ -53,6 +54,10 @@ fn main() -> ExitCode {
     }
     if first == guest::NAME {
         return guest::main();
+    }
+    if first == instructions::NAME {
+        instructions::run();
+        return ExitCode::SUCCESS;
     }
     let outcome = if first == WORKER {
         worker()

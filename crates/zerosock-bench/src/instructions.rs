@@ -6,7 +6,7 @@
 //! - No call waits or sleeps: a round sends as many packets as it receives.
 //!
 //! # Use
-//! A scenario is one way to send and receive, one direction and one side. Each ends in
+//! `zerosock-bench instructions`. A scenario is one way to send and receive, one direction and one side. Each ends in
 //! [`end_scenario`], where the script takes the counts and starts from zero.
 
 use std::array;
@@ -47,7 +47,11 @@ struct Ends<T> {
     driver: T,
 }
 
-fn main() {
+/// The first argument of the program that runs the scenarios.
+pub(crate) const NAME: &str = "instructions";
+
+/// Runs all scenarios.
+pub(crate) fn run() {
     let dir = tempfile::tempdir().expect("a temporary directory");
     let path = dir.path().join("attach.sock");
     let host = Host::builder().window(WINDOW).attach(&path);
@@ -119,18 +123,18 @@ fn both_ways<T>(
     };
     for side in [Side::Sender, Side::Receiver] {
         let (sends, receives) = (&ends.driver, &ends.device);
-        run(side, || send(sends), || receive(receives, turns.device));
+        run_scenario(side, || send(sends), || receive(receives, turns.device));
         end_scenario(name, "driver", "device", side);
     }
     for side in [Side::Sender, Side::Receiver] {
         let (sends, receives) = (&ends.device, &ends.driver);
-        run(side, || send(sends), || receive(receives, turns.driver));
+        run_scenario(side, || send(sends), || receive(receives, turns.driver));
         end_scenario(name, "device", "driver", side);
     }
 }
 
 /// Runs the rounds of one scenario.
-fn run(side: Side, mut send: impl FnMut(), mut receive: impl FnMut()) {
+fn run_scenario(side: Side, mut send: impl FnMut(), mut receive: impl FnMut()) {
     for round in 0..WARM_UP + ROUNDS {
         let count = round >= WARM_UP;
         for (mine, step) in [

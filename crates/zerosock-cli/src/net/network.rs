@@ -23,7 +23,7 @@ use zerosock_sys::account::Limits;
 use zerosock_sys::tun::{InterfaceName, Tap};
 use zerosock_sys::xdp::{MAX_FRAME, MAX_QUEUES};
 
-use super::xdp::{self, How, Interfaces, XdpQueue};
+use super::xdp::{self, Claim, How, Interfaces, XdpQueue};
 use crate::failure::Failure;
 use crate::sockets::{self, Access, SocketFile};
 
@@ -225,8 +225,8 @@ impl Network {
             copy: self.xdp_copy,
             uplink: self.guests.len() > 1,
         };
-        let backend = xdp::open(first, how, interfaces)?;
-        Ok(Carrier::Xdp(first.to_string(), Box::new(backend)))
+        let (backend, claim) = xdp::open(first, how, interfaces)?;
+        Ok(Carrier::Xdp(first.to_string(), Box::new(backend), claim))
     }
 
     fn open_tap(&self) -> Result<Option<Tap>, Failure> {
@@ -268,8 +268,8 @@ fn has_mtu(name: &InterfaceName, mtu: u16) -> bool {
 /// What carries the frames of a network between its guests and the host.
 enum Carrier {
     Tap(Tap),
-    /// With its name.
-    Xdp(String, Box<XdpBackend>),
+    /// With its name, and the claim of the queues.
+    Xdp(String, Box<XdpBackend>, Claim),
     /// Nothing: there are only guests.
     None,
 }
@@ -287,18 +287,22 @@ impl Opened {
     pub(crate) fn serve(self) -> Result<Serving, Failure> {
         let title = match &self.carrier {
             Carrier::Tap(tap) => tap.name().to_string(),
-            Carrier::Xdp(name, _) => name.clone(),
+            Carrier::Xdp(name, ..) => name.clone(),
             Carrier::None => "switch".into(),
         };
         let failed = |error: io::Error| Failure::runtime(format_args!("{title}: {error}"));
         let (guests, spin) = (self.guests, self.spin);
         let count = guests.len();
+        let mut claim = None;
         let server = match self.carrier {
             Carrier::Tap(tap) => {
                 let backend = TapBackend::new(tap).map_err(failed)?;
                 start(&title, guests, Some(backend), spin)
             }
-            Carrier::Xdp(_, backend) => start(&title, guests, Some(*backend), spin),
+            Carrier::Xdp(_, backend, queues) => {
+                claim = Some(queues);
+                start(&title, guests, Some(*backend), spin)
+            }
             Carrier::None => start(&title, guests, None::<TapBackend>, spin),
         };
         let server = server.map_err(failed)?;
@@ -306,6 +310,7 @@ impl Opened {
         Ok(Serving {
             server,
             _files: self.files,
+            _claim: claim,
         })
     }
 }
@@ -334,6 +339,7 @@ fn start(
 pub(crate) struct Serving {
     server: Server,
     _files: Vec<SocketFile>,
+    _claim: Option<Claim>,
 }
 
 impl Serving {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use zerosock_net::xdp::{Use, XdpBackend, XdpConfig};
 use zerosock_sys::tun::InterfaceName;
@@ -49,29 +49,33 @@ pub(super) struct How {
     pub(super) uplink: bool,
 }
 
-/// The interfaces of a process that have its program, which the networks on their queues share.
+/// The interfaces of a process that have its program, which the networks on their queues share. An interface
+/// stays when its last network ends: another network can have its queues without capabilities.
 #[derive(Default)]
 pub(crate) struct Interfaces(Vec<Shared>);
+
+/// Queues that no other network of the process gets.
+pub(super) type Claim = Arc<Range<u32>>;
 
 struct Shared {
     interface: Arc<Interface>,
     drop_long: bool,
-    /// Queues that networks have.
-    queues: Vec<Range<u32>>,
+    /// Queues that networks have, as long as they do.
+    queues: Vec<Weak<Range<u32>>>,
 }
 
 impl Interfaces {
-    /// The interface of these queues, with the program attached.
-    fn get(&mut self, first: XdpQueue, how: How) -> Result<Arc<Interface>, Failure> {
+    /// The interface of these queues, with the program attached, and the claim of the queues.
+    fn get(&mut self, first: XdpQueue, how: How) -> Result<(Arc<Interface>, Claim), Failure> {
         let failed =
             |reason: &dyn fmt::Display| Failure::runtime(format_args!("xdp {first}: {reason}"));
-        let queues = first.queue..first.queue + u32::from(how.queues);
+        let queues = Arc::new(first.queue..first.queue + u32::from(how.queues));
         let found = self.0.iter_mut();
         let mut found = found.filter(|shared| shared.interface.name() == first.interface);
         if let Some(shared) = found.next() {
-            let overlaps =
-                |other: &Range<u32>| other.start < queues.end && queues.start < other.end;
-            if shared.queues.iter().any(overlaps) {
+            shared.queues.retain(|other| other.strong_count() > 0);
+            let mut others = shared.queues.iter().filter_map(Weak::upgrade);
+            if others.any(|other| other.start < queues.end && queues.start < other.end) {
                 return Err(failed(&"another network has a queue of these"));
             }
             if shared.drop_long != how.drop_long {
@@ -79,8 +83,8 @@ impl Interfaces {
                     &"the networks of an interface have the same xdp_drop_long",
                 ));
             }
-            shared.queues.push(queues);
-            return Ok(Arc::clone(&shared.interface));
+            shared.queues.push(Arc::downgrade(&queues));
+            return Ok((Arc::clone(&shared.interface), queues));
         }
         let options = Options {
             long_frames: match how.drop_long {
@@ -94,9 +98,9 @@ impl Interfaces {
         self.0.push(Shared {
             interface: Arc::clone(&interface),
             drop_long: how.drop_long,
-            queues: vec![queues],
+            queues: vec![Arc::downgrade(&queues)],
         });
-        Ok(interface)
+        Ok((interface, queues))
     }
 }
 
@@ -105,9 +109,9 @@ pub(super) fn open(
     first: XdpQueue,
     how: How,
     interfaces: &mut Interfaces,
-) -> Result<XdpBackend, Failure> {
+) -> Result<(XdpBackend, Claim), Failure> {
     let failed = |error| Failure::runtime(format_args!("xdp {first}: {error}"));
-    let interface = interfaces.get(first, how)?;
+    let (interface, claim) = interfaces.get(first, how)?;
     let config = XdpConfig {
         queue: first.queue,
         queues: how.queues,
@@ -117,5 +121,6 @@ pub(super) fn open(
             false => Use::Guest,
         },
     };
-    XdpBackend::new(interface, config).map_err(failed)
+    let backend = XdpBackend::new(interface, config).map_err(failed)?;
+    Ok((backend, claim))
 }

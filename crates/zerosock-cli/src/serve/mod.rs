@@ -87,18 +87,25 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
         listen_files: claimed.listen_files,
     };
     let mut watchdog = Watchdog::new();
-    let check_networks = || networks.check();
-    let signal = wait_for_signal(&signals, &daemon, &mut watchdog, check_networks, || {
-        if args.config.is_none() {
-            return warn!("SIGHUP: nothing is reloaded: there is no file; give one with --config");
-        }
-        // Both in one message: the service manager ignores either alone (sd_notify(3)).
-        let now = NotifyState::monotonic_usec_now().ok();
-        notify(&[[NotifyState::Reloading].as_slice(), now.as_slice()].concat());
-        running.reload(args, &daemon);
-        let status = status(&running.settings);
-        notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
-    })?;
+    let signal = wait_for_signal(
+        &signals,
+        &daemon,
+        &mut watchdog,
+        &mut networks,
+        |networks| {
+            if args.config.is_none() {
+                return warn!(
+                    "SIGHUP: nothing is reloaded: there is no file; give one with --config"
+                );
+            }
+            // Both in one message: the service manager ignores either alone (sd_notify(3)).
+            let now = NotifyState::monotonic_usec_now().ok();
+            notify(&[[NotifyState::Reloading].as_slice(), now.as_slice()].concat());
+            running.reload(args, &daemon, networks);
+            let status = status(&running.settings);
+            notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
+        },
+    )?;
     info!("{signal}: stopping");
     notify(&[NotifyState::Stopping]);
     let stats = daemon.stats();
@@ -162,8 +169,8 @@ fn wait_for_signal(
     signals: &Signals,
     daemon: &Daemon,
     watchdog: &mut Watchdog,
-    mut check_networks: impl FnMut(),
-    mut reload: impl FnMut(),
+    networks: &mut networks::Running,
+    mut reload: impl FnMut(&mut networks::Running),
 ) -> Result<&'static str, ServeError> {
     let mut stuck_calls = StuckCalls::default();
     loop {
@@ -173,11 +180,11 @@ fn wait_for_signal(
         match wake.map_err(ServeError::Signals)? {
             Wake::Signal(name) => return Ok(name),
             Wake::Other => return Err(ServeError::WorkerEnded),
-            Wake::Hangup => reload(),
+            Wake::Hangup => reload(networks),
             Wake::User | Wake::TimeIsUp => {}
         }
         watchdog.check(daemon);
         stuck_calls.check(daemon);
-        check_networks();
+        networks.check();
     }
 }

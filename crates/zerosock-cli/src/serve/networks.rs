@@ -4,12 +4,16 @@ use tracing::error;
 
 use super::error::ServeError;
 use super::settings::Settings;
-use crate::net::network::{Common, Opened, Serving};
+use crate::failure::Failure;
+use crate::net::network::{Common, Network, Opened, Serving};
 use crate::net::xdp::Interfaces;
 use crate::net::{ENDED, drop_capabilities};
 
 /// Networks whose interfaces and sockets exist.
-pub(super) struct Networks(Vec<Opened>);
+pub(super) struct Networks {
+    opened: Vec<(Network, Opened)>,
+    running: Running,
+}
 
 /// Makes the interfaces and the sockets, and drops the capabilities for that if there are any: called
 /// before the first thread starts.
@@ -20,40 +24,84 @@ pub(super) fn open(settings: &Settings) -> Result<Networks, ServeError> {
         sealed_memory: settings.sealed_memory,
         spin: settings.spin,
     };
-    let networks = settings.net.iter();
-    let mut interfaces = Interfaces::default();
-    let opened = networks.map(|network| network.clone().open(&common, &mut interfaces));
-    let opened = opened.collect::<Result<Vec<_>, _>>();
-    let opened = opened.map_err(ServeError::Network)?;
+    let mut running = Running {
+        common,
+        interfaces: Interfaces::default(),
+        serving: Vec::new(),
+    };
+    let opened = running
+        .open_new(&settings.net)
+        .map_err(ServeError::Network)?;
     if !opened.is_empty() {
         let uses_xdp = settings.net.iter().any(|network| network.xdp.is_some());
         drop_capabilities(uses_xdp).map_err(ServeError::Network)?;
     }
-    Ok(Networks(opened))
+    Ok(Networks { opened, running })
 }
 
 impl Networks {
     /// Starts the threads.
-    pub(super) fn serve(self) -> Result<Running, ServeError> {
-        let serving = self.0.into_iter().map(Opened::serve);
-        let serving = serving.collect::<Result<Vec<_>, _>>();
-        Ok(Running(serving.map_err(ServeError::Network)?))
+    pub(super) fn serve(mut self) -> Result<Running, ServeError> {
+        for (network, opened) in self.opened {
+            let serving = opened.serve().map_err(ServeError::Network)?;
+            self.running.serving.push((network, serving));
+        }
+        Ok(self.running)
     }
 }
 
 /// Networks that run.
-pub(super) struct Running(Vec<Serving>);
+pub(super) struct Running {
+    common: Common,
+    interfaces: Interfaces,
+    serving: Vec<(Network, Serving)>,
+}
 
 impl Running {
+    /// Makes the interfaces and the sockets of the networks that do not run.
+    ///
+    /// # Errors
+    /// One of them cannot be made; none is then.
+    pub(super) fn open_new(
+        &mut self,
+        wanted: &[Network],
+    ) -> Result<Vec<(Network, Opened)>, Failure> {
+        let runs = |network: &Network| self.serving.iter().any(|(other, _)| other == network);
+        let new = wanted.iter().filter(|network| !runs(network));
+        let interfaces = &mut self.interfaces;
+        let open = |network: &Network| {
+            let opened = network.clone().open(&self.common, interfaces)?;
+            Ok((network.clone(), opened))
+        };
+        new.map(open).collect()
+    }
+
+    /// Ends the networks that are not `wanted`, and starts those that were opened for it.
+    pub(super) fn change(&mut self, wanted: &[Network], opened: Vec<(Network, Opened)>) {
+        let removed = |(network, _): &mut (Network, _)| !wanted.contains(network);
+        for (_, serving) in self.serving.extract_if(.., removed) {
+            serving.shutdown();
+        }
+        for (network, opened) in opened {
+            match opened.serve() {
+                Ok(serving) => self.serving.push((network, serving)),
+                Err(reason) => error!("net: {reason}"),
+            }
+        }
+    }
+
     /// Ends the networks that have lost their interface. The others go on.
     pub(super) fn check(&mut self) {
-        for network in self.0.extract_if(.., |network| network.has_ended()) {
+        let ended = |(_, serving): &mut (_, Serving)| serving.has_ended();
+        for (_, serving) in self.serving.extract_if(.., ended) {
             error!("net: {ENDED}");
-            network.shutdown();
+            serving.shutdown();
         }
     }
 
     pub(super) fn shutdown(self) {
-        self.0.into_iter().for_each(Serving::shutdown);
+        self.serving
+            .into_iter()
+            .for_each(|(_, serving)| serving.shutdown());
     }
 }

@@ -22,6 +22,7 @@ use super::attach::Attach;
 use super::backend;
 use super::claim::{ListenFiles, claim_listener, claim_vm};
 use super::error::ServeError;
+use super::networks;
 use super::settings::{Host, Settings, Vm};
 use crate::sockets::SocketFile;
 
@@ -47,14 +48,24 @@ struct Changes {
 
 impl Running {
     /// Reads the file again and applies it.
-    pub(super) fn reload(&mut self, args: &ServeArgs, daemon: &Daemon) {
-        match self.try_reload(args, daemon) {
+    pub(super) fn reload(
+        &mut self,
+        args: &ServeArgs,
+        daemon: &Daemon,
+        networks: &mut networks::Running,
+    ) {
+        match self.try_reload(args, daemon, networks) {
             Ok(()) => {}
             Err(reason) => error!("configuration not reloaded, nothing was changed: {reason}"),
         }
     }
 
-    fn try_reload(&mut self, args: &ServeArgs, daemon: &Daemon) -> Result<(), String> {
+    fn try_reload(
+        &mut self,
+        args: &ServeArgs,
+        daemon: &Daemon,
+        networks: &mut networks::Running,
+    ) -> Result<(), String> {
         let wanted = Settings::new(args.clone()).map_err(|error| error.to_string())?;
         let changes = Changes::between(&self.settings, &wanted);
         let mut files = BTreeMap::new();
@@ -81,6 +92,13 @@ impl Running {
                 return Err(error.to_string());
             }
         };
+        let opened = match networks.open_new(&wanted.net) {
+            Ok(opened) => opened,
+            Err(error) => {
+                reaper::run(move || drop((add, listen)), None);
+                return Err(error.to_string());
+            }
+        };
         let order = Reload {
             add,
             remove: changes.remove.iter().copied().map(Cid::new).collect(),
@@ -94,7 +112,11 @@ impl Running {
             forward: wanted.forward.clone(),
             listen,
         };
-        daemon.reload(order).map_err(|error| error.to_string())?;
+        if let Err(error) = daemon.reload(order) {
+            reaper::run(move || drop(opened), None);
+            return Err(error.to_string());
+        }
+        networks.change(&wanted.net, opened);
         for fixed in &changes.fixed {
             warn!("{fixed}");
         }
@@ -113,6 +135,7 @@ impl Running {
             rules = wanted.rules.rules().len(),
             forward = wanted.forward.len(),
             listen = wanted.listen.len(),
+            net = wanted.net.len(),
             "reloaded"
         );
         self.files.append(&mut files);
@@ -122,6 +145,7 @@ impl Running {
         self.settings.rules = wanted.rules;
         self.settings.forward = wanted.forward;
         self.settings.listen = wanted.listen;
+        self.settings.net = wanted.net;
         changes.note_in(&mut self.settings);
         Ok(())
     }
@@ -173,9 +197,6 @@ impl Changes {
         changes.keep("max_memory", &now.max_memory, &wanted.max_memory);
         let (a, b) = (now.max_memory_total, wanted.max_memory_total);
         changes.keep("max_memory_total", &a, &b);
-        if now.net != wanted.net {
-            changes.fix("net", "as it is", "that of the file");
-        }
         for rule in &now.listen {
             let other = wanted.listen.iter().find(|other| other.on == rule.on);
             let shown = |mode: Option<Mode>| match mode {

@@ -72,6 +72,7 @@ pub(crate) fn run() {
     let (socket, _) = messages.accept_timeout(PATIENCE).expect("a socket");
     while !attaching.is_finished() {
         host.turn().expect("a running host");
+        thread::yield_now();
     }
     let (endpoint, their_streams, their_socket) = attaching.join().expect("an endpoint");
     for stream in our_streams.iter().chain(&their_streams) {

@@ -7,8 +7,8 @@
 //! - A ratio above 1 always means that zerosock is better.
 //!
 //! The program is also the measured device and each worker process: the first argument can be
-//! [`WORKER`], [`guest::NAME`], [`instructions::NAME`] or a subcommand of `zerosock`. Under the name [`relay::COMMAND`], or
-//! as a file [`net::COMMAND_FILE`], it is the whole command `zerosock`: a subcommand can have the name of a
+//! [`WORKER`], [`guest::NAME`], [`instructions::NAME`] or a subcommand of `zerosock`. Under the name
+//! [`relay::COMMAND`], or as a file [`net::COMMAND_FILE`], it is the whole command `zerosock`: a subcommand can have the name of a
 //! table.
 #![deny(unsafe_code)]
 

@@ -198,8 +198,8 @@ pub trait Backend: Send + 'static {
         Err(FrameError::NotNow)
     }
 
-    /// Sends one frame. Numbers grow by one with each frame that has memory; one without is never held,
-    /// and only the ports of a switch hold one with a private part.
+    /// Sends one frame. Numbers grow by one with each frame that has memory; one without is never held.
+    /// Only ports of a switch return `Held` for a frame with a non-empty `first`.
     ///
     /// # Errors
     /// See [`FrameError`].

@@ -9,8 +9,9 @@
 //!   that are written meanwhile are read as their old or their new value, and nothing else is
 //!   affected. Up to 16 bytes the block is one load and one store per word, so that an aligned
 //!   number of 2, 4 or 8 bytes is never seen half written; up to 64 bytes it is one load and one
-//!   store for 16 bytes; longer copies call the C library's `memcpy` from within the block. Measured on a Xeon with ERMS and FSRM, that is as fast as a
-//!   plain copy at every length, while `rep movsb` takes up to 3.5 times as long below 4 KiB.
+//!   store for 16 bytes; longer copies call the C library's `memcpy` from within the block. Measured on
+//!   a Xeon with ERMS and FSRM, that is as fast as a plain copy at every length, while `rep movsb` takes
+//!   up to 3.5 times as long below 4 KiB.
 //! - Elsewhere, and under Miri, they are relaxed atomic accesses to words, and to bytes at both
 //!   ends. Two such copies that meet with different ends use atomics of different widths on the
 //!   same bytes, which the hardware orders, though the language does not define it.

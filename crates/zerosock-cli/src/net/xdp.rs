@@ -69,6 +69,8 @@ impl Interfaces {
     fn get(&mut self, first: XdpQueue, how: How) -> Result<(Arc<Interface>, Claim), Failure> {
         let failed =
             |reason: &dyn fmt::Display| Failure::runtime(format_args!("xdp {first}: {reason}"));
+        // One that was removed and made again has another number.
+        self.0.retain(|shared| shared.interface.is_present());
         let queues = Arc::new(first.queue..first.queue + u32::from(how.queues));
         let found = self.0.iter_mut();
         let mut found = found.filter(|shared| shared.interface.name() == first.interface);
@@ -111,6 +113,7 @@ pub(super) fn open(
     interfaces: &mut Interfaces,
 ) -> Result<(XdpBackend, Claim), Failure> {
     let failed = |error| Failure::runtime(format_args!("xdp {first}: {error}"));
+    let before = interfaces.0.len();
     let (interface, claim) = interfaces.get(first, how)?;
     let config = XdpConfig {
         queue: first.queue,
@@ -121,6 +124,10 @@ pub(super) fn open(
             false => Use::Guest,
         },
     };
-    let backend = XdpBackend::new(interface, config).map_err(failed)?;
-    Ok((backend, claim))
+    let backend = XdpBackend::new(interface, config);
+    if backend.is_err() {
+        // A program that was attached for it goes.
+        interfaces.0.truncate(before);
+    }
+    Ok((backend.map_err(failed)?, claim))
 }

@@ -76,17 +76,17 @@ impl Running {
         new.map(open).collect()
     }
 
-    /// Ends the networks that are not `wanted`, and starts those that were opened for it.
+    /// Starts the networks that were opened for it, and ends those that are not `wanted`.
     pub(super) fn change(&mut self, wanted: &[Network], opened: Vec<(Network, Opened)>) {
-        let removed = |(network, _): &mut (Network, _)| !wanted.contains(network);
-        for (_, serving) in self.serving.extract_if(.., removed) {
-            serving.shutdown();
-        }
         for (network, opened) in opened {
             match opened.serve() {
                 Ok(serving) => self.serving.push((network, serving)),
-                Err(reason) => error!("net: {reason}"),
+                Err(reason) => error!("net: not started: {reason}"),
             }
+        }
+        let removed = |(network, _): &mut (Network, _)| !wanted.contains(network);
+        for (_, serving) in self.serving.extract_if(.., removed) {
+            serving.shutdown();
         }
     }
 

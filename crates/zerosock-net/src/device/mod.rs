@@ -302,6 +302,10 @@ impl<B: Backend> Device<B> {
 
     /// Receives the frames of a message, which are few, as far as the driver has buffers.
     fn receive(&mut self, now: Instant) {
+        for pair in &mut self.pairs {
+            pair.receiver.readable.set();
+        }
+        // The turn that follows the command receives them then.
         if self.is_gone || self.queues.is_command_pending() {
             return;
         }
@@ -309,7 +313,6 @@ impl<B: Backend> Device<B> {
             let Some(ring) = self.queues.rings.live(2 * index) else {
                 continue;
             };
-            pair.receiver.readable.set();
             loop {
                 let backend = (&mut self.backend, index);
                 match (pair.receiver).run(ring, backend, &self.terms, &mut self.tally, now) {

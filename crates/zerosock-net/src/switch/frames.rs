@@ -280,6 +280,7 @@ impl Inbox {
 
     /// Drops the frames that wait.
     pub(super) fn clear(&mut self) {
+        self.losses.unfit += (self.segments.len() + self.waiting.len()) as u64;
         self.segments.clear();
         self.waiting.clear();
         self.waiting_bytes = 0;

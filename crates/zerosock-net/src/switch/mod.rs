@@ -16,8 +16,8 @@
 //! - The addresses of a frame are read once. Its receiver gets those that decided where it goes.
 //! - A sender never waits for a receiver. A frame for which the receiver has no buffers waits in a copy,
 //!   and is dropped if 1024 frames, or 4 MiB, wait there already.
-//! - Frames for several ports are copied for each of them: at most 1 MiB before their sender may send
-//!   others.
+//! - A frame for several ports counts once for each of them. A sender may have 1 MiB of such frames that
+//!   have not been copied to all receivers; further ones are dropped.
 
 mod device;
 mod frames;

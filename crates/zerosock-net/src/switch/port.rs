@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use zerosock_proto::Instant;
 use zerosock_proto::wire::net::{Header, Mac, Offloads};
-use zerosock_ring::GuestSlice;
+use zerosock_ring::{GuestSlice, Piece};
 use zerosock_virtio::outbox::{DeviceAddr, Outbox};
 use zerosock_virtio::queues::Quiesced;
 
@@ -22,6 +22,8 @@ use crate::stats::Stats;
 const MAX_FLOODED: usize = 1 << 20;
 /// Bytes that a frame for several ports counts at least.
 const MIN_FLOODED: usize = 256;
+/// Bytes that each of its pieces counts at least: their places are copied for each receiver.
+const MIN_PIECE: usize = size_of::<Piece>();
 /// Empty batches that a port keeps for the next frames.
 const MAX_SPARE: usize = 4;
 
@@ -120,7 +122,8 @@ impl Sender {
         };
         drop(table);
         if to.len() > 1 {
-            let bytes = frame.len.max(MIN_FLOODED) * to.len();
+            let least = MIN_FLOODED.max(MIN_PIECE * frame.pieces.len());
+            let bytes = frame.len.max(least) * to.len();
             if self.flooded > 0 && self.flooded + bytes > MAX_FLOODED {
                 return Err(FrameError::Refused);
             }

@@ -202,8 +202,6 @@ impl<B: Backend<Message = Never>> Uplink<B> {
             self.tally.rx_dropped += 1;
             return;
         };
-        self.tally.rx_frames += 1;
-        self.tally.rx_bytes += len as u64;
         let frame = Frame {
             header: repr.emit(),
             len,
@@ -213,9 +211,16 @@ impl<B: Backend<Message = Never>> Uplink<B> {
             skip: ADDRESSES_LEN,
             slices: &[],
         };
-        if let Ok(Sent::Held) = self.sender.send(&frame, 0, now) {
-            self.used += len.next_multiple_of(ALIGN);
+        match self.sender.send(&frame, 0, now) {
+            Ok(Sent::Held) => self.used += len.next_multiple_of(ALIGN),
+            Ok(Sent::Done) => {}
+            Err(_) => {
+                self.tally.rx_dropped += 1;
+                return;
+            }
         }
+        self.tally.rx_frames += 1;
+        self.tally.rx_bytes += len as u64;
     }
 
     /// Gives frames back to their senders, and sends those of this turn to their receivers.

@@ -156,6 +156,9 @@ impl Receiver {
             return Err(Failure::Driver(error.to_string()));
         }
         if !socket.umem().is_private(chunk) && received.offset != FRAME_OFFSET {
+            // Its chain has no chunk now.
+            self.waiting += 1;
+            self.lost += 1;
             let reason = "the driver writes frames to another place than before";
             return Err(Failure::Driver(reason.into()));
         }

@@ -101,7 +101,7 @@ fn frames_for_a_full_back_end_wait_in_order() {
     // The socket is full: the count stands still, and so does the ring.
     wait_until("the back-end is full", || {
         let before = frames();
-        std::thread::sleep(Duration::from_millis(20));
+        std::thread::sleep(Duration::from_millis(200));
         frames() == before
     });
     assert!(frames() < u64::from(sent), "{} of {sent}", frames());

@@ -1,4 +1,5 @@
-//! The lines of the log about connections: denied ones at INFO, within a limit, and opened, refused and closed ones at DEBUG.
+//! The lines of the log about connections: denied ones at INFO, within a limit, and opened, refused and
+//! closed ones at DEBUG.
 //!
 //! The lines of one connection have the same `flow`. A slot that is reused gives another one.
 

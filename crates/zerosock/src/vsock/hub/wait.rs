@@ -55,8 +55,8 @@ impl WaitProgress {
 
 impl Core {
     /// Calls `attempt` until it returns `Some`; between two attempts turns the backend and waits
-    /// within the budget, for which it asks when the first attempt has failed. `interest` names the socket of `attempt`. `attempt` publishes what it
-    /// queues ([`Backend::flush`], [`Backend::flush_after_read`]).
+    /// within the budget, for which it asks when the first attempt has failed. `interest` names the
+    /// socket of `attempt`. `attempt` publishes what it queues ([`Backend::flush`], [`Backend::flush_after_read`]).
     ///
     /// # Errors
     /// When `budget` does not allow more waiting, or the endpoint has failed.

@@ -301,6 +301,11 @@ fn a_guest_that_never_refills_stops_no_other() {
     wait_until("the last ones are dropped", || {
         lan.stats(1).rx_no_room == u64::from(SENT - WAITING) + 100 - (4 << 20) / 60_000
     });
+    // What waits goes with the guest.
+    drop(b);
+    wait_until("all that wait are dropped", || {
+        lan.stats(1).rx_dropped == (4 << 20) / 60_000
+    });
     lan.server.shutdown();
 }
 

@@ -167,7 +167,7 @@ fn end_scenario(name: &str, sends: &str, receives: &str, side: Side) {
     println!("scenario {} {name} {step}", ROUND * ROUNDS);
 }
 
-/// A packet whose bytes depend on its number.
+/// A packet. Its number decides its bytes.
 fn packet(number: usize) -> [u8; LEN] {
     array::from_fn(|at| (number + at) as u8)
 }

@@ -110,10 +110,14 @@ pub trait Backend: Send + 'static {
     }
 
     /// The number of queues.
-    fn queues(&self) -> u16;
+    fn queues(&self) -> u16 {
+        1
+    }
 
     /// Those of the features of virtio-net that depend on the back-end: the offloads.
-    fn features(&self) -> u64;
+    fn features(&self) -> u64 {
+        0
+    }
 
     /// The largest MTU with which all frames of a guest pass; `None`: any.
     fn max_mtu(&self) -> Option<u16> {
@@ -122,7 +126,10 @@ pub trait Backend: Send + 'static {
 
     /// The descriptor of a queue, for an edge-triggered poller. It is polled for room only while the
     /// back-end has none.
-    fn descriptor(&self, queue: usize) -> Option<BorrowedFd<'_>>;
+    fn descriptor(&self, queue: usize) -> Option<BorrowedFd<'_>> {
+        let _ = queue;
+        None
+    }
 
     /// Whether what was sent may have been answered already, so that it pays to look for received frames
     /// before an event reports them.
@@ -139,14 +146,20 @@ pub trait Backend: Send + 'static {
     ///
     /// # Errors
     /// The back-end does not know one. Frames that need it are dropped.
-    fn set_offloads(&mut self, offloads: Offloads) -> io::Result<()>;
+    fn set_offloads(&mut self, offloads: Offloads) -> io::Result<()> {
+        let _ = offloads;
+        Ok(())
+    }
 
     /// The driver uses this queue from now on, or does not. Frames that came before it does are
     /// dropped.
     ///
     /// # Errors
     /// The back-end has gone.
-    fn set_active(&mut self, queue: usize, active: bool) -> io::Result<()>;
+    fn set_active(&mut self, queue: usize, active: bool) -> io::Result<()> {
+        let _ = (queue, active);
+        Ok(())
+    }
 
     /// The guest's memory is another one from now on, or there is none. All that the back-end had of
     /// the old one has been recalled, or the guest has gone.

@@ -298,7 +298,7 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Takes a TAP whose queues another program has opened, by its descriptors in this process. They are
+    /// Takes a TAP with queues that another program has opened, by its descriptors in this process. They are
     /// duplicated.
     ///
     /// # Errors

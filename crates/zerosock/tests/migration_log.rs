@@ -105,7 +105,7 @@ fn compare(guest: &RawGuest, before: &[u8], marks: &BTreeSet<u64>) {
         let range = at..at + 6 + 8 * usize::from(SIZE);
         assert!(before[range.clone()] == after[range] || marks.contains(&page));
     }
-    // Nothing else: neither what the driver sends nor what nobody uses.
+    // Nothing else: neither what the driver sends nor unused memory.
     let known: BTreeSet<u64> = buffers.union(&rings).copied().collect();
     assert!(marks.is_subset(&known), "{:?}", marks.difference(&known));
 }

@@ -9,7 +9,7 @@ use crate::net::network::{Common, Network, Opened, Serving};
 use crate::net::xdp::Interfaces;
 use crate::net::{ENDED, drop_capabilities};
 
-/// Networks whose interfaces and sockets exist.
+/// Networks with interfaces and sockets, before their threads start.
 pub(super) struct Networks {
     opened: Vec<(Network, Opened)>,
     running: Running,

@@ -48,8 +48,8 @@ impl Server {
         server
     }
 
-    /// Reads what the server tells the service manager, up to the message that it is ready. A server whose
-    /// messages are not read waits with the tenth.
+    /// Reads what the server tells the service manager, up to the message that it is ready. A server
+    /// waits with the tenth message that is not read.
     fn wait_until_ready(&self) {
         let manager = self.manager.as_ref().unwrap();
         let mut message = [0; 1024];

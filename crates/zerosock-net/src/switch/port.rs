@@ -2,7 +2,6 @@
 
 use std::io;
 use std::ops::Range;
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use zerosock_proto::Instant;
@@ -223,16 +222,8 @@ impl Backend for SwitchPort {
         }
     }
 
-    fn queues(&self) -> u16 {
-        1
-    }
-
     fn features(&self) -> u64 {
         ALL_OFFLOADS
-    }
-
-    fn descriptor(&self, _: usize) -> Option<BorrowedFd<'_>> {
-        None
     }
 
     fn needs_addresses(&self) -> bool {

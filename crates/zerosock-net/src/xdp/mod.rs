@@ -181,10 +181,6 @@ impl Backend for XdpBackend {
     }
 
     /// None: AF_XDP knows no segmentation, and a checksum would have to be written into the guest's memory.
-    fn features(&self) -> u64 {
-        0
-    }
-
     /// What a received frame has room for, and what the interface sends.
     fn max_mtu(&self) -> Option<u16> {
         let received = MAX_FRAME as usize - ETHERNET_LEN;

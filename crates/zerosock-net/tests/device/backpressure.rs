@@ -8,7 +8,7 @@ use std::time::Duration;
 use zerosock_net::backend::{Backend, Frame, FrameError, Never, Sent};
 use zerosock_net::stats::Stats;
 use zerosock_proto::Instant;
-use zerosock_proto::wire::net::{Header, Offloads};
+use zerosock_proto::wire::net::Header;
 use zerosock_ring::GuestSlice;
 use zerosock_sys::send_slices;
 use zerosock_virtio::outbox::Outbox;
@@ -17,30 +17,14 @@ use super::driver::Driver;
 use super::frames::plain;
 use super::network::{DEADLINE, serve, wait_until};
 
-/// A back-end whose frames are datagrams of a socket, which holds few.
+/// A back-end that sends and receives frames as datagrams of a socket, which holds few.
 struct Socket(UnixDatagram);
 
 impl Backend for Socket {
     type Message = Never;
 
-    fn queues(&self) -> u16 {
-        1
-    }
-
-    fn features(&self) -> u64 {
-        0
-    }
-
     fn descriptor(&self, _: usize) -> Option<BorrowedFd<'_>> {
         Some(self.0.as_fd())
-    }
-
-    fn set_offloads(&mut self, _: Offloads) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn set_active(&mut self, _: usize, _: bool) -> io::Result<()> {
-        Ok(())
     }
 
     fn receive(
@@ -126,28 +110,8 @@ struct Answering(Option<Vec<u8>>);
 impl Backend for Answering {
     type Message = Never;
 
-    fn queues(&self) -> u16 {
-        1
-    }
-
-    fn features(&self) -> u64 {
-        0
-    }
-
-    fn descriptor(&self, _: usize) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
     fn may_have_answers(&self) -> bool {
         true
-    }
-
-    fn set_offloads(&mut self, _: Offloads) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn set_active(&mut self, _: usize, _: bool) -> io::Result<()> {
-        Ok(())
     }
 
     fn receive(

@@ -136,7 +136,7 @@ impl Network {
         self.server.as_ref().unwrap().stats()[0].1
     }
 
-    /// A driver whose link is up: a frame of the host has reached it. One receive queue for each pair;
+    /// A driver with the link up: a frame of the host has reached it. One receive queue for each pair;
     /// nothing is posted.
     pub(crate) fn attach(&self, features: u64) -> Driver {
         let mut driver = Driver::attach(&self.socket, features, 2);

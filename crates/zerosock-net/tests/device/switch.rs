@@ -24,7 +24,7 @@ const ALL: u64 = F_MRG_RXBUF | F_CSUM | F_GUEST_CSUM | F_GUEST_TSO4 | F_HOST_TSO
 /// Longer than a frame waits for its receiver.
 const QUIET: Duration = Duration::from_millis(200);
 
-/// A switch whose guests are `a`, `b` and so on.
+/// A switch with the guests `a`, `b` and so on.
 pub(crate) struct Lan {
     pub(crate) server: Server,
     sockets: Vec<PathBuf>,
@@ -443,7 +443,7 @@ fn an_uplink_joins_guests_and_an_interface() {
         a.wait_sent(0);
         let (received_header, received) = receive_from(&host);
         assert_eq!((received_header, received), (header, to_host));
-        // A guest whose address is known gets frames of the other one, and the host does not.
+        // A guest with a known address gets frames of the other one, and the host does not.
         let hello = frame(BROADCAST, mac(0), 60, 1);
         b.post_many(0, 8, 1536);
         a.send(0, &Header::default(), &hello, &[]);

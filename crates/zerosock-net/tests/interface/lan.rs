@@ -1,4 +1,4 @@
-//! A switch whose ports are for interfaces.
+//! A switch with ports for interfaces.
 
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;

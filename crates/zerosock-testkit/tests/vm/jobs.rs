@@ -16,7 +16,7 @@ use crate::lab::zerosock;
 /// The argument before the name of the group that a process tests.
 pub(crate) const GROUP: &str = "--group";
 
-/// The group whose process has three queue pairs (`ZEROSOCK_TEST_PAIRS`).
+/// The group that runs with three queue pairs (`ZEROSOCK_TEST_PAIRS`).
 pub(crate) const WITH_PAIRS: &str = "linux_6.12_with_three_queue_pairs::";
 
 /// Groups that are tested at once, unless `ZEROSOCK_TEST_JOBS` has another number.

@@ -1,4 +1,4 @@
-//! Guests of `zerosock net` that move to another back-end, or whose back-end is killed, while they send and
+//! Guests of `zerosock net` that move to another back-end, or that lose their back-end, while they send and
 //! receive over TCP. The back-ends have interfaces on one bridge, in a network namespace of the test's own.
 
 use std::fmt::Write as _;
@@ -121,7 +121,7 @@ impl Lab {
         self.serve(name, &on_bridge(name))
     }
 
-    /// One with a veth interface, whose other end is on the bridge.
+    /// One with a veth interface. The other end is on the bridge.
     fn xdp(&self, name: &str) -> Daemon {
         let queues = "numtxqueues 1 numrxqueues 1";
         let far = format!("far_{name}");
@@ -139,7 +139,7 @@ impl Lab {
         self.serve(name, &format!("--xdp {name}"))
     }
 
-    /// A machine whose card is at `socket`; with `incoming` it waits for a guest that moves there.
+    /// A machine with its card at `socket`; with `incoming` it waits for a guest that moves there.
     fn start(&self, name: &str, socket: &str, properties: &str, incoming: bool) -> Machine {
         let (control, monitor) = (self.path("control"), self.path("monitor"));
         for path in [&control, &monitor] {

@@ -36,7 +36,7 @@ use crate::device::host_sockets::{Attempt, HostSocket, network};
 use crate::routing::forward::ActiveRule;
 
 /// Requests of one VM, or of the processes of one user, to the connector at once; fewer if there are many
-/// of them. The connector is shared: a guest whose targets do not answer must leave it to its neighbours.
+/// of them. The connector is shared: a guest with targets that do not answer must leave it to its neighbours.
 const MAX_DIALS: usize = 256;
 /// As many are possible always.
 const LEAST_DIALS: usize = 32;

@@ -131,7 +131,7 @@ impl Device {
         }
     }
 
-    /// Lets a connection linger with sends in flight, whose ring stops, if its stream had ended in order.
+    /// Lets a connection with sends in flight linger when its ring stops, if its stream had ended in order.
     /// Returns whether it does.
     pub(super) fn linger_without_ring(&mut self, key: u32, cx: &mut Context<'_>) -> bool {
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
@@ -148,8 +148,8 @@ impl Device {
         bridge.flow.is_none() || self.linger(key, cx)
     }
 
-    /// Resets the connections with sends in flight for which a command has waited for too long, or whose
-    /// ring has been gone for as long.
+    /// Resets the connections with sends in flight that have delayed a command for too long, or that have
+    /// had no ring for as long.
     pub(super) fn sends_timed_out(&mut self, cx: &mut Context<'_>) {
         let past = |at: Option<Instant>| at.is_some_and(|at| at <= cx.now);
         let command = self.queues.is_command_pending() && past(self.sends_end_by);

@@ -2,13 +2,11 @@
 //! on DPDK does that sends what it has received.
 
 use std::collections::VecDeque;
-use std::io;
-use std::os::fd::BorrowedFd;
 
 use zerosock_net::backend::{Backend, Frame, FrameError, Never, Sent};
 use zerosock_net::stats::Stats;
 use zerosock_proto::Instant;
-use zerosock_proto::wire::net::{Header, Offloads};
+use zerosock_proto::wire::net::Header;
 use zerosock_ring::GuestSlice;
 use zerosock_virtio::outbox::Outbox;
 
@@ -36,28 +34,8 @@ impl Echo {
 impl Backend for Echo {
     type Message = Never;
 
-    fn queues(&self) -> u16 {
-        1
-    }
-
-    fn features(&self) -> u64 {
-        0
-    }
-
-    fn descriptor(&self, _: usize) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
     fn may_have_answers(&self) -> bool {
         true
-    }
-
-    fn set_offloads(&mut self, _: Offloads) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn set_active(&mut self, _: usize, _: bool) -> io::Result<()> {
-        Ok(())
     }
 
     fn next_len(&mut self, _: usize) -> Option<usize> {

@@ -52,7 +52,7 @@ impl Course {
     }
 }
 
-/// Who is measured.
+/// The two contestants.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Rings {
     Zerosock,

@@ -1,7 +1,6 @@
 //! The uplink on a back-end that does what a test says.
 
 use std::collections::VecDeque;
-use std::os::fd::BorrowedFd;
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -30,26 +29,6 @@ struct Scripted(Arc<Mutex<Script>>);
 
 impl Backend for Scripted {
     type Message = Never;
-
-    fn queues(&self) -> u16 {
-        1
-    }
-
-    fn features(&self) -> u64 {
-        0
-    }
-
-    fn descriptor(&self, _: usize) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
-    fn set_offloads(&mut self, _: Offloads) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn set_active(&mut self, _: usize, _: bool) -> io::Result<()> {
-        Ok(())
-    }
 
     fn receive(
         &mut self,

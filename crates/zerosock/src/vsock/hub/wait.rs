@@ -83,7 +83,7 @@ impl Core {
         )
     }
 
-    /// As [`wait`](Core::wait), for a caller that holds the lock before and after, and whose first attempt
+    /// As [`wait`](Core::wait), for a caller that holds the lock before and after. Its first attempt
     /// has failed.
     pub(crate) fn wait_with<'a, T>(
         &'a self,

@@ -1,7 +1,9 @@
+use std::cell::RefCell;
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Once;
 
 use zerosock_sys::account::Budget;
 
@@ -57,6 +59,7 @@ impl DeviceModel for TestModel {
 
 impl Harness {
     fn new() -> Harness {
+        install_log();
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("s")).unwrap();
         let (mailbox, mail) = Mailbox::new().unwrap();
@@ -212,27 +215,44 @@ fn a_waiting_front_end_that_hung_up_is_replaced_by_the_next() {
     assert_eq!(lab.faults(Fault::Busy), 0);
 }
 
-/// The lines that the log of this thread gets while `work` runs.
-fn logged(work: impl FnOnce()) -> String {
-    #[derive(Clone, Default)]
-    struct Lines(Arc<std::sync::Mutex<Vec<u8>>>);
-    impl Write for Lines {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().write(bytes)
-        }
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
+thread_local! {
+    /// What this thread has logged, while [`logged`] runs on it.
+    static LOG: RefCell<Option<Vec<u8>>> = const { RefCell::new(None) };
+}
+
+/// Writes to [`LOG`] of the thread that logs.
+struct ThreadLog;
+
+impl Write for ThreadLog {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        LOG.with_borrow_mut(|log| log.as_mut().map(|log| log.extend_from_slice(bytes)));
+        Ok(bytes.len())
     }
-    let lines = Lines::default();
-    let writer = lines.clone();
-    let subscriber = tracing_subscriber::fmt()
-        .with_ansi(false)
-        .with_writer(move || writer.clone())
-        .finish();
-    tracing::subscriber::with_default(subscriber, work);
-    let bytes = lines.0.lock().unwrap();
-    String::from_utf8(bytes.clone()).unwrap()
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Makes [`ThreadLog`] the log of all tests, before the first VM exists.
+///
+/// A log of one thread would not do: when a thread without one reaches a log statement first,
+/// `tracing` may record that the statement has no reader, and skip it on all threads.
+fn install_log() {
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(|| {
+        tracing_subscriber::fmt()
+            .with_ansi(false)
+            .with_writer(|| ThreadLog)
+            .init();
+    });
+}
+
+/// The lines that this thread logs while `work` runs.
+fn logged(work: impl FnOnce()) -> String {
+    LOG.set(Some(Vec::new()));
+    work();
+    String::from_utf8(LOG.take().unwrap()).unwrap()
 }
 
 const USER: u64 = 0x7000_0000;

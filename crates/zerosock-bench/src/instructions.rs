@@ -71,7 +71,7 @@ pub(crate) fn run() {
     let our_streams = [accept(), accept()];
     let (socket, _) = messages.accept_timeout(PATIENCE).expect("a socket");
     while !attaching.is_finished() {
-        host.turn().expect("a running host");
+        host.drive().expect("a running host");
         thread::yield_now();
     }
     let (endpoint, their_streams, their_socket) = attaching.join().expect("an endpoint");
@@ -85,8 +85,8 @@ pub(crate) fn run() {
     let [their_stream, their_batch] = their_streams;
     let ends = |device, driver| Ends { device, driver };
     let turns: Ends<&dyn Fn()> = Ends {
-        device: &|| host.turn().expect("a running host"),
-        driver: &|| endpoint.turn().expect("a running endpoint"),
+        device: &|| host.drive().expect("a running host"),
+        driver: &|| endpoint.drive().expect("a running endpoint"),
     };
     both_ways(
         "stream",

@@ -429,7 +429,7 @@ fn driving<T>(host: &Host, wait: impl FnOnce() -> T) -> T {
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
-            while !done.load(Ordering::Relaxed) && host.turn().is_ok() {
+            while !done.load(Ordering::Relaxed) && host.drive().is_ok() {
                 thread::sleep(Duration::from_millis(1));
             }
         });

@@ -145,12 +145,12 @@ fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
         for n in 0..200 {
             kept.push(guest.connect(undecided[n % 2]).unwrap());
         }
-        guest.turn().unwrap();
+        guest.drive().unwrap();
         // From other ports the next time.
         for stream in lost {
             guest.abort(stream);
         }
-        guest.turn().unwrap();
+        guest.drive().unwrap();
         asked += 300;
     };
     guest.withhold_buffers(true).unwrap();
@@ -162,13 +162,13 @@ fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
     let first = guest.stats().tx_packets;
     for round in 0..400u32 {
         ask(&mut guest);
-        sibling.turn().unwrap();
+        sibling.drive().unwrap();
         daemon.neighbour_goes_on(round as u8);
         if round < 200 {
             // It reads the answers, so that it can send more requests.
             guest.withhold_buffers(false).unwrap();
             for _ in 0..4 {
-                guest.turn().unwrap();
+                guest.drive().unwrap();
                 daemon.neighbour_goes_on(round as u8);
             }
             guest.withhold_buffers(true).unwrap();
@@ -190,7 +190,7 @@ fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
     let to = Address::new(Cid::HOST, Port::new(10));
     let give_up = deadline();
     while guest.wait_connect(to, deadline()).is_err() {
-        sibling.turn().unwrap();
+        sibling.drive().unwrap();
         assert!(Instant::now() < give_up, "never served again");
     }
     listener.accept().unwrap();
@@ -219,11 +219,11 @@ fn a_guest_that_never_reads_costs_bounded_memory() {
             programs.push(program);
         }
         let stream = sibling.connect(Address::new(GREEDY, PORT)).unwrap();
-        sibling.turn().unwrap();
+        sibling.drive().unwrap();
         guest.wait_accept(PORT, deadline()).unwrap();
         let give_up = deadline();
         while sibling.state(stream) != Some(StreamState::Connected) {
-            sibling.turn().unwrap();
+            sibling.drive().unwrap();
             assert!(Instant::now() < give_up, "not connected");
         }
         streams.push(stream);
@@ -241,7 +241,7 @@ fn a_guest_that_never_reads_costs_bounded_memory() {
         for &stream in &streams {
             moved += sibling.send(stream, &part).unwrap_or(0);
         }
-        sibling.turn().unwrap();
+        sibling.drive().unwrap();
         for program in &mut programs {
             moved += program.write(&part).unwrap_or(0);
         }

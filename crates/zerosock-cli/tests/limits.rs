@@ -151,9 +151,9 @@ fn a_vm_that_uses_up_all_descriptors_that_it_can_borrow_leaves_its_neighbour_its
     for (stream, _) in held.drain(..) {
         greedy.abort(stream);
     }
-    greedy.turn().unwrap();
+    greedy.drive().unwrap();
     wait_until("room", || {
-        greedy.turn().unwrap();
+        greedy.drive().unwrap();
         !connect(&mut neighbour, &its_program, OF_FRONTEND).is_empty()
     });
     daemon.serve.signal("TERM");

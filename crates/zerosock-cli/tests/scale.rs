@@ -92,8 +92,8 @@ impl Switch {
         let give_up = Instant::now() + DEADLINE;
         while !done() {
             assert!(Instant::now() < give_up, "waited in vain for {what}");
-            self.client.turn().unwrap();
-            self.host.turn().unwrap();
+            self.client.drive().unwrap();
+            self.host.drive().unwrap();
             std::thread::yield_now();
         }
     }

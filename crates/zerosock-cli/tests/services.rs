@@ -406,7 +406,7 @@ fn endpoints_without_datagrams_are_named_in_the_error() {
     wait_until("it to be told", || {
         stdin.write_all(b"is anybody there?").is_err() || deaf.child.try_wait().unwrap().is_some()
     });
-    let _ = guest.turn();
+    let _ = guest.drive();
     let ended = deaf.finish();
     assert_eq!(ended.code, Some(1));
     let wanted = "the destination does not take datagrams";

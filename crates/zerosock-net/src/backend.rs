@@ -11,7 +11,7 @@ use zerosock_virtio::device::Message;
 use zerosock_virtio::outbox::{DeviceAddr, Outbox};
 use zerosock_virtio::queues::Quiesced;
 
-use crate::stats::Stats;
+use crate::stats::NetStats;
 
 /// The most slices of guest memory that one call of a back-end gets.
 pub const MAX_PIECES: usize = zerosock_sys::tun::MAX_PIECES;
@@ -251,8 +251,13 @@ pub trait Backend: Send + 'static {
     /// destination now. Called in each turn, for all queues, also after [`next_timeout`](Self::next_timeout).
     ///
     /// # Errors
-    /// [`FrameError::Gone`]. Others concern single frames and are counted.
-    fn flush(&mut self, queue: usize, now: Instant, tally: &mut Stats) -> Result<(), FrameError> {
+    /// [`FrameError::BackendGone`]. Others concern single frames and are counted.
+    fn flush(
+        &mut self,
+        queue: usize,
+        now: Instant,
+        tally: &mut NetStats,
+    ) -> Result<(), FrameError> {
         let _ = (queue, now, tally);
         Ok(())
     }
@@ -273,13 +278,18 @@ pub trait Backend: Send + 'static {
 
     /// A message for this back-end. Returns whether there are frames to receive: the device receives them
     /// at once, as far as the driver has buffers. [`finish_turn`](Self::finish_turn) and a turn follow.
-    fn on_message(&mut self, message: Self::Message, now: Instant, tally: &mut Stats) -> bool;
+    fn on_message(&mut self, message: Self::Message, now: Instant, tally: &mut NetStats) -> bool;
 
     /// Answers a message to a device that does not exist any more.
     fn undeliverable(message: Self::Message, outbox: &mut Outbox<Self::Message>);
 
     /// Called at the end of each turn, and after a message: sends messages, and does what is due.
-    fn finish_turn(&mut self, now: Instant, outbox: &mut Outbox<Self::Message>, tally: &mut Stats) {
+    fn finish_turn(
+        &mut self,
+        now: Instant,
+        outbox: &mut Outbox<Self::Message>,
+        tally: &mut NetStats,
+    ) {
         let _ = (now, outbox, tally);
     }
 
@@ -306,5 +316,5 @@ pub enum FrameError {
     /// The guest's memory has vanished.
     MemoryLost,
     /// The back-end has gone, for good.
-    Gone(io::Error),
+    BackendGone(io::Error),
 }

@@ -6,7 +6,7 @@ use zerosock_proto::wire::net::{
     F_MTU, F_STATUS, MIN_MTU, Mac,
 };
 use zerosock_vhost_user::session::{F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1};
-use zerosock_vhost_user::{DeviceModel, Fault, ProtocolFeatures};
+use zerosock_vhost_user::{DeviceModel, FrontendFault, ProtocolFeatures};
 
 /// The features of a back-end with all offloads.
 pub const ALL_OFFLOADS: u64 = F_CSUM
@@ -124,15 +124,15 @@ impl DeviceModel for NetModel {
     }
 
     /// At most the MTU of the device, and what its back-end carries. Otherwise the front-end decides.
-    fn set_mtu(&self, config: &mut [u8], mtu: u16) -> Result<(), (Fault, String)> {
+    fn set_mtu(&self, config: &mut [u8], mtu: u16) -> Result<(), (FrontendFault, String)> {
         if mtu < MIN_MTU {
             let text = format!("an MTU of {mtu} bytes: the least is {MIN_MTU}");
-            return Err((Fault::Payload, text));
+            return Err((FrontendFault::Payload, text));
         }
         let most = self.mtu.into_iter().chain(self.max_mtu).min();
         if let Some(most) = most.filter(|most| mtu > *most) {
             let text = format!("an MTU of {mtu} bytes: the interface has {most}");
-            return Err((Fault::Unsupported, text));
+            return Err((FrontendFault::Unsupported, text));
         }
         if let Some(field) = config.get_mut(Config::MTU) {
             field.copy_from_slice(&mtu.to_le_bytes());

@@ -18,9 +18,9 @@ use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::worker::{Worker, WorkerMessage, WorkerPort};
 
 use crate::backend::{Backend, Never};
-use crate::device::{Device, DeviceConfig, Gone};
+use crate::device::{BackendGoneEvent, Device, DeviceConfig};
 use crate::model::{MAX_PAIRS, NetModel};
-use crate::stats::{Counters, Stats};
+use crate::stats::{Counters, NetStats};
 use crate::switch::{Switch, SwitchDevice, SwitchPort, Uplink, UplinkConfig};
 
 /// The largest queue that a front-end may set up: the largest of QEMU.
@@ -51,7 +51,7 @@ pub struct Server {
     stop: Box<dyn FnOnce() + Send>,
     worker: JoinHandle<()>,
     counters: Vec<(String, Arc<Counters>)>,
-    over: Arc<Gone>,
+    over: Arc<BackendGoneEvent>,
 }
 
 impl std::fmt::Debug for Server {
@@ -61,7 +61,7 @@ impl std::fmt::Debug for Server {
 }
 
 /// Reports the end of the worker, also by a panic.
-struct ReportEnd(Arc<Gone>);
+struct ReportEnd(Arc<BackendGoneEvent>);
 
 impl Drop for ReportEnd {
     fn drop(&mut self) {
@@ -75,7 +75,7 @@ struct Setup<D: WorkerDevice> {
     sender: Sender<WorkerMessage<D>>,
     specs: Vec<VmSpec>,
     counters: Vec<(String, Arc<Counters>)>,
-    over: Arc<Gone>,
+    over: Arc<BackendGoneEvent>,
 }
 
 impl<D> Setup<D>
@@ -91,7 +91,7 @@ where
             sender,
             specs: Vec::new(),
             counters: Vec::new(),
-            over: Arc::new(Gone::new()?),
+            over: Arc::new(BackendGoneEvent::new()?),
         })
     }
 
@@ -228,7 +228,7 @@ impl Server {
     }
 
     /// The counters of each device, with its name.
-    pub fn stats(&self) -> Vec<(&str, Stats)> {
+    pub fn stats(&self) -> Vec<(&str, NetStats)> {
         let counters = self.counters.iter();
         counters
             .map(|(name, of)| (name.as_str(), of.get()))
@@ -241,7 +241,7 @@ impl Server {
     }
 
     /// Disconnects the front-ends and ends the threads. Returns the last values of the counters.
-    pub fn shutdown(self) -> Vec<(String, Stats)> {
+    pub fn shutdown(self) -> Vec<(String, NetStats)> {
         self.control.shutdown();
         (self.stop)();
         let _ = self.worker.join();

@@ -6,7 +6,7 @@ macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// The values at one time.
         #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-        pub struct Stats {
+        pub struct NetStats {
             $($(#[$doc])* pub $name: u64,)*
         }
 
@@ -18,14 +18,14 @@ macro_rules! counters {
 
         impl Counters {
             /// The values now. Those of a turn that runs are not all in.
-            pub fn get(&self) -> Stats {
-                Stats {
+            pub fn get(&self) -> NetStats {
+                NetStats {
                     $($name: self.$name.load(Ordering::Relaxed),)*
                 }
             }
 
             /// Adds the events of a turn.
-            pub(crate) fn add(&self, turn: Stats) {
+            pub(crate) fn add(&self, turn: NetStats) {
                 $(if turn.$name != 0 {
                     self.$name.fetch_add(turn.$name, Ordering::Relaxed);
                 })*

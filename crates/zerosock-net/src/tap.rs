@@ -15,7 +15,7 @@ use zerosock_virtio::outbox::Outbox;
 
 use crate::backend::{Backend, Frame, FrameError, Never, Sent};
 use crate::model::ALL_OFFLOADS;
-use crate::stats::Stats;
+use crate::stats::NetStats;
 
 /// "File descriptor in bad state": the interface was removed.
 const EBADFD: i32 = 77;
@@ -52,7 +52,7 @@ impl TapBackend {
 
     fn queue(&self, queue: usize) -> Result<BorrowedFd<'_>, FrameError> {
         let queue = self.tap.queues().get(queue);
-        let missing = || FrameError::Gone(io::ErrorKind::NotFound.into());
+        let missing = || FrameError::BackendGone(io::ErrorKind::NotFound.into());
         Ok(queue.ok_or_else(missing)?.as_fd())
     }
 
@@ -86,7 +86,7 @@ impl TapBackend {
 fn frame_error(error: io::Error) -> FrameError {
     match error.raw_os_error() {
         _ if error.kind() == io::ErrorKind::WouldBlock => FrameError::NotNow,
-        Some(EBADFD) => FrameError::Gone(error),
+        Some(EBADFD) => FrameError::BackendGone(error),
         Some(EFAULT) => FrameError::MemoryLost,
         Some(EIO) => FrameError::LinkDown,
         _ => FrameError::Refused,
@@ -167,7 +167,7 @@ impl Backend for TapBackend {
         sent.map(|()| Sent::Done).map_err(frame_error)
     }
 
-    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) -> bool {
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut NetStats) -> bool {
         match message {}
     }
 

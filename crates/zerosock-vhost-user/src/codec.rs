@@ -20,7 +20,7 @@ use zerosock_sys::account::{Account, MAX_DEFERRED, MAX_UNCOUNTED};
 use zerosock_sys::fd_passing;
 
 use super::fds::SentFd;
-use super::stats::Fault;
+use super::stats::FrontendFault;
 
 /// Length of a message's header in bytes.
 pub const HEADER_LEN: usize = 12;
@@ -104,14 +104,14 @@ pub enum DecodeError {
 
 impl DecodeError {
     /// The fault to count; `None` for the regular end of a connection.
-    pub fn fault(&self) -> Option<Fault> {
+    pub fn fault(&self) -> Option<FrontendFault> {
         match self {
             DecodeError::End | DecodeError::Io(_) => None,
-            DecodeError::Truncated => Some(Fault::Truncated),
-            DecodeError::Header { .. } => Some(Fault::Header),
-            DecodeError::PayloadTooLong { .. } => Some(Fault::PayloadTooLong),
-            DecodeError::TooManyDescriptors => Some(Fault::TooManyDescriptors),
-            DecodeError::UnclosedDescriptors => Some(Fault::UnclosedDescriptors),
+            DecodeError::Truncated => Some(FrontendFault::Truncated),
+            DecodeError::Header { .. } => Some(FrontendFault::Header),
+            DecodeError::PayloadTooLong { .. } => Some(FrontendFault::PayloadTooLong),
+            DecodeError::TooManyDescriptors => Some(FrontendFault::TooManyDescriptors),
+            DecodeError::UnclosedDescriptors => Some(FrontendFault::UnclosedDescriptors),
         }
     }
 }

@@ -52,7 +52,7 @@ pub use self::mailbox::Notice;
 pub use self::mailbox::{DeviceReply, FrontendLink, Reply};
 pub use self::model::{ConfigWrite, DeviceModel};
 pub use self::stats::FaultCounts;
-pub use self::stats::{ControlStats, Fault};
+pub use self::stats::{ControlStats, FrontendFault};
 pub use self::thread::Control;
 pub use vhost::vhost_user::message::VhostUserProtocolFeatures as ProtocolFeatures;
 

@@ -4,7 +4,7 @@ use std::fmt;
 
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
-use crate::stats::Fault;
+use crate::stats::FrontendFault;
 
 /// The features, the queues and the configuration space of a kind of device.
 ///
@@ -65,10 +65,10 @@ pub trait DeviceModel: fmt::Debug + Send + Sync {
         &self,
         config: &mut [u8],
         write: ConfigWrite<'_>,
-    ) -> Result<(), (Fault, String)> {
+    ) -> Result<(), (FrontendFault, String)> {
         let (_, offset) = (config, write.offset);
         let text = format!("offset {offset} of the configuration space cannot be written");
-        Err((Fault::Unsupported, text))
+        Err((FrontendFault::Unsupported, text))
     }
 
     /// Applies the MTU of a front-end, in bytes, to `config`, a new configuration space
@@ -76,9 +76,9 @@ pub trait DeviceModel: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// The kind of fault and a text for the log. The default refuses every MTU.
-    fn set_mtu(&self, config: &mut [u8], mtu: u16) -> Result<(), (Fault, String)> {
+    fn set_mtu(&self, config: &mut [u8], mtu: u16) -> Result<(), (FrontendFault, String)> {
         let (_, _) = (config, mtu);
-        Err((Fault::Unsupported, "the device has no MTU".into()))
+        Err((FrontendFault::Unsupported, "the device has no MTU".into()))
     }
 }
 

@@ -31,7 +31,7 @@ use vhost::vhost_user::message::{
 use vm_memory::ByteValued;
 
 use super::codec::{Message, encode_reply, request_name};
-use super::stats::Fault;
+use super::stats::FrontendFault;
 use super::{DeviceCommand, DeviceReply};
 use arguments::Arguments;
 use requests::Rule;
@@ -56,7 +56,7 @@ pub enum Step {
 #[derive(Debug, Eq, PartialEq)]
 pub struct Refusal {
     /// The kind of fault.
-    pub fault: Fault,
+    pub fault: FrontendFault,
     /// The request and the reason, for the log.
     pub text: String,
 }
@@ -83,10 +83,15 @@ impl Session {
         // A command is with the worker: the caller broke the protocol of this type.
         debug_assert!(self.pending.is_none());
         let result = match rule {
-            None => Err((Fault::Unsupported, "not supported".into())),
+            None => Err((FrontendFault::Unsupported, "not supported".into())),
             Some(rule) if !self.protocol.contains(rule.feature) => {
                 let text = format!("needs protocol feature {:?}", rule.feature);
-                return self.refuse(request, need_reply, false, (Fault::Unsupported, text));
+                return self.refuse(
+                    request,
+                    need_reply,
+                    false,
+                    (FrontendFault::Unsupported, text),
+                );
             }
             Some(rule) => rule.check(&payload, &fds).and_then(|()| {
                 (rule.handler)(
@@ -156,7 +161,12 @@ impl Session {
             }
             (DeviceReply::Failed(reason), _) => {
                 let answered = matches!(on_done, OnDone::Stop(_) | OnDone::Log(..));
-                self.refuse(request, need_reply, answered, (Fault::Worker, reason))
+                self.refuse(
+                    request,
+                    need_reply,
+                    answered,
+                    (FrontendFault::Worker, reason),
+                )
             }
             (DeviceReply::Done, None) => match self.apply_change(on_done) {
                 Some(answer) => Outcome {
@@ -167,7 +177,12 @@ impl Session {
             },
             (reply @ (DeviceReply::Done | DeviceReply::Base(_)), _) => {
                 let reason = format!("the worker answered {reply:?}");
-                self.refuse(request, need_reply, stop.is_some(), (Fault::Worker, reason))
+                self.refuse(
+                    request,
+                    need_reply,
+                    stop.is_some(),
+                    (FrontendFault::Worker, reason),
+                )
             }
         }
     }

@@ -6,14 +6,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// A fault of a front-end. Each is counted; none affects more than the connection it occurred on.
 ///
 /// ```
-/// use zerosock_vhost_user::Fault;
+/// use zerosock_vhost_user::FrontendFault;
 ///
-/// let names: Vec<&str> = Fault::ALL.iter().map(|fault| fault.name()).collect();
-/// assert!(names.contains(&Fault::Unsealed.name()));
+/// let names: Vec<&str> = FrontendFault::ALL.iter().map(|fault| fault.name()).collect();
+/// assert!(names.contains(&FrontendFault::Unsealed.name()));
 /// ```
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
 #[repr(usize)]
-pub enum Fault {
+pub enum FrontendFault {
     /// A header with another protocol version, or with the reply flag. Closes the connection.
     Header,
     /// A payload longer than the protocol allows. Closes the connection.
@@ -46,42 +46,42 @@ pub enum Fault {
     UnclosedDescriptors,
 }
 
-impl Fault {
+impl FrontendFault {
     /// All kinds, in the order of their discriminants.
-    pub const ALL: [Fault; 14] = [
-        Fault::Header,
-        Fault::PayloadTooLong,
-        Fault::TooManyDescriptors,
-        Fault::Truncated,
-        Fault::Unsupported,
-        Fault::Payload,
-        Fault::Descriptors,
-        Fault::Order,
-        Fault::Memory,
-        Fault::Worker,
-        Fault::Busy,
-        Fault::Silent,
-        Fault::Unsealed,
-        Fault::UnclosedDescriptors,
+    pub const ALL: [FrontendFault; 14] = [
+        FrontendFault::Header,
+        FrontendFault::PayloadTooLong,
+        FrontendFault::TooManyDescriptors,
+        FrontendFault::Truncated,
+        FrontendFault::Unsupported,
+        FrontendFault::Payload,
+        FrontendFault::Descriptors,
+        FrontendFault::Order,
+        FrontendFault::Memory,
+        FrontendFault::Worker,
+        FrontendFault::Busy,
+        FrontendFault::Silent,
+        FrontendFault::Unsealed,
+        FrontendFault::UnclosedDescriptors,
     ];
 
     /// A name for logs and metrics.
     pub fn name(self) -> &'static str {
         match self {
-            Fault::Header => "header",
-            Fault::PayloadTooLong => "payload_too_long",
-            Fault::TooManyDescriptors => "too_many_descriptors",
-            Fault::Truncated => "truncated",
-            Fault::Unsupported => "unsupported",
-            Fault::Payload => "payload",
-            Fault::Descriptors => "descriptors",
-            Fault::Order => "order",
-            Fault::Memory => "memory",
-            Fault::Worker => "worker",
-            Fault::Busy => "busy",
-            Fault::Silent => "silent",
-            Fault::Unsealed => "unsealed",
-            Fault::UnclosedDescriptors => "unclosed_descriptors",
+            FrontendFault::Header => "header",
+            FrontendFault::PayloadTooLong => "payload_too_long",
+            FrontendFault::TooManyDescriptors => "too_many_descriptors",
+            FrontendFault::Truncated => "truncated",
+            FrontendFault::Unsupported => "unsupported",
+            FrontendFault::Payload => "payload",
+            FrontendFault::Descriptors => "descriptors",
+            FrontendFault::Order => "order",
+            FrontendFault::Memory => "memory",
+            FrontendFault::Worker => "worker",
+            FrontendFault::Busy => "busy",
+            FrontendFault::Silent => "silent",
+            FrontendFault::Unsealed => "unsealed",
+            FrontendFault::UnclosedDescriptors => "unclosed_descriptors",
         }
     }
 }
@@ -93,12 +93,12 @@ pub struct ControlStats {
     pub connections: u64,
     /// Complete messages received.
     pub messages: u64,
-    faults: [u64; Fault::ALL.len()],
+    faults: [u64; FrontendFault::ALL.len()],
 }
 
 impl ControlStats {
     /// How often a kind of fault occurred.
-    pub fn faults(&self, fault: Fault) -> u64 {
+    pub fn faults(&self, fault: FrontendFault) -> u64 {
         self.faults[fault as usize]
     }
 }
@@ -113,7 +113,7 @@ impl FaultCounts {
     }
 
     /// How often a kind of fault has occurred.
-    pub fn of(&self, fault: Fault) -> u64 {
+    pub fn of(&self, fault: FrontendFault) -> u64 {
         self.0.iter().map(|one| one.snapshot().faults(fault)).sum()
     }
 }
@@ -123,7 +123,7 @@ impl FaultCounts {
 pub(super) struct Counters {
     connections: AtomicU64,
     messages: AtomicU64,
-    faults: [AtomicU64; Fault::ALL.len()],
+    faults: [AtomicU64; FrontendFault::ALL.len()],
 }
 
 impl Counters {
@@ -135,7 +135,7 @@ impl Counters {
         self.messages.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn fault(&self, fault: Fault) {
+    pub(super) fn fault(&self, fault: FrontendFault) {
         self.faults[fault as usize].fetch_add(1, Ordering::Relaxed);
     }
 

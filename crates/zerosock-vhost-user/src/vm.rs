@@ -30,7 +30,7 @@ use zerosock_sys::{LogLimit, PeerFd, fd_passing};
 use super::codec::{DecodeError, Decoder, encode_config_change};
 use super::mailbox::{ConfigChange, FrontendLink, MailSender, Reply};
 use super::session::{Outcome, Session, Step};
-use super::stats::{Counters, Fault};
+use super::stats::{Counters, FrontendFault};
 use super::{DeviceCommand, DeviceModel, DevicePort, DeviceReply, FrontendSocket, VmSpec};
 
 /// Messages of one front-end, and descriptors in them, handled before the other descriptors are polled
@@ -307,7 +307,7 @@ impl Vm {
     }
 
     fn turn_away(&mut self, socket: PeerFd) {
-        self.counters.fault(Fault::Busy);
+        self.counters.fault(FrontendFault::Busy);
         let peer = peer(&socket);
         hang_up(&socket);
         // Counted until the reaper has closed it. If the account is full, only `is_clogged` bounds
@@ -380,7 +380,7 @@ impl Vm {
             && let Some(since) = connection.stalled_since
             && now >= since + REPLY_LIMIT
         {
-            self.counters.fault(Fault::Silent);
+            self.counters.fault(FrontendFault::Silent);
             return self.disconnect("the front-end does not read a reply");
         }
         let is_due = |vm: &Vm| vm.front_deadline().is_some_and(|at| now >= at);
@@ -389,7 +389,7 @@ impl Vm {
             self.serve();
         }
         if is_due(self) {
-            self.counters.fault(Fault::Silent);
+            self.counters.fault(FrontendFault::Silent);
             self.disconnect("the front-end has sent no message, and another one waits");
         }
     }
@@ -496,7 +496,7 @@ impl Vm {
                     self.apply(turn);
                 } else if let DeviceReply::Failed(reason) = reply {
                     // The answer to `Connected`.
-                    self.counters.fault(Fault::Worker);
+                    self.counters.fault(FrontendFault::Worker);
                     self.warn(&format!("the worker refuses the front-end: {reason}"));
                     self.disconnect("the worker refuses the front-end");
                 } else {

@@ -20,9 +20,9 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use super::Backend;
-use super::stats::Basis;
-use crate::sys::{Kind, SendMode};
+use super::SendBackend;
+use super::stats::ThresholdBasis;
+use crate::sys::{SendMode, SocketKind};
 
 /// Measurements of each mode until a class is decided.
 const MEASUREMENTS: u32 = 24;
@@ -47,24 +47,24 @@ const FIRST_ZERO_COPY_CLASS: usize = 7;
 pub(super) struct Class(usize);
 
 impl Class {
-    pub(super) fn of(kind: Kind, backend: Backend, registered: bool, len: usize) -> Self {
+    pub(super) fn of(kind: SocketKind, backend: SendBackend, registered: bool, len: usize) -> Self {
         let kind = match kind {
-            Kind::Tcp4 => 0,
-            Kind::Tcp6 => 1,
-            Kind::Udp4 => 2,
-            Kind::Udp6 => 3,
-            Kind::Raw => 4,
-            Kind::Packet => 5,
-            Kind::VsockStream => 6,
-            Kind::VsockMessages => 7,
-            Kind::OtherStream => 8,
-            Kind::OtherDatagram => 9,
+            SocketKind::Tcp4 => 0,
+            SocketKind::Tcp6 => 1,
+            SocketKind::Udp4 => 2,
+            SocketKind::Udp6 => 3,
+            SocketKind::Raw => 4,
+            SocketKind::Packet => 5,
+            SocketKind::VsockStream => 6,
+            SocketKind::VsockMessages => 7,
+            SocketKind::OtherStream => 8,
+            SocketKind::OtherDatagram => 9,
         };
         let size = (usize::BITS - (len >> 8).leading_zeros()) as usize;
         // Only a ring registers memory.
         let memory_class = match backend {
-            Backend::Uring => 1 + usize::from(registered),
-            Backend::ErrorQueue | Backend::Copy => 0,
+            SendBackend::Uring => 1 + usize::from(registered),
+            SendBackend::ErrorQueue | SendBackend::Copy => 0,
         };
         Self((kind * MEMORY_CLASSES + memory_class) * SIZES + size.min(SIZES - 1))
     }
@@ -132,19 +132,19 @@ impl ClassState {
         }
     }
 
-    fn decision(&self) -> Option<(SendMode, Basis)> {
+    fn decision(&self) -> Option<(SendMode, ThresholdBasis)> {
         match self.decided.load(Relaxed) {
-            1 => Some((SendMode::Copy, Basis::Measured)),
-            2 => Some((SendMode::ZeroCopy, Basis::Measured)),
-            3 => Some((SendMode::Copy, Basis::Assumed)),
-            4 => Some((SendMode::ZeroCopy, Basis::Assumed)),
+            1 => Some((SendMode::Copy, ThresholdBasis::Measured)),
+            2 => Some((SendMode::ZeroCopy, ThresholdBasis::Measured)),
+            3 => Some((SendMode::Copy, ThresholdBasis::Assumed)),
+            4 => Some((SendMode::ZeroCopy, ThresholdBasis::Assumed)),
             _ => None,
         }
     }
 
-    fn decide(&self, mode: SendMode, basis: Basis) {
+    fn decide(&self, mode: SendMode, basis: ThresholdBasis) {
         let measured = 1 + u32::from(mode == SendMode::ZeroCopy);
-        let assumed = 2 * u32::from(basis == Basis::Assumed);
+        let assumed = 2 * u32::from(basis == ThresholdBasis::Assumed);
         self.decided.store(measured + assumed, Relaxed);
         self.used.store(0, Relaxed);
         self.open.store(false, Relaxed);
@@ -164,7 +164,9 @@ impl ClassState {
                 self.cost_of(mode).tried.fetch_add(1, Relaxed);
                 return mode;
             }
-            let (mode, basis) = self.decision().unwrap_or((assumed, Basis::Assumed));
+            let (mode, basis) = self
+                .decision()
+                .unwrap_or((assumed, ThresholdBasis::Assumed));
             self.decide(mode, basis);
         }
         self.decision().map_or(assumed, |(mode, _)| mode)
@@ -194,7 +196,7 @@ impl ClassState {
             true => SendMode::ZeroCopy,
             false => SendMode::Copy,
         };
-        self.decide(better, Basis::Measured);
+        self.decide(better, ThresholdBasis::Measured);
     }
 }
 
@@ -242,9 +244,13 @@ pub(super) fn record_measurement(class: Class, mode: SendMode, sends: u32, took:
 
 /// The shortest length from which on every decided class goes in place, if there is one, and how it
 /// is known: by the two classes around it.
-pub(super) fn threshold(kind: Kind, backend: Backend, registered: bool) -> (Option<usize>, Basis) {
-    if backend == Backend::Copy {
-        return (None, Basis::Unknown);
+pub(super) fn threshold(
+    kind: SocketKind,
+    backend: SendBackend,
+    registered: bool,
+) -> (Option<usize>, ThresholdBasis) {
+    if backend == SendBackend::Copy {
+        return (None, ThresholdBasis::Unknown);
     }
     let Class(first) = Class::of(kind, backend, registered, 0);
     let classes = CLASSES.get(first..first + SIZES).unwrap_or_default();
@@ -267,11 +273,11 @@ pub(super) fn threshold(kind: Kind, backend: Backend, registered: bool) -> (Opti
     let basis = known
         .map(|(_, basis)| basis)
         .reduce(|one, other| match one {
-            Basis::Measured => other,
+            ThresholdBasis::Measured => other,
             _ => one,
         });
     let len = zero_copied.map(|size| if size == 0 { 0 } else { 128 << size });
-    (len, basis.unwrap_or(Basis::Unknown))
+    (len, basis.unwrap_or(ThresholdBasis::Unknown))
 }
 
 #[cfg(test)]
@@ -280,19 +286,24 @@ mod tests {
 
     #[test]
     fn lengths_within_a_factor_of_two_share_a_class() {
-        let class = |len| Class::of(Kind::Tcp4, Backend::Uring, false, len);
+        let class = |len| Class::of(SocketKind::Tcp4, SendBackend::Uring, false, len);
         assert_eq!(class(0), class(255));
         assert_ne!(class(255), class(256));
         assert_eq!(class(4096), class(8191));
         assert_eq!(class(usize::MAX), class(32 << 20));
-        let last = Class::of(Kind::OtherDatagram, Backend::Uring, true, usize::MAX);
+        let last = Class::of(
+            SocketKind::OtherDatagram,
+            SendBackend::Uring,
+            true,
+            usize::MAX,
+        );
         assert!(last.0 < CLASSES.len());
     }
 
     #[test]
     fn registered_memory_and_back_ends_have_classes_of_their_own() {
-        let class = |backend, registered| Class::of(Kind::Tcp4, backend, registered, 4096);
-        let (ring, queue) = (Backend::Uring, Backend::ErrorQueue);
+        let class = |backend, registered| Class::of(SocketKind::Tcp4, backend, registered, 4096);
+        let (ring, queue) = (SendBackend::Uring, SendBackend::ErrorQueue);
         assert_ne!(class(ring, false), class(ring, true));
         assert_ne!(class(ring, false), class(queue, false));
         // No memory is registered for the error queue.
@@ -323,7 +334,7 @@ mod tests {
         assert!((0..MAX_TRIALS).all(|_| class_state.mode(None, COPY) == SendMode::ZeroCopy));
         assert_eq!(
             class_state.decision(),
-            Some((SendMode::ZeroCopy, Basis::Measured))
+            Some((SendMode::ZeroCopy, ThresholdBasis::Measured))
         );
         // Later measurements can reverse the decision.
         for _ in 0..REMEASURE_AFTER / 1024 {
@@ -344,7 +355,10 @@ mod tests {
             assert_eq!(modes(&class_state), MAX_TRIALS as usize / 2);
             assert_eq!(class_state.decision(), None);
             assert_eq!(class_state.mode(None, assumed), assumed);
-            assert_eq!(class_state.decision(), Some((assumed, Basis::Assumed)));
+            assert_eq!(
+                class_state.decision(),
+                Some((assumed, ThresholdBasis::Assumed))
+            );
             for _ in 0..REMEASURE_AFTER / 1024 {
                 assert_eq!(class_state.mode(None, assumed), assumed);
                 class_state.used(1024);
@@ -356,15 +370,15 @@ mod tests {
             }
             assert_eq!(
                 class_state.decision(),
-                Some((SendMode::ZeroCopy, Basis::Measured))
+                Some((SendMode::ZeroCopy, ThresholdBasis::Measured))
             );
         }
     }
 
     #[test]
     fn zero_copy_is_assumed_from_16_kib_on() {
-        for kind in [Kind::Tcp4, Kind::OtherDatagram] {
-            let assumed = |len| Class::of(kind, Backend::Uring, true, len).assumed();
+        for kind in [SocketKind::Tcp4, SocketKind::OtherDatagram] {
+            let assumed = |len| Class::of(kind, SendBackend::Uring, true, len).assumed();
             assert_eq!(assumed(0), SendMode::Copy);
             assert_eq!(assumed((16 << 10) - 1), SendMode::Copy);
             assert_eq!(assumed(16 << 10), SendMode::ZeroCopy);
@@ -421,33 +435,41 @@ mod tests {
     #[test]
     fn the_threshold_is_the_least_length_that_goes_in_place() {
         // A kind that no other test sends over.
-        let class = |len| Class::of(Kind::OtherDatagram, Backend::Uring, true, len).0;
-        let threshold = || threshold(Kind::OtherDatagram, Backend::Uring, true);
+        let class = |len| Class::of(SocketKind::OtherDatagram, SendBackend::Uring, true, len).0;
+        let threshold = || threshold(SocketKind::OtherDatagram, SendBackend::Uring, true);
         let decide = |len, mode, basis| CLASSES[class(len)].decide(mode, basis);
-        assert_eq!(threshold(), (None, Basis::Unknown));
-        decide(16_384, SendMode::ZeroCopy, Basis::Measured);
-        assert_eq!(threshold(), (Some(16_384), Basis::Measured));
-        decide(1024, SendMode::Copy, Basis::Assumed);
-        assert_eq!(threshold(), (Some(16_384), Basis::Assumed));
-        decide(2048, SendMode::Copy, Basis::Measured);
-        assert_eq!(threshold(), (Some(16_384), Basis::Measured));
-        decide(16_384, SendMode::ZeroCopy, Basis::Assumed);
-        assert_eq!(threshold(), (Some(16_384), Basis::Assumed));
-        decide(32_768, SendMode::Copy, Basis::Measured);
+        assert_eq!(threshold(), (None, ThresholdBasis::Unknown));
+        decide(16_384, SendMode::ZeroCopy, ThresholdBasis::Measured);
+        assert_eq!(threshold(), (Some(16_384), ThresholdBasis::Measured));
+        decide(1024, SendMode::Copy, ThresholdBasis::Assumed);
+        assert_eq!(threshold(), (Some(16_384), ThresholdBasis::Assumed));
+        decide(2048, SendMode::Copy, ThresholdBasis::Measured);
+        assert_eq!(threshold(), (Some(16_384), ThresholdBasis::Measured));
+        decide(16_384, SendMode::ZeroCopy, ThresholdBasis::Assumed);
+        assert_eq!(threshold(), (Some(16_384), ThresholdBasis::Assumed));
+        decide(32_768, SendMode::Copy, ThresholdBasis::Measured);
         // A longer one is copied.
-        assert_eq!(threshold(), (None, Basis::Measured));
-        decide(usize::MAX, SendMode::ZeroCopy, Basis::Measured);
-        assert_eq!(threshold(), (Some(16 << 20), Basis::Measured));
+        assert_eq!(threshold(), (None, ThresholdBasis::Measured));
+        decide(usize::MAX, SendMode::ZeroCopy, ThresholdBasis::Measured);
+        assert_eq!(threshold(), (Some(16 << 20), ThresholdBasis::Measured));
         assert_eq!(class((16 << 20) - 1) + 1, class(16 << 20));
     }
 
     #[test]
     fn the_copying_back_end_has_no_threshold() {
-        let class = Class::of(Kind::VsockMessages, Backend::ErrorQueue, false, 16_384);
-        CLASSES[class.0].decide(SendMode::ZeroCopy, Basis::Measured);
-        let threshold = |backend| threshold(Kind::VsockMessages, backend, false);
-        let found = (Some(16_384), Basis::Measured);
-        assert_eq!(threshold(Backend::ErrorQueue), found);
-        assert_eq!(threshold(Backend::Copy), (None, Basis::Unknown));
+        let class = Class::of(
+            SocketKind::VsockMessages,
+            SendBackend::ErrorQueue,
+            false,
+            16_384,
+        );
+        CLASSES[class.0].decide(SendMode::ZeroCopy, ThresholdBasis::Measured);
+        let threshold = |backend| threshold(SocketKind::VsockMessages, backend, false);
+        let found = (Some(16_384), ThresholdBasis::Measured);
+        assert_eq!(threshold(SendBackend::ErrorQueue), found);
+        assert_eq!(
+            threshold(SendBackend::Copy),
+            (None, ThresholdBasis::Unknown)
+        );
     }
 }

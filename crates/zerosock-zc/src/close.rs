@@ -23,7 +23,7 @@ pub enum CloseOutcome {
     /// The timeout ended before that.
     TimedOut,
     /// An earlier send of the stream failed, was cancelled, or exceeded
-    /// [`Builder::limit`](super::Builder::limit) (ETIMEDOUT).
+    /// [`SenderBuilder::limit`](super::SenderBuilder::limit) (ETIMEDOUT).
     Broken(io::Error),
     /// The last piece of the last datagram is missing ([`Outgoing::more`](super::Outgoing::more));
     /// nothing of that datagram is sent.

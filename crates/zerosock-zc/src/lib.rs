@@ -142,7 +142,7 @@
 //! timeout. [`Sender::into_socket`] returns the socket when nothing is under way. A sender can also
 //! be dropped. When a part of a TCP stream is missing at that time, the stream is reset: its peer
 //! gets ECONNRESET instead of an end of file after a part of the data. The reset also frees buffers
-//! that wait for a slow receiver. A [limit](Builder::limit) does the same while the sender is in
+//! that wait for a slow receiver. A [limit](SenderBuilder::limit) does the same while the sender is in
 //! use, when a send exceeds it.
 //!
 //! # Invariants
@@ -163,10 +163,10 @@
 //!
 //! | interface | Linux |
 //! |---|---|
-//! | MSG_ZEROCOPY and completions on the error queue ([`Backend::ErrorQueue`]): TCP | 4.14 |
+//! | MSG_ZEROCOPY and completions on the error queue ([`SendBackend::ErrorQueue`]): TCP | 4.14 |
 //! | the same: UDP | 5.0 |
 //! | the same: vsock streams | 6.7 |
-//! | IORING_OP_SEND_ZC, IORING_OP_SENDMSG_ZC, and notifications that say whether the kernel copied ([`Backend::Uring`]) | 6.2, and stable releases of 6.1 |
+//! | IORING_OP_SEND_ZC, IORING_OP_SENDMSG_ZC, and notifications that say whether the kernel copied ([`SendBackend::Uring`]) | 6.2, and stable releases of 6.1 |
 //! | registered memory in a send of several pieces | 6.15 |
 //!
 //! Documents: `Documentation/networking/msg_zerocopy.rst` of the kernel, io_uring_enter(2) and
@@ -185,7 +185,7 @@
 //! Sends on the following sockets are copied: raw and packet sockets, Unix sockets, TCP with an
 //! upper-layer protocol (kernel TLS), and TCP in a sockmap with a program for messages (sk_msg),
 //! where the kernel ignores MSG_ZEROCOPY. vsock messages (SOCK_SEQPACKET) are refused
-//! ([`Kind::VsockMessages`]).
+//! ([`SocketKind::VsockMessages`]).
 //!
 //! If kernel TLS is enabled on a TCP socket that has a sender, later sends are copied, over
 //! io_uring with one request at a time, since kernel TLS refuses MSG_WAITALL.
@@ -227,8 +227,10 @@ pub use close::{CloseOutcome, Closed, KeepReason, StillBusy};
 pub use message::{Copying, Failed, Outgoing, Refusal, Refused, Returned, Sent};
 pub use policy::Threshold;
 pub use ranges::Completion;
-pub use sender::{Builder, Interest, OpenError, Sender};
+pub use sender::{Interest, Sender, SenderBuilder, SenderOpenError};
 pub use shared::SharedSender;
 pub use slots::{NoSuchSlot, Notification};
-pub use stats::{Basis, Report, Stats};
-pub use sys::{Address, Backend, Buf, FileMap, FilePart, Kind, Mapped, Pool, PoolBuf, Stable};
+pub use stats::{SenderReport, SenderStats, ThresholdBasis};
+pub use sys::{
+    Buf, FileMap, FilePart, Mapped, Pool, PoolBuf, SendBackend, SocketAddress, SocketKind, Stable,
+};

@@ -57,13 +57,13 @@ impl Measurement {
 
 #[cfg(test)]
 mod tests {
-    use crate::sys::Kind;
+    use crate::sys::SocketKind;
 
-    use super::super::Backend;
+    use super::super::SendBackend;
     use super::*;
 
     fn one(mode: SendMode) -> Option<(Class, SendMode)> {
-        let class = Class::of(Kind::OtherStream, Backend::Uring, false, 5000);
+        let class = Class::of(SocketKind::OtherStream, SendBackend::Uring, false, 5000);
         Some((class, mode))
     }
 

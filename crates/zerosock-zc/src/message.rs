@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 
 use super::NoSuchSlot;
-use crate::sys::{Address, Buf, Stable};
+use crate::sys::{Buf, SocketAddress, Stable};
 
 /// Whether a send may go without a copy.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
@@ -32,7 +32,7 @@ pub struct Outgoing<B = Buf> {
     /// The bytes.
     pub buffer: B,
     /// The destination, if the socket is not connected.
-    pub to: Option<Address>,
+    pub to: Option<SocketAddress>,
     /// The slot with the notifier that the send attaches to.
     pub slot: Option<u32>,
     /// Closes that notifier if the send succeeds, as soon as every earlier send to the slot is
@@ -70,7 +70,7 @@ impl<B> Outgoing<B> {
 
     /// Sends to this address.
     #[must_use]
-    pub fn to(self, address: Address) -> Self {
+    pub fn to(self, address: SocketAddress) -> Self {
         let to = Some(address);
         Self { to, ..self }
     }
@@ -136,7 +136,7 @@ pub enum Refusal {
     /// The buffer has more pieces than one system call takes (1024).
     #[error("a buffer of more than 1024 pieces")]
     TooManyPieces,
-    /// An earlier send of the stream failed, or exceeded [`Builder::limit`](super::Builder::limit)
+    /// An earlier send of the stream failed, or exceeded [`SenderBuilder::limit`](super::SenderBuilder::limit)
     /// (ETIMEDOUT): a later one would follow a gap. Or a raw socket has collected a part of a
     /// packet, and a later piece failed ([`Outgoing::more`]): the socket cannot drop that part, and
     /// would append the next packet to it.
@@ -149,7 +149,7 @@ pub enum Refusal {
     #[error("room for more than 16 completions")]
     TooMuchRoom,
     /// The sender keeps no completions: this needs
-    /// [`Builder::inline_completions`](super::Builder::inline_completions).
+    /// [`SenderBuilder::inline_completions`](super::SenderBuilder::inline_completions).
     #[error("the sender keeps no completions: its builder did not request them")]
     NoCompletions,
     /// A system call failed.
@@ -231,7 +231,7 @@ pub struct Failed {
     /// Number of bytes that the kernel took before the failure.
     pub sent: usize,
     /// The error of the kernel; ETIMEDOUT if the send was late
-    /// ([`Builder::limit`](super::Builder::limit)).
+    /// ([`SenderBuilder::limit`](super::SenderBuilder::limit)).
     #[source]
     pub error: io::Error,
 }

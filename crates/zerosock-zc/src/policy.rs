@@ -6,10 +6,10 @@
 //! process for each kind of socket and size class, with the sends that the program makes anyway
 //! ([`calibration`]). A socket on which the kernel reports copies is rarely tried again.
 
-use super::Backend;
+use super::SendBackend;
 use super::calibration::{self, Class};
 use super::message::Copying;
-use crate::sys::{Kind, SendMode};
+use crate::sys::{SendMode, SocketKind};
 
 /// Number of consecutive notifications that say "copied" after which zero copy is switched off.
 const MAX_COPIED: u32 = 16;
@@ -25,7 +25,7 @@ const MAX_PAUSE: u64 = 1 << 20;
 /// The length from which on a buffer is sent in place.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub enum Threshold {
-    /// The measured length; 16 KiB where that cannot be measured ([`Basis`](super::Basis)).
+    /// The measured length; 16 KiB where that cannot be measured ([`ThresholdBasis`](super::ThresholdBasis)).
     #[default]
     Measured,
     /// This many bytes.
@@ -33,8 +33,8 @@ pub enum Threshold {
 }
 
 pub(super) struct Policy {
-    kind: Kind,
-    backend: Backend,
+    kind: SocketKind,
+    backend: SendBackend,
     threshold: Threshold,
     /// Sends since the classes were informed.
     since: u32,
@@ -53,14 +53,14 @@ pub(super) struct Policy {
 }
 
 impl Policy {
-    pub(super) fn new(kind: Kind, backend: Backend, threshold: Threshold) -> Self {
+    pub(super) fn new(kind: SocketKind, backend: SendBackend, threshold: Threshold) -> Self {
         Self {
             kind,
             backend,
             threshold,
             since: 0,
             last: None,
-            disabled: backend == Backend::Copy,
+            disabled: backend == SendBackend::Copy,
             in_place: false,
             copied: 0,
             pause: None,
@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     fn policy() -> Policy {
-        Policy::new(Kind::Tcp4, Backend::Uring, Threshold::Bytes(1000))
+        Policy::new(SocketKind::Tcp4, SendBackend::Uring, Threshold::Bytes(1000))
     }
 
     #[test]
@@ -210,7 +210,7 @@ mod tests {
     #[test]
     fn sends_of_one_submission_have_one_mode() {
         // A kind that no other test sends over.
-        let mut policy = Policy::new(Kind::Packet, Backend::Uring, Threshold::Measured);
+        let mut policy = Policy::new(SocketKind::Packet, SendBackend::Uring, Threshold::Measured);
         let mut modes = Vec::new();
         for _ in 0..100 {
             let together: Vec<_> = (0..48)
@@ -227,8 +227,9 @@ mod tests {
     #[test]
     fn every_class_is_informed_of_its_sends() {
         // A kind that no other test sends over.
-        let mut policy = Policy::new(Kind::Raw, Backend::Uring, Threshold::Measured);
-        let since = |len| calibration::since(Class::of(Kind::Raw, Backend::Uring, false, len));
+        let mut policy = Policy::new(SocketKind::Raw, SendBackend::Uring, Threshold::Measured);
+        let since =
+            |len| calibration::since(Class::of(SocketKind::Raw, SendBackend::Uring, false, len));
         let mut ask = |times| {
             for _ in 0..times {
                 for len in [100, 50_000] {

@@ -37,8 +37,8 @@ use super::message::{Copying, Outgoing, Refusal, Returned};
 use super::policy::Policy;
 use super::ranges::Ranges;
 use super::slots::Slots;
-use super::stats::Stats;
-use crate::sys::{self, Backend, Key, NotStarted, SendMode, Stable, Submission, ZcSocket};
+use super::stats::SenderStats;
+use crate::sys::{self, Key, NotStarted, SendBackend, SendMode, Stable, Submission, ZcSocket};
 
 /// The largest number of sends in one chain of requests.
 const CHAIN: usize = 32;
@@ -51,7 +51,7 @@ pub(super) struct SendQueue<B: Stable> {
     pub(super) slots: Slots,
     pub(super) ranges: Ranges,
     pub(super) policy: Policy,
-    pub(super) stats: Stats,
+    pub(super) stats: SenderStats,
     pub(super) stream: bool,
     /// Requests of a stream have MSG_WAITALL, so that others can be linked to them. False for the
     /// sendmsg(2) back-ends and for sockets that refuse the flag: these make one request at a time.
@@ -108,13 +108,13 @@ impl<B: Stable> SendQueue<B> {
         policy: Policy,
     ) -> Self {
         Self {
-            whole: stream && zc_socket.backend() == Backend::Uring,
-            cork: Cork::new(!stream && zc_socket.backend() != Backend::Copy),
+            whole: stream && zc_socket.backend() == SendBackend::Uring,
+            cork: Cork::new(!stream && zc_socket.backend() != SendBackend::Copy),
             zc_socket,
             slots,
             ranges: Ranges::default(),
             policy,
-            stats: Stats::default(),
+            stats: SenderStats::default(),
             stream,
             keeps_ranges: false,
             returns_buffers: true,
@@ -270,7 +270,7 @@ impl<B: Stable> SendQueue<B> {
     /// Whether each request has its result before the next one is started: the sendmsg(2)
     /// back-ends.
     fn is_at_once(&self) -> bool {
-        self.zc_socket.backend() != Backend::Uring
+        self.zc_socket.backend() != SendBackend::Uring
     }
 
     fn may_start(&self) -> bool {

@@ -8,10 +8,10 @@ use super::*;
 
 /// A queue of datagrams that are copied.
 fn copying_queue() -> SendQueue<Vec<u8>> {
-    queue_over(Backend::Copy)
+    queue_over(SendBackend::Copy)
 }
 
-fn queue_over(backend: Backend) -> SendQueue<Vec<u8>> {
+fn queue_over(backend: SendBackend) -> SendQueue<Vec<u8>> {
     let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
     let address = socket.local_addr().expect("an address");
     socket.connect(address).expect("loopback");
@@ -74,7 +74,7 @@ fn a_send_does_not_wait_for_memory_when_no_event_is_pending() {
 /// The kernel reports "copied" for requests that took nothing.
 #[test]
 fn the_notification_of_a_request_that_took_nothing_is_ignored() {
-    let mut queue = queue_over(Backend::ErrorQueue);
+    let mut queue = queue_over(SendBackend::ErrorQueue);
     assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
     let key = queue.queued.pop_front().expect("it was accepted");
     queue.starved = true;
@@ -98,7 +98,7 @@ fn the_notification_of_a_request_that_took_nothing_is_ignored() {
 
 #[test]
 fn a_send_is_copied_when_no_pending_event_frees_memory() {
-    let mut queue = queue_over(Backend::ErrorQueue);
+    let mut queue = queue_over(SendBackend::ErrorQueue);
     let outgoing = Outgoing::new(vec![1; 100]).copying(Copying::Never);
     assert!(queue.accept(outgoing).is_ok());
     let key = queue.queued.pop_front().expect("it was accepted");
@@ -118,7 +118,7 @@ fn a_send_is_copied_when_no_pending_event_frees_memory() {
 /// A request of several sends finds no memory: the next one is shorter, and nothing is copied.
 #[test]
 fn requests_get_shorter_before_a_lack_of_memory_leads_to_copies() {
-    let mut queue = queue_over(Backend::ErrorQueue);
+    let mut queue = queue_over(SendBackend::ErrorQueue);
     let outgoing = Outgoing::new(vec![1; 100]).copying(Copying::Never);
     assert!(queue.accept(outgoing).is_ok());
     let key = queue.queued.pop_front().expect("it was accepted");
@@ -144,8 +144,8 @@ fn consecutive_sends_of_one_mode_form_one_request() {
     let socket = TcpStream::connect(listener.local_addr().expect("an address"));
     let socket = socket.expect("loopback").into();
     let (zc_socket, kind) =
-        ZcSocket::<Vec<u8>>::open(socket, 8, Some(Backend::ErrorQueue)).expect("a zc_socket");
-    let policy = Policy::new(kind, Backend::ErrorQueue, Threshold::Measured);
+        ZcSocket::<Vec<u8>>::open(socket, 8, Some(SendBackend::ErrorQueue)).expect("a zc_socket");
+    let policy = Policy::new(kind, SendBackend::ErrorQueue, Threshold::Measured);
     let mut queue = SendQueue::new(zc_socket, true, 8, Slots::new([0]), policy);
     let (never, always) = (Copying::Never, Copying::Always);
     for (copying, more) in [
@@ -219,10 +219,11 @@ fn a_stream_without_msg_waitall_has_one_request_at_a_time() {
     let socket = TcpStream::connect(listener.local_addr().expect("an address"));
     let mut peer = listener.accept().expect("a stream").0;
     let socket = socket.expect("loopback").into();
-    let Ok((zc_socket, kind)) = ZcSocket::<Vec<u8>>::open(socket, 8, Some(Backend::Uring)) else {
+    let Ok((zc_socket, kind)) = ZcSocket::<Vec<u8>>::open(socket, 8, Some(SendBackend::Uring))
+    else {
         return eprintln!("SKIPPED io_uring: a_stream_whose_requests_cannot_be_whole");
     };
-    let policy = Policy::new(kind, Backend::Uring, Threshold::Measured);
+    let policy = Policy::new(kind, SendBackend::Uring, Threshold::Measured);
     let mut queue = SendQueue::new(zc_socket, true, 8, Slots::new([0]), policy);
     for byte in 0..4 {
         let outgoing = Outgoing::new(vec![byte; 60_000]).copying(Copying::Always);

@@ -11,10 +11,10 @@ use super::policy::{Policy, Threshold};
 use super::send_queue::SendQueue;
 use super::slots::Slots;
 use super::{
-    Basis, Completion, NoSuchSlot, Notification, Outgoing, Refusal, Refused, Report, Returned,
-    Stats,
+    Completion, NoSuchSlot, Notification, Outgoing, Refusal, Refused, Returned, SenderReport,
+    SenderStats, ThresholdBasis,
 };
-use crate::sys::{Backend, Buf, Kind, Stable, ZcSocket};
+use crate::sys::{Buf, SendBackend, SocketKind, Stable, ZcSocket};
 
 /// The most completions that one send can return.
 const MAX_COMPLETIONS: usize = 16;
@@ -33,7 +33,7 @@ const KEPT_PIECES_TIMEOUT: Duration = Duration::from_millis(10);
 /// Why a socket could not be opened for sending.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum OpenError {
+pub enum SenderOpenError {
     /// The descriptor is not a socket.
     #[error("not a socket")]
     NotASocket,
@@ -41,7 +41,7 @@ pub enum OpenError {
     /// AF_VSOCK messages (SOCK_SEQPACKET): if the peer has credit for a part of a message only, the
     /// kernel splits a message that is sent without blocking.
     #[error("this socket cannot be sent from with the back-end {0:?} on this machine")]
-    Unavailable(Backend),
+    Unavailable(SendBackend),
     /// No back-end was requested, and none supports AF_VSOCK messages; see
     /// [`Unavailable`](Self::Unavailable).
     #[error("no back-end supports vsock messages (SOCK_SEQPACKET): the kernel can split them")]
@@ -56,8 +56,8 @@ pub enum OpenError {
 
 /// The configuration of a sender.
 #[derive(Clone, Debug)]
-pub struct Builder {
-    backend: Option<Backend>,
+pub struct SenderBuilder {
+    backend: Option<SendBackend>,
     capacity: u32,
     tags: Vec<u64>,
     threshold: Threshold,
@@ -66,7 +66,7 @@ pub struct Builder {
     limit: Option<Duration>,
 }
 
-impl Default for Builder {
+impl Default for SenderBuilder {
     fn default() -> Self {
         Self {
             backend: None,
@@ -80,11 +80,11 @@ impl Default for Builder {
     }
 }
 
-impl Builder {
+impl SenderBuilder {
     /// Requires this back-end. By default, the sender uses io_uring where it can, else the error
     /// queue, else copies.
     #[must_use]
-    pub fn backend(mut self, backend: Backend) -> Self {
+    pub fn backend(mut self, backend: SendBackend) -> Self {
         self.backend = Some(backend);
         self
     }
@@ -167,19 +167,19 @@ impl Builder {
     /// must not have sent without a copy before: its next id cannot be found out.
     ///
     /// # Errors
-    /// [`OpenError`].
-    pub fn open<B: Stable>(self, socket: impl Into<OwnedFd>) -> Result<Sender<B>, OpenError> {
+    /// [`SenderOpenError`].
+    pub fn open<B: Stable>(self, socket: impl Into<OwnedFd>) -> Result<Sender<B>, SenderOpenError> {
         if self.capacity == 0 || self.capacity > MAX_CAPACITY {
-            return Err(OpenError::Capacity(self.capacity));
+            return Err(SenderOpenError::Capacity(self.capacity));
         }
         let opened = ZcSocket::open(socket.into(), self.capacity, self.backend);
         let (zc_socket, kind) = opened.map_err(|error| match (error.kind(), self.backend) {
-            (io::ErrorKind::Unsupported, Some(backend)) => OpenError::Unavailable(backend),
-            (io::ErrorKind::Unsupported, None) => OpenError::Messages,
+            (io::ErrorKind::Unsupported, Some(backend)) => SenderOpenError::Unavailable(backend),
+            (io::ErrorKind::Unsupported, None) => SenderOpenError::Messages,
             _ if error.raw_os_error() == Some(rustix::io::Errno::NOTSOCK.raw_os_error()) => {
-                OpenError::NotASocket
+                SenderOpenError::NotASocket
             }
-            _ => OpenError::Call(error),
+            _ => SenderOpenError::Call(error),
         })?;
         let policy = Policy::new(kind, zc_socket.backend(), self.threshold);
         let slots = Slots::new(self.tags);
@@ -233,7 +233,7 @@ impl Builder {
 /// they are; it must not use it.
 pub struct Sender<B: Stable = Buf> {
     pub(super) queue: SendQueue<B>,
-    kind: Kind,
+    kind: SocketKind,
     pub(super) capacity: usize,
     threshold: Threshold,
     /// [`event_count`](Self::event_count) at the end of the last wait.
@@ -244,15 +244,15 @@ impl Sender<Buf> {
     /// Opens a sender for buffers of any kind, with the best available back-end.
     ///
     /// # Errors
-    /// [`OpenError`].
-    pub fn open(socket: impl Into<OwnedFd>) -> Result<Self, OpenError> {
-        Builder::default().open(socket)
+    /// [`SenderOpenError`].
+    pub fn open(socket: impl Into<OwnedFd>) -> Result<Self, SenderOpenError> {
+        SenderBuilder::default().open(socket)
     }
 
     /// The default configuration of a sender, to be changed.
     #[must_use]
-    pub fn builder() -> Builder {
-        Builder::default()
+    pub fn builder() -> SenderBuilder {
+        SenderBuilder::default()
     }
 }
 
@@ -329,7 +329,7 @@ impl<B: Stable> Sender<B> {
     }
 
     /// Sends, and takes the completions of earlier sends: fills `room` from the front, and returns
-    /// the number of ranges in it. Needs [`Builder::inline_completions`].
+    /// the number of ranges in it. Needs [`SenderBuilder::inline_completions`].
     ///
     /// Over io_uring, completions are read from shared memory; over the error queue, by one system
     /// call that does not wait.
@@ -359,7 +359,7 @@ impl<B: Stable> Sender<B> {
 
     /// Takes completions into `room`; over the error queue, reads it first. Returns how many.
     pub(super) fn take_completions(&mut self, room: &mut [Completion]) -> usize {
-        if self.queue.zc_socket.backend() == Backend::ErrorQueue {
+        if self.queue.zc_socket.backend() == SendBackend::ErrorQueue {
             // After an error, the next call reads the completions.
             let _ = self.queue.zc_socket.reap();
             self.queue.process_events();
@@ -429,7 +429,7 @@ impl<B: Stable> Sender<B> {
     /// `timeout`. Also returns if this happened in any call since the last wait ended; buffers and
     /// notifications from before that do not end the wait. Returns at once if no send is
     /// unfinished, and early after a signal, when the kernel has taken a part of a send, or when a
-    /// send is [late](Builder::limit).
+    /// send is [late](SenderBuilder::limit).
     ///
     /// # Errors
     /// The error of a system call.
@@ -538,23 +538,23 @@ impl<B: Stable> Sender<B> {
 
     /// The back-end and socket of the sender, and its thresholds.
     #[must_use]
-    pub fn report(&self) -> Report {
+    pub fn report(&self) -> SenderReport {
         let threshold = |registered| match self.threshold {
-            Threshold::Bytes(bytes) => (Some(bytes), Basis::Configured),
+            Threshold::Bytes(bytes) => (Some(bytes), ThresholdBasis::Configured),
             Threshold::Measured => {
                 let backend = self.queue.zc_socket.backend();
                 calibration::threshold(self.kind, backend, registered)
             }
         };
         let (plain, registered) = (threshold(false), threshold(true));
-        Report {
+        SenderReport {
             backend: self.queue.zc_socket.backend(),
             uring_refused: self.queue.zc_socket.ring_refused(),
             socket: self.kind,
             threshold: plain.0,
-            threshold_is: plain.1,
+            threshold_basis: plain.1,
             registered_threshold: registered.0,
-            registered_threshold_is: registered.1,
+            registered_threshold_basis: registered.1,
             off: self.queue.policy.is_off(),
             registered: self.queue.zc_socket.registered(),
         }
@@ -562,8 +562,8 @@ impl<B: Stable> Sender<B> {
 
     /// The counters of the sender.
     #[must_use]
-    pub fn stats(&self) -> Stats {
-        Stats {
+    pub fn stats(&self) -> SenderStats {
+        SenderStats {
             system_calls: self.queue.zc_socket.system_calls(),
             foreign: self.queue.zc_socket.foreign(),
             ..self.queue.stats
@@ -579,8 +579,8 @@ impl<B: Stable> Sender<B> {
     /// The socket, to inspect and to receive from. With the error queue back-end, the error queue
     /// belongs to the sender: an application that reads it takes notifications away, and buffers
     /// are never returned. The sender reads other messages there (ICMP errors after IP_RECVERR,
-    /// send timestamps), counts them ([`Stats::foreign`](super::Stats::foreign)) and drops them. An
-    /// application that needs these messages uses another back-end ([`Builder::backend`]), which
+    /// send timestamps), counts them ([`SenderStats::foreign`](super::SenderStats::foreign)) and drops them. An
+    /// application that needs these messages uses another back-end ([`SenderBuilder::backend`]), which
     /// does not read that queue.
     #[must_use]
     pub fn socket(&self) -> BorrowedFd<'_> {
@@ -588,7 +588,7 @@ impl<B: Stable> Sender<B> {
     }
 
     /// The time after which an event loop must call [`poll`](Self::poll) without an event on the
-    /// descriptor; usually none. There are three cases: a [limit](Builder::limit), until the oldest
+    /// descriptor; usually none. There are three cases: a [limit](SenderBuilder::limit), until the oldest
     /// send is late; a failed datagram with the error queue back-end, which must be polled; and
     /// pieces of an incomplete datagram, which are released by polling ([`Outgoing::more`]).
     #[must_use]
@@ -602,7 +602,7 @@ impl<B: Stable> Sender<B> {
     #[must_use]
     pub fn interest(&self) -> Interest {
         match self.queue.zc_socket.backend() {
-            Backend::Uring => Interest::Readable,
+            SendBackend::Uring => Interest::Readable,
             _ if self.queue.is_full() => Interest::WritableOrError,
             _ => Interest::Error,
         }

@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 
 use super::readiness::Readiness;
 use super::{
-    Closed, Completion, NoSuchSlot, Notification, OpenError, Outgoing, Refusal, Refused, Report,
-    Returned, Sender, Stats,
+    Closed, Completion, NoSuchSlot, Notification, Outgoing, Refusal, Refused, Returned, Sender,
+    SenderOpenError, SenderReport, SenderStats,
 };
 use crate::sys::{Buf, Stable};
 
@@ -89,12 +89,12 @@ impl<B: Stable> Sender<B> {
     ///
     /// # Errors
     /// If there are no more descriptors: three are needed. The sender is dropped then.
-    pub fn into_shared(self) -> Result<SharedSender<B>, OpenError> {
-        let readiness = Readiness::of(self.as_fd()).map_err(OpenError::Call)?;
+    pub fn into_shared(self) -> Result<SharedSender<B>, SenderOpenError> {
+        let readiness = Readiness::of(self.as_fd()).map_err(SenderOpenError::Call)?;
         let socket = self
             .socket()
             .try_clone_to_owned()
-            .map_err(OpenError::Call)?;
+            .map_err(SenderOpenError::Call)?;
         let state = State {
             sender: self,
             has_kernel_waiter: false,
@@ -323,13 +323,13 @@ impl<B: Stable> SharedSender<B> {
 
     /// As [`Sender::report`].
     #[must_use]
-    pub fn report(&self) -> Report {
+    pub fn report(&self) -> SenderReport {
         self.with(|sender| sender.report())
     }
 
     /// As [`Sender::stats`].
     #[must_use]
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> SenderStats {
         self.with(|sender| sender.stats())
     }
 

@@ -2,13 +2,13 @@
 
 use std::io;
 
-use super::Backend;
-use crate::sys::Kind;
+use super::SendBackend;
+use crate::sys::SocketKind;
 
 /// Counts of a sender since it was opened.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
-pub struct Stats {
+pub struct SenderStats {
     /// Sends that were accepted.
     pub accepted: u64,
     /// Finished sends: the kernel took all of the send, or it failed. The kernel may still read the
@@ -35,18 +35,18 @@ pub struct Stats {
     pub system_calls: u64,
     /// Sends that failed.
     pub failed: u64,
-    /// Of the failed sends, those that exceeded [`Builder::limit`](super::Builder::limit).
+    /// Of the failed sends, those that exceeded [`SenderBuilder::limit`](super::SenderBuilder::limit).
     pub timed_out: u64,
     /// Other messages of the socket's error queue (ICMP errors, timestamps), which the error queue
     /// back-end read in search of notifications and dropped.
     pub foreign: u64,
 }
 
-/// How a [threshold](Report::threshold) is known, or that there is none.
+/// How a [threshold](SenderReport::threshold) is known, or that there is none.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
-pub enum Basis {
-    /// It was set with [`Builder::threshold`](super::Builder::threshold).
+pub enum ThresholdBasis {
+    /// It was set with [`SenderBuilder::threshold`](super::SenderBuilder::threshold).
     Configured,
     /// No length is decided yet, or none will be because the back-end copies.
     Unknown,
@@ -60,14 +60,14 @@ pub enum Basis {
 /// The back-end and socket of a sender, and the thresholds it uses.
 #[derive(Copy, Clone, Debug)]
 #[non_exhaustive]
-pub struct Report {
+pub struct SenderReport {
     /// The back-end in use.
-    pub backend: Backend,
+    pub backend: SendBackend,
     /// Why io_uring is not used, if it was tried: `PermissionDenied` where it is forbidden,
     /// `Unsupported` before Linux 6.2 and the stable releases of 6.1 that have its flags.
     pub uring_refused: Option<io::ErrorKind>,
     /// The kind of its socket.
-    pub socket: Kind,
+    pub socket: SocketKind,
     /// The length in bytes from which on sends go in place: as configured, or the shortest from
     /// which on every decided length class goes in place, for this kind of socket and back-end in
     /// the whole process. None while there is no such length. A class that is not decided is sent
@@ -75,11 +75,11 @@ pub struct Report {
     /// sends. See also `off`.
     pub threshold: Option<usize>,
     /// How `threshold` is known.
-    pub threshold_is: Basis,
+    pub threshold_basis: ThresholdBasis,
     /// The same for pool memory, which costs less because io_uring registers it.
     pub registered_threshold: Option<usize>,
     /// How `registered_threshold` is known.
-    pub registered_threshold_is: Basis,
+    pub registered_threshold_basis: ThresholdBasis,
     /// Zero copy is off: for good, or for now because the kernel copied.
     pub off: bool,
     /// Number of pool arenas (of up to 1 GiB each) that are registered with the kernel, at most 64.

@@ -12,8 +12,8 @@ use ::tokio::io::unix::AsyncFd;
 
 use super::readiness::Readiness;
 use super::{
-    Closed, Completion, NoSuchSlot, Notification, OpenError, Outgoing, Refusal, Refused, Returned,
-    Sender,
+    Closed, Completion, NoSuchSlot, Notification, Outgoing, Refusal, Refused, Returned, Sender,
+    SenderOpenError,
 };
 use crate::sys::{Buf, Stable};
 
@@ -50,18 +50,18 @@ pub struct AsyncSender<B: Stable = Buf> {
 }
 
 impl<B: Stable> TryFrom<Sender<B>> for AsyncSender<B> {
-    type Error = OpenError;
+    type Error = SenderOpenError;
 
     /// Registers the sender with the runtime of the current task.
-    fn try_from(sender: Sender<B>) -> Result<Self, OpenError> {
-        let readiness = Readiness::of(sender.as_fd()).map_err(OpenError::Call)?;
+    fn try_from(sender: Sender<B>) -> Result<Self, SenderOpenError> {
+        let readiness = Readiness::of(sender.as_fd()).map_err(SenderOpenError::Call)?;
         #[allow(
             deprecated,
             reason = "the newer function is unsafe, to have promised what an OwnedFd does by itself: \
                       that it stays open and the same"
         )]
         let readiness =
-            AsyncFd::with_interest(readiness, Interest::READABLE).map_err(OpenError::Call)?;
+            AsyncFd::with_interest(readiness, Interest::READABLE).map_err(SenderOpenError::Call)?;
         Ok(Self { readiness, sender })
     }
 }

@@ -49,7 +49,7 @@ fn main() -> Result<(), Error> {
     drop(stream);
     // The guest's last packets arrive only while a thread drives the host.
     while !guest.is_finished() {
-        host.turn()?;
+        host.drive()?;
         thread::yield_now();
     }
     let answer = guest.join().expect("the guest does not panic")?;

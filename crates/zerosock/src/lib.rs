@@ -22,7 +22,7 @@
 //!         answer.write_all(&question.to_vec().to_ascii_uppercase())?;
 //!         answer.send()?;
 //!     }
-//! #   loop { host.turn()?; thread::yield_now(); }
+//! #   loop { host.drive()?; thread::yield_now(); }
 //! #   #[allow(unreachable_code)]
 //!     Ok(())
 //! });

@@ -80,7 +80,7 @@ fn bytes_pass_both_ways_without_an_allocation() {
     let allocated = ALLOCATIONS.load(Ordering::Relaxed) - before;
     assert_eq!(allocated, 0, "allocations in 2000 exchanges");
     guest.close(stream).unwrap();
-    guest.turn().unwrap();
+    guest.drive().unwrap();
     echo.join().unwrap();
 
     // The counter covers the process, so run in sequence and not as parallel tests.
@@ -104,7 +104,7 @@ fn streams() {
     });
     let (ours, _) = listener.accept_timeout(common::PATIENCE).unwrap();
     while !connecting.is_finished() {
-        host.turn().unwrap();
+        host.drive().unwrap();
     }
     let (endpoint, theirs) = connecting.join().unwrap();
     for stream in [&ours, &theirs] {
@@ -161,7 +161,7 @@ fn streams() {
     // The host answers the detach request while it is driven.
     let leaving = std::thread::spawn(move || drop((theirs, endpoint)));
     while !leaving.is_finished() {
-        host.turn().unwrap();
+        host.drive().unwrap();
     }
     leaving.join().unwrap();
 }

@@ -27,7 +27,7 @@ fn descriptors_return_to_their_number_after_many_processes() {
         // Refused: the name is taken.
         Client::connect(&path, &request).unwrap_err();
         let mut driver = Driver::attach_over(attached.socket, DriverConfig::default()).unwrap();
-        driver.turn().unwrap();
+        driver.drive().unwrap();
         drop(driver);
         drop(attached.control);
         // Granted, and closed unused.

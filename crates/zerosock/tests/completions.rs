@@ -27,7 +27,7 @@ fn out(guest: &RawGuest) -> u16 {
     guest.avail_index(TX).wrapping_sub(guest.used_index(TX))
 }
 
-/// A connection of a guest, and a host with no thread that calls its `turn`.
+/// A connection of a guest, and a host with no thread that calls its `drive`.
 fn still() -> (Hosted, RawGuest, Stream) {
     let mut hosted = Hosted::with_hold(1, ENDLESS);
     let listener = hosted.listen(PORT, 4).unwrap();
@@ -58,7 +58,7 @@ fn a_read_gives_back_what_it_has_taken() {
     for n in 0..4 {
         send(&mut guest, &[n; 100]);
     }
-    hosted.turn().unwrap();
+    hosted.drive().unwrap();
     assert_eq!(stream.unread(), 400);
     now_out(&guest, 4, 4);
     let mut bytes = [0; 150];
@@ -104,7 +104,7 @@ fn a_guest_with_notifications_disabled_is_not_notified() {
     send(&mut guest, &[1; 100]);
     stream.read_exact(&mut [0; 100]).unwrap();
     now_out(&guest, 1, 1);
-    hosted.turn().unwrap();
+    hosted.drive().unwrap();
     assert_eq!(out(&guest), 0);
     assert!(!guest.was_called(TX));
 }
@@ -135,7 +135,7 @@ fn dropping_a_stream_returns_its_unread_chains_at_once() {
     for n in 0..4 {
         send(&mut guest, &[n; 100]);
     }
-    hosted.turn().unwrap();
+    hosted.drive().unwrap();
     let lease = stream.recv().unwrap().unwrap().into_owned();
     now_out(&guest, 4, 4);
     drop(stream);

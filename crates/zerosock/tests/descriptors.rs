@@ -38,12 +38,12 @@ fn descriptors_return_to_their_number_after_many_connections() {
         let stream = guest.wait_accept(Port::new(1000), deadline()).unwrap();
         guest.close(stream).unwrap();
         drop(UnixStream::connect(&uds_path).unwrap());
-        guest.turn().unwrap();
+        guest.drive().unwrap();
     };
     round(&mut guest);
     let settle = |guest: &mut Driver| {
         eventually_with(guest, "all connections gone", |guest| {
-            let _ = guest.turn();
+            let _ = guest.drive();
             daemon
                 .stats()
                 .is_none_or(|stats| stats.conns_removed == stats.conns_added)

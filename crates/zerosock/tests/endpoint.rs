@@ -106,7 +106,7 @@ fn one_more_connection_waits_than_the_backlog() {
         );
         let serving = scope.spawn(move || {
             while over.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty) {
-                server.turn().unwrap();
+                server.drive().unwrap();
             }
         });
         let refused =
@@ -181,7 +181,7 @@ fn leases_show_what_was_sent_and_loans_arrive() {
             while let Some(lease) = stream.recv().unwrap() {
                 let reading = lease.read();
                 assert_eq!(reading.as_slice().is_none(), lease.is_in_place());
-                assert!(!reading.is_torn());
+                assert!(!reading.is_revoked());
                 got.extend_from_slice(&reading.to_vec());
             }
             assert_eq!(got, bytes(3, LEN));

@@ -42,7 +42,7 @@ fn bytes_arrive_both_ways_and_so_do_ends() {
                     .unwrap();
                 assert_bytes(&back, &bytes(2, LEN));
                 guest.close(stream).unwrap();
-                guest.turn().unwrap();
+                guest.drive().unwrap();
             });
             let (mut stream, peer) = listener.accept_timeout(common::PATIENCE).unwrap();
             assert_eq!(peer.cid, Cid::new(3));
@@ -263,7 +263,7 @@ fn a_front_end_that_disconnects_during_a_connect_resets_it() {
         drop(guest);
         let error = connecting.join().unwrap();
         assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}");
-        assert_eq!(reason(&error), ConnectError::Gone);
+        assert_eq!(reason(&error), ConnectError::PeerGone);
     });
 }
 
@@ -303,7 +303,7 @@ fn closing_lets_what_was_sent_arrive_and_resetting_does_not_wait() {
     accepted.set_read_timeout(Some(common::PATIENCE)).unwrap();
     guest.wait_send(stream, b"last words", deadline()).unwrap();
     guest.abort(stream);
-    guest.turn().unwrap();
+    guest.drive().unwrap();
     let mut got = [0; 10];
     (&accepted).read_exact(&mut got).unwrap();
     assert_eq!(&got, b"last words");
@@ -328,7 +328,7 @@ fn a_front_end_that_dies_resets_its_connections_and_no_others() {
     drop(guest);
     let error = dying.recv().map(drop).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
-    assert!(reading.is_torn(), "still mapped, but not promised");
+    assert!(reading.is_revoked(), "still mapped, but not promised");
     assert_eq!(reading.to_vec(), b"half a mess");
     other.wait_send(kept, b"here", deadline()).unwrap();
     let mut got = [0; 4];

@@ -64,7 +64,7 @@ fn a_reader_that_never_reads_does_not_stop_others() {
         guest.wait_recv_exact(id, &mut got, deadline()).unwrap();
     }
     guest.abort(stalled);
-    guest.turn().unwrap();
+    guest.drive().unwrap();
     let mut end = vec![0; 300_000];
     let mut got = 0;
     let error = loop {
@@ -100,7 +100,7 @@ fn leases_that_are_never_dropped_do_not_stop_others() {
         assert_bytes(&got, &bytes(round, 5000));
     }
     for (n, reading) in readings.iter().enumerate() {
-        assert!(!reading.is_torn());
+        assert!(!reading.is_revoked());
         assert_bytes(&reading.to_vec(), &bytes(2 * n as u64, 2000));
     }
     drop(readings);
@@ -131,15 +131,15 @@ fn a_pause_takes_leases_back_and_tears_those_that_are_read() {
     guest.wait_send(id, &bytes(9, 2000), deadline()).unwrap();
     eventually("there, unread", || stream.unread() == 2000);
     let read = leases[1].read();
-    assert!(!read.is_torn());
+    assert!(!read.is_revoked());
     let bases = guest.suspend().unwrap();
     assert_eq!(guest.used_indices()[1], bases[1], "every chain is back");
-    assert!(read.is_torn());
+    assert!(read.is_revoked());
     assert_bytes(&read.to_vec(), &bytes(1, 2000));
     drop(read);
     for (n, lease) in leases.iter().enumerate() {
         let reading = lease.read();
-        assert_eq!(reading.is_torn(), n == 1);
+        assert_eq!(reading.is_revoked(), n == 1);
         assert_bytes(&reading.to_vec(), &bytes(n as u64, 2000));
     }
     guest.resume(&bases).unwrap();

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use zerosock::vsock::{Endpoint, Host, Stream};
-use zerosock::zc::{Backend, Buf, Copying, Outgoing, Refusal, Sender};
+use zerosock::zc::{Buf, Copying, Outgoing, Refusal, SendBackend, Sender};
 use zerosock::{Address, Cid, Port};
 
 use crate::pump::Pumped;
@@ -19,7 +19,11 @@ use crate::pump::Pumped;
 const PATIENCE: Duration = Duration::from_secs(60);
 const MOMENT: Duration = Duration::from_millis(1);
 const TOTAL: usize = 4 << 20;
-const BACKENDS: [Backend; 3] = [Backend::Uring, Backend::ErrorQueue, Backend::Copy];
+const BACKENDS: [SendBackend; 3] = [
+    SendBackend::Uring,
+    SendBackend::ErrorQueue,
+    SendBackend::Copy,
+];
 
 /// `TOTAL` bytes in which every position can be told apart.
 fn pattern() -> Vec<u8> {
@@ -80,7 +84,7 @@ fn a_lease_on_a_peers_memory_goes_to_a_socket_from_there() {
                 }
             };
             passed += lease.len();
-            let buffer = lease.into_buf().map_err(|(error, _)| error);
+            let buffer = lease.into_zc_buf().map_err(|(error, _)| error);
             let buffer = buffer.expect("the peer lives");
             in_place += usize::from(matches!(buffer, Buf::Mapped(_)));
             sender
@@ -96,7 +100,7 @@ fn a_lease_on_a_peers_memory_goes_to_a_socket_from_there() {
         drop(writer.join().expect("the peer"));
         assert!(in_place > 0, "{backend:?}");
         assert_eq!(sender.stats().failed, 0, "{backend:?}");
-        if backend != Backend::Copy {
+        if backend != SendBackend::Copy {
             assert!(sender.stats().notified > 0, "{backend:?}");
         }
         drop(sender);
@@ -110,7 +114,10 @@ fn a_peers_buffer_is_returned_only_after_it_was_sent() {
     let (ours, theirs, _going) = connection();
     (&theirs).write_all(b"these bytes stay").expect("a packet");
     let lease = ours.recv().expect("a connection").expect("a packet");
-    let buffer = lease.into_buf().map_err(|(error, _)| error).expect("alive");
+    let buffer = lease
+        .into_zc_buf()
+        .map_err(|(error, _)| error)
+        .expect("alive");
     // Whatever else the peer writes goes elsewhere, also when its other buffers have been in use
     // several times over.
     for _ in 0..5000 {
@@ -137,7 +144,7 @@ fn a_peers_buffer_is_returned_only_after_it_was_sent() {
 /// Memory that a peer waits for is not held for as long as a receiver likes.
 #[test]
 fn a_slow_receiver_holds_a_peers_memory_for_a_bounded_time() {
-    for backend in [Backend::Uring, Backend::ErrorQueue] {
+    for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
         let (ours, theirs, _going) = connection();
         ours.set_nonblocking(true).expect("a stream");
         theirs.set_nonblocking(true).expect("a stream");
@@ -160,7 +167,10 @@ fn a_slow_receiver_holds_a_peers_memory_for_a_bounded_time() {
                 Err(_) => _ = waits.get_or_insert_with(std::time::Instant::now),
             }
             if let Ok(lease) = ours.recv() {
-                let buffer = lease.expect("more").into_buf().map_err(|(error, _)| error);
+                let buffer = lease
+                    .expect("more")
+                    .into_zc_buf()
+                    .map_err(|(error, _)| error);
                 let buffer = buffer.expect("the peer lives");
                 in_place += usize::from(matches!(buffer, Buf::Mapped(_)));
                 let outgoing = Outgoing::new(buffer).copying(Copying::Never);
@@ -187,7 +197,7 @@ fn a_slow_receiver_holds_a_peers_memory_for_a_bounded_time() {
 #[test]
 fn a_limit_bounds_how_long_a_receiver_holds_a_peers_memory() {
     const LIMIT: Duration = Duration::from_millis(200);
-    for backend in [Backend::Uring, Backend::ErrorQueue] {
+    for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
         let (ours, theirs, _going) = connection();
         ours.set_nonblocking(true).expect("a stream");
         theirs.set_nonblocking(true).expect("a stream");
@@ -204,7 +214,10 @@ fn a_limit_bounds_how_long_a_receiver_holds_a_peers_memory() {
             assert!(begun.elapsed() < PATIENCE, "{backend:?}: nothing is late");
             let _ = (&theirs).write(&[7; 1 << 16]);
             if let Ok(lease) = ours.recv() {
-                let buffer = lease.expect("more").into_buf().map_err(|(error, _)| error);
+                let buffer = lease
+                    .expect("more")
+                    .into_zc_buf()
+                    .map_err(|(error, _)| error);
                 let buffer = buffer.expect("the peer lives");
                 in_place += usize::from(matches!(buffer, Buf::Mapped(_)));
                 let outgoing = Outgoing::new(buffer).copying(Copying::Never);

@@ -198,7 +198,7 @@ fn buffers_that_another_guest_fills_are_marked() {
     let stream = sender.connect(to).unwrap();
     let give_up = deadline();
     let request = loop {
-        sender.turn().unwrap();
+        sender.drive().unwrap();
         match guest.try_recv() {
             Some((repr, _)) if repr.op.known() == Some(Op::Request) => break repr,
             _ => assert!(Instant::now() < give_up, "no request"),
@@ -213,7 +213,7 @@ fn buffers_that_another_guest_fills_are_marked() {
     let (mut sent, mut got) = (0, Vec::new());
     while got.len() < want.len() {
         assert!(Instant::now() < give_up, "the bytes do not arrive");
-        sender.turn().unwrap();
+        sender.drive().unwrap();
         sent += sender.send(stream, &want[sent..]).unwrap_or(0);
         sender.flush();
         while let Some((_, payload)) = guest.try_recv() {
@@ -310,7 +310,7 @@ fn a_log_that_vanishes_ends_the_service_of_that_guest_only() {
     drop(guest);
     flood.join().unwrap();
     // The other guest goes on, and the next front-end is served.
-    other.turn().unwrap();
+    other.drive().unwrap();
     assert!(other.is_attached());
     let mut next = RawGuest::attach(&daemon.vms[0].socket);
     let listener = daemon.host_listener(2001);

@@ -133,7 +133,7 @@ fn send_until_reset(guest: &mut Driver, stream: StreamId, parts: usize) {
         for _ in 0..parts {
             let _ = guest.send(stream, &part);
         }
-        let _ = guest.turn();
+        let _ = guest.drive();
         guest.state(stream) != Some(StreamState::Connected)
     });
 }
@@ -166,8 +166,8 @@ fn a_connection_for_which_there_is_no_memory_is_reset_and_the_process_goes_on() 
     let to = Address::new(Cid::new(4), Port::new(7));
     let stream = guest.connect(to).unwrap();
     eventually("a connection to the sibling", || {
-        guest.turn().unwrap();
-        sibling.turn().unwrap();
+        guest.drive().unwrap();
+        sibling.drive().unwrap();
         guest.state(stream) == Some(StreamState::Connected)
     });
     sibling.withhold_buffers(true).unwrap();
@@ -238,7 +238,7 @@ fn a_connection_without_memory_for_the_lengths_of_its_messages_is_reset() {
     };
     guest.send(header(&guest, Op::Request), &[]);
     eventually("a connection to the sibling", || {
-        sibling.turn().unwrap();
+        sibling.drive().unwrap();
         answer(&mut guest, Op::Response)
     });
     sibling.withhold_buffers(true).unwrap();

@@ -270,12 +270,12 @@ fn connects_that_are_given_up_at_once_leave_nothing() {
         if let Err(error) = process.begin_connect(host(700)) {
             panic!("{round}: {error}");
         }
-        process.turn().unwrap();
+        process.drive().unwrap();
     }
     listener.set_nonblocking(true).unwrap();
     eventually("the last one is over", || {
         while listener.accept().is_ok() {}
-        process.turn().unwrap();
+        process.drive().unwrap();
         let connected = process.connect(host(700));
         connected.is_ok() && listener.accept().is_ok()
     });

@@ -35,7 +35,7 @@ fn zero_copy(socket: TcpStream, bytes: Bytes, lease: OwnedLease) -> Result<(), B
     // From here on
     let mut sender: Sender = Sender::open(socket)?;            // io_uring, the error queue, or copying
     sender.send(Outgoing::new(bytes))?;                        // Bytes, Vec, Arc<[u8]>, a block of a Pool
-    let buffer = lease.into_buf().map_err(|(error, _)| error)?; // a guest's memory, from where it lies
+    let buffer = lease.into_zc_buf().map_err(|(error, _)| error)?; // a guest's memory, from where it lies
     sender.send(Outgoing::new(buffer))?;
     sender.poll()?;                                            // collects completions
     while let Some(free) = sender.returned() { /* free.buffer is yours again */ }

@@ -26,7 +26,7 @@ fn many() -> usize {
 
 fn turn(guests: &mut [Driver; 2]) {
     for guest in guests {
-        if !guest.turn().unwrap() {
+        if !guest.drive().unwrap() {
             guest
                 .poll(Some(Instant::now() + Duration::from_micros(200)))
                 .unwrap();

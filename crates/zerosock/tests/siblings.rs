@@ -28,7 +28,7 @@ fn both(
     while !done(one, two) {
         assert!(Instant::now() < give_up, "never: {what}");
         for guest in [&mut *one, &mut *two] {
-            if !guest.turn().unwrap() {
+            if !guest.drive().unwrap() {
                 guest
                     .poll(Some(Instant::now() + Duration::from_micros(300)))
                     .unwrap();
@@ -148,7 +148,7 @@ fn a_sibling_that_vanishes_resets_the_connection() {
         // Under way, and not read.
         for _ in 0..50 {
             let _ = one.send(stream, &[1u8; 30_000]);
-            one.turn().unwrap();
+            one.drive().unwrap();
         }
         drop(two);
         common::eventually_with(&mut one, "reset", |one| {

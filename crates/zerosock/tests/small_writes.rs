@@ -147,7 +147,7 @@ fn coalesced_host_writes_fill_the_buffer_of_a_guest_that_does_not_read() {
         let give_up = deadline();
         kernel.read();
         while kernel.got.len() < all.len() {
-            hosted.turn().unwrap();
+            hosted.drive().unwrap();
             written += write_all_that_is_taken(&stream, &all[written..], piece);
             kernel.take();
             kernel.read();
@@ -371,7 +371,7 @@ fn what_is_gathered_fits_no_single_buffer_of_the_guests() {
     while written < all.len() {
         let part = &all[written..all.len().min(written + 300)];
         written += write_all_that_is_taken(&stream, part, 3);
-        guest.turn().unwrap();
+        guest.drive().unwrap();
         assert!(Instant::now() < give_up, "{written} taken");
     }
     (&stream).flush().unwrap();

@@ -150,7 +150,7 @@ fn the_hosts_end_of_file_leaves_the_other_way_open() {
     assert_eq!(got, b"question");
     guest.wait_send(stream, b"answer", deadline()).unwrap();
     guest.shutdown(stream, How::SEND);
-    guest.turn().unwrap();
+    guest.drive().unwrap();
     let mut answer = Vec::new();
     let reader = thread::spawn(move || {
         program.read_to_end(&mut answer).unwrap();
@@ -165,7 +165,7 @@ fn a_guest_that_shuts_down_receiving_gives_the_host_a_broken_pipe() {
     let daemon = TestDaemon::new();
     let (mut guest, stream, mut program) = joined(&daemon);
     guest.shutdown(stream, How::RECEIVE);
-    guest.turn().unwrap();
+    guest.drive().unwrap();
     let writer = thread::spawn(move || {
         let give_up = deadline();
         loop {
@@ -426,7 +426,7 @@ fn a_reset_by_the_guest_closes_the_host_socket() {
     let daemon = TestDaemon::new();
     let (mut guest, stream, mut program) = joined(&daemon);
     guest.abort(stream);
-    guest.turn().unwrap();
+    guest.drive().unwrap();
     let mut rest = Vec::new();
     match program.read_to_end(&mut rest) {
         Ok(_) => assert_eq!(rest, b""),
@@ -496,7 +496,7 @@ fn unread_at_the_end(deaf_first: bool, last: &'static [u8]) {
     }
     guest.wait_send(stream, last, deadline()).unwrap();
     guest.close(stream).unwrap();
-    guest.turn().unwrap();
+    guest.drive().unwrap();
     program.set_nonblocking(false).unwrap();
     let reader = thread::spawn(move || {
         let mut got = Vec::new();

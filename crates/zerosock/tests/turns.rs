@@ -1,5 +1,5 @@
 //! One turn of an embedding host takes a bounded number of packets from each guest, whatever it
-//! posts. Only the test calls `turn`, and it counts packets.
+//! posts. Only the test calls `drive`, and it counts packets.
 
 mod common;
 mod hosting;
@@ -28,7 +28,7 @@ fn join(hosted: &Hosted, socket: &std::path::Path) -> (Driver, StreamId, Stream)
     (guest, id, stream)
 }
 
-/// A host with two guests; only the test calls `turn`.
+/// A host with two guests; only the test calls `drive`.
 fn two() -> (tempfile::TempDir, Hosted, [(Driver, StreamId, Stream); 2]) {
     let dir = tempfile::tempdir().unwrap();
     let sockets = [3, 4].map(|cid| dir.path().join(format!("vm{cid}")));
@@ -40,7 +40,7 @@ fn two() -> (tempfile::TempDir, Hosted, [(Driver, StreamId, Stream); 2]) {
     hosted.stop();
     let mut before = None;
     while before.replace(hosted.stats()) != Some(hosted.stats()) {
-        hosted.turn().unwrap();
+        hosted.drive().unwrap();
     }
     (dir, hosted, joined)
 }
@@ -64,7 +64,7 @@ fn a_turn_takes_a_bounded_number_of_packets_from_a_flooding_guest_and_serves_the
         small.0.send(small.1, &[round]).unwrap();
         small.0.flush();
         let before = hosted.stats().packets_received;
-        hosted.turn().unwrap();
+        hosted.drive().unwrap();
         let taken = hosted.stats().packets_received - before;
         assert!(taken > TURN / 2, "nothing to be bounded: {taken}");
         // Beside its packet the other guest may send a credit update.
@@ -73,9 +73,9 @@ fn a_turn_takes_a_bounded_number_of_packets_from_a_flooding_guest_and_serves_the
         assert_eq!(small.2.read(&mut bytes).unwrap(), 1);
         assert_eq!(bytes[0], round);
         read += bulk.2.read(&mut bytes).unwrap() as u64;
-        hosted.turn().unwrap();
+        hosted.drive().unwrap();
         for (guest, ..) in [&mut bulk, &mut small] {
-            guest.turn().unwrap();
+            guest.drive().unwrap();
         }
     }
     assert!(posted >= 10 * TURN && read >= 10 * TURN, "{posted}, {read}");
@@ -100,10 +100,10 @@ fn a_read_takes_so_many_packets_at_most() {
         }
         small.0.send(small.1, b"y").unwrap();
         small.0.flush();
-        hosted.turn().unwrap();
+        hosted.drive().unwrap();
         assert_eq!(small.2.read(&mut bytes).unwrap(), 1);
-        bulk.0.turn().unwrap();
-        small.0.turn().unwrap();
+        bulk.0.drive().unwrap();
+        small.0.drive().unwrap();
     }
     while all > 0 {
         all -= bulk.2.read(&mut bytes).unwrap() as u64;

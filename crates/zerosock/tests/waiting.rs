@@ -291,7 +291,7 @@ fn a_poller_heeds_the_low_water_mark() {
         let give_up = common::deadline();
         while far.unread() < 3 {
             assert!(std::time::Instant::now() < give_up, "they never come");
-            server.turn().unwrap();
+            server.drive().unwrap();
         }
         assert!(poller.wait(Some(Duration::ZERO)).unwrap().is_empty());
         // Also one that is told by another thread which takes the rest in.
@@ -299,7 +299,7 @@ fn a_poller_heeds_the_low_water_mark() {
             let polling = scope.spawn(|| told(|| poller.wait(Some(PATIENCE)).unwrap().len()));
             (&near).write_all(b"45").unwrap();
             while far.unread() < 5 {
-                server.turn().unwrap();
+                server.drive().unwrap();
             }
             assert_eq!(polling.join().unwrap(), 1);
         });

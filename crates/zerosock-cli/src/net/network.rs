@@ -15,7 +15,7 @@ use tracing::info;
 use zerosock_net::backend::{Backend, Never};
 use zerosock_net::model::MAX_PAIRS;
 use zerosock_net::server::{GuestConfig, Server};
-use zerosock_net::stats::Stats;
+use zerosock_net::stats::NetStats;
 use zerosock_net::tap::TapBackend;
 use zerosock_net::xdp::XdpBackend;
 use zerosock_proto::wire::net::{ETHERNET_LEN, MIN_MTU, Mac};
@@ -370,7 +370,7 @@ impl Serving {
     }
 }
 
-fn log_counters(device: &str, stats: &Stats, what: &str) {
+fn log_counters(device: &str, stats: &NetStats, what: &str) {
     info!(
         device,
         rx_frames = stats.rx_frames,

@@ -87,7 +87,7 @@ impl Open {
                         eprintln!("zerosock: {peer}: {why}; trying again");
                         said = why;
                     }
-                    host.turn()?;
+                    host.drive()?;
                     thread::sleep(Duration::from_millis(5));
                 }
                 result => return result,
@@ -116,7 +116,7 @@ impl Open {
         };
         let until = Instant::now() + Duration::from_millis(200);
         while Instant::now() < until {
-            host.turn()?;
+            host.drive()?;
             thread::sleep(Duration::from_millis(1));
         }
         Ok(())

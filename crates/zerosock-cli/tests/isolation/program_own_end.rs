@@ -115,7 +115,7 @@ fn own_end_behind_unread_payload_is_released_when_the_guest_closes() {
         let pipe = send_own_end(program, b"x");
         close(&mut guest, stream);
         wait_until("the daemon to release the message", || {
-            guest.turn().unwrap();
+            guest.drive().unwrap();
             is_released(&pipe, &Timespec::default())
         });
     }

@@ -7,7 +7,7 @@
 use zerosock_proto::wire::net::{COMMAND_LEN, CONTROL_ERR, CONTROL_OK, Command};
 use zerosock_virtio::ring::Ring;
 
-use crate::stats::Stats;
+use crate::stats::NetStats;
 
 /// Commands carried out in one turn.
 const COMMANDS: usize = 16;
@@ -32,7 +32,7 @@ pub(super) struct Outcome {
 }
 
 /// Carries out commands.
-pub(super) fn run(ring: &mut Ring, allowed: &Allowed, tally: &mut Stats) -> Outcome {
+pub(super) fn run(ring: &mut Ring, allowed: &Allowed, tally: &mut NetStats) -> Outcome {
     let mut outcome = Outcome::default();
     for _ in 0..COMMANDS {
         let Some(chain) = ring.pop_if(1, true) else {

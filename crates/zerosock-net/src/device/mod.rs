@@ -37,7 +37,7 @@ use self::receive::Receiver;
 use self::terms::{Fatal, Fixed, Terms};
 use self::transmit::Transmitter;
 use crate::backend::{Backend, Half};
-use crate::stats::{Counters, Stats};
+use crate::stats::{Counters, NetStats};
 
 /// Events of a queue of the back-end; the key is its number.
 pub(crate) const BACKEND: EventKind = EventKind::new(1);
@@ -75,12 +75,12 @@ impl NetRings {
 
 /// Readable once the back-end has gone.
 #[derive(Debug)]
-pub struct Gone(OwnedFd);
+pub struct BackendGoneEvent(OwnedFd);
 
-impl Gone {
-    pub(crate) fn new() -> io::Result<Gone> {
+impl BackendGoneEvent {
+    pub(crate) fn new() -> io::Result<BackendGoneEvent> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        Ok(Gone(eventfd(0, flags)?))
+        Ok(BackendGoneEvent(eventfd(0, flags)?))
     }
 
     pub(crate) fn report(&self) {
@@ -89,7 +89,7 @@ impl Gone {
     }
 }
 
-impl AsFd for Gone {
+impl AsFd for BackendGoneEvent {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
@@ -144,8 +144,8 @@ pub struct Device<B> {
     fault: Option<Fatal>,
     /// The back-end has gone.
     is_gone: bool,
-    gone: Arc<Gone>,
-    tally: Stats,
+    gone: Arc<BackendGoneEvent>,
+    tally: NetStats,
     counters: Arc<Counters>,
 }
 
@@ -172,7 +172,7 @@ pub struct DeviceConfig {
     /// Where the device counts.
     pub counters: Arc<Counters>,
     /// Where the device reports that its back-end has gone.
-    pub gone: Arc<Gone>,
+    pub gone: Arc<BackendGoneEvent>,
 }
 
 impl<B: Backend> Device<B> {
@@ -219,7 +219,7 @@ impl<B: Backend> Device<B> {
             fault: None,
             is_gone: false,
             gone,
-            tally: Stats::default(),
+            tally: NetStats::default(),
             counters,
         })
     }

@@ -22,7 +22,7 @@ use zerosock_virtio::ring::Ring;
 use super::terms::{BYTES, FRAMES, Fatal, Terms};
 use crate::backend::{Backend, FrameError, Half, MAX_PIECES, Taken};
 use crate::readable::Readable;
-use crate::stats::Stats;
+use crate::stats::NetStats;
 
 /// How long a frame waits for buffers.
 const PATIENCE: Duration = Duration::from_millis(100);
@@ -85,7 +85,7 @@ impl Receiver {
     }
 
     /// Returns all chains to the driver's ring, as if they had not been popped.
-    pub(super) fn unpop(&mut self, ring: Option<&mut Ring>, tally: &mut Stats) {
+    pub(super) fn unpop(&mut self, ring: Option<&mut Ring>, tally: &mut NetStats) {
         if self.pending.take().is_some() {
             tally.rx_dropped += 1;
         }
@@ -107,7 +107,7 @@ impl Receiver {
         ring: &mut Ring,
         (backend, queue): (&mut impl Backend, usize),
         terms: &Terms,
-        tally: &mut Stats,
+        tally: &mut NetStats,
         now: Instant,
     ) -> Result<bool, Fatal> {
         if backend.posts() {
@@ -186,7 +186,7 @@ impl Receiver {
         ring: &mut Ring,
         (backend, queue): (&mut impl Backend, usize),
         terms: &Terms,
-        tally: &mut Stats,
+        tally: &mut NetStats,
     ) -> Result<bool, Fatal> {
         if std::mem::take(&mut self.starved) {
             ring.queue.disable_notifications();
@@ -298,7 +298,7 @@ impl Receiver {
         ring: &mut Ring,
         frame: Pending,
         terms: &Terms,
-        tally: &mut Stats,
+        tally: &mut NetStats,
         now: Instant,
     ) {
         let total = HEADER_LEN + frame.len;

@@ -83,7 +83,7 @@ impl Fatal {
     pub(super) fn of(error: FrameError) -> Option<Fatal> {
         match error {
             FrameError::MemoryLost => Some(Fatal::MemoryLost),
-            FrameError::Gone(error) => Some(Fatal::BackendGone(error)),
+            FrameError::BackendGone(error) => Some(Fatal::BackendGone(error)),
             FrameError::NotNow | FrameError::Refused | FrameError::LinkDown => None,
         }
     }

@@ -20,7 +20,7 @@ use super::terms::{BYTES, FRAMES, Fatal, Terms};
 use crate::backend::{
     ADDRESSES_LEN, Addresses, Backend, Frame, FrameError, Half, MAX_PIECES, Sent,
 };
-use crate::stats::Stats;
+use crate::stats::NetStats;
 
 /// The sending half of a queue pair.
 #[derive(Debug, Default)]
@@ -47,7 +47,7 @@ impl Transmitter {
         ring: &mut Ring,
         (backend, queue): (&mut impl Backend, usize),
         terms: &Terms,
-        tally: &mut Stats,
+        tally: &mut NetStats,
         now: Instant,
     ) -> Result<bool, Fatal> {
         if self.blocked {
@@ -176,7 +176,7 @@ fn prepare<'f, 'm: 'f>(
     chain: &'f Chain,
     terms: &Terms,
     (first, slices): (&'f mut Option<Addresses>, &'f mut SliceBuf<'m, MAX_PIECES>),
-    tally: &mut Stats,
+    tally: &mut NetStats,
 ) -> Option<Frame<'f>> {
     let pieces = chain.readable();
     let len = (chain.readable_len() as usize).saturating_sub(HEADER_LEN);

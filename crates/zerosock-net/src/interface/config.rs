@@ -66,22 +66,22 @@ impl Default for InterfaceConfig {
 
 impl InterfaceConfig {
     /// The first setting that is out of its range.
-    pub(super) fn check(&self) -> Result<(), ConfigError> {
+    pub(super) fn check(&self) -> Result<(), InterfaceConfigError> {
         for size in [self.rx_queue_size, self.tx_queue_size] {
             if !size.is_power_of_two() || !(8..=32768).contains(&size) {
-                return Err(ConfigError::QueueSize(size));
+                return Err(InterfaceConfigError::QueueSize(size));
             }
         }
         for len in [self.rx_buffer_size, self.tx_buffer_size] {
             if !(MIN_BUFFER..=MAX_BUFFER).contains(&len) {
-                return Err(ConfigError::BufferSize(len));
+                return Err(InterfaceConfigError::BufferSize(len));
             }
         }
         if self.large_loans >= self.tx_queue_size {
-            return Err(ConfigError::LargeLoans(self.large_loans));
+            return Err(InterfaceConfigError::LargeLoans(self.large_loans));
         }
         if self.mac.is_some_and(|mac| !mac.is_unicast()) {
-            return Err(ConfigError::Mac);
+            return Err(InterfaceConfigError::Mac);
         }
         Ok(())
     }
@@ -90,7 +90,7 @@ impl InterfaceConfig {
 /// A setting out of its range.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
-pub enum ConfigError {
+pub enum InterfaceConfigError {
     /// See [`InterfaceConfig::rx_queue_size`] and [`InterfaceConfig::tx_queue_size`].
     #[error("queue size {0}: must be a power of two from 8 to 32768")]
     QueueSize(u16),
@@ -108,10 +108,10 @@ pub enum ConfigError {
 /// Why an interface could not attach to a device.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum ConnectError {
+pub enum InterfaceConnectError {
     /// A setting out of its range: the caller's fault.
     #[error(transparent)]
-    Config(#[from] ConfigError),
+    Config(#[from] InterfaceConfigError),
     /// The shared memory could not be created.
     #[error(transparent)]
     Shared(#[from] SharedMemoryError),
@@ -155,27 +155,27 @@ mod tests {
         };
         assert_eq!(
             check(|bad| bad.rx_queue_size = 100),
-            ConfigError::QueueSize(100)
+            InterfaceConfigError::QueueSize(100)
         );
         assert_eq!(
             check(|bad| bad.tx_queue_size = 4),
-            ConfigError::QueueSize(4)
+            InterfaceConfigError::QueueSize(4)
         );
         assert_eq!(
             check(|bad| bad.rx_buffer_size = 1529),
-            ConfigError::BufferSize(1529)
+            InterfaceConfigError::BufferSize(1529)
         );
         assert_eq!(
             check(|bad| bad.tx_buffer_size = MAX_BUFFER + 1),
-            ConfigError::BufferSize(MAX_BUFFER + 1)
+            InterfaceConfigError::BufferSize(MAX_BUFFER + 1)
         );
         assert_eq!(
             check(|bad| bad.large_loans = 256),
-            ConfigError::LargeLoans(256)
+            InterfaceConfigError::LargeLoans(256)
         );
         assert_eq!(
             check(|bad| bad.mac = Some(Mac([1, 0, 0, 0, 0, 0]))),
-            ConfigError::Mac
+            InterfaceConfigError::Mac
         );
     }
 }

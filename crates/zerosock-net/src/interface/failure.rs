@@ -8,7 +8,7 @@ use zerosock_ring::DriverError;
 /// lease stay readable.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Failure {
+pub enum InterfaceFailure {
     /// The device closed its control socket.
     #[error("the device has disconnected")]
     Disconnected,
@@ -29,9 +29,12 @@ pub enum Failure {
     Wait(io::ErrorKind),
 }
 
-impl Failure {
+impl InterfaceFailure {
     /// Whether the device has broken the protocol, so that nothing more is taken from it.
     pub(super) fn is_lie(self) -> bool {
-        !matches!(self, Failure::Disconnected | Failure::Wait(_))
+        !matches!(
+            self,
+            InterfaceFailure::Disconnected | InterfaceFailure::Wait(_)
+        )
     }
 }

@@ -10,15 +10,15 @@ use super::receive::{Received, Receiver};
 /// A frame with TSO or longer than a buffer lies in several buffers. The device can write them at any
 /// time: what decides something must be copied before it is checked.
 #[derive(Debug)]
-pub struct Frame<'a> {
+pub struct ReceivedFrame<'a> {
     receiver: &'a Receiver,
     received: Received<'a>,
 }
 
-impl<'a> Frame<'a> {
+impl<'a> ReceivedFrame<'a> {
     #[inline]
-    pub(super) fn new(receiver: &'a Receiver, received: Received<'a>) -> Frame<'a> {
-        Frame { receiver, received }
+    pub(super) fn new(receiver: &'a Receiver, received: Received<'a>) -> ReceivedFrame<'a> {
+        ReceivedFrame { receiver, received }
     }
 
     /// Bytes of the frame, at least those of an Ethernet header.
@@ -83,14 +83,14 @@ impl<'a> Frame<'a> {
     }
 }
 
-impl Drop for Frame<'_> {
+impl Drop for ReceivedFrame<'_> {
     #[inline]
     fn drop(&mut self) {
         self.receiver.release(self.received.buffers);
     }
 }
 
-/// See [`Frame::slices`].
+/// See [`ReceivedFrame::slices`].
 #[derive(Debug)]
 pub struct Slices<'a> {
     receiver: &'a Receiver,

@@ -13,7 +13,7 @@ use zerosock_proto::wire::net::{
 use zerosock_vhost_user::frontend::{Frontend, FrontendError};
 use zerosock_vhost_user::session::{F_EVENT_IDX, F_VERSION_1};
 
-use super::config::{ConnectError, InterfaceConfig};
+use super::config::{InterfaceConfig, InterfaceConnectError};
 
 /// Bytes of a VLAN tag.
 const VLAN_TAG: usize = 4;
@@ -45,25 +45,34 @@ pub(super) struct Terms {
 }
 
 impl Link {
-    pub(super) fn connect(path: &Path, config: &InterfaceConfig) -> Result<Link, ConnectError> {
+    pub(super) fn connect(
+        path: &Path,
+        config: &InterfaceConfig,
+    ) -> Result<Link, InterfaceConnectError> {
         let frontend = Frontend::connect(path, config.control_timeout)?;
         Link::negotiate(frontend, config)
     }
 
     /// As [`connect`](Self::connect), over a connected socket.
-    pub(super) fn over(socket: UnixStream, config: &InterfaceConfig) -> Result<Link, ConnectError> {
+    pub(super) fn over(
+        socket: UnixStream,
+        config: &InterfaceConfig,
+    ) -> Result<Link, InterfaceConnectError> {
         let frontend = Frontend::from_stream(socket, config.control_timeout)?;
         Link::negotiate(frontend, config)
     }
 
-    fn negotiate(mut frontend: Frontend, config: &InterfaceConfig) -> Result<Link, ConnectError> {
+    fn negotiate(
+        mut frontend: Frontend,
+        config: &InterfaceConfig,
+    ) -> Result<Link, InterfaceConnectError> {
         let offered = frontend.get_features()?;
         let protocol = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIG;
         let (features, protocol) = frontend.negotiate(wanted(offered, config), protocol)?;
         if features & F_VERSION_1 == 0 {
-            return Err(ConnectError::Missing("VIRTIO_F_VERSION_1"));
+            return Err(InterfaceConnectError::Missing("VIRTIO_F_VERSION_1"));
         }
         // Without a configuration space, which a VMM would have, the fields in it are unknown.
         let known = match protocol.contains(VhostUserProtocolFeatures::CONFIG) {
@@ -89,7 +98,7 @@ impl Link {
             && HEADER_LEN + ETHERNET_LEN + VLAN_TAG + usize::from(mtu)
                 > config.rx_buffer_size as usize
         {
-            return Err(ConnectError::Mtu(mtu));
+            return Err(InterfaceConnectError::Mtu(mtu));
         }
         Ok(Link { frontend, terms })
     }

@@ -8,7 +8,7 @@ use super::transmit::{LoanError, Transmitter};
 /// A buffer from which the device will read a frame. It contains what was there before until it is
 /// written. [`queue`](Self::queue) sends it; a loan that is dropped sends nothing.
 #[derive(Debug)]
-pub struct Loan<'a> {
+pub struct FrameLoan<'a> {
     transmitter: &'a Transmitter,
     buffer: u16,
     /// The header and the frame.
@@ -17,11 +17,14 @@ pub struct Loan<'a> {
     claim: Option<Claim>,
 }
 
-impl<'a> Loan<'a> {
+impl<'a> FrameLoan<'a> {
     #[inline]
-    pub(super) fn take(transmitter: &'a Transmitter, len: usize) -> Result<Loan<'a>, LoanError> {
+    pub(super) fn take(
+        transmitter: &'a Transmitter,
+        len: usize,
+    ) -> Result<FrameLoan<'a>, LoanError> {
         let (buffer, whole) = transmitter.take(len)?;
-        Ok(Loan {
+        Ok(FrameLoan {
             transmitter,
             buffer,
             whole,
@@ -81,7 +84,7 @@ impl<'a> Loan<'a> {
     }
 }
 
-impl Drop for Loan<'_> {
+impl Drop for FrameLoan<'_> {
     #[inline]
     fn drop(&mut self) {
         self.transmitter.put_back(self.buffer);

@@ -4,11 +4,11 @@ use zerosock_proto::wire::net::{GSO_TCPV4, Header, MAX_FRAME, NEEDS_CSUM, Offloa
 use zerosock_ring::{DriverError, DriverLayout};
 
 use super::bare::{Device, frame, pair};
-use super::{Failure, Interface, InterfaceConfig, LoanError};
+use super::{Interface, InterfaceConfig, InterfaceFailure, LoanError};
 
 /// The interface has failed for this reason, and stays so.
 #[track_caller]
-fn assert_failed(interface: &Interface, failure: Failure) {
+fn assert_failed(interface: &Interface, failure: InterfaceFailure) {
     for _ in 0..2 {
         assert!(interface.recv().is_none());
         assert_eq!(interface.failure(), Some(failure));
@@ -36,7 +36,7 @@ fn a_used_id_out_of_range_or_not_posted_ends_the_interface() {
     for id in [256, 0xffff, u32::MAX, 1 << 16] {
         let (interface, device) = pair(|_, _| {});
         device.forge(0, 0, id, 100);
-        assert_failed(&interface, Failure::Ring(DriverError::Id(id)));
+        assert_failed(&interface, InterfaceFailure::Ring(DriverError::Id(id)));
     }
     // A buffer on lease is not posted.
     let (interface, mut device) = pair(|_, _| {});
@@ -44,7 +44,7 @@ fn a_used_id_out_of_range_or_not_posted_ends_the_interface() {
     let lease = interface.recv().unwrap();
     device.forge(0, 1, 0, 100);
     assert!(interface.recv().is_none());
-    let failure = Failure::Ring(DriverError::Id(0));
+    let failure = InterfaceFailure::Ring(DriverError::Id(0));
     assert_eq!(interface.failure(), Some(failure));
     assert_eq!(lease.to_vec(), frame(60, 1));
     drop(lease);
@@ -53,7 +53,7 @@ fn a_used_id_out_of_range_or_not_posted_ends_the_interface() {
     let (interface, device) = pair(|_, _| {});
     let loans: Vec<_> = (0..224).map(|_| interface.loan(60).unwrap()).collect();
     device.forge(1, 0, 3, 0);
-    let failure = Failure::Ring(DriverError::IndexJump);
+    let failure = InterfaceFailure::Ring(DriverError::IndexJump);
     assert_eq!(interface.loan(60).err(), Some(LoanError::Failed(failure)));
     drop(loans);
     assert_failed(&interface, failure);
@@ -63,7 +63,7 @@ fn a_used_id_out_of_range_or_not_posted_ends_the_interface() {
 fn a_used_index_beyond_what_is_posted_ends_the_interface() {
     let (interface, device) = pair(|_, _| {});
     device.poke(device.rings[0].used + 2, &300u16.to_le_bytes());
-    assert_failed(&interface, Failure::Ring(DriverError::IndexJump));
+    assert_failed(&interface, InterfaceFailure::Ring(DriverError::IndexJump));
 }
 
 #[test]
@@ -73,7 +73,7 @@ fn a_length_beyond_the_buffer_ends_the_interface() {
         let (chain, _) = device.write(Header::default(), &frame(60, 1)).remove(0);
         device.rx.complete(chain, 72);
         device.forge(0, 0, 0, len);
-        assert_failed(&interface, Failure::Length(len));
+        assert_failed(&interface, InterfaceFailure::Length(len));
     }
 }
 
@@ -82,7 +82,7 @@ fn a_number_of_buffers_that_cannot_be_ends_the_interface() {
     for count in [0, 257, 0xffff] {
         let (interface, mut device) = pair(|_, _| {});
         send_as(&mut device, count, &frame(60, 1));
-        assert_failed(&interface, Failure::Buffers(count));
+        assert_failed(&interface, InterfaceFailure::Buffers(count));
     }
 }
 
@@ -99,7 +99,7 @@ fn a_frame_longer_than_any_packet_ends_the_interface() {
     device.send(Header::default(), &frame(MAX_FRAME, 1));
     assert_eq!(interface.recv().unwrap().len(), MAX_FRAME);
     device.send(Header::default(), &frame(MAX_FRAME + 1, 1));
-    assert_failed(&interface, Failure::FrameLength);
+    assert_failed(&interface, InterfaceFailure::FrameLength);
 }
 
 /// A frame that says that it has more buffers than it has takes those of the next ones, and no memory.
@@ -111,7 +111,7 @@ fn frames_that_claim_buffers_of_others_are_limited_by_their_length() {
         assert!(interface.recv().is_none());
         device.send(Header::default(), &frame(2000, 2));
     }
-    assert_failed(&interface, Failure::FrameLength);
+    assert_failed(&interface, InterfaceFailure::FrameLength);
 }
 
 #[test]
@@ -212,7 +212,7 @@ fn a_device_that_writes_to_the_available_ring_and_descriptors_harms_itself_only(
     device.forge(0, 0, 5, 72);
     // The frame is the one in buffer 5: nothing was written there.
     assert!(interface.recv().is_none());
-    assert_eq!(interface.failure(), Some(Failure::Buffers(0)));
+    assert_eq!(interface.failure(), Some(InterfaceFailure::Buffers(0)));
     let _ = device.tx.pop();
 }
 
@@ -223,7 +223,7 @@ fn a_device_that_goes_is_reported_after_its_last_frames() {
     });
     device.send(Header::default(), &frame(60, 1));
     device.socket = None;
-    let gone = Failure::Disconnected;
+    let gone = InterfaceFailure::Disconnected;
     interface.clear().expect("a frame is left");
     assert_eq!(interface.wait(None), Ok(true));
     let lease = interface.recv().unwrap();

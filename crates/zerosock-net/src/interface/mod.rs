@@ -1,7 +1,7 @@
 //! The driver half of a network device, for a process that takes the place of a guest.
 //!
 //! An [`Interface`] attaches to any vhost-user network device: a port of `zerosock net`, for example. A
-//! received [`Frame`] is a lease on the bytes where the device has written them, and a [`Loan`] is
+//! received [`ReceivedFrame`] is a lease on the bytes where the device has written them, and a [`FrameLoan`] is
 //! memory that the device reads. Headers of virtio are exposed as [`Repr`]: a frame can leave its
 //! checksum or its segmentation to the receiver, and may have to do both for the sender.
 //!
@@ -24,7 +24,7 @@
 //!
 //! # Driving it
 //! - [`recv`](Interface::recv) until it returns `None`; [`loan`](Interface::loan), fill and
-//!   [`queue`](Loan::queue) frames; then [`flush`](Interface::flush) once.
+//!   [`queue`](FrameLoan::queue) frames; then [`flush`](Interface::flush) once.
 //! - Then [`wait`](Interface::wait), or sleep on the descriptor of the interface together with others:
 //!   [`arm`](Interface::arm), which flushes; if it returns false, poll; then
 //!   [`clear`](Interface::clear).
@@ -34,7 +34,7 @@
 //!
 //! # Invariants
 //! - The device is not trusted. What it writes outside of frames is read once and checked. An index,
-//!   a length or a number of buffers that cannot be ends the interface ([`Failure`]); a header that
+//!   a length or a number of buffers that cannot be ends the interface ([`InterfaceFailure`]); a header that
 //!   lies drops its frame.
 //! - Leases and loans are limited by the buffers of their queue: memory does not grow.
 //! - No buffer is in two hands: posted, on lease or on loan.
@@ -70,11 +70,11 @@ use zerosock_vhost_user::frontend::{Frontend, FrontendError, Plan, QueueEventFds
 use zerosock_virtio::spin::Spin;
 use zerosock_virtio::watch::Watch;
 
-pub use self::config::{ConfigError, ConnectError, InterfaceConfig};
-pub use self::failure::Failure;
-pub use self::frame::{Frame, Slices};
+pub use self::config::{InterfaceConfig, InterfaceConfigError, InterfaceConnectError};
+pub use self::failure::InterfaceFailure;
+pub use self::frame::{ReceivedFrame, Slices};
 use self::link::{Link, Terms};
-pub use self::loan::Loan;
+pub use self::loan::FrameLoan;
 use self::memory::Layout;
 use self::receive::{RECEIVE, Receiver};
 #[cfg(feature = "smoltcp")]
@@ -94,7 +94,7 @@ pub struct Interface {
     frontend: RefCell<Frontend>,
     watch: Watch,
     spin: RefCell<Spin>,
-    failure: Cell<Option<Failure>>,
+    failure: Cell<Option<InterfaceFailure>>,
     sleeps: Cell<u64>,
     shared: SharedMemory,
 }
@@ -104,9 +104,12 @@ impl Interface {
     /// first queue pair.
     ///
     /// # Errors
-    /// [`ConnectError`]: a setting is out of its range, the system refuses memory or a descriptor, or
+    /// [`InterfaceConnectError`]: a setting is out of its range, the system refuses memory or a descriptor, or
     /// the device refuses a request or lacks a feature.
-    pub fn connect(path: &Path, config: &InterfaceConfig) -> Result<Interface, ConnectError> {
+    pub fn connect(
+        path: &Path,
+        config: &InterfaceConfig,
+    ) -> Result<Interface, InterfaceConnectError> {
         config.check()?;
         let link = Link::connect(path, config)?;
         Interface::start(link, config, Frontend::start_queues)
@@ -116,7 +119,10 @@ impl Interface {
     ///
     /// # Errors
     /// As [`connect`](Self::connect).
-    pub fn over(socket: UnixStream, config: &InterfaceConfig) -> Result<Interface, ConnectError> {
+    pub fn over(
+        socket: UnixStream,
+        config: &InterfaceConfig,
+    ) -> Result<Interface, InterfaceConnectError> {
         config.check()?;
         let link = Link::over(socket, config)?;
         Interface::start(link, config, Frontend::start_queues)
@@ -133,7 +139,7 @@ impl Interface {
             &QueueEventFds,
             &[u16],
         ) -> Result<(), FrontendError>,
-    ) -> Result<Interface, ConnectError> {
+    ) -> Result<Interface, InterfaceConnectError> {
         let Link {
             mut frontend,
             terms,
@@ -141,12 +147,12 @@ impl Interface {
         let mut plan = Plan::default();
         let layout = Layout::new(config, &mut plan);
         let shared = SharedMemory::create("zerosock-interface", &plan, true, config.huge_pages)?;
-        let event_fds = QueueEventFds::new(2).map_err(ConnectError::Descriptor)?;
+        let event_fds = QueueEventFds::new(2).map_err(InterfaceConnectError::Descriptor)?;
         let event_fds = Arc::new(event_fds);
-        let mut watch = Watch::new(event_fds.calls()).map_err(ConnectError::Descriptor)?;
+        let mut watch = Watch::new(event_fds.calls()).map_err(InterfaceConnectError::Descriptor)?;
         watch
             .device(frontend.as_fd())
-            .map_err(ConnectError::Descriptor)?;
+            .map_err(InterfaceConnectError::Descriptor)?;
         let (memory, trust) = (&shared.memory, config.trust);
         let receiver = Receiver::new(memory, &layout, &terms, trust, &event_fds)?;
         let transmitter = Transmitter::new(memory, &layout, &terms, trust, &event_fds)?;
@@ -168,12 +174,12 @@ impl Interface {
 
     /// The next frame, if one has arrived.
     #[inline]
-    pub fn recv(&self) -> Option<Frame<'_>> {
-        if self.failure.get().is_some_and(Failure::is_lie) {
+    pub fn recv(&self) -> Option<ReceivedFrame<'_>> {
+        if self.failure.get().is_some_and(InterfaceFailure::is_lie) {
             return None;
         }
         match self.receiver.next() {
-            Ok(received) => Some(Frame::new(&self.receiver, received?)),
+            Ok(received) => Some(ReceivedFrame::new(&self.receiver, received?)),
             Err(failure) => {
                 self.failure.set(Some(failure));
                 None
@@ -187,11 +193,11 @@ impl Interface {
     /// # Errors
     /// [`LoanError`]: no buffer is free or none is long enough, or the interface has failed.
     #[inline]
-    pub fn loan(&self, len: usize) -> Result<Loan<'_>, LoanError> {
+    pub fn loan(&self, len: usize) -> Result<FrameLoan<'_>, LoanError> {
         if let Some(failure) = self.failure.get() {
             return Err(failure.into());
         }
-        let loan = Loan::take(&self.transmitter, len);
+        let loan = FrameLoan::take(&self.transmitter, len);
         if let Err(LoanError::Failed(failure)) = loan {
             self.failure.set(Some(failure));
         }
@@ -205,7 +211,7 @@ impl Interface {
     }
 
     /// Why the interface cannot be used any more, if that is known.
-    pub fn failure(&self) -> Option<Failure> {
+    pub fn failure(&self) -> Option<InterfaceFailure> {
         self.failure.get()
     }
 

@@ -14,8 +14,8 @@ use zerosock_proto::wire::net::{ETHERNET_LEN, HEADER_LEN, Header, MAX_FRAME, Off
 use zerosock_ring::{DriverQueue, FixedChain, GuestSlice, Memory, Piece, Trust, Used};
 use zerosock_vhost_user::frontend::QueueEventFds;
 
-use super::config::ConnectError;
-use super::failure::Failure;
+use super::config::InterfaceConnectError;
+use super::failure::InterfaceFailure;
 use super::link::Terms;
 use super::memory::{HEADER, Layout};
 use super::parts::{Chained, Parts};
@@ -88,7 +88,7 @@ impl Receiver {
         terms: &Terms,
         trust: Option<Trust>,
         event_fds: &Arc<QueueEventFds>,
-    ) -> Result<Receiver, ConnectError> {
+    ) -> Result<Receiver, InterfaceConnectError> {
         let ring = layout.rings[RECEIVE];
         let mut queue = DriverQueue::new(Arc::clone(memory), ring, terms.event_idx)?;
         let (mut pieces, mut chains) = (Vec::new(), Vec::new());
@@ -123,7 +123,7 @@ impl Receiver {
     /// # Errors
     /// The device broke the protocol.
     #[inline]
-    pub(super) fn next(&self) -> Result<Option<Received<'_>>, Failure> {
+    pub(super) fn next(&self) -> Result<Option<Received<'_>>, InterfaceFailure> {
         let state = &mut *self.state.borrow_mut();
         if state.armed {
             state.armed = false;
@@ -146,9 +146,13 @@ impl Receiver {
 
     /// Handles one returned buffer. Returns the frame that it completes.
     #[inline]
-    fn accept(&self, state: &mut State, used: &Used) -> Result<Option<Received<'_>>, Failure> {
+    fn accept(
+        &self,
+        state: &mut State,
+        used: &Used,
+    ) -> Result<Option<Received<'_>>, InterfaceFailure> {
         if used.claimed != used.len {
-            return Err(Failure::Length(used.claimed));
+            return Err(InterfaceFailure::Length(used.claimed));
         }
         let buffer = used.token as u16;
         let partial = match state.partial.take() {
@@ -175,7 +179,7 @@ impl Receiver {
                     return Ok(self.check(state, &header, buffers, first, len));
                 }
                 if count == 0 || usize::from(count) > self.pieces.len() {
-                    return Err(Failure::Buffers(count));
+                    return Err(InterfaceFailure::Buffers(count));
                 }
                 Partial {
                     header,
@@ -197,7 +201,7 @@ impl Receiver {
             }
         };
         if partial.len as usize > MAX_FRAME {
-            return Err(Failure::FrameLength);
+            return Err(InterfaceFailure::FrameLength);
         }
         if partial.missing > 0 {
             state.partial = Some(partial);

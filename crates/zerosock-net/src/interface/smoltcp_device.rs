@@ -10,9 +10,9 @@ use smoltcp::time;
 use zerosock_proto::wire::net::{Checksum, ETHERNET_LEN, MAX_FRAME, Repr};
 
 use super::Interface;
-use super::failure::Failure;
-use super::frame::Frame;
-use super::loan::Loan;
+use super::failure::InterfaceFailure;
+use super::frame::ReceivedFrame;
+use super::loan::FrameLoan;
 use crate::switch::complete_checksum;
 
 /// The MTU of a device that does not tell its own.
@@ -49,8 +49,8 @@ impl SmoltcpDevice {
     /// it. Returns whether there is something to do.
     ///
     /// # Errors
-    /// [`Failure`]: the interface cannot be used any more.
-    pub fn wait(&self, delay: Option<time::Duration>) -> Result<bool, Failure> {
+    /// [`InterfaceFailure`]: the interface cannot be used any more.
+    pub fn wait(&self, delay: Option<time::Duration>) -> Result<bool, InterfaceFailure> {
         self.interface.flush();
         // The stack sends one frame of a socket at a time, and has more.
         if delay == Some(time::Duration::ZERO) {
@@ -105,7 +105,7 @@ impl Device for SmoltcpDevice {
 /// A frame for smoltcp.
 #[derive(Debug)]
 pub struct SmoltcpReceive<'a> {
-    frame: Frame<'a>,
+    frame: ReceivedFrame<'a>,
     scratch: &'a mut [u8],
 }
 
@@ -131,7 +131,7 @@ impl RxToken for SmoltcpReceive<'_> {
 /// Room for a frame of smoltcp.
 #[derive(Debug)]
 pub struct SmoltcpTransmit<'a> {
-    loan: Loan<'a>,
+    loan: FrameLoan<'a>,
     scratch: &'a mut [u8],
 }
 

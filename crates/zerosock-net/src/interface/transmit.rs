@@ -13,8 +13,8 @@ use zerosock_proto::wire::net::{
 use zerosock_ring::{Claim, DriverQueue, FixedChain, GuestSlice, Memory, Piece, Trust};
 use zerosock_vhost_user::frontend::QueueEventFds;
 
-use super::config::ConnectError;
-use super::failure::Failure;
+use super::config::InterfaceConnectError;
+use super::failure::InterfaceFailure;
 use super::link::Terms;
 use super::memory::{HEADER, Layout};
 use super::stats::TransmitStats;
@@ -36,7 +36,7 @@ pub enum LoanError {
     Length(usize),
     /// The interface cannot be used any more.
     #[error(transparent)]
-    Failed(#[from] Failure),
+    Failed(#[from] InterfaceFailure),
 }
 
 /// The transmit queue and its buffers.
@@ -81,7 +81,7 @@ impl Transmitter {
         terms: &Terms,
         trust: Option<Trust>,
         event_fds: &Arc<QueueEventFds>,
-    ) -> Result<Transmitter, ConnectError> {
+    ) -> Result<Transmitter, InterfaceConnectError> {
         let ring = layout.rings[TRANSMIT];
         let mut queue = DriverQueue::new(Arc::clone(memory), ring, terms.event_idx)?;
         let (mut pieces, mut chains) = (Vec::new(), Vec::new());
@@ -145,7 +145,7 @@ impl Transmitter {
     }
 
     /// Frees the buffers that the device has returned.
-    fn reap(&self, state: &mut State) -> Result<(), Failure> {
+    fn reap(&self, state: &mut State) -> Result<(), InterfaceFailure> {
         // A device writes nothing to these buffers; the length that it claims has no meaning.
         while let Some(used) = state.queue.poll()? {
             state.put(used.token as u16, self.small);

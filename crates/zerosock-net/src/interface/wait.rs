@@ -4,7 +4,7 @@ use std::io;
 use std::time::Instant;
 
 use super::Interface;
-use super::failure::Failure;
+use super::failure::InterfaceFailure;
 
 /// Polls between two looks at the clock.
 const POLLS: u32 = 64;
@@ -30,8 +30,8 @@ impl Interface {
     /// Clears the notifications of the descriptor, after it was readable.
     ///
     /// # Errors
-    /// [`Failure`]: the interface cannot be used any more.
-    pub fn clear(&self) -> Result<(), Failure> {
+    /// [`InterfaceFailure`]: the interface cannot be used any more.
+    pub fn clear(&self) -> Result<(), InterfaceFailure> {
         self.note(self.watch.clear());
         self.check()
     }
@@ -40,8 +40,8 @@ impl Interface {
     /// `deadline`. Returns whether there is something to do.
     ///
     /// # Errors
-    /// [`Failure`]: the interface cannot be used any more, and there is nothing to do.
-    pub fn wait(&self, deadline: Option<Instant>) -> Result<bool, Failure> {
+    /// [`InterfaceFailure`]: the interface cannot be used any more, and there is nothing to do.
+    pub fn wait(&self, deadline: Option<Instant>) -> Result<bool, InterfaceFailure> {
         self.check()?;
         if self.is_ready() {
             self.flush();
@@ -96,8 +96,8 @@ impl Interface {
     fn note(&self, gone: io::Result<bool>) {
         let failure = match gone {
             Ok(false) => return,
-            Ok(true) => Failure::Disconnected,
-            Err(error) => Failure::Wait(error.kind()),
+            Ok(true) => InterfaceFailure::Disconnected,
+            Err(error) => InterfaceFailure::Wait(error.kind()),
         };
         if self.failure.get().is_none() {
             self.failure.set(Some(failure));
@@ -105,7 +105,7 @@ impl Interface {
     }
 
     /// What a device has sent before it disconnected can be received.
-    fn check(&self) -> Result<(), Failure> {
+    fn check(&self) -> Result<(), InterfaceFailure> {
         match self.failure.get() {
             Some(failure) if failure.is_lie() || !self.receiver.has_used() => Err(failure),
             _ => Ok(()),

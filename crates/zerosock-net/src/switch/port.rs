@@ -14,7 +14,7 @@ use super::frames::{self, Batch, Content, Inbox, PortMessage};
 use super::table::{Route, Switch};
 use crate::backend::{Addresses, Backend, Frame, FrameError, Half, Sent};
 use crate::model::ALL_OFFLOADS;
-use crate::stats::Stats;
+use crate::stats::NetStats;
 
 /// Bytes of frames for several ports that one port has sent and that have not been copied to all of
 /// them: each frame counts once for each receiver. One frame is always sent.
@@ -287,7 +287,7 @@ impl Backend for SwitchPort {
         }
     }
 
-    fn on_message(&mut self, message: PortMessage, _: Instant, _: &mut Stats) -> bool {
+    fn on_message(&mut self, message: PortMessage, _: Instant, _: &mut NetStats) -> bool {
         match message.0 {
             Content::Returned(batch) => self.sender.take_back(batch),
             Content::Frames(batch) if !self.active => self.sender.give_back(Some(batch)),
@@ -303,7 +303,7 @@ impl Backend for SwitchPort {
         undeliverable(message, outbox);
     }
 
-    fn finish_turn(&mut self, _: Instant, outbox: &mut Outbox<PortMessage>, tally: &mut Stats) {
+    fn finish_turn(&mut self, _: Instant, outbox: &mut Outbox<PortMessage>, tally: &mut NetStats) {
         let batch = self.inbox.settle();
         self.sender.give_back(batch);
         let losses = self.inbox.take_losses();

@@ -21,9 +21,9 @@ use super::frames::{Content, Inbox, PortMessage};
 use super::port::{Sender, undeliverable};
 use super::table::Switch;
 use crate::backend::{ADDRESSES_LEN, Addresses, Backend, Frame, FrameError, Never, Sent};
-use crate::device::{Gone, backend_token, interest};
+use crate::device::{BackendGoneEvent, backend_token, interest};
 use crate::readable::Readable;
-use crate::stats::{Counters, Stats};
+use crate::stats::{Counters, NetStats};
 
 /// Bytes of memory for received frames: those of a turn, one behind the other.
 const ROOM: usize = 1 << 20;
@@ -42,7 +42,7 @@ pub struct UplinkConfig {
     /// Where the uplink counts. `rx` is towards guests, as for a device.
     pub counters: Arc<Counters>,
     /// Where the uplink reports that its back-end has gone.
-    pub gone: Arc<Gone>,
+    pub gone: Arc<BackendGoneEvent>,
 }
 
 /// A port with a back-end instead of a guest.
@@ -62,7 +62,7 @@ pub struct Uplink<B> {
     /// The back-end's descriptor is polled for room.
     polls_room: bool,
     is_gone: bool,
-    tally: Stats,
+    tally: NetStats,
 }
 
 impl<B> std::fmt::Debug for Uplink<B> {
@@ -126,7 +126,7 @@ impl<B: Backend<Message = Never>> Uplink<B> {
             blocked: false,
             polls_room: false,
             is_gone: false,
-            tally: Stats::default(),
+            tally: NetStats::default(),
         })
     }
 
@@ -153,7 +153,7 @@ impl<B: Backend<Message = Never>> Uplink<B> {
                     }
                 }
                 Some((_, Err(FrameError::LinkDown))) => self.tally.tx_link_down += 1,
-                Some((_, Err(FrameError::Gone(error)))) => self.lose_backend(&error),
+                Some((_, Err(FrameError::BackendGone(error)))) => self.lose_backend(&error),
                 Some((_, Err(_))) => self.tally.tx_refused += 1,
             }
             self.inbox.pop();
@@ -190,7 +190,7 @@ impl<B: Backend<Message = Never>> Uplink<B> {
             Err(error) => {
                 self.tally.rx_dropped += u64::from(matches!(error, FrameError::Refused));
                 self.readable.fail(now);
-                if let FrameError::Gone(error) = error {
+                if let FrameError::BackendGone(error) = error {
                     self.lose_backend(&error);
                 }
                 return;
@@ -309,7 +309,9 @@ impl<B: Backend<Message = Never>> WorkerDevice for Uplink<B> {
             self.send(cx.now);
             more = self.receive(cx.now);
             self.poll_room(cx);
-            if let Err(FrameError::Gone(error)) = self.backend.flush(0, cx.now, &mut self.tally) {
+            if let Err(FrameError::BackendGone(error)) =
+                self.backend.flush(0, cx.now, &mut self.tally)
+            {
                 self.lose_backend(&error);
             }
         }

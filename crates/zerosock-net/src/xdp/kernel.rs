@@ -9,7 +9,7 @@ use std::time::Duration;
 use zerosock_proto::Instant;
 use zerosock_sys::xdp::Socket;
 
-use crate::stats::Stats;
+use crate::stats::NetStats;
 
 /// How often the counters are read while there are turns.
 const INTERVAL: Duration = Duration::from_millis(100);
@@ -67,7 +67,7 @@ impl KernelDrops {
     }
 
     /// Adds what has come since the last call.
-    pub(super) fn add_to(&mut self, tally: &mut Stats) {
+    pub(super) fn add_to(&mut self, tally: &mut NetStats) {
         let [dropped, ring_full, fill_empty, invalid] = std::mem::take(&mut self.new);
         tally.rx_kernel_dropped += dropped;
         tally.rx_ring_full += ring_full;

@@ -41,7 +41,7 @@ use zerosock_virtio::queues::Quiesced;
 use self::port::{Port, gone, mode};
 use self::sizes::{CHUNKS, SIZES};
 use crate::backend::{Backend, Frame, FrameError, Half, Never, Sent, Taken};
-use crate::stats::Stats;
+use crate::stats::NetStats;
 
 /// Bytes of the VLAN tag that a frame may have beyond the MTU.
 const VLAN_TAG: usize = 4;
@@ -273,7 +273,12 @@ impl Backend for XdpBackend {
         self.is_gone || self.ports.get(queue).is_some_and(Port::has_room)
     }
 
-    fn flush(&mut self, queue: usize, now: Instant, tally: &mut Stats) -> Result<(), FrameError> {
+    fn flush(
+        &mut self,
+        queue: usize,
+        now: Instant,
+        tally: &mut NetStats,
+    ) -> Result<(), FrameError> {
         if queue == 0 {
             self.check_link(now);
         }
@@ -292,7 +297,7 @@ impl Backend for XdpBackend {
         }
     }
 
-    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) -> bool {
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut NetStats) -> bool {
         match message {}
     }
 

@@ -19,7 +19,7 @@ use super::opening::{Opening, RETRY, Step};
 use super::received::{Failure, Receiver};
 use super::sent::Transmitter;
 use crate::backend::{Frame, FrameError, Half, Sent, Taken};
-use crate::stats::Stats;
+use crate::stats::NetStats;
 
 /// How long a socket that is to be closed has for frames in flight.
 const LINGER: Duration = Duration::from_millis(100);
@@ -220,7 +220,7 @@ impl Port {
         &mut self,
         now: Instant,
         fills: bool,
-        tally: &mut Stats,
+        tally: &mut NetStats,
     ) -> Result<(), FrameError> {
         self.now = now;
         self.advance();
@@ -237,7 +237,7 @@ impl Port {
                     self.is_down = false;
                 }
                 Err(XdpError::Down) => self.is_down = true,
-                Err(XdpError::Gone) => return Err(gone()),
+                Err(XdpError::InterfaceRemoved) => return Err(gone()),
                 Err(error) => self.fail(&error.to_string()),
             }
         }
@@ -433,7 +433,7 @@ pub(super) fn mode(interface: &Interface, socket: &Socket) -> String {
 }
 
 pub(super) fn gone() -> FrameError {
-    FrameError::Gone(std::io::Error::other("the interface was removed"))
+    FrameError::BackendGone(std::io::Error::other("the interface was removed"))
 }
 
 #[cfg(test)]

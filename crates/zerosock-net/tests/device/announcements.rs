@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use zerosock_net::backend::{Backend, Frame, FrameError, Never, Sent};
 use zerosock_net::model::{ALL_OFFLOADS, NetModel};
-use zerosock_net::stats::Stats;
+use zerosock_net::stats::NetStats;
 use zerosock_net::tap::TapBackend;
 use zerosock_proto::Instant;
 use zerosock_proto::wire::net::{
@@ -257,7 +257,7 @@ impl Backend for Plain {
         self.0.send(queue, frame, number, now)
     }
 
-    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) -> bool {
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut NetStats) -> bool {
         match message {}
     }
 

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixDatagram;
 use std::time::Duration;
 
 use zerosock_net::backend::{Backend, Frame, FrameError, Never, Sent};
-use zerosock_net::stats::Stats;
+use zerosock_net::stats::NetStats;
 use zerosock_proto::Instant;
 use zerosock_proto::wire::net::Header;
 use zerosock_ring::GuestSlice;
@@ -51,7 +51,7 @@ impl Backend for Socket {
         }
     }
 
-    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) -> bool {
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut NetStats) -> bool {
         match message {}
     }
 
@@ -138,7 +138,7 @@ impl Backend for Answering {
         Ok(Sent::Done)
     }
 
-    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) -> bool {
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut NetStats) -> bool {
         match message {}
     }
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
 use rustix::net::SendFlags;
 use zerosock_net::backend::{Backend, Frame, FrameError, Never, Sent};
-use zerosock_net::stats::Stats;
+use zerosock_net::stats::NetStats;
 use zerosock_net::tap::TapBackend;
 use zerosock_proto::Instant;
 use zerosock_proto::wire::net::{F_MRG_RXBUF, Header, Offloads};
@@ -70,7 +70,7 @@ impl Backend for Failing {
         self.0.send(queue, frame, number, now)
     }
 
-    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) -> bool {
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut NetStats) -> bool {
         match message {}
     }
 

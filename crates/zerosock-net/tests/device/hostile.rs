@@ -1,6 +1,6 @@
 //! Headers that lie, and frames that are none.
 
-use zerosock_net::stats::Stats;
+use zerosock_net::stats::NetStats;
 use zerosock_proto::wire::net::{
     F_CSUM, F_HOST_TSO4, F_MTU, GSO_TCPV4, GSO_TCPV6, Header, NEEDS_CSUM,
 };
@@ -13,7 +13,7 @@ fn dropped(
     (network, driver): (&Network, &mut super::driver::Driver),
     header: &Header,
     frame: &[u8],
-    reason: impl Fn(Stats) -> u64,
+    reason: impl Fn(NetStats) -> u64,
 ) {
     let before = network.stats();
     driver.send(0, header, frame, &[12]);

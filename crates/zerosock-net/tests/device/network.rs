@@ -12,7 +12,7 @@ use rustix::net::{RecvFlags, SendFlags};
 use tempfile::TempDir;
 use zerosock_net::backend::Backend;
 use zerosock_net::server::{GuestConfig, Server};
-use zerosock_net::stats::Stats;
+use zerosock_net::stats::NetStats;
 use zerosock_net::tap::TapBackend;
 use zerosock_proto::wire::net::Header;
 use zerosock_sys::account::Limits;
@@ -132,7 +132,7 @@ impl Network {
         }
     }
 
-    pub(crate) fn stats(&self) -> Stats {
+    pub(crate) fn stats(&self) -> NetStats {
         self.server.as_ref().unwrap().stats()[0].1
     }
 

@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use tempfile::TempDir;
 use zerosock_net::server::{GuestConfig, Server};
-use zerosock_net::stats::Stats;
+use zerosock_net::stats::NetStats;
 use zerosock_net::tap::TapBackend;
 use zerosock_proto::wire::net::{
     F_CSUM, F_GUEST_CSUM, F_GUEST_TSO4, F_HOST_TSO4, F_MRG_RXBUF, Header, Mac, NEEDS_CSUM,
@@ -70,7 +70,7 @@ impl Lan {
         driver
     }
 
-    fn stats(&self, index: usize) -> Stats {
+    fn stats(&self, index: usize) -> NetStats {
         self.server.stats()[index].1
     }
 }

@@ -3,7 +3,7 @@
  *
  * virtio_user EAL-OPTIONS -- COUNT
  *
- * Frame number i has 60 to 1514 bytes: addresses, an Ethernet type for experiments, the number, and bytes
+ * ReceivedFrame number i has 60 to 1514 bytes: addresses, an Ethernet type for experiments, the number, and bytes
  * that follow from it. The other side exchanges the addresses and sends it back.
  */
 #include <inttypes.h>

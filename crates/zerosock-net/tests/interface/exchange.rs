@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use zerosock_net::interface::{
-    Checksum, ConfigError, ConnectError, Failure, Gso, Interface, InterfaceConfig, LoanError, Repr,
-    Segments,
+    Checksum, Gso, Interface, InterfaceConfig, InterfaceConfigError, InterfaceConnectError,
+    InterfaceFailure, LoanError, Repr, Segments,
 };
 use zerosock_proto::wire::net::{Mac, Offloads};
 
@@ -240,12 +240,12 @@ fn a_device_that_goes_ends_the_interface() {
     let lease = receive(&b);
     let stopper = thread::spawn(move || lan.stop());
     let end = Some(Instant::now() + DEADLINE);
-    assert_eq!(a.wait(end), Err(Failure::Disconnected));
-    assert_eq!(b.wait(end), Err(Failure::Disconnected));
+    assert_eq!(a.wait(end), Err(InterfaceFailure::Disconnected));
+    assert_eq!(b.wait(end), Err(InterfaceFailure::Disconnected));
     stopper.join().unwrap();
     assert_eq!(
         a.loan(60).err(),
-        Some(LoanError::Failed(Failure::Disconnected))
+        Some(LoanError::Failed(InterfaceFailure::Disconnected))
     );
     assert!(a.recv().is_none() && b.recv().is_none());
     assert!(a.link_is_up().is_err());
@@ -276,14 +276,20 @@ fn what_cannot_be_connected_is_an_error() {
     let error = Interface::connect(Path::new("/nowhere"), &config).unwrap_err();
     assert!(matches!(
         error,
-        ConnectError::Config(ConfigError::QueueSize(100))
+        InterfaceConnectError::Config(InterfaceConfigError::QueueSize(100))
     ));
     let config = InterfaceConfig::default();
     let error = Interface::connect(Path::new("/nowhere"), &config).unwrap_err();
-    assert!(matches!(error, ConnectError::Frontend(_)), "{error}");
+    assert!(
+        matches!(error, InterfaceConnectError::Frontend(_)),
+        "{error}"
+    );
     // One that closes at once.
     let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
     drop(theirs);
     let error = Interface::over(ours, &config).unwrap_err();
-    assert!(matches!(error, ConnectError::Frontend(_)), "{error}");
+    assert!(
+        matches!(error, InterfaceConnectError::Frontend(_)),
+        "{error}"
+    );
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use zerosock_net::interface::{Frame, Interface, InterfaceConfig};
+use zerosock_net::interface::{Interface, InterfaceConfig, ReceivedFrame};
 use zerosock_net::server::{GuestConfig, Server};
 use zerosock_net::tap::TapBackend;
 use zerosock_proto::wire::net::Mac;
@@ -88,7 +88,7 @@ impl Drop for Lan {
 
 /// The next frame; waits for it.
 #[track_caller]
-pub(crate) fn receive(interface: &Interface) -> Frame<'_> {
+pub(crate) fn receive(interface: &Interface) -> ReceivedFrame<'_> {
     let end = Instant::now() + DEADLINE;
     loop {
         if let Some(frame) = interface.recv() {

@@ -77,7 +77,7 @@ pub enum XdpError {
     Down,
     /// The interface was removed, or the kernel has detached the socket (ENXIO, ENODEV).
     #[error("the interface was removed")]
-    Gone,
+    InterfaceRemoved,
     /// Another failure of the system.
     #[error("{what}: {error}")]
     System {
@@ -139,7 +139,7 @@ impl XdpError {
     pub(super) fn of_use(what: &'static str, errno: Errno) -> XdpError {
         match errno {
             Errno::NETDOWN => XdpError::Down,
-            Errno::NXIO | Errno::NODEV => XdpError::Gone,
+            Errno::NXIO | Errno::NODEV => XdpError::InterfaceRemoved,
             errno => XdpError::system(what, errno),
         }
     }

@@ -200,7 +200,7 @@ impl Socket {
     /// taken all frames, and has to be called again later.
     ///
     /// # Errors
-    /// [`XdpError::Down`]: the frames wait until the interface is up. [`XdpError::Gone`].
+    /// [`XdpError::Down`]: the frames wait until the interface is up. [`XdpError::InterfaceRemoved`].
     pub fn wake(&mut self) -> Result<bool, XdpError> {
         const WHAT: &str = "cannot send";
         let fill = &mut self.rings.fill;
@@ -233,7 +233,7 @@ impl Socket {
         Ok(true)
     }
 
-    /// The error that the kernel has reported since the last call: [`XdpError::Gone`] when the interface was
+    /// The error that the kernel has reported since the last call: [`XdpError::InterfaceRemoved`] when the interface was
     /// removed.
     ///
     /// # Errors
@@ -241,7 +241,7 @@ impl Socket {
     pub fn check(&self) -> Result<(), XdpError> {
         match sockopt::socket_error(&self.socket) {
             // What the kernel reports when it detaches the socket from an interface that goes.
-            Ok(Err(Errno::NETDOWN)) => Err(XdpError::Gone),
+            Ok(Err(Errno::NETDOWN)) => Err(XdpError::InterfaceRemoved),
             Ok(Err(errno)) | Err(errno) => Err(XdpError::of_use("the AF_XDP socket", errno)),
             Ok(Ok(())) => Ok(()),
         }

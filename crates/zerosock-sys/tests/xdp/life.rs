@@ -134,12 +134,18 @@ fn removed_interface_is_reported() {
         wait_readable(&watch, DEADLINE);
         assert!(watch.changed() && !watch.changed());
         assert!(!link.interface.is_present());
-        assert!(matches!(socket.check(), Err(XdpError::Gone)));
+        assert!(matches!(socket.check(), Err(XdpError::InterfaceRemoved)));
         socket.send(&Frame::of_one(0, 100)).unwrap();
         let error = socket.wake();
-        assert!(matches!(error, Err(XdpError::Gone)), "{error:?}");
+        assert!(
+            matches!(error, Err(XdpError::InterfaceRemoved)),
+            "{error:?}"
+        );
         let error = registered().bind(&link.interface, 0, Duration::ZERO);
-        assert!(matches!(error, Err(XdpError::Gone)), "{error:?}");
+        assert!(
+            matches!(error, Err(XdpError::InterfaceRemoved)),
+            "{error:?}"
+        );
         let error = Interface::open(&name("near"), Options::default());
         assert!(matches!(error, Err(XdpError::NoInterface)), "{error:?}");
     });

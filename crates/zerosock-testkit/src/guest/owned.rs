@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use sha2::{Digest, Sha256};
-use zerosock::zc::{Backend, Copying, Outgoing, Returned, Sender};
+use zerosock::zc::{Copying, Outgoing, Returned, SendBackend, Sender};
 use zerosock_cli::vm::pattern::{Pattern, hex};
 use zerosock_sys::network;
 
@@ -120,9 +120,9 @@ fn open(socket: impl Into<OwnedFd>, backend: &str) -> Result<Sender<Vec<u8>>, St
     let builder = Sender::builder().capacity(CAPACITY);
     let builder = match backend {
         "any" => builder,
-        "uring" => builder.backend(Backend::Uring),
-        "error queue" => builder.backend(Backend::ErrorQueue),
-        "copy" => builder.backend(Backend::Copy),
+        "uring" => builder.backend(SendBackend::Uring),
+        "error queue" => builder.backend(SendBackend::ErrorQueue),
+        "copy" => builder.backend(SendBackend::Copy),
         other => return Err(format!("{other} is not a back-end")),
     };
     builder.open(socket).map_err(|error| error.to_string())

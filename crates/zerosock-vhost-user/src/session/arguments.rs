@@ -7,7 +7,7 @@ use vm_memory::ByteValued;
 use zerosock_sys::PeerFd;
 
 use super::super::fds::SentFd;
-use super::super::stats::Fault;
+use super::super::stats::FrontendFault;
 use super::state::Denied;
 
 /// A request's payload and descriptors, after the checks of its rule.
@@ -33,7 +33,7 @@ pub(super) fn body<T: ByteValued + Default>(payload: &[u8]) -> Result<T, Denied>
     let mut body = T::default();
     let bytes = payload.get(..size_of::<T>()).ok_or_else(|| {
         (
-            Fault::Payload,
+            FrontendFault::Payload,
             format!("a payload of only {} bytes", payload.len()),
         )
     })?;
@@ -43,6 +43,8 @@ pub(super) fn body<T: ByteValued + Default>(payload: &[u8]) -> Result<T, Denied>
 
 /// A descriptor that must be memory.
 pub(super) fn memory_file(fd: SentFd) -> Result<Arc<PeerFd>, Denied> {
-    let file = fd.memory().map_err(|text| (Fault::Descriptors, text))?;
+    let file = fd
+        .memory()
+        .map_err(|text| (FrontendFault::Descriptors, text))?;
     Ok(Arc::new(file))
 }

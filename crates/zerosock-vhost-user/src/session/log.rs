@@ -15,7 +15,7 @@ use zerosock_sys::PeerFd;
 
 use super::super::DeviceCommand;
 use super::super::fds::MappedShare;
-use super::super::stats::Fault;
+use super::super::stats::FrontendFault;
 use super::arguments::{Arguments, memory_file};
 use super::state::{Accepted, Denied, F_LOG_ALL, OnDone, Queue, Session};
 
@@ -31,7 +31,7 @@ pub(super) fn set_log_base(
         mmap_offset,
     } = arguments.body()?;
     let answer = arguments.payload.to_vec();
-    let missing = || (Fault::Descriptors, "no descriptor".into());
+    let missing = || (FrontendFault::Descriptors, "no descriptor".into());
     let file = memory_file(arguments.fds.into_iter().next().ok_or_else(missing)?)?;
     let log = Arc::new(session.map_log(&file, mmap_offset, mmap_size)?);
     Ok(Accepted::Command(
@@ -56,7 +56,7 @@ pub(super) fn set_vring_addr(
     }
     if !address.is_valid() {
         return Err((
-            Fault::Payload,
+            FrontendFault::Payload,
             format!("addresses of queue {index} are not aligned"),
         ));
     }
@@ -104,7 +104,7 @@ impl Session {
         };
         let refused = |error: &dyn Display| {
             let text = format!("the log of {bytes} bytes at offset {offset:#x}: {error}");
-            (Fault::Memory, text)
+            (FrontendFault::Memory, text)
         };
         let mapped = region.mapped_len(0, file).map_err(|e| refused(&e))?;
         let share = MappedShare::take(&self.account, mapped).map_err(|e| refused(&e))?;
@@ -124,7 +124,7 @@ fn check_end(log: &DirtyLog, end: u64) -> Result<(), Denied> {
     }
     let (bytes, page) = (log.bytes(), end.saturating_sub(1) / LOG_PAGE);
     let text = format!("the log of {bytes} bytes has no bit for page {page:#x}");
-    Err((Fault::Memory, text))
+    Err((FrontendFault::Memory, text))
 }
 
 impl Queue {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::super::DeviceCommand;
-use super::super::stats::Fault;
+use super::super::stats::FrontendFault;
 use super::arguments::Arguments;
 use super::state::{Accepted, Denied, OnDone, Session};
 
@@ -13,7 +13,7 @@ pub(super) fn set_mtu(session: &mut Session, arguments: Arguments<'_>) -> Result
     let wide = arguments.u64()?;
     let mtu = u16::try_from(wide).map_err(|_| {
         (
-            Fault::Payload,
+            FrontendFault::Payload,
             format!("an MTU of {wide} bytes: has 16 bits"),
         )
     })?;

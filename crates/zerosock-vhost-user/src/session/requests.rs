@@ -21,7 +21,7 @@ use super::super::DeviceCommand;
 use super::super::codec::MAX_PAYLOAD;
 use super::super::fds::SentFd;
 use super::super::model::ConfigWrite;
-use super::super::stats::Fault;
+use super::super::stats::FrontendFault;
 use super::arguments::{Arguments, body, memory_file};
 use super::log::{set_log_base, set_vring_addr};
 use super::network::{send_rarp, set_mtu};
@@ -111,12 +111,12 @@ impl Rule {
         let (shortest, longest) = self.payload;
         if payload.len() < shortest || payload.len() > longest {
             let text = format!("a payload of {} bytes instead of {shortest}", payload.len());
-            return Err((Fault::Payload, text));
+            return Err((FrontendFault::Payload, text));
         }
         let (fewest, most) = self.fds;
         if fds.len() < fewest || fds.len() > most {
             let text = format!("{} descriptors instead of {fewest} to {most}", fds.len());
-            return Err((Fault::Descriptors, text));
+            return Err((FrontendFault::Descriptors, text));
         }
         Ok(())
     }
@@ -233,7 +233,7 @@ fn set_features(session: &mut Session, arguments: Arguments<'_>) -> Result<Accep
     if unknown != 0 {
         let names = session.feature_names(unknown);
         let text = format!("features that were not offered: {names}");
-        return Err((Fault::Unsupported, text));
+        return Err((FrontendFault::Unsupported, text));
     }
     let changed = features ^ session.features;
     if session.any_started() {
@@ -241,7 +241,7 @@ fn set_features(session: &mut Session, arguments: Arguments<'_>) -> Result<Accep
             0 => return Ok(Accepted::Ack),
             // A migration begins or ends.
             F_LOG_ALL => session.check_log(session.memory_end)?,
-            _ => return Err((Fault::Order, "a queue runs".into())),
+            _ => return Err((FrontendFault::Order, "a queue runs".into())),
         }
     }
     Ok(Accepted::Command(
@@ -277,7 +277,7 @@ fn set_protocol_features(
     let unknown = bits & !(session.offered_protocol() | Protocol::BACKEND_REQ).bits();
     if unknown != 0 {
         let text = format!("protocol features {unknown:#x} were not offered");
-        return Err((Fault::Unsupported, text));
+        return Err((FrontendFault::Unsupported, text));
     }
     session.protocol = Protocol::from_bits_truncate(bits);
     Ok(Accepted::Ack)
@@ -301,7 +301,7 @@ fn set_mem_table(session: &mut Session, arguments: Arguments<'_>) -> Result<Acce
     let files = arguments.fds.len();
     if usize::try_from(count) != Ok(files) {
         return Err((
-            Fault::Descriptors,
+            FrontendFault::Descriptors,
             format!("{count} regions, but {files} descriptors"),
         ));
     }
@@ -318,7 +318,7 @@ fn set_mem_table(session: &mut Session, arguments: Arguments<'_>) -> Result<Acce
     }
     if slots.len() != files {
         return Err((
-            Fault::Payload,
+            FrontendFault::Payload,
             format!("{count} regions, but room for {}", slots.len()),
         ));
     }
@@ -332,7 +332,10 @@ fn get_max_mem_slots(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Deni
 fn add_mem_reg(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
     let region = region(&*arguments.body::<VhostUserSingleMemoryRegion>()?);
     if session.slots.len() >= MAX_SLOTS {
-        return Err((Fault::Memory, format!("all {MAX_SLOTS} slots are taken")));
+        return Err((
+            FrontendFault::Memory,
+            format!("all {MAX_SLOTS} slots are taken"),
+        ));
     }
     let mut slots = session.slots.clone();
     for fd in arguments.fds {
@@ -355,7 +358,7 @@ fn rem_mem_reg(session: &mut Session, arguments: Arguments<'_>) -> Result<Accept
     slots.retain(|slot| !same(slot));
     if slots.len() == before {
         let text = format!("no region of {} bytes at {:#x}", gone.len, gone.guest_addr);
-        return Err((Fault::Memory, text));
+        return Err((FrontendFault::Memory, text));
     }
     session.map(slots)
 }
@@ -371,7 +374,7 @@ fn set_vring_num(session: &mut Session, arguments: Arguments<'_>) -> Result<Acce
         }
         _ => {
             let text = format!("queue {index} of {size} entries: not a power of two up to {most}");
-            Err((Fault::Payload, text))
+            Err((FrontendFault::Payload, text))
         }
     }
 }
@@ -382,7 +385,7 @@ fn set_vring_base(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
     let queue = session.stopped_queue(index)?;
     queue.base = u16::try_from(base).map_err(|_| {
         (
-            Fault::Payload,
+            FrontendFault::Payload,
             format!("base {base} of queue {index}: has 16 bits"),
         )
     })?;
@@ -410,12 +413,12 @@ fn notifier(
     let fd = arguments.fds.into_iter().next();
     if fd.is_some() == (value & NO_FD != 0) {
         return Err((
-            Fault::Descriptors,
+            FrontendFault::Descriptors,
             "the descriptor does not match the message".into(),
         ));
     }
     let fd = fd.map(kind).transpose();
-    let fd = fd.map_err(|text| (Fault::Descriptors, text))?;
+    let fd = fd.map_err(|text| (FrontendFault::Descriptors, text))?;
     // Bits above NO_FD make the number larger than any queue index.
     let index = u32::try_from(value & !NO_FD).unwrap_or(u32::MAX);
     Ok((index, fd))
@@ -431,11 +434,11 @@ fn set_vring_kick(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
     let (index, queue) = session.queue(index)?;
     let Some(kick) = kick else {
         let text = format!("queue {index} without a kick descriptor: we do not poll rings");
-        return Err((Fault::Unsupported, text));
+        return Err((FrontendFault::Unsupported, text));
     };
     let incomplete = |what: &str| {
         (
-            Fault::Order,
+            FrontendFault::Order,
             format!("queue {index} is started before {what}"),
         )
     };
@@ -448,7 +451,7 @@ fn set_vring_kick(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
             "queue {index} is started, and there is no memory: it is not shared; with QEMU add \
              -object memory-backend-memfd,id=mem,size=SIZE,share=on -numa node,memdev=mem"
         );
-        return Err((Fault::Order, text));
+        return Err((FrontendFault::Order, text));
     }
     let config = QueueConfig {
         size,
@@ -461,7 +464,7 @@ fn set_vring_kick(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
     };
     if let Some(other) = session.started_over(index, &config) {
         let text = format!("the rings of queue {index} overlap with those of queue {other}");
-        return Err((Fault::Payload, text));
+        return Err((FrontendFault::Payload, text));
     }
     let queue = session.queue(index.into())?.1;
     let command = DeviceCommand::StartQueue {
@@ -480,7 +483,7 @@ fn set_vring_kick(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
 fn call_fd(session: &Session, fd: Option<PeerFd>) -> Result<Option<CallFd>, Denied> {
     let call = fd.map(|fd| CallFd::new(fd, session.call_thread.clone()));
     call.transpose()
-        .map_err(|error| (Fault::Descriptors, error.to_string()))
+        .map_err(|error| (FrontendFault::Descriptors, error.to_string()))
 }
 
 fn set_vring_call(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
@@ -516,13 +519,18 @@ fn set_vring_enable(session: &mut Session, arguments: Arguments<'_>) -> Result<A
     let enabled = match state.num {
         0 => false,
         1 => true,
-        other => return Err((Fault::Payload, format!("neither 0 nor 1, but {other}"))),
+        other => {
+            return Err((
+                FrontendFault::Payload,
+                format!("neither 0 nor 1, but {other}"),
+            ));
+        }
     };
     // QEMU may send this before SET_FEATURES: the state counts when the queue is started.
     let negotiated = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
     if session.features != 0 && session.features & negotiated == 0 {
         return Err((
-            Fault::Order,
+            FrontendFault::Order,
             "needs VHOST_USER_F_PROTOCOL_FEATURES in SET_FEATURES".into(),
         ));
     }
@@ -558,7 +566,7 @@ fn set_config(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepte
     let size = head.size;
     if usize::try_from(size) != Ok(bytes.len()) {
         let text = format!("{} bytes, but a size of {size}", bytes.len());
-        return Err((Fault::Payload, text));
+        return Err((FrontendFault::Payload, text));
     }
     let mut config = session.config.to_vec();
     let write = ConfigWrite {

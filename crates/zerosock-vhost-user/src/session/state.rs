@@ -15,7 +15,7 @@ use super::super::DeviceCommand;
 use super::super::fds::{MappedShare, SentFd};
 use super::super::mailbox::ConfigChange;
 use super::super::model::DeviceModel;
-use super::super::stats::Fault;
+use super::super::stats::FrontendFault;
 
 /// VIRTIO_F_INDIRECT_DESC (virtio 1.3, 6).
 pub const F_INDIRECT_DESC: u64 = 1 << 28;
@@ -35,7 +35,7 @@ pub const PROTOCOL_FEATURES: Protocol = Protocol::MQ
     .union(Protocol::CONFIGURE_MEM_SLOTS);
 
 /// Kind of fault and reason; the caller adds the request's name.
-pub(super) type Denied = (Fault, String);
+pub(super) type Denied = (FrontendFault, String);
 
 /// A request that was accepted.
 pub(super) enum Accepted {
@@ -238,7 +238,7 @@ impl Session {
             .and_then(|index| Some((index, self.queues.get_mut(usize::from(index))?)))
             .ok_or_else(|| {
                 (
-                    Fault::Payload,
+                    FrontendFault::Payload,
                     format!("queue {index}, but there are {count}"),
                 )
             })
@@ -247,7 +247,7 @@ impl Session {
     pub(super) fn stopped_queue(&mut self, index: u32) -> Result<&mut Queue, Denied> {
         match self.queue(index)? {
             (_, queue) if queue.started => Err((
-                Fault::Order,
+                FrontendFault::Order,
                 format!("queue {index} runs and cannot be changed"),
             )),
             (_, queue) => Ok(queue),
@@ -301,12 +301,13 @@ impl Session {
         let mut bytes = 0u64;
         for (index, (file, region)) in regions.iter().enumerate() {
             let mapped = region.mapped_len(index, file);
-            let mapped = mapped.map_err(|error| (Fault::Memory, error.to_string()))?;
+            let mapped = mapped.map_err(|error| (FrontendFault::Memory, error.to_string()))?;
             bytes = bytes.saturating_add(mapped);
         }
-        let share = MappedShare::take(&self.account, bytes).map_err(|e| (Fault::Memory, e))?;
+        let share =
+            MappedShare::take(&self.account, bytes).map_err(|e| (FrontendFault::Memory, e))?;
         let memory = Memory::map_with(regions, Some(share))
-            .map_err(|error| (Fault::Memory, error.to_string()))?;
+            .map_err(|error| (FrontendFault::Memory, error.to_string()))?;
         let end = memory.end();
         // A front-end that starts its queues anew during a migration sends the log after the memory.
         if self.is_logging() && self.any_started() {
@@ -330,6 +331,6 @@ impl Session {
              a sealed memfd",
             what()
         );
-        Err((Fault::Unsealed, text))
+        Err((FrontendFault::Unsealed, text))
     }
 }

@@ -6,7 +6,7 @@
 //! 0 does not reset the device: QEMU 7.2 sends it when it stops the device, before it asks for the
 //! indices of the queues (GET_VRING_BASE), which a migration needs.
 
-use super::super::stats::Fault;
+use super::super::stats::FrontendFault;
 use super::arguments::Arguments;
 use super::state::{Accepted, Denied, Session};
 
@@ -21,7 +21,10 @@ pub(super) fn set_status(
     let wide = arguments.u64()?;
     let status = u8::try_from(wide).ok();
     let Some(mut status) = status.filter(|status| status & !OF_DRIVER == 0) else {
-        return Err((Fault::Payload, format!("status {wide:#x} has unknown bits")));
+        return Err((
+            FrontendFault::Payload,
+            format!("status {wide:#x} has unknown bits"),
+        ));
     };
     if session.features_refused {
         status &= !FEATURES_OK;

@@ -107,7 +107,7 @@ impl Harness {
         self.take_mail();
     }
 
-    fn faults(&self, fault: Fault) -> u64 {
+    fn faults(&self, fault: FrontendFault) -> u64 {
         self.counters.snapshot().faults(fault)
     }
 }
@@ -135,7 +135,13 @@ fn a_silent_front_end_is_disconnected_for_a_waiting_one() {
     (&silent).write_all(&MESSAGE[..6]).unwrap();
     lab.pass(SILENCE);
     assert!(!is_open(&silent) && is_open(&waiting));
-    assert_eq!((lab.faults(Fault::Silent), lab.faults(Fault::Busy)), (1, 1));
+    assert_eq!(
+        (
+            lab.faults(FrontendFault::Silent),
+            lab.faults(FrontendFault::Busy)
+        ),
+        (1, 1)
+    );
     (&waiting).write_all(&MESSAGE).unwrap();
     lab.vm.handle_ready(false);
     let mut reply = [0; 20];
@@ -158,7 +164,13 @@ fn a_message_in_time_keeps_the_front_end_and_turns_the_waiting_one_away() {
     lab.pass(SILENCE);
     assert_eq!((&first).read(&mut [0; 20]).unwrap(), 20);
     assert!(is_open(&first) && !is_open(&second));
-    assert_eq!((lab.faults(Fault::Silent), lab.faults(Fault::Busy)), (0, 1));
+    assert_eq!(
+        (
+            lab.faults(FrontendFault::Silent),
+            lab.faults(FrontendFault::Busy)
+        ),
+        (0, 1)
+    );
     let third = lab.connect();
     assert!(!is_open(&third) && is_open(&first));
     lab.pass(10 * SILENCE);
@@ -201,7 +213,7 @@ fn a_front_end_that_leaves_a_reply_unread_is_disconnected() {
     assert!(!lab.vm.is_idle());
     lab.pass(REPLY_LIMIT);
     assert!(lab.vm.is_idle());
-    assert_eq!(lab.faults(Fault::Silent), 1);
+    assert_eq!(lab.faults(FrontendFault::Silent), 1);
 }
 
 #[test]
@@ -212,7 +224,7 @@ fn a_waiting_front_end_that_hung_up_is_replaced_by_the_next() {
     let waiting = lab.connect();
     lab.pass(SILENCE);
     assert!(!is_open(&silent) && is_open(&waiting));
-    assert_eq!(lab.faults(Fault::Busy), 0);
+    assert_eq!(lab.faults(FrontendFault::Busy), 0);
 }
 
 thread_local! {

@@ -3,11 +3,11 @@
 use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
 
-use zerosock_vhost_user::{DeviceCommand, Fault};
+use zerosock_vhost_user::{DeviceCommand, FrontendFault};
 
 use super::fake::*;
 
-pub(crate) fn faults(lab: &Harness, fault: Fault) -> u64 {
+pub(crate) fn faults(lab: &Harness, fault: FrontendFault) -> u64 {
     lab.control.stats(0).unwrap().faults(fault)
 }
 
@@ -29,7 +29,7 @@ fn a_queue_with_rings_that_overlap_a_running_queue_is_not_started() {
     for desc in [USER, USER + 127 * 16, USER + 0x1_2000 + 1024] {
         assert_eq!(begin(desc), 1, "{desc:#x}");
     }
-    assert_eq!(faults(&lab, Fault::Payload), 3);
+    assert_eq!(faults(&lab, FrontendFault::Payload), 3);
     assert_eq!(begin(USER + 128 * 16), 0, "they may touch");
     let starts = commands.try_iter();
     let started = |command: &DeviceCommand| matches!(command, DeviceCommand::StartQueue { .. });
@@ -55,7 +55,7 @@ fn a_running_queue_cannot_be_changed() {
         raw.send(request, NEED_REPLY, &payload, &fds);
         assert_eq!(raw.reply_u64(request), 1, "request {request}");
     }
-    assert_eq!(faults(&lab, Fault::Order), 5);
+    assert_eq!(faults(&lab, FrontendFault::Order), 5);
     // An unchanged queue can be stopped; then it can be changed.
     raw.send(11, 0, &state(0, 0), &[]);
     assert_eq!(raw.reply(), (11, state(0, 77)));
@@ -79,91 +79,151 @@ fn wrong_values_are_refused_and_the_session_continues() {
     let (socket, epoll, pipe) = (socket.as_fd(), epoll.as_fd(), pipe.as_fd());
     let one = |region: [u64; 4]| table(&[region]);
     let good = [0, MEMORY, USER, 0];
-    type Case<'a> = (Fault, u32, Vec<u8>, Vec<std::os::fd::BorrowedFd<'a>>);
+    type Case<'a> = (
+        FrontendFault,
+        u32,
+        Vec<u8>,
+        Vec<std::os::fd::BorrowedFd<'a>>,
+    );
     let cases: Vec<Case<'_>> = vec![
         // Sizes of queues.
-        (Fault::Payload, 8, state(0, 0), vec![]),
-        (Fault::Payload, 8, state(0, 100), vec![]),
-        (Fault::Payload, 8, state(0, 2048), vec![]),
-        (Fault::Payload, 8, state(0, 65536), vec![]),
-        (Fault::Payload, 8, state(0, 65536 + 64), vec![]),
-        (Fault::Payload, 8, state(3, 64), vec![]),
-        (Fault::Payload, 8, state(u32::MAX, 64), vec![]),
-        (Fault::Payload, 8, state(0, 64)[..7].to_vec(), vec![]),
-        (Fault::Payload, 10, state(0, 65536), vec![]),
+        (FrontendFault::Payload, 8, state(0, 0), vec![]),
+        (FrontendFault::Payload, 8, state(0, 100), vec![]),
+        (FrontendFault::Payload, 8, state(0, 2048), vec![]),
+        (FrontendFault::Payload, 8, state(0, 65536), vec![]),
+        (FrontendFault::Payload, 8, state(0, 65536 + 64), vec![]),
+        (FrontendFault::Payload, 8, state(3, 64), vec![]),
+        (FrontendFault::Payload, 8, state(u32::MAX, 64), vec![]),
+        (
+            FrontendFault::Payload,
+            8,
+            state(0, 64)[..7].to_vec(),
+            vec![],
+        ),
+        (FrontendFault::Payload, 10, state(0, 65536), vec![]),
         // Addresses.
         (
-            Fault::Payload,
+            FrontendFault::Payload,
             9,
             addresses(0, USER + 8, USER, USER),
             vec![],
         ),
         (
-            Fault::Payload,
+            FrontendFault::Payload,
             9,
             addresses(0, USER, USER + 2, USER),
             vec![],
         ),
         (
-            Fault::Payload,
+            FrontendFault::Payload,
             9,
             addresses(0, USER, USER, USER + 1),
             vec![],
         ),
-        (Fault::Payload, 9, addresses(3, USER, USER, USER), vec![]),
-        // Descriptors.
-        (Fault::Descriptors, 2, u64s(&[0]), vec![event]),
-        (Fault::Descriptors, 3, vec![], vec![event]),
-        (Fault::Descriptors, 12, u64s(&[0]), vec![]),
-        (Fault::Descriptors, 12, u64s(&[0]), vec![event, event]),
-        (Fault::Descriptors, 12, u64s(&[0]), vec![file]),
-        (Fault::Descriptors, 13, u64s(&[0x100]), vec![event]),
-        (Fault::Descriptors, 13, u64s(&[0]), vec![file]),
-        (Fault::Descriptors, 14, u64s(&[0]), vec![]),
-        // Sockets, which could be the front-end's own end of the connection, and other kinds.
-        (Fault::Descriptors, 12, u64s(&[0]), vec![socket]),
-        (Fault::Descriptors, 14, u64s(&[0]), vec![socket]),
-        (Fault::Descriptors, 13, u64s(&[0]), vec![epoll]),
-        // A pipe can only be a call descriptor.
-        (Fault::Descriptors, 12, u64s(&[0]), vec![pipe]),
-        (Fault::Descriptors, 14, u64s(&[0]), vec![pipe]),
-        (Fault::Descriptors, 21, vec![], vec![]),
-        (Fault::Payload, 13, u64s(&[0xff]), vec![event]),
-        (Fault::Payload, 13, u64s(&[1 << 40]), vec![event]),
-        // Memory.
-        (Fault::Descriptors, 5, one(good), vec![]),
-        (Fault::Descriptors, 5, one(good), vec![file, file]),
-        (Fault::Descriptors, 5, one(good), vec![event]),
-        (Fault::Descriptors, 5, state(0, 0), vec![file]),
-        (Fault::Descriptors, 5, state(u32::MAX, 0), vec![file]),
-        (Fault::Payload, 5, one(good)[..39].to_vec(), vec![file]),
-        (Fault::Payload, 5, state(1, 0), vec![file]),
-        (Fault::Memory, 5, one([0, 0, USER, 0]), vec![file]),
-        (Fault::Memory, 5, one([0, MEMORY + 1, USER, 0]), vec![file]),
-        (Fault::Memory, 5, one([0, MEMORY, USER, 4096]), vec![file]),
         (
-            Fault::Memory,
+            FrontendFault::Payload,
+            9,
+            addresses(3, USER, USER, USER),
+            vec![],
+        ),
+        // Descriptors.
+        (FrontendFault::Descriptors, 2, u64s(&[0]), vec![event]),
+        (FrontendFault::Descriptors, 3, vec![], vec![event]),
+        (FrontendFault::Descriptors, 12, u64s(&[0]), vec![]),
+        (
+            FrontendFault::Descriptors,
+            12,
+            u64s(&[0]),
+            vec![event, event],
+        ),
+        (FrontendFault::Descriptors, 12, u64s(&[0]), vec![file]),
+        (FrontendFault::Descriptors, 13, u64s(&[0x100]), vec![event]),
+        (FrontendFault::Descriptors, 13, u64s(&[0]), vec![file]),
+        (FrontendFault::Descriptors, 14, u64s(&[0]), vec![]),
+        // Sockets, which could be the front-end's own end of the connection, and other kinds.
+        (FrontendFault::Descriptors, 12, u64s(&[0]), vec![socket]),
+        (FrontendFault::Descriptors, 14, u64s(&[0]), vec![socket]),
+        (FrontendFault::Descriptors, 13, u64s(&[0]), vec![epoll]),
+        // A pipe can only be a call descriptor.
+        (FrontendFault::Descriptors, 12, u64s(&[0]), vec![pipe]),
+        (FrontendFault::Descriptors, 14, u64s(&[0]), vec![pipe]),
+        (FrontendFault::Descriptors, 21, vec![], vec![]),
+        (FrontendFault::Payload, 13, u64s(&[0xff]), vec![event]),
+        (FrontendFault::Payload, 13, u64s(&[1 << 40]), vec![event]),
+        // Memory.
+        (FrontendFault::Descriptors, 5, one(good), vec![]),
+        (FrontendFault::Descriptors, 5, one(good), vec![file, file]),
+        (FrontendFault::Descriptors, 5, one(good), vec![event]),
+        (FrontendFault::Descriptors, 5, state(0, 0), vec![file]),
+        (
+            FrontendFault::Descriptors,
+            5,
+            state(u32::MAX, 0),
+            vec![file],
+        ),
+        (
+            FrontendFault::Payload,
+            5,
+            one(good)[..39].to_vec(),
+            vec![file],
+        ),
+        (FrontendFault::Payload, 5, state(1, 0), vec![file]),
+        (FrontendFault::Memory, 5, one([0, 0, USER, 0]), vec![file]),
+        (
+            FrontendFault::Memory,
+            5,
+            one([0, MEMORY + 1, USER, 0]),
+            vec![file],
+        ),
+        (
+            FrontendFault::Memory,
+            5,
+            one([0, MEMORY, USER, 4096]),
+            vec![file],
+        ),
+        (
+            FrontendFault::Memory,
             5,
             one([u64::MAX, MEMORY, USER, 0]),
             vec![file],
         ),
-        (Fault::Memory, 5, one([0, MEMORY, u64::MAX, 0]), vec![file]),
         (
-            Fault::Memory,
+            FrontendFault::Memory,
+            5,
+            one([0, MEMORY, u64::MAX, 0]),
+            vec![file],
+        ),
+        (
+            FrontendFault::Memory,
             5,
             one([0, MEMORY, USER, u64::MAX]),
             vec![file],
         ),
-        (Fault::Memory, 5, table(&[good, good]), vec![file, file]),
-        (Fault::Memory, 38, u64s(&[0, 0, MEMORY, USER, 0]), vec![]),
+        (
+            FrontendFault::Memory,
+            5,
+            table(&[good, good]),
+            vec![file, file],
+        ),
+        (
+            FrontendFault::Memory,
+            38,
+            u64s(&[0, 0, MEMORY, USER, 0]),
+            vec![],
+        ),
         // Wrong order, and features that were not offered.
-        (Fault::Order, 12, u64s(&[0]), vec![event]),
-        (Fault::Unsupported, 12, u64s(&[0x100]), vec![]),
-        (Fault::Unsupported, 2, u64s(&[1 << 34]), vec![]),
-        (Fault::Unsupported, 16, u64s(&[PROTOCOL | 1 << 12]), vec![]),
-        (Fault::Unsupported, 39, u64s(&[0]), vec![]),
-        (Fault::Unsupported, 0, vec![], vec![]),
-        (Fault::Unsupported, 1000, vec![1; 100], vec![event]),
+        (FrontendFault::Order, 12, u64s(&[0]), vec![event]),
+        (FrontendFault::Unsupported, 12, u64s(&[0x100]), vec![]),
+        (FrontendFault::Unsupported, 2, u64s(&[1 << 34]), vec![]),
+        (
+            FrontendFault::Unsupported,
+            16,
+            u64s(&[PROTOCOL | 1 << 12]),
+            vec![],
+        ),
+        (FrontendFault::Unsupported, 39, u64s(&[0]), vec![]),
+        (FrontendFault::Unsupported, 0, vec![], vec![]),
+        (FrontendFault::Unsupported, 1000, vec![1; 100], vec![event]),
     ];
     for (case, (fault, request, payload, fds)) in cases.into_iter().enumerate() {
         let before = faults(&lab, fault);
@@ -192,12 +252,12 @@ fn without_need_reply_a_refusal_is_silent() {
     raw.send(16, 0, &u64s(&[PROTOCOL & !8]), &[]);
     raw.send(8, NEED_REPLY, &state(0, 3), &[]);
     raw.ping();
-    assert_eq!(faults(&lab, Fault::Payload), 2);
+    assert_eq!(faults(&lab, FrontendFault::Payload), 2);
     // A request that needs a protocol feature which was not negotiated is unknown.
     raw.send(16, 0, &u64s(&[8]), &[]);
     raw.send(34, NEED_REPLY, &[], &[]);
     assert_eq!(raw.reply_u64(34), 1);
-    assert_eq!(faults(&lab, Fault::Unsupported), 1);
+    assert_eq!(faults(&lab, FrontendFault::Unsupported), 1);
 }
 
 #[test]
@@ -208,7 +268,7 @@ fn a_failed_request_with_a_reply_of_its_own_ends_the_connection() {
     raw.send(11, NEED_REPLY, &state(3, 0), &[]);
     raw.expect_end();
     wait_for(&commands, "Disconnected");
-    assert_eq!(faults(&lab, Fault::Payload), 1);
+    assert_eq!(faults(&lab, FrontendFault::Payload), 1);
 }
 
 #[test]
@@ -218,13 +278,17 @@ fn a_broken_frame_ends_the_connection() {
     let many: Vec<OwnedFd> = (0..200).map(|_| event()).collect();
     let many: Vec<_> = many.iter().map(|fd| fd.as_fd()).collect();
     for (fault, bytes, fds) in [
-        (Fault::Header, header(1, 0, 0), &[][..]),
-        (Fault::Header, header(1, 2, 0), &[]),
-        (Fault::Header, header(1, 5, 0), &[]),
-        (Fault::PayloadTooLong, header(5, 1, 4097), &[]),
-        (Fault::PayloadTooLong, header(5, 1, u32::MAX), &[]),
+        (FrontendFault::Header, header(1, 0, 0), &[][..]),
+        (FrontendFault::Header, header(1, 2, 0), &[]),
+        (FrontendFault::Header, header(1, 5, 0), &[]),
+        (FrontendFault::PayloadTooLong, header(5, 1, 4097), &[]),
+        (FrontendFault::PayloadTooLong, header(5, 1, u32::MAX), &[]),
         // In either half of the message.
-        (Fault::TooManyDescriptors, header(1, 1, 0), &many[..]),
+        (
+            FrontendFault::TooManyDescriptors,
+            header(1, 1, 0),
+            &many[..],
+        ),
     ] {
         let before = faults(&lab, fault);
         let raw = lab.raw(0);
@@ -242,7 +306,7 @@ fn a_broken_frame_ends_the_connection() {
     raw.send_bytes(&[0; 4], &many[..54]).unwrap();
     raw.expect_end();
     wait_for(&commands, "Disconnected");
-    assert_eq!(faults(&lab, Fault::TooManyDescriptors), 2);
+    assert_eq!(faults(&lab, FrontendFault::TooManyDescriptors), 2);
     for half in [&header(1, 1, 0)[..5], &header(2, 1, 8)[..]] {
         let raw = lab.raw(0);
         // The connection is not read before the worker has answered `Connected`.
@@ -251,7 +315,7 @@ fn a_broken_frame_ends_the_connection() {
         drop(raw);
         wait_for(&commands, "Disconnected");
     }
-    assert_eq!(faults(&lab, Fault::Truncated), 2);
+    assert_eq!(faults(&lab, FrontendFault::Truncated), 2);
 }
 
 #[test]
@@ -320,7 +384,7 @@ fn a_command_refused_by_the_worker_is_refused_to_the_front_end() {
     raw.send(2, NEED_REPLY, &u64s(&[FEATURES]), &[]);
     worker.expect("SetFeatures").1.base(4);
     assert_eq!(raw.reply_u64(2), 1, "an answer to something else");
-    assert_eq!(faults(&lab, Fault::Worker), 3);
+    assert_eq!(faults(&lab, FrontendFault::Worker), 3);
     raw.send(2, NEED_REPLY, &u64s(&[FEATURES]), &[]);
     worker.done("SetFeatures");
     assert_eq!(raw.reply_u64(2), 0);

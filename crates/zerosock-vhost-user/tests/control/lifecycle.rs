@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 
-use zerosock_vhost_user::{DeviceCommand, Fault};
+use zerosock_vhost_user::{DeviceCommand, FrontendFault};
 
 use super::fake::*;
 
@@ -64,7 +64,7 @@ fn the_next_front_end_waits_until_disconnected_is_answered() {
     let_go.done();
     worker.done("Connected");
     second.ping();
-    assert_eq!(lab.control.stats(0).unwrap().faults(Fault::Busy), 1);
+    assert_eq!(lab.control.stats(0).unwrap().faults(FrontendFault::Busy), 1);
     let _commands = worker.answer_all();
 }
 
@@ -77,7 +77,7 @@ fn a_second_front_end_is_turned_away() {
     let second = lab.raw(0);
     second.expect_end();
     first.ping();
-    assert_eq!(lab.control.stats(0).unwrap().faults(Fault::Busy), 1);
+    assert_eq!(lab.control.stats(0).unwrap().faults(FrontendFault::Busy), 1);
 }
 
 #[test]
@@ -166,7 +166,10 @@ fn a_silent_front_end_is_disconnected_after_ten_seconds_and_other_vms_are_served
     // Returns after the silent front-end was disconnected.
     waiting.ping();
     silent.expect_end();
-    assert_eq!(lab.control.stats(0).unwrap().faults(Fault::Silent), 1);
-    assert_eq!(lab.control.stats(0).unwrap().faults(Fault::Busy), 0);
+    assert_eq!(
+        lab.control.stats(0).unwrap().faults(FrontendFault::Silent),
+        1
+    );
+    assert_eq!(lab.control.stats(0).unwrap().faults(FrontendFault::Busy), 0);
     lab.raw(1).ping();
 }

@@ -9,7 +9,7 @@ use rustix::fs::ftruncate;
 use zerosock_ring::DirtyLog;
 use zerosock_sys::account::{Budget, Limits};
 use zerosock_vhost_user::session::F_LOG_ALL;
-use zerosock_vhost_user::{DeviceCommand, Fault};
+use zerosock_vhost_user::{DeviceCommand, FrontendFault};
 
 use super::fake::*;
 use super::faults::faults;
@@ -115,7 +115,7 @@ fn logging_is_turned_on_and_off_while_queues_run() {
     // Nothing but the bit may change while queues run.
     let other = FEATURES & !(1 << 29) | F_LOG_ALL;
     assert_eq!(ask(&raw, 2, &u64s(&[other])), 1);
-    assert_eq!(faults(&lab, Fault::Order), 1);
+    assert_eq!(faults(&lab, FrontendFault::Order), 1);
 }
 
 /// A queue that starts during a migration is logged from its start.
@@ -149,30 +149,46 @@ fn a_log_that_cannot_be_used_ends_the_connection() {
     ftruncate(&open, 1 << 20).unwrap();
     let pipe = || rustix::pipe::pipe().unwrap().1;
     let ok = u64s(&[LOG, 0]);
-    let cases: Vec<(Fault, Vec<u8>, Vec<OwnedFd>)> = vec![
+    let cases: Vec<(FrontendFault, Vec<u8>, Vec<OwnedFd>)> = vec![
         // Too small for the memory.
-        (Fault::Memory, u64s(&[LOG - 1, 0]), vec![sealed()]),
-        (Fault::Memory, u64s(&[0, 0]), vec![sealed()]),
+        (FrontendFault::Memory, u64s(&[LOG - 1, 0]), vec![sealed()]),
+        (FrontendFault::Memory, u64s(&[0, 0]), vec![sealed()]),
         // Beyond its file, or beyond all addresses.
         (
-            Fault::Memory,
+            FrontendFault::Memory,
             u64s(&[LOG, (1 << 20) - LOG + 1]),
             vec![sealed()],
         ),
-        (Fault::Memory, u64s(&[LOG, u64::MAX]), vec![sealed()]),
-        (Fault::Memory, u64s(&[u64::MAX, 0]), vec![sealed()]),
-        (Fault::Memory, u64s(&[u64::MAX, u64::MAX]), vec![sealed()]),
-        (Fault::Memory, u64s(&[1 << 63, 1 << 63]), vec![sealed()]),
+        (
+            FrontendFault::Memory,
+            u64s(&[LOG, u64::MAX]),
+            vec![sealed()],
+        ),
+        (FrontendFault::Memory, u64s(&[u64::MAX, 0]), vec![sealed()]),
+        (
+            FrontendFault::Memory,
+            u64s(&[u64::MAX, u64::MAX]),
+            vec![sealed()],
+        ),
+        (
+            FrontendFault::Memory,
+            u64s(&[1 << 63, 1 << 63]),
+            vec![sealed()],
+        ),
         // Beyond the limit of this front-end.
-        (Fault::Memory, u64s(&[3 << 20, 0]), vec![memory(3 << 20)]),
+        (
+            FrontendFault::Memory,
+            u64s(&[3 << 20, 0]),
+            vec![memory(3 << 20)],
+        ),
         // Memory that can shrink, and what is no memory.
-        (Fault::Unsealed, ok.clone(), vec![open]),
-        (Fault::Descriptors, ok.clone(), vec![event()]),
-        (Fault::Descriptors, ok.clone(), vec![pipe()]),
-        (Fault::Descriptors, ok.clone(), vec![]),
-        (Fault::Descriptors, ok, vec![sealed(), sealed()]),
-        (Fault::Payload, u64s(&[LOG]), vec![sealed()]),
-        (Fault::Payload, u64s(&[LOG, 0, 0]), vec![sealed()]),
+        (FrontendFault::Unsealed, ok.clone(), vec![open]),
+        (FrontendFault::Descriptors, ok.clone(), vec![event()]),
+        (FrontendFault::Descriptors, ok.clone(), vec![pipe()]),
+        (FrontendFault::Descriptors, ok.clone(), vec![]),
+        (FrontendFault::Descriptors, ok, vec![sealed(), sealed()]),
+        (FrontendFault::Payload, u64s(&[LOG]), vec![sealed()]),
+        (FrontendFault::Payload, u64s(&[LOG, 0, 0]), vec![sealed()]),
     ];
     let (lab, mut workers) = Harness::with_limits(1, true, &Budget::new(whole, 1));
     let commands = workers.remove(0).answer_all();
@@ -203,7 +219,7 @@ fn the_log_has_a_bit_for_each_page_of_memory_and_used_rings() {
         assert_eq!(ask(&raw, 9, &logged(0, guest_addr)), 1, "{guest_addr:#x}");
         assert_eq!(ask(&raw, 2, &u64s(&[FEATURES])), 0);
     }
-    assert_eq!(faults(&lab, Fault::Memory), 3);
+    assert_eq!(faults(&lab, FrontendFault::Memory), 3);
     // Memory that the log does not reach is refused while pages are logged, and only then.
     let guest = memory(2 * MEMORY);
     let table = table(&[[0, 2 * MEMORY, USER, 0]]);
@@ -266,7 +282,7 @@ fn without_the_protocol_feature_there_is_no_log() {
     raw.send(16, 0, &u64s(&[PROTOCOL & !2]), &[]);
     raw.send(6, NEED_REPLY, &u64s(&[LOG, 0]), &[memory(LOG).as_fd()]);
     assert_eq!(raw.reply_u64(6), 1);
-    assert_eq!(faults(&lab, Fault::Unsupported), 1);
+    assert_eq!(faults(&lab, FrontendFault::Unsupported), 1);
     // The descriptor that would signal writes is closed, and with it the other end of a pipe.
     let (read, write) = rustix::pipe::pipe().unwrap();
     raw.send(7, NEED_REPLY, &[], &[write.as_fd()]);

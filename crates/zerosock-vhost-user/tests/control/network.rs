@@ -12,7 +12,9 @@ use zerosock_sys::account::Budget;
 use zerosock_sys::notify::ThreadCount;
 use zerosock_vhost_user::codec::Message;
 use zerosock_vhost_user::session::{F_LOG_ALL, F_VERSION_1, Session, Step};
-use zerosock_vhost_user::{DeviceCommand, DeviceModel, Fault, FrontendLink, ProtocolFeatures};
+use zerosock_vhost_user::{
+    DeviceCommand, DeviceModel, FrontendFault, FrontendLink, ProtocolFeatures,
+};
 
 use super::fake::*;
 use super::faults::faults;
@@ -52,9 +54,9 @@ impl DeviceModel for NetworkModel {
         vec![0, 0, 1]
     }
 
-    fn set_mtu(&self, config: &mut [u8], mtu: u16) -> Result<(), (Fault, String)> {
+    fn set_mtu(&self, config: &mut [u8], mtu: u16) -> Result<(), (FrontendFault, String)> {
         if mtu > 1500 {
-            return Err((Fault::Unsupported, "too long".into()));
+            return Err((FrontendFault::Unsupported, "too long".into()));
         }
         config[..2].copy_from_slice(&mtu.to_le_bytes());
         Ok(())
@@ -117,7 +119,7 @@ fn each_request_needs_its_protocol_feature() {
             &[1; 8]
         };
         assert_eq!(ask(&raw, request, payload), 1, "{request}");
-        assert_eq!(faults(&lab, Fault::Unsupported), 1);
+        assert_eq!(faults(&lab, FrontendFault::Unsupported), 1);
     }
     // A device of another kind offers none of them.
     let (lab, worker) = Harness::one();
@@ -137,7 +139,7 @@ fn requests_of_another_length_are_refused() {
         for len in [0, 6, 7, 9, 16] {
             assert_eq!(ask(&raw, request, &vec![0; len]), 1, "{request}: {len}");
         }
-        assert_eq!(faults(&lab, Fault::Payload), 5);
+        assert_eq!(faults(&lab, FrontendFault::Payload), 5);
         link(&commands);
         assert!(commands.try_recv().is_err(), "a command");
     }
@@ -167,7 +169,7 @@ fn an_announcement_that_was_not_sent_is_refused() {
     let (_, reply) = worker.expect("SendRarp");
     reply.failed("not now");
     assert_eq!(raw.reply_u64(SEND_RARP), 1);
-    assert_eq!(faults(&lab, Fault::Worker), 1);
+    assert_eq!(faults(&lab, FrontendFault::Worker), 1);
 }
 
 #[test]
@@ -176,8 +178,8 @@ fn an_mtu_is_checked_told_to_the_worker_and_kept_for_the_next_features() {
     let mtu = |wanted: u64| ask(&raw, SET_MTU, &u64s(&[wanted]));
     // More than the model takes, and more than an MTU can be.
     assert_eq!((mtu(1501), mtu(0x1_0000 + 1400), mtu(u64::MAX)), (1, 1, 1));
-    assert_eq!(faults(&lab, Fault::Unsupported), 1);
-    assert_eq!(faults(&lab, Fault::Payload), 2);
+    assert_eq!(faults(&lab, FrontendFault::Unsupported), 1);
+    assert_eq!(faults(&lab, FrontendFault::Payload), 2);
     assert_eq!(config(&raw), [0, 0, 1]);
     assert_eq!(mtu(1400), 0);
     let expected = [0x78, 0x05, 1];
@@ -217,7 +219,7 @@ fn the_status_is_kept_and_changes_nothing() {
         assert_eq!(ask(&raw, SET_STATUS, &u64s(&[value])), 1);
         assert_eq!(status(&raw), 143);
     }
-    assert_eq!(faults(&lab, Fault::Payload), 6);
+    assert_eq!(faults(&lab, FrontendFault::Payload), 6);
     link(&commands);
     assert!(commands.try_recv().is_err(), "the worker is not concerned");
     assert_eq!(ask(&raw, 34, &[]), 0);
@@ -263,7 +265,7 @@ fn features_that_are_not_offered_are_refused_by_name() {
     raw.send(2, 0, &more, &[]);
     raw.expect_end();
     wait_for(&commands, "Disconnected");
-    assert_eq!(faults(&lab, Fault::Unsupported), 2);
+    assert_eq!(faults(&lab, FrontendFault::Unsupported), 2);
 }
 
 #[test]

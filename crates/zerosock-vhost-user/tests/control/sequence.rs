@@ -6,7 +6,7 @@ use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag};
 use vhost::vhost_user::{Frontend, VhostUserFrontend, VhostUserProtocolFeatures};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vmm_sys_util::eventfd::EventFd;
-use zerosock_vhost_user::{DeviceCommand, Fault};
+use zerosock_vhost_user::{DeviceCommand, FrontendFault};
 
 use super::fake::*;
 
@@ -289,7 +289,10 @@ fn a_queue_may_be_enabled_before_the_features_are_set() {
     assert_eq!(raw.reply_u64(2), 0);
     raw.send(18, NEED_REPLY, &state(0, 1), &[]);
     assert_eq!(raw.reply_u64(18), 1);
-    assert_eq!(lab.control.stats(0).unwrap().faults(Fault::Order), 1);
+    assert_eq!(
+        lab.control.stats(0).unwrap().faults(FrontendFault::Order),
+        1
+    );
 }
 
 #[test]
@@ -355,9 +358,18 @@ fn the_configuration_space_has_eight_bytes() {
     write[4] = 8;
     raw.send(25, NEED_REPLY, &write, &[]);
     assert_eq!(raw.reply_u64(25), 1, "read-only");
-    assert_eq!(lab.control.stats(0).unwrap().faults(Fault::Unsupported), 1);
+    assert_eq!(
+        lab.control
+            .stats(0)
+            .unwrap()
+            .faults(FrontendFault::Unsupported),
+        1
+    );
     write[4] = 9;
     raw.send(25, NEED_REPLY, &write, &[]);
     assert_eq!(raw.reply_u64(25), 1, "fewer bytes than the size says");
-    assert_eq!(lab.control.stats(0).unwrap().faults(Fault::Payload), 1);
+    assert_eq!(
+        lab.control.stats(0).unwrap().faults(FrontendFault::Payload),
+        1
+    );
 }

@@ -9,12 +9,12 @@ const ROOM: usize = 32;
 /// A destination address (IPv4, IPv6, packet or vsock) in the form of the kernel.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[repr(C, align(8))]
-pub struct Address {
+pub struct SocketAddress {
     bytes: [u8; ROOM],
     len: u32,
 }
 
-impl Address {
+impl SocketAddress {
     /// The kernel's form of `address`, or none if it is longer than those of the internet, packet
     /// and vsock families (a Unix path).
     #[must_use]
@@ -66,16 +66,16 @@ mod tests {
     #[test]
     fn an_internet_address_has_the_kernels_layout() {
         let four: SocketAddr = "127.0.0.1:258".parse().expect("an address");
-        let address = Address::new(&four).expect("it is short");
+        let address = SocketAddress::new(&four).expect("it is short");
         assert_eq!(address.len(), 16);
         assert_eq!(&address.bytes[2..8], &[1, 2, 127, 0, 0, 1]);
         let six: SocketAddr = "[::1]:258".parse().expect("an address");
-        assert_eq!(Address::new(&six).expect("it is short").len(), 28);
+        assert_eq!(SocketAddress::new(&six).expect("it is short").len(), 28);
     }
 
     #[test]
     fn a_unix_path_is_refused() {
         let path = rustix::net::SocketAddrUnix::new("/a/path/that/is/long/enough/to/be/told/apart");
-        assert_eq!(Address::new(&path.expect("a path")), None);
+        assert_eq!(SocketAddress::new(&path.expect("a path")), None);
     }
 }

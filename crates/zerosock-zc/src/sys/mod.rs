@@ -38,17 +38,17 @@ mod zc_socket;
 
 use std::io;
 
-pub use address::Address;
+pub use address::SocketAddress;
 pub use buffers::{Buf, Mapped};
 pub(crate) use error_queue::read_ranges;
 pub use file::{FileMap, FilePart};
 pub use places::Key;
 pub use pool::{Pool, PoolBuf};
-pub use socket::{Kind, permit_zero_copy};
+pub use socket::{SocketKind, permit_zero_copy};
 pub(crate) use socket::{forget_pieces, kind, reset};
 pub use stable::{Piece, Stable};
 pub(crate) use unresolved::option_memory;
-pub use zc_socket::{Backend, ZcSocket};
+pub use zc_socket::{SendBackend, ZcSocket};
 
 /// Whether a request copies the buffer.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]

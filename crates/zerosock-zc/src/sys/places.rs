@@ -6,7 +6,7 @@
 //! are none.
 #![allow(unsafe_code)]
 
-use super::Address;
+use super::SocketAddress;
 
 /// Identifies a place of a `ZcSocket`. In another `ZcSocket` it identifies an unrelated place or
 /// none, so that a call may return the wrong buffer; this is safe.
@@ -24,7 +24,7 @@ impl Key {
 /// Storage for one buffer and its destination.
 pub(super) struct Place<B> {
     pub(super) buffer: Option<B>,
-    pub(super) address: Option<Address>,
+    pub(super) address: Option<SocketAddress>,
     /// Number of pending results.
     pub(super) results: u32,
     /// Number of pending notifications.
@@ -64,7 +64,7 @@ impl<B> Places<B> {
     }
 
     /// Stores a buffer in a free place; returns it if there is none.
-    pub(super) fn put(&mut self, buffer: B, address: Option<Address>) -> Result<Key, B> {
+    pub(super) fn put(&mut self, buffer: B, address: Option<SocketAddress>) -> Result<Key, B> {
         let Some(index) = self.free.pop() else {
             return Err(buffer);
         };
@@ -86,7 +86,7 @@ impl<B> Places<B> {
         self.get(key)?.buffer.as_ref()
     }
 
-    pub(super) fn address(&self, key: Key) -> Option<&Address> {
+    pub(super) fn address(&self, key: Key) -> Option<&SocketAddress> {
         self.get(key)?.address.as_ref()
     }
 
@@ -164,7 +164,7 @@ impl<B> Places<B> {
 
 /// The header that sendmsg(2) reads. It points to `pieces` and `address`: they must not move while
 /// it is in use.
-pub(super) fn header(pieces: &[libc::iovec], address: Option<&Address>) -> libc::msghdr {
+pub(super) fn header(pieces: &[libc::iovec], address: Option<&SocketAddress>) -> libc::msghdr {
     // SAFETY: all zeros is a valid `msghdr`: null pointers with zero lengths.
     let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
     header.msg_iov = pieces.as_ptr().cast_mut();

@@ -34,7 +34,7 @@ use std::sync::Arc;
 use io_uring::cqueue;
 
 use super::places::{Places, header};
-use super::{Address, Event, Key, NotStarted, Piece, Stable, Submission};
+use super::{Event, Key, NotStarted, Piece, SocketAddress, Stable, Submission};
 
 /// `IORING_NOTIF_USAGE_ZC_COPIED`, in a notification's result.
 pub(super) const COPIED: u32 = 1 << 31;
@@ -101,7 +101,7 @@ impl Request {
     }
 
     /// The message header, with destination `address`, which must not move until the result.
-    pub(super) fn header(&mut self, address: Option<&Address>) -> *const libc::msghdr {
+    pub(super) fn header(&mut self, address: Option<&SocketAddress>) -> *const libc::msghdr {
         let made = header(&self.pieces, address);
         let header = self.header.get_or_insert_with(|| Box::new(made));
         **header = made;

@@ -327,7 +327,7 @@ fn only_buffers_of_one_arena_form_a_request() {
 #[test]
 fn a_buffer_with_an_address_forms_a_request_alone() {
     let mut kernel = Kernel::new();
-    let address = Address::new(&std::net::SocketAddr::from(([127, 0, 0, 1], 9)));
+    let address = SocketAddress::new(&std::net::SocketAddr::from(([127, 0, 0, 1], 9)));
     let buffer = Buf::from(vec![1; 10]);
     let addressed = kernel.places.put(buffer, address).expect("a place");
     let plain = kernel.put(100);

@@ -23,7 +23,7 @@ use super::socket_state::SocketState;
 use super::unresolved::{
     UnresolvedNotification, has_no_unreported_id, may_have_taken_id, probe, sockopt_is_set,
 };
-use super::{Address, Key, Kind, NotStarted, SendMode, Stable, Started, Submission};
+use super::{Key, NotStarted, SendMode, SocketAddress, SocketKind, Stable, Started, Submission};
 
 /// The most reads of the error queue in a row: peers can fill it as well (IP_RECVERR).
 const MAX_READS: usize = 64;
@@ -42,7 +42,7 @@ pub(super) struct SendmsgBackend {
     assigns_ids: bool,
     /// Ranges that were reported while the first id was unknown.
     unmatched: Vec<ReportedRange>,
-    kind: Kind,
+    kind: SocketKind,
     /// A send that failed and may have taken an id.
     unresolved: Option<UnresolvedNotification>,
     /// The socket is UDP: a send can fail after it took an id.
@@ -60,7 +60,7 @@ pub(super) struct SendmsgBackend {
 
 impl SendmsgBackend {
     /// A back-end for a socket of this kind; `zero_copy` if SO_ZEROCOPY is set.
-    pub(super) fn new(kind: Kind, zero_copy: bool) -> Self {
+    pub(super) fn new(kind: SocketKind, zero_copy: bool) -> Self {
         Self {
             zero_copy,
             ids: NotificationIds::default(),
@@ -70,7 +70,7 @@ impl SendmsgBackend {
             unmatched: Vec::new(),
             kind,
             unresolved: None,
-            datagrams: matches!(kind, Kind::Udp4 | Kind::Udp6),
+            datagrams: matches!(kind, SocketKind::Udp4 | SocketKind::Udp6),
             corked: false,
             error: None,
             full: false,
@@ -182,8 +182,10 @@ impl SendmsgBackend {
             return false;
         }
         let next = match self.kind {
-            Kind::Tcp4 | Kind::Tcp6 if has_sent_nothing(state.socket.as_fd()) => Some(0),
-            Kind::Udp4 | Kind::Udp6 => {
+            SocketKind::Tcp4 | SocketKind::Tcp6 if has_sent_nothing(state.socket.as_fd()) => {
+                Some(0)
+            }
+            SocketKind::Udp4 | SocketKind::Udp6 => {
                 // A probe would be appended to the datagram that the socket is collecting.
                 let corked = self.corked
                     || sockopt_is_set(state.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK);
@@ -400,7 +402,7 @@ impl SendmsgBackend {
 pub(super) fn send(
     socket: BorrowedFd<'_>,
     pieces: &[libc::iovec],
-    address: Option<&Address>,
+    address: Option<&SocketAddress>,
     zero_copy: bool,
     flags: i32,
 ) -> io::Result<usize> {

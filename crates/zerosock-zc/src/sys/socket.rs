@@ -13,7 +13,7 @@ const SO_ZEROCOPY: libc::c_int = 60;
 
 /// The kind of a socket.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
-pub enum Kind {
+pub enum SocketKind {
     /// TCP over IPv4.
     Tcp4,
     /// TCP over IPv6.
@@ -39,7 +39,7 @@ pub enum Kind {
     OtherDatagram,
 }
 
-impl Kind {
+impl SocketKind {
     /// Whether the socket has no message boundaries, so that the sender must keep order and
     /// completeness.
     #[must_use]
@@ -59,21 +59,21 @@ impl Kind {
 ///
 /// # Errors
 /// ENOTSOCK if it is no socket.
-pub(crate) fn kind(socket: impl AsFd) -> io::Result<Kind> {
+pub(crate) fn kind(socket: impl AsFd) -> io::Result<SocketKind> {
     let kind = sockopt::socket_type(&socket)?;
     let family = sockopt::socket_domain(&socket)?;
     let stream = kind == SocketType::STREAM;
     Ok(match family {
-        AddressFamily::INET if stream => Kind::Tcp4,
-        AddressFamily::INET6 if stream => Kind::Tcp6,
-        AddressFamily::INET if kind == SocketType::DGRAM => Kind::Udp4,
-        AddressFamily::INET6 if kind == SocketType::DGRAM => Kind::Udp6,
-        AddressFamily::INET | AddressFamily::INET6 => Kind::Raw,
-        AddressFamily::PACKET => Kind::Packet,
-        AddressFamily::VSOCK if stream => Kind::VsockStream,
-        AddressFamily::VSOCK => Kind::VsockMessages,
-        _ if stream => Kind::OtherStream,
-        _ => Kind::OtherDatagram,
+        AddressFamily::INET if stream => SocketKind::Tcp4,
+        AddressFamily::INET6 if stream => SocketKind::Tcp6,
+        AddressFamily::INET if kind == SocketType::DGRAM => SocketKind::Udp4,
+        AddressFamily::INET6 if kind == SocketType::DGRAM => SocketKind::Udp6,
+        AddressFamily::INET | AddressFamily::INET6 => SocketKind::Raw,
+        AddressFamily::PACKET => SocketKind::Packet,
+        AddressFamily::VSOCK if stream => SocketKind::VsockStream,
+        AddressFamily::VSOCK => SocketKind::VsockMessages,
+        _ if stream => SocketKind::OtherStream,
+        _ => SocketKind::OtherDatagram,
     })
 }
 
@@ -142,8 +142,8 @@ pub(crate) fn forget_pieces(socket: impl AsFd) -> io::Result<()> {
     // The longest piece that passes the first check of the length; it does not fit into a datagram.
     static TOO_LONG: [u8; 0xffff] = [0; 0xffff];
     match kind(&socket)? {
-        Kind::Udp4 | Kind::Udp6 => {}
-        Kind::Raw => return Err(io::ErrorKind::Unsupported.into()),
+        SocketKind::Udp4 | SocketKind::Udp6 => {}
+        SocketKind::Raw => return Err(io::ErrorKind::Unsupported.into()),
         // Each send is a message of its own.
         _ => return Ok(()),
     }
@@ -193,9 +193,9 @@ mod tests {
         let tcp = TcpListener::bind("127.0.0.1:0").expect("a listener");
         let udp = UdpSocket::bind("127.0.0.1:0").expect("a socket");
         let (unix, _peer) = std::os::unix::net::UnixStream::pair().expect("a pair");
-        assert_eq!(kind(&tcp).expect("a socket"), Kind::Tcp4);
-        assert_eq!(kind(&udp).expect("a socket"), Kind::Udp4);
-        assert_eq!(kind(&unix).expect("a socket"), Kind::OtherStream);
+        assert_eq!(kind(&tcp).expect("a socket"), SocketKind::Tcp4);
+        assert_eq!(kind(&udp).expect("a socket"), SocketKind::Udp4);
+        assert_eq!(kind(&unix).expect("a socket"), SocketKind::OtherStream);
         assert!(permit_zero_copy(&tcp).expect("an answer"));
         assert!(permit_zero_copy(&udp).expect("an answer"));
         assert!(!permit_zero_copy(&unix).expect("an answer"));

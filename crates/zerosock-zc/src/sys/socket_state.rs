@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 
 use super::places::Places;
 use super::requests::Requests;
-use super::{Kind, SendMode};
+use super::{SendMode, SocketKind};
 
 /// The longest request, in bytes; the kernel takes no more in one call (MAX_RW_COUNT).
 const MAX_REQUEST_LEN: usize = 0x7fff_f000;
@@ -18,7 +18,7 @@ pub(super) struct SocketState<B> {
     pub(super) socket: OwnedFd,
     pub(super) places: Places<B>,
     pub(super) requests: Requests,
-    pub(super) kind: Kind,
+    pub(super) kind: SocketKind,
     /// Number of system calls to send, to poll and to wait.
     pub(super) system_calls: u64,
     /// Number of messages of the error queue that were no notifications.
@@ -29,7 +29,7 @@ impl<B> SocketState<B> {
     /// Length of the longest request, in bytes.
     pub(super) fn longest(&self, mode: SendMode) -> usize {
         match self.kind {
-            Kind::VsockStream if mode == SendMode::ZeroCopy => MAX_VSOCK_PACKET,
+            SocketKind::VsockStream if mode == SendMode::ZeroCopy => MAX_VSOCK_PACKET,
             _ => MAX_REQUEST_LEN,
         }
     }

@@ -23,7 +23,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use super::places::header;
 use super::requests::RequestId;
 use super::socket_state::SocketState;
-use super::{Address, Key, Kind, Piece};
+use super::{Key, Piece, SocketAddress, SocketKind};
 
 /// An upper bound of a datagram's length, in bytes: a longer one fails before it takes an id.
 const MAX_DATAGRAM: usize = 0xffff;
@@ -53,10 +53,10 @@ pub(super) fn probe<B>(state: &mut SocketState<B>, key: Key) -> Option<i32> {
     // The route to the destination may be gone: a probe to the loopback address has one.
     state.system_calls += 1;
     let home: IpAddr = match state.kind {
-        Kind::Udp6 => Ipv6Addr::LOCALHOST.into(),
+        SocketKind::Udp6 => Ipv6Addr::LOCALHOST.into(),
         _ => Ipv4Addr::LOCALHOST.into(),
     };
-    let home = Address::new(&SocketAddr::new(home, 9));
+    let home = SocketAddress::new(&SocketAddr::new(home, 9));
     send_probe(state.socket.as_fd(), home.as_ref());
     first
 }
@@ -109,7 +109,7 @@ fn reports_drops(socket: BorrowedFd<'_>) -> bool {
 /// kernel refuses it (EINVAL) when it is complete, after it took an id, and reports that id at
 /// once. Nothing is transmitted. Returns the error number, or none if the kernel accepted the
 /// datagram.
-fn send_probe(socket: BorrowedFd<'_>, address: Option<&Address>) -> Option<i32> {
+fn send_probe(socket: BorrowedFd<'_>, address: Option<&SocketAddress>) -> Option<i32> {
     static BYTES: [u8; 1 << 14] = [0; 1 << 14];
     #[repr(C)]
     struct Control {

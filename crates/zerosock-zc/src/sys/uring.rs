@@ -28,7 +28,7 @@ use super::arenas::Arenas;
 use super::places::{Place, header};
 use super::requests::{CompletionEntry, GatherRules, Request};
 use super::socket_state::SocketState;
-use super::{Event, Key, Kind, NotStarted, Piece, SendMode, Stable, Started, Submission};
+use super::{Event, Key, NotStarted, Piece, SendMode, SocketKind, Stable, Started, Submission};
 
 /// `IORING_SEND_ZC_REPORT_USAGE`: the notification says whether the kernel copied (Linux 6.2, and
 /// stable releases of 6.1).
@@ -217,7 +217,7 @@ impl UringBackend {
     }
 
     /// The flags of a request of `total` bytes.
-    fn flags(&mut self, total: usize, kind: Kind, submission: Submission) -> i32 {
+    fn flags(&mut self, total: usize, kind: SocketKind, submission: Submission) -> i32 {
         let mut flags = libc::MSG_NOSIGNAL;
         if submission.whole {
             flags |= libc::MSG_WAITALL;

@@ -12,13 +12,13 @@ use super::sendmsg::SendmsgBackend;
 use super::socket_state::SocketState;
 use super::uring::UringBackend;
 use super::{
-    Address, Event, Key, Kind, NotStarted, Stable, Started, Submission, kind, orphans,
+    Event, Key, NotStarted, SocketAddress, SocketKind, Stable, Started, Submission, kind, orphans,
     permit_zero_copy, reset,
 };
 
 /// How sends reach the kernel.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
-pub enum Backend {
+pub enum SendBackend {
     /// io_uring: SEND_ZC and SENDMSG_ZC, registered memory, completions in shared memory. Linux
     /// 6.2, and stable releases of 6.1.
     Uring,
@@ -45,7 +45,7 @@ struct Inner<B> {
     // when no result or notification is pending.
     implementation: BackendImpl,
     state: SocketState<B>,
-    backend: Backend,
+    backend: SendBackend,
     /// Why io_uring could not be used.
     refused: Option<io::ErrorKind>,
     /// When the stream of a dropped socket is reset, if its buffers are not free by then.
@@ -71,31 +71,36 @@ impl<B: Stable> ZcSocket<B> {
     pub fn open(
         socket: OwnedFd,
         capacity: u32,
-        wanted: Option<Backend>,
-    ) -> io::Result<(Self, Kind)> {
+        wanted: Option<SendBackend>,
+    ) -> io::Result<(Self, SocketKind)> {
         let kind = kind(&socket)?;
-        if kind == Kind::VsockMessages {
+        if kind == SocketKind::VsockMessages {
             return Err(io::ErrorKind::Unsupported.into());
         }
-        let permitted = wanted != Some(Backend::Copy) && permit_zero_copy(&socket)?;
+        let permitted = wanted != Some(SendBackend::Copy) && permit_zero_copy(&socket)?;
         let mut refused = None;
         let (implementation, backend) = match (wanted, permitted) {
-            (Some(Backend::Copy) | None, false) => (None, Backend::Copy),
+            (Some(SendBackend::Copy) | None, false) => (None, SendBackend::Copy),
             (Some(_), false) => return Err(io::ErrorKind::Unsupported.into()),
-            (Some(Backend::Uring), true) => {
-                (Some(UringBackend::open(&socket, capacity)?), Backend::Uring)
-            }
+            (Some(SendBackend::Uring), true) => (
+                Some(UringBackend::open(&socket, capacity)?),
+                SendBackend::Uring,
+            ),
             (None, true) => match UringBackend::open(&socket, capacity) {
-                Ok(uring) => (Some(uring), Backend::Uring),
+                Ok(uring) => (Some(uring), SendBackend::Uring),
                 Err(why) => {
                     refused = Some(why.kind());
-                    (None, Backend::ErrorQueue)
+                    (None, SendBackend::ErrorQueue)
                 }
             },
             (Some(wanted), true) => (None, wanted),
         };
-        let sendmsg =
-            || BackendImpl::Sendmsg(SendmsgBackend::new(kind, backend == Backend::ErrorQueue));
+        let sendmsg = || {
+            BackendImpl::Sendmsg(SendmsgBackend::new(
+                kind,
+                backend == SendBackend::ErrorQueue,
+            ))
+        };
         let inner = Inner {
             implementation: implementation.map_or_else(sendmsg, BackendImpl::Uring),
             state: SocketState {
@@ -123,7 +128,7 @@ impl<B: Stable> ZcSocket<B> {
 
     /// The back-end in use.
     #[must_use]
-    pub fn backend(&self) -> Backend {
+    pub fn backend(&self) -> SendBackend {
         self.inner.backend
     }
 
@@ -143,7 +148,7 @@ impl<B: Stable> ZcSocket<B> {
     ///
     /// # Errors
     /// The buffer, if no place is free.
-    pub fn put(&mut self, buffer: B, address: Option<Address>) -> Result<Key, B> {
+    pub fn put(&mut self, buffer: B, address: Option<SocketAddress>) -> Result<Key, B> {
         self.inner.state.places.put(buffer, address)
     }
 

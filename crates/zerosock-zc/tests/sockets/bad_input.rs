@@ -6,14 +6,14 @@ use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::time::Duration;
 
 use zerosock_zc::{
-    Backend, Buf, Completion, OpenError, Outgoing, Pool, Refusal, Sender, Threshold,
+    Buf, Completion, Outgoing, Pool, Refusal, SendBackend, Sender, SenderOpenError, Threshold,
 };
 
 use crate::network::{BACKENDS, SINK, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn pair(backend: Backend) -> (Sender<Buf>, UdpSocket) {
+fn pair(backend: SendBackend) -> (Sender<Buf>, UdpSocket) {
     let receiver = UdpSocket::bind("127.0.0.1:0").expect("loopback");
     let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
     socket
@@ -29,21 +29,24 @@ fn pair(backend: Backend) -> (Sender<Buf>, UdpSocket) {
 #[test]
 fn opening_an_unsupported_descriptor_returns_the_cause() {
     let null = File::open("/dev/null").expect("the null device");
-    assert!(matches!(Sender::open(null), Err(OpenError::NotASocket)));
+    assert!(matches!(
+        Sender::open(null),
+        Err(SenderOpenError::NotASocket)
+    ));
     let socket = || UdpSocket::bind("127.0.0.1:0").expect("loopback");
     for places in [0, 1 << 15] {
         let opened = Sender::builder().capacity(places).open::<Buf>(socket());
-        assert!(matches!(opened, Err(OpenError::Capacity(found)) if found == places));
+        assert!(matches!(opened, Err(SenderOpenError::Capacity(found)) if found == places));
     }
     let unix = std::os::unix::net::UnixDatagram::unbound().expect("a socket");
-    for backend in [Backend::Uring, Backend::ErrorQueue] {
+    for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
         let socket = unix.try_clone().expect("a socket");
         let opened = Sender::builder().backend(backend).open::<Buf>(socket);
-        assert!(matches!(opened, Err(OpenError::Unavailable(found)) if found == backend));
+        assert!(matches!(opened, Err(SenderOpenError::Unavailable(found)) if found == backend));
     }
     // Without a requested back-end it copies, and reports that.
     let sender = Sender::open(unix).expect("a sender");
-    assert_eq!(sender.report().backend, Backend::Copy);
+    assert_eq!(sender.report().backend, SendBackend::Copy);
 }
 
 #[test]
@@ -244,7 +247,7 @@ fn a_sender_whose_buffers_are_not_taken_refuses() {
         for notifications in [true, false] {
             let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
             socket.connect(SINK[0]).expect("a route");
-            let builder = Sender::builder().backend(Backend::ErrorQueue);
+            let builder = Sender::builder().backend(SendBackend::ErrorQueue);
             let builder = match notifications {
                 true => builder,
                 false => builder.inline_completions().threshold(Threshold::Bytes(2)),

@@ -3,14 +3,14 @@
 use std::net::UdpSocket;
 use std::time::Duration;
 
-use zerosock_zc::{Backend, Completion, Copying, Outgoing, Sender};
+use zerosock_zc::{Completion, Copying, Outgoing, SendBackend, Sender};
 
 use crate::network::{BACKENDS, SINK, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const SENDS: u64 = 500;
 
-fn sender(backend: Backend) -> Sender<Vec<u8>> {
+fn sender(backend: SendBackend) -> Sender<Vec<u8>> {
     let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
     socket.connect(SINK[0]).expect("a route");
     let builder = Sender::builder().backend(backend).capacity(1024);
@@ -33,9 +33,9 @@ fn read(sender: &mut Sender<Vec<u8>>) {
 }
 
 /// Before the first, what it costs to find out which number it has.
-fn beginning(backend: Backend) -> u64 {
+fn beginning(backend: SendBackend) -> u64 {
     match backend {
-        Backend::ErrorQueue => 3,
+        SendBackend::ErrorQueue => 3,
         _ => 0,
     }
 }
@@ -45,9 +45,9 @@ fn inline_completions_cost_no_call_over_io_uring_and_one_over_the_error_queue() 
     with_sink("being_told_inline", || {
         // With the error queue: each send, and a look behind it.
         for (backend, each) in [
-            (Backend::Uring, 1),
-            (Backend::ErrorQueue, 2),
-            (Backend::Copy, 1),
+            (SendBackend::Uring, 1),
+            (SendBackend::ErrorQueue, 2),
+            (SendBackend::Copy, 1),
         ] {
             let mut sender = sender(backend);
             let mut room = [Completion::default(); 16];
@@ -83,7 +83,7 @@ fn taking_buffers_costs_no_system_call() {
             }
             // With the error queue: a look for each 16.
             let looks = match backend {
-                Backend::ErrorQueue => SENDS / 16,
+                SendBackend::ErrorQueue => SENDS / 16,
                 _ => 0,
             };
             let calls = sender.stats().system_calls;
@@ -97,7 +97,7 @@ fn taking_buffers_costs_no_system_call() {
 #[test]
 fn one_submission_costs_one_call_over_io_uring() {
     with_sink("what_is_submitted_together", || {
-        let mut sender = sender(Backend::Uring);
+        let mut sender = sender(SendBackend::Uring);
         for _ in 0..10 {
             for _ in 0..50 {
                 let pushed = sender.push(outgoing());

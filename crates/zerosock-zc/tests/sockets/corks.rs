@@ -3,14 +3,14 @@
 use std::net::UdpSocket;
 use std::time::Duration;
 
-use zerosock_zc::{Backend, Copying, Outgoing, Sender};
+use zerosock_zc::{Copying, Outgoing, SendBackend, Sender};
 
 use crate::network::BACKENDS;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A receiver, and a sender to it.
-pub(crate) fn datagrams(backend: Backend) -> (Sender<Vec<u8>>, UdpSocket) {
+pub(crate) fn datagrams(backend: SendBackend) -> (Sender<Vec<u8>>, UdpSocket) {
     let receiver = UdpSocket::bind("127.0.0.1:0").expect("loopback");
     receiver.set_read_timeout(Some(PATIENCE)).expect("a socket");
     let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use rustix::net::sockopt::{set_socket_recv_buffer_size_force, set_socket_send_buffer_size};
-use zerosock_zc::{Backend, Buf, Copying, Outgoing, Pool, Sender, SharedSender};
+use zerosock_zc::{Buf, Copying, Outgoing, Pool, SendBackend, Sender, SharedSender};
 
 use crate::network::{BACKENDS, fill, slow_down, with_cable};
 use crate::streams::check;
@@ -22,7 +22,7 @@ fn a_late_notification_returns_no_buffer() {
     const HEAD: usize = 1_200_000;
     const REST: usize = 16_384;
     const TURNS: u64 = 6;
-    for backend in [Backend::Uring, Backend::ErrorQueue] {
+    for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
         let (told, address) = mpsc::channel::<SocketAddr>();
         let near = move || {
             slow_down();

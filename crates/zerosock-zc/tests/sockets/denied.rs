@@ -6,7 +6,7 @@
 use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::time::Duration;
 
-use zerosock_zc::{Backend, Copying, Outgoing, Pool, PoolBuf, Sender};
+use zerosock_zc::{Copying, Outgoing, Pool, PoolBuf, SendBackend, Sender};
 
 use crate::alone::{alone, skip};
 use crate::faults::{limit_locked_memory, without_uring};
@@ -20,7 +20,7 @@ fn io_uring_is_tried_again_after_a_refusal() {
         let address = listener.local_addr().expect("an address");
         let open = || {
             let socket = TcpStream::connect(address).expect("loopback");
-            let builder = Sender::builder().backend(Backend::Uring);
+            let builder = Sender::builder().backend(SendBackend::Uring);
             builder.open::<Vec<u8>>(socket).is_ok()
         };
         without_uring(|| assert!(!open()));
@@ -38,7 +38,7 @@ fn a_pool_is_registered_when_memory_may_be_locked_again() {
         let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
         let address = peer.local_addr().expect("an address");
         socket.connect(address).expect("loopback");
-        let builder = Sender::builder().backend(Backend::Uring);
+        let builder = Sender::builder().backend(SendBackend::Uring);
         let mut sender: Sender<PoolBuf> = builder.open(socket).expect("a sender");
         let mut send = || {
             let outgoing = Outgoing::new(pool.loan().expect("a block")).copying(Copying::Never);

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
-use zerosock_zc::{Backend, CloseOutcome, Closed, Copying, KeepReason, Outgoing, Sender};
+use zerosock_zc::{CloseOutcome, Closed, Copying, KeepReason, Outgoing, SendBackend, Sender};
 
 use crate::network::{BACKENDS, fill};
 use crate::streams::check;
@@ -28,7 +28,11 @@ pub(crate) fn pair() -> (TcpStream, TcpStream) {
 }
 
 /// A sender of `ALL` bytes, of which the kernel has what it takes.
-pub(crate) fn with_much(socket: TcpStream, backend: Backend, copying: Copying) -> Sender<Vec<u8>> {
+pub(crate) fn with_much(
+    socket: TcpStream,
+    backend: SendBackend,
+    copying: Copying,
+) -> Sender<Vec<u8>> {
     let builder = Sender::builder().backend(backend).capacity(SENDS as u32);
     let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
     for index in 0..SENDS {
@@ -59,7 +63,7 @@ pub(crate) fn read_to_reset(mut far: TcpStream) -> u64 {
     }
 }
 
-fn assert_timed_out(closed: &Closed<Vec<u8>>, backend: Backend) {
+fn assert_timed_out(closed: &Closed<Vec<u8>>, backend: SendBackend) {
     assert!(
         matches!(closed.outcome, CloseOutcome::TimedOut),
         "{backend:?}"
@@ -151,7 +155,7 @@ fn a_stream_is_reset_when_the_close_times_out() {
 /// The kernel has taken all of it, but the receiver has not: what the sender holds is another's.
 #[test]
 fn buffers_of_a_slow_receiver_are_free_after_the_timeout() {
-    for backend in [Backend::Uring, Backend::ErrorQueue] {
+    for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
         let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
         sockopt::set_socket_recv_buffer_size(&listener, 4096).expect("a socket");
         let socket = TcpStream::connect(listener.local_addr().expect("it")).expect("loopback");
@@ -232,7 +236,7 @@ fn into_socket_returns_the_socket_of_an_idle_sender() {
 #[test]
 fn a_broken_stream_keeps_its_socket() {
     let (socket, far) = pair();
-    let mut sender = with_much(socket, Backend::Copy, Copying::Never);
+    let mut sender = with_much(socket, SendBackend::Copy, Copying::Never);
     sender.cancel().expect("the kernel answers");
     let kept = sender.into_socket().expect_err("there is a gap");
     assert!(matches!(kept.why, KeepReason::Broken(_)));
@@ -246,7 +250,7 @@ fn closing_ends_the_connection_at_once() {
     let took = (0..20).map(|_| {
         let socket = TcpStream::connect(listener.local_addr().expect("it")).expect("loopback");
         let mut peer = listener.accept().expect("a stream").0;
-        let builder = Sender::builder().backend(Backend::Uring);
+        let builder = Sender::builder().backend(SendBackend::Uring);
         let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
         let outgoing = Outgoing::new(vec![1; 5000]).copying(Copying::Never);
         let sent = sender.send(outgoing).map_err(|refused| refused.why);

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
-use zerosock_zc::{Backend, Copying, OpenError, Outgoing, Sender};
+use zerosock_zc::{Copying, Outgoing, SendBackend, Sender, SenderOpenError};
 
 use crate::alone::alone;
 use crate::corks::{datagrams, outcomes, push};
@@ -49,18 +49,18 @@ fn without_io_uring_the_error_queue_is_used() {
         let peer = listener.accept().expect("a stream").0;
         let again = socket.try_clone().expect("a socket");
         let opened = Sender::builder()
-            .backend(Backend::Uring)
+            .backend(SendBackend::Uring)
             .open::<Vec<u8>>(again);
         assert!(
             matches!(
                 opened,
-                Err(OpenError::Unavailable(Backend::Uring) | OpenError::Call(_))
+                Err(SenderOpenError::Unavailable(SendBackend::Uring) | SenderOpenError::Call(_))
             ),
             "{opened:?}"
         );
         let mut sender: Sender<Vec<u8>> = Sender::builder().open(socket).expect("a sender");
         let report = sender.report();
-        assert_eq!(report.backend, Backend::ErrorQueue);
+        assert_eq!(report.backend, SendBackend::ErrorQueue);
         assert_eq!(report.uring_refused, Some(ErrorKind::PermissionDenied));
         let mut bytes = vec![0; 1 << 20];
         fill(&mut bytes, 0);
@@ -83,7 +83,7 @@ fn io_uring_forbidden_later_frees_unsubmitted_buffers() {
     let address = listener.local_addr().expect("an address");
     let socket = TcpStream::connect(address).expect("loopback");
     let mut peer = listener.accept().expect("a stream").0;
-    let builder = Sender::builder().backend(Backend::Uring);
+    let builder = Sender::builder().backend(SendBackend::Uring);
     let mut sender: Sender<Arc<[u8]>> = builder.open(socket).expect("a sender");
     let bytes: Arc<[u8]> = vec![1; 50_000].into();
     let send = |sender: &mut Sender<_>| {
@@ -170,7 +170,7 @@ fn a_limit_of_locked_memory_does_not_stall_a_sender() {
 
 fn send_with_little_locked_memory() {
     let _ = limit_locked_memory(64 << 10);
-    for backend in [Backend::Uring, Backend::ErrorQueue] {
+    for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
         let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
         socket.connect(SINK[0]).expect("a route");
         let builder = Sender::builder().backend(backend).capacity(64);
@@ -204,7 +204,7 @@ fn pieces_without_memory_are_in_no_other_datagram() {
 
 fn send_pieces_with_little_locked_memory() {
     let _ = limit_locked_memory(64 << 10);
-    for backend in [Backend::Uring, Backend::ErrorQueue] {
+    for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
         let (mut sender, receiver) = datagrams(backend);
         for together in [true, false] {
             push(&mut sender, 1000, true, Copying::Always);

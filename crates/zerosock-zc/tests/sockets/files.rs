@@ -5,7 +5,7 @@ use std::net::{TcpListener, TcpStream};
 use std::thread;
 use std::time::Duration;
 
-use zerosock_zc::{Backend, Copying, FileMap, FilePart, Outgoing, Sender};
+use zerosock_zc::{Copying, FileMap, FilePart, Outgoing, SendBackend, Sender};
 
 use crate::network::{BACKENDS, fill};
 use crate::streams::check;
@@ -21,7 +21,7 @@ fn file() -> std::fs::File {
     file
 }
 
-fn pair(backend: zerosock_zc::Backend) -> (Sender<FilePart>, TcpStream) {
+fn pair(backend: zerosock_zc::SendBackend) -> (Sender<FilePart>, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let socket = TcpStream::connect(listener.local_addr().expect("an address"));
     let builder = Sender::builder().backend(backend).capacity(4);
@@ -87,7 +87,7 @@ fn a_send_longer_than_a_request_keeps_the_stream_order() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let socket = TcpStream::connect(listener.local_addr().expect("an address"));
     let mut far = listener.accept().expect("a stream").0;
-    let builder = Sender::builder().backend(Backend::Uring).capacity(4);
+    let builder = Sender::builder().backend(SendBackend::Uring).capacity(4);
     let socket = socket.expect("loopback");
     let mut sender: Sender<Vec<FilePart>> = builder.open(socket).expect("a sender");
     let file = tempfile::tempfile().expect("a file");

@@ -6,7 +6,7 @@ use std::net::{TcpListener, TcpStream};
 use std::process::ExitStatus;
 use std::time::Duration;
 
-use zerosock_zc::{Backend, Copying, OpenError, Outgoing, Sender};
+use zerosock_zc::{Copying, Outgoing, SendBackend, Sender, SenderOpenError};
 
 use crate::network::BACKENDS;
 
@@ -39,13 +39,13 @@ fn forked(child: impl FnOnce()) -> ExitStatus {
 }
 
 /// With sends that are queued, under way, and finished but not handled.
-fn drops_it(backend: Backend) {
+fn drops_it(backend: SendBackend) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("an address");
     let socket = TcpStream::connect(listener.local_addr().expect("it is bound")).expect("a peer");
     let (mut peer, _) = listener.accept().expect("a connection");
     peer.set_read_timeout(Some(PATIENCE)).expect("a time");
     let opened = Sender::builder().backend(backend).open(socket);
-    if let Err(OpenError::Unavailable(_) | OpenError::Call(_)) = opened {
+    if let Err(SenderOpenError::Unavailable(_) | SenderOpenError::Call(_)) = opened {
         eprintln!("no {backend:?} here");
         return;
     }

@@ -6,7 +6,9 @@ use std::sync::mpsc::{Receiver, Sender as Teller, channel};
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_size};
-use zerosock_zc::{Backend, Completion, Copying, Outgoing, Pool, PoolBuf, Returned, Sender, Sent};
+use zerosock_zc::{
+    Completion, Copying, Outgoing, Pool, PoolBuf, Returned, SendBackend, Sender, Sent,
+};
 
 use crate::network::{BACKENDS, CABLE, byte, fill, with_cable};
 use crate::streams::check;
@@ -29,7 +31,7 @@ fn push(sender: &mut Sender<Vec<u8>>, bytes: Vec<u8>, copying: Copying) {
 /// A sender near, and a far end that has its stream.
 fn over_cable(
     name: &str,
-    backend: Backend,
+    backend: SendBackend,
     near: impl FnOnce(TcpStream) -> u64 + Send,
     far: impl FnOnce(TcpStream) -> u64 + Send,
 ) {
@@ -54,7 +56,7 @@ fn over_cable(
     }
 }
 
-fn open(backend: Backend, socket: TcpStream) -> Sender<Vec<u8>> {
+fn open(backend: SendBackend, socket: TcpStream) -> Sender<Vec<u8>> {
     let builder = Sender::builder().backend(backend).inline_completions();
     builder.capacity(512).open(socket).expect("a sender")
 }
@@ -83,10 +85,10 @@ fn waiting_sends_become_one_request_and_each_is_reported() {
             }
             assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
             let expected = match backend {
-                Backend::Copy => 1 + 2 + 2,
+                SendBackend::Copy => 1 + 2 + 2,
                 _ => 1 + 3 + 3,
             };
-            if backend == Backend::Uring {
+            if backend == SendBackend::Uring {
                 assert_eq!(sender.stats().requests, expected, "{backend:?}");
             } else {
                 // A call that does not wait can take a part.
@@ -232,7 +234,7 @@ fn cancelled_sends_report_the_bytes_taken() {
 }
 
 /// Sends until the window of the peer is full, and waits for the buffers of acknowledged bytes.
-fn goes_on(backend: Backend, one_by_one: bool, socket: TcpStream, go_on: &Teller<()>) -> u64 {
+fn goes_on(backend: SendBackend, one_by_one: bool, socket: TcpStream, go_on: &Teller<()>) -> u64 {
     set_socket_send_buffer_size(&socket, 1 << 22).expect("a socket");
     let mut sender = open(backend, socket);
     let mut at = 0;
@@ -269,7 +271,7 @@ fn reads_late(mut stream: TcpStream, go_on: &Receiver<()>) -> u64 {
 /// The kernel ties the notifications of sends together that share a packet.
 #[test]
 fn buffers_are_returned_while_the_stream_continues() {
-    for backend in [Backend::Uring, Backend::ErrorQueue] {
+    for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
         for one_by_one in [false, true] {
             let (tell, told) = channel();
             over_cable(
@@ -287,10 +289,10 @@ fn buffers_are_returned_while_the_stream_continues() {
 #[test]
 fn submitting_alone_frees_slots_of_completed_sends() {
     for (backend, capacity) in [
-        (Backend::Uring, 64),
-        (Backend::ErrorQueue, 64),
-        (Backend::ErrorQueue, 3),
-        (Backend::Copy, 64),
+        (SendBackend::Uring, 64),
+        (SendBackend::ErrorQueue, 64),
+        (SendBackend::ErrorQueue, 3),
+        (SendBackend::Copy, 64),
     ] {
         let near = |socket| {
             let builder = Sender::builder().backend(backend).capacity(capacity);
@@ -325,7 +327,7 @@ fn submitting_alone_frees_slots_of_completed_sends() {
 #[test]
 fn blocks_of_a_pool_are_sent_from_registered_memory() {
     let near = |socket| {
-        let builder = Sender::builder().backend(Backend::Uring).capacity(64);
+        let builder = Sender::builder().backend(SendBackend::Uring).capacity(64);
         let mut sender: Sender<PoolBuf> = builder.open(socket).expect("a sender");
         let pools = [(); 2].map(|()| Pool::new(8, 2000).expect("memory"));
         let mut at = 0;
@@ -350,5 +352,5 @@ fn blocks_of_a_pool_are_sent_from_registered_memory() {
         assert_eq!(stats.registered, stats.requests, "{stats:?}");
         at
     };
-    over_cable("blocks_of_a_pool", Backend::Uring, near, check);
+    over_cable("blocks_of_a_pool", SendBackend::Uring, near, check);
 }

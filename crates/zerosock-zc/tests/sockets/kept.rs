@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use zerosock_zc::{
-    Backend, CloseOutcome, Completion, Copying, KeepReason, Outgoing, Refusal, Returned, Sender,
-    Sent,
+    CloseOutcome, Completion, Copying, KeepReason, Outgoing, Refusal, Returned, SendBackend,
+    Sender, Sent,
 };
 
 use crate::alone::alone;
@@ -21,7 +21,7 @@ use crate::network::{BACKENDS, SINK, fill, tc, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The back-ends with zero-copy sends, which can be short of memory.
-const IN_PLACE: [Backend; 2] = [Backend::Uring, Backend::ErrorQueue];
+const IN_PLACE: [SendBackend; 2] = [SendBackend::Uring, SendBackend::ErrorQueue];
 /// Less than one piece of [`LARGE`] bytes needs.
 const LIMIT: u64 = 64 << 10;
 const LARGE: usize = 64_000;
@@ -32,7 +32,7 @@ const IN_FRONT: Piece = (300, Copying::Never);
 const BODY: Piece = (LARGE, Copying::Never);
 const TAIL: Piece = (200, Copying::Never);
 
-fn open(backend: Backend, capacity: u32) -> (Sender<Vec<u8>>, UdpSocket) {
+fn open(backend: SendBackend, capacity: u32) -> (Sender<Vec<u8>>, UdpSocket) {
     let receiver = UdpSocket::bind("127.0.0.1:0").expect("loopback");
     receiver.set_read_timeout(Some(PATIENCE)).expect("a socket");
     let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
@@ -114,7 +114,7 @@ fn numbers(sender: &mut Sender<Vec<u8>>) -> Vec<u32> {
     all
 }
 
-fn with_little_memory(name: &str, test: impl Fn(Backend)) {
+fn with_little_memory(name: &str, test: impl Fn(SendBackend)) {
     alone(&format!("kept::{name}"), || {
         limit_locked_memory(LIMIT);
         IN_PLACE.into_iter().for_each(&test);
@@ -178,7 +178,7 @@ fn a_datagram_of_which_a_later_piece_finds_no_memory_is_copied() {
             assert_eq!((stats.failed, stats.in_place), (0, 0), "{of}");
             let copied = stats.copied_for_memory - before.copied_for_memory;
             // A ring refuses a chain as a whole, before anything of it is sent.
-            match together && backend == Backend::ErrorQueue && pieces[0] != BODY {
+            match together && backend == SendBackend::ErrorQueue && pieces[0] != BODY {
                 true => assert_eq!(copied, expected.len() as u64, "{of}: all at once"),
                 false => assert!(copied > 0, "{of}"),
             }

@@ -5,7 +5,9 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use rustix::net::{AddressFamily, Protocol, RecvFlags, SocketFlags, SocketType, recv, socket_with};
-use zerosock_zc::{Address, Backend, Buf, Copying, Kind, OpenError, Outgoing, Sender, Sent};
+use zerosock_zc::{
+    Buf, Copying, Outgoing, SendBackend, Sender, SenderOpenError, Sent, SocketAddress, SocketKind,
+};
 
 use crate::network::with_loopback;
 
@@ -29,13 +31,19 @@ fn socket(family: AddressFamily, kind: SocketType, protocol: u32) -> OwnedFd {
 }
 
 /// Sends arrive whole after `header` bytes, and are reported as copied.
-fn arrives(open: impl Fn() -> OwnedFd, far: &OwnedFd, to: Address, kind: Kind, header: usize) {
-    for wanted in [Backend::Uring, Backend::ErrorQueue] {
+fn arrives(
+    open: impl Fn() -> OwnedFd,
+    far: &OwnedFd,
+    to: SocketAddress,
+    kind: SocketKind,
+    header: usize,
+) {
+    for wanted in [SendBackend::Uring, SendBackend::ErrorQueue] {
         let opened = Sender::builder().backend(wanted).open::<Buf>(open());
-        assert!(matches!(opened, Err(OpenError::Unavailable(found)) if found == wanted));
+        assert!(matches!(opened, Err(SenderOpenError::Unavailable(found)) if found == wanted));
     }
     let mut sender: Sender = Sender::open(open()).expect("a sender");
-    assert_eq!(sender.report().backend, Backend::Copy);
+    assert_eq!(sender.report().backend, SendBackend::Copy);
     assert_eq!(sender.report().socket, kind);
     let mut received = vec![0; 1 << 16];
     for len in LENGTHS {
@@ -63,9 +71,9 @@ fn raw_packets_arrive() {
         ] {
             let far = socket(family, SocketType::RAW, IP_PROTOCOL);
             let address: std::net::SocketAddr = address.parse().expect("an address");
-            let to = Address::new(&address).expect("it is short");
+            let to = SocketAddress::new(&address).expect("it is short");
             let open = || socket(family, SocketType::RAW, IP_PROTOCOL);
-            arrives(open, &far, to, Kind::Raw, header);
+            arrives(open, &far, to, SocketKind::Raw, header);
         }
     });
 }
@@ -76,9 +84,9 @@ fn frames_arrive() {
         let listening = u32::from(ETHER_TYPE.to_be());
         let far = socket(AddressFamily::PACKET, SocketType::DGRAM, listening);
         // The first device of a namespace is its loopback.
-        let to = Address::on_device(1, ETHER_TYPE, [0; 6]);
+        let to = SocketAddress::on_device(1, ETHER_TYPE, [0; 6]);
         // It listens to nothing itself.
         let open = || socket(AddressFamily::PACKET, SocketType::DGRAM, 0);
-        arrives(open, &far, to, Kind::Packet, 0);
+        arrives(open, &far, to, SocketKind::Packet, 0);
     });
 }

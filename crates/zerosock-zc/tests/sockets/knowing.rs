@@ -4,13 +4,13 @@ use std::collections::HashMap;
 use std::net::UdpSocket;
 use std::time::Duration;
 
-use zerosock_zc::{Backend, Completion, Copying, Notification, Outgoing, Sender};
+use zerosock_zc::{Completion, Copying, Notification, Outgoing, SendBackend, Sender};
 
 use crate::network::{BACKENDS, SINK, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn sender(backend: Backend) -> Sender<Vec<u8>> {
+fn sender(backend: SendBackend) -> Sender<Vec<u8>> {
     let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
     socket.connect(SINK[0]).expect("a route");
     let builder = Sender::builder()
@@ -186,7 +186,7 @@ fn buffers_are_returned_by_sending_alone() {
 }
 
 /// A receiver, and a sender to it.
-fn datagrams(backend: Backend) -> (Sender<Vec<u8>>, UdpSocket) {
+fn datagrams(backend: SendBackend) -> (Sender<Vec<u8>>, UdpSocket) {
     let receiver = UdpSocket::bind("127.0.0.1:0").expect("loopback");
     receiver.set_read_timeout(Some(PATIENCE)).expect("a socket");
     let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");

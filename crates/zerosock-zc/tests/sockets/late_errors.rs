@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use zerosock_zc::sys::{Event, SendMode, Submission, ZcSocket};
-use zerosock_zc::{Backend, Copying, Outgoing, Returned, Sender, Sent};
+use zerosock_zc::{Copying, Outgoing, Returned, SendBackend, Sender, Sent};
 
 use crate::alone::alone;
 use crate::faults::limit_locked_memory;
@@ -71,7 +71,7 @@ fn socket(to: &str) -> UdpSocket {
 }
 
 fn sender(to: &str) -> Sender<Vec<u8>> {
-    let builder = Sender::builder().backend(Backend::ErrorQueue);
+    let builder = Sender::builder().backend(SendBackend::ErrorQueue);
     builder.open(socket(to)).expect("a sender")
 }
 
@@ -134,7 +134,7 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
             assert!(status.expect("ip(8)").success());
             tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 6000");
             let socket = socket(to);
-            let opened = ZcSocket::open(socket.into(), 4, Some(Backend::ErrorQueue));
+            let opened = ZcSocket::open(socket.into(), 4, Some(SendBackend::ErrorQueue));
             let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
             let start = |calls: &mut ZcSocket<_>, len| {
                 let key = calls.put(vec![1; len], None).expect("a place");
@@ -167,7 +167,7 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
 /// them to the application.
 #[test]
 fn network_errors_in_the_error_queue_are_counted_or_left() {
-    for backend in [Backend::ErrorQueue, Backend::Uring] {
+    for backend in [SendBackend::ErrorQueue, SendBackend::Uring] {
         let closed = UdpSocket::bind("127.0.0.1:0").expect("loopback");
         let address = closed.local_addr().expect("an address");
         drop(closed);
@@ -178,7 +178,7 @@ fn network_errors_in_the_error_queue_are_counted_or_left() {
             .backend(backend)
             .open(socket)
             .expect("a sender");
-        let to = zerosock_zc::Address::new(&address).expect("it is short");
+        let to = zerosock_zc::SocketAddress::new(&address).expect("it is short");
         let outgoing = Outgoing::new(vec![1; 3000]).copying(Copying::Never).to(to);
         let sent = sender.send(outgoing).map_err(|refused| refused.why);
         sent.expect("it is accepted");
@@ -190,7 +190,7 @@ fn network_errors_in_the_error_queue_are_counted_or_left() {
         };
         let found = (sender.stats().foreign, left >= 0);
         let expected = match backend {
-            Backend::ErrorQueue => (1, false),
+            SendBackend::ErrorQueue => (1, false),
             _ => (0, true),
         };
         assert_eq!(found, expected, "{backend:?}");
@@ -204,7 +204,7 @@ fn a_timestamp_does_not_hide_a_notification() {
             let socket = socket(to);
             set(&socket, libc::SOL_SOCKET, libc::SO_TIMESTAMP);
             set(&socket, libc::SOL_SOCKET, libc::SO_RXQ_OVFL);
-            let builder = Sender::builder().backend(Backend::ErrorQueue);
+            let builder = Sender::builder().backend(SendBackend::ErrorQueue);
             let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
             let begun = Instant::now();
             for _ in 0..100 {
@@ -225,7 +225,7 @@ fn an_empty_datagram_takes_no_other_id() {
     with_sink("an_empty_datagram_takes_no_other_id", || {
         for to in SINK {
             delay_packets();
-            let opened = ZcSocket::open(socket(to).into(), 8, Some(Backend::ErrorQueue));
+            let opened = ZcSocket::open(socket(to).into(), 8, Some(SendBackend::ErrorQueue));
             let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
             let start = |calls: &mut ZcSocket<_>, len, more| {
                 let key = calls.put(vec![1; len], None).expect("a place");
@@ -261,7 +261,7 @@ fn add_elsewhere() {
 
 /// Queues `sends` sends of two pages in a device that the test does not use otherwise.
 fn hold_elsewhere(to: &str, sends: u32) -> ZcSocket<Vec<u8>> {
-    let opened = ZcSocket::open(socket(to).into(), 16, Some(Backend::ErrorQueue));
+    let opened = ZcSocket::open(socket(to).into(), 16, Some(SendBackend::ErrorQueue));
     let mut other: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
     // The first is through.
     for _ in 0..=sends {
@@ -285,7 +285,8 @@ fn locked_memory_of_others_does_not_resolve_a_failed_send() {
                 let unprivileged = || {
                     let _ = limit_locked_memory(16 << 12);
                     let other = hold_elsewhere(ELSEWHERE, 5);
-                    let opened = ZcSocket::open(socket(to).into(), 4, Some(Backend::ErrorQueue));
+                    let opened =
+                        ZcSocket::open(socket(to).into(), 4, Some(SendBackend::ErrorQueue));
                     let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
                     // Six pages: some of its fragments wait, others are dropped, and what is left
                     // of the memory is less than any send needs.
@@ -347,7 +348,7 @@ fn a_waiting_thread_polls_until_memory_is_free(
                 let joined = socket
                     .join_multicast_v4(&Ipv4Addr::new(224, 0, 0, 99), &Ipv4Addr::new(10, 9, 0, 1));
                 joined.expect("a group");
-                let builder = Sender::builder().backend(Backend::ErrorQueue);
+                let builder = Sender::builder().backend(SendBackend::ErrorQueue);
                 let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
                 // Its numbers are known before there is no memory to ask for them.
                 send(&mut sender, 300, 0);

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 use zerosock_zc::{
-    Backend, Builder, CloseOutcome, Copying, Interest, Outgoing, Refusal, Returned, Sender,
+    CloseOutcome, Copying, Interest, Outgoing, Refusal, Returned, SendBackend, Sender,
+    SenderBuilder,
 };
 
 use crate::asleep::spawn_waiter;
@@ -23,12 +24,12 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const LIMIT: Duration = Duration::from_millis(500);
 const LEN: usize = ALL as usize / SENDS;
 
-fn limited(backend: Backend) -> Builder {
+fn limited(backend: SendBackend) -> SenderBuilder {
     Sender::builder().backend(backend).limit(LIMIT)
 }
 
 /// A sender with the limit of more than the kernel takes, and when the first of it was accepted.
-fn stuck(socket: TcpStream, backend: Backend) -> (Sender<Vec<u8>>, Instant) {
+fn stuck(socket: TcpStream, backend: SendBackend) -> (Sender<Vec<u8>>, Instant) {
     let builder = limited(backend).capacity(SENDS as u32);
     let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
     let begun = Instant::now();
@@ -68,7 +69,7 @@ fn assert_recalled(mut sender: Sender<Vec<u8>>, begun: Instant, far: TcpStream) 
     assert_eq!((stats.failed, stats.timed_out), (failed, failed));
     assert!(failed > 0 && sender.next_timeout().is_none(), "{backend:?}");
     // The peer does not read: zero-copy sends have not arrived, and are not reported as sent.
-    assert!(backend == Backend::Copy || failed == SENDS as u64 || stats.copied_by_kernel > 0);
+    assert!(backend == SendBackend::Copy || failed == SENDS as u64 || stats.copied_by_kernel > 0);
     let refused = sender.push(Outgoing::new(vec![1])).expect_err("it is late");
     assert_refused(&refused.why);
     let closed = sender.close(None);
@@ -95,7 +96,7 @@ fn a_receiver_that_stops_is_reset_when_the_oldest_send_is_late() {
 /// The kernel has taken all bytes, and the receiver has not acknowledged them: the sends fail.
 #[test]
 fn unacknowledged_buffers_are_returned_as_failed() {
-    for backend in [Backend::Uring, Backend::ErrorQueue] {
+    for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
         let (mut sender, far) = unread(limited(backend));
         assert_eq!(sender.stats().over, 1, "{backend:?}: the socket has room");
         sender.wait(None).expect("the kernel answers");
@@ -114,7 +115,7 @@ fn unacknowledged_buffers_are_returned_as_failed() {
 /// No send is queued, and no thread waits.
 #[test]
 fn polling_after_next_timeout_returns_the_buffer() {
-    for backend in [Backend::Uring, Backend::ErrorQueue] {
+    for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
         let (mut sender, far) = unread(limited(backend));
         while let Some(time) = sender.next_timeout() {
             // The test waits for the time itself.
@@ -127,7 +128,7 @@ fn polling_after_next_timeout_returns_the_buffer() {
 }
 
 /// A sender with no bytes left to submit, and a receiver that does not read them.
-fn unread(builder: Builder) -> (Sender<Vec<u8>>, TcpStream) {
+fn unread(builder: SenderBuilder) -> (Sender<Vec<u8>>, TcpStream) {
     let (mut sender, far) = small(builder);
     let outgoing = Outgoing::new(vec![1; 100_000]).copying(Copying::Never);
     let sent = sender.send(outgoing).map_err(|refused| refused.why);
@@ -136,7 +137,7 @@ fn unread(builder: Builder) -> (Sender<Vec<u8>>, TcpStream) {
 }
 
 /// A sender to a receiver with little room.
-fn small<B: zerosock_zc::Stable>(builder: Builder) -> (Sender<B>, TcpStream) {
+fn small<B: zerosock_zc::Stable>(builder: SenderBuilder) -> (Sender<B>, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     sockopt::set_socket_recv_buffer_size(&listener, 4096).expect("a socket");
     let socket = TcpStream::connect(listener.local_addr().expect("it")).expect("loopback");
@@ -147,7 +148,7 @@ fn small<B: zerosock_zc::Stable>(builder: Builder) -> (Sender<B>, TcpStream) {
 
 #[test]
 fn a_sender_without_a_limit_waits() {
-    for backend in [Backend::Uring, Backend::ErrorQueue] {
+    for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
         let (mut sender, far) = unread(Sender::builder().backend(backend));
         assert_eq!(sender.next_timeout(), None, "{backend:?}");
         assert!(!sender.finish(Some(2 * LIMIT)).expect("the kernel answers"));
@@ -350,7 +351,7 @@ fn the_limit_wakes_a_waiting_task() {
 /// Buffers of a sender that was dropped after the kernel had taken all bytes.
 #[test]
 fn the_limit_holds_after_the_sender_is_dropped() {
-    for backend in [Backend::Uring, Backend::ErrorQueue] {
+    for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
         let (mut sender, far) = small(limited(backend));
         let bytes: Arc<[u8]> = vec![1; 100_000].into();
         let begun = Instant::now();
@@ -374,7 +375,7 @@ const TAKEN: u8 = 5;
 const LEFT: u8 = 10;
 
 /// A sender of datagrams to the sink that the kernel takes no more from.
-fn full(backend: Backend) -> Sender<Vec<u8>> {
+fn full(backend: SendBackend) -> Sender<Vec<u8>> {
     tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 100000");
     let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
     socket.connect(SINK[0]).expect("a route");
@@ -427,7 +428,7 @@ fn the_limit_cancels_datagrams_that_were_not_taken() {
             assert_eq!(found, (0..LEFT).map(late).collect::<Vec<_>>());
             assert_eq!(sender.stats().timed_out, u64::from(LEFT), "{backend:?}");
             // The device keeps its buffers, and `next_timeout` does not ask for repeated polls.
-            let holds = backend != Backend::Copy;
+            let holds = backend != SendBackend::Copy;
             assert_eq!(!sender.is_quiet(), holds, "{backend:?}");
             assert!(sender.next_timeout().is_none(), "{backend:?}");
             tc("qdisc del dev sink0 root");
@@ -451,7 +452,7 @@ fn the_limit_cancels_datagrams_that_were_not_taken() {
 #[test]
 fn a_waiting_thread_observes_the_limit_of_later_sends() {
     with_sink("a_thread_that_sleeps_hears_of_what", || {
-        for backend in [Backend::Uring, Backend::ErrorQueue] {
+        for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
             let mut sender = full(backend);
             back(&mut sender);
             let sender = sender.into_shared().expect("descriptors");

@@ -9,7 +9,7 @@ use std::net::UdpSocket;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use zerosock_zc::{Backend, Completion, Copying, Outgoing, Refusal, Sender};
+use zerosock_zc::{Completion, Copying, Outgoing, Refusal, SendBackend, Sender};
 
 use crate::network::BACKENDS;
 
@@ -123,7 +123,7 @@ impl Model {
     }
 }
 
-fn run(backend: Backend, steps: &[Step]) {
+fn run(backend: SendBackend, steps: &[Step]) {
     let receiver = UdpSocket::bind("127.0.0.1:0").expect("loopback");
     let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
     socket

@@ -5,12 +5,16 @@ use std::process::Command;
 use std::sync::mpsc;
 use std::thread;
 
-use zerosock_zc::Backend;
+use zerosock_zc::SendBackend;
 
 use crate::alone::skip;
 
 /// All of them: what works with one works with each.
-pub(crate) const BACKENDS: [Backend; 3] = [Backend::Uring, Backend::ErrorQueue, Backend::Copy];
+pub(crate) const BACKENDS: [SendBackend; 3] = [
+    SendBackend::Uring,
+    SendBackend::ErrorQueue,
+    SendBackend::Copy,
+];
 
 /// Addresses behind the device that drops all packets.
 pub(crate) const SINK: [&str; 2] = ["10.9.0.2:9", "[fd09::2]:9"];

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use zerosock_zc::{Backend, Copying, Outgoing, Sender};
+use zerosock_zc::{Copying, Outgoing, SendBackend, Sender};
 
 use crate::network::with_sink;
 
@@ -52,7 +52,7 @@ fn release_packets(device: &str) {
 }
 
 /// A sender with buffers in the queue of a device; the first one uses up the burst of the queue.
-fn held(to: &str, backend: Backend, buffers: Vec<Bytes>) -> Sender<Bytes> {
+fn held(to: &str, backend: SendBackend, buffers: Vec<Bytes>) -> Sender<Bytes> {
     let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
     socket.connect(to).expect("a route");
     let builder = Sender::builder().backend(backend);
@@ -86,7 +86,7 @@ fn a_buffer_whose_drop_panics_affects_no_other() {
         let neighbour = "10.7.0.2 lladdr 02:00:00:00:00:03 dev sink1 nud permanent";
         run("ip", &format!("neigh add {neighbour}"));
         let (first, second) = ("10.9.0.2:9", "10.7.0.2:9");
-        for backend in [Backend::Uring, Backend::ErrorQueue] {
+        for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
             let freed: [Arc<AtomicUsize>; 3] = Default::default();
             let count = |which: usize| {
                 let freed = Arc::clone(&freed[which]);

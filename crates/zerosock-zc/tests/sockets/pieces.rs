@@ -6,7 +6,9 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use rustix::net::{AddressFamily, Protocol, SocketFlags, SocketType, socket_with};
-use zerosock_zc::{Address, Backend, CloseOutcome, Copying, KeepReason, Outgoing, Refusal, Sender};
+use zerosock_zc::{
+    CloseOutcome, Copying, KeepReason, Outgoing, Refusal, SendBackend, Sender, SocketAddress,
+};
 
 use crate::network::{BACKENDS, with_loopback};
 
@@ -14,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Longer than the kernel looks at, over IPv4; over IPv6 it begins, and fails then.
 const TOO_LONG: usize = 70_000;
 
-fn pair(backend: Backend, home: &str) -> (Sender<Vec<u8>>, UdpSocket) {
+fn pair(backend: SendBackend, home: &str) -> (Sender<Vec<u8>>, UdpSocket) {
     let receiver = UdpSocket::bind(home).expect("loopback");
     receiver.set_read_timeout(Some(PATIENCE)).expect("a socket");
     let socket = UdpSocket::bind(home).expect("loopback");
@@ -160,7 +162,7 @@ fn a_raw_socket_with_an_incomplete_packet_refuses_sends() {
         )
         .expect("a socket");
         let address: SocketAddr = "127.0.0.1:0".parse().expect("an address");
-        let to = Address::new(&address).expect("it is short");
+        let to = SocketAddress::new(&address).expect("it is short");
         let mut sender: Sender<Vec<u8>> = Sender::builder().open(socket).expect("a sender");
         push(&mut sender, piece(100).more().to(to));
         push(&mut sender, piece(TOO_LONG).to(to));

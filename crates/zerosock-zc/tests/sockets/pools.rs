@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use zerosock_zc::{Backend, Copying, Outgoing, Pool, PoolBuf, Sender};
+use zerosock_zc::{Copying, Outgoing, Pool, PoolBuf, SendBackend, Sender};
 
 use crate::network::{CABLE, SINK, fill, with_cable, with_sink};
 use crate::streams::check;
@@ -23,7 +23,7 @@ fn pools() -> Vec<Pool> {
 }
 
 fn open(socket: impl Into<std::os::fd::OwnedFd>) -> Sender<PoolBuf> {
-    let builder = Sender::builder().backend(Backend::Uring);
+    let builder = Sender::builder().backend(SendBackend::Uring);
     builder.open(socket).expect("a sender")
 }
 

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use zerosock_zc::tokio::AsyncSender;
-use zerosock_zc::{Backend, Completion, Copying, Outgoing, Sender, SharedSender};
+use zerosock_zc::{Completion, Copying, Outgoing, SendBackend, Sender, SharedSender};
 
 use crate::network::{BACKENDS, SINK, fill, with_cable, with_sink};
 use crate::streams::check;
@@ -20,7 +20,8 @@ const EACH: u32 = 500;
 #[test]
 fn several_threads_get_every_report_once() {
     with_sink("several_threads", || {
-        for (backend, kernel_copies) in BACKENDS.map(|backend| (backend, backend == Backend::Copy))
+        for (backend, kernel_copies) in
+            BACKENDS.map(|backend| (backend, backend == SendBackend::Copy))
         {
             let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
             socket.connect(SINK[0]).expect("a route");

@@ -4,7 +4,7 @@
 use std::net::UdpSocket;
 use std::time::Duration;
 
-use zerosock_zc::{Address, Backend, Buf, Copying, Outgoing, Pool, Sender, Sent};
+use zerosock_zc::{Buf, Copying, Outgoing, Pool, SendBackend, Sender, Sent, SocketAddress};
 
 use crate::network::{BACKENDS, SINK, with_sink};
 
@@ -68,7 +68,7 @@ fn datagrams_are_reported_in_place_if_the_device_reads_pages() {
                     Buf::from(block)
                 };
                 let expected = match backend {
-                    Backend::Copy => Sent::Copied,
+                    SendBackend::Copy => Sent::Copied,
                     _ => Sent::InPlace,
                 };
                 for outcomes in [
@@ -96,7 +96,7 @@ fn an_unconnected_socket_sends_to_the_given_address() {
                 .open(socket(to))
                 .expect("a sender");
             let address: std::net::SocketAddr = to.parse().expect("an address");
-            let address = Address::new(&address).expect("it is short");
+            let address = SocketAddress::new(&address).expect("it is short");
             for len in [10, 5000] {
                 for many in [false, true] {
                     let buffer = match many {

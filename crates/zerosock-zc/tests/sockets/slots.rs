@@ -3,13 +3,17 @@
 use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::time::Duration;
 
-use zerosock_zc::{Backend, Buf, Copying, Notification, Outgoing, Pool, Sender, Stable};
+use zerosock_zc::{Buf, Copying, Notification, Outgoing, Pool, SendBackend, Sender, Stable};
 
 use crate::network::{BACKENDS, SINK, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn sender<B: Stable>(backend: Backend, to: &str, tags: impl IntoIterator<Item = u64>) -> Sender<B> {
+fn sender<B: Stable>(
+    backend: SendBackend,
+    to: &str,
+    tags: impl IntoIterator<Item = u64>,
+) -> Sender<B> {
     let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
     socket.connect(to).expect("a route");
     let builder = Sender::builder().backend(backend).slots(tags);
@@ -136,7 +140,7 @@ fn memory_that_is_registered_and_memory_that_is_not_share_a_notifier() {
                 assert_eq!(posted(&mut sender), [(5, round as u32)], "{backend:?}");
                 assert_eq!(std::iter::from_fn(|| sender.returned()).count(), 4);
             }
-            let registered = usize::from(backend == Backend::Uring);
+            let registered = usize::from(backend == SendBackend::Uring);
             assert_eq!(sender.report().registered, registered, "{backend:?}");
         }
     });

@@ -8,7 +8,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use zerosock_zc::{Backend, Copying, Outgoing, Sender, Sent};
+use zerosock_zc::{Copying, Outgoing, SendBackend, Sender, Sent};
 
 use crate::alone::skip;
 use crate::network::{BACKENDS, CABLE, fill, slow_down, with_cable};
@@ -110,7 +110,7 @@ fn pair() -> (TcpStream, TcpStream) {
     (near, listener.accept().expect("a stream").0)
 }
 
-fn open(backend: Backend, socket: TcpStream) -> Sender<Vec<u8>> {
+fn open(backend: SendBackend, socket: TcpStream) -> Sender<Vec<u8>> {
     let sender = Sender::builder().backend(backend).open(socket);
     sender.expect("a sender")
 }
@@ -165,7 +165,7 @@ fn buffers_redirected_to_another_socket_are_returned() {
         for returned in back {
             let sent = returned.outcome.expect("it was sent");
             assert!(
-                backend == Backend::Uring || sent == Sent::Copied,
+                backend == SendBackend::Uring || sent == Sent::Copied,
                 "{backend:?}"
             );
         }

@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use zerosock_zc::{Backend, Buf, Copying, Outgoing, Pool, Sender, Threshold};
+use zerosock_zc::{Buf, Copying, Outgoing, Pool, SendBackend, Sender, Threshold};
 
 use crate::network::{BACKENDS, CABLE, byte, fill, slow_down, with_cable};
 
@@ -109,7 +109,7 @@ fn send(mut sender: Sender<Buf>, wish: impl Fn(u64) -> Copying) -> u64 {
     at
 }
 
-fn stream_arrives(name: &str, backend: Backend, wish: impl Fn(u64) -> Copying + Send + Copy) {
+fn stream_arrives(name: &str, backend: SendBackend, wish: impl Fn(u64) -> Copying + Send + Copy) {
     for [_, far] in CABLE {
         let (told, address) = mpsc::channel();
         let ends = with_cable(

@@ -4,7 +4,9 @@
 use std::net::UdpSocket;
 use std::time::Duration;
 
-use zerosock_zc::{Backend, Basis, Buf, Copying, Outgoing, Pool, Sender, Stable, Threshold};
+use zerosock_zc::{
+    Buf, Copying, Outgoing, Pool, SendBackend, Sender, Stable, Threshold, ThresholdBasis,
+};
 
 use crate::network::{SINK, with_sink};
 
@@ -18,7 +20,7 @@ fn socket(to: &str) -> UdpSocket {
     socket
 }
 
-fn sender<B: Stable>(backend: Backend, to: &str) -> Sender<B> {
+fn sender<B: Stable>(backend: SendBackend, to: &str) -> Sender<B> {
     let builder = Sender::builder().backend(backend);
     builder.open(socket(to)).expect("a sender")
 }
@@ -48,21 +50,26 @@ fn only_sockets_that_send_in_place_decide_a_class() {
         // The kernel copies, and the peer does not read.
         let near = UdpSocket::bind("[::1]:0").expect("loopback");
         let near = near.local_addr().expect("an address").to_string();
-        for backend in [Backend::Uring, Backend::ErrorQueue] {
+        for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
             for _ in 0..12 {
                 let mut sender = sender(backend, &near);
                 send(&mut sender, 200, |_| false);
                 let report = sender.report();
                 assert!(report.off, "{backend:?}: {:?}", sender.stats());
-                let known = (report.threshold, report.threshold_is);
-                assert_eq!(known, (None, Basis::Unknown), "{backend:?}");
+                let known = (report.threshold, report.threshold_basis);
+                assert_eq!(known, (None, ThresholdBasis::Unknown), "{backend:?}");
             }
             let mut far = sender(backend, SINK[1]);
-            let decided = |sender: &Sender<_>| sender.report().threshold_is != Basis::Unknown;
+            let decided =
+                |sender: &Sender<_>| sender.report().threshold_basis != ThresholdBasis::Unknown;
             send(&mut far, MANY, decided);
             let report = far.report();
             assert!(!report.off, "{backend:?}");
-            assert_eq!(report.threshold_is, Basis::Measured, "{backend:?}");
+            assert_eq!(
+                report.threshold_basis,
+                ThresholdBasis::Measured,
+                "{backend:?}"
+            );
             assert!(matches!(report.threshold, None | Some(4096)), "{report:?}");
             // The class is the process's; that the kernel copies is the socket's.
             let mut sender = sender(backend, &near);
@@ -78,7 +85,7 @@ fn only_sockets_that_send_in_place_decide_a_class() {
 fn a_class_that_cannot_be_measured_is_assumed() {
     with_sink("a_class_that_teaches_nothing", || {
         let pool = Pool::new(64, 20_000).expect("memory");
-        let mut sender: Sender<Buf> = sender(Backend::Uring, SINK[1]);
+        let mut sender: Sender<Buf> = sender(SendBackend::Uring, SINK[1]);
         let mut found = None;
         for _ in 0..MANY {
             // Two that cost differently go together.
@@ -91,12 +98,15 @@ fn a_class_that_cannot_be_measured_is_assumed() {
             assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
             while sender.returned().is_some() {}
             let report = sender.report();
-            found = Some((report.registered_threshold, report.registered_threshold_is));
-            if report.registered_threshold_is != Basis::Unknown {
+            found = Some((
+                report.registered_threshold,
+                report.registered_threshold_basis,
+            ));
+            if report.registered_threshold_basis != ThresholdBasis::Unknown {
                 break;
             }
         }
-        assert_eq!(found, Some((Some(16_384), Basis::Assumed)));
+        assert_eq!(found, Some((Some(16_384), ThresholdBasis::Assumed)));
         let before = sender.stats();
         let outgoing = Outgoing::new(pool.loan().expect("a block"));
         let sent = sender.send(outgoing);
@@ -109,13 +119,13 @@ fn a_class_that_cannot_be_measured_is_assumed() {
 #[test]
 fn a_configured_threshold_is_kept_and_reported() {
     with_sink("a_threshold_that_was_told", || {
-        for backend in [Backend::Uring, Backend::ErrorQueue] {
+        for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
             let builder = Sender::builder().backend(backend);
             let builder = builder.threshold(Threshold::Bytes(3000));
             let mut sender: Sender<Vec<u8>> = builder.open(socket(SINK[1])).expect("a sender");
             let report = sender.report();
-            let known = (report.threshold, report.threshold_is);
-            assert_eq!(known, (Some(3000), Basis::Configured));
+            let known = (report.threshold, report.threshold_basis);
+            assert_eq!(known, (Some(3000), ThresholdBasis::Configured));
             for len in [2999, 3000].repeat(50) {
                 let sent = sender.send(Outgoing::new(vec![0; len]));
                 sent.map_err(|refused| refused.why).expect("a place");

@@ -8,7 +8,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use zerosock_zc::{Backend, Completion, Copying, Notification, Outgoing, Sender, SharedSender};
+use zerosock_zc::{Completion, Copying, Notification, Outgoing, SendBackend, Sender, SharedSender};
 
 use crate::network::{BACKENDS, CABLE, SINK, byte, slow_down, with_cable, with_sink};
 
@@ -122,7 +122,7 @@ fn mix(sender: &SharedSender<Vec<u8>>, thread: u64, longest: usize) -> Heard {
     heard
 }
 
-fn open(backend: Backend, socket: impl Into<std::os::fd::OwnedFd>) -> SharedSender<Vec<u8>> {
+fn open(backend: SendBackend, socket: impl Into<std::os::fd::OwnedFd>) -> SharedSender<Vec<u8>> {
     let builder = Sender::builder().backend(backend).capacity(24);
     let builder = builder.inline_completions().slots(SLOTS);
     let sender = builder.open(socket).expect("a sender");

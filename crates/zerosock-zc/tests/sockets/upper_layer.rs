@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use zerosock_sys::network;
-use zerosock_zc::{Backend, Copying, OpenError, Outgoing, Sender, Sent};
+use zerosock_zc::{Copying, Outgoing, SendBackend, Sender, SenderOpenError, Sent};
 
 use crate::network::{BACKENDS, fill};
 use crate::streams::check;
@@ -67,7 +67,7 @@ fn send_all(mut sender: Sender<Vec<u8>>, mut at: u64, wish: Copying) -> u64 {
     at
 }
 
-fn open(socket: TcpStream, backend: Backend) -> Result<Sender<Vec<u8>>, OpenError> {
+fn open(socket: TcpStream, backend: SendBackend) -> Result<Sender<Vec<u8>>, SenderOpenError> {
     Sender::builder().backend(backend).open(socket)
 }
 
@@ -78,12 +78,12 @@ fn sends_on_a_kernel_tls_socket_are_copied() {
         return;
     };
     encrypt(&near);
-    for wanted in [Backend::Uring, Backend::ErrorQueue] {
+    for wanted in [SendBackend::Uring, SendBackend::ErrorQueue] {
         let opened = open(near.try_clone().expect("a socket"), wanted);
-        assert!(matches!(opened, Err(OpenError::Unavailable(found)) if found == wanted));
+        assert!(matches!(opened, Err(SenderOpenError::Unavailable(found)) if found == wanted));
     }
     let sender = Sender::builder().open(near).expect("a sender");
-    assert_eq!(sender.report().backend, Backend::Copy);
+    assert_eq!(sender.report().backend, SendBackend::Copy);
     let reader = thread::spawn(move || check(far));
     let sent = send_all(sender, 0, Copying::Never);
     assert_eq!(reader.join().expect("the contents"), sent);
@@ -98,7 +98,7 @@ fn sends_are_copied_after_kernel_tls_is_enabled() {
                 return;
             };
             let sender = match open(near, backend) {
-                Err(OpenError::Unavailable(Backend::Uring)) => {
+                Err(SenderOpenError::Unavailable(SendBackend::Uring)) => {
                     let _ = writeln!(io::stderr(), "\nSKIPPED io_uring: {name}");
                     continue;
                 }
@@ -127,8 +127,8 @@ fn send_all_either(mut sender: Sender<Vec<u8>>, wish: Copying) -> u64 {
 #[test]
 fn sends_are_copied_after_the_socket_loses_zero_copy() {
     let (near, far) = pair();
-    let mut sender = match open(near, Backend::Uring) {
-        Err(OpenError::Unavailable(_)) => {
+    let mut sender = match open(near, SendBackend::Uring) {
+        Err(SenderOpenError::Unavailable(_)) => {
             return eprintln!("SKIPPED io_uring: a_socket_that_cannot_any_more");
         }
         opened => opened.expect("a sender"),

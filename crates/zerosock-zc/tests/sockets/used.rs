@@ -12,18 +12,22 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use zerosock_zc::sys::permit_zero_copy;
-use zerosock_zc::{Backend, Copying, Outgoing, Sender, Sent};
+use zerosock_zc::{Copying, Outgoing, SendBackend, Sender, Sent};
 
 use crate::network::{SINK, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The earlier use of a socket: by a sender, or by the application, which may not have read the
 /// error queue.
-const BEFORE: [Option<Backend>; 3] = [Some(Backend::Uring), Some(Backend::ErrorQueue), None];
+const BEFORE: [Option<SendBackend>; 3] = [
+    Some(SendBackend::Uring),
+    Some(SendBackend::ErrorQueue),
+    None,
+];
 /// Number of earlier sends.
 const SENDS: usize = 300;
 
-fn open(socket: OwnedFd, backend: Backend) -> Sender<Vec<u8>> {
+fn open(socket: OwnedFd, backend: SendBackend) -> Sender<Vec<u8>> {
     let builder = Sender::builder().backend(backend).capacity(512);
     builder.open(socket).expect("a sender")
 }
@@ -35,7 +39,7 @@ fn push(sender: &mut Sender<Vec<u8>>, len: usize) {
 }
 
 /// Sends a while, without a copy, until the kernel is done with it.
-fn use_it(socket: OwnedFd, before: Option<Backend>) {
+fn use_it(socket: OwnedFd, before: Option<SendBackend>) {
     static BYTES: [u8; 1000] = [0; 1000];
     let Some(backend) = before else {
         assert!(permit_zero_copy(&socket).expect("a socket"));
@@ -74,7 +78,7 @@ fn a_previously_used_stream_returns_received_buffers() {
     let address = listener.local_addr().expect("an address");
     for (before, then) in BEFORE
         .into_iter()
-        .flat_map(|before| [Backend::ErrorQueue, Backend::Uring].map(|then| (before, then)))
+        .flat_map(|before| [SendBackend::ErrorQueue, SendBackend::Uring].map(|then| (before, then)))
     {
         let what = format!("{before:?}, then {then:?}");
         let socket = TcpStream::connect(address).expect("loopback");
@@ -143,7 +147,7 @@ fn a_previously_used_datagram_socket_returns_sent_buffers() {
             let socket = connected(to);
             let dup = socket.try_clone().expect("a descriptor");
             use_it(dup.into(), before);
-            let mut sender = open(socket.into(), Backend::ErrorQueue);
+            let mut sender = open(socket.into(), SendBackend::ErrorQueue);
             delay_packets();
             for _ in 0..5 {
                 push(&mut sender, 2500);
@@ -182,7 +186,7 @@ fn a_second_sender_copies_while_the_first_has_pending_notifications() {
         let freed = Arc::new(AtomicBool::new(false));
         let is_freed = || freed.load(Ordering::SeqCst);
         let open = |socket: UdpSocket| -> Sender<Bytes> {
-            let builder = Sender::builder().backend(Backend::ErrorQueue);
+            let builder = Sender::builder().backend(SendBackend::ErrorQueue);
             builder.open(socket).expect("a sender")
         };
         let send = |sender: &mut Sender<Bytes>, bytes: Bytes| {

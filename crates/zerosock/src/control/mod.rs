@@ -45,7 +45,7 @@ use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::account::Budget;
 use zerosock_sys::reaper;
 use zerosock_vhost_user::liveness::LivenessQuery;
-use zerosock_vhost_user::{Control, Fault, FaultCounts, FrontendSocket, VmSpec};
+use zerosock_vhost_user::{Control, FaultCounts, FrontendFault, FrontendSocket, VmSpec};
 use zerosock_virtio::device::WorkerDevice;
 use zerosock_virtio::mailbox::{Mailbox, Sender};
 
@@ -271,7 +271,10 @@ impl ControlPlane {
     pub(crate) fn add_to(&self, sum: &mut Stats) {
         let vms = (0..).map_while(|vm| self.control.stats(vm));
         for control in vms.chain([self.control.dynamic_stats()]) {
-            sum.control_faults += Fault::ALL.iter().map(|&f| control.faults(f)).sum::<u64>();
+            sum.control_faults += FrontendFault::ALL
+                .iter()
+                .map(|&f| control.faults(f))
+                .sum::<u64>();
         }
         self.directory.add_to(sum);
         sum.descriptors_refused = self.budget.refused();

@@ -445,7 +445,7 @@ impl Device {
     /// Takes back every loan of this device. Bytes written so far are saved, and the holder sends
     /// them by copying. Returns false if a loan is being written to at this moment, or if there is
     /// no memory for its bytes; it stays out.
-    /// With `force`, for a guest that has gone, such a loan is marked torn, and its chain is not
+    /// With `force`, for a guest that has gone, such a loan is marked revoked, and its chain is not
     /// completed because it may still be written to.
     pub(super) fn recall_loans(&mut self, force: bool, cx: &mut Context<'_>) -> bool {
         let (vm, mut all) = (self.addr.number, true);

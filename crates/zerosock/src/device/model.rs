@@ -8,7 +8,7 @@ use zerosock_proto::vsock::QueuePairs;
 use zerosock_proto::vsock::datagram::{F_DGRAM, F_DGRAM_FLOW};
 use zerosock_proto::vsock::features::{F_PAIRS, F_SEQPACKET, F_STREAM};
 use zerosock_vhost_user::session::{F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1};
-use zerosock_vhost_user::{ConfigWrite, DeviceModel, Fault};
+use zerosock_vhost_user::{ConfigWrite, DeviceModel, FrontendFault};
 
 const FEATURES: u64 =
     F_STREAM | F_SEQPACKET | F_DGRAM | F_DGRAM_FLOW | F_INDIRECT_DESC | F_EVENT_IDX | F_VERSION_1;
@@ -89,21 +89,21 @@ impl DeviceModel for VsockModel {
         &self,
         config: &mut [u8],
         write: ConfigWrite<'_>,
-    ) -> Result<(), (Fault, String)> {
+    ) -> Result<(), (FrontendFault, String)> {
         if write.features & F_PAIRS == 0 || write.offset != USED_PAIRS {
             let text = "nothing but queue_pairs can be written in the configuration space";
-            return Err((Fault::Unsupported, text.into()));
+            return Err((FrontendFault::Unsupported, text.into()));
         }
         let &[low, high] = write.bytes else {
-            return Err((Fault::Payload, "queue_pairs has two bytes".into()));
+            return Err((FrontendFault::Payload, "queue_pairs has two bytes".into()));
         };
         let wanted = QueuePairs::new(u16::from_le_bytes([low, high])).ok();
         let max = self.max_pairs.get();
         if wanted.is_none_or(|pairs| pairs.get() > max) {
-            return Err((Fault::Payload, format!("queue_pairs is 1 to {max}")));
+            return Err((FrontendFault::Payload, format!("queue_pairs is 1 to {max}")));
         }
         if write.running {
-            return Err((Fault::Order, "a queue runs".into()));
+            return Err((FrontendFault::Order, "a queue runs".into()));
         }
         if let Some(used) = config.get_mut(USED_PAIRS..USED_PAIRS + 2) {
             used.copy_from_slice(write.bytes);

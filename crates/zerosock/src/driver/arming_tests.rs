@@ -38,7 +38,7 @@ fn device_takes(peer: &mut Peer) -> bool {
 /// Takes turns without requesting notifications, until there is no more work.
 fn take_turns(driver: &mut Driver) {
     driver.disarm();
-    while Backend::turn(driver).unwrap() {}
+    while Backend::drive(driver).unwrap() {}
 }
 
 #[test]

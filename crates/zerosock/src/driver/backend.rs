@@ -17,7 +17,7 @@ use crate::table::coalesced::unsent;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::leases::Leases;
 use crate::table::outgoing::Outgoing;
-use crate::table::over::EndpointOver;
+use crate::table::over::EndpointEnded;
 use crate::table::sockets::{Copied, LeaseParts, MessageRead, NoLease, ReadyFlag};
 use crate::table::{
     backend::{Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, ReadySource},
@@ -59,14 +59,14 @@ impl Backend for Driver {
         self.has_arrivals()
     }
 
-    fn turn(&mut self) -> Result<bool, EndpointOver> {
-        let over = |error: DriverError| EndpointOver::new(error.fault(), error);
-        let busy = Driver::turn(self).map_err(over)?;
+    fn drive(&mut self) -> Result<bool, EndpointEnded> {
+        let over = |error: DriverError| EndpointEnded::new(error.fault(), error);
+        let busy = Driver::drive(self).map_err(over)?;
         if self.is_attached() {
             Ok(busy)
         } else {
             // Received bytes remain readable; no more will arrive.
-            Err(EndpointOver::new(Fault::Peer, "the device has hung up"))
+            Err(EndpointEnded::new(Fault::Peer, "the device has hung up"))
         }
     }
 

@@ -107,7 +107,7 @@ pub(super) fn connect(driver: &mut Driver, peer: &mut Peer) -> StreamId {
     peer.header.fwd_cnt = 0;
     (peer.sent, peer.their_fwd_cnt) = (0, 0);
     peer.send(Op::Response, &[]);
-    assert!(Backend::turn(driver).unwrap());
+    assert!(Backend::drive(driver).unwrap());
     assert_eq!(driver.state(id), Some(StreamState::Connected));
     id
 }

@@ -20,7 +20,7 @@ impl Driver {
         mut ready: impl FnMut(&mut Driver) -> Option<T>,
     ) -> Result<Option<T>, DriverError> {
         loop {
-            let busy = self.turn()?;
+            let busy = self.drive()?;
             if let Some(found) = ready(self) {
                 // Publishes what `ready` queued.
                 self.flush();
@@ -54,7 +54,7 @@ impl Driver {
             Some(_) => self.close(stream)?,
             None => {
                 self.abort(stream);
-                self.turn()?;
+                self.drive()?;
                 return Err(WaitError::TimedOut);
             }
         }

@@ -170,7 +170,7 @@ impl Driver {
         self.sockets.remove(stream, &mut self.store);
     }
 
-    /// The next queued event. Does not receive from the device: call [`turn`](Driver::turn) for
+    /// The next queued event. Does not receive from the device: call [`drive`](Driver::drive) for
     /// that.
     pub fn next_event(&mut self) -> Option<DriverEvent> {
         if std::mem::take(&mut self.unreported_gone) {
@@ -218,7 +218,7 @@ impl Driver {
         deadline: Option<time::Instant>,
     ) -> Result<Option<DriverEvent>, DriverError> {
         loop {
-            let busy = self.turn()?;
+            let busy = self.drive()?;
             if let Some(event) = self.next_event() {
                 return Ok(Some(event));
             }

@@ -10,7 +10,7 @@ use zerosock_ring::DeviceQueue;
 use super::bare::{Peer, SERVER, connect, pair};
 use crate::fault::Fault;
 use crate::table::backend::Backend;
-use crate::vsock::{Endpoint, EndpointOver, Stream};
+use crate::vsock::{Endpoint, EndpointEnded, Stream};
 use zerosock_proto::vsock::pairs::{RX_QUEUE, TX_QUEUE};
 
 const RX: usize = RX_QUEUE as usize;
@@ -93,11 +93,11 @@ impl Victim {
         let says = |error: Error| {
             assert_eq!(error.kind(), ErrorKind::ConnectionAborted, "{error}");
             let inside = error.get_ref().and_then(|inner| inner.downcast_ref());
-            let over: &EndpointOver = inside.expect("typed");
+            let over: &EndpointEnded = inside.expect("typed");
             assert_eq!(over.fault(), Fault::Peer, "{over}");
         };
         let there = Address::new(SERVER.cid, Port::new(9));
-        says(self.endpoint.turn().unwrap_err());
+        says(self.endpoint.drive().unwrap_err());
         says((&self.stream).read(&mut [0]).unwrap_err());
         says(self.stream.recv().map(drop).unwrap_err());
         says(self.endpoint.connect(there).map(drop).unwrap_err());
@@ -222,13 +222,13 @@ fn invalid_packets_are_dropped_and_their_buffers_reused() {
             // The device half of zerosock-ring refuses to report more than the chain holds.
             let element = used + 4 + 8 * u64::from(peer.rx.base().wrapping_sub(1) % 64);
             poke(&peer.rx, element + 4, &written.to_le_bytes());
-            Backend::turn(&mut driver).unwrap();
+            Backend::drive(&mut driver).unwrap();
         }
         let malformed = driver.stats().rx_malformed - before.rx_malformed;
         assert_eq!(malformed, (round + 1) * nonsense.len() as u64);
         // The connection continues and contains no bytes of the dropped packets.
         peer.send(Op::Rw, b"right");
-        Backend::turn(&mut driver).unwrap();
+        Backend::drive(&mut driver).unwrap();
         let mut got = [0; 16];
         assert_eq!(driver.read(id, &mut got, false), Ok(5));
         assert_eq!(&got[..5], b"right");
@@ -249,7 +249,7 @@ fn packets_of_other_connections_are_dropped() {
         victim.peer.header = ours;
         change(&mut victim.peer.header);
         victim.peer.send(Op::Rw, b"not for you");
-        victim.endpoint.turn().unwrap();
+        victim.endpoint.drive().unwrap();
         victim.peer.header = ours;
         let error = (&victim.stream).read(&mut [0; 16]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::WouldBlock);

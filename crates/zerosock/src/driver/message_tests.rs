@@ -36,7 +36,7 @@ fn connect(endpoint: &Endpoint, peer: &mut Peer) -> SeqPacket {
     peer.header.flags = 0;
     peer.header.fwd_cnt = 0;
     peer.send(Op::Response, &[]);
-    endpoint.turn().unwrap();
+    endpoint.drive().unwrap();
     socket.wait_connected().unwrap();
     socket
 }
@@ -63,7 +63,7 @@ impl Victim {
     fn part(&mut self, flags: u32, payload: &[u8]) {
         self.peer.header.flags = flags;
         self.peer.send(Op::Rw, payload);
-        self.endpoint.turn().unwrap();
+        self.endpoint.drive().unwrap();
     }
 
     /// The number of messages that can be sent beside a message loan while the device returns no
@@ -168,7 +168,7 @@ fn loans_wait_for_a_device_that_takes_nothing() {
         if reset {
             victim.peer.header.flags = 0;
             victim.peer.send(Op::Rst, b"");
-            victim.endpoint.turn().unwrap();
+            victim.endpoint.drive().unwrap();
             let (error, late) = late.try_send().unwrap_err();
             let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
             assert_eq!(inner, Some(&StreamError::Reset));
@@ -189,12 +189,12 @@ fn loans_wait_for_a_device_that_takes_nothing() {
                         got.len()
                     );
                 }
-                victim.endpoint.turn().unwrap();
+                victim.endpoint.drive().unwrap();
                 late = late.and_then(|late| late.try_send().err().map(|(_, late)| late));
             }
             assert!(got[..200_000] == [2; 200_000] && got[200_000..] == [1; 20_000]);
         }
-        victim.endpoint.turn().unwrap();
+        victim.endpoint.drive().unwrap();
         victim.others_work();
         // All slots are free again.
         assert_eq!(
@@ -223,7 +223,7 @@ fn a_loan_outlives_its_endpoint() {
         assert!(sent < 1000);
     }
     assert_kind(
-        victim.endpoint.turn().unwrap_err(),
+        victim.endpoint.drive().unwrap_err(),
         ErrorKind::ConnectionAborted,
     );
     loan.write_all(&[1; 5000]).unwrap();

@@ -18,12 +18,12 @@
 //!   [`accept`](Driver::accept), [`send`](Driver::send), [`recv`](Driver::recv),
 //!   [`shutdown`](Driver::shutdown), [`close`](Driver::close)) act on the protocol core and the
 //!   buffers at once;
-//! - [`turn`](Driver::turn) receives what the device sent and returned, and publishes what the
+//! - [`drive`](Driver::drive) receives what the device sent and returned, and publishes what the
 //!   commands queued, in one batch; [`poll`](Driver::poll) does the same and sleeps when there is
 //!   nothing to do;
 //! - [`poll`](Driver::poll) and [`next_event`](Driver::next_event) return [`DriverEvent`]s.
 //!
-//! Queued packets become visible to the device with the next `turn`, `poll` or `flush`, so that
+//! Queued packets become visible to the device with the next `drive`, `poll` or `flush`, so that
 //! many small packets cost one kick.
 
 mod arena;
@@ -181,7 +181,7 @@ impl Driver {
 
     /// Receives what the device sent and returned, and publishes what is queued. Returns whether
     /// anything was received.
-    pub fn turn(&mut self) -> Result<bool, DriverError> {
+    pub fn drive(&mut self) -> Result<bool, DriverError> {
         self.store.check()?;
         let mut busy = false;
         for queue_pair in self.store.queue_pairs.ids() {

@@ -36,7 +36,7 @@ fn connect(driver: &mut Driver, peer: &mut Peer, pair: u16) -> StreamId {
     peer.header.dst = peer.take_op(Op::Request).src;
     peer.header.fwd_cnt = 0;
     peer.send(Op::Response, &[]);
-    Backend::turn(driver).unwrap();
+    Backend::drive(driver).unwrap();
     assert_eq!(driver.state(id), Some(StreamState::Connected));
     assert_eq!(driver.queue_pair(id), Some(pair));
     id
@@ -55,7 +55,7 @@ fn send_moved(driver: &mut Driver, peer: &mut Peer, pair: u32) {
     peer.header.flags = pair;
     peer.send(Op::Moved, &[]);
     peer.header.flags = 0;
-    let _ = Backend::turn(driver).unwrap();
+    let _ = Backend::drive(driver).unwrap();
     Backend::flush(driver);
 }
 
@@ -76,7 +76,7 @@ fn a_move_to_an_unrequested_pair_is_accepted() {
     peer.swap(2);
     assert_eq!(taken(&mut peer)[0].0, Op::CreditUpdate);
     peer.send(Op::Rw, b"here");
-    Backend::turn(&mut driver).unwrap();
+    Backend::drive(&mut driver).unwrap();
     let mut out = [0; 8];
     assert_eq!(driver.read(id, &mut out, false), Ok(4));
 }
@@ -119,7 +119,7 @@ fn an_unrequested_move_answer_changes_nothing() {
     peer.send(Op::Move, &[]);
     peer.header.flags = 0;
     peer.send(Op::Rw, b"on");
-    Backend::turn(&mut driver).unwrap();
+    Backend::drive(&mut driver).unwrap();
     assert_eq!(driver.queue_pair(id), Some(1));
     assert_eq!(driver.read(id, &mut [0; 8], false), Ok(2));
 }
@@ -153,13 +153,13 @@ fn a_flood_of_move_answers_is_bounded_and_others_continue() {
         peer.header.dst.port = Port::new(100_000 + n);
         peer.header.flags = 1 + n % 2;
         while !peer.try_send(Op::Moved, &[]) {
-            Backend::turn(&mut driver).unwrap();
+            Backend::drive(&mut driver).unwrap();
         }
     }
-    Backend::turn(&mut driver).unwrap();
+    Backend::drive(&mut driver).unwrap();
     peer.header = ours;
     peer.send(Op::Rw, b"on");
-    Backend::turn(&mut driver).unwrap();
+    Backend::drive(&mut driver).unwrap();
     let mut out = [0; 8];
     assert_eq!(driver.read(id, &mut out, false), Ok(2));
 }
@@ -172,7 +172,7 @@ fn connections_between_the_same_addresses_do_not_share_a_pair() {
     peer.header.dst.port = port;
     let mut ask_in = |peer: &mut Peer| {
         peer.send(Op::Request, &[]);
-        Backend::turn(&mut driver).unwrap();
+        Backend::drive(&mut driver).unwrap();
         peer.take_op(Op::Response);
         driver.accept(port).unwrap()
     };
@@ -199,7 +199,7 @@ fn a_device_that_hangs_up_in_a_move_ends_the_connection() {
     peer.socket = None;
     let give_up = std::time::Instant::now() + Duration::from_secs(60);
     while driver.state(id) == Some(StreamState::Connected) {
-        let _ = Backend::turn(&mut driver);
+        let _ = Backend::drive(&mut driver);
         let _ = Backend::arm(&mut driver);
         Backend::disarm(&mut driver);
         assert!(std::time::Instant::now() < give_up);

@@ -40,7 +40,7 @@ fn packets_beyond_three_quarters_wait_in_the_ring_and_let_the_driver_sleep() {
         peer.send(Op::Rw, b"x");
     }
     assert!(driver.pending());
-    Backend::turn(&mut driver).unwrap();
+    Backend::drive(&mut driver).unwrap();
     assert_eq!(driver.unread(id), 24);
     assert!(!driver.pending(), "no packet may be received");
     assert!(!Backend::arm(&mut driver), "the caller may sleep");
@@ -59,7 +59,7 @@ fn packets_beyond_three_quarters_wait_in_the_ring_and_let_the_driver_sleep() {
     driver.disarm();
     assert!(!is_notified(&driver));
     assert!(driver.pending());
-    Backend::turn(&mut driver).unwrap();
+    Backend::drive(&mut driver).unwrap();
     assert_eq!(driver.unread(id), 24);
 }
 
@@ -154,7 +154,7 @@ fn a_quarter_of_the_slots_is_never_out_on_loan() {
 fn a_device_that_hangs_up_resets_all_and_ends_the_endpoint() {
     let (mut driver, mut peer, id) = small();
     peer.send(Op::Rw, b"last");
-    Backend::turn(&mut driver).unwrap();
+    Backend::drive(&mut driver).unwrap();
     let loan = Backend::loan(&mut driver, id, 8).unwrap();
     assert_eq!(driver.next_ready(), Some(ReadySource::Conn(id)));
     assert!(!Backend::arm(&mut driver));
@@ -176,14 +176,14 @@ fn a_device_that_hangs_up_resets_all_and_ends_the_endpoint() {
     assert!(!driver.pending());
     assert!(!is_notified(&driver));
     assert!(Backend::arm(&mut driver), "the caller must not sleep");
-    assert!(Backend::turn(&mut driver).is_err());
+    assert!(Backend::drive(&mut driver).is_err());
 }
 
 #[test]
 fn a_spinning_caller_notices_a_hang_up() {
     let (mut driver, mut peer, id) = small();
     peer.socket = None;
-    assert!((0..=IDLE_TURNS).any(|_| Backend::turn(&mut driver).is_err()));
+    assert!((0..=IDLE_TURNS).any(|_| Backend::drive(&mut driver).is_err()));
     assert_eq!(driver.state(id), Some(StreamState::Reset));
 }
 

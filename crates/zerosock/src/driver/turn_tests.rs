@@ -43,7 +43,7 @@ fn a_turn_receives_a_bounded_number_of_packets_and_reports_each_connection_once(
         flood(&mut peer, other, 1);
         flood(&mut peer, from, 120);
         let before = taken(&driver);
-        assert!(Backend::turn(&mut driver).unwrap());
+        assert!(Backend::drive(&mut driver).unwrap());
         assert_eq!(taken(&driver) - before, TURN, "round {round}");
         assert_eq!(driver.unread(bulk) + driver.unread(small), TURN as usize);
         let told: Vec<_> = std::iter::from_fn(|| driver.next_ready()).collect();
@@ -51,7 +51,7 @@ fn a_turn_receives_a_bounded_number_of_packets_and_reports_each_connection_once(
         assert_eq!(driver.read(small, &mut out, false), Ok(1));
         assert_eq!(driver.read(bulk, &mut out, false), Ok(255));
         assert!(driver.pending(), "the rest is still to be taken in");
-        Backend::turn(&mut driver).unwrap();
+        Backend::drive(&mut driver).unwrap();
         assert_eq!(taken(&driver) - before, 321);
         assert_eq!(driver.read(bulk, &mut out, false), Ok(65));
         while driver.next_ready().is_some() {}
@@ -86,7 +86,7 @@ fn a_call_receives_a_bounded_number_of_packets() {
         assert_eq!((each, seen), (Ok(256), 256));
         assert_eq!(driver.read(bulk, &mut out, false), Ok(59));
         assert_eq!(driver.read(small, &mut out, false), Ok(1));
-        Backend::turn(&mut driver).unwrap();
+        Backend::drive(&mut driver).unwrap();
         while driver.next_ready().is_some() {}
         while peer.take().is_some() {}
     }
@@ -113,7 +113,7 @@ fn a_waiting_connection_gets_a_slot_beside_a_greedy_sender() {
         for _ in 0..3 {
             assert!(peer.take().is_some());
         }
-        Backend::turn(&mut driver).unwrap();
+        Backend::drive(&mut driver).unwrap();
     }
     assert!(sent >= 9, "{sent} of 20");
 }

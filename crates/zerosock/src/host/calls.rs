@@ -17,7 +17,7 @@ use crate::device::state::loans::LoanOf;
 use crate::device::state::program::App;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::leases::Leases;
-use crate::table::over::EndpointOver;
+use crate::table::over::EndpointEnded;
 use crate::table::sockets::{
     Copied, LeaseParts, MessageRead, NoLease, ReadyFlag, Sockets, StreamId,
 };
@@ -43,7 +43,7 @@ impl Backend for HostBackend {
     }
 
     #[inline]
-    fn turn(&mut self) -> Result<bool, EndpointOver> {
+    fn drive(&mut self) -> Result<bool, EndpointEnded> {
         self.checks = self.checks.saturating_add(1);
         let any_ready = self.activate_ready_devices();
         self.run_turn(any_ready)

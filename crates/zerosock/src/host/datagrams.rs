@@ -58,7 +58,7 @@ impl HostBackend {
         let device = self.worker.devices.get_mut(vm);
         match device.and_then(|device| device.takes_datagrams()) {
             Some(true) => {}
-            Some(false) => return Err(DatagramFault::Deaf),
+            Some(false) => return Err(DatagramFault::PeerUnsupported),
             None => return Err(DatagramFault::Unreachable),
         }
         let clock = self.worker.clock();

@@ -34,7 +34,7 @@ use crate::device::state::program::{App, HostToken};
 use crate::device::{Context, Device, Worker};
 use crate::fault::Fault;
 use crate::table::leases::Leases;
-use crate::table::over::EndpointOver;
+use crate::table::over::EndpointEnded;
 use crate::table::sockets::{Sockets, StreamId, StreamState};
 use crate::table::transfers::{Payload, RecvFault, SendFault, ShowBounds, copy_shown};
 pub(crate) use start::HostConfig;
@@ -304,12 +304,12 @@ impl HostBackend {
         }
     }
 
-    fn run_turn(&mut self, any_ready: bool) -> Result<bool, EndpointOver> {
+    fn run_turn(&mut self, any_ready: bool) -> Result<bool, EndpointEnded> {
         let mut busy = any_ready;
         if self.worker.has_messages() {
             busy = true;
             if !self.worker.take_messages() {
-                return Err(EndpointOver::new(
+                return Err(EndpointEnded::new(
                     Fault::System,
                     "the devices were told to end",
                 ));
@@ -319,7 +319,7 @@ impl HostBackend {
         if self.checks >= IDLE_CHECKS || (self.watches_host_sockets && self.now >= self.next_poll) {
             busy |= self
                 .poll_events()
-                .map_err(|error| EndpointOver::new(Fault::System, error))?;
+                .map_err(|error| EndpointEnded::new(Fault::System, error))?;
         }
         let now = self.now;
         self.worker.run_deadlines(now);

@@ -8,7 +8,7 @@
 //! # Invariants
 //! - No call sleeps.
 //! - Queued packets become visible to the peer with [`Backend::flush`] or the next
-//!   [`Backend::turn`], so that many packets cost one notification.
+//!   [`Backend::drive`], so that many packets cost one notification.
 //! - After [`Backend::arm`] has returned false, every action of the peer makes [`Backend::fd`]
 //!   readable.
 
@@ -26,7 +26,7 @@ use super::leases::Leases;
 use super::places::{Copied, LeaseParts};
 use super::sockets::{Conn, MessageRead, StreamId, StreamState};
 use crate::table::datagrams::DatagramBackend;
-use crate::table::over::EndpointOver;
+use crate::table::over::EndpointEnded;
 use crate::table::transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault};
 
 pub(crate) use crate::table::transfers::Ahead;
@@ -149,7 +149,7 @@ pub(crate) trait Backend: Send {
 
     /// Receives what the peer sent and returned, handles due timers and publishes queued packets.
     /// The work per call is bounded. Returns whether anything was received.
-    fn turn(&mut self) -> Result<bool, EndpointOver>;
+    fn drive(&mut self) -> Result<bool, EndpointEnded>;
 
     /// Publishes queued packets, returned buffers and credit.
     fn flush(&mut self);

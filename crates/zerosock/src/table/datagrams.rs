@@ -24,7 +24,7 @@ pub(crate) enum DatagramFault {
     /// The device of this endpoint did not negotiate datagrams.
     NoDatagrams,
     /// The destination did not negotiate datagrams.
-    Deaf,
+    PeerUnsupported,
     /// No endpoint has that CID, or the access rules forbid to reach it.
     Unreachable,
     /// All entries of the endpoint's lease table are in use.
@@ -39,7 +39,7 @@ impl From<Refusal> for DatagramFault {
             Refusal::Unknown => DatagramFault::Unknown,
             Refusal::TooLong(len) => DatagramFault::TooLong(len),
             Refusal::Throttled | Refusal::Stopped => DatagramFault::WouldBlock,
-            Refusal::Unsupported => DatagramFault::Deaf,
+            Refusal::Unsupported => DatagramFault::PeerUnsupported,
         }
     }
 }

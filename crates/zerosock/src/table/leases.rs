@@ -14,7 +14,7 @@
 //!
 //! # Invariants
 //! - An index is on the stack at most once, and is reused only after it was taken off.
-//! - No holder begins to write to torn memory.
+//! - No holder begins to write to revoked memory.
 //! - Nothing allocates after construction.
 
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -25,7 +25,7 @@ pub(crate) const NONE: u32 = u32::MAX;
 const MOVED: u32 = 1 << 31;
 /// The buffer was returned to the peer under a reader. The memory is still mapped, but the peer may
 /// write it.
-const TORN: u32 = 1 << 30;
+const REVOKED: u32 = 1 << 30;
 /// The endpoint waits to move the bytes; the last reader must request a recheck.
 const WANTED: u32 = 1 << 29;
 /// The number of readers.
@@ -102,16 +102,16 @@ impl Leases {
         }
     }
 
-    /// A holder begins to read. Torn memory may be read, because it is still mapped.
+    /// A holder begins to read. Revoked memory may be read, because it is still mapped.
     #[inline]
     pub(crate) fn enter(&self, index: u32) -> Entered {
         self.enter_unless(index, MOVED)
     }
 
-    /// A holder begins to write. Refused for torn memory, which belongs to the peer again.
+    /// A holder begins to write. Refused for revoked memory, which belongs to the peer again.
     #[inline]
     pub(crate) fn enter_to_write(&self, index: u32) -> Entered {
-        self.enter_unless(index, MOVED | TORN)
+        self.enter_unless(index, MOVED | REVOKED)
     }
 
     #[inline]
@@ -158,9 +158,9 @@ impl Leases {
 
     /// Whether the buffer was returned to the peer under a reader.
     #[inline]
-    pub(crate) fn is_torn(&self, index: u32) -> bool {
+    pub(crate) fn is_revoked(&self, index: u32) -> bool {
         self.entry(index)
-            .is_some_and(|entry| entry.state.load(Ordering::Acquire) & TORN != 0)
+            .is_some_and(|entry| entry.state.load(Ordering::Acquire) & REVOKED != 0)
     }
 
     /// Claims the bytes of a lease without readers so that they can be moved; later readers are
@@ -171,7 +171,7 @@ impl Leases {
         };
         let mut state = entry.state.load(Ordering::Relaxed);
         loop {
-            if state & (MOVED | TORN) != 0 {
+            if state & (MOVED | REVOKED) != 0 {
                 return false;
             }
             let free = state & READERS == 0;
@@ -189,10 +189,10 @@ impl Leases {
         }
     }
 
-    /// Marks a lease with readers as torn: its buffer returns to the peer.
+    /// Marks a lease with readers as revoked: its buffer returns to the peer.
     pub(crate) fn mark_torn(&self, index: u32) {
         if let Some(entry) = self.entry(index) {
-            entry.state.fetch_or(TORN, Ordering::AcqRel);
+            entry.state.fetch_or(REVOKED, Ordering::AcqRel);
         }
     }
 
@@ -303,7 +303,7 @@ mod tests {
         assert_eq!(leases.enter(1), Entered::InPlace);
         assert!(!leases.try_move(1));
         leases.mark_torn(1);
-        assert!(leases.is_torn(1));
+        assert!(leases.is_revoked(1));
         leases.leave(1);
         assert!(!leases.try_move(1), "it was moved already");
         leases.begin(1);

@@ -10,25 +10,25 @@ use crate::fault::Fault;
 ///
 /// ```
 /// use std::io::{Error, ErrorKind};
-/// use zerosock::vsock::{EndpointOver, Fault};
+/// use zerosock::vsock::{EndpointEnded, Fault};
 ///
 /// /// Whether to attach again.
 /// fn should_reattach(error: &Error) -> bool {
-///     let inside = error.get_ref().and_then(|inner| inner.downcast_ref::<EndpointOver>());
+///     let inside = error.get_ref().and_then(|inner| inner.downcast_ref::<EndpointEnded>());
 ///     inside.is_some_and(|over| over.fault() == Fault::Peer)
 /// }
 /// assert!(!should_reattach(&ErrorKind::ConnectionReset.into()));
 /// ```
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("the endpoint has ended: {why}")]
-pub struct EndpointOver {
+pub struct EndpointEnded {
     fault: Fault,
     why: String,
 }
 
-impl EndpointOver {
-    pub(crate) fn new(fault: Fault, why: impl ToString) -> EndpointOver {
-        EndpointOver {
+impl EndpointEnded {
+    pub(crate) fn new(fault: Fault, why: impl ToString) -> EndpointEnded {
+        EndpointEnded {
             fault,
             why: why.to_string(),
         }
@@ -40,8 +40,8 @@ impl EndpointOver {
     }
 }
 
-impl From<EndpointOver> for Error {
-    fn from(over: EndpointOver) -> Error {
+impl From<EndpointEnded> for Error {
+    fn from(over: EndpointEnded) -> Error {
         Error::new(ErrorKind::ConnectionAborted, over)
     }
 }

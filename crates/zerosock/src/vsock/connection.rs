@@ -209,7 +209,7 @@ impl Connection {
         if error == StreamError::ShutDown
             && backend.info(self.id).is_some_and(|i| i.peer_recv_shutdown)
         {
-            error = StreamError::PeerRecvShutdown;
+            error = StreamError::PeerShutdown;
         }
         Some(Err(error))
     }

@@ -214,8 +214,8 @@ impl Endpoint {
     ///
     /// # Errors
     /// `ConnectionAborted` when the endpoint has failed.
-    pub fn turn(&self) -> io::Result<()> {
-        self.core.lock().turn()?;
+    pub fn drive(&self) -> io::Result<()> {
+        self.core.lock().drive()?;
         Ok(())
     }
 

@@ -47,7 +47,7 @@ pub enum ConnectError {
     /// The peer, or the device in between: it disconnected or restarted before it answered.
     /// `ConnectionReset`.
     #[error("the peer has gone")]
-    Gone,
+    PeerGone,
     /// The caller: the CID does not exist, is not a guest's, or its guest has no running driver.
     /// `HostUnreachable`.
     #[error("no guest or process is reachable at that CID")]
@@ -64,7 +64,7 @@ pub enum ConnectError {
     TooManyConnections,
     /// The caller: it closed the stream before the answer. `ConnectionAborted`.
     #[error("the stream was closed before the peer answered")]
-    GivenUp,
+    Aborted,
 }
 
 impl ConnectError {
@@ -75,10 +75,10 @@ impl ConnectError {
             | ConnectError::TimedOut
             | ConnectError::Protocol
             | ConnectError::Unsupported
-            | ConnectError::Gone => Fault::Peer,
+            | ConnectError::PeerGone => Fault::Peer,
             ConnectError::Unreachable
             | ConnectError::TooManyConnections
-            | ConnectError::GivenUp => Fault::Caller,
+            | ConnectError::Aborted => Fault::Caller,
             ConnectError::NoPort => Fault::System,
         }
     }
@@ -90,12 +90,12 @@ impl From<ConnectError> for Error {
             ConnectError::Refused => ErrorKind::ConnectionRefused,
             ConnectError::TimedOut => ErrorKind::TimedOut,
             ConnectError::Protocol => ErrorKind::InvalidData,
-            ConnectError::Gone => ErrorKind::ConnectionReset,
+            ConnectError::PeerGone => ErrorKind::ConnectionReset,
             ConnectError::Unreachable => ErrorKind::HostUnreachable,
             ConnectError::Unsupported => ErrorKind::Unsupported,
             ConnectError::NoPort => ErrorKind::AddrInUse,
             ConnectError::TooManyConnections => ErrorKind::OutOfMemory,
-            ConnectError::GivenUp => ErrorKind::ConnectionAborted,
+            ConnectError::Aborted => ErrorKind::ConnectionAborted,
         };
         Error::new(kind, error)
     }
@@ -124,7 +124,7 @@ pub enum StreamError {
     Reset,
     /// The peer: it has shut receiving down.
     #[error("the peer has shut down receiving")]
-    PeerRecvShutdown,
+    PeerShutdown,
     /// The caller: it has shut this direction down.
     #[error("this direction has been shut down")]
     ShutDown,
@@ -145,14 +145,14 @@ pub enum StreamError {
     Scattered,
     /// The peer has taken back the memory of a lease or a loan: its contents are undefined.
     #[error("the memory went back to the peer")]
-    Torn,
+    Revoked,
 }
 
 impl From<StreamError> for Error {
     fn from(error: StreamError) -> Error {
         let kind = match error {
-            StreamError::Reset | StreamError::Torn => ErrorKind::ConnectionReset,
-            StreamError::PeerRecvShutdown | StreamError::ShutDown => ErrorKind::BrokenPipe,
+            StreamError::Reset | StreamError::Revoked => ErrorKind::ConnectionReset,
+            StreamError::PeerShutdown | StreamError::ShutDown => ErrorKind::BrokenPipe,
             StreamError::TooLong => ErrorKind::InvalidInput,
             StreamError::TooManyLeases => ErrorKind::OutOfMemory,
             StreamError::Untrusted => ErrorKind::PermissionDenied,
@@ -199,8 +199,8 @@ pub(super) fn of_refusal(reason: RefuseReason) -> ConnectError {
         RefuseReason::Reset => ConnectError::Refused,
         RefuseReason::TimedOut => ConnectError::TimedOut,
         RefuseReason::ProtocolError => ConnectError::Protocol,
-        RefuseReason::TransportReset => ConnectError::Gone,
-        RefuseReason::LocalReset => ConnectError::GivenUp,
+        RefuseReason::TransportReset => ConnectError::PeerGone,
+        RefuseReason::LocalReset => ConnectError::Aborted,
     }
 }
 

@@ -14,7 +14,7 @@ use zerosock_proto::{Address, Cid, Port};
 use super::Fault;
 use super::hub::Core;
 use crate::table::leases::Leases;
-use crate::table::over::EndpointOver;
+use crate::table::over::EndpointEnded;
 use crate::table::sockets::{Copied, LeaseParts, MessageRead, StreamId, StreamState};
 use crate::table::{
     backend::{Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, ReadySource},
@@ -93,10 +93,10 @@ impl Backend for Fake {
         false
     }
 
-    fn turn(&mut self) -> Result<bool, EndpointOver> {
+    fn drive(&mut self) -> Result<bool, EndpointEnded> {
         let mut script = self.script();
         if script.over {
-            return Err(EndpointOver::new(Fault::Peer, "over"));
+            return Err(EndpointEnded::new(Fault::Peer, "over"));
         }
         if script.due.is_some_and(|at| at <= Instant::now()) {
             script.due = None;

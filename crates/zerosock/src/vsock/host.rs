@@ -31,7 +31,7 @@ use crate::host::{HostBackend, HostConfig};
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
 use crate::table::backend::EndpointStats;
-use zerosock_vhost_user::{Fault, FaultCounts};
+use zerosock_vhost_user::{FaultCounts, FrontendFault};
 
 /// CID 2 for VMs and processes: it reads received bytes in their memory and writes sent bytes
 /// there.
@@ -277,7 +277,7 @@ impl Host {
 
     /// Number of faults of this kind that VMMs and processes have committed on their control
     /// sockets since the start. Each affected only that front-end, and is logged with its reason.
-    pub fn faults(&self, fault: Fault) -> u64 {
+    pub fn faults(&self, fault: FrontendFault) -> u64 {
         self.faults.of(fault)
     }
 
@@ -286,8 +286,8 @@ impl Host {
     ///
     /// # Errors
     /// `ConnectionAborted` when the backend has failed.
-    pub fn turn(&self) -> io::Result<()> {
-        self.core.lock().turn()?;
+    pub fn drive(&self) -> io::Result<()> {
+        self.core.lock().drive()?;
         Ok(())
     }
 
@@ -405,7 +405,7 @@ impl HostBuilder {
     }
 
     /// Bytes of former memory of one VM or process that leases may keep mapped
-    /// ([`Reading::is_torn`](super::Reading::is_torn)); at least twice its current memory. Above it
+    /// ([`LeaseReader::is_revoked`](super::LeaseReader::is_revoked)); at least twice its current memory. Above it
     /// leases from that guest are copies, until some are dropped. Default 1 GiB.
     pub fn old_memory(mut self, bytes: u64) -> HostBuilder {
         self.config.old_memory = bytes;

@@ -9,7 +9,7 @@
 //! # Life of a lease
 //! A lease in place refers to bytes in memory that the peer shares. Dropping it returns the buffer
 //! and the credit. Before that, after a bounded time, the endpoint may copy the bytes out and
-//! return the buffer; the application reads the same bytes either way. While a [`Reading`] lives,
+//! return the buffer; the application reads the same bytes either way. While a [`LeaseReader`] lives,
 //! they are not moved.
 
 mod reading;
@@ -29,7 +29,7 @@ use super::hub::Core;
 use crate::table::sockets::{BufferPlace, Copied, LeaseParts};
 use crate::zc::{Buf, Mapped};
 
-pub use self::reading::Reading;
+pub use self::reading::LeaseReader;
 
 /// The bytes of one received packet, in place. Dropping it returns the buffer and the credit to the
 /// sender.
@@ -105,8 +105,8 @@ impl<'a> Lease<'a> {
     }
 
     /// Keeps the bytes in place while they are read.
-    pub fn read(&self) -> Reading<'_> {
-        Reading::new(self.core, &self.body)
+    pub fn read(&self) -> LeaseReader<'_> {
+        LeaseReader::new(self.core, &self.body)
     }
 
     /// Copies bytes from `offset` on to `out`; returns how many. Safe with any peer.
@@ -148,16 +148,16 @@ impl<'a> Lease<'a> {
     ///
     /// The endpoint cannot take the buffer back, and the kernel keeps it until the TCP receiver has
     /// acknowledged it, without a time limit. A limit of the sender
-    /// ([`Builder::limit`](crate::zc::Builder::limit)), or
+    /// ([`SenderBuilder::limit`](crate::zc::SenderBuilder::limit)), or
     /// [`Sender::close`](crate::zc::Sender::close) with a time, bounds that: the sender resets the
     /// connection then, which releases the peer's memory.
     ///
     /// # Errors
-    /// [`StreamError::Torn`] with the unchanged lease: see [`Reading::is_torn`].
-    pub fn into_buf(self) -> Result<Buf, (StreamError, Self)> {
+    /// [`StreamError::Revoked`] with the unchanged lease: see [`LeaseReader::is_revoked`].
+    pub fn into_zc_buf(self) -> Result<Buf, (StreamError, Self)> {
         let core = self.core;
         self.into_owned()
-            .into_buf()
+            .into_zc_buf()
             .map_err(|(error, lease)| (error, lease.into_bound(core)))
     }
 
@@ -167,7 +167,7 @@ impl<'a> Lease<'a> {
     ///
     /// # Errors
     /// [`StreamError::Untrusted`] with the unchanged lease: the peer may write the bytes at any
-    /// time, and `Bytes` is a plain slice. [`StreamError::Torn`]: see [`Reading::is_torn`].
+    /// time, and `Bytes` is a plain slice. [`StreamError::Revoked`]: see [`LeaseReader::is_revoked`].
     pub fn into_bytes(self) -> Result<Bytes, (StreamError, Self)> {
         let shared = self.read().share();
         match shared {
@@ -197,8 +197,8 @@ impl OwnedLease {
     }
 
     /// Keeps the bytes in place while they are read.
-    pub fn read(&self) -> Reading<'_> {
-        Reading::new(&self.core, &self.body)
+    pub fn read(&self) -> LeaseReader<'_> {
+        LeaseReader::new(&self.core, &self.body)
     }
 
     /// Copies bytes from `offset` on to `out`; returns how many. Safe with any peer.
@@ -224,13 +224,13 @@ impl OwnedLease {
         self.read().write_to(fd)
     }
 
-    /// As [`Lease::into_buf`].
+    /// As [`Lease::into_zc_buf`].
     ///
     /// # Errors
     /// As there.
-    pub fn into_buf(self) -> Result<Buf, (StreamError, Self)> {
-        if self.read().is_torn() {
-            return Err((StreamError::Torn, self));
+    pub fn into_zc_buf(self) -> Result<Buf, (StreamError, Self)> {
+        if self.read().is_revoked() {
+            return Err((StreamError::Revoked, self));
         }
         let len = self.len();
         let place = self.body.place.clone();
@@ -300,8 +300,8 @@ impl Shared {
         }
     }
 
-    fn reading(&self) -> std::mem::ManuallyDrop<Reading<'_>> {
-        std::mem::ManuallyDrop::new(Reading {
+    fn reading(&self) -> std::mem::ManuallyDrop<LeaseReader<'_>> {
+        std::mem::ManuallyDrop::new(LeaseReader {
             core: &self.lease.core,
             body: &self.lease.body,
             copy: self.copy.clone(),

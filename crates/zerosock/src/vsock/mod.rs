@@ -75,18 +75,18 @@ mod waiting;
 
 pub use crate::fault::Fault;
 pub use crate::table::backend::EndpointStats;
-pub use crate::table::over::EndpointOver;
+pub use crate::table::over::EndpointEnded;
 pub use crate::table::sockets::StreamState;
 pub use datagram::{
-    BindError, Datagram, DatagramDrops, DatagramError, DatagramHome, DatagramLease, DatagramLoan,
-    DatagramStats, MAX_DATAGRAM,
+    BindError, Datagram, DatagramDrops, DatagramError, DatagramLease, DatagramLoan, DatagramStats,
+    EndpointRef, MAX_DATAGRAM,
 };
 pub use endpoint::Endpoint;
 pub use errors::{ConnectError, ListenError, StreamError};
 pub use host::{Host, HostBuilder};
-pub use lease::{Lease, OwnedLease, Reading};
+pub use lease::{Lease, LeaseReader, OwnedLease};
 pub use listener::{Incoming, Listener};
-pub use loan::{Filling, Loan};
+pub use loan::{Loan, LoanSlice};
 pub use message::Message;
 pub use opening::{EndpointBuilder, OpenError};
 pub use options::OptionError;
@@ -99,4 +99,4 @@ pub use socket::Socket;
 pub use stream::{Batch, Stream};
 pub use waiting::Wait;
 pub use zerosock_ring::Trust;
-pub use zerosock_vhost_user::Fault as FrontendFault;
+pub use zerosock_vhost_user::FrontendFault;

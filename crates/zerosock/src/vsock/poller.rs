@@ -232,7 +232,7 @@ impl Poller {
         loop {
             for core in &cores {
                 // The sockets report the failure of an endpoint.
-                let _ = core.lock().turn();
+                let _ = core.lock().drive();
             }
             let ready = self.ready()?;
             if !ready.is_empty() || deadline_is_past(deadline) {

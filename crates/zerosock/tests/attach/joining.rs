@@ -125,7 +125,7 @@ fn connects_to_ports_that_were_not_named_are_refused_by_the_switch() {
     let closed = Address::new(server.cid, Port::new(78));
     let refused = guest.wait_connect(closed, deadline());
     assert!(matches!(refused, Err(WaitError::Refused)), "{refused:?}");
-    server.driver.turn().unwrap();
+    server.driver.drive().unwrap();
     assert_eq!(server.driver.stats().rx_packets, before);
     connected(&mut guest, &mut server.driver);
     // Its own connects are not limited.

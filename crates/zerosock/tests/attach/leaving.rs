@@ -118,8 +118,8 @@ fn a_process_that_dies_during_a_transfer_does_not_affect_others() {
                     let _ = dying.driver.send(stream, &[1; 30_000]);
                 }
                 let _ = guest.send(c, &[2; 30_000]);
-                dying.driver.turn().unwrap();
-                guest.turn().unwrap();
+                dying.driver.drive().unwrap();
+                guest.drive().unwrap();
             }
             drop(dying);
             // The other two continue their transfer.

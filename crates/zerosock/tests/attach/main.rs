@@ -146,7 +146,7 @@ fn all<const N: usize>(
     while !done(&mut drivers) {
         assert!(Instant::now() < give_up, "never: {what}");
         for driver in &mut drivers {
-            if !driver.turn().unwrap() {
+            if !driver.drive().unwrap() {
                 let soon = Instant::now() + Duration::from_micros(300);
                 driver.poll(Some(soon)).unwrap();
             }

@@ -321,7 +321,7 @@ fn a_service_that_dies_resets_what_it_had_and_leaves_its_ports() {
             let (stream, _) = connect(&mut guest, &mut dying.driver, host(10));
             // Unread bytes in both directions.
             let _ = guest.send(stream, &[1; 30_000]);
-            guest.turn().unwrap();
+            guest.drive().unwrap();
             match round % 3 {
                 0 => drop(dying),
                 1 => drop(dying.control),

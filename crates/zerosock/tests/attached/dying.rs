@@ -57,7 +57,7 @@ fn a_process_that_dies_during_a_transfer_is_detached_and_its_leases_are_torn() {
         child.wait().unwrap();
         let error = stream.recv().map(drop).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionReset);
-        assert!(reading.is_torn(), "round {round}");
+        assert!(reading.is_revoked(), "round {round}");
         assert_eq!(reading.to_vec(), b"half a mess", "still mapped");
         drop(reading);
         loan.send().unwrap_err();

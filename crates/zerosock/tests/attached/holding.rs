@@ -20,7 +20,7 @@ fn hold_all(from: &Stream, to: &Stream, others: impl FnOnce()) {
     let readings: Vec<_> = leases.iter().step_by(2).map(|lease| lease.read()).collect();
     others();
     for (n, reading) in readings.iter().enumerate() {
-        assert!(!reading.is_torn());
+        assert!(!reading.is_revoked());
         assert_bytes(&reading.to_vec(), &bytes(2 * n as u64, 1000));
     }
     drop(readings);

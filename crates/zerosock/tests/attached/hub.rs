@@ -1,4 +1,4 @@
-//! A host with an attach socket, and a thread that calls its `turn`.
+//! A host with an attach socket, and a thread that calls its `drive`.
 
 use std::ops::Deref;
 use std::path::PathBuf;

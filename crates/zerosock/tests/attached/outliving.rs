@@ -80,10 +80,10 @@ fn what_a_process_sent_before_it_went_arrives_at_a_host_that_was_busy() {
         (&theirs).write_all(packet).unwrap();
     }
     // Like a busy host, it takes as much as it may hold, which is not all.
-    host.turn().unwrap();
+    host.drive().unwrap();
     drop((theirs, process));
     common::eventually("the host knows that it has gone", || {
-        host.turn().unwrap();
+        host.drive().unwrap();
         host.processes().is_empty()
     });
     let mut got = Vec::new();

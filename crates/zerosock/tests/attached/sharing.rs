@@ -5,8 +5,8 @@ use std::io::{Read, Write};
 use std::thread;
 
 use zerosock::vsock::{
-    Endpoint, EndpointBuilder, Host, HostBuilder, Lease, Listener, Loan, OwnedLease, Poller,
-    Reading, Stream, Wait,
+    Endpoint, EndpointBuilder, Host, HostBuilder, Lease, LeaseReader, Listener, Loan, OwnedLease,
+    Poller, Stream, Wait,
 };
 
 use super::common::{assert_bytes, bytes};
@@ -31,8 +31,8 @@ fn handles_are_send_and_sync() {
     is_sync::<Lease<'_>>();
     is_send::<OwnedLease>();
     is_sync::<OwnedLease>();
-    is_send::<Reading<'_>>();
-    is_sync::<Reading<'_>>();
+    is_send::<LeaseReader<'_>>();
+    is_sync::<LeaseReader<'_>>();
     is_send::<Loan<'_>>();
     is_sync::<Loan<'_>>();
     is_send::<Poller>();

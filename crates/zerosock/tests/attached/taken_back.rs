@@ -58,13 +58,13 @@ fn a_queue_that_stops_waits_for_a_trusted_read() {
         // the same way, through the thread that controls and the one that works.
         until_asleep(&told.recv().unwrap());
         drop(process(&hub));
-        assert!(!stop.is_finished() && !reading.is_torn());
+        assert!(!stop.is_finished() && !reading.is_revoked());
         assert_eq!(reading.as_slice().unwrap(), b"bytes");
         drop(reading);
         assert_eq!(stop.join().unwrap(), used.wrapping_add(1));
     });
     let reading = lease.read();
-    assert!(!reading.is_torn(), "moved");
+    assert!(!reading.is_revoked(), "moved");
     assert_eq!(reading.as_slice().unwrap(), b"bytes");
 }
 
@@ -80,15 +80,15 @@ fn a_trusted_read_beyond_the_time_limit_costs_the_process_its_device() {
     let error = guest.frontend.get_vring_base(TX as u32).unwrap_err();
     let closed = matches!(error, FrontendError::Closed | FrontendError::Io(_));
     assert!(closed, "{error}");
-    assert!(reading.is_torn());
+    assert!(reading.is_revoked());
     assert_eq!(guest.used_index(TX), used, "it has not got it back");
     // The bytes can still be copied; no slice of them is given.
     assert_eq!(reading.as_slice(), None);
     assert_eq!(reading.to_vec(), b"bytes");
     drop(reading);
     let (error, lease) = lease.into_bytes().unwrap_err();
-    assert_eq!(error, StreamError::Torn);
-    assert!(lease.read().is_torn());
+    assert_eq!(error, StreamError::Revoked);
+    assert!(lease.read().is_revoked());
     let error = stream.recv().map(drop).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
 }
@@ -116,7 +116,7 @@ fn a_loan_of_a_detached_process_cannot_be_written() {
     let source = error
         .get_ref()
         .and_then(|e| e.downcast_ref::<StreamError>());
-    assert_eq!(source, Some(&StreamError::Torn));
+    assert_eq!(source, Some(&StreamError::Revoked));
     assert_eq!(
         begun.read_from(io::stdin()).unwrap_err().kind(),
         ErrorKind::ConnectionReset

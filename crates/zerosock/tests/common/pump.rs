@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use zerosock::vsock::Host;
 
-/// A host, and a thread that calls [`Host::turn`] on each event and at least every millisecond. The
+/// A host, and a thread that calls [`Host::drive`] on each event and at least every millisecond. The
 /// thread ends when this is dropped.
 pub(crate) struct Pumped {
     host: Arc<Host>,
@@ -31,7 +31,7 @@ impl Pumped {
                 while !stop.load(Ordering::Relaxed) {
                     let fd = host.as_fd();
                     let _ = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&wait));
-                    host.turn().unwrap();
+                    host.drive().unwrap();
                 }
             }
         });
@@ -42,7 +42,7 @@ impl Pumped {
         }
     }
 
-    /// Stops the thread: from now on no thread calls the host's `turn`.
+    /// Stops the thread: from now on no thread calls the host's `drive`.
     pub(crate) fn stop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {

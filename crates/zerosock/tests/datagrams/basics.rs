@@ -196,13 +196,13 @@ fn endpoints_without_datagrams_have_streams_and_senders_get_an_error() {
     let mut guest = Driver::attach(config).unwrap();
     let error = ours.send_to(b"x", there).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert_eq!(reason(&error), DatagramError::Deaf);
+    assert_eq!(reason(&error), DatagramError::PeerUnsupported);
     // Through the daemon the first datagram is lost, and later sends get an error.
     eventually("the sibling hears of it", || {
         match theirs.send_to(b"x", there) {
             Ok(_) => false,
             Err(error) => {
-                assert_eq!(reason(&error), DatagramError::Deaf);
+                assert_eq!(reason(&error), DatagramError::PeerUnsupported);
                 true
             }
         }

@@ -147,14 +147,14 @@ fn a_blocked_destination_says_would_block_and_others_are_not() {
     theirs.set_nonblocking(true).unwrap();
     let send = |to: &Datagram| theirs.send_to(&[0; 1000], to.local_addr());
     eventually("it is blocked", || {
-        process.turn().unwrap();
+        process.drive().unwrap();
         send(&full).is_err() && theirs.stats().stopped > 0
     });
     let error = send(&full).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
     // The host takes it before the other's STOP arrives: the send buffer has room.
     eventually("another is sent to", || {
-        process.turn().unwrap();
+        process.drive().unwrap();
         send(&free).is_ok()
     });
     theirs.set_nonblocking(false).unwrap();
@@ -183,8 +183,8 @@ fn a_receiver_that_dies_lets_its_sources_go() {
     let ours = at(&from, Port::ANY);
     ours.set_nonblocking(true).unwrap();
     eventually("it is blocked", || {
-        from.turn().unwrap();
-        to.turn().unwrap();
+        from.drive().unwrap();
+        to.drive().unwrap();
         let refused = ours.send_to(&[0; 1000], there).is_err();
         refused && ours.stats().stopped > 0
     });

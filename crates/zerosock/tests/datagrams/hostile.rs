@@ -217,7 +217,7 @@ fn a_flood_of_stop_and_start_affects_only_its_sender() {
         let from = guest.us(Port::new(port));
         guest.raw.send(word.emit(from, ours.local_addr()), &[]);
         if port % 16 == 0 {
-            one.turn().unwrap();
+            one.drive().unwrap();
         }
     }
     guest.raw.wait_tx_done();
@@ -280,7 +280,7 @@ fn sources_without_number_are_bounded() {
     let theirs = at(&process, Port::ANY);
     theirs.send_to(b"x", ours.local_addr()).unwrap();
     eventually("told to stop", || {
-        process.turn().unwrap();
+        process.drive().unwrap();
         theirs.stats().stopped > 0
     });
 }
@@ -294,7 +294,7 @@ fn a_guest_that_never_reads_costs_its_own() {
     let there = guest.us(OURS);
     ours.set_nonblocking(true).unwrap();
     eventually("it is blocked", || {
-        one.turn().unwrap();
+        one.drive().unwrap();
         let refused = ours.send_to(&[0; 4000], there).is_err();
         refused && ours.stats().stopped > 0
     });

@@ -27,7 +27,7 @@ const PORT: Port = Port::new(514);
 /// A hold time longer than any test: leased bytes stay in place.
 const FOR_EVER: Duration = Duration::from_secs(600);
 
-/// A host with an attach socket and a VM with CID 3, and a thread that calls its `turn`.
+/// A host with an attach socket and a VM with CID 3, and a thread that calls its `drive`.
 struct Hub {
     host: Pumped,
     dir: tempfile::TempDir,

@@ -125,7 +125,7 @@ fn a_poller_reports_readable_and_writable_sockets() {
     let give_up = common::deadline();
     while !(other.send(&[0; 1000]).is_err() && other.stats().stopped > 0) {
         assert!(Instant::now() < give_up);
-        process.turn().unwrap();
+        process.drive().unwrap();
     }
     assert!(poller.wait(Some(Duration::ZERO)).unwrap().is_empty());
     ours.set_nonblocking(true).unwrap();

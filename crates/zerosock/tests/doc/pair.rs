@@ -10,7 +10,7 @@
     let host = builder.trust_processes(trust).start().unwrap();
     let listener = host.listen(zerosock::Port::new(1), 1).unwrap();
     std::thread::spawn(move || {
-        while host.turn().is_ok() {
+        while host.drive().is_ok() {
             std::thread::sleep(std::time::Duration::from_micros(200));
         }
     });

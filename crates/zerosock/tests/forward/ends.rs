@@ -201,7 +201,7 @@ fn a_reset_of_the_guest_resets_the_other_side() {
             mut outside,
         } = joined;
         guest.abort(stream);
-        guest.turn().unwrap();
+        guest.drive().unwrap();
         let error = outside.read(&mut [0; 1]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionReset);
         lab.until_none_is_left();

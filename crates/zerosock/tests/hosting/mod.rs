@@ -1,4 +1,4 @@
-//! A host under test, its VMs' sockets, and a thread that calls its `turn` while the test acts as
+//! A host under test, its VMs' sockets, and a thread that calls its `drive` while the test acts as
 //! the guest.
 #![allow(dead_code, reason = "each test program uses its own part")]
 

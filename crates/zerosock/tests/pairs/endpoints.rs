@@ -213,7 +213,7 @@ fn an_endpoint_that_requests_too_many_pairs_gets_the_available_ones() {
     thread::scope(|scope| {
         scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
-                host.turn().unwrap();
+                host.drive().unwrap();
             }
         });
         let endpoint = Endpoint::builder().queue_pairs(3).attach(&attach).unwrap();

@@ -222,18 +222,18 @@ fn a_pause_in_the_middle_of_a_move_loses_nothing() {
             let pair = driver.queue_pair(stream).unwrap();
             moves += usize::from(driver.move_to_pair(stream, (pair + 1) % 3).is_ok());
         }
-        driver.turn().unwrap();
+        driver.drive().unwrap();
         // The device may have the connection at any pair.
         let bases = driver.suspend().unwrap();
         driver.resume(&bases).unwrap();
         while let Ok(n @ 1..) = driver.recv(stream, &mut bytes) {
             got.extend_from_slice(&bytes[..n]);
         }
-        driver.turn().unwrap();
+        driver.drive().unwrap();
     }
     driver.shutdown(stream, How::SEND);
     while !program.is_finished() {
-        driver.turn().unwrap();
+        driver.drive().unwrap();
         assert!(std::time::Instant::now() < end);
     }
     assert!(got == pattern(LEN, 9));

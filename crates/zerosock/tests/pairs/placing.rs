@@ -121,7 +121,7 @@ fn a_driver_finds_a_port_although_the_next_one_is_taken() {
     let accepted = driver.wait_accept(Port::new(next), end).unwrap();
     driver.unlisten(Port::new(next));
     while !program.is_finished() {
-        driver.turn().unwrap();
+        driver.drive().unwrap();
     }
     let (ours, theirs) = driver.addresses(accepted).unwrap();
     assert_eq!(ours.port.get(), next);

@@ -46,7 +46,7 @@ fn native_headers_point_to_where_the_packets_lie() {
                         let header = map.header(index).unwrap();
                         assert_eq!(header, packet.header());
                         assert_eq!((header.length as usize, header.flags), (LENS[index], 0));
-                        assert!(packet.is_in_place() && !packet.is_torn());
+                        assert!(packet.is_in_place() && !packet.is_revoked());
                         assert_eq!(packet.to_vec(), bytes(index as u64, LENS[index]));
                         assert_eq!(packet.as_slice().is_some(), trust);
                         bases.push(packet.as_ptr().addr() as u64 - header.offset);
@@ -63,7 +63,7 @@ fn native_headers_point_to_where_the_packets_lie() {
                     let place = map.packet(2).unwrap().as_ptr();
                     let until = Instant::now() + Duration::from_millis(60);
                     while Instant::now() < until {
-                        endpoint.turn().unwrap();
+                        endpoint.drive().unwrap();
                     }
                     let packet = map.packet(2).unwrap();
                     assert_eq!((packet.as_ptr(), packet.to_vec()), (place, bytes(2, 8200)));
@@ -186,7 +186,7 @@ fn several_maps_of_one_stream_lose_and_repeat_nothing() {
                     // Longer than packets may wait in place.
                     let until = Instant::now() + Duration::from_millis(25);
                     while Instant::now() < until {
-                        endpoint.turn().unwrap();
+                        endpoint.drive().unwrap();
                     }
                 }
                 for native in &mut natives {

@@ -294,7 +294,7 @@ fn a_first_packet_that_is_no_connect_is_turned_away() {
     // No listener for messages at another port, nor for streams at this one.
     let program = lab.program();
     program.send(b"CONNECT 1\n");
-    while guest.turn().is_ok() && lab.stats().conns_refused == 0 {}
+    while guest.drive().is_ok() && lab.stats().conns_refused == 0 {}
     assert_eq!(program.recv(), b"");
     let to = Address::new(Cid::HOST, Port::new(9));
     let error = guest.connect_seqpacket(to).unwrap_err();

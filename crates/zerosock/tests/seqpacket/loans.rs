@@ -392,7 +392,7 @@ fn a_loan_to_a_peer_that_has_shut_receiving_is_refused() {
             .is_err_and(|e| e.kind() == ErrorKind::BrokenPipe)
     });
     let error = loan.send().unwrap_err();
-    assert_eq!(inner(&error), Some(&StreamError::PeerRecvShutdown));
+    assert_eq!(inner(&error), Some(&StreamError::PeerShutdown));
 }
 
 #[test]

@@ -12,7 +12,7 @@ use super::common::pump::Pumped;
 use super::common::{PATIENCE, pairs};
 use super::{FOR_EVER, PORT, with_time_outs};
 
-/// A host with an attach socket, and a thread that calls its `turn`.
+/// A host with an attach socket, and a thread that calls its `drive`.
 pub(crate) struct Hub {
     pub(crate) host: Pumped,
     dir: tempfile::TempDir,

@@ -97,7 +97,7 @@ fn streams_and_messages_do_not_mix() {
     theirs.set_nonblocking(true).unwrap();
     let deadline = super::common::deadline();
     let error = loop {
-        process.turn().unwrap();
+        process.drive().unwrap();
         match theirs.wait_connected() {
             Err(error) if error.kind() == ErrorKind::WouldBlock => {}
             answer => break answer.unwrap_err(),

@@ -131,7 +131,7 @@ pub(crate) fn ping<S: Read + Write>(
         now = after;
     }
     driver.abort(stream);
-    driver.turn().map_err(text)?;
+    driver.drive().map_err(text)?;
     drop(echo);
     times.sort_unstable();
     Ok(Outcome {

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 
 use zerosock_net::backend::{Backend, Frame, FrameError, Never, Sent};
-use zerosock_net::stats::Stats;
+use zerosock_net::stats::NetStats;
 use zerosock_proto::Instant;
 use zerosock_proto::wire::net::Header;
 use zerosock_ring::GuestSlice;
@@ -82,7 +82,7 @@ impl Backend for Echo {
         Ok(Sent::Done)
     }
 
-    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) -> bool {
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut NetStats) -> bool {
         match message {}
     }
 

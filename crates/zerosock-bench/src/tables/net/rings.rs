@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use zerosock_cli::vm::children::{Guarded, Log};
-use zerosock_net::interface::{Frame, Interface, InterfaceConfig, LoanError, Repr};
+use zerosock_net::interface::{Interface, InterfaceConfig, LoanError, ReceivedFrame, Repr};
 use zerosock_net::server::{GuestConfig, Server};
 use zerosock_net::tap::TapBackend;
 use zerosock_sys::account::Limits;
@@ -227,7 +227,7 @@ fn send(from: &Interface, addresses: &[u8], size: usize, room: usize) -> Result<
 }
 
 /// The sum of the words of a frame: its receiver reads all of them.
-fn read(frame: &Frame<'_>) -> Result<u64, String> {
+fn read(frame: &ReceivedFrame<'_>) -> Result<u64, String> {
     let bytes = frame.bytes().ok_or("a frame in several buffers")?;
     let (words, _) = bytes.as_chunks::<8>();
     let words = words.iter().map(|word| u64::from_ne_bytes(*word));

@@ -116,8 +116,8 @@ impl Ends {
             if Instant::now() > deadline {
                 return Err("a connection did not come about in time".to_owned());
             }
-            self.client.turn().map_err(text)?;
-            self.host.turn().map_err(text)?;
+            self.client.drive().map_err(text)?;
+            self.host.drive().map_err(text)?;
             thread::yield_now();
         }
         Ok(())
@@ -180,8 +180,8 @@ pub(super) fn between_processes(count: usize) -> Result<(f64, String), String> {
     // closed.
     for (ours, theirs) in all {
         drop((ours, theirs));
-        ends.client.turn().map_err(text)?;
-        ends.host.turn().map_err(text)?;
+        ends.client.drive().map_err(text)?;
+        ends.host.drive().map_err(text)?;
     }
     let quiet = Instant::now() + Duration::from_millis(500);
     ends.drive(|| Instant::now() > quiet)?;

@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
-use zerosock::zc::{Backend, Completion, Copying, Outgoing, Pool, PoolBuf, Sender, Stable};
+use zerosock::zc::{Completion, Copying, Outgoing, Pool, PoolBuf, SendBackend, Sender, Stable};
 use zerosock_zc::sys::bare::{self, Bare, Counts, Posting};
 
 use sockets::Carried;
@@ -157,7 +157,7 @@ fn bare_queue(
 /// Configuration of zerosock's sender.
 #[derive(Clone, Copy, Debug)]
 struct Ours {
-    backend: Option<Backend>,
+    backend: Option<SendBackend>,
     copying: Copying,
     /// Requests between two submissions.
     batch: usize,

@@ -1,6 +1,6 @@
 //! Cost of learning that a sent buffer is free: inline notifications compared with the error queue.
 
-use zerosock::zc::{Backend, Copying};
+use zerosock::zc::{Copying, SendBackend};
 
 use super::sockets::{Carried, with_network};
 use super::{Measured, Ours, Window, bare_queue, ours, vectors};
@@ -41,9 +41,9 @@ const METHOD: &str = "One thread, pinned to a core, sends 64 buffers of 65000 by
     the mean of the rounds' ratios.";
 
 /// The two back-ends of zerosock's sender.
-const WAYS: [(&str, Backend); 2] = [
-    ("io_uring", Backend::Uring),
-    ("error queue", Backend::ErrorQueue),
+const WAYS: [(&str, SendBackend); 2] = [
+    ("io_uring", SendBackend::Uring),
+    ("error queue", SendBackend::ErrorQueue),
 ];
 
 type Figure = fn(&Measured) -> f64;

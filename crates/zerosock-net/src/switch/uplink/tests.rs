@@ -61,7 +61,7 @@ impl Backend for Scripted {
         self.0.lock().unwrap().room > 0
     }
 
-    fn on_message(&mut self, message: Never, _: Instant, _: &mut Stats) -> bool {
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut NetStats) -> bool {
         match message {}
     }
 
@@ -88,7 +88,7 @@ fn uplink() -> (Uplink<Scripted>, Arc<Mutex<Script>>) {
         },
         name: "uplink".into(),
         counters: Arc::default(),
-        gone: Arc::new(Gone::new().unwrap()),
+        gone: Arc::new(BackendGoneEvent::new().unwrap()),
     };
     let backend = Scripted(Arc::clone(&script));
     let uplink = Uplink::new(config, &Switch::new(), backend).unwrap();

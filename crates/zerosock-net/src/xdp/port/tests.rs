@@ -7,7 +7,7 @@ use super::*;
 struct Uplink {
     port: Port,
     pair: Pair,
-    tally: Stats,
+    tally: NetStats,
     begun: std::time::Instant,
 }
 
@@ -45,7 +45,7 @@ fn socket_that_returns_an_unknown_chunk_is_replaced() {
         let mut uplink = Uplink {
             port: Port::new(&pair.near, 0, false).unwrap(),
             pair,
-            tally: Stats::default(),
+            tally: NetStats::default(),
             begun: std::time::Instant::now(),
         };
         uplink.port.set_active(true);

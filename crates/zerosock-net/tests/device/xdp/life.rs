@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use zerosock_net::stats::Stats;
+use zerosock_net::stats::NetStats;
 use zerosock_proto::wire::net::{F_MRG_RXBUF, Header};
 use zerosock_sys::network::remove_interface;
 use zerosock_sys::xdp::Options;
@@ -202,7 +202,7 @@ fn front_ends_follow_each_other() {
 
 /// Sends frames to an interface that is down. The kernel keeps the first ones, and tells with them that it is.
 fn send_until_counted(link: &Link, driver: &mut Driver) {
-    let taken = |stats: Stats| stats.tx_frames + stats.tx_link_down;
+    let taken = |stats: NetStats| stats.tx_frames + stats.tx_link_down;
     while link.stats().tx_link_down == 0 {
         let before = taken(link.stats());
         driver.send(0, &Header::default(), &plain(60, 1), &[]);

@@ -9,7 +9,7 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{SendFlags, send};
 use tempfile::TempDir;
 use zerosock_net::server::Server;
-use zerosock_net::stats::Stats;
+use zerosock_net::stats::NetStats;
 use zerosock_net::xdp::{Use, XdpBackend, XdpConfig};
 use zerosock_proto::wire::net::Header;
 use zerosock_sys::bpf::BpfError;
@@ -129,7 +129,7 @@ impl Link {
         }
     }
 
-    pub(crate) fn stats(&self) -> Stats {
+    pub(crate) fn stats(&self) -> NetStats {
         self.server.as_ref().unwrap().stats()[0].1
     }
 
@@ -170,7 +170,7 @@ impl Link {
     }
 
     /// The counters, with all that the driver has seen.
-    pub(crate) fn settled(&self, driver: &mut Driver) -> Stats {
+    pub(crate) fn settled(&self, driver: &mut Driver) -> NetStats {
         // The counters of a turn change after the driver sees what it has done.
         self.settle(driver);
         self.stats()

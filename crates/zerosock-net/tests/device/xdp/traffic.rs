@@ -1,6 +1,6 @@
 //! Frames both ways, and how many bytes of them are copied.
 
-use zerosock_net::stats::Stats;
+use zerosock_net::stats::NetStats;
 use zerosock_net::xdp::XdpConfig;
 use zerosock_proto::wire::net::{F_MRG_RXBUF, Header};
 use zerosock_sys::xdp::{Attached, LongFrames, MAX_FRAME, Options};
@@ -9,7 +9,7 @@ use super::super::frames::plain;
 use super::super::network::wait_until;
 use super::link::{BUFFER, CONFIG, Link, isolated, isolated_with, name};
 
-fn copied(stats: Stats) -> (u64, u64) {
+fn copied(stats: NetStats) -> (u64, u64) {
     (stats.rx_copied, stats.tx_copied)
 }
 

@@ -30,7 +30,7 @@ use transfer::{
 pub(crate) trait Place: Send + Sync {
     fn cid(&self) -> Cid;
     fn socket(&self) -> zerosock::vsock::Socket;
-    fn turn(&self) -> bool;
+    fn drive(&self) -> bool;
 }
 
 impl Place for Endpoint {
@@ -40,8 +40,8 @@ impl Place for Endpoint {
     fn socket(&self) -> zerosock::vsock::Socket {
         Endpoint::socket(self)
     }
-    fn turn(&self) -> bool {
-        Endpoint::turn(self).is_ok()
+    fn drive(&self) -> bool {
+        Endpoint::drive(self).is_ok()
     }
 }
 
@@ -52,8 +52,8 @@ impl Place for Host {
     fn socket(&self) -> zerosock::vsock::Socket {
         Host::socket(self)
     }
-    fn turn(&self) -> bool {
-        Host::turn(self).is_ok()
+    fn drive(&self) -> bool {
+        Host::drive(self).is_ok()
     }
 }
 
@@ -96,7 +96,7 @@ impl Library {
         });
         let driven = shared.clone();
         let pump = thread::spawn(move || {
-            while !driven.over.load(Ordering::Relaxed) && driven.place.turn() {
+            while !driven.over.load(Ordering::Relaxed) && driven.place.drive() {
                 thread::sleep(Duration::from_micros(200));
             }
         });

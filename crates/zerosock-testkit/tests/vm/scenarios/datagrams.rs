@@ -45,7 +45,7 @@ fn reason(error: &Error) -> Option<&DatagramError> {
 
 fn is_deaf(error: &Error) {
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-    assert_eq!(reason(error), Some(&DatagramError::Deaf));
+    assert_eq!(reason(error), Some(&DatagramError::PeerUnsupported));
 }
 
 /// A guest that echoes on a port of its own.
@@ -157,7 +157,7 @@ pub(crate) fn of_the_embedding_program(lab: &Lab) {
         let (host, over) = (host.clone(), over.clone());
         move || {
             while !over.load(Ordering::Relaxed) {
-                host.turn().expect("the host goes on");
+                host.drive().expect("the host goes on");
                 thread::sleep(Duration::from_millis(1));
             }
         }

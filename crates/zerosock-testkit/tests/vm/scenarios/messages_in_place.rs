@@ -59,7 +59,7 @@ pub(crate) fn with_the_embedding_program(lab: &Lab) {
         let (host, over) = (host.clone(), over.clone());
         move || {
             while !over.load(Ordering::Relaxed) {
-                host.turn().expect("the host goes on");
+                host.drive().expect("the host goes on");
                 thread::sleep(Duration::from_millis(1));
             }
         }

@@ -49,8 +49,8 @@ impl Victim {
         }
     }
 
-    fn turn(&mut self) {
-        Backend::turn(&mut self.driver).unwrap();
+    fn drive(&mut self) {
+        Backend::drive(&mut self.driver).unwrap();
     }
 
     /// The device sends a packet that comes from port `from` of the host.
@@ -58,7 +58,7 @@ impl Victim {
         let from = Address::new(Cid::HOST, Port::new(from));
         self.peer.header = data(from, to, 0, last);
         self.peer.send(Op::Rw, payload);
-        self.turn();
+        self.drive();
     }
 
     fn recv(&mut self, socket: DatagramId) -> Option<(Vec<u8>, u32)> {
@@ -84,7 +84,7 @@ impl Victim {
             let sent = round.to_le_bytes();
             self.peer.header = self.stream_header;
             self.peer.send(Op::Rw, &sent);
-            self.turn();
+            self.drive();
             let mut got = [0; 8];
             assert_eq!(self.driver.read(self.stream, &mut got, false), Ok(4));
             assert_eq!(got[..4], sent);
@@ -238,14 +238,14 @@ fn inconsistent_headers_are_dropped() {
         victim.peer.rx.memory().write(chain.writable(), 0, &bytes);
         victim.peer.rx.complete(chain, HEADER_LEN as u32 + 5);
         victim.peer.rx.publish_without_notify();
-        victim.turn();
+        victim.drive();
         malformed += 1;
         assert_eq!(victim.driver.stats().rx_malformed, malformed, "{len}");
     }
     for op in [Op::Request, Op::Rst, Op::Shutdown, Op::CreditUpdate] {
         victim.peer.header = data(from, local(), 0, true);
         victim.peer.send(op, b"");
-        victim.turn();
+        victim.drive();
         malformed += 1;
         assert_eq!(victim.driver.stats().rx_malformed, malformed, "{op:?}");
     }

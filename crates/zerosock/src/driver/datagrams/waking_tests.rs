@@ -63,7 +63,7 @@ fn one_notification_is_requested_when_half_of_the_buffer_is_free() {
         let calls = [(); 4].map(|()| take(&mut peer));
         assert_eq!(calls, [false, false, false, true]);
         Backend::disarm(&mut driver);
-        Backend::turn(&mut driver).unwrap();
+        Backend::drive(&mut driver).unwrap();
         assert!(DatagramBackend::may_send(&mut driver, id, Some(TO)));
     }
 }
@@ -79,7 +79,7 @@ fn the_last_packet_of_a_long_datagram_brings_a_call() {
         let called = take(&mut peer);
         Backend::disarm(&mut driver);
         assert!(called, "the next packet may be the last one");
-        Backend::turn(&mut driver).unwrap();
+        Backend::drive(&mut driver).unwrap();
         let may = DatagramBackend::may_send(&mut driver, id, Some(TO));
         assert_eq!(may, left == 0);
     }
@@ -108,7 +108,7 @@ fn a_spinning_sender_sees_consumed_datagrams() {
     assert!(!Backend::pending(&mut driver));
     take(&mut peer);
     assert!(Backend::pending(&mut driver));
-    Backend::turn(&mut driver).unwrap();
+    Backend::drive(&mut driver).unwrap();
     assert!(!Backend::pending(&mut driver));
     assert!(DatagramBackend::may_send(&mut driver, id, Some(TO)));
     // No sender waits: consumed packets do not make the socket ready.

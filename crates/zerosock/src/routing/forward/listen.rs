@@ -39,7 +39,7 @@ pub enum Destination {
 /// The text is no [`ListenAddress`] or [`Destination`].
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("{0}")]
-pub struct ListenError(String);
+pub struct ListenRuleError(String);
 
 /// Connections from outside to a VM, process or service.
 #[derive(Debug)]
@@ -99,11 +99,11 @@ impl ListenRule {
 }
 
 impl FromStr for ListenAddress {
-    type Err = ListenError;
+    type Err = ListenRuleError;
 
-    fn from_str(text: &str) -> Result<ListenAddress, ListenError> {
+    fn from_str(text: &str) -> Result<ListenAddress, ListenRuleError> {
         let wrong = |what: &str| {
-            Err(ListenError(format!(
+            Err(ListenRuleError(format!(
                 "`{text}` {what}; give tcp:ADDRESS:PORT such as tcp:127.0.0.1:8080 or tcp:[::]:80, \
                  unix:PATH or unix-seqpacket:PATH"
             )))
@@ -132,11 +132,11 @@ impl fmt::Display for ListenAddress {
 }
 
 impl FromStr for Destination {
-    type Err = ListenError;
+    type Err = ListenRuleError;
 
-    fn from_str(text: &str) -> Result<Destination, ListenError> {
+    fn from_str(text: &str) -> Result<Destination, ListenRuleError> {
         let wrong = |what: &str| {
-            ListenError(format!(
+            ListenRuleError(format!(
                 "`{text}` {what}; give CID:PORT such as 3:22, name:NAME:PORT, or host:PORT for a \
                  service"
             ))

@@ -23,7 +23,7 @@ use zerosock_relay::networks::AddressPolicy;
 
 use crate::routing::access::{EndpointTraits, Party};
 
-pub use self::listen::{Destination, ListenAddress, ListenError, ListenRule};
+pub use self::listen::{Destination, ListenAddress, ListenRule, ListenRuleError};
 pub use self::rule::ForwardRule;
 pub use self::state::RuleStats;
 pub(crate) use self::state::{Admitted, RuleBoard, RuleState};

@@ -439,7 +439,7 @@ impl<T> Sockets<T> {
     }
 
     /// As [`recall`](Self::recall) with `force`, for memory with invalid contents: unread
-    /// parts are discarded and all leases torn.
+    /// parts are discarded and all leases revoked.
     pub(crate) fn recall_lost(&mut self, pool: u32, store: &mut impl Store<Token = T>) {
         let trusted = self.pools.get(pool as usize).is_some_and(|p| p.trusted);
         self.each_lease(pool, store, Self::drop_unread, |sockets, lease, store| {
@@ -448,11 +448,11 @@ impl<T> Sockets<T> {
     }
 
     /// Returns every buffer of `pool`, before its queue stops or its memory is unmapped. Unread
-    /// parts and leases are copied; a lease with a reader is torn.
+    /// parts and leases are copied; a lease with a reader is revoked.
     ///
-    /// A trusted pool's leases are not torn, because a trusted peer may write a buffer that it has
+    /// A trusted pool's leases are not revoked, because a trusted peer may write a buffer that it has
     /// back. Returns false if some have readers and keep their buffers. With `force`, for a peer
-    /// that is gone, they are torn as well, but their buffers are not returned.
+    /// that is gone, they are revoked as well, but their buffers are not returned.
     pub(crate) fn recall(
         &mut self,
         pool: u32,

@@ -315,7 +315,7 @@ fn buffers_past_the_hold_time_are_copied_unless_they_have_a_reader() {
     // No timer runs for it; its buffer returns when its reader leaves.
     assert_eq!(table.sockets.next_timeout(), None);
     table.pass(HOLD);
-    assert!(!lease_table.is_torn(read.index));
+    assert!(!lease_table.is_revoked(read.index));
     assert_eq!(table.slots.out(), 1);
     table.leave(read.index);
     assert_eq!(table.slots.out(), 0);
@@ -353,8 +353,8 @@ fn a_lease_under_a_reader_is_torn_when_the_queue_stops() {
     assert!(table.sockets.recall(0, false, &mut table.slots));
     assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
     table.leave(read.index);
-    assert!(lease_table.is_torn(read.index), "the reader sees it");
-    assert!(!lease_table.is_torn(unread.index));
+    assert!(lease_table.is_revoked(read.index), "the reader sees it");
+    assert!(!lease_table.is_revoked(unread.index));
     assert_eq!(table.look(unread.index, 5, &unread.place), b"bytes");
     assert_eq!(table.read(id, 9, false), b"bytes");
     assert!(table.sockets.end_lease(read.index, &mut table.slots));
@@ -379,10 +379,10 @@ fn a_trusted_lease_under_a_reader_is_kept_unless_the_peer_is_gone() {
     assert_eq!(table.slots.out(), 2, "but for those under readers");
     table.leave(leases[0].index);
     assert!(!table.sockets.recall(0, false, &mut table.slots));
-    assert!(!lease_table.is_torn(leases[0].index));
+    assert!(!lease_table.is_revoked(leases[0].index));
     assert_eq!(table.slots.out(), 1);
     assert!(table.sockets.recall(0, true, &mut table.slots));
-    assert!(lease_table.is_torn(leases[1].index));
+    assert!(lease_table.is_revoked(leases[1].index));
     assert_eq!(table.sockets.held(0), 0);
     assert_eq!(table.slots.out(), 1, "its buffer is not returned");
     table.leave(leases[1].index);

@@ -157,13 +157,13 @@ impl Connection {
     pub(in crate::vsock) fn unread(&self) -> usize {
         let mut locked = self.core.lock();
         // Counts packets not yet taken in. A failed endpoint still has what it received before.
-        let _ = locked.turn();
+        let _ = locked.drive();
         locked.backend().info(self.id).map_or(0, |info| info.unread)
     }
 
     pub(in crate::vsock) fn unsent(&self) -> usize {
         let mut locked = self.core.lock();
-        let _ = locked.turn();
+        let _ = locked.drive();
         let backend = locked.backend();
         let unsent = unsent(backend, self.id);
         if unsent > 0 {

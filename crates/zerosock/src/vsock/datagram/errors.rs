@@ -36,7 +36,7 @@ pub enum DatagramError {
     NoDatagrams,
     /// The peer: it has not negotiated datagrams; no stock kernel does. `Unsupported`.
     #[error("the destination does not take datagrams")]
-    Deaf,
+    PeerUnsupported,
     /// The caller: the CID does not exist, its guest has no running driver yet, or access rules
     /// forbid it. `HostUnreachable`.
     #[error("no guest or process is reachable at that address")]
@@ -46,7 +46,7 @@ pub enum DatagramError {
     TooManyLoans,
     /// The peer: it has taken the memory of a loan back, or disconnected. `ConnectionReset`.
     #[error("the memory went back to the peer")]
-    Torn,
+    Revoked,
 }
 
 impl DatagramError {
@@ -56,10 +56,10 @@ impl DatagramError {
             DatagramFault::WouldBlock => return None,
             DatagramFault::TooLong(len) => DatagramError::TooLong(len),
             DatagramFault::NoDatagrams => DatagramError::NoDatagrams,
-            DatagramFault::Deaf => DatagramError::Deaf,
+            DatagramFault::PeerUnsupported => DatagramError::PeerUnsupported,
             DatagramFault::Unreachable => DatagramError::Unreachable,
             DatagramFault::TooManyLoans => DatagramError::TooManyLoans,
-            DatagramFault::Unknown => DatagramError::Torn,
+            DatagramFault::Unknown => DatagramError::Revoked,
         })
     }
 }
@@ -68,10 +68,10 @@ impl From<DatagramError> for Error {
     fn from(error: DatagramError) -> Error {
         let kind = match error {
             DatagramError::TooLong(_) => ErrorKind::InvalidInput,
-            DatagramError::NoDatagrams | DatagramError::Deaf => ErrorKind::Unsupported,
+            DatagramError::NoDatagrams | DatagramError::PeerUnsupported => ErrorKind::Unsupported,
             DatagramError::Unreachable => ErrorKind::HostUnreachable,
             DatagramError::TooManyLoans => ErrorKind::OutOfMemory,
-            DatagramError::Torn => ErrorKind::ConnectionReset,
+            DatagramError::Revoked => ErrorKind::ConnectionReset,
         };
         Error::new(kind, error)
     }

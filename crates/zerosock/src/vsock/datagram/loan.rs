@@ -86,7 +86,7 @@ impl DatagramLoan<'_> {
     /// end then. Bytes between the old fill level and `offset` become zeros.
     ///
     /// # Errors
-    /// [`DatagramError::Torn`]: the peer has taken its memory back, and earlier writes are lost.
+    /// [`DatagramError::Revoked`]: the peer has taken its memory back, and earlier writes are lost.
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) -> io::Result<usize> {
         let offset = offset.min(self.len);
         while self.filled < offset {
@@ -128,7 +128,7 @@ impl DatagramLoan<'_> {
     /// as an empty datagram.
     ///
     /// # Errors
-    /// As [`Datagram::send_to`]; [`DatagramError::Torn`].
+    /// As [`Datagram::send_to`]; [`DatagramError::Revoked`].
     pub fn send(mut self) -> io::Result<usize> {
         self.try_send()
     }
@@ -182,7 +182,7 @@ impl DatagramLoan<'_> {
                 let bytes = bytes.get(start..).unwrap_or(&[]);
                 self.private.extend_from_slice(bytes);
             }
-            None if self.filled > 0 => return Err(DatagramError::Torn),
+            None if self.filled > 0 => return Err(DatagramError::Revoked),
             None => {}
         }
         self.private.resize(self.len, 0);

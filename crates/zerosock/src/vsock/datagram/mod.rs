@@ -46,7 +46,7 @@ pub use zerosock_proto::vsock::datagram::{DatagramDrops, DatagramStats, MAX_DATA
 /// long as their buffers are in proportion; see docs/datagrams.md.
 ///
 /// Guests with a stock kernel do not take datagrams: a send to one fails with
-/// [`DatagramError::Deaf`].
+/// [`DatagramError::PeerUnsupported`].
 ///
 /// ```
 /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -87,26 +87,26 @@ pub struct Datagram {
 /// ```
 /// # let (db, _web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
 /// use zerosock::Port;
-/// use zerosock::vsock::{Datagram, DatagramHome};
+/// use zerosock::vsock::{Datagram, EndpointRef};
 ///
 /// /// Works for endpoints and hosts.
-/// fn log<'a>(at: impl Into<DatagramHome<'a>>) -> std::io::Result<Datagram> {
+/// fn log<'a>(at: impl Into<EndpointRef<'a>>) -> std::io::Result<Datagram> {
 ///     Datagram::bind(at, Port::new(514))
 /// }
 /// assert_eq!(log(&db)?.local_addr().cid, db.cid());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub struct DatagramHome<'a> {
+pub struct EndpointRef<'a> {
     core: &'a Arc<Core>,
     wait: Wait,
     /// The endpoint, which may limit the ports; `None` for a host.
     endpoint: Option<&'a Endpoint>,
 }
 
-impl<'a> From<&'a Endpoint> for DatagramHome<'a> {
-    fn from(endpoint: &'a Endpoint) -> DatagramHome<'a> {
+impl<'a> From<&'a Endpoint> for EndpointRef<'a> {
+    fn from(endpoint: &'a Endpoint) -> EndpointRef<'a> {
         let (core, wait) = endpoint.core_and_wait();
-        DatagramHome {
+        EndpointRef {
             core,
             wait,
             endpoint: Some(endpoint),
@@ -114,10 +114,10 @@ impl<'a> From<&'a Endpoint> for DatagramHome<'a> {
     }
 }
 
-impl<'a> From<&'a Host> for DatagramHome<'a> {
-    fn from(host: &'a Host) -> DatagramHome<'a> {
+impl<'a> From<&'a Host> for EndpointRef<'a> {
+    fn from(host: &'a Host) -> EndpointRef<'a> {
         let (core, wait) = host.core_and_wait();
-        DatagramHome {
+        EndpointRef {
             core,
             wait,
             endpoint: None,
@@ -141,8 +141,8 @@ impl Datagram {
     /// for a port that is not among the endpoint's [`ports`](super::EndpointBuilder::ports) or that
     /// a service has not claimed; `OutOfMemory` beyond 65536 sockets. An endpoint with named ports
     /// can send from [`Port::ANY`], but receives nothing there.
-    pub fn bind<'a>(at: impl Into<DatagramHome<'a>>, port: Port) -> io::Result<Datagram> {
-        let DatagramHome {
+    pub fn bind<'a>(at: impl Into<EndpointRef<'a>>, port: Port) -> io::Result<Datagram> {
+        let EndpointRef {
             core,
             wait,
             endpoint,
@@ -472,8 +472,8 @@ impl fmt::Debug for Datagram {
     }
 }
 
-impl fmt::Debug for DatagramHome<'_> {
+impl fmt::Debug for EndpointRef<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DatagramHome").finish_non_exhaustive()
+        f.debug_struct("EndpointRef").finish_non_exhaustive()
     }
 }

@@ -21,7 +21,7 @@ use super::waiter::Waiter;
 use crate::control::attach::Client;
 use crate::table::backend::Backend;
 use crate::table::leases::{Leases, NONE};
-use crate::table::over::EndpointOver;
+use crate::table::over::EndpointEnded;
 use crate::table::sockets::StreamId;
 use crate::vsock::options::DEFAULT_BUFFER;
 use crate::vsock::waiting::SpinTime;
@@ -44,7 +44,7 @@ pub(crate) struct State {
     /// Makes `poll_fd` readable when a backend timer is due.
     pub(super) timer_fd: TimerFd,
     /// Why the endpoint has failed.
-    pub(super) fault: Option<EndpointOver>,
+    pub(super) fault: Option<EndpointEnded>,
 }
 
 /// An endpoint's shared state; see the module.
@@ -404,12 +404,12 @@ impl<'a> Locked<'a> {
     }
 
     /// Drives the backend once. Returns whether it took anything in.
-    pub(crate) fn turn(&mut self) -> Result<bool, WaitFault> {
+    pub(crate) fn drive(&mut self) -> Result<bool, WaitFault> {
         if let Some(fault) = &self.state().fault {
             return Err(WaitFault::Fault(fault.clone()));
         }
         self.state().skipped = 0;
-        match self.backend().turn() {
+        match self.backend().drive() {
             Ok(busy) => {
                 // Taking something in uses up the notification that the rings were armed for.
                 self.state().armed &= !busy;
@@ -423,7 +423,7 @@ impl<'a> Locked<'a> {
     }
 
     /// Marks the endpoint as failed and wakes all waiters.
-    pub(super) fn fail(&mut self, fault: EndpointOver) {
+    pub(super) fn fail(&mut self, fault: EndpointEnded) {
         let core = self.core;
         let state = self.state();
         state.fault = Some(fault);

@@ -83,7 +83,7 @@ fn descriptor_is_readable_when_a_timer_is_due() {
     script.lock().unwrap().due = Some(Instant::now() + SOON);
     drop(locked);
     assert!(is_readable(&*core, DEADLINE), "timer set later");
-    core.lock().turn().unwrap();
+    core.lock().drive().unwrap();
     assert!(!core.lock().watch_descriptor());
     assert!(!is_readable(&*core, Duration::ZERO), "the timer has fired");
     script.lock().unwrap().due = Some(Instant::now() + SOON);
@@ -142,7 +142,7 @@ fn failed_endpoint_wakes_all_waiters() {
     let event_fd = Arc::new(EventFd::new().unwrap());
     core.lock().register_poller(&event_fd).unwrap();
     script.lock().unwrap().over = true;
-    assert!(core.lock().turn().is_err());
+    assert!(core.lock().drive().is_err());
     woken.recv_timeout(DEADLINE).expect("the sleeper is woken");
     assert!(is_readable(&*event_fd, Duration::ZERO));
     event_fd.clear();

@@ -18,7 +18,7 @@ use super::wait_budget::{WaitBudget, WaitFault, WaitMode};
 use super::waiter::{Interest, WaiterKind};
 use crate::fault::Fault as Blame;
 use crate::table::backend::Backend;
-use crate::table::over::EndpointOver;
+use crate::table::over::EndpointEnded;
 use crate::vsock::waiting::Wait;
 use zerosock_virtio::deadline::{earlier, timespec};
 
@@ -121,7 +121,7 @@ impl Core {
                 }
             }
             progress.turn_due = false;
-            let turned = locked.turn();
+            let turned = locked.drive();
             if let Some(found) = attempt(locked.backend()) {
                 progress.record(budget.wait(), locked.state());
                 return Ok(found);
@@ -189,7 +189,7 @@ impl Core {
                 locked.state().sleeper = None;
                 if let Err(error) = slept {
                     let why = format!("cannot wait: {error}");
-                    locked.fail(EndpointOver::new(Blame::System, why));
+                    locked.fail(EndpointEnded::new(Blame::System, why));
                 }
             }
             locked.disarm();

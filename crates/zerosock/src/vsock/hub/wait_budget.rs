@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Instant;
 
-use crate::table::over::EndpointOver;
+use crate::table::over::EndpointEnded;
 use crate::vsock::waiting::Wait;
 
 /// What a call does when its attempt finds nothing.
@@ -43,7 +43,7 @@ pub(crate) enum WaitFault {
     #[error("the call timed out")]
     TimedOut,
     #[error(transparent)]
-    Fault(EndpointOver),
+    Fault(EndpointEnded),
 }
 
 impl From<WaitFault> for io::Error {

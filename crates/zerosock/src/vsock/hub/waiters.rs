@@ -208,7 +208,7 @@ impl Locked<'_> {
                 return;
             }
             // More has arrived: take it in, and wake its waiters too.
-            if self.turn().is_err() {
+            if self.drive().is_err() {
                 return;
             }
         }

@@ -47,7 +47,7 @@ impl Body {
 /// // Trust was declared, so there are a plain slice and a value in place.
 /// assert_eq!(reading.as_slice().expect("trusted").len(), 8);
 /// assert_eq!(reading.view::<[u32; 2]>().map(|words| words[1].to_le()), Some(2));
-/// assert!(!reading.is_torn());
+/// assert!(!reading.is_revoked());
 /// # Ok::<(), std::io::Error>(())
 /// ```
 ///
@@ -71,7 +71,7 @@ impl Body {
 ///     println!("{bytes:?}");
 /// }
 /// ```
-pub struct Reading<'l> {
+pub struct LeaseReader<'l> {
     pub(super) core: &'l Core,
     pub(super) body: &'l Body,
     /// The bytes, if the endpoint has moved them.
@@ -80,8 +80,8 @@ pub struct Reading<'l> {
     pub(super) entered: bool,
 }
 
-impl<'l> Reading<'l> {
-    pub(super) fn new(core: &'l Core, body: &'l Body) -> Reading<'l> {
+impl<'l> LeaseReader<'l> {
+    pub(super) fn new(core: &'l Core, body: &'l Body) -> LeaseReader<'l> {
         let (mut copy, mut entered) = (None, false);
         if let BufferPlace::InPlace { .. } = &body.place {
             entered = core.leases().enter(body.index) == Entered::InPlace;
@@ -91,7 +91,7 @@ impl<'l> Reading<'l> {
                 debug_assert!(copy.is_some(), "moved to nowhere");
             }
         }
-        Reading {
+        LeaseReader {
             core,
             body,
             copy,
@@ -120,9 +120,9 @@ impl<'l> Reading<'l> {
     /// A long reading keeps mapped memory that its guest no longer uses. The limit is
     /// [`HostBuilder::old_memory`](crate::vsock::HostBuilder::old_memory), at least twice the guest's
     /// memory: beyond it further leases from that guest are copies.
-    pub fn is_torn(&self) -> bool {
+    pub fn is_revoked(&self) -> bool {
         match self.entered {
-            true => self.core.leases().is_torn(self.body.index),
+            true => self.core.leases().is_revoked(self.body.index),
             // Neither in place nor copied; cannot happen.
             false => self.private().is_none(),
         }
@@ -133,8 +133,8 @@ impl<'l> Reading<'l> {
         if self.private().is_some() {
             return Ok(None);
         }
-        if self.is_torn() {
-            return Err(StreamError::Torn);
+        if self.is_revoked() {
+            return Err(StreamError::Revoked);
         }
         if self.body.trust.is_none() {
             return Err(StreamError::Untrusted);
@@ -144,12 +144,12 @@ impl<'l> Reading<'l> {
 
     /// The bytes themselves. `None` if the peer may write them: then copy them out, or, for
     /// process peers, declare trust when opening the endpoint. `None` also for bytes in more than
-    /// one piece, or torn ones ([`is_torn`](Self::is_torn)).
+    /// one piece, or revoked ones ([`is_revoked`](Self::is_revoked)).
     pub fn as_slice(&self) -> Option<&[u8]> {
         if !self.entered {
             return self.private();
         }
-        if self.core.leases().is_torn(self.body.index) {
+        if self.core.leases().is_revoked(self.body.index) {
             return None;
         }
         let BufferPlace::InPlace {
@@ -279,7 +279,7 @@ impl<'l> Reading<'l> {
     }
 }
 
-impl Drop for Reading<'_> {
+impl Drop for LeaseReader<'_> {
     fn drop(&mut self) {
         if self.entered {
             self.core.end_access(self.body.index);
@@ -287,11 +287,11 @@ impl Drop for Reading<'_> {
     }
 }
 
-impl fmt::Debug for Reading<'_> {
+impl fmt::Debug for LeaseReader<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reading")
+        f.debug_struct("LeaseReader")
             .field("len", &self.body.len)
-            .field("torn", &self.is_torn())
+            .field("revoked", &self.is_revoked())
             .finish_non_exhaustive()
     }
 }

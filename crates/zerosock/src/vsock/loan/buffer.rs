@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use zerosock_ring::{Claim, Piece, Trust};
 
-use super::filling::{Filling, FillingPlace};
+use super::filling::{LoanSlice, SlicePlace};
 use crate::table::leases::Entered;
 use crate::table::sockets::BufferPlace;
 use crate::table::{backend::Backend, transfers::LoanParts};
@@ -110,13 +110,13 @@ impl Buffer {
         trust: Option<Trust>,
         offset: usize,
         filled: bool,
-        out: &mut Vec<Filling<'l>>,
+        out: &mut Vec<LoanSlice<'l>>,
     ) -> Result<(), StreamError> {
         let (index, len) = (self.index, self.len);
         if self.enter(core, filled)?.is_none() {
             let bytes = self.private.get_mut(offset..).unwrap_or(&mut []);
-            let place = FillingPlace::Private(bytes);
-            out.push(Filling { core, index, place });
+            let place = SlicePlace::Private(bytes);
+            out.push(LoanSlice { core, index, place });
             return Ok(());
         }
         // Each slice enters once more; this access ends when all have entered.
@@ -127,17 +127,17 @@ impl Buffer {
             offset: start,
         }) = &self.place
         else {
-            return Err(StreamError::Torn);
+            return Err(StreamError::Revoked);
         };
         let trust = trust.ok_or(StreamError::Untrusted)?;
         for piece in parts(pieces, start + offset, len.saturating_sub(offset)) {
-            let claim = Claim::new(memory, piece, trust).ok_or(StreamError::Torn)?;
-            // `_access` keeps it from being moved, but not from being torn.
+            let claim = Claim::new(memory, piece, trust).ok_or(StreamError::Revoked)?;
+            // `_access` keeps it from being moved, but not from being revoked.
             if core.leases().enter_to_write(index) == Entered::Moved {
-                return Err(StreamError::Torn);
+                return Err(StreamError::Revoked);
             }
-            let place = FillingPlace::Claimed(claim, Arc::clone(memory));
-            out.push(Filling { core, index, place });
+            let place = SlicePlace::Claimed(claim, Arc::clone(memory));
+            out.push(LoanSlice { core, index, place });
         }
         Ok(())
     }
@@ -187,7 +187,7 @@ impl Buffer {
                 let bytes = bytes.get(start..).unwrap_or(&[]);
                 self.private.extend_from_slice(bytes);
             }
-            None if filled => return Err(StreamError::Torn),
+            None if filled => return Err(StreamError::Revoked),
             None => {}
         }
         self.private.resize(self.len, 0);

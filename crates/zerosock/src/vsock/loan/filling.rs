@@ -34,23 +34,23 @@ use crate::vsock::hub::Core;
 ///     filling[0] = 1;
 /// }
 /// ```
-pub struct Filling<'l> {
+pub struct LoanSlice<'l> {
     pub(super) core: &'l Core,
     pub(super) index: u32,
-    pub(super) place: FillingPlace<'l>,
+    pub(super) place: SlicePlace<'l>,
 }
 
-pub(super) enum FillingPlace<'l> {
+pub(super) enum SlicePlace<'l> {
     Private(&'l mut [u8]),
     Claimed(Claim, Arc<zerosock_ring::Memory>),
 }
 
-impl Filling<'_> {
+impl LoanSlice<'_> {
     /// The bytes.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         match &mut self.place {
-            FillingPlace::Private(bytes) => bytes,
-            FillingPlace::Claimed(claim, memory) => claim.slice_mut(memory).unwrap_or(&mut []),
+            SlicePlace::Private(bytes) => bytes,
+            SlicePlace::Claimed(claim, memory) => claim.slice_mut(memory).unwrap_or(&mut []),
         }
     }
 
@@ -60,33 +60,35 @@ impl Filling<'_> {
     }
 }
 
-impl std::ops::Deref for Filling<'_> {
+impl std::ops::Deref for LoanSlice<'_> {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
         match &self.place {
-            FillingPlace::Private(bytes) => bytes,
-            FillingPlace::Claimed(claim, memory) => claim.slice(memory).unwrap_or(&[]),
+            SlicePlace::Private(bytes) => bytes,
+            SlicePlace::Claimed(claim, memory) => claim.slice(memory).unwrap_or(&[]),
         }
     }
 }
 
-impl std::ops::DerefMut for Filling<'_> {
+impl std::ops::DerefMut for LoanSlice<'_> {
     fn deref_mut(&mut self) -> &mut [u8] {
         self.as_mut_slice()
     }
 }
 
-impl Drop for Filling<'_> {
+impl Drop for LoanSlice<'_> {
     fn drop(&mut self) {
-        if matches!(self.place, FillingPlace::Claimed(..)) {
+        if matches!(self.place, SlicePlace::Claimed(..)) {
             self.core.end_access(self.index);
         }
     }
 }
 
-impl fmt::Debug for Filling<'_> {
+impl fmt::Debug for LoanSlice<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Filling").field("len", &self.len()).finish()
+        f.debug_struct("LoanSlice")
+            .field("len", &self.len())
+            .finish()
     }
 }

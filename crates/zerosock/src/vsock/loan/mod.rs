@@ -33,8 +33,8 @@ use crate::table::{
 };
 pub(in crate::vsock) use buffer::Buffer;
 use buffer::{WriteAccess, parts};
-pub use filling::Filling;
-use filling::FillingPlace;
+pub use filling::LoanSlice;
+use filling::SlicePlace;
 
 /// Fills gaps that the application leaves in a loan: the buffer may hold bytes of other peers'
 /// packets.
@@ -124,7 +124,7 @@ impl<'a> Loan<'a> {
     /// were not written become zeros.
     pub fn set_filled(&mut self, filled: usize) {
         let filled = filled.min(self.capacity());
-        // If the loan was torn meanwhile, the send reports it.
+        // If the loan was revoked meanwhile, the send reports it.
         if self.slice_taken || self.fill_gap(filled).is_ok() {
             self.filled = filled;
         }
@@ -156,7 +156,7 @@ impl<'a> Loan<'a> {
     /// end then. Bytes between the old fill level and `offset` become zeros.
     ///
     /// # Errors
-    /// [`StreamError::Torn`]: the peer has taken its memory back, and earlier writes are lost.
+    /// [`StreamError::Revoked`]: the peer has taken its memory back, and earlier writes are lost.
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) -> io::Result<usize> {
         let offset = offset.min(self.capacity());
         if !self.slice_taken {
@@ -176,7 +176,7 @@ impl<'a> Loan<'a> {
     /// copied.
     ///
     /// # Errors
-    /// Those of `readv(2)`; [`StreamError::Torn`].
+    /// Those of `readv(2)`; [`StreamError::Revoked`].
     pub fn read_from(&mut self, fd: impl AsFd) -> io::Result<usize> {
         let fd = fd.as_fd();
         let mut waited = false;
@@ -238,7 +238,7 @@ impl<'a> Loan<'a> {
     /// ```
     ///
     /// # Errors
-    /// Those of `preadv(2)`, such as for a descriptor that is not seekable; [`StreamError::Torn`].
+    /// Those of `preadv(2)`, such as for a descriptor that is not seekable; [`StreamError::Revoked`].
     pub fn read_at_from(&mut self, fd: impl AsFd, at: u64) -> io::Result<usize> {
         let fd = fd.as_fd();
         let got = match self.read_in_place(|slices| zerosock_sys::read_slices_at(fd, slices, at))? {
@@ -329,14 +329,14 @@ impl<'a> Loan<'a> {
     /// [`StreamError::Untrusted`] if the peer may write or read them meanwhile: then use
     /// [`write_at`](Self::write_at), or declare trust when opening the endpoint.
     /// [`StreamError::Scattered`] if it lies in several pieces: then use
-    /// [`with_io_slices`](Self::with_io_slices). [`StreamError::Torn`].
-    pub fn as_mut_slice(&mut self) -> Result<Filling<'_>, StreamError> {
+    /// [`with_io_slices`](Self::with_io_slices). [`StreamError::Revoked`].
+    pub fn as_mut_slice(&mut self) -> Result<LoanSlice<'_>, StreamError> {
         let (core, trust) = (&*self.conn.core, self.conn.trust);
         let (index, len) = (self.buffer.index, self.buffer.len);
         if self.buffer.enter(core, self.filled > 0)?.is_none() {
             self.slice_taken = true;
-            let place = FillingPlace::Private(&mut self.buffer.private);
-            return Ok(Filling { core, index, place });
+            let place = SlicePlace::Private(&mut self.buffer.private);
+            return Ok(LoanSlice { core, index, place });
         }
         let access = WriteAccess { core, index };
         let Some(BufferPlace::InPlace {
@@ -345,19 +345,19 @@ impl<'a> Loan<'a> {
             offset,
         }) = &self.buffer.place
         else {
-            return Err(StreamError::Torn);
+            return Err(StreamError::Revoked);
         };
         let trust = trust.ok_or(StreamError::Untrusted)?;
         let [piece] = pieces[..] else {
             return Err(StreamError::Scattered);
         };
         let claim = Claim::new(memory, piece.part(*offset, len), trust);
-        let (claim, memory) = (claim.ok_or(StreamError::Torn)?, memory.clone());
+        let (claim, memory) = (claim.ok_or(StreamError::Revoked)?, memory.clone());
         self.slice_taken = true;
-        // The drop of the `Filling` ends the write access.
+        // The drop of the `LoanSlice` ends the write access.
         std::mem::forget(access);
-        let place = FillingPlace::Claimed(claim, memory);
-        Ok(Filling { core, index, place })
+        let place = SlicePlace::Claimed(claim, memory);
+        Ok(LoanSlice { core, index, place })
     }
 
     /// Sends the bytes written so far as one packet; returns how many. An empty loan is returned
@@ -365,7 +365,7 @@ impl<'a> Loan<'a> {
     /// does, and take several packets.
     ///
     /// # Errors
-    /// The connection has ended, or this direction was shut down; [`StreamError::Torn`];
+    /// The connection has ended, or this direction was shut down; [`StreamError::Revoked`];
     /// `WouldBlock` or `TimedOut` without a buffer: [`try_send`](Self::try_send) keeps the bytes
     /// then.
     pub fn send(self) -> io::Result<usize> {
@@ -398,7 +398,7 @@ impl<'a> Loan<'a> {
                 Some(Ok(sent))
             }
             Err(SendFault::WouldBlock) => None,
-            Err(SendFault::Unknown) => Some(Err(StreamError::Torn)),
+            Err(SendFault::Unknown) => Some(Err(StreamError::Revoked)),
             Err(fault) => Some(Err(of_send(fault).unwrap_or(StreamError::Reset))),
         };
         let done = conn

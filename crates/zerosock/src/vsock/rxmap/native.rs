@@ -203,7 +203,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
         let stream = self.stream.borrow();
         let mut locked = stream.conn.core.lock();
         if locked.backend().pending() {
-            locked.turn()?;
+            locked.drive()?;
         }
         let backend = locked.backend();
         let mut bytes = 0;

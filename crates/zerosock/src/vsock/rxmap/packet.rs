@@ -108,9 +108,9 @@ impl RxPacket<'_> {
 
     /// Whether the peer has taken its memory back (it disconnected, rebooted, or changed its
     /// memory): the memory is still mapped, but its contents are undefined.
-    pub fn is_torn(&self) -> bool {
+    pub fn is_revoked(&self) -> bool {
         self.in_place()
-            .is_some_and(|(held, _, _)| self.stream.conn.core.leases().is_torn(held.index))
+            .is_some_and(|(held, _, _)| self.stream.conn.core.leases().is_revoked(held.index))
     }
 
     fn in_place(&self) -> Option<(&HeldLease, &Memory, Piece)> {
@@ -132,10 +132,10 @@ impl RxPacket<'_> {
 
     /// The bytes themselves. `None` if the peer may write them: then copy them out, or, for process
     /// peers, declare [`Trust`](crate::vsock::Trust) when opening the endpoint. `None` also if they
-    /// are torn ([`is_torn`](Self::is_torn)).
+    /// are revoked ([`is_revoked`](Self::is_revoked)).
     pub fn as_slice(&self) -> Option<&[u8]> {
         match self.in_place() {
-            Some(_) if self.is_torn() => None,
+            Some(_) if self.is_revoked() => None,
             Some((_, memory, piece)) => memory.trusted_slice(piece, self.stream.conn.trust?),
             None => self.private(),
         }

@@ -242,7 +242,7 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
         let mut layout = Layout::new(data_pages, capacity(self.header_pages, HEADER));
         let mut locked = stream.conn.core.lock();
         if locked.backend().pending() {
-            locked.turn()?;
+            locked.drive()?;
         }
         let backend = locked.backend();
         let mut fault = None;

@@ -32,7 +32,7 @@ impl RxPoll {
             return Ok(found);
         }
         if self.is_due(locked.backend()) {
-            locked.turn()?;
+            locked.drive()?;
             return Ok(value(locked.backend(), stream));
         }
         Ok(found)

@@ -15,7 +15,7 @@ use crate::table::{
 use crate::vsock::connection::Connection;
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::Interest;
-use crate::vsock::loan::{Buffer, Filling, ZEROS, append_each};
+use crate::vsock::loan::{Buffer, LoanSlice, ZEROS, append_each};
 
 /// The buffers for one message, in memory that the peer reads. [`send`](Self::send) sends the whole
 /// message; dropped, the buffers are returned unsent. Nothing of it is visible to the peer before.
@@ -114,7 +114,7 @@ impl<'a> MessageLoan<'a> {
     /// that were not written become zeros.
     pub fn set_filled(&mut self, filled: usize) {
         let filled = filled.min(self.len);
-        // If the loan was torn meanwhile, the send reports it.
+        // If the loan was revoked meanwhile, the send reports it.
         if self.slices_taken || self.fill_gap(filled).is_ok() {
             self.filled = filled;
         }
@@ -142,7 +142,7 @@ impl<'a> MessageLoan<'a> {
     /// `offset` become zeros.
     ///
     /// # Errors
-    /// [`StreamError::Torn`]: the peer has taken its memory back, and earlier writes are lost.
+    /// [`StreamError::Revoked`]: the peer has taken its memory back, and earlier writes are lost.
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) -> io::Result<usize> {
         if !self.slices_taken && offset < self.len && !bytes.is_empty() {
             self.fill_gap(offset)?;
@@ -179,8 +179,8 @@ impl<'a> MessageLoan<'a> {
     /// # Errors
     /// [`StreamError::Untrusted`] if the peer may write or read them meanwhile: then use
     /// [`write_at`](Self::write_at), or declare trust when opening the endpoint.
-    /// [`StreamError::Torn`].
-    pub fn as_mut_slices(&mut self) -> Result<Vec<Filling<'_>>, StreamError> {
+    /// [`StreamError::Revoked`].
+    pub fn as_mut_slices(&mut self) -> Result<Vec<LoanSlice<'_>>, StreamError> {
         let fillings = slices_from(self.conn, &mut self.buffers, self.filled, 0)?;
         self.slices_taken = true;
         Ok(fillings)
@@ -227,7 +227,7 @@ impl<'a> MessageLoan<'a> {
     /// sent.
     ///
     /// # Errors
-    /// The connection has ended, or this direction was shut down; [`StreamError::Torn`];
+    /// The connection has ended, or this direction was shut down; [`StreamError::Revoked`];
     /// `WouldBlock` or `TimedOut`: nothing of it was sent, and [`try_send`](Self::try_send) keeps
     /// the bytes.
     pub fn send(self) -> io::Result<usize> {
@@ -285,7 +285,7 @@ impl<'a> MessageLoan<'a> {
                 Some(Ok(all))
             }
             Ok(Err(fault)) => conn.send_fault(backend, fault),
-            Err(torn) => Some(Err(torn)),
+            Err(revoked) => Some(Err(revoked)),
         };
         let done = conn
             .core
@@ -352,7 +352,7 @@ fn slices_from<'l>(
     buffers: &'l mut [Buffer],
     filled: usize,
     mut skip: usize,
-) -> Result<Vec<Filling<'l>>, StreamError> {
+) -> Result<Vec<LoanSlice<'l>>, StreamError> {
     let mut fillings = Vec::with_capacity(buffers.len());
     let mut begin = 0;
     for buffer in buffers {

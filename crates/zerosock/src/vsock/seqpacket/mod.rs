@@ -188,7 +188,7 @@ impl SeqPacket {
     pub fn unread(&self) -> usize {
         let mut locked = self.conn.core.lock();
         // Counts packets not yet taken in. A failed endpoint still has what it received before.
-        let _ = locked.turn();
+        let _ = locked.drive();
         let info = locked.backend().info(self.conn.id);
         info.and_then(|info| info.messages).unwrap_or(0) as usize
     }

@@ -81,7 +81,7 @@ async fn work(mut reactor_state: ReactorState, fd: AsyncFd<OwnedFd>) {
                 return;
             };
             let mut locked = core.lock();
-            if locked.turn().is_err() {
+            if locked.drive().is_err() {
                 // The failed turn has woken all waiters.
                 return;
             }

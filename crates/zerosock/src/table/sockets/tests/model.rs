@@ -47,7 +47,7 @@ struct Out {
     conn: usize,
     want: Vec<u8>,
     entered: u32,
-    torn: bool,
+    revoked: bool,
 }
 
 proptest! {
@@ -117,7 +117,7 @@ proptest! {
                     match sockets.lease(ids[conn], slots) {
                         Ok(parts) => {
                             let want = queues[conn].drain(..parts.len).collect();
-                            out.push(Out { parts, conn, want, entered: 0, torn: false });
+                            out.push(Out { parts, conn, want, entered: 0, revoked: false });
                         }
                         Err(NoLease::Empty) => prop_assert!(queues[conn].is_empty()),
                         Err(NoLease::TooMany) => {
@@ -137,8 +137,8 @@ proptest! {
                 Step::Leave { lease } => {
                     if let Some(lease) = out.get_mut(lease).filter(|lease| lease.entered > 0) {
                         lease.entered -= 1;
-                        let torn = table.sockets.lease_table().is_torn(lease.parts.index);
-                        prop_assert_eq!(torn, lease.torn);
+                        let revoked = table.sockets.lease_table().is_revoked(lease.parts.index);
+                        prop_assert_eq!(revoked, lease.revoked);
                         table.leave(lease.parts.index);
                     }
                 }
@@ -157,7 +157,7 @@ proptest! {
                 Step::Pass { millis } => table.pass(Duration::from_millis(millis)),
                 Step::Recall => {
                     for lease in &mut out {
-                        lease.torn |= lease.entered > 0;
+                        lease.revoked |= lease.entered > 0;
                     }
                     let Table { sockets, slots, .. } = &mut table;
                     prop_assert!(sockets.recall(0, false, slots));
@@ -169,7 +169,7 @@ proptest! {
                 let consumed = table.slots.consumed.get(&flows[conn]).copied();
                 prop_assert_eq!(consumed.unwrap_or(0), done[conn]);
             }
-            for lease in out.iter().filter(|lease| !lease.torn) {
+            for lease in out.iter().filter(|lease| !lease.revoked) {
                 let parts = &lease.parts;
                 let got = table.look(parts.index, parts.len, &parts.place);
                 prop_assert_eq!(&got, &lease.want);

@@ -71,7 +71,7 @@ counters! {
     rx_packets,
     /// Packets to guests.
     tx_packets,
-    /// Packets that were malformed, or had a source that is not the guest's.
+    /// Packets that no correct guest sends: malformed, from another source, beyond credit.
     bad_packets,
     /// Descriptor chains that were malformed or too short.
     bad_chains,

@@ -141,6 +141,29 @@ fn malformed_packets_are_dropped_and_counted_without_effect_on_others() {
 }
 
 #[test]
+fn packets_that_come_late_are_not_counted_as_bad() {
+    if skip() {
+        return;
+    }
+    let daemon = TestDaemon::with(1, |_| {});
+    let mut bad = Bad::new(&daemon);
+    let before = daemon.stats().unwrap().bad_packets;
+    // As if their connection had just ended here.
+    for op in [Op::Rst, Op::CreditUpdate, Op::Shutdown] {
+        let late = bad.guest.header(6000, 2000, op);
+        bad.guest.send(late, b"");
+    }
+    let mut forged = bad.guest.header(5000, 2000, Op::Rw);
+    forged.src.cid = Cid::new(99);
+    bad.guest.send(forged, b"");
+    bad.guest.wait_tx_done();
+    bad.still_good();
+    let count = || daemon.stats().unwrap().bad_packets - before;
+    eventually("the forged packet is counted", || count() > 0);
+    assert_eq!(count(), 1);
+}
+
+#[test]
 fn packets_without_a_connection_are_answered_with_reset() {
     if skip() {
         return;

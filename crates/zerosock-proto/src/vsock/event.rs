@@ -89,6 +89,30 @@ pub enum DropReason {
     ReceiveShut,
 }
 
+impl DropReason {
+    /// Whether a peer that follows the protocol never sends such a packet.
+    ///
+    /// The others are ordinary: a packet that crosses our RST or SHUTDOWN, or a REQUEST that nothing
+    /// accepts.
+    pub const fn is_fault(self) -> bool {
+        match self {
+            DropReason::WrongSource
+            | DropReason::UnknownType
+            | DropReason::TypeMismatch
+            | DropReason::CreditExceeded
+            | DropReason::ProtocolError
+            | DropReason::MessageTooLong
+            | DropReason::MessageFlood
+            | DropReason::Empty => true,
+            DropReason::NoSocket
+            | DropReason::OverCap
+            | DropReason::StrayReset
+            | DropReason::Unexpected
+            | DropReason::ReceiveShut => false,
+        }
+    }
+}
+
 /// An event of a connection.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub enum Event {

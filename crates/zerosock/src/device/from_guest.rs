@@ -10,7 +10,7 @@ use super::state::bridge::BridgePeer;
 use super::{Context, Device, TURN_BYTES};
 use crate::header;
 use crate::table::transfers::{Payload, ShowBounds};
-use zerosock_proto::vsock::{Disposition, DropReason, FlowId};
+use zerosock_proto::vsock::{Disposition, FlowId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
 use zerosock_ring::{Chain, SliceBuf};
 
@@ -230,9 +230,8 @@ impl Device {
             // The last two occur in drivers only.
             Disposition::Handled | Disposition::Moved { .. } | Disposition::MovedStray { .. } => {}
             Disposition::Dropped(reason) => {
-                tracing::debug!(cid = %self.cid, ?reason, ?header, "packet dropped");
-                // Packets in flight when we sent SHUTDOWN are no error.
-                if reason != DropReason::ReceiveShut {
+                if reason.is_fault() {
+                    tracing::debug!(cid = %self.cid, ?reason, ?header, "packet dropped");
                     cx.shared.counters.bad_packets.add(1);
                 }
             }

@@ -80,6 +80,14 @@ pub(crate) enum TableName {
     Net,
 }
 
+impl TableName {
+    /// As it is asked for.
+    pub(crate) fn name(self) -> String {
+        let value = self.to_possible_value();
+        value.map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
 /// What to measure, and how.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {

@@ -13,13 +13,13 @@
 #![deny(unsafe_code)]
 
 mod args;
+mod bench;
 mod instructions;
 mod machine;
 mod namespace;
 mod pair;
 mod peers;
 mod processes;
-#[macro_use]
 mod report;
 mod rounds;
 mod tables;
@@ -35,6 +35,7 @@ use zerosock_cli::Failure;
 use zerosock_testkit::guest;
 
 use args::{BenchArgs, Settings, TableName};
+use bench::Bench;
 use peers::WORKER;
 use report::Table;
 use tables::{net, relay};
@@ -78,18 +79,32 @@ fn run(args: BenchArgs) -> Result<(), Failure> {
     let to_stdout = settings.json.as_deref() == Some(Path::new("-"));
     let mut done: Vec<Table> = Vec::new();
     for name in &settings.tables {
-        let table = match name {
-            TableName::Local => tables::local::run(&settings, cores, &machine),
-            TableName::Device => tables::device::run(&settings, cores, &machine),
-            TableName::Rx => tables::rx::run(&settings, cores, &machine),
-            TableName::Hold => tables::hold::run(&settings, cores, &machine),
-            TableName::Scale => tables::scale::run(&settings, cores, &machine),
-            TableName::Dgram => tables::dgram::run(&settings, cores, &machine),
-            TableName::Send => tables::zc::send::run(&settings, cores, &machine),
-            TableName::Notify => tables::zc::notify::run(&settings, cores, &machine),
-            TableName::Relay => relay::run(&settings, cores, &machine),
-            TableName::Net => net::run(&settings, cores, &machine),
+        let run = match name {
+            TableName::Local => tables::local::run,
+            TableName::Device => tables::device::run,
+            TableName::Rx => tables::rx::run,
+            TableName::Hold => tables::hold::run,
+            TableName::Scale => tables::scale::run,
+            TableName::Dgram => tables::dgram::run,
+            TableName::Send => tables::zc::send::run,
+            TableName::Notify => tables::zc::notify::run,
+            TableName::Relay => relay::run,
+            TableName::Net => net::run,
         };
+        let mut bench = Bench {
+            settings: &settings,
+            cores,
+            table: Table {
+                name: name.name(),
+                method: String::new(),
+                machine: machine.clone(),
+                rounds: settings.rounds,
+                rows: Vec::new(),
+                missing: Vec::new(),
+            },
+        };
+        run(&mut bench);
+        let table = bench.table;
         let mark = match settings.quick {
             true => "Quick: the measurements are too short for figures that mean anything.\n\n",
             false => "",

@@ -2,8 +2,18 @@
 //! has an effect on a measurement.
 
 use std::process::Command;
+use std::thread;
 
 use zerosock_sys::network::isolate_thread;
+
+/// Runs `measure` on a thread of its own, after that thread has tried to [`enter`] a namespace. A
+/// namespace is that of a thread, and of the threads and processes that it starts.
+pub(crate) fn on_thread(measure: impl FnOnce(Result<(), String>) + Send) {
+    let thread = thread::scope(|scope| scope.spawn(|| measure(enter())).join());
+    if thread.is_err() {
+        eprintln!("the measuring thread panicked");
+    }
+}
 
 /// Moves the calling thread into a new network namespace with a loopback device, and with Reno as
 /// the congestion control of TCP. Threads and processes that it starts later are in the namespace.

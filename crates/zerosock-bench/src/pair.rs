@@ -29,8 +29,16 @@ pub(crate) struct Cores {
     pub(crate) receiver: Option<usize>,
 }
 
+impl Cores {
+    /// No side is pinned.
+    pub(crate) const ANY: Cores = Cores {
+        sender: None,
+        receiver: None,
+    };
+}
+
 /// One measurement.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Task {
     /// Job of the side that measures the time: Ping or Receive.
     pub(crate) timed: Job,
@@ -40,18 +48,18 @@ pub(crate) struct Task {
     pub(crate) time: Duration,
     pub(crate) cores: Cores,
     /// Variant of the contestant, where it has several.
-    pub(crate) how: Option<&'static str>,
+    pub(crate) how: Option<String>,
 }
 
 /// Measures `task` once.
 ///
 /// # Errors
 /// The fault that a worker reported, including received bytes that differ from those sent.
-pub(crate) fn measure(
-    contestant: Contestant,
-    program: &Program,
-    task: &Task,
-) -> Result<Outcome, String> {
+pub(crate) fn measure(contestant: Contestant, task: &Task) -> Result<Outcome, String> {
+    let program = &contestant.program()?;
+    if task.wait == Wait::Spin && task.cores.sender.is_none() {
+        return Err("two spinning sides need two cores".to_owned());
+    }
     if contestant.processes() == 1 {
         let place = MeasurementDir::new(task)?;
         let order = place.order(contestant, task, task.timed, None);
@@ -60,9 +68,9 @@ pub(crate) fn measure(
         only.send_go()?;
         return only.expect_line("result")?.parse();
     }
-    let opened = open(contestant, program, task)?;
+    let opened = open(contestant, task)?;
     let to = opened.address.clone();
-    let mut sides = opened.connect(contestant, program, &to)?;
+    let mut sides = opened.connect(contestant, &to)?;
     sides.run().map(|[timed, _]| timed)
 }
 
@@ -70,11 +78,7 @@ pub(crate) fn measure(
 ///
 /// # Errors
 /// The fault that it reported.
-pub(crate) fn open<'t>(
-    contestant: Contestant,
-    program: &Program,
-    task: &'t Task,
-) -> Result<Opened<'t>, String> {
+pub(crate) fn open(contestant: Contestant, task: &Task) -> Result<Opened<'_>, String> {
     let job = if task.timed.is_open() {
         task.timed
     } else {
@@ -82,7 +86,7 @@ pub(crate) fn open<'t>(
     };
     let place = MeasurementDir::new(task)?;
     let order = place.order(contestant, task, job, None);
-    let mut open = Worker::start(program, &order, place.deadline)?;
+    let mut open = Worker::start(&contestant.program()?, &order, place.deadline)?;
     let address = open.expect_line("open")?;
     Ok(Opened {
         open,
@@ -107,12 +111,7 @@ impl Opened<'_> {
     ///
     /// # Errors
     /// The fault that one of them reported.
-    pub(crate) fn connect(
-        mut self,
-        contestant: Contestant,
-        program: &Program,
-        to: &str,
-    ) -> Result<Sides, String> {
+    pub(crate) fn connect(mut self, contestant: Contestant, to: &str) -> Result<Sides, String> {
         let is_open_timed = self.task.timed.is_open();
         let job = if is_open_timed {
             self.task.timed.other()
@@ -121,7 +120,7 @@ impl Opened<'_> {
         };
         let to = Some(to.to_owned());
         let order = self.place.order(contestant, self.task, job, to);
-        let mut other = Worker::start(program, &order, self.place.deadline)?;
+        let mut other = Worker::start(&contestant.program()?, &order, self.place.deadline)?;
         // The second worker's error may be why the first one never gets ready.
         other.expect_line("ready")?;
         self.open.expect_line("ready")?;
@@ -214,7 +213,7 @@ impl MeasurementDir {
             other_cpu,
             place: self.dir.path().to_string_lossy().into_owned(),
             to,
-            how: task.how.map(str::to_owned),
+            how: task.how.clone(),
         }
     }
 }

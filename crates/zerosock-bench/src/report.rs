@@ -10,21 +10,31 @@ use serde::Serialize;
 
 use crate::rounds::{Spread, interval, ratio};
 
-/// Prints a line about the course of a measurement, if standard error is a terminal.
-macro_rules! progress {
-    ($($text:tt)*) => {
-        if std::io::IsTerminal::is_terminal(&std::io::stderr()) {
-            eprintln!($($text)*);
-        }
-    };
-}
-
 /// What a figure measures.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Metric {
     pub(crate) name: &'static str,
     pub(crate) unit: &'static str,
     pub(crate) higher_is_better: bool,
+}
+
+impl Metric {
+    /// Of which more is better.
+    pub(crate) const fn higher(name: &'static str, unit: &'static str) -> Metric {
+        Metric {
+            name,
+            unit,
+            higher_is_better: true,
+        }
+    }
+
+    /// Of which less is better.
+    pub(crate) const fn lower(name: &'static str, unit: &'static str) -> Metric {
+        Metric {
+            higher_is_better: false,
+            ..Metric::higher(name, unit)
+        }
+    }
 }
 
 /// The figures of zerosock and of one peer.
@@ -38,10 +48,69 @@ pub(crate) struct Row {
     pub(crate) peer: Result<Spread, String>,
 }
 
+/// The names of a case's contestants, zerosock first, and their outcomes as
+/// [`alternate`](crate::rounds::alternate) returns them.
+#[derive(Clone, Debug)]
+pub(crate) struct Outcomes<T>(Vec<(String, Result<Vec<T>, String>)>);
+
+impl<T> FromIterator<(String, Result<Vec<T>, String>)> for Outcomes<T> {
+    fn from_iter<I: IntoIterator<Item = (String, Result<Vec<T>, String>)>>(all: I) -> Self {
+        Outcomes(all.into_iter().collect())
+    }
+}
+
+impl<T> Outcomes<T> {
+    /// Adds a contestant that is not measured: a bound, or the same one otherwise.
+    pub(crate) fn push(&mut self, title: String, outcome: Result<Vec<T>, String>) {
+        self.0.push((title, outcome));
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &(String, Result<Vec<T>, String>)> {
+        self.0.iter()
+    }
+
+    /// Outcomes of another kind, made of each of these.
+    pub(crate) fn map<U>(&self, of: impl Fn(&T) -> U) -> Outcomes<U> {
+        let rounds = |rounds: &Vec<T>| rounds.iter().map(&of).collect();
+        let outcome = |outcome: &Result<Vec<T>, String>| match outcome {
+            Ok(outcomes) => Ok(rounds(outcomes)),
+            Err(reason) => Err(reason.clone()),
+        };
+        self.iter()
+            .map(|(title, of)| (title.clone(), outcome(of)))
+            .collect()
+    }
+
+    pub(crate) fn title(&self, contestant: usize) -> &str {
+        self.0.get(contestant).map_or("", |(title, _)| title)
+    }
+
+    /// The first outcome of a contestant.
+    pub(crate) fn first(&self, contestant: usize) -> Option<&T> {
+        self.0.get(contestant)?.1.as_ref().ok()?.first()
+    }
+
+    /// The figure of a contestant, of the values of its outcomes.
+    ///
+    /// # Errors
+    /// Why it has none.
+    pub(crate) fn figure(
+        &self,
+        contestant: usize,
+        metric: Metric,
+        value: impl Fn(&T) -> f64,
+    ) -> Result<Spread, String> {
+        let (_, outcomes) = self.0.get(contestant).ok_or("not measured")?;
+        let values = outcomes.as_ref().map_err(Clone::clone)?.iter().map(value);
+        let spread = Spread::of(values.collect(), metric.higher_is_better);
+        spread.ok_or_else(|| "no rounds".to_owned())
+    }
+}
+
 /// One table.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Table {
-    pub(crate) name: &'static str,
+    pub(crate) name: String,
     /// The method, in one or two sentences.
     pub(crate) method: String,
     pub(crate) machine: String,
@@ -158,45 +227,46 @@ impl Table {
         }
     }
 
-    /// Records why an end of a veth pair did not work on its own core, if so.
-    pub(crate) fn note_unsteered(&mut self, reason: Option<String>) {
-        if let Some(reason) = reason {
-            self.note_missing("steering", &reason);
-        }
-    }
-
     /// Adds a row for each contestant but the first, which is zerosock. A contestant that failed is
     /// missing.
     pub(crate) fn add_rows<T>(
         &mut self,
         name: &str,
         metric: Metric,
-        titles: &[String],
-        outcomes: &[Result<Vec<T>, String>],
+        outcomes: &Outcomes<T>,
         value: impl Fn(&T) -> f64,
     ) {
-        let figure = |outcome: &Result<Vec<T>, String>| -> Result<Spread, String> {
-            let outcomes = outcome.as_ref().map_err(Clone::clone)?;
-            let values = outcomes.iter().map(&value).collect();
-            Spread::of(values, metric.higher_is_better).ok_or_else(|| "no rounds".to_owned())
-        };
-        let figures: Vec<_> = outcomes.iter().map(figure).collect();
-        for (title, figure) in titles.iter().zip(&figures) {
-            if let Err(reason) = figure {
+        self.note_failures(outcomes);
+        for peer in 1..outcomes.iter().count() {
+            self.compare(name, metric, outcomes, (0, peer), &value);
+        }
+    }
+
+    /// Adds a row that compares two contestants, zerosock and a peer, by their indices.
+    pub(crate) fn compare<T>(
+        &mut self,
+        name: &str,
+        metric: Metric,
+        outcomes: &Outcomes<T>,
+        (ours, peer): (usize, usize),
+        value: impl Fn(&T) -> f64,
+    ) {
+        self.note_failures(outcomes);
+        self.rows.push(Row {
+            name: name.to_owned(),
+            metric,
+            ours: outcomes.figure(ours, metric, &value),
+            peer_name: outcomes.title(peer).to_owned(),
+            peer: outcomes.figure(peer, metric, &value),
+        });
+    }
+
+    /// Records the contestants that failed.
+    pub(crate) fn note_failures<T>(&mut self, outcomes: &Outcomes<T>) {
+        for (title, outcome) in outcomes.iter() {
+            if let Err(reason) = outcome {
                 self.note_missing(title, reason);
             }
-        }
-        let Some((ours, peers)) = figures.split_first() else {
-            return;
-        };
-        for (title, peer) in titles[1..].iter().zip(peers) {
-            self.rows.push(Row {
-                name: name.to_owned(),
-                metric,
-                ours: ours.clone(),
-                peer_name: title.clone(),
-                peer: peer.clone(),
-            });
         }
     }
 
@@ -268,7 +338,7 @@ impl Table {
     /// As JSON.
     pub(crate) fn json(&self) -> serde_json::Value {
         let table = JsonTable {
-            table: self.name,
+            table: &self.name,
             machine: &self.machine,
             method: &self.method,
             rounds: self.rounds,
@@ -337,16 +407,12 @@ fn number(value: f64) -> String {
 mod tests {
     use super::*;
 
-    const SPEED: Metric = Metric {
-        name: "throughput",
-        unit: "GB/s",
-        higher_is_better: true,
-    };
+    const SPEED: Metric = Metric::higher("throughput", "GB/s");
 
     fn table() -> Table {
         let spread = |rounds: &[f64]| Spread::of(rounds.to_vec(), true).unwrap();
         let mut table = Table {
-            name: "local",
+            name: "local".into(),
             method: "Both sides touch every byte.".into(),
             machine: "two cores".into(),
             rounds: 3,

@@ -87,10 +87,7 @@ impl Setup {
 
     /// Two processors, on any cores.
     pub(crate) const RELAY: Setup = Setup {
-        cores: Cores {
-            sender: None,
-            receiver: None,
-        },
+        cores: Cores::ANY,
         cpus: 2,
         relays: true,
     };

@@ -23,6 +23,7 @@ use zerosock::vsock::{self, Datagram, Endpoint, Host};
 use zerosock::{Address, Cid, Port};
 
 use crate::peers::trust::trust;
+use crate::report::line;
 use crate::worker::order::{Job, Order, Outcome, Wait};
 use crate::worker::touch::{Check, Fault, Message};
 use crate::worker::{self};
@@ -273,11 +274,11 @@ impl Udp {
         if order.wait == Wait::Spin {
             return Err("UDP sockets have no spinning mode".to_owned());
         }
-        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).map_err(text)?;
-        set_socket_send_buffer_size(&socket, SEND_BUFFER as usize / 2).map_err(text)?;
-        set_socket_recv_buffer_size(&socket, RECEIVE_BUFFER as usize).map_err(text)?;
-        socket.set_read_timeout(Some(TICK)).map_err(text)?;
-        socket.set_write_timeout(Some(TICK)).map_err(text)?;
+        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).map_err(line)?;
+        set_socket_send_buffer_size(&socket, SEND_BUFFER as usize / 2).map_err(line)?;
+        set_socket_recv_buffer_size(&socket, RECEIVE_BUFFER as usize).map_err(line)?;
+        socket.set_read_timeout(Some(TICK)).map_err(line)?;
+        socket.set_write_timeout(Some(TICK)).map_err(line)?;
         Ok(Udp {
             socket,
             buffer: vec![0; 65536],
@@ -290,15 +291,15 @@ impl Udp {
 
     fn sender(port: &str, order: &Order) -> Result<Udp, Fault> {
         let udp = Udp::new(order)?;
-        let port: u16 = port.parse().map_err(text)?;
+        let port: u16 = port.parse().map_err(line)?;
         udp.socket
             .connect((Ipv4Addr::LOCALHOST, port))
-            .map_err(text)?;
+            .map_err(line)?;
         Ok(udp)
     }
 
     fn port(&self) -> Result<String, Fault> {
-        let address = self.socket.local_addr().map_err(text)?;
+        let address = self.socket.local_addr().map_err(line)?;
         Ok(address.port().to_string())
     }
 }
@@ -310,7 +311,7 @@ impl Sender for Udp {
             // The receivers have finished.
             Err(error) if error.kind() == ErrorKind::ConnectionRefused => Ok(false),
             Err(error) if is_later(error.kind()) => Ok(false),
-            Err(error) => Err(text(error)),
+            Err(error) => Err(line(error)),
         }
     }
 }
@@ -323,7 +324,7 @@ impl Receiver for Udp {
                 Ok(1)
             }
             Err(error) if is_later(error.kind()) => Ok(0),
-            Err(error) => Err(text(error)),
+            Err(error) => Err(line(error)),
         }
     }
 }
@@ -348,10 +349,10 @@ impl OurReceiver {
         if let Some(trust) = trust() {
             builder = builder.trust_processes(trust);
         }
-        let host = builder.start().map_err(text)?;
-        let socket = Datagram::bind(&host, PORT).map_err(text)?;
+        let host = builder.start().map_err(line)?;
+        let socket = Datagram::bind(&host, PORT).map_err(line)?;
         socket.set_receive_buffer(RECEIVE_BUFFER);
-        socket.set_read_timeout(Some(TICK)).map_err(text)?;
+        socket.set_read_timeout(Some(TICK)).map_err(line)?;
         Ok(OurReceiver {
             socket,
             _host: host,
@@ -396,7 +397,7 @@ impl Receiver for OurReceiver {
         match got {
             Ok(got) => Ok(got as u64),
             Err(error) if is_later(error.kind()) => Ok(0),
-            Err(error) => Err(text(error)),
+            Err(error) => Err(line(error)),
         }
     }
 }
@@ -420,14 +421,14 @@ impl OurSender {
                 Ok(endpoint) => break endpoint,
                 // The host may not have started yet.
                 Err(_) if Instant::now() < deadline => thread::sleep(Duration::from_millis(2)),
-                Err(error) => return Err(text(error)),
+                Err(error) => return Err(line(error)),
             }
         };
-        let socket = Datagram::bind(&endpoint, Port::ANY).map_err(text)?;
+        let socket = Datagram::bind(&endpoint, Port::ANY).map_err(line)?;
         socket.set_send_buffer(SEND_BUFFER);
-        socket.set_write_timeout(Some(TICK)).map_err(text)?;
+        socket.set_write_timeout(Some(TICK)).map_err(line)?;
         socket.connect(Address::new(Cid::HOST, PORT));
-        socket.send(&[]).map_err(text)?;
+        socket.send(&[]).map_err(line)?;
         Ok(OurSender {
             socket,
             _endpoint: endpoint,
@@ -443,7 +444,7 @@ impl Sender for OurSender {
             // The receivers have finished.
             Err(error) if error.kind() == ErrorKind::ConnectionAborted => Ok(false),
             Err(error) if error.kind() == ErrorKind::Unsupported => Ok(false),
-            Err(error) => Err(text(error)),
+            Err(error) => Err(line(error)),
         }
     }
 }
@@ -453,10 +454,6 @@ fn wait(order: &Order) -> vsock::Wait {
         Wait::Spin => vsock::Wait::Spin,
         Wait::Sleep => vsock::Wait::Sleep,
     }
-}
-
-fn text(error: impl ToString) -> Fault {
-    error.to_string()
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use zerosock::vsock::{Lease, Stream};
 
+use crate::report::line;
 use crate::worker::order::{Order, Outcome};
 use crate::worker::touch::{Check, Fault, Seen};
 
@@ -140,9 +141,9 @@ impl Dequeue for Receiver<'_> {
         let leftover = leftover.map_or(self.leftover_bytes.len(), LeasePart::len);
         if leftover < len {
             let low_water = u32::try_from(len - leftover).map_err(|_| "too large a message")?;
-            self.stream.set_low_water(low_water).map_err(text)?;
-            self.stream.peek(&mut [0]).map_err(text)?;
-            self.stream.set_low_water(1).map_err(text)?;
+            self.stream.set_low_water(low_water).map_err(line)?;
+            self.stream.peek(&mut [0]).map_err(line)?;
+            self.stream.set_low_water(1).map_err(line)?;
         }
         Ok(())
     }
@@ -153,7 +154,7 @@ impl Dequeue for Receiver<'_> {
         }
         if self.how.way == Way::Copies {
             let mut stream = self.stream;
-            stream.read_exact(&mut self.buffer).map_err(text)?;
+            stream.read_exact(&mut self.buffer).map_err(line)?;
             return if self.how.touches {
                 let mut check = Check::new(number, len);
                 check.part(&self.buffer);
@@ -169,7 +170,7 @@ impl Dequeue for Receiver<'_> {
             let part = match self.leftover_lease.take() {
                 Some(leftover) => leftover,
                 None => LeasePart {
-                    lease: self.stream.recv().map_err(text)?.ok_or("end of file")?,
+                    lease: self.stream.recv().map_err(line)?.ok_or("end of file")?,
                     at: 0,
                 },
             };
@@ -205,7 +206,7 @@ impl Receiver<'_> {
                 check.part(now);
                 left.extend_from_slice(later);
             });
-            if shown.map_err(text)? == 0 {
+            if shown.map_err(line)? == 0 {
                 return Err("end of file".to_owned());
             }
         }
@@ -253,8 +254,4 @@ fn check_name(number: u64, bytes: &[u8]) -> Result<Seen, Fault> {
     let mut check = Check::new(number, NAME);
     check.part(&bytes[..NAME.min(bytes.len())]);
     check.finish()
-}
-
-fn text(error: impl ToString) -> Fault {
-    error.to_string()
 }

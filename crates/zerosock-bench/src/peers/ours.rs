@@ -12,6 +12,7 @@ use zerosock::{Address, Cid, Port};
 
 use crate::peers::trust::trust;
 use crate::peers::{dequeue, slow_reader};
+use crate::report::line;
 use crate::worker::order::{Job, Order, Wait};
 use crate::worker::touch::{Check, Fault, Message, Seen};
 use crate::worker::{self, Link};
@@ -113,12 +114,12 @@ fn join(order: &Order) -> Result<Ours, Fault> {
         if let Some(trust) = trust() {
             builder = builder.trust_processes(trust);
         }
-        let host = builder.start().map_err(text)?;
-        let listener = host.listen(PORT, 2).map_err(text)?;
+        let host = builder.start().map_err(line)?;
+        let listener = host.listen(PORT, 2).map_err(line)?;
         if is_open {
             worker::announce_open(place)?;
         }
-        stream = listener.accept_timeout(PATIENCE).map_err(text)?.0;
+        stream = listener.accept_timeout(PATIENCE).map_err(line)?.0;
         endpoint_here = LocalEndpoint::Host {
             _host: host,
             listener,
@@ -147,14 +148,14 @@ fn attach(socket: &Path, wait: vsock::Wait, tuning: Tuning) -> Result<Endpoint, 
     if let Some(trust) = trust() {
         builder = builder.trust_host(trust);
     }
-    builder.attach(socket).map_err(text)
+    builder.attach(socket).map_err(line)
 }
 
 fn connect(endpoint: &Endpoint) -> Result<Stream, Fault> {
     retry(|| {
         endpoint
             .connect(Address::new(Cid::HOST, PORT))
-            .map_err(text)
+            .map_err(line)
     })
 }
 
@@ -211,7 +212,7 @@ impl Ours {
     fn connect_second(&self) -> Result<Stream, Fault> {
         match &self.endpoint {
             LocalEndpoint::Host { listener, .. } => {
-                Ok(listener.accept_timeout(PATIENCE).map_err(text)?.0)
+                Ok(listener.accept_timeout(PATIENCE).map_err(line)?.0)
             }
             LocalEndpoint::Process { endpoint } => connect(endpoint),
             LocalEndpoint::CallerOwned => {
@@ -226,11 +227,11 @@ impl Link for Ours {
         if let Some(part) = self.part.get_mut(..message.len) {
             // Copying bytes that fit the L1 cache is faster than a loan.
             message.write(part);
-            return (&self.stream).write_all(part).map_err(text);
+            return (&self.stream).write_all(part).map_err(line);
         }
         let mut at = 0;
         while at < message.len {
-            let mut loan = self.stream.loan(message.len - at).map_err(text)?;
+            let mut loan = self.stream.loan(message.len - at).map_err(line)?;
             let len = loan.capacity().min(message.len - at);
             let filled = match loan.as_mut_slice() {
                 Ok(mut bytes) => {
@@ -238,14 +239,14 @@ impl Link for Ours {
                     true
                 }
                 Err(StreamError::Untrusted) => false,
-                Err(error) => return Err(text(error)),
+                Err(error) => return Err(line(error)),
             };
             if filled {
                 loan.set_filled(len);
             } else {
-                fill(&mut loan, message, at, len, &mut self.part).map_err(text)?;
+                fill(&mut loan, message, at, len, &mut self.part).map_err(line)?;
             }
-            at += loan.send().map_err(text)?;
+            at += loan.send().map_err(line)?;
         }
         Ok(())
     }
@@ -264,7 +265,7 @@ impl Link for Ours {
                 last: false,
             };
             message.write(bytes);
-            batch.write(bytes).map_err(text)?;
+            batch.write(bytes).map_err(line)?;
         }
         Ok(())
     }
@@ -290,7 +291,7 @@ impl Link for Ours {
         while run.number < first + most && run.seen == Ok(Seen::Next) {
             let left = usize::try_from(first + most - run.number).unwrap_or(usize::MAX);
             let got = stream.recv_each(left, |packet| run.packet(packet, part));
-            if got.map_err(text)? == 0 {
+            if got.map_err(line)? == 0 {
                 return Err("the other side has closed the connection".to_owned());
             }
         }
@@ -355,8 +356,4 @@ fn fill(
         done += loan.write_at(done, bytes)?.max(1);
     }
     Ok(())
-}
-
-fn text(error: impl ToString) -> Fault {
-    error.to_string()
 }

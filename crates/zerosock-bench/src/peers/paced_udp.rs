@@ -22,6 +22,7 @@ use zerosock_sys::mmsg::{Batch, MAX_BATCH};
 use zerosock_sys::network::set_segment_size;
 
 use crate::peers::datagrams::{self, NUMBER};
+use crate::report::line;
 use crate::worker;
 use crate::worker::order::{Job, Order, Outcome};
 use crate::worker::touch::Fault;
@@ -40,17 +41,17 @@ const TICK: Duration = Duration::from_millis(50);
 /// Carries out an order as one of the two sides.
 pub(crate) fn work(order: &Order) -> Result<(), Fault> {
     let acknowledgements = Path::new(&order.place).join("acknowledgements");
-    let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).map_err(text)?;
+    let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).map_err(line)?;
     match order.job {
         Job::Receive => {
-            let listener = UnixListener::bind(acknowledgements).map_err(text)?;
-            worker::announce_open(&socket.local_addr().map_err(text)?.to_string())?;
-            let (back, _) = listener.accept().map_err(text)?;
+            let listener = UnixListener::bind(acknowledgements).map_err(line)?;
+            worker::announce_open(&socket.local_addr().map_err(line)?.to_string())?;
+            let (back, _) = listener.accept().map_err(line)?;
             worker::work_with(|| receive(&socket, back, order))
         }
         Job::Send => {
-            let back = UnixStream::connect(acknowledgements).map_err(text)?;
-            socket.connect(order.destination()?).map_err(text)?;
+            let back = UnixStream::connect(acknowledgements).map_err(line)?;
+            socket.connect(order.destination()?).map_err(line)?;
             worker::work_with(|| send(&socket, back, order))
         }
         Job::Ping | Job::Pong => Err("datagrams go one way".to_owned()),
@@ -128,7 +129,7 @@ impl Arrived {
 /// Waits for a datagram; false when there is none in time.
 fn wait(socket: &UdpSocket) -> Result<bool, Fault> {
     let mut sockets = [PollFd::new(socket, PollFlags::IN)];
-    let timeout = Timespec::try_from(TICK).map_err(text)?;
+    let timeout = Timespec::try_from(TICK).map_err(line)?;
     match poll(&mut sockets, Some(&timeout)) {
         Ok(ready) => Ok(ready > 0),
         Err(Errno::INTR) => Ok(false),
@@ -178,7 +179,7 @@ impl Window {
 }
 
 fn send(socket: &UdpSocket, mut back: UnixStream, order: &Order) -> Result<Outcome, Fault> {
-    back.set_read_timeout(Some(LOST)).map_err(text)?;
+    back.set_read_timeout(Some(LOST)).map_err(line)?;
     let give_up = Instant::now() + order.warm + order.time + PATIENCE;
     let len = length(order);
     let size = u16::try_from(len).map_err(|_| format!("datagrams of {len} bytes"))?;
@@ -226,10 +227,6 @@ fn is_timeout(error: &std::io::Error) -> bool {
         error.kind(),
         ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
     )
-}
-
-fn text(error: impl ToString) -> String {
-    error.to_string()
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use std::io::{self, Write};
 
 use zerosock::vsock::{Lease, Stream, StreamError};
 
+use crate::report::line;
 use crate::worker::order::Job;
 use crate::worker::touch::Fault;
 
@@ -47,7 +48,7 @@ pub(crate) fn run(
     }
     if matches!(job, Job::Send | Job::Ping) {
         for _ in 0..window / PACKET {
-            stream.write_all(&[0x5a; PACKET]).map_err(text)?;
+            stream.write_all(&[0x5a; PACKET]).map_err(line)?;
         }
         return measure();
     }
@@ -57,15 +58,15 @@ pub(crate) fn run(
         match stream.recv() {
             Ok(lease) => leases.push(lease.ok_or("end of file")?),
             Err(error) if is_lease_limit(&error) => break,
-            Err(error) => return Err(text(error)),
+            Err(error) => return Err(line(error)),
         }
         held += leases.last().map_or(0, Lease::len);
     }
     // Only calls drive an endpoint: the remaining bytes must still be received, or the peer would
     // wait for room.
-    stream.set_low_water((window - held) as u32).map_err(text)?;
+    stream.set_low_water((window - held) as u32).map_err(line)?;
     if held < window {
-        stream.wait_readable().map_err(text)?;
+        stream.wait_readable().map_err(line)?;
     }
     let readings: Vec<_> = leases.iter().step_by(2).map(|lease| lease.read()).collect();
     let outcome = measure();
@@ -80,8 +81,4 @@ pub(crate) fn run(
 fn is_lease_limit(error: &io::Error) -> bool {
     let source = error.get_ref();
     source.and_then(|source| source.downcast_ref()) == Some(&StreamError::TooManyLeases)
-}
-
-fn text(error: impl ToString) -> Fault {
-    error.to_string()
 }

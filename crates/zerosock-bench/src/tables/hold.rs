@@ -4,18 +4,13 @@
 //! its reader holds as many leases as the device lends (`peers/slow_reader.rs`). The goal: with the
 //! slow reader, the first connection keeps at least 80 % of its rate.
 
-use crate::args::Settings;
-use crate::pair::{self, Cores, Task};
+use crate::bench::Bench;
+use crate::pair::{self, Task};
 use crate::peers::{Contestant, ours, slow_reader};
-use crate::report::{Metric, Row, Table};
-use crate::rounds::{Spread, alternate};
-use crate::worker::order::{Job, Outcome, Wait};
+use crate::report::Metric;
+use crate::worker::order::{Job, Wait};
 
-const RATE: Metric = Metric {
-    name: "rate",
-    unit: "MB/s",
-    higher_is_better: true,
-};
+const RATE: Metric = Metric::higher("rate", "MB/s");
 
 const SIZES: [(usize, &str); 3] = [(64, "64 B"), (4 << 10, "4 KiB"), (64 << 10, "64 KiB")];
 
@@ -33,90 +28,24 @@ const METHOD: &str = "Two connections share a device. The reader of the second o
     time. Both sides spin, write and read every byte.";
 
 /// Measures the table.
-pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
-    let mut table = Table {
-        name: "hold",
-        method: format!("{METHOD} {}", ours::HOW),
-        machine: machine.to_owned(),
-        rounds: settings.rounds,
-        rows: Vec::new(),
-        missing: Vec::new(),
-    };
-    for (direction, hows) in DIRECTIONS {
+pub(crate) fn run(bench: &mut Bench<'_>) {
+    bench.table.method = format!("{METHOD} {}", ours::HOW);
+    for (direction, [beside, alone]) in DIRECTIONS {
+        let contestants = [("zerosock, beside", beside), ("zerosock, alone", alone)];
         for (size, size_name) in SIZES {
             let name = format!("{direction}, {size_name}, beside a slow reader");
-            if settings.wants(&name) {
-                measure(&mut table, settings, cores, size, name, hows);
+            if !bench.settings.wants(&name) {
+                continue;
             }
+            let outcomes = bench.measure(&name, &contestants, |how| {
+                let task = Task {
+                    how: Some((*how).to_owned()),
+                    ..bench.task(Job::Receive, Wait::Spin, size)
+                };
+                pair::measure(Contestant::Ours, &task)
+            });
+            let table = &mut bench.table;
+            table.add_rows(&name, RATE, &outcomes, |outcome| outcome.mb_s(size));
         }
-    }
-    table
-}
-
-fn measure(
-    table: &mut Table,
-    settings: &Settings,
-    cores: Cores,
-    size: usize,
-    name: String,
-    hows: [&'static str; 2],
-) {
-    let outcomes = alternate(settings.rounds, hows.len(), |round, index| {
-        if cores.sender.is_none() {
-            return Err("two spinning sides need two cores".to_owned());
-        }
-        let how = hows[index];
-        progress!("{name}: round {}, {how}", round + 1);
-        let contestant = Contestant::Ours;
-        pair::measure(
-            contestant,
-            &contestant.program()?,
-            &Task {
-                timed: Job::Receive,
-                wait: Wait::Spin,
-                size,
-                warm: settings.warm,
-                time: settings.time,
-                cores,
-                how: Some(how),
-            },
-        )
-    });
-    let figure = |index: usize| -> Result<Spread, String> {
-        let outcomes = outcomes[index].as_ref().map_err(Clone::clone)?.iter();
-        let rates = outcomes.map(|outcome| rate(outcome, size)).collect();
-        Spread::of(rates, RATE.higher_is_better).ok_or_else(|| "no rounds".to_owned())
-    };
-    let (ours, peer) = (figure(0), figure(1));
-    for (how, figure) in hows.iter().zip([&ours, &peer]) {
-        if let Err(reason) = figure {
-            table.note_missing(&format!("zerosock, {how}"), reason);
-        }
-    }
-    table.rows.push(Row {
-        name,
-        metric: RATE,
-        ours,
-        peer_name: "zerosock, alone".to_owned(),
-        peer,
-    });
-}
-
-fn rate(outcome: &Outcome, size: usize) -> f64 {
-    (outcome.messages * size as u64) as f64 * 1e3 / outcome.nanoseconds as f64
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_rate_is_megabytes_a_second() {
-        let outcome = Outcome {
-            messages: 1000,
-            nanoseconds: 1_000_000,
-            ..Outcome::default()
-        };
-        assert_eq!(rate(&outcome, 4000), 4000.0);
     }
 }

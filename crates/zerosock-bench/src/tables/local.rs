@@ -3,33 +3,18 @@
 //! Kernel sockets and pipes sleep, shared-memory peers spin, and zerosock is measured both ways, so
 //! that each row compares the same way of waiting unless its name says otherwise.
 
-use crate::args::Settings;
-use crate::pair::{self, Cores, Task};
+use Wait::{Sleep, Spin};
+
+use crate::bench::Bench;
+use crate::pair;
 use crate::peers::{self, Contestant, ours};
-use crate::report::{Metric, Row, Table};
-use crate::rounds::{Spread, alternate};
+use crate::report::Metric;
 use crate::worker::order::{Job, Outcome, Wait};
 
-const ONE_WAY: Metric = Metric {
-    name: "one-way latency",
-    unit: "ns",
-    higher_is_better: false,
-};
-const ROUND_TRIP: Metric = Metric {
-    name: "round trip",
-    unit: "ns",
-    higher_is_better: false,
-};
-const MESSAGES: Metric = Metric {
-    name: "messages per second",
-    unit: "million/s",
-    higher_is_better: true,
-};
-const THROUGHPUT: Metric = Metric {
-    name: "throughput",
-    unit: "GB/s",
-    higher_is_better: true,
-};
+const ONE_WAY: Metric = Metric::lower("one-way latency", "ns");
+const ROUND_TRIP: Metric = Metric::lower("round trip", "ns");
+const MESSAGES: Metric = Metric::higher("messages per second", "million/s");
+const THROUGHPUT: Metric = Metric::higher("throughput", "GB/s");
 
 /// Measurements that alternate: each contestant, in each mode of waiting that it supports.
 #[derive(Clone, Copy, Debug)]
@@ -45,12 +30,12 @@ const GROUPS: [Group; 6] = [
         job: Job::Ping,
         size: 64,
         rows: &[
-            ("one way, 64 B, spinning", Wait::Spin, Wait::Spin, ONE_WAY),
-            ("one way, 64 B, sleeping", Wait::Sleep, Wait::Sleep, ONE_WAY),
+            ("one way, 64 B, spinning", Spin, Spin, ONE_WAY),
+            ("one way, 64 B, sleeping", Sleep, Sleep, ONE_WAY),
             (
                 "round trip, 64 B, ours spinning, theirs sleeping",
-                Wait::Spin,
-                Wait::Sleep,
+                Spin,
+                Sleep,
                 ROUND_TRIP,
             ),
         ],
@@ -59,45 +44,40 @@ const GROUPS: [Group; 6] = [
         job: Job::Ping,
         size: 8 << 10,
         rows: &[
-            ("one way, 8 KiB, spinning", Wait::Spin, Wait::Spin, ONE_WAY),
-            (
-                "one way, 8 KiB, sleeping",
-                Wait::Sleep,
-                Wait::Sleep,
-                ONE_WAY,
-            ),
+            ("one way, 8 KiB, spinning", Spin, Spin, ONE_WAY),
+            ("one way, 8 KiB, sleeping", Sleep, Sleep, ONE_WAY),
         ],
     },
     Group {
         job: Job::Receive,
         size: 64,
         rows: &[
-            ("messages, 64 B", Wait::Spin, Wait::Spin, MESSAGES),
-            ("messages, 64 B", Wait::Spin, Wait::Sleep, MESSAGES),
+            ("messages, 64 B", Spin, Spin, MESSAGES),
+            ("messages, 64 B", Spin, Sleep, MESSAGES),
         ],
     },
     Group {
         job: Job::Receive,
         size: 4 << 10,
         rows: &[
-            ("throughput, 4 KiB", Wait::Spin, Wait::Spin, THROUGHPUT),
-            ("throughput, 4 KiB", Wait::Spin, Wait::Sleep, THROUGHPUT),
+            ("throughput, 4 KiB", Spin, Spin, THROUGHPUT),
+            ("throughput, 4 KiB", Spin, Sleep, THROUGHPUT),
         ],
     },
     Group {
         job: Job::Receive,
         size: 64 << 10,
         rows: &[
-            ("throughput, 64 KiB", Wait::Spin, Wait::Spin, THROUGHPUT),
-            ("throughput, 64 KiB", Wait::Spin, Wait::Sleep, THROUGHPUT),
+            ("throughput, 64 KiB", Spin, Spin, THROUGHPUT),
+            ("throughput, 64 KiB", Spin, Sleep, THROUGHPUT),
         ],
     },
     Group {
         job: Job::Receive,
         size: 1 << 20,
         rows: &[
-            ("throughput, 1 MiB", Wait::Spin, Wait::Spin, THROUGHPUT),
-            ("throughput, 1 MiB", Wait::Spin, Wait::Sleep, THROUGHPUT),
+            ("throughput, 1 MiB", Spin, Spin, THROUGHPUT),
+            ("throughput, 1 MiB", Spin, Sleep, THROUGHPUT),
         ],
     },
 ];
@@ -110,90 +90,48 @@ const METHOD: &str = "Process to process. Each message is a packet, sample or wr
     1 MiB. iceoryx2: 1 MiB of samples, 4 to 4096 of them.";
 
 /// Measures the table.
-pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
-    let mut table = Table {
-        name: "local",
-        method: format!("{METHOD} {}", ours::HOW),
-        machine: machine.to_owned(),
-        rounds: settings.rounds,
-        rows: Vec::new(),
-        missing: Vec::new(),
-    };
+pub(crate) fn run(bench: &mut Bench<'_>) {
+    bench.table.method = format!("{METHOD} {}", ours::HOW);
     for group in GROUPS {
-        if group.rows.iter().any(|(name, ..)| settings.wants(name)) {
-            measure(&mut table, settings, cores, &group);
-        }
+        measure(bench, &group);
     }
-    table
 }
 
-fn measure(table: &mut Table, settings: &Settings, cores: Cores, group: &Group) {
-    let rows = || {
-        let wanted = group.rows.iter();
-        wanted.filter(|(name, ..)| settings.wants(name))
+fn measure(bench: &mut Bench<'_>, group: &Group) {
+    let settings = bench.settings;
+    let rows = || (group.rows.iter()).filter(|(name, ..)| settings.wants(name));
+    let Some((case, ..)) = rows().next() else {
+        return;
     };
-    let is_ours = |contestant| contestant == Contestant::Ours;
     // Contestants in the order of the rows, each with the mode of waiting of its row.
-    let mut pairs: Vec<(Contestant, Wait)> = Vec::new();
+    let mut contestants: Vec<(&str, (Contestant, Wait))> = Vec::new();
     for (_, our_wait, their_wait, _) in rows() {
         for contestant in peers::ALL {
-            let wait = if is_ours(contestant) {
-                *our_wait
-            } else {
-                *their_wait
+            let (wait, is_wanted) = match contestant {
+                Contestant::Ours => (*our_wait, true),
+                peer => (*their_wait, settings.is_against(peer.name())),
             };
-            let wanted = is_ours(contestant) || settings.is_against(contestant.name());
-            if wanted && contestant.waits(wait) && !pairs.contains(&(contestant, wait)) {
-                pairs.push((contestant, wait));
+            let one = (contestant.title(), (contestant, wait));
+            if is_wanted && contestant.waits(wait) && !contestants.contains(&one) {
+                contestants.push(one);
             }
         }
     }
-    let outcomes = alternate(settings.rounds, pairs.len(), |round, index| {
-        let (contestant, wait) = pairs[index];
-        let program = contestant.program()?;
-        if wait == Wait::Spin && cores.sender.is_none() {
-            return Err("two spinning sides need two cores".to_owned());
-        }
-        let case = rows().next().map_or("", |(name, ..)| name);
-        progress!("{case}: round {}, {}", round + 1, contestant.title());
-        pair::measure(
-            contestant,
-            &program,
-            &Task {
-                timed: group.job,
-                wait,
-                size: group.size,
-                warm: settings.warm,
-                time: settings.time,
-                cores,
-                how: None,
-            },
-        )
+    let outcomes = bench.measure(case, &contestants, |(contestant, wait)| {
+        pair::measure(*contestant, &bench.task(group.job, *wait, group.size))
     });
-    for ((contestant, _), outcome) in pairs.iter().zip(&outcomes) {
-        if let Err(reason) = outcome {
-            table.note_missing(contestant.title(), reason);
-        }
-    }
-    let figure = |pair: (Contestant, Wait), metric: Metric| -> Result<Spread, String> {
-        let at = pairs.iter().position(|measured| *measured == pair);
-        let outcomes = at.and_then(|at| outcomes.get(at)).ok_or("not measured")?;
-        let figures = outcomes.as_ref().map_err(Clone::clone)?.iter();
-        let figures = figures.map(|outcome| value(outcome, metric, group.size));
-        Spread::of(figures.collect(), metric.higher_is_better).ok_or_else(|| "no rounds".to_owned())
-    };
     for &(name, our_wait, their_wait, metric) in rows() {
-        for &(contestant, wait) in &pairs {
-            if is_ours(contestant) || wait != their_wait {
-                continue;
+        let is_ours = |(_, one): &_| *one == (Contestant::Ours, our_wait);
+        let Some(ours) = contestants.iter().position(is_ours) else {
+            continue;
+        };
+        for (peer, (_, (contestant, wait))) in contestants.iter().enumerate() {
+            if *contestant != Contestant::Ours && *wait == their_wait {
+                let value = |outcome: &Outcome| value(outcome, metric, group.size);
+                bench
+                    .table
+                    .compare(name, metric, &outcomes, (ours, peer), value);
             }
-            table.rows.push(Row {
-                name: name.to_owned(),
-                metric,
-                ours: figure((Contestant::Ours, our_wait), metric),
-                peer_name: contestant.title().to_owned(),
-                peer: figure((contestant, wait), metric),
-            });
         }
     }
 }
@@ -204,7 +142,7 @@ fn value(outcome: &Outcome, metric: Metric, size: usize) -> f64 {
         ONE_WAY => nanoseconds / messages / 2.0,
         ROUND_TRIP => nanoseconds / messages,
         MESSAGES => messages / nanoseconds * 1e3,
-        _ => messages * size as f64 / nanoseconds,
+        _ => outcome.gb_s(size),
     }
 }
 

@@ -7,37 +7,23 @@
 pub(crate) mod program;
 pub(crate) mod traffic;
 
+use std::cell::Cell;
+
 use crate::args::Settings;
-use crate::pair::{self, Cores, Task};
+use crate::bench::Bench;
+use crate::pair::{self, Task};
 use crate::peers::{Contestant, unix};
-use crate::report::{Metric, Row, Table};
-use crate::rounds::{Spread, alternate};
+use crate::report::Metric;
 use crate::worker::order::{Job, Outcome, Wait};
 use program::{Device, OURS};
 use traffic::{Case, Direction, Figures, TRIP};
 
 pub(crate) use program::install_peer;
 
-const THROUGHPUT: Metric = Metric {
-    name: "throughput",
-    unit: "MB/s",
-    higher_is_better: true,
-};
-const CPU: Metric = Metric {
-    name: "device CPU",
-    unit: "s/GB",
-    higher_is_better: false,
-};
-const P50: Metric = Metric {
-    name: "round trip p50",
-    unit: "us",
-    higher_is_better: false,
-};
-const P99: Metric = Metric {
-    name: "round trip p99",
-    unit: "us",
-    higher_is_better: false,
-};
+const THROUGHPUT: Metric = Metric::higher("throughput", "MB/s");
+const CPU: Metric = Metric::lower("device CPU", "s/GB");
+const P50: Metric = Metric::lower("round trip p50", "us");
+const P99: Metric = Metric::lower("round trip p99", "us");
 
 const METHOD: &str = "The device without a VM: zerosock's driver takes the place of the guest and \
     sleeps when idle; the device forwards to a Unix socket. The device has the receiver's core to \
@@ -56,48 +42,15 @@ const PROBE: u64 = 2 << 20;
 /// Largest size of a stream, bytes.
 const MOST: u64 = 8 << 30;
 
-const BARE: &str = "bare Unix socket";
-
-/// Indices of the contestants in [`alternate`].
-const US: usize = 0;
-const PEER: usize = 1;
-const CEILING: usize = 2;
-
-struct Bench<'s> {
-    settings: &'s Settings,
-    cores: Cores,
-    /// zerosock and the peer, or why the peer is missing.
-    devices: [Result<Device, String>; 2],
-    peer_title: String,
-    table: Table,
-}
-
 /// Measures the table.
-pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
-    let mut bench = Bench {
-        settings,
-        cores,
-        devices: [program::ours(), program::peer()],
-        peer_title: program::peer_title(),
-        table: Table {
-            name: "device",
-            method: METHOD.to_owned(),
-            machine: machine.to_owned(),
-            rounds: settings.rounds,
-            rows: Vec::new(),
-            missing: Vec::new(),
-        },
-    };
-    let cases = [
-        (
-            Direction::ToHost,
-            Case::STOCK_RX_BUFFER,
-            "to host, packets of",
-            "",
-        ),
+pub(crate) fn run(bench: &mut Bench<'_>) {
+    METHOD.clone_into(&mut bench.table.method);
+    const STOCK: u32 = Case::STOCK_RX_BUFFER;
+    for (direction, rx_buffer, before, after) in [
+        (Direction::ToHost, STOCK, "to host, packets of", ""),
         (
             Direction::ToGuest,
-            Case::STOCK_RX_BUFFER,
+            STOCK,
             "to guest, writes of",
             " into 4 KiB buffers",
         ),
@@ -107,148 +60,88 @@ pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
             "to guest, writes of",
             " into 64 KiB buffers",
         ),
-    ];
-    for (direction, rx_buffer, before, after) in cases {
+    ] {
         for (size, size_name) in SIZES {
             let name = format!("{before} {size_name}{after}");
-            if settings.wants(&name) {
-                bench.stream(
-                    &name,
-                    Case {
-                        direction,
-                        size,
-                        rx_buffer,
-                    },
-                );
+            if bench.settings.wants(&name) {
+                let case = Case {
+                    direction,
+                    size,
+                    rx_buffer,
+                };
+                stream(bench, &name, case);
             }
         }
     }
     let name = "round trip, 64 B";
-    if settings.wants(name) {
-        bench.round_trip(name);
+    if bench.settings.wants(name) {
+        round_trip(bench, name);
     }
-    bench.table
 }
 
-impl Bench<'_> {
-    fn stream(&mut self, name: &str, case: Case) {
-        let mut bytes = [None; 2];
-        let outcomes = alternate(self.settings.rounds, 3, |round, contestant| {
-            let Some(device) = self.devices.get(contestant) else {
-                return self
-                    .bare(name, round, Job::Receive, case.size)
-                    .map(bare_stream(case.size));
-            };
-            let device = device.as_ref().map_err(Clone::clone)?;
-            let (settings, cores) = (self.settings, self.cores);
-            let bytes = match bytes[contestant] {
-                Some(bytes) => bytes,
-                None => {
-                    let probe = traffic::stream(device, case, probe_bytes(settings), cores)?;
-                    *bytes[contestant].insert(stream_bytes(probe.mb_s, case.size, settings))
-                }
-            };
-            self.print_progress(name, round, contestant);
-            traffic::stream(device, case, bytes, cores)
-        });
-        let throughput = |figures: &Figures| figures.mb_s;
-        self.rows(name, THROUGHPUT, &outcomes, &[PEER, CEILING], throughput);
-        self.rows(name, CPU, &outcomes, &[PEER], |figures| {
-            figures.cpu_s_per_gb
-        });
-    }
+/// What carries the bytes: the contestants of the table.
+enum Means {
+    /// A device, or why it is missing. With the length of its streams, once that is known.
+    Device(Result<Device, String>, Cell<Option<u64>>),
+    /// A bare Unix socket: the peer of that name in the table `local`.
+    Bare,
+}
 
-    fn round_trip(&mut self, name: &str) {
-        let outcomes = alternate(self.settings.rounds, 3, |round, contestant| {
-            let Some(device) = self.devices.get(contestant) else {
-                return self.bare(name, round, Job::Ping, TRIP);
-            };
-            let device = device.as_ref().map_err(Clone::clone)?;
-            self.print_progress(name, round, contestant);
-            let Settings { warm, time, .. } = *self.settings;
-            traffic::round_trips(device, warm, time, self.cores)
-        });
-        let microseconds = |nanoseconds: Option<u64>| {
-            nanoseconds.map_or(f64::NAN, |nanoseconds| nanoseconds as f64 / 1e3)
-        };
-        for metric in [P50, P99] {
-            self.rows(name, metric, &outcomes, &[PEER, CEILING], |outcome| {
-                microseconds(if metric == P50 {
-                    outcome.p50
-                } else {
-                    outcome.p99
-                })
+fn contestants() -> [(String, Means); 3] {
+    let device = |device| Means::Device(device, Cell::new(None));
+    [
+        (OURS.to_owned(), device(program::ours())),
+        (program::peer_title(), device(program::peer())),
+        ("bare Unix socket".to_owned(), Means::Bare),
+    ]
+}
+
+fn stream(bench: &mut Bench<'_>, name: &str, case: Case) {
+    let (settings, cores) = (bench.settings, bench.cores);
+    let outcomes = bench.measure(name, &contestants(), |means| {
+        let Means::Device(device, length) = means else {
+            return bare(bench, Job::Receive, case.size).map(|outcome| Figures {
+                mb_s: outcome.mb_s(case.size),
+                cpu_s_per_gb: f64::NAN,
             });
-        }
-    }
-
-    /// The same writes over a bare Unix socket: the peer of that name in the table `local`.
-    fn bare(&self, name: &str, round: usize, timed: Job, size: usize) -> Result<Outcome, String> {
-        self.print_progress(name, round, CEILING);
-        let contestant = Contestant::Unix;
-        pair::measure(
-            contestant,
-            &contestant.program()?,
-            &Task {
-                timed,
-                wait: Wait::Sleep,
-                size,
-                warm: self.settings.warm,
-                time: self.settings.time,
-                cores: self.cores,
-                how: Some(unix::USUAL),
-            },
-        )
-    }
-
-    fn title(&self, contestant: usize) -> &str {
-        match contestant {
-            US => OURS,
-            PEER => &self.peer_title,
-            _ => BARE,
-        }
-    }
-
-    fn print_progress(&self, name: &str, round: usize, contestant: usize) {
-        progress!("{name}: round {}, {}", round + 1, self.title(contestant));
-    }
-
-    fn rows<T>(
-        &mut self,
-        name: &str,
-        metric: Metric,
-        outcomes: &[Result<Vec<T>, String>],
-        peers: &[usize],
-        value: impl Fn(&T) -> f64,
-    ) {
-        let figure = |contestant: usize| -> Result<Spread, String> {
-            let outcomes = outcomes[contestant].as_ref().map_err(Clone::clone)?;
-            let values = outcomes.iter().map(&value).collect();
-            Spread::of(values, metric.higher_is_better).ok_or_else(|| "no rounds".to_owned())
         };
-        for &contestant in peers {
-            self.table.rows.push(Row {
-                name: name.to_owned(),
-                metric,
-                ours: figure(US),
-                peer_name: self.title(contestant).to_owned(),
-                peer: figure(contestant),
-            });
-        }
-        for (contestant, outcome) in outcomes.iter().enumerate() {
-            if let Err(reason) = outcome {
-                let title = self.title(contestant).to_owned();
-                self.table.note_missing(&title, reason);
+        let device = device.as_ref().map_err(Clone::clone)?;
+        let bytes = match length.get() {
+            Some(bytes) => bytes,
+            None => {
+                let probe = traffic::stream(device, case, probe_bytes(settings), cores)?;
+                stream_bytes(probe.mb_s, case.size, settings)
             }
-        }
-    }
+        };
+        length.set(Some(bytes));
+        traffic::stream(device, case, bytes, cores)
+    });
+    let table = &mut bench.table;
+    table.add_rows(name, THROUGHPUT, &outcomes, |figures| figures.mb_s);
+    // The bare socket has no device.
+    table.compare(name, CPU, &outcomes, (0, 1), |figures| figures.cpu_s_per_gb);
 }
 
-fn bare_stream(size: usize) -> impl Fn(Outcome) -> Figures {
-    move |outcome| Figures {
-        mb_s: (outcome.messages * size as u64) as f64 * 1e3 / outcome.nanoseconds as f64,
-        cpu_s_per_gb: f64::NAN,
-    }
+fn round_trip(bench: &mut Bench<'_>, name: &str) {
+    let outcomes = bench.measure(name, &contestants(), |means| {
+        let Means::Device(device, _) = means else {
+            return bare(bench, Job::Ping, TRIP);
+        };
+        let device = device.as_ref().map_err(Clone::clone)?;
+        let Settings { warm, time, .. } = *bench.settings;
+        traffic::round_trips(device, warm, time, bench.cores)
+    });
+    bench.table.add_rows(name, P50, &outcomes, Outcome::p50_us);
+    bench.table.add_rows(name, P99, &outcomes, Outcome::p99_us);
+}
+
+/// The same writes over a bare Unix socket.
+fn bare(bench: &Bench<'_>, timed: Job, size: usize) -> Result<Outcome, String> {
+    let task = Task {
+        how: Some(unix::USUAL.to_owned()),
+        ..bench.task(timed, Wait::Sleep, size)
+    };
+    pair::measure(Contestant::Unix, &task)
 }
 
 /// Bytes of the first stream.

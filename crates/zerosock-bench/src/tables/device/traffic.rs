@@ -15,6 +15,7 @@ use zerosock::{Address, Cid, Port};
 
 use super::program::{Device, Running};
 use crate::pair::Cores;
+use crate::report::line;
 use crate::worker;
 use crate::worker::jobs::percentile;
 use crate::worker::order::Outcome;
@@ -105,7 +106,7 @@ pub(crate) fn ping<S: Read + Write>(
         let mut stream = accept()?;
         let mut message = [0; TRIP];
         while stream.read_exact(&mut message).is_ok() {
-            stream.write_all(&message).map_err(text)?;
+            stream.write_all(&message).map_err(line)?;
         }
         Ok(())
     });
@@ -118,10 +119,10 @@ pub(crate) fn ping<S: Read + Write>(
     let mut now = begin;
     while now - begin < warm + time {
         pattern::fill(position, &mut sent);
-        driver.wait_send(stream, &sent, deadline).map_err(text)?;
+        driver.wait_send(stream, &sent, deadline).map_err(line)?;
         driver
             .wait_recv_exact(stream, &mut back, deadline)
-            .map_err(text)?;
+            .map_err(line)?;
         pattern::check(position, &back)?;
         position += TRIP as u64;
         let after = Instant::now();
@@ -131,7 +132,7 @@ pub(crate) fn ping<S: Read + Write>(
         now = after;
     }
     driver.abort(stream);
-    driver.drive().map_err(text)?;
+    driver.drive().map_err(line)?;
     drop(echo);
     times.sort_unstable();
     Ok(Outcome {
@@ -186,11 +187,11 @@ fn attach(running: &Running, rx_buffer_size: u32) -> Result<Driver, String> {
 pub(crate) fn listen(running: &Running) -> Result<UnixListener, String> {
     let mut path = running.uds_path.clone().into_os_string();
     path.push(format!("_{PORT}"));
-    UnixListener::bind(PathBuf::from(path)).map_err(text)
+    UnixListener::bind(PathBuf::from(path)).map_err(line)
 }
 
 fn accept(listener: &UnixListener) -> Result<UnixStream, String> {
-    listener.accept().map(|(stream, _)| stream).map_err(text)
+    listener.accept().map(|(stream, _)| stream).map_err(line)
 }
 
 fn connect(driver: &mut Driver, deadline: Instant) -> Result<StreamId, String> {
@@ -211,7 +212,7 @@ pub(crate) fn to_host<S: Read>(
         let mut seen = 0;
         let mut buffer = vec![0u8; BLOCK];
         while seen < bytes {
-            match stream.read(&mut buffer).map_err(text)? {
+            match stream.read(&mut buffer).map_err(line)? {
                 0 => return Err(format!("end of file after {seen} bytes")),
                 got => {
                     pattern::check(seen, &buffer[..got])?;
@@ -241,7 +242,7 @@ pub(crate) fn to_host<S: Read>(
             }
             Some(Ok(()))
         })
-        .map_err(text)?;
+        .map_err(line)?;
     outcome.unwrap_or_else(|| Err(format!("{sent} of {bytes} bytes sent in time")))?;
     // The driver continues to handle credit until the sink has everything.
     while !sink.is_finished() {
@@ -250,7 +251,7 @@ pub(crate) fn to_host<S: Read>(
         }
         driver
             .poll(Some(Instant::now() + Duration::from_millis(1)))
-            .map_err(text)?;
+            .map_err(line)?;
     }
     let end = sink.join().map_err(|_| "the sink panicked")??;
     Ok(end.duration_since(start))
@@ -263,7 +264,7 @@ fn to_guest(
     size: usize,
     bytes: u64,
 ) -> Result<Duration, String> {
-    driver.listen(Port::new(PORT), 1).map_err(text)?;
+    driver.listen(Port::new(PORT), 1).map_err(line)?;
     let stream = running.connect_hybrid()?;
     let source = thread::spawn(move || {
         let stream = request(stream)?;
@@ -319,7 +320,7 @@ fn drain(
             }
             Some(Ok(()))
         })
-        .map_err(text)?;
+        .map_err(line)?;
     let end = Instant::now();
     outcome.unwrap_or_else(|| Err(format!("{seen} of {bytes} bytes in time")))?;
     Ok(end)
@@ -328,14 +329,14 @@ fn drain(
 /// Asks a hybrid socket for a connection to the guest's port.
 fn request(mut stream: UnixStream) -> Result<UnixStream, String> {
     // One write: vhost-device-vsock drops a connection when the line arrives in pieces.
-    let line = format!("CONNECT {PORT}\n");
-    stream.write_all(line.as_bytes()).map_err(text)?;
-    let mut line = String::new();
-    BufReader::new(stream.try_clone().map_err(text)?)
-        .read_line(&mut line)
-        .map_err(text)?;
-    if !line.starts_with("OK ") {
-        return Err(format!("the device answered {line:?}"));
+    let request = format!("CONNECT {PORT}\n");
+    stream.write_all(request.as_bytes()).map_err(line)?;
+    let mut answer = String::new();
+    BufReader::new(stream.try_clone().map_err(line)?)
+        .read_line(&mut answer)
+        .map_err(line)?;
+    if !answer.starts_with("OK ") {
+        return Err(format!("the device answered {answer:?}"));
     }
     Ok(stream)
 }
@@ -348,12 +349,8 @@ fn source(mut stream: impl Write, bytes: u64, size: usize) -> Result<Instant, St
     while sent < bytes {
         let want = size.min((bytes - sent) as usize);
         pattern::fill(sent, &mut piece[..want]);
-        stream.write_all(&piece[..want]).map_err(text)?;
+        stream.write_all(&piece[..want]).map_err(line)?;
         sent += want as u64;
     }
     Ok(start)
-}
-
-fn text(error: impl ToString) -> String {
-    error.to_string()
 }

@@ -5,40 +5,16 @@ use super::rings::Course;
 use crate::args::Settings;
 use crate::report::Metric;
 
-pub(super) const MB_S: Metric = Metric {
-    name: "throughput",
-    unit: "MB/s",
-    higher_is_better: true,
-};
-pub(super) const OUTSIDE: Metric = Metric {
-    name: "CPU outside the processors",
-    unit: "s/GB",
-    higher_is_better: false,
-};
+pub(super) const MB_S: Metric = Metric::higher("throughput", "MB/s");
+pub(super) const OUTSIDE: Metric = Metric::lower("CPU outside the processors", "s/GB");
 /// Without the VMM's part, which is mostly that of interrupts of the guest. A back-end inside the VMM has
 /// no part of its own.
-pub(super) const BACK_END: Metric = Metric {
-    name: "CPU of the back-end",
-    unit: "s/GB",
-    higher_is_better: false,
-};
-pub(super) const TRIP: Metric = Metric {
-    name: "round trip p50",
-    unit: "us",
-    higher_is_better: false,
-};
+pub(super) const BACK_END: Metric = Metric::lower("CPU of the back-end", "s/GB");
+pub(super) const TRIP: Metric = Metric::lower("round trip p50", "us");
 
-pub(super) const FRAMES: Metric = Metric {
-    name: "frames",
-    unit: "10^6/s",
-    higher_is_better: true,
-};
+pub(super) const FRAMES: Metric = Metric::higher("frames", "10^6/s");
 
-pub(super) const CPU: Metric = Metric {
-    name: "CPU",
-    unit: "ns/frame",
-    higher_is_better: false,
-};
+pub(super) const CPU: Metric = Metric::lower("CPU", "ns/frame");
 
 /// The cases at a network card.
 pub(super) const NIC_CASES: [(&str, Case); 6] = [

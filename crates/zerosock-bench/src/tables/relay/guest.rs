@@ -3,12 +3,14 @@
 
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use super::address::Address;
 use super::programs::{Load, Relay, Way};
 use super::running::Running;
 use crate::args::Settings;
 use crate::pair::Cores;
+use crate::report::line;
 use crate::tables::device;
 use crate::tables::device::program::{self, Device};
 use crate::tables::device::traffic::{self, Case, PORT};
@@ -46,9 +48,11 @@ pub(super) enum Traffic {
 
 /// Result of a measurement: one of the two.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Measured {
-    MbPerSecond(f64),
-    Trips(Outcome),
+pub(super) struct Measured {
+    /// Of a stream; otherwise NaN.
+    pub(super) mb_s: f64,
+    /// Round trips; none of a stream.
+    pub(super) trips: Outcome,
 }
 
 impl Path {
@@ -64,7 +68,7 @@ impl Path {
     fn device(self, to: &TcpListener) -> Result<Device, String> {
         match self {
             Path::Rule => {
-                let to = to.local_addr().map_err(text)?;
+                let to = to.local_addr().map_err(line)?;
                 let rule = format!("{PORT}=tcp:{to}");
                 program::ours_with(&["serve", "--log-level", "off", "--forward", &rule])
             }
@@ -91,32 +95,35 @@ pub(super) fn measure(
     settings: &Settings,
     cores: Cores,
 ) -> Result<Measured, String> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(text)?;
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(line)?;
     let device = path.device(&listener)?;
     let bytes = bytes.unwrap_or_else(|| device::probe_bytes(settings));
     traffic::with_device(&device, Case::STOCK_RX_BUFFER, cores, |running, driver| {
         let mut socket = running.uds_path.clone().into_os_string();
         socket.push(format!("_{PORT}"));
-        let to = Address::Tcp(listener.local_addr().map_err(text)?);
+        let to = Address::Tcp(listener.local_addr().map_err(line)?);
         let relay = match path.relay() {
             None => None,
             Some(relay) => {
-                let dir = tempfile::tempdir().map_err(text)?;
+                let dir = tempfile::tempdir().map_err(line)?;
                 let from = Address::Unix(PathBuf::from(socket));
                 let started = Running::start_at(relay, from, &to, Load::One, cores.receiver, dir)?;
                 Some(started)
             }
         };
         let accept = move || accept(&listener);
-        let mb_s = |time: std::time::Duration| bytes as f64 / 1e6 / time.as_secs_f64();
+        let stream = |time: Duration| Measured {
+            mb_s: bytes as f64 / 1e6 / time.as_secs_f64(),
+            trips: Outcome::default(),
+        };
+        let trips = |trips| Measured {
+            mb_s: f64::NAN,
+            trips,
+        };
         let measured = match traffic {
-            Traffic::Send => traffic::to_host(driver, accept, SIZE, bytes)
-                .map(|time| Measured::MbPerSecond(mb_s(time))),
-            Traffic::Receive => traffic::back_to_guest(driver, accept, SIZE, bytes)
-                .map(|time| Measured::MbPerSecond(mb_s(time))),
-            Traffic::Ping => {
-                traffic::ping(driver, accept, settings.warm, settings.time).map(Measured::Trips)
-            }
+            Traffic::Send => traffic::to_host(driver, accept, SIZE, bytes).map(stream),
+            Traffic::Receive => traffic::back_to_guest(driver, accept, SIZE, bytes).map(stream),
+            Traffic::Ping => traffic::ping(driver, accept, settings.warm, settings.time).map(trips),
         };
         measured.map_err(|reason| match &relay {
             Some(relay) => relay.explain(reason),
@@ -126,35 +133,7 @@ pub(super) fn measure(
 }
 
 fn accept(listener: &TcpListener) -> Result<TcpStream, String> {
-    let (stream, _) = listener.accept().map_err(text)?;
-    stream.set_nodelay(true).map_err(text)?;
+    let (stream, _) = listener.accept().map_err(line)?;
+    stream.set_nodelay(true).map_err(line)?;
     Ok(stream)
-}
-
-impl Measured {
-    pub(super) fn mb_s(&self) -> f64 {
-        match self {
-            Measured::MbPerSecond(speed) => *speed,
-            Measured::Trips(_) => f64::NAN,
-        }
-    }
-
-    pub(super) fn p50_us(&self) -> f64 {
-        self.trip(|outcome| outcome.p50)
-    }
-
-    pub(super) fn p99_us(&self) -> f64 {
-        self.trip(|outcome| outcome.p99)
-    }
-
-    fn trip(&self, of: impl Fn(&Outcome) -> Option<u64>) -> f64 {
-        match self {
-            Measured::MbPerSecond(_) => f64::NAN,
-            Measured::Trips(outcome) => of(outcome).map_or(f64::NAN, |time| time as f64 / 1e3),
-        }
-    }
-}
-
-fn text(error: impl ToString) -> String {
-    error.to_string()
 }

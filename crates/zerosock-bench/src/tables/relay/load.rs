@@ -12,6 +12,7 @@ use rustix::io::Errno;
 use rustix::net::sockopt::socket_error;
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
 
+use crate::report::line;
 use crate::worker::jobs::percentile;
 use crate::worker::touch::stream as pattern;
 
@@ -34,11 +35,11 @@ impl Server {
     /// The thread inherits the core of the calling one.
     pub(super) fn start() -> Result<Server, String> {
         // As many as the kernel allows: the bursts of a relay must not overflow the backlog.
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(text)?;
-        net::listen(&listener, 4096).map_err(text)?;
-        listener.set_nonblocking(true).map_err(text)?;
-        let address = listener.local_addr().map_err(text)?;
-        let (stopped, stop) = rustix::pipe::pipe().map_err(text)?;
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(line)?;
+        net::listen(&listener, 4096).map_err(line)?;
+        listener.set_nonblocking(true).map_err(line)?;
+        let address = listener.local_addr().map_err(line)?;
+        let (stopped, stop) = rustix::pipe::pipe().map_err(line)?;
         let thread = thread::spawn(move || serve(&listener, &stopped));
         Ok(Server {
             address,
@@ -82,8 +83,8 @@ fn serve(listener: &TcpListener, stopped: &OwnedFd) -> Result<(), String> {
                         Err(error) if error.kind() == ErrorKind::ConnectionAborted => continue,
                         Err(error) => return Err(format!("accept: {error}")),
                     };
-                    stream.set_nonblocking(true).map_err(text)?;
-                    stream.set_nodelay(true).map_err(text)?;
+                    stream.set_nonblocking(true).map_err(line)?;
+                    stream.set_nodelay(true).map_err(line)?;
                     let at = free.pop().unwrap_or_else(|| {
                         streams.push(None);
                         streams.len() - 1
@@ -227,7 +228,7 @@ impl Client {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let begun = Instant::now();
         let socket = net::socket_with(AddressFamily::INET, SocketType::STREAM, flags, None);
-        let socket = socket.map_err(text)?;
+        let socket = socket.map_err(line)?;
         match net::connect(&socket, &to) {
             Ok(()) | Err(Errno::INPROGRESS) => {}
             Err(error) => return Err(format!("connect: {error}")),
@@ -279,34 +280,30 @@ impl Poller {
     fn new() -> Result<Poller, String> {
         epoll::create(CreateFlags::CLOEXEC)
             .map(Poller)
-            .map_err(text)
+            .map_err(line)
     }
 
     fn add(&self, socket: impl AsFd, token: u64, flags: EventFlags) -> Result<(), String> {
-        epoll::add(&self.0, socket, EventData::new_u64(token), flags).map_err(text)
+        epoll::add(&self.0, socket, EventData::new_u64(token), flags).map_err(line)
     }
 
     fn change(&self, socket: impl AsFd, token: u64, flags: EventFlags) -> Result<(), String> {
-        epoll::modify(&self.0, socket, EventData::new_u64(token), flags).map_err(text)
+        epoll::modify(&self.0, socket, EventData::new_u64(token), flags).map_err(line)
     }
 
     /// Waits for events: tokens and flags. None after `timeout`.
     fn wait(&self, found: &mut Vec<(u64, EventFlags)>, timeout: Duration) -> Result<(), String> {
         let mut events = Vec::with_capacity(found.capacity().max(1));
-        let timeout = rustix::time::Timespec::try_from(timeout).map_err(text)?;
+        let timeout = rustix::time::Timespec::try_from(timeout).map_err(line)?;
         let spare = rustix::buffer::spare_capacity(&mut events);
         match epoll::wait(&self.0, spare, Some(&timeout)) {
             Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(text(error)),
+            Err(error) => return Err(line(error)),
         }
         found.clear();
         found.extend(events.iter().map(|event| (event.data.u64(), event.flags)));
         Ok(())
     }
-}
-
-fn text(error: impl ToString) -> String {
-    error.to_string()
 }
 
 #[cfg(test)]

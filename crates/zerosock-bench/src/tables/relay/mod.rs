@@ -13,78 +13,32 @@ mod running;
 mod streams;
 mod vm;
 
-use std::thread;
+use std::cell::Cell;
 
-use crate::args::Settings;
+use crate::bench::Bench;
 use crate::machine;
 use crate::namespace;
-use crate::pair::Cores;
-use crate::report::{Metric, Table};
-use crate::rounds::alternate;
+use crate::report::{Metric, Outcomes};
 use crate::tables::device;
-use crate::worker::order::Job;
+use crate::worker::order::{Job, Outcome};
 use address::Kind;
-use guest::{Measured, PATHS, Traffic};
+use guest::{PATHS, Traffic};
 use programs::{Relay, Way};
 use streams::{Case, Figures};
 
 pub(crate) use programs::{COMMAND, install_peers};
 
-const THROUGHPUT: Metric = Metric {
-    name: "throughput",
-    unit: "GB/s",
-    higher_is_better: true,
-};
-const DELIVERED: Metric = Metric {
-    name: "datagrams",
-    unit: "1000/s",
-    higher_is_better: true,
-};
-const CPU: Metric = Metric {
-    name: "CPU of all",
-    unit: "s/GB",
-    higher_is_better: false,
-};
-const P50: Metric = Metric {
-    name: "round trip p50",
-    unit: "us",
-    higher_is_better: false,
-};
-const P99: Metric = Metric {
-    name: "round trip p99",
-    unit: "us",
-    higher_is_better: false,
-};
-const EACH: Metric = Metric {
-    name: "user memory",
-    unit: "B each",
-    higher_is_better: false,
-};
-const MEMORY: Metric = Metric {
-    name: "user memory",
-    unit: "KiB",
-    higher_is_better: false,
-};
-const RATE: Metric = Metric {
-    name: "connects and closes",
-    unit: "1/s",
-    higher_is_better: true,
-};
-const ANSWER: Metric = Metric {
-    name: "connect to answer p99",
-    unit: "us",
-    higher_is_better: false,
-};
-const RELAY_CPU: Metric = Metric {
-    name: "relay CPU",
-    unit: "us each",
-    higher_is_better: false,
-};
-const MB_S: Metric = Metric {
-    name: "throughput",
-    unit: "MB/s",
-    higher_is_better: true,
-};
+const THROUGHPUT: Metric = Metric::higher("throughput", "GB/s");
+const DELIVERED: Metric = Metric::higher("datagrams", "1000/s");
+const CPU: Metric = Metric::lower("CPU of all", "s/GB");
+const P50: Metric = Metric::lower("round trip p50", "us");
+const P99: Metric = Metric::lower("round trip p99", "us");
+const EACH: Metric = Metric::lower("user memory", "B each");
+const MEMORY: Metric = Metric::lower("user memory", "KiB");
+const RATE: Metric = Metric::higher("connects and closes", "1/s");
+const ANSWER: Metric = Metric::lower("connect to answer p99", "us");
+const RELAY_CPU: Metric = Metric::lower("relay CPU", "us each");
+const MB_S: Metric = Metric::higher("throughput", "MB/s");
 
 const METHOD: &str = "Two programs and a relay between them, which has the receiver's core to itself; \
     the programs share the sender's. Every byte is checked. zerosock is `zerosock relay --workers 1` \
@@ -111,7 +65,7 @@ const PEERS: [Relay; 8] = [
     Relay::Direct,
 ];
 
-const fn stream(from: Kind, to: Kind, size: usize) -> Case {
+const fn one_way(from: Kind, to: Kind, size: usize) -> Case {
     Case {
         from,
         to,
@@ -126,18 +80,18 @@ const fn trip(kind: Kind, has_own_core: bool) -> Case {
     Case {
         timed: Job::Ping,
         has_own_core,
-        ..stream(kind, kind, 64)
+        ..one_way(kind, kind, 64)
     }
 }
 
 const STREAMS: [(&str, Case); 7] = [
-    ("64 KiB", stream(Kind::Tcp, Kind::Tcp, 64 << 10)),
-    ("64 KiB", stream(Kind::Unix, Kind::Tcp, 64 << 10)),
-    ("64 KiB", stream(Kind::Tcp, Kind::Unix, 64 << 10)),
-    ("64 KiB", stream(Kind::Unix, Kind::Unix, 64 << 10)),
-    ("8 KiB", stream(Kind::Tcp, Kind::Tcp, 8 << 10)),
-    ("1400 B", stream(Kind::Udp, Kind::Udp, 1400)),
-    ("64 B", stream(Kind::Udp, Kind::Udp, 64)),
+    ("64 KiB", one_way(Kind::Tcp, Kind::Tcp, 64 << 10)),
+    ("64 KiB", one_way(Kind::Unix, Kind::Tcp, 64 << 10)),
+    ("64 KiB", one_way(Kind::Tcp, Kind::Unix, 64 << 10)),
+    ("64 KiB", one_way(Kind::Unix, Kind::Unix, 64 << 10)),
+    ("8 KiB", one_way(Kind::Tcp, Kind::Tcp, 8 << 10)),
+    ("1400 B", one_way(Kind::Udp, Kind::Udp, 1400)),
+    ("64 B", one_way(Kind::Udp, Kind::Udp, 64)),
 ];
 
 const TRIPS: [(&str, Case); 3] = [
@@ -160,264 +114,184 @@ const RESERVE: usize = 200;
 /// Design limit for an idle connection, bytes.
 const BOUND: f64 = 2048.0;
 
-struct Bench<'s> {
-    settings: &'s Settings,
-    cores: Cores,
-    /// The ways that `auto` took.
-    ways: Vec<String>,
-    table: Table,
-}
+/// Most rounds of the cases that measure memory.
+const FEW: usize = 3;
 
 /// Measures the table.
-pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
-    let mut method = METHOD.to_owned();
+pub(crate) fn run(bench: &mut Bench<'_>) {
+    METHOD.clone_into(&mut bench.table.method);
     for version in programs::versions() {
-        method.push_str(&format!(" {version}."));
+        bench.table.method.push_str(&format!(" {version}."));
     }
-    let mut bench = Bench {
-        settings,
-        cores,
-        ways: Vec::new(),
-        table: Table {
-            name: "relay",
-            method,
-            machine: machine.to_owned(),
-            rounds: settings.rounds,
-            rows: Vec::new(),
-            missing: Vec::new(),
-        },
-    };
-    // A namespace is that of a thread, and of the threads and processes that it starts.
-    thread::scope(|scope| {
-        let all = scope.spawn(|| {
-            let ready = namespace::enter().and_then(|()| {
-                namespace::set("ipv4/ip_local_port_range", address::CONNECTING_PORTS)
-            });
-            if let Err(reason) = ready {
-                let reason = format!("measured on the machine's own loopback device: {reason}");
-                bench.table.note_missing("namespace", &reason);
-            }
-            bench.all();
-        });
-        if all.join().is_err() {
-            eprintln!("relay: the measuring thread panicked");
+    namespace::on_thread(|entered| {
+        let ready = entered
+            .and_then(|()| namespace::set("ipv4/ip_local_port_range", address::CONNECTING_PORTS));
+        if let Err(reason) = ready {
+            let reason = format!("measured on the machine's own loopback device: {reason}");
+            bench.table.note_missing("namespace", &reason);
         }
+        all(bench);
     });
-    if !bench.ways.is_empty() {
-        let ways = format!(" zerosock took these ways: {}.", bench.ways.join("; "));
+}
+
+fn all(bench: &mut Bench<'_>) {
+    let settings = bench.settings;
+    let name =
+        |what: &str, case: &Case| format!("{} to {}, {what}", case.from.name(), case.to.name());
+    let mut ways = Vec::new();
+    for (size, case) in STREAMS {
+        let name = name(size, &case);
+        if settings.wants(&name) {
+            let way = stream(bench, &name, case);
+            ways.extend(way.map(|way| format!("{name}: {way}")));
+        }
+    }
+    for (what, case) in TRIPS {
+        let name = name(what, &case);
+        if settings.wants(&name) {
+            round_trip(bench, &name, case);
+        }
+    }
+    many(bench);
+    for (name, traffic) in [
+        ("guest to TCP, packets of 64 KiB", Traffic::Send),
+        ("TCP to guest, writes of 64 KiB", Traffic::Receive),
+        ("guest to TCP, 64 B and back", Traffic::Ping),
+    ] {
+        if settings.wants(name) {
+            guest(bench, name, traffic);
+        }
+    }
+    if settings.vm {
+        vm::guests(bench);
+    }
+    if !ways.is_empty() {
+        let ways = format!(" zerosock took these ways: {}.", ways.join("; "));
         bench.table.method.push_str(&ways);
     }
-    bench.table
 }
 
-impl Bench<'_> {
-    fn all(&mut self) {
-        for (size, case) in STREAMS {
-            let name = format!("{} to {}, {size}", case.from.name(), case.to.name());
-            if self.settings.wants(&name) {
-                self.stream(&name, case);
-            }
-        }
-        for (what, case) in TRIPS {
-            let name = format!("{} to {}, {what}", case.from.name(), case.to.name());
-            if self.settings.wants(&name) {
-                self.round_trip(&name, case);
-            }
-        }
-        self.many();
-        for (name, traffic) in [
-            ("guest to TCP, packets of 64 KiB", Traffic::Send),
-            ("TCP to guest, writes of 64 KiB", Traffic::Receive),
-            ("guest to TCP, 64 B and back", Traffic::Ping),
-        ] {
-            if self.settings.wants(name) {
-                self.guest(name, traffic);
-            }
-        }
-        if self.settings.vm {
-            self.guests();
-        }
-    }
-
-    /// zerosock, and those of the peers that were selected.
-    fn contestants(&self, suits: impl Fn(Relay) -> bool) -> Vec<Relay> {
-        let is_wanted = |peer: &Relay| suits(*peer) && self.settings.is_against(&peer.title());
-        let peers = PEERS.into_iter().filter(is_wanted);
-        std::iter::once(OURS).chain(peers).collect()
-    }
-
-    /// Measures all relays in turn.
-    fn outcomes<T>(
-        &self,
-        name: &str,
-        rounds: usize,
-        relays: &[Relay],
-        measure: impl Fn(Relay) -> Result<T, String>,
-    ) -> Vec<Result<Vec<T>, String>> {
-        alternate(rounds, relays.len(), |round, at| {
-            let relay = relays[at];
-            progress!("{name}: round {}, {}", round + 1, relay.title());
-            measure(relay)
-        })
-    }
-
-    fn through(
-        &self,
-        name: &str,
-        relays: &[Relay],
-        case: Case,
-    ) -> Vec<Result<Vec<Figures>, String>> {
-        self.outcomes(name, self.settings.rounds, relays, |relay| {
-            streams::measure(relay, case, self.settings, self.cores)
-        })
-    }
-
-    fn stream(&mut self, name: &str, case: Case) {
-        let relays = self.contestants(|relay| case.suits(relay));
-        let outcomes = self.through(name, &relays, case);
-        let ours = outcomes[0].as_ref().ok().and_then(|rounds| rounds.first());
-        if let Some(way) = ours.and_then(|figures| figures.way.clone()) {
-            self.ways.push(format!("{name}: {way}"));
-        }
-        let titles = titles(&relays);
-        if case.from == Kind::Udp {
-            self.rows(name, DELIVERED, &titles, &outcomes, Figures::thousands);
-        } else {
-            self.rows(name, THROUGHPUT, &titles, &outcomes, |figures| {
-                figures.gb_s(&case)
-            });
-        }
-        self.rows(name, CPU, &titles, &outcomes, |figures| {
-            figures.cpu_s_per_gb
-        });
-    }
-
-    fn round_trip(&mut self, name: &str, case: Case) {
-        let relays = self.contestants(|relay| case.suits(relay));
-        let outcomes = self.through(name, &relays, case);
-        let titles = titles(&relays);
-        self.rows(name, P50, &titles, &outcomes, Figures::p50_us);
-        self.rows(name, P99, &titles, &outcomes, Figures::p99_us);
-    }
-
-    /// The cases with many connections.
-    fn many(&mut self) {
-        // Two for each connection, in the relay and in the bench, which has both ends.
-        let descriptors = machine::raise_descriptors(3 * IDLE as u64);
-        let few = if self.settings.quick { 50 } else { 1 };
-        let most = (descriptors.saturating_sub(RESERVE) / 2).saturating_sub(many::FIRST);
-        let idle = most.min(IDLE / few);
-        let name = format!("{idle} idle connections");
-        if self.settings.wants(&name) {
-            self.idle(&name, idle);
-        }
-        let short = SHORT / few as u64;
-        let name = format!("after {short} short connections");
-        if self.settings.wants(&name) {
-            self.growth(&name, short);
-        }
-        let name = "short connections";
-        if self.settings.wants(name) {
-            self.rate(name);
-        }
-    }
-
-    fn idle(&mut self, name: &str, count: usize) {
-        let cores = self.cores;
-        let relays = self.contestants(|relay| relay == HAPROXY || relay == SOCAT);
-        let rounds = self.settings.rounds.min(3);
-        let mut outcomes = self.outcomes(name, rounds, &relays, |relay| {
-            let count = if relay == SOCAT { IDLE_SOCAT } else { count };
-            many::idle(relay, count, cores)
-        });
-        let mut titles = titles(&relays);
-        for (title, relay) in titles.iter_mut().zip(&relays) {
-            if *relay == SOCAT {
-                title.push_str(&format!(", {IDLE_SOCAT} of them"));
-            }
-        }
-        titles.push("the bound".to_owned());
-        outcomes.push(Ok(vec![BOUND]));
-        self.rows(name, EACH, &titles, &outcomes, |bytes| *bytes);
-    }
-
-    fn growth(&mut self, name: &str, count: u64) {
-        let cores = self.cores;
-        let relays = self.contestants(|relay| relay == HAPROXY);
-        let rounds = self.settings.rounds.min(3);
-        let outcomes = self.outcomes(name, rounds, &relays, |relay| {
-            many::growth(relay, count, cores)
-        });
-        let part = |outcome: &Result<Vec<[f64; 2]>, String>, at: usize| {
-            let rounds = outcome.as_ref().map_err(Clone::clone)?;
-            Ok(rounds.iter().map(|both| both[at] / 1024.0).collect())
-        };
-        let mut titles = titles(&relays);
-        let mut after: Vec<_> = outcomes.iter().map(|outcome| part(outcome, 1)).collect();
-        // The same relay before them.
-        titles.push(format!("zerosock, after {}", count / 100));
-        after.push(part(&outcomes[0], 0));
-        self.rows(name, MEMORY, &titles, &after, |kib| *kib);
-    }
-
-    fn rate(&mut self, name: &str) {
-        let is_ours = |relay| matches!(relay, Relay::Zerosock(_));
-        let relays = self.contestants(|relay| is_ours(relay) || relay == HAPROXY || relay == SOCAT);
-        let outcomes = self.outcomes(name, self.settings.rounds, &relays, |relay| {
-            many::rate(relay, self.settings, self.cores)
-        });
-        let titles = titles(&relays);
-        self.rows(name, RATE, &titles, &outcomes, |rate| rate.per_second);
-        self.rows(name, ANSWER, &titles, &outcomes, |rate| rate.p99_us);
-        self.rows(name, RELAY_CPU, &titles, &outcomes, |rate| rate.cpu_us);
-    }
-
-    fn guest(&mut self, name: &str, traffic: Traffic) {
-        let (settings, cores) = (self.settings, self.cores);
-        let paths: Vec<_> = PATHS
+/// zerosock, and those of the peers that were selected.
+fn contestants(bench: &Bench<'_>, suits: impl Fn(Relay) -> bool) -> Vec<(String, Relay)> {
+    let peers = PEERS.into_iter().filter(|peer| suits(*peer));
+    bench.wanted(
+        [OURS]
             .into_iter()
-            .map(|path| (path, path.title()))
-            .filter(|(path, title)| *path == PATHS[0] || settings.is_against(title))
-            .collect();
-        let titles: Vec<String> = paths.iter().map(|(_, title)| title.clone()).collect();
-        let mut lengths = vec![None; paths.len()];
-        let outcomes = alternate(settings.rounds, paths.len(), |round, at| {
-            let (path, title) = &paths[at];
-            progress!("{name}: round {}, {title}", round + 1);
-            let measure = |bytes| guest::measure(*path, traffic, bytes, settings, cores);
-            if traffic == Traffic::Ping {
-                return measure(None);
-            }
-            let bytes = match lengths[at] {
-                Some(bytes) => bytes,
-                None => {
-                    let speed = measure(None)?.mb_s();
-                    *lengths[at].insert(device::stream_bytes(speed, guest::SIZE, settings))
-                }
-            };
-            measure(Some(bytes))
-        });
-        if traffic == Traffic::Ping {
-            self.rows(name, P50, &titles, &outcomes, Measured::p50_us);
-            self.rows(name, P99, &titles, &outcomes, Measured::p99_us);
-        } else {
-            self.rows(name, MB_S, &titles, &outcomes, Measured::mb_s);
-        }
-    }
+            .chain(peers)
+            .map(|relay| (relay.title(), relay)),
+    )
+}
 
-    /// A row for each contestant but the first, which is zerosock.
-    fn rows<T>(
-        &mut self,
-        name: &str,
-        metric: Metric,
-        titles: &[String],
-        outcomes: &[Result<Vec<T>, String>],
-        value: impl Fn(&T) -> f64,
-    ) {
-        self.table.add_rows(name, metric, titles, outcomes, value);
+fn through(bench: &Bench<'_>, name: &str, case: Case) -> Outcomes<Figures> {
+    let relays = contestants(bench, |relay| case.suits(relay));
+    bench.measure(name, &relays, |relay| streams::measure(*relay, case, bench))
+}
+
+/// Returns the way that zerosock took.
+fn stream(bench: &mut Bench<'_>, name: &str, case: Case) -> Option<String> {
+    let outcomes = through(bench, name, case);
+    let table = &mut bench.table;
+    if case.from == Kind::Udp {
+        table.add_rows(name, DELIVERED, &outcomes, Figures::thousands);
+    } else {
+        let gb_s = |figures: &Figures| figures.outcome.gb_s(case.size);
+        table.add_rows(name, THROUGHPUT, &outcomes, gb_s);
+    }
+    table.add_rows(name, CPU, &outcomes, |figures| figures.cpu_s_per_gb);
+    outcomes.first(0)?.way.clone()
+}
+
+fn round_trip(bench: &mut Bench<'_>, name: &str, case: Case) {
+    let outcomes = through(bench, name, case).map(|figures| figures.outcome);
+    bench.table.add_rows(name, P50, &outcomes, Outcome::p50_us);
+    bench.table.add_rows(name, P99, &outcomes, Outcome::p99_us);
+}
+
+/// The cases with many connections.
+fn many(bench: &mut Bench<'_>) {
+    // Two for each connection, in the relay and in the bench, which has both ends.
+    let descriptors = machine::raise_descriptors(3 * IDLE as u64);
+    let few = if bench.settings.quick { 50 } else { 1 };
+    let most = (descriptors.saturating_sub(RESERVE) / 2).saturating_sub(many::FIRST);
+    let count = most.min(IDLE / few);
+    let name = format!("{count} idle connections");
+    if bench.settings.wants(&name) {
+        idle(bench, &name, count);
+    }
+    let count = SHORT / few as u64;
+    let name = format!("after {count} short connections");
+    if bench.settings.wants(&name) {
+        growth(bench, &name, count);
+    }
+    let name = "short connections";
+    if bench.settings.wants(name) {
+        rate(bench, name);
     }
 }
 
-fn titles(relays: &[Relay]) -> Vec<String> {
-    relays.iter().map(|relay| relay.title()).collect()
+fn idle(bench: &mut Bench<'_>, name: &str, count: usize) {
+    let mut relays = contestants(bench, |relay| relay == HAPROXY || relay == SOCAT);
+    for (title, _) in relays.iter_mut().filter(|(_, relay)| *relay == SOCAT) {
+        title.push_str(&format!(", {IDLE_SOCAT} of them"));
+    }
+    let mut outcomes = bench.measure_at_most(FEW, name, &relays, |relay| {
+        let count = if *relay == SOCAT { IDLE_SOCAT } else { count };
+        many::idle(*relay, count, bench.cores)
+    });
+    outcomes.push("the bound".to_owned(), Ok(vec![BOUND]));
+    bench.table.add_rows(name, EACH, &outcomes, |bytes| *bytes);
+}
+
+fn growth(bench: &mut Bench<'_>, name: &str, count: u64) {
+    let relays = contestants(bench, |relay| relay == HAPROXY);
+    let outcomes = bench.measure_at_most(FEW, name, &relays, |relay| {
+        many::growth(*relay, count, bench.cores)
+    });
+    let mut after = outcomes.map(|[_, after]| *after);
+    // The same relay before them.
+    let before = outcomes.map(|[before, _]| *before).iter().next().cloned();
+    if let Some((_, before)) = before {
+        after.push(format!("zerosock, after {}", count / 100), before);
+    }
+    bench
+        .table
+        .add_rows(name, MEMORY, &after, |bytes| bytes / 1024.0);
+}
+
+fn rate(bench: &mut Bench<'_>, name: &str) {
+    let is_ours = |relay| matches!(relay, Relay::Zerosock(_));
+    let relays = contestants(bench, |relay| {
+        is_ours(relay) || relay == HAPROXY || relay == SOCAT
+    });
+    let outcomes = bench.measure(name, &relays, |relay| {
+        many::rate(*relay, bench.settings, bench.cores)
+    });
+    let table = &mut bench.table;
+    table.add_rows(name, RATE, &outcomes, |rate| rate.per_second);
+    table.add_rows(name, ANSWER, &outcomes, |rate| rate.p99_us);
+    table.add_rows(name, RELAY_CPU, &outcomes, |rate| rate.cpu_us);
+}
+
+fn guest(bench: &mut Bench<'_>, name: &str, traffic: Traffic) {
+    let (settings, cores) = (bench.settings, bench.cores);
+    // The length of a stream is not known before the first one.
+    let paths = PATHS.map(|path| (path.title(), (path, Cell::new(None))));
+    let outcomes = bench.measure(name, &bench.wanted(paths), |(path, length)| {
+        let measure = |bytes| guest::measure(*path, traffic, bytes, settings, cores);
+        if traffic == Traffic::Ping {
+            return measure(None);
+        }
+        if length.get().is_none() {
+            let speed = measure(None)?.mb_s;
+            length.set(Some(device::stream_bytes(speed, guest::SIZE, settings)));
+        }
+        measure(length.get())
+    });
+    let table = &mut bench.table;
+    if traffic == Traffic::Ping {
+        table.add_rows(name, P50, &outcomes, |one| one.trips.p50_us());
+        table.add_rows(name, P99, &outcomes, |one| one.trips.p99_us());
+    } else {
+        table.add_rows(name, MB_S, &outcomes, |one| one.mb_s);
+    }
 }

@@ -3,7 +3,7 @@
 use super::address::Kind;
 use super::programs::{Load, Relay, Way};
 use super::running::Running;
-use crate::args::Settings;
+use crate::bench::Bench;
 use crate::pair::{self, Cores, Task};
 use crate::peers::unix;
 use crate::processes::CpuTimes;
@@ -36,23 +36,15 @@ pub(super) struct Figures {
 
 /// Measures once. The two programs share the sender's core; the relay has the receiver's core to
 /// itself, or shares theirs.
-pub(super) fn measure(
-    relay: Relay,
-    case: Case,
-    settings: &Settings,
-    cores: Cores,
-) -> Result<Figures, String> {
+pub(super) fn measure(relay: Relay, case: Case, bench: &Bench<'_>) -> Result<Figures, String> {
+    let cores = bench.cores;
     let task = Task {
-        timed: case.timed,
-        wait: Wait::Sleep,
-        size: case.size,
-        warm: settings.warm,
-        time: settings.time,
         cores: Cores {
             sender: cores.sender,
             receiver: cores.sender,
         },
-        how: Some(unix::USUAL),
+        how: Some(unix::USUAL.to_owned()),
+        ..bench.task(case.timed, Wait::Sleep, case.size)
     };
     let core = if case.has_own_core {
         cores.receiver
@@ -60,7 +52,7 @@ pub(super) fn measure(
         cores.sender
     };
     let (from, to) = (case.from.contestant(), case.to.contestant());
-    let target = pair::open(to, &to.program()?, &task)?;
+    let target = pair::open(to, &task)?;
     let address = case.to.parse(&target.address)?;
     let running = match relay {
         Relay::Direct => None,
@@ -72,7 +64,7 @@ pub(super) fn measure(
     };
     let entrance = running.as_ref().map_or(&address, |running| &running.from);
     let run = || {
-        let mut sides = target.connect(from, &from.program()?, &entrance.text())?;
+        let mut sides = target.connect(from, &entrance.text())?;
         let mut processes = sides.processes().to_vec();
         processes.extend(running.as_ref().map(Running::id));
         // Before and after, all of them sleep: the times are exact.
@@ -118,25 +110,8 @@ impl Case {
 }
 
 impl Figures {
-    pub(super) fn gb_s(&self, case: &Case) -> f64 {
-        let bytes = self.outcome.messages as f64 * case.size as f64;
-        bytes / self.outcome.nanoseconds as f64
-    }
-
     /// Thousands of messages a second.
     pub(super) fn thousands(&self) -> f64 {
         self.outcome.messages as f64 * 1e6 / self.outcome.nanoseconds as f64
     }
-
-    pub(super) fn p50_us(&self) -> f64 {
-        microseconds(self.outcome.p50)
-    }
-
-    pub(super) fn p99_us(&self) -> f64 {
-        microseconds(self.outcome.p99)
-    }
-}
-
-fn microseconds(nanoseconds: Option<u64>) -> f64 {
-    nanoseconds.map_or(f64::NAN, |nanoseconds| nanoseconds as f64 / 1e3)
 }

@@ -9,11 +9,9 @@ mod vm;
 
 use std::thread;
 
-use crate::args::Settings;
-use crate::pair::{self, Cores, Task};
+use crate::bench::Bench;
+use crate::pair::{self, Task};
 use crate::peers::{Contestant, ours};
-use crate::report::Table;
-use crate::rounds::alternate;
 use crate::worker::order::{Job, Wait};
 use rows::{ROWS, SIZES, TO_HOST, rows, value};
 
@@ -34,66 +32,42 @@ const METHOD: &str = "The receiver dequeues pieces of a fixed size. In place: by
     throughput only.";
 
 /// Measures the table.
-pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
-    let mut table = Table {
-        name: "rx",
-        method: format!("{METHOD} {}", ours::HOW),
-        machine: machine.to_owned(),
-        rounds: settings.rounds,
-        rows: Vec::new(),
-        missing: Vec::new(),
-    };
+pub(crate) fn run(bench: &mut Bench<'_>) {
+    bench.table.method = format!("{METHOD} {}", ours::HOW);
     for (size, name) in SIZES {
         for (direction, hows) in [("to host", &TO_HOST), ("to guest", &TO_GUEST)] {
             let name = format!("{direction}, {name}");
-            if settings.wants(&name) {
-                processes(&mut table, settings, cores, size, &name, hows);
+            if bench.settings.wants(&name) {
+                processes(bench, size, &name, hows);
             }
         }
     }
-    if settings.vm {
+    if bench.settings.vm {
         // A thread of its own, because it changes its core.
         thread::scope(|scope| {
-            let vm = scope.spawn(|| vm::rows_of_vm(&mut table, settings, cores));
+            let vm = scope.spawn(|| vm::rows_of_vm(bench));
             if vm.join().is_err() {
                 panic!("the measurement of the VM panicked");
             }
         });
     }
-    table
 }
 
-fn processes(
-    table: &mut Table,
-    settings: &Settings,
-    cores: Cores,
-    size: usize,
-    name: &str,
-    ways: &[(&'static str, Wait)],
-) {
-    let outcomes = alternate(settings.rounds, ways.len(), |round, index| {
-        let (how, wait) = ways[index];
-        if wait == Wait::Spin && cores.sender.is_none() {
-            return Err("two spinning sides need two cores".to_owned());
-        }
-        progress!("{name}: round {}, {how}, {wait:?}", round + 1);
-        let contestant = Contestant::Ours;
-        pair::measure(
-            contestant,
-            &contestant.program()?,
-            &Task {
-                timed: Job::Receive,
-                wait,
-                size,
-                warm: settings.warm,
-                time: settings.time,
-                cores,
-                how: Some(how),
-            },
-        )
+fn processes(bench: &mut Bench<'_>, size: usize, name: &str, ways: &[(&'static str, Wait)]) {
+    let title = |how: &str| format!("zerosock, {how}");
+    let ways: Vec<_> = ways.iter().map(|way| (title(way.0), *way)).collect();
+    let outcomes = bench.measure(name, &ways, |(how, wait)| {
+        let task = Task {
+            how: Some((*how).to_owned()),
+            ..bench.task(Job::Receive, *wait, size)
+        };
+        pair::measure(Contestant::Ours, &task)
     });
-    let ways: Vec<_> = ways.iter().map(|(how, _)| *how).collect();
-    rows(table, name, &ways, &ROWS, &outcomes, |outcome, metric| {
-        value(outcome, metric, size)
-    });
+    rows(
+        &mut bench.table,
+        name,
+        &ROWS,
+        &outcomes,
+        |outcome, metric| value(outcome, metric, size),
+    );
 }

@@ -1,20 +1,11 @@
 //! The rows of `rx`: what each compares, and their figures.
 
 use crate::peers::dequeue::{COPY, COPY_UNTOUCHED, IN_PLACE, IN_PLACE_UNTOUCHED, SHOWN};
-use crate::report::{Metric, Row, Table};
-use crate::rounds::Spread;
+use crate::report::{Metric, Outcomes, Row, Table};
 use crate::worker::order::{Outcome, Wait};
 
-pub(super) const DEQUEUE: Metric = Metric {
-    name: "dequeue",
-    unit: "ns",
-    higher_is_better: false,
-};
-pub(super) const THROUGHPUT: Metric = Metric {
-    name: "throughput",
-    unit: "GB/s",
-    higher_is_better: true,
-};
+pub(super) const DEQUEUE: Metric = Metric::lower("dequeue", "ns");
+pub(super) const THROUGHPUT: Metric = Metric::higher("throughput", "GB/s");
 
 pub(super) const SIZES: [(usize, &str); 6] = [
     (4 << 10, "4 KiB"),
@@ -47,43 +38,32 @@ pub(super) const ROWS: [(&str, usize, usize, Metric); 7] = [
     ("in place, untouched", 4, 3, DEQUEUE),
 ];
 
-/// Adds the rows of one size and direction. `ways` names the contestants, and `outcomes` has their
-/// results, in the same order.
+/// Adds the rows of one size and direction.
 pub(super) fn rows<T>(
     table: &mut Table,
     name: &str,
-    ways: &[&str],
     rows: &[(&str, usize, usize, Metric)],
-    outcomes: &[Result<Vec<T>, String>],
+    outcomes: &Outcomes<T>,
     value: impl Fn(&T, Metric) -> f64,
 ) {
-    for (how, outcome) in ways.iter().zip(outcomes) {
-        if let Err(reason) = outcome {
-            table.note_missing(&format!("zerosock, {how}"), reason);
-        }
-    }
-    let figure = |way: usize, metric: Metric| -> Result<Spread, String> {
-        let outcomes = outcomes[way].as_ref().map_err(Clone::clone)?.iter();
-        let values = outcomes.map(|outcome| value(outcome, metric));
-        Spread::of(values.collect(), metric.higher_is_better).ok_or_else(|| "no rounds".to_owned())
-    };
+    table.note_failures(outcomes);
     for &(row, way, baseline, metric) in rows {
+        let figure = |way| outcomes.figure(way, metric, |outcome| value(outcome, metric));
         table.rows.push(Row {
             name: format!("{name}, {row}"),
             metric,
-            ours: figure(way, metric),
+            ours: figure(way),
             peer_name: "zerosock, copying".to_owned(),
-            peer: figure(baseline, metric),
+            peer: figure(baseline),
         });
     }
 }
 
 pub(super) fn value(outcome: &Outcome, metric: Metric, size: usize) -> f64 {
-    let messages = outcome.messages as f64;
     if metric == DEQUEUE {
-        outcome.busy.unwrap_or(outcome.nanoseconds) as f64 / messages
+        outcome.busy.unwrap_or(outcome.nanoseconds) as f64 / outcome.messages as f64
     } else {
-        messages * size as f64 / outcome.nanoseconds as f64
+        outcome.gb_s(size)
     }
 }
 

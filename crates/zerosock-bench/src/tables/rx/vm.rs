@@ -3,20 +3,14 @@
 //! the guest's program dequeues by its kernel's `read()`, the only call that a stock kernel has.
 
 use super::rows::{DEQUEUE, ROWS, SIZES, THROUGHPUT, TO_HOST, rows, value};
-use crate::args::Settings;
-use crate::pair::Cores;
-use crate::report::{Metric, Table};
-use crate::rounds::alternate;
+use crate::bench::Bench;
+use crate::report::Metric;
 use crate::vm::{Figures, Sending, Setup, Vm};
 use crate::worker::order::{Job, Order, Wait};
 
-const SENDER_CPU: Metric = Metric {
-    name: "host's CPU time per piece",
-    unit: "ns",
-    higher_is_better: false,
-};
+const SENDER_CPU: Metric = Metric::lower("host's CPU time per piece", "ns");
 
-/// How the host sends to the guest: the contestants of [`alternate`], by index.
+/// How the host sends to the guest: the contestants of [`alternate`](crate::rounds::alternate), by index.
 const SENDING: [(&str, Sending); 2] = [("copy", Sending::Copy), ("loan", Sending::Loan)];
 
 const SENDING_ROWS: [(&str, usize, usize, Metric); 3] = [
@@ -29,7 +23,8 @@ const SENDING_ROWS: [(&str, usize, usize, Metric); 3] = [
 const WARM_UP_FACTOR: u32 = 3;
 
 /// Adds the rows, or the reason why there are none.
-pub(super) fn rows_of_vm(table: &mut Table, settings: &Settings, cores: Cores) {
+pub(super) fn rows_of_vm(bench: &mut Bench<'_>) {
+    let (settings, cores) = (bench.settings, bench.cores);
     let cases = || {
         SIZES.into_iter().flat_map(|(size, name)| {
             let name = |direction| format!("VM {direction}, {name}");
@@ -45,9 +40,9 @@ pub(super) fn rows_of_vm(table: &mut Table, settings: &Settings, cores: Cores) {
     }
     let vm = match Vm::boot(Setup::rx(cores)) {
         Ok(vm) => vm,
-        Err(reason) => return table.note_missing("VM", &reason),
+        Err(reason) => return bench.table.note_missing("VM", &reason),
     };
-    table.method = format!("{} {}", table.method, vm.describe());
+    bench.table.method = format!("{} {}", bench.table.method, vm.describe());
     for (size, name, to_host) in cases().filter(|(_, name, _)| wanted(name)) {
         let order = |wait| Order {
             peer: String::new(),
@@ -70,26 +65,21 @@ pub(super) fn rows_of_vm(table: &mut Table, settings: &Settings, cores: Cores) {
             }
         };
         if to_host {
-            let outcomes = alternate(settings.rounds, TO_HOST.len(), |round, index| {
-                let (how, wait) = TO_HOST[index];
-                if wait == Wait::Spin && cores.sender.is_none() {
+            let ways = TO_HOST.map(|way| (format!("zerosock, {}, from the VM", way.0), way));
+            let outcomes = bench.measure(&name, &ways, |(how, wait)| {
+                if *wait == Wait::Spin && cores.sender.is_none() {
                     return Err("a spinning host needs a core beside the guest's".to_owned());
                 }
-                progress!("{name}: round {}, {how}, {wait:?}", round + 1);
-                vm.to_host(&order(wait), how)
+                vm.to_host(&order(*wait), how)
             });
-            let ways = TO_HOST.map(|(how, _)| format!("{how}, from the VM"));
-            let ways = ways.each_ref().map(String::as_str);
-            rows(table, &name, &ways, &ROWS, &outcomes, value);
+            rows(&mut bench.table, &name, &ROWS, &outcomes, value);
         } else {
-            let outcomes = alternate(settings.rounds, SENDING.len(), |round, index| {
-                let (how, sending) = SENDING[index];
-                progress!("{name}: round {}, {how}", round + 1);
-                vm.to_guest(&order(Wait::Sleep), sending)
+            let ways =
+                SENDING.map(|(how, sending)| (format!("zerosock, {how}, to the VM"), sending));
+            let outcomes = bench.measure(&name, &ways, |sending| {
+                vm.to_guest(&order(Wait::Sleep), *sending)
             });
-            let ways = SENDING.map(|(how, _)| format!("{how}, to the VM"));
-            let ways = ways.each_ref().map(String::as_str);
-            rows(table, &name, &ways, &SENDING_ROWS, &outcomes, value);
+            rows(&mut bench.table, &name, &SENDING_ROWS, &outcomes, value);
         }
     }
 }

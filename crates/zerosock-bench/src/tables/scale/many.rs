@@ -13,6 +13,7 @@ use zerosock::vsock::{Endpoint, Listener, Stream};
 use zerosock::{Address, Cid, Port};
 
 use crate::pair::Cores;
+use crate::report::line;
 use crate::tables::device::program::{self, Device};
 use crate::tables::device::traffic::{self, Case};
 
@@ -67,12 +68,12 @@ impl Serve {
     /// Stops it with SIGTERM; returns its output.
     fn counts(mut self) -> Result<String, String> {
         let pid = Pid::from_child(&self.child);
-        rustix::process::kill_process(pid, Signal::TERM).map_err(text)?;
+        rustix::process::kill_process(pid, Signal::TERM).map_err(line)?;
         let mut said = String::new();
         let stderr = self.child.stderr.take().ok_or("serve says nothing")?;
         std::io::BufReader::new(stderr)
             .read_to_string(&mut said)
-            .map_err(text)?;
+            .map_err(line)?;
         let names = ["connections_now", "bridges_now", "timers_now", "ports_now"];
         let plain = said.replace(|c: char| c.is_control(), " ");
         let found = names.map(|name| {
@@ -116,8 +117,8 @@ impl Ends {
             if Instant::now() > deadline {
                 return Err("a connection did not come about in time".to_owned());
             }
-            self.client.drive().map_err(text)?;
-            self.host.drive().map_err(text)?;
+            self.client.drive().map_err(line)?;
+            self.host.drive().map_err(line)?;
             thread::yield_now();
         }
         Ok(())
@@ -130,7 +131,7 @@ impl Ends {
             let first = all.len();
             let mut begun = Vec::new();
             for _ in 0..AT_A_TIME.min(count - first) {
-                begun.push(self.client.begin_connect(to).map_err(text)?);
+                begun.push(self.client.begin_connect(to).map_err(line)?);
             }
             for ours in begun {
                 let mut theirs = None;
@@ -139,8 +140,8 @@ impl Ends {
                     theirs.is_some()
                 })?;
                 let (theirs, _) = theirs.ok_or("no connection")?;
-                ours.set_nonblocking(true).map_err(text)?;
-                theirs.set_nonblocking(true).map_err(text)?;
+                ours.set_nonblocking(true).map_err(line)?;
+                theirs.set_nonblocking(true).map_err(line)?;
                 all.push((ours, theirs));
             }
             for (ours, theirs) in &all[first..] {
@@ -160,12 +161,12 @@ impl Ends {
 /// Bytes per connection for `count` connections between two processes, and what remains after they
 /// have closed.
 pub(super) fn between_processes(count: usize) -> Result<(f64, String), String> {
-    let dir = tempfile::tempdir().map_err(text)?;
+    let dir = tempfile::tempdir().map_err(line)?;
     let path = dir.path().join("attach");
     let serve = Serve::start(&path)?;
     let (client, host) = (attach(&path)?, attach(&path)?);
-    let listener = host.listen(PORT, 2 * AT_A_TIME).map_err(text)?;
-    listener.set_nonblocking(true).map_err(text)?;
+    let listener = host.listen(PORT, 2 * AT_A_TIME).map_err(line)?;
+    listener.set_nonblocking(true).map_err(line)?;
     let ends = Ends {
         client,
         host,
@@ -180,8 +181,8 @@ pub(super) fn between_processes(count: usize) -> Result<(f64, String), String> {
     // closed.
     for (ours, theirs) in all {
         drop((ours, theirs));
-        ends.client.drive().map_err(text)?;
-        ends.host.drive().map_err(text)?;
+        ends.client.drive().map_err(line)?;
+        ends.host.drive().map_err(line)?;
     }
     let quiet = Instant::now() + Duration::from_millis(500);
     ends.drive(|| Instant::now() > quiet)?;
@@ -192,7 +193,7 @@ pub(super) fn between_processes(count: usize) -> Result<(f64, String), String> {
 pub(super) fn with_sockets(device: &Device, count: usize, cores: Cores) -> Result<f64, String> {
     traffic::with_device(device, Case::STOCK_RX_BUFFER, cores, |running, driver| {
         let listener = traffic::listen(running)?;
-        listener.set_nonblocking(true).map_err(text)?;
+        listener.set_nonblocking(true).map_err(line)?;
         let mut all: Vec<(StreamId, UnixStream)> = Vec::new();
         let first = 64.min(count / 2);
         connect(driver, &listener, first, &mut all)?;
@@ -212,30 +213,26 @@ fn connect(
     let deadline = Instant::now() + PATIENCE;
     while all.len() < count {
         let to = Address::new(Cid::HOST, PORT);
-        let stream = driver.wait_connect(to, deadline).map_err(text)?;
+        let stream = driver.wait_connect(to, deadline).map_err(line)?;
         let mut program = None;
         let accepted = driver.wait_until(deadline, |_| {
             program = listener.accept().ok();
             program.is_some().then_some(())
         });
-        accepted.map_err(text)?;
+        accepted.map_err(line)?;
         let (mut program, _) = program.ok_or("no program was connected")?;
         if driver.state(stream) != Some(StreamState::Connected) {
             return Err("a connection was lost".to_owned());
         }
-        driver.wait_send(stream, b"x", deadline).map_err(text)?;
-        program.set_nonblocking(false).map_err(text)?;
-        program.set_read_timeout(Some(PATIENCE)).map_err(text)?;
-        program.read_exact(&mut [0]).map_err(text)?;
-        program.write_all(b"x").map_err(text)?;
+        driver.wait_send(stream, b"x", deadline).map_err(line)?;
+        program.set_nonblocking(false).map_err(line)?;
+        program.set_read_timeout(Some(PATIENCE)).map_err(line)?;
+        program.read_exact(&mut [0]).map_err(line)?;
+        program.write_all(b"x").map_err(line)?;
         driver
             .wait_recv_exact(stream, &mut [0], deadline)
-            .map_err(text)?;
+            .map_err(line)?;
         all.push((stream, program));
     }
     Ok(())
-}
-
-fn text(error: impl ToString) -> String {
-    error.to_string()
 }

@@ -15,6 +15,8 @@ use zerosock::{Address, Cid, Port};
 
 use crate::args::Settings;
 use crate::pair::Cores;
+use crate::processes::own_cpu_time;
+use crate::report::line;
 use crate::tables::device::program::{Device, Running};
 use crate::tables::device::traffic::{self, Case};
 use crate::worker;
@@ -62,16 +64,16 @@ pub(super) fn connects(
                 return Err(format!("{done} connections in {PATIENCE:?}"));
             }
             while under_way < AT_A_TIME {
-                driver.connect(to).map_err(text)?;
+                driver.connect(to).map_err(line)?;
                 under_way += 1;
             }
             // One poll of the queues and one kick for all events.
             let first = driver.poll(Some(now + Duration::from_millis(50)));
-            let mut next = first.map_err(text)?;
+            let mut next = first.map_err(line)?;
             while let Some(event) = next {
                 match event {
                     DriverEvent::Connected { stream } => {
-                        driver.close(stream).map_err(text)?;
+                        driver.close(stream).map_err(line)?;
                         under_way -= 1;
                         done += 1;
                     }
@@ -98,9 +100,9 @@ fn accept_all(listener: &UnixListener) {
 /// As [`connects`], for a process that makes only the socket calls: the ceiling of any device that
 /// connects to Unix sockets.
 pub(super) fn bare_connects(settings: &Settings, cores: Cores) -> Result<(f64, f64), String> {
-    let dir = tempfile::tempdir().map_err(text)?;
+    let dir = tempfile::tempdir().map_err(line)?;
     let path = dir.path().join(format!("vm.vsock_{}", traffic::PORT));
-    let listener = UnixListener::bind(&path).map_err(text)?;
+    let listener = UnixListener::bind(&path).map_err(line)?;
     thread::spawn(move || {
         if worker::pin(cores.sender).is_ok() {
             accept_all(&listener);
@@ -108,21 +110,21 @@ pub(super) fn bare_connects(settings: &Settings, cores: Cores) -> Result<(f64, f
     });
     let run = || {
         worker::pin(cores.receiver)?;
-        let to = SocketAddrUnix::new(&path).map_err(text)?;
+        let to = SocketAddrUnix::new(&path).map_err(line)?;
         let begin = Instant::now();
         let mut counted_from = None;
         let mut done = 0u64;
         loop {
             let now = Instant::now();
             if now > begin + settings.warm && counted_from.is_none() {
-                counted_from = Some((now, done, own_cpu_seconds()?));
+                counted_from = Some((now, done, own_cpu_time()?));
             }
             if let Some((from, before, cpu)) = counted_from
                 && now > from + settings.time
                 && done > before
             {
                 let count = (done - before) as f64;
-                let cpu = own_cpu_seconds()? - cpu;
+                let cpu = (own_cpu_time()? - cpu) as f64 / 1e9;
                 return Ok((count / (now - from).as_secs_f64(), cpu * 1e6 / count));
             }
             let mut open = Vec::with_capacity(AT_A_TIME);
@@ -139,23 +141,15 @@ pub(super) fn bare_connects(settings: &Settings, cores: Cores) -> Result<(f64, f
 fn connect_one(to: &SocketAddrUnix) -> Result<OwnedFd, String> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
-    let socket = socket.map_err(text)?;
+    let socket = socket.map_err(line)?;
     loop {
         match net::connect(&socket, to) {
             Ok(()) => return Ok(socket),
             // The backlog is full.
             Err(Errno::AGAIN) => thread::yield_now(),
-            Err(error) => return Err(text(error)),
+            Err(error) => return Err(line(error)),
         }
     }
-}
-
-/// CPU time of this thread.
-fn own_cpu_seconds() -> Result<f64, String> {
-    let schedstat = std::fs::read_to_string("/proc/thread-self/schedstat").map_err(text)?;
-    let nanoseconds = schedstat.split_whitespace().next();
-    let nanoseconds = nanoseconds.and_then(|time| time.parse::<u64>().ok());
-    Ok(nanoseconds.ok_or("no time in schedstat")? as f64 / 1e9)
 }
 
 /// The p99 of round trips of all players, in microseconds.
@@ -180,7 +174,7 @@ pub(super) fn ping_pong(
         let mut streams = Vec::new();
         for _ in 0..players {
             let stream = driver.wait_connect(to(traffic::PORT), deadline);
-            streams.push(stream.map_err(text)?);
+            streams.push(stream.map_err(line)?);
         }
         let bulk = if beside_bulk {
             Some(bulk(driver, running, to(SINK), deadline)?)
@@ -199,9 +193,9 @@ fn bulk(
 ) -> Result<StreamId, String> {
     let mut path = running.uds_path.clone().into_os_string();
     path.push(format!("_{SINK}"));
-    let sink = UnixListener::bind(path).map_err(text)?;
-    let stream = driver.wait_connect(to, deadline).map_err(text)?;
-    let (mut program, _) = sink.accept().map_err(text)?;
+    let sink = UnixListener::bind(path).map_err(line)?;
+    let stream = driver.wait_connect(to, deadline).map_err(line)?;
+    let (mut program, _) = sink.accept().map_err(line)?;
     thread::spawn(move || {
         let mut buffer = vec![0; 256 << 10];
         while program.read(&mut buffer).is_ok_and(|bytes| bytes > 0) {}
@@ -223,7 +217,7 @@ fn play(
     // Send time of each message, and how many bytes of its echo have arrived.
     let mut players = HashMap::new();
     for &stream in streams {
-        driver.wait_send(stream, &message, give_up).map_err(text)?;
+        driver.wait_send(stream, &message, give_up).map_err(line)?;
         players.insert(stream, (Instant::now(), 0));
     }
     let mut times = Vec::new();
@@ -246,7 +240,7 @@ fn play(
             }
         }
         let mut event = driver.poll(Some(now + Duration::from_millis(50)));
-        while let Some(DriverEvent::Readable { stream }) = event.map_err(text)? {
+        while let Some(DriverEvent::Readable { stream }) = event.map_err(line)? {
             if let Some((begun, back)) = players.get_mut(&stream) {
                 loop {
                     match driver.recv(stream, &mut bytes[*back..]) {
@@ -261,7 +255,7 @@ fn play(
                             times.push((now - *begun).as_nanos() as u64);
                         }
                         (*begun, *back) = (now, 0);
-                        driver.wait_send(stream, &message, give_up).map_err(text)?;
+                        driver.wait_send(stream, &message, give_up).map_err(line)?;
                     }
                 }
             }
@@ -278,13 +272,13 @@ fn play(
 
 /// A program that echoes on `count` connections at once.
 fn echo(listener: &UnixListener, count: usize) -> Result<(), String> {
-    let poller = epoll::create(CreateFlags::CLOEXEC).map_err(text)?;
+    let poller = epoll::create(CreateFlags::CLOEXEC).map_err(line)?;
     let mut streams: Vec<UnixStream> = Vec::new();
     for n in 0..count {
-        let (stream, _) = listener.accept().map_err(text)?;
-        stream.set_nonblocking(true).map_err(text)?;
+        let (stream, _) = listener.accept().map_err(line)?;
+        stream.set_nonblocking(true).map_err(line)?;
         let data = EventData::new_u64(n as u64);
-        epoll::add(&poller, &stream, data, EventFlags::IN).map_err(text)?;
+        epoll::add(&poller, &stream, data, EventFlags::IN).map_err(line)?;
         streams.push(stream);
     }
     let mut events = Vec::with_capacity(256);
@@ -292,7 +286,7 @@ fn echo(listener: &UnixListener, count: usize) -> Result<(), String> {
     loop {
         events.clear();
         let spare = rustix::buffer::spare_capacity(&mut events);
-        epoll::wait(&poller, spare, None).map_err(text)?;
+        epoll::wait(&poller, spare, None).map_err(line)?;
         for event in &events {
             let Event { data, .. } = *event;
             let Some(stream) = streams.get_mut(data.u64() as usize) else {
@@ -300,14 +294,10 @@ fn echo(listener: &UnixListener, count: usize) -> Result<(), String> {
             };
             match stream.read(&mut bytes) {
                 Ok(0) => return Ok(()),
-                Ok(got) => stream.write_all(&bytes[..got]).map_err(text)?,
+                Ok(got) => stream.write_all(&bytes[..got]).map_err(line)?,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-                Err(error) => return Err(text(error)),
+                Err(error) => return Err(line(error)),
             }
         }
     }
-}
-
-fn text(error: impl ToString) -> String {
-    error.to_string()
 }

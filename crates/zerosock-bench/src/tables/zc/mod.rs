@@ -17,12 +17,33 @@ use rustix::time::{ClockId, clock_gettime};
 use zerosock::zc::{Completion, Copying, Outgoing, Pool, PoolBuf, SendBackend, Sender, Stable};
 use zerosock_zc::sys::bare::{self, Bare, Counts, Posting};
 
-use sockets::Carried;
+use crate::bench::Bench;
+use sockets::{Carried, Network, with_network};
 
 /// Requests per submission to the kernel.
 const BATCH: usize = 32;
 /// Buffers that every contestant sends in turn: two batches.
 const BUFFERS: usize = 64;
+
+/// Measures cases in namespaces of their own; says why, if that is not possible.
+fn measure_in_network(
+    bench: &mut Bench<'_>,
+    measure: impl FnOnce(&mut Bench<'_>, &Network) + Send,
+) {
+    let (cores, mut unsteered) = (bench.cores, None);
+    let measured = with_network(cores, |network| {
+        measure(bench, network);
+        unsteered.clone_from(&network.unsteered);
+        Ok(())
+    });
+    if let Err(reason) = measured {
+        bench.table.note_missing("zerosock", &reason);
+    }
+    // An end of the veth pair did not work on its own core.
+    if let Some(reason) = unsteered {
+        bench.table.note_missing("steering", &reason);
+    }
+}
 
 /// Result of a measurement.
 #[derive(Clone, Copy, Debug, Default)]

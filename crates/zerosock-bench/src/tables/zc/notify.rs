@@ -2,28 +2,14 @@
 
 use zerosock::zc::{Copying, SendBackend};
 
-use super::sockets::{Carried, with_network};
-use super::{Measured, Ours, Window, bare_queue, ours, vectors};
-use crate::args::Settings;
-use crate::pair::Cores;
-use crate::report::{Metric, Row, Table};
-use crate::rounds::{Spread, alternate};
+use super::sockets::Carried;
+use super::{Measured, Ours, Window, bare_queue, measure_in_network, ours, vectors};
+use crate::bench::Bench;
+use crate::report::Metric;
 
-const MOVED: Metric = Metric {
-    name: "moved",
-    unit: "MB/s",
-    higher_is_better: true,
-};
-const CPU: Metric = Metric {
-    name: "sender's CPU",
-    unit: "s/GB",
-    higher_is_better: false,
-};
-const CALLS: Metric = Metric {
-    name: "system calls",
-    unit: "1/send",
-    higher_is_better: false,
-};
+const MOVED: Metric = Metric::higher("moved", "MB/s");
+const CPU: Metric = Metric::lower("sender's CPU", "s/GB");
+const CALLS: Metric = Metric::lower("system calls", "1/send");
 
 /// Nearly the size that the kernel's own test program sends.
 const SIZE: usize = 65_000;
@@ -40,30 +26,21 @@ const METHOD: &str = "One thread, pinned to a core, sends 64 buffers of 65000 by
     recvmsg on the error queue until that is empty, then poll. The interval is the 95 % interval of \
     the mean of the rounds' ratios.";
 
-/// The two back-ends of zerosock's sender.
-const WAYS: [(&str, SendBackend); 2] = [
-    ("io_uring", SendBackend::Uring),
-    ("error queue", SendBackend::ErrorQueue),
+/// The two back-ends of zerosock's sender, and the peer.
+const WAYS: [(&str, Option<SendBackend>); 3] = [
+    ("io_uring", Some(SendBackend::Uring)),
+    ("error queue", Some(SendBackend::ErrorQueue)),
+    ("error queue, as msg_zerocopy", None),
 ];
-
-type Figure = fn(&Measured) -> f64;
+const PEER: usize = 2;
 
 /// Measures the table.
-pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
-    let rounds = match settings.quick {
-        true => settings.rounds,
-        false => settings.rounds.max(PAIRS),
-    };
-    let mut table = Table {
-        name: "notify",
-        method: METHOD.to_owned(),
-        machine: machine.to_owned(),
-        rounds,
-        rows: Vec::new(),
-        missing: Vec::new(),
-    };
-    let measured = with_network(cores, |network| {
-        let mut rows = Vec::new();
+pub(crate) fn run(bench: &mut Bench<'_>) {
+    METHOD.clone_into(&mut bench.table.method);
+    if !bench.settings.quick {
+        bench.table.rounds = bench.table.rounds.max(PAIRS);
+    }
+    measure_in_network(bench, |bench, network| {
         for (name, carried) in [
             ("UDP, IPv4", network.udp4),
             ("UDP, IPv6", network.udp6),
@@ -72,40 +49,22 @@ pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
         ] {
             for limit in [1, 32] {
                 let case = format!("{name}, limit {limit}");
-                if settings.wants(&case) {
-                    case_of(settings, rounds, carried, limit, &case, &mut rows);
+                if bench.settings.wants(&case) {
+                    case_of(bench, carried, limit, &case);
                 }
             }
         }
-        Ok((rows, network.unsteered.clone()))
     });
-    match measured {
-        Ok((rows, unsteered)) => {
-            table.rows = rows;
-            table.note_unsteered(unsteered);
-        }
-        Err(reason) => table.note_missing("zerosock", &reason),
-    }
-    table
 }
 
-fn case_of(
-    settings: &Settings,
-    rounds: usize,
-    carried: Carried,
-    limit: u32,
-    case: &str,
-    rows: &mut Vec<Row>,
-) {
-    let peer = WAYS.len();
-    let outcomes = alternate(rounds, peer + 1, |round, index| {
-        progress!("{case}: round {}, contestant {}", round + 1, index + 1);
-        let window = Window::new(settings.warm, settings.time);
-        let Some((_, backend)) = WAYS.get(index) else {
+fn case_of(bench: &mut Bench<'_>, carried: Carried, limit: u32, case: &str) {
+    let outcomes = bench.measure(case, &WAYS, |backend| {
+        let window = Window::new(bench.settings.warm, bench.settings.time);
+        if backend.is_none() {
             return bare_queue(&carried, SIZE, limit, window);
-        };
+        }
         let how = Ours {
-            backend: Some(*backend),
+            backend: *backend,
             copying: Copying::Never,
             batch: 1,
             flush: false,
@@ -113,21 +72,13 @@ fn case_of(
         };
         ours(&carried, vectors(SIZE), how, window)
     });
-    let figure = |index: usize, metric: Metric, of: Figure| -> Result<Spread, String> {
-        let outcomes = outcomes.get(index).ok_or("not measured")?;
-        let figures = outcomes.as_ref().map_err(Clone::clone)?.iter().map(of);
-        Spread::of(figures.collect(), metric.higher_is_better).ok_or_else(|| "no rounds".to_owned())
-    };
-    let metrics: [(Metric, Figure); 3] = [(MOVED, moved), (CPU, cpu), (CALLS, calls)];
-    for (index, (way, _)) in WAYS.iter().enumerate() {
+    let metrics: [(Metric, fn(&Measured) -> f64); 3] = [(MOVED, moved), (CPU, cpu), (CALLS, calls)];
+    for (at, (way, _)) in WAYS[..PEER].iter().enumerate() {
+        let name = format!("{case}, {way}");
         for (metric, of) in metrics {
-            rows.push(Row {
-                name: format!("{case}, {way}"),
-                metric,
-                ours: figure(index, metric, of),
-                peer_name: "error queue, as msg_zerocopy".to_owned(),
-                peer: figure(peer, metric, of),
-            });
+            bench
+                .table
+                .compare(&name, metric, &outcomes, (at, PEER), of);
         }
     }
 }

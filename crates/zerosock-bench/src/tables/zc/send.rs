@@ -3,18 +3,16 @@
 use zerosock::zc::Copying;
 use zerosock_zc::sys::bare::{Bare, Posting};
 
-use super::sockets::{Carried, with_network};
-use super::{BATCH, Measured, Ours, Window, bare_ring, blocks, ours, tool, vectors};
-use crate::args::Settings;
-use crate::pair::Cores;
-use crate::report::{Metric, Row, Table};
-use crate::rounds::{Spread, alternate};
-
-const RATE: Metric = Metric {
-    name: "sends",
-    unit: "1000/s",
-    higher_is_better: true,
+use super::sockets::Carried;
+use super::{
+    BATCH, Measured, Ours, Window, bare_ring, blocks, measure_in_network, ours, tool, vectors,
 };
+use crate::args::Settings;
+use crate::bench::Bench;
+use crate::report::{Metric, Row};
+use crate::rounds::Spread;
+
+const RATE: Metric = Metric::higher("sends", "1000/s");
 
 const UDP: [usize; 7] = [600, 1000, 1200, 1500, 4000, 8000, 65_000];
 const TCP: [usize; 3] = [4000, 16_000, 65_000];
@@ -48,191 +46,140 @@ enum Variant {
 
 use Bare::{Plain, Registered, ZeroCopy};
 use Posting::{OnAsking, OnEntry};
+use Variant::{Auto, Flush, Tool};
 
-const ALL: [Variant; 16] = [
+/// The bare loop, with both kinds of rings.
+const BARE_PLAIN: &[Variant] = &[
     Variant::Bare(Plain, OnEntry),
     Variant::Bare(Plain, OnAsking),
-    Variant::Ours(Plain),
+];
+const BARE_ZC: &[Variant] = &[
     Variant::Bare(ZeroCopy, OnEntry),
     Variant::Bare(ZeroCopy, OnAsking),
-    Variant::Ours(ZeroCopy),
-    Variant::Flush(ZeroCopy),
-    Variant::Auto(ZeroCopy),
+];
+const BARE_REGISTERED: &[Variant] = &[
     Variant::Bare(Registered, OnEntry),
     Variant::Bare(Registered, OnAsking),
-    Variant::Ours(Registered),
-    Variant::Flush(Registered),
-    Variant::Auto(Registered),
-    Variant::Tool(Plain),
-    Variant::Tool(ZeroCopy),
-    Variant::Tool(Registered),
 ];
 
-/// End of a row's name, zerosock's variant, name of the peers, and the peers: the fastest of them
-/// is compared.
-type Compared = (&'static str, Variant, &'static str, &'static [Variant]);
+/// Name of the peers, and the peers: the fastest of them is compared.
+type Peers = (&'static str, &'static [Variant]);
 
-/// The compared pairs.
-const ROWS: [Compared; 12] = [
+/// End of a row's name, zerosock's variant, and what it is compared with.
+const ROWS: [(&str, Variant, &[Peers]); 7] = [
     (
         "plain",
         Variant::Ours(Plain),
-        "bare, plain",
-        &[
-            Variant::Bare(Plain, OnEntry),
-            Variant::Bare(Plain, OnAsking),
-        ],
-    ),
-    (
-        "plain",
-        Variant::Ours(Plain),
-        tool::NAME,
-        &[Variant::Tool(Plain)],
+        &[("bare, plain", BARE_PLAIN), (tool::NAME, &[Tool(Plain)])],
     ),
     (
         "zc",
         Variant::Ours(ZeroCopy),
-        "bare, zc",
         &[
-            Variant::Bare(ZeroCopy, OnEntry),
-            Variant::Bare(ZeroCopy, OnAsking),
-        ],
-    ),
-    (
-        "zc",
-        Variant::Ours(ZeroCopy),
-        tool::NAME,
-        &[Variant::Tool(ZeroCopy)],
-    ),
-    (
-        "zc",
-        Variant::Ours(ZeroCopy),
-        "zerosock, plain",
-        &[Variant::Ours(Plain)],
-    ),
-    (
-        "zc, registered",
-        Variant::Ours(Registered),
-        "bare, registered",
-        &[
-            Variant::Bare(Registered, OnEntry),
-            Variant::Bare(Registered, OnAsking),
+            ("bare, zc", BARE_ZC),
+            (tool::NAME, &[Tool(ZeroCopy)]),
+            ("zerosock, plain", &[Variant::Ours(Plain)]),
         ],
     ),
     (
         "zc, registered",
         Variant::Ours(Registered),
-        tool::NAME,
-        &[Variant::Tool(Registered)],
-    ),
-    (
-        "zc, registered",
-        Variant::Ours(Registered),
-        "zerosock, plain",
-        &[Variant::Ours(Plain)],
+        &[
+            ("bare, registered", BARE_REGISTERED),
+            (tool::NAME, &[Tool(Registered)]),
+            ("zerosock, plain", &[Variant::Ours(Plain)]),
+        ],
     ),
     (
         "zc + flush",
-        Variant::Flush(ZeroCopy),
-        "zerosock, one flush",
-        &[Variant::Ours(ZeroCopy)],
+        Flush(ZeroCopy),
+        &[("zerosock, one flush", &[Variant::Ours(ZeroCopy)])],
     ),
     (
         "zc + flush, registered",
-        Variant::Flush(Registered),
-        "zerosock, one flush",
-        &[Variant::Ours(Registered)],
+        Flush(Registered),
+        &[("zerosock, one flush", &[Variant::Ours(Registered)])],
     ),
     (
         "automatic",
-        Variant::Auto(ZeroCopy),
-        "zerosock, plain or zc",
-        &[Variant::Ours(ZeroCopy), Variant::Ours(Plain)],
+        Auto(ZeroCopy),
+        &[(
+            "zerosock, plain or zc",
+            &[Variant::Ours(ZeroCopy), Variant::Ours(Plain)],
+        )],
     ),
     (
         "automatic, registered",
-        Variant::Auto(Registered),
-        "zerosock, plain or zc",
-        &[Variant::Ours(Registered), Variant::Ours(Plain)],
+        Auto(Registered),
+        &[(
+            "zerosock, plain or zc",
+            &[Variant::Ours(Registered), Variant::Ours(Plain)],
+        )],
     ),
 ];
 
 /// Measures the table.
-pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
-    let mut table = Table {
-        name: "send",
-        method: METHOD.to_owned(),
-        machine: machine.to_owned(),
-        rounds: settings.rounds,
-        rows: Vec::new(),
-        missing: Vec::new(),
-    };
+pub(crate) fn run(bench: &mut Bench<'_>) {
+    METHOD.clone_into(&mut bench.table.method);
     let missing = tool::missing();
-    let measured = with_network(cores, |network| {
+    measure_in_network(bench, |bench, network| {
         let udp = UDP.map(|size| ("UDP", network.udp4, size));
         let tcp = TCP.map(|size| ("TCP", network.tcp4, size));
-        let mut rows = Vec::new();
         for (protocol, carried, size) in udp.into_iter().chain(tcp) {
-            let case = format!("{protocol}, {size} B");
-            let wanted: Vec<_> = ROWS
-                .into_iter()
-                .filter(|(row, .., peers)| {
-                    let is_tool = peers.iter().any(|peer| matches!(peer, Variant::Tool(_)));
-                    settings.wants(&format!("{case}, {row}")) && !(is_tool && missing.is_some())
-                })
-                .collect();
-            case_of(settings, carried, size, &case, &wanted, &mut rows);
+            case_of(
+                bench,
+                carried,
+                size,
+                &format!("{protocol}, {size} B"),
+                missing.is_none(),
+            );
         }
-        Ok((rows, network.unsteered.clone()))
     });
-    match measured {
-        Ok((rows, unsteered)) => {
-            table.rows = rows;
-            table.note_unsteered(unsteered);
-        }
-        Err(reason) => table.note_missing("zerosock", &reason),
-    }
     if let Some(reason) = missing {
-        table.note_missing(tool::NAME, &reason);
+        bench.table.note_missing(tool::NAME, &reason);
     }
-    table
 }
 
-/// Measures all contestants of these rows.
-fn case_of(
-    settings: &Settings,
-    carried: Carried,
-    size: usize,
-    case: &str,
-    wanted: &[Compared],
-    rows: &mut Vec<Row>,
-) {
-    let is_compared = |variant: &Variant| {
-        (wanted.iter()).any(|(_, us, _, peers)| us == variant || peers.contains(variant))
-    };
-    let all: Vec<Variant> = ALL.into_iter().filter(is_compared).collect();
-    let outcomes = alternate(settings.rounds, all.len(), |round, index| {
-        progress!("{case}: round {}, {:?}", round + 1, all[index]);
-        measure(settings, carried, size, all[index])
+/// Measures all contestants of the rows that were selected.
+fn case_of(bench: &mut Bench<'_>, carried: Carried, size: usize, case: &str, has_tool: bool) {
+    let mut rows: Vec<(String, Variant, Peers)> = Vec::new();
+    for (end, us, peers) in ROWS {
+        let name = format!("{case}, {end}");
+        let peers = peers
+            .iter()
+            .filter(|(peer, _)| has_tool || *peer != tool::NAME);
+        if bench.settings.wants(&name) {
+            rows.extend(peers.map(|peers| (name.clone(), us, *peers)));
+        }
+    }
+    let mut variants: Vec<(String, Variant)> = Vec::new();
+    for variant in rows
+        .iter()
+        .flat_map(|(_, us, (_, peers))| peers.iter().chain([us]))
+    {
+        let contestant = (format!("{variant:?}"), *variant);
+        if !variants.contains(&contestant) {
+            variants.push(contestant);
+        }
+    }
+    let outcomes = bench.measure(case, &variants, |variant| {
+        measure(bench.settings, carried, size, *variant)
     });
-    let figure = |variant: Variant| -> Result<Spread, String> {
-        let at = all.iter().position(|&one| one == variant);
-        let outcomes = at.and_then(|at| outcomes.get(at)).ok_or("not measured")?;
-        let rates = outcomes.as_ref().map_err(Clone::clone)?.iter().map(rate);
-        Spread::of(rates.collect(), RATE.higher_is_better).ok_or_else(|| "no rounds".to_owned())
+    let figure = |variant: &Variant| -> Result<Spread, String> {
+        let at = variants.iter().position(|(_, one)| one == variant);
+        outcomes.figure(at.ok_or("not measured")?, RATE, rate)
     };
-    for &(name, us, peer_name, peers) in wanted {
-        let peers = peers.iter().map(|&peer| figure(peer));
-        let peers: Result<Vec<_>, _> = peers.collect();
+    for (name, us, (peer_name, peers)) in rows {
+        let peers: Result<Vec<_>, _> = peers.iter().map(figure).collect();
         let best = |peers: Vec<Spread>| {
             (peers.into_iter())
                 .max_by(|one, other| one.median.total_cmp(&other.median))
                 .ok_or_else(|| "no peer".to_owned())
         };
-        rows.push(Row {
-            name: format!("{case}, {name}"),
+        bench.table.rows.push(Row {
+            name,
             metric: RATE,
-            ours: figure(us),
+            ours: figure(&us),
             peer_name: peer_name.to_owned(),
             peer: peers.and_then(best),
         });
@@ -290,13 +237,5 @@ mod tests {
         };
         measured.counts.sends = 1_000_000;
         assert_eq!(rate(&measured), 2000.0);
-    }
-
-    #[test]
-    fn every_row_compares_contestants_that_are_measured() {
-        for (name, us, peer_name, peers) in ROWS {
-            let all_of_them = peers.iter().all(|peer| ALL.contains(peer));
-            assert!(ALL.contains(&us) && all_of_them, "{name}, {peer_name}");
-        }
     }
 }

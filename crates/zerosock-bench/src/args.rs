@@ -81,8 +81,8 @@ pub(crate) enum TableName {
 }
 
 impl TableName {
-    /// As it is asked for.
-    pub(crate) fn name(self) -> String {
+    /// Its word on the command line.
+    pub(crate) fn as_typed(self) -> String {
         let value = self.to_possible_value();
         value.map_or_else(String::new, |value| value.get_name().to_owned())
     }

@@ -59,7 +59,7 @@ impl Bench<'_> {
             run(contestant)
         });
         let titles = contestants.iter().map(|(title, _)| title.to_string());
-        titles.zip(outcomes).collect()
+        Outcomes(titles.zip(outcomes).collect())
     }
 
     /// A measurement of a pair of processes, each on its core.

@@ -14,6 +14,7 @@
 
 mod args;
 mod bench;
+mod image;
 mod instructions;
 mod machine;
 mod namespace;
@@ -95,7 +96,7 @@ fn run(args: BenchArgs) -> Result<(), Failure> {
             settings: &settings,
             cores,
             table: Table {
-                name: name.name(),
+                name: name.as_typed(),
                 method: String::new(),
                 machine: machine.clone(),
                 rounds: settings.rounds,

@@ -2,9 +2,83 @@
 
 use std::collections::HashMap;
 use std::fs;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::worker;
 
 /// Threads of the kernel that work for sockets; their time is no process's.
 const KERNEL_THREADS: [&str; 2] = ["kworker", "ksoftirqd"];
+
+/// Path of this program.
+pub(crate) fn own_program() -> Result<PathBuf, String> {
+    std::env::current_exe().map_err(|error| format!("our own program: {error}"))
+}
+
+/// Repeats `attempt` until it succeeds or fails after `patience`: the other process may not listen
+/// yet.
+pub(crate) fn retry<T, E>(
+    patience: Duration,
+    mut attempt: impl FnMut() -> Result<T, E>,
+) -> Result<T, E> {
+    let deadline = Instant::now() + patience;
+    loop {
+        match attempt() {
+            Err(_) if Instant::now() < deadline => thread::sleep(Duration::from_millis(2)),
+            outcome => return outcome,
+        }
+    }
+}
+
+/// Runs `run` on a thread of its own on core `cpu`, if given. Threads and processes that it starts
+/// inherit the core.
+pub(crate) fn on_core<T: Send>(
+    cpu: Option<usize>,
+    run: impl FnOnce() -> Result<T, String> + Send,
+) -> Result<T, String> {
+    let pinned = || {
+        worker::pin(cpu)?;
+        run()
+    };
+    let outcome = thread::scope(|scope| scope.spawn(pinned).join());
+    outcome.map_err(|_| "a measuring thread panicked")?
+}
+
+/// A child process, in the process group of the bench; killed when dropped.
+#[derive(Debug)]
+pub(crate) struct KilledOnDrop(pub(crate) Child);
+
+impl KilledOnDrop {
+    /// Starts a program with all its threads on core `cpu`, if given.
+    pub(crate) fn spawn(mut command: Command, cpu: Option<usize>) -> Result<KilledOnDrop, String> {
+        on_core(cpu, || {
+            let name = command.get_program().to_string_lossy().into_owned();
+            let child = command.spawn();
+            child
+                .map(KilledOnDrop)
+                .map_err(|error| format!("{name}: {error}"))
+        })
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.0.id()
+    }
+
+    /// How it has ended, if it has.
+    pub(crate) fn status(&mut self) -> Option<ExitStatus> {
+        self.0.try_wait().ok().flatten()
+    }
+}
+
+impl Drop for KilledOnDrop {
+    fn drop(&mut self) {
+        // A child of this process, addressed by its handle.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
 
 /// CPU times at one moment: nanoseconds of each process.
 #[derive(Debug, Default)]
@@ -165,10 +239,8 @@ fn cpu_time_of(id: u32, wanted: impl Fn(&str) -> bool) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use std::process::{Command, Stdio};
+    use std::process::Stdio;
     use std::sync::atomic::{AtomicBool, Ordering};
-    use std::thread;
-    use std::time::{Duration, Instant};
 
     use super::*;
 

@@ -51,38 +51,25 @@ pub(crate) struct Row {
 /// The names of a case's contestants, zerosock first, and their outcomes as
 /// [`alternate`](crate::rounds::alternate) returns them.
 #[derive(Clone, Debug)]
-pub(crate) struct Outcomes<T>(Vec<(String, Result<Vec<T>, String>)>);
-
-impl<T> FromIterator<(String, Result<Vec<T>, String>)> for Outcomes<T> {
-    fn from_iter<I: IntoIterator<Item = (String, Result<Vec<T>, String>)>>(all: I) -> Self {
-        Outcomes(all.into_iter().collect())
-    }
-}
+pub(crate) struct Outcomes<T>(pub(crate) Vec<(String, Result<Vec<T>, String>)>);
 
 impl<T> Outcomes<T> {
-    /// Adds a contestant that is not measured: a bound, or the same one otherwise.
-    pub(crate) fn push(&mut self, title: String, outcome: Result<Vec<T>, String>) {
-        self.0.push((title, outcome));
-    }
-
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &(String, Result<Vec<T>, String>)> {
-        self.0.iter()
+    /// Adds a contestant that is not measured: a bound, or another figure of one of them.
+    pub(crate) fn push(&mut self, title: impl ToString, outcome: Result<Vec<T>, String>) {
+        self.0.push((title.to_string(), outcome));
     }
 
     /// Outcomes of another kind, made of each of these.
     pub(crate) fn map<U>(&self, of: impl Fn(&T) -> U) -> Outcomes<U> {
-        let rounds = |rounds: &Vec<T>| rounds.iter().map(&of).collect();
-        let outcome = |outcome: &Result<Vec<T>, String>| match outcome {
-            Ok(outcomes) => Ok(rounds(outcomes)),
-            Err(reason) => Err(reason.clone()),
+        let outcome = |outcome: &Result<Vec<T>, String>| {
+            let rounds = outcome.as_ref().map_err(Clone::clone)?;
+            Ok(rounds.iter().map(&of).collect())
         };
-        self.iter()
-            .map(|(title, of)| (title.clone(), outcome(of)))
-            .collect()
-    }
-
-    pub(crate) fn title(&self, contestant: usize) -> &str {
-        self.0.get(contestant).map_or("", |(title, _)| title)
+        let all = self.0.iter();
+        Outcomes(
+            all.map(|(title, of)| (title.clone(), outcome(of)))
+                .collect(),
+        )
     }
 
     /// The first outcome of a contestant.
@@ -237,7 +224,7 @@ impl Table {
         value: impl Fn(&T) -> f64,
     ) {
         self.note_failures(outcomes);
-        for peer in 1..outcomes.iter().count() {
+        for peer in 1..outcomes.0.len() {
             self.compare(name, metric, outcomes, (0, peer), &value);
         }
     }
@@ -252,18 +239,19 @@ impl Table {
         value: impl Fn(&T) -> f64,
     ) {
         self.note_failures(outcomes);
+        let peer_name = outcomes.0.get(peer).map(|(title, _)| title.clone());
         self.rows.push(Row {
             name: name.to_owned(),
             metric,
             ours: outcomes.figure(ours, metric, &value),
-            peer_name: outcomes.title(peer).to_owned(),
+            peer_name: peer_name.unwrap_or_default(),
             peer: outcomes.figure(peer, metric, &value),
         });
     }
 
     /// Records the contestants that failed.
     pub(crate) fn note_failures<T>(&mut self, outcomes: &Outcomes<T>) {
-        for (title, outcome) in outcomes.iter() {
+        for (title, outcome) in &outcomes.0 {
             if let Err(reason) = outcome {
                 self.note_missing(title, reason);
             }

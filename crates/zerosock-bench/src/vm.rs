@@ -6,7 +6,6 @@
 //! - What the machine lacks is reported as a reason; no row is left out.
 
 use std::cell::Cell;
-use std::fs;
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,20 +13,17 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use zerosock::vsock::{self, Host, Listener, Stream};
+use zerosock::vsock::{Host, Listener, Stream};
 use zerosock::{Cid, Port};
 use zerosock_cli::vm::accel::Choice;
-use zerosock_cli::vm::cache::Cache;
-use zerosock_cli::vm::initramfs::Builder;
-use zerosock_cli::vm::kernel::Kernel;
 use zerosock_cli::vm::pattern::{Pattern, sha256};
-use zerosock_cli::vm::program;
 use zerosock_cli::vm::qemu;
 use zerosock_testkit::datagrams::foreign_bytes;
 use zerosock_testkit::packages;
 use zerosock_testkit::protocol::{Command, Outcome as Done};
-use zerosock_testkit::remote::{Guest, Pending, agent};
+use zerosock_testkit::remote::{Guest, Pending};
 
+use crate::image::{Image, short_dir};
 use crate::pair::Cores;
 use crate::peers::ours::{Ours, WINDOW};
 use crate::peers::{WORKER, dequeue, vsock as guest_side};
@@ -37,8 +33,6 @@ use crate::worker::order::{Job, Order, Outcome, Wait};
 use crate::worker::touch::{Fault, Message};
 use crate::worker::{self, Link, jobs};
 
-/// Debian's package that names the kernel.
-const KERNEL: &str = "linux-image-6.12-cloud-amd64";
 const CID: u64 = 3;
 /// CID of the guest itself, to itself.
 const LOOPBACK: u32 = 1;
@@ -146,56 +140,36 @@ impl Vm {
     /// Boots the guest. The calling thread is on the receiver's core afterwards.
     pub(crate) fn boot(setup: Setup) -> Result<Vm, Fault> {
         let cores = setup.cores;
-        if qemu::version().is_none() {
-            return Err(line(qemu::BootError::NoQemu));
-        }
-        let cache = Cache::find();
-        let kernel = Kernel::debian(&cache, KERNEL).map_err(line)?;
-        let own = std::env::current_exe().map_err(line)?;
-        let inside = program::for_guest(&own, &|note| eprintln!("{note}"));
         let modules: &[_] = if setup.relays {
             &["vsock_loopback"]
         } else {
             &[]
         };
-        let mut image =
-            Builder::new(&cache, &kernel, &inside, &agent(qemu::TTY), modules).map_err(line)?;
-        let socat = match setup.relays {
-            true => packages::add_socat(&cache, &mut image).err(),
-            false => None,
-        };
-        // The name must be short: socket addresses are.
-        let dir = tempfile::Builder::new()
-            .prefix("zs")
-            .tempdir_in("/tmp")
-            .map_err(line)?;
-        let initramfs = dir.path().join("initramfs");
-        fs::write(&initramfs, image.finish()).map_err(line)?;
+        let mut socat = None;
+        let image = Image::qemu(modules, |cache, image| {
+            if setup.relays {
+                socat = packages::add_socat(cache, image).err();
+            }
+            Ok(())
+        })?;
+        let dir = short_dir()?;
         let socket = dir.path().join("vhost");
         let host = Host::builder()
             .vm(Cid::guest(CID).map_err(line)?, &socket)
             .window(WINDOW)
             .start()
             .map_err(line)?;
-        eprintln!("booting Linux {} under QEMU", kernel.release);
+        eprintln!("booting Linux {} under QEMU", image.kernel.release);
         // All threads of QEMU inherit the affinity of the one started here.
         worker::pin(cores.sender)?;
-        let config = qemu::Config {
-            kernel: &kernel,
-            initramfs: &initramfs,
-            cpus: setup.cpus,
-            machine: qemu::device(MEMORY_MIB, qemu::VSOCK, &socket),
-            dir: dir.path(),
-            reboots: false,
-            accel: Choice::Auto,
-            zerosock: &own,
-            echo: None,
-        };
-        let guest = driving(&host, || Guest::boot(config));
+        let machine = qemu::device(MEMORY_MIB, qemu::VSOCK, &socket);
+        let guest = driving(&host, || {
+            image.boot(setup.cpus, machine, dir.path(), Choice::Auto)
+        });
         worker::pin(cores.receiver)?;
         let vm = Vm {
             socat,
-            guest: guest.map_err(line)?,
+            guest: guest?,
             host,
             ports: Cell::new(1000),
             _dir: dir,
@@ -440,10 +414,7 @@ fn accept(listener: &Listener, wait: Wait) -> Result<Stream, Fault> {
     let (stream, _) = listener
         .accept_timeout(STEP)
         .map_err(|error| format!("the guest's program does not connect: {error}"))?;
-    stream.set_wait(match wait {
-        Wait::Spin => vsock::Wait::Spin,
-        Wait::Sleep => vsock::Wait::Sleep,
-    });
+    stream.set_wait(wait.into());
     // A hanging guest ends the measurement, not the table.
     stream.set_read_timeout(Some(STEP)).map_err(line)?;
     stream.set_write_timeout(Some(STEP)).map_err(line)?;

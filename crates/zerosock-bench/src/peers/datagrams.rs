@@ -15,14 +15,15 @@ use std::io::ErrorKind;
 use std::net::{Ipv4Addr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_size};
-use zerosock::vsock::{self, Datagram, Endpoint, Host};
+use zerosock::vsock::{Datagram, Endpoint, Host};
 use zerosock::{Address, Cid, Port};
 
 use crate::peers::trust::trust;
+use crate::processes::retry;
 use crate::report::line;
 use crate::worker::order::{Job, Order, Outcome, Wait};
 use crate::worker::touch::{Check, Fault, Message};
@@ -97,7 +98,7 @@ pub(crate) fn work(order: &Order, ours: bool) -> Result<(), Fault> {
         }
         (Job::Receive, false) => {
             let sockets: Vec<_> = (0..how.pairs)
-                .map(|_| Udp::receiver(order))
+                .map(|_| Udp::new(order))
                 .collect::<Result<_, _>>()?;
             let ports: Vec<String> = sockets.iter().map(Udp::port).collect::<Result<_, _>>()?;
             worker::announce_open(&ports.join(","))?;
@@ -119,17 +120,7 @@ pub(crate) fn work(order: &Order, ours: bool) -> Result<(), Fault> {
 
 fn receive_all<R: Receiver>(receivers: Vec<R>, order: &Order) -> Result<(), Fault> {
     worker::work_with(|| {
-        let outcomes = thread::scope(|scope| {
-            let threads: Vec<_> = receivers
-                .into_iter()
-                .map(|receiver| scope.spawn(move || receive(receiver, order)))
-                .collect();
-            let done = threads.into_iter().map(|thread| match thread.join() {
-                Ok(outcome) => outcome,
-                Err(_) => Err("a thread panicked".to_owned()),
-            });
-            done.collect::<Result<Vec<_>, _>>()
-        })?;
+        let outcomes = on_threads(receivers, |receiver| receive(receiver, order))?;
         // The measured times of the pairs differ by one tick at most.
         let time = outcomes.iter().map(|outcome| outcome.nanoseconds).max();
         Ok(Outcome {
@@ -143,27 +134,29 @@ fn receive_all<R: Receiver>(receivers: Vec<R>, order: &Order) -> Result<(), Faul
 fn send_all<S: Sender>(senders: Vec<S>, order: &Order) -> Result<(), Fault> {
     worker::work_with(|| {
         let together = Barrier::new(senders.len());
-        let sent = thread::scope(|scope| {
-            let threads: Vec<_> = senders
-                .into_iter()
-                .map(|sender| {
-                    let together = &together;
-                    scope.spawn(move || {
-                        together.wait();
-                        send(sender, order)
-                    })
-                })
-                .collect();
-            let done = threads.into_iter().map(|thread| match thread.join() {
-                Ok(sent) => sent,
-                Err(_) => Err("a thread panicked".to_owned()),
-            });
-            done.collect::<Result<Vec<_>, _>>()
+        let sent = on_threads(senders, |sender| {
+            together.wait();
+            send(sender, order)
         })?;
         Ok(Outcome {
             messages: sent.into_iter().sum(),
             ..Outcome::default()
         })
+    })
+}
+
+/// Runs each side on a thread of its own.
+fn on_threads<S: Send, T: Send>(
+    sides: Vec<S>,
+    run: impl Fn(S) -> Result<T, Fault> + Sync,
+) -> Result<Vec<T>, Fault> {
+    thread::scope(|scope| {
+        let start = |side| scope.spawn(|| run(side));
+        let threads: Vec<_> = sides.into_iter().map(start).collect();
+        let join = |thread: ScopedJoinHandle<'_, _>| thread.join();
+        let done = threads.into_iter().map(join);
+        done.map(|done| done.unwrap_or_else(|_| Err("a thread panicked".to_owned())))
+            .collect()
     })
 }
 
@@ -285,10 +278,6 @@ impl Udp {
         })
     }
 
-    fn receiver(order: &Order) -> Result<Udp, Fault> {
-        Udp::new(order)
-    }
-
     fn sender(port: &str, order: &Order) -> Result<Udp, Fault> {
         let udp = Udp::new(order)?;
         let port: u16 = port.parse().map_err(line)?;
@@ -344,7 +333,7 @@ struct OurReceiver {
 impl OurReceiver {
     fn new(base: &Path, index: usize, order: &Order, many: bool) -> Result<OurReceiver, Fault> {
         let mut builder = Host::builder()
-            .wait(wait(order))
+            .wait(order.wait.into())
             .attach(base.join(format!("attach{index}")));
         if let Some(trust) = trust() {
             builder = builder.trust_processes(trust);
@@ -411,19 +400,15 @@ struct OurSender {
 impl OurSender {
     fn new(base: &Path, index: usize, order: &Order) -> Result<OurSender, Fault> {
         let path = base.join(format!("attach{index}"));
-        let deadline = Instant::now() + PATIENCE;
-        let endpoint = loop {
-            let mut builder = Endpoint::builder().wait(wait(order)).queue_size(QUEUE);
+        let attach = || {
+            let wait = order.wait.into();
+            let mut builder = Endpoint::builder().wait(wait).queue_size(QUEUE);
             if let Some(trust) = trust() {
                 builder = builder.trust_host(trust);
             }
-            match builder.attach(&path) {
-                Ok(endpoint) => break endpoint,
-                // The host may not have started yet.
-                Err(_) if Instant::now() < deadline => thread::sleep(Duration::from_millis(2)),
-                Err(error) => return Err(line(error)),
-            }
+            builder.attach(&path)
         };
+        let endpoint = retry(PATIENCE, attach).map_err(line)?;
         let socket = Datagram::bind(&endpoint, Port::ANY).map_err(line)?;
         socket.set_send_buffer(SEND_BUFFER);
         socket.set_write_timeout(Some(TICK)).map_err(line)?;
@@ -446,13 +431,6 @@ impl Sender for OurSender {
             Err(error) if error.kind() == ErrorKind::Unsupported => Ok(false),
             Err(error) => Err(line(error)),
         }
-    }
-}
-
-fn wait(order: &Order) -> vsock::Wait {
-    match order.wait {
-        Wait::Spin => vsock::Wait::Spin,
-        Wait::Sleep => vsock::Wait::Sleep,
     }
 }
 

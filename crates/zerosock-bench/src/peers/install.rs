@@ -1,7 +1,7 @@
 //! Where the programs of peers are installed, and how.
 
 use std::ffi::OsStr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// `$ZEROSOCK_CACHE/peers`, else `peers` in the user's cache directory for zerosock.
@@ -40,6 +40,20 @@ pub(crate) fn find(variable: &str, program: &str) -> Result<PathBuf, String> {
         })
 }
 
+/// As [`find`], for a program of a package of Debian with the same name.
+pub(crate) fn find_packaged(variable: &str, program: &str) -> Result<PathBuf, String> {
+    // Users' PATH often lacks the directory of daemons.
+    let daemon = Path::new("/usr/sbin").join(program);
+    match find(variable, program) {
+        Err(_) if std::env::var_os(variable).is_none() && daemon.is_file() => Ok(daemon),
+        Err(_) if std::env::var_os(variable).is_none() => Err(format!(
+            "{program} is not installed: add --install-peers, or run as root: apt-get install \
+             {program}, or set {variable} to its path"
+        )),
+        found => found,
+    }
+}
+
 /// Runs `cargo install` with the root below the cache; its output goes to standard error.
 pub(crate) fn cargo_install(what: &str, arguments: &[&OsStr]) -> Result<(), String> {
     eprintln!(
@@ -64,6 +78,9 @@ pub(crate) fn cargo_install(what: &str, arguments: &[&OsStr]) -> Result<(), Stri
 /// Installs packages of Debian, as root or with sudo without a password; the output goes to
 /// standard error. Daemons among them are not started.
 pub(crate) fn apt_get(packages: &[&str]) -> Result<(), String> {
+    if packages.is_empty() {
+        return Ok(());
+    }
     let line = format!(
         "apt-get update -qq && apt-get install -y -qq --no-install-recommends {}",
         packages.join(" ")

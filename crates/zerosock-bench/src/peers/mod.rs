@@ -22,6 +22,7 @@ pub(crate) mod vsock;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use crate::processes::own_program;
 use crate::worker;
 use crate::worker::order::{Order, Wait};
 use crate::worker::touch::Fault;
@@ -114,19 +115,14 @@ impl Contestant {
 
     /// Path of its program, or why there is none.
     pub(crate) fn program(self) -> Result<Program, String> {
-        match self {
-            Contestant::Ours | Contestant::Datagrams => ours::available()?,
-            Contestant::Iceoryx2 => {
-                return iceoryx2::find().map(|path| Program {
-                    path,
-                    before: Vec::new(),
-                });
-            }
-            _ => {}
+        if self == Contestant::Iceoryx2 {
+            return iceoryx2::find().map(|path| Program {
+                path,
+                before: Vec::new(),
+            });
         }
-        let path = std::env::current_exe().map_err(|error| format!("our own program: {error}"))?;
         Ok(Program {
-            path,
+            path: own_program()?,
             before: vec![WORKER.into()],
         })
     }

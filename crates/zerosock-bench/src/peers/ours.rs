@@ -2,8 +2,7 @@
 
 use std::io::{self, Write};
 use std::path::Path;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use zerosock::vsock::{
     self, Endpoint, Host, Listener, Loan, Message as Packet, Stream, StreamError,
@@ -12,6 +11,7 @@ use zerosock::{Address, Cid, Port};
 
 use crate::peers::trust::trust;
 use crate::peers::{dequeue, slow_reader};
+use crate::processes::retry;
 use crate::report::line;
 use crate::worker::order::{Job, Order, Wait};
 use crate::worker::touch::{Check, Fault, Message, Seen};
@@ -55,11 +55,6 @@ const PATIENCE: Duration = Duration::from_secs(30);
 pub(crate) const HOW: &str = "zerosock: one process embeds the device, the other is attached to it; \
     both have declared trust in each other, which the other contestants imply. Buffers of 64 KiB.";
 
-/// Whether this build supports the contestant.
-pub(crate) fn available() -> Result<(), String> {
-    Ok(())
-}
-
 /// Carries out an order as one of the two sides.
 pub(crate) fn work(order: &Order) -> Result<(), Fault> {
     let how = order.how.as_deref().unwrap_or_default();
@@ -81,6 +76,15 @@ fn receive(link: &Ours, how: dequeue::How, order: &Order) -> Result<(), Fault> {
     worker::work_with(|| dequeue::run(&link.stream, how, order))
 }
 
+impl From<Wait> for vsock::Wait {
+    fn from(wait: Wait) -> vsock::Wait {
+        match wait {
+            Wait::Spin => vsock::Wait::Spin,
+            Wait::Sleep => vsock::Wait::Sleep,
+        }
+    }
+}
+
 /// Prefix of `how` when the receiver is the attached process.
 pub(crate) const TO_GUEST: &str = "guest:";
 
@@ -88,10 +92,7 @@ pub(crate) const TO_GUEST: &str = "guest:";
 /// the host, unless the receiver is to attach.
 fn join(order: &Order) -> Result<Ours, Fault> {
     worker::pin(order.cpu)?;
-    let wait = match order.wait {
-        Wait::Spin => vsock::Wait::Spin,
-        Wait::Sleep => vsock::Wait::Sleep,
-    };
+    let wait = order.wait.into();
     let tuning = Tuning::of(order);
     let is_open = order.job.is_open();
     let to_guest = order
@@ -128,7 +129,7 @@ fn join(order: &Order) -> Result<Ours, Fault> {
         if is_open {
             worker::announce_open(place)?;
         }
-        let endpoint = retry(|| attach(&socket, wait, tuning))?;
+        let endpoint = retry(PATIENCE, || attach(&socket, wait, tuning))?;
         stream = connect(&endpoint)?;
         endpoint_here = LocalEndpoint::Process { endpoint };
     }
@@ -152,22 +153,8 @@ fn attach(socket: &Path, wait: vsock::Wait, tuning: Tuning) -> Result<Endpoint, 
 }
 
 fn connect(endpoint: &Endpoint) -> Result<Stream, Fault> {
-    retry(|| {
-        endpoint
-            .connect(Address::new(Cid::HOST, PORT))
-            .map_err(line)
-    })
-}
-
-/// Repeats `attempt` until it succeeds or [`PATIENCE`] has passed: the host may not listen yet.
-fn retry<T>(mut attempt: impl FnMut() -> Result<T, Fault>) -> Result<T, Fault> {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        match attempt() {
-            Err(_) if Instant::now() < deadline => thread::sleep(Duration::from_millis(2)),
-            outcome => return outcome,
-        }
-    }
+    let to = Address::new(Cid::HOST, PORT);
+    retry(PATIENCE, || endpoint.connect(to)).map_err(line)
 }
 
 /// The endpoint of this process.

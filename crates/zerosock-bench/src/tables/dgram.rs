@@ -47,13 +47,8 @@ pub(crate) fn run(bench: &mut Bench<'_>) {
     }
     for (count, senders, cores) in sender_counts {
         for (size, size_name) in SIZES {
-            case(
-                bench,
-                cores,
-                size,
-                count,
-                &format!("{size_name}, {senders}"),
-            );
+            let name = format!("{size_name}, {senders}");
+            case(bench, cores, size, count, &name);
         }
     }
 }
@@ -86,8 +81,7 @@ fn case(bench: &mut Bench<'_>, cores: Cores, size: usize, senders: usize, case: 
     let udp = rows.len();
     for (at, (name, ..)) in rows.iter().enumerate() {
         let rate = |outcome: &Outcome| outcome.mb_s(size);
-        bench
-            .table
-            .compare(name, DELIVERED, &outcomes, (at, udp), rate);
+        let table = &mut bench.table;
+        table.compare(name, DELIVERED, &outcomes, (at, udp), rate);
     }
 }

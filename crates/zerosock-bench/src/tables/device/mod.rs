@@ -81,14 +81,14 @@ pub(crate) fn run(bench: &mut Bench<'_>) {
 
 /// What carries the bytes: the contestants of the table.
 enum Means {
-    /// A device, or why it is missing. With the length of its streams, once that is known.
-    Device(Result<Device, String>, Cell<Option<u64>>),
+    /// A device, or why it is missing, and the bytes of its streams: 0 until that is known.
+    Device(Result<Device, String>, Cell<u64>),
     /// A bare Unix socket: the peer of that name in the table `local`.
     Bare,
 }
 
 fn contestants() -> [(String, Means); 3] {
-    let device = |device| Means::Device(device, Cell::new(None));
+    let device = |device| Means::Device(device, Cell::new(0));
     [
         (OURS.to_owned(), device(program::ours())),
         (program::peer_title(), device(program::peer())),
@@ -106,15 +106,12 @@ fn stream(bench: &mut Bench<'_>, name: &str, case: Case) {
             });
         };
         let device = device.as_ref().map_err(Clone::clone)?;
-        let bytes = match length.get() {
-            Some(bytes) => bytes,
-            None => {
-                let probe = traffic::stream(device, case, probe_bytes(settings), cores)?;
-                stream_bytes(probe.mb_s, case.size, settings)
-            }
-        };
-        length.set(Some(bytes));
-        traffic::stream(device, case, bytes, cores)
+        let stream = |bytes| traffic::stream(device, case, bytes, cores);
+        if length.get() == 0 {
+            let probe = stream(probe_bytes(settings))?;
+            length.set(stream_bytes(probe.mb_s, case.size, settings));
+        }
+        stream(length.get())
     });
     let table = &mut bench.table;
     table.add_rows(name, THROUGHPUT, &outcomes, |figures| figures.mb_s);

@@ -3,20 +3,19 @@
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::peers::install;
-use crate::processes;
-use crate::worker;
+use crate::processes::{self, KilledOnDrop, own_program};
 
 /// Version of the peer to install.
 const PEER_VERSION: &str = "0.3.0";
 const PEER: &str = "vhost-device-vsock";
 const VARIABLE: &str = "VHOST_DEVICE_VSOCK";
 /// Longest time that a device may take to start.
-const START: Duration = Duration::from_secs(20);
+pub(super) const START: Duration = Duration::from_secs(20);
 
 /// A program that serves a vhost-user vsock device.
 #[derive(Clone, Debug)]
@@ -35,9 +34,8 @@ pub(crate) fn ours() -> Result<Device, String> {
 
 /// zerosock, with these arguments before those that every device gets.
 pub(crate) fn ours_with(arguments: &[&str]) -> Result<Device, String> {
-    let program = std::env::current_exe().map_err(|error| format!("our own program: {error}"))?;
     Ok(Device {
-        program,
+        program: own_program()?,
         arguments: arguments.iter().copied().map(str::to_owned).collect(),
     })
 }
@@ -72,10 +70,10 @@ pub(crate) fn install_peer() -> Result<(), String> {
     install::cargo_install(PEER, &arguments)
 }
 
-/// A running device; killed when dropped.
+/// A running device.
 #[derive(Debug)]
 pub(crate) struct Running {
-    child: Child,
+    child: KilledOnDrop,
     /// Its vhost-user socket.
     pub(crate) socket: PathBuf,
     /// Its hybrid socket.
@@ -103,17 +101,8 @@ impl Device {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null());
-        // A child inherits the affinity of the thread that starts it.
-        let start = move || {
-            worker::pin(cpu)?;
-            let name = command.get_program().to_string_lossy().into_owned();
-            command.spawn().map_err(|error| format!("{name}: {error}"))
-        };
-        let child = thread::spawn(start)
-            .join()
-            .map_err(|_| "starting the device panicked")??;
         let mut running = Running {
-            child,
+            child: KilledOnDrop::spawn(command, cpu)?,
             socket,
             uds_path,
         };
@@ -138,7 +127,7 @@ impl Running {
     fn wait_for_socket(&mut self) -> Result<(), String> {
         let deadline = Instant::now() + START;
         while !self.socket.exists() {
-            if let Ok(Some(status)) = self.child.try_wait() {
+            if let Some(status) = self.child.status() {
                 return Err(format!("the device ended: {status}"));
             }
             if Instant::now() > deadline {
@@ -169,14 +158,6 @@ impl Running {
     }
 }
 
-impl Drop for Running {
-    fn drop(&mut self) {
-        // A child of this process, addressed by its handle.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -184,10 +165,12 @@ mod tests {
     #[test]
     fn the_time_of_a_busy_process_passes() {
         let mut running = Running {
-            child: Command::new("sh")
-                .args(["-c", "while :; do :; done"])
-                .spawn()
-                .unwrap(),
+            child: KilledOnDrop(
+                Command::new("sh")
+                    .args(["-c", "while :; do :; done"])
+                    .spawn()
+                    .unwrap(),
+            ),
             socket: PathBuf::new(),
             uds_path: PathBuf::new(),
         };
@@ -196,6 +179,6 @@ mod tests {
             assert!(Instant::now() < deadline, "it got no time");
             thread::yield_now();
         }
-        assert!(running.child.try_wait().unwrap().is_none());
+        assert!(running.child.status().is_none());
     }
 }

@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 use zerosock::driver::{Driver, DriverConfig, RecvError, SendError, StreamId};
 use zerosock::{Address, Cid, Port};
 
-use super::program::{Device, Running};
+use super::program::{Device, Running, START};
 use crate::pair::Cores;
+use crate::processes::{on_core, retry};
 use crate::report::line;
-use crate::worker;
 use crate::worker::jobs::percentile;
 use crate::worker::order::Outcome;
 use crate::worker::touch::stream as pattern;
@@ -158,30 +158,21 @@ pub(crate) fn with_device<T: Send>(
 ) -> Result<T, String> {
     let dir = tempfile::tempdir().map_err(|error| format!("temporary directory: {error}"))?;
     let running = device.start(dir.path(), cores.receiver)?;
-    let on_our_core = || {
-        // Threads started by this thread inherit its core.
-        worker::pin(cores.sender)?;
+    on_core(cores.sender, || {
         let mut driver = attach(&running, rx_buffer)?;
         run(&running, &mut driver)
-    };
-    thread::scope(|scope| scope.spawn(on_our_core).join())
-        .map_err(|_| "the driver's side panicked")?
+    })
 }
 
 /// The socket's file appears before the socket listens.
 fn attach(running: &Running, rx_buffer_size: u32) -> Result<Driver, String> {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    loop {
-        let config = DriverConfig {
+    let attach = || {
+        Driver::attach(DriverConfig {
             rx_buffer_size,
             ..DriverConfig::new(&running.socket)
-        };
-        match Driver::attach(config) {
-            Ok(driver) => return Ok(driver),
-            Err(error) if Instant::now() > deadline => return Err(error.to_string()),
-            Err(_) => thread::sleep(Duration::from_millis(5)),
-        }
-    }
+        })
+    };
+    retry(START, attach).map_err(line)
 }
 
 pub(crate) fn listen(running: &Running) -> Result<UnixListener, String> {

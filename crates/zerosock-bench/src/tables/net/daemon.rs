@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use zerosock_cli::vm::children::{self, Guarded, Log};
 
+use crate::processes::own_program;
 use crate::report::line;
 
 /// The name of a file that is this program as the command `zerosock`. In guests the bench itself is a file
@@ -48,8 +49,7 @@ pub(super) fn zerosock_by(
     // The name makes this program the command, also behind the watchdog.
     let dir = sockets.first().and_then(|socket| socket.parent());
     let program = dir.ok_or("no socket")?.join(COMMAND_FILE);
-    let own = std::env::current_exe().map_err(line)?;
-    std::os::unix::fs::symlink(own, &program).map_err(line)?;
+    std::os::unix::fs::symlink(own_program()?, &program).map_err(line)?;
     let mut words = starter.into_iter().flat_map(|words| words.split(' '));
     let mut command = match words.next() {
         None => watched(&program)?,
@@ -72,12 +72,11 @@ pub(super) fn zerosock_by(
 
 /// A command that ends with the thread that starts it.
 pub(super) fn watched(program: &Path) -> Result<Command, String> {
-    let own = std::env::current_exe().map_err(line)?;
-    Ok(children::with_parent_watchdog(&own, program))
+    Ok(children::with_parent_watchdog(&own_program()?, program))
 }
 
-/// Starts a daemon and waits for `is_ready`.
-pub(super) fn start(command: &mut Command, is_ready: impl Fn() -> bool) -> Result<Guarded, String> {
+/// Starts a program, with all that it prints in a log.
+pub(super) fn spawn_logged(command: &mut Command) -> Result<(Guarded, Log), String> {
     let name = command.get_program().to_string_lossy().into_owned();
     command.stdin(Stdio::null());
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -89,6 +88,12 @@ pub(super) fn start(command: &mut Command, is_ready: impl Fn() -> bool) -> Resul
     if let Some(errors) = process.child().stderr.take() {
         log.follow(errors, None);
     }
+    Ok((process, log))
+}
+
+/// Starts a daemon and waits for `is_ready`.
+pub(super) fn start(command: &mut Command, is_ready: impl Fn() -> bool) -> Result<Guarded, String> {
+    let (mut process, log) = spawn_logged(command)?;
     let deadline = Instant::now() + START;
     while !is_ready() {
         if let Some(status) = process.try_wait() {

@@ -1,25 +1,20 @@
 //! Guests of the table: images with iperf3, and what is asked of a running guest.
 
-use std::fs;
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tempfile::TempDir;
 use zerosock_cli::vm::accel::{Accel, Choice};
-use zerosock_cli::vm::cache::Cache;
-use zerosock_cli::vm::initramfs::Builder;
 use zerosock_cli::vm::kernel::Kernel;
-use zerosock_cli::vm::{program, qemu};
+use zerosock_cli::vm::qemu;
 use zerosock_testkit::protocol::Command;
-use zerosock_testkit::remote::{self, Remote, agent};
+use zerosock_testkit::remote::{self, Remote};
 use zerosock_testkit::uml;
 
 use super::iperf;
-use crate::processes;
+use crate::image::{Image, short_dir};
+use crate::processes::{self, own_program};
 use crate::report::line;
 
-/// Debian's package that names the kernel of guests under QEMU.
-const KERNEL: &str = "linux-image-6.12-cloud-amd64";
 const MODULES: [&str; 3] = ["failover", "net_failover", "virtio_net"];
 const MEMORY_MIB: u64 = 384;
 /// Timeout of each step: the guest may be emulated on a busy machine.
@@ -27,91 +22,16 @@ const STEP: Duration = Duration::from_secs(60);
 /// Names that QEMU gives to the threads of virtual processors begin with this.
 const PROCESSOR: &str = "CPU ";
 
-/// A kernel and its first file system, for any number of guests.
-pub(super) struct Image {
-    kernel: Kernel,
-    initramfs: PathBuf,
-    _dir: TempDir,
+/// An image for guests under QEMU.
+pub(super) fn qemu_image() -> Result<Image, String> {
+    Image::qemu(&MODULES, |_, image| iperf::add(image))
 }
 
-impl Image {
-    /// For guests under QEMU.
-    pub(super) fn qemu() -> Result<Image, String> {
-        if qemu::version().is_none() {
-            return Err(line(qemu::BootError::NoQemu));
-        }
-        let kernel = Kernel::debian(&Cache::find(), KERNEL).map_err(line)?;
-        Image::new(kernel, qemu::TTY)
-    }
-
-    /// For user-mode Linux.
-    pub(super) fn user_mode() -> Result<Image, String> {
-        let missing =
-            "user-mode Linux is not installed: run as root: apt-get install user-mode-linux";
-        let kernel = Kernel::user_mode().ok_or(missing)?;
-        Image::new(kernel, uml::TTY)
-    }
-
-    fn new(kernel: Kernel, tty: &str) -> Result<Image, String> {
-        let own = std::env::current_exe().map_err(line)?;
-        let inside = program::for_guest(&own, &|note| eprintln!("{note}"));
-        let cache = Cache::find();
-        let mut image =
-            Builder::new(&cache, &kernel, &inside, &agent(tty), &MODULES).map_err(line)?;
-        iperf::add(&mut image)?;
-        let dir = short_dir()?;
-        let initramfs = dir.path().join("initramfs");
-        fs::write(&initramfs, image.finish()).map_err(line)?;
-        Ok(Image {
-            kernel,
-            initramfs,
-            _dir: dir,
-        })
-    }
-
-    /// Release of the kernel.
-    pub(super) fn release(&self) -> &str {
-        &self.kernel.release
-    }
-
-    /// Boots a guest under QEMU, with one processor and these devices. Guests are emulated everywhere,
-    /// so that figures of machines with and without KVM are of one kind.
-    pub(super) fn boot(&self, devices: &[String]) -> Result<Vm, String> {
-        let own = std::env::current_exe().map_err(line)?;
-        let dir = short_dir()?;
-        let mut machine = qemu::memory(MEMORY_MIB);
-        machine.extend(["-name", "guest,debug-threads=on"].map(str::to_owned));
-        machine.extend_from_slice(devices);
-        let config = qemu::Config {
-            kernel: &self.kernel,
-            initramfs: &self.initramfs,
-            cpus: 1,
-            machine,
-            dir: dir.path(),
-            reboots: false,
-            accel: Choice::Only(Accel::Tcg),
-            zerosock: &own,
-            echo: None,
-        };
-        let guest = remote::Guest::boot(config).map_err(line)?;
-        Ok(Vm {
-            remote: guest.remote.clone(),
-            process: Process::Qemu(guest),
-            _dir: Some(dir),
-        })
-    }
-
-    /// Boots user-mode Linux with these arguments for memory and devices.
-    pub(super) fn boot_user_mode(&self, machine: &[String]) -> Result<Vm, String> {
-        let own = std::env::current_exe().map_err(line)?;
-        let guest = uml::Guest::boot(&self.kernel, &self.initramfs, machine, &own, None);
-        let guest = guest.map_err(line)?;
-        Ok(Vm {
-            remote: guest.remote.clone(),
-            process: Process::UserMode { _guest: guest },
-            _dir: None,
-        })
-    }
+/// An image for user-mode Linux.
+pub(super) fn user_mode_image() -> Result<Image, String> {
+    let missing = "user-mode Linux is not installed: run as root: apt-get install user-mode-linux";
+    let kernel = Kernel::user_mode().ok_or(missing)?;
+    Image::new(kernel, uml::TTY, &MODULES, |_, image| iperf::add(image))
 }
 
 /// A running guest; dropping it ends it.
@@ -127,6 +47,33 @@ enum Process {
 }
 
 impl Vm {
+    /// Boots a guest under QEMU, with one processor and these devices. Guests are emulated everywhere,
+    /// so that figures of machines with and without KVM are of one kind.
+    pub(super) fn boot(image: &Image, devices: &[String]) -> Result<Vm, String> {
+        let dir = short_dir()?;
+        let mut machine = qemu::memory(MEMORY_MIB);
+        machine.extend(["-name", "guest,debug-threads=on"].map(str::to_owned));
+        machine.extend_from_slice(devices);
+        let guest = image.boot(1, machine, dir.path(), Choice::Only(Accel::Tcg))?;
+        Ok(Vm {
+            remote: guest.remote.clone(),
+            process: Process::Qemu(guest),
+            _dir: Some(dir),
+        })
+    }
+
+    /// Boots user-mode Linux with these arguments for memory and devices.
+    pub(super) fn boot_user_mode(image: &Image, machine: &[String]) -> Result<Vm, String> {
+        let own = own_program()?;
+        let guest = uml::Guest::boot(&image.kernel, &image.initramfs, machine, &own, None);
+        let guest = guest.map_err(line)?;
+        Ok(Vm {
+            remote: guest.remote.clone(),
+            process: Process::UserMode { _guest: guest },
+            _dir: None,
+        })
+    }
+
     /// Runs a script; returns what it prints.
     pub(super) fn shell(&self, script: &str) -> Result<String, String> {
         let argv = ["/bin/busybox", "sh", "-c", script].map(str::to_owned);
@@ -201,14 +148,6 @@ fn times(said: &str) -> Vec<f64> {
     ms.filter_map(|ms| ms.parse::<f64>().ok())
         .map(|ms| ms * 1e3)
         .collect()
-}
-
-/// A directory with a short name: socket addresses are short.
-pub(super) fn short_dir() -> Result<TempDir, String> {
-    tempfile::Builder::new()
-        .prefix("zs")
-        .tempdir_in(Path::new("/tmp"))
-        .map_err(line)
 }
 
 #[cfg(test)]

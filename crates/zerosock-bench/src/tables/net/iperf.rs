@@ -1,25 +1,18 @@
 //! iperf3: where it is, its server on the host, and what a client has measured.
 
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
-use std::time::Duration;
 
-use zerosock_cli::vm::children::{self, Guarded, Log};
+use zerosock_cli::vm::children::Guarded;
 
+use super::daemon::{START, spawn_logged, watched};
 use crate::peers::install;
 use crate::report::line;
 
 const PROGRAM: &str = "iperf3";
-/// Longest time that a server may take to start.
-const START: Duration = Duration::from_secs(20);
 
 /// Path of the program; the error says what to do.
-pub(super) fn find() -> Result<PathBuf, String> {
-    let missing = |reason| match std::env::var_os("IPERF3") {
-        Some(_) => reason,
-        None => format!("{reason}, or run as root: apt-get install {PROGRAM}"),
-    };
-    install::find("IPERF3", PROGRAM).map_err(missing)
+fn find() -> Result<PathBuf, String> {
+    install::find_packaged("IPERF3", PROGRAM)
 }
 
 /// Its package, if it is missing.
@@ -29,16 +22,9 @@ pub(super) fn missing_package() -> Option<&'static str> {
 
 /// A server on a port of the calling thread's namespace.
 pub(super) fn serve(port: u16) -> Result<Guarded, String> {
-    let own = std::env::current_exe().map_err(line)?;
-    let mut command = children::with_parent_watchdog(&own, &find()?);
+    let mut command = watched(&find()?)?;
     command.args(["--server", "--forceflush", "--port", &port.to_string()]);
-    command.stdin(Stdio::null());
-    command.stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut process = Guarded::spawn(&mut command).map_err(line)?;
-    let log = Log::default();
-    if let Some(output) = process.child().stdout.take() {
-        log.follow(output, None);
-    }
+    let (process, log) = spawn_logged(&mut command)?;
     match log.wait_for("Server listening", START) {
         Some(_) => Ok(process),
         None => Err(format!("{PROGRAM} does not listen: {}", log.tail(3))),

@@ -2,12 +2,14 @@
 
 use std::path::Path;
 
+use tempfile::TempDir;
 use zerosock_testkit::uml;
 
 use super::daemon::{Daemon, start, watched, zerosock};
-use super::guest::{Image, short_dir};
+use super::guest::Vm;
 use super::link::Link;
 use super::{iperf, passt};
+use crate::image::{Image, short_dir};
 use crate::namespace::{ip, set};
 use crate::peers::dpdk;
 
@@ -39,27 +41,21 @@ impl Backend {
         }
     }
 
-    /// Number of its network, interface and port.
-    fn number(self) -> u8 {
-        self as u8 + 1
-    }
-
     /// Boots a guest behind it, with an iperf3 server on the host.
     pub(super) fn link(self, image: &Image) -> Result<Link, String> {
-        let number = self.number();
-        let (tap, port) = (format!("tap{number}"), 5200 + u16::from(number));
-        let (here, there) = (format!("10.77.{number}.1"), format!("10.77.{number}.2"));
-        let dir = short_dir()?;
-        let socket = dir.path().join("net");
+        let number = self as u8 + 1;
+        let lan = Lan::new(number)?;
+        let (tap, here) = (&lan.tap, &lan.here);
+        let socket = lan.dir.path().join("net");
         let mut daemons = Vec::new();
         let devices = match self {
             Backend::Zerosock => {
-                make_tap(&tap, &here)?;
-                daemons.push(zerosock_on(&tap, &socket)?);
+                make_tap(tap, here)?;
+                daemons.push(zerosock_on(tap, &socket)?);
                 vhost_user(&socket, number)
             }
             Backend::QemuTap => {
-                make_tap(&tap, &here)?;
+                make_tap(tap, here)?;
                 let netdev = format!("tap,id=n0,ifname={tap},script=no,downscript=no,vhost=off");
                 device(&netdev, number)
             }
@@ -75,7 +71,7 @@ impl Backend {
                     process: start(&mut command, is_ready)?,
                     polls: true,
                 });
-                set_address(&tap, &here)?;
+                set_address(tap, here)?;
                 vhost_user(&socket, number)
             }
             Backend::Passt => {
@@ -83,8 +79,8 @@ impl Backend {
                 // For ping: it sends echo requests of its own.
                 set("ipv4/ping_group_range", "0 0")?;
                 // It wants an interface with an address, and opens no TAP.
-                make_tap(&tap, &format!("10.78.{number}.1"))?;
-                command.args(passt::arguments(&socket, &tap, &here, &there));
+                make_tap(tap, &format!("10.78.{number}.1"))?;
+                command.args(passt::arguments(&socket, tap, here, &lan.there));
                 daemons.push(Daemon {
                     process: start(&mut command, || socket.exists())?,
                     polls: false,
@@ -92,20 +88,51 @@ impl Backend {
                 vhost_user(&socket, number)
             }
         };
-        let server = iperf::serve(port)?;
-        let client = image.boot(&devices)?;
-        client.set_up(&there, &here)?;
-        let link = Link {
+        let link = lan.link(daemons, || Vm::boot(image, &devices))?;
+        link.rest()?;
+        Ok(link)
+    }
+}
+
+/// The network of one guest and the host, by its number.
+struct Lan {
+    tap: String,
+    port: u16,
+    /// Addresses of the host, and of the guest.
+    here: String,
+    there: String,
+    dir: TempDir,
+}
+
+impl Lan {
+    fn new(number: u8) -> Result<Lan, String> {
+        Ok(Lan {
+            tap: format!("tap{number}"),
+            port: 5200 + u16::from(number),
+            here: format!("10.77.{number}.1"),
+            there: format!("10.77.{number}.2"),
+            dir: short_dir()?,
+        })
+    }
+
+    /// Boots the guest, with an iperf3 server on the host.
+    fn link(
+        self,
+        daemons: Vec<Daemon>,
+        boot: impl FnOnce() -> Result<Vm, String>,
+    ) -> Result<Link, String> {
+        let server = iperf::serve(self.port)?;
+        let client = boot()?;
+        client.set_up(&self.there, &self.here)?;
+        Ok(Link {
             client,
             server: None,
             _host_server: Some(server),
             daemons,
-            to: here,
-            port,
-            _dir: Some(dir),
-        };
-        link.rest()?;
-        Ok(link)
+            to: self.here,
+            port: self.port,
+            _dir: self.dir,
+        })
     }
 }
 
@@ -116,30 +143,23 @@ pub(super) enum UserMode {
     Vector,
 }
 
-/// zerosock first, then its peer.
-pub(super) const USER_MODE: [UserMode; 2] = [UserMode::Zerosock, UserMode::Vector];
+/// Names in the tables: zerosock first, then its peer.
+pub(super) const USER_MODE: [(&str, UserMode); 2] = [
+    ("zerosock", UserMode::Zerosock),
+    ("vector driver on TAP", UserMode::Vector),
+];
 
 impl UserMode {
-    /// Name in the tables.
-    pub(super) fn title(self) -> String {
-        match self {
-            UserMode::Zerosock => "zerosock".to_owned(),
-            UserMode::Vector => "vector driver on TAP".to_owned(),
-        }
-    }
-
     /// Boots a guest, with an iperf3 server on the host.
     pub(super) fn link(self, image: &Image) -> Result<Link, String> {
-        let number = self as u8 + 11;
-        let (tap, port) = (format!("tap{number}"), 5200 + u16::from(number));
-        let (here, there) = (format!("10.77.{number}.1"), format!("10.77.{number}.2"));
-        let dir = short_dir()?;
-        let socket = dir.path().join("net");
-        make_tap(&tap, &here)?;
+        let lan = Lan::new(self as u8 + 11)?;
+        let tap = &lan.tap;
+        let socket = lan.dir.path().join("net");
+        make_tap(tap, &lan.here)?;
         let mut daemons = Vec::new();
         let machine = match self {
             UserMode::Zerosock => {
-                daemons.push(zerosock_on(&tap, &socket)?);
+                daemons.push(zerosock_on(tap, &socket)?);
                 uml::device(&socket, uml::NET)
             }
             UserMode::Vector => vec![
@@ -147,18 +167,7 @@ impl UserMode {
                 format!("vec0:transport=tap,ifname={tap},depth=128,gro=1"),
             ],
         };
-        let server = iperf::serve(port)?;
-        let client = image.boot_user_mode(&machine)?;
-        client.set_up(&there, &here)?;
-        Ok(Link {
-            client,
-            server: None,
-            _host_server: Some(server),
-            daemons,
-            to: here,
-            port,
-            _dir: Some(dir),
-        })
+        lan.link(daemons, || Vm::boot_user_mode(image, &machine))
     }
 }
 

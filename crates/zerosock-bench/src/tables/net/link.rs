@@ -29,7 +29,7 @@ pub(super) struct Link {
     /// Address of the server.
     pub(super) to: String,
     pub(super) port: u16,
-    pub(super) _dir: Option<TempDir>,
+    pub(super) _dir: TempDir,
 }
 
 /// Result of a transfer.

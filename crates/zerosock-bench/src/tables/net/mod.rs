@@ -15,9 +15,12 @@ mod pair;
 mod passt;
 mod rings;
 
+use std::fmt::Display;
+
 use zerosock_cli::vm::qemu;
 
 use crate::bench::{Bench, print_progress};
+use crate::image::Image;
 use crate::namespace;
 use crate::peers::{dpdk, install};
 use cases::{
@@ -25,7 +28,6 @@ use cases::{
     USER_MODE,
 };
 pub(crate) use daemon::COMMAND_FILE;
-use guest::Image;
 use link::Link;
 use nic::WAYS;
 use rings::RINGS;
@@ -42,8 +44,8 @@ pub(crate) fn run(bench: &mut Bench<'_>) {
     // Before the namespace, which has no way to Debian's packages.
     let wants = |cases: &Cases| cases.is_wanted(bench.settings);
     let has_vms = bench.settings.vm && (wants(&LAN) || wants(&PAIR));
-    let user_mode = wants(&USER_MODE).then(Image::user_mode);
-    let qemu = has_vms.then(Image::qemu);
+    let user_mode = wants(&USER_MODE).then(guest::user_mode_image);
+    let qemu = has_vms.then(guest::qemu_image);
     namespace::on_thread(|entered| match entered {
         Ok(()) => all(bench, user_mode, qemu),
         Err(reason) => bench.table.note_missing("namespace", &reason),
@@ -54,10 +56,7 @@ pub(crate) fn run(bench: &mut Bench<'_>) {
 pub(crate) fn install_peers() -> Result<(), String> {
     let mut missing: Vec<&str> = iperf::missing_package().into_iter().collect();
     missing.extend(dpdk::missing_packages());
-    match missing.is_empty() {
-        true => Ok(()),
-        false => install::apt_get(&missing),
-    }
+    install::apt_get(&missing)
 }
 
 fn all(bench: &mut Bench<'_>, user_mode: MaybeImage, qemu: MaybeImage) {
@@ -65,8 +64,7 @@ fn all(bench: &mut Bench<'_>, user_mode: MaybeImage, qemu: MaybeImage) {
     nic(bench);
     match user_mode {
         Some(Ok(image)) => {
-            let contestants = lan::USER_MODE.map(|one| (one.title(), one));
-            links(bench, &USER_MODE, contestants, |one| one.link(&image));
+            links(bench, &USER_MODE, lan::USER_MODE, |one| one.link(&image));
         }
         Some(Err(reason)) => bench.table.note_missing("user-mode Linux", &reason),
         None => {}
@@ -83,21 +81,18 @@ fn rings(bench: &mut Bench<'_>) {
     let contestants = bench.wanted(RINGS.map(|one| (one.title(), one)));
     for (name, course, size) in RING_CASES {
         if bench.settings.wants(name) {
-            let outcomes = bench.measure(name, &contestants, |one| {
-                one.measure(course, size, bench.settings, bench.cores)
-            });
+            let outcomes =
+                bench.measure(name, &contestants, |one| one.measure(course, size, bench));
             bench.table.add_rows(name, FRAMES, &outcomes, |rate| *rate);
         }
     }
 }
 
 fn nic(bench: &mut Bench<'_>) {
-    let contestants = bench.wanted(WAYS.map(|one| (one.title(), one)));
+    let contestants = bench.wanted(WAYS);
     for (name, case) in NIC_CASES {
         if bench.settings.wants(name) {
-            let outcomes = bench.measure(name, &contestants, |one| {
-                one.measure(case, bench.settings, bench.cores)
-            });
+            let outcomes = bench.measure(name, &contestants, |one| one.measure(case, bench));
             let table = &mut bench.table;
             if case.has_own_core {
                 table.add_rows(name, MB_S, &outcomes, |one| one.mb_s);
@@ -109,15 +104,14 @@ fn nic(bench: &mut Bench<'_>) {
 }
 
 fn guests(bench: &mut Bench<'_>, image: &Image) {
-    let kernel = format!(" VM: Linux {}.", image.release());
+    let kernel = format!(" VM: Linux {}.", image.kernel.release);
     bench.table.method.push_str(&kernel);
     if LAN.is_wanted(bench.settings) {
         let contestants = lan::BACKENDS.map(|one| (one.title(), one));
         links(bench, &LAN, contestants, |one| one.link(image));
     }
     if PAIR.is_wanted(bench.settings) {
-        let contestants = pair::NETWORKS.map(|one| (one.title(), one));
-        links(bench, &PAIR, contestants, |one| one.link(image));
+        links(bench, &PAIR, pair::NETWORKS, |one| one.link(image));
     }
 }
 
@@ -125,7 +119,7 @@ fn guests(bench: &mut Bench<'_>, image: &Image) {
 fn links<C>(
     bench: &mut Bench<'_>,
     cases: &Cases,
-    contestants: impl IntoIterator<Item = (String, C)>,
+    contestants: impl IntoIterator<Item = (impl Display, C)>,
     make: impl Fn(C) -> Result<Link, String>,
 ) {
     let settings = bench.settings;

@@ -2,7 +2,6 @@
 //! and the kernel's bridge. The card is one end of a veth pair; the guest is zerosock's driver.
 
 use std::path::Path;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -12,13 +11,12 @@ use zerosock_proto::wire::net::{Mac, Offloads};
 use zerosock_sys::network::packet_socket;
 
 use super::daemon::{Daemon, START, zerosock_by};
-use super::guest::short_dir;
 use crate::args::Settings;
+use crate::bench::Bench;
+use crate::image::short_dir;
 use crate::namespace::{ip, set};
-use crate::pair::Cores;
 use crate::processes::{self, CpuTimes};
 use crate::report::line;
-use crate::worker;
 
 /// The guest's address, and that of the other end.
 const GUEST: Mac = Mac([0x52, 0x54, 0, 0, 1, 1]);
@@ -41,8 +39,11 @@ pub(super) enum Way {
     Bridge,
 }
 
-/// AF_XDP first, then its peer.
-pub(super) const WAYS: [Way; 2] = [Way::Xdp, Way::Bridge];
+/// Names in the tables: AF_XDP first, then its peer.
+pub(super) const WAYS: [(&str, Way); 2] = [
+    ("zerosock net --xdp", Way::Xdp),
+    ("zerosock net --tap, bridge", Way::Bridge),
+];
 
 /// The direction, seen from the guest.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -72,43 +73,20 @@ pub(super) struct Figures {
 }
 
 impl Way {
-    /// Name in the tables.
-    pub(super) fn title(self) -> String {
-        let title = match self {
-            Way::Xdp => "zerosock net --xdp",
-            Way::Bridge => "zerosock net --tap, bridge",
-        };
-        title.to_owned()
-    }
-
     /// Measures once.
-    pub(super) fn measure(
-        self,
-        case: Case,
-        settings: &Settings,
-        cores: Cores,
-    ) -> Result<Figures, String> {
+    pub(super) fn measure(self, case: Case, bench: &Bench<'_>) -> Result<Figures, String> {
+        let (settings, cores) = (bench.settings, bench.cores);
         let dir = short_dir()?;
         let socket = dir.path().join("net");
         let _card = Card::new(self)?;
-        thread::scope(|scope| {
-            // The back-end ends with the thread that starts it.
-            let serve = scope.spawn(|| {
-                worker::pin(match case.has_own_core {
-                    true => cores.receiver,
-                    false => cores.sender,
-                })?;
-                let daemon = self.serve(&socket, case.has_own_core)?;
-                let drive = || {
-                    worker::pin(cores.sender)?;
-                    drive(&socket, &daemon, case, settings)
-                };
-                let driver = thread::scope(|scope| scope.spawn(drive).join());
-                driver.map_err(|_| "the driver panicked".to_owned())?
-            });
-            serve
-                .join()
-                .map_err(|_| "the measurement panicked".to_owned())?
+        let core = match case.has_own_core {
+            true => cores.receiver,
+            false => cores.sender,
+        };
+        // The back-end ends with the thread that starts it.
+        processes::on_core(core, || {
+            let daemon = self.serve(&socket, case.has_own_core)?;
+            processes::on_core(cores.sender, || drive(&socket, &daemon, case, settings))
         })
     }
 

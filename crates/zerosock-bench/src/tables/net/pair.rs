@@ -1,9 +1,10 @@
 //! Networks between two guests.
 
 use super::daemon;
-use super::guest::{Image, short_dir};
+use super::guest::Vm;
 use super::lan::{device, vhost_user};
 use super::link::Link;
+use crate::image::{Image, short_dir};
 use crate::namespace::{ip, set};
 
 /// The port of iperf3 in the guest that serves.
@@ -20,20 +21,14 @@ pub(super) enum Network {
     Bridge,
 }
 
-/// zerosock first, then its peers.
-pub(super) const NETWORKS: [Network; 3] = [Network::Zerosock, Network::QemuSocket, Network::Bridge];
+/// Names in the tables: zerosock first, then its peers.
+pub(super) const NETWORKS: [(&str, Network); 3] = [
+    ("zerosock", Network::Zerosock),
+    ("QEMU -netdev socket", Network::QemuSocket),
+    ("QEMU tap, bridge", Network::Bridge),
+];
 
 impl Network {
-    /// Name in the tables.
-    pub(super) fn title(self) -> String {
-        let title = match self {
-            Network::Zerosock => "zerosock",
-            Network::QemuSocket => "QEMU -netdev socket",
-            Network::Bridge => "QEMU tap, bridge",
-        };
-        title.to_owned()
-    }
-
     /// Boots two guests; the second one serves.
     pub(super) fn link(self, image: &Image) -> Result<Link, String> {
         let number = self as u8 + 21;
@@ -84,8 +79,8 @@ impl Network {
                 ]
             }
         };
-        let server = image.boot(&devices[0])?;
-        let client = image.boot(&devices[1])?;
+        let server = Vm::boot(image, &devices[0])?;
+        let client = Vm::boot(image, &devices[1])?;
         server.set_address(&addresses[0])?;
         server.serve(PORT)?;
         client.set_up(&addresses[1], &addresses[0])?;
@@ -97,7 +92,7 @@ impl Network {
             daemons,
             to,
             port: PORT,
-            _dir: Some(dir),
+            _dir: dir,
         })
     }
 }

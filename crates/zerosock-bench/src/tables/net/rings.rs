@@ -4,25 +4,24 @@
 use std::hint::black_box;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::thread;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use zerosock_cli::vm::children::{Guarded, Log};
 use zerosock_net::interface::{Interface, InterfaceConfig, LoanError, ReceivedFrame, Repr};
 use zerosock_net::server::{GuestConfig, Server};
 use zerosock_net::tap::TapBackend;
 use zerosock_sys::account::Limits;
 
-use super::daemon::{START, start, watched};
+use super::daemon::{START, spawn_logged, start, watched};
 use super::echo::Echo;
-use super::guest::short_dir;
 use crate::args::Settings;
+use crate::bench::Bench;
+use crate::image::short_dir;
 use crate::pair::Cores;
 use crate::peers::dpdk;
 use crate::peers::trust::trust;
+use crate::processes::on_core;
 use crate::report::line;
-use crate::worker;
 
 /// Frames of a burst, and frames in flight at most: as in `dpdk.c`.
 const BURST: usize = 32;
@@ -76,9 +75,9 @@ impl Rings {
         self,
         course: Course,
         size: usize,
-        settings: &Settings,
-        cores: Cores,
+        bench: &Bench<'_>,
     ) -> Result<f64, String> {
+        let (settings, cores) = (bench.settings, bench.cores);
         if cores.receiver.is_none() {
             return Err("two cores are needed: both sides poll".to_owned());
         }
@@ -93,18 +92,10 @@ impl Rings {
 fn ours(course: Course, size: usize, settings: &Settings, cores: Cores) -> Result<f64, String> {
     let dir = short_dir()?;
     let paths = course.sockets(dir.path());
-    let sockets = paths.clone();
     // The threads of the server are where the one is that starts it.
-    let serving = thread::spawn(move || {
-        worker::pin(cores.receiver)?;
-        serve(course, &sockets)
-    });
-    let server = serving
-        .join()
-        .map_err(|_| "starting the device panicked")??;
+    let server = on_core(cores.receiver, || serve(course, &paths))?;
     let (warm, time) = (settings.warm, settings.time);
-    let driving = thread::spawn(move || {
-        worker::pin(cores.sender)?;
+    let result = on_core(cores.sender, || {
         let config = InterfaceConfig {
             trust: trust(),
             ..InterfaceConfig::default()
@@ -116,9 +107,8 @@ fn ours(course: Course, size: usize, settings: &Settings, cores: Cores) -> Resul
         };
         generate(first, last, size, warm, time)
     });
-    let result = driving.join().map_err(|_| "the driver panicked".to_owned());
     server.shutdown();
-    result?
+    result
 }
 
 fn serve(course: Course, sockets: &[PathBuf]) -> Result<Server, String> {
@@ -253,16 +243,7 @@ fn peers(course: Course, size: usize, settings: &Settings, cores: Cores) -> Resu
     let (warm, time) = (settings.warm.as_millis(), settings.time.as_millis());
     let words = format!("generate {size} {warm} {time}");
     let mut driver = command("driver", cores.sender, &user, &words)?;
-    driver.stdin(Stdio::null());
-    driver.stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut process = Guarded::spawn(&mut driver).map_err(line)?;
-    let log = Log::default();
-    if let Some(errors) = process.child().stderr.take() {
-        log.follow(errors, None);
-    }
-    if let Some(output) = process.child().stdout.take() {
-        log.follow(output, None);
-    }
+    let (mut process, log) = spawn_logged(&mut driver)?;
     // It ends by itself after a start that takes too long.
     let status = process.wait(2 * START + settings.time);
     let said = log.wait_for("frames ", Duration::from_secs(1));

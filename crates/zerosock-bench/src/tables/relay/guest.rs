@@ -8,13 +8,14 @@ use std::time::Duration;
 use super::address::Address;
 use super::programs::{Load, Relay, Way};
 use super::running::Running;
-use crate::args::Settings;
-use crate::pair::Cores;
-use crate::report::line;
+use crate::bench::Bench;
+use crate::report::{Metric, line};
 use crate::tables::device;
 use crate::tables::device::program::{self, Device};
 use crate::tables::device::traffic::{self, Case, PORT};
 use crate::worker::order::Outcome;
+
+pub(super) const MB_S: Metric = Metric::higher("throughput", "MB/s");
 
 /// Bytes of each packet of the guest, and of each write to it.
 pub(super) const SIZE: usize = 64 << 10;
@@ -92,9 +93,9 @@ pub(super) fn measure(
     path: Path,
     traffic: Traffic,
     bytes: Option<u64>,
-    settings: &Settings,
-    cores: Cores,
+    bench: &Bench<'_>,
 ) -> Result<Measured, String> {
+    let (settings, cores) = (bench.settings, bench.cores);
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(line)?;
     let device = path.device(&listener)?;
     let bytes = bytes.unwrap_or_else(|| device::probe_bytes(settings));

@@ -12,7 +12,6 @@ use super::running::Running;
 use crate::args::Settings;
 use crate::pair::Cores;
 use crate::processes;
-use crate::worker;
 
 /// First connections, which pay for what a relay allocates once.
 pub(super) const FIRST: usize = 256;
@@ -31,9 +30,7 @@ fn with_relay<T: Send>(
     cores: Cores,
     measure: impl FnOnce(&Running, SocketAddr) -> Result<T, String> + Send,
 ) -> Result<T, String> {
-    let run = || {
-        // Threads started by this thread inherit its core.
-        worker::pin(cores.sender)?;
+    processes::on_core(cores.sender, || {
         let server = Server::start()?;
         let target = Address::Tcp(server.address);
         let load = Load::Many(most);
@@ -46,8 +43,7 @@ fn with_relay<T: Send>(
             (Relay::Zerosock(way), Some(reason)) if way != Way::Auto => Err(reason),
             _ => Ok(measured),
         }
-    };
-    thread::scope(|scope| scope.spawn(run).join()).map_err(|_| "a measurement panicked")?
+    })
 }
 
 /// User memory of each of `count` idle connections, bytes.

@@ -22,7 +22,7 @@ use crate::report::{Metric, Outcomes};
 use crate::tables::device;
 use crate::worker::order::{Job, Outcome};
 use address::Kind;
-use guest::{PATHS, Traffic};
+use guest::{MB_S, PATHS, Traffic};
 use programs::{Relay, Way};
 use streams::{Case, Figures};
 
@@ -38,7 +38,6 @@ const MEMORY: Metric = Metric::lower("user memory", "KiB");
 const RATE: Metric = Metric::higher("connects and closes", "1/s");
 const ANSWER: Metric = Metric::lower("connect to answer p99", "us");
 const RELAY_CPU: Metric = Metric::lower("relay CPU", "us each");
-const MB_S: Metric = Metric::higher("throughput", "MB/s");
 
 const METHOD: &str = "Two programs and a relay between them, which has the receiver's core to itself; \
     the programs share the sender's. Every byte is checked. zerosock is `zerosock relay --workers 1` \
@@ -174,12 +173,8 @@ fn all(bench: &mut Bench<'_>) {
 /// zerosock, and those of the peers that were selected.
 fn contestants(bench: &Bench<'_>, suits: impl Fn(Relay) -> bool) -> Vec<(String, Relay)> {
     let peers = PEERS.into_iter().filter(|peer| suits(*peer));
-    bench.wanted(
-        [OURS]
-            .into_iter()
-            .chain(peers)
-            .map(|relay| (relay.title(), relay)),
-    )
+    let relays = std::iter::once(OURS).chain(peers);
+    bench.wanted(relays.map(|relay| (relay.title(), relay)))
 }
 
 fn through(bench: &Bench<'_>, name: &str, case: Case) -> Outcomes<Figures> {
@@ -238,7 +233,7 @@ fn idle(bench: &mut Bench<'_>, name: &str, count: usize) {
         let count = if *relay == SOCAT { IDLE_SOCAT } else { count };
         many::idle(*relay, count, bench.cores)
     });
-    outcomes.push("the bound".to_owned(), Ok(vec![BOUND]));
+    outcomes.push("the bound", Ok(vec![BOUND]));
     bench.table.add_rows(name, EACH, &outcomes, |bytes| *bytes);
 }
 
@@ -249,10 +244,8 @@ fn growth(bench: &mut Bench<'_>, name: &str, count: u64) {
     });
     let mut after = outcomes.map(|[_, after]| *after);
     // The same relay before them.
-    let before = outcomes.map(|[before, _]| *before).iter().next().cloned();
-    if let Some((_, before)) = before {
-        after.push(format!("zerosock, after {}", count / 100), before);
-    }
+    let before = outcomes.map(|[before, _]| *before).0.swap_remove(0).1;
+    after.push(format!("zerosock, after {}", count / 100), before);
     bench
         .table
         .add_rows(name, MEMORY, &after, |bytes| bytes / 1024.0);
@@ -273,17 +266,20 @@ fn rate(bench: &mut Bench<'_>, name: &str) {
 }
 
 fn guest(bench: &mut Bench<'_>, name: &str, traffic: Traffic) {
-    let (settings, cores) = (bench.settings, bench.cores);
     // The length of a stream is not known before the first one.
     let paths = PATHS.map(|path| (path.title(), (path, Cell::new(None))));
     let outcomes = bench.measure(name, &bench.wanted(paths), |(path, length)| {
-        let measure = |bytes| guest::measure(*path, traffic, bytes, settings, cores);
+        let measure = |bytes| guest::measure(*path, traffic, bytes, bench);
         if traffic == Traffic::Ping {
             return measure(None);
         }
         if length.get().is_none() {
             let speed = measure(None)?.mb_s;
-            length.set(Some(device::stream_bytes(speed, guest::SIZE, settings)));
+            length.set(Some(device::stream_bytes(
+                speed,
+                guest::SIZE,
+                bench.settings,
+            )));
         }
         measure(length.get())
     });

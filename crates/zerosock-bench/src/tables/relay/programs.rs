@@ -8,6 +8,7 @@ use std::process::Command;
 
 use super::address::{Address, Kind};
 use crate::peers::install;
+use crate::processes::own_program;
 
 /// The name under which this program is the command `zerosock`.
 pub(crate) const COMMAND: &str = "zerosock";
@@ -132,7 +133,7 @@ impl Relay {
                 Ok(command)
             }
             Relay::Socat(buffer) => {
-                let mut command = Command::new(find(Peer::Socat)?);
+                let mut command = Command::new(SOCAT.find()?);
                 command.args(["-b", &buffer.to_string()]);
                 command.arg(match from {
                     Address::Tcp(address) => format!(
@@ -158,7 +159,7 @@ impl Relay {
                 Ok(command)
             }
             Relay::Haproxy { splice } => {
-                let mut command = Command::new(find(Peer::Haproxy)?);
+                let mut command = Command::new(HAPROXY.find()?);
                 let file = dir.join("haproxy.cfg");
                 fs::write(&file, haproxy_file(from, to, load.most(), splice)?)
                     .map_err(|error| format!("{}: {error}", file.display()))?;
@@ -173,8 +174,7 @@ impl Relay {
 
 /// This program, as the command `zerosock`.
 fn zerosock() -> Result<Command, String> {
-    let program = std::env::current_exe().map_err(|error| format!("our own program: {error}"))?;
-    let mut command = Command::new(program);
+    let mut command = Command::new(own_program()?);
     command.arg0(COMMAND);
     Ok(command)
 }
@@ -206,69 +206,54 @@ fn haproxy_file(from: &Address, to: &Address, most: usize, splice: bool) -> Resu
     Ok(text)
 }
 
-/// A peer with a program from a package of the same name.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Peer {
-    Socat,
-    Haproxy,
+/// A program of a package of the same name.
+struct Peer {
+    /// The variable that names it.
+    variable: &'static str,
+    program: &'static str,
+    /// What makes it print its version.
+    version: &'static str,
 }
 
-const PEERS: [Peer; 2] = [Peer::Socat, Peer::Haproxy];
+const SOCAT: Peer = Peer {
+    variable: "SOCAT",
+    program: "socat",
+    version: "-V",
+};
+const HAPROXY: Peer = Peer {
+    variable: "HAPROXY",
+    program: "haproxy",
+    version: "-v",
+};
+const PEERS: [Peer; 2] = [SOCAT, HAPROXY];
 
 impl Peer {
-    /// The variable that names its program, the program, and its package.
-    fn names(self) -> (&'static str, &'static str) {
-        match self {
-            Peer::Socat => ("SOCAT", "socat"),
-            Peer::Haproxy => ("HAPROXY", "haproxy"),
-        }
-    }
-}
-
-/// Path of its program; the error says what to do.
-fn find(peer: Peer) -> Result<PathBuf, String> {
-    let (variable, program) = peer.names();
-    // Users' PATH often lacks the directory of daemons.
-    let daemons = Path::new("/usr/sbin").join(program);
-    match install::find(variable, program) {
-        Err(_) if std::env::var_os(variable).is_none() && daemons.is_file() => Ok(daemons),
-        Err(reason) if std::env::var_os(variable).is_some() => Err(reason),
-        Err(_) => Err(format!(
-            "{program} is not installed: add --install-peers, or run as root: apt-get install \
-             {program}, or set {variable} to its path"
-        )),
-        found => found,
+    /// Path of its program; the error says what to do.
+    fn find(&self) -> Result<PathBuf, String> {
+        install::find_packaged(self.variable, self.program)
     }
 }
 
 /// Installs the packages of the peers that are missing, as root or with sudo without a password.
 pub(crate) fn install_peers() -> Result<(), String> {
-    let missing: Vec<&str> = PEERS
-        .into_iter()
-        .filter(|peer| find(*peer).is_err())
-        .map(|peer| peer.names().1)
-        .collect();
-    if missing.is_empty() {
-        return Ok(());
-    }
-    install::apt_get(&missing)
+    let missing = PEERS.iter().filter(|peer| peer.find().is_err());
+    install::apt_get(&missing.map(|peer| peer.program).collect::<Vec<_>>())
 }
 
 /// The name of a program with the version that it prints.
 pub(super) fn versions() -> Vec<String> {
-    let version = |peer: Peer| {
-        let flag = match peer {
-            Peer::Socat => "-V",
-            Peer::Haproxy => "-v",
-        };
-        let output = Command::new(find(peer).ok()?).arg(flag).output().ok()?;
+    let version = |peer: &Peer| {
+        let output = Command::new(peer.find().ok()?)
+            .arg(peer.version)
+            .output()
+            .ok()?;
         let text = String::from_utf8(output.stdout).ok()?;
         // `socat version 1.7.4.4 on ...`, and `HAProxy version 2.6.12-1+deb12u1 2023/12/16 - ...`.
         let (_, rest) = text.split_once("version ")?;
         let number = rest.split_whitespace().next()?;
-        Some(format!("{} {number}", peer.names().1))
+        Some(format!("{} {number}", peer.program))
     };
-    PEERS.into_iter().filter_map(version).collect()
+    PEERS.iter().filter_map(version).collect()
 }
 
 #[cfg(test)]

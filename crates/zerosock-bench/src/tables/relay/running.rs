@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::path::PathBuf;
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -11,15 +11,15 @@ use tempfile::TempDir;
 
 use super::address::{Address, Kind};
 use super::programs::{Load, Relay};
-use crate::worker;
+use crate::processes::KilledOnDrop;
 
 /// Longest time that a relay may take to start.
 const START: Duration = Duration::from_secs(20);
 
-/// A relay that listens; killed when dropped. A child that it has for a connection ends with the
+/// A relay that listens. A child that it has for a connection ends with the
 /// connection.
 pub(super) struct Running {
-    child: Child,
+    child: KilledOnDrop,
     /// Where it listens.
     pub(super) from: Address,
     /// What it says.
@@ -55,17 +55,8 @@ impl Running {
         let copy = file.try_clone().map_err(|error| error.to_string())?;
         let mut command = relay.command(&from, to, load, dir.path())?;
         command.stdin(Stdio::null()).stdout(file).stderr(copy);
-        // A child inherits the affinity of the thread that starts it.
-        let start = move || {
-            worker::pin(cpu)?;
-            let name = command.get_program().to_string_lossy().into_owned();
-            command.spawn().map_err(|error| format!("{name}: {error}"))
-        };
-        let child = thread::spawn(start)
-            .join()
-            .map_err(|_| "starting the relay panicked")??;
         let mut running = Running {
-            child,
+            child: KilledOnDrop::spawn(command, cpu)?,
             from,
             log,
             _dir: dir,
@@ -98,10 +89,10 @@ impl Running {
     /// Ends zerosock, and says which way it took for its only connection, from the connecting side to
     /// the other.
     pub(super) fn way(mut self) -> Result<String, String> {
-        let pid = Pid::from_child(&self.child);
+        let pid = Pid::from_child(&self.child.0);
         kill_process(pid, Signal::TERM).map_err(|error| format!("end the relay: {error}"))?;
         let deadline = Instant::now() + START;
-        while let Ok(None) = self.child.try_wait() {
+        while self.child.status().is_none() {
             if Instant::now() > deadline {
                 return Err("the relay does not end".to_owned());
             }
@@ -117,7 +108,7 @@ impl Running {
     fn wait_until_open(&mut self, title: &str) -> Result<(), String> {
         let deadline = Instant::now() + START;
         loop {
-            if let Ok(Some(status)) = self.child.try_wait() {
+            if let Some(status) = self.child.status() {
                 return Err(self.explain(format!("{title} ended: {status}")));
             }
             if self.from.is_open(self.child.id())? {
@@ -139,14 +130,6 @@ fn way(log: &str) -> Option<&str> {
     rest.trim_start_matches('"')
         .split(|byte: char| !byte.is_ascii_alphabetic())
         .next()
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        // A child of this process, addressed by its handle.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 #[cfg(test)]

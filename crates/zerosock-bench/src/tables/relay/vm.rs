@@ -4,7 +4,7 @@
 //! One program in the guest starts the relay, is its client, and measures; on the other side of vsock is
 //! this process (virtio) or the same program (loopback).
 
-use super::MB_S;
+use super::guest::MB_S;
 use super::programs::{Relay, Way};
 use crate::bench::Bench;
 use crate::report::{Metric, Outcomes};

@@ -12,7 +12,7 @@ use std::thread;
 use crate::bench::Bench;
 use crate::pair::{self, Task};
 use crate::peers::{Contestant, ours};
-use crate::worker::order::{Job, Wait};
+use crate::worker::order::{Job, Outcome, Wait};
 use rows::{ROWS, SIZES, TO_HOST, rows, value};
 
 /// The same, with the attached process as receiver.
@@ -63,11 +63,6 @@ fn processes(bench: &mut Bench<'_>, size: usize, name: &str, ways: &[(&'static s
         };
         pair::measure(Contestant::Ours, &task)
     });
-    rows(
-        &mut bench.table,
-        name,
-        &ROWS,
-        &outcomes,
-        |outcome, metric| value(outcome, metric, size),
-    );
+    let value = |outcome: &Outcome, metric| value(outcome, metric, size);
+    rows(&mut bench.table, name, &ROWS, &outcomes, value);
 }

@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,6 +13,7 @@ use zerosock::vsock::{Endpoint, Listener, Stream};
 use zerosock::{Address, Cid, Port};
 
 use crate::pair::Cores;
+use crate::processes::{KilledOnDrop, retry};
 use crate::report::line;
 use crate::tables::device::program::{self, Device};
 use crate::tables::device::traffic::{self, Case};
@@ -32,45 +33,25 @@ fn resident(process: u32) -> Result<f64, String> {
     Ok(pages * rustix::param::page_size() as f64)
 }
 
-/// `serve` for attached processes only; killed when dropped.
-struct Serve {
-    child: Child,
-}
-
-impl Drop for Serve {
-    fn drop(&mut self) {
-        // A child of this process, addressed by its handle.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
+/// `serve` for attached processes only.
+struct Serve(KilledOnDrop);
 
 impl Serve {
     fn start(path: &Path) -> Result<Serve, String> {
         let mut command = Command::new(program::ours()?.program());
-        command
-            .args([
-                "serve",
-                "--workers",
-                "1",
-                "--log-level",
-                "info",
-                "--attach-socket",
-            ])
-            .arg(path)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped());
-        let child = command.spawn().map_err(|error| format!("serve: {error}"))?;
-        Ok(Serve { child })
+        command.args(["serve", "--workers", "1", "--log-level", "info"]);
+        command.arg("--attach-socket").arg(path);
+        command.stdin(Stdio::null());
+        command.stdout(Stdio::null()).stderr(Stdio::piped());
+        KilledOnDrop::spawn(command, None).map(Serve)
     }
 
     /// Stops it with SIGTERM; returns its output.
     fn counts(mut self) -> Result<String, String> {
-        let pid = Pid::from_child(&self.child);
+        let pid = Pid::from_child(&self.0.0);
         rustix::process::kill_process(pid, Signal::TERM).map_err(line)?;
         let mut said = String::new();
-        let stderr = self.child.stderr.take().ok_or("serve says nothing")?;
+        let stderr = self.0.0.stderr.take().ok_or("serve says nothing")?;
         std::io::BufReader::new(stderr)
             .read_to_string(&mut said)
             .map_err(line)?;
@@ -88,19 +69,12 @@ impl Serve {
 }
 
 fn attach(path: &Path) -> Result<Endpoint, String> {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
+    let attach = || {
         let builder = Endpoint::builder().huge_pages(false).queue_size(1024);
-        match builder
-            .receive_buffers(4096)
-            .transmit_buffers(4096)
-            .attach(path)
-        {
-            Ok(endpoint) => return Ok(endpoint),
-            Err(error) if Instant::now() > deadline => return Err(format!("attach: {error}")),
-            Err(_) => thread::sleep(Duration::from_millis(5)),
-        }
-    }
+        let builder = builder.receive_buffers(4096).transmit_buffers(4096);
+        builder.attach(path)
+    };
+    retry(PATIENCE, attach).map_err(|error| format!("attach: {error}"))
 }
 
 struct Ends {
@@ -174,9 +148,9 @@ pub(super) fn between_processes(count: usize) -> Result<(f64, String), String> {
     };
     // One-time cost of the first connections.
     drop(ends.connect(AT_A_TIME)?);
-    let before = resident(serve.child.id())?;
+    let before = resident(serve.0.id())?;
     let all = ends.connect(count)?;
-    let each = (resident(serve.child.id())? - before) / count as f64;
+    let each = (resident(serve.0.id())? - before) / count as f64;
     // The last connections close after all others: data behind them proves that the others have
     // closed.
     for (ours, theirs) in all {

@@ -92,7 +92,7 @@ fn between_processes(bench: &mut Bench<'_>, name: &str, count: usize) {
         );
         bench.table.method.push_str(&counts);
     }
-    outcomes.push("the bound".to_owned(), Ok(vec![BOUND]));
+    outcomes.push("the bound", Ok(vec![BOUND]));
     bench.table.add_rows(name, MEMORY, &outcomes, |each| *each);
 }
 
@@ -107,7 +107,7 @@ fn with_sockets(bench: &mut Bench<'_>, name: &str, count: usize) {
 fn beside_bulk(bench: &mut Bench<'_>, name: &str) {
     let contestants = [(program::OURS, true), ("zerosock, alone", false)];
     let outcomes = bench.measure(name, &contestants, |is_beside| {
-        rates::ping_pong(&program::ours()?, *is_beside, bench.settings, bench.cores)
+        rates::ping_pong(&program::ours()?, *is_beside, bench)
     });
     bench.table.add_rows(name, LATENCY, &outcomes, |p99| *p99);
 }
@@ -118,9 +118,9 @@ fn connects(bench: &mut Bench<'_>, name: &str) {
     let outcomes = bench.measure(name, &contestants, |device| match device {
         Some(device) => {
             let device = device.as_ref().map_err(Clone::clone)?;
-            rates::connects(device, bench.settings, bench.cores)
+            rates::connects(device, bench)
         }
-        None => rates::bare_connects(bench.settings, bench.cores),
+        None => rates::bare_connects(bench),
     });
     bench
         .table

@@ -14,8 +14,8 @@ use zerosock::driver::{Driver, DriverEvent, RecvError, SendError, StreamId};
 use zerosock::{Address, Cid, Port};
 
 use crate::args::Settings;
-use crate::pair::Cores;
-use crate::processes::own_cpu_time;
+use crate::bench::Bench;
+use crate::processes::{on_core, own_cpu_time};
 use crate::report::line;
 use crate::tables::device::program::{Device, Running};
 use crate::tables::device::traffic::{self, Case};
@@ -32,12 +32,9 @@ const MESSAGE: usize = 64;
 const SINK: u32 = 4321;
 
 /// Connects and closes per second, and microseconds of the device's CPU time for each.
-pub(super) fn connects(
-    device: &Device,
-    settings: &Settings,
-    cores: Cores,
-) -> Result<(f64, f64), String> {
-    let (warm, time) = (settings.warm, settings.time);
+pub(super) fn connects(device: &Device, bench: &Bench<'_>) -> Result<(f64, f64), String> {
+    let Settings { warm, time, .. } = *bench.settings;
+    let cores = bench.cores;
     traffic::with_device(device, Case::STOCK_RX_BUFFER, cores, |running, driver| {
         let listener = traffic::listen(running)?;
         // The thread ends with the process.
@@ -99,17 +96,17 @@ fn accept_all(listener: &UnixListener) {
 
 /// As [`connects`], for a process that makes only the socket calls: the ceiling of any device that
 /// connects to Unix sockets.
-pub(super) fn bare_connects(settings: &Settings, cores: Cores) -> Result<(f64, f64), String> {
+pub(super) fn bare_connects(bench: &Bench<'_>) -> Result<(f64, f64), String> {
+    let (settings, core) = (bench.settings, bench.cores.sender);
     let dir = tempfile::tempdir().map_err(line)?;
     let path = dir.path().join(format!("vm.vsock_{}", traffic::PORT));
     let listener = UnixListener::bind(&path).map_err(line)?;
     thread::spawn(move || {
-        if worker::pin(cores.sender).is_ok() {
+        if worker::pin(core).is_ok() {
             accept_all(&listener);
         }
     });
-    let run = || {
-        worker::pin(cores.receiver)?;
+    on_core(bench.cores.receiver, || {
         let to = SocketAddrUnix::new(&path).map_err(line)?;
         let begin = Instant::now();
         let mut counted_from = None;
@@ -133,9 +130,7 @@ pub(super) fn bare_connects(settings: &Settings, cores: Cores) -> Result<(f64, f
             }
             done += open.len() as u64;
         }
-    };
-    let outcome = thread::scope(|scope| scope.spawn(run).join());
-    outcome.map_err(|_| "the bare connects panicked")?
+    })
 }
 
 fn connect_one(to: &SocketAddrUnix) -> Result<OwnedFd, String> {
@@ -156,11 +151,11 @@ fn connect_one(to: &SocketAddrUnix) -> Result<OwnedFd, String> {
 pub(super) fn ping_pong(
     device: &Device,
     beside_bulk: bool,
-    settings: &Settings,
-    cores: Cores,
+    bench: &Bench<'_>,
 ) -> Result<f64, String> {
-    let (warm, time) = (settings.warm, settings.time);
-    let players = if settings.quick {
+    let Settings { warm, time, .. } = *bench.settings;
+    let cores = bench.cores;
+    let players = if bench.settings.quick {
         PLAYERS / 10
     } else {
         PLAYERS

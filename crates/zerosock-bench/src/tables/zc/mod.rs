@@ -18,6 +18,7 @@ use zerosock::zc::{Completion, Copying, Outgoing, Pool, PoolBuf, SendBackend, Se
 use zerosock_zc::sys::bare::{self, Bare, Counts, Posting};
 
 use crate::bench::Bench;
+use crate::report::line;
 use sockets::{Carried, Network, with_network};
 
 /// Requests per submission to the kernel.
@@ -151,7 +152,7 @@ fn bare_ring<B: Stable>(
     bare::over_ring(socket.as_fd(), buffers, BATCH, how, is_stream, |counts| {
         window.continues(counts)
     })
-    .map_err(|error| error.to_string())?;
+    .map_err(line)?;
     window.measured()
 }
 
@@ -163,15 +164,14 @@ fn bare_queue(
     mut window: Window,
 ) -> Result<Measured, String> {
     let socket = carried.socket()?;
-    let permitted =
-        zerosock_zc::sys::permit_zero_copy(&socket).map_err(|error| error.to_string())?;
+    let permitted = zerosock_zc::sys::permit_zero_copy(&socket).map_err(line)?;
     if !permitted {
         return Err("the socket does not support zero-copy sends".to_owned());
     }
     bare::over_error_queue(socket.as_fd(), vectors(size), limit, |counts| {
         window.continues(counts)
     })
-    .map_err(|error| error.to_string())?;
+    .map_err(line)?;
     window.measured()
 }
 
@@ -204,11 +204,10 @@ fn ours<B: Stable>(
     if let Some(backend) = how.backend {
         builder = builder.backend(backend);
     }
-    let mut sender: Sender<B> = builder.open(socket).map_err(|error| error.to_string())?;
+    let mut sender: Sender<B> = builder.open(socket).map_err(line)?;
     let mut spare: VecDeque<B> = buffers.into();
     let mut completions = [Completion::default(); 16];
     let mut since_notification = 0;
-    let failed = |error: &dyn std::fmt::Display| error.to_string();
     while window.continues(&counts(&sender)) {
         for _ in 0..how.batch {
             let Some(buffer) = spare.pop_front() else {
@@ -222,30 +221,30 @@ fn ours<B: Stable>(
                 .is_some_and(|limit| since_notification >= limit)
             {
                 let sent = sender.send_with(outgoing, &mut completions);
-                sent.map_err(|refused| failed(&refused))?;
+                sent.map_err(line)?;
                 since_notification = 0;
             } else {
-                sender.push(outgoing).map_err(|refused| failed(&refused))?;
+                sender.push(outgoing).map_err(line)?;
             }
         }
-        sender.submit().map_err(|error| failed(&error))?;
+        sender.submit().map_err(line)?;
         loop {
             while let Some(returned) = sender.returned() {
-                returned.outcome.map_err(|error| failed(&error))?;
+                returned.outcome.map_err(line)?;
                 spare.push_back(returned.buffer);
             }
             while sender.notification().is_some() {}
             if !spare.is_empty() {
                 break;
             }
-            sender.wait(None).map_err(|error| failed(&error))?;
+            sender.wait(None).map_err(line)?;
         }
     }
     let finished = sender.finish(Some(Duration::from_secs(10)));
     match finished {
         Ok(true) => window.measured(),
         Ok(false) => Err("notifications are missing".to_owned()),
-        Err(error) => Err(failed(&error)),
+        Err(error) => Err(line(error)),
     }
 }
 

@@ -72,14 +72,11 @@ fn case_of(bench: &mut Bench<'_>, carried: Carried, limit: u32, case: &str) {
         };
         ours(&carried, vectors(SIZE), how, window)
     });
-    let metrics: [(Metric, fn(&Measured) -> f64); 3] = [(MOVED, moved), (CPU, cpu), (CALLS, calls)];
     for (at, (way, _)) in WAYS[..PEER].iter().enumerate() {
-        let name = format!("{case}, {way}");
-        for (metric, of) in metrics {
-            bench
-                .table
-                .compare(&name, metric, &outcomes, (at, PEER), of);
-        }
+        let (name, pair, table) = (format!("{case}, {way}"), (at, PEER), &mut bench.table);
+        table.compare(&name, MOVED, &outcomes, pair, moved);
+        table.compare(&name, CPU, &outcomes, pair, cpu);
+        table.compare(&name, CALLS, &outcomes, pair, calls);
     }
 }
 

@@ -89,7 +89,11 @@ impl<T> Outcomes<T> {
     ) -> Result<Spread, String> {
         let (_, outcomes) = self.0.get(contestant).ok_or("not measured")?;
         let values = outcomes.as_ref().map_err(Clone::clone)?.iter().map(value);
-        let spread = Spread::of(values.collect(), metric.higher_is_better);
+        let values: Vec<f64> = values.collect();
+        if values.iter().any(|value| value.is_nan()) {
+            return Err("nothing to count within the measured time".to_owned());
+        }
+        let spread = Spread::of(values, metric.higher_is_better);
         spread.ok_or_else(|| "no rounds".to_owned())
     }
 }
@@ -497,6 +501,32 @@ mod tests {
             text.contains("One round: ") && text.contains("4.00 (1 round)"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn a_row_is_of_two_contestants_and_has_the_reason_of_a_missing_figure() {
+        let mut table = table();
+        table.rows.clear();
+        table.missing.clear();
+        let mut outcomes = Outcomes(Vec::new());
+        outcomes.push("zerosock", Ok(vec![20.0, 22.0]));
+        outcomes.push("pipe", Err("broken".to_owned()));
+        outcomes.push("TCP", Ok(vec![f64::NAN, 1.0]));
+        table.add_rows("a case", SPEED, &outcomes, |value| *value);
+        let [pipe, tcp] = table.rows.as_slice() else {
+            panic!("{:?}", table.rows);
+        };
+        assert_eq!(
+            (pipe.peer_name.as_str(), tcp.peer_name.as_str()),
+            ("pipe", "TCP")
+        );
+        assert_eq!(pipe.ours.as_ref().unwrap().median, 21.0);
+        assert_eq!(pipe.missing().as_deref(), Some("pipe: broken"));
+        assert!(
+            tcp.missing()
+                .is_some_and(|reason| reason.starts_with("TCP: nothing"))
+        );
+        assert_eq!(table.missing.len(), 1);
     }
 
     #[test]

@@ -33,7 +33,7 @@ use crate::worker::order::{Job, Order, Outcome, Wait};
 use crate::worker::touch::{Fault, Message};
 use crate::worker::{self, Link, jobs};
 
-const CID: u64 = 3;
+const CID: u32 = 3;
 /// CID of the guest itself, to itself.
 const LOOPBACK: u32 = 1;
 /// Of the bytes that relays pass.
@@ -155,7 +155,7 @@ impl Vm {
         let dir = short_dir()?;
         let socket = dir.path().join("vhost");
         let host = Host::builder()
-            .vm(Cid::guest(CID).map_err(line)?, &socket)
+            .vm(Cid::new(CID), &socket)
             .window(WINDOW)
             .start()
             .map_err(line)?;

@@ -306,6 +306,7 @@ pub trait Backend: Send + 'static {
 
 /// Why a frame was not moved.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum FrameError {
     /// There is no frame, or no room for one: an event follows when that has changed.
     NotNow,

@@ -2,13 +2,28 @@
 //!
 //! # Invariants
 //! On the wire a CID has 64 bits, the upper half reserved and zero (virtio 1.2, 5.10.6); here it
-//! has 32, so that a nonzero upper half cannot be represented. [`Cid::guest`] alone decides which
+//! has 32, so that a nonzero upper half cannot be represented. [`Cid::is_guest`] alone decides which
 //! CIDs a guest may have.
+//!
+//! # Text
+//! CIDs and ports are written as decimal numbers. Parsing also accepts what socat and systemd
+//! accept: hexadecimal numbers (`0x3`), `-1`, the names of reserved CIDs (`hypervisor`, `local`,
+//! `host`, `any`, and the constants `VMADDR_CID_HOST` and the like), `any` for a port, and the
+//! prefix `vsock:` before an address, with which a CID may be left out (`vsock::1234`: any CID).
 
 use core::fmt;
 use core::str::FromStr;
 
 /// A context identifier: the address of an endpoint.
+///
+/// ```
+/// use zerosock_proto::Cid;
+///
+/// assert_eq!("host".parse(), Ok(Cid::HOST));
+/// assert_eq!("-1".parse(), Ok(Cid::ANY));
+/// assert_eq!("3".parse(), Ok(Cid::new(3)));
+/// assert_eq!(Cid::HOST.to_string(), "2");
+/// ```
 #[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash, Debug)]
 pub struct Cid(u32);
 
@@ -28,23 +43,6 @@ impl Cid {
         Cid(cid)
     }
 
-    /// A CID that may be given to a guest.
-    ///
-    /// # Errors
-    /// [`CidError`] when it is reserved (0, 1, 2, 0xffffffff) or wider than
-    /// 32 bits (0xffffffffffffffff is reserved, the rest must be zero).
-    pub const fn guest(cid: u64) -> Result<Cid, CidError> {
-        if cid > u32::MAX as u64 {
-            return Err(CidError::TooWide(cid));
-        }
-        let cid = Cid(cid as u32);
-        if cid.is_guest() {
-            Ok(cid)
-        } else {
-            Err(CidError::Reserved(cid.0))
-        }
-    }
-
     /// The number.
     #[inline]
     pub const fn get(self) -> u32 {
@@ -54,6 +52,35 @@ impl Cid {
     /// Whether an endpoint other than the host may have it: not reserved.
     pub const fn is_guest(self) -> bool {
         self.0 > Cid::HOST.0 && self.0 != Cid::ANY.0
+    }
+
+    /// The CID, if a guest may have it.
+    ///
+    /// # Errors
+    /// [`CidError::Reserved`]: it is 0, 1, 2 or 0xffffffff.
+    pub const fn for_guest(self) -> Result<Cid, CidError> {
+        if self.is_guest() {
+            Ok(self)
+        } else {
+            Err(CidError::Reserved(self.0))
+        }
+    }
+}
+
+impl From<u32> for Cid {
+    fn from(cid: u32) -> Cid {
+        Cid(cid)
+    }
+}
+
+/// A CID as headers and configuration spaces carry it.
+impl TryFrom<u64> for Cid {
+    type Error = CidError;
+
+    fn try_from(cid: u64) -> Result<Cid, CidError> {
+        u32::try_from(cid)
+            .map(Cid)
+            .map_err(|_| CidError::TooWide(cid))
     }
 }
 
@@ -67,12 +94,19 @@ impl FromStr for Cid {
     type Err = ParseAddressError;
 
     fn from_str(s: &str) -> Result<Cid, ParseAddressError> {
-        parse_u32(s).map(Cid).ok_or(ParseAddressError::Cid)
+        Ok(match s {
+            "hypervisor" | "VMADDR_CID_HYPERVISOR" => Cid::HYPERVISOR,
+            "local" | "VMADDR_CID_LOCAL" => Cid::LOCAL,
+            "host" | "VMADDR_CID_HOST" => Cid::HOST,
+            "any" | "-1" | "VMADDR_CID_ANY" => Cid::ANY,
+            number => parse_u32(number).map(Cid).ok_or(ParseAddressError::Cid)?,
+        })
     }
 }
 
-/// Why a number is no CID for a guest.
+/// Why a number is no CID of an endpoint.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum CidError {
     /// 0, 1, 2 and 0xffffffff have a meaning of their own.
     #[error("CID {0} is reserved; a guest's CID is 3 or more and below 4294967295")]
@@ -83,6 +117,13 @@ pub enum CidError {
 }
 
 /// A port: 32 bits, unlike those of TCP.
+///
+/// ```
+/// use zerosock_proto::Port;
+///
+/// assert_eq!("1234".parse(), Ok(Port::from(1234)));
+/// assert_eq!("any".parse(), Ok(Port::ANY));
+/// ```
 #[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash, Debug)]
 pub struct Port(u32);
 
@@ -103,6 +144,12 @@ impl Port {
     }
 }
 
+impl From<u32> for Port {
+    fn from(port: u32) -> Port {
+        Port(port)
+    }
+}
+
 impl fmt::Display for Port {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
@@ -113,11 +160,27 @@ impl FromStr for Port {
     type Err = ParseAddressError;
 
     fn from_str(s: &str) -> Result<Port, ParseAddressError> {
-        parse_u32(s).map(Port).ok_or(ParseAddressError::Port)
+        Ok(match s {
+            "any" | "-1" | "VMADDR_PORT_ANY" => Port::ANY,
+            number => parse_u32(number).map(Port).ok_or(ParseAddressError::Port)?,
+        })
     }
 }
 
-/// A CID and a port, written `3:1024`.
+/// A CID and a port, written `3:1024`, or `vsock:3:1024` as the alternate form.
+///
+/// ```
+/// use zerosock_proto::{Address, Cid, Port};
+///
+/// let address = Address::from((Cid::HOST, Port::new(1024)));
+/// assert_eq!("host:1024".parse(), Ok(address));
+/// assert_eq!("vsock:2:1024".parse(), Ok(address));
+/// assert_eq!(format!("{address} {address:#}"), "2:1024 vsock:2:1024");
+/// // As systemd writes a listener at any CID.
+/// let listener = Address::new(Cid::ANY, Port::new(22));
+/// assert_eq!("vsock::22".parse(), Ok(listener));
+/// assert_eq!(format!("{listener:#}"), "vsock::22");
+/// ```
 #[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash, Debug)]
 pub struct Address {
     /// The endpoint.
@@ -134,9 +197,19 @@ impl Address {
     }
 }
 
+impl From<(Cid, Port)> for Address {
+    fn from((cid, port): (Cid, Port)) -> Address {
+        Address { cid, port }
+    }
+}
+
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.cid, self.port)
+        match (f.alternate(), self.cid) {
+            (true, Cid::ANY) => write!(f, "vsock::{}", self.port),
+            (true, cid) => write!(f, "vsock:{cid}:{}", self.port),
+            (false, cid) => write!(f, "{cid}:{}", self.port),
+        }
     }
 }
 
@@ -144,32 +217,43 @@ impl FromStr for Address {
     type Err = ParseAddressError;
 
     fn from_str(s: &str) -> Result<Address, ParseAddressError> {
-        let (cid, port) = s.split_once(':').ok_or(ParseAddressError::NoColon)?;
-        Ok(Address {
-            cid: cid.parse()?,
-            port: port.parse()?,
-        })
+        let prefixed = s.strip_prefix("vsock:");
+        let (cid, port) = prefixed
+            .unwrap_or(s)
+            .split_once(':')
+            .ok_or(ParseAddressError::NoColon)?;
+        let cid = match (prefixed, cid) {
+            (Some(_), "") => Cid::ANY,
+            (_, cid) => cid.parse()?,
+        };
+        let port = port.parse()?;
+        Ok(Address { cid, port })
     }
 }
 
 /// Why a text is no address.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum ParseAddressError {
-    /// Two numbers with a colon between them are wanted.
-    #[error("an address is written CID:PORT, for example 3:1024")]
+    /// A CID and a port with a colon between them are wanted.
+    #[error("an address is written CID:PORT, for example 3:1024 or vsock:3:1024")]
     NoColon,
-    /// The CID is no decimal number of 32 bits.
-    #[error("the CID is not a decimal number between 0 and 4294967295")]
+    /// The CID is neither a number of 32 bits nor a name.
+    #[error("the CID is not a number from 0 to 4294967295, hypervisor, local, host or any")]
     Cid,
-    /// The port is no decimal number of 32 bits.
-    #[error("the port is not a decimal number between 0 and 4294967295")]
+    /// The port is neither a number of 32 bits nor `any`.
+    #[error("the port is not a number from 0 to 4294967295, or any")]
     Port,
 }
 
-/// Accepts digits only: `u32::from_str` accepts a leading plus too, and only the displayed spelling
-/// is to parse.
+/// Accepts decimal digits, or hexadecimal ones after `0x`: `u32::from_str` accepts a leading plus
+/// too. Numbers with a leading zero are refused, because socat reads them as octal.
 fn parse_u32(s: &str) -> Option<u32> {
-    if s.bytes().all(|b| b.is_ascii_digit()) {
+    if let Some(digits) = s.strip_prefix("0x") {
+        let all = digits.bytes().all(|b| b.is_ascii_hexdigit());
+        return all.then(|| u32::from_str_radix(digits, 16).ok()).flatten();
+    }
+    if s.bytes().all(|b| b.is_ascii_digit()) && (s == "0" || !s.starts_with('0')) {
         s.parse().ok()
     } else {
         None
@@ -183,13 +267,15 @@ mod tests {
     #[test]
     fn reserved_cids_are_refused_for_guests() {
         for cid in [0, 1, 2, 0xffff_ffff] {
-            assert_eq!(Cid::guest(cid), Err(CidError::Reserved(cid as u32)));
+            assert_eq!(Cid::new(cid).for_guest(), Err(CidError::Reserved(cid)));
         }
         for cid in [0x1_0000_0000, 0x1_0000_0003, u64::MAX] {
-            assert_eq!(Cid::guest(cid), Err(CidError::TooWide(cid)));
+            assert_eq!(Cid::try_from(cid), Err(CidError::TooWide(cid)));
         }
-        assert_eq!(Cid::guest(3), Ok(Cid::new(3)));
-        assert_eq!(Cid::guest(0xffff_fffe), Ok(Cid::new(0xffff_fffe)));
+        assert_eq!(Cid::try_from(3_u64), Ok(Cid::new(3)));
+        for cid in [3, 0xffff_fffe] {
+            assert_eq!(Cid::new(cid).for_guest(), Ok(Cid::new(cid)));
+        }
     }
 
     #[test]
@@ -198,16 +284,70 @@ mod tests {
         assert_eq!(address.to_string(), "3:1024");
         assert_eq!("3:1024".parse(), Ok(address));
         assert_eq!("4294967295".parse(), Ok(Port::ANY));
+        for cid in [0, 1, 2, 3, u32::MAX] {
+            for port in [0, 22, u32::MAX] {
+                let address = Address::from((Cid::from(cid), Port::from(port)));
+                assert_eq!(address.to_string().parse(), Ok(address));
+                assert_eq!(format!("{address:#}").parse(), Ok(address));
+            }
+        }
+    }
+
+    #[test]
+    fn the_forms_of_socat_and_systemd_parse() {
+        let cids = [
+            (
+                Cid::HYPERVISOR,
+                ["0", "hypervisor", "VMADDR_CID_HYPERVISOR", "0x0"],
+            ),
+            (Cid::LOCAL, ["1", "local", "VMADDR_CID_LOCAL", "0x1"]),
+            (Cid::HOST, ["2", "host", "VMADDR_CID_HOST", "0x2"]),
+            (Cid::ANY, ["4294967295", "any", "VMADDR_CID_ANY", "-1"]),
+        ];
+        for (cid, texts) in cids {
+            for text in texts {
+                assert_eq!(text.parse(), Ok(cid), "{text}");
+                let address = Address::new(cid, Port::new(22));
+                assert_eq!(format!("{text}:22").parse(), Ok(address), "{text}");
+                assert_eq!(format!("vsock:{text}:0x16").parse(), Ok(address), "{text}");
+            }
+        }
+        for text in ["4294967295", "any", "-1", "VMADDR_PORT_ANY", "0xffffffff"] {
+            assert_eq!(text.parse(), Ok(Port::ANY), "{text}");
+        }
+        // systemd.socket(5): ListenStream=vsock:CID:PORT, with an empty CID for any.
+        let any = Address::new(Cid::ANY, Port::new(1234));
+        assert_eq!("vsock::1234".parse(), Ok(any));
+        assert_eq!(format!("{any:#}"), "vsock::1234");
     }
 
     #[test]
     fn invalid_addresses_have_distinct_errors() {
         let parse = |s: &str| s.parse::<Address>();
         assert_eq!(parse("3"), Err(ParseAddressError::NoColon));
+        assert_eq!(parse("vsock:3"), Err(ParseAddressError::NoColon));
         assert_eq!(parse(":3"), Err(ParseAddressError::Cid));
         assert_eq!(parse("3:"), Err(ParseAddressError::Port));
+        assert_eq!(parse("vsock:3:"), Err(ParseAddressError::Port));
         assert_eq!(parse("+3:1"), Err(ParseAddressError::Cid));
+        for cid in [
+            "-2",
+            "0x",
+            "0x1ffffffff",
+            "0x+1",
+            "010",
+            "guest",
+            "Host",
+            " 3",
+        ] {
+            assert_eq!(
+                parse(&format!("{cid}:1")),
+                Err(ParseAddressError::Cid),
+                "{cid}"
+            );
+        }
         assert_eq!(parse("3:4294967296"), Err(ParseAddressError::Port));
         assert_eq!(parse("3:1:2"), Err(ParseAddressError::Port));
+        assert_eq!(parse("3:host"), Err(ParseAddressError::Port));
     }
 }

@@ -45,10 +45,10 @@ fn the_table_has_all_of_the_list() {
     assert_eq!(sorted(table::between_processes()), here);
 }
 
-fn vm(dir: &Path, cid: u64) -> VmConfig {
+fn vm(dir: &Path, cid: u32) -> VmConfig {
     let socket = dir.join(format!("{cid}.sock"));
     VmConfig {
-        cid: Cid::guest(cid).expect("a guest's CID"),
+        cid: Cid::new(cid),
         listener: std::os::unix::net::UnixListener::bind(socket).expect("a socket"),
         host: HostSide::None,
         buf_alloc: 262_144,
@@ -61,7 +61,7 @@ fn vm(dir: &Path, cid: u64) -> VmConfig {
 /// Longer than any step may take: a refusal within a step was no time-out.
 const CONNECTING: Duration = STEP.saturating_mul(2);
 
-fn endpoint(dir: &Path, cid: u64) -> Library {
+fn endpoint(dir: &Path, cid: u32) -> Library {
     let endpoint = Endpoint::builder()
         .connect_timeout(CONNECTING)
         .queue_pairs(pairs())

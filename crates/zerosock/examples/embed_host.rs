@@ -27,7 +27,7 @@ const PORT: Port = Port::new(1024);
 
 fn main() -> Result<(), Error> {
     if let Some(path) = std::env::args().nth(1) {
-        let host = Host::builder().vm(Cid::guest(3)?, path).start()?;
+        let host = Host::builder().vm(Cid::new(3), path).start()?;
         let listener = host.listen(PORT, 16)?;
         loop {
             let (stream, guest) = listener.accept()?;
@@ -41,7 +41,7 @@ fn main() -> Result<(), Error> {
 
     let dir = tempfile::tempdir()?;
     let path = dir.path().join("vm3.sock");
-    let host = Host::builder().vm(Cid::guest(3)?, &path).start()?;
+    let host = Host::builder().vm(Cid::new(3), &path).start()?;
     let listener = host.listen(PORT, 16)?;
     let guest = thread::spawn(move || guest(&path));
     let (stream, _) = listener.accept()?;

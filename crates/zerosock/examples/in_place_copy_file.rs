@@ -44,7 +44,7 @@ fn copy(from: &Path, to: &Path) -> Result<u64, Error> {
     let dir = tempfile::tempdir()?;
     let socket = dir.path().join("sender.sock");
     let host = Host::builder()
-        .vm(Cid::guest(3)?, &socket)
+        .vm(Cid::new(3), &socket)
         .window(4 << 20)
         .start()?;
     let listener = host.listen(PORT, 1)?;

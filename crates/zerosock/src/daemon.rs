@@ -39,7 +39,7 @@ use zerosock_virtio::mailbox::Sender;
 /// use zerosock::daemon::{Daemon, DaemonConfig, HostSide, VmConfig};
 ///
 /// let vm = VmConfig {
-///     cid: Cid::guest(3)?,
+///     cid: Cid::new(3),
 ///     listener: UnixListener::bind(dir.path().join("vm3.sock"))?,
 ///     host: HostSide::None,
 ///     buf_alloc: 1 << 20,
@@ -196,7 +196,8 @@ impl Daemon {
             workers: config.workers,
             limits,
             max_connections: config.max_connections,
-            queue_pairs: QueuePairs::new(config.queue_pairs).map_err(StartError::QueuePairs)?,
+            queue_pairs: QueuePairs::new(config.queue_pairs)
+                .map_err(|error| StartError::QueuePairs(error.0))?,
             attach: config.attach,
             access: config.access,
             // If memory vanishes, only its VM is lost.

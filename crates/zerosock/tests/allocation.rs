@@ -92,10 +92,7 @@ fn streams() {
     const MESSAGES: usize = 200;
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vm.sock");
-    let host = Host::builder()
-        .vm(Cid::guest(3).unwrap(), &path)
-        .start()
-        .unwrap();
+    let host = Host::builder().vm(Cid::new(3), &path).start().unwrap();
     let listener = host.listen(Port::new(7), 1).unwrap();
     let connecting = std::thread::spawn(move || {
         let endpoint = Endpoint::builder().attach_device(path).unwrap();

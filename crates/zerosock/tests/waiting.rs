@@ -8,7 +8,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{PATIENCE, TestDaemon, deadline, eventually};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::buffer::spare_capacity;
+use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use zerosock::driver::{Driver, DriverConfig};
 use zerosock::vsock::{Endpoint, Host, Listener, Poller, Readiness, Stream, StreamState, Wait};
 use zerosock::{Address, Cid, Port};
@@ -91,6 +92,74 @@ fn pollers_sleepers_and_spinners_share_an_endpoint() {
                     (&near).write_all(&round.to_le_bytes()).unwrap();
                     let mut back = [0; 8];
                     (&near).read_exact(&mut back).unwrap();
+                    assert_eq!(u64::from_le_bytes(back), round);
+                }
+            });
+        }
+    });
+}
+
+/// An endpoint's loop as mio has it: it sleeps on the endpoint's descriptor, edge-triggered, and asks
+/// [`Poller::poll`] which sockets are ready. Echoes until its connections have ended.
+fn serve_by_edges(server: &Endpoint, listener: &Listener, connections: usize) {
+    let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
+    let edges = epoll::EventFlags::IN | epoll::EventFlags::ET;
+    epoll::add(&epoll, server, epoll::EventData::new_u64(0), edges).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let mut poller = Poller::new(Wait::Sleep);
+    poller.add_listener(listener, 0);
+    let mut streams: Vec<Stream> = Vec::new();
+    let mut open = connections;
+    while open > 0 {
+        let ready = poller.poll().unwrap();
+        if ready.is_empty() {
+            let mut events = Vec::with_capacity(4);
+            let limit = Timespec {
+                tv_sec: PATIENCE.as_secs() as i64,
+                tv_nsec: 0,
+            };
+            epoll::wait(&epoll, spare_capacity(&mut events), Some(&limit)).unwrap();
+            assert!(!events.is_empty(), "no edge in time");
+            continue;
+        }
+        for ready in ready {
+            let Some(index) = (ready.key as usize).checked_sub(1) else {
+                let (stream, _) = listener.accept().unwrap();
+                stream.set_nonblocking(true).unwrap();
+                streams.push(stream);
+                let stream = streams.last().unwrap();
+                poller.add_stream(stream, streams.len() as u64, Readiness::READABLE);
+                continue;
+            };
+            let mut word = [0; 8];
+            match (&streams[index]).read(&mut word) {
+                Ok(0) => {
+                    poller.remove(ready.key);
+                    open -= 1;
+                }
+                Ok(got) => (&streams[index]).write_all(&word[..got]).unwrap(),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::WouldBlock),
+            }
+        }
+    }
+}
+
+#[test]
+fn an_edge_triggered_event_loop_learns_of_each_ready_socket() {
+    const ROUNDS: u64 = 300;
+    let daemon = TestDaemon::with(2, |_| {});
+    let [client, server] = endpoints(&daemon);
+    let listener = server.listen(PORT, 8).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| serve_by_edges(&server, &listener, 3));
+        for _ in 0..3 {
+            scope.spawn(|| {
+                let mut stream = client.connect(there()).unwrap();
+                stream.set_read_timeout(Some(PATIENCE)).unwrap();
+                for round in 0..ROUNDS {
+                    stream.write_all(&round.to_le_bytes()).unwrap();
+                    let mut back = [0; 8];
+                    stream.read_exact(&mut back).unwrap();
                     assert_eq!(u64::from_le_bytes(back), round);
                 }
             });
@@ -370,7 +439,7 @@ fn a_read_of_one_stream_frees_room_for_a_sleeping_reader_of_another() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vm3.sock");
     let host = Host::builder()
-        .vm(Cid::guest(3).unwrap(), &path)
+        .vm(Cid::new(3), &path)
         .hold(Duration::from_secs(3600))
         .start()
         .unwrap();

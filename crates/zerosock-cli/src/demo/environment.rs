@@ -120,7 +120,7 @@ fn start_device(socket: &Path, uds: &Path) -> Result<Daemon, Failure> {
             .map_err(|error| Failure::runtime(format!("{}: {error}", path.display())))
     };
     let vm = VmConfig {
-        cid: Cid::guest(GUEST_CID.into()).map_err(Failure::runtime)?,
+        cid: Cid::new(GUEST_CID),
         listener: bind(socket)?,
         host: HostSide::Hybrid {
             path: uds.to_owned(),

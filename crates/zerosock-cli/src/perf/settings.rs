@@ -97,7 +97,8 @@ impl Settings {
                 "--host: nothing can connect; give --vm-socket or --attach-socket",
             ));
         }
-        let cid = Cid::guest(cid.into())
+        let cid = Cid::new(cid)
+            .for_guest()
             .map_err(|error| Failure::usage(format_args!("--vm-cid {cid}: {error}")))?;
         let vm = vm.map(|path| (cid, path));
         Ok(EndpointKind::Host { vm, attach })

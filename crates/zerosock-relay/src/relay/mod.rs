@@ -75,6 +75,7 @@ pub struct Relay {
 
 /// Why a relay cannot start.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum StartError {
     /// The ends do not fit together.
     #[error("{0} has messages and {1} is a stream: give two streams, or two ends with messages")]

@@ -70,6 +70,7 @@ impl RelayConfig {
 
 /// Why a relay does not redirect inside of the kernel.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum NoSockmap {
     /// The ends are not of the right kinds.
     #[error("{0}")]

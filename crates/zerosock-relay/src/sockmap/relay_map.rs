@@ -47,6 +47,7 @@ impl<S> std::fmt::Debug for InsertError<S> {
 
 /// Why two sockets cannot be joined.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Refusal {
     /// The map has as many pairs as it was made for.
     #[error("sockmap: no room for another pair")]

@@ -233,7 +233,7 @@ impl Lab {
         self.embedded.get_or_init(|| {
             let dir = short_dir();
             let endpoint = Endpoint::new(dir.path(), 6);
-            let cid = Cid::guest(endpoint.cid.into()).expect("a guest's CID");
+            let cid = Cid::new(endpoint.cid);
             let host = Host::builder()
                 .queue_pairs(pairs())
                 .vm(cid, &endpoint.vhost);

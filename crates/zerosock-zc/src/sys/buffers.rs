@@ -130,6 +130,10 @@ impl fmt::Debug for Mapped {
 // other fields are Send.
 unsafe impl Send for Mapped {}
 
+// SAFETY: through a shared reference only the addresses and their lengths can be read; `_hold` and
+// `_memory` are not touched before the drop, which has the only reference.
+unsafe impl Sync for Mapped {}
+
 // SAFETY: the pieces were looked up in the memory; its mapping does not move while `_memory`
 // exists. Peers that share the memory may write there; this process does not while `_hold` exists.
 unsafe impl Stable for Mapped {

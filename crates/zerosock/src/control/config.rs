@@ -6,7 +6,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use zerosock_proto::Cid;
-use zerosock_proto::vsock::pairs::BadPairs;
+use zerosock_proto::addr::CidError;
+use zerosock_proto::vsock::QueuePairs;
 use zerosock_virtio::numbers::MAX_DEVICES;
 
 use crate::control::attach::AttachTerms;
@@ -96,6 +97,7 @@ pub struct Reload {
 
 /// Why a daemon was not changed. It runs as before.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum ReloadError {
     /// No VM has this CID, or it is being removed.
     #[error("there is no VM with CID {0}")]
@@ -138,16 +140,20 @@ pub enum ReloadError {
 
 /// Why a daemon did not start.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum StartError {
+    /// The CID of a VM is 0, 1, 2 or 4294967295.
+    #[error("{0}")]
+    Cid(#[from] CidError),
     /// Two VMs have the same CID.
     #[error("CID {0} is given to two VMs")]
     DuplicateCid(Cid),
     /// More VMs than the workers have addresses for.
     #[error("more than {MAX_DEVICES} VMs for each worker")]
     TooManyVms,
-    /// A number of queue pairs out of range.
-    #[error(transparent)]
-    QueuePairs(BadPairs),
+    /// A number of queue pairs that is not in 1 to 16.
+    #[error("{0} queue pairs: give 1 to {max}", max = QueuePairs::MAX)]
+    QueuePairs(u16),
     /// A receive buffer of zero bytes, of a VM or of processes.
     #[error("a receive buffer of 0 bytes cannot receive anything")]
     EmptyWindow,

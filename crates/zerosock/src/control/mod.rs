@@ -146,6 +146,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     registry.set_rules(rules);
     let mut addrs = Vec::new();
     for vm in &setup.vms {
+        vm.cid.for_guest()?;
         if registry.contains(vm.cid) {
             return Err(StartError::DuplicateCid(vm.cid));
         }

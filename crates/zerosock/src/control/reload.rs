@@ -249,6 +249,7 @@ impl ReloadHandler {
             cid,
             source: Box::new(source),
         };
+        cid.for_guest().map_err(|error| refuse(error.into()))?;
         if vm.buf_alloc == 0 {
             return Err(refuse(StartError::EmptyWindow));
         }

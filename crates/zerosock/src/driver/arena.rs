@@ -26,6 +26,7 @@ pub(crate) const EVENT_LEN: u32 = 4;
 pub(crate) const EVENT_SLOTS: u16 = 8;
 /// Why the shared memory could not be created.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum ArenaError {
     /// The system refused it.
     #[error(transparent)]

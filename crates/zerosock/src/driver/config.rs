@@ -111,6 +111,7 @@ impl DriverConfig {
 
 /// A setting out of its range.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
 pub enum ConfigError {
     /// See [`DriverConfig::queue_size`].
     #[error("queue_size {0}: must be a power of two from 8 to 32768")]

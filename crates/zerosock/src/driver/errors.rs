@@ -8,6 +8,7 @@ use crate::fault::Fault;
 
 /// The driver cannot continue: the device broke a ring, or a system call failed.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum DriverError {
     /// The device wrote an invalid entry into a ring: the device's fault.
     #[error("the device broke a virtqueue: {0}")]
@@ -32,6 +33,7 @@ impl DriverError {
 
 /// Why nothing was sent.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum SendError {
     /// No credit or no free buffer: a `Writable` event follows.
     #[error("no credit or transmit buffer is available")]
@@ -58,6 +60,7 @@ pub enum SendError {
 
 /// Why nothing was received.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum RecvError {
     /// No unread bytes: a `Readable` event follows.
     #[error("no received bytes are available")]
@@ -75,6 +78,7 @@ pub enum RecvError {
 
 /// Why a blocking call failed.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum WaitError {
     /// The deadline passed.
     #[error("the deadline passed")]

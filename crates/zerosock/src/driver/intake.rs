@@ -311,7 +311,7 @@ impl Driver {
             .and_then(|link| guest_cid(&mut link.frontend).ok());
         // The CID of a service does not change.
         let cid = cid.filter(|_| self.config.host_ports.is_none());
-        let Some(cid) = cid.and_then(|cid| Cid::guest(cid).ok()) else {
+        let Some(cid) = cid.and_then(|cid| Cid::try_from(cid).ok()?.for_guest().ok()) else {
             return;
         };
         self.cid = cid;

@@ -36,6 +36,7 @@ pub(crate) const EVENT: usize = EVENT_QUEUE as usize;
 
 /// Why a driver could not attach to a device.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum AttachError {
     /// A setting out of its range: the caller's fault.
     #[error(transparent)]
@@ -179,7 +180,7 @@ impl Link {
         }
         let cid = match (guest_cid(&mut frontend)?, &config.host_ports) {
             (HOST, Some(_)) => Cid::HOST,
-            (cid, _) => Cid::guest(cid)?,
+            (cid, _) => Cid::try_from(cid)?.for_guest()?,
         };
         let mut pairs = QueuePairs::ONE;
         if features & F_PAIRS != 0 {

@@ -33,6 +33,7 @@ const HEADER: u32 = HEADER_LEN as u32;
 
 /// Why a queue could not be set up.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum QueueSetupError {
     /// The ring does not fit the memory.
     #[error(transparent)]

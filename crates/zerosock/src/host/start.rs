@@ -103,7 +103,8 @@ impl HostBackend {
             workers: 1,
             limits,
             max_connections: config.max_connections,
-            queue_pairs: QueuePairs::new(config.queue_pairs).map_err(StartError::QueuePairs)?,
+            queue_pairs: QueuePairs::new(config.queue_pairs)
+                .map_err(|error| StartError::QueuePairs(error.0))?,
             attach: config.attach,
             access: config.access,
             sealed_memory: !config.unsealed_memory,

@@ -41,6 +41,7 @@ pub struct Ports(Vec<RangeInclusive<Port>>);
 
 /// Why a range is invalid.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
 pub enum RangeError {
     /// The last element is less than the first.
     #[error("the last comes before the first")]

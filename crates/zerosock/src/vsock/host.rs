@@ -66,7 +66,7 @@ use zerosock_vhost_user::{FaultCounts, FrontendFault};
 /// use zerosock::{Address, Cid, Port};
 ///
 /// let vm = dir.path().join("vm3.sock");
-/// let host = Host::builder().vm(Cid::guest(3)?, vm).attach(&path).start()?;
+/// let host = Host::builder().vm(Cid::new(3), vm).attach(&path).start()?;
 /// let listener = host.listen(Port::new(1024), 16)?;
 /// # let process = thread::spawn(move || {
 /// #     let process = Endpoint::attach(&path).unwrap();
@@ -103,7 +103,7 @@ pub struct Host {
 /// use zerosock::vsock::{FrontendFault, Host, Wait};
 ///
 /// let host = Host::builder()
-///     .vm(Cid::guest(3)?, dir.path().join("vm3.sock"))
+///     .vm(Cid::new(3), dir.path().join("vm3.sock"))
 ///     // For a VMM that does not seal its memory.
 ///     .allow_unsealed_memory()
 ///     .attach(dir.path().join("attach.sock"))

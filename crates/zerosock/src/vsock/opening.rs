@@ -35,6 +35,7 @@ use crate::fault::Fault;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum OpenError {
     /// The attach socket refused the endpoint. [`fault`](attach::AttachError::fault) names the side
     /// at fault.

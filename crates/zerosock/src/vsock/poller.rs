@@ -248,6 +248,32 @@ impl Poller {
         }
     }
 
+    /// Returns the sources that are ready now, for an event loop that waits by itself (mio, epoll(7)): it
+    /// waits for the descriptors of the endpoints ([`Endpoint`](super::Endpoint) and [`Host`](super::Host)
+    /// implement [`AsFd`]), and calls this on each event. When nothing is ready, the descriptors are armed:
+    /// each becomes readable, and gives an edge, when a socket of its endpoint has had an event or a timer is
+    /// due. So call it until it returns nothing, then wait. One thread at a time may wait for the descriptor
+    /// of an endpoint.
+    ///
+    /// # Errors
+    /// Those of `poll(2)`, for sources of [`add_fd`](Self::add_fd).
+    pub fn poll(&mut self) -> io::Result<Vec<Ready>> {
+        let cores = self.cores();
+        for core in &cores {
+            // The sockets report the failure of an endpoint.
+            let _ = core.lock().drive();
+        }
+        let ready = self.ready()?;
+        if !ready.is_empty() {
+            return Ok(ready);
+        }
+        for core in &cores {
+            core.lock().arm_descriptor();
+        }
+        // What another thread took in before the descriptors were armed.
+        self.ready()
+    }
+
     /// The endpoints of all sources, each once.
     fn cores(&self) -> Vec<Arc<Core>> {
         let mut cores: Vec<Arc<Core>> = Vec::new();

@@ -47,7 +47,7 @@ fn names_that_are_taken_unknown_or_impossible() {
         panic!("{error:?}");
     };
     assert!(matches!(error, AttachError::NameTaken(_)));
-    assert_eq!(error.fault(), attach::Fault::Caller);
+    assert_eq!(error.fault(), zerosock::vsock::Fault::Caller);
     let error = Endpoint::builder().name("no spaces").attach(&lab.path);
     assert!(matches!(error, Err(OpenError::Name(_))));
     assert_eq!(

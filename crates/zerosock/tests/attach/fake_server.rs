@@ -9,8 +9,8 @@ use rustix::net::{RecvFlags, accept};
 
 use super::*;
 use zerosock::attach::codec::{Answer, SHORT_ANSWER_LEN, VERSION, encode_answer};
-use zerosock::attach::{Fault, Status, Version};
-use zerosock::vsock::OpenError;
+use zerosock::attach::{Status, Version};
+use zerosock::vsock::{Fault, OpenError};
 use zerosock_sys::fd_passing;
 
 /// Sends a request to a server that answers with these bytes and descriptors, or closes if there

@@ -14,8 +14,9 @@ use crate::common::{bytes, eventually};
 use zerosock::attach::codec::{
     Answer, MAX_REQUEST, Request, VERSION, decode_answer, encode_request,
 };
-use zerosock::attach::{Fault, ServiceRequest, Status, Version};
+use zerosock::attach::{ServiceRequest, Status, Version};
 use zerosock::driver::{self, FrontendError};
+use zerosock::vsock::Fault;
 use zerosock_sys::fd_passing;
 
 /// A client that sends arbitrary bytes.

@@ -4,8 +4,9 @@ use std::io::Read;
 
 use super::*;
 use crate::common::{assert_bytes, bytes, eventually, host, host_listener};
-use zerosock::attach::{AttachHost, DEFAULT_CIDS, Fault};
+use zerosock::attach::{AttachHost, DEFAULT_CIDS};
 use zerosock::driver::WaitError;
+use zerosock::vsock::Fault;
 
 #[test]
 fn a_process_has_the_cid_and_the_name_it_asked_for() {

@@ -3,8 +3,8 @@
 
 use super::*;
 use crate::common::{assert_bytes, bytes, eventually, eventually_with};
-use zerosock::attach::Fault;
 use zerosock::driver::{DriverEvent, WaitError};
+use zerosock::vsock::Fault;
 
 #[test]
 fn a_detached_process_frees_its_cid_name_and_ports() {

@@ -5,8 +5,9 @@ use std::os::unix::net::UnixListener;
 
 use super::*;
 use crate::common::{assert_bytes, bytes, connect_guest, eventually, eventually_with, host};
-use zerosock::attach::{Fault, LAST_CLAIMABLE, MAX_CLAIMS, ServiceRequest, Serving};
+use zerosock::attach::{LAST_CLAIMABLE, MAX_CLAIMS, ServiceRequest, Serving};
 use zerosock::driver::WaitError;
+use zerosock::vsock::Fault;
 
 /// A service; the test runs its driver.
 pub(crate) struct Service {

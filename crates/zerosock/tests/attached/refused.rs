@@ -5,9 +5,11 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use rustix::process::Uid;
-use zerosock::attach::{self, AttachConfig, AttachError, AttachRequest, Attached, Client, Fault};
+use zerosock::attach::{self, AttachConfig, AttachError, AttachRequest, Attached, Client};
 use zerosock::driver::{self, Driver, DriverConfig, FrontendError};
-use zerosock::vsock::{ConnectError, Endpoint, EndpointBuilder, Host, ListenError, OpenError};
+use zerosock::vsock::{
+    ConnectError, Endpoint, EndpointBuilder, Fault, Host, ListenError, OpenError,
+};
 
 use super::hub::Hub;
 use super::{PORT, common};

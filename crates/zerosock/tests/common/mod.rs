@@ -177,7 +177,7 @@ pub(crate) fn daemon_config(vms: &[Vm]) -> DaemonConfig {
         let _ = std::fs::remove_file(&vm.socket);
         let _ = std::fs::remove_file(&vm.uds_path);
         config.vms.push(VmConfig {
-            cid: Cid::guest(vm.cid.into()).unwrap(),
+            cid: Cid::new(vm.cid),
             listener: UnixListener::bind(&vm.socket).unwrap(),
             host: HostSide::Hybrid {
                 path: vm.uds_path.clone(),

@@ -176,7 +176,7 @@ impl RawGuest {
         let queues = usize::from(pairs.queues());
         let mut cid = [0; 8];
         frontend.read_config(0, &mut cid).unwrap();
-        let cid = Cid::guest(u64::from_le_bytes(cid)).unwrap();
+        let cid = Cid::try_from(u64::from_le_bytes(cid)).unwrap();
         let fd = memfd::create("raw-guest", LEN, seal).unwrap();
         let region = RegionConfig {
             guest_addr: GUEST,

@@ -56,7 +56,7 @@ impl Hosted {
         for cid in 3..3 + vms {
             let socket = dir.path().join(format!("vm{cid}.sock"));
             configs.push(VmConfig {
-                cid: Cid::guest(cid.into()).unwrap(),
+                cid: Cid::new(cid),
                 listener: UnixListener::bind(&socket).unwrap(),
                 host: HostSide::None,
                 buf_alloc: 262_144,

@@ -26,6 +26,7 @@ pub const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a request to the attach server failed.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum AttachError {
     /// No server listens at the path, or the socket cannot be reached.
     #[error("cannot reach the attach socket {path}: {source}")]

@@ -58,7 +58,7 @@ impl fmt::Display for Version {
 /// use zerosock::{Cid, Port};
 ///
 /// let request = AttachRequest {
-///     cid: Some(Cid::guest(77)?),
+///     cid: Some(Cid::new(77)),
 ///     name: Some("web".parse()?),
 ///     ports: vec![Port::new(80)],
 /// };
@@ -195,6 +195,7 @@ impl Answer {
 
 /// Why bytes are not an answer: the server's fault.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
 pub enum AnswerError {
     /// Too short, too long, or not of this protocol at all.
     #[error("not an answer of the attach protocol")]
@@ -273,7 +274,7 @@ fn request(bytes: &[u8]) -> Option<Request> {
         .collect();
     let cid = match cid {
         0 => None,
-        cid => Some(Cid::guest(cid.into()).ok()?),
+        cid => Some(Cid::new(cid).for_guest().ok()?),
     };
     if ports.contains(&Port::ANY) {
         return None;

@@ -19,7 +19,9 @@
 //! - When the sockets of a process close, everything that it had becomes free; other endpoints are
 //!   not affected.
 
+#[doc(hidden)]
 pub mod client;
+#[doc(hidden)]
 pub mod codec;
 pub(crate) mod directory;
 pub(crate) mod server;
@@ -37,10 +39,13 @@ use zerosock_sys::account::Account;
 use crate::control::socket_file::{self, SocketFile, SocketKind};
 use crate::device::HostAccess;
 
-pub use crate::fault::Fault;
 pub use crate::routing::name::{Name, NameError};
-pub use client::{AttachError, Attached, Client, Serving};
-pub use codec::{AttachRequest, ServiceRequest, Status, Version};
+pub use client::AttachError;
+#[doc(hidden)]
+pub use client::{Attached, Client, Serving};
+pub use codec::Version;
+#[doc(hidden)]
+pub use codec::{AttachRequest, ServiceRequest, Status};
 pub use directory::Process;
 
 /// The CIDs for processes that request any: 0x40000000 to 0x7fffffff. VMMs use small numbers or

@@ -10,6 +10,7 @@ use std::time::Duration;
 use zerosock_proto::{Cid, Port};
 use zerosock_relay::networks::Network;
 
+use super::parse_error::ParseRuleError;
 use super::zero_copy::ZeroCopy;
 use crate::routing::name::Name;
 
@@ -35,11 +36,6 @@ pub enum Destination {
     /// The service that has claimed this port of the host at the time.
     Service(Port),
 }
-
-/// The text is no [`ListenAddress`] or [`Destination`].
-#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("{0}")]
-pub struct ListenRuleError(String);
 
 /// Connections from outside to a VM, process or service.
 #[derive(Debug)]
@@ -99,11 +95,11 @@ impl ListenRule {
 }
 
 impl FromStr for ListenAddress {
-    type Err = ListenRuleError;
+    type Err = ParseRuleError;
 
-    fn from_str(text: &str) -> Result<ListenAddress, ListenRuleError> {
+    fn from_str(text: &str) -> Result<ListenAddress, ParseRuleError> {
         let wrong = |what: &str| {
-            Err(ListenRuleError(format!(
+            Err(ParseRuleError(format!(
                 "`{text}` {what}; give tcp:ADDRESS:PORT such as tcp:127.0.0.1:8080 or tcp:[::]:80, \
                  unix:PATH or unix-seqpacket:PATH"
             )))
@@ -132,11 +128,11 @@ impl fmt::Display for ListenAddress {
 }
 
 impl FromStr for Destination {
-    type Err = ListenRuleError;
+    type Err = ParseRuleError;
 
-    fn from_str(text: &str) -> Result<Destination, ListenRuleError> {
+    fn from_str(text: &str) -> Result<Destination, ParseRuleError> {
         let wrong = |what: &str| {
-            ListenRuleError(format!(
+            ParseRuleError(format!(
                 "`{text}` {what}; give CID:PORT such as 3:22, name:NAME:PORT, or host:PORT for a \
                  service"
             ))

@@ -9,6 +9,7 @@
 //!   continue.
 
 mod listen;
+mod parse_error;
 mod rule;
 mod state;
 mod target;
@@ -23,17 +24,19 @@ use zerosock_relay::networks::AddressPolicy;
 
 use crate::routing::access::{EndpointTraits, Party};
 
-pub use self::listen::{Destination, ListenAddress, ListenRule, ListenRuleError};
+pub use self::listen::{Destination, ListenAddress, ListenRule};
+pub use self::parse_error::ParseRuleError;
 pub use self::rule::ForwardRule;
 pub use self::state::RuleStats;
 pub(crate) use self::state::{Admitted, RuleBoard, RuleState};
-pub use self::target::{TargetError, TargetTemplate};
-pub use self::zero_copy::{ParseZeroCopyError, ZeroCopy};
+pub use self::target::TargetTemplate;
+pub use self::zero_copy::ZeroCopy;
 pub use zerosock_relay::networks::{Network, ParseNetworkError};
 pub use zerosock_relay::target::Target;
 
 /// Why a set of rules cannot take effect. Rules are counted from 0.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
 pub enum RuleError {
     /// A rule matches no port, or [`Port::ANY`].
     #[error("forward[{0}]: the ports are no range from 0 to 4294967294")]

@@ -10,6 +10,7 @@ use std::num::NonZeroU16;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use super::parse_error::ParseRuleError;
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Cid, Port};
 use zerosock_relay::target::{Host, Target};
@@ -36,11 +37,6 @@ pub struct TargetTemplate {
     /// The port is that of the connection, not that of `target`.
     own_port: bool,
 }
-
-/// The text is no [`TargetTemplate`].
-#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("{0}")]
-pub struct TargetError(String);
 
 impl TargetTemplate {
     /// Whether the port is the one that the guest connects to.
@@ -125,9 +121,9 @@ impl From<Target> for TargetTemplate {
 }
 
 impl FromStr for TargetTemplate {
-    type Err = TargetError;
+    type Err = ParseRuleError;
 
-    fn from_str(text: &str) -> Result<TargetTemplate, TargetError> {
+    fn from_str(text: &str) -> Result<TargetTemplate, ParseRuleError> {
         let port = NonZeroU16::MIN;
         let without_port = text.split_once(':').and_then(|(kind, host)| match kind {
             "tcp" => Some(Target::Tcp {
@@ -147,7 +143,7 @@ impl FromStr for TargetTemplate {
         let target: Target =
             text.parse()
                 .map_err(|error: zerosock_relay::target::ParseTargetError| {
-                    TargetError(error.to_string())
+                    ParseRuleError(error.to_string())
                 })?;
         Ok(TargetTemplate::from(target))
     }

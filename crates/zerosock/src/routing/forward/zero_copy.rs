@@ -1,5 +1,6 @@
 //! Whether connections of a rule send without a copy.
 
+use super::parse_error::ParseRuleError;
 use std::str::FromStr;
 
 /// When bytes go from the memory of a guest or process to a TCP socket without a copy of the kernel
@@ -16,20 +17,17 @@ pub enum ZeroCopy {
     Never,
 }
 
-/// The text is no [`ZeroCopy`].
-#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("zero_copy: `{0}`: give auto, always or never")]
-pub struct ParseZeroCopyError(String);
-
 impl FromStr for ZeroCopy {
-    type Err = ParseZeroCopyError;
+    type Err = ParseRuleError;
 
-    fn from_str(text: &str) -> Result<ZeroCopy, ParseZeroCopyError> {
+    fn from_str(text: &str) -> Result<ZeroCopy, ParseRuleError> {
         match text {
             "auto" => Ok(ZeroCopy::Auto),
             "always" => Ok(ZeroCopy::Always),
             "never" => Ok(ZeroCopy::Never),
-            _ => Err(ParseZeroCopyError(text.to_owned())),
+            _ => Err(ParseRuleError(format!(
+                "zero_copy: `{text}`: give auto, always or never"
+            ))),
         }
     }
 }

@@ -95,6 +95,14 @@ impl Locked<'_> {
         false
     }
 
+    /// As [`watch_descriptor`](Self::watch_descriptor); the descriptor is readable at once if the backend has
+    /// something to take in already. Nothing more is to be had from an endpoint that has ended.
+    pub(crate) fn arm_descriptor(&mut self) {
+        if !self.is_over() && self.watch_descriptor() {
+            self.core.event_fd.signal();
+        }
+    }
+
     /// Registers a poller that is about to sleep on [`Core::backend_fd`] and on `event_fd`, which
     /// it has cleared before. Returns when the poller must turn the backend at the latest.
     ///

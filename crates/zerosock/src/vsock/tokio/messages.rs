@@ -7,8 +7,11 @@
 
 use std::io::{self, IoSlice};
 use std::ops::{Deref, DerefMut};
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
 
 use ::tokio::task::spawn_blocking;
+use futures_core::Stream as FutureStream;
 use zerosock_proto::{Address, Port};
 
 use super::connector::Connector;
@@ -347,5 +350,18 @@ impl AsyncSeqPacketListener {
     pub async fn accept(&self) -> io::Result<(AsyncSeqPacket, Address)> {
         let (socket, peer) = self.watch.when(|| self.listener.accept()).await?;
         Ok((AsyncSeqPacket::new(socket)?, peer))
+    }
+}
+
+/// The connections in order; it never ends.
+impl FutureStream for AsyncSeqPacketListener {
+    type Item = io::Result<AsyncSeqPacket>;
+
+    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let watch = &self.watch;
+        let accepted = ready!(watch.poll(&watch.reader, cx, || self.listener.accept()));
+        Poll::Ready(Some(
+            accepted.and_then(|(socket, _)| AsyncSeqPacket::new(socket)),
+        ))
     }
 }

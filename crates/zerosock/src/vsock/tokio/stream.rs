@@ -7,6 +7,7 @@ use std::task::{Context, Poll, ready};
 
 use ::tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use ::tokio::task::spawn_blocking;
+use futures_core::Stream as FutureStream;
 use zerosock_proto::{Address, Port};
 
 use super::connector::Connector;
@@ -242,5 +243,35 @@ impl AsyncListener {
     pub async fn accept(&self) -> io::Result<(AsyncStream, Address)> {
         let (stream, peer) = self.watch.when(|| self.listener.accept()).await?;
         Ok((AsyncStream::new(stream)?, peer))
+    }
+}
+
+/// The connections in order; it never ends.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use futures_util::StreamExt;
+/// use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
+/// use zerosock::Port;
+///
+/// let mut listener = AsyncListener::new(db.listen(Port::new(1), 16)?)?;
+/// let there = listener.local_addr();
+/// let client = tokio::spawn(async move { AsyncStream::connect(&web, there).await });
+/// let stream = listener.next().await.expect("it never ends")?;
+/// assert_eq!(stream.peer_addr(), client.await??.local_addr());
+/// # Ok(())
+/// # }
+/// ```
+impl FutureStream for AsyncListener {
+    type Item = io::Result<AsyncStream>;
+
+    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let watch = &self.watch;
+        let accepted = ready!(watch.poll(&watch.reader, cx, || self.listener.accept()));
+        Poll::Ready(Some(
+            accepted.and_then(|(stream, _)| AsyncStream::new(stream)),
+        ))
     }
 }

@@ -1,0 +1,80 @@
+//! Every public error can be returned with `?` from a function with `Box<dyn Error + Send + Sync>` or anyhow's
+//! error: it is `Error + Send + Sync + 'static`. So are the buffers that errors contain.
+
+use std::error::Error;
+
+use zerosock::net::backend::FrameError;
+use zerosock::zc::{Buf, Outgoing, PoolBuf, Refused, Sender};
+use zerosock::{access, attach, daemon, driver, forward, net, vsock, zc};
+
+fn portable<T: Send + Sync + 'static>() {}
+
+fn error<E: Error + Send + Sync + 'static>() {}
+
+#[test]
+fn all_public_errors_can_cross_threads() {
+    error::<zerosock::CidError>();
+    error::<zerosock::ParseAddressError>();
+    error::<access::RangeError>();
+    error::<attach::AttachError>();
+    error::<attach::NameError>();
+    error::<attach::codec::AnswerError>();
+    error::<daemon::ReloadError>();
+    error::<daemon::StartError>();
+    error::<driver::ArenaError>();
+    error::<driver::AttachError>();
+    error::<driver::ConfigError>();
+    error::<driver::DriverError>();
+    error::<driver::FrontendError>();
+    error::<driver::QueueSetupError>();
+    error::<driver::RecvError>();
+    error::<driver::SendError>();
+    error::<driver::WaitError>();
+    error::<forward::ParseNetworkError>();
+    error::<forward::ParseRuleError>();
+    error::<forward::RuleError>();
+    error::<vsock::BindError>();
+    error::<vsock::ConnectError>();
+    error::<vsock::DatagramError>();
+    error::<vsock::EndpointEnded>();
+    error::<vsock::ListenError>();
+    error::<vsock::OpenError>();
+    error::<vsock::OptionError>();
+    error::<vsock::RxMapError>();
+    error::<vsock::StreamError>();
+    #[cfg(feature = "tokio")]
+    error::<vsock::tokio::ReuniteError>();
+    error::<zc::Failed>();
+    error::<zc::KeepReason>();
+    error::<zc::NoSuchSlot>();
+    error::<zc::Refusal>();
+    error::<zc::Refused>();
+    error::<zc::Refused<Vec<u8>>>();
+    error::<zc::Refused<PoolBuf>>();
+    error::<zc::SenderOpenError>();
+    error::<net::interface::HeaderError>();
+    error::<net::interface::InterfaceConfigError>();
+    error::<net::interface::InterfaceConnectError>();
+    error::<net::interface::InterfaceFailure>();
+    error::<net::interface::LoanError>();
+    portable::<FrameError>();
+    portable::<Buf>();
+}
+
+#[test]
+fn a_refused_send_converts_to_the_error_of_a_thread() -> Result<(), Box<dyn Error + Send + Sync>> {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
+    let socket = std::net::TcpStream::connect(listener.local_addr()?)?;
+    let mut sender: Sender = Sender::open(socket)?;
+    sender.send(Outgoing::new(vec![1, 2, 3]))?;
+    let refused = |sender: &mut Sender| -> Result<(), Box<dyn Error + Send + Sync>> {
+        sender.send(Outgoing::new(vec![1]).slot(u32::MAX))?;
+        Ok(())
+    };
+    let error = refused(&mut sender).unwrap_err();
+    let refused = error
+        .downcast_ref::<Refused>()
+        .expect("the send, given back");
+    assert_eq!(refused.outgoing.slot, Some(u32::MAX));
+    Ok(())
+}

@@ -57,12 +57,12 @@ impl Cid {
     /// The CID, if a guest may have it.
     ///
     /// # Errors
-    /// [`CidError::Reserved`]: it is 0, 1, 2 or 0xffffffff.
-    pub const fn for_guest(self) -> Result<Cid, CidError> {
+    /// [`AddressError::Reserved`]: it is 0, 1, 2 or 0xffffffff.
+    pub const fn for_guest(self) -> Result<Cid, AddressError> {
         if self.is_guest() {
             Ok(self)
         } else {
-            Err(CidError::Reserved(self.0))
+            Err(AddressError::Reserved(self.0))
         }
     }
 }
@@ -75,12 +75,12 @@ impl From<u32> for Cid {
 
 /// A CID as headers and configuration spaces carry it.
 impl TryFrom<u64> for Cid {
-    type Error = CidError;
+    type Error = AddressError;
 
-    fn try_from(cid: u64) -> Result<Cid, CidError> {
+    fn try_from(cid: u64) -> Result<Cid, AddressError> {
         u32::try_from(cid)
             .map(Cid)
-            .map_err(|_| CidError::TooWide(cid))
+            .map_err(|_| AddressError::TooWide(cid))
     }
 }
 
@@ -91,29 +91,17 @@ impl fmt::Display for Cid {
 }
 
 impl FromStr for Cid {
-    type Err = ParseAddressError;
+    type Err = AddressError;
 
-    fn from_str(s: &str) -> Result<Cid, ParseAddressError> {
+    fn from_str(s: &str) -> Result<Cid, AddressError> {
         Ok(match s {
             "hypervisor" | "VMADDR_CID_HYPERVISOR" => Cid::HYPERVISOR,
             "local" | "VMADDR_CID_LOCAL" => Cid::LOCAL,
             "host" | "VMADDR_CID_HOST" => Cid::HOST,
             "any" | "-1" | "VMADDR_CID_ANY" => Cid::ANY,
-            number => parse_u32(number).map(Cid).ok_or(ParseAddressError::Cid)?,
+            number => parse_u32(number).map(Cid).ok_or(AddressError::Cid)?,
         })
     }
-}
-
-/// Why a number is no CID of an endpoint.
-#[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum CidError {
-    /// 0, 1, 2 and 0xffffffff have a meaning of their own.
-    #[error("CID {0} is reserved; a guest's CID is 3 or more and below 4294967295")]
-    Reserved(u32),
-    /// The upper 32 bits are reserved and must be zero.
-    #[error("CID {0} is wider than 32 bits; a guest's CID is 3 or more and below 4294967295")]
-    TooWide(u64),
 }
 
 /// A port: 32 bits, unlike those of TCP.
@@ -157,12 +145,12 @@ impl fmt::Display for Port {
 }
 
 impl FromStr for Port {
-    type Err = ParseAddressError;
+    type Err = AddressError;
 
-    fn from_str(s: &str) -> Result<Port, ParseAddressError> {
+    fn from_str(s: &str) -> Result<Port, AddressError> {
         Ok(match s {
             "any" | "-1" | "VMADDR_PORT_ANY" => Port::ANY,
-            number => parse_u32(number).map(Port).ok_or(ParseAddressError::Port)?,
+            number => parse_u32(number).map(Port).ok_or(AddressError::Port)?,
         })
     }
 }
@@ -214,14 +202,14 @@ impl fmt::Display for Address {
 }
 
 impl FromStr for Address {
-    type Err = ParseAddressError;
+    type Err = AddressError;
 
-    fn from_str(s: &str) -> Result<Address, ParseAddressError> {
+    fn from_str(s: &str) -> Result<Address, AddressError> {
         let prefixed = s.strip_prefix("vsock:");
         let (cid, port) = prefixed
             .unwrap_or(s)
             .split_once(':')
-            .ok_or(ParseAddressError::NoColon)?;
+            .ok_or(AddressError::NoColon)?;
         let cid = match (prefixed, cid) {
             (Some(_), "") => Cid::ANY,
             (_, cid) => cid.parse()?,
@@ -231,10 +219,10 @@ impl FromStr for Address {
     }
 }
 
-/// Why a text is no address.
+/// Why a text is no address, or a number no CID of a guest.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum ParseAddressError {
+pub enum AddressError {
     /// A CID and a port with a colon between them are wanted.
     #[error("an address is written CID:PORT, for example 3:1024 or vsock:3:1024")]
     NoColon,
@@ -244,6 +232,12 @@ pub enum ParseAddressError {
     /// The port is neither a number of 32 bits nor `any`.
     #[error("the port is not a number from 0 to 4294967295, or any")]
     Port,
+    /// The CIDs 0, 1, 2 and 0xffffffff have a meaning of their own.
+    #[error("CID {0} is reserved; a guest's CID is 3 or more and below 4294967295")]
+    Reserved(u32),
+    /// The upper 32 bits of a CID are reserved and must be zero.
+    #[error("CID {0} is wider than 32 bits; a guest's CID is 3 or more and below 4294967295")]
+    TooWide(u64),
 }
 
 /// Accepts decimal digits, or hexadecimal ones after `0x`: `u32::from_str` accepts a leading plus
@@ -267,10 +261,10 @@ mod tests {
     #[test]
     fn reserved_cids_are_refused_for_guests() {
         for cid in [0, 1, 2, 0xffff_ffff] {
-            assert_eq!(Cid::new(cid).for_guest(), Err(CidError::Reserved(cid)));
+            assert_eq!(Cid::new(cid).for_guest(), Err(AddressError::Reserved(cid)));
         }
         for cid in [0x1_0000_0000, 0x1_0000_0003, u64::MAX] {
-            assert_eq!(Cid::try_from(cid), Err(CidError::TooWide(cid)));
+            assert_eq!(Cid::try_from(cid), Err(AddressError::TooWide(cid)));
         }
         assert_eq!(Cid::try_from(3_u64), Ok(Cid::new(3)));
         for cid in [3, 0xffff_fffe] {
@@ -324,12 +318,12 @@ mod tests {
     #[test]
     fn invalid_addresses_have_distinct_errors() {
         let parse = |s: &str| s.parse::<Address>();
-        assert_eq!(parse("3"), Err(ParseAddressError::NoColon));
-        assert_eq!(parse("vsock:3"), Err(ParseAddressError::NoColon));
-        assert_eq!(parse(":3"), Err(ParseAddressError::Cid));
-        assert_eq!(parse("3:"), Err(ParseAddressError::Port));
-        assert_eq!(parse("vsock:3:"), Err(ParseAddressError::Port));
-        assert_eq!(parse("+3:1"), Err(ParseAddressError::Cid));
+        assert_eq!(parse("3"), Err(AddressError::NoColon));
+        assert_eq!(parse("vsock:3"), Err(AddressError::NoColon));
+        assert_eq!(parse(":3"), Err(AddressError::Cid));
+        assert_eq!(parse("3:"), Err(AddressError::Port));
+        assert_eq!(parse("vsock:3:"), Err(AddressError::Port));
+        assert_eq!(parse("+3:1"), Err(AddressError::Cid));
         for cid in [
             "-2",
             "0x",
@@ -340,14 +334,10 @@ mod tests {
             "Host",
             " 3",
         ] {
-            assert_eq!(
-                parse(&format!("{cid}:1")),
-                Err(ParseAddressError::Cid),
-                "{cid}"
-            );
+            assert_eq!(parse(&format!("{cid}:1")), Err(AddressError::Cid), "{cid}");
         }
-        assert_eq!(parse("3:4294967296"), Err(ParseAddressError::Port));
-        assert_eq!(parse("3:1:2"), Err(ParseAddressError::Port));
-        assert_eq!(parse("3:host"), Err(ParseAddressError::Port));
+        assert_eq!(parse("3:4294967296"), Err(AddressError::Port));
+        assert_eq!(parse("3:1:2"), Err(AddressError::Port));
+        assert_eq!(parse("3:host"), Err(AddressError::Port));
     }
 }

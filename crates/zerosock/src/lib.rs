@@ -177,5 +177,5 @@ pub mod vsock;
 pub use control::attach;
 pub use routing::{access, forward};
 pub use zerosock_net as net;
-pub use zerosock_proto::addr::{Address, Cid, CidError, ParseAddressError, Port};
+pub use zerosock_proto::addr::{Address, AddressError, Cid, Port};
 pub use zerosock_zc as zc;

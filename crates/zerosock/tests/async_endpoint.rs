@@ -182,11 +182,11 @@ async fn a_host_serves_tasks() {
     let mut tasks = Vec::new();
     for task in 0..TASKS {
         let to = Address::new(Cid::HOST, PORT);
-        let mut stream = AsyncStream::connect(&process, to).await.unwrap();
+        let stream = AsyncStream::connect(&process, to).await.unwrap();
         assert_eq!(stream.peer_addr(), to);
         assert_eq!(stream.local_addr().cid, process.cid());
         tasks.push(tokio::spawn(async move {
-            let (mut reader, mut writer) = stream.split();
+            let (mut reader, mut writer) = stream.into_split();
             let (sent, mut back) = (bytes(task, LEN), Vec::new());
             let sending = async {
                 writer.write_all(&sent).await.unwrap();

@@ -14,7 +14,7 @@ use hosting::Hosted;
 use zerosock::daemon::StartError;
 use zerosock::driver::{AttachError, ConfigError};
 use zerosock::vsock::{
-    ConnectError, Endpoint, EndpointBuilder, Fault, Host, HostBuilder, ListenError, OpenError,
+    BindError, ConnectError, Endpoint, EndpointBuilder, Fault, Host, HostBuilder, OpenError,
     OptionError,
 };
 use zerosock::{Address, Cid, Port};
@@ -199,12 +199,12 @@ fn addresses_that_cannot_be_bound_are_refused_with_their_reason() {
     let mut socket = hosted.socket();
     let foreign = Address::new(Cid::new(9), Port::new(5));
     let told = inside(socket.bind(foreign).unwrap_err());
-    let why = ListenError::ForeignCid(Cid::new(9));
+    let why = BindError::ForeignCid(Cid::new(9));
     assert_eq!(told, (ErrorKind::AddrNotAvailable, Some(why)));
     socket.bind(ANY).unwrap();
     assert_ne!(socket.local_addr().unwrap().port, Port::ANY);
     let told = inside(socket.bind(ANY).unwrap_err());
-    let why = ListenError::AlreadyBound;
+    let why = BindError::AlreadyBound;
     assert_eq!(told, (ErrorKind::InvalidInput, Some(why)));
 }
 
@@ -223,7 +223,7 @@ fn an_endpoint_with_named_ports_listens_on_those_alone() {
     let mut socket = process.socket();
     socket.bind(Address::new(Cid::ANY, Port::new(9))).unwrap();
     let told = inside(socket.listen(1).unwrap_err());
-    let why = ListenError::NotNamed(Port::new(9));
+    let why = BindError::NotNamed(Port::new(9));
     assert_eq!(told, (ErrorKind::InvalidInput, Some(why)));
     drop(hosted);
 }

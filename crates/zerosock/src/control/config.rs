@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use zerosock_proto::Cid;
-use zerosock_proto::addr::CidError;
+use zerosock_proto::addr::AddressError;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_virtio::numbers::MAX_DEVICES;
 
@@ -144,7 +144,7 @@ pub enum ReloadError {
 pub enum StartError {
     /// The CID of a VM is 0, 1, 2 or 4294967295.
     #[error("{0}")]
-    Cid(#[from] CidError),
+    Cid(#[from] AddressError),
     /// Two VMs have the same CID.
     #[error("CID {0} is given to two VMs")]
     DuplicateCid(Cid),

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use zerosock_proto::Cid;
-use zerosock_proto::addr::CidError;
+use zerosock_proto::addr::AddressError;
 use zerosock_proto::vsock::datagram::{F_DGRAM, F_DGRAM_FLOW};
 use zerosock_proto::vsock::pairs::EVENT_QUEUE;
 use zerosock_proto::vsock::{QueuePairs, Shard};
@@ -58,7 +58,7 @@ pub enum AttachError {
     Missing(&'static str),
     /// The device reported a CID that no guest may have.
     #[error("the vhost-user device configures no valid CID: {0}")]
-    Cid(#[from] CidError),
+    Cid(#[from] AddressError),
 }
 
 impl AttachError {

@@ -14,7 +14,7 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 
 use super::connecting::{begin_connect, connect, listen};
-use super::errors::ListenError;
+use super::errors::BindError;
 use super::hub::Core;
 use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
@@ -156,7 +156,7 @@ impl Endpoint {
     /// accepted; further ones are refused.
     ///
     /// # Errors
-    /// With a [`ListenError`] inside: `AddrInUse` when another socket listens on the port or has
+    /// With a [`BindError`] inside: `AddrInUse` when another socket listens on the port or has
     /// bound it; `InvalidInput` for a port that no peer could reach: one that is not among the
     /// endpoint's [`ports`](super::EndpointBuilder::ports) or that a service has not
     /// [claimed](Self::claim).
@@ -176,7 +176,7 @@ impl Endpoint {
         }
         let ports = self.named();
         if !ports.contains(&port) && (self.is_service() || !ports.is_empty()) {
-            return Err(ListenError::NotNamed(port).into());
+            return Err(BindError::NotNamed(port).into());
         }
         drop(ports);
         let local = Address::new(self.cid, port);

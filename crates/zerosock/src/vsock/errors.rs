@@ -5,7 +5,9 @@
 
 use std::io::{Error, ErrorKind};
 
-use zerosock_proto::vsock::{ConnectError as Denied, ListenError as Occupied, RefuseReason};
+use zerosock_proto::vsock::{
+    ConnectError as Denied, ListenError as Occupied, RefuseReason, datagram,
+};
 use zerosock_proto::{Cid, Port};
 
 use crate::fault::Fault;
@@ -204,14 +206,14 @@ pub(super) fn of_refusal(reason: RefuseReason) -> ConnectError {
     }
 }
 
-/// Why a port cannot be listened on, or bound; always the caller's fault.
+/// Why a port cannot be listened on or bound.
 ///
 /// ```
 /// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
 /// # let path = dir.path().join("attach.sock");
 /// use std::io::ErrorKind;
 /// use zerosock::Port;
-/// use zerosock::vsock::{Endpoint, ListenError};
+/// use zerosock::vsock::{Endpoint, BindError};
 ///
 /// let process = Endpoint::builder().ports([Port::new(80)]).attach(&path)?;
 /// let listener = process.listen(Port::new(80), 16)?;
@@ -220,16 +222,19 @@ pub(super) fn of_refusal(reason: RefuseReason) -> ConnectError {
 /// // No peer could reach that port.
 /// let error = process.listen(Port::new(81), 16).unwrap_err();
 /// assert_eq!(error.kind(), ErrorKind::InvalidInput);
-/// let reason = error.get_ref().and_then(|inner| inner.downcast_ref::<ListenError>());
-/// assert_eq!(reason, Some(&ListenError::NotNamed(Port::new(81))));
+/// let reason = error.get_ref().and_then(|inner| inner.downcast_ref::<BindError>());
+/// assert_eq!(reason, Some(&BindError::NotNamed(Port::new(81))));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
-pub enum ListenError {
+pub enum BindError {
     /// Another socket listens on the port or uses it for a connection. `AddrInUse`.
     #[error("the port is in use")]
     InUse,
+    /// The limit of datagram sockets is reached. `OutOfMemory`.
+    #[error("too many datagram sockets")]
+    TooMany,
     /// The wildcard is not a port to listen on. `InvalidInput`.
     #[error("a port is needed to listen on")]
     AnyPort,
@@ -240,17 +245,18 @@ pub enum ListenError {
     #[error("the socket is bound already")]
     AlreadyBound,
     /// The endpoint was opened with [`ports`](super::EndpointBuilder::ports), and this one was not
-    /// among them: no peer could reach it. `InvalidInput`.
+    /// among them, or it is a service that has not claimed it: no peer could reach it. `InvalidInput`.
     #[error("port {0} is not among those that the endpoint was opened with")]
     NotNamed(Port),
 }
 
-impl From<ListenError> for Error {
-    fn from(error: ListenError) -> Error {
+impl From<BindError> for Error {
+    fn from(error: BindError) -> Error {
         let kind = match error {
-            ListenError::InUse => ErrorKind::AddrInUse,
-            ListenError::ForeignCid(_) => ErrorKind::AddrNotAvailable,
-            ListenError::AnyPort | ListenError::AlreadyBound | ListenError::NotNamed(_) => {
+            BindError::InUse => ErrorKind::AddrInUse,
+            BindError::TooMany => ErrorKind::OutOfMemory,
+            BindError::ForeignCid(_) => ErrorKind::AddrNotAvailable,
+            BindError::AnyPort | BindError::AlreadyBound | BindError::NotNamed(_) => {
                 ErrorKind::InvalidInput
             }
         };
@@ -258,10 +264,17 @@ impl From<ListenError> for Error {
     }
 }
 
-pub(super) fn of_listen(error: Occupied) -> ListenError {
+pub(super) fn of_listen(error: Occupied) -> BindError {
     match error {
         // `NotListening` is an error of ending a listener, not of starting one.
-        Occupied::InUse | Occupied::NotListening => ListenError::InUse,
-        Occupied::AnyPort => ListenError::AnyPort,
+        Occupied::InUse | Occupied::NotListening => BindError::InUse,
+        Occupied::AnyPort => BindError::AnyPort,
+    }
+}
+
+pub(super) fn of_bind(error: datagram::BindError) -> BindError {
+    match error {
+        datagram::BindError::InUse => BindError::InUse,
+        datagram::BindError::TooMany => BindError::TooMany,
     }
 }

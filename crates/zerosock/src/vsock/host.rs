@@ -187,7 +187,7 @@ impl Host {
     /// accepted; further ones are refused.
     ///
     /// # Errors
-    /// With a [`ListenError`](super::ListenError) inside: `AddrInUse` when another socket listens
+    /// With a [`BindError`](super::BindError) inside: `AddrInUse` when another socket listens
     /// on the port or has bound it.
     pub fn listen(&self, port: Port, backlog: usize) -> io::Result<Listener> {
         self.listen_for(port, backlog, SocketType::Stream)

@@ -52,6 +52,7 @@ mod connecting;
 mod connection;
 pub(crate) mod datagram;
 pub(crate) mod endpoint;
+mod endpoint_ref;
 pub(crate) mod errors;
 #[cfg(test)]
 mod fake;
@@ -78,11 +79,12 @@ pub use crate::table::backend::EndpointStats;
 pub use crate::table::over::EndpointEnded;
 pub use crate::table::sockets::StreamState;
 pub use datagram::{
-    BindError, Datagram, DatagramDrops, DatagramError, DatagramLease, DatagramLoan, DatagramStats,
-    EndpointRef, MAX_DATAGRAM,
+    Datagram, DatagramDrops, DatagramError, DatagramLease, DatagramLoan, DatagramStats,
+    MAX_DATAGRAM,
 };
 pub use endpoint::Endpoint;
-pub use errors::{ConnectError, ListenError, StreamError};
+pub use endpoint_ref::EndpointRef;
+pub use errors::{BindError, ConnectError, StreamError};
 pub use host::{Host, HostBuilder};
 pub use lease::{Lease, LeaseReader, OwnedLease};
 pub use listener::{Incoming, Listener};
@@ -92,9 +94,7 @@ pub use opening::{EndpointBuilder, OpenError};
 pub use options::OptionError;
 pub use poller::{Poller, Readiness, Ready};
 pub use rxmap::{PagedRxMap, RxMap, RxMapError};
-pub use seqpacket::{
-    MessageLeases, MessageLoan, Received, SeqPacket, SeqPacketIncoming, SeqPacketListener,
-};
+pub use seqpacket::{MessageLeases, MessageLoan, Received, SeqPacket, SeqPacketListener};
 pub use socket::Socket;
 pub use stream::{Batch, Stream};
 pub use waiting::Wait;

@@ -15,7 +15,7 @@ use zerosock_proto::{Address, Cid, Port};
 use super::bound::Bound;
 use super::connecting::await_connected;
 use super::connection::Connected;
-use super::errors::{ListenError, of_connect, of_listen};
+use super::errors::{BindError, of_connect, of_listen};
 use super::hub::Core;
 use super::listener::Listener;
 use super::options::{Options, timeout};
@@ -95,16 +95,16 @@ impl Socket {
     /// port is free again when the socket, or the connection or listener made of it, is dropped.
     ///
     /// # Errors
-    /// With a [`ListenError`] inside: `AddrInUse` when another socket listens on the port, has
+    /// With a [`BindError`] inside: `AddrInUse` when another socket listens on the port, has
     /// bound it, or has connected from it; `AddrNotAvailable` for a foreign CID; `InvalidInput` for
     /// a socket that is bound already, and for a port that a service has not
     /// [claimed](super::Endpoint::claim).
     pub fn bind(&mut self, local: Address) -> io::Result<()> {
         if self.bound.is_some() {
-            return Err(ListenError::AlreadyBound.into());
+            return Err(BindError::AlreadyBound.into());
         }
         if local.cid != Cid::ANY && local.cid != self.cid {
-            return Err(ListenError::ForeignCid(local.cid).into());
+            return Err(BindError::ForeignCid(local.cid).into());
         }
         if self.service && local.port != Port::ANY {
             self.check_named(local.port)?;
@@ -329,12 +329,12 @@ impl Socket {
     }
 
     /// Checks that peers can reach `port`.
-    fn check_named(&self, port: Port) -> Result<(), ListenError> {
+    fn check_named(&self, port: Port) -> Result<(), BindError> {
         let ports = self.named();
         if ports.contains(&port) || (ports.is_empty() && !self.service) {
             Ok(())
         } else {
-            Err(ListenError::NotNamed(port))
+            Err(BindError::NotNamed(port))
         }
     }
 
@@ -348,7 +348,7 @@ impl Socket {
         let free = |port: &Port| self.bind(Address::new(Cid::ANY, *port)).is_ok();
         match ports.iter().any(free) {
             true => Ok(()),
-            false => Err(ListenError::InUse.into()),
+            false => Err(BindError::InUse.into()),
         }
     }
 }

@@ -97,7 +97,7 @@ fn a_server_of_another_version_is_named() {
     let AttachError::VersionMismatch { ours, server } = &error else {
         panic!("{error}");
     };
-    assert_eq!((*ours, *server), (VERSION, version));
+    assert_eq!((*ours, *server), (VERSION.into(), version.into()));
     assert_eq!(error.fault(), Fault::Peer);
     assert!(error.to_string().contains("3.1"), "{error}");
     let opening = OpenError::from(error);

@@ -7,9 +7,7 @@ use std::path::Path;
 use rustix::process::Uid;
 use zerosock::attach::{self, AttachConfig, AttachError, AttachRequest, Attached, Client};
 use zerosock::driver::{self, Driver, DriverConfig, FrontendError};
-use zerosock::vsock::{
-    ConnectError, Endpoint, EndpointBuilder, Fault, Host, ListenError, OpenError,
-};
+use zerosock::vsock::{BindError, ConnectError, Endpoint, EndpointBuilder, Fault, Host, OpenError};
 
 use super::hub::Hub;
 use super::{PORT, common};
@@ -145,10 +143,10 @@ fn a_port_that_was_not_named_is_not_listened_on() {
     let other = zerosock::Port::new(PORT.get() + 1);
     let error = process.listen(other, 1).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidInput);
-    assert_eq!(reason::<ListenError>(&error), ListenError::NotNamed(other));
+    assert_eq!(reason::<BindError>(&error), BindError::NotNamed(other));
     let error = process.listen(PORT, 1).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::AddrInUse);
-    assert_eq!(reason::<ListenError>(&error), ListenError::InUse);
+    assert_eq!(reason::<BindError>(&error), BindError::InUse);
     // A process that names no ports may listen on any. A device takes no port names.
     hub.process("web").listen(other, 1).unwrap();
     let builder = Endpoint::builder().ports([PORT]);

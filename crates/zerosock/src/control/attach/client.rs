@@ -14,8 +14,8 @@ use zerosock_proto::{Cid, Port};
 use zerosock_sys::{PeerFd, fd_passing};
 
 use super::codec::{
-    ANSWER_LEN, Answer, AttachRequest, Request, ServiceRequest, Status, VERSION, Version,
-    decode_answer, encode_request,
+    ANSWER_LEN, Answer, AttachRequest, Request, ServiceRequest, Status, VERSION, decode_answer,
+    encode_request,
 };
 use crate::fault::Fault;
 use crate::routing::name::Name;
@@ -52,12 +52,12 @@ pub enum AttachError {
     #[error("the server broke the attach protocol: {0}")]
     Protocol(&'static str),
     /// The server has another major version, or a minor version without the request.
-    #[error("the server speaks version {server} of the attach protocol, we speak {ours}")]
+    #[error("the server speaks version {}.{} of the attach protocol, we speak {}.{}", server.0, server.1, ours.0, ours.1)]
     VersionMismatch {
-        /// Our version.
-        ours: Version,
+        /// Our version, major and minor.
+        ours: (u16, u16),
         /// The server's.
-        server: Version,
+        server: (u16, u16),
     },
     /// Our user may not attach, or may not attach as a service.
     #[error("user {} may not attach here; add --attach-uid {0} to the server, for a service --service-uid {0}", 
@@ -471,8 +471,8 @@ fn refusal_of_claim(answer: &Answer) -> AttachError {
         // A server of version 1.0 does not know services.
         Status::BadRequest if answer.version.minor < VERSION.minor => {
             AttachError::VersionMismatch {
-                ours: VERSION,
-                server: answer.version,
+                ours: VERSION.into(),
+                server: answer.version.into(),
             }
         }
         _ => refusal(answer),
@@ -483,8 +483,8 @@ fn refusal_of_claim(answer: &Answer) -> AttachError {
 fn refusal(answer: &Answer) -> AttachError {
     match answer.status {
         Status::VersionMismatch => AttachError::VersionMismatch {
-            ours: VERSION,
-            server: answer.version,
+            ours: VERSION.into(),
+            server: answer.version.into(),
         },
         Status::NotPermitted => AttachError::NotPermitted,
         Status::BadRequest => AttachError::BadRequest,

@@ -43,6 +43,12 @@ pub struct Version {
     pub minor: u16,
 }
 
+impl From<Version> for (u16, u16) {
+    fn from(version: Version) -> (u16, u16) {
+        (version.major, version.minor)
+    }
+}
+
 impl fmt::Display for Version {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}", self.major, self.minor)

@@ -43,9 +43,8 @@ pub use crate::routing::name::{Name, NameError};
 pub use client::AttachError;
 #[doc(hidden)]
 pub use client::{Attached, Client, Serving};
-pub use codec::Version;
 #[doc(hidden)]
-pub use codec::{AttachRequest, ServiceRequest, Status};
+pub use codec::{AttachRequest, ServiceRequest, Status, Version};
 pub use directory::Process;
 
 /// The CIDs for processes that request any: 0x40000000 to 0x7fffffff. VMMs use small numbers or

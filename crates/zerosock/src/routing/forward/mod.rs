@@ -32,7 +32,6 @@ pub(crate) use self::state::{Admitted, RuleBoard, RuleState};
 pub use self::target::TargetTemplate;
 pub use self::zero_copy::ZeroCopy;
 pub use zerosock_relay::networks::{Network, ParseNetworkError};
-pub use zerosock_relay::target::Target;
 
 /// Why a set of rules cannot take effect. Rules are counted from 0.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]

@@ -2,9 +2,6 @@
 
 use std::io::{Error, ErrorKind};
 
-use zerosock_proto::Port;
-use zerosock_proto::vsock::datagram;
-
 use crate::table::datagrams::DatagramFault;
 
 /// Why a datagram cannot be sent, whatever the caller waits for. The source of the
@@ -72,56 +69,6 @@ impl From<DatagramError> for Error {
             DatagramError::Unreachable => ErrorKind::HostUnreachable,
             DatagramError::TooManyLoans => ErrorKind::OutOfMemory,
             DatagramError::Revoked => ErrorKind::ConnectionReset,
-        };
-        Error::new(kind, error)
-    }
-}
-
-/// Why a datagram socket cannot be bound; always the caller's fault.
-///
-/// ```
-/// # let (db, _web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
-/// use std::io::ErrorKind;
-/// use zerosock::Port;
-/// use zerosock::vsock::Datagram;
-///
-/// let _first = Datagram::bind(&db, Port::new(514))?;
-/// let error = Datagram::bind(&db, Port::new(514)).unwrap_err();
-/// assert_eq!(error.kind(), ErrorKind::AddrInUse);
-/// // Streams have ports of their own.
-/// let _listener = db.listen(Port::new(514), 1)?;
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum BindError {
-    /// Another socket has the port. `AddrInUse`.
-    #[error("the port is in use")]
-    InUse,
-    /// The limit of sockets is reached. `OutOfMemory`.
-    #[error("too many datagram sockets")]
-    TooMany,
-    /// The endpoint was opened with [`ports`](crate::vsock::EndpointBuilder::ports), and this one
-    /// was not among them; or it is a service that has not claimed it. `InvalidInput`.
-    #[error("port {0} is not among those that the endpoint was opened with")]
-    NotNamed(Port),
-}
-
-impl From<datagram::BindError> for BindError {
-    fn from(error: datagram::BindError) -> BindError {
-        match error {
-            datagram::BindError::InUse => BindError::InUse,
-            datagram::BindError::TooMany => BindError::TooMany,
-        }
-    }
-}
-
-impl From<BindError> for Error {
-    fn from(error: BindError) -> Error {
-        let kind = match error {
-            BindError::InUse => ErrorKind::AddrInUse,
-            BindError::TooMany => ErrorKind::OutOfMemory,
-            BindError::NotNamed(_) => ErrorKind::InvalidInput,
         };
         Error::new(kind, error)
     }

@@ -25,14 +25,13 @@ use zerosock_proto::vsock::datagram::{DatagramId, DatagramLimits};
 use zerosock_proto::{Address, Cid, Port};
 
 use super::blocking::{Blocking, decode, encode, encode_timeout};
-use super::endpoint::Endpoint;
-use super::errors::StreamError;
-use super::host::Host;
+use super::endpoint_ref::EndpointRef;
+use super::errors::{BindError, StreamError, of_bind};
 use super::hub::{Core, DeferredClose, Interest, WaitBudget};
 use super::waiting::Wait;
 use crate::table::datagrams::{DatagramBackend, DatagramFault};
 use crate::table::{backend::Backend, transfers::RecvFault};
-pub use errors::{BindError, DatagramError};
+pub use errors::DatagramError;
 pub use lease::DatagramLease;
 pub use loan::DatagramLoan;
 pub use zerosock_proto::vsock::datagram::{DatagramDrops, DatagramStats, MAX_DATAGRAM};
@@ -82,49 +81,6 @@ pub struct Datagram {
     wait: AtomicU64,
 }
 
-/// Where a [`Datagram`] can be bound: at an [`Endpoint`] or a [`Host`].
-///
-/// ```
-/// # let (db, _web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
-/// use zerosock::Port;
-/// use zerosock::vsock::{Datagram, EndpointRef};
-///
-/// /// Works for endpoints and hosts.
-/// fn log<'a>(at: impl Into<EndpointRef<'a>>) -> std::io::Result<Datagram> {
-///     Datagram::bind(at, Port::new(514))
-/// }
-/// assert_eq!(log(&db)?.local_addr().cid, db.cid());
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-pub struct EndpointRef<'a> {
-    core: &'a Arc<Core>,
-    wait: Wait,
-    /// The endpoint, which may limit the ports; `None` for a host.
-    endpoint: Option<&'a Endpoint>,
-}
-
-impl<'a> From<&'a Endpoint> for EndpointRef<'a> {
-    fn from(endpoint: &'a Endpoint) -> EndpointRef<'a> {
-        let (core, wait) = endpoint.core_and_wait();
-        EndpointRef {
-            core,
-            wait,
-            endpoint: Some(endpoint),
-        }
-    }
-}
-
-impl<'a> From<&'a Host> for EndpointRef<'a> {
-    fn from(host: &'a Host) -> EndpointRef<'a> {
-        let (core, wait) = host.core_and_wait();
-        EndpointRef {
-            core,
-            wait,
-            endpoint: None,
-        }
-    }
-}
-
 /// No peer.
 const NO_PEER: u64 = u64::MAX;
 
@@ -142,19 +98,19 @@ impl Datagram {
     /// a service has not claimed; `OutOfMemory` beyond 65536 sockets. An endpoint with named ports
     /// can send from [`Port::ANY`], but receives nothing there.
     pub fn bind<'a>(at: impl Into<EndpointRef<'a>>, port: Port) -> io::Result<Datagram> {
-        let EndpointRef {
-            core,
-            wait,
-            endpoint,
-        } = at.into();
-        if endpoint.is_some_and(|endpoint| !endpoint.may_bind(port)) {
+        let at = at.into();
+        let (core, wait) = at.core_and_wait();
+        if at
+            .endpoint()
+            .is_some_and(|endpoint| !endpoint.may_bind(port))
+        {
             return Err(BindError::NotNamed(port).into());
         }
         let mut locked = core.lock();
         let backend = locked.backend().datagrams().ok_or(BindError::TooMany)?;
         let (id, local) = backend
             .bind(port, DatagramLimits::default())
-            .map_err(BindError::from)?;
+            .map_err(of_bind)?;
         drop(locked);
         Ok(Datagram {
             core: core.clone(),
@@ -469,11 +425,5 @@ impl fmt::Debug for Datagram {
             .field("local", &self.local)
             .field("peer", &self.peer_addr())
             .finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for EndpointRef<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("EndpointRef").finish_non_exhaustive()
     }
 }

@@ -84,38 +84,8 @@ impl SeqPacketListener {
     }
 
     /// An iterator over connections; it never ends.
-    pub fn incoming(&self) -> SeqPacketIncoming<'_> {
-        SeqPacketIncoming { listener: self }
-    }
-}
-
-/// An iterator over the connections of a [`SeqPacketListener`]: each step is an
-/// [`accept`](SeqPacketListener::accept); it never ends.
-#[derive(Debug)]
-pub struct SeqPacketIncoming<'a> {
-    listener: &'a SeqPacketListener,
-}
-
-impl Iterator for SeqPacketIncoming<'_> {
-    type Item = io::Result<SeqPacket>;
-
-    fn next(&mut self) -> Option<io::Result<SeqPacket>> {
-        Some(self.listener.accept().map(|(connection, _)| connection))
-    }
-
-    fn size_hint(&self) -> (usize, Option<usize>) {
-        (usize::MAX, None)
-    }
-}
-
-impl FusedIterator for SeqPacketIncoming<'_> {}
-
-impl<'a> IntoIterator for &'a SeqPacketListener {
-    type Item = io::Result<SeqPacket>;
-    type IntoIter = SeqPacketIncoming<'a>;
-
-    fn into_iter(self) -> SeqPacketIncoming<'a> {
-        self.incoming()
+    pub fn incoming(&self) -> impl FusedIterator<Item = io::Result<SeqPacket>> + '_ {
+        std::iter::repeat_with(|| self.accept().map(|(connection, _)| connection))
     }
 }
 

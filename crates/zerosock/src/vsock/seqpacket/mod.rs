@@ -32,7 +32,7 @@ use super::waiting::Wait;
 use crate::table::backend::{Backend, ConnInfo};
 use crate::table::sockets::{MessageRead, StreamId, StreamState};
 pub use leases::MessageLeases;
-pub use listener::{SeqPacketIncoming, SeqPacketListener};
+pub use listener::SeqPacketListener;
 pub use loan::MessageLoan;
 
 /// A connection between two endpoints that carries messages.

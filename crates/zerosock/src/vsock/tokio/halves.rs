@@ -1,4 +1,4 @@
-//! Streams in two halves: borrowed, or owned by two tasks.
+//! Streams in two halves, owned by two tasks.
 
 use std::fmt;
 use std::io;
@@ -16,11 +16,6 @@ use crate::vsock::lease::Lease;
 use crate::vsock::loan::Loan;
 
 impl AsyncStream {
-    /// Two halves for one task, or for several that it waits for.
-    pub fn split(&mut self) -> (ReadHalf<'_>, WriteHalf<'_>) {
-        (ReadHalf(self), WriteHalf(self))
-    }
-
     /// Two halves for two tasks.
     pub fn into_split(self) -> (OwnedReadHalf, OwnedWriteHalf) {
         let stream = Arc::new(self);
@@ -31,54 +26,6 @@ impl AsyncStream {
         (OwnedReadHalf(stream), write)
     }
 }
-
-/// The half of an [`AsyncStream`] that reads, borrowed.
-///
-/// ```
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
-/// use tokio::io::{AsyncReadExt, AsyncWriteExt};
-/// # use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
-/// # use zerosock::{Address, Port};
-/// # let listener = AsyncListener::new(db.listen(Port::new(1), 16)?)?;
-/// # let there = listener.local_addr();
-/// # let (accepted, connected) = tokio::join!(listener.accept(), AsyncStream::connect(&web, there));
-/// # let ((mut ours, _peer), mut theirs) = (accepted?, connected?);
-/// let (mut reads, mut writes) = theirs.split();
-/// let (mut asked, mut answer) = ([0; 4], [0; 4]);
-/// tokio::try_join!(writes.write_all(b"ping"), ours.read_exact(&mut asked))?;
-/// tokio::try_join!(ours.write_all(b"pong"), reads.read_exact(&mut answer))?;
-/// assert_eq!(&answer, b"pong");
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Debug)]
-pub struct ReadHalf<'a>(pub(super) &'a AsyncStream);
-
-/// The half of an [`AsyncStream`] that writes, borrowed.
-///
-/// ```
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
-/// use tokio::io::{AsyncReadExt, AsyncWriteExt};
-/// # use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
-/// # use zerosock::{Address, Port};
-/// # let listener = AsyncListener::new(db.listen(Port::new(1), 16)?)?;
-/// # let there = listener.local_addr();
-/// # let (accepted, connected) = tokio::join!(listener.accept(), AsyncStream::connect(&web, there));
-/// # let ((mut ours, _peer), mut theirs) = (accepted?, connected?);
-/// let (mut reads, mut writes) = theirs.split();
-/// let (mut asked, mut answer) = ([0; 4], [0; 4]);
-/// tokio::try_join!(writes.write_all(b"ping"), ours.read_exact(&mut asked))?;
-/// tokio::try_join!(ours.write_all(b"pong"), reads.read_exact(&mut answer))?;
-/// assert_eq!(&answer, b"pong");
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Debug)]
-pub struct WriteHalf<'a>(pub(super) &'a AsyncStream);
 
 /// The half of an [`AsyncStream`] that reads.
 ///
@@ -216,18 +163,6 @@ impl Drop for OwnedWriteHalf {
     }
 }
 
-impl ReadHalf<'_> {
-    fn stream(&self) -> &AsyncStream {
-        self.0
-    }
-}
-
-impl WriteHalf<'_> {
-    fn stream(&self) -> &AsyncStream {
-        self.0
-    }
-}
-
 /// What a half that reads has, and one that writes.
 macro_rules! half {
     (reads $half:ty) => {
@@ -299,7 +234,5 @@ macro_rules! half {
     };
 }
 
-half!(reads ReadHalf<'_>);
 half!(reads OwnedReadHalf);
-half!(writes WriteHalf<'_>);
 half!(writes OwnedWriteHalf);

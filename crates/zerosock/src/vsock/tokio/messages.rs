@@ -14,8 +14,8 @@ use ::tokio::task::spawn_blocking;
 use futures_core::Stream as FutureStream;
 use zerosock_proto::{Address, Port};
 
-use super::connector::Connector;
 use super::reactor::Watched;
+use crate::vsock::endpoint_ref::EndpointRef;
 use crate::vsock::hub::Interest;
 use crate::vsock::seqpacket::{MessageLeases, MessageLoan, Received, SeqPacket, SeqPacketListener};
 
@@ -81,8 +81,11 @@ impl AsyncSeqPacket {
     ///
     /// # Panics
     /// Outside of a tokio runtime.
-    pub async fn connect(from: &impl Connector, peer: Address) -> io::Result<AsyncSeqPacket> {
-        let connection = AsyncSeqPacket::new(from.begin_messages(peer)?)?;
+    pub async fn connect(
+        from: impl Into<EndpointRef<'_>>,
+        peer: Address,
+    ) -> io::Result<AsyncSeqPacket> {
+        let connection = AsyncSeqPacket::new(from.into().begin_connect(peer)?)?;
         let socket = &connection.socket;
         connection.watch.when(|| socket.wait_connected()).await?;
         Ok(connection)
@@ -97,10 +100,11 @@ impl AsyncSeqPacket {
     /// # Panics
     /// Outside of a tokio runtime.
     pub async fn connect_name(
-        from: &impl Connector,
+        from: impl Into<EndpointRef<'_>>,
         name: &str,
         port: Port,
     ) -> io::Result<AsyncSeqPacket> {
+        let from = from.into();
         let resolver = from.resolver(name);
         let cid = spawn_blocking(resolver).await.map_err(io::Error::other)??;
         AsyncSeqPacket::connect(from, Address::new(cid, port)).await

@@ -3,12 +3,12 @@
 //!
 //! An async socket is a non-blocking socket registered with the `reactor` of its endpoint. `stream`
 //! has streams and listeners, `halves` splits streams; `messages` has seqpacket sockets, `datagram`
-//! datagram sockets; all connect from a `connector`.
+//! datagram sockets; all connect from an
+//! [`EndpointRef`](super::EndpointRef).
 //!
 //! [`AsyncRead`]: ::tokio::io::AsyncRead
 //! [`AsyncWrite`]: ::tokio::io::AsyncWrite
 
-mod connector;
 mod datagram;
 mod halves;
 mod messages;
@@ -17,8 +17,7 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
-pub use connector::Connector;
 pub use datagram::{AsyncDatagram, AsyncDatagramLoan};
-pub use halves::{OwnedReadHalf, OwnedWriteHalf, ReadHalf, ReuniteError, WriteHalf};
+pub use halves::{OwnedReadHalf, OwnedWriteHalf, ReuniteError};
 pub use messages::{AsyncMessageLoan, AsyncSeqPacket, AsyncSeqPacketListener};
 pub use stream::{AsyncListener, AsyncStream};

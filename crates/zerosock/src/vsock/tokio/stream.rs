@@ -10,8 +10,8 @@ use ::tokio::task::spawn_blocking;
 use futures_core::Stream as FutureStream;
 use zerosock_proto::{Address, Port};
 
-use super::connector::Connector;
 use super::reactor::Watched;
+use crate::vsock::endpoint_ref::EndpointRef;
 use crate::vsock::hub::Interest;
 use crate::vsock::lease::Lease;
 use crate::vsock::listener::Listener;
@@ -73,8 +73,11 @@ impl AsyncStream {
     ///
     /// # Panics
     /// Outside of a tokio runtime.
-    pub async fn connect(from: &impl Connector, peer: Address) -> io::Result<AsyncStream> {
-        let stream = AsyncStream::new(from.begin(peer)?)?;
+    pub async fn connect(
+        from: impl Into<EndpointRef<'_>>,
+        peer: Address,
+    ) -> io::Result<AsyncStream> {
+        let stream = AsyncStream::new(from.into().begin_connect(peer)?)?;
         stream.watch.when(|| stream.stream.wait_connected()).await?;
         Ok(stream)
     }
@@ -88,10 +91,11 @@ impl AsyncStream {
     /// # Panics
     /// Outside of a tokio runtime.
     pub async fn connect_name(
-        from: &impl Connector,
+        from: impl Into<EndpointRef<'_>>,
         name: &str,
         port: Port,
     ) -> io::Result<AsyncStream> {
+        let from = from.into();
         let resolver = from.resolver(name);
         let cid = spawn_blocking(resolver).await.map_err(io::Error::other)??;
         AsyncStream::connect(from, Address::new(cid, port)).await

@@ -1,5 +1,4 @@
 //! Cancels calls of async sockets, whose endpoint has a scripted backend.
-use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
@@ -7,35 +6,13 @@ use std::task::Poll;
 use ::tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use zerosock_proto::{Address, Port};
 
-use super::connector::sealed;
 use super::*;
 use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::fake::{core, info};
-use crate::vsock::hub::Core;
-use crate::vsock::seqpacket::SeqPacket;
 use crate::vsock::stream::Stream;
 use crate::vsock::waiting::Wait;
 
 const PEER: Address = Address::new(zerosock_proto::Cid::new(4), Port::new(1));
-
-/// Lets [`AsyncStream::connect`] connect from an endpoint with a fake backend.
-struct FakeConnector(Arc<Core>);
-
-impl Connector for FakeConnector {}
-
-impl sealed::Connect for FakeConnector {
-    fn begin(&self, peer: Address) -> io::Result<Stream> {
-        crate::vsock::connecting::begin_connect(&self.0, peer, Wait::Sleep)
-    }
-
-    fn begin_messages(&self, peer: Address) -> io::Result<SeqPacket> {
-        crate::vsock::connecting::begin_connect(&self.0, peer, Wait::Sleep)
-    }
-
-    fn resolver(&self, _: &str) -> sealed::Resolver {
-        unreachable!()
-    }
-}
 
 /// Lets the other tasks run.
 async fn yield_to_tasks() {
@@ -90,9 +67,9 @@ async fn cancelled_calls_leave_no_registered_tasks() {
 #[::tokio::test]
 async fn cancelled_connect_closes_its_stream() {
     let (core, script) = core();
-    let connector = FakeConnector(core.clone());
+    let endpoint = core.clone();
     let task = ::tokio::spawn(async move {
-        let connected = AsyncStream::connect(&connector, PEER).await;
+        let connected = AsyncStream::connect(&endpoint, PEER).await;
         connected.map(|_| ())
     });
     yield_to_tasks().await;

@@ -4,6 +4,8 @@
 use std::fmt::Display;
 use std::str::FromStr;
 
+use zerosock::{Cid, Port};
+
 /// Number types and the largest value of each.
 pub(crate) trait Whole: FromStr + Display {
     const LARGEST: Self;
@@ -27,6 +29,18 @@ pub(crate) fn parse<T: Whole>(text: &str) -> Result<T, String> {
         .map_err(|_| format!("give a whole number from 0 to {}", T::LARGEST))
 }
 
+/// Parses a CID: a number, or the name of a reserved one.
+pub(crate) fn cid(text: &str) -> Result<u32, String> {
+    let cid = text.parse::<Cid>();
+    cid.map(Cid::get).map_err(|error| error.to_string())
+}
+
+/// Parses a port.
+pub(crate) fn port(text: &str) -> Result<u32, String> {
+    let port = text.parse::<Port>();
+    port.map(Port::get).map_err(|error| error.to_string())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -38,5 +52,20 @@ mod tests {
             let error = parse::<u32>(text).unwrap_err();
             assert_eq!(error, "give a whole number from 0 to 4294967295", "{text}");
         }
+    }
+
+    #[test]
+    fn cids_and_ports_are_written_as_elsewhere() {
+        assert_eq!(
+            (cid("host"), cid("0x3"), cid("-1")),
+            (Ok(2), Ok(3), Ok(u32::MAX))
+        );
+        assert_eq!((port("22"), port("any")), (Ok(22), Ok(u32::MAX)));
+        assert!(
+            cid("guest")
+                .unwrap_err()
+                .contains("hypervisor, local, host or any")
+        );
+        assert!(port("host").is_err());
     }
 }

@@ -6,7 +6,7 @@ mod process;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::thread;
 
@@ -69,7 +69,11 @@ impl Room {
     /// Writes the file; `@` stands for the directory.
     fn write(&self, lines: &str) {
         let vm = "vms: [{guest_cid: 3, socket: @/vm3, uds_path: @/u3}]";
-        let file = format!("{vm}\n{lines}");
+        self.write_whole(&format!("{vm}\n{lines}"));
+    }
+
+    /// Writes the file with a list of VMs of its own.
+    fn write_whole(&self, file: &str) {
         let file = file.replace('@', &self.dir.path().display().to_string());
         std::fs::write(self.at("vms.yaml"), file).unwrap();
     }
@@ -457,4 +461,63 @@ fn wrong_flags_are_named_with_what_is_right() {
         assert_eq!(ended.code, Some(2), "{value}: {}", ended.stderr);
         assert!(ended.stderr.contains(wanted), "{value}: {}", ended.stderr);
     }
+}
+
+#[test]
+fn ports_of_uds_path_have_sockets_at_their_own_paths() {
+    let dir = tempfile::tempdir().unwrap();
+    let listen = |name: &str| UnixListener::bind(dir.path().join(name)).unwrap();
+    let (agent, other) = (listen("agent.sock"), listen("other.sock"));
+    let at = |name: &str| dir.path().join(name).display().to_string();
+    let flag = format!("1234={}", at("agent.sock"));
+    let mut room = Room::with_flags(&["--uds-path", &flag]);
+    let by_port = UnixListener::bind(room.at("u3_1235")).unwrap();
+    let guest = room.guest();
+    let answer = |listener: &UnixListener, port, text: &str| {
+        let mut stream = guest.connect(host(port)).unwrap();
+        listener
+            .accept()
+            .unwrap()
+            .0
+            .write_all(text.as_bytes())
+            .unwrap();
+        let mut got = String::new();
+        stream.read_to_string(&mut got).unwrap();
+        assert_eq!(got, text);
+    };
+    answer(&agent, 1234, "the agent");
+    answer(&by_port, 1235, "PATH_PORT, as before");
+    drop(guest);
+    room.stop();
+
+    // In the file; a reload changes it.
+    room = Room::empty();
+    let vms = |target: &str| {
+        format!(
+            "vms: [{{guest_cid: 3, socket: @/vm3, uds_path: [@/u3, '1234={}']}}]\n",
+            at(target)
+        )
+    };
+    room.write_whole(&vms("agent.sock"));
+    let mut serve = zerosock();
+    serve.args(["serve", "--config"]).arg(room.at("vms.yaml"));
+    room.start(serve);
+    let guest = room.guest();
+    let answer = |listener: &UnixListener, text: &str| {
+        let mut stream = guest.connect(host(1234)).unwrap();
+        listener
+            .accept()
+            .unwrap()
+            .0
+            .write_all(text.as_bytes())
+            .unwrap();
+        let mut got = String::new();
+        stream.read_to_string(&mut got).unwrap();
+        assert_eq!(got, text);
+    };
+    answer(&agent, "of the file");
+    room.write_whole(&vms("other.sock"));
+    room.serve.as_ref().unwrap().signal("HUP");
+    wait_until("a reload", || room.stderr().contains("reloaded"));
+    answer(&other, "after a reload");
 }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use zerosock::attach::Name;
+use zerosock::{Cid, Port};
 
 use crate::sockets;
 
@@ -84,7 +85,7 @@ impl FromStr for Endpoint {
         match kind {
             "vsock" => {
                 let (cid, port) = rest.split_once(':').ok_or(EndpointError::Form)?;
-                let cid = parse_number(cid).ok_or_else(|| EndpointError::Cid(cid.into()))?;
+                let cid = parse_cid(cid).ok_or_else(|| EndpointError::Cid(cid.into()))?;
                 Ok(Endpoint::Vsock {
                     cid,
                     port: parse_port(port)?,
@@ -131,7 +132,12 @@ fn path_and_port(text: &str) -> Result<(PathBuf, u32), EndpointError> {
 fn path_and_peer(text: &str) -> Result<(PathBuf, Peer, u32), EndpointError> {
     let (rest, port) = text.rsplit_once(':').ok_or(EndpointError::Form)?;
     let (path, to) = rest.rsplit_once(':').ok_or(EndpointError::Form)?;
-    let to = match (parse_number(to), to.parse()) {
+    // A process may have the name of another reserved CID.
+    let number = match to {
+        "hypervisor" | "local" => None,
+        to => parse_cid(to),
+    };
+    let to = match (number, to.parse()) {
         (Some(cid), _) => Peer::Cid(cid),
         // Only digits: a number that is too large for a CID, not a name.
         (None, Ok(name)) if !to.bytes().all(|byte| byte.is_ascii_digit()) => Peer::Name(name),
@@ -140,13 +146,16 @@ fn path_and_peer(text: &str) -> Result<(PathBuf, Peer, u32), EndpointError> {
     Ok((parse_path(path)?, to, parse_port(port)?))
 }
 
-/// Parses a CID or a port. 4294967295 means "any" for both, and is not accepted.
-fn parse_number(text: &str) -> Option<u32> {
-    text.parse().ok().filter(|&number| number != u32::MAX)
+/// Parses a CID; any CID is not accepted.
+fn parse_cid(text: &str) -> Option<u32> {
+    let cid = text.parse().ok().filter(|&cid| cid != Cid::ANY);
+    cid.map(Cid::get)
 }
 
 fn parse_port(text: &str) -> Result<u32, EndpointError> {
-    parse_number(text).ok_or_else(|| EndpointError::Port(text.into()))
+    let port = text.parse().ok().filter(|&port| port != Port::ANY);
+    port.map(Port::get)
+        .ok_or_else(|| EndpointError::Port(text.into()))
 }
 
 fn parse_path(text: &str) -> Result<PathBuf, EndpointError> {

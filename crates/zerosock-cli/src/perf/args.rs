@@ -22,7 +22,7 @@ use crate::number;
 )]
 pub(crate) struct PerfArgs {
     /// The CID of the server to connect to: makes this the client
-    #[arg(short, long, value_parser = number::parse::<u32>, value_name = "CID")]
+    #[arg(short, long, value_parser = number::cid, value_name = "CID")]
     pub(super) cid: Option<u32>,
 
     /// Run as the server, which sends
@@ -65,7 +65,7 @@ pub(crate) struct PerfArgs {
     pub(super) mode: ModeArg,
 
     /// The server's port
-    #[arg(short, long, value_parser = number::parse::<u32>, value_name = "PORT", default_value = "1234")]
+    #[arg(short, long, value_parser = number::port, value_name = "PORT", default_value = "1234")]
     pub(super) port: u32,
 
     /// Attach at this attach socket of `zerosock serve`, with any free CID

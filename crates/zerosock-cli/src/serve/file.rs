@@ -114,7 +114,7 @@ mod tests {
             RawVm {
                 guest_cid: Some(3),
                 socket: Some("/tmp/vhost3.socket".into()),
-                uds_path: Some("/tmp/vm3.sock".into()),
+                uds_path: "/tmp/vm3.sock".into(),
                 tx_buffer_size: Some(65536),
                 queue_size: Some(1024),
                 groups: Some("group1+groupA".into()),

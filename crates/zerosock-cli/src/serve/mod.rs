@@ -22,6 +22,7 @@ mod networks;
 mod reload;
 mod settings;
 mod stuck;
+mod uds_paths;
 mod validate;
 pub(crate) mod vm;
 mod watchdog;

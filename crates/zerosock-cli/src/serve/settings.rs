@@ -8,16 +8,17 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::fs::Gid;
-use zerosock::access::AccessList;
+use zerosock::access::{AccessList, Cids};
 use zerosock::daemon::DaemonConfig;
 use zerosock::forward::{self, ForwardRule, ListenAddress};
+use zerosock::{Cid, Port};
 
 use super::args::{DaemonFlags, OkPort, ServeArgs};
 use super::attach::Attach;
 use super::forward::{Forward, Listen, unknown_group};
 use super::validate::{SettingsError, Source, check_path, parse_groups};
 use super::vm::RawVm;
-use super::{access, cpus, group};
+use super::{access, cpus, group, uds_paths};
 use crate::mode::parse_mode;
 use crate::net::network::Network;
 use crate::sockets;
@@ -166,15 +167,20 @@ impl Settings {
             };
         } else if !args.vm.is_empty() {
             written.extend(args.vm.into_iter().map(|vm| (Source::Vm, vm)));
-        } else if let Some(vm) = args.vm_flags.into_vm() {
+        } else if let Some(vm) = args.vm_flags.into_vm()? {
             written.push((Source::Flags, vm));
         } else if attach.is_none() {
             return Err(SettingsError::NoVm);
         }
         let mut vms = Vec::with_capacity(written.len());
         let mut taken = Taken::default();
+        let mut named = Vec::new();
         for (source, raw) in written {
+            let ports = raw.uds_path.ports.clone();
             let vm = Vm::new(source, raw)?;
+            for (port, path) in ports {
+                named.push(rule_of_path(source, &vm, port, &path)?);
+            }
             taken.take(source, &vm)?;
             vms.push(vm);
         }
@@ -209,6 +215,8 @@ impl Settings {
             });
         }
         check_rules(config.as_deref(), &forward, &listen, &taken)?;
+        // Behind the others, which errors and counters name by number.
+        forward.extend(named);
         let rules = Rules {
             access: access::list(rules),
             forward,
@@ -216,6 +224,20 @@ impl Settings {
         };
         daemon(flags, vms, attach, rules, net)
     }
+}
+
+/// The rule of one `PORT=PATH` of a VM.
+fn rule_of_path(
+    source: Source<'_>,
+    vm: &Vm,
+    port: Port,
+    path: &Path,
+) -> Result<ForwardRule, SettingsError> {
+    check_path(source, "uds-path", path)?;
+    let wrong = |reason: String| source.wrong("uds-path", path.display(), reason);
+    let cid = Cid::new(vm.cid);
+    let vm = Cids::new(cid, cid).map_err(|error| wrong(error.to_string()))?;
+    uds_paths::rule(vm, port, path).map_err(|error| wrong(error.to_string()))
 }
 
 /// The rules of the daemon.
@@ -399,7 +421,7 @@ impl Vm {
             fix: "name the Unix socket to which the virtual machine monitor connects",
         })?;
         check_path(source, "socket", &socket)?;
-        let host = match (raw.uds_path, raw.forward_cid, raw.forward_listen) {
+        let host = match (raw.uds_path.base, raw.forward_cid, raw.forward_listen) {
             (Some(path), None, None) => {
                 check_path(source, "uds-path", &path)?;
                 let messages = raw.uds_path_seqpacket.take();

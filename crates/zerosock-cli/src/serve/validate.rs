@@ -15,6 +15,8 @@ pub(crate) enum SettingsError {
     NoVm,
     #[error(transparent)]
     File(#[from] super::file::FileError),
+    #[error("--uds-path: {0}")]
+    UdsPath(#[from] super::uds_paths::UdsPathError),
     #[error("{option} is missing: {fix}")]
     Missing { option: String, fix: &'static str },
     #[error("{option} {value}: {fix}")]

@@ -3,9 +3,11 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use serde::Deserialize;
 
 use super::list::joined_by_plus;
+use super::uds_paths::{UdsPath, UdsPathError, UdsPaths};
 use crate::number;
 
 /// The flags that describe one VM. Each excludes --vm and --config.
@@ -20,13 +22,15 @@ pub(crate) struct VmFlags {
     #[arg(long, value_name = "PATH", conflicts_with_all = ["vm", "config"])]
     pub(crate) socket: Option<PathBuf>,
 
-    /// The Unix socket to which host programs connect; the guest's own connections go to PATH_PORT
+    /// The Unix socket to which host programs connect; the guest's own connections go to PATH_PORT,
+    /// and with PORT=PATH those to PORT to the socket at PATH; repeat for more
     #[arg(
         long,
-        value_name = "PATH",
+        value_name = "PATH|PORT=PATH",
+        value_parser = OsStringValueParser::new().map(|text| UdsPath::parse(&text)),
         conflicts_with_all = ["forward_cid", "forward_listen", "vm", "config"]
     )]
-    pub(crate) uds_path: Option<PathBuf>,
+    pub(crate) uds_path: Vec<UdsPath>,
 
     /// With --uds-path: the same for messages, over sockets of type SOCK_SEQPACKET
     #[arg(
@@ -38,7 +42,7 @@ pub(crate) struct VmFlags {
 
     /// Instead of --uds-path: forward the guest's connections to this CID of the host's own
     /// AF_VSOCK, same port
-    #[arg(long, value_parser = number::parse::<u32>, value_name = "CID", conflicts_with_all = ["vm", "config"])]
+    #[arg(long, value_parser = number::cid, value_name = "CID", conflicts_with_all = ["vm", "config"])]
     pub(crate) forward_cid: Option<u32>,
 
     /// With --forward-cid: AF_VSOCK ports of the host that are forwarded to the guest, same port,
@@ -73,8 +77,8 @@ pub(crate) struct RawVm {
     #[serde(alias = "guest-cid")]
     pub(crate) guest_cid: Option<u64>,
     pub(crate) socket: Option<PathBuf>,
-    #[serde(alias = "uds-path")]
-    pub(crate) uds_path: Option<PathBuf>,
+    #[serde(alias = "uds-path", default)]
+    pub(crate) uds_path: UdsPaths,
     #[serde(alias = "uds-path-seqpacket")]
     pub(crate) uds_path_seqpacket: Option<PathBuf>,
     #[serde(alias = "forward-cid")]
@@ -93,11 +97,11 @@ pub(crate) struct RawVm {
 
 impl VmFlags {
     /// The VM described by the flags, if any flag was given.
-    pub(crate) fn into_vm(self) -> Option<RawVm> {
+    pub(crate) fn into_vm(self) -> Result<Option<RawVm>, UdsPathError> {
         let vm = RawVm {
             guest_cid: self.guest_cid,
             socket: self.socket,
-            uds_path: self.uds_path,
+            uds_path: UdsPaths::of(self.uds_path)?,
             uds_path_seqpacket: self.uds_path_seqpacket,
             forward_cid: self.forward_cid,
             forward_listen: self.forward_listen,
@@ -107,7 +111,7 @@ impl VmFlags {
             // The flag of this name applies to all VMs.
             require_sealed_memory: None,
         };
-        (vm != RawVm::default()).then_some(vm)
+        Ok((vm != RawVm::default()).then_some(vm))
     }
 }
 
@@ -120,6 +124,8 @@ pub(crate) enum VmTextError {
     UnknownKey(String),
     #[error("{0} is given twice: leave one")]
     Twice(&'static str),
+    #[error(transparent)]
+    UdsPath(#[from] UdsPathError),
     #[error("{key}={value} is neither true nor false")]
     NotABool { key: &'static str, value: String },
     #[error("{key}={value} is not a whole number from 0 to {largest}")]
@@ -143,7 +149,7 @@ pub(crate) fn parse_vm(text: &str) -> Result<RawVm, VmTextError> {
         match key.replace('_', "-").as_str() {
             "guest-cid" => set_number(&mut vm.guest_cid, "guest-cid", value, u64::MAX)?,
             "socket" => set(&mut vm.socket, "socket", PathBuf::from(value))?,
-            "uds-path" => set(&mut vm.uds_path, "uds-path", PathBuf::from(value))?,
+            "uds-path" => vm.uds_path.add(UdsPath::parse(value.as_ref()))?,
             "uds-path-seqpacket" => {
                 let key = "uds-path-seqpacket";
                 set(&mut vm.uds_path_seqpacket, key, PathBuf::from(value))?;
@@ -200,15 +206,19 @@ fn set_number<T: std::str::FromStr>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use zerosock::Port;
 
     #[test]
     fn every_key_is_read_with_either_spelling() {
-        let dashes = "guest-cid=7,socket=/a,uds-path=/b,uds-path-seqpacket=/c,forward-cid=1,forward-listen=5+6,\
+        let dashes = "guest-cid=7,socket=/a,uds-path=/b,uds-path=9=/d,uds-path-seqpacket=/c,forward-cid=1,forward-listen=5+6,\
                       tx-buffer-size=4096,queue-size=256,groups=x+y,require-sealed-memory=true";
         let wanted = RawVm {
             guest_cid: Some(7),
             socket: Some("/a".into()),
-            uds_path: Some("/b".into()),
+            uds_path: UdsPaths {
+                base: Some("/b".into()),
+                ports: [(Port::new(9), "/d".into())].into(),
+            },
             uds_path_seqpacket: Some("/c".into()),
             forward_cid: Some(1),
             forward_listen: Some("5+6".into()),

@@ -5,6 +5,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use zerosock_proto::{Cid, Port};
+
 use super::socket::SocketKind;
 use crate::target::Target;
 
@@ -115,18 +117,18 @@ impl FromStr for Endpoint {
                 let (before, port) = rest.rsplit_once(':').ok_or_else(|| no_form(text))?;
                 Endpoint::Hybrid {
                     path: path(before)?,
-                    port: number("port", port)?,
+                    port: number("port", port.parse().map(Port::get).ok(), port)?,
                 }
             }
             "vsock" => {
                 let (cid, port) = rest.split_once(':').ok_or_else(|| no_form(text))?;
                 Endpoint::Vsock {
-                    cid: number("CID", cid)?,
-                    port: number("port", port)?,
+                    cid: number("CID", cid.parse().map(Cid::get).ok(), cid)?,
+                    port: number("port", port.parse().map(Port::get).ok(), port)?,
                 }
             }
             "vsock-listen" => Endpoint::VsockListen {
-                port: number("port", rest)?,
+                port: number("port", rest.parse().map(Port::get).ok(), rest)?,
             },
             "tcp" | "udp" | "unix" | "unix-dgram" | "unix-seqpacket" => {
                 let target = text.parse::<Target>();
@@ -160,8 +162,8 @@ fn path(text: &str) -> Result<PathBuf, ParseEndpointError> {
 }
 
 /// 4294967295 means "any" for both CIDs and ports.
-fn number(what: &str, text: &str) -> Result<u32, ParseEndpointError> {
-    let number = text.parse().ok().filter(|&number| number != u32::MAX);
+fn number(what: &str, parsed: Option<u32>, text: &str) -> Result<u32, ParseEndpointError> {
+    let number = parsed.filter(|&number| number != u32::MAX);
     number.ok_or_else(|| {
         ParseEndpointError(format!(
             "`{text}` is no {what}: give a number from 0 to 4294967294"

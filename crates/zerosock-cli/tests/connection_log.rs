@@ -4,6 +4,7 @@
 mod process;
 
 use std::fs;
+use std::io::Write;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -93,6 +94,22 @@ fn denied_connections_are_named_with_the_rule() {
         "{said}"
     );
     assert!(!said.contains("refused"), "{said}");
+    // The counters tell them apart.
+    drop(process);
+    daemon.running.signal("TERM");
+    let said = daemon.running.finish().stderr;
+    assert!(
+        said.contains("access[0] has denied 201 connections"),
+        "{said}"
+    );
+    assert!(!said.contains("access[1]"), "{said}");
+    for counter in [
+        "refused_denied=202",
+        "refused_no_listener=200",
+        "refused_backlog_full=0",
+    ] {
+        assert!(said.contains(counter), "{counter}: {said}");
+    }
 }
 
 #[test]
@@ -122,9 +139,12 @@ fn with_debug_each_connection_has_lines_with_the_reason() {
     });
     let peer = format!("local={}", at(target.cid, 9));
     let opened = daemon.wait_for_line(&["DEBUG", "connection opened", &peer]);
+    let mut connected = connected.unwrap();
+    connected.write_all(b"hello").unwrap();
     drop(connected);
     let flow = opened.split("flow=").nth(1).unwrap();
     let flow = format!("flow={} ", flow.split(' ').next().unwrap());
-    daemon.wait_for_line(&["DEBUG", "connection closed", &flow, "reason="]);
+    let bytes = "from_endpoint=5 to_endpoint=0";
+    daemon.wait_for_line(&["DEBUG", "connection closed", &flow, bytes, "reason="]);
     drop(accepting.join().unwrap());
 }

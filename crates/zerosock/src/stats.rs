@@ -79,8 +79,17 @@ counters! {
     conns_added,
     /// Connections ended.
     conns_removed,
-    /// Connections refused, by either side or by a limit.
+    /// Connections refused, by either side or by a limit. The next three are parts of it.
     conns_refused,
+    /// Those that a configuration denies: a rule of the access list (which counts them by rule:
+    /// [`AccessList::denied`](crate::access::AccessList::denied)), no group in common, or a port that a
+    /// process has not named.
+    refused_denied,
+    /// Those for which no program listens: the host socket does not exist, or nothing listens there.
+    refused_no_listener,
+    /// Those for which the backlog of the listener stayed full. What a guest refuses is in none of the
+    /// three: its answer is the same for both.
+    refused_backlog_full,
     /// Kicks from guests.
     kicks,
     /// Handshakes of host programs that were closed: time-out, or no CONNECT line.

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use sd_notify::NotifyState;
 use tracing::{info, warn};
+use zerosock::access::AccessList;
 use zerosock::daemon::Shares;
 use zerosock::forward::RuleStats;
 
@@ -72,6 +73,15 @@ pub(super) fn announce_rule(stats: &RuleStats) {
         datagrams_dropped = stats.datagrams_dropped,
         "connections of a rule"
     );
+}
+
+/// Logs how many connections each rule of the access list has denied.
+pub(super) fn announce_denied(rules: &AccessList) {
+    for (rule, denied) in rules.denied().into_iter().enumerate() {
+        if denied > 0 {
+            info!("access[{rule}] has denied {denied} connections");
+        }
+    }
 }
 
 /// Warns when PATH_PORT may exceed a socket address.

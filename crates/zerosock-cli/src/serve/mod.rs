@@ -32,7 +32,9 @@ use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock::daemon::Daemon;
 
-use self::announce::{announce, announce_attach, announce_rule, announce_shares, notify};
+use self::announce::{
+    announce, announce_attach, announce_denied, announce_rule, announce_shares, notify,
+};
 use self::args::ServeArgs;
 use self::claim::claim_sockets;
 use self::error::ServeError;
@@ -111,6 +113,7 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     notify(&[NotifyState::Stopping]);
     let stats = daemon.stats();
     daemon.forward_stats().iter().for_each(announce_rule);
+    announce_denied(&running.settings.rules);
     networks.shutdown();
     daemon.shutdown();
     info!(
@@ -123,6 +126,9 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
         timers_now = stats.timers_now,
         ports_now = stats.ports_now,
         refused = stats.conns_refused,
+        refused_denied = stats.refused_denied,
+        refused_no_listener = stats.refused_no_listener,
+        refused_backlog_full = stats.refused_backlog_full,
         bad_packets = stats.bad_packets,
         bad_chains = stats.bad_chains,
         bad_handshakes = stats.bad_handshakes,

@@ -16,7 +16,7 @@ use zerosock::forward::ListenRule;
 use zerosock_sys::reaper;
 
 use super::activation::Inherited;
-use super::announce::{announce, announce_rule};
+use super::announce::{announce, announce_denied, announce_rule};
 use super::args::ServeArgs;
 use super::attach::Attach;
 use super::backend;
@@ -66,7 +66,7 @@ impl Running {
         daemon: &Daemon,
         networks: &mut networks::Running,
     ) -> Result<(), String> {
-        let wanted = Settings::new(args.clone()).map_err(|error| error.to_string())?;
+        let mut wanted = Settings::new(args.clone()).map_err(|error| error.to_string())?;
         let changes = Changes::between(&self.settings, &wanted);
         let mut files = BTreeMap::new();
         let mut add = Vec::new();
@@ -99,6 +99,10 @@ impl Running {
                 return Err(error.to_string());
             }
         };
+        // An unchanged list keeps its counters.
+        if wanted.rules == self.settings.rules {
+            wanted.rules = self.settings.rules.clone();
+        }
         let order = Reload {
             add,
             remove: changes.remove.iter().copied().map(Cid::new).collect(),
@@ -141,6 +145,9 @@ impl Running {
         self.files.append(&mut files);
         for cid in &changes.remove {
             self.files.remove(cid);
+        }
+        if wanted.rules != self.settings.rules {
+            announce_denied(&self.settings.rules);
         }
         self.settings.rules = wanted.rules;
         self.settings.forward = wanted.forward;

@@ -163,11 +163,12 @@ impl Device {
         let Some(listener) = app.listener(local.port) else {
             return false;
         };
-        if listener.socket_type != socket_type
-            || listener.waiting.len() > listener.backlog
-            || self.shard.accept(cx.now, flow).is_err()
-        {
+        let full = listener.waiting.len() > listener.backlog;
+        if full || listener.socket_type != socket_type || self.shard.accept(cx.now, flow).is_err() {
             cx.shared.counters.conns_refused.add(1);
+            if full {
+                cx.shared.counters.refused_backlog_full.add(1);
+            }
             let _ = self.shard.reject(flow);
             return true;
         }

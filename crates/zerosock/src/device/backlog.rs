@@ -83,6 +83,7 @@ impl Device {
                 break;
             };
             if deadline <= cx.now {
+                cx.shared.counters.refused_backlog_full.add(1);
                 self.refuse(key, "its listener's backlog stays full", cx);
                 continue;
             }

@@ -8,12 +8,20 @@ use std::time::Instant;
 use zerosock_proto::Address;
 use zerosock_proto::vsock::FlowId;
 
-use super::Device;
+use super::state::bridge::BridgePeer;
+use super::{Context, Device};
 use crate::routing::Denial;
 
 impl Device {
-    /// Logs that `from` may not connect to `to`.
-    pub(super) fn log_denied(&self, from: Address, to: Address, denial: Denial) {
+    /// Counts and logs that `from` may not connect to `to`.
+    pub(super) fn deny(&self, from: Address, to: Address, denial: Denial, cx: &Context<'_>) {
+        cx.shared.counters.conns_refused.add(1);
+        if denial.is_by_configuration() {
+            cx.shared.counters.refused_denied.add(1);
+        }
+        if let Denial::Rule(rule) = denial {
+            cx.shared.routes.access().count_denied(rule);
+        }
         if !denial.is_by_configuration() {
             tracing::debug!(cid = %self.cid, %from, %to, reason = %denial, "connection refused");
         } else if let Some(suppressed) = self.denials.admit(Instant::now()) {
@@ -37,14 +45,23 @@ impl Device {
         tracing::debug!(cid = %self.cid, %flow, reason, "connection refused");
     }
 
-    /// Logs that the connection of a bridge ends, if it was established.
+    /// Logs that the connection of a bridge ends, if it was established, with the payload bytes from and to
+    /// its endpoint.
     pub(super) fn log_closed(&self, key: u32, reason: &str) {
         if !tracing::enabled!(tracing::Level::DEBUG) {
             return;
         }
         let bridge = self.bridges.get(key as usize).filter(|bridge| bridge.open);
-        if let Some(flow) = bridge.and_then(|bridge| bridge.flow) {
-            tracing::debug!(cid = %self.cid, %flow, reason, "connection closed");
+        if let Some(bridge) = bridge
+            && let Some(flow) = bridge.flow
+        {
+            // The embedding program counts its bytes by itself.
+            let counted = !matches!(bridge.peer, BridgePeer::App(_));
+            let from_endpoint = counted.then_some(bridge.from_guest);
+            let to_endpoint = counted.then_some(bridge.to_guest);
+            tracing::debug!(
+                cid = %self.cid, %flow, from_endpoint, to_endpoint, reason, "connection closed"
+            );
         }
     }
 }

@@ -45,8 +45,7 @@ impl Device {
                 if local.cid != Cid::HOST {
                     self.ask_sibling(flow, local, peer, socket_type, cx);
                 } else if let Err(denial) = cx.shared.routes.check(self.cid, local) {
-                    cx.shared.counters.conns_refused.add(1);
-                    self.log_denied(peer, local, denial);
+                    self.deny(peer, local, denial, cx);
                     let _ = self.shard.reject(flow);
                 } else if self.app_incoming(flow, local, peer, socket_type, cx) {
                 } else if cx.shared.routes.service(local.port).is_some() {

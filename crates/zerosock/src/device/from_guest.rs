@@ -264,6 +264,7 @@ impl Device {
             let id = end.id;
             return self.app_deliver(id, chain, len, cx);
         }
+        bridge.from_guest += u64::from(len);
         if bridge.write_closed {
             tx.complete(chain, 0);
             let _ = self.shard.consume(flow, len);

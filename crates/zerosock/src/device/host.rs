@@ -12,6 +12,7 @@ use crate::device::state::sibling_message::SiblingMessage;
 use rustix::fd::{AsFd, BorrowedFd};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, SocketType as SocketKind};
+use std::io::ErrorKind;
 use std::time::Duration;
 use zerosock_proto::vsock::{FlowId, How, QueuePairs};
 use zerosock_proto::wire::vsock::SocketType;
@@ -347,8 +348,7 @@ impl Device {
             && caller.forwarded.is_some()
             && cx.shared.routes.service(port) == Some(self.queue_pairs.first());
         if !service && let Err(denial) = cx.shared.routes.check(Cid::HOST, peer) {
-            cx.shared.counters.conns_refused.add(1);
-            self.log_denied(local, peer, denial);
+            self.deny(local, peer, denial, cx);
             return None;
         }
         match self.shard.connect(cx.now, local, peer, caller.socket_type) {
@@ -397,6 +397,12 @@ impl Device {
             }
             Attempt::Later => return Tried::Full,
             Attempt::Refused(error) => {
+                if matches!(
+                    error.kind(),
+                    ErrorKind::ConnectionRefused | ErrorKind::NotFound
+                ) {
+                    cx.shared.counters.refused_no_listener.add(1);
+                }
                 let reason = match self.host.service_path(port, messages) {
                     Some(path) => format!("{}: {error}", path.display()),
                     None => error.to_string(),

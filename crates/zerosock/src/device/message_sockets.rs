@@ -339,6 +339,7 @@ impl Device {
                 _ => Fill::More,
             };
         }
+        bridge.to_guest += len as u64;
         if let Some(forwarded) = &mut bridge.forwarded {
             forwarded.received(len);
         }
@@ -383,10 +384,11 @@ impl Device {
             return Fill::More;
         }
         cx.shared.counters.copied_bytes.add(len as u64);
-        if let Some(bridge) = self.bridges.get_mut(key as usize)
-            && let Some(forwarded) = &mut bridge.forwarded
-        {
-            forwarded.received(len);
+        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+            bridge.to_guest += len as u64;
+            if let Some(forwarded) = &mut bridge.forwarded {
+                forwarded.received(len);
+            }
         }
         let write = |memory: &Memory, (chain, at, part): (&Chain, usize, usize)| {
             let bytes = bytes.get(at..at + part).unwrap_or_default();

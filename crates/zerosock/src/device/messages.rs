@@ -73,6 +73,7 @@ impl Device {
             return;
         };
         messages.incomplete += len;
+        bridge.from_guest += u64::from(len);
         if ends.any() {
             if messages.outbound.try_reserve(1).is_err() {
                 tx.complete(chain, 0);
@@ -248,6 +249,7 @@ impl Device {
                 Err(_) => rx.complete(chain, 0),
             }
             cx.shared.counters.tx_bytes.add(len as u64);
+            bridge.to_guest += len as u64;
             self.moved += len;
             if last.is_some() {
                 messages.sending = None;

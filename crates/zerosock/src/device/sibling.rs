@@ -153,8 +153,7 @@ impl Device {
         let device = match found {
             Ok(device) => device,
             Err(denial) => {
-                cx.shared.counters.conns_refused.add(1);
-                self.log_denied(peer, local, denial);
+                self.deny(peer, local, denial, cx);
                 let _ = self.shard.reject(flow);
                 return;
             }

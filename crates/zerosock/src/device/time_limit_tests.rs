@@ -147,6 +147,7 @@ fn connects_to_a_full_backlog_are_retried_one_at_a_time_with_growing_pauses() {
     assert!(doubled, "{pauses:?}");
     // At the deadline all are refused, one budget per turn.
     assert_eq!(lab.counters().conns_refused.get(), 500);
+    assert_eq!(lab.counters().refused_backlog_full.get(), 500);
     assert!(keys.iter().all(|&key| !lab.lingers(key)) && lab.is_at_rest());
     let tried = lab.counters().connect_retries.get();
     assert!(

@@ -224,6 +224,7 @@ impl Device {
         cx.shared.counters.in_place_bytes.add(received as u64);
         cx.shared.counters.tx_bytes.add(received as u64);
         adapt_read_size(bridge, received, want);
+        bridge.to_guest += received as u64;
         if let Some(forwarded) = &mut bridge.forwarded {
             forwarded.received(received);
         }
@@ -345,6 +346,7 @@ impl Device {
             }
             send_payload(rx, &mut self.shard, chain, reservation, len, cx);
             cx.shared.counters.tx_bytes.add(len as u64);
+            bridge.to_guest += len as u64;
             self.moved += len;
             let used_up = sibling.front().is_some_and(|front| front.len() == 0);
             siblings::return_read(sibling, len as u32, used_up, cx);

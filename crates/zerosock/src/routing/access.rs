@@ -10,6 +10,7 @@
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use zerosock_proto::{Cid, Port};
 
@@ -98,6 +99,7 @@ pub struct Rule {
 ///     admin(Verdict::Allow, Party::Name("web".parse()?)),
 ///     admin(Verdict::Deny, Party::Any),
 /// ]);
+/// let counted = access.clone();
 /// let path = dir.path().join("attach.sock");
 /// let daemon = Daemon::start(DaemonConfig {
 ///     attach: Some(AttachConfig::new(attach::listen(&path)?)),
@@ -108,11 +110,27 @@ pub struct Rule {
 /// let cache = Endpoint::builder().name("cache").attach(&path)?;
 /// let refused = cache.connect(Address::new(db.cid(), Port::new(9999)));
 /// assert_eq!(refused.unwrap_err().kind(), ErrorKind::ConnectionRefused);
+/// assert_eq!(counted.denied(), [0, 1]);
 /// daemon.shutdown();
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub struct AccessList(Arc<[Rule]>);
+///
+/// Clones share the counters of denied connections.
+#[derive(Clone, Debug, Default)]
+pub struct AccessList {
+    rules: Arc<[Rule]>,
+    /// Connections that each rule has denied.
+    denied: Arc<[AtomicU64]>,
+}
+
+/// Compares the rules, not the counters.
+impl PartialEq for AccessList {
+    fn eq(&self, other: &AccessList) -> bool {
+        self.rules == other.rules
+    }
+}
+
+impl Eq for AccessList {}
 
 /// The properties of an endpoint that rules match.
 #[derive(Copy, Clone, Debug)]
@@ -182,12 +200,29 @@ impl Ports {
 impl AccessList {
     /// A list of these rules, in this order.
     pub fn new(rules: impl IntoIterator<Item = Rule>) -> AccessList {
-        AccessList(rules.into_iter().collect())
+        let rules: Arc<[Rule]> = rules.into_iter().collect();
+        let denied = rules.iter().map(|_| AtomicU64::new(0)).collect();
+        AccessList { rules, denied }
     }
 
     /// The rules in order.
     pub fn rules(&self) -> &[Rule] {
-        &self.0
+        &self.rules
+    }
+
+    /// Number of connections that each rule has denied since the list was made, in the order of the rules.
+    pub fn denied(&self) -> Vec<u64> {
+        let counters = self.denied.iter();
+        counters
+            .map(|count| count.load(Ordering::Relaxed))
+            .collect()
+    }
+
+    /// Counts a connection that the rule of this number has denied.
+    pub(crate) fn count_denied(&self, rule: usize) {
+        if let Some(count) = self.denied.get(rule) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// Number and verdict of the first rule that matches; `None` if none does.
@@ -203,7 +238,7 @@ impl AccessList {
                 && rule.from.iter().any(|party| party.includes(from))
                 && rule.to.iter().any(|party| party.includes(to))
         };
-        let mut rules = self.0.iter().enumerate();
+        let mut rules = self.rules.iter().enumerate();
         let found = rules.find(|(_, rule)| matches(rule));
         found.map(|(number, rule)| (number, rule.verdict))
     }

@@ -105,6 +105,11 @@ impl Routes {
         }
     }
 
+    /// The access list.
+    pub(crate) fn access(&self) -> &AccessList {
+        &self.access
+    }
+
     /// Replaces the access list. It applies to later requests.
     pub(crate) fn set_access(&mut self, access: AccessList) {
         self.access = access;

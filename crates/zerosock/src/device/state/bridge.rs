@@ -286,6 +286,10 @@ pub(crate) struct Bridge {
     pub(crate) read_chains: u8,
     /// This bridge's part of the device's sums: chains held, lent or in flight, and overflow bytes.
     pub(crate) counted: (u32, u32),
+    /// Payload bytes that the guest has sent, for the log. Not counted for [`BridgePeer::App`], as the next.
+    pub(crate) from_guest: u64,
+    /// Payload bytes to the guest.
+    pub(crate) to_guest: u64,
 }
 
 impl Bridge {
@@ -315,6 +319,8 @@ impl Bridge {
             urgent: false,
             read_chains: 1,
             counted: (0, 0),
+            from_guest: 0,
+            to_guest: 0,
         }
     }
 

@@ -19,8 +19,10 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+#[doc(hidden)]
 pub mod device;
 pub mod interface;
+#[doc(hidden)]
 pub mod model;
 mod readable;
 pub mod server;

@@ -1,5 +1,6 @@
 //! The counters of a device: its worker adds to them once in each turn.
 
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 macro_rules! counters {
@@ -8,6 +9,19 @@ macro_rules! counters {
         #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
         pub struct NetStats {
             $($(#[$doc])* pub $name: u64,)*
+        }
+
+        /// The counters that are not zero, as `name=value`, on one line.
+        impl fmt::Display for NetStats {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                let mut separator = "";
+                $(if self.$name != 0 {
+                    write!(f, "{separator}{}={}", stringify!($name), self.$name)?;
+                    separator = " ";
+                })*
+                let _ = separator;
+                Ok(())
+            }
         }
 
         /// The counters.

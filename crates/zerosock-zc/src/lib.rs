@@ -156,7 +156,7 @@
 //! - A stream keeps the order of its sends, and what the kernel takes in part is completed. A peer
 //!   never takes a part of a TCP stream for the whole, nor a part of a datagram for a datagram.
 //! - A lack of memory delays a send or makes it a copy. It never stalls the sender.
-//! - Unsafe code is in the module [`sys`] only, in files that allow it.
+//! - Unsafe code is in the module `sys` only, in files that allow it.
 //!
 //! # Kernel behaviour
 //! Interfaces, and the first kernel that has each:
@@ -219,6 +219,7 @@ mod sender;
 mod shared;
 mod slots;
 mod stats;
+#[doc(hidden)]
 pub mod sys;
 #[cfg(feature = "tokio")]
 pub mod tokio;

@@ -1,5 +1,6 @@
 //! The counters of a sender, and what it knows about its socket.
 
+use std::fmt;
 use std::io;
 
 use super::SendBackend;
@@ -40,6 +41,29 @@ pub struct SenderStats {
     /// Other messages of the socket's error queue (ICMP errors, timestamps), which the error queue
     /// back-end read in search of notifications and dropped.
     pub foreign: u64,
+}
+
+/// All counters, as `name=value`, on one line.
+impl fmt::Display for SenderStats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "accepted={} over={} bytes={} requests={} registered={} in_place={} notified={} copied_by_kernel={} copied_for_memory={} system_calls={} failed={} timed_out={} foreign={}",
+            self.accepted,
+            self.over,
+            self.bytes,
+            self.requests,
+            self.registered,
+            self.in_place,
+            self.notified,
+            self.copied_by_kernel,
+            self.copied_for_memory,
+            self.system_calls,
+            self.failed,
+            self.timed_out,
+            self.foreign,
+        )
+    }
 }
 
 /// How a [threshold](SenderReport::threshold) is known, or that there is none.
@@ -85,4 +109,25 @@ pub struct SenderReport {
     /// Number of pool arenas (of up to 1 GiB each) that are registered with the kernel, at most 64.
     /// Sends from other arenas are counted, and measured, as sends from other memory.
     pub registered: usize,
+}
+
+/// One line: back-end, socket and threshold.
+impl fmt::Display for SenderReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} on {:?}", self.backend, self.socket)?;
+        if let Some(refused) = self.uring_refused {
+            write!(f, ", io_uring: {refused}")?;
+        }
+        match (self.off, self.threshold) {
+            (true, _) => f.write_str(", zero copy off"),
+            (false, Some(bytes)) => {
+                write!(
+                    f,
+                    ", in place from {bytes} bytes ({:?})",
+                    self.threshold_basis
+                )
+            }
+            (false, None) => write!(f, ", no threshold ({:?})", self.threshold_basis),
+        }
+    }
 }

@@ -4,6 +4,7 @@
 //! Most counters count events. Those named `now` are gauges: they return to their earlier value
 //! when everything that was added is removed.
 
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 macro_rules! counters {
@@ -38,6 +39,32 @@ macro_rules! counters {
             pub reaper_pending: u64,
             /// Age of the oldest running call in milliseconds.
             pub reaper_longest_ms: u64,
+        }
+
+        /// The counters that are not zero, as `name=value`, on one line.
+        impl fmt::Display for Stats {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                let counters = [
+                    $((stringify!($name), self.$name),)*
+                    ("control_faults", self.control_faults),
+                    ("attached", self.attached),
+                    ("services", self.services),
+                    ("claimed_ports", self.claimed_ports),
+                    ("attach_refused", self.attach_refused),
+                    ("descriptors_refused", self.descriptors_refused),
+                    ("reaper_finished", self.reaper_finished),
+                    ("reaper_stuck", self.reaper_stuck),
+                    ("reaper_threads", self.reaper_threads),
+                    ("reaper_pending", self.reaper_pending),
+                    ("reaper_longest_ms", self.reaper_longest_ms),
+                ];
+                let mut separator = "";
+                for (name, value) in counters.iter().filter(|(_, value)| *value != 0) {
+                    write!(f, "{separator}{name}={value}")?;
+                    separator = " ";
+                }
+                Ok(())
+            }
         }
 
         /// The counters of one worker.
@@ -175,6 +202,17 @@ impl Counters {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn counters_are_displayed_on_one_line() {
+        let stats = Stats {
+            rx_bytes: 7,
+            attached: 1,
+            ..Stats::default()
+        };
+        assert_eq!(stats.to_string(), "rx_bytes=7 attached=1");
+        assert_eq!(Stats::default().to_string(), "");
+    }
 
     #[test]
     fn gauges_return_to_zero_when_contributions_are_removed() {

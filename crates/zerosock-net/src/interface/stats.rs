@@ -1,5 +1,6 @@
 //! Counters of an interface.
 
+use std::fmt;
 /// Counters since the interface was connected.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
@@ -25,6 +26,26 @@ pub struct InterfaceStats {
     pub kicks: u64,
     /// Times that [`wait`](super::Interface::wait) slept.
     pub sleeps: u64,
+}
+
+/// All counters, as `name=value`, on one line.
+impl fmt::Display for InterfaceStats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "rx_frames={} rx_bytes={} rx_tso={} rx_dropped={} tx_frames={} tx_bytes={} tx_tso={} tx_full={} kicks={} sleeps={}",
+            self.rx_frames,
+            self.rx_bytes,
+            self.rx_tso,
+            self.rx_dropped,
+            self.tx_frames,
+            self.tx_bytes,
+            self.tx_tso,
+            self.tx_full,
+            self.kicks,
+            self.sleeps,
+        )
+    }
 }
 
 /// Counters of the receive queue.

@@ -1,5 +1,6 @@
 //! How descriptors and mapped memory of this process are divided among all peers.
 
+use std::fmt;
 use std::ops::RangeInclusive;
 
 use rustix::process::{Resource, getrlimit};
@@ -78,6 +79,23 @@ pub struct Shares {
     pub common: u64,
     /// Limit of connections of each peer, of all kinds.
     pub max_connections: usize,
+}
+
+/// All counters, as `name=value`, on one line.
+impl fmt::Display for Shares {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "limit={} minimum={} reserved={} peers={} guaranteed={} common={} max_connections={}",
+            self.limit,
+            self.minimum,
+            self.reserved,
+            self.peers,
+            self.guaranteed,
+            self.common,
+            self.max_connections,
+        )
+    }
 }
 
 /// The budget and the shares for this configuration.

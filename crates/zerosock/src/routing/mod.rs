@@ -271,7 +271,7 @@ mod tests {
                 cid(n),
                 DeviceAddr {
                     worker: 0,
-                    number: n as u32,
+                    number: n,
                 },
                 &groups,
             );

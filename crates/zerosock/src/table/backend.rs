@@ -12,6 +12,7 @@
 //! - After [`Backend::arm`] has returned false, every action of the peer makes [`Backend::fd`]
 //!   readable.
 
+use std::fmt;
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -137,6 +138,26 @@ pub struct EndpointStats {
     pub packets_sent: u64,
     /// Notifications sent to the peer.
     pub notifications: u64,
+}
+
+/// All counters, as `name=value`, on one line.
+impl fmt::Display for EndpointStats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "received={} received_in_place={} copied_aside={} copied_out={} sent={} sent_in_place={} copied_in={} packets_received={} packets_sent={} notifications={}",
+            self.received,
+            self.received_in_place,
+            self.copied_aside,
+            self.copied_out,
+            self.sent,
+            self.sent_in_place,
+            self.copied_in,
+            self.packets_received,
+            self.packets_sent,
+            self.notifications,
+        )
+    }
 }
 
 /// The sockets of an endpoint as seen by the API. See the module documentation.

@@ -5,6 +5,7 @@
 //!   it is made, and dropping [`Admitted`] ends the count. Connections of the rules that it has
 //!   [replaced](RuleState::new) count, too.
 
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -29,6 +30,24 @@ pub struct RuleStats {
     pub bytes_received: u64,
     /// Datagrams that did not fit or could not be sent.
     pub datagrams_dropped: u64,
+}
+
+/// The rule, and its counters as `name=value`, on one line.
+impl fmt::Display for RuleStats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}: removed={} active={} opened={} refused={} bytes_sent={} bytes_received={} datagrams_dropped={}",
+            self.rule,
+            self.removed,
+            self.active,
+            self.opened,
+            self.refused,
+            self.bytes_sent,
+            self.bytes_received,
+            self.datagrams_dropped,
+        )
+    }
 }
 
 /// Connections, counters and the limit of one rule.

@@ -199,7 +199,7 @@ impl Datagram {
     }
 
     /// The send buffer: bytes that may be in flight, 128 per datagram included; default 212992. At
-    /// the limit a send blocks. A [`Host`] has none in flight: it writes into the receiver's
+    /// the limit a send blocks. A [`Host`](super::Host) has none in flight: it writes into the receiver's
     /// buffers at once.
     pub fn set_send_buffer(&self, bytes: u32) {
         self.change_limits(|limits| limits.send = bytes);
@@ -270,7 +270,7 @@ impl Datagram {
     }
 
     /// Waits until the device has consumed all sent datagrams. Then they are delivered or dropped,
-    /// even if this program ends; datagrams that it has not flushed may be lost. A [`Host`]
+    /// even if this program ends; datagrams that it has not flushed may be lost. A [`Host`](super::Host)
     /// consumes a datagram when its program reads it, or when the hold time ends.
     ///
     /// ```

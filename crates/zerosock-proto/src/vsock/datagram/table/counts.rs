@@ -1,5 +1,7 @@
 //! Limits and counters of datagram sockets.
 
+use std::fmt;
+
 #[cfg(doc)]
 use crate::vsock::datagram::OVERHEAD;
 
@@ -67,4 +69,21 @@ pub struct DatagramStats {
     pub dropped_not_peer: u64,
     /// STOPs received and obeyed.
     pub stopped: u64,
+}
+
+/// All counters, as `name=value`, on one line.
+impl fmt::Display for DatagramStats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "received={} received_bytes={} sent={} sent_bytes={} dropped_full={} dropped_not_peer={} stopped={}",
+            self.received,
+            self.received_bytes,
+            self.sent,
+            self.sent_bytes,
+            self.dropped_full,
+            self.dropped_not_peer,
+            self.stopped,
+        )
+    }
 }

@@ -150,6 +150,11 @@ impl fmt::Debug for PieceBuf {
     }
 }
 
+/// Bytes of a cache line.
+const CACHE_LINE: usize = 64;
+/// Bytes that are prefetched at most; the processor fetches the following ones by itself once they are read.
+const PREFETCHED: usize = 16 * CACHE_LINE;
+
 /// A checked range of mapped peer memory. The layout is that of `struct iovec`, so that an array
 /// of these is what `readv` and `writev` take.
 #[repr(C)]
@@ -229,6 +234,21 @@ impl<'m> GuestSlice<'m> {
                 in(reg) self.ptr,
                 options(nostack, preserves_flags, readonly)
             );
+        }
+    }
+
+    /// Prefetches the first cache lines, at most 16, for reading, or for writing, as `prefetch` and `prefetch_write`
+    /// do. For the buffers of later packets: a cache line takes longer to come from another core than a
+    /// small packet to process.
+    #[inline]
+    pub fn prefetch_lines(self, for_writing: bool) {
+        let mut offset = 0;
+        while offset < self.len.min(PREFETCHED) {
+            match for_writing {
+                true => self.part(offset, CACHE_LINE).prefetch_write(),
+                false => self.part(offset, CACHE_LINE).prefetch(),
+            }
+            offset += CACHE_LINE;
         }
     }
 

@@ -8,6 +8,8 @@
 //! - From one [`Ring::publish`] to the next, popping takes about a millisecond at most, whatever
 //!   the driver posts.
 
+mod single;
+
 use std::sync::Arc;
 use std::time::Instant;
 

@@ -14,7 +14,9 @@
 use std::sync::Arc;
 
 mod publish;
+mod single;
 
+pub use self::single::{Single, Singles};
 use super::chain::{Chain, ChainFault, LongChain, Pool};
 use super::index::{Consumer, IndexJump, Producer};
 use super::layout::{

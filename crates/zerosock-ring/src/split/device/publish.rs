@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::{DeviceQueue, within};
 use crate::dirty::DirtyLog;
+use crate::slice::Piece;
 use crate::split::chain::Chain;
 
 /// Offset and length of the parts of the used ring (virtio 1.2, 2.7.8).
@@ -107,14 +108,21 @@ impl DeviceQueue {
     pub(super) fn complete_logged(&mut self, chain: Chain, written: u32) {
         let written = within(&chain, written);
         let changed = self.add_used(chain.head, written);
+        self.log_completed(chain.writable(), written, changed);
+        self.release(chain);
+    }
+
+    /// Marks `written` bytes of the buffers, and the element of the used ring that has changed.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn log_completed(&self, pieces: &[Piece], written: u32, changed: Option<u16>) {
         if let Some(log) = &self.log {
-            log.mark_pieces(self.memory(), chain.writable(), written);
+            log.mark_pieces(self.memory(), pieces, written);
             if let Some(index) = changed {
                 let offset = ELEMENTS + ELEMENT_LEN * u64::from(index);
                 self.log_used(log, (offset, ELEMENT_LEN));
             }
         }
-        self.release(chain);
     }
 
     /// Marks the word by which the device requests kicks.

@@ -8,7 +8,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::*;
 use crate::dirty::{DirtyLog, LOG_PAGE};
-use crate::split::Buffer;
+use crate::split::{Buffer, Singles};
 
 /// A used ring of three pages.
 const SIZE: u16 = 1024;
@@ -109,14 +109,23 @@ fn run(steps: &[Step], event_idx: bool, base: u16) {
         post(&mem, SIZE, &table);
         let before = snapshot(&mem, SIZE);
         let marked_before = file.pages();
-        let chain = device.pop().unwrap().unwrap();
-        let written = step.written.index(1 + chain.writable_len() as usize);
+        let index = u64::from(device.base() & (SIZE - 1));
+        let mut singles = Singles::default();
+        device.read_singles(&mut singles, 1, true, 0);
+        let single = singles.front().map(|single| vec![*single.piece()]);
+        let chain = match single {
+            Some(_) => None,
+            None => device.pop().unwrap(),
+        };
+        let pieces = single.unwrap_or_else(|| chain.as_ref().unwrap().writable().to_vec());
+        let room: usize = pieces.iter().map(|piece| piece.len()).sum();
+        let written = step.written.index(1 + room);
         // The old bytes, each changed.
         let mut bytes = vec![0; written];
-        mem.read(chain.writable(), 0, &mut bytes);
+        mem.read(&pieces, 0, &mut bytes);
         fill = fill.wrapping_mul(5) | 1;
         bytes.iter_mut().for_each(|byte| *byte ^= fill);
-        mem.write(chain.writable(), 0, &bytes);
+        mem.write(&pieces, 0, &bytes);
         let mut written_pages = BTreeSet::new();
         let mut left = written as u64;
         for &(at, len) in &step.buffers {
@@ -128,10 +137,12 @@ fn run(steps: &[Step], event_idx: bool, base: u16) {
             }
         }
         let used_page = |offset: u64| (layout.used + offset) / LOG_PAGE;
-        let index = u64::from(device.base().wrapping_sub(1) & (SIZE - 1));
         // An element may lie in two pages.
         written_pages.extend([used_page(4 + 8 * index), used_page(11 + 8 * index)]);
-        device.complete(chain, written as u32);
+        match chain {
+            Some(chain) => device.complete(chain, written as u32),
+            None => device.complete_single(&mut singles, written as u32),
+        }
         let marks = file.pages();
         let fresh: BTreeSet<_> = marks.difference(&marked_before).copied().collect();
         assert!(

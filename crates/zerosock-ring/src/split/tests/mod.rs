@@ -9,6 +9,7 @@ mod hostile;
 mod log;
 mod oracle;
 mod short;
+mod single;
 
 use std::sync::Arc;
 

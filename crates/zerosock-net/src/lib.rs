@@ -21,6 +21,7 @@
 pub mod backend;
 #[doc(hidden)]
 pub mod device;
+mod header;
 pub mod interface;
 #[doc(hidden)]
 pub mod model;

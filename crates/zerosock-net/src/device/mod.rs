@@ -10,7 +10,9 @@
 
 mod announcement;
 mod control;
+mod pair;
 mod receive;
+mod rings;
 mod terms;
 mod transmit;
 
@@ -33,45 +35,14 @@ use zerosock_virtio::queues::{QueueSet, Quiesced, Rings, Scope};
 use zerosock_virtio::ring::Ring;
 
 use self::control::Allowed;
-use self::receive::Receiver;
+use self::pair::Pair;
+pub use self::rings::NetRings;
 use self::terms::{Fatal, Fixed, Terms};
-use self::transmit::Transmitter;
 use crate::backend::{Backend, Half};
 use crate::stats::{Counters, NetStats};
 
 /// Events of a queue of the back-end; the key is its number.
 pub(crate) const BACKEND: EventKind = EventKind::new(1);
-
-/// The rings: those of the queue pairs, receive before transmit, and the control queue.
-#[derive(Debug, Default)]
-pub struct NetRings(Vec<Option<Ring>>);
-
-impl Rings for NetRings {
-    fn slot(&mut self, index: u16) -> Option<&mut Option<Ring>> {
-        self.0.get_mut(usize::from(index))
-    }
-
-    fn slots(&mut self) -> impl Iterator<Item = &mut Option<Ring>> {
-        self.0.iter_mut()
-    }
-}
-
-impl NetRings {
-    fn new(pairs: u16) -> NetRings {
-        let mut rings = Vec::new();
-        rings.resize_with(2 * usize::from(pairs) + 1, || None);
-        NetRings(rings)
-    }
-
-    fn ring(&mut self, index: usize) -> Option<&mut Ring> {
-        self.0.get_mut(index)?.as_mut()
-    }
-
-    /// A ring that the device may process.
-    fn live(&mut self, index: usize) -> Option<&mut Ring> {
-        self.ring(index).filter(|ring| ring.live())
-    }
-}
 
 /// Readable once the back-end has gone.
 #[derive(Debug)]
@@ -93,17 +64,6 @@ impl AsFd for BackendGoneEvent {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
-}
-
-/// One queue pair.
-#[derive(Debug)]
-struct Pair {
-    receiver: Receiver,
-    transmitter: Transmitter,
-    /// The back-end knows that the driver uses the pair.
-    active: bool,
-    /// The back-end's descriptor is polled for room.
-    polls_room: bool,
 }
 
 /// What to poll for at the descriptor of a back-end: for room only while it has none, because a
@@ -198,18 +158,12 @@ impl<B: Backend> Device<B> {
         let count = backend.queues();
         let mut queues = QueueSet::new(0);
         queues.rings = NetRings::new(count);
-        let pair = || Pair {
-            receiver: Receiver::new(),
-            transmitter: Transmitter::default(),
-            active: false,
-            polls_room: false,
-        };
         Ok(Device {
             addr,
             name,
             queues,
             backend,
-            pairs: (0..count).map(|_| pair()).collect(),
+            pairs: (0..count).map(|_| Pair::new()).collect(),
             terms: Terms::new(0, &fixed),
             mtu: fixed.mtu,
             fixed,
@@ -274,24 +228,11 @@ impl<B: Backend> Device<B> {
         let (terms, tally) = (&self.terms, &mut self.tally);
         let mut more = false;
         for (index, pair) in self.pairs.iter_mut().enumerate().take(in_use) {
-            let sent = tally.tx_frames;
-            if let Some(ring) = self.queues.rings.live(2 * index + 1) {
-                let backend = (&mut self.backend, index);
-                match pair.transmitter.run(ring, backend, terms, tally, now) {
-                    Ok(left) => more |= left,
-                    Err(fatal) => self.fault = Some(fatal),
-                }
-            }
-            // One interrupt for what was sent and for its answer.
-            if tally.tx_frames > sent && self.backend.may_have_answers() {
-                pair.receiver.readable.set();
-            }
-            if let Some(ring) = self.queues.rings.live(2 * index) {
-                let backend = (&mut self.backend, index);
-                match pair.receiver.run(ring, backend, terms, tally, now) {
-                    Ok(left) => more |= left,
-                    Err(fatal) => self.fault = Some(fatal),
-                }
+            let rings = &mut self.queues.rings;
+            let backend = (&mut self.backend, index);
+            match pair.move_frames(rings, backend, terms, tally, now) {
+                Ok(left) => more |= left,
+                Err(fatal) => self.fault = Some(fatal),
             }
         }
         self.flush(now);
@@ -313,16 +254,11 @@ impl<B: Backend> Device<B> {
             let Some(ring) = self.queues.rings.live(2 * index) else {
                 continue;
             };
-            loop {
-                let backend = (&mut self.backend, index);
-                match (pair.receiver).run(ring, backend, &self.terms, &mut self.tally, now) {
-                    Ok(true) => {}
-                    Ok(false) => break,
-                    Err(fatal) => {
-                        self.fault = Some(fatal);
-                        break;
-                    }
-                }
+            let (backend, tally) = ((&mut self.backend, index), &mut self.tally);
+            match (pair.receiver).run_turn(ring, backend, &self.terms, tally, now) {
+                // What is left waits for the turn of the device.
+                Ok(_) => {}
+                Err(fatal) => self.fault = Some(fatal),
             }
         }
     }

@@ -5,8 +5,12 @@
 //! have is not known before: there is room for as many as recent frames had, and what goes beyond
 //! that is copied.
 //!
+//! A frame that the next chain has room for in one buffer does not need the window: its chain is read ahead
+//! with others, and popped when the frame is in it ([`Singles`]).
+//!
 //! # Invariants
-//! - The window holds the chains that were popped last, in their order.
+//! - The window holds the chains that were popped last, in their order. While it has any, and after each pop,
+//!   no chain is read ahead.
 //! - A frame that does not fit into what the driver has posted waits for more at most
 //!   [`PATIENCE`]; nothing is read meanwhile.
 
@@ -15,12 +19,13 @@ use std::time::Duration;
 
 use zerosock_proto::Instant;
 use zerosock_proto::wire::net::{Checksum, HEADER_LEN, Header, MAX_FRAME, Repr};
-use zerosock_ring::{Chain, Memory, SliceBuf};
+use zerosock_ring::{Chain, Memory, Singles, SliceBuf};
 use zerosock_virtio::queues::Quiesced;
 use zerosock_virtio::ring::Ring;
 
-use super::terms::{BYTES, FRAMES, Fatal, Terms};
+use super::terms::{BURST, BURSTS, BYTES, Fatal, Terms};
 use crate::backend::{Backend, FrameError, Half, MAX_PIECES, Taken};
+use crate::header;
 use crate::readable::Readable;
 use crate::stats::NetStats;
 
@@ -38,6 +43,8 @@ const SHRINK: usize = 64;
 #[derive(Debug)]
 pub(super) struct Receiver {
     window: VecDeque<Chain>,
+    /// Chains that were read ahead in this burst.
+    singles: Singles,
     /// Writable bytes of the chains in the window.
     room: usize,
     /// Whether the back-end may have a frame.
@@ -66,6 +73,7 @@ impl Receiver {
     pub(super) fn new() -> Receiver {
         Receiver {
             window: VecDeque::new(),
+            singles: Singles::default(),
             room: 0,
             readable: Readable::default(),
             starved: false,
@@ -102,7 +110,7 @@ impl Receiver {
     }
 
     /// Moves frames within the budget of a turn. Returns whether there may be more.
-    pub(super) fn run(
+    pub(super) fn run_turn(
         &mut self,
         ring: &mut Ring,
         (backend, queue): (&mut impl Backend, usize),
@@ -110,73 +118,182 @@ impl Receiver {
         tally: &mut NetStats,
         now: Instant,
     ) -> Result<bool, Fatal> {
+        let end = tally.rx_bytes + BYTES;
+        for _ in 0..BURSTS {
+            let backend = (&mut *backend, queue);
+            if !self.run(ring, backend, terms, (&mut *tally, end), now)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Moves a burst of frames, and stops at `end` bytes of the tally. Returns whether there may be more.
+    pub(super) fn run(
+        &mut self,
+        ring: &mut Ring,
+        (backend, queue): (&mut impl Backend, usize),
+        terms: &Terms,
+        (tally, end): (&mut NetStats, u64),
+        now: Instant,
+    ) -> Result<bool, Fatal> {
         if backend.posts() {
-            return self.run_posted(ring, (backend, queue), terms, tally);
+            return self.run_posted(ring, (backend, queue), terms, (tally, end));
         }
         let is_readable = self.readable.check(now);
         if let Some(pending) = self.pending.take() {
             self.deliver(ring, pending, terms, tally, now);
         }
-        let before = tally.rx_bytes;
-        for _ in 0..FRAMES {
+        self.singles.clear();
+        for _ in 0..BURST {
             if self.pending.is_some() || !is_readable {
                 return Ok(false);
             }
-            if tally.rx_bytes - before >= BYTES {
+            if tally.rx_bytes >= end {
                 return Ok(true);
             }
-            if let Some(len) = backend.next_len(queue)
+            let known = backend.next_len(queue);
+            if let Some(len) = known
                 && terms.mergeable
             {
                 self.expected = len;
             }
-            self.fill(ring, HEADER_LEN + self.expected, terms);
-            if self.window.is_empty() {
-                self.starved = true;
-                return Ok(false);
+            if self.window.is_empty() && self.singles.front().is_none() {
+                // For as many frames as may be there.
+                let (most, bytes) = match known {
+                    Some(len) => (BURST, HEADER_LEN + len),
+                    None => (1, 0),
+                };
+                ring.read_singles(&mut self.singles, most, true, bytes);
             }
-            if std::mem::take(&mut self.starved) {
-                ring.queue.disable_notifications();
-            }
-            let mut header = Header::default();
-            let (len, offered) = {
-                let mut slices = SliceBuf::<MAX_PIECES>::new();
-                let offered = self.offer(ring.queue.memory(), terms, &mut slices);
-                let read = backend.receive(queue, &mut header, &slices, &mut self.rest);
-                match read {
-                    Ok(len) => (len, offered),
-                    Err(FrameError::NotNow) => {
-                        self.readable.clear();
-                        return Ok(false);
-                    }
-                    Err(error) => {
-                        tally.rx_dropped += u64::from(matches!(error, FrameError::Refused));
-                        self.readable.fail(now);
-                        return Fatal::of(error).map_or(Ok(false), Err);
-                    }
+            let received = match self.singles.front() {
+                Some(single) if self.suits(single.len(), terms) => {
+                    self.receive_single(ring, (backend, queue), terms, (tally, now))
                 }
+                _ => self.receive(ring, (backend, queue), terms, (tally, now)),
             };
-            if terms.mergeable {
-                let shrunk = self.expected - self.expected / SHRINK;
-                self.expected = len.max(shrunk);
+            match received {
+                Ok(true) => {}
+                Ok(false) => return Ok(false),
+                Err(FrameError::NotNow) => {
+                    self.readable.clear();
+                    return Ok(false);
+                }
+                Err(error) => {
+                    tally.rx_dropped += u64::from(matches!(error, FrameError::Refused));
+                    self.readable.fail(now);
+                    return Fatal::of(error).map_or(Ok(false), Err);
+                }
             }
-            let Some(header) = check(&header, len, terms) else {
-                tally.rx_dropped += 1;
-                continue;
-            };
-            if len > offered + self.rest.len() {
-                tally.rx_no_room += 1;
-                continue;
-            }
-            let frame = Pending {
-                header,
-                len,
-                stored: len.min(offered),
-                since: now,
-            };
-            self.deliver(ring, frame, terms, tally, now);
         }
         Ok(self.pending.is_none())
+    }
+
+    /// Whether the next frame is received into a single buffer of `len` bytes.
+    #[inline]
+    fn suits(&self, len: usize, terms: &Terms) -> bool {
+        let least = if terms.mergeable { self.expected } else { 0 };
+        len >= HEADER_LEN + least
+    }
+
+    /// Receives a frame into the next chain that was read ahead. Returns true.
+    #[inline]
+    fn receive_single(
+        &mut self,
+        ring: &mut Ring,
+        (backend, queue): (&mut impl Backend, usize),
+        terms: &Terms,
+        (tally, now): (&mut NetStats, Instant),
+    ) -> Result<bool, FrameError> {
+        if std::mem::take(&mut self.starved) {
+            ring.queue.disable_notifications();
+        }
+        let single = self.singles.front();
+        let slice = single.and_then(|single| ring.queue.memory().slice(*single.piece()));
+        let Some(slice) = slice else {
+            return self.receive(ring, (backend, queue), terms, (tally, now));
+        };
+        let room = slice.part(HEADER_LEN, usize::MAX);
+        let mut header = Header::default();
+        let len = backend.receive(queue, &mut header, &[room], &mut self.rest)?;
+        self.expect(len, terms);
+        let Some(repr) = check(&header, len, terms) else {
+            tally.rx_dropped += 1;
+            return Ok(true);
+        };
+        if len <= room.len() {
+            header::write_repr(slice, &repr, 1);
+            ring.complete_single(&mut self.singles, (HEADER_LEN + len) as u32);
+            tally.rx_frames += 1;
+            tally.rx_bytes += len as u64;
+            return Ok(true);
+        }
+        let stored = room.len();
+        if let Some(chain) = ring.pop_single(&mut self.singles) {
+            self.room += chain.writable_len() as usize;
+            self.window.push_back(chain);
+        }
+        self.keep(ring, (&repr, len, stored), terms, (tally, now));
+        Ok(true)
+    }
+
+    /// Receives a frame into chains of any form. Returns false if there are none.
+    #[inline(never)]
+    fn receive(
+        &mut self,
+        ring: &mut Ring,
+        (backend, queue): (&mut impl Backend, usize),
+        terms: &Terms,
+        (tally, now): (&mut NetStats, Instant),
+    ) -> Result<bool, FrameError> {
+        self.fill(ring, HEADER_LEN + self.expected, terms);
+        if self.window.is_empty() {
+            self.starved = true;
+            return Ok(false);
+        }
+        if std::mem::take(&mut self.starved) {
+            ring.queue.disable_notifications();
+        }
+        let mut header = Header::default();
+        let mut slices = SliceBuf::<MAX_PIECES>::new();
+        let offered = self.offer(ring.queue.memory(), terms, &mut slices);
+        let len = backend.receive(queue, &mut header, &slices, &mut self.rest)?;
+        self.expect(len, terms);
+        match check(&header, len, terms) {
+            Some(repr) => self.keep(ring, (&repr, len, offered), terms, (tally, now)),
+            None => tally.rx_dropped += 1,
+        }
+        Ok(true)
+    }
+
+    /// Notes the length of a frame.
+    #[inline]
+    fn expect(&mut self, len: usize, terms: &Terms) {
+        if terms.mergeable {
+            let shrunk = self.expected - self.expected / SHRINK;
+            self.expected = len.max(shrunk);
+        }
+    }
+
+    /// Delivers a frame of `len` bytes, of which the window has the first `offered`, or keeps it.
+    fn keep(
+        &mut self,
+        ring: &mut Ring,
+        (repr, len, offered): (&Repr, usize, usize),
+        terms: &Terms,
+        (tally, now): (&mut NetStats, Instant),
+    ) {
+        if len > offered + self.rest.len() {
+            tally.rx_no_room += 1;
+            return;
+        }
+        let frame = Pending {
+            header: repr.emit(),
+            len,
+            stored: len.min(offered),
+            since: now,
+        };
+        self.deliver(ring, frame, terms, tally, now);
     }
 
     /// As [`run`](Self::run), for a back-end that takes all chains ahead of the frames: each frame
@@ -186,15 +303,14 @@ impl Receiver {
         ring: &mut Ring,
         (backend, queue): (&mut impl Backend, usize),
         terms: &Terms,
-        tally: &mut NetStats,
+        (tally, end): (&mut NetStats, u64),
     ) -> Result<bool, Fatal> {
         if std::mem::take(&mut self.starved) {
             ring.queue.disable_notifications();
         }
         // There is always an interest in more chains.
         self.starved = true;
-        let before = tally.rx_bytes;
-        for _ in 0..FRAMES {
+        for _ in 0..BURST {
             // Chains of the window may have to be un-popped: no later one may be completed before them.
             while let Some(chain) = ring.pop_if(HEADER_LEN, self.window.is_empty()) {
                 if !backend.post(queue, ring.queue.memory(), &chain) {
@@ -209,7 +325,7 @@ impl Receiver {
             let Some(first) = self.window.front() else {
                 return Ok(false);
             };
-            if tally.rx_bytes - before >= BYTES {
+            if tally.rx_bytes >= end {
                 return Ok(true);
             }
             let memory = ring.queue.memory();
@@ -229,7 +345,8 @@ impl Receiver {
                 copied,
             }) = taken
             {
-                if let Some(mut header) = check(&header, len, terms) {
+                if let Some(repr) = check(&header, len, terms) {
+                    let mut header = repr.emit();
                     header.set_num_buffers(1);
                     memory.write(first.writable(), 0, &header.0);
                     written = (HEADER_LEN + len) as u32;
@@ -258,6 +375,7 @@ impl Receiver {
 
     /// Pops chains until the window has room for `bytes`; one chain if a frame cannot take several.
     fn fill(&mut self, ring: &mut Ring, bytes: usize, terms: &Terms) {
+        self.singles.clear();
         let most = match terms.mergeable {
             true => MAX_BUFFERS,
             false => 1,
@@ -374,11 +492,12 @@ fn write(memory: &Memory, window: &VecDeque<Chain>, mut offset: usize, mut bytes
 
 /// The header of a frame from the back-end as the driver gets it; `None` if the frame needs what the
 /// driver did not accept.
-fn check(header: &Header, len: usize, terms: &Terms) -> Option<Header> {
+#[inline]
+fn check(header: &Header, len: usize, terms: &Terms) -> Option<Repr> {
     let offloads = terms.of_driver;
     let mut repr = Repr::parse(header, len, offloads).ok()?;
     if repr.checksum == Checksum::Valid && !offloads.csum {
         repr.checksum = Checksum::Complete;
     }
-    Some(repr.emit())
+    Some(repr)
 }

@@ -7,8 +7,10 @@ use zerosock_proto::wire::net::{
 
 use crate::backend::FrameError;
 
-/// Frames moved in one turn, for each queue pair and direction.
-pub(super) const FRAMES: usize = 256;
+/// Frames of a burst, for each queue pair and direction.
+pub(super) const BURST: usize = 32;
+/// Bursts of a turn.
+pub(super) const BURSTS: usize = 8;
 /// Bytes moved in one turn, likewise: about a tenth of a millisecond of copying in the kernel.
 pub(super) const BYTES: u64 = 1 << 20;
 /// Bytes of two VLAN tags, which an MTU does not include.

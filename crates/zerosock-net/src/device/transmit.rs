@@ -6,20 +6,22 @@
 //! - A frame is sent with a header that was made from the checked one.
 //! - Chains are completed in the order in which they were popped, also if the back-end holds some. Unusable
 //!   ones are returned at once.
+//! - Chains of one buffer are read ahead, and popped when the back-end has taken their frames.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use zerosock_proto::Instant;
 use zerosock_proto::wire::net::{Checksum, ETHERNET_LEN, HEADER_LEN, Header, MAX_FRAME, Repr};
-use zerosock_ring::{Chain, Memory, SliceBuf};
+use zerosock_ring::{Chain, Memory, Piece, Singles, SliceBuf};
 use zerosock_virtio::queues::Quiesced;
 use zerosock_virtio::ring::Ring;
 
-use super::terms::{BYTES, FRAMES, Fatal, Terms};
+use super::terms::{BURST, Fatal, Terms};
 use crate::backend::{
     ADDRESSES_LEN, Addresses, Backend, Frame, FrameError, Half, MAX_PIECES, Sent,
 };
+use crate::header;
 use crate::stats::NetStats;
 
 /// The sending half of a queue pair.
@@ -27,6 +29,8 @@ use crate::stats::NetStats;
 pub(super) struct Transmitter {
     /// The back-end had no room.
     pub(super) blocked: bool,
+    /// Chains that were read ahead in this burst.
+    singles: Singles,
     /// Chains in order, from the first one that the back-end holds on.
     held: VecDeque<Held>,
     /// The number of the first of them.
@@ -41,63 +45,82 @@ struct Held {
 }
 
 impl Transmitter {
-    /// Moves frames within the budget of a turn. Returns whether there may be more.
+    /// Moves a burst of frames, and stops at `end` bytes of the tally. Returns whether there may be more.
     pub(super) fn run(
         &mut self,
         ring: &mut Ring,
         (backend, queue): (&mut impl Backend, usize),
         terms: &Terms,
-        tally: &mut NetStats,
+        (tally, end): (&mut NetStats, u64),
         now: Instant,
     ) -> Result<bool, Fatal> {
         if self.blocked {
             return Ok(false);
         }
-        let before = tally.tx_bytes;
-        for index in 0..FRAMES {
-            if tally.tx_bytes - before >= BYTES {
+        // Most back-ends have this processor read the whole frame.
+        let bytes = match backend.posts() {
+            true => HEADER_LEN,
+            false => usize::MAX,
+        };
+        ring.read_singles(&mut self.singles, BURST, false, bytes);
+        for index in 0..BURST {
+            if tally.tx_bytes >= end {
                 return Ok(true);
             }
-            let Some(chain) = ring.pop() else {
-                return Ok(false);
+            let number = self.first.wrapping_add(self.held.len() as u64);
+            let (sent, chain) = match self.singles.front() {
+                Some(single) => {
+                    let pieces = std::slice::from_ref(single.piece());
+                    let frame = (pieces, single.len());
+                    let memory = ring.queue.memory();
+                    let sent = send(memory, frame, terms, (backend, queue), (number, now, tally));
+                    (sent, None)
+                }
+                None => {
+                    let Some(chain) = ring.pop() else {
+                        return Ok(false);
+                    };
+                    let frame = (chain.readable(), chain.readable_len() as usize);
+                    let memory = ring.queue.memory();
+                    let sent = send(memory, frame, terms, (backend, queue), (number, now, tally));
+                    (sent, Some(chain))
+                }
             };
             if index == 0 {
                 ring.queue.disable_notifications();
             }
-            let number = self.first.wrapping_add(self.held.len() as u64);
-            let sent = {
-                let mut slices = SliceBuf::<MAX_PIECES>::new();
-                let mut addresses = None;
-                let memory = ring.queue.memory();
-                let parts = (&mut addresses, &mut slices);
-                let frame = prepare(memory, &chain, terms, parts, tally);
-                frame.map(|frame| (backend.send(queue, &frame, number, now), frame.len))
-            };
-            let mut done = true;
-            match sent {
-                None => {}
-                Some((Ok(sent), len)) => {
-                    tally.tx_frames += 1;
-                    tally.tx_bytes += len as u64;
-                    done = sent == Sent::Done;
-                }
-                Some((Err(FrameError::NotNow), _)) => {
-                    ring.queue.unpop(chain);
+            let (done, fatal) = match sent {
+                Ok(sent) => (sent == Sent::Done, None),
+                Err(FrameError::NotNow) => {
+                    if let Some(chain) = chain {
+                        ring.queue.unpop(chain);
+                    }
                     self.blocked = true;
                     return Ok(false);
                 }
-                Some((Err(error), _)) => {
+                Err(error) => {
                     match &error {
                         FrameError::LinkDown => tally.tx_link_down += 1,
                         _ => tally.tx_refused += 1,
                     }
-                    if let Some(fatal) = Fatal::of(error) {
-                        self.finish(ring, chain, true);
-                        return Err(fatal);
+                    (true, Fatal::of(error))
+                }
+            };
+            match chain {
+                Some(chain) => self.finish(ring, chain, done),
+                None if done && self.held.is_empty() => {
+                    self.first = self.first.wrapping_add(1);
+                    ring.complete_single(&mut self.singles, 0);
+                }
+                None => {
+                    if let Some(chain) = ring.pop_single(&mut self.singles) {
+                        self.finish(ring, chain, done);
                     }
                 }
             }
-            self.finish(ring, chain, done);
+            if let Some(fatal) = fatal {
+                return Err(fatal);
+            }
         }
         Ok(true)
     }
@@ -169,23 +192,46 @@ impl Transmitter {
     }
 }
 
+/// Sends the frame in `pieces` of `total` bytes. One that is dropped is counted, and done.
+#[inline]
+fn send(
+    memory: &Arc<Memory>,
+    (pieces, total): (&[Piece], usize),
+    terms: &Terms,
+    (backend, queue): (&mut impl Backend, usize),
+    (number, now, tally): (u64, Instant, &mut NetStats),
+) -> Result<Sent, FrameError> {
+    let mut slices = SliceBuf::<MAX_PIECES>::new();
+    let mut addresses = None;
+    let parts = (&mut addresses, &mut slices);
+    let Some(frame) = prepare(memory, (pieces, total), terms, parts, tally) else {
+        return Ok(Sent::Done);
+    };
+    let sent = backend.send(queue, &frame, number, now)?;
+    tally.tx_frames += 1;
+    tally.tx_bytes += frame.len as u64;
+    Ok(sent)
+}
+
 /// The frame to send. `None` for one that is dropped; it has been counted.
 #[inline]
 fn prepare<'f, 'm: 'f>(
     memory: &'m Arc<Memory>,
-    chain: &'f Chain,
+    (pieces, total): (&'f [Piece], usize),
     terms: &Terms,
     (first, slices): (&'f mut Option<Addresses>, &'f mut SliceBuf<'m, MAX_PIECES>),
     tally: &mut NetStats,
 ) -> Option<Frame<'f>> {
-    let pieces = chain.readable();
-    let len = (chain.readable_len() as usize).saturating_sub(HEADER_LEN);
+    let len = total.saturating_sub(HEADER_LEN);
     if len < ETHERNET_LEN {
         tally.tx_runt += 1;
         return None;
     }
     // The only time that the guest's header is read.
-    let header_copy = Header(memory.read_array(pieces, 0)?);
+    let header_copy = match memory.contiguous(pieces, 0, HEADER_LEN) {
+        Some(slice) => header::read(slice)?,
+        None => Header(memory.read_array(pieces, 0)?),
+    };
     let Ok(mut repr) = Repr::parse(&header_copy, len, terms.of_device) else {
         tally.tx_bad_header += 1;
         return None;

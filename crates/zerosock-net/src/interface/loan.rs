@@ -4,6 +4,7 @@ use zerosock_proto::wire::net::{ETHERNET_LEN, HEADER_LEN, HeaderError, Repr};
 use zerosock_ring::{Claim, GuestSlice};
 
 use super::transmit::{LoanError, Transmitter};
+use crate::header;
 
 /// A buffer from which the device will read a frame. It contains what was there before until it is
 /// written. [`queue`](Self::queue) sends it; a loan that is dropped sends nothing.
@@ -74,8 +75,10 @@ impl<'a> FrameLoan<'a> {
     /// ([`offloads`](super::Interface::offloads)). Nothing is sent.
     #[inline]
     pub fn queue(self, repr: &Repr) -> Result<(), HeaderError> {
-        let header = self.transmitter.header(repr, self.len())?;
-        self.whole.write(0, &header.0);
+        match self.transmitter.header(repr, self.len())? {
+            None => header::write_repr(self.whole, &Repr::PLAIN, 0),
+            Some(header) => header::write(self.whole, header),
+        };
         self.transmitter
             .queue(self.buffer, self.len(), repr.gso.is_some());
         // The buffer is the device's; nothing else is owned.

@@ -20,12 +20,12 @@ use super::link::Terms;
 use super::memory::{HEADER, Layout};
 use super::parts::{Chained, Parts};
 use super::stats::ReceiveStats;
+use crate::header;
 
 /// Index of the receive queue.
 pub(super) const RECEIVE: usize = 0;
-/// How many buffers ahead memory is prefetched: a cache line takes longer to arrive from the device's
-/// core than a small frame takes to process.
-const PREFETCH_AHEAD: u16 = 8;
+/// How many buffers ahead memory is prefetched.
+const PREFETCH_AHEAD: u16 = 4;
 /// Returned buffers that are published together, if the device has many others.
 const BATCH: u16 = 32;
 
@@ -134,7 +134,8 @@ impl Receiver {
                 && let Some(piece) = self.pieces.get(token as usize)
                 && let Some(slice) = self.memory.slice(*piece)
             {
-                slice.prefetch();
+                // The frames of a burst are often of one length.
+                slice.part(0, used.len as usize).prefetch_lines(false);
             }
             if let Some(received) = self.accept(state, &used)? {
                 return Ok(Some(received));
@@ -158,8 +159,8 @@ impl Receiver {
         let partial = match state.partial.take() {
             None => {
                 let written = self.slice(buffer, used.len);
-                let header = written.and_then(|bytes| bytes.read_array::<HEADER_LEN>(0));
-                let (Some(written), Some(header)) = (written, header.map(Header)) else {
+                let header = written.and_then(header::read);
+                let (Some(written), Some(header)) = (written, header) else {
                     // A device returns a buffer in this way that it has not used.
                     state.stats.dropped += 1;
                     state.repost(buffer);

@@ -21,6 +21,8 @@ use super::stats::TransmitStats;
 
 /// Index of the transmit queue.
 const TRANSMIT: usize = 1;
+/// How many loans ahead memory is prefetched.
+const PREFETCH_AHEAD: usize = 3;
 
 /// Why there is no loan.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
@@ -129,6 +131,11 @@ impl Transmitter {
         if let Some(buffer) = state.pop(is_small)
             && let Some(slice) = self.slice(buffer, len)
         {
+            if let Some(later) = state.peek(is_small, PREFETCH_AHEAD)
+                && let Some(later) = self.slice(later, len)
+            {
+                later.prefetch_lines(true);
+            }
             return Ok((buffer, slice));
         }
         self.reap(state)?;
@@ -179,14 +186,14 @@ impl Transmitter {
         &self.memory
     }
 
-    /// The header of a frame of `len` bytes.
+    /// The header of a frame of `len` bytes; `None` for one without offloads.
     ///
     /// # Errors
     /// It lies about the frame, or uses an offload that the device does not take.
     #[inline]
-    pub(super) fn header(&self, repr: &Repr, len: usize) -> Result<Header, HeaderError> {
+    pub(super) fn header(&self, repr: &Repr, len: usize) -> Result<Option<Header>, HeaderError> {
         if let (Checksum::Complete, None) = (repr.checksum, repr.gso) {
-            return Ok(Header::default());
+            return Ok(None);
         }
         let mut repr = *repr;
         if repr.checksum == Checksum::Valid {
@@ -195,7 +202,7 @@ impl Transmitter {
         }
         let header = repr.emit();
         Repr::parse(&header, len, self.offloads)?;
-        Ok(header)
+        Ok(Some(header))
     }
 
     /// Queues a frame of `len` bytes, behind its header.
@@ -250,6 +257,16 @@ impl Transmitter {
 }
 
 impl State {
+    /// The buffer that [`pop`](Self::pop) returns after `ahead` others.
+    #[inline]
+    fn peek(&self, is_small: bool, ahead: usize) -> Option<u16> {
+        let free = match is_small {
+            true => &self.free_small,
+            false => &self.free_large,
+        };
+        free.get(free.len().checked_sub(ahead + 1)?).copied()
+    }
+
     #[inline]
     fn pop(&mut self, is_small: bool) -> Option<u16> {
         match is_small {

@@ -244,17 +244,19 @@ impl Inbox {
     }
 
     /// Bytes of the next frame.
+    #[inline]
     pub(super) fn next_len(&mut self) -> Option<usize> {
-        self.with_next(|frame| frame.len)
+        self.cut_for_receiver();
+        match self.segments.front().or_else(|| self.waiting.front()) {
+            Some((_, bytes)) => Some(bytes.len()),
+            None => Some(self.batch.as_ref()?.frames.get(self.taken)?.len),
+        }
     }
 
     /// Calls `take` with the next frame.
     #[inline]
     pub(super) fn with_next<T>(&mut self, take: impl FnOnce(&Frame<'_>) -> T) -> Option<T> {
-        // The batch has nothing that a receiver of all offloads does not take.
-        if self.offloads != Offloads::ALL {
-            self.cut();
-        }
+        self.cut_for_receiver();
         let copies = self.segments.front().or_else(|| self.waiting.front());
         match copies {
             Some((header, bytes)) => Some(take(&Frame::of_bytes(*header, bytes))),
@@ -288,6 +290,14 @@ impl Inbox {
 
     pub(super) fn take_losses(&mut self) -> Losses {
         std::mem::take(&mut self.losses)
+    }
+
+    #[inline]
+    fn cut_for_receiver(&mut self) {
+        // The batch has nothing that a receiver of all offloads does not take.
+        if self.offloads != Offloads::ALL {
+            self.cut();
+        }
     }
 
     /// Makes segments, or complete checksums, of the next frame if the receiver does not take it as it is.

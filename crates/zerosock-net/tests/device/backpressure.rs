@@ -3,6 +3,8 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixDatagram;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use zerosock_net::backend::{Backend, Frame, FrameError, Never, Sent};
@@ -11,7 +13,8 @@ use zerosock_proto::Instant;
 use zerosock_proto::wire::net::Header;
 use zerosock_ring::GuestSlice;
 use zerosock_sys::send_slices;
-use zerosock_virtio::outbox::Outbox;
+use zerosock_virtio::device::Message;
+use zerosock_virtio::outbox::{DeviceAddr, Outbox};
 
 use super::driver::Driver;
 use super::frames::plain;
@@ -159,5 +162,98 @@ fn an_answer_is_received_in_the_turn_of_its_frame() {
         assert_eq!(driver.receive(0).1, plain(100, seed));
     }
     driver.check_guards();
+    server.shutdown();
+}
+
+/// Asks for the frames of an [`Endless`] back-end.
+#[derive(Debug)]
+struct Go;
+
+impl Message for Go {}
+
+const LONG: usize = 65_000;
+
+/// A back-end that has a message sent to itself by the first frame of the driver, and has frames from that
+/// message on.
+struct Endless {
+    addr: Option<DeviceAddr>,
+    is_asked: bool,
+    has_frames: bool,
+    /// Bytes received since the message, and those of before the device had finished with it.
+    moved: usize,
+    by_message: Arc<AtomicUsize>,
+}
+
+impl Backend for Endless {
+    type Message = Go;
+
+    fn start(&mut self, addr: DeviceAddr) -> io::Result<()> {
+        self.addr = Some(addr);
+        Ok(())
+    }
+
+    fn receive(
+        &mut self,
+        _: usize,
+        _: &mut Header,
+        _: &[GuestSlice<'_>],
+        _: &mut [u8],
+    ) -> Result<usize, FrameError> {
+        if !self.has_frames {
+            return Err(FrameError::NotNow);
+        }
+        self.moved += LONG;
+        Ok(LONG)
+    }
+
+    fn send(&mut self, _: usize, _: &Frame<'_>, _: u64, _: Instant) -> Result<Sent, FrameError> {
+        self.is_asked = true;
+        Ok(Sent::Done)
+    }
+
+    fn on_message(&mut self, _: Go, _: Instant, _: &mut NetStats) -> bool {
+        self.has_frames = true;
+        true
+    }
+
+    fn finish_turn(&mut self, _: Instant, outbox: &mut Outbox<Go>, _: &mut NetStats) {
+        if self.has_frames && self.by_message.load(Ordering::Relaxed) == 0 {
+            self.by_message.store(self.moved, Ordering::Relaxed);
+        }
+        if std::mem::take(&mut self.is_asked)
+            && let Some(addr) = self.addr
+        {
+            outbox.send(addr, Go);
+        }
+    }
+
+    fn undeliverable(_: Go, _: &mut Outbox<Go>) {}
+}
+
+/// Other devices of the worker have their turns between.
+#[test]
+fn a_message_moves_no_more_than_a_turn() {
+    const BUFFERS: u64 = 60;
+    let by_message = Arc::<AtomicUsize>::default();
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("net");
+    let backend = Endless {
+        addr: None,
+        is_asked: false,
+        has_frames: false,
+        moved: 0,
+        by_message: Arc::clone(&by_message),
+    };
+    let server = serve(&socket, None, backend);
+    let mut driver = Driver::attach(&socket, 0, 2);
+    for _ in 0..BUFFERS {
+        driver.post(0, &[LONG as u32 + 12]);
+    }
+    driver.send(0, &Header::default(), &plain(60, 0), &[]);
+    wait_until("all buffers are filled", || {
+        server.stats()[0].1.rx_frames == BUFFERS
+    });
+    let moved = by_message.load(Ordering::Relaxed);
+    assert!((1..=(1 << 20) + LONG).contains(&moved), "{moved}");
     server.shutdown();
 }

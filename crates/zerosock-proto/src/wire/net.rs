@@ -85,11 +85,29 @@ pub const GSO_ECN: u8 = 0x80;
 pub struct Header(pub [u8; HEADER_LEN]);
 
 impl Header {
+    /// The header of which these are the first eight bytes and the last four, little-endian.
+    #[inline]
+    pub fn from_words(first: u64, last: u32) -> Header {
+        let [a, b, c, d, e, f, g, h] = first.to_le_bytes();
+        let [i, j, k, l] = last.to_le_bytes();
+        Header([a, b, c, d, e, f, g, h, i, j, k, l])
+    }
+
+    /// The first eight bytes and the last four, little-endian.
+    #[inline]
+    pub fn to_words(self) -> (u64, u32) {
+        let [a, b, c, d, e, f, g, h, i, j, k, l] = self.0;
+        let first = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
+        (first, u32::from_le_bytes([i, j, k, l]))
+    }
+
+    #[inline]
     fn get(&self, field: Range<usize>) -> u16 {
         let bytes = self.0.get(field).and_then(|bytes| bytes.try_into().ok());
         u16::from_le_bytes(bytes.unwrap_or_default())
     }
 
+    #[inline]
     fn set(&mut self, field: Range<usize>, value: u16) {
         if let Some(bytes) = self.0.get_mut(field) {
             bytes.copy_from_slice(&value.to_le_bytes());
@@ -139,31 +157,37 @@ impl Header {
     }
 
     /// Sets the flags.
+    #[inline]
     pub fn set_flags(&mut self, flags: u8) {
         self.0[field::FLAGS] = flags;
     }
 
     /// Sets the GSO type.
+    #[inline]
     pub fn set_gso_type(&mut self, kind: u8) {
         self.0[field::GSO_TYPE] = kind;
     }
 
     /// Sets the number of header bytes.
+    #[inline]
     pub fn set_hdr_len(&mut self, len: u16) {
         self.set(field::HDR_LEN, len);
     }
 
     /// Sets the segment size.
+    #[inline]
     pub fn set_gso_size(&mut self, size: u16) {
         self.set(field::GSO_SIZE, size);
     }
 
     /// Sets the start of the checksum.
+    #[inline]
     pub fn set_csum_start(&mut self, start: u16) {
         self.set(field::CSUM_START, start);
     }
 
     /// Sets the place of the checksum.
+    #[inline]
     pub fn set_csum_offset(&mut self, offset: u16) {
         self.set(field::CSUM_OFFSET, offset);
     }

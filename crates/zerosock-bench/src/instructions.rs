@@ -1,13 +1,17 @@
-//! Sends and receives 64-byte packets between an embedding program and an attached process, both in
-//! one thread, so that `scripts/count-instructions` can count the instructions of each side.
+//! Sends and receives 64-byte packets between an embedding program and an attached process, and frames
+//! between the two halves of a network device, all in one thread, so that `scripts/count-instructions` can
+//! count the instructions of each side.
 //!
 //! # Invariants
-//! - Only the code inside [`measured`] is counted, and only on the thread that runs it.
+//! - Only the steps of the side that [`run_scenario`] is told to count are counted, on their thread alone.
 //! - No call waits or sleeps: a round sends as many packets as it receives.
 //!
 //! # Use
 //! `zerosock-bench instructions`. A scenario is one way to send and receive, one direction and one side. Each ends in
 //! [`end_scenario`], where the script takes the counts and starts from zero.
+
+mod net;
+mod scenario;
 
 use std::array;
 use std::io::{Read, Write};
@@ -17,27 +21,16 @@ use std::time::Duration;
 use zerosock::vsock::{Endpoint, Host, SeqPacket, Stream};
 use zerosock::{Address, Cid, Port};
 
+use self::scenario::{ROUND, Side, end_scenario, run_scenario};
+
 /// Bytes of a packet.
 const LEN: usize = 64;
-/// Packets of a round: a quarter of the slots of a default queue.
-const ROUND: usize = 32;
-/// Rounds before counting, in which buffers grow and all slots have been used.
-const WARM_UP: usize = 40;
-/// Rounds that are counted.
-const ROUNDS: usize = 100;
 /// Bytes in flight: enough for the packets of all scenarios of a connection, each of which takes
 /// 640 bytes.
 const WINDOW: u32 = 8 << 20;
 const STREAM: Port = Port::new(1);
 const MESSAGES: Port = Port::new(2);
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// The side of a scenario that is counted.
-#[derive(Clone, Copy, Eq, PartialEq)]
-enum Side {
-    Sender,
-    Receiver,
-}
 
 /// Both ends of a connection.
 struct Ends<T> {
@@ -107,6 +100,7 @@ pub(crate) fn run() {
         driver: their_socket,
     };
     both_ways("message", &ends, &turns, send_each, recv_each);
+    net::run(dir.path());
 }
 
 /// Runs the scenarios of one way to send and receive: two directions, two sides.
@@ -132,39 +126,6 @@ fn both_ways<T>(
         run_scenario(side, || send(sends), || receive(receives, turns.driver));
         end_scenario(name, "device", "driver", side);
     }
-}
-
-/// Runs the rounds of one scenario.
-fn run_scenario(side: Side, mut send: impl FnMut(), mut receive: impl FnMut()) {
-    for round in 0..WARM_UP + ROUNDS {
-        let count = round >= WARM_UP;
-        for (mine, step) in [
-            (Side::Sender, &mut send as &mut dyn FnMut()),
-            (Side::Receiver, &mut receive),
-        ] {
-            if count && mine == side {
-                measured(step);
-            } else {
-                step();
-            }
-        }
-    }
-}
-
-/// The script counts what this function calls.
-#[inline(never)]
-fn measured(step: &mut dyn FnMut()) {
-    step();
-}
-
-/// The script takes the counts of the scenario when this function returns.
-#[inline(never)]
-fn end_scenario(name: &str, sends: &str, receives: &str, side: Side) {
-    let step = match side {
-        Side::Sender => format!("send {sends}"),
-        Side::Receiver => format!("receive {receives}"),
-    };
-    println!("scenario {} {name} {step}", ROUND * ROUNDS);
 }
 
 /// A packet. Its number decides its bytes.

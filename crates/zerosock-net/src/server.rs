@@ -178,6 +178,54 @@ where
     }
 }
 
+/// The device of one guest without a thread for its worker: the caller steps it.
+pub struct SteppedServer<B: Backend> {
+    control: Control,
+    worker: Worker<Device<B>>,
+}
+
+impl<B: Backend> std::fmt::Debug for SteppedServer<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SteppedServer").finish_non_exhaustive()
+    }
+}
+
+impl<B: Backend> SteppedServer<B> {
+    /// Starts the device and the control thread.
+    ///
+    /// # Errors
+    /// As [`Server::start`].
+    pub fn start(config: GuestConfig, backend: B) -> io::Result<SteppedServer<B>> {
+        let mut setup = Setup::new()?;
+        let max_mtu = backend.max_mtu();
+        setup.add_guest(config, max_mtu, backend, |device| device)?;
+        let Setup {
+            mut worker, specs, ..
+        } = setup;
+        worker.start()?;
+        let control = Control::spawn(specs)?;
+        Ok(SteppedServer { control, worker })
+    }
+
+    /// Handles the work that there is. If there is none, first sleeps for at most `wait`.
+    ///
+    /// # Errors
+    /// The system cannot wait.
+    pub fn step(&mut self, wait: Duration) -> io::Result<()> {
+        self.worker.step(Some(wait)).map(drop)
+    }
+
+    /// Disconnects the front-end and ends the control thread.
+    pub fn shutdown(mut self) {
+        let control = self.control;
+        let ending = std::thread::spawn(move || control.shutdown());
+        while !ending.is_finished() {
+            // After an error the control thread gives up by itself.
+            let _ = self.worker.step(Some(Duration::from_millis(1)));
+        }
+    }
+}
+
 impl Server {
     /// Starts the device of one guest, with one queue pair for each queue of the back-end. The worker
     /// polls for more work for `spin` before it sleeps.

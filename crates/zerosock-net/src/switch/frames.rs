@@ -60,14 +60,24 @@ pub(super) struct Batch {
 
 /// A frame in the memory of its sender.
 #[derive(Debug)]
-struct Lent {
+pub(super) struct Lent {
     header: Header,
-    len: usize,
+    pub(super) len: usize,
+    /// The number of its sender, and whether other batches have it, too.
+    pub(super) number: u64,
+    pub(super) is_flooded: bool,
     addresses: Addresses,
     /// Its pieces among those of the batch.
     pieces: Range<usize>,
     /// Bytes of the pieces in front of what follows the addresses.
     skip: usize,
+}
+
+impl Lent {
+    /// How many pieces it has.
+    pub(super) fn pieces(&self) -> usize {
+        self.pieces.len()
+    }
 }
 
 impl Batch {
@@ -84,7 +94,12 @@ impl Batch {
 
     /// Adds a frame. All frames of a batch lie in the same memory.
     #[inline]
-    pub(super) fn push(&mut self, frame: &Frame<'_>, addresses: &Addresses) {
+    pub(super) fn push(
+        &mut self,
+        frame: &Frame<'_>,
+        addresses: &Addresses,
+        (number, is_flooded): (u64, bool),
+    ) {
         self.bytes += frame.len;
         let Some(memory) = frame.memory else {
             self.copies.push((frame.header, frame.first.to_vec()));
@@ -98,10 +113,17 @@ impl Batch {
         self.frames.push(Lent {
             header: frame.header,
             len: frame.len,
+            number,
+            is_flooded,
             addresses: *addresses,
             pieces: start..self.pieces.len(),
             skip: frame.skip,
         });
+    }
+
+    /// The frames in the memory of the sender.
+    pub(super) fn frames(&self) -> impl Iterator<Item = &Lent> {
+        self.frames.iter()
     }
 
     /// The batch without frames, with its allocations if they are not large.
@@ -224,8 +246,8 @@ pub(super) struct Inbox {
 }
 
 impl Inbox {
-    /// Adds a batch, which the next [`settle`](Self::settle) returns.
-    pub(super) fn put(&mut self, mut batch: Batch) {
+    /// Adds a batch, which the next [`take_batch`](Self::take_batch) returns.
+    pub(super) fn add_batch(&mut self, mut batch: Batch) {
         for (header, bytes) in batch.copies.drain(..) {
             self.wait(bytes.len(), || (header, bytes));
         }
@@ -234,7 +256,7 @@ impl Inbox {
 
     /// Copies the frames of the batch that were not taken, as far as there is room for so many to wait,
     /// and returns the batch.
-    pub(super) fn settle(&mut self) -> Option<Batch> {
+    pub(super) fn take_batch(&mut self) -> Option<Batch> {
         let batch = self.batch.take()?;
         for index in self.taken..batch.frames.len() {
             let wait = |frame: &Frame<'_>| self.wait(frame.len, || copied(frame));

@@ -1,7 +1,7 @@
 //! A port with a guest.
 
+use std::collections::VecDeque;
 use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 
 use zerosock_proto::Instant;
@@ -49,13 +49,26 @@ pub(super) struct Sender {
     returning: Vec<Batch>,
     /// Batches that have not come back.
     lent: usize,
-    /// Numbers of the frames in them.
-    numbers: Range<u64>,
-    /// Numbers of frames that have got their memory back.
-    returned: Range<u64>,
+    /// Frames for several ports of which some have not come back, in the order of their numbers.
+    floods: VecDeque<Flood>,
+    /// Numbers of frames that no receiver needs any more.
+    returned: Vec<u64>,
     /// See [`MAX_FLOODED`].
     flooded: usize,
     spare: Vec<Batch>,
+}
+
+/// A frame for several ports.
+#[derive(Debug)]
+struct Flood {
+    number: u64,
+    /// Receivers that have not returned it.
+    left: usize,
+}
+
+/// What a frame for several ports counts for each receiver: see [`MAX_FLOODED`].
+fn flooded_bytes(len: usize, pieces: usize) -> usize {
+    len.max(MIN_FLOODED).max(MIN_PIECE * pieces)
 }
 
 impl Sender {
@@ -70,8 +83,8 @@ impl Sender {
             last: None,
             returning: Vec::new(),
             lent: 0,
-            numbers: 0..0,
-            returned: 0..0,
+            floods: VecDeque::new(),
+            returned: Vec::new(),
             flooded: 0,
             spare: Vec::new(),
         }
@@ -88,8 +101,10 @@ impl Sender {
         let addresses = frame.first.first_chunk().ok_or(FrameError::Refused)?;
         match self.last {
             // Within a turn, nothing changes the way of a frame.
-            Some((last, at)) if last == *addresses => self.push(at, frame, addresses),
-            _ => match self.send_first(frame, addresses, now) {
+            Some((last, at)) if last == *addresses => {
+                self.push(at, frame, addresses, (number, false));
+            }
+            _ => match self.send_first(frame, addresses, number, now) {
                 Ok(true) => {}
                 Ok(false) => return Ok(Sent::Done),
                 Err(error) => return Err(error),
@@ -98,10 +113,6 @@ impl Sender {
         if frame.memory.is_none() {
             return Ok(Sent::Done);
         }
-        if self.numbers.is_empty() {
-            self.numbers.start = number;
-        }
-        self.numbers.end = number + 1;
         Ok(Sent::Held)
     }
 
@@ -111,6 +122,7 @@ impl Sender {
         &mut self,
         frame: &Frame<'_>,
         addresses: &Addresses,
+        number: u64,
         now: Instant,
     ) -> Result<bool, FrameError> {
         let mut table = self.switch.table();
@@ -120,17 +132,20 @@ impl Sender {
             Route::Flood => table.others(self.addr).collect(),
         };
         drop(table);
-        if to.len() > 1 {
-            let least = MIN_FLOODED.max(MIN_PIECE * frame.pieces.len());
-            let bytes = frame.len.max(least) * to.len();
+        let is_flooded = to.len() > 1;
+        // The receivers take a copy of a frame without memory at once.
+        if is_flooded && frame.memory.is_some() {
+            let bytes = flooded_bytes(frame.len, frame.pieces.len()) * to.len();
             if self.flooded > 0 && self.flooded + bytes > MAX_FLOODED {
                 return Err(FrameError::Refused);
             }
             self.flooded += bytes;
+            let left = to.len();
+            self.floods.push_back(Flood { number, left });
         }
         for port in &to {
             let at = self.batch(*port);
-            self.push(at, frame, addresses);
+            self.push(at, frame, addresses, (number, is_flooded));
             self.last = (to.len() == 1).then_some((*addresses, at));
         }
         Ok(!to.is_empty())
@@ -148,27 +163,51 @@ impl Sender {
     }
 
     #[inline]
-    fn push(&mut self, at: usize, frame: &Frame<'_>, addresses: &Addresses) {
+    fn push(
+        &mut self,
+        at: usize,
+        frame: &Frame<'_>,
+        addresses: &Addresses,
+        (number, is_flooded): (u64, bool),
+    ) {
         if let Some((_, batch)) = self.out.get_mut(at) {
-            batch.push(frame, addresses);
+            batch.push(frame, addresses, (number, is_flooded));
         }
     }
 
-    /// Gives the sender of a batch its memory back.
-    pub(super) fn give_back(&mut self, batch: Option<Batch>) {
+    /// Returns a batch of another port, whose memory is not read any more, to that port.
+    pub(super) fn return_batch(&mut self, batch: Option<Batch>) {
         self.returning.extend(batch);
     }
 
-    /// A batch has come back.
-    pub(super) fn take_back(&mut self, batch: Batch) {
+    /// Takes back a batch of this port, and frees the frames that no other batch has.
+    pub(super) fn accept_returned(&mut self, batch: Batch) {
         self.lent = self.lent.saturating_sub(1);
-        if self.lent == 0 {
-            self.returned = std::mem::replace(&mut self.numbers, 0..0);
-            self.flooded = 0;
+        for frame in batch.frames() {
+            if !frame.is_flooded {
+                self.returned.push(frame.number);
+                continue;
+            }
+            let bytes = flooded_bytes(frame.len, frame.pieces());
+            self.flooded = self.flooded.saturating_sub(bytes);
+            let at = (self.floods).binary_search_by_key(&frame.number, |flood| flood.number);
+            if let Some(flood) = at.ok().and_then(|at| self.floods.get_mut(at)) {
+                flood.left -= 1;
+            }
+        }
+        // Later ones follow: each receiver returns the frames in their order.
+        while let Some(&Flood { number, left: 0 }) = self.floods.front() {
+            self.floods.pop_front();
+            self.returned.push(number);
         }
         if self.spare.len() < MAX_SPARE {
             self.spare.push(batch.emptied());
         }
+    }
+
+    /// The number of a frame that no receiver needs any more, in any order.
+    pub(super) fn pop_returned(&mut self) -> Option<u64> {
+        self.returned.pop()
     }
 
     /// Whether all memory has come back.
@@ -276,7 +315,7 @@ impl Backend for SwitchPort {
     }
 
     fn sent(&mut self, _: usize) -> Option<u64> {
-        self.sender.returned.next()
+        self.sender.pop_returned()
     }
 
     fn recall(&mut self, _: usize, half: Half) -> Quiesced {
@@ -289,10 +328,10 @@ impl Backend for SwitchPort {
 
     fn on_message(&mut self, message: PortMessage, _: Instant, _: &mut NetStats) -> bool {
         match message.0 {
-            Content::Returned(batch) => self.sender.take_back(batch),
-            Content::Frames(batch) if !self.active => self.sender.give_back(Some(batch)),
+            Content::Returned(batch) => self.sender.accept_returned(batch),
+            Content::Frames(batch) if !self.active => self.sender.return_batch(Some(batch)),
             Content::Frames(batch) => {
-                self.inbox.put(batch);
+                self.inbox.add_batch(batch);
                 return true;
             }
         }
@@ -304,8 +343,8 @@ impl Backend for SwitchPort {
     }
 
     fn finish_turn(&mut self, _: Instant, outbox: &mut Outbox<PortMessage>, tally: &mut NetStats) {
-        let batch = self.inbox.settle();
-        self.sender.give_back(batch);
+        let batch = self.inbox.take_batch();
+        self.sender.return_batch(batch);
         let losses = self.inbox.take_losses();
         tally.rx_copied += losses.copied;
         tally.rx_no_room += losses.no_room;
@@ -319,3 +358,6 @@ impl Backend for SwitchPort {
         self.sender.flush(outbox);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -57,6 +57,8 @@ pub struct Uplink<B> {
     room: Piece,
     /// Bytes of it in use, from the start on.
     used: usize,
+    /// The number of the next frame in it.
+    next_number: u64,
     readable: Readable,
     blocked: bool,
     /// The back-end's descriptor is polled for room.
@@ -122,6 +124,7 @@ impl<B: Backend<Message = Never>> Uplink<B> {
             memory: Arc::new(memory),
             room,
             used: 0,
+            next_number: 0,
             readable: Readable::default(),
             blocked: false,
             polls_room: false,
@@ -211,8 +214,11 @@ impl<B: Backend<Message = Never>> Uplink<B> {
             skip: ADDRESSES_LEN,
             slices: &[],
         };
-        match self.sender.send(&frame, 0, now) {
-            Ok(Sent::Held) => self.used += len.next_multiple_of(ALIGN),
+        match self.sender.send(&frame, self.next_number, now) {
+            Ok(Sent::Held) => {
+                self.used += len.next_multiple_of(ALIGN);
+                self.next_number += 1;
+            }
             Ok(Sent::Done) => {}
             Err(_) => {
                 self.tally.rx_dropped += 1;
@@ -223,10 +229,10 @@ impl<B: Backend<Message = Never>> Uplink<B> {
         self.tally.rx_bytes += len as u64;
     }
 
-    /// Gives frames back to their senders, and sends those of this turn to their receivers.
+    /// Returns batches to their senders, and sends those of this turn to their receivers.
     fn finish(&mut self, outbox: &mut Outbox<PortMessage>) {
-        let batch = self.inbox.settle();
-        self.sender.give_back(batch);
+        let batch = self.inbox.take_batch();
+        self.sender.return_batch(batch);
         let losses = self.inbox.take_losses();
         self.tally.tx_copied += losses.copied;
         self.tally.tx_refused += losses.no_room + losses.unfit;
@@ -289,10 +295,14 @@ impl<B: Backend<Message = Never>> WorkerDevice for Uplink<B> {
 
     fn on_message(&mut self, message: PortMessage, cx: &mut Context<'_, Self>) {
         match message.0 {
-            Content::Returned(batch) => self.sender.take_back(batch),
-            Content::Frames(batch) if self.is_gone => self.sender.give_back(Some(batch)),
+            Content::Returned(batch) => {
+                self.sender.accept_returned(batch);
+                // The memory is used again when all of it has come back.
+                while self.sender.pop_returned().is_some() {}
+            }
+            Content::Frames(batch) if self.is_gone => self.sender.return_batch(Some(batch)),
             Content::Frames(batch) => {
-                self.inbox.put(batch);
+                self.inbox.add_batch(batch);
                 self.send(cx.now);
             }
         }

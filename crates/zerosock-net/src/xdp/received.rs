@@ -30,8 +30,8 @@ pub(super) struct Receiver {
     copied: u64,
     /// Frames since the last turn that were received and are for no chain.
     lost: u64,
-    /// The log knows where frames are received.
-    is_told: bool,
+    /// The log has a line about where frames are received.
+    has_logged_place: bool,
 }
 
 /// Why a frame was not received.
@@ -66,7 +66,7 @@ impl Receiver {
     pub(super) fn attach(&mut self, socket: &Socket) {
         self.probe = Some(Probe::new(socket.umem(), socket.is_zero_copy()));
         self.posted = Posted::new(socket.umem().chunk_numbers());
-        self.is_told = false;
+        self.has_logged_place = false;
     }
 
     /// The socket is closed: chains that it had wait for the next one. Frames that it has are lost.
@@ -172,7 +172,9 @@ impl Receiver {
                 Verdict::InPlace => "its memory",
                 Verdict::Copy => "copies of them: the driver writes around frames",
             };
-            if socket.umem().memory().is_some() && !std::mem::replace(&mut self.is_told, true) {
+            if socket.umem().memory().is_some()
+                && !std::mem::replace(&mut self.has_logged_place, true)
+            {
                 tracing::info!("{name}: the guest receives frames in {place}");
             }
         }

@@ -121,7 +121,7 @@ fn add_tso(batch: &mut Batch, memory: &Arc<Memory>) {
         skip: ADDRESSES_LEN,
         slices: &[],
     };
-    batch.push(&frame, &addresses);
+    batch.push(&frame, &addresses, (0, false));
 }
 
 /// Memory with the headers of TCP over IPv4 in front of zeroes.
@@ -156,7 +156,7 @@ fn tso_frames_wait_uncut_and_their_sender_gets_its_buffers_back() {
     let mut batch = Batch::new(GUEST);
     (0..FRAMES).for_each(|_| add_tso(&mut batch, &memory));
     let mut outbox = Outbox::new(0);
-    uplink.inbox.put(batch);
+    uplink.inbox.add_batch(batch);
     uplink.send(now);
     uplink.finish(&mut outbox);
     assert!(outbox.pop_local().is_some_and(|(to, _)| to == GUEST.number));

@@ -245,11 +245,10 @@ fn start_queue<D: VirtioDevice>(
     queues.epoch = queues.epoch.wrapping_add(1);
     let mut ring = Ring::new(queue, kick, call, err, enabled, queues.epoch);
     ring.log = Arc::clone(&queues.log);
-    if config.base != 0 {
-        // An earlier device may have returned buffers and been killed before it notified the driver. If
-        // it returned all, this one has none to return, and would never notify either.
-        ring.notify_driver(cx.notifier);
-    }
+    // An earlier device may have returned buffers and been killed before it notified the driver. If it
+    // returned all, this one has none to return, and would never notify either. A base of 0 does not say that
+    // there was none: indices wrap. A driver that finds nothing ignores the notification.
+    ring.notify_driver(cx.notifier);
     queues.log_ring(&mut ring);
     if let Some(slot) = queues.rings.slot(index) {
         *slot = Some(ring);

@@ -175,7 +175,7 @@ fn a_base_of_zero_after_another_base_means_that_the_driver_has_rebooted() {
 }
 
 #[test]
-fn the_driver_of_an_earlier_device_is_notified_once() {
+fn a_driver_is_notified_when_its_queue_starts() {
     let mut harness = Harness::new();
     let was_notified = |harness: &mut Harness, base| {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
@@ -186,7 +186,8 @@ fn the_driver_of_an_earlier_device_is_notified_once() {
         rustix::io::read(&fd, &mut [0; 8]).is_ok()
     };
     assert!(was_notified(&mut harness, 3));
-    assert!(!was_notified(&mut harness, 0));
+    // The index may have wrapped at the device before this one.
+    assert!(was_notified(&mut harness, 0));
 }
 
 #[test]

@@ -13,20 +13,21 @@
 //! - The next front-end is connected only after the worker has answered `Disconnected`.
 //! - An answer of the worker counts only if its sequence number is the one awaited.
 
+mod accept;
+mod connection;
+mod deadlines;
+mod driver;
+
 use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use rustix::event::epoll::{self, EventFlags};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
-use rustix::net::sockopt::socket_peercred;
-use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
 use zerosock_sys::account::Account;
 use zerosock_sys::notify::ThreadCount;
 use zerosock_sys::{LogLimit, PeerFd, fd_passing};
 
+use self::connection::{Connection, Driver, has_hung_up, peer};
 use super::codec::{DecodeError, Decoder, encode_config_change};
 use super::mailbox::{ConfigChange, FrontendLink, MailSender, Reply};
 use super::session::{Outcome, Session, Step};
@@ -36,17 +37,6 @@ use super::{DeviceCommand, DeviceModel, DevicePort, DeviceReply, FrontendSocket,
 /// Messages of one front-end, and descriptors in them, handled before the other descriptors are polled
 /// again. To examine a file on disk takes as long as the kernel needs to list all mounts.
 const BUDGET: usize = 16;
-/// Connections accepted before the other descriptors are polled again. Most are turned away.
-const ACCEPT_BUDGET: usize = 8;
-/// How long accepting pauses after no connection could be taken.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
-/// How long a front-end that has sent no message keeps another one waiting.
-const SILENCE: Duration = Duration::from_secs(10);
-/// How long a driver has to put the first buffer into a queue, before the log says that its memory is
-/// probably not shared.
-const FIRST_BUFFER: Duration = Duration::from_secs(2);
-/// How long a front-end may leave a reply unread.
-const REPLY_LIMIT: Duration = Duration::from_secs(10);
 
 /// See the [module](self).
 pub(super) struct Vm {
@@ -90,88 +80,6 @@ enum Front {
     Live(Box<Connection>),
     /// `Disconnected` was submitted with this sequence number.
     Draining(u64),
-}
-
-/// A front-end's connection.
-pub(super) struct Connection {
-    pub(super) socket: PeerFd,
-    pub(super) number: u64,
-    /// The events that the epoll instance watches for; `None` before the socket was added.
-    pub(super) watched: Option<EventFlags>,
-    /// The epoll instance, once it watches the socket.
-    pub(super) epoll: Option<Arc<OwnedFd>>,
-    decoder: Decoder,
-    session: Session,
-    /// The current reply, and how much of it is written. Nothing is read while a part of it is
-    /// left, so there is never more than one.
-    output: Vec<u8>,
-    written: usize,
-    /// Since when the socket has had no room for the rest of the reply.
-    stalled_since: Option<Instant>,
-    /// Sequence number of the command that the worker is to answer. Nothing is read until then.
-    waiting: Option<u64>,
-    /// Whether the front-end has sent a message.
-    has_sent_message: bool,
-    /// Since when the connection is read; `None` until the worker has answered `Connected`.
-    read_since: Option<Instant>,
-    driver: Driver,
-}
-
-/// The driver, for the log.
-enum Driver {
-    /// The queues that it needs do not run.
-    Away,
-    /// They run since then, and whether there is a buffer in one is not known yet.
-    Began(Instant),
-    Ready,
-}
-
-impl Drop for Connection {
-    fn drop(&mut self) {
-        // The reaper closes the socket later, perhaps after descriptors that do not close. Without
-        // this, epoll would report it until then, and the front-end would not see the end.
-        hang_up(&self.socket);
-        if let Some(epoll) = &self.epoll {
-            let _ = epoll::delete(epoll, &self.socket);
-        }
-    }
-}
-
-impl Connection {
-    /// The events to watch for now. The end of the connection is always reported.
-    pub(super) fn interest(&self) -> EventFlags {
-        if self.waiting.is_some() {
-            EventFlags::empty()
-        } else if self.written < self.output.len() {
-            EventFlags::OUT
-        } else {
-            EventFlags::IN
-        }
-    }
-
-    /// Writes the rest of the reply. Returns false if the socket has no room for all of it.
-    fn flush(&mut self) -> io::Result<bool> {
-        while let Some(rest) = self
-            .output
-            .get(self.written..)
-            .filter(|rest| !rest.is_empty())
-        {
-            match fd_passing::send(&self.socket, &[IoSlice::new(rest)], &[]) {
-                Ok(bytes) => {
-                    self.written += bytes;
-                    self.stalled_since = None;
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.stalled_since.get_or_insert_with(Instant::now);
-                    return Ok(false);
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        self.output.clear();
-        self.written = 0;
-        Ok(true)
-    }
 }
 
 impl Vm {
@@ -250,158 +158,6 @@ impl Vm {
     /// Whether there is no front-end and the worker has answered `Disconnected`.
     pub(super) fn is_idle(&self) -> bool {
         matches!(self.front, Front::Idle)
-    }
-
-    /// Accepts connections. Accepting pauses if the system has no descriptor or memory for a
-    /// connection, or if too many descriptors of earlier ones wait to be closed.
-    pub(super) fn accept(&mut self) {
-        for _ in 0..ACCEPT_BUDGET {
-            let Some(listener) = &self.listener else {
-                return;
-            };
-            if self.account.is_clogged() {
-                self.warn("accepts no front-end: descriptors of earlier ones cannot be closed yet");
-                return self.pause_accepting();
-            }
-            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            match accept_with(listener, flags) {
-                Ok(socket) => self.admit(PeerFd::from(socket).owned_by(&self.account)),
-                Err(Errno::AGAIN) => return,
-                // The front-end closed the connection before it was accepted.
-                Err(Errno::CONNABORTED | Errno::INTR) => {}
-                Err(error) => {
-                    self.warn(&format!("cannot accept a front-end: {error}"));
-                    return self.pause_accepting();
-                }
-            }
-        }
-    }
-
-    fn pause_accepting(&mut self) {
-        self.accept_paused_until = Some(Instant::now() + ACCEPT_PAUSE);
-    }
-
-    /// Connects the front-end, or lets it wait for the previous one (see [`Vm::next`]), or turns it
-    /// away.
-    fn admit(&mut self, socket: PeerFd) {
-        if let Err(error) = fd_passing::receive_urgent_inline(&socket) {
-            // The reaper closes it.
-            return self.warn(&format!(
-                "cannot prepare the socket of a front-end: {error}"
-            ));
-        }
-        if let Front::Live(connection) = &self.front
-            && has_hung_up(&connection.socket)
-        {
-            self.disconnect("the front-end hung up and another one connected");
-        }
-        let room = self.next.as_ref().is_none_or(has_hung_up);
-        match &self.front {
-            Front::Idle => self.connect(socket),
-            Front::Draining(_) if room => self.next = Some(socket),
-            Front::Live(connection) if room && !connection.has_sent_message => {
-                self.next = Some(socket);
-            }
-            Front::Live(_) | Front::Draining(_) => self.turn_away(socket),
-        }
-    }
-
-    fn turn_away(&mut self, socket: PeerFd) {
-        self.counters.fault(FrontendFault::Busy);
-        let peer = peer(&socket);
-        hang_up(&socket);
-        // Counted until the reaper has closed it. If the account is full, only `is_clogged` bounds
-        // it.
-        if let Ok(permit) = self.account.take_descriptors(1) {
-            drop(socket.with_permit(permit));
-        }
-        self.warn(&format!(
-            "a second front-end ({peer}) is turned away while one is connected"
-        ));
-    }
-
-    /// When [`Vm::time_passed`] is to be called next: accepting resumes, a silent front-end gives
-    /// way to another one, a reply has not been read for too long, or a driver has had the time to put
-    /// a buffer into its queues.
-    pub(super) fn deadline(&self) -> Option<Instant> {
-        let deadlines = [
-            self.front_deadline(),
-            self.driver_deadline(),
-            self.accept_paused_until,
-        ];
-        deadlines.into_iter().flatten().min()
-    }
-
-    /// When the log is to say that the driver has put nothing into its queues.
-    fn driver_deadline(&self) -> Option<Instant> {
-        match &self.front {
-            Front::Live(connection) => match connection.driver {
-                Driver::Began(since) => Some(since + FIRST_BUFFER),
-                Driver::Away | Driver::Ready => None,
-            },
-            Front::Idle | Front::Draining(_) => None,
-        }
-    }
-
-    fn front_deadline(&self) -> Option<Instant> {
-        let Front::Live(connection) = &self.front else {
-            return None;
-        };
-        match &self.next {
-            Some(_) if !connection.has_sent_message => Some(connection.read_since? + SILENCE),
-            _ => Some(connection.stalled_since? + REPLY_LIMIT),
-        }
-    }
-
-    /// The events to watch the listener for, if they have changed.
-    pub(super) fn listener_change(&mut self) -> Option<EventFlags> {
-        let watched = self.accept_paused_until.is_none();
-        if std::mem::replace(&mut self.listener_watched, watched) == watched {
-            return None;
-        }
-        Some(match watched {
-            true => EventFlags::IN,
-            false => EventFlags::empty(),
-        })
-    }
-
-    /// Resumes accepting if it is due. Closes the connection of a front-end that has been silent
-    /// for too long while another one waits, or that has not read a reply for too long. The latter
-    /// may have sent its own end of the connection in a message that is not read: then the
-    /// connection stays open although the front-end has exited.
-    pub(super) fn time_passed(&mut self, now: Instant) {
-        if self.accept_paused_until.is_some_and(|until| now >= until) {
-            self.accept_paused_until = None;
-        }
-        if self.driver_deadline().is_some_and(|at| now >= at) {
-            self.check_first_buffer();
-        }
-        if let Front::Live(connection) = &self.front
-            && let Some(since) = connection.stalled_since
-            && now >= since + REPLY_LIMIT
-        {
-            self.counters.fault(FrontendFault::Silent);
-            return self.disconnect("the front-end does not read a reply");
-        }
-        let is_due = |vm: &Vm| vm.front_deadline().is_some_and(|at| now >= at);
-        if is_due(self) {
-            // It may have sent a message since the socket was read last.
-            self.serve();
-        }
-        if is_due(self) {
-            self.counters.fault(FrontendFault::Silent);
-            self.disconnect("the front-end has sent no message, and another one waits");
-        }
-    }
-
-    /// Records the first message of the connected front-end, and turns away one that waits.
-    fn note_message(&mut self) {
-        if let Front::Live(connection) = &mut self.front
-            && !std::mem::replace(&mut connection.has_sent_message, true)
-            && let Some(socket) = self.next.take()
-        {
-            self.turn_away(socket);
-        }
     }
 
     fn connect(&mut self, socket: PeerFd) {
@@ -615,53 +371,6 @@ impl Vm {
         self.note_driver();
     }
 
-    /// Logs that the driver has become ready, or has gone.
-    fn note_driver(&mut self) {
-        let Front::Live(connection) = &mut self.front else {
-            return;
-        };
-        let session = &connection.session;
-        match (&connection.driver, session.is_driver_ready()) {
-            (Driver::Away, true) => {
-                connection.driver = Driver::Began(Instant::now());
-                if let Some(suppressed) = self.drivers.admit(Instant::now()) {
-                    let features = session.accepted_features();
-                    let queues = session.running_queues();
-                    tracing::info!(
-                        vm = %self.name, features, queues, suppressed, "driver ready"
-                    );
-                }
-            }
-            (Driver::Began(_) | Driver::Ready, false) => {
-                connection.driver = Driver::Away;
-                self.log_driver_gone("a queue was stopped, or the device was reset");
-            }
-            _ => {}
-        }
-    }
-
-    fn log_driver_gone(&self, reason: &str) {
-        if let Some(suppressed) = self.drivers.admit(Instant::now()) {
-            tracing::info!(vm = %self.name, reason, suppressed, "driver gone");
-        }
-    }
-
-    /// Warns if the driver has put nothing into its queues.
-    fn check_first_buffer(&mut self) {
-        let Front::Live(connection) = &mut self.front else {
-            return;
-        };
-        connection.driver = Driver::Ready;
-        if connection.session.is_driver_silent() {
-            self.warn(&format!(
-                "the queues run, and there has been no buffer in them for {} s: the guest's memory is \
-                 probably not shared; with QEMU add share=on to -object memory-backend-file, or use \
-                 memory-backend-memfd",
-                FIRST_BUFFER.as_secs()
-            ));
-        }
-    }
-
     fn submit(&mut self, command: DeviceCommand) -> u64 {
         self.sequence += 1;
         tracing::debug!(vm = %self.name, command = command.name(), "to the worker");
@@ -675,39 +384,6 @@ impl Vm {
         if let Some(suppressed) = self.warnings.admit(Instant::now()) {
             tracing::warn!(vm = %self.name, suppressed, "{text}");
         }
-    }
-}
-
-/// Ends both directions of a connection without waiting. The peer can still read what was sent to
-/// it.
-fn hang_up(socket: &PeerFd) {
-    // Fails only if the connection has ended.
-    let _ = shutdown(socket, Shutdown::Both);
-}
-
-/// Whether the peer has closed its end or the socket has failed.
-fn has_hung_up(socket: &PeerFd) -> bool {
-    let now = Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    let mut fds = [PollFd::new(socket, PollFlags::empty())];
-    let [fd] = match poll(&mut fds, Some(&now)) {
-        Ok(_) => fds,
-        Err(_) => return false,
-    };
-    fd.revents().intersects(PollFlags::HUP | PollFlags::ERR)
-}
-
-/// The peer's process and user, for the log.
-fn peer(socket: &PeerFd) -> String {
-    match socket_peercred(socket) {
-        Ok(cred) => format!(
-            "pid {}, uid {}",
-            cred.pid.as_raw_nonzero(),
-            cred.uid.as_raw()
-        ),
-        Err(_) => "unknown".into(),
     }
 }
 

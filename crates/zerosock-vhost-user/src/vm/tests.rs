@@ -4,10 +4,13 @@ use std::os::fd::AsFd;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Once;
+use std::time::Duration;
 
 use zerosock_sys::account::Budget;
 
 use super::super::mailbox::{Mail, Mailbox};
+use super::deadlines::{REPLY_LIMIT, SILENCE};
+use super::driver::FIRST_BUFFER;
 use super::*;
 
 /// Keeps the memory, as a worker does.

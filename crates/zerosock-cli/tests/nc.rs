@@ -580,6 +580,66 @@ fn a_command_is_run_for_each_connection_and_several_at_once() {
 }
 
 #[test]
+fn a_signal_ends_a_listener_while_as_many_commands_run_as_may() {
+    const MOST: usize = 64;
+    let dir = TestDir::new();
+    let path = dir.at("s");
+    let endpoint = format!("unix-listen:{}", path.display());
+    let command = &["-v", "--keep-open", "--exec", "echo here; cat", &endpoint];
+    let running = Running::start_with(&mut nc(command));
+    wait_until("it to listen", || running.stderr().contains("listening"));
+    let connect = || {
+        let stream = UnixStream::connect(&path).unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        stream
+    };
+    let mut greeting = [0; 5];
+    let mut streams: Vec<_> = (0..MOST).map(|_| connect()).collect();
+    for stream in &mut streams {
+        stream.read_exact(&mut greeting).unwrap();
+    }
+    // One more has to wait for the end of a command.
+    let mut next = connect();
+    drop(streams.pop());
+    next.read_exact(&mut greeting).unwrap();
+    running.signal("TERM");
+    wait_until("its socket goes", || !path.exists());
+    // Commands that run keep theirs, and its standard error.
+    drop((streams, next));
+    assert_eq!(running.finish().code, Some(0));
+}
+
+#[test]
+fn a_listener_that_is_kept_open_outlives_a_shortage_of_descriptors() {
+    let dir = TestDir::new();
+    let path = dir.at("s");
+    let endpoint = format!("unix-listen:{}", path.display());
+    let command = &["-v", "--keep-open", "--exec", "echo here; cat", &endpoint];
+    let mut program = nc(command);
+    let mut limited = std::process::Command::new("prlimit");
+    limited.arg("--nofile=16").arg("--");
+    limited.arg(program.get_program()).args(program.get_args());
+    drop(std::mem::replace(&mut program, limited));
+    let running = Running::start_with(&mut program);
+    wait_until("it to listen", || running.stderr().contains("listening"));
+    let mut streams: Vec<_> = (0..20)
+        .map(|_| UnixStream::connect(&path).unwrap())
+        .collect();
+    wait_until("a shortage", || {
+        running.stderr().contains("Too many open files")
+    });
+    streams.clear();
+    wait_until("connections are served again", || {
+        let mut stream = UnixStream::connect(&path).unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        let mut greeting = [0; 5];
+        stream.read_exact(&mut greeting).is_ok()
+    });
+    running.signal("TERM");
+    assert_eq!(running.finish().code, Some(0));
+}
+
+#[test]
 fn without_a_command_a_listener_that_is_kept_open_receives_one_after_the_other() {
     let dir = TestDir::new();
     let path = dir.at("s");

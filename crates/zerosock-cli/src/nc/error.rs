@@ -37,6 +37,19 @@ pub(crate) enum ConnectError {
 }
 
 impl ConnectError {
+    /// Whether the process or the system has too few descriptors, or too little memory, at the moment.
+    pub(super) fn is_shortage(&self) -> bool {
+        match self {
+            ConnectError::Attached { source, .. } | ConnectError::System { source, .. } => {
+                matches!(
+                    Errno::from_io_error(source),
+                    Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
+                )
+            }
+            _ => false,
+        }
+    }
+
     /// Whether a later attempt may succeed because the peer has not started yet.
     pub(super) fn is_transient(&self) -> bool {
         match self {

@@ -1,7 +1,7 @@
 //! A listening endpoint of `nc`: bound once, accepts one connection or many.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -119,6 +119,30 @@ impl Acceptor {
         })
     }
 
+    /// Waits until `other` is readable, at most for `limit`.
+    ///
+    /// # Errors
+    /// As [`accept`](Self::accept): a signal that is caught.
+    pub(super) fn wait_for(
+        &self,
+        other: &UnixStream,
+        limit: Option<Duration>,
+    ) -> Result<(), ConnectError> {
+        let deadline = Deadline::after(limit);
+        let waited = match &self.source {
+            Source::Kernel { signals, .. } => signals.wait_for(other, deadline).map(drop),
+            // Signals have their default effect.
+            Source::Streams(_) | Source::Messages(_) => {
+                let watched = &mut [PollFd::new(other, PollFlags::IN)];
+                match rustix::event::poll(watched, timespec(deadline.left()).as_ref()) {
+                    Ok(_) | Err(Errno::INTR) => Ok(()),
+                    Err(errno) => Err(errno.into()),
+                }
+            }
+        };
+        waited.map_err(failed(&self.place))
+    }
+
     /// Gives signals their default effect, or catches them again, so that they end a wait.
     pub(super) fn catch_signals(&self, caught: bool) {
         if let Source::Kernel { signals, .. } = &self.source {
@@ -173,28 +197,36 @@ impl SignalGuard {
 
     /// `None` at the deadline.
     fn accept(&self, listener: &OwnedFd, deadline: Deadline) -> io::Result<Option<OwnedFd>> {
+        while self.wait_for(listener, deadline)? {
+            match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
+                Err(Errno::INTR | Errno::CONNABORTED | Errno::AGAIN) => {}
+                accepted => return Ok(Some(accepted?)),
+            }
+        }
+        Ok(None)
+    }
+
+    /// Waits until `other` is readable; false at the deadline. A signal is an error, `Interrupted`.
+    fn wait_for(&self, other: impl AsFd, deadline: Deadline) -> io::Result<bool> {
         loop {
             let [terminate, interrupt] = &self.signals;
             let mut watched = [
-                PollFd::new(listener, PollFlags::IN),
+                PollFd::new(&other, PollFlags::IN),
                 PollFd::new(terminate, PollFlags::IN),
                 PollFd::new(interrupt, PollFlags::IN),
             ];
             match rustix::event::poll(&mut watched, timespec(deadline.left()).as_ref()) {
-                Ok(0) => return Ok(None),
+                Ok(0) => return Ok(false),
                 Err(Errno::INTR) => continue,
                 Ok(_) => {}
                 Err(errno) => return Err(errno.into()),
             }
-            let [connection, signals @ ..] = watched.map(|fd| !fd.revents().is_empty());
+            let [is_readable, signals @ ..] = watched.map(|fd| !fd.revents().is_empty());
             if signals.contains(&true) {
                 return Err(io::ErrorKind::Interrupted.into());
             }
-            if connection {
-                match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
-                    Err(Errno::INTR | Errno::CONNABORTED | Errno::AGAIN) => {}
-                    accepted => return Ok(Some(accepted?)),
-                }
+            if is_readable {
+                return Ok(true);
             }
         }
     }

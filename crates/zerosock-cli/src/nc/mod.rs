@@ -20,11 +20,12 @@ mod progress;
 mod pump;
 
 use std::error::Error;
-use std::io;
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, mpsc};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use self::args::NcArgs;
 use self::connection::{Connection, Kind, Transport};
@@ -37,6 +38,8 @@ use crate::failure::Failure;
 
 /// Most commands of `--exec` at once.
 const MAX_COMMANDS: usize = 64;
+/// How long nothing is accepted when descriptors or memory are short, if no command ends.
+const SHORTAGE_PAUSE: Duration = Duration::from_secs(1);
 /// Backlog of a listener that accepts one connection, and of one that accepts more.
 const BACKLOGS: [i32; 2] = [1, 128];
 
@@ -82,6 +85,35 @@ pub(crate) fn main(args: NcArgs) -> Result<(), Failure> {
     }
 }
 
+/// The commands of `--exec` that run.
+struct Commands {
+    running: usize,
+    /// A byte is written at the end of each command.
+    ended: Arc<UnixStream>,
+    /// The other end.
+    ends: UnixStream,
+}
+
+impl Commands {
+    fn new() -> io::Result<Commands> {
+        let (ended, ends) = UnixStream::pair()?;
+        ends.set_nonblocking(true)?;
+        Ok(Commands {
+            running: 0,
+            ended: Arc::new(ended),
+            ends,
+        })
+    }
+
+    /// Counts the commands that have ended since the last call.
+    fn note_ended(&mut self) {
+        let mut bytes = [0; MAX_COMMANDS];
+        if let Ok(count) = (&self.ends).read(&mut bytes) {
+            self.running = self.running.saturating_sub(count);
+        }
+    }
+}
+
 /// One run of the command.
 struct Nc {
     args: NcArgs,
@@ -111,32 +143,41 @@ impl Nc {
                 eprintln!("zerosock: {failure}");
             }
         };
-        let (ended, ends) = mpsc::channel();
-        let mut running = 0;
+        let mut commands = Commands::new().map_err(Failure::runtime)?;
         loop {
-            // All that ended meanwhile, and one more if there are too many.
-            running -= ends.try_iter().count();
-            if running == MAX_COMMANDS && ends.recv().is_ok() {
-                running -= 1;
-            }
-            let connection = match acceptor.accept(Deadline::after(None)) {
-                Ok(connection) => connection,
+            commands.note_ended();
+            let accepted = match commands.running {
+                MAX_COMMANDS => acceptor.wait_for(&commands.ends, None).map(|()| None),
+                _ => acceptor.accept(Deadline::after(None)).map(Some),
+            };
+            let connection = match accepted {
+                Ok(Some(connection)) => connection,
+                Ok(None) => continue,
                 // SIGINT or SIGTERM. Commands that run keep their sockets.
                 Err(ConnectError::System { source, .. })
                     if source.kind() == io::ErrorKind::Interrupted =>
                 {
                     return Ok(());
                 }
+                // The end of a command, or another process, may change that.
+                Err(error) if error.is_shortage() => {
+                    report(Err(self.failed(error)));
+                    match acceptor.wait_for(&commands.ends, Some(SHORTAGE_PAUSE)) {
+                        Ok(()) => continue,
+                        Err(_) => return Ok(()),
+                    }
+                }
                 Err(error) => return Err(self.failed(error)),
             };
             if self.args.exec.is_some() {
-                let (nc, ended) = (Arc::clone(self), ended.clone());
+                let (nc, ended) = (Arc::clone(self), Arc::clone(&commands.ended));
                 let serve = move || {
                     report(nc.serve(connection));
-                    let _ = ended.send(());
+                    // Never full: there are fewer bytes than commands.
+                    let _ = (&*ended).write(&[0]);
                 };
                 match thread::Builder::new().name("exec".into()).spawn(serve) {
-                    Ok(_) => running += 1,
+                    Ok(_) => commands.running += 1,
                     Err(error) => report(Err(Failure::runtime(error))),
                 }
             } else {

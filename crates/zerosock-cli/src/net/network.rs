@@ -20,6 +20,7 @@ use zerosock_net::tap::TapBackend;
 use zerosock_net::xdp::XdpBackend;
 use zerosock_proto::wire::net::{ETHERNET_LEN, MIN_MTU, Mac};
 use zerosock_sys::account::Limits;
+use zerosock_sys::reaper;
 use zerosock_sys::tun::{InterfaceName, Tap};
 use zerosock_sys::xdp::{MAX_FRAME, MAX_QUEUES};
 
@@ -188,8 +189,14 @@ impl Network {
         let mut guests = Vec::new();
         let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         for guest in &self.guests {
-            let bound = sockets::bind_for_frontends(&guest.socket, common.access);
-            let (listener, file) = bound.map_err(Failure::runtime)?;
+            let (listener, file) = match sockets::bind_for_frontends(&guest.socket, common.access) {
+                Ok(bound) => bound,
+                Err(error) => {
+                    // Closing a listener also closes the connections in its backlog, which may block.
+                    reaper::run(move || drop(guests), None);
+                    return Err(Failure::runtime(error));
+                }
+            };
             files.push(file);
             guests.push(GuestConfig {
                 name: guest.socket.display().to_string(),

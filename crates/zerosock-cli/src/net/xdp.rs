@@ -75,15 +75,17 @@ impl Interfaces {
         let found = self.0.iter_mut();
         let mut found = found.filter(|shared| shared.interface.name() == first.interface);
         if let Some(shared) = found.next() {
+            if shared.drop_long != how.drop_long {
+                let kept = shared.drop_long;
+                return Err(failed(&format_args!(
+                    "the networks of an interface have the same xdp_drop_long, and it cannot change while the \
+                     process runs: it stays {kept}; for another value, start anew"
+                )));
+            }
             shared.queues.retain(|other| other.strong_count() > 0);
             let mut others = shared.queues.iter().filter_map(Weak::upgrade);
             if others.any(|other| other.start < queues.end && queues.start < other.end) {
                 return Err(failed(&"another network has a queue of these"));
-            }
-            if shared.drop_long != how.drop_long {
-                return Err(failed(
-                    &"the networks of an interface have the same xdp_drop_long",
-                ));
             }
             shared.queues.push(Arc::downgrade(&queues));
             return Ok((Arc::clone(&shared.interface), queues));

@@ -1,6 +1,7 @@
 //! The networks of the file, `net`: virtio-net devices with threads of their own.
 
 use tracing::error;
+use zerosock_sys::reaper;
 
 use super::error::ServeError;
 use super::settings::Settings;
@@ -15,8 +16,8 @@ pub(super) struct Networks {
     running: Running,
 }
 
-/// Makes the interfaces and the sockets, and drops the capabilities for that if there are any: called
-/// before the first thread starts.
+/// Makes the interfaces and the sockets, and drops the capabilities for that, also if there are no networks:
+/// called before the first thread starts.
 pub(super) fn open(settings: &Settings) -> Result<Networks, ServeError> {
     let common = Common {
         access: settings.access,
@@ -32,10 +33,8 @@ pub(super) fn open(settings: &Settings) -> Result<Networks, ServeError> {
     let opened = running
         .open_new(&settings.net)
         .map_err(ServeError::Network)?;
-    if !opened.is_empty() {
-        let uses_xdp = settings.net.iter().any(|network| network.xdp.is_some());
-        drop_capabilities(uses_xdp).map_err(ServeError::Network)?;
-    }
+    let uses_xdp = settings.net.iter().any(|network| network.xdp.is_some());
+    drop_capabilities(uses_xdp).map_err(ServeError::Network)?;
     Ok(Networks { opened, running })
 }
 
@@ -68,12 +67,18 @@ impl Running {
     ) -> Result<Vec<(Network, Opened)>, Failure> {
         let runs = |network: &Network| self.serving.iter().any(|(other, _)| other == network);
         let new = wanted.iter().filter(|network| !runs(network));
-        let interfaces = &mut self.interfaces;
-        let open = |network: &Network| {
-            let opened = network.clone().open(&self.common, interfaces)?;
-            Ok((network.clone(), opened))
-        };
-        new.map(open).collect()
+        let mut all = Vec::new();
+        for network in new {
+            match network.clone().open(&self.common, &mut self.interfaces) {
+                Ok(opened) => all.push((network.clone(), opened)),
+                Err(reason) => {
+                    // Closing a listener may block.
+                    reaper::run(move || drop(all), None);
+                    return Err(reason);
+                }
+            }
+        }
+        Ok(all)
     }
 
     /// Starts the networks that were opened for it, and ends those that are not `wanted`.

@@ -67,7 +67,7 @@ impl Server {
     }
 
     /// Writes the file; `@` stands for the directory.
-    fn write(&self, file: &str) {
+    pub(crate) fn write(&self, file: &str) {
         let file = file.replace('@', &self.dir.path().display().to_string());
         std::fs::write(self.path("file"), file).unwrap();
     }
@@ -77,7 +77,7 @@ impl Server {
     }
 
     /// Reloads the file; returns what is new in the log.
-    fn reload(&self) -> String {
+    pub(crate) fn reload(&self) -> String {
         let before = self.stderr().len();
         self.serve.as_ref().unwrap().signal("HUP");
         let new = || self.stderr()[before..].to_owned();
@@ -95,6 +95,37 @@ impl Server {
         assert_eq!(ended.code, Some(0), "{}", ended.stderr);
         ended.stderr
     }
+}
+
+/// The first file may have no networks: a later one may have some then, on interfaces that exist.
+#[test]
+fn a_daemon_without_networks_has_no_capabilities_for_them() {
+    isolated(
+        "a_daemon_without_networks_has_no_capabilities_for_them",
+        || {
+            let vm = "vms: [{guest_cid: 3, socket: @/vm, uds_path: @/uds}]\n";
+            let server = Server::start(vm);
+            let pid = server.serve.as_ref().unwrap().child.id();
+            let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+            let set = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+            let set = u64::from_str_radix(set.unwrap().trim(), 16).unwrap();
+            // CAP_NET_ADMIN has the number 12.
+            assert_eq!(set & 1 << 12, 0, "{set:x}");
+            server.write(&format!(
+                "{vm}net: [{{tap: missing, guests: [{{socket: @/net}}]}}]\n"
+            ));
+            let said = server.reload();
+            assert!(said.contains("not reloaded"), "{said}");
+            ip("tuntap add dev there mode tap");
+            ip("link set there up");
+            server.write(&format!(
+                "{vm}net: [{{tap: there, guests: [{{socket: @/net}}]}}]\n"
+            ));
+            let said = server.reload();
+            assert!(!said.contains("not reloaded"), "{said}");
+            server.stop();
+        },
+    );
 }
 
 /// Asks for the features as a front-end does (GET_FEATURES, version 1). False: it was disconnected.

@@ -121,6 +121,21 @@ fn networks_share_an_interface() {
         }
         UnixStream::connect(server.path("a")).unwrap();
         UnixStream::connect(server.path("b")).unwrap();
+        // Both that have it, and a new one.
+        for changed in [
+            "net:\n- {xdp: 'near:0', xdp_drop_long: true, guests: [{socket: @/a}]}\n",
+            "net:\n- {xdp: 'near:1', xdp_drop_long: true, guests: [{socket: @/c}]}\n",
+        ] {
+            server.write(changed);
+            let said = server.reload();
+            assert!(said.contains("not reloaded"), "{said}");
+            assert!(
+                said.contains(
+                    "xdp_drop_long, and it cannot change while the process runs: it stays false"
+                ),
+                "{said}"
+            );
+        }
     });
 }
 

@@ -12,7 +12,7 @@
 //! # Invariants
 //!
 //! - No code here knows what a device is for.
-//! - Nothing blocks except [`poller::Poller::wait`].
+//! - Nothing blocks except [`poller::Events::wait`].
 #![forbid(unsafe_code)]
 
 pub mod clock;

@@ -104,7 +104,7 @@ impl<T> Mailbox<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::poller::{Interest, Poller, Token};
+    use crate::poller::{Events, Interest, Poller, Token};
     use std::time::Duration;
 
     #[test]
@@ -120,16 +120,15 @@ mod tests {
             }
         });
         let mut next = 0;
-        let mut events = Vec::new();
+        let mut events = Events::default();
         while next < N {
             for i in mailbox.drain() {
                 assert_eq!(i, next);
                 next += 1;
             }
             if next < N {
-                poller
-                    .wait(Some(Duration::from_secs(30)), &mut events)
-                    .unwrap();
+                let most = Duration::from_secs(30);
+                events.wait(&poller, Some(most)).unwrap();
                 assert!(!events.is_empty(), "a message came without a wake-up");
             }
         }

@@ -15,6 +15,7 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 use std::io;
+use std::mem::MaybeUninit;
 use std::time::Duration;
 
 /// What a device uses a descriptor for. The worker passes it back with the descriptor's events and
@@ -57,6 +58,12 @@ impl Token {
         device: 0,
         kind: EventKind::MAILBOX,
         key: 0,
+    };
+    /// An eventfd of [`add_waker`]. Of the mailbox's kind: its event says only that the wait is
+    /// over.
+    const WAKER: Token = Token {
+        key: 1,
+        ..Token::MAILBOX
     };
 
     fn pack(self) -> u64 {
@@ -150,6 +157,60 @@ impl Readiness {
     }
 }
 
+/// Most events that one wait returns.
+const MAX_EVENTS: usize = 128;
+
+/// The events that a wait has returned: the data under which each descriptor was registered, and
+/// what has happened. A caller can wait without the lock of what registered the descriptors, and
+/// hand the events to it afterwards.
+#[derive(Debug, Default)]
+pub struct Events(Vec<(u64, EventFlags)>);
+
+impl Events {
+    /// Waits on an epoll instance for events, or until `timeout` has passed (`None`: no limit), and
+    /// replaces the earlier events.
+    ///
+    /// # Errors
+    /// Errors of epoll_pwait2(2). A signal ends the wait without an error.
+    pub fn wait(&mut self, epoll: impl AsFd, timeout: Option<Duration>) -> io::Result<()> {
+        self.0.clear();
+        let timeout = timeout.map(timespec);
+        let mut events = [MaybeUninit::<Event>::uninit(); MAX_EVENTS];
+        match epoll::wait(epoll, &mut events, timeout.as_ref()) {
+            Ok((events, _)) => {
+                // Copied out of the packed structure.
+                let copies = events
+                    .iter()
+                    .map(|&Event { data, flags }| (data.u64(), flags));
+                self.0.extend(copies);
+                Ok(())
+            }
+            Err(Errno::INTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Whether the wait has returned no event.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Whether a descriptor that was registered with `data` had an event.
+    pub(crate) fn contains(&self, data: u64) -> bool {
+        self.0.iter().any(|&(of, _)| of == data)
+    }
+}
+
+/// Registers an eventfd that ends a wait on `epoll` by writing it. It ends each wait until it is
+/// read: an event that another thread takes is not lost. Receivers of events ignore it.
+///
+/// # Errors
+/// Errors of epoll_ctl(2).
+pub fn add_waker(epoll: impl AsFd, waker: impl AsFd) -> io::Result<()> {
+    let data = EventData::new_u64(Token::WAKER.pack());
+    Ok(epoll::add(epoll, waker, data, EventFlags::IN)?)
+}
+
 /// An epoll instance.
 #[derive(Debug)]
 pub struct Poller {
@@ -182,35 +243,15 @@ impl Poller {
         let _ = epoll::delete(&self.epoll, fd);
     }
 
-    /// Waits for events or until `timeout` has passed (`None`: no limit), and stores the events in
-    /// `out`.
-    pub fn wait(
-        &self,
-        timeout: Option<Duration>,
-        out: &mut Vec<(Token, Readiness)>,
-    ) -> io::Result<()> {
-        out.clear();
-        let timeout = timeout.map(timespec);
-        let mut events = [Event {
-            flags: EventFlags::empty(),
-            data: EventData::new_u64(0),
-        }; 128];
-        let n = match epoll::wait(&self.epoll, &mut events, timeout.as_ref()) {
-            Ok(n) => n,
-            Err(Errno::INTR) => 0,
-            Err(e) => return Err(e.into()),
-        };
-        for event in &events[..n] {
-            // Copied out of the packed structure before use.
-            let (flags, data) = (event.flags, event.data);
-            out.push((Token::unpack(data.u64()), Readiness(flags)));
-        }
-        Ok(())
+    /// Interprets events of this instance.
+    pub fn interpret(events: &Events) -> impl Iterator<Item = (Token, Readiness)> {
+        let events = events.0.iter();
+        events.map(|&(data, flags)| (Token::unpack(data), Readiness(flags)))
     }
 }
 
 impl AsFd for Poller {
-    /// Readable if there are events that [`Poller::wait`] has not returned yet.
+    /// Readable if there are events that [`Events::wait`] has not returned yet.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }

@@ -17,6 +17,7 @@ use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::Errno;
 
 use crate::deadline::timespec;
+use crate::poller::Events;
 
 /// Event key of the queues' calls and of the waker.
 const NOTIFICATION: u64 = 0;
@@ -99,6 +100,11 @@ impl Watch {
     pub fn sleep(&self, deadline: Option<Instant>) -> io::Result<bool> {
         let left = deadline.map(|at| timespec(at.saturating_duration_since(Instant::now())));
         self.take(left.as_ref())
+    }
+
+    /// Whether the events of a wait on the descriptor show that the device has hung up.
+    pub fn is_hang_up(&self, events: &Events) -> bool {
+        events.contains(self.device)
     }
 
     fn take(&self, timeout: Option<&Timespec>) -> io::Result<bool> {

@@ -30,7 +30,7 @@ use crate::device::{Context, Event, WorkerDevice};
 use crate::mailbox::{Mailbox, Sender};
 use crate::numbers::Table;
 use crate::outbox::Outbox;
-use crate::poller::{EventKind, Interest, Poller, Readiness, Token};
+use crate::poller::{EventKind, Events, Interest, Poller, Readiness, Token};
 use crate::spin::Spin;
 use rustix::fd::{AsFd, BorrowedFd};
 use std::collections::{BTreeSet, VecDeque};
@@ -123,8 +123,8 @@ pub struct Worker<D: WorkerDevice> {
     more_messages: bool,
     active: VecDeque<u32>,
     deadlines: BTreeSet<(Instant, u32)>,
-    /// Empty between calls; kept to reuse its allocation.
-    events: Vec<(Token, Readiness)>,
+    /// Of the last wait; kept to reuse its allocation.
+    events: Events,
 }
 
 impl<D: WorkerDevice> Worker<D> {
@@ -163,7 +163,7 @@ impl<D: WorkerDevice> Worker<D> {
             more_messages: false,
             active: VecDeque::new(),
             deadlines: BTreeSet::new(),
-            events: Vec::new(),
+            events: Events::default(),
         })
     }
 
@@ -317,16 +317,22 @@ impl<D: WorkerDevice> Worker<D> {
     /// The system cannot wait.
     pub fn poll_events(&mut self, timeout: Option<Duration>) -> io::Result<(Instant, bool)> {
         let mut events = std::mem::take(&mut self.events);
-        let waited = self.poller.wait(timeout, &mut events);
-        let now = self.clock.now();
-        self.last_poll = now;
+        let waited = events.wait(&self.poller, timeout);
+        let now = self.handle_events(&events);
         let any = !events.is_empty();
-        for (token, readiness) in events.drain(..) {
-            self.dispatch(token, readiness, now);
-        }
         self.events = events;
         waited?;
         Ok((now, any))
+    }
+
+    /// Passes the events of a wait on the worker's descriptor to the devices. Returns the time.
+    pub fn handle_events(&mut self, events: &Events) -> Instant {
+        let now = self.clock.now();
+        self.last_poll = now;
+        for (token, readiness) in Poller::interpret(events) {
+            self.dispatch(token, readiness, now);
+        }
+        now
     }
 
     /// Activates the devices with a deadline that has passed.

@@ -4,6 +4,7 @@ mod common;
 
 use std::io::{BufRead, ErrorKind, Read, Write};
 use std::os::fd::AsFd;
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -491,4 +492,59 @@ fn the_longest_time_is_for_ever() {
     let mut poller = Poller::new(Wait::Sleep);
     poller.add_stream(&far, 1, Readiness::READABLE);
     assert_eq!(poller.wait(Some(Duration::MAX)).unwrap().len(), 1);
+}
+
+#[test]
+fn a_sleeping_round_trip_costs_each_side_one_sleep_and_one_notification() {
+    const ROUNDS: u64 = 500;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("attach.sock");
+    let host = Host::builder().attach(&path).start().unwrap();
+    let listener = host.listen(PORT, 1).unwrap();
+    let (begun, beginning) = mpsc::channel();
+    let (ended, ending) = mpsc::channel();
+    let exchange = |stream: &Stream, begins: bool, rounds: u64| {
+        let (mut stream, mut message) = (stream, [7; 64]);
+        for _ in 0..rounds {
+            if begins {
+                stream.write_all(&message).unwrap();
+            }
+            stream.read_exact(&mut message).unwrap();
+            if !begins {
+                stream.write_all(&message).unwrap();
+            }
+        }
+    };
+    // The counters between the first round trip and the last. The channels order the two sides:
+    // neither is counted while the other still works.
+    let costs = thread::scope(|scope| {
+        let attached = scope.spawn(move || {
+            let endpoint = Endpoint::builder().attach(path).unwrap();
+            let stream = endpoint.connect(Address::new(Cid::HOST, PORT)).unwrap();
+            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            exchange(&stream, true, 1);
+            let before = endpoint.stats();
+            begun.send(()).unwrap();
+            exchange(&stream, true, ROUNDS);
+            let after = endpoint.stats();
+            ending.recv_timeout(PATIENCE).unwrap();
+            (before, after)
+        });
+        let (stream, _) = listener.accept_timeout(PATIENCE).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        exchange(&stream, false, 1);
+        beginning.recv_timeout(PATIENCE).unwrap();
+        let before = host.stats();
+        exchange(&stream, false, ROUNDS);
+        let after = host.stats();
+        ended.send(()).unwrap();
+        [(before, after), attached.join().unwrap()]
+    });
+    for (before, after) in costs {
+        // A notification that crosses the other side's way to sleep may cost a sleep more.
+        let most = ROUNDS + ROUNDS / 4;
+        assert!(after.sleeps - before.sleeps <= most, "{before:?} {after:?}");
+        let notifications = after.notifications - before.notifications;
+        assert!(notifications <= most, "{before:?} {after:?}");
+    }
 }

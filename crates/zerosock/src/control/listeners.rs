@@ -29,7 +29,7 @@ use zerosock_sys::{LogLimit, PeerFd, fd_passing};
 use zerosock_vhost_user::Notice;
 use zerosock_virtio::mailbox::{Mailbox, Sender};
 use zerosock_virtio::outbox::DeviceAddr;
-use zerosock_virtio::poller::{EventKind, Interest, Poller, Token};
+use zerosock_virtio::poller::{EventKind, Events, Interest, Poller, Token};
 
 use crate::device::WorkerMessage;
 use crate::device::host_sockets::{HostSocket, hybrid, network};
@@ -232,7 +232,7 @@ struct Acceptor {
 
 impl Acceptor {
     fn run(mut self) {
-        let mut events = Vec::new();
+        let mut events = Events::default();
         let mut wait = None;
         loop {
             let messages: Vec<_> = self.mailbox.drain().collect();
@@ -242,11 +242,11 @@ impl Acceptor {
                     Message::Stop => return,
                 }
             }
-            if let Err(error) = self.poller.wait(wait, &mut events) {
+            if let Err(error) = events.wait(&self.poller, wait) {
                 tracing::error!(%error, "no more clients of listening rules are accepted");
                 return;
             }
-            for (token, _) in events.drain(..) {
+            for (token, _) in Poller::interpret(&events) {
                 if token.kind == LISTENER
                     && let Some(listener) = self.listeners.get_mut(&token.key)
                 {

@@ -582,6 +582,7 @@ mod tests {
     use crate::device::ready_tests::Lab;
     use std::io::Write;
     use std::os::unix::net::UnixStream;
+    use zerosock_virtio::poller::{Events, Poller};
 
     #[test]
     fn refused_handshake_leaves_the_poller_before_it_is_closed() {
@@ -597,9 +598,11 @@ mod tests {
         device.begin_handshake(socket, SocketType::Stream, &mut cx);
         assert_eq!(cx.shared.counters.conns_refused.get(), 1);
         program.write_all(b"x").unwrap();
-        let mut events = Vec::new();
-        cx.poller.wait(Some(Duration::ZERO), &mut events).unwrap();
-        let sources: Vec<_> = events.iter().map(|(source, _)| source).collect();
+        let mut events = Events::default();
+        events.wait(cx.poller, Some(Duration::ZERO)).unwrap();
+        let sources: Vec<_> = Poller::interpret(&events)
+            .map(|(source, _)| source)
+            .collect();
         assert!(sources.is_empty(), "{sources:?}");
         drop(open);
     }

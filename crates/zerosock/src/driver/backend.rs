@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use zerosock_proto::vsock::{ConnectError, How, ListenError, MoveError};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
+use zerosock_virtio::poller::Events;
 
 use super::queue_pairs::{QueuePair, QueuePairId};
 use super::{Driver, DriverError, SendError, StreamId, lending};
@@ -94,15 +95,16 @@ impl Backend for Driver {
 
     fn disarm(&mut self) {
         self.disable_notifications();
-        // Reading an owned epoll descriptor cannot fail; if it does, the rings have the same
-        // information.
-        if self.watch.clear().unwrap_or(false) {
-            self.device_gone();
-        }
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
         self.watch.as_fd()
+    }
+
+    fn handle_events(&mut self, events: &Events) {
+        if self.watch.is_hang_up(events) {
+            self.device_gone();
+        }
     }
 
     fn next_ready(&mut self) -> Option<ReadySource> {
@@ -452,6 +454,7 @@ impl Backend for Driver {
             packets_received: self.stats.rx_packets,
             packets_sent: self.stats.tx_packets,
             notifications: self.stats.kicks,
+            sleeps: 0,
         }
     }
 

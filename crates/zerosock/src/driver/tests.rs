@@ -6,6 +6,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use zerosock_proto::Port;
 use zerosock_proto::vsock::ConnectError;
 use zerosock_proto::wire::vsock::{Op, SocketType};
+use zerosock_virtio::poller::Events;
 
 use super::bare::{Peer, SERVER, connect, pair};
 use super::{Driver, IDLE_TURNS, StreamId, StreamState};
@@ -21,6 +22,13 @@ fn small() -> (Driver, Peer, StreamId) {
     let id = connect(&mut driver, &mut peer);
     while driver.next_ready().is_some() {}
     (driver, peer, id)
+}
+
+fn disarm_and_clear(driver: &mut Driver) {
+    driver.disarm();
+    let mut events = Events::default();
+    events.wait(driver.fd(), Some(Duration::ZERO)).unwrap();
+    driver.handle_events(&events);
 }
 
 fn is_notified(driver: &Driver) -> bool {
@@ -56,7 +64,7 @@ fn packets_beyond_three_quarters_wait_in_the_ring_and_let_the_driver_sleep() {
     assert_eq!(driver.read(id, &mut out, false), Ok(4));
     Backend::flush_after_read(&mut driver);
     assert!(is_notified(&driver));
-    driver.disarm();
+    disarm_and_clear(&mut driver);
     assert!(!is_notified(&driver));
     assert!(driver.pending());
     Backend::drive(&mut driver).unwrap();
@@ -161,7 +169,7 @@ fn a_device_that_hangs_up_resets_all_and_ends_the_endpoint() {
     driver.watch.clear().unwrap();
     peer.socket = None;
     assert!(is_notified(&driver));
-    driver.disarm();
+    disarm_and_clear(&mut driver);
     assert!(!driver.is_attached());
     assert_eq!(driver.next_ready(), Some(ReadySource::Conn(id)));
     assert_eq!(driver.state(id), Some(StreamState::Reset));
@@ -197,7 +205,7 @@ fn a_wake_up_is_reported_until_it_is_cleared() {
     for _ in 0..2 {
         rustix::io::write(&waker, &1u64.to_ne_bytes()).unwrap();
         assert!(is_notified(&driver));
-        driver.disarm();
+        disarm_and_clear(&mut driver);
         assert!(!is_notified(&driver));
         assert!(!Backend::arm(&mut driver));
     }

@@ -26,6 +26,7 @@ use crate::table::{
     transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault, ShowBounds},
 };
 use zerosock_virtio::deadline::earlier;
+use zerosock_virtio::poller::Events;
 
 impl Backend for HostBackend {
     fn lease_table(&self) -> Arc<Leases> {
@@ -106,13 +107,16 @@ impl Backend for HostBackend {
     }
 
     fn disarm(&mut self) {
-        // The next turn of each device disables kicks. An error of the epoll instance here recurs
-        // in the next turn, which reports it.
-        let _ = self.poll_events();
+        // The next turn of each device disables kicks.
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
         self.worker.as_fd()
+    }
+
+    fn handle_events(&mut self, events: &Events) {
+        let now = self.worker.handle_events(events);
+        self.note_poll(now);
     }
 
     fn next_ready(&mut self) -> Option<ReadySource> {
@@ -529,6 +533,7 @@ impl Backend for HostBackend {
             packets_received: tally.packets_received,
             packets_sent: tally.packets_sent,
             notifications: tally.notifications,
+            sleeps: 0,
         }
     }
 

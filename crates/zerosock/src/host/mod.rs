@@ -337,13 +337,18 @@ impl HostBackend {
 
     /// Polls descriptors without waiting. Returns whether there were events.
     fn poll_events(&mut self) -> io::Result<bool> {
-        self.checks = 0;
         let (now, any) = self.worker.poll_events(Some(Duration::ZERO))?;
+        self.note_poll(now);
+        Ok(any)
+    }
+
+    /// Records that descriptors were polled.
+    fn note_poll(&mut self, now: Instant) {
+        self.checks = 0;
         self.now = now;
         self.next_poll = now + POLL_INTERVAL;
         let mut devices = self.worker.devices.iter_mut();
         self.watches_host_sockets = devices.any(|(_, device)| device.watches_host());
-        Ok(any)
     }
 
     /// Chooses the queue pair of device `vm` and the local port of a new connection. All queue

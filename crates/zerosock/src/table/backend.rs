@@ -22,6 +22,7 @@ use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_proto::vsock::{ConnectError, How, ListenError, MoveError, RefuseReason};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
+use zerosock_virtio::poller::Events;
 
 use super::leases::Leases;
 use super::places::{Copied, LeaseParts};
@@ -138,6 +139,9 @@ pub struct EndpointStats {
     pub packets_sent: u64,
     /// Notifications sent to the peer.
     pub notifications: u64,
+    /// Times that a blocking call slept until a notification, a timer, its deadline, or a call of
+    /// another thread.
+    pub sleeps: u64,
 }
 
 /// All counters, as `name=value`, on one line.
@@ -192,11 +196,14 @@ pub(crate) trait Backend: Send {
         false
     }
 
-    /// Stops requesting notifications and clears pending ones.
+    /// Stops requesting notifications. Those on their way may still make [`Backend::fd`] readable.
     fn disarm(&mut self);
 
-    /// An epoll descriptor, readable when a notification arrived.
+    /// An edge-triggered epoll descriptor, readable when a notification arrived.
     fn fd(&self) -> BorrowedFd<'_>;
+
+    /// Handles the events of a wait on [`Backend::fd`], which has cleared them.
+    fn handle_events(&mut self, events: &Events);
 
     /// The next object with changed readiness: bytes or an end of stream arrived, room became
     /// available, a connect completed or failed, a connection closed or waits for accept. Each

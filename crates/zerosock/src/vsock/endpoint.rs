@@ -221,7 +221,7 @@ impl Endpoint {
 
     /// Counters since the endpoint was opened.
     pub fn stats(&self) -> EndpointStats {
-        self.core.lock().backend().stats()
+        self.core.lock().stats()
     }
 }
 

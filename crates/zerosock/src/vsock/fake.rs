@@ -10,6 +10,7 @@ use rustix::event::epoll;
 use zerosock_proto::vsock::{ConnectError, How, ListenError};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
+use zerosock_virtio::poller::Events;
 
 use super::Fault;
 use super::hub::Core;
@@ -123,6 +124,8 @@ impl Backend for Fake {
     }
 
     fn disarm(&mut self) {}
+
+    fn handle_events(&mut self, _: &Events) {}
 
     fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()

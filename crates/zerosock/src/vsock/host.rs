@@ -293,7 +293,7 @@ impl Host {
 
     /// Counters since the endpoint was opened.
     pub fn stats(&self) -> EndpointStats {
-        self.core.lock().backend().stats()
+        self.core.lock().stats()
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
@@ -10,13 +11,22 @@ use rustix::time::{
 };
 
 use zerosock_virtio::deadline::timespec;
+use zerosock_virtio::poller::add_waker;
 
 /// The shortest time that a timerfd can be set to: 0 would disarm it.
 const TICK: Duration = Duration::from_nanos(1);
 
-/// An eventfd that wakes a poller, polled beside the backend's descriptor.
+/// An eventfd that wakes a poller, which polls it beside the backend's descriptor.
 #[derive(Debug)]
 pub(crate) struct EventFd(OwnedFd);
+
+/// An eventfd that ends the sleep of one thread, with one system call for each sleep that it ends.
+/// The lock of the endpoint is held for each call.
+#[derive(Debug)]
+pub(super) struct SleepWaker {
+    event_fd: EventFd,
+    signalled: AtomicBool,
+}
 
 /// A timerfd: readable once its time has come.
 #[derive(Debug)]
@@ -46,6 +56,34 @@ impl EventFd {
 impl AsFd for EventFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
+    }
+}
+
+impl SleepWaker {
+    /// Registers an eventfd at the epoll descriptor on which the thread will sleep.
+    ///
+    /// # Errors
+    /// When the system has no descriptor left.
+    pub(super) fn new(epoll: impl AsFd) -> io::Result<SleepWaker> {
+        let event_fd = EventFd::new()?;
+        add_waker(epoll, &event_fd)?;
+        Ok(SleepWaker {
+            event_fd,
+            signalled: AtomicBool::new(false),
+        })
+    }
+
+    pub(super) fn signal(&self) {
+        if !self.signalled.swap(true, Ordering::Relaxed) {
+            self.event_fd.signal();
+        }
+    }
+
+    /// The sleep has ended.
+    pub(super) fn clear(&self) {
+        if self.signalled.swap(false, Ordering::Relaxed) {
+            self.event_fd.clear();
+        }
     }
 }
 
@@ -100,4 +138,30 @@ pub(crate) fn epoll_of<'a>(fds: impl IntoIterator<Item = BorrowedFd<'a>>) -> io:
         )?;
     }
     Ok(any)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use zerosock_virtio::poller::Events;
+
+    #[test]
+    fn sleep_waker_ends_each_wait_until_it_is_cleared() {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
+        let waker = SleepWaker::new(&epoll).unwrap();
+        let is_woken = || {
+            let mut events = Events::default();
+            events.wait(&epoll, Some(Duration::ZERO)).unwrap();
+            !events.is_empty()
+        };
+        assert!(!is_woken());
+        for _ in 0..2 {
+            waker.signal();
+            waker.signal();
+            // Another thread may take the event before the sleeper does.
+            assert!(is_woken() && is_woken());
+            waker.clear();
+            assert!(!is_woken());
+        }
+    }
 }

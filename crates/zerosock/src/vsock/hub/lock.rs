@@ -9,7 +9,7 @@ use zerosock_proto::Port;
 use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_ring::Trust;
 
-use super::descriptors::{EventFd, TimerFd, epoll_of};
+use super::descriptors::{EventFd, SleepWaker, TimerFd, epoll_of};
 #[cfg(test)]
 use super::hook;
 #[cfg(feature = "tokio")]
@@ -19,12 +19,13 @@ use super::tasks;
 use super::wait_budget::WaitFault;
 use super::waiter::Waiter;
 use crate::control::attach::Client;
-use crate::table::backend::Backend;
+use crate::table::backend::{Backend, EndpointStats};
 use crate::table::leases::{Leases, NONE};
 use crate::table::over::EndpointEnded;
 use crate::table::sockets::StreamId;
 use crate::vsock::options::DEFAULT_BUFFER;
 use crate::vsock::waiting::SpinTime;
+use zerosock_virtio::poller::Events;
 
 /// What the lock protects.
 pub(crate) struct State {
@@ -41,6 +42,10 @@ pub(crate) struct State {
     pub(super) skipped: u32,
     /// The rings are armed, and the backend has taken nothing in since.
     pub(super) armed: bool,
+    /// Events of the last wait; kept to reuse its allocation.
+    pub(super) events: Events,
+    /// Times that a thread slept on the backend's descriptor.
+    pub(super) sleeps: u64,
     /// Makes `poll_fd` readable when a backend timer is due.
     pub(super) timer_fd: TimerFd,
     /// Why the endpoint has failed.
@@ -60,15 +65,15 @@ pub(crate) struct Core {
     /// `deferred_closes` is not empty.
     pub(super) has_deferred_closes: AtomicBool,
     pub(super) leases: Arc<Leases>,
-    /// Wakes the sleeper. Only the sleeper reads it; the backend's descriptor alone would not do,
-    /// because any thread that turns the backend may clear it.
-    pub(super) waker: EventFd,
+    /// Wakes the sleeper. Only the sleeper clears it; a notification would not do, because any
+    /// thread that turns the backend may clear it.
+    pub(super) waker: SleepWaker,
     /// Makes `poll_fd` readable when a socket has an event.
     pub(super) event_fd: EventFd,
     /// The descriptor that an application polls: an epoll instance of the backend's descriptor,
     /// `event_fd` and `timer_fd`.
     pub(super) poll_fd: OwnedFd,
-    /// A duplicate of the backend's descriptor, to be polled without the lock.
+    /// A duplicate of the backend's descriptor, to be waited on without the lock.
     pub(super) backend_fd: OwnedFd,
     pub(super) trust: Option<Trust>,
     /// The connection to the attach socket, if the endpoint has one. The attachment ends when the
@@ -136,7 +141,7 @@ impl Core {
         let timer_fd = TimerFd::new()?;
         let poll_fd = epoll_of([event_fd.as_fd(), timer_fd.as_fd(), backend.fd()])?;
         Ok(Core {
-            waker: EventFd::new()?,
+            waker: SleepWaker::new(backend.fd())?,
             event_fd,
             poll_fd,
             backend_fd: backend.fd().try_clone_to_owned()?,
@@ -163,6 +168,8 @@ impl Core {
                 spin_time: SpinTime::default(),
                 skipped: 0,
                 armed: false,
+                events: Events::default(),
+                sleeps: 0,
                 timer_fd,
                 fault: None,
             }),
@@ -433,6 +440,15 @@ impl<'a> Locked<'a> {
         }
         #[cfg(feature = "tokio")]
         state.tasks.wake_all();
+    }
+
+    /// Counters since the endpoint was opened.
+    pub(crate) fn stats(&mut self) -> EndpointStats {
+        let state = self.state();
+        EndpointStats {
+            sleeps: state.sleeps,
+            ..state.backend.stats()
+        }
     }
 
     /// Whether the endpoint has failed: received data can still be read, no more will arrive.

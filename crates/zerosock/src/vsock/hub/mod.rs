@@ -15,7 +15,8 @@
 //! - Each call takes the lock once, for any number of packets.
 //! - A call that must wait spins first, if its [`Wait`](super::waiting::Wait) says so. It holds the
 //!   lock while it spins and yields it to threads that want it. Then it sleeps: the first sleeper
-//!   polls the backend's descriptor, later ones park until another thread unparks them.
+//!   waits on the backend's descriptor, with one system call, which also clears what has woken it;
+//!   later ones park until another thread unparks them.
 //! - Dropping a lease takes no lock. The lease is pushed onto a lock-free stack ([`Leases`]). The
 //!   lock holder empties the stack, and checks it again after it has released the lock.
 //!

@@ -5,13 +5,9 @@
 //!   sends.
 //! - A call that spins with the lock yields it to threads that want it.
 
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Instant;
-
-use rustix::event::{PollFd, PollFlags, poll};
 
 use super::lock::{Core, Locked, State, thread_id};
 use super::wait_budget::{WaitBudget, WaitFault, WaitMode};
@@ -20,7 +16,7 @@ use crate::fault::Fault as Blame;
 use crate::table::backend::Backend;
 use crate::table::over::EndpointEnded;
 use crate::vsock::waiting::Wait;
-use zerosock_virtio::deadline::{earlier, timespec};
+use zerosock_virtio::deadline::earlier;
 
 /// Checks of the backend between two readings of the clock, while spinning.
 const CHECKS_PER_CLOCK: u32 = 64;
@@ -176,17 +172,28 @@ impl Core {
         progress.turn_due = true;
         progress.slept = true;
         progress.began.get_or_insert_with(Instant::now);
+        // The attempt has just failed, with the lock held since: what has changed until now concerns
+        // other waiters only.
+        locked.wake_ready();
         let ticket = locked.register(interest, WaiterKind::Thread(thread::current()));
         if locked.state().sleeper.is_none() {
             if !locked.arm() {
                 let until = earlier(deadline, locked.backend().next_timeout());
-                locked.state().sleeper = Some(ticket);
                 locked.set_wake_time(ticket, until);
+                let state = locked.state();
+                state.sleeper = Some(ticket);
+                state.sleeps += 1;
+                let mut events = std::mem::take(&mut state.events);
                 drop(locked);
-                let slept = sleep_on([self.backend_fd.as_fd(), self.waker.as_fd()], until);
-                self.waker.clear();
+                // One system call sleeps and clears what has ended the sleep.
+                let left = until.map(|at| at.saturating_duration_since(Instant::now()));
+                let slept = events.wait(&self.backend_fd, left);
                 locked = self.lock();
-                locked.state().sleeper = None;
+                self.waker.clear();
+                let state = locked.state();
+                state.sleeper = None;
+                state.backend.handle_events(&events);
+                state.events = events;
                 if let Err(error) = slept {
                     let why = format!("cannot wait: {error}");
                     locked.fail(EndpointEnded::new(Blame::System, why));
@@ -270,14 +277,5 @@ impl Locked<'_> {
         self.core.owner.store(thread_id(), Ordering::Relaxed);
         self.return_dropped();
         self.run_deferred_closes();
-    }
-}
-
-fn sleep_on(fds: [BorrowedFd<'_>; 2], until: Option<Instant>) -> io::Result<()> {
-    let timeout = until.map(|at| timespec(at.saturating_duration_since(Instant::now())));
-    let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-    match poll(&mut fds, timeout.as_ref()) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-        Err(error) => Err(error.into()),
     }
 }

@@ -14,7 +14,7 @@
 //! them.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::descriptors::EventFd;
 use super::lock::{Core, Locked, State};
@@ -145,6 +145,14 @@ impl Locked<'_> {
         // Clears old notifications, unless the sleeper may not have seen them: it clears them.
         if self.state().sleeper.is_none() {
             self.disarm();
+            let State {
+                backend, events, ..
+            } = self.state();
+            // Waiting on an owned epoll descriptor cannot fail; if it does, the rings have the same
+            // information.
+            if events.wait(backend.fd(), Some(Duration::ZERO)).is_ok() {
+                backend.handle_events(events);
+            }
         }
         self.arm()
     }
@@ -231,7 +239,7 @@ impl Locked<'_> {
     }
 
     /// Wakes the waiters of all sockets that have events.
-    fn wake_ready(&mut self) {
+    pub(super) fn wake_ready(&mut self) {
         let core = self.core;
         let state = self.state();
         while let Some(ready) = state.backend.next_ready() {

@@ -178,7 +178,7 @@
 //! - `sys::uring`: notifications of TCP requests that share a packet are tied together since Linux
 //!   6.10, so that a packet must end with a request now and then (MSG_EOR).
 //! - `sys::arenas`: when registered memory may be replaced.
-//! - `sys::first_id`, `sys::notification_ids` and `sys::unresolved`: how MSG_ZEROCOPY assigns ids
+//! - `sys::first_id`, `sys::notification_ids` and `sys::in_doubt`: how MSG_ZEROCOPY assigns ids
 //!   to sends, also to those that fail.
 //! - `cork`: what a socket keeps of a datagram in pieces (MSG_MORE) when a later piece fails.
 //!

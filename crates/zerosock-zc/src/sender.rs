@@ -512,9 +512,7 @@ impl<B: Stable> Sender<B> {
 
     /// The time after which the sender must be polled, without regard to late sends.
     fn poll_timeout(&self) -> Option<Duration> {
-        let poll_timeout = self.queue.zc_socket.next_timeout();
-        let pieces = self.queue.awaits_pieces().then_some(KEPT_PIECES_TIMEOUT);
-        poll_timeout.into_iter().chain(pieces).min()
+        self.queue.awaits_pieces().then_some(KEPT_PIECES_TIMEOUT)
     }
 
     /// Whether nothing more is accepted because a send failed.
@@ -588,9 +586,9 @@ impl<B: Stable> Sender<B> {
     }
 
     /// The time after which an event loop must call [`poll`](Self::poll) without an event on the
-    /// descriptor; usually none. There are three cases: a [limit](SenderBuilder::limit), until the oldest
-    /// send is late; a failed datagram with the error queue back-end, which must be polled; and
-    /// pieces of an incomplete datagram, which are released by polling ([`Outgoing::more`]).
+    /// descriptor; usually none. There are two cases: a [limit](SenderBuilder::limit), until the oldest
+    /// send is late; and pieces of an incomplete datagram, which are released by polling
+    /// ([`Outgoing::more`]).
     #[must_use]
     pub fn next_timeout(&self) -> Option<Duration> {
         let poll_timeout = self.poll_timeout();

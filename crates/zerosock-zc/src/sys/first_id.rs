@@ -3,8 +3,7 @@
 //! The kernel counts ids per socket, not per sender: an earlier sender, or the application itself,
 //! may have used some. No interface returns the next id, so it is found out before the first
 //! zero-copy send. On a TCP socket that has sent nothing it is zero. On UDP, a send that takes an
-//! id and fails for certain is made (`unresolved`): the kernel reports its id at once, and ours
-//! follow. In all other cases the first id is derived from the ids that the kernel reports
+//! id and fails for certain is made (`probe`): the kernel reports its id at once, and ours follow. In all other cases the first id is derived from the ids that the kernel reports
 //! (`notification_ids`).
 //!
 //! # Invariants
@@ -14,10 +13,14 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashSet;
+use std::mem;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::net::sockopt;
+
+use super::places::header;
+use super::{Piece, SocketAddress};
 
 /// The sockets with an owner of their error queue, by the cookie of the kernel (SO_COOKIE).
 static CLAIMED: Mutex<Option<HashSet<u64>>> = Mutex::new(None);
@@ -65,4 +68,31 @@ pub(super) fn has_sent_nothing(socket: BorrowedFd<'_>) -> bool {
     // An older kernel fills less of it (both are of Linux 4.6).
     let filled = len as usize >= std::mem::offset_of!(libc::tcp_info, tcpi_delivery_rate);
     result == 0 && filled && info.tcpi_data_segs_out == 0 && info.tcpi_notsent_bytes == 0
+}
+
+/// Sends a datagram with more segments than the kernel permits (UDP_SEGMENT, Linux 4.18). The
+/// kernel refuses it (EINVAL) when it is complete, after it took an id, and reports that id at
+/// once. Nothing is transmitted. A probe that fails earlier has no report.
+pub(super) fn probe(socket: BorrowedFd<'_>, address: Option<&SocketAddress>) {
+    static BYTES: [u8; 1 << 14] = [0; 1 << 14];
+    #[repr(C)]
+    struct Control {
+        header: libc::cmsghdr,
+        segment: u16,
+        _rest: [u16; 3],
+    }
+    // SAFETY: all zeros is a valid `cmsghdr`, and so is the rest.
+    let mut control: Control = unsafe { mem::zeroed() };
+    control.header.cmsg_len = (mem::size_of::<libc::cmsghdr>() + 2) as _;
+    control.header.cmsg_level = libc::SOL_UDP;
+    control.header.cmsg_type = libc::UDP_SEGMENT;
+    control.segment = 1;
+    let pieces = [Piece::from(&BYTES[..]).vector()];
+    let mut header = header(&pieces, address);
+    header.msg_control = (&raw mut control).cast();
+    header.msg_controllen = mem::size_of::<Control>() as _;
+    let flags = libc::MSG_ZEROCOPY | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    // SAFETY: the header refers to the pieces, the address and the control data, which outlive the
+    // call; the piece to bytes that are never freed or written.
+    unsafe { libc::sendmsg(socket.as_raw_fd(), &header, flags) };
 }

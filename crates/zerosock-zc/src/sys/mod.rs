@@ -23,6 +23,7 @@ mod buffers;
 mod error_queue;
 mod file;
 mod first_id;
+mod in_doubt;
 mod notification_ids;
 mod orphans;
 mod places;
@@ -32,7 +33,6 @@ mod sendmsg;
 mod socket;
 mod socket_state;
 mod stable;
-mod unresolved;
 mod uring;
 mod zc_socket;
 
@@ -42,12 +42,12 @@ pub use address::SocketAddress;
 pub use buffers::{Buf, Mapped};
 pub(crate) use error_queue::read_ranges;
 pub use file::{FileMap, FilePart};
+pub(crate) use in_doubt::option_memory;
 pub use places::Key;
 pub use pool::{Pool, PoolBuf};
 pub use socket::{SocketKind, permit_zero_copy};
 pub(crate) use socket::{forget_pieces, kind, reset};
 pub use stable::{Piece, Stable};
-pub(crate) use unresolved::option_memory;
 pub use zc_socket::{SendBackend, ZcSocket};
 
 /// Whether a request copies the buffer.

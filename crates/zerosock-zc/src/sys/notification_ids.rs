@@ -2,8 +2,7 @@
 //!
 //! The kernel assigns consecutive ids to the zero-copy requests of a socket and reports ranges of
 //! ids when it no longer reads their buffers. Ranges can be reported in any order, and ids wrap. A
-//! reported id that this socket has not reached yet was taken by another sender. It is counted as
-//! well: otherwise each later buffer would be freed when the request before it completes.
+//! reported id that was not assigned was taken by another sender.
 //!
 //! The first id can be unknown (`first_id`). No reported id is then matched with a request until
 //! the first can be derived. All ids are assumed to be those of this socket, so the first is known
@@ -13,26 +12,13 @@ use std::collections::VecDeque;
 
 use super::requests::RequestId;
 
-/// The furthest that a reported id may be ahead of the next id.
-const MAX_AHEAD: u32 = 1 << 16;
-
-/// The request that took an id.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-enum IdOwner {
-    Request(RequestId),
-    /// The id was taken by a request that is not known.
-    Unknown,
-}
-
 #[derive(Default)]
 pub(super) struct NotificationIds {
     /// Ids that were assigned and not reported, in their order. Later ids are removed when they are
     /// reported, also if an earlier one stays for long.
-    outstanding: VecDeque<(u32, IdOwner)>,
+    outstanding: VecDeque<(u32, RequestId)>,
     /// The id that the next request takes.
     next: u32,
-    /// Number of outstanding ids with [`IdOwner::Unknown`].
-    unknown: usize,
     /// The first id is not known yet.
     learning: bool,
     /// The first and the last id that were reported while the first id was not known.
@@ -79,24 +65,23 @@ impl NotificationIds {
         self.outstanding.is_empty()
     }
 
-    /// The id that the next request takes.
-    pub(super) fn next(&self) -> u32 {
-        self.next
-    }
-
-    /// Whether this id was not assigned yet.
-    pub(super) fn is_ahead(&self, id: u32) -> bool {
-        id.wrapping_sub(self.next) < 1 << 31
-    }
-
     /// Assigns the next id to a request.
     pub(super) fn assign(&mut self, request: RequestId) {
-        self.push(IdOwner::Request(request));
+        self.outstanding.push_back((self.next, request));
+        self.next = self.next.wrapping_add(1);
     }
 
-    fn push(&mut self, owner: IdOwner) {
-        self.outstanding.push_back((self.next, owner));
-        self.next = self.next.wrapping_add(1);
+    /// Whether the last id that was assigned has not been reported.
+    pub(super) fn is_last_outstanding(&self) -> bool {
+        let last = self.outstanding.back();
+        last.is_some_and(|&(id, _)| id == self.next.wrapping_sub(1))
+    }
+
+    /// Withdraws the last id, which is outstanding: its request did not take it.
+    pub(super) fn withdraw_last(&mut self) {
+        if self.outstanding.pop_back().is_some() {
+            self.next = self.next.wrapping_sub(1);
+        }
     }
 
     /// Index of the first outstanding id that is at most `behind` before the next id.
@@ -107,55 +92,23 @@ impl NotificationIds {
     }
 
     /// Removes the ids from `lo` to `hi`, which the kernel reported, and calls `freed` with the
-    /// request of each. Skips ids that were reported before. False if the range is implausibly far
-    /// ahead.
+    /// request of each. Skips ids that were reported before. Returns false if some of them were never
+    /// assigned.
     pub(super) fn complete(&mut self, lo: u32, hi: u32, mut freed: impl FnMut(RequestId)) -> bool {
-        if self.is_ahead(hi) {
-            let ahead = hi.wrapping_sub(self.next);
-            if ahead >= MAX_AHEAD {
-                return false;
-            }
-            let reported = hi.wrapping_sub(lo).min(ahead);
-            for _ in reported..ahead {
-                self.push(IdOwner::Unknown);
-                self.unknown += 1;
-            }
-            self.next = hi.wrapping_add(1);
+        // Of two ids, the one that is less than 2^31 behind is earlier.
+        let is_assigned = |id: u32| id.wrapping_sub(self.next) >= 1 << 31;
+        if !is_assigned(lo) {
+            return false;
         }
-        let behind = u64::from(self.next.wrapping_sub(hi));
-        let first = self.position(behind + u64::from(hi.wrapping_sub(lo)));
+        let all = is_assigned(hi);
+        let last = if all { hi } else { self.next.wrapping_sub(1) };
+        let behind = u64::from(self.next.wrapping_sub(last));
+        let first = self.position(behind + u64::from(last.wrapping_sub(lo)));
         let end = self.position(behind - 1);
-        for (_, owner) in self.outstanding.drain(first..end.max(first)) {
-            match owner {
-                IdOwner::Request(request) => freed(request),
-                IdOwner::Unknown => self.unknown -= 1,
-            }
+        for (_, request) in self.outstanding.drain(first..end.max(first)) {
+            freed(request);
         }
-        true
-    }
-
-    /// Assigns the ids of unknown requests from `from` on to `request`, which failed and took them
-    /// nevertheless. Returns how many.
-    pub(super) fn assign_unknown(&mut self, from: u32, request: RequestId) -> u32 {
-        let mut count = 0;
-        let first = self.position(u64::from(self.next.wrapping_sub(from)));
-        for (_, owner) in self.outstanding.iter_mut().skip(first) {
-            if *owner == IdOwner::Unknown {
-                *owner = IdOwner::Request(request);
-                count += 1;
-            }
-        }
-        self.unknown -= count as usize;
-        count
-    }
-
-    /// Removes the ids of unknown requests: no report is waited for.
-    pub(super) fn forget_unknown(&mut self) {
-        if self.unknown > 0 {
-            self.outstanding
-                .retain(|(_, owner)| *owner != IdOwner::Unknown);
-            self.unknown = 0;
-        }
+        all
     }
 }
 
@@ -190,58 +143,35 @@ mod tests {
         // A range that begins before the first outstanding id.
         assert_eq!(completed(&mut ids, u32::MAX - 9, 1), [13]);
         assert!(ids.is_empty());
-        assert_eq!(ids.next(), 2);
+        assert_eq!(ids.next, 2);
     }
 
     #[test]
-    fn an_id_of_an_unknown_request_is_counted() {
-        let mut ids = ids(0, &[10]);
-        // 1 was taken by a request that failed, and is reported before 0.
-        assert_eq!(completed(&mut ids, 1, 1), []);
+    fn the_last_id_can_be_withdrawn_until_it_is_reported() {
+        let mut ids = ids(u32::MAX, &[10, 11]);
+        assert!(ids.is_last_outstanding());
+        ids.withdraw_last();
+        assert_eq!(completed(&mut ids, u32::MAX, u32::MAX), [10]);
+        assert!(!ids.is_last_outstanding());
         ids.assign(RequestId(12));
-        assert_eq!(completed(&mut ids, 0, 1), [10]);
-        assert_eq!(completed(&mut ids, 2, 2), [12]);
+        assert_eq!(completed(&mut ids, 0, 0), [12], "the withdrawn id");
     }
 
     #[test]
-    fn a_skipped_id_can_be_assigned_to_a_failed_request() {
-        let mut ids = ids(5, &[]);
-        // 6 is reported, so 5 was taken.
-        assert_eq!(completed(&mut ids, 6, 6), []);
-        assert_eq!(ids.assign_unknown(5, RequestId(1)), 1);
-        assert_eq!(ids.assign_unknown(5, RequestId(1)), 0);
-        ids.assign(RequestId(2));
-        assert_eq!(completed(&mut ids, 5, 5), [1]);
-        assert_eq!(completed(&mut ids, 7, 7), [2]);
-        assert!(ids.is_empty());
-    }
-
-    #[test]
-    fn a_reported_id_is_not_assigned_again_and_a_skipped_one_is() {
-        let mut ids = ids(5, &[10]);
-        assert_eq!(completed(&mut ids, 5, 5), [10]);
-        // Of 5 to 7, 5 and 7 are reported.
-        assert_eq!(completed(&mut ids, 7, 7), []);
-        assert_eq!(ids.assign_unknown(5, RequestId(1)), 1);
-        assert_eq!(completed(&mut ids, 6, 6), [1]);
-        assert!(ids.is_empty());
-    }
-
-    #[test]
-    fn ids_of_unknown_requests_can_be_forgotten() {
-        let mut ids = ids(0, &[]);
-        assert_eq!(completed(&mut ids, 3, 3), []);
-        ids.forget_unknown();
-        assert!(ids.is_empty());
-        assert_eq!(completed(&mut ids, 0, 2), []);
-        assert_eq!(ids.next(), 4);
+    fn a_range_with_ids_that_were_not_assigned_is_not_all_ours() {
+        for (lo, hi, ours) in [(0, 1, &[10][..]), (1, 1, &[]), (5, 9, &[])] {
+            let mut ids = ids(0, &[10]);
+            let mut freed = Vec::new();
+            assert!(!ids.complete(lo, hi, |id| freed.push(id.0)));
+            assert_eq!(freed, ours);
+        }
     }
 
     #[test]
     fn an_id_that_stays_outstanding_does_not_retain_later_ids() {
         let mut ids = ids(u32::MAX - 500, &[7]);
         for _ in 0..100_000 {
-            let number = ids.next();
+            let number = ids.next;
             ids.assign(RequestId(8));
             ids.assign(RequestId(9));
             let after = number.wrapping_add(1);
@@ -269,7 +199,7 @@ mod tests {
             let freed = [1, 3, 0].map(|offset| completed(&mut ids, at(offset), at(offset)));
             assert_eq!(freed, [[11], [13], [10]]);
             assert_eq!(completed(&mut ids, at(2), at(2)), [12]);
-            assert_eq!(ids.next(), at(4));
+            assert_eq!(ids.next, at(4));
         }
     }
 
@@ -281,15 +211,6 @@ mod tests {
         ids.assign(RequestId(2));
         assert!(ids.infer_first_id(90, 100));
         assert_eq!(completed(&mut ids, 90, 100), [1, 2]);
-        assert_eq!(ids.next(), 101);
-    }
-
-    #[test]
-    fn a_range_far_ahead_is_refused() {
-        let mut ids = ids(0, &[10]);
-        assert!(!ids.complete(MAX_AHEAD + 1, MAX_AHEAD + 1, |_| panic!(
-            "no request has it"
-        )));
-        assert_eq!(ids.next(), 1);
+        assert_eq!(ids.next, 101);
     }
 }

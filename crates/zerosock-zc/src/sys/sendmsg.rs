@@ -4,7 +4,8 @@
 //! zero-copy sends of a socket (`notification_ids`) and reports them in its error queue
 //! (`error_queue`). The id of the first send is found out before it is made (`first_id`). From then
 //! on all ids must be those of this `ZcSocket`: another sender with MSG_ZEROCOPY on a duplicate of
-//! the socket breaks the assignment. Whether a failed send took an id is found out in `unresolved`.
+//! the socket breaks the assignment. A failed send that may have taken one keeps its buffer until that
+//! is known (`in_doubt`).
 #![allow(unsafe_code)]
 
 use std::io;
@@ -15,20 +16,16 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 
 use super::error_queue::{BATCH, ErrorQueue, ReportedRange};
-use super::first_id::{ErrorQueueClaim, has_sent_nothing};
+use super::first_id::{ErrorQueueClaim, has_sent_nothing, probe};
+use super::in_doubt::{has_no_unreported_id, may_have_taken_id, sockopt_is_set};
 use super::notification_ids::NotificationIds;
 use super::places::header;
-use super::requests::{GatherRules, NotificationDue};
+use super::requests::{GatherRules, NotificationDue, RequestId};
 use super::socket_state::SocketState;
-use super::unresolved::{
-    UnresolvedNotification, has_no_unreported_id, may_have_taken_id, probe, sockopt_is_set,
-};
 use super::{Key, NotStarted, SendMode, SocketAddress, SocketKind, Stable, Started, Submission};
 
 /// The most reads of the error queue in a row: peers can fill it as well (IP_RECVERR).
 const MAX_READS: usize = 64;
-/// Interval of the attempts to resolve a failed send.
-const RESOLVE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Sends with one sendmsg(2) call per request.
 pub(super) struct SendmsgBackend {
@@ -43,8 +40,8 @@ pub(super) struct SendmsgBackend {
     /// Ranges that were reported while the first id was unknown.
     unmatched: Vec<ReportedRange>,
     kind: SocketKind,
-    /// A send that failed and may have taken an id.
-    unresolved: Option<UnresolvedNotification>,
+    /// A send that failed and may have taken the last id of `ids`. All later ones are copied.
+    in_doubt: Option<RequestId>,
     /// The socket is UDP: a send can fail after it took an id.
     datagrams: bool,
     /// The last send had MSG_MORE.
@@ -69,7 +66,7 @@ impl SendmsgBackend {
             assigns_ids: !kind.is_tcp(),
             unmatched: Vec::new(),
             kind,
-            unresolved: None,
+            in_doubt: None,
             datagrams: matches!(kind, SocketKind::Udp4 | SocketKind::Udp6),
             corked: false,
             error: None,
@@ -92,9 +89,9 @@ impl SendmsgBackend {
         // which costs nothing and takes none.
         let wished = submission.mode == SendMode::ZeroCopy && buffer.total() > submission.from;
         let mut zero_copy = wished && self.zero_copy;
-        if zero_copy && self.unresolved.is_some() {
-            self.resolve_notification(state);
-            zero_copy = self.unresolved.is_none() && self.zero_copy;
+        if zero_copy && self.in_doubt.is_some() {
+            self.resolve_doubt(state);
+            zero_copy = self.in_doubt.is_none() && self.zero_copy;
         }
         zero_copy = zero_copy && self.prepare_ids(state, first);
         let mode = match zero_copy {
@@ -142,14 +139,10 @@ impl SendmsgBackend {
                 if may_have_taken_id(state.socket.as_fd(), code, total) {
                     // An error drops the collected pieces.
                     self.corked = false;
-                    self.unresolved = Some(UnresolvedNotification {
-                        request: id,
-                        key: first,
-                        code,
-                        id: self.ids.next(),
-                    });
+                    self.ids.assign(id);
+                    self.in_doubt = Some(id);
                     state.requests.expect_notification(&mut state.places, id);
-                    self.resolve_notification(state);
+                    self.resolve_doubt(state);
                 }
             }
             Err(_) => {}
@@ -192,7 +185,8 @@ impl SendmsgBackend {
                 if corked {
                     return false;
                 }
-                probe(state, key);
+                state.system_calls += 1;
+                probe(state.socket.as_fd(), state.places.address(key));
                 match self.drain_error_queue(state) {
                     Ok(Some(last)) => Some(last.wrapping_add(1)),
                     // A filter dropped the probe, or memory is short: a later send tries again.
@@ -251,11 +245,9 @@ impl SendmsgBackend {
             PollFlags::empty()
         };
         let mut descriptors = [PollFd::new(&state.socket, wanted)];
-        let timeout = self.next_timeout().into_iter().chain(timeout).min();
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         state.system_calls += 1;
         match poll(&mut descriptors, timeout.as_ref()) {
-            Ok(0) if self.unresolved.is_some() => return self.reap(state).map(drop),
             Ok(0) | Err(rustix::io::Errno::INTR) => return Ok(()),
             Ok(_) => {}
             Err(error) => return Err(error.into()),
@@ -276,21 +268,13 @@ impl SendmsgBackend {
         Ok(())
     }
 
-    /// The time after which to call [`reap`](Self::reap) without an event.
-    pub(super) fn next_timeout(&self) -> Option<Duration> {
-        self.unresolved.as_ref().map(|_| RESOLVE_INTERVAL)
-    }
-
     /// Reads the error queue once, if a notification is pending. Returns the number of messages.
     pub(super) fn reap<B>(&mut self, state: &mut SocketState<B>) -> io::Result<usize> {
-        if self.ids.is_empty() && self.unresolved.is_none() {
+        if self.ids.is_empty() {
             return Ok(0);
         }
         let count = self.read_error_queue(state)?;
-        match self.unresolved {
-            Some(_) => self.resolve_notification(state),
-            None => self.ids.forget_unknown(),
-        }
+        self.resolve_doubt(state);
         Ok(count)
     }
 
@@ -319,16 +303,11 @@ impl SendmsgBackend {
 
     /// Handles a reported range: the kernel no longer reads the buffers of these ids.
     fn complete_range<B>(&mut self, state: &mut SocketState<B>, (lo, hi, copied): ReportedRange) {
-        // A send on a stream does not fail after it took an id. So another sender took these ids,
-        // or a BPF program split a send, and later ids may not be ours.
-        if self.kind.is_tcp() && self.ids.is_ahead(hi) {
-            self.zero_copy = false;
-        }
-        let in_step = self.ids.complete(lo, hi, |id| {
+        let all_ours = self.ids.complete(lo, hi, |id| {
             state.requests.notified(&mut state.places, id, copied);
         });
-        // Another sender took so many ids that the assignment is lost.
-        self.zero_copy &= in_step;
+        // Another sender took an id, or a BPF program split a send: later ids may not be ours.
+        self.zero_copy &= all_ours;
     }
 
     /// Reads the error queue until it is empty, or [`MAX_READS`] times. Returns whether it is
@@ -340,56 +319,23 @@ impl SendmsgBackend {
         })
     }
 
-    /// Finds out whether the unresolved send took an id, if that can be known now. If it did, its
-    /// buffer stays in its place until the kernel reports that id; otherwise the buffer is free.
-    fn resolve_notification<B>(&mut self, state: &mut SocketState<B>) {
-        let Some(unresolved) = self.unresolved.take() else {
+    /// Ends the doubt about a failed send if that is possible now: its id was reported, or the socket
+    /// has no unreported id at all.
+    fn resolve_doubt<B>(&mut self, state: &mut SocketState<B>) {
+        let Some(request) = self.in_doubt else {
             return;
         };
-        if !self.is_resolved(state, &unresolved) {
-            self.unresolved = Some(unresolved);
+        if !self.read_until_empty(state) {
             return;
         }
-        let request = unresolved.request;
-        for _ in 0..self.ids.assign_unknown(unresolved.id, request) {
-            state
-                .requests
-                .expect_notification(&mut state.places, request);
+        if self.ids.is_last_outstanding() {
+            if !has_no_unreported_id(state.socket.as_fd()) {
+                return;
+            }
+            self.ids.withdraw_last();
+            state.requests.notified(&mut state.places, request, false);
         }
-        // Replaces the notification that was expected when the send failed.
-        state.requests.notified(&mut state.places, request, false);
-    }
-
-    /// Whether it is known if the send took an id. If it did, `ids` holds that id without an owner.
-    fn is_resolved<B>(
-        &mut self,
-        state: &mut SocketState<B>,
-        unresolved: &UnresolvedNotification,
-    ) -> bool {
-        if !self.read_until_empty(state) {
-            return false;
-        }
-        // A reported id that is not before the one in question resolves it: a gap shows that it was
-        // taken.
-        if self.ids.next() != unresolved.id || has_no_unreported_id(state.socket.as_fd()) {
-            return true;
-        }
-        if self.corked {
-            return false;
-        }
-        let answer = match sockopt_is_set(state.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK) {
-            // A probe would append to the datagram of the application; and on a corked socket an
-            // error ends the datagram before ids are assigned.
-            true => Some(unresolved.code),
-            false => probe(state, unresolved.key),
-        };
-        if !self.read_until_empty(state) {
-            return false;
-        }
-        // A probe that fails with the same error took no id, and neither did the send. A lack of
-        // memory can be a coincidence.
-        let of_memory = matches!(unresolved.code, libc::ENOBUFS | libc::ENOMEM);
-        self.ids.next() != unresolved.id || answer == Some(unresolved.code) && !of_memory
+        self.in_doubt = None;
     }
 
     /// Reads the error queue until it is empty, or [`MAX_READS`] times.

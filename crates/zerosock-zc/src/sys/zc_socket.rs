@@ -250,16 +250,6 @@ impl<B: Stable> ZcSocket<B> {
         }
     }
 
-    /// The time after which to call [`reap`](Self::reap) without an event on the descriptor:
-    /// whether a failed send took an id must be polled. [`wait`](Self::wait) does so itself.
-    #[must_use]
-    pub fn next_timeout(&self) -> Option<Duration> {
-        match &self.inner.implementation {
-            BackendImpl::Uring(_) => None,
-            BackendImpl::Sendmsg(sendmsg) => sendmsg.next_timeout(),
-        }
-    }
-
     /// Number of places with a pending result or notification.
     #[must_use]
     pub fn busy_places(&self) -> u32 {

@@ -1,0 +1,86 @@
+//! Whether a failed datagram took a notification id.
+//!
+//! The kernel assigns the id of a zero-copy datagram early, so a datagram can fail with its id
+//! taken: a filter drops it (EPERM), a queue is full (ENOBUFS, with IP_RECVERR set), or its device
+//! goes down. The kernel then reads the buffer until it reports the id, which can be after the
+//! error if fragments of the datagram were already queued. Other failures take no id. The error
+//! code does not tell the two apart.
+//!
+//! # Invariants
+//! While it is in doubt, the buffer of the failed datagram stays in its place, and all other sends
+//! are copied. The doubt ends when the id is reported, or when the socket has no unreported id: each
+//! charges its option memory until its report is read. If something else is charged there, such as
+//! a filter or a multicast group, and the datagram took no id, the doubt lasts until the socket is
+//! closed, and the buffer is never freed.
+#![allow(unsafe_code)]
+
+use std::mem;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// An upper bound of a datagram's length, in bytes: a longer one fails before it takes an id.
+const MAX_DATAGRAM: usize = 0xffff;
+
+/// Whether a datagram of `total` bytes that failed with `code` can have taken an id.
+pub(super) fn may_have_taken_id(socket: BorrowedFd<'_>, code: i32, total: usize) -> bool {
+    match code {
+        // The memory for notifications or the limit of locked memory is exhausted, before an id is
+        // assigned; or a queue is full, which is reported only if IP_RECVERR is set.
+        libc::ENOBUFS => reports_drops(socket),
+        // The send buffer of the socket is full.
+        libc::EAGAIN => false,
+        _ => total <= MAX_DATAGRAM,
+    }
+}
+
+/// Whether every id that the socket assigned was reported and the report was read: until then each
+/// id is charged to its option memory (SO_MEMINFO, Linux 4.12). False also if something else is
+/// charged there, such as a filter.
+pub(super) fn has_no_unreported_id(socket: BorrowedFd<'_>) -> bool {
+    option_memory(socket) == Some(0)
+}
+
+/// The option memory of a socket, in bytes. `None`: the kernel does not tell.
+pub(crate) fn option_memory(socket: BorrowedFd<'_>) -> Option<u32> {
+    const SO_MEMINFO: libc::c_int = 55;
+    const OPTION_MEMORY: usize = 6;
+    let mut counts = [u32::MAX; 16];
+    let mut len = mem::size_of_val(&counts) as libc::socklen_t;
+    // SAFETY: room for more counts than there are, of the given length; both outlive the call.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            SO_MEMINFO,
+            counts.as_mut_ptr().cast(),
+            &mut len,
+        )
+    };
+    (result == 0).then_some(counts[OPTION_MEMORY])
+}
+
+/// Whether a send fails when a queue drops it.
+fn reports_drops(socket: BorrowedFd<'_>) -> bool {
+    let is_set = |level, option| sockopt_is_set(socket, level, option);
+    is_set(libc::SOL_IP, libc::IP_RECVERR) || is_set(libc::SOL_IPV6, libc::IPV6_RECVERR)
+}
+
+/// Whether an option with an int value is set.
+pub(super) fn sockopt_is_set(
+    socket: BorrowedFd<'_>,
+    level: libc::c_int,
+    option: libc::c_int,
+) -> bool {
+    let mut value: libc::c_int = 0;
+    let mut len = mem::size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the value is an int of the given length; both outlive the call.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            level,
+            option,
+            (&raw mut value).cast(),
+            &mut len,
+        )
+    };
+    result == 0 && value != 0
+}

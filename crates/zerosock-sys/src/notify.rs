@@ -8,9 +8,10 @@
 //! # Invariants
 //! - [`Notifier::notify`] never waits for a peer.
 //! - An eventfd is signalled by asynchronous I/O (module `aio`). Where the system refuses that
-//!   (seccomp, fs.aio-max-nr is used up, or a request fails), and for pipes and sockets, a
-//!   [`CallThread`] of the one peer makes the write, and only that peer's notifications wait when
-//!   it waits.
+//!   (seccomp, fs.aio-max-nr is used up, or a request fails), and for pipes, a [`CallThread`] of the
+//!   one peer makes the write, and only that peer's notifications wait when it waits.
+//! - A socket, such as user-mode Linux hands over, is sent to with MSG_DONTWAIT. It is a connected
+//!   Unix stream socket: sending takes no lock that is held while a process's memory is read.
 //! - No notification is lost. One for which the system has no thread waits until it has one, for
 //!   which [`Notifier::retry`] asks.
 //! - A descriptor of any other kind is refused when it arrives.
@@ -22,8 +23,11 @@ use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::net::SendFlags;
 
 use crate::peer_fd::PeerFd;
 use aio::Queue;
@@ -84,8 +88,16 @@ impl fmt::Display for FdKind {
 pub struct CallFd {
     target: Target,
     thread: CallThread,
-    /// An eventfd, which can be signalled without waiting.
-    is_eventfd: bool,
+    way: Way,
+}
+
+/// How a descriptor is notified.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum Way {
+    Eventfd,
+    Socket,
+    /// By the thread: a write to a pipe can wait.
+    Thread,
 }
 
 impl CallFd {
@@ -94,25 +106,26 @@ impl CallFd {
     /// and is the one of the peer that sent the descriptor.
     ///
     /// # Errors
-    /// `InvalidInput` for a descriptor of another kind; [`TooManyThreads`] for a pipe or socket
-    /// when the peer's earlier threads still wait.
+    /// `InvalidInput` for a descriptor of another kind; [`TooManyThreads`] for a pipe when the peer's
+    /// earlier threads still wait.
     pub fn new(fd: PeerFd, thread: CallThread) -> io::Result<CallFd> {
-        let is_eventfd = match FdKind::of(&fd)? {
-            FdKind::Eventfd => true,
-            FdKind::Pipe | FdKind::Socket => false,
+        let way = match FdKind::of(&fd)? {
+            FdKind::Eventfd => Way::Eventfd,
+            FdKind::Socket => Way::Socket,
+            FdKind::Pipe => Way::Thread,
             other => {
                 let text = format!("{other} is neither an eventfd nor a pipe nor a socket");
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
             }
         };
-        if !is_eventfd {
+        if way == Way::Thread {
             thread.start()?;
         }
         let target = Target::new(fd);
         Ok(CallFd {
             target,
             thread,
-            is_eventfd,
+            way,
         })
     }
 }
@@ -159,18 +172,24 @@ impl Notifier {
     /// descriptor is about to wake, and one with a broken descriptor is gone: neither is an error.
     #[inline]
     pub fn notify(&self, call: &CallFd) {
-        if call.is_eventfd
-            && let Some(queue) = &*self.queue.borrow()
-            && queue.signal(call.target.as_fd()).is_ok()
-        {
-            return;
+        let is_done = match call.way {
+            Way::Eventfd => {
+                let queue = self.queue.borrow();
+                queue
+                    .as_ref()
+                    .is_some_and(|queue| queue.signal(call.target.as_fd()).is_ok())
+            }
+            Way::Socket => send(call.target.as_fd()),
+            Way::Thread => false,
+        };
+        if !is_done {
+            self.notify_by_thread(call);
         }
-        self.notify_by_thread(call);
     }
 
     #[cold]
     fn notify_by_thread(&self, call: &CallFd) {
-        if call.is_eventfd && self.asked.get().elapsed() >= RETRY {
+        if call.way == Way::Eventfd && self.asked.get().elapsed() >= RETRY {
             self.asked.set(Instant::now());
             if let Ok(queue) = Queue::new() {
                 let signalled = queue.signal(call.target.as_fd());
@@ -218,6 +237,13 @@ impl Notifier {
             self.retry_at.set(Some(Instant::now() + THREAD_RETRY));
         }
     }
+}
+
+/// Sends eight bytes to a socket. Returns false if the system had no memory for it.
+fn send(socket: BorrowedFd<'_>) -> bool {
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    let sent = rustix::net::send(socket, &1u64.to_ne_bytes(), flags);
+    !matches!(sent, Err(Errno::NOBUFS | Errno::NOMEM | Errno::INTR))
 }
 
 impl Default for Notifier {

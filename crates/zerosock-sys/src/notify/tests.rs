@@ -67,6 +67,29 @@ fn a_full_pipe_blocks_its_own_thread_only() {
     assert!([filled + 8, filled + 16].contains(&rest.len()));
 }
 
+/// Without a thread: the peer has used up its own.
+#[test]
+fn a_socket_is_notified_by_the_caller_also_when_it_is_full() {
+    let threads = ThreadCount::default();
+    let _reader = use_up_threads(&threads);
+    let (mut other, socket) = UnixStream::pair().unwrap();
+    let call = call(&socket.into(), &threads).unwrap();
+    let notifier = Notifier::new();
+    notifier.notify(&call);
+    let mut bytes = [0; 8];
+    other.read_exact(&mut bytes).unwrap();
+    assert_eq!(u64::from_ne_bytes(bytes), 1);
+    // More than the socket has room for.
+    for _ in 0..100_000 {
+        notifier.notify(&call);
+    }
+    assert!(notifier.retry_in().is_none());
+    other.read_exact(&mut bytes).unwrap();
+    drop(other);
+    notifier.notify(&call);
+    assert!(notifier.retry_in().is_none(), "nor when the peer has gone");
+}
+
 #[test]
 fn pipes_and_sockets_are_notified_and_other_kinds_refused() {
     let threads = ThreadCount::default();

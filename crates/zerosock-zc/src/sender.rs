@@ -114,6 +114,12 @@ impl SenderBuilder {
     }
 
     /// Keeps [`Completion`]s, to be taken with [`Sender::send_with`] or [`Sender::completions`].
+    ///
+    /// Which [back-end](Self::backend) is faster depends on how often they are taken, which the sender
+    /// does not know when it is opened. On UDP, io_uring (the default) is for taking them with every
+    /// send: its CPU time for a gigabyte was 0.89 of that over the error queue. For taking them once
+    /// for many sends, and on TCP, require the error queue: at one for 32 sends, its CPU time was 0.93
+    /// of that over io_uring on UDP, and 0.81 on TCP.
     /// The application must take them: when 65536 are waiting, no more sends are accepted.
     #[must_use]
     pub fn inline_completions(mut self) -> Self {

@@ -24,7 +24,7 @@ const PORT: Port = Port::new(700);
 /// Fewer than there are buffers, and than ask for a word of credit.
 const SENDS: u16 = 40;
 
-/// Whether a thread of this process sleeps in `poll`, and how often it has slept so far.
+/// Whether a thread of this process sleeps in `epoll_wait`, and how often it has slept so far.
 fn sleeps(thread: i32) -> (bool, u64) {
     let dir = PathBuf::from(format!("/proc/self/task/{thread}"));
     let call = std::fs::read_to_string(dir.join("syscall")).unwrap_or_default();
@@ -34,8 +34,13 @@ fn sleeps(thread: i32) -> (bool, u64) {
         .find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))
         .and_then(|count| count.trim().parse().ok());
     let number = call.split_whitespace().next();
-    let polls = [libc::SYS_poll, libc::SYS_ppoll].map(|call| call.to_string());
-    let asleep = number.is_some_and(|number| polls.iter().any(|poll| poll == number));
+    let waits = [
+        libc::SYS_epoll_wait,
+        libc::SYS_epoll_pwait,
+        libc::SYS_epoll_pwait2,
+    ];
+    let waits = waits.map(|call| call.to_string());
+    let asleep = number.is_some_and(|number| waits.iter().any(|wait| wait == number));
     (asleep, slept.unwrap())
 }
 

@@ -87,8 +87,8 @@ pub use {
     slice::{GuestSlice, Piece, PieceBuf, SliceBuf},
     split::{
         AddError, BrokenReason, Buffer, Chain, ChainFault, DeviceQueue, DriverError, DriverLayout,
-        DriverQueue, FixedChain, MAX_QUEUE_SIZE, PopError, QueueConfig, QueueError, Single,
-        Singles, Used,
+        DriverQueue, FixedChain, FrontChain, FrontToken, MAX_QUEUE_SIZE, PopError, QueueConfig,
+        QueueError, Single, Singles, Used,
     },
     trust::{Claim, Trust},
 };

@@ -13,7 +13,7 @@ mod single;
 use std::sync::Arc;
 use std::time::Instant;
 
-use zerosock_ring::{Chain, DeviceQueue, PopError};
+use zerosock_ring::{Chain, DeviceQueue, FrontChain, FrontToken, PopError};
 use zerosock_sys::notify::{CallFd, Notifier};
 use zerosock_sys::{LogLimit, PeerFd};
 
@@ -149,6 +149,31 @@ impl Ring {
         }
         // Chains that remain are found when the device enables kicks.
         None
+    }
+
+    /// The next chain, still posted, if it is short and of one kind ([`DeviceQueue::front`]). `None`
+    /// says nothing about the ring: ask [`pop_if`](Self::pop_if).
+    #[inline(always)] // keeps the chain in registers
+    pub fn front(&mut self, at: usize, writable: bool) -> Option<FrontChain<'_>> {
+        if !self.live() {
+            return None;
+        }
+        self.queue.front(at, writable)
+    }
+
+    /// Completes the chain at the front with `written` bytes.
+    #[inline(always)] // as `front`
+    pub fn complete_front(&mut self, token: FrontToken, written: u32) {
+        self.queue.complete_front(token, written);
+        self.taken = self.taken.wrapping_add(1);
+        self.unpublished = self.unpublished.saturating_add(1);
+    }
+
+    /// Pops the chain at the front.
+    #[inline]
+    pub fn pop_front(&mut self, token: FrontToken) -> Chain {
+        self.taken = self.taken.wrapping_add(1);
+        self.queue.pop_front(token)
     }
 
     /// Completes `chain` with `written` bytes.

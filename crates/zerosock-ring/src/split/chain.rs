@@ -198,19 +198,26 @@ impl Chain {
         }
     }
 
-    /// A chain of one descriptor, of one piece.
+    /// A chain of one or two descriptors of one kind, of one piece each, with `len` bytes in all.
+    /// Without a second descriptor the second piece is empty.
     #[inline(always)]
-    pub(super) fn from_one(head: u16, position: u16, piece: Piece, writable: bool) -> Chain {
-        let len = piece.len;
+    pub(super) fn from_uniform(
+        head: u16,
+        position: u16,
+        pieces: [Piece; 2],
+        len: u32,
+        writable: bool,
+    ) -> Chain {
+        let count = if pieces[1].is_empty() { 1 } else { 2 };
         Chain {
             head,
             position,
-            descriptors: 1,
-            inline_len: 1,
-            inline_readable: u8::from(!writable),
+            descriptors: u16::from(count),
+            inline_len: count,
+            inline_readable: if writable { 0 } else { count },
             readable_len: if writable { 0 } else { len },
             writable_len: if writable { len } else { 0 },
-            inline_pieces: [piece, Piece::NONE],
+            inline_pieces: pieces,
             long: None,
         }
     }

@@ -13,6 +13,7 @@
 
 use std::sync::Arc;
 
+mod front;
 mod publish;
 mod single;
 
@@ -26,6 +27,7 @@ use super::rings::{Addresses, Rings};
 use crate::dirty::DirtyLog;
 use crate::memory::Memory;
 use crate::slice::Piece;
+pub use front::{FrontChain, FrontToken};
 
 /// Most descriptors of a chain with an indirect table, if the queue size is less. The specification
 /// says the queue size; Linux drivers exceed it on small queues, and vhost in the kernel accepts as
@@ -321,7 +323,9 @@ impl DeviceQueue {
         let writable = first_copy.has(DESC_F_WRITE);
         let free = self.size() - self.held_descriptors;
         if !first_copy.has(DESC_F_NEXT | DESC_F_INDIRECT) {
-            return (free >= 1).then(|| Chain::from_one(head, position, first, writable));
+            let pieces = [first, Piece::NONE];
+            return (free >= 1)
+                .then(|| Chain::from_uniform(head, position, pieces, first.len, writable));
         }
         let second_copy = self.rings.descriptor(first_copy.next)?;
         let second = mem.piece_in(self.next_hint, second_copy.addr, second_copy.len)?;

@@ -23,7 +23,7 @@ mod tests;
 #[cfg(not(loom))]
 pub use {
     chain::{Chain, ChainFault},
-    device::{BrokenReason, DeviceQueue, PopError, Single, Singles},
+    device::{BrokenReason, DeviceQueue, FrontChain, FrontToken, PopError, Single, Singles},
     driver::{AddError, Buffer, DriverError, DriverQueue, FixedChain, Used},
     layout::{DriverLayout, MAX_QUEUE_SIZE, QueueConfig, QueueError},
 };

@@ -22,6 +22,7 @@ use super::events::emit;
 use super::state::bridge::{AppPeer, Bridge, BridgePeer};
 use super::state::program::{App, HostToken};
 use super::{Context, Device};
+use crate::header;
 use crate::table::coalesced::unsent;
 use crate::table::sockets::{HeldBuffer, MessageEnd, ReadyFlag, Sockets, StreamId, StreamState};
 use crate::table::{backend::CreditInfo, transfers::SendFault};
@@ -339,40 +340,37 @@ impl Device {
         while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
             let pending = self.queues.is_command_pending();
             let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
-            let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
-            let Some((chain, rx)) = popped else {
-                self.wait_for_room(id, cx);
-                fault = Some(SendFault::WouldBlock);
-                break;
-            };
-            let room = (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize);
-            let max = rest.len().min(room) as u32;
-            let header = match self.shard.send_now(flow, max, 0) {
-                Ok(header) => header,
-                Err(error) => {
-                    rx.queue.unpop(chain);
-                    if error == ReserveError::ShouldCoalesce {
-                        match self.app_coalesce(flow, rest, cx) {
-                            Ok(taken) => {
-                                sent += taken;
-                                coalesced += taken;
-                                continue;
-                            }
-                            Err(why) => fault = Some(why),
+            let written = rx.and_then(|rx| {
+                write_front(rx, &mut self.shard, flow, rest)
+                    .or_else(|| write_popped(rx, &mut self.shard, flow, rest))
+            });
+            match written {
+                Some(Ok(len)) => {
+                    sent += len;
+                    packets += 1;
+                }
+                Some(Err(ReserveError::ShouldCoalesce)) => {
+                    match self.app_coalesce(flow, rest, cx) {
+                        Ok(taken) => {
+                            sent += taken;
+                            coalesced += taken;
                         }
-                    } else {
-                        fault = Some(send_fault(error));
+                        Err(why) => {
+                            fault = Some(why);
+                            break;
+                        }
                     }
+                }
+                Some(Err(error)) => {
+                    fault = Some(send_fault(error));
                     break;
                 }
-            };
-            let payload = rest.get(..header.len as usize).unwrap_or(rest);
-            rx.queue
-                .memory()
-                .write(chain.writable(), HEADER_LEN, payload);
-            emit(rx, chain, &header, payload.len());
-            sent += payload.len();
-            packets += 1;
+                None => {
+                    self.wait_for_room(id, cx);
+                    fault = Some(SendFault::WouldBlock);
+                    break;
+                }
+            }
         }
         if let Some(app) = cx.shared.app.as_deref_mut() {
             app.tally.sent += (sent - coalesced) as u64;
@@ -456,6 +454,56 @@ impl Device {
         app.sockets.mark_reset(id, &mut self.store());
         if let Some(key) = flow.and_then(|flow| self.key_of(flow)) {
             self.reset_bridge(key, cx);
+        }
+    }
+}
+
+/// Sends a copy of as many of `bytes` as one packet takes, in the buffer at the front of the ring;
+/// returns how many. `None`: there is none, or one of another form.
+#[inline(always)] // keeps the header in registers
+fn write_front(
+    rx: &mut Ring,
+    shard: &mut Shard,
+    flow: FlowId,
+    bytes: &[u8],
+) -> Option<Result<usize, ReserveError>> {
+    let front = rx.front(HEADER_LEN, true)?;
+    let max = bytes.len().min(front.body.len()).min(MAX_PAYLOAD as usize);
+    if max == 0 {
+        return None;
+    }
+    let header = match shard.send_now(flow, max as u32, 0) {
+        Ok(header) => header,
+        Err(error) => return Some(Err(error)),
+    };
+    let len = front.body.write(0, bytes.get(..header.len as usize)?);
+    header::store(front.header, &header);
+    let token = front.token;
+    rx.complete_front(token, (HEADER_LEN + len) as u32);
+    Some(Ok(len))
+}
+
+/// As `write_front`, for a buffer of any form.
+#[inline(never)]
+fn write_popped(
+    rx: &mut Ring,
+    shard: &mut Shard,
+    flow: FlowId,
+    bytes: &[u8],
+) -> Option<Result<usize, ReserveError>> {
+    let chain = rx.pop_if(HEADER_LEN + 1, true)?;
+    let room = (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize);
+    match shard.send_now(flow, bytes.len().min(room) as u32, 0) {
+        Ok(header) => {
+            let payload = bytes.get(..header.len as usize).unwrap_or(bytes);
+            let memory = rx.queue.memory();
+            memory.write(chain.writable(), HEADER_LEN, payload);
+            emit(rx, chain, &header, payload.len());
+            Some(Ok(payload.len()))
+        }
+        Err(error) => {
+            rx.queue.unpop(chain);
+            Some(Err(error))
         }
     }
 }

@@ -10,9 +10,9 @@ use super::state::bridge::BridgePeer;
 use super::{Context, Device, TURN_BYTES};
 use crate::header;
 use crate::table::transfers::{Payload, ShowBounds};
-use zerosock_proto::vsock::{Disposition, FlowId};
+use zerosock_proto::vsock::{Disposition, FlowId, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
-use zerosock_ring::{Chain, SliceBuf};
+use zerosock_ring::{Chain, FrontChain, SliceBuf};
 
 /// Packets processed in one turn.
 const BUDGET: usize = 256;
@@ -23,8 +23,10 @@ struct ShownPackets<'a, 'c> {
     device: &'a mut Device,
     cx: &'a mut Context<'c>,
     flow: FlowId,
-    /// The packet being processed, with its flow and length, until its chain is completed.
-    opened: Option<(Chain, FlowId, u32)>,
+    /// The callback is looking at the chain at the front of the ring.
+    is_showing: bool,
+    /// The popped chain that the callback is looking at.
+    popped: Option<Chain>,
     bytes: usize,
     /// Bytes of packets that were delivered without being shown.
     delivered: u64,
@@ -37,13 +39,52 @@ impl ShownPackets<'_, '_> {
         !self.device.receive_blocked() && !self.device.app_is_full(self.cx)
     }
 
-    /// Completes the chain of the packet that was shown.
-    #[inline(always)] // saves a copy of the chain
-    fn complete_opened(&mut self) {
-        if let (Some(tx), Some((chain, ..))) =
-            (&mut self.device.queues.rings.tx, self.opened.take())
-        {
-            tx.complete(chain, 0);
+    /// Takes the next packet, of any kind, in a chain of any form. Returns whether it was shown, and
+    /// whether another one may be taken; `None` if there is no packet.
+    #[inline(never)]
+    fn show_popped(
+        &mut self,
+        bounds: ShowBounds,
+        look: &mut dyn FnMut(Payload<'_>) -> bool,
+    ) -> Option<(bool, bool)> {
+        let chain = self.device.queues.rings.tx.as_mut()?.pop()?;
+        self.taken += 1;
+        let Some((chain, of, len)) = self.device.open(chain, self.cx) else {
+            return Some((false, self.may_receive()));
+        };
+        let mut slices = SliceBuf::<4>::new();
+        let want = len as usize;
+        let tx = self.device.queues.rings.tx.as_ref()?;
+        if of == self.flow && want <= bounds.bytes - self.bytes {
+            let memory = tx.queue.memory();
+            if memory.slices(chain.readable(), HEADER_LEN, want, &mut slices) == want {
+                self.bytes += want;
+                self.popped = Some(chain);
+                let more = look(Payload::in_place(&slices));
+                self.complete_shown();
+                return Some((true, more));
+            }
+        }
+        Some((false, self.hold(chain, of, len)))
+    }
+
+    /// Delivers a packet without showing it. Returns whether another one may be taken.
+    fn hold(&mut self, chain: Chain, of: FlowId, len: u32) -> bool {
+        self.cx.time();
+        self.delivered += u64::from(len);
+        self.device.deliver(chain, of, len, self.cx);
+        // Packets behind a held packet must be held too.
+        of != self.flow && self.may_receive()
+    }
+
+    /// Completes the chain that the callback was looking at.
+    fn complete_shown(&mut self) {
+        if let Some(tx) = &mut self.device.queues.rings.tx {
+            // A driver that changes a posted chain gets back what it is now.
+            let posted = std::mem::take(&mut self.is_showing).then(|| tx.pop());
+            if let Some(chain) = self.popped.take().or(posted.flatten()) {
+                tx.complete(chain, 0);
+            }
         }
     }
 }
@@ -51,8 +92,10 @@ impl ShownPackets<'_, '_> {
 impl Drop for ShownPackets<'_, '_> {
     #[inline]
     fn drop(&mut self) {
-        let panicked = self.opened.is_some();
-        self.complete_opened();
+        let panicked = self.is_showing || self.popped.is_some();
+        if panicked {
+            self.complete_shown();
+        }
         let (device, cx) = (&mut *self.device, &mut *self.cx);
         if self.bytes > 0 {
             // Fails if the flow has ended.
@@ -75,6 +118,23 @@ impl Drop for ShownPackets<'_, '_> {
             device.drain_events(cx);
             device.flush_dirty(cx);
         }
+    }
+}
+
+/// Reads the header of the packet in a chain at the front. Returns its flow and length if it has
+/// payload for a stream that the protocol core accepts by its fast path; else nothing was changed.
+#[inline(always)] // keeps the header in registers
+fn open_front(shard: &mut Shard, front: &FrontChain<'_>) -> Option<(FlowId, u32)> {
+    // Overlap the cache miss of the payload with that of the header.
+    front.body.prefetch();
+    let header = header::load(front.header).ok()?;
+    if header.len as usize > front.body.len() {
+        return None;
+    }
+    match shard.handle_payload(&header)? {
+        Disposition::Deliver { flow, len, .. } => Some((flow, len)),
+        // The fast path is for payload only.
+        _ => None,
     }
 }
 
@@ -130,7 +190,8 @@ impl Device {
             device: self,
             cx,
             flow,
-            opened: None,
+            is_showing: false,
+            popped: None,
             bytes: 0,
             delivered: 0,
             taken: 0,
@@ -139,34 +200,33 @@ impl Device {
         let mut go_on = shown.may_receive();
         while go_on && seen < bounds.packets && shown.taken < BUDGET as u64 {
             let device = &mut *shown.device;
-            let Some(chain) = device.queues.rings.tx.as_mut().and_then(|tx| tx.pop()) else {
+            let Some(tx) = &mut device.queues.rings.tx else {
                 break;
             };
-            shown.taken += 1;
-            shown.opened = device.open(chain, shown.cx);
-            let (Some((chain, of, len)), Some(tx)) = (&shown.opened, &device.queues.rings.tx)
-            else {
-                go_on = shown.may_receive();
+            let front = tx.front(HEADER_LEN, false);
+            let front =
+                front.and_then(|front| Some((open_front(&mut device.shard, &front)?, front)));
+            let Some(((of, len), front)) = front else {
+                // A packet of another kind, or a chain of another form.
+                let Some((was_shown, more)) = shown.show_popped(bounds, look) else {
+                    break;
+                };
+                seen += usize::from(was_shown);
+                go_on = more;
                 continue;
             };
-            let (of, len) = (*of, *len);
-            let mut slices = SliceBuf::<4>::new();
-            let (readable, memory) = (chain.readable(), tx.queue.memory());
-            let mut want = if of == flow { len as usize } else { 0 };
-            if want > bounds.bytes - shown.bytes {
-                want = 0;
-            }
-            if want > 0 && memory.slices(readable, HEADER_LEN, want, &mut slices) == want {
-                shown.bytes += want;
-                go_on = look(Payload::in_place(&slices));
-                shown.complete_opened();
+            shown.taken += 1;
+            let FrontChain { body, token, .. } = front;
+            if of == flow && len as usize <= bounds.bytes - shown.bytes {
+                shown.bytes += len as usize;
+                shown.is_showing = true;
+                go_on = look(Payload::in_place(&[body.part(0, len as usize)]));
+                shown.is_showing = false;
+                tx.complete_front(token, 0);
                 seen += 1;
-            } else if let Some((chain, ..)) = shown.opened.take() {
-                shown.cx.time();
-                shown.delivered += u64::from(len);
-                device.deliver(chain, of, len, shown.cx);
-                // Packets behind a held packet must be held too.
-                go_on = of != flow && shown.may_receive();
+            } else {
+                let chain = tx.pop_front(token);
+                go_on = shown.hold(chain, of, len);
             }
         }
         (seen, shown.bytes)

@@ -201,9 +201,14 @@ fn a_log_is_replaced_and_removed_while_the_queue_runs() {
         };
         driver.add(&[buffer], 0).unwrap();
         let _ = driver.publish();
-        let chain = device.pop().unwrap().unwrap();
-        mem.write(chain.writable(), 0, &[7; 16]);
-        device.complete(chain, 16);
+        // The first chain of a queue is not found at the front.
+        match device.front(16, true).map(|front| front.token) {
+            Some(token) => device.complete_front(token, 16),
+            None => {
+                let chain = device.pop().unwrap().unwrap();
+                device.complete(chain, 16);
+            }
+        }
         let _ = device.publish();
         driver.poll().unwrap().unwrap();
     };

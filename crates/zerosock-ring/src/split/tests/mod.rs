@@ -4,6 +4,7 @@
 mod chains;
 mod device;
 mod driver;
+mod front;
 mod hostile;
 #[cfg(not(miri))]
 mod log;

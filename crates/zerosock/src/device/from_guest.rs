@@ -9,6 +9,7 @@ use super::outbound::HeldChain;
 use super::state::bridge::BridgePeer;
 use super::{Context, Device, TURN_BYTES};
 use crate::header;
+use crate::table::sockets::{Arrival, Shown};
 use crate::table::transfers::{Payload, ShowBounds};
 use zerosock_proto::vsock::{Disposition, FlowId, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
@@ -27,7 +28,7 @@ struct ShownPackets<'a, 'c> {
     is_showing: bool,
     /// The popped chain that the callback is looking at.
     popped: Option<Chain>,
-    bytes: usize,
+    shown: Shown,
     /// Bytes of packets that were delivered without being shown.
     delivered: u64,
     taken: u64,
@@ -39,42 +40,47 @@ impl ShownPackets<'_, '_> {
         !self.device.receive_blocked() && !self.device.app_is_full(self.cx)
     }
 
-    /// Takes the next packet, of any kind, in a chain of any form. Returns whether it was shown, and
-    /// whether another one may be taken; `None` if there is no packet.
+    /// Takes the next packet, of any kind, in a chain of any form. Returns whether another one may be
+    /// taken.
     #[inline(never)]
     fn show_popped(
         &mut self,
         bounds: ShowBounds,
         look: &mut dyn FnMut(Payload<'_>) -> bool,
-    ) -> Option<(bool, bool)> {
-        let chain = self.device.queues.rings.tx.as_mut()?.pop()?;
-        self.taken += 1;
-        let Some((chain, of, len)) = self.device.open(chain, self.cx) else {
-            return Some((false, self.may_receive()));
+    ) -> bool {
+        let tx = self.device.queues.rings.tx.as_mut();
+        let Some(chain) = tx.and_then(|tx| tx.pop()) else {
+            return false;
         };
-        let mut slices = SliceBuf::<4>::new();
-        let want = len as usize;
-        let tx = self.device.queues.rings.tx.as_ref()?;
-        if of == self.flow && want <= bounds.bytes - self.bytes {
-            let memory = tx.queue.memory();
-            if memory.slices(chain.readable(), HEADER_LEN, want, &mut slices) == want {
-                self.bytes += want;
-                self.popped = Some(chain);
-                let more = look(Payload::in_place(&slices));
-                self.complete_shown();
-                return Some((true, more));
-            }
+        self.taken += 1;
+        let Some((chain, arrival)) = self.device.open(chain, self.cx) else {
+            return self.may_receive();
+        };
+        let (mut slices, want) = (SliceBuf::<4>::new(), arrival.len as usize);
+        if let Some(tx) = &self.device.queues.rings.tx
+            && self.shown.takes(&arrival, self.flow, bounds)
+            && tx
+                .queue
+                .memory()
+                .slices(chain.readable(), HEADER_LEN, want, &mut slices)
+                == want
+        {
+            self.shown.count(&arrival);
+            self.popped = Some(chain);
+            let more = look(Payload::in_place(&slices));
+            self.complete_shown();
+            return more;
         }
-        Some((false, self.hold(chain, of, len)))
+        self.hold(chain, arrival)
     }
 
     /// Delivers a packet without showing it. Returns whether another one may be taken.
-    fn hold(&mut self, chain: Chain, of: FlowId, len: u32) -> bool {
+    fn hold(&mut self, chain: Chain, arrival: Arrival) -> bool {
         self.cx.time();
-        self.delivered += u64::from(len);
-        self.device.deliver(chain, of, len, self.cx);
+        self.delivered += u64::from(arrival.len);
+        self.device.deliver(chain, arrival, self.cx);
         // Packets behind a held packet must be held too.
-        of != self.flow && self.may_receive()
+        arrival.flow != self.flow && self.may_receive()
     }
 
     /// Completes the chain that the callback was looking at.
@@ -97,20 +103,21 @@ impl Drop for ShownPackets<'_, '_> {
             self.complete_shown();
         }
         let (device, cx) = (&mut *self.device, &mut *self.cx);
-        if self.bytes > 0 {
+        let bytes = self.shown.bytes;
+        if bytes > 0 {
             // Fails if the flow has ended.
-            let _ = device.shard.consume(self.flow, self.bytes as u32);
+            let _ = device.shard.consume(self.flow, bytes as u32);
         }
         cx.shared.counters.rx_packets.add(self.taken);
         cx.shared
             .counters
             .rx_bytes
-            .add(self.bytes as u64 + self.delivered);
+            .add(bytes as u64 + self.delivered);
         if let Some(app) = cx.shared.app.as_deref_mut() {
             app.tally.packets_received += self.taken;
             if panicked {
                 // Without a panic the caller counts them.
-                app.sockets.count_shown(self.bytes);
+                app.sockets.count_shown(bytes);
             }
         }
         if device.shard.has_events() || !device.dirty.is_empty() {
@@ -121,10 +128,10 @@ impl Drop for ShownPackets<'_, '_> {
     }
 }
 
-/// Reads the header of the packet in a chain at the front. Returns its flow and length if it has
-/// payload for a stream that the protocol core accepts by its fast path; else nothing was changed.
+/// Reads the header of the packet in a chain at the front. Returns its payload if the protocol core
+/// accepts it by its fast path; else nothing was changed.
 #[inline(always)] // keeps the header in registers
-fn open_front(shard: &mut Shard, front: &FrontChain<'_>) -> Option<(FlowId, u32)> {
+fn open_front(shard: &mut Shard, front: &FrontChain<'_>) -> Option<Arrival> {
     // Overlap the cache miss of the payload with that of the header.
     front.body.prefetch();
     let header = header::load(front.header).ok()?;
@@ -132,7 +139,8 @@ fn open_front(shard: &mut Shard, front: &FrontChain<'_>) -> Option<(FlowId, u32)
         return None;
     }
     match shard.handle_payload(&header)? {
-        Disposition::Deliver { flow, len, .. } => Some((flow, len)),
+        Disposition::Deliver { flow, len } => Some(Arrival::of_stream(flow, len)),
+        Disposition::Part { flow, len, flags } => Some(Arrival::of_message(flow, len, flags)),
         // The fast path is for payload only.
         _ => None,
     }
@@ -177,7 +185,7 @@ impl Device {
     /// The fast path for small packets of a connection with the program that holds nothing: passes
     /// the payload to `look` and completes each chain at once, within `bounds`. Packets of other
     /// connections are processed as usual. A packet of this connection beyond the bounds is held
-    /// and ends the call. Returns the packets and bytes shown.
+    /// and ends the call.
     #[inline]
     pub(crate) fn app_show(
         &mut self,
@@ -185,63 +193,59 @@ impl Device {
         bounds: ShowBounds,
         look: &mut dyn FnMut(Payload<'_>) -> bool,
         cx: &mut Context<'_>,
-    ) -> (usize, usize) {
-        let mut shown = ShownPackets {
+    ) -> Shown {
+        let mut packets = ShownPackets {
             device: self,
             cx,
             flow,
             is_showing: false,
             popped: None,
-            bytes: 0,
+            shown: Shown::default(),
             delivered: 0,
             taken: 0,
         };
-        let mut seen = 0;
-        let mut go_on = shown.may_receive();
-        while go_on && seen < bounds.packets && shown.taken < BUDGET as u64 {
-            let device = &mut *shown.device;
+        let mut more = packets.may_receive();
+        while more
+            && (packets.shown.packets as usize) < bounds.packets
+            && packets.taken < BUDGET as u64
+        {
+            let device = &mut *packets.device;
             let Some(tx) = &mut device.queues.rings.tx else {
                 break;
             };
             let front = tx.front(HEADER_LEN, false);
             let front =
                 front.and_then(|front| Some((open_front(&mut device.shard, &front)?, front)));
-            let Some(((of, len), front)) = front else {
-                // A packet of another kind, or a chain of another form.
-                let Some((was_shown, more)) = shown.show_popped(bounds, look) else {
-                    break;
-                };
-                seen += usize::from(was_shown);
-                go_on = more;
+            let Some((arrival, FrontChain { body, token, .. })) = front else {
+                // A packet of another kind, a chain of another form, or none.
+                more = packets.show_popped(bounds, look);
                 continue;
             };
-            shown.taken += 1;
-            let FrontChain { body, token, .. } = front;
-            if of == flow && len as usize <= bounds.bytes - shown.bytes {
-                shown.bytes += len as usize;
-                shown.is_showing = true;
-                go_on = look(Payload::in_place(&[body.part(0, len as usize)]));
-                shown.is_showing = false;
+            packets.taken += 1;
+            if packets.shown.takes(&arrival, flow, bounds) {
+                packets.shown.count(&arrival);
+                packets.is_showing = true;
+                more = look(Payload::in_place(&[body.part(0, arrival.len as usize)]));
+                packets.is_showing = false;
                 tx.complete_front(token, 0);
-                seen += 1;
             } else {
                 let chain = tx.pop_front(token);
-                go_on = shown.hold(chain, of, len);
+                more = packets.hold(chain, arrival);
             }
         }
-        (seen, shown.bytes)
+        packets.shown
     }
 
     pub(super) fn receive_packet(&mut self, chain: Chain, cx: &mut Context<'_>) {
-        if let Some((chain, flow, len)) = self.open(chain, cx) {
-            self.deliver(chain, flow, len, cx);
+        if let Some((chain, arrival)) = self.open(chain, cx) {
+            self.deliver(chain, arrival, cx);
         }
     }
 
-    /// Parses a packet's header and processes control packets. Returns the chain, flow and length
-    /// if the packet has payload for a stream; else the chain is completed or passed on.
+    /// Parses a packet's header and processes control packets. Returns the chain of a packet
+    /// that has payload, or ends a message; else the chain is completed or passed on.
     #[inline(always)] // saves a copy of the chain
-    fn open(&mut self, chain: Chain, cx: &mut Context<'_>) -> Option<(Chain, FlowId, u32)> {
+    fn open(&mut self, chain: Chain, cx: &mut Context<'_>) -> Option<(Chain, Arrival)> {
         let tx = self.queues.rings.tx.as_mut()?;
         if cx.shared.app.is_some()
             && let Some(payload) = tx
@@ -281,10 +285,11 @@ impl Device {
             None => self.shard.handle_packet(cx.time(), &header),
         };
         match disposition {
-            Disposition::Deliver { flow, len, .. } => return Some((chain, flow, len)),
+            Disposition::Deliver { flow, len } => {
+                return Some((chain, Arrival::of_stream(flow, len)));
+            }
             Disposition::Part { flow, len, flags } => {
-                self.receive_part(chain, flow, len, flags, cx);
-                return None;
+                return Some((chain, Arrival::of_message(flow, len, flags)));
             }
             Disposition::Move { flow, pair } => wanted = Some((flow, pair)),
             // The last two occur in drivers only.
@@ -307,7 +312,11 @@ impl Device {
     }
 
     #[inline]
-    fn deliver(&mut self, chain: Chain, flow: FlowId, len: u32, cx: &mut Context<'_>) {
+    fn deliver(&mut self, chain: Chain, arrival: Arrival, cx: &mut Context<'_>) {
+        let Arrival { flow, len, ends } = arrival;
+        if let Some(ends) = ends {
+            return self.receive_part(chain, flow, len, ends, cx);
+        }
         self.moved += len as usize;
         let key = self.key_of(flow);
         let Some(tx) = self.queues.rings.tx.as_mut() else {

@@ -39,12 +39,11 @@ impl Device {
         chain: Chain,
         flow: FlowId,
         len: u32,
-        flags: u32,
+        ends: MessageEnd,
         cx: &mut Context<'_>,
     ) {
         cx.time();
         self.moved += len as usize;
-        let ends = MessageEnd::from_flags(flags);
         let key = self.key_of(flow);
         let Some(tx) = self.queues.rings.tx.as_mut() else {
             return;

@@ -19,10 +19,12 @@ use crate::table::datagrams::DatagramBackend;
 use crate::table::leases::Leases;
 use crate::table::outgoing::Outgoing;
 use crate::table::over::EndpointEnded;
-use crate::table::sockets::{Copied, LeaseParts, MessageRead, NoLease, ReadyFlag};
+use crate::table::sockets::{
+    Copied, LeaseParts, MessageRead, NoLease, ReadyFlag, copy_shown, read_shown,
+};
 use crate::table::{
     backend::{Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, ReadySource},
-    transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault, ShowBounds, copy_shown},
+    transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault, ShowBounds},
 };
 
 impl Driver {
@@ -303,9 +305,9 @@ impl Backend for Driver {
                 packets: most - seen,
                 bytes: usize::MAX,
             };
-            let (more, bytes) = self.show_arrivals(id, bounds, &mut look);
-            self.sockets.count_shown(bytes);
-            seen += more;
+            let shown = self.show_arrivals(id, bounds, &mut look);
+            self.sockets.count_shown(shown.bytes);
+            seen += shown.packets as usize;
         }
         match seen {
             0 if most > 0 => self.why_empty(id).map(|()| 0),
@@ -366,6 +368,16 @@ impl Backend for Driver {
         out: &mut [u8],
         peek: bool,
     ) -> Result<Option<MessageRead>, RecvFault> {
+        if !peek {
+            // Nothing, if the connection holds bytes.
+            let show = |bounds, copy: &mut dyn FnMut(Payload<'_>) -> bool| {
+                self.show_arrivals(id, bounds, copy)
+            };
+            if let Some(message) = read_shown(out, show) {
+                self.sockets.count_read_message(&message);
+                return Ok(Some(message));
+            }
+        }
         let message = self.sockets.read_message(id, out, peek, &mut self.store);
         match message {
             Some(message) => Ok(Some(message)),

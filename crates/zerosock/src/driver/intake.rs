@@ -16,7 +16,7 @@ use super::errors::DriverError;
 use super::link::guest_cid;
 use super::queue_pairs::{QueuePairId, RxSlot};
 use crate::header::{self, HeaderFault};
-use crate::table::sockets::{HeldBuffer, MessageEnd, ReadyFlag, Store, StreamId, StreamState};
+use crate::table::sockets::{Arrival, HeldBuffer, ReadyFlag, Shown, Store, StreamId, StreamState};
 use crate::table::transfers::{Payload, ShowBounds};
 
 /// Packets received by one turn before the caller runs again.
@@ -24,30 +24,31 @@ const TURN_BUDGET: u16 = 256;
 
 /// Consumes packets shown directly from the queue when dropped, so that a panic of the callback
 /// leaves the queue consistent.
-struct Shown<'a> {
+struct ShownPackets<'a> {
     driver: &'a mut Driver,
     queue_pair: QueuePairId,
     flow: FlowId,
     /// The packet that the callback is looking at.
     slot: Option<RxSlot>,
-    bytes: usize,
+    shown: Shown,
     taken: u64,
 }
 
-impl Drop for Shown<'_> {
+impl Drop for ShownPackets<'_> {
     #[inline]
     fn drop(&mut self) {
         let driver = &mut *self.driver;
+        let bytes = self.shown.bytes;
         if let Some(slot) = self.slot {
             driver.store.release(slot);
             // Otherwise the caller counts them.
-            driver.sockets.count_shown(self.bytes);
+            driver.sockets.count_shown(bytes);
         }
         driver.stats.rx_packets += self.taken;
-        if self.bytes > 0 {
+        if bytes > 0 {
             driver
                 .store
-                .consumed(self.queue_pair.pool(), self.flow, self.bytes as u32);
+                .consumed(self.queue_pair.pool(), self.flow, bytes as u32);
         }
         if driver.store.queue_pairs[self.queue_pair].shard.has_events() {
             driver.take_core_events(driver.now());
@@ -77,8 +78,8 @@ impl Driver {
             };
             taken += 1;
             let slot = RxSlot { queue_pair, slot };
-            if let Some((flow, len)) = self.take_packet(Some(now), slot, written) {
-                self.hold(now, slot, flow, len);
+            if let Some(arrival) = self.take_packet(Some(now), slot, written) {
+                self.hold(now, slot, arrival);
             } else {
                 cost += self.datagrams.take_cost();
             }
@@ -90,66 +91,65 @@ impl Driver {
     /// Receives packets and passes those of one connection to `look` directly, within `bounds`,
     /// returning their slots at once. Packets of other connections are held; so is the first one
     /// out of bounds, which is the last received. Does nothing if the connection holds packets
-    /// already, since those come first. Returns the packets and bytes shown. The fast path for
-    /// small packets.
+    /// already, since those come first. The fast path for small packets.
     #[inline]
     pub(super) fn show_arrivals(
         &mut self,
         id: StreamId,
         bounds: ShowBounds,
         look: &mut dyn FnMut(Payload<'_>) -> bool,
-    ) -> (usize, usize) {
+    ) -> Shown {
         let Some((queue_pair, flow)) = self.drained_flow(id) else {
-            return (0, 0);
+            return Shown::default();
         };
         if !self.store.queue_pairs[queue_pair].rx.has_used() {
-            return (0, 0);
+            return Shown::default();
         }
-        let mut shown = Shown {
+        let mut packets = ShownPackets {
             driver: self,
             queue_pair,
             flow,
             slot: None,
-            bytes: 0,
+            shown: Shown::default(),
             taken: 0,
         };
-        let mut seen = 0;
         // A packet that is shown does not change it.
-        let mut go_on = !shown.driver.is_blocked(queue_pair);
-        while go_on && seen < bounds.packets && shown.taken < u64::from(TURN_BUDGET) {
-            let driver = &mut *shown.driver;
+        let mut more = !packets.driver.is_blocked(queue_pair);
+        while more
+            && (packets.shown.packets as usize) < bounds.packets
+            && packets.taken < u64::from(TURN_BUDGET)
+        {
+            let driver = &mut *packets.driver;
             // The error recurs in the next turn, which reports it. Packets shown before count as
             // received.
             let Ok(Some((slot, written))) = driver.store.queue_pairs[queue_pair].rx.take() else {
                 break;
             };
-            shown.taken += 1;
+            packets.taken += 1;
             let slot = RxSlot { queue_pair, slot };
-            let Some((of, len)) = driver.take_packet(None, slot, written) else {
-                go_on = !driver.is_blocked(queue_pair);
+            let Some(arrival) = driver.take_packet(None, slot, written) else {
+                more = !driver.is_blocked(queue_pair);
                 continue;
             };
             let slots = &driver.store.queue_pairs[queue_pair].slots;
-            let len_shown = len as usize;
             match slots.rx_packets.slice(&slots.memory, slot.slot) {
-                Some(packet)
-                    if of == flow && (1..=bounds.bytes - shown.bytes).contains(&len_shown) =>
-                {
-                    shown.slot = Some(slot);
-                    shown.bytes += len_shown;
-                    go_on = look(Payload::in_place(&[packet.part(PAYLOAD, len_shown)]));
-                    shown.slot = None;
-                    shown.driver.store.release(slot);
-                    seen += 1;
+                Some(packet) if packets.shown.takes(&arrival, flow, bounds) => {
+                    packets.slot = Some(slot);
+                    packets.shown.count(&arrival);
+                    more = look(Payload::in_place(&[
+                        packet.part(PAYLOAD, arrival.len as usize)
+                    ]));
+                    packets.slot = None;
+                    packets.driver.store.release(slot);
                 }
                 _ => {
-                    driver.hold(driver.now(), slot, of, len);
+                    driver.hold(driver.now(), slot, arrival);
                     // Packets behind a held one are held too.
-                    go_on = of != flow && !driver.is_blocked(queue_pair);
+                    more = arrival.flow != flow && !driver.is_blocked(queue_pair);
                 }
             }
         }
-        (seen, shown.bytes)
+        packets.shown
     }
 
     /// The queue pair and flow of a connection that holds nothing, so that arriving bytes may be
@@ -162,32 +162,19 @@ impl Driver {
 
     /// Holds payload for a connection, if it still exists.
     #[inline]
-    pub(super) fn hold(&mut self, now: Instant, slot: RxSlot, flow: FlowId, len: u32) {
+    pub(super) fn hold(&mut self, now: Instant, slot: RxSlot, arrival: Arrival) {
         let held = HeldBuffer {
             token: slot,
             offset: 0,
-            len,
+            len: arrival.len,
             since: now,
-            ends: MessageEnd::Nothing,
+            ends: arrival.ends.unwrap_or_default(),
         };
-        match self.flow(slot.queue_pair, flow) {
+        match self.flow(slot.queue_pair, arrival.flow) {
+            Some(stream) if arrival.ends.is_some() => {
+                self.sockets.deliver_part(stream, held, &mut self.store);
+            }
             Some(stream) => self.sockets.deliver(stream, held, &mut self.store),
-            // This side closed the connection, and the peer has not processed that yet.
-            None => self.store.release(slot),
-        }
-    }
-
-    /// As `hold`, for a part of a message.
-    fn hold_part(&mut self, now: Instant, slot: RxSlot, flow: FlowId, len: u32, flags: u32) {
-        let held = HeldBuffer {
-            token: slot,
-            offset: 0,
-            len,
-            since: now,
-            ends: MessageEnd::from_flags(flags),
-        };
-        match self.flow(slot.queue_pair, flow) {
-            Some(stream) => self.sockets.deliver_part(stream, held, &mut self.store),
             // This side closed the connection, and the peer has not processed that yet.
             None => self.store.release(slot),
         }
@@ -202,7 +189,7 @@ impl Driver {
         now: Option<Instant>,
         slot: RxSlot,
         written: u32,
-    ) -> Option<(FlowId, u32)> {
+    ) -> Option<Arrival> {
         let queue_pair = &mut self.store.queue_pairs[slot.queue_pair];
         let slots = &queue_pair.slots;
         // Prefetches the payload while the header is loaded, and both of a later packet.
@@ -241,13 +228,11 @@ impl Driver {
             }
         };
         match disposition {
-            Disposition::Deliver { flow, len, .. } => return Some((flow, len)),
-            Disposition::Handled => {}
+            Disposition::Deliver { flow, len } => return Some(Arrival::of_stream(flow, len)),
             Disposition::Part { flow, len, flags } => {
-                let now = now.unwrap_or_else(|| self.now());
-                self.hold_part(now, slot, flow, len, flags);
-                return None;
+                return Some(Arrival::of_message(flow, len, flags));
             }
+            Disposition::Handled => {}
             Disposition::Moved { flow, pair } => self.moved(slot.queue_pair, flow, pair, &repr),
             Disposition::MovedStray { pair } => self.reset_unknown_move(pair, &repr),
             // Devices alone receive moves.

@@ -372,11 +372,11 @@ impl Backend for HostBackend {
                 packets: most - seen,
                 bytes: usize::MAX,
             };
-            let (more, bytes) = self.show_arrivals(id, bounds, &mut look);
+            let shown = self.show_arrivals(id, bounds, &mut look);
             if let Some(app) = self.worker.shared.app.as_deref_mut() {
-                app.sockets.count_shown(bytes);
+                app.sockets.count_shown(shown.bytes);
             }
-            seen += more;
+            seen += shown.packets as usize;
         }
         if seen == 0 && most > 0 {
             self.why_empty(id)?;

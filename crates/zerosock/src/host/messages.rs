@@ -4,8 +4,8 @@ use std::io::IoSlice;
 
 use super::HostBackend;
 use crate::device::state::loans::LoanOf;
-use crate::table::sockets::{LeaseParts, MessageRead, NoLease, StreamId};
-use crate::table::transfers::{LoanParts, LoanedPart, RecvFault, SendFault};
+use crate::table::sockets::{LeaseParts, MessageRead, NoLease, StreamId, read_shown};
+use crate::table::transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault};
 
 impl HostBackend {
     pub(super) fn read_message(
@@ -14,6 +14,18 @@ impl HostBackend {
         out: &mut [u8],
         peek: bool,
     ) -> Result<Option<MessageRead>, RecvFault> {
+        if !peek {
+            // Nothing, if the connection holds bytes.
+            let show = |bounds, copy: &mut dyn FnMut(Payload<'_>) -> bool| {
+                self.show_arrivals(id, bounds, copy)
+            };
+            if let Some(message) = read_shown(out, show) {
+                if let Some(app) = self.worker.shared.app.as_deref_mut() {
+                    app.sockets.count_read_message(&message);
+                }
+                return Ok(Some(message));
+            }
+        }
         let mut message = None;
         self.received(id, |sockets, store| {
             message = sockets.read_message(id, out, peek, store);

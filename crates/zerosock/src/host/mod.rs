@@ -35,8 +35,8 @@ use crate::device::{Context, Device, Worker};
 use crate::fault::Fault;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointEnded;
-use crate::table::sockets::{Sockets, StreamId, StreamState};
-use crate::table::transfers::{Payload, RecvFault, SendFault, ShowBounds, copy_shown};
+use crate::table::sockets::{Shown, Sockets, StreamId, StreamState, copy_shown};
+use crate::table::transfers::{Payload, RecvFault, SendFault, ShowBounds};
 pub(crate) use start::HostConfig;
 use stores::AllStores;
 use zerosock_virtio::outbox::DeviceAddr;
@@ -159,21 +159,21 @@ impl HostBackend {
         id: StreamId,
         bounds: ShowBounds,
         look: &mut dyn FnMut(Payload<'_>) -> bool,
-    ) -> (usize, usize) {
+    ) -> Shown {
         let app = self.worker.shared.app.as_deref();
         let Some((vm, flow)) = app.and_then(|app| {
             let flow = app.sockets.drained_flow(id)?;
             Some((app.device_of(app.sockets.get(id)?.pool)?, flow))
         }) else {
-            return (0, 0);
+            return Shown::default();
         };
         let device = self.worker.devices.get_mut(vm);
         if device.is_none_or(|device| !device.has_arrivals()) {
-            return (0, 0);
+            return Shown::default();
         }
         // Packets of other kinds or connections are handled too.
         self.with_device(vm, |device, cx| device.app_show(flow, bounds, look, cx))
-            .unwrap_or((0, 0))
+            .unwrap_or_default()
     }
 
     /// As [`show_arrivals`](Self::show_arrivals), but copies to `out`.

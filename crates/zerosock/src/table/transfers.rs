@@ -112,25 +112,6 @@ impl ShowBounds {
     };
 }
 
-/// Copies the parts that `show` passes to its callback to `out`. `show` returns (packets, bytes).
-/// Returns the bytes copied.
-#[inline]
-pub(crate) fn copy_shown(
-    out: &mut [u8],
-    show: impl FnOnce(ShowBounds, &mut dyn FnMut(Payload<'_>) -> bool) -> (usize, usize),
-) -> usize {
-    let bounds = ShowBounds {
-        packets: usize::MAX,
-        bytes: out.len(),
-    };
-    let mut at = 0;
-    let mut copy = |payload: Payload<'_>| {
-        at += payload.copy_to(0, out.get_mut(at..).unwrap_or(&mut []));
-        at < out.len()
-    };
-    show(bounds, &mut copy).1
-}
-
 impl<'m> Payload<'m> {
     /// Length in bytes.
     #[inline]

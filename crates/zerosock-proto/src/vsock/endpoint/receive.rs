@@ -30,9 +30,10 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// The fast path, which needs no clock: payload within the credit, for the connection that was
-    /// found last, which receives and has no waiter for the credit in the header. `None`: another
-    /// case; nothing was changed, pass the packet to [`handle_packet`](Self::handle_packet).
+    /// The fast path, which needs no clock: payload within the credit, of a stream or a message, for
+    /// the connection that was found last, which receives and has no waiter for the credit in the
+    /// header. `None`: another case; nothing was changed, pass the packet to
+    /// [`handle_packet`](Self::handle_packet).
     #[inline(always)]
     pub fn handle_payload(&mut self, header: &Repr) -> Option<Disposition> {
         if !self.uses_fast_path() {
@@ -45,11 +46,13 @@ impl<S: BuildHasher> Shard<S> {
         // All connections of a device belong to its guest: a packet that matches one has the right
         // source.
         let (flow, connection) = self.table.find_last(&key)?;
-        let is_payload = header.op.get() == Op::Rw as u16
-            && header.socket_type.get() == SocketType::Stream as u16
-            && connection.socket_type == SocketType::Stream
-            && header.len > 0;
-        if !is_payload
+        if header.socket_type.get() != SocketType::Stream as u16
+            || connection.socket_type != SocketType::Stream
+        {
+            return self.handle_part(header);
+        }
+        if header.op.get() != Op::Rw as u16
+            || header.len == 0
             || !connection.may_receive()
             || !connection.rx.allows(header.len)
             || !connection.has_no_waiter()
@@ -70,8 +73,9 @@ impl<S: BuildHasher> Shard<S> {
     }
 
     /// The fast path of messages, as [`handle_payload`](Self::handle_payload) is that of streams.
+    #[inline(always)]
     fn handle_part(&mut self, header: &Repr) -> Option<Disposition> {
-        if !self.uses_fast_path() || header.socket_type.get() != SocketType::SeqPacket as u16 {
+        if header.socket_type.get() != SocketType::SeqPacket as u16 {
             return None;
         }
         let key = Key {
@@ -113,9 +117,6 @@ impl<S: BuildHasher> Shard<S> {
     #[cold]
     #[inline(never)]
     fn handle_slow(&mut self, now: Instant, header: &Repr) -> Disposition {
-        if let Some(disposition) = self.handle_part(header) {
-            return disposition;
-        }
         self.stats.packets += 1;
         let disposition = self.receive(now, header);
         if let Disposition::Dropped(reason) = disposition {

@@ -190,8 +190,8 @@ impl DatagramBackend for Driver {
                     queue_pair: QUEUE_PAIR,
                     slot,
                 };
-                if let Some((flow, len)) = self.take_packet(Some(now), slot, written) {
-                    self.hold(now, slot, flow, len);
+                if let Some(arrival) = self.take_packet(Some(now), slot, written) {
+                    self.hold(now, slot, arrival);
                 } else {
                     taken += self.datagrams.take_cost();
                 }

@@ -305,8 +305,8 @@ impl Driver {
                 slot,
             };
             let Some(header) = self.peek_datagram(slot, written) else {
-                if let Some((flow, len)) = self.take_packet(None, slot, written) {
-                    self.hold(self.now(), slot, flow, len);
+                if let Some(arrival) = self.take_packet(None, slot, written) {
+                    self.hold(self.now(), slot, arrival);
                 }
                 taken += self.datagrams.take_cost();
                 continue;

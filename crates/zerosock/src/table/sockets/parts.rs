@@ -2,6 +2,7 @@
 
 use super::ids::StreamId;
 use super::message_end::{MessageEnd, cost};
+use super::messages::MessageRead;
 use super::ready_flags::ReadyFlag;
 use super::received::{HeldBuffer, ReceivedPart, copy_out};
 use super::store::Store;
@@ -273,6 +274,13 @@ impl<T> Sockets<T> {
     pub(crate) fn count_read(&mut self, bytes: usize) {
         self.counted.received += bytes as u64;
         self.counted.copied_out += bytes as u64;
+    }
+
+    /// As `count_read`, for a message, of which the rest was discarded.
+    #[inline]
+    pub(crate) fn count_read_message(&mut self, message: &MessageRead) {
+        self.counted.received += message.len as u64;
+        self.counted.copied_out += message.copied as u64;
     }
 
     /// Counts bytes copied because of the limits without having been held.

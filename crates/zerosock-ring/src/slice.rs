@@ -15,6 +15,12 @@ use core::slice;
 
 use crate::copy::{copy_between, copy_in, copy_out, load, store};
 
+/// Longest range in bytes that [`GuestSlice::windows`] copies at once: up to here a call of memcpy
+/// costs more than what smaller windows save in the caches.
+const WHOLE: usize = 4096;
+/// Bytes of its windows of a longer range.
+const WINDOW: usize = 512;
+
 /// A range of bytes in one region of a [`Memory`](crate::Memory): only numbers, meaningless without
 /// the memory that [`translate`](crate::Memory::translate)d it, and checked by
 /// [`Memory::slice`](crate::Memory::slice).
@@ -375,6 +381,28 @@ impl<'m> GuestSlice<'m> {
         // two descriptors of one guest can do.
         unsafe { copy_between(self.ptr, dst.ptr, len) };
         len
+    }
+
+    /// Passes all bytes in order to `look` in plain slices. Each slice is a private copy, made just
+    /// before: the bytes of a short range at once, others in windows that stay in the nearest cache.
+    /// So each byte is fetched once from where it lies, and the peer may write it meanwhile.
+    #[inline]
+    pub fn windows(self, mut look: impl FnMut(&[u8])) {
+        let step = if self.len <= WHOLE { WHOLE } else { WINDOW };
+        let mut window = [const { MaybeUninit::<u8>::uninit() }; WHOLE];
+        let copy = window.as_mut_ptr().cast::<u8>();
+        let mut at = 0;
+        while at < self.len {
+            let part = self.part(at, step);
+            // SAFETY: source: as in `read`. Destination: `window` has WHOLE bytes, at least as many as
+            // `step` and so as `part`, and is private to this call, so it does not overlap.
+            unsafe { copy_out(part.ptr, copy, part.len) };
+            // SAFETY: `copy_out` has just written the first `part.len` bytes of `window`. Nothing
+            // writes them before `look` returns, and its slice cannot leave it: it has to accept a
+            // slice of any lifetime.
+            look(unsafe { slice::from_raw_parts(copy, part.len) });
+            at += part.len;
+        }
     }
 
     /// The bytes in place, for reading.

@@ -194,17 +194,12 @@ impl Receiver<'_> {
         check.part(&left[..now]);
         left.drain(..now);
         while check.missing() > 0 {
-            let buffer = &mut self.buffer;
             let shown = self.stream.recv_each(1, |packet| {
-                let bytes = packet.as_slice().unwrap_or_else(|| {
-                    // A buffer holds a piece at least; no packet is longer.
-                    buffer.resize(buffer.len().max(packet.len()), 0);
-                    let len = packet.copy_to(0, buffer);
-                    &buffer[..len]
+                packet.windows(|bytes| {
+                    let (now, later) = bytes.split_at(bytes.len().min(check.missing()));
+                    check.part(now);
+                    left.extend_from_slice(later);
                 });
-                let (now, later) = bytes.split_at(bytes.len().min(check.missing()));
-                check.part(now);
-                left.extend_from_slice(later);
             });
             if shown.map_err(line)? == 0 {
                 return Err("end of file".to_owned());
@@ -228,26 +223,16 @@ impl Receiver<'_> {
         }
         let mut check = Check::new(number, len);
         for part in parts {
-            let reading = part.lease.read();
-            let end = part.lease.len().min(part.at + check.missing());
-            if let Some(bytes) = reading.as_slice() {
-                check.part(&bytes[part.at..end]);
-                continue;
-            }
-            // Memory that is no plain slice is copied through a small buffer.
-            let mut at = part.at;
-            while at < end {
-                let bytes = &mut self.buffer[..PART.min(end - at)];
-                let got = reading.copy_to(at, bytes);
-                check.part(&bytes[..got]);
-                at += got.max(1);
-            }
+            let mut skip = part.at;
+            part.lease.read().windows(|bytes| {
+                let (passed, bytes) = bytes.split_at(skip.min(bytes.len()));
+                skip -= passed.len();
+                check.part(&bytes[..bytes.len().min(check.missing())]);
+            });
         }
         check.finish()
     }
 }
-
-const PART: usize = 8 << 10;
 
 /// Checks only the first [`NAME`] bytes of a message.
 fn check_name(number: u64, bytes: &[u8]) -> Result<Seen, Fault> {

@@ -547,3 +547,35 @@ fn safe_code_on_two_threads_accesses_the_same_bytes_without_race() {
         });
     }
 }
+
+#[test]
+fn windows_are_all_bytes_in_order_in_short_private_slices() {
+    const LEN: u64 = 4 * PAGE;
+    let mem = Memory::from_heap(&[region(0, 0, LEN)]);
+    let slice = |len: usize| {
+        let mut pieces = Vec::new();
+        mem.translate(0, LEN as u32, &mut pieces).unwrap();
+        mem.slice(pieces[0]).unwrap().part(3, len)
+    };
+    let bytes: Vec<u8> = (0..LEN).map(|at| (at * 7 + at / 256) as u8).collect();
+    for (len, longest) in [
+        (0, 0),
+        (1, 1),
+        (4096, 4096),
+        (4097, 512),
+        (5000, 512),
+        (3 * 4096, 512),
+    ] {
+        slice(len).write(0, &bytes);
+        let (mut seen, mut most) = (Vec::new(), 0);
+        slice(len).windows(|window| {
+            seen.extend_from_slice(window);
+            most = most.max(window.len());
+            // A peer that writes now changes no byte of this window.
+            slice(len).write(seen.len() - window.len(), &vec![0xee; window.len()]);
+            assert!(seen.ends_with(window));
+        });
+        assert_eq!((seen.len(), most), (len, longest));
+        assert_eq!(seen, bytes[..len], "{len} bytes");
+    }
+}

@@ -12,6 +12,7 @@
 //! return the buffer; the application reads the same bytes either way. While a [`LeaseReader`] lives,
 //! they are not moved.
 
+mod cursor;
 mod reading;
 
 use std::fmt;
@@ -29,6 +30,7 @@ use super::hub::Core;
 use crate::table::sockets::{BufferPlace, Copied, LeaseParts};
 use crate::zc::{Buf, Mapped};
 
+pub use self::cursor::LeaseCursor;
 pub use self::reading::LeaseReader;
 
 /// The bytes of one received packet, in place. Dropping it returns the buffer and the credit to the

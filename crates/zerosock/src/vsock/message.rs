@@ -76,6 +76,20 @@ impl<'m> Message<'m> {
         self.payload.copy_to(offset, out)
     }
 
+    /// Passes all bytes in order to `look` in plain slices, which are copies if the peer may write the
+    /// bytes meanwhile; see [`LeaseReader::windows`](super::LeaseReader::windows).
+    #[inline]
+    pub fn windows(&self, mut look: impl FnMut(&[u8])) {
+        match (self.as_slice(), self.payload) {
+            (Some(bytes), _) => look(bytes),
+            (None, Payload::InPlace(slices)) => {
+                slices.iter().for_each(|slice| slice.windows(&mut look));
+            }
+            // `as_slice` has given it.
+            (None, Payload::Copied(_)) => {}
+        }
+    }
+
     /// A copy of all bytes.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.len()];

@@ -86,7 +86,7 @@ pub use endpoint::Endpoint;
 pub use endpoint_ref::EndpointRef;
 pub use errors::{BindError, ConnectError, StreamError};
 pub use host::{Host, HostBuilder};
-pub use lease::{Lease, LeaseReader, OwnedLease};
+pub use lease::{Lease, LeaseCursor, LeaseReader, OwnedLease};
 pub use listener::{Incoming, Listener};
 pub use loan::{Loan, LoanSlice};
 pub use message::Message;

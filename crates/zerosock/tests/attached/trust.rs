@@ -1,8 +1,9 @@
 //! A program that declares trust in processes gets plain slices of their memory, and none of a
 //! VM's.
 
-use std::io::Write;
+use std::io::{BufRead, Read, Write};
 
+use bytes::Buf;
 use zerosock::vsock::{Endpoint, StreamError, Trust};
 
 use super::FOR_EVER;
@@ -60,5 +61,52 @@ fn without_a_declaration_no_peer_gives_plain_slices() {
         assert!(lease.is_in_place());
         assert!(lease.read().as_slice().is_none());
         assert_eq!(lease.into_bytes().unwrap_err().0, StreamError::Untrusted);
+    }
+}
+
+#[test]
+fn windows_and_cursors_give_the_bytes_of_any_peer_once_and_in_order() {
+    for trusts in [false, true] {
+        let hub = Hub::with(|builder| match trusts {
+            true => builder.hold(FOR_EVER).trust_processes(trust()),
+            false => builder.hold(FOR_EVER),
+        });
+        let process = hub.process("p");
+        let (ours, theirs) = hub.joined(&process);
+        for len in [1, 511, 512, 513, 4096, 5000, 20_000] {
+            let bytes: Vec<u8> = (0..len).map(|at| (at * 7 + at / 256) as u8).collect();
+            (&theirs).write_all(&bytes).unwrap();
+            let lease = ours.recv().unwrap().unwrap();
+            assert!(lease.is_in_place());
+            assert_eq!(lease.read().as_slice().is_some(), trusts);
+            assert_eq!(lease.len(), len);
+            let mut seen = Vec::new();
+            lease
+                .read()
+                .windows(|window| seen.extend_from_slice(window));
+            assert_eq!(seen, bytes);
+            // Through each trait in turn, so that one goes on where another has stopped.
+            let (mut cursor, mut seen) = (lease.read().into_cursor(), Vec::new());
+            while cursor.has_remaining() {
+                assert_eq!(cursor.remaining(), len - seen.len());
+                seen.push(cursor.get_u8());
+                let window = cursor.fill_buf().unwrap();
+                let (count, end) = (window.len() / 3, window.is_empty());
+                assert_eq!(end, seen.len() == len);
+                seen.extend_from_slice(&window[..count]);
+                cursor.consume(count);
+                let mut out = [0; 700];
+                let count = cursor.read(&mut out).unwrap();
+                assert_eq!(count, out.len().min(len - seen.len()));
+                seen.extend_from_slice(&out[..count]);
+                let count = cursor.chunk().len() / 2;
+                seen.extend_from_slice(&cursor.chunk()[..count]);
+                cursor.advance(count);
+            }
+            assert_eq!(seen, bytes);
+            assert_eq!(cursor.read(&mut [0; 8]).unwrap(), 0);
+            cursor.consume(1);
+            assert_eq!((cursor.remaining(), cursor.chunk()), (0, &[][..]));
+        }
     }
 }

@@ -230,6 +230,53 @@ impl<'l> LeaseReader<'l> {
         }
     }
 
+    /// Passes all bytes in order to `look` in plain slices: the bytes themselves where
+    /// [`as_slice`](Self::as_slice) gives them, otherwise copies of a few hundred bytes each, made
+    /// just before they are looked at. Up to 4 KiB are copied at once. Safe with any peer, and for long
+    /// leases faster than [`copy_to`](Self::copy_to): the copies stay in the nearest cache.
+    ///
+    /// ```
+    /// use std::hash::{DefaultHasher, Hasher};
+    /// use std::io::Write;
+    ///
+    /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+    /// (&process).write_all(b"summed and hashed")?;
+    /// let lease = host.recv()?.expect("a packet");
+    /// let (mut sum, mut hash) = (0u64, DefaultHasher::new());
+    /// lease.read().windows(|bytes| {
+    ///     sum += bytes.iter().map(|&byte| u64::from(byte)).sum::<u64>();
+    ///     hash.write(bytes);
+    /// });
+    /// assert_eq!(sum, 1643);
+    /// # Ok::<(), std::io::Error>(())
+    /// ```
+    ///
+    /// The next window may overwrite a slice, which therefore cannot leave the closure:
+    ///
+    /// ```compile_fail,E0521
+    /// # use zerosock::vsock::LeaseReader;
+    /// fn window_outlives_its_call(reader: &LeaseReader<'_>) {
+    ///     let mut kept: &[u8] = &[];
+    ///     reader.windows(|bytes| kept = bytes);
+    /// }
+    /// ```
+    pub fn windows(&self, mut look: impl FnMut(&[u8])) {
+        if let Some(bytes) = self.as_slice() {
+            return look(bytes);
+        }
+        if let BufferPlace::InPlace {
+            memory,
+            pieces,
+            offset,
+        } = &self.body.place
+            && self.entered
+        {
+            let mut slices = SliceBuf::<PIECES>::new();
+            memory.slices(pieces, *offset, self.body.len, &mut slices);
+            slices.iter().for_each(|slice| slice.windows(&mut look));
+        }
+    }
+
     /// A copy of all bytes.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.body.len];

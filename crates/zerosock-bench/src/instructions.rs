@@ -32,6 +32,9 @@ const STREAM: Port = Port::new(1);
 const MESSAGES: Port = Port::new(2);
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// The sides of a way to send that no other scenario has.
+const BOTH: [Side; 2] = [Side::Sender, Side::Receiver];
+
 /// Both ends of a connection.
 struct Ends<T> {
     /// The end of the program that embeds the device.
@@ -56,12 +59,12 @@ pub(crate) fn run() {
         let endpoint = endpoint.expect("an endpoint");
         let to = |port| Address::new(Cid::HOST, port);
         let stream = || endpoint.connect(to(STREAM)).expect("a stream");
-        let streams = [stream(), stream()];
+        let streams = [stream(), stream(), stream()];
         let socket = endpoint.connect_seqpacket(to(MESSAGES)).expect("a socket");
         (endpoint, streams, socket)
     });
     let accept = || streams.accept_timeout(PATIENCE).expect("a stream").0;
-    let our_streams = [accept(), accept()];
+    let our_streams = [accept(), accept(), accept()];
     let (socket, _) = messages.accept_timeout(PATIENCE).expect("a socket");
     while !attaching.is_finished() {
         host.drive().expect("a running host");
@@ -74,8 +77,8 @@ pub(crate) fn run() {
     for socket in [&socket, &their_socket] {
         socket.set_nonblocking(true).expect("a non-blocking socket");
     }
-    let [stream, batch] = our_streams;
-    let [their_stream, their_batch] = their_streams;
+    let [stream, batch, lease] = our_streams;
+    let [their_stream, their_batch, their_lease] = their_streams;
     let ends = |device, driver| Ends { device, driver };
     let turns: Ends<&dyn Fn()> = Ends {
         device: &|| host.drive().expect("a running host"),
@@ -87,6 +90,7 @@ pub(crate) fn run() {
         &turns,
         write_each,
         read_each,
+        &BOTH,
     );
     both_ways(
         "batch",
@@ -94,34 +98,44 @@ pub(crate) fn run() {
         &turns,
         write_batch,
         show_each,
+        &BOTH,
+    );
+    both_ways(
+        "lease",
+        &ends(lease, their_lease),
+        &turns,
+        write_each,
+        lease_each,
+        &[Side::Receiver],
     );
     let ends = Ends {
         device: socket,
         driver: their_socket,
     };
-    both_ways("message", &ends, &turns, send_each, recv_each);
+    both_ways("message", &ends, &turns, send_each, recv_each, &BOTH);
     net::run(dir.path());
 }
 
-/// Runs the scenarios of one way to send and receive: two directions, two sides.
+/// Runs the scenarios of one way to send and receive: two directions, and these sides.
 fn both_ways<T>(
     name: &str,
     ends: &Ends<T>,
     turns: &Ends<&dyn Fn()>,
     send: fn(&T),
     receive: fn(&T),
+    sides: &[Side],
 ) {
     // The turn that a receiver takes when it has read all.
     let receive = |end: &T, turn: &dyn Fn()| {
         receive(end);
         turn();
     };
-    for side in [Side::Sender, Side::Receiver] {
+    for &side in sides {
         let (sends, receives) = (&ends.driver, &ends.device);
         run_scenario(side, || send(sends), || receive(receives, turns.device));
         end_scenario(name, "driver", "device", side);
     }
-    for side in [Side::Sender, Side::Receiver] {
+    for &side in sides {
         let (sends, receives) = (&ends.device, &ends.driver);
         run_scenario(side, || send(sends), || receive(receives, turns.driver));
         end_scenario(name, "device", "driver", side);
@@ -146,6 +160,14 @@ fn read_each(stream: &Stream) {
         assert_eq!((&*stream).read(&mut bytes).expect("a packet"), LEN);
     }
     assert_eq!(bytes, packet(0));
+}
+
+/// Takes a lease of each packet, and drops it unread: what a lease costs beside the bytes.
+fn lease_each(stream: &Stream) {
+    for _ in 0..ROUND {
+        let lease = stream.recv().expect("a packet").expect("a packet");
+        assert_eq!(lease.len(), LEN);
+    }
 }
 
 fn write_batch(stream: &Stream) {

@@ -258,8 +258,26 @@ impl Core {
     /// Returns the buffer of a dropped lease or loan to the backend. Does not block: if another
     /// thread holds the lock, that thread returns it.
     pub(crate) fn return_buffer(&self, index: u32) {
-        self.leases.push_dropped(index);
-        self.return_dropped();
+        if index == NONE {
+            return;
+        }
+        let Some(mut locked) = self.try_lock() else {
+            self.leases.push_dropped(index);
+            return self.return_dropped();
+        };
+        // Last lent first, as `return_buffers`; the stack is for threads that find the lock taken.
+        locked.has_returned = true;
+        locked.backend().handle_dropped(index);
+        locked.return_dropped();
+    }
+
+    /// Takes the lock if no thread holds it.
+    fn try_lock(&self) -> Option<Locked<'_>> {
+        match self.state.try_lock() {
+            Ok(guard) => Some(Locked::new(self, guard)),
+            Err(TryLockError::Poisoned(poisoned)) => Some(Locked::new(self, poisoned.into_inner())),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// As [`return_buffer`](Self::return_buffer), for several buffers in the order they were lent.
@@ -283,12 +301,9 @@ impl Core {
         let mut more =
             self.leases.any_dropped() || self.has_deferred_closes.load(Ordering::Relaxed);
         while more {
-            let guard = match self.state.try_lock() {
-                Ok(guard) => guard,
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => return,
+            let Some(mut locked) = self.try_lock() else {
+                return;
             };
-            let mut locked = Locked::new(self, guard);
             locked.return_dropped();
             locked.run_deferred_closes();
             locked.publish_returned();

@@ -186,6 +186,13 @@ impl DeviceQueue {
             is_writable,
             piece,
         } = single;
-        Some(Chain::from_one(head, position, piece, is_writable))
+        let (pieces, len) = ([piece, Piece::NONE], piece.len);
+        Some(Chain::from_uniform(
+            head,
+            position,
+            pieces,
+            len,
+            is_writable,
+        ))
     }
 }

@@ -112,10 +112,12 @@ counters! {
     /// [`AccessList::denied`](crate::access::AccessList::denied)), no group in common, or a port that a
     /// process has not named.
     refused_denied,
-    /// Those for which no program listens: the host socket does not exist, or nothing listens there.
+    /// Those to the host side for which no program listens: the host socket or the target of a rule
+    /// does not exist, or nothing listens there.
     refused_no_listener,
-    /// Those for which the backlog of the listener stayed full. What a guest refuses is in none of the
-    /// three: its answer is the same for both.
+    /// Those to the host side for which the backlog of the listener stayed full. What a guest refuses is
+    /// in none of the three, and neither is a TCP target that does not answer: a full backlog there
+    /// looks like one.
     refused_backlog_full,
     /// Kicks from guests.
     kicks,

@@ -19,7 +19,7 @@ use zerosock_proto::vsock::FlowId;
 use super::state::bridge::BridgePeer;
 use super::state::timers::Timer;
 use super::{Context, Device};
-use crate::device::host_sockets::HostPort;
+use crate::device::host_sockets::{HostPort, Refusal, RefusalCause};
 use crate::device::state::backlogs::Backlog;
 
 /// The first pause: an accepting program has usually made room by then.
@@ -83,8 +83,11 @@ impl Device {
                 break;
             };
             if deadline <= cx.now {
-                cx.shared.counters.refused_backlog_full.add(1);
-                self.refuse(key, "its listener's backlog stays full", cx);
+                let refusal = Refusal {
+                    cause: RefusalCause::BacklogFull,
+                    reason: "its listener's backlog stays full".to_owned(),
+                };
+                self.refuse(key, &refusal, cx);
                 continue;
             }
             cx.shared.counters.connect_retries.add(1);

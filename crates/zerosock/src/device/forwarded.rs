@@ -10,6 +10,7 @@
 //!   connect time-out.
 //! - A reset of either side resets the other; an end of stream shuts down the other in one direction.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -17,7 +18,7 @@ use rustix::net::sockopt;
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::{Address, Port};
 use zerosock_relay::connector::{
-    ATTEMPTS_AT_ONCE, ConnectError, ConnectRequest, Connected, PendingConnect,
+    ATTEMPTS_AT_ONCE, ConnectError, ConnectRequest, Connected, PendingConnect, Stage,
 };
 use zerosock_relay::proxy_protocol::{self, Source};
 use zerosock_relay::target::{Host, Target};
@@ -32,7 +33,7 @@ use super::state::sibling_message::{Dialed, SiblingMessage};
 use super::state::timers::Timer;
 use super::{Context, Device, WorkerMessage};
 use crate::device::host_sockets::hybrid;
-use crate::device::host_sockets::{Attempt, HostSocket, network};
+use crate::device::host_sockets::{Attempt, HostSocket, Refusal, RefusalCause, network};
 use crate::routing::forward::ActiveRule;
 
 /// Requests of one VM, or of the processes of one user, to the connector at once; fewer if there are many
@@ -103,7 +104,7 @@ impl Device {
                 self.watch(key, BridgePeer::Connecting { socket, deadline }, cx);
                 self.timers.set(deadline, Timer::Connect(key));
             }
-            Some(Attempt::Refused(error)) => self.refuse(key, &error.to_string(), cx),
+            Some(Attempt::Refused(error)) => self.refuse(key, &error.into(), cx),
             None | Some(Attempt::Later) => {
                 let first_bytes = match rule.rule.proxy_protocol {
                     true => header(from, port),
@@ -129,7 +130,7 @@ impl Device {
                     bridge.peer = BridgePeer::Resolving(Some(pending));
                 }
             }
-            Err(reason) => self.refuse(key, &reason, cx),
+            Err(reason) => self.refuse(key, &Refusal::other(reason), cx),
         }
     }
 
@@ -164,7 +165,7 @@ impl Device {
     pub(super) fn dialed(
         &mut self,
         to: FlowId,
-        outcome: Result<Box<Dialed>, String>,
+        outcome: Result<Box<Dialed>, Refusal>,
         cx: &mut Context<'_>,
     ) {
         // Without a bridge the guest has given up already, and the socket is closed.
@@ -182,7 +183,7 @@ impl Device {
                 }
                 self.host_connected(key, dialed.socket, cx);
             }
-            Err(reason) => self.refuse(key, &reason, cx),
+            Err(refusal) => self.refuse(key, &refusal, cx),
         }
     }
 
@@ -383,6 +384,20 @@ pub(super) fn header(from: Address, port: Port) -> Vec<u8> {
     proxy_protocol::header(source, None)
 }
 
+/// Why the connector's request for `target` has failed.
+fn refusal(error: ConnectError, target: &Target) -> Refusal {
+    let is_unix = !matches!(target, Target::Tcp { .. } | Target::Udp { .. });
+    let cause = match &error {
+        ConnectError::Refused(_) => RefusalCause::NoListener,
+        // A connect to a Unix socket waits only for room in the backlog.
+        ConnectError::TimedOut(Stage::Connecting) if is_unix => RefusalCause::BacklogFull,
+        ConnectError::Io(error) if error.kind() == ErrorKind::NotFound => RefusalCause::NoListener,
+        _ => RefusalCause::Other,
+    };
+    let reason = error.to_string();
+    Refusal { cause, reason }
+}
+
 /// What a guest is charged for a request to the connector.
 struct Charge {
     socket: Permit,
@@ -457,7 +472,7 @@ impl Answer {
                 Target::UnixSeqpacket(_) => {
                     let socket = HostSocket::unix(socket, permit, SocketType::SEQPACKET);
                     if !hybrid::configure_packets(&socket) {
-                        return Err("packets of its socket have no bounds".to_owned());
+                        return Err(Refusal::other("packets of its socket have no bounds"));
                     }
                     socket
                 }
@@ -466,11 +481,11 @@ impl Answer {
         };
         self.pass(match result {
             Ok(connected) => dialed(connected),
-            Err(error) => Err(error.to_string()),
+            Err(error) => Err(refusal(error, &self.target)),
         });
     }
 
-    fn pass(&self, outcome: Result<Box<Dialed>, String>) {
+    fn pass(&self, outcome: Result<Box<Dialed>, Refusal>) {
         let message = match self.to {
             DialedFor::Flow(to) => SiblingMessage::Dialed { to, outcome },
             DialedFor::Association(to) => SiblingMessage::DialedDatagrams { to, outcome },
@@ -484,7 +499,7 @@ impl Answer {
 impl Drop for Answer {
     fn drop(&mut self) {
         if self.charge.take().is_some() {
-            self.pass(Err("the thread for connects has ended".to_owned()));
+            self.pass(Err(Refusal::other("the thread for connects has ended")));
         }
     }
 }

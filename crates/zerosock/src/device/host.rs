@@ -6,13 +6,12 @@ use super::state::timers::Timer;
 use super::virtio::{BRIDGE, HANDSHAKE, LISTENER};
 use super::{Context, Device};
 use crate::device::host_sockets::hybrid::{self, Line, OkConvention};
-use crate::device::host_sockets::{Attempt, HostPort, HostSocket, forward};
+use crate::device::host_sockets::{Attempt, HostPort, HostSocket, Refusal, RefusalCause, forward};
 use crate::device::state::host::{Caller, Handshake, HostAccess};
 use crate::device::state::sibling_message::SiblingMessage;
 use rustix::fd::{AsFd, BorrowedFd};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, SocketType as SocketKind};
-use std::io::ErrorKind;
 use std::time::Duration;
 use zerosock_proto::vsock::{FlowId, How, QueuePairs};
 use zerosock_proto::wire::vsock::SocketType;
@@ -397,17 +396,11 @@ impl Device {
             }
             Attempt::Later => return Tried::Full,
             Attempt::Refused(error) => {
-                if matches!(
-                    error.kind(),
-                    ErrorKind::ConnectionRefused | ErrorKind::NotFound
-                ) {
-                    cx.shared.counters.refused_no_listener.add(1);
+                let mut refusal = Refusal::from(error);
+                if let Some(path) = self.host.service_path(port, messages) {
+                    refusal.reason = format!("{}: {}", path.display(), refusal.reason);
                 }
-                let reason = match self.host.service_path(port, messages) {
-                    Some(path) => format!("{}: {error}", path.display()),
-                    None => error.to_string(),
-                };
-                self.refuse(key, &reason, cx);
+                self.refuse(key, &refusal, cx);
             }
         }
         Tried::Decided
@@ -419,13 +412,21 @@ impl Device {
             self.bridges.get(key as usize).map(|j| &j.peer)
             && *deadline <= cx.now
         {
-            self.refuse(key, "no answer before the connect deadline", cx);
+            let refusal = Refusal::other("no answer before the connect deadline");
+            self.refuse(key, &refusal, cx);
         }
     }
 
     /// Rejects the guest's connection: no host program accepted it.
-    pub(super) fn refuse(&mut self, key: u32, reason: &str, cx: &mut Context<'_>) {
-        cx.shared.counters.conns_refused.add(1);
+    pub(super) fn refuse(&mut self, key: u32, refusal: &Refusal, cx: &mut Context<'_>) {
+        let counters = &cx.shared.counters;
+        counters.conns_refused.add(1);
+        match refusal.cause {
+            RefusalCause::NoListener => counters.refused_no_listener.add(1),
+            RefusalCause::BacklogFull => counters.refused_backlog_full.add(1),
+            RefusalCause::Other => {}
+        }
+        let reason = &*refusal.reason;
         let bridge = self.bridges.get(key as usize);
         if let Some(forwarded) = bridge.and_then(|bridge| bridge.forwarded.as_ref()) {
             self.refuse_forwarded(forwarded, reason);
@@ -454,7 +455,7 @@ impl Device {
         match cx.poller.add(socket, token, Interest::All) {
             Ok(()) => true,
             Err(error) => {
-                self.refuse(key, &error.to_string(), cx);
+                self.refuse(key, &Refusal::other(error.to_string()), cx);
                 false
             }
         }
@@ -561,8 +562,7 @@ impl Device {
                 self.host_accepted(key, cx);
             }
             Ok(Err(e)) | Err(e) => {
-                let error = std::io::Error::from(e).to_string();
-                self.refuse(key, &error, cx);
+                self.refuse(key, &Refusal::from(std::io::Error::from(e)), cx);
             }
         }
     }

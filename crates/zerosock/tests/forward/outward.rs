@@ -2,7 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -127,6 +127,51 @@ fn a_refused_target_resets_the_guest_at_once() {
     for index in [0, 1] {
         assert_eq!((lab.rule(index).opened, lab.rule(index).refused), (0, 1));
     }
+}
+
+/// The reason is counted however it is learned: from the connect, from the poller, from the connector.
+#[test]
+fn refused_targets_are_counted_by_cause() {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+    let (listener, closed) = tcp_server();
+    drop(listener);
+    let dir = tempfile::tempdir().unwrap();
+    let (stale, full) = (dir.path().join("stale"), dir.path().join("full"));
+    drop(UnixListener::bind(&stale).unwrap());
+    let flags = SocketFlags::CLOEXEC;
+    let backlog =
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
+    rustix::net::bind(&backlog, &SocketAddrUnix::new(&full).unwrap()).unwrap();
+    // Linux admits one connection more than the backlog.
+    rustix::net::listen(&backlog, 0).unwrap();
+    let _filler = UnixStream::connect(&full).unwrap();
+    let with_header = |port, target: String| {
+        let mut rule = rule(port, target);
+        rule.proxy_protocol = true;
+        rule
+    };
+    let missing = dir.path().join("missing");
+    let mut busy = rule(6, unix("unix", &full));
+    busy.connect_timeout = Some(Duration::from_millis(100));
+    let lab = Lab::with(1, |config| {
+        config.forward = vec![
+            rule(1, unix("unix", &missing)),
+            rule(2, unix("unix", &stale)),
+            rule(3, &closed),
+            // The connector writes the header.
+            with_header(4, unix("unix", &missing)),
+            with_header(5, closed.clone()),
+            busy,
+        ];
+    });
+    let mut guest = lab.guest();
+    for port in 1..=6 {
+        refused(&mut guest, port);
+    }
+    eventually("six connections refused", || lab.stats().conns_refused == 6);
+    let stats = lab.stats();
+    let (no_listener, full) = (stats.refused_no_listener, stats.refused_backlog_full);
+    assert_eq!((no_listener, full), (5, 1), "{stats}");
 }
 
 /// A TCP listener whose backlog is full: it answers no SYN.

@@ -25,7 +25,7 @@ use zerosock_virtio::poller::{Interest, Readiness};
 use super::put::{NotPut, Source};
 use crate::device::forwarded::{self, DialedFor};
 use crate::device::host_sockets::hybrid::{self, Ahead};
-use crate::device::host_sockets::{Attempt, HostSocket, network};
+use crate::device::host_sockets::{Attempt, HostSocket, Refusal, network};
 use crate::device::message_sockets::{Sent, send_bytes, send_slices};
 use crate::device::state::associations::{self, AssociationId};
 use crate::device::state::forwarded::{Forwarded, Remote};
@@ -232,7 +232,7 @@ impl Device {
     pub(in crate::device) fn association_dialed(
         &mut self,
         to: AssociationId,
-        outcome: Result<Box<Dialed>, String>,
+        outcome: Result<Box<Dialed>, Refusal>,
         cx: &mut Context<'_>,
     ) {
         // Without an association the socket is closed.
@@ -248,7 +248,7 @@ impl Device {
                 self.association_opened(key, dialed.socket, cx);
                 self.flush_association(key, cx);
             }
-            Err(reason) => self.refuse_association(key, &reason, cx),
+            Err(refusal) => self.refuse_association(key, &refusal.reason, cx),
         }
     }
 

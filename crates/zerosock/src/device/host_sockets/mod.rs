@@ -13,6 +13,7 @@ mod socket;
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 pub(crate) use socket::HostSocket;
+use std::io::ErrorKind;
 use zerosock_proto::Port;
 
 /// A host socket that guests connect to: its port, and whether it takes messages.
@@ -67,4 +68,42 @@ pub(crate) enum Attempt {
     Later,
     /// No host program accepts connections there.
     Refused(std::io::Error),
+}
+
+/// Why a connection of a guest to the host side is refused, as the counters distinguish it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum RefusalCause {
+    /// The host socket does not exist, or nothing listens there.
+    NoListener,
+    /// The backlog of the listener stayed full.
+    BacklogFull,
+    Other,
+}
+
+/// A refused connection of a guest to the host side: the cause, and the reason for the log.
+#[derive(Debug)]
+pub(crate) struct Refusal {
+    pub(crate) cause: RefusalCause,
+    pub(crate) reason: String,
+}
+
+impl Refusal {
+    pub(crate) fn other(reason: impl Into<String>) -> Refusal {
+        Refusal {
+            cause: RefusalCause::Other,
+            reason: reason.into(),
+        }
+    }
+}
+
+impl From<std::io::Error> for Refusal {
+    fn from(error: std::io::Error) -> Refusal {
+        Refusal {
+            cause: match error.kind() {
+                ErrorKind::ConnectionRefused | ErrorKind::NotFound => RefusalCause::NoListener,
+                _ => RefusalCause::Other,
+            },
+            reason: error.to_string(),
+        }
+    }
 }

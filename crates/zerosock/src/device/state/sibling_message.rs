@@ -18,7 +18,7 @@ use super::associations::AssociationId;
 use super::bridge::Bridge;
 use super::host::{Caller, Client};
 use super::peer::Peer;
-use crate::device::host_sockets::HostSocket;
+use crate::device::host_sockets::{HostSocket, Refusal};
 use crate::device::outbound::HeldChain;
 use crate::table::sockets::MessageEnd;
 
@@ -79,12 +79,12 @@ pub(crate) enum SiblingMessage {
     /// From the connector: the connection for this flow, or why there is none.
     Dialed {
         to: FlowId,
-        outcome: Result<Box<Dialed>, String>,
+        outcome: Result<Box<Dialed>, Refusal>,
     },
     /// From the connector: the socket for the datagrams of an association, or why there is none.
     DialedDatagrams {
         to: AssociationId,
-        outcome: Result<Box<Dialed>, String>,
+        outcome: Result<Box<Dialed>, Refusal>,
     },
     /// From a listener: connect this client to your guest.
     Client(Box<Client>),

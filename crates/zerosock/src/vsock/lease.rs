@@ -13,7 +13,7 @@
 //! they are not moved.
 
 mod cursor;
-mod reading;
+mod reader;
 
 use std::fmt;
 use std::io;
@@ -24,14 +24,14 @@ use bytes::Bytes;
 use zerocopy::FromBytes;
 use zerosock_ring::Trust;
 
-use self::reading::Body;
+use self::reader::Body;
 use super::errors::StreamError;
 use super::hub::Core;
 use crate::table::sockets::{BufferPlace, Copied, LeaseParts};
 use crate::zc::{Buf, Mapped};
 
 pub use self::cursor::LeaseCursor;
-pub use self::reading::LeaseReader;
+pub use self::reader::LeaseReader;
 
 /// The bytes of one received packet, in place. Dropping it returns the buffer and the credit to the
 /// sender.

@@ -8,7 +8,7 @@ use std::cell::OnceCell;
 use std::fmt;
 use std::io::{self, BufRead, Read};
 
-use super::reading::LeaseReader;
+use super::reader::LeaseReader;
 
 /// Most bytes copied at once for a caller that asks for a slice: a few lines of the nearest cache.
 const WINDOW: usize = 512;

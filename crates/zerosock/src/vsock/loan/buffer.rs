@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use zerosock_ring::{Claim, Piece, Trust};
 
-use super::filling::{LoanSlice, SlicePlace};
+use super::slice::{LoanSlice, SlicePlace};
 use crate::table::leases::Entered;
 use crate::table::sockets::BufferPlace;
 use crate::table::{backend::Backend, transfers::LoanParts};

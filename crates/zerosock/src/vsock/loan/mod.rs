@@ -12,7 +12,7 @@
 //! is copied when it is sent: only counters show the difference.
 
 mod buffer;
-mod filling;
+mod slice;
 
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut, Write};
@@ -33,8 +33,8 @@ use crate::table::{
 };
 pub(in crate::vsock) use buffer::Buffer;
 use buffer::{WriteAccess, parts};
-pub use filling::LoanSlice;
-use filling::SlicePlace;
+pub use slice::LoanSlice;
+use slice::SlicePlace;
 
 /// Fills gaps that the application leaves in a loan: the buffer may hold bytes of other peers'
 /// packets.

@@ -180,7 +180,7 @@ fn a_new_memory_table_takes_leases_and_loans_back() {
 }
 
 #[test]
-fn memory_kept_by_torn_leases_is_capped() {
+fn memory_kept_by_revoked_leases_is_capped() {
     let hosted = Hosted::tuned(|builder| builder.old_memory(0).hold(Duration::from_secs(600)));
     let mut guest = hosted.guest();
     let (id, stream) = pair(&hosted, &mut guest);

@@ -4,9 +4,9 @@
 //! dropping a lease must not wait for it. Each lease therefore has an atomic state word here: the
 //! number of threads that read it now (or, for a loan, write), and whether its bytes were moved.
 //! The endpoint moves bytes only of a lease without readers: reader and endpoint each decide by one
-//! atomic operation on the word, so that only one can succeed. A dropped lease is pushed onto a
-//! lock-free stack; the next thread with the endpoint's lock takes the whole stack at once, which
-//! rules out the ABA problem.
+//! atomic operation on the word, so that only one can succeed. A lease that is dropped while another
+//! thread holds the endpoint's lock is pushed onto a lock-free stack; the next thread with the lock
+//! takes the whole stack at once, which rules out the ABA problem.
 //!
 //! If the endpoint needs to move bytes under a reader, it sets a mark in the word. The last reader
 //! to leave sees the mark and pushes one extra index, the *recheck* index, onto the stack. A lease

@@ -39,10 +39,10 @@ fn trust() -> Trust {
 fn send(stream: &Stream, text: &[u8]) -> *mut u8 {
     let mut loan = stream.loan(text.len()).unwrap();
     assert!(loan.is_in_place());
-    let mut filling = loan.as_mut_slice().unwrap();
-    filling.copy_from_slice(text);
-    let at = filling.as_mut_ptr();
-    drop(filling);
+    let mut slice = loan.as_mut_slice().unwrap();
+    slice.copy_from_slice(text);
+    let at = slice.as_mut_ptr();
+    drop(slice);
     loan.set_filled(text.len());
     assert_eq!(loan.send().unwrap(), text.len());
     at

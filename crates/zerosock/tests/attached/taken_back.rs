@@ -103,13 +103,13 @@ fn a_loan_of_a_detached_process_cannot_be_written() {
     begun.write_all(b"begun").unwrap();
     let (memory, used) = (guest.memory.clone(), guest.rings[RX].used + 2);
     assert_eq!(guest.used_index(RX), 1);
-    let mut fillings = [empty.as_mut_slice().unwrap(), begun.as_mut_slice().unwrap()];
+    let mut slices = [empty.as_mut_slice().unwrap(), begun.as_mut_slice().unwrap()];
     drop((guest, place));
     eventually("gone", || {
         stream.state() != zerosock::driver::StreamState::Connected
     });
-    fillings[0][0] = 1;
-    drop(fillings);
+    slices[0][0] = 1;
+    drop(slices);
     empty.write_all(b"too late").unwrap();
     assert!(!empty.is_in_place());
     let error = begun.write_all(b"too late").unwrap_err();

@@ -28,8 +28,8 @@ pub(crate) fn place(at: *const u8) -> (String, usize) {
 fn shared_by(stream: &zerosock::vsock::Stream) -> String {
     let mut loan = stream.loan(1).unwrap();
     assert!(loan.is_in_place());
-    let filling = loan.as_mut_slice().unwrap();
-    place(filling.as_ptr()).0
+    let slice = loan.as_mut_slice().unwrap();
+    place(slice.as_ptr()).0
 }
 
 #[test]

@@ -341,7 +341,7 @@ fn a_stalled_connection_receives_copies_until_it_is_drained() {
 }
 
 #[test]
-fn a_lease_under_a_reader_is_torn_when_the_queue_stops() {
+fn a_lease_under_a_reader_is_revoked_when_the_queue_stops() {
     let mut table = Table::new();
     let id = table.conn();
     for _ in 0..3 {

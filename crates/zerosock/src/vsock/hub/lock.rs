@@ -66,7 +66,7 @@ pub(crate) struct Core {
     pub(super) has_deferred_closes: AtomicBool,
     pub(super) leases: Arc<Leases>,
     /// Wakes the sleeper. Only the sleeper clears it; a notification would not do, because any
-    /// thread that turns the backend may clear it.
+    /// thread that drives the backend may clear it.
     pub(super) waker: SleepWaker,
     /// Makes `poll_fd` readable when a socket has an event.
     pub(super) event_fd: EventFd,

@@ -17,8 +17,9 @@
 //!   lock while it spins and yields it to threads that want it. Then it sleeps: the first sleeper
 //!   waits on the backend's descriptor, with one system call, which also clears what has woken it;
 //!   later ones park until another thread unparks them.
-//! - Dropping a lease takes no lock. The lease is pushed onto a lock-free stack ([`Leases`]). The
-//!   lock holder empties the stack, and checks it again after it has released the lock.
+//! - Dropping a lease never waits for the lock. If no thread holds it, the drop takes it and returns
+//!   the buffer. Otherwise the lease is pushed onto a lock-free stack ([`Leases`]). The lock holder
+//!   empties the stack, and checks it again after it has released the lock.
 //!
 //! # Files
 //! `lock` has the lock, `wait` blocks a call, `waiters` registers and wakes waiters. Below them are

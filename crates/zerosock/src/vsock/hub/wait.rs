@@ -1,4 +1,4 @@
-//! Blocks a call: it attempts, turns the backend, spins or sleeps, and attempts again.
+//! Blocks a call: it attempts, drives the backend, spins or sleeps, and attempts again.
 //!
 //! # Invariants
 //! - A call keeps to its deadline, and a non-blocking call does not block, however much a peer
@@ -50,7 +50,7 @@ impl WaitProgress {
 }
 
 impl Core {
-    /// Calls `attempt` until it returns `Some`; between two attempts turns the backend and waits
+    /// Calls `attempt` until it returns `Some`; between two attempts drives the backend and waits
     /// within the budget, for which it asks when the first attempt has failed. `interest` names the
     /// socket of `attempt`. `attempt` publishes what it queues ([`Backend::flush`], [`Backend::flush_after_read`]).
     ///
@@ -215,7 +215,7 @@ impl Core {
 }
 
 impl Locked<'_> {
-    /// Whether to turn the backend before the next attempt, for timers and for other sockets.
+    /// Whether to drive the backend before the next attempt, for timers and for other sockets.
     #[inline]
     fn is_turn_due(&mut self) -> bool {
         let state = self.state();

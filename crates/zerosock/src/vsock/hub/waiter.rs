@@ -36,7 +36,7 @@ pub(super) struct Waiter {
     pub(super) ticket: u64,
     pub(super) interest: Interest,
     pub(super) kind: WaiterKind,
-    /// When it wakes by itself and turns the backend.
+    /// When it wakes by itself and drives the backend.
     pub(super) wakes_at: Option<Instant>,
 }
 

@@ -104,7 +104,7 @@ impl Locked<'_> {
     }
 
     /// Registers a poller that is about to sleep on [`Core::backend_fd`] and on `event_fd`, which
-    /// it has cleared before. Returns when the poller must turn the backend at the latest.
+    /// it has cleared before. Returns when the poller must drive the backend at the latest.
     ///
     /// # Errors
     /// When the backend has something to take in already.

@@ -104,7 +104,7 @@ impl Buffer {
     }
 
     /// Slices of its bytes from `offset` on: one for each piece of memory.
-    pub(in crate::vsock) fn fillings<'l>(
+    pub(in crate::vsock) fn add_slices_to<'l>(
         &'l mut self,
         core: &'l Core,
         trust: Option<Trust>,

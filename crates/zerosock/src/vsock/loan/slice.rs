@@ -15,9 +15,9 @@ use crate::vsock::hub::Core;
 ///
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
 /// let mut loan = process.loan(100)?;
-/// let mut filling = loan.as_mut_slice()?;
-/// let len = (&b"from a reader"[..]).read_vectored(&mut filling.as_io_slices())?;
-/// drop(filling);
+/// let mut slice = loan.as_mut_slice()?;
+/// let len = (&b"from a reader"[..]).read_vectored(&mut slice.as_io_slices())?;
+/// drop(slice);
 /// loan.set_filled(len);
 /// loan.send()?;
 /// assert_eq!(host.recv()?.expect("a packet").to_vec(), b"from a reader");
@@ -29,9 +29,9 @@ use crate::vsock::hub::Core;
 /// ```compile_fail,E0505
 /// # use zerosock::vsock::Loan;
 /// fn filled_after_send(mut loan: Loan<'_>) {
-///     let mut filling = loan.as_mut_slice().unwrap();
+///     let mut slice = loan.as_mut_slice().unwrap();
 ///     loan.send().unwrap();
-///     filling[0] = 1;
+///     slice[0] = 1;
 /// }
 /// ```
 pub struct LoanSlice<'l> {

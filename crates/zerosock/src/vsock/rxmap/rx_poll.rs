@@ -1,7 +1,7 @@
 //! The poll value of a map.
 //!
 //! The document's kernel updates the poll value asynchronously. An endpoint has no thread, so
-//! reading the poll value does the work: it checks a ring index that the peer writes, and turns the
+//! reading the poll value does the work: it checks a ring index that the peer writes, and drives the
 //! backend only when the index has moved.
 
 use std::time::Instant;

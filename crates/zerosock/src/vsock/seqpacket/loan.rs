@@ -181,9 +181,9 @@ impl<'a> MessageLoan<'a> {
     /// [`write_at`](Self::write_at), or declare trust when opening the endpoint.
     /// [`StreamError::Revoked`].
     pub fn as_mut_slices(&mut self) -> Result<Vec<LoanSlice<'_>>, StreamError> {
-        let fillings = slices_from(self.conn, &mut self.buffers, self.filled, 0)?;
+        let slices = slices_from(self.conn, &mut self.buffers, self.filled, 0)?;
         self.slices_taken = true;
-        Ok(fillings)
+        Ok(slices)
     }
 
     /// Calls `read` with slices of the free part, one for each piece of memory, and appends as many
@@ -210,12 +210,12 @@ impl<'a> MessageLoan<'a> {
         read: impl FnOnce(&mut [IoSliceMut<'_>]) -> io::Result<usize>,
     ) -> io::Result<usize> {
         let (filled, room) = (self.filled, self.len - self.filled);
-        let mut fillings = slices_from(self.conn, &mut self.buffers, filled, filled)?;
-        let slices = fillings
+        let mut slices = slices_from(self.conn, &mut self.buffers, filled, filled)?;
+        let io_slices = slices
             .iter_mut()
-            .map(|filling| IoSliceMut::new(filling.as_mut_slice()));
-        let got = read(&mut slices.collect::<Vec<_>>())?;
-        drop(fillings);
+            .map(|slice| IoSliceMut::new(slice.as_mut_slice()));
+        let got = read(&mut io_slices.collect::<Vec<_>>())?;
+        drop(slices);
         let got = got.min(room);
         self.filled += got;
         Ok(got)
@@ -353,17 +353,17 @@ fn slices_from<'l>(
     filled: usize,
     mut skip: usize,
 ) -> Result<Vec<LoanSlice<'l>>, StreamError> {
-    let mut fillings = Vec::with_capacity(buffers.len());
+    let mut slices = Vec::with_capacity(buffers.len());
     let mut begin = 0;
     for buffer in buffers {
         let len = buffer.len();
         if skip < len {
-            buffer.fillings(&conn.core, conn.trust, skip, filled > begin, &mut fillings)?;
+            buffer.add_slices_to(&conn.core, conn.trust, skip, filled > begin, &mut slices)?;
         }
         skip = skip.saturating_sub(len);
         begin += len;
     }
-    Ok(fillings)
+    Ok(slices)
 }
 
 impl Write for MessageLoan<'_> {

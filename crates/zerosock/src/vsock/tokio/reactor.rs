@@ -8,7 +8,7 @@
 //!
 //! # Life cycle
 //! An endpoint with async sockets has one reactor. It waits for the endpoint's descriptor and the
-//! next timer, turns the backend, and wakes the tasks of sockets that have events. It ends with the
+//! next timer, drives the backend, and wakes the tasks of sockets that have events. It ends with the
 //! endpoint's last async socket. If its runtime ends earlier, it wakes all waiting tasks, and the
 //! first that runs starts a new reactor in its own runtime.
 

@@ -60,6 +60,14 @@ fn all_public_errors_can_cross_threads() {
 }
 
 #[test]
+fn a_reserved_cid_is_reported_once() {
+    let reserved = zerosock::Cid::HOST.for_guest().unwrap_err();
+    let error = daemon::StartError::from(reserved);
+    assert_eq!(error.to_string(), reserved.to_string());
+    assert!(error.source().is_none(), "the same text again");
+}
+
+#[test]
 fn a_refused_send_converts_to_the_error_of_a_thread() -> Result<(), Box<dyn Error + Send + Sync>> {
     let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
     let socket = std::net::TcpStream::connect(listener.local_addr()?)?;

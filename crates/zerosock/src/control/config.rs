@@ -143,7 +143,7 @@ pub enum ReloadError {
 #[non_exhaustive]
 pub enum StartError {
     /// The CID of a VM is 0, 1, 2 or 4294967295.
-    #[error("{0}")]
+    #[error(transparent)]
     Cid(#[from] AddressError),
     /// Two VMs have the same CID.
     #[error("CID {0} is given to two VMs")]

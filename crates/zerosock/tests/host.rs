@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use common::raw::RawGuest;
 use common::{assert_bytes, bytes, deadline, eventually, host};
 use hosting::Hosted;
+use zerosock::access::{AccessList, Party, Ports, Rule, Verdict};
 use zerosock::driver::{AttachError, Driver, DriverConfig, FrontendError, How, StreamState};
 use zerosock::vsock::{ConnectError, Fault, FrontendFault, Host, Stream, Wait};
 use zerosock::{Address, Cid, Port};
@@ -195,6 +196,26 @@ fn only_ports_with_a_listener_accept_connects() {
         guest.state(three) == Some(StreamState::Reset)
     });
     assert!(guest.wait_connect(host(700), deadline()).is_err(), "gone");
+}
+
+#[test]
+fn denied_connects_of_the_host_are_counted_by_rule() {
+    let deny = Rule {
+        verdict: Verdict::Deny,
+        from: vec![Party::Host],
+        to: vec![Party::Any],
+        ports: Ports::one(PORT).unwrap(),
+    };
+    let access = AccessList::new([deny]);
+    let hosted = Hosted::tuned(|builder| builder.access(access.clone()));
+    let mut guest = hosted.guest();
+    guest.listen(PORT, 1).unwrap();
+    // Nothing is denied before the host has seen that the driver runs.
+    eventually("one connect is denied", || {
+        let error = hosted.connect(guest_port()).unwrap_err();
+        assert_eq!(reason(&error), ConnectError::Unreachable);
+        access.denied() == [1]
+    });
 }
 
 fn reason(error: &std::io::Error) -> ConnectError {

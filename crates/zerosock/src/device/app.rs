@@ -164,8 +164,9 @@ impl Device {
         let Some(listener) = app.listener(local.port) else {
             return false;
         };
-        let full = listener.waiting.len() > listener.backlog;
-        if full || listener.socket_type != socket_type || self.shard.accept(cx.now, flow).is_err() {
+        let takes = listener.socket_type == socket_type;
+        let full = takes && listener.waiting.len() > listener.backlog;
+        if !takes || full || self.shard.accept(cx.now, flow).is_err() {
             cx.shared.counters.conns_refused.add(1);
             if full {
                 cx.shared.counters.refused_backlog_full.add(1);
@@ -200,10 +201,14 @@ impl Device {
         cx: &mut Context<'_>,
     ) -> Result<StreamId, ConnectError> {
         let running = self.queues.rings.rx.as_ref().is_some_and(Ring::live);
-        if !running || !cx.shared.routes.may_reach(Cid::HOST, to) || cx.shared.app.is_none() {
+        if !running || cx.shared.app.is_none() {
             return Err(ConnectError::Unreachable);
         }
         let local = Address::new(Cid::HOST, from);
+        if let Err(denial) = cx.shared.routes.check(Cid::HOST, to) {
+            self.deny(local, to, denial, cx);
+            return Err(ConnectError::Unreachable);
+        }
         let flow = self
             .shard
             .connect(cx.now, local, to, socket_type)

@@ -253,7 +253,7 @@ impl EndpointBuilder {
         self
     }
 
-    /// The CID to request at the attach socket. Default: any free one.
+    /// The CID to request at the attach socket, not a reserved one. Default: any free one.
     pub fn cid(mut self, cid: Cid) -> EndpointBuilder {
         self.request.cid = Some(cid);
         self

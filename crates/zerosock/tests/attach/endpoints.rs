@@ -66,6 +66,21 @@ fn names_that_are_taken_unknown_or_impossible() {
 }
 
 #[test]
+fn a_reserved_cid_is_an_error_of_the_caller() {
+    let lab = Lab::new(0);
+    for cid in [0, 1, 2, Cid::ANY.get()] {
+        let error = Endpoint::builder().cid(Cid::new(cid)).attach(&lab.path);
+        let error = error.unwrap_err();
+        assert_eq!(error.fault(), zerosock::vsock::Fault::Caller, "{error}");
+        let named = error
+            .to_string()
+            .contains(&format!("CID {cid} is reserved"));
+        assert!(named, "{error}");
+        assert_eq!(std::io::Error::from(error).kind(), ErrorKind::InvalidInput);
+    }
+}
+
+#[test]
 fn calls_on_an_endpoint_fail_after_its_daemon_has_ended() {
     let mut lab = Lab::new(0);
     let db = open(&lab, "db");

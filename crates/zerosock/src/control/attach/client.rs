@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_type};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use zerosock_proto::addr::AddressError;
 use zerosock_proto::{Cid, Port};
 use zerosock_sys::{PeerFd, fd_passing};
 
@@ -39,6 +40,9 @@ pub enum AttachError {
     /// More than 256 ports, or the port 2^32 - 1, which means "any port".
     #[error("at most 256 ports can be named, and 4294967295 is not a port")]
     Ports,
+    /// The requested CID is 0, 1, 2 or 4294967295.
+    #[error(transparent)]
+    Cid(#[from] AddressError),
     /// The socket failed.
     #[error("the attach socket failed: {0}")]
     Io(#[from] io::Error),
@@ -101,6 +105,7 @@ impl AttachError {
             | AttachError::Protocol(_)
             | AttachError::VersionMismatch { .. } => Fault::Peer,
             AttachError::Ports
+            | AttachError::Cid(_)
             | AttachError::NotPermitted
             | AttachError::PortTaken(_)
             | AttachError::PortReserved(_)
@@ -123,7 +128,9 @@ impl AttachError {
         use io::ErrorKind;
         match self {
             AttachError::Connect { source, .. } | AttachError::Io(source) => source.kind(),
-            AttachError::Ports | AttachError::BadRequest => ErrorKind::InvalidInput,
+            AttachError::Ports | AttachError::Cid(_) | AttachError::BadRequest => {
+                ErrorKind::InvalidInput
+            }
             AttachError::Closed => ErrorKind::ConnectionAborted,
             AttachError::TimedOut => ErrorKind::TimedOut,
             AttachError::Protocol(_) => ErrorKind::InvalidData,
@@ -240,6 +247,10 @@ impl Client {
         request: &AttachRequest,
         timeout: Duration,
     ) -> Result<Attached, AttachError> {
+        if let Some(cid) = request.cid {
+            // The server would take 0 for any CID, and another reserved one for a malformed request.
+            cid.for_guest()?;
+        }
         let bytes = encode_request(&Request::Attach(request.clone())).ok_or(AttachError::Ports)?;
         let (client, answer, fds) = Client::open(path, timeout, &bytes)?;
         match answer.status {

@@ -300,6 +300,7 @@ pub struct Repr {
 
 /// Why a header does not fit its frame.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum HeaderError {
     /// A partial checksum that was not negotiated.
     #[error("a partial checksum that was not negotiated")]

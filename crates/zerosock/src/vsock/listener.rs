@@ -158,27 +158,27 @@ impl Listener {
         Ok((socket, info.peer))
     }
 
-    /// An iterator over connections; it never ends.
-    pub fn incoming(&self) -> Incoming<'_> {
+    /// An iterator over connections: each step is an [`accept`](Self::accept); it never ends. So is
+    /// `&listener` in a loop.
+    ///
+    /// ```
+    /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+    /// use zerosock::{Address, Port};
+    ///
+    /// let listener = db.listen(Port::new(1), 1)?;
+    /// let theirs = web.begin_connect(Address::new(db.cid(), Port::new(1)))?;
+    /// for stream in &listener {
+    ///     assert_eq!(stream?.peer_addr(), theirs.local_addr());
+    ///     break;
+    /// }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn incoming(&self) -> impl FusedIterator<Item = io::Result<Stream>> + fmt::Debug + '_ {
         Incoming { listener: self }
     }
 }
 
-/// An iterator over the connections of a [`Listener`]: each step is an
-/// [`accept`](Listener::accept); it never ends.
-///
-/// ```
-/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
-/// use zerosock::{Address, Port};
-///
-/// let listener = db.listen(Port::new(1), 1)?;
-/// let theirs = web.begin_connect(Address::new(db.cid(), Port::new(1)))?;
-/// for stream in &listener {
-///     assert_eq!(stream?.peer_addr(), theirs.local_addr());
-///     break;
-/// }
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
+/// See [`Listener::incoming`].
 #[derive(Debug)]
 pub struct Incoming<'a> {
     listener: &'a Listener,
@@ -203,7 +203,7 @@ impl<'a> IntoIterator for &'a Listener {
     type IntoIter = Incoming<'a>;
 
     fn into_iter(self) -> Incoming<'a> {
-        self.incoming()
+        Incoming { listener: self }
     }
 }
 

@@ -87,7 +87,7 @@ pub use endpoint_ref::EndpointRef;
 pub use errors::{BindError, ConnectError, StreamError};
 pub use host::{Host, HostBuilder};
 pub use lease::{Lease, LeaseCursor, LeaseReader, OwnedLease};
-pub use listener::{Incoming, Listener};
+pub use listener::Listener;
 pub use loan::{Loan, LoanSlice};
 pub use message::Message;
 pub use opening::{EndpointBuilder, OpenError};

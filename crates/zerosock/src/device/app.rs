@@ -523,3 +523,42 @@ pub(super) fn send_fault(error: ReserveError) -> SendFault {
         ReserveError::Stale | ReserveError::Empty | ReserveError::SocketType => SendFault::Reset,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::ready_tests::Lab;
+    use crate::table::leases::Leases;
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    #[test]
+    fn request_of_the_wrong_type_is_not_counted_as_full_backlog() {
+        let mut lab = Lab::new();
+        let leases = Arc::new(Leases::new(8));
+        let mut app = App::new(leases, Duration::from_secs(1), 0, false);
+        let local = Address::new(Cid::HOST, Port::new(9));
+        let peer = Address::new(Cid::new(3), Port::new(1));
+        app.listen(local.port, 0, SocketType::Stream);
+        lab.shared.app = Some(Box::new(app));
+        let (device, mut cx) = lab.lend();
+        let mut flow = || {
+            let from = Address::new(Cid::HOST, Port::ANY);
+            let stream = SocketType::Stream;
+            device.shard.connect(cx.now, from, peer, stream).unwrap()
+        };
+        let (waiting, flows) = (flow(), [flow(), flow()]);
+        let app = cx.shared.app.as_deref_mut().unwrap();
+        let pool = device.app_pool(app);
+        let state = StreamState::Connected;
+        let id = app.sockets.insert(pool, waiting, state, local, peer);
+        app.queue_for_accept(local.port, id);
+        let types = [SocketType::SeqPacket, SocketType::Stream];
+        for ((flow, socket_type), full) in flows.into_iter().zip(types).zip([0, 1]) {
+            assert!(device.app_incoming(flow, local, peer, socket_type, &mut cx));
+            let counters = &cx.shared.counters;
+            assert_eq!(counters.refused_backlog_full.get(), full, "{socket_type:?}");
+        }
+        assert_eq!(lab.counters().conns_refused.get(), 2);
+    }
+}

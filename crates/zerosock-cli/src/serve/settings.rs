@@ -10,7 +10,7 @@ use std::time::Duration;
 use rustix::fs::Gid;
 use zerosock::access::{AccessList, Cids};
 use zerosock::daemon::DaemonConfig;
-use zerosock::forward::{self, ForwardRule, ListenAddress};
+use zerosock::forward::{self, ForwardRule, ListenAddress, RuleError};
 use zerosock::{Cid, Port};
 
 use super::args::{DaemonFlags, OkPort, ServeArgs};
@@ -179,7 +179,8 @@ impl Settings {
             let ports = raw.uds_path.ports.clone();
             let vm = Vm::new(source, raw)?;
             for (port, path) in ports {
-                named.push(rule_of_path(source, &vm, port, &path)?);
+                let rule = rule_of_path(source, &vm, port, &path)?;
+                named.push((source, path, rule));
             }
             taken.take(source, &vm)?;
             vms.push(vm);
@@ -214,9 +215,28 @@ impl Settings {
                 fix: "no VM or process is in this group".to_owned(),
             });
         }
-        check_rules(config.as_deref(), &forward, &listen, &taken)?;
         // Behind the others, which errors and counters name by number.
-        forward.extend(named);
+        let first_named = forward.len();
+        forward.extend(named.iter().map(|(.., rule)| rule.clone()));
+        check_rules(config.as_deref(), &forward, &listen, &taken).map_err(|error| match error {
+            SettingsError::Rules {
+                error:
+                    RuleError::Overlap {
+                        first,
+                        second,
+                        port,
+                    },
+                ..
+            } if second >= first_named => {
+                let (source, path, _) = &named[second - first_named];
+                let fix = format!(
+                    "forward[{first}] matches the same connections; change its ports or `from`, or \
+                     remove one of the two"
+                );
+                source.wrong("uds-path", format_args!("{port}={}", path.display()), fix)
+            }
+            error => error,
+        })?;
         let rules = Rules {
             access: access::list(rules),
             forward,

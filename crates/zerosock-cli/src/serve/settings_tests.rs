@@ -241,6 +241,25 @@ fn errors_of_the_file_name_the_entry() {
 }
 
 #[test]
+fn the_path_of_a_port_conflicts_with_a_forwarding_rule() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("vms.yaml");
+    let config = format!("--config {}", path.display());
+    let write = |from: &str| {
+        let vms = "vms: [{socket: /a, uds_path: /b}, \
+                   {guest_cid: 4, socket: /c, uds_path: [/d, 22=/e, 80=/f]}]";
+        let rules = format!("forward: [{{from: {from}, port: 80-90, to: 'unix:/g'}}]");
+        std::fs::write(&path, format!("{vms}\n{rules}\n")).unwrap();
+    };
+    write("any");
+    assert_eq!(settings(&config).forward.len(), 3);
+    write("4");
+    let said = complaint(&config);
+    let wanted = "vms.yaml: vms[1].uds_path 80=/f: forward[0] matches the same connections";
+    assert!(said.contains(wanted), "{said}");
+}
+
+#[test]
 fn ways_of_naming_vms_exclude_each_other() {
     for words in [
         format!("{VM} --vm socket=/a,uds-path=/b"),

@@ -27,27 +27,46 @@ pub(crate) enum UdsPath {
     Port(Port, PathBuf),
 }
 
-/// Why values do not fit together.
+/// Why a value is wrong, or values do not fit together.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub(crate) enum UdsPathError {
     #[error("{0} is given twice: leave one, and write PORT=PATH for the socket of one port")]
     Twice(&'static str),
     #[error("port {0} has two paths: leave one")]
     PortTwice(Port),
+    #[error(
+        "`{0}` is not a port: give a number from 0 to 4294967294; a path with = after digits is \
+         written ./{0}=..."
+    )]
+    Port(String),
+    #[error("{}: the path of a port has to be UTF-8", .0.display())]
+    NotUtf8(PathBuf),
 }
 
 impl UdsPath {
     /// `PATH`, or `PORT=PATH`. A path that begins with digits and `=` is written `./1=PATH`.
-    pub(crate) fn parse(text: &OsStr) -> UdsPath {
+    pub(crate) fn parse(text: &OsStr) -> Result<UdsPath, UdsPathError> {
         let bytes = text.as_bytes();
-        let port = bytes.iter().position(|&byte| byte == b'=').and_then(|at| {
-            let port = std::str::from_utf8(&bytes[..at]).ok()?.parse().ok()?;
-            let path = OsStr::from_bytes(&bytes[at + 1..]).into();
-            (port != Port::ANY).then_some((port, path))
-        });
-        match port {
-            Some((port, path)) => UdsPath::Port(port, path),
-            None => UdsPath::Base(text.into()),
+        let at = bytes.iter().position(|&byte| byte == b'=');
+        let prefix = at.and_then(|at| Some((at, std::str::from_utf8(&bytes[..at]).ok()?)));
+        let Some((at, prefix)) = prefix else {
+            return Ok(UdsPath::Base(text.into()));
+        };
+        let is_number = match prefix.strip_prefix("0x") {
+            Some(digits) => digits.bytes().all(|byte| byte.is_ascii_hexdigit()),
+            None => !prefix.is_empty() && prefix.bytes().all(|byte| byte.is_ascii_digit()),
+        };
+        match prefix.parse() {
+            Ok(Port::ANY) => Err(UdsPathError::Port(prefix.into())),
+            Err(_) if is_number => Err(UdsPathError::Port(prefix.into())),
+            Err(_) => Ok(UdsPath::Base(text.into())),
+            Ok(port) => {
+                // The target of a rule is text.
+                let path = OsStr::from_bytes(&bytes[at + 1..]);
+                let utf8 = path.to_str();
+                let path = utf8.ok_or_else(|| UdsPathError::NotUtf8(path.into()))?;
+                Ok(UdsPath::Port(port, path.into()))
+            }
         }
     }
 }
@@ -83,7 +102,7 @@ pub(super) fn rule(vm: Cids, port: Port, path: &Path) -> Result<ForwardRule, Par
 }
 
 impl<'de> Deserialize<'de> for UdsPaths {
-    /// One text, or a list.
+    /// One text, a list, or no value.
     fn deserialize<D: Deserializer<'de>>(input: D) -> Result<UdsPaths, D::Error> {
         struct Values;
         impl<'de> de::Visitor<'de> for Values {
@@ -94,15 +113,23 @@ impl<'de> Deserialize<'de> for UdsPaths {
             }
 
             fn visit_str<E: de::Error>(self, text: &str) -> Result<UdsPaths, E> {
-                UdsPaths::of([UdsPath::parse(text.as_ref())]).map_err(E::custom)
+                let path = UdsPath::parse(text.as_ref()).map_err(E::custom)?;
+                UdsPaths::of([path]).map_err(E::custom)
+            }
+
+            fn visit_unit<E: de::Error>(self) -> Result<UdsPaths, E> {
+                Ok(UdsPaths::default())
+            }
+
+            fn visit_none<E: de::Error>(self) -> Result<UdsPaths, E> {
+                Ok(UdsPaths::default())
             }
 
             fn visit_seq<A: de::SeqAccess<'de>>(self, mut items: A) -> Result<UdsPaths, A::Error> {
                 let mut paths = UdsPaths::default();
                 while let Some(item) = items.next_element::<String>()? {
-                    paths
-                        .add(UdsPath::parse(item.as_ref()))
-                        .map_err(de::Error::custom)?;
+                    let path = UdsPath::parse(item.as_ref()).map_err(de::Error::custom)?;
+                    paths.add(path).map_err(de::Error::custom)?;
                 }
                 Ok(paths)
             }
@@ -126,7 +153,8 @@ mod tests {
     use super::*;
 
     fn of(values: &[&str]) -> Result<UdsPaths, UdsPathError> {
-        UdsPaths::of(values.iter().map(|value| UdsPath::parse(value.as_ref())))
+        let values = values.iter().map(|value| UdsPath::parse(value.as_ref()));
+        UdsPaths::of(values.collect::<Result<Vec<_>, _>>()?)
     }
 
     #[test]
@@ -139,9 +167,26 @@ mod tests {
             ports,
             wanted.map(|(port, path)| (Port::new(port), path.into()))
         );
-        for base in ["./1=a", "a=b", "4294967296=a", "4294967295=/a", "/run/1=2"] {
+        for base in ["./1=a", "a=b", "=a", "3a=b", "0xd/e=f", "/run/1=2"] {
             assert_eq!(of(&[base]).unwrap(), UdsPaths::from(base));
         }
+    }
+
+    #[test]
+    fn a_mistyped_port_is_not_a_path() {
+        for port in ["4294967295", "70000000000", "010", "0x1ffffffff", "any"] {
+            let said = of(&[&format!("{port}=/a")]);
+            assert_eq!(said, Err(UdsPathError::Port(port.into())));
+        }
+    }
+
+    #[test]
+    fn the_path_of_a_port_is_utf8() {
+        let path = OsStr::from_bytes(b"1=/a\xff");
+        let said = UdsPath::parse(path).unwrap_err();
+        assert!(matches!(said, UdsPathError::NotUtf8(_)), "{said}");
+        let base = OsStr::from_bytes(b"/a\xff");
+        assert!(matches!(UdsPath::parse(base), Ok(UdsPath::Base(path)) if path == base));
     }
 
     #[test]
@@ -155,6 +200,13 @@ mod tests {
     fn the_file_has_a_path_or_a_list() {
         let one: UdsPaths = serde_yaml_ng::from_str("/run/3.vsock").unwrap();
         assert_eq!(one, UdsPaths::from("/run/3.vsock"));
+        for none in ["", "null", "~"] {
+            let paths: UdsPaths = serde_yaml_ng::from_str(none).unwrap();
+            assert_eq!(paths, UdsPaths::default(), "{none:?}");
+            let vm: super::super::vm::RawVm =
+                serde_yaml_ng::from_str(&format!("socket: /a\nuds_path: {none}\n")).unwrap();
+            assert_eq!(vm.uds_path, UdsPaths::default(), "{none:?}");
+        }
         let list: UdsPaths =
             serde_yaml_ng::from_str("[/run/3.vsock, 1234=/run/agent.sock]").unwrap();
         assert_eq!(list, of(&["/run/3.vsock", "1234=/run/agent.sock"]).unwrap());

@@ -27,7 +27,7 @@ pub(crate) struct VmFlags {
     #[arg(
         long,
         value_name = "PATH|PORT=PATH",
-        value_parser = OsStringValueParser::new().map(|text| UdsPath::parse(&text)),
+        value_parser = OsStringValueParser::new().try_map(|text| UdsPath::parse(&text)),
         conflicts_with_all = ["forward_cid", "forward_listen", "vm", "config"]
     )]
     pub(crate) uds_path: Vec<UdsPath>,
@@ -149,7 +149,7 @@ pub(crate) fn parse_vm(text: &str) -> Result<RawVm, VmTextError> {
         match key.replace('_', "-").as_str() {
             "guest-cid" => set_number(&mut vm.guest_cid, "guest-cid", value, u64::MAX)?,
             "socket" => set(&mut vm.socket, "socket", PathBuf::from(value))?,
-            "uds-path" => vm.uds_path.add(UdsPath::parse(value.as_ref()))?,
+            "uds-path" => vm.uds_path.add(UdsPath::parse(value.as_ref())?)?,
             "uds-path-seqpacket" => {
                 let key = "uds-path-seqpacket";
                 set(&mut vm.uds_path_seqpacket, key, PathBuf::from(value))?;

@@ -29,16 +29,22 @@ pub(crate) fn parse<T: Whole>(text: &str) -> Result<T, String> {
         .map_err(|_| format!("give a whole number from 0 to {}", T::LARGEST))
 }
 
-/// Parses a CID: a number, or the name of a reserved one.
-pub(crate) fn cid(text: &str) -> Result<u32, String> {
-    let cid = text.parse::<Cid>();
-    cid.map(Cid::get).map_err(|error| error.to_string())
+/// The forms of a CID.
+pub(crate) const CIDS: &str =
+    "a number from 0 to 4294967294, also as 0x3, or hypervisor, local or host (2)";
+/// The forms of a port.
+pub(crate) const PORTS: &str = "a number from 0 to 4294967294, also as 0x16";
+
+/// Parses the CID of an endpoint. Any CID is none.
+pub(crate) fn cid(text: &str) -> Result<Cid, String> {
+    let cid = text.parse().ok().filter(|&cid| cid != Cid::ANY);
+    cid.ok_or_else(|| format!("give {CIDS}"))
 }
 
-/// Parses a port.
-pub(crate) fn port(text: &str) -> Result<u32, String> {
-    let port = text.parse::<Port>();
-    port.map(Port::get).map_err(|error| error.to_string())
+/// Parses the port of an endpoint. Any port is none.
+pub(crate) fn port(text: &str) -> Result<Port, String> {
+    let port = text.parse().ok().filter(|&port| port != Port::ANY);
+    port.ok_or_else(|| format!("give {PORTS}"))
 }
 
 #[cfg(test)]
@@ -56,16 +62,13 @@ mod tests {
 
     #[test]
     fn cids_and_ports_are_written_as_elsewhere() {
-        assert_eq!(
-            (cid("host"), cid("0x3"), cid("-1")),
-            (Ok(2), Ok(3), Ok(u32::MAX))
-        );
-        assert_eq!((port("22"), port("any")), (Ok(22), Ok(u32::MAX)));
-        assert!(
-            cid("guest")
-                .unwrap_err()
-                .contains("hypervisor, local, host or any")
-        );
+        assert_eq!(cid("host"), Ok(Cid::HOST));
+        assert_eq!(cid("0x3"), Ok(Cid::new(3)));
+        assert_eq!(port("0x16"), Ok(Port::new(22)));
+        for text in ["guest", "any", "-1", "4294967295"] {
+            assert!(cid(text).unwrap_err().contains("local or host"), "{text}");
+            assert!(port(text).unwrap_err().contains("4294967294"), "{text}");
+        }
         assert!(port("host").is_err());
     }
 }

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use zerosock::attach::Name;
-use zerosock::{Cid, Port};
 
+use crate::number::{self, CIDS, PORTS};
 use crate::sockets;
 
 /// What `nc` connects to or listens on.
@@ -63,11 +63,11 @@ pub(crate) enum Peer {
 pub(crate) enum EndpointError {
     #[error("give one of {FORMS}")]
     Form,
-    #[error("`{0}` is not a CID; give a number from 0 to 4294967294 (2 is the host)")]
+    #[error("`{0}` is not a CID; give {CIDS}")]
     Cid(String),
-    #[error("`{0}` is neither a CID (0 to 4294967294; 2 is the host) nor the name of a process")]
+    #[error("`{0}` is neither a CID nor the name of a process; for a CID give {CIDS}")]
     Peer(String),
-    #[error("`{0}` is not a port; give a number from 0 to 4294967294")]
+    #[error("`{0}` is not a port; give {PORTS}")]
     Port(String),
     #[error("{0}")]
     Path(String),
@@ -132,7 +132,7 @@ fn path_and_port(text: &str) -> Result<(PathBuf, u32), EndpointError> {
 fn path_and_peer(text: &str) -> Result<(PathBuf, Peer, u32), EndpointError> {
     let (rest, port) = text.rsplit_once(':').ok_or(EndpointError::Form)?;
     let (path, to) = rest.rsplit_once(':').ok_or(EndpointError::Form)?;
-    // A process may have the name of another reserved CID.
+    // No endpoint to connect to has these CIDs, but a process may have such a name.
     let number = match to {
         "hypervisor" | "local" => None,
         to => parse_cid(to),
@@ -146,16 +146,15 @@ fn path_and_peer(text: &str) -> Result<(PathBuf, Peer, u32), EndpointError> {
     Ok((parse_path(path)?, to, parse_port(port)?))
 }
 
-/// Parses a CID; any CID is not accepted.
 fn parse_cid(text: &str) -> Option<u32> {
-    let cid = text.parse().ok().filter(|&cid| cid != Cid::ANY);
-    cid.map(Cid::get)
+    number::cid(text).ok().map(|cid| cid.get())
 }
 
 fn parse_port(text: &str) -> Result<u32, EndpointError> {
-    let port = text.parse().ok().filter(|&port| port != Port::ANY);
-    port.map(Port::get)
-        .ok_or_else(|| EndpointError::Port(text.into()))
+    match number::port(text) {
+        Ok(port) => Ok(port.get()),
+        Err(_) => Err(EndpointError::Port(text.into())),
+    }
 }
 
 fn parse_path(text: &str) -> Result<PathBuf, EndpointError> {
@@ -248,6 +247,32 @@ mod tests {
         ] {
             assert_eq!(text.parse(), Ok(wanted.clone()));
             assert_eq!(wanted.to_string(), text);
+        }
+    }
+
+    #[test]
+    fn cids_and_ports_have_other_forms() {
+        let name = |name: &str| Peer::Name(name.parse().unwrap());
+        let attach = |to| Endpoint::Attach {
+            path: "/a".into(),
+            to,
+            port: 22,
+        };
+        for (text, wanted) in [
+            ("vsock:host:0x16", Endpoint::Vsock { cid: 2, port: 22 }),
+            ("vsock:local:22", Endpoint::Vsock { cid: 1, port: 22 }),
+            ("vsock-listen:0x16", Endpoint::VsockListen { port: 22 }),
+            ("attach:/a:0x3:22", attach(Peer::Cid(3))),
+            ("attach:/a:host:22", attach(Peer::Cid(2))),
+            // Processes with these names.
+            ("attach:/a:local:22", attach(name("local"))),
+            ("attach:/a:hypervisor:22", attach(name("hypervisor"))),
+            ("attach:/a:any:22", attach(name("any"))),
+        ] {
+            assert_eq!(text.parse(), Ok(wanted), "{text}");
+        }
+        for text in ["vsock:any:22", "vsock:-1:22", "vsock::22", "vsock:2:any"] {
+            assert!(text.parse::<Endpoint>().is_err(), "{text}");
         }
     }
 

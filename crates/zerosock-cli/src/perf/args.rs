@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, ValueEnum};
+use zerosock::{Cid, Port};
 
 use crate::number;
 
@@ -23,7 +24,7 @@ use crate::number;
 pub(crate) struct PerfArgs {
     /// The CID of the server to connect to: makes this the client
     #[arg(short, long, value_parser = number::cid, value_name = "CID")]
-    pub(super) cid: Option<u32>,
+    pub(super) cid: Option<Cid>,
 
     /// Run as the server, which sends
     #[arg(short, long)]
@@ -66,7 +67,7 @@ pub(crate) struct PerfArgs {
 
     /// The server's port
     #[arg(short, long, value_parser = number::port, value_name = "PORT", default_value = "1234")]
-    pub(super) port: u32,
+    pub(super) port: Port,
 
     /// Attach at this attach socket of `zerosock serve`, with any free CID
     #[arg(long, value_name = "SOCKET", help_heading = "Where")]
@@ -88,12 +89,12 @@ pub(crate) struct PerfArgs {
     /// With --vm-socket: the CID of the VM
     #[arg(
         long,
-        value_parser = number::parse::<u32>,
+        value_parser = number::cid,
         value_name = "CID",
         default_value = "3",
         help_heading = "Where"
     )]
-    pub(super) vm_cid: u32,
+    pub(super) vm_cid: Cid,
 
     /// With --host: create a socket at this path at which processes attach
     #[arg(long, value_name = "SOCKET", requires = "host", help_heading = "Where")]

@@ -89,7 +89,7 @@ pub(super) enum CheckMode {
 impl Settings {
     fn host(
         vm: Option<PathBuf>,
-        cid: u32,
+        cid: Cid,
         attach: Option<PathBuf>,
     ) -> Result<EndpointKind, Failure> {
         if vm.is_none() && attach.is_none() {
@@ -97,7 +97,7 @@ impl Settings {
                 "--host: nothing can connect; give --vm-socket or --attach-socket",
             ));
         }
-        let cid = Cid::new(cid)
+        let cid = cid
             .for_guest()
             .map_err(|error| Failure::usage(format_args!("--vm-cid {cid}: {error}")))?;
         let vm = vm.map(|path| (cid, path));
@@ -127,7 +127,7 @@ impl Settings {
             )));
         }
         let buffer = pages as usize * PAGE;
-        let port = Port::new(args.port);
+        let port = args.port;
         let Some(cid) = args.cid else {
             let bytes = u64::from(args.megabytes) * MEGABYTE;
             let role = Role::Server(Server { port, bytes });
@@ -165,7 +165,7 @@ impl Settings {
             (false, false) => CheckMode::None,
         };
         let role = Role::Client(Client {
-            peer: Address::new(Cid::new(cid), port),
+            peer: Address::new(cid, port),
             mode,
             low_water,
             credit: args.credit,
@@ -206,7 +206,7 @@ mod tests {
             panic!("{server:?}");
         };
         assert_eq!((port, bytes), (Port::new(1234), 2 << 30));
-        let client = settings("-c 2").unwrap();
+        let client = settings("-c host").unwrap();
         assert_eq!(client.buffer, 128 << 10);
         let Role::Client(client) = client.role else {
             panic!("{client:?}");
@@ -251,7 +251,7 @@ mod tests {
             ("-s --attach a", "Attach(\"a\")"),
             ("-c 2 -z u --device d", "Device(\"d\")"),
             (
-                "-s --host --vm-socket v --vm-cid 5",
+                "-s --host --vm-socket v --vm-cid 0x5",
                 "Host { vm: Some((Cid(5), \"v\")), attach: None }",
             ),
             (
@@ -283,6 +283,9 @@ mod tests {
             ("-s --vm-socket b", "--host"),
             ("-s --host", "--vm-socket"),
             ("-s --host --vm-socket x --vm-cid 2", "--vm-cid 2"),
+            ("-c any", "local or host"),
+            ("-c 4294967295", "local or host"),
+            ("-c 2 -p any", "4294967294"),
         ] {
             let said = settings(line).unwrap_err();
             assert!(said.contains(reason), "{line}: {said}");

@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::RangeInclusive;
+use std::str::FromStr;
 
 use serde::de::{Error, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
@@ -118,10 +119,11 @@ fn party(text: &str) -> Result<Party, String> {
     let Some(range) = range(text) else {
         return wrong(&"names no endpoint");
     };
-    let (first, last) = (Cid::new(*range.start()), Cid::new(*range.end()));
-    match Cids::new(first, last) {
+    match Cids::new(*range.start(), *range.end()) {
         Ok(cids) => Ok(Party::Cids(cids)),
-        Err(RangeError::Reserved) if range == (2..=2) => wrong(&"is the host: write `host`"),
+        Err(RangeError::Reserved) if range == (Cid::HOST..=Cid::HOST) => {
+            wrong(&"is the host: write `host`")
+        }
         Err(RangeError::Reserved) => {
             wrong(&"has a reserved CID; those of guests are 3 to 4294967294")
         }
@@ -139,8 +141,8 @@ fn ports<'de, D: Deserializer<'de>>(input: D) -> Result<Ports, D::Error> {
     };
     let mut ranges = Vec::new();
     for item in text.split('+').map(str::trim) {
-        let range = range(item).ok_or_else(|| wrong(item, &"is not a port"))?;
-        let range = Port::new(*range.start())..=Port::new(*range.end());
+        let range: RangeInclusive<Port> =
+            range(item).ok_or_else(|| wrong(item, &"is not a port"))?;
         // One by one, to find the wrong one.
         Ports::new([range.clone()])
             .map_err(|error| wrong(item, &format!("is not a range: {error}")))?;
@@ -150,15 +152,9 @@ fn ports<'de, D: Deserializer<'de>>(input: D) -> Result<Ports, D::Error> {
 }
 
 /// `5` or `5-9`.
-pub(super) fn range(text: &str) -> Option<RangeInclusive<u32>> {
-    let number = |text: &str| {
-        let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-        digits.then(|| text.parse().ok()).flatten()
-    };
-    match text.split_once('-') {
-        Some((first, last)) => Some(number(first)?..=number(last)?),
-        None => number(text).map(|number| number..=number),
-    }
+pub(super) fn range<T: FromStr + Copy>(text: &str) -> Option<RangeInclusive<T>> {
+    let (first, last) = text.split_once('-').unwrap_or((text, text));
+    Some(first.parse().ok()?..=last.parse().ok()?)
 }
 
 #[cfg(test)]
@@ -183,7 +179,7 @@ mod tests {
     to: [host, 3, 5-9, 'group:a b']
     ports: [22, 6000-6010]
 - allow: {from: host + 4, to: any}
-- deny: {from: '7', to: any, ports: 1+2}
+- deny: {from: '0x7', to: any, ports: 1+0x2}
 ",
         )
         .unwrap();
@@ -239,6 +235,8 @@ mod tests {
             (rule("hosts", "any", "1"), "`hosts` names no endpoint; give any, host, a CID"),
             (rule("any", "2", "1"), "`2` is the host: write `host`"),
             (rule("any", "0-9", "1"), "`0-9` has a reserved CID"),
+            (rule("any", "local", "1"), "`local` has a reserved CID"),
+            (rule("any", "3-any", "1"), "`3-any` has a reserved CID"),
             (rule("any", "9-8", "1"), "`9-8` the last comes before the first"),
             (rule("any", "5+", "1"), "`` names no endpoint"),
             (rule("any", "'name:a b'", "1"), "`name:a b` names no process: a name has"),

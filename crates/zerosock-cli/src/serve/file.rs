@@ -77,6 +77,7 @@ pub(crate) fn read(path: &Path) -> Result<File, FileError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use zerosock::Cid;
 
     fn read_text(text: &str) -> Result<Vec<RawVm>, FileError> {
         read_file(text).map(|file| file.vms)
@@ -112,7 +113,7 @@ mod tests {
         assert_eq!(
             *first,
             RawVm {
-                guest_cid: Some(3),
+                guest_cid: Some(Cid::new(3)),
                 socket: Some("/tmp/vhost3.socket".into()),
                 uds_path: "/tmp/vm3.sock".into(),
                 tx_buffer_size: Some(65536),
@@ -121,8 +122,25 @@ mod tests {
                 ..RawVm::default()
             }
         );
-        assert_eq!(second.forward_cid, Some(1));
+        assert_eq!(second.forward_cid, Some(Cid::LOCAL));
         assert_eq!(second.forward_listen.as_deref(), Some("9001+9002"));
+    }
+
+    #[test]
+    fn a_cid_is_a_number_or_a_name() {
+        for (text, cid) in [
+            ("0x3", Some(Cid::new(3))),
+            ("'0x3'", Some(Cid::new(3))),
+            ("'4'", Some(Cid::new(4))),
+            ("host", Some(Cid::HOST)),
+            ("", None),
+        ] {
+            let vms = read_text(&format!(
+                "vms:\n  - forward_cid: {text}\n    guest_cid: {text}"
+            ));
+            let vms = vms.unwrap();
+            assert_eq!((vms[0].forward_cid, vms[0].guest_cid), (cid, cid), "{text}");
+        }
     }
 
     #[test]
@@ -166,7 +184,10 @@ mod tests {
                 "access[0].deny: `x` names no endpoint",
             ),
             ("vms:\n  - sockets: a", "unknown field `sockets`"),
-            ("vms:\n  - guest_cid: three", "guest_cid: invalid type"),
+            (
+                "vms:\n  - guest_cid: three",
+                "`three` is not a CID; give a number",
+            ),
             (
                 "vms:\n  - groups: {a: b}",
                 "expected one text joined by `+`, or a list",

@@ -232,9 +232,8 @@ fn parse_listen(text: &str) -> Result<Listen, String> {
 }
 
 fn parse_ports(text: &str) -> Result<RangeInclusive<Port>, String> {
-    let range = access::range(text)
-        .ok_or_else(|| format!("`{text}` is no port; give a port such as 8080, or 8000-8010"))?;
-    Ok(Port::new(*range.start())..=Port::new(*range.end()))
+    access::range(text)
+        .ok_or_else(|| format!("`{text}` is no port; give a port such as 8080, or 8000-8010"))
 }
 
 fn ports<'de, D: Deserializer<'de>>(input: D) -> Result<RangeInclusive<Port>, D::Error> {
@@ -415,7 +414,7 @@ mod tests {
 
     #[test]
     fn flags_are_short_rules() {
-        let rule = parse_forward("80-81=tcp:[::1]").unwrap();
+        let rule = parse_forward("0x50-81=tcp:[::1]").unwrap();
         assert_eq!(rule.ports, Port::new(80)..=Port::new(81));
         assert_eq!(rule.to.to_string(), "tcp:[::1]");
         for text in ["80", "x=tcp:a:1", "80=", "80=tcp"] {

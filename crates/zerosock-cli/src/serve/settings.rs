@@ -21,6 +21,7 @@ use super::vm::RawVm;
 use super::{access, cpus, group, uds_paths};
 use crate::mode::parse_mode;
 use crate::net::network::Network;
+use crate::number;
 use crate::sockets;
 
 /// Everything that `serve` needs to start.
@@ -90,7 +91,7 @@ pub(crate) enum Host {
     Forward { cid: u32, listen: Vec<u32> },
 }
 
-const DEFAULT_CID: u64 = 3;
+const DEFAULT_CID: Cid = Cid::new(3);
 const DEFAULT_TX_BUFFER_SIZE: u32 = 256 * 1024;
 const DEFAULT_QUEUE_SIZE: u64 = 1024;
 const DEFAULT_GROUP: &str = "default";
@@ -435,7 +436,10 @@ const MAX_CONNECTIONS: usize = 1 << 20;
 impl Vm {
     fn new(source: Source<'_>, mut raw: RawVm) -> Result<Vm, SettingsError> {
         let cid = raw.guest_cid.unwrap_or(DEFAULT_CID);
-        let cid = parse_cid(cid).map_err(|fix| source.wrong("guest-cid", cid, fix))?;
+        let cid = cid
+            .for_guest()
+            .map_err(|error| source.wrong("guest-cid", cid, error.to_string()))?
+            .get();
         let socket = raw.socket.ok_or_else(|| SettingsError::Missing {
             option: source.option("socket"),
             fix: "name the Unix socket to which the virtual machine monitor connects",
@@ -452,12 +456,12 @@ impl Vm {
             }
             (None, Some(cid), listen) => Host::Forward {
                 cid: match cid {
-                    0 | u32::MAX => {
+                    Cid::HYPERVISOR => {
                         let fix = "give a CID that can be connected to: 1 (this host by \
                                    loopback), 2 (the host), or a guest's";
                         return Err(source.wrong("forward-cid", cid, fix));
                     }
-                    cid => cid,
+                    cid => cid.get(),
                 },
                 listen: parse_ports(source, listen.as_deref())?,
             },
@@ -518,34 +522,20 @@ impl Vm {
     }
 }
 
-/// Checks a guest's CID; the error is the fix.
-fn parse_cid(cid: u64) -> Result<u32, &'static str> {
-    match cid {
-        0 => Err("reserved (the hypervisor); give a CID from 3 to 4294967294"),
-        1 => Err("reserved (loopback); give a CID from 3 to 4294967294"),
-        2 => Err("reserved (the host); give a CID from 3 to 4294967294"),
-        0xffff_ffff | u64::MAX => Err("reserved (any CID); give a CID from 3 to 4294967294"),
-        _ => u32::try_from(cid).map_err(|_| "a CID has 32 bits; give a CID from 3 to 4294967294"),
-    }
-}
-
 fn parse_ports(source: Source<'_>, text: Option<&str>) -> Result<Vec<u32>, SettingsError> {
     let Some(text) = text else {
         return Ok(Vec::new());
     };
     let mut ports = Vec::new();
     for item in text.trim().split('+') {
-        let port = item
-            .parse()
-            .ok()
-            .filter(|&port: &u32| port != u32::MAX)
-            .ok_or_else(|| {
-                let fix = format!(
-                    "`{item}` is not a port; give numbers from 0 to 4294967294 joined by `+`, such as \
+        let port = number::port(item).map_err(|_| {
+            let fix = format!(
+                "`{item}` is not a port; give numbers from 0 to 4294967294 joined by `+`, such as \
                  9001+9002"
-                );
-                source.wrong("forward-listen", text, fix)
-            })?;
+            );
+            source.wrong("forward-listen", text, fix)
+        })?;
+        let port = port.get();
         if ports.contains(&port) {
             let fix = format!("port {port} is named twice: leave one");
             return Err(source.wrong("forward-listen", text, fix));

@@ -4,7 +4,9 @@ use std::path::PathBuf;
 
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
-use serde::Deserialize;
+use serde::de::Error;
+use serde::{Deserialize, Deserializer};
+use zerosock::Cid;
 
 use super::list::joined_by_plus;
 use super::uds_paths::{UdsPath, UdsPathError, UdsPaths};
@@ -15,8 +17,8 @@ use crate::number;
 #[command(next_help_heading = "One virtual machine")]
 pub(crate) struct VmFlags {
     /// The guest's address: a number from 3 to 4294967294 that no other VM here has [default: 3]
-    #[arg(long, value_parser = number::parse::<u64>, value_name = "CID", conflicts_with_all = ["vm", "config"])]
-    pub(crate) guest_cid: Option<u64>,
+    #[arg(long, value_parser = number::cid, value_name = "CID", conflicts_with_all = ["vm", "config"])]
+    pub(crate) guest_cid: Option<Cid>,
 
     /// The Unix socket to which the virtual machine monitor connects (vhost-user)
     #[arg(long, value_name = "PATH", conflicts_with_all = ["vm", "config"])]
@@ -43,7 +45,7 @@ pub(crate) struct VmFlags {
     /// Instead of --uds-path: forward the guest's connections to this CID of the host's own
     /// AF_VSOCK, same port
     #[arg(long, value_parser = number::cid, value_name = "CID", conflicts_with_all = ["vm", "config"])]
-    pub(crate) forward_cid: Option<u32>,
+    pub(crate) forward_cid: Option<Cid>,
 
     /// With --forward-cid: AF_VSOCK ports of the host that are forwarded to the guest, same port,
     /// joined by `+`
@@ -74,15 +76,15 @@ pub(crate) struct VmFlags {
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct RawVm {
-    #[serde(alias = "guest-cid")]
-    pub(crate) guest_cid: Option<u64>,
+    #[serde(alias = "guest-cid", default, deserialize_with = "cid")]
+    pub(crate) guest_cid: Option<Cid>,
     pub(crate) socket: Option<PathBuf>,
     #[serde(alias = "uds-path", default)]
     pub(crate) uds_path: UdsPaths,
     #[serde(alias = "uds-path-seqpacket")]
     pub(crate) uds_path_seqpacket: Option<PathBuf>,
-    #[serde(alias = "forward-cid")]
-    pub(crate) forward_cid: Option<u32>,
+    #[serde(alias = "forward-cid", default, deserialize_with = "cid")]
+    pub(crate) forward_cid: Option<Cid>,
     #[serde(alias = "forward-listen", default, deserialize_with = "joined_by_plus")]
     pub(crate) forward_listen: Option<String>,
     #[serde(alias = "tx-buffer-size")]
@@ -93,6 +95,15 @@ pub(crate) struct RawVm {
     pub(crate) groups: Option<String>,
     #[serde(alias = "require-sealed-memory")]
     pub(crate) require_sealed_memory: Option<bool>,
+}
+
+/// A CID in the file, if there is one.
+fn cid<'de, D: Deserializer<'de>>(input: D) -> Result<Option<Cid>, D::Error> {
+    let text = Option::<String>::deserialize(input)?;
+    let parse = |text: String| {
+        number::cid(&text).map_err(|fix| D::Error::custom(format!("`{text}` is not a CID; {fix}")))
+    };
+    text.map(parse).transpose()
 }
 
 impl VmFlags {
@@ -128,6 +139,12 @@ pub(crate) enum VmTextError {
     UdsPath(#[from] UdsPathError),
     #[error("{key}={value} is neither true nor false")]
     NotABool { key: &'static str, value: String },
+    #[error("{key}={value} is not a CID; {fix}")]
+    Cid {
+        key: &'static str,
+        value: String,
+        fix: String,
+    },
     #[error("{key}={value} is not a whole number from 0 to {largest}")]
     NotANumber {
         key: &'static str,
@@ -147,16 +164,14 @@ pub(crate) fn parse_vm(text: &str) -> Result<RawVm, VmTextError> {
             .split_once('=')
             .ok_or_else(|| VmTextError::NoValue(pair.to_string()))?;
         match key.replace('_', "-").as_str() {
-            "guest-cid" => set_number(&mut vm.guest_cid, "guest-cid", value, u64::MAX)?,
+            "guest-cid" => set_cid(&mut vm.guest_cid, "guest-cid", value)?,
             "socket" => set(&mut vm.socket, "socket", PathBuf::from(value))?,
             "uds-path" => vm.uds_path.add(UdsPath::parse(value.as_ref())?)?,
             "uds-path-seqpacket" => {
                 let key = "uds-path-seqpacket";
                 set(&mut vm.uds_path_seqpacket, key, PathBuf::from(value))?;
             }
-            "forward-cid" => {
-                set_number(&mut vm.forward_cid, "forward-cid", value, u32::MAX.into())?;
-            }
+            "forward-cid" => set_cid(&mut vm.forward_cid, "forward-cid", value)?,
             "forward-listen" => set(&mut vm.forward_listen, "forward-listen", value.to_string())?,
             "tx-buffer-size" => {
                 set_number(
@@ -189,6 +204,15 @@ fn set<T>(slot: &mut Option<T>, key: &'static str, value: T) -> Result<(), VmTex
     }
 }
 
+fn set_cid(slot: &mut Option<Cid>, key: &'static str, value: &str) -> Result<(), VmTextError> {
+    let cid = number::cid(value).map_err(|fix| VmTextError::Cid {
+        key,
+        value: value.to_string(),
+        fix,
+    })?;
+    set(slot, key, cid)
+}
+
 fn set_number<T: std::str::FromStr>(
     slot: &mut Option<T>,
     key: &'static str,
@@ -210,17 +234,17 @@ mod tests {
 
     #[test]
     fn every_key_is_read_with_either_spelling() {
-        let dashes = "guest-cid=7,socket=/a,uds-path=/b,uds-path=9=/d,uds-path-seqpacket=/c,forward-cid=1,forward-listen=5+6,\
+        let dashes = "guest-cid=0x7,socket=/a,uds-path=/b,uds-path=9=/d,uds-path-seqpacket=/c,forward-cid=local,forward-listen=5+6,\
                       tx-buffer-size=4096,queue-size=256,groups=x+y,require-sealed-memory=true";
         let wanted = RawVm {
-            guest_cid: Some(7),
+            guest_cid: Some(Cid::new(7)),
             socket: Some("/a".into()),
             uds_path: UdsPaths {
                 base: Some("/b".into()),
                 ports: [(Port::new(9), "/d".into())].into(),
             },
             uds_path_seqpacket: Some("/c".into()),
-            forward_cid: Some(1),
+            forward_cid: Some(Cid::LOCAL),
             forward_listen: Some("5+6".into()),
             tx_buffer_size: Some(4096),
             queue_size: Some(256),
@@ -244,10 +268,10 @@ mod tests {
             ("socket", "`socket` has no value: write socket=VALUE"),
             ("group=a", "unknown key `group`"),
             ("socket=a,socket=b", "socket is given twice: leave one"),
-            ("guest-cid=x", "guest-cid=x is not a whole number"),
+            ("guest-cid=x", "guest-cid=x is not a CID; give a number"),
             (
                 "forward_cid=4294967296",
-                "forward-cid=4294967296 is not a whole number from 0 to 4294967295",
+                "forward-cid=4294967296 is not a CID; give a number from 0 to 4294967294",
             ),
             (
                 "require-sealed-memory=yes",

@@ -138,12 +138,9 @@ impl FromStr for Destination {
             ))
         };
         let (endpoint, port) = text.rsplit_once(':').ok_or_else(|| wrong("has no port"))?;
-        let number = |text: &str| {
-            let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-            digits.then(|| text.parse::<u32>().ok()).flatten()
-        };
-        let port = number(port)
-            .map(Port::new)
+        let port = port
+            .parse()
+            .ok()
             .filter(|&port| port != Port::ANY)
             .ok_or_else(|| wrong("has no port from 0 to 4294967294"))?;
         if endpoint == "host" {
@@ -155,9 +152,10 @@ impl FromStr for Destination {
                 .map_err(|_| wrong("names no process: a name has 1 to 64 of A-Z a-z 0-9 . _ -"))?;
             return Ok(Destination::Name(name, port));
         }
-        let cid = number(endpoint)
-            .map(Cid::new)
-            .filter(|cid| cid.is_guest())
+        let cid = endpoint
+            .parse()
+            .ok()
+            .filter(|cid: &Cid| cid.is_guest())
             .ok_or_else(|| wrong("names no endpoint"))?;
         Ok(Destination::Cid(cid, port))
     }
@@ -201,6 +199,8 @@ mod tests {
         for text in ["3:22", "name:db-1:5432", "host:0"] {
             assert_eq!(text.parse::<Destination>().unwrap().to_string(), text);
         }
+        let hexadecimal = "0x3:0x16".parse::<Destination>().unwrap();
+        assert_eq!(hexadecimal.to_string(), "3:22");
         for text in ["", "tcp:80", "tcp:localhost:80", "unix:", "udp:1.2.3.4:5"] {
             assert!(text.parse::<ListenAddress>().is_err(), "{text:?}");
         }
@@ -213,6 +213,9 @@ mod tests {
             ":1",
             "3:",
             "+3:1",
+            "local:1",
+            "any:1",
+            "3:any",
         ] {
             assert!(text.parse::<Destination>().is_err(), "{text:?}");
         }

@@ -103,6 +103,8 @@ Endpoints:
   service:PATH:CID:PORT, service-listen:PATH:PORT
                       the same as the host, CID 2: claims PORT there and accepts one connection,
                       or connects to a guest or process (with --dgram from PORT, which it claims)
+CID and PORT are numbers, decimal or as 0x16; `host` is CID 2. With vsock: `local` is CID 1 and
+`hypervisor` CID 0; with attach: and service: these are names of processes.
 
 Examples:
   A file from guest to host:

@@ -106,6 +106,9 @@ Ends:
   unix-dgram:PATH, unix-dgram-listen:PATH
   unix-seqpacket:PATH, unix-seqpacket-listen:PATH
 
+CID and vsock PORT are numbers, decimal or as 0x16; `host` is CID 2. With vsock: `local` is CID 1 and
+`hypervisor` CID 0; with attach: and service: these are names of processes.
+
 An address with port 0 gets a free port; the log names it.
 
 Signals: SIGUSR1 logs the counters. SIGINT and SIGTERM end the relay; TCP peers of connections that

@@ -61,6 +61,15 @@ mod tests {
             assert!(matches!(end, End::Attached(_)), "{text}");
             assert_eq!(end.to_string(), text);
         }
+        // Reserved CIDs have names; a process may be named "local".
+        for (text, shown) in [
+            ("vsock:host:0x16", "vsock:2:22"),
+            ("service:/a:0x3:7", "service:/a:3:7"),
+            ("attach:/a:host:7", "attach:/a:2:7"),
+            ("attach:/a:local:7", "attach:/a:local:7"),
+        ] {
+            assert_eq!(text.parse::<End>().unwrap().to_string(), shown);
+        }
         assert!("attach:/a".parse::<End>().is_err());
         assert!("nonsense".parse::<End>().is_err());
     }

@@ -117,19 +117,17 @@ impl FromStr for Endpoint {
                 let (before, port) = rest.rsplit_once(':').ok_or_else(|| no_form(text))?;
                 Endpoint::Hybrid {
                     path: path(before)?,
-                    port: number("port", port.parse().map(Port::get).ok(), port)?,
+                    port: self::port(port)?,
                 }
             }
             "vsock" => {
                 let (cid, port) = rest.split_once(':').ok_or_else(|| no_form(text))?;
                 Endpoint::Vsock {
-                    cid: number("CID", cid.parse().map(Cid::get).ok(), cid)?,
-                    port: number("port", port.parse().map(Port::get).ok(), port)?,
+                    cid: self::cid(cid)?,
+                    port: self::port(port)?,
                 }
             }
-            "vsock-listen" => Endpoint::VsockListen {
-                port: number("port", rest.parse().map(Port::get).ok(), rest)?,
-            },
+            "vsock-listen" => Endpoint::VsockListen { port: port(rest)? },
             "tcp" | "udp" | "unix" | "unix-dgram" | "unix-seqpacket" => {
                 let target = text.parse::<Target>();
                 Endpoint::Connect(target.map_err(|error| ParseEndpointError(error.to_string()))?)
@@ -161,12 +159,23 @@ fn path(text: &str) -> Result<PathBuf, ParseEndpointError> {
     }
 }
 
-/// 4294967295 means "any" for both CIDs and ports.
-fn number(what: &str, parsed: Option<u32>, text: &str) -> Result<u32, ParseEndpointError> {
-    let number = parsed.filter(|&number| number != u32::MAX);
-    number.ok_or_else(|| {
+/// Any CID is none to connect to.
+fn cid(text: &str) -> Result<u32, ParseEndpointError> {
+    let cid = text.parse().ok().filter(|&cid| cid != Cid::ANY);
+    cid.map(Cid::get).ok_or_else(|| {
         ParseEndpointError(format!(
-            "`{text}` is no {what}: give a number from 0 to 4294967294"
+            "`{text}` is no CID: give a number from 0 to 4294967294, also as 0x3, or hypervisor, \
+             local or host (2)"
+        ))
+    })
+}
+
+/// Any port is none to connect to.
+fn port(text: &str) -> Result<u32, ParseEndpointError> {
+    let port = text.parse().ok().filter(|&port| port != Port::ANY);
+    port.map(Port::get).ok_or_else(|| {
+        ParseEndpointError(format!(
+            "`{text}` is no port: give a number from 0 to 4294967294, also as 0x16"
         ))
     })
 }
@@ -221,6 +230,20 @@ mod tests {
     }
 
     #[test]
+    fn cids_and_ports_have_other_forms() {
+        for (text, shown) in [
+            ("vsock:host:0x16", "vsock:2:22"),
+            ("vsock:local:22", "vsock:1:22"),
+            ("vsock:0x3:22", "vsock:3:22"),
+            ("vsock-listen:0x16", "vsock-listen:22"),
+            ("hybrid:/a:0x16", "hybrid:/a:22"),
+        ] {
+            let endpoint: Endpoint = text.parse().unwrap();
+            assert_eq!(endpoint.to_string(), shown, "{text}");
+        }
+    }
+
+    #[test]
     fn what_is_wrong_is_named() {
         for (text, named) in [
             ("", "is no endpoint"),
@@ -232,6 +255,8 @@ mod tests {
             ("unix-listen:", "has no path"),
             ("hybrid:/tmp/a:x", "`x` is no port"),
             ("vsock:4294967295:1", "is no CID"),
+            ("vsock:any:1", "local or host"),
+            ("vsock:2:any", "is no port"),
             ("vsock-listen:-1", "is no port"),
         ] {
             let said = text.parse::<Endpoint>().unwrap_err().to_string();

@@ -85,6 +85,11 @@ impl Room {
     /// Writes the file and reloads it. Returns the whole log.
     fn reload(&mut self, lines: &str) -> String {
         self.write(lines);
+        self.reload_file()
+    }
+
+    /// Reloads the file as it is. Returns the whole log.
+    fn reload_file(&mut self) -> String {
         self.serve.as_ref().unwrap().signal("HUP");
         let outcomes = |said: &str| said.matches("reloaded").count();
         wait_until("an answer", || outcomes(&self.stderr()) > self.said);
@@ -463,6 +468,24 @@ fn wrong_flags_are_named_with_what_is_right() {
     }
 }
 
+/// Connects to a port of the host, and checks that the connection comes to this listener.
+fn answer(guest: &Endpoint, port: u32, listener: &UnixListener, text: &str) {
+    let mut stream = guest.connect(host(port)).unwrap();
+    stream.set_read_timeout(Some(DEADLINE)).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let mut accepted = None;
+    wait_until("a connection", || {
+        accepted = listener.accept().ok();
+        accepted.is_some()
+    });
+    let (mut accepted, _) = accepted.unwrap();
+    accepted.write_all(text.as_bytes()).unwrap();
+    drop(accepted);
+    let mut got = String::new();
+    stream.read_to_string(&mut got).unwrap();
+    assert_eq!(got, text);
+}
+
 #[test]
 fn ports_of_uds_path_have_sockets_at_their_own_paths() {
     let dir = tempfile::tempdir().unwrap();
@@ -473,20 +496,8 @@ fn ports_of_uds_path_have_sockets_at_their_own_paths() {
     let mut room = Room::with_flags(&["--uds-path", &flag]);
     let by_port = UnixListener::bind(room.at("u3_1235")).unwrap();
     let guest = room.guest();
-    let answer = |listener: &UnixListener, port, text: &str| {
-        let mut stream = guest.connect(host(port)).unwrap();
-        listener
-            .accept()
-            .unwrap()
-            .0
-            .write_all(text.as_bytes())
-            .unwrap();
-        let mut got = String::new();
-        stream.read_to_string(&mut got).unwrap();
-        assert_eq!(got, text);
-    };
-    answer(&agent, 1234, "the agent");
-    answer(&by_port, 1235, "PATH_PORT, as before");
+    answer(&guest, 1234, &agent, "the agent");
+    answer(&guest, 1235, &by_port, "PATH_PORT, as before");
     drop(guest);
     room.stop();
 
@@ -503,21 +514,9 @@ fn ports_of_uds_path_have_sockets_at_their_own_paths() {
     serve.args(["serve", "--config"]).arg(room.at("vms.yaml"));
     room.start(serve);
     let guest = room.guest();
-    let answer = |listener: &UnixListener, text: &str| {
-        let mut stream = guest.connect(host(1234)).unwrap();
-        listener
-            .accept()
-            .unwrap()
-            .0
-            .write_all(text.as_bytes())
-            .unwrap();
-        let mut got = String::new();
-        stream.read_to_string(&mut got).unwrap();
-        assert_eq!(got, text);
-    };
-    answer(&agent, "of the file");
+    answer(&guest, 1234, &agent, "of the file");
     room.write_whole(&vms("other.sock"));
-    room.serve.as_ref().unwrap().signal("HUP");
-    wait_until("a reload", || room.stderr().contains("reloaded"));
-    answer(&other, "after a reload");
+    let log = room.reload_file();
+    assert!(!log.contains("not reloaded"), "{log}");
+    answer(&guest, 1234, &other, "after a reload");
 }

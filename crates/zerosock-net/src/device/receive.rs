@@ -422,8 +422,17 @@ impl Receiver {
         let total = HEADER_LEN + frame.len;
         self.fill(ring, total, terms);
         if self.room < total {
-            // Chains that are posted and not in the window cannot be added to it.
-            let hopeless = !terms.mergeable || !ring.live() || ring.queue.available() > 0;
+            // Chains that are posted and not in the window cannot be added to it: the next one is too
+            // short, or the window has as many as a frame may take.
+            let closed = terms.mergeable && ring.live() && ring.queue.available() > 0;
+            if closed {
+                // The driver counts chains without bytes as errors of the device and posts them again.
+                while let Some(chain) = self.window.pop_front() {
+                    ring.complete(chain, 0);
+                }
+                self.room = 0;
+            }
+            let hopeless = closed || !terms.mergeable || !ring.live();
             if hopeless || now >= frame.since + PATIENCE {
                 tally.rx_no_room += 1;
             } else {

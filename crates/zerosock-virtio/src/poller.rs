@@ -12,6 +12,7 @@
 use crate::deadline::timespec;
 use crate::numbers::NUMBER_BITS;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 use std::io;
@@ -159,6 +160,19 @@ impl Readiness {
 
 /// Most events that one wait returns.
 const MAX_EVENTS: usize = 128;
+
+/// Waits until an epoll instance has an event, which stays there, or until `timeout` has passed (`None`: no
+/// limit).
+///
+/// # Errors
+/// Errors of ppoll(2). A signal ends the wait without an error.
+pub fn wait_for_event(epoll: impl AsFd, timeout: Option<Duration>) -> io::Result<()> {
+    let timeout = timeout.map(timespec);
+    match poll(&mut [PollFd::new(&epoll, PollFlags::IN)], timeout.as_ref()) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
 
 /// The events that a wait has returned: the data under which each descriptor was registered, and
 /// what has happened. A caller can wait without the lock of what registered the descriptors, and

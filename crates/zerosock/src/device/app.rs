@@ -60,13 +60,15 @@ impl Device {
 
     /// Whether the guest may be waiting for completed chains or credit: a credit update is due, an
     /// eighth of the queue has been completed, or the driver asked for an earlier notification (as
-    /// one that sends without copying does) and the program has read everything.
+    /// one that sends without copying does) and the program has read everything. Also whether the
+    /// protocol core has an event, such as room for a writer that waits.
     #[inline]
     pub(crate) fn is_awaited(&self, app: &App) -> bool {
         let many = |tx: &Ring| u32::from(tx.unpublished) >= u32::from(tx.queue.size() / 8).max(1);
         let all = |tx: &Ring| !app.sockets.has_unread(self.app.pool) && !tx.queue.has_available();
         let last = |tx: &Ring| tx.queue.would_notify() && all(tx);
         self.shard.has_transmit()
+            || self.shard.has_events()
             || self
                 .queues
                 .rings

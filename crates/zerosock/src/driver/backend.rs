@@ -95,6 +95,11 @@ impl Backend for Driver {
         Driver::arm(self) || !self.is_attached()
     }
 
+    fn is_stale(&self) -> bool {
+        // A loan that was dropped, for instance, gives a waiting writer room.
+        self.has_core_events()
+    }
+
     fn disarm(&mut self) {
         self.disable_notifications();
     }

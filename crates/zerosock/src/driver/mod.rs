@@ -372,7 +372,7 @@ impl Driver {
     fn arm(&mut self) -> bool {
         self.armed = true;
         // Slots that the device has returned already cause no notification.
-        let mut more = self.collect_consumed_datagrams();
+        let mut more = self.collect_consumed_datagrams() | self.has_core_events();
         more |= self.event_queue.request_notifications(true);
         for id in self.store.queue_pairs.ids() {
             let blocked = self.is_blocked(id);

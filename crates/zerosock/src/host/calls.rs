@@ -89,6 +89,7 @@ impl Backend for HostBackend {
         self.full_devices = 0;
         for (_, device) in devices.iter_mut() {
             self.full_devices += usize::from(device.is_full(app));
+            self.watches_host_sockets |= device.watches_host();
             more |= device.arm(app);
         }
         self.armed = !more;
@@ -112,6 +113,10 @@ impl Backend for HostBackend {
 
     fn fd(&self) -> BorrowedFd<'_> {
         self.worker.as_fd()
+    }
+
+    fn reuses_names(&self) -> bool {
+        self.watches_host_sockets
     }
 
     fn handle_events(&mut self, events: &Events) {

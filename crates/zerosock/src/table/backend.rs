@@ -149,7 +149,7 @@ impl fmt::Display for EndpointStats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "received={} received_in_place={} copied_aside={} copied_out={} sent={} sent_in_place={} copied_in={} packets_received={} packets_sent={} notifications={}",
+            "received={} received_in_place={} copied_aside={} copied_out={} sent={} sent_in_place={} copied_in={} packets_received={} packets_sent={} notifications={} sleeps={}",
             self.received,
             self.received_in_place,
             self.copied_aside,
@@ -160,6 +160,7 @@ impl fmt::Display for EndpointStats {
             self.packets_received,
             self.packets_sent,
             self.notifications,
+            self.sleeps,
         )
     }
 }
@@ -199,8 +200,15 @@ pub(crate) trait Backend: Send {
     /// Stops requesting notifications. Those on their way may still make [`Backend::fd`] readable.
     fn disarm(&mut self);
 
-    /// An edge-triggered epoll descriptor, readable when a notification arrived.
+    /// An epoll descriptor, readable when a notification arrived.
     fn fd(&self) -> BorrowedFd<'_>;
+
+    /// Whether an event of [`Backend::fd`] names an object whose name is used again after its end, as
+    /// those of host sockets do. Such events are taken with the backend locked: another thread could
+    /// otherwise end the object, and begin another one, before they are handled.
+    fn reuses_names(&self) -> bool {
+        false
+    }
 
     /// Handles the events of a wait on [`Backend::fd`], which has cleared them.
     fn handle_events(&mut self, events: &Events);

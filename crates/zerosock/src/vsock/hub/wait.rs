@@ -7,7 +7,7 @@
 
 use std::sync::atomic::Ordering;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::lock::{Core, Locked, State, thread_id};
 use super::wait_budget::{WaitBudget, WaitFault, WaitMode};
@@ -17,6 +17,7 @@ use crate::table::backend::Backend;
 use crate::table::over::EndpointEnded;
 use crate::vsock::waiting::Wait;
 use zerosock_virtio::deadline::earlier;
+use zerosock_virtio::poller::wait_for_event;
 
 /// Checks of the backend between two readings of the clock, while spinning.
 const CHECKS_PER_CLOCK: u32 = 64;
@@ -184,11 +185,18 @@ impl Core {
                 state.sleeper = Some(ticket);
                 state.sleeps += 1;
                 let mut events = std::mem::take(&mut state.events);
+                let takes_later = state.backend.reuses_names();
                 drop(locked);
-                // One system call sleeps and clears what has ended the sleep.
                 let left = until.map(|at| at.saturating_duration_since(Instant::now()));
-                let slept = events.wait(&self.backend_fd, left);
+                // One system call sleeps and takes the events, unless they must be taken under the lock.
+                let mut slept = match takes_later {
+                    true => wait_for_event(&self.backend_fd, left),
+                    false => events.wait(&self.backend_fd, left),
+                };
                 locked = self.lock();
+                if takes_later && slept.is_ok() {
+                    slept = events.wait(&self.backend_fd, Some(Duration::ZERO));
+                }
                 self.waker.clear();
                 let state = locked.state();
                 state.sleeper = None;

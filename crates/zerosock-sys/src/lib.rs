@@ -23,6 +23,7 @@ pub mod account;
 pub mod affinity;
 pub mod bpf;
 pub mod fd_passing;
+mod kernel_release;
 mod log_limit;
 pub mod memfd;
 pub mod mmsg;

@@ -11,7 +11,9 @@
 //!   (seccomp, fs.aio-max-nr is used up, or a request fails), and for pipes, a [`CallThread`] of the
 //!   one peer makes the write, and only that peer's notifications wait when it waits.
 //! - A socket, such as user-mode Linux hands over, is sent to with MSG_DONTWAIT. It is a connected
-//!   Unix stream socket: sending takes no lock that is held while a process's memory is read.
+//!   Unix stream socket: sending takes no lock that is held while a process's memory is read. Before
+//!   Linux 6.8, any sender may have to wait for the garbage collection of Unix sockets, so the thread of
+//!   the peer writes there as well.
 //! - No notification is lost. One for which the system has no thread waits until it has one, for
 //!   which [`Notifier::retry`] asks.
 //! - A descriptor of any other kind is refused when it arrives.
@@ -29,6 +31,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 
+use crate::kernel_release::release;
 use crate::peer_fd::PeerFd;
 use aio::Queue;
 pub use call_thread::{CallThread, ThreadCount, TooManyThreads};
@@ -96,7 +99,8 @@ pub struct CallFd {
 enum Way {
     Eventfd,
     Socket,
-    /// By the thread: a write to a pipe can wait.
+    /// By the thread: a write to a pipe can wait, and so can one to a socket of an older kernel
+    /// ([`sending_can_collect`]).
     Thread,
 }
 
@@ -106,11 +110,12 @@ impl CallFd {
     /// and is the one of the peer that sent the descriptor.
     ///
     /// # Errors
-    /// `InvalidInput` for a descriptor of another kind; [`TooManyThreads`] for a pipe when the peer's
-    /// earlier threads still wait.
+    /// `InvalidInput` for a descriptor of another kind; [`TooManyThreads`] for a pipe, and before Linux
+    /// 6.8 for a socket, when the peer's earlier threads still wait.
     pub fn new(fd: PeerFd, thread: CallThread) -> io::Result<CallFd> {
         let way = match FdKind::of(&fd)? {
             FdKind::Eventfd => Way::Eventfd,
+            FdKind::Socket if sending_can_collect() => Way::Thread,
             FdKind::Socket => Way::Socket,
             FdKind::Pipe => Way::Thread,
             other => {
@@ -237,6 +242,12 @@ impl Notifier {
             self.retry_at.set(Some(Instant::now() + THREAD_RETRY));
         }
     }
+}
+
+/// Whether each send on a Unix socket may run the garbage collection of Unix sockets, or wait for it, also
+/// with MSG_DONTWAIT (`wait_for_unix_gc`): before Linux 6.8, in which only senders of descriptors do.
+fn sending_can_collect() -> bool {
+    release() < (6, 8)
 }
 
 /// Sends eight bytes to a socket. Returns false if the system had no memory for it.

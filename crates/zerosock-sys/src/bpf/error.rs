@@ -5,6 +5,7 @@ use std::io;
 
 use super::calls::Rejected;
 use super::capabilities;
+use crate::kernel_release::release;
 
 /// Why a map or a program could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -138,17 +139,6 @@ impl Denial {
 /// Linux 5.19.
 pub fn inserting_needs_capabilities() -> bool {
     release() < (5, 19)
-}
-
-/// Major and minor number of the running kernel; zeroes if it does not tell.
-fn release() -> (u32, u32) {
-    let text = rustix::system::uname()
-        .release()
-        .to_string_lossy()
-        .into_owned();
-    let mut numbers = text.split(['.', '-']).map(str::parse);
-    let mut next = || numbers.next().and_then(Result::ok).unwrap_or(0);
-    (next(), next())
 }
 
 #[cfg(test)]

@@ -70,6 +70,10 @@ fn a_full_pipe_blocks_its_own_thread_only() {
 /// Without a thread: the peer has used up its own.
 #[test]
 fn a_socket_is_notified_by_the_caller_also_when_it_is_full() {
+    if sending_can_collect() {
+        let test = "a_socket_is_notified_by_the_caller_also_when_it_is_full";
+        return println!("SKIPPED {test}: Linux before 6.8");
+    }
     let threads = ThreadCount::default();
     let _reader = use_up_threads(&threads);
     let (mut other, socket) = UnixStream::pair().unwrap();
@@ -88,6 +92,32 @@ fn a_socket_is_notified_by_the_caller_also_when_it_is_full() {
     drop(other);
     notifier.notify(&call);
     assert!(notifier.retry_in().is_none(), "nor when the peer has gone");
+}
+
+/// The way of kernels before 6.8, on any kernel: a full socket makes only the thread wait.
+#[test]
+fn a_socket_is_notified_by_the_thread_where_a_sender_can_wait() {
+    let (mut other, socket) = UnixStream::pair().unwrap();
+    socket.set_nonblocking(true).unwrap();
+    let mut filled = 0;
+    while let Ok(bytes) = rustix::io::write(&socket, &[0; 4096]) {
+        filled += bytes;
+    }
+    socket.set_nonblocking(false).unwrap();
+    let call = CallFd {
+        target: Target::new(PeerFd::from(OwnedFd::from(socket))),
+        thread: CallThread::new(&ThreadCount::default()),
+        way: Way::Thread,
+    };
+    let notifier = Notifier::new();
+    for _ in 0..1000 {
+        notifier.notify(&call);
+    }
+    drop(call);
+    // What was asked for while it waited is one more write, or none.
+    let mut all = Vec::new();
+    other.read_to_end(&mut all).unwrap();
+    assert!([filled + 8, filled + 16].contains(&all.len()));
 }
 
 #[test]

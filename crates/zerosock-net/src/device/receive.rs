@@ -229,7 +229,9 @@ impl Receiver {
             return Ok(true);
         }
         let stored = room.len();
-        if let Some(chain) = ring.pop_single(&mut self.singles) {
+        let popped = ring.pop_single(&mut self.singles);
+        self.singles.clear();
+        if let Some(chain) = popped {
             self.room += chain.writable_len() as usize;
             self.window.push_back(chain);
         }

@@ -257,3 +257,65 @@ fn a_message_moves_no_more_than_a_turn() {
     assert!((1..=(1 << 20) + LONG).contains(&moved), "{moved}");
     server.shutdown();
 }
+
+/// A back-end with a frame that is longer than any frame may be, and then one that is not.
+struct TooLong(u32);
+
+impl Backend for TooLong {
+    type Message = Never;
+
+    fn may_have_answers(&self) -> bool {
+        true
+    }
+
+    fn next_len(&mut self, _: usize) -> Option<usize> {
+        (self.0 < 2).then_some(LONG)
+    }
+
+    fn receive(
+        &mut self,
+        _: usize,
+        _: &mut Header,
+        slices: &[GuestSlice<'_>],
+        _: &mut [u8],
+    ) -> Result<usize, FrameError> {
+        self.0 += 1;
+        match self.0 {
+            1 => Ok(4 * LONG),
+            2 => Ok(slices[0].write(0, &plain(100, 3))),
+            _ => Err(FrameError::NotNow),
+        }
+    }
+
+    fn send(&mut self, _: usize, _: &Frame<'_>, _: u64, _: Instant) -> Result<Sent, FrameError> {
+        self.0 = 0;
+        Ok(Sent::Done)
+    }
+
+    fn on_message(&mut self, message: Never, _: Instant, _: &mut NetStats) -> bool {
+        match message {}
+    }
+
+    fn undeliverable(message: Never, _: &mut Outbox<Never>) {
+        match message {}
+    }
+}
+
+/// Its chain was popped; chains that were read ahead with it are used after it.
+#[test]
+fn the_chain_of_a_frame_that_is_too_long_is_used_next() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("net");
+    let server = serve(&socket, None, TooLong(2));
+    let mut driver = Driver::attach(&socket, 0, 2);
+    driver.post(0, &[2048]);
+    let first = driver.last_buffer();
+    driver.post_many(0, 9, 2048);
+    driver.send(0, &Header::default(), &plain(60, 0), &[]);
+    let (chain, _) = driver.wait_used(0, DEADLINE).expect("a frame");
+    assert_eq!(chain, [(first, 2048)]);
+    wait_until("the long one is counted", || {
+        server.stats()[0].1.rx_no_room == 1
+    });
+    server.shutdown();
+}

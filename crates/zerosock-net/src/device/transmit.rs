@@ -62,10 +62,13 @@ impl Transmitter {
             true => HEADER_LEN,
             false => usize::MAX,
         };
-        ring.read_singles(&mut self.singles, BURST, false, bytes);
+        self.singles.clear();
         for index in 0..BURST {
             if tally.tx_bytes >= end {
                 return Ok(true);
+            }
+            if self.singles.front().is_none() {
+                ring.read_singles(&mut self.singles, BURST - index, false, bytes);
             }
             let number = self.first.wrapping_add(self.held.len() as u64);
             let (sent, chain) = match self.singles.front() {

@@ -219,10 +219,9 @@ impl<B: Backend> SteppedServer<B> {
     pub fn shutdown(mut self) {
         let control = self.control;
         let ending = std::thread::spawn(move || control.shutdown());
-        while !ending.is_finished() {
-            // After an error the control thread gives up by itself.
-            let _ = self.worker.step(Some(Duration::from_millis(1)));
-        }
+        let turn = Some(Duration::from_millis(1));
+        // After an error the control thread gives up by itself.
+        while !ending.is_finished() && matches!(self.worker.step(turn), Ok(true)) {}
     }
 }
 

@@ -20,7 +20,8 @@ pub enum CloseOutcome {
     /// Every accepted send succeeded or was reported as failed, and every buffer is free. The peer
     /// of a stream reads all of it, and then end of file.
     Whole,
-    /// The timeout ended before that.
+    /// The timeout ended before that, or a buffer is held that is no longer waited for
+    /// ([`Sender::is_quiet`]).
     TimedOut,
     /// An earlier send of the stream failed, was cancelled, or exceeded
     /// [`SenderBuilder::limit`](super::SenderBuilder::limit) (ETIMEDOUT).
@@ -50,8 +51,8 @@ pub struct Closed<B: Stable = Buf> {
     pub notifications: Vec<Notification>,
     /// Completions that the application had not taken, if the sender keeps any.
     pub completions: Vec<Completion>,
-    /// Number of buffers that the kernel still reads. They are freed, not returned, when it no
-    /// longer does.
+    /// Number of buffers that the kernel still reads, or may read. They are freed, not returned, when it
+    /// no longer does; see [`Sender::is_quiet`] for one of which that is not known.
     pub held: usize,
 }
 
@@ -158,6 +159,7 @@ impl<B: Stable> Sender<B> {
     pub(super) fn end(&mut self, waited: io::Result<bool>) -> Closed<B> {
         let outcome = match (self.queue.broken, waited) {
             (Some(code), _) => CloseOutcome::Broken(in_flight::error(code)),
+            (None, Ok(true)) if self.holds_buffer() => CloseOutcome::TimedOut,
             (None, Ok(true)) if self.queue.cork.accepting => CloseOutcome::Corked,
             (None, Ok(true)) => CloseOutcome::Whole,
             (None, Ok(false)) => CloseOutcome::TimedOut,
@@ -198,7 +200,7 @@ impl<B: Stable> Sender<B> {
         self.queue.release_kept_for_caller();
         let why = match self.queue.broken {
             Some(code) => KeepReason::Broken(in_flight::error(code)),
-            None if !self.is_quiet() => KeepReason::Busy,
+            None if !self.is_quiet() || self.holds_buffer() => KeepReason::Busy,
             None if self.queue.cork.accepting => KeepReason::Corked,
             // The sender closes its own descriptor when it is dropped.
             None => match self.socket().try_clone_to_owned() {

@@ -430,9 +430,9 @@ impl<B: Stable> SendQueue<B> {
         self.queued.is_empty() && self.retries.is_empty() && self.open == 0
     }
 
-    /// Whether every send is finished and every buffer free.
+    /// Whether every send is finished and every buffer free, except one in doubt.
     pub(super) fn is_quiet(&self) -> bool {
-        self.is_handed_over() && self.zc_socket.busy_places() == 0 && !self.cork.is_keeping()
+        self.is_handed_over() && self.zc_socket.is_drained() && !self.cork.is_keeping()
     }
 
     /// Whether the socket must become writable before the next request.

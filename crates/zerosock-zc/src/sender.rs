@@ -461,14 +461,20 @@ impl<B: Stable> Sender<B> {
         Ok(())
     }
 
-    /// Flushes every slot and waits until every buffer is free, or for `timeout`. Returns whether
-    /// all are.
+    /// Flushes every slot and waits until the sender [is quiet](Self::is_quiet), or for `timeout`.
+    /// Returns whether every buffer is free.
     ///
     /// # Errors
     /// The error of a system call.
     pub fn finish(&mut self, timeout: Option<Duration>) -> io::Result<bool> {
         self.flush_all();
-        self.wait_until(timeout, Self::is_quiet)
+        let quiet = self.wait_until(timeout, Self::is_quiet)?;
+        Ok(quiet && !self.holds_buffer())
+    }
+
+    /// Whether the kernel reads a buffer, or may read one.
+    pub(super) fn holds_buffer(&self) -> bool {
+        self.queue.zc_socket.busy_places() > 0
     }
 
     /// Waits until `done`, or for `timeout`. Returns whether it is done.
@@ -518,7 +524,9 @@ impl<B: Stable> Sender<B> {
 
     /// The time after which the sender must be polled, without regard to late sends.
     fn poll_timeout(&self) -> Option<Duration> {
-        self.queue.awaits_pieces().then_some(KEPT_PIECES_TIMEOUT)
+        let pieces = self.queue.awaits_pieces().then_some(KEPT_PIECES_TIMEOUT);
+        let doubt = self.queue.zc_socket.poll_timeout();
+        pieces.into_iter().chain(doubt).min()
     }
 
     /// Whether nothing more is accepted because a send failed.
@@ -527,6 +535,11 @@ impl<B: Stable> Sender<B> {
     }
 
     /// Whether every send is finished and every buffer free.
+    ///
+    /// There is one exception: over the error queue, a datagram can fail such that it cannot be known
+    /// whether the kernel still reads the buffer. If the kernel has not told within a second, nothing waits
+    /// for that buffer any longer, but it is not returned until the kernel does tell. If the sender is
+    /// dropped before, it is leaked.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
         self.queue.is_quiet()
@@ -592,9 +605,10 @@ impl<B: Stable> Sender<B> {
     }
 
     /// The time after which an event loop must call [`poll`](Self::poll) without an event on the
-    /// descriptor; usually none. There are two cases: a [limit](SenderBuilder::limit), until the oldest
-    /// send is late; and pieces of an incomplete datagram, which are released by polling
-    /// ([`Outgoing::more`]).
+    /// descriptor; usually none. There are three cases: a [limit](SenderBuilder::limit), until the oldest
+    /// send is late; pieces of an incomplete datagram, which are released by polling
+    /// ([`Outgoing::more`]); and a failed datagram whose buffer the kernel may still read
+    /// ([`is_quiet`](Self::is_quiet)).
     #[must_use]
     pub fn next_timeout(&self) -> Option<Duration> {
         let poll_timeout = self.poll_timeout();

@@ -255,7 +255,12 @@ impl<B: Stable> SharedSender<B> {
     /// As there.
     pub fn finish(&self, timeout: Option<Duration>) -> io::Result<bool> {
         self.with(|sender| sender.flush_all());
-        self.sleep(timeout, |sender| sender.is_quiet())
+        let holds_buffer = Cell::new(true);
+        let quiet = self.sleep(timeout, |sender| {
+            holds_buffer.set(sender.holds_buffer());
+            sender.is_quiet()
+        })?;
+        Ok(quiet && !holds_buffer.get())
     }
 
     /// As [`Sender::cancel`].

@@ -130,7 +130,7 @@ impl<B: Stable> AsyncSender<B> {
         .await
     }
 
-    /// Flushes every slot and waits until every buffer is free.
+    /// Flushes every slot and waits until the sender [is quiet](Sender::is_quiet).
     ///
     /// # Errors
     /// What the kernel answers.

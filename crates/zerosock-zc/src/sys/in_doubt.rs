@@ -10,12 +10,56 @@
 //! While it is in doubt, the buffer of the failed datagram stays in its place, and all other sends
 //! are copied. The doubt ends when the id is reported, or when the socket has no unreported id: each
 //! charges its option memory until its report is read. If something else is charged there, such as
-//! a filter or a multicast group, and the datagram took no id, the doubt lasts until the socket is
-//! closed, and the buffer is never freed.
+//! a filter or a multicast group, and the datagram took no id, that would never be so. A doubt that has
+//! lasted for [`PATIENCE`], with no other id unreported, therefore keeps nothing waiting: the socket
+//! counts as drained, and once it is dropped, its descriptor is closed and the buffer is leaked
+//! ([`leaked_buffers`]), because the kernel may read it.
 #![allow(unsafe_code)]
 
 use std::mem;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::requests::RequestId;
+
+/// How long the report of an id in doubt is waited for.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// The time between two attempts to end a doubt: the socket signals no event when it has no more ids.
+pub(super) const TURN: Duration = Duration::from_millis(20);
+
+/// A failed send that may have taken an id.
+pub(super) struct Doubt {
+    pub(super) request: RequestId,
+    since: Instant,
+}
+
+impl Doubt {
+    pub(super) fn new(request: RequestId) -> Self {
+        let since = Instant::now();
+        Self { request, since }
+    }
+
+    /// Whether its report is no longer waited for.
+    pub(super) fn is_lasting(&self) -> bool {
+        self.since.elapsed() >= PATIENCE
+    }
+}
+
+static LEAKED: AtomicU64 = AtomicU64::new(0);
+
+/// Number of buffers that this process has leaked, because the socket was dropped while it was in doubt
+/// whether the kernel reads them.
+#[must_use]
+pub fn leaked_buffers() -> u64 {
+    LEAKED.load(Ordering::Relaxed)
+}
+
+/// Leaks the buffer of a send in doubt.
+pub(super) fn leak<B>(buffer: B) {
+    mem::forget(buffer);
+    LEAKED.fetch_add(1, Ordering::Relaxed);
+}
 
 /// An upper bound of a datagram's length, in bytes: a longer one fails before it takes an id.
 const MAX_DATAGRAM: usize = 0xffff;

@@ -42,6 +42,7 @@ pub use address::SocketAddress;
 pub use buffers::{Buf, Mapped};
 pub(crate) use error_queue::read_ranges;
 pub use file::{FileMap, FilePart};
+pub use in_doubt::leaked_buffers;
 pub(crate) use in_doubt::option_memory;
 pub use places::Key;
 pub use pool::{Pool, PoolBuf};

@@ -77,6 +77,11 @@ impl NotificationIds {
         last.is_some_and(|&(id, _)| id == self.next.wrapping_sub(1))
     }
 
+    /// Whether the last id that was assigned is the only one that has not been reported.
+    pub(super) fn is_only_last_outstanding(&self) -> bool {
+        self.outstanding.len() == 1 && self.is_last_outstanding()
+    }
+
     /// Withdraws the last id, which is outstanding: its request did not take it.
     pub(super) fn withdraw_last(&mut self) {
         if self.outstanding.pop_back().is_some() {
@@ -149,11 +154,12 @@ mod tests {
     #[test]
     fn the_last_id_can_be_withdrawn_until_it_is_reported() {
         let mut ids = ids(u32::MAX, &[10, 11]);
-        assert!(ids.is_last_outstanding());
+        assert!(ids.is_last_outstanding() && !ids.is_only_last_outstanding());
         ids.withdraw_last();
         assert_eq!(completed(&mut ids, u32::MAX, u32::MAX), [10]);
-        assert!(!ids.is_last_outstanding());
+        assert!(!ids.is_last_outstanding() && !ids.is_only_last_outstanding());
         ids.assign(RequestId(12));
+        assert!(ids.is_only_last_outstanding());
         assert_eq!(completed(&mut ids, 0, 0), [12], "the withdrawn id");
     }
 

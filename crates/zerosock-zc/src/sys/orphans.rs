@@ -2,7 +2,8 @@
 //!
 //! Those buffers must not be freed: the kernel would send what is stored there next. One thread,
 //! which exists only while there are such buffers, waits for the kernel and frees them. If it
-//! cannot be started, they are leaked.
+//! cannot be started, they are leaked. So is a buffer of which the kernel does not tell whether it reads
+//! it (`in_doubt`).
 //!
 //! Dropping a buffer can run code of the application. It may panic, which affects that buffer
 //! alone, and it may drop another `ZcSocket`, which adds that one here: no lock is held meanwhile.

@@ -113,6 +113,13 @@ impl<B> Places<B> {
         buffers.find_map(Option::take).is_some()
     }
 
+    /// Takes the buffers out of the busy places, which the kernel may read: they must not be freed.
+    pub(super) fn take_busy(&mut self) -> impl Iterator<Item = B> {
+        let is_busy = |place: &&mut Place<B>| place.results > 0 || place.notifications > 0;
+        let busy = self.places.iter_mut().filter(is_busy);
+        busy.filter_map(|place| place.buffer.take())
+    }
+
     /// Whether a result is pending.
     pub(super) fn has_requests(&self) -> bool {
         self.places.iter().any(|place| place.results > 0)

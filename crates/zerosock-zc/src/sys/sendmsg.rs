@@ -17,10 +17,10 @@ use rustix::net::sockopt;
 
 use super::error_queue::{BATCH, ErrorQueue, ReportedRange};
 use super::first_id::{ErrorQueueClaim, has_sent_nothing, probe};
-use super::in_doubt::{has_no_unreported_id, may_have_taken_id, sockopt_is_set};
+use super::in_doubt::{Doubt, TURN, has_no_unreported_id, may_have_taken_id, sockopt_is_set};
 use super::notification_ids::NotificationIds;
 use super::places::header;
-use super::requests::{GatherRules, NotificationDue, RequestId};
+use super::requests::{GatherRules, NotificationDue};
 use super::socket_state::SocketState;
 use super::{Key, NotStarted, SendMode, SocketAddress, SocketKind, Stable, Started, Submission};
 
@@ -41,7 +41,7 @@ pub(super) struct SendmsgBackend {
     unmatched: Vec<ReportedRange>,
     kind: SocketKind,
     /// A send that failed and may have taken the last id of `ids`. All later ones are copied.
-    in_doubt: Option<RequestId>,
+    in_doubt: Option<Doubt>,
     /// The socket is UDP: a send can fail after it took an id.
     datagrams: bool,
     /// The last send had MSG_MORE.
@@ -140,7 +140,7 @@ impl SendmsgBackend {
                     // An error drops the collected pieces.
                     self.corked = false;
                     self.ids.assign(id);
-                    self.in_doubt = Some(id);
+                    self.in_doubt = Some(Doubt::new(id));
                     state.requests.expect_notification(&mut state.places, id);
                     self.resolve_doubt(state);
                 }
@@ -245,10 +245,16 @@ impl SendmsgBackend {
             PollFlags::empty()
         };
         let mut descriptors = [PollFd::new(&state.socket, wanted)];
+        let turn = self.only_doubt_left().map(|_| TURN);
+        let timeout = timeout.into_iter().chain(turn).min();
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         state.system_calls += 1;
         match poll(&mut descriptors, timeout.as_ref()) {
-            Ok(0) | Err(rustix::io::Errno::INTR) => return Ok(()),
+            Ok(0) => {
+                self.resolve_doubt(state);
+                return Ok(());
+            }
+            Err(rustix::io::Errno::INTR) => return Ok(()),
             Ok(_) => {}
             Err(error) => return Err(error.into()),
         }
@@ -322,7 +328,7 @@ impl SendmsgBackend {
     /// Ends the doubt about a failed send if that is possible now: its id was reported, or the socket
     /// has no unreported id at all.
     fn resolve_doubt<B>(&mut self, state: &mut SocketState<B>) {
-        let Some(request) = self.in_doubt else {
+        let Some(Doubt { request, .. }) = self.in_doubt else {
             return;
         };
         if !self.read_until_empty(state) {
@@ -336,6 +342,12 @@ impl SendmsgBackend {
             state.requests.notified(&mut state.places, request, false);
         }
         self.in_doubt = None;
+    }
+
+    /// The doubt about a failed send, if nothing else is pending.
+    pub(super) fn only_doubt_left(&self) -> Option<&Doubt> {
+        let doubt = self.in_doubt.as_ref();
+        doubt.filter(|_| self.ids.is_only_last_outstanding())
     }
 
     /// Reads the error queue until it is empty, or [`MAX_READS`] times.

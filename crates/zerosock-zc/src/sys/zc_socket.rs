@@ -6,6 +6,7 @@ use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use super::in_doubt::{self, Doubt};
 use super::places::Places;
 use super::requests::Requests;
 use super::sendmsg::SendmsgBackend;
@@ -234,7 +235,8 @@ impl<B: Stable> ZcSocket<B> {
     }
 
     /// Submits, and waits for an event, for a writable socket after WouldBlock of a call, or for
-    /// `timeout`. Returns at once if nothing is pending. A signal ends the wait early.
+    /// `timeout`. Returns at once if nothing is pending. A signal ends the wait early, and so does a failed
+    /// datagram whose notification is the only one pending and may never come.
     ///
     /// # Errors
     /// Errors of io_uring_enter(2), or poll(2) and recvmmsg(2).
@@ -254,6 +256,22 @@ impl<B: Stable> ZcSocket<B> {
     #[must_use]
     pub fn busy_places(&self) -> u32 {
         self.inner.state.places.busy
+    }
+
+    /// Whether no result or notification is pending, except possibly the notification of a failed datagram
+    /// that may never come: it is not waited for longer than a second. Its place stays busy.
+    #[must_use]
+    pub fn is_drained(&self) -> bool {
+        self.busy_places() == 0 || self.inner.only_doubt_left().is_some_and(Doubt::is_lasting)
+    }
+
+    /// The time after which [`reap`](Self::reap) is to be called without an event: while only the
+    /// notification of a failed datagram is pending that may never come, until
+    /// [`is_drained`](Self::is_drained).
+    #[must_use]
+    pub fn poll_timeout(&self) -> Option<Duration> {
+        let doubt = self.inner.only_doubt_left()?;
+        (!doubt.is_lasting()).then_some(in_doubt::TURN)
     }
 
     /// Number of pending notifications of requests that took bytes, counted for each place of a
@@ -376,6 +394,14 @@ impl<B: Stable> Drop for ZcSocket<B> {
 }
 
 impl<B> Inner<B> {
+    /// The doubt about a failed datagram, if nothing else is pending.
+    fn only_doubt_left(&self) -> Option<&Doubt> {
+        match &self.implementation {
+            BackendImpl::Uring(_) => None,
+            BackendImpl::Sendmsg(sendmsg) => sendmsg.only_doubt_left(),
+        }
+    }
+
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.implementation {
             BackendImpl::Uring(uring) => uring.as_fd(),
@@ -399,7 +425,11 @@ impl<B: Stable> orphans::Orphan for Inner<B> {
             BackendImpl::Uring(uring) => uring.continue_shutdown(state),
             BackendImpl::Sendmsg(sendmsg) => sendmsg.reap_all(state),
         }
-        state.places.busy == 0
+        if self.only_doubt_left().is_some_and(Doubt::is_lasting) {
+            self.state.places.take_busy().for_each(in_doubt::leak);
+            return true;
+        }
+        self.state.places.busy == 0
     }
 
     fn free_one(&mut self) -> bool {

@@ -14,7 +14,8 @@
 //! # Invariants
 //! A buffer leaves its place only when neither a result nor a notification for it is pending. A
 //! `ZcSocket` that is dropped before that is moved with its buffers to a thread that waits for the
-//! kernel (`orphans`); if that thread cannot be started, the buffers are leaked.
+//! kernel (`orphans`); if that thread cannot be started, the buffers are leaked, and so is a buffer of
+//! which the kernel never tells whether it reads it (`in_doubt`).
 
 mod address;
 mod arenas;

@@ -3,7 +3,7 @@
 //! # Invariants
 //! Places are allocated once and never move: a request refers to the address in its place. A place
 //! counts its pending results and notifications, and its buffer can be taken out only when there
-//! are none.
+//! are none; `take_busy` takes it out to leak it.
 #![allow(unsafe_code)]
 
 use super::SocketAddress;

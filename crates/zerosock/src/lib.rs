@@ -75,13 +75,17 @@
 //! }
 //! ```
 //!
+//! A write waits while the peer has a window of bytes unread (256 KiB by default). So a program that sends more to a
+//! server that answers as it reads has to read at the same time: in another thread, through `&stream`, or by
+//! non-blocking calls.
+//!
 //! # What drives an endpoint
 //!
 //! No thread of the library moves packets. The calls of a program do: each call on a socket (`accept`, `recv`,
 //! `read`, `write`, `connect`) first drives its endpoint, and a call that waits drives all sockets of the endpoint
 //! until it returns. Any number of threads may call at the same time; one of them drives. While no call is under
-//! way, peers wait: nothing is accepted, acknowledged or received, and bytes written last may not have reached the
-//! peer yet. So a program
+//! way, peers wait: no process can attach, nothing is accepted, acknowledged or received, and bytes written last may not
+//! have reached the peer yet. So a program
 //!
 //! - keeps a thread in a call that waits, as the loop over [`incoming`](vsock::Listener::incoming) above does; or
 //! - calls [`Host::drive`](vsock::Host::drive) or [`Endpoint::drive`](vsock::Endpoint::drive) regularly while it
@@ -113,6 +117,7 @@
 //! let mut streams = Vec::new();
 //! // With mio: registry.register(&mut SourceFd(&db.as_raw_fd()), Token(0), Interest::READABLE)?
 //! # let _theirs = web.begin_connect(Address::new(db.cid(), Port::new(1)))?;
+//! // `db` is an `Endpoint`; a `Host` has a descriptor, too.
 //! loop {
 //!     // What is ready now, by key. When that is nothing, the descriptor is armed.
 //!     let ready = poller.poll()?;

@@ -282,7 +282,8 @@ impl Host {
     }
 
     /// Takes in received packets and runs due timers, without blocking. Only for programs that do
-    /// not call their sockets for long.
+    /// not call their sockets for long. One that has no sockets, because it only joins VMs and processes
+    /// to each other, is a [`Daemon`](crate::daemon::Daemon).
     ///
     /// # Errors
     /// `ConnectionAborted` when the backend has failed.
@@ -443,8 +444,8 @@ impl HostBuilder {
         self
     }
 
-    /// Binds the sockets and starts. When this returns, VMMs may connect; they are answered while
-    /// the host is driven.
+    /// Binds the sockets and starts. When this returns, VMMs and processes may connect; they are
+    /// answered while the host is driven.
     ///
     /// # Errors
     /// [`StartError`].

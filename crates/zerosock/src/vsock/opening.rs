@@ -132,6 +132,9 @@ impl Endpoint {
 
     /// Attaches at an attach socket, with any CID and the default settings.
     ///
+    /// Waits until the host has answered, without a time limit. A `Host` answers only while it is driven: attach in
+    /// another thread than the one that is to drive it.
+    ///
     /// # Errors
     /// See [`OpenError`].
     pub fn attach(path: impl AsRef<Path>) -> Result<Endpoint, OpenError> {
@@ -277,6 +280,9 @@ impl EndpointBuilder {
     /// Attaches at the attach socket of `zerosock serve`, or of a `Host`, which assigns a CID and a
     /// device. Both, and the name, are free again when the endpoint and its sockets are dropped or
     /// the process dies.
+    ///
+    /// Waits until the host has answered, without a time limit. A `Host` answers only while it is driven: attach in
+    /// another thread than the one that is to drive it.
     ///
     /// # Errors
     /// See [`OpenError`].

@@ -366,8 +366,8 @@ impl<'a> Loan<'a> {
     ///
     /// # Errors
     /// The connection has ended, or this direction was shut down; [`StreamError::Revoked`];
-    /// `WouldBlock` or `TimedOut` without a buffer: [`try_send`](Self::try_send) keeps the bytes
-    /// then.
+    /// `WouldBlock` or `TimedOut` without a buffer: part of a private loan may have been sent then, and
+    /// [`try_send`](Self::try_send) keeps the rest.
     pub fn send(self) -> io::Result<usize> {
         self.try_send().map_err(|(error, _)| error)
     }

@@ -64,6 +64,9 @@ use buffered::ReadAhead;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
+/// A process that ends without dropping its streams, as by `process::exit`, resets them: the peer reads what was
+/// sent, and then a reset instead of the end.
+///
 /// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 pub struct Stream {
     pub(super) conn: Connection,

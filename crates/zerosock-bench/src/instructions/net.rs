@@ -5,7 +5,6 @@
 
 use std::cell::RefCell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,7 +14,7 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, eventfd};
 use zerosock_net::backend::{Backend, Frame, FrameError, Never, Sent};
 use zerosock_net::interface::{Interface, InterfaceConfig, Repr};
-use zerosock_net::server::{GuestConfig, Limits, SteppedServer};
+use zerosock_net::server::SteppedServer;
 use zerosock_net::stats::NetStats;
 use zerosock_proto::Instant;
 use zerosock_proto::wire::net::Header;
@@ -23,6 +22,7 @@ use zerosock_ring::GuestSlice;
 use zerosock_virtio::outbox::Outbox;
 
 use super::scenario::{ROUND, Side, end_scenario, run_scenario};
+use crate::tables::net::rings;
 
 /// Lengths of frames: those of the rows "rings" of the table `net`.
 const LENGTHS: [usize; 2] = [64, 1500];
@@ -136,20 +136,7 @@ fn run_length(path: &Path, len: usize) {
         len,
         orders: Arc::clone(&orders),
     };
-    let guest = GuestConfig {
-        name: format!("net-{len}"),
-        listener: UnixListener::bind(path).expect("a socket"),
-        mac: None,
-        mac_filter: false,
-        mtu: None,
-        sealed_memory: true,
-        limits: Limits {
-            descriptors: 256,
-            numbers: 512,
-            mapped: 1 << 30,
-            mapped_each: 1 << 30,
-        },
-    };
+    let guest = rings::guest(path).expect("a socket");
     let server = RefCell::new(SteppedServer::start(guest, store).expect("a device"));
     let step = |wait| server.borrow_mut().step(wait).expect("a running device");
     let at = path.to_owned();

@@ -13,7 +13,7 @@ mod link;
 mod nic;
 mod pair;
 mod passt;
-mod rings;
+pub(crate) mod rings;
 
 use std::fmt::Display;
 

@@ -2,6 +2,7 @@
 //! receives them again from the same device, or from a second one behind it.
 
 use std::hint::black_box;
+use std::io;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -111,26 +112,28 @@ fn ours(course: Course, size: usize, settings: &Settings, cores: Cores) -> Resul
     result
 }
 
+/// A guest at this socket, without limits that matter.
+pub(crate) fn guest(path: &Path) -> io::Result<GuestConfig> {
+    Ok(GuestConfig {
+        name: path.display().to_string(),
+        listener: UnixListener::bind(path)?,
+        mac: None,
+        mac_filter: false,
+        mtu: None,
+        sealed_memory: true,
+        limits: Limits {
+            descriptors: 256,
+            numbers: 512,
+            mapped: 1 << 30,
+            mapped_each: 1 << 30,
+        },
+    })
+}
+
 fn serve(course: Course, sockets: &[PathBuf]) -> Result<Server, String> {
-    let guest = |path: &PathBuf| {
-        Ok(GuestConfig {
-            name: path.display().to_string(),
-            listener: UnixListener::bind(path).map_err(line)?,
-            mac: None,
-            mac_filter: false,
-            mtu: None,
-            sealed_memory: true,
-            limits: Limits {
-                descriptors: 256,
-                numbers: 512,
-                mapped: 1 << 30,
-                mapped_each: 1 << 30,
-            },
-        })
-    };
     let mut guests = sockets
         .iter()
-        .map(guest)
+        .map(|path| guest(path).map_err(line))
         .collect::<Result<Vec<_>, String>>()?;
     // Longer than any pause of the driver.
     let spin = Duration::from_secs(1);

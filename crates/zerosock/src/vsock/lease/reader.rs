@@ -264,15 +264,8 @@ impl<'l> LeaseReader<'l> {
         if let Some(bytes) = self.as_slice() {
             return look(bytes);
         }
-        if let BufferPlace::InPlace {
-            memory,
-            pieces,
-            offset,
-        } = &self.body.place
-            && self.entered
-        {
-            let mut slices = SliceBuf::<PIECES>::new();
-            memory.slices(pieces, *offset, self.body.len, &mut slices);
+        if self.entered {
+            let slices = self.slices(self.body.len);
             slices.iter().for_each(|slice| slice.windows(&mut look));
         }
     }
@@ -292,17 +285,21 @@ impl<'l> LeaseReader<'l> {
         if let Some(bytes) = self.private() {
             return Ok(rustix::io::writev(fd, &[IoSlice::new(bytes)])?);
         }
-        let BufferPlace::InPlace {
+        zerosock_sys::write_slices(fd.as_fd(), &self.slices(self.body.len))
+    }
+
+    /// The first `len` bytes where they lie; none for bytes that were copied.
+    fn slices(&self, len: usize) -> SliceBuf<'_, PIECES> {
+        let mut slices = SliceBuf::new();
+        if let BufferPlace::InPlace {
             memory,
             pieces,
             offset,
         } = &self.body.place
-        else {
-            return Ok(0);
-        };
-        let mut slices = SliceBuf::<PIECES>::new();
-        memory.slices(pieces, *offset, self.body.len, &mut slices);
-        zerosock_sys::write_slices(fd.as_fd(), &slices)
+        {
+            memory.slices(pieces, *offset, len, &mut slices);
+        }
+        slices
     }
 
     /// The address of the first byte, to check that it lies where the peer wrote it.
@@ -310,16 +307,7 @@ impl<'l> LeaseReader<'l> {
         if let Some(bytes) = self.private() {
             return bytes.as_ptr();
         }
-        let BufferPlace::InPlace {
-            memory,
-            pieces,
-            offset,
-        } = &self.body.place
-        else {
-            return std::ptr::null();
-        };
-        let mut slices = SliceBuf::<PIECES>::new();
-        memory.slices(pieces, *offset, 1, &mut slices);
+        let slices = self.slices(1);
         slices
             .first()
             .map_or(std::ptr::null(), |slice| slice.as_ptr().cast_const())

@@ -1,16 +1,21 @@
-//! Finding a Unix socket by its path before connecting to it.
+//! Finding a Unix socket by its path before connecting to it, and connecting within a time limit.
 //!
 //! # Invariants
 //! - A symbolic link of another user is not followed: it could lead to a file system with a server that
 //!   does not answer.
-//! - No call here asks the server of the file that it finds.
+//! - [`find`] does not ask the server of the file that it finds.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
+use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatxFlags, openat, statx};
-use rustix::net::SocketAddrUnix;
+use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_to, socket_with,
+};
 
 /// The address of a socket file, valid while this exists.
 #[derive(Debug)]
@@ -60,5 +65,25 @@ pub fn find(path: &Path) -> io::Result<Found> {
             Err(io::Error::new(io::ErrorKind::PermissionDenied, text))
         }
         _ => Err(io::ErrorKind::ConnectionRefused.into()),
+    }
+}
+
+/// Connects a new socket to the server at `path`, which is trusted, within `timeout`.
+///
+/// # Errors
+/// `TimedOut` if the server accepts no connection, and those of socket(2) and connect(2).
+pub fn connect(path: &Path, kind: SocketType, timeout: Duration) -> io::Result<OwnedFd> {
+    let address = SocketAddrUnix::new(path)?;
+    let socket = socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
+    // Bounds connect(2) to a server with a full backlog. Zero would mean no limit to the kernel.
+    let timeout = timeout.max(Duration::from_millis(1));
+    set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
+    match connect_to(&socket, &address) {
+        Ok(()) => Ok(socket),
+        Err(Errno::AGAIN) => {
+            let text = "the server accepts no connection: its backlog is full";
+            Err(io::Error::new(io::ErrorKind::TimedOut, text))
+        }
+        Err(error) => Err(error.into()),
     }
 }

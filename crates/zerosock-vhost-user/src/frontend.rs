@@ -2,7 +2,8 @@
 //!
 //! A [`Frontend`] is one connected control socket. Every call sends one request. It returns when
 //! the request is answered or, if the protocol has no answer to it, when the request is written to
-//! the socket. Each call ends within the time-out given at [`Frontend::connect`].
+//! the socket. Each call ends within the time-out given at [`Frontend::connect`], and before the deadline of
+//! [`Frontend::set_deadline`] if there is one.
 //!
 //! # Invariants
 //!
@@ -21,12 +22,13 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::SocketType;
 use vhost::vhost_user::message::{
     FrontendReq, MAX_ATTACHED_FD_ENTRIES, MAX_MSG_SIZE, VhostUserProtocolFeatures,
     VhostUserVirtioFeatures,
 };
 use zerosock_ring::RegionConfig;
-use zerosock_sys::fd_passing;
+use zerosock_sys::{fd_passing, socket_path};
 
 pub use self::shared::{Plan, QueueEventFds, SharedMemory, SharedMemoryError};
 
@@ -58,7 +60,9 @@ pub enum FrontendError {
     #[error("the vhost-user device closed its control socket")]
     Closed,
     /// The device gave no answer within the time-out.
-    #[error("the vhost-user device did not answer {request} in time")]
+    #[error(
+        "the vhost-user device did not answer {request} in time: its program is stopped, or no thread drives it"
+    )]
     TimedOut {
         /// The request's name.
         request: &'static str,
@@ -105,18 +109,22 @@ pub struct VringAddr {
 pub struct Frontend {
     socket: UnixStream,
     timeout: Duration,
+    /// The end of the time for several requests together.
+    deadline: Option<Instant>,
     /// Whether REPLY_ACK is negotiated. Then every request is answered.
     reply_ack: bool,
 }
 
 impl Frontend {
-    /// Connects to the device's control socket. `timeout` bounds each later call.
+    /// Connects to the device's control socket. `timeout` bounds this and each later call.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Frontend, FrontendError> {
-        let socket = UnixStream::connect(path).map_err(|source| FrontendError::Connect {
-            path: path.display().to_string(),
-            source,
+        let socket = socket_path::connect(path, SocketType::STREAM, timeout).map_err(|source| {
+            FrontendError::Connect {
+                path: path.display().to_string(),
+                source,
+            }
         })?;
-        Frontend::from_stream(socket, timeout)
+        Frontend::from_stream(socket.into(), timeout)
     }
 
     /// Uses a control socket that is connected already.
@@ -125,8 +133,20 @@ impl Frontend {
         Ok(Frontend {
             socket,
             timeout,
+            deadline: None,
             reply_ack: false,
         })
+    }
+
+    /// Sets a time at which calls end at the latest, until this is called again.
+    pub fn set_deadline(&mut self, deadline: Option<Instant>) {
+        self.deadline = deadline;
+    }
+
+    /// The time at which a call that begins now has to end; `None` if the clock cannot represent it.
+    fn call_deadline(&self) -> Option<Instant> {
+        let own = Instant::now().checked_add(self.timeout);
+        own.into_iter().chain(self.deadline).min()
     }
 
     /// GET_FEATURES: the virtio features that the device offers, including
@@ -454,7 +474,7 @@ impl Frontend {
         mut bytes: &[u8],
         fds: &[BorrowedFd<'_>],
     ) -> Result<(), FrontendError> {
-        let deadline = Instant::now() + self.timeout;
+        let deadline = self.call_deadline();
         let mut fds = fds;
         while !bytes.is_empty() {
             match fd_passing::send(self.socket.as_fd(), &[IoSlice::new(bytes)], fds) {
@@ -471,7 +491,7 @@ impl Frontend {
 
     /// Receives the reply to `request`, exactly `out.len()` bytes of payload.
     fn receive_reply(&mut self, request: FrontendReq, out: &mut [u8]) -> Result<(), FrontendError> {
-        let deadline = Instant::now() + self.timeout;
+        let deadline = self.call_deadline();
         let mut header = [0u8; HEADER_LEN];
         self.receive_exact(request, &mut header, deadline)?;
         let (code, flags, size) = (ne_u32(&header, 0), ne_u32(&header, 4), ne_u32(&header, 8));
@@ -492,7 +512,7 @@ impl Frontend {
         &mut self,
         request: FrontendReq,
         mut out: &mut [u8],
-        deadline: Instant,
+        deadline: Option<Instant>,
     ) -> Result<(), FrontendError> {
         // No expected reply carries descriptors; dropping the vector closes any that come.
         let mut unwanted = Vec::new();
@@ -514,7 +534,7 @@ impl Frontend {
         &self,
         error: io::Error,
         flags: PollFlags,
-        deadline: Instant,
+        deadline: Option<Instant>,
         request: &'static str,
     ) -> Result<(), FrontendError> {
         match error.kind() {
@@ -525,10 +545,11 @@ impl Frontend {
             }
             _ => return Err(error.into()),
         }
-        let left = deadline.saturating_duration_since(Instant::now());
+        let left = deadline.map(|end| end.saturating_duration_since(Instant::now()));
+        let left = left.and_then(|left| Timespec::try_from(left).ok());
         let mut fds = [PollFd::new(&self.socket, flags)];
         // A time-out too long for a timespec is no time-out.
-        match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
+        match poll(&mut fds, left.as_ref()) {
             Ok(0) => Err(FrontendError::TimedOut { request }),
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(error) => Err(FrontendError::Io(error.into())),

@@ -44,6 +44,42 @@ fn a_silent_device_times_out() {
 }
 
 #[test]
+fn a_deadline_ends_calls_before_their_time_out() {
+    let (mut frontend, mut device) = pair(Duration::from_secs(600));
+    frontend.set_deadline(Some(Instant::now()));
+    assert!(matches!(
+        frontend.get_features(),
+        Err(FrontendError::TimedOut { .. })
+    ));
+    frontend.set_deadline(None);
+    let answer = reply(1, VERSION | FLAG_REPLY, &[0; 8]);
+    device.write_all(&answer).unwrap();
+    frontend.get_features().unwrap();
+}
+
+#[test]
+fn a_time_out_that_no_clock_reaches_is_no_limit() {
+    let (mut frontend, mut device) = pair(Duration::MAX);
+    let answer = reply(1, VERSION | FLAG_REPLY, &[0; 8]);
+    device.write_all(&answer).unwrap();
+    frontend.get_features().unwrap();
+}
+
+#[test]
+fn connecting_to_a_device_with_a_full_backlog_times_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("device.sock");
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    rustix::net::listen(&listener, 0).unwrap();
+    let _first = Frontend::connect(&path, Duration::from_secs(20)).unwrap();
+    let error = Frontend::connect(&path, Duration::from_millis(20)).unwrap_err();
+    let FrontendError::Connect { source, .. } = error else {
+        panic!("{error}");
+    };
+    assert_eq!(source.kind(), io::ErrorKind::TimedOut);
+}
+
+#[test]
 fn wrong_replies_are_refused() {
     let ok = VERSION | FLAG_REPLY;
     for bad in [

@@ -35,6 +35,7 @@ fn all_public_errors_can_cross_threads() {
     error::<vsock::BindError>();
     error::<vsock::ConnectError>();
     error::<vsock::DatagramError>();
+    error::<vsock::DeviceError>();
     error::<vsock::EndpointEnded>();
     error::<vsock::OpenError>();
     error::<vsock::OptionError>();

@@ -38,7 +38,7 @@ pub struct DriverConfig {
     pub host_ports: Option<RangeInclusive<Port>>,
     /// How long a connect waits for the peer's answer. Linux: 2 s.
     pub connect_timeout: Duration,
-    /// Time limit of each vhost-user request.
+    /// Time limit of attaching as a whole, and of each later vhost-user request.
     pub control_timeout: Duration,
     /// Whether to negotiate VIRTIO_RING_F_EVENT_IDX.
     pub event_idx: bool,

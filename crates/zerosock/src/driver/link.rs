@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::unix::net::UnixStream;
+use std::time::Instant;
 
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use zerosock_proto::Cid;
@@ -15,6 +16,7 @@ use super::config::DriverConfig;
 use crate::fault::Fault;
 use zerosock_proto::vsock::features::{F_PAIRS, F_SEQPACKET, F_STREAM};
 use zerosock_vhost_user::frontend::{Frontend, FrontendError, QueueEventFds, SharedMemoryError};
+use zerosock_virtio::deadline::deadline_in;
 
 /// VIRTIO_F_VERSION_1 (virtio 1.2, 6 "Reserved Feature Bits").
 const F_VERSION_1: u64 = 1 << 32;
@@ -147,17 +149,25 @@ pub(crate) struct Link {
 impl Link {
     /// Connects and negotiates; starts no queue.
     pub(crate) fn connect(config: &DriverConfig) -> Result<Link, AttachError> {
+        let deadline = deadline_in(config.control_timeout);
         let frontend = Frontend::connect(&config.socket, config.control_timeout)?;
-        Link::negotiate(frontend, config)
+        Link::negotiate(frontend, deadline, config)
     }
 
     /// As [`Link::connect`], over a connected socket.
     pub(crate) fn over(socket: UnixStream, config: &DriverConfig) -> Result<Link, AttachError> {
+        let deadline = deadline_in(config.control_timeout);
         let frontend = Frontend::from_stream(socket, config.control_timeout)?;
-        Link::negotiate(frontend, config)
+        Link::negotiate(frontend, deadline, config)
     }
 
-    fn negotiate(mut frontend: Frontend, config: &DriverConfig) -> Result<Link, AttachError> {
+    /// Negotiates. The deadline holds until the queues have [started](Link::start).
+    fn negotiate(
+        mut frontend: Frontend,
+        deadline: Option<Instant>,
+        config: &DriverConfig,
+    ) -> Result<Link, AttachError> {
+        frontend.set_deadline(deadline);
         let mut wanted = F_VERSION_1 | F_STREAM | F_SEQPACKET;
         if config.datagrams {
             wanted |= F_DGRAM | F_DGRAM_FLOW;
@@ -210,6 +220,7 @@ impl Link {
         let (shared, rings) = (&arena.shared, &arena.rings);
         self.frontend
             .start_queues(shared, rings, event_fds, bases)?;
+        self.frontend.set_deadline(None);
         Ok(())
     }
 

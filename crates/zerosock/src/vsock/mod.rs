@@ -90,7 +90,7 @@ pub use lease::{Lease, LeaseCursor, LeaseReader, OwnedLease};
 pub use listener::Listener;
 pub use loan::{Loan, LoanSlice};
 pub use message::Message;
-pub use opening::{EndpointBuilder, OpenError};
+pub use opening::{DeviceError, EndpointBuilder, OpenError};
 pub use options::OptionError;
 pub use poller::{Poller, Readiness, Ready};
 pub use rxmap::{PagedRxMap, RxMap, RxMapError};

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use zerosock_proto::{Cid, Port};
 use zerosock_ring::Trust;
@@ -11,6 +11,7 @@ use zerosock_ring::Trust;
 use super::endpoint::Endpoint;
 use super::hub::Core;
 use super::waiting::Wait;
+use crate::control::attach::client::TIMEOUT;
 use crate::control::attach::{self, AttachRequest, Attached, Client};
 use crate::driver::{self, Driver, DriverConfig};
 use crate::fault::Fault;
@@ -44,9 +45,10 @@ pub enum OpenError {
     /// The caller: an invalid name.
     #[error(transparent)]
     Name(#[from] attach::NameError),
-    /// The device refused the driver, or violated the protocol.
+    /// The device refused the driver, did not answer in time, or violated the protocol; or a setting is out of
+    /// its range.
     #[error(transparent)]
-    Device(#[from] driver::AttachError),
+    Device(#[from] DeviceError),
     /// The system had no descriptor left.
     #[error("cannot share a descriptor: {0}")]
     System(#[from] io::Error),
@@ -74,10 +76,28 @@ impl From<OpenError> for io::Error {
         let kind = match &error {
             OpenError::Place(error) => error.kind(),
             OpenError::Name(_) => io::ErrorKind::InvalidInput,
-            OpenError::Device(error) => error.kind(),
+            OpenError::Device(DeviceError(error)) => error.kind(),
             OpenError::System(error) => error.kind(),
         };
         io::Error::new(kind, error)
+    }
+}
+
+/// Why an endpoint does not work with its device, after the attach socket has accepted it.
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
+pub struct DeviceError(driver::AttachError);
+
+impl DeviceError {
+    /// The side at fault: the caller for a setting out of its range, else the device or the system.
+    pub fn fault(&self) -> Fault {
+        self.0.fault()
+    }
+}
+
+impl From<driver::AttachError> for OpenError {
+    fn from(error: driver::AttachError) -> OpenError {
+        OpenError::Device(DeviceError(error))
     }
 }
 
@@ -113,6 +133,8 @@ pub struct EndpointBuilder {
     pub(super) name: Option<String>,
     wait: Wait,
     trust: Option<Trust>,
+    /// Time limit of attaching, and of later requests at the attach socket.
+    pub(super) attach_timeout: Duration,
 }
 
 impl Endpoint {
@@ -127,13 +149,14 @@ impl Endpoint {
             name: None,
             wait: Wait::default(),
             trust: None,
+            attach_timeout: TIMEOUT,
         }
     }
 
     /// Attaches at an attach socket, with any CID and the default settings.
     ///
-    /// Waits until the host has answered, without a time limit. A `Host` answers only while it is driven: attach in
-    /// another thread than the one that is to drive it.
+    /// Waits for the host to answer, at most 10 s ([`attach_timeout`](EndpointBuilder::attach_timeout)). A `Host`
+    /// answers only while it is driven: attach in another thread than the one that is to drive it.
     ///
     /// # Errors
     /// See [`OpenError`].
@@ -248,6 +271,31 @@ impl EndpointBuilder {
         self
     }
 
+    /// How long attaching may take as a whole; default 10 s. Later requests at the attach socket
+    /// ([`resolve`](Endpoint::resolve), [`claim`](Endpoint::claim)) have as long each.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir()?;
+    /// # let path = dir.path().join("attach.sock");
+    /// use std::io::ErrorKind;
+    /// use std::time::Duration;
+    /// use zerosock::vsock::{Endpoint, Host};
+    ///
+    /// // A host that is not driven does not answer.
+    /// let host = Host::builder().attach(&path).start()?;
+    /// let error = Endpoint::builder()
+    ///     .attach_timeout(Duration::from_millis(100))
+    ///     .attach(&path)
+    ///     .unwrap_err();
+    /// assert_eq!(std::io::Error::from(error).kind(), ErrorKind::TimedOut);
+    /// # drop(host);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn attach_timeout(mut self, timeout: Duration) -> EndpointBuilder {
+        self.attach_timeout = timeout;
+        self
+    }
+
     /// Trusts the device's process, and through it the peers, not to write leased memory and not to
     /// read lent memory; zerosock's own device does neither. Leases and loans then give plain
     /// slices. The token comes from the `unsafe` [`Trust::declare`], which states the promise.
@@ -281,8 +329,8 @@ impl EndpointBuilder {
     /// device. Both, and the name, are free again when the endpoint and its sockets are dropped or
     /// the process dies.
     ///
-    /// Waits until the host has answered, without a time limit. A `Host` answers only while it is driven: attach in
-    /// another thread than the one that is to drive it.
+    /// Waits for the host to answer, at most [`attach_timeout`](Self::attach_timeout). A `Host` answers only while
+    /// it is driven: attach in another thread than the one that is to drive it.
     ///
     /// # Errors
     /// See [`OpenError`].
@@ -290,10 +338,12 @@ impl EndpointBuilder {
         if let Some(name) = &self.name {
             self.request.name = Some(name.parse()?);
         }
+        let begin = Instant::now();
+        let (path, limit) = (path.as_ref(), self.attach_timeout);
         let Attached {
             socket, control, ..
-        } = Client::connect(path.as_ref(), &self.request)?;
-        let driver = Driver::attach_over(socket, self.config.clone())?;
+        } = Client::connect_within(path, &self.request, limit)?;
+        let driver = Driver::attach_over(socket, self.device_config(begin))?;
         self.open(driver, Some(control))
     }
 
@@ -305,8 +355,16 @@ impl EndpointBuilder {
     pub fn attach_device(mut self, socket: impl AsRef<Path>) -> Result<Endpoint, OpenError> {
         self.request.ports.clear();
         self.config.socket = socket.as_ref().to_path_buf();
-        let driver = Driver::attach(self.config.clone())?;
+        let driver = Driver::attach(self.device_config(Instant::now()))?;
         self.open(driver, None)
+    }
+
+    /// The driver's settings, with what is left of the time to attach that began at `begin`.
+    pub(super) fn device_config(&self, begin: Instant) -> DriverConfig {
+        DriverConfig {
+            control_timeout: self.attach_timeout.saturating_sub(begin.elapsed()),
+            ..self.config.clone()
+        }
     }
 
     pub(super) fn open(

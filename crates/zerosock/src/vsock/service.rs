@@ -6,6 +6,7 @@
 use std::io;
 use std::path::Path;
 use std::sync::{MutexGuard, PoisonError};
+use std::time::Instant;
 
 use zerosock_proto::{Cid, Port};
 
@@ -123,6 +124,7 @@ impl EndpointBuilder {
     /// See [`OpenError`]; a port that another service has is
     /// [`PortTaken`](attach::AttachError::PortTaken).
     pub fn attach_as_host(mut self, path: impl AsRef<Path>) -> Result<Endpoint, OpenError> {
+        let begin = Instant::now();
         let request = ServiceRequest {
             name: self.name.as_ref().map(|name| name.parse()).transpose()?,
             ports: self.request.ports.clone(),
@@ -131,9 +133,9 @@ impl EndpointBuilder {
             socket,
             sources,
             control,
-        } = Client::serve(path.as_ref(), &request)?;
+        } = Client::serve_within(path.as_ref(), &request, self.attach_timeout)?;
         self.config.host_ports = Some(sources);
-        let driver = Driver::attach_over(socket, self.config.clone())?;
+        let driver = Driver::attach_over(socket, self.device_config(begin))?;
         self.open(driver, Some(control))
     }
 }

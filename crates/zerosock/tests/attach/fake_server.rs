@@ -10,7 +10,7 @@ use rustix::net::{RecvFlags, accept};
 use super::*;
 use zerosock::attach::codec::{Answer, SHORT_ANSWER_LEN, VERSION, encode_answer};
 use zerosock::attach::{Status, Version};
-use zerosock::vsock::{Fault, OpenError};
+use zerosock::vsock::{Endpoint, Fault, OpenError};
 use zerosock_sys::fd_passing;
 
 /// Sends a request to a server that answers with these bytes and descriptors, or closes if there
@@ -113,11 +113,55 @@ fn a_server_that_does_not_answer_times_out() {
     let _listener = attach::listen(&path).unwrap();
     let short = Duration::from_millis(50);
     let error = Client::connect_within(&path, &numbered(9), short).unwrap_err();
-    assert!(matches!(error, AttachError::TimedOut), "{error}");
+    assert!(matches!(error, AttachError::TimedOut { .. }), "{error}");
     let nowhere = dir.path().join("nowhere");
     let error = Client::connect(&nowhere, &numbered(9)).unwrap_err();
     assert!(matches!(error, AttachError::Connect { .. }), "{error}");
     assert_eq!(error.fault(), Fault::System);
+}
+
+/// Attaches an endpoint within 50 ms, and checks the error and that it names the right cause.
+fn assert_times_out(path: &std::path::Path, names: &str) {
+    let builder = Endpoint::builder().attach_timeout(Duration::from_millis(50));
+    let error = builder.attach(path).unwrap_err();
+    assert_eq!(error.fault(), Fault::Peer);
+    let text = error.to_string();
+    assert!(text.contains(names), "{text}");
+    let kind = std::io::Error::from(error).kind();
+    assert_eq!(kind, std::io::ErrorKind::TimedOut);
+}
+
+#[test]
+fn attaching_to_a_server_that_accepts_and_never_answers_times_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("attach.sock");
+    let listener = attach::listen(&path).unwrap();
+    rustix::io::ioctl_fionbio(&listener, false).unwrap();
+    std::thread::scope(|scope| {
+        let accepted = scope.spawn(|| accept(&listener).unwrap());
+        assert_times_out(&path, path.to_str().unwrap());
+        accepted.join().unwrap();
+    });
+}
+
+#[test]
+fn attaching_to_a_device_that_never_answers_times_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("attach.sock");
+    let listener = attach::listen(&path).unwrap();
+    rustix::io::ioctl_fionbio(&listener, false).unwrap();
+    std::thread::scope(|scope| {
+        let server = scope.spawn(|| {
+            let client = accept(&listener).unwrap();
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let answer = answer(|_| {});
+            let fds = [theirs.as_fd()];
+            fd_passing::send(&client, &[IoSlice::new(&answer)], &fds).unwrap();
+            (client, ours)
+        });
+        assert_times_out(&path, "GET_FEATURES");
+        server.join().unwrap();
+    });
 }
 
 #[test]
@@ -153,7 +197,7 @@ fn a_late_answer_is_not_taken_for_the_next_one() {
             .control;
         let name = "somebody".parse().unwrap();
         let error = client.resolve(&name).unwrap_err();
-        assert!(matches!(error, AttachError::TimedOut), "{error}");
+        assert!(matches!(error, AttachError::TimedOut { .. }), "{error}");
         go_on.send(()).unwrap();
         let mut answered = 0;
         for cid in 11.. {
@@ -163,7 +207,7 @@ fn a_late_answer_is_not_taken_for_the_next_one() {
                     answered += 1;
                 }
                 // A busy machine may be late as well.
-                Err(error) => assert!(matches!(error, AttachError::TimedOut), "{error}"),
+                Err(error) => assert!(matches!(error, AttachError::TimedOut { .. }), "{error}"),
             }
             if answered == 3 {
                 break;

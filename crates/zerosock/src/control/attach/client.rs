@@ -8,11 +8,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_type};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use rustix::net::SocketType;
+use rustix::net::sockopt::socket_type;
 use zerosock_proto::addr::AddressError;
 use zerosock_proto::{Cid, Port};
-use zerosock_sys::{PeerFd, fd_passing};
+use zerosock_sys::{PeerFd, fd_passing, socket_path};
 
 use super::codec::{
     ANSWER_LEN, Answer, AttachRequest, Request, ServiceRequest, Status, VERSION, decode_answer,
@@ -20,9 +20,9 @@ use super::codec::{
 };
 use crate::fault::Fault;
 use crate::routing::name::Name;
-use zerosock_virtio::deadline::timespec;
+use zerosock_virtio::deadline::{deadline_in, timespec};
 
-/// The default time-out of [`Client::connect`], for each step.
+/// The default time limit of attaching, and of each later request.
 pub const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a request to the attach server failed.
@@ -50,8 +50,16 @@ pub enum AttachError {
     #[error("the server closed the attach socket")]
     Closed,
     /// The server did not answer in time.
-    #[error("the server did not answer in time")]
-    TimedOut,
+    #[error(
+        "the server of the attach socket {path} has not answered within {limit:?}: it is stopped or \
+         overloaded, or it is a `Host` that no thread drives"
+    )]
+    TimedOut {
+        /// The path.
+        path: String,
+        /// The time limit.
+        limit: Duration,
+    },
     /// The server's answer is malformed or does not match the request.
     #[error("the server broke the attach protocol: {0}")]
     Protocol(&'static str),
@@ -101,7 +109,7 @@ impl AttachError {
     pub fn fault(&self) -> Fault {
         match self {
             AttachError::Closed
-            | AttachError::TimedOut
+            | AttachError::TimedOut { .. }
             | AttachError::Protocol(_)
             | AttachError::VersionMismatch { .. } => Fault::Peer,
             AttachError::Ports
@@ -132,7 +140,7 @@ impl AttachError {
                 ErrorKind::InvalidInput
             }
             AttachError::Closed => ErrorKind::ConnectionAborted,
-            AttachError::TimedOut => ErrorKind::TimedOut,
+            AttachError::TimedOut { .. } => ErrorKind::TimedOut,
             AttachError::Protocol(_) => ErrorKind::InvalidData,
             AttachError::VersionMismatch { .. } => ErrorKind::Unsupported,
             AttachError::NotPermitted | AttachError::PortReserved(_) => ErrorKind::PermissionDenied,
@@ -213,13 +221,16 @@ pub struct Serving {
 #[derive(Debug)]
 pub struct Client {
     socket: OwnedFd,
+    /// The attach socket, for errors.
+    path: String,
+    /// Time limit of a request.
     timeout: Duration,
     /// Answers that missed the time-out and may still arrive. Answers have the order of requests.
     overdue_answers: u32,
 }
 
 impl Client {
-    /// Attaches at the attach socket `path`. Blocks, for each step at most [`TIMEOUT`].
+    /// Attaches at the attach socket `path`. Blocks for at most [`TIMEOUT`].
     ///
     /// ```no_run
     /// use zerosock::attach::{AttachRequest, Client};
@@ -241,7 +252,7 @@ impl Client {
         Client::connect_within(path, request, TIMEOUT)
     }
 
-    /// As [`Client::connect`], with another time-out for each step and for later requests.
+    /// As [`Client::connect`], with another time limit, which later requests have as well.
     pub fn connect_within(
         path: &Path,
         request: &AttachRequest,
@@ -280,7 +291,7 @@ impl Client {
         Client::serve_within(path, request, TIMEOUT)
     }
 
-    /// As [`Client::serve`], with another time-out for each step and for later requests.
+    /// As [`Client::serve`], with another time limit, which later requests have as well.
     pub fn serve_within(
         path: &Path,
         request: &ServiceRequest,
@@ -314,18 +325,19 @@ impl Client {
         timeout: Duration,
         request: &[u8],
     ) -> Result<(Client, Answer, Vec<OwnedFd>), AttachError> {
-        // Zero would mean no limit to the kernel.
-        let timeout = timeout.max(Duration::from_millis(1));
-        let socket = connect_to(path, timeout).map_err(|source| AttachError::Connect {
-            path: path.display().to_string(),
-            source,
-        })?;
+        let deadline = deadline_in(timeout);
+        let name = path.display().to_string();
+        let socket = match socket_path::connect(path, SocketType::SEQPACKET, timeout) {
+            Ok(socket) => socket,
+            Err(source) => return Err(AttachError::Connect { path: name, source }),
+        };
         let mut client = Client {
             socket,
+            path: name,
             timeout,
             overdue_answers: 0,
         };
-        let (answer, fds) = client.request(request)?;
+        let (answer, fds) = client.request_until(request, deadline)?;
         Ok((client, answer, fds))
     }
 
@@ -374,7 +386,15 @@ impl Client {
     }
 
     fn request(&mut self, request: &[u8]) -> Result<(Answer, Vec<OwnedFd>), AttachError> {
-        let deadline = Instant::now() + self.timeout;
+        self.request_until(request, deadline_in(self.timeout))
+    }
+
+    /// Sends a request and receives its answer; no deadline is no limit.
+    fn request_until(
+        &mut self,
+        request: &[u8],
+        deadline: Option<Instant>,
+    ) -> Result<(Answer, Vec<OwnedFd>), AttachError> {
         loop {
             match fd_passing::send(&self.socket, &[IoSlice::new(request)], &[]) {
                 // A SEQPACKET message is sent whole or not at all.
@@ -412,7 +432,8 @@ impl Client {
                 Err(error) if is_disconnected(&error) => return Err(AttachError::Closed),
                 Err(error) => {
                     let waited = self.wait(error, PollFlags::IN, deadline);
-                    self.overdue_answers += u32::from(matches!(waited, Err(AttachError::TimedOut)));
+                    let timed_out = matches!(waited, Err(AttachError::TimedOut { .. }));
+                    self.overdue_answers += u32::from(timed_out);
                     waited?;
                 }
             }
@@ -423,15 +444,18 @@ impl Client {
         &self,
         error: io::Error,
         flags: PollFlags,
-        deadline: Instant,
+        deadline: Option<Instant>,
     ) -> Result<(), AttachError> {
         if error.kind() != io::ErrorKind::WouldBlock {
             return Err(error.into());
         }
-        let left = deadline.saturating_duration_since(Instant::now());
+        let left = deadline.map(|end| timespec(end.saturating_duration_since(Instant::now())));
         let mut fds = [PollFd::new(&self.socket, flags)];
-        match poll(&mut fds, Some(&timespec(left))) {
-            Ok(0) => Err(AttachError::TimedOut),
+        match poll(&mut fds, left.as_ref()) {
+            Ok(0) => Err(AttachError::TimedOut {
+                path: self.path.clone(),
+                limit: self.timeout,
+            }),
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(error) => Err(AttachError::Io(error.into())),
         }
@@ -448,16 +472,6 @@ impl AsFd for Client {
 fn is_disconnected(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionReset};
     matches!(error.kind(), BrokenPipe | ConnectionReset)
-}
-
-fn connect_to(path: &Path, timeout: Duration) -> io::Result<OwnedFd> {
-    let address = SocketAddrUnix::new(path)?;
-    let kind = SocketType::SEQPACKET;
-    let socket = socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
-    // Bounds connect(2) to a server with a full backlog.
-    set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
-    connect(&socket, &address)?;
-    Ok(socket)
 }
 
 /// The one descriptor that comes with a successful answer.

@@ -6,7 +6,7 @@
 //! datagram sockets; all connect from an
 //! [`EndpointRef`](super::EndpointRef).
 //!
-//! [`Endpoint::attach`](super::Endpoint::attach) blocks: call it before the runtime starts, or in `spawn_blocking`. A
+//! [`Endpoint::attach`](super::Endpoint::attach) blocks, by default for 10 s at most: call it before the runtime starts, or in `spawn_blocking`. A
 //! [`Host`](super::Host) in the same runtime must have an async socket by then, because its first one begins to drive
 //! it.
 //!

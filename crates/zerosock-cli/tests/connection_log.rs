@@ -1,15 +1,17 @@
 //! The log of `zerosock serve` about connections: each is refused, opened or closed with a reason, and
-//! the name of the rule that denies it.
+//! the name of the rule that denies it. docs/logs.md has these lines.
 
 mod process;
 
 use std::fs;
-use std::io::Write;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::time::Instant;
 
 use process::{Running, wait_until, zerosock};
-use zerosock::vsock::Endpoint;
+use zerosock::vsock::{Datagram, Endpoint};
 use zerosock::{Address, Cid, Port};
 
 /// A daemon with a VM of CID 3 in group a, and processes in group b.
@@ -20,6 +22,11 @@ struct Daemon {
 
 impl Daemon {
     fn start(level: &str) -> Daemon {
+        Daemon::with(level, "")
+    }
+
+    /// With `more` at the end of the file.
+    fn with(level: &str, more: &str) -> Daemon {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name).display().to_string();
         let file = format!(
@@ -27,7 +34,8 @@ impl Daemon {
              attach: {{socket: {}, groups: b, uds_path: {}}}\n\
              access:\n\
              - deny: {{from: any, to: host, ports: 5}}\n\
-             - allow: {{from: any, to: host}}\n",
+             - allow: {{from: any, to: host}}\n\
+             {more}",
             at("control"),
             at("hybrid"),
             at("attach"),
@@ -35,7 +43,8 @@ impl Daemon {
         );
         fs::write(dir.path().join("vms.yaml"), file).unwrap();
         let mut serve = zerosock();
-        serve.args(["serve", "--log-level", level, "--config"]);
+        serve.args(["serve", "--connect-timeout", "0.3", "--log-level", level]);
+        serve.arg("--config");
         let running = Running::start(serve.arg(dir.path().join("vms.yaml")));
         wait_until("it to serve", || {
             running.stderr().contains("processes may attach")
@@ -99,7 +108,7 @@ fn denied_connections_are_named_with_the_rule() {
     daemon.running.signal("TERM");
     let said = daemon.running.finish().stderr;
     assert!(
-        said.contains("access[0] has denied 201 connections"),
+        said.contains("access[0] has denied 201 connections and datagrams"),
         "{said}"
     );
     assert!(!said.contains("access[1]"), "{said}");
@@ -147,4 +156,119 @@ fn with_debug_each_connection_has_lines_with_the_reason() {
     let bytes = "from_endpoint=5 to_endpoint=0";
     daemon.wait_for_line(&["DEBUG", "connection closed", &flow, bytes, "reason="]);
     drop(accepting.join().unwrap());
+}
+
+/// A TCP listener that answers no more SYN, because its backlog is full, and the connections in it.
+fn silent_target() -> (TcpListener, Vec<TcpStream>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    rustix::net::listen(&listener, 0).unwrap();
+    let address = listener.local_addr().unwrap();
+    let mut fillers = Vec::new();
+    let short = std::time::Duration::from_millis(300);
+    while let Ok(filler) = TcpStream::connect_timeout(&address, short) {
+        fillers.push(filler);
+    }
+    (listener, fillers)
+}
+
+/// One session in which a connection is refused for each reason. Each line of docs/logs.md has to be in its log.
+#[test]
+fn each_reason_to_refuse_has_its_line_of_the_documented_log() {
+    let (silent, _fillers) = silent_target();
+    let closed = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (silent, closed_at) = (silent.local_addr().unwrap(), closed.local_addr().unwrap());
+    drop(closed);
+    let daemon = Daemon::with(
+        "debug",
+        &format!(
+            "forward:\n\
+             - {{port: 80, to: 'tcp:{closed_at}'}}\n\
+             - {{port: 81, to: 'tcp:{silent}'}}\n\
+             - {{port: 82, to: 'tcp:{silent}', max_connections: 1, connect_timeout: 600}}\n"
+        ),
+    );
+    let refuse = |from: &Endpoint, to| drop(from.connect(to).unwrap_err());
+    // A program of the host: no driver, a line that is none, then a guest without a listener.
+    let program = |line: &[u8]| {
+        let mut program = UnixStream::connect(daemon.at("hybrid")).unwrap();
+        program.write_all(line).unwrap();
+        let mut answer = Vec::new();
+        // The socket is closed without an answer; a reset says the same.
+        let _ = program.read_to_end(&mut answer);
+        assert_eq!(answer, b"");
+    };
+    program(b"CONNECT 1\n");
+    program(b"GET / HTTP/1.1\n");
+    let guest = Endpoint::builder().attach_device(daemon.at("control"));
+    let guest = guest.unwrap();
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| program(b"CONNECT 2\n"));
+        while !asking.is_finished() {
+            guest.drive().unwrap();
+            std::thread::yield_now();
+        }
+    });
+    // Access: a rule, a group, a port that is not named; a datagram.
+    let one = daemon.process();
+    let two = Endpoint::builder().ports([Port::new(8)]).name("db");
+    let two = two.attach(daemon.at("attach")).unwrap();
+    refuse(&one, at(Cid::HOST, 5));
+    refuse(&one, at(Cid::new(3), 1));
+    refuse(&one, at(two.cid(), 9));
+    let datagrams = Datagram::bind(&one, Port::new(1000)).unwrap();
+    datagrams.send_to(b"denied", at(Cid::HOST, 5)).unwrap();
+    // Listeners: none on the host, a full backlog, none in a process, no such CID.
+    refuse(&one, at(Cid::HOST, 77));
+    let full = daemon.dir.path().join("out_78");
+    let listener = UnixListener::bind(&full).unwrap();
+    rustix::net::listen(&listener, 0).unwrap();
+    let _filler = UnixStream::connect(&full).unwrap();
+    refuse(&one, at(Cid::HOST, 78));
+    refuse(&one, at(Cid::new(4711), 1));
+    let asked = two.cid();
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| refuse(&one, at(asked, 8)));
+        while !asking.is_finished() {
+            two.drive().unwrap();
+            std::thread::yield_now();
+        }
+    });
+    // Rules: nothing listens, no answer, as many as there may be.
+    refuse(&one, at(Cid::HOST, 80));
+    refuse(&one, at(Cid::HOST, 81));
+    let waiting = one.begin_connect(at(Cid::HOST, 82)).unwrap();
+    refuse(&one, at(Cid::HOST, 82));
+    drop(waiting);
+    // One that is established.
+    fs::remove_file(&full).unwrap();
+    let listener = UnixListener::bind(&full).unwrap();
+    let mut stream = one.connect(at(Cid::HOST, 78)).unwrap();
+    let (program, _) = listener.accept().unwrap();
+    stream.write_all(b"hello").unwrap();
+    drop(stream);
+    drop(one);
+    drop(program);
+    daemon.wait_for_line(&["connection closed"]);
+    drop((two, guest));
+    daemon.running.signal("TERM");
+    let said = daemon.running.finish().stderr;
+    println!("{said}");
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let page = fs::read_to_string(root.join("docs/logs.md")).unwrap();
+    let mut checked = 0;
+    for row in page.lines().filter(|line| line.starts_with("| `")) {
+        let line = row.split('`').nth(1).unwrap();
+        let is_it = |mut said: &str| {
+            line.split('…').all(|part| match said.find(part) {
+                Some(found) => {
+                    said = &said[found + part.len()..];
+                    true
+                }
+                None => false,
+            })
+        };
+        assert!(said.lines().any(is_it), "`{line}` is not in:\n{said}");
+        checked += 1;
+    }
+    assert!(checked >= 20, "{checked} lines");
 }

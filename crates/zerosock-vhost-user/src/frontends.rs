@@ -237,13 +237,8 @@ impl FrontendRegistry {
         if let Some(at) = vm.deadline() {
             self.deadline = Some(self.deadline.map_or(at, |other| other.min(at)));
         }
-        if let Some(flags) = vm.listener_change()
-            && let Some(listener) = vm.listener()
-        {
-            let data = Token::Listener(index).encode();
-            if let Err(error) = epoll::modify(&self.epoll, listener, data, flags) {
-                tracing::error!(%error, "cannot change what is watched");
-            }
+        if let Some(flags) = vm.listener_change() {
+            watch_listener(&self.epoll, index, vm, flags);
         }
         let Some(connection) = vm.connection() else {
             return;
@@ -269,14 +264,19 @@ impl FrontendRegistry {
     /// Sets the events that all listeners are watched for.
     pub(super) fn watch_listeners(&self, flags: EventFlags) {
         for (&index, vm) in &self.vms {
-            let data = Token::Listener(index).encode();
-            let Some(listener) = vm.listener() else {
-                continue;
-            };
-            if let Err(error) = epoll::modify(&self.epoll, listener, data, flags) {
-                tracing::error!(%error, "cannot change what is watched");
-            }
+            watch_listener(&self.epoll, index, vm, flags);
         }
+    }
+}
+
+/// Sets the events that the listener of a VM is watched for, if it has one.
+fn watch_listener(epoll: &OwnedFd, index: usize, vm: &Vm, flags: EventFlags) {
+    let data = Token::Listener(index).encode();
+    if let Some(listener) = vm.listener()
+        && let Err(error) = epoll::modify(epoll, listener, data, flags)
+    {
+        let vm = vm.name();
+        tracing::error!(vm, %error, "cannot watch the socket: no VMM can connect; restart the daemon");
     }
 }
 

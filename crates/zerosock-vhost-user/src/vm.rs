@@ -61,8 +61,6 @@ pub(super) struct Vm {
     /// The next front-end: it waits until the device of the previous one is drained, or until the
     /// connected one, which has sent no message, reaches [`SILENCE`].
     next: Option<PeerFd>,
-    /// Whether the control thread ends.
-    ending: bool,
     /// Sequence number of the last command.
     sequence: u64,
     /// Number of the last connection.
@@ -118,7 +116,6 @@ impl Vm {
             counters,
             front: Front::Idle,
             next: None,
-            ending: false,
             sequence: 0,
             connection: 0,
             warnings,
@@ -129,6 +126,11 @@ impl Vm {
             vm.connect(socket);
         }
         Ok(vm)
+    }
+
+    /// The name for the log.
+    pub(super) fn name(&self) -> &str {
+        &self.name
     }
 
     pub(super) fn listener(&self) -> Option<&PeerFd> {
@@ -224,7 +226,6 @@ impl Vm {
     pub(super) fn end(&mut self) {
         (self.accept_paused_until, self.listener_watched) = (None, true);
         self.next = None;
-        self.ending = true;
         self.disconnect("the device is shut down");
     }
 
@@ -260,14 +261,7 @@ impl Vm {
                 }
             }
             Front::Draining(last) if *last == sequence => {
-                // A worker that has ended before does not answer, and has released all devices.
-                if let DeviceReply::Failed(reason) = reply
-                    && !self.ending
-                {
-                    self.warn(&format!(
-                        "the worker failed to release the device: {reason}"
-                    ));
-                }
+                // Failed: the worker ended before it answered, as in a shutdown, and has released all devices.
                 self.front = Front::Idle;
                 if let Some(socket) = self.next.take() {
                     self.connect(socket);

@@ -247,7 +247,9 @@ impl Daemon {
         }
         for (_, thread) in self.workers {
             if thread.join().is_err() {
-                tracing::error!("a worker had panicked");
+                tracing::error!(
+                    "a worker has panicked: its VMs were not served since; report its message above"
+                );
             }
         }
         self.control_plane.shutdown();
@@ -367,7 +369,7 @@ fn run_worker(worker: Worker, cpu: Option<usize>, spin: Duration, _signal: EndSi
         tracing::warn!(cpu, %error, "cannot pin a worker; it runs anywhere");
     }
     if let Err(error) = worker.run(spin) {
-        tracing::error!(%error, "an event loop failed");
+        tracing::error!(%error, "the event loop of a worker failed: its VMs are not served; restart the daemon");
     }
 }
 

@@ -5,7 +5,10 @@
 //! when everything that was added is removed.
 
 use std::fmt;
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
+
+use zerosock_proto::vsock::ConnectError;
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
@@ -106,7 +109,7 @@ counters! {
     conns_added,
     /// Connections ended.
     conns_removed,
-    /// Connections refused, by either side or by a limit. The next three are parts of it.
+    /// Connections refused: the sum of the next seven.
     conns_refused,
     /// Those that a configuration denies: a rule of the access list (which counts them by rule:
     /// [`AccessList::denied`](crate::access::AccessList::denied)), no group in common, or a port that a
@@ -115,10 +118,19 @@ counters! {
     /// Those to the host side for which no program listens: the host socket or the target of a rule
     /// does not exist, or nothing listens there.
     refused_no_listener,
-    /// Those to the host side for which the backlog of the listener stayed full. What a guest refuses is
-    /// in none of the three, and neither is a TCP target that does not answer: a full backlog there
-    /// looks like one.
+    /// Those to the host side for which the backlog of the listener stayed full.
     refused_backlog_full,
+    /// Those whose target does not answer in time or cannot be reached: a silent TCP target (a full backlog
+    /// of TCP looks so, too), no route to it, a guest that does not answer or has no running driver, a
+    /// CID that no endpoint has.
+    refused_unreachable,
+    /// Those that a guest or an attached process refused: nothing listens on the port there, or the
+    /// backlog is full.
+    refused_by_endpoint,
+    /// Those beyond a limit: of a rule, of a VM's share of descriptors, of requests without an answer.
+    refused_by_limit,
+    /// Others: a name that does not resolve, an address that a policy denies, a caller that gave up.
+    refused_other,
     /// Kicks from guests.
     kicks,
     /// Handshakes of host programs that were closed: time-out, or no CONNECT line.
@@ -154,6 +166,49 @@ counters! {
     /// Ports used now by connections that host programs and siblings have made: one for each
     /// connection, on whichever queue pair it is.
     ports_now,
+}
+
+/// Why a connection is refused, as the counters distinguish it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum RefusalCause {
+    /// A rule of the access list, the groups, or the ports that a process has named.
+    Denied,
+    /// The host socket or target does not exist, or nothing listens there.
+    NoListener,
+    /// The backlog of the listener stayed full.
+    BacklogFull,
+    /// No answer in time, or no way to the target.
+    Unreachable,
+    /// A guest or process refused.
+    Endpoint,
+    /// A limit.
+    Limit,
+    Other,
+}
+
+impl RefusalCause {
+    /// The cause that an error of connecting means.
+    pub(crate) fn of(error: &io::Error) -> RefusalCause {
+        use io::ErrorKind;
+        match error.kind() {
+            ErrorKind::ConnectionRefused | ErrorKind::NotFound => RefusalCause::NoListener,
+            ErrorKind::TimedOut | ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable => {
+                RefusalCause::Unreachable
+            }
+            _ => RefusalCause::Other,
+        }
+    }
+}
+
+impl From<ConnectError> for RefusalCause {
+    /// Why the protocol core makes no request.
+    fn from(error: ConnectError) -> RefusalCause {
+        match error {
+            ConnectError::InUse | ConnectError::TooManyConnections => RefusalCause::Limit,
+            ConnectError::Unreachable => RefusalCause::Unreachable,
+            ConnectError::LocalCid | ConnectError::SocketType => RefusalCause::Other,
+        }
+    }
 }
 
 /// A counter with one writer.
@@ -192,6 +247,21 @@ pub(crate) struct Gauges {
 }
 
 impl Counters {
+    /// Counts a refused connection.
+    pub(crate) fn refuse(&self, cause: RefusalCause) {
+        self.conns_refused.add(1);
+        let counter = match cause {
+            RefusalCause::Denied => &self.refused_denied,
+            RefusalCause::NoListener => &self.refused_no_listener,
+            RefusalCause::BacklogFull => &self.refused_backlog_full,
+            RefusalCause::Unreachable => &self.refused_unreachable,
+            RefusalCause::Endpoint => &self.refused_by_endpoint,
+            RefusalCause::Limit => &self.refused_by_limit,
+            RefusalCause::Other => &self.refused_other,
+        };
+        counter.add(1);
+    }
+
     pub(crate) fn replace_gauges(&self, before: Gauges, now: Gauges) {
         self.connections_now
             .replace(before.connections, now.connections);

@@ -75,11 +75,11 @@ pub(super) fn announce_rule(stats: &RuleStats) {
     );
 }
 
-/// Logs how many connections each rule of the access list has denied.
+/// Logs how many connections and datagrams each rule of the access list has denied.
 pub(super) fn announce_denied(rules: &AccessList) {
     for (rule, denied) in rules.denied().into_iter().enumerate() {
         if denied > 0 {
-            info!("access[{rule}] has denied {denied} connections");
+            info!("access[{rule}] has denied {denied} connections and datagrams");
         }
     }
 }

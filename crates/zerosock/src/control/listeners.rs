@@ -243,7 +243,7 @@ impl Acceptor {
                 }
             }
             if let Err(error) = events.wait(&self.poller, wait) {
-                tracing::error!(%error, "no more clients of listening rules are accepted");
+                tracing::error!(%error, "waiting for clients failed: listening rules accept no more; restart the daemon");
                 return;
             }
             for (token, _) in Poller::interpret(&events) {

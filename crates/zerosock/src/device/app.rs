@@ -23,6 +23,7 @@ use super::state::bridge::{AppPeer, Bridge, BridgePeer};
 use super::state::program::{App, HostToken};
 use super::{Context, Device};
 use crate::header;
+use crate::stats::RefusalCause;
 use crate::table::coalesced::unsent;
 use crate::table::sockets::{HeldBuffer, MessageEnd, ReadyFlag, Sockets, StreamId, StreamState};
 use crate::table::{backend::CreditInfo, transfers::SendFault};
@@ -169,10 +170,16 @@ impl Device {
         let takes = listener.socket_type == socket_type;
         let full = takes && listener.waiting.len() > listener.backlog;
         if !takes || full || self.shard.accept(cx.now, flow).is_err() {
-            cx.shared.counters.conns_refused.add(1);
-            if full {
-                cx.shared.counters.refused_backlog_full.add(1);
-            }
+            let (cause, reason) = match (takes, full) {
+                (false, _) => {
+                    let reason = "the listener on the port has another socket type";
+                    (RefusalCause::NoListener, reason)
+                }
+                (_, true) => (RefusalCause::BacklogFull, "the listener's backlog is full"),
+                _ => (RefusalCause::Other, "the request has ended"),
+            };
+            cx.shared.counters.refuse(cause);
+            tracing::debug!(from = %peer, to = %local, reason, "connection refused");
             let _ = self.shard.reject(flow);
             return true;
         }
@@ -207,14 +214,15 @@ impl Device {
             return Err(ConnectError::Unreachable);
         }
         let local = Address::new(Cid::HOST, from);
-        if let Err(denial) = cx.shared.routes.check(Cid::HOST, to) {
+        if let Err(denial) = cx.shared.routes.admit(Cid::HOST, to) {
             self.deny(local, to, denial, cx);
             return Err(ConnectError::Unreachable);
         }
         let flow = self
             .shard
             .connect(cx.now, local, to, socket_type)
-            .inspect_err(|_| cx.shared.counters.conns_refused.add(1))?;
+            .inspect_err(|&error| cx.shared.counters.refuse(error.into()))?;
+        self.log_flow(flow, "connection requested");
         let local = self.shard.flow(flow).map_or(local, |info| info.local);
         let Some(app) = cx.shared.app.as_deref_mut() else {
             return Err(ConnectError::Unreachable);

@@ -19,8 +19,9 @@ use zerosock_proto::vsock::FlowId;
 use super::state::bridge::BridgePeer;
 use super::state::timers::Timer;
 use super::{Context, Device};
-use crate::device::host_sockets::{HostPort, Refusal, RefusalCause};
+use crate::device::host_sockets::{HostPort, Refusal};
 use crate::device::state::backlogs::Backlog;
+use crate::stats::RefusalCause;
 
 /// The first pause: an accepting program has usually made room by then.
 const FIRST_PAUSE: Duration = Duration::from_micros(250);
@@ -83,10 +84,8 @@ impl Device {
                 break;
             };
             if deadline <= cx.now {
-                let refusal = Refusal {
-                    cause: RefusalCause::BacklogFull,
-                    reason: "its listener's backlog stays full".to_owned(),
-                };
+                let reason = "its listener's backlog stays full";
+                let refusal = Refusal::new(RefusalCause::BacklogFull, reason);
                 self.refuse(key, &refusal, cx);
                 continue;
             }

@@ -1,48 +1,63 @@
-//! The lines of the log about connections: denied ones at INFO, within a limit, and opened, refused and
-//! closed ones at DEBUG.
+//! The lines of the log about connections: denied ones at INFO, within a limit, and requested, opened,
+//! refused and closed ones at DEBUG.
 //!
 //! The lines of one connection have the same `flow`. A slot that is reused gives another one.
 
 use std::time::Instant;
 
+use tracing::field::display;
 use zerosock_proto::Address;
 use zerosock_proto::vsock::FlowId;
 
 use super::state::bridge::BridgePeer;
 use super::{Context, Device};
 use crate::routing::Denial;
+use crate::stats::RefusalCause;
 
 impl Device {
     /// Counts and logs that `from` may not connect to `to`.
     pub(super) fn deny(&self, from: Address, to: Address, denial: Denial, cx: &Context<'_>) {
-        cx.shared.counters.conns_refused.add(1);
-        if denial.is_by_configuration() {
-            cx.shared.counters.refused_denied.add(1);
-        }
-        if let Denial::Rule(rule) = denial {
-            cx.shared.routes.access().count_denied(rule);
-        }
-        if !denial.is_by_configuration() {
+        cx.shared.counters.refuse(denial.cause());
+        if denial.cause() != RefusalCause::Denied {
             tracing::debug!(cid = %self.cid, %from, %to, reason = %denial, "connection refused");
         } else if let Some(suppressed) = self.denials.admit(Instant::now()) {
             tracing::info!(%from, %to, reason = %denial, suppressed, "connection denied");
         }
     }
 
-    /// Logs that a connection is established.
-    pub(super) fn log_opened(&self, flow: FlowId) {
+    /// Counts and logs that a datagram from `from` may not be sent to `to`.
+    pub(super) fn deny_datagram(
+        &self,
+        from: Address,
+        to: Address,
+        denial: Denial,
+        cx: &Context<'_>,
+    ) {
+        cx.shared.counters.datagrams_dropped.add(1);
+        if denial.cause() == RefusalCause::Denied
+            && let Some(suppressed) = self.denials.admit(Instant::now())
+        {
+            tracing::info!(%from, %to, reason = %denial, suppressed, "datagram denied");
+        }
+    }
+
+    /// Logs what happens to a connection, with its addresses.
+    pub(super) fn log_flow(&self, flow: FlowId, what: &str) {
         if !tracing::enabled!(tracing::Level::DEBUG) {
             return;
         }
         if let Some(info) = self.shard.flow(flow) {
             let (local, peer) = (info.local, info.peer);
-            tracing::debug!(cid = %self.cid, %flow, %local, %peer, "connection opened");
+            tracing::debug!(cid = %self.cid, %flow, %local, %peer, "{what}");
         }
     }
 
     /// Logs that a flow was refused: by its listener, or because there is none.
     pub(super) fn log_refused(&self, flow: FlowId, reason: &str) {
-        tracing::debug!(cid = %self.cid, %flow, reason, "connection refused");
+        let info = self.shard.flow(flow);
+        let local = info.as_ref().map(|info| display(info.local));
+        let peer = info.as_ref().map(|info| display(info.peer));
+        tracing::debug!(cid = %self.cid, %flow, local, peer, reason, "connection refused");
     }
 
     /// Logs that the connection of a bridge ends, if it was established, with the payload bytes from and to

@@ -9,8 +9,9 @@ use super::{Context, Device};
 use crate::device::host_sockets::{self, hybrid};
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::header;
+use crate::stats::RefusalCause;
 use zerosock_proto::Cid;
-use zerosock_proto::vsock::{Event, FlowId};
+use zerosock_proto::vsock::{Event, FlowId, RefuseReason};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 use zerosock_ring::Chain;
 use zerosock_virtio::ring::Ring;
@@ -44,7 +45,7 @@ impl Device {
             } => {
                 if local.cid != Cid::HOST {
                     self.ask_sibling(flow, local, peer, socket_type, cx);
-                } else if let Err(denial) = cx.shared.routes.check(self.cid, local) {
+                } else if let Err(denial) = cx.shared.routes.admit(self.cid, local) {
                     self.deny(peer, local, denial, cx);
                     let _ = self.shard.reject(flow);
                 } else if self.app_incoming(flow, local, peer, socket_type, cx) {
@@ -63,11 +64,29 @@ impl Device {
             }
             Event::Connected { flow } => self.guest_accepted(flow, cx),
             Event::Refused { flow, reason } => {
-                cx.shared.counters.conns_refused.add(1);
-                self.log_refused(
-                    flow,
-                    "the endpoint has no listener on the port, or its backlog is full",
-                );
+                let (cause, text) = match reason {
+                    RefuseReason::Reset => (
+                        RefusalCause::Endpoint,
+                        "the endpoint has no listener on the port, or its backlog is full",
+                    ),
+                    RefuseReason::TimedOut => (
+                        RefusalCause::Unreachable,
+                        "the endpoint has not answered in time",
+                    ),
+                    RefuseReason::TransportReset => (
+                        RefusalCause::Unreachable,
+                        "the endpoint has gone or restarted before it answered",
+                    ),
+                    RefuseReason::ProtocolError => {
+                        (RefusalCause::Other, "the endpoint's answer is invalid")
+                    }
+                    RefuseReason::LocalReset => (
+                        RefusalCause::Other,
+                        "its client has closed the connection before the answer",
+                    ),
+                };
+                cx.shared.counters.refuse(cause);
+                self.log_refused(flow, text);
                 if let Some(key) = self.key_of(flow) {
                     if let Some(bridge) = self.bridges.get(key as usize)
                         && let BridgePeer::App(end) = &bridge.peer
@@ -110,7 +129,7 @@ impl Device {
     /// The guest has accepted a connection of the host or a sibling.
     fn guest_accepted(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(flow) else { return };
-        self.log_opened(flow);
+        self.log_flow(flow, "connection opened");
         let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };

@@ -10,7 +10,6 @@
 //!   connect time-out.
 //! - A reset of either side resets the other; an end of stream shuts down the other in one direction.
 
-use std::io::ErrorKind;
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -33,8 +32,9 @@ use super::state::sibling_message::{Dialed, SiblingMessage};
 use super::state::timers::Timer;
 use super::{Context, Device, WorkerMessage};
 use crate::device::host_sockets::hybrid;
-use crate::device::host_sockets::{Attempt, HostSocket, Refusal, RefusalCause, network};
+use crate::device::host_sockets::{Attempt, HostSocket, Refusal, network};
 use crate::routing::forward::ActiveRule;
+use crate::stats::RefusalCause;
 
 /// Requests of one VM, or of the processes of one user, to the connector at once; fewer if there are many
 /// of them. The connector is shared: a guest with targets that do not answer must leave it to its neighbours.
@@ -64,7 +64,7 @@ impl Device {
     ) {
         let target = rule.rule.to.resolve(from.cid, port);
         let (Some(target), Some(admitted)) = (target, rule.state.admit()) else {
-            cx.shared.counters.conns_refused.add(1);
+            cx.shared.counters.refuse(RefusalCause::Limit);
             rule.state.count_refused();
             let (to, reason) = (
                 &rule.rule.to,
@@ -130,7 +130,7 @@ impl Device {
                     bridge.peer = BridgePeer::Resolving(Some(pending));
                 }
             }
-            Err(reason) => self.refuse(key, &Refusal::other(reason), cx),
+            Err(reason) => self.refuse(key, &Refusal::new(RefusalCause::Limit, reason), cx),
         }
     }
 
@@ -208,7 +208,7 @@ impl Device {
                 self.call_guest(caller, None, cx);
             }
             Err(exceeded) => {
-                cx.shared.counters.conns_refused.add(1);
+                cx.shared.counters.refuse(RefusalCause::Limit);
                 self.refuse_forwarded(&forwarded, &exceeded.to_string());
                 socket.abort();
             }
@@ -391,11 +391,11 @@ fn refusal(error: ConnectError, target: &Target) -> Refusal {
         ConnectError::Refused(_) => RefusalCause::NoListener,
         // A connect to a Unix socket waits only for room in the backlog.
         ConnectError::TimedOut(Stage::Connecting) if is_unix => RefusalCause::BacklogFull,
-        ConnectError::Io(error) if error.kind() == ErrorKind::NotFound => RefusalCause::NoListener,
+        ConnectError::TimedOut(_) => RefusalCause::Unreachable,
+        ConnectError::Io(error) => RefusalCause::of(error),
         _ => RefusalCause::Other,
     };
-    let reason = error.to_string();
-    Refusal { cause, reason }
+    Refusal::new(cause, error.to_string())
 }
 
 /// What a guest is charged for a request to the connector.
@@ -472,7 +472,10 @@ impl Answer {
                 Target::UnixSeqpacket(_) => {
                     let socket = HostSocket::unix(socket, permit, SocketType::SEQPACKET);
                     if !hybrid::configure_packets(&socket) {
-                        return Err(Refusal::other("packets of its socket have no bounds"));
+                        return Err(Refusal::new(
+                            RefusalCause::Other,
+                            "packets of its socket have no bounds",
+                        ));
                     }
                     socket
                 }
@@ -499,7 +502,10 @@ impl Answer {
 impl Drop for Answer {
     fn drop(&mut self) {
         if self.charge.take().is_some() {
-            self.pass(Err(Refusal::other("the thread for connects has ended")));
+            self.pass(Err(Refusal::new(
+                RefusalCause::Other,
+                "the thread for connects has ended",
+            )));
         }
     }
 }

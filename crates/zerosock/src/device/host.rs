@@ -6,9 +6,10 @@ use super::state::timers::Timer;
 use super::virtio::{BRIDGE, HANDSHAKE, LISTENER};
 use super::{Context, Device};
 use crate::device::host_sockets::hybrid::{self, Line, OkConvention};
-use crate::device::host_sockets::{Attempt, HostPort, HostSocket, Refusal, RefusalCause, forward};
+use crate::device::host_sockets::{Attempt, HostPort, HostSocket, Refusal, forward};
 use crate::device::state::host::{Caller, Handshake, HostAccess};
 use crate::device::state::sibling_message::SiblingMessage;
+use crate::stats::RefusalCause;
 use rustix::fd::{AsFd, BorrowedFd};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, SocketType as SocketKind};
@@ -117,7 +118,7 @@ impl Device {
                         // No HostSocket was made of it yet, so its close waits for the program
                         // only if descriptors are queued in it.
                         drop(PeerFd::from(socket).owned_by(&self.account));
-                        cx.shared.counters.conns_refused.add(1);
+                        cx.shared.counters.refuse(RefusalCause::Limit);
                         self.warn(&format!("host program refused: {exceeded}"));
                     }
                     (None, Ok(permit)) => {
@@ -333,7 +334,7 @@ impl Device {
     ) -> Option<FlowId> {
         let port = caller.to;
         if !self.queues.rings.rx.as_ref().is_some_and(|rx| rx.live()) {
-            cx.shared.counters.conns_refused.add(1);
+            cx.shared.counters.refuse(RefusalCause::Unreachable);
             tracing::debug!(cid = %self.cid, %port, "host program refused: no driver runs");
             return None;
         }
@@ -346,14 +347,17 @@ impl Device {
         let service = self.service.is_some()
             && caller.forwarded.is_some()
             && cx.shared.routes.service(port) == Some(self.queue_pairs.first());
-        if !service && let Err(denial) = cx.shared.routes.check(Cid::HOST, peer) {
+        if !service && let Err(denial) = cx.shared.routes.admit(Cid::HOST, peer) {
             self.deny(local, peer, denial, cx);
             return None;
         }
         match self.shard.connect(cx.now, local, peer, caller.socket_type) {
-            Ok(flow) => Some(flow),
+            Ok(flow) => {
+                self.log_flow(flow, "connection requested");
+                Some(flow)
+            }
             Err(error) => {
-                cx.shared.counters.conns_refused.add(1);
+                cx.shared.counters.refuse(error.into());
                 self.warn(&format!(
                     "cannot connect to port {port} of the guest: {error}"
                 ));
@@ -412,20 +416,15 @@ impl Device {
             self.bridges.get(key as usize).map(|j| &j.peer)
             && *deadline <= cx.now
         {
-            let refusal = Refusal::other("no answer before the connect deadline");
+            let reason = "no answer before the connect deadline";
+            let refusal = Refusal::new(RefusalCause::Unreachable, reason);
             self.refuse(key, &refusal, cx);
         }
     }
 
     /// Rejects the guest's connection: no host program accepted it.
     pub(super) fn refuse(&mut self, key: u32, refusal: &Refusal, cx: &mut Context<'_>) {
-        let counters = &cx.shared.counters;
-        counters.conns_refused.add(1);
-        match refusal.cause {
-            RefusalCause::NoListener => counters.refused_no_listener.add(1),
-            RefusalCause::BacklogFull => counters.refused_backlog_full.add(1),
-            RefusalCause::Other => {}
-        }
+        cx.shared.counters.refuse(refusal.cause);
         let reason = &*refusal.reason;
         let bridge = self.bridges.get(key as usize);
         if let Some(forwarded) = bridge.and_then(|bridge| bridge.forwarded.as_ref()) {
@@ -455,7 +454,7 @@ impl Device {
         match cx.poller.add(socket, token, Interest::All) {
             Ok(()) => true,
             Err(error) => {
-                self.refuse(key, &Refusal::other(error.to_string()), cx);
+                self.refuse(key, &Refusal::from(error), cx);
                 false
             }
         }
@@ -481,7 +480,7 @@ impl Device {
         bridge.writable = true;
         if let Some(flow) = bridge.flow {
             let _ = self.shard.accept(cx.now, flow);
-            self.log_opened(flow);
+            self.log_flow(flow, "connection opened");
         }
         let bridge = self.bridges.get(key as usize);
         if bridge.is_some_and(|bridge| bridge.forwarded.is_some()) {

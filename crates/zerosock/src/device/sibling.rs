@@ -12,6 +12,7 @@ use super::{Context, Device};
 use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::routing::Denial;
+use crate::stats::RefusalCause;
 use zerosock_proto::vsock::{FlowId, How, SMALL_PACKET};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
@@ -144,7 +145,7 @@ impl Device {
         cx: &mut Context<'_>,
     ) {
         let routes = &cx.shared.routes;
-        let found = match routes.check(self.cid, local) {
+        let found = match routes.admit(self.cid, local) {
             Err(denial) => Err(denial),
             Ok(()) if self.unanswered >= MAX_UNANSWERED => Err(Denial::Busy),
             Ok(()) if !self.may_come_from(peer.port, cx) => Err(Denial::Unclaimed),
@@ -223,6 +224,12 @@ impl Device {
             SiblingMessage::Asking { to, from } => self.sibling_asks(to, from, cx),
             SiblingMessage::Refused { to } => {
                 self.unanswered = self.unanswered.saturating_sub(1);
+                if self.key_of(to).is_some() {
+                    cx.shared.counters.refuse(RefusalCause::Unreachable);
+                    let reason =
+                        "the endpoint has no running driver, or as many connections as it may have";
+                    self.log_refused(to, reason);
+                }
                 self.sibling_ended(to, cx);
             }
             SiblingMessage::Reset { to } => self.sibling_ended(to, cx),
@@ -251,17 +258,14 @@ impl Device {
         }
     }
 
-    /// Ends a connection: its sibling has ended, refused it, or does not exist.
+    /// Ends a connection: its sibling has ended, refused it and counted that, or does not exist.
     fn sibling_ended(&mut self, to: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(to) else { return };
         let ended = match self.remove_bridge(key, cx) {
             Some(Bridge {
                 peer: BridgePeer::Asked(_),
                 ..
-            }) => {
-                cx.shared.counters.conns_refused.add(1);
-                self.shard.reject(to)
-            }
+            }) => self.shard.reject(to),
             _ => self.shard.reset(to),
         };
         // Fails if the flow has ended by itself.
@@ -320,6 +324,7 @@ impl Device {
             from: us,
         };
         cx.outbox.send(from.device, asking);
+        self.log_flow(flow, "connection requested");
         self.add_bridge(flow, BridgePeer::Sibling(SiblingPeer::new(from)), cx);
     }
 
@@ -340,7 +345,7 @@ impl Device {
         bridge.open = true;
         bridge.writable = true;
         let _ = self.shard.accept(cx.now, to);
-        self.log_opened(to);
+        self.log_flow(to, "connection opened");
     }
 
     /// Queues bytes from a sibling for our guest.

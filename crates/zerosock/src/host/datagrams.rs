@@ -52,7 +52,7 @@ impl HostBackend {
     ) -> Result<(Address, u32), DatagramFault> {
         let routes = &self.worker.shared.routes;
         let vm = match routes.device(to.cid) {
-            Some(device) if routes.may_reach(Cid::HOST, to) => device.number,
+            Some(device) if routes.admit(Cid::HOST, to).is_ok() => device.number,
             _ => return Err(DatagramFault::Unreachable),
         };
         let device = self.worker.devices.get_mut(vm);

@@ -210,7 +210,7 @@ impl AccessList {
         &self.rules
     }
 
-    /// Number of connections that each rule has denied since the list was made, in the order of the rules.
+    /// Number of connections and datagrams that each rule has denied since the list was made, in the order of the rules.
     pub fn denied(&self) -> Vec<u64> {
         let counters = self.denied.iter();
         counters
@@ -218,7 +218,7 @@ impl AccessList {
             .collect()
     }
 
-    /// Counts a connection that the rule of this number has denied.
+    /// Counts what the rule of this number has denied.
     pub(crate) fn count_denied(&self, rule: usize) {
         if let Some(count) = self.denied.get(rule) {
             count.fetch_add(1, Ordering::Relaxed);

@@ -7,6 +7,7 @@ pub(crate) mod name;
 use self::access::{AccessList, EndpointTraits, Verdict};
 use self::forward::{ActiveRule, ForwardRules};
 use self::name::Name;
+use crate::stats::RefusalCause;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
@@ -46,9 +47,14 @@ pub(crate) enum Denial {
 }
 
 impl Denial {
-    /// Whether another configuration would allow the connection.
-    pub(crate) fn is_by_configuration(self) -> bool {
-        matches!(self, Denial::Port | Denial::Rule(_) | Denial::Group)
+    /// The counter of connections that are refused for it.
+    pub(crate) fn cause(self) -> RefusalCause {
+        match self {
+            Denial::Port | Denial::Rule(_) | Denial::Group => RefusalCause::Denied,
+            Denial::NoEndpoint | Denial::Itself => RefusalCause::Unreachable,
+            Denial::Busy => RefusalCause::Limit,
+            Denial::Unclaimed => RefusalCause::Other,
+        }
     }
 }
 
@@ -103,11 +109,6 @@ impl Routes {
         if let Some(route) = self.by_cid.get_mut(&cid) {
             route.groups = groups.into();
         }
-    }
-
-    /// The access list.
-    pub(crate) fn access(&self) -> &AccessList {
-        &self.access
     }
 
     /// Replaces the access list. It applies to later requests.
@@ -221,6 +222,16 @@ impl Routes {
     /// with a list, a walk over its rules. No lock and no allocation.
     pub(crate) fn may_reach(&self, from: Cid, to: Address) -> bool {
         self.check(from, to).is_ok()
+    }
+
+    /// As [`check`](Routes::check), for a connection or datagram that is refused then: counts a denial by
+    /// the rule.
+    pub(crate) fn admit(&self, from: Cid, to: Address) -> Result<(), Denial> {
+        self.check(from, to).inspect_err(|denial| {
+            if let Denial::Rule(rule) = denial {
+                self.access.count_denied(*rule);
+            }
+        })
     }
 
     /// As [`may_reach`](Routes::may_reach), with the reason.

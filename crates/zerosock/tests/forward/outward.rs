@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use zerosock::access::{Cids, Party};
 use zerosock::driver::How;
+use zerosock::forward::ForwardRule;
 use zerosock::{Cid, Port};
 
 use super::common::{assert_bytes, bytes, deadline, eventually, eventually_with, host};
@@ -153,6 +154,13 @@ fn refused_targets_are_counted_by_cause() {
     let missing = dir.path().join("missing");
     let mut busy = rule(6, unix("unix", &full));
     busy.connect_timeout = Some(Duration::from_millis(100));
+    let hole = BlackHole::new();
+    let silent = |mut rule: ForwardRule| {
+        rule.connect_timeout = Some(Duration::from_millis(100));
+        rule
+    };
+    let mut limited = rule(9, unix("unix", &full));
+    limited.max_connections = Some(0);
     let lab = Lab::with(1, |config| {
         config.forward = vec![
             rule(1, unix("unix", &missing)),
@@ -162,16 +170,23 @@ fn refused_targets_are_counted_by_cause() {
             with_header(4, unix("unix", &missing)),
             with_header(5, closed.clone()),
             busy,
+            silent(rule(7, hole.target())),
+            silent(with_header(8, hole.target())),
+            limited,
         ];
     });
     let mut guest = lab.guest();
-    for port in 1..=6 {
+    for port in 1..=9 {
         refused(&mut guest, port);
     }
-    eventually("six connections refused", || lab.stats().conns_refused == 6);
+    eventually("nine connections refused", || {
+        lab.stats().conns_refused == 9
+    });
     let stats = lab.stats();
     let (no_listener, full) = (stats.refused_no_listener, stats.refused_backlog_full);
     assert_eq!((no_listener, full), (5, 1), "{stats}");
+    let (silent, limited) = (stats.refused_unreachable, stats.refused_by_limit);
+    assert_eq!((silent, limited), (2, 1), "{stats}");
 }
 
 /// A TCP listener whose backlog is full: it answers no SYN.

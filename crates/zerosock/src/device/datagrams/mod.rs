@@ -157,8 +157,8 @@ impl Device {
             return self.lend_to_sibling(chain, header, bytes, cx);
         }
         let flow = self.datagrams.flow_control;
-        if !cx.shared.routes.may_reach(self.cid, header.dst) {
-            cx.shared.counters.datagrams_dropped.add(1);
+        if let Err(denial) = cx.shared.routes.admit(self.cid, header.dst) {
+            self.deny_datagram(header.src, header.dst, denial, cx);
             return self.complete_tx(chain);
         }
         if cx.shared.app.is_none() {

@@ -34,16 +34,20 @@ impl Device {
     ) {
         // A flow-control packet may go to any endpoint that may reach its sender: the reverse
         // direction need not be allowed, nor the source port be claimed.
-        let may = match Datagrams::is_data(&header) {
-            true => cx.shared.routes.may_reach(self.cid, header.dst),
-            false => cx.shared.routes.may_reach(header.dst.cid, header.src),
+        let is_data = Datagrams::is_data(&header);
+        let may = match is_data {
+            true => cx.shared.routes.admit(self.cid, header.dst),
+            false => cx.shared.routes.check(header.dst.cid, header.src),
         };
-        let device = may.then(|| cx.shared.routes.target(header.dst)).flatten();
+        if let Err(denial) = may {
+            if is_data {
+                self.deny_datagram(header.src, header.dst, denial, cx);
+            }
+            return self.complete_tx(chain);
+        }
+        let device = cx.shared.routes.target(header.dst);
         let (Some(device), Some(tx)) = (device, self.queues.rings.tx.as_ref()) else {
-            cx.shared
-                .counters
-                .datagrams_dropped
-                .add(u64::from(Datagrams::is_data(&header)));
+            cx.shared.counters.datagrams_dropped.add(u64::from(is_data));
             return self.complete_tx(chain);
         };
         let payload = match bytes {

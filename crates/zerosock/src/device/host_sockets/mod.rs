@@ -13,8 +13,9 @@ mod socket;
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 pub(crate) use socket::HostSocket;
-use std::io::ErrorKind;
 use zerosock_proto::Port;
+
+use crate::stats::RefusalCause;
 
 /// A host socket that guests connect to: its port, and whether it takes messages.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
@@ -70,16 +71,6 @@ pub(crate) enum Attempt {
     Refused(std::io::Error),
 }
 
-/// Why a connection of a guest to the host side is refused, as the counters distinguish it.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum RefusalCause {
-    /// The host socket does not exist, or nothing listens there.
-    NoListener,
-    /// The backlog of the listener stayed full.
-    BacklogFull,
-    Other,
-}
-
 /// A refused connection of a guest to the host side: the cause, and the reason for the log.
 #[derive(Debug)]
 pub(crate) struct Refusal {
@@ -88,21 +79,16 @@ pub(crate) struct Refusal {
 }
 
 impl Refusal {
-    pub(crate) fn other(reason: impl Into<String>) -> Refusal {
-        Refusal {
-            cause: RefusalCause::Other,
-            reason: reason.into(),
-        }
+    pub(crate) fn new(cause: RefusalCause, reason: impl Into<String>) -> Refusal {
+        let reason = reason.into();
+        Refusal { cause, reason }
     }
 }
 
 impl From<std::io::Error> for Refusal {
     fn from(error: std::io::Error) -> Refusal {
         Refusal {
-            cause: match error.kind() {
-                ErrorKind::ConnectionRefused | ErrorKind::NotFound => RefusalCause::NoListener,
-                _ => RefusalCause::Other,
-            },
+            cause: RefusalCause::of(&error),
             reason: error.to_string(),
         }
     }

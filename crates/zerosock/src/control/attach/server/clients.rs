@@ -68,7 +68,7 @@ impl Server {
 
     pub(super) fn watch_listener(&self, frontends: &FrontendRegistry, flags: EventFlags) {
         if let Err(error) = frontends.watch_for(&self.config.listener, LISTENER, flags) {
-            tracing::error!(%error, "cannot change what is watched");
+            tracing::error!(%error, "cannot watch the attach socket: no process can attach; restart the daemon");
         }
     }
 

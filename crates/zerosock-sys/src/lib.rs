@@ -13,7 +13,7 @@
 //! - [`bpf`] redirects packets between sockets inside the kernel, [`tcp_written`] counts what is on its way.
 //! - [`tun`] moves Ethernet frames between TAP interfaces and guest memory, [`xdp`] between queues of
 //!   other interfaces and guest memory (AF_XDP).
-//! - [`affinity`] pins threads, [`network`] isolates them.
+//! - [`affinity`] pins threads, [`network`] isolates them, [`OwnerLock`] knows which of them holds it.
 //!
 //! # Invariants
 //! No function panics on input of a peer. Only the SIGBUS handler and the reaper keep state. Each `unsafe`
@@ -29,6 +29,7 @@ pub mod memfd;
 pub mod mmsg;
 pub mod network;
 pub mod notify;
+mod owner_lock;
 mod peer_fd;
 pub mod reaper;
 pub mod reuseport;
@@ -43,6 +44,7 @@ pub mod vsock_calls;
 pub mod xdp;
 
 pub use log_limit::LogLimit;
+pub use owner_lock::{Guard, OwnerLock};
 pub use peer_fd::PeerFd;
 pub use slices::{
     MAX_SLICES, Received, read_slices, read_slices_at, read_slices_now, recv_packet_and_rights,

@@ -226,12 +226,12 @@ impl Leases {
         let mut head = self.dropped.load(Ordering::Relaxed);
         loop {
             entry.next.store(head, Ordering::Relaxed);
-            // Release: the links and the holder's reads happen before the index becomes visible.
-            // Acquire: pairs with `any_dropped_after_unlock`.
+            // The links and the holder's reads happen before the index becomes visible. SeqCst: pairs
+            // with `any_dropped_after_unlock`.
             match self.dropped.compare_exchange_weak(
                 head,
                 last,
-                Ordering::AcqRel,
+                Ordering::SeqCst,
                 Ordering::Relaxed,
             ) {
                 Ok(_) => break,
@@ -244,21 +244,12 @@ impl Leases {
     /// thread that dropped a lease and found the lock taken relies on this check to find it.
     ///
     /// One thread pushes onto the stack and then tries the lock; the other releases the lock and
-    /// then checks the stack. With plain loads each could miss the other's write. This check is
-    /// therefore a read-modify-write, as the push in `push_chain` is, and the two are ordered:
-    /// - If the push comes first, this check reads what it wrote, or that a later holder of the
-    ///   lock took the stack.
-    /// - If this check comes first, the push reads from it or from a read-modify-write behind it,
-    ///   and so synchronizes with it: the release of the lock happens before the push and before
-    ///   the attempt to lock. That attempt fails only if another thread took the lock later, which
-    ///   checks again after it has released it.
+    /// then checks the stack. All four are sequentially consistent, as those of
+    /// [`OwnerLock`](zerosock_sys::OwnerLock) are: either the check finds the push, or the attempt
+    /// finds the lock free or with another holder, which checks when it has released it.
     #[inline]
     pub(crate) fn any_dropped_after_unlock(&self) -> bool {
-        // Changes nothing, but is not a mere load while the stack is empty. Release: for the push
-        // behind it. Acquire: for a push that a later check could be the first to see.
-        self.dropped
-            .compare_exchange(NONE, NONE, Ordering::AcqRel, Ordering::Acquire)
-            .is_err()
+        self.dropped.load(Ordering::SeqCst) != NONE
     }
 
     /// Whether leases were dropped since the last [`take_dropped`](Self::take_dropped).

@@ -2,12 +2,13 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use zerosock_proto::Port;
 use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_ring::Trust;
+use zerosock_sys::{Guard, OwnerLock};
 
 use super::descriptors::{EventFd, SleepWaker, TimerFd, epoll_of};
 #[cfg(test)]
@@ -54,12 +55,7 @@ pub(crate) struct State {
 
 /// An endpoint's shared state; see the module.
 pub(crate) struct Core {
-    pub(super) state: Mutex<State>,
-    /// [`thread_id`] of the lock holder, 0 without one. A thread reads its own id here only while
-    /// it holds the lock: only that thread stores the id, and it stores 0 before it unlocks.
-    pub(super) owner: AtomicUsize,
-    /// Threads that block on the lock. A spinning holder yields while this is not 0.
-    pub(super) lock_waiters: AtomicU32,
+    pub(super) state: OwnerLock<State>,
     /// What the lock holder has dropped, to be closed when it releases the lock.
     pub(super) deferred_closes: Mutex<Vec<DeferredClose>>,
     /// `deferred_closes` is not empty.
@@ -95,7 +91,7 @@ pub(crate) struct Core {
 /// since.
 pub(crate) struct Locked<'a> {
     pub(super) core: &'a Core,
-    pub(super) guard: Option<MutexGuard<'a, State>>,
+    pub(super) guard: Option<Guard<'a, State>>,
     /// Buffers were returned to the backend and may not have been published to the peer.
     pub(super) has_returned: bool,
 }
@@ -118,15 +114,6 @@ pub(crate) enum DeferredClose {
     EventFd(Arc<EventFd>),
 }
 
-/// An id that no other live thread has; never 0.
-#[inline]
-pub(super) fn thread_id() -> usize {
-    thread_local! {
-        static HERE: u8 = const { 0 };
-    }
-    HERE.with(|here| std::ptr::from_ref(here).addr())
-}
-
 impl Core {
     /// `trust`: what the application has declared. `attach_client`: its attach connection, if any.
     ///
@@ -146,8 +133,6 @@ impl Core {
             poll_fd,
             backend_fd: backend.fd().try_clone_to_owned()?,
             leases: backend.lease_table(),
-            owner: AtomicUsize::new(0),
-            lock_waiters: AtomicU32::new(0),
             deferred_closes: Mutex::default(),
             has_deferred_closes: AtomicBool::new(false),
             trust,
@@ -158,7 +143,7 @@ impl Core {
             window: AtomicU32::new(DEFAULT_BUFFER),
             #[cfg(test)]
             before_release: hook::Hook::default(),
-            state: Mutex::new(State {
+            state: OwnerLock::new(State {
                 backend,
                 sleeper: None,
                 waiters: Vec::new(),
@@ -213,32 +198,24 @@ impl Core {
     /// Takes the lock. Panics if this thread holds it already.
     #[inline(always)] // saves a copy of the guard
     pub(crate) fn lock(&self) -> Locked<'_> {
-        let guard = match self.state.try_lock() {
-            Ok(guard) => guard,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => self.lock_contended(),
-        };
-        let mut locked = Locked::new(self, guard);
+        let mut locked = self.try_lock().unwrap_or_else(|| self.lock_contended());
         locked.return_dropped();
         locked
     }
 
     #[cold]
-    pub(super) fn lock_contended(&self) -> MutexGuard<'_, State> {
+    fn lock_contended(&self) -> Locked<'_> {
         assert!(
             !self.is_held_by_this_thread(),
             "a thread called an endpoint from inside another call of it: from its recv_each \
              callback, or while its Batch is alive"
         );
-        self.lock_waiters.fetch_add(1, Ordering::Relaxed);
-        let guard = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        self.lock_waiters.fetch_sub(1, Ordering::Relaxed);
-        guard
+        Locked::new(self, self.state.lock_contended())
     }
 
     /// Whether this thread holds the lock.
     pub(crate) fn is_held_by_this_thread(&self) -> bool {
-        self.owner.load(Ordering::Relaxed) == thread_id()
+        self.state.is_held_by_this_thread()
     }
 
     /// Closes what a dropped value owned: now, or if this thread holds the lock, when it releases
@@ -272,12 +249,9 @@ impl Core {
     }
 
     /// Takes the lock if no thread holds it.
+    #[inline(always)] // as `lock`
     fn try_lock(&self) -> Option<Locked<'_>> {
-        match self.state.try_lock() {
-            Ok(guard) => Some(Locked::new(self, guard)),
-            Err(TryLockError::Poisoned(poisoned)) => Some(Locked::new(self, poisoned.into_inner())),
-            Err(TryLockError::WouldBlock) => None,
-        }
+        Some(Locked::new(self, self.state.try_lock()?))
     }
 
     /// As [`return_buffer`](Self::return_buffer), for several buffers in the order they were lent.
@@ -295,24 +269,20 @@ impl Core {
         }
     }
 
-    /// Returns dropped leases and runs deferred closes, unless another thread holds the lock: that
-    /// thread does both when it releases the lock.
+    /// Returns dropped leases, unless another thread holds the lock: that thread returns them when
+    /// it releases the lock.
     pub(super) fn return_dropped(&self) {
-        let mut more =
-            self.leases.any_dropped() || self.has_deferred_closes.load(Ordering::Relaxed);
-        while more {
-            let Some(mut locked) = self.try_lock() else {
-                return;
-            };
+        if self.leases.any_dropped()
+            && let Some(mut locked) = self.try_lock()
+        {
             locked.return_dropped();
-            locked.run_deferred_closes();
-            locked.publish_returned();
-            locked.notify_waiters();
-            // Not by `drop`, which would call this function again.
-            locked.release();
-            more = self.leases.any_dropped_after_unlock()
-                || self.has_deferred_closes.load(Ordering::Relaxed);
         }
+    }
+
+    /// Whether leases were dropped, or sockets by this thread, while this thread held the lock.
+    #[inline]
+    fn has_work_after_unlock(&self) -> bool {
+        self.leases.any_dropped_after_unlock() || self.has_deferred_closes.load(Ordering::Relaxed)
     }
 
     /// The task that drives the endpoint for async sockets.
@@ -329,8 +299,7 @@ impl Core {
 
 impl<'a> Locked<'a> {
     #[inline]
-    fn new(core: &'a Core, guard: MutexGuard<'a, State>) -> Locked<'a> {
-        core.owner.store(thread_id(), Ordering::Relaxed);
+    fn new(core: &'a Core, guard: Guard<'a, State>) -> Locked<'a> {
         Locked {
             core,
             guard: Some(guard),
@@ -338,19 +307,8 @@ impl<'a> Locked<'a> {
         }
     }
 
-    /// Releases the lock and does nothing else.
-    #[inline]
-    pub(super) fn release(&mut self) {
-        if let Some(guard) = self.guard.take() {
-            #[cfg(test)]
-            self.core.before_release.call();
-            self.core.owner.store(0, Ordering::Relaxed);
-            drop(guard);
-        }
-    }
-
     pub(super) fn state(&mut self) -> &mut State {
-        // `release` and `drop` alone take the guard.
+        // `yield_lock` and `drop` alone take the guard.
         self.guard.as_mut().expect("the lock is held")
     }
 
@@ -375,6 +333,36 @@ impl<'a> Locked<'a> {
             let next = self.core.leases.next_dropped(index);
             self.backend().handle_dropped(index);
             index = next;
+        }
+    }
+
+    /// What is due before the lock is released.
+    #[inline]
+    fn finish(&mut self) {
+        self.run_deferred_closes();
+        if self.has_returned {
+            self.publish_returned();
+        }
+        if self.state().has_waiters() {
+            self.notify_waiters();
+            self.wake_next_sleeper();
+        }
+        #[cfg(test)]
+        self.core.before_release.call();
+    }
+
+    /// Takes the lock again for what was dropped while it was held, unless another thread has it:
+    /// that thread sees to it.
+    #[cold]
+    fn finish_again(&mut self) {
+        while self.core.has_work_after_unlock() {
+            self.guard = self.core.state.try_lock();
+            if self.guard.is_none() {
+                return;
+            }
+            self.return_dropped();
+            self.finish();
+            self.guard = None;
         }
     }
 
@@ -475,23 +463,10 @@ impl<'a> Locked<'a> {
 impl Drop for Locked<'_> {
     #[inline]
     fn drop(&mut self) {
-        if self.guard.is_none() {
-            return;
-        }
-        self.run_deferred_closes();
-        if self.has_returned {
-            self.publish_returned();
-        }
-        if self.state().has_waiters() {
-            self.notify_waiters();
-            self.wake_next_sleeper();
-        }
-        self.release();
-        // A task that was woken may have dropped the last handle of a socket.
-        if self.core.leases.any_dropped_after_unlock()
-            || self.core.has_deferred_closes.load(Ordering::Relaxed)
-        {
-            self.core.return_dropped();
+        self.finish();
+        self.guard = None;
+        if self.core.has_work_after_unlock() {
+            self.finish_again();
         }
     }
 }

@@ -5,17 +5,17 @@
 //!   sends.
 //! - A call that spins with the lock yields it to threads that want it.
 
-use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::lock::{Core, Locked, State, thread_id};
+use super::lock::{Core, Locked, State};
 use super::wait_budget::{WaitBudget, WaitFault, WaitMode};
 use super::waiter::{Interest, WaiterKind};
 use crate::fault::Fault as Blame;
 use crate::table::backend::Backend;
 use crate::table::over::EndpointEnded;
 use crate::vsock::waiting::Wait;
+use zerosock_sys::Guard;
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::poller::wait_for_event;
 
@@ -130,7 +130,7 @@ impl Core {
                 if !progress.busy_turns.is_multiple_of(MAX_SKIPPED_TURNS) {
                     continue;
                 }
-                if self.lock_waiters.load(Ordering::Relaxed) > 0 {
+                if self.state.is_contended() {
                     locked.yield_lock();
                 }
                 if budget.mode == WaitMode::Poll {
@@ -248,7 +248,7 @@ impl Locked<'_> {
                     self.return_dropped();
                     self.publish_returned();
                 }
-                if self.core.lock_waiters.load(Ordering::Relaxed) > 0 {
+                if self.core.state.is_contended() {
                     self.yield_lock();
                     return true;
                 }
@@ -277,12 +277,7 @@ impl Locked<'_> {
     fn yield_lock(&mut self) {
         self.run_deferred_closes();
         self.notify_waiters();
-        self.release();
-        while self.core.lock_waiters.load(Ordering::Relaxed) > 0 {
-            thread::yield_now();
-        }
-        self.guard = Some(self.core.lock_contended());
-        self.core.owner.store(thread_id(), Ordering::Relaxed);
+        self.guard = self.guard.take().map(Guard::yield_to_waiters);
         self.return_dropped();
         self.run_deferred_closes();
     }

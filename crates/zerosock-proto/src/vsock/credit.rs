@@ -359,6 +359,17 @@ impl TxCredit {
         len
     }
 
+    /// Sends `len` bytes as one packet. False: there is not enough credit, or they are none or too
+    /// many for a packet.
+    #[inline]
+    pub(crate) fn send_whole(&mut self, len: u32) -> bool {
+        let fits = len > 0 && self.offer(len) == len;
+        if fits {
+            self.count(len);
+        }
+        fits
+    }
+
     /// Counts a packet that is sent.
     #[inline]
     fn count(&mut self, len: u32) {

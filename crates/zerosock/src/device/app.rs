@@ -14,9 +14,9 @@
 
 use crate::device::state::app::{NONE, QueueStore};
 use zerosock_proto::vsock::{ConnectError, FlowError, FlowId, How, ReserveError, Shard};
-use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD, SocketType};
+use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Instant, Port};
-use zerosock_ring::Chain;
+use zerosock_ring::{Chain, FrontChain, GuestSlice};
 
 use super::events::emit;
 use super::state::bridge::{AppPeer, Bridge, BridgePeer};
@@ -473,29 +473,48 @@ impl Device {
     }
 }
 
+/// Sends a packet in the buffer at the front of the ring. `header` gets the room for payload and
+/// returns the header of as much; `fill` writes it. Returns the length of the payload. `None`: there
+/// is no buffer, or one of another form, or `header` returns `None`: nothing was sent.
+#[inline(always)] // keeps the header in registers
+pub(super) fn send_in_front<E>(
+    rx: &mut Ring,
+    header: impl FnOnce(usize) -> Option<Result<Repr, E>>,
+    fill: impl FnOnce(GuestSlice<'_>, usize),
+) -> Option<Result<usize, E>> {
+    let FrontChain {
+        header: place,
+        body,
+        token,
+    } = rx.front(HEADER_LEN, true)?;
+    let header = match header(body.len().min(MAX_PAYLOAD as usize))? {
+        Ok(header) => header,
+        Err(error) => return Some(Err(error)),
+    };
+    let len = header.len as usize;
+    fill(body, len);
+    header::store(place, &header);
+    rx.complete_front(token, (HEADER_LEN + len) as u32);
+    Some(Ok(len))
+}
+
 /// Sends a copy of as many of `bytes` as one packet takes, in the buffer at the front of the ring;
 /// returns how many. `None`: there is none, or one of another form.
-#[inline(always)] // keeps the header in registers
+#[inline(always)] // as `send_in_front`
 fn write_front(
     rx: &mut Ring,
     shard: &mut Shard,
     flow: FlowId,
     bytes: &[u8],
 ) -> Option<Result<usize, ReserveError>> {
-    let front = rx.front(HEADER_LEN, true)?;
-    let max = bytes.len().min(front.body.len()).min(MAX_PAYLOAD as usize);
-    if max == 0 {
-        return None;
-    }
-    let header = match shard.send_now(flow, max as u32, 0) {
-        Ok(header) => header,
-        Err(error) => return Some(Err(error)),
+    let header = |room| match bytes.len().min(room) {
+        0 => None,
+        max => Some(shard.send_now(flow, max as u32, 0)),
     };
-    let len = front.body.write(0, bytes.get(..header.len as usize)?);
-    header::store(front.header, &header);
-    let token = front.token;
-    rx.complete_front(token, (HEADER_LEN + len) as u32);
-    Some(Ok(len))
+    let fill = |body: GuestSlice<'_>, len| {
+        body.write(0, bytes.get(..len).unwrap_or(bytes));
+    };
+    send_in_front(rx, header, fill)
 }
 
 /// As `write_front`, for a buffer of any form.

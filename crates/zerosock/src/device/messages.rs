@@ -12,13 +12,14 @@
 //! only if it can send all of it: a guest takes it with credit for the whole message or its
 //! connection is reset; a host socket takes it with one call.
 
+use std::convert::Infallible;
 use std::io::IoSlice;
 
 use zerosock_proto::vsock::{FlowId, How, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
-use zerosock_ring::{Chain, Memory};
+use zerosock_ring::{Chain, GuestSlice, Memory};
 
-use super::app::send_fault;
+use super::app::{send_fault, send_in_front};
 use super::events::emit;
 use super::flush::share_of;
 use super::outbound::HeldChain;
@@ -309,8 +310,26 @@ impl Device {
         let total = u32::try_from(slices.left()).map_err(|_| SendFault::TooLong)?;
         let pending = self.queues.is_command_pending();
         let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
-        let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
-        let Some((mut chain, rx)) = popped else {
+        let Some(rx) = rx else {
+            self.wait_for_room(id, cx);
+            return Err(SendFault::WouldBlock);
+        };
+        let shard = &mut self.shard;
+        let header = |room| {
+            let end = end(0, ends_record).filter(|_| total as usize <= room)?;
+            let header = shard.send_message_now(flow, total, end);
+            header.map(Ok::<_, Infallible>)
+        };
+        let fill = |body: GuestSlice<'_>, len| {
+            slices.take(len, |at, bytes| {
+                body.write(at, bytes);
+            });
+        };
+        if send_in_front(rx, header, fill).is_some() {
+            count_message(total, 1, cx);
+            return Ok(true);
+        }
+        let Some(mut chain) = rx.pop_if(HEADER_LEN + 1, true) else {
             self.wait_for_room(id, cx);
             return Err(SendFault::WouldBlock);
         };
@@ -351,11 +370,7 @@ impl Device {
         if let Some(rest) = rest {
             self.keep_outgoing(rest);
         }
-        if let Some(app) = cx.shared.app.as_deref_mut() {
-            app.tally.sent += u64::from(total);
-            app.tally.copied_in += u64::from(total);
-            app.tally.packets_sent += packets;
-        }
+        count_message(total, packets, cx);
         Ok(all)
     }
 
@@ -434,5 +449,14 @@ impl Device {
                 Self::app_writable(end.id, cx);
             }
         }
+    }
+}
+
+/// Counts a message that the program has sent.
+fn count_message(len: u32, packets: u64, cx: &mut Context<'_>) {
+    if let Some(app) = cx.shared.app.as_deref_mut() {
+        app.tally.sent += u64::from(len);
+        app.tally.copied_in += u64::from(len);
+        app.tally.packets_sent += packets;
     }
 }

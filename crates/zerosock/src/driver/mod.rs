@@ -460,7 +460,7 @@ impl Driver {
         slot: u16,
         repr: &Repr,
     ) -> Result<(), DriverError> {
-        self.store.queue_pairs[queue_pair].send(slot, repr)?;
+        self.store.queue_pairs[queue_pair].send(slot, repr, |_| ())?;
         self.count_sent(repr);
         Ok(())
     }

@@ -11,9 +11,9 @@ use std::ops::{Index, IndexMut};
 use zerosock_proto::vsock::Shard;
 use zerosock_proto::vsock::pairs::{rx_queue, tx_queue};
 use zerosock_proto::wire::vsock::Repr;
-use zerosock_ring::AddError;
+use zerosock_ring::{AddError, GuestSlice};
 
-use super::arena::PairSlots;
+use super::arena::{PAYLOAD, PairSlots};
 use super::flows::Flows;
 use super::queues::{RxQueue, TxQueue};
 use crate::header;
@@ -99,14 +99,30 @@ impl QueuePair {
         }
     }
 
-    /// Writes the header into slot `slot` and queues the packet.
+    /// Lets `fill` write the payload into slot `slot`, writes the header, and queues the packet.
     #[inline(always)] // keeps the header in registers
-    pub(super) fn send(&mut self, slot: u16, repr: &Repr) -> Result<(), AddError> {
+    pub(super) fn send(
+        &mut self,
+        slot: u16,
+        repr: &Repr,
+        fill: impl FnOnce(GuestSlice<'_>),
+    ) -> Result<(), AddError> {
         let slots = &self.slots;
         if let Some(packet) = slots.tx_packets.slice(&slots.memory, slot) {
+            fill(packet.part(PAYLOAD, usize::MAX));
             header::store(packet, repr);
         }
         self.tx.push(slot)
+    }
+
+    /// Prefetches the slot that will be used a few packets later.
+    #[inline]
+    pub(super) fn prefetch_free(&self) {
+        if let Some(later) = self.tx.next_free() {
+            self.slots
+                .tx_packets
+                .prefetch_write(&self.slots.memory, later);
+        }
     }
 
     /// Whether a sender waits for transmit slots.

@@ -7,14 +7,13 @@
 
 use zerosock_proto::Instant;
 use zerosock_proto::vsock::{CommitError, FlowId, Reservation, ReserveError, SMALL_PACKET};
+use zerosock_ring::GuestSlice;
 
 use super::Driver;
-use super::arena::PAYLOAD;
 use super::errors::{DriverError, RecvError, SendError};
 use super::loans::Loan;
 use super::queue_pairs::QueuePairId;
 use super::{StreamId, StreamState};
-use crate::header;
 
 impl Driver {
     /// Borrows a transmit buffer for a packet of at most `max` bytes, limited by credit and buffer
@@ -194,19 +193,15 @@ impl Driver {
             self.wait_for_slot(stream);
             return Err(SendError::WouldBlock);
         };
-        let slots = &of.slots;
-        if let Some(later) = of.tx.next_free() {
-            slots.tx_packets.prefetch_write(&slots.memory, later);
-        }
+        of.prefetch_free();
         match of.shard.send_now(flow, want, 0) {
             Ok(header) => {
                 // The header has at most as many.
                 let bytes = bytes.get(..header.len as usize).unwrap_or(bytes);
-                if let Some(packet) = slots.tx_packets.slice(&slots.memory, slot) {
-                    packet.write(PAYLOAD, bytes);
-                    header::store(packet, &header);
-                }
-                of.tx.push(slot).map_err(DriverError::from)?;
+                let fill = |payload: GuestSlice<'_>| {
+                    payload.write(0, bytes);
+                };
+                of.send(slot, &header, fill).map_err(DriverError::from)?;
                 self.count_sent(&header);
                 Ok(bytes.len())
             }

@@ -24,6 +24,7 @@ enum Step {
     FlushCoalesced { end: usize },
     SetCoalescing { end: usize, on: bool },
     Message { end: usize, len: u32, most: u32 },
+    MessageNow { end: usize, len: u32, flags: u32 },
     Consume { end: usize, bytes: u32 },
     Buffer { end: usize, buf_alloc: u32 },
     Shutdown { end: usize, how: How },
@@ -155,6 +156,7 @@ impl World {
         | Step::FlushCoalesced { end }
         | Step::SetCoalescing { end, .. }
         | Step::Message { end, .. }
+        | Step::MessageNow { end, .. }
         | Step::Consume { end, .. }
         | Step::Buffer { end, .. }
         | Step::Shutdown { end, .. }
@@ -223,6 +225,20 @@ impl World {
                     }
                 }
             }
+            Step::MessageNow { len, flags, .. } => {
+                let header = match shard.send_message_now(flow, len, flags) {
+                    Some(header) => header,
+                    None => match shard.reserve_message(flow, len) {
+                        Ok(mut room) => match shard.commit_part(&mut room, len, Some(flags)) {
+                            Ok(header) => header,
+                            Err(error) => return format!("{error:?}"),
+                        },
+                        Err(error) => return format!("{error:?}"),
+                    },
+                };
+                self.wires[side].push_back(header);
+                format!("{header:?}")
+            }
             Step::Consume { bytes, .. } => {
                 // Mostly as much as can be consumed.
                 let unread = shard.flow(flow).map_or(0, |info| info.unread);
@@ -289,8 +305,10 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         9 => (end.clone(), len.clone(), flags.clone())
             .prop_map(|(end, len, flags)| Step::Commit { end, len, flags }),
         1 => end.clone().prop_map(|end| Step::Cancel { end }),
-        12 => (end.clone(), len.clone(), flags)
+        12 => (end.clone(), len.clone(), flags.clone())
             .prop_map(|(end, len, flags)| Step::SendNow { end, len, flags }),
+        6 => (end.clone(), len.clone(), flags)
+            .prop_map(|(end, len, flags)| Step::MessageNow { end, len, flags }),
         2 => (end.clone(), len.clone()).prop_map(|(end, len)| Step::Send { end, len }),
         4 => (end.clone(), len.clone()).prop_map(|(end, len)| Step::Coalesce { end, len }),
         1 => end.clone().prop_map(|end| Step::FlushCoalesced { end }),

@@ -20,12 +20,13 @@ use std::sync::LazyLock;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrAny, SocketType,
-    recvmsg, sendmsg, shutdown, sockopt,
+    getpeername, recvmsg, sendmsg, shutdown, sockopt,
 };
 
 pub use crate::account::MAX_FDS;
 use crate::account::ReservedNumbers;
 use crate::peer_fd::PeerFd;
+use crate::socket_option;
 
 /// Number of descriptor numbers that a process must keep free to receive descriptors.
 pub const RESERVE: u64 = MAX_FDS as u64 + 1;
@@ -56,23 +57,9 @@ pub fn refuse_rights(fd: impl AsFd) -> io::Result<bool> {
     if !*USE_PASSRIGHTS {
         return Ok(false);
     }
-    let off: libc::c_int = 0;
-    // SAFETY: the option's value is an int that lives until the call returns, and is only read.
-    let result = unsafe {
-        libc::setsockopt(
-            fd.as_fd().as_raw_fd(),
-            libc::SOL_SOCKET,
-            SO_PASSRIGHTS,
-            (&raw const off).cast(),
-            size_of_val(&off) as libc::socklen_t,
-        )
-    };
-    if result == 0 {
-        return Ok(true);
-    }
-    match io::Error::last_os_error() {
-        error if error.raw_os_error() == Some(libc::ENOPROTOOPT) => Ok(false),
-        error => Err(error),
+    match socket_option::set_int(fd, libc::SOL_SOCKET, SO_PASSRIGHTS, 0) {
+        Err(error) if error.raw_os_error() == Some(libc::ENOPROTOOPT) => Ok(false),
+        result => result.map(|()| true),
     }
 }
 
@@ -101,14 +88,9 @@ pub fn make_send_only(fd: impl AsFd) -> bool {
     if !is_unix || sockopt::socket_type(fd) != Ok(SocketType::STREAM) {
         return false;
     }
-    let mut name = [0u8; 128];
-    let mut len = name.len() as libc::socklen_t;
-    // SAFETY: the kernel writes at most `len` bytes of the name, and its length; both live until
-    // the call returns.
-    let named =
-        unsafe { libc::getpeername(fd.as_raw_fd(), name.as_mut_ptr().cast(), &raw mut len) };
     // An unnamed address consists of the family only.
-    let unnamed = named == 0 && len as usize <= size_of::<libc::sa_family_t>();
+    let is_empty = |name: SocketAddrAny| name.addr_len() as usize <= size_of::<libc::sa_family_t>();
+    let unnamed = getpeername(fd).is_ok_and(|name| name.is_none_or(is_empty));
     // Bytes queued before the shutdown stay queued; later ones are refused.
     unnamed
         && shutdown(fd, Shutdown::Read).is_ok()
@@ -131,23 +113,8 @@ fn has_no_queued_rights(fd: BorrowedFd<'_>) -> bool {
 /// Whether a Unix socket refuses descriptors. An accepted socket inherits this from its listener.
 /// Always false if [`WITHOUT_PASSRIGHTS`] is set and read.
 pub fn refuses_rights(fd: impl AsFd) -> bool {
-    if !*USE_PASSRIGHTS {
-        return false;
-    }
-    let mut on: libc::c_int = 1;
-    let mut len = size_of_val(&on) as libc::socklen_t;
-    // SAFETY: the kernel writes at most `len` bytes, the size of `on`, and the new length; both
-    // live until the call returns.
-    let result = unsafe {
-        libc::getsockopt(
-            fd.as_fd().as_raw_fd(),
-            libc::SOL_SOCKET,
-            SO_PASSRIGHTS,
-            (&raw mut on).cast(),
-            &raw mut len,
-        )
-    };
-    result == 0 && on == 0
+    let on = || socket_option::get_int(fd, libc::SOL_SOCKET, SO_PASSRIGHTS);
+    *USE_PASSRIGHTS && on().is_ok_and(|on| on == 0)
 }
 
 /// The result of [`recv`].

@@ -36,6 +36,7 @@ pub mod reuseport;
 pub mod sigbus;
 mod slices;
 pub mod socket_file;
+mod socket_option;
 pub mod socket_path;
 mod tcp_counts;
 pub mod tun;

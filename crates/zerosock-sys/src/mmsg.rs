@@ -19,6 +19,7 @@ use self::address::{STORAGE, Storage};
 use crate::fd_passing;
 use crate::peer_fd::PeerFd;
 use crate::slices::outcome;
+use crate::socket_option;
 
 pub use self::address::Address;
 
@@ -430,21 +431,7 @@ impl Batch {
 /// # Errors
 /// ENOPROTOOPT before Linux 5.0; otherwise those of setsockopt(2).
 pub fn coalesce_datagrams(socket: impl AsFd) -> io::Result<()> {
-    let on: libc::c_int = 1;
-    // SAFETY: the option's value is an `int`, which lives until the call returns.
-    let result = unsafe {
-        libc::setsockopt(
-            socket.as_fd().as_raw_fd(),
-            libc::SOL_UDP,
-            libc::UDP_GRO,
-            (&raw const on).cast(),
-            size_of::<libc::c_int>() as libc::socklen_t,
-        )
-    };
-    match result {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    socket_option::set_int(socket, libc::SOL_UDP, libc::UDP_GRO, 1)
 }
 
 /// The size of the datagrams in a packet, from the control data that came with it.

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 
+use crate::socket_option::{check, set, set_int};
 use crate::tun::InterfaceName;
 
 const SOL_TLS: libc::c_int = 282;
@@ -20,10 +21,7 @@ const TLS_RX: libc::c_int = 2;
 /// EPERM without CAP_SYS_ADMIN; ENOSPC if the limit of namespaces is reached.
 pub fn isolate_thread() -> io::Result<()> {
     // SAFETY: the call affects later sockets of the calling thread, and touches no memory.
-    match unsafe { libc::unshare(libc::CLONE_NEWNET) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    check(unsafe { libc::unshare(libc::CLONE_NEWNET) })
 }
 
 /// Has the kernel cut each send of a UDP socket into datagrams of `size` bytes (UDP_SEGMENT).
@@ -31,8 +29,7 @@ pub fn isolate_thread() -> io::Result<()> {
 /// # Errors
 /// ENOPROTOOPT before Linux 4.18.
 pub fn set_segment_size(socket: impl AsFd, size: u16) -> io::Result<()> {
-    let size = libc::c_int::from(size).to_ne_bytes();
-    set(socket, libc::SOL_UDP, libc::UDP_SEGMENT, &size)
+    set_int(socket, libc::SOL_UDP, libc::UDP_SEGMENT, size.into())
 }
 
 /// Sets the upper-layer protocol of a connected TCP socket (TCP_ULP).
@@ -76,8 +73,7 @@ pub fn packet_socket(interface: &InterfaceName) -> io::Result<OwnedFd> {
     }
     // SAFETY: the call above made it, and nothing else owns it.
     let socket = unsafe { OwnedFd::from_raw_fd(socket) };
-    let one = 1_i32.to_ne_bytes();
-    set(&socket, libc::SOL_PACKET, libc::PACKET_VNET_HDR, &one)?;
+    set_int(&socket, libc::SOL_PACKET, libc::PACKET_VNET_HDR, 1)?;
     // SAFETY: the structure consists of integers, for which all zeroes is a value.
     let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
     address.sll_family = libc::AF_PACKET as u16;
@@ -85,10 +81,8 @@ pub fn packet_socket(interface: &InterfaceName) -> io::Result<OwnedFd> {
     address.sll_ifindex = interface.index()?;
     let (at, len) = (std::ptr::from_ref(&address), size_of_val(&address));
     // SAFETY: the kernel reads `len` bytes, the length of the structure.
-    match unsafe { libc::bind(socket.as_raw_fd(), at.cast(), len as libc::socklen_t) } {
-        0 => Ok(socket),
-        _ => Err(io::Error::last_os_error()),
-    }
+    check(unsafe { libc::bind(socket.as_raw_fd(), at.cast(), len as libc::socklen_t) })?;
+    Ok(socket)
 }
 
 /// Makes two interfaces that are joined (veth), in the namespace of the calling thread (`ip link add`), without
@@ -182,14 +176,4 @@ fn set_keys(socket: impl AsFd, direction: libc::c_int) -> io::Result<()> {
     keys[12..28].fill(2);
     keys[28..32].fill(3);
     set(socket, SOL_TLS, direction, &keys)
-}
-
-fn set(socket: impl AsFd, level: libc::c_int, option: libc::c_int, value: &[u8]) -> io::Result<()> {
-    let len = value.len() as libc::socklen_t;
-    let socket = socket.as_fd().as_raw_fd();
-    // SAFETY: the kernel reads `len` bytes, the length of the slice.
-    match unsafe { libc::setsockopt(socket, level, option, value.as_ptr().cast(), len) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
 }

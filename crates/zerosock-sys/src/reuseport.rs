@@ -3,6 +3,8 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
+use crate::socket_option::check;
+
 /// Has the kernel deliver to the first socket of a group what it would spread over all of them.
 ///
 /// A connected UDP socket of the group gets the datagrams of its peer nevertheless, and one that is bound
@@ -34,10 +36,7 @@ pub fn deliver_to_first(socket: impl AsFd) -> io::Result<()> {
             size_of_val(&program) as libc::socklen_t,
         )
     };
-    match result {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    check(result)
 }
 
 #[cfg(test)]

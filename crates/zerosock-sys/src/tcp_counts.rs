@@ -1,8 +1,10 @@
 //! The bytes that were written to a TCP socket, by this process or by the kernel's redirection.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::c_int;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
+
+use crate::socket_option::{check, get};
 
 /// SIOCOUTQ: bytes in the send queue, sent and not acknowledged ones included.
 const SIOCOUTQ: libc::c_ulong = 0x5411;
@@ -37,33 +39,16 @@ fn queued(socket: &impl AsFd) -> io::Result<u64> {
     let mut queued: c_int = 0;
     let socket = socket.as_fd().as_raw_fd();
     // SAFETY: the request writes one `int` to the address.
-    let result = unsafe { libc::ioctl(socket, SIOCOUTQ as _, &raw mut queued) };
-    if result < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    check(unsafe { libc::ioctl(socket, SIOCOUTQ as _, &raw mut queued) })?;
     Ok(queued.unsigned_abs().into())
 }
 
 fn bytes_acked(socket: &impl AsFd) -> io::Result<u64> {
     let mut info = [0u8; 256];
-    let mut len = info.len() as libc::socklen_t;
-    // SAFETY: the kernel writes at most `len` bytes to `info`, and the new length to `len`.
-    let result = unsafe {
-        libc::getsockopt(
-            socket.as_fd().as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_INFO,
-            info.as_mut_ptr().cast::<c_void>(),
-            &raw mut len,
-        )
-    };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let field = info[..(len as usize).min(info.len())].get(BYTES_ACKED..BYTES_ACKED + 8);
-    let field = field.and_then(|bytes| bytes.try_into().ok());
+    let len = get(socket, libc::IPPROTO_TCP, libc::TCP_INFO, &mut info)?;
+    let field = info[..len].get(BYTES_ACKED..).and_then(<[u8]>::first_chunk);
     field
-        .map(u64::from_ne_bytes)
+        .map(|bytes| u64::from_ne_bytes(*bytes))
         .ok_or_else(|| io::ErrorKind::Unsupported.into())
 }
 

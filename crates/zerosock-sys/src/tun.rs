@@ -19,6 +19,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use zerosock_ring::GuestSlice;
 
 use crate::slices::{MAX_SLICES, outcome};
+use crate::socket_option::check;
 
 /// Bytes of the header in front of each frame: `struct virtio_net_hdr_v1`.
 pub const HEADER_LEN: usize = 12;
@@ -73,10 +74,7 @@ impl Request {
     fn call(&mut self, fd: BorrowedFd<'_>, code: u32) -> io::Result<()> {
         // SAFETY: all codes in this module that are used with a request make the kernel read and write
         // one `struct ifreq`, whose size and alignment `Request` has.
-        match unsafe { libc::ioctl(fd.as_raw_fd(), code as _, std::ptr::from_mut(self)) } {
-            0.. => Ok(()),
-            _ => Err(io::Error::last_os_error()),
-        }
+        check(unsafe { libc::ioctl(fd.as_raw_fd(), code as _, std::ptr::from_mut(self)) })
     }
 }
 
@@ -250,7 +248,6 @@ pub enum TapError {
 pub struct Tap {
     name: InterfaceName,
     queues: Vec<OwnedFd>,
-    multi_queue: bool,
 }
 
 impl Tap {
@@ -278,7 +275,6 @@ impl Tap {
         let mut tap = Tap {
             name: *name,
             queues: Vec::new(),
-            multi_queue: kind != 0,
         };
         for _ in 0..queues {
             let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -319,7 +315,6 @@ impl Tap {
                 .call(queue.as_fd(), libc::TUNGETIFF as u32)
                 .map_err(|_| TapError::Descriptor)?;
             let name = InterfaceName(request.name);
-            let multi_queue = request.flags() & libc::IFF_MULTI_QUEUE != 0;
             if request.flags() & (FLAGS | libc::IFF_TUN) != FLAGS {
                 return Err(TapError::Descriptor);
             }
@@ -329,7 +324,6 @@ impl Tap {
             let tap = tap.get_or_insert_with(|| Tap {
                 name,
                 queues: Vec::new(),
-                multi_queue,
             });
             if tap.name != name {
                 return Err(TapError::Descriptor);
@@ -347,11 +341,6 @@ impl Tap {
     /// The queues.
     pub fn queues(&self) -> &[OwnedFd] {
         &self.queues
-    }
-
-    /// Whether queues can be detached.
-    pub fn is_multi_queue(&self) -> bool {
-        self.multi_queue
     }
 
     /// Tells the kernel which offloads frames read here may need. Others it carries out itself.
@@ -420,13 +409,6 @@ fn set_header(queue: BorrowedFd<'_>) -> Result<(), TapError> {
 fn set_int(fd: BorrowedFd<'_>, code: u32, value: i32) -> io::Result<()> {
     // SAFETY: the codes used here make the kernel read one int, which lives until the call returns.
     check(unsafe { libc::ioctl(fd.as_raw_fd(), code as _, std::ptr::from_ref(&value)) })
-}
-
-fn check(returned: libc::c_int) -> io::Result<()> {
-    match returned {
-        0.. => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
 }
 
 /// The array of iovec for one frame.

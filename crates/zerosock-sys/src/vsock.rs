@@ -4,13 +4,23 @@
 //! Their tests run inside guests only.
 
 use std::io;
-use std::mem::{MaybeUninit, size_of};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
-use libc::{c_int, c_void, sockaddr, sockaddr_vm, socklen_t};
+use libc::c_int;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
+use rustix::io::Errno;
+use rustix::net::addr::{SocketAddrArg, SocketAddrLen, SocketAddrOpaque};
+use rustix::net::{
+    AddressFamily, SocketAddrAny, SocketFlags, SocketType, acceptfrom_with, socket_with,
+};
+
+use crate::socket_option::{get, get_int, set, set_int};
+
+/// SO_VM_SOCKETS_BUFFER_SIZE.
+pub(crate) const SIZE: c_int = 0;
+/// SO_VM_SOCKETS_BUFFER_MAX_SIZE.
+pub(crate) const MAX_SIZE: c_int = 2;
 
 /// The CID that stands for any, to listen on.
 pub const CID_ANY: u32 = u32::MAX;
@@ -34,10 +44,9 @@ pub fn connect_seqpacket(cid: u32, port: u32) -> io::Result<OwnedFd> {
 
 fn connect_type(kind: SocketType, cid: u32, port: u32) -> io::Result<OwnedFd> {
     let fd = socket(kind, SocketFlags::NONBLOCK)?;
-    match call_connect(&fd, cid, port) {
-        Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => Ok(fd),
-        Err(error) => Err(error),
-        Ok(()) => Ok(fd),
+    match rustix::net::connect(&fd, &Address { cid, port }) {
+        Err(Errno::INPROGRESS) | Ok(()) => Ok(fd),
+        Err(errno) => Err(errno.into()),
     }
 }
 
@@ -61,7 +70,7 @@ pub fn connect_blocking(cid: u32, port: u32, timeout: Duration) -> io::Result<Ow
     };
     let ready = loop {
         match poll(&mut [PollFd::new(&fd, PollFlags::OUT)], Some(&limit)) {
-            Err(rustix::io::Errno::INTR) => {}
+            Err(Errno::INTR) => {}
             result => break result?,
         }
     };
@@ -91,13 +100,7 @@ pub fn listen_seqpacket(cid: u32, port: u32, backlog: i32) -> io::Result<OwnedFd
 
 fn listen_type(kind: SocketType, cid: u32, port: u32, backlog: i32) -> io::Result<OwnedFd> {
     let fd = socket(kind, SocketFlags::NONBLOCK)?;
-    let address = address(cid, port);
-    // SAFETY: `address` is a complete `sockaddr_vm`, its length is given, and it outlives the
-    // call, which only reads it.
-    let result = unsafe { libc::bind(fd.as_raw_fd(), as_sockaddr(&address), ADDRESS_LEN) };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    rustix::net::bind(&fd, &Address { cid, port })?;
     rustix::net::listen(&fd, backlog)?;
     Ok(fd)
 }
@@ -107,7 +110,7 @@ fn listen_type(kind: SocketType, cid: u32, port: u32, backlog: i32) -> io::Resul
 /// # Errors
 /// `WouldBlock` when the listener does not block and none is there; errors of accept4(2).
 pub fn accept(fd: impl AsFd) -> io::Result<(OwnedFd, u32, u32)> {
-    accept_with(fd, libc::SOCK_NONBLOCK)
+    accept_with(fd, SocketFlags::NONBLOCK)
 }
 
 /// As [`accept`], but waits for a connection, and the new socket is blocking.
@@ -116,10 +119,10 @@ pub fn accept(fd: impl AsFd) -> io::Result<(OwnedFd, u32, u32)> {
 /// Errors of poll(2) and accept4(2).
 pub fn accept_blocking(fd: impl AsFd) -> io::Result<(OwnedFd, u32, u32)> {
     loop {
-        match accept_with(&fd, 0) {
+        match accept_with(&fd, SocketFlags::empty()) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 match poll(&mut [PollFd::new(&fd, PollFlags::IN)], None) {
-                    Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                    Ok(_) | Err(Errno::INTR) => {}
                     Err(error) => return Err(error.into()),
                 }
             }
@@ -133,22 +136,7 @@ pub fn accept_blocking(fd: impl AsFd) -> io::Result<(OwnedFd, u32, u32)> {
 /// # Errors
 /// Errors of getsockname(2).
 pub fn local_address(fd: impl AsFd) -> io::Result<(u32, u32)> {
-    let mut address = MaybeUninit::<sockaddr_vm>::zeroed();
-    let mut len = ADDRESS_LEN;
-    // SAFETY: `address` has room for `len` bytes; the kernel writes no more than that. It was
-    // zeroed and consists of integers, so it is a value whatever the kernel wrote.
-    let (result, address) = unsafe {
-        let result = libc::getsockname(
-            fd.as_fd().as_raw_fd(),
-            address.as_mut_ptr().cast::<sockaddr>(),
-            &mut len,
-        );
-        (result, address.assume_init())
-    };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok((address.svm_cid, address.svm_port))
+    Ok(cid_and_port(&rustix::net::getsockname(fd)?))
 }
 
 /// Sets the size of the receive buffer in bytes, which is the credit that the kernel grants, and
@@ -157,10 +145,9 @@ pub fn local_address(fd: impl AsFd) -> io::Result<(u32, u32)> {
 /// # Errors
 /// Errors of setsockopt(2).
 pub fn set_buffer_size(fd: impl AsFd, bytes: u64) -> io::Result<()> {
-    const SIZE: c_int = 0;
-    const MAX_SIZE: c_int = 2;
-    set_option(&fd, libc::AF_VSOCK, MAX_SIZE, &bytes)?;
-    set_option(&fd, libc::AF_VSOCK, SIZE, &bytes)
+    let bytes = bytes.to_ne_bytes();
+    set(&fd, libc::AF_VSOCK, MAX_SIZE, &bytes)?;
+    set(&fd, libc::AF_VSOCK, SIZE, &bytes)
 }
 
 /// The size of the receive buffer, in bytes.
@@ -168,8 +155,9 @@ pub fn set_buffer_size(fd: impl AsFd, bytes: u64) -> io::Result<()> {
 /// # Errors
 /// Errors of getsockopt(2).
 pub fn buffer_size(fd: impl AsFd) -> io::Result<u64> {
-    const SIZE: c_int = 0;
-    get_option(&fd, libc::AF_VSOCK, SIZE)
+    let mut bytes = [0; size_of::<u64>()];
+    get(&fd, libc::AF_VSOCK, SIZE, &mut bytes)?;
+    Ok(u64::from_ne_bytes(bytes))
 }
 
 /// Sets the number of bytes from which on the socket is readable (SO_RCVLOWAT).
@@ -178,7 +166,7 @@ pub fn buffer_size(fd: impl AsFd) -> io::Result<u64> {
 /// Errors of setsockopt(2).
 pub fn set_receive_low_water(fd: impl AsFd, bytes: u32) -> io::Result<()> {
     let bytes = c_int::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
-    set_option(&fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, &bytes)
+    set_int(&fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, bytes)
 }
 
 /// The number of bytes from which on the socket is readable (SO_RCVLOWAT).
@@ -186,103 +174,77 @@ pub fn set_receive_low_water(fd: impl AsFd, bytes: u32) -> io::Result<()> {
 /// # Errors
 /// Errors of getsockopt(2).
 pub fn receive_low_water(fd: impl AsFd) -> io::Result<u32> {
-    let bytes: c_int = get_option(&fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT)?;
+    let bytes = get_int(&fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT)?;
     Ok(u32::try_from(bytes).unwrap_or(0))
 }
 
-const ADDRESS_LEN: socklen_t = size_of::<sockaddr_vm>() as socklen_t;
-
-fn socket(kind: SocketType, flags: SocketFlags) -> io::Result<OwnedFd> {
+/// A blocking socket with `flags`.
+pub(crate) fn socket(kind: SocketType, flags: SocketFlags) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | flags;
     Ok(socket_with(AddressFamily::VSOCK, kind, flags, None)?)
 }
 
-fn address(cid: u32, port: u32) -> sockaddr_vm {
-    // SAFETY: `sockaddr_vm` consists of integers, for which all zeroes is a value.
-    let mut address: sockaddr_vm = unsafe { std::mem::zeroed() };
-    address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
-    address.svm_cid = cid;
-    address.svm_port = port;
-    address
+/// An address of AF_VSOCK.
+pub(crate) struct Address {
+    pub(crate) cid: u32,
+    pub(crate) port: u32,
 }
 
-fn as_sockaddr(address: &sockaddr_vm) -> *const sockaddr {
-    std::ptr::from_ref(address).cast()
-}
-
-fn call_connect(fd: &OwnedFd, cid: u32, port: u32) -> io::Result<()> {
-    let address = address(cid, port);
-    // SAFETY: `address` is a complete `sockaddr_vm`, its length is given, and it outlives the
-    // call, which only reads it.
-    let result = unsafe { libc::connect(fd.as_raw_fd(), as_sockaddr(&address), ADDRESS_LEN) };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
+// SAFETY: the closure is given a whole `sockaddr_vm`, with its length, which lives until it returns.
+unsafe impl SocketAddrArg for Address {
+    unsafe fn with_sockaddr<R>(
+        &self,
+        call: impl FnOnce(*const SocketAddrOpaque, SocketAddrLen) -> R,
+    ) -> R {
+        // SAFETY: a `sockaddr_vm` consists of integers, for which all zeroes is a value.
+        let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
+        address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
+        (address.svm_cid, address.svm_port) = (self.cid, self.port);
+        call(
+            (&raw const address).cast(),
+            size_of_val(&address) as SocketAddrLen,
+        )
     }
-    Ok(())
 }
 
-fn accept_with(fd: impl AsFd, flags: c_int) -> io::Result<(OwnedFd, u32, u32)> {
-    use std::os::fd::FromRawFd;
-    let mut address = MaybeUninit::<sockaddr_vm>::zeroed();
+/// CID and port of an address that the kernel has returned.
+fn cid_and_port(address: &SocketAddrAny) -> (u32, u32) {
+    // SAFETY: the address has `addr_len` initialised bytes, for as long as it is borrowed.
+    let bytes = unsafe {
+        std::slice::from_raw_parts(address.as_ptr().cast::<u8>(), address.addr_len() as usize)
+    };
+    // `struct sockaddr_vm`: family and a reserved field as u16, then port and CID.
+    let field = |at: usize| bytes.get(at..).and_then(<[u8]>::first_chunk);
+    let [port, cid] = [4, 8].map(|at| field(at).map_or(0, |bytes| u32::from_ne_bytes(*bytes)));
+    (cid, port)
+}
+
+fn accept_with(fd: impl AsFd, flags: SocketFlags) -> io::Result<(OwnedFd, u32, u32)> {
     loop {
-        let mut len = ADDRESS_LEN;
-        // SAFETY: `address` has room for `len` bytes; the kernel writes no more than that.
-        let accepted = unsafe {
-            libc::accept4(
-                fd.as_fd().as_raw_fd(),
-                address.as_mut_ptr().cast::<sockaddr>(),
-                &mut len,
-                flags | libc::SOCK_CLOEXEC,
-            )
-        };
-        if accepted < 0 {
-            let error = io::Error::last_os_error();
-            if error.kind() == io::ErrorKind::Interrupted {
-                continue;
+        match acceptfrom_with(&fd, SocketFlags::CLOEXEC | flags) {
+            Ok((socket, address)) => {
+                let (cid, port) = address.as_ref().map_or((0, 0), cid_and_port);
+                return Ok((socket, cid, port));
             }
-            return Err(error);
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
         }
-        // SAFETY: accept4 has just returned this descriptor, so it is open and nothing else owns
-        // it; `address` was zeroed and consists of integers, so it is initialised.
-        let (socket, address) = unsafe { (OwnedFd::from_raw_fd(accepted), address.assume_init()) };
-        return Ok((socket, address.svm_cid, address.svm_port));
     }
 }
 
-fn set_option<T: Copy>(fd: &impl AsFd, level: c_int, name: c_int, value: &T) -> io::Result<()> {
-    // SAFETY: the kernel reads `size_of::<T>()` bytes from `value`, an integer of the callers
-    // above.
-    let result = unsafe {
-        libc::setsockopt(
-            fd.as_fd().as_raw_fd(),
-            level,
-            name,
-            std::ptr::from_ref(value).cast::<c_void>(),
-            size_of::<T>() as socklen_t,
-        )
-    };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-fn get_option<T: Copy + Default>(fd: &impl AsFd, level: c_int, name: c_int) -> io::Result<T> {
-    let mut value = T::default();
-    let mut len = size_of::<T>() as socklen_t;
-    // SAFETY: the kernel writes at most `len` bytes to `value`, an integer of the callers above,
-    // for which all bytes are values.
-    let result = unsafe {
-        libc::getsockopt(
-            fd.as_fd().as_raw_fd(),
-            level,
-            name,
-            std::ptr::from_mut(&mut value).cast::<c_void>(),
-            &mut len,
-        )
-    };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
+    #[test]
+    fn an_address_has_the_kernels_layout() {
+        let address = Address {
+            cid: 3,
+            port: 0x1234,
+        }
+        .as_any();
+        assert_eq!(address.address_family(), AddressFamily::VSOCK);
+        assert_eq!(address.addr_len() as usize, size_of::<libc::sockaddr_vm>());
+        assert_eq!(cid_and_port(&address), (3, 0x1234));
     }
-    Ok(value)
 }

@@ -5,15 +5,14 @@ use std::mem::{MaybeUninit, size_of};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr;
 
-use libc::{c_int, c_void, iovec, msghdr, sockaddr, sockaddr_vm, socklen_t};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
+use libc::{c_int, c_void, iovec, msghdr};
+use rustix::net::{SocketFlags, SocketType};
+
+use crate::socket_option::{set, set_int};
+use crate::vsock::{self, Address};
 
 /// SO_VM_SOCKETS_BUFFER_MIN_SIZE.
 const MIN_SIZE: c_int = 1;
-/// SO_VM_SOCKETS_BUFFER_MAX_SIZE.
-const MAX_SIZE: c_int = 2;
-/// SO_VM_SOCKETS_BUFFER_SIZE.
-const SIZE: c_int = 0;
 /// SO_VM_SOCKETS_CONNECT_TIMEOUT with a 64-bit time.
 const CONNECT_TIMEOUT: c_int = 8;
 /// SIOCINQ: number of unread bytes.
@@ -40,8 +39,7 @@ pub fn socket(records: bool) -> io::Result<OwnedFd> {
     } else {
         SocketType::STREAM
     };
-    let flags = SocketFlags::CLOEXEC;
-    Ok(socket_with(AddressFamily::VSOCK, kind, flags, None)?)
+    vsock::socket(kind, SocketFlags::empty())
 }
 
 /// Binds to a port of a CID. [`u32::MAX`] stands for any local CID, or any free port.
@@ -49,17 +47,7 @@ pub fn socket(records: bool) -> io::Result<OwnedFd> {
 /// # Errors
 /// Errors of bind(2).
 pub fn bind(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
-    let address = address(cid, port);
-    // SAFETY: `address` is a complete `sockaddr_vm` that outlives the call, its length is given,
-    // and the kernel only reads it.
-    checked(unsafe {
-        libc::bind(
-            fd.as_fd().as_raw_fd(),
-            ptr::from_ref(&address).cast::<sockaddr>(),
-            size_of::<sockaddr_vm>() as socklen_t,
-        )
-    } as isize)?;
-    Ok(())
+    Ok(rustix::net::bind(fd, &Address { cid, port })?)
 }
 
 /// Connects; waits for the result if the socket is blocking.
@@ -67,16 +55,7 @@ pub fn bind(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
 /// # Errors
 /// Errors of connect(2).
 pub fn connect(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
-    let address = address(cid, port);
-    // SAFETY: as in `bind`.
-    checked(unsafe {
-        libc::connect(
-            fd.as_fd().as_raw_fd(),
-            ptr::from_ref(&address).cast::<sockaddr>(),
-            size_of::<sockaddr_vm>() as socklen_t,
-        )
-    } as isize)?;
-    Ok(())
+    Ok(rustix::net::connect(fd, &Address { cid, port })?)
 }
 
 /// Sets the size of the receive buffer in bytes, within its bounds (SO_VM_SOCKETS_BUFFER_SIZE).
@@ -84,7 +63,7 @@ pub fn connect(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
 /// # Errors
 /// Errors of setsockopt(2).
 pub fn set_buffer_size(fd: impl AsFd, bytes: u64) -> io::Result<()> {
-    set_option(&fd, libc::AF_VSOCK, SIZE, &bytes)
+    set(&fd, libc::AF_VSOCK, vsock::SIZE, &bytes.to_ne_bytes())
 }
 
 /// Sets the bounds of the receive buffer (SO_VM_SOCKETS_BUFFER_MIN_SIZE and _MAX_SIZE).
@@ -92,8 +71,8 @@ pub fn set_buffer_size(fd: impl AsFd, bytes: u64) -> io::Result<()> {
 /// # Errors
 /// Errors of setsockopt(2).
 pub fn set_buffer_bounds(fd: impl AsFd, min: u64, max: u64) -> io::Result<()> {
-    set_option(&fd, libc::AF_VSOCK, MIN_SIZE, &min)?;
-    set_option(&fd, libc::AF_VSOCK, MAX_SIZE, &max)
+    set(&fd, libc::AF_VSOCK, MIN_SIZE, &min.to_ne_bytes())?;
+    set(&fd, libc::AF_VSOCK, vsock::MAX_SIZE, &max.to_ne_bytes())
 }
 
 /// Sets the timeout of connect(2) (SO_VM_SOCKETS_CONNECT_TIMEOUT_NEW).
@@ -103,7 +82,8 @@ pub fn set_buffer_bounds(fd: impl AsFd, min: u64, max: u64) -> io::Result<()> {
 pub fn set_connect_timeout(fd: impl AsFd, milliseconds: u32) -> io::Result<()> {
     let seconds = i64::from(milliseconds / 1000);
     let micros = i64::from(milliseconds % 1000) * 1000;
-    set_option(&fd, libc::AF_VSOCK, CONNECT_TIMEOUT, &[seconds, micros])
+    let time = [seconds.to_ne_bytes(), micros.to_ne_bytes()].concat();
+    set(&fd, libc::AF_VSOCK, CONNECT_TIMEOUT, &time)
 }
 
 /// Permits zero-copy sends (SO_ZEROCOPY).
@@ -111,7 +91,7 @@ pub fn set_connect_timeout(fd: impl AsFd, milliseconds: u32) -> io::Result<()> {
 /// # Errors
 /// Errors of setsockopt(2): EOPNOTSUPP before Linux 6.7.
 pub fn set_zero_copy(fd: impl AsFd) -> io::Result<()> {
-    set_option(&fd, libc::SOL_SOCKET, libc::SO_ZEROCOPY, &1i32)
+    set_int(&fd, libc::SOL_SOCKET, libc::SO_ZEROCOPY, 1)
 }
 
 /// Number of bytes that were sent and that the device has not taken (SIOCOUTQ).
@@ -292,30 +272,6 @@ fn ask(fd: &impl AsFd, request: libc::c_ulong) -> io::Result<u32> {
     let result = unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), request as _, &mut bytes) };
     checked(result as isize)?;
     Ok(u32::try_from(bytes).unwrap_or(0))
-}
-
-fn set_option<T: Copy>(fd: &impl AsFd, level: c_int, name: c_int, value: &T) -> io::Result<()> {
-    // SAFETY: the kernel reads `size_of::<T>()` bytes from `value`, integers of the callers above.
-    let result = unsafe {
-        libc::setsockopt(
-            fd.as_fd().as_raw_fd(),
-            level,
-            name,
-            ptr::from_ref(value).cast::<c_void>(),
-            size_of::<T>() as socklen_t,
-        )
-    };
-    checked(result as isize)?;
-    Ok(())
-}
-
-fn address(cid: u32, port: u32) -> sockaddr_vm {
-    // SAFETY: `sockaddr_vm` consists of integers, for which all zeroes is a value.
-    let mut address: sockaddr_vm = unsafe { MaybeUninit::zeroed().assume_init() };
-    address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
-    address.svm_cid = cid;
-    address.svm_port = port;
-    address
 }
 
 fn empty_message() -> msghdr {

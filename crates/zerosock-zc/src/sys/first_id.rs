@@ -13,13 +13,14 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashSet;
-use std::mem;
+use std::mem::{self, offset_of};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::net::sockopt;
 
 use super::places::header;
+use super::socket::option;
 use super::{Piece, SocketAddress};
 
 /// The sockets with an owner of their error queue, by the cookie of the kernel (SO_COOKIE).
@@ -52,22 +53,14 @@ impl Drop for ErrorQueueClaim {
 
 /// Whether nothing was ever sent on a TCP socket.
 pub(super) fn has_sent_nothing(socket: BorrowedFd<'_>) -> bool {
-    // SAFETY: all zeros is a valid `tcp_info`: it consists of integers.
-    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
-    let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
-    // SAFETY: the value is a `tcp_info` of the given length; both outlive the call.
-    let result = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_TCP,
-            libc::TCP_INFO,
-            (&raw mut info).cast(),
-            &mut len,
-        )
-    };
+    let mut info = [0; size_of::<libc::tcp_info>()];
+    let field = |info: &[u8], at: usize| info[at..].first_chunk().map(|it| u32::from_ne_bytes(*it));
     // An older kernel fills less of it (both are of Linux 4.6).
-    let filled = len as usize >= std::mem::offset_of!(libc::tcp_info, tcpi_delivery_rate);
-    result == 0 && filled && info.tcpi_data_segs_out == 0 && info.tcpi_notsent_bytes == 0
+    let filled = option(socket, libc::SOL_TCP, libc::TCP_INFO, &mut info)
+        .is_some_and(|len| len >= offset_of!(libc::tcp_info, tcpi_delivery_rate));
+    filled
+        && field(&info, offset_of!(libc::tcp_info, tcpi_data_segs_out)) == Some(0)
+        && field(&info, offset_of!(libc::tcp_info, tcpi_notsent_bytes)) == Some(0)
 }
 
 /// Sends a datagram with more segments than the kernel permits (UDP_SEGMENT, Linux 4.18). The

@@ -14,14 +14,14 @@
 //! lasted for [`PATIENCE`], with no other id unreported, therefore keeps nothing waiting: the socket
 //! counts as drained, and once it is dropped, its descriptor is closed and the buffer is leaked
 //! ([`leaked_buffers`]), because the kernel may read it.
-#![allow(unsafe_code)]
 
 use std::mem;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::requests::RequestId;
+use super::socket::option;
 
 /// How long the report of an id in doubt is waited for.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -86,20 +86,11 @@ pub(super) fn has_no_unreported_id(socket: BorrowedFd<'_>) -> bool {
 /// The option memory of a socket, in bytes. `None`: the kernel does not tell.
 pub(crate) fn option_memory(socket: BorrowedFd<'_>) -> Option<u32> {
     const SO_MEMINFO: libc::c_int = 55;
-    const OPTION_MEMORY: usize = 6;
-    let mut counts = [u32::MAX; 16];
-    let mut len = mem::size_of_val(&counts) as libc::socklen_t;
-    // SAFETY: room for more counts than there are, of the given length; both outlive the call.
-    let result = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            SO_MEMINFO,
-            counts.as_mut_ptr().cast(),
-            &mut len,
-        )
-    };
-    (result == 0).then_some(counts[OPTION_MEMORY])
+    // An array of u32, of which this is the number 6.
+    let mut counts = [0xff; 64];
+    option(socket, libc::SOL_SOCKET, SO_MEMINFO, &mut counts)?;
+    let count = counts[24..].first_chunk()?;
+    Some(u32::from_ne_bytes(*count))
 }
 
 /// Whether a send fails when a queue drops it.
@@ -112,19 +103,8 @@ fn reports_drops(socket: BorrowedFd<'_>) -> bool {
 pub(super) fn sockopt_is_set(
     socket: BorrowedFd<'_>,
     level: libc::c_int,
-    option: libc::c_int,
+    name: libc::c_int,
 ) -> bool {
-    let mut value: libc::c_int = 0;
-    let mut len = mem::size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: the value is an int of the given length; both outlive the call.
-    let result = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            level,
-            option,
-            (&raw mut value).cast(),
-            &mut len,
-        )
-    };
-    result == 0 && value != 0
+    let mut value = [0; size_of::<libc::c_int>()];
+    option(socket, level, name, &mut value).is_some() && value.iter().any(|&byte| byte != 0)
 }

@@ -166,21 +166,25 @@ pub(crate) fn forget_pieces(socket: impl AsFd) -> io::Result<()> {
 
 /// Whether this is a TCP socket with an upper-layer protocol (TCP_ULP).
 fn has_upper_layer(socket: impl AsFd) -> bool {
-    // TCP_ULP_NAME_MAX.
-    let mut name = [0u8; 16];
-    let mut len = name.len() as libc::socklen_t;
-    // SAFETY: the value has the length that is given; both outlive the call.
-    let result = unsafe {
-        libc::getsockopt(
-            socket.as_fd().as_raw_fd(),
-            libc::SOL_TCP,
-            libc::TCP_ULP,
-            name.as_mut_ptr().cast(),
-            &mut len,
-        )
-    };
-    // The name is empty without a protocol. Other sockets do not have the option.
-    result == 0 && len > 0
+    // TCP_ULP_NAME_MAX. The name is empty without a protocol. Other sockets do not have the option.
+    option(socket, libc::SOL_TCP, libc::TCP_ULP, &mut [0; 16]).is_some_and(|len| len > 0)
+}
+
+/// Reads an option into `value`. Returns the number of bytes that the kernel has written; none for a
+/// socket without the option.
+///
+/// The callers name no option whose value has an address: the kernel touches the value only.
+pub(super) fn option(
+    socket: impl AsFd,
+    level: libc::c_int,
+    option: libc::c_int,
+    value: &mut [u8],
+) -> Option<usize> {
+    let (fd, mut len) = (socket.as_fd().as_raw_fd(), value.len() as libc::socklen_t);
+    let to = value.as_mut_ptr().cast();
+    // SAFETY: the kernel writes at most `len` bytes, the length of the slice, and the new length.
+    let result = unsafe { libc::getsockopt(fd, level, option, to, &mut len) };
+    (result == 0).then_some(value.len().min(len as usize))
 }
 
 #[cfg(test)]

@@ -160,11 +160,7 @@ impl<B: Stable> ZcSocket<B> {
     /// # Errors
     /// If it cannot be made; the places are unchanged.
     pub fn start(&mut self, keys: &[Key], submission: Submission) -> Result<Started, NotStarted> {
-        let Inner {
-            implementation,
-            state,
-            ..
-        } = &mut *self.inner;
+        let (implementation, state) = self.inner.parts();
         match implementation {
             BackendImpl::Uring(uring) => uring.start(state, keys, submission),
             BackendImpl::Sendmsg(sendmsg) => sendmsg.start(state, keys, submission),
@@ -177,11 +173,7 @@ impl<B: Stable> ZcSocket<B> {
     /// # Errors
     /// Errors of io_uring_enter(2), except that the completion queue must be read first.
     pub fn submit(&mut self) -> io::Result<()> {
-        let Inner {
-            implementation,
-            state,
-            ..
-        } = &mut *self.inner;
+        let (implementation, state) = self.inner.parts();
         match implementation {
             BackendImpl::Uring(uring) => uring.submit(state),
             BackendImpl::Sendmsg(_) => Ok(()),
@@ -190,11 +182,7 @@ impl<B: Stable> ZcSocket<B> {
 
     /// The next event, without a system call.
     pub fn event(&mut self) -> Option<Event> {
-        let Inner {
-            implementation,
-            state,
-            ..
-        } = &mut *self.inner;
+        let (implementation, state) = self.inner.parts();
         match implementation {
             BackendImpl::Uring(uring) => uring.event(state),
             BackendImpl::Sendmsg(_) => state.requests.events.pop_front(),
@@ -208,11 +196,7 @@ impl<B: Stable> ZcSocket<B> {
     /// # Errors
     /// Errors of io_uring_enter(2) or recvmmsg(2).
     pub fn reap(&mut self) -> io::Result<()> {
-        let Inner {
-            implementation,
-            state,
-            ..
-        } = &mut *self.inner;
+        let (implementation, state) = self.inner.parts();
         match implementation {
             BackendImpl::Uring(uring) => uring.reap(state),
             BackendImpl::Sendmsg(sendmsg) => sendmsg.reap(state).map(drop),
@@ -222,11 +206,7 @@ impl<B: Stable> ZcSocket<B> {
     /// As [`reap`](Self::reap), until no completion is left; reads a limited number of messages of
     /// the error queue, because peers can fill it as well.
     pub fn reap_all(&mut self) {
-        let Inner {
-            implementation,
-            state,
-            ..
-        } = &mut *self.inner;
+        let (implementation, state) = self.inner.parts();
         match implementation {
             // After an error, the kernel posts the completions later.
             BackendImpl::Uring(uring) => drop(uring.reap(state)),
@@ -241,11 +221,7 @@ impl<B: Stable> ZcSocket<B> {
     /// # Errors
     /// Errors of io_uring_enter(2), or poll(2) and recvmmsg(2).
     pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        let Inner {
-            implementation,
-            state,
-            ..
-        } = &mut *self.inner;
+        let (implementation, state) = self.inner.parts();
         match implementation {
             BackendImpl::Uring(uring) => uring.wait(state, timeout),
             BackendImpl::Sendmsg(sendmsg) => sendmsg.wait(state, timeout),
@@ -366,11 +342,7 @@ impl<B: Stable> Drop for ZcSocket<B> {
         }
         // SAFETY: taken once, as this is drop, and `inner` is not used after it.
         let mut inner = unsafe { ManuallyDrop::take(&mut self.inner) };
-        let Inner {
-            implementation,
-            state,
-            ..
-        } = &mut inner;
+        let (implementation, state) = inner.parts();
         match implementation {
             BackendImpl::Uring(uring) => {
                 // Requests that the kernel does not take now are abandoned.
@@ -394,6 +366,10 @@ impl<B: Stable> Drop for ZcSocket<B> {
 }
 
 impl<B> Inner<B> {
+    fn parts(&mut self) -> (&mut BackendImpl, &mut SocketState<B>) {
+        (&mut self.implementation, &mut self.state)
+    }
+
     /// The doubt about a failed datagram, if nothing else is pending.
     fn only_doubt_left(&self) -> Option<&Doubt> {
         match &self.implementation {
@@ -416,11 +392,7 @@ impl<B: Stable> orphans::Orphan for Inner<B> {
             self.reset_at = None;
             let _ = reset(&self.state.socket);
         }
-        let Inner {
-            implementation,
-            state,
-            ..
-        } = self;
+        let (implementation, state) = self.parts();
         match implementation {
             BackendImpl::Uring(uring) => uring.continue_shutdown(state),
             BackendImpl::Sendmsg(sendmsg) => sendmsg.reap_all(state),

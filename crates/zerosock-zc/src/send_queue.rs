@@ -287,10 +287,14 @@ impl<B: Stable> SendQueue<B> {
         self.retries.pop_front().or_else(|| self.queued.pop_front())
     }
 
-    /// Collects in `run` the sends of the next request, at most `most`: on a stream, sends of one
-    /// mode.
+    /// Collects in `run` the sends of the next request: on a stream, at most `most` sends of one mode,
+    /// otherwise one.
     fn run(&self, most: usize, run: &mut Vec<Key>) {
         run.clear();
+        if !self.stream {
+            run.extend(self.retries.front().or(self.queued.front()));
+            return;
+        }
         let (mut before, mut left) = (None::<&InFlightSend>, 0);
         for &key in self.retries.iter().chain(&self.queued).take(most) {
             let Some(send) = self.sends.get(key.index()) else {
@@ -307,7 +311,7 @@ impl<B: Stable> SendQueue<B> {
                 // MSG_MORE of the last send would delay an earlier one that has no MSG_MORE.
                 Some(before) => {
                     let uniform = before.mode == send.mode && (before.more || !send.more);
-                    if !(self.stream && uniform && send.sent == 0 && rest <= left) {
+                    if !(uniform && send.sent == 0 && rest <= left) {
                         return;
                     }
                 }

@@ -52,6 +52,8 @@ pub(super) struct Request {
     /// Number of requests at this index so far: distinguishes late completions of earlier ones.
     number: u32,
     members: Vec<Member>,
+    /// Sum of the lengths of all members, in bytes.
+    total: usize,
     /// The pieces of all members, as sendmsg(2) reads them.
     pieces: Vec<libc::iovec>,
     /// The message header that refers to `pieces`, if the request has one.
@@ -97,7 +99,7 @@ impl Request {
 
     /// Length in bytes.
     pub(super) fn total(&self) -> usize {
-        self.members.iter().map(|member| member.len).sum()
+        self.total
     }
 
     /// The message header, with destination `address`, which must not move until the result.
@@ -125,6 +127,7 @@ impl Request {
             self.pieces.truncate(before);
             return false;
         }
+        self.total += most - left;
         self.members.push(Member {
             key,
             len: most - left,
@@ -194,6 +197,7 @@ impl Requests {
         let request = &mut self.all[index as usize];
         request.number = request.number.wrapping_add(1);
         request.members.clear();
+        request.total = 0;
         request.pieces.clear();
         if !request.add(first, buffer, submission.from, rules.longest) {
             self.vacant.push(index);

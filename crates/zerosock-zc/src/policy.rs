@@ -151,6 +151,11 @@ impl Policy {
         measured.then(|| Class::of(self.kind, self.backend, registered, len))
     }
 
+    /// The kind of the socket.
+    pub(super) fn kind(&self) -> SocketKind {
+        self.kind
+    }
+
     /// Whether the last notification says that the kernel did not copy. Only then does a
     /// measurement show the cost of zero copy, or the cost of a copy on the same kind of device.
     pub(super) fn sends_in_place(&self) -> bool {

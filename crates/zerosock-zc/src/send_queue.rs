@@ -58,6 +58,8 @@ pub(super) struct SendQueue<B: Stable> {
     pub(super) whole: bool,
     /// Whether completions are kept for the application, and whether free buffers are.
     pub(super) keeps_ranges: bool,
+    /// How often the application has asked for completions.
+    pub(super) asked: u64,
     pub(super) returns_buffers: bool,
     /// The state of each send, by the index of its place.
     pub(super) sends: Box<[InFlightSend]>,
@@ -117,6 +119,7 @@ impl<B: Stable> SendQueue<B> {
             stats: SenderStats::default(),
             stream,
             keeps_ranges: false,
+            asked: 0,
             returns_buffers: true,
             sends: (0..capacity).map(|_| InFlightSend::vacant()).collect(),
             queued: VecDeque::new(),
@@ -536,6 +539,9 @@ impl<B: Stable> SendQueue<B> {
 
 impl<B: Stable> Drop for SendQueue<B> {
     fn drop(&mut self) {
+        if self.keeps_ranges {
+            calibration::record_use(self.policy.kind(), self.accepted, self.asked);
+        }
         if self.shut_down || self.zc_socket.is_forked() {
             return;
         }

@@ -1,9 +1,10 @@
 //! The number of system calls for sends and completions.
 
-use std::net::UdpSocket;
+use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use zerosock_zc::{Completion, Copying, Outgoing, SendBackend, Sender};
+use zerosock_zc::{Completion, Copying, Outgoing, SendBackend, Sender, SenderBuilder};
 
 use crate::network::{BACKENDS, SINK, with_sink};
 
@@ -68,6 +69,25 @@ fn inline_completions_cost_no_call_over_io_uring_and_one_over_the_error_queue() 
             assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
         }
     });
+}
+
+#[test]
+fn a_tcp_sender_that_keeps_completions_takes_the_error_queue() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let address = listener.local_addr().expect("an address");
+    let backend = |builder: SenderBuilder| {
+        let socket = TcpStream::connect(address).expect("loopback");
+        let sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
+        sender.report().backend
+    };
+    let inline = || Sender::builder().inline_completions();
+    assert_eq!(backend(inline()), SendBackend::ErrorQueue);
+    let required = SendBackend::Copy;
+    assert_eq!(backend(inline().backend(required)), required);
+    // A Unix socket sends nothing in place.
+    let (unix, _peer) = UnixStream::pair().expect("a pair");
+    let sender: Sender<Vec<u8>> = inline().open(unix).expect("a sender");
+    assert_eq!(sender.report().backend, SendBackend::Copy);
 }
 
 #[test]

@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 
-use crate::vm::accel::{Accel, Choice};
+use crate::vm::accel::Choice;
 
 /// Boot a stock Linux guest and stream a file between it and this machine
 ///
@@ -30,7 +30,7 @@ pub(crate) struct DemoArgs {
 
     /// How guest instructions are executed; `auto` is KVM where it works, else software
     #[arg(long, value_enum, default_value = "auto")]
-    pub(super) accel: AccelChoice,
+    pub(super) accel: Choice,
 
     /// Print one line of JSON on standard output instead of the table
     #[arg(long)]
@@ -60,21 +60,4 @@ pub(crate) struct DemoArgs {
         default_value = "linux-image-cloud-amd64"
     )]
     pub(super) kernel_package: String,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(super) enum AccelChoice {
-    Auto,
-    Kvm,
-    Tcg,
-}
-
-impl From<AccelChoice> for Choice {
-    fn from(choice: AccelChoice) -> Choice {
-        match choice {
-            AccelChoice::Auto => Choice::Auto,
-            AccelChoice::Kvm => Choice::Only(Accel::Kvm),
-            AccelChoice::Tcg => Choice::Only(Accel::Tcg),
-        }
-    }
 }

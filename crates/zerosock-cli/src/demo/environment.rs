@@ -82,7 +82,7 @@ impl Environment {
             machine: qemu::device(MEMORY_MIB + 2 * (payload >> 20), qemu::VSOCK, &socket),
             dir: dir.path(),
             reboots: false,
-            accel: args.accel.into(),
+            accel: args.accel,
             zerosock: &program,
             echo: args.verbose.then_some("guest"),
         })

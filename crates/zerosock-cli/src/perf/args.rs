@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 
-use clap::{ArgGroup, Args, ValueEnum};
+use clap::{ArgGroup, Args};
 use zerosock::{Cid, Port};
 
+use super::settings::Mode;
 use crate::number;
 
 /// Measure how fast a client receives what a server sends
@@ -63,7 +64,7 @@ pub(crate) struct PerfArgs {
         default_value = "n",
         conflicts_with = "server"
     )]
-    pub(super) mode: ModeArg,
+    pub(super) mode: Mode,
 
     /// The server's port
     #[arg(short, long, value_parser = number::port, value_name = "PORT", default_value = "1234")]
@@ -111,17 +112,6 @@ pub(crate) struct PerfArgs {
     /// Print the figures as one JSON object; the lines before the transfer go to standard error
     #[arg(long)]
     pub(super) json: bool,
-}
-
-/// Values of -z.
-#[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
-pub(super) enum ModeArg {
-    /// Copy: read()
-    N,
-    /// In place: fill and release a receive map; sleep while no data is available
-    Y,
-    /// In place: fill and release a receive map; poll the map's poll value instead of sleeping
-    U,
 }
 
 const AFTER_HELP: &str = "\

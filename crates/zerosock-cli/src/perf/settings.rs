@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 
+use clap::ValueEnum;
 use zerosock::vsock::rxmap::PAGE;
 use zerosock::{Address, Cid, Port};
 
-use super::args::{ModeArg, PerfArgs};
+use super::args::PerfArgs;
 use crate::failure::Failure;
 
 /// Bytes of a megabyte, as `vsock_rx_perf` counts.
@@ -71,10 +72,16 @@ pub(super) struct Client {
 }
 
 /// How a client dequeues.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
 pub(super) enum Mode {
+    /// Copy: read()
+    #[value(name = "n")]
     Copy,
+    /// In place: fill and release a receive map; sleep while no data is available
+    #[value(name = "y")]
     InPlace,
+    /// In place: fill and release a receive map; poll the map's poll value instead of sleeping
+    #[value(name = "u")]
     InPlacePolling,
 }
 
@@ -130,19 +137,14 @@ impl Settings {
         let port = args.port;
         let Some(cid) = args.cid else {
             let bytes = u64::from(args.megabytes) * MEGABYTE;
-            let role = Role::Server(Server { port, bytes });
             return Ok(Settings {
                 endpoint,
-                role,
+                role: Role::Server(Server { port, bytes }),
                 buffer,
                 output,
             });
         };
-        let mode = match args.mode {
-            ModeArg::N => Mode::Copy,
-            ModeArg::Y => Mode::InPlace,
-            ModeArg::U => Mode::InPlacePolling,
-        };
+        let mode = args.mode;
         if matches!(endpoint, EndpointKind::Kernel) && mode != Mode::Copy {
             return Err(Failure::usage(
                 "-z y and -z u: the kernel's AF_VSOCK has no receive maps; give --attach, \

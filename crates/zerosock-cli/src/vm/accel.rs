@@ -8,6 +8,8 @@ use std::fmt;
 use std::fs::OpenOptions;
 use std::sync::Mutex;
 
+use clap::ValueEnum;
+
 /// How guest instructions are executed.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub enum Accel {
@@ -37,13 +39,15 @@ impl fmt::Display for Accel {
 }
 
 /// Which accelerators a boot may use.
-#[derive(Copy, Clone, Eq, PartialEq, Debug, Default)]
+#[derive(Copy, Clone, Eq, PartialEq, Debug, Default, ValueEnum)]
 pub enum Choice {
-    /// KVM where it works, else software.
+    /// KVM where it works, else software
     #[default]
     Auto,
-    /// Only this one.
-    Only(Accel),
+    /// Only KVM
+    Kvm,
+    /// Only software
+    Tcg,
 }
 
 static KVM_FAILED: Mutex<Option<String>> = Mutex::new(None);
@@ -51,9 +55,9 @@ static KVM_FAILED: Mutex<Option<String>> = Mutex::new(None);
 /// The accelerators to try, in order.
 pub fn candidates(choice: Choice) -> Vec<Accel> {
     match choice {
-        Choice::Only(accel) => vec![accel],
+        Choice::Kvm => vec![Accel::Kvm],
         Choice::Auto if kvm_failure().is_none() && kvm_opens() => vec![Accel::Kvm, Accel::Tcg],
-        Choice::Auto => vec![Accel::Tcg],
+        Choice::Auto | Choice::Tcg => vec![Accel::Tcg],
     }
 }
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 use zerosock::Cid;
 use zerosock::vsock::Host;
-use zerosock_cli::vm::accel::{Accel, Choice};
+use zerosock_cli::vm::accel::Choice;
 use zerosock_cli::vm::cache::Cache;
 use zerosock_cli::vm::hybrid;
 use zerosock_cli::vm::initramfs::Builder;
@@ -130,8 +130,8 @@ pub(crate) fn echo(name: &str) -> Option<&str> {
 
 pub(crate) fn accel() -> Choice {
     match std::env::var("ZEROSOCK_ACCEL").as_deref() {
-        Ok("kvm") => Choice::Only(Accel::Kvm),
-        Ok("tcg") => Choice::Only(Accel::Tcg),
+        Ok("kvm") => Choice::Kvm,
+        Ok("tcg") => Choice::Tcg,
         _ => Choice::Auto,
     }
 }

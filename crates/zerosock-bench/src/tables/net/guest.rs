@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use tempfile::TempDir;
-use zerosock_cli::vm::accel::{Accel, Choice};
+use zerosock_cli::vm::accel::Choice;
 use zerosock_cli::vm::kernel::Kernel;
 use zerosock_cli::vm::qemu;
 use zerosock_testkit::protocol::Command;
@@ -54,7 +54,7 @@ impl Vm {
         let mut machine = qemu::memory(MEMORY_MIB);
         machine.extend(["-name", "guest,debug-threads=on"].map(str::to_owned));
         machine.extend_from_slice(devices);
-        let guest = image.boot(1, machine, dir.path(), Choice::Only(Accel::Tcg))?;
+        let guest = image.boot(1, machine, dir.path(), Choice::Tcg)?;
         Ok(Vm {
             remote: guest.remote.clone(),
             process: Process::Qemu(guest),

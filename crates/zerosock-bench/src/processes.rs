@@ -32,6 +32,20 @@ pub(crate) fn retry<T, E>(
     }
 }
 
+/// Waits until `is_done`, for at most `patience`; returns whether it is.
+pub(crate) fn wait_until(
+    patience: Duration,
+    mut is_done: impl FnMut() -> Result<bool, String>,
+) -> Result<bool, String> {
+    let deadline = Instant::now() + patience;
+    loop {
+        match is_done()? {
+            false if Instant::now() < deadline => thread::sleep(Duration::from_millis(2)),
+            done => return Ok(done),
+        }
+    }
+}
+
 /// Runs `run` on a thread of its own on core `cpu`, if given. Threads and processes that it starts
 /// inherit the core.
 pub(crate) fn on_core<T: Send>(

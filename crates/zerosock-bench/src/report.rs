@@ -7,6 +7,7 @@
 use std::fmt::Write;
 
 use serde::Serialize;
+use serde_json::{Value, json};
 
 use crate::rounds::{Spread, interval, ratio};
 
@@ -118,39 +119,6 @@ pub(crate) struct Missing {
     pub(crate) reason: String,
 }
 
-#[derive(Serialize)]
-struct JsonTable<'t> {
-    table: &'t str,
-    machine: &'t str,
-    method: &'t str,
-    rounds: usize,
-    rows: Vec<JsonRow<'t>>,
-    missing: &'t [Missing],
-}
-
-#[derive(Serialize)]
-struct JsonRow<'t> {
-    name: &'t str,
-    metric: &'t str,
-    unit: &'t str,
-    ours: Option<f64>,
-    peer_name: &'t str,
-    peer: Option<f64>,
-    ratio: Option<f64>,
-    /// 95 % interval of the mean of the rounds' ratios.
-    ratio_low: Option<f64>,
-    ratio_high: Option<f64>,
-    higher_is_better: bool,
-    ours_best: Option<f64>,
-    ours_slowest: Option<f64>,
-    ours_rounds: &'t [f64],
-    peer_best: Option<f64>,
-    peer_slowest: Option<f64>,
-    peer_rounds: &'t [f64],
-    /// Why a figure is missing.
-    missing: Option<String>,
-}
-
 impl Row {
     pub(crate) fn ratio(&self) -> Option<f64> {
         match (&self.ours, &self.peer) {
@@ -181,28 +149,31 @@ impl Row {
         }
     }
 
-    fn json(&self) -> JsonRow<'_> {
+    fn json(&self) -> Value {
         let ours = self.ours.as_ref().ok();
         let peer = self.peer.as_ref().ok();
-        JsonRow {
-            name: &self.name,
-            metric: self.metric.name,
-            unit: self.metric.unit,
-            ours: ours.map(|spread| spread.median),
-            peer_name: &self.peer_name,
-            peer: peer.map(|spread| spread.median),
-            ratio: self.ratio(),
-            ratio_low: self.interval().map(|(low, _)| low),
-            ratio_high: self.interval().map(|(_, high)| high),
-            higher_is_better: self.metric.higher_is_better,
-            ours_best: ours.map(|spread| spread.best),
-            ours_slowest: ours.map(|spread| spread.slowest),
-            ours_rounds: ours.map_or(&[], |spread| &spread.rounds),
-            peer_best: peer.map(|spread| spread.best),
-            peer_slowest: peer.map(|spread| spread.slowest),
-            peer_rounds: peer.map_or(&[], |spread| &spread.rounds),
-            missing: self.missing(),
-        }
+        let rounds = |figures: Option<&Spread>| figures.map_or(Vec::new(), |it| it.rounds.clone());
+        json!({
+            "name": self.name,
+            "metric": self.metric.name,
+            "unit": self.metric.unit,
+            "ours": ours.map(|spread| spread.median),
+            "peer_name": self.peer_name,
+            "peer": peer.map(|spread| spread.median),
+            "ratio": self.ratio(),
+            // 95 % interval of the mean of the rounds' ratios.
+            "ratio_low": self.interval().map(|(low, _)| low),
+            "ratio_high": self.interval().map(|(_, high)| high),
+            "higher_is_better": self.metric.higher_is_better,
+            "ours_best": ours.map(|spread| spread.best),
+            "ours_slowest": ours.map(|spread| spread.slowest),
+            "ours_rounds": rounds(ours),
+            "peer_best": peer.map(|spread| spread.best),
+            "peer_slowest": peer.map(|spread| spread.slowest),
+            "peer_rounds": rounds(peer),
+            // Why a figure is missing.
+            "missing": self.missing(),
+        })
     }
 }
 
@@ -328,17 +299,15 @@ impl Table {
     }
 
     /// As JSON.
-    pub(crate) fn json(&self) -> serde_json::Value {
-        let table = JsonTable {
-            table: &self.name,
-            machine: &self.machine,
-            method: &self.method,
-            rounds: self.rounds,
-            rows: self.rows.iter().map(Row::json).collect(),
-            missing: &self.missing,
-        };
-        // Only strings, numbers and lists: cannot fail.
-        serde_json::to_value(table).unwrap_or_default()
+    pub(crate) fn json(&self) -> Value {
+        json!({
+            "table": self.name,
+            "machine": self.machine,
+            "method": self.method,
+            "rounds": self.rounds,
+            "rows": self.rows.iter().map(Row::json).collect::<Vec<_>>(),
+            "missing": self.missing,
+        })
     }
 }
 
@@ -350,7 +319,7 @@ pub(crate) fn line(error: impl ToString) -> String {
 }
 
 /// One table as an object, several as an array of them.
-pub(crate) fn json(tables: &[Table]) -> serde_json::Value {
+pub(crate) fn json(tables: &[Table]) -> Value {
     match tables {
         [table] => table.json(),
         tables => tables.iter().map(Table::json).collect(),

@@ -1,14 +1,12 @@
 //! The device programs: where they are, how each is started, and its CPU time.
 
-use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::peers::install;
-use crate::processes::{self, KilledOnDrop, own_program};
+use crate::processes::{self, KilledOnDrop, own_program, retry, wait_until};
 
 /// Version of the peer to install.
 const PEER_VERSION: &str = "0.3.0";
@@ -125,41 +123,28 @@ impl Running {
     /// A bound socket appears as a file before it listens, and a connection to the control socket
     /// would count as a front-end: check only that the file exists.
     fn wait_for_socket(&mut self) -> Result<(), String> {
-        let deadline = Instant::now() + START;
-        while !self.socket.exists() {
-            if let Some(status) = self.child.status() {
-                return Err(format!("the device ended: {status}"));
-            }
-            if Instant::now() > deadline {
-                return Err("the device made no socket in 20 s".to_owned());
-            }
-            thread::sleep(Duration::from_millis(5));
+        let is_there = || match self.child.status() {
+            Some(status) => Err(format!("the device ended: {status}")),
+            None => Ok(self.socket.exists()),
+        };
+        match wait_until(START, is_there)? {
+            true => Ok(()),
+            false => Err("the device made no socket in 20 s".to_owned()),
         }
-        Ok(())
     }
 
     /// Connects to the hybrid socket, which may not listen yet.
     pub(crate) fn connect_hybrid(&self) -> Result<UnixStream, String> {
-        let deadline = Instant::now() + START;
-        loop {
-            match UnixStream::connect(&self.uds_path) {
-                Ok(stream) => return Ok(stream),
-                Err(error)
-                    if matches!(
-                        error.kind(),
-                        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
-                    ) && Instant::now() < deadline =>
-                {
-                    thread::sleep(Duration::from_millis(5));
-                }
-                Err(error) => return Err(format!("{}: {error}", self.uds_path.display())),
-            }
-        }
+        retry(START, || UnixStream::connect(&self.uds_path))
+            .map_err(|error| format!("{}: {error}", self.uds_path.display()))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+    use std::time::Instant;
+
     use super::*;
 
     #[test]

@@ -2,13 +2,12 @@
 
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use zerosock_cli::vm::children::{self, Guarded, Log};
 
-use crate::processes::own_program;
+use crate::processes::{own_program, wait_until};
 use crate::report::line;
 
 /// The name of a file that is this program as the command `zerosock`. In guests the bench itself is a file
@@ -94,18 +93,15 @@ pub(super) fn spawn_logged(command: &mut Command) -> Result<(Guarded, Log), Stri
 /// Starts a daemon and waits for `is_ready`.
 pub(super) fn start(command: &mut Command, is_ready: impl Fn() -> bool) -> Result<Guarded, String> {
     let (mut process, log) = spawn_logged(command)?;
-    let deadline = Instant::now() + START;
-    while !is_ready() {
-        if let Some(status) = process.try_wait() {
-            return Err(line(format!("it ended with {status}: {}", log.tail(5))));
-        }
-        if Instant::now() > deadline {
-            return Err(line(format!(
-                "it is not ready after {START:?}: {}",
-                log.tail(5)
-            )));
-        }
-        thread::sleep(Duration::from_millis(5));
-    }
-    Ok(process)
+    let ready = wait_until(START, || match process.try_wait() {
+        _ if is_ready() => Ok(true),
+        Some(status) => Err(format!("it ended with {status}")),
+        None => Ok(false),
+    });
+    let reason = match ready {
+        Ok(true) => return Ok(process),
+        Ok(false) => format!("it is not ready after {START:?}"),
+        Err(reason) => reason,
+    };
+    Err(line(format!("{reason}: {}", log.tail(5))))
 }

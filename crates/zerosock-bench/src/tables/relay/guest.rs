@@ -5,8 +5,10 @@ use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use zerosock_relay::relay::Way;
+
 use super::address::Address;
-use super::programs::{Load, Relay, Way};
+use super::programs::{Load, Relay};
 use super::running::Running;
 use crate::bench::Bench;
 use crate::report::{Metric, line};

@@ -5,9 +5,11 @@ use std::net::SocketAddr;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use zerosock_relay::relay::Way;
+
 use super::address::{Address, Kind};
 use super::load::{self, Phase, Server};
-use super::programs::{Load, Relay, Way};
+use super::programs::{Load, Relay};
 use super::running::Running;
 use crate::args::Settings;
 use crate::pair::Cores;

@@ -15,6 +15,8 @@ mod vm;
 
 use std::cell::Cell;
 
+use zerosock_relay::relay::Way;
+
 use crate::bench::Bench;
 use crate::machine;
 use crate::namespace;
@@ -23,7 +25,7 @@ use crate::tables::device;
 use crate::worker::order::{Job, Outcome};
 use address::Kind;
 use guest::{MB_S, PATHS, Traffic};
-use programs::{Relay, Way};
+use programs::Relay;
 use streams::{Case, Figures};
 
 pub(crate) use programs::{COMMAND, install_peers};

@@ -6,6 +6,8 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use zerosock_relay::relay::Way;
+
 use super::address::{Address, Kind};
 use crate::peers::install;
 use crate::processes::own_program;
@@ -50,34 +52,13 @@ impl Load {
     }
 }
 
-/// How zerosock relays.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Way {
-    /// As it decides by itself.
-    Auto,
-    Splice,
-    Copy,
-    Sockmap,
-}
-
-impl Way {
-    /// Whether a relay that was told to go this way may say that it went `taken`.
-    pub(super) fn allows(self, taken: &str) -> bool {
-        match self {
-            Way::Auto => true,
-            // Datagrams are copied.
-            Way::Copy => taken == "copy" || taken == "messages",
-            Way::Splice | Way::Sockmap => taken == self.word(),
-        }
-    }
-
-    pub(super) fn word(self) -> &'static str {
-        match self {
-            Way::Auto => "auto",
-            Way::Splice => "splice",
-            Way::Copy => "copy",
-            Way::Sockmap => "sockmap",
-        }
+/// Whether a relay that was told to go one way may say that it went `taken`.
+pub(super) fn allows(way: Way, taken: &str) -> bool {
+    match way {
+        Way::Auto => true,
+        // Datagrams are copied.
+        Way::Copy => taken == "copy" || taken == "messages",
+        Way::Splice | Way::Sockmap => taken == way.to_string(),
     }
 }
 
@@ -86,7 +67,7 @@ impl Relay {
     pub(super) fn title(self) -> String {
         match self {
             Relay::Zerosock(Way::Auto) => "zerosock".to_owned(),
-            Relay::Zerosock(way) => format!("zerosock --way {}", way.word()),
+            Relay::Zerosock(way) => format!("zerosock --way {way}"),
             Relay::Socat(buffer) => format!("socat -b {buffer}"),
             Relay::Haproxy { splice: false } => "haproxy".to_owned(),
             Relay::Haproxy { splice: true } => "haproxy, splice-auto".to_owned(),
@@ -126,7 +107,7 @@ impl Relay {
                     Address::Udp(address) => format!("udp:{address}"),
                     Address::Unix(path) => format!("unix:{}", path.display()),
                 });
-                command.args(["--way", way.word(), "--workers", WORKERS]);
+                command.args(["--way", &way.to_string(), "--workers", WORKERS]);
                 command.args(["--max-connections", &load.most().to_string()]);
                 let level = if load == Load::One { "info" } else { "warn" };
                 command.args(["--log-level", level]);

@@ -3,15 +3,14 @@
 use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::Stdio;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 use super::address::{Address, Kind};
 use super::programs::{Load, Relay};
-use crate::processes::KilledOnDrop;
+use crate::processes::{KilledOnDrop, wait_until};
 
 /// Longest time that a relay may take to start.
 const START: Duration = Duration::from_secs(20);
@@ -91,12 +90,8 @@ impl Running {
     pub(super) fn way(mut self) -> Result<String, String> {
         let pid = Pid::from_child(&self.child.0);
         kill_process(pid, Signal::TERM).map_err(|error| format!("end the relay: {error}"))?;
-        let deadline = Instant::now() + START;
-        while self.child.status().is_none() {
-            if Instant::now() > deadline {
-                return Err("the relay does not end".to_owned());
-            }
-            thread::sleep(Duration::from_millis(2));
+        if !wait_until(START, || Ok(self.child.status().is_some()))? {
+            return Err("the relay does not end".to_owned());
         }
         let said = fs::read_to_string(&self.log).unwrap_or_default();
         match way(&said) {
@@ -106,19 +101,16 @@ impl Running {
     }
 
     fn wait_until_open(&mut self, title: &str) -> Result<(), String> {
-        let deadline = Instant::now() + START;
-        loop {
-            if let Some(status) = self.child.status() {
-                return Err(self.explain(format!("{title} ended: {status}")));
-            }
-            if self.from.is_open(self.child.id())? {
-                return Ok(());
-            }
-            if Instant::now() > deadline {
-                return Err(self.explain(format!("{title} does not listen after {START:?}")));
-            }
-            thread::sleep(Duration::from_millis(2));
-        }
+        let is_open = || match self.child.status() {
+            Some(status) => Err(format!("{title} ended: {status}")),
+            None => self.from.is_open(self.child.id()),
+        };
+        let reason = match wait_until(START, is_open) {
+            Ok(true) => return Ok(()),
+            Ok(false) => format!("{title} does not listen after {START:?}"),
+            Err(reason) => reason,
+        };
+        Err(self.explain(reason))
     }
 }
 

@@ -1,7 +1,9 @@
 //! Streams, datagrams and round trips of two programs through a relay.
 
+use zerosock_relay::relay::Way;
+
 use super::address::Kind;
-use super::programs::{Load, Relay, Way};
+use super::programs::{Load, Relay, allows};
 use super::running::Running;
 use crate::bench::Bench;
 use crate::pair::{self, Cores, Task};
@@ -92,7 +94,7 @@ pub(super) fn measure(relay: Relay, case: Case, bench: &Bench<'_>) -> Result<Fig
 fn check_way(way: Way, running: Running) -> Result<String, String> {
     let reason = running.warning();
     let taken = running.way()?;
-    if way.allows(&taken) {
+    if allows(way, &taken) {
         return Ok(taken);
     }
     let reason = reason.unwrap_or_else(|| "it gives no reason".to_owned());

@@ -8,11 +8,12 @@ use std::thread;
 
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{RecvFlags, recv};
-use zerosock_sys::affinity;
 use zerosock_sys::network::isolate_thread;
 
 use crate::namespace::{self, ip, run};
 use crate::pair::Cores;
+use crate::processes::on_core;
+use crate::worker;
 
 /// Transport of a measurement.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -79,37 +80,30 @@ pub(super) fn with_network<T: Send>(
     cores: Cores,
     measure: impl FnOnce(&Network) -> Result<T, String> + Send,
 ) -> Result<T, String> {
-    thread::scope(|scope| {
-        let sending = scope.spawn(move || {
-            namespace::enter()?;
-            pin(cores.sender)?;
-            let far = far_end(cores)?;
-            for words in [
-                "link add sink0 type ifb",
-                "addr add 10.9.0.1/24 dev sink0",
-                "addr add fd09::1/64 dev sink0 nodad",
-                "link set sink0 mtu 65535 up",
-                "neigh add 10.9.0.2 lladdr 02:00:00:00:00:02 dev sink0 nud permanent",
-                "neigh add fd09::2 lladdr 02:00:00:00:00:02 dev sink0 nud permanent",
-            ] {
-                ip(words)?;
-            }
-            let address = |text: &str| text.parse().map_err(|error| format!("{text}: {error}"));
-            measure(&Network {
-                udp4: Carried::Udp(address("10.9.0.2:9")?),
-                udp6: Carried::Udp(address("[fd09::2]:9")?),
-                tcp4: Carried::Tcp(SocketAddr::new([10, 8, 0, 2].into(), far.ports.0)),
-                tcp6: Carried::Tcp(SocketAddr::new(
-                    std::net::Ipv6Addr::new(0xfd08, 0, 0, 0, 0, 0, 0, 2).into(),
-                    far.ports.1,
-                )),
-                unsteered: far.unsteered,
-            })
-        });
-        match sending.join() {
-            Ok(result) => result,
-            Err(_) => Err("the measuring thread panicked".to_owned()),
+    on_core(cores.sender, || {
+        namespace::enter()?;
+        let far = far_end(cores)?;
+        for words in [
+            "link add sink0 type ifb",
+            "addr add 10.9.0.1/24 dev sink0",
+            "addr add fd09::1/64 dev sink0 nodad",
+            "link set sink0 mtu 65535 up",
+            "neigh add 10.9.0.2 lladdr 02:00:00:00:00:02 dev sink0 nud permanent",
+            "neigh add fd09::2 lladdr 02:00:00:00:00:02 dev sink0 nud permanent",
+        ] {
+            ip(words)?;
         }
+        let address = |text: &str| text.parse().map_err(|error| format!("{text}: {error}"));
+        measure(&Network {
+            udp4: Carried::Udp(address("10.9.0.2:9")?),
+            udp6: Carried::Udp(address("[fd09::2]:9")?),
+            tcp4: Carried::Tcp(SocketAddr::new([10, 8, 0, 2].into(), far.ports.0)),
+            tcp6: Carried::Tcp(SocketAddr::new(
+                std::net::Ipv6Addr::new(0xfd08, 0, 0, 0, 0, 0, 0, 2).into(),
+                far.ports.1,
+            )),
+            unsteered: far.unsteered,
+        })
     })
 }
 
@@ -122,7 +116,7 @@ fn far_end(cores: Cores) -> Result<Far, String> {
     thread::spawn(move || {
         let begin = || -> Result<(), String> {
             isolate_thread().map_err(|error| format!("a network namespace: {error}"))?;
-            pin(cores.receiver)
+            worker::pin(cores.receiver)
         };
         let thread = rustix::thread::gettid().as_raw_nonzero();
         let path = format!("/proc/{}/task/{thread}/ns/net", std::process::id());
@@ -196,9 +190,4 @@ fn steer(device: &str, core: Option<usize>) -> Result<(), String> {
     );
     run(Command::new("unshare").args(["--mount", "sh", "-ec", &set]))
         .map_err(|told| format!("{device} to core {core}: {told}"))
-}
-
-fn pin(core: Option<usize>) -> Result<(), String> {
-    let Some(core) = core else { return Ok(()) };
-    affinity::pin_current_thread(core).map_err(|error| format!("core {core}: {error}"))
 }

@@ -115,9 +115,9 @@
 //! let mut poller = Poller::new(Wait::Sleep);
 //! poller.add_listener(&listener, 0);
 //! let mut streams = Vec::new();
-//! // With mio: registry.register(&mut SourceFd(&db.as_raw_fd()), Token(0), Interest::READABLE)?
+//! // `db` is an `Endpoint`; a `Host` has a descriptor, too. With mio:
+//! // registry.register(&mut SourceFd(&db.as_raw_fd()), Token(0), Interest::READABLE)?
 //! # let _theirs = web.begin_connect(Address::new(db.cid(), Port::new(1)))?;
-//! // `db` is an `Endpoint`; a `Host` has a descriptor, too.
 //! loop {
 //!     // What is ready now, by key. When that is nothing, the descriptor is armed.
 //!     let ready = poller.poll()?;
@@ -160,7 +160,9 @@
 //!
 //! [`daemon`] is what `zerosock serve` runs, with [`access`], [`attach`] and [`forward`] for its rules. [`zc`] (the
 //! crate `zerosock-zc`) sends over kernel sockets without a copy. [`net`] (the crate `zerosock-net`) has network
-//! devices and the [driver](net::interface) of one. ARCHITECTURE.md describes the modules and the data path.
+//! devices and the [driver](net::interface) of one.
+//! [ARCHITECTURE.md](https://github.com/zerosock/zerosock/blob/main/ARCHITECTURE.md) describes the modules and the data
+//! path.
 #![forbid(unsafe_code)]
 
 mod control;

@@ -32,19 +32,19 @@
 //! ([`std::mem::forget`]), before anything drops them; their descriptors are close-on-exec.
 //! [`std::process::Command`] does that. A child that needs an endpoint opens one of its own. What
 //! holds for senders is documented at [`zc::Sender`](crate::zc::Sender).
-//!
-//! # Files
-//! - `endpoint`, `opening`, `host`, `service`: endpoints, how they are opened, and services.
-//! - `socket`, `bound`, `options`: sockets before they connect or listen, their ports and options.
-//! - `connecting`: connecting and listening, for both kinds of endpoints.
-//! - `connection`: what all connected sockets share; `stream`, `seqpacket`, `listener`, `datagram`:
-//!   the sockets; `lease`, `loan`, `message`: received and lent bytes.
-//! - `poller`, `tokio`: waiting for many sockets; `waiting`, `blocking`: the wait modes.
-//! - `errors`: errors, and the side at fault.
-//! - `hub`: the lock, the calling thread that drives the queues, and the waiters.
-//! - `rxmap`: receive maps.
-//!
-//! The table of connections is the crate's module `table`.
+
+// The files of this module:
+// - `endpoint`, `opening`, `host`, `service`: endpoints, how they are opened, and services.
+// - `socket`, `bound`, `options`: sockets before they connect or listen, their ports and options.
+// - `connecting`: connecting and listening, for both kinds of endpoints.
+// - `connection`: what all connected sockets share; `stream`, `seqpacket`, `listener`, `datagram`:
+//   the sockets; `lease`, `loan`, `message`: received and lent bytes.
+// - `poller`, `tokio`: waiting for many sockets; `waiting`, `blocking`: the wait modes.
+// - `errors`: errors, and the side at fault.
+// - `hub`: the lock, the calling thread that drives the queues, and the waiters.
+// - `rxmap`: receive maps.
+//
+// The table of connections is the crate's module `table`.
 
 mod blocking;
 mod bound;

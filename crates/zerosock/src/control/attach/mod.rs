@@ -1,16 +1,10 @@
 //! Attaching: a process without a VM becomes an endpoint at run time.
 //!
 //! A process connects to the attach socket and requests a CID, a name and ports
-//! ([`client::Client::connect`]). It gets one end of a vhost-user connection, over which it acts as
-//! a driver ([`Driver::attach_over`](crate::driver::Driver::attach_over)). The socket of the
-//! request stays open as its control connection: when that closes, the CID and the name become
-//! free. To the workers such a process is a VM like any other, except that its memory has to be sealed
-//! against shrinking. docs/attach.md describes the protocol.
-//!
-//! - `codec`: the messages, pure functions;
-//! - `client`: the side of the process;
-//! - `server`: the other side, on the control thread;
-//! - `directory`: the attached processes, for other threads.
+//! ([`Endpoint::attach`](crate::vsock::Endpoint::attach)). It gets one end of a vhost-user connection, over which it
+//! acts as a driver. The socket of the request stays open as its control connection: when that closes, the CID and the
+//! name become free. To the workers such a process is a VM like any other, except that its memory has to be sealed
+//! against shrinking. docs/attach.md describes the protocol; `Daemon` and `Host` are its servers ([`AttachConfig`]).
 //!
 //! # Invariants
 //!
@@ -18,6 +12,11 @@
 //! - A user that is not allowed gets a refusal and nothing else.
 //! - When the sockets of a process close, everything that it had becomes free; other endpoints are
 //!   not affected.
+
+// - `codec`: the messages, pure functions;
+// - `client`: the side of the process;
+// - `server`: the other side, on the control thread;
+// - `directory`: the attached processes, for other threads.
 
 #[doc(hidden)]
 pub mod client;

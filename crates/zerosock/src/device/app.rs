@@ -13,7 +13,7 @@
 //! program calls.
 
 use crate::device::state::app::{NONE, QueueStore};
-use zerosock_proto::vsock::{ConnectError, FlowError, FlowId, How, ReserveError, Shard};
+use zerosock_proto::vsock::{ConnectError, FlowId, How, ReserveError, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_ring::{Chain, FrontChain, GuestSlice};
@@ -24,9 +24,8 @@ use super::state::program::{App, HostToken};
 use super::{Context, Device};
 use crate::header;
 use crate::stats::RefusalCause;
-use crate::table::coalesced::unsent;
 use crate::table::sockets::{HeldBuffer, MessageEnd, ReadyFlag, Sockets, StreamId, StreamState};
-use crate::table::{backend::CreditInfo, transfers::SendFault};
+use crate::table::transfers::SendFault;
 use zerosock_virtio::ring::Ring;
 
 impl Device {
@@ -398,22 +397,14 @@ impl Device {
         }
     }
 
-    /// Applies `act` to a connection; a flow that has ended is ignored.
-    pub(crate) fn app_update_flow(
-        &mut self,
-        flow: FlowId,
-        act: impl FnOnce(&mut Shard, FlowId) -> Result<(), FlowError>,
-    ) {
-        let _ = act(&mut self.shard, flow);
+    /// The flows of the guest's connections.
+    pub(crate) fn shard(&self) -> &Shard {
+        &self.shard
     }
 
-    /// A connection's credit.
-    pub(crate) fn app_credit(&self, flow: FlowId) -> Option<CreditInfo> {
-        let info = self.shard.flow(flow)?;
-        Some(CreditInfo {
-            buffer: info.buf_alloc,
-            unsent: unsent(&info),
-        })
+    /// The flows of the guest's connections; the next flush makes changes visible.
+    pub(crate) fn shard_mut(&mut self) -> &mut Shard {
+        &mut self.shard
     }
 
     /// Shuts down one direction, or both.

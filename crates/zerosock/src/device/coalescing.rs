@@ -36,11 +36,6 @@ impl Device {
         }
     }
 
-    /// See [`Backend::can_coalesce_more`](crate::table::backend::Backend::can_coalesce_more).
-    pub(crate) fn can_coalesce_more(&mut self, flow: FlowId) -> Option<bool> {
-        self.shard.can_coalesce_more(flow)
-    }
-
     /// Sends one packet with as many of `bytes` as fit.
     fn send_alone(
         &mut self,

@@ -6,25 +6,26 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use zerosock_proto::vsock::{ConnectError, How, ListenError, MoveError};
+use zerosock_proto::vsock::datagram::DatagramId;
+use zerosock_proto::vsock::{ConnectError, FlowId, How, ListenError, MoveError, Shard};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 use zerosock_virtio::poller::Events;
 
-use super::queue_pairs::{QueuePair, QueuePairId};
+use super::queue_pairs::{QueuePair, QueuePairId, RxSlot};
+use super::store::Buffers;
 use super::{Driver, DriverError, SendError, StreamId, lending};
 use crate::fault::Fault;
-use crate::table::coalesced::unsent;
+use crate::table::calls::TableAccess;
 use crate::table::datagrams::DatagramBackend;
+use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
 use crate::table::outgoing::Outgoing;
 use crate::table::over::EndpointEnded;
-use crate::table::sockets::{
-    Copied, LeaseParts, MessageRead, NoLease, ReadyFlag, copy_shown, read_shown,
-};
+use crate::table::sockets::{Copied, ReadyFlag, Shown, Sockets};
 use crate::table::{
-    backend::{Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, ReadySource},
-    transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault, ShowBounds},
+    backend::{Backend, EndpointStats, ReadySource},
+    transfers::{LoanParts, LoanedPart, Payload, SendFault, ShowBounds},
 };
 
 impl Driver {
@@ -32,23 +33,80 @@ impl Driver {
     pub(crate) fn set_trusted(&mut self, trusted: bool) {
         self.trusted = trusted;
     }
+}
 
-    /// The result of a read that found nothing: `Ok` for end of stream, else the reason.
-    #[cold]
-    fn why_empty(&self, id: StreamId) -> Result<(), RecvFault> {
-        let conn = self.sockets.get(id).ok_or(RecvFault::Unknown)?;
-        conn.why_empty()
+impl TableAccess for Driver {
+    type Token = RxSlot;
+    type Store<'a> = Buffers;
+    type AllStores<'a> = Buffers;
+
+    #[inline]
+    fn sockets(&self) -> Option<&Sockets<RxSlot>> {
+        Some(&self.sockets)
     }
 
-    /// Copies arriving bytes of a connection that holds nothing to `out`.
     #[inline]
-    fn read_arrivals(&mut self, id: StreamId, out: &mut [u8]) -> usize {
-        let show = |bounds, copy: &mut dyn FnMut(Payload<'_>) -> bool| {
-            self.show_arrivals(id, bounds, copy)
-        };
-        let bytes = copy_shown(out, show);
-        self.sockets.count_read(bytes);
-        bytes
+    fn sockets_mut(&mut self) -> Option<&mut Sockets<RxSlot>> {
+        Some(&mut self.sockets)
+    }
+
+    fn trusts_pool(&self, _: u32) -> bool {
+        self.trusted
+    }
+
+    #[inline]
+    fn with_received(
+        &mut self,
+        _: StreamId,
+        act: impl FnOnce(&mut Sockets<RxSlot>, &mut Buffers) -> bool,
+    ) {
+        act(&mut self.sockets, &mut self.store);
+    }
+
+    #[inline]
+    fn show_arrivals(
+        &mut self,
+        id: StreamId,
+        bounds: ShowBounds,
+        look: &mut dyn FnMut(Payload<'_>) -> bool,
+    ) -> Shown {
+        self.take_arrivals(id, bounds, look)
+    }
+
+    fn flow(&self, id: StreamId) -> Option<(&Shard, FlowId)> {
+        let (queue_pair, flow) = self.flow_of(id)?;
+        Some((&self.store.queue_pairs[queue_pair].shard, flow))
+    }
+
+    fn with_flow<T>(
+        &mut self,
+        id: StreamId,
+        act: impl FnOnce(&mut Shard, FlowId) -> T,
+    ) -> Option<T> {
+        let (queue_pair, flow) = self.flow_of(id)?;
+        Some(act(&mut self.store.queue_pairs[queue_pair].shard, flow))
+    }
+
+    #[inline]
+    fn inboxes(&self) -> Option<&Inboxes> {
+        Some(&self.datagrams.inboxes)
+    }
+
+    #[inline]
+    fn with_inboxes<T>(
+        &mut self,
+        act: impl FnOnce(&mut Inboxes, &mut Sockets<RxSlot>, &mut Buffers) -> T,
+    ) -> Option<T> {
+        let inboxes = &mut self.datagrams.inboxes;
+        Some(act(inboxes, &mut self.sockets, &mut self.store))
+    }
+
+    fn show_datagram(&mut self, id: DatagramId, look: &mut dyn FnMut(Address, Payload<'_>, bool)) {
+        self.take_datagram_for(id, look);
+    }
+
+    fn take_in_datagrams(&mut self, id: DatagramId) {
+        self.fill_inbox(id);
     }
 }
 
@@ -176,15 +234,6 @@ impl Backend for Driver {
         Driver::accept(self, port)
     }
 
-    fn info(&self, id: StreamId) -> Option<ConnInfo> {
-        let conn = self.sockets.get(id)?;
-        Some(ConnInfo::new(conn, self.trusted))
-    }
-
-    fn ahead(&mut self, id: StreamId) -> Option<Ahead> {
-        self.sockets.ahead(id, &self.store)
-    }
-
     fn shutdown(&mut self, id: StreamId, how: How) {
         Driver::shutdown(self, id, how);
         // Wakes a writer that waits on another thread.
@@ -200,27 +249,6 @@ impl Backend for Driver {
         Driver::abort(self, id);
     }
 
-    #[inline]
-    fn read(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> Result<usize, RecvFault> {
-        let mut done = 0;
-        if !peek && !out.is_empty() {
-            // Nothing, if the connection holds bytes; a packet that is longer than `out` is held.
-            done = self.read_arrivals(id, out);
-        }
-        if done == 0 {
-            done = self.sockets.read(id, out, peek, &mut self.store);
-        }
-        match done {
-            0 if out.is_empty() && self.sockets.get(id).is_some() => Ok(0),
-            0 => self.why_empty(id).map(|()| 0),
-            done => Ok(done),
-        }
-    }
-
-    fn skip(&mut self, id: StreamId, len: usize) -> usize {
-        self.sockets.skip(id, len, &mut self.store)
-    }
-
     fn queue_pair(&self, id: StreamId) -> u16 {
         Driver::queue_pair(self, id).unwrap_or(0)
     }
@@ -233,91 +261,11 @@ impl Backend for Driver {
         Driver::is_moving(self, id)
     }
 
-    fn set_low_water(&mut self, id: StreamId, bytes: u32) {
-        self.sockets.set_low_water(id, bytes);
-        if let Some((queue_pair, flow)) = self.flow_of(id) {
-            // Fails only for a flow that has ended; likewise in the calls below.
-            let _ = self.store.queue_pairs[queue_pair]
-                .shard
-                .set_low_water(flow, bytes);
-        }
-    }
-
-    fn set_buffer(&mut self, id: StreamId, bytes: u32) {
-        if let Some((queue_pair, flow)) = self.flow_of(id) {
-            let _ = self.store.queue_pairs[queue_pair]
-                .shard
-                .set_buf_alloc(flow, bytes);
-        }
-    }
-
     fn set_connect_timeout(&mut self, id: StreamId, timeout: Duration) {
-        if let Some((queue_pair, flow)) = self.flow_of(id) {
-            let now = self.now();
-            let _ = self.store.queue_pairs[queue_pair]
-                .shard
-                .set_connect_timeout(now, flow, timeout);
-        }
-    }
-
-    fn credit(&self, id: StreamId) -> Option<CreditInfo> {
-        let (queue_pair, flow) = self.flow_of(id)?;
-        let flow = self.store.queue_pairs[queue_pair].shard.flow(flow)?;
-        Some(CreditInfo {
-            buffer: flow.buf_alloc,
-            unsent: unsent(&flow),
-        })
-    }
-
-    fn request_credit_update(&mut self, id: StreamId) {
-        if let Some((queue_pair, flow)) = self.flow_of(id) {
-            let _ = self.store.queue_pairs[queue_pair]
-                .shard
-                .request_progress(flow);
-        }
-    }
-
-    fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
-        let mut parts = self.sockets.lease(id, &mut self.store);
-        if matches!(parts, Err(NoLease::Empty)) {
-            self.show_arrivals(id, ShowBounds::HOLD, &mut |_| false);
-            parts = self.sockets.lease(id, &mut self.store);
-        }
-        match parts {
-            Ok(parts) => Ok(Some(parts)),
-            Err(NoLease::Empty) => self.why_empty(id).map(|()| None),
-            Err(NoLease::TooMany) => Err(RecvFault::TooManyLeases),
-        }
-    }
-
-    #[inline]
-    fn consume_in_place(
-        &mut self,
-        id: StreamId,
-        most: usize,
-        look: &mut dyn FnMut(Payload<'_>) -> bool,
-    ) -> Result<usize, RecvFault> {
-        let stopped = std::cell::Cell::new(false);
-        let mut look = |payload: Payload<'_>| {
-            stopped.set(!look(payload));
-            !stopped.get()
-        };
-        let mut seen = self
-            .sockets
-            .consume_in_place(id, most, &mut look, &mut self.store);
-        if seen < most && !stopped.get() {
-            let bounds = ShowBounds {
-                packets: most - seen,
-                bytes: usize::MAX,
-            };
-            let shown = self.show_arrivals(id, bounds, &mut look);
-            self.sockets.count_shown(shown.bytes);
-            seen += shown.packets as usize;
-        }
-        match seen {
-            0 if most > 0 => self.why_empty(id).map(|()| 0),
-            seen => Ok(seen),
-        }
+        let now = self.now();
+        self.with_flow(id, |shard, flow| {
+            shard.set_connect_timeout(now, flow, timeout)
+        });
     }
 
     fn copy_of(&self, index: u32) -> Option<Copied> {
@@ -335,25 +283,6 @@ impl Backend for Driver {
         self.send(id, bytes).map_err(lending::fault)
     }
 
-    fn set_coalesces(&mut self, id: StreamId, coalesces: bool) {
-        Driver::set_coalesces(self, id, coalesces);
-    }
-
-    fn flush_coalesced(&mut self, id: StreamId) {
-        if let Some((queue_pair, flow)) = self.flow_of(id) {
-            self.store.queue_pairs[queue_pair]
-                .shard
-                .flush_coalesced(flow);
-        }
-    }
-
-    fn can_coalesce_more(&mut self, id: StreamId) -> Option<bool> {
-        let (queue_pair, flow) = self.flow_of(id)?;
-        self.store.queue_pairs[queue_pair]
-            .shard
-            .can_coalesce_more(flow)
-    }
-
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
         self.lend(id, max)
     }
@@ -365,40 +294,6 @@ impl Backend for Driver {
         private: Option<&[u8]>,
     ) -> Result<usize, SendFault> {
         self.send_lent(index, len, private)
-    }
-
-    fn read_message(
-        &mut self,
-        id: StreamId,
-        out: &mut [u8],
-        peek: bool,
-    ) -> Result<Option<MessageRead>, RecvFault> {
-        if !peek {
-            // Nothing, if the connection holds bytes.
-            let show = |bounds, copy: &mut dyn FnMut(Payload<'_>) -> bool| {
-                self.show_arrivals(id, bounds, copy)
-            };
-            if let Some(message) = read_shown(out, show) {
-                self.sockets.count_read_message(&message);
-                return Ok(Some(message));
-            }
-        }
-        let message = self.sockets.read_message(id, out, peek, &mut self.store);
-        match message {
-            Some(message) => Ok(Some(message)),
-            None => self.why_empty(id).map(|()| None),
-        }
-    }
-
-    fn lease_message(
-        &mut self,
-        id: StreamId,
-    ) -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault> {
-        match self.sockets.lease_message(id, &mut self.store) {
-            Ok(message) => Ok(Some(message)),
-            Err(NoLease::Empty) => self.why_empty(id).map(|()| None),
-            Err(NoLease::TooMany) => Err(RecvFault::TooManyLeases),
-        }
     }
 
     fn send_message(

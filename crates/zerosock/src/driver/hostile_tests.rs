@@ -10,6 +10,7 @@ use zerosock_ring::DeviceQueue;
 use super::bare::{Peer, SERVER, connect, pair};
 use crate::fault::Fault;
 use crate::table::backend::Backend;
+use crate::table::calls::ConnectionCalls;
 use crate::vsock::{Endpoint, EndpointEnded, Stream};
 use zerosock_proto::vsock::pairs::{RX_QUEUE, TX_QUEUE};
 

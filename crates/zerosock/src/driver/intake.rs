@@ -93,7 +93,7 @@ impl Driver {
     /// out of bounds, which is the last received. Does nothing if the connection holds packets
     /// already, since those come first. The fast path for small packets.
     #[inline]
-    pub(super) fn show_arrivals(
+    pub(super) fn take_arrivals(
         &mut self,
         id: StreamId,
         bounds: ShowBounds,

@@ -8,7 +8,7 @@ use zerosock_proto::{Address, Port};
 
 use super::bare::{Peer, SERVER, pairs};
 use super::{Driver, StreamId, StreamState};
-use crate::table::{backend::Backend, transfers::RecvFault};
+use crate::table::{backend::Backend, calls::ConnectionCalls, transfers::RecvFault};
 
 /// A driver with three queue pairs, and a connection at the first.
 fn connected() -> (Driver, Peer, StreamId) {

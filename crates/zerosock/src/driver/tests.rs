@@ -13,6 +13,7 @@ use super::{Driver, IDLE_TURNS, StreamId, StreamState};
 use crate::table::sockets::BufferPlace;
 use crate::table::{
     backend::{Backend, ReadySource},
+    calls::ConnectionCalls,
     transfers::{RecvFault, SendFault},
 };
 

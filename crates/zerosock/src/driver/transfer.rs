@@ -159,7 +159,7 @@ impl Driver {
 
     /// Sends as many of `bytes` as credit and buffers allow, in packets as long as possible, and
     /// returns how many. Visible to the device after the next turn or flush, unless
-    /// [`set_coalesces`](Driver::set_coalesces) delays small writes.
+    /// small writes are coalesced.
     pub fn send(&mut self, stream: StreamId, bytes: &[u8]) -> Result<usize, SendError> {
         let mut sent = 0;
         if bytes.is_empty() {
@@ -245,17 +245,6 @@ impl Driver {
         let filled = self.fill(&loan, 0, bytes);
         self.commit(loan, filled as u32)?;
         Ok(filled)
-    }
-
-    /// Sets whether small writes are coalesced while the peer has many packets of this connection
-    /// unread: until they are 2 KiB, the peer has read, or some milliseconds have passed, during
-    /// which the caller must take turns. Initially off: each write is a packet.
-    pub fn set_coalesces(&mut self, stream: StreamId, coalesces: bool) {
-        if let Some((queue_pair, flow)) = self.flow_of(stream) {
-            self.store.queue_pairs[queue_pair]
-                .shard
-                .set_coalescing(flow, coalesces);
-        }
     }
 
     /// Coalesces the first of `bytes` with later writes; returns how many.

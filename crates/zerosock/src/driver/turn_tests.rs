@@ -6,6 +6,7 @@ use zerosock_proto::wire::vsock::{Op, Repr};
 use super::bare::{Peer, connect, pair};
 use super::{Driver, StreamId};
 use crate::table::backend::{Backend, ReadySource};
+use crate::table::calls::ConnectionCalls;
 
 /// Packets that a turn receives.
 const TURN: u64 = 256;

@@ -15,15 +15,14 @@ use super::{HostBackend, IDLE_CHECKS};
 use crate::device::Worker;
 use crate::device::state::loans::LoanOf;
 use crate::device::state::program::App;
+use crate::table::calls::TableAccess;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointEnded;
-use crate::table::sockets::{
-    Copied, LeaseParts, MessageRead, NoLease, ReadyFlag, Sockets, StreamId,
-};
+use crate::table::sockets::{Copied, ReadyFlag, Sockets, StreamId};
 use crate::table::{
-    backend::{Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, ReadySource},
-    transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault, ShowBounds},
+    backend::{Backend, EndpointStats, ReadySource},
+    transfers::{LoanParts, LoanedPart, SendFault},
 };
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::poller::Events;
@@ -220,26 +219,10 @@ impl Backend for HostBackend {
         self.app().is_some_and(|app| app.has_waiting(port))
     }
 
-    fn info(&self, id: StreamId) -> Option<ConnInfo> {
-        let conn = self.sockets()?.get(id)?;
-        let trusted = self.trust_processes && self.is_process(conn.pool);
-        Some(ConnInfo::new(conn, trusted))
-    }
-
-    #[inline]
-    fn ahead(&mut self, id: StreamId) -> Option<Ahead> {
-        let mut ahead = None;
-        self.received(id, |sockets, store| {
-            ahead = sockets.ahead(id, store);
-            false
-        });
-        ahead
-    }
-
     fn shutdown(&mut self, id: StreamId, how: How) {
         let flow = self.flow_of(id);
         if how.receive {
-            self.received(id, |sockets, store| {
+            self.with_received(id, |sockets, store| {
                 sockets.shutdown_recv(id, store);
                 true
             });
@@ -270,47 +253,10 @@ impl Backend for HostBackend {
         self.close_connection(id, true);
     }
 
-    #[inline]
-    fn read(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> Result<usize, RecvFault> {
-        let mut got = 0;
-        if !peek && !out.is_empty() {
-            // Nothing, if the connection holds bytes; a packet that is longer than `out` is held.
-            got = self.read_arrivals(id, out);
-        }
-        if got == 0 {
-            got = self.read_held(id, out, peek);
-        }
-        if got == 0 && !out.is_empty() {
-            self.why_empty(id)?;
-        }
-        Ok(got)
-    }
-
-    fn skip(&mut self, id: StreamId, len: usize) -> usize {
-        let mut done = 0;
-        self.received(id, |sockets, store| {
-            done = sockets.skip(id, len, store);
-            done > 0
-        });
-        done
-    }
-
     fn queue_pair(&self, id: StreamId) -> u16 {
         let vm = self.device_of(id);
         let device = vm.and_then(|vm| self.worker.devices.get(vm));
         device.map_or(0, |device| device.pair())
-    }
-
-    fn set_low_water(&mut self, id: StreamId, bytes: u32) {
-        if let Some(app) = self.worker.shared.app.as_deref_mut() {
-            app.sockets.set_low_water(id, bytes);
-        }
-        // A flow that has ended needs no credit. The same holds for the calls below.
-        self.with_flow(id, |shard, flow| shard.set_low_water(flow, bytes));
-    }
-
-    fn set_buffer(&mut self, id: StreamId, bytes: u32) {
-        self.with_flow(id, |shard, flow| shard.set_buf_alloc(flow, bytes));
     }
 
     fn set_connect_timeout(&mut self, id: StreamId, timeout: Duration) {
@@ -322,71 +268,6 @@ impl Backend for HostBackend {
         if let Some(vm) = self.device_of(id) {
             self.worker.activate(vm);
         }
-    }
-
-    fn credit(&self, id: StreamId) -> Option<CreditInfo> {
-        let (vm, flow) = self.flow_of(id)?;
-        self.worker.devices.get(vm)?.app_credit(flow)
-    }
-
-    fn request_credit_update(&mut self, id: StreamId) {
-        self.with_flow(id, |shard, flow| shard.request_progress(flow));
-    }
-
-    #[inline]
-    fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
-        self.update_old_memory(id);
-        let mut result = Err(NoLease::Empty);
-        self.received(id, |sockets, store| {
-            result = sockets.lease(id, store);
-            result.is_ok()
-        });
-        if matches!(result, Err(NoLease::Empty)) {
-            self.show_arrivals(id, ShowBounds::HOLD, &mut |_| false);
-            self.received(id, |sockets, store| {
-                result = sockets.lease(id, store);
-                result.is_ok()
-            });
-        }
-        match result {
-            Ok(parts) => Ok(Some(parts)),
-            Err(NoLease::TooMany) => Err(RecvFault::TooManyLeases),
-            Err(NoLease::Empty) => self.why_empty(id).map(|()| None),
-        }
-    }
-
-    #[inline]
-    fn consume_in_place(
-        &mut self,
-        id: StreamId,
-        most: usize,
-        look: &mut dyn FnMut(Payload<'_>) -> bool,
-    ) -> Result<usize, RecvFault> {
-        let stopped = std::cell::Cell::new(false);
-        let mut look = |payload: Payload<'_>| {
-            stopped.set(!look(payload));
-            !stopped.get()
-        };
-        let mut seen = 0;
-        self.received(id, |sockets, store| {
-            seen = sockets.consume_in_place(id, most, &mut look, store);
-            seen > 0
-        });
-        if seen < most && !stopped.get() {
-            let bounds = ShowBounds {
-                packets: most - seen,
-                bytes: usize::MAX,
-            };
-            let shown = self.show_arrivals(id, bounds, &mut look);
-            if let Some(app) = self.worker.shared.app.as_deref_mut() {
-                app.sockets.count_shown(shown.bytes);
-            }
-            seen += shown.packets as usize;
-        }
-        if seen == 0 && most > 0 {
-            self.why_empty(id)?;
-        }
-        Ok(seen)
     }
 
     fn copy_of(&self, index: u32) -> Option<Copied> {
@@ -423,25 +304,6 @@ impl Backend for HostBackend {
             .ok_or(SendFault::Reset)?
     }
 
-    fn set_coalesces(&mut self, id: StreamId, coalesces: bool) {
-        self.with_flow(id, |shard, flow| {
-            shard.set_coalescing(flow, coalesces);
-            Ok(())
-        });
-    }
-
-    fn flush_coalesced(&mut self, id: StreamId) {
-        self.with_flow(id, |shard, flow| {
-            shard.flush_coalesced(flow);
-            Ok(())
-        });
-    }
-
-    fn can_coalesce_more(&mut self, id: StreamId) -> Option<bool> {
-        let (vm, flow) = self.flow_of(id)?;
-        self.worker.devices.get_mut(vm)?.can_coalesce_more(flow)
-    }
-
     #[inline]
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
         let (vm, flow) = self.sender(id)?;
@@ -476,33 +338,23 @@ impl Backend for HostBackend {
         })
     }
 
-    fn read_message(
-        &mut self,
-        id: StreamId,
-        out: &mut [u8],
-        peek: bool,
-    ) -> Result<Option<MessageRead>, RecvFault> {
-        HostBackend::read_message(self, id, out, peek)
-    }
-
-    fn lease_message(
-        &mut self,
-        id: StreamId,
-    ) -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault> {
-        HostBackend::lease_message(self, id)
-    }
-
     fn send_message(
         &mut self,
         id: StreamId,
         slices: &[IoSlice<'_>],
         ends_record: bool,
     ) -> Result<bool, SendFault> {
-        HostBackend::send_message(self, id, slices, ends_record)
+        let (vm, flow) = self.sender(id)?;
+        self.with_device(vm, |device, cx| {
+            device.app_send_message(id, flow, slices, ends_record, cx)
+        })
+        .ok_or(SendFault::Reset)?
     }
 
     fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {
-        HostBackend::loan_message(self, id, len)
+        let (vm, flow) = self.sender(id)?;
+        self.with_device(vm, |device, cx| device.app_loan_message(id, flow, len, cx))
+            .ok_or(SendFault::Reset)?
     }
 
     fn send_message_loan(
@@ -511,15 +363,46 @@ impl Backend for HostBackend {
         parts: &[LoanedPart<'_>],
         ends_record: bool,
     ) -> Result<bool, SendFault> {
-        HostBackend::send_message_loan(self, id, parts, ends_record)
+        let head = parts
+            .first()
+            .and_then(|part| self.app()?.loan_at(part.index));
+        let Some((LoanOf::Message, vm)) = head else {
+            return Err(SendFault::Unknown);
+        };
+        let fault = match self.sender(id) {
+            Ok(_) if self.worker.devices.get_mut(vm).is_some() => None,
+            Ok(_) => Some(SendFault::Reset),
+            Err(fault) => Some(fault),
+        };
+        if let Some(fault) = fault {
+            for part in parts {
+                self.drop_loan(part.index, vm);
+            }
+            return Err(fault);
+        }
+        self.with_device(vm, |device, cx| {
+            device.app_send_message_loan(id, parts, ends_record, cx)
+        })
+        .ok_or(SendFault::Reset)?
     }
 
     fn is_sending(&self, id: StreamId) -> bool {
-        HostBackend::is_sending(self, id)
+        let Some((vm, flow)) = self.flow_of(id) else {
+            return false;
+        };
+        let device = self.worker.devices.get(vm);
+        device.is_some_and(|device| device.is_sending(flow))
     }
 
     fn may_send_message(&mut self, id: StreamId) -> bool {
-        HostBackend::may_send_message(self, id)
+        let (vm, flow) = match self.sender(id) {
+            Ok(sender) => sender,
+            Err(SendFault::NotConnected) => return false,
+            Err(_) => return true,
+        };
+        let now = self.now;
+        let (device, mut cx) = self.worker.lend(vm, now);
+        device.is_none_or(|device| device.app_may_send(id, flow, &mut cx))
     }
 
     fn stats(&self) -> EndpointStats {

@@ -14,9 +14,9 @@
 //!   sockets are bridged.
 //! - A turn reads the clock once; the check for work does not read it.
 
+mod access;
 mod calls;
 mod datagrams;
-mod messages;
 mod start;
 mod stores;
 
@@ -24,19 +24,20 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use zerosock_proto::vsock::{ConnectError, FlowError, FlowId, Shard};
+use zerosock_proto::vsock::{ConnectError, FlowId};
 use zerosock_proto::{Address, Instant, Port};
 
 use crate::control::ControlPlane;
 use crate::device::placing::SPARE_PORTS;
 use crate::device::state::app::QueueStore;
-use crate::device::state::program::{App, HostToken};
+use crate::device::state::program::App;
 use crate::device::{Context, Device, Worker};
 use crate::fault::Fault;
+use crate::table::calls::TableAccess;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointEnded;
-use crate::table::sockets::{Shown, Sockets, StreamId, StreamState, copy_shown};
-use crate::table::transfers::{Payload, RecvFault, SendFault, ShowBounds};
+use crate::table::sockets::{Sockets, StreamId, StreamState};
+use crate::table::transfers::SendFault;
 pub(crate) use start::HostConfig;
 use stores::AllStores;
 use zerosock_virtio::outbox::DeviceAddr;
@@ -77,11 +78,6 @@ impl HostBackend {
         self.worker.shared.app.as_deref()
     }
 
-    #[inline]
-    fn sockets(&self) -> Option<&Sockets<HostToken>> {
-        self.app().map(|app| &app.sockets)
-    }
-
     /// Whether a pool belongs to an attached process.
     fn is_process(&self, pool: u32) -> bool {
         let vm = self.app().and_then(|app| app.device_of(pool));
@@ -120,104 +116,6 @@ impl HostBackend {
         Some((app.device_of(conn.pool)?, conn.flow?))
     }
 
-    /// Calls `act` with the buffers of a connection. `act` returns whether it consumed any.
-    #[inline]
-    fn received(
-        &mut self,
-        id: StreamId,
-        act: impl FnOnce(&mut Sockets<HostToken>, &mut QueueStore<'_>) -> bool,
-    ) {
-        let Some(app) = self.worker.shared.app.as_deref_mut() else {
-            return;
-        };
-        let Some(pool) = app.sockets.get(id).map(|conn| conn.pool) else {
-            return;
-        };
-        let vm = app.device_of(pool);
-        let Some((vm, device)) = vm.and_then(|vm| Some((vm, self.worker.devices.get_mut(vm)?)))
-        else {
-            // The device is removed; only copies are left.
-            act(&mut app.sockets, &mut QueueStore::default());
-            return;
-        };
-        // Recorded before the call, because `act` may pass bytes to a caller that panics.
-        let newly_touched = !std::mem::replace(&mut device.touched, true);
-        if newly_touched {
-            self.touched.push(vm);
-        }
-        if !act(&mut app.sockets, &mut device.store()) && newly_touched {
-            device.touched = false;
-            self.touched.pop();
-        }
-    }
-
-    /// Passes arriving packets of a connection without held packets to `look`, directly from the
-    /// queue.
-    #[inline]
-    fn show_arrivals(
-        &mut self,
-        id: StreamId,
-        bounds: ShowBounds,
-        look: &mut dyn FnMut(Payload<'_>) -> bool,
-    ) -> Shown {
-        let app = self.worker.shared.app.as_deref();
-        let Some((vm, flow)) = app.and_then(|app| {
-            let flow = app.sockets.drained_flow(id)?;
-            Some((app.device_of(app.sockets.get(id)?.pool)?, flow))
-        }) else {
-            return Shown::default();
-        };
-        let device = self.worker.devices.get_mut(vm);
-        if device.is_none_or(|device| !device.has_arrivals()) {
-            return Shown::default();
-        }
-        // Packets of other kinds or connections are handled too.
-        self.with_device(vm, |device, cx| device.app_show(flow, bounds, look, cx))
-            .unwrap_or_default()
-    }
-
-    /// As [`show_arrivals`](Self::show_arrivals), but copies to `out`.
-    #[inline]
-    fn read_arrivals(&mut self, id: StreamId, out: &mut [u8]) -> usize {
-        let show = |bounds, copy: &mut dyn FnMut(Payload<'_>) -> bool| {
-            self.show_arrivals(id, bounds, copy)
-        };
-        let bytes = copy_shown(out, show);
-        if let Some(app) = self.worker.shared.app.as_deref_mut() {
-            app.sockets.count_read(bytes);
-        }
-        bytes
-    }
-
-    /// Copies held bytes of a connection to `out`.
-    #[inline]
-    fn read_held(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> usize {
-        let mut got = 0;
-        self.received(id, |sockets, store| {
-            got = sockets.read(id, out, peek, store);
-            got > 0 && !peek
-        });
-        got
-    }
-
-    /// Updates whether replaced memory that leases keep mapped permits further leases in place.
-    #[inline]
-    fn update_old_memory(&mut self, id: StreamId) {
-        if let Some(vm) = self.device_of(id) {
-            let now = self.now;
-            let (device, mut cx) = self.worker.lend(vm, now);
-            if let Some(device) = device {
-                device.old_memory_fits(&mut cx);
-            }
-        }
-    }
-
-    /// Why nothing was received. `Ok`: end of stream.
-    fn why_empty(&self, id: StreamId) -> Result<(), RecvFault> {
-        let conn = self.sockets().and_then(|sockets| sockets.get(id));
-        conn.ok_or(RecvFault::Unknown)?.why_empty()
-    }
-
     /// The device and the flow of a connection that may send.
     #[inline]
     fn sender(&self, id: StreamId) -> Result<(u32, FlowId), SendFault> {
@@ -235,22 +133,6 @@ impl HostBackend {
             }
             _ => Err(SendFault::Reset),
         }
-    }
-
-    /// Calls `act` on the flow of a connection, if it has one. The next flush makes the result
-    /// visible.
-    fn with_flow(
-        &mut self,
-        id: StreamId,
-        act: impl FnOnce(&mut Shard, FlowId) -> Result<(), FlowError>,
-    ) {
-        let Some((vm, flow)) = self.flow_of(id) else {
-            return;
-        };
-        if let Some(device) = self.worker.devices.get_mut(vm) {
-            device.app_update_flow(flow, act);
-        }
-        self.mark_changed(vm);
     }
 
     /// Calls `act` on a device, whose changes the next flush shows to its guest. Activates the
@@ -431,7 +313,7 @@ impl HostBackend {
             }
             self.mark_ready(vm);
         }
-        self.received(id, |sockets, store| {
+        self.with_received(id, |sockets, store| {
             sockets.remove(id, store);
             true
         });

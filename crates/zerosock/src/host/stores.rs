@@ -12,7 +12,7 @@ use crate::table::sockets::Store;
 use zerosock_virtio::worker::Devices;
 
 /// The buffers of all devices.
-pub(super) struct AllStores<'a> {
+pub(crate) struct AllStores<'a> {
     pub(super) devices: &'a mut Devices<Device>,
     /// The device of each pool.
     pub(super) pools: &'a [Option<u32>],

@@ -24,12 +24,13 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 use zerosock_virtio::poller::Events;
 
+use super::calls::ConnectionCalls;
 use super::leases::Leases;
-use super::places::{Copied, LeaseParts};
-use super::sockets::{Conn, MessageRead, StreamId, StreamState};
+use super::places::Copied;
+use super::sockets::{Conn, StreamId, StreamState};
 use crate::table::datagrams::DatagramBackend;
 use crate::table::over::EndpointEnded;
-use crate::table::transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault};
+use crate::table::transfers::{LoanParts, LoanedPart, SendFault};
 
 pub(crate) use crate::table::transfers::Ahead;
 
@@ -165,8 +166,9 @@ impl fmt::Display for EndpointStats {
     }
 }
 
-/// The sockets of an endpoint as seen by the API. See the module documentation.
-pub(crate) trait Backend: Send {
+/// The sockets of an endpoint as seen by the API. See the module documentation; the calls that both
+/// halves implement alike are in [`ConnectionCalls`].
+pub(crate) trait Backend: ConnectionCalls + Send {
     /// The lease table shared with the holders of leases and loans.
     fn lease_table(&self) -> Arc<Leases>;
 
@@ -253,12 +255,6 @@ pub(crate) trait Backend: Send {
     /// Accepts the oldest waiting connection on `port`.
     fn accept(&mut self, port: Port) -> Option<StreamId>;
 
-    /// The state of a connection; `None` if it was closed.
-    fn info(&self, id: StreamId) -> Option<ConnInfo>;
-
-    /// What a reader would find; `None` if the connection was closed.
-    fn ahead(&mut self, id: StreamId) -> Option<Ahead>;
-
     /// Shuts down one or both directions.
     fn shutdown(&mut self, id: StreamId, how: How);
 
@@ -268,27 +264,8 @@ pub(crate) trait Backend: Send {
     /// Resets a connection; `id` becomes invalid.
     fn abort(&mut self, id: StreamId);
 
-    /// Copies received bytes to `out`. `Ok(0)`: end of stream, or `out` is empty.
-    fn read(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> Result<usize, RecvFault>;
-
-    /// Consumes up to `len` bytes that a peek returned; returns how many.
-    fn skip(&mut self, id: StreamId, len: usize) -> usize;
-
-    /// Sets the low-water mark: fewer unread bytes do not make the connection readable.
-    fn set_low_water(&mut self, id: StreamId, bytes: u32);
-
-    /// Sets a connection's receive buffer and with it the limit on its bytes in flight to the peer.
-    /// The peer is sent the new size.
-    fn set_buffer(&mut self, id: StreamId, bytes: u32);
-
     /// Sets how long a connect waits for the answer.
     fn set_connect_timeout(&mut self, id: StreamId, timeout: Duration);
-
-    /// The credit of a connection; `None` if it has ended.
-    fn credit(&self, id: StreamId) -> Option<CreditInfo>;
-
-    /// Requests a credit update from the peer, unless all sent bytes are known to be consumed.
-    fn request_credit_update(&mut self, id: StreamId);
 
     /// The queue pair of a connection.
     fn queue_pair(&self, id: StreamId) -> u16;
@@ -304,18 +281,6 @@ pub(crate) trait Backend: Send {
         false
     }
 
-    /// Leases the next packet's bytes. `Ok(None)`: end of stream.
-    fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault>;
-
-    /// Passes the bytes of up to `most` packets to the callback in place and consumes them.
-    /// `Ok(0)`: end of stream.
-    fn consume_in_place(
-        &mut self,
-        id: StreamId,
-        most: usize,
-        look: &mut dyn FnMut(Payload<'_>) -> bool,
-    ) -> Result<usize, RecvFault>;
-
     /// The copy of a lease's bytes, if they were moved.
     fn copy_of(&self, index: u32) -> Option<Copied>;
 
@@ -325,18 +290,6 @@ pub(crate) trait Backend: Send {
     /// Sends a copy of as many bytes as credit and buffers allow: at least one, in as few packets
     /// as possible. Visible after the next flush.
     fn write(&mut self, id: StreamId, bytes: &[u8]) -> Result<usize, SendFault>;
-
-    /// Sets whether small writes are coalesced while the peer has many packets unread. Visible
-    /// after the next flush.
-    fn set_coalesces(&mut self, _: StreamId, _: bool) {}
-
-    /// Sends coalesced writes without further delay. Visible after the next flush.
-    fn flush_coalesced(&mut self, _: StreamId) {}
-
-    /// Whether another write would be coalesced with the pending ones; `None` if none are pending.
-    fn can_coalesce_more(&mut self, _: StreamId) -> Option<bool> {
-        None
-    }
 
     /// Borrows a buffer that the peer will read, for one packet of at most `max` bytes.
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault>;
@@ -350,20 +303,6 @@ pub(crate) trait Backend: Send {
         len: usize,
         private: Option<&[u8]>,
     ) -> Result<usize, SendFault>;
-
-    /// Copies the first message to `out`, truncated to its length, and consumes it unless `peek`.
-    /// `Ok(None)`: end of stream.
-    fn read_message(
-        &mut self,
-        id: StreamId,
-        out: &mut [u8],
-        peek: bool,
-    ) -> Result<Option<MessageRead>, RecvFault>;
-
-    /// Leases the first message, one lease for each part. The flag tells whether it ends a record.
-    /// `Ok(None)`: end of stream.
-    fn lease_message(&mut self, id: StreamId)
-    -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault>;
 
     /// Sends the bytes of `slices` as one message, completely or not at all. Returns false if a
     /// part was queued for lack of buffers; later turns send it. Visible after the next flush.

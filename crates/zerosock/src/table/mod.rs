@@ -2,6 +2,7 @@
 //! process and the device of an embedding program.
 //!
 //! - [`backend`], [`datagrams`]: the traits between the API and that half of the queues;
+//! - [`calls`]: the calls of those traits that both halves implement alike;
 //! - [`sockets`]: the table of connections, their leases and loans, and the limits on held buffers;
 //! - [`places`]: where the bytes of leases and loans lie;
 //! - [`leases`]: lease state shared with the holders of leases and loans;
@@ -13,6 +14,7 @@
 //! No module in here uses virtqueues, devices or drivers.
 
 pub(crate) mod backend;
+pub(crate) mod calls;
 pub(crate) mod coalesced;
 pub(crate) mod datagrams;
 pub(crate) mod inboxes;

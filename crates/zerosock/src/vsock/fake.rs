@@ -14,6 +14,7 @@ use zerosock_virtio::poller::Events;
 
 use super::Fault;
 use super::hub::Core;
+use crate::table::calls::ConnectionCalls;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointEnded;
 use crate::table::sockets::{Copied, LeaseParts, MessageRead, StreamId, StreamState};
@@ -82,6 +83,74 @@ pub(crate) fn info(state: StreamState) -> ConnInfo {
 impl Fake {
     fn script(&self) -> MutexGuard<'_, Script> {
         self.script.lock().unwrap()
+    }
+}
+
+impl ConnectionCalls for Fake {
+    fn info(&self, _: StreamId) -> Option<ConnInfo> {
+        Some(info(if self.script().answered {
+            StreamState::Connected
+        } else {
+            StreamState::Connecting
+        }))
+    }
+
+    fn ahead(&mut self, _: StreamId) -> Option<Ahead> {
+        None
+    }
+
+    fn read(&mut self, _: StreamId, _: &mut [u8], _: bool) -> Result<usize, RecvFault> {
+        Err(RecvFault::WouldBlock)
+    }
+
+    fn skip(&mut self, _: StreamId, _: usize) -> usize {
+        0
+    }
+
+    fn set_low_water(&mut self, _: StreamId, _: u32) {}
+
+    fn set_buffer(&mut self, _: StreamId, _: u32) {}
+
+    fn credit(&self, _: StreamId) -> Option<CreditInfo> {
+        None
+    }
+
+    fn request_credit_update(&mut self, _: StreamId) {}
+
+    fn lease(&mut self, _: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
+        Err(RecvFault::WouldBlock)
+    }
+
+    /// One packet.
+    fn consume_in_place(
+        &mut self,
+        _: StreamId,
+        _: usize,
+        look: &mut dyn FnMut(Payload<'_>) -> bool,
+    ) -> Result<usize, RecvFault> {
+        look(Payload::copied(b"packet"));
+        Ok(1)
+    }
+
+    fn read_message(
+        &mut self,
+        _: StreamId,
+        _: &mut [u8],
+        _: bool,
+    ) -> Result<Option<MessageRead>, RecvFault> {
+        Err(RecvFault::WouldBlock)
+    }
+
+    fn lease_message(&mut self, _: StreamId) -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault> {
+        Err(RecvFault::WouldBlock)
+    }
+
+    fn set_coalesces(&mut self, _: StreamId, _: bool) {}
+
+    fn flush_coalesced(&mut self, _: StreamId) {}
+
+    fn can_coalesce_more(&mut self, _: StreamId) -> Option<bool> {
+        None
     }
 }
 
@@ -164,18 +233,6 @@ impl Backend for Fake {
         None
     }
 
-    fn info(&self, _: StreamId) -> Option<ConnInfo> {
-        Some(info(if self.script().answered {
-            StreamState::Connected
-        } else {
-            StreamState::Connecting
-        }))
-    }
-
-    fn ahead(&mut self, _: StreamId) -> Option<Ahead> {
-        None
-    }
-
     fn shutdown(&mut self, _: StreamId, _: How) {}
 
     fn close(&mut self, _: StreamId) {
@@ -186,44 +243,11 @@ impl Backend for Fake {
         self.close(id);
     }
 
-    fn read(&mut self, _: StreamId, _: &mut [u8], _: bool) -> Result<usize, RecvFault> {
-        Err(RecvFault::WouldBlock)
-    }
-
-    fn skip(&mut self, _: StreamId, _: usize) -> usize {
-        0
-    }
-
     fn queue_pair(&self, _: StreamId) -> u16 {
         0
     }
 
-    fn set_low_water(&mut self, _: StreamId, _: u32) {}
-
-    fn set_buffer(&mut self, _: StreamId, _: u32) {}
-
     fn set_connect_timeout(&mut self, _: StreamId, _: Duration) {}
-
-    fn credit(&self, _: StreamId) -> Option<CreditInfo> {
-        None
-    }
-
-    fn request_credit_update(&mut self, _: StreamId) {}
-
-    fn lease(&mut self, _: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
-        Err(RecvFault::WouldBlock)
-    }
-
-    /// One packet.
-    fn consume_in_place(
-        &mut self,
-        _: StreamId,
-        _: usize,
-        look: &mut dyn FnMut(Payload<'_>) -> bool,
-    ) -> Result<usize, RecvFault> {
-        look(Payload::copied(b"packet"));
-        Ok(1)
-    }
 
     fn copy_of(&self, _: u32) -> Option<Copied> {
         None
@@ -243,19 +267,6 @@ impl Backend for Fake {
 
     fn send_loan(&mut self, _: u32, _: usize, _: Option<&[u8]>) -> Result<usize, SendFault> {
         Err(SendFault::Unknown)
-    }
-
-    fn read_message(
-        &mut self,
-        _: StreamId,
-        _: &mut [u8],
-        _: bool,
-    ) -> Result<Option<MessageRead>, RecvFault> {
-        Err(RecvFault::WouldBlock)
-    }
-
-    fn lease_message(&mut self, _: StreamId) -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault> {
-        Err(RecvFault::WouldBlock)
     }
 
     fn send_message(&mut self, _: StreamId, _: &[IoSlice<'_>], _: bool) -> Result<bool, SendFault> {

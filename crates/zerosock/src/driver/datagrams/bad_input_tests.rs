@@ -12,7 +12,7 @@ use zerosock_proto::{Address, Cid, Port};
 use crate::driver::bare::{CID, Peer, connect, pair};
 use crate::driver::{Driver, StreamId};
 use crate::table::backend::Backend;
-use crate::table::datagrams::DatagramBackend;
+use crate::table::calls::{ConnectionCalls, InboxCalls};
 
 const PORT: Port = Port::new(514);
 const LIMITS: DatagramLimits = DatagramLimits {
@@ -37,7 +37,7 @@ impl Victim {
             config.rx_buffer_size = 128 << 10;
         });
         let stream = connect(&mut driver, &mut peer);
-        let mut bind = |port| DatagramBackend::bind(&mut driver, port, LIMITS).unwrap().0;
+        let mut bind = |port| InboxCalls::bind(&mut driver, port, LIMITS).unwrap().0;
         let (socket, other) = (bind(PORT), bind(Port::new(2)));
         Victim {
             socket,
@@ -63,13 +63,13 @@ impl Victim {
 
     fn recv(&mut self, socket: DatagramId) -> Option<(Vec<u8>, u32)> {
         let mut out = vec![0; 1 << 17];
-        let got = DatagramBackend::recv(&mut self.driver, socket, &mut out, false)?;
+        let got = InboxCalls::recv(&mut self.driver, socket, &mut out, false)?;
         out.truncate(got.len);
         Some((out, got.source.port.get()))
     }
 
     fn drops(&self) -> DatagramDrops {
-        DatagramBackend::drops(&self.driver)
+        InboxCalls::drops(&self.driver)
     }
 
     /// The socket still receives a valid datagram.
@@ -135,7 +135,7 @@ fn datagrams_to_a_full_receiver_are_bounded_and_counted() {
     }
     // 17 datagrams of 1000 bytes with their overhead are below the limit; one more may exceed it.
     let most = 1 + u64::from(LIMITS.receive / (1000 + OVERHEAD));
-    let stats = DatagramBackend::stats(&victim.driver, victim.socket).unwrap();
+    let stats = InboxCalls::stats(&victim.driver, victim.socket).unwrap();
     assert_eq!((stats.received, stats.dropped_full), (most, 2000 - most));
     assert_eq!(victim.drops().full, 2000 - most);
     for from in 0..most as u32 {

@@ -1,50 +1,16 @@
 //! The driver's implementation of datagram sockets.
 
-use zerosock_proto::vsock::datagram::{
-    BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats, data,
-};
+use zerosock_proto::vsock::datagram::{DatagramId, data};
 use zerosock_proto::{Address, Cid, Port};
 
 use super::DatagramLoan;
 use super::QUEUE_PAIR;
 use crate::driver::Driver;
-use crate::driver::queue_pairs::RxSlot;
 use crate::table::datagrams::{DatagramBackend, DatagramFault};
-use crate::table::inboxes::{LeasedDatagram, ReceivedDatagram};
 use crate::table::sockets::BufferPlace;
-use crate::table::transfers::{LoanParts, Payload, RecvFault};
+use crate::table::transfers::LoanParts;
 
 impl DatagramBackend for Driver {
-    fn bind(
-        &mut self,
-        port: Port,
-        limits: DatagramLimits,
-    ) -> Result<(DatagramId, Address), BindError> {
-        let inboxes = &mut self.datagrams.inboxes;
-        let id = inboxes.table.bind(port, limits)?;
-        inboxes.open(id);
-        let local = inboxes.table.addresses(id).map(|(local, _)| local);
-        Ok((id, local.unwrap_or(Address::new(self.cid, port))))
-    }
-
-    fn close(&mut self, id: DatagramId) {
-        self.datagrams.inboxes.table.close(id);
-        let (sockets, store) = (&mut self.sockets, &mut self.store);
-        self.datagrams.inboxes.close(id, sockets, store);
-    }
-
-    fn connect(&mut self, id: DatagramId, peer: Option<Address>) {
-        self.datagrams.inboxes.table.connect(id, peer);
-    }
-
-    fn limits(&self, id: DatagramId) -> Option<DatagramLimits> {
-        self.datagrams.inboxes.table.limits(id)
-    }
-
-    fn set_limits(&mut self, id: DatagramId, limits: DatagramLimits) {
-        self.datagrams.inboxes.table.set_limits(id, limits);
-    }
-
     fn send(&mut self, id: DatagramId, to: Address, bytes: &[u8]) -> Result<(), DatagramFault> {
         self.send_datagram(id, to, bytes)?;
         self.loans.copied_in += bytes.len() as u64;
@@ -152,100 +118,5 @@ impl DatagramBackend for Driver {
             }
             Err(fault) => fault != DatagramFault::WouldBlock,
         }
-    }
-
-    fn recv(&mut self, id: DatagramId, out: &mut [u8], peek: bool) -> Option<ReceivedDatagram> {
-        if self.datagrams.inboxes.is_empty(id) && !peek {
-            let mut got = None;
-            self.show_datagram(id, &mut |source, payload| {
-                let copied = payload.copy_to(0, out);
-                let len = payload.len();
-                got = Some(ReceivedDatagram {
-                    copied,
-                    len,
-                    source,
-                });
-            });
-            if let Some(got) = got {
-                self.sockets.count_read(got.len);
-                return Some(got);
-            }
-        }
-        let (sockets, store) = (&mut self.sockets, &mut self.store);
-        self.datagrams.inboxes.read(id, out, peek, sockets, store)
-    }
-
-    fn lease(&mut self, id: DatagramId) -> Result<LeasedDatagram, RecvFault> {
-        if self.datagrams.inboxes.is_empty(id) {
-            let mut taken = 0;
-            while taken < 256 && !self.is_blocked(QUEUE_PAIR) && self.datagrams.inboxes.is_empty(id)
-            {
-                let Ok(Some((slot, written))) = self.store.queue_pairs[QUEUE_PAIR].rx.take() else {
-                    break;
-                };
-                taken += 1;
-                self.stats.rx_packets += 1;
-                let now = self.now();
-                let slot = RxSlot {
-                    queue_pair: QUEUE_PAIR,
-                    slot,
-                };
-                if let Some(arrival) = self.take_packet(Some(now), slot, written) {
-                    self.hold(now, slot, arrival);
-                } else {
-                    taken += self.datagrams.take_cost();
-                }
-            }
-        }
-        let (sockets, store) = (&mut self.sockets, &mut self.store);
-        self.datagrams.inboxes.lease(id, sockets, store)
-    }
-
-    fn trusts(&self, _: Option<u32>) -> bool {
-        self.trusted
-    }
-
-    fn consume_in_place(
-        &mut self,
-        id: DatagramId,
-        most: usize,
-        look: &mut dyn FnMut(Address, Payload<'_>, bool) -> bool,
-    ) -> usize {
-        let mut seen = 0;
-        let trusted = self.trusted;
-        let mut look = |source, payload: Payload<'_>| look(source, payload, trusted);
-        while seen < most {
-            let mut go_on = None;
-            if self.datagrams.inboxes.is_empty(id) {
-                let mut bytes = 0;
-                self.show_datagram(id, &mut |source, payload| {
-                    bytes = payload.len();
-                    go_on = Some(look(source, payload));
-                });
-                self.sockets.count_shown(bytes);
-            }
-            if go_on.is_none() {
-                let (sockets, store) = (&mut self.sockets, &mut self.store);
-                go_on = self.datagrams.inboxes.show(id, &mut look, sockets, store);
-            }
-            match go_on {
-                Some(true) => seen += 1,
-                Some(false) => return seen + 1,
-                None => break,
-            }
-        }
-        seen
-    }
-
-    fn has_some(&self, id: DatagramId) -> bool {
-        !self.datagrams.inboxes.is_empty(id)
-    }
-
-    fn stats(&self, id: DatagramId) -> Option<DatagramStats> {
-        self.datagrams.inboxes.table.stats(id)
-    }
-
-    fn drops(&self) -> DatagramDrops {
-        self.datagrams.inboxes.table.drops()
     }
 }

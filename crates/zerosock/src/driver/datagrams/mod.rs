@@ -280,30 +280,51 @@ impl Driver {
         true
     }
 
+    /// Takes the next packet for a socket that holds nothing. `taken` counts the packets of a call,
+    /// and what they cost.
+    #[inline]
+    fn take_for(&mut self, id: DatagramId, taken: &mut u16) -> Option<(RxSlot, u32)> {
+        const MOST: u16 = 256;
+        // An earlier packet may be for another socket.
+        if *taken >= MOST
+            || !self.store.queue_pairs[QUEUE_PAIR].rx.has_used()
+            || self.is_blocked(QUEUE_PAIR)
+            || !self.datagrams.inboxes.is_empty(id)
+        {
+            return None;
+        }
+        let (slot, written) = self.store.queue_pairs[QUEUE_PAIR].rx.take().ok()??;
+        *taken += 1;
+        self.stats.rx_packets += 1;
+        let slot = RxSlot {
+            queue_pair: QUEUE_PAIR,
+            slot,
+        };
+        Some((slot, written))
+    }
+
+    /// Receives packets until there is a datagram for this socket, which holds nothing.
+    pub(in crate::driver) fn fill_inbox(&mut self, id: DatagramId) {
+        let mut taken = 0;
+        while let Some((slot, written)) = self.take_for(id, &mut taken) {
+            let now = self.now();
+            if let Some(arrival) = self.take_packet(Some(now), slot, written) {
+                self.hold(now, slot, arrival);
+            } else {
+                taken += self.datagrams.take_cost();
+            }
+        }
+    }
+
     /// Receives packets up to one for this socket, which holds nothing: that datagram is shown
-    /// directly and its slot returned at once. `None`: there was none.
-    fn show_datagram(
+    /// directly and its slot returned at once.
+    pub(in crate::driver) fn take_datagram_for(
         &mut self,
         id: DatagramId,
-        look: &mut dyn FnMut(Address, Payload<'_>),
-    ) -> Option<()> {
-        const MOST: u16 = 256;
+        look: &mut dyn FnMut(Address, Payload<'_>, bool),
+    ) {
         let mut taken = 0;
-        // An earlier packet may be for another socket.
-        while taken < MOST
-            && self.store.queue_pairs[QUEUE_PAIR].rx.has_used()
-            && !self.is_blocked(QUEUE_PAIR)
-            && self.datagrams.inboxes.is_empty(id)
-        {
-            let Ok(Some((slot, written))) = self.store.queue_pairs[QUEUE_PAIR].rx.take() else {
-                break;
-            };
-            taken += 1;
-            self.stats.rx_packets += 1;
-            let slot = RxSlot {
-                queue_pair: QUEUE_PAIR,
-                slot,
-            };
+        while let Some((slot, written)) = self.take_for(id, &mut taken) {
             let Some(header) = self.peek_datagram(slot, written) else {
                 if let Some(arrival) = self.take_packet(None, slot, written) {
                     self.hold(self.now(), slot, arrival);
@@ -332,11 +353,13 @@ impl Driver {
             let piece = slots.rx_data.pieces(slot.slot).first();
             let slice = piece.and_then(|piece| slots.memory.slice(*piece));
             let slice = slice.map(|slice| slice.part(0, header.len as usize));
-            look(header.src, Payload::in_place(slice.as_slice()));
-            self.store.release(slot);
-            return Some(());
+            look(
+                header.src,
+                Payload::in_place(slice.as_slice()),
+                self.trusted,
+            );
+            return self.store.release(slot);
         }
-        None
     }
 
     /// The header of a packet that contains a whole datagram, if no reassembly is in progress.

@@ -7,6 +7,7 @@ use super::QUEUE_PAIR;
 use crate::driver::Driver;
 use crate::driver::bare::{Peer, pair};
 use crate::table::backend::Backend;
+use crate::table::calls::InboxCalls;
 use crate::table::datagrams::{DatagramBackend, DatagramFault};
 
 const TO: Address = Address::new(Cid::HOST, Port::new(9));
@@ -21,7 +22,7 @@ fn scene(send: u32) -> (Driver, Peer, DatagramId) {
         send,
         ..DatagramLimits::default()
     };
-    let (id, _) = DatagramBackend::bind(&mut driver, Port::ANY, limits).unwrap();
+    let (id, _) = InboxCalls::bind(&mut driver, Port::ANY, limits).unwrap();
     // The first returned packet always notifies.
     DatagramBackend::send(&mut driver, id, TO, b"").unwrap();
     Backend::flush(&mut driver);

@@ -1,0 +1,189 @@
+//! Gives the calls of [`crate::table::calls`] the tables, the held buffers and the flows of all
+//! devices.
+
+use std::mem::replace;
+
+use zerosock_proto::Address;
+use zerosock_proto::vsock::datagram::DatagramId;
+use zerosock_proto::vsock::{FlowId, Shard};
+
+use super::HostBackend;
+use super::stores::AllStores;
+use crate::device::Worker;
+use crate::device::state::app::QueueStore;
+use crate::device::state::program::{App, HostToken};
+use crate::table::calls::TableAccess;
+use crate::table::inboxes::Inboxes;
+use crate::table::sockets::{Shown, Sockets, StreamId};
+use crate::table::transfers::{Payload, ShowBounds};
+
+impl TableAccess for HostBackend {
+    type Token = HostToken;
+    type Store<'a> = QueueStore<'a>;
+    type AllStores<'a> = AllStores<'a>;
+
+    #[inline]
+    fn sockets(&self) -> Option<&Sockets<HostToken>> {
+        self.app().map(|app| &app.sockets)
+    }
+
+    #[inline]
+    fn sockets_mut(&mut self) -> Option<&mut Sockets<HostToken>> {
+        let app = self.worker.shared.app.as_deref_mut();
+        app.map(|app| &mut app.sockets)
+    }
+
+    fn trusts_pool(&self, pool: u32) -> bool {
+        self.trust_processes && self.is_process(pool)
+    }
+
+    #[inline]
+    fn with_received(
+        &mut self,
+        id: StreamId,
+        act: impl FnOnce(&mut Sockets<HostToken>, &mut QueueStore<'_>) -> bool,
+    ) {
+        let Some(app) = self.worker.shared.app.as_deref_mut() else {
+            return;
+        };
+        let Some(pool) = app.sockets.get(id).map(|conn| conn.pool) else {
+            return;
+        };
+        let vm = app.device_of(pool);
+        let Some((vm, device)) = vm.and_then(|vm| Some((vm, self.worker.devices.get_mut(vm)?)))
+        else {
+            // The device is removed; only copies are left.
+            act(&mut app.sockets, &mut QueueStore::default());
+            return;
+        };
+        // Recorded before the call, because `act` may pass bytes to a caller that panics.
+        let newly_touched = !replace(&mut device.touched, true);
+        if newly_touched {
+            self.touched.push(vm);
+        }
+        if !act(&mut app.sockets, &mut device.store()) && newly_touched {
+            device.touched = false;
+            self.touched.pop();
+        }
+    }
+
+    #[inline]
+    fn show_arrivals(
+        &mut self,
+        id: StreamId,
+        bounds: ShowBounds,
+        look: &mut dyn FnMut(Payload<'_>) -> bool,
+    ) -> Shown {
+        let app = self.worker.shared.app.as_deref();
+        let Some((vm, flow)) = app.and_then(|app| {
+            let flow = app.sockets.drained_flow(id)?;
+            Some((app.device_of(app.sockets.get(id)?.pool)?, flow))
+        }) else {
+            return Shown::default();
+        };
+        let device = self.worker.devices.get_mut(vm);
+        if device.is_none_or(|device| !device.has_arrivals()) {
+            return Shown::default();
+        }
+        // Packets of other kinds or connections are handled too.
+        self.with_device(vm, |device, cx| device.app_show(flow, bounds, look, cx))
+            .unwrap_or_default()
+    }
+
+    #[inline]
+    /// Updates whether replaced memory that leases keep mapped permits further leases in place.
+    fn prepare_lease(&mut self, id: StreamId) {
+        if let Some(vm) = self.device_of(id) {
+            let now = self.now;
+            let (device, mut cx) = self.worker.lend(vm, now);
+            if let Some(device) = device {
+                device.old_memory_fits(&mut cx);
+            }
+        }
+    }
+
+    fn flow(&self, id: StreamId) -> Option<(&Shard, FlowId)> {
+        let (vm, flow) = self.flow_of(id)?;
+        Some((self.worker.devices.get(vm)?.shard(), flow))
+    }
+
+    fn with_flow<T>(
+        &mut self,
+        id: StreamId,
+        act: impl FnOnce(&mut Shard, FlowId) -> T,
+    ) -> Option<T> {
+        let (vm, flow) = self.flow_of(id)?;
+        let done = act(self.worker.devices.get_mut(vm)?.shard_mut(), flow);
+        self.mark_changed(vm);
+        Some(done)
+    }
+
+    #[inline]
+    fn inboxes(&self) -> Option<&Inboxes> {
+        self.app().map(|app| &app.inboxes)
+    }
+
+    #[inline]
+    fn with_inboxes<T>(
+        &mut self,
+        act: impl FnOnce(&mut Inboxes, &mut Sockets<HostToken>, &mut AllStores<'_>) -> T,
+    ) -> Option<T> {
+        let Worker {
+            devices, shared, ..
+        } = &mut self.worker;
+        let App {
+            inboxes,
+            sockets,
+            pools,
+            ..
+        } = shared.app.as_deref_mut()?;
+        let mut store = AllStores {
+            devices,
+            pools,
+            touched: &mut self.touched,
+        };
+        Some(act(inboxes, sockets, &mut store))
+    }
+
+    fn show_datagram(&mut self, id: DatagramId, look: &mut dyn FnMut(Address, Payload<'_>, bool)) {
+        let trusts = self.trust_processes;
+        // Round-robin over the devices.
+        for _ in 0..self.worker.devices.slots() {
+            if self.next_datagram >= self.worker.devices.slots() {
+                self.next_datagram = 0;
+            }
+            let vm = self.worker.devices.at_slot(self.next_datagram);
+            let has_arrivals = |vm: &u32| {
+                let device = self.worker.devices.get_mut(*vm);
+                device.is_some_and(|device| device.has_arrivals())
+            };
+            let Some(vm) = vm.filter(has_arrivals) else {
+                self.next_datagram += 1;
+                continue;
+            };
+            // Before the call, because `look` may panic.
+            self.mark_changed(vm);
+            let (device, mut cx) = self.worker.lend_late(vm, self.now);
+            let shown = device.is_some_and(|device| {
+                let trusted = trusts && device.process;
+                let mut look = |source, payload: Payload<'_>| look(source, payload, trusted);
+                device.app_show_datagram(id, &mut look, &mut cx)
+            });
+            if cx.clock.is_none() {
+                // Packets of other kinds were handled too and may have set timers.
+                self.worker.activate(vm);
+            }
+            if shown {
+                return;
+            }
+            self.next_datagram += 1;
+        }
+    }
+
+    fn take_in_datagrams(&mut self, _: DatagramId) {
+        if self.activate_ready_devices() {
+            self.now = self.worker.clock().now();
+            self.worker.turn_devices(self.now);
+        }
+    }
+}

@@ -1,9 +1,9 @@
 //! What calls of a socket do when they would block, in atomics that any thread may set.
 
-use std::sync::atomic::{AtomicU8, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use super::hub::WaitMode;
+use super::hub::{WaitBudget, WaitMode};
 use super::waiting::Wait;
 
 /// What calls do when they would block.
@@ -35,14 +35,73 @@ impl Blocking {
     }
 }
 
+/// How the calls of a socket wait.
+#[derive(Debug)]
+pub(super) struct CallWaits {
+    pub(super) blocking: Blocking,
+    /// The wait mode, encoded by [`encode`].
+    wait: AtomicU64,
+    /// Encoded by [`encode_timeout`].
+    read_timeout: AtomicU64,
+    write_timeout: AtomicU64,
+}
+
+impl CallWaits {
+    /// Blocking calls without time-outs.
+    pub(super) fn new(wait: Wait) -> CallWaits {
+        CallWaits {
+            blocking: Blocking::new(),
+            wait: AtomicU64::new(encode(wait)),
+            read_timeout: AtomicU64::new(0),
+            write_timeout: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn set_wait(&self, wait: Wait) {
+        self.wait.store(encode(wait), Ordering::Relaxed);
+    }
+
+    pub(super) fn wait(&self) -> Wait {
+        decode(self.wait.load(Ordering::Relaxed))
+    }
+
+    pub(super) fn set_read_timeout(&self, timeout: Option<Duration>) {
+        let word = encode_timeout(timeout);
+        self.read_timeout.store(word, Ordering::Relaxed);
+    }
+
+    pub(super) fn set_write_timeout(&self, timeout: Option<Duration>) {
+        let word = encode_timeout(timeout);
+        self.write_timeout.store(word, Ordering::Relaxed);
+    }
+
+    /// How long a receiving call that begins now may wait.
+    pub(super) fn read_budget(&self) -> WaitBudget {
+        self.budget(&self.read_timeout)
+    }
+
+    /// How long a sending call that begins now may wait.
+    pub(super) fn write_budget(&self) -> WaitBudget {
+        self.budget(&self.write_timeout)
+    }
+
+    fn budget(&self, timeout: &AtomicU64) -> WaitBudget {
+        let nanos = timeout.load(Ordering::Relaxed);
+        WaitBudget {
+            mode: self.blocking.mode(self.wait()),
+            deadline: (nanos > 0).then(|| Instant::now() + Duration::from_nanos(nanos)),
+        }
+    }
+}
+
 /// A time-out in nanoseconds, 0 for none; saturates.
-pub(super) fn encode_timeout(timeout: Option<Duration>) -> u64 {
+fn encode_timeout(timeout: Option<Duration>) -> u64 {
     let nanos = timeout.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     nanos.min(u64::MAX / 4)
 }
 
 /// A wait mode as a u64: 0 sleeps, 1 spins, others are the adaptive limit in nanoseconds plus 2.
-pub(super) fn encode(wait: Wait) -> u64 {
+fn encode(wait: Wait) -> u64 {
     match wait {
         Wait::Sleep => 0,
         Wait::Spin => 1,
@@ -52,7 +111,7 @@ pub(super) fn encode(wait: Wait) -> u64 {
     }
 }
 
-pub(super) fn decode(word: u64) -> Wait {
+fn decode(word: u64) -> Wait {
     match word {
         0 => Wait::Sleep,
         1 => Wait::Spin,

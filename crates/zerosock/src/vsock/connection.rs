@@ -7,21 +7,20 @@
 //! A [`Stream`](super::Stream) adds bytes to a [`Connection`], a [`SeqPacket`](super::SeqPacket)
 //! messages.
 
+mod calls;
 mod options;
-pub(super) use options::option_calls;
+pub(super) use calls::connection_calls;
 
 use std::io;
 use std::net::Shutdown;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
 
 use zerosock_proto::Address;
 use zerosock_proto::vsock::How;
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_ring::Trust;
 
-use super::blocking::{Blocking, decode, encode};
+use super::blocking::CallWaits;
 use super::bound::Bound;
 use super::errors::{ConnectError, StreamError, of_recv, of_refusal, of_send};
 use super::hub::{Core, Interest, WaitBudget};
@@ -55,12 +54,7 @@ pub(super) struct Connection {
     pub(super) local: Address,
     pub(super) peer: Address,
     pub(super) trust: Option<Trust>,
-    pub(super) blocking: Blocking,
-    /// Nanoseconds; 0: none.
-    read_timeout: AtomicU64,
-    write_timeout: AtomicU64,
-    /// The wait mode, encoded by [`encode`].
-    wait: AtomicU64,
+    pub(super) waits: CallWaits,
     /// Boxed: rarely used.
     options: Box<Mutex<Options>>,
     /// The port that was bound before the connect, if any.
@@ -77,17 +71,10 @@ impl Connection {
             local: info.local,
             peer: info.peer,
             trust,
-            blocking: Blocking::new(),
-            read_timeout: AtomicU64::new(0),
-            write_timeout: AtomicU64::new(0),
-            wait: AtomicU64::new(encode(wait)),
+            waits: CallWaits::new(wait),
             options,
             bound: None,
         }
-    }
-
-    pub(super) fn set_wait(&self, wait: Wait) {
-        self.wait.store(encode(wait), Ordering::Relaxed);
     }
 
     /// Waits for the answer to a request, as a read would.
@@ -132,20 +119,11 @@ impl Connection {
     }
 
     pub(super) fn read_wait_budget(&self) -> WaitBudget {
-        self.budget(&self.read_timeout)
+        self.waits.read_budget()
     }
 
     pub(super) fn write_wait_budget(&self) -> WaitBudget {
-        self.budget(&self.write_timeout)
-    }
-
-    fn budget(&self, timeout: &AtomicU64) -> WaitBudget {
-        let nanos = timeout.load(Ordering::Relaxed);
-        let wait = decode(self.wait.load(Ordering::Relaxed));
-        WaitBudget {
-            mode: self.blocking.mode(wait),
-            deadline: (nanos > 0).then(|| Instant::now() + Duration::from_nanos(nanos)),
-        }
+        self.waits.write_budget()
     }
 
     /// Calls `get` until it returns data, end of file or an error.

@@ -14,6 +14,7 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 
 use super::connecting::{begin_connect, connect, listen};
+use super::endpoint_calls::endpoint_calls;
 use super::errors::BindError;
 use super::hub::Core;
 use super::listener::Listener;
@@ -67,6 +68,8 @@ pub struct Endpoint {
     pub(super) queue_pairs: u16,
 }
 
+endpoint_calls!(Endpoint);
+
 impl Endpoint {
     /// The CID of the attached process of this name.
     ///
@@ -75,14 +78,6 @@ impl Endpoint {
     /// attach socket; `InvalidInput` for an invalid name.
     pub fn resolve(&self, name: &str) -> io::Result<Cid> {
         resolve(&self.core, name)
-    }
-
-    /// Connects to `port` of the attached process called `name`.
-    ///
-    /// # Errors
-    /// Those of [`resolve`](Self::resolve) and [`connect`](Self::connect).
-    pub fn connect_name(&self, name: &str, port: Port) -> io::Result<Stream> {
-        self.connect(Address::new(self.resolve(name)?, port))
     }
 
     /// Whether the shared memory lies in huge pages.
@@ -113,55 +108,12 @@ impl Endpoint {
         )
     }
 
-    /// What a datagram socket needs of the endpoint.
-    pub(super) fn core_and_wait(&self) -> (&Arc<Core>, Wait) {
-        (&self.core, self.wait)
-    }
-
     /// Whether a datagram socket may bind this port. A service may bind only claimed ports; an
     /// endpoint with named ports only those, or a free one for sending.
     pub(super) fn may_bind(&self, port: Port) -> bool {
         let ports = self.named();
         let free = !self.is_service() && (ports.is_empty() || port == Port::ANY);
         free || ports.contains(&port)
-    }
-
-    /// Connects to `peer`.
-    ///
-    /// # Errors
-    /// With a [`ConnectError`](super::ConnectError) inside: `ConnectionRefused` when no socket
-    /// listens there or the CID does not exist (only a [`Host`](super::Host) can tell the two
-    /// apart), `TimedOut` without an answer within
-    /// [`connect_timeout`](super::EndpointBuilder::connect_timeout), `HostUnreachable` for an
-    /// address that no peer can have or when the device has gone, `AddrInUse` when no local port is
-    /// left, `OutOfMemory` beyond [`max_connections`](super::EndpointBuilder::max_connections).
-    /// `ConnectionAborted` when the endpoint has failed.
-    pub fn connect(&self, peer: Address) -> io::Result<Stream> {
-        connect(&self.core, peer, self.wait, self.connect_timeout)
-    }
-
-    /// Sends the request and does not wait for the answer. While the stream is connecting, reads
-    /// and writes block. On the answer [`Stream::wait_connected`] returns the result, and a
-    /// [`Poller`](super::Poller) reports the stream as writable.
-    ///
-    /// # Errors
-    /// When the request cannot be sent, such as `HostUnreachable` for an address that no peer can
-    /// have.
-    pub fn begin_connect(&self, peer: Address) -> io::Result<Stream> {
-        begin_connect(&self.core, peer, self.wait)
-    }
-
-    /// Listens on `port` of the endpoint's CID, or with [`Port::ANY`] on a free one, which
-    /// [`Listener::local_addr`] returns. As on Linux at most `backlog + 1` connections wait to be
-    /// accepted; further ones are refused.
-    ///
-    /// # Errors
-    /// With a [`BindError`] inside: `AddrInUse` when another socket listens on the port or has
-    /// bound it; `InvalidInput` for a port that no peer could reach: one that is not among the
-    /// endpoint's [`ports`](super::EndpointBuilder::ports) or that a service has not
-    /// [claimed](Self::claim).
-    pub fn listen(&self, port: Port, backlog: usize) -> io::Result<Listener> {
-        self.listen_for(port, backlog, SocketType::Stream)
     }
 
     fn listen_for(
@@ -181,47 +133,6 @@ impl Endpoint {
         drop(ports);
         let local = Address::new(self.cid, port);
         listen(&self.core, local, backlog, socket_type, self.wait)
-    }
-
-    /// As [`connect`](Self::connect), for messages.
-    ///
-    /// # Errors
-    /// As [`connect`](Self::connect); `Unsupported` when the device has none.
-    pub fn connect_seqpacket(&self, peer: Address) -> io::Result<SeqPacket> {
-        connect(&self.core, peer, self.wait, self.connect_timeout)
-    }
-
-    /// As [`begin_connect`](Self::begin_connect), for messages.
-    ///
-    /// # Errors
-    /// As [`begin_connect`](Self::begin_connect); `Unsupported` when the device has none.
-    pub fn begin_connect_seqpacket(&self, peer: Address) -> io::Result<SeqPacket> {
-        begin_connect(&self.core, peer, self.wait)
-    }
-
-    /// As [`listen`](Self::listen), for connections that carry messages. Streams are refused there;
-    /// a port is listened on for one kind.
-    ///
-    /// # Errors
-    /// As [`listen`](Self::listen).
-    pub fn listen_seqpacket(&self, port: Port, backlog: usize) -> io::Result<SeqPacketListener> {
-        let listener = self.listen_for(port, backlog, SocketType::SeqPacket)?;
-        Ok(SeqPacketListener::new(listener))
-    }
-
-    /// Takes in received packets and runs due timers, without blocking. Only for programs that do
-    /// not call their sockets for long.
-    ///
-    /// # Errors
-    /// `ConnectionAborted` when the endpoint has failed.
-    pub fn drive(&self) -> io::Result<()> {
-        self.core.lock().drive()?;
-        Ok(())
-    }
-
-    /// Counters since the endpoint was opened.
-    pub fn stats(&self) -> EndpointStats {
-        self.core.lock().stats()
     }
 }
 
@@ -247,19 +158,6 @@ impl Endpoint {
     pub(crate) fn stream(&self, id: driver::StreamId) -> Stream {
         let info = self.core.lock().backend().info(id).unwrap();
         Stream::new(self.core.clone(), id, &info, self.wait)
-    }
-}
-
-impl AsFd for Endpoint {
-    /// Readable when an event has occurred since a call answered `WouldBlock`.
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        (*self.core).as_fd()
-    }
-}
-
-impl AsRawFd for Endpoint {
-    fn as_raw_fd(&self) -> RawFd {
-        self.as_fd().as_raw_fd()
     }
 }
 

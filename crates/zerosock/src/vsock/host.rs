@@ -17,6 +17,7 @@ use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Trust;
 
 use super::connecting::{begin_connect, connect, listen};
+use super::endpoint_calls::endpoint_calls;
 use super::hub::Core;
 use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
@@ -144,6 +145,8 @@ enum AttachSocket {
 const PRIVATE: u32 = 0o600;
 const WINDOW: u32 = 256 << 10;
 
+endpoint_calls!(Host);
+
 impl Host {
     /// The default settings, without VMs or an attach socket.
     pub fn builder() -> HostBuilder {
@@ -161,38 +164,6 @@ impl Host {
         }
     }
 
-    /// Connects to a guest or process.
-    ///
-    /// # Errors
-    /// With a [`ConnectError`](super::ConnectError) inside: `ConnectionRefused` when no socket
-    /// listens there, `TimedOut` without an answer within
-    /// [`connect_timeout`](HostBuilder::connect_timeout), `HostUnreachable` when there is no such
-    /// CID or its guest has no driver yet, `AddrInUse` when no local port is left, `OutOfMemory`
-    /// when the guest has reached its limit of connections.
-    pub fn connect(&self, peer: Address) -> io::Result<Stream> {
-        connect(&self.core, peer, self.wait, self.connect_timeout)
-    }
-
-    /// Sends the request and does not wait for the answer; see
-    /// [`Endpoint::begin_connect`](super::Endpoint::begin_connect).
-    ///
-    /// # Errors
-    /// When the request cannot be sent, such as `HostUnreachable` when there is no such CID.
-    pub fn begin_connect(&self, peer: Address) -> io::Result<Stream> {
-        begin_connect(&self.core, peer, self.wait)
-    }
-
-    /// Listens on `port` of CID 2, or with [`Port::ANY`] on one that is free, which
-    /// [`Listener::local_addr`] returns. As on Linux at most `backlog + 1` connections wait to be
-    /// accepted; further ones are refused.
-    ///
-    /// # Errors
-    /// With a [`BindError`](super::BindError) inside: `AddrInUse` when another socket listens
-    /// on the port or has bound it.
-    pub fn listen(&self, port: Port, backlog: usize) -> io::Result<Listener> {
-        self.listen_for(port, backlog, SocketType::Stream)
-    }
-
     fn listen_for(
         &self,
         port: Port,
@@ -206,32 +177,6 @@ impl Host {
         listen(&self.core, local, backlog, socket_type, self.wait)
     }
 
-    /// As [`connect`](Self::connect), for messages.
-    ///
-    /// # Errors
-    /// As [`connect`](Self::connect); `Unsupported` when the guest has none.
-    pub fn connect_seqpacket(&self, peer: Address) -> io::Result<SeqPacket> {
-        connect(&self.core, peer, self.wait, self.connect_timeout)
-    }
-
-    /// As [`begin_connect`](Self::begin_connect), for messages.
-    ///
-    /// # Errors
-    /// As [`begin_connect`](Self::begin_connect); `Unsupported` when the guest has none.
-    pub fn begin_connect_seqpacket(&self, peer: Address) -> io::Result<SeqPacket> {
-        begin_connect(&self.core, peer, self.wait)
-    }
-
-    /// As [`listen`](Self::listen), for connections that carry messages. Streams are refused there;
-    /// a port is listened on for one kind.
-    ///
-    /// # Errors
-    /// As [`listen`](Self::listen).
-    pub fn listen_seqpacket(&self, port: Port, backlog: usize) -> io::Result<SeqPacketListener> {
-        let listener = self.listen_for(port, backlog, SocketType::SeqPacket)?;
-        Ok(SeqPacketListener::new(listener))
-    }
-
     /// A new socket of the host, CID 2.
     pub fn socket(&self) -> Socket {
         Socket::new(
@@ -242,11 +187,6 @@ impl Host {
             self.wait,
             self.connect_timeout,
         )
-    }
-
-    /// What a datagram socket needs of the host.
-    pub(super) fn core_and_wait(&self) -> (&Arc<Core>, Wait) {
-        (&self.core, self.wait)
     }
 
     /// The CID of the attached process of this name.
@@ -262,14 +202,6 @@ impl Host {
             .ok_or(io::ErrorKind::NotFound)?)
     }
 
-    /// Connects to `port` of the attached process called `name`.
-    ///
-    /// # Errors
-    /// Those of [`resolve`](Self::resolve) and [`connect`](Self::connect).
-    pub fn connect_name(&self, name: &str, port: Port) -> io::Result<Stream> {
-        self.connect(Address::new(self.resolve(name)?, port))
-    }
-
     /// The processes that are attached now.
     pub fn processes(&self) -> Vec<Process> {
         self.directory.processes()
@@ -279,22 +211,6 @@ impl Host {
     /// sockets since the start. Each affected only that front-end, and is logged with its reason.
     pub fn faults(&self, fault: FrontendFault) -> u64 {
         self.faults.of(fault)
-    }
-
-    /// Takes in received packets and runs due timers, without blocking. Only for programs that do
-    /// not call their sockets for long. One that has no sockets, because it only joins VMs and processes
-    /// to each other, is a [`Daemon`](crate::daemon::Daemon).
-    ///
-    /// # Errors
-    /// `ConnectionAborted` when the backend has failed.
-    pub fn drive(&self) -> io::Result<()> {
-        self.core.lock().drive()?;
-        Ok(())
-    }
-
-    /// Counters since the endpoint was opened.
-    pub fn stats(&self) -> EndpointStats {
-        self.core.lock().stats()
     }
 }
 
@@ -506,19 +422,6 @@ impl HostBuilder {
             faults,
             _files: files,
         })
-    }
-}
-
-impl AsFd for Host {
-    /// Readable when an event has occurred since a call answered `WouldBlock`.
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        (*self.core).as_fd()
-    }
-}
-
-impl AsRawFd for Host {
-    fn as_raw_fd(&self) -> RawFd {
-        self.as_fd().as_raw_fd()
     }
 }
 

@@ -4,13 +4,12 @@ use std::fmt;
 use std::io;
 use std::iter::FusedIterator;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use zerosock_proto::Address;
 
-use super::blocking::{Blocking, decode, encode};
+use super::blocking::CallWaits;
 use super::connection::Connected;
 use super::hub::{Core, DeferredClose, Interest, WaitBudget};
 use super::options::Options;
@@ -50,8 +49,7 @@ use zerosock_virtio::deadline::deadline_in;
 pub struct Listener {
     pub(super) core: Arc<Core>,
     local: Address,
-    pub(super) blocking: Blocking,
-    wait: AtomicU64,
+    pub(super) waits: CallWaits,
     options: Mutex<Options>,
 }
 
@@ -61,9 +59,14 @@ impl Listener {
             options: Mutex::new(Options::new(core.window())),
             core,
             local,
-            blocking: Blocking::new(),
-            wait: AtomicU64::new(encode(wait)),
+            waits: CallWaits::new(wait),
         }
+    }
+
+    /// The listener behind a listener of any type of connection: itself.
+    #[cfg(feature = "tokio")]
+    pub(super) fn port(&self) -> &Listener {
+        self
     }
 
     /// The local address.
@@ -77,14 +80,14 @@ impl Listener {
     /// # Errors
     /// None. The signature is that of `std::net`.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
-        self.blocking.set_nonblocking(nonblocking);
+        self.waits.blocking.set_nonblocking(nonblocking);
         Ok(())
     }
 
     /// The wait mode of [`accept`](Self::accept) and, unless they are set otherwise, of accepted
     /// streams.
     pub fn set_wait(&self, wait: Wait) {
-        self.wait.store(encode(wait), Ordering::Relaxed);
+        self.waits.set_wait(wait);
     }
 
     /// Sets the receive buffer of later connections, in bytes; see [`Stream::set_buffer_size`].
@@ -137,9 +140,9 @@ impl Listener {
         &self,
         deadline: Option<Instant>,
     ) -> io::Result<(S, Address)> {
-        let wait = decode(self.wait.load(Ordering::Relaxed));
+        let wait = self.waits.wait();
         let budget = WaitBudget {
-            mode: self.blocking.mode(wait),
+            mode: self.waits.blocking.mode(wait),
             deadline,
         };
         let port = self.local.port;

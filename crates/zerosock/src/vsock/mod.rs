@@ -52,6 +52,7 @@ mod connecting;
 mod connection;
 pub(crate) mod datagram;
 pub(crate) mod endpoint;
+mod endpoint_calls;
 mod endpoint_ref;
 pub(crate) mod errors;
 #[cfg(test)]

@@ -5,12 +5,9 @@
 //!   concerns the peer.
 //! - A lingering close shuts sending down before it waits.
 //! - Lock order: the endpoint, then the options.
-//!
-//! [`option_calls`] generates the public calls for each type of socket.
 
 use std::io;
 use std::net::Shutdown;
-use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -19,7 +16,6 @@ use zerosock_proto::vsock::MoveError;
 
 use crate::table::backend::Backend;
 use crate::table::sockets::{StreamId, StreamState};
-use crate::vsock::blocking::encode_timeout;
 use crate::vsock::bound::Bound;
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::{DeferredClose, Interest, WaitBudget, WaitFault, WaitMode};
@@ -43,10 +39,8 @@ impl Connection {
     pub(in crate::vsock) fn apply_options(&mut self, options: Options, bound: Option<Bound>) {
         self.bound = bound;
         *self.options() = options;
-        self.read_timeout
-            .store(encode_timeout(options.read_timeout), Ordering::Relaxed);
-        self.write_timeout
-            .store(encode_timeout(options.write_timeout), Ordering::Relaxed);
+        self.waits.set_read_timeout(options.read_timeout);
+        self.waits.set_write_timeout(options.write_timeout);
     }
 
     /// Takes the bound port out, if the socket was bound before it connected.
@@ -57,16 +51,14 @@ impl Connection {
     pub(in crate::vsock) fn set_read_timeout(&self, time: Option<Duration>) -> io::Result<()> {
         let time = timeout(time)?;
         self.options().read_timeout = time;
-        self.read_timeout
-            .store(encode_timeout(time), Ordering::Relaxed);
+        self.waits.set_read_timeout(time);
         Ok(())
     }
 
     pub(in crate::vsock) fn set_write_timeout(&self, time: Option<Duration>) -> io::Result<()> {
         let time = timeout(time)?;
         self.options().write_timeout = time;
-        self.write_timeout
-            .store(encode_timeout(time), Ordering::Relaxed);
+        self.waits.set_write_timeout(time);
         Ok(())
     }
 
@@ -282,121 +274,3 @@ impl Connection {
 fn unsent(backend: &mut dyn Backend, id: StreamId) -> u32 {
     backend.credit(id).map_or(0, |credit| credit.unsent)
 }
-
-/// The option calls of all connected sockets, for a type with a field `conn`.
-macro_rules! option_calls {
-    ($socket:ident) => {
-        impl $socket {
-            /// The smallest and the largest receive buffer, in bytes.
-            pub fn buffer_bounds(&self) -> (u32, u32) {
-                self.conn.options().bounds()
-            }
-
-            /// The receive buffer in bytes (SO_VM_SOCKETS_BUFFER_SIZE).
-            pub fn buffer_size(&self) -> u32 {
-                self.conn.buffer_size()
-            }
-
-            /// How long a read or receive may wait; `None`: without limit.
-            ///
-            /// # Errors
-            /// With an [`OptionError`](crate::vsock::OptionError) inside: `InvalidInput` for a time
-            /// of zero, as in `std::net`.
-            pub fn set_read_timeout(&self, time: Option<Duration>) -> io::Result<()> {
-                self.conn.set_read_timeout(time)
-            }
-
-            /// How long a read or receive may wait.
-            pub fn read_timeout(&self) -> Option<Duration> {
-                self.conn.options().read_timeout
-            }
-
-            /// How long a write, a send or a loan may wait; `None`: without limit.
-            ///
-            /// # Errors
-            /// With an [`OptionError`](crate::vsock::OptionError) inside: `InvalidInput` for a time
-            /// of zero, as in `std::net`.
-            pub fn set_write_timeout(&self, time: Option<Duration>) -> io::Result<()> {
-                self.conn.set_write_timeout(time)
-            }
-
-            /// How long a write, a send or a loan may wait.
-            pub fn write_timeout(&self) -> Option<Duration> {
-                self.conn.options().write_timeout
-            }
-
-            /// What happens to sent data when the socket is dropped or [closed](Self::close)
-            /// (SO_LINGER).
-            ///
-            /// - `None`, the default: it still arrives; closing does not wait.
-            /// - A time: closing waits that long until the peer has consumed all data and
-            ///   acknowledged the close; data that it has not consumed by then still arrives. A
-            ///   [non-blocking](Self::set_nonblocking) socket closes as with `None`. Between two
-            ///   processes or guests of one device it is the device that consumes the data: it is
-            ///   in the peer's buffers then, or the device delivers it without this socket.
-            /// - [`Duration::ZERO`]: the connection is reset, and data in flight is lost.
-            pub fn set_linger(&self, linger: Option<Duration>) {
-                self.conn.options().linger = linger;
-            }
-
-            /// See [`set_linger`](Self::set_linger).
-            pub fn linger(&self) -> Option<Duration> {
-                self.conn.options().linger
-            }
-
-            /// Closes the connection as dropping the socket does, and returns the result.
-            ///
-            /// ```
-            /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
-            /// use std::io::{ErrorKind, Read, Write};
-            /// use std::time::Duration;
-            ///
-            /// (&process).write_all(b"read me")?;
-            /// process.set_linger(Some(Duration::from_millis(10)));
-            /// // The peer does not read it.
-            /// assert_eq!(process.close().unwrap_err().kind(), ErrorKind::TimedOut);
-            /// let mut late = String::new();
-            /// (&host).read_to_string(&mut late)?;
-            /// assert_eq!(late, "read me");
-            /// # Ok::<(), Box<dyn std::error::Error>>(())
-            /// ```
-            ///
-            /// # Errors
-            /// Only with [`set_linger`](Self::set_linger): `TimedOut` when the peer has not
-            /// consumed everything in time, `ConnectionReset` when it has reset the connection and
-            /// may not have consumed everything.
-            pub fn close(self) -> io::Result<()> {
-                self.conn.close()
-            }
-
-            /// The number of the connection's queue pair
-            /// ([`EndpointBuilder::queue_pairs`](crate::vsock::EndpointBuilder::queue_pairs)).
-            pub fn queue_pair(&self) -> u16 {
-                self.conn.queue_pair()
-            }
-
-            /// Moves the connection to queue pair `pair`, for a program that balances load over the
-            /// workers of the device better than the hash of addresses does. The connection pauses
-            /// for one and a half round trips; bytes keep their order. Unread bytes held in place
-            /// are copied once. Blocks as a write does; on a non-blocking socket the move goes on,
-            /// and [`queue_pair`](Self::queue_pair) shows its result later.
-            ///
-            /// # Errors
-            /// `Unsupported` at a host, and for a pair that is not in use; `ResourceBusy` while a
-            /// loan is out or a message is partly sent, on either side, and when the device
-            /// refuses; `NotConnected`; `WouldBlock`, `TimedOut`.
-            pub fn move_to_queue_pair(&self, pair: u16) -> io::Result<()> {
-                self.conn.move_to_queue_pair(pair)
-            }
-
-            /// Bytes sent and not yet reported as consumed (SIOCOUTQ). Peers report only now and
-            /// then, so this call requests a report: call again to see it. As with
-            /// [`set_linger`](Self::set_linger), a device between two processes consumes what it
-            /// forwards.
-            pub fn unsent(&self) -> usize {
-                self.conn.unsent()
-            }
-        }
-    };
-}
-pub(in crate::vsock) use option_calls;

@@ -144,7 +144,7 @@ impl DatagramLoan<'_> {
             Err(fault) => DatagramError::of(fault).map(Err),
         };
         let interest = Interest::Datagram(socket.id);
-        let budget = || socket.budget(&socket.write_timeout);
+        let budget = || socket.waits.write_budget();
         Ok(socket.core.wait(interest, budget, attempt)??)
     }
 

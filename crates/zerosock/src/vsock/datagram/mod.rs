@@ -19,15 +19,16 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use zerosock_proto::vsock::datagram::{DatagramId, DatagramLimits};
 use zerosock_proto::{Address, Cid, Port};
 
-use super::blocking::{Blocking, decode, encode, encode_timeout};
+use super::blocking::CallWaits;
 use super::endpoint_ref::EndpointRef;
 use super::errors::{BindError, StreamError, of_bind};
-use super::hub::{Core, DeferredClose, Interest, WaitBudget};
+use super::hub::{Core, DeferredClose, Interest};
+use super::options::timeout;
 use super::waiting::Wait;
 use crate::table::datagrams::{DatagramBackend, DatagramFault};
 use crate::table::{backend::Backend, transfers::RecvFault};
@@ -73,12 +74,7 @@ pub struct Datagram {
     local: Address,
     /// The connected peer, encoded by [`pack`], or `NO_PEER`.
     peer: AtomicU64,
-    blocking: Blocking,
-    /// Nanoseconds; 0: none.
-    read_timeout: AtomicU64,
-    write_timeout: AtomicU64,
-    /// The wait mode, encoded by [`encode`].
-    wait: AtomicU64,
+    waits: CallWaits,
 }
 
 /// No peer.
@@ -117,10 +113,7 @@ impl Datagram {
             id,
             local,
             peer: AtomicU64::new(NO_PEER),
-            blocking: Blocking::new(),
-            read_timeout: AtomicU64::new(0),
-            write_timeout: AtomicU64::new(0),
-            wait: AtomicU64::new(encode(wait)),
+            waits: CallWaits::new(wait),
         })
     }
 
@@ -166,7 +159,7 @@ impl Datagram {
     /// # Errors
     /// None. The signature is that of `std::net`.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
-        self.blocking.set_nonblocking(nonblocking);
+        self.waits.blocking.set_nonblocking(nonblocking);
         Ok(())
     }
 
@@ -174,21 +167,23 @@ impl Datagram {
     ///
     /// # Errors
     /// `InvalidInput` for a time of zero, as in `std::net`.
-    pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        Self::set_timeout(&self.read_timeout, timeout)
+    pub fn set_read_timeout(&self, time: Option<Duration>) -> io::Result<()> {
+        self.waits.set_read_timeout(timeout(time)?);
+        Ok(())
     }
 
     /// How long a send or loan may wait; `None`: without limit.
     ///
     /// # Errors
     /// `InvalidInput` for a time of zero, as in `std::net`.
-    pub fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        Self::set_timeout(&self.write_timeout, timeout)
+    pub fn set_write_timeout(&self, time: Option<Duration>) -> io::Result<()> {
+        self.waits.set_write_timeout(timeout(time)?);
+        Ok(())
     }
 
     /// The wait mode of this socket's calls. Default: as its endpoint is set.
     pub fn set_wait(&self, wait: Wait) {
-        self.wait.store(encode(wait), Ordering::Relaxed);
+        self.waits.set_wait(wait);
     }
 
     /// The receive buffer in bytes, 128 per datagram included; default 1 MiB. A datagram that
@@ -336,29 +331,12 @@ impl Datagram {
     /// Calls are made by registered tasks.
     #[cfg(feature = "tokio")]
     pub(super) fn set_async(&self) {
-        self.blocking.set_async();
+        self.waits.blocking.set_async();
     }
 
     /// The endpoint and the socket's id, for pollers.
     pub(super) fn core_and_id(&self) -> (&Arc<Core>, DatagramId) {
         (&self.core, self.id)
-    }
-
-    fn set_timeout(place: &AtomicU64, timeout: Option<Duration>) -> io::Result<()> {
-        if timeout == Some(Duration::ZERO) {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        place.store(encode_timeout(timeout), Ordering::Relaxed);
-        Ok(())
-    }
-
-    fn budget(&self, timeout: &AtomicU64) -> WaitBudget {
-        let nanos = timeout.load(Ordering::Relaxed);
-        let wait = decode(self.wait.load(Ordering::Relaxed));
-        WaitBudget {
-            mode: self.blocking.mode(wait),
-            deadline: (nanos > 0).then(|| Instant::now() + Duration::from_nanos(nanos)),
-        }
     }
 
     /// Calls `get` until it returns a datagram or an error.
@@ -376,7 +354,7 @@ impl Datagram {
             Err(_) => None,
         };
         let interest = Interest::Datagram(self.id);
-        let budget = || self.budget(&self.read_timeout);
+        let budget = || self.waits.read_budget();
         Ok(self.core.wait(interest, budget, attempt)??)
     }
 
@@ -394,7 +372,7 @@ impl Datagram {
             Err(fault) => DatagramError::of(fault).map(Err),
         };
         let interest = Interest::Datagram(self.id);
-        let budget = || self.budget(&self.write_timeout);
+        let budget = || self.waits.write_budget();
         Ok(self.core.wait(interest, budget, attempt)??)
     }
 }

@@ -49,6 +49,7 @@ mod paged;
 mod pages;
 mod rx_header;
 mod rx_poll;
+mod shared;
 
 pub use errors::RxMapError;
 pub use native::{RxMap, RxMapConfig};
@@ -56,8 +57,6 @@ pub use packet::RxPacket;
 pub use paged::{PagedHeader, PagedRxMap, Protection};
 pub use rx_header::RxHeader;
 
-use super::endpoint::Endpoint;
-use super::host::Host;
 use super::stream::Stream;
 
 /// Bytes of a page.
@@ -81,21 +80,6 @@ pub const SPILLED: u32 = 1 << 31;
 /// The flags of stream packets.
 const STREAM_FLAGS: u32 = 0;
 
-impl Endpoint {
-    /// Whether later connections may have receive maps; default false. The document's
-    /// SO_VM_SOCKETS_ZEROCOPY, which "could be enabled only for socket in SS_UNCONNECTED state".
-    pub fn set_rx_map(&self, enabled: bool) {
-        self.core.set_rx_map(enabled);
-    }
-}
-
-impl Host {
-    /// As [`Endpoint::set_rx_map`].
-    pub fn set_rx_map(&self, enabled: bool) {
-        self.core.set_rx_map(enabled);
-    }
-}
-
 impl Stream {
     /// Whether the connection may have receive maps.
     pub fn rx_map(&self) -> bool {
@@ -103,7 +87,8 @@ impl Stream {
     }
 
     /// Fails unless it changes nothing, because a stream is connected. Set the option on the
-    /// endpoint ([`Endpoint::set_rx_map`], [`Host::set_rx_map`]) before the connection is made.
+    /// endpoint ([`Endpoint::set_rx_map`](super::Endpoint::set_rx_map),
+    /// [`Host::set_rx_map`](super::Host::set_rx_map)) before the connection is made.
     ///
     /// # Errors
     /// [`RxMapError::Connected`].

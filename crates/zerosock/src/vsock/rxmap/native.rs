@@ -8,12 +8,11 @@ use std::borrow::Borrow;
 use std::fmt;
 use std::ops::Range;
 
-use super::errors::of_nothing;
 use super::packet::{HeldLease, MappedPacket, PacketLocation, RxPacket};
-use super::paged::reason;
 use super::pages::{Pages, capacity, pages_for};
 use super::rx_header::{HEADER, RxHeader};
-use super::rx_poll::{self, RxPoll};
+use super::rx_poll::RxPoll;
+use super::shared::{Filled, fill, map_calls};
 use super::{EMPTY, PAGE, RxMapError, SPILLED, STREAM_FLAGS};
 use crate::table::leases::Entered;
 use crate::table::sockets::{BufferPlace, LeaseParts, PIECES};
@@ -133,6 +132,8 @@ pub struct RxMap<S: Borrow<Stream>> {
     rx_poll: RxPoll,
 }
 
+map_calls!(RxMap);
+
 impl<S: Borrow<Stream>> RxMap<S> {
     /// A map for `stream`.
     ///
@@ -160,34 +161,6 @@ impl<S: Borrow<Stream>> RxMap<S> {
         })
     }
 
-    /// The stream.
-    pub fn stream(&self) -> &Stream {
-        self.stream.borrow()
-    }
-
-    /// The poll value: [`EMPTY`](super::EMPTY), [`DATA`](super::DATA) or
-    /// [`CLOSED`](super::CLOSED). For polling in a loop: makes no system call while no packet
-    /// arrives.
-    ///
-    /// # Errors
-    /// When the endpoint is over.
-    pub fn poll_value(&mut self) -> Result<u32, RxMapError> {
-        let value = self.rx_poll.poll(self.stream.borrow())?;
-        self.pages.set_poll_value(value);
-        Ok(value)
-    }
-
-    /// Waits as the stream does ([`Stream::set_wait`], [`Stream::set_nonblocking`],
-    /// [`Stream::set_read_timeout`]) until the poll value is not [`EMPTY`](super::EMPTY); returns
-    /// it. For programs that would use `poll(2)`.
-    ///
-    /// # Errors
-    /// `WouldBlock`, `TimedOut`, or when the endpoint has failed.
-    pub fn wait(&mut self) -> Result<u32, RxMapError> {
-        self.stream.borrow().wait_readable()?;
-        self.poll_value()
-    }
-
     /// Puts headers for received packets into the map, without blocking; returns how many
     /// (`hdr_num`). 0: no packets; with a poll value of [`CLOSED`](super::CLOSED) none will arrive.
     ///
@@ -201,92 +174,68 @@ impl<S: Borrow<Stream>> RxMap<S> {
         self.packets.clear();
         self.leases.clear();
         let stream = self.stream.borrow();
-        let mut locked = stream.conn.core.lock();
-        if locked.backend().pending() {
-            locked.drive()?;
-        }
-        let backend = locked.backend();
-        let mut bytes = 0;
-        let mut spilled = 0;
-        let mut fault = None;
-        while let Some(next) = backend.ahead(stream.conn.id).and_then(|ahead| ahead.next) {
-            let first = self.packets.is_empty();
-            if self.packets.len() >= self.config.headers
-                || (!first && bytes + next.len > self.config.bytes)
-            {
-                break;
-            }
-            match next.kind {
-                NextKind::InPlace => {
-                    let parts = match backend.lease(stream.conn.id) {
-                        Ok(Some(parts)) => parts,
-                        Ok(None) => break,
-                        Err(error) => {
+        let filled = fill(stream, &mut self.pages, |backend, pages| {
+            let mut bytes = 0;
+            let mut spilled = 0;
+            let mut fault = None;
+            while let Some(next) = backend.ahead(stream.conn.id).and_then(|ahead| ahead.next) {
+                let first = self.packets.is_empty();
+                if self.packets.len() >= self.config.headers
+                    || (!first && bytes + next.len > self.config.bytes)
+                {
+                    break;
+                }
+                match next.kind {
+                    NextKind::InPlace => {
+                        let parts = match backend.lease(stream.conn.id) {
+                            Ok(Some(parts)) => parts,
+                            Ok(None) => break,
+                            Err(error) => {
+                                fault = Some(error);
+                                break;
+                            }
+                        };
+                        bytes += parts.len;
+                        add_leased(pages, &mut self.packets, &mut self.leases, stream, parts);
+                    }
+                    NextKind::Bounded if !first => break,
+                    NextKind::Bounded | NextKind::Copied => {
+                        let room = self.spill.as_slice().len() - spilled;
+                        let room = room.min(self.config.bytes.saturating_sub(bytes));
+                        let len = next.len.min(room);
+                        let out = self.spill.as_mut_slice().get_mut(spilled..spilled + len);
+                        let Some(out) = out.filter(|out| !out.is_empty()) else {
+                            break;
+                        };
+                        if let Err(error) = backend.read(stream.conn.id, out, false) {
                             fault = Some(error);
                             break;
                         }
-                    };
-                    bytes += parts.len;
-                    add_leased(
-                        &mut self.pages,
-                        &mut self.packets,
-                        &mut self.leases,
-                        stream,
-                        parts,
-                    );
-                }
-                NextKind::Bounded if !first => break,
-                NextKind::Bounded | NextKind::Copied => {
-                    let room = self.spill.as_slice().len() - spilled;
-                    let room = room.min(self.config.bytes.saturating_sub(bytes));
-                    let len = next.len.min(room);
-                    let out = self.spill.as_mut_slice().get_mut(spilled..spilled + len);
-                    let Some(out) = out.filter(|out| !out.is_empty()) else {
-                        break;
-                    };
-                    if let Err(error) = backend.read(stream.conn.id, out, false) {
-                        fault = Some(error);
-                        break;
+                        let header = RxHeader {
+                            length: len as u32,
+                            flags: SPILLED | if len == next.len { STREAM_FLAGS } else { 0 },
+                            offset: spilled as u64,
+                        };
+                        let location = PacketLocation::Spilled(spilled);
+                        add(pages, &mut self.packets, header, location);
+                        bytes += len;
+                        // Aligned to 64 bytes, as bytes in place are.
+                        spilled = (spilled + len).next_multiple_of(64);
+                        spilled = spilled.min(self.spill.as_slice().len());
                     }
-                    let header = RxHeader {
-                        length: len as u32,
-                        flags: SPILLED | if len == next.len { STREAM_FLAGS } else { 0 },
-                        offset: spilled as u64,
-                    };
-                    let location = PacketLocation::Spilled(spilled);
-                    add(&mut self.pages, &mut self.packets, header, location);
-                    bytes += len;
-                    // Aligned to 64 bytes, as bytes in place are.
-                    spilled = (spilled + len).next_multiple_of(64);
-                    spilled = spilled.min(self.spill.as_slice().len());
                 }
             }
-        }
-        let headers = self.packets.len();
-        if headers == 0 && fault.is_none() {
-            fault = reason(backend, stream);
-        }
-        let value = rx_poll::value(backend, stream);
-        backend.flush_after_read();
-        drop(locked);
-        self.pages.set_header(headers, RxHeader::default().encode());
-        self.pages.set_hdr_num(headers as u32);
-        self.pages.set_poll_value(value);
-        self.unreleased = headers;
-        match fault {
-            Some(fault) if headers == 0 => of_nothing(fault).map(|()| 0),
-            _ => Ok(headers),
-        }
-    }
-
-    /// The `poll_value` stored in the map by the last call.
-    pub fn last_poll_value(&self) -> u32 {
-        self.pages.poll_value()
-    }
-
-    /// The `hdr_num` stored in the map: headers of the last fill.
-    pub fn hdr_num(&self) -> u32 {
-        self.pages.hdr_num()
+            let headers = self.packets.len();
+            pages.set_header(headers, RxHeader::default().encode());
+            let number = headers;
+            Filled {
+                headers,
+                number,
+                fault,
+            }
+        });
+        self.unreleased = self.packets.len();
+        filled
     }
 
     /// Header `index`; `None` behind the end.

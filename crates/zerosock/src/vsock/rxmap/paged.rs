@@ -13,11 +13,10 @@ use std::borrow::Borrow;
 use std::fmt;
 use std::ops::{BitOr, Range};
 
-use super::errors::of_nothing;
 use super::pages::{Pages, capacity};
-use super::rx_poll::{self, RxPoll};
+use super::rx_poll::RxPoll;
+use super::shared::{Filled, fill, map_calls};
 use super::{EMPTY, PAGE, RxMapError, STREAM_FLAGS};
-use crate::table::{backend::Backend, transfers::RecvFault};
 use crate::vsock::stream::Stream;
 
 /// Bytes of a header.
@@ -135,6 +134,8 @@ pub struct PagedRxMap<S: Borrow<Stream>> {
     rx_poll: RxPoll,
 }
 
+map_calls!(PagedRxMap);
+
 impl<S: Borrow<Stream>> PagedRxMap<S> {
     /// Maps `length` bytes: a page of headers and pages of data. As
     /// `mmap(NULL, length, protection, MAP_SHARED, socket, 0)` does.
@@ -195,34 +196,6 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
         self.pages.as_slice().len()
     }
 
-    /// The stream.
-    pub fn stream(&self) -> &Stream {
-        self.stream.borrow()
-    }
-
-    /// The poll value: [`EMPTY`](super::EMPTY), [`DATA`](super::DATA) or
-    /// [`CLOSED`](super::CLOSED). For polling in a loop: makes no system call while no packet
-    /// arrives.
-    ///
-    /// # Errors
-    /// When the endpoint is over.
-    pub fn poll_value(&mut self) -> Result<u32, RxMapError> {
-        let value = self.rx_poll.poll(self.stream.borrow())?;
-        self.pages.set_poll_value(value);
-        Ok(value)
-    }
-
-    /// Waits as the stream does ([`Stream::set_wait`], [`Stream::set_nonblocking`],
-    /// [`Stream::set_read_timeout`]) until the poll value is not [`EMPTY`](super::EMPTY); returns
-    /// it. For programs that would use `poll(2)`.
-    ///
-    /// # Errors
-    /// `WouldBlock`, `TimedOut`, or when the endpoint has failed.
-    pub fn wait(&mut self) -> Result<u32, RxMapError> {
-        self.stream.borrow().wait_readable()?;
-        self.poll_value()
-    }
-
     /// Copies received packets into the map, without blocking; returns the number of data pages
     /// (`hdr_num`). 0: no packets; with a poll value of [`CLOSED`](super::CLOSED) none will arrive.
     ///
@@ -240,46 +213,38 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
         let first_data = self.header_pages * PAGE;
         let data_pages = self.pages.as_slice().len() / PAGE - self.header_pages;
         let mut layout = Layout::new(data_pages, capacity(self.header_pages, HEADER));
-        let mut locked = stream.conn.core.lock();
-        if locked.backend().pending() {
-            locked.drive()?;
-        }
-        let backend = locked.backend();
-        let mut fault = None;
-        while let Some(next) = backend.ahead(stream.conn.id).and_then(|ahead| ahead.next) {
-            let Some(place) = layout.place(next.len, STREAM_FLAGS) else {
-                break;
-            };
-            let start = first_data + place.page * PAGE;
-            let out = self.pages.as_mut_slice();
-            let out = out
-                .get_mut(start..start + place.header.length as usize)
-                .unwrap_or(&mut []);
-            // Reads exactly `out.len()` bytes: they were there, and this thread holds the lock.
-            if let Err(error) = backend.read(stream.conn.id, out, false) {
-                fault = Some(error);
-                break;
+        let filled = fill(stream, &mut self.pages, |backend, pages| {
+            let mut fault = None;
+            while let Some(next) = backend.ahead(stream.conn.id).and_then(|ahead| ahead.next) {
+                let Some(place) = layout.place(next.len, STREAM_FLAGS) else {
+                    break;
+                };
+                let start = first_data + place.page * PAGE;
+                let out = pages.as_mut_slice();
+                let out = out
+                    .get_mut(start..start + place.header.length as usize)
+                    .unwrap_or(&mut []);
+                // Reads exactly `out.len()` bytes: they were there, and this thread holds the lock.
+                if let Err(error) = backend.read(stream.conn.id, out, false) {
+                    fault = Some(error);
+                    break;
+                }
+                let bytes = [place.header.length, place.header.flags];
+                pages.set_header(place.index, encode(bytes));
+                layout.take(place);
             }
-            let bytes = [place.header.length, place.header.flags];
-            self.pages.set_header(place.index, encode(bytes));
-            layout.take(place);
-        }
-        if layout.headers == 0 && fault.is_none() {
-            fault = reason(backend, stream);
-        }
-        let value = rx_poll::value(backend, stream);
-        backend.flush_after_read();
-        drop(locked);
-        self.pages.set_header(layout.headers, encode([0, 0]));
-        self.pages.set_hdr_num(layout.pages as u32);
-        self.pages.set_poll_value(value);
+            let (headers, number) = (layout.headers, layout.pages);
+            pages.set_header(headers, encode([0, 0]));
+            Filled {
+                headers,
+                number,
+                fault,
+            }
+        });
         self.mapped.clear();
         self.mapped.resize(layout.pages, true);
         self.unreleased = layout.pages;
-        match fault {
-            Some(fault) if layout.headers == 0 => of_nothing(fault).map(|()| 0),
-            _ => Ok(layout.pages),
-        }
+        filled
     }
 
     /// As [`fill`](Self::fill), of the map at `addr`, as `getsockopt(SO_VM_SOCKETS_MAP_RX)` has
@@ -292,16 +257,6 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
             return Err(RxMapError::Address(addr));
         }
         self.fill()
-    }
-
-    /// The `poll_value` stored in the map by the last call.
-    pub fn last_poll_value(&self) -> u32 {
-        self.pages.poll_value()
-    }
-
-    /// The `hdr_num` stored in the map: pages of data.
-    pub fn hdr_num(&self) -> u32 {
-        self.pages.hdr_num()
     }
 
     /// Header `index`; `None` beyond the header pages. The first of length 0 is the end.
@@ -378,12 +333,6 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
         let to = from.checked_add(length).ok_or(RxMapError::Range)?;
         self.release(from / PAGE..to.div_ceil(PAGE))
     }
-}
-
-/// The error of the connection, if it has no unread bytes and has failed.
-pub(super) fn reason(backend: &mut dyn Backend, stream: &Stream) -> Option<RecvFault> {
-    // Without unread bytes a peek returns the state of the connection.
-    backend.read(stream.conn.id, &mut [0], true).err()
 }
 
 fn encode([length, flags]: [u32; 2]) -> [u8; HEADER] {

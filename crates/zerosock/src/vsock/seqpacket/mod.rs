@@ -25,7 +25,7 @@ use zerosock_proto::Address;
 use zerosock_proto::wire::vsock::SocketType;
 
 use super::bound::Bound;
-use super::connection::{Connected, Connection, option_calls};
+use super::connection::{Connected, Connection, connection_calls};
 use super::hub::{Core, Interest};
 use super::options::Options;
 use super::waiting::Wait;
@@ -103,39 +103,13 @@ impl From<MessageRead> for Received {
     }
 }
 
-option_calls!(SeqPacket);
+connection_calls!(SeqPacket);
 
 impl SeqPacket {
     pub(super) fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> SeqPacket {
         SeqPacket {
             conn: Connection::new(core, id, info, wait),
         }
-    }
-
-    /// The local address.
-    pub fn local_addr(&self) -> Address {
-        self.conn.local
-    }
-
-    /// The peer's address.
-    pub fn peer_addr(&self) -> Address {
-        self.conn.peer
-    }
-
-    /// Whether plain slices of leased memory are to be had; see
-    /// [`Stream::is_trusted`](super::Stream::is_trusted).
-    pub fn is_trusted(&self) -> bool {
-        self.conn.trust.is_some()
-    }
-
-    /// Calls answer `WouldBlock` instead of blocking; see
-    /// [`Stream::set_nonblocking`](super::Stream::set_nonblocking).
-    ///
-    /// # Errors
-    /// None. The signature is that of `std::net`.
-    pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
-        self.conn.blocking.set_nonblocking(nonblocking);
-        Ok(())
     }
 
     /// Changes the receive buffer, and with it the maximum length of received and sent messages;
@@ -156,21 +130,6 @@ impl SeqPacket {
     pub fn set_buffer_bounds(&self, min: u32, max: u32) -> io::Result<()> {
         self.conn.set_buffer_bounds(min, max)?;
         Ok(())
-    }
-
-    /// The wait mode of its calls. Default: as its endpoint is set.
-    pub fn set_wait(&self, wait: Wait) {
-        self.conn.set_wait(wait);
-    }
-
-    /// Waits for the answer to [`begin_connect_seqpacket`].
-    ///
-    /// # Errors
-    /// As [`Stream::wait_connected`](super::Stream::wait_connected).
-    ///
-    /// [`begin_connect_seqpacket`]: super::Endpoint::begin_connect_seqpacket
-    pub fn wait_connected(&self) -> io::Result<()> {
-        self.conn.wait_connected()
     }
 
     /// Waits until a message, or the end of the connection, can be received; receives nothing.
@@ -318,26 +277,6 @@ impl SeqPacket {
             .transmit(|backend| backend.loan_message(self.conn.id, len))?;
         Ok(MessageLoan::new(&self.conn, parts))
     }
-
-    /// Shuts down one direction or both. Messages sent before still arrive; the peer receives
-    /// `None` after them. After [`Shutdown::Read`] blocked and later receives return `None`; unread
-    /// messages are discarded, leases stay valid.
-    ///
-    /// # Errors
-    /// `NotConnected` when the connection has ended already.
-    pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
-        self.conn.shutdown(how)
-    }
-
-    /// Resets the connection: data in flight is lost, and the peer reads a reset.
-    pub fn reset(self) {
-        self.conn.reset();
-    }
-
-    /// The state of the connection as of the last turn of the backend.
-    pub fn state(&self) -> StreamState {
-        self.conn.state()
-    }
 }
 
 /// Whether a receive would return a message, the end or an error.
@@ -366,27 +305,5 @@ impl Connected for SeqPacket {
 
     fn unbind(&mut self) -> Option<Bound> {
         self.conn.unbind()
-    }
-}
-
-impl AsFd for SeqPacket {
-    /// The endpoint's descriptor; see [`Stream::set_nonblocking`](super::Stream::set_nonblocking).
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        (*self.conn.core).as_fd()
-    }
-}
-
-impl AsRawFd for SeqPacket {
-    fn as_raw_fd(&self) -> RawFd {
-        self.as_fd().as_raw_fd()
-    }
-}
-
-impl fmt::Debug for SeqPacket {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SeqPacket")
-            .field("local", &self.conn.local)
-            .field("peer", &self.conn.peer)
-            .finish_non_exhaustive()
     }
 }

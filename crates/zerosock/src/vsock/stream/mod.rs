@@ -21,12 +21,13 @@ use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
 
 use zerosock_proto::Address;
 use zerosock_proto::wire::vsock::SocketType;
 
 use super::bound::Bound;
-use super::connection::{Connected, Connection};
+use super::connection::{Connected, Connection, connection_calls};
 use super::hub::{Core, Interest};
 use super::lease::Lease;
 use super::loan::Loan;
@@ -77,6 +78,8 @@ pub struct Stream {
     read_ahead: ReadAhead,
 }
 
+connection_calls!(Stream);
+
 impl Stream {
     pub(super) fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> Stream {
         Stream {
@@ -86,50 +89,6 @@ impl Stream {
             coalesces: AtomicBool::new(false),
             read_ahead: ReadAhead::default(),
         }
-    }
-
-    /// The local address.
-    pub fn local_addr(&self) -> Address {
-        self.conn.local
-    }
-
-    /// The peer's address.
-    pub fn peer_addr(&self) -> Address {
-        self.conn.peer
-    }
-
-    /// Whether leases and loans give plain slices: the application has declared trust in such
-    /// peers.
-    pub fn is_trusted(&self) -> bool {
-        self.conn.trust.is_some()
-    }
-
-    /// Calls answer [`io::ErrorKind::WouldBlock`] instead of blocking. The descriptor
-    /// ([`AsFd`]) becomes readable when another try is worthwhile: when any socket of the endpoint
-    /// has had an event since the last such call, or a timer is due. All sockets of an endpoint
-    /// share the descriptor, and only one thread may poll it: the next call that would block clears
-    /// it. Each [`Poller`](super::Poller) is notified independently.
-    ///
-    /// # Errors
-    /// None. The signature is that of `std::net`.
-    pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
-        self.conn.blocking.set_nonblocking(nonblocking);
-        Ok(())
-    }
-
-    /// The wait mode of this stream's calls. Default: as its endpoint is set.
-    pub fn set_wait(&self, wait: Wait) {
-        self.conn.set_wait(wait);
-    }
-
-    /// Waits, as a read would, for the answer to
-    /// [`begin_connect`](super::Endpoint::begin_connect).
-    ///
-    /// # Errors
-    /// `WouldBlock`; `TimedOut` after the stream's read time-out. Else a
-    /// [`ConnectError`](super::ConnectError) is the source.
-    pub fn wait_connected(&self) -> io::Result<()> {
-        self.conn.wait_connected()
     }
 
     /// Waits, as a read would, until at least low-water mark bytes, end of file or an error can be
@@ -222,26 +181,6 @@ impl Stream {
             conn: &self.conn,
             locked: Some(self.conn.core.lock()),
         }
-    }
-
-    /// Shuts down one direction or both. Bytes sent before still arrive; then the peer reads end of
-    /// file. After [`Shutdown::Read`] blocked and later reads return end of file; unread bytes are
-    /// discarded, leases stay valid.
-    ///
-    /// # Errors
-    /// `NotConnected` when the connection has ended already.
-    pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
-        self.conn.shutdown(how)
-    }
-
-    /// Resets the connection: data in flight is lost, and the peer reads a reset.
-    pub fn reset(self) {
-        self.conn.reset();
-    }
-
-    /// The state of the connection as of the last turn of the backend.
-    pub fn state(&self) -> StreamState {
-        self.conn.state()
     }
 
     /// Calls `get` until it returns data, end of file or an error, and not before the low-water
@@ -389,27 +328,5 @@ impl BufRead for Stream {
     /// Consumes bytes of the copy, except those that another call has read since.
     fn consume(&mut self, len: usize) {
         self.read_ahead.consume(&self.conn, len);
-    }
-}
-
-impl AsFd for Stream {
-    /// The endpoint's descriptor; see [`Stream::set_nonblocking`].
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        (*self.conn.core).as_fd()
-    }
-}
-
-impl AsRawFd for Stream {
-    fn as_raw_fd(&self) -> RawFd {
-        self.as_fd().as_raw_fd()
-    }
-}
-
-impl fmt::Debug for Stream {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Stream")
-            .field("local", &self.conn.local)
-            .field("peer", &self.conn.peer)
-            .finish_non_exhaustive()
     }
 }

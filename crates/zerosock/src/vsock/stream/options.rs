@@ -2,14 +2,10 @@
 
 use std::io;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use super::Stream;
 use crate::vsock::bound::Bound;
-use crate::vsock::connection::option_calls;
 use crate::vsock::options::Options;
-
-option_calls!(Stream);
 
 impl Stream {
     /// Changes the receive buffer (SO_VM_SOCKETS_BUFFER_SIZE), which limits the unread bytes of

@@ -8,6 +8,7 @@ use std::task::{Context, Poll, ready};
 use ::tokio::io::ReadBuf;
 use zerosock_proto::Address;
 
+use super::calls::{async_socket, awaited};
 use super::reactor::Watched;
 use crate::vsock::datagram::{Datagram, DatagramLease, DatagramLoan};
 use crate::vsock::hub::Interest;
@@ -47,6 +48,8 @@ pub struct AsyncDatagram {
     watch: Watched,
 }
 
+async_socket!(AsyncDatagram, Datagram);
+
 impl AsyncDatagram {
     /// Takes a socket into the runtime of the caller. Its time-outs are ignored from now on; use
     /// those of the runtime.
@@ -64,67 +67,23 @@ impl AsyncDatagram {
         Ok(AsyncDatagram { socket, watch })
     }
 
-    /// The local address.
-    pub fn local_addr(&self) -> Address {
-        self.socket.local_addr()
-    }
-
     /// The peer that the socket is connected to ([`Datagram::connect`] of
     /// [`get_ref`](Self::get_ref)).
     pub fn peer_addr(&self) -> Option<Address> {
         self.socket.peer_addr()
     }
 
-    /// The socket itself. Its calls do not block.
-    pub fn get_ref(&self) -> &Datagram {
-        &self.socket
-    }
-
-    /// The socket, taken out of the runtime; its calls block again.
-    pub fn into_inner(self) -> Datagram {
-        // Cannot fail.
-        let _ = self.socket.set_nonblocking(false);
-        self.socket
-    }
-
-    /// As [`Datagram::send_to`].
-    ///
-    /// # Errors
-    /// As there.
-    pub async fn send_to(&self, bytes: &[u8], to: Address) -> io::Result<usize> {
-        self.watch.when(|| self.socket.send_to(bytes, to)).await
-    }
-
-    /// As [`Datagram::send`].
-    ///
-    /// # Errors
-    /// As there.
-    pub async fn send(&self, bytes: &[u8]) -> io::Result<usize> {
-        self.watch.when(|| self.socket.send(bytes)).await
-    }
-
-    /// As [`Datagram::send_many`].
-    ///
-    /// # Errors
-    /// As there.
-    pub async fn send_many<B: AsRef<[u8]>>(&self, datagrams: &[(B, Address)]) -> io::Result<usize> {
-        self.watch.when(|| self.socket.send_many(datagrams)).await
-    }
-
-    /// As [`Datagram::send_all`].
-    ///
-    /// # Errors
-    /// As there.
-    pub async fn send_all<B: AsRef<[u8]>>(&self, datagrams: &[B]) -> io::Result<usize> {
-        self.watch.when(|| self.socket.send_all(datagrams)).await
-    }
-
-    /// As [`Datagram::flush`].
-    ///
-    /// # Errors
-    /// As there.
-    pub async fn flush(&self) -> io::Result<()> {
-        self.watch.when(|| self.socket.flush()).await
+    awaited! { Datagram:
+        send_to(bytes: &[u8], to: Address) -> usize;
+        send(bytes: &[u8]) -> usize;
+        send_many<B: AsRef<[u8]>>(datagrams: &[(B, Address)]) -> usize;
+        send_all<B: AsRef<[u8]>>(datagrams: &[B]) -> usize;
+        flush() -> ();
+        recv_from(out: &mut [u8]) -> (usize, Address);
+        recv(out: &mut [u8]) -> usize;
+        peek_from(out: &mut [u8]) -> (usize, Address);
+        recv_many<B: AsMut<[u8]>>(buffers: &mut [B]) -> Vec<(usize, Address)>;
+        recv_lease() -> DatagramLease<'_>;
     }
 
     /// As [`Datagram::loan`].
@@ -137,41 +96,6 @@ impl AsyncDatagram {
             loan,
             watch: &self.watch,
         })
-    }
-
-    /// As [`Datagram::recv_from`].
-    ///
-    /// # Errors
-    /// As there.
-    pub async fn recv_from(&self, out: &mut [u8]) -> io::Result<(usize, Address)> {
-        self.watch.when(|| self.socket.recv_from(out)).await
-    }
-
-    /// As [`Datagram::recv`].
-    ///
-    /// # Errors
-    /// As there.
-    pub async fn recv(&self, out: &mut [u8]) -> io::Result<usize> {
-        self.watch.when(|| self.socket.recv(out)).await
-    }
-
-    /// As [`Datagram::peek_from`].
-    ///
-    /// # Errors
-    /// As there.
-    pub async fn peek_from(&self, out: &mut [u8]) -> io::Result<(usize, Address)> {
-        self.watch.when(|| self.socket.peek_from(out)).await
-    }
-
-    /// As [`Datagram::recv_many`].
-    ///
-    /// # Errors
-    /// As there.
-    pub async fn recv_many<B: AsMut<[u8]>>(
-        &self,
-        buffers: &mut [B],
-    ) -> io::Result<Vec<(usize, Address)>> {
-        self.watch.when(|| self.socket.recv_many(buffers)).await
     }
 
     /// As [`Datagram::recv_each`].
@@ -189,14 +113,6 @@ impl AsyncDatagram {
         self.watch
             .when(|| self.socket.recv_each(most, &mut look))
             .await
-    }
-
-    /// As [`Datagram::recv_lease`].
-    ///
-    /// # Errors
-    /// As there.
-    pub async fn recv_lease(&self) -> io::Result<DatagramLease<'_>> {
-        self.watch.when(|| self.socket.recv_lease()).await
     }
 
     /// As [`recv_from`](Self::recv_from), as a poll function. Only the last task that polled is

@@ -212,7 +212,7 @@ macro_rules! half {
 
             /// As for [`Stream`](crate::vsock::Stream): it never blocks.
             fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-                Poll::Ready(io::Write::flush(&mut &self.stream().stream))
+                Poll::Ready(io::Write::flush(&mut &self.stream().socket))
             }
 
             /// Sends end of file.

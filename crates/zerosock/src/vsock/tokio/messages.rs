@@ -14,6 +14,7 @@ use ::tokio::task::spawn_blocking;
 use futures_core::Stream as FutureStream;
 use zerosock_proto::{Address, Port};
 
+use super::calls::{async_connection, async_listener, async_socket, awaited};
 use super::reactor::Watched;
 use crate::vsock::endpoint_ref::EndpointRef;
 use crate::vsock::hub::Interest;
@@ -60,101 +61,13 @@ pub struct AsyncSeqPacket {
     watch: Watched,
 }
 
+async_connection!(AsyncSeqPacket, SeqPacket, connect_seqpacket);
+
 impl AsyncSeqPacket {
-    /// Takes a connection into the runtime of the caller.
-    ///
-    /// # Errors
-    /// When the system has no descriptor left.
-    ///
-    /// # Panics
-    /// As [`AsyncStream::new`](super::AsyncStream::new).
-    pub fn new(socket: SeqPacket) -> io::Result<AsyncSeqPacket> {
-        let watch = Watched::new(&socket.conn.core, Interest::Conn(socket.conn.id))?;
-        socket.conn.blocking.set_async();
-        Ok(AsyncSeqPacket { socket, watch })
-    }
-
-    /// Connects to `peer`. Dropping the future cancels the connect.
-    ///
-    /// # Errors
-    /// As [`Endpoint::connect_seqpacket`](crate::vsock::Endpoint::connect_seqpacket).
-    ///
-    /// # Panics
-    /// Outside of a tokio runtime.
-    pub async fn connect(
-        from: impl Into<EndpointRef<'_>>,
-        peer: Address,
-    ) -> io::Result<AsyncSeqPacket> {
-        let connection = AsyncSeqPacket::new(from.into().begin_connect(peer)?)?;
-        let socket = &connection.socket;
-        connection.watch.when(|| socket.wait_connected()).await?;
-        Ok(connection)
-    }
-
-    /// Connects to `port` of the attached process called `name`.
-    ///
-    /// # Errors
-    /// `NotFound` when no attached process has the name, `InvalidInput` for an invalid name; else
-    /// as [`connect`](Self::connect).
-    ///
-    /// # Panics
-    /// Outside of a tokio runtime.
-    pub async fn connect_name(
-        from: impl Into<EndpointRef<'_>>,
-        name: &str,
-        port: Port,
-    ) -> io::Result<AsyncSeqPacket> {
-        let from = from.into();
-        let resolver = from.resolver(name);
-        let cid = spawn_blocking(resolver).await.map_err(io::Error::other)??;
-        AsyncSeqPacket::connect(from, Address::new(cid, port)).await
-    }
-
-    /// The local address.
-    pub fn local_addr(&self) -> Address {
-        self.socket.local_addr()
-    }
-
-    /// The peer's address.
-    pub fn peer_addr(&self) -> Address {
-        self.socket.peer_addr()
-    }
-
-    /// The connection itself: its options, its state, and how to
-    /// [`shutdown`](SeqPacket::shutdown) it. Its calls do not block.
-    pub fn get_ref(&self) -> &SeqPacket {
-        &self.socket
-    }
-
-    /// The connection, taken out of the runtime; its calls block again.
-    pub fn into_inner(self) -> SeqPacket {
-        // Cannot fail.
-        let _ = self.socket.set_nonblocking(false);
-        self.socket
-    }
-
-    /// As [`SeqPacket::recv`].
-    ///
-    /// # Errors
-    /// As [`SeqPacket::recv`].
-    pub async fn recv(&self, out: &mut [u8]) -> io::Result<Option<Received>> {
-        self.watch.when(|| self.socket.recv(out)).await
-    }
-
-    /// As [`SeqPacket::peek`].
-    ///
-    /// # Errors
-    /// As [`SeqPacket::peek`].
-    pub async fn peek(&self, out: &mut [u8]) -> io::Result<Option<Received>> {
-        self.watch.when(|| self.socket.peek(out)).await
-    }
-
-    /// As [`SeqPacket::recv_leases`].
-    ///
-    /// # Errors
-    /// As [`SeqPacket::recv_leases`].
-    pub async fn recv_leases(&self) -> io::Result<Option<MessageLeases<'_>>> {
-        self.watch.when(|| self.socket.recv_leases()).await
+    awaited! { SeqPacket:
+        recv(out: &mut [u8]) -> Option<Received>;
+        peek(out: &mut [u8]) -> Option<Received>;
+        recv_leases() -> Option<MessageLeases<'_>>;
     }
 
     /// As [`SeqPacket::send`]. A message of which a part was sent when buffers ran out arrives even
@@ -323,49 +236,17 @@ impl<'a> DerefMut for AsyncMessageLoan<'a> {
 /// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 #[derive(Debug)]
 pub struct AsyncSeqPacketListener {
-    listener: SeqPacketListener,
+    socket: SeqPacketListener,
     watch: Watched,
 }
 
-impl AsyncSeqPacketListener {
-    /// Takes a listener into the runtime of the caller.
-    ///
-    /// # Errors
-    /// When the system has no descriptor left.
-    ///
-    /// # Panics
-    /// Outside of a tokio runtime.
-    pub fn new(listener: SeqPacketListener) -> io::Result<AsyncSeqPacketListener> {
-        let interest = Interest::Port(listener.local_addr().port);
-        let watch = Watched::new(&listener.port().core, interest)?;
-        listener.port().blocking.set_async();
-        Ok(AsyncSeqPacketListener { listener, watch })
-    }
-
-    /// The address that is listened on.
-    pub fn local_addr(&self) -> Address {
-        self.listener.local_addr()
-    }
-
-    /// Accepts the oldest pending connection; returns it and the address of its peer.
-    ///
-    /// # Errors
-    /// As [`SeqPacketListener::accept`].
-    pub async fn accept(&self) -> io::Result<(AsyncSeqPacket, Address)> {
-        let (socket, peer) = self.watch.when(|| self.listener.accept()).await?;
-        Ok((AsyncSeqPacket::new(socket)?, peer))
-    }
-}
+async_listener!(AsyncSeqPacketListener, SeqPacketListener, AsyncSeqPacket);
 
 /// The connections in order; it never ends.
 impl FutureStream for AsyncSeqPacketListener {
     type Item = io::Result<AsyncSeqPacket>;
 
     fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let watch = &self.watch;
-        let accepted = ready!(watch.poll(&watch.reader, cx, || self.listener.accept()));
-        Poll::Ready(Some(
-            accepted.and_then(|(socket, _)| AsyncSeqPacket::new(socket)),
-        ))
+        self.poll_accept(cx)
     }
 }

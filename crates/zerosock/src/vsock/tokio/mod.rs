@@ -13,6 +13,7 @@
 //! [`AsyncRead`]: ::tokio::io::AsyncRead
 //! [`AsyncWrite`]: ::tokio::io::AsyncWrite
 
+mod calls;
 mod datagram;
 mod halves;
 mod messages;

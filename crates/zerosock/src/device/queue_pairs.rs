@@ -395,8 +395,8 @@ impl Device {
             {
                 return Some(message);
             }
-            message => {
-                let Some(to) = message.to() else {
+            mut message => {
+                let Some(&mut to) = message.to_mut() else {
                     return Some(message);
                 };
                 if self.queue_pairs.forwarding.contains_key(&to) {
@@ -422,7 +422,9 @@ impl Device {
             // The sibling sends nothing more to this pair.
             self.queue_pairs.forwarding.remove(&flow);
         }
-        message.set_to(now.flow);
+        if let Some(to) = message.to_mut() {
+            *to = now.flow;
+        }
         cx.outbox
             .send(now.device, SiblingMessage::SentOn(Box::new(message)));
     }

@@ -182,7 +182,7 @@ impl Payload {
 
 impl SiblingMessage {
     /// The flow that the message is for, if any.
-    pub(crate) fn to(&self) -> Option<FlowId> {
+    pub(crate) fn to_mut(&mut self) -> Option<&mut FlowId> {
         match self {
             SiblingMessage::Asking { to, .. }
             | SiblingMessage::Refused { to }
@@ -200,7 +200,7 @@ impl SiblingMessage {
             | SiblingMessage::Arrived { to, .. }
             | SiblingMessage::Orphaned { to }
             | SiblingMessage::Relocated { to, .. }
-            | SiblingMessage::Flushed { to } => Some(*to),
+            | SiblingMessage::Flushed { to } => Some(to),
             SiblingMessage::Connect { .. }
             | SiblingMessage::Call { .. }
             | SiblingMessage::Client(_)
@@ -211,39 +211,6 @@ impl SiblingMessage {
             | SiblingMessage::Datagram(_)
             | SiblingMessage::DatagramDone { .. }
             | SiblingMessage::DatagramControl(_) => None,
-        }
-    }
-
-    /// Replaces the flow that the message is for.
-    pub(crate) fn set_to(&mut self, now: FlowId) {
-        match self {
-            SiblingMessage::Asking { to, .. }
-            | SiblingMessage::Refused { to }
-            | SiblingMessage::Accepted { to, .. }
-            | SiblingMessage::Lent { to, .. }
-            | SiblingMessage::Copied { to, .. }
-            | SiblingMessage::Ended { to, .. }
-            | SiblingMessage::ReadEmpty { to, .. }
-            | SiblingMessage::Returned { to, .. }
-            | SiblingMessage::Recall { to }
-            | SiblingMessage::Shutdown { to, .. }
-            | SiblingMessage::Reset { to }
-            | SiblingMessage::Dialed { to, .. }
-            | SiblingMessage::HandOff { to, .. }
-            | SiblingMessage::Arrived { to, .. }
-            | SiblingMessage::Orphaned { to }
-            | SiblingMessage::Relocated { to, .. }
-            | SiblingMessage::Flushed { to } => *to = now,
-            SiblingMessage::Connect { .. }
-            | SiblingMessage::Call { .. }
-            | SiblingMessage::Client(_)
-            | SiblingMessage::DialedDatagrams { .. }
-            | SiblingMessage::Lost
-            | SiblingMessage::TakeOver(_)
-            | SiblingMessage::SentOn(_)
-            | SiblingMessage::Datagram(_)
-            | SiblingMessage::DatagramDone { .. }
-            | SiblingMessage::DatagramControl(_) => {}
         }
     }
 

@@ -24,9 +24,11 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::SocketType;
 use vhost::vhost_user::message::{
-    FrontendReq, MAX_ATTACHED_FD_ENTRIES, MAX_MSG_SIZE, VhostUserProtocolFeatures,
-    VhostUserVirtioFeatures,
+    FrontendReq, MAX_ATTACHED_FD_ENTRIES, MAX_MSG_SIZE, VhostUserConfig, VhostUserConfigFlags,
+    VhostUserLog, VhostUserMemory, VhostUserMemoryRegion, VhostUserProtocolFeatures,
+    VhostUserVirtioFeatures, VhostUserVringAddr, VhostUserVringAddrFlags, VhostUserVringState,
 };
+use vm_memory::ByteValued;
 use zerosock_ring::RegionConfig;
 use zerosock_sys::{fd_passing, socket_path};
 
@@ -223,22 +225,16 @@ impl Frontend {
         if regions.len() > MAX_ATTACHED_FD_ENTRIES {
             return Err(FrontendError::TooManyRegions(regions.len()));
         }
-        let mut payload = Vec::with_capacity(8 + 32 * regions.len());
         // At most MAX_ATTACHED_FD_ENTRIES, checked above.
-        payload.extend_from_slice(&(regions.len() as u32).to_ne_bytes());
-        payload.extend_from_slice(&0u32.to_ne_bytes());
-        let mut fds = Vec::with_capacity(regions.len());
-        for (fd, region) in regions {
-            for word in [
-                region.guest_addr,
-                region.len,
-                region.user_addr,
-                region.fd_offset,
-            ] {
-                payload.extend_from_slice(&word.to_ne_bytes());
-            }
-            fds.push(*fd);
+        let mut payload = VhostUserMemory::new(regions.len() as u32)
+            .as_slice()
+            .to_vec();
+        for (_, it) in regions {
+            let region =
+                VhostUserMemoryRegion::new(it.guest_addr, it.len, it.user_addr, it.fd_offset);
+            payload.extend_from_slice(region.as_slice());
         }
+        let fds: Vec<_> = regions.iter().map(|(fd, _)| *fd).collect();
         self.send_request(FrontendReq::SET_MEM_TABLE, &payload, &fds)
     }
 
@@ -251,29 +247,19 @@ impl Frontend {
         len: u64,
     ) -> Result<(), FrontendError> {
         let request = FrontendReq::SET_LOG_BASE;
-        let mut payload = [0u8; 16];
-        payload[0..8].copy_from_slice(&len.to_ne_bytes());
-        payload[8..16].copy_from_slice(&offset.to_ne_bytes());
-        self.send(request, 0, &payload, &[file])?;
-        self.receive_reply(request, &mut payload)
+        let mut log = VhostUserLog::new(len, offset);
+        self.send(request, 0, log.as_slice(), &[file])?;
+        self.receive_reply(request, log.as_mut_slice())
     }
 
     /// SET_VRING_NUM: the number of entries of the queue.
     pub fn set_vring_num(&mut self, index: u32, size: u16) -> Result<(), FrontendError> {
-        self.send_request(
-            FrontendReq::SET_VRING_NUM,
-            &vring_state(index, u32::from(size)),
-            &[],
-        )
+        self.set_vring_state(FrontendReq::SET_VRING_NUM, index, size.into())
     }
 
     /// SET_VRING_BASE: the available index at which the device starts.
     pub fn set_vring_base(&mut self, index: u32, base: u16) -> Result<(), FrontendError> {
-        self.send_request(
-            FrontendReq::SET_VRING_BASE,
-            &vring_state(index, u32::from(base)),
-            &[],
-        )
+        self.set_vring_state(FrontendReq::SET_VRING_BASE, index, base.into())
     }
 
     /// SET_VRING_ADDR.
@@ -289,14 +275,15 @@ impl Frontend {
         addr: VringAddr,
         used_log: Option<u64>,
     ) -> Result<(), FrontendError> {
-        let mut payload = [0u8; 40];
-        payload[0..4].copy_from_slice(&index.to_ne_bytes());
-        payload[4..8].copy_from_slice(&u32::from(used_log.is_some()).to_ne_bytes());
-        payload[32..40].copy_from_slice(&used_log.unwrap_or_default().to_ne_bytes());
-        payload[8..16].copy_from_slice(&addr.desc.to_ne_bytes());
-        payload[16..24].copy_from_slice(&addr.used.to_ne_bytes());
-        payload[24..32].copy_from_slice(&addr.avail.to_ne_bytes());
-        self.send_request(FrontendReq::SET_VRING_ADDR, &payload, &[])
+        let mut flags = VhostUserVringAddrFlags::empty();
+        flags.set(
+            VhostUserVringAddrFlags::VHOST_VRING_F_LOG,
+            used_log.is_some(),
+        );
+        let (desc, used, avail) = (addr.desc, addr.used, addr.avail);
+        let log = used_log.unwrap_or_default();
+        let payload = VhostUserVringAddr::new(index, flags, desc, used, avail, log);
+        self.send_request(FrontendReq::SET_VRING_ADDR, payload.as_slice(), &[])
     }
 
     /// SET_VRING_KICK: the eventfd that the driver writes to; `None`: the device polls.
@@ -328,21 +315,17 @@ impl Frontend {
 
     /// SET_VRING_ENABLE.
     pub fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<(), FrontendError> {
-        self.send_request(
-            FrontendReq::SET_VRING_ENABLE,
-            &vring_state(index, u32::from(enable)),
-            &[],
-        )
+        self.set_vring_state(FrontendReq::SET_VRING_ENABLE, index, enable.into())
     }
 
     /// GET_VRING_BASE: stops the queue and returns its next available index. After that the device
     /// does not access the queue or its buffers.
     pub fn get_vring_base(&mut self, index: u32) -> Result<u16, FrontendError> {
         let request = FrontendReq::GET_VRING_BASE;
-        self.send(request, 0, &vring_state(index, 0), &[])?;
-        let mut reply = [0u8; 8];
-        self.receive_reply(request, &mut reply)?;
-        let (queue, base) = (ne_u32(&reply, 0), ne_u32(&reply, 4));
+        let mut state = VhostUserVringState::new(index, 0);
+        self.send(request, 0, state.as_slice(), &[])?;
+        self.receive_reply(request, state.as_mut_slice())?;
+        let (queue, base) = (state.index, state.num);
         if queue != index {
             return Err(FrontendError::Protocol(
                 "GET_VRING_BASE answered for another queue",
@@ -357,9 +340,9 @@ impl Frontend {
     pub fn read_config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), FrontendError> {
         let request = FrontendReq::GET_CONFIG;
         let len = out.len().min(256);
+        let head = VhostUserConfig::new(offset, len as u32, VhostUserConfigFlags::empty());
         let mut payload = [0u8; 12 + 256];
-        payload[0..4].copy_from_slice(&offset.to_ne_bytes());
-        payload[4..8].copy_from_slice(&(len as u32).to_ne_bytes());
+        payload[..12].copy_from_slice(head.as_slice());
         self.send(request, 0, &payload[..12 + len], &[])?;
         let mut reply = [0u8; 12 + 256];
         self.receive_reply(request, &mut reply[..12 + len])?;
@@ -372,11 +355,9 @@ impl Frontend {
     /// SET_CONFIG (needs CONFIG): writes `bytes`, at most 256, to the configuration space at
     /// `offset`.
     pub fn write_config(&mut self, offset: u32, bytes: &[u8]) -> Result<(), FrontendError> {
-        let mut payload = Vec::with_capacity(12 + bytes.len());
-        payload.extend_from_slice(&offset.to_ne_bytes());
-        payload.extend_from_slice(&(bytes.len() as u32).to_ne_bytes());
-        payload.extend_from_slice(&0u32.to_ne_bytes());
-        payload.extend_from_slice(bytes);
+        let none = VhostUserConfigFlags::empty();
+        let head = VhostUserConfig::new(offset, bytes.len() as u32, none);
+        let payload = [head.as_slice(), bytes].concat();
         self.send_request(FrontendReq::SET_CONFIG, &payload, &[])
     }
 
@@ -436,6 +417,16 @@ impl Frontend {
                 status,
             }),
         }
+    }
+
+    fn set_vring_state(
+        &mut self,
+        request: FrontendReq,
+        index: u32,
+        num: u32,
+    ) -> Result<(), FrontendError> {
+        let state = VhostUserVringState::new(index, num);
+        self.send_request(request, state.as_slice(), &[])
     }
 
     fn vring_fd(
@@ -561,13 +552,6 @@ impl AsFd for Frontend {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
-}
-
-fn vring_state(index: u32, num: u32) -> [u8; 8] {
-    let mut payload = [0u8; 8];
-    payload[0..4].copy_from_slice(&index.to_ne_bytes());
-    payload[4..8].copy_from_slice(&num.to_ne_bytes());
-    payload
 }
 
 /// Four bytes at `at`; the arrays of all callers are long enough by their type.

@@ -26,7 +26,7 @@ use super::arguments::{Arguments, body, memory_file};
 use super::log::{set_log_base, set_vring_addr};
 use super::network::{send_rarp, set_mtu};
 use super::state::{
-    Accepted, Denied, F_EVENT_IDX, F_INDIRECT_DESC, F_LOG_ALL, OnDone, Session, Slot,
+    Accepted, Denied, F_EVENT_IDX, F_INDIRECT_DESC, F_LOG_ALL, OnDone, Queue, Session, Slot,
 };
 use super::status::{get_status, set_status};
 
@@ -480,36 +480,44 @@ fn set_vring_kick(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
     Ok(Accepted::Command(command, OnDone::Start(index)))
 }
 
-fn call_fd(session: &Session, fd: Option<PeerFd>) -> Result<Option<CallFd>, Denied> {
-    let call = fd.map(|fd| CallFd::new(fd, session.call_thread.clone()));
-    call.transpose()
-        .map_err(|error| (FrontendFault::Descriptors, error.to_string()))
-}
-
 fn set_vring_call(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
     let (index, call) = notifier(arguments, SentFd::call)?;
-    let call = call_fd(session, call)?;
-    let (index, queue) = session.queue(index)?;
-    queue.call.clone_from(&call);
-    match queue.started {
-        true => Ok(Accepted::Command(
-            DeviceCommand::SetCall { index, call },
-            OnDone::Nothing,
-        )),
-        false => Ok(Accepted::Ack),
-    }
+    set_notifier(
+        session,
+        index,
+        call,
+        |queue| &mut queue.call,
+        |index, call| DeviceCommand::SetCall { index, call },
+    )
 }
 
 fn set_vring_err(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
     let (index, err) = notifier(arguments, SentFd::eventfd)?;
-    let err = call_fd(session, err)?;
+    set_notifier(
+        session,
+        index,
+        err,
+        |queue| &mut queue.err,
+        |index, err| DeviceCommand::SetErr { index, err },
+    )
+}
+
+/// Stores a descriptor that the device writes to, and gives it to the device if the queue runs.
+fn set_notifier(
+    session: &mut Session,
+    index: u32,
+    fd: Option<PeerFd>,
+    place: fn(&mut Queue) -> &mut Option<CallFd>,
+    command: fn(u16, Option<CallFd>) -> DeviceCommand,
+) -> Result<Accepted, Denied> {
+    let call = fd.map(|fd| CallFd::new(fd, session.call_thread.clone()));
+    let call = call
+        .transpose()
+        .map_err(|error| (FrontendFault::Descriptors, error.to_string()))?;
     let (index, queue) = session.queue(index)?;
-    queue.err.clone_from(&err);
+    place(queue).clone_from(&call);
     match queue.started {
-        true => Ok(Accepted::Command(
-            DeviceCommand::SetErr { index, err },
-            OnDone::Nothing,
-        )),
+        true => Ok(Accepted::Command(command(index, call), OnDone::Nothing)),
         false => Ok(Accepted::Ack),
     }
 }

@@ -6,7 +6,7 @@ mod queue;
 use std::fs::File;
 use std::os::fd::AsFd;
 
-use clap::ValueEnum;
+use clap::{Args, ValueEnum};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
@@ -15,7 +15,7 @@ use self::queue::Queue;
 
 /// The least severe level that is written.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
-pub(crate) enum LogLevel {
+enum LogLevel {
     /// Nothing at all
     Off,
     /// Failures
@@ -32,7 +32,7 @@ pub(crate) enum LogLevel {
 
 /// Format of a log line.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
-pub(crate) enum LogFormat {
+enum LogFormat {
     /// Text
     Text,
     /// One JSON object per line
@@ -51,10 +51,23 @@ impl Drop for Logging {
     }
 }
 
+/// The flags of commands that log.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Log")]
+pub(crate) struct LogFlags {
+    /// How much to log to standard error [default: info, or RUST_LOG]
+    #[arg(long, value_enum, value_name = "LEVEL")]
+    log_level: Option<LogLevel>,
+
+    /// How to write log lines
+    #[arg(long, value_enum, value_name = "FORMAT", default_value_t = LogFormat::Text)]
+    log_format: LogFormat,
+}
+
 /// Starts logging for this process. A level given as a flag takes precedence over RUST_LOG, and
 /// that over the default, `info`.
-pub(crate) fn start(level: Option<LogLevel>, format: LogFormat) -> Logging {
-    let filter = match level {
+pub(crate) fn start(flags: &LogFlags) -> Logging {
+    let filter = match flags.log_level {
         Some(level) => EnvFilter::default().add_directive(level.filter().into()),
         None => EnvFilter::builder()
             .with_default_directive(LevelFilter::INFO.into())
@@ -72,7 +85,7 @@ pub(crate) fn start(level: Option<LogLevel>, format: LogFormat) -> Logging {
         .with_env_filter(filter)
         .with_writer(writer);
     // A second call in one process (tests) keeps the first settings.
-    let _ = match format {
+    let _ = match flags.log_format {
         LogFormat::Text => builder
             .with_ansi(rustix::termios::isatty(std::io::stderr()))
             .try_init(),

@@ -1,4 +1,5 @@
-//! Listening sockets: TCP, and Unix sockets with a path, whose errors name it.
+//! Listening sockets: TCP, and Unix sockets with a path, whose errors name it; and the limit on
+//! sockets.
 //!
 //! [`zerosock_sys::socket_file`] makes the sockets: it never replaces a path on which a live
 //! process listens, removes nothing but sockets, and follows no symbolic link.
@@ -13,6 +14,8 @@ use std::time::Duration;
 
 use rustix::fs::{Gid, Mode};
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tracing::warn;
 use zerosock_sys::socket_file::{self, Options};
 
 pub(crate) use zerosock_sys::socket_file::SocketFile;
@@ -162,6 +165,22 @@ fn bind_socket(
             },
         }
     })
+}
+
+/// Raises the soft limit of descriptors to the hard one: every connection uses one or two, and the
+/// usual limit of 1024 exists for programs that use select(2).
+pub(crate) fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
+    if let Err(errno) = setrlimit(Resource::Nofile, raised) {
+        warn!(
+            "cannot raise the limit of open files (RLIMIT_NOFILE) above {:?}: {errno}",
+            limit.current
+        );
+    }
 }
 
 #[cfg(test)]

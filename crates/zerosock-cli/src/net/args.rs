@@ -6,7 +6,7 @@ use zerosock_sys::tun::InterfaceName;
 
 use super::network::Guest;
 use super::xdp::XdpQueue;
-use crate::logging::{LogFormat, LogLevel};
+use crate::logging::LogFlags;
 use crate::{number, size};
 
 /// Serve virtual machines: vhost-user network devices on a TAP interface, or on a switch
@@ -88,19 +88,8 @@ pub(crate) struct NetArgs {
     #[arg(long, value_parser = number::parse::<u64>, value_name = "N", default_value = "0")]
     pub(super) spin_us: u64,
 
-    /// How much to log to standard error [default: info, or RUST_LOG]
-    #[arg(long, value_name = "LEVEL", value_enum, help_heading = "Log")]
-    pub(super) log_level: Option<LogLevel>,
-
-    /// How to write log lines
-    #[arg(
-        long,
-        value_name = "FORMAT",
-        value_enum,
-        default_value = "text",
-        help_heading = "Log"
-    )]
-    pub(super) log_format: LogFormat,
+    #[command(flatten)]
+    pub(super) log: LogFlags,
 }
 
 const AFTER_HELP: &str = "\

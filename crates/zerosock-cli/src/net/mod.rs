@@ -33,7 +33,7 @@ pub(crate) fn main(args: NetArgs) -> Result<(), Failure> {
         sealed_memory: args.require_sealed_memory,
         spin: Duration::from_micros(args.spin_us),
     };
-    let _logging = logging::start(args.log_level, args.log_format);
+    let _logging = logging::start(&args.log);
     let network = network(args)?;
     let mut signals = Signals::catch().map_err(signals_failed)?;
     signals.catch_user().map_err(signals_failed)?;

@@ -6,7 +6,7 @@ use clap::Args;
 use zerosock_relay::relay::Way;
 
 use super::end::End;
-use crate::logging::{LogFormat, LogLevel};
+use crate::logging::LogFlags;
 use crate::{duration, number, size};
 
 /// Join sockets: TCP, UDP, Unix, hybrid vsock, attached endpoints and the kernel's vsock
@@ -73,20 +73,8 @@ pub(crate) struct RelayArgs {
     #[arg(long)]
     pub(super) proxy_protocol: bool,
 
-    /// How much to log to standard error; `info` has a line for each connection at its end [default:
-    /// info, or RUST_LOG]
-    #[arg(long, value_name = "LEVEL", value_enum, help_heading = "Log")]
-    pub(super) log_level: Option<LogLevel>,
-
-    /// How to write log lines
-    #[arg(
-        long,
-        value_name = "FORMAT",
-        value_enum,
-        default_value = "text",
-        help_heading = "Log"
-    )]
-    pub(super) log_format: LogFormat,
+    #[command(flatten)]
+    pub(super) log: LogFlags,
 }
 
 const AFTER_HELP: &str = "\

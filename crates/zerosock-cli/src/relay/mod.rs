@@ -7,7 +7,6 @@ mod attached;
 mod end;
 mod settings;
 
-use rustix::process::{Resource, Rlimit};
 use tracing::{info, warn};
 use zerosock_relay::relay::{Relay, RelayConfig, RelayStats, StartError, Way};
 use zerosock_sys::bpf;
@@ -16,11 +15,12 @@ use self::args::RelayArgs;
 use crate::failure::Failure;
 use crate::logging;
 use crate::signals::{Signals, signals_failed};
+use crate::sockets::raise_descriptor_limit;
 
 /// Runs until SIGINT or SIGTERM, or the end of the only pair.
 pub(crate) fn main(args: RelayArgs) -> Result<(), Failure> {
     let config = settings::kernel_config(&args)?;
-    let _logging = logging::start(args.log_level, args.log_format);
+    let _logging = logging::start(&args.log);
     let mut signals = Signals::catch().map_err(signals_failed)?;
     signals.catch_user().map_err(signals_failed)?;
     raise_descriptor_limit();
@@ -107,19 +107,4 @@ fn log_counters(stats: &RelayStats, what: &str) {
         dropped = stats.dropped,
         "{what}"
     );
-}
-
-/// Raises the soft limit of descriptors: each connection uses two.
-fn raise_descriptor_limit() {
-    let limit = rustix::process::getrlimit(Resource::Nofile);
-    let raised = Rlimit {
-        current: limit.maximum,
-        maximum: limit.maximum,
-    };
-    if let Err(errno) = rustix::process::setrlimit(Resource::Nofile, raised) {
-        warn!(
-            "cannot raise the limit of open files (RLIMIT_NOFILE) above {:?}: {errno}",
-            limit.current
-        );
-    }
 }

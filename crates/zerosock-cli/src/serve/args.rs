@@ -12,7 +12,7 @@ use super::attach_flags::AttachFlags;
 use super::forward::ForwardFlags;
 use super::vm::{RawVm, VmFlags};
 use crate::duration;
-use crate::logging::{LogFormat, LogLevel};
+use crate::logging::LogFlags;
 use crate::number;
 use crate::size;
 
@@ -134,13 +134,8 @@ pub(crate) struct DaemonFlags {
     #[arg(long, value_name = "LIST")]
     pub(crate) cpus: Option<String>,
 
-    /// How much to log to standard error [default: info, or RUST_LOG]
-    #[arg(long, value_enum, value_name = "LEVEL")]
-    pub(crate) log_level: Option<LogLevel>,
-
-    /// How to write log lines
-    #[arg(long, value_enum, value_name = "FORMAT", default_value_t = LogFormat::Text)]
-    pub(crate) log_format: LogFormat,
+    #[command(flatten)]
+    pub(crate) log: LogFlags,
 }
 
 /// The port number in the OK line of the hybrid convention.

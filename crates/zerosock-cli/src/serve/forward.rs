@@ -57,18 +57,28 @@ pub(crate) struct Forward(pub(super) ForwardRule);
 
 /// One entry of `listen`: a [`ListenRule`] without its socket.
 #[derive(Clone, Debug, Eq, PartialEq, Deserialize)]
-#[serde(from = "RawListen")]
+#[serde(deny_unknown_fields)]
 pub(crate) struct Listen {
+    #[serde(deserialize_with = "parsed")]
     pub(super) on: ListenAddress,
+    #[serde(deserialize_with = "parsed")]
     to: Destination,
+    #[serde(default, deserialize_with = "networks")]
     allow: Vec<Network>,
+    #[serde(default, deserialize_with = "networks")]
     deny: Vec<Network>,
+    #[serde(default, alias = "idle-timeout", deserialize_with = "limit")]
     idle_timeout: Option<Duration>,
+    #[serde(default = "keepalive", deserialize_with = "or_off")]
     keepalive: Option<Duration>,
+    #[serde(default, alias = "proxy-protocol")]
     proxy_protocol: bool,
+    #[serde(default, alias = "max-connections", deserialize_with = "connections")]
     max_connections: Option<u32>,
+    #[serde(default, alias = "zero-copy", deserialize_with = "parsed")]
     zero_copy: ZeroCopy,
     /// Permissions of a Unix socket; `None`: those of the other sockets.
+    #[serde(default, deserialize_with = "mode")]
     pub(super) mode: Option<Mode>,
 }
 
@@ -132,31 +142,6 @@ struct RawForward {
     zero_copy: ZeroCopy,
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RawListen {
-    #[serde(deserialize_with = "parsed")]
-    on: ListenAddress,
-    #[serde(deserialize_with = "parsed")]
-    to: Destination,
-    #[serde(default, deserialize_with = "networks")]
-    allow: Vec<Network>,
-    #[serde(default, deserialize_with = "networks")]
-    deny: Vec<Network>,
-    #[serde(default, alias = "idle-timeout", deserialize_with = "limit")]
-    idle_timeout: Option<Duration>,
-    #[serde(default = "keepalive", deserialize_with = "or_off")]
-    keepalive: Option<Duration>,
-    #[serde(default, alias = "proxy-protocol")]
-    proxy_protocol: bool,
-    #[serde(default, alias = "max-connections", deserialize_with = "connections")]
-    max_connections: Option<u32>,
-    #[serde(default, alias = "zero-copy", deserialize_with = "parsed")]
-    zero_copy: ZeroCopy,
-    #[serde(default, deserialize_with = "mode")]
-    mode: Option<Mode>,
-}
-
 impl From<RawForward> for Forward {
     fn from(raw: RawForward) -> Forward {
         Forward(ForwardRule {
@@ -172,23 +157,6 @@ impl From<RawForward> for Forward {
             max_connections: raw.max_connections,
             zero_copy: raw.zero_copy,
         })
-    }
-}
-
-impl From<RawListen> for Listen {
-    fn from(raw: RawListen) -> Listen {
-        Listen {
-            on: raw.on,
-            to: raw.to,
-            allow: raw.allow,
-            deny: raw.deny,
-            idle_timeout: raw.idle_timeout,
-            keepalive: raw.keepalive,
-            proxy_protocol: raw.proxy_protocol,
-            max_connections: raw.max_connections,
-            zero_copy: raw.zero_copy,
-            mode: raw.mode,
-        }
     }
 }
 

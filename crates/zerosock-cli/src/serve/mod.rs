@@ -27,7 +27,6 @@ mod validate;
 pub(crate) mod vm;
 mod watchdog;
 
-use rustix::process::{Resource, Rlimit};
 use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock::daemon::Daemon;
@@ -45,12 +44,12 @@ use self::watchdog::Watchdog;
 use crate::failure::Failure;
 use crate::logging;
 use crate::signals::{Signals, Wake};
+use crate::sockets::raise_descriptor_limit;
 
 /// Runs until SIGINT or SIGTERM.
 pub(crate) fn main(args: ServeArgs) -> Result<(), Failure> {
-    let (level, format) = (args.daemon.log_level, args.daemon.log_format);
     let settings = Settings::new(args.clone()).map_err(Failure::usage)?;
-    let _logging = logging::start(level, format);
+    let _logging = logging::start(&args.daemon.log);
     run(&args, settings).map_err(Failure::runtime)
 }
 
@@ -149,22 +148,6 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     );
     drop((running, claimed.attach_file));
     Ok(())
-}
-
-/// Raises the soft limit of descriptors: every connection of a guest to a program uses one, and the
-/// usual limit of 1024 exists for programs that use select(2).
-fn raise_descriptor_limit() {
-    let limit = rustix::process::getrlimit(Resource::Nofile);
-    let raised = Rlimit {
-        current: limit.maximum,
-        maximum: limit.maximum,
-    };
-    if let Err(errno) = rustix::process::setrlimit(Resource::Nofile, raised) {
-        warn!(
-            "cannot raise the limit of open files (RLIMIT_NOFILE) above {:?}: {errno}",
-            limit.current
-        );
-    }
 }
 
 fn status(settings: &Settings) -> String {

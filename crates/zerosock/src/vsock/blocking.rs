@@ -121,6 +121,48 @@ fn decode(word: u64) -> Wait {
     }
 }
 
+/// Makes the calls of all sockets that wait, for a type with the fields `core` and `waits`, or with
+/// `$part` that has them.
+macro_rules! waiting_calls {
+    ($socket:ident $(, $part:tt)?) => {
+        impl $socket {
+            /// Calls answer [`io::ErrorKind::WouldBlock`] instead of blocking. The descriptor
+            /// ([`AsFd`]) becomes readable when another try is worthwhile: when any socket of the
+            /// endpoint has had an event since the last such call, or a timer is due. All sockets of
+            /// an endpoint share the descriptor, and only one thread may poll it: the next call that
+            /// would block clears it. Each [`Poller`](crate::vsock::Poller) is notified
+            /// independently.
+            ///
+            /// # Errors
+            /// None. The signature is that of `std::net`.
+            pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
+                self$(.$part)?.waits.blocking.set_nonblocking(nonblocking);
+                Ok(())
+            }
+
+            /// The wait mode of this socket's calls and, unless they are set otherwise, of the sockets
+            /// that it accepts. Default: as its endpoint is set.
+            pub fn set_wait(&self, wait: Wait) {
+                self$(.$part)?.waits.set_wait(wait);
+            }
+        }
+
+        impl AsFd for $socket {
+            /// The endpoint's descriptor; see [`set_nonblocking`](Self::set_nonblocking).
+            fn as_fd(&self) -> BorrowedFd<'_> {
+                (*self$(.$part)?.core).as_fd()
+            }
+        }
+
+        impl AsRawFd for $socket {
+            fn as_raw_fd(&self) -> RawFd {
+                self.as_fd().as_raw_fd()
+            }
+        }
+    };
+}
+pub(super) use waiting_calls;
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use zerosock_proto::Address;
 
-use super::blocking::CallWaits;
+use super::blocking::{CallWaits, waiting_calls};
 use super::connection::Connected;
 use super::hub::{Core, DeferredClose, Interest, WaitBudget};
 use super::options::Options;
@@ -48,10 +48,43 @@ use zerosock_virtio::deadline::deadline_in;
 /// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 pub struct Listener {
     pub(super) core: Arc<Core>,
-    local: Address,
+    pub(super) local: Address,
     pub(super) waits: CallWaits,
     options: Mutex<Options>,
 }
+
+/// Makes the calls that listeners of all types of connections have.
+macro_rules! listener_calls {
+    ($listener:ident, $socket:ident) => {
+        impl $listener {
+            /// The local address.
+            pub fn local_addr(&self) -> Address {
+                self.port().local
+            }
+
+            /// Accepts the oldest pending connection; returns it and the address of its peer.
+            ///
+            /// # Errors
+            /// `WouldBlock` if the listener is non-blocking; `ConnectionAborted` when the endpoint
+            /// has failed.
+            pub fn accept(&self) -> io::Result<($socket, Address)> {
+                self.port().accept_until(None)
+            }
+
+            /// As [`accept`](Self::accept), for at most `timeout`.
+            ///
+            /// # Errors
+            /// `TimedOut` as well.
+            pub fn accept_timeout(&self, timeout: Duration) -> io::Result<($socket, Address)> {
+                self.port().accept_until(deadline_in(timeout))
+            }
+        }
+    };
+}
+pub(super) use listener_calls;
+
+listener_calls!(Listener, Stream);
+waiting_calls!(Listener);
 
 impl Listener {
     pub(super) fn new(core: Arc<Core>, local: Address, wait: Wait) -> Listener {
@@ -64,30 +97,8 @@ impl Listener {
     }
 
     /// The listener behind a listener of any type of connection: itself.
-    #[cfg(feature = "tokio")]
     pub(super) fn port(&self) -> &Listener {
         self
-    }
-
-    /// The local address.
-    pub fn local_addr(&self) -> Address {
-        self.local
-    }
-
-    /// [`accept`](Self::accept) answers `WouldBlock` instead of blocking; see
-    /// [`Stream::set_nonblocking`].
-    ///
-    /// # Errors
-    /// None. The signature is that of `std::net`.
-    pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
-        self.waits.blocking.set_nonblocking(nonblocking);
-        Ok(())
-    }
-
-    /// The wait mode of [`accept`](Self::accept) and, unless they are set otherwise, of accepted
-    /// streams.
-    pub fn set_wait(&self, wait: Wait) {
-        self.waits.set_wait(wait);
     }
 
     /// Sets the receive buffer of later connections, in bytes; see [`Stream::set_buffer_size`].
@@ -116,23 +127,6 @@ impl Listener {
     pub(super) fn options(&self) -> MutexGuard<'_, Options> {
         // Each update leaves the value consistent, even where a panic has poisoned the lock.
         self.options.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Accepts the oldest pending connection; returns it and the address of its peer.
-    ///
-    /// # Errors
-    /// `WouldBlock` if the listener is non-blocking; `ConnectionAborted` when the endpoint has
-    /// failed.
-    pub fn accept(&self) -> io::Result<(Stream, Address)> {
-        self.accept_until(None)
-    }
-
-    /// As [`accept`](Self::accept), for at most `timeout`.
-    ///
-    /// # Errors
-    /// `TimedOut` as well.
-    pub fn accept_timeout(&self, timeout: Duration) -> io::Result<(Stream, Address)> {
-        self.accept_until(deadline_in(timeout))
     }
 
     /// As `accept`, for any type of socket.
@@ -214,19 +208,6 @@ impl Drop for Listener {
     fn drop(&mut self) {
         self.core
             .close_deferred(DeferredClose::Listener(self.local.port));
-    }
-}
-
-impl AsFd for Listener {
-    /// The endpoint's descriptor; see [`Stream::set_nonblocking`].
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        (*self.core).as_fd()
-    }
-}
-
-impl AsRawFd for Listener {
-    fn as_raw_fd(&self) -> RawFd {
-        self.as_fd().as_raw_fd()
     }
 }
 

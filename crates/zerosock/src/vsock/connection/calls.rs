@@ -3,6 +3,8 @@
 /// Makes the calls that all connected sockets have, for a type with a field `conn`.
 macro_rules! connection_calls {
     ($socket:ident) => {
+        waiting_calls!($socket, conn);
+
         impl $socket {
             /// The local address.
             pub fn local_addr(&self) -> Address {
@@ -18,25 +20,6 @@ macro_rules! connection_calls {
             /// such peers.
             pub fn is_trusted(&self) -> bool {
                 self.conn.trust.is_some()
-            }
-
-            /// Calls answer [`io::ErrorKind::WouldBlock`] instead of blocking. The descriptor
-            /// ([`AsFd`]) becomes readable when another try is worthwhile: when any socket of the
-            /// endpoint has had an event since the last such call, or a timer is due. All sockets of
-            /// an endpoint share the descriptor, and only one thread may poll it: the next call that
-            /// would block clears it. Each [`Poller`](crate::vsock::Poller) is notified
-            /// independently.
-            ///
-            /// # Errors
-            /// None. The signature is that of `std::net`.
-            pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
-                self.conn.waits.blocking.set_nonblocking(nonblocking);
-                Ok(())
-            }
-
-            /// The wait mode of this socket's calls. Default: as its endpoint is set.
-            pub fn set_wait(&self, wait: Wait) {
-                self.conn.waits.set_wait(wait);
             }
 
             /// Waits, as a receive would, for the answer to
@@ -178,19 +161,6 @@ macro_rules! connection_calls {
             /// forwards.
             pub fn unsent(&self) -> usize {
                 self.conn.unsent()
-            }
-        }
-
-        impl AsFd for $socket {
-            /// The endpoint's descriptor; see [`set_nonblocking`](Self::set_nonblocking).
-            fn as_fd(&self) -> BorrowedFd<'_> {
-                (*self.conn.core).as_fd()
-            }
-        }
-
-        impl AsRawFd for $socket {
-            fn as_raw_fd(&self) -> RawFd {
-                self.as_fd().as_raw_fd()
             }
         }
 

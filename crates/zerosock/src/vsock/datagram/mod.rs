@@ -24,7 +24,7 @@ use std::time::Duration;
 use zerosock_proto::vsock::datagram::{DatagramId, DatagramLimits};
 use zerosock_proto::{Address, Cid, Port};
 
-use super::blocking::CallWaits;
+use super::blocking::{CallWaits, waiting_calls};
 use super::endpoint_ref::EndpointRef;
 use super::errors::{BindError, StreamError, of_bind};
 use super::hub::{Core, DeferredClose, Interest};
@@ -83,6 +83,8 @@ const NO_PEER: u64 = u64::MAX;
 fn pack(address: Address) -> u64 {
     u64::from(address.cid.get()) << 32 | u64::from(address.port.get())
 }
+
+waiting_calls!(Datagram);
 
 impl Datagram {
     /// Binds a socket to `port` of the endpoint's CID, or with [`Port::ANY`] to a free one.
@@ -153,16 +155,6 @@ impl Datagram {
             .store(peer.map_or(NO_PEER, pack), Ordering::Relaxed);
     }
 
-    /// Calls answer `WouldBlock` instead of blocking; see
-    /// [`Stream::set_nonblocking`](super::Stream::set_nonblocking).
-    ///
-    /// # Errors
-    /// None. The signature is that of `std::net`.
-    pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
-        self.waits.blocking.set_nonblocking(nonblocking);
-        Ok(())
-    }
-
     /// How long a receive may wait; `None`: without limit.
     ///
     /// # Errors
@@ -179,11 +171,6 @@ impl Datagram {
     pub fn set_write_timeout(&self, time: Option<Duration>) -> io::Result<()> {
         self.waits.set_write_timeout(timeout(time)?);
         Ok(())
-    }
-
-    /// The wait mode of this socket's calls. Default: as its endpoint is set.
-    pub fn set_wait(&self, wait: Wait) {
-        self.waits.set_wait(wait);
     }
 
     /// The receive buffer in bytes, 128 per datagram included; default 1 MiB. A datagram that
@@ -380,20 +367,6 @@ impl Datagram {
 impl Drop for Datagram {
     fn drop(&mut self) {
         self.core.close_deferred(DeferredClose::Datagram(self.id));
-    }
-}
-
-impl AsFd for Datagram {
-    /// The endpoint's descriptor; see
-    /// [`Stream::set_nonblocking`](super::Stream::set_nonblocking).
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        (*self.core).as_fd()
-    }
-}
-
-impl AsRawFd for Datagram {
-    fn as_raw_fd(&self) -> RawFd {
-        self.as_fd().as_raw_fd()
     }
 }
 

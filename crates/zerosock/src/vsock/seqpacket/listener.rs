@@ -8,7 +8,8 @@ use std::time::Duration;
 use zerosock_proto::Address;
 
 use super::SeqPacket;
-use crate::vsock::listener::Listener;
+use crate::vsock::blocking::waiting_calls;
+use crate::vsock::listener::{Listener, listener_calls};
 use crate::vsock::waiting::Wait;
 use zerosock_virtio::deadline::deadline_in;
 
@@ -37,6 +38,9 @@ use zerosock_virtio::deadline::deadline_in;
 #[derive(Debug)]
 pub struct SeqPacketListener(Listener);
 
+listener_calls!(SeqPacketListener, SeqPacket);
+waiting_calls!(SeqPacketListener, 0);
+
 impl SeqPacketListener {
     pub(in crate::vsock) fn new(listener: Listener) -> SeqPacketListener {
         SeqPacketListener(listener)
@@ -46,59 +50,8 @@ impl SeqPacketListener {
         &self.0
     }
 
-    /// The local address.
-    pub fn local_addr(&self) -> Address {
-        self.0.local_addr()
-    }
-
-    /// [`accept`](Self::accept) answers `WouldBlock` instead of blocking; see
-    /// [`Stream::set_nonblocking`](crate::vsock::Stream::set_nonblocking).
-    ///
-    /// # Errors
-    /// None. The signature is that of `std::net`.
-    pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
-        self.0.set_nonblocking(nonblocking)
-    }
-
-    /// The wait mode of [`accept`](Self::accept) and, unless they are set otherwise, of accepted
-    /// connections.
-    pub fn set_wait(&self, wait: Wait) {
-        self.0.set_wait(wait);
-    }
-
-    /// Accepts the oldest pending connection; returns it and the address of its peer.
-    ///
-    /// # Errors
-    /// `WouldBlock` if the listener is non-blocking; `ConnectionAborted` when the endpoint has
-    /// failed.
-    pub fn accept(&self) -> io::Result<(SeqPacket, Address)> {
-        self.0.accept_until(None)
-    }
-
-    /// As [`accept`](Self::accept), for at most `timeout`.
-    ///
-    /// # Errors
-    /// `TimedOut` as well.
-    pub fn accept_timeout(&self, timeout: Duration) -> io::Result<(SeqPacket, Address)> {
-        self.0.accept_until(deadline_in(timeout))
-    }
-
     /// An iterator over connections; it never ends.
     pub fn incoming(&self) -> impl FusedIterator<Item = io::Result<SeqPacket>> + '_ {
         std::iter::repeat_with(|| self.accept().map(|(connection, _)| connection))
-    }
-}
-
-impl AsFd for SeqPacketListener {
-    /// The endpoint's descriptor; see
-    /// [`Stream::set_nonblocking`](crate::vsock::Stream::set_nonblocking).
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
-    }
-}
-
-impl AsRawFd for SeqPacketListener {
-    fn as_raw_fd(&self) -> RawFd {
-        self.as_fd().as_raw_fd()
     }
 }

@@ -24,6 +24,7 @@ use std::time::Duration;
 use zerosock_proto::Address;
 use zerosock_proto::wire::vsock::SocketType;
 
+use super::blocking::waiting_calls;
 use super::bound::Bound;
 use super::connection::{Connected, Connection, connection_calls};
 use super::hub::{Core, Interest};

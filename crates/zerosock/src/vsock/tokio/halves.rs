@@ -59,35 +59,8 @@ impl AsyncStream {
 #[derive(Debug)]
 pub struct OwnedReadHalf(pub(super) Arc<AsyncStream>);
 
-/// The half of an [`AsyncStream`] that writes. Dropping it sends end of file.
-///
-/// ```
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
-/// use tokio::io::{AsyncReadExt, AsyncWriteExt};
-/// # use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
-/// # use zerosock::{Address, Port};
-/// # let listener = AsyncListener::new(db.listen(Port::new(1), 16)?)?;
-/// # let there = listener.local_addr();
-/// # let (accepted, connected) = tokio::join!(listener.accept(), AsyncStream::connect(&web, there));
-/// # let ((mut ours, _peer), mut theirs) = (accepted?, connected?);
-/// let (mut reads, mut writes) = theirs.into_split();
-/// let reader = tokio::spawn(async move {
-///     let mut all = String::new();
-///     reads.read_to_string(&mut all).await.map(|_| all)
-/// });
-/// writes.write_all(b"ping").await?;
-/// drop(writes);
-/// // It has sent end of file.
-/// let mut asked = String::new();
-/// ours.read_to_string(&mut asked).await?;
-/// ours.write_all(asked.to_uppercase().as_bytes()).await?;
-/// ours.shutdown().await?;
-/// assert_eq!(reader.await??, "PING");
-/// # Ok(())
-/// # }
-/// ```
+/// The half of an [`AsyncStream`] that writes. Dropping it sends end of file: see the example of
+/// [`OwnedReadHalf`].
 #[derive(Debug)]
 pub struct OwnedWriteHalf {
     pub(super) stream: Arc<AsyncStream>,

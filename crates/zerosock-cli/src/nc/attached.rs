@@ -4,20 +4,13 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
-use zerosock::vsock::{Endpoint, Listener, SeqPacketListener};
+use zerosock::vsock::Endpoint;
 use zerosock::{Address, Cid, Port};
 
 use super::connection::{Connection, Kind, Transport};
 use super::datagrams::Datagrams;
-use super::endpoint::Peer;
+use super::endpoint::{Peer, Role};
 use super::error::ConnectError;
-
-/// Kind of client on the attach socket.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Role {
-    Process,
-    Service,
-}
 
 /// Attaches, and connects to `port` of `to`.
 pub(super) fn connect(
@@ -51,36 +44,6 @@ pub(super) fn connect(
     connected.map_err(failed)
 }
 
-/// Attaches, and listens on `port`.
-pub(super) fn listen(
-    role: Role,
-    path: &Path,
-    port: u32,
-    backlog: i32,
-    left: Option<Duration>,
-) -> Result<Listener, ConnectError> {
-    let port = Port::new(port);
-    let endpoint = attach(role, path, &[port], left)?;
-    let failed = failed(format!("listening on port {port}"));
-    endpoint.listen(port, backlog as usize).map_err(failed)
-}
-
-/// As [`listen`], for messages.
-pub(super) fn listen_messages(
-    role: Role,
-    path: &Path,
-    port: u32,
-    backlog: i32,
-    left: Option<Duration>,
-) -> Result<SeqPacketListener, ConnectError> {
-    let port = Port::new(port);
-    let endpoint = attach(role, path, &[port], left)?;
-    let failed = failed(format!("listening on port {port}"));
-    endpoint
-        .listen_seqpacket(port, backlog as usize)
-        .map_err(failed)
-}
-
 /// Attaches, calls `listening`, and waits for the first datagram to `port`.
 pub(super) fn receive_datagrams(
     role: Role,
@@ -103,7 +66,8 @@ pub(super) fn receive_datagrams(
     }
 }
 
-fn attach(
+/// Attaches, and claims or names `ports`.
+pub(super) fn attach(
     role: Role,
     path: &Path,
     ports: &[Port],
@@ -113,15 +77,13 @@ fn attach(
     if let Some(left) = left {
         builder = builder.connect_timeout(left);
     }
-    let endpoint = match role {
-        Role::Process => builder.attach(path),
-        Role::Service => builder.attach_as_host(path),
-    };
     let failed = failed(format!("attaching at {}", path.display()));
-    endpoint.map_err(|error| failed(error.into()))
+    role.attach(builder, path)
+        .map_err(|error| failed(error.into()))
 }
 
-fn failed(operation: String) -> impl Fn(io::Error) -> ConnectError {
+/// The error of an operation.
+pub(super) fn failed(operation: String) -> impl Fn(io::Error) -> ConnectError {
     move |source| ConnectError::Attached {
         operation: operation.clone(),
         source,

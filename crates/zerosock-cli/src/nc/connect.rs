@@ -9,7 +9,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, sockopt};
 
-use super::attached::{self, Role};
+use super::attached;
 use super::connection::{Connection, Kind, Transport};
 use super::deadline::{Deadline, timespec};
 use super::endpoint::Endpoint;
@@ -38,21 +38,17 @@ pub(super) fn establish(
     listening: impl Fn(),
 ) -> Result<Connection, ConnectError> {
     repeat(deadline, retry, || match (endpoint, transport) {
-        (Endpoint::Attach { path, to, port }, _) => {
-            let role = Role::Process;
-            attached::connect(role, path, to, *port, transport, deadline.left())
-        }
-        (Endpoint::Service { path, to, port }, _) => {
-            let role = Role::Service;
-            attached::connect(role, path, to, *port, transport, deadline.left())
-        }
-        (Endpoint::AttachListen { path, port }, Transport::Datagrams) => {
-            let role = Role::Process;
-            attached::receive_datagrams(role, path, *port, deadline.left(), &listening)
-        }
-        (Endpoint::ServiceListen { path, port }, Transport::Datagrams) => {
-            let role = Role::Service;
-            attached::receive_datagrams(role, path, *port, deadline.left(), &listening)
+        (
+            Endpoint::Attach {
+                role,
+                path,
+                to,
+                port,
+            },
+            _,
+        ) => attached::connect(*role, path, to, *port, transport, deadline.left()),
+        (Endpoint::AttachListen { role, path, port }, Transport::Datagrams) => {
+            attached::receive_datagrams(*role, path, *port, deadline.left(), &listening)
         }
         (_, Transport::Datagrams) => Err(ConnectError::NoDatagrams),
         (Endpoint::Vsock { cid, port }, Transport::Connection(kind)) => {
@@ -65,10 +61,7 @@ pub(super) fn establish(
             hybrid(path, *port, kind, deadline).map(|socket| kind.of(socket))
         }
         (
-            Endpoint::VsockListen { .. }
-            | Endpoint::UnixListen(_)
-            | Endpoint::AttachListen { .. }
-            | Endpoint::ServiceListen { .. },
+            Endpoint::VsockListen { .. } | Endpoint::UnixListen(_) | Endpoint::AttachListen { .. },
             Transport::Connection(_),
         ) => Err(ConnectError::Listens),
     })

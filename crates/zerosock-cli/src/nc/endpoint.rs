@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use zerosock::attach::Name;
+use zerosock::vsock::{self, EndpointBuilder, OpenError};
 
 use crate::number::{self, CIDS, PORTS};
 use crate::sockets;
@@ -29,26 +30,42 @@ pub(crate) enum Endpoint {
         path: PathBuf,
         port: u32,
     },
-    /// Attaches at `path` as a process, and connects to `port` of `to`.
+    /// Attaches at `path`, and connects to `port` of `to`.
     Attach {
+        role: Role,
         path: PathBuf,
         to: Peer,
         port: u32,
     },
+    /// Attaches at `path`, and listens.
     AttachListen {
+        role: Role,
         path: PathBuf,
         port: u32,
     },
-    /// Attaches at `path` as a host service, and connects to `port` of `to`.
-    Service {
-        path: PathBuf,
-        to: Peer,
-        port: u32,
-    },
-    ServiceListen {
-        path: PathBuf,
-        port: u32,
-    },
+}
+
+/// Kind of client on the attach socket.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Role {
+    /// With a CID of its own.
+    Process,
+    /// As the host, CID 2.
+    Service,
+}
+
+impl Role {
+    /// Attaches at `path`.
+    pub(crate) fn attach(
+        self,
+        builder: EndpointBuilder,
+        path: &Path,
+    ) -> Result<vsock::Endpoint, OpenError> {
+        match self {
+            Role::Process => builder.attach(path),
+            Role::Service => builder.attach_as_host(path),
+        }
+    }
 }
 
 /// Destination of an attached process.
@@ -101,22 +118,10 @@ impl FromStr for Endpoint {
                 let (path, port) = path_and_port(rest)?;
                 Ok(Endpoint::Hybrid { path, port })
             }
-            "attach" => {
-                let (path, to, port) = path_and_peer(rest)?;
-                Ok(Endpoint::Attach { path, to, port })
-            }
-            "attach-listen" => {
-                let (path, port) = path_and_port(rest)?;
-                Ok(Endpoint::AttachListen { path, port })
-            }
-            "service" => {
-                let (path, to, port) = path_and_peer(rest)?;
-                Ok(Endpoint::Service { path, to, port })
-            }
-            "service-listen" => {
-                let (path, port) = path_and_port(rest)?;
-                Ok(Endpoint::ServiceListen { path, port })
-            }
+            "attach" => attach(Role::Process, rest),
+            "attach-listen" => attach_listen(Role::Process, rest),
+            "service" => attach(Role::Service, rest),
+            "service-listen" => attach_listen(Role::Service, rest),
             _ => Err(EndpointError::Form),
         }
     }
@@ -128,8 +133,13 @@ fn path_and_port(text: &str) -> Result<(PathBuf, u32), EndpointError> {
     Ok((parse_path(path)?, parse_port(port)?))
 }
 
-/// Splits `PATH:CID:PORT` or `PATH:NAME:PORT`.
-fn path_and_peer(text: &str) -> Result<(PathBuf, Peer, u32), EndpointError> {
+fn attach_listen(role: Role, text: &str) -> Result<Endpoint, EndpointError> {
+    let (path, port) = path_and_port(text)?;
+    Ok(Endpoint::AttachListen { role, path, port })
+}
+
+/// Parses `PATH:CID:PORT` or `PATH:NAME:PORT`.
+fn attach(role: Role, text: &str) -> Result<Endpoint, EndpointError> {
     let (rest, port) = text.rsplit_once(':').ok_or(EndpointError::Form)?;
     let (path, to) = rest.rsplit_once(':').ok_or(EndpointError::Form)?;
     // No endpoint to connect to has these CIDs, but a process may have such a name.
@@ -143,7 +153,12 @@ fn path_and_peer(text: &str) -> Result<(PathBuf, Peer, u32), EndpointError> {
         (None, Ok(name)) if !to.bytes().all(|byte| byte.is_ascii_digit()) => Peer::Name(name),
         (None, _) => return Err(EndpointError::Peer(to.into())),
     };
-    Ok((parse_path(path)?, to, parse_port(port)?))
+    Ok(Endpoint::Attach {
+        role,
+        path: parse_path(path)?,
+        to,
+        port: parse_port(port)?,
+    })
 }
 
 fn parse_cid(text: &str) -> Option<u32> {
@@ -171,19 +186,25 @@ impl fmt::Display for Endpoint {
             Endpoint::Unix(path) => write!(f, "unix:{}", path.display()),
             Endpoint::UnixListen(path) => write!(f, "unix-listen:{}", path.display()),
             Endpoint::Hybrid { path, port } => write!(f, "hybrid:{}:{port}", path.display()),
-            Endpoint::Attach { path, to, port } => {
-                write!(f, "attach:{}:{to}:{port}", path.display())
-            }
-            Endpoint::AttachListen { path, port } => {
-                write!(f, "attach-listen:{}:{port}", path.display())
-            }
-            Endpoint::Service { path, to, port } => {
-                write!(f, "service:{}:{to}:{port}", path.display())
-            }
-            Endpoint::ServiceListen { path, port } => {
-                write!(f, "service-listen:{}:{port}", path.display())
+            Endpoint::Attach {
+                role,
+                path,
+                to,
+                port,
+            } => write!(f, "{role}:{}:{to}:{port}", path.display()),
+            Endpoint::AttachListen { role, path, port } => {
+                write!(f, "{role}-listen:{}:{port}", path.display())
             }
         }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Role::Process => "attach",
+            Role::Service => "service",
+        })
     }
 }
 
@@ -217,6 +238,7 @@ mod tests {
             (
                 "attach:/run/a:3:7",
                 Endpoint::Attach {
+                    role: Role::Process,
                     path: "/run/a".into(),
                     to: Peer::Cid(3),
                     port: 7,
@@ -225,13 +247,15 @@ mod tests {
             (
                 "attach-listen:/run/a:7",
                 Endpoint::AttachListen {
+                    role: Role::Process,
                     path: "/run/a".into(),
                     port: 7,
                 },
             ),
             (
                 "service:/run/a:b:db-1:7",
-                Endpoint::Service {
+                Endpoint::Attach {
+                    role: Role::Service,
                     path: "/run/a:b".into(),
                     to: Peer::Name("db-1".parse().unwrap()),
                     port: 7,
@@ -239,7 +263,8 @@ mod tests {
             ),
             (
                 "service-listen:/run/a:7",
-                Endpoint::ServiceListen {
+                Endpoint::AttachListen {
+                    role: Role::Service,
                     path: "/run/a".into(),
                     port: 7,
                 },
@@ -254,6 +279,7 @@ mod tests {
     fn cids_and_ports_have_other_forms() {
         let name = |name: &str| Peer::Name(name.parse().unwrap());
         let attach = |to| Endpoint::Attach {
+            role: Role::Process,
             path: "/a".into(),
             to,
             port: 22,

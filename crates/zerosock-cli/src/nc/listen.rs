@@ -11,9 +11,10 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use signal_hook::consts::{SIGINT, SIGTERM};
+use zerosock::Port;
 use zerosock::vsock::{Listener, SeqPacketListener};
 
-use super::attached::{self, Role};
+use super::attached;
 use super::connection::{Connection, Kind};
 use super::deadline::{Deadline, timespec};
 use super::endpoint::Endpoint;
@@ -65,22 +66,18 @@ impl Acceptor {
                 };
                 (source, place)
             }
-            Endpoint::AttachListen { path, port } | Endpoint::ServiceListen { path, port } => {
-                let role = match endpoint {
-                    Endpoint::AttachListen { .. } => Role::Process,
-                    _ => Role::Service,
-                };
-                let place = format!("port {port}");
-                let left = deadline.left();
-                let source = match kind {
-                    Kind::Bytes => {
-                        Source::Streams(attached::listen(role, path, *port, backlog, left)?)
+            Endpoint::AttachListen { role, path, port } => {
+                let (port, backlog) = (Port::new(*port), backlog as usize);
+                let endpoint = attached::attach(*role, path, &[port], deadline.left())?;
+                let listener = match kind {
+                    Kind::Bytes => endpoint.listen(port, backlog).map(Source::Streams),
+                    Kind::Messages => {
+                        let listener = endpoint.listen_seqpacket(port, backlog);
+                        listener.map(Source::Messages)
                     }
-                    Kind::Messages => Source::Messages(attached::listen_messages(
-                        role, path, *port, backlog, left,
-                    )?),
                 };
-                (source, place)
+                let failed = attached::failed(format!("listening on port {port}"));
+                (listener.map_err(failed)?, format!("port {port}"))
             }
             _ => return Ok(None),
         };

@@ -33,7 +33,7 @@ use zerosock_sys::LogLimit;
 use super::args::RelayArgs;
 use super::end::End;
 use crate::failure::Failure;
-use crate::nc::endpoint::{Endpoint as AttachedEnd, Peer};
+use crate::nc::endpoint::{Endpoint as AttachedEnd, Peer, Role};
 use crate::signals::{Signals, signals_failed};
 use crate::sockets::{self, SocketFile};
 
@@ -165,20 +165,11 @@ struct KernelTarget {
     keepalive: Option<Duration>,
 }
 
-fn attach(
-    as_host: bool,
-    path: &Path,
-    ports: &[Port],
-    timeout: Duration,
-) -> Result<Endpoint, Failure> {
+fn attach(role: Role, path: &Path, ports: &[Port], timeout: Duration) -> Result<Endpoint, Failure> {
     let builder = Endpoint::builder()
         .ports(ports.iter().copied())
         .connect_timeout(timeout);
-    let endpoint = match as_host {
-        true => builder.attach_as_host(path),
-        false => builder.attach(path),
-    };
-    endpoint.map_err(|error| {
+    role.attach(builder, path).map_err(|error| {
         Failure::runtime(format_args!("{}: cannot attach: {error}", path.display()))
     })
 }
@@ -192,17 +183,16 @@ fn source(
         Failure::runtime(format_args!("{kernel}: cannot listen: {error}"))
     };
     let listens = match attached {
-        AttachedEnd::AttachListen { path, port } => Some((false, path, *port)),
-        AttachedEnd::ServiceListen { path, port } => Some((true, path, *port)),
+        AttachedEnd::AttachListen { role, path, port } => Some((*role, path, *port)),
         _ => None,
     };
     match (listens, kernel) {
         (Some(_), kernel) if kernel.listens() => Err(Failure::usage(format_args!(
             "{attached} and {kernel} both listen: one of the ends has to connect"
         ))),
-        (Some((as_host, path, port)), _) => {
+        (Some((role, path, port)), _) => {
             let port = Port::new(port);
-            let endpoint = attach(as_host, path, &[port], args.connect_timeout)?;
+            let endpoint = attach(role, path, &[port], args.connect_timeout)?;
             let listener = endpoint.listen(port, BACKLOG).map_err(Failure::runtime)?;
             info!(end = %attached, cid = %endpoint.cid(), "listening");
             Ok((Source::Attached(listener, endpoint), None))
@@ -245,22 +235,27 @@ fn targets(
         KernelEnd::TcpListen(_) | KernelEnd::UnixListen(_) => None,
         _ => return Err(not_joined(kernel)),
     };
-    let (as_host, path, to, port) = match (attached, kernel_target) {
-        (AttachedEnd::Attach { path, to, port }, kernel) => ((false, kernel), path, to, *port),
-        (AttachedEnd::Service { path, to, port }, kernel) => ((true, kernel), path, to, *port),
-        (_, Some(kernel)) => return Ok(Targets::Kernel(kernel)),
-        (_, None) => return Err(not_joined(kernel)),
+    let AttachedEnd::Attach {
+        role,
+        path,
+        to,
+        port,
+    } = attached
+    else {
+        return match kernel_target {
+            Some(target) => Ok(Targets::Kernel(target)),
+            None => Err(not_joined(kernel)),
+        };
     };
-    let (as_host, kernel) = as_host;
-    let endpoint = attach(as_host, path, &[], args.connect_timeout)?;
+    let endpoint = attach(*role, path, &[], args.connect_timeout)?;
     let cid = match to {
         Peer::Cid(cid) => Cid::new(*cid),
         Peer::Name(name) => endpoint.resolve(name.as_str()).map_err(Failure::runtime)?,
     };
     Ok(Targets::Attached {
         endpoint,
-        to: Address::new(cid, Port::new(port)),
-        kernel,
+        to: Address::new(cid, Port::new(*port)),
+        kernel: kernel_target,
     })
 }
 

@@ -10,7 +10,7 @@ use crate::nc::endpoint::Endpoint as AttachedEnd;
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) enum End {
     Kernel(KernelEnd),
-    /// `attach`, `attach-listen`, `service` or `service-listen`.
+    /// `attach` or `attach-listen`, in either role.
     Attached(AttachedEnd),
 }
 

@@ -291,8 +291,7 @@ fn check_rules(
                 fix,
             };
             sockets::check_path(path).map_err(|reason| wrong(reason.to_string()))?;
-            let absolute = std::path::absolute(path).unwrap_or_else(|_| path.clone());
-            if let Some(other) = taken.paths.get(&absolute) {
+            if let Some(other) = taken.paths.get(&absolute(path)) {
                 return Err(wrong(format!("already used by {other}")));
             }
         }
@@ -554,43 +553,6 @@ struct Taken {
 }
 
 impl Taken {
-    fn take_attach(&mut self, source: Source<'_>, attach: &Attach) -> Result<(), SettingsError> {
-        let path = &attach.socket;
-        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.clone());
-        match self.paths.remove(&absolute) {
-            None => Ok(()),
-            Some(other) => Err(SettingsError::Duplicate {
-                option: source.attach_option("socket"),
-                value: path.display().to_string(),
-                other,
-            }),
-        }
-    }
-
-    /// Checks a network of the file, and takes the sockets of its guests.
-    fn take_network(
-        &mut self,
-        file: Option<&Path>,
-        index: usize,
-        network: &Network,
-    ) -> Result<(), SettingsError> {
-        let place = file.unwrap_or(Path::new("")).display();
-        let option = |key: &str| format!("{place}: net[{index}].{}", key.replace('-', "_"));
-        network.check(option).map_err(SettingsError::Network)?;
-        for guest in &network.guests {
-            let path = &guest.socket;
-            let absolute = std::path::absolute(path).unwrap_or_else(|_| path.clone());
-            if let Some(other) = self.paths.insert(absolute, option("guests.socket")) {
-                return Err(SettingsError::Duplicate {
-                    option: option("guests.socket"),
-                    value: path.display().to_string(),
-                    other,
-                });
-            }
-        }
-        Ok(())
-    }
-
     fn take(&mut self, source: Source<'_>, vm: &Vm) -> Result<(), SettingsError> {
         let by = |key: &str| format!("{} of the VM with CID {}", source.option(key), vm.cid);
         let duplicate = |key: &str, value: String, other: String| SettingsError::Duplicate {
@@ -598,22 +560,12 @@ impl Taken {
             value,
             other,
         };
-        let key = "guest-cid";
-        if let Some(other) = self
-            .cids
-            .insert(vm.cid, format!("the VM at {}", vm.socket.display()))
-        {
-            return Err(duplicate(key, vm.cid.to_string(), other));
+        let monitor = format!("the VM at {}", vm.socket.display());
+        if let Some(other) = self.cids.insert(vm.cid, monitor) {
+            return Err(duplicate("guest-cid", vm.cid.to_string(), other));
         }
-        let mut take_path = |key: &str, path: &Path| {
-            // Compares names only: two spellings of one path are found when the second socket
-            // cannot be made.
-            let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
-            match self.paths.insert(absolute, by(key)) {
-                None => Ok(()),
-                Some(other) => Err(duplicate(key, path.display().to_string(), other)),
-            }
-        };
+        let mut take_path =
+            |key: &str, path: &Path| self.take_path(source.option(key), path, by(key));
         take_path("socket", &vm.socket)?;
         match &vm.host {
             Host::Hybrid { path, messages } => {
@@ -634,6 +586,44 @@ impl Taken {
             }
         }
     }
+
+    fn take_attach(&mut self, source: Source<'_>, attach: &Attach) -> Result<(), SettingsError> {
+        let option = source.attach_option("socket");
+        self.take_path(option.clone(), &attach.socket, option)
+    }
+
+    /// Checks a network of the file, and takes the sockets of its guests.
+    fn take_network(
+        &mut self,
+        file: Option<&Path>,
+        index: usize,
+        network: &Network,
+    ) -> Result<(), SettingsError> {
+        let place = file.unwrap_or(Path::new("")).display();
+        let option = |key: &str| format!("{place}: net[{index}].{}", key.replace('-', "_"));
+        network.check(option).map_err(SettingsError::Network)?;
+        network.guests.iter().try_for_each(|guest| {
+            let option = option("guests.socket");
+            self.take_path(option.clone(), &guest.socket, option)
+        })
+    }
+
+    /// Takes a path. Compares names only: two spellings of one path are found when the second
+    /// socket cannot be made.
+    fn take_path(&mut self, option: String, path: &Path, by: String) -> Result<(), SettingsError> {
+        match self.paths.insert(absolute(path), by) {
+            None => Ok(()),
+            Some(other) => Err(SettingsError::Duplicate {
+                option,
+                value: path.display().to_string(),
+                other,
+            }),
+        }
+    }
+}
+
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf())
 }
 
 #[cfg(test)]

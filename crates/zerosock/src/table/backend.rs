@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use zerosock_proto::vsock::datagram::DatagramId;
-use zerosock_proto::vsock::{ConnectError, How, ListenError, MoveError, RefuseReason};
+use zerosock_proto::vsock::{ConnectError, How, ListenError, MoveError};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 use zerosock_virtio::poller::Events;
@@ -27,64 +27,13 @@ use zerosock_virtio::poller::Events;
 use super::calls::ConnectionCalls;
 use super::leases::Leases;
 use super::places::Copied;
-use super::sockets::{Conn, StreamId, StreamState};
+use super::sockets::StreamId;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::over::EndpointEnded;
 use crate::table::transfers::{LoanParts, LoanedPart, SendFault};
 
-pub(crate) use crate::table::transfers::Ahead;
-
-/// The state of a connection.
-#[derive(Copy, Clone, Debug)]
-pub(crate) struct ConnInfo {
-    pub(crate) state: StreamState,
-    /// Why the connect failed, if it did.
-    pub(crate) refused: Option<RefuseReason>,
-    pub(crate) local: Address,
-    pub(crate) peer: Address,
-    /// Received bytes not read yet.
-    pub(crate) unread: usize,
-    /// Bytes read since the connection was established.
-    pub(crate) taken: u64,
-    /// Fewer unread bytes than this do not make the connection readable.
-    pub(crate) low_water: u32,
-    /// No more bytes will arrive: the peer shut down sending, or this side shut down receiving.
-    pub(crate) at_end: bool,
-    /// The peer shut down receiving.
-    pub(crate) peer_recv_shutdown: bool,
-    /// Unread messages of a message connection; `None` for a stream.
-    pub(crate) messages: Option<u32>,
-    /// The application declared this peer trusted: it does not write leased bytes.
-    pub(crate) trusted: bool,
-}
-
-impl ConnInfo {
-    /// The state of `conn`. `trusted`: the peer was declared to leave lent bytes unchanged.
-    pub(crate) fn new<T>(conn: &Conn<T>, trusted: bool) -> ConnInfo {
-        ConnInfo {
-            state: conn.state,
-            refused: conn.refused,
-            local: conn.local,
-            peer: conn.peer,
-            unread: conn.unread(),
-            taken: conn.taken(),
-            low_water: conn.low_water(),
-            at_end: conn.is_at_end(),
-            peer_recv_shutdown: conn.peer_recv_shutdown,
-            messages: conn.messages(),
-            trusted,
-        }
-    }
-}
-
-/// The credit of an open connection.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct CreditInfo {
-    /// Size of the local receive buffer (`buf_alloc`), in bytes.
-    pub(crate) buffer: u32,
-    /// Bytes accepted from the writer that the peer has not reported as consumed.
-    pub(crate) unsent: u32,
-}
+pub(crate) use super::calls::ConnInfo;
+pub(crate) use super::transfers::Ahead;
 
 /// An object with changed readiness.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]

@@ -8,17 +8,69 @@
 use zerosock_proto::vsock::datagram::{
     BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats,
 };
-use zerosock_proto::vsock::{FlowId, Shard};
+use zerosock_proto::vsock::{FlowId, RefuseReason, Shard};
 use zerosock_proto::{Address, Port};
 
-use super::backend::{ConnInfo, CreditInfo};
 use super::coalesced::unsent;
 use super::inboxes::{Inboxes, LeasedDatagram, ReceivedDatagram};
 use super::places::LeaseParts;
 use super::sockets::{
-    MessageRead, NoLease, Shown, Sockets, Store, StreamId, copy_shown, read_shown,
+    Conn, MessageRead, NoLease, Shown, Sockets, Store, StreamId, StreamState, copy_shown,
+    read_shown,
 };
 use super::transfers::{Ahead, Payload, RecvFault, ShowBounds};
+
+/// The state of a connection.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct ConnInfo {
+    pub(crate) state: StreamState,
+    /// Why the connect failed, if it did.
+    pub(crate) refused: Option<RefuseReason>,
+    pub(crate) local: Address,
+    pub(crate) peer: Address,
+    /// Received bytes not read yet.
+    pub(crate) unread: usize,
+    /// Bytes read since the connection was established.
+    pub(crate) taken: u64,
+    /// Fewer unread bytes than this do not make the connection readable.
+    pub(crate) low_water: u32,
+    /// No more bytes will arrive: the peer shut down sending, or this side shut down receiving.
+    pub(crate) at_end: bool,
+    /// The peer shut down receiving.
+    pub(crate) peer_recv_shutdown: bool,
+    /// Unread messages of a message connection; `None` for a stream.
+    pub(crate) messages: Option<u32>,
+    /// The application declared this peer trusted: it does not write leased bytes.
+    pub(crate) trusted: bool,
+}
+
+impl ConnInfo {
+    /// The state of `conn`. `trusted`: the peer was declared to leave lent bytes unchanged.
+    pub(crate) fn new<T>(conn: &Conn<T>, trusted: bool) -> ConnInfo {
+        ConnInfo {
+            state: conn.state,
+            refused: conn.refused,
+            local: conn.local,
+            peer: conn.peer,
+            unread: conn.unread(),
+            taken: conn.taken(),
+            low_water: conn.low_water(),
+            at_end: conn.is_at_end(),
+            peer_recv_shutdown: conn.peer_recv_shutdown,
+            messages: conn.messages(),
+            trusted,
+        }
+    }
+}
+
+/// The credit of an open connection.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct CreditInfo {
+    /// Size of the local receive buffer (`buf_alloc`), in bytes.
+    pub(crate) buffer: u32,
+    /// Bytes accepted from the writer that the peer has not reported as consumed.
+    pub(crate) unsent: u32,
+}
 
 /// What one half of the queues provides for the calls of this module.
 pub(crate) trait TableAccess {

@@ -14,12 +14,12 @@ use zerosock_virtio::poller::Events;
 
 use super::Fault;
 use super::hub::Core;
-use crate::table::calls::ConnectionCalls;
+use crate::table::calls::{ConnectionCalls, CreditInfo};
 use crate::table::leases::Leases;
 use crate::table::over::EndpointEnded;
 use crate::table::sockets::{Copied, LeaseParts, MessageRead, StreamId, StreamState};
 use crate::table::{
-    backend::{Ahead, Backend, ConnInfo, CreditInfo, EndpointStats, ReadySource},
+    backend::{Ahead, Backend, ConnInfo, EndpointStats, ReadySource},
     transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault},
 };
 

@@ -91,6 +91,8 @@ pub enum Interest {
     End,
     /// There is room to write, or as [`Interest::End`].
     WriteUntilEnd,
+    /// All that [`Readiness`] tells but room to write.
+    Incoming,
     /// All that [`Readiness`] tells.
     All,
 }
@@ -103,6 +105,7 @@ impl Interest {
                 Interest::End => EventFlags::RDHUP,
                 Interest::ReadUntilEnd => EventFlags::IN | EventFlags::RDHUP,
                 Interest::WriteUntilEnd => EventFlags::OUT | EventFlags::RDHUP,
+                Interest::Incoming => EventFlags::IN | EventFlags::PRI | EventFlags::RDHUP,
                 Interest::All => {
                     EventFlags::IN | EventFlags::PRI | EventFlags::OUT | EventFlags::RDHUP
                 }

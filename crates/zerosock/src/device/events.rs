@@ -136,8 +136,9 @@ impl Device {
         bridge.open = true;
         match &mut bridge.peer {
             BridgePeer::Socket { socket, ok } => {
-                // Edges may have passed before the guest answered: poll both directions.
-                bridge.readable = true;
+                // Whether there are bytes was recorded before the guest answered.
+                let forwarded = bridge.forwarded.as_ref();
+                bridge.readable |= forwarded.is_some_and(|it| it.has_header());
                 bridge.writable = true;
                 if let Some(port) = ok.take()
                     && !hybrid::write_ok(&*socket, port)

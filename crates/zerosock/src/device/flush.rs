@@ -10,6 +10,7 @@
 
 use super::state::bridge::{Bridge, BridgePeer};
 use super::state::timers::Timer;
+use super::virtio::BRIDGE;
 use super::zero_copy::{complete_or_keep, sends_of, slow_from};
 use super::{Context, Device};
 use crate::device::host_sockets;
@@ -20,6 +21,7 @@ use rustix::io::Errno;
 use rustix::net::SendFlags;
 use zerosock_proto::vsock::How;
 use zerosock_ring::{Chain, DeviceQueue, Memory, SliceBuf};
+use zerosock_virtio::poller::Interest;
 use zerosock_zc::notifications;
 
 /// Pieces of memory given to one `sendmsg`.
@@ -157,7 +159,22 @@ impl Device {
             let _ = self.shard.consume(flow, consumed as u32);
             self.drain_events(cx);
         }
+        self.watch_room(key, cx);
         self.update_bridge(key, cx);
+    }
+
+    /// Asks the poller for room in a socket that was full. Before that, the worker would be woken by each
+    /// read of a host program, because it makes room.
+    pub(super) fn watch_room(&mut self, key: u32, cx: &Context<'_>) {
+        let token = self.token(BRIDGE, key);
+        if let Some(bridge) = self.bridges.get_mut(key as usize)
+            && !bridge.writable
+            && !bridge.watches_room
+            && let BridgePeer::Socket { socket, .. } = &bridge.peer
+        {
+            // Room that there is already is reported too. The call fails only for an unknown socket.
+            bridge.watches_room = cx.poller.change(socket, token, Interest::All).is_ok();
+        }
     }
 
     /// Drops the bytes for a host program that has stopped reading, and tells the guest.

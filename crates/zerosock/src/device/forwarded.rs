@@ -205,7 +205,7 @@ impl Device {
                     wants_ok: false,
                     forwarded: Some(forwarded),
                 };
-                self.call_guest(caller, None, cx);
+                self.call_guest(caller, false, cx);
             }
             Err(exceeded) => {
                 cx.shared.counters.refuse(RefusalCause::Limit);
@@ -314,13 +314,13 @@ impl Device {
     /// Handles the failure of a TCP socket whose end of file was read before. Returns false if it has
     /// not failed.
     pub(super) fn tcp_reset_after_end(&mut self, key: u32, cx: &mut Context<'_>) -> bool {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
-            return false;
+        let errno = match self.bridges.get(key as usize).map(|bridge| &bridge.peer) {
+            Some(BridgePeer::Socket { socket, .. }) if socket.is_tcp() => {
+                sockopt::socket_error(socket)
+            }
+            _ => return false,
         };
-        let BridgePeer::Socket { socket, .. } = &bridge.peer else {
-            return false;
-        };
-        let Ok(Err(errno)) = sockopt::socket_error(socket) else {
+        let Ok(Err(errno)) = errno else {
             return false;
         };
         self.tcp_failed(key, Some(errno), cx)

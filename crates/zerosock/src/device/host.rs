@@ -134,7 +134,7 @@ impl Device {
                             wants_ok: false,
                             forwarded: None,
                         };
-                        self.call_guest(caller, None, cx);
+                        self.call_guest(caller, false, cx);
                     }
                 },
                 Err(Errno::AGAIN) => return,
@@ -168,6 +168,12 @@ impl Device {
         socket_type: SocketType,
         cx: &mut Context<'_>,
     ) {
+        // Most programs have sent the line already: such a socket is added to the poller once, as a
+        // bridge's.
+        let line = hybrid::read_line(&socket, socket_type);
+        if line != Line::Partial {
+            return self.end_handshake(socket, socket_type, line, false, cx);
+        }
         if self.handshakes.len() >= cx.shared.limits.handshakes {
             cx.shared.counters.bad_handshakes.add(1);
             return;
@@ -180,6 +186,7 @@ impl Device {
             kind: HANDSHAKE,
             key,
         };
+        // Bytes that have arrived since the line was read are reported.
         if let Err(error) = cx.poller.add(&socket, token, Interest::ReadUntilEnd) {
             self.warn(&format!(
                 "cannot add a host program's socket to the poller: {error}"
@@ -192,8 +199,6 @@ impl Device {
             deadline,
         });
         self.timers.set(deadline, Timer::Handshake(key));
-        // Most programs have sent the line already.
-        self.handshake_ready(key, cx);
     }
 
     /// Handles bytes from a host program with an incomplete CONNECT line.
@@ -201,32 +206,39 @@ impl Device {
         let Some(handshake) = self.handshakes.get(key as usize) else {
             return;
         };
-        let line = match handshake.socket_type {
-            SocketType::SeqPacket => hybrid::read_packet(&handshake.socket),
-            _ => hybrid::read_line(&handshake.socket),
-        };
-        if line == Line::Partial {
-            return;
+        let line = hybrid::read_line(&handshake.socket, handshake.socket_type);
+        if line != Line::Partial {
+            let done = self.handshakes.remove(key as usize);
+            self.timers.cancel(done.deadline, Timer::Handshake(key));
+            self.end_handshake(done.socket, done.socket_type, line, true, cx);
         }
-        let Handshake {
-            socket,
-            socket_type,
-            ..
-        } = self.handshakes.remove(key as usize);
+    }
+
+    /// Connects the program that has sent this line, or refuses it. `watched`: its socket is in the
+    /// poller.
+    fn end_handshake(
+        &mut self,
+        socket: HostSocket,
+        socket_type: SocketType,
+        line: Line,
+        watched: bool,
+        cx: &mut Context<'_>,
+    ) {
         match line {
             Line::Connect(to) => {
-                let wants_ok = true;
                 let caller = Caller {
                     socket,
                     socket_type,
                     to,
-                    wants_ok,
+                    wants_ok: true,
                     forwarded: None,
                 };
-                self.call_guest(caller, Some(key), cx);
+                self.call_guest(caller, watched, cx);
             }
             Line::Bad(reason) => {
-                forget_handshake(&socket, cx);
+                if watched {
+                    forget_handshake(&socket, cx);
+                }
                 tracing::debug!(cid = %self.cid, reason, "host program refused: bad CONNECT line");
                 cx.shared.counters.bad_handshakes.add(1);
             }
@@ -248,28 +260,23 @@ impl Device {
     }
 
     /// Connects a host program to the guest, at the queue pair to which the connection belongs.
-    /// `handshake`: the key under which the program's socket is in the poller.
-    pub(super) fn call_guest(
-        &mut self,
-        caller: Caller,
-        handshake: Option<u32>,
-        cx: &mut Context<'_>,
-    ) {
+    /// `watched`: the program's socket is in the poller.
+    pub(super) fn call_guest(&mut self, caller: Caller, watched: bool, cx: &mut Context<'_>) {
         let guest = Address::new(self.cid, caller.to);
         if self.queue_pairs.used == QueuePairs::ONE {
-            return self.connect_guest(caller, Port::ANY, handshake.is_some(), cx);
+            return self.connect_guest(caller, Port::ANY, watched, cx);
         }
         let local = Address::new(Cid::HOST, self.shard.spare_port());
         match self.queue_pair_for(guest, local) {
             Some(queue_pair) => {
-                if handshake.is_some() {
+                if watched {
                     cx.poller.remove(&caller.socket);
                 }
                 let (caller, local) = (Box::new(caller), local.port);
                 cx.outbox
                     .send(queue_pair, SiblingMessage::Call { caller, local });
             }
-            None => self.connect_guest(caller, local.port, handshake.is_some(), cx),
+            None => self.connect_guest(caller, local.port, watched, cx),
         }
     }
 
@@ -314,8 +321,8 @@ impl Device {
             return;
         };
         let watched = match watched {
-            true => cx.poller.change(socket, token, Interest::All),
-            false => cx.poller.add(socket, token, Interest::All),
+            true => cx.poller.change(socket, token, Interest::Incoming),
+            false => cx.poller.add(socket, token, Interest::Incoming),
         };
         if let Err(error) = watched {
             self.warn(&format!(
@@ -446,12 +453,12 @@ impl Device {
             return false;
         };
         bridge.peer = end;
-        let (BridgePeer::Connecting { socket, .. } | BridgePeer::Socket { socket, .. }) =
-            &bridge.peer
-        else {
-            return false;
+        let (socket, interest) = match &bridge.peer {
+            BridgePeer::Connecting { socket, .. } => (socket, Interest::All),
+            BridgePeer::Socket { socket, .. } => (socket, Interest::Incoming),
+            _ => return false,
         };
-        match cx.poller.add(socket, token, Interest::All) {
+        match cx.poller.add(socket, token, interest) {
             Ok(()) => true,
             Err(error) => {
                 self.refuse(key, &Refusal::from(error), cx);
@@ -593,8 +600,10 @@ mod tests {
         let permit = device.account.take_descriptors(1).unwrap();
         let socket = HostSocket::accepted(ours.into(), permit);
         assert!(socket.is_closed_later());
-        program.write_all(b"CONNECT 1\n").unwrap();
+        program.write_all(b"CONNECT").unwrap();
         device.begin_handshake(socket, SocketType::Stream, &mut cx);
+        program.write_all(b" 1\n").unwrap();
+        device.handshake_ready(0, &mut cx);
         assert_eq!(cx.shared.counters.conns_refused.get(), 1);
         program.write_all(b"x").unwrap();
         let mut events = Events::default();

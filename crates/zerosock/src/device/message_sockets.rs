@@ -159,6 +159,7 @@ impl Device {
             }
             self.drain_events(cx);
         }
+        self.watch_room(key, cx);
         self.update_bridge(key, cx);
     }
 

@@ -381,3 +381,27 @@ fn a_sibling_that_sends_without_end_does_not_starve_others() {
     }
     assert!(bulk >= 50 * READ_PACKETS, "{bulk}");
 }
+
+#[test]
+fn reads_of_a_program_wake_the_worker_only_if_its_socket_was_full() {
+    let mut lab = Harness::new(1);
+    let (port, mut program) = lab.join(0);
+    let is_woken = |lab: &mut Harness| lab.worker.poll_events(Some(Duration::ZERO)).unwrap().1;
+    assert!(!is_woken(&mut lab), "the connection is established");
+    lab.guests[0].send(port, host(port), Op::Rw, 1000);
+    lab.settle();
+    assert_eq!(read_all(&mut program), 1000);
+    assert!(!is_woken(&mut lab));
+    const LEN: usize = 50_000;
+    for _ in 0..20 {
+        lab.guests[0].send(port, host(port), Op::Rw, LEN as u32);
+    }
+    lab.settle();
+    let mut read = read_all(&mut program);
+    assert!(read < 20 * LEN, "the socket was not full");
+    while read < 20 * LEN {
+        assert!(is_woken(&mut lab));
+        lab.settle();
+        read += read_all(&mut program);
+    }
+}

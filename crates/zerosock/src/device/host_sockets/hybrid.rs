@@ -19,6 +19,7 @@ use rustix::net::{self, RecvFlags, SocketAddrUnix, SocketType};
 use std::io::{self, IoSliceMut};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use zerosock_proto::wire::vsock as wire;
 use zerosock_proto::{Instant, Port};
 use zerosock_sys::account::Account;
 use zerosock_sys::socket_path::{self, Found, is_trusted_user};
@@ -47,8 +48,16 @@ pub(crate) enum Line {
     Bad(&'static str),
 }
 
-/// Reads the CONNECT line from `socket` and no byte after it.
-pub(crate) fn read_line(socket: &HostSocket) -> Line {
+/// Reads the CONNECT line from `socket` and no byte after it. In a socket of packets the line must be the
+/// whole first packet.
+pub(crate) fn read_line(socket: &HostSocket, socket_type: wire::SocketType) -> Line {
+    match socket_type {
+        wire::SocketType::SeqPacket => read_packet(socket),
+        _ => read_stream(socket),
+    }
+}
+
+fn read_stream(socket: &HostSocket) -> Line {
     let mut line = [0u8; MAX_LINE];
     let seen = match net::recv(socket, &mut line[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
         Ok((_, 0)) => return Line::Bad("closed before its CONNECT line was complete"),
@@ -71,8 +80,7 @@ pub(crate) fn read_line(socket: &HostSocket) -> Line {
     }
 }
 
-/// As [`read_line`], for a socket of packets: the line must be the whole first packet.
-pub(crate) fn read_packet(socket: &HostSocket) -> Line {
+fn read_packet(socket: &HostSocket) -> Line {
     // One more byte detects a longer packet.
     let mut line = [0u8; MAX_LINE + 1];
     let seen = match socket.recv(&mut line) {
@@ -321,9 +329,9 @@ mod tests {
     fn the_payload_behind_the_newline_stays_in_the_socket() {
         let (b, mut a) = pair();
         a.write_all(b"CONNECT 5").unwrap();
-        assert_eq!(read_line(&b), Line::Partial);
+        assert_eq!(read_stream(&b), Line::Partial);
         a.write_all(b"2\nhello").unwrap();
-        assert_eq!(read_line(&b), Line::Connect(Port::new(52)));
+        assert_eq!(read_stream(&b), Line::Connect(Port::new(52)));
         let mut rest = [0; 8];
         assert_eq!(b.recv(&mut rest), Ok(5));
         assert_eq!(&rest[..5], b"hello");
@@ -334,10 +342,10 @@ mod tests {
         let (b, mut a) = pair();
         a.write_all(b"CONN").unwrap();
         drop(a);
-        assert_eq!(read_line(&b), Line::Partial);
+        assert_eq!(read_stream(&b), Line::Partial);
         let (b, a) = pair();
         drop(a);
-        assert!(matches!(read_line(&b), Line::Bad(_)));
+        assert!(matches!(read_stream(&b), Line::Bad(_)));
     }
 
     #[test]

@@ -252,6 +252,8 @@ pub(crate) struct Bridge {
     pub(crate) readable: bool,
     /// The socket may take bytes.
     pub(crate) writable: bool,
+    /// The poller was asked for room in the socket.
+    pub(crate) watches_room: bool,
     /// The host has shut down sending: end of file follows the unread bytes.
     pub(crate) host_finished: bool,
     /// The host has closed both directions.
@@ -303,6 +305,7 @@ impl Bridge {
             open: false,
             readable: false,
             writable: false,
+            watches_room: false,
             host_finished: false,
             host_gone: false,
             read_closed: false,

@@ -4,6 +4,9 @@
 //! # Invariants
 //! - Every popped chain is completed once, by [`Ring::complete`].
 //! - Every publish notifies the driver if it asked for a notification.
+//! - [`Ring::publish_late`] puts a publish off for [`PUBLISH_DELAY`] at most. A driver has a descriptor for
+//!   each queue to be notified on, so two notifications cannot be merged, but the less urgent one can wait
+//!   for others of its queue.
 //! - No chain is popped from a broken ring, but chains popped before are still completed.
 //! - From one [`Ring::publish`] to the next, popping takes about a millisecond at most, whatever
 //!   the driver posts.
@@ -11,8 +14,9 @@
 mod single;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::Duration;
 
+use zerosock_proto::Instant;
 use zerosock_ring::{Chain, DeviceQueue, FrontChain, FrontToken, PopError};
 use zerosock_sys::notify::{CallFd, Notifier};
 use zerosock_sys::{LogLimit, PeerFd};
@@ -24,6 +28,10 @@ const MAX_UNUSABLE_PER_PUBLISH: u32 = 4096;
 /// Work on long chains from one publish to the next ([`DeviceQueue::walked`]): more than the
 /// packets of a turn need, and little enough for the other devices of the worker.
 const MAX_WALKED: u32 = 1 << 17;
+/// How long [`Ring::publish_late`] may put off a publish.
+pub const PUBLISH_DELAY: Duration = Duration::from_micros(200);
+/// A publish is put off for at most one chain in so many entries of the ring: the driver has the others.
+const ENTRIES_PER_LATE: u16 = 32;
 
 /// A started virtqueue of a device.
 #[derive(Debug)]
@@ -43,6 +51,8 @@ pub struct Ring {
     pub reset_pending: bool,
     /// Chains completed since the last publish.
     pub unpublished: u16,
+    /// Until when the publish of completed chains is put off.
+    publish_at: Option<Instant>,
     /// Number of the queue start; a chain that returns late carries the epoch of its queue.
     pub epoch: u32,
     /// Unusable chains since the counter was last read (see [`PopError::Malformed`]).
@@ -75,6 +85,7 @@ impl Ring {
             err_pending: false,
             reset_pending: false,
             unpublished: 0,
+            publish_at: None,
             epoch,
             malformed: 0,
             unusable: 0,
@@ -125,7 +136,7 @@ impl Ring {
                 Ok(None) => return None,
                 Err(PopError::Malformed(chain)) => chain,
                 Err(PopError::Broken(reason)) => {
-                    if let Some(suppressed) = self.log.admit(Instant::now()) {
+                    if let Some(suppressed) = self.log.admit(std::time::Instant::now()) {
                         tracing::warn!(
                             ?reason,
                             suppressed,
@@ -192,8 +203,32 @@ impl Ring {
         (self.unpublished > 0 || self.err_pending) && self.publish_any(notifier)
     }
 
+    /// As [`publish`](Self::publish), for a transmit queue whose driver does not wait for its buffers. The
+    /// publish is put off while it would notify the driver of a few chains, and no others are in use: an
+    /// answer often comes meanwhile, and then its notification is the only one. The caller publishes by
+    /// [`publish_at`](Self::publish_at).
+    #[inline]
+    pub fn publish_late(&mut self, now: Instant, notifier: &Notifier) -> bool {
+        if (1..=self.queue.size() / ENTRIES_PER_LATE).contains(&self.unpublished)
+            && self.queue.outstanding() == 0
+            && !self.err_pending
+            && self.queue.would_notify()
+            && now < *self.publish_at.get_or_insert(now + PUBLISH_DELAY)
+        {
+            return false;
+        }
+        self.publish(notifier)
+    }
+
+    /// When the ring has to be published, if that was put off.
+    #[inline]
+    pub fn publish_at(&self) -> Option<Instant> {
+        self.publish_at
+    }
+
     /// As `publish`, for a ring with completed chains or that has broken.
     fn publish_any(&mut self, notifier: &Notifier) -> bool {
+        self.publish_at = None;
         if std::mem::take(&mut self.err_pending)
             && let Some(err) = &self.err
         {

@@ -1,12 +1,15 @@
-//! Chains that take long to pop: how many a ring pops from one publish to the next.
+//! Chains that take long to pop: how many a ring pops from one publish to the next. And a publish that is
+//! put off.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
+use zerosock_proto::Instant;
 use zerosock_ring::{DeviceQueue, DriverLayout, Memory, QueueConfig, RegionConfig};
-use zerosock_sys::notify::Notifier;
+use zerosock_sys::notify::{CallFd, CallThread, Notifier, ThreadCount};
 
-use super::{MAX_UNUSABLE, MAX_UNUSABLE_PER_PUBLISH, MAX_WALKED, Ring};
+use super::{MAX_UNUSABLE, MAX_UNUSABLE_PER_PUBLISH, MAX_WALKED, PUBLISH_DELAY, Ring};
 
 const NEXT: u16 = 1;
 /// Address of the bytes that all descriptors share.
@@ -114,4 +117,53 @@ fn chains_without_room_popped_from_one_publish_to_the_next_are_bounded() {
         longest < MAX_UNUSABLE_PER_PUBLISH + POPS as u32,
         "{longest}"
     );
+}
+
+#[test]
+fn few_chains_are_published_late_with_one_notification() {
+    let nonblocking = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+    let call = eventfd(0, nonblocking).unwrap();
+    let notified = || {
+        let mut count = [0; 8];
+        let is_read = rustix::io::read(&call, &mut count).is_ok();
+        is_read.then_some(u64::from_ne_bytes(count)).unwrap_or(0)
+    };
+    let mut ring = ring(256, |_| (0, 0));
+    let thread = CallThread::new(&ThreadCount::default());
+    ring.call = Some(CallFd::new(call.try_clone().unwrap().into(), thread).unwrap());
+    let notifier = Notifier::new();
+    let start = Instant::ZERO;
+    let publish = |ring: &mut Ring, now| ring.publish_late(now, &notifier);
+    let complete = |ring: &mut Ring, chains| {
+        for _ in 0..chains {
+            let chain = ring.pop().unwrap();
+            ring.complete(chain, 0);
+        }
+    };
+
+    complete(&mut ring, 1);
+    assert!(!publish(&mut ring, start));
+    complete(&mut ring, 1);
+    let due = start + PUBLISH_DELAY;
+    assert_eq!(ring.publish_at(), Some(due));
+    assert!(!publish(
+        &mut ring,
+        start + (PUBLISH_DELAY - Duration::from_nanos(1))
+    ));
+    assert_eq!((notified(), ring.unpublished), (0, 2));
+    assert!(publish(&mut ring, due));
+    assert_eq!((notified(), ring.publish_at()), (1, None));
+
+    // The driver may wait for the chains if many are completed, or others are in use.
+    complete(&mut ring, 9);
+    assert!(publish(&mut ring, due));
+    let used = ring.pop().unwrap();
+    complete(&mut ring, 1);
+    assert!(publish(&mut ring, due));
+    assert_eq!((notified(), ring.publish_at()), (2, None));
+    ring.complete(used, 0);
+    assert!(!publish(&mut ring, due));
+    // A queue that stops publishes at once.
+    assert!(ring.publish(&notifier));
+    assert_eq!(ring.publish_at(), None);
 }

@@ -129,9 +129,7 @@ impl Guest {
         op: Op,
         len: u32,
     ) -> bool {
-        while let Some(used) = self.tx.poll().unwrap() {
-            self.free.push(used.token as u16);
-        }
+        self.take_returned();
         let Some(place) = self.free.pop() else {
             return false;
         };
@@ -161,6 +159,15 @@ impl Guest {
         self.tx.add(&chain, place.into()).unwrap();
         let _ = self.tx.publish();
         true
+    }
+
+    /// Takes the packets back that the device has returned. Returns how many there were.
+    pub(crate) fn take_returned(&mut self) -> usize {
+        let before = self.free.len();
+        while let Some(used) = self.tx.poll().unwrap() {
+            self.free.push(used.token as u16);
+        }
+        self.free.len() - before
     }
 
     /// As `try_send`; panics if the queue is full.

@@ -173,3 +173,33 @@ fn backlog_room_goes_to_the_oldest_connect() {
     assert_eq!(lab.device.backlogs.len(), 0);
     assert_eq!(lab.counters().conns_refused.get(), 0);
 }
+
+#[test]
+fn few_transmit_buffers_of_a_guest_return_after_a_delay_and_its_packets_at_once() {
+    use zerosock_proto::wire::vsock::Op;
+    use zerosock_virtio::device::WorkerDevice;
+    use zerosock_virtio::ring::PUBLISH_DELAY;
+    for (uses_datagrams, returned) in [(false, [0, 1]), (true, [1, 0])] {
+        let mut lab = Lab::new();
+        let (device, mut cx) = lab.lend();
+        let mut guest = super::bare::start(device);
+        if uses_datagrams {
+            // A sender of datagrams waits for its buffers.
+            device
+                .datagrams
+                .set_features(zerosock_proto::vsock::datagram::F_DGRAM);
+        }
+        let to = zerosock_proto::Address::new(Cid::HOST, Port::new(1));
+        guest.send(1000, to, Op::Request, 0);
+        device.turn(&mut cx);
+        let answers: Vec<_> = guest.received().iter().map(|it| it.op.known()).collect();
+        assert_eq!(answers, [Some(Op::Rst)]);
+        assert_eq!(guest.take_returned(), returned[0]);
+        let due = Instant::ZERO + PUBLISH_DELAY;
+        assert_eq!(device.next_timeout(), (!uses_datagrams).then_some(due));
+        cx.now = due;
+        device.turn(&mut cx);
+        assert_eq!(guest.take_returned(), returned[1]);
+        assert_eq!(device.next_timeout(), None);
+    }
+}

@@ -122,8 +122,17 @@ impl WorkerDevice for Device {
         // The packets received may have freed buffers or produced answers.
         self.drain_events(cx);
         self.send_reset_event();
-        for ring in self.queues.rings.running() {
-            let notified = ring.publish(cx.notifier);
+        // A driver of datagrams waits for its buffers, and a program must not wait for anything.
+        let delays = cx.shared.app.is_none()
+            && !self.datagrams.negotiated
+            && !self.queues.is_command_pending();
+        let VsockRings { rx, tx, event } = &mut self.queues.rings;
+        for (ring, late) in [(rx, false), (tx, delays), (event, false)] {
+            let Some(ring) = ring else { continue };
+            let notified = match late {
+                true => ring.publish_late(cx.now, cx.notifier),
+                false => ring.publish(cx.notifier),
+            };
             if let Some(app) = cx.shared.app.as_deref_mut() {
                 app.tally.notifications += u64::from(notified);
             }
@@ -146,8 +155,10 @@ impl WorkerDevice for Device {
 
     fn next_timeout(&self) -> Option<Instant> {
         let streams = earlier(self.timers.next(), self.shard.poll_timeout());
-        let command = self.queues.next_timeout();
-        earlier(earlier(streams, command), self.datagrams.next_timeout())
+        let queues = self.queues.next_timeout();
+        let tx = self.queues.rings.tx.as_ref();
+        let queues = earlier(queues, tx.and_then(Ring::publish_at));
+        earlier(earlier(streams, queues), self.datagrams.next_timeout())
     }
 
     fn has_available_chains(&mut self) -> bool {

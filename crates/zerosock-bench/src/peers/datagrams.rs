@@ -29,10 +29,10 @@ use crate::worker::order::{Job, Order, Outcome, Wait};
 use crate::worker::touch::{Check, Fault, Message};
 use crate::worker::{self};
 
-/// Bytes in flight per sender, for both: the usual send buffer of Linux.
-const SEND_BUFFER: u32 = 212_992;
-/// Unread bytes of a receiver; UDP gets the most that the system grants without privileges.
-const RECEIVE_BUFFER: u32 = 1 << 20;
+/// UDP's send buffer in bytes: the usual one of Linux.
+const SEND_BUFFER: usize = 212_992;
+/// UDP's receive buffer: above the most that a system grants without privileges.
+const RECEIVE_BUFFER: usize = 1 << 20;
 /// Entries of zerosock's queues.
 const QUEUE: u16 = 1024;
 const PORT: Port = Port::new(514);
@@ -268,8 +268,8 @@ impl Udp {
             return Err("UDP sockets have no spinning mode".to_owned());
         }
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).map_err(line)?;
-        set_socket_send_buffer_size(&socket, SEND_BUFFER as usize / 2).map_err(line)?;
-        set_socket_recv_buffer_size(&socket, RECEIVE_BUFFER as usize).map_err(line)?;
+        set_socket_send_buffer_size(&socket, SEND_BUFFER / 2).map_err(line)?;
+        set_socket_recv_buffer_size(&socket, RECEIVE_BUFFER).map_err(line)?;
         socket.set_read_timeout(Some(TICK)).map_err(line)?;
         socket.set_write_timeout(Some(TICK)).map_err(line)?;
         Ok(Udp {
@@ -340,7 +340,6 @@ impl OurReceiver {
         }
         let host = builder.start().map_err(line)?;
         let socket = Datagram::bind(&host, PORT).map_err(line)?;
-        socket.set_receive_buffer(RECEIVE_BUFFER);
         socket.set_read_timeout(Some(TICK)).map_err(line)?;
         Ok(OurReceiver {
             socket,
@@ -410,7 +409,6 @@ impl OurSender {
         };
         let endpoint = retry(PATIENCE, attach).map_err(line)?;
         let socket = Datagram::bind(&endpoint, Port::ANY).map_err(line)?;
-        socket.set_send_buffer(SEND_BUFFER);
         socket.set_write_timeout(Some(TICK)).map_err(line)?;
         socket.connect(Address::new(Cid::HOST, PORT));
         socket.send(&[]).map_err(line)?;

@@ -29,9 +29,10 @@ const VARIANTS: [(&str, Wait, bool); 3] = [
 ];
 
 const METHOD: &str = "Two processes. Each call sends or receives one datagram, except in the rows \
-    named recv_each, where zerosock's receiver takes all available datagrams per call. Send buffers \
-    are equal, 212992 bytes. UDP has the largest receive buffer that the system grants, zerosock has \
-    1 MiB. Senders write every byte; receivers check every byte and the order. Only datagrams that \
+    named recv_each, where zerosock's receiver takes all available datagrams per call. UDP's send buffer \
+    has 212992 bytes, its receive buffer the most that the system grants. zerosock has its default buffers: \
+    425984 bytes from the sender's call to the receiver's, and 2 MiB for what arrives while the receiver makes other \
+    calls. Senders write every byte; receivers check every byte and the order. Only datagrams that \
     arrived within the time count. zerosock: the receiving process embeds the device (Host), the \
     sending one is attached to it (Endpoint), and both have declared trust; each sender has an \
     endpoint, a queue of 1024 entries and a thread of its own, each receiver a host and a thread. \

@@ -160,7 +160,7 @@ fn datagrams_to_a_full_receiver_are_bounded_and_counted() {
         });
         assert!((1..MOST).contains(&got), "{got} of {MOST}");
         if let Some(stats) = (scene.counts)() {
-            let bound = (256 << 10) + 3000;
+            let bound = (640 << 10) + 3000;
             assert!(stats.copied_bytes <= bound, "{} kept", stats.copied_bytes);
         } else {
             // 7 of 3000 bytes and 128.

@@ -144,3 +144,32 @@ fn calls_on_a_socket_of_an_ended_endpoint_fail_with_endpoint_over() {
         assert_eq!(waiting.join().unwrap().kind(), ErrorKind::ConnectionAborted);
     });
 }
+
+/// A UDP socket's sender would not sleep: its kernel drops what exceeds the receiver's buffer.
+#[test]
+fn sender_of_long_datagrams_sleeps_at_most_once_for_seven() {
+    const COUNT: u64 = 700;
+    const LEN: usize = 32 << 10;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("attach.sock");
+    let host = Host::builder().attach(&path).start().unwrap();
+    let ours = at_host(&host, PORT);
+    let to = ours.local_addr();
+    thread::scope(|scope| {
+        let sending = scope.spawn(|| {
+            let process = Endpoint::attach(&path).unwrap();
+            let theirs = at(&process, Port::ANY);
+            let before = process.stats().sleeps;
+            for _ in 0..COUNT {
+                theirs.send_to(&[7; LEN], to).unwrap();
+            }
+            let sleeps = process.stats().sleeps - before;
+            (sleeps, process, theirs)
+        });
+        for _ in 0..COUNT {
+            assert_eq!(recv(&ours).0.len(), LEN);
+        }
+        let (sleeps, ..) = sending.join().unwrap();
+        assert!(sleeps <= COUNT / 7 + 1, "{sleeps} sleeps");
+    });
+}

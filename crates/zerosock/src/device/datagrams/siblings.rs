@@ -17,8 +17,9 @@ use crate::device::state::sibling_message::{Datagram, Payload as Carried, Siblin
 use crate::device::{Context, Device};
 use crate::fallible;
 
-/// Bytes that may wait for buffers of a guest, overheads included; one datagram may overshoot.
-const WAITING: usize = 256 << 10;
+/// Bytes that may wait for buffers of a guest, overheads included; one datagram may overshoot. After STOP at a
+/// quarter there is room for a default send buffer.
+const WAITING: usize = 640 << 10;
 /// Bytes of assembled datagrams in flight to siblings, above which they are dropped; one datagram
 /// may overshoot.
 pub(super) const UNDER_WAY: usize = 1 << 20;

@@ -173,14 +173,14 @@ impl Datagram {
         Ok(())
     }
 
-    /// The receive buffer in bytes, 128 per datagram included; default 1 MiB. A datagram that
+    /// The receive buffer in bytes, 128 per datagram included; default 2 MiB. A datagram that
     /// arrives while more is unread is dropped; so the last one may exceed the limit. Flow control
     /// asks senders to stop at a quarter of it, and to go on at an eighth.
     pub fn set_receive_buffer(&self, bytes: u32) {
         self.change_limits(|limits| limits.receive = bytes);
     }
 
-    /// The send buffer: bytes that may be in flight, 128 per datagram included; default 212992. At
+    /// The send buffer: bytes that may be in flight, 128 per datagram included; default 425984. At
     /// the limit a send blocks. A [`Host`](super::Host) has none in flight: it writes into the receiver's
     /// buffers at once.
     pub fn set_send_buffer(&self, bytes: u32) {

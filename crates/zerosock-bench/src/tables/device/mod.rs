@@ -6,6 +6,7 @@
 
 pub(crate) mod program;
 pub(crate) mod traffic;
+mod user_mode;
 
 use std::cell::Cell;
 
@@ -13,7 +14,7 @@ use crate::args::Settings;
 use crate::bench::Bench;
 use crate::pair::{self, Task};
 use crate::peers::{Contestant, unix};
-use crate::report::Metric;
+use crate::report::{Metric, Outcomes};
 use crate::worker::order::{Job, Outcome, Wait};
 use program::{Device, OURS};
 use traffic::{Case, Direction, Figures, TRIP};
@@ -77,6 +78,12 @@ pub(crate) fn run(bench: &mut Bench<'_>) {
     if bench.settings.wants(name) {
         round_trip(bench, name);
     }
+    let name = "round trip, 64 B, user-mode Linux";
+    if bench.settings.wants(name)
+        && let Some(outcomes) = user_mode::measure(bench, name)
+    {
+        add_round_trips(bench, name, &outcomes);
+    }
 }
 
 /// What carries the bytes: the contestants of the table.
@@ -128,8 +135,12 @@ fn round_trip(bench: &mut Bench<'_>, name: &str) {
         let Settings { warm, time, .. } = *bench.settings;
         traffic::round_trips(device, warm, time, bench.cores)
     });
-    bench.table.add_rows(name, P50, &outcomes, Outcome::p50_us);
-    bench.table.add_rows(name, P99, &outcomes, Outcome::p99_us);
+    add_round_trips(bench, name, &outcomes);
+}
+
+fn add_round_trips(bench: &mut Bench<'_>, name: &str, outcomes: &Outcomes<Outcome>) {
+    bench.table.add_rows(name, P50, outcomes, Outcome::p50_us);
+    bench.table.add_rows(name, P99, outcomes, Outcome::p99_us);
 }
 
 /// The same writes over a bare Unix socket.

@@ -112,6 +112,23 @@ pub(crate) fn ping<S: Read + Write>(
     });
     let deadline = Instant::now() + PATIENCE;
     let stream = connect(driver, deadline)?;
+    let outcome = time_round_trips(warm, time, |sent, back| {
+        driver.wait_send(stream, sent, deadline).map_err(line)?;
+        let received = driver.wait_recv_exact(stream, back, deadline);
+        received.map_err(line)
+    });
+    driver.abort(stream);
+    driver.drive().map_err(line)?;
+    drop(echo);
+    outcome
+}
+
+/// Times round trips: `exchange` sends [`TRIP`] bytes and waits for their echo.
+pub(super) fn time_round_trips(
+    warm: Duration,
+    time: Duration,
+    mut exchange: impl FnMut(&[u8], &mut [u8]) -> Result<(), String>,
+) -> Result<Outcome, String> {
     let (mut sent, mut back) = ([0; TRIP], [0; TRIP]);
     let mut position = 0;
     let mut times = Vec::new();
@@ -119,10 +136,7 @@ pub(crate) fn ping<S: Read + Write>(
     let mut now = begin;
     while now - begin < warm + time {
         pattern::fill(position, &mut sent);
-        driver.wait_send(stream, &sent, deadline).map_err(line)?;
-        driver
-            .wait_recv_exact(stream, &mut back, deadline)
-            .map_err(line)?;
+        exchange(&sent, &mut back)?;
         pattern::check(position, &back)?;
         position += TRIP as u64;
         let after = Instant::now();
@@ -131,9 +145,6 @@ pub(crate) fn ping<S: Read + Write>(
         }
         now = after;
     }
-    driver.abort(stream);
-    driver.drive().map_err(line)?;
-    drop(echo);
     times.sort_unstable();
     Ok(Outcome {
         messages: times.len() as u64,

@@ -2,10 +2,9 @@
 
 use std::path::PathBuf;
 
-use clap::{ArgGroup, Args};
+use clap::{ArgGroup, Args, ValueEnum};
 use zerosock::{Cid, Port};
 
-use super::settings::Mode;
 use crate::number;
 
 /// Measure how fast a client receives what a server sends
@@ -112,6 +111,20 @@ pub(crate) struct PerfArgs {
     /// Print the figures as one JSON object; the lines before the transfer go to standard error
     #[arg(long)]
     pub(super) json: bool,
+}
+
+/// How a client dequeues.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
+pub(super) enum Mode {
+    /// Copy: read()
+    #[value(name = "n")]
+    Copy,
+    /// In place: fill and release a receive map; sleep while no data is available
+    #[value(name = "y")]
+    InPlace,
+    /// In place: fill and release a receive map; poll the map's poll value instead of sleeping
+    #[value(name = "u")]
+    InPlacePolling,
 }
 
 const AFTER_HELP: &str = "\

@@ -2,10 +2,10 @@
 
 use std::path::PathBuf;
 
-use clap::ValueEnum;
 use zerosock::vsock::rxmap::PAGE;
 use zerosock::{Address, Cid, Port};
 
+pub(super) use super::args::Mode;
 use super::args::PerfArgs;
 use crate::failure::Failure;
 
@@ -69,20 +69,6 @@ pub(super) struct Client {
     /// Unread bytes in flight from the peer, at most.
     pub(super) credit: u32,
     pub(super) check_mode: CheckMode,
-}
-
-/// How a client dequeues.
-#[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
-pub(super) enum Mode {
-    /// Copy: read()
-    #[value(name = "n")]
-    Copy,
-    /// In place: fill and release a receive map; sleep while no data is available
-    #[value(name = "y")]
-    InPlace,
-    /// In place: fill and release a receive map; poll the map's poll value instead of sleeping
-    #[value(name = "u")]
-    InPlacePolling,
 }
 
 /// Processing of received bytes by a client, outside of the dequeue calls.

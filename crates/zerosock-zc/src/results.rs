@@ -28,13 +28,16 @@ impl<B: Stable> SendQueue<B> {
             }
         }
         self.draining = false;
-        while let Some(key) = self.completed.pop_front() {
+        // Nothing is added meanwhile.
+        let mut completed = std::mem::take(&mut self.completed);
+        for key in completed.drain(..) {
             // A key can be queued twice, and its place can belong to another send by now.
             let send = self.sends.get(key.index());
             if send.is_some_and(|send| send.finished && !send.kept) {
                 self.release_idle(key);
             }
         }
+        self.completed = completed;
         // If nothing that is pending frees memory, waiting for it would never end.
         self.starved &= self.frees_memory();
     }
@@ -281,7 +284,7 @@ impl<B: Stable> SendQueue<B> {
     fn release_idle(&mut self, key: Key) {
         if self.zc_socket.idle(key) {
             match self.draining {
-                true => self.completed.push_back(key),
+                true => self.completed.push(key),
                 false => self.release(key),
             }
         }

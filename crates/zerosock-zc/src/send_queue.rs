@@ -90,7 +90,7 @@ pub(super) struct SendQueue<B: Stable> {
     /// `process_events` is running.
     pub(super) draining: bool,
     /// Sends to release at the end of `process_events`.
-    pub(super) completed: VecDeque<Key>,
+    pub(super) completed: Vec<Key>,
     /// Free buffers that the application has not taken.
     pub(super) free: VecDeque<Returned<B>>,
     /// The number of the next send.
@@ -131,7 +131,7 @@ impl<B: Stable> SendQueue<B> {
             gather: GATHERED,
             run: Vec::new(),
             draining: false,
-            completed: VecDeque::new(),
+            completed: Vec::new(),
             released: 0,
             broken: None,
             closed: false,

@@ -16,7 +16,6 @@
 //! in shared memory says that completions wait to be posted.
 #![allow(unsafe_code)]
 
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::OnceLock;
@@ -62,7 +61,7 @@ pub(super) struct UringBackend {
     /// Number of entries of the submission queue that were not submitted.
     queued: usize,
     /// User data of those entries, in order.
-    unsubmitted: VecDeque<u64>,
+    unsubmitted: Vec<u64>,
     /// Number of zero-copy bytes since a packet ended with a request.
     tied_bytes: usize,
     /// The kernel supports requests of several pieces of registered memory.
@@ -96,7 +95,7 @@ impl UringBackend {
             ring,
             arenas: Arenas::default(),
             queued: 0,
-            unsubmitted: VecDeque::new(),
+            unsubmitted: Vec::new(),
             tied_bytes: 0,
             vectors_of_arenas: answers.vectors_of_arenas,
             ending: Ending::Requests,
@@ -246,7 +245,7 @@ impl UringBackend {
         // names it (`arenas`).
         if unsafe { self.ring.submission().push(entry) }.is_ok() {
             self.queued += 1;
-            self.unsubmitted.push_back(entry.get_user_data());
+            self.unsubmitted.push(entry.get_user_data());
         }
     }
 

@@ -99,9 +99,10 @@ impl Driver {
         bounds: ShowBounds,
         look: &mut dyn FnMut(Payload<'_>) -> bool,
     ) -> Shown {
-        let Some((queue_pair, flow)) = self.drained_flow(id) else {
+        let Some((pool, flow)) = self.sockets.drained_flow(id) else {
             return Shown::default();
         };
+        let queue_pair = QueuePairId::of_pool(pool);
         if !self.store.queue_pairs[queue_pair].rx.has_used() {
             return Shown::default();
         }
@@ -150,14 +151,6 @@ impl Driver {
             }
         }
         packets.shown
-    }
-
-    /// The queue pair and flow of a connection that holds nothing, so that arriving bytes may be
-    /// passed to the reader directly.
-    #[inline]
-    fn drained_flow(&self, id: StreamId) -> Option<(QueuePairId, FlowId)> {
-        let flow = self.sockets.drained_flow(id)?;
-        Some((QueuePairId::of_pool(self.sockets.get(id)?.pool), flow))
     }
 
     /// Holds payload for a connection, if it still exists.

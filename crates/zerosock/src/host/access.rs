@@ -9,9 +9,9 @@ use zerosock_proto::vsock::{FlowId, Shard};
 
 use super::HostBackend;
 use super::stores::AllStores;
-use crate::device::Worker;
 use crate::device::state::app::QueueStore;
 use crate::device::state::program::{App, HostToken};
+use crate::device::{Context, Device, Worker};
 use crate::table::calls::TableAccess;
 use crate::table::inboxes::Inboxes;
 use crate::table::sockets::{Shown, Sockets, StreamId};
@@ -76,22 +76,20 @@ impl TableAccess for HostBackend {
     ) -> Shown {
         let app = self.worker.shared.app.as_deref();
         let Some((vm, flow)) = app.and_then(|app| {
-            let flow = app.sockets.drained_flow(id)?;
-            Some((app.device_of(app.sockets.get(id)?.pool)?, flow))
+            let (pool, flow) = app.sockets.drained_flow(id)?;
+            Some((app.device_of(pool)?, flow))
         }) else {
             return Shown::default();
         };
-        let device = self.worker.devices.get_mut(vm);
-        if device.is_none_or(|device| !device.has_arrivals()) {
-            return Shown::default();
-        }
         // Packets of other kinds or connections are handled too.
-        self.with_device(vm, |device, cx| device.app_show(flow, bounds, look, cx))
+        let show =
+            |device: &mut Device, cx: &mut Context<'_>| device.app_show(flow, bounds, look, cx);
+        self.with_device_if(vm, Device::has_arrivals, show)
             .unwrap_or_default()
     }
 
-    #[inline]
     /// Updates whether replaced memory that leases keep mapped permits further leases in place.
+    #[inline]
     fn prepare_lease(&mut self, id: StreamId) {
         if let Some(vm) = self.device_of(id) {
             let now = self.now;

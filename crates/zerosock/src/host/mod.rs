@@ -143,8 +143,22 @@ impl HostBackend {
         vm: u32,
         act: impl FnOnce(&mut Device, &mut Context<'_>) -> T,
     ) -> Option<T> {
+        self.with_device_if(vm, |_| true, act)
+    }
+
+    /// As [`with_device`](Self::with_device), for a device that passes a check.
+    #[inline]
+    fn with_device_if<T>(
+        &mut self,
+        vm: u32,
+        check: impl FnOnce(&mut Device) -> bool,
+        act: impl FnOnce(&mut Device, &mut Context<'_>) -> T,
+    ) -> Option<T> {
         let (device, mut cx) = self.worker.lend_late(vm, self.now);
         let device = device?;
+        if !check(device) {
+            return None;
+        }
         // Before the call, because `act` may panic.
         if !std::mem::replace(&mut device.touched, true) {
             self.touched.push(vm);

@@ -253,13 +253,13 @@ impl<T> Sockets<T> {
         seen
     }
 
-    /// The flow of a connection that holds nothing, so that arriving bytes may be passed to the
-    /// reader directly; `None` if it has no flow or discards what arrives.
+    /// The pool and the flow of a connection that holds nothing, so that arriving bytes may be passed
+    /// to the reader directly; `None` if it has no flow or discards what arrives.
     #[inline]
-    pub(crate) fn drained_flow(&self, id: StreamId) -> Option<FlowId> {
+    pub(crate) fn drained_flow(&self, id: StreamId) -> Option<(u32, FlowId)> {
         let conn = self.get(id)?;
-        conn.flow
-            .filter(|_| conn.parts.is_empty() && !conn.recv_shutdown)
+        let passes = conn.parts.is_empty() && !conn.recv_shutdown;
+        Some((conn.pool, conn.flow.filter(|_| passes)?))
     }
 
     /// Counts bytes passed to a reader in place without having been held.

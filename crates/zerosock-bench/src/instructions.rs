@@ -59,12 +59,12 @@ pub(crate) fn run() {
         let endpoint = endpoint.expect("an endpoint");
         let to = |port| Address::new(Cid::HOST, port);
         let stream = || endpoint.connect(to(STREAM)).expect("a stream");
-        let streams = [stream(), stream(), stream()];
+        let streams = [stream(), stream(), stream(), stream()];
         let socket = endpoint.connect_seqpacket(to(MESSAGES)).expect("a socket");
         (endpoint, streams, socket)
     });
     let accept = || streams.accept_timeout(PATIENCE).expect("a stream").0;
-    let our_streams = [accept(), accept(), accept()];
+    let our_streams = [accept(), accept(), accept(), accept()];
     let (socket, _) = messages.accept_timeout(PATIENCE).expect("a socket");
     while !attaching.is_finished() {
         host.drive().expect("a running host");
@@ -77,8 +77,8 @@ pub(crate) fn run() {
     for socket in [&socket, &their_socket] {
         socket.set_nonblocking(true).expect("a non-blocking socket");
     }
-    let [stream, batch, lease] = our_streams;
-    let [their_stream, their_batch, their_lease] = their_streams;
+    let [stream, batch, lease, loan] = our_streams;
+    let [their_stream, their_batch, their_lease, their_loan] = their_streams;
     let ends = |device, driver| Ends { device, driver };
     let turns: Ends<&dyn Fn()> = Ends {
         device: &|| host.drive().expect("a running host"),
@@ -107,6 +107,14 @@ pub(crate) fn run() {
         write_each,
         lease_each,
         &[Side::Receiver],
+    );
+    both_ways(
+        "loan",
+        &ends(loan, their_loan),
+        &turns,
+        lend_each,
+        read_each,
+        &[Side::Sender],
     );
     let ends = Ends {
         device: socket,
@@ -167,6 +175,16 @@ fn lease_each(stream: &Stream) {
     for _ in 0..ROUND {
         let lease = stream.recv().expect("a packet").expect("a packet");
         assert_eq!(lease.len(), LEN);
+    }
+}
+
+/// Writes each packet into a loan.
+fn lend_each(stream: &Stream) {
+    let packet = packet(0);
+    for _ in 0..ROUND {
+        let mut loan = stream.loan(LEN).expect("room");
+        loan.write_all(&packet).expect("room");
+        assert_eq!(loan.send().expect("a connection"), LEN);
     }
 }
 

@@ -212,7 +212,7 @@ impl Ring {
         if (1..=self.queue.size() / ENTRIES_PER_LATE).contains(&self.unpublished)
             && self.queue.outstanding() == 0
             && !self.err_pending
-            && self.queue.would_notify()
+            && self.queue.would_notify(0)
             && now < *self.publish_at.get_or_insert(now + PUBLISH_DELAY)
         {
             return false;

@@ -474,9 +474,20 @@ impl RxCredit {
         Some(if self.eager {
             self.consumed_eagerly()
         } else {
-            let half = self.update_threshold.min((peer_buffer / 2).max(1));
-            self.fwd_cnt.wrapping_sub(self.announced) >= half
+            self.fwd_cnt.wrapping_sub(self.announced) >= self.update_size(peer_buffer)
         })
+    }
+
+    /// Bytes consumed without the peer's knowledge from which it needs an update.
+    #[inline]
+    fn update_size(&self, peer_buffer: u32) -> u32 {
+        self.update_threshold.min((peer_buffer / 2).max(1))
+    }
+
+    /// Whether the peer would need an update if all received bytes were consumed now.
+    #[inline]
+    pub(crate) fn would_update(&self, peer_buffer: u32) -> bool {
+        self.eager || self.rx_cnt.wrapping_sub(self.announced) >= self.update_size(peer_buffer)
     }
 
     /// Whether a waiting peer needs an update.

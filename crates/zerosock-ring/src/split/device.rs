@@ -548,12 +548,12 @@ impl DeviceQueue {
     }
 
     /// Whether the driver has requested a notification for chains that are completed and not yet
-    /// published: one load. It may miss a request of this moment; [`publish`](Self::publish) does
-    /// not.
+    /// published, or for `more` further ones: one load. It may miss a request of this moment;
+    /// [`publish`](Self::publish) does not.
     #[inline]
-    pub fn would_notify(&self) -> bool {
+    pub fn would_notify(&self, more: u16) -> bool {
         let words = self.rings.used_words();
-        self.used.would_notify(words, self.config.event_idx)
+        self.used.would_notify(more, words, self.config.event_idx)
     }
 
     /// Whether [`pop`](Self::pop) would return a chain or an error: one load, nothing is checked or

@@ -123,11 +123,12 @@ impl Producer {
         self.read_request(words, event_idx)
     }
 
-    /// Whether [`publish`](Self::publish) would return true for the present request. Changes
-    /// nothing, and has no fence: it may miss a request of this moment.
+    /// Whether [`publish`](Self::publish) would return true for the present request, after `more`
+    /// further entries. Changes nothing, and has no fence: it may miss a request of this moment.
     #[inline]
-    pub(crate) fn would_notify(&self, words: IndexWords<'_>, event_idx: bool) -> bool {
-        let count = u32::from(self.next.wrapping_sub(self.visible)) + self.unchecked;
+    pub(crate) fn would_notify(&self, more: u16, words: IndexWords<'_>, event_idx: bool) -> bool {
+        let next = self.next.wrapping_add(more);
+        let count = u32::from(next.wrapping_sub(self.visible)) + self.unchecked;
         if count == 0 {
             return false;
         }
@@ -136,7 +137,7 @@ impl Producer {
             let Ok(count) = u16::try_from(count) else {
                 return true;
             };
-            !self.request_known || need_event(event_copy, self.next, self.next.wrapping_sub(count))
+            !self.request_known || need_event(event_copy, next, next.wrapping_sub(count))
         } else {
             let flags_copy = u16::from_le(words.flags.load(Ordering::Relaxed));
             flags_copy & NO_NOTIFICATION == 0

@@ -66,7 +66,7 @@ impl Device {
     pub(crate) fn is_awaited(&self, app: &App) -> bool {
         let many = |tx: &Ring| u32::from(tx.unpublished) >= u32::from(tx.queue.size() / 8).max(1);
         let all = |tx: &Ring| !app.sockets.has_unread(self.app.pool) && !tx.queue.has_available();
-        let last = |tx: &Ring| tx.queue.would_notify() && all(tx);
+        let last = |tx: &Ring| tx.queue.would_notify(0) && all(tx);
         self.shard.has_transmit()
             || self.shard.has_events()
             || self
@@ -130,12 +130,27 @@ impl Device {
         cx: &mut Context<'_>,
         deliver: impl FnOnce(&mut Sockets<HostToken>, HeldBuffer<HostToken>, &mut QueueStore<'_>),
     ) {
-        let (Some(tx), Some(app)) = (self.queues.rings.tx.as_mut(), cx.shared.app.as_deref_mut())
-        else {
+        let Some(app) = cx.shared.app.as_deref_mut() else {
             return;
         };
+        if let Some(held) = self.app_held(chain, len, ends, Some(cx.now), app) {
+            deliver(&mut app.sockets, held, &mut self.store());
+        }
+    }
+
+    /// A chain that the program holds since then.
+    #[inline]
+    pub(super) fn app_held(
+        &mut self,
+        chain: Chain,
+        len: u32,
+        ends: MessageEnd,
+        since: Option<Instant>,
+        app: &mut App,
+    ) -> Option<HeldBuffer<HostToken>> {
+        let tx = self.queues.rings.tx.as_mut()?;
         self.app.note_descriptors(chain.descriptors(), tx, app);
-        let held = HeldBuffer {
+        Some(HeldBuffer {
             token: HostToken {
                 chain,
                 vm: self.addr.number,
@@ -143,11 +158,9 @@ impl Device {
             },
             offset: HEADER_LEN as u32,
             len,
-            since: cx.now,
+            since,
             ends,
-        };
-        let mut store = QueueStore::new(tx, &mut self.shard);
-        deliver(&mut app.sockets, held, &mut store);
+        })
     }
 
     /// Handles the guest's request to connect to the host. Returns false if the program does not

@@ -7,9 +7,10 @@
 use super::flush::share_of;
 use super::outbound::HeldChain;
 use super::state::bridge::BridgePeer;
+use super::state::program::HostToken;
 use super::{Context, Device, TURN_BYTES};
 use crate::header;
-use crate::table::sockets::{Arrival, Shown};
+use crate::table::sockets::{Arrival, HeldBuffer, MessageEnd, Shown};
 use crate::table::transfers::{Payload, ShowBounds};
 use zerosock_proto::vsock::{Disposition, FlowId, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
@@ -34,7 +35,20 @@ struct ShownPackets<'a, 'c> {
     taken: u64,
 }
 
-impl ShownPackets<'_, '_> {
+impl<'a, 'c> ShownPackets<'a, 'c> {
+    fn new(device: &'a mut Device, flow: FlowId, cx: &'a mut Context<'c>) -> Self {
+        ShownPackets {
+            device,
+            cx,
+            flow,
+            is_showing: false,
+            popped: None,
+            shown: Shown::default(),
+            delivered: 0,
+            taken: 0,
+        }
+    }
+
     /// Whether the next packet may be taken. A packet that is shown changes nothing of it.
     fn may_receive(&self) -> bool {
         !self.device.receive_blocked() && !self.device.app_is_full(self.cx)
@@ -194,16 +208,7 @@ impl Device {
         look: &mut dyn FnMut(Payload<'_>) -> bool,
         cx: &mut Context<'_>,
     ) -> Shown {
-        let mut packets = ShownPackets {
-            device: self,
-            cx,
-            flow,
-            is_showing: false,
-            popped: None,
-            shown: Shown::default(),
-            delivered: 0,
-            taken: 0,
-        };
+        let mut packets = ShownPackets::new(self, flow, cx);
         let mut more = packets.may_receive();
         while more
             && (packets.shown.packets as usize) < bounds.packets
@@ -234,6 +239,37 @@ impl Device {
             }
         }
         packets.shown
+    }
+
+    /// Receives packets until one has bytes of `flow`, a stream that holds nothing, and returns it if
+    /// its chain is short. Other packets are processed as usual.
+    pub(crate) fn app_next(
+        &mut self,
+        flow: FlowId,
+        cx: &mut Context<'_>,
+    ) -> Option<HeldBuffer<HostToken>> {
+        let mut packets = ShownPackets::new(self, flow, cx);
+        let mut more = packets.may_receive();
+        while more && packets.taken < BUDGET as u64 {
+            let device = &mut *packets.device;
+            let tx = device.queues.rings.tx.as_mut()?;
+            let front = tx.front(HEADER_LEN, false);
+            let front =
+                front.and_then(|front| Some((open_front(&mut device.shard, &front)?, front.token)));
+            let Some((arrival, token)) = front else {
+                more = packets.show_popped(ShowBounds::HOLD, &mut |_| false);
+                continue;
+            };
+            packets.taken += 1;
+            let chain = tx.pop_front(token);
+            if arrival.flow == flow && arrival.ends.is_none() {
+                packets.delivered += u64::from(arrival.len);
+                let app = packets.cx.shared.app.as_deref_mut()?;
+                return device.app_held(chain, arrival.len, MessageEnd::Nothing, None, app);
+            }
+            more = packets.hold(chain, arrival);
+        }
+        None
     }
 
     pub(super) fn receive_packet(&mut self, chain: Chain, cx: &mut Context<'_>) {
@@ -282,7 +318,13 @@ impl Device {
                 tx.complete(chain, 0);
                 return None;
             }
-            None => self.shard.handle_packet(cx.time(), &header),
+            None => {
+                if let Some(app) = cx.shared.app.as_deref() {
+                    // It may ask for credit.
+                    app.sockets.lease_table().end_round();
+                }
+                self.shard.handle_packet(cx.time(), &header)
+            }
         };
         match disposition {
             Disposition::Deliver { flow, len } => {

@@ -15,7 +15,6 @@
 
 use std::sync::Arc;
 
-use arrayvec::ArrayVec;
 use zerosock_proto::Address;
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::vsock::datagram::{DatagramId, data};
@@ -31,7 +30,7 @@ use super::{Context, Device};
 use crate::device::state::loans::{Credit, Lent, Loan, LoanOf};
 use crate::fallible;
 use crate::table::datagrams::DatagramFault;
-use crate::table::sockets::{BufferPlace, Copied, PIECES, StreamId};
+use crate::table::sockets::{BufferPlace, Copied, StreamId};
 use crate::table::transfers::{LoanParts, SendFault};
 use zerosock_virtio::ring::Ring;
 
@@ -86,22 +85,10 @@ pub(super) fn lend_chain(
     chain: Chain,
     in_place: bool,
 ) -> (Option<Lent>, Option<BufferPlace>) {
-    let pieces: Option<ArrayVec<_, PIECES>> = ArrayVec::try_from(chain.writable()).ok();
-    let Some(mut pieces) = pieces.filter(|_| in_place) else {
+    let place = || BufferPlace::new(rx.queue.memory(), chain.writable(), HEADER_LEN);
+    let Some(place) = in_place.then(place).flatten() else {
         rx.queue.unpop(chain);
         return (None, None);
-    };
-    // Pieces that contain only the header are left out: the payload is then often a single piece,
-    // which trusted readers get as a slice.
-    let mut offset = HEADER_LEN;
-    while let Some(header) = pieces.first().filter(|piece| piece.len() <= offset) {
-        offset -= header.len();
-        pieces.remove(0);
-    }
-    let place = BufferPlace::InPlace {
-        memory: rx.queue.memory().clone(),
-        pieces,
-        offset,
     };
     let lent = Lent {
         chain,
@@ -507,10 +494,13 @@ impl Device {
     /// Whether leases and loans may be in place: the replaced memory that is still mapped is within
     /// [`Limits::old_memory`](super::Limits), or within twice the guest's size if that is larger. A
     /// guest that reboots during a read keeps one old table mapped, in the worst case two.
+    #[inline]
     pub(crate) fn old_memory_fits(&mut self, cx: &mut Context<'_>) -> bool {
-        if self.app.old.0.is_empty() {
-            return true;
-        }
+        self.app.old.0.is_empty() || self.check_old_memory(cx)
+    }
+
+    #[cold]
+    fn check_old_memory(&mut self, cx: &mut Context<'_>) -> bool {
         let size = self
             .queues
             .memory

@@ -22,7 +22,7 @@ use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
 use crate::table::outgoing::Outgoing;
 use crate::table::over::EndpointEnded;
-use crate::table::sockets::{Copied, ReadyFlag, Shown, Sockets};
+use crate::table::sockets::{Copied, HeldBuffer, ReadyFlag, Shown, Sockets};
 use crate::table::{
     backend::{Backend, EndpointStats, ReadySource},
     transfers::{LoanParts, LoanedPart, Payload, SendFault, ShowBounds},
@@ -71,6 +71,11 @@ impl TableAccess for Driver {
         look: &mut dyn FnMut(Payload<'_>) -> bool,
     ) -> Shown {
         self.take_arrivals(id, bounds, look)
+    }
+
+    #[inline]
+    fn next_arrival(&mut self, id: StreamId) -> Option<HeldBuffer<RxSlot>> {
+        self.take_arrival(id)
     }
 
     fn flow(&self, id: StreamId) -> Option<(&Shard, FlowId)> {

@@ -16,7 +16,9 @@ use super::errors::DriverError;
 use super::link::guest_cid;
 use super::queue_pairs::{QueuePairId, RxSlot};
 use crate::header::{self, HeaderFault};
-use crate::table::sockets::{Arrival, HeldBuffer, ReadyFlag, Shown, Store, StreamId, StreamState};
+use crate::table::sockets::{
+    Arrival, HeldBuffer, MessageEnd, ReadyFlag, Shown, Store, StreamId, StreamState,
+};
 use crate::table::transfers::{Payload, ShowBounds};
 
 /// Packets received by one turn before the caller runs again.
@@ -153,6 +155,42 @@ impl Driver {
         packets.shown
     }
 
+    /// Receives packets until one has bytes of stream `id`, and returns it. Packets of other
+    /// connections are held. `None`: none has arrived, or the connection holds packets, which come
+    /// first.
+    pub(super) fn take_arrival(&mut self, id: StreamId) -> Option<HeldBuffer<RxSlot>> {
+        let conn = self.sockets.get(id)?;
+        let (queue_pair, flow) = (QueuePairId::of_pool(conn.pool), conn.drained_flow()?);
+        let (mut taken, mut found) = (0, None);
+        while found.is_none()
+            && taken < TURN_BUDGET
+            && !self.is_blocked(queue_pair)
+            // The next turn reports an error.
+            && let Ok(Some((slot, written))) = self.store.queue_pairs[queue_pair].rx.take()
+        {
+            taken += 1;
+            let slot = RxSlot { queue_pair, slot };
+            match self.take_packet(None, slot, written) {
+                Some(arrival) if arrival.flow == flow && arrival.ends.is_none() => {
+                    found = Some(HeldBuffer {
+                        token: slot,
+                        offset: 0,
+                        len: arrival.len,
+                        since: None,
+                        ends: MessageEnd::Nothing,
+                    });
+                }
+                Some(arrival) => self.hold(self.now(), slot, arrival),
+                None => {}
+            }
+        }
+        self.stats.rx_packets += u64::from(taken);
+        if self.store.queue_pairs[queue_pair].shard.has_events() {
+            self.take_core_events(self.now());
+        }
+        found
+    }
+
     /// Holds payload for a connection, if it still exists.
     #[inline]
     pub(super) fn hold(&mut self, now: Instant, slot: RxSlot, arrival: Arrival) {
@@ -160,7 +198,7 @@ impl Driver {
             token: slot,
             offset: 0,
             len: arrival.len,
-            since: now,
+            since: Some(now),
             ends: arrival.ends.unwrap_or_default(),
         };
         match self.flow(slot.queue_pair, arrival.flow) {
@@ -214,6 +252,8 @@ impl Driver {
                 return None;
             }
             None => {
+                // It may ask for credit.
+                self.sockets.lease_table().end_round();
                 let now = now.unwrap_or_else(|| self.now());
                 self.store.queue_pairs[slot.queue_pair]
                     .shard

@@ -32,7 +32,7 @@ impl Driver {
             }
         };
         let (len, place) = match &out {
-            LoanRecord::InPlace(loan) => (loan.len, Some(self.place_of(queue_pair, loan.slot))),
+            LoanRecord::InPlace(loan) => (loan.len, self.place_of(queue_pair, loan.slot)),
             LoanRecord::Private { reservation, .. } => (reservation.len(), None),
             // Message loans are made in `message_loans`.
             LoanRecord::Part(_) => (0, None),
@@ -46,13 +46,9 @@ impl Driver {
     }
 
     /// Where the payload of a slot lies.
-    pub(super) fn place_of(&self, queue_pair: QueuePairId, slot: u16) -> BufferPlace {
+    pub(super) fn place_of(&self, queue_pair: QueuePairId, slot: u16) -> Option<BufferPlace> {
         let slots = &self.store.queue_pairs[queue_pair].slots;
-        BufferPlace::InPlace {
-            memory: slots.memory.clone(),
-            pieces: slots.tx_data.pieces(slot).iter().copied().collect(),
-            offset: 0,
-        }
+        BufferPlace::new(&slots.memory, slots.tx_data.pieces(slot), 0)
     }
 
     /// See [`Backend::send_loan`](crate::table::backend::Backend::send_loan).

@@ -52,7 +52,7 @@ impl Driver {
         let mut parts = Vec::new();
         loop {
             let len = if slot.is_some() { left.min(most) } else { left };
-            let place = slot.map(|slot| self.place_of(queue_pair, slot));
+            let place = slot.and_then(|slot| self.place_of(queue_pair, slot));
             parts.push(LoanParts {
                 index,
                 len: len as usize,

@@ -83,6 +83,12 @@ impl Store for Buffers {
         }
     }
 
+    #[inline]
+    fn may_return_later(&self, pool: u32, flow: FlowId) -> bool {
+        let queue_pair = &self.queue_pairs[QueuePairId::of_pool(pool)];
+        !queue_pair.blocked && queue_pair.shard.may_consume_later(flow)
+    }
+
     #[inline(always)] // every packet
     fn consumed(&mut self, pool: u32, flow: FlowId, bytes: u32) {
         // Fails only for a flow that has ended.

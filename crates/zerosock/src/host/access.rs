@@ -14,7 +14,7 @@ use crate::device::state::program::{App, HostToken};
 use crate::device::{Context, Device, Worker};
 use crate::table::calls::TableAccess;
 use crate::table::inboxes::Inboxes;
-use crate::table::sockets::{Shown, Sockets, StreamId};
+use crate::table::sockets::{HeldBuffer, Shown, Sockets, StreamId};
 use crate::table::transfers::{Payload, ShowBounds};
 
 impl TableAccess for HostBackend {
@@ -88,15 +88,24 @@ impl TableAccess for HostBackend {
             .unwrap_or_default()
     }
 
+    #[inline]
+    fn next_arrival(&mut self, id: StreamId) -> Option<HeldBuffer<HostToken>> {
+        let app = self.app()?;
+        let conn = app.sockets.get(id)?;
+        let (flow, vm) = (conn.drained_flow()?, app.device_of(conn.pool)?);
+        if !self.worker.devices.get_mut(vm)?.has_arrivals() {
+            return None;
+        }
+        self.with_device(vm, |device, cx| device.app_next(flow, cx))?
+    }
+
     /// Updates whether replaced memory that leases keep mapped permits further leases in place.
     #[inline]
     fn prepare_lease(&mut self, id: StreamId) {
-        if let Some(vm) = self.device_of(id) {
-            let now = self.now;
-            let (device, mut cx) = self.worker.lend(vm, now);
-            if let Some(device) = device {
-                device.old_memory_fits(&mut cx);
-            }
+        if let Some(vm) = self.device_of(id)
+            && let (Some(device), mut cx) = self.worker.lend_late(vm, self.now)
+        {
+            device.old_memory_fits(&mut cx);
         }
     }
 

@@ -50,6 +50,11 @@ impl Store for AllStores<'_> {
         }
     }
 
+    /// Leases are made with the store of their device.
+    fn may_return_later(&self, _: u32, _: FlowId) -> bool {
+        false
+    }
+
     #[inline]
     fn consumed(&mut self, pool: u32, flow: FlowId, bytes: u32) {
         let vm = self.pools.get(pool as usize).copied().flatten();

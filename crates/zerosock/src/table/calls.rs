@@ -15,8 +15,8 @@ use super::coalesced::unsent;
 use super::inboxes::{Inboxes, LeasedDatagram, ReceivedDatagram};
 use super::places::LeaseParts;
 use super::sockets::{
-    Conn, MessageRead, NoLease, Shown, Sockets, Store, StreamId, StreamState, copy_shown,
-    read_shown,
+    Conn, HeldBuffer, MessageRead, NoLease, Shown, Sockets, Store, StreamId, StreamState,
+    copy_shown, read_shown,
 };
 use super::transfers::{Ahead, Payload, RecvFault, ShowBounds};
 
@@ -107,6 +107,11 @@ pub(crate) trait TableAccess {
         bounds: ShowBounds,
         look: &mut dyn FnMut(Payload<'_>) -> bool,
     ) -> Shown;
+
+    /// Receives packets until one has bytes of stream `id`, and returns it. Packets of other
+    /// connections are held. `None`: none has arrived, or the connection holds packets, which come
+    /// first.
+    fn next_arrival(&mut self, id: StreamId) -> Option<HeldBuffer<Self::Token>>;
 
     /// Called before leases are made on buffers of a connection.
     fn prepare_lease(&mut self, _: StreamId) {}
@@ -281,11 +286,12 @@ impl<A: TableAccess> ConnectionCalls for A {
     #[inline]
     fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
         self.prepare_lease(id);
-        let mut leased = lease_held(self, id);
-        if matches!(leased, Err(NoLease::Empty)) {
-            self.show_arrivals(id, ShowBounds::HOLD, &mut |_| false);
-            leased = lease_held(self, id);
-        }
+        let arrived = self.next_arrival(id);
+        let mut leased = Err(NoLease::Empty);
+        self.with_received(id, |sockets, store| {
+            leased = sockets.lease(id, arrived, store);
+            leased.is_ok()
+        });
         lease_result(self, id, leased)
     }
 
@@ -376,17 +382,6 @@ impl<A: TableAccess> ConnectionCalls for A {
     fn can_coalesce_more(&mut self, id: StreamId) -> Option<bool> {
         self.with_flow(id, |shard, flow| shard.can_coalesce_more(flow))?
     }
-}
-
-/// Leases the next packet that the connection holds.
-#[inline]
-fn lease_held<A: TableAccess>(of: &mut A, id: StreamId) -> Result<LeaseParts, NoLease> {
-    let mut leased = Err(NoLease::Empty);
-    of.with_received(id, |sockets, store| {
-        leased = sockets.lease(id, store);
-        leased.is_ok()
-    });
-    leased
 }
 
 #[inline]

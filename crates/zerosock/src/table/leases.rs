@@ -8,6 +8,11 @@
 //! thread holds the endpoint's lock is pushed onto a lock-free stack; the next thread with the lock
 //! takes the whole stack at once, which rules out the ABA problem.
 //!
+//! A lease whose return would show the peer nothing, because its buffer and credit are only passed on
+//! in batches, stays on the stack until the endpoint's next call: dropping it takes one atomic
+//! operation. Such a lease carries the number of the [round](Leases::round) in which it was made.
+//! The endpoint ends the round when the peer may begin to wait for a return.
+//!
 //! If the endpoint needs to move bytes under a reader, it sets a mark in the word. The last reader
 //! to leave sees the mark and pushes one extra index, the *recheck* index, onto the stack. A lease
 //! that is read for long therefore needs no timer.
@@ -47,6 +52,8 @@ pub(crate) struct Leases {
     /// The last entry is the recheck index; its state is 1 while it is on the stack.
     entries: Box<[Entry]>,
     dropped: AtomicU32,
+    /// See [`Leases::round`].
+    round: AtomicU32,
 }
 
 /// The result of [`Leases::enter`].
@@ -67,7 +74,23 @@ impl Leases {
         Leases {
             entries: (0..=capacity).map(entry).collect(),
             dropped: AtomicU32::new(NONE),
+            round: AtomicU32::new(0),
         }
+    }
+
+    /// The number of the present round. A lease of it that is dropped may wait on the stack until the
+    /// endpoint is called again.
+    #[inline]
+    pub(crate) fn round(&self) -> u32 {
+        self.round.load(Ordering::Relaxed)
+    }
+
+    /// Ends the round: all leases that are out now return as soon as they are dropped. Called by the
+    /// endpoint only, which checks the stack after it has released its lock.
+    #[inline]
+    pub(crate) fn end_round(&self) {
+        let next = self.round().wrapping_add(1);
+        self.round.store(next, Ordering::Relaxed);
     }
 
     /// Leases and loans that can be out at once.
@@ -163,6 +186,14 @@ impl Leases {
             .is_some_and(|entry| entry.state.load(Ordering::Acquire) & REVOKED != 0)
     }
 
+    /// Whether [`enter_to_write`](Self::enter_to_write) would admit a holder. Only the endpoint's lock
+    /// keeps that so.
+    #[inline]
+    pub(crate) fn is_writable(&self, index: u32) -> bool {
+        self.entry(index)
+            .is_some_and(|entry| entry.state.load(Ordering::Acquire) & (MOVED | REVOKED) == 0)
+    }
+
     /// Claims the bytes of a lease without readers so that they can be moved; later readers are
     /// refused. Returns false if there are readers: the last of them requests a recheck.
     pub(crate) fn try_move(&self, index: u32) -> bool {
@@ -200,6 +231,19 @@ impl Leases {
     #[inline]
     pub(crate) fn push_dropped(&self, index: u32) {
         self.push_chain(index, index);
+    }
+
+    /// Pushes a dropped lease that was made in `round`. Returns true if that round is over: then the
+    /// caller has the stack taken.
+    ///
+    /// A round that ends meanwhile is not missed: either the check after the release of the lock
+    /// finds the lease on the stack, or it comes first, and the push synchronizes with it (see
+    /// [`any_dropped_after_unlock`](Self::any_dropped_after_unlock)), so that the load below reads the
+    /// new number.
+    #[inline]
+    pub(crate) fn push_of_round(&self, index: u32, round: u32) -> bool {
+        self.push_dropped(index);
+        self.round() != round
     }
 
     /// Pushes several leases at once: they come off together, the last one first.
@@ -344,7 +388,9 @@ mod tests {
         let leases = Leases::new(2);
         leases.begin(0);
         assert_eq!(leases.enter_to_write(0), Entered::InPlace);
+        assert!(leases.is_writable(0));
         leases.mark_torn(0);
+        assert!(!leases.is_writable(0));
         assert_eq!(leases.enter_to_write(0), Entered::Moved);
         assert_eq!(leases.enter(0), Entered::InPlace);
         assert!(!leases.leave(0) && !leases.leave(0));

@@ -1,8 +1,8 @@
 //! Where the bytes of leases and loans lie.
 
+use std::ops::Deref;
 use std::sync::Arc;
 
-use arrayvec::ArrayVec;
 use zerosock_ring::{Memory, Piece};
 
 /// Limit on the pieces of a lease in place; bytes in more pieces are copied.
@@ -17,12 +17,63 @@ pub(crate) enum BufferPlace {
     /// In the peer's buffer, until the lease's state word says otherwise.
     InPlace {
         memory: Arc<Memory>,
-        pieces: ArrayVec<Piece, PIECES>,
+        pieces: Pieces,
         /// Offset of the first byte from the beginning of the pieces.
         offset: usize,
     },
     /// In a copy.
     Copied(Copied),
+}
+
+impl BufferPlace {
+    /// The bytes from `offset` of `pieces` on; `None` if they are in too many pieces.
+    #[inline]
+    pub(crate) fn new(
+        memory: &Arc<Memory>,
+        mut pieces: &[Piece],
+        mut offset: usize,
+    ) -> Option<BufferPlace> {
+        // Skips pieces that contain only the header; the rest is then often one piece, and a
+        // trusting reader gets one slice.
+        while let [first, rest @ ..] = pieces
+            && first.len() <= offset
+            && !rest.is_empty()
+        {
+            offset -= first.len();
+            pieces = rest;
+        }
+        let pieces = match pieces {
+            [piece] => Pieces::One(*piece),
+            pieces if pieces.len() <= PIECES => Pieces::More(pieces.into()),
+            _ => return None,
+        };
+        let memory = Arc::clone(memory);
+        Some(BufferPlace::InPlace {
+            memory,
+            pieces,
+            offset,
+        })
+    }
+}
+
+/// The pieces of a buffer: nearly always one, which takes no allocation.
+#[derive(Clone, Debug)]
+pub(crate) enum Pieces {
+    One(Piece),
+    /// At most [`PIECES`].
+    More(Box<[Piece]>),
+}
+
+impl Deref for Pieces {
+    type Target = [Piece];
+
+    #[inline]
+    fn deref(&self) -> &[Piece] {
+        match self {
+            Pieces::One(piece) => std::slice::from_ref(piece),
+            Pieces::More(pieces) => pieces,
+        }
+    }
 }
 
 /// A new lease, returned to the API.
@@ -32,6 +83,9 @@ pub(crate) struct LeaseParts {
     pub(crate) index: u32,
     pub(crate) len: usize,
     pub(crate) place: BufferPlace,
+    /// The lease may return with the endpoint's next call, while this is
+    /// [`Leases::round`](super::leases::Leases::round).
+    pub(crate) round: Option<u32>,
 }
 
 /// Why no lease was made.

@@ -8,7 +8,8 @@
 //!
 //! # Life of a lease
 //! A lease in place refers to bytes in memory that the peer shares. Dropping it returns the buffer
-//! and the credit. Before that, after a bounded time, the endpoint may copy the bytes out and
+//! and the credit: at once, or with the endpoint's next call while the peer can wait for neither,
+//! which takes one atomic operation and no lock ([`crate::table::leases`]). Before that, after a bounded time, the endpoint may copy the bytes out and
 //! return the buffer; the application reads the same bytes either way. While a [`LeaseReader`] lives,
 //! they are not moved.
 
@@ -32,6 +33,51 @@ use crate::zc::{Buf, Mapped};
 
 pub use self::cursor::LeaseCursor;
 pub use self::reader::LeaseReader;
+
+/// The calls of both kinds of leases that read their bytes.
+macro_rules! lease_calls {
+    () => {
+        /// Length in bytes; never 0.
+        #[expect(clippy::len_without_is_empty, reason = "a lease is never empty")]
+        pub fn len(&self) -> usize {
+            self.body.parts.len
+        }
+
+        /// Whether the bytes lay where the peer's side wrote them when they were received. False for a
+        /// packet beyond the hold limit, which is a copy.
+        pub fn is_in_place(&self) -> bool {
+            matches!(self.body.parts.place, BufferPlace::InPlace { .. })
+        }
+
+        /// Keeps the bytes in place while they are read.
+        pub fn read(&self) -> LeaseReader<'_> {
+            LeaseReader::new(&self.core, &self.body)
+        }
+
+        /// Copies bytes from `offset` on to `out`; returns how many. Safe with any peer.
+        pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
+            self.read().copy_to(offset, out)
+        }
+
+        /// A copy of all bytes.
+        pub fn to_vec(&self) -> Vec<u8> {
+            self.read().to_vec()
+        }
+
+        /// A copy of the value at `offset`; `None` if it does not lie within the lease.
+        pub fn read_as<T: FromBytes>(&self, offset: usize) -> Option<T> {
+            self.read().read_as(offset)
+        }
+
+        /// Writes all bytes to `fd` without a copy in user space; returns how many the system took.
+        ///
+        /// # Errors
+        /// Those of `writev(2)`.
+        pub fn write_to(&self, fd: impl AsFd) -> io::Result<usize> {
+            self.read().write_to(fd)
+        }
+    };
+}
 
 /// The bytes of one received packet, in place. Dropping it returns the buffer and the credit to the
 /// sender.
@@ -84,55 +130,11 @@ pub struct OwnedLease {
 
 impl<'a> Lease<'a> {
     pub(super) fn new(core: &'a Arc<Core>, parts: LeaseParts, trust: Option<Trust>) -> Lease<'a> {
-        let LeaseParts { index, len, place } = parts;
-        let body = Body {
-            index,
-            len,
-            place,
-            trust,
-        };
+        let body = Body { parts, trust };
         Lease { core, body }
     }
 
-    /// Length in bytes; never 0.
-    #[expect(clippy::len_without_is_empty, reason = "a lease is never empty")]
-    pub fn len(&self) -> usize {
-        self.body.len
-    }
-
-    /// Whether the bytes lay where the peer's side wrote them when they were received. False for a
-    /// packet beyond the hold limit, which is a copy.
-    pub fn is_in_place(&self) -> bool {
-        matches!(self.body.place, BufferPlace::InPlace { .. })
-    }
-
-    /// Keeps the bytes in place while they are read.
-    pub fn read(&self) -> LeaseReader<'_> {
-        LeaseReader::new(self.core, &self.body)
-    }
-
-    /// Copies bytes from `offset` on to `out`; returns how many. Safe with any peer.
-    pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
-        self.read().copy_to(offset, out)
-    }
-
-    /// A copy of all bytes.
-    pub fn to_vec(&self) -> Vec<u8> {
-        self.read().to_vec()
-    }
-
-    /// A copy of the value at `offset`; `None` if it does not lie within the lease.
-    pub fn read_as<T: FromBytes>(&self, offset: usize) -> Option<T> {
-        self.read().read_as(offset)
-    }
-
-    /// Writes all bytes to `fd` without a copy in user space; returns how many the system took.
-    ///
-    /// # Errors
-    /// Those of `writev(2)`.
-    pub fn write_to(&self, fd: impl AsFd) -> io::Result<usize> {
-        self.read().write_to(fd)
-    }
+    lease_calls!();
 
     /// Converts it to a lease that may outlive the stream.
     pub fn into_owned(mut self) -> OwnedLease {
@@ -187,44 +189,7 @@ impl OwnedLease {
         Lease { core, body }
     }
 
-    /// Length in bytes; never 0.
-    #[expect(clippy::len_without_is_empty, reason = "a lease is never empty")]
-    pub fn len(&self) -> usize {
-        self.body.len
-    }
-
-    /// As [`Lease::is_in_place`].
-    pub fn is_in_place(&self) -> bool {
-        matches!(self.body.place, BufferPlace::InPlace { .. })
-    }
-
-    /// Keeps the bytes in place while they are read.
-    pub fn read(&self) -> LeaseReader<'_> {
-        LeaseReader::new(&self.core, &self.body)
-    }
-
-    /// Copies bytes from `offset` on to `out`; returns how many. Safe with any peer.
-    pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
-        self.read().copy_to(offset, out)
-    }
-
-    /// A copy of all bytes.
-    pub fn to_vec(&self) -> Vec<u8> {
-        self.read().to_vec()
-    }
-
-    /// A copy of the value at `offset`; `None` if it does not lie within the lease.
-    pub fn read_as<T: FromBytes>(&self, offset: usize) -> Option<T> {
-        self.read().read_as(offset)
-    }
-
-    /// Writes all bytes to `fd` without a copy in user space; returns how many the system took.
-    ///
-    /// # Errors
-    /// Those of `writev(2)`.
-    pub fn write_to(&self, fd: impl AsFd) -> io::Result<usize> {
-        self.read().write_to(fd)
-    }
+    lease_calls!();
 
     /// As [`Lease::into_zc_buf`].
     ///
@@ -235,7 +200,7 @@ impl OwnedLease {
             return Err((StreamError::Revoked, self));
         }
         let len = self.len();
-        let place = self.body.place.clone();
+        let place = self.body.parts.place.clone();
         let shared = Shared::new(self);
         let BufferPlace::InPlace {
             memory,
@@ -271,13 +236,13 @@ impl OwnedLease {
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
-        self.core.return_buffer(self.body.index);
+        self.body.end(&self.core);
     }
 }
 
 impl Drop for OwnedLease {
     fn drop(&mut self) {
-        self.core.return_buffer(self.body.index);
+        self.body.end(&self.core);
     }
 }
 
@@ -316,12 +281,12 @@ impl AsRef<[u8]> for Shared {
     fn as_ref(&self) -> &[u8] {
         if let Some((bytes, start)) = &self.copy {
             return bytes
-                .get(*start..*start + self.lease.body.len)
+                .get(*start..*start + self.lease.body.parts.len)
                 .unwrap_or(&[]);
         }
-        match &self.lease.body.place {
+        match &self.lease.body.parts.place {
             BufferPlace::Copied((bytes, start)) => bytes
-                .get(*start..*start + self.lease.body.len)
+                .get(*start..*start + self.lease.body.parts.len)
                 .unwrap_or(&[]),
             BufferPlace::InPlace {
                 memory,
@@ -329,7 +294,7 @@ impl AsRef<[u8]> for Shared {
                 offset,
             } => match (&pieces[..], self.lease.body.trust.filter(|_| self.entered)) {
                 ([piece], Some(trust)) => memory
-                    .trusted_slice(piece.part(*offset, self.lease.body.len), trust)
+                    .trusted_slice(piece.part(*offset, self.lease.body.parts.len), trust)
                     .unwrap_or(&[]),
                 _ => &[],
             },
@@ -346,7 +311,7 @@ impl Drop for Shared {
 impl fmt::Debug for Lease<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Lease")
-            .field("len", &self.body.len)
+            .field("len", &self.body.parts.len)
             .field("in_place", &self.is_in_place())
             .finish_non_exhaustive()
     }
@@ -355,7 +320,7 @@ impl fmt::Debug for Lease<'_> {
 impl fmt::Debug for OwnedLease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("OwnedLease")
-            .field("len", &self.body.len)
+            .field("len", &self.body.parts.len)
             .finish_non_exhaustive()
     }
 }

@@ -239,6 +239,16 @@ impl<S: BuildHasher> Shard<S> {
         self.consume_slow(flow, bytes)
     }
 
+    /// Whether the peer would learn nothing now of the consumption of all bytes that an open connection
+    /// has received: then it may be reported later, with the bytes that arrive next.
+    #[inline]
+    pub fn may_consume_later(&self, flow: FlowId) -> bool {
+        self.table.get(flow).is_some_and(|connection| {
+            matches!(connection.state, State::Established { peer, .. } if peer.is_none())
+                && !connection.rx.would_update(connection.tx.peer_buf_alloc())
+        })
+    }
+
     /// As [`Shard::consume`], for any state.
     #[cold]
     #[inline(never)]

@@ -144,13 +144,13 @@ fn flags_suppress_kicks_and_calls() {
     driver.disable_notifications();
     let chain = popped(&mut queue);
     queue.complete(chain, 0);
-    assert!(!queue.would_notify());
+    assert!(!queue.would_notify(0));
     assert!(!queue.publish());
     assert!(driver.enable_notifications(), "one is back");
-    assert!(!queue.would_notify(), "nothing new");
+    assert!(!queue.would_notify(0), "nothing new");
     let chain = popped(&mut queue);
     queue.complete(chain, 0);
-    assert!(queue.would_notify());
+    assert!(queue.would_notify(0));
     assert!(queue.publish());
     assert!(!queue.enable_notifications());
 }
@@ -176,7 +176,7 @@ fn event_index_suppresses_until_the_requested_entry() {
     for chain in chains {
         queue.complete(chain, 0);
     }
-    assert!(queue.would_notify(), "the first batch always");
+    assert!(queue.would_notify(0), "the first batch always");
     assert!(queue.publish());
     assert!(driver.enable_notifications());
     while driver.poll().unwrap().is_some() {}
@@ -184,7 +184,7 @@ fn event_index_suppresses_until_the_requested_entry() {
     for wanted in [true, false] {
         let chain = popped(&mut queue);
         queue.complete(chain, 0);
-        assert_eq!(queue.would_notify(), wanted);
+        assert_eq!(queue.would_notify(0), wanted);
         assert_eq!(queue.publish(), wanted);
     }
 }

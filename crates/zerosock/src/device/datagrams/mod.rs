@@ -188,7 +188,7 @@ impl Device {
             },
             offset: HEADER_LEN as u32,
             len: header.len,
-            since: now,
+            since: Some(now),
             ends: MessageEnd::Nothing,
         };
         let pool = self.app.pool;

@@ -55,6 +55,15 @@ impl Store for QueueStore<'_> {
     }
 
     #[inline]
+    fn may_return_later(&self, _pool: u32, flow: FlowId) -> bool {
+        let shard = self.shard.as_ref();
+        let tx = self.tx.as_ref();
+        // A driver that asks for a notification may wait for the chain.
+        shard.is_some_and(|shard| shard.may_consume_later(flow))
+            && tx.is_some_and(|tx| !tx.queue.would_notify(1))
+    }
+
+    #[inline]
     fn consumed(&mut self, _pool: u32, flow: FlowId, bytes: u32) {
         if let Some(shard) = &mut self.shard {
             // Fails if the flow has ended.

@@ -7,7 +7,6 @@ use super::DatagramLoan;
 use super::QUEUE_PAIR;
 use crate::driver::Driver;
 use crate::table::datagrams::{DatagramBackend, DatagramFault};
-use crate::table::sockets::BufferPlace;
 use crate::table::transfers::LoanParts;
 
 impl DatagramBackend for Driver {
@@ -41,12 +40,7 @@ impl DatagramBackend for Driver {
             return Err(DatagramFault::TooManyLoans);
         };
         self.datagrams.lent += u16::from(slot.is_some());
-        let slots = &self.store.queue_pairs[QUEUE_PAIR].slots;
-        let place = slot.map(|slot| BufferPlace::InPlace {
-            memory: slots.memory.clone(),
-            pieces: slots.tx_data.pieces(slot).iter().copied().collect(),
-            offset: 0,
-        });
+        let place = slot.and_then(|slot| self.place_of(QUEUE_PAIR, slot));
         if let Some(place) = self.datagrams.loans.get_mut(index as usize) {
             *place = Some(DatagramLoan { id, to, slot });
         }

@@ -105,7 +105,7 @@ impl Driver {
                     token: slot,
                     offset: 0,
                     len: header.len,
-                    since: now(),
+                    since: Some(now()),
                     ends: MessageEnd::Nothing,
                 };
                 let inboxes = &mut datagrams.inboxes;

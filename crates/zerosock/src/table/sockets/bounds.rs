@@ -117,9 +117,9 @@ impl<T> Sockets<T> {
         })
     }
 
-    /// Counts a held part added to a connection.
+    /// Counts a buffer that a connection holds since then.
     #[inline]
-    pub(super) fn add_held(&mut self, index: u32) {
+    pub(super) fn add_held(&mut self, index: u32, since: Option<Instant>) {
         let Some(conn) = self.conns.get_mut(index as usize) else {
             return;
         };
@@ -132,10 +132,10 @@ impl<T> Sockets<T> {
             conn.holder = pool.holders.len() as u32;
             pool.holders.push(index);
         }
-        if pool.check.is_none()
-            && let Some(ReceivedPart::Held(held)) = conn.parts.back()
-        {
-            pool.check = Some(due(held.since, self.hold));
+        match since {
+            None => pool.check = Some(Instant::ZERO),
+            Some(since) if pool.check.is_none() => pool.check = Some(due(since, self.hold)),
+            Some(_) => {}
         }
     }
 
@@ -161,16 +161,6 @@ impl<T> Sockets<T> {
             {
                 conn.holder = place;
             }
-        }
-    }
-
-    /// Counts a held part that became a lease in place.
-    pub(super) fn add_leased(&mut self, index: u32, pool: u32) {
-        if let Some(conn) = self.conns.get_mut(index as usize) {
-            conn.leased += 1;
-        }
-        if let Some(pool) = self.pools.get_mut(pool as usize) {
-            pool.leased += 1;
         }
     }
 
@@ -344,7 +334,7 @@ impl<T> Sockets<T> {
         let (pool, mut lease) = (conn.pool, conn.leases);
         while lease != NONE {
             let next = self.next_lease(lease);
-            if let Some(since) = self.leased_since(lease) {
+            if let Some(since) = self.leased_since(lease, now) {
                 let at = due(since, self.hold);
                 if at > now {
                     check = earlier(check, Some(at));
@@ -369,8 +359,9 @@ impl<T> Sockets<T> {
         now: Instant,
         store: &mut impl Store<Token = T>,
     ) -> Option<Instant> {
-        let oldest = self.get(id)?.parts.iter().find_map(|part| match part {
-            ReceivedPart::Held(held) => Some(held.since),
+        let mut parts = self.get_mut(id)?.parts.iter_mut();
+        let oldest = parts.find_map(|part| match part {
+            ReceivedPart::Held(held) => Some(*held.since.get_or_insert(now)),
             ReceivedPart::Copied { .. } => None,
         });
         let at = due(oldest?, self.hold);

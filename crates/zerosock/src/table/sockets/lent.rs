@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use arrayvec::ArrayVec;
+use zerosock_proto::Instant;
 
 use super::Sockets;
 use super::ids::{StreamId, StreamState};
@@ -42,33 +42,48 @@ impl<T> Sockets<T> {
         })
     }
 
-    /// Leases the first unread part: in place if the limits allow, else as a copy.
+    /// Leases the first unread part, or `arrived`, which has just arrived at a connection that holds
+    /// nothing: in place if the limits allow, else as a copy.
+    #[inline]
     pub(crate) fn lease(
         &mut self,
         id: StreamId,
+        arrived: Option<HeldBuffer<T>>,
         store: &mut impl Store<Token = T>,
     ) -> Result<LeaseParts, NoLease> {
-        let conn = self.get_mut(id).ok_or(NoLease::Empty)?;
-        let (pool, leased, lent) = (conn.pool, conn.leased, conn.lent as usize);
-        if conn.parts.is_empty() {
-            return Err(NoLease::Empty);
-        }
-        // A connection may use at most half of the free entries, the next one half of the rest: a
-        // reader that never drops a lease leaves entries to other connections and to loans.
-        if lent >= self.free_lent.len() {
-            return Err(NoLease::TooMany);
-        }
-        let index = self.free_lent.pop().ok_or(NoLease::TooMany)?;
-        let part = self.get_mut(id).and_then(|conn| conn.parts.pop_front());
-        let Some(part) = part else {
-            self.free_lent.push(index);
-            return Err(NoLease::Empty);
+        let free = self.free_lent.len();
+        let conn = match self.get_mut(id) {
+            // A connection may use at most half of the free entries, the next one half of the rest:
+            // a reader that never drops a lease leaves entries to other connections and to loans.
+            Some(conn) if (conn.lent as usize) < free => conn,
+            conn => {
+                let full = conn.is_some_and(|conn| arrived.is_some() || !conn.parts.is_empty());
+                if let Some(held) = arrived {
+                    self.deliver(id, held, store);
+                }
+                return Err(if full {
+                    NoLease::TooMany
+                } else {
+                    NoLease::Empty
+                });
+            }
+        };
+        let (pool, leased) = (conn.pool, conn.leased);
+        let part = match arrived {
+            Some(held) => {
+                conn.taken += u64::from(held.len);
+                self.counted.received += u64::from(held.len);
+                self.add_held(id.index, held.since);
+                ReceivedPart::Held(held)
+            }
+            None => {
+                let part = conn.parts.pop_front().ok_or(NoLease::Empty)?;
+                conn.unread = conn.unread.saturating_sub(part.len());
+                conn.taken += part.len() as u64;
+                part
+            }
         };
         let len = part.len();
-        if let Some(conn) = self.get_mut(id) {
-            conn.unread = conn.unread.saturating_sub(len);
-            conn.taken += len as u64;
-        }
         let (held, place) = match part {
             ReceivedPart::Copied { bytes, taken, ends } => {
                 self.remove_copied(id.index, len + cost(ends));
@@ -76,7 +91,10 @@ impl<T> Sockets<T> {
             }
             ReceivedPart::Held(held) => {
                 match self.may_lease(pool, leased).then(|| place(store, &held)) {
-                    Some(Some(place)) => (Some(held), place),
+                    Some(Some(place)) => {
+                        self.counted.leased += len as u64;
+                        (Some(held), place)
+                    }
                     _ => {
                         let mut bytes = Vec::with_capacity(len);
                         copy_out(store, &held, &mut bytes);
@@ -88,12 +106,15 @@ impl<T> Sockets<T> {
                 }
             }
         };
-        if held.is_some() {
-            self.counted.leased += len as u64;
-        }
-        self.insert_lease(index, id, pool, len, held);
+        let index = self.free_lent.pop().ok_or(NoLease::TooMany)?;
+        let round = self.add_lease(index, id, len as u32, held, store);
         self.clear_stalled_if_drained(id.index);
-        Ok(LeaseParts { index, len, place })
+        Ok(LeaseParts {
+            index,
+            len,
+            place,
+            round,
+        })
     }
 
     /// Leases a copy that belongs to no connection.
@@ -115,42 +136,56 @@ impl<T> Sockets<T> {
             };
         }
         let place = BufferPlace::Copied((Arc::new(bytes), 0));
-        Ok(LeaseParts { index, len, place })
+        Ok(LeaseParts {
+            index,
+            len,
+            place,
+            round: None,
+        })
     }
 
-    fn insert_lease(
+    /// Enters a new lease. Returns the round if its return may wait for the endpoint's next call.
+    #[inline]
+    fn add_lease(
         &mut self,
         index: u32,
         id: StreamId,
-        pool: u32,
-        len: usize,
+        len: u32,
         held: Option<HeldBuffer<T>>,
-    ) {
+        store: &impl Store<Token = T>,
+    ) -> Option<u32> {
         self.lease_table.begin(index);
-        if held.is_some() {
-            self.add_leased(id.index, pool);
+        let conn = self.conns.get_mut(id.index as usize)?;
+        let mut has_room = false;
+        if let Some(pool) = self.pools.get_mut(conn.pool as usize) {
+            pool.leased += u32::from(held.is_some());
+            has_room = pool.held < pool.limit();
         }
-        let next = self.get(id).map_or(NONE, |conn| conn.leases);
+        conn.leased += u32::from(held.is_some());
+        conn.lent += 1;
+        let next = std::mem::replace(&mut conn.leases, index);
         if let Some(first) = self.lent.get_mut(next as usize) {
             first.previous = index;
         }
-        if let Some(lent) = self.lent.get_mut(index as usize) {
-            *lent = LentEntry {
-                kind: LentKind::Lease,
-                conn: Some(id),
-                pool,
-                len: len as u32,
-                held,
-                copy: None,
-                overdue: NONE,
-                previous: NONE,
-                next,
-            };
+        let later =
+            has_room && (conn.flow).is_some_and(|flow| store.may_return_later(conn.pool, flow));
+        if !later && conn.lent > 1 {
+            // With this one, the leases before it may free what the peer waits for.
+            self.lease_table.end_round();
         }
-        if let Some(conn) = self.get_mut(id) {
-            conn.leases = index;
-            conn.lent += 1;
-        }
+        let pool = conn.pool;
+        *self.lent.get_mut(index as usize)? = LentEntry {
+            kind: LentKind::Lease,
+            conn: Some(id),
+            pool,
+            len,
+            held,
+            copy: None,
+            overdue: NONE,
+            previous: NONE,
+            next,
+        };
+        later.then(|| self.lease_table.round())
     }
 
     /// Ends a dropped lease: returns its buffer and gives the sender credit. For the recheck index
@@ -168,41 +203,36 @@ impl<T> Sockets<T> {
         if lent.kind != LentKind::Lease {
             return false;
         }
-        let lent = std::mem::take(lent);
+        lent.kind = LentKind::Nothing;
+        lent.copy = None;
+        let held = lent.held.take();
+        let (conn, pool, len) = (lent.conn, lent.pool, lent.len);
+        let (overdue, previous, next) = (lent.overdue, lent.previous, lent.next);
         self.free_lent.push(index);
-        self.unlink(&lent);
-        if let Some(conn) = lent.conn.and_then(|id| self.get_mut(id)) {
-            conn.lent = conn.lent.saturating_sub(1);
+        if let Some(next) = self.lent.get_mut(next as usize) {
+            next.previous = previous;
         }
-        if let Some(held) = lent.held {
+        if let Some(previous) = self.lent.get_mut(previous as usize) {
+            previous.next = next;
+        } else if let Some(conn) = conn.and_then(|id| self.get_mut(id)) {
+            conn.leases = next;
+        }
+        if let Some(held) = held {
             store.release(held.token);
-            self.remove_leased(lent.conn.map_or(NONE, |id| id.index), lent.pool);
-            if lent.conn.is_none() {
-                self.forget_orphan(lent.pool, index);
+            self.remove_leased(conn.map_or(NONE, |id| id.index), pool);
+            if conn.is_none() {
+                self.forget_orphan(pool, index);
             }
         }
-        self.forget_overdue(lent.pool, lent.overdue);
-        if let Some(id) = lent.conn
-            && let Some(conn) = self.get(id)
-        {
+        self.forget_overdue(pool, overdue);
+        if let Some(conn) = conn.and_then(|id| self.get_mut(id)) {
+            conn.lent = conn.lent.saturating_sub(1);
+            conn.stalled &= !conn.parts.is_empty();
             if let Some(flow) = conn.flow {
-                store.consumed(lent.pool, flow, lent.len);
+                store.consumed(pool, flow, len);
             }
-            self.clear_stalled_if_drained(id.index);
         }
         true
-    }
-
-    /// Removes a lease from its connection's list.
-    fn unlink(&mut self, lent: &LentEntry<T>) {
-        if let Some(previous) = self.lent.get_mut(lent.previous as usize) {
-            previous.next = lent.next;
-        } else if let Some(conn) = lent.conn.and_then(|id| self.get_mut(id)) {
-            conn.leases = lent.next;
-        }
-        if let Some(next) = self.lent.get_mut(lent.next as usize) {
-            next.previous = lent.previous;
-        }
     }
 
     /// The copy of a lease's bytes, if they were moved.
@@ -247,12 +277,10 @@ impl<T> Sockets<T> {
     }
 
     /// Since when a lease has held its buffer; `None` if it holds none or is on the overdue list.
-    pub(super) fn leased_since(&self, index: u32) -> Option<zerosock_proto::Instant> {
-        let lent = self
-            .lent
-            .get(index as usize)
-            .filter(|lent| lent.overdue == NONE)?;
-        lent.held.as_ref().map(|held| held.since)
+    pub(super) fn leased_since(&mut self, index: u32, now: Instant) -> Option<Instant> {
+        let lent = self.lent.get_mut(index as usize);
+        let held = lent.filter(|lent| lent.overdue == NONE)?.held.as_mut()?;
+        Some(*held.since.get_or_insert(now))
     }
 
     /// Whether a lease holds its buffer.
@@ -346,20 +374,6 @@ fn can_place<T>(store: &impl Store<Token = T>, held: &HeldBuffer<T>) -> bool {
 
 /// Describes where a held buffer lies; `None` if it has too many pieces.
 fn place<T>(store: &impl Store<Token = T>, held: &HeldBuffer<T>) -> Option<BufferPlace> {
-    let memory = store.memory(&held.token)?.clone();
-    let (mut pieces, mut offset) = (store.pieces(&held.token), held.offset as usize);
-    // Skips the piece that contains only the header; the rest is then often one piece, and a
-    // trusting reader gets one slice.
-    while let [first, rest @ ..] = pieces
-        && first.len() <= offset
-        && !rest.is_empty()
-    {
-        offset -= first.len();
-        pieces = rest;
-    }
-    Some(BufferPlace::InPlace {
-        memory,
-        pieces: ArrayVec::try_from(pieces).ok()?,
-        offset,
-    })
+    let (memory, pieces) = (store.memory(&held.token)?, store.pieces(&held.token));
+    BufferPlace::new(memory, pieces, held.offset as usize)
 }

@@ -95,8 +95,9 @@ impl<T> Sockets<T> {
             messages.complete += 1;
         }
         if len > 0 && !copies {
+            let since = held.since;
             conn.parts.push_back(ReceivedPart::Held(held));
-            self.add_held(id.index);
+            self.add_held(id.index, since);
         } else {
             let mut copied = len;
             match conn.parts.back_mut() {
@@ -220,7 +221,7 @@ impl<T> Sockets<T> {
         let mut lent = 0;
         while lent < parts {
             // The entries were checked above.
-            let Ok(lease) = self.lease(id, store) else {
+            let Ok(lease) = self.lease(id, None, store) else {
                 break;
             };
             if lease.len > 0 {

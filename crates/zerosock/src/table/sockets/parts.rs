@@ -15,6 +15,13 @@ use zerosock_ring::SliceBuf;
 const MAX_COPIED: usize = 64 << 10;
 
 impl<T> Conn<T> {
+    /// See [`Sockets::drained_flow`].
+    #[inline]
+    pub(crate) fn drained_flow(&self) -> Option<FlowId> {
+        self.flow
+            .filter(|_| self.parts.is_empty() && !self.recv_shutdown)
+    }
+
     /// Appends `len` bytes to the last copy: many small packets share one buffer of at most
     /// [`MAX_COPIED`] bytes, unless a message ends there. The read part of a buffer is removed when
     /// it reaches half, so that the memory stays below twice the unread bytes.
@@ -80,8 +87,9 @@ impl<T> Sockets<T> {
         self.counted.received += u64::from(held.len);
         conn.unread += held.len as usize;
         if !conn.stalled {
+            let since = held.since;
             conn.parts.push_back(ReceivedPart::Held(held));
-            return self.add_held(id.index);
+            return self.add_held(id.index, since);
         }
         self.counted.copied_aside += u64::from(held.len);
         let len = held.len as usize;
@@ -258,8 +266,11 @@ impl<T> Sockets<T> {
     #[inline]
     pub(crate) fn drained_flow(&self, id: StreamId) -> Option<(u32, FlowId)> {
         let conn = self.get(id)?;
-        let passes = conn.parts.is_empty() && !conn.recv_shutdown;
-        Some((conn.pool, conn.flow.filter(|_| passes)?))
+        if conn.lent > 0 {
+            // As in `consumed`.
+            self.lease_table.end_round();
+        }
+        Some((conn.pool, conn.drained_flow()?))
     }
 
     /// Counts bytes passed to a reader in place without having been held.
@@ -328,6 +339,10 @@ impl<T> Sockets<T> {
             conn.taken += bytes as u64;
             if let Some(flow) = conn.flow {
                 store.consumed(conn.pool, flow, bytes as u32);
+            }
+            if conn.lent > 0 {
+                // With these bytes, leases that are out may free what the peer waits for.
+                self.lease_table.end_round();
             }
         }
     }

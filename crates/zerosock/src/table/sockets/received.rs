@@ -13,8 +13,8 @@ pub(crate) struct HeldBuffer<T> {
     pub(crate) offset: u32,
     /// Bytes not read yet.
     pub(crate) len: u32,
-    /// When they arrived.
-    pub(crate) since: Instant,
+    /// When they arrived. `None`: after the last turn, and the next one sets it.
+    pub(crate) since: Option<Instant>,
     /// What ends with the last of them.
     pub(crate) ends: MessageEnd,
 }

@@ -20,6 +20,9 @@ pub(crate) trait Store {
     /// Returns a buffer to the peer.
     fn release(&mut self, token: Self::Token);
 
+    /// Whether the peer would learn nothing now if all buffers of a connection were returned.
+    fn may_return_later(&self, pool: u32, flow: FlowId) -> bool;
+
     /// Reports `bytes` of a connection as read or discarded: the sender gets credit for them.
     fn consumed(&mut self, pool: u32, flow: FlowId, bytes: u32);
 

@@ -33,6 +33,8 @@ struct Slots {
     /// Held by the table.
     out: Vec<bool>,
     consumed: BTreeMap<usize, u64>,
+    /// The peer waits for nothing.
+    patient: bool,
 }
 
 impl Slots {
@@ -56,6 +58,7 @@ impl Slots {
             pieces,
             out: vec![false; SIZE as usize],
             consumed: BTreeMap::new(),
+            patient: false,
         }
     }
 
@@ -73,6 +76,10 @@ impl Store for Slots {
 
     fn pieces<'a>(&'a self, token: &'a u32) -> &'a [Piece] {
         std::slice::from_ref(&self.pieces[*token as usize])
+    }
+
+    fn may_return_later(&self, _: u32, _: FlowId) -> bool {
+        self.patient
     }
 
     fn release(&mut self, token: u32) {
@@ -139,7 +146,7 @@ impl Table {
             token: slot as u32,
             offset,
             len: bytes.len() as u32,
-            since: self.now,
+            since: Some(self.now),
             ends: MessageEnd::Nothing,
         };
         self.sockets.deliver(id, held, &mut self.slots);
@@ -154,7 +161,7 @@ impl Table {
     }
 
     fn lease(&mut self, id: StreamId) -> LeaseParts {
-        self.sockets.lease(id, &mut self.slots).unwrap()
+        self.sockets.lease(id, None, &mut self.slots).unwrap()
     }
 
     fn pass(&mut self, span: Duration) {
@@ -256,6 +263,73 @@ fn leases_of_a_connection_beyond_an_eighth_of_the_pool_are_copies() {
 }
 
 #[test]
+fn lease_may_return_later_while_the_peer_waits_for_nothing() {
+    let mut table = Table::new();
+    let id = table.conn();
+    let later = |table: &Table, parts: &LeaseParts| {
+        parts.round == Some(table.sockets.lease_table().round())
+    };
+    for _ in 0..5 {
+        assert!(table.deliver(id, 0, b"bytes"));
+    }
+    let first = table.lease(id);
+    assert!(!later(&table, &first), "the peer waits for credit");
+    table.slots.patient = true;
+    let (second, third) = (table.lease(id), table.lease(id));
+    assert!(later(&table, &second) && later(&table, &third));
+    // Bytes that are read free more than the leases alone.
+    assert_eq!(table.read(id, 5, false), b"bytes");
+    assert!(!later(&table, &second) && !later(&table, &third));
+    let fourth = table.lease(id);
+    assert!(later(&table, &fourth));
+    table.slots.patient = false;
+    assert!(table.deliver(id, 0, b"bytes"));
+    let fifth = table.lease(id);
+    assert!(!later(&table, &fifth) && !later(&table, &fifth));
+    for parts in [first, second, third, fourth, fifth] {
+        assert!(table.sockets.end_lease(parts.index, &mut table.slots));
+    }
+    assert_eq!((table.slots.out(), table.sockets.lent_out()), (0, 0));
+    assert_eq!(table.slots.consumed[&0], 30);
+}
+
+#[test]
+fn arrived_buffer_is_leased_without_being_listed() {
+    let mut table = Table::new();
+    let id = table.conn();
+    let arrival = |table: &mut Table| {
+        table.slots.out[7] = true;
+        HeldBuffer {
+            token: 7,
+            offset: 2,
+            len: 3,
+            since: None,
+            ends: MessageEnd::Nothing,
+        }
+    };
+    let held = arrival(&mut table);
+    let parts = table
+        .sockets
+        .lease(id, Some(held), &mut table.slots)
+        .unwrap();
+    assert!(table.is_in_place(&parts) && parts.len == 3);
+    assert_eq!((table.sockets.held(0), table.sockets.unread(id)), (1, 0));
+    // The next turn sets since when it is held.
+    assert_eq!(table.sockets.next_timeout(), Some(Instant::ZERO));
+    table.pass(Duration::ZERO);
+    assert_eq!(table.sockets.next_timeout(), Some(table.now + HOLD));
+    table.pass(HOLD);
+    assert_eq!(table.slots.out(), 0, "held too long: copied");
+    assert!(table.sockets.end_lease(parts.index, &mut table.slots));
+    // Without a free entry, it is unread.
+    while table.sockets.begin_loan().is_some() {}
+    let held = arrival(&mut table);
+    let refused = table.sockets.lease(id, Some(held), &mut table.slots);
+    assert_eq!(refused.err(), Some(NoLease::TooMany));
+    assert_eq!(table.sockets.unread(id), 3);
+}
+
+#[test]
 fn leases_of_all_connections_beyond_three_eighths_of_the_pool_are_copies() {
     let mut table = Table::new();
     let mut in_place = 0;
@@ -278,7 +352,7 @@ fn a_connection_that_keeps_its_leases_leaves_entries_to_others() {
         let mut taken = 0;
         loop {
             assert!(table.deliver(id, 0, b"x"));
-            match table.sockets.lease(id, &mut table.slots) {
+            match table.sockets.lease(id, None, &mut table.slots) {
                 Ok(_) => taken += 1,
                 Err(reason) => break assert_eq!(reason, NoLease::TooMany),
             }

@@ -6,12 +6,10 @@ use std::io::{self, Write};
 use zerosock_proto::Address;
 
 use super::{Datagram, DatagramError};
+use crate::table::backend::Backend;
 use crate::table::datagrams::DatagramFault;
-use crate::table::leases::Entered;
-use crate::table::sockets::BufferPlace;
-use crate::table::{backend::Backend, transfers::LoanParts};
 use crate::vsock::hub::Interest;
-use crate::vsock::loan::ZEROS;
+use crate::vsock::loan::Buffer;
 
 /// A buffer for a datagram, in memory that the receiver's side reads. [`send`](Self::send) sends
 /// it; dropped, it is returned unsent. Beyond the limit on loans, or for a datagram that needs
@@ -33,11 +31,7 @@ use crate::vsock::loan::ZEROS;
 /// ```
 pub struct DatagramLoan<'a> {
     socket: &'a Datagram,
-    index: u32,
-    len: usize,
-    place: Option<BufferPlace>,
-    /// The bytes of a loan that is not, or no longer, in place.
-    private: Vec<u8>,
+    buffer: Buffer,
     filled: usize,
     returned: bool,
 }
@@ -49,17 +43,9 @@ impl Datagram {
     /// As [`send_to`](Self::send_to).
     pub fn loan(&self, to: Address, len: usize) -> io::Result<DatagramLoan<'_>> {
         let parts = self.transmit(|backend| backend.loan(self.id, to, len))?;
-        let LoanParts { index, len, place } = parts;
-        let private = match place {
-            Some(_) => Vec::new(),
-            None => vec![0; len],
-        };
         Ok(DatagramLoan {
             socket: self,
-            index,
-            len,
-            place,
-            private,
+            buffer: Buffer::new(parts),
             filled: 0,
             returned: false,
         })
@@ -69,7 +55,7 @@ impl Datagram {
 impl DatagramLoan<'_> {
     /// Its capacity in bytes.
     pub fn capacity(&self) -> usize {
-        self.len
+        self.buffer.len()
     }
 
     /// Bytes written so far.
@@ -79,7 +65,7 @@ impl DatagramLoan<'_> {
 
     /// Whether it is in place.
     pub fn is_in_place(&self) -> bool {
-        self.place.is_some()
+        self.buffer.is_in_place()
     }
 
     /// Writes `bytes` at `offset`; returns how many fit. [`filled`](Self::filled) is at least their
@@ -88,39 +74,13 @@ impl DatagramLoan<'_> {
     /// # Errors
     /// [`DatagramError::Revoked`]: the peer has taken its memory back, and earlier writes are lost.
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) -> io::Result<usize> {
-        let offset = offset.min(self.len);
-        while self.filled < offset {
-            let part = ZEROS.len().min(offset - self.filled);
-            match self.put_at(self.filled, &ZEROS[..part])? {
-                0 => break,
-                done => self.filled += done,
-            }
-        }
-        let written = self.put_at(offset, bytes)?;
+        let (core, revoked) = (&self.socket.core, |_| DatagramError::Revoked);
+        let offset = offset.min(self.capacity());
+        let filled = self.buffer.fill_gap(core, self.filled, offset);
+        self.filled = filled.map_err(revoked)?;
+        let written = self.buffer.write(core, offset, bytes, self.filled > 0);
+        let written = written.map_err(revoked)?;
         self.filled = self.filled.max(offset + written);
-        Ok(written)
-    }
-
-    /// Writes `bytes` at `offset`, which is within the capacity; returns how many fit.
-    fn put_at(&mut self, offset: usize, bytes: &[u8]) -> Result<usize, DatagramError> {
-        let fits = bytes.len().min(self.len - offset);
-        let bytes = bytes.get(..fits).unwrap_or(bytes);
-        let core = &self.socket.core;
-        let mut written = bytes.len();
-        if self.place.is_some() && !self.enter() {
-            self.moved(core.lock().backend())?;
-        }
-        if let Some(BufferPlace::InPlace {
-            memory,
-            pieces,
-            offset: start,
-        }) = &self.place
-        {
-            written = memory.write(pieces, start + offset, bytes);
-            core.end_access(self.index);
-        } else if let Some(to) = self.private.get_mut(offset..offset + fits) {
-            to.copy_from_slice(bytes);
-        }
         Ok(written)
     }
 
@@ -149,45 +109,16 @@ impl DatagramLoan<'_> {
     }
 
     fn queue(&mut self, backend: &mut dyn Backend) -> Result<(), DatagramFault> {
-        if self.place.is_some() {
-            if self.enter() {
-                // Not `Core::end_access`: this thread holds the lock; releasing it returns dropped
-                // leases.
-                self.socket.core.leases().leave(self.index);
-            } else {
-                self.moved(backend).map_err(|_| DatagramFault::Unknown)?;
-            }
-        }
-        let private = self.place.is_none().then_some(&self.private[..]);
-        let private = private.map(|all| all.get(..self.filled).unwrap_or(all));
+        let prepared = (self.buffer).prepare_send(&self.socket.core, backend, self.filled > 0);
+        prepared.map_err(|_| DatagramFault::Unknown)?;
+        let private = self.buffer.private(self.filled);
         let backend = backend.datagrams().ok_or(DatagramFault::Unknown)?;
-        let sent = backend.send_loan(self.index, self.filled, private);
+        let sent = backend.send_loan(self.buffer.index(), self.filled, private);
         if sent != Err(DatagramFault::WouldBlock) {
             // The backend has the buffer back and may reuse the index.
             self.returned = true;
         }
         sent
-    }
-
-    /// Begins a write. False: the endpoint has moved the loan out of the peer's memory.
-    fn enter(&self) -> bool {
-        self.socket.core.leases().enter_to_write(self.index) == Entered::InPlace
-    }
-
-    /// Makes the loan private after the endpoint has moved it; takes what was written from the
-    /// copy.
-    fn moved(&mut self, backend: &mut dyn Backend) -> Result<(), DatagramError> {
-        match backend.copy_of(self.index) {
-            Some((bytes, start)) => {
-                let bytes = bytes.get(start..).unwrap_or(&[]);
-                self.private.extend_from_slice(bytes);
-            }
-            None if self.filled > 0 => return Err(DatagramError::Revoked),
-            None => {}
-        }
-        self.private.resize(self.len, 0);
-        self.place = None;
-        Ok(())
     }
 }
 
@@ -206,7 +137,7 @@ impl Write for DatagramLoan<'_> {
 impl Drop for DatagramLoan<'_> {
     fn drop(&mut self) {
         if !self.returned {
-            self.socket.core.return_buffer(self.index);
+            self.socket.core.return_buffer(self.buffer.index());
         }
     }
 }
@@ -214,7 +145,7 @@ impl Drop for DatagramLoan<'_> {
 impl fmt::Debug for DatagramLoan<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DatagramLoan")
-            .field("capacity", &self.len)
+            .field("capacity", &self.capacity())
             .field("filled", &self.filled)
             .field("in_place", &self.is_in_place())
             .finish_non_exhaustive()

@@ -248,6 +248,20 @@ impl Core {
         locked.return_dropped();
     }
 
+    /// Returns a dropped lease: at once, or if it is of the present round
+    /// ([`Leases::round`]), with the next call of the endpoint.
+    #[inline]
+    pub(crate) fn return_lease(&self, index: u32, round: Option<u32>) {
+        match round {
+            None => self.return_buffer(index),
+            Some(round) => {
+                if self.leases.push_of_round(index, round) {
+                    self.return_dropped();
+                }
+            }
+        }
+    }
+
     /// Takes the lock if no thread holds it.
     #[inline(always)] // as `lock`
     fn try_lock(&self) -> Option<Locked<'_>> {

@@ -111,3 +111,19 @@ fn stream_owned_by_a_task_that_a_lease_drop_wakes_is_closed() {
     core.return_buffer(3);
     assert_eq!(script.lock().unwrap().closed, 1);
 }
+
+#[test]
+fn lease_of_a_round_that_ends_before_the_lock_is_released_is_returned() {
+    let (core, script) = core();
+    let round = core.leases().round();
+    let mut locked = core.lock();
+    let other = core.clone();
+    core.before_release.set(move || {
+        let drop_lease = || other.return_lease(5, Some(round));
+        thread::scope(|scope| scope.spawn(drop_lease).join().unwrap());
+    });
+    // Arming ends the round.
+    locked.arm();
+    drop(locked);
+    assert_eq!(script.lock().unwrap().given_back, [5]);
+}

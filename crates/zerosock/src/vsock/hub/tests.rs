@@ -136,6 +136,23 @@ fn returned_buffer_is_published_by_the_call_that_returns_it() {
 }
 
 #[test]
+fn lease_of_the_present_round_returns_with_the_next_call() {
+    let (core, script) = core();
+    let given_back = || script.lock().unwrap().given_back.clone();
+    let round = core.leases().round();
+    core.return_lease(3, Some(round));
+    assert!(given_back().is_empty(), "nobody waits for it");
+    core.lock().backend().stats();
+    assert_eq!(given_back(), [3]);
+    // The thread that sleeps may wait for what the leases hold.
+    core.lock().arm();
+    core.return_lease(4, Some(round));
+    assert_eq!(given_back(), [3, 4]);
+    core.return_lease(5, None);
+    assert_eq!(given_back(), [3, 4, 5]);
+}
+
+#[test]
 fn failed_endpoint_wakes_all_waiters() {
     let (core, script) = core();
     let woken = sleeper(&core, &script);

@@ -159,6 +159,8 @@ impl Locked<'_> {
 
     /// Arms the rings. Returns whether the backend has something to take in already.
     pub(super) fn arm(&mut self) -> bool {
+        // No call may follow that takes dropped leases, and they may be what the thread waits for.
+        self.core.leases.end_round();
         let state = self.state();
         state.armed = !state.backend.arm();
         !state.armed

@@ -9,16 +9,14 @@ use zerocopy::{FromBytes, Immutable, KnownLayout};
 use zerosock_ring::{SliceBuf, Trust};
 
 use crate::table::leases::{Entered, NONE};
-use crate::table::sockets::{BufferPlace, Copied, PIECES};
+use crate::table::sockets::{BufferPlace, Copied, LeaseParts, PIECES};
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::Core;
 
 /// The contents of [`Lease`] and [`OwnedLease`].
 #[derive(Debug)]
 pub(super) struct Body {
-    pub(super) index: u32,
-    pub(super) len: usize,
-    pub(super) place: BufferPlace,
+    pub(super) parts: LeaseParts,
     /// The application's declaration of trust, if it covers this peer.
     pub(super) trust: Option<Trust>,
 }
@@ -26,12 +24,19 @@ pub(super) struct Body {
 impl Body {
     /// A body that refers to no lease: left behind for the drop when a lease is converted.
     pub(super) fn nothing() -> Self {
-        Self {
+        let parts = LeaseParts {
             index: NONE,
             len: 0,
             place: BufferPlace::Copied((Arc::default(), 0)),
-            trust: None,
-        }
+            round: None,
+        };
+        Self { parts, trust: None }
+    }
+
+    /// Returns the lease, which is dropped.
+    #[inline]
+    pub(super) fn end(&self, core: &Core) {
+        core.return_lease(self.parts.index, self.parts.round);
     }
 }
 
@@ -83,11 +88,11 @@ pub struct LeaseReader<'l> {
 impl<'l> LeaseReader<'l> {
     pub(super) fn new(core: &'l Core, body: &'l Body) -> LeaseReader<'l> {
         let (mut copy, mut entered) = (None, false);
-        if let BufferPlace::InPlace { .. } = &body.place {
-            entered = core.leases().enter(body.index) == Entered::InPlace;
+        if let BufferPlace::InPlace { .. } = &body.parts.place {
+            entered = core.leases().enter(body.parts.index) == Entered::InPlace;
             if !entered {
                 // The copy exists: the endpoint stores it before it marks the lease as moved.
-                copy = core.lock().backend().copy_of(body.index);
+                copy = core.lock().backend().copy_of(body.parts.index);
                 debug_assert!(copy.is_some(), "moved to nowhere");
             }
         }
@@ -101,17 +106,17 @@ impl<'l> LeaseReader<'l> {
 
     /// Where the bytes are, if in private memory.
     fn private(&self) -> Option<&[u8]> {
-        let (bytes, start) = match (&self.copy, &self.body.place) {
+        let (bytes, start) = match (&self.copy, &self.body.parts.place) {
             (Some(copy), _) | (None, BufferPlace::Copied(copy)) => copy,
             (None, BufferPlace::InPlace { .. }) => return None,
         };
-        bytes.get(*start..*start + self.body.len)
+        bytes.get(*start..*start + self.body.parts.len)
     }
 
     /// Length in bytes; never 0.
     #[expect(clippy::len_without_is_empty, reason = "a lease is never empty")]
     pub fn len(&self) -> usize {
-        self.body.len
+        self.body.parts.len
     }
 
     /// Whether the peer has taken its memory back during the reading (it disconnected, rebooted, or
@@ -122,7 +127,7 @@ impl<'l> LeaseReader<'l> {
     /// memory: beyond it further leases from that guest are copies.
     pub fn is_revoked(&self) -> bool {
         match self.entered {
-            true => self.core.leases().is_revoked(self.body.index),
+            true => self.core.leases().is_revoked(self.body.parts.index),
             // Neither in place nor copied; cannot happen.
             false => self.private().is_none(),
         }
@@ -149,19 +154,19 @@ impl<'l> LeaseReader<'l> {
         if !self.entered {
             return self.private();
         }
-        if self.core.leases().is_revoked(self.body.index) {
+        if self.core.leases().is_revoked(self.body.parts.index) {
             return None;
         }
         let BufferPlace::InPlace {
             memory,
             pieces,
             offset,
-        } = &self.body.place
+        } = &self.body.parts.place
         else {
             return None;
         };
         let [piece] = pieces[..] else { return None };
-        memory.trusted_slice(piece.part(*offset, self.body.len), self.body.trust?)
+        memory.trusted_slice(piece.part(*offset, self.body.parts.len), self.body.trust?)
     }
 
     /// The value at the beginning, in place. `None` as for [`as_slice`](Self::as_slice), or if
@@ -197,7 +202,7 @@ impl<'l> LeaseReader<'l> {
     /// A copy of the value at `offset`; `None` if it does not lie within the lease.
     pub fn read_as<T: FromBytes>(&self, offset: usize) -> Option<T> {
         const MOST: usize = 256;
-        if size_of::<T>() > self.body.len.checked_sub(offset)? {
+        if size_of::<T>() > self.body.parts.len.checked_sub(offset)? {
             return None;
         }
         if size_of::<T>() <= MOST {
@@ -213,14 +218,14 @@ impl<'l> LeaseReader<'l> {
 
     /// Copies bytes from `offset` on to `out`; returns how many. Safe with any peer.
     pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
-        let offset = offset.min(self.body.len);
-        let len = out.len().min(self.body.len - offset);
+        let offset = offset.min(self.body.parts.len);
+        let len = out.len().min(self.body.parts.len - offset);
         let out = &mut out[..len];
         if let Some(bytes) = self.private() {
             out.copy_from_slice(&bytes[offset..offset + len]);
             return len;
         }
-        match &self.body.place {
+        match &self.body.parts.place {
             BufferPlace::InPlace {
                 memory,
                 pieces,
@@ -265,14 +270,14 @@ impl<'l> LeaseReader<'l> {
             return look(bytes);
         }
         if self.entered {
-            let slices = self.slices(self.body.len);
+            let slices = self.slices(self.body.parts.len);
             slices.iter().for_each(|slice| slice.windows(&mut look));
         }
     }
 
     /// A copy of all bytes.
     pub fn to_vec(&self) -> Vec<u8> {
-        let mut bytes = vec![0; self.body.len];
+        let mut bytes = vec![0; self.body.parts.len];
         self.copy_to(0, &mut bytes);
         bytes
     }
@@ -285,7 +290,7 @@ impl<'l> LeaseReader<'l> {
         if let Some(bytes) = self.private() {
             return Ok(rustix::io::writev(fd, &[IoSlice::new(bytes)])?);
         }
-        zerosock_sys::write_slices(fd.as_fd(), &self.slices(self.body.len))
+        zerosock_sys::write_slices(fd.as_fd(), &self.slices(self.body.parts.len))
     }
 
     /// The first `len` bytes where they lie; none for bytes that were copied.
@@ -295,7 +300,7 @@ impl<'l> LeaseReader<'l> {
             memory,
             pieces,
             offset,
-        } = &self.body.place
+        } = &self.body.parts.place
         {
             memory.slices(pieces, *offset, len, &mut slices);
         }
@@ -317,7 +322,7 @@ impl<'l> LeaseReader<'l> {
 impl Drop for LeaseReader<'_> {
     fn drop(&mut self) {
         if self.entered {
-            self.core.end_access(self.body.index);
+            self.core.end_access(self.body.parts.index);
         }
     }
 }
@@ -325,7 +330,7 @@ impl Drop for LeaseReader<'_> {
 impl fmt::Debug for LeaseReader<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LeaseReader")
-            .field("len", &self.body.len)
+            .field("len", &self.body.parts.len)
             .field("revoked", &self.is_revoked())
             .finish_non_exhaustive()
     }

@@ -15,6 +15,10 @@ use crate::table::{backend::Backend, transfers::LoanParts};
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::Core;
 
+/// Fills gaps that the application leaves in a loan: the buffer may hold bytes of other peers'
+/// packets.
+pub(in crate::vsock) static ZEROS: [u8; 4096] = [0; 4096];
+
 /// One lent buffer; see the module.
 #[derive(Debug)]
 pub(in crate::vsock) struct Buffer {
@@ -103,6 +107,24 @@ impl Buffer {
         }
     }
 
+    /// Fills the bytes from `filled` to `end`, which the application has left out, with zeros; returns
+    /// how many bytes are filled now.
+    pub(in crate::vsock) fn fill_gap(
+        &mut self,
+        core: &Core,
+        mut filled: usize,
+        end: usize,
+    ) -> Result<usize, StreamError> {
+        while filled < end {
+            let part = ZEROS.len().min(end - filled);
+            match self.write(core, filled, &ZEROS[..part], filled > 0)? {
+                0 => break,
+                done => filled += done,
+            }
+        }
+        Ok(filled)
+    }
+
     /// Slices of its bytes from `offset` on: one for each piece of memory.
     pub(in crate::vsock) fn add_slices_to<'l>(
         &'l mut self,
@@ -162,14 +184,9 @@ impl Buffer {
         backend: &mut dyn Backend,
         filled: bool,
     ) -> Result<bool, StreamError> {
-        if self.place.is_some() {
-            if self.is_moved(core) {
-                self.moved(backend, filled)?;
-            } else {
-                // Not `Core::end_access`: this thread holds the lock; releasing it returns dropped
-                // leases.
-                core.leases().leave(self.index);
-            }
+        // The lock keeps the endpoint from moving it now.
+        if self.place.is_some() && !core.leases().is_writable(self.index) {
+            self.moved(backend, filled)?;
         }
         Ok(self.place.is_some())
     }

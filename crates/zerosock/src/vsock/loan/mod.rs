@@ -31,14 +31,10 @@ use crate::table::{
     backend::Backend,
     transfers::{LoanParts, SendFault},
 };
-pub(in crate::vsock) use buffer::Buffer;
+pub(in crate::vsock) use buffer::{Buffer, ZEROS};
 use buffer::{WriteAccess, parts};
 pub use slice::LoanSlice;
 use slice::SlicePlace;
-
-/// Fills gaps that the application leaves in a loan: the buffer may hold bytes of other peers'
-/// packets.
-pub(in crate::vsock) static ZEROS: [u8; 4096] = [0; 4096];
 
 /// A buffer for one packet, in memory that the peer reads. [`send`](Loan::send) sends it; dropped,
 /// it is returned unsent.
@@ -124,27 +120,11 @@ impl<'a> Loan<'a> {
     /// were not written become zeros.
     pub fn set_filled(&mut self, filled: usize) {
         let filled = filled.min(self.capacity());
+        let core = &self.conn.core;
         // If the loan was revoked meanwhile, the send reports it.
-        if self.slice_taken || self.fill_gap(filled).is_ok() {
+        if self.slice_taken || self.buffer.fill_gap(core, self.filled, filled).is_ok() {
             self.filled = filled;
         }
-    }
-
-    /// Fills with zeros up to `end`.
-    fn fill_gap(&mut self, end: usize) -> Result<(), StreamError> {
-        let core = &self.conn.core;
-        while self.filled < end {
-            let part = ZEROS.len().min(end - self.filled);
-            let filled = self.filled > 0;
-            match self
-                .buffer
-                .write(core, self.filled, &ZEROS[..part], filled)?
-            {
-                0 => break,
-                done => self.filled += done,
-            }
-        }
-        Ok(())
     }
 
     /// Whether it is in place.
@@ -159,10 +139,10 @@ impl<'a> Loan<'a> {
     /// [`StreamError::Revoked`]: the peer has taken its memory back, and earlier writes are lost.
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) -> io::Result<usize> {
         let offset = offset.min(self.capacity());
-        if !self.slice_taken {
-            self.fill_gap(offset)?;
-        }
         let core = &self.conn.core;
+        if !self.slice_taken {
+            self.filled = self.buffer.fill_gap(core, self.filled, offset)?;
+        }
         let written = self.buffer.write(core, offset, bytes, self.filled > 0)?;
         self.filled = self.filled.max(offset + written);
         Ok(written)

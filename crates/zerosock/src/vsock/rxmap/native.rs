@@ -334,7 +334,9 @@ fn add_leased(
     stream: &Stream,
     parts: LeaseParts,
 ) {
-    let LeaseParts { index, len, place } = parts;
+    let LeaseParts {
+        index, len, place, ..
+    } = parts;
     let lease = leases.len();
     let (memory, pieces, offset) = match place {
         BufferPlace::InPlace {
@@ -364,7 +366,7 @@ fn add_leased(
         }
     };
     let (mut skip, mut rest, mut unreleased) = (offset, len, 0);
-    for piece in pieces {
+    for piece in pieces.iter() {
         let part = piece.part(skip, rest);
         skip = skip.saturating_sub(piece.len());
         if part.is_empty() {

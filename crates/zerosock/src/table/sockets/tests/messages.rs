@@ -17,7 +17,7 @@ fn part(table: &mut Table, id: StreamId, bytes: &[u8], ends: MessageEnd) -> bool
         token: slot as u32,
         offset: 0,
         len: bytes.len() as u32,
-        since: table.now,
+        since: Some(table.now),
         ends,
     };
     table.sockets.deliver_part(id, held, &mut table.slots);

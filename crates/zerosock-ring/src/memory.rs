@@ -174,21 +174,6 @@ impl Memory {
         })
     }
 
-    /// As [`piece_in`](Self::piece_in), with the addresses behind the piece.
-    #[inline]
-    pub(crate) fn buffer_in(
-        &self,
-        index: u32,
-        guest_addr: u64,
-        len: u32,
-    ) -> Option<(Piece, GuestSlice<'_>)> {
-        let piece = self.piece_in(index, guest_addr, len)?;
-        let region = self.regions.get(index as usize)?;
-        // SAFETY: `piece_in` has checked that the piece lies in the region; otherwise as in `slice`.
-        let slice = unsafe { GuestSlice::new(region.host.add(piece.offset as usize), piece.len()) };
-        Some((piece, slice))
-    }
-
     #[inline(never)]
     fn translate_search(
         &self,

@@ -58,7 +58,8 @@ impl DeviceQueue {
         let mem = self.rings.memory();
         let head = self.rings.avail_head(position);
         let first_copy = self.rings.descriptor(head)?;
-        let (first, slice) = mem.buffer_in(self.hint, first_copy.addr, first_copy.len)?;
+        let first = mem.piece_in(self.hint, first_copy.addr, first_copy.len)?;
+        let slice = mem.slice(first)?;
         let free = self.size() - self.held_descriptors;
         let (header, body, second) = if first_copy.flags & mask == kind {
             if slice.len() < at || free < 1 {
@@ -70,12 +71,11 @@ impl DeviceQueue {
                 return None;
             }
             let second_copy = self.rings.descriptor(first_copy.next)?;
-            let (second, body) =
-                mem.buffer_in(self.next_hint, second_copy.addr, second_copy.len)?;
+            let second = mem.piece_in(self.next_hint, second_copy.addr, second_copy.len)?;
             if second_copy.flags & mask != kind || first.len.checked_add(second.len).is_none() {
                 return None;
             }
-            (slice, body, second)
+            (slice, mem.slice(second)?, second)
         };
         let token = FrontToken {
             head,

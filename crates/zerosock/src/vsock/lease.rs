@@ -236,7 +236,7 @@ impl OwnedLease {
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
-        self.body.end(&self.core);
+        self.body.end(self.core);
     }
 }
 

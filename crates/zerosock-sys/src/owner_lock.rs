@@ -8,6 +8,7 @@
 
 use std::cell::UnsafeCell;
 use std::ops::{Deref, DerefMut};
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::{fmt, hint, ptr, thread};
@@ -39,6 +40,10 @@ pub struct OwnerLock<T> {
 // SAFETY: a reference to the lock gives access to the value to one thread at a time, as sending the
 // value from one to the next would.
 unsafe impl<T: Send> Sync for OwnerLock<T> {}
+
+// As `Mutex` is: a reference to the lock can be used after a panic of its holder, which releases it.
+impl<T> UnwindSafe for OwnerLock<T> {}
+impl<T> RefUnwindSafe for OwnerLock<T> {}
 
 /// The held lock. It stays on its thread.
 pub struct Guard<'a, T> {

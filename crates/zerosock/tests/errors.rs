@@ -11,6 +11,18 @@ fn portable<T: Send + Sync + 'static>() {}
 
 fn error<E: Error + Send + Sync + 'static>() {}
 
+/// Programs catch panics around calls of sockets.
+#[test]
+fn sockets_can_be_used_after_a_caught_panic() {
+    fn usable<T: std::panic::UnwindSafe + std::panic::RefUnwindSafe>() {}
+    usable::<vsock::Endpoint>();
+    usable::<vsock::Host>();
+    usable::<vsock::Stream>();
+    usable::<vsock::SeqPacket>();
+    usable::<vsock::Datagram>();
+    usable::<vsock::Listener>();
+}
+
 #[test]
 fn all_public_errors_can_cross_threads() {
     error::<zerosock::AddressError>();

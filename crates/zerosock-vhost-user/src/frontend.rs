@@ -140,6 +140,11 @@ impl Frontend {
         })
     }
 
+    /// Sets the time limit of each later call.
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+    }
+
     /// Sets a time at which calls end at the latest, until this is called again.
     pub fn set_deadline(&mut self, deadline: Option<Instant>) {
         self.deadline = deadline;

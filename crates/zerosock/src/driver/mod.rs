@@ -169,6 +169,14 @@ impl Driver {
         self.link.is_some()
     }
 
+    /// Sets the time limit of later vhost-user requests.
+    pub(crate) fn set_control_timeout(&mut self, timeout: time::Duration) {
+        self.config.control_timeout = timeout;
+        if let Some(link) = &mut self.link {
+            link.frontend.set_timeout(timeout);
+        }
+    }
+
     /// The control socket, for requests that the driver does not send by itself.
     pub fn frontend(&mut self) -> Option<&mut Frontend> {
         self.link.as_mut().map(|link| &mut link.frontend)

@@ -359,7 +359,8 @@ impl EndpointBuilder {
         self.open(driver, None)
     }
 
-    /// The driver's settings, with what is left of the time to attach that began at `begin`.
+    /// The driver's settings, with what is left of the time to attach that began at `begin`;
+    /// [`open`](Self::open) restores the time limit of later requests.
     pub(super) fn device_config(&self, begin: Instant) -> DriverConfig {
         DriverConfig {
             control_timeout: self.attach_timeout.saturating_sub(begin.elapsed()),
@@ -373,6 +374,7 @@ impl EndpointBuilder {
         attach_client: Option<Client>,
     ) -> Result<Endpoint, OpenError> {
         driver.set_trusted(self.trust.is_some());
+        driver.set_control_timeout(self.attach_timeout);
         let (cid, huge_pages) = (driver.cid(), driver.huge_pages());
         let queue_pairs = driver.queue_pairs();
         let core = Core::new(Box::new(driver), self.trust, attach_client)?;

@@ -175,7 +175,7 @@ fn backlog_room_goes_to_the_oldest_connect() {
 }
 
 #[test]
-fn few_transmit_buffers_of_a_guest_return_after_a_delay_and_its_packets_at_once() {
+fn few_transmit_buffers_of_a_guest_return_after_a_delay_or_at_the_end() {
     use zerosock_proto::wire::vsock::Op;
     use zerosock_virtio::device::WorkerDevice;
     use zerosock_virtio::ring::PUBLISH_DELAY;
@@ -201,5 +201,10 @@ fn few_transmit_buffers_of_a_guest_return_after_a_delay_and_its_packets_at_once(
         device.turn(&mut cx);
         assert_eq!(guest.take_returned(), returned[1]);
         assert_eq!(device.next_timeout(), None);
+        // A device that ends returns them at once, so that its successor does not process them again.
+        guest.send(1001, to, Op::Request, 0);
+        device.turn(&mut cx);
+        device.end(&mut cx);
+        assert_eq!(guest.take_returned(), 1);
     }
 }

@@ -207,6 +207,10 @@ impl WorkerDevice for Device {
         }
         self.end_associations("reset by the daemon", cx);
         self.turn(cx);
+        // Also what the turn has put off: the next daemon would see these packets again.
+        for ring in self.queues.rings.running() {
+            ring.publish(cx.notifier);
+        }
     }
 }
 

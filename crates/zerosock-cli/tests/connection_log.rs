@@ -171,6 +171,26 @@ fn silent_target() -> (TcpListener, Vec<TcpStream>) {
     (listener, fillers)
 }
 
+#[test]
+fn a_connection_to_a_guest_that_has_no_driver_or_loses_it_counts_once() {
+    let daemon = Daemon::with("debug", "- allow: {from: any, to: any}\n");
+    let process = daemon.process();
+    process.connect(at(Cid::new(3), 1)).unwrap_err();
+    let guest = Endpoint::builder().attach_device(daemon.at("control"));
+    let guest = guest.unwrap();
+    let asking = process.begin_connect(at(Cid::new(3), 2)).unwrap();
+    process.drive().unwrap();
+    daemon.wait_for_line(&["connection requested", "3:2"]);
+    drop(guest);
+    asking.wait_connected().unwrap_err();
+    drop(process);
+    daemon.running.signal("TERM");
+    let said = daemon.running.finish().stderr;
+    for counter in ["refused=2 ", "refused_unreachable=2 "] {
+        assert!(said.contains(counter), "{counter}: {said}");
+    }
+}
+
 /// One session in which a connection is refused for each reason. Each line of docs/logs.md has to be in its log.
 #[test]
 fn each_reason_to_refuse_has_its_line_of_the_documented_log() {

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use tracing::field::display;
 use zerosock_proto::Address;
-use zerosock_proto::vsock::FlowId;
+use zerosock_proto::vsock::{FlowId, RefuseReason};
 
 use super::state::bridge::BridgePeer;
 use super::{Context, Device};
@@ -58,6 +58,33 @@ impl Device {
         let local = info.as_ref().map(|info| display(info.local));
         let peer = info.as_ref().map(|info| display(info.peer));
         tracing::debug!(cid = %self.cid, %flow, local, peer, reason, "connection refused");
+    }
+
+    /// Counts and logs a request to our endpoint that the protocol core reports as refused.
+    pub(super) fn count_refused(&self, flow: FlowId, reason: RefuseReason, cx: &Context<'_>) {
+        let (cause, text) = match reason {
+            RefuseReason::Reset => (
+                RefusalCause::Endpoint,
+                "the endpoint has no listener on the port, or its backlog is full",
+            ),
+            RefuseReason::TimedOut => (
+                RefusalCause::Unreachable,
+                "the endpoint has not answered in time",
+            ),
+            RefuseReason::TransportReset => (
+                RefusalCause::Unreachable,
+                "the endpoint has gone or restarted before it answered",
+            ),
+            RefuseReason::ProtocolError => {
+                (RefusalCause::Other, "the endpoint's answer is invalid")
+            }
+            RefuseReason::LocalReset => (
+                RefusalCause::Other,
+                "its client has closed the connection before the answer",
+            ),
+        };
+        cx.shared.counters.refuse(cause);
+        self.log_refused(flow, text);
     }
 
     /// Logs that the connection of a bridge ends, if it was established, with the payload bytes from and to

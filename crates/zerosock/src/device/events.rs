@@ -9,9 +9,8 @@ use super::{Context, Device};
 use crate::device::host_sockets::{self, hybrid};
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::header;
-use crate::stats::RefusalCause;
 use zerosock_proto::Cid;
-use zerosock_proto::vsock::{Event, FlowId, RefuseReason};
+use zerosock_proto::vsock::{Event, FlowId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 use zerosock_ring::Chain;
 use zerosock_virtio::ring::Ring;
@@ -64,29 +63,7 @@ impl Device {
             }
             Event::Connected { flow } => self.guest_accepted(flow, cx),
             Event::Refused { flow, reason } => {
-                let (cause, text) = match reason {
-                    RefuseReason::Reset => (
-                        RefusalCause::Endpoint,
-                        "the endpoint has no listener on the port, or its backlog is full",
-                    ),
-                    RefuseReason::TimedOut => (
-                        RefusalCause::Unreachable,
-                        "the endpoint has not answered in time",
-                    ),
-                    RefuseReason::TransportReset => (
-                        RefusalCause::Unreachable,
-                        "the endpoint has gone or restarted before it answered",
-                    ),
-                    RefuseReason::ProtocolError => {
-                        (RefusalCause::Other, "the endpoint's answer is invalid")
-                    }
-                    RefuseReason::LocalReset => (
-                        RefusalCause::Other,
-                        "its client has closed the connection before the answer",
-                    ),
-                };
-                cx.shared.counters.refuse(cause);
-                self.log_refused(flow, text);
+                self.count_refused(flow, reason, cx);
                 if let Some(key) = self.key_of(flow) {
                     if let Some(bridge) = self.bridges.get(key as usize)
                         && let BridgePeer::App(end) = &bridge.peer

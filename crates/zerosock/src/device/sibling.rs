@@ -304,16 +304,11 @@ impl Device {
             return cx.outbox.send(queue_pair, connect);
         }
         let running = self.queues.rings.rx.as_ref().is_some_and(|rx| rx.live());
-        let flow = match self.shard.connect(cx.now, local, peer, socket_type) {
-            Ok(flow) if running => flow,
-            other => {
-                if let Ok(flow) = other {
-                    let _ = self.shard.reset(flow);
-                }
-                cx.outbox
-                    .send(from.device, SiblingMessage::Refused { to: from.flow });
-                return;
-            }
+        let flow = running.then(|| self.shard.connect(cx.now, local, peer, socket_type));
+        let Some(Ok(flow)) = flow else {
+            return cx
+                .outbox
+                .send(from.device, SiblingMessage::Refused { to: from.flow });
         };
         let us = Peer {
             device: self.addr,

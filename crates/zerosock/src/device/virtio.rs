@@ -10,6 +10,7 @@
 use std::io;
 use std::sync::Arc;
 use zerosock_proto::Instant;
+use zerosock_proto::vsock::Event as CoreEvent;
 use zerosock_proto::vsock::features::{F_PAIRS, F_SEQPACKET};
 use zerosock_ring::Memory;
 use zerosock_vhost_user::{DeviceCommand, Reply};
@@ -370,6 +371,10 @@ impl Device {
         self.shard.handle_transport_reset(cx.now);
         self.forget_datagrams(cx);
         self.forget_handed_off(cx);
-        while self.shard.poll_event().is_some() {}
+        while let Some(event) = self.shard.poll_event() {
+            if let CoreEvent::Refused { flow, reason } = event {
+                self.count_refused(flow, reason, cx);
+            }
+        }
     }
 }

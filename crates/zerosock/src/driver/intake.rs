@@ -180,7 +180,13 @@ impl Driver {
                         ends: MessageEnd::Nothing,
                     });
                 }
-                Some(arrival) => self.hold(self.now(), slot, arrival),
+                Some(arrival) => {
+                    let comes_first = arrival.flow == flow;
+                    self.hold(self.now(), slot, arrival);
+                    if comes_first {
+                        break;
+                    }
+                }
                 None => {}
             }
         }

@@ -261,12 +261,17 @@ impl<A: TableAccess> ConnectionCalls for A {
     fn set_low_water(&mut self, id: StreamId, bytes: u32) {
         if let Some(sockets) = self.sockets_mut() {
             sockets.set_low_water(id, bytes);
+            // Credit of leases that are out may be due earlier, here and in `set_buffer`.
+            sockets.lease_table().end_round();
         }
         // Fails only for a flow that has ended, which needs no credit; likewise in the calls below.
         self.with_flow(id, |shard, flow| shard.set_low_water(flow, bytes));
     }
 
     fn set_buffer(&mut self, id: StreamId, bytes: u32) {
+        if let Some(sockets) = self.sockets() {
+            sockets.lease_table().end_round();
+        }
         self.with_flow(id, |shard, flow| shard.set_buf_alloc(flow, bytes));
     }
 

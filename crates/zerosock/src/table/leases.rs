@@ -90,7 +90,8 @@ impl Leases {
     #[inline]
     pub(crate) fn end_round(&self) {
         let next = self.round().wrapping_add(1);
-        self.round.store(next, Ordering::Relaxed);
+        // SeqCst: pairs with `push_of_round`.
+        self.round.store(next, Ordering::SeqCst);
     }
 
     /// Leases and loans that can be out at once.
@@ -236,14 +237,14 @@ impl Leases {
     /// Pushes a dropped lease that was made in `round`. Returns true if that round is over: then the
     /// caller has the stack taken.
     ///
-    /// A round that ends meanwhile is not missed: either the check after the release of the lock
-    /// finds the lease on the stack, or it comes first, and the push synchronizes with it (see
-    /// [`any_dropped_after_unlock`](Self::any_dropped_after_unlock)), so that the load below reads the
-    /// new number.
+    /// A round that ends meanwhile is not missed. The endpoint stores the new number and then checks
+    /// the stack ([`any_dropped_after_unlock`](Self::any_dropped_after_unlock)); this thread pushes and
+    /// then loads the number. All four are sequentially consistent: either the check finds the lease,
+    /// or the load reads the new number.
     #[inline]
     pub(crate) fn push_of_round(&self, index: u32, round: u32) -> bool {
         self.push_dropped(index);
-        self.round() != round
+        self.round.load(Ordering::SeqCst) != round
     }
 
     /// Pushes several leases at once: they come off together, the last one first.

@@ -58,9 +58,9 @@ impl Store for QueueStore<'_> {
     fn may_return_later(&self, _pool: u32, flow: FlowId) -> bool {
         let shard = self.shard.as_ref();
         let tx = self.tx.as_ref();
-        // A driver that asks for a notification may wait for the chain.
+        // A driver that asks to be notified of any chain in use may wait for it.
         shard.is_some_and(|shard| shard.may_consume_later(flow))
-            && tx.is_some_and(|tx| !tx.queue.would_notify(1))
+            && tx.is_some_and(|tx| !tx.queue.would_notify(tx.queue.outstanding()))
     }
 
     #[inline]

@@ -18,8 +18,9 @@
 //! connections that the application does not read. Above it, the connections with most copied bytes
 //! are reset ([`Sockets::connections_to_shed`]).
 //!
-//! The holders of a pool are scanned when its oldest buffer may be due, not more often; their
-//! number is bounded by the pool's size.
+//! The holders of a pool are scanned when its oldest buffer may be due, and in the turn after a packet was
+//! leased as it arrived: that turn sets the time from which the packet is held, so the lease itself reads no
+//! clock. Their number is bounded by the pool's size.
 
 use std::time::Duration;
 

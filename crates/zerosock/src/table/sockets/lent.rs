@@ -71,6 +71,11 @@ impl<T> Sockets<T> {
         let (pool, leased) = (conn.pool, conn.leased);
         let part = match arrived {
             Some(held) => {
+                if store.memory(&held.token).is_none() {
+                    // The memory was lost since the packet was taken, and its bytes are undefined.
+                    store.release(held.token);
+                    return Err(NoLease::Empty);
+                }
                 conn.taken += u64::from(held.len);
                 self.counted.received += u64::from(held.len);
                 self.add_held(id.index, held.since);
@@ -169,8 +174,9 @@ impl<T> Sockets<T> {
         }
         let later =
             has_room && (conn.flow).is_some_and(|flow| store.may_return_later(conn.pool, flow));
-        if !later && conn.lent > 1 {
-            // With this one, the leases before it may free what the peer waits for.
+        if !later {
+            // The leases before it may free what the peer waits for, those of other connections too: they
+            // hold buffers of the same pool.
             self.lease_table.end_round();
         }
         let pool = conn.pool;

@@ -1,14 +1,17 @@
 //! Redirection inside the guest's kernel (sockmap) between its own AF_VSOCK sockets and others, over
 //! virtio and over the loopback CID. `zerosock-bench relay --vm` measures it.
 
+use std::io::Read;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 
 use zerosock_cli::vm::hybrid;
+use zerosock_cli::vm::pattern::Pattern;
+use zerosock_testkit::datagrams::foreign_bytes;
 use zerosock_testkit::protocol::Command;
 use zerosock_testkit::remote::Pending;
 
-use crate::lab::{Lab, STEP, deadlines, expected, port, read_to_end, write};
+use crate::lab::{Lab, STEP, deadlines, expected, port, write};
 
 /// What one relay in the guest does.
 #[derive(Copy, Clone)]
@@ -130,11 +133,16 @@ pub(crate) fn contents_virtio(lab: &Lab) {
     }
     let run = Run::datagrams("sockmap", 2);
     let (running, stream) = accepted(lab, run);
-    let (digest, bytes) = read_to_end(&stream);
+    let mut received = Vec::new();
+    (&stream).read_to_end(&mut received).expect("its end");
     drop(stream);
     let said = finished(running);
     println!("udp to vsock: {}", said.trim());
-    assert_eq!((bytes, digest), (run.bytes, expected(1, run.bytes)));
+    let sent = Pattern::bytes(1, run.bytes as usize);
+    assert_eq!(received.len(), sent.len(), "{said}");
+    assert_eq!(foreign_bytes(&sent, &received, run.chunk), 0, "{said}");
+    // Datagrams that pass by hand may overtake others (docs/sockmap.md).
+    assert!(received == sent || number(&said, "by_hand") > 0, "{said}");
     assert!(number(&said, "redirected") > 0, "{said}");
 
     let run = Run::back(2);
@@ -150,9 +158,10 @@ pub(crate) fn contents_virtio(lab: &Lab) {
 }
 
 /// What is queued before the relay begins passes by hand, and so do bytes that follow without a gap:
-/// the other end may deliver all of them before. Tries again until some are redirected.
+/// the other end may deliver all of them before. Tries again until some are redirected: one in eight
+/// attempts may be enough for that on a slow machine.
 fn until_redirected(mut run: impl FnMut() -> u64) {
-    let redirected = (0..20).any(|_| run() > 0);
+    let redirected = (0..150).any(|_| run() > 0);
     assert!(redirected, "all bytes passed by hand, each time");
 }
 
@@ -166,7 +175,11 @@ pub(crate) fn contents_loopback(lab: &Lab) {
     let said = finished(run.start(lab, port()));
     println!("udp to vsock loopback: {}", said.trim());
     assert_eq!(number(&said, "far_bytes"), run.bytes, "{said}");
-    assert_eq!(value(&said, "far_sha256"), expected(1, run.bytes), "{said}");
+    assert_eq!(number(&said, "far_foreign"), 0, "{said}");
+    if number(&said, "by_hand") == 0 {
+        let digest = expected(1, run.bytes);
+        assert_eq!(value(&said, "far_sha256"), digest, "{said}");
+    }
     assert!(number(&said, "redirected") > 0, "{said}");
 
     let run = Run::back(1);

@@ -45,7 +45,7 @@ pub mod vsock_calls;
 pub mod xdp;
 
 pub use log_limit::LogLimit;
-pub use owner_lock::{Guard, OwnerLock};
+pub use owner_lock::{OwnerGuard, OwnerLock};
 pub use peer_fd::PeerFd;
 pub use slices::{
     MAX_SLICES, Received, read_slices, read_slices_at, read_slices_now, recv_packet_and_rights,

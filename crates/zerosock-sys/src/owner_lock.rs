@@ -2,7 +2,7 @@
 //!
 //! # Invariants
 //! - Taking and releasing the lock without contention is one read-modify-write each.
-//! - At most one [`Guard`] exists, on the thread whose id is in `owner`.
+//! - At most one [`OwnerGuard`] exists, on the thread whose id is in `owner`.
 //! - A thread that blocks is counted in `waiters` before its last attempt, and the holder reads
 //!   `waiters` after the release: one of the two sees the other.
 
@@ -46,7 +46,7 @@ impl<T> UnwindSafe for OwnerLock<T> {}
 impl<T> RefUnwindSafe for OwnerLock<T> {}
 
 /// The held lock. It stays on its thread.
-pub struct Guard<'a, T> {
+pub struct OwnerGuard<'a, T> {
     lock: &'a OwnerLock<T>,
     /// The lock is released by the thread that has taken it.
     not_send: std::marker::PhantomData<*const ()>,
@@ -75,11 +75,11 @@ impl<T> OwnerLock<T> {
 
     /// Takes the lock if no thread holds it.
     #[inline]
-    pub fn try_lock(&self) -> Option<Guard<'_, T>> {
+    pub fn try_lock(&self) -> Option<OwnerGuard<'_, T>> {
         self.owner
             .compare_exchange(NO_THREAD, thread_id(), Ordering::SeqCst, Ordering::SeqCst)
             .ok()?;
-        Some(Guard {
+        Some(OwnerGuard {
             lock: self,
             not_send: std::marker::PhantomData,
         })
@@ -87,7 +87,7 @@ impl<T> OwnerLock<T> {
 
     /// Takes the lock, and blocks while another thread holds it; for ever if this thread does.
     #[cold]
-    pub fn lock_contended(&self) -> Guard<'_, T> {
+    pub fn lock_contended(&self) -> OwnerGuard<'_, T> {
         for _ in 0..SPINS {
             if let Some(guard) = self.try_lock() {
                 return guard;
@@ -127,10 +127,10 @@ impl<T> OwnerLock<T> {
     }
 }
 
-impl<'a, T> Guard<'a, T> {
+impl<'a, T> OwnerGuard<'a, T> {
     /// Lets all threads that block on the lock have it before this one takes it again.
     #[cold]
-    pub fn yield_to_waiters(self) -> Guard<'a, T> {
+    pub fn yield_to_waiters(self) -> OwnerGuard<'a, T> {
         let lock = self.lock;
         drop(self);
         while lock.is_contended() {
@@ -140,7 +140,7 @@ impl<'a, T> Guard<'a, T> {
     }
 }
 
-impl<T> Deref for Guard<'_, T> {
+impl<T> Deref for OwnerGuard<'_, T> {
     type Target = T;
 
     #[inline]
@@ -151,7 +151,7 @@ impl<T> Deref for Guard<'_, T> {
     }
 }
 
-impl<T> DerefMut for Guard<'_, T> {
+impl<T> DerefMut for OwnerGuard<'_, T> {
     #[inline]
     fn deref_mut(&mut self) -> &mut T {
         // SAFETY: as in `deref`; the guard is borrowed exclusively.
@@ -159,7 +159,7 @@ impl<T> DerefMut for Guard<'_, T> {
     }
 }
 
-impl<T> Drop for Guard<'_, T> {
+impl<T> Drop for OwnerGuard<'_, T> {
     #[inline]
     fn drop(&mut self) {
         self.lock.owner.swap(NO_THREAD, Ordering::SeqCst);

@@ -138,7 +138,8 @@ impl Device {
         }
     }
 
-    /// A chain that the program holds since then.
+    /// Makes a chain a buffer that the program holds. `since`: when it arrived; `None`: the next turn sets
+    /// it. `None` without a transmit queue.
     #[inline]
     pub(super) fn app_held(
         &mut self,

@@ -163,8 +163,8 @@ impl Device {
         self.update_bridge(key, cx);
     }
 
-    /// Asks the poller for room in a socket that was full. Before that, the worker would be woken by each
-    /// read of a host program, because it makes room.
+    /// Has the poller report when a socket that was full can take bytes again. A socket that was never full
+    /// is not watched for that: each read by its program would wake the worker.
     pub(super) fn watch_room(&mut self, key: u32, cx: &Context<'_>) {
         let token = self.token(BRIDGE, key);
         if let Some(bridge) = self.bridges.get_mut(key as usize)

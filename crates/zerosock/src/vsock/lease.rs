@@ -9,9 +9,9 @@
 //! # Life of a lease
 //! A lease in place refers to bytes in memory that the peer shares. Dropping it returns the buffer
 //! and the credit: at once, or with the endpoint's next call while the peer can wait for neither,
-//! which takes one atomic operation and no lock ([`crate::table::leases`]). Before that, after a bounded time, the endpoint may copy the bytes out and
-//! return the buffer; the application reads the same bytes either way. While a [`LeaseReader`] lives,
-//! they are not moved.
+//! which takes one atomic operation and no lock ([`crate::table::leases`]). Before that, after a
+//! bounded time, the endpoint may copy the bytes out and return the buffer; the application reads the
+//! same bytes either way. While a [`LeaseReader`] lives, they are not moved.
 
 mod cursor;
 mod reader;

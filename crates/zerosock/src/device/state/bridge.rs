@@ -252,7 +252,7 @@ pub(crate) struct Bridge {
     pub(crate) readable: bool,
     /// The socket may take bytes.
     pub(crate) writable: bool,
-    /// The poller was asked for room in the socket.
+    /// The poller reports when the socket can take bytes again.
     pub(crate) watches_room: bool,
     /// The host has shut down sending: end of file follows the unread bytes.
     pub(crate) host_finished: bool,

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use zerosock_proto::Port;
 use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_ring::Trust;
-use zerosock_sys::{Guard, OwnerLock};
+use zerosock_sys::{OwnerGuard, OwnerLock};
 
 use super::descriptors::{EventFd, SleepWaker, TimerFd, epoll_of};
 #[cfg(test)]
@@ -91,7 +91,7 @@ pub(crate) struct Core {
 /// since.
 pub(crate) struct Locked<'a> {
     pub(super) core: &'a Core,
-    pub(super) guard: Option<Guard<'a, State>>,
+    pub(super) guard: Option<OwnerGuard<'a, State>>,
     /// Buffers were returned to the backend and may not have been published to the peer.
     pub(super) has_returned: bool,
 }
@@ -313,7 +313,7 @@ impl Core {
 
 impl<'a> Locked<'a> {
     #[inline]
-    fn new(core: &'a Core, guard: Guard<'a, State>) -> Locked<'a> {
+    fn new(core: &'a Core, guard: OwnerGuard<'a, State>) -> Locked<'a> {
         Locked {
             core,
             guard: Some(guard),

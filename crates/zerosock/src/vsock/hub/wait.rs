@@ -15,7 +15,7 @@ use crate::fault::Fault as Blame;
 use crate::table::backend::Backend;
 use crate::table::over::EndpointEnded;
 use crate::vsock::waiting::Wait;
-use zerosock_sys::Guard;
+use zerosock_sys::OwnerGuard;
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::poller::wait_for_event;
 
@@ -277,7 +277,7 @@ impl Locked<'_> {
     fn yield_lock(&mut self) {
         self.run_deferred_closes();
         self.notify_waiters();
-        self.guard = self.guard.take().map(Guard::yield_to_waiters);
+        self.guard = self.guard.take().map(OwnerGuard::yield_to_waiters);
         self.return_dropped();
         self.run_deferred_closes();
     }

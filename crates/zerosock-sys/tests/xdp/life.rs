@@ -12,8 +12,8 @@ use zerosock_sys::xdp::{
 };
 
 use super::support::{
-    DEADLINE, Guest, Link, SIZES, frame, isolated, isolated_each, isolated_with, name, take,
-    wait_readable, wait_until,
+    DEADLINE, Guest, Link, SIZES, frame, isolated, isolated_each, isolated_with, name, open_near,
+    take, wait_readable, wait_until,
 };
 
 fn registered() -> Registered {
@@ -186,12 +186,12 @@ fn program_is_detached_with_its_interface() {
             attach: Some(Attached::Generic),
             ..Options::default()
         };
-        let second = Interface::open(&name("near"), generic).unwrap();
+        let second = open_near(generic).unwrap();
         assert_eq!(second.attached(), Attached::Generic);
         drop(second);
         // A driver that refuses: the frames of the other end would be too long.
         super::support::ip("link set far mtu 9000");
-        let third = Interface::open(&name("near"), Options::default()).unwrap();
+        let third = open_near(Options::default()).unwrap();
         assert_eq!(third.attached(), Attached::Generic);
     });
 }

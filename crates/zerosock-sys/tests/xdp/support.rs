@@ -76,7 +76,7 @@ pub(crate) fn isolated_with(queues: u32, test_name: &str, test: impl FnOnce() + 
         }
         name("near").bring_up().unwrap();
         name("far").bring_up().unwrap();
-        match Interface::open(&name("near"), Options::default()) {
+        match open_near(Options::default()) {
             Err(XdpError::Program(
                 error @ (BpfError::Denied { .. } | BpfError::NotSupported { .. }),
             )) => println!("SKIPPED {test_name}: {error}"),
@@ -95,6 +95,20 @@ pub(crate) fn isolated_with(queues: u32, test_name: &str, test: impl FnOnce() + 
         }
     });
     thread.join().expect("the test has failed");
+}
+
+/// Opens `near`. A program that another test starts holds a copy of each descriptor until it is executed,
+/// and so the program of an interface that was closed here can still be attached.
+pub(crate) fn open_near(options: Options) -> Result<Interface, XdpError> {
+    let end = Instant::now() + DEADLINE;
+    loop {
+        match Interface::open(&name("near"), options) {
+            Err(XdpError::Attached) if Instant::now() < end => {
+                thread::sleep(Duration::from_millis(1));
+            }
+            result => return result,
+        }
+    }
 }
 
 /// As [`isolated`], once for each place where the program can run.
@@ -117,9 +131,8 @@ pub(crate) struct Link {
 
 impl Link {
     pub(crate) fn open(options: Options) -> Link {
-        let interface = Interface::open(&name("near"), options).unwrap();
         Link {
-            interface,
+            interface: open_near(options).unwrap(),
             far: listen("far"),
         }
     }

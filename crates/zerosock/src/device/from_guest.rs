@@ -205,7 +205,7 @@ impl Device {
         &mut self,
         flow: FlowId,
         bounds: ShowBounds,
-        look: &mut dyn FnMut(Payload<'_>) -> bool,
+        look: &mut impl FnMut(Payload<'_>) -> bool,
         cx: &mut Context<'_>,
     ) -> Shown {
         let mut packets = ShownPackets::new(self, flow, cx);

@@ -68,7 +68,7 @@ impl TableAccess for Driver {
         &mut self,
         id: StreamId,
         bounds: ShowBounds,
-        look: &mut dyn FnMut(Payload<'_>) -> bool,
+        look: &mut impl FnMut(Payload<'_>) -> bool,
     ) -> Shown {
         self.take_arrivals(id, bounds, look)
     }

@@ -99,7 +99,7 @@ impl Driver {
         &mut self,
         id: StreamId,
         bounds: ShowBounds,
-        look: &mut dyn FnMut(Payload<'_>) -> bool,
+        look: &mut impl FnMut(Payload<'_>) -> bool,
     ) -> Shown {
         let Some((pool, flow)) = self.sockets.drained_flow(id) else {
             return Shown::default();

@@ -72,7 +72,7 @@ impl TableAccess for HostBackend {
         &mut self,
         id: StreamId,
         bounds: ShowBounds,
-        look: &mut dyn FnMut(Payload<'_>) -> bool,
+        look: &mut impl FnMut(Payload<'_>) -> bool,
     ) -> Shown {
         let app = self.worker.shared.app.as_deref();
         let Some((vm, flow)) = app.and_then(|app| {

@@ -15,8 +15,8 @@ use super::coalesced::unsent;
 use super::inboxes::{Inboxes, LeasedDatagram, ReceivedDatagram};
 use super::places::LeaseParts;
 use super::sockets::{
-    Conn, HeldBuffer, MessageRead, NoLease, Shown, Sockets, Store, StreamId, StreamState,
-    copy_shown, read_shown,
+    Conn, HeldBuffer, MessageEnd, MessageRead, NoLease, Shown, Sockets, Store, StreamId,
+    StreamState,
 };
 use super::transfers::{Ahead, Payload, RecvFault, ShowBounds};
 
@@ -105,7 +105,7 @@ pub(crate) trait TableAccess {
         &mut self,
         id: StreamId,
         bounds: ShowBounds,
-        look: &mut dyn FnMut(Payload<'_>) -> bool,
+        look: &mut impl FnMut(Payload<'_>) -> bool,
     ) -> Shown;
 
     /// Receives packets until one has bytes of stream `id`, and returns it. Packets of other
@@ -229,10 +229,16 @@ impl<A: TableAccess> ConnectionCalls for A {
         let mut got = 0;
         if !peek && !out.is_empty() {
             // Nothing, if the connection holds bytes; a packet that is longer than `out` is held.
-            let show = |bounds, copy: &mut dyn FnMut(Payload<'_>) -> bool| {
-                self.show_arrivals(id, bounds, copy)
+            let bounds = ShowBounds {
+                packets: usize::MAX,
+                bytes: out.len(),
             };
-            got = copy_shown(out, show);
+            let mut at = 0;
+            let mut copy = |payload: Payload<'_>| {
+                at += payload.copy_to(0, out.get_mut(at..).unwrap_or(&mut []));
+                at < out.len()
+            };
+            got = self.show_arrivals(id, bounds, &mut copy).bytes;
             if let Some(sockets) = self.sockets_mut() {
                 sockets.count_read(got);
             }
@@ -342,10 +348,22 @@ impl<A: TableAccess> ConnectionCalls for A {
     ) -> Result<Option<MessageRead>, RecvFault> {
         if !peek {
             // Nothing, if the connection holds bytes.
-            let show = |bounds, copy: &mut dyn FnMut(Payload<'_>) -> bool| {
-                self.show_arrivals(id, bounds, copy)
+            let bounds = ShowBounds {
+                packets: 1,
+                bytes: usize::MAX,
             };
-            if let Some(message) = read_shown(out, show) {
+            let mut copied = 0;
+            let mut copy = |payload: Payload<'_>| {
+                copied = payload.copy_to(0, out);
+                false
+            };
+            let shown = self.show_arrivals(id, bounds, &mut copy);
+            if shown.packets > 0 {
+                let message = MessageRead {
+                    len: shown.bytes,
+                    copied,
+                    ends_record: shown.ends == Some(MessageEnd::Record),
+                };
                 if let Some(sockets) = self.sockets_mut() {
                     sockets.count_read_message(&message);
                 }

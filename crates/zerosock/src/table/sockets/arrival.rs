@@ -3,8 +3,7 @@
 use zerosock_proto::vsock::FlowId;
 
 use super::message_end::MessageEnd;
-use super::messages::MessageRead;
-use crate::table::transfers::{Payload, ShowBounds};
+use crate::table::transfers::ShowBounds;
 
 /// The payload of a packet.
 #[derive(Copy, Clone, Debug)]
@@ -64,44 +63,4 @@ impl Shown {
             self.ends = arrival.ends;
         }
     }
-}
-
-/// Copies the message that `show` passes to its callback to `out`; `None` if there is none.
-#[inline]
-pub(crate) fn read_shown(
-    out: &mut [u8],
-    show: impl FnOnce(ShowBounds, &mut dyn FnMut(Payload<'_>) -> bool) -> Shown,
-) -> Option<MessageRead> {
-    let bounds = ShowBounds {
-        packets: 1,
-        bytes: usize::MAX,
-    };
-    let mut copied = 0;
-    let shown = show(bounds, &mut |payload| {
-        copied = payload.copy_to(0, out);
-        false
-    });
-    (shown.packets > 0).then_some(MessageRead {
-        len: shown.bytes,
-        copied,
-        ends_record: shown.ends == Some(MessageEnd::Record),
-    })
-}
-
-/// Copies the parts that `show` passes to its callback to `out`. Returns the bytes copied.
-#[inline]
-pub(crate) fn copy_shown(
-    out: &mut [u8],
-    show: impl FnOnce(ShowBounds, &mut dyn FnMut(Payload<'_>) -> bool) -> Shown,
-) -> usize {
-    let bounds = ShowBounds {
-        packets: usize::MAX,
-        bytes: out.len(),
-    };
-    let mut at = 0;
-    let mut copy = |payload: Payload<'_>| {
-        at += payload.copy_to(0, out.get_mut(at..).unwrap_or(&mut []));
-        at < out.len()
-    };
-    show(bounds, &mut copy).bytes
 }

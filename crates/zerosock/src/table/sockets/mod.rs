@@ -41,7 +41,7 @@ use zerosock_proto::vsock::{FlowId, RefuseReason};
 use super::leases::{Leases, NONE};
 pub(crate) use super::places::{BufferPlace, Copied, LeaseParts, NoLease, PIECES};
 use crate::table::transfers::RecvFault;
-pub(crate) use arrival::{Arrival, Shown, copy_shown, read_shown};
+pub(crate) use arrival::{Arrival, Shown};
 pub use ids::{StreamId, StreamState};
 use lent_entry::LentEntry;
 pub(crate) use message_end::MessageEnd;

@@ -208,7 +208,7 @@ impl Device {
         }
         app.queue_for_accept(local.port, id);
         let key = self.add_bridge(flow, BridgePeer::App(AppPeer { id, loans: 0 }), cx);
-        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+        if let Some(bridge) = self.bridges.get_mut(key) {
             bridge.open = true;
         }
         true
@@ -431,7 +431,7 @@ impl Device {
     /// both directions; unread bytes are dropped), or with an RST if `reset` is set or the guest
     /// has not answered the request.
     pub(crate) fn app_close(&mut self, flow: FlowId, reset: bool, cx: &mut Context<'_>) {
-        if let Some(key) = self.key_of(flow) {
+        if let Some(key) = self.bridges.key_of(flow) {
             self.remove_bridge(key, cx);
         }
         if reset || self.shard.shutdown(cx.now, flow, How::BOTH).is_err() {
@@ -472,7 +472,7 @@ impl Device {
         };
         let flow = app.sockets.get(id).and_then(|conn| conn.flow);
         app.sockets.mark_reset(id, &mut self.store());
-        if let Some(key) = flow.and_then(|flow| self.key_of(flow)) {
+        if let Some(key) = flow.and_then(|flow| self.bridges.key_of(flow)) {
             self.reset_bridge(key, cx);
         }
     }
@@ -561,7 +561,7 @@ pub(super) fn send_fault(error: ReserveError) -> SendFault {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::ready_tests::Lab;
+    use crate::device::lab::Lab;
     use crate::table::leases::Leases;
     use std::sync::Arc;
     use std::time::Duration;

@@ -6,7 +6,7 @@ use zerosock_proto::{Address, Cid, Port};
 use zerosock_virtio::device::WorkerDevice;
 
 use super::bare;
-use super::ready_tests::Lab;
+use super::lab::Lab;
 
 #[test]
 fn enabling_kicks_finds_a_packet_posted_without_a_kick() {

@@ -48,7 +48,7 @@ impl Device {
             messages: false,
         };
         let key = self.add_bridge(flow, BridgePeer::Retrying { to, deadline }, cx);
-        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+        if let Some(bridge) = self.bridges.get_mut(key) {
             to.messages = bridge.messages.is_some();
             bridge.peer = BridgePeer::Retrying { to, deadline };
         }

@@ -93,7 +93,7 @@ impl Device {
         if !tracing::enabled!(tracing::Level::DEBUG) {
             return;
         }
-        let bridge = self.bridges.get(key as usize).filter(|bridge| bridge.open);
+        let bridge = self.bridges.get(key).filter(|bridge| bridge.open);
         if let Some(bridge) = bridge
             && let Some(flow) = bridge.flow
         {

@@ -7,6 +7,7 @@ use super::state::timers::Timer;
 use super::zero_copy::{read_reports, return_reported};
 use super::{Context, Device};
 use crate::device::host_sockets::{self, hybrid};
+use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::header;
 use zerosock_proto::Cid;
@@ -64,15 +65,15 @@ impl Device {
             Event::Connected { flow } => self.guest_accepted(flow, cx),
             Event::Refused { flow, reason } => {
                 self.count_refused(flow, reason, cx);
-                if let Some(key) = self.key_of(flow) {
-                    if let Some(bridge) = self.bridges.get(key as usize)
+                if let Some(key) = self.bridges.key_of(flow) {
+                    if let Some(bridge) = self.bridges.get(key)
                         && let BridgePeer::App(end) = &bridge.peer
                         && let Some(app) = cx.shared.app.as_deref_mut()
                         && let Some(conn) = app.sockets.get_mut(end.id)
                     {
                         conn.refused = Some(reason);
                     }
-                    if let Some(bridge) = self.bridges.get(key as usize)
+                    if let Some(bridge) = self.bridges.get(key)
                         && let Some(forwarded) = &bridge.forwarded
                     {
                         self.refuse_forwarded(forwarded, "its endpoint refuses the connection");
@@ -88,15 +89,13 @@ impl Device {
                 self.guest_shut_down(flow, receive, send, cx);
             }
             Event::Writable { flow } => {
-                if let Some(key) = self.key_of(flow) {
-                    if let Some(bridge) = self.bridges.get_mut(key as usize) {
-                        bridge.no_credit = false;
-                        bridge.waits_for_bytes = false;
-                        if let BridgePeer::App(end) = &bridge.peer {
-                            Self::app_writable(end.id, cx);
-                        }
+                if let Some((key, bridge)) = self.bridges.of_flow(flow) {
+                    bridge.no_credit = false;
+                    bridge.waits_for_bytes = false;
+                    if let BridgePeer::App(end) = &bridge.peer {
+                        Self::app_writable(end.id, cx);
                     }
-                    self.enqueue(key);
+                    self.bridges.enqueue(key);
                 }
             }
             Event::Closed { flow, reason } => self.guest_closed(flow, reason.is_orderly(), cx),
@@ -105,9 +104,11 @@ impl Device {
 
     /// The guest has accepted a connection of the host or a sibling.
     fn guest_accepted(&mut self, flow: FlowId, cx: &mut Context<'_>) {
-        let Some(key) = self.key_of(flow) else { return };
+        let Some(key) = self.bridges.key_of(flow) else {
+            return;
+        };
         self.log_flow(flow, "connection opened");
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         bridge.open = true;
@@ -124,14 +125,8 @@ impl Device {
                 }
             }
             BridgePeer::Sibling(s) => {
-                let from = crate::device::state::peer::Peer {
-                    device: self.addr,
-                    flow,
-                };
-                let message = SiblingMessage::Accepted {
-                    to: s.peer.flow,
-                    from,
-                };
+                let (to, from) = (s.peer.flow, Peer::new(self.addr, flow));
+                let message = SiblingMessage::Accepted { to, from };
                 cx.outbox.send(s.peer.device, message);
                 bridge.readable = !s.is_drained();
                 // A sibling counts as writable until it stalls.
@@ -141,15 +136,14 @@ impl Device {
             _ => {}
         }
         self.forwarded_opened(key, cx);
-        self.enqueue(key);
+        self.bridges.enqueue(key);
     }
 
     fn guest_shut_down(&mut self, flow: FlowId, receive: bool, send: bool, cx: &mut Context<'_>) {
         if receive && !self.coalesced.is_empty() {
             self.coalesced.forget(flow);
         }
-        let Some(key) = self.key_of(flow) else { return };
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some((key, bridge)) = self.bridges.of_flow(flow) else {
             return;
         };
         if let BridgePeer::App(end) = &bridge.peer {
@@ -165,12 +159,8 @@ impl Device {
                 }
                 BridgePeer::Sibling(s) => {
                     sibling::return_inbound(s, true, cx);
-                    let to = s.peer.flow;
-                    let message = SiblingMessage::Shutdown {
-                        to,
-                        receive: true,
-                        send: false,
-                    };
+                    let (to, receive, send) = (s.peer.flow, true, false);
+                    let message = SiblingMessage::Shutdown { to, receive, send };
                     cx.outbox.send(s.peer.device, message);
                 }
                 _ => {}
@@ -190,7 +180,9 @@ impl Device {
         if !self.coalesced.is_empty() {
             self.coalesced.forget(flow);
         }
-        let Some(key) = self.key_of(flow) else { return };
+        let Some(key) = self.bridges.key_of(flow) else {
+            return;
+        };
         let reason = if orderly {
             "closed"
         } else {
@@ -199,7 +191,7 @@ impl Device {
         self.log_closed(key, reason);
         // One attempt to deliver what arrived in the same turn.
         self.flush(key, cx);
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         // After the guest's SHUTDOWN, its last bytes are still delivered. A reset in the middle of
@@ -210,7 +202,7 @@ impl Device {
         if finished && self.linger(key, cx) {
             return;
         }
-        if let Some(bridge) = self.bridges.get_mut(key as usize)
+        if let Some(bridge) = self.bridges.get_mut(key)
             && !orderly
         {
             set_reason(bridge, "reset by the endpoint");
@@ -239,7 +231,7 @@ impl Device {
     /// would from a closed kernel socket. Returns false if there are no such bytes or no open host
     /// socket, or the limit of lingering sockets is reached.
     pub(super) fn linger(&mut self, key: u32, cx: &mut Context<'_>) -> bool {
-        let Some(bridge) = self.bridges.get(key as usize) else {
+        let Some(bridge) = self.bridges.get(key) else {
             return false;
         };
         if bridge.is_delivered()
@@ -250,14 +242,14 @@ impl Device {
             return false;
         }
         self.spill(key, 0, cx);
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return false;
         };
         bridge.read_closed = true;
         bridge.guest_finished = true;
-        if let Some(flow) = bridge.flow.take() {
-            self.by_flow[flow.index()] = u32::MAX;
-            self.start_lingering(key, cx);
+        if bridge.flow.take().is_some() {
+            let limit = cx.shared.limits.linger;
+            self.lingering.start(key, cx.now, limit, &mut self.timers);
         }
         self.update_bridge(key, cx);
         true
@@ -265,7 +257,7 @@ impl Device {
 
     /// Resets the flow of a bridge, if it has one, and removes the bridge.
     pub(super) fn reset_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
-        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+        if let Some(bridge) = self.bridges.get_mut(key) {
             set_reason(bridge, "reset by the daemon");
             if let Some(flow) = bridge.flow {
                 let _ = self.shard.reset(flow);
@@ -278,7 +270,7 @@ impl Device {
     /// guest had shut down sending before, else a reset.
     pub(super) fn remove_without_guest(&mut self, key: u32, cx: &mut Context<'_>) {
         self.log_closed(key, GONE);
-        if let Some(bridge) = self.bridges.get_mut(key as usize)
+        if let Some(bridge) = self.bridges.get_mut(key)
             && !bridge.guest_finished
         {
             set_reason(bridge, GONE);
@@ -296,7 +288,7 @@ impl Device {
 
     fn end_with(&mut self, key: u32, reason: &'static str, cx: &mut Context<'_>) {
         self.log_closed(key, reason);
-        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+        if let Some(bridge) = self.bridges.get_mut(key) {
             set_reason(bridge, reason);
         }
         if let Some(bridge) = self.remove_bridge(key, cx) {
@@ -330,7 +322,7 @@ impl Device {
 
     /// Handles an expired hold limit.
     fn hold_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         if !std::mem::take(&mut bridge.hold_timer) {
@@ -352,7 +344,7 @@ impl Device {
             return self.update_bridge(key, cx);
         }
         self.spill(key, 0, cx);
-        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+        if let Some(bridge) = self.bridges.get_mut(key) {
             // ENOBUFS and ENOMEM leave no edge: try once more.
             bridge.writable |= bridge.open;
         }

@@ -9,7 +9,7 @@
 //!   bytes are reset ([`super::outbound`]).
 
 use super::state::bridge::{Bridge, BridgePeer};
-use super::state::timers::Timer;
+use super::state::timers::{Timer, Timers};
 use super::virtio::BRIDGE;
 use super::zero_copy::{complete_or_keep, sends_of, slow_from};
 use super::{Context, Device};
@@ -45,19 +45,14 @@ enum Wrote {
 
 impl Device {
     pub(super) fn flush_dirty(&mut self, cx: &mut Context<'_>) {
-        let mut dirty = std::mem::take(&mut self.dirty);
-        for key in dirty.drain(..) {
-            if let Some(bridge) = self.bridges.get_mut(key as usize) {
-                bridge.in_dirty = false;
-                self.flush(key, cx);
-            }
+        while let Some(key) = self.bridges.next_dirty() {
+            self.flush(key, cx);
         }
-        self.dirty = dirty;
     }
 
     /// Passes bytes from the guest on, as far as the other end takes them.
     pub(super) fn flush(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         if !bridge.open {
@@ -70,17 +65,18 @@ impl Device {
             BridgePeer::Sibling(_) => self.flush_sibling(key, cx),
             _ => self.update_bridge(key, cx),
         }
-        if let (Some(before), Some(bridge)) = (lingers, self.bridges.get(key as usize))
+        if let (Some(before), Some(bridge)) = (lingers, self.bridges.get(key))
             && bridge.outbound.len() < before
         {
-            self.note_lingering_progress(key, cx);
+            self.lingering.note_progress(key, cx.now);
         }
     }
 
     fn flush_socket(&mut self, key: u32, cx: &mut Context<'_>) {
         let mut consumed = 0;
+        let others = self.bridges.chains_of_others(key);
         loop {
-            let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            let Some(bridge) = self.bridges.get_mut(key) else {
                 return;
             };
             if bridge.outbound.is_empty() || !bridge.writable {
@@ -100,7 +96,7 @@ impl Device {
                 let memory = tx.queue.memory();
                 let room = match by_copy {
                     true => 0,
-                    false => zero_copy_room(bridge, &tx.queue, self.stalled_chains),
+                    false => zero_copy_room(bridge, &tx.queue, others),
                 };
                 send_zero_copy(bridge, memory, room, cx)
                     .unwrap_or_else(|| send_held(bridge, memory))
@@ -150,7 +146,7 @@ impl Device {
                 }
             }
         }
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         if let Some(flow) = bridge.flow
@@ -167,7 +163,7 @@ impl Device {
     /// is not watched for that: each read by its program would wake the worker.
     pub(super) fn watch_room(&mut self, key: u32, cx: &Context<'_>) {
         let token = self.token(BRIDGE, key);
-        if let Some(bridge) = self.bridges.get_mut(key as usize)
+        if let Some(bridge) = self.bridges.get_mut(key)
             && !bridge.writable
             && !bridge.watches_room
             && let BridgePeer::Socket { socket, .. } = &bridge.peer
@@ -179,7 +175,7 @@ impl Device {
 
     /// Drops the bytes for a host program that has stopped reading, and tells the guest.
     pub(super) fn stop_writing(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         bridge.write_closed = true;
@@ -194,7 +190,8 @@ impl Device {
 
     /// Lends the guest's chains to the sibling. A stalled sibling gets its share, and copies.
     fn flush_sibling(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let others = self.bridges.chains_of_others(key);
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         let BridgePeer::Sibling(sibling) = &mut bridge.peer else {
@@ -204,12 +201,8 @@ impl Device {
             return;
         };
         let Peer { device, flow: to } = sibling.peer;
-        let from = Peer {
-            device: self.addr,
-            flow,
-        };
+        let from = Peer::new(self.addr, flow);
         let size = tx.queue.size();
-        let others = self.stalled_chains - bridge.counted.0 as usize;
         let half = usize::from(size / 2).saturating_sub(others);
         let most = if sibling.move_to.is_some() {
             // A handoff waits until the sibling has returned all chains, so no more are lent.
@@ -235,7 +228,7 @@ impl Device {
             cx.outbox.send(device, message);
         }
         self.spill(key, 0, cx);
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         let bytes = bridge.outbound.take_overflow();
@@ -251,17 +244,17 @@ impl Device {
     /// bytes have been taken, and removes a bridge that has nothing left to do.
     pub(super) fn update_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
         self.bound_held_chains(key, cx);
-        let Some(bridge) = self.bridges.get(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         if bridge.has_lost_bytes() {
             return self.end_for_want_of_memory(key, cx);
         }
-        self.set_hold_timer(key, cx);
-        self.update_sums(key);
-        self.forward_guest_shutdown(key, cx);
-        let done = |bridge: &Bridge| bridge.is_delivered() && bridge.flow.is_none();
-        if self.bridges.get(key as usize).is_some_and(done) {
+        set_hold_timer(bridge, key, &mut self.timers, cx);
+        forward_guest_shutdown(bridge, cx);
+        let done = bridge.is_delivered() && bridge.flow.is_none();
+        self.bridges.recount(key);
+        if done {
             if let Some(Bridge {
                 peer: BridgePeer::Socket { socket, .. },
                 ..
@@ -271,14 +264,14 @@ impl Device {
                 // Closing with unread bytes would reset the connection, with bytes under way.
                 host_sockets::leave_nothing_unread(&socket);
             }
-        } else if self.overflow_bytes > cx.shared.limits.overflow {
+        } else if self.bridges.overflow_bytes() > cx.shared.limits.overflow {
             self.reset_largest_holders(cx);
         }
     }
 
     /// Copies out the held chains beyond the connection's share, or all if half of the queue is in use.
     fn bound_held_chains(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get(key as usize) else {
+        let Some(bridge) = self.bridges.get(key) else {
             return;
         };
         let held = bridge.outbound.held_chains();
@@ -288,8 +281,7 @@ impl Device {
         let tx = self.queues.rings.tx.as_ref();
         let size = tx.map_or(0, |tx| tx.queue.size());
         // Chains in flight cannot be copied out any more.
-        let others =
-            self.stalled_chains - bridge.counted.0 as usize + bridge.chains_in_flight().count();
+        let others = self.bridges.chains_of_others(key) + bridge.chains_in_flight().count();
         let keep = if others + held > usize::from(size) / 2 {
             0
         } else {
@@ -298,93 +290,9 @@ impl Device {
         self.spill(key, keep, cx);
     }
 
-    /// Begins or ends the time for which chains are held or lent.
-    fn set_hold_timer(&mut self, key: u32, cx: &Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
-            return;
-        };
-        let chains = match &mut bridge.peer {
-            BridgePeer::Sibling(s) => {
-                if bridge.held_since.is_none() {
-                    s.lent_later = 0;
-                }
-                s.recycle(&mut self.spare_inbound);
-                s.lent as usize
-            }
-            _ => bridge.outbound.held_chains(),
-        };
-        if chains == 0 && !bridge.no_memory {
-            bridge.held_since = None;
-        } else {
-            let since = *bridge.held_since.get_or_insert(cx.now);
-            if !bridge.hold_timer {
-                bridge.hold_timer = true;
-                self.timers
-                    .set(since + cx.shared.limits.hold, Timer::Hold(key));
-            }
-        }
-    }
-
-    /// Updates the sums of the device over all bridges.
-    fn update_sums(&mut self, key: u32) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
-            return;
-        };
-        let (chains, inbound) = match &bridge.peer {
-            BridgePeer::Sibling(s) => (s.lent as usize, s.copied()),
-            _ => (
-                bridge.outbound.held_chains() + bridge.chains_in_flight().count(),
-                0,
-            ),
-        };
-        // A queue has 32768 chains at most, and credit keeps the bytes below 2^31.
-        let lengths = bridge
-            .messages
-            .as_ref()
-            .map_or(0, |messages| messages.cost());
-        let bytes = bridge.outbound.overflow_len() + inbound + lengths;
-        let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
-        let now_counted = (chains as u32, bytes);
-        let before = std::mem::replace(&mut bridge.counted, now_counted);
-        self.stalled_chains = self.stalled_chains - before.0 as usize + now_counted.0 as usize;
-        self.overflow_bytes = self.overflow_bytes - before.1 as usize + now_counted.1 as usize;
-        bridge.outbound.recycle(&mut self.spare_outbound);
-    }
-
-    /// Passes on the guest's end of stream once the other end has taken all bytes.
-    fn forward_guest_shutdown(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
-            return;
-        };
-        if !bridge.outbound.is_empty()
-            || !bridge.guest_finished
-            || !bridge.open
-            || bridge.finish_told
-        {
-            return;
-        }
-        bridge.finish_told = true;
-        match &bridge.peer {
-            BridgePeer::Socket { socket, .. } => {
-                // Fails only if the host has gone.
-                let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);
-            }
-            BridgePeer::Sibling(s) => {
-                let to = s.peer.flow;
-                let message = SiblingMessage::Shutdown {
-                    to,
-                    receive: false,
-                    send: true,
-                };
-                cx.outbox.send(s.peer.device, message);
-            }
-            _ => {}
-        }
-    }
-
     /// Copies out the chains that a bridge holds, except the first `keep`.
     pub(super) fn spill(&mut self, key: u32, keep: usize, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         let Some(tx) = &self.queues.rings.tx else {
@@ -409,20 +317,56 @@ impl Device {
     /// Resets the connections with the most copied bytes until an eighth of the device's overflow
     /// limit is free. The margin makes the scan of all connections rare, however small their parts.
     fn reset_largest_holders(&mut self, cx: &mut Context<'_>) {
-        let with_bytes = |(key, bridge): (usize, &Bridge)| match bridge.counted.1 {
-            0 => None,
-            bytes => Some((bytes, key as u32)),
-        };
-        let mut all: Vec<_> = self.bridges.iter().filter_map(with_bytes).collect();
-        all.sort_unstable_by(|one, other| other.cmp(one));
-        for (_, key) in all {
-            if self.overflow_bytes <= cx.shared.limits.overflow / 8 * 7 {
+        for key in self.bridges.largest_holders() {
+            if self.bridges.overflow_bytes() <= cx.shared.limits.overflow / 8 * 7 {
                 break;
             }
             cx.shared.counters.overflow_resets.add(1);
             self.warn("connection reset: its reader stalls and the overflow limit is reached");
             self.reset_bridge(key, cx);
         }
+    }
+}
+
+/// Begins or ends the time for which chains are held or lent.
+fn set_hold_timer(bridge: &mut Bridge, key: u32, timers: &mut Timers, cx: &Context<'_>) {
+    let chains = match &mut bridge.peer {
+        BridgePeer::Sibling(s) => {
+            if bridge.held_since.is_none() {
+                s.lent_later = 0;
+            }
+            s.lent as usize
+        }
+        _ => bridge.outbound.held_chains(),
+    };
+    if chains == 0 && !bridge.no_memory {
+        bridge.held_since = None;
+    } else {
+        let since = *bridge.held_since.get_or_insert(cx.now);
+        if !bridge.hold_timer {
+            bridge.hold_timer = true;
+            timers.set(since + cx.shared.limits.hold, Timer::Hold(key));
+        }
+    }
+}
+
+/// Passes on the guest's end of stream once the other end has taken all bytes.
+fn forward_guest_shutdown(bridge: &mut Bridge, cx: &mut Context<'_>) {
+    if !bridge.outbound.is_empty() || !bridge.guest_finished || !bridge.open || bridge.finish_told {
+        return;
+    }
+    bridge.finish_told = true;
+    match &bridge.peer {
+        BridgePeer::Socket { socket, .. } => {
+            // Fails only if the host has gone.
+            let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);
+        }
+        BridgePeer::Sibling(s) => {
+            let (to, receive, send) = (s.peer.flow, false, true);
+            let message = SiblingMessage::Shutdown { to, receive, send };
+            cx.outbox.send(s.peer.device, message);
+        }
+        _ => {}
     }
 }
 
@@ -440,10 +384,9 @@ fn send_held(bridge: &Bridge, memory: &Memory) -> Wrote {
     wrote(zerosock_sys::send_slices(socket.as_fd(), &slices), want)
 }
 
-/// How many chains of a bridge the next zero-copy send may use. `stalled`: as in the device.
-fn zero_copy_room(bridge: &Bridge, queue: &DeviceQueue, stalled: usize) -> usize {
+/// How many chains of a bridge the next zero-copy send may use. `others`: chains of other bridges.
+fn zero_copy_room(bridge: &Bridge, queue: &DeviceQueue, others: usize) -> usize {
     let size = queue.size();
-    let others = stalled - bridge.counted.0 as usize;
     let half = usize::from(size / 2).saturating_sub(others + bridge.chains_in_flight().count());
     // Without indirect tables a few chains can have all descriptors of the queue.
     let descriptors = |chain: &Chain| match queue.has_indirect() {

@@ -89,7 +89,7 @@ impl Device {
             target: target.clone(),
             address: None,
         };
-        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+        if let Some(bridge) = self.bridges.get_mut(key) {
             let forwarded = Forwarded::new(admitted, from, remote, rule.rule.idle())
                 .with_zero_copy(rule.rule.zero_copy);
             bridge.forwarded = Some(Box::new(forwarded));
@@ -126,7 +126,7 @@ impl Device {
     fn dial(&mut self, key: u32, flow: FlowId, request: ConnectRequest, cx: &mut Context<'_>) {
         match self.ask_connector(DialedFor::Flow(flow), request, cx) {
             Ok(pending) => {
-                if let Some(bridge) = self.bridges.get_mut(key as usize) {
+                if let Some(bridge) = self.bridges.get_mut(key) {
                     bridge.peer = BridgePeer::Resolving(Some(pending));
                 }
             }
@@ -169,8 +169,7 @@ impl Device {
         cx: &mut Context<'_>,
     ) {
         // Without a bridge the guest has given up already, and the socket is closed.
-        let Some(key) = self.key_of(to) else { return };
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some((key, bridge)) = self.bridges.of_flow(to) else {
             return;
         };
         if !matches!(bridge.peer, BridgePeer::Resolving(_)) {
@@ -217,7 +216,7 @@ impl Device {
 
     /// Begins to account for a bridge whose two sides are connected.
     pub(super) fn forwarded_opened(&mut self, key: u32, cx: &Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         if let Some(forwarded) = &mut bridge.forwarded {
@@ -231,7 +230,7 @@ impl Device {
     /// Continues the idle time-out of a bridge that has come from another queue pair, whose worker has
     /// a clock of its own.
     pub(super) fn resume_idle(&mut self, key: u32, cx: &Context<'_>) {
-        if let Some(bridge) = self.bridges.get_mut(key as usize)
+        if let Some(bridge) = self.bridges.get_mut(key)
             && let Some(forwarded) = &mut bridge.forwarded
             && let Some(at) = forwarded.start_idle(cx.now)
         {
@@ -241,7 +240,7 @@ impl Device {
 
     /// Resets a connection on which no byte has passed for its idle time-out.
     pub(super) fn idle_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         let Some(forwarded) = &mut bridge.forwarded else {
@@ -267,7 +266,7 @@ impl Device {
         errno: Option<Errno>,
         cx: &mut Context<'_>,
     ) -> bool {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return true;
         };
         if !is_tcp(bridge) {
@@ -281,7 +280,7 @@ impl Device {
     /// Handles a failed send to the socket of a bridge: bytes that a TCP peer has sent before its reset
     /// still go to the guest, and the reset follows them.
     pub(super) fn tcp_gone(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         if !is_tcp(bridge) {
@@ -296,13 +295,13 @@ impl Device {
         }
         bridge.readable = true;
         bridge.stop_waiting_for_bytes();
-        self.enqueue(key);
+        self.bridges.enqueue(key);
     }
 
     /// Handles the end of file of a bridge's socket that its peer has reset before. Returns false if
     /// there was no reset.
     pub(super) fn ended_by_reset(&mut self, key: u32, cx: &mut Context<'_>) -> bool {
-        let bridge = self.bridges.get(key as usize);
+        let bridge = self.bridges.get(key);
         let forwarded = bridge.and_then(|bridge| bridge.forwarded.as_ref());
         let reset = forwarded.is_some_and(|forwarded| forwarded.reset_by_remote);
         if reset {
@@ -314,7 +313,7 @@ impl Device {
     /// Handles the failure of a TCP socket whose end of file was read before. Returns false if it has
     /// not failed.
     pub(super) fn tcp_reset_after_end(&mut self, key: u32, cx: &mut Context<'_>) -> bool {
-        let errno = match self.bridges.get(key as usize).map(|bridge| &bridge.peer) {
+        let errno = match self.bridges.get(key).map(|bridge| &bridge.peer) {
             Some(BridgePeer::Socket { socket, .. }) if socket.is_tcp() => {
                 sockopt::socket_error(socket)
             }

@@ -134,7 +134,7 @@ impl Drop for ShownPackets<'_, '_> {
                 app.sockets.count_shown(bytes);
             }
         }
-        if device.shard.has_events() || !device.dirty.is_empty() {
+        if device.shard.has_events() || device.bridges.has_dirty() {
             cx.time();
             device.drain_events(cx);
             device.flush_dirty(cx);
@@ -360,12 +360,10 @@ impl Device {
             return self.receive_part(chain, flow, len, ends, cx);
         }
         self.moved += len as usize;
-        let key = self.key_of(flow);
         let Some(tx) = self.queues.rings.tx.as_mut() else {
             return;
         };
-        let Some((key, bridge)) = key.and_then(|k| Some((k, self.bridges.get_mut(k as usize)?)))
-        else {
+        let Some((key, bridge)) = self.bridges.of_flow(flow) else {
             // The device has no bridge for this flow: reset it rather than lose bytes.
             tx.complete(chain, 0);
             let _ = self.shard.reset(flow);
@@ -381,25 +379,16 @@ impl Device {
             let _ = self.shard.consume(flow, len);
             return;
         }
-        // During a turn every chain may be held: the flush at its end applies the bounds.
-        let share = if bridge.writable {
-            usize::MAX
-        } else {
-            share_of(tx.queue.size())
-        };
+        let share = share_of(tx.queue.size());
         let held = HeldChain {
             chain,
             offset: HEADER_LEN as u32,
             len,
         };
-        let spares = &mut self.spare_outbound;
-        if let Some(chain) = bridge.outbound.push(tx.queue.memory(), held, share, spares) {
+        let memory = tx.queue.memory();
+        if let Some(chain) = self.bridges.push_outbound(key, memory, held, share) {
             cx.shared.counters.copied_bytes.add(u64::from(len));
             tx.complete(chain, 0);
-        }
-        if !bridge.in_dirty {
-            bridge.in_dirty = true;
-            self.dirty.push(key);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The host side of a device: listeners, CONNECT handshakes, and connects to host programs.
 
 use super::backlog::Tried;
-use super::state::bridge::BridgePeer;
+use super::state::bridge::{Bridge, BridgePeer};
 use super::state::timers::Timer;
 use super::virtio::{BRIDGE, HANDSHAKE, LISTENER};
 use super::{Context, Device};
@@ -313,7 +313,7 @@ impl Device {
         });
         let key = self.add_bridge(flow, BridgePeer::Socket { socket, ok }, cx);
         let token = self.token(BRIDGE, key);
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         bridge.forwarded = forwarded;
@@ -375,7 +375,7 @@ impl Device {
 
     /// Tries to connect a bridge of the guest to its host socket.
     pub(super) fn try_connect(&mut self, key: u32, cx: &mut Context<'_>) -> Tried {
-        let Some(bridge) = self.bridges.get(key as usize) else {
+        let Some(bridge) = self.bridges.get(key) else {
             return Tried::Decided;
         };
         let BridgePeer::Retrying { to, deadline } = bridge.peer else {
@@ -420,7 +420,7 @@ impl Device {
     /// Refuses a connect after its deadline.
     pub(super) fn connect_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(BridgePeer::Connecting { deadline, .. }) =
-            self.bridges.get(key as usize).map(|j| &j.peer)
+            self.bridges.get(key).map(|j| &j.peer)
             && *deadline <= cx.now
         {
             let reason = "no answer before the connect deadline";
@@ -433,7 +433,7 @@ impl Device {
     pub(super) fn refuse(&mut self, key: u32, refusal: &Refusal, cx: &mut Context<'_>) {
         cx.shared.counters.refuse(refusal.cause);
         let reason = &*refusal.reason;
-        let bridge = self.bridges.get(key as usize);
+        let bridge = self.bridges.get(key);
         if let Some(forwarded) = bridge.and_then(|bridge| bridge.forwarded.as_ref()) {
             self.refuse_forwarded(forwarded, reason);
         }
@@ -449,7 +449,7 @@ impl Device {
     /// Sets the socket of a bridge and adds it to the poller. Returns false if that failed.
     pub(super) fn watch(&mut self, key: u32, end: BridgePeer, cx: &mut Context<'_>) -> bool {
         let token = self.token(BRIDGE, key);
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return false;
         };
         bridge.peer = end;
@@ -472,14 +472,14 @@ impl Device {
             self.host_accepted(key, cx);
             // The socket was added to the poller after it connected, so readable data produces an
             // edge; a read now would almost always find nothing.
-            if let Some(bridge) = self.bridges.get_mut(key as usize) {
+            if let Some(bridge) = self.bridges.get_mut(key) {
                 bridge.readable = false;
             }
         }
     }
 
     fn host_accepted(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         bridge.open = true;
@@ -489,16 +489,16 @@ impl Device {
             let _ = self.shard.accept(cx.now, flow);
             self.log_flow(flow, "connection opened");
         }
-        let bridge = self.bridges.get(key as usize);
+        let bridge = self.bridges.get(key);
         if bridge.is_some_and(|bridge| bridge.forwarded.is_some()) {
             self.forwarded_opened(key, cx);
         }
-        self.enqueue(key);
+        self.bridges.enqueue(key);
     }
 
     /// Handles an edge of a bridge's socket.
     pub(crate) fn bridge_ready(&mut self, key: u32, readiness: Readiness, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         match &bridge.peer {
@@ -509,7 +509,7 @@ impl Device {
             _ => return,
         }
         let readiness = self.handle_reports(key, readiness, cx);
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         bridge.readable |= readiness.readable();
@@ -528,7 +528,7 @@ impl Device {
             if self.tcp_reset_after_end(key, cx) {
                 return;
             }
-            let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            let Some(bridge) = self.bridges.get_mut(key) else {
                 return;
             };
             // The program's end of stream was passed on before; now it has also stopped reading.
@@ -536,19 +536,15 @@ impl Device {
                 let _ = self.shard.shutdown(cx.now, flow, How::BOTH);
             }
         }
-        let flush = readiness.writable()
-            && self
-                .bridges
-                .get(key as usize)
-                .is_some_and(|bridge| !bridge.outbound.is_empty());
-        self.enqueue(key);
-        if flush {
+        let has_bytes = |bridge: &Bridge| !bridge.outbound.is_empty();
+        self.bridges.enqueue(key);
+        if readiness.writable() && self.bridges.get(key).is_some_and(has_bytes) {
             self.flush(key, cx);
         }
     }
 
     fn connect_decided(&mut self, key: u32, readiness: Readiness, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         let placeholder = BridgePeer::Asked(None);
@@ -585,7 +581,7 @@ fn forget_handshake(socket: &HostSocket, cx: &Context<'_>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::ready_tests::Lab;
+    use crate::device::lab::Lab;
     use std::io::Write;
     use std::os::unix::net::UnixStream;
     use zerosock_virtio::poller::{Events, Poller};

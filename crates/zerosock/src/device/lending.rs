@@ -170,8 +170,7 @@ impl Device {
             }
         };
         self.app.loans = step(self.app.loans);
-        let bridge = flow.and_then(|flow| self.key_of(flow));
-        if let Some(bridge) = bridge.and_then(|key| self.bridges.get_mut(key as usize))
+        if let Some((_, bridge)) = flow.and_then(|flow| self.bridges.of_flow(flow))
             && let BridgePeer::App(end) = &mut bridge.peer
         {
             end.loans = step(end.loans);
@@ -288,8 +287,7 @@ impl Device {
         if !self.old_memory_fits(cx) {
             return false;
         }
-        let bridge = self.key_of(flow);
-        let Some(bridge) = bridge.and_then(|key| self.bridges.get(key as usize)) else {
+        let Some((_, bridge)) = self.bridges.of_flow(flow) else {
             return false;
         };
         let (BridgePeer::App(end), Some(rx)) = (&bridge.peer, &self.queues.rings.rx) else {

@@ -181,7 +181,7 @@ impl Device {
         sent?;
         let Ok(rest) = rest else {
             // The message was begun and cannot be completed.
-            if let Some(key) = self.key_of(room.flow()) {
+            if let Some(key) = self.bridges.key_of(room.flow()) {
                 self.end_for_want_of_memory(key, cx);
             }
             return Err(SendFault::Reset);

@@ -88,7 +88,7 @@ impl Device {
     pub(super) fn flush_messages(&mut self, key: u32, cx: &mut Context<'_>) {
         let (mut bytes, mut empty) = (0, 0);
         loop {
-            let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            let Some(bridge) = self.bridges.get_mut(key) else {
                 return;
             };
             let Some(messages) = bridge.messages.as_deref_mut().filter(|_| bridge.writable) else {
@@ -99,7 +99,7 @@ impl Device {
             };
             let len = len as usize;
             let (sent, held) = self.send_one(key, len, cx);
-            let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            let Some(bridge) = self.bridges.get_mut(key) else {
                 return;
             };
             if let Some(forwarded) = &mut bridge.forwarded {
@@ -147,11 +147,7 @@ impl Device {
             }
         }
         bytes += self.drop_incomplete_message(key);
-        if let Some(flow) = self
-            .bridges
-            .get(key as usize)
-            .and_then(|bridge| bridge.flow)
-        {
+        if let Some(flow) = self.bridges.get(key).and_then(|bridge| bridge.flow) {
             // Fails if the flow has ended.
             let _ = self.shard.consume(flow, bytes as u32);
             if empty > 0 {
@@ -165,7 +161,7 @@ impl Device {
 
     /// Drops a message that the guest can no longer complete; returns its bytes.
     fn drop_incomplete_message(&mut self, key: u32) -> usize {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return 0;
         };
         let Some(messages) = &mut bridge.messages else {
@@ -189,7 +185,7 @@ impl Device {
     /// from guest memory.
     fn send_one(&mut self, key: u32, len: usize, cx: &mut Context<'_>) -> (Sent, bool) {
         let in_place = |device: &Device| {
-            let bridge = device.bridges.get(key as usize)?;
+            let bridge = device.bridges.get(key)?;
             let (BridgePeer::Socket { socket, .. }, Some(tx)) =
                 (&bridge.peer, &device.queues.rings.tx)
             else {
@@ -212,7 +208,7 @@ impl Device {
         if len > 0 {
             self.spill(key, 0, cx);
         }
-        let Some(bridge) = self.bridges.get(key as usize) else {
+        let Some(bridge) = self.bridges.get(key) else {
             return (Sent::Gone, false);
         };
         let BridgePeer::Socket { socket, .. } = &bridge.peer else {
@@ -229,7 +225,7 @@ impl Device {
             if self.moved >= TURN_BYTES {
                 break;
             }
-            let Some(bridge) = self.bridges.get_mut(key as usize) else {
+            let Some(bridge) = self.bridges.get_mut(key) else {
                 return Fill::Idle;
             };
             let (BridgePeer::Socket { socket, .. }, Some(flow)) = (&bridge.peer, bridge.flow)
@@ -292,10 +288,8 @@ impl Device {
         len: usize,
         cx: &mut Context<'_>,
     ) -> Fill {
-        let (Some(rx), Some(bridge)) = (
-            self.queues.rings.rx.as_mut(),
-            self.bridges.get_mut(key as usize),
-        ) else {
+        let (Some(rx), Some(bridge)) = (self.queues.rings.rx.as_mut(), self.bridges.get_mut(key))
+        else {
             self.shard.cancel_message(room);
             return Fill::Idle;
         };
@@ -370,7 +364,7 @@ impl Device {
             self.end_for_want_of_memory(key, cx);
             return Fill::Idle;
         };
-        let received = match self.bridges.get(key as usize).map(|bridge| &bridge.peer) {
+        let received = match self.bridges.get(key).map(|bridge| &bridge.peer) {
             Some(BridgePeer::Socket { socket, .. }) => socket.recv(&mut bytes),
             _ => Err(Errno::NOTCONN),
         };
@@ -385,7 +379,7 @@ impl Device {
             return Fill::More;
         }
         cx.shared.counters.copied_bytes.add(len as u64);
-        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+        if let Some(bridge) = self.bridges.get_mut(key) {
             bridge.to_guest += len as u64;
             if let Some(forwarded) = &mut bridge.forwarded {
                 forwarded.received(len);

@@ -9,7 +9,7 @@ use zerosock_virtio::device::WorkerDevice;
 use zerosock_virtio::outbox::DeviceAddr;
 
 use super::bare::{self, Guest};
-use super::ready_tests::Lab;
+use super::lab::Lab;
 use super::*;
 use crate::device::host_sockets::HostSocket;
 use crate::device::state::peer::Peer;
@@ -134,10 +134,10 @@ fn messages_behind_an_empty_message_are_sent_in_place() {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let kind = SocketType::SEQPACKET;
     let (socket, program) = socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
-    let key = joined.lab.device.key_of(joined.flow).unwrap();
+    let key = joined.lab.device.bridges.key_of(joined.flow).unwrap();
     let permit = joined.lab.device.account.take_descriptors(1).unwrap();
     let socket = HostSocket::accepted(socket, permit);
-    let bridge = joined.lab.device.bridges.get_mut(key as usize).unwrap();
+    let bridge = joined.lab.device.bridges.get_mut(key).unwrap();
     bridge.peer = BridgePeer::Socket { socket, ok: None };
     (bridge.open, bridge.writable) = (true, true);
     let lengths = [0, 1000, 0, 0, 2000, 3000, 0];

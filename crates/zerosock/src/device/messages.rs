@@ -45,12 +45,10 @@ impl Device {
     ) {
         cx.time();
         self.moved += len as usize;
-        let key = self.key_of(flow);
         let Some(tx) = self.queues.rings.tx.as_mut() else {
             return;
         };
-        let Some((key, bridge)) = key.and_then(|k| Some((k, self.bridges.get_mut(k as usize)?)))
-        else {
+        let Some((key, bridge)) = self.bridges.of_flow(flow) else {
             // The device has no bridge for this flow: reset it rather than lose bytes.
             tx.complete(chain, 0);
             let _ = self.shard.reset(flow);
@@ -84,32 +82,21 @@ impl Device {
         }
         if len == 0 {
             tx.complete(chain, 0);
-        } else {
-            let share = if bridge.writable {
-                usize::MAX
-            } else {
-                share_of(tx.queue.size())
-            };
-            let offset = HEADER_LEN as u32;
-            let held = HeldChain { chain, offset, len };
-            if let Some(chain) =
-                bridge
-                    .outbound
-                    .push(tx.queue.memory(), held, share, &mut self.spare_outbound)
-            {
-                cx.shared.counters.copied_bytes.add(u64::from(len));
-                tx.complete(chain, 0);
-            }
+            return self.bridges.mark_dirty(key);
         }
-        if !bridge.in_dirty {
-            bridge.in_dirty = true;
-            self.dirty.push(key);
+        let share = share_of(tx.queue.size());
+        let offset = HEADER_LEN as u32;
+        let held = HeldChain { chain, offset, len };
+        let memory = tx.queue.memory();
+        if let Some(chain) = self.bridges.push_outbound(key, memory, held, share) {
+            cx.shared.counters.copied_bytes.add(u64::from(len));
+            tx.complete(chain, 0);
         }
     }
 
     /// Sends the sibling the lengths of messages that it has received completely.
     pub(super) fn send_message_lengths(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         let (BridgePeer::Sibling(sibling), Some(messages)) = (&bridge.peer, &mut bridge.messages)
@@ -139,8 +126,7 @@ impl Device {
         ends: MessageEnd,
         cx: &mut Context<'_>,
     ) {
-        let Some(key) = self.key_of(to) else { return };
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some((key, bridge)) = self.bridges.of_flow(to) else {
             return;
         };
         let (BridgePeer::Sibling(sibling), Some(messages)) = (&bridge.peer, &mut bridge.messages)
@@ -160,16 +146,14 @@ impl Device {
         }
         messages.inbound.push_back((len, ends));
         bridge.readable = true;
-        self.enqueue(key);
+        self.bridges.enqueue(key);
         self.update_bridge(key, cx);
     }
 
     /// Sends messages of the sibling to the guest.
     pub(super) fn fill_messages_from_sibling(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        let (Some(rx), Some(bridge)) = (
-            self.queues.rings.rx.as_mut(),
-            self.bridges.get_mut(key as usize),
-        ) else {
+        let (Some(rx), Some(bridge)) = (self.queues.rings.rx.as_mut(), self.bridges.get_mut(key))
+        else {
             return Fill::Idle;
         };
         let (BridgePeer::Sibling(sibling), Some(flow), Some(messages)) =
@@ -440,10 +424,7 @@ impl Device {
                 continue;
             }
             // The sender may wait for the end of the message; no other event reports it.
-            let flow = kept.room.flow();
-            let key = self.by_flow.get(flow.index());
-            let bridge = key.and_then(|key| self.bridges.get(*key as usize));
-            if let Some(bridge) = bridge.filter(|bridge| bridge.flow == Some(flow))
+            if let Some((_, bridge)) = self.bridges.of_flow(kept.room.flow())
                 && let BridgePeer::App(end) = &bridge.peer
             {
                 Self::app_writable(end.id, cx);

@@ -25,7 +25,7 @@
 //!   embeds the device;
 //! - `virtio`: turns, events and commands of the VMM;
 //! - `queue_pairs`: a device with several queue pairs;
-//! - `state`: the data that all of these work on.
+//! - `state`: the data that all of these work on, in types with their own invariants.
 
 pub(crate) mod app;
 pub(crate) mod app_store;
@@ -44,6 +44,8 @@ mod forwarded;
 mod from_guest;
 pub(crate) mod host;
 pub(crate) mod host_sockets;
+#[cfg(test)]
+mod lab;
 pub(crate) mod lending;
 mod lingering;
 mod message_loans;
@@ -58,8 +60,6 @@ pub(crate) mod queue_pair_ports;
 pub(crate) mod queue_pairs;
 #[cfg(test)]
 mod queue_pairs_tests;
-#[cfg(test)]
-mod ready_tests;
 mod sibling;
 pub(crate) mod state;
 #[cfg(test)]
@@ -73,23 +73,18 @@ mod zero_copy;
 pub(crate) use forwarded::all_dials;
 
 use crate::stats::Gauges;
-use slab::Slab;
 use state::bridge::{Bridge, BridgePeer};
 pub(crate) use state::host::HostAccess;
 use state::timers::Timer;
 pub(crate) use state::{
     Context, Device, EVENT, Limits, RX, Shared, TURN_BYTES, TX, VsockRings, Worker, WorkerMessage,
 };
-use std::collections::VecDeque;
 use zero_copy::{complete_or_keep, end_sends, return_reported};
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_vhost_user::FrontendLink;
 use zerosock_virtio::command;
 use zerosock_virtio::ring::Ring;
-
-/// The bridge slab is freed when it is empty and its capacity exceeds this number.
-const KEPT: usize = 1024;
 
 impl Device {
     /// Updates the worker's gauges of connections, bridges, timers and ports by what has changed in
@@ -126,12 +121,7 @@ impl Device {
             ring.reset_pending = false;
         }
         // Lingering bridges have no flow any more.
-        let known = self
-            .bridges
-            .iter()
-            .filter(|(_, bridge)| bridge.flow.is_some());
-        let keys: Vec<u32> = known.map(|(key, _)| key as u32).collect();
-        for key in keys {
+        for key in self.bridges.keys_where(|bridge| bridge.flow.is_some()) {
             self.reset_bridge(key, cx);
         }
     }
@@ -163,17 +153,10 @@ impl Device {
         !self.starved
             && self.queues.rings.rx.as_ref().is_some_and(Ring::live)
             && (self.shard.has_transmit()
-                || !self.ready.is_empty()
+                || self.bridges.has_ready()
                 || !self.outgoing.is_empty()
                 // Datagrams are not sent while a command is pending.
                 || (!self.queues.is_command_pending() && self.datagrams.has_work()))
-    }
-
-    /// The key of the bridge of `flow`, if it exists.
-    #[inline]
-    fn key_of(&self, flow: FlowId) -> Option<u32> {
-        let key = *self.by_flow.get(flow.index())?;
-        (self.bridges.get(key as usize)?.flow == Some(flow)).then_some(key)
     }
 
     fn add_bridge(&mut self, flow: FlowId, end: BridgePeer, cx: &Context<'_>) -> u32 {
@@ -184,55 +167,14 @@ impl Device {
         {
             bridge.messages = Some(Box::default());
         }
-        let key = self.bridges.insert(bridge) as u32;
-        self.name_bridge(flow, key);
         cx.shared.counters.conns_added.add(1);
-        key
-    }
-
-    /// Records `key` as the bridge of `flow`.
-    fn name_bridge(&mut self, flow: FlowId, key: u32) {
-        if self.by_flow.len() <= flow.index() {
-            self.by_flow.resize(flow.index() + 1, u32::MAX);
-        }
-        self.by_flow[flow.index()] = key;
-    }
-
-    /// Puts a bridge on the ready list if it may have something for the guest.
-    fn enqueue(&mut self, key: u32) {
-        if let Some(bridge) = self.bridges.get_mut(key as usize)
-            && bridge.may_read()
-            && !bridge.in_ready
-        {
-            bridge.in_ready = true;
-            self.ready.push_back(key);
-        }
-    }
-
-    /// Counts a `ready` entry whose bridge was removed. Removes all such entries when they are more
-    /// than half of the list.
-    fn count_stale_ready(&mut self) {
-        self.stale_ready += 1;
-        if self.stale_ready > 64 && self.stale_ready > self.ready.len() / 2 {
-            self.stale_ready = 0;
-            // Keep one entry per listed bridge: a reused key has several.
-            let bridges = &mut self.bridges;
-            self.ready.retain(|&key| {
-                let bridge = bridges.get_mut(key as usize);
-                bridge.is_some_and(|bridge| std::mem::take(&mut bridge.in_ready))
-            });
-            for &key in &self.ready {
-                if let Some(bridge) = bridges.get_mut(key as usize) {
-                    bridge.in_ready = true;
-                }
-            }
-        }
+        self.bridges.insert(bridge)
     }
 
     /// Removes a bridge: completes its chains, closes its socket and updates the sums. The flow in
     /// the protocol core is left to the caller.
     fn remove_bridge(&mut self, key: u32, cx: &mut Context<'_>) -> Option<Bridge> {
-        let mut bridge = self.bridges.try_remove(key as usize)?;
+        let mut bridge = self.bridges.remove(key)?;
         if let BridgePeer::Connecting { socket, .. } | BridgePeer::Socket { socket, .. } =
             &bridge.peer
             && socket.is_closed_later()
@@ -258,18 +200,9 @@ impl Device {
             forwarded.finish();
         }
         self.backlogs.forget(key, &bridge);
-        if let Some(flow) = bridge.flow {
-            if self.by_flow.get(flow.index()) == Some(&key) {
-                self.by_flow[flow.index()] = u32::MAX;
-            }
-        } else {
-            self.stop_lingering(key);
+        if bridge.flow.is_none() {
+            self.lingering.stop(key, &mut self.timers);
         }
-        if bridge.in_ready {
-            self.count_stale_ready();
-        }
-        self.stalled_chains -= bridge.counted.0 as usize;
-        self.overflow_bytes -= bridge.counted.1 as usize;
         end_sends(&mut bridge, cx);
         let (tx, forwarded) = (&mut self.queues.rings.tx, &mut bridge.forwarded);
         bridge
@@ -285,13 +218,6 @@ impl Device {
             }
         }
         cx.shared.counters.conns_removed.add(1);
-        if self.bridges.is_empty() && self.bridges.capacity() > KEPT {
-            // Stored keys are hints: every use checks that the bridge exists.
-            self.bridges = Slab::new();
-            self.by_flow = Vec::new();
-            self.ready = VecDeque::new();
-            self.stale_ready = 0;
-        }
         Some(bridge)
     }
 
@@ -308,8 +234,7 @@ impl Device {
         self.app_lose(cx);
         self.queues.fail(cx.notifier);
         // Bytes left in the lost memory are undefined: they are not delivered.
-        let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
-        for key in keys {
+        for key in self.bridges.keys() {
             self.end_bridge(key, cx);
         }
         command::disconnect(self, cx);

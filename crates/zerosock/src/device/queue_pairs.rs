@@ -38,7 +38,7 @@ use crate::device::state::peer::Peer;
 use crate::device::state::queue_pairs::{Forwarding, QueuePairSet};
 use crate::device::state::sibling_message::{Handoff, SiblingMessage};
 use zerosock_virtio::outbox::DeviceAddr;
-use zerosock_virtio::poller::{Interest, Token};
+use zerosock_virtio::poller::Interest;
 
 /// Whether a connection can be handed off.
 enum MoveState {
@@ -94,11 +94,11 @@ impl Device {
         if self.queues.is_command_pending() || self.queue_pairs.other(pair).is_none() {
             return MoveState::Refused;
         }
-        let Some(key) = self.key_of(flow) else {
+        let Some(key) = self.bridges.key_of(flow) else {
             return MoveState::Refused;
         };
         self.flush(key, cx);
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return MoveState::Refused;
         };
         match &mut bridge.peer {
@@ -119,8 +119,7 @@ impl Device {
 
     /// Answers the driver that the connection stays at this queue pair.
     fn refuse_move(&mut self, flow: FlowId) {
-        if let Some(key) = self.key_of(flow)
-            && let Some(bridge) = self.bridges.get_mut(key as usize)
+        if let Some((_, bridge)) = self.bridges.of_flow(flow)
             && let BridgePeer::Sibling(s) = &mut bridge.peer
         {
             s.move_to = None;
@@ -131,7 +130,7 @@ impl Device {
 
     /// Continues a requested handoff after the sibling has returned all chains.
     pub(super) fn handoff_if_returned(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         if let BridgePeer::Sibling(s) = &mut bridge.peer
@@ -158,7 +157,7 @@ impl Device {
         pair: u16,
         cx: &mut Context<'_>,
     ) -> Option<(DeviceAddr, Box<Handoff>)> {
-        let key = self.key_of(flow)?;
+        let key = self.bridges.key_of(flow)?;
         let queue_pair = self.queue_pairs.other(u32::from(pair));
         // A driver that reboots stops all queues before it starts one. No connection may leave
         // after that: the next driver would not know it.
@@ -172,16 +171,12 @@ impl Device {
             self.refuse_move(flow);
             return None;
         }
-        let bridge = self.bridges.get(key as usize);
-        if bridge.is_some_and(|bridge| bridge.has_sends_in_flight()) {
+        let bridge = self.bridges.get_mut(key)?;
+        if bridge.has_sends_in_flight() {
             self.refuse_move(flow);
             return None;
         }
-        if let Some(BridgePeer::Sibling(s)) = self
-            .bridges
-            .get_mut(key as usize)
-            .map(|bridge| &mut bridge.peer)
-        {
+        if let BridgePeer::Sibling(s) = &mut bridge.peer {
             if s.lent > 0 {
                 // The guest has sent more bytes after MOVE.
                 s.move_to = Some(pair);
@@ -192,8 +187,7 @@ impl Device {
         }
         // No chain of this ring is lent any more; held chains are copied out here.
         self.spill(key, 0, cx);
-        if let Some(BridgePeer::App(end)) =
-            self.bridges.get(key as usize).map(|bridge| &bridge.peer)
+        if let Some(BridgePeer::App(end)) = self.bridges.get(key).map(|bridge| &bridge.peer)
             && let Some(app) = cx.shared.app.as_deref_mut()
         {
             app.sockets.leave_pool(end.id, &mut self.store());
@@ -206,21 +200,13 @@ impl Device {
                 return None;
             }
         };
-        let mut bridge = self.bridges.try_remove(key as usize)?;
-        self.by_flow[flow.index()] = u32::MAX;
-        if std::mem::take(&mut bridge.in_ready) {
-            self.count_stale_ready();
-        }
-        bridge.in_dirty = false;
+        let mut bridge = self.bridges.remove(key)?;
         bridge.hold_timer = false;
         bridge.held_since = None;
         bridge.flow = None;
         if let Some(idle) = bridge.forwarded.as_ref().and_then(|it| it.idle) {
             self.timers.cancel(idle.next, Timer::Idle(key));
         }
-        let counted = std::mem::take(&mut bridge.counted);
-        self.stalled_chains -= counted.0 as usize;
-        self.overflow_bytes -= counted.1 as usize;
         self.queue_pairs.unconfirmed.insert(flow);
         match &bridge.peer {
             BridgePeer::Socket { socket, .. } => cx.poller.remove(socket),
@@ -231,10 +217,7 @@ impl Device {
             }
             _ => {}
         }
-        let old = Peer {
-            device: self.addr,
-            flow,
-        };
+        let old = Peer::new(self.addr, flow);
         let handoff = Handoff {
             snapshot,
             bridge,
@@ -270,13 +253,10 @@ impl Device {
             }
         };
         bridge.flow = Some(flow);
-        let key = self.bridges.insert(bridge) as u32;
-        self.name_bridge(flow, key);
-        let now = Peer {
-            device: self.addr,
-            flow,
-        };
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let key = self.bridges.insert(bridge);
+        let now = Peer::new(self.addr, flow);
+        let token = self.token(BRIDGE, key);
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
         // Events may have been missed during the handoff: poll both directions.
@@ -284,11 +264,6 @@ impl Device {
         bridge.writable = true;
         match &mut bridge.peer {
             BridgePeer::Socket { socket, .. } => {
-                let token = Token {
-                    device: self.addr.number,
-                    kind: BRIDGE,
-                    key,
-                };
                 if let Err(error) = cx.poller.add(&*socket, token, Interest::All) {
                     self.warn(&format!(
                         "cannot add a host program's socket to the poller: {error}"
@@ -320,7 +295,7 @@ impl Device {
         };
         cx.outbox.send(old.device, arrived);
         self.resume_idle(key, cx);
-        self.enqueue(key);
+        self.bridges.enqueue(key);
         self.flush(key, cx);
     }
 
@@ -431,11 +406,8 @@ impl Device {
 
     /// Processes the parked messages: everything that the sibling sent to the old pair is here.
     fn process_parked(&mut self, flow: FlowId, cx: &mut Context<'_>) {
-        let Some(key) = self.key_of(flow) else { return };
-        if let Some(BridgePeer::Sibling(s)) = self
-            .bridges
-            .get_mut(key as usize)
-            .map(|bridge| &mut bridge.peer)
+        if let Some((_, bridge)) = self.bridges.of_flow(flow)
+            && let BridgePeer::Sibling(s) = &mut bridge.peer
         {
             s.parked = false;
             let parked = self.queue_pairs.parked.remove(&flow);
@@ -453,11 +425,8 @@ impl Device {
         old: Peer,
         cx: &mut Context<'_>,
     ) {
-        if let Some(key) = self.key_of(to)
-            && let Some(BridgePeer::Sibling(s)) = self
-                .bridges
-                .get_mut(key as usize)
-                .map(|bridge| &mut bridge.peer)
+        if let Some((_, bridge)) = self.bridges.of_flow(to)
+            && let BridgePeer::Sibling(s) = &mut bridge.peer
         {
             s.peer = from;
         }
@@ -475,7 +444,9 @@ impl Device {
 
     /// Ends a connection that was taken over: its driver went away during the handoff.
     fn end_orphan(&mut self, flow: FlowId, cx: &mut Context<'_>) {
-        let Some(key) = self.key_of(flow) else { return };
+        let Some(key) = self.bridges.key_of(flow) else {
+            return;
+        };
         // Without an RST: the current driver does not know the connection, and an RST could only
         // hit one of its own.
         let _ = self.shard.forget(cx.now, flow);

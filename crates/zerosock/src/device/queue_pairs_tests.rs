@@ -10,7 +10,7 @@ use zerosock_virtio::device::WorkerDevice;
 use zerosock_virtio::outbox::DeviceAddr;
 
 use super::bare::{self, Guest};
-use super::ready_tests::Lab;
+use super::lab::Lab;
 use super::*;
 use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::{Handoff, SiblingMessage};
@@ -73,7 +73,8 @@ impl TwoPairs {
         };
         device.handle_sibling_message(connect, &mut cx);
         device.turn(&mut cx);
-        let flow = device.bridges.iter().next().unwrap().1.flow.unwrap();
+        let key = device.bridges.keys()[0];
+        let flow = device.bridges.get(key).unwrap().flow.unwrap();
         let mut pairs = TwoPairs {
             labs,
             guests,

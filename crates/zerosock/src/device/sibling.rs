@@ -6,8 +6,8 @@
 //!
 //! [`sibling_message`](super::state::sibling_message) describes the messages.
 
-use super::outbound::{Spares, copy_out};
-use super::state::bridge::{Bridge, BridgePeer, Inbound, InboundQueue, SiblingPeer};
+use super::outbound::copy_out;
+use super::state::bridge::{Bridge, BridgePeer, Inbound, SiblingPeer};
 use super::{Context, Device};
 use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
@@ -17,11 +17,11 @@ use zerosock_proto::vsock::{FlowId, How, SMALL_PACKET};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
-/// Reports that `len` bytes of the front of `inbound` were read, for the sender's credit. With
+/// Reports that `bytes` of the front of `inbound` were read, for the sender's credit. With
 /// `used_up`, also returns the sender's chain.
 pub(super) fn return_read(
     sibling: &mut SiblingPeer,
-    len: u32,
+    bytes: u32,
     used_up: bool,
     cx: &mut Context<'_>,
 ) {
@@ -33,48 +33,36 @@ pub(super) fn return_read(
     } else {
         None
     };
-    let to = sibling.peer.flow;
-    cx.outbox.send(
-        sibling.peer.device,
-        SiblingMessage::Returned {
-            to,
-            bytes: len,
-            chain,
-        },
-    );
+    let Peer { device, flow: to } = sibling.peer;
+    cx.outbox
+        .send(device, SiblingMessage::Returned { to, bytes, chain });
 }
 
 /// Merges small waiting packets into one copy and returns how many bytes wait. The guest would not
 /// take as many packets, and the sender's chains have waited long enough.
-pub(super) fn merge_inbound(
-    sibling: &mut SiblingPeer,
-    spares: &mut Spares<InboundQueue>,
-    cx: &mut Context<'_>,
-) -> u32 {
+pub(super) fn merge_inbound(sibling: &mut SiblingPeer, cx: &mut Context<'_>) -> u32 {
     let mut sizes = sibling.parts().map(|part| part.len());
     let (first, others) = (sizes.next().unwrap_or(0), sizes.sum::<usize>());
     if first < SMALL_PACKET as usize && others > 0 {
-        let Peer { device, flow } = sibling.peer;
+        let peer = sibling.peer;
         let mut bytes = Vec::new();
         if bytes.try_reserve_exact(first + others).is_err() {
-            sibling.lose(spares);
+            sibling.lose();
             return 0;
         }
-        for inbound in sibling.take_all() {
+        for inbound in sibling.drain() {
             match &inbound {
                 Inbound::Lent { memory, held, .. } => {
                     copy_out(memory, held, &mut bytes);
                     cx.shared.counters.copied_bytes.add(held.len.into());
-                    cx.outbox
-                        .send(device, returned_message(flow, inbound, false));
+                    send_back(peer, inbound, false, cx);
                 }
                 Inbound::Copied { bytes: more, taken } => {
                     bytes.extend_from_slice(more.get(*taken..).unwrap_or_default());
                 }
             }
         }
-        // The list is empty: it needs no more memory.
-        let _ = sibling.push(Inbound::Copied { bytes, taken: 0 }, spares);
+        sibling.restore(bytes);
     }
     u32::try_from(first + others).unwrap_or(u32::MAX)
 }
@@ -82,19 +70,22 @@ pub(super) fn merge_inbound(
 /// Returns everything received from the sibling: with `read`, its bytes count as read because our
 /// guest has stopped receiving; without, the connection ends.
 pub(super) fn return_inbound(sibling: &mut SiblingPeer, read: bool, cx: &mut Context<'_>) {
-    let Peer { device, flow: to } = sibling.peer;
-    for inbound in sibling.take_all() {
-        cx.outbox.send(device, returned_message(to, inbound, read));
+    let peer = sibling.peer;
+    for inbound in sibling.drain() {
+        send_back(peer, inbound, read, cx);
     }
 }
 
-fn returned_message(to: FlowId, inbound: Inbound, read: bool) -> SiblingMessage {
+/// As [`return_inbound`], for a part of it.
+fn send_back(to: Peer, inbound: Inbound, read: bool, cx: &mut Context<'_>) {
     let bytes = if read { inbound.len() as u32 } else { 0 };
     let chain = match inbound {
         Inbound::Lent { held, epoch, .. } => Some((held.chain, epoch)),
         Inbound::Copied { .. } => None,
     };
-    SiblingMessage::Returned { to, bytes, chain }
+    let Peer { device, flow: to } = to;
+    cx.outbox
+        .send(device, SiblingMessage::Returned { to, bytes, chain });
 }
 
 /// Tells the sibling that this side has ended: in order (everything was read, both directions were
@@ -161,10 +152,7 @@ impl Device {
         };
         self.unanswered += 1;
         self.add_bridge(flow, BridgePeer::Asked(None), cx);
-        let from = Peer {
-            device: self.addr,
-            flow,
-        };
+        let from = Peer::new(self.addr, flow);
         cx.outbox.send(
             device,
             SiblingMessage::Connect {
@@ -224,7 +212,7 @@ impl Device {
             SiblingMessage::Asking { to, from } => self.sibling_asks(to, from, cx),
             SiblingMessage::Refused { to } => {
                 self.unanswered = self.unanswered.saturating_sub(1);
-                if self.key_of(to).is_some() {
+                if self.bridges.key_of(to).is_some() {
                     cx.shared.counters.refuse(RefusalCause::Unreachable);
                     let reason =
                         "the endpoint has no running driver, or as many connections as it may have";
@@ -260,7 +248,9 @@ impl Device {
 
     /// Ends a connection: its sibling has ended, refused it and counted that, or does not exist.
     fn sibling_ended(&mut self, to: FlowId, cx: &mut Context<'_>) {
-        let Some(key) = self.key_of(to) else { return };
+        let Some(key) = self.bridges.key_of(to) else {
+            return;
+        };
         let ended = match self.remove_bridge(key, cx) {
             Some(Bridge {
                 peer: BridgePeer::Asked(_),
@@ -275,9 +265,8 @@ impl Device {
     /// A sibling has passed our guest's request on to its own guest.
     fn sibling_asks(&mut self, to: FlowId, from: Peer, cx: &mut Context<'_>) {
         self.unanswered = self.unanswered.saturating_sub(1);
-        let key = self.key_of(to);
-        match key.and_then(|key| self.bridges.get_mut(key as usize)) {
-            Some(bridge) => bridge.peer = BridgePeer::Asked(Some(from)),
+        match self.bridges.of_flow(to) {
+            Some((_, bridge)) => bridge.peer = BridgePeer::Asked(Some(from)),
             // Our guest has given up already.
             None => {
                 let message = SiblingMessage::Reset { to: from.flow };
@@ -310,10 +299,7 @@ impl Device {
                 .outbox
                 .send(from.device, SiblingMessage::Refused { to: from.flow });
         };
-        let us = Peer {
-            device: self.addr,
-            flow,
-        };
+        let us = Peer::new(self.addr, flow);
         let asking = SiblingMessage::Asking {
             to: from.flow,
             from: us,
@@ -324,13 +310,10 @@ impl Device {
     }
 
     fn sibling_accepted(&mut self, to: FlowId, from: Peer, cx: &mut Context<'_>) {
-        let Some(key) = self.key_of(to) else {
+        let Some((_, bridge)) = self.bridges.of_flow(to) else {
             // Our guest has given up already.
             cx.outbox
                 .send(from.device, SiblingMessage::Reset { to: from.flow });
-            return;
-        };
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
         if !matches!(bridge.peer, BridgePeer::Asked(_)) {
@@ -351,33 +334,29 @@ impl Device {
         inbound: Inbound,
         cx: &mut Context<'_>,
     ) {
-        let key = self.key_of(to);
-        let bridge = key.and_then(|k| Some((k, self.bridges.get_mut(k as usize)?)));
-        let peer = match bridge {
+        let peer = match self.bridges.of_flow(to) {
             Some((key, bridge)) => {
-                let BridgePeer::Sibling(s) = &mut bridge.peer else {
+                let BridgePeer::Sibling(s) = &bridge.peer else {
                     return;
                 };
+                let peer = s.peer;
                 if !bridge.read_closed {
-                    if let Some(inbound) = s.push(inbound, &mut self.spare_inbound) {
-                        let Peer { device, flow } = s.peer;
-                        cx.outbox
-                            .send(device, returned_message(flow, inbound, false));
-                    }
                     bridge.readable = true;
                     bridge.stop_waiting_for_bytes();
-                    self.enqueue(key);
+                    if let Some(inbound) = self.bridges.push_inbound(key, inbound) {
+                        send_back(peer, inbound, false, cx);
+                    }
+                    self.bridges.enqueue(key);
                     return self.update_bridge(key, cx);
                 }
-                Some(s.peer)
+                Some(peer)
             }
             // The flow has ended here: copied bytes are dropped.
             None => from,
         };
         // Our guest never reads them: return the sender's credit and chain all the same.
-        if let Some(Peer { device, flow }) = peer {
-            cx.outbox
-                .send(device, returned_message(flow, inbound, true));
+        if let Some(peer) = peer {
+            send_back(peer, inbound, true, cx);
         }
     }
 
@@ -396,22 +375,19 @@ impl Device {
                 tx.complete(chain, 0);
             }
         }
-        let Some(key) = self.key_of(to) else { return };
+        let Some((key, bridge)) = self.bridges.of_flow(to) else {
+            return;
+        };
         if bytes > 0 {
             let _ = self.shard.consume(to, bytes);
         }
         let caught_up = self.shard.flow(to).is_none_or(|flow| flow.unread == 0);
-        if let Some(Bridge {
-            peer: BridgePeer::Sibling(s),
-            held_since,
-            ..
-        }) = self.bridges.get_mut(key as usize)
-        {
+        if let BridgePeer::Sibling(s) = &mut bridge.peer {
             s.lent = s.lent.saturating_sub(u32::from(returned));
             s.stalled &= !caught_up;
             if s.lent <= s.lent_later {
                 // The sibling has returned every chain that was lent at `held_since` or before.
-                *held_since = None;
+                bridge.held_since = None;
             }
         }
         self.drain_events(cx);
@@ -421,15 +397,13 @@ impl Device {
 
     /// Copies out and returns all chains that a sibling recalls.
     fn return_recalled(&mut self, to: FlowId, cx: &mut Context<'_>) {
-        let Some(key) = self.key_of(to) else { return };
-        let Some(Bridge {
-            peer: BridgePeer::Sibling(s),
-            ..
-        }) = self.bridges.get_mut(key as usize)
-        else {
+        let Some((key, bridge)) = self.bridges.of_flow(to) else {
             return;
         };
-        let Peer { device, flow } = s.peer;
+        let BridgePeer::Sibling(s) = &mut bridge.peer else {
+            return;
+        };
+        let peer = s.peer;
         let (mut copied, mut lost) = (0, false);
         for inbound in s.parts() {
             if let Inbound::Lent { memory, held, .. } = inbound {
@@ -443,20 +417,19 @@ impl Device {
                 copied += bytes.len();
                 let copy = Inbound::Copied { bytes, taken: 0 };
                 let lent = std::mem::replace(inbound, copy);
-                cx.outbox.send(device, returned_message(flow, lent, false));
+                send_back(peer, lent, false, cx);
             }
         }
         s.change_copied(|before| before + copied);
         if lost {
             // The connection is reset, which returns the other chains.
-            s.lose(&mut self.spare_inbound);
+            s.lose();
         }
         self.update_bridge(key, cx);
     }
 
     fn sibling_shut_down(&mut self, to: FlowId, receive: bool, send: bool, cx: &mut Context<'_>) {
-        let Some(key) = self.key_of(to) else { return };
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some((key, bridge)) = self.bridges.of_flow(to) else {
             return;
         };
         let BridgePeer::Sibling(s) = &mut bridge.peer else {
@@ -471,7 +444,7 @@ impl Device {
             // With nothing left to deliver, a read finds the end of the stream.
             bridge.readable = true;
             bridge.stop_waiting_for_bytes();
-            self.enqueue(key);
+            self.bridges.enqueue(key);
         }
     }
 }

@@ -8,8 +8,8 @@ use zerosock_proto::{Cid, Instant, Port};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType as SocketKind};
 
+use super::lab::Lab;
 use super::outbound::Outbound;
-use super::ready_tests::Lab;
 use super::state::host::HostAccess;
 use super::*;
 use crate::device::host_sockets::HostSocket;
@@ -28,7 +28,7 @@ impl Lab {
         let (ours, program) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
         let (device, mut cx) = self.lend();
-        let bridge = device.bridges.get_mut(key as usize).unwrap();
+        let bridge = device.bridges.get_mut(key).unwrap();
         let permit = device.account.take_descriptors(1).unwrap();
         let (socket, ok) = (HostSocket::accepted(ours.into(), permit), None);
         bridge.peer = BridgePeer::Socket { socket, ok };
@@ -43,11 +43,11 @@ impl Lab {
     }
 
     fn lingers(&self, key: u32) -> bool {
-        self.device.bridges.contains(key as usize)
+        self.device.bridges.get(key).is_some()
     }
 
     fn is_at_rest(&self) -> bool {
-        self.device.timers.len() == 0 && self.device.bridges.is_empty()
+        self.device.timers.len() == 0 && self.device.bridges.len() == 0
     }
 }
 
@@ -84,7 +84,7 @@ fn lingering_socket_delivers_all_bytes_to_a_slow_reader() {
         lab.fire_at(now);
         let (device, mut cx) = lab.lend();
         cx.now = Instant::ZERO + now;
-        device.bridges.get_mut(key as usize).unwrap().writable = true;
+        device.bridges.get_mut(key).unwrap().writable = true;
         device.flush(key, &mut cx);
     }
     let mut rest = Vec::new();
@@ -127,7 +127,7 @@ fn before_full_listener(connections: usize) -> (Lab, tempfile::TempDir, UnixList
             .connect(cx.now, local, peer, SocketType::Stream);
         let flow = flow.unwrap();
         device.guest_connects(flow, Port::new(9), &mut cx);
-        keys.push(device.key_of(flow).unwrap());
+        keys.push(device.bridges.key_of(flow).unwrap());
     }
     (lab, dir, listener, keys)
 }
@@ -159,7 +159,7 @@ fn connects_to_a_full_backlog_are_retried_one_at_a_time_with_growing_pauses() {
 #[test]
 fn backlog_room_goes_to_the_oldest_connect() {
     let (mut lab, _dir, listener, keys) = before_full_listener(3);
-    let is_open = |lab: &Lab, key: u32| lab.device.bridges[key as usize].open;
+    let is_open = |lab: &Lab, key: u32| lab.device.bridges.get(key).unwrap().open;
     listener.accept().unwrap();
     lab.fire_at(Duration::from_millis(1));
     let open: Vec<bool> = keys.iter().map(|&key| is_open(&lab, key)).collect();

@@ -54,47 +54,30 @@ impl Device {
         let moved = self.moved;
         self.transmit_datagrams(cx);
         self.moved = moved;
-        for _ in 0..READS_PER_TURN {
-            if self.starved || self.moved >= TURN_BYTES {
-                break;
-            }
-            let Some(key) = self.ready.pop_front() else {
-                break;
-            };
-            let fill = match self.bridges.get_mut(key as usize) {
-                // The bridge was removed.
-                None => continue,
-                Some(bridge) => {
-                    // A stale entry of an earlier bridge with this key.
-                    if !std::mem::take(&mut bridge.in_ready) || !bridge.may_read() {
-                        continue;
-                    }
-                    match bridge.peer {
-                        BridgePeer::Socket { .. } if has_header(bridge) => {
-                            self.fill_header(key, cx)
-                        }
-                        BridgePeer::Sibling(_) if bridge.messages.is_some() => {
-                            self.fill_messages_from_sibling(key, cx)
-                        }
-                        BridgePeer::Socket { .. } if bridge.messages.is_some() => {
-                            self.fill_messages_from_socket(key, cx)
-                        }
-                        BridgePeer::Socket { .. } => self.fill_from_socket(key, cx),
-                        BridgePeer::Sibling(_) => self.fill_from_sibling(key, cx),
-                        _ => Fill::Idle,
-                    }
+        let mut reads = READS_PER_TURN;
+        while !self.starved
+            && self.moved < TURN_BYTES
+            && let Some(key) = self.bridges.next_ready(&mut reads)
+            && let Some(bridge) = self.bridges.get(key)
+        {
+            let fill = match bridge.peer {
+                BridgePeer::Socket { .. } if has_header(bridge) => self.fill_header(key, cx),
+                BridgePeer::Sibling(_) if bridge.messages.is_some() => {
+                    self.fill_messages_from_sibling(key, cx)
                 }
+                BridgePeer::Socket { .. } if bridge.messages.is_some() => {
+                    self.fill_messages_from_socket(key, cx)
+                }
+                BridgePeer::Socket { .. } => self.fill_from_socket(key, cx),
+                BridgePeer::Sibling(_) => self.fill_from_sibling(key, cx),
+                _ => Fill::Idle,
             };
             match fill {
-                Fill::More => self.enqueue(key),
+                Fill::More => self.bridges.enqueue(key),
                 Fill::Idle => {}
                 Fill::Starved => {
                     self.starved = true;
-                    // It stays first in the list.
-                    if let Some(bridge) = self.bridges.get_mut(key as usize) {
-                        bridge.in_ready = true;
-                        self.ready.push_front(key);
-                    }
+                    self.bridges.unpop_ready(key);
                 }
                 Fill::Lost => {
                     self.fail("guest memory vanished under a receive", cx);
@@ -106,7 +89,7 @@ impl Device {
         self.transmit_control(cx);
         self.wake_buffer_waiters(cx);
         self.wake_datagram_waiters(cx);
-        !self.starved && (!self.ready.is_empty() || !self.outgoing.is_empty())
+        !self.starved && (self.bridges.has_ready() || !self.outgoing.is_empty())
     }
 
     /// Sends the packets that carry no payload.
@@ -134,10 +117,8 @@ impl Device {
     /// Sends the guest the header that goes before the bytes of a client. To a connection that carries
     /// messages it is a message.
     fn fill_header(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        let (Some(rx), Some(bridge)) = (
-            self.queues.rings.rx.as_mut(),
-            self.bridges.get_mut(key as usize),
-        ) else {
+        let (Some(rx), Some(bridge)) = (self.queues.rings.rx.as_mut(), self.bridges.get_mut(key))
+        else {
             return Fill::Idle;
         };
         let (Some(forwarded), Some(flow)) = (&mut bridge.forwarded, bridge.flow) else {
@@ -179,10 +160,8 @@ impl Device {
     }
 
     fn fill_from_socket(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        let (Some(rx), Some(bridge)) = (
-            self.queues.rings.rx.as_mut(),
-            self.bridges.get_mut(key as usize),
-        ) else {
+        let (Some(rx), Some(bridge)) = (self.queues.rings.rx.as_mut(), self.bridges.get_mut(key))
+        else {
             return Fill::Idle;
         };
         let (BridgePeer::Socket { socket, .. }, Some(flow)) = (&bridge.peer, bridge.flow) else {
@@ -266,27 +245,19 @@ impl Device {
         if self.ended_by_reset(key, cx) {
             return Fill::Idle;
         }
-        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+        if let Some(bridge) = self.bridges.get_mut(key) {
             bridge.read_closed = true;
             if let Some(flow) = bridge.flow {
-                let _ = self.shard.shutdown(
-                    cx.now,
-                    flow,
-                    How {
-                        receive: bridge.host_gone,
-                        send: true,
-                    },
-                );
+                let (receive, send) = (bridge.host_gone, true);
+                let _ = self.shard.shutdown(cx.now, flow, How { receive, send });
             }
         }
         Fill::Idle
     }
 
     fn fill_from_sibling(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        let (Some(rx), Some(bridge)) = (
-            self.queues.rings.rx.as_mut(),
-            self.bridges.get_mut(key as usize),
-        ) else {
+        let (Some(rx), Some(bridge)) = (self.queues.rings.rx.as_mut(), self.bridges.get_mut(key))
+        else {
             return Fill::Idle;
         };
         let (BridgePeer::Sibling(sibling), Some(flow)) = (&mut bridge.peer, bridge.flow) else {
@@ -294,7 +265,7 @@ impl Device {
         };
         if self.shard.nears_packet_limit(flow) {
             // The guest has many packets unread: merge small ones into one packet.
-            let bytes = siblings::merge_inbound(sibling, &mut self.spare_inbound, cx);
+            let bytes = siblings::merge_inbound(sibling, cx);
             if sibling.has_lost_bytes() {
                 self.update_bridge(key, cx);
                 return Fill::Idle;

@@ -188,8 +188,7 @@ impl WorkerDevice for Device {
     /// Ends the remaining bridges, most of which linger, notifies siblings and returns their
     /// chains. Memory of this guest that siblings are reading stays mapped until they have read it.
     fn retire(&mut self, cx: &mut Context<'_>) {
-        let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
-        for key in keys {
+        for key in self.bridges.keys() {
             self.end_bridge(key, cx);
         }
         self.stop_listening(cx);
@@ -202,8 +201,7 @@ impl WorkerDevice for Device {
     }
 
     fn end(&mut self, cx: &mut Context<'_>) {
-        let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
-        for key in keys {
+        for key in self.bridges.keys() {
             self.reset_bridge(key, cx);
         }
         self.end_associations("reset by the daemon", cx);
@@ -272,8 +270,7 @@ impl VirtioDevice for Device {
             return Quiesced::Unknown(reason);
         }
         let tx = self.queues.rings.tx.as_ref();
-        let sends =
-            scope == Scope::Reset && self.bridges.iter().any(|(_, it)| it.has_sends_in_flight());
+        let sends = scope == Scope::Reset && self.bridges.have_sends_in_flight();
         match sends || chains && tx.is_some_and(|tx| tx.queue.outstanding() > 0) {
             true => Quiesced::Waits,
             false => Quiesced::Done,
@@ -327,11 +324,10 @@ impl Device {
     fn release_chains(&mut self, cx: &mut Context<'_>) {
         // Leases under a read guard are recalled by `quiesce`.
         self.app_recall(false, cx);
-        let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
-        for key in keys {
+        for key in self.bridges.keys() {
             self.spill(key, 0, cx);
             self.update_bridge(key, cx);
-            if let Some(bridge) = self.bridges.get(key as usize)
+            if let Some(bridge) = self.bridges.get(key)
                 && let BridgePeer::Sibling(s) = &bridge.peer
                 && s.lent > 0
             {
@@ -348,9 +344,8 @@ impl Device {
     fn forget_connections(&mut self, stopped: bool, cx: &mut Context<'_>) {
         self.app_recall(true, cx);
         self.recall_loans(true, cx);
-        let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
-        for key in keys {
-            let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        for key in self.bridges.keys() {
+            let Some(bridge) = self.bridges.get_mut(key) else {
                 continue;
             };
             read_reports(bridge, cx);
@@ -364,10 +359,9 @@ impl Device {
                 self.remove_without_guest(key, cx);
             }
         }
-        self.ready.clear();
+        self.bridges.clear_ready();
         self.outgoing.clear();
         self.coalesced.clear();
-        self.stale_ready = 0;
         self.shard.handle_transport_reset(cx.now);
         self.forget_datagrams(cx);
         self.forget_handed_off(cx);

@@ -106,7 +106,7 @@ impl Device {
         readiness: Readiness,
         cx: &mut Context<'_>,
     ) -> Readiness {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return readiness;
         };
         let numbered = sends_of(&mut bridge.forwarded).is_some_and(|sends| sends.numbered);
@@ -116,7 +116,7 @@ impl Device {
         read_reports(bridge, cx);
         return_reported(&mut self.queues.rings.tx, &mut bridge.forwarded);
         if bridge.flow.is_none() {
-            self.note_lingering_progress(key, cx);
+            self.lingering.note_progress(key, cx.now);
         }
         self.update_bridge(key, cx);
         readiness.without_error_queue()
@@ -124,7 +124,7 @@ impl Device {
 
     /// Limits the time for which a command waits for sends in flight.
     pub(super) fn limit_sends(&mut self, cx: &Context<'_>) {
-        let any = self.bridges.iter().any(|(_, it)| it.has_sends_in_flight());
+        let any = self.bridges.have_sends_in_flight();
         self.sends_end_by = any.then_some(cx.now + wait(cx));
         if let Some(at) = self.sends_end_by {
             self.timers.set(at, Timer::EndSends);
@@ -134,7 +134,7 @@ impl Device {
     /// Lets a connection with sends in flight linger when its ring stops, if its stream had ended in order.
     /// Returns whether it does.
     pub(super) fn linger_without_ring(&mut self, key: u32, cx: &mut Context<'_>) -> bool {
-        let Some(bridge) = self.bridges.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key) else {
             return false;
         };
         let ended = bridge.guest_finished;
@@ -158,12 +158,8 @@ impl Device {
             let sends = forwarded.and_then(|it| it.zero_copy.as_ref());
             sends.is_some_and(|it| it.in_flight() && (command || past(it.ends_by)))
         };
-        let keys: Vec<u32> = (self.bridges.iter())
-            .filter(|(_, bridge)| ends(bridge))
-            .map(|(key, _)| key as u32)
-            .collect();
-        for key in keys {
-            if let Some(bridge) = self.bridges.get_mut(key as usize) {
+        for key in self.bridges.keys_where(ends) {
+            if let Some(bridge) = self.bridges.get_mut(key) {
                 set_reason(bridge, "the remote side did not acknowledge in time");
             }
             self.reset_bridge(key, cx);
@@ -180,7 +176,7 @@ mod tests {
 
     use super::*;
     use crate::device::host_sockets::HostSocket;
-    use crate::device::ready_tests::Lab;
+    use crate::device::lab::Lab;
     use crate::device::state::forwarded::Remote;
     use crate::routing::forward::{RuleState, ZeroCopy};
 
@@ -203,7 +199,7 @@ mod tests {
             if in_flight {
                 forwarded.zero_copy.as_mut().unwrap().sent(Instant::ZERO);
             }
-            let bridge = &mut device.bridges[key as usize];
+            let bridge = device.bridges.get_mut(key).unwrap();
             bridge.forwarded = Some(Box::new(forwarded));
             bridge.peer = BridgePeer::Socket {
                 socket: HostSocket::tcp(socket.into(), permit),

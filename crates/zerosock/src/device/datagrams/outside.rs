@@ -381,9 +381,9 @@ impl Device {
     /// Sends the guest answers of sockets, as far as there are buffers.
     pub(super) fn transmit_answers(&mut self, cx: &mut Context<'_>) {
         // Streams that wait have more than answers.
-        let most = match self.ready.is_empty() {
-            true => TURN_BYTES,
-            false => TURN_BYTES / 2,
+        let most = match self.bridges.has_ready() {
+            true => TURN_BYTES / 2,
+            false => TURN_BYTES,
         };
         let before = self.moved;
         for _ in 0..BUDGET {

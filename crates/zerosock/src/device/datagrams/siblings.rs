@@ -166,7 +166,7 @@ impl Device {
         source: Source<'_>,
         cx: &mut Context<'_>,
     ) -> Result<(), NotPut> {
-        if self.ready.is_empty() {
+        if !self.bridges.has_ready() {
             return self.put_datagram(from, to, source, cx);
         }
         let Some(rx) = self.queues.rings.rx.as_mut() else {

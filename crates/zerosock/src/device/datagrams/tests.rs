@@ -10,7 +10,7 @@ use zerosock_ring::{
 };
 
 use super::*;
-use crate::device::ready_tests::Lab;
+use crate::device::lab::Lab;
 use crate::device::state::sibling_message::{Datagram, Payload, SiblingMessage, return_lent};
 use zerosock_virtio::outbox::DeviceAddr;
 
@@ -109,7 +109,7 @@ fn ready_streams_keep_half_of_the_buffers() {
     device.renew_share();
     device.transmit_datagrams(&mut cx);
     assert_eq!(device.datagrams.waiting.len(), 2);
-    device.ready.clear();
+    device.bridges.clear_ready();
     device.transmit_datagrams(&mut cx);
     assert_eq!(device.datagrams.waiting.len(), 0);
     assert_eq!(posted(&mut lab), 0);

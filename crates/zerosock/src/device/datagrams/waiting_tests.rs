@@ -9,7 +9,7 @@ use zerosock_ring::{
 };
 
 use super::NotPut;
-use crate::device::ready_tests::Lab;
+use crate::device::lab::Lab;
 use crate::device::state::datagrams::WaitingDatagram;
 use crate::device::{RX, TX};
 use zerosock_vhost_user::Reply;

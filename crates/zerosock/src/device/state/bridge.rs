@@ -146,10 +146,20 @@ impl SiblingPeer {
             .flat_map(|waiting| &mut waiting.parts)
     }
 
-    /// Removes all waiting bytes and the list that held them.
-    pub(crate) fn take_all(&mut self) -> impl Iterator<Item = Inbound> {
-        let waiting = self.inbound.take();
-        waiting.into_iter().flat_map(|waiting| waiting.parts)
+    /// Removes all waiting bytes.
+    pub(crate) fn drain(&mut self) -> impl Iterator<Item = Inbound> {
+        self.change_copied(|_| 0);
+        let waiting = self.inbound.iter_mut();
+        waiting.flat_map(|waiting| waiting.parts.drain(..))
+    }
+
+    /// Adds a copy of bytes that were removed.
+    pub(crate) fn restore(&mut self, bytes: Vec<u8>) {
+        if let Some(waiting) = &mut self.inbound {
+            waiting.copied += bytes.len();
+            let copy = Inbound::Copied { bytes, taken: 0 };
+            waiting.parts.push_back(copy);
+        }
     }
 
     /// Whether bytes were lost to a failed allocation: the connection has to be reset.
@@ -158,10 +168,12 @@ impl SiblingPeer {
         self.inbound.as_ref().is_some_and(|waiting| waiting.lost)
     }
 
-    /// Records lost bytes: see [`has_lost_bytes`](SiblingPeer::has_lost_bytes).
+    /// Records that waiting bytes were lost: see [`has_lost_bytes`](SiblingPeer::has_lost_bytes).
     #[cold]
-    pub(crate) fn lose(&mut self, spares: &mut Spares<InboundQueue>) {
-        spares.get_or_insert_spare(&mut self.inbound).lost = true;
+    pub(crate) fn lose(&mut self) {
+        if let Some(waiting) = &mut self.inbound {
+            waiting.lost = true;
+        }
     }
 
     /// Whether no bytes wait.
@@ -267,10 +279,10 @@ pub(crate) struct Bridge {
     pub(crate) guest_finished: bool,
     /// The end of the guest's stream was passed on to the host.
     pub(crate) finish_told: bool,
-    /// On the device's `ready` list.
-    pub(crate) in_ready: bool,
-    /// On the device's `dirty` list.
-    pub(crate) in_dirty: bool,
+    /// On the list of ready bridges.
+    pub(super) in_ready: bool,
+    /// On the list of dirty bridges.
+    pub(super) in_dirty: bool,
     /// Waits for credit, which a `Writable` event of the shard reports.
     pub(crate) no_credit: bool,
     /// `no_credit` is set only because few bytes wait; more bytes clear it.
@@ -287,7 +299,7 @@ pub(crate) struct Bridge {
     /// Number of receive buffers that the next read fills.
     pub(crate) read_chains: u8,
     /// This bridge's part of the device's sums: chains held, lent or in flight, and overflow bytes.
-    pub(crate) counted: (u32, u32),
+    pub(super) counted: (u32, u32),
     /// Payload bytes that the guest has sent, for the log. Not counted for [`BridgePeer::App`], as the next.
     pub(crate) from_guest: u64,
     /// Payload bytes to the guest.

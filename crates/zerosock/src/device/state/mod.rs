@@ -5,6 +5,7 @@ pub(crate) mod app;
 pub(crate) mod associations;
 pub(crate) mod backlogs;
 pub(crate) mod bridge;
+pub(crate) mod bridges;
 pub(crate) mod datagrams;
 pub(crate) mod forwarded;
 pub(crate) mod host;
@@ -37,7 +38,7 @@ use zerosock_virtio::ring::Ring;
 
 use self::app::AppState;
 use self::backlogs::Backlogs;
-use self::bridge::{Bridge, InboundQueue};
+use self::bridges::Bridges;
 use self::datagrams::Datagrams;
 use self::host::{Handshake, HostAccess};
 use self::lingering::Lingering;
@@ -45,7 +46,6 @@ use self::program::App;
 use self::queue_pairs::QueuePairSet;
 use self::timers::Timers;
 use crate::device::host_sockets::hybrid::OkConvention;
-use crate::device::outbound::{OutboundQueue, Spares};
 use crate::routing::Routes;
 use crate::stats::{Counters, Gauges};
 use crate::table::coalesced::CoalescedWrites;
@@ -142,31 +142,17 @@ pub(crate) struct Device {
     /// A TRANSPORT_RESET event has to be sent to the driver.
     pub(in crate::device) announce_reset: bool,
 
-    pub(in crate::device) bridges: Slab<Bridge>,
-    /// Key of the bridge, by flow index; `u32::MAX`: none.
-    pub(in crate::device) by_flow: Vec<u32>,
+    pub(in crate::device) bridges: Bridges,
     pub(in crate::device) lingering: Lingering,
     pub(in crate::device) backlogs: Backlogs,
     pub(in crate::device) handshakes: Slab<Handshake>,
-    /// Keys of bridges that may have something for the guest, in the order of their turns.
-    pub(in crate::device) ready: VecDeque<u32>,
     /// Messages with remaining bytes that wait for buffers of the guest.
     pub(in crate::device) outgoing: VecDeque<Outgoing>,
     /// Small writes of the embedding program, coalesced into larger packets.
     pub(in crate::device) coalesced: CoalescedWrites,
-    /// Keys of bridges that received bytes from the guest in this turn.
-    pub(in crate::device) dirty: Vec<u32>,
-    /// Queues of idle bridges, for reuse.
-    pub(in crate::device) spare_outbound: Spares<OutboundQueue>,
-    pub(in crate::device) spare_inbound: Spares<InboundQueue>,
-    /// Sums of [`Bridge::counted`] over all bridges.
-    pub(in crate::device) stalled_chains: usize,
-    pub(in crate::device) overflow_bytes: usize,
     pub(in crate::device) timers: Timers,
     /// When the pending command stops waiting for zero-copy sends.
     pub(in crate::device) sends_end_by: Option<Instant>,
-    /// Entries of `ready` without a bridge, which was removed.
-    pub(in crate::device) stale_ready: usize,
     /// Connection requests to siblings without an answer.
     pub(in crate::device) unanswered: usize,
     /// Payload bytes moved in this turn in the current direction.
@@ -205,22 +191,14 @@ impl Device {
             access_log: Arc::default(),
             queues: QueueSet::new(0),
             announce_reset: false,
-            bridges: Slab::new(),
-            by_flow: Vec::new(),
+            bridges: Bridges::default(),
             lingering: Lingering::default(),
             backlogs: Backlogs::default(),
             handshakes: Slab::new(),
-            ready: VecDeque::new(),
             outgoing: VecDeque::new(),
             coalesced: CoalescedWrites::default(),
-            dirty: Vec::new(),
-            spare_outbound: Spares::default(),
-            spare_inbound: Spares::default(),
-            stalled_chains: 0,
-            overflow_bytes: 0,
             timers: Timers::default(),
             sends_end_by: None,
-            stale_ready: 0,
             unanswered: 0,
             moved: 0,
             starved: false,

@@ -9,3 +9,9 @@ pub(crate) struct Peer {
     pub(crate) device: DeviceAddr,
     pub(crate) flow: FlowId,
 }
+
+impl Peer {
+    pub(crate) fn new(device: DeviceAddr, flow: FlowId) -> Peer {
+        Peer { device, flow }
+    }
+}

@@ -1,4 +1,4 @@
-//! The ready list: each bridge is on it at most once, and entries of removed bridges are swept.
+//! A device without queues, for tests of what it does by itself.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -86,56 +86,9 @@ impl Lab {
         let stream = zerosock_proto::wire::vsock::SocketType::Stream;
         let flow = device.shard.connect(cx.now, local, peer, stream).unwrap();
         let key = device.add_bridge(flow, BridgePeer::Asked(None), &cx);
-        let bridge = device.bridges.get_mut(key as usize).unwrap();
+        let bridge = device.bridges.get_mut(key).unwrap();
         (bridge.open, bridge.readable) = (true, true);
-        device.enqueue(key);
-        device.enqueue(key);
+        device.bridges.enqueue(key);
         key
     }
-
-    fn remove(&mut self, key: u32) {
-        let (device, mut cx) = self.lend();
-        let bridge = device.remove_bridge(key, &mut cx).unwrap();
-        let _ = device.shard.reset(bridge.flow.unwrap());
-        while device.shard.poll_event().is_some() {}
-    }
-
-    /// Takes the bridges off the list in the order of their turns, as `transmit` does.
-    fn turns(&mut self) -> Vec<u32> {
-        let mut all = Vec::new();
-        while let Some(key) = self.device.ready.pop_front() {
-            if let Some(bridge) = self.device.bridges.get_mut(key as usize)
-                && std::mem::take(&mut bridge.in_ready)
-            {
-                all.push(key);
-            }
-        }
-        all
-    }
-}
-
-#[test]
-fn ready_bridges_are_listed_once_in_order() {
-    let mut lab = Lab::new();
-    let keys: Vec<u32> = (0..10).map(|_| lab.ready()).collect();
-    assert_eq!(lab.device.ready.len(), 10);
-    assert_eq!(lab.turns(), keys);
-}
-
-#[test]
-fn entries_of_removed_bridges_are_swept() {
-    let mut lab = Lab::new();
-    let stays: Vec<u32> = (0..10).map(|_| lab.ready()).collect();
-    for _ in 0..10_000 {
-        let key = lab.ready();
-        lab.remove(key);
-        let entries = lab.device.ready.len();
-        assert!(entries <= 10 + 2 * 66, "{entries} entries for 10 bridges");
-    }
-    // A bridge with a reused key is listed once, and every other bridge keeps its turn.
-    let last = lab.ready();
-    let mut turns = lab.turns();
-    assert_eq!(turns.iter().filter(|&&key| key == last).count(), 1);
-    turns.retain(|key| *key != last);
-    assert_eq!(turns, stays);
 }

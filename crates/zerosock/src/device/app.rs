@@ -177,26 +177,19 @@ impl Device {
         let Some(app) = cx.shared.app.as_deref_mut() else {
             return false;
         };
-        let Some(listener) = app.listener(local.port) else {
+        if !app.listeners.contains(local.port) {
             return false;
-        };
-        let takes = listener.socket_type == socket_type;
-        let full = takes && listener.waiting.len() > listener.backlog;
-        if !takes || full || self.shard.accept(cx.now, flow).is_err() {
-            let (cause, reason) = match (takes, full) {
-                (false, _) => {
-                    let reason = "the listener on the port has another socket type";
-                    (RefusalCause::NoListener, reason)
-                }
-                (_, true) => (RefusalCause::BacklogFull, "the listener's backlog is full"),
-                _ => (RefusalCause::Other, "the request has ended"),
-            };
+        }
+        let admitted = app.listeners.admit(local.port, socket_type);
+        if admitted.is_err() || self.shard.accept(cx.now, flow).is_err() {
+            let ended = (RefusalCause::Other, "the request has ended");
+            let (cause, reason) = admitted.err().unwrap_or(ended);
             cx.shared.counters.refuse(cause);
             tracing::debug!(from = %peer, to = %local, reason, "connection refused");
             let _ = self.shard.reject(flow);
             return true;
         }
-        if let Some(bytes) = listener.buffer {
+        if let Ok(Some(bytes)) = admitted {
             // The RESPONSE, which advertises the size, has not been sent yet: this cannot fail.
             let _ = self.shard.set_buf_alloc(flow, bytes);
         }
@@ -206,7 +199,7 @@ impl Device {
         if socket_type == SocketType::SeqPacket {
             app.sockets.carry_messages(id);
         }
-        app.queue_for_accept(local.port, id);
+        app.listeners.push(local.port, id);
         let key = self.add_bridge(flow, BridgePeer::App(AppPeer { id, loans: 0 }), cx);
         if let Some(bridge) = self.bridges.get_mut(key) {
             bridge.open = true;
@@ -586,7 +579,7 @@ mod tests {
         let pool = device.app_pool(app);
         let state = StreamState::Connected;
         let id = app.sockets.insert(pool, waiting, state, local, peer);
-        app.queue_for_accept(local.port, id);
+        app.listeners.push(local.port, id);
         let types = [SocketType::SeqPacket, SocketType::Stream];
         for ((flow, socket_type), full) in flows.into_iter().zip(types).zip([0, 1]) {
             assert!(device.app_incoming(flow, local, peer, socket_type, &mut cx));

@@ -178,10 +178,8 @@ impl Backend for Driver {
     }
 
     fn next_ready(&mut self) -> Option<ReadySource> {
-        let unreported = |listener: &&mut super::Listener| listener.unreported > 0;
-        if let Some(listener) = self.listeners.iter_mut().find(unreported) {
-            listener.unreported = 0;
-            return Some(ReadySource::Port(listener.port));
+        if let Some(port) = self.listeners.next_port(usize::MAX) {
+            return Some(ReadySource::Port(port));
         }
         if let Some(stream) = self.sockets.next_ready() {
             return Some(ReadySource::Conn(stream));
@@ -229,10 +227,7 @@ impl Backend for Driver {
     }
 
     fn set_accept_buffer(&mut self, port: Port, bytes: u32) {
-        let mut listeners = self.listeners.iter_mut();
-        if let Some(listener) = listeners.find(|listener| listener.port == port) {
-            listener.buffer = Some(bytes);
-        }
+        self.listeners.set_buffer(port, bytes);
     }
 
     fn accept(&mut self, port: Port) -> Option<StreamId> {
@@ -353,9 +348,7 @@ impl Backend for Driver {
     }
 
     fn is_acceptable(&self, port: Port) -> bool {
-        self.listeners
-            .iter()
-            .any(|listener| listener.port == port && !listener.waiting.is_empty())
+        self.listeners.has_waiting(port)
     }
 
     fn stats(&self) -> EndpointStats {

@@ -1,16 +1,15 @@
 //! Connections, listeners and events of a driver.
 
-use std::collections::VecDeque;
 use std::time;
 
 use zerosock_proto::vsock::{ConnectError, How, ListenError};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
+use super::Driver;
 use super::errors::DriverError;
 use super::events::DriverEvent;
 use super::queue_pairs::QueuePairId;
-use super::{Driver, Listener};
 use crate::table::sockets::{ReadyFlag, StreamId, StreamState};
 
 impl Driver {
@@ -73,14 +72,7 @@ impl Driver {
         self.store.queue_pairs[QueuePairId::FIRST]
             .shard
             .listen(port, backlog)?;
-        self.listeners.push(Listener {
-            port,
-            socket_type,
-            backlog,
-            buffer: None,
-            waiting: VecDeque::new(),
-            unreported: 0,
-        });
+        self.listeners.add(port, backlog, socket_type);
         Ok(())
     }
 
@@ -90,26 +82,14 @@ impl Driver {
         let _ = self.store.queue_pairs[QueuePairId::FIRST]
             .shard
             .unlisten(port);
-        if let Some(at) = self
-            .listeners
-            .iter()
-            .position(|listener| listener.port == port)
-        {
-            for stream in self.listeners.swap_remove(at).waiting {
-                self.abort(stream);
-            }
+        for stream in self.listeners.remove(port) {
+            self.abort(stream);
         }
     }
 
     /// Accepts the oldest waiting connection on `port`.
     pub fn accept(&mut self, port: Port) -> Option<StreamId> {
-        let listener = self
-            .listeners
-            .iter_mut()
-            .find(|listener| listener.port == port)?;
-        let stream = listener.waiting.pop_front();
-        listener.unreported = listener.unreported.min(listener.waiting.len());
-        stream
+        self.listeners.accept(port)
     }
 
     /// The state of a connection; `None` if it was closed.
@@ -179,15 +159,8 @@ impl Driver {
         if std::mem::take(&mut self.unreported_reset) {
             return Some(DriverEvent::TransportReset);
         }
-        if let Some(listener) = self
-            .listeners
-            .iter_mut()
-            .find(|listener| listener.unreported > 0)
-        {
-            listener.unreported -= 1;
-            return Some(DriverEvent::Incoming {
-                port: listener.port,
-            });
+        if let Some(port) = self.listeners.next_port(1) {
+            return Some(DriverEvent::Incoming { port });
         }
         let (stream, flag) = self.sockets.next_ready_flag()?;
         let entry = self.sockets.get(stream)?;

@@ -417,13 +417,7 @@ impl Driver {
         peer: Address,
         socket_type: SocketType,
     ) {
-        let listener = self
-            .listeners
-            .iter_mut()
-            .find(|listener| listener.port == local.port);
-        let Some(listener) = listener
-            .filter(|one| one.socket_type == socket_type && one.waiting.len() <= one.backlog)
-        else {
+        let Ok(buffer) = self.listeners.admit(local.port, socket_type) else {
             // Fails only for a flow that has ended.
             let _ = self.store.queue_pairs[queue_pair].shard.reject(flow);
             return;
@@ -433,7 +427,7 @@ impl Driver {
             .accept(now, flow)
             .is_ok()
         {
-            if let Some(bytes) = listener.buffer {
+            if let Some(bytes) = buffer {
                 // Cannot fail: the RESPONSE that carries the size has not been sent yet.
                 let _ = self.store.queue_pairs[queue_pair]
                     .shard
@@ -449,8 +443,7 @@ impl Driver {
             self.store.queue_pairs[queue_pair]
                 .flows
                 .insert(flow, stream);
-            listener.waiting.push_back(stream);
-            listener.unreported += 1;
+            self.listeners.push(local.port, stream);
         }
     }
 

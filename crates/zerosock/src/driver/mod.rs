@@ -62,11 +62,10 @@ mod transfer;
 #[cfg(test)]
 mod turn_tests;
 
-use std::collections::VecDeque;
 use std::time;
 
 use zerosock_proto::Instant;
-use zerosock_proto::wire::vsock::{Repr, SocketType};
+use zerosock_proto::wire::vsock::Repr;
 
 pub use crate::table::sockets::{StreamId, StreamState};
 pub use arena::ArenaError;
@@ -80,6 +79,7 @@ pub use zerosock_proto::vsock::How;
 pub use zerosock_proto::{Address, Cid, Port};
 pub use zerosock_vhost_user::frontend::{Frontend, FrontendError, VringAddr};
 
+use crate::table::listeners::Listeners;
 use crate::table::sockets::Sockets;
 use datagrams::Datagrams;
 use link::{EVENT, Link};
@@ -116,7 +116,7 @@ pub struct Driver {
     sockets: Sockets<RxSlot>,
     loans: Loans,
     datagrams: Datagrams,
-    listeners: Vec<Listener>,
+    listeners: Listeners,
     /// [`DriverEvent::TransportReset`] has not been returned by [`next_event`](Driver::next_event).
     unreported_reset: bool,
     /// [`DriverEvent::DeviceGone`] has not been returned by [`next_event`](Driver::next_event).
@@ -126,18 +126,6 @@ pub struct Driver {
     armed: bool,
     idle_turns: u32,
     trusted: bool,
-}
-
-#[derive(Debug)]
-struct Listener {
-    port: Port,
-    socket_type: SocketType,
-    backlog: usize,
-    /// The receive buffer of its connections, if not the configured one.
-    buffer: Option<u32>,
-    waiting: VecDeque<StreamId>,
-    /// Connections in `waiting` without an event yet.
-    unreported: usize,
 }
 
 impl Driver {

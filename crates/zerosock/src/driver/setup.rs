@@ -18,6 +18,7 @@ use super::queues::{EventQueue, RxQueue, TxQueue};
 use super::store::Buffers;
 use super::{Driver, DriverConfig, DriverStats, FrontendError, HOLD, MOST_COPIED};
 use crate::table::leases::Leases;
+use crate::table::listeners::Listeners;
 use crate::table::sockets::Sockets;
 use zerosock_vhost_user::frontend::QueueEventFds;
 use zerosock_virtio::watch::Watch;
@@ -108,7 +109,7 @@ impl Driver {
             event_queue,
             cid,
             epoch: time::Instant::now(),
-            listeners: Vec::new(),
+            listeners: Listeners::default(),
             unreported_reset: false,
             unreported_gone: false,
             stats: DriverStats::default(),

@@ -125,7 +125,7 @@ impl Backend for HostBackend {
 
     fn next_ready(&mut self) -> Option<ReadySource> {
         let app = self.worker.shared.app.as_deref_mut()?;
-        if let Some(port) = app.next_port() {
+        if let Some(port) = app.listeners.next_port(usize::MAX) {
             return Some(ReadySource::Port(port));
         }
         if let Some(id) = app.sockets.next_ready() {
@@ -153,7 +153,7 @@ impl Backend for HostBackend {
     ) -> Result<StreamId, ConnectError> {
         let device = self.worker.shared.routes.device(to.cid);
         let vm = device.ok_or(ConnectError::Unreachable)?.number;
-        if self.app().is_some_and(|app| app.listens(from)) {
+        if self.app().is_some_and(|app| app.listeners.contains(from)) {
             return Err(ConnectError::InUse);
         }
         let (vm, from) = self.place_connection(vm, from, to)?;
@@ -184,11 +184,8 @@ impl Backend for HostBackend {
 
     fn unlisten(&mut self, port: Port) {
         let app = self.worker.shared.app.as_deref_mut();
-        for id in app
-            .into_iter()
-            .flat_map(|app| app.unlisten(port))
-            .collect::<Vec<_>>()
-        {
+        let waiting = app.map(|app| app.listeners.remove(port));
+        for id in waiting.into_iter().flatten() {
             self.close_connection(id, true);
         }
     }
@@ -207,16 +204,18 @@ impl Backend for HostBackend {
 
     fn set_accept_buffer(&mut self, port: Port, bytes: u32) {
         if let Some(app) = self.worker.shared.app.as_deref_mut() {
-            app.set_accept_buffer(port, bytes);
+            app.listeners.set_buffer(port, bytes);
         }
     }
 
     fn accept(&mut self, port: Port) -> Option<StreamId> {
-        self.worker.shared.app.as_deref_mut()?.accept(port)
+        let app = self.worker.shared.app.as_deref_mut()?;
+        app.listeners.accept(port)
     }
 
     fn is_acceptable(&self, port: Port) -> bool {
-        self.app().is_some_and(|app| app.has_waiting(port))
+        self.app()
+            .is_some_and(|app| app.listeners.has_waiting(port))
     }
 
     fn shutdown(&mut self, id: StreamId, how: How) {

@@ -7,6 +7,7 @@
 //! - [`places`]: where the bytes of leases and loans lie;
 //! - [`leases`]: lease state shared with the holders of leases and loans;
 //! - [`inboxes`]: received datagrams;
+//! - [`listeners`]: the ports that the program listens on;
 //! - [`coalesced`], [`outgoing`]: bytes waiting to be sent;
 //! - [`over`]: the error after the endpoint's end.
 //!
@@ -19,6 +20,7 @@ pub(crate) mod coalesced;
 pub(crate) mod datagrams;
 pub(crate) mod inboxes;
 pub(crate) mod leases;
+pub(crate) mod listeners;
 pub(crate) mod outgoing;
 pub(crate) mod over;
 pub(crate) mod places;

@@ -2,10 +2,8 @@
 //! and counters.
 //!
 //! # Invariants
-//! - A pool of the table belongs to at most one device at a time.
-//! - A connection that waits to be accepted waits on one port.
+//! A pool of the table belongs to at most one device at a time.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use slab::Slab;
@@ -18,6 +16,7 @@ use zerosock_ring::Chain;
 use super::loans::Loan;
 use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
+use crate::table::listeners::Listeners;
 use crate::table::sockets::{ReadyFlag, Sockets, StreamId, StreamState};
 
 /// Marks an unused entry of `loan_keys`.
@@ -44,19 +43,6 @@ pub(crate) struct Tally {
     pub(crate) notifications: u64,
 }
 
-/// A port that the program listens on.
-#[derive(Debug)]
-pub(in crate::device) struct Listener {
-    port: Port,
-    pub(in crate::device) socket_type: SocketType,
-    pub(in crate::device) backlog: usize,
-    /// Receive buffer of accepted connections in bytes, if it differs from the device's default.
-    pub(in crate::device) buffer: Option<u32>,
-    pub(in crate::device) waiting: VecDeque<StreamId>,
-    /// Listed in `App::ready_ports`.
-    in_ready_ports: bool,
-}
-
 fn of_host(port: Port) -> Address {
     Address::new(Cid::HOST, port)
 }
@@ -68,10 +54,9 @@ pub(crate) struct App {
     pub(crate) inboxes: Inboxes,
     /// Readers may get plain slices of memory that processes share.
     pub(crate) trust_processes: bool,
-    listeners: Vec<Listener>,
+    pub(crate) listeners: Listeners,
     /// Ports that sockets have bound without listening.
     bound: PortTable,
-    ready_ports: VecDeque<Port>,
     /// The device number of each pool.
     pub(crate) pools: Vec<Option<u32>>,
     pub(in crate::device) loans: Slab<Loan>,
@@ -94,9 +79,8 @@ impl App {
             sockets: Sockets::new(leases, hold, most_copied),
             inboxes: Inboxes::new(DatagramTable::new(Cid::HOST)),
             trust_processes,
-            listeners: Vec::new(),
+            listeners: Listeners::default(),
             bound: PortTable::new(),
-            ready_ports: VecDeque::new(),
             pools: Vec::new(),
             loans: Slab::new(),
             loan_keys: vec![NONE; capacity].into_boxed_slice(),
@@ -133,18 +117,10 @@ impl App {
         }
     }
 
-    pub(in crate::device) fn listener(&mut self, port: Port) -> Option<&mut Listener> {
-        self.listeners.iter_mut().find(|l| l.port == port)
-    }
-
-    pub(crate) fn listens(&self, port: Port) -> bool {
-        self.listeners.iter().any(|l| l.port == port)
-    }
-
     /// Binds a port that is neither bound nor listened on, any if `port` is [`Port::ANY`]. Returns
     /// the port; `None` if it is in use.
     pub(crate) fn bind(&mut self, port: Port) -> Option<Port> {
-        if self.listens(port) {
+        if self.listeners.contains(port) {
             return None;
         }
         if port != Port::ANY {
@@ -153,7 +129,7 @@ impl App {
         loop {
             // Terminates: there are more ports than listeners.
             let port = self.bound.bind(of_host(Port::ANY))?;
-            if !self.listens(port) {
+            if !self.listeners.contains(port) {
                 return Some(port);
             }
             self.bound.unbind(of_host(port));
@@ -164,13 +140,6 @@ impl App {
         self.bound.unbind(of_host(port));
     }
 
-    /// Sets the receive buffer of connections accepted on `port` from now on.
-    pub(crate) fn set_accept_buffer(&mut self, port: Port, bytes: u32) {
-        if let Some(listener) = self.listener(port) {
-            listener.buffer = Some(bytes);
-        }
-    }
-
     /// Listens on `port`. Returns false if the port is in use.
     pub(crate) fn listen(&mut self, port: Port, backlog: usize, socket_type: SocketType) -> bool {
         // Binding succeeds only if the port is free.
@@ -178,56 +147,8 @@ impl App {
             return false;
         }
         self.unbind(port);
-        self.listeners.push(Listener {
-            port,
-            socket_type,
-            backlog,
-            buffer: None,
-            waiting: VecDeque::new(),
-            in_ready_ports: false,
-        });
+        self.listeners.add(port, backlog, socket_type);
         true
-    }
-
-    /// Closes a listener and returns the connections that wait there, which the caller resets.
-    pub(crate) fn unlisten(&mut self, port: Port) -> VecDeque<StreamId> {
-        match self.listeners.iter().position(|l| l.port == port) {
-            Some(at) => self.listeners.swap_remove(at).waiting,
-            None => VecDeque::new(),
-        }
-    }
-
-    pub(crate) fn has_waiting(&self, port: Port) -> bool {
-        let listener = self.listeners.iter().find(|l| l.port == port);
-        listener.is_some_and(|l| !l.waiting.is_empty())
-    }
-
-    pub(crate) fn accept(&mut self, port: Port) -> Option<StreamId> {
-        self.listener(port)?.waiting.pop_front()
-    }
-
-    /// The next port on which a new connection waits.
-    pub(crate) fn next_port(&mut self) -> Option<Port> {
-        loop {
-            let port = self.ready_ports.pop_front()?;
-            let Some(listener) = self.listener(port) else {
-                continue;
-            };
-            listener.in_ready_ports = false;
-            if !listener.waiting.is_empty() {
-                return Some(port);
-            }
-        }
-    }
-
-    pub(in crate::device) fn queue_for_accept(&mut self, port: Port, id: StreamId) {
-        let Some(listener) = self.listener(port) else {
-            return;
-        };
-        listener.waiting.push_back(id);
-        if !std::mem::replace(&mut listener.in_ready_ports, true) {
-            self.ready_ports.push_back(port);
-        }
     }
 
     /// Records how a connection has ended; received bytes can still be read.

@@ -203,6 +203,26 @@ impl Ring {
         (self.unpublished > 0 || self.err_pending) && self.publish_any(notifier)
     }
 
+    /// As `publish`, for a ring with completed chains or that has broken.
+    fn publish_any(&mut self, notifier: &Notifier) -> bool {
+        self.publish_at = None;
+        if self.err_pending {
+            self.notify_front_end(notifier);
+        }
+        std::mem::take(&mut self.unpublished) > 0
+            && self.queue.publish()
+            && self.notify_driver(notifier)
+    }
+
+    /// Notifies the front-end of a broken ring.
+    #[cold]
+    fn notify_front_end(&mut self, notifier: &Notifier) {
+        self.err_pending = false;
+        if let Some(err) = &self.err {
+            notifier.notify(err);
+        }
+    }
+
     /// As [`publish`](Self::publish), for a transmit queue whose driver does not wait for its buffers. The
     /// publish is put off while it would notify the driver of a few chains, and no others are in use: an
     /// answer often comes meanwhile, and then its notification is the only one. The caller publishes by
@@ -226,24 +246,6 @@ impl Ring {
         self.publish_at
     }
 
-    /// As `publish`, for a ring with completed chains or that has broken.
-    fn publish_any(&mut self, notifier: &Notifier) -> bool {
-        self.publish_at = None;
-        if std::mem::take(&mut self.err_pending)
-            && let Some(err) = &self.err
-        {
-            notifier.notify(err);
-        }
-        if std::mem::take(&mut self.unpublished) > 0
-            && self.queue.publish()
-            && let Some(call) = &self.call
-        {
-            notifier.notify(call);
-            return true;
-        }
-        false
-    }
-
     /// Stops the ring for good; the next publish notifies the front-end.
     pub fn fail(&mut self) {
         self.err_pending |= !self.broken;
@@ -258,11 +260,13 @@ impl Ring {
         self.notify_driver(notifier);
     }
 
-    /// Notifies the driver, also if it has not asked for that.
-    pub(crate) fn notify_driver(&self, notifier: &Notifier) {
+    /// Notifies the driver, also if it has not asked for that. Returns whether it has a descriptor.
+    #[inline(never)]
+    pub(crate) fn notify_driver(&self, notifier: &Notifier) -> bool {
         if let Some(call) = &self.call {
             notifier.notify(call);
         }
+        self.call.is_some()
     }
 
     /// Replaces the descriptor that notifies the front-end of a broken ring.

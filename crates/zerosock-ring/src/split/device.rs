@@ -37,6 +37,9 @@ const MAX_INDIRECT: u16 = 1024;
 /// How many chains ahead of the one popped the first cache lines are prefetched.
 const PREFETCH_DISTANCE: u16 = 8;
 
+/// An element of the used ring that was not written since the queue started: no head is so large.
+const UNWRITTEN: u64 = u64::MAX;
+
 /// What a chain costs at least, in units of [`DeviceQueue::walked`].
 const CHAIN_COST: u32 = 8;
 
@@ -98,9 +101,9 @@ pub struct DeviceQueue {
     hint: u32,
     next_hint: u32,
     pool: Pool,
-    /// Used elements as last written, id and length: an unchanged element is not written, so that a
-    /// ring with buffers that return in order stays in both caches.
-    used_cache: Vec<Option<(u32, u32)>>,
+    /// Used elements as last written ([`element_word`]): an unchanged element is not written, so that
+    /// a ring with buffers that return in order stays in both caches.
+    used_cache: Vec<u64>,
     /// Pieces of the indirect table being walked.
     table: Vec<Piece>,
     /// Where writes into the driver's memory are marked.
@@ -135,7 +138,7 @@ impl DeviceQueue {
         let mut written = Vec::new();
         let reserved = written.try_reserve_exact(size);
         reserved.map_err(|_| QueueError::NoMemory(config.size))?;
-        written.resize(size, None);
+        written.resize(size, UNWRITTEN);
         Ok(DeviceQueue {
             rings,
             config: *config,
@@ -515,15 +518,16 @@ impl DeviceQueue {
     /// Writes an element of the used ring. Returns its index if the ring has changed.
     #[inline]
     fn add_used(&mut self, head: u16, written: u32) -> Option<u16> {
-        let (position, element) = (self.used.next(), (u32::from(head), written));
+        let (position, element) = (self.used.next(), element_word(head, written));
         // The size is a power of two.
         let index = position & (self.size() - 1);
         let changed = match self.used_cache.get_mut(usize::from(index)) {
-            Some(old) if *old == Some(element) => false,
+            Some(old) if *old == element => false,
             old => {
-                self.rings.set_used_element(position, element.0, element.1);
+                self.rings
+                    .set_used_element(position, u32::from(head), written);
                 if let Some(old) = old {
-                    *old = Some(element);
+                    *old = element;
                 }
                 true
             }
@@ -572,9 +576,15 @@ impl DeviceQueue {
     pub fn remap(&mut self, mem: Arc<Memory>) -> Result<(), QueueError> {
         self.rings = resolve(mem, &self.config)?;
         (self.hint, self.next_hint) = (0, 0);
-        self.used_cache.fill(None);
+        self.used_cache.fill(UNWRITTEN);
         Ok(())
     }
+}
+
+/// An element of the used ring as one word, to be compared at once.
+#[inline]
+fn element_word(head: u16, written: u32) -> u64 {
+    u64::from(head) | u64::from(written) << 32
 }
 
 /// The number of written bytes, at most those of the chain.

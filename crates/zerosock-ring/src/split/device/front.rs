@@ -1,7 +1,8 @@
 //! The next chain, read where it is posted.
 //!
 //! Most packets are done with before the next one is looked at. They need no [`Chain`], which can be
-//! held: nothing is counted as outstanding, and nothing has to be unpopped.
+//! held: nothing is counted as outstanding, and nothing has to be unpopped. While writes are marked in
+//! a log, all chains are popped: only one call marks them.
 
 use super::{DeviceQueue, PREFETCH_DISTANCE};
 use crate::slice::{GuestSlice, Piece};
@@ -42,11 +43,11 @@ impl FrontToken {
 impl DeviceQueue {
     /// The next chain, in the common case: of one plain descriptor with at least `at` bytes, or of
     /// two, the first with `at` bytes; all of them writable or all readable, and in the regions of
-    /// the last one. `None` says nothing about the queue: ask [`pop`](Self::pop), which reads
+    /// the last one; of a queue without a log. `None` says nothing about the queue: ask [`pop`](Self::pop), which reads
     /// everything again. So does a call of this function: the driver may have changed the chain.
     #[inline(always)] // keeps the chain in registers
     pub fn front(&mut self, at: usize, writable: bool) -> Option<FrontChain<'_>> {
-        if self.available() == 0 {
+        if self.log.is_some() || self.available() == 0 {
             return None;
         }
         let position = self.avail.next();
@@ -93,13 +94,10 @@ impl DeviceQueue {
     /// Completes the chain as [`complete`](Self::complete) does, without popping it first.
     ///
     /// # Panics
-    /// If it is not the chain at the front: the caller's mistake.
+    /// If it is not the chain at the front, or the queue has got a log since: the caller's mistake.
     #[inline(always)] // as `front`
     pub fn complete_front(&mut self, token: FrontToken, written: u32) {
-        if self.log.is_some() {
-            let chain = self.pop_front(token);
-            return self.complete(chain, written);
-        }
+        assert!(self.log.is_none(), "the write would not be marked");
         self.leave_front(&token);
         let most = if token.writable { token.len() } else { 0 };
         debug_assert!(written <= most, "written past the end of the chain");
@@ -109,7 +107,7 @@ impl DeviceQueue {
     /// Pops the chain as it was read.
     ///
     /// # Panics
-    /// As [`complete_front`](Self::complete_front).
+    /// If it is not the chain at the front: the caller's mistake.
     #[inline]
     pub fn pop_front(&mut self, token: FrontToken) -> Chain {
         self.leave_front(&token);

@@ -361,7 +361,7 @@ impl TxCredit {
 
     /// Sends `len` bytes as one packet. False: there is not enough credit, or they are none or too
     /// many for a packet.
-    #[inline]
+    #[inline(always)] // every packet
     pub(crate) fn send_whole(&mut self, len: u32) -> bool {
         let fits = len > 0 && self.offer(len) == len;
         if fits {

@@ -12,6 +12,8 @@
 //! for held chains, [`super::lending`] has the loans, and [`crate::host`] the functions that the
 //! program calls.
 
+use std::convert::Infallible;
+
 use crate::device::state::app::{NONE, QueueStore};
 use zerosock_proto::vsock::{ConnectError, FlowId, How, ReserveError, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD, Repr, SocketType};
@@ -344,6 +346,67 @@ impl Device {
         }
     }
 
+    /// Sends `bytes` in one packet, in the common case: there is credit for all of them, the buffer at
+    /// the front of the ring has room for them, and nothing goes first. False: nothing was sent.
+    #[inline]
+    pub(crate) fn app_write_packet(
+        &mut self,
+        flow: FlowId,
+        bytes: &[u8],
+        cx: &mut Context<'_>,
+    ) -> bool {
+        let fill = |body: GuestSlice<'_>| {
+            body.write(0, bytes);
+        };
+        self.app_send_packet(flow, bytes.len(), 0, fill, cx)
+    }
+
+    /// As `app_write_packet`, for `len` bytes that `fill` writes. `flags`: see
+    /// [`Shard::send_whole_now`].
+    #[inline(always)] // as `send_in_front`
+    pub(super) fn app_send_packet(
+        &mut self,
+        flow: FlowId,
+        len: usize,
+        flags: u32,
+        fill: impl FnOnce(GuestSlice<'_>),
+        cx: &mut Context<'_>,
+    ) -> bool {
+        // Control packets go first, above all a RESPONSE.
+        if self.shard.has_transmit() || self.queues.is_command_pending() {
+            return false;
+        }
+        let Some(rx) = &mut self.queues.rings.rx else {
+            return false;
+        };
+        let shard = &mut self.shard;
+        let header = |room| {
+            if len > room {
+                return None;
+            }
+            // A packet has less than 2^32 bytes.
+            let header = shard.send_whole_now(flow, len as u32, flags)?;
+            Some(Ok::<_, Infallible>(header))
+        };
+        if send_in_front(rx, header, |body, _| fill(body)).is_none() {
+            return false;
+        }
+        if let Some(app) = cx.shared.app.as_deref_mut() {
+            app.tally.sent += len as u64;
+            app.tally.copied_in += len as u64;
+            app.tally.packets_sent += 1;
+        }
+        true
+    }
+
+    /// Publishes the packets that the program has sent, and nothing else.
+    #[inline]
+    pub(crate) fn app_publish_sent(&mut self, cx: &mut Context<'_>) {
+        if let Some(rx) = &mut self.queues.rings.rx {
+            publish(rx, cx);
+        }
+    }
+
     /// Copies as much of `bytes` into the guest's buffers as fits; returns how many bytes.
     pub(crate) fn app_write(
         &mut self,
@@ -445,15 +508,11 @@ impl Device {
             cx.time();
             self.drain_events(cx);
         }
-        for ring in [&mut self.queues.rings.rx, &mut self.queues.rings.tx]
-            .into_iter()
-            .flatten()
-        {
-            if ring.publish(cx.notifier)
-                && let Some(app) = cx.shared.app.as_deref_mut()
-            {
-                app.tally.notifications += 1;
-            }
+        if let Some(rx) = &mut self.queues.rings.rx {
+            publish(rx, cx);
+        }
+        if let Some(tx) = &mut self.queues.rings.tx {
+            publish(tx, cx);
         }
         control || self.has_broken()
     }
@@ -471,11 +530,21 @@ impl Device {
     }
 }
 
+/// Publishes a ring, and counts the notification.
+#[inline]
+fn publish(ring: &mut Ring, cx: &mut Context<'_>) {
+    if ring.publish(cx.notifier)
+        && let Some(app) = cx.shared.app.as_deref_mut()
+    {
+        app.tally.notifications += 1;
+    }
+}
+
 /// Sends a packet in the buffer at the front of the ring. `header` gets the room for payload and
 /// returns the header of as much; `fill` writes it. Returns the length of the payload. `None`: there
 /// is no buffer, or one of another form, or `header` returns `None`: nothing was sent.
 #[inline(always)] // keeps the header in registers
-pub(super) fn send_in_front<E>(
+fn send_in_front<E>(
     rx: &mut Ring,
     header: impl FnOnce(usize) -> Option<Result<Repr, E>>,
     fill: impl FnOnce(GuestSlice<'_>, usize),

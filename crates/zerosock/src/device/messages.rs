@@ -12,14 +12,13 @@
 //! only if it can send all of it: a guest takes it with credit for the whole message or its
 //! connection is reset; a host socket takes it with one call.
 
-use std::convert::Infallible;
 use std::io::IoSlice;
 
 use zerosock_proto::vsock::{FlowId, How, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, GuestSlice, Memory};
 
-use super::app::{send_fault, send_in_front};
+use super::app::send_fault;
 use super::events::emit;
 use super::flush::share_of;
 use super::outbound::HeldChain;
@@ -29,7 +28,7 @@ use super::to_guest::{Fill, MAX_READ_BUFFERS};
 use super::{Context, Device, TURN_BYTES};
 use crate::device::state::messages::Sending;
 use crate::device::state::sibling_message::SiblingMessage;
-use crate::table::outgoing::{Outgoing, Slices, end};
+use crate::table::outgoing::{Outgoing, Slices, end, len_of, put_all, whole};
 use crate::table::sockets::{MessageEnd, StreamId};
 use crate::table::transfers::SendFault;
 
@@ -277,6 +276,24 @@ impl Device {
         self.reset_bridge(key, cx);
     }
 
+    /// Sends a message of the program in one packet, in the common case: as
+    /// [`app_write_packet`](Self::app_write_packet). False: nothing was sent.
+    #[inline]
+    pub(crate) fn app_send_message_packet(
+        &mut self,
+        flow: FlowId,
+        slices: &[IoSlice<'_>],
+        ends_record: bool,
+        cx: &mut Context<'_>,
+    ) -> bool {
+        let fill = |body: GuestSlice<'_>| {
+            put_all(slices, |at, bytes| {
+                body.write(at, bytes);
+            });
+        };
+        self.app_send_packet(flow, len_of(slices), whole(ends_record), fill, cx)
+    }
+
     /// Copies a message of the program into buffers of the guest: all of it, or nothing. The part
     /// that finds no buffer is kept. Returns whether all of it was sent.
     pub(crate) fn app_send_message(
@@ -298,21 +315,6 @@ impl Device {
             self.wait_for_room(id, cx);
             return Err(SendFault::WouldBlock);
         };
-        let shard = &mut self.shard;
-        let header = |room| {
-            let end = end(0, ends_record).filter(|_| total as usize <= room)?;
-            let header = shard.send_message_now(flow, total, end);
-            header.map(Ok::<_, Infallible>)
-        };
-        let fill = |body: GuestSlice<'_>, len| {
-            slices.take(len, |at, bytes| {
-                body.write(at, bytes);
-            });
-        };
-        if send_in_front(rx, header, fill).is_some() {
-            count_message(total, 1, cx);
-            return Ok(true);
-        }
         let Some(mut chain) = rx.pop_if(HEADER_LEN + 1, true) else {
             self.wait_for_room(id, cx);
             return Err(SendFault::WouldBlock);
@@ -354,7 +356,11 @@ impl Device {
         if let Some(rest) = rest {
             self.keep_outgoing(rest);
         }
-        count_message(total, packets, cx);
+        if let Some(app) = cx.shared.app.as_deref_mut() {
+            app.tally.sent += u64::from(total);
+            app.tally.copied_in += u64::from(total);
+            app.tally.packets_sent += packets;
+        }
         Ok(all)
     }
 
@@ -430,14 +436,5 @@ impl Device {
                 Self::app_writable(end.id, cx);
             }
         }
-    }
-}
-
-/// Counts a message that the program has sent.
-fn count_message(len: u32, packets: u64, cx: &mut Context<'_>) {
-    if let Some(app) = cx.shared.app.as_deref_mut() {
-        app.tally.sent += u64::from(len);
-        app.tally.copied_in += u64::from(len);
-        app.tally.packets_sent += packets;
     }
 }

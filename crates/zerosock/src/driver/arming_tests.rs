@@ -9,6 +9,7 @@ use zerosock_proto::{Address, Port};
 use super::Driver;
 use super::bare::{Peer, connect, pairs};
 use crate::table::backend::Backend;
+use crate::table::transfers::Publish;
 
 /// A driver with `count` queue pairs, each with 32 slots in each direction.
 fn driver(count: u16) -> (Driver, Peer) {
@@ -68,7 +69,7 @@ fn arming_finds_a_slot_that_returned_without_a_notification() {
     let (mut driver, mut peer) = driver(1);
     let id = connect(&mut driver, &mut peer);
     let fill = |driver: &mut Driver| {
-        while driver.write(id, b"x").is_ok() {}
+        while driver.write(id, b"x", Publish::Later).is_ok() {}
         Backend::flush(driver);
     };
     fill(&mut driver);

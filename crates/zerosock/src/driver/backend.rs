@@ -10,6 +10,7 @@ use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_proto::vsock::{ConnectError, FlowId, How, ListenError, MoveError, Shard};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
+use zerosock_ring::GuestSlice;
 use zerosock_virtio::poller::Events;
 
 use super::queue_pairs::{QueuePair, QueuePairId, RxSlot};
@@ -20,12 +21,12 @@ use crate::table::calls::TableAccess;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
-use crate::table::outgoing::Outgoing;
+use crate::table::outgoing::{Outgoing, len_of, put_all, whole};
 use crate::table::over::EndpointEnded;
 use crate::table::sockets::{Copied, HeldBuffer, ReadyFlag, Shown, Sockets};
 use crate::table::{
     backend::{Backend, EndpointStats, ReadySource},
-    transfers::{LoanParts, LoanedPart, Payload, SendFault, ShowBounds},
+    transfers::{LoanParts, LoanedPart, Payload, Publish, SendFault, ShowBounds},
 };
 
 impl Driver {
@@ -279,8 +280,18 @@ impl Backend for Driver {
     }
 
     #[inline]
-    fn write(&mut self, id: StreamId, bytes: &[u8]) -> Result<usize, SendFault> {
-        self.send(id, bytes).map_err(lending::fault)
+    fn write(&mut self, id: StreamId, bytes: &[u8], publish: Publish) -> Result<usize, SendFault> {
+        let fill = |payload: GuestSlice<'_>| {
+            payload.write(0, bytes);
+        };
+        if self.send_packet(id, bytes.len(), 0, publish, fill) {
+            return Ok(bytes.len());
+        }
+        let sent = self.send(id, bytes).map_err(lending::fault)?;
+        if publish == Publish::Now {
+            Driver::flush(self);
+        }
+        Ok(sent)
     }
 
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
@@ -302,8 +313,18 @@ impl Backend for Driver {
         slices: &[IoSlice<'_>],
         ends_record: bool,
     ) -> Result<bool, SendFault> {
-        self.put_message(id, slices, ends_record)
-            .map_err(lending::fault)
+        let fill = |payload: GuestSlice<'_>| {
+            put_all(slices, |at, bytes| {
+                payload.write(at, bytes);
+            });
+        };
+        if self.send_packet(id, len_of(slices), whole(ends_record), Publish::Now, fill) {
+            return Ok(true);
+        }
+        let all = self.put_message(id, slices, ends_record);
+        let all = all.map_err(lending::fault)?;
+        Driver::flush(self);
+        Ok(all)
     }
 
     fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {

@@ -8,7 +8,6 @@
 use std::io::IoSlice;
 
 use zerosock_proto::vsock::{CommitError, FlowId, MessageReservation, ReserveError};
-use zerosock_ring::GuestSlice;
 
 use super::Driver;
 use super::errors::{DriverError, SendError};
@@ -58,21 +57,6 @@ impl Driver {
             self.wait_for_slot(stream);
             return Err(SendError::WouldBlock);
         };
-        let whole = end(0, ends_record).filter(|_| total <= most);
-        if let Some(end) = whole
-            && let Some(header) = of.shard.send_message_now(flow, total, end)
-        {
-            of.prefetch_free();
-            let fill = |payload: GuestSlice<'_>| {
-                slices.take(total as usize, |at, bytes| {
-                    payload.write(at, bytes);
-                });
-            };
-            of.send(slot, &header, fill).map_err(DriverError::from)?;
-            self.count_sent(&header);
-            self.loans.copied_in += u64::from(total);
-            return Ok(true);
-        }
         let mut room = match self.reserve_message((queue_pair, flow), total) {
             Ok(room) => room,
             Err(error) => {

@@ -283,14 +283,24 @@ impl TxQueue {
     /// packets.
     #[inline]
     pub(crate) fn data_slot(&mut self, len: u32) -> Result<Option<u16>, RingError> {
-        if self.free.is_empty() || !self.has_data_slot() {
-            self.reap()?;
+        if let Some(slot) = self.ready_slot(len) {
+            return Ok(Some(slot));
         }
+        self.reap()?;
         Ok(if self.has_data_slot() {
             self.take_free(len)
         } else {
             None
         })
+    }
+
+    /// As [`data_slot`](Self::data_slot), if it need not look for returned slots.
+    #[inline]
+    pub(crate) fn ready_slot(&mut self, len: u32) -> Option<u16> {
+        if self.free.is_empty() || !self.has_data_slot() {
+            return None;
+        }
+        self.take_free(len)
     }
 
     /// The slot that will be used a few short packets later, to prefetch it.
@@ -313,6 +323,7 @@ impl TxQueue {
     }
 
     /// Whether [`TxQueue::data_slot`] would return a slot.
+    #[inline]
     pub(crate) fn has_data_slot(&self) -> bool {
         self.count_free() > usize::from(self.spare)
     }

@@ -44,6 +44,12 @@ impl Buffers {
         self.fault.map_or(Ok(()), Err)
     }
 
+    /// Keeps the error of a call that cannot return it, for the next turn.
+    #[cold]
+    pub(super) fn fail(&mut self, error: AddError) {
+        self.fault = Some(error);
+    }
+
     pub(super) fn withhold(&mut self, withhold: bool) {
         self.withhold = withhold;
         if !withhold {
@@ -79,7 +85,7 @@ impl Store for Buffers {
         if self.withhold {
             self.withheld.push(token);
         } else if let Err(error) = self.queue_pairs[token.queue_pair].rx.post(token.slot) {
-            self.fault = Some(error);
+            self.fail(error);
         }
     }
 

@@ -14,7 +14,7 @@ use crate::table::sockets::BufferPlace;
 use crate::table::{
     backend::{Backend, ReadySource},
     calls::ConnectionCalls,
-    transfers::{RecvFault, SendFault},
+    transfers::{Publish, RecvFault, SendFault},
 };
 
 /// A driver with 32 slots each way.
@@ -106,7 +106,7 @@ fn loans_leave_slots_for_others_and_continue_as_copies() {
         .collect();
     let in_place = loans.iter().filter(|loan| loan.place.is_some()).count();
     assert_eq!(in_place, 4, "an eighth of 32");
-    assert_eq!(driver.write(other, b"passes"), Ok(6));
+    assert_eq!(driver.write(other, b"passes", Publish::Later), Ok(6));
     for (n, loan) in (0u8..).zip(&loans) {
         assert_eq!(loan.len, 8);
         let bytes = [n; 8];
@@ -156,7 +156,7 @@ fn a_quarter_of_the_slots_is_never_out_on_loan() {
         }
     }
     assert_eq!(in_place, 24);
-    assert_eq!(driver.write(first, b"still"), Ok(5));
+    assert_eq!(driver.write(first, b"still", Publish::Later), Ok(5));
 }
 
 #[test]
@@ -177,7 +177,10 @@ fn a_device_that_hangs_up_resets_all_and_ends_the_endpoint() {
     let mut out = [0; 8];
     assert_eq!(driver.read(id, &mut out, false), Ok(4));
     assert_eq!(driver.read(id, &mut out, false), Err(RecvFault::Reset));
-    assert_eq!(driver.write(id, b"x"), Err(SendFault::Reset));
+    assert_eq!(
+        driver.write(id, b"x", Publish::Later),
+        Err(SendFault::Reset)
+    );
     let sent = driver.send_loan(loan.index, 8, None);
     assert_eq!(sent, Err(SendFault::Reset));
     let connect = Backend::connect(&mut driver, Port::ANY, SERVER, SocketType::Stream);

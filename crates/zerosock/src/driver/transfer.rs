@@ -14,6 +14,7 @@ use super::errors::{DriverError, RecvError, SendError};
 use super::loans::Loan;
 use super::queue_pairs::QueuePairId;
 use super::{StreamId, StreamState};
+use crate::table::transfers::Publish;
 
 impl Driver {
     /// Borrows a transmit buffer for a packet of at most `max` bytes, limited by credit and buffer
@@ -157,6 +158,49 @@ impl Driver {
         queue_pair.tx.put_back(loan.slot);
     }
 
+    /// Sends `len` bytes that `fill` writes in one packet, in the common case: there are a slot and
+    /// credit for them, and nothing goes first. `flags`: see [`Shard::send_whole_now`](zerosock_proto::vsock::Shard::send_whole_now). False: nothing
+    /// was sent. Only packets of this queue are published.
+    #[inline(always)] // keeps the header in registers
+    pub(super) fn send_packet(
+        &mut self,
+        stream: StreamId,
+        len: usize,
+        flags: u32,
+        publish: Publish,
+        fill: impl FnOnce(GuestSlice<'_>),
+    ) -> bool {
+        let Ok((queue_pair, flow)) = self.sendable(stream) else {
+            return false;
+        };
+        let of = &mut self.store.queue_pairs[queue_pair];
+        if len > of.slots.tx_data.len() as usize || of.shard.has_transmit() {
+            return false;
+        }
+        // Shorter than a slot.
+        let len = len as u32;
+        let Some(slot) = of.tx.ready_slot(len) else {
+            return false;
+        };
+        let Some(header) = of.shard.send_whole_now(flow, len, flags) else {
+            of.tx.put_back(slot);
+            return false;
+        };
+        of.prefetch_free();
+        let sent = of.send(slot, &header, fill);
+        let kick = publish == Publish::Now && of.tx.publish();
+        self.count_sent(&header);
+        self.loans.copied_in += u64::from(len);
+        if let Err(error) = sent {
+            self.store.fail(error);
+        }
+        if kick {
+            self.event_fds.kick(queue_pair.tx());
+            self.stats.kicks += 1;
+        }
+        true
+    }
+
     /// Sends as many of `bytes` as credit and buffers allow, in packets as long as possible, and
     /// returns how many. Visible to the device after the next turn or flush, unless
     /// small writes are coalesced.
@@ -167,7 +211,7 @@ impl Driver {
         }
         let flow = self.sendable(stream)?;
         while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
-            match self.send_packet(stream, flow, rest) {
+            match self.send_part_of(stream, flow, rest) {
                 Ok(more) => sent += more,
                 // The error recurs when the caller writes the rest.
                 Err(_) if sent > 0 => break,
@@ -179,8 +223,7 @@ impl Driver {
     }
 
     /// Sends one packet of as many of `bytes` as there is room for, and returns how many.
-    #[inline]
-    fn send_packet(
+    fn send_part_of(
         &mut self,
         stream: StreamId,
         (queue_pair, flow): (QueuePairId, FlowId),

@@ -7,6 +7,7 @@ use super::bare::{Peer, connect, pair};
 use super::{Driver, StreamId};
 use crate::table::backend::{Backend, ReadySource};
 use crate::table::calls::ConnectionCalls;
+use crate::table::transfers::Publish;
 
 /// Packets that a turn receives.
 const TURN: u64 = 256;
@@ -105,9 +106,9 @@ fn a_waiting_connection_gets_a_slot_beside_a_greedy_sender() {
         order.push(ReadySource::Conn(small));
         for ready in order {
             if ready == ReadySource::Conn(small) {
-                sent += usize::from(driver.write(small, b"x").is_ok());
+                sent += usize::from(driver.write(small, b"x", Publish::Later).is_ok());
             } else {
-                while driver.write(bulk, b"x").is_ok() {}
+                while driver.write(bulk, b"x", Publish::Later).is_ok() {}
             }
         }
         Backend::flush(&mut driver);

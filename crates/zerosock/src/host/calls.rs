@@ -12,9 +12,9 @@ use zerosock_proto::{Address, Port};
 
 use super::stores::AllStores;
 use super::{HostBackend, IDLE_CHECKS};
-use crate::device::Worker;
 use crate::device::state::loans::LoanOf;
 use crate::device::state::program::App;
+use crate::device::{Context, Device, Worker};
 use crate::table::calls::TableAccess;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::leases::Leases;
@@ -22,7 +22,7 @@ use crate::table::over::EndpointEnded;
 use crate::table::sockets::{Copied, ReadyFlag, Sockets, StreamId};
 use crate::table::{
     backend::{Backend, EndpointStats, ReadySource},
-    transfers::{LoanParts, LoanedPart, SendFault},
+    transfers::{LoanParts, LoanedPart, Publish, SendFault},
 };
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::poller::Events;
@@ -297,10 +297,20 @@ impl Backend for HostBackend {
     }
 
     #[inline]
-    fn write(&mut self, id: StreamId, bytes: &[u8]) -> Result<usize, SendFault> {
+    fn write(&mut self, id: StreamId, bytes: &[u8], publish: Publish) -> Result<usize, SendFault> {
         let (vm, flow) = self.sender(id)?;
-        self.with_device(vm, |device, cx| device.app_write(id, flow, bytes, cx))
-            .ok_or(SendFault::Reset)?
+        let send =
+            |device: &mut Device, cx: &mut Context<'_>| device.app_write_packet(flow, bytes, cx);
+        if self.send_packet(vm, publish, send) {
+            return Ok(bytes.len());
+        }
+        let sent = self
+            .with_device(vm, |device, cx| device.app_write(id, flow, bytes, cx))
+            .ok_or(SendFault::Reset)??;
+        if publish == Publish::Now {
+            self.flush_changed();
+        }
+        Ok(sent)
     }
 
     #[inline]
@@ -344,10 +354,19 @@ impl Backend for HostBackend {
         ends_record: bool,
     ) -> Result<bool, SendFault> {
         let (vm, flow) = self.sender(id)?;
-        self.with_device(vm, |device, cx| {
-            device.app_send_message(id, flow, slices, ends_record, cx)
-        })
-        .ok_or(SendFault::Reset)?
+        let send = |device: &mut Device, cx: &mut Context<'_>| {
+            device.app_send_message_packet(flow, slices, ends_record, cx)
+        };
+        if self.send_packet(vm, Publish::Now, send) {
+            return Ok(true);
+        }
+        let all = self
+            .with_device(vm, |device, cx| {
+                device.app_send_message(id, flow, slices, ends_record, cx)
+            })
+            .ok_or(SendFault::Reset)??;
+        self.flush_changed();
+        Ok(all)
     }
 
     fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {

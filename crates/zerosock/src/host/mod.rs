@@ -37,7 +37,7 @@ use crate::table::calls::TableAccess;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointEnded;
 use crate::table::sockets::{Sockets, StreamId, StreamState};
-use crate::table::transfers::SendFault;
+use crate::table::transfers::{Publish, SendFault};
 pub(crate) use start::HostConfig;
 use stores::AllStores;
 use zerosock_virtio::outbox::DeviceAddr;
@@ -168,6 +168,32 @@ impl HostBackend {
             self.worker.activate(vm);
         }
         Some(done)
+    }
+
+    /// Has a device send one packet by `send`, which returns false if it has sent none. Only what the
+    /// device has sent is published.
+    #[inline(always)] // every packet
+    fn send_packet(
+        &mut self,
+        vm: u32,
+        publish: Publish,
+        send: impl FnOnce(&mut Device, &mut Context<'_>) -> bool,
+    ) -> bool {
+        let (Some(device), mut cx) = self.worker.lend_late(vm, self.now) else {
+            return false;
+        };
+        if !send(device, &mut cx) {
+            return false;
+        }
+        match publish {
+            Publish::Now => device.app_publish_sent(&mut cx),
+            Publish::Later if device.touched => {}
+            Publish::Later => {
+                device.touched = true;
+                self.touched.push(vm);
+            }
+        }
+        true
     }
 
     /// Activates the devices that have work in their queues. Returns whether there are any.

@@ -8,7 +8,8 @@
 //! # Invariants
 //! - No call sleeps.
 //! - Queued packets become visible to the peer with [`Backend::flush`] or the next
-//!   [`Backend::drive`], so that many packets cost one notification.
+//!   [`Backend::drive`], so that many packets cost one notification. A call that publishes what it
+//!   sends ([`Publish::Now`]) may leave other changes to them.
 //! - After [`Backend::arm`] has returned false, every action of the peer makes [`Backend::fd`]
 //!   readable.
 
@@ -30,7 +31,7 @@ use super::places::Copied;
 use super::sockets::StreamId;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::over::EndpointEnded;
-use crate::table::transfers::{LoanParts, LoanedPart, SendFault};
+use crate::table::transfers::{LoanParts, LoanedPart, Publish, SendFault};
 
 pub(crate) use super::calls::ConnInfo;
 pub(crate) use super::transfers::Ahead;
@@ -237,8 +238,8 @@ pub(crate) trait Backend: ConnectionCalls + Send {
     fn handle_dropped(&mut self, index: u32);
 
     /// Sends a copy of as many bytes as credit and buffers allow: at least one, in as few packets
-    /// as possible. Visible after the next flush.
-    fn write(&mut self, id: StreamId, bytes: &[u8]) -> Result<usize, SendFault>;
+    /// as possible.
+    fn write(&mut self, id: StreamId, bytes: &[u8], publish: Publish) -> Result<usize, SendFault>;
 
     /// Borrows a buffer that the peer will read, for one packet of at most `max` bytes.
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault>;
@@ -254,7 +255,7 @@ pub(crate) trait Backend: ConnectionCalls + Send {
     ) -> Result<usize, SendFault>;
 
     /// Sends the bytes of `slices` as one message, completely or not at all. Returns false if a
-    /// part was queued for lack of buffers; later turns send it. Visible after the next flush.
+    /// part was queued for lack of buffers; later turns send it. Published when the call returns.
     fn send_message(
         &mut self,
         id: StreamId,

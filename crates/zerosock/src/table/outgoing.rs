@@ -8,7 +8,23 @@
 use std::io::IoSlice;
 
 use zerosock_proto::vsock::MessageReservation;
-use zerosock_proto::wire::vsock::SEQ_EOR;
+use zerosock_proto::wire::vsock::{SEQ_EOM, SEQ_EOR};
+
+/// The length of a message that lies in several slices.
+#[inline]
+pub(crate) fn len_of(slices: &[IoSlice<'_>]) -> usize {
+    slices.iter().map(|slice| slice.len()).sum()
+}
+
+/// Passes each slice of a message to `put`, with its offset.
+#[inline]
+pub(crate) fn put_all(slices: &[IoSlice<'_>], mut put: impl FnMut(usize, &[u8])) {
+    let mut at = 0;
+    for slice in slices {
+        put(at, slice);
+        at += slice.len();
+    }
+}
 
 /// A cursor over the bytes of a message that lies in several slices.
 #[derive(Debug)]
@@ -21,11 +37,10 @@ pub(crate) struct Slices<'a> {
 
 impl<'a> Slices<'a> {
     pub(crate) fn new(slices: &'a [IoSlice<'a>]) -> Slices<'a> {
-        let left = slices.iter().map(|slice| slice.len()).sum();
         Slices {
             slices,
             taken: 0,
-            left,
+            left: len_of(slices),
         }
     }
 
@@ -109,6 +124,14 @@ impl Outgoing {
     /// The header flags of a part of `len` bytes, if it ends the message.
     pub(crate) fn end(&self, len: usize) -> Option<u32> {
         end(self.left().len() - len, self.ends_record)
+    }
+}
+
+/// The header flags of a message that one packet has.
+pub(crate) fn whole(ends_record: bool) -> u32 {
+    match ends_record {
+        true => SEQ_EOM | SEQ_EOR,
+        false => SEQ_EOM,
     }
 }
 

@@ -38,6 +38,15 @@ pub(crate) enum SendFault {
     Unknown,
 }
 
+/// When the peer can see what a call has sent.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Publish {
+    /// When the call returns.
+    Now,
+    /// After the next flush or turn: many packets cost one notification.
+    Later,
+}
+
 /// What the reader of a connection would find.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Ahead {

@@ -145,17 +145,27 @@ impl Connection {
             .wait(interest, || self.read_wait_budget(), attempt)??)
     }
 
-    /// Calls `put` until it has room, or returns an error.
+    /// Calls `put` until it has room, or returns an error; publishes what it has queued.
     #[inline]
     pub(super) fn transmit<T>(
         &self,
         mut put: impl FnMut(&mut dyn Backend) -> Result<T, SendFault>,
     ) -> io::Result<T> {
+        self.wait_for_room(|backend| {
+            let done = put(backend)?;
+            backend.flush();
+            Ok(done)
+        })
+    }
+
+    /// As [`transmit`](Self::transmit), for a call that queues nothing, or publishes that itself.
+    #[inline]
+    pub(super) fn wait_for_room<T>(
+        &self,
+        mut put: impl FnMut(&mut dyn Backend) -> Result<T, SendFault>,
+    ) -> io::Result<T> {
         let attempt = |backend: &mut dyn Backend| match put(backend) {
-            Ok(done) => {
-                backend.flush();
-                Some(Ok(done))
-            }
+            Ok(done) => Some(Ok(done)),
             Err(fault) => self.send_fault(backend, fault),
         };
         let interest = Interest::Conn(self.id);

@@ -20,7 +20,7 @@ use crate::table::over::EndpointEnded;
 use crate::table::sockets::{Copied, LeaseParts, MessageRead, StreamId, StreamState};
 use crate::table::{
     backend::{Ahead, Backend, ConnInfo, EndpointStats, ReadySource},
-    transfers::{LoanParts, LoanedPart, Payload, RecvFault, SendFault},
+    transfers::{LoanParts, LoanedPart, Payload, Publish, RecvFault, SendFault},
 };
 
 /// What the backend reports, and the calls that it has recorded.
@@ -257,7 +257,7 @@ impl Backend for Fake {
         self.script().given_back.push(index);
     }
 
-    fn write(&mut self, _: StreamId, _: &[u8]) -> Result<usize, SendFault> {
+    fn write(&mut self, _: StreamId, _: &[u8], _: Publish) -> Result<usize, SendFault> {
         Err(SendFault::WouldBlock)
     }
 

@@ -12,7 +12,7 @@ use crate::vsock::connection::{Connection, Key, Queued, Reservation};
 use crate::vsock::flow_id::FlowId;
 use crate::vsock::ports::PortRef;
 use crate::vsock::state::{Action, How, Input, State, transition};
-use crate::wire::vsock::{Op, Repr, SocketType};
+use crate::wire::vsock::{Op, Repr, SEQ_EOM, SEQ_EOR, SocketType};
 
 impl<S: BuildHasher> Shard<S> {
     /// Requests a connection to `peer`. [`Event::Connected`] or [`Event::Refused`] reports the
@@ -481,25 +481,34 @@ impl<S: BuildHasher> Shard<S> {
     /// `reserve` and `commit`.
     #[inline(always)]
     pub fn send_now(&mut self, flow: FlowId, len: u32, flags: u32) -> Result<Repr, ReserveError> {
-        if self.uses_fast_path()
-            && let Some(connection) = self.table.get_mut(flow)
-            && connection.may_send()
-            && !connection.control.response
-            && !connection.control.credit_update
-            && connection.has_no_waiter()
-        {
-            let sent = connection.tx.send(len);
-            if sent > 0 {
-                let flags = if sent == len { flags } else { 0 };
-                let flags = connection.message_flags(flags);
-                self.stats.sent_bytes += u64::from(sent);
-                return Ok(connection.header(Op::Rw, sent, flags));
-            }
+        if let Some(header) = self.send_whole_now(flow, len, flags) {
+            return Ok(header);
         }
         let sent = self.send_now_slow(flow, len)?;
         let flags = if sent == len { flags } else { 0 };
         self.payload_header(flow, sent, flags)
             .ok_or(ReserveError::Stale)
+    }
+
+    /// As [`send_now`](Shard::send_now), for bytes of a stream (`flags` 0) or a whole message (SEQ_EOM,
+    /// and SEQ_EOR if it ends a record), in the common case: there is credit for all of the `len`
+    /// bytes, one packet takes them, and nothing is waiting. `None`: nothing was changed; use the other
+    /// calls.
+    #[inline(always)]
+    pub fn send_whole_now(&mut self, flow: FlowId, len: u32, flags: u32) -> Option<Repr> {
+        if !self.uses_fast_path() {
+            return None;
+        }
+        let connection = self.table.get_mut(flow)?;
+        let is_whole = match &connection.messages {
+            None => flags == 0,
+            Some(messages) => flags & SEQ_EOM != 0 && !messages.tx.in_progress,
+        };
+        if !is_whole || !connection.may_send_now() || !connection.tx.send_whole(len) {
+            return None;
+        }
+        self.stats.sent_bytes += u64::from(len);
+        Some(connection.header(Op::Rw, len, flags & (SEQ_EOM | SEQ_EOR)))
     }
 
     /// As [`Shard::send_now`], with all error cases, without building the header: returns the bytes

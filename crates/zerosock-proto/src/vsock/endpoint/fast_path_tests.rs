@@ -226,7 +226,8 @@ impl World {
                 }
             }
             Step::MessageNow { len, flags, .. } => {
-                let header = match shard.send_message_now(flow, len, flags) {
+                let whole = SEQ_EOM | flags & SEQ_EOR;
+                let header = match shard.send_whole_now(flow, len, whole) {
                     Some(header) => header,
                     None => match shard.reserve_message(flow, len) {
                         Ok(mut room) => match shard.commit_part(&mut room, len, Some(flags)) {

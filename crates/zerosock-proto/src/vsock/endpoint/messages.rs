@@ -91,31 +91,6 @@ impl<S: BuildHasher> Shard<S> {
         ready
     }
 
-    /// [`reserve_message`](Shard::reserve_message) and [`commit_part`](Shard::commit_part) in one
-    /// step, for a message of `len` bytes that one packet takes, in the common case: there is credit
-    /// for it, and nothing is waiting. `end`: SEQ_EOR or 0. Returns the header, to write in front of
-    /// the bytes now, before any other header of this shard. `None`: nothing was changed; use the
-    /// two other calls.
-    #[inline(always)]
-    pub fn send_message_now(&mut self, flow: FlowId, len: u32, end: u32) -> Option<Repr> {
-        if !self.uses_fast_path() {
-            return None;
-        }
-        let connection = self.table.get_mut(flow)?;
-        let in_progress = connection.messages.as_ref()?.tx.in_progress;
-        if in_progress
-            || !connection.may_send()
-            || connection.control.response
-            || connection.control.credit_update
-            || !connection.has_no_waiter()
-            || !connection.tx.send_whole(len)
-        {
-            return None;
-        }
-        self.stats.sent_bytes += u64::from(len);
-        Some(connection.header(Op::Rw, len, SEQ_EOM | end & SEQ_EOR))
-    }
-
     /// Turns the next `len` bytes of a message into a packet. Returns its header, to write in front
     /// of them now, before any other header of this shard. `end`: the message ends here, with
     /// SEQ_EOR or 0; unused credit is released. An empty message is one part of 0 bytes.

@@ -273,6 +273,7 @@ impl<S: BuildHasher> Shard<S> {
     }
 
     /// Whether [`Shard::poll_transmit`] has a packet for a large enough buffer.
+    #[inline]
     pub fn has_transmit(&self) -> bool {
         !self.resets.is_empty() || self.control.front().is_some() || self.data.front().is_some()
     }

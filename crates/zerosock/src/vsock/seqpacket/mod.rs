@@ -259,7 +259,7 @@ impl SeqPacket {
     pub(super) fn begin(&self, slices: &[IoSlice<'_>], ends_record: bool) -> io::Result<bool> {
         let id = self.conn.id;
         self.conn
-            .transmit(|backend| backend.send_message(id, slices, ends_record))
+            .wait_for_room(|backend| backend.send_message(id, slices, ends_record))
     }
 
     /// Lends buffers for one message of at most `len` bytes, in memory that the peer reads: the

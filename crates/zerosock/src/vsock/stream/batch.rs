@@ -8,7 +8,10 @@ use std::fmt;
 use std::io;
 
 use crate::table::sockets::StreamId;
-use crate::table::{backend::Backend, transfers::SendFault};
+use crate::table::{
+    backend::Backend,
+    transfers::{Publish, SendFault},
+};
 use crate::vsock::connection::Connection;
 use crate::vsock::hub::{Interest, Locked};
 
@@ -54,7 +57,7 @@ impl Batch<'_> {
     /// [`StreamError`](crate::vsock::StreamError) is the source.
     pub fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            let sent = self.transmit(|backend, id| backend.write(id, bytes))?;
+            let sent = self.transmit(|backend, id| backend.write(id, bytes, Publish::Later))?;
             bytes = bytes.get(sent..).unwrap_or(&[]);
         }
         Ok(())

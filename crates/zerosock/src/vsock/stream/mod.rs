@@ -38,7 +38,7 @@ use super::waiting::Wait;
 use crate::table::sockets::{StreamId, StreamState};
 use crate::table::{
     backend::{Backend, ConnInfo},
-    transfers::RecvFault,
+    transfers::{Publish, RecvFault},
 };
 pub use batch::Batch;
 use buffered::ReadAhead;
@@ -234,7 +234,7 @@ impl Write for &Stream {
             return Ok(0);
         }
         self.conn
-            .transmit(|backend| backend.write(self.conn.id, bytes))
+            .wait_for_room(|backend| backend.write(self.conn.id, bytes, Publish::Now))
     }
 
     /// Writes one slice after the other, as much as there is room for, with one lock and one
@@ -246,7 +246,7 @@ impl Write for &Stream {
         self.conn.transmit(|backend| {
             let mut done = 0;
             for slice in slices.iter().filter(|slice| !slice.is_empty()) {
-                match backend.write(self.conn.id, slice) {
+                match backend.write(self.conn.id, slice, Publish::Later) {
                     Ok(written) => {
                         done += written;
                         if written < slice.len() {

@@ -10,7 +10,9 @@ use super::state::bridge::BridgePeer;
 use super::state::program::HostToken;
 use super::{Context, Device, TURN_BYTES};
 use crate::header;
-use crate::table::sockets::{Arrival, HeldBuffer, MessageEnd, Shown};
+use crate::table::sockets::{
+    Arrival, HeldBuffer, LeaseParts, MessageEnd, NoLease, Shown, StreamId,
+};
 use crate::table::transfers::{Payload, ShowBounds};
 use zerosock_proto::vsock::{Disposition, FlowId, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
@@ -241,13 +243,29 @@ impl Device {
         packets.shown
     }
 
+    /// Leases the next packet of a connection of the program: the first unread one, or if there is none, the
+    /// next that has arrived of `flow`.
+    #[inline]
+    pub(crate) fn app_lease(
+        &mut self,
+        id: StreamId,
+        flow: Option<FlowId>,
+        cx: &mut Context<'_>,
+    ) -> Result<LeaseParts, NoLease> {
+        // Updates whether replaced memory that leases keep mapped permits further leases in place.
+        self.old_memory_fits(cx);
+        let arrived = flow.and_then(|flow| self.app_next(flow, cx));
+        let app = cx.shared.app.as_deref_mut().ok_or(NoLease::Empty)?;
+        match arrived {
+            Some(held) => app.sockets.lease_arrived(id, held, &mut self.store()),
+            None => app.sockets.lease(id, &mut self.store()),
+        }
+    }
+
     /// Receives packets until one has bytes of `flow`, a stream that holds nothing, and returns it if
     /// its chain is short. Other packets are processed as usual.
-    pub(crate) fn app_next(
-        &mut self,
-        flow: FlowId,
-        cx: &mut Context<'_>,
-    ) -> Option<HeldBuffer<HostToken>> {
+    #[inline(always)] // as `Sockets::lease_arrived`
+    fn app_next(&mut self, flow: FlowId, cx: &mut Context<'_>) -> Option<HeldBuffer<HostToken>> {
         let mut packets = ShownPackets::new(self, flow, cx);
         let mut more = packets.may_receive();
         while more && packets.taken < BUDGET as u64 {

@@ -34,52 +34,55 @@ use crate::table::sockets::{BufferPlace, Copied, StreamId};
 use crate::table::transfers::{LoanParts, SendFault};
 use zerosock_virtio::ring::Ring;
 
-/// Marks an unused entry of `loan_keys`.
-const NONE: u32 = u32::MAX;
-
 impl App {
     pub(super) fn loan_mut(&mut self, index: u32) -> Option<&mut Loan> {
-        let key = *self.loan_keys.get(index as usize)?;
-        self.loans.get_mut(key as usize)
+        self.loans.get_mut(index as usize)?.as_mut()
+    }
+
+    fn loan(&self, index: u32) -> Option<&Loan> {
+        self.loans.get(index as usize)?.as_ref()
     }
 
     /// What a loan is for, and the number of its device.
     pub(crate) fn loan_at(&self, index: u32) -> Option<(LoanOf, u32)> {
-        let key = *self.loan_keys.get(index as usize)?;
-        let loan = self.loans.get(key as usize)?;
-        Some((loan.of, loan.vm))
+        self.loan(index).map(|loan| (loan.of, loan.vm))
     }
 
     /// The contents of a loan's buffer when it was taken back.
     pub(crate) fn loan_copy(&self, index: u32) -> Option<Copied> {
-        let key = *self.loan_keys.get(index as usize)?;
-        self.loans.get(key as usize)?.copy.clone()
+        self.loan(index)?.copy.clone()
     }
 
-    pub(super) fn add_loan(&mut self, loan: Loan) {
-        let index = loan.index as usize;
-        let key = self.loans.insert(loan);
-        if let Some(place) = self.loan_keys.get_mut(index) {
-            *place = key as u32;
+    #[inline(always)] // saves a copy of the loan
+    pub(super) fn add_loan(&mut self, index: u32, loan: Loan) {
+        let index = index as usize;
+        if self.loans.len() <= index {
+            self.loans.resize_with(index + 1, || None);
+        }
+        if let Some(place) = self.loans.get_mut(index) {
+            *place = Some(loan);
         }
     }
 
-    /// Removes a loan and frees its slot in the lease table.
+    /// Removes a loan and frees its entry in the lease table.
+    #[inline(always)] // as `add_loan`
     pub(super) fn remove_loan(&mut self, index: u32) -> Option<Loan> {
-        let place = self.loan_keys.get_mut(index as usize)?;
-        let key = std::mem::replace(place, NONE);
-        let loan = self.loans.try_remove(key as usize)?;
+        let loan = self.loans.get_mut(index as usize)?.take()?;
         self.sockets.end_loan(index);
         Some(loan)
     }
 
-    /// Removes a loan after its device has gone.
+    /// Removes a loan whose buffer and credit were returned, or have gone with its device.
     pub(crate) fn forget_loan(&mut self, index: u32) {
-        self.remove_loan(index);
+        if let Some(loan @ Some(_)) = self.loans.get_mut(index as usize) {
+            *loan = None;
+            self.sockets.end_loan(index);
+        }
     }
 }
 
 /// Lends the payload part of a chain if `in_place` and it has few enough pieces; else un-pops it.
+#[inline(always)] // saves copies of the chain
 pub(super) fn lend_chain(
     rx: &mut Ring,
     chain: Chain,
@@ -108,12 +111,8 @@ impl Device {
         max: usize,
         cx: &mut Context<'_>,
     ) -> Result<LoanParts, SendFault> {
-        if self.shard.has_transmit() {
-            self.transmit_control(cx);
-        }
-        if !self.coalesced.is_empty() {
-            // Coalesced bytes are sent first.
-            self.flush_coalesced(flow, cx);
+        if self.shard.has_transmit() || !self.coalesced.is_empty() {
+            self.send_before_loan(flow, cx);
         }
         let in_place = self.may_lend(flow, cx);
         let vm = self.addr.number;
@@ -147,8 +146,7 @@ impl Device {
         if chain.is_some() {
             self.count_loan(Some(flow), true);
         }
-        app.add_loan(Loan {
-            index,
+        let loan = Loan {
             of: LoanOf::Stream(id),
             vm,
             len,
@@ -156,9 +154,20 @@ impl Device {
             chain,
             credit: Credit::Packet(reservation),
             copy: None,
-        });
+        };
+        app.add_loan(index, loan);
         let len = len as usize;
         Ok(LoanParts { index, len, place })
+    }
+
+    /// Sends control packets and coalesced bytes, and publishes them: the program may keep the loan.
+    #[cold]
+    fn send_before_loan(&mut self, flow: FlowId, cx: &mut Context<'_>) {
+        if self.shard.has_transmit() {
+            self.transmit_control(cx);
+        }
+        self.flush_coalesced(flow, cx);
+        self.app_flush(cx);
     }
 
     pub(super) fn count_loan(&mut self, flow: Option<FlowId>, out: bool) {
@@ -206,8 +215,7 @@ impl Device {
         };
         let (chain, place) = lend_chain(rx, chain, in_place);
         let lent = chain.is_some();
-        app.add_loan(Loan {
-            index,
+        let loan = Loan {
             of: LoanOf::Datagram(id, to),
             vm,
             len: len as u32,
@@ -215,7 +223,8 @@ impl Device {
             chain,
             credit: Credit::None,
             copy: None,
-        });
+        };
+        app.add_loan(index, loan);
         if lent {
             self.count_loan(None, true);
         }
@@ -320,24 +329,17 @@ impl Device {
             let bytes = bytes.get(..len).unwrap_or(bytes);
             return self.send_copy(index, flow, bytes, cx);
         }
-        let Some(Loan {
-            chain: Some(lent),
-            credit,
-            ..
-        }) = app.remove_loan(index)
-        else {
-            return Err(SendFault::Unknown);
-        };
+        let credit = std::mem::replace(&mut loan.credit, Credit::None);
+        let lent = loan.chain.take();
+        app.forget_loan(index);
         self.count_loan(Some(flow), false);
-        let rx = self
-            .queues
-            .rings
-            .rx
-            .as_mut()
-            .filter(|rx| rx.epoch == lent.epoch);
-        let (Some(rx), Credit::Packet(reservation)) = (rx, credit) else {
+        let rx = self.queues.rings.rx.as_mut();
+        let (Some(lent), Some(rx), Credit::Packet(reservation)) = (lent, rx, credit) else {
             return Err(SendFault::Reset);
         };
+        if lent.epoch != rx.epoch {
+            return Err(SendFault::Reset);
+        }
         match self.shard.commit(reservation, len as u32, 0) {
             Ok(header) => emit(rx, lent.chain, &header, len),
             Err(_) => {
@@ -441,16 +443,19 @@ impl Device {
             return all;
         };
         let leases = app.sockets.lease_table().clone();
-        for (_, loan) in app.loans.iter_mut().filter(|(_, loan)| loan.vm == vm) {
-            if loan.chain.is_none() {
+        for (index, loan) in app.loans.iter_mut().enumerate() {
+            let loan = loan
+                .as_mut()
+                .filter(|loan| loan.vm == vm && loan.chain.is_some());
+            let (Some(loan), index) = (loan, index as u32) else {
                 continue;
-            }
+            };
             // After the loan was moved it is too late to find that there is no memory.
             let copy = match force {
                 true => Some(Vec::new()),
                 false => fallible::zeroed(loan.len as usize).ok(),
             };
-            let moved = copy.is_some() && leases.try_move(loan.index);
+            let moved = copy.is_some() && leases.try_move(index);
             if !moved && !force {
                 all = false;
                 continue;
@@ -473,7 +478,7 @@ impl Device {
                 rx.complete(lent.chain, 0);
             }
             if !moved {
-                leases.mark_torn(loan.index);
+                leases.mark_torn(index);
             }
             let flow = loan.flow;
             self.count_loan(flow, false);

@@ -87,8 +87,7 @@ impl Device {
                 break;
             }
             let len = if lent { fits } else { left };
-            app.add_loan(Loan {
-                index,
+            let loan = Loan {
                 of: LoanOf::Message,
                 vm: self.addr.number,
                 len,
@@ -96,7 +95,8 @@ impl Device {
                 chain: chain_lent,
                 credit: std::mem::replace(&mut credit, Credit::None),
                 copy: None,
-            });
+            };
+            app.add_loan(index, loan);
             parts.push(LoanParts {
                 index,
                 len: len as usize,

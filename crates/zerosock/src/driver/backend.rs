@@ -23,7 +23,7 @@ use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
 use crate::table::outgoing::{Outgoing, len_of, put_all, whole};
 use crate::table::over::EndpointEnded;
-use crate::table::sockets::{Copied, HeldBuffer, ReadyFlag, Shown, Sockets};
+use crate::table::sockets::{Copied, LeaseParts, NoLease, ReadyFlag, Shown, Sockets};
 use crate::table::{
     backend::{Backend, EndpointStats, ReadySource},
     transfers::{LoanParts, LoanedPart, Payload, Publish, SendFault, ShowBounds},
@@ -75,8 +75,11 @@ impl TableAccess for Driver {
     }
 
     #[inline]
-    fn next_arrival(&mut self, id: StreamId) -> Option<HeldBuffer<RxSlot>> {
-        self.take_arrival(id)
+    fn lease_next(&mut self, id: StreamId) -> Result<LeaseParts, NoLease> {
+        match self.take_arrival(id) {
+            Some(held) => self.sockets.lease_arrived(id, held, &mut self.store),
+            None => self.sockets.lease(id, &mut self.store),
+        }
     }
 
     fn flow(&self, id: StreamId) -> Option<(&Shard, FlowId)> {
@@ -274,7 +277,7 @@ impl Backend for Driver {
     }
 
     fn handle_dropped(&mut self, index: u32) {
-        if !self.sockets.end_lease(index, &mut self.store) && !self.end_datagram_loan(index) {
+        if !self.sockets.end_lease(index, &mut self.store) {
             self.end_lent(index);
         }
     }

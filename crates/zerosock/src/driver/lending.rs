@@ -2,7 +2,7 @@
 
 use super::Driver;
 use super::errors::{DriverError, SendError};
-use super::loans::LoanRecord;
+use super::loans::{LoanOf, LoanRecord};
 use super::queue_pairs::QueuePairId;
 use crate::table::sockets::{BufferPlace, StreamId};
 use crate::table::transfers::{LoanParts, SendFault};
@@ -13,31 +13,32 @@ impl Driver {
         let (queue_pair, flow) = self.sendable(stream).map_err(fault)?;
         let index = self.sockets.begin_loan().ok_or(SendFault::TooManyLoans)?;
         let max = u32::try_from(max).unwrap_or(u32::MAX);
-        let out = if self.loans.may_lend(stream, queue_pair) {
+        let reserved = if self.loans.may_lend(stream, queue_pair) {
             self.borrow_slot(stream, (queue_pair, flow), max)
-                .map(LoanRecord::InPlace)
+                .map(|loan| (Some(loan.slot), loan.reservation))
         } else {
             let reserved = self.reserve((queue_pair, flow), max);
-            reserved.map(|reservation| LoanRecord::Private {
-                stream,
-                queue_pair,
-                reservation,
-            })
+            reserved.map(|reservation| (None, reservation))
         };
-        let out = match out {
-            Ok(out) => out,
+        let (slot, reservation) = match reserved {
+            Ok(reserved) => reserved,
             Err(error) => {
                 self.sockets.end_loan(index);
                 return Err(fault(error));
             }
         };
-        let (len, place) = match &out {
-            LoanRecord::InPlace(loan) => (loan.len, self.place_of(queue_pair, loan.slot)),
-            LoanRecord::Private { reservation, .. } => (reservation.len(), None),
-            // Message loans are made in `message_loans`.
-            LoanRecord::Part(_) => (0, None),
+        let place = slot.and_then(|slot| self.place_of(queue_pair, slot));
+        let len = reservation.len();
+        let record = LoanRecord {
+            of: LoanOf::Packet(stream, reservation),
+            queue_pair,
+            slot,
         };
-        self.loans.put(index, out);
+        self.loans.put(index, record);
+        if self.store.queue_pairs[queue_pair].tx.is_dirty() {
+            // A control packet or coalesced bytes were sent first. The program may keep the loan.
+            self.flush();
+        }
         Ok(LoanParts {
             index,
             len: len as usize,
@@ -58,40 +59,34 @@ impl Driver {
         len: usize,
         private: Option<&[u8]>,
     ) -> Result<usize, SendFault> {
-        if self.loans.part_mut(index).is_some() {
+        let record = self.loans.get(index).ok_or(SendFault::Unknown)?;
+        let LoanOf::Packet(stream, reservation) = &record.of else {
             return Err(SendFault::Unknown);
-        }
-        let out = self.loans.take(index).ok_or(SendFault::Unknown)?;
-        let (queue_pair, slot, reservation, copied) = match out {
-            // Sent by `message_loans`.
-            LoanRecord::Part(_) => return Err(SendFault::Unknown),
-            LoanRecord::InPlace(loan) => (loan.queue_pair, loan.slot, loan.reservation, false),
-            LoanRecord::Private {
-                stream,
-                queue_pair,
-                reservation,
-            } => match self.store.queue_pairs[queue_pair]
-                .tx
-                .data_slot(reservation.len())
-            {
-                Ok(Some(slot)) => (queue_pair, slot, reservation, true),
+        };
+        let (stream, most, queue_pair) = (*stream, reservation.len(), record.queue_pair);
+        let copied = record.slot.is_none();
+        let slot = match record.slot {
+            Some(slot) => slot,
+            None => match self.store.queue_pairs[queue_pair].tx.data_slot(most) {
+                Ok(Some(slot)) => slot,
                 Ok(None) => {
-                    let out = LoanRecord::Private {
-                        stream,
-                        queue_pair,
-                        reservation,
-                    };
-                    self.loans.put(index, out);
                     self.wait_for_slot(stream);
                     return Err(SendFault::WouldBlock);
                 }
                 Err(error) => {
-                    self.sockets.end_loan(index);
+                    self.end_lent(index);
                     return Err(fault(DriverError::from(error).into()));
                 }
             },
         };
         self.sockets.end_loan(index);
+        let Some(LoanRecord {
+            of: LoanOf::Packet(_, reservation),
+            ..
+        }) = self.loans.take(index)
+        else {
+            return Err(SendFault::Unknown);
+        };
         let mut len = len.min(reservation.len() as usize);
         if copied {
             let slots = &self.store.queue_pairs[queue_pair].slots;
@@ -119,25 +114,19 @@ impl Driver {
 
     /// Ends a loan that was dropped unsent.
     pub(super) fn end_lent(&mut self, index: u32) {
-        match self.loans.take(index) {
-            Some(LoanRecord::InPlace(loan)) => self.cancel(loan),
-            Some(LoanRecord::Private {
-                queue_pair,
-                reservation,
-                ..
-            }) => self.store.queue_pairs[queue_pair].shard.cancel(reservation),
-            Some(LoanRecord::Part(part)) => {
-                let queue_pair = &mut self.store.queue_pairs[part.queue_pair];
-                if let Some(room) = part.room {
-                    queue_pair.shard.cancel_message(room);
-                }
-                if let Some(slot) = part.slot {
-                    queue_pair.tx.put_back(slot);
-                }
-            }
-            None => return,
-        }
+        let Some(record) = self.loans.take(index) else {
+            return;
+        };
         self.sockets.end_loan(index);
+        let queue_pair = &mut self.store.queue_pairs[record.queue_pair];
+        match record.of {
+            LoanOf::Packet(_, reservation) => queue_pair.shard.cancel(reservation),
+            LoanOf::Part(_, Some(room)) => queue_pair.shard.cancel_message(room),
+            LoanOf::Part(_, None) | LoanOf::Datagram(..) => {}
+        }
+        if let Some(slot) = record.slot {
+            queue_pair.tx.put_back(slot);
+        }
     }
 }
 

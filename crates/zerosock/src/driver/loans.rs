@@ -1,11 +1,13 @@
 //! The records of transmit slots on loan. `lending` makes, sends and ends the loans.
 //!
 //! # Invariants
-//! - A loan in place owns one transmit slot and credit until it is sent or dropped.
-//! - A quarter of the slots is never on loan, and a connection has at most an eighth, so that
-//!   writes and control packets always find slots. Beyond that a loan is a private buffer with
-//!   credit only, copied into a slot when it is sent.
+//! - A loan in place owns one transmit slot, and credit if it is of a connection, until it is sent or dropped.
+//! - Connections leave a quarter of the slots, and each has at most an eighth, so that writes and control
+//!   packets always find slots; datagrams have at most a quarter. Beyond that a loan is a private buffer,
+//!   copied into a slot when it is sent.
 
+use zerosock_proto::Address;
+use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_proto::vsock::{MessageReservation, Reservation};
 
 use super::queue_pairs::QueuePairId;
@@ -48,6 +50,8 @@ pub(crate) struct Loans {
     in_place: Vec<u16>,
     /// Slots on loan, for each connection's index.
     per_connection: Vec<u16>,
+    /// Slots on loan for datagrams.
+    datagrams: u16,
     /// Bytes sent that the holder wrote in place.
     pub(super) sent_in_place: u64,
     /// Bytes sent by copying.
@@ -56,36 +60,22 @@ pub(crate) struct Loans {
 
 /// A loan that is out.
 #[derive(Debug)]
-pub(super) enum LoanRecord {
-    InPlace(Loan),
-    Private {
-        stream: StreamId,
-        queue_pair: QueuePairId,
-        reservation: Reservation,
-    },
-    Part(MessagePart),
-}
-
-/// One buffer of a message loan.
-#[derive(Debug)]
-pub(super) struct MessagePart {
-    pub(super) stream: StreamId,
+pub(super) struct LoanRecord {
+    pub(super) of: LoanOf,
     pub(super) queue_pair: QueuePairId,
     /// `None`: a private buffer.
     pub(super) slot: Option<u16>,
-    /// The credit for the whole message; with the first buffer only, until it is sent.
-    pub(super) room: Option<MessageReservation>,
 }
 
-impl LoanRecord {
-    /// The connection and queue pair of a loan that has a slot.
-    fn has_slot(&self) -> Option<(StreamId, QueuePairId)> {
-        match self {
-            LoanRecord::InPlace(loan) => Some((loan.stream, loan.queue_pair)),
-            LoanRecord::Private { .. } => None,
-            LoanRecord::Part(part) => part.slot.map(|_| (part.stream, part.queue_pair)),
-        }
-    }
+/// What a loan is for.
+#[derive(Debug)]
+pub(super) enum LoanOf {
+    /// A packet of a stream, with its credit.
+    Packet(StreamId, Reservation),
+    /// A buffer of a message. The first one has the credit for the whole message, until it is sent.
+    Part(StreamId, Option<MessageReservation>),
+    /// A datagram of this socket to this address.
+    Datagram(DatagramId, Address),
 }
 
 impl Loans {
@@ -95,6 +85,7 @@ impl Loans {
             slots,
             in_place: vec![0; queue_pairs],
             per_connection: Vec::new(),
+            datagrams: 0,
             sent_in_place: 0,
             copied_in: 0,
         }
@@ -112,60 +103,58 @@ impl Loans {
             && lent.is_some_and(|lent| lent < self.slots - (self.slots / 4).max(1))
     }
 
-    pub(super) fn put(&mut self, index: u32, out: LoanRecord) {
-        if let Some((stream, queue_pair)) = out.has_slot() {
-            if let Some(lent) = self.in_place.get_mut(usize::from(queue_pair.pair())) {
-                *lent += 1;
-            }
-            let place = stream.index() as usize;
-            if self.per_connection.len() <= place {
-                self.per_connection.resize(place + 1, 0);
-            }
-            if let Some(of) = self.per_connection.get_mut(place) {
-                *of += 1;
-            }
+    /// Whether datagrams may have one more slot on loan.
+    pub(super) fn may_lend_datagram(&self) -> bool {
+        self.datagrams < self.slots / 4
+    }
+
+    /// Counts the slot of a loan that begins or ends.
+    #[inline]
+    fn count(&mut self, record: &LoanRecord, step: impl Fn(u16) -> u16) {
+        if record.slot.is_none() {
+            return;
         }
+        let (LoanOf::Packet(stream, _) | LoanOf::Part(stream, _)) = record.of else {
+            self.datagrams = step(self.datagrams);
+            return;
+        };
+        if let Some(lent) = (self.in_place).get_mut(usize::from(record.queue_pair.pair())) {
+            *lent = step(*lent);
+        }
+        let place = stream.index() as usize;
+        if self.per_connection.len() <= place {
+            self.per_connection.resize(place + 1, 0);
+        }
+        if let Some(of) = self.per_connection.get_mut(place) {
+            *of = step(*of);
+        }
+    }
+
+    #[inline]
+    pub(super) fn put(&mut self, index: u32, record: LoanRecord) {
+        self.count(&record, |count| count.saturating_add(1));
         if let Some(place) = self.out.get_mut(index as usize) {
-            *place = Some(out);
+            *place = Some(record);
         }
     }
 
-    /// Records a buffer of a message loan.
-    pub(super) fn put_part(&mut self, index: u32, part: MessagePart) {
-        self.put(index, LoanRecord::Part(part));
+    #[inline]
+    pub(super) fn get(&self, index: u32) -> Option<&LoanRecord> {
+        self.out.get(index as usize)?.as_ref()
     }
 
-    /// The record of a buffer of a message loan.
-    pub(super) fn part_mut(&mut self, index: u32) -> Option<&mut MessagePart> {
-        match self.out.get_mut(index as usize)? {
-            Some(LoanRecord::Part(part)) => Some(part),
+    /// The credit for a whole message, of its first loan.
+    pub(super) fn room_mut(&mut self, index: u32) -> Option<&mut Option<MessageReservation>> {
+        match &mut self.out.get_mut(index as usize)?.as_mut()?.of {
+            LoanOf::Part(_, room) => Some(room),
             _ => None,
         }
     }
 
-    /// The slot of a buffer of a message loan.
-    pub(super) fn slot_of_part(&self, index: u32) -> Option<u16> {
-        match self.out.get(index as usize)? {
-            Some(LoanRecord::Part(part)) => part.slot,
-            _ => None,
-        }
-    }
-
-    /// The slot of a buffer was sent and belongs to the device.
-    pub(super) fn part_sent(&mut self, index: u32) {
-        self.take(index);
-    }
-
+    #[inline]
     pub(super) fn take(&mut self, index: u32) -> Option<LoanRecord> {
-        let out = self.out.get_mut(index as usize)?.take()?;
-        if let Some((stream, queue_pair)) = out.has_slot() {
-            if let Some(lent) = self.in_place.get_mut(usize::from(queue_pair.pair())) {
-                *lent = lent.saturating_sub(1);
-            }
-            if let Some(of) = self.per_connection.get_mut(stream.index() as usize) {
-                *of = of.saturating_sub(1);
-            }
-        }
-        Some(out)
+        let record = self.out.get_mut(index as usize)?.take()?;
+        self.count(&record, |count| count.saturating_sub(1));
+        Some(record)
     }
 }

@@ -10,7 +10,7 @@ use zerosock_proto::vsock::{CommitError, MessageReservation};
 use super::Driver;
 use super::errors::{DriverError, SendError};
 use super::lending::fault;
-use super::loans::MessagePart;
+use super::loans::{LoanOf, LoanRecord};
 use super::queue_pairs::QueuePairId;
 use crate::table::leases::NONE;
 use crate::table::outgoing::{Outgoing, end};
@@ -58,13 +58,12 @@ impl Driver {
                 len: len as usize,
                 place,
             });
-            let part = MessagePart {
-                stream,
+            let record = LoanRecord {
+                of: LoanOf::Part(stream, room.take()),
                 queue_pair,
                 slot,
-                room: room.take(),
             };
-            self.loans.put_part(index, part);
+            self.loans.put(index, record);
             left -= len;
             if left == 0 {
                 return Ok(parts);
@@ -113,13 +112,14 @@ impl Driver {
         ends_record: bool,
     ) -> Result<bool, SendFault> {
         let head = parts.first().map_or(NONE, |part| part.index);
-        let part = self.loans.part_mut(head).ok_or(SendFault::Unknown)?;
-        let queue_pair = part.queue_pair;
-        let mut room = part.room.take().ok_or(SendFault::Unknown)?;
+        let record = self.loans.get(head).ok_or(SendFault::Unknown)?;
+        let queue_pair = record.queue_pair;
+        let room = self.loans.room_mut(head).and_then(Option::take);
+        let mut room = room.ok_or(SendFault::Unknown)?;
         let sent = self.send_parts(queue_pair, stream, &mut room, parts, ends_record);
         if sent == Err(SendFault::WouldBlock) {
-            if let Some(part) = self.loans.part_mut(head) {
-                part.room = Some(room);
+            if let Some(place) = self.loans.room_mut(head) {
+                *place = Some(room);
             }
             return Err(SendFault::WouldBlock);
         }
@@ -157,7 +157,7 @@ impl Driver {
             let of = &mut self.store.queue_pairs[queue_pair];
             let slot = match part.private {
                 None => {
-                    let lent = self.loans.part_mut(part.index);
+                    let lent = self.loans.get(part.index);
                     // From here on the slot belongs to the device, or is free.
                     lent.and_then(|lent| lent.slot).ok_or(SendFault::Reset)?
                 }
@@ -193,7 +193,7 @@ impl Driver {
                 }
             };
             if part.private.is_none() {
-                self.loans.part_sent(part.index);
+                self.loans.take(part.index);
                 self.sockets.end_loan(part.index);
                 self.loans.sent_in_place += len as u64;
             } else {
@@ -227,7 +227,7 @@ impl Driver {
             let start = rest.len();
             rest.resize(start + part.len, 0);
             let slots = &self.store.queue_pairs[queue_pair].slots;
-            if let Some(slot) = self.loans.slot_of_part(part.index)
+            if let Some(slot) = self.loans.get(part.index).and_then(|lent| lent.slot)
                 && let Some(bytes) = rest.get_mut(start..)
             {
                 slots.memory.read(slots.tx_data.pieces(slot), 0, bytes);

@@ -348,6 +348,12 @@ impl TxQueue {
         Ok(())
     }
 
+    /// Whether packets are queued that are not published.
+    #[inline]
+    pub(crate) fn is_dirty(&self) -> bool {
+        self.dirty
+    }
+
     /// Publishes queued packets. Returns whether the device must be kicked.
     pub(crate) fn publish(&mut self) -> bool {
         std::mem::take(&mut self.dirty) && self.queue.publish()

@@ -71,7 +71,7 @@ impl Driver {
         let count = usize::from(config.slots());
         let lease_table = Leases::new((4 * count * slots.len()).max(256));
         let loans = Loans::new(lease_table.capacity(), slots.len(), config.slots());
-        let mut datagrams = Datagrams::new(cid, lease_table.capacity());
+        let mut datagrams = Datagrams::new(cid);
         datagrams.negotiated(link.datagrams, link.datagram_flow);
         let mut sockets = Sockets::new(Arc::new(lease_table), HOLD, MOST_COPIED);
         let mut queue_pairs = Vec::new();

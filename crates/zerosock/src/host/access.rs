@@ -14,7 +14,7 @@ use crate::device::state::program::{App, HostToken};
 use crate::device::{Context, Device, Worker};
 use crate::table::calls::TableAccess;
 use crate::table::inboxes::Inboxes;
-use crate::table::sockets::{HeldBuffer, Shown, Sockets, StreamId};
+use crate::table::sockets::{LeaseParts, NoLease, Shown, Sockets, StreamId};
 use crate::table::transfers::{Payload, ShowBounds};
 
 impl TableAccess for HostBackend {
@@ -89,14 +89,19 @@ impl TableAccess for HostBackend {
     }
 
     #[inline]
-    fn next_arrival(&mut self, id: StreamId) -> Option<HeldBuffer<HostToken>> {
-        let app = self.app()?;
-        let conn = app.sockets.get(id)?;
-        let (flow, vm) = (conn.drained_flow()?, app.device_of(conn.pool)?);
-        if !self.worker.devices.get_mut(vm)?.has_arrivals() {
-            return None;
-        }
-        self.with_device(vm, |device, cx| device.app_next(flow, cx))?
+    fn lease_next(&mut self, id: StreamId) -> Result<LeaseParts, NoLease> {
+        let app = self.app().ok_or(NoLease::Empty)?;
+        let conn = app.sockets.get(id).ok_or(NoLease::Empty)?;
+        let (unread, flow) = (conn.has_unread(), conn.drained_flow());
+        let may_lease = |device: &mut Device| unread || device.has_arrivals();
+        let lease = |device: &mut Device, cx: &mut Context<'_>| device.app_lease(id, flow, cx);
+        let vm = app.device_of(conn.pool);
+        let leased = vm.and_then(|vm| self.with_device_if(vm, may_lease, lease));
+        leased.unwrap_or_else(|| {
+            // Nothing has arrived, or the device is removed, and only copies are left.
+            let sockets = self.sockets_mut().ok_or(NoLease::Empty)?;
+            sockets.lease(id, &mut QueueStore::default())
+        })
     }
 
     /// Updates whether replaced memory that leases keep mapped permits further leases in place.

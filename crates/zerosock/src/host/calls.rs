@@ -282,6 +282,16 @@ impl Backend for HostBackend {
         let Some(app) = shared.app.as_deref_mut() else {
             return;
         };
+        let vm = app.sockets.pool_of_lease(index);
+        let vm = vm.and_then(|pool| app.device_of(pool));
+        if let Some((vm, device)) = vm.and_then(|vm| Some((vm, devices.get_mut(vm)?))) {
+            if !std::mem::replace(&mut device.touched, true) {
+                self.touched.push(vm);
+            }
+            app.sockets.end_lease(index, &mut device.store());
+            return;
+        }
+        // The recheck index, a loan, or a lease of a device that was removed.
         let mut store = AllStores {
             devices,
             pools: &app.pools,

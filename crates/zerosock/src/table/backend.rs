@@ -241,7 +241,8 @@ pub(crate) trait Backend: ConnectionCalls + Send {
     /// as possible.
     fn write(&mut self, id: StreamId, bytes: &[u8], publish: Publish) -> Result<usize, SendFault>;
 
-    /// Borrows a buffer that the peer will read, for one packet of at most `max` bytes.
+    /// Borrows a buffer that the peer will read, for one packet of at most `max` bytes. Publishes packets
+    /// that had to be sent before.
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault>;
 
     /// Sends the first `len` bytes of a loan; `private` holds them if the loan was not in place.

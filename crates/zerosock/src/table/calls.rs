@@ -15,8 +15,7 @@ use super::coalesced::unsent;
 use super::inboxes::{Inboxes, LeasedDatagram, ReceivedDatagram};
 use super::places::LeaseParts;
 use super::sockets::{
-    Conn, HeldBuffer, MessageEnd, MessageRead, NoLease, Shown, Sockets, Store, StreamId,
-    StreamState,
+    Conn, MessageEnd, MessageRead, NoLease, Shown, Sockets, Store, StreamId, StreamState,
 };
 use super::transfers::{Ahead, Payload, RecvFault, ShowBounds};
 
@@ -108,12 +107,11 @@ pub(crate) trait TableAccess {
         look: &mut impl FnMut(Payload<'_>) -> bool,
     ) -> Shown;
 
-    /// Receives packets until one has bytes of stream `id`, and returns it. Packets of other
-    /// connections are held. `None`: none has arrived, or the connection holds packets, which come
-    /// first.
-    fn next_arrival(&mut self, id: StreamId) -> Option<HeldBuffer<Self::Token>>;
+    /// Leases the next packet of a connection: the first unread one, or if there is none, the next that
+    /// has arrived. Arrived packets before it, of other connections, are held.
+    fn lease_next(&mut self, id: StreamId) -> Result<LeaseParts, NoLease>;
 
-    /// Called before leases are made on buffers of a connection.
+    /// Called before a message is leased from buffers of a connection.
     fn prepare_lease(&mut self, _: StreamId) {}
 
     /// The shard and the flow of a connection, if it has a flow.
@@ -296,13 +294,7 @@ impl<A: TableAccess> ConnectionCalls for A {
 
     #[inline]
     fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
-        self.prepare_lease(id);
-        let arrived = self.next_arrival(id);
-        let mut leased = Err(NoLease::Empty);
-        self.with_received(id, |sockets, store| {
-            leased = sockets.lease(id, arrived, store);
-            leased.is_ok()
-        });
+        let leased = self.lease_next(id);
         lease_result(self, id, leased)
     }
 

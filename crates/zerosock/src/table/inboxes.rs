@@ -273,7 +273,7 @@ impl Inboxes {
             },
             At::Conn(conn) => {
                 pool = sockets.get(*conn).map(|conn| conn.pool);
-                match sockets.lease(*conn, None, store) {
+                match sockets.lease(*conn, store) {
                     Ok(parts) => Some(parts),
                     Err(NoLease::TooMany) => return Err(RecvFault::TooManyLeases),
                     Err(NoLease::Empty) => return Err(RecvFault::WouldBlock),

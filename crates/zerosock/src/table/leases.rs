@@ -82,6 +82,7 @@ impl Leases {
     /// endpoint is called again.
     #[inline]
     pub(crate) fn round(&self) -> u32 {
+        // Relaxed: the endpoint alone stores it and asks for it here, with its lock held.
         self.round.load(Ordering::Relaxed)
     }
 
@@ -122,6 +123,8 @@ impl Leases {
     #[inline]
     pub(crate) fn begin(&self, index: u32) {
         if let Some(entry) = self.entry(index) {
+            // Relaxed: no other thread has the index. The last holder's accesses came before its push, and
+            // `take_dropped` after that; the next holder gets the index from this thread.
             entry.state.store(0, Ordering::Relaxed);
         }
     }
@@ -152,6 +155,7 @@ impl Leases {
         if before & gone == 0 {
             return Entered::InPlace;
         }
+        // Relaxed: nothing was read. It keeps the release sequence of an earlier `leave`.
         entry.state.fetch_sub(1, Ordering::Relaxed);
         Entered::Moved
     }
@@ -163,7 +167,7 @@ impl Leases {
         let Some(entry) = self.entry(index) else {
             return false;
         };
-        // Release: the reads happen before the endpoint returns the buffer.
+        // Release: pairs with `try_move`, so that the reads happen before the endpoint returns the buffer.
         let before = entry.state.fetch_sub(1, Ordering::Release);
         before & WANTED != 0 && before & READERS == 1 && self.request_recheck()
     }
@@ -300,6 +304,8 @@ impl Leases {
     /// Whether leases were dropped since the last [`take_dropped`](Self::take_dropped).
     #[inline]
     pub(crate) fn any_dropped(&self) -> bool {
+        // Relaxed: a hint. A push that it misses is found after the unlock, or, of a lease of this round,
+        // by the next call.
         self.dropped.load(Ordering::Relaxed) != NONE
     }
 
@@ -307,13 +313,15 @@ impl Leases {
     /// [`next_dropped`](Leases::next_dropped). Called by the endpoint only.
     #[inline]
     pub(crate) fn take_dropped(&self) -> u32 {
-        // Acquire: pairs with `push_dropped`.
+        // Acquire: pairs with all pushes since the last call, because each is a read-modify-write: their
+        // links and what their holders read come before.
         self.dropped.swap(NONE, Ordering::Acquire)
     }
 
     /// The index dropped before `index`; must be read before `index` is reused.
     #[inline]
     pub(crate) fn next_dropped(&self, index: u32) -> u32 {
+        // Relaxed: stored before the push, which `take_dropped` has acquired.
         self.entry(index)
             .map_or(NONE, |entry| entry.next.load(Ordering::Relaxed))
     }

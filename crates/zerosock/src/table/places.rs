@@ -17,9 +17,8 @@ pub(crate) enum BufferPlace {
     /// In the peer's buffer, until the lease's state word says otherwise.
     InPlace {
         memory: Arc<Memory>,
+        /// The bytes, and the rest of the buffer behind them.
         pieces: Pieces,
-        /// Offset of the first byte from the beginning of the pieces.
-        offset: usize,
     },
     /// In a copy.
     Copied(Copied),
@@ -43,16 +42,15 @@ impl BufferPlace {
             pieces = rest;
         }
         let pieces = match pieces {
-            [piece] => Pieces::One(*piece),
-            pieces if pieces.len() <= PIECES => Pieces::More(pieces.into()),
+            [piece] => Pieces::One(piece.part(offset, piece.len())),
+            [first, rest @ ..] if rest.len() < PIECES => {
+                let first = first.part(offset, first.len());
+                Pieces::More(std::iter::once(first).chain(rest.iter().copied()).collect())
+            }
             _ => return None,
         };
         let memory = Arc::clone(memory);
-        Some(BufferPlace::InPlace {
-            memory,
-            pieces,
-            offset,
-        })
+        Some(BufferPlace::InPlace { memory, pieces })
     }
 }
 

@@ -133,16 +133,13 @@ impl Connection {
         mut get: impl FnMut(&mut dyn Backend) -> Result<T, RecvFault>,
     ) -> io::Result<T> {
         let attempt = |backend: &mut dyn Backend| match get(backend) {
-            Ok(got) => {
-                backend.flush_after_read();
-                Some(Ok(got))
-            }
+            Ok(got) => Some(Ok(got)),
             Err(fault) => of_recv(fault).map(Err),
         };
         let interest = Interest::Conn(self.id);
         Ok(self
             .core
-            .wait(interest, || self.read_wait_budget(), attempt)??)
+            .wait_to_read(interest, || self.read_wait_budget(), attempt)??)
     }
 
     /// Calls `put` until it has room, or returns an error; publishes what it has queued.

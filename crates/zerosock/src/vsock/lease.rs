@@ -202,18 +202,13 @@ impl OwnedLease {
         let len = self.len();
         let place = self.body.parts.place.clone();
         let shared = Shared::new(self);
-        let BufferPlace::InPlace {
-            memory,
-            pieces,
-            offset,
-        } = place
-        else {
+        let BufferPlace::InPlace { memory, pieces } = place else {
             return Ok(Bytes::from_owner(shared).into());
         };
         if !shared.entered {
             return Ok(Bytes::from_owner(shared).into());
         }
-        Ok(match Mapped::new(&memory, &pieces, offset, len, shared) {
+        Ok(match Mapped::new(&memory, &pieces, 0, len, shared) {
             Ok(mapped) => mapped.into(),
             // In more regions than a `Buf` takes: copied once.
             Err(shared) => shared.reading().to_vec().into(),
@@ -288,16 +283,14 @@ impl AsRef<[u8]> for Shared {
             BufferPlace::Copied((bytes, start)) => bytes
                 .get(*start..*start + self.lease.body.parts.len)
                 .unwrap_or(&[]),
-            BufferPlace::InPlace {
-                memory,
-                pieces,
-                offset,
-            } => match (&pieces[..], self.lease.body.trust.filter(|_| self.entered)) {
-                ([piece], Some(trust)) => memory
-                    .trusted_slice(piece.part(*offset, self.lease.body.parts.len), trust)
-                    .unwrap_or(&[]),
-                _ => &[],
-            },
+            BufferPlace::InPlace { memory, pieces } => {
+                match (&pieces[..], self.lease.body.trust.filter(|_| self.entered)) {
+                    ([piece], Some(trust)) => memory
+                        .trusted_slice(piece.part(0, self.lease.body.parts.len), trust)
+                        .unwrap_or(&[]),
+                    _ => &[],
+                }
+            }
         }
     }
 }

@@ -12,8 +12,6 @@ use crate::table::sockets::{Copied, StreamId};
 /// A buffer on loan to the embedding program.
 #[derive(Debug)]
 pub(crate) struct Loan {
-    /// Index of the loan's slot in the lease table.
-    pub(in crate::device) index: u32,
     pub(crate) of: LoanOf,
     pub(crate) vm: u32,
     pub(in crate::device) len: u32,

@@ -6,7 +6,6 @@
 
 use std::sync::Arc;
 
-use slab::Slab;
 use zerosock_proto::vsock::datagram::DatagramTable;
 use zerosock_proto::vsock::{PortTable, RefuseReason};
 use zerosock_proto::wire::vsock::SocketType;
@@ -18,9 +17,6 @@ use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
 use crate::table::listeners::Listeners;
 use crate::table::sockets::{ReadyFlag, Sockets, StreamId, StreamState};
-
-/// Marks an unused entry of `loan_keys`.
-const NONE: u32 = u32::MAX;
 
 /// A chain that the program holds.
 #[derive(Debug)]
@@ -59,9 +55,9 @@ pub(crate) struct App {
     bound: PortTable,
     /// The device number of each pool.
     pub(crate) pools: Vec<Option<u32>>,
-    pub(in crate::device) loans: Slab<Loan>,
-    /// Key in `loans`, by index of the loan's slot in the lease table.
-    pub(in crate::device) loan_keys: Box<[u32]>,
+    /// The loans, by index in the lease table. As long as the highest index so far, because the lease table
+    /// gives out the lowest first.
+    pub(in crate::device) loans: Vec<Option<Loan>>,
     pub(crate) tally: Tally,
 }
 
@@ -74,7 +70,6 @@ impl App {
         most_copied: usize,
         trust_processes: bool,
     ) -> App {
-        let capacity = leases.capacity();
         App {
             sockets: Sockets::new(leases, hold, most_copied),
             inboxes: Inboxes::new(DatagramTable::new(Cid::HOST)),
@@ -82,8 +77,7 @@ impl App {
             listeners: Listeners::default(),
             bound: PortTable::new(),
             pools: Vec::new(),
-            loans: Slab::new(),
-            loan_keys: vec![NONE; capacity].into_boxed_slice(),
+            loans: Vec::new(),
             tally: Tally::default(),
         }
     }

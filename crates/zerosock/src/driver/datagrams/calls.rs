@@ -3,9 +3,9 @@
 use zerosock_proto::vsock::datagram::{DatagramId, data};
 use zerosock_proto::{Address, Cid, Port};
 
-use super::DatagramLoan;
 use super::QUEUE_PAIR;
 use crate::driver::Driver;
+use crate::driver::loans::{LoanOf, LoanRecord};
 use crate::table::datagrams::{DatagramBackend, DatagramFault};
 use crate::table::transfers::LoanParts;
 
@@ -24,8 +24,7 @@ impl DatagramBackend for Driver {
     ) -> Result<LoanParts, DatagramFault> {
         self.may_send_datagram(id, to, len)?;
         let most = self.store.queue_pairs[QUEUE_PAIR].slots.tx_data.len() as usize;
-        // A quarter of the slots is never on loan.
-        let in_place = len <= most && self.datagrams.lent < self.config.slots() / 4;
+        let in_place = len <= most && self.loans.may_lend_datagram();
         let slot = match in_place {
             true => match self.store.queue_pairs[QUEUE_PAIR].tx.data_slot(len as u32) {
                 Ok(Some(slot)) => Some(slot),
@@ -39,11 +38,13 @@ impl DatagramBackend for Driver {
             }
             return Err(DatagramFault::TooManyLoans);
         };
-        self.datagrams.lent += u16::from(slot.is_some());
         let place = slot.and_then(|slot| self.place_of(QUEUE_PAIR, slot));
-        if let Some(place) = self.datagrams.loans.get_mut(index as usize) {
-            *place = Some(DatagramLoan { id, to, slot });
-        }
+        let record = LoanRecord {
+            of: LoanOf::Datagram(id, to),
+            queue_pair: QUEUE_PAIR,
+            slot,
+        };
+        self.loans.put(index, record);
         Ok(LoanParts { index, len, place })
     }
 
@@ -53,17 +54,21 @@ impl DatagramBackend for Driver {
         len: usize,
         private: Option<&[u8]>,
     ) -> Result<(), DatagramFault> {
-        let place = self.datagrams.loans.get(index as usize);
-        let Some(DatagramLoan { id, to, slot }) = place.and_then(Option::as_ref) else {
+        let Some(LoanRecord {
+            of: LoanOf::Datagram(id, to),
+            slot,
+            ..
+        }) = self.loans.get(index)
+        else {
             return Err(DatagramFault::Unknown);
         };
-        let (id, to, slot) = (*id, *to, *slot);
-        let Some(slot) = slot else {
+        let (id, to) = (*id, *to);
+        let Some(slot) = *slot else {
             let bytes = private.unwrap_or_default();
             let bytes = bytes.get(..len).unwrap_or(bytes);
             let sent = DatagramBackend::send(self, id, to, bytes);
             if sent != Err(DatagramFault::WouldBlock) {
-                self.end_datagram_loan(index);
+                self.end_lent(index);
             }
             return sent;
         };
@@ -71,14 +76,11 @@ impl DatagramBackend for Driver {
             Ok(from) => from,
             Err(DatagramFault::WouldBlock) => return Err(DatagramFault::WouldBlock),
             Err(fault) => {
-                self.end_datagram_loan(index);
+                self.end_lent(index);
                 return Err(fault);
             }
         };
-        if let Some(place) = self.datagrams.loans.get_mut(index as usize) {
-            *place = None;
-        }
-        self.datagrams.lent = self.datagrams.lent.saturating_sub(1);
+        self.loans.take(index);
         self.sockets.end_loan(index);
         let len = (len as u32).min(self.store.queue_pairs[QUEUE_PAIR].slots.tx_data.len());
         self.store.queue_pairs[QUEUE_PAIR]

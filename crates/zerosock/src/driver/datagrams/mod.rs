@@ -27,7 +27,6 @@ use crate::table::datagrams::DatagramFault;
 use crate::table::sockets::{HeldBuffer, MessageEnd, Store};
 use crate::table::transfers::Payload;
 
-use state::DatagramLoan;
 pub(crate) use state::Datagrams;
 
 /// The number of packets of a turn's budget that a copied packet costs: packets left in the queue
@@ -264,20 +263,6 @@ impl Driver {
             .table
             .sent(id, bytes.len() as u32, true);
         Ok(())
-    }
-
-    /// Ends a datagram loan that was dropped unsent. Returns false if `index` is none.
-    pub(in crate::driver) fn end_datagram_loan(&mut self, index: u32) -> bool {
-        let place = self.datagrams.loans.get_mut(index as usize);
-        let Some(lent) = place.and_then(Option::take) else {
-            return false;
-        };
-        if let Some(slot) = lent.slot {
-            self.datagrams.lent = self.datagrams.lent.saturating_sub(1);
-            self.store.queue_pairs[QUEUE_PAIR].tx.put_back(slot);
-        }
-        self.sockets.end_loan(index);
-        true
     }
 
     /// Takes the next packet for a socket that holds nothing. `taken` counts the packets of a call,

@@ -1,7 +1,7 @@
-//! The driver's datagram state: sockets, reassembly, and loans that are out.
+//! The driver's datagram state: sockets and reassembly.
 
-use zerosock_proto::vsock::datagram::{Assembler, DatagramId, DatagramTable};
-use zerosock_proto::{Address, Cid, Instant};
+use zerosock_proto::vsock::datagram::{Assembler, DatagramTable};
+use zerosock_proto::{Cid, Instant};
 
 use crate::table::inboxes::Inboxes;
 use zerosock_virtio::deadline::earlier;
@@ -21,25 +21,12 @@ pub(crate) struct Datagrams {
     pub(super) cost: u16,
     /// A send found fewer slots than this.
     pub(super) wanted: usize,
-    /// Indexed by the lease table's index.
-    pub(super) loans: Vec<Option<DatagramLoan>>,
-    /// Slots on loan.
-    pub(super) lent: u16,
     pub(in crate::driver) malformed: u64,
     pub(in crate::driver) dropped: u64,
 }
 
-/// A datagram loan.
-#[derive(Debug)]
-pub(super) struct DatagramLoan {
-    pub(super) id: DatagramId,
-    pub(super) to: Address,
-    /// `None`: a private buffer.
-    pub(super) slot: Option<u16>,
-}
-
 impl Datagrams {
-    pub(in crate::driver) fn new(cid: Cid, capacity: usize) -> Datagrams {
+    pub(in crate::driver) fn new(cid: Cid) -> Datagrams {
         Datagrams {
             offered: false,
             flow: false,
@@ -48,8 +35,6 @@ impl Datagrams {
             fragments: Vec::new(),
             cost: 0,
             wanted: 0,
-            loans: (0..capacity).map(|_| None).collect(),
-            lent: 0,
             malformed: 0,
             dropped: 0,
         }

@@ -11,16 +11,15 @@
 //!   copied at once until it has read all. Credit bounds those copies.
 //!
 //! A lease with a reader keeps its buffer, and the buffer stays counted. When its time ends, the
-//! pool notes the lease and the last reader requests a recheck ([`crate::table::leases`]); no timer
-//! runs.
+//! lease is marked and the last reader requests a recheck ([`crate::table::leases`]); no timer runs.
 //!
 //! The copied bytes of all connections of a pool have a limit as well, because a peer can open many
 //! connections that the application does not read. Above it, the connections with most copied bytes
 //! are reset ([`Sockets::connections_to_shed`]).
 //!
-//! The holders of a pool are scanned when its oldest buffer may be due, and in the turn after a packet was
-//! leased as it arrived: that turn sets the time from which the packet is held, so the lease itself reads no
-//! clock. Their number is bounded by the pool's size.
+//! The holders and leases of a pool are scanned when its oldest buffer may be due, and in the turn after a
+//! packet was leased as it arrived: that turn sets the time from which the packet is held, so the lease itself
+//! reads no clock. Their number is bounded by the pool's size.
 
 use std::time::Duration;
 
@@ -43,10 +42,8 @@ impl<T> Sockets<T> {
         self.pools.push(Pool {
             size,
             held: 0,
-            leased: 0,
+            leases: Vec::new(),
             holders: Vec::new(),
-            orphans: Vec::new(),
-            overdue: Vec::new(),
             unread_copies: 0,
             check: None,
             copied: false,
@@ -88,7 +85,7 @@ impl<T> Sockets<T> {
     /// Whether unread bytes lie in `pool`'s buffers.
     pub(crate) fn has_unread(&self, pool: u32) -> bool {
         let pool = self.pools.get(pool as usize);
-        pool.is_some_and(|pool| pool.held > pool.leased)
+        pool.is_some_and(|pool| pool.held as usize > pool.leases.len())
     }
 
     /// Whether a datagram may hold one more buffer of `pool`. Datagrams hold at most half, so that
@@ -112,13 +109,13 @@ impl<T> Sockets<T> {
         pool.map_or(0, |pool| pool.unread_copies)
     }
 
+    #[inline]
     pub(super) fn may_lease(&self, pool: u32, leased: u32) -> bool {
-        self.pools.get(pool as usize).is_some_and(|pool| {
-            !pool.copied && leased < pool.eighth() && pool.leased < pool.size / 8 * 3 + 1
-        })
+        let pool = self.pools.get(pool as usize);
+        pool.is_some_and(|pool| pool.may_lease(leased))
     }
 
-    /// Counts a buffer that a connection holds since then.
+    /// Counts an unread buffer that a connection holds since then.
     #[inline]
     pub(super) fn add_held(&mut self, index: u32, since: Option<Instant>) {
         let Some(conn) = self.conns.get_mut(index as usize) else {
@@ -127,34 +124,36 @@ impl<T> Sockets<T> {
         let Some(pool) = self.pools.get_mut(conn.pool as usize) else {
             return;
         };
-        pool.held += 1;
+        pool.add_held(since, self.hold);
         conn.held += 1;
         if conn.held == 1 {
             conn.holder = pool.holders.len() as u32;
             pool.holders.push(index);
         }
-        match since {
-            None => pool.check = Some(Instant::ZERO),
-            Some(since) if pool.check.is_none() => pool.check = Some(due(since, self.hold)),
-            Some(_) => {}
-        }
     }
 
-    /// Counts `count` buffers that a connection no longer holds.
+    /// Counts `count` unread buffers that a connection no longer holds.
     #[inline]
     pub(super) fn remove_held(&mut self, index: u32, count: u32) {
+        if let Some(conn) = self.conns.get(index as usize)
+            && let Some(pool) = self.pools.get_mut(conn.pool as usize)
+        {
+            pool.remove_held(count);
+        }
+        self.unlist_held(index, count);
+    }
+
+    /// As `remove_held`, for buffers that stay counted in the pool.
+    #[inline]
+    pub(super) fn unlist_held(&mut self, index: u32, count: u32) {
         let Some(conn) = self.conns.get_mut(index as usize) else {
             return;
         };
-        let Some(pool) = self.pools.get_mut(conn.pool as usize) else {
-            return;
-        };
-        pool.held = pool.held.saturating_sub(count);
-        if pool.held == 0 {
-            pool.check = None;
-        }
         conn.held = conn.held.saturating_sub(count);
-        if conn.held == 0 && conn.holder != NONE {
+        if conn.held == 0
+            && conn.holder != NONE
+            && let Some(pool) = self.pools.get_mut(conn.pool as usize)
+        {
             let place = std::mem::replace(&mut conn.holder, NONE);
             pool.holders.swap_remove(place as usize);
             if let Some(&moved) = pool.holders.get(place as usize)
@@ -165,51 +164,26 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// Counts a lease in place that returned its buffer. `index` is `NONE` if its connection was
-    /// removed.
-    pub(super) fn remove_leased(&mut self, index: u32, pool: u32) {
-        if let Some(pool) = self.pools.get_mut(pool as usize) {
-            pool.leased = pool.leased.saturating_sub(1);
-            if index == NONE {
-                pool.held = pool.held.saturating_sub(1);
-                if pool.held == 0 {
-                    pool.check = None;
-                }
-            }
-        }
-        if let Some(conn) = self.conns.get_mut(index as usize) {
-            conn.leased = conn.leased.saturating_sub(1);
-            self.remove_held(index, 1);
-        }
-    }
-
-    /// Keeps a lease with a reader when its connection is removed.
-    pub(super) fn add_orphan(&mut self, conn: u32, pool: u32, index: u32) {
-        if let Some(conn) = self.conns.get_mut(conn as usize) {
+    /// Counts a lease that no longer has its buffer, but is not ended.
+    pub(super) fn count_returned(&mut self, conn: Option<StreamId>, pool: u32, place: u32) {
+        if let Some(conn) = conn.and_then(|id| self.get_mut(id)) {
             conn.leased = conn.leased.saturating_sub(1);
         }
-        // No longer held by the connection, but still counted in the pool.
-        self.remove_held(conn, 1);
-        if let Some(pool) = self.pools.get_mut(pool as usize) {
-            pool.held += 1;
-            pool.orphans.push(index);
-        }
+        self.unlist_lease(pool, place);
     }
 
-    pub(super) fn forget_orphan(&mut self, pool: u32, index: u32) {
-        if let Some(pool) = self.pools.get_mut(pool as usize) {
-            pool.orphans.retain(|&orphan| orphan != index);
-        }
-    }
-
-    /// Removes the lease at `place` from the overdue list; `NONE` is not listed.
-    pub(super) fn forget_overdue(&mut self, pool: u32, place: u32) {
-        let pool = self.pools.get_mut(pool as usize).filter(|_| place != NONE);
-        if let Some(pool) = pool {
-            pool.overdue.swap_remove(place as usize);
-            if let Some(&moved) = pool.overdue.get(place as usize) {
-                self.set_overdue(moved, place);
-            }
+    /// Removes the lease at `place` from its pool's list, because its buffer is returned.
+    #[inline]
+    pub(super) fn unlist_lease(&mut self, pool: u32, place: u32) {
+        let Some(pool) = self.pools.get_mut(pool as usize) else {
+            return;
+        };
+        pool.remove_held(1);
+        pool.leases.swap_remove(place as usize);
+        if let Some(&moved) = pool.leases.get(place as usize)
+            && let Some(lent) = self.lent.get_mut(moved as usize)
+        {
+            lent.place = place;
         }
     }
 
@@ -308,11 +282,10 @@ impl<T> Sockets<T> {
     }
 
     fn copy_overdue(&mut self, pool: usize, now: Instant, store: &mut impl Store<Token = T>) {
-        let mut check = None;
+        let mut check = self.move_overdue_leases(pool, now, store);
         let mut at = 0;
         while let Some(&index) = self.pools[pool].holders.get(at) {
             if let Some(id) = self.at(index) {
-                check = earlier(check, self.move_overdue_leases(id, now, store));
                 check = earlier(check, self.copy_overdue_parts(id, now, store));
             }
             // A connection that holds nothing any more has left the list, and another has its
@@ -322,32 +295,25 @@ impl<T> Sockets<T> {
         self.pools[pool].check = check;
     }
 
-    /// Moves the overdue leases of a connection that have no reader; returns when the next one is
-    /// due.
+    /// Moves the overdue leases that have no reader; returns when the next one is due.
     fn move_overdue_leases(
         &mut self,
-        id: StreamId,
+        pool: usize,
         now: Instant,
         store: &mut impl Store<Token = T>,
     ) -> Option<Instant> {
         let mut check = None;
-        let conn = self.get(id)?;
-        let (pool, mut lease) = (conn.pool, conn.leases);
-        while lease != NONE {
-            let next = self.next_lease(lease);
+        // A lease that is moved leaves the list, and the last one takes its place.
+        for at in (0..self.pools[pool].leases.len()).rev() {
+            let lease = self.pools[pool].leases[at];
             if let Some(since) = self.leased_since(lease, now) {
                 let at = due(since, self.hold);
                 if at > now {
                     check = earlier(check, Some(at));
-                } else if !self.move_out(lease, store)
-                    && let Some(pool) = self.pools.get_mut(pool as usize)
-                {
-                    let place = pool.overdue.len() as u32;
-                    pool.overdue.push(lease);
-                    self.set_overdue(lease, place);
+                } else {
+                    self.move_out_when_unread(lease, store);
                 }
             }
-            lease = next;
         }
         check
     }
@@ -376,20 +342,14 @@ impl<T> Sockets<T> {
         None
     }
 
-    /// Moves the noted leases that have no readers any more.
+    /// Moves the overdue leases that have no readers any more.
     pub(super) fn recheck_overdue(&mut self, store: &mut impl Store<Token = T>) {
         for pool in 0..self.pools.len() {
-            for at in (0..self.pools[pool].orphans.len()).rev() {
-                let orphan = self.pools[pool].orphans[at];
-                if self.move_out(orphan, store) {
-                    self.pools[pool].orphans.swap_remove(at);
-                }
-            }
-            for at in (0..self.pools[pool].overdue.len()).rev() {
-                let lease = self.pools[pool].overdue[at];
-                if self.move_out(lease, store) || !self.is_held(lease) {
-                    let place = self.set_overdue(lease, NONE);
-                    self.forget_overdue(pool as u32, place);
+            // As in `move_overdue_leases`.
+            for at in (0..self.pools[pool].leases.len()).rev() {
+                let lease = self.pools[pool].leases[at];
+                if self.is_overdue(lease) {
+                    self.move_out(lease, store);
                 }
             }
         }
@@ -454,7 +414,7 @@ impl<T> Sockets<T> {
         let trusted = self.pools.get(pool as usize).is_some_and(|p| p.trusted);
         let mut all = true;
         self.each_lease(pool, store, Self::copy_unread, |sockets, lease, store| {
-            if sockets.is_held(lease) && !sockets.move_out(lease, store) {
+            if !sockets.move_out(lease, store) {
                 if trusted && !force {
                     all = false;
                 } else {
@@ -465,8 +425,8 @@ impl<T> Sockets<T> {
         all
     }
 
-    /// Calls `conn` for every connection that holds buffers of the pool, and `lease` for every
-    /// lease of them.
+    /// Calls `conn` for every connection with unread buffers of the pool, and `lease` for every lease
+    /// in place.
     fn each_lease<S: Store<Token = T>>(
         &mut self,
         pool: u32,
@@ -477,31 +437,15 @@ impl<T> Sockets<T> {
         let Some(of) = self.pools.get(pool as usize) else {
             return;
         };
-        let (holders, orphans) = (of.holders.clone(), of.orphans.clone());
-        for id in holders
-            .into_iter()
-            .filter_map(|index| self.at(index))
-            .collect::<Vec<_>>()
-        {
-            conn(self, id, store);
-            let mut index = self.get(id).map_or(NONE, |conn| conn.leases);
-            while index != NONE {
-                let next = self.next_lease(index);
-                lease(self, index, store);
-                index = next;
+        // The calls change both lists.
+        let (holders, leases) = (of.holders.clone(), of.leases.clone());
+        for index in holders {
+            if let Some(id) = self.at(index) {
+                conn(self, id, store);
             }
         }
-        for orphan in orphans {
-            lease(self, orphan, store);
-        }
-        // Orphans without a buffer need no further attention.
-        let Some(of) = self.pools.get_mut(pool as usize) else {
-            return;
-        };
-        let mut orphans = std::mem::take(&mut of.orphans);
-        orphans.retain(|&orphan| self.is_held(orphan));
-        if let Some(of) = self.pools.get_mut(pool as usize) {
-            of.orphans = orphans;
+        for index in leases {
+            lease(self, index, store);
         }
     }
 }

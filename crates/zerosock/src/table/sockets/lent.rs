@@ -14,7 +14,6 @@ use super::lent_entry::{LentEntry, LentKind};
 use super::message_end::cost;
 use super::received::{HeldBuffer, ReceivedPart, copy_out};
 use super::store::Store;
-use crate::table::leases::NONE;
 use crate::table::places::{BufferPlace, Copied, LeaseParts, NoLease, PIECES};
 use crate::table::transfers::{Ahead, Next, NextKind};
 
@@ -42,84 +41,104 @@ impl<T> Sockets<T> {
         })
     }
 
-    /// Leases the first unread part, or `arrived`, which has just arrived at a connection that holds
-    /// nothing: in place if the limits allow, else as a copy.
-    #[inline]
+    /// Leases the first unread part: in place if the limits allow, else as a copy.
     pub(crate) fn lease(
         &mut self,
         id: StreamId,
-        arrived: Option<HeldBuffer<T>>,
         store: &mut impl Store<Token = T>,
     ) -> Result<LeaseParts, NoLease> {
         let free = self.free_lent.len();
-        let conn = match self.get_mut(id) {
-            // A connection may use at most half of the free entries, the next one half of the rest:
-            // a reader that never drops a lease leaves entries to other connections and to loans.
-            Some(conn) if (conn.lent as usize) < free => conn,
-            conn => {
-                let full = conn.is_some_and(|conn| arrived.is_some() || !conn.parts.is_empty());
-                if let Some(held) = arrived {
-                    self.deliver(id, held, store);
-                }
-                return Err(if full {
-                    NoLease::TooMany
-                } else {
-                    NoLease::Empty
-                });
-            }
-        };
-        let (pool, leased) = (conn.pool, conn.leased);
-        let part = match arrived {
-            Some(held) => {
-                if store.memory(&held.token).is_none() {
-                    // The memory was lost since the packet was taken, and its bytes are undefined.
-                    store.release(held.token);
-                    return Err(NoLease::Empty);
-                }
-                conn.taken += u64::from(held.len);
-                self.counted.received += u64::from(held.len);
-                self.add_held(id.index, held.since);
-                ReceivedPart::Held(held)
-            }
-            None => {
-                let part = conn.parts.pop_front().ok_or(NoLease::Empty)?;
-                conn.unread = conn.unread.saturating_sub(part.len());
-                conn.taken += part.len() as u64;
-                part
-            }
-        };
+        let conn = self.get_mut(id).filter(|conn| !conn.parts.is_empty());
+        let conn = conn.ok_or(NoLease::Empty)?;
+        if !conn.may_lend_one_of(free) {
+            return Err(NoLease::TooMany);
+        }
+        let part = conn.parts.pop_front().ok_or(NoLease::Empty)?;
         let len = part.len();
-        let (held, place) = match part {
+        conn.unread = conn.unread.saturating_sub(len);
+        conn.taken += len as u64;
+        conn.stalled &= !conn.parts.is_empty();
+        match part {
+            ReceivedPart::Held(held) => {
+                self.unlist_held(id.index, 1);
+                self.lease_held(id, held, store)
+            }
             ReceivedPart::Copied { bytes, taken, ends } => {
                 self.remove_copied(id.index, len + cost(ends));
-                (None, BufferPlace::Copied((Arc::new(bytes), taken)))
+                let place = BufferPlace::Copied((Arc::new(bytes), taken));
+                self.add_lease(id, len as u32, None, place, store)
             }
-            ReceivedPart::Held(held) => {
-                match self.may_lease(pool, leased).then(|| place(store, &held)) {
-                    Some(Some(place)) => {
-                        self.counted.leased += len as u64;
-                        (Some(held), place)
-                    }
-                    _ => {
-                        let mut bytes = Vec::with_capacity(len);
-                        copy_out(store, &held, &mut bytes);
-                        self.counted.copied_aside += len as u64;
-                        store.release(held.token);
-                        self.remove_held(id.index, 1);
-                        (None, BufferPlace::Copied((Arc::new(bytes), 0)))
-                    }
-                }
-            }
+        }
+    }
+
+    /// Leases `held`, which has just arrived at a connection that holds nothing. If the connection has too
+    /// many leases, the bytes are unread.
+    #[inline(always)] // saves a copy of the token
+    pub(crate) fn lease_arrived(
+        &mut self,
+        id: StreamId,
+        held: HeldBuffer<T>,
+        store: &mut impl Store<Token = T>,
+    ) -> Result<LeaseParts, NoLease> {
+        let free = self.free_lent.len();
+        let Some(conn) = self.get_mut(id).filter(|conn| conn.may_lend_one_of(free)) else {
+            self.deliver(id, held, store);
+            return Err(self.get(id).map_or(NoLease::Empty, |_| NoLease::TooMany));
         };
-        let index = self.free_lent.pop().ok_or(NoLease::TooMany)?;
-        let round = self.add_lease(index, id, len as u32, held, store);
-        self.clear_stalled_if_drained(id.index);
-        Ok(LeaseParts {
-            index,
-            len,
-            place,
-            round,
-        })
+        if store.memory(&held.token).is_none() {
+            // The memory was lost since the packet was taken, and its bytes are undefined.
+            store.release(held.token);
+            return Err(NoLease::Empty);
+        }
+        let pool = conn.pool;
+        conn.taken += u64::from(held.len);
+        self.counted.received += u64::from(held.len);
+        if let Some(pool) = self.pools.get_mut(pool as usize) {
+            pool.add_held(held.since, self.hold);
+        }
+        self.lease_held(id, held, store)
+    }
+
+    /// Leases a buffer that is counted in the pool, but not with the connection. The caller has checked
+    /// that there is a free entry.
+    #[inline(always)] // as `lease_arrived`
+    fn lease_held(
+        &mut self,
+        id: StreamId,
+        held: HeldBuffer<T>,
+        store: &mut impl Store<Token = T>,
+    ) -> Result<LeaseParts, NoLease> {
+        let len = held.len;
+        let conn = self.conns.get(id.index as usize);
+        let in_place = conn.is_some_and(|conn| self.may_lease(conn.pool, conn.leased));
+        match in_place.then(|| place(store, &held)).flatten() {
+            Some(place) => {
+                self.counted.leased += u64::from(len);
+                self.add_lease(id, len, Some(held), place, store)
+            }
+            None => self.lease_copy(id, held, store),
+        }
+    }
+
+    /// Leases a copy of a buffer, which is returned.
+    #[cold]
+    fn lease_copy(
+        &mut self,
+        id: StreamId,
+        held: HeldBuffer<T>,
+        store: &mut impl Store<Token = T>,
+    ) -> Result<LeaseParts, NoLease> {
+        let len = held.len;
+        let mut bytes = Vec::with_capacity(len as usize);
+        copy_out(store, &held, &mut bytes);
+        self.counted.copied_aside += u64::from(len);
+        store.release(held.token);
+        let pool = self.get(id).map(|conn| conn.pool);
+        if let Some(pool) = pool.and_then(|pool| self.pools.get_mut(pool as usize)) {
+            pool.remove_held(1);
+        }
+        let place = BufferPlace::Copied((Arc::new(bytes), 0));
+        self.add_lease(id, len, None, place, store)
     }
 
     /// Leases a copy that belongs to no connection.
@@ -149,95 +168,107 @@ impl<T> Sockets<T> {
         })
     }
 
-    /// Enters a new lease. Returns the round if its return may wait for the endpoint's next call.
-    #[inline]
+    /// Enters a new lease of a connection. `held`: its buffer, if it is in place.
+    #[inline(always)] // as `lease_arrived`
     fn add_lease(
         &mut self,
-        index: u32,
         id: StreamId,
         len: u32,
         held: Option<HeldBuffer<T>>,
+        place: BufferPlace,
         store: &impl Store<Token = T>,
-    ) -> Option<u32> {
+    ) -> Result<LeaseParts, NoLease> {
+        let index = self.free_lent.pop().ok_or(NoLease::TooMany)?;
         self.lease_table.begin(index);
-        let conn = self.conns.get_mut(id.index as usize)?;
+        let (Some(conn), Some(lent)) = (
+            self.conns.get_mut(id.index as usize),
+            self.lent.get_mut(index as usize),
+        ) else {
+            return Err(NoLease::Empty);
+        };
+        let pool_index = conn.pool;
         let mut has_room = false;
-        if let Some(pool) = self.pools.get_mut(conn.pool as usize) {
-            pool.leased += u32::from(held.is_some());
+        if let Some(pool) = self.pools.get_mut(pool_index as usize) {
+            if held.is_some() {
+                lent.place = pool.leases.len() as u32;
+                pool.leases.push(index);
+                conn.leased += 1;
+            }
             has_room = pool.held < pool.limit();
         }
-        conn.leased += u32::from(held.is_some());
         conn.lent += 1;
-        let next = std::mem::replace(&mut conn.leases, index);
-        if let Some(first) = self.lent.get_mut(next as usize) {
-            first.previous = index;
-        }
-        let later =
-            has_room && (conn.flow).is_some_and(|flow| store.may_return_later(conn.pool, flow));
-        if !later {
-            // The leases before it may free what the peer waits for, those of other connections too: they
-            // hold buffers of the same pool.
-            self.lease_table.end_round();
-        }
-        let pool = conn.pool;
-        *self.lent.get_mut(index as usize)? = LentEntry {
-            kind: LentKind::Lease,
-            conn: Some(id),
-            pool,
-            len,
-            held,
-            copy: None,
-            overdue: NONE,
-            previous: NONE,
-            next,
+        lent.kind = LentKind::Lease;
+        lent.conn = Some(id);
+        lent.pool = pool_index;
+        lent.len = len;
+        lent.held = held;
+        lent.overdue = false;
+        let flow = conn.flow.filter(|_| has_room);
+        let round = match flow.is_some_and(|flow| store.may_return_later(pool_index, flow)) {
+            true => Some(self.lease_table.round()),
+            false => {
+                // The leases before it may free what the peer waits for, those of other connections too:
+                // they hold buffers of the same pool.
+                self.lease_table.end_round();
+                None
+            }
         };
-        later.then(|| self.lease_table.round())
+        let len = len as usize;
+        Ok(LeaseParts {
+            index,
+            len,
+            place,
+            round,
+        })
+    }
+
+    /// The pool of a lease; `None` if `index` is none.
+    #[inline]
+    pub(crate) fn pool_of_lease(&self, index: u32) -> Option<u32> {
+        let lent = self.lent.get(index as usize)?;
+        (lent.kind == LentKind::Lease).then_some(lent.pool)
     }
 
     /// Ends a dropped lease: returns its buffer and gives the sender credit. For the recheck index
     /// ([`Leases::recheck_index`](crate::table::leases::Leases::recheck_index)), moves the overdue
     /// leases that have no readers any more. Returns false if `index` is neither; it may be a loan.
+    #[inline]
     pub(crate) fn end_lease(&mut self, index: u32, store: &mut impl Store<Token = T>) -> bool {
         let Some(lent) = self.lent.get_mut(index as usize) else {
-            if index == self.lease_table.recheck_index() {
-                self.lease_table.begin_recheck();
-                self.recheck_overdue(store);
-                return true;
-            }
-            return false;
+            return self.recheck(index, store);
         };
         if lent.kind != LentKind::Lease {
             return false;
         }
         lent.kind = LentKind::Nothing;
         lent.copy = None;
-        let held = lent.held.take();
-        let (conn, pool, len) = (lent.conn, lent.pool, lent.len);
-        let (overdue, previous, next) = (lent.overdue, lent.previous, lent.next);
         self.free_lent.push(index);
-        if let Some(next) = self.lent.get_mut(next as usize) {
-            next.previous = previous;
-        }
-        if let Some(previous) = self.lent.get_mut(previous as usize) {
-            previous.next = next;
-        } else if let Some(conn) = conn.and_then(|id| self.get_mut(id)) {
-            conn.leases = next;
-        }
-        if let Some(held) = held {
+        let (conn, pool, place, len) = (lent.conn, lent.pool, lent.place, lent.len);
+        let mut in_place = 0;
+        if let Some(held) = lent.held.take() {
+            in_place = 1;
             store.release(held.token);
-            self.remove_leased(conn.map_or(NONE, |id| id.index), pool);
-            if conn.is_none() {
-                self.forget_orphan(pool, index);
-            }
+            self.unlist_lease(pool, place);
         }
-        self.forget_overdue(pool, overdue);
         if let Some(conn) = conn.and_then(|id| self.get_mut(id)) {
             conn.lent = conn.lent.saturating_sub(1);
+            conn.leased = conn.leased.saturating_sub(in_place);
             conn.stalled &= !conn.parts.is_empty();
             if let Some(flow) = conn.flow {
                 store.consumed(pool, flow, len);
             }
         }
+        true
+    }
+
+    /// Moves the overdue leases without readers if `index` is the recheck index; else returns false.
+    #[cold]
+    fn recheck(&mut self, index: u32, store: &mut impl Store<Token = T>) -> bool {
+        if index != self.lease_table.recheck_index() {
+            return false;
+        }
+        self.lease_table.begin_recheck();
+        self.recheck_overdue(store);
         true
     }
 
@@ -254,14 +285,14 @@ impl<T> Sockets<T> {
         if lent.held.is_none() || !self.lease_table.try_move(index) {
             return false;
         }
-        let (conn, pool) = (lent.conn, lent.pool);
+        let (conn, pool, place) = (lent.conn, lent.pool, lent.place);
         if let Some(held) = lent.held.take() {
             let mut bytes = Vec::with_capacity(held.len as usize);
             copy_out(store, &held, &mut bytes);
             self.counted.copied_aside += bytes.len() as u64;
             lent.copy = Some((Arc::new(bytes), 0));
             store.release(held.token);
-            self.remove_leased(conn.map_or(NONE, |id| id.index), pool);
+            self.count_returned(conn, pool, place);
         }
         true
     }
@@ -272,69 +303,68 @@ impl<T> Sockets<T> {
         let Some(lent) = self.lent.get_mut(index as usize) else {
             return;
         };
-        let (conn, pool) = (lent.conn, lent.pool);
+        let (conn, pool, place) = (lent.conn, lent.pool, lent.place);
         if let Some(held) = lent.held.take() {
             self.lease_table.mark_torn(index);
             if !keep {
                 store.release(held.token);
             }
-            self.remove_leased(conn.map_or(NONE, |id| id.index), pool);
+            self.count_returned(conn, pool, place);
         }
     }
 
-    /// Since when a lease has held its buffer; `None` if it holds none or is on the overdue list.
+    /// Since when a lease has held its buffer; `None` if it holds none, or is overdue.
     pub(super) fn leased_since(&mut self, index: u32, now: Instant) -> Option<Instant> {
         let lent = self.lent.get_mut(index as usize);
-        let held = lent.filter(|lent| lent.overdue == NONE)?.held.as_mut()?;
+        let held = lent.filter(|lent| !lent.overdue)?.held.as_mut()?;
         Some(*held.since.get_or_insert(now))
     }
 
-    /// Whether a lease holds its buffer.
-    pub(super) fn is_held(&self, index: u32) -> bool {
-        self.lent
-            .get(index as usize)
-            .is_some_and(|lent| lent.held.is_some())
+    /// Whether a lease is to be moved as soon as it has no readers.
+    pub(super) fn is_overdue(&self, index: u32) -> bool {
+        let lent = self.lent.get(index as usize);
+        lent.is_some_and(|lent| lent.overdue)
     }
 
-    /// Stores a lease's position in the overdue list; returns the previous one.
-    pub(super) fn set_overdue(&mut self, index: u32, place: u32) -> u32 {
-        let lent = self.lent.get_mut(index as usize);
-        lent.map_or(NONE, |lent| std::mem::replace(&mut lent.overdue, place))
+    /// Moves a lease: now, or as soon as it has no readers.
+    pub(super) fn move_out_when_unread(&mut self, index: u32, store: &mut impl Store<Token = T>) {
+        if !self.move_out(index, store)
+            && let Some(lent) = self.lent.get_mut(index as usize)
+        {
+            lent.overdue = true;
+        }
     }
 
-    /// The next lease in the connection's list.
-    pub(super) fn next_lease(&self, index: u32) -> u32 {
-        self.lent.get(index as usize).map_or(NONE, |lent| lent.next)
-    }
-
-    /// Detaches the leases of a connection that is removed. Those without readers return their
-    /// buffers at once.
-    pub(super) fn orphan_leases(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
-        let mut index = self.get(id).map_or(NONE, |conn| conn.leases);
+    /// Detaches the leases of a connection that is removed or leaves its pool. Those without readers
+    /// return their buffers at once.
+    pub(super) fn detach_leases(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+        let Some((mut left, pool, flow)) = self.get(id).map(|c| (c.lent, c.pool, c.flow)) else {
+            return;
+        };
+        // The table is searched, because a connection seldom ends while leases of it are out.
         let mut bytes = 0;
-        while let Some(next) = self.lent.get(index as usize).map(|lent| lent.next) {
-            let moved = self.move_out(index, store);
-            let Some(lent) = self.lent.get_mut(index as usize) else {
+        for index in 0..self.lent.len() as u32 {
+            if left == 0 {
                 break;
-            };
-            bytes += lent.len;
-            lent.conn = None;
-            (lent.previous, lent.next) = (NONE, NONE);
-            let pool = lent.pool;
-            if !moved && lent.held.is_some() {
-                self.add_orphan(id.index, pool, index);
             }
-            let place = self.set_overdue(index, NONE);
-            self.forget_overdue(pool, place);
-            index = next;
+            let lent = self.lent.get(index as usize);
+            if lent.is_none_or(|lent| lent.kind != LentKind::Lease || lent.conn != Some(id)) {
+                continue;
+            }
+            left -= 1;
+            self.move_out_when_unread(index, store);
+            if let Some(lent) = self.lent.get_mut(index as usize) {
+                bytes += lent.len;
+                lent.conn = None;
+            }
         }
         if let Some(conn) = self.get_mut(id) {
-            conn.leases = NONE;
-            // Given now, because the protocol core forgets the connection when everything received
-            // is consumed.
-            if let Some(flow) = conn.flow.filter(|_| bytes > 0) {
-                store.consumed(conn.pool, flow, bytes);
-            }
+            (conn.lent, conn.leased) = (0, 0);
+        }
+        // Given now, because the protocol core forgets the connection when everything received is
+        // consumed.
+        if let Some(flow) = flow.filter(|_| bytes > 0) {
+            store.consumed(pool, flow, bytes);
         }
     }
 

@@ -1,15 +1,18 @@
 //! The entries of leases and loans that are out.
+//!
+//! # Invariants
+//! - A free entry and a loan have neither a buffer nor a copy here.
+//! - A lease is in its pool's list while it has a buffer.
 
 use super::ids::StreamId;
 use super::received::HeldBuffer;
-use crate::table::leases::NONE;
 use crate::table::places::Copied;
 
 /// A lease or loan that is out.
 #[derive(Debug)]
 pub(crate) struct LentEntry<T> {
     pub(super) kind: LentKind,
-    /// The connection; `None` after it was removed.
+    /// The connection; `None` after it was removed or has left the pool.
     pub(super) conn: Option<StreamId>,
     pub(super) pool: u32,
     pub(super) len: u32,
@@ -17,11 +20,10 @@ pub(crate) struct LentEntry<T> {
     pub(super) held: Option<HeldBuffer<T>>,
     /// The copy, after the bytes were moved.
     pub(super) copy: Option<Copied>,
-    /// Position in the pool's overdue list: the lease is due to be moved, but had a reader.
-    pub(super) overdue: u32,
-    /// Neighbours in the list of the connection's leases.
-    pub(super) previous: u32,
-    pub(super) next: u32,
+    /// Position in the pool's list of leases, while the lease is in place.
+    pub(super) place: u32,
+    /// The lease is to be moved, but had a reader.
+    pub(super) overdue: bool,
 }
 
 /// What an entry is used for.
@@ -42,9 +44,8 @@ impl<T> Default for LentEntry<T> {
             len: 0,
             held: None,
             copy: None,
-            overdue: NONE,
-            previous: NONE,
-            next: NONE,
+            place: 0,
+            overdue: false,
         }
     }
 }

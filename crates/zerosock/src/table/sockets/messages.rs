@@ -221,7 +221,7 @@ impl<T> Sockets<T> {
         let mut lent = 0;
         while lent < parts {
             // The entries were checked above.
-            let Ok(lease) = self.lease(id, None, store) else {
+            let Ok(lease) = self.lease(id, store) else {
                 break;
             };
             if lease.len > 0 {

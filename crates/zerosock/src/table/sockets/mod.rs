@@ -91,15 +91,13 @@ pub(crate) struct Conn<T> {
     taken: u64,
     /// Fewer unread bytes do not make the connection readable; at least 1.
     low_water: u32,
-    /// Buffers held: unread ones and leases in place.
+    /// Unread buffers held.
     held: u32,
     /// Leases in place.
     leased: u32,
     /// Unread bytes in copies.
     copied: usize,
-    /// The first entry of the unordered list of its leases.
-    leases: u32,
-    /// The length of that list, including copies.
+    /// Leases, including copies.
     lent: u32,
     /// Its unread buffers were copied because they were held too long; arriving bytes are copied
     /// until it has read all.
@@ -229,7 +227,6 @@ impl<T> Sockets<T> {
             leased: 0,
             lent: 0,
             copied: 0,
-            leases: NONE,
             stalled: false,
             whole: false,
             holder: NONE,
@@ -256,7 +253,7 @@ impl<T> Sockets<T> {
     /// Removes a connection. Unread buffers are returned; leases remain valid.
     pub(crate) fn remove(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         self.drop_unread(id, store);
-        self.orphan_leases(id, store);
+        self.detach_leases(id, store);
         if let Some(conn) = self.get_mut(id) {
             debug_assert_eq!(conn.copied, 0, "copies still counted in the pool");
             conn.used = false;
@@ -310,9 +307,23 @@ impl<T> Sockets<T> {
 }
 
 impl<T> Conn<T> {
+    /// Whether it may have one more of the `free` entries of the lease table. A connection may use at most
+    /// half of the free entries, the next one half of the rest: a reader that never drops a lease leaves
+    /// entries to other connections and to loans.
+    #[inline]
+    fn may_lend_one_of(&self, free: usize) -> bool {
+        (self.lent as usize) < free
+    }
+
     /// Bytes that a read would return now.
     pub(crate) fn unread(&self) -> usize {
         self.unread
+    }
+
+    /// Whether received parts are unread.
+    #[inline]
+    pub(crate) fn has_unread(&self) -> bool {
+        !self.parts.is_empty()
     }
 
     /// Bytes read since the connection was established.

@@ -13,7 +13,7 @@ impl<T> Sockets<T> {
     /// now, so the flow must still exist.
     pub(crate) fn leave_pool(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         self.copy_unread(id, store);
-        self.orphan_leases(id, store);
+        self.detach_leases(id, store);
     }
 
     /// Continues a connection that has left its pool in `pool`, with the flow `flow`.

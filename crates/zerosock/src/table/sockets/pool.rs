@@ -1,5 +1,7 @@
 //! The counts of the buffers of one queue.
 
+use std::time::Duration;
+
 use zerosock_proto::Instant;
 
 /// The buffers of one queue.
@@ -9,14 +11,10 @@ pub(crate) struct Pool {
     pub(super) size: u32,
     /// Buffers unread or leased in place.
     pub(super) held: u32,
-    /// Buffers leased in place.
-    pub(super) leased: u32,
-    /// Indices of the connections that hold buffers.
+    /// The leases in place, in no order.
+    pub(super) leases: Vec<u32>,
+    /// Indices of the connections that hold unread buffers.
     pub(super) holders: Vec<u32>,
-    /// Leases in place of removed connections; all had readers at the last check.
-    pub(super) orphans: Vec<u32>,
-    /// Leases in place past the hold time that had readers.
-    pub(super) overdue: Vec<u32>,
     /// Unread bytes in copies, over all connections.
     pub(super) unread_copies: usize,
     /// When to check for overdue buffers; `None` if nothing is held.
@@ -28,6 +26,8 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
+    /// Buffers that may be held.
+    #[inline]
     pub(super) fn limit(&self) -> u32 {
         (self.size / 4 * 3).max(1)
     }
@@ -35,5 +35,33 @@ impl Pool {
     /// Buffers that one connection may lease in place, or hold for an incomplete message.
     pub(super) fn eighth(&self) -> u32 {
         (self.size / 8).max(1)
+    }
+
+    /// Whether a connection with `leased` leases in place may have one more.
+    #[inline]
+    pub(super) fn may_lease(&self, leased: u32) -> bool {
+        !self.copied
+            && leased < self.eighth()
+            && self.leases.len() < (self.size / 8 * 3 + 1) as usize
+    }
+
+    /// Counts a buffer that is held since then, for at most `hold`.
+    #[inline]
+    pub(super) fn add_held(&mut self, since: Option<Instant>, hold: Duration) {
+        self.held += 1;
+        match since {
+            None => self.check = Some(Instant::ZERO),
+            Some(since) if self.check.is_none() => self.check = Some(since + hold),
+            Some(_) => {}
+        }
+    }
+
+    /// Counts `count` buffers that are no longer held.
+    #[inline]
+    pub(super) fn remove_held(&mut self, count: u32) {
+        self.held = self.held.saturating_sub(count);
+        if self.held == 0 {
+            self.check = None;
+        }
     }
 }

@@ -161,7 +161,7 @@ impl Table {
     }
 
     fn lease(&mut self, id: StreamId) -> LeaseParts {
-        self.sockets.lease(id, None, &mut self.slots).unwrap()
+        self.sockets.lease(id, &mut self.slots).unwrap()
     }
 
     fn pass(&mut self, span: Duration) {
@@ -187,14 +187,10 @@ impl Table {
         let copied = |(bytes, from): Copied| bytes[from..from + len].to_vec();
         match place {
             BufferPlace::Copied(copy) => copied(copy.clone()),
-            BufferPlace::InPlace {
-                memory,
-                pieces,
-                offset,
-            } => match lease_table.enter(index) {
+            BufferPlace::InPlace { memory, pieces } => match lease_table.enter(index) {
                 Entered::InPlace => {
                     let mut out = vec![0; len];
-                    assert_eq!(memory.read(pieces, *offset, &mut out), len);
+                    assert_eq!(memory.read(pieces, 0, &mut out), len);
                     self.leave(index);
                     out
                 }
@@ -315,7 +311,7 @@ fn arrived_buffer_is_leased_without_being_listed() {
     let held = arrival(&mut table);
     let parts = table
         .sockets
-        .lease(id, Some(held), &mut table.slots)
+        .lease_arrived(id, held, &mut table.slots)
         .unwrap();
     assert!(table.is_in_place(&parts) && parts.len == 3);
     assert_eq!((table.sockets.held(0), table.sockets.unread(id)), (1, 0));
@@ -329,7 +325,7 @@ fn arrived_buffer_is_leased_without_being_listed() {
     // Without a free entry, it is unread.
     while table.sockets.begin_loan().is_some() {}
     let held = arrival(&mut table);
-    let refused = table.sockets.lease(id, Some(held), &mut table.slots);
+    let refused = table.sockets.lease_arrived(id, held, &mut table.slots);
     assert_eq!(refused.err(), Some(NoLease::TooMany));
     assert_eq!(table.sockets.unread(id), 3);
 }
@@ -357,7 +353,7 @@ fn a_connection_that_keeps_its_leases_leaves_entries_to_others() {
         let mut taken = 0;
         loop {
             assert!(table.deliver(id, 0, b"x"));
-            match table.sockets.lease(id, None, &mut table.slots) {
+            match table.sockets.lease(id, &mut table.slots) {
                 Ok(_) => taken += 1,
                 Err(reason) => break assert_eq!(reason, NoLease::TooMany),
             }
@@ -550,6 +546,39 @@ fn leases_outlive_their_connection() {
     }
     assert_eq!(table.sockets.lent_out(), 0);
     assert_eq!(table.slots.consumed.values().sum::<u64>(), 15);
+}
+
+#[test]
+fn leases_of_a_connection_that_moved_no_longer_count_for_it() {
+    let mut table = Table::new();
+    let id = table.conn();
+    for _ in 0..5 {
+        assert!(table.deliver(id, 0, b"bytes"));
+    }
+    let leases: Vec<_> = (0..4).map(|_| table.lease(id)).collect();
+    let lease_table = table.sockets.lease_table().clone();
+    assert_eq!(lease_table.enter(leases[1].index), Entered::InPlace);
+    table.sockets.leave_pool(id, &mut table.slots);
+    assert_eq!(table.slots.out(), 1, "the one under a reader");
+    let flow = table.flow();
+    table.sockets.enter_pool(id, 0, flow);
+    assert_eq!(table.read(id, 9, false), b"bytes");
+    // As many as a connection may lease in place.
+    for _ in 0..4 {
+        assert!(table.deliver(id, 0, b"after"));
+        let parts = table.lease(id);
+        assert!(table.is_in_place(&parts));
+        assert!(table.sockets.end_lease(parts.index, &mut table.slots));
+    }
+    table.leave(leases[1].index);
+    assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
+    for parts in leases {
+        assert_eq!(table.look(parts.index, 5, &parts.place), b"bytes");
+        assert!(table.sockets.end_lease(parts.index, &mut table.slots));
+    }
+    assert_eq!(table.sockets.lent_out(), 0);
+    let consumed = (table.slots.consumed[&0], table.slots.consumed[&1]);
+    assert_eq!(consumed, (20, 25), "credit once, to the flow of its time");
 }
 
 #[test]

@@ -333,16 +333,13 @@ impl Datagram {
         mut get: impl FnMut(&mut dyn DatagramBackend) -> Result<T, RecvFault>,
     ) -> io::Result<T> {
         let attempt = |backend: &mut dyn Backend| match get(backend.datagrams()?) {
-            Ok(got) => {
-                backend.flush_after_read();
-                Some(Ok(got))
-            }
+            Ok(got) => Some(Ok(got)),
             Err(RecvFault::TooManyLeases) => Some(Err(StreamError::TooManyLeases)),
             Err(_) => None,
         };
         let interest = Interest::Datagram(self.id);
         let budget = || self.waits.read_budget();
-        Ok(self.core.wait(interest, budget, attempt)??)
+        Ok(self.core.wait_to_read(interest, budget, attempt)??)
     }
 
     /// Calls `put` until it has room, or returns an error.

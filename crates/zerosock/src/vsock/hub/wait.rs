@@ -53,13 +53,40 @@ impl WaitProgress {
 impl Core {
     /// Calls `attempt` until it returns `Some`; between two attempts drives the backend and waits
     /// within the budget, for which it asks when the first attempt has failed. `interest` names the
-    /// socket of `attempt`. `attempt` publishes what it queues ([`Backend::flush`], [`Backend::flush_after_read`]).
+    /// socket of `attempt`. `attempt` publishes what it queues ([`Backend::flush`]).
     ///
     /// # Errors
     /// When `budget` does not allow more waiting, or the endpoint has failed.
     #[inline]
     pub(crate) fn wait<T>(
         &self,
+        interest: Interest,
+        budget: impl FnOnce() -> WaitBudget,
+        attempt: impl FnMut(&mut dyn Backend) -> Option<T>,
+    ) -> Result<T, WaitFault> {
+        self.wait_and(false, interest, budget, attempt)
+    }
+
+    /// As [`wait`](Core::wait), for an attempt that returns received buffers to the backend: when it has
+    /// succeeded, they are published together with those of dropped leases.
+    ///
+    /// # Errors
+    /// As there.
+    #[inline]
+    pub(crate) fn wait_to_read<T>(
+        &self,
+        interest: Interest,
+        budget: impl FnOnce() -> WaitBudget,
+        attempt: impl FnMut(&mut dyn Backend) -> Option<T>,
+    ) -> Result<T, WaitFault> {
+        self.wait_and(true, interest, budget, attempt)
+    }
+
+    /// `returns`: an attempt that succeeds returns buffers and does not publish them.
+    #[inline]
+    fn wait_and<T>(
+        &self,
+        returns: bool,
         interest: Interest,
         budget: impl FnOnce() -> WaitBudget,
         mut attempt: impl FnMut(&mut dyn Backend) -> Option<T>,
@@ -69,15 +96,15 @@ impl Core {
         if locked.is_turn_due() {
             progress.turn_due = true;
         } else if let Some(found) = attempt(locked.backend()) {
+            locked.has_returned |= returns;
             return Ok(found);
         }
-        self.wait_on(
-            &mut Some(locked),
-            interest,
-            budget(),
-            progress,
-            &mut attempt,
-        )
+        let mut held = Some(locked);
+        let found = self.wait_on(&mut held, interest, budget(), progress, &mut attempt);
+        if let (Ok(_), Some(locked)) = (&found, &mut held) {
+            locked.has_returned |= returns;
+        }
+        found
     }
 
     /// As [`wait`](Core::wait), for a caller that holds the lock before and after. Its first attempt

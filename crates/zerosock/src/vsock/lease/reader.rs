@@ -157,16 +157,11 @@ impl<'l> LeaseReader<'l> {
         if self.core.leases().is_revoked(self.body.parts.index) {
             return None;
         }
-        let BufferPlace::InPlace {
-            memory,
-            pieces,
-            offset,
-        } = &self.body.parts.place
-        else {
+        let BufferPlace::InPlace { memory, pieces } = &self.body.parts.place else {
             return None;
         };
         let [piece] = pieces[..] else { return None };
-        memory.trusted_slice(piece.part(*offset, self.body.parts.len), self.body.trust?)
+        memory.trusted_slice(piece.part(0, self.body.parts.len), self.body.trust?)
     }
 
     /// The value at the beginning, in place. `None` as for [`as_slice`](Self::as_slice), or if
@@ -226,11 +221,7 @@ impl<'l> LeaseReader<'l> {
             return len;
         }
         match &self.body.parts.place {
-            BufferPlace::InPlace {
-                memory,
-                pieces,
-                offset: start,
-            } => memory.read(pieces, start + offset, out),
+            BufferPlace::InPlace { memory, pieces } => memory.read(pieces, offset, out),
             BufferPlace::Copied(_) => 0,
         }
     }
@@ -296,13 +287,8 @@ impl<'l> LeaseReader<'l> {
     /// The first `len` bytes where they lie; none for bytes that were copied.
     fn slices(&self, len: usize) -> SliceBuf<'_, PIECES> {
         let mut slices = SliceBuf::new();
-        if let BufferPlace::InPlace {
-            memory,
-            pieces,
-            offset,
-        } = &self.body.parts.place
-        {
-            memory.slices(pieces, *offset, len, &mut slices);
+        if let BufferPlace::InPlace { memory, pieces } = &self.body.parts.place {
+            memory.slices(pieces, 0, len, &mut slices);
         }
         slices
     }

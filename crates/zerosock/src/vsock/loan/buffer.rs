@@ -89,12 +89,8 @@ impl Buffer {
         let bytes = bytes.get(..fits).unwrap_or(bytes);
         let index = self.index;
         match self.enter(core, filled)? {
-            Some(BufferPlace::InPlace {
-                memory,
-                pieces,
-                offset: start,
-            }) => {
-                let written = memory.write(pieces, start + offset, bytes);
+            Some(BufferPlace::InPlace { memory, pieces }) => {
+                let written = memory.write(pieces, offset, bytes);
                 core.end_access(index);
                 Ok(written)
             }
@@ -143,16 +139,11 @@ impl Buffer {
         }
         // Each slice enters once more; this access ends when all have entered.
         let _access = WriteAccess { core, index };
-        let Some(BufferPlace::InPlace {
-            memory,
-            pieces,
-            offset: start,
-        }) = &self.place
-        else {
+        let Some(BufferPlace::InPlace { memory, pieces }) = &self.place else {
             return Err(StreamError::Revoked);
         };
         let trust = trust.ok_or(StreamError::Untrusted)?;
-        for piece in parts(pieces, start + offset, len.saturating_sub(offset)) {
+        for piece in parts(pieces, offset, len.saturating_sub(offset)) {
             let claim = Claim::new(memory, piece, trust).ok_or(StreamError::Revoked)?;
             // `_access` keeps it from being moved, but not from being revoked.
             if core.leases().enter_to_write(index) == Entered::Moved {

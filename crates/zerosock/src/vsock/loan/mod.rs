@@ -236,17 +236,13 @@ impl<'a> Loan<'a> {
     ) -> io::Result<Option<io::Result<usize>>> {
         let (filled, room) = (self.filled, self.capacity() - self.filled);
         let (core, index) = (&self.conn.core, self.buffer.index);
-        let Some(BufferPlace::InPlace {
-            memory,
-            pieces,
-            offset,
-        }) = self.buffer.enter(core, filled > 0)?
+        let Some(BufferPlace::InPlace { memory, pieces }) = self.buffer.enter(core, filled > 0)?
         else {
             return Ok(None);
         };
         let access = WriteAccess { core, index };
         let mut slices = SliceBuf::<PIECES>::new();
-        memory.slices(pieces, offset + filled, room, &mut slices);
+        memory.slices(pieces, filled, room, &mut slices);
         let got = read(&slices);
         drop(access);
         Ok(Some(got))
@@ -277,16 +273,13 @@ impl<'a> Loan<'a> {
         let (filled, room) = (self.filled, self.capacity() - self.filled);
         let (core, index) = (&self.conn.core, self.buffer.index);
         let trust = self.conn.trust;
-        let got = if let Some(BufferPlace::InPlace {
-            memory,
-            pieces,
-            offset,
-        }) = self.buffer.enter(core, filled > 0)?
+        let got = if let Some(BufferPlace::InPlace { memory, pieces }) =
+            self.buffer.enter(core, filled > 0)?
         {
             let _access = WriteAccess { core, index };
             let trust = trust.ok_or(StreamError::Untrusted)?;
             let mut claims = ArrayVec::<Claim, PIECES>::new();
-            for part in parts(pieces, offset + filled, room) {
+            for part in parts(pieces, filled, room) {
                 claims.extend(Claim::new(memory, part, trust));
             }
             let slices = claims
@@ -319,19 +312,14 @@ impl<'a> Loan<'a> {
             return Ok(LoanSlice { core, index, place });
         }
         let access = WriteAccess { core, index };
-        let Some(BufferPlace::InPlace {
-            memory,
-            pieces,
-            offset,
-        }) = &self.buffer.place
-        else {
+        let Some(BufferPlace::InPlace { memory, pieces }) = &self.buffer.place else {
             return Err(StreamError::Revoked);
         };
         let trust = trust.ok_or(StreamError::Untrusted)?;
         let [piece] = pieces[..] else {
             return Err(StreamError::Scattered);
         };
-        let claim = Claim::new(memory, piece.part(*offset, len), trust);
+        let claim = Claim::new(memory, piece.part(0, len), trust);
         let (claim, memory) = (claim.ok_or(StreamError::Revoked)?, memory.clone());
         self.slice_taken = true;
         // The drop of the `LoanSlice` ends the write access.
@@ -348,8 +336,8 @@ impl<'a> Loan<'a> {
     /// The connection has ended, or this direction was shut down; [`StreamError::Revoked`];
     /// `WouldBlock` or `TimedOut` without a buffer: part of a private loan may have been sent then, and
     /// [`try_send`](Self::try_send) keeps the rest.
-    pub fn send(self) -> io::Result<usize> {
-        self.try_send().map_err(|(error, _)| error)
+    pub fn send(mut self) -> io::Result<usize> {
+        self.send_filled()
     }
 
     /// As [`send`](Self::send), but the error returns a loan that could not be sent. A private loan
@@ -363,12 +351,17 @@ impl<'a> Loan<'a> {
         reason = "returning the loan costs no allocation"
     )]
     pub fn try_send(mut self) -> Result<usize, (io::Error, Self)> {
+        let sent = self.send_filled();
+        sent.map_err(|error| (error, self))
+    }
+
+    fn send_filled(&mut self) -> io::Result<usize> {
         if self.filled == 0 {
             return Ok(0);
         }
         if self.sent {
             // An earlier try has sent or returned it, and the connection has ended.
-            return Err((StreamError::Reset.into(), self));
+            return Err(StreamError::Reset.into());
         }
         let conn = self.conn;
         let interest = Interest::Conn(conn.id);
@@ -381,12 +374,8 @@ impl<'a> Loan<'a> {
             Err(SendFault::Unknown) => Some(Err(StreamError::Revoked)),
             Err(fault) => Some(Err(of_send(fault).unwrap_or(StreamError::Reset))),
         };
-        let done = conn
-            .core
-            .wait(interest, || conn.write_wait_budget(), attempt)
-            .map_err(io::Error::from)
-            .and_then(|result| Ok(result?));
-        done.map_err(|error| (error, self))
+        let budget = || conn.write_wait_budget();
+        Ok(conn.core.wait(interest, budget, attempt)??)
     }
 
     fn queue(&mut self, backend: &mut dyn Backend) -> Result<usize, SendFault> {

@@ -338,16 +338,12 @@ fn add_leased(
         index, len, place, ..
     } = parts;
     let lease = leases.len();
-    let (memory, pieces, offset) = match place {
-        BufferPlace::InPlace {
-            memory,
-            pieces,
-            offset,
-        } => {
+    let (memory, pieces) = match place {
+        BufferPlace::InPlace { memory, pieces } => {
             // Cannot have been moved: that takes the lock, which the caller holds.
             let entered = stream.conn.core.leases().enter(index);
             debug_assert_eq!(entered, Entered::InPlace, "moved behind the lock");
-            (memory, pieces, offset)
+            (memory, pieces)
         }
         // The lease was to be in place, but the endpoint has reached its limit of old peer memory.
         BufferPlace::Copied(copy) => {
@@ -365,10 +361,9 @@ fn add_leased(
             return;
         }
     };
-    let (mut skip, mut rest, mut unreleased) = (offset, len, 0);
+    let (mut rest, mut unreleased) = (len, 0);
     for piece in pieces.iter() {
-        let part = piece.part(skip, rest);
-        skip = skip.saturating_sub(piece.len());
+        let part = piece.part(0, rest);
         if part.is_empty() {
             continue;
         }

@@ -162,7 +162,7 @@ impl Stream {
     pub fn loan(&self, max: usize) -> io::Result<Loan<'_>> {
         let parts = self
             .conn
-            .transmit(|backend| backend.loan(self.conn.id, max))?;
+            .wait_for_room(|backend| backend.loan(self.conn.id, max))?;
         Ok(Loan::new(&self.conn, parts))
     }
 

@@ -114,7 +114,7 @@ proptest! {
                 }
                 Step::Lease { conn } => {
                     let Table { sockets, slots, .. } = &mut table;
-                    match sockets.lease(ids[conn], None, slots) {
+                    match sockets.lease(ids[conn], slots) {
                         Ok(parts) => {
                             let want = queues[conn].drain(..parts.len).collect();
                             out.push(Out { parts, conn, want, entered: 0, revoked: false });

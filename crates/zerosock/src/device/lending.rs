@@ -111,9 +111,6 @@ impl Device {
         max: usize,
         cx: &mut Context<'_>,
     ) -> Result<LoanParts, SendFault> {
-        if self.shard.has_transmit() || !self.coalesced.is_empty() {
-            self.send_before_loan(flow, cx);
-        }
         let in_place = self.may_lend(flow, cx);
         let vm = self.addr.number;
         let pending = self.queues.is_command_pending();
@@ -160,14 +157,19 @@ impl Device {
         Ok(LoanParts { index, len, place })
     }
 
-    /// Sends control packets and coalesced bytes, and publishes them: the program may keep the loan.
+    /// Whether packets of a connection have to be sent before it borrows a buffer.
+    #[inline]
+    pub(crate) fn must_send_before_loan(&self) -> bool {
+        self.shard.has_transmit() || !self.coalesced.is_empty()
+    }
+
+    /// Sends control packets and coalesced bytes.
     #[cold]
-    fn send_before_loan(&mut self, flow: FlowId, cx: &mut Context<'_>) {
+    pub(crate) fn send_before_loan(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         if self.shard.has_transmit() {
             self.transmit_control(cx);
         }
         self.flush_coalesced(flow, cx);
-        self.app_flush(cx);
     }
 
     pub(super) fn count_loan(&mut self, flow: Option<FlowId>, out: bool) {

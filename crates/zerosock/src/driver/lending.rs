@@ -59,34 +59,43 @@ impl Driver {
         len: usize,
         private: Option<&[u8]>,
     ) -> Result<usize, SendFault> {
-        let record = self.loans.get(index).ok_or(SendFault::Unknown)?;
-        let LoanOf::Packet(stream, reservation) = &record.of else {
-            return Err(SendFault::Unknown);
+        let (stream, reservation, queue_pair, lent) = match self.loans.take(index) {
+            Some(LoanRecord {
+                of: LoanOf::Packet(stream, reservation),
+                queue_pair,
+                slot,
+            }) => (stream, reservation, queue_pair, slot),
+            Some(other) => {
+                self.loans.put(index, other);
+                return Err(SendFault::Unknown);
+            }
+            None => return Err(SendFault::Unknown),
         };
-        let (stream, most, queue_pair) = (*stream, reservation.len(), record.queue_pair);
-        let copied = record.slot.is_none();
-        let slot = match record.slot {
+        let copied = lent.is_none();
+        let slot = match lent {
             Some(slot) => slot,
-            None => match self.store.queue_pairs[queue_pair].tx.data_slot(most) {
+            None => match self.store.queue_pairs[queue_pair]
+                .tx
+                .data_slot(reservation.len())
+            {
                 Ok(Some(slot)) => slot,
                 Ok(None) => {
+                    let record = LoanRecord {
+                        of: LoanOf::Packet(stream, reservation),
+                        queue_pair,
+                        slot: None,
+                    };
+                    self.loans.put(index, record);
                     self.wait_for_slot(stream);
                     return Err(SendFault::WouldBlock);
                 }
                 Err(error) => {
-                    self.end_lent(index);
+                    self.sockets.end_loan(index);
                     return Err(fault(DriverError::from(error).into()));
                 }
             },
         };
         self.sockets.end_loan(index);
-        let Some(LoanRecord {
-            of: LoanOf::Packet(_, reservation),
-            ..
-        }) = self.loans.take(index)
-        else {
-            return Err(SendFault::Unknown);
-        };
         let mut len = len.min(reservation.len() as usize);
         if copied {
             let slots = &self.store.queue_pairs[queue_pair].slots;

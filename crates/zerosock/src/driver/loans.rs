@@ -130,7 +130,7 @@ impl Loans {
         }
     }
 
-    #[inline]
+    #[inline(always)] // as `take`
     pub(super) fn put(&mut self, index: u32, record: LoanRecord) {
         self.count(&record, |count| count.saturating_add(1));
         if let Some(place) = self.out.get_mut(index as usize) {
@@ -151,7 +151,7 @@ impl Loans {
         }
     }
 
-    #[inline]
+    #[inline(always)] // saves a copy of the record
     pub(super) fn take(&mut self, index: u32) -> Option<LoanRecord> {
         let record = self.out.get_mut(index as usize)?.take()?;
         self.count(&record, |count| count.saturating_sub(1));

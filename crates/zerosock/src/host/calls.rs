@@ -326,8 +326,19 @@ impl Backend for HostBackend {
     #[inline]
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
         let (vm, flow) = self.sender(id)?;
-        self.with_device(vm, |device, cx| device.app_loan(id, flow, max, cx))
-            .ok_or(SendFault::Reset)?
+        let mut has_sent = false;
+        let loan = self.with_device(vm, |device, cx| {
+            has_sent = device.must_send_before_loan();
+            if has_sent {
+                device.send_before_loan(flow, cx);
+            }
+            device.app_loan(id, flow, max, cx)
+        });
+        if has_sent {
+            // At once: the program may keep the loan.
+            self.flush();
+        }
+        loan.ok_or(SendFault::Reset)?
     }
 
     #[inline]

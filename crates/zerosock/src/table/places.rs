@@ -43,11 +43,7 @@ impl BufferPlace {
         }
         let pieces = match pieces {
             [piece] => Pieces::One(piece.part(offset, piece.len())),
-            [first, rest @ ..] if rest.len() < PIECES => {
-                let first = first.part(offset, first.len());
-                Pieces::More(std::iter::once(first).chain(rest.iter().copied()).collect())
-            }
-            _ => return None,
+            pieces => Pieces::more(pieces, offset)?,
         };
         let memory = Arc::clone(memory);
         Some(BufferPlace::InPlace { memory, pieces })
@@ -60,6 +56,20 @@ pub(crate) enum Pieces {
     One(Piece),
     /// At most [`PIECES`].
     More(Box<[Piece]>),
+}
+
+impl Pieces {
+    /// The bytes from `offset` of the first piece on; `None` if there are too many pieces.
+    #[cold]
+    fn more(pieces: &[Piece], offset: usize) -> Option<Pieces> {
+        if pieces.len() > PIECES {
+            return None;
+        }
+        let mut pieces: Box<[Piece]> = pieces.into();
+        let first = pieces.first_mut()?;
+        *first = first.part(offset, first.len());
+        Some(Pieces::More(pieces))
+    }
 }
 
 impl Deref for Pieces {

@@ -382,6 +382,7 @@ impl<'a> Locked<'a> {
 
     /// Publishes returned buffers to the peer: at once if the peer may be waiting for them,
     /// otherwise in batches.
+    #[inline]
     pub(super) fn publish_returned(&mut self) {
         self.has_returned = false;
         self.backend().flush_after_read();

@@ -159,8 +159,8 @@ impl Device {
 
     /// Whether packets of a connection have to be sent before it borrows a buffer.
     #[inline]
-    pub(crate) fn must_send_before_loan(&self) -> bool {
-        self.shard.has_transmit() || !self.coalesced.is_empty()
+    pub(crate) fn must_send_before_loan(&self, flow: FlowId) -> bool {
+        self.shard.has_transmit() || self.coalesced.has(flow)
     }
 
     /// Sends control packets and coalesced bytes.

@@ -366,6 +366,10 @@ impl Driver {
     /// Requests notifications. Returns true if work arrived meanwhile, for which no notification
     /// may come.
     fn arm(&mut self) -> bool {
+        if self.store.queue_pairs.iter().any(|pair| pair.tx.is_dirty()) {
+            // A request for credit, of a send that found none.
+            self.flush();
+        }
         self.armed = true;
         // Slots that the device has returned already cause no notification.
         let mut more = self.collect_consumed_datagrams() | self.has_core_events();

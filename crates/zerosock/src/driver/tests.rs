@@ -214,3 +214,33 @@ fn a_wake_up_is_reported_until_it_is_cleared() {
         assert!(!Backend::arm(&mut driver));
     }
 }
+
+#[test]
+fn a_published_write_publishes_the_slots_that_were_returned_before() {
+    let (mut driver, mut peer, id) = small();
+    peer.send(Op::Rw, b"bytes");
+    let _ = peer.rx.publish();
+    let posted = peer.rx.posted();
+    assert_eq!(driver.read(id, &mut [0; 8], false), Ok(5));
+    assert_eq!(peer.rx.posted(), posted);
+    assert_eq!(driver.write(id, b"x", Publish::Later), Ok(1));
+    assert_eq!((peer.rx.posted(), peer.take()), (posted, None));
+    assert_eq!(driver.write(id, b"y", Publish::Now), Ok(1));
+    assert_eq!(peer.rx.posted(), posted + 1);
+    let sent = [(); 2].map(|()| peer.take().expect("a packet").1);
+    assert_eq!(sent, [b"x", b"y"]);
+}
+
+#[test]
+fn arming_publishes_the_request_for_credit_of_a_write_that_found_none() {
+    let (mut driver, mut peer, id) = small();
+    peer.header.buf_alloc = 8;
+    peer.send(Op::CreditUpdate, &[]);
+    let _ = peer.rx.publish();
+    while Backend::drive(&mut driver).unwrap() {}
+    assert_eq!(driver.write(id, b"12345678", Publish::Now), Ok(8));
+    let refused = driver.write(id, b"x", Publish::Now);
+    assert_eq!(refused, Err(SendFault::WouldBlock));
+    Backend::arm(&mut driver);
+    peer.take_op(Op::CreditRequest);
+}

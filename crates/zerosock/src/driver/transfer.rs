@@ -159,8 +159,11 @@ impl Driver {
     }
 
     /// Sends `len` bytes that `fill` writes in one packet, in the common case: there are a slot and
-    /// credit for them, and nothing goes first. `flags`: see [`Shard::send_whole_now`](zerosock_proto::vsock::Shard::send_whole_now). False: nothing
-    /// was sent. Only packets of this queue are published.
+    /// credit for them, and nothing goes first. `flags`: see [`Shard::send_whole_now`]. False: nothing was
+    /// sent. Packets and returned slots of this queue pair are published. The next turn reports an error
+    /// of the ring.
+    ///
+    /// [`Shard::send_whole_now`]: zerosock_proto::vsock::Shard::send_whole_now
     #[inline(always)] // keeps the header in registers
     pub(super) fn send_packet(
         &mut self,
@@ -188,14 +191,23 @@ impl Driver {
         };
         of.prefetch_free();
         let sent = of.send(slot, &header, fill);
-        let kick = publish == Publish::Now && of.tx.publish();
-        self.count_sent(&header);
-        self.loans.copied_in += u64::from(len);
-        if let Err(error) = sent {
-            self.store.fail(error);
+        let is_now = publish == Publish::Now;
+        let kick = is_now && of.tx.publish();
+        // The device may be waiting for the slots that were returned before.
+        let kick_rx = is_now && of.rx.publish();
+        match sent {
+            Ok(()) => {
+                self.count_sent(&header);
+                self.loans.copied_in += u64::from(len);
+            }
+            Err(error) => self.store.fail(error),
         }
         if kick {
             self.event_fds.kick(queue_pair.tx());
+            self.stats.kicks += 1;
+        }
+        if kick_rx {
+            self.event_fds.kick(queue_pair.rx());
             self.stats.kicks += 1;
         }
         true

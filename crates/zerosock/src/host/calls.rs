@@ -328,7 +328,7 @@ impl Backend for HostBackend {
         let (vm, flow) = self.sender(id)?;
         let mut has_sent = false;
         let loan = self.with_device(vm, |device, cx| {
-            has_sent = device.must_send_before_loan();
+            has_sent = device.must_send_before_loan(flow);
             if has_sent {
                 device.send_before_loan(flow, cx);
             }

@@ -95,7 +95,7 @@ impl HostBackend {
         }
     }
 
-    /// As `touch`, and activates the device.
+    /// As `mark_changed`, and activates the device.
     fn mark_ready(&mut self, vm: u32) {
         self.mark_changed(vm);
         self.worker.activate(vm);
@@ -170,8 +170,8 @@ impl HostBackend {
         Some(done)
     }
 
-    /// Has a device send one packet by `send`, which returns false if it has sent none. Only what the
-    /// device has sent is published.
+    /// Has a device send one packet by `send`, which returns false if it has sent none. Chains that the
+    /// program has returned before are published with it: the guest may be waiting for them.
     #[inline(always)] // every packet
     fn send_packet(
         &mut self,
@@ -186,6 +186,7 @@ impl HostBackend {
             return false;
         }
         match publish {
+            Publish::Now if device.touched => self.flush_changed(),
             Publish::Now => device.app_publish_sent(&mut cx),
             Publish::Later if device.touched => {}
             Publish::Later => {

@@ -238,7 +238,7 @@ pub(crate) trait Backend: ConnectionCalls + Send {
     fn handle_dropped(&mut self, index: u32);
 
     /// Sends a copy of as many bytes as credit and buffers allow: at least one, in as few packets
-    /// as possible.
+    /// as possible. Visible as `publish` says.
     fn write(&mut self, id: StreamId, bytes: &[u8], publish: Publish) -> Result<usize, SendFault>;
 
     /// Borrows a buffer that the peer will read, for one packet of at most `max` bytes. Publishes packets

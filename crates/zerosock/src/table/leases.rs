@@ -123,8 +123,9 @@ impl Leases {
     #[inline]
     pub(crate) fn begin(&self, index: u32) {
         if let Some(entry) = self.entry(index) {
-            // Relaxed: no other thread has the index. The last holder's accesses came before its push, and
-            // `take_dropped` after that; the next holder gets the index from this thread.
+            // Relaxed: no other thread has the index. The last holder's accesses came before it pushed the
+            // index, which `take_dropped` acquired, or before it took the endpoint's lock; the next holder
+            // gets the index from this thread.
             entry.state.store(0, Ordering::Relaxed);
         }
     }

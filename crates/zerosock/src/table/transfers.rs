@@ -41,7 +41,7 @@ pub(crate) enum SendFault {
 /// When the peer can see what a call has sent.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Publish {
-    /// When the call returns.
+    /// When the call returns, except for writes that are coalesced.
     Now,
     /// After the next flush or turn: many packets cost one notification.
     Later,

@@ -94,7 +94,7 @@ impl DeviceQueue {
     /// Completes the chain as [`complete`](Self::complete) does, without popping it first.
     ///
     /// # Panics
-    /// If it is not the chain at the front, or the queue has got a log since: the caller's mistake.
+    /// If it is not the chain at the front, or the queue was given a log since: the caller's mistake.
     #[inline(always)] // as `front`
     pub fn complete_front(&mut self, token: FrontToken, written: u32) {
         assert!(self.log.is_none(), "the write would not be marked");

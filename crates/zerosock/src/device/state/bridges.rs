@@ -2,7 +2,7 @@
 //!
 //! # Invariants
 //! - The flow of a bridge leads to its key.
-//! - A bridge is listed at most once as ready and at most once as dirty.
+//! - Each list has at most one entry of a bridge that counts; entries of removed bridges are skipped.
 //! - The sums are those of [`Bridge::counted`] over all bridges.
 //!
 //! A stored key is a hint: its bridge may have been removed, and another one may have the key.
@@ -29,7 +29,7 @@ pub(crate) struct Bridges {
     ready: VecDeque<u32>,
     /// At least as many as the entries of `ready` whose bridge was removed.
     stale_ready: usize,
-    /// Keys of bridges that received bytes from the guest in this turn.
+    /// Keys of bridges that received bytes from the guest since the last flush.
     dirty: VecDeque<u32>,
     /// Queues of idle bridges, for reuse.
     spare_outbound: Spares<OutboundQueue>,

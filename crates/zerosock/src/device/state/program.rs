@@ -55,8 +55,8 @@ pub(crate) struct App {
     bound: PortTable,
     /// The device number of each pool.
     pub(crate) pools: Vec<Option<u32>>,
-    /// The loans, by index in the lease table. As long as the highest index so far, because the lease table
-    /// gives out the lowest first.
+    /// The loans, by index in the lease table. No longer than the most leases and loans that were out at once:
+    /// the lease table gives out a new index only if no other is free.
     pub(in crate::device) loans: Vec<Option<Loan>>,
     pub(crate) tally: Tally,
 }

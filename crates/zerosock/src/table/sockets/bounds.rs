@@ -43,6 +43,7 @@ impl<T> Sockets<T> {
             size,
             held: 0,
             leases: Vec::new(),
+            has_overdue: false,
             holders: Vec::new(),
             unread_copies: 0,
             check: None,
@@ -345,11 +346,14 @@ impl<T> Sockets<T> {
     /// Moves the overdue leases that have no readers any more.
     pub(super) fn recheck_overdue(&mut self, store: &mut impl Store<Token = T>) {
         for pool in 0..self.pools.len() {
+            if !std::mem::take(&mut self.pools[pool].has_overdue) {
+                continue;
+            }
             // As in `move_overdue_leases`.
             for at in (0..self.pools[pool].leases.len()).rev() {
                 let lease = self.pools[pool].leases[at];
                 if self.is_overdue(lease) {
-                    self.move_out(lease, store);
+                    self.move_out_when_unread(lease, store);
                 }
             }
         }

@@ -202,7 +202,7 @@ impl<T> Sockets<T> {
         lent.pool = pool_index;
         lent.len = len;
         lent.held = held;
-        lent.overdue = false;
+        (lent.overdue, lent.credited) = (false, false);
         let flow = conn.flow.filter(|_| has_room);
         let round = match flow.is_some_and(|flow| store.may_return_later(pool_index, flow)) {
             true => Some(self.lease_table.round()),
@@ -244,6 +244,7 @@ impl<T> Sockets<T> {
         lent.copy = None;
         self.free_lent.push(index);
         let (conn, pool, place, len) = (lent.conn, lent.pool, lent.place, lent.len);
+        let credited = lent.credited;
         let mut in_place = 0;
         if let Some(held) = lent.held.take() {
             in_place = 1;
@@ -252,6 +253,9 @@ impl<T> Sockets<T> {
         }
         if let Some(conn) = conn.and_then(|id| self.get_mut(id)) {
             conn.lent = conn.lent.saturating_sub(1);
+            if credited {
+                return true;
+            }
             conn.leased = conn.leased.saturating_sub(in_place);
             conn.stalled &= !conn.parts.is_empty();
             if let Some(flow) = conn.flow {
@@ -285,7 +289,7 @@ impl<T> Sockets<T> {
         if lent.held.is_none() || !self.lease_table.try_move(index) {
             return false;
         }
-        let (conn, pool, place) = (lent.conn, lent.pool, lent.place);
+        let (conn, pool, place) = (lent.counted_for(), lent.pool, lent.place);
         if let Some(held) = lent.held.take() {
             let mut bytes = Vec::with_capacity(held.len as usize);
             copy_out(store, &held, &mut bytes);
@@ -303,7 +307,7 @@ impl<T> Sockets<T> {
         let Some(lent) = self.lent.get_mut(index as usize) else {
             return;
         };
-        let (conn, pool, place) = (lent.conn, lent.pool, lent.place);
+        let (conn, pool, place) = (lent.counted_for(), lent.pool, lent.place);
         if let Some(held) = lent.held.take() {
             self.lease_table.mark_torn(index);
             if !keep {
@@ -328,10 +332,15 @@ impl<T> Sockets<T> {
 
     /// Moves a lease: now, or as soon as it has no readers.
     pub(super) fn move_out_when_unread(&mut self, index: u32, store: &mut impl Store<Token = T>) {
-        if !self.move_out(index, store)
-            && let Some(lent) = self.lent.get_mut(index as usize)
-        {
+        if self.move_out(index, store) {
+            return;
+        }
+        let lent = self.lent.get_mut(index as usize);
+        if let Some(lent) = lent.filter(|lent| lent.held.is_some()) {
             lent.overdue = true;
+            if let Some(pool) = self.pools.get_mut(lent.pool as usize) {
+                pool.has_overdue = true;
+            }
         }
     }
 
@@ -353,13 +362,14 @@ impl<T> Sockets<T> {
             }
             left -= 1;
             self.move_out_when_unread(index, store);
-            if let Some(lent) = self.lent.get_mut(index as usize) {
+            if let Some(lent) = self.lent.get_mut(index as usize)
+                && !std::mem::replace(&mut lent.credited, true)
+            {
                 bytes += lent.len;
-                lent.conn = None;
             }
         }
         if let Some(conn) = self.get_mut(id) {
-            (conn.lent, conn.leased) = (0, 0);
+            conn.leased = 0;
         }
         // Given now, because the protocol core forgets the connection when everything received is
         // consumed.

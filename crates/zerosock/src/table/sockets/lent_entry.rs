@@ -6,14 +6,16 @@
 
 use super::ids::StreamId;
 use super::received::HeldBuffer;
+use crate::table::leases::NONE;
 use crate::table::places::Copied;
 
 /// A lease or loan that is out.
 #[derive(Debug)]
 pub(crate) struct LentEntry<T> {
     pub(super) kind: LentKind,
-    /// The connection; `None` after it was removed or has left the pool.
+    /// The connection, which may have been removed.
     pub(super) conn: Option<StreamId>,
+    /// The pool of the buffer; `NONE`: the lease is a copy without a connection.
     pub(super) pool: u32,
     pub(super) len: u32,
     /// The buffer, while the lease is in place.
@@ -24,6 +26,8 @@ pub(crate) struct LentEntry<T> {
     pub(super) place: u32,
     /// The lease is to be moved, but had a reader.
     pub(super) overdue: bool,
+    /// The sender has the credit of the bytes, because the connection was removed or has left the pool.
+    pub(super) credited: bool,
 }
 
 /// What an entry is used for.
@@ -35,17 +39,25 @@ pub(super) enum LentKind {
     Loan,
 }
 
+impl<T> LentEntry<T> {
+    /// The connection that the buffer of a lease counts for.
+    pub(super) fn counted_for(&self) -> Option<StreamId> {
+        self.conn.filter(|_| !self.credited)
+    }
+}
+
 impl<T> Default for LentEntry<T> {
     fn default() -> LentEntry<T> {
         LentEntry {
             kind: LentKind::Nothing,
             conn: None,
-            pool: 0,
+            pool: NONE,
             len: 0,
             held: None,
             copy: None,
             place: 0,
             overdue: false,
+            credited: false,
         }
     }
 }

@@ -13,6 +13,8 @@ pub(crate) struct Pool {
     pub(super) held: u32,
     /// The leases in place, in no order.
     pub(super) leases: Vec<u32>,
+    /// One of them may be overdue.
+    pub(super) has_overdue: bool,
     /// Indices of the connections that hold unread buffers.
     pub(super) holders: Vec<u32>,
     /// Unread bytes in copies, over all connections.

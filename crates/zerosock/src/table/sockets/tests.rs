@@ -570,6 +570,7 @@ fn leases_of_a_connection_that_moved_no_longer_count_for_it() {
         assert!(table.is_in_place(&parts));
         assert!(table.sockets.end_lease(parts.index, &mut table.slots));
     }
+    assert_eq!(table.sockets.get(id).unwrap().lent, 4, "of the lease table");
     table.leave(leases[1].index);
     assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
     for parts in leases {
@@ -577,6 +578,7 @@ fn leases_of_a_connection_that_moved_no_longer_count_for_it() {
         assert!(table.sockets.end_lease(parts.index, &mut table.slots));
     }
     assert_eq!(table.sockets.lent_out(), 0);
+    assert_eq!(table.sockets.get(id).unwrap().lent, 0);
     let consumed = (table.slots.consumed[&0], table.slots.consumed[&1]);
     assert_eq!(consumed, (20, 25), "credit once, to the flow of its time");
 }

@@ -34,7 +34,8 @@ fn pairs_reached(network: &Network, driver: &mut Driver) -> [u32; 2] {
         frame[34] = flow + 1;
         frame[26] = flow;
         network.send(&Header::default(), &frame);
-        let found = (0..400).find_map(|_| {
+        // Within 24 seconds at least.
+        let found = (0..40_000).find_map(|_| {
             (0..2).find(|&pair| {
                 let frame = driver.try_receive(pair, Duration::from_micros(300));
                 frame.is_some_and(|(_, frame)| !super::frames::is_probe(&frame))

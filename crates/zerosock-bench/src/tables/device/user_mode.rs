@@ -1,9 +1,6 @@
 //! A stock guest under user-mode Linux behind each device: round trips to a program in it that echoes.
 
 use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
-use std::path::Path;
-use std::thread;
 use std::time::Duration;
 
 use zerosock_cli::vm::hybrid;
@@ -23,7 +20,6 @@ use crate::worker::order::Outcome;
 const PORT: u32 = 1234;
 /// Timeout of each step of the guest.
 const STEP: Duration = Duration::from_secs(60);
-const ATTEMPTS: u32 = 20;
 
 /// Measures all devices. `None`: there is no guest, for the reason that is noted.
 pub(super) fn measure(bench: &mut Bench<'_>, name: &str) -> Option<Outcomes<Outcome>> {
@@ -57,7 +53,7 @@ fn round_trips(image: &Image, device: &Device, settings: &Settings) -> Result<Ou
     let listener = guest.remote.socket(Command::Listen { port: PORT }, STEP);
     let socket = listener.map_err(line)?;
     let _echo = guest.remote.start(Command::Echo { socket });
-    let mut stream = connect(&running.uds_path)?;
+    let (mut stream, _) = hybrid::connect(&running.uds_path, PORT, STEP).map_err(line)?;
     stream.set_read_timeout(Some(STEP)).map_err(line)?;
     traffic::time_round_trips(settings.warm, settings.time, |sent, back| {
         let answered = stream
@@ -65,18 +61,4 @@ fn round_trips(image: &Image, device: &Device, settings: &Settings) -> Result<Ou
             .and_then(|()| stream.read_exact(back));
         answered.map_err(line)
     })
-}
-
-/// Connects to the guest's program. A device that refuses although the program listens, as vhost-device-vsock
-/// does now and then, is asked again a few times.
-fn connect(path: &Path) -> Result<UnixStream, String> {
-    let mut attempts = 0;
-    loop {
-        attempts += 1;
-        match hybrid::connect(path, PORT, STEP) {
-            Ok((stream, _)) => return Ok(stream),
-            Err(error) if attempts == ATTEMPTS => return Err(line(error)),
-            Err(_) => thread::sleep(Duration::from_millis(50)),
-        }
-    }
 }

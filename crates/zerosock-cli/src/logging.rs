@@ -3,12 +3,16 @@
 
 mod queue;
 
+use std::fmt;
 use std::fs::File;
 use std::os::fd::AsFd;
 
 use clap::{Args, ValueEnum};
+use tracing::field::Field;
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::field::MakeExt;
 use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::fmt::format::{Writer, debug_fn};
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
 
 use self::queue::Queue;
@@ -87,11 +91,27 @@ pub(crate) fn start(flags: &LogFlags) -> Logging {
     // A second call in one process (tests) keeps the first settings.
     let _ = match flags.log_format {
         LogFormat::Text => builder
+            .with_target(false)
+            .fmt_fields(debug_fn(write_field).delimited(" "))
             .with_ansi(rustix::termios::isatty(std::io::stderr()))
             .try_init(),
         LogFormat::Json => builder.json().try_init(),
     };
     Logging(queue)
+}
+
+/// Writes a field of a text line. Values with blanks are quoted, so that a program can split the line.
+fn write_field(to: &mut Writer<'_>, field: &Field, value: &dyn fmt::Debug) -> fmt::Result {
+    if field.name() == "message" {
+        return write!(to, "{value:?}");
+    }
+    let value = format!("{value:?}");
+    let is_quoted = value.len() > 1 && value.starts_with('"') && value.ends_with('"');
+    if is_quoted || !value.contains([' ', '"', '=']) {
+        write!(to, "{}={value}", field.name())
+    } else {
+        write!(to, "{}={value:?}", field.name())
+    }
 }
 
 fn report_dropped(lines: u64) {

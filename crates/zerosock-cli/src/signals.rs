@@ -1,5 +1,9 @@
 //! Waits for SIGTERM and SIGINT, which end the process, for SIGHUP, which reloads the configuration, and
 //! for SIGUSR1, which reports.
+//!
+//! # Invariants
+//! - Signals that mean nothing to a daemon and would end it by default ([`MEANINGLESS`]) have no effect.
+//! - SIGQUIT, SIGABRT and the signals of faults keep their default effect, a core dump.
 
 use std::io::{self, Read};
 use std::os::fd::BorrowedFd;
@@ -9,9 +13,15 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{
+    SIGALRM, SIGHUP, SIGINT, SIGIO, SIGPROF, SIGTERM, SIGUSR1, SIGUSR2, SIGVTALRM,
+};
 
 use crate::failure::Failure;
+
+/// Signals that end a process by default and are not for a daemon: a mistyped `kill` must not cost all
+/// VMs their connections.
+const MEANINGLESS: [i32; 5] = [SIGUSR2, SIGALRM, SIGVTALRM, SIGPROF, SIGIO];
 
 /// Why [`Signals::wait`] returned.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -28,9 +38,9 @@ pub(crate) enum Wake {
     TimeIsUp,
 }
 
-/// Catches SIGTERM and SIGINT.
+/// Catches SIGTERM, SIGINT and SIGUSR1.
 ///
-/// [`Signals::wait`] reports the first of them; a second one ends the process at once, in case the
+/// [`Signals::wait`] reports the first SIGTERM or SIGINT; a second one ends the process at once, in case the
 /// orderly end takes too long.
 #[derive(Debug)]
 pub(crate) struct Signals {
@@ -38,8 +48,7 @@ pub(crate) struct Signals {
     interrupt: UnixStream,
     /// Set when SIGHUP is caught; otherwise it has its default effect.
     hangup: Option<UnixStream>,
-    /// Set when SIGUSR1 is caught; otherwise it has its default effect.
-    user: Option<UnixStream>,
+    user: UnixStream,
 }
 
 /// The failure of a command that cannot catch signals or wait for them.
@@ -48,7 +57,7 @@ pub(crate) fn signals_failed(error: io::Error) -> Failure {
 }
 
 impl Signals {
-    /// Catches the two signals from this call on.
+    /// Catches the three signals from this call on, and ignores those of [`MEANINGLESS`].
     pub(crate) fn catch() -> io::Result<Signals> {
         let asked_before = Arc::new(AtomicBool::new(false));
         let watch = |signal| {
@@ -59,23 +68,21 @@ impl Signals {
             signal_hook::low_level::pipe::register(signal, handlers)?;
             io::Result::Ok(ours)
         };
+        for signal in MEANINGLESS {
+            // A handler without effect, not SIG_IGN, which programs that are executed would inherit.
+            signal_hook::flag::register(signal, Arc::default())?;
+        }
         Ok(Signals {
             terminate: watch(SIGTERM)?,
             interrupt: watch(SIGINT)?,
             hangup: None,
-            user: None,
+            user: catch_repeated(SIGUSR1)?,
         })
     }
 
     /// Catches SIGHUP as well.
     pub(crate) fn catch_hangup(&mut self) -> io::Result<()> {
         self.hangup = Some(catch_repeated(SIGHUP)?);
-        Ok(())
-    }
-
-    /// Catches SIGUSR1 as well.
-    pub(crate) fn catch_user(&mut self) -> io::Result<()> {
-        self.user = Some(catch_repeated(SIGUSR1)?);
         Ok(())
     }
 
@@ -113,8 +120,8 @@ impl Signals {
             PollFd::new(&self.interrupt, PollFlags::IN),
             PollFd::from_borrowed_fd(other, PollFlags::IN),
         ];
-        let repeated = [&self.hangup, &self.user];
-        for socket in repeated.iter().copied().flatten() {
+        let repeated = [self.hangup.as_ref(), Some(&self.user)];
+        for socket in repeated.into_iter().flatten() {
             watched.push(PollFd::new(socket, PollFlags::IN));
         }
         match rustix::event::poll(&mut watched, timeout.as_ref()) {
@@ -126,7 +133,7 @@ impl Signals {
         let mut came = || came.next().unwrap_or(false);
         let (terminate, interrupt, other) = (came(), came(), came());
         let [hangup, user] = repeated.map(|socket| {
-            let caught = socket.as_ref().filter(|_| came());
+            let caught = socket.filter(|_| came());
             // Several signals are one request.
             caught.is_some_and(|mut socket| {
                 while matches!(socket.read(&mut [0; 64]), Ok(1..)) {}

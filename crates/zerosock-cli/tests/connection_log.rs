@@ -158,6 +158,70 @@ fn with_debug_each_connection_has_lines_with_the_reason() {
     drop(accepting.join().unwrap());
 }
 
+#[test]
+fn sigusr1_logs_the_counters_and_other_signals_change_nothing() {
+    let daemon = Daemon::start("info");
+    let said = daemon.running.stderr();
+    let first = said.lines().next().unwrap();
+    assert!(first.contains("INFO serving vms=1 attach=true"), "{said}");
+    assert!(!said.contains("zerosock_cli"), "{said}");
+    for signal in ["USR2", "ALRM", "VTALRM", "PROF", "IO"] {
+        daemon.running.signal(signal);
+    }
+    let db = Endpoint::builder().name("db").attach(daemon.at("attach"));
+    let db = db.unwrap();
+    let listener = db.listen(Port::new(9), 1).unwrap();
+    let to = at(db.cid(), 9);
+    let accepting = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut read = Vec::new();
+        stream.read_to_end(&mut read).unwrap();
+        (db, listener, read)
+    });
+    let process = daemon.process();
+    let mut stream = process.connect(to).unwrap();
+    stream.write_all(b"hello").unwrap();
+    stream.shutdown(std::net::Shutdown::Write).unwrap();
+    let (db, _listener, read) = accepting.join().unwrap();
+    assert_eq!(read, b"hello");
+    process.connect(at(Cid::HOST, 5)).unwrap_err();
+    // Published at the end of the turn that has answered.
+    let (sender, receiver) = (process.cid(), to.cid);
+    wait_until("the counters", || {
+        daemon.running.signal("USR1");
+        let said = daemon.running.stderr();
+        let has = |texts: &[&str]| {
+            let mut lines = said.lines();
+            lines.any(|line| texts.iter().all(|text| line.contains(text)))
+        };
+        has(&[
+            &format!("counters of an endpoint cid={sender} "),
+            "refused=1",
+            "from_endpoint=5",
+        ]) && has(&[
+            &format!("cid={receiver} name=db "),
+            "connections=1",
+            "to_endpoint=5",
+        ]) && has(&[
+            "counters of an endpoint cid=3 ",
+            "from_endpoint=0 to_endpoint=0",
+        ]) && has(&["access[0] has denied 1 connections"])
+            && has(&["INFO counters in_place_bytes="])
+    });
+    // Still there.
+    drop(daemon.process());
+    drop(db);
+    daemon.running.signal("TERM");
+    assert_eq!(daemon.running.finish().code, Some(0));
+}
+
+#[test]
+fn values_with_blanks_are_quoted() {
+    let daemon = Daemon::start("info");
+    daemon.process().connect(at(Cid::HOST, 5)).unwrap_err();
+    daemon.wait_for_line(&["reason=\"access[0] denies it\""]);
+}
+
 /// A TCP listener that answers no more SYN, because its backlog is full, and the connections in it.
 fn silent_target() -> (TcpListener, Vec<TcpStream>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -269,6 +333,8 @@ fn each_reason_to_refuse_has_its_line_of_the_documented_log() {
     drop(one);
     drop(program);
     daemon.wait_for_line(&["connection closed"]);
+    daemon.running.signal("USR1");
+    daemon.wait_for_line(&["counters in_place_bytes="]);
     drop((two, guest));
     daemon.running.signal("TERM");
     let said = daemon.running.finish().stderr;

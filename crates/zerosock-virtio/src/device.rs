@@ -39,6 +39,17 @@ pub trait WorkerDevice: Sized {
         Ok(())
     }
 
+    /// Called before each of the next four, and [`end_call`](Self::end_call) after it: for devices that find
+    /// out what they have added to the counters of their worker.
+    fn begin_call(&mut self, shared: &Self::Shared) {
+        let _ = shared;
+    }
+
+    /// See [`begin_call`](Self::begin_call).
+    fn end_call(&mut self, shared: &Self::Shared) {
+        let _ = shared;
+    }
+
     /// Handles an event of a descriptor. The event may be stale: the descriptor may be closed and
     /// `key` reused. A turn follows.
     fn on_event(&mut self, event: Event, cx: &mut Context<'_, Self>);

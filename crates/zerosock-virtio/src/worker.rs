@@ -391,7 +391,9 @@ impl<D: WorkerDevice> Worker<D> {
             key,
             readiness,
         };
+        device.begin_call(cx.shared);
         device.on_event(event, &mut cx);
+        device.end_call(cx.shared);
         self.activate(number);
     }
 
@@ -405,7 +407,9 @@ impl<D: WorkerDevice> Worker<D> {
             let (device, mut cx) = self.lend(number, now);
             let Some(device) = device else { continue };
             cx.spins = spins;
+            device.begin_call(cx.shared);
             let more = device.turn(&mut cx);
+            device.end_call(cx.shared);
             if let Some(slot) = self.devices.0.get_mut(number) {
                 slot.active = more;
             }

@@ -12,6 +12,7 @@ use crate::control::shares::MemoryLimits;
 pub use crate::control::shares::Shares;
 use crate::control::{self, ControlPlane, Setup, WantedRules};
 pub use crate::device::host_sockets::hybrid::OkConvention;
+pub use crate::device::traffic::EndpointTraffic;
 use crate::device::{Limits, Worker, WorkerMessage};
 use crate::routing::access::AccessList;
 use crate::routing::forward::{ForwardRule, ListenRule, RuleStats};
@@ -20,6 +21,7 @@ use crate::stats::Counters;
 pub use crate::stats::Stats;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -344,6 +346,12 @@ impl Daemon {
     /// The counters of each forwarding rule in effect, and of removed ones that still have connections.
     pub fn forward_stats(&self) -> Vec<RuleStats> {
         self.control_plane.forward_stats()
+    }
+
+    /// What each VM and process that exists has counted, by CID; services of the host are one sum, with the
+    /// CID of the host.
+    pub fn endpoint_traffic(&self) -> BTreeMap<Cid, EndpointTraffic> {
+        self.control_plane.traffic()
     }
 
     /// How descriptors are divided among VMs and processes.

@@ -225,7 +225,7 @@ impl Counter {
         );
     }
 
-    #[cfg(test)]
+    #[inline]
     pub(crate) fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }

@@ -35,8 +35,7 @@ pub(crate) fn main(args: NetArgs) -> Result<(), Failure> {
     };
     let _logging = logging::start(&args.log);
     let network = network(args)?;
-    let mut signals = Signals::catch().map_err(signals_failed)?;
-    signals.catch_user().map_err(signals_failed)?;
+    let signals = Signals::catch().map_err(signals_failed)?;
     let uses_xdp = network.xdp.is_some();
     let opened = network.open(&common, &mut Interfaces::default())?;
     // Before other threads start.

@@ -21,8 +21,7 @@ use crate::sockets::raise_descriptor_limit;
 pub(crate) fn main(args: RelayArgs) -> Result<(), Failure> {
     let config = settings::kernel_config(&args)?;
     let _logging = logging::start(&args.log);
-    let mut signals = Signals::catch().map_err(signals_failed)?;
-    signals.catch_user().map_err(signals_failed)?;
+    let signals = Signals::catch().map_err(signals_failed)?;
     raise_descriptor_limit();
     match config {
         Some(config) => run(config, &signals),

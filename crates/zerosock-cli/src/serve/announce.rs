@@ -4,13 +4,23 @@ use std::path::Path;
 
 use sd_notify::NotifyState;
 use tracing::{info, warn};
-use zerosock::access::AccessList;
 use zerosock::daemon::Shares;
-use zerosock::forward::RuleStats;
 
 use super::attach::Attach;
-use super::settings::{Host, Vm};
+use super::settings::{Host, Settings, Vm};
 use crate::sockets;
+
+/// Logs that the daemon serves, and what, before the lines about each part.
+pub(super) fn announce_start(settings: &Settings) {
+    info!(
+        vms = settings.vms.len(),
+        attach = settings.attach.is_some(),
+        networks = settings.net.len(),
+        rules = settings.forward.len() + settings.listen.len(),
+        version = env!("CARGO_PKG_VERSION"),
+        "serving"
+    );
+}
 
 /// Logs how descriptors are divided.
 pub(super) fn announce_shares(shares: &Shares) {
@@ -58,30 +68,6 @@ pub(super) fn announce_attach(attach: &Attach) {
         service_uids = ?or_own(&attach.service_uids),
         "processes may attach"
     );
-}
-
-/// Logs the counters of a forwarding rule.
-pub(super) fn announce_rule(stats: &RuleStats) {
-    info!(
-        rule = stats.rule,
-        removed = stats.removed,
-        active = stats.active,
-        opened = stats.opened,
-        refused = stats.refused,
-        sent = stats.bytes_sent,
-        received = stats.bytes_received,
-        datagrams_dropped = stats.datagrams_dropped,
-        "connections of a rule"
-    );
-}
-
-/// Logs how many connections and datagrams each rule of the access list has denied.
-pub(super) fn announce_denied(rules: &AccessList) {
-    for (rule, denied) in rules.denied().into_iter().enumerate() {
-        if denied > 0 {
-            info!("access[{rule}] has denied {denied} connections and datagrams");
-        }
-    }
 }
 
 /// Warns when PATH_PORT may exceed a socket address.

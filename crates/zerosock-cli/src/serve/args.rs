@@ -206,6 +206,9 @@ message is one packet, and so are the CONNECT and the OK line.
 Sockets: a path in use by a live process is refused, a stale one is replaced, any other
 file is refused and left unchanged. Sockets made here are removed on SIGTERM and SIGINT.
 
+Signals: SIGUSR1 logs the counters, SIGHUP reads the file of --config again, SIGINT and SIGTERM end the
+service.
+
 systemd: Type=notify and WatchdogSec= work. Sockets passed in (LISTEN_FDS) are used for the VM
 whose path they are bound to, or for the rule of --listen with their address; otherwise by
 FileDescriptorName=: `socket-CID` or `uds-path-CID` (`socket`, `uds-path` when there is one VM).

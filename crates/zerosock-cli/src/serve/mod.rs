@@ -2,7 +2,7 @@
 //!
 //! Steps: validate all options; claim all sockets; start the devices; notify READY; wait for a
 //! signal; notify STOPPING; stop the devices; remove the sockets. A failure before READY leaves
-//! nothing behind. SIGHUP reads the file of --config again.
+//! nothing behind. SIGHUP reads the file of --config again; SIGUSR1 logs the counters.
 
 mod access;
 mod activation;
@@ -20,6 +20,7 @@ mod group;
 mod list;
 mod networks;
 mod reload;
+mod report;
 mod settings;
 mod stuck;
 mod uds_paths;
@@ -31,13 +32,12 @@ use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock::daemon::Daemon;
 
-use self::announce::{
-    announce, announce_attach, announce_denied, announce_rule, announce_shares, notify,
-};
+use self::announce::{announce, announce_attach, announce_shares, announce_start, notify};
 use self::args::ServeArgs;
 use self::claim::claim_sockets;
 use self::error::ServeError;
 use self::reload::Running;
+use self::report::{report, report_sums};
 use self::settings::Settings;
 use self::stuck::StuckCalls;
 use self::watchdog::Watchdog;
@@ -72,7 +72,7 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
             return Err(error);
         }
     };
-    announce_shares(&shares);
+    announce_start(&settings);
     for vm in &settings.vms {
         announce(vm);
     }
@@ -82,6 +82,7 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     for rule in daemon.forward_stats() {
         info!(rule = rule.rule, "forwarding");
     }
+    announce_shares(&shares);
     notify(&[NotifyState::Ready, NotifyState::Status(&status(&settings))]);
     let mut running = Running {
         settings,
@@ -94,7 +95,12 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
         &daemon,
         &mut watchdog,
         &mut networks,
-        |networks| {
+        |wake, networks| {
+            if wake == Wake::User {
+                let sums = report(&daemon, &running.settings);
+                networks.report();
+                return report_sums(&sums, "counters");
+            }
             if args.config.is_none() {
                 return warn!(
                     "SIGHUP: nothing is reloaded: there is no file; give one with --config"
@@ -110,42 +116,10 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     )?;
     info!("{signal}: stopping");
     notify(&[NotifyState::Stopping]);
-    let stats = daemon.stats();
-    daemon.forward_stats().iter().for_each(announce_rule);
-    announce_denied(&running.settings.rules);
+    let stats = report(&daemon, &running.settings);
     networks.shutdown();
     daemon.shutdown();
-    info!(
-        in_place_bytes = stats.in_place_bytes,
-        zero_copy_bytes = stats.zero_copy_bytes,
-        copied_bytes = stats.copied_bytes,
-        connections = stats.conns_added,
-        connections_now = stats.connections_now,
-        bridges_now = stats.bridges_now,
-        timers_now = stats.timers_now,
-        ports_now = stats.ports_now,
-        refused = stats.conns_refused,
-        refused_denied = stats.refused_denied,
-        refused_no_listener = stats.refused_no_listener,
-        refused_backlog_full = stats.refused_backlog_full,
-        refused_unreachable = stats.refused_unreachable,
-        refused_by_endpoint = stats.refused_by_endpoint,
-        refused_by_limit = stats.refused_by_limit,
-        refused_other = stats.refused_other,
-        bad_packets = stats.bad_packets,
-        bad_chains = stats.bad_chains,
-        bad_handshakes = stats.bad_handshakes,
-        overflow_resets = stats.overflow_resets,
-        message_resets = stats.message_resets,
-        datagrams_dropped = stats.datagrams_dropped,
-        devices_lost = stats.devices_lost,
-        control_faults = stats.control_faults,
-        attach_refused = stats.attach_refused,
-        descriptors_refused = stats.descriptors_refused,
-        reaper_stuck = stats.reaper_stuck,
-        reaper_pending = stats.reaper_pending,
-        "stopped"
-    );
+    report_sums(&stats, "stopped");
     drop((running, claimed.attach_file));
     Ok(())
 }
@@ -164,7 +138,7 @@ fn wait_for_signal(
     daemon: &Daemon,
     watchdog: &mut Watchdog,
     networks: &mut networks::Running,
-    mut reload: impl FnMut(&mut networks::Running),
+    mut handle: impl FnMut(Wake, &mut networks::Running),
 ) -> Result<&'static str, ServeError> {
     let mut stuck_calls = StuckCalls::default();
     loop {
@@ -174,8 +148,8 @@ fn wait_for_signal(
         match wake.map_err(ServeError::Signals)? {
             Wake::Signal(name) => return Ok(name),
             Wake::Other => return Err(ServeError::WorkerEnded),
-            Wake::Hangup => reload(networks),
-            Wake::User | Wake::TimeIsUp => {}
+            wake @ (Wake::Hangup | Wake::User) => handle(wake, networks),
+            Wake::TimeIsUp => {}
         }
         watchdog.check(daemon);
         stuck_calls.check(daemon);

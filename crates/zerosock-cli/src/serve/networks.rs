@@ -104,6 +104,13 @@ impl Running {
         }
     }
 
+    /// Logs the counters of each network.
+    pub(super) fn report(&self) {
+        self.serving
+            .iter()
+            .for_each(|(_, serving)| serving.report());
+    }
+
     pub(super) fn shutdown(self) {
         self.serving
             .into_iter()

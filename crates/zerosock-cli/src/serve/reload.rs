@@ -16,13 +16,14 @@ use zerosock::forward::ListenRule;
 use zerosock_sys::reaper;
 
 use super::activation::Inherited;
-use super::announce::{announce, announce_denied, announce_rule};
+use super::announce::announce;
 use super::args::ServeArgs;
 use super::attach::Attach;
 use super::backend;
 use super::claim::{ListenFiles, claim_listener, claim_vm};
 use super::error::ServeError;
 use super::networks;
+use super::report::{report_denied, report_rule};
 use super::settings::{Host, Settings, Vm};
 use crate::sockets::SocketFile;
 
@@ -130,7 +131,7 @@ impl Running {
         self.listen_files.retain(|on, _| listens(on));
         // Connections of removed rules continue.
         let stats = daemon.forward_stats();
-        stats.iter().filter(|it| it.removed).for_each(announce_rule);
+        stats.iter().filter(|it| it.removed).for_each(report_rule);
         info!(
             added = ?changes.add.iter().map(|vm| vm.cid).collect::<Vec<_>>(),
             removed = ?changes.remove,
@@ -147,7 +148,7 @@ impl Running {
             self.files.remove(cid);
         }
         if wanted.rules != self.settings.rules {
-            announce_denied(&self.settings.rules);
+            report_denied(&self.settings.rules);
         }
         self.settings.rules = wanted.rules;
         self.settings.forward = wanted.forward;

@@ -96,6 +96,11 @@ impl Running {
             "STOP" => Signal::STOP,
             "CONT" => Signal::CONT,
             "USR1" => Signal::USR1,
+            "USR2" => Signal::USR2,
+            "ALRM" => Signal::ALARM,
+            "VTALRM" => Signal::VTALARM,
+            "PROF" => Signal::PROF,
+            "IO" => Signal::IO,
             other => panic!("no signal {other}"),
         };
         rustix::process::kill_process(Pid::from_child(&self.child), signal).unwrap();

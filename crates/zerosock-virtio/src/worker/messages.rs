@@ -38,7 +38,9 @@ impl<D: WorkerDevice> Worker<D> {
         while let Some((number, message)) = next {
             match self.lend(number, now) {
                 (Some(device), mut cx) => {
+                    device.begin_call(cx.shared);
                     device.on_message(message, &mut cx);
+                    device.end_call(cx.shared);
                     self.activate(number);
                 }
                 (None, mut cx) => D::undeliverable(message, &mut cx),
@@ -99,7 +101,9 @@ impl<D: WorkerDevice> Worker<D> {
                 } => {
                     let (device, mut cx) = self.lend(number, now);
                     if let Some(device) = device {
+                        device.begin_call(cx.shared);
                         device.command(command, reply, &mut cx);
+                        device.end_call(cx.shared);
                         self.activate(number);
                     }
                 }

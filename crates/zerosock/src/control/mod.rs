@@ -24,6 +24,7 @@ use crate::control::attach::directory::{Directory, Process};
 use crate::control::attach::server::Server;
 use crate::control::attach::{AttachConfig, AttachHost};
 use crate::device::factory::{Member, Terms};
+use crate::device::traffic::{EndpointTraffic, TrafficBoard};
 use crate::device::{Limits, Shared, Worker, WorkerMessage};
 use crate::routing::access::AccessList;
 use crate::routing::forward::{RuleBoard, RuleStats};
@@ -133,6 +134,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
         max_connections: shares.max_connections,
         connect_timeout: setup.limits.connect,
         queue_pairs: setup.queue_pairs,
+        traffic: TrafficBoard::default(),
     };
     let mut registry = DeviceRegistry::new(senders.clone(), terms, budget);
     registry.set_access(setup.access);
@@ -232,6 +234,7 @@ impl PreparedControlPlane {
     pub(crate) fn start(mut self) -> Result<ControlPlane, StartError> {
         self.registry.publish_listeners();
         let board = Arc::clone(self.registry.rules().board());
+        let traffic = self.registry.traffic().clone();
         let directory = Arc::new(Directory::default());
         let budget = self.registry.budget().clone();
         let list = Arc::clone(&directory);
@@ -248,6 +251,7 @@ impl PreparedControlPlane {
             control,
             directory,
             board,
+            traffic,
             orders,
             budget,
             shares: Box::new(self.shares),
@@ -262,6 +266,8 @@ pub(crate) struct ControlPlane {
     directory: Arc<Directory>,
     /// The counters of forwarding rules.
     board: Arc<RuleBoard>,
+    /// The counters of the devices.
+    traffic: TrafficBoard,
     orders: mpsc::Sender<Order>,
     budget: Budget,
     shares: Box<Shares>,
@@ -327,6 +333,11 @@ impl ControlPlane {
     /// The counters of the forwarding rules.
     pub(crate) fn forward_stats(&self) -> Vec<RuleStats> {
         self.board.stats()
+    }
+
+    /// The counters of the devices, by CID.
+    pub(crate) fn traffic(&self) -> BTreeMap<Cid, EndpointTraffic> {
+        self.traffic.sums()
     }
 
     /// The processes that are attached now.

@@ -23,6 +23,7 @@ use zerosock_virtio::worker::WorkerPort;
 
 use super::rules::{CheckedRules, RuleSet, RuleSetError, WantedRules};
 use crate::device::factory::{Member, Terms};
+use crate::device::traffic::TrafficBoard;
 use crate::device::{Device, Shared, WorkerMessage};
 use crate::routing::Routes;
 use crate::routing::access::AccessList;
@@ -80,6 +81,11 @@ impl DeviceRegistry {
     /// The budget of descriptors and memory that all devices share.
     pub(crate) fn budget(&self) -> &Budget {
         &self.budget
+    }
+
+    /// The counters of the devices.
+    pub(crate) fn traffic(&self) -> &TrafficBoard {
+        &self.terms.traffic
     }
 
     /// Number of devices with a route plus number of reserved CIDs.

@@ -13,6 +13,7 @@ use zerosock_virtio::outbox::DeviceAddr;
 
 use super::model::VsockModel;
 use super::queue_pair_ports::QueuePairPorts;
+use super::traffic::TrafficBoard;
 use super::{Device, HostAccess};
 
 /// Resets that may wait for a receive buffer of the guest. Beyond them its packets are not read.
@@ -22,12 +23,14 @@ const MAX_PENDING_RESETS: usize = 1024;
 const ACCESS_LINES: u32 = 1000;
 
 /// Limits of every device.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Terms {
     pub(crate) max_connections: usize,
     pub(crate) connect_timeout: Duration,
     /// Largest number of queue pairs of a device.
     pub(crate) queue_pairs: QueuePairs,
+    /// Where devices count what they pass.
+    pub(crate) traffic: TrafficBoard,
 }
 
 /// The parameters of a device.
@@ -70,6 +73,7 @@ impl Terms {
                 device.set_queue_pair(pair, queue_pairs.clone());
                 device.set_account(account.clone());
                 device.set_access_log(Arc::clone(&access_log));
+                device.set_traffic(self.traffic.enter(cid));
                 device
             })
             .collect()

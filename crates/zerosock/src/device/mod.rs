@@ -23,6 +23,7 @@
 //! - `messages`, `message_sockets`: connections that carry messages (SEQPACKET);
 //! - `app`, `app_store`, `lending`, `message_loans`: connections with the program that
 //!   embeds the device;
+//! - `traffic`: what each device has counted, for reports;
 //! - `virtio`: turns, events and commands of the VMM;
 //! - `queue_pairs`: a device with several queue pairs;
 //! - `state`: the data that all of these work on, in types with their own invariants.
@@ -65,6 +66,7 @@ pub(crate) mod state;
 #[cfg(test)]
 mod time_limit_tests;
 mod to_guest;
+pub(crate) mod traffic;
 #[cfg(test)]
 mod turn_tests;
 mod virtio;

@@ -72,6 +72,7 @@ impl Harness {
         };
         let worker = Worker::new(0, vec![sender], mailbox, shared);
         let terms = Terms {
+            traffic: TrafficBoard::default(),
             max_connections: 1024,
             connect_timeout: hour,
             queue_pairs: zerosock_proto::vsock::QueuePairs::ONE,

@@ -76,6 +76,19 @@ impl WorkerDevice for Device {
         })
     }
 
+    fn begin_call(&mut self, shared: &Shared) {
+        // A program that embeds the device also works on it outside these calls, and has counters of its own.
+        if shared.app.is_none() {
+            self.traffic.begin(&shared.counters);
+        }
+    }
+
+    fn end_call(&mut self, shared: &Shared) {
+        if shared.app.is_none() {
+            self.traffic.end(&shared.counters);
+        }
+    }
+
     fn on_event(&mut self, event: Event, cx: &mut Context<'_>) {
         match event.kind {
             EventKind::KICK => cx.shared.counters.kicks.add(1),

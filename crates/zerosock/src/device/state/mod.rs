@@ -46,6 +46,7 @@ use self::program::App;
 use self::queue_pairs::QueuePairSet;
 use self::timers::Timers;
 use crate::device::host_sockets::hybrid::OkConvention;
+use crate::device::traffic::Traffic;
 use crate::routing::Routes;
 use crate::stats::{Counters, Gauges};
 use crate::table::coalesced::CoalescedWrites;
@@ -168,6 +169,7 @@ pub(crate) struct Device {
     pub(crate) touched: bool,
     /// The values last reported to the worker's counters.
     pub(in crate::device) counted: Gauges,
+    pub(in crate::device) traffic: Traffic,
 }
 
 impl Device {
@@ -207,12 +209,18 @@ impl Device {
             process: false,
             touched: false,
             counted: Gauges::default(),
+            traffic: Traffic::default(),
         }
     }
 
     /// Sets the bound of the access log.
     pub(crate) fn set_access_log(&mut self, limit: Arc<LogLimit>) {
         self.access_log = limit;
+    }
+
+    /// Sets where the device counts what it passes.
+    pub(crate) fn set_traffic(&mut self, traffic: Traffic) {
+        self.traffic = traffic;
     }
 
     /// Sets the budget that the device's host sockets count against.

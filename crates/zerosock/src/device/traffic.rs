@@ -97,7 +97,10 @@ impl Traffic {
 
 /// The counters of all devices of a daemon, shared with the threads that report them.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct TrafficBoard(Arc<Mutex<Vec<(Cid, Weak<Counts>)>>>);
+pub(crate) struct TrafficBoard(Arc<Mutex<Vec<Entry>>>);
+
+/// The counters of a device and its CID.
+type Entry = (Cid, Weak<Counts>);
 
 impl TrafficBoard {
     /// The counters of a new device.

@@ -16,6 +16,7 @@ use zerosock_proto::{Address, Cid, Port};
 use zerosock_sys::account::Budget;
 
 use super::factory::{Member, Terms};
+use super::traffic::TrafficBoard;
 use super::{Shared, Worker};
 use crate::device::bare::{self, Guest};
 use crate::device::host_sockets::hybrid::OkConvention;

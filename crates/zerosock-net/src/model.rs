@@ -3,7 +3,7 @@
 use zerosock_proto::wire::net::{
     Config, F_CSUM, F_CTRL_RX, F_CTRL_VQ, F_GUEST_ANNOUNCE, F_GUEST_CSUM, F_GUEST_ECN,
     F_GUEST_TSO4, F_GUEST_TSO6, F_HOST_ECN, F_HOST_TSO4, F_HOST_TSO6, F_MAC, F_MQ, F_MRG_RXBUF,
-    F_MTU, F_STATUS, MIN_MTU, Mac,
+    F_MTU, F_STATUS, HEADER_LEN, MIN_MTU, Mac,
 };
 use zerosock_vhost_user::session::{F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1};
 use zerosock_vhost_user::{DeviceModel, FrontendFault, ProtocolFeatures};
@@ -47,6 +47,18 @@ const FEATURE_NAMES: &[(u64, &str)] = &[
     (1 << 60, "RSS"),
 ];
 
+/// Why a device here cannot serve a driver.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FeaturesError {
+    /// With neither VERSION_1 nor MRG_RXBUF, headers have no `num_buffers` (virtio 1.3, 5.1.6.1).
+    #[error(
+        "a legacy driver without MRG_RXBUF: its headers have 10 bytes, those of the device {HEADER_LEN}; \
+         with QEMU leave out disable-modern=on or mrg_rxbuf=off"
+    )]
+    ShortHeader,
+}
+
 /// The most queue pairs that a device here has.
 pub const MAX_PAIRS: u16 = 16;
 
@@ -84,6 +96,16 @@ impl DeviceModel for NetModel {
         ];
         let set = optional.iter().filter(|(set, _)| *set);
         set.fold(always | self.offloads, |all, (_, bit)| all | bit)
+    }
+
+    fn check_features(&self, features: u64) -> Result<(), (FrontendFault, String)> {
+        match features & (F_VERSION_1 | F_MRG_RXBUF) {
+            0 => {
+                let text = FeaturesError::ShortHeader.to_string();
+                Err((FrontendFault::Unsupported, text))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// QEMU 7.2 adds each region once for each queue pair, which is refused: the regions overlap. It sends

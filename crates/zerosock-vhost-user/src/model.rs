@@ -21,6 +21,15 @@ pub trait DeviceModel: fmt::Debug + Send + Sync {
         VhostUserProtocolFeatures::empty()
     }
 
+    /// Whether the device can serve a driver that has accepted these features, all of them offered.
+    ///
+    /// # Errors
+    /// The kind of fault and a text for the log. The default accepts every set.
+    fn check_features(&self, features: u64) -> Result<(), (FrontendFault, String)> {
+        let _ = features;
+        Ok(())
+    }
+
     /// Whether front-ends may add and remove memory regions one by one (CONFIGURE_MEM_SLOTS), instead
     /// of sending all of them at once.
     fn has_memory_slots(&self) -> bool {

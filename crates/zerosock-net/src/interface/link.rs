@@ -67,13 +67,14 @@ impl Link {
         config: &InterfaceConfig,
     ) -> Result<Link, InterfaceConnectError> {
         let offered = frontend.get_features()?;
+        // Older devices may have headers of 10 bytes.
+        if offered & F_VERSION_1 == 0 {
+            return Err(InterfaceConnectError::Missing("VIRTIO_F_VERSION_1"));
+        }
         let protocol = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIG;
         let (features, protocol) = frontend.negotiate(wanted(offered, config), protocol)?;
-        if features & F_VERSION_1 == 0 {
-            return Err(InterfaceConnectError::Missing("VIRTIO_F_VERSION_1"));
-        }
         // Without a configuration space, which a VMM would have, the fields in it are unknown.
         let known = match protocol.contains(VhostUserProtocolFeatures::CONFIG) {
             true => features,
@@ -175,6 +176,8 @@ fn random_mac() -> Mac {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+
     use super::*;
 
     #[test]
@@ -195,6 +198,26 @@ mod tests {
             ..config
         };
         assert_eq!(wanted(all | F_MRG_RXBUF, &none) & all, 0);
+    }
+
+    /// One that offers MRG_RXBUF, and one that offers nothing: its headers have 10 bytes.
+    #[test]
+    fn a_device_before_virtio_1_is_refused_by_name() {
+        const ANSWER: [u32; 3] = [1, 1 | 1 << 2, 8];
+        for offered in [0, F_MRG_RXBUF] {
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            let header = ANSWER.map(u32::to_ne_bytes).concat();
+            theirs.write_all(&header).unwrap();
+            theirs.write_all(&u64::to_ne_bytes(offered)).unwrap();
+            let refused = Link::over(ours, &InterfaceConfig::default());
+            let Err(InterfaceConnectError::Missing("VIRTIO_F_VERSION_1")) = refused else {
+                panic!("{refused:?}");
+            };
+            // It has been asked for its features only.
+            let mut requests = Vec::new();
+            theirs.read_to_end(&mut requests).unwrap();
+            assert_eq!(requests, [1_u32, 1, 0].map(u32::to_ne_bytes).concat());
+        }
     }
 
     #[test]

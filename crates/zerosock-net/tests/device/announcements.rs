@@ -302,24 +302,64 @@ fn features_of_another_back_end_are_refused() {
 
 #[test]
 fn the_refusal_names_the_features() {
+    let features = F_VERSION_1 | F_CSUM | F_HOST_TSO4 | F_MTU | 1 << 56;
+    assert_eq!(
+        refusal(0, features).unwrap(),
+        "SET_FEATURES: features that were not offered: CSUM, MTU, HOST_TSO4, HOST_USO"
+    );
+}
+
+/// Why a device with these offloads refuses features.
+fn refusal(offloads: u64, features: u64) -> Option<String> {
     let model = NetModel {
         mac: None,
         mtu: None,
         max_mtu: None,
         pairs: 1,
-        offloads: 0,
+        offloads,
     };
     let (account, threads) = (Budget::unlimited().account(), ThreadCount::default());
     let mut session = Session::new(Arc::new(model), 1024, account, &threads);
-    let features = F_VERSION_1 | F_CSUM | F_HOST_TSO4 | F_MTU | 1 << 56;
     let outcome = session.handle_message(Message {
         request: 2,
         need_reply: false,
         payload: features.to_ne_bytes().to_vec(),
         fds: Vec::new(),
     });
-    assert_eq!(
-        outcome.refusal.unwrap().text,
-        "SET_FEATURES: features that were not offered: CSUM, MTU, HOST_TSO4, HOST_USO"
+    outcome.refusal.map(|refusal| refusal.text)
+}
+
+/// Its headers have 10 bytes (virtio 1.3, 5.1.6.1).
+#[test]
+fn a_legacy_driver_without_mergeable_buffers_is_refused_by_name() {
+    const OF_FRONT_END: u64 = 1 << 26 | 1 << 30;
+    for bits in [F_VERSION_1, F_MRG_RXBUF, F_VERSION_1 | F_MRG_RXBUF] {
+        assert_eq!(refusal(ALL_OFFLOADS, bits | ALL_OFFLOADS), None);
+    }
+    for features in [F_CSUM, ALL_OFFLOADS, F_STATUS | OF_FRONT_END] {
+        let text = refusal(ALL_OFFLOADS, features).unwrap();
+        let wanted = "SET_FEATURES: a legacy driver without MRG_RXBUF: its headers have 10 bytes";
+        assert!(text.starts_with(wanted), "{text}");
+    }
+    // There may be no driver yet.
+    assert_eq!(refusal(ALL_OFFLOADS, OF_FRONT_END), None);
+    assert_eq!(refusal(ALL_OFFLOADS, 0), None);
+}
+
+#[test]
+fn no_queue_starts_for_a_driver_that_has_accepted_nothing() {
+    isolated(
+        "no_queue_starts_for_a_driver_that_has_accepted_nothing",
+        || {
+            let network = Network::new(&Setup::default());
+            let mut driver = Driver::connect(&network.socket, 0, 2);
+            assert!(is_refused(driver.frontend.set_features(F_CSUM)));
+            driver.frontend.set_features(1 << 30).unwrap();
+            driver.set_up(0, 0);
+            assert!(is_refused(driver.send_kick(0)));
+            driver.frontend.set_features(F_MRG_RXBUF | 1 << 30).unwrap();
+            driver.start_all();
+            network.wait_for_link(&mut driver);
+        },
     );
 }

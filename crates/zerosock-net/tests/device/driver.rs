@@ -193,6 +193,15 @@ impl Driver {
 
     /// Starts a queue at `base`, and enables it.
     pub(crate) fn start(&mut self, queue: usize, base: u16) {
+        self.set_up(queue, base);
+        self.send_kick(queue).unwrap();
+        let frontend = &mut self.frontend;
+        frontend.set_vring_enable(queue as u32, true).unwrap();
+        frontend.sync().unwrap();
+    }
+
+    /// Sends what a queue needs before it starts.
+    pub(crate) fn set_up(&mut self, queue: usize, base: u16) {
         let (addresses, index) = (Driver::addresses(queue), queue as u32);
         let frontend = &mut self.frontend;
         frontend.set_vring_num(index, SIZE).unwrap();
@@ -200,10 +209,12 @@ impl Driver {
         frontend.set_vring_addr(index, addresses).unwrap();
         let call = Some(self.calls[queue].as_fd());
         frontend.set_vring_call(index, call).unwrap();
+    }
+
+    /// Sends the descriptor that starts a queue.
+    pub(crate) fn send_kick(&mut self, queue: usize) -> Result<(), FrontendError> {
         let kick = Some(self.kicks[queue].as_fd());
-        frontend.set_vring_kick(index, kick).unwrap();
-        frontend.set_vring_enable(index, true).unwrap();
-        frontend.sync().unwrap();
+        self.frontend.set_vring_kick(queue as u32, kick)
     }
 
     pub(crate) fn write(&self, addr: u64, bytes: &[u8]) {

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use vhost::vhost_user::message::VhostUserVirtioFeatures;
 use zerosock_ring::{DeviceQueue, Memory, QueueConfig};
 
-use super::state::{F_EVENT_IDX, F_INDIRECT_DESC, F_LOG_ALL, Queue, Session};
+use super::super::stats::FrontendFault;
+use super::state::{Denied, F_EVENT_IDX, F_INDIRECT_DESC, OF_FRONT_END, Queue, Session};
 
 /// The queues without which a driver cannot use a device.
 const NEEDED: usize = 2;
@@ -50,8 +51,22 @@ impl Session {
 
     /// The names of the features that the driver has accepted, for the log.
     pub(crate) fn accepted_features(&self) -> String {
-        let of_front_end = F_LOG_ALL | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
-        self.feature_names(self.features & !of_front_end)
+        self.feature_names(self.features & !OF_FRONT_END)
+    }
+
+    /// Whether a driver may accept these features. A front-end may set its own ones before there is a
+    /// driver; then the model is asked when a queue starts.
+    pub(super) fn check_features(&self, features: u64) -> Result<(), Denied> {
+        let unknown = features & !self.offered();
+        if unknown != 0 {
+            let names = self.feature_names(unknown);
+            let text = format!("features that were not offered: {names}");
+            return Err((FrontendFault::Unsupported, text));
+        }
+        match features & !OF_FRONT_END {
+            0 => Ok(()),
+            _ => self.model.check_features(features),
+        }
     }
 
     /// The names of virtio features, for the log.

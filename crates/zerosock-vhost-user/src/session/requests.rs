@@ -228,13 +228,9 @@ fn get_features(session: &mut Session, _: Arguments<'_>) -> Result<Accepted, Den
 
 fn set_features(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
     let features = arguments.u64()?;
-    let unknown = features & !session.offered();
-    session.features_refused = unknown != 0;
-    if unknown != 0 {
-        let names = session.feature_names(unknown);
-        let text = format!("features that were not offered: {names}");
-        return Err((FrontendFault::Unsupported, text));
-    }
+    let checked = session.check_features(features);
+    session.features_refused = checked.is_err();
+    checked?;
     let changed = features ^ session.features;
     if session.any_started() {
         match changed {
@@ -431,6 +427,8 @@ fn set_vring_kick(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
     let negotiated = session.features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() != 0;
     let (has_memory, features) = (session.has_memory, session.features);
     session.stopped_queue(index)?;
+    // A driver may have accepted none.
+    session.model.check_features(features)?;
     let (index, queue) = session.queue(index)?;
     let Some(kick) = kick else {
         let text = format!("queue {index} without a kick descriptor: we do not poll rings");

@@ -26,6 +26,9 @@ pub const F_VERSION_1: u64 = 1 << 32;
 /// VHOST_F_LOG_ALL: the device marks what it writes in the log. For the front-end, not for the driver.
 pub const F_LOG_ALL: u64 = 1 << 26;
 
+/// The features of the front-end; all others are those of its driver.
+pub(super) const OF_FRONT_END: u64 = F_LOG_ALL | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+
 /// The protocol features that every device has, but for CONFIGURE_MEM_SLOTS where the model says so.
 pub const PROTOCOL_FEATURES: Protocol = Protocol::MQ
     .union(Protocol::LOG_SHMFD)
@@ -227,7 +230,7 @@ impl Session {
 
     /// The virtio features that are offered to this front-end's driver.
     pub(super) fn offered(&self) -> u64 {
-        self.model.features() | F_LOG_ALL | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
+        self.model.features() | OF_FRONT_END
     }
 
     pub(super) fn queue(&mut self, index: u32) -> Result<(u16, &mut Queue), Denied> {

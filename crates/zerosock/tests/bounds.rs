@@ -361,3 +361,23 @@ fn a_queue_is_stopped_while_a_sibling_has_its_chains() {
     assert_eq!(got, want);
     assert_eq!(daemon.stats().unwrap().copied_bytes, 400);
 }
+
+/// Programs that send part of a CONNECT line and leave hold no place of others.
+#[test]
+fn programs_that_leave_behind_part_of_a_connect_line_free_their_places_at_once() {
+    const PROGRAMS: usize = 2000;
+    let daemon = TestDaemon::with(1, |config| config.connect_timeout = ENDLESS);
+    let mut guest = RawGuest::attach(&daemon.vms[0].socket);
+    for n in 0..PROGRAMS {
+        let mut program = hybrid(&daemon.uds_path());
+        program.write_all(&b"CONNECT 10"[..1 + n % 10]).unwrap();
+    }
+    eventually("all places free", || {
+        let stats = daemon.stats();
+        // Some may have come faster than others were noticed to leave.
+        stats.is_none_or(|stats| stats.bad_handshakes + stats.conns_refused == PROGRAMS as u64)
+    });
+    let mut program = hybrid(&daemon.uds_path());
+    program.write_all(b"CONNECT 1000\n").unwrap();
+    guest.recv_where(|r| r.op.known() == Some(Op::Request));
+}

@@ -174,9 +174,12 @@ impl Device {
         if line != Line::Partial {
             return self.end_handshake(socket, socket_type, line, false, cx);
         }
-        if self.handshakes.len() >= cx.shared.limits.handshakes {
-            cx.shared.counters.bad_handshakes.add(1);
-            return;
+        let limit = cx.shared.limits.handshakes;
+        if self.handshakes.len() >= limit {
+            cx.shared.counters.refuse(RefusalCause::Limit);
+            return self.warn(&format!(
+                "host program refused: {limit} others have not sent their CONNECT lines yet"
+            ));
         }
         let deadline = cx.now + cx.shared.limits.handshake;
         let entry = self.handshakes.vacant_entry();
@@ -201,12 +204,17 @@ impl Device {
         self.timers.set(deadline, Timer::Handshake(key));
     }
 
-    /// Handles bytes from a host program with an incomplete CONNECT line.
-    pub(crate) fn handshake_ready(&mut self, key: u32, cx: &mut Context<'_>) {
+    /// Handles bytes from a host program with an incomplete CONNECT line, and its end.
+    pub(crate) fn handshake_ready(&mut self, key: u32, readiness: Readiness, cx: &mut Context<'_>) {
         let Some(handshake) = self.handshakes.get(key as usize) else {
             return;
         };
-        let line = hybrid::read_line(&handshake.socket, handshake.socket_type);
+        let line = match hybrid::read_line(&handshake.socket, handshake.socket_type) {
+            // No byte follows those that were read: the peek does not consume them, so it never
+            // returns 0 for the end of file behind them.
+            Line::Partial if readiness.peer_finished() => Line::CLOSED,
+            line => line,
+        };
         if line != Line::Partial {
             let done = self.handshakes.remove(key as usize);
             self.timers.cancel(done.deadline, Timer::Handshake(key));
@@ -586,6 +594,67 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use zerosock_virtio::poller::{Events, Poller};
 
+    /// A program that has sent these bytes, and whose handshake has begun.
+    fn begin(device: &mut Device, bytes: &[u8], cx: &mut Context<'_>) -> UnixStream {
+        let (ours, mut program) = UnixStream::pair().unwrap();
+        let permit = device.account.take_descriptors(1).unwrap();
+        program.write_all(bytes).unwrap();
+        let socket = HostSocket::accepted(ours.into(), permit);
+        device.begin_handshake(socket, SocketType::Stream, cx);
+        program
+    }
+
+    /// Handles the events that are there.
+    fn dispatch(device: &mut Device, cx: &mut Context<'_>) {
+        let mut events = Events::default();
+        events.wait(cx.poller, Some(Duration::ZERO)).unwrap();
+        for (token, readiness) in Poller::interpret(&events) {
+            device.handshake_ready(token.key, readiness, cx);
+        }
+    }
+
+    #[test]
+    fn an_end_of_file_behind_part_of_a_line_ends_the_handshake() {
+        for half in [false, true] {
+            let mut lab = Lab::new();
+            let (device, mut cx) = lab.lend();
+            let program = begin(device, b"CONN", &mut cx);
+            dispatch(device, &mut cx);
+            assert_eq!(device.handshakes.len(), 1, "the program may send the rest");
+            let _half_closed = half.then(|| {
+                program.shutdown(std::net::Shutdown::Write).unwrap();
+                program.try_clone().unwrap()
+            });
+            drop(program);
+            dispatch(device, &mut cx);
+            assert_eq!(device.handshakes.len(), 0, "half: {half}");
+            assert_eq!(cx.shared.counters.bad_handshakes.get(), 1);
+        }
+    }
+
+    #[test]
+    fn a_program_may_shut_down_sending_behind_its_line() {
+        let mut lab = Lab::new();
+        let (device, mut cx) = lab.lend();
+        let mut program = begin(device, b"CONN", &mut cx);
+        program.write_all(b"ECT 1\nall").unwrap();
+        program.shutdown(std::net::Shutdown::Write).unwrap();
+        dispatch(device, &mut cx);
+        // The guest was asked for the connection: no driver runs here.
+        assert_eq!(cx.shared.counters.bad_handshakes.get(), 0);
+        assert_eq!(cx.shared.counters.conns_refused.get(), 1);
+    }
+
+    #[test]
+    fn a_full_table_of_handshakes_refuses_and_counts() {
+        let mut lab = Lab::new();
+        let (device, mut cx) = lab.lend();
+        let _first = begin(device, b"C", &mut cx);
+        let _second = begin(device, b"C", &mut cx);
+        assert_eq!(device.handshakes.len(), cx.shared.limits.handshakes);
+        assert_eq!(cx.shared.counters.refused_by_limit.get(), 1);
+    }
+
     #[test]
     fn refused_handshake_leaves_the_poller_before_it_is_closed() {
         let mut lab = Lab::new();
@@ -599,7 +668,7 @@ mod tests {
         program.write_all(b"CONNECT").unwrap();
         device.begin_handshake(socket, SocketType::Stream, &mut cx);
         program.write_all(b" 1\n").unwrap();
-        device.handshake_ready(0, &mut cx);
+        dispatch(device, &mut cx);
         assert_eq!(cx.shared.counters.conns_refused.get(), 1);
         program.write_all(b"x").unwrap();
         let mut events = Events::default();

@@ -93,7 +93,7 @@ impl WorkerDevice for Device {
         match event.kind {
             EventKind::KICK => cx.shared.counters.kicks.add(1),
             LISTENER => self.accept(event.key, cx),
-            HANDSHAKE => self.handshake_ready(event.key, cx),
+            HANDSHAKE => self.handshake_ready(event.key, event.readiness, cx),
             BRIDGE => self.bridge_ready(event.key, event.readiness, cx),
             ASSOCIATION => self.association_ready(event.key, event.readiness, cx),
             _ => {}

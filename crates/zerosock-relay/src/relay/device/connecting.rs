@@ -197,7 +197,9 @@ impl RelayDevice {
                 };
                 self.advance(key, end, next, cx);
             }
-            Stage::Greeting if readiness.readable() => self.read_greeting(key, end, cx),
+            Stage::Greeting if readiness.readable() => {
+                self.read_greeting(key, end, readiness, cx);
+            }
             // The other socket is not connected yet: a reset ends the pair, the end of the stream follows
             // its bytes.
             Stage::Connected if readiness.hung_up() => {

@@ -5,6 +5,7 @@ use rustix::net::RecvFlags;
 
 use super::{Context, RelayDevice};
 use crate::relay::pair::Stage;
+use zerosock_virtio::poller::Readiness;
 
 /// `OK `, ten digits and a newline, and some patience for other programs' blanks.
 const LONGEST_ANSWER: usize = 64;
@@ -49,7 +50,13 @@ impl RelayDevice {
     }
 
     /// Reads the answer, and no byte behind it.
-    pub(super) fn read_greeting(&mut self, key: u32, end: usize, cx: &mut Context<'_>) {
+    pub(super) fn read_greeting(
+        &mut self,
+        key: u32,
+        end: usize,
+        readiness: Readiness,
+        cx: &mut Context<'_>,
+    ) {
         let Some(pair) = self.pairs.get(key as usize) else {
             return;
         };
@@ -69,6 +76,10 @@ impl RelayDevice {
             Ok(got) => got,
         };
         match read(&answer[..got]) {
+            // The peek never returns 0 behind unread bytes.
+            Answer::Unfinished if readiness.peer_finished() => {
+                self.fail_connect(key, end, &"closed before its OK line was complete", cx);
+            }
             Answer::Unfinished => {}
             Answer::Ok(length) => match socket.receive(&mut answer[..length]) {
                 Ok(_) => self.advance(key, end, Stage::Connected, cx),

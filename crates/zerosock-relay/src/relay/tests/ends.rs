@@ -121,6 +121,31 @@ fn a_hybrid_socket_is_told_the_port_and_bytes_behind_its_answer_are_the_guests()
 }
 
 #[test]
+fn a_hybrid_socket_that_closes_behind_part_of_its_answer_is_noticed_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("vm.sock");
+    let device = UnixListener::bind(&path).unwrap();
+    let ends = [
+        "tcp-listen:127.0.0.1:0".into(),
+        format!("hybrid:{}:1234", path.display()),
+    ];
+    let mut config = RelayConfig::new(ends.map(|end: String| end.parse().unwrap()));
+    config.connect_timeout = Duration::from_secs(3600);
+    let relay = Relay::start(config).unwrap();
+    let mut client = TcpStream::connect(relay.addresses()[0].unwrap()).unwrap();
+    let mut guest = BufReader::new(device.accept().unwrap().0);
+    guest.read_line(&mut String::new()).unwrap();
+    guest.get_mut().write_all(b"OK 10").unwrap();
+    drop(guest);
+    client
+        .set_read_timeout(Some(Duration::from_secs(60)))
+        .unwrap();
+    let error = client.read(&mut [0]).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+    assert_eq!(relay.shutdown().unreachable, 1);
+}
+
+#[test]
 fn a_silent_hybrid_socket_is_given_up() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vm.sock");

@@ -48,8 +48,14 @@ pub(crate) enum Line {
     Bad(&'static str),
 }
 
+impl Line {
+    /// The program shut down sending, or closed its socket, before the line was complete.
+    pub(crate) const CLOSED: Line = Line::Bad("closed before its CONNECT line was complete");
+}
+
 /// Reads the CONNECT line from `socket` and no byte after it. In a socket of packets the line must be the
-/// whole first packet.
+/// whole first packet. An end of file behind an incomplete line of a stream is reported as
+/// [`Line::Partial`]: the poller tells that.
 pub(crate) fn read_line(socket: &HostSocket, socket_type: wire::SocketType) -> Line {
     match socket_type {
         wire::SocketType::SeqPacket => read_packet(socket),
@@ -60,7 +66,7 @@ pub(crate) fn read_line(socket: &HostSocket, socket_type: wire::SocketType) -> L
 fn read_stream(socket: &HostSocket) -> Line {
     let mut line = [0u8; MAX_LINE];
     let seen = match net::recv(socket, &mut line[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-        Ok((_, 0)) => return Line::Bad("closed before its CONNECT line was complete"),
+        Ok((_, 0)) => return Line::CLOSED,
         Ok((_, n)) => n,
         Err(Errno::AGAIN | Errno::INTR) => return Line::Partial,
         Err(_) => return Line::Bad("failed before its CONNECT line was complete"),
@@ -84,7 +90,7 @@ fn read_packet(socket: &HostSocket) -> Line {
     // One more byte detects a longer packet.
     let mut line = [0u8; MAX_LINE + 1];
     let seen = match socket.recv(&mut line) {
-        Ok(0) => return Line::Bad("closed before its CONNECT line was complete"),
+        Ok(0) => return Line::CLOSED,
         Ok(n) => n,
         Err(Errno::AGAIN | Errno::INTR) => return Line::Partial,
         Err(_) => return Line::Bad("failed before its CONNECT line was complete"),

@@ -226,7 +226,7 @@ fn payload_right_behind_the_connect_line_is_kept() {
     guest.listen(PORT, 8).unwrap();
     let payload = bytes(7, 100_000);
     let mut program = hybrid(&daemon.uds_path());
-    let mut message = b"CONNECT 1000\n".to_vec();
+    let mut message = b"\tconnect  +1000 x\r\n".to_vec();
     message.extend_from_slice(&payload);
     let writer = thread::spawn(move || {
         program.write_all(&message).unwrap();
@@ -281,6 +281,7 @@ fn what_is_no_connect_line_is_closed() {
         b"\n",
         b"\0\0\0\0",
         b"CONNECT 00000000000000000000000000000000000000000001000\n",
+        &[b' '; 4096],
         &[b'C'; 4096],
     ] {
         let mut program = hybrid(&daemon.uds_path());

@@ -196,7 +196,8 @@ Attach crosvm:
 
 Host to guest (hybrid vsock, the convention of Firecracker): connect to the --uds-path socket,
 send `CONNECT PORT` and a newline, read `OK PORT` and a newline; then the connection is the
-guest's. Without a listener on that port in the guest, the socket closes without an OK.
+guest's. Without a listener on that port in the guest, the socket closes without an OK. The line
+may have small letters, more blanks and further words, and has at most 32 bytes.
   zerosock nc hybrid:/tmp/vm3.vsock:1234          or: socat - UNIX:/tmp/vm3.vsock
 Guest to host: the guest connects to CID 2, port 1234; the daemon connects to PATH_1234.
 Messages (SOCK_SEQPACKET): the same at --uds-path-seqpacket, with Unix sockets of that type. Each

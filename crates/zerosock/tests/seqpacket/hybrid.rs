@@ -117,7 +117,7 @@ impl Lab {
     fn called(&self, guest: &Endpoint) -> (SeqPacket, Program) {
         let listener = guest.listen_seqpacket(PORT, 4).unwrap();
         let program = self.program();
-        program.send(format!("CONNECT {PORT}\n").as_bytes());
+        program.send(format!(" CONNECT  {PORT} \n").as_bytes());
         let (ours, _) = listener.accept_timeout(PATIENCE).unwrap();
         assert_eq!(program.recv(), format!("OK {PORT}\n").as_bytes());
         (with_time_outs(ours), program)

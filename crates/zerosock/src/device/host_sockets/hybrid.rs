@@ -24,8 +24,8 @@ use zerosock_proto::{Instant, Port};
 use zerosock_sys::account::Account;
 use zerosock_sys::socket_path::{self, Found, is_trusted_user};
 
-/// Longest CONNECT line: the word, a space, ten digits, CR and LF.
-const MAX_LINE: usize = "CONNECT 4294967295\r\n".len();
+/// Longest CONNECT line with its newline, as in Firecracker and vhost-device-vsock.
+const MAX_LINE: usize = 32;
 
 /// Which port the OK line names.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -150,30 +150,34 @@ enum Parsed {
     Bad,
 }
 
+/// Parses the CONNECT line as the other programs of this convention do: two words, in any case, with blanks
+/// before, between and after them; further words are ignored.
 fn parse_line(bytes: &[u8]) -> Parsed {
-    const WORD: &[u8] = b"connect ";
-    let word = &bytes[..bytes.len().min(WORD.len())];
-    if !word.eq_ignore_ascii_case(&WORD[..word.len()]) {
-        return Parsed::Bad;
-    }
-    let Some(end) = bytes.iter().position(|&b| b == b'\n') else {
-        return if bytes.len() < MAX_LINE {
-            Parsed::Partial
-        } else {
-            Parsed::Bad
+    const WORD: &[u8] = b"connect";
+    let Some(end) = bytes.iter().position(|&byte| byte == b'\n') else {
+        // A program of another protocol is told as soon as its first bytes show it.
+        let word = bytes.trim_ascii_start();
+        let seen = word.len().min(WORD.len());
+        let may_follow = word.get(WORD.len()).is_none_or(u8::is_ascii_whitespace);
+        let matches = word[..seen].eq_ignore_ascii_case(&WORD[..seen]) && may_follow;
+        return match matches && bytes.len() < MAX_LINE {
+            true => Parsed::Partial,
+            false => Parsed::Bad,
         };
     };
-    let digits = bytes.get(WORD.len()..end).unwrap_or_default();
-    let digits = digits.strip_suffix(b"\r").unwrap_or(digits);
-    match std::str::from_utf8(digits)
-        .ok()
-        .filter(|d| d.bytes().all(|b| b.is_ascii_digit()))
+    let words = bytes[..end].split(u8::is_ascii_whitespace);
+    let mut words = words.filter(|word| !word.is_empty());
+    if !words
+        .next()
+        .is_some_and(|word| word.eq_ignore_ascii_case(WORD))
     {
-        Some(d) => match d.parse::<u32>() {
-            Ok(port) => Parsed::Port(Port::new(port), end + 1),
-            Err(_) => Parsed::Bad,
-        },
-        None => Parsed::Bad,
+        return Parsed::Bad;
+    }
+    let port = words.next().and_then(|word| std::str::from_utf8(word).ok());
+    // `u32::from_str` accepts a plus sign and leading zeros, as those programs do.
+    match port.map(str::parse) {
+        Some(Ok(port)) => Parsed::Port(Port::new(port), end + 1),
+        _ => Parsed::Bad,
     }
 }
 
@@ -307,36 +311,109 @@ mod tests {
         services.connect(Port::new(port), SocketType::STREAM, &account, Instant::ZERO)
     }
 
+    /// The forms of the line, and what the other programs of this convention make of each (F:
+    /// Firecracker, V: vhost-device-vsock, C: cloud-hypervisor; a small letter: refused).
+    ///
+    /// F and V read ten bytes, then single bytes up to a newline or 32 bytes, split at Unicode white space,
+    /// compare the first word with `connect` in lower case, and parse the second as a `u32`. C compares with
+    /// `connect ` and `CONNECT `, and parses what follows up to the newline as a `u32`, without blanks at
+    /// its ends. Differences from F and V: only ASCII white space separates words, the first newline ends
+    /// the line even where F and V would still take it for a blank, and 32 bytes without a newline are no
+    /// line.
     #[test]
-    fn a_line_is_parsed_whole_or_not_at_all() {
-        let port = |p, n| Parsed::Port(Port::new(p), n);
-        assert_eq!(parse_line(b"CONNECT 1024\n"), port(1024, 13));
-        assert_eq!(parse_line(b"connect 7\r\nrest"), port(7, 11));
-        assert_eq!(parse_line(b"CONNECT 4294967295\r\n"), port(u32::MAX, 20));
-        for partial in [&b""[..], b"C", b"CONNECT", b"CONNECT ", b"CONNECT 12"] {
-            assert_eq!(parse_line(partial), Parsed::Partial, "{partial:?}");
+    fn forms_of_the_line_are_those_of_other_programs() {
+        let accepted: [(&[u8], u32); 21] = [
+            (b"CONNECT 7007\n", 7007),             // FVC
+            (b"connect 7007\n", 7007),             // FVC
+            (b"CoNNect 7007\n", 7007),             // FVc
+            (b"CONNECT 7007\r\n", 7007),           // FVC
+            (b"CONNECT 7007 \n", 7007),            // FVC
+            (b"CONNECT 7007\t\n", 7007),           // FVC
+            (b"CONNECT 7007 \r\n", 7007),          // FVC
+            (b"CONNECT  7007\n", 7007),            // FVC
+            (b"CONNECT \t7007\n", 7007),           // FVC
+            (b"CONNECT\t7007\n", 7007),            // FVc
+            (b"CONNECT\r7007\n", 7007),            // FVc
+            (b" CONNECT 7007\n", 7007),            // FVc
+            (b"\t \tCONNECT 7007\n", 7007),        // FVc
+            (b"CONNECT 7007 x\n", 7007),           // FVc
+            (b"CONNECT 7007 7008 7009\n", 7007),   // FVc
+            (b"CONNECT +7007\n", 7007),            // FVC
+            (b"CONNECT 0007007\n", 7007),          // FVC
+            (b"CONNECT 0\n", 0),                   // FVC
+            (b"CONNECT 1\n", 1),                   // FVC
+            (b"CONNECT 4294967295\n", u32::MAX),   // FVC
+            (b"CONNECT 4294967295\r\n", u32::MAX), // FVC
+        ];
+        for (line, port) in accepted {
+            let named = String::from_utf8_lossy(line).into_owned();
+            let want = Parsed::Port(Port::new(port), line.len());
+            assert_eq!(parse_line(line), want, "{named:?}");
+            // Bytes of the guest follow, a second line among them.
+            let mut more = line.to_vec();
+            more.extend_from_slice(b"CONNECT 1\n\0\xff");
+            more.truncate(MAX_LINE);
+            assert_eq!(parse_line(&more), want, "{named:?} and payload");
+            for end in 0..line.len() {
+                assert_eq!(
+                    parse_line(&line[..end]),
+                    Parsed::Partial,
+                    "{:?}",
+                    &line[..end]
+                );
+            }
         }
-        for bad in [
-            &b"GET / HTTP/1.1\r\n"[..],
+        for refused in [
+            &b"CONNECT\n"[..],
             b"CONNECT \n",
-            b"CONNECT -1\n",
-            b"CONNECT +1\n",
-            b"CONNECT 4294967296\n",
-            b"CONNECT 1 2\n",
-            b"CONNECT\t1\n",
+            b" \n",
             b"\n",
-            b"CONNECT 00000000000000",
+            b"\nCONNECT 7007\n", // FVc
+            b"CONNECT\n7007\n",  // FVc
+            b"CONNECT -1\n",
+            b"CONNECT 4294967296\n",
+            b"CONNECT 0x7\n",
+            b"CONNECT 7,\n",
+            b"CONNECT x 7007\n",
+            b"CONNECT7007\n",
+            b"CONNECTS 7007\n",
+            b"7007\n",
+            b"CONNECT \xff7\n",
+            b"CONNECT\xc2\xa07007\n", // FVc: a no-break space
         ] {
-            assert_eq!(parse_line(bad), Parsed::Bad, "{bad:?}");
+            assert_eq!(parse_line(refused), Parsed::Bad, "{refused:?}");
+        }
+        // Refused before there is a newline.
+        for early in [
+            &b"G"[..],
+            b"\0",
+            b"connet",
+            b" x",
+            b"CONNECT7",
+            &[b' '; MAX_LINE],
+            &b"CONNECT 000000000000000000000007"[..],
+        ] {
+            assert_eq!(parse_line(early), Parsed::Bad, "{early:?}");
+        }
+        for partial in [
+            &b""[..],
+            b" ",
+            b"\t",
+            b"C",
+            b" conn",
+            b"CONNECT",
+            b"CONNECT x",
+        ] {
+            assert_eq!(parse_line(partial), Parsed::Partial, "{partial:?}");
         }
     }
 
     #[test]
     fn the_payload_behind_the_newline_stays_in_the_socket() {
         let (b, mut a) = pair();
-        a.write_all(b"CONNECT 5").unwrap();
+        a.write_all(b" CONNECT  5").unwrap();
         assert_eq!(read_stream(&b), Line::Partial);
-        a.write_all(b"2\nhello").unwrap();
+        a.write_all(b"2 x\nhello").unwrap();
         assert_eq!(read_stream(&b), Line::Connect(Port::new(52)));
         let mut rest = [0; 8];
         assert_eq!(b.recv(&mut rest), Ok(5));

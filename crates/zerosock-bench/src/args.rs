@@ -6,6 +6,9 @@ use std::time::Duration;
 use clap::{Parser, ValueEnum};
 use zerosock_cli::Failure;
 
+use crate::binary::Binary;
+use crate::placement::Placement;
+
 /// Measure zerosock beside its peers, in one run on this machine
 ///
 /// Contestants alternate round by round, each side of a pair a process on a core of its own, and
@@ -50,10 +53,28 @@ pub(crate) struct BenchArgs {
     )]
     case: String,
 
-    /// Only against this peer; can be repeated
+    /// Only against this peer; can be repeated. With --against-binary: also against this peer
     #[arg(long, value_name = "NAME")]
     against: Vec<String>,
+
+    /// In `local`, `device`, `relay` and `net`, compare with another release instead of with peers: the path of
+    /// its `zerosock` or `zerosock-bench`; can be repeated. Cases of 64 B have 12 rounds or more
+    #[arg(long, value_name = "PATH")]
+    against_binary: Vec<PathBuf>,
+
+    /// In the same tables, the cores of the device or relay, of its driver or connecting program, and of the
+    /// program on the host; can be repeated, each placement is a table. `all`: the first two cores as 0/1/1,
+    /// 0/0/1 and 0/1/0 [default with --against-binary: all]
+    #[arg(long, value_name = "DEVICE/DRIVER/HOST")]
+    placement: Vec<String>,
+
+    /// With --against-binary, fail if a ratio is below this and not by chance
+    #[arg(long, value_name = "RATIO", requires = "against_binary")]
+    fail_below: Option<f64>,
 }
+
+/// A ratio below it is named under the table of a comparison with another release.
+const LOSS: f64 = 0.97;
 
 /// A table that can be asked for.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
@@ -81,6 +102,14 @@ pub(crate) enum TableName {
 }
 
 impl TableName {
+    /// Whether its roles can be placed, and a role be that of another release.
+    fn is_of_roles(self) -> bool {
+        matches!(
+            self,
+            TableName::Local | TableName::Device | TableName::Relay | TableName::Net
+        )
+    }
+
     /// Its word on the command line.
     pub(crate) fn as_typed(self) -> String {
         let value = self.to_possible_value();
@@ -99,6 +128,14 @@ pub(crate) struct Settings {
     pub(crate) quick: bool,
     pub(crate) case: String,
     pub(crate) against: Vec<String>,
+    /// The releases to compare with.
+    pub(crate) releases: Vec<Binary>,
+    /// Each is a table of its own; none: one table, without a placement.
+    pub(crate) placements: Vec<Placement>,
+    /// Ratios below it are losses.
+    pub(crate) loss: f64,
+    /// Whether a loss is a failure.
+    pub(crate) fails: bool,
     /// Warm-up time at the beginning of a measurement, not counted.
     pub(crate) warm: Duration,
     /// Measured time after the warm-up.
@@ -126,6 +163,16 @@ impl Settings {
             seen.push(*table);
             new
         });
+        let is_of_roles = args.against_binary.is_empty() && args.placement.is_empty();
+        if let Some(other) = tables
+            .iter()
+            .find(|table| !is_of_roles && !table.is_of_roles())
+        {
+            return Err(Failure::Usage(format!(
+                "--against-binary and --placement are for local, device, relay and net, not for {}",
+                other.as_typed()
+            )));
+        }
         let (rounds, warm, time) = if args.quick {
             (1, Duration::from_millis(5), Duration::from_millis(25))
         } else {
@@ -140,9 +187,34 @@ impl Settings {
             quick: args.quick,
             case: args.case,
             against: args.against,
+            placements: placements(&args.placement, !args.against_binary.is_empty())?,
+            releases: releases(args.against_binary)?,
+            loss: args.fail_below.unwrap_or(LOSS),
+            fails: args.fail_below.is_some(),
             warm,
             time,
         })
+    }
+
+    /// The tables to measure, each in its placements.
+    pub(crate) fn runs(&self) -> Vec<(TableName, Option<Placement>)> {
+        let mut runs = Vec::new();
+        for &table in &self.tables {
+            let mut pairs = Vec::new();
+            for &placement in &self.placements {
+                // `local` has two sides: the program on the host is the device.
+                let pair =
+                    (table == TableName::Local).then_some((placement.device, placement.driver));
+                if pair.is_none() || !pairs.contains(&pair) {
+                    runs.push((table, Some(placement)));
+                }
+                pairs.push(pair);
+            }
+            if self.placements.is_empty() {
+                runs.push((table, None));
+            }
+        }
+        runs
     }
 
     /// Whether a case was selected.
@@ -152,8 +224,42 @@ impl Settings {
 
     /// Whether a peer was selected.
     pub(crate) fn is_against(&self, peer: &str) -> bool {
-        self.against.is_empty() || self.against.iter().any(|name| name == peer)
+        let all = self.against.is_empty() && self.releases.is_empty();
+        all || self.against.iter().any(|name| name == peer)
     }
+}
+
+fn placements(words: &[String], is_comparison: bool) -> Result<Vec<Placement>, Failure> {
+    let mut placements = Vec::new();
+    let default = (is_comparison && words.is_empty()).then(|| "all".to_owned());
+    for word in words.iter().chain(&default) {
+        if word == "all" {
+            placements.extend(Placement::all());
+        } else {
+            let placement = word.parse();
+            placements.push(
+                placement
+                    .map_err(|error| Failure::Usage(format!("--placement {word}: {error}")))?,
+            );
+        }
+    }
+    Ok(placements)
+}
+
+fn releases(paths: Vec<PathBuf>) -> Result<Vec<Binary>, Failure> {
+    let mut releases = Vec::new();
+    for (path, number) in paths.into_iter().zip(1..) {
+        if number > Binary::MOST {
+            return Err(Failure::usage("--against-binary: too many releases"));
+        }
+        // Below it is run from other directories, and must be no name on the PATH.
+        let real = path.canonicalize().ok().filter(|path| path.is_file());
+        let real = real.ok_or_else(|| {
+            Failure::Usage(format!("--against-binary {}: no file", path.display()))
+        })?;
+        releases.push(Binary::other(Box::leak(real.into_boxed_path()), number));
+    }
+    Ok(releases)
 }
 
 #[cfg(test)]

@@ -8,10 +8,14 @@ use std::fmt::Display;
 use std::io::IsTerminal;
 
 use crate::args::Settings;
+use crate::binary::Binary;
 use crate::pair::{Cores, Task};
 use crate::report::{Outcomes, Table};
 use crate::rounds::alternate;
 use crate::worker::order::{Job, Outcome, Wait};
+
+/// Least rounds of a case of 64 B that compares releases: its figures differ most from round to round.
+pub(crate) const SMALL_ROUNDS: usize = 12;
 
 /// See the [module](self).
 pub(crate) struct Bench<'s> {
@@ -34,6 +38,19 @@ impl Bench<'_> {
         first.into_iter().chain(others).collect()
     }
 
+    /// As [`wanted`](Self::wanted), with the releases to compare with behind the first.
+    pub(crate) fn wanted_with<C>(
+        &self,
+        contestants: impl IntoIterator<Item = (impl Display, C)>,
+        release: impl Fn(Binary) -> C,
+    ) -> Vec<(String, C)> {
+        let mut wanted = self.wanted(contestants);
+        let releases = self.settings.releases.iter();
+        let releases = releases.map(|one| (one.title().to_owned(), release(*one)));
+        let others = wanted.split_off(wanted.len().min(1));
+        wanted.into_iter().chain(releases).chain(others).collect()
+    }
+
     /// Measures the contestants of a case in turn; `run` is one measurement.
     pub(crate) fn measure<C, T>(
         &self,
@@ -52,7 +69,14 @@ impl Bench<'_> {
         contestants: &[(impl Display, C)],
         mut run: impl FnMut(&C) -> Result<T, String>,
     ) -> Outcomes<T> {
-        let rounds = self.table.rounds.min(most);
+        let Settings {
+            quick, releases, ..
+        } = self.settings;
+        let least = match releases.is_empty() || *quick || !case.contains("64 B") {
+            true => 1,
+            false => SMALL_ROUNDS,
+        };
+        let rounds = self.table.rounds.max(least).min(most);
         let outcomes = alternate(rounds, contestants.len(), |round, at| {
             let (title, contestant) = &contestants[at];
             print_progress(&format!("{case}: round {}, {title}", round + 1));
@@ -60,6 +84,14 @@ impl Bench<'_> {
         });
         let titles = contestants.iter().map(|(title, _)| title.to_string());
         Outcomes(titles.zip(outcomes).collect())
+    }
+
+    /// The cores of the placement, if there is one: for processes that are on no core in particular otherwise.
+    pub(crate) fn placed_cores(&self) -> Cores {
+        match self.table.placement {
+            Some(_) => self.cores,
+            None => Cores::ANY,
+        }
     }
 
     /// A measurement of a pair of processes, each on its core.

@@ -3,9 +3,9 @@
 use std::fs;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use rustix::thread::{CpuSet, sched_getaffinity};
 
 use crate::pair::Cores;
+use crate::placement::{Placement, allowed};
 
 /// The first two cores in this process's affinity mask.
 pub(crate) fn cores() -> Cores {
@@ -14,14 +14,10 @@ pub(crate) fn cores() -> Cores {
         (Some(sender), Some(receiver)) => Cores {
             sender: Some(sender),
             receiver: Some(receiver),
+            host: Some(sender),
         },
         _ => Cores::ANY,
     }
-}
-
-fn allowed() -> impl Iterator<Item = usize> {
-    let set = sched_getaffinity(None).unwrap_or_default();
-    (0..CpuSet::MAX_CPU).filter(move |cpu| set.is_set(*cpu))
 }
 
 /// Raises the limit of descriptors for this process and its children: to the hard limit, and that
@@ -42,7 +38,7 @@ pub(crate) fn raise_descriptors(wanted: u64) -> usize {
 }
 
 /// Processor, cores, memory, kernel, and the cores of each side.
-pub(crate) fn describe(cores: Cores) -> String {
+pub(crate) fn describe(cores: Cores, placement: Option<Placement>) -> String {
     let read = |path| fs::read_to_string(path).unwrap_or_default();
     let cpuinfo = read("/proc/cpuinfo");
     let model = field(&cpuinfo, "model name").unwrap_or("an unnamed processor");
@@ -52,11 +48,19 @@ pub(crate) fn describe(cores: Cores) -> String {
         .and_then(|kib| kib.parse::<u64>().ok())
         .map_or(0, |kib| kib.div_ceil(1 << 20));
     let kernel = read("/proc/sys/kernel/osrelease");
-    let pinned = match cores {
-        Cores {
-            sender: Some(sender),
-            receiver: Some(receiver),
-        } => format!("sender on core {sender}, receiver on core {receiver}"),
+    let pinned = match (placement, cores) {
+        (Some(at), _) => format!(
+            "device on core {}, driver on core {}, host on core {}",
+            at.device, at.driver, at.host
+        ),
+        (
+            None,
+            Cores {
+                sender: Some(sender),
+                receiver: Some(receiver),
+                ..
+            },
+        ) => format!("sender on core {sender}, receiver on core {receiver}"),
         _ => "only one core for both sides".to_owned(),
     };
     format!(
@@ -80,7 +84,7 @@ mod tests {
 
     #[test]
     fn a_machine_with_one_core_is_reported_as_such() {
-        assert!(describe(Cores::ANY).contains("only one core"));
+        assert!(describe(Cores::ANY, None).contains("only one core"));
     }
 
     #[test]

@@ -14,12 +14,14 @@
 
 mod args;
 mod bench;
+mod binary;
 mod image;
 mod instructions;
 mod machine;
 mod namespace;
 mod pair;
 mod peers;
+mod placement;
 mod processes;
 mod report;
 mod rounds;
@@ -37,8 +39,9 @@ use zerosock_testkit::guest;
 
 use args::{BenchArgs, Settings, TableName};
 use bench::Bench;
-use peers::WORKER;
-use report::Table;
+use binary::WORKER;
+use placement::Placement;
+use report::{Comparison, Table};
 use tables::{net, relay};
 
 /// The subcommands of `zerosock` that measurements start.
@@ -76,10 +79,11 @@ fn run(args: BenchArgs) -> Result<(), Failure> {
         install(&settings.tables);
     }
     let cores = machine::cores();
-    let machine = machine::describe(cores);
     let to_stdout = settings.json.as_deref() == Some(Path::new("-"));
     let mut done: Vec<Table> = Vec::new();
-    for name in &settings.tables {
+    let mut losses = 0;
+    for (name, placement) in settings.runs() {
+        let cores = placement.map_or(cores, Placement::cores);
         let run = match name {
             TableName::Local => tables::local::run,
             TableName::Device => tables::device::run,
@@ -98,8 +102,17 @@ fn run(args: BenchArgs) -> Result<(), Failure> {
             table: Table {
                 name: name.as_typed(),
                 method: String::new(),
-                machine: machine.clone(),
+                machine: machine::describe(cores, placement),
+                placement: placement.map(|placement| placement.to_string()),
                 rounds: settings.rounds,
+                comparison: settings.releases.first().map(|_| Comparison {
+                    releases: settings
+                        .releases
+                        .iter()
+                        .map(|release| release.title())
+                        .collect(),
+                    loss: settings.loss,
+                }),
                 rows: Vec::new(),
                 missing: Vec::new(),
             },
@@ -115,13 +128,20 @@ fn run(args: BenchArgs) -> Result<(), Failure> {
         } else {
             println!("{mark}{}", table.text());
         }
+        losses += table.losses().filter(|loss| loss.is_certain).count();
         done.push(table);
         // Print after each table, so that an interrupted run keeps its finished tables.
         if let Some(path) = &settings.json {
             write(path, &done)?;
         }
     }
-    Ok(())
+    match losses {
+        1.. if settings.fails => Err(Failure::Runtime(format!(
+            "{losses} ratios are below {}",
+            settings.loss
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// Installs missing peers. On failure the table lists the peer as missing; the reason is printed

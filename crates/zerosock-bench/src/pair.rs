@@ -27,13 +27,21 @@ pub(crate) struct Cores {
     /// The side that sends or pings; `None` where there is only one core.
     pub(crate) sender: Option<usize>,
     pub(crate) receiver: Option<usize>,
+    /// The program behind a device or relay: that of the sender unless a placement says otherwise.
+    pub(crate) host: Option<usize>,
 }
 
 impl Cores {
+    /// Whether sender and receiver have a core each.
+    pub(crate) fn are_two(self) -> bool {
+        self.sender.is_some() && self.sender != self.receiver
+    }
+
     /// No side is pinned.
     pub(crate) const ANY: Cores = Cores {
         sender: None,
         receiver: None,
+        host: None,
     };
 }
 
@@ -57,7 +65,7 @@ pub(crate) struct Task {
 /// The fault that a worker reported, including received bytes that differ from those sent.
 pub(crate) fn measure(contestant: Contestant, task: &Task) -> Result<Outcome, String> {
     let program = &contestant.program()?;
-    if task.wait == Wait::Spin && task.cores.sender.is_none() {
+    if task.wait == Wait::Spin && !task.cores.are_two() {
         return Err("two spinning sides need two cores".to_owned());
     }
     if contestant.processes() == 1 {

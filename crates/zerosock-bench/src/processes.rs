@@ -7,6 +7,8 @@ use std::process::{Child, Command, ExitStatus};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::thread::{sched_getaffinity, sched_setaffinity};
+
 use crate::worker;
 
 /// Threads of the kernel that work for sockets; their time is no process's.
@@ -58,6 +60,16 @@ pub(crate) fn on_core<T: Send>(
     };
     let outcome = thread::scope(|scope| scope.spawn(pinned).join());
     outcome.map_err(|_| "a measuring thread panicked")?
+}
+
+/// Runs `start` on the calling thread while it is on core `cpu`, if given: processes and threads that `start`
+/// starts stay there.
+pub(crate) fn starting_on<T>(cpu: Option<usize>, start: impl FnOnce() -> T) -> Result<T, String> {
+    let before = sched_getaffinity(None).map_err(|error| error.to_string())?;
+    worker::pin(cpu)?;
+    let started = start();
+    let restored = sched_setaffinity(None, &before).map_err(|error| error.to_string());
+    restored.map(|()| started)
 }
 
 /// A child process, in the process group of the bench; killed when dropped.

@@ -106,10 +106,31 @@ pub(crate) struct Table {
     /// The method, in one or two sentences.
     pub(crate) method: String,
     pub(crate) machine: String,
+    /// The cores of the device, of its driver and of the program on the host, if they were chosen.
+    pub(crate) placement: Option<String>,
     pub(crate) rounds: usize,
+    /// With other releases.
+    pub(crate) comparison: Option<Comparison>,
     pub(crate) rows: Vec<Row>,
     /// Contestants that could not run, and how to install them.
     pub(crate) missing: Vec<Missing>,
+}
+
+/// A comparison with other releases of zerosock.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Comparison {
+    /// Their names among the peers.
+    pub(crate) releases: Vec<&'static str>,
+    /// Ratios below it are losses.
+    pub(crate) loss: f64,
+}
+
+/// A row that is worse than that of another release.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Loss<'t> {
+    pub(crate) row: &'t Row,
+    /// Whether the interval of the ratio, if there are enough rounds for one, is below 1.
+    pub(crate) is_certain: bool,
 }
 
 /// A contestant that could not run, or failed.
@@ -233,15 +254,68 @@ impl Table {
         }
     }
 
+    /// The rows that are worse than those of other releases.
+    pub(crate) fn losses(&self) -> impl Iterator<Item = Loss<'_>> {
+        let against = |row: &&Row| {
+            let comparison = self.comparison.as_ref()?;
+            let mut releases = comparison.releases.iter();
+            let is_release = releases.any(|release| *release == row.peer_name);
+            is_release.then_some(comparison.loss)
+        };
+        self.rows.iter().filter_map(move |row| {
+            let loss = against(&row)?;
+            let ratio = match (&row.ours, &row.peer) {
+                // What the other release could do, and this one cannot.
+                (Err(_), Ok(_)) => 0.0,
+                _ => row.ratio()?,
+            };
+            let is_certain = row.interval().is_none_or(|(_, high)| high < 1.0);
+            (ratio < loss).then_some(Loss { row, is_certain })
+        })
+    }
+
+    /// For each other release, the rows that are worse than its.
+    fn comparison_text(&self, out: &mut String) {
+        let Some(Comparison { releases, loss }) = &self.comparison else {
+            return;
+        };
+        for release in releases {
+            let losses = self.losses().filter(|loss| loss.row.peer_name == *release);
+            let losses: Vec<_> = losses.collect();
+            let _ = writeln!(out, "\nbelow {loss} of {release}: {} rows", losses.len());
+            for Loss {
+                row, is_certain, ..
+            } in losses
+            {
+                let cell = match row.ours {
+                    Ok(_) => ratio_cell(row),
+                    Err(_) => "missing".to_owned(),
+                };
+                let chance = if is_certain { "" } else { ", within the noise" };
+                let _ = writeln!(out, "- {}, {}: {cell}{chance}", row.name, row.metric.name);
+            }
+        }
+    }
+
     /// As text: a table in Markdown.
     pub(crate) fn text(&self) -> String {
         let mut out = String::new();
         // Writing to a String does not fail.
         let _ = writeln!(
             out,
-            "## {}\n\n{}\n{}\nMedian of {} rounds (best to slowest). A ratio above 1 means that \
+            "## {}{}\n\n{}\n{}\nMedian of {} rounds{} (best to slowest). A ratio above 1 means that \
              zerosock is better.\n",
-            self.name, self.method, self.machine, self.rounds
+            self.name,
+            self.placement
+                .as_ref()
+                .map(|at| format!(", placement {at}"))
+                .unwrap_or_default(),
+            self.method,
+            self.machine,
+            self.rounds,
+            self.most_rounds()
+                .map(|most| format!(", {most} for 64 B"))
+                .unwrap_or_default(),
         );
         if self.rounds == 1 {
             out.push_str("One round: the spread is not known, and a ratio can be chance.\n\n");
@@ -295,7 +369,15 @@ impl Table {
         for missing in &self.missing {
             let _ = writeln!(out, "missing: {}: {}", missing.name, missing.reason);
         }
+        self.comparison_text(&mut out);
         out
+    }
+
+    /// Rounds of small cases, if they are more than those of the others.
+    fn most_rounds(&self) -> Option<usize> {
+        let rounds = self.rows.iter().filter_map(|row| row.ours.as_ref().ok());
+        let most = rounds.map(|spread| spread.rounds.len()).max();
+        most.filter(|most| *most > self.rounds)
     }
 
     /// As JSON.
@@ -304,6 +386,7 @@ impl Table {
             "table": self.name,
             "machine": self.machine,
             "method": self.method,
+            "placement": self.placement,
             "rounds": self.rounds,
             "rows": self.rows.iter().map(Row::json).collect::<Vec<_>>(),
             "missing": self.missing,
@@ -376,6 +459,8 @@ mod tests {
             name: "local".into(),
             method: "Both sides touch every byte.".into(),
             machine: "two cores".into(),
+            placement: None,
+            comparison: None,
             rounds: 3,
             rows: vec![
                 Row {

@@ -23,10 +23,11 @@ use zerosock_testkit::packages;
 use zerosock_testkit::protocol::{Command, Outcome as Done};
 use zerosock_testkit::remote::{Guest, Pending};
 
+use crate::binary::WORKER;
 use crate::image::{Image, short_dir};
 use crate::pair::Cores;
 use crate::peers::ours::{Ours, WINDOW};
-use crate::peers::{WORKER, dequeue, vsock as guest_side};
+use crate::peers::{dequeue, vsock as guest_side};
 use crate::processes::own_cpu_time;
 use crate::report::line;
 use crate::worker::order::{Job, Order, Outcome, Wait};

@@ -22,7 +22,7 @@ pub(crate) mod vsock;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use crate::processes::own_program;
+use crate::binary::Binary;
 use crate::worker;
 use crate::worker::order::{Order, Wait};
 use crate::worker::touch::Fault;
@@ -31,6 +31,8 @@ use crate::worker::touch::Fault;
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Contestant {
     Ours,
+    /// Ours, both sides by the program of another release.
+    Release(Binary),
     Unix,
     Tcp,
     Pipe,
@@ -65,7 +67,7 @@ pub(crate) struct Program {
 impl Contestant {
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Contestant::Ours => "zerosock",
+            Contestant::Ours | Contestant::Release(_) => "zerosock",
             Contestant::Unix => "unix",
             Contestant::Tcp => "tcp",
             Contestant::Pipe => "pipe",
@@ -81,6 +83,7 @@ impl Contestant {
     pub(crate) fn title(self) -> &'static str {
         match self {
             Contestant::Ours => "zerosock",
+            Contestant::Release(binary) => binary.title(),
             Contestant::Unix => "Unix stream",
             Contestant::Tcp => "TCP loopback",
             Contestant::Pipe => "pipe",
@@ -95,7 +98,7 @@ impl Contestant {
     /// kernel object spins.
     pub(crate) fn waits(self, wait: Wait) -> bool {
         match self {
-            Contestant::Ours | Contestant::Datagrams => true,
+            Contestant::Ours | Contestant::Release(_) | Contestant::Datagrams => true,
             Contestant::Unix
             | Contestant::Tcp
             | Contestant::Pipe
@@ -121,15 +124,16 @@ impl Contestant {
                 before: Vec::new(),
             });
         }
+        let binary = match self {
+            Contestant::Release(binary) => binary,
+            _ => Binary::OWN,
+        };
         Ok(Program {
-            path: own_program()?,
-            before: vec![WORKER.into()],
+            path: binary.path()?,
+            before: vec![binary.worker().into()],
         })
     }
 }
-
-/// The first argument of a worker, before its order.
-pub(crate) const WORKER: &str = "worker";
 
 /// Main function of a worker that is this program. The arguments are the order.
 pub(crate) fn work(order: &Order) -> Result<(), Fault> {

@@ -8,7 +8,7 @@ use Wait::{Sleep, Spin};
 use crate::bench::Bench;
 use crate::pair;
 use crate::peers::{self, Contestant, ours};
-use crate::report::Metric;
+use crate::report::{Metric, Row};
 use crate::worker::order::{Job, Outcome, Wait};
 
 const ONE_WAY: Metric = Metric::lower("one-way latency", "ns");
@@ -106,9 +106,10 @@ fn measure(bench: &mut Bench<'_>, group: &Group) {
     // Contestants in the order of the rows, each with the mode of waiting of its row.
     let mut contestants: Vec<(&str, (Contestant, Wait))> = Vec::new();
     for (_, our_wait, their_wait, _) in rows() {
-        for contestant in peers::ALL {
+        let releases = settings.releases.iter().copied().map(Contestant::Release);
+        for contestant in peers::ALL.into_iter().chain(releases) {
             let (wait, is_wanted) = match contestant {
-                Contestant::Ours => (*our_wait, true),
+                Contestant::Ours | Contestant::Release(_) => (*our_wait, true),
                 peer => (*their_wait, settings.is_against(peer.name())),
             };
             let one = (contestant.title(), (contestant, wait));
@@ -126,7 +127,12 @@ fn measure(bench: &mut Bench<'_>, group: &Group) {
             continue;
         };
         for (peer, (_, (contestant, wait))) in contestants.iter().enumerate() {
-            if *contestant != Contestant::Ours && *wait == their_wait {
+            let is_release = matches!(contestant, Contestant::Release(_));
+            let their_wait = if is_release { our_wait } else { their_wait };
+            // Rows of one name, but with peers that wait in another way, have the same row for a release.
+            let is_new = |row: &Row| row.name != name || row.peer_name != contestant.title();
+            let is_new = !is_release || bench.table.rows.iter().all(is_new);
+            if *contestant != Contestant::Ours && *wait == their_wait && is_new {
                 let value = |outcome: &Outcome| value(outcome, metric, group.size);
                 bench
                     .table

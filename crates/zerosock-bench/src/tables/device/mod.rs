@@ -9,9 +9,11 @@ pub(crate) mod traffic;
 mod user_mode;
 
 use std::cell::Cell;
+use std::rc::Rc;
 
 use crate::args::Settings;
 use crate::bench::Bench;
+use crate::binary::Binary;
 use crate::pair::{self, Task};
 use crate::peers::{Contestant, unix};
 use crate::report::{Metric, Outcomes};
@@ -27,8 +29,8 @@ const P50: Metric = Metric::lower("round trip p50", "us");
 const P99: Metric = Metric::lower("round trip p99", "us");
 
 const METHOD: &str = "The device without a VM: zerosock's driver takes the place of the guest and \
-    sleeps when idle; the device forwards to a Unix socket. The device has the receiver's core to \
-    itself; the driver and the program at the Unix socket share the sender's core. Every byte is \
+    sleeps when idle; the device forwards to a Unix socket. Unless a placement says otherwise, the device \
+    has the receiver's core to itself, and the driver and the program at the Unix socket share the sender's. Every byte is \
     checked. The bare socket is the same writes without a device, between the same cores.";
 
 const SIZES: [(usize, &str); 4] = [
@@ -89,23 +91,28 @@ pub(crate) fn run(bench: &mut Bench<'_>) {
 /// What carries the bytes: the contestants of the table.
 enum Means {
     /// A device, or why it is missing, and the bytes of its streams: 0 until that is known.
-    Device(Result<Device, String>, Cell<u64>),
+    Device(Result<Device, String>, Rc<Cell<u64>>),
     /// A bare Unix socket: the peer of that name in the table `local`.
     Bare,
 }
 
-fn contestants() -> [(String, Means); 3] {
-    let device = |device| Means::Device(device, Cell::new(0));
-    [
-        (OURS.to_owned(), device(program::ours())),
-        (program::peer_title(), device(program::peer())),
+fn contestants(bench: &Bench<'_>) -> Vec<(String, Means)> {
+    // The streams of all releases have one length.
+    let length = Rc::new(Cell::new(0));
+    let release = |binary| Means::Device(program::release(binary), length.clone());
+    let peer = Means::Device(program::peer(), Rc::default());
+    let contestants = [
+        (OURS.to_owned(), release(Binary::OWN)),
+        (program::peer_title(), peer),
         ("bare Unix socket".to_owned(), Means::Bare),
-    ]
+    ];
+    bench.wanted_with(contestants, release)
 }
 
 fn stream(bench: &mut Bench<'_>, name: &str, case: Case) {
     let (settings, cores) = (bench.settings, bench.cores);
-    let outcomes = bench.measure(name, &contestants(), |means| {
+    let contestants = contestants(bench);
+    let outcomes = bench.measure(name, &contestants, |means| {
         let Means::Device(device, length) = means else {
             return bare(bench, Job::Receive, case.size).map(|outcome| Figures {
                 mb_s: outcome.mb_s(case.size),
@@ -122,12 +129,18 @@ fn stream(bench: &mut Bench<'_>, name: &str, case: Case) {
     });
     let table = &mut bench.table;
     table.add_rows(name, THROUGHPUT, &outcomes, |figures| figures.mb_s);
-    // The bare socket has no device.
-    table.compare(name, CPU, &outcomes, (0, 1), |figures| figures.cpu_s_per_gb);
+    for (at, (_, means)) in contestants.iter().enumerate().skip(1) {
+        // The bare socket has no device.
+        if let Means::Device(..) = means {
+            table.compare(name, CPU, &outcomes, (0, at), |figures| {
+                figures.cpu_s_per_gb
+            });
+        }
+    }
 }
 
 fn round_trip(bench: &mut Bench<'_>, name: &str) {
-    let outcomes = bench.measure(name, &contestants(), |means| {
+    let outcomes = bench.measure(name, &contestants(bench), |means| {
         let Means::Device(device, _) = means else {
             return bare(bench, Job::Ping, TRIP);
         };

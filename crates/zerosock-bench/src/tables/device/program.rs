@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use crate::binary::Binary;
 use crate::peers::install;
-use crate::processes::{self, KilledOnDrop, own_program, retry, wait_until};
+use crate::processes::{self, KilledOnDrop, retry, wait_until};
 
 /// Version of the peer to install.
 const PEER_VERSION: &str = "0.3.0";
@@ -27,13 +28,23 @@ pub(crate) const OURS: &str = "zerosock";
 
 /// zerosock: this program.
 pub(crate) fn ours() -> Result<Device, String> {
-    ours_with(&["serve", "--log-level", "off"])
+    release(Binary::OWN)
+}
+
+/// zerosock.
+pub(crate) fn release(binary: Binary) -> Result<Device, String> {
+    release_with(binary, &["serve", "--log-level", "off"])
+}
+
+/// This program, with these arguments before those that every device gets.
+pub(crate) fn ours_with(arguments: &[&str]) -> Result<Device, String> {
+    release_with(Binary::OWN, arguments)
 }
 
 /// zerosock, with these arguments before those that every device gets.
-pub(crate) fn ours_with(arguments: &[&str]) -> Result<Device, String> {
+pub(crate) fn release_with(binary: Binary, arguments: &[&str]) -> Result<Device, String> {
     Ok(Device {
-        program: own_program()?,
+        program: binary.path()?,
         arguments: arguments.iter().copied().map(str::to_owned).collect(),
     })
 }

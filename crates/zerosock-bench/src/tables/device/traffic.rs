@@ -1,8 +1,8 @@
 //! One measurement of a device: a stream of bytes, or round trips of a message.
 //!
 //! The guest is zerosock's driver half on a memfd, which sleeps when idle; on the host's side is a
-//! program with a Unix socket. Both are threads of this process on one core; the device has the
-//! other core. The receiver checks each byte.
+//! program with a Unix socket. Both are threads of this process on one core, and the device has the
+//! other one, unless a placement says otherwise. The receiver checks each byte.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -17,6 +17,7 @@ use super::program::{Device, Running, START};
 use crate::pair::Cores;
 use crate::processes::{on_core, retry};
 use crate::report::line;
+use crate::worker;
 use crate::worker::jobs::percentile;
 use crate::worker::order::Outcome;
 use crate::worker::touch::stream as pattern;
@@ -67,9 +68,10 @@ pub(crate) fn stream(
         let took = match case.direction {
             Direction::ToHost => {
                 let listener = listen(running)?;
-                to_host(driver, move || accept(&listener), case.size, bytes)?
+                let accept = move || accept(&listener, cores.host);
+                to_host(driver, accept, case.size, bytes)?
             }
-            Direction::ToGuest => to_guest(driver, running, case.size, bytes)?,
+            Direction::ToGuest => to_guest(driver, running, case.size, bytes, cores.host)?,
         };
         let cpu = running.cpu_seconds()? - cpu_before;
         Ok(Figures {
@@ -90,7 +92,7 @@ pub(crate) fn round_trips(
     let stock = Case::STOCK_RX_BUFFER;
     with_device(device, stock, cores, |running, driver| {
         let listener = listen(running)?;
-        ping(driver, move || accept(&listener), warm, time)
+        ping(driver, move || accept(&listener, cores.host), warm, time)
     })
 }
 
@@ -160,7 +162,7 @@ impl Case {
     pub(crate) const STOCK_RX_BUFFER: u32 = 4096;
 }
 
-/// Starts the device on one core and runs the rest on the other.
+/// Starts the device on the receiver's core and runs the rest on the sender's.
 pub(crate) fn with_device<T: Send>(
     device: &Device,
     rx_buffer: u32,
@@ -192,7 +194,9 @@ pub(crate) fn listen(running: &Running) -> Result<UnixListener, String> {
     UnixListener::bind(PathBuf::from(path)).map_err(line)
 }
 
-fn accept(listener: &UnixListener) -> Result<UnixStream, String> {
+/// On the thread of the program on the host, which runs on core `cpu` from here on.
+fn accept(listener: &UnixListener, cpu: Option<usize>) -> Result<UnixStream, String> {
+    worker::pin(cpu)?;
     listener.accept().map(|(stream, _)| stream).map_err(line)
 }
 
@@ -259,16 +263,18 @@ pub(crate) fn to_host<S: Read>(
     Ok(end.duration_since(start))
 }
 
-/// Unix source to driver, writes of `size`.
+/// Unix source on core `cpu` to driver, writes of `size`.
 fn to_guest(
     driver: &mut Driver,
     running: &Running,
     size: usize,
     bytes: u64,
+    cpu: Option<usize>,
 ) -> Result<Duration, String> {
     driver.listen(Port::new(PORT), 1).map_err(line)?;
     let stream = running.connect_hybrid()?;
     let source = thread::spawn(move || {
+        worker::pin(cpu)?;
         let stream = request(stream)?;
         source(stream, bytes, size)
     });

@@ -13,7 +13,8 @@ use super::traffic;
 use crate::args::Settings;
 use crate::bench::Bench;
 use crate::image::{Image, short_dir};
-use crate::processes::own_program;
+use crate::pair::Cores;
+use crate::processes::{on_core, own_program, starting_on};
 use crate::report::{Outcomes, line};
 use crate::worker::order::Outcome;
 
@@ -37,19 +38,30 @@ pub(super) fn measure(bench: &mut Bench<'_>, name: &str) -> Option<Outcomes<Outc
         (OURS.to_owned(), program::ours()),
         (program::peer_title(), program::peer()),
     ];
+    let contestants = bench.wanted_with(contestants, program::release);
+    let cores = bench.placed_cores();
     Some(bench.measure(name, &contestants, |device| {
         let device = device.as_ref().map_err(Clone::clone)?;
-        round_trips(&image, device, bench.settings)
+        // The guest ends with the thread that starts it: that of the program on the host.
+        on_core(cores.host, || {
+            round_trips(&image, device, bench.settings, cores)
+        })
     }))
 }
 
-/// Boots a guest behind a fresh device, which is on no core in particular, and connects to it.
-fn round_trips(image: &Image, device: &Device, settings: &Settings) -> Result<Outcome, String> {
+/// Boots a guest behind a fresh device, each on its core if placed, and connects to it.
+fn round_trips(
+    image: &Image,
+    device: &Device,
+    settings: &Settings,
+    cores: Cores,
+) -> Result<Outcome, String> {
     let dir = short_dir()?;
-    let running = device.start(dir.path(), None)?;
+    let running = device.start(dir.path(), cores.receiver)?;
     let machine = uml::device(&running.socket, uml::VSOCK);
     let (kernel, own) = (&image.kernel, own_program()?);
-    let guest = uml::Guest::boot(kernel, &image.initramfs, &machine, &own, None).map_err(line)?;
+    let boot = || uml::Guest::boot(kernel, &image.initramfs, &machine, &own, None);
+    let guest = starting_on(cores.sender, boot)?.map_err(line)?;
     let listener = guest.remote.socket(Command::Listen { port: PORT }, STEP);
     let socket = listener.map_err(line)?;
     let _echo = guest.remote.start(Command::Echo { socket });

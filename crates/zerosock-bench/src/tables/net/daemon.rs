@@ -7,6 +7,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, kill_process};
 use zerosock_cli::vm::children::{self, Guarded, Log};
 
+use crate::binary::Binary;
 use crate::processes::{own_program, wait_until};
 use crate::report::line;
 
@@ -35,20 +36,25 @@ impl Daemon {
 
 /// `zerosock net` with these options and sockets, which are in a directory of their own. It ends with
 /// the calling thread.
-pub(super) fn zerosock(options: &[&str], sockets: &[&Path]) -> Result<Daemon, String> {
-    zerosock_by(None, options, sockets)
+pub(super) fn zerosock(
+    binary: Binary,
+    options: &[&str],
+    sockets: &[&Path],
+) -> Result<Daemon, String> {
+    zerosock_by(None, binary, options, sockets)
 }
 
 /// As [`zerosock`], started by a command that ends in the program to start: its words.
 pub(super) fn zerosock_by(
     starter: Option<&str>,
+    binary: Binary,
     options: &[&str],
     sockets: &[&Path],
 ) -> Result<Daemon, String> {
-    // The name makes this program the command, also behind the watchdog.
+    // The name makes `zerosock-bench` the command, also behind the watchdog.
     let dir = sockets.first().and_then(|socket| socket.parent());
     let program = dir.ok_or("no socket")?.join(COMMAND_FILE);
-    std::os::unix::fs::symlink(own_program()?, &program).map_err(line)?;
+    std::os::unix::fs::symlink(binary.path()?, &program).map_err(line)?;
     let mut words = starter.into_iter().flat_map(|words| words.split(' '));
     let mut command = match words.next() {
         None => watched(&program)?,

@@ -9,14 +9,17 @@ use super::daemon::{Daemon, start, watched, zerosock};
 use super::guest::Vm;
 use super::link::Link;
 use super::{iperf, passt};
+use crate::binary::Binary;
 use crate::image::{Image, short_dir};
 use crate::namespace::{ip, set};
+use crate::pair::Cores;
 use crate::peers::dpdk;
+use crate::processes::starting_on;
 
 /// A back-end for a guest under QEMU.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Backend {
-    Zerosock,
+    Zerosock(Binary),
     QemuTap,
     Dpdk,
     Passt,
@@ -24,7 +27,7 @@ pub(super) enum Backend {
 
 /// zerosock first, then its peers.
 pub(super) const BACKENDS: [Backend; 4] = [
-    Backend::Zerosock,
+    Backend::Zerosock(Binary::OWN),
     Backend::QemuTap,
     Backend::Dpdk,
     Backend::Passt,
@@ -34,7 +37,7 @@ impl Backend {
     /// Name in the tables.
     pub(super) fn title(self) -> String {
         match self {
-            Backend::Zerosock => "zerosock".to_owned(),
+            Backend::Zerosock(binary) => binary.title().to_owned(),
             Backend::QemuTap => "QEMU tap".to_owned(),
             Backend::Dpdk => format!("{} vhost, TAP PMD", dpdk::title()),
             Backend::Passt => "passt --vhost-user".to_owned(),
@@ -42,16 +45,21 @@ impl Backend {
     }
 
     /// Boots a guest behind it, with an iperf3 server on the host.
-    pub(super) fn link(self, image: &Image) -> Result<Link, String> {
-        let number = self as u8 + 1;
+    pub(super) fn link(self, image: &Image, cores: Cores) -> Result<Link, String> {
+        let number = match self {
+            Backend::Zerosock(binary) => binary.number + 4,
+            Backend::QemuTap => 1,
+            Backend::Dpdk => 2,
+            Backend::Passt => 3,
+        };
         let lan = Lan::new(number)?;
         let (tap, here) = (&lan.tap, &lan.here);
         let socket = lan.dir.path().join("net");
         let mut daemons = Vec::new();
         let devices = match self {
-            Backend::Zerosock => {
+            Backend::Zerosock(binary) => {
                 make_tap(tap, here)?;
-                daemons.push(zerosock_on(tap, &socket)?);
+                daemons.push(zerosock_on(binary, tap, &socket, cores)?);
                 vhost_user(&socket, number)
             }
             Backend::QemuTap => {
@@ -88,7 +96,7 @@ impl Backend {
                 vhost_user(&socket, number)
             }
         };
-        let link = lan.link(daemons, || Vm::boot(image, &devices))?;
+        let link = lan.link(daemons, cores, || Vm::boot(image, &devices))?;
         link.rest()?;
         Ok(link)
     }
@@ -119,10 +127,11 @@ impl Lan {
     fn link(
         self,
         daemons: Vec<Daemon>,
+        cores: Cores,
         boot: impl FnOnce() -> Result<Vm, String>,
     ) -> Result<Link, String> {
-        let server = iperf::serve(self.port)?;
-        let client = boot()?;
+        let server = starting_on(cores.host, || iperf::serve(self.port))??;
+        let client = starting_on(cores.sender, boot)??;
         client.set_up(&self.there, &self.here)?;
         Ok(Link {
             client,
@@ -139,27 +148,30 @@ impl Lan {
 /// A driver of user-mode Linux on a TAP interface.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum UserMode {
-    Zerosock,
+    Zerosock(Binary),
     Vector,
 }
 
 /// Names in the tables: zerosock first, then its peer.
 pub(super) const USER_MODE: [(&str, UserMode); 2] = [
-    ("zerosock", UserMode::Zerosock),
+    ("zerosock", UserMode::Zerosock(Binary::OWN)),
     ("vector driver on TAP", UserMode::Vector),
 ];
 
 impl UserMode {
     /// Boots a guest, with an iperf3 server on the host.
-    pub(super) fn link(self, image: &Image) -> Result<Link, String> {
-        let lan = Lan::new(self as u8 + 11)?;
+    pub(super) fn link(self, image: &Image, cores: Cores) -> Result<Link, String> {
+        let lan = Lan::new(match self {
+            UserMode::Zerosock(binary) => binary.number + 12,
+            UserMode::Vector => 11,
+        })?;
         let tap = &lan.tap;
         let socket = lan.dir.path().join("net");
         make_tap(tap, &lan.here)?;
         let mut daemons = Vec::new();
         let machine = match self {
-            UserMode::Zerosock => {
-                daemons.push(zerosock_on(tap, &socket)?);
+            UserMode::Zerosock(binary) => {
+                daemons.push(zerosock_on(binary, tap, &socket, cores)?);
                 uml::device(&socket, uml::NET)
             }
             UserMode::Vector => vec![
@@ -167,13 +179,15 @@ impl UserMode {
                 format!("vec0:transport=tap,ifname={tap},depth=128,gro=1"),
             ],
         };
-        lan.link(daemons, || Vm::boot_user_mode(image, &machine))
+        lan.link(daemons, cores, || Vm::boot_user_mode(image, &machine))
     }
 }
 
 /// `zerosock net` on an interface.
-fn zerosock_on(tap: &str, socket: &Path) -> Result<Daemon, String> {
-    zerosock(&["--tap", tap], &[socket])
+fn zerosock_on(binary: Binary, tap: &str, socket: &Path, cores: Cores) -> Result<Daemon, String> {
+    starting_on(cores.receiver, || {
+        zerosock(binary, &["--tap", tap], &[socket])
+    })?
 }
 
 /// QEMU's options for a network device behind a vhost-user socket.

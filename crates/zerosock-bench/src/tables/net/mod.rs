@@ -20,8 +20,10 @@ use std::fmt::Display;
 use zerosock_cli::vm::qemu;
 
 use crate::bench::{Bench, print_progress};
+use crate::binary::Binary;
 use crate::image::Image;
 use crate::namespace;
+use crate::pair::Cores;
 use crate::peers::{dpdk, install};
 use cases::{
     BACK_END, CPU, Cases, FRAMES, LAN, MB_S, METHOD, NIC_CASES, OUTSIDE, PAIR, RING_CASES, TRIP,
@@ -29,7 +31,7 @@ use cases::{
 };
 pub(crate) use daemon::COMMAND_FILE;
 use link::Link;
-use nic::WAYS;
+use nic::{WAYS, Way};
 use rings::RINGS;
 
 /// A kernel for guests, with its programs, or why there is none; `None`: none of its cases was selected.
@@ -64,7 +66,10 @@ fn all(bench: &mut Bench<'_>, user_mode: MaybeImage, qemu: MaybeImage) {
     nic(bench);
     match user_mode {
         Some(Ok(image)) => {
-            links(bench, &USER_MODE, lan::USER_MODE, |one| one.link(&image));
+            let release = lan::UserMode::Zerosock;
+            links(bench, &USER_MODE, lan::USER_MODE, release, |one, cores| {
+                one.link(&image, cores)
+            });
         }
         Some(Err(reason)) => bench.table.note_missing("user-mode Linux", &reason),
         None => {}
@@ -78,6 +83,10 @@ fn all(bench: &mut Bench<'_>, user_mode: MaybeImage, qemu: MaybeImage) {
 }
 
 fn rings(bench: &mut Bench<'_>) {
+    for release in &bench.settings.releases {
+        let reason = "both sides of `rings` are in this process: compare by `taskset`";
+        bench.table.note_missing(release.title(), reason);
+    }
     let contestants = bench.wanted(RINGS.map(|one| (one.title(), one)));
     for (name, course, size) in RING_CASES {
         if bench.settings.wants(name) {
@@ -89,6 +98,9 @@ fn rings(bench: &mut Bench<'_>) {
 }
 
 fn nic(bench: &mut Bench<'_>) {
+    if bench.table.placement.is_some() {
+        return placed_nic(bench);
+    }
     let contestants = bench.wanted(WAYS);
     for (name, case) in NIC_CASES {
         if bench.settings.wants(name) {
@@ -103,15 +115,48 @@ fn nic(bench: &mut Bench<'_>) {
     }
 }
 
+/// The cases at a network card, with the device where the placement has it: both figures of each, and both
+/// ways in comparison with other releases.
+fn placed_nic(bench: &mut Bench<'_>) {
+    let [xdp, bridge] = WAYS;
+    let mut groups = vec![("", bench.wanted_with([xdp, bridge], Way::Xdp))];
+    if !bench.settings.releases.is_empty() {
+        groups.push((", TAP and bridge", bench.wanted_with([bridge], Way::Bridge)));
+    }
+    let has_own_core = bench.cores.are_two();
+    for (name, case) in NIC_CASES.into_iter().filter(|(_, case)| !case.has_own_core) {
+        for (end, contestants) in &groups {
+            let name = format!("{name}{end}");
+            if bench.settings.wants(&name) {
+                let case = nic::Case {
+                    has_own_core,
+                    ..case
+                };
+                let outcomes = bench.measure(&name, contestants, |one| one.measure(case, bench));
+                bench.table.add_rows(&name, MB_S, &outcomes, |one| one.mb_s);
+                bench
+                    .table
+                    .add_rows(&name, CPU, &outcomes, |one| one.cpu_ns);
+            }
+        }
+    }
+}
+
 fn guests(bench: &mut Bench<'_>, image: &Image) {
     let kernel = format!(" VM: Linux {}.", image.kernel.release);
     bench.table.method.push_str(&kernel);
     if LAN.is_wanted(bench.settings) {
         let contestants = lan::BACKENDS.map(|one| (one.title(), one));
-        links(bench, &LAN, contestants, |one| one.link(image));
+        let release = lan::Backend::Zerosock;
+        links(bench, &LAN, contestants, release, |one, cores| {
+            one.link(image, cores)
+        });
     }
     if PAIR.is_wanted(bench.settings) {
-        links(bench, &PAIR, pair::NETWORKS, |one| one.link(image));
+        let release = pair::Network::Zerosock;
+        links(bench, &PAIR, pair::NETWORKS, release, |one, cores| {
+            one.link(image, cores)
+        });
     }
 }
 
@@ -120,10 +165,12 @@ fn links<C>(
     bench: &mut Bench<'_>,
     cases: &Cases,
     contestants: impl IntoIterator<Item = (impl Display, C)>,
-    make: impl Fn(C) -> Result<Link, String>,
+    release: impl Fn(Binary) -> C,
+    make: impl Fn(C, Cores) -> Result<Link, String>,
 ) {
     let settings = bench.settings;
-    let contestants = bench.wanted(contestants);
+    let contestants = bench.wanted_with(contestants, release);
+    let cores = bench.placed_cores();
     if contestants.len() < 2 {
         return;
     }
@@ -131,7 +178,7 @@ fn links<C>(
         .into_iter()
         .map(|(title, contestant)| {
             print_progress(&format!("{}: starting {title}", cases.there));
-            (title, make(contestant))
+            (title, make(contestant, cores))
         })
         .collect();
     for (name, reverse) in [(Some(cases.there), false), (cases.back, true)] {

@@ -13,6 +13,7 @@ use zerosock_sys::network::packet_socket;
 use super::daemon::{Daemon, START, zerosock_by};
 use crate::args::Settings;
 use crate::bench::Bench;
+use crate::binary::Binary;
 use crate::image::short_dir;
 use crate::namespace::{ip, set};
 use crate::processes::{self, CpuTimes};
@@ -35,14 +36,14 @@ const PACKET_HEADER: usize = 10;
 /// The way between the guest and the card.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Way {
-    Xdp,
-    Bridge,
+    Xdp(Binary),
+    Bridge(Binary),
 }
 
 /// Names in the tables: AF_XDP first, then its peer.
 pub(super) const WAYS: [(&str, Way); 2] = [
-    ("zerosock net --xdp", Way::Xdp),
-    ("zerosock net --tap, bridge", Way::Bridge),
+    ("zerosock net --xdp", Way::Xdp(Binary::OWN)),
+    ("zerosock net --tap, bridge", Way::Bridge(Binary::OWN)),
 ];
 
 /// The direction, seen from the guest.
@@ -91,13 +92,13 @@ impl Way {
     }
 
     fn serve(self, socket: &Path, has_own_core: bool) -> Result<Daemon, String> {
-        let options: &[&str] = match self {
-            Way::Xdp => &["--xdp", CARD],
-            Way::Bridge => &["--tap", "card-tap", "--bridge", "card-br"],
+        let (binary, options): (_, &[&str]) = match self {
+            Way::Xdp(binary) => (binary, &["--xdp", CARD]),
+            Way::Bridge(binary) => (binary, &["--tap", "card-tap", "--bridge", "card-br"]),
         };
         // A batch process does not interrupt the one that wakes it.
         let starter = (!has_own_core).then_some("chrt --batch 0");
-        zerosock_by(starter, options, &[socket])
+        zerosock_by(starter, binary, options, &[socket])
     }
 }
 
@@ -132,7 +133,7 @@ impl Card {
         let card = Card;
         ip(&format!("link set {OTHER} address {FAR} up"))?;
         ip(&format!("link set {CARD} up"))?;
-        if way == Way::Bridge {
+        if let Way::Bridge(_) = way {
             ip("link add card-br type bridge")?;
             ip("link set card-br up")?;
             ip(&format!("link set {CARD} master card-br"))?;

@@ -4,8 +4,11 @@ use super::daemon;
 use super::guest::Vm;
 use super::lan::{device, vhost_user};
 use super::link::Link;
+use crate::binary::Binary;
 use crate::image::{Image, short_dir};
 use crate::namespace::{ip, set};
+use crate::pair::Cores;
+use crate::processes::starting_on;
 
 /// The port of iperf3 in the guest that serves.
 const PORT: u16 = 5201;
@@ -14,7 +17,7 @@ const PORT: u16 = 5201;
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Network {
     /// The switch of `zerosock net`.
-    Zerosock,
+    Zerosock(Binary),
     /// A TCP connection between the two QEMUs.
     QemuSocket,
     /// Two TAP interfaces of QEMU on a bridge of the kernel.
@@ -23,15 +26,19 @@ pub(super) enum Network {
 
 /// Names in the tables: zerosock first, then its peers.
 pub(super) const NETWORKS: [(&str, Network); 3] = [
-    ("zerosock", Network::Zerosock),
+    ("zerosock", Network::Zerosock(Binary::OWN)),
     ("QEMU -netdev socket", Network::QemuSocket),
     ("QEMU tap, bridge", Network::Bridge),
 ];
 
 impl Network {
     /// Boots two guests; the second one serves.
-    pub(super) fn link(self, image: &Image) -> Result<Link, String> {
-        let number = self as u8 + 21;
+    pub(super) fn link(self, image: &Image, cores: Cores) -> Result<Link, String> {
+        let number = match self {
+            Network::Zerosock(binary) => binary.number + 23,
+            Network::QemuSocket => 21,
+            Network::Bridge => 22,
+        };
         let addresses = [1, 2].map(|host| format!("10.77.{number}.{host}"));
         let dir = short_dir()?;
         let sockets = ["a", "b"].map(|name| dir.path().join(name));
@@ -39,9 +46,10 @@ impl Network {
         // Numbers of MAC addresses.
         let macs = [2 * number, 2 * number + 1];
         let devices = match self {
-            Network::Zerosock => {
+            Network::Zerosock(binary) => {
                 let sockets = [sockets[0].as_path(), &sockets[1]];
-                daemons.push(daemon::zerosock(&[], &sockets)?);
+                let start = || daemon::zerosock(binary, &[], &sockets);
+                daemons.push(starting_on(cores.receiver, start)??);
                 [
                     vhost_user(sockets[0], macs[0]),
                     vhost_user(sockets[1], macs[1]),
@@ -79,8 +87,8 @@ impl Network {
                 ]
             }
         };
-        let server = Vm::boot(image, &devices[0])?;
-        let client = Vm::boot(image, &devices[1])?;
+        let server = starting_on(cores.host, || Vm::boot(image, &devices[0]))??;
+        let client = starting_on(cores.sender, || Vm::boot(image, &devices[1]))??;
         server.set_address(&addresses[0])?;
         server.serve(PORT)?;
         client.set_up(&addresses[1], &addresses[0])?;

@@ -11,10 +11,12 @@ use super::address::Address;
 use super::programs::{Load, Relay};
 use super::running::Running;
 use crate::bench::Bench;
+use crate::binary::Binary;
 use crate::report::{Metric, line};
 use crate::tables::device;
 use crate::tables::device::program::{self, Device};
 use crate::tables::device::traffic::{self, Case, PORT};
+use crate::worker;
 use crate::worker::order::Outcome;
 
 pub(super) const MB_S: Metric = Metric::higher("throughput", "MB/s");
@@ -26,7 +28,7 @@ pub(super) const SIZE: usize = 64 << 10;
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Path {
     /// By a rule of `serve`.
-    Rule,
+    Rule(Binary),
     /// `serve`, its Unix socket, and a relay.
     OurUnix(Relay),
     /// vhost-device-vsock, its Unix socket, and a relay.
@@ -35,7 +37,7 @@ pub(super) enum Path {
 
 /// zerosock first, then its peers.
 pub(super) const PATHS: [Path; 4] = [
-    Path::Rule,
+    Path::Rule(Binary::OWN),
     Path::PeerUnix(Relay::Socat(8192)),
     Path::PeerUnix(Relay::Socat(262_144)),
     Path::OurUnix(Relay::Zerosock(Way::Splice)),
@@ -62,7 +64,7 @@ impl Path {
     /// Name in the tables.
     pub(super) fn title(self) -> String {
         match self {
-            Path::Rule => program::OURS.to_owned(),
+            Path::Rule(binary) => binary.title().to_owned(),
             Path::OurUnix(relay) => format!("zerosock serve, Unix, {}", relay.title()),
             Path::PeerUnix(relay) => format!("{}, {}", program::peer_title(), relay.title()),
         }
@@ -70,10 +72,11 @@ impl Path {
 
     fn device(self, to: &TcpListener) -> Result<Device, String> {
         match self {
-            Path::Rule => {
+            Path::Rule(binary) => {
                 let to = to.local_addr().map_err(line)?;
                 let rule = format!("{PORT}=tcp:{to}");
-                program::ours_with(&["serve", "--log-level", "off", "--forward", &rule])
+                let words = ["serve", "--log-level", "off", "--forward", &rule];
+                program::release_with(binary, &words)
             }
             Path::OurUnix(_) => program::ours(),
             Path::PeerUnix(_) => program::peer(),
@@ -82,7 +85,7 @@ impl Path {
 
     fn relay(self) -> Option<Relay> {
         match self {
-            Path::Rule => None,
+            Path::Rule(_) => None,
             Path::OurUnix(relay) | Path::PeerUnix(relay) => Some(relay),
         }
     }
@@ -114,7 +117,7 @@ pub(super) fn measure(
                 Some(started)
             }
         };
-        let accept = move || accept(&listener);
+        let accept = move || accept(&listener, cores.host);
         let stream = |time: Duration| Measured {
             mb_s: bytes as f64 / 1e6 / time.as_secs_f64(),
             trips: Outcome::default(),
@@ -135,7 +138,9 @@ pub(super) fn measure(
     })
 }
 
-fn accept(listener: &TcpListener) -> Result<TcpStream, String> {
+/// On the thread of the program at the TCP socket, which runs on core `cpu` from here on.
+fn accept(listener: &TcpListener, cpu: Option<usize>) -> Result<TcpStream, String> {
+    worker::pin(cpu)?;
     let (stream, _) = listener.accept().map_err(line)?;
     stream.set_nodelay(true).map_err(line)?;
     Ok(stream)

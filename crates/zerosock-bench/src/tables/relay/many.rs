@@ -25,7 +25,7 @@ const QUIET: Duration = Duration::from_millis(200);
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Runs `measure` with a server and a relay in front of it, the relay on the receiver's core, the
-/// rest on the other one.
+/// rest on the sender's, but the server on that of the host.
 fn with_relay<T: Send>(
     relay: Relay,
     most: usize,
@@ -33,7 +33,7 @@ fn with_relay<T: Send>(
     measure: impl FnOnce(&Running, SocketAddr) -> Result<T, String> + Send,
 ) -> Result<T, String> {
     processes::on_core(cores.sender, || {
-        let server = Server::start()?;
+        let server = processes::starting_on(cores.host, Server::start)??;
         let target = Address::Tcp(server.address);
         let load = Load::Many(most);
         let running = Running::start(relay, Kind::Tcp, &target, load, cores.receiver)?;

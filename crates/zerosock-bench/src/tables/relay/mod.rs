@@ -24,7 +24,7 @@ use crate::report::{Metric, Outcomes};
 use crate::tables::device;
 use crate::worker::order::{Job, Outcome};
 use address::Kind;
-use guest::{MB_S, PATHS, Traffic};
+use guest::{MB_S, PATHS, Path, Traffic};
 use programs::Relay;
 use streams::{Case, Figures};
 
@@ -42,7 +42,7 @@ const ANSWER: Metric = Metric::lower("connect to answer p99", "us");
 const RELAY_CPU: Metric = Metric::lower("relay CPU", "us each");
 
 const METHOD: &str = "Two programs and a relay between them, which has the receiver's core to itself; \
-    the programs share the sender's. Every byte is checked. zerosock is `zerosock relay --workers 1` \
+    the programs share the sender's, unless a placement says otherwise. Every byte is checked. zerosock is `zerosock relay --workers 1` \
     with `--way auto`; its other ways are peers. HAProxy has one thread, mode tcp. CPU is that of the \
     two programs, the relay with its children, and the kernel's threads for sockets, for 10^9 bytes \
     received. UDP has at most 64 datagrams in flight; those lost do not count. Round trips are of 64 \
@@ -100,6 +100,8 @@ const TRIPS: [(&str, Case); 3] = [
     ("64 B and back", trip(Kind::Unix, false)),
     ("64 B and back, two cores", trip(Kind::Tcp, true)),
 ];
+/// The end of a name of [`TRIPS`] that a placement replaces.
+const TWO_CORES: &str = ", two cores";
 
 /// The peers of the cases with many connections.
 const HAPROXY: Relay = Relay::Haproxy { splice: false };
@@ -148,6 +150,12 @@ fn all(bench: &mut Bench<'_>) {
         }
     }
     for (what, case) in TRIPS {
+        // A placement says which cores are shared.
+        let what = match bench.table.placement {
+            Some(_) if !case.has_own_core => continue,
+            Some(_) => what.trim_end_matches(TWO_CORES),
+            None => what,
+        };
         let name = name(what, &case);
         if settings.wants(&name) {
             round_trip(bench, &name, case);
@@ -176,7 +184,8 @@ fn all(bench: &mut Bench<'_>) {
 fn contestants(bench: &Bench<'_>, suits: impl Fn(Relay) -> bool) -> Vec<(String, Relay)> {
     let peers = PEERS.into_iter().filter(|peer| suits(*peer));
     let relays = std::iter::once(OURS).chain(peers);
-    bench.wanted(relays.map(|relay| (relay.title(), relay)))
+    let titled = relays.map(|relay| (relay.title(), relay));
+    bench.wanted_with(titled, Relay::Release)
 }
 
 fn through(bench: &Bench<'_>, name: &str, case: Case) -> Outcomes<Figures> {
@@ -270,7 +279,9 @@ fn rate(bench: &mut Bench<'_>, name: &str) {
 fn guest(bench: &mut Bench<'_>, name: &str, traffic: Traffic) {
     // The length of a stream is not known before the first one.
     let paths = PATHS.map(|path| (path.title(), (path, Cell::new(None))));
-    let outcomes = bench.measure(name, &bench.wanted(paths), |(path, length)| {
+    let release = |binary| (Path::Rule(binary), Cell::new(None));
+    let paths = bench.wanted_with(paths, release);
+    let outcomes = bench.measure(name, &paths, |(path, length)| {
         let measure = |bytes| guest::measure(*path, traffic, bytes, bench);
         if traffic == Traffic::Ping {
             return measure(None);

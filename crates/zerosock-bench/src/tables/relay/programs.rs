@@ -9,8 +9,8 @@ use std::process::Command;
 use zerosock_relay::relay::Way;
 
 use super::address::{Address, Kind};
+use crate::binary::Binary;
 use crate::peers::install;
-use crate::processes::own_program;
 
 /// The name under which this program is the command `zerosock`.
 pub(crate) const COMMAND: &str = "zerosock";
@@ -25,6 +25,8 @@ const IDLE: &str = "1h";
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Relay {
     Zerosock(Way),
+    /// Another release, as it decides by itself.
+    Release(Binary),
     /// With this buffer, bytes.
     Socat(u32),
     Haproxy {
@@ -68,6 +70,7 @@ impl Relay {
         match self {
             Relay::Zerosock(Way::Auto) => "zerosock".to_owned(),
             Relay::Zerosock(way) => format!("zerosock --way {way}"),
+            Relay::Release(binary) => binary.title().to_owned(),
             Relay::Socat(buffer) => format!("socat -b {buffer}"),
             Relay::Haproxy { splice: false } => "haproxy".to_owned(),
             Relay::Haproxy { splice: true } => "haproxy, splice-auto".to_owned(),
@@ -94,25 +97,8 @@ impl Relay {
         dir: &Path,
     ) -> Result<Command, String> {
         match self {
-            Relay::Zerosock(way) => {
-                let mut command = zerosock()?;
-                command.arg("relay");
-                command.arg(match from {
-                    Address::Tcp(address) => format!("tcp-listen:{address}"),
-                    Address::Udp(address) => format!("udp-listen:{address}"),
-                    Address::Unix(path) => format!("unix-listen:{}", path.display()),
-                });
-                command.arg(match to {
-                    Address::Tcp(address) => format!("tcp:{address}"),
-                    Address::Udp(address) => format!("udp:{address}"),
-                    Address::Unix(path) => format!("unix:{}", path.display()),
-                });
-                command.args(["--way", &way.to_string(), "--workers", WORKERS]);
-                command.args(["--max-connections", &load.most().to_string()]);
-                let level = if load == Load::One { "info" } else { "warn" };
-                command.args(["--log-level", level]);
-                Ok(command)
-            }
+            Relay::Zerosock(way) => zerosock(Binary::OWN, way, from, to, load),
+            Relay::Release(binary) => zerosock(binary, Way::Auto, from, to, load),
             Relay::Socat(buffer) => {
                 let mut command = Command::new(SOCAT.find()?);
                 command.args(["-b", &buffer.to_string()]);
@@ -153,10 +139,30 @@ impl Relay {
     }
 }
 
-/// This program, as the command `zerosock`.
-fn zerosock() -> Result<Command, String> {
-    let mut command = Command::new(own_program()?);
-    command.arg0(COMMAND);
+/// `zerosock relay`.
+fn zerosock(
+    binary: Binary,
+    way: Way,
+    from: &Address,
+    to: &Address,
+    load: Load,
+) -> Result<Command, String> {
+    let mut command = Command::new(binary.path()?);
+    command.arg0(COMMAND).arg("relay");
+    command.arg(match from {
+        Address::Tcp(address) => format!("tcp-listen:{address}"),
+        Address::Udp(address) => format!("udp-listen:{address}"),
+        Address::Unix(path) => format!("unix-listen:{}", path.display()),
+    });
+    command.arg(match to {
+        Address::Tcp(address) => format!("tcp:{address}"),
+        Address::Udp(address) => format!("udp:{address}"),
+        Address::Unix(path) => format!("unix:{}", path.display()),
+    });
+    command.args(["--way", &way.to_string(), "--workers", WORKERS]);
+    command.args(["--max-connections", &load.most().to_string()]);
+    let level = if load == Load::One { "info" } else { "warn" };
+    command.args(["--log-level", level]);
     Ok(command)
 }
 

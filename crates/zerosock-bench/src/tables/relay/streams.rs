@@ -36,14 +36,14 @@ pub(super) struct Figures {
     pub(super) way: Option<String>,
 }
 
-/// Measures once. The two programs share the sender's core; the relay has the receiver's core to
-/// itself, or shares theirs.
+/// Measures once. The two programs share the sender's core, unless a placement says otherwise; the relay has
+/// the receiver's core to itself, or shares theirs.
 pub(super) fn measure(relay: Relay, case: Case, bench: &Bench<'_>) -> Result<Figures, String> {
     let cores = bench.cores;
     let task = Task {
         cores: Cores {
-            sender: cores.sender,
-            receiver: cores.sender,
+            receiver: cores.host,
+            ..cores
         },
         how: Some(unix::USUAL.to_owned()),
         ..bench.task(case.timed, Wait::Sleep, case.size)

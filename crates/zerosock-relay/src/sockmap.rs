@@ -2,10 +2,12 @@
 //! a system call and without a copy to user space.
 //!
 //! The kernel redirects packets and nothing else. [`Pair::turn`] does the rest by hand: bytes that were
-//! there before, the end of a stream and half-close, a bound on the bytes under way, and errors.
-//! `docs/sockmap.md` says when this pays.
+//! there before, the end of a stream, a bound on the bytes under way, and errors. `docs/sockmap.md` says
+//! when this pays.
 //!
 //! # Invariants
+//! - Sources are UDP and Unix datagram sockets, and vsock into TCP. TCP is never a source: the kernel gives
+//!   the program a segment that repeats bytes as a whole, so that they would arrive twice.
 //! - Bytes of a stream arrive once and in order. The program redirects only while all packets that it
 //!   left at their socket have been sent on by hand, and a turn sends by hand only while the target has
 //!   taken all that was redirected.
@@ -15,18 +17,18 @@
 //!
 //! # Use
 //! ```no_run
-//! # use std::net::TcpStream;
-//! # use zerosock_relay::sockmap::{Directions, RelayMap, Side, State};
-//! # fn join(a: TcpStream, b: TcpStream, scratch: &mut [u8]) -> Result<(), Box<dyn std::error::Error>> {
+//! # use std::os::fd::OwnedFd;
+//! # use zerosock_relay::sockmap::{Directions, RelayMap, SCRATCH, Side, State};
+//! # fn join(vsock: OwnedFd, tcp: OwnedFd) -> Result<(), Box<dyn std::error::Error>> {
 //! let map = RelayMap::new(1000)?;
-//! let mut pair = map.insert_pair(a, b, 4 << 20, Directions::Both)?;
+//! let mut scratch = vec![0; SCRATCH];
+//! let mut pair = map.insert_pair(vsock, tcp, 4 << 20, Directions::FromA)?;
 //! loop {
-//!     let forth = pair.turn(Side::A, scratch)?;
-//!     let back = pair.turn(Side::B, scratch)?;
-//!     if (forth.state, back.state) == (State::Ended, State::Ended) {
+//!     let turn = pair.turn(Side::A, &mut scratch)?;
+//!     if turn.state == State::Ended {
 //!         return Ok(());
 //!     }
-//!     // Wait until a socket of the pair is ready or the earlier `again` has passed.
+//!     // Wait until a socket of the pair is ready or the time `turn.again` has passed.
 //! }
 //! # }
 //! ```
@@ -34,15 +36,16 @@
 //! EPOLLIN too. While bytes flow leave EPOLLIN out: from Linux 6.4 on each redirected packet would wake
 //! the worker.
 //!
-//! A socket of which part of a packet was read may not be inserted: the kernel redirects the whole
-//! packet once more. Insert it unread, or after a read that found nothing.
+//! A vsock socket of which part of a packet was read may not be inserted: the kernel redirects the whole
+//! packet once more. Insert it unread, or after a read that found nothing. For the same reason its receive
+//! buffer has at most [`SCRATCH`] bytes.
 
 mod maps;
 mod pair;
 mod relay_map;
 
 pub use maps::Side;
-pub use pair::{Counters, Pair, State, Turn, TurnError};
+pub use pair::{Counters, Pair, SCRATCH, State, Turn, TurnError};
 pub use relay_map::{Directions, InsertError, Refusal, RelayMap};
 
 #[cfg(test)]

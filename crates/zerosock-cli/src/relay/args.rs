@@ -28,9 +28,9 @@ pub(crate) struct RelayArgs {
     /// How bytes are moved: auto, splice, copy or sockmap
     ///
     /// auto splices into Unix sockets, copies with large buffers into TCP, and moves datagrams in
-    /// batches. sockmap has the kernel redirect between TCP sockets, between UDP sockets, or from vsock to
-    /// TCP; it needs CAP_BPF and CAP_NET_ADMIN at the start. The others are for measurements; where one is
-    /// not possible the log says why, and auto is used.
+    /// batches. sockmap has the kernel redirect between UDP sockets, or from vsock to TCP; it needs CAP_BPF
+    /// and CAP_NET_ADMIN at the start. The others are for measurements; where one is not possible the log
+    /// says why, and auto is used.
     #[arg(long, value_name = "WAY", default_value = "auto")]
     pub(super) way: Way,
 

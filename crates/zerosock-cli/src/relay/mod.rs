@@ -43,6 +43,7 @@ fn run(mut config: RelayConfig, signals: &Signals) -> Result<(), Failure> {
     }
     if config.way == Way::Splice && !config.can_splice() {
         warn!("--way splice: both ends have to be TCP or Unix streams: auto is used");
+        config.way = Way::Auto;
     }
     let ends = config.ends.clone();
     let (way, workers) = (config.way, config.workers);
@@ -82,6 +83,7 @@ fn run(mut config: RelayConfig, signals: &Signals) -> Result<(), Failure> {
 fn prepare_sockmap(config: &mut RelayConfig) -> Result<(), Failure> {
     if let Err(reason) = config.make_map() {
         warn!("--way sockmap: {reason}: auto is used");
+        config.way = Way::Auto;
         return Ok(());
     }
     if bpf::inserting_needs_capabilities() {

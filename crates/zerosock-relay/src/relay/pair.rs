@@ -208,17 +208,12 @@ impl Pair {
         let (Some(a), Some(b)) = (one.socket.take(), two.socket.take()) else {
             return Ok(false);
         };
-        // The kernel redirects from vsock, and no streams into it.
-        let directions = match [one.socket.kind(), two.socket.kind()] {
-            [SocketKind::Vsock, _] => Directions::FromA,
-            [_, SocketKind::Vsock] => Directions::FromB,
-            _ => Directions::Both,
+        // The kernel redirects from vsock to TCP; the other direction is moved by hand.
+        let directions = match one.socket.kind() {
+            SocketKind::Vsock => Directions::FromA,
+            _ => Directions::FromB,
         };
-        let copies = match directions {
-            Directions::Both => Ok(None),
-            _ => duplicates([&a, &b]).map(Some),
-        };
-        let inserted = match copies {
+        let inserted = match duplicates([&a, &b]) {
             Ok(copies) => Joined::new(map, [a, b], directions)
                 .map(|joined| (joined, copies))
                 .map_err(|refused| (refused.error, refused.sockets)),
@@ -227,7 +222,7 @@ impl Pair {
         let (result, sockets) = match inserted {
             Ok((joined, copies)) => {
                 self.joined = Some(Box::new(joined));
-                for (side, fd) in self.sides.iter_mut().zip(copies.into_iter().flatten()) {
+                for (side, fd) in self.sides.iter_mut().zip(copies) {
                     side.socket.put(fd);
                 }
                 return Ok(true);
@@ -252,10 +247,6 @@ impl Pair {
             }
             self.redirected = bytes;
             self.moved = now;
-        }
-        // The ends of streams are packets without bytes too.
-        if self.sides.iter().any(|side| !side.socket.kind().has_end()) {
-            self.directions[0].dropped = u32::try_from(joined.lost()).unwrap_or(u32::MAX);
         }
     }
 

@@ -109,9 +109,11 @@ impl RelayConfig {
 
     fn ends_can_join(&self) -> Result<(), &'static str> {
         match [0, 1].map(|end| self.ends[end].kind()) {
-            [SocketKind::Tcp, SocketKind::Tcp]
-            | [SocketKind::Vsock, SocketKind::Tcp]
-            | [SocketKind::Tcp, SocketKind::Vsock] => Ok(()),
+            [SocketKind::Vsock, SocketKind::Tcp] | [SocketKind::Tcp, SocketKind::Vsock] => Ok(()),
+            [SocketKind::Tcp, _] | [_, SocketKind::Tcp] => Err(
+                "TCP can be no source, because bytes of overlapping segments would arrive twice; both ends \
+                 have to be UDP, or vsock and TCP",
+            ),
             [SocketKind::Udp, SocketKind::Udp] => {
                 let any = |end: &Endpoint| match end {
                     Endpoint::UdpListen(address) => address.ip().is_unspecified(),
@@ -122,7 +124,7 @@ impl RelayConfig {
                     false => Ok(()),
                 }
             }
-            _ => Err("both ends have to be TCP, or both UDP, or vsock and TCP"),
+            _ => Err("both ends have to be UDP, or vsock and TCP"),
         }
     }
 }

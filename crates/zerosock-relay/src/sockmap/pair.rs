@@ -21,15 +21,13 @@ const LATE: Duration = Duration::from_millis(64);
 /// How soon a datagram direction at rest needs a turn, to raise its allowance: no event tells that the
 /// kernel redirects again.
 const DATAGRAMS: Duration = Duration::from_millis(64);
-/// How soon a direction without a limit needs a turn when no bytes pass.
-const WATCH: Duration = Duration::from_millis(4);
 /// Turns without bytes after which a direction is idle.
 const IDLE_TURNS: u32 = 4;
 /// Reads by hand in one turn.
 const BUDGET: u32 = 64;
-/// How many times the limit may be under way once the source's own sending side is shut down, when
-/// nothing can pass by hand (see [`Work::end`]).
-const HALF_CLOSED: u64 = 16;
+/// Bytes of the buffer that a turn needs, and the largest receive buffer of a vsock source: one read then
+/// takes all that is there. The kernel would redirect a packet that was read in part once more as a whole.
+pub const SCRATCH: usize = 256 << 10;
 
 /// Two joined sockets. Dropping it ends the redirection and drops the sockets.
 ///
@@ -73,8 +71,7 @@ pub struct Counters {
     pub redirected_packets: u64,
     /// Bytes that turns have received and sent.
     pub by_hand_bytes: u64,
-    /// Empty datagrams, which the kernel cannot redirect, datagrams beyond the limit, and ends of TCP
-    /// streams.
+    /// Empty packets, which the kernel cannot redirect, and datagrams beyond the limit.
     pub empty_packets: u64,
     /// Datagrams received by hand that the target refused.
     pub lost_datagrams: u64,
@@ -94,8 +91,6 @@ pub struct TurnError {
 #[derive(Debug)]
 pub(super) struct Direction {
     datagrams: bool,
-    /// The source is TCP: what is received by hand are those bytes that the program has left.
-    tcp: bool,
     /// Bytes that may be under way.
     limit: u64,
     /// Bytes written to the target before the first one of this direction. `None` if its kind has no
@@ -103,11 +98,9 @@ pub(super) struct Direction {
     base: Option<u64>,
     /// Bytes received and sent by hand.
     by_hand: u64,
-    /// Bytes received by hand.
-    read: u64,
     /// Datagrams that the target refused.
     lost: u64,
-    /// Bytes received by hand that the target has not taken.
+    /// Bytes received by hand that the target has not taken. The program redirects no stream meanwhile.
     rest: Vec<u8>,
     /// Redirected bytes at the last turn.
     seen: u64,
@@ -128,10 +121,9 @@ struct Ready {
 }
 
 impl Direction {
-    pub(super) fn new(datagrams: bool, tcp: bool, limit: u64, base: Option<u64>) -> Direction {
+    pub(super) fn new(datagrams: bool, limit: u64, base: Option<u64>) -> Direction {
         Direction {
             datagrams,
-            tcp,
             limit,
             base,
             ended: false,
@@ -143,11 +135,9 @@ impl Direction {
     pub(super) fn none() -> Direction {
         Direction {
             datagrams: false,
-            tcp: false,
             limit: 0,
             base: None,
             by_hand: 0,
-            read: 0,
             lost: 0,
             rest: Vec::new(),
             seen: 0,
@@ -217,11 +207,11 @@ impl<S: AsFd> Pair<S> {
 
     /// Does by hand what is due in the direction from this side. It does not block.
     ///
-    /// `scratch` is for what passes by hand, 256 KiB or more; it holds nothing between calls. After an
-    /// error the direction does not work any more.
+    /// `scratch` is for what passes by hand, of [`SCRATCH`] bytes or more; it holds nothing between calls.
+    /// After an error the direction does not work any more.
     ///
     /// # Errors
-    /// See [`TurnError`]. Errors of datagram sockets, such as ECONNREFUSED, are no errors of the
+    /// See [`TurnError`]; `InvalidInput` for a smaller `scratch`. Errors of datagram sockets, such as ECONNREFUSED, are no errors of the
     /// direction.
     pub fn turn(&mut self, from: Side, scratch: &mut [u8]) -> Result<Turn, TurnError> {
         let direction = &mut self.directions[from.index()];
@@ -231,13 +221,16 @@ impl<S: AsFd> Pair<S> {
                 again: None,
             });
         };
+        if scratch.len() < SCRATCH {
+            let error = io::ErrorKind::InvalidInput.into();
+            return Err(TurnError { side: from, error });
+        }
         let target = &self.sockets[from.other().index()];
         let mut work = Work {
             from,
             source: &self.sockets[from.index()],
             target,
             slot,
-            back: self.ends.slot(from.other()),
             direction,
             refused: false,
         };
@@ -257,8 +250,6 @@ struct Work<'a, S> {
     source: &'a S,
     target: &'a S,
     slot: &'a Slot,
-    /// The slot of the direction back.
-    back: Option<&'a Slot>,
     direction: &'a mut Direction,
     /// The target of datagrams has reported an error.
     refused: bool,
@@ -282,7 +273,11 @@ impl<S: AsFd> Work<'_, S> {
             self.allow(ready)?;
             return Ok(self.redirecting(Some(DATAGRAMS)));
         }
-        if ready.end || !self.is_open() || !self.direction.rest.is_empty() {
+        if ready.end {
+            // What a peer sent behind its end must not pass beside the reads of `forward`.
+            self.slot.allowance.store(0, Release);
+        }
+        if !self.is_open() {
             let before = self.direction.by_hand;
             match self.forward(ready, scratch)? {
                 Handed::Drained => self.direction.waited = 0,
@@ -339,8 +334,6 @@ impl<S: AsFd> Work<'_, S> {
             direction.seen = bytes;
         }
         if direction.idle >= IDLE_TURNS {
-            let unlimited = self.slot.allowance.load(Acquire) == u64::MAX;
-            let at_rest = if unlimited { Some(WATCH) } else { at_rest };
             return Turn {
                 state: State::Idle,
                 again: at_rest,
@@ -355,28 +348,15 @@ impl<S: AsFd> Work<'_, S> {
     /// Raises the number of bytes that the program may redirect.
     fn allow(&mut self, ready: Ready) -> Result<(), TurnError> {
         let direction = &*self.direction;
-        let unlimited = self.slot.allowance.load(Acquire) == u64::MAX;
         let allowance = match direction.base {
             Some(base) => {
                 let taken = self.written()?.saturating_sub(base + direction.by_hand);
-                let limit = direction.limit.saturating_mul(HALF_CLOSED);
-                if unlimited && self.slot.bytes.load(Acquire) > taken.saturating_add(limit) {
-                    let error = io::Error::other(format!(
-                        "it takes its bytes too slowly: more than {limit} wait in the kernel, and \
-                         the sender cannot be held up after a half-close"
-                    ));
-                    let side = self.from.other();
-                    return Err(TurnError { side, error });
-                }
                 taken.saturating_add(direction.limit)
             }
-            None if unlimited => return Ok(()),
             None if ready.writable => self.slot.bytes.load(Acquire) + direction.limit,
             None => return Ok(()),
         };
-        if !unlimited {
-            self.slot.allowance.store(allowance, Release);
-        }
+        self.slot.allowance.store(allowance, Release);
         Ok(())
     }
 
@@ -390,6 +370,11 @@ impl<S: AsFd> Work<'_, S> {
     }
 
     /// Sends on what the program has left at the source, once the target has what came before.
+    ///
+    /// It is called only while the program redirects nothing ([`is_open`](Self::is_open) is false), and that
+    /// changes only here, in [`handle`](Self::handle), or in [`allow`](Self::allow) after it. So nothing is
+    /// redirected between the look at what the target has taken and the last send below, and the bytes
+    /// that are read follow all that were redirected before.
     fn forward(&mut self, ready: Ready, scratch: &mut [u8]) -> Result<Handed, TurnError> {
         if !self.is_taken()? || !self.send_rest()? {
             return Ok(Handed::Waiting);
@@ -403,8 +388,6 @@ impl<S: AsFd> Work<'_, S> {
                 // A vsock socket with a program says this also at the end of its stream.
                 Err(Errno::AGAIN) if ready.end => 0,
                 Err(Errno::AGAIN) => {
-                    // Everything is in the target's send queue: what the program redirects from here
-                    // on comes after it. The program compares with its own count.
                     self.handle(passed);
                     return Ok(Handed::Drained);
                 }
@@ -412,14 +395,11 @@ impl<S: AsFd> Work<'_, S> {
             };
             if received == 0 {
                 self.handle(passed);
-                // The read may have made the program redirect what was left, or the kernel may not
-                // have made readable yet what the program has left.
                 if !self.is_taken()? || !self.is_handled() {
                     return Ok(Handed::Waiting);
                 }
                 return self.end();
             }
-            self.direction.read += received as u64;
             let sent = self.send(&scratch[..received])?;
             if sent < received {
                 self.direction
@@ -432,33 +412,15 @@ impl<S: AsFd> Work<'_, S> {
     }
 
     /// Lets the program redirect if nothing that it has left is still to come. `passed` was read before
-    /// a read that found nothing.
-    ///
-    /// Where bytes go both ways, the kernel queues what the program leaves behind what it has to send
-    /// there, and makes it readable later. TCP tells by the number of bytes. The other sources are in
-    /// pairs of one direction, where nothing is queued.
+    /// a read that found nothing: the kernel makes readable what the program leaves before it gives the
+    /// socket to that read. All of it is in the target's send queue, and what the program redirects from
+    /// here on comes after it. What it has left meanwhile it does not find in `handled`.
     fn handle(&self, passed: u64) {
-        let handled = if self.direction.tcp {
-            self.direction.read
-        } else {
-            passed
-        };
-        self.slot.handled.store(handled, Release);
+        self.slot.handled.store(passed, Release);
     }
 
     /// Passes the end of the stream on.
-    ///
-    /// Once both ends of a TCP connection are closed the kernel discards what the program has left at
-    /// its socket, read or not. So nothing may be left at the target when its sending side is shut
-    /// down, and later nothing may stay there: from here on the direction back redirects without
-    /// limit.
     fn end(&self) -> Result<Handed, TurnError> {
-        if let Some(back) = self.back {
-            back.allowance.store(u64::MAX, Release);
-            if back.passed.load(Acquire) != back.handled.load(Acquire) {
-                return Ok(Handed::Waiting);
-            }
-        }
         match shutdown(self.target, Shutdown::Write) {
             // Not connected: the other end has reset the connection, which the direction back sees.
             Ok(()) | Err(Errno::NOTCONN) => Ok(Handed::End),

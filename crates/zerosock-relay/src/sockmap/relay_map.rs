@@ -9,10 +9,10 @@ use rustix::net::sockopt::{socket_cookie, socket_domain, socket_type};
 use rustix::net::{AddressFamily, SocketType};
 use zerosock_sys::bpf::BpfError;
 use zerosock_sys::tcp_written;
-use zerosock_sys::vsock::set_receive_low_water;
+use zerosock_sys::vsock::buffer_size;
 
 use super::maps::{Ends, Maps, Side};
-use super::pair::{Direction, Pair};
+use super::pair::{Direction, Pair, SCRATCH};
 
 /// The maps and the program of a relay. Clones are the same.
 #[derive(Clone, Debug)]
@@ -55,6 +55,24 @@ pub enum Refusal {
     /// A stream would have to become datagrams.
     #[error("sockmap: a stream cannot be redirected into a datagram socket")]
     Mixed,
+    /// A TCP socket as a source. The kernel gives a program each segment as it came: one that repeats bytes
+    /// would be redirected as a whole, so that these bytes arrived twice.
+    #[error(
+        "sockmap: socket {0:?} is TCP, which can be no source: bytes of overlapping segments would \
+         arrive twice"
+    )]
+    TcpSource(Side),
+    /// A vsock socket as a source, with so large a receive buffer that one read does not take all of it:
+    /// the kernel would redirect a packet that was read in part once more.
+    #[error(
+        "sockmap: socket {side:?} has a receive buffer of {bytes} bytes: at most {SCRATCH} can be read at once"
+    )]
+    Buffer {
+        /// Which socket.
+        side: Side,
+        /// Its receive buffer (SO_VM_SOCKETS_BUFFER_SIZE).
+        bytes: u64,
+    },
     /// A socket of SOCK_SEQPACKET: the kernel would not keep the bounds of its messages.
     #[error("sockmap: socket {0:?} has messages (SOCK_SEQPACKET), whose bounds would be lost")]
     Messages(Side),
@@ -101,8 +119,9 @@ pub enum Refusal {
 #[derive(Copy, Clone, Debug)]
 struct Kind {
     datagrams: bool,
-    tcp: bool,
     unix: bool,
+    /// TCP: bytes that have been written to it.
+    written: Option<u64>,
 }
 
 impl RelayMap {
@@ -114,8 +133,9 @@ impl RelayMap {
         Ok(RelayMap(Arc::new(Maps::new(pairs)?)))
     }
 
-    /// Joins two connected sockets. The direction from a vsock socket begins with the first
-    /// [`Pair::turn`] for it; until then its bytes wait.
+    /// Joins two connected sockets. A source is UDP, a Unix datagram socket, or vsock into TCP, which has
+    /// no direction back. The direction from a vsock socket begins with the first [`Pair::turn`] for
+    /// it; until then its bytes wait. Its receive buffer must not grow later.
     ///
     /// `limit` bounds the bytes of each direction that may be under way inside the kernel. What
     /// exceeds it passes through the buffer of the caller: slower, and with back-pressure.
@@ -167,17 +187,22 @@ impl RelayMap {
                 side,
                 error: error.into(),
             };
+            if !source.datagrams {
+                if source.written.is_some() {
+                    return Err(Refusal::TcpSource(side));
+                }
+                let bytes = buffer_size(sockets[side.index()]);
+                let bytes = bytes.map_err(|error| Refusal::System { side, error })?;
+                if bytes > SCRATCH as u64 {
+                    return Err(Refusal::Buffer { side, bytes });
+                }
+            }
             let cookie = socket_cookie(sockets[side.index()]).map_err(system)?;
             let end = self.0.allocate(cookie).ok_or(Refusal::Full)?;
             let number = end.number;
             ends.ends[side.index()] = Some(end);
-            // The kernel redirects the queue of a TCP socket in order; datagrams need no order. A vsock
-            // socket begins with a turn, which reads its queue.
-            let allowance = if source.datagrams || source.tcp {
-                limit
-            } else {
-                0
-            };
+            // Datagrams need no order. A vsock socket begins with a turn, which reads its queue.
+            let allowance = if source.datagrams { limit } else { 0 };
             let slot = self.0.slot(number);
             slot.whole.store(source.datagrams.into(), Relaxed);
             slot.allowance.store(allowance, Relaxed);
@@ -185,14 +210,12 @@ impl RelayMap {
             let numbered = self.0.numbers.insert(cookie, number);
             numbered.map_err(|error| Refusal::System { side, error })?;
             let other = side.other();
-            let target = sockets[other.index()];
-            let targeted = self.0.targets.insert(number, target);
+            let targeted = self.0.targets.insert(number, sockets[other.index()]);
             targeted.map_err(|error| Refusal::of(other, error))?;
-            let written = tcp_written(target).ok();
-            if written.is_none() && !source.datagrams {
+            if target.written.is_none() && !source.datagrams {
                 return Err(Refusal::NoCount(other));
             }
-            states[side.index()] = Direction::new(source.datagrams, source.tcp, limit, written);
+            states[side.index()] = Direction::new(source.datagrams, limit, target.written);
         }
         for side in sides.iter().copied() {
             if let Some(end) = &mut ends.ends[side.index()] {
@@ -206,11 +229,6 @@ impl RelayMap {
                     self.0.sources.map().insert(end.number, socket)
                 }
                 .map_err(|error| Refusal::of(side, error))?;
-                if kinds[side.index()].tcp {
-                    // The kernel runs the program for what is queued already.
-                    let queued = set_receive_low_water(socket, 1);
-                    queued.map_err(|error| Refusal::System { side, error })?;
-                }
             }
         }
         Ok((ends, states))
@@ -234,8 +252,8 @@ impl Kind {
         }
         Ok(Kind {
             datagrams,
-            tcp: tcp_written(socket).is_ok(),
             unix,
+            written: tcp_written(socket).ok(),
         })
     }
 }

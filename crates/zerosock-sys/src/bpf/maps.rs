@@ -104,9 +104,8 @@ pub struct Slot {
     pub cookie: AtomicU64,
     /// The program redirects as long as `bytes` does not exceed this. Written by this process.
     pub allowance: AtomicU64,
-    /// Bytes of `passed` that this process has received and sent on itself. While it differs from
-    /// `passed` the program redirects nothing, so that the order of bytes is kept. Written by this
-    /// process.
+    /// Bytes of `passed` that this process has received and sent on. While it differs from `passed` the
+    /// program redirects nothing, so that the order of bytes is kept. Written by this process.
     pub handled: AtomicU64,
     /// Not 0: each packet is a datagram, which must stay one. Written by this process.
     pub whole: AtomicU64,
@@ -114,12 +113,10 @@ pub struct Slot {
     pub bytes: AtomicU64,
     /// Packets redirected. Written by the program.
     pub packets: AtomicU64,
-    /// Bytes that stayed at their socket. The kernel may make them readable some time after the program has
-    /// counted them. Written by the program.
+    /// Bytes that stayed at their socket. Written by the program.
     pub passed: AtomicU64,
-    /// Packets without bytes, which cannot be redirected: ends of TCP streams, and empty datagrams. And
-    /// datagrams that were not redirected for another reason.
-    /// Written by the program.
+    /// Packets without bytes, which cannot be redirected, and datagrams that were not redirected for
+    /// another reason. Written by the program.
     pub dropped: AtomicU64,
 }
 

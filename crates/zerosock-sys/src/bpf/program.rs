@@ -18,8 +18,8 @@
 //!          count length as passed; PASS        (the packet stays at its socket, for recv(2))
 //! ```
 //!
-//! A redirected packet without bytes, such as the end of a TCP stream, would be an error of the target
-//! (EPIPE), after which the kernel drops all later ones. A redirected packet of several pieces, as network
+//! A redirected packet without bytes would be an error of the target (EPIPE), after which the kernel drops
+//! all later ones. A redirected packet of several pieces, as network
 //! devices deliver them, would become one datagram for each piece. Datagrams that stay at their socket would
 //! be read as one: the kernel (seen on 6.18) keeps no bounds of what a program passes.
 

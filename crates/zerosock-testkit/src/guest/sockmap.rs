@@ -19,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{Shutdown, shutdown};
 use sha2::{Digest, Sha256};
 use zerosock_cli::vm::pattern::{Pattern, hex};
-use zerosock_relay::sockmap::{Counters, Directions, Pair, RelayMap, Side, State};
+use zerosock_relay::sockmap::{Counters, Directions, Pair, RelayMap, SCRATCH, Side, State};
 use zerosock_sys::vsock;
 
 use crate::datagrams::foreign_bytes;
@@ -32,7 +32,7 @@ const PATH: &str = "/tmp/relay.sock";
 const STEP: Duration = Duration::from_secs(30);
 /// Bytes of a direction inside the kernel.
 const LIMIT: u64 = 4 << 20;
-/// Buffer of the copying relay, and for what the redirecting one does by hand.
+/// Buffer of the copying relay.
 const BUFFER: usize = 256 << 10;
 /// A datagram relay ends when nothing has come for so long.
 const QUIET: Duration = Duration::from_millis(500);
@@ -95,6 +95,9 @@ pub(super) struct Options {
     chunk: usize,
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    /// Receive buffer of the vsock socket
+    #[arg(long)]
+    buffer: Option<u64>,
     /// Pause after each datagram, in microseconds
     #[arg(long, default_value_t = 0)]
     pause: u64,
@@ -282,6 +285,9 @@ fn relay(options: &Options) -> io::Result<(Client, Relay)> {
         }
     };
     let vsock = vsock::connect_blocking(options.cid, options.port, STEP)?;
+    if let Some(bytes) = options.buffer {
+        vsock::set_buffer_size(&vsock, bytes)?;
+    }
     let Options {
         kind, back, way, ..
     } = *options;
@@ -303,7 +309,7 @@ fn relay(options: &Options) -> io::Result<(Client, Relay)> {
 
 /// Drives the pair until its one direction has ended.
 fn redirect(mut pair: Pair<OwnedFd>, kind: Kind) -> io::Result<Relayed> {
-    let mut scratch = vec![0; BUFFER];
+    let mut scratch = vec![0; SCRATCH];
     let mut seen = (0, Instant::now());
     loop {
         let turn = pair.turn(Side::A, &mut scratch).map_err(io::Error::other)?;

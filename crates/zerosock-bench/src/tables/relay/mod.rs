@@ -265,7 +265,7 @@ fn growth(bench: &mut Bench<'_>, name: &str, count: u64) {
 fn rate(bench: &mut Bench<'_>, name: &str) {
     let is_ours = |relay| matches!(relay, Relay::Zerosock(_));
     let relays = contestants(bench, |relay| {
-        is_ours(relay) || relay == HAPROXY || relay == SOCAT
+        relay.takes(Kind::Tcp) && (is_ours(relay) || relay == HAPROXY || relay == SOCAT)
     });
     let outcomes = bench.measure(name, &relays, |relay| {
         many::rate(*relay, bench.settings, bench.cores)

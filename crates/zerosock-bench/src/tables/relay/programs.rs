@@ -83,6 +83,8 @@ impl Relay {
         match self {
             // A pipe keeps no bounds of datagrams, and HAProxy relays none.
             Relay::Zerosock(Way::Splice) | Relay::Haproxy { .. } => from != Kind::Udp,
+            // The kernel redirects no stream whose source is TCP or Unix.
+            Relay::Zerosock(Way::Sockmap) => from == Kind::Udp,
             _ => true,
         }
     }

@@ -75,9 +75,9 @@ fn taken(kinds: [Kind; 2], way: &str, can_redirect: bool) -> (String, Option<&'s
     let refusal = match way {
         "splice" if !streams => Some("both ends have to be TCP or Unix streams: auto is used"),
         "sockmap" => match kinds {
-            _ if kinds.iter().all(|kind| kind.is_tcp()) => None,
             _ if kinds.iter().all(|kind| kind.is_udp()) => None,
-            _ => Some("both ends have to be TCP, or both UDP, or vsock and TCP: auto is used"),
+            _ if kinds.iter().any(|kind| kind.is_tcp()) => Some("TCP can be no source"),
+            _ => Some("both ends have to be UDP, or vsock and TCP: auto is used"),
         },
         _ => None,
     };
@@ -216,8 +216,8 @@ impl<'a> Rig<'a> {
 /// Whether --way sockmap works here; says why not.
 fn can_redirect() -> bool {
     let words = [
-        "tcp-listen:127.0.0.1:0",
-        "tcp:127.0.0.1:1",
+        "udp-listen:127.0.0.1:0",
+        "udp:127.0.0.1:1",
         "--way",
         "sockmap",
     ];

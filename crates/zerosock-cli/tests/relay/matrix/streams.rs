@@ -1,6 +1,6 @@
 //! Streams: contents, half-close and abrupt close.
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -54,16 +54,16 @@ impl Sock {
         self.io().write_all(bytes).unwrap();
     }
 
-    fn read(&self, length: usize) -> Vec<u8> {
-        let mut bytes = vec![0; length];
-        self.io().read_exact(&mut bytes).unwrap();
-        bytes
+    /// Reads so many bytes, or fewer and why there are no more.
+    fn read(&self, length: usize) -> Received {
+        let mut bytes = Vec::new();
+        let end = self.io().take(length as u64).read_to_end(&mut bytes).err();
+        Received { bytes, end }
     }
 
-    fn read_all(&self) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        self.io().read_to_end(&mut bytes).unwrap();
-        bytes
+    /// Reads to the end.
+    fn read_all(&self) -> Received {
+        self.read(usize::MAX)
     }
 
     fn finish(&self) {
@@ -89,6 +89,28 @@ impl Sock {
                 sock.set_linger(Some(Duration::ZERO));
             }
         }
+    }
+}
+
+/// What was read, and the error that ended it.
+struct Received {
+    bytes: Vec<u8>,
+    end: Option<io::Error>,
+}
+
+impl Received {
+    fn assert_is(&self, sent: &[u8], rig: &Rig<'_>) {
+        let pairs = self.bytes.iter().zip(sent);
+        let differs = pairs.clone().position(|(got, sent)| got != sent);
+        let at = differs.unwrap_or(pairs.len());
+        assert!(
+            self.end.is_none() && self.bytes == sent,
+            "{} of {} bytes, the first difference at {at}, {:?}: {}",
+            self.bytes.len(),
+            sent.len(),
+            self.end,
+            rig.about()
+        );
     }
 }
 
@@ -135,20 +157,20 @@ fn contents_and_half_close(rig: &mut Rig<'_>, first: usize) {
         });
         scope.spawn(|| other.write(back));
         let received = scope.spawn(|| one.read(LENGTH));
-        assert!(other.read_all() == there, "{}", rig.about());
-        assert!(received.join().unwrap() == back, "{}", rig.about());
+        other.read_all().assert_is(there, rig);
+        received.join().unwrap().assert_is(back, rig);
     });
     // The other direction is still open.
     other.write(b"after the end");
-    assert_eq!(one.read(13), b"after the end", "{}", rig.about());
+    one.read(13).assert_is(b"after the end", rig);
     other.finish();
-    assert_eq!(one.read_all(), b"", "{}", rig.about());
+    one.read_all().assert_is(b"", rig);
 }
 
 fn abrupt_close(rig: &mut Rig<'_>, first: usize) {
     let [one, other] = connect(rig, first);
     one.write(b"x");
-    assert_eq!(other.read(1), b"x");
+    other.read(1).assert_is(b"x", rig);
     other.write(b"y");
     one.reset();
     let end = other.io().read(&mut [0]);

@@ -407,11 +407,16 @@ fn a_listener_at_all_addresses_joins_no_senders() {
     let mut config = RelayConfig::new(ends.map(|end| end.parse().unwrap()));
     let error = config.make_map().unwrap_err();
     assert!(error.to_string().contains("one address"), "{error}");
-    let ends = ["tcp-listen:127.0.0.1:0", "unix:/nonexistent"];
-    let mut config = RelayConfig::new(ends.map(|end| end.parse().unwrap()));
-    let error = config.make_map().unwrap_err();
-    assert!(error.to_string().contains("both ends"), "{error}");
-    assert!(config.sockmap.is_none());
+    for (ends, reason) in [
+        (["unix-listen:/s", "unix:/nonexistent"], "both ends"),
+        (["tcp-listen:[::1]:0", "unix:/s"], "TCP can be no source"),
+        (["tcp-listen:[::1]:0", "tcp:x:1"], "TCP can be no source"),
+    ] {
+        let mut config = RelayConfig::new(ends.map(|end| end.parse().unwrap()));
+        let error = config.make_map().unwrap_err();
+        assert!(error.to_string().contains(reason), "{error}");
+        assert!(config.sockmap.is_none());
+    }
 }
 
 /// The backlog of the target is full, so that the connector tries again and again.

@@ -16,8 +16,7 @@ use super::Way;
 const WAYS: [Way; 3] = [Way::Auto, Way::Splice, Way::Copy];
 const KINDS: [Kind; 2] = [Kind::Tcp, Kind::Unix];
 
-/// Every kind of stream to every kind, in every way. Way sockmap joins TCP only; where the machine does
-/// not permit it, its part says SKIPPED.
+/// Every kind of stream to every kind, in every way that moves these.
 fn matrix(test: impl Fn(Rig)) {
     for way in WAYS {
         for from in KINDS {
@@ -25,9 +24,6 @@ fn matrix(test: impl Fn(Rig)) {
                 test(Rig::start(from, to, |config| config.way = way));
             }
         }
-    }
-    if let Some(rig) = Rig::start_joined(Kind::Tcp, |_| {}) {
-        test(rig);
     }
 }
 
@@ -69,7 +65,6 @@ fn contents_pass_both_ways_at_once() {
         assert_eq!(stats.bytes_to_target, LENGTH as u64, "{rig}");
         assert_eq!(stats.bytes_to_source, LENGTH as u64, "{rig}");
         assert_eq!((stats.failed, stats.open), (0, 0), "{rig}");
-        assert_eq!(stats.joined, u64::from(rig.way() == Way::Sockmap), "{rig}");
     });
 }
 
@@ -163,10 +158,9 @@ fn without_pipes_and_with_small_buffers_contents_pass() {
 
 #[test]
 fn many_short_connections_leave_nothing() {
-    let joined = Rig::start_joined(Kind::Tcp, |config| config.workers = 2);
     let streams = [(Kind::Tcp, Kind::Tcp), (Kind::Unix, Kind::Unix)];
     let streams = streams.map(|(from, to)| Rig::start(from, to, |config| config.workers = 2));
-    for rig in streams.into_iter().chain(joined) {
+    for rig in streams {
         const CONNECTIONS: usize = 10_000;
         let target = rig.serve_echo();
         let clients: Vec<_> = (0..4)

@@ -47,7 +47,6 @@ pub(super) struct Rig {
     pub(super) target: Target,
     connector: Connect,
     about: String,
-    way: Way,
     _dir: Arc<tempfile::TempDir>,
 }
 
@@ -173,7 +172,6 @@ impl Rig {
         let mut config = RelayConfig::new([listening(from, dir.path()), target.endpoint()]);
         config.max_connections = 20_000;
         set(&mut config);
-        let way = config.way;
         let about = format!("{from:?} to {to:?} by {}", config.way);
         let relay = Relay::start(config).unwrap();
         let connector = Connect {
@@ -185,24 +183,7 @@ impl Rig {
             target,
             connector,
             about,
-            way,
             _dir: dir,
-        }
-    }
-
-    /// From TCP, joined inside of the kernel; `None` where the machine does not permit it.
-    pub(super) fn start_joined(to: Kind, set: impl FnOnce(&mut RelayConfig)) -> Option<Rig> {
-        let mut refused = None;
-        let rig = Rig::start(Kind::Tcp, to, |config| {
-            set(config);
-            refused = make_map(config);
-        });
-        match refused {
-            None => Some(rig),
-            Some(reason) => {
-                skipped(&reason);
-                None
-            }
         }
     }
 
@@ -219,10 +200,6 @@ impl Rig {
     /// Closes the target's listener; its address stays the relay's target.
     pub(super) fn close_target(&mut self) {
         self.target = Target::new(Kind::Tcp, Path::new("/nonexistent"));
-    }
-
-    pub(super) fn way(&self) -> Way {
-        self.way
     }
 
     pub(super) fn connector(&self) -> Connect {

@@ -24,6 +24,8 @@ struct Run {
     chunk: usize,
     /// Microseconds after each datagram.
     pause: u64,
+    /// Receive buffer of the vsock socket, if not the default.
+    buffer: Option<u64>,
 }
 
 impl Run {
@@ -36,6 +38,7 @@ impl Run {
             bytes: 3 << 20,
             chunk: 65536,
             pause: 0,
+            buffer: None,
         }
     }
 
@@ -66,6 +69,9 @@ impl Run {
         );
         if self.back {
             argv += " --back";
+        }
+        if let Some(bytes) = self.buffer {
+            argv += &format!(" --buffer {bytes}");
         }
         let argv = argv.split_whitespace().map(str::to_owned).collect();
         lab.a.start(Command::Run { argv })
@@ -190,9 +196,17 @@ pub(crate) fn contents_loopback(lab: &Lab) {
         assert_eq!(value(&said, "client_sha256"), digest, "{said}");
         number(&said, "redirected")
     });
-    // The kernel would lose bytes of a Unix stream, and the end of a stream into vsock.
-    for (kind, reason) in [("unix", "Unix stream"), ("tcp", "is not TCP")] {
-        let run = Run::new("sockmap", kind, 1);
+    // The kernel would lose bytes of a Unix stream, repeat some of TCP, and redirect what was read in part of
+    // a buffer that one read does not take.
+    let larger = Run {
+        buffer: Some((256 << 10) + 1),
+        ..Run::back(1)
+    };
+    for (run, reason) in [
+        (Run::new("sockmap", "unix", 1), "Unix stream"),
+        (Run::new("sockmap", "tcp", 1), "TCP, which can be no source"),
+        (larger, "has a receive buffer of 262145 bytes"),
+    ] {
         let done = run.start(lab, port()).wait(STEP).expect("an end");
         let said = done.text.unwrap_or_default();
         assert!(done.bytes != 0 && said.contains(reason), "{said}");

@@ -19,6 +19,7 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+mod checksum;
 #[doc(hidden)]
 pub mod device;
 mod header;

@@ -13,7 +13,7 @@ use super::Interface;
 use super::failure::InterfaceFailure;
 use super::frame::ReceivedFrame;
 use super::loan::FrameLoan;
-use crate::switch::complete_checksum;
+use crate::checksum::complete_checksum;
 
 /// The MTU of a device that does not tell its own.
 const MTU: u16 = 1500;

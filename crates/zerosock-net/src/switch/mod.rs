@@ -29,7 +29,5 @@ mod uplink;
 pub use self::device::SwitchDevice;
 pub use self::frames::PortMessage;
 pub use self::port::SwitchPort;
-#[cfg(feature = "smoltcp")]
-pub(crate) use self::software::complete_checksum;
 pub use self::table::Switch;
 pub use self::uplink::{Uplink, UplinkConfig};

@@ -1,7 +1,9 @@
 //! Checksums and segmentation in software, for a receiver that does not take what its sender has left
 //! to it: a boot loader next to a Linux guest, for example. Slow: the frame is copied twice.
 
-use zerosock_proto::wire::net::{Checksum, ETHERNET_LEN, Gso, Header, Offloads, Repr, Segments};
+use zerosock_proto::wire::net::{Checksum, Gso, Header, Offloads, Repr, Segments};
+
+use crate::checksum::{IPV4, IPV4_LEN, IPV6, add, complete_checksum, fold, network_header, put};
 
 /// Most segments of a frame: 64 KiB in segments of 256 bytes.
 const MAX_SEGMENTS: usize = 256;
@@ -9,8 +11,6 @@ const MAX_SEGMENTS: usize = 256;
 /// Most bytes of headers in front of the payload, which each segment repeats.
 const MAX_HEADERS: usize = 256;
 
-const VLAN_TAG: usize = 4;
-const IPV4_LEN: usize = 20;
 const IPV6_LEN: usize = 40;
 const TCP_LEN: usize = 20;
 /// Places in a TCP header.
@@ -54,16 +54,6 @@ pub(super) fn convert(
         }
     });
     finished.collect()
-}
-
-/// Adds up the bytes from `start` on and stores the sum. The field has the sum of the pseudo header.
-pub(crate) fn complete_checksum(frame: &mut [u8], start: usize, offset: usize) -> Option<()> {
-    let sum = match !fold(add(0, frame.get(start..)?)) {
-        // For UDP a sum of 0 means that there is none; for TCP both are the same.
-        0 => 0xffff,
-        sum => sum,
-    };
-    put(frame, start + offset, sum)
 }
 
 /// The segments of a frame with a TCP header at `start`, with partial checksums.
@@ -124,21 +114,10 @@ fn segment(frame: &[u8], start: usize, gso: Gso) -> Option<Vec<Vec<u8>>> {
 /// The place of the IP header of a frame with a TCP header at `start`.
 fn ip_header(frame: &[u8], kind: Segments, start: usize) -> Option<usize> {
     let (wanted, shortest) = match kind {
-        Segments::Tcp4 => ([0x08, 0x00], IPV4_LEN),
-        Segments::Tcp6 => ([0x86, 0xdd], IPV6_LEN),
+        Segments::Tcp4 => (IPV4, IPV4_LEN),
+        Segments::Tcp6 => (IPV6, IPV6_LEN),
     };
-    let mut ip = ETHERNET_LEN;
-    loop {
-        let kind: [u8; 2] = *frame.get(ip - 2..)?.first_chunk()?;
-        if kind == wanted {
-            break;
-        }
-        // At most two VLAN tags (802.1Q and 802.1ad).
-        if !matches!(kind, [0x81, 0x00] | [0x88, 0xa8]) || ip >= ETHERNET_LEN + 2 * VLAN_TAG {
-            return None;
-        }
-        ip += VLAN_TAG;
-    }
+    let ip = network_header(frame, wanted)?;
     let fits = match kind {
         Segments::Tcp4 => start == ip + usize::from(*frame.get(ip)? & 0xf) * 4,
         Segments::Tcp6 => true,
@@ -146,29 +125,10 @@ fn ip_header(frame: &[u8], kind: Segments, start: usize) -> Option<usize> {
     (fits && start >= ip + shortest && start + TCP_LEN <= frame.len()).then_some(ip)
 }
 
-/// Adds 16-bit words, of which the last may lack its second byte.
-fn add(sum: u32, bytes: &[u8]) -> u32 {
-    // At most 2^15 words of 2^16: no overflow, with a start below 2^31.
-    bytes.chunks(2).fold(sum, |sum, word| {
-        let low = word.get(1).copied().unwrap_or(0);
-        sum + u32::from(u16::from_be_bytes([word[0], low]))
-    })
-}
-
-fn fold(sum: u32) -> u16 {
-    let sum = (sum & 0xffff) + (sum >> 16);
-    (sum + (sum >> 16)) as u16
-}
-
-fn put(frame: &mut [u8], at: usize, value: u16) -> Option<()> {
-    *frame.get_mut(at..)?.first_chunk_mut()? = value.to_be_bytes();
-    Some(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use zerosock_proto::wire::net::{GSO_TCPV6, NEEDS_CSUM};
+    use zerosock_proto::wire::net::{ETHERNET_LEN, GSO_TCPV6, NEEDS_CSUM};
 
     /// A frame of TCP over IPv6 in segments of one byte, with the TCP header at `start`.
     fn segments(start: usize, payload: usize) -> Option<Vec<(Header, Vec<u8>)>> {

@@ -7,9 +7,14 @@
 //! it offers room for as many bytes as recent frames had; the part of a frame beyond that is read
 //! into memory of the device and copied (`rx_copied`). Without MRG_RXBUF it offers the whole next
 //! buffer.
+//!
+//! A driver that takes partial checksums gets a complete one from DHCP servers ([`dhcp`]).
 
 mod announcement;
 mod control;
+mod dhcp;
+#[cfg(test)]
+mod dhcp_tests;
 mod pair;
 mod receive;
 mod rings;

@@ -23,6 +23,7 @@ use zerosock_ring::{Chain, Memory, Singles, SliceBuf};
 use zerosock_virtio::queues::Quiesced;
 use zerosock_virtio::ring::Ring;
 
+use super::dhcp;
 use super::terms::{BURST, BURSTS, BYTES, Fatal, Terms};
 use crate::backend::{Backend, FrameError, Half, MAX_PIECES, Taken};
 use crate::header;
@@ -217,10 +218,11 @@ impl Receiver {
         let mut header = Header::default();
         let len = backend.receive(queue, &mut header, &[room], &mut self.rest)?;
         self.expect(len, terms);
-        let Some(repr) = check(&header, len, terms) else {
+        let Some(mut repr) = check(&header, len, terms) else {
             tally.rx_dropped += 1;
             return Ok(true);
         };
+        dhcp::complete(&mut repr, len, &[room], &mut self.rest);
         if len <= room.len() {
             header::write_repr(slice, &repr, 1);
             ring.complete_single(&mut self.singles, (HEADER_LEN + len) as u32);
@@ -262,7 +264,10 @@ impl Receiver {
         let len = backend.receive(queue, &mut header, &slices, &mut self.rest)?;
         self.expect(len, terms);
         match check(&header, len, terms) {
-            Some(repr) => self.keep(ring, (&repr, len, offered), terms, (tally, now)),
+            Some(mut repr) => {
+                dhcp::complete(&mut repr, len, &slices, &mut self.rest);
+                self.keep(ring, (&repr, len, offered), terms, (tally, now));
+            }
             None => tally.rx_dropped += 1,
         }
         Ok(true)

@@ -17,7 +17,7 @@ use zerosock_sys::network;
 use zerosock_sys::tun::{InterfaceName, Tap};
 
 use super::driver::Driver;
-use super::frames::{plain, tcp, tso};
+use super::frames::{is_complete_udp, plain, tcp, tso, udp};
 use super::network::{DEADLINE, LIMITS, Network, Setup, isolated, receive_from, wait_until};
 
 const ALL: u64 = F_MRG_RXBUF | F_CSUM | F_GUEST_CSUM | F_GUEST_TSO4 | F_HOST_TSO4;
@@ -225,6 +225,28 @@ fn a_partial_checksum_is_completed_and_too_many_segments_are_dropped() {
     a.send(0, &header, &addressed(frame, mac(1), mac(0)), &[]);
     a.wait_sent(0);
     wait_until("it is dropped", || lan.stats(1).rx_dropped == 1);
+    lan.server.shutdown();
+}
+
+/// The server is a guest, and so is the client.
+#[test]
+fn a_dhcp_reply_of_a_guest_has_its_whole_checksum() {
+    let lan = Lan::new(&[None; 2], None);
+    let (mut a, mut b) = (lan.attach(0, ALL), lan.attach(1, ALL));
+    introduce(&mut [&mut a, &mut b]);
+    for (port, completed) in [(67, true), (53, false)] {
+        let (header, bytes) = udp(port, 301);
+        let sent = addressed(bytes, mac(1), mac(0));
+        b.post_many(0, 8, 64);
+        a.send(0, &header, &sent, &[12, 30, 5]);
+        a.wait_sent(0);
+        let (received, bytes) = b.receive(0);
+        assert_eq!(is_complete_udp(&bytes), completed);
+        let flags = if completed { 0 } else { NEEDS_CSUM };
+        assert_eq!(received.flags(), flags);
+        assert_eq!((&bytes[..40], &bytes[42..]), (&sent[..40], &sent[42..]));
+    }
+    b.check_guards();
     lan.server.shutdown();
 }
 

@@ -7,7 +7,7 @@ use zerosock_proto::wire::net::{
 };
 
 use super::driver::Driver;
-use super::frames::{TCP_HEADERS, plain, tcp, tso};
+use super::frames::{TCP_HEADERS, is_complete_udp, plain, tcp, tso, udp};
 use super::network::{Network, Setup, isolated, wait_until};
 
 const OFFLOADS: u64 = F_CSUM | F_GUEST_CSUM | F_GUEST_TSO4 | F_HOST_TSO4;
@@ -130,6 +130,33 @@ fn partial_checksums_pass_both_ways() {
         let (received, bytes) = driver.receive(0);
         assert_eq!((received.flags(), received.csum_start()), (NEEDS_CSUM, 34));
         assert_eq!((received.csum_offset(), bytes), (16, frame));
+    });
+}
+
+/// A client on a raw socket verifies them.
+#[test]
+fn replies_of_dhcp_servers_have_their_whole_checksum() {
+    isolated("replies_of_dhcp_servers_have_their_whole_checksum", || {
+        let network = Network::new(&Setup::default());
+        for features in [OFFLOADS, OFFLOADS | F_MRG_RXBUF] {
+            let mut driver = network.attach(features);
+            for (port, completed) in [(67, true), (53, false)] {
+                let (header, frame) = udp(port, 301);
+                assert!(!is_complete_udp(&frame));
+                // Late probes take some.
+                match features & F_MRG_RXBUF {
+                    0 => (0..4).for_each(|_| driver.post(0, &[30, 46, 3, 2048])),
+                    _ => driver.post_many(0, 32, 64),
+                }
+                network.send(&header, &frame);
+                let (received, bytes) = driver.receive(0);
+                assert_eq!(is_complete_udp(&bytes), completed);
+                let flags = if completed { 0 } else { NEEDS_CSUM };
+                assert_eq!(received.flags() & NEEDS_CSUM, flags);
+                assert_eq!((&bytes[..40], &bytes[42..]), (&frame[..40], &frame[42..]));
+            }
+            driver.check_guards();
+        }
     });
 }
 

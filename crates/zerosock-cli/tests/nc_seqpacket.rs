@@ -219,7 +219,7 @@ fn a_hybrid_socket_takes_lines_as_packets() {
         (&b"OK x\n"[..], "answered `OK x` to CONNECT"),
         (b"NO", "answered `NO` to CONNECT"),
         (&[b'x'; 4096], "to CONNECT"),
-        (b"", "no listener on port 77"),
+        (b"", "closed without OK for port 77 (no VMM"),
     ] {
         let (running, _stdin) = start(&[&endpoint]);
         let guest = listener.accept();

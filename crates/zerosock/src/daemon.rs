@@ -82,7 +82,8 @@ pub struct DaemonConfig {
     pub spin: Duration,
     /// The port in the OK line.
     pub ok: OkConvention,
-    /// Time-out of a connect, and of the CONNECT line of a host program.
+    /// Time-out of a connect, and of the CONNECT line of a host program. Below the 2 s after which a
+    /// Linux guest gives up by itself, so that the guest gets an answer.
     pub connect_timeout: Duration,
     /// How long a host program may leave the last bytes of an ended connection unread. After that its
     /// socket is closed and the bytes are lost.
@@ -116,7 +117,7 @@ impl Default for DaemonConfig {
             hold: HOLD,
             spin: Duration::ZERO,
             ok: OkConvention::default(),
-            connect_timeout: Duration::from_secs(2),
+            connect_timeout: CONNECT_TIMEOUT,
             linger: LINGER,
             queue_pairs: 1,
             attach: None,
@@ -130,6 +131,8 @@ impl Default for DaemonConfig {
 
 /// How long shutdown waits for the reaper to close descriptors of peers.
 const REAPER_LIMIT: Duration = Duration::from_secs(1);
+/// The connect time-out of Linux guests is 2 s (VSOCK_DEFAULT_CONNECT_TIMEOUT).
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
 const HOLD: Duration = Duration::from_millis(20);
 const LINGER: Duration = Duration::from_secs(60);
 /// Limit of host programs of one VM that have connected and not sent CONNECT yet.

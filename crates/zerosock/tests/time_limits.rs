@@ -101,3 +101,13 @@ fn a_full_backlog_costs_few_attempts_and_its_waiters_get_in_when_there_is_room()
     guest.wait_connect(host(2000), deadline()).unwrap();
     accepting.join().unwrap();
 }
+
+/// A guest, which waits as long as Linux does by default, gets the daemon's answer about a target that does
+/// not answer: the daemon gives up in time before it.
+#[test]
+fn the_daemon_gives_up_before_the_guest_does() {
+    let guest = zerosock::driver::DriverConfig::default().connect_timeout;
+    assert_eq!(guest, Duration::from_secs(2));
+    let daemon = zerosock::daemon::DaemonConfig::default().connect_timeout;
+    assert!(daemon + Duration::from_millis(250) <= guest, "{daemon:?}");
+}

@@ -15,6 +15,11 @@ use super::deadline::{Deadline, timespec};
 use super::endpoint::Endpoint;
 use super::error::ConnectError;
 use super::listen::Acceptor;
+use zerosock_relay::relay::CLOSED_WITHOUT_OK;
+
+/// What a reset in the place of an answer can mean: it carries no reason.
+pub(crate) const REFUSED_BY_PEER: &str = "no listener, its backlog is full, a target that does not accept, \
+    or access is denied; `serve --log-level debug` logs which";
 
 /// Binds a listening endpoint; `None` if `endpoint` connects.
 pub(super) fn bind(
@@ -92,7 +97,7 @@ fn repeat<T>(
 fn vsock(cid: u32, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd, ConnectError> {
     let failed = |error: io::Error| match Errno::from_io_error(&error) {
         Some(Errno::CONNRESET | Errno::CONNREFUSED) => {
-            ConnectError::Refused(format!("no listener on port {port} of CID {cid}"))
+            ConnectError::Refused(format!("port {port} of CID {cid} ({REFUSED_BY_PEER})"))
         }
         Some(Errno::AFNOSUPPORT) => ConnectError::System {
             operation:
@@ -175,7 +180,7 @@ fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<Owne
     let socket = unix(path, kind, deadline)?;
     let refused = || {
         ConnectError::Refused(format!(
-            "{} closed without OK: no listener on port {port} in the guest, or the guest is not up",
+            "{} closed without OK for port {port} ({CLOSED_WITHOUT_OK})",
             path.display()
         ))
     };

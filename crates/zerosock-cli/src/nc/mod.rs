@@ -8,7 +8,7 @@
 pub(crate) mod args;
 mod attached;
 mod blocking;
-mod connect;
+pub(crate) mod connect;
 mod connection;
 mod datagrams;
 mod deadline;

@@ -13,6 +13,7 @@ use zerosock::vsock::EndpointStats;
 
 use super::receive::Counted;
 use super::settings::{Client, Mode, Output, Server};
+use crate::nc::connect::REFUSED_BY_PEER;
 
 /// Prints that the server is ready.
 pub(super) fn server_begins(server: &Server, buffer: usize, cid: u32) -> String {
@@ -130,8 +131,12 @@ pub(super) fn client(mode: Mode, counted: &Counted, stats: Option<EndpointStats>
 
 /// The error of a client that cannot connect, with the address.
 pub(super) fn not_connected(peer: Address, error: &io::Error) -> io::Error {
+    let reasons = match error.kind() {
+        io::ErrorKind::ConnectionReset => format!(" ({REFUSED_BY_PEER})"),
+        _ => String::new(),
+    };
     let text = format!(
-        "connecting to CID {}, port {}: {error}",
+        "connecting to CID {}, port {}: {error}{reasons}",
         peer.cid, peer.port
     );
     io::Error::new(error.kind(), text)
@@ -180,5 +185,17 @@ mod tests {
         );
         let in_place = client(Mode::InPlace, &counted, None).text;
         assert!(in_place.contains("POLLIN wake-ups: 1000"));
+    }
+
+    #[test]
+    fn a_reset_is_not_taken_for_a_missing_listener() {
+        let peer = Address::new(zerosock::Cid::HOST, zerosock::Port::new(7));
+        let text = |kind: io::ErrorKind| not_connected(peer, &kind.into()).to_string();
+        let reset = text(io::ErrorKind::ConnectionReset);
+        assert!(
+            reset.contains("no listener, its backlog is full, a target"),
+            "{reset}"
+        );
+        assert!(!text(io::ErrorKind::TimedOut).contains("listener"));
     }
 }

@@ -112,8 +112,8 @@ pub(crate) struct DaemonFlags {
     pub(crate) require_sealed_memory: bool,
 
     /// Longest time for a connection to be established, in either direction, and for a CONNECT line
-    /// to arrive
-    #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = duration::parse)]
+    /// to arrive. Linux guests give up by themselves after 2 s: with less, they get an answer
+    #[arg(long, value_name = "SECONDS", default_value = "1.5", value_parser = duration::parse)]
     pub(crate) connect_timeout: Duration,
 
     /// Threads that move data; a VM belongs to one of them [default: one per CPU, no more than

@@ -70,7 +70,7 @@ impl Default for HostConfig {
             old_memory: 1 << 30,
             hold: Duration::from_millis(20),
             ok: OkConvention::default(),
-            connect_timeout: Duration::from_secs(2),
+            connect_timeout: Duration::from_millis(1500),
             leases: 4096,
             unsealed_memory: false,
             trust_processes: false,

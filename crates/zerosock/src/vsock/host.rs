@@ -346,7 +346,7 @@ impl HostBuilder {
         self
     }
 
-    /// How long a connect waits for an answer; not zero, default 2 s.
+    /// How long a connect waits for an answer; not zero, default 1.5 s: guests give up after 2 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> HostBuilder {
         self.config.connect_timeout = timeout;
         self

@@ -10,6 +10,10 @@ use zerosock_virtio::poller::Readiness;
 /// `OK `, ten digits and a newline, and some patience for other programs' blanks.
 const LONGEST_ANSWER: usize = 64;
 
+/// What the close of a hybrid socket in the place of an answer can mean: it carries no reason.
+pub const CLOSED_WITHOUT_OK: &str = "no VMM is connected, no driver runs, the guest does not answer, no \
+    listener, its backlog is full, or access is denied; `serve --log-level debug` logs which";
+
 /// What a hybrid socket has answered.
 #[derive(Debug, Eq, PartialEq)]
 enum Answer {
@@ -68,8 +72,7 @@ impl RelayDevice {
         let got = match peeked {
             Err(Errno::AGAIN | Errno::INTR) => return,
             Ok(0) | Err(Errno::CONNRESET) => {
-                let reason = "closed without OK: no listener on that port in the guest, or the guest is \
-                              not up";
+                let reason = format_args!("closed without OK ({CLOSED_WITHOUT_OK})");
                 return self.fail_connect(key, end, &reason, cx);
             }
             Err(errno) => return self.fail_connect(key, end, &errno, cx),

@@ -17,9 +17,9 @@ fn main() -> Result<(), Error> {
     let host = Host::builder()
         .vm(Cid::new(3), "/tmp/vm3.sock") // the vhost-user socket of a VM
         .attach("/tmp/attach.sock") // processes attach here
+        .background() // a thread moves packets while the program does other work
         .start()?;
     let listener = host.listen(Port::new(1024), 16)?;
-    // This loop drives the host: it serves all connections while it waits for the next one.
     for stream in listener.incoming() {
         let stream = stream?;
         thread::spawn(move || {

@@ -27,9 +27,9 @@
 //!     let host = Host::builder()
 //!         .vm(Cid::new(3), "/tmp/vm3.sock") // the vhost-user socket of a VM
 //!         .attach("/tmp/attach.sock") // processes attach here
+//!         .background() // a thread moves packets while the program does other work
 //!         .start()?;
 //!     let listener = host.listen(Port::new(1024), 16)?;
-//!     // This loop drives the host: it serves all connections while it waits for the next one.
 //!     for stream in listener.incoming() {
 //!         let stream = stream?;
 //!         thread::spawn(move || {
@@ -81,13 +81,15 @@
 //!
 //! # What drives an endpoint
 //!
-//! No thread of the library moves packets. The calls of a program do: each call on a socket (`accept`, `recv`,
+//! A thread of the library, if a program asks for it with `background`
+//! ([`HostBuilder`](vsock::HostBuilder::background), [`EndpointBuilder`](vsock::EndpointBuilder::background)): simple,
+//! and at the cost of one more thread that wakes for each packet. Otherwise the calls of a program do: each call on a socket (`accept`, `recv`,
 //! `read`, `write`, `connect`) first drives its endpoint, and a call that waits drives all sockets of the endpoint
 //! until it returns. Any number of threads may call at the same time; one of them drives. While no call is under
 //! way, peers wait: no process can attach, nothing is accepted, acknowledged or received, and bytes written last may not
-//! have reached the peer yet. So a program
+//! have reached the peer yet. So a program without `background`
 //!
-//! - keeps a thread in a call that waits, as the loop over [`incoming`](vsock::Listener::incoming) above does; or
+//! - keeps a thread in a call that waits, such as a loop over [`incoming`](vsock::Listener::incoming); or
 //! - calls [`Host::drive`](vsock::Host::drive) or [`Endpoint::drive`](vsock::Endpoint::drive) regularly while it
 //!   does other work; or
 //! - waits for events, and calls its sockets when there are some, as described next.

@@ -15,7 +15,7 @@ use common::{assert_bytes, bytes, deadline, eventually, host};
 use hosting::Hosted;
 use zerosock::access::{AccessList, Party, Ports, Rule, Verdict};
 use zerosock::driver::{AttachError, Driver, DriverConfig, FrontendError, How, StreamState};
-use zerosock::vsock::{ConnectError, Fault, FrontendFault, Host, Stream, Wait};
+use zerosock::vsock::{ConnectError, Endpoint, Fault, FrontendFault, Host, Stream, Wait};
 use zerosock::{Address, Cid, Port};
 use zerosock_proto::wire::vsock::Op;
 
@@ -426,4 +426,32 @@ fn a_host_refuses_shrinkable_memory_unless_it_is_allowed() {
     guest.wait_connect(host(700), deadline()).unwrap();
     listener.accept_timeout(common::PATIENCE).unwrap();
     assert_eq!(hosted.faults(FrontendFault::Unsealed), 0);
+}
+
+#[test]
+fn background_thread_accepts_processes_and_connections_while_the_program_makes_no_call() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("attach");
+    let host_endpoint = Host::builder().attach(&path).background().start().unwrap();
+    let listener = host_endpoint.listen(PORT, 4).unwrap();
+    // Everything in one thread: without those of the endpoints, each of these calls would time out.
+    let passive = Endpoint::builder().background().attach(&path).unwrap();
+    let accepting = passive.listen(PORT, 4).unwrap();
+    let active = Endpoint::attach(&path).unwrap();
+    let mut to_host = active.connect(host(700)).unwrap();
+    let mut to_process = active.connect(Address::new(passive.cid(), PORT)).unwrap();
+    for stream in [&mut to_host, &mut to_process] {
+        stream.write_all(b"hello").unwrap();
+        stream.shutdown(Shutdown::Write).unwrap();
+    }
+    for listener in [listener, accepting] {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut read = Vec::new();
+        stream.read_to_end(&mut read).unwrap();
+        assert_eq!(read, b"hello");
+    }
+    // The streams that were accepted are dropped: their peers read the end.
+    for mut stream in [to_host, to_process] {
+        assert_eq!(stream.read(&mut [0]).unwrap(), 0);
+    }
 }

@@ -13,7 +13,7 @@ use zerosock::{Cid, Port};
 fn sockets(file: File) -> Result<(), Box<dyn std::error::Error>> {
     // From here on
     // The host: CID 2 for VMs, and for processes that attach.
-    let host = Host::builder().vm(Cid::new(3), "/run/vm3.sock").attach("/run/attach.sock").start()?;
+    let host = Host::builder().vm(Cid::new(3), "/run/vm3.sock").attach("/run/attach.sock").background().start()?;
     let (stream, peer) = host.listen(Port::new(1024), 16)?.accept()?;
     while let Some(lease) = stream.recv()? {       // the bytes where the guest wrote them
         lease.write_to(&file)?;                    // straight from there to a file

@@ -131,6 +131,7 @@ pub struct HostBuilder {
     window: Option<u32>,
     queue_size: u16,
     wait: Wait,
+    background: bool,
     trust: Option<Trust>,
 }
 
@@ -160,6 +161,7 @@ impl Host {
             window: None,
             queue_size: 1024,
             wait: Wait::default(),
+            background: false,
             trust: None,
         }
     }
@@ -221,6 +223,14 @@ impl HostBuilder {
     /// the host's own user can, unless [`socket_mode`](Self::socket_mode) is set otherwise.
     pub fn vm(mut self, cid: Cid, path: impl Into<PathBuf>) -> HostBuilder {
         self.paths.push((cid, path.into()));
+        self
+    }
+
+    /// Starts a thread that drives the host until its last socket is dropped: see
+    /// [`EndpointBuilder::background`](super::EndpointBuilder::background). Processes can attach, and guests
+    /// reach each other, while the program does something else.
+    pub fn background(mut self) -> HostBuilder {
+        self.background = true;
         self
     }
 
@@ -414,8 +424,16 @@ impl HostBuilder {
             }
         })?;
         core.set_window(self.window.unwrap_or(WINDOW));
+        let core = Arc::new(core);
+        if self.background {
+            core.start_background()
+                .map_err(|source| StartError::System {
+                    what: "start the thread of the host",
+                    source,
+                })?;
+        }
         Ok(Host {
-            core: Arc::new(core),
+            core,
             wait: self.wait,
             connect_timeout,
             directory,

@@ -17,7 +17,7 @@ use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_proto::{Address, Port};
 
 use super::datagram::Datagram;
-use super::hub::{AlreadyReady, Core, EventFd, Locked};
+use super::hub::{AlreadyReady, Core, EventFd, Interest, Locked};
 use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::stream::Stream;
@@ -380,7 +380,7 @@ impl Poller {
         let mut fds = vec![event_fd.as_fd()];
         for core in cores {
             let mut locked = core.lock();
-            match locked.register_poller(event_fd) {
+            match locked.register_poller(event_fd, Interest::Anything) {
                 Ok(at) => until = earlier(until, at),
                 Err(AlreadyReady) => return Ok(()),
             }

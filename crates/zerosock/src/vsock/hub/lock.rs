@@ -3,13 +3,14 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use zerosock_proto::Port;
 use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_ring::Trust;
 use zerosock_sys::{OwnerGuard, OwnerLock};
 
+use super::background::Background;
 use super::descriptors::{EventFd, SleepWaker, TimerFd, epoll_of};
 #[cfg(test)]
 use super::hook;
@@ -78,6 +79,8 @@ pub(crate) struct Core {
     /// The task that drives the endpoint for async sockets, while there are any.
     #[cfg(feature = "tokio")]
     pub(super) reactor: Mutex<std::sync::Weak<Reactor>>,
+    /// The thread that drives the endpoint, if it was asked for.
+    pub(super) background: OnceLock<Background>,
     /// Later connections may have receive maps.
     pub(super) rx_map: AtomicBool,
     /// Default receive buffer of a connection, in bytes.
@@ -139,6 +142,7 @@ impl Core {
             attach_client: attach_client.map(Mutex::new),
             #[cfg(feature = "tokio")]
             reactor: Mutex::default(),
+            background: OnceLock::new(),
             rx_map: AtomicBool::new(false),
             window: AtomicU32::new(DEFAULT_BUFFER),
             #[cfg(test)]

@@ -10,7 +10,7 @@
 //!   thread drops meanwhile is closed when the thread releases the lock.
 //!
 //! # Driving
-//! An endpoint has no thread of its own. The calling thread drives the queues for all sockets:
+//! An endpoint has no thread of its own unless one is asked for. The calling thread drives the queues for all sockets:
 //!
 //! - Each call takes the lock once, for any number of packets.
 //! - A call that must wait spins first, if its [`Wait`](super::waiting::Wait) says so. It holds the
@@ -22,10 +22,11 @@
 //!   empties the stack, and checks it again after it has released the lock.
 //!
 //! # Files
-//! `lock` has the lock, `wait` blocks a call, `waiters` registers and wakes waiters. Below them are
+//! `background` is the thread that drives an endpoint on request. `lock` has the lock, `wait` blocks a call, `waiters` registers and wakes waiters. Below them are
 //! `waiter`, `tasks`, `wait_budget` and `descriptors`; `reactor` is the handle of the task that
 //! drives an endpoint in a tokio runtime.
 
+mod background;
 mod descriptors;
 #[cfg(test)]
 mod hook;

@@ -62,7 +62,10 @@ fn sleeping_thread_wakes_for_a_timer_that_is_set_later() {
 fn poller_is_woken_once_for_a_timer_that_is_set_later() {
     let (core, script) = core();
     let event_fd = Arc::new(EventFd::new().unwrap());
-    assert_eq!(core.lock().register_poller(&event_fd), Ok(None));
+    assert_eq!(
+        core.lock().register_poller(&event_fd, Interest::Anything),
+        Ok(None)
+    );
     let locked = core.lock();
     script.lock().unwrap().due = Some(Instant::now() + DEADLINE);
     drop(locked);
@@ -71,7 +74,10 @@ fn poller_is_woken_once_for_a_timer_that_is_set_later() {
     drop(core.lock());
     assert!(!is_readable(&*event_fd, Duration::ZERO), "once");
     let due = script.lock().unwrap().due;
-    assert_eq!(core.lock().register_poller(&event_fd), Ok(due));
+    assert_eq!(
+        core.lock().register_poller(&event_fd, Interest::Anything),
+        Ok(due)
+    );
 }
 
 #[test]
@@ -96,7 +102,9 @@ fn eventfd_of_a_poller_stays_readable_when_another_poller_clears_its_own() {
     let (core, script) = core();
     let event_fds = [(); 2].map(|()| Arc::new(EventFd::new().unwrap()));
     for event_fd in &event_fds {
-        core.lock().register_poller(event_fd).unwrap();
+        core.lock()
+            .register_poller(event_fd, Interest::Anything)
+            .unwrap();
     }
     assert!(!core.lock().watch_descriptor());
     let stirred = ReadySource::Port(Port::new(1));
@@ -104,7 +112,9 @@ fn eventfd_of_a_poller_stays_readable_when_another_poller_clears_its_own() {
     drop(core.lock());
     // The first poller finds nothing for itself; neither does a poller of the descriptor.
     event_fds[0].clear();
-    core.lock().register_poller(&event_fds[0]).unwrap();
+    core.lock()
+        .register_poller(&event_fds[0], Interest::Anything)
+        .unwrap();
     assert!(!core.lock().watch_descriptor());
     assert!(is_readable(&*event_fds[1], Duration::ZERO));
     core.lock().deregister_poller(&event_fds[0]);
@@ -116,7 +126,9 @@ fn eventfd_of_a_poller_stays_readable_when_another_poller_clears_its_own() {
 fn rings_are_armed_again_when_the_backend_reports_them_stale() {
     let (core, script) = core();
     let event_fd = Arc::new(EventFd::new().unwrap());
-    core.lock().register_poller(&event_fd).unwrap();
+    core.lock()
+        .register_poller(&event_fd, Interest::Anything)
+        .unwrap();
     let arms = script.lock().unwrap().arms;
     drop(core.lock());
     assert_eq!(script.lock().unwrap().arms, arms, "still armed");
@@ -157,13 +169,19 @@ fn failed_endpoint_wakes_all_waiters() {
     let (core, script) = core();
     let woken = sleeper(&core, &script);
     let event_fd = Arc::new(EventFd::new().unwrap());
-    core.lock().register_poller(&event_fd).unwrap();
+    core.lock()
+        .register_poller(&event_fd, Interest::Anything)
+        .unwrap();
     script.lock().unwrap().over = true;
     assert!(core.lock().drive().is_err());
     woken.recv_timeout(DEADLINE).expect("the sleeper is woken");
     assert!(is_readable(&*event_fd, Duration::ZERO));
     event_fd.clear();
-    assert_eq!(core.lock().register_poller(&event_fd), Ok(None), "no timer");
+    assert_eq!(
+        core.lock().register_poller(&event_fd, Interest::Anything),
+        Ok(None),
+        "no timer"
+    );
     assert_eq!(core.waiters(), 0);
 }
 

@@ -18,6 +18,8 @@ pub(crate) enum Interest {
     Port(Port),
     Datagram(DatagramId),
     Anything,
+    /// No socket: what arrives on the rings, and timers.
+    Rings,
 }
 
 impl From<ReadySource> for Interest {

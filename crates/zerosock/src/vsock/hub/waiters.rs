@@ -104,19 +104,20 @@ impl Locked<'_> {
     }
 
     /// Registers a poller that is about to sleep on [`Core::backend_fd`] and on `event_fd`, which
-    /// it has cleared before. Returns when the poller must drive the backend at the latest.
+    /// it has cleared before, until an event of `interest`. Returns when the poller must drive the backend at the latest.
     ///
     /// # Errors
     /// When the backend has something to take in already.
     pub(crate) fn register_poller(
         &mut self,
         event_fd: &Arc<EventFd>,
+        interest: Interest,
     ) -> Result<Option<Instant>, AlreadyReady> {
         self.deregister_poller(event_fd);
         if self.is_over() {
             return Ok(None);
         }
-        let ticket = self.register(Interest::Anything, WaiterKind::EventFd(event_fd.clone()));
+        let ticket = self.register(interest, WaiterKind::EventFd(event_fd.clone()));
         if self.rearm() {
             return Err(AlreadyReady);
         }

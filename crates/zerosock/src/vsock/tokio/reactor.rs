@@ -86,7 +86,7 @@ async fn work(mut reactor_state: ReactorState, fd: AsyncFd<OwnedFd>) {
                 return;
             }
             reactor_state.event_fd.clear();
-            locked.register_poller(&reactor_state.event_fd)
+            locked.register_poller(&reactor_state.event_fd, Interest::Anything)
         };
         let Ok(due) = watched else {
             ::tokio::task::yield_now().await;

@@ -16,6 +16,7 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Trust;
 
+use super::background;
 use super::connecting::{begin_connect, connect, listen};
 use super::endpoint_calls::endpoint_calls;
 use super::hub::Core;
@@ -26,7 +27,7 @@ use super::stream::Stream;
 use super::waiting::Wait;
 use crate::control::attach::directory::Directory;
 use crate::control::attach::{AttachConfig, Process};
-use crate::control::config::{HostSide, StartError, VmConfig};
+use crate::control::config::{HostSide, StartError, VmConfig, system};
 use crate::control::socket_file::{self, SocketFile, SocketKind};
 use crate::host::{HostBackend, HostConfig};
 use crate::routing::access::AccessList;
@@ -426,11 +427,7 @@ impl HostBuilder {
         core.set_window(self.window.unwrap_or(WINDOW));
         let core = Arc::new(core);
         if self.background {
-            core.start_background()
-                .map_err(|source| StartError::System {
-                    what: "start the thread of the host",
-                    source,
-                })?;
+            background::start(&core).map_err(system("start the thread of the host"))?;
         }
         Ok(Host {
             core,

@@ -41,11 +41,13 @@
 //   the sockets; `lease`, `loan`, `message`: received and lent bytes.
 // - `poller`, `tokio`: waiting for many sockets; `waiting`, `blocking`: the wait modes.
 // - `errors`: errors, and the side at fault.
+// - `background`: the thread that drives an endpoint on request.
 // - `hub`: the lock, the calling thread that drives the queues, and the waiters.
 // - `rxmap`: receive maps.
 //
 // The table of connections is the crate's module `table`.
 
+mod background;
 mod blocking;
 mod bound;
 mod connecting;

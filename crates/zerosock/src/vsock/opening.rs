@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use zerosock_proto::{Cid, Port};
 use zerosock_ring::Trust;
 
+use super::background;
 use super::endpoint::Endpoint;
 use super::hub::Core;
 use super::waiting::Wait;
@@ -408,7 +409,7 @@ impl EndpointBuilder {
         core.set_window(self.config.buf_alloc);
         let core = Arc::new(core);
         if self.background {
-            core.start_background()?;
+            background::start(&core)?;
         }
         Ok(Endpoint {
             core,

@@ -199,6 +199,12 @@ impl Core {
         self.window.store(bytes, Ordering::Relaxed);
     }
 
+    /// Keeps the handle of the thread that drives the endpoint.
+    pub(crate) fn set_background(&self, background: Background) {
+        // An endpoint starts at most one.
+        let _ = self.background.set(background);
+    }
+
     /// Takes the lock. Panics if this thread holds it already.
     #[inline(always)] // saves a copy of the guard
     pub(crate) fn lock(&self) -> Locked<'_> {

@@ -22,7 +22,7 @@
 //!   empties the stack, and checks it again after it has released the lock.
 //!
 //! # Files
-//! `background` is the thread that drives an endpoint on request. `lock` has the lock, `wait` blocks a call, `waiters` registers and wakes waiters. Below them are
+//! `background` is the handle of the thread that drives an endpoint on request. `lock` has the lock, `wait` blocks a call, `waiters` registers and wakes waiters. Below them are
 //! `waiter`, `tasks`, `wait_budget` and `descriptors`; `reactor` is the handle of the task that
 //! drives an endpoint in a tokio runtime.
 
@@ -44,9 +44,10 @@ mod wait_budget;
 mod waiter;
 mod waiters;
 
-pub(crate) use descriptors::EventFd;
+pub(crate) use background::Background;
 #[cfg(feature = "tokio")]
-pub(crate) use descriptors::{TimerFd, epoll_of};
+pub(crate) use descriptors::TimerFd;
+pub(crate) use descriptors::{EventFd, epoll_of};
 pub(crate) use lock::{Core, DeferredClose, Locked};
 #[cfg(feature = "tokio")]
 pub(crate) use reactor::Reactor;

@@ -1,8 +1,9 @@
 //! Networks, and which addresses a rule may connect to or accept from.
 //!
 //! # Invariants
-//! - A policy judges an IPv6 address that leads to an IPv4 address (IPv4-mapped, IPv4-compatible, 6to4,
-//!   Teredo, NAT64) by both: the networks of either form decide.
+//! - An IPv6 address that embeds an IPv4 address (IPv4-compatible, 6to4, Teredo, NAT64) is denied if either
+//!   of both is. Only the address itself can permit it: whoever has 10.0.0.1 does not have 2002:a00:1::1. An
+//!   IPv4-mapped address is the IPv4 address.
 //! - The order is `deny`, `allow`, default. The default never permits what leads back into the machine
 //!   or to the metadata service of a cloud.
 
@@ -257,10 +258,10 @@ impl AddressPolicy {
     /// The address is denied.
     pub fn check(&self, address: IpAddr) -> Result<(), Denied> {
         self.check_literal(address)?;
-        let forms = forms(address);
-        if contains(&self.allow, &forms).is_some() {
+        if self.allow.iter().any(|network| network.contains(address)) {
             return Ok(());
         }
+        let forms = forms(address);
         let reason = match self.default {
             DefaultPolicy::Permit => return Ok(()),
             DefaultPolicy::Deny => Some(DenyReason::NotListed),
@@ -277,8 +278,10 @@ impl AddressPolicy {
     /// # Errors
     /// The address is denied.
     pub fn check_literal(&self, address: IpAddr) -> Result<(), Denied> {
-        match contains(&self.deny, &forms(address)) {
-            Some(network) => Err(Denied {
+        let forms = forms(address);
+        let has = |network: &&Network| forms.iter().flatten().any(|&form| network.contains(form));
+        match self.deny.iter().find(has) {
+            Some(&network) => Err(Denied {
                 address,
                 reason: DenyReason::Listed(network),
             }),
@@ -289,11 +292,6 @@ impl AddressPolicy {
 
 /// An address, and the IPv4 address that it leads to if it embeds one.
 type Forms = [Option<IpAddr>; 2];
-
-fn contains(networks: &[Network], forms: &Forms) -> Option<Network> {
-    let has = |network: &&Network| forms.iter().flatten().any(|&form| network.contains(form));
-    networks.iter().find(has).copied()
-}
 
 fn forms(address: IpAddr) -> Forms {
     let address = address.to_canonical();

@@ -262,7 +262,8 @@ fn deny_comes_before_allow_and_allow_before_the_default() {
         ("127.0.0.2", Some(listed("127.0.0.2"))),
         ("::ffff:127.0.0.2", Some(listed("127.0.0.2"))),
         ("64:ff9b::127.0.0.2", Some(listed("127.0.0.2"))),
-        ("64:ff9b::127.0.0.1", None),
+        ("64:ff9b::127.0.0.1", Some(DenyReason::Loopback)),
+        ("::ffff:127.0.0.1", None),
         ("10.9.0.0", Some(listed("10.9.0.0/16"))),
         ("10.9.255.255", Some(listed("10.9.0.0/16"))),
         ("10.8.0.0", None),
@@ -311,6 +312,36 @@ fn clients_need_a_listed_network_if_there_is_a_list() {
     assert!(listed.check(ip("10.9.0.1")).is_err());
     let reason = listed.check(ip("127.0.0.1")).unwrap_err().reason;
     assert_eq!(reason, DenyReason::NotListed);
+}
+
+/// The holder of an IPv6 address need not have the IPv4 address in it.
+#[test]
+fn an_embedded_ipv4_address_permits_no_client() {
+    let policy = AddressPolicy::for_clients(networks(&["10.0.0.0/8", "2002:b00::/24"]), Vec::new());
+    for (address, is_permitted) in [
+        ("10.0.0.1", true),
+        ("::ffff:10.0.0.1", true),
+        ("::10.0.0.1", false),
+        ("::ffff:0:10.0.0.1", false),
+        ("2002:a00::", false),
+        ("2002:a00:1::1", false),
+        ("2002:aff:ffff::", false),
+        ("64:ff9b::10.0.0.1", false),
+        ("64:ff9b:1::10.0.0.1", false),
+        ("64:ff9b:1:a00:0:100::", false),
+        // Teredo: the address inverted.
+        ("2001::f5ff:fffe", false),
+        // Permitted by themselves.
+        ("2002:b00:1::1", true),
+    ] {
+        let found = policy.check(ip(address)).is_ok();
+        assert_eq!(found, is_permitted, "{address}");
+    }
+    // Denials count for both.
+    let denied = networks(&["10.9.0.0/16"]);
+    let policy = AddressPolicy::for_clients(networks(&["::/0"]), denied);
+    assert!(policy.check(ip("2002:a09:1::1")).is_err());
+    assert!(policy.check(ip("2002:a08:1::1")).is_ok());
 }
 
 #[test]

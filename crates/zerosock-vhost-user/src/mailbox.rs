@@ -143,7 +143,8 @@ enum Destination {
     },
     /// One part of a reply that was split.
     Part(Arc<SplitReply>),
-    Discard,
+    /// A test.
+    Channel(Sender<DeviceReply>),
 }
 
 /// The reply that was split, and the state of its parts.
@@ -168,10 +169,17 @@ impl Reply {
 
     /// A reply that discards its answer, for tests of devices.
     pub fn discarded() -> Reply {
-        Reply {
-            destination: Destination::Discard,
+        Reply::channel().0
+    }
+
+    /// A reply, and where its answer goes, for tests of devices.
+    pub fn channel() -> (Reply, Receiver<DeviceReply>) {
+        let (sender, receiver) = mpsc::channel();
+        let reply = Reply {
+            destination: Destination::Channel(sender),
             answered: false,
-        }
+        };
+        (reply, receiver)
     }
 
     /// Splits the reply into `count` parts. It is answered when all parts are: `Done`, or `Failed`
@@ -221,7 +229,8 @@ impl Reply {
                 reply,
             }),
             Destination::Part(split) => split.answer(reply),
-            Destination::Discard => {}
+            // The receiver may be gone.
+            Destination::Channel(sender) => drop(sender.send(reply)),
         }
     }
 }
@@ -265,7 +274,7 @@ impl fmt::Debug for Reply {
                 .field("sequence", sequence)
                 .finish(),
             Destination::Part(_) => f.write_str("Reply(part)"),
-            Destination::Discard => f.write_str("Reply(discarded)"),
+            Destination::Channel(_) => f.write_str("Reply(test)"),
         }
     }
 }

@@ -6,21 +6,21 @@
 //!   the command needs ([`VirtioDevice::quiesce`]).
 //! - A command waits at most a second for buffers whose return no event reports. After that it
 //!   fails and the front-end is disconnected.
-//! - A disconnect waits for nothing: memory that is still read stays mapped, and chains that return
+//! - A disconnect waits for no buffer: memory that is still read stays mapped, and chains that return
 //!   to a stopped queue are dropped.
+//! - Before a command that ends connections is answered, all of them have ended. A device may need
+//!   several turns for it ([`VirtioDevice::reset_part`]); no other command is carried out meanwhile.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use zerosock_ring::{DeviceQueue, Memory, QueueConfig};
-use zerosock_sys::PeerFd;
-use zerosock_sys::notify::CallFd;
+use zerosock_ring::{DeviceQueue, Memory};
 use zerosock_vhost_user::session::F_LOG_ALL;
 use zerosock_vhost_user::{DeviceCommand, Reply};
 
 use crate::device::{Context, WorkerDevice};
 use crate::poller::{EventKind, Interest, Token};
-use crate::queues::{Logging, PendingCommand, QueueSet, Quiesced, Rings, Scope};
+use crate::queues::{Logging, PendingCommand, QueueSet, QueueStart, Quiesced, Rings, Scope};
 use crate::ring::Ring;
 
 /// How often the device is queried for buffers whose return no event reports.
@@ -73,6 +73,14 @@ pub trait VirtioDevice: WorkerDevice {
     /// The pending command was answered.
     fn command_finished(&mut self) {}
 
+    /// Ends a part of the driver's connections, in the budget of a turn. Returns true once none is left.
+    /// [`finish`] calls it in each turn until then, and [`reset`](Self::reset) afterwards. Meanwhile the
+    /// device takes no packet and begins no connection, and its turn returns true.
+    fn reset_part(&mut self, stopped: bool, cx: &mut Context<'_, Self>) -> bool {
+        let (_, _) = (stopped, cx);
+        true
+    }
+
     /// Forgets all that the driver knows: it has reset the device or rebooted. `stopped`: its
     /// queues stop too.
     fn reset(&mut self, stopped: bool, cx: &mut Context<'_, Self>);
@@ -89,17 +97,6 @@ pub trait VirtioDevice: WorkerDevice {
     }
 }
 
-/// A request to start a queue.
-struct Start {
-    index: u16,
-    config: QueueConfig,
-    kick: PeerFd,
-    call: Option<CallFd>,
-    err: Option<CallFd>,
-    used_log: Option<u64>,
-    enabled: bool,
-}
-
 /// Carries out `command`; answers through `reply`, possibly later.
 pub fn command<D: VirtioDevice>(
     device: &mut D,
@@ -107,6 +104,11 @@ pub fn command<D: VirtioDevice>(
     reply: Reply,
     cx: &mut Context<'_, D>,
 ) {
+    if let Some(PendingCommand::Disconnect { .. }) = device.queues().pending
+        && !matches!(command, DeviceCommand::Disconnected)
+    {
+        return reply.failed("the device ends the connections of its driver");
+    }
     match command {
         DeviceCommand::Connected { link } => {
             let queues = device.queues();
@@ -150,7 +152,7 @@ pub fn command<D: VirtioDevice>(
             used_log,
             enabled,
         } => {
-            let start = Start {
+            let start = QueueStart {
                 index,
                 config,
                 kick,
@@ -159,10 +161,11 @@ pub fn command<D: VirtioDevice>(
                 used_log,
                 enabled,
             };
-            match start_queue(device, start, cx) {
-                Ok(()) => reply.done(),
-                Err(reason) => reply.failed(reason),
+            if has_rebooted(device.queues(), &start) {
+                device.queues().stopped_at.clear();
+                return begin(device, PendingCommand::Restart(Box::new(start), reply), cx);
             }
+            answer_start(start_queue(device, start, cx), reply);
         }
         DeviceCommand::SetCall { index, call } => {
             if let Some(Some(ring)) = device.queues().rings.slot(index) {
@@ -196,8 +199,7 @@ pub fn command<D: VirtioDevice>(
         },
         DeviceCommand::Disconnected => {
             device.queues().link = None;
-            disconnect(device, cx);
-            reply.done();
+            begin_disconnect(device, Some(reply), cx);
         }
     }
 }
@@ -206,12 +208,28 @@ fn not_running(index: u16) -> String {
     format!("queue {index} does not run")
 }
 
+/// Whether a queue starts for another driver than the one for which it was stopped: at a base of 0, after a
+/// stop at another base.
+fn has_rebooted<R: Rings>(queues: &mut QueueSet<R>, start: &QueueStart) -> bool {
+    queues.memory.is_some()
+        && queues.rings.slot(start.index).is_some()
+        && start.config.base == 0
+        && queues.stopped_at(start.index).is_some_and(|at| at != 0)
+}
+
+fn answer_start(started: Result<(), String>, reply: Reply) {
+    match started {
+        Ok(()) => reply.done(),
+        Err(reason) => reply.failed(reason),
+    }
+}
+
 fn start_queue<D: VirtioDevice>(
     device: &mut D,
-    start: Start,
+    start: QueueStart,
     cx: &mut Context<'_, D>,
 ) -> Result<(), String> {
-    let Start {
+    let QueueStart {
         index,
         config,
         kick,
@@ -226,11 +244,6 @@ fn start_queue<D: VirtioDevice>(
         return Err(format!("no queue {index}"));
     }
     let stopped_at = queues.stopped_at(index).take();
-    if config.base == 0 && stopped_at.is_some_and(|at| at != 0) {
-        // A base of 0 after a stop at another base: the driver has rebooted.
-        queues.stopped_at.clear();
-        device.reset(false, cx);
-    }
     let mut queue = DeviceQueue::new(memory, &config).map_err(|e| e.to_string())?;
     queue.set_used_log(used_log);
     let token = Token {
@@ -260,19 +273,28 @@ fn start_queue<D: VirtioDevice>(
 }
 
 fn begin<D: VirtioDevice>(device: &mut D, pending: PendingCommand, cx: &mut Context<'_, D>) {
-    device.release(pending.scope(), cx);
+    if let Some(scope) = pending.scope() {
+        device.release(scope, cx);
+    }
     device.queues().pending = Some(pending);
     finish(device, cx);
 }
 
-/// Completes the pending command once the device has returned the buffers that it needs.
+/// Completes the pending command once the device has returned the buffers that it needs, and has ended
+/// the connections that end with it.
 pub fn finish<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
     let queues = device.queues();
     queues.recheck_at = None;
-    let Some(scope) = queues.pending.as_ref().map(PendingCommand::scope) else {
+    let Some(pending) = &queues.pending else {
         return;
     };
-    match device.quiesce(scope, cx) {
+    let resets = pending.resets();
+    let quiesced = match pending.scope() {
+        // Its connections end already, so nothing begins to use buffers.
+        Some(scope) if !queues.is_resetting => device.quiesce(scope, cx),
+        _ => Quiesced::Done,
+    };
+    match quiesced {
         Quiesced::Done => {}
         Quiesced::Waits => return,
         Quiesced::Unknown(reason) => {
@@ -285,8 +307,16 @@ pub fn finish<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
             return;
         }
     }
+    device.queues().deadline = None;
+    if let Some(stopped) = resets {
+        device.queues().is_resetting = true;
+        if !device.reset_part(stopped, cx) {
+            return;
+        }
+        device.queues().is_resetting = false;
+        device.reset(stopped, cx);
+    }
     let queues = device.queues();
-    queues.deadline = None;
     match queues.pending.take() {
         Some(PendingCommand::Stop(index, reply)) => {
             match queues.rings.slot(index).and_then(Option::take) {
@@ -305,6 +335,22 @@ pub fn finish<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
         Some(PendingCommand::Reset(reply)) => {
             stop_all(device, cx);
             reply.done();
+        }
+        Some(PendingCommand::Restart(start, reply)) => {
+            answer_start(start_queue(device, *start, cx), reply);
+        }
+        Some(PendingCommand::Disconnect { reply, failed }) => {
+            stop_all(device, cx);
+            device.set_features(0);
+            device.queues().logging = Logging::default();
+            let old = device.queues().memory.take();
+            device.memory_replaced(old, cx);
+            // A reply that is dropped answers that its command failed.
+            drop(failed);
+            if let Some(reply) = reply {
+                reply.done();
+            }
+            return;
         }
         None => {}
     }
@@ -333,11 +379,7 @@ fn remap<D: VirtioDevice>(
 }
 
 fn stop_all<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
-    device.reset(true, cx);
     let queues = device.queues();
-    // Dropping the reply of a pending command answers that it failed.
-    queues.pending = None;
-    (queues.deadline, queues.recheck_at) = (None, None);
     for slot in queues.rings.slots() {
         if let Some(ring) = slot.take() {
             close(ring, cx);
@@ -346,18 +388,30 @@ fn stop_all<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
     queues.stopped_at.clear();
 }
 
-/// Ends the service for a front-end that has disconnected, or whose memory is lost.
+/// Ends the service for a front-end that has disconnected, or whose memory is lost. A device that ends its
+/// connections in parts continues in its turns.
 pub fn disconnect<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
-    // A pending command must not block the last packets. It is dropped at the end, which
-    // answers that it failed.
-    let pending = device.queues().pending.take();
-    device.receive_remaining(cx);
-    stop_all(device, cx);
-    device.set_features(0);
-    device.queues().logging = Logging::default();
-    let old = device.queues().memory.take();
-    device.memory_replaced(old, cx);
-    drop(pending);
+    begin_disconnect(device, None, cx);
+}
+
+fn begin_disconnect<D: VirtioDevice>(
+    device: &mut D,
+    reply: Option<Reply>,
+    cx: &mut Context<'_, D>,
+) {
+    // A pending command must not block the last packets.
+    let failed = match device.queues().pending.take() {
+        Some(PendingCommand::Disconnect { failed, .. }) => failed,
+        before => {
+            // A driver that has reset the device has sent the last ones before.
+            if !device.queues().is_resetting {
+                device.receive_remaining(cx);
+            }
+            before.map(Box::new)
+        }
+    };
+    device.queues().pending = Some(PendingCommand::Disconnect { reply, failed });
+    finish(device, cx);
 }
 
 /// Stops all rings, because the memory or a ring is unusable or the device cannot carry out a

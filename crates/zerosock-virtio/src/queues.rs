@@ -8,9 +8,9 @@
 use std::sync::Arc;
 
 use zerosock_proto::Instant;
-use zerosock_ring::{DirtyLog, Memory};
-use zerosock_sys::LogLimit;
-use zerosock_sys::notify::Notifier;
+use zerosock_ring::{DirtyLog, Memory, QueueConfig};
+use zerosock_sys::notify::{CallFd, Notifier};
+use zerosock_sys::{LogLimit, PeerFd};
 use zerosock_vhost_user::{FrontendLink, Reply};
 
 use crate::ring::Ring;
@@ -62,8 +62,10 @@ pub struct QueueSet<R> {
     pub(crate) has_resumed: bool,
     /// Where each queue was stopped.
     pub(crate) stopped_at: Vec<Option<u16>>,
-    /// The command that waits until the device has returned buffers.
+    /// The command that waits until the device has returned buffers, or has ended all connections.
     pub pending: Option<PendingCommand>,
+    /// The device ends the connections of its driver for the pending command, a part in each turn.
+    pub(crate) is_resetting: bool,
     /// When the device stops waiting for buffers that the command needs, and drops the front-end.
     pub(crate) deadline: Option<Instant>,
     /// When to query the device for these buffers again.
@@ -90,7 +92,7 @@ impl Logging {
     }
 }
 
-/// A command that waits until the device has returned buffers.
+/// A command that waits until the device has returned buffers, or has ended all connections.
 #[derive(Debug)]
 pub enum PendingCommand {
     /// Stop the queue with this index.
@@ -99,14 +101,46 @@ pub enum PendingCommand {
     Memory(Arc<Memory>, Reply),
     /// Reset the device.
     Reset(Reply),
+    /// Forget the driver before, then start a queue for the next one.
+    Restart(Box<QueueStart>, Reply),
+    /// Stop all queues: the front-end has gone, or the device has given it up.
+    Disconnect {
+        /// The answer to the control thread; `None`: it does not wait.
+        reply: Option<Reply>,
+        /// The command that was pending before. It fails when this one is done.
+        failed: Option<Box<PendingCommand>>,
+    },
+}
+
+/// A request to start a queue.
+#[derive(Debug)]
+pub struct QueueStart {
+    pub(crate) index: u16,
+    pub(crate) config: QueueConfig,
+    pub(crate) kick: PeerFd,
+    pub(crate) call: Option<CallFd>,
+    pub(crate) err: Option<CallFd>,
+    pub(crate) used_log: Option<u64>,
+    pub(crate) enabled: bool,
 }
 
 impl PendingCommand {
-    pub(crate) fn scope(&self) -> Scope {
+    /// The buffers that it needs back; `None`: it does not wait for any.
+    pub(crate) fn scope(&self) -> Option<Scope> {
         match self {
-            PendingCommand::Stop(index, _) => Scope::Queue(*index),
-            PendingCommand::Memory(..) => Scope::Memory,
-            PendingCommand::Reset(_) => Scope::Reset,
+            PendingCommand::Stop(index, _) => Some(Scope::Queue(*index)),
+            PendingCommand::Memory(..) => Some(Scope::Memory),
+            PendingCommand::Reset(_) => Some(Scope::Reset),
+            PendingCommand::Restart(..) | PendingCommand::Disconnect { .. } => None,
+        }
+    }
+
+    /// Whether it ends the connections of the driver: with the queues (true), or without (false).
+    pub(crate) fn resets(&self) -> Option<bool> {
+        match self {
+            PendingCommand::Stop(..) | PendingCommand::Memory(..) => None,
+            PendingCommand::Restart(..) => Some(false),
+            PendingCommand::Reset(_) | PendingCommand::Disconnect { .. } => Some(true),
         }
     }
 }
@@ -148,6 +182,7 @@ impl<R: Rings> QueueSet<R> {
             has_resumed: false,
             stopped_at: Vec::new(),
             pending: None,
+            is_resetting: false,
             deadline: None,
             recheck_at: None,
             log: Arc::default(),
@@ -158,6 +193,13 @@ impl<R: Rings> QueueSet<R> {
     #[inline]
     pub fn is_command_pending(&self) -> bool {
         self.pending.is_some()
+    }
+
+    /// Whether the device ends the connections of its driver for the pending command, a part in each
+    /// turn ([`VirtioDevice::reset_part`](crate::command::VirtioDevice::reset_part)).
+    #[inline]
+    pub fn is_resetting(&self) -> bool {
+        self.is_resetting
     }
 
     /// When [`finish`](crate::command::finish) is to be called, if a command waits.

@@ -17,6 +17,8 @@ pub(crate) struct TestDevice {
     /// What [`VirtioDevice::quiesce`] answers.
     pub(crate) quiesced: Quiesced,
     pub(crate) features: u64,
+    /// How many turns it needs to end its connections, after the first part.
+    pub(crate) parts: usize,
     /// The calls of the worker, in their order.
     pub(crate) calls: Vec<Call>,
 }
@@ -28,6 +30,7 @@ pub(crate) enum Call {
     Note(u32),
     Started { index: u16, resumed: bool },
     Release(Scope),
+    ResetPart { stopped: bool },
     Reset { stopped: bool },
     MemoryReplaced { had: bool },
     Finished,
@@ -65,6 +68,7 @@ impl TestDevice {
             queues: QueueSet::new(0),
             quiesced: Quiesced::Done,
             features: 0,
+            parts: 0,
             calls: Vec::new(),
         }
     }
@@ -154,6 +158,15 @@ impl VirtioDevice for TestDevice {
 
     fn command_finished(&mut self) {
         self.calls.push(Call::Finished);
+    }
+
+    fn reset_part(&mut self, stopped: bool, _: &mut Context<'_, Self>) -> bool {
+        let is_last = self.parts == 0;
+        if !is_last {
+            self.parts -= 1;
+            self.calls.push(Call::ResetPart { stopped });
+        }
+        is_last
     }
 
     fn reset(&mut self, stopped: bool, _: &mut Context<'_, Self>) {

@@ -1,15 +1,16 @@
 //! Commands of the VMM to a device that returns its buffers at once, later, or never.
 
 use std::sync::Arc;
+use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 use zerosock_proto::Instant;
 use zerosock_ring::{DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig};
 use zerosock_sys::notify::{CallFd, CallThread, Notifier, ThreadCount};
-use zerosock_vhost_user::{DeviceCommand, Reply};
+use zerosock_vhost_user::{DeviceCommand, DeviceReply, Reply};
 
-use super::{QUIESCE_TIMEOUT, RECHECK_INTERVAL, command, finish};
+use super::{QUIESCE_TIMEOUT, RECHECK_INTERVAL, command, finish, give_up};
 use crate::device::Context;
 use crate::outbox::Outbox;
 use crate::poller::Poller;
@@ -58,7 +59,11 @@ impl Harness {
     }
 
     fn command(&mut self, order: DeviceCommand) -> Vec<Call> {
-        self.with(|device, cx| command(device, order, Reply::discarded(), cx));
+        self.command_with(order, Reply::discarded())
+    }
+
+    fn command_with(&mut self, order: DeviceCommand, reply: Reply) -> Vec<Call> {
+        self.with(|device, cx| command(device, order, reply, cx));
         std::mem::take(&mut self.device.calls)
     }
 
@@ -165,7 +170,7 @@ fn a_base_of_zero_after_another_base_means_that_the_driver_has_rebooted() {
         index: 0,
         resumed: false,
     };
-    assert_eq!(harness.start(0, 0), [reset, started]);
+    assert_eq!(harness.start(0, 0), [reset, started, Call::Finished]);
     harness.command(DeviceCommand::StopQueue { index: 0 });
     let started = Call::Started {
         index: 0,
@@ -255,4 +260,89 @@ fn a_reset_and_a_disconnect_stop_all_queues() {
         assert!(!harness.runs(0) && !harness.runs(1));
         assert_eq!(harness.device.queues.memory.is_none(), disconnects);
     }
+}
+
+/// Whether the control thread has the answer to a command, and which.
+fn answer(received: &Receiver<DeviceReply>) -> Option<DeviceReply> {
+    received.try_recv().ok()
+}
+
+#[test]
+fn a_reset_is_answered_when_all_connections_have_ended() {
+    let mut harness = Harness::new();
+    harness.start(0, 0);
+    harness.device.parts = 2;
+    let part = || Call::ResetPart { stopped: true };
+    let (reply, received) = Reply::channel();
+    let calls = harness.command_with(DeviceCommand::ResetDevice, reply);
+    assert_eq!(calls, [Call::Release(Scope::Reset), part()]);
+    // Buffers were returned before the first part.
+    harness.device.quiesced = Quiesced::Waits;
+    assert_eq!(harness.finish_at(Instant::ZERO), [part()]);
+    assert!(harness.runs(0) && harness.device.queues.is_resetting());
+    assert_eq!(answer(&received), None);
+    let calls = harness.finish_at(Instant::ZERO);
+    assert_eq!(calls, [Call::Reset { stopped: true }, Call::Finished]);
+    assert!(!harness.runs(0) && !harness.device.queues.is_resetting());
+    assert_eq!(answer(&received), Some(DeviceReply::Done));
+}
+
+#[test]
+fn a_queue_of_the_next_driver_starts_when_all_connections_have_ended() {
+    let mut harness = Harness::new();
+    harness.start(0, 3);
+    harness.command(DeviceCommand::StopQueue { index: 0 });
+    harness.device.parts = 1;
+    assert_eq!(harness.start(0, 0), [Call::ResetPart { stopped: false }]);
+    assert!(!harness.runs(0) && harness.device.queues.is_command_pending());
+    let (reset, index, resumed) = (Call::Reset { stopped: false }, 0, false);
+    let calls = harness.finish_at(Instant::ZERO);
+    let started = Call::Started { index, resumed };
+    assert_eq!(calls, [reset, started, Call::Finished]);
+    assert!(harness.runs(0));
+}
+
+/// The memory stays until the last part: bytes of the guest may still lie there.
+#[test]
+fn a_front_end_that_disconnects_during_a_reset_is_answered_after_the_last_part() {
+    let mut harness = Harness::new();
+    harness.start(0, 0);
+    harness.device.parts = 3;
+    let (reset, reset_answer) = Reply::channel();
+    harness.command_with(DeviceCommand::ResetDevice, reset);
+    let (gone, gone_answer) = Reply::channel();
+    let calls = harness.command_with(DeviceCommand::Disconnected, gone);
+    assert_eq!(calls, [Call::ResetPart { stopped: true }]);
+    assert!(harness.runs(0) && harness.device.queues.memory.is_some());
+    // The control thread sends no such command, and it changes nothing.
+    let (other, other_answer) = Reply::channel();
+    let set = harness.command_with(DeviceCommand::SetMemory(memory(LEN)), other);
+    assert_eq!(set, []);
+    assert!(matches!(
+        answer(&other_answer),
+        Some(DeviceReply::Failed(_))
+    ));
+    harness.finish_at(Instant::ZERO);
+    assert_eq!((answer(&reset_answer), answer(&gone_answer)), (None, None));
+    let had = Call::MemoryReplaced { had: true };
+    let calls = harness.finish_at(Instant::ZERO);
+    assert_eq!(calls, [Call::Reset { stopped: true }, had]);
+    assert!(!harness.runs(0) && harness.device.queues.memory.is_none());
+    assert_eq!(answer(&gone_answer), Some(DeviceReply::Done));
+    assert!(matches!(
+        answer(&reset_answer),
+        Some(DeviceReply::Failed(_))
+    ));
+}
+
+#[test]
+fn a_device_that_gives_up_its_front_end_answers_the_disconnect_after_the_last_part() {
+    let mut harness = Harness::new();
+    harness.start(0, 0);
+    harness.device.parts = 1;
+    harness.with(|device, cx| give_up(device, "a test", cx));
+    let (gone, received) = Reply::channel();
+    harness.command_with(DeviceCommand::Disconnected, gone);
+    assert_eq!(answer(&received), Some(DeviceReply::Done));
+    assert!(harness.device.queues.memory.is_none());
 }

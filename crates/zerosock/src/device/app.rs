@@ -217,8 +217,7 @@ impl Device {
         socket_type: SocketType,
         cx: &mut Context<'_>,
     ) -> Result<StreamId, ConnectError> {
-        let running = self.queues.rings.rx.as_ref().is_some_and(Ring::live);
-        if !running || cx.shared.app.is_none() {
+        if !self.accepts_requests() || cx.shared.app.is_none() {
             return Err(ConnectError::Unreachable);
         }
         let local = Address::new(Cid::HOST, from);

@@ -348,7 +348,7 @@ impl Device {
         cx: &mut Context<'_>,
     ) -> Option<FlowId> {
         let port = caller.to;
-        if !self.queues.rings.rx.as_ref().is_some_and(|rx| rx.live()) {
+        if !self.accepts_requests() {
             cx.shared.counters.refuse(RefusalCause::Unreachable);
             tracing::debug!(cid = %self.cid, %port, "host program refused: no driver runs");
             return None;

@@ -24,6 +24,7 @@
 //! - `app`, `app_store`, `lending`, `message_loans`: connections with the program that
 //!   embeds the device;
 //! - `traffic`: what each device has counted, for reports;
+//! - `teardown`: the end of all connections, in parts;
 //! - `virtio`: turns, events and commands of the VMM;
 //! - `queue_pairs`: a device with several queue pairs;
 //! - `state`: the data that all of these work on, in types with their own invariants.
@@ -63,6 +64,7 @@ pub(crate) mod queue_pairs;
 mod queue_pairs_tests;
 mod sibling;
 pub(crate) mod state;
+mod teardown;
 #[cfg(test)]
 mod time_limit_tests;
 mod to_guest;
@@ -108,24 +110,6 @@ impl Device {
     fn has_broken(&self) -> bool {
         let rings = [&self.queues.rings.rx, &self.queues.rings.tx];
         rings.into_iter().flatten().any(|ring| ring.reset_pending)
-    }
-
-    /// Resets all connections if the receive or transmit queue has broken, so that their peers do
-    /// not wait for data.
-    fn reset_on_broken_ring(&mut self, cx: &mut Context<'_>) {
-        if !self.has_broken() {
-            return;
-        }
-        for ring in [&mut self.queues.rings.rx, &mut self.queues.rings.tx]
-            .into_iter()
-            .flatten()
-        {
-            ring.reset_pending = false;
-        }
-        // Lingering bridges have no flow any more.
-        for key in self.bridges.keys_where(|bridge| bridge.flow.is_some()) {
-            self.reset_bridge(key, cx);
-        }
     }
 
     /// Asks the driver for kicks. Returns true if chains became available meanwhile. With `full`
@@ -236,9 +220,7 @@ impl Device {
         self.app_lose(cx);
         self.queues.fail(cx.notifier);
         // Bytes left in the lost memory are undefined: they are not delivered.
-        for key in self.bridges.keys() {
-            self.end_bridge(key, cx);
-        }
+        self.teardown.memory_lost = true;
         command::disconnect(self, cx);
         if let Some(link) = link {
             link.close(reason);

@@ -231,7 +231,7 @@ impl Device {
     /// sibling. A connection that cannot be taken over is reset.
     pub(crate) fn take_over(&mut self, handoff: Handoff, cx: &mut Context<'_>) {
         // The queues need not run: a paused pair continues with the connection later.
-        if self.queues.memory.is_none() {
+        if self.queues.memory.is_none() || self.queues.is_resetting() {
             return handoff.abandon(cx);
         }
         let Handoff {
@@ -455,9 +455,11 @@ impl Device {
         }
     }
 
-    /// Forgets connections that were handed off: their driver has gone.
-    pub(super) fn forget_handed_off(&mut self, cx: &mut Context<'_>) {
-        for (_, target) in self.queue_pairs.forwarding.drain() {
+    /// Forgets at most `most` connections that were handed off: their driver has gone. Returns true if none
+    /// is left.
+    pub(super) fn forget_handed_off(&mut self, most: usize, cx: &mut Context<'_>) -> bool {
+        let forwarding = &mut self.queue_pairs.forwarding;
+        for (_, target) in forwarding.extract_if(|_, _| true).take(most) {
             match target {
                 Forwarding::InTransit(messages) => messages
                     .into_iter()
@@ -470,7 +472,11 @@ impl Device {
                 }
             }
         }
-        self.queue_pairs.unconfirmed.clear();
+        let is_last = self.queue_pairs.forwarding.is_empty();
+        if is_last {
+            self.queue_pairs.unconfirmed.clear();
+        }
+        is_last
     }
 
     /// Resets the number of pairs in use; the next driver sets it again.

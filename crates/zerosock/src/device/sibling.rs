@@ -292,7 +292,7 @@ impl Device {
             };
             return cx.outbox.send(queue_pair, connect);
         }
-        let running = self.queues.rings.rx.as_ref().is_some_and(|rx| rx.live());
+        let running = self.accepts_requests();
         let flow = running.then(|| self.shard.connect(cx.now, local, peer, socket_type));
         let Some(Ok(flow)) = flow else {
             return cx

@@ -16,6 +16,8 @@ use zerosock_proto::{Address, Cid, Port};
 use zerosock_sys::account::Budget;
 
 use super::factory::{Member, Terms};
+use super::state::bridge::BridgePeer;
+use super::teardown::PART;
 use super::traffic::TrafficBoard;
 use super::{Shared, Worker};
 use crate::device::bare::{self, Guest};
@@ -23,6 +25,8 @@ use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::{HostAccess, Limits, TURN_BYTES};
 use crate::routing::Routes;
 use crate::routing::forward::{ForwardRule, ForwardRules};
+use zerosock_vhost_user::{DeviceCommand, DeviceReply, Reply};
+use zerosock_virtio::device::WorkerDevice;
 use zerosock_virtio::mailbox::Mailbox;
 use zerosock_virtio::outbox::DeviceAddr;
 
@@ -148,6 +152,23 @@ impl Harness {
         program.set_nonblocking(true).unwrap();
         assert_op(&self.guests[guest].received(), Op::Response);
         (port, program)
+    }
+
+    /// Connections of a guest that nothing but their end concerns.
+    fn crowd(&mut self, guest: u32, count: usize) {
+        let now = self.worker.clock().now();
+        let (device, cx) = self.worker.lend(guest, now);
+        let device = device.unwrap();
+        let local = Address::new(Cid::HOST, Port::ANY);
+        let peer = Address::new(device.cid, Port::new(1));
+        for _ in 0..count {
+            let flow = device.shard.connect(now, local, peer, SocketType::Stream);
+            device.add_bridge(flow.unwrap(), BridgePeer::Asked(None), &cx);
+        }
+    }
+
+    fn connections(&self, guest: u32) -> usize {
+        self.worker.devices.get(guest).unwrap().bridges.len()
     }
 
     /// Packets and bytes from all guests so far.
@@ -406,4 +427,102 @@ fn reads_of_a_program_wake_the_worker_only_if_its_socket_was_full() {
         lab.settle();
         read += read_all(&mut program);
     }
+}
+
+/// The driver resets the device, or the front-end disconnects.
+#[test]
+fn connections_that_end_together_per_turn_are_bounded_and_other_guests_have_turns() {
+    const COUNT: usize = 1000;
+    for disconnects in [false, true] {
+        let mut lab = Harness::new(2);
+        let (small, mut other) = lab.join(1);
+        lab.crowd(0, COUNT);
+        let order = match disconnects {
+            false => DeviceCommand::ResetDevice,
+            true => DeviceCommand::Disconnected,
+        };
+        let (reply, answer) = Reply::channel();
+        let now = lab.worker.clock().now();
+        let (device, mut cx) = lab.worker.lend(0, now);
+        device.unwrap().command(order, reply, &mut cx);
+        let (mut left, mut turns) = (COUNT, 0);
+        while left > 0 {
+            let now = lab.connections(0);
+            // Messages between guests give a device a second turn.
+            assert!(left - now <= 2 * PART, "{} in turn {turns}", left - now);
+            left = now;
+            if left > 0 {
+                // Not before the last connection has ended: the next driver may follow.
+                assert!(answer.try_recv().is_err());
+                lab.guests[1].send(7000 + turns, to_first(), Op::Request, 0);
+            }
+            lab.guests[1].send(small, host(small), Op::Rw, 1);
+            lab.turn();
+            assert_eq!(read_all(&mut other), 1, "turn {turns}");
+            turns += 1;
+        }
+        lab.settle();
+        assert_eq!(answer.try_recv(), Ok(DeviceReply::Done));
+        // No connection began meanwhile.
+        let refused = lab.guests[1].received();
+        assert!(!refused.is_empty());
+        assert!(
+            refused
+                .iter()
+                .all(|packet| packet.op.known() == Some(Op::Rst))
+        );
+        let device = lab.worker.devices.get(0).unwrap();
+        assert_eq!((device.bridges.len(), device.shard.occupied()), (0, 0));
+    }
+}
+
+fn to_first() -> Address {
+    Address::new(Cid::new(3), Port::new(9))
+}
+
+#[test]
+fn connections_that_a_broken_queue_ends_per_turn_are_bounded() {
+    const COUNT: usize = 1000;
+    let mut lab = Harness::new(1);
+    lab.crowd(0, COUNT);
+    let device = lab.worker.devices.get_mut(0).unwrap();
+    device.queues.rings.tx.as_mut().unwrap().reset_pending = true;
+    let mut left = COUNT;
+    while left > 0 {
+        lab.turn();
+        let now = lab.connections(0);
+        assert!((1..=PART).contains(&(left - now)), "{}", left - now);
+        left = now;
+    }
+}
+
+#[test]
+fn connections_of_lost_memory_end_without_its_bytes() {
+    let mut lab = Harness::new(1);
+    let (port, mut program) = lab.join(0);
+    lab.crowd(0, 2 * PART);
+    fill(&mut program);
+    // The program's socket is full: the rest stays in the memory.
+    for _ in 0..20 {
+        lab.guests[0].send(port, host(port), Op::Rw, 50_000);
+    }
+    lab.settle();
+    let now = lab.worker.clock().now();
+    let (device, mut cx) = lab.worker.lend(0, now);
+    device.unwrap().fail("a test", &mut cx);
+    let before = read_some(&mut program);
+    lab.settle();
+    let ended = lab.connections(0);
+    assert_eq!(
+        (ended, read_some(&mut program)),
+        (0, 0),
+        "after {before} bytes"
+    );
+    assert!(lab.worker.devices.get(0).unwrap().queues.memory.is_none());
+}
+
+/// Bytes that a program can read, up to the end.
+fn read_some(program: &mut UnixStream) -> usize {
+    let mut bytes = vec![0; 1 << 20];
+    std::iter::from_fn(|| program.read(&mut bytes).ok().filter(|&more| more > 0)).sum()
 }

@@ -10,7 +10,6 @@
 use std::io;
 use std::sync::Arc;
 use zerosock_proto::Instant;
-use zerosock_proto::vsock::Event as CoreEvent;
 use zerosock_proto::vsock::features::{F_PAIRS, F_SEQPACKET};
 use zerosock_ring::Memory;
 use zerosock_vhost_user::{DeviceCommand, Reply};
@@ -23,8 +22,7 @@ use zerosock_virtio::queues::{QueueSet, Quiesced, Rings, Scope};
 use zerosock_virtio::ring::Ring;
 
 use super::model::used_pairs;
-use super::state::bridge::BridgePeer;
-use super::zero_copy::{read_reports, return_reported};
+use super::state::bridge::{Bridge, BridgePeer};
 use super::{Context, Device, EVENT, RX, Shared, TX, VsockRings};
 use crate::device::state::sibling_message::SiblingMessage;
 
@@ -90,6 +88,10 @@ impl WorkerDevice for Device {
     }
 
     fn on_event(&mut self, event: Event, cx: &mut Context<'_>) {
+        if self.has_lost_memory() && event.kind == BRIDGE {
+            // Its socket must not get bytes of the lost memory.
+            return;
+        }
         match event.kind {
             EventKind::KICK => cx.shared.counters.kicks.add(1),
             LISTENER => self.accept(event.key, cx),
@@ -129,6 +131,10 @@ impl WorkerDevice for Device {
 
     fn turn(&mut self, cx: &mut Context<'_>) -> bool {
         self.moved = 0;
+        if self.queues.is_resetting() {
+            self.teardown_turn(cx);
+            return true;
+        }
         self.fire_timers(cx);
         let mut more = self.receive(cx);
         self.moved = 0;
@@ -155,13 +161,15 @@ impl WorkerDevice for Device {
                 .bad_chains
                 .add(std::mem::take(&mut ring.malformed));
         }
-        self.reset_on_broken_ring(cx);
+        more |= self.reset_on_broken_ring(cx);
         command::finish(self, cx);
-        if self.queues.is_memory_lost() {
+        if self.queues.is_memory_lost() && !self.has_lost_memory() {
             self.fail("guest memory vanished under the device", cx);
-            return false;
         }
         self.publish_gauges(cx);
+        if self.queues.is_resetting() {
+            return true;
+        }
         // The embedding program requests kicks itself before it sleeps.
         more || (cx.shared.app.is_none() && !cx.spins && self.rearm(false))
             || self.has_work_for_guest()
@@ -207,6 +215,9 @@ impl WorkerDevice for Device {
         self.stop_listening(cx);
         self.queues.link = None;
         command::disconnect(self, cx);
+        while self.queues.is_resetting() {
+            command::finish(self, cx);
+        }
         self.app_retire(cx);
         // The device no longer counts in the worker's totals.
         let before = std::mem::take(&mut self.counted);
@@ -296,8 +307,12 @@ impl VirtioDevice for Device {
         self.starved |= self.queues.rings.rx.is_some() && self.program_waits();
     }
 
+    fn reset_part(&mut self, stopped: bool, cx: &mut Context<'_>) -> bool {
+        self.forget_connections(stopped, cx)
+    }
+
     fn reset(&mut self, stopped: bool, cx: &mut Context<'_>) {
-        self.forget_connections(stopped, cx);
+        self.end_teardown(cx);
         if stopped {
             self.reset_used_pairs();
             self.announce_reset = false;
@@ -306,6 +321,9 @@ impl VirtioDevice for Device {
     }
 
     fn receive_remaining(&mut self, cx: &mut Context<'_>) {
+        if self.has_lost_memory() {
+            return;
+        }
         let taken = |device: &Device| device.queues.rings.tx.as_ref().map_or(0, |tx| tx.taken);
         let size = self
             .queues
@@ -337,7 +355,11 @@ impl Device {
     fn release_chains(&mut self, cx: &mut Context<'_>) {
         // Leases under a read guard are recalled by `quiesce`.
         self.app_recall(false, cx);
-        for key in self.bridges.keys() {
+        let holds = |bridge: &Bridge| {
+            let lent = matches!(&bridge.peer, BridgePeer::Sibling(s) if s.lent > 0);
+            lent || !bridge.is_delivered()
+        };
+        for key in self.bridges.keys_where(holds) {
             self.spill(key, 0, cx);
             self.update_bridge(key, cx);
             if let Some(bridge) = self.bridges.get(key)
@@ -346,41 +368,6 @@ impl Device {
             {
                 cx.outbox
                     .send(s.peer.device, SiblingMessage::Recall { to: s.peer.flow });
-            }
-        }
-    }
-
-    /// Ends every connection without sending the guest a packet, because its driver no longer knows
-    /// them. Bytes that the guest has sent are still delivered. Connections with sends in flight are reset
-    /// unless their streams had ended and the queues stop (`stopped`): the kernel may read memory that the
-    /// driver changes.
-    fn forget_connections(&mut self, stopped: bool, cx: &mut Context<'_>) {
-        self.app_recall(true, cx);
-        self.recall_loans(true, cx);
-        for key in self.bridges.keys() {
-            let Some(bridge) = self.bridges.get_mut(key) else {
-                continue;
-            };
-            read_reports(bridge, cx);
-            return_reported(&mut self.queues.rings.tx, &mut bridge.forwarded);
-            if bridge.has_sends_in_flight() {
-                if !stopped || !self.linger_without_ring(key, cx) {
-                    self.end_bridge(key, cx);
-                }
-            } else if bridge.flow.is_some() && !self.linger(key, cx) {
-                // One without a flow lingers already.
-                self.remove_without_guest(key, cx);
-            }
-        }
-        self.bridges.clear_ready();
-        self.outgoing.clear();
-        self.coalesced.clear();
-        self.shard.handle_transport_reset(cx.now);
-        self.forget_datagrams(cx);
-        self.forget_handed_off(cx);
-        while let Some(event) = self.shard.poll_event() {
-            if let CoreEvent::Refused { flow, reason } = event {
-                self.count_refused(flow, reason, cx);
             }
         }
     }

@@ -17,10 +17,25 @@ impl<S: BuildHasher> Shard<S> {
     /// The transport was reset: the peer has rebooted or migrated, or TRANSPORT_RESET arrived on
     /// the event queue. All connections end, nothing is sent, listeners stay.
     pub fn handle_transport_reset(&mut self, now: Instant) {
+        self.handle_transport_reset_in_parts(now, &mut 0, usize::MAX);
+    }
+
+    /// As [`handle_transport_reset`](Self::handle_transport_reset), for `most` slots from `next` on, which
+    /// advances. Returns true if no slot is left. The caller handles no packet and opens no connection between
+    /// the parts, and polls the events after each.
+    pub fn handle_transport_reset_in_parts(
+        &mut self,
+        now: Instant,
+        next: &mut usize,
+        most: usize,
+    ) -> bool {
         self.resets.clear();
-        for index in 0..self.table.slots.len() as u32 {
-            self.forget_at(now, index);
+        let end = self.table.slots.len().min(next.saturating_add(most));
+        for index in *next..end {
+            self.forget_at(now, index as u32);
         }
+        *next = end;
+        end >= self.table.slots.len()
     }
 
     pub(super) fn forget_at(&mut self, now: Instant, index: u32) {

@@ -19,6 +19,9 @@ use crate::device::outbound::{HeldChain, OutboundQueue, Spares};
 /// The slab is freed when it is empty and its capacity exceeds this number.
 const KEPT: usize = 1024;
 
+/// The places that [`Bridges::next_keys`] looks at.
+const PLACES: u32 = 4096;
+
 /// The bridges of a device: see the module.
 #[derive(Debug, Default)]
 pub(crate) struct Bridges {
@@ -52,6 +55,20 @@ impl Bridges {
     pub(crate) fn keys_where(&self, applies: impl Fn(&Bridge) -> bool) -> Vec<u32> {
         let found = self.all.iter().filter(|(_, bridge)| applies(bridge));
         found.map(|(key, _)| key as u32).collect()
+    }
+
+    /// The keys of at most `most` bridges from `next` on, which advances behind them; and whether there may be
+    /// more. Looks at a bounded number of places, so the keys may be fewer.
+    pub(crate) fn next_keys(&self, next: &mut u32, most: usize) -> (Vec<u32>, bool) {
+        let end = u32::try_from(self.all.capacity()).unwrap_or(u32::MAX);
+        let places = *next..end.min(next.saturating_add(PLACES));
+        let is_taken = |&key: &u32| self.get(key).is_some();
+        let keys: Vec<u32> = places.clone().filter(is_taken).take(most).collect();
+        *next = match keys.last() {
+            Some(last) if keys.len() == most => last + 1,
+            _ => places.end,
+        };
+        (keys, *next < end)
     }
 
     #[inline]

@@ -16,6 +16,7 @@ pub(crate) mod peer;
 pub(crate) mod program;
 pub(crate) mod queue_pairs;
 pub(crate) mod sibling_message;
+pub(crate) mod teardown;
 pub(crate) mod timers;
 pub(crate) mod zero_copy;
 
@@ -44,6 +45,7 @@ use self::host::{Handshake, HostAccess};
 use self::lingering::Lingering;
 use self::program::App;
 use self::queue_pairs::QueuePairSet;
+use self::teardown::Teardown;
 use self::timers::Timers;
 use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::traffic::Traffic;
@@ -144,6 +146,9 @@ pub(crate) struct Device {
     pub(in crate::device) announce_reset: bool,
 
     pub(in crate::device) bridges: Bridges,
+    pub(in crate::device) teardown: Teardown,
+    /// A queue has broken, and the connections from this bridge on have not been reset yet.
+    pub(in crate::device) reset_next: Option<u32>,
     pub(in crate::device) lingering: Lingering,
     pub(in crate::device) backlogs: Backlogs,
     pub(in crate::device) handshakes: Slab<Handshake>,
@@ -194,6 +199,8 @@ impl Device {
             queues: QueueSet::new(0),
             announce_reset: false,
             bridges: Bridges::default(),
+            teardown: Teardown::default(),
+            reset_next: None,
             lingering: Lingering::default(),
             backlogs: Backlogs::default(),
             handshakes: Slab::new(),

@@ -33,6 +33,7 @@ mod owner_lock;
 mod peer_fd;
 pub mod reaper;
 pub mod reuseport;
+mod rtnetlink;
 pub mod sigbus;
 mod slices;
 pub mod socket_file;

@@ -4,8 +4,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
-
+use crate::rtnetlink::{attribute, change_link};
 use crate::socket_option::{check, set, set_int};
 use crate::tun::InterfaceName;
 
@@ -117,40 +116,11 @@ pub fn add_veth_pair(ends: [&InterfaceName; 2], mtu: u32, queues: u32) -> io::Re
     let [first, second] = ends;
     let data = attribute(INFO_DATA, &attribute(VETH_INFO_PEER, &end(second)));
     let info = [attribute(INFO_KIND, b"veth"), data].concat();
-    link_request(
+    change_link(
         NEW_LINK,
         CREATE,
         &[end(first), attribute(LINKINFO, &info)].concat(),
     )
-}
-
-/// A netlink attribute, padded.
-fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
-    let len = (4 + value.len()) as u16;
-    let mut bytes = [&len.to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat();
-    bytes.resize(bytes.len().next_multiple_of(4), 0);
-    bytes
-}
-
-/// Sends a request about interfaces, and waits for its acknowledgement.
-fn link_request(kind: u16, flags: u16, body: &[u8]) -> io::Result<()> {
-    let (family, raw) = (AddressFamily::NETLINK, SocketType::RAW);
-    let socket = rustix::net::socket_with(family, raw, SocketFlags::CLOEXEC, None)?;
-    // `struct nlmsghdr`: length, type, flags, two numbers.
-    let mut request = ((16 + body.len()) as u32).to_ne_bytes().to_vec();
-    request.extend(kind.to_ne_bytes());
-    request.extend(flags.to_ne_bytes());
-    request.extend([0; 8]);
-    request.extend(body);
-    rustix::net::send(&socket, &request, SendFlags::empty())?;
-    // `struct nlmsghdr`, then the negated error number.
-    let mut answer = [0_u8; 64];
-    rustix::net::recv(&socket, &mut answer, RecvFlags::empty())?;
-    let [.., a, b, c, d] = *answer.first_chunk::<20>().expect("20 of 64 bytes");
-    match i32::from_ne_bytes([a, b, c, d]) {
-        0 => Ok(()),
-        error => Err(io::Error::from_raw_os_error(-error)),
-    }
 }
 
 /// Removes an interface from the namespace of the calling thread (`ip link del`).
@@ -163,7 +133,7 @@ pub fn remove_interface(interface: &InterfaceName) -> io::Result<()> {
     // `struct ifinfomsg`, with the index of the interface.
     let mut link = [0; 16];
     link[4..8].copy_from_slice(&interface.index()?.to_ne_bytes());
-    link_request(DELETE_LINK, REQUEST_AND_ACKNOWLEDGE, &link)
+    change_link(DELETE_LINK, REQUEST_AND_ACKNOWLEDGE, &link)
 }
 
 fn set_keys(socket: impl AsFd, direction: libc::c_int) -> io::Result<()> {

@@ -11,11 +11,14 @@ mod xdp;
 
 use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::thread;
 
-use isolated::{Net, ip, isolated, start, try_ip, within};
+use isolated::{Net, ip, isolated, open_as_stranger, start, try_ip, within};
 use process::{Running, wait_until, zerosock};
 use rustix::io::{FdFlags, fcntl_setfd};
-use zerosock_sys::tun::Tap;
+use rustix::process::Uid;
+use rustix::thread::set_thread_res_uid;
+use zerosock_sys::tun::{AccessError, Tap, TapError};
 
 /// Fails with this exit code, and says this.
 #[track_caller]
@@ -54,6 +57,7 @@ fn options_that_do_not_go_together_are_refused_by_name() {
         ("--socket a --xdp e0 --tap t", "cannot be used with"),
         ("--socket a --xdp e0:256", "IFACE[:QUEUE]"),
         ("--socket a --tap t --xdp-copy", "--xdp"),
+        ("--socket a --xdp e0 --share-tap", "--share-tap: needs tap"),
         ("--socket a --xdp e0 --mtu 1511", "--mtu: at most 1510"),
         ("--socket a --socket a", "a: used by two guests"),
         ("--socket a --socket b --queues 2", "--queues: a switch"),
@@ -118,6 +122,111 @@ fn an_interface_that_exists_is_taken_and_stays() {
         let _net = start("--socket @/net --tap tap");
         let wanted = "tap tap: another process has it open";
         refused(&mut within("", "--socket @/net --tap tap"), 1, wanted);
+    });
+}
+
+/// `pi` and `vnet_hdr` give the flags 0x0102, 0x1102 and 0x5102 of TUNSETIFF.
+#[test]
+fn another_user_gets_no_queue_of_the_interface() {
+    isolated("another_user_gets_no_queue_of_the_interface", || {
+        let forms = ["pi", "", "vnet_hdr"];
+        // It is made, exists without an owner, or exists and has one queue in use of several.
+        for (kind, queues) in [("", 2), ("multi_queue", 2), ("multi_queue", 1)] {
+            if !kind.is_empty() {
+                ip(&format!("tuntap add dev tap mode tap {kind}"));
+            }
+            let net = start(&format!("--socket @/net --tap tap --queues {queues}"));
+            for form in forms {
+                let opened = open_as_stranger("tap", &format!("multi_queue {form}"));
+                let reason = opened.expect_err(form);
+                assert!(
+                    reason.contains("not permitted"),
+                    "{kind} {queues} {form}: {reason}"
+                );
+            }
+            net.stop();
+            if !kind.is_empty() {
+                // The owner stays.
+                assert!(ip("-d link show dev tap").contains("user root"));
+                ip(&format!("tuntap del dev tap mode tap {kind}"));
+            }
+        }
+        let _net = start("--socket @/net --tap tap");
+        for form in forms {
+            let reason = open_as_stranger("tap", form).expect_err(form);
+            assert!(reason.contains("busy"), "{form}: {reason}");
+        }
+    });
+}
+
+#[test]
+fn an_interface_that_others_have_or_may_open_is_taken_only_shared() {
+    const NAME: &str = "an_interface_that_others_have_or_may_open_is_taken_only_shared";
+    isolated(NAME, || {
+        let open = |queues| Tap::open(&"tap".parse().unwrap(), queues);
+        let refuse = |queues: u16, wanted: &str| {
+            let words = format!("--socket @/net --tap tap --queues {queues}");
+            refused(&mut within("", &words), 1, &format!("tap tap: {wanted}"));
+        };
+        let share = |queues: u16| {
+            start(&format!(
+                "--socket @/net --tap tap --share-tap --queues {queues}"
+            ))
+        };
+        // Of one queue: the kernel lets no second program open it, whatever its owner is.
+        ip("tuntap add dev tap mode tap user 65534");
+        start("--socket @/net --tap tap").stop();
+        ip("tuntap del dev tap mode tap");
+        // Made for another user or a group.
+        for owner in ["user 65534", "group 65534"] {
+            ip(&format!("tuntap add dev tap mode tap multi_queue {owner}"));
+            let id = owner.replace("user", "uid").replace("group", "gid");
+            for queues in [1, 2] {
+                let remedy = "make it with `ip tuntap add mode tap multi_queue user 0`";
+                refuse(
+                    queues,
+                    &format!(
+                        "programs of {id} may open further queues of it, and get \
+                    frames of the guest; {remedy}, or permit this with --share-tap"
+                    ),
+                );
+                share(queues).stop();
+            }
+            assert!(ip("-d link show dev tap").contains(owner.split_once(' ').unwrap().0));
+            ip("tuntap del dev tap mode tap multi_queue");
+        }
+        // In use by the same user.
+        let first = start("--socket @/net --tap tap --queues 2");
+        for queues in [1, 2] {
+            let wanted = "another process has it open, with 2 of its queues (owner: uid 0); end it, \
+                          or permit this with --share-tap";
+            refuse(queues, wanted);
+        }
+        share(2).stop();
+        first.stop();
+        // In use by another user, who has opened it before.
+        ip("tuntap add dev tap mode tap multi_queue");
+        let stranger = thread::spawn(move || {
+            let uid = Uid::from_raw(65534);
+            set_thread_res_uid(uid, uid, uid).unwrap();
+            Tap::open(&"tap".parse().unwrap(), 1).unwrap()
+        });
+        let stranger = stranger.join().unwrap();
+        refuse(
+            1,
+            "another process has it open, with 1 of its queues (owner: uid 65534)",
+        );
+        drop(stranger);
+        ip("tuntap del dev tap mode tap multi_queue");
+        // A process that shares it still keeps other users away.
+        let net = share(2);
+        let reason = open_as_stranger("tap", "multi_queue").unwrap_err();
+        assert!(reason.contains("not permitted"), "{reason}");
+        assert!(matches!(
+            open(1),
+            Err(TapError::Access(AccessError::Shared { others: 2, .. }))
+        ));
+        net.stop();
     });
 }
 

@@ -8,8 +8,19 @@ use std::os::fd::OwnedFd;
 
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 
-/// Bytes of `struct nlmsghdr`.
+/// Bytes of `struct nlmsghdr` and of `struct ifinfomsg`.
 const HEADER: usize = 16;
+const LINK: usize = 16;
+/// Types of messages.
+const NEW_LINK: u16 = 16;
+const GET_LINK: u16 = 18;
+const ERROR: u16 = 2;
+const REQUEST: u16 = 1;
+const IFLA_IFNAME: u16 = 3;
+/// More than the kernel tells about an interface without virtual functions.
+const MAX_ANSWER: usize = 1 << 15;
+/// Bits of an attribute's type beside the type: NLA_F_NESTED and NLA_F_NET_BYTEORDER.
+const TYPE_FLAGS: u16 = 0xc000;
 
 /// A netlink attribute, padded.
 pub(crate) fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
@@ -32,6 +43,64 @@ pub(crate) fn change_link(kind: u16, flags: u16, body: &[u8]) -> io::Result<()> 
     }
 }
 
+/// The attributes of an interface.
+///
+/// # Errors
+/// ENODEV if there is none of this name.
+pub(crate) fn get_link(name: &str) -> io::Result<Vec<u8>> {
+    let name = attribute(IFLA_IFNAME, format!("{name}\0").as_bytes());
+    let socket = send(GET_LINK, REQUEST, &[vec![0; LINK], name].concat())?;
+    let mut answer = vec![0; MAX_ANSWER];
+    let (_, len) = rustix::net::recv(&socket, &mut answer[..], RecvFlags::TRUNC)?;
+    if len > answer.len() {
+        return Err(io::Error::from_raw_os_error(libc::EMSGSIZE));
+    }
+    answer.truncate(len);
+    link_attributes(&answer)
+}
+
+/// The attributes in the answer to a request for one interface.
+fn link_attributes(answer: &[u8]) -> io::Result<Vec<u8>> {
+    let malformed = || io::Error::from(io::ErrorKind::InvalidData);
+    let (head, body) = answer.split_first_chunk::<HEADER>().ok_or_else(malformed)?;
+    let [a, b, c, d, low, high, ..] = *head;
+    let len = u32::from_ne_bytes([a, b, c, d]) as usize;
+    let body = len.checked_sub(HEADER).and_then(|len| body.get(..len));
+    let body = body.ok_or_else(malformed)?;
+    match u16::from_ne_bytes([low, high]) {
+        NEW_LINK => Ok(body.get(LINK..).ok_or_else(malformed)?.to_vec()),
+        ERROR => {
+            let number = body.first_chunk().ok_or_else(malformed)?;
+            let number = i32::from_ne_bytes(*number).wrapping_neg();
+            Err(io::Error::from_raw_os_error(number))
+        }
+        _ => Err(malformed()),
+    }
+}
+
+/// The attributes in `bytes`, each with its type, up to the first that is malformed.
+pub(crate) struct Attributes<'a>(pub(crate) &'a [u8]);
+
+impl<'a> Attributes<'a> {
+    /// The value of the first attribute of this type.
+    pub(crate) fn find(bytes: &'a [u8], wanted: u16) -> Option<&'a [u8]> {
+        let mut all = Attributes(bytes);
+        all.find_map(|(kind, value)| (kind == wanted).then_some(value))
+    }
+}
+
+impl<'a> Iterator for Attributes<'a> {
+    type Item = (u16, &'a [u8]);
+
+    fn next(&mut self) -> Option<(u16, &'a [u8])> {
+        let [a, b, c, d] = *self.0.first_chunk()?;
+        let len = usize::from(u16::from_ne_bytes([a, b]));
+        let value = self.0.get(4..len)?;
+        self.0 = self.0.get(len.next_multiple_of(4)..).unwrap_or_default();
+        Some((u16::from_ne_bytes([c, d]) & !TYPE_FLAGS, value))
+    }
+}
+
 /// Sends a request. The kernel queues its answer before this returns.
 fn send(kind: u16, flags: u16, body: &[u8]) -> io::Result<OwnedFd> {
     let (family, raw) = (AddressFamily::NETLINK, SocketType::RAW);
@@ -44,4 +113,62 @@ fn send(kind: u16, flags: u16, body: &[u8]) -> io::Result<OwnedFd> {
     request.extend(body);
     rustix::net::send(&socket, &request, SendFlags::empty())?;
     Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(kind: u16, body: &[u8]) -> Vec<u8> {
+        let mut message = ((HEADER + body.len()) as u32).to_ne_bytes().to_vec();
+        message.extend(kind.to_ne_bytes());
+        message.extend([0; 10]);
+        message.extend(body);
+        message
+    }
+
+    #[test]
+    fn attributes_are_found_up_to_a_malformed_one() {
+        let bytes = [
+            attribute(3, b"a"),
+            attribute(0x8004, b"bc"),
+            attribute(5, &[]),
+        ]
+        .concat();
+        let all: Vec<_> = Attributes(&bytes).collect();
+        assert_eq!(all, [(3, &b"a"[..]), (4, b"bc"), (5, b"")]);
+        assert_eq!(Attributes::find(&bytes, 4), Some(&b"bc"[..]));
+        assert_eq!(Attributes::find(&bytes, 6), None);
+        // The padding of the last one may be missing.
+        assert_eq!(Attributes::find(&bytes[..5], 3), Some(&b"a"[..]));
+        // A length below that of the head, and one beyond the end.
+        for len in [0_u16, 3, 6] {
+            let mut bytes = bytes.clone();
+            bytes.truncate(9);
+            bytes[..2].copy_from_slice(&len.to_ne_bytes());
+            let found = Attributes(&bytes).next();
+            assert_eq!(found, (len == 6).then_some((3, &b"a\0"[..])), "{len}");
+            bytes[..2].copy_from_slice(&10_u16.to_ne_bytes());
+            assert_eq!(Attributes(&bytes).next(), None);
+        }
+    }
+
+    #[test]
+    fn every_prefix_of_an_answer_is_an_answer_or_an_error() {
+        let body = [vec![0; LINK], attribute(3, b"tap\0"), attribute(4, &[1; 4])].concat();
+        let whole = message(NEW_LINK, &body);
+        for len in 0..whole.len() {
+            assert!(link_attributes(&whole[..len]).is_err(), "{len}");
+        }
+        assert_eq!(link_attributes(&whole).unwrap(), body[LINK..]);
+        // Lengths that lie.
+        for len in [0, 15, 31, whole.len() as u32 + 1, u32::MAX] {
+            let mut lying = whole.clone();
+            lying[..4].copy_from_slice(&len.to_ne_bytes());
+            assert!(link_attributes(&lying).is_err(), "{len}");
+        }
+        let error = link_attributes(&message(ERROR, &(-libc::ENODEV).to_ne_bytes()));
+        assert_eq!(error.unwrap_err().raw_os_error(), Some(libc::ENODEV));
+        assert!(link_attributes(&message(ERROR, &[1])).is_err());
+    }
 }

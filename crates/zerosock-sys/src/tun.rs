@@ -8,6 +8,8 @@
 //! namespace of the calling thread. An open [`Tap`] needs no capability, and works on threads of any
 //! namespace.
 
+mod access;
+
 use std::fmt;
 use std::io;
 use std::mem::MaybeUninit;
@@ -20,6 +22,8 @@ use zerosock_ring::GuestSlice;
 
 use crate::slices::{MAX_SLICES, outcome};
 use crate::socket_option::check;
+
+pub use access::{AccessError, Sharing, TapOwner};
 
 /// Bytes of the header in front of each frame: `struct virtio_net_hdr_v1`.
 pub const HEADER_LEN: usize = 12;
@@ -228,10 +232,13 @@ pub enum TapError {
     /// Another process has it, without room for more queues.
     #[error("another process has it open")]
     Busy,
+    /// It may have several queues, and not for this process alone.
+    #[error(transparent)]
+    Access(AccessError),
     /// It exists as another kind of interface.
     #[error(
         "it exists and is no TAP with as many queues; make it with `ip tuntap add mode tap`, with \
-         `multi_queue` for more than one queue"
+         `multi_queue user USER` for more than one queue"
     )]
     Kind,
     /// The descriptor is none of a TAP with IFF_NO_PI and IFF_VNET_HDR.
@@ -240,6 +247,15 @@ pub enum TapError {
     /// The kernel refuses the headers.
     #[error("headers of {HEADER_LEN} bytes are refused: {0}")]
     Header(io::Error),
+}
+
+impl From<AccessError> for TapError {
+    fn from(error: AccessError) -> TapError {
+        match error {
+            AccessError::NoSuchTap => TapError::Kind,
+            error => TapError::Access(error),
+        }
+    }
 }
 
 /// An open TAP interface. The interface goes with the last descriptor, unless it was made
@@ -251,11 +267,20 @@ pub struct Tap {
 }
 
 impl Tap {
-    /// Creates the interface with `queues` queues, or takes an existing one.
+    /// Creates the interface with `queues` queues, or takes an existing one, for this process alone. If it may have
+    /// several queues and has no owner, the effective user of this process becomes its owner, and stays so.
     ///
     /// # Errors
     /// See [`TapError`].
     pub fn open(name: &InterfaceName, queues: u16) -> Result<Tap, TapError> {
+        Tap::open_with(name, queues, Sharing::Exclusive)
+    }
+
+    /// The same, perhaps shared with other processes if it may have several queues.
+    ///
+    /// # Errors
+    /// See [`TapError`].
+    pub fn open_with(name: &InterfaceName, queues: u16, sharing: Sharing) -> Result<Tap, TapError> {
         let kinds: &[i32] = match queues {
             // An existing interface may be of either kind.
             ..=1 => &[0, libc::IFF_MULTI_QUEUE],
@@ -263,7 +288,7 @@ impl Tap {
         };
         let mut result = Err(TapError::Kind);
         for &kind in kinds {
-            result = Tap::open_kind(name, queues.max(1), kind);
+            result = Tap::open_kind(name, queues.max(1), kind, sharing);
             if !matches!(result, Err(TapError::Kind)) {
                 break;
             }
@@ -271,7 +296,16 @@ impl Tap {
         result
     }
 
-    fn open_kind(name: &InterfaceName, queues: u16, kind: i32) -> Result<Tap, TapError> {
+    fn open_kind(
+        name: &InterfaceName,
+        queues: u16,
+        kind: i32,
+        sharing: Sharing,
+    ) -> Result<Tap, TapError> {
+        let has_several = kind == libc::IFF_MULTI_QUEUE;
+        if has_several {
+            access::check_before(&name.to_string(), sharing)?;
+        }
         let mut tap = Tap {
             name: *name,
             queues: Vec::new(),
@@ -288,6 +322,9 @@ impl Tap {
                 Some(libc::EBUSY | libc::E2BIG) => TapError::Busy,
                 _ => TapError::Take(error),
             })?;
+            if has_several && tap.queues.is_empty() {
+                access::take_ownership(&name.to_string(), queue.as_fd(), sharing)?;
+            }
             set_header(queue.as_fd())?;
             tap.queues.push(queue);
         }

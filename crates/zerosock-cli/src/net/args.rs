@@ -26,14 +26,21 @@ pub(crate) struct NetArgs {
     pub(super) socket: Vec<Guest>,
 
     /// The TAP interface: taken if it exists, else created, and removed at the end
+    ///
+    /// If it is made for several queues and has no owner, the user of this process becomes its owner.
     #[arg(long, value_name = "NAME")]
     pub(super) tap: Option<InterfaceName>,
 
     /// Descriptor of an open TAP (IFF_NO_PI, IFF_VNET_HDR); one for each queue, joined by commas
     ///
-    /// The program that has opened it sets up the interface: its state, MTU and bridge.
+    /// The program that has opened it sets up the interface: its owner, state, MTU and bridge.
     #[arg(long, value_name = "N,...", value_delimiter = ',', conflicts_with_all = ["tap", "bridge", "queues"])]
     pub(super) tap_fd: Vec<i32>,
+
+    /// Let other programs have queues of the TAP, if it is made for several (multi_queue): each gets a part of the
+    /// frames [default: a TAP that is open elsewhere, or that another user may open, is refused]
+    #[arg(long, requires = "tap")]
+    pub(super) share_tap: bool,
 
     /// Instead of a TAP: queues of this interface, by AF_XDP, the first one or QUEUE and --queues in all
     ///

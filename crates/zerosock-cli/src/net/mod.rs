@@ -81,6 +81,7 @@ fn network(args: NetArgs) -> Result<Network, Failure> {
     let network = Network {
         tap: args.tap,
         tap_fd: args.tap_fd,
+        share_tap: args.share_tap,
         xdp: args.xdp,
         xdp_drop_long: args.xdp_drop_long,
         xdp_copy: args.xdp_copy,

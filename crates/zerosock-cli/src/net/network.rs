@@ -21,7 +21,7 @@ use zerosock_net::xdp::XdpBackend;
 use zerosock_proto::wire::net::{ETHERNET_LEN, MIN_MTU, Mac};
 use zerosock_sys::account::Limits;
 use zerosock_sys::reaper;
-use zerosock_sys::tun::{InterfaceName, Tap};
+use zerosock_sys::tun::{AccessError, InterfaceName, Sharing, Tap, TapError};
 use zerosock_sys::xdp::{MAX_FRAME, MAX_QUEUES};
 
 use super::xdp::{self, Claim, How, Interfaces, XdpQueue};
@@ -44,6 +44,9 @@ pub(crate) struct Network {
     /// Instead of `tap`.
     #[serde(skip)]
     pub(crate) tap_fd: Vec<i32>,
+    /// Other programs may have queues of `tap`.
+    #[serde(default, alias = "share-tap")]
+    pub(crate) share_tap: bool,
     /// Instead of `tap`.
     #[serde(default, deserialize_with = "parsed")]
     pub(crate) xdp: Option<XdpQueue>,
@@ -138,6 +141,9 @@ impl Network {
         }
         if self.bridge.is_some() && self.tap.is_none() {
             return wrong("bridge", "needs tap".to_owned());
+        }
+        if self.share_tap && self.tap.is_none() {
+            return wrong("share-tap", "needs tap".to_owned());
         }
         match self.xdp {
             Some(_) if has_tap => return wrong("xdp", "not together with a TAP".to_owned()),
@@ -250,8 +256,22 @@ impl Network {
         let Some(name) = &self.tap else {
             return Ok(None);
         };
-        let tap = Tap::open(name, self.queues)
-            .map_err(|error| Failure::runtime(format_args!("tap {name}: {error}")))?;
+        let sharing = match self.share_tap {
+            true => Sharing::Shared,
+            false => Sharing::Exclusive,
+        };
+        let tap = Tap::open_with(name, self.queues, sharing).map_err(|error| {
+            let remedy = match error {
+                TapError::Access(AccessError::Shared { .. }) => {
+                    "; end it, or permit this with --share-tap (share_tap)"
+                }
+                TapError::Access(AccessError::Owner { .. }) => {
+                    ", or permit this with --share-tap (share_tap)"
+                }
+                _ => "",
+            };
+            Failure::runtime(format_args!("tap {name}: {error}{remedy}"))
+        })?;
         let step = |what: &str, result: io::Result<()>| {
             result.map_err(|error| Failure::runtime(format_args!("{what}: {error}")))
         };
@@ -472,6 +492,10 @@ mod tests {
             (
                 "{xdp: e0, mtu: 1511, guests: [{socket: a}]}",
                 "mtu: at most 1510",
+            ),
+            (
+                "{xdp: e0, share_tap: true, guests: [{socket: a}]}",
+                "share-tap: needs tap",
             ),
             (
                 "{tap: t0, xdp_copy: true, guests: [{socket: a}]}",

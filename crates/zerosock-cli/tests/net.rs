@@ -346,7 +346,7 @@ fn a_signal_logs_the_counters_of_all_guests() {
             net.signal("USR1");
             let lines = |device: &str| {
                 let said = net.stderr();
-                let lines = said.lines().filter(|line| line.contains(": counters "));
+                let lines = said.lines().filter(|line| line.contains(" INFO counters "));
                 lines
                     .filter(|line| line.contains(&format!("{device}\" rx_frames=")))
                     .count()

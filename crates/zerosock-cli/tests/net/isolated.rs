@@ -101,7 +101,7 @@ impl Net {
             let running = self.running.as_mut().unwrap();
             let ended = running.child.try_wait().unwrap();
             assert!(ended.is_none(), "{}", running.stderr());
-            running.stderr().contains(": serving ")
+            running.stderr().contains(" INFO serving ")
         });
     }
 

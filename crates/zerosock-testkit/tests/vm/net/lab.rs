@@ -91,7 +91,7 @@ impl Daemon {
         wait_until("the daemon to serve", || {
             let ended = daemon.process.try_wait();
             assert!(ended.is_none(), "{words}: {}", daemon.log.tail(15));
-            daemon.log.contains(": serving ")
+            daemon.log.contains(" INFO serving ")
         });
         daemon
     }
@@ -107,7 +107,7 @@ impl Daemon {
         let reports = || -> Vec<String> {
             let all = self.log.tail(usize::MAX);
             let named = format!("{device}\" ");
-            let is_report = |line: &&str| line.contains(": counters ") && line.contains(&named);
+            let is_report = |line: &&str| line.contains(" INFO counters ") && line.contains(&named);
             all.lines().filter(is_report).map(str::to_owned).collect()
         };
         let before = reports().len();

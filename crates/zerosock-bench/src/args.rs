@@ -296,6 +296,34 @@ mod tests {
     }
 
     #[test]
+    fn a_comparison_is_of_tables_with_roles_in_all_placements() {
+        let own = std::env::current_exe().unwrap();
+        let own = own.display();
+        let compared = settings(&format!("device local --against-binary {own}")).unwrap();
+        assert_eq!(compared.placements, Placement::all());
+        let count = |table| {
+            let runs = compared.runs();
+            runs.iter().filter(|(of, _)| *of == table).count()
+        };
+        let all = Placement::all().len();
+        assert_eq!(count(TableName::Device), all);
+        // Two of the three differ only in the core of the host.
+        assert_eq!(count(TableName::Local), if all == 3 { 2 } else { 1 });
+        assert!(!compared.is_against("unix"));
+        assert!(settings("device").unwrap().runs() == [(TableName::Device, None)]);
+        for (line, wanted) in [
+            (format!("rx --against-binary {own}"), "not for rx"),
+            ("hold --placement all".to_owned(), "not for hold"),
+            ("device --placement 0".to_owned(), "such as 0/1/1"),
+            ("device --against-binary /nowhere".to_owned(), "no file"),
+            ("device --fail-below 0.9".to_owned(), "--against-binary"),
+        ] {
+            let said = settings(&line).unwrap_err();
+            assert!(said.contains(wanted), "{line}: {said}");
+        }
+    }
+
+    #[test]
     fn a_run_without_a_table_says_so() {
         for line in ["", "--json", "--json figures"] {
             let said = settings(line).unwrap_err();

@@ -142,7 +142,40 @@ fn microseconds(nanoseconds: Option<u64>) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
+    use crate::args::BenchArgs;
+
+    #[test]
+    fn small_cases_of_a_comparison_have_more_rounds() {
+        let own = std::env::current_exe().unwrap();
+        for (quick, small) in [(None, SMALL_ROUNDS), (Some("--quick"), 1)] {
+            let words = ["bench", "device", "--against-binary", own.to_str().unwrap()];
+            let args = BenchArgs::parse_from(words.into_iter().chain(quick));
+            let settings = &Settings::new(args).unwrap();
+            let bench = Bench {
+                settings,
+                cores: Cores::ANY,
+                table: Table {
+                    name: String::new(),
+                    method: String::new(),
+                    machine: String::new(),
+                    placement: None,
+                    rounds: settings.rounds,
+                    comparison: None,
+                    rows: Vec::new(),
+                    missing: Vec::new(),
+                },
+            };
+            let rounds = |case: &str| {
+                let outcomes = bench.measure(case, &[("zerosock", ())], |()| Ok(()));
+                outcomes.0[0].1.as_ref().unwrap().len()
+            };
+            assert_eq!(rounds("to host, packets of 64 B"), small);
+            assert_eq!(rounds("to host, packets of 64 KiB"), settings.rounds);
+        }
+    }
 
     #[test]
     fn figures_are_in_their_units() {

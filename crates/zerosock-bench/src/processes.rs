@@ -268,6 +268,9 @@ mod tests {
     use std::process::Stdio;
     use std::sync::atomic::{AtomicBool, Ordering};
 
+    use rustix::process::Pid;
+    use rustix::thread::CpuSet;
+
     use super::*;
 
     #[test]
@@ -278,6 +281,21 @@ mod tests {
             (12, "a) b (c", 7)
         );
         assert!(Process::parse("12 nothing").is_none());
+    }
+
+    #[test]
+    fn what_is_started_on_a_core_stays_there_and_the_starter_does_not() {
+        let before = sched_getaffinity(None).unwrap();
+        let core = (0..CpuSet::MAX_CPU)
+            .rfind(|core| before.is_set(*core))
+            .unwrap();
+        let mut command = Command::new("cat");
+        command.stdin(Stdio::piped());
+        let child = starting_on(Some(core), || KilledOnDrop::spawn(command, None));
+        let child = child.unwrap().unwrap();
+        let after = sched_getaffinity(Some(Pid::from_child(&child.0))).unwrap();
+        assert!(after.is_set(core) && after.count() == 1, "{after:?}");
+        assert_eq!(sched_getaffinity(None).unwrap(), before);
     }
 
     #[test]

@@ -282,7 +282,12 @@ impl Table {
         for release in releases {
             let losses = self.losses().filter(|loss| loss.row.peer_name == *release);
             let losses: Vec<_> = losses.collect();
-            let _ = writeln!(out, "\nbelow {loss} of {release}: {} rows", losses.len());
+            let rows = self
+                .rows
+                .iter()
+                .filter(|row| row.peer_name == *release && row.peer.is_ok());
+            let (count, all) = (losses.len(), rows.count());
+            let _ = writeln!(out, "\nbelow {loss} of {release}: {count} of {all} rows");
             for Loss {
                 row, is_certain, ..
             } in losses
@@ -483,6 +488,53 @@ mod tests {
         table.note_missing("iceoryx2", "not installed");
         table.note_missing("iceoryx2", "not installed");
         table
+    }
+
+    #[test]
+    fn a_row_below_the_limit_is_a_loss_unless_its_interval_reaches_one() {
+        let spread = |rounds: &[f64]| Ok(Spread::of(rounds.to_vec(), true).unwrap());
+        let row = |name: &str, ours, peer_name: &str, peer| Row {
+            name: name.to_owned(),
+            metric: SPEED,
+            ours,
+            peer_name: peer_name.to_owned(),
+            peer,
+        };
+        let steady = &[10.0, 10.1, 9.9, 10.0, 10.0];
+        let table = Table {
+            comparison: Some(Comparison {
+                releases: vec!["/old"],
+                loss: 0.97,
+            }),
+            rows: vec![
+                row("even", spread(steady), "/old", spread(steady)),
+                row("lost", spread(&[9.0; 5]), "/old", spread(steady)),
+                row(
+                    "noise",
+                    spread(&[9.0, 20.0, 5.0, 9.0, 9.0]),
+                    "/old",
+                    spread(steady),
+                ),
+                row("failed", Err("it broke".to_owned()), "/old", spread(steady)),
+                row("new", spread(steady), "/old", Err("it cannot".to_owned())),
+                row("peer", spread(&[1.0; 5]), "a peer", spread(steady)),
+            ],
+            ..table()
+        };
+        let losses = table
+            .losses()
+            .map(|loss| (loss.row.name.as_str(), loss.is_certain));
+        let expected = [("lost", true), ("noise", false), ("failed", true)];
+        assert_eq!(losses.collect::<Vec<_>>(), expected);
+        let text = table.text();
+        assert!(
+            text.contains("below 0.97 of /old: 3 of 4 rows\n- lost, throughput: 0.900"),
+            "{text}"
+        );
+        assert!(
+            text.contains("within the noise\n- failed, throughput: missing\n"),
+            "{text}"
+        );
     }
 
     #[test]

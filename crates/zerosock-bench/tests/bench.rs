@@ -4,7 +4,7 @@
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -19,6 +19,13 @@ const PATIENCE: Duration = Duration::from_secs(300);
 
 /// Runs `zerosock-bench ARGUMENTS --quick --json FILE` without installed peers.
 fn bench(arguments: &[&str]) -> (Value, String) {
+    let (status, figures, tables, errors) = run(arguments);
+    assert!(status.success(), "{status}: {errors}");
+    (figures, tables)
+}
+
+/// As [`bench`], with the exit status and standard error.
+fn run(arguments: &[&str]) -> (ExitStatus, Value, String, String) {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let dir = tempfile::tempdir().unwrap();
     let at = |name| dir.path().join(name);
@@ -39,7 +46,6 @@ fn bench(arguments: &[&str]) -> (Value, String) {
     let status = Guarded::spawn(&mut command).unwrap().wait(PATIENCE);
     let errors = fs::read_to_string(errors).unwrap();
     let status = status.unwrap_or_else(|| panic!("no end within {PATIENCE:?}: {errors}"));
-    assert!(status.success(), "{status}: {errors}");
     // No lines of progress: standard error is no terminal.
     assert!(!errors.contains("round 1"), "{errors}");
     let tables = fs::read_to_string(tables).unwrap();
@@ -47,7 +53,7 @@ fn bench(arguments: &[&str]) -> (Value, String) {
         tables.contains("Quick: ") && tables.contains("One round: "),
         "{tables}"
     );
-    (json(&file), tables)
+    (status, json(&file), tables, errors)
 }
 
 fn json(file: &Path) -> Value {
@@ -161,6 +167,76 @@ fn device_measures_ourselves_and_the_ceiling_without_its_peer() {
         assert!(has("round trip, 64 B", metric, "bare Unix socket"));
         assert!(text.contains(metric), "{text}");
     }
+}
+
+/// The rows of a comparison with this program itself, and with one that can do nothing.
+fn check_comparison(table: &Value, own: &str, other: &str) {
+    let rows = table["rows"].as_array().unwrap();
+    for (peer, is_there) in [(own, true), (other, false)] {
+        let mut rows = rows
+            .iter()
+            .filter(|row| row["peer_name"] == peer)
+            .peekable();
+        assert!(rows.peek().is_some(), "{table}");
+        for row in rows {
+            assert!(row["ours"].is_number(), "{row}");
+            assert_eq!(row["peer"].is_number(), is_there, "{row}");
+        }
+    }
+    assert!(is_missing(table, other), "{table}");
+}
+
+#[test]
+fn releases_are_compared_in_each_placement() {
+    let own = fs::canonicalize(env!("CARGO_BIN_EXE_zerosock-bench")).unwrap();
+    let other = fs::canonicalize("/bin/false").unwrap();
+    let (own, other) = (own.to_str().unwrap(), other.to_str().unwrap());
+    let binaries = ["--against-binary", own, "--against-binary", other];
+    let cores = std::thread::available_parallelism().unwrap().get();
+    for (table, case, placements) in [
+        ("device", "to host, packets of 512 B", 3),
+        ("local", "one way, 64 B, sleeping", 2),
+        ("relay", "TCP to TCP, 64 B and back", 3),
+    ] {
+        let (tables, text) = bench(&[&[table, "--case", case][..], &binaries].concat());
+        let tables = match tables {
+            Value::Array(tables) => tables,
+            table => vec![table],
+        };
+        assert_eq!(
+            tables.len(),
+            if cores > 1 { placements } else { 1 },
+            "{text}"
+        );
+        for table in &tables {
+            assert!(table["placement"].is_string(), "{table}");
+            check_comparison(table, own, other);
+        }
+        assert!(text.contains(&format!("below 0.97 of {own}: ")), "{text}");
+        assert!(
+            text.contains(&format!("below 0.97 of {other}: 0 of 0 rows")),
+            "{text}"
+        );
+    }
+}
+
+/// No ratio of a program and itself is above 1000, and one round has no interval.
+#[test]
+fn a_loss_fails_the_run_on_request_only() {
+    let own = env!("CARGO_BIN_EXE_zerosock-bench");
+    let case = "to host, packets of 4 KiB";
+    let words = [
+        "device",
+        "--case",
+        case,
+        "--against-binary",
+        own,
+        "--fail-below",
+        "1000",
+    ];
+    let (status, _, text, errors) = run(&words);
+    assert_eq!(status.code(), Some(1), "{text}");
+    assert!(errors.contains("ratios are below 1000"), "{errors}");
 }
 
 #[test]

@@ -71,12 +71,12 @@ impl Backend {
                 let vhost = format!("net_vhost0,iface={},queues=1", socket.display());
                 let interface = format!("net_tap0,iface={tap}");
                 let devices = [vhost.as_str(), &interface];
-                let (program, arguments) = dpdk::command("forward", None, &devices)?;
+                let (program, arguments) = dpdk::command("forward", cores.receiver, &devices)?;
                 let mut command = watched(&program)?;
                 command.args(arguments).arg("forward");
                 let is_ready = || socket.exists() && ip(&format!("link show {tap}")).is_ok();
                 daemons.push(Daemon {
-                    process: start(&mut command, is_ready)?,
+                    process: starting_on(cores.receiver, || start(&mut command, is_ready))??,
                     polls: true,
                 });
                 set_address(tap, here)?;
@@ -89,8 +89,9 @@ impl Backend {
                 // It wants an interface with an address, and opens no TAP.
                 make_tap(tap, &format!("10.78.{number}.1"))?;
                 command.args(passt::arguments(&socket, tap, here, &lan.there));
+                let is_ready = || socket.exists();
                 daemons.push(Daemon {
-                    process: start(&mut command, || socket.exists())?,
+                    process: starting_on(cores.receiver, || start(&mut command, is_ready))??,
                     polls: false,
                 });
                 vhost_user(&socket, number)

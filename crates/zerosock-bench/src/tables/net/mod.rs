@@ -83,15 +83,32 @@ fn all(bench: &mut Bench<'_>, user_mode: MaybeImage, qemu: MaybeImage) {
 }
 
 fn rings(bench: &mut Bench<'_>) {
-    for release in &bench.settings.releases {
-        let reason = "both sides of `rings` are in this process: compare by `taskset`";
-        bench.table.note_missing(release.title(), reason);
+    if !bench.settings.releases.is_empty() {
+        return compared_rings(bench);
     }
     let contestants = bench.wanted(RINGS.map(|one| (one.title(), one)));
     for (name, course, size) in RING_CASES {
         if bench.settings.wants(name) {
             let outcomes =
                 bench.measure(name, &contestants, |one| one.measure(course, size, bench));
+            bench.table.add_rows(name, FRAMES, &outcomes, |rate| *rate);
+        }
+    }
+}
+
+/// The rings of each release, in the table of the first placement: both sides are in one process, which
+/// chooses their cores.
+fn compared_rings(bench: &mut Bench<'_>) {
+    let first = bench.settings.placements.first().map(ToString::to_string);
+    if bench.table.placement != first {
+        return;
+    }
+    let own = [(Binary::OWN.title(), Binary::OWN)];
+    let contestants = bench.wanted_with(own, |release| release);
+    for (name, ..) in RING_CASES {
+        if bench.settings.wants(name) {
+            let run = |binary: &_| rings::measure_in(*binary, name, bench.settings);
+            let outcomes = bench.measure(name, &contestants, run);
             bench.table.add_rows(name, FRAMES, &outcomes, |rate| *rate);
         }
     }

@@ -1,6 +1,7 @@
 //! The rings alone: a driver and a device, one core each, both polling. The driver sends frames, and
 //! receives them again from the same device, or from a second one behind it.
 
+use std::fs;
 use std::hint::black_box;
 use std::io;
 use std::os::unix::net::UnixListener;
@@ -17,6 +18,7 @@ use super::daemon::{START, spawn_logged, start, watched};
 use super::echo::Echo;
 use crate::args::Settings;
 use crate::bench::Bench;
+use crate::binary::Binary;
 use crate::image::short_dir;
 use crate::pair::Cores;
 use crate::peers::dpdk;
@@ -265,6 +267,22 @@ fn command(
     let mut command = watched(&program)?;
     command.args(arguments).args(words.split(' '));
     Ok(command)
+}
+
+/// As [`Rings::measure`], by the `zerosock-bench` of a release with both sides in it, on its first two cores.
+pub(super) fn measure_in(binary: Binary, case: &str, settings: &Settings) -> Result<f64, String> {
+    let dir = short_dir()?;
+    let file = dir.path().join("figures");
+    let mut command = watched(&binary.path()?)?;
+    command.args(["net", "--case", case, "--rounds", "1", "--against", "none"]);
+    command.arg("--json").arg(&file);
+    command.args(settings.quick.then_some("--quick"));
+    let (mut process, log) = spawn_logged(&mut command)?;
+    let status = process.wait(2 * START + settings.time);
+    let figures = fs::read_to_string(file).unwrap_or_default();
+    let figures = serde_json::from_str::<serde_json::Value>(&figures).unwrap_or_default();
+    let figure = figures["rows"][0]["ours"].as_f64();
+    figure.ok_or_else(|| line(format!("it ended with {status:?}: {}", log.tail(3))))
 }
 
 /// Millions of frames a second, of `frames N nanoseconds N ...`.

@@ -171,7 +171,7 @@ fn all(bench: &mut Bench<'_>) {
             guest(bench, name, traffic);
         }
     }
-    if settings.vm {
+    if settings.vm && settings.releases.is_empty() {
         vm::guests(bench);
     }
     if !ways.is_empty() {

@@ -69,10 +69,11 @@ impl Running {
         self.child.id()
     }
 
-    /// The reason with the last line that the relay said, which often is the cause.
+    /// The reason with the line of the relay's error, or the last that it said, which often is the cause.
     pub(super) fn explain(&self, reason: String) -> String {
         let said = fs::read_to_string(&self.log).unwrap_or_default();
-        match said.lines().rfind(|line| !line.trim().is_empty()) {
+        let error = said.lines().find(|line| line.starts_with("error: "));
+        match error.or_else(|| said.lines().rfind(|line| !line.trim().is_empty())) {
             Some(line) => format!("{reason}; the relay said: {}", line.trim()),
             None => reason,
         }

@@ -87,7 +87,8 @@ const METHOD: &str = "Process to process. Each message is a packet, sample or wr
     Each contestant has the largest buffers that make it faster. zerosock: queues of 1024 entries and \
     a window of 8 MiB for messages of at most 4 KiB, 128 entries and 4 MiB for larger ones, 256 \
     entries and 4 MiB for pings. Unix sockets: as much as the system allows, up to 4 MiB. Pipes: \
-    1 MiB. iceoryx2: 1 MiB of samples, 4 to 4096 of them.";
+    1 MiB. iceoryx2: 1 MiB of samples, 4 to 4096 of them. In a placement, the receiving or answering side \
+    is on the device's core, the other one on the driver's.";
 
 /// Measures the table.
 pub(crate) fn run(bench: &mut Bench<'_>) {

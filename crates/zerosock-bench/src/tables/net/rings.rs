@@ -274,7 +274,7 @@ pub(super) fn measure_in(binary: Binary, case: &str, settings: &Settings) -> Res
     let dir = short_dir()?;
     let file = dir.path().join("figures");
     let mut command = watched(&binary.path()?)?;
-    command.args(["net", "--case", case, "--rounds", "1", "--against", "none"]);
+    command.args(["net", "--case", case, "--rounds", "1"]);
     command.arg("--json").arg(&file);
     command.args(settings.quick.then_some("--quick"));
     let (mut process, log) = spawn_logged(&mut command)?;
@@ -282,7 +282,10 @@ pub(super) fn measure_in(binary: Binary, case: &str, settings: &Settings) -> Res
     let figures = fs::read_to_string(file).unwrap_or_default();
     let figures = serde_json::from_str::<serde_json::Value>(&figures).unwrap_or_default();
     let figure = figures["rows"][0]["ours"].as_f64();
-    figure.ok_or_else(|| line(format!("it ended with {status:?}: {}", log.tail(3))))
+    figure.ok_or_else(|| {
+        let end = status.map_or("it does not end".to_owned(), |status| status.to_string());
+        line(format!("{end}: {}", log.tail(5)))
+    })
 }
 
 /// Millions of frames a second, of `frames N nanoseconds N ...`.

@@ -5,6 +5,7 @@ use std::io;
 use super::calibration::Class;
 use super::message::{Failed, Sent};
 use super::slots::{Attached, Ticket};
+use super::stats::CopyReason;
 use crate::sys::SendMode;
 
 /// The error number of a cancelled send.
@@ -27,6 +28,8 @@ pub(super) struct InFlightSend {
     pub(super) sent: usize,
     /// How the next request is made.
     pub(super) mode: SendMode,
+    /// Why `mode` is a copy, if it is.
+    pub(super) copy_reason: Option<CopyReason>,
     /// The buffer was expected to lie in registered memory when it was accepted.
     pub(super) registered: bool,
     /// The calibration class, if the cost of this send can be measured.
@@ -79,6 +82,7 @@ impl InFlightSend {
             total: 0,
             sent: 0,
             mode: SendMode::Copy,
+            copy_reason: None,
             registered: false,
             class: None,
             failure: None,
@@ -95,6 +99,12 @@ impl InFlightSend {
             in_place: false,
             copied: false,
         }
+    }
+
+    /// Copies it from now on.
+    pub(super) fn copy_for(&mut self, reason: CopyReason) {
+        self.mode = SendMode::Copy;
+        self.copy_reason.get_or_insert(reason);
     }
 
     pub(super) fn outcome(&self) -> Result<Sent, Failed> {

@@ -231,7 +231,7 @@ pub use ranges::Completion;
 pub use sender::{Interest, Sender, SenderBuilder, SenderOpenError};
 pub use shared::SharedSender;
 pub use slots::{NoSuchSlot, Notification};
-pub use stats::{SenderReport, SenderStats, ThresholdBasis};
+pub use stats::{OffReason, SenderReport, SenderStats, ThresholdBasis};
 pub use sys::{
     Buf, FileMap, FilePart, Mapped, Pool, PoolBuf, SendBackend, SocketAddress, SocketKind, Stable,
 };

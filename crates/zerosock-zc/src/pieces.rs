@@ -5,7 +5,8 @@ use std::mem;
 
 use super::in_flight::DatagramPart;
 use super::send_queue::SendQueue;
-use crate::sys::{Key, SendMode, Stable};
+use super::stats::CopyReason;
+use crate::sys::{Key, Stable};
 
 impl<B: Stable> SendQueue<B> {
     /// Takes note that the socket has taken a piece of a datagram, or a whole one.
@@ -75,9 +76,7 @@ impl<B: Stable> SendQueue<B> {
             let Some(send) = self.sends.get_mut(key.index()) else {
                 break;
             };
-            if mem::replace(&mut send.mode, SendMode::Copy) == SendMode::ZeroCopy {
-                self.stats.copied_for_memory += 1;
-            }
+            send.copy_for(CopyReason::Memory);
             if !send.more {
                 break;
             }

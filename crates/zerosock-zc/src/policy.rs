@@ -9,6 +9,7 @@
 use super::SendBackend;
 use super::calibration::{self, Class};
 use super::message::Copying;
+use super::stats::{CopyReason, OffReason};
 use crate::sys::{SendMode, SocketKind};
 
 /// Number of consecutive notifications that say "copied" after which zero copy is switched off.
@@ -41,8 +42,8 @@ pub(super) struct Policy {
     /// Class and mode of the last send. Sends of one submission and class have one mode: otherwise
     /// their cost could not be measured.
     last: Option<(Class, SendMode)>,
-    /// The kernel never sends from this socket without a copy.
-    disabled: bool,
+    /// Why the kernel never sends from this socket without a copy.
+    disabled: Option<OffReason>,
     /// The last notification said that the kernel did not copy.
     in_place: bool,
     /// Notifications in a row that said "copied".
@@ -60,7 +61,7 @@ impl Policy {
             threshold,
             since: 0,
             last: None,
-            disabled: backend == SendBackend::Copy,
+            disabled: (backend == SendBackend::Copy).then_some(OffReason::BackendCopies),
             in_place: false,
             copied: 0,
             pause: None,
@@ -72,7 +73,7 @@ impl Policy {
     pub(super) fn mode(&mut self, wish: Copying, len: usize, registered: bool) -> SendMode {
         match wish {
             Copying::Always => SendMode::Copy,
-            _ if self.disabled => SendMode::Copy,
+            _ if self.disabled.is_some() => SendMode::Copy,
             Copying::Never => SendMode::ZeroCopy,
             Copying::Auto => self.choose(len, registered),
         }
@@ -133,21 +134,31 @@ impl Policy {
 
     /// Disables zero copy for good: the kernel refused it on this socket.
     pub(super) fn disable(&mut self) {
-        self.disabled = true;
+        self.disabled = Some(OffReason::RefusedByKernel);
     }
 
-    /// Whether [`cannot`](Self::cannot) was called.
+    /// Whether zero copy is off for good.
     pub(super) fn is_disabled(&self) -> bool {
-        self.disabled
+        self.disabled.is_some()
     }
 
-    /// Whether zero copy is off, for good or for now because the kernel copied.
-    pub(super) fn is_off(&self) -> bool {
-        self.disabled || self.pause.is_some()
+    /// Why zero copy is off, if it is: for good, or for now because the kernel copied.
+    pub(super) fn off(&self) -> Option<OffReason> {
+        let paused = self.pause.map(|_| OffReason::CopiedByKernel);
+        self.disabled.or(paused)
+    }
+
+    /// Why a send for which [`mode`](Self::mode) has just returned [`SendMode::Copy`] is copied.
+    pub(super) fn copy_reason(&self, wish: Copying) -> CopyReason {
+        match (wish, self.off()) {
+            (Copying::Always, _) => CopyReason::Request,
+            (_, Some(_)) => CopyReason::Off,
+            (_, None) => CopyReason::Short,
+        }
     }
 
     pub(super) fn class(&self, registered: bool, len: usize) -> Option<Class> {
-        let measured = self.threshold == Threshold::Measured && !self.is_off();
+        let measured = self.threshold == Threshold::Measured && self.off().is_none();
         measured.then(|| Class::of(self.kind, self.backend, registered, len))
     }
 
@@ -187,7 +198,7 @@ mod tests {
             assert_eq!(policy.mode(Copying::Auto, 5000, false), SendMode::ZeroCopy);
             policy.notified(true);
         }
-        assert!(policy.is_off());
+        assert_eq!(policy.off(), Some(OffReason::CopiedByKernel));
         let mut tried = Vec::new();
         for send in 0..8 * FIRST_PAUSE {
             if policy.mode(Copying::Auto, 5000, false) == SendMode::ZeroCopy {

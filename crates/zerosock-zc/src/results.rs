@@ -5,6 +5,7 @@ use std::io;
 use super::in_flight::{CANCELLED, DatagramPart, InFlightSend, TIMED_OUT};
 use super::message::Returned;
 use super::send_queue::{GATHERED, SendQueue};
+use super::stats::CopyReason;
 use crate::sys::{self, Event, Key, SendMode, Stable};
 
 /// How often a send waits for memory before it is copied.
@@ -116,8 +117,7 @@ impl<B: Stable> SendQueue<B> {
             ErrorClass::NoMemory => {
                 send.rounds += 1;
                 if send.rounds > MAX_MEMORY_WAITS || !waits {
-                    send.mode = SendMode::Copy;
-                    self.stats.copied_for_memory += 1;
+                    send.copy_for(CopyReason::Memory);
                 } else {
                     self.starved = true;
                 }
@@ -127,7 +127,7 @@ impl<B: Stable> SendQueue<B> {
                 // Otherwise each waiting send would be refused in turn.
                 for key in self.retries.iter().chain(&self.queued) {
                     if let Some(send) = self.sends.get_mut(key.index()) {
-                        send.mode = SendMode::Copy;
+                        send.copy_for(CopyReason::Off);
                     }
                 }
             }
@@ -136,7 +136,7 @@ impl<B: Stable> SendQueue<B> {
         if self.policy.is_disabled()
             && let Some(send) = self.sends.get_mut(key.index())
         {
-            send.mode = SendMode::Copy;
+            send.copy_for(CopyReason::Off);
         }
         self.queue_retry(key);
     }
@@ -228,7 +228,6 @@ impl<B: Stable> SendQueue<B> {
             if is_first {
                 self.policy.notified(copied);
             }
-            self.stats.copied_by_kernel += u64::from(copied);
         }
         let Some(send) = self.sends.get_mut(key.index()) else {
             return;
@@ -299,7 +298,11 @@ impl<B: Stable> SendQueue<B> {
         };
         self.released += 1;
         let copied = send.copied || !send.in_place;
-        self.stats.in_place += u64::from(!copied);
+        match (send.failure, copied) {
+            (Some(_), _) => {}
+            (None, true) => self.stats.count_copied(send.copy_reason),
+            (None, false) => self.stats.in_place += 1,
+        }
         if let Some(attached) = send.attached.take() {
             self.slots.released(attached);
         }

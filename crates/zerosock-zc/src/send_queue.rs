@@ -187,6 +187,7 @@ impl<B: Stable> SendQueue<B> {
             0 => SendMode::Copy,
             _ => self.policy.mode(copying, total, registered),
         };
+        let copy_reason = (mode == SendMode::Copy).then(|| self.policy.copy_reason(copying));
         let number = (copying != Copying::Always).then(|| {
             let number = self.next;
             self.next = number.wrapping_add(1);
@@ -200,6 +201,7 @@ impl<B: Stable> SendQueue<B> {
                 ticket,
                 total,
                 mode,
+                copy_reason,
                 registered,
                 class: match copying {
                     Copying::Auto if total > 0 => self.policy.class(registered, total),

@@ -4,6 +4,7 @@ use std::io::Read;
 use std::net::{TcpListener, TcpStream, UdpSocket};
 
 use super::super::policy::Threshold;
+use super::super::stats::CopyReason;
 use super::*;
 
 /// A queue of datagrams that are copied.
@@ -81,18 +82,18 @@ fn the_notification_of_a_request_that_took_nothing_is_ignored() {
     for _ in 0..100 {
         queue.handle_notification(key, None, true);
     }
-    assert!(!queue.policy.is_off());
+    assert_eq!(queue.policy.off(), None);
     assert!(queue.starved, "no memory was freed");
     assert!(!queue.sends[key.index()].copied);
     // One notification of many sends counts once.
     for _ in 0..100 {
         queue.handle_notification(key, Some(true), false);
     }
-    assert!(!queue.policy.is_off());
+    assert_eq!(queue.policy.off(), None);
     for _ in 0..100 {
         queue.handle_notification(key, Some(true), true);
     }
-    assert!(queue.policy.is_off());
+    assert!(queue.policy.off().is_some());
     assert!(!queue.starved);
 }
 
@@ -104,7 +105,10 @@ fn a_send_is_copied_when_no_pending_event_frees_memory() {
     let key = queue.queued.pop_front().expect("it was accepted");
     queue.handle_error(key, rustix::io::Errno::NOBUFS.raw_os_error());
     assert!(!queue.starved);
-    assert_eq!(queue.stats.copied_for_memory, 1);
+    assert_eq!(
+        queue.sends[key.index()].copy_reason,
+        Some(CopyReason::Memory)
+    );
     // Another result is pending, and its request may have taken memory.
     let outgoing = Outgoing::new(vec![1; 100]).copying(Copying::Never);
     assert!(queue.accept(outgoing).is_ok());
@@ -112,7 +116,7 @@ fn a_send_is_copied_when_no_pending_event_frees_memory() {
     queue.open = 1;
     queue.handle_error(key, rustix::io::Errno::NOBUFS.raw_os_error());
     assert!(queue.starved);
-    assert_eq!(queue.stats.copied_for_memory, 1);
+    assert_eq!(queue.sends[key.index()].copy_reason, None);
 }
 
 /// A request of several sends finds no memory: the next one is shorter, and nothing is copied.
@@ -126,14 +130,17 @@ fn requests_get_shorter_before_a_lack_of_memory_leads_to_copies() {
     let refused = rustix::io::Errno::NOBUFS.raw_os_error();
     queue.handle_error(key, refused);
     assert_eq!(queue.gather, 50_000);
-    assert_eq!(queue.stats.copied_for_memory, 0);
+    assert_eq!(queue.sends[key.index()].copy_reason, None);
     assert_eq!(queue.sends[key.index()].rounds, 0);
     assert_eq!(queue.retries.pop_front(), Some(key));
     // A request of one send cannot be shorter.
     queue.sends[key.index()].gathered = 0;
     queue.handle_error(key, refused);
     assert_eq!(queue.gather, 50_000);
-    assert_eq!(queue.stats.copied_for_memory, 1);
+    assert_eq!(
+        queue.sends[key.index()].copy_reason,
+        Some(CopyReason::Memory)
+    );
     queue.handle_notification(key, Some(false), true);
     assert!(queue.gather > 50_000);
 }

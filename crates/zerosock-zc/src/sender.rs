@@ -255,15 +255,18 @@ pub struct Sender<B: Stable = Buf> {
     seen_events: u64,
 }
 
-impl Sender<Buf> {
-    /// Opens a sender for buffers of any kind, with the best available back-end.
+impl<B: Stable> Sender<B> {
+    /// Opens a sender with the best available back-end: for buffers of any kind (`Sender`, the default), or of
+    /// one (`Sender<Vec<u8>>`).
     ///
     /// # Errors
     /// [`SenderOpenError`].
     pub fn open(socket: impl Into<OwnedFd>) -> Result<Self, SenderOpenError> {
         SenderBuilder::default().open(socket)
     }
+}
 
+impl Sender {
     /// The default configuration of a sender, to be changed.
     #[must_use]
     pub fn builder() -> SenderBuilder {
@@ -583,7 +586,7 @@ impl<B: Stable> Sender<B> {
             threshold_basis: plain.1,
             registered_threshold: registered.0,
             registered_threshold_basis: registered.1,
-            off: self.queue.policy.is_off(),
+            off: self.queue.policy.off(),
             registered: self.queue.zc_socket.registered(),
         }
     }

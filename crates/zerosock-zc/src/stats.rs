@@ -7,6 +7,27 @@ use super::SendBackend;
 use crate::sys::SocketKind;
 
 /// Counts of a sender since it was opened.
+///
+/// Each send whose buffer is free counts once in `in_place`, one of the `copied_` counters, or `failed`.
+///
+/// ```
+/// use std::net::UdpSocket;
+/// use zerosock_zc::{Copying, Outgoing, Sender};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let (socket, peer) = (UdpSocket::bind("127.0.0.1:0")?, UdpSocket::bind("127.0.0.1:0")?);
+/// socket.connect(peer.local_addr()?)?;
+/// let mut sender: Sender = Sender::open(socket)?;
+/// let mut outgoing = Outgoing::new(vec![1; 3000]);
+/// outgoing.copying = Copying::Always;
+/// sender.send(outgoing)?;
+/// sender.finish(None)?;
+/// let stats = sender.stats();
+/// assert_eq!(stats.copied_on_request, 1);
+/// assert_eq!(stats.freed(), stats.accepted);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct SenderStats {
@@ -25,13 +46,19 @@ pub struct SenderStats {
     pub registered: u64,
     /// Sends that the device or the receiver read directly from their buffer.
     pub in_place: u64,
+    /// Sends that were copied because of [`Copying::Always`](super::Copying::Always).
+    pub copied_on_request: u64,
+    /// Sends that were copied because that is cheaper for their length, or was measured.
+    pub copied_short: u64,
+    /// Sends that were copied because zero copy is off ([`SenderReport::off`]).
+    pub copied_off: u64,
+    /// Sends that were copied because the kernel had no memory for a zero-copy request.
+    pub copied_for_memory: u64,
+    /// Sends without a copy on our side of which the kernel copied at least a part.
+    pub copied_by_kernel: u64,
     /// Notifications, counted once for each send and request that took bytes of it without a copy.
     /// One notification of the kernel can cover several sends.
     pub notified: u64,
-    /// Of the notifications, those that say that the kernel copied after all.
-    pub copied_by_kernel: u64,
-    /// Sends that were copied because the kernel had no memory for a zero-copy request.
-    pub copied_for_memory: u64,
     /// System calls to send, to poll and to wait.
     pub system_calls: u64,
     /// Sends that failed.
@@ -43,21 +70,85 @@ pub struct SenderStats {
     pub foreign: u64,
 }
 
+impl SenderStats {
+    /// Sends whose buffer is free: the sum of `in_place`, the `copied_` counters and `failed`.
+    #[must_use]
+    pub fn freed(&self) -> u64 {
+        self.in_place
+            + self.copied_on_request
+            + self.copied_short
+            + self.copied_off
+            + self.copied_for_memory
+            + self.copied_by_kernel
+            + self.failed
+    }
+
+    pub(super) fn count_copied(&mut self, reason: Option<CopyReason>) {
+        let counter = match reason {
+            Some(CopyReason::Request) => &mut self.copied_on_request,
+            Some(CopyReason::Short) => &mut self.copied_short,
+            Some(CopyReason::Off) => &mut self.copied_off,
+            Some(CopyReason::Memory) => &mut self.copied_for_memory,
+            None => &mut self.copied_by_kernel,
+        };
+        *counter += 1;
+    }
+}
+
+/// Why a send is copied on our side.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum CopyReason {
+    /// The program asked for it.
+    Request,
+    /// A copy is cheaper for this length, or is being measured.
+    Short,
+    /// Zero copy is off.
+    Off,
+    /// The kernel had no memory for a zero-copy request.
+    Memory,
+}
+
+/// Why the sends of a sender are copied, whatever their length.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum OffReason {
+    /// The back-end is [`SendBackend::Copy`], for good.
+    BackendCopies,
+    /// The kernel refuses to send from this socket without a copy, for good.
+    RefusedByKernel,
+    /// The kernel copied the last sends after all, as it does on the loopback device. Zero copy is tried again
+    /// after 1024 sends, and after each failure after twice as many.
+    CopiedByKernel,
+}
+
+impl fmt::Display for OffReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            OffReason::BackendCopies => "the back-end copies",
+            OffReason::RefusedByKernel => "the kernel refuses it on this socket",
+            OffReason::CopiedByKernel => "the kernel copied the last sends",
+        })
+    }
+}
+
 /// All counters, as `name=value`, on one line.
 impl fmt::Display for SenderStats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "accepted={} over={} bytes={} requests={} registered={} in_place={} notified={} copied_by_kernel={} copied_for_memory={} system_calls={} failed={} timed_out={} foreign={}",
+            "accepted={} over={} bytes={} requests={} registered={} in_place={} copied_on_request={} copied_short={} copied_off={} copied_for_memory={} copied_by_kernel={} notified={} system_calls={} failed={} timed_out={} foreign={}",
             self.accepted,
             self.over,
             self.bytes,
             self.requests,
             self.registered,
             self.in_place,
-            self.notified,
-            self.copied_by_kernel,
+            self.copied_on_request,
+            self.copied_short,
+            self.copied_off,
             self.copied_for_memory,
+            self.copied_by_kernel,
+            self.notified,
             self.system_calls,
             self.failed,
             self.timed_out,
@@ -104,8 +195,8 @@ pub struct SenderReport {
     pub registered_threshold: Option<usize>,
     /// How `registered_threshold` is known.
     pub registered_threshold_basis: ThresholdBasis,
-    /// Zero copy is off: for good, or for now because the kernel copied.
-    pub off: bool,
+    /// Why zero copy is off, if it is.
+    pub off: Option<OffReason>,
     /// Number of pool arenas (of up to 1 GiB each) that are registered with the kernel, at most 64.
     /// Sends from other arenas are counted, and measured, as sends from other memory.
     pub registered: usize,
@@ -119,15 +210,15 @@ impl fmt::Display for SenderReport {
             write!(f, ", io_uring: {refused}")?;
         }
         match (self.off, self.threshold) {
-            (true, _) => f.write_str(", zero copy off"),
-            (false, Some(bytes)) => {
+            (Some(reason), _) => write!(f, ", zero copy off: {reason}"),
+            (None, Some(bytes)) => {
                 write!(
                     f,
                     ", in place from {bytes} bytes ({:?})",
                     self.threshold_basis
                 )
             }
-            (false, None) => write!(f, ", no threshold ({:?})", self.threshold_basis),
+            (None, None) => write!(f, ", no threshold ({:?})", self.threshold_basis),
         }
     }
 }

@@ -30,7 +30,7 @@ fn pair(backend: SendBackend) -> (Sender<Buf>, UdpSocket) {
 fn opening_an_unsupported_descriptor_returns_the_cause() {
     let null = File::open("/dev/null").expect("the null device");
     assert!(matches!(
-        Sender::open(null),
+        Sender::<Vec<u8>>::open(null),
         Err(SenderOpenError::NotASocket)
     ));
     let socket = || UdpSocket::bind("127.0.0.1:0").expect("loopback");
@@ -45,7 +45,7 @@ fn opening_an_unsupported_descriptor_returns_the_cause() {
         assert!(matches!(opened, Err(SenderOpenError::Unavailable(found)) if found == backend));
     }
     // Without a requested back-end it copies, and reports that.
-    let sender = Sender::open(unix).expect("a sender");
+    let sender = Sender::<Vec<u8>>::open(unix).expect("a sender");
     assert_eq!(sender.report().backend, SendBackend::Copy);
 }
 

@@ -193,6 +193,7 @@ fn send_with_little_locked_memory() {
         assert_eq!((stats.accepted, stats.failed), (400, 0), "{backend:?}");
         assert_eq!(stats.bytes, 200 * 65_000 + 200 * 8000, "{backend:?}");
         assert!(stats.copied_for_memory > 0, "{backend:?}: {stats:?}");
+        assert_eq!(stats.freed(), 400, "{backend:?}: {stats:?}");
     }
 }
 

@@ -174,6 +174,7 @@ fn a_datagram_of_which_a_later_piece_finds_no_memory_is_copied() {
             assert_eq!(posted.len(), 1, "{of}");
             let stats = sender.stats();
             assert_eq!(stats.over, stats.accepted, "{of}");
+            assert_eq!(stats.freed(), stats.accepted, "{of}: {stats}");
             assert_eq!(stats.bytes, before.bytes + len as u64, "{of}");
             assert_eq!((stats.failed, stats.in_place), (0, 0), "{of}");
             let copied = stats.copied_for_memory - before.copied_for_memory;

@@ -68,6 +68,7 @@ fn assert_recalled(mut sender: Sender<Vec<u8>>, begun: Instant, far: TcpStream) 
     assert_eq!((stats.accepted, stats.over), (SENDS as u64, SENDS as u64));
     assert_eq!((stats.failed, stats.timed_out), (failed, failed));
     assert!(failed > 0 && sender.next_timeout().is_none(), "{backend:?}");
+    assert_eq!(stats.freed(), SENDS as u64, "{backend:?}: {stats}");
     // The peer does not read: zero-copy sends have not arrived, and are not reported as sent.
     assert!(backend == SendBackend::Copy || failed == SENDS as u64 || stats.copied_by_kernel > 0);
     let refused = sender.push(Outgoing::new(vec![1])).expect_err("it is late");

@@ -4,7 +4,10 @@
 use std::net::UdpSocket;
 use std::time::Duration;
 
-use zerosock_zc::{Buf, Copying, Outgoing, Pool, SendBackend, Sender, Sent, SocketAddress};
+use zerosock_zc::{
+    Buf, Copying, OffReason, Outgoing, Pool, SendBackend, Sender, SenderStats, Sent, SocketAddress,
+    Threshold,
+};
 
 use crate::network::{BACKENDS, SINK, with_sink};
 
@@ -43,6 +46,7 @@ fn outcomes(mut sender: Sender<Buf>, buffer: impl Fn(usize) -> Buf, wish: Copyin
         .filter(|&&sent| sent == Sent::InPlace)
         .count();
     assert_eq!(stats.in_place, in_place as u64);
+    assert_eq!(stats.freed(), stats.accepted, "{stats}");
     outcomes
 }
 
@@ -118,5 +122,52 @@ fn an_unconnected_socket_sends_to_the_given_address() {
             }
             assert_eq!(sender.stats().bytes, 2 * (10 + 5000) + 2 * 8, "{backend:?}");
         }
+    });
+}
+
+/// The counters after `sends` of 5000 bytes.
+fn stats_of(to: &str, backend: SendBackend, threshold: usize, wish: Copying) -> SenderStats {
+    let socket = socket(to);
+    socket.connect(to).expect("an address");
+    let builder = Sender::builder().backend(backend).discard_returned();
+    let opened = builder.threshold(Threshold::Bytes(threshold)).open(socket);
+    let mut sender: Sender = opened.expect("a sender");
+    for _ in 0..20 {
+        let sent = sender.send(Outgoing::new(vec![1; 5000]).copying(wish));
+        sent.map_err(|refused| refused.why).expect("it is accepted");
+        // The next send knows what the notification of this one says.
+        assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+    }
+    let stats = sender.stats();
+    assert_eq!((stats.freed(), stats.accepted), (20, 20), "{stats}");
+    let off = match backend {
+        SendBackend::Copy => Some(OffReason::BackendCopies),
+        _ if stats.copied_off > 0 => Some(OffReason::CopiedByKernel),
+        _ => None,
+    };
+    assert_eq!(sender.report().off, off);
+    stats
+}
+
+#[test]
+fn each_send_counts_once_by_what_became_of_it() {
+    with_sink("each_send_counts_once_by_what_became_of_it", || {
+        for backend in [SendBackend::Uring, SendBackend::ErrorQueue] {
+            let to_sink = |threshold, wish| stats_of(SINK[1], backend, threshold, wish);
+            assert_eq!(to_sink(5000, Copying::Auto).in_place, 20);
+            assert_eq!(to_sink(5001, Copying::Auto).copied_short, 20);
+            assert_eq!(to_sink(0, Copying::Always).copied_on_request, 20);
+            let near = UdpSocket::bind("[::1]:0").expect("loopback");
+            let near = near.local_addr().expect("an address").to_string();
+            // The loopback device copies: after 16 notifications zero copy is off.
+            let stats = stats_of(&near, backend, 0, Copying::Auto);
+            assert_eq!(
+                (stats.copied_by_kernel, stats.copied_off),
+                (16, 4),
+                "{stats}"
+            );
+        }
+        let stats = stats_of(SINK[1], SendBackend::Copy, 0, Copying::Never);
+        assert_eq!(stats.copied_off, 20, "{stats}");
     });
 }

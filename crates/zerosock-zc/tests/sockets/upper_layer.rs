@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use zerosock_sys::network;
-use zerosock_zc::{Copying, Outgoing, SendBackend, Sender, SenderOpenError, Sent};
+use zerosock_zc::{Copying, OffReason, Outgoing, SendBackend, Sender, SenderOpenError, Sent};
 
 use crate::network::{BACKENDS, fill};
 use crate::streams::check;
@@ -63,7 +63,7 @@ fn send_all(mut sender: Sender<Vec<u8>>, mut at: u64, wish: Copying) -> u64 {
         assert_eq!(returned.outcome.expect("it was sent"), Sent::Copied);
     }
     assert_eq!((sender.stats().failed, sender.stats().bytes), (0, at));
-    assert!(sender.report().off);
+    assert_eq!(sender.report().off, Some(OffReason::RefusedByKernel));
     at
 }
 
@@ -137,7 +137,7 @@ fn sends_are_copied_after_the_socket_loses_zero_copy() {
     let mut at = 0;
     send(&mut sender, &mut at, Copying::Never);
     assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
-    assert!(!sender.report().off);
+    assert_eq!(sender.report().off, None);
     match network::set_upper_layer(sender.socket(), "mptcp").map_err(|why| why.raw_os_error()) {
         Err(Some(libc::EOPNOTSUPP)) => {}
         other => return eprintln!("SKIPPED mptcp: a_socket_that_cannot_any_more: {other:?}"),

@@ -38,7 +38,7 @@ pub(crate) struct RelayArgs {
     #[arg(long, value_name = "N", value_parser = number::parse::<u32>)]
     pub(super) workers: Option<u32>,
 
-    /// Most connections at once; further ones are closed
+    /// Most connections at once; further ones are closed. A further sender of datagrams replaces the longest idle
     #[arg(long, value_name = "N", value_parser = number::parse::<u32>, default_value = "65536", help_heading = "Limits")]
     pub(super) max_connections: u32,
 

@@ -102,6 +102,7 @@ fn log_counters(stats: &RelayStats, what: &str) {
         unreachable = stats.unreachable,
         failed = stats.failed,
         idle = stats.idle,
+        replaced = stats.replaced,
         joined = stats.joined,
         bytes_to_target = stats.bytes_to_target,
         bytes_to_source = stats.bytes_to_source,

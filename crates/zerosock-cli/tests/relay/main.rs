@@ -42,7 +42,11 @@ fn skip_receiving(test: &str) {
 
 /// Starts a relay and waits until it listens; its first address, if it has one.
 fn start(words: &[&str]) -> (Running, Option<SocketAddr>) {
-    let running = Running::start(&mut relay(words));
+    start_command(&mut relay(words))
+}
+
+fn start_command(command: &mut Command) -> (Running, Option<SocketAddr>) {
+    let running = Running::start(command);
     wait_until("the relay", || running.stderr().contains("relaying"));
     let said = running.stderr();
     let address = said

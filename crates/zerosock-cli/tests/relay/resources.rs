@@ -2,13 +2,14 @@
 
 use std::fs;
 use std::io::{Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream, UdpSocket};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::Command;
 
 use rustix::process::{Pid, Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::process::{Running, wait_until};
-use crate::{connect, descriptors, read_all, start, terminate};
+use crate::process::{DEADLINE, Running, wait_until};
+use crate::{connect, descriptors, read_all, relay, start, start_command, terminate};
 
 /// A field of /proc/PID/status in KiB.
 fn status(running: &Running, field: &str) -> u64 {
@@ -137,6 +138,42 @@ fn seconds(line: &str) -> f64 {
     let (_, time) = stamp.split_once('T').unwrap();
     let parts = time.split(':').map(|part| part.parse::<f64>().unwrap());
     parts.fold(0.0, |sum, part| sum * 60.0 + part)
+}
+
+/// With few descriptors there is an answer for each of many senders.
+#[test]
+fn senders_of_datagrams_beyond_the_descriptors_replace_the_longest_idle() {
+    let udp = || {
+        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        socket.set_read_timeout(Some(DEADLINE)).unwrap();
+        socket
+    };
+    let target = udp();
+    let to = format!("udp:{}", target.local_addr().unwrap());
+    let zerosock = relay(&["udp-listen:127.0.0.1:0", &to, "--workers", "1"]);
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", "ulimit -n 100 && exec \"$0\" \"$@\""])
+        .arg(zerosock.get_program())
+        .args(zerosock.get_args());
+    let (running, address) = start_command(&mut command);
+    let clients: Vec<_> = (0..300)
+        .map(|n| {
+            let client = udp();
+            client.connect(address.unwrap()).unwrap();
+            client.send(&[n as u8]).unwrap();
+            let mut got = [0; 2];
+            let (_, from) = target.recv_from(&mut got).unwrap();
+            target.send_to(&got[..1], from).unwrap();
+            assert_eq!(client.recv(&mut got).unwrap(), 1);
+            client
+        })
+        .collect();
+    let said = terminate(running);
+    assert!(said.contains("a new sender has taken its place"), "{said}");
+    assert!(said.contains("opened=300"), "{said}");
+    assert!(said.contains("dropped=0"), "{said}");
+    drop(clients);
 }
 
 /// Each failed accept is followed by a pause of 50 ms; its warnings have a rate of their own.

@@ -2,8 +2,8 @@
 //!
 //! # Invariants
 //! - A datagram is relayed whole or dropped and counted.
-//! - The number of associations is bounded with that of connections, and each ends when nothing was
-//!   relayed for the time-out.
+//! - The number of associations is bounded with that of connections. A further sender takes the place of the
+//!   association on which nothing was relayed for the longest time; each ends at the time-out.
 //! - A full UDP target loses datagrams, as anywhere on the network. A Unix receiver that is full gets
 //!   those of one batch later; further ones are dropped until then.
 //! - Datagrams that wait for a target have at most [`HELD_LIMIT`] bytes, and those of one batch.
@@ -12,6 +12,7 @@ mod joining;
 
 use std::collections::HashMap;
 use std::collections::VecDeque;
+use std::fmt;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -50,8 +51,8 @@ pub(super) struct Associations {
     by_source: HashMap<Address, u32>,
     /// Associations with work.
     queue: VecDeque<u32>,
+    /// In the order of their last datagrams, as far as those that the kernel moves are counted.
     due: DueList,
-    timeout: Duration,
     serial: u32,
     /// Sum of [`Association::counted`].
     held: usize,
@@ -100,15 +101,50 @@ impl Linked for Association {
 
 /// What the relay decides for a new sender.
 pub(super) trait Opener {
-    /// Makes a socket to the target for the association that will have this key and serial; `None`: the
-    /// datagram is dropped.
-    fn open(&mut self, key: u32, serial: u32, source: &Address) -> Option<Opened>;
+    /// Makes a socket to the target for the association that will have this key and serial.
+    fn open(&mut self, key: u32, serial: u32, source: &Address) -> Result<Opened, OpenError>;
+
+    /// An association has ended.
+    fn end(&mut self, association: Association, reason: Ended, now: Instant);
 
     /// Has the kernel join the sockets of an association, to its sender and to the target.
     fn join(&mut self, sockets: [OwnedFd; 2], key: u32) -> Result<Joined, [OwnedFd; 2]>;
 
     /// Watches the sockets for the events that they need.
     fn watch(&mut self, joined: &mut Joined, key: u32);
+}
+
+/// Why there is no association for a new sender.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum OpenError {
+    /// As many exist as are allowed, or as there are descriptors for.
+    Full,
+    /// The target cannot be reached.
+    Unreachable,
+}
+
+/// Why an association has ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Ended {
+    /// The target has ended its connection.
+    Closed,
+    /// The socket to the target has failed.
+    Failed(Errno),
+    /// No datagram for the time-out.
+    Idle,
+    /// There was no room for a new sender, and nothing was relayed here for the longest time.
+    Replaced,
+}
+
+impl fmt::Display for Ended {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Ended::Closed => f.write_str("closed"),
+            Ended::Failed(errno) => errno.fmt(f),
+            Ended::Idle => f.write_str("idle"),
+            Ended::Replaced => f.write_str("a new sender has taken its place"),
+        }
+    }
 }
 
 /// The socket of a new association, or its absence and the request for it.
@@ -120,8 +156,8 @@ pub(super) struct Done {
     /// Bytes to the target, and to the source.
     pub(super) bytes: [u64; 2],
     pub(super) dropped: u64,
-    /// Associations that have ended by an end or error of their socket.
-    pub(super) ended: Vec<(Association, Option<Errno>)>,
+    /// Times that a sender got no association because there was no room.
+    pub(super) refused: u64,
     /// There is more to do.
     pub(super) more: bool,
 }
@@ -139,8 +175,7 @@ impl Associations {
             slots: Slab::new(),
             by_source: HashMap::new(),
             queue: VecDeque::new(),
-            due: DueList::new(Some((timeout / 2).max(Duration::from_millis(1)))),
-            timeout,
+            due: DueList::new(Some(timeout.max(Duration::from_millis(1)))),
             serial: 0,
             connects_at,
             joining: Vec::new(),
@@ -200,25 +235,56 @@ impl Associations {
         earlier(self.due.next(), self.turns.next())
     }
 
-    /// Removes an association for which nothing was relayed for the time-out.
-    pub(super) fn pop_idle(&mut self, now: Instant, done: &mut Done) -> Option<Association> {
+    /// Ends the associations for which nothing was relayed for the time-out.
+    fn end_idle(&mut self, opener: &mut impl Opener, now: Instant, done: &mut Done) {
         while let Some(key) = self.due.pop(&mut self.slots, now) {
-            let Some(association) = self.slots.get_mut(key as usize) else {
-                continue;
-            };
-            association.observe(now, done);
-            if now.saturating_duration_since(association.moved) >= self.timeout {
-                return Some(self.remove(key));
+            if !self.observe(key, now, done) {
+                opener.end(self.remove(key), Ended::Idle, now);
             }
-            self.due.add(&mut self.slots, key, now);
         }
-        None
+    }
+
+    /// Ends the association on which nothing was relayed for the longest time; false if there is none.
+    fn end_longest_idle(
+        &mut self,
+        opener: &mut impl Opener,
+        now: Instant,
+        done: &mut Done,
+    ) -> bool {
+        // One that the kernel moves may turn out to be in use, but only once in a turn.
+        while let Some(key) = self.due.first() {
+            if !self.observe(key, now, done) {
+                opener.end(self.remove(key), Ended::Replaced, now);
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Counts what the kernel has moved for an association. Whether it was the first datagram of this turn.
+    fn observe(&mut self, key: u32, now: Instant, done: &mut Done) -> bool {
+        let association = self.slots.get_mut(key as usize);
+        association.is_some_and(|it| it.observe(done)) && self.touch(key, now)
+    }
+
+    /// A datagram was relayed for an association. Whether it was the first one of this turn.
+    fn touch(&mut self, key: u32, now: Instant) -> bool {
+        let Some(association) = self.slots.get_mut(key as usize) else {
+            return false;
+        };
+        if association.moved == now {
+            return false;
+        }
+        association.moved = now;
+        self.due.remove(&mut self.slots, key);
+        self.due.add(&mut self.slots, key, now);
+        true
     }
 
     /// Removes all associations.
-    pub(super) fn drain(&mut self, now: Instant, done: &mut Done) -> Vec<Association> {
+    pub(super) fn drain(&mut self, done: &mut Done) -> Vec<Association> {
         for (_, association) in &mut self.slots {
-            association.observe(now, done);
+            association.observe(done);
         }
         let keys: Vec<u32> = self.slots.iter().map(|(key, _)| key as u32).collect();
         keys.into_iter().map(|key| self.remove(key)).collect()
@@ -273,10 +339,11 @@ impl Associations {
             };
             match self.slots.get(key as usize).map(Association::is_joined) {
                 Some(true) => self.step(key, store, opener, now, &mut done),
-                _ => self.answer(key, store, now, &mut done),
+                _ => self.answer(key, store, opener, now, &mut done),
             }
             self.recount(key);
         }
+        self.end_idle(opener, now, &mut done);
         done.more = self.readable || !self.queue.is_empty();
         done
     }
@@ -309,7 +376,7 @@ impl Associations {
                 let source = *batch.source(first);
                 let same = |n: &usize| batch.source(*n) != &source;
                 let end = (first + 1..got).find(same).unwrap_or(got);
-                match self.find(source, opener, now) {
+                match self.find(source, opener, now, done) {
                     Some(key) => {
                         self.forward(key, first..end, store, now, done);
                         self.connect_sender(key, end - first);
@@ -322,15 +389,30 @@ impl Associations {
         }
     }
 
-    fn find(&mut self, source: Address, opener: &mut impl Opener, now: Instant) -> Option<u32> {
+    fn find(
+        &mut self,
+        source: Address,
+        opener: &mut impl Opener,
+        now: Instant,
+        done: &mut Done,
+    ) -> Option<u32> {
         if let Some(&key) = self.by_source.get(&source) {
             return Some(key);
         }
         self.serial = self.serial.wrapping_add(1);
-        let (serial, entry) = (self.serial, self.slots.vacant_entry());
-        let key = entry.key() as u32;
-        let (socket, stage, asked) = opener.open(key, serial, &source)?;
-        entry.insert(Association {
+        let serial = self.serial;
+        let mut opened = opener.open(self.slots.vacant_key() as u32, serial, &source);
+        if matches!(opened, Err(OpenError::Full)) && self.end_longest_idle(opener, now, done) {
+            opened = opener.open(self.slots.vacant_key() as u32, serial, &source);
+        }
+        let (socket, stage, asked) = match opened {
+            Ok(opened) => opened,
+            Err(error) => {
+                done.refused += u64::from(error == OpenError::Full);
+                return None;
+            }
+        };
+        let key = self.slots.insert(Association {
             side: Side {
                 socket,
                 ready: Ready::WRITE,
@@ -350,7 +432,7 @@ impl Associations {
             moved: now,
             bytes: [0; 2],
             dropped: 0,
-        });
+        }) as u32;
         self.by_source.insert(source, key);
         self.due.add(&mut self.slots, key, now);
         Some(key)
@@ -365,10 +447,10 @@ impl Associations {
         now: Instant,
         done: &mut Done,
     ) {
+        self.touch(key, now);
         let Some(association) = self.slots.get_mut(key as usize) else {
             return;
         };
-        association.moved = now;
         let before = association.dropped;
         association.send_held(done);
         let batch = store.batch();
@@ -425,7 +507,14 @@ impl Associations {
     }
 
     /// From the target to the source.
-    fn answer(&mut self, key: u32, store: &mut Store, now: Instant, done: &mut Done) {
+    fn answer(
+        &mut self,
+        key: u32,
+        store: &mut Store,
+        opener: &mut impl Opener,
+        now: Instant,
+        done: &mut Done,
+    ) {
         let Some(association) = self.slots.get_mut(key as usize) else {
             return;
         };
@@ -435,7 +524,7 @@ impl Associations {
         }
         let before = association.dropped;
         association.send_held(done);
-        let mut ended = None;
+        let (mut ended, mut moved) = (None, false);
         let mut bytes = 0;
         for _ in 0..BATCHES {
             if !association.side.ready.has(Ready::READ) || bytes >= TURN_BYTES {
@@ -449,13 +538,13 @@ impl Associations {
                     if errno == Errno::AGAIN {
                         association.side.ready.clear(Ready::READ);
                     } else if association.side.socket.kind().has_end() {
-                        ended = Some(Some(errno));
+                        ended = Some(Ended::Failed(errno));
                         break;
                     }
                     continue;
                 }
             };
-            association.moved = now;
+            moved = true;
             bytes += batch.bytes();
             let end = end_of_messages(batch, got, &mut association.side);
             let count = end.unwrap_or(got);
@@ -483,17 +572,20 @@ impl Associations {
                 }
             }
             if end.is_some() {
-                ended = Some(None);
+                ended = Some(Ended::Closed);
                 break;
             }
         }
         done.dropped += association.dropped - before;
-        if let Some(errno) = ended {
-            let association = self.remove(key);
-            done.ended.push((association, errno));
-        } else if association.side.ready.has(Ready::READ) {
+        if let Some(reason) = ended {
+            return opener.end(self.remove(key), reason, now);
+        }
+        if association.side.ready.has(Ready::READ) {
             association.queued = true;
             self.queue.push_back(key);
+        }
+        if moved {
+            self.touch(key, now);
         }
     }
 }
@@ -501,6 +593,11 @@ impl Associations {
 impl Association {
     pub(super) fn socket(&self) -> &Socket {
         &self.side.socket
+    }
+
+    /// Datagrams that the target did not take; they are lost with the association.
+    pub(super) fn unsent(&self) -> u64 {
+        self.held.len() as u64
     }
 
     /// Sends what the target did not take before.
@@ -539,8 +636,41 @@ mod tests {
     struct Resolving;
 
     impl Opener for Resolving {
-        fn open(&mut self, _key: u32, _serial: u32, _source: &Address) -> Option<Opened> {
-            Some((Socket::absent(SocketKind::Udp), Stage::Absent, None))
+        fn open(&mut self, _: u32, _: u32, _: &Address) -> Result<Opened, OpenError> {
+            Ok((Socket::absent(SocketKind::Udp), Stage::Absent, None))
+        }
+
+        fn end(&mut self, _association: Association, _reason: Ended, _now: Instant) {}
+
+        fn join(&mut self, sockets: [OwnedFd; 2], _key: u32) -> Result<Joined, [OwnedFd; 2]> {
+            Err(sockets)
+        }
+
+        fn watch(&mut self, _joined: &mut Joined, _key: u32) {}
+    }
+
+    /// Has room for two associations, of those that exist.
+    #[derive(Default)]
+    struct Two {
+        open: usize,
+        ended: Vec<(Address, Ended, u64)>,
+        asked: u32,
+    }
+
+    impl Opener for Two {
+        fn open(&mut self, _: u32, _: u32, _: &Address) -> Result<Opened, OpenError> {
+            self.asked += 1;
+            if self.open == 2 {
+                return Err(OpenError::Full);
+            }
+            self.open += 1;
+            Ok((Socket::absent(SocketKind::Udp), Stage::Absent, None))
+        }
+
+        fn end(&mut self, association: Association, reason: Ended, _: Instant) {
+            self.open -= 1;
+            let unsent = association.unsent();
+            self.ended.push((association.source, reason, unsent));
         }
 
         fn join(&mut self, sockets: [OwnedFd; 2], _key: u32) -> Result<Joined, [OwnedFd; 2]> {
@@ -548,6 +678,49 @@ mod tests {
         }
 
         fn watch(&mut self, _joined: &mut Joined, _key: u32) {}
+    }
+
+    #[test]
+    fn the_longest_idle_sender_is_replaced_and_each_ends_at_its_time_out() {
+        const TIMEOUT: Duration = Duration::from_secs(60);
+        let listener = UdpSocket::bind("127.0.0.1:0").unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let address = listener.local_addr().unwrap();
+        let listener = Socket::new(listener.into(), SocketKind::Udp, true);
+        let mut all = Associations::new(listener, TIMEOUT, None);
+        let mut store = Store::new(256 << 10, 0);
+        let mut opener = Two::default();
+        let senders = [(); 3].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
+        let names = senders.each_ref().map(|it| it.local_addr().unwrap());
+        let at = |seconds| Instant::ZERO + Duration::from_secs(seconds);
+        let mut send = |sender: &UdpSocket, opener: &mut Two, now| {
+            sender.send_to(b"x", address).unwrap();
+            all.set_readable();
+            all.run(&mut store, opener, now)
+        };
+        let [a, b, c] = &senders;
+        for (sender, second) in [(a, 1), (b, 2), (a, 3), (c, 4)] {
+            assert_eq!(send(sender, &mut opener, at(second)).refused, 0);
+        }
+        let name = |(address, reason, unsent): &(Address, Ended, u64)| {
+            (address.ip().unwrap(), *reason, *unsent)
+        };
+        assert_eq!(opener.ended.len(), 1);
+        assert_eq!(name(&opener.ended[0]), (names[1], Ended::Replaced, 1));
+        assert_eq!((all.slots.len(), opener.asked), (2, 4));
+        // The time-out counts from the last datagram.
+        for (second, ended) in [(62, 1), (63, 2), (63, 2), (64, 3)] {
+            all.run(&mut store, &mut opener, at(second));
+            assert_eq!(opener.ended.len(), ended, "at {second} s");
+        }
+        assert_eq!(name(&opener.ended[1]), (names[0], Ended::Idle, 2));
+        assert_eq!(name(&opener.ended[2]), (names[2], Ended::Idle, 1));
+        // Without an association that could be replaced.
+        opener.open = 2;
+        a.send_to(b"x", address).unwrap();
+        all.set_readable();
+        let done = all.run(&mut store, &mut opener, at(65));
+        assert_eq!((done.refused, done.dropped), (1, 1));
     }
 
     #[test]
@@ -574,7 +747,7 @@ mod tests {
         assert!(held <= HELD_LIMIT + LENGTH, "{held} bytes");
         assert_eq!(held, all.held);
         assert!(dropped > 0);
-        all.drain(now, &mut Done::default());
+        all.drain(&mut Done::default());
         assert_eq!(all.held, 0);
     }
 }

@@ -10,7 +10,8 @@ pub struct RelayStats {
     pub opened: u64,
     /// Those that exist now.
     pub open: u64,
-    /// Connections that were closed at once, because as many as are allowed existed.
+    /// Connections that were closed at once, and datagrams of new senders that were dropped, because as
+    /// many as are allowed existed.
     pub refused: u64,
     /// Connections for which the target could not be reached.
     pub unreachable: u64,
@@ -18,6 +19,8 @@ pub struct RelayStats {
     pub failed: u64,
     /// Connections and associations that ended because nothing was sent for the idle time-out.
     pub idle: u64,
+    /// Associations that ended because there was no room for a new sender.
+    pub replaced: u64,
     /// Connections and associations whose sockets the kernel joined (way sockmap).
     pub joined: u64,
     /// Bytes that were delivered to the target's side.
@@ -38,6 +41,7 @@ pub(super) struct Counters {
     pub(super) unreachable: Counter,
     pub(super) failed: Counter,
     pub(super) idle: Counter,
+    pub(super) replaced: Counter,
     pub(super) joined: Counter,
     /// To the target, and to the source.
     pub(super) bytes: [Counter; 2],
@@ -84,6 +88,7 @@ impl RelayStats {
             sum.unreachable += one.unreachable.get();
             sum.failed += one.failed.get();
             sum.idle += one.idle.get();
+            sum.replaced += one.replaced.get();
             sum.joined += one.joined.get();
             sum.bytes_to_target += one.bytes[0].get();
             sum.bytes_to_source += one.bytes[1].get();

@@ -63,6 +63,11 @@ impl DueList {
         self.next
     }
 
+    /// The slot whose time comes first.
+    pub(super) fn first(&self) -> Option<u32> {
+        (self.first != NONE).then_some(self.first)
+    }
+
     /// Adds the slot `key`, which is in no list.
     pub(super) fn add<T: Linked>(&mut self, slab: &mut Slab<T>, key: u32, now: Instant) {
         let Some(period) = self.period else { return };

@@ -42,6 +42,7 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use rustix::process::{Resource, getrlimit};
 use zerosock_sys::socket_file::SocketFile;
 use zerosock_virtio::mailbox::Mailbox;
 use zerosock_virtio::outbox::DeviceAddr;
@@ -60,6 +61,9 @@ use self::open::Destination;
 use self::plan::Plan;
 use self::socket::Socket;
 use crate::connector::{Connector, ConnectorConfig};
+
+/// Descriptors that associations of datagrams leave to everything else.
+const RESERVED_DESCRIPTORS: u64 = 64;
 
 type Sender = zerosock_virtio::mailbox::Sender<WorkerMessage<RelayDevice>>;
 
@@ -131,6 +135,9 @@ impl Relay {
             _ => 1,
         };
         config.buffer = config.buffer.clamp(4096, 16 << 20);
+        if config.ends.iter().any(Endpoint::receives_datagrams) {
+            config.max_connections = config.max_connections.min(most_associations());
+        }
         let mut destinations = [None, None];
         let mut listeners = Vec::new();
         for (index, endpoint) in config.ends.iter().enumerate() {
@@ -299,6 +306,13 @@ impl Drop for Relay {
     fn drop(&mut self) {
         self.end();
     }
+}
+
+/// How many associations there are descriptors for, beside what resolving their target needs.
+fn most_associations() -> usize {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let most = limit - RESERVED_DESCRIPTORS.min(limit / 2);
+    usize::try_from(most).unwrap_or(usize::MAX)
 }
 
 /// Whether the ends fit together.

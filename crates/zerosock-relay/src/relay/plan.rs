@@ -30,7 +30,8 @@ pub struct RelayConfig {
     pub sockmap: Option<RelayMap>,
     /// Threads.
     pub workers: usize,
-    /// Most connections, and associations of datagrams, at once.
+    /// Most connections, and associations of datagrams, at once. Associations are no more than there are
+    /// descriptors for (RLIMIT_NOFILE at the start).
     pub max_connections: usize,
     /// Time for resolving and connecting.
     pub connect_timeout: Duration,

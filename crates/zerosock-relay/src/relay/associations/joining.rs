@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use zerosock_proto::Instant;
 use zerosock_sys::mmsg::Batch;
 
-use super::{Association, Associations, Done, Opener};
+use super::{Association, Associations, Done, Ended, Opener};
 use crate::relay::direction::Ready;
 use crate::relay::joined::{Joining, Step};
 use crate::relay::listen::connected_beside;
@@ -129,19 +129,17 @@ impl Associations {
             return;
         };
         let step = joined.step(store.scratch(), now);
-        let errno = match step {
-            Step::Wait(again) => {
-                opener.watch(joined, key);
-                self.turns.plan(key, joined, again.map(|again| now + again));
-                association.observe(now, done);
-                return;
-            }
-            Step::Ended => None,
-            Step::Failed(_, errno) => Some(errno),
+        if let Step::Wait(again) = step {
+            opener.watch(joined, key);
+            self.turns.plan(key, joined, again.map(|again| now + again));
+        }
+        self.observe(key, now, done);
+        let reason = match step {
+            Step::Wait(_) => return,
+            Step::Ended => Ended::Closed,
+            Step::Failed(_, errno) => Ended::Failed(errno),
         };
-        association.observe(now, done);
-        let association = self.remove(key);
-        done.ended.push((association, errno));
+        opener.end(self.remove(key), reason, now);
     }
 }
 
@@ -167,14 +165,14 @@ impl Association {
         matches!(self.joining, Joining::Yes(_))
     }
 
-    /// Counts what the kernel has moved since the last time.
-    pub(super) fn observe(&mut self, now: Instant, done: &mut Done) {
+    /// Counts what the kernel has moved since the last time; whether it has moved any.
+    pub(super) fn observe(&mut self, done: &mut Done) -> bool {
         let Joining::Yes(joined) = &self.joining else {
-            return;
+            return false;
         };
         let ((bytes, lost), before) = ((joined.bytes(), joined.lost()), self.redirected);
         if (bytes, lost) == before {
-            return;
+            return false;
         }
         for (end, (now, before)) in bytes.into_iter().zip(before.0).enumerate() {
             self.bytes[end] += now - before;
@@ -183,6 +181,6 @@ impl Association {
         self.dropped += lost - before.1;
         done.dropped += lost - before.1;
         self.redirected = (bytes, lost);
-        self.moved = now;
+        true
     }
 }

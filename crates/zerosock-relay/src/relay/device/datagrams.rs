@@ -3,13 +3,15 @@
 use std::os::fd::OwnedFd;
 
 use rustix::io::Errno;
+use zerosock_proto::Instant;
 use zerosock_sys::mmsg::Address;
 use zerosock_virtio::poller::{Interest, Poller, Token};
 use zerosock_virtio::worker::WorkerMessage;
 
+use super::log::log_association;
 use super::{ASSOCIATION, Context, Message, RelayDevice, SENDER};
 use crate::connector::{ConnectError, Connected, PendingConnect};
-use crate::relay::associations::{self, Association, Done, Opener};
+use crate::relay::associations::{self, Association, Done, Ended, OpenError, Opener};
 use crate::relay::counters::Counters;
 use crate::relay::joined::Joined;
 use crate::relay::open::Opened;
@@ -50,13 +52,36 @@ impl Targets<'_> {
         };
         self.plan.ask(target, Box::new(answer))
     }
+
+    fn end_association(
+        &self,
+        mut association: Association,
+        reason: &dyn std::fmt::Display,
+        now: Instant,
+    ) {
+        association.dropped += association.unsent();
+        self.counters.dropped.add(association.unsent());
+        log_association(self.plan, &association, now, reason);
+        let socket = association.socket();
+        if socket.carries_rights()
+            && let Ok(fd) = socket.fd()
+        {
+            self.poller.remove(fd);
+        }
+        self.counters.ended.add(1);
+        self.plan.dismiss();
+    }
 }
 
 impl Opener for Targets<'_> {
-    fn open(&mut self, key: u32, serial: u32, source: &Address) -> Option<associations::Opened> {
+    fn open(
+        &mut self,
+        key: u32,
+        serial: u32,
+        source: &Address,
+    ) -> Result<associations::Opened, OpenError> {
         if !self.plan.admit() {
-            self.counters.refused.add(1);
-            return None;
+            return Err(OpenError::Full);
         }
         let destination = self.plan.destinations[1].as_ref();
         let opened = match destination.ok_or(Errno::INVAL).and_then(|to| to.open()) {
@@ -69,18 +94,31 @@ impl Opener for Targets<'_> {
             },
             Err(errno) => Err(errno.into()),
         };
-        match opened {
+        let error = match opened {
             Ok(opened) => {
                 self.counters.opened.add(1);
-                Some(opened)
+                return Ok(opened);
             }
-            Err(error) => {
-                tracing::debug!(%source, "cannot open a socket to the target: {error}");
-                self.counters.unreachable.add(1);
-                self.plan.dismiss();
-                None
-            }
+            Err(error) => error,
+        };
+        tracing::debug!(%source, "cannot open a socket to the target: {error}");
+        self.plan.dismiss();
+        // The last one: the limit on epoll watches.
+        if let Some(Errno::MFILE | Errno::NFILE | Errno::NOSPC) = Errno::from_io_error(&error) {
+            return Err(OpenError::Full);
         }
+        self.counters.unreachable.add(1);
+        Err(OpenError::Unreachable)
+    }
+
+    fn end(&mut self, association: Association, reason: Ended, now: Instant) {
+        match reason {
+            Ended::Closed => {}
+            Ended::Failed(_) => self.counters.failed.add(1),
+            Ended::Idle => self.counters.idle.add(1),
+            Ended::Replaced => self.counters.replaced.add(1),
+        }
+        self.end_association(association, &reason, now);
     }
 
     fn join(&mut self, sockets: [OwnedFd; 2], key: u32) -> Result<Joined, [OwnedFd; 2]> {
@@ -130,26 +168,10 @@ impl RelayDevice {
             device: self.addr.number,
             poller: cx.poller,
         };
-        let mut done = associations.run(&mut self.store, &mut targets, cx.now);
-        let mut idle = Vec::new();
-        while let Some(association) = associations.pop_idle(cx.now, &mut done) {
-            idle.push(association);
-        }
+        let done = associations.run(&mut self.store, &mut targets, cx.now);
         self.counters.add_bytes([0; 2], done.bytes);
         self.counters.dropped.add(done.dropped);
-        self.counters.idle.add(idle.len() as u64);
-        for (association, errno) in done.ended {
-            match errno {
-                Some(errno) => {
-                    self.counters.failed.add(1);
-                    self.end_association(association, &errno, cx);
-                }
-                None => self.end_association(association, &"closed", cx),
-            }
-        }
-        for association in idle {
-            self.end_association(association, &"idle", cx);
-        }
+        self.counters.refused.add(done.refused);
         done.more
     }
 
@@ -191,45 +213,28 @@ impl RelayDevice {
         };
         if let Some(association) = associations.failed(key, serial) {
             self.counters.unreachable.add(1);
-            self.end_association(association, &reason, cx);
+            targets.end_association(association, &reason, cx.now);
         }
     }
 
     /// Ends all associations.
     pub(super) fn end_associations(&mut self, cx: &mut Context<'_>) {
         let mut done = Done::default();
-        let all = self
-            .associations
-            .as_mut()
-            .map(|all| all.drain(cx.now, &mut done));
+        let Some(all) = &mut self.associations else {
+            return;
+        };
+        let all = all.drain(&mut done);
         self.counters.add_bytes([0; 2], done.bytes);
         self.counters.dropped.add(done.dropped);
-        for association in all.unwrap_or_default() {
-            self.end_association(association, &"stopped", cx);
+        let targets = Targets {
+            plan: &self.plan,
+            counters: &self.counters,
+            own: &self.own,
+            device: self.addr.number,
+            poller: cx.poller,
+        };
+        for association in all {
+            targets.end_association(association, &"stopped", cx.now);
         }
-    }
-
-    fn end_association(
-        &self,
-        association: Association,
-        reason: &dyn std::fmt::Display,
-        cx: &Context<'_>,
-    ) {
-        let rested = cx.now.saturating_duration_since(association.opened);
-        self.log_association(
-            &association,
-            association.bytes,
-            association.dropped,
-            rested.as_secs_f64(),
-            reason,
-        );
-        let socket = association.socket();
-        if socket.carries_rights()
-            && let Ok(fd) = socket.fd()
-        {
-            cx.poller.remove(fd);
-        }
-        self.counters.ended.add(1);
-        self.plan.dismiss();
     }
 }

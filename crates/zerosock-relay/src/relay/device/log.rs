@@ -7,20 +7,46 @@ use zerosock_proto::Instant;
 use super::{RelayDevice, name};
 use crate::relay::associations::Association;
 use crate::relay::pair::{Pair, Reason, Source};
+use crate::relay::plan::Plan;
 use crate::relay::way::Mode;
 
-impl RelayDevice {
-    /// `Some` if a line may be written, with the number of those that were suppressed before it, if any.
-    fn admit_line(&self) -> Option<Option<u64>> {
-        match tracing::enabled!(tracing::Level::INFO) {
-            true => self.plan.lines.admit(std::time::Instant::now()),
-            false => None,
-        }
+/// `Some` if a line may be written, with the number of those that were suppressed before it, if any.
+fn admit_line(plan: &Plan) -> Option<Option<u64>> {
+    match tracing::enabled!(tracing::Level::INFO) {
+        true => plan.lines.admit(std::time::Instant::now()),
+        false => None,
     }
+}
 
+/// Logs the end of an association.
+pub(super) fn log_association(
+    plan: &Plan,
+    association: &Association,
+    now: Instant,
+    reason: &dyn fmt::Display,
+) {
+    let Some(suppressed) = admit_line(plan) else {
+        return;
+    };
+    let [to_target, to_source] = association.bytes;
+    tracing::info!(
+        source = %association.source,
+        target = %name(plan, 1),
+        to_target,
+        to_source,
+        dropped = association.dropped,
+        seconds = now.saturating_duration_since(association.opened).as_secs_f64(),
+        way = if association.is_joined() { "sockmap" } else { "messages" },
+        %reason,
+        suppressed,
+        "association ended"
+    );
+}
+
+impl RelayDevice {
     /// Logs the end of a pair.
     pub(super) fn log_end(&self, pair: &Pair, reason: Reason, now: Instant) {
-        let Some(suppressed) = self.admit_line() else {
+        let Some(suppressed) = admit_line(&self.plan) else {
             return;
         };
         let [to_target, to_source] = pair.bytes();
@@ -40,35 +66,9 @@ impl RelayDevice {
         );
     }
 
-    /// Logs the end of an association.
-    pub(super) fn log_association(
-        &self,
-        association: &Association,
-        [to_target, to_source]: [u64; 2],
-        dropped: u64,
-        seconds: f64,
-        reason: &dyn fmt::Display,
-    ) {
-        let Some(suppressed) = self.admit_line() else {
-            return;
-        };
-        tracing::info!(
-            source = %association.source,
-            target = %name(&self.plan, 1),
-            to_target,
-            to_source,
-            dropped,
-            seconds,
-            way = if association.is_joined() { "sockmap" } else { "messages" },
-            %reason,
-            suppressed,
-            "association ended"
-        );
-    }
-
     /// Logs a connection whose target cannot be reached.
     pub(super) fn unreachable_end(&self, source: Source, end: usize, reason: &dyn fmt::Display) {
-        let Some(suppressed) = self.admit_line() else {
+        let Some(suppressed) = admit_line(&self.plan) else {
             return;
         };
         tracing::info!(

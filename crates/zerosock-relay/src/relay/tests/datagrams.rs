@@ -145,27 +145,6 @@ fn a_sender_is_forgotten_after_the_timeout_and_can_come_again() {
 }
 
 #[test]
-fn a_sender_over_the_limit_is_dropped_and_counted() {
-    let target = udp();
-    let ends = [
-        "udp-listen:127.0.0.1:0".into(),
-        format!("udp:{}", target.local_addr().unwrap()),
-    ];
-    let relay = start(ends, |config| config.max_connections = 2);
-    let clients: Vec<UdpSocket> = (0..3).map(|_| client(&relay)).collect();
-    for client in &clients {
-        client.send(b"x").unwrap();
-    }
-    wait_until("the refusal", || {
-        let stats = relay.stats();
-        (stats.refused, stats.open, stats.dropped) == (1, 2, 1)
-    });
-    for _ in 0..2 {
-        recv_from(&target);
-    }
-}
-
-#[test]
 fn an_unreachable_target_ends_nothing() {
     let target = udp();
     let address = target.local_addr().unwrap();
@@ -257,6 +236,47 @@ fn a_full_unix_receiver_gets_the_rest_of_a_batch_later() {
         assert_eq!(buffer[..got], n.to_ne_bytes());
     }
     assert_eq!(relay.stats().dropped, 0);
+}
+
+/// A sender that goes on keeps its socket; the others are replaced, the longest idle one first.
+#[test]
+fn a_new_sender_takes_the_place_of_the_longest_idle_one() {
+    const MOST: usize = 4;
+    let target = udp();
+    let set = |config: &mut RelayConfig| config.max_connections = MOST;
+    let ends = [
+        "udp-listen:127.0.0.1:0".into(),
+        format!("udp:{}", target.local_addr().unwrap()),
+    ];
+    let relays = [Some(start(ends, set)), start_joined(&target, set)];
+    for relay in relays.into_iter().flatten() {
+        let ask = |client: &UdpSocket| {
+            client.send(b"question").unwrap();
+            let (got, from) = recv_from(&target);
+            assert_eq!(got, b"question");
+            target.send_to(b"answer", from).unwrap();
+            assert_eq!(recv_from(client).0, b"answer");
+            from
+        };
+        let busy = client(&relay);
+        let own = ask(&busy);
+        let others: Vec<UdpSocket> = (0..20).map(|_| client(&relay)).collect();
+        for other in &others {
+            // Several, so that the kernel may move them.
+            let sockets: Vec<_> = (0..6).map(|_| ask(other)).collect();
+            assert!(sockets.iter().all(|socket| *socket == sockets[0]));
+            assert_eq!(ask(&busy), own);
+        }
+        let stats = relay.stats();
+        assert_eq!((stats.opened, stats.open), (21, MOST as u64));
+        let replaced = (stats.replaced, stats.refused, stats.dropped);
+        assert_eq!(replaced, (21 - MOST as u64, 0, 0));
+        // The last three are there still.
+        for other in &others[17..] {
+            ask(other);
+        }
+        assert_eq!(relay.stats().opened, 21);
+    }
 }
 
 /// A relay from UDP to this target by way sockmap; `None` where the machine does not permit it.

@@ -52,7 +52,7 @@ use tokio::runtime::{self, Handle};
 use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, JoinHandle};
 use tokio::time::Instant;
-use zerosock_sys::PeerFd;
+use zerosock_sys::{PeerFd, socket_path};
 
 use crate::networks::AddressPolicy;
 use crate::resolve::{Resolver, System};
@@ -155,6 +155,8 @@ impl Connector {
             .enable_time()
             .build()?;
         let handle = runtime.handle().clone();
+        // Else the first path is resolved by a thread that reads the list of mounts.
+        let _ = socket_path::learn_mounts();
         let (stop, stopped) = oneshot::channel();
         let thread = thread::Builder::new()
             .name("connector".into())

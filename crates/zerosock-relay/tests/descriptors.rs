@@ -43,6 +43,8 @@ fn requests_leave_no_descriptor_behind() {
     let full = folder.path().join("full");
     let _full = stalled::unix(&full, SocketType::STREAM);
 
+    // The list of mounts stays open for the life of the process.
+    zerosock_sys::socket_path::learn_mounts().unwrap();
     let before = descriptors();
     let connector = connector(Vec::new());
     assert!(connect(&connector, request(&format!("tcp:{address}"))).is_ok());

@@ -27,6 +27,7 @@ mod kernel_release;
 mod log_limit;
 pub mod memfd;
 pub mod mmsg;
+pub mod mounts;
 pub mod network;
 pub mod notify;
 mod owner_lock;

@@ -9,8 +9,9 @@
 //!   directory, which other users cannot enter.
 //! - A socket that a live process holds is left alone, and so is everything that is not a socket.
 //!   Only a dead socket is replaced.
-//! - No call asks the server of a file system that another user has mounted at the target path or in
-//!   the place of the private directory: such a mount is refused.
+//! - No call asks the server of a file system that another user has mounted on the way to the target, at
+//!   the target path, or in the place of the private directory: such a mount is refused, and so is a
+//!   symbolic link of another user on the way ([`walk`]).
 //! - [`SocketFile`] removes its file only while device, inode and time of birth are unchanged.
 //!
 //! The kernel reports the socket's address as `/proc/self/fd/N/NAME`: it is the path by which the
@@ -25,13 +26,14 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{
-    AtFlags, CWD, FileType, FlockOperation, Gid, Mode, OFlags, RenameFlags, Statx, StatxAttributes,
+    AtFlags, FileType, FlockOperation, Gid, Mode, OFlags, RenameFlags, Statx, StatxAttributes,
     StatxFlags,
 };
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::fd_passing;
+use crate::socket_path::walk;
 
 /// What [`bind`] makes.
 #[derive(Clone, Copy, Debug)]
@@ -405,8 +407,7 @@ fn open_parent(path: &Path) -> io::Result<(OwnedFd, PathBuf)> {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let directory = rustix::fs::openat(CWD, parent, flags, Mode::empty())?;
+    let directory = walk::open_directory(parent)?;
     Ok((directory, PathBuf::from(name)))
 }
 

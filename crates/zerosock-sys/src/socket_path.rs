@@ -1,71 +1,128 @@
 //! Finding a Unix socket by its path before connecting to it, and connecting within a time limit.
 //!
+//! A path can lead through links and file systems of other users. A lookup in a file system that a process
+//! serves (FUSE) waits for that process, for ever if it likes.
+//!
 //! # Invariants
-//! - A symbolic link of another user is not followed: it could lead to a file system with a server that
-//!   does not answer.
-//! - [`find`] does not ask the server of the file that it finds.
+//! - [`find_cached`] waits for no file system but local ones, whatever other users have put on the way. It
+//!   follows no link.
+//! - [`find`] makes no call into a file system that another user serves, and follows a link only if root or
+//!   our user owns it, and no other user can write to its directory. It may wait for a file system that
+//!   root has mounted: no thread that serves peers calls it.
+//! - connect(2) by [`Found::address`] waits no longer than the function that returned it.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatxFlags, openat, statx};
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, StatxFlags, openat, openat2, statx,
+};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_to, socket_with,
 };
 
+use crate::mounts;
+pub use crate::mounts::{is_trusted_user, learn as learn_mounts};
+
+pub(crate) mod walk;
+
 /// The address of a socket file, valid while this exists.
 #[derive(Debug)]
 pub struct Found {
     address: SocketAddrUnix,
     /// Keeps the address from naming another file.
-    _file: Option<OwnedFd>,
+    _file: OwnedFd,
 }
 
 impl Found {
+    /// `file` is open with O_PATH.
+    fn new(file: OwnedFd, kind: FileType) -> io::Result<Found> {
+        match kind {
+            FileType::Socket => Ok(Found {
+                address: SocketAddrUnix::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?,
+                _file: file,
+            }),
+            _ => Err(io::ErrorKind::ConnectionRefused.into()),
+        }
+    }
+
     /// The address for connect(2).
     pub fn address(&self) -> &SocketAddrUnix {
         &self.address
     }
 }
 
-/// Whether a user may decide where a path leads: root, or our own user.
-pub fn is_trusted_user(uid: u32) -> bool {
-    uid == 0 || uid == rustix::process::geteuid().as_raw()
-}
-
-/// Opens the socket at `path` for connect(2) without opening any other kind of file. A symbolic link of
-/// root or of our own user is followed.
+/// Opens the socket at `path` for connect(2), without opening any other kind of file. `None`: the path
+/// leads through a link, or through a file system that is not known to be local, or the kernel is older
+/// than Linux 5.12; [`find`] tells more, on a thread that may wait.
 ///
 /// # Errors
-/// `ConnectionRefused` if it is no socket, `PermissionDenied` for a symbolic link of another user, and
-/// those of openat(2).
-pub fn find(path: &Path) -> io::Result<Found> {
+/// `ConnectionRefused` if it is no socket, and those of openat2(2).
+pub fn find_cached(path: &Path) -> io::Result<Option<Found>> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let file = openat(CWD, path, flags, Mode::empty())?;
-    // Answered without asking the file system's server.
-    let at = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    let status = statx(&file, "", at, StatxFlags::TYPE | StatxFlags::UID)?;
-    match FileType::from_raw_mode(status.stx_mode.into()) {
-        FileType::Socket => Ok(Found {
-            address: SocketAddrUnix::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?,
-            _file: Some(file),
-        }),
-        FileType::Symlink => {
-            if is_trusted_user(status.stx_uid) {
-                return Ok(Found {
-                    address: SocketAddrUnix::new(path)?,
-                    _file: None,
-                });
-            }
-            let text = format!("a symbolic link of user {} is not followed", status.stx_uid);
-            Err(io::Error::new(io::ErrorKind::PermissionDenied, text))
-        }
-        _ => Err(io::ErrorKind::ConnectionRefused.into()),
+    let file = match open_cached(path, flags) {
+        // Not in the cache, as a file that does not exist: its directory may be, and be local.
+        Err(Errno::AGAIN) => match open_in_local_directory(path, flags)? {
+            Some(file) => file,
+            None => return Ok(None),
+        },
+        // A link on the way; the kernel is too old, or something keeps programs from this call.
+        Err(Errno::LOOP | Errno::NOSYS | Errno::INVAL | Errno::PERM) => return Ok(None),
+        other => other?,
+    };
+    match examine(&file)? {
+        (FileType::Symlink, _) | (_, false) => Ok(None),
+        (kind, true) => Found::new(file, kind).map(Some),
     }
+}
+
+/// Opens what the kernel has in its cache. The cache has entries of file systems that processes serve too.
+fn open_cached(path: &Path, flags: OFlags) -> Result<OwnedFd, Errno> {
+    let resolve = ResolveFlags::CACHED | ResolveFlags::NO_SYMLINKS;
+    openat2(CWD, path, flags, Mode::empty(), resolve)
+}
+
+/// Opens the last component of a path in its directory, if the kernel has that in its cache and it is on a
+/// local file system.
+fn open_in_local_directory(path: &Path, flags: OFlags) -> io::Result<Option<OwnedFd>> {
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+        return Ok(None);
+    };
+    let parent = match parent == Path::new("") {
+        true => Path::new("."),
+        false => parent,
+    };
+    match open_cached(parent, flags | OFlags::DIRECTORY) {
+        Ok(directory) if examine(&directory)?.1 => {
+            Ok(Some(openat(&directory, name, flags, Mode::empty())?))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// The kind of a file, and whether it is known to be on a local file system. Asks no server.
+fn examine(file: &OwnedFd) -> io::Result<(FileType, bool)> {
+    let at = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let wanted = StatxFlags::TYPE | StatxFlags::MNT_ID;
+    let status = statx(file, "", at, wanted)?;
+    let kind = FileType::from_raw_mode(status.stx_mode.into());
+    let has_mount = status.stx_mask & StatxFlags::MNT_ID.bits() != 0;
+    Ok((kind, has_mount && mounts::is_local(status.stx_mnt_id)))
+}
+
+/// Opens the socket at `path` for connect(2), step by step, without opening any other kind of file.
+///
+/// # Errors
+/// `ConnectionRefused` if it is no socket; `PermissionDenied` where the path leads through a link or file
+/// system of another user; those of openat(2). The text names the component.
+pub fn find(path: &Path) -> io::Result<Found> {
+    let entry = walk::open(path)?;
+    let kind = entry.kind();
+    Found::new(entry.file, kind)
 }
 
 /// Connects a new socket to the server at `path`, which is trusted, within `timeout`.
@@ -87,3 +144,7 @@ pub fn connect(path: &Path, kind: SocketType, timeout: Duration) -> io::Result<O
         Err(error) => Err(error.into()),
     }
 }
+
+#[cfg(test)]
+#[path = "socket_path_tests.rs"]
+mod tests;

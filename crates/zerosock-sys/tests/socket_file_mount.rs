@@ -1,5 +1,5 @@
-//! A file system that another user has mounted at the path of a socket, and whose server answers
-//! nothing.
+//! A file system that another user has mounted at the path of a socket or on the way to it, and whose
+//! server answers nothing.
 
 use std::ffi::CString;
 use std::fs::File;
@@ -13,12 +13,13 @@ use std::time::Duration;
 
 use rustix::net::SocketType;
 use zerosock_sys::socket_file::{self, BindError, Options};
+use zerosock_sys::socket_path;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Mounts a file system of which only the root exists, a file of this mode, in a mount namespace of
-/// this thread.
-fn mount(device: &File, path: &Path, mode: u32) -> io::Result<()> {
+/// this thread. All users may use it; it belongs to `user`.
+fn mount(device: &File, path: &Path, mode: u32, user: u32) -> io::Result<()> {
     let check = |result| match result {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
@@ -27,7 +28,9 @@ fn mount(device: &File, path: &Path, mode: u32) -> io::Result<()> {
     let (name, kind, root) = (text(b"zerosock-test"), text(b"fuse"), text(b"/"));
     let path = text(path.as_os_str().as_bytes());
     let device = device.as_raw_fd();
-    let options = format!("fd={device},rootmode={mode:o},user_id=0,group_id=0,default_permissions");
+    let options = format!(
+        "fd={device},rootmode={mode:o},user_id={user},group_id=0,default_permissions,allow_other"
+    );
     let options = text(options.as_bytes());
     let none = std::ptr::null();
     // SAFETY: changes the mount namespace of this thread alone.
@@ -52,16 +55,21 @@ fn bind(path: &Path) -> Result<(), BindError> {
     socket_file::bind(path, options).map(drop)
 }
 
-/// Binds at a path at which that is mounted. The error of the outer result: it cannot be.
-fn bind_at_mount(path: PathBuf, mode: u32) -> io::Result<Result<(), BindError>> {
+/// Acts while that is mounted at a path. The error: it cannot be.
+fn at_mount<T: Send + 'static>(
+    path: PathBuf,
+    mode: u32,
+    user: u32,
+    act: impl FnOnce(&Path) -> T + Send + 'static,
+) -> io::Result<T> {
     // The server that answers nothing. When it is closed, what waits for it goes on.
     let device = File::options().read(true).write(true).open("/dev/fuse")?;
     let (done, result) = channel();
     let ours = device.try_clone()?;
     std::thread::spawn(move || {
-        let mounted = mount(&ours, &path, mode);
+        let mounted = mount(&ours, &path, mode, user);
         drop(ours);
-        done.send(mounted.map(|()| bind(&path)))
+        done.send(mounted.map(|()| act(&path)))
     });
     result
         .recv_timeout(DEADLINE)
@@ -76,7 +84,7 @@ fn a_mount_at_the_socket_path_is_refused_without_a_call_to_its_server() {
     let socket = dir.path().join("socket");
     drop(UnixListener::bind(&socket).unwrap());
     for (path, mode) in [(file, 0o100_666), (socket, 0o140_666)] {
-        match bind_at_mount(path, mode) {
+        match at_mount(path, mode, 0, bind) {
             Ok(Err(BindError::Make(error))) => {
                 assert_eq!(error.kind(), io::ErrorKind::ResourceBusy, "{error}");
             }
@@ -86,5 +94,32 @@ fn a_mount_at_the_socket_path_is_refused_without_a_call_to_its_server() {
                 return println!("SKIPPED: {test}: no FUSE: {error}");
             }
         }
+    }
+}
+
+#[test]
+fn a_mount_of_another_user_on_the_way_is_refused_without_a_call_to_its_server() {
+    let dir = tempfile::tempdir().unwrap();
+    let way = dir.path().join("way");
+    std::fs::create_dir(&way).unwrap();
+    let tried = at_mount(way.clone(), 0o40_755, 65534, |way| {
+        let path = way.join("s");
+        let found = socket_path::find(&path).map(drop);
+        (socket_path::find_cached(&path), found, bind(&path))
+    });
+    let (cached, found, bound) = match tried {
+        Ok(tried) => tried,
+        Err(error) => return println!("SKIPPED: no FUSE: {error}"),
+    };
+    assert!(matches!(cached, Ok(None)), "{cached:?}");
+    let bound = match bound {
+        Err(BindError::Make(error)) => Err(error),
+        other => panic!("{other:?}"),
+    };
+    for result in [found, bound] {
+        let error = result.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
+        let wanted = format!("{}: a file system of user 65534 (FUSE)", way.display());
+        assert!(error.to_string().starts_with(&wanted), "{error}");
     }
 }

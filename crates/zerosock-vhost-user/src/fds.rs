@@ -13,29 +13,14 @@
 //! - A descriptor of a kind that no request accepts goes to the reaper at once.
 
 use std::fs;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
 use zerosock_ring::{RetiredRegion, Unmapper};
 use zerosock_sys::account::{Account, Permit};
 use zerosock_sys::notify::FdKind;
-use zerosock_sys::{PeerFd, fd_passing, memfd, reaper};
-
-/// File systems, besides those in memory, whose page faults end without help of a peer. The layers
-/// of an overlay may be on others, which its mount does not tell; but only root makes such a mount
-/// where this process sees it, and those of other mount namespaces are refused as unknown.
-const LOCAL_FILE_SYSTEMS: [&str; 9] = [
-    "tmpfs",
-    "hugetlbfs",
-    "ext4",
-    "xfs",
-    "btrfs",
-    "overlay",
-    "f2fs",
-    "zfs",
-    "bcachefs",
-];
+use zerosock_sys::{PeerFd, fd_passing, memfd, mounts, reaper};
 
 /// A descriptor that came with a message.
 #[derive(Debug)]
@@ -96,7 +81,7 @@ impl SentFd {
         }
         let device = [found.stx_dev_major, found.stx_dev_minor];
         let kind = file_system(&fd, device).unwrap_or_else(|| "unknown".into());
-        match LOCAL_FILE_SYSTEMS.contains(&kind.as_str()) {
+        match mounts::is_local_type(&kind) {
             true => SentFd::Memory(fd),
             false => refuse(format!(
                 "a file of file system {kind}: guest memory has to be a memfd, or in a file of a \
@@ -149,20 +134,11 @@ impl std::fmt::Display for SentFd {
 /// file system has its own. The files of btrfs, and of an overlay of several file systems, have
 /// other device numbers than the mount, and are found by its number only.
 fn file_system(fd: impl AsFd, [major, minor]: [u32; 2]) -> Option<String> {
-    let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd())).ok()?;
-    let mount = info
-        .lines()
-        .find_map(|line| line.strip_prefix("mnt_id:"))?
-        .trim();
-    let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let number = mounts::number(fd).ok()??;
+    let list = fs::read_to_string("/proc/self/mountinfo").ok()?;
     let device = format!("{major}:{minor}");
-    // proc(5): "number parent major:minor ..."
-    let line = mounts.lines().find(|line| {
-        let mut fields = line.split(' ');
-        fields.next() == Some(mount) || fields.nth(1) == Some(&device)
-    })?;
-    // "... - type source options"; spaces within fields are escaped.
-    Some(line.split_once(" - ")?.1.split(' ').next()?.to_owned())
+    let mount = mounts::parse(&list).find(|it| it.id == number || it.device == device)?;
+    Some(mount.kind.to_owned())
 }
 
 /// The account's share for one memory table. The reaper unmaps the table; the share is held until

@@ -2,7 +2,6 @@
 //!
 //! It is mounted in a mount namespace of one thread, so that nothing remains after the test.
 //! Numbers and structures are those of linux/fuse.h.
-//! The numbers and structures are those of linux/fuse.h.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -59,7 +58,7 @@ impl FuseServer {
         let path = dir.path().to_owned();
         // A thread of its own: it leaves the mount namespace of the others.
         let open = std::thread::spawn(move || {
-            mount(device.as_raw_fd(), &path)?;
+            mount(device.as_raw_fd(), &path, 0)?;
             let server = FuseServer {
                 stop: Some(stop),
                 thread: Some(std::thread::spawn(move || {
@@ -75,6 +74,17 @@ impl FuseServer {
     }
 }
 
+/// Mounts a file system of another user that answers nothing, in a mount namespace of this thread and of the
+/// processes that it starts. When the result is dropped, all that waits for it goes on.
+///
+/// # Errors
+/// When this user may not mount, or there is no FUSE.
+pub(crate) fn mount_silent(dir: &Path, user: u32) -> io::Result<File> {
+    let device = File::options().read(true).write(true).open("/dev/fuse")?;
+    mount(device.as_raw_fd(), dir, user)?;
+    Ok(device)
+}
+
 impl Drop for FuseServer {
     fn drop(&mut self) {
         self.stop = None;
@@ -82,7 +92,8 @@ impl Drop for FuseServer {
     }
 }
 
-fn mount(device: i32, dir: &Path) -> io::Result<()> {
+/// Mounts a file system that belongs to `user` and that all may use, in a mount namespace of this thread.
+fn mount(device: i32, dir: &Path, user: u32) -> io::Result<()> {
     let check = |result| match result {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
@@ -90,7 +101,7 @@ fn mount(device: i32, dir: &Path) -> io::Result<()> {
     let text = |text: &str| std::ffi::CString::new(text).unwrap();
     let (name, kind, root) = (text("zerosock-test"), text("fuse"), text("/"));
     let dir = text(dir.to_str().unwrap());
-    let options = format!("fd={device},rootmode=40000,user_id=0,group_id=0");
+    let options = format!("fd={device},rootmode=40000,user_id={user},group_id=0,allow_other");
     let options = text(&options);
     let none = std::ptr::null();
     // SAFETY: changes the mount namespace of this thread alone.

@@ -18,6 +18,7 @@ mod looping;
 mod many;
 mod neighbour;
 mod own_end;
+mod paths;
 mod pipe;
 mod pipe_lock;
 #[path = "../process/mod.rs"]

@@ -52,6 +52,8 @@ pub enum ConnectError {
 pub enum Stage {
     /// Waiting for name servers.
     Resolving,
+    /// Waiting for a file system on the way to a socket.
+    LookingUp,
     /// Waiting for the target to accept.
     Connecting,
     /// Writing the first bytes.
@@ -83,6 +85,7 @@ impl fmt::Display for Stage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Stage::Resolving => "resolving the name",
+            Stage::LookingUp => "looking the path up: a file system on the way does not answer",
             Stage::Connecting => "connecting",
             Stage::Writing => "writing the first bytes",
         })

@@ -3,21 +3,26 @@
 //! # Invariants
 //! - The socket refuses descriptors before it is connected, if the kernel can do that (Linux 6.16).
 //!   Elsewhere closing it may wait for an object of the server: the reaper does that.
-//! - A symbolic link of another user is not followed ([`socket_path`]).
+//! - The connector's thread waits for no file system: a path that may lead into one with a server is
+//!   resolved by the [`reaper`]'s threads, at most [`LOOKUPS_AT_ONCE`] for each of [`Lookups`]. Links and file
+//!   systems of other users are refused ([`socket_path`]).
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io;
 use std::net::SocketAddr;
 use std::path::Path;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, socket_with,
 };
-use tokio::time::{Instant, sleep_until};
+use tokio::sync::oneshot;
+use tokio::time::{Instant, sleep_until, timeout_at};
 use zerosock_sys::PeerFd;
 use zerosock_sys::account::{Account, Budget};
-use zerosock_sys::{fd_passing, socket_path};
+use zerosock_sys::{fd_passing, reaper, socket_path};
 
 use super::dial::refused_or;
 use super::error::{ConnectError, Stage};
@@ -42,7 +47,7 @@ pub(super) async fn dial(
     SocketAddrUnix::new(path).map_err(failed)?;
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, kind, flags, None).map_err(failed)?;
-    let socket = PeerFd::from(socket).owned_by(&RIGHTS);
+    let mut socket = PeerFd::from(socket).owned_by(&RIGHTS);
     fd_passing::refuse_rights(&socket)?;
     if kind == SocketType::DGRAM {
         // An address that the kernel chooses, so that the other end can answer.
@@ -50,13 +55,24 @@ pub(super) async fn dial(
     }
     let (mut pause, longest) = PAUSES;
     loop {
-        let found = socket_path::find(path).map_err(|error| refused_or(error, None))?;
-        match connect(&socket, found.address()) {
+        let result = match socket_path::find_cached(path) {
+            Ok(Some(found)) => connect(&socket, found.address()).map_err(io::Error::from),
+            Ok(None) => {
+                let answer = connect_elsewhere(path, socket);
+                let Ok(answer) = timeout_at(deadline, answer).await else {
+                    return Err(ConnectError::TimedOut(Stage::LookingUp));
+                };
+                let (again, result) = answer?;
+                socket = again;
+                result
+            }
+            Err(error) => Err(error),
+        };
+        match result {
             Ok(()) => return Ok((socket, None)),
-            Err(Errno::AGAIN) => {}
-            Err(error) => return Err(failed(error)),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(refused_or(error, None)),
         }
-        drop(found);
         let now = Instant::now();
         if now >= deadline {
             return Err(ConnectError::TimedOut(Stage::Connecting));
@@ -64,4 +80,53 @@ pub(super) async fn dial(
         sleep_until(deadline.min(now + pause)).await;
         pause = longest.min(pause * 2);
     }
+}
+
+/// Paths that are resolved at once, or wait for it, of those that share an account.
+const LOOKUPS_AT_ONCE: usize = 256;
+
+/// Accounts of the threads that resolve paths: a path whose file system does not answer keeps only those
+/// waiting that share its account.
+static LOOKUPS: LazyLock<[Lookups; 8]> = LazyLock::new(Default::default);
+
+struct Lookups {
+    account: Account,
+    /// Each clone is a lookup.
+    pending: Arc<()>,
+}
+
+impl Default for Lookups {
+    fn default() -> Lookups {
+        Lookups {
+            account: Budget::unlimited().account(),
+            pending: Arc::default(),
+        }
+    }
+}
+
+/// Resolves a path and connects to it, on a thread that may wait. The outer error: it was not tried.
+async fn connect_elsewhere(
+    path: &Path,
+    socket: PeerFd,
+) -> Result<(PeerFd, io::Result<()>), ConnectError> {
+    let mut hasher = DefaultHasher::new();
+    path.hash(&mut hasher);
+    let lookups = &LOOKUPS[hasher.finish() as usize % LOOKUPS.len()];
+    if Arc::strong_count(&lookups.pending) > LOOKUPS_AT_ONCE {
+        return Err(ConnectError::Busy);
+    }
+    let (pending, path) = (Arc::clone(&lookups.pending), path.to_path_buf());
+    let (answer, answered) = oneshot::channel();
+    let work = move || {
+        let _pending = pending;
+        // The request may be over.
+        if answer.is_closed() {
+            return;
+        }
+        let found = socket_path::find(&path);
+        let result = found.and_then(|found| Ok(connect(&socket, found.address())?));
+        let _ = answer.send((socket, result));
+    };
+    reaper::run(work, Some(&lookups.account));
+    answered.await.map_err(|_| ConnectError::Stopped)
 }

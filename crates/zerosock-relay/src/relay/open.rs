@@ -1,14 +1,18 @@
 //! Connecting to the target of a connection, on the worker itself where nothing has to be waited for.
+//!
+//! # Invariants
+//! - A worker connects through a path only if that waits for no file system
+//!   ([`find_cached`](socket_path::find_cached)); the connector takes the others.
 
 use std::net::{IpAddr, SocketAddr};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, socket_with,
 };
-use zerosock_sys::{PeerFd, vsock};
+use zerosock_sys::{PeerFd, socket_path, vsock};
 
 use super::endpoint::Endpoint;
 use super::listen::{set_datagram_buffers, set_tcp_options};
@@ -21,7 +25,8 @@ use crate::target::{Host, Target};
 pub(super) struct Destination {
     kind: SocketKind,
     how: How,
-    /// What the connector is asked for: always for a name, and when a Unix listener's backlog is full.
+    /// What the connector is asked for: always for a name; for a path with links or on a file system that
+    /// is not known to be local; and when a Unix listener's backlog is full.
     target: Option<Target>,
     keepalive: Option<Duration>,
     /// UDP sockets get many datagrams at once.
@@ -31,8 +36,8 @@ pub(super) struct Destination {
 #[derive(Clone, Debug)]
 enum How {
     Inet(SocketAddr),
-    Unix(SocketAddrUnix),
-    Hybrid(SocketAddrUnix, u32),
+    Unix(PathBuf),
+    Hybrid(PathBuf, u32),
     Vsock(u32, u32),
     /// By the connector.
     Named,
@@ -53,7 +58,8 @@ impl Destination {
         keepalive: Option<Duration>,
         coalesces: bool,
     ) -> Result<Destination, Errno> {
-        let unix = |path: &PathBuf| SocketAddrUnix::new(path.as_path()).map(How::Unix);
+        // A path that does not fit into an address is refused as by other programs.
+        let checked = |path: &PathBuf| SocketAddrUnix::new(path.as_path()).map(|_| path.clone());
         let inet = |host: &Host, port: u16| match host {
             Host::Address(ip) => How::Inet(SocketAddr::new(*ip, port)),
             Host::Name(_) => How::Named,
@@ -66,16 +72,13 @@ impl Destination {
                     }
                     Target::Unix(path)
                     | Target::UnixSeqpacket(path)
-                    | Target::UnixDatagram(path) => unix(path)?,
+                    | Target::UnixDatagram(path) => How::Unix(checked(path)?),
                 };
                 (how, Some(target.clone()))
             }
             Endpoint::Hybrid { path, port } => {
-                let address = SocketAddrUnix::new(AsRef::<Path>::as_ref(path))?;
-                (
-                    How::Hybrid(address, *port),
-                    Some(Target::Unix(path.clone())),
-                )
+                let path = checked(path)?;
+                (How::Hybrid(path.clone(), *port), Some(Target::Unix(path)))
             }
             Endpoint::Vsock { cid, port } => (How::Vsock(*cid, *port), None),
             _ => return Err(Errno::INVAL),
@@ -124,7 +127,7 @@ impl Destination {
     /// # Errors
     /// Those of socket(2) and connect(2).
     pub(super) fn open(&self) -> Result<Opened, Errno> {
-        let (socket, address) = match &self.how {
+        let path = match &self.how {
             How::Inet(address) => return self.open_inet(*address),
             How::Named => return self.ask(Errno::HOSTUNREACH),
             How::Vsock(cid, port) => {
@@ -135,11 +138,13 @@ impl Destination {
                     Stage::Connecting,
                 ));
             }
-            How::Unix(address) => (self.unix_socket()?, address),
-            How::Hybrid(address, _) => (self.unix_socket()?, address),
+            How::Unix(path) | How::Hybrid(path, _) => path,
         };
-        let fd = socket.fd()?;
-        match connect(fd, address) {
+        let Some(found) = socket_path::find_cached(path).map_err(errno_of)? else {
+            return self.ask(Errno::HOSTUNREACH);
+        };
+        let socket = self.unix_socket()?;
+        match connect(socket.fd()?, found.address()) {
             Ok(()) if matches!(self.how, How::Hybrid(..)) => {
                 Ok(Opened::Socket(socket, Stage::Greeting))
             }
@@ -215,5 +220,8 @@ impl Destination {
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 
 fn errno_of(error: std::io::Error) -> Errno {
-    Errno::from_io_error(&error).unwrap_or(Errno::IO)
+    match error.kind() {
+        std::io::ErrorKind::ConnectionRefused => Errno::CONNREFUSED,
+        _ => Errno::from_io_error(&error).unwrap_or(Errno::IO),
+    }
 }

@@ -44,7 +44,7 @@ use std::sync::mpsc::{self, channel};
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::account::Budget;
-use zerosock_sys::reaper;
+use zerosock_sys::{reaper, socket_path};
 use zerosock_vhost_user::liveness::LivenessQuery;
 use zerosock_vhost_user::{Control, FaultCounts, FrontendFault, FrontendSocket, VmSpec};
 use zerosock_virtio::device::WorkerDevice;
@@ -101,6 +101,8 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     if windows.chain(of_processes).any(|bytes| bytes == 0) {
         return Err(StartError::EmptyWindow);
     }
+    // Else the first connection to a host program goes by way of the connector, which reads them.
+    let _ = socket_path::learn_mounts();
     let mut senders = Vec::new();
     let mut mailboxes = Vec::new();
     for _ in 0..setup.workers.max(1) {

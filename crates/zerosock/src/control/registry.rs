@@ -314,7 +314,8 @@ impl DeviceRegistry {
             let connector = self.rules.connector().cloned();
             let update = move |shared: &mut Shared| {
                 shared.routes = routes;
-                shared.connector = connector;
+                // One that the worker has started itself stays.
+                shared.connector = connector.or(shared.connector.take());
                 drop(taken);
             };
             self.send(worker, WorkerMessage::Update(Box::new(update)));

@@ -1,9 +1,9 @@
 //! Connections by rule between the guest and sockets outside.
 //!
 //! # Invariants
-//! - The worker connects to literal addresses and Unix sockets itself, without waiting. Names, headers
-//!   and full backlogs are left to the connector, whose answer comes as
-//!   [`SiblingMessage::Dialed`].
+//! - The worker connects to literal addresses and Unix sockets itself, without waiting. Names, headers,
+//!   full backlogs, and paths that lead through links or file systems with servers are left to the connector,
+//!   whose answer comes as [`SiblingMessage::Dialed`].
 //! - The connector has at most [`MAX_DIALS`] requests of one VM or user, and the guest is charged for all
 //!   sockets that it may hold for them.
 //! - A request that is refused by the target, the policy or a limit is reset, at the latest at the
@@ -17,7 +17,8 @@ use rustix::net::sockopt;
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::{Address, Port};
 use zerosock_relay::connector::{
-    ATTEMPTS_AT_ONCE, ConnectError, ConnectRequest, Connected, PendingConnect, Stage,
+    ATTEMPTS_AT_ONCE, ConnectError, ConnectRequest, Connected, Connector, ConnectorConfig,
+    PendingConnect, Stage,
 };
 use zerosock_relay::proxy_protocol::{self, Source};
 use zerosock_relay::target::{Host, Target};
@@ -105,7 +106,7 @@ impl Device {
                 self.timers.set(deadline, Timer::Connect(key));
             }
             Some(Attempt::Refused(error)) => self.refuse(key, &error.into(), cx),
-            None | Some(Attempt::Later) => {
+            None | Some(Attempt::Later | Attempt::Elsewhere) => {
                 let first_bytes = match rule.rule.proxy_protocol {
                     true => header(from, port),
                     false => Vec::new(),
@@ -123,7 +124,13 @@ impl Device {
     }
 
     /// Lets the connector make a connection.
-    fn dial(&mut self, key: u32, flow: FlowId, request: ConnectRequest, cx: &mut Context<'_>) {
+    pub(super) fn dial(
+        &mut self,
+        key: u32,
+        flow: FlowId,
+        request: ConnectRequest,
+        cx: &mut Context<'_>,
+    ) {
         match self.ask_connector(DialedFor::Flow(flow), request, cx) {
             Ok(pending) => {
                 if let Some(bridge) = self.bridges.get_mut(key) {
@@ -139,7 +146,7 @@ impl Device {
         &self,
         to: DialedFor,
         request: ConnectRequest,
-        cx: &Context<'_>,
+        cx: &mut Context<'_>,
     ) -> Result<PendingConnect, String> {
         let Some(request_permit) = self.account.take_request(dials(self.account.expected())) else {
             let reason = "as many targets as a guest may have are being resolved or connected to";
@@ -147,7 +154,11 @@ impl Device {
         };
         let charge = Charge::new(&self.account, &request.target);
         let charge = charge.map_err(|exceeded| exceeded.to_string())?;
-        let (Some(connector), Some(mailbox)) = (&cx.shared.connector, &cx.shared.mailbox) else {
+        let shared = &mut *cx.shared;
+        if shared.connector.is_none() {
+            shared.connector = start_connector(&self.account);
+        }
+        let (Some(connector), Some(mailbox)) = (&shared.connector, &shared.mailbox) else {
             return Err("there is no thread for connects".to_owned());
         };
         let answer = Answer {
@@ -344,6 +355,18 @@ impl Device {
             );
         }
     }
+}
+
+/// The connector of a worker that has no rules: for Unix sockets whose paths are resolved elsewhere.
+fn start_connector(account: &Account) -> Option<Connector> {
+    let config = ConnectorConfig {
+        max_requests: all_dials(account.expected()),
+        ..ConnectorConfig::default()
+    };
+    let started = Connector::start(config);
+    started
+        .inspect_err(|error| tracing::warn!("cannot start the thread for connects: {error}"))
+        .ok()
 }
 
 /// Sets why a forwarded connection ends.

@@ -13,10 +13,14 @@ use crate::stats::RefusalCause;
 use rustix::fd::{AsFd, BorrowedFd};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, SocketType as SocketKind};
+use std::sync::Arc;
 use std::time::Duration;
 use zerosock_proto::vsock::{FlowId, How, QueuePairs};
 use zerosock_proto::wire::vsock::SocketType;
-use zerosock_proto::{Address, Cid, Port};
+use zerosock_proto::{Address, Cid, Instant, Port};
+use zerosock_relay::connector::ConnectRequest;
+use zerosock_relay::networks::AddressPolicy;
+use zerosock_relay::target::Target;
 use zerosock_sys::PeerFd;
 use zerosock_virtio::poller::{EventKind, Interest, Readiness, Token};
 
@@ -391,15 +395,13 @@ impl Device {
         };
         let HostPort { port, messages } = to;
         let account = &self.account;
-        let attempt = match &mut self.host {
+        let attempt = match &self.host {
             HostAccess::Hybrid { messages: way, .. } if messages => match way {
-                Some((services, _)) => {
-                    services.connect(port, SocketKind::SEQPACKET, account, cx.now)
-                }
+                Some((services, _)) => services.connect(port, SocketKind::SEQPACKET, account),
                 None => Attempt::Refused(std::io::ErrorKind::ConnectionRefused.into()),
             },
             HostAccess::Hybrid { services, .. } => {
-                services.connect(port, SocketKind::STREAM, account, cx.now)
+                services.connect(port, SocketKind::STREAM, account)
             }
             HostAccess::Forward { .. } if messages => {
                 Attempt::Refused(std::io::ErrorKind::Unsupported.into())
@@ -414,6 +416,7 @@ impl Device {
                 self.timers.set(deadline, Timer::Connect(key));
             }
             Attempt::Later => return Tried::Full,
+            Attempt::Elsewhere => self.dial_service(key, to, deadline, cx),
             Attempt::Refused(error) => {
                 let mut refusal = Refusal::from(error);
                 if let Some(path) = self.host.service_path(port, messages) {
@@ -423,6 +426,30 @@ impl Device {
             }
         }
         Tried::Decided
+    }
+
+    /// Lets the connector connect a bridge to its host program.
+    fn dial_service(&mut self, key: u32, to: HostPort, deadline: Instant, cx: &mut Context<'_>) {
+        let HostPort { port, messages } = to;
+        let flow = self.bridges.get(key).and_then(|bridge| bridge.flow);
+        let path = self.host.service_path(port, messages);
+        let (Some(flow), Some(path)) = (flow, path) else {
+            return;
+        };
+        let request = ConnectRequest {
+            target: match messages {
+                true => Target::UnixSeqpacket(path),
+                false => Target::Unix(path),
+            },
+            policy: Arc::new(AddressPolicy::for_guests(Vec::new(), Vec::new())),
+            timeout: deadline.saturating_duration_since(cx.now),
+            keepalive: None,
+            first_bytes: Vec::new(),
+        };
+        if let Some(bridge) = self.bridges.get_mut(key) {
+            bridge.peer = BridgePeer::Resolving(None);
+        }
+        self.dial(key, flow, request, cx);
     }
 
     /// Refuses a connect after its deadline.

@@ -187,7 +187,9 @@ impl Device {
             Some(Attempt::Refused(error)) => {
                 self.refuse_association(id.key, &error.to_string(), cx)
             }
-            None | Some(Attempt::Later) => self.dial_association(id, target, to, cx),
+            None | Some(Attempt::Later | Attempt::Elsewhere) => {
+                self.dial_association(id, target, to, cx)
+            }
         }
         self.datagrams.associations.key_of(id)
     }

@@ -67,6 +67,8 @@ pub(crate) enum Attempt {
     /// The listener's backlog is full: try again later. (A non-blocking connect to a Unix socket
     /// fails with EAGAIN, and no event reports room.)
     Later,
+    /// The path may lead into a file system with a server: the connector resolves it.
+    Elsewhere,
     /// No host program accepts connections there.
     Refused(std::io::Error),
 }

@@ -1,7 +1,8 @@
 //! Connects to the targets of rules that need neither a name server nor a wait.
 //!
 //! # Invariants
-//! - No call blocks: a TCP connect is in progress afterwards, and UDP and Unix sockets connect at once.
+//! - No call blocks: a TCP connect is in progress afterwards, and UDP and Unix sockets connect at once, if
+//!   their paths are known to lead through local file systems only.
 
 use super::{Attempt, HostSocket, hybrid};
 use rustix::fd::OwnedFd;
@@ -23,7 +24,7 @@ pub(crate) fn connect(
     keepalive: Option<Duration>,
     account: &Account,
 ) -> Option<Attempt> {
-    let unix = |path: &Path, socket_type| hybrid::connect_to(path, socket_type, account, false);
+    let unix = |path: &Path, socket_type| hybrid::connect_to(path, socket_type, account);
     let attempt = match target {
         Target::Tcp {
             host: Host::Address(address),

@@ -1,0 +1,210 @@
+//! Opening what is at a path, step by step, without a call into a file system that another user serves.
+//!
+//! # Invariants
+//! - Each component is opened with O_PATH and O_NOFOLLOW in the directory before it, and its mount is
+//!   checked before anything is looked up in it. The root of a mount is opened without its server.
+//! - A symbolic link is followed only if root or our user owns it, and no other user can write to its
+//!   directory.
+
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, OFlags, Statx, StatxFlags, openat, readlinkat, statx,
+};
+use rustix::io::Errno;
+
+use crate::mounts::{self, Use, is_trusted_user};
+
+/// Symbolic links that are followed in one path, as the kernel does.
+const MAX_LINKS: usize = 40;
+
+/// What is at a path.
+#[derive(Debug)]
+pub(crate) struct Entry {
+    /// Opened with O_PATH.
+    pub(crate) file: OwnedFd,
+    pub(crate) status: Statx,
+    mount: u64,
+    usable: Use,
+}
+
+impl Entry {
+    pub(crate) fn kind(&self) -> FileType {
+        FileType::from_raw_mode(self.status.stx_mode.into())
+    }
+
+    /// Whether users other than root and ours can change what is in this directory.
+    fn is_writable_by_others(&self) -> bool {
+        let mode = Mode::from_raw_mode(self.status.stx_mode.into());
+        mode.intersects(Mode::WGRP | Mode::WOTH) || !is_trusted_user(self.status.stx_uid)
+    }
+}
+
+/// Opens what is at `path`. It can take as long as the file systems on the way that root has mounted.
+///
+/// # Errors
+/// `PermissionDenied` where the path leads through a link or mount of another user; those of openat(2). The
+/// text names the component.
+pub(crate) fn open(path: &Path) -> io::Result<Entry> {
+    Walk::default().open(path)
+}
+
+/// As [`open`], a directory.
+///
+/// # Errors
+/// As [`open`]; `NotADirectory`.
+pub(crate) fn open_directory(path: &Path) -> io::Result<OwnedFd> {
+    let entry = open(path)?;
+    match entry.kind() {
+        FileType::Directory => Ok(entry.file),
+        _ => Err(fail(io::ErrorKind::NotADirectory, path, "is no directory")),
+    }
+}
+
+fn fail(kind: io::ErrorKind, at: &Path, text: &str) -> io::Error {
+    io::Error::new(kind, format!("{}: {text}", at.display()))
+}
+
+#[derive(Default)]
+struct Walk {
+    /// Components still to be opened, the next one last.
+    rest: Vec<OsString>,
+    /// The path so far, for errors.
+    at: PathBuf,
+    links: usize,
+}
+
+impl Walk {
+    fn open(mut self, path: &Path) -> io::Result<Entry> {
+        if path.as_os_str().is_empty() {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        let mut directory = self.begin(path, None)?;
+        while let Some(name) = self.rest.pop() {
+            self.at.push(&name);
+            let entry = self.step(&directory, &name)?;
+            directory = match entry.kind() {
+                FileType::Symlink => self.follow(directory, &entry, &name)?,
+                _ => entry,
+            };
+        }
+        Ok(directory)
+    }
+
+    /// Takes the components of a path in, and opens the directory in which they begin.
+    fn begin(&mut self, path: &Path, directory: Option<Entry>) -> io::Result<Entry> {
+        let mut components = path.components().peekable();
+        let start = match components.next_if_eq(&Component::RootDir) {
+            Some(root) => {
+                self.at = PathBuf::from(root.as_os_str());
+                Some(Path::new("/"))
+            }
+            None => None,
+        };
+        let names = components.filter(|it| *it != Component::CurDir);
+        let names: Vec<_> = names.map(|it| it.as_os_str().to_owned()).collect();
+        self.rest.extend(names.into_iter().rev());
+        match (start, directory) {
+            (None, Some(directory)) => Ok(directory),
+            (start, _) => {
+                let start = start.unwrap_or(Path::new("."));
+                let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+                self.examine(openat(CWD, start, flags, Mode::empty()), None)
+            }
+        }
+    }
+
+    /// Opens an entry of a directory.
+    fn step(&self, directory: &Entry, name: &OsStr) -> io::Result<Entry> {
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let open = |flags| openat(&directory.file, name, flags, Mode::empty());
+        let opened = match self.rest.is_empty() {
+            true => open(flags),
+            // Asked for a directory, the kernel mounts what autofs has there.
+            false => match open(flags | OFlags::DIRECTORY) {
+                Err(Errno::NOTDIR) => open(flags),
+                other => other,
+            },
+        };
+        let entry = self.examine(opened, Some(directory))?;
+        match entry.kind() {
+            FileType::Directory | FileType::Symlink => Ok(entry),
+            _ if self.rest.is_empty() => Ok(entry),
+            _ => Err(fail(
+                io::ErrorKind::NotADirectory,
+                &self.at,
+                "is no directory",
+            )),
+        }
+    }
+
+    /// Checks an entry and its mount before it is used.
+    fn examine(
+        &self,
+        opened: Result<OwnedFd, Errno>,
+        directory: Option<&Entry>,
+    ) -> io::Result<Entry> {
+        let named = |error: io::Error| fail(error.kind(), &self.at, &error.to_string());
+        let file = opened.map_err(|errno| named(errno.into()))?;
+        // Answered without asking the file system's server.
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        let wanted = StatxFlags::BASIC_STATS | StatxFlags::MNT_ID;
+        let status = statx(&file, "", flags, wanted).map_err(|errno| named(errno.into()))?;
+        let mount = mounts::mount_of(&file, &status).map_err(named)?;
+        let usable = match directory {
+            Some(directory) if directory.mount == mount => directory.usable,
+            _ => mounts::usable(mount).map_err(|error| match error.kind() {
+                io::ErrorKind::NotFound => {
+                    let text = "is on a file system that this process does not see mounted";
+                    fail(io::ErrorKind::PermissionDenied, &self.at, text)
+                }
+                _ => named(error),
+            })?,
+        };
+        if let Use::OfUser(user) = usable {
+            let text = format!(
+                "a file system of user {user} (FUSE) is mounted here; its server could make zerosock wait"
+            );
+            return Err(fail(io::ErrorKind::PermissionDenied, &self.at, &text));
+        }
+        Ok(Entry {
+            file,
+            status,
+            mount,
+            usable,
+        })
+    }
+
+    /// Where a link leads: the directory in which its path begins.
+    fn follow(&mut self, directory: Entry, link: &Entry, name: &OsStr) -> io::Result<Entry> {
+        let refuse = |text: &str| Err(fail(io::ErrorKind::PermissionDenied, &self.at, text));
+        let owner = link.status.stx_uid;
+        if !is_trusted_user(owner) {
+            return refuse(&format!("a symbolic link of user {owner} is not followed"));
+        }
+        // Those of procfs are the kernel's.
+        if link.usable == Use::Proc {
+            let flags = OFlags::PATH | OFlags::CLOEXEC;
+            let opened = openat(&directory.file, name, flags, Mode::empty());
+            return self.examine(opened, None);
+        }
+        if directory.is_writable_by_others() {
+            return refuse(
+                "a symbolic link in a directory that other users can write to is not followed",
+            );
+        }
+        self.links += 1;
+        if self.links > MAX_LINKS {
+            let error = io::Error::from(Errno::LOOP);
+            return Err(fail(error.kind(), &self.at, &error.to_string()));
+        }
+        let target = readlinkat(&link.file, "", Vec::new())?;
+        let target = PathBuf::from(OsString::from_vec(target.into_bytes()));
+        self.at.pop();
+        self.begin(&target, Some(directory))
+    }
+}

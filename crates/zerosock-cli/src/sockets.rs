@@ -86,10 +86,12 @@ pub(crate) enum BindError {
     Mode { path: String, source: io::Error },
 }
 
-/// Listens on a path: refuses one in use, replaces a stale one. When the socket appears at the
-/// path, its permissions are set and it accepts connections.
+/// Listens on a path for the host programs of a guest: refuses one in use, replaces a stale one. When the
+/// socket appears at the path, its permissions are set and it accepts connections.
+///
+/// This and the next two are reserved: no guest reaches them by their path.
 pub(crate) fn bind(path: &Path, access: Access) -> Result<(UnixListener, SocketFile), BindError> {
-    let (socket, file) = bind_type(path, access, SocketType::STREAM)?;
+    let (socket, file) = bind_socket(path, access, SocketType::STREAM, Peers::PROGRAMS)?;
     Ok((UnixListener::from(socket), file))
 }
 
@@ -98,7 +100,7 @@ pub(crate) fn bind_for_frontends(
     path: &Path,
     access: Access,
 ) -> Result<(UnixListener, SocketFile), BindError> {
-    let (socket, file) = bind_socket(path, access, SocketType::STREAM, false)?;
+    let (socket, file) = bind_socket(path, access, SocketType::STREAM, Peers::FRONTENDS)?;
     Ok((UnixListener::from(socket), file))
 }
 
@@ -107,16 +109,16 @@ pub(crate) fn bind_packets(
     path: &Path,
     access: Access,
 ) -> Result<(OwnedFd, SocketFile), BindError> {
-    bind_type(path, access, SocketType::SEQPACKET)
+    bind_socket(path, access, SocketType::SEQPACKET, Peers::PROGRAMS)
 }
 
-/// As [`bind`], a socket of type `kind`.
+/// As [`bind`], a socket of type `kind` for any clients.
 pub(crate) fn bind_type(
     path: &Path,
     access: Access,
     kind: SocketType,
 ) -> Result<(OwnedFd, SocketFile), BindError> {
-    bind_socket(path, access, kind, true)
+    bind_socket(path, access, kind, Peers::CLIENTS)
 }
 
 /// Listens on a TCP address.
@@ -134,11 +136,32 @@ pub(crate) fn bind_tcp(address: SocketAddr) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
+/// What connects to a socket.
+struct Peers {
+    refuse_rights: bool,
+    reserved: bool,
+}
+
+impl Peers {
+    const FRONTENDS: Peers = Peers {
+        refuse_rights: false,
+        reserved: true,
+    };
+    const PROGRAMS: Peers = Peers {
+        refuse_rights: true,
+        reserved: true,
+    };
+    const CLIENTS: Peers = Peers {
+        refuse_rights: true,
+        reserved: false,
+    };
+}
+
 fn bind_socket(
     path: &Path,
     access: Access,
     kind: SocketType,
-    refuse_rights: bool,
+    peers: Peers,
 ) -> Result<(OwnedFd, SocketFile), BindError> {
     let name = || path.display().to_string();
     check_path(path).map_err(|reason| BindError::Path(name(), reason))?;
@@ -147,7 +170,8 @@ fn bind_socket(
         mode: access.mode,
         gid: access.gid,
         backlog: BACKLOG,
-        refuse_rights,
+        refuse_rights: peers.refuse_rights,
+        reserved: peers.reserved,
         lock_wait: LOCK_WAIT,
     };
     socket_file::bind(path, options).map_err(|error| {

@@ -414,6 +414,27 @@ access: [deny: {from: 3, to: host, ports: 5}]",
     daemon.stop();
 }
 
+/// The VM would be port 77 of the host for the guest of the other one.
+#[test]
+fn a_reload_refuses_a_socket_at_the_path_of_a_port() {
+    let three = "{socket: '@/vm3', guest_cid: 3, uds_path: '@/s3.vsock'}";
+    let mut daemon = TestDaemon::new(&format!("vms: [{three}]"));
+    for four in [
+        "{socket: '@/vm4', guest_cid: 4, uds_path: '@/s3.vsock_77'}",
+        "{socket: '@/s3.vsock_77', guest_cid: 4, uds_path: '@/u4'}",
+    ] {
+        daemon.write(&format!("vms: [{three}, {four}]"));
+        let said = daemon.reload();
+        let wanted = "s3.vsock_77: this is port 77 of the host for ";
+        assert!(
+            said.contains("nothing was changed") && said.contains(wanted),
+            "{said}"
+        );
+        assert!(!daemon.at("s3.vsock_77").exists());
+    }
+    daemon.stop();
+}
+
 #[test]
 fn without_a_file_a_hangup_reloads_nothing_and_says_so() {
     let dir = tempfile::tempdir().unwrap();

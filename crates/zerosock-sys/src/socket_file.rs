@@ -17,12 +17,14 @@
 //! The kernel reports the socket's address as `/proc/self/fd/N/NAME`: it is the path by which the
 //! socket was bound, and a rename does not change it.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{
@@ -49,6 +51,9 @@ pub struct Options {
     /// Programs that connect cannot send descriptors, where the kernel can refuse them
     /// ([`refuse_rights`](crate::fd_passing::refuse_rights)).
     pub refuse_rights: bool,
+    /// It is for VMMs, for processes that attach, or for host programs: what this process connects to for
+    /// a guest or by a relay is never this socket ([`socket_path`](crate::socket_path)).
+    pub reserved: bool,
     /// How long to wait for another process that binds a socket in the same directory.
     pub lock_wait: Duration,
 }
@@ -107,6 +112,7 @@ fn make(error: impl Into<io::Error>) -> BindError {
 pub struct SocketFile {
     path: PathBuf,
     identity: Identity,
+    _reservation: Option<Reservation>,
     lock_wait: Duration,
 }
 
@@ -139,6 +145,11 @@ struct Identity {
 }
 
 impl Identity {
+    fn place(&self) -> Place {
+        let (major, minor) = self.device;
+        (major, minor, self.inode)
+    }
+
     /// Of an open file, and whether it is a socket.
     fn of(file: &OwnedFd) -> io::Result<(Identity, bool)> {
         let found = examine(file)?;
@@ -151,6 +162,52 @@ impl Identity {
         let kind = FileType::from_raw_mode(found.stx_mode.into());
         Ok((identity, kind == FileType::Socket))
     }
+}
+
+/// Device and inode of a file.
+type Place = (u32, u32, u64);
+
+pub(crate) fn device_and_inode(status: &Statx) -> Place {
+    (status.stx_dev_major, status.stx_dev_minor, status.stx_ino)
+}
+
+/// The sockets of this process that were made with [`Options::reserved`].
+static RESERVED: LazyLock<Mutex<HashSet<Place>>> = LazyLock::new(Mutex::default);
+
+fn reserved() -> MutexGuard<'static, HashSet<Place>> {
+    // Each change is one call.
+    RESERVED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Reserves a socket until it is dropped.
+#[derive(Debug)]
+struct Reservation(Place);
+
+impl Reservation {
+    fn new(place: Place) -> Reservation {
+        reserved().insert(place);
+        Reservation(place)
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        reserved().remove(&self.0);
+    }
+}
+
+pub(crate) fn is_reserved(status: &Statx) -> bool {
+    reserved().contains(&device_and_inode(status))
+}
+
+/// Reserves the socket at a path, which another process has made for this one, until this process ends.
+///
+/// # Errors
+/// The path does not lead to a file.
+pub fn reserve(path: &Path) -> io::Result<()> {
+    let entry = walk::open(path)?;
+    reserved().insert(device_and_inode(&entry.status));
+    Ok(())
 }
 
 /// What the kernel knows of a file, without asking the file system's server, which may be a process of
@@ -187,6 +244,8 @@ pub fn bind(path: &Path, options: Options) -> Result<(OwnedFd, SocketFile), Bind
     private.set_access(options.mode, options.gid)?;
     let made = open_entry(&private.fd, &private.entry).map_err(make)?;
     let (identity, _) = Identity::of(&made).map_err(make)?;
+    // Before it can be found.
+    let reservation = options.reserved.then(|| Reservation::new(identity.place()));
     if options.refuse_rights {
         fd_passing::refuse_rights(&socket).map_err(make)?;
     }
@@ -203,6 +262,7 @@ pub fn bind(path: &Path, options: Options) -> Result<(OwnedFd, SocketFile), Bind
                 let file = SocketFile {
                     path: path.to_path_buf(),
                     identity,
+                    _reservation: reservation,
                     lock_wait: options.lock_wait,
                 };
                 return Ok((socket, file));

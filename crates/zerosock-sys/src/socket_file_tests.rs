@@ -12,6 +12,7 @@ const OPTIONS: Options = Options {
     gid: None,
     backlog: 16,
     refuse_rights: false,
+    reserved: false,
     lock_wait: Duration::from_secs(10),
 };
 

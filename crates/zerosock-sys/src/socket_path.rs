@@ -9,6 +9,7 @@
 //! - [`find`] makes no call into a file system that another user serves, and follows a link only if root or
 //!   our user owns it, and no other user can write to its directory. It may wait for a file system that
 //!   root has mounted: no thread that serves peers calls it.
+//! - Neither finds a socket that this process has [reserved](crate::socket_file::Options::reserved).
 //! - connect(2) by [`Found::address`] waits no longer than the function that returned it.
 
 use std::io;
@@ -17,7 +18,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, StatxFlags, openat, openat2, statx,
+    AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, Statx, StatxFlags, openat, openat2, statx,
 };
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -27,6 +28,7 @@ use rustix::net::{
 
 use crate::mounts;
 pub use crate::mounts::{is_trusted_user, learn as learn_mounts};
+use crate::socket_file;
 
 pub(crate) mod walk;
 
@@ -40,8 +42,13 @@ pub struct Found {
 
 impl Found {
     /// `file` is open with O_PATH.
-    fn new(file: OwnedFd, kind: FileType) -> io::Result<Found> {
-        match kind {
+    fn new(file: OwnedFd, status: &Statx) -> io::Result<Found> {
+        match FileType::from_raw_mode(status.stx_mode.into()) {
+            FileType::Socket if socket_file::is_reserved(status) => {
+                let text =
+                    "a socket of this zerosock process, which no guest may reach by its path";
+                Err(io::Error::new(io::ErrorKind::PermissionDenied, text))
+            }
             FileType::Socket => Ok(Found {
                 address: SocketAddrUnix::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?,
                 _file: file,
@@ -74,9 +81,11 @@ pub fn find_cached(path: &Path) -> io::Result<Option<Found>> {
         Err(Errno::LOOP | Errno::NOSYS | Errno::INVAL | Errno::PERM) => return Ok(None),
         other => other?,
     };
-    match examine(&file)? {
-        (FileType::Symlink, _) | (_, false) => Ok(None),
-        (kind, true) => Found::new(file, kind).map(Some),
+    let (status, is_local) = examine(&file)?;
+    let is_link = FileType::from_raw_mode(status.stx_mode.into()) == FileType::Symlink;
+    match is_local && !is_link {
+        true => Found::new(file, &status).map(Some),
+        false => Ok(None),
     }
 }
 
@@ -104,14 +113,14 @@ fn open_in_local_directory(path: &Path, flags: OFlags) -> io::Result<Option<Owne
     }
 }
 
-/// The kind of a file, and whether it is known to be on a local file system. Asks no server.
-fn examine(file: &OwnedFd) -> io::Result<(FileType, bool)> {
+/// What the kernel knows of a file, and whether it is known to be on a local file system. Asks no server.
+fn examine(file: &OwnedFd) -> io::Result<(Statx, bool)> {
     let at = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    let wanted = StatxFlags::TYPE | StatxFlags::MNT_ID;
+    let wanted = StatxFlags::TYPE | StatxFlags::INO | StatxFlags::MNT_ID;
     let status = statx(file, "", at, wanted)?;
-    let kind = FileType::from_raw_mode(status.stx_mode.into());
     let has_mount = status.stx_mask & StatxFlags::MNT_ID.bits() != 0;
-    Ok((kind, has_mount && mounts::is_local(status.stx_mnt_id)))
+    let is_local = has_mount && mounts::is_local(status.stx_mnt_id);
+    Ok((status, is_local))
 }
 
 /// Opens the socket at `path` for connect(2), step by step, without opening any other kind of file.
@@ -120,9 +129,20 @@ fn examine(file: &OwnedFd) -> io::Result<(FileType, bool)> {
 /// `ConnectionRefused` if it is no socket; `PermissionDenied` where the path leads through a link or file
 /// system of another user; those of openat(2). The text names the component.
 pub fn find(path: &Path) -> io::Result<Found> {
+    let walk::Entry { file, status, .. } = walk::open(path)?;
+    Found::new(file, &status)
+}
+
+/// What tells a directory from all others: its device and inode.
+///
+/// # Errors
+/// As [`find`]; `NotADirectory`.
+pub fn directory_identity(path: &Path) -> io::Result<(u32, u32, u64)> {
     let entry = walk::open(path)?;
-    let kind = entry.kind();
-    Found::new(entry.file, kind)
+    match entry.kind() {
+        FileType::Directory => Ok(socket_file::device_and_inode(&entry.status)),
+        _ => Err(io::ErrorKind::NotADirectory.into()),
+    }
 }
 
 /// Connects a new socket to the server at `path`, which is trusted, within `timeout`.

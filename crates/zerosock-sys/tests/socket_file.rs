@@ -19,6 +19,7 @@ fn the_umask_applies_only_without_a_mode() {
             gid: None,
             backlog: 1,
             refuse_rights: true,
+            reserved: false,
             lock_wait: Duration::ZERO,
         };
         let (_socket, _file) = bind(&path, options).unwrap();

@@ -50,6 +50,7 @@ fn bind(path: &Path) -> Result<(), BindError> {
         gid: None,
         backlog: 1,
         refuse_rights: false,
+        reserved: false,
         lock_wait: Duration::ZERO,
     };
     socket_file::bind(path, options).map(drop)

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::sockopt;
+use rustix::net::{SocketType, sockopt};
 use tracing::{info, warn};
 use zerosock::vsock::{Endpoint, Listener, Stream};
 use zerosock::{Address, Cid, Port};
@@ -205,9 +205,10 @@ fn source(
         }
         (None, KernelEnd::UnixListen(path)) => {
             let access = sockets::Access::default();
-            let (listener, file) = sockets::bind(path, access).map_err(|error| failed(&error))?;
+            let bound = sockets::bind_type(path, access, SocketType::STREAM);
+            let (listener, file) = bound.map_err(|error| failed(&error))?;
             info!(end = %kernel, "listening");
-            Ok((Source::Unix(listener), Some(file)))
+            Ok((Source::Unix(listener.into()), Some(file)))
         }
         (None, KernelEnd::VsockListen { .. }) => Err(not_joined(kernel)),
         (None, _) => Ok((Source::None, None)),

@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use listenfd::ListenFd;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, getsockname, sockopt};
 use zerosock::forward::ListenAddress;
+use zerosock_sys::socket_file;
 
 /// Why the passed sockets cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -79,7 +80,8 @@ impl Inherited {
         Ok(Inherited { sockets })
     }
 
-    /// The Unix stream socket bound to `path`, or else one with any of these names.
+    /// The Unix stream socket bound to `path`, or else one with any of these names. No guest reaches it by
+    /// its path from now on.
     pub(crate) fn claim(&mut self, path: &Path, names: &[String]) -> Option<UnixListener> {
         let is_stream = |it: &Passed| matches!(it.on, ListenAddress::Unix(_));
         let named = |it: &Passed| is_stream(it) && names.contains(&it.name);
@@ -87,7 +89,12 @@ impl Inherited {
         let mut all = self.sockets.iter();
         let index = all.position(bound_here);
         let index = index.or_else(|| self.sockets.iter().position(named))?;
-        Some(self.sockets.swap_remove(index).socket.into())
+        let passed = self.sockets.swap_remove(index);
+        if let ListenAddress::Unix(path) = &passed.on {
+            // Fails if another mount namespace has the path: then no guest reaches it here either.
+            let _ = socket_file::reserve(path);
+        }
+        Some(passed.socket.into())
     }
 
     /// The socket bound to the address of a rule.

@@ -13,6 +13,7 @@ mod attach_flags;
 mod backend;
 mod claim;
 mod cpus;
+mod derived;
 mod error;
 mod file;
 pub(crate) mod forward;

@@ -14,7 +14,8 @@ use zerosock::forward::{self, ForwardRule, ListenAddress, RuleError};
 use zerosock::{Cid, Port};
 
 use super::args::{DaemonFlags, OkPort, ServeArgs};
-use super::attach::Attach;
+use super::attach::{Attach, Hybrid};
+use super::derived::{self, Base, PortPath};
 use super::forward::{Forward, Listen, unknown_group};
 use super::validate::{SettingsError, Source, check_path, parse_groups};
 use super::vm::RawVm;
@@ -181,6 +182,7 @@ impl Settings {
             let vm = Vm::new(source, raw)?;
             for (port, path) in ports {
                 let rule = rule_of_path(source, &vm, port, &path)?;
+                taken.take_port(source, &vm, port, &path, &rule);
                 named.push((source, path, rule));
             }
             taken.take(source, &vm)?;
@@ -238,6 +240,7 @@ impl Settings {
             }
             error => error,
         })?;
+        taken.check_derived(config.as_deref(), &listen)?;
         let rules = Rules {
             access: access::list(rules),
             forward,
@@ -550,6 +553,10 @@ struct Taken {
     cids: HashMap<u32, String>,
     paths: HashMap<PathBuf, String>,
     ports: HashMap<u32, String>,
+    /// The paths of hybrid sockets, for those of ports.
+    bases: Vec<Base>,
+    /// Sockets of single ports.
+    named: Vec<PortPath>,
 }
 
 impl Taken {
@@ -564,9 +571,20 @@ impl Taken {
         if let Some(other) = self.cids.insert(vm.cid, monitor) {
             return Err(duplicate("guest-cid", vm.cid.to_string(), other));
         }
+        self.take_path(source.option("socket"), &vm.socket, by("socket"))?;
+        let base = |key: &str, path: &Path| Base {
+            by: by(key),
+            path: path.into(),
+            is_template: false,
+        };
+        if let Host::Hybrid { path, messages } = &vm.host {
+            self.bases.push(base("uds-path", path));
+            let messages = messages.as_deref();
+            let messages = messages.map(|path| base("uds-path-seqpacket", path));
+            self.bases.extend(messages);
+        }
         let mut take_path =
             |key: &str, path: &Path| self.take_path(source.option(key), path, by(key));
-        take_path("socket", &vm.socket)?;
         match &vm.host {
             Host::Hybrid { path, messages } => {
                 take_path("uds-path", path)?;
@@ -589,7 +607,82 @@ impl Taken {
 
     fn take_attach(&mut self, source: Source<'_>, attach: &Attach) -> Result<(), SettingsError> {
         let option = source.attach_option("socket");
+        if let Some(hybrid) = &attach.hybrid {
+            let by = source.attach_option("uds-path");
+            let is_template = matches!(hybrid, Hybrid::Each(_));
+            if is_template {
+                // Each process has a socket there.
+                let example = derived::example(hybrid.path());
+                self.take_path(by.clone(), &example, by.clone())?;
+            }
+            self.bases.push(Base {
+                by,
+                path: hybrid.path().into(),
+                is_template,
+            });
+        }
         self.take_path(option.clone(), &attach.socket, option)
+    }
+
+    /// Takes the socket of a single port of a VM.
+    fn take_port(
+        &mut self,
+        source: Source<'_>,
+        vm: &Vm,
+        port: Port,
+        path: &Path,
+        rule: &ForwardRule,
+    ) {
+        let resolved = rule.to.path(Cid::new(vm.cid), port);
+        let path = resolved.unwrap_or_else(|| path.into());
+        let by = source.option("uds-path");
+        self.named.push(PortPath {
+            by: format!(
+                "{by} {port}={} of the VM with CID {}",
+                path.display(),
+                vm.cid
+            ),
+            port,
+            path,
+        });
+    }
+
+    /// Refuses sockets of our own at the path of a guest's port.
+    fn check_derived(&self, file: Option<&Path>, listen: &[Listen]) -> Result<(), SettingsError> {
+        let place = file.map_or_else(String::new, |path| format!("{}: ", path.display()));
+        let rules = listen.iter().enumerate().filter_map(|(index, listen)| {
+            let path = match &listen.on {
+                ListenAddress::Unix(path) | ListenAddress::UnixSeqpacket(path) => path.clone(),
+                ListenAddress::Tcp(_) => return None,
+            };
+            Some((path, format!("{place}listen[{index}]: on")))
+        });
+        let taken = self.paths.iter();
+        let taken = taken.map(|(path, by)| (path.clone(), by.clone()));
+        let mut own: Vec<_> = taken.chain(rules).collect();
+        // The same error for the same settings.
+        own.sort();
+        for (path, option) in own {
+            let base = self.bases.iter().find_map(|base| {
+                let port = base.port_of(&path)?;
+                Some((format!("{} {}", base.by, base.path.display()), port))
+            });
+            let named = || {
+                let named = self.named.iter().find(|named| named.is(&path))?;
+                Some((named.by.clone(), named.port.get()))
+            };
+            if let Some((by, port)) = base.or_else(named) {
+                return Err(SettingsError::Wrong {
+                    option,
+                    value: path.display().to_string(),
+                    fix: format!(
+                        "this is port {port} of the host for {by}: the guest would reach this socket of \
+                         zerosock; choose another path"
+                    ),
+                });
+            }
+        }
+        Ok(())
     }
 
     /// Checks a network of the file, and takes the sockets of its guests.

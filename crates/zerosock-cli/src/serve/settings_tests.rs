@@ -260,6 +260,59 @@ fn the_path_of_a_port_conflicts_with_a_forwarding_rule() {
     assert!(said.contains(wanted), "{said}");
 }
 
+/// What a guest sends to port 77 of the host goes to `PATH_77`.
+#[test]
+fn no_socket_of_ours_is_at_the_path_of_a_port() {
+    let three = "--vm guest-cid=3,socket=/d/3,uds-path=/d/s3.vsock";
+    for (more, option) in [
+        (
+            "--vm guest-cid=4,socket=/d/4,uds-path=/d/s3.vsock_77",
+            "--vm uds-path of the VM with CID 4 /d/s3.vsock_77",
+        ),
+        (
+            "--vm guest-cid=4,socket=/d//./s3.vsock_77,uds-path=/d/4",
+            "--vm socket of the VM with CID 4 /d/s3.vsock_77",
+        ),
+        (
+            "--attach-socket /d/s3.vsock_77",
+            "--attach-socket /d/s3.vsock_77",
+        ),
+        (
+            "--listen unix:/d/s3.vsock_77=3:80",
+            "listen[0]: on /d/s3.vsock_77",
+        ),
+        (
+            "--attach-socket /d/a --attach-uds-path /d/s3.vsock_{cid}",
+            "--attach-uds-path /d/s3.vsock_3",
+        ),
+    ] {
+        let text = complaint(&format!("{three} {more}"));
+        assert!(
+            text.starts_with(&format!("{option}: this is port ")),
+            "{text}"
+        );
+        let by = "--vm uds-path of the VM with CID 3 /d/s3.vsock: the guest would reach";
+        assert!(text.contains(by), "{text}");
+    }
+    let text = complaint(
+        "--vm guest-cid=3,socket=/d/p5.vsock_9,uds-path=/d/3 --attach-socket /d/a \
+         --attach-uds-path /d/p{cid}.vsock",
+    );
+    let by = "this is port 9 of the host for --attach-uds-path /d/p{cid}.vsock: ";
+    assert!(text.contains(by), "{text}");
+    // The guest's own device, by the socket of a single port.
+    let text = complaint("--socket /d/3 --uds-path /d/u --uds-path 22=/d/3");
+    assert!(
+        text.starts_with("--socket of the VM with CID 3 /d/3: this is port 22"),
+        "{text}"
+    );
+    for more in ["_", "_x", "_077", "x_77"] {
+        settings(&format!(
+            "{three} --vm guest-cid=4,socket=/d/4,uds-path=/d/s3.vsock{more}"
+        ));
+    }
+}
+
 #[test]
 fn ways_of_naming_vms_exclude_each_other() {
     for words in [

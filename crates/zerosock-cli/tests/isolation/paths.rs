@@ -1,4 +1,5 @@
-//! Paths of host programs that lead through links and file systems of another user.
+//! Paths of host programs that lead through links and file systems of another user, or to sockets of the
+//! daemon.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Read};
@@ -11,7 +12,7 @@ use std::process::Command;
 use tempfile::TempDir;
 use zerosock::{Address, Cid, Port};
 
-use super::daemon::{ATTACKER, Alone, Daemon, alone, command};
+use super::daemon::{ATTACKER, Alone, Daemon, NEIGHBOUR, alone, command};
 use super::fuse::{mount_silent, not_asked_for};
 use super::neighbour::{Neighbour, deadline};
 use super::process::{DEADLINE, Running, wait_until, zerosock};
@@ -162,4 +163,27 @@ fn relay_refuses(path: &str, reason: fn(&[String; 2]) -> String) -> Result<(), S
     let reason = reason(&reasons(paths.dir.path()));
     wait_until(&reason, || relay.stderr().contains(&reason));
     Ok(())
+}
+
+/// Their names are no names of ports of the attacker, so that `serve` starts.
+#[test]
+fn no_guest_reaches_a_socket_of_the_daemon_as_a_host_program() {
+    let daemon = Daemon::start(&[]);
+    let mut neighbour = Neighbour::new(&daemon);
+    let service = |port| daemon.service(ATTACKER, Port::new(port));
+    fs::hard_link(daemon.hybrid(NEIGHBOUR), service(77)).unwrap();
+    fs::hard_link(daemon.socket(NEIGHBOUR), service(78)).unwrap();
+    symlink(daemon.hybrid(NEIGHBOUR), service(79)).unwrap();
+    let mut attacker = daemon.attach(ATTACKER);
+    for port in [77, 78, 79] {
+        let to = Address::new(Cid::HOST, Port::new(port));
+        let refused = attacker.wait_connect(to, deadline());
+        assert!(refused.is_err(), "port {port}: {refused:?}");
+    }
+    neighbour.round_trip(0);
+    // A program's own socket is reached as before.
+    let program = UnixListener::bind(service(80)).unwrap();
+    let to = Address::new(Cid::HOST, Port::new(80));
+    attacker.wait_connect(to, deadline()).unwrap();
+    program.accept().unwrap();
 }

@@ -190,6 +190,7 @@ fn unix(path: &Path, kind: SocketKind, socket_type: SocketType) -> io::Result<Li
         gid: None,
         backlog: BACKLOG,
         refuse_rights: true,
+        reserved: false,
         lock_wait: LOCK_WAIT,
     };
     let (socket, file) = socket_file::bind(path, options)?;

@@ -31,6 +31,7 @@ pub(crate) fn bind(
         gid: group.map(Gid::from_raw),
         backlog: BACKLOG,
         refuse_rights: !matches!(kind, SocketKind::Frontend),
+        reserved: true,
         lock_wait: Duration::ZERO,
     };
     Ok(socket_file::bind(path, options)?)

@@ -44,6 +44,16 @@ impl TargetTemplate {
         self.own_port
     }
 
+    /// The path of the socket for a connection of the endpoint `cid` to `port`, if it is a Unix socket.
+    pub fn path(&self, cid: Cid, port: Port) -> Option<PathBuf> {
+        match self.resolve(cid, port)? {
+            Target::Unix(path) | Target::UnixSeqpacket(path) | Target::UnixDatagram(path) => {
+                Some(path)
+            }
+            Target::Tcp { .. } | Target::Udp { .. } => None,
+        }
+    }
+
     /// The address, if it is a literal one.
     pub(crate) fn address(&self) -> Option<IpAddr> {
         match &self.target {

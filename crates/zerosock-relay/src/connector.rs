@@ -6,8 +6,8 @@
 //! - No packet goes to an address that the policy of the request has not permitted. The policy judges
 //!   each resolved address, so that a name whose address changes opens nothing.
 //! - A request ends within its time-out; the sockets that it did not hand over are closed then.
-//! - A request holds at most [`ATTEMPTS_AT_ONCE`] sockets. Those by which a name is resolved are shared by
-//!   all requests for it.
+//! - A request holds at most [`ATTEMPTS_AT_ONCE`] sockets, and all requests together 1024 beyond one for each.
+//!   Those by which a name is resolved are shared by all requests for it.
 //!
 //! # Examples
 //! ```
@@ -23,6 +23,7 @@
 //!     timeout: Duration::from_secs(5),
 //!     keepalive: Some(Duration::from_secs(60)),
 //!     first_bytes: Vec::new(),
+//!     attempts: zerosock_relay::connector::ATTEMPTS_AT_ONCE,
 //! };
 //! let (sender, receiver) = mpsc::channel();
 //! connector.connect(request, Box::new(move |result| sender.send(result).unwrap()));
@@ -33,6 +34,7 @@
 mod dial;
 mod error;
 mod handover;
+mod memory;
 mod schedule;
 mod unix;
 
@@ -49,7 +51,7 @@ use std::time::Duration;
 
 use rustix::net::SocketType;
 use tokio::runtime::{self, Handle};
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 use tokio::task::{AbortHandle, JoinHandle};
 use tokio::time::Instant;
 use zerosock_sys::{PeerFd, socket_path};
@@ -57,6 +59,8 @@ use zerosock_sys::{PeerFd, socket_path};
 use crate::networks::AddressPolicy;
 use crate::resolve::{Resolver, System};
 use crate::target::{Host, Target};
+use memory::Memory;
+use schedule::Order;
 
 pub use dial::ATTEMPTS_AT_ONCE;
 pub use error::{ConnectError, Stage};
@@ -102,6 +106,8 @@ pub struct ConnectRequest {
     pub keepalive: Option<Duration>,
     /// Written before the socket is handed over. One message on sockets that keep message bounds.
     pub first_bytes: Vec<u8>,
+    /// Addresses of a name that may be tried at once, 1 to [`ATTEMPTS_AT_ONCE`]: as many sockets.
+    pub attempts: usize,
 }
 
 /// A connection that was made.
@@ -112,6 +118,9 @@ pub struct Connected {
     pub socket: PeerFd,
     /// The address that it is connected to; None for Unix sockets.
     pub address: Option<SocketAddr>,
+    /// The target is a name that has, or may have, another address that was neither tried nor has refused
+    /// datagrams lately: see [`Connector::refused`].
+    pub has_alternative: bool,
 }
 
 /// A request in flight. Dropping it changes nothing.
@@ -129,6 +138,8 @@ struct Thread {
 /// What requests share. They do not keep the thread alive.
 struct Shared {
     resolver: Resolver,
+    memory: Mutex<Memory>,
+    extra: dial::Extra,
     max_requests: usize,
     requests: AtomicUsize,
 }
@@ -173,6 +184,8 @@ impl Connector {
             }),
             shared: Arc::new(Shared {
                 resolver: Resolver::new(system),
+                memory: Mutex::default(),
+                extra: Arc::new(Semaphore::new(dial::MAX_EXTRA)),
                 max_requests: config.max_requests,
                 requests: AtomicUsize::new(0),
             }),
@@ -187,15 +200,27 @@ impl Connector {
             done: Some(done),
             admitted: admitted.then(|| self.shared.clone()),
         };
-        let resolver = self.shared.resolver.clone();
+        let shared = self.shared.clone();
         let task = self.thread.runtime.spawn(async move {
             let result = match admitted {
-                true => make(&resolver, &request).await,
+                true => make(&shared, &request).await,
                 false => Err(ConnectError::Busy),
             };
             reply.send(result);
         });
         PendingConnect(task.abort_handle())
+    }
+
+    /// A datagram to this address of the target was refused (ICMP): for a minute, other addresses of the name
+    /// are preferred for datagrams.
+    pub fn refused(&self, target: &Target, address: SocketAddr) {
+        if let Target::Udp {
+            host: Host::Name(name),
+            ..
+        } = target
+        {
+            lock(&self.shared.memory).refused(Instant::now(), name, address.ip());
+        }
     }
 
     /// Runs a future on the connector's thread, for example a task that accepts connections. The future
@@ -281,36 +306,64 @@ impl Drop for Reply {
 }
 
 /// Makes the connection of a request.
-async fn make(resolver: &Resolver, request: &ConnectRequest) -> Result<Connected, ConnectError> {
+async fn make(shared: &Shared, request: &ConnectRequest) -> Result<Connected, ConnectError> {
     let now = Instant::now();
     let deadline = now.checked_add(request.timeout).unwrap_or(now + FOREVER);
+    let mut has_alternative = false;
     let (socket, address) = match &request.target {
         Target::Tcp { host, port } => {
-            let dialled = dial_host(resolver, host, *port, request, deadline, dial::tcp).await?;
-            handover::set_tcp_options(&dialled.0, request.keepalive)?;
-            dialled
+            let dialled = dial_host(shared, host, *port, request, deadline, dial::tcp).await?;
+            handover::set_tcp_options(&dialled.socket, request.keepalive)?;
+            (dialled.socket.into(), Some(dialled.address))
         }
         Target::Udp { host, port } => {
-            dial_host(resolver, host, *port, request, deadline, dial::udp).await?
+            let dialled = dial_host(shared, host, *port, request, deadline, dial::udp).await?;
+            has_alternative = dialled.has_alternative;
+            (dialled.socket.into(), Some(dialled.address))
         }
         Target::Unix(path) => unix::dial(path, SocketType::STREAM, deadline).await?,
         Target::UnixSeqpacket(path) => unix::dial(path, SocketType::SEQPACKET, deadline).await?,
         Target::UnixDatagram(path) => unix::dial(path, SocketType::DGRAM, deadline).await?,
     };
     let socket = handover::write_first(socket, &request.first_bytes, address, deadline).await?;
-    Ok(Connected { socket, address })
+    Ok(Connected {
+        socket,
+        address,
+        has_alternative,
+    })
 }
 
 async fn dial_host(
-    resolver: &Resolver,
+    shared: &Shared,
     host: &Host,
     port: NonZeroU16,
     request: &ConnectRequest,
     deadline: Instant,
     attempt: fn(SocketAddr) -> dial::Attempt,
-) -> Result<(PeerFd, Option<SocketAddr>), ConnectError> {
-    let addresses = dial::Addresses::of(host, resolver);
-    let policy = &request.policy;
-    let dialled = dial::dial(addresses, port.get(), policy, deadline, attempt).await;
-    dialled.map(|(socket, address)| (socket.into(), Some(address)))
+) -> Result<dial::Dialled, ConnectError> {
+    let is_stream = matches!(request.target, Target::Tcp { .. });
+    let order = match host {
+        Host::Name(name) => {
+            let (memory, now) = (lock(&shared.memory), Instant::now());
+            match is_stream {
+                true => memory.order_of_streams(now, name),
+                false => memory.order_of_datagrams(now, name),
+            }
+        }
+        Host::Address(_) => Order::default(),
+    };
+    let plan = dial::Plan {
+        port: port.get(),
+        policy: &request.policy,
+        deadline,
+        order,
+        at_once: request.attempts,
+        extra: &shared.extra,
+    };
+    let addresses = dial::Addresses::of(host, &shared.resolver);
+    let dialled = dial::dial(addresses, plan, attempt).await?;
+    if let (true, Host::Name(name)) = (is_stream, host) {
+        lock(&shared.memory).accepted(Instant::now(), name, dialled.address.ip());
+    }
+    Ok(dialled)
 }

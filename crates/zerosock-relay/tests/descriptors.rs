@@ -121,12 +121,19 @@ fn names(of_loop: usize) {
     use support::dns::{NameServer, Reply, addresses};
     use zerosock_relay::connector::ATTEMPTS_AT_ONCE;
 
+    const EIGHT: [&str; 8] = [
+        "127.0.0.2",
+        "127.0.0.4",
+        "127.0.0.5",
+        "127.0.0.6",
+        "127.0.0.7",
+        "127.0.0.8",
+        "127.0.0.9",
+        "127.0.0.10",
+    ];
     let server = NameServer::start(|question| match question.name.as_str() {
         "two.example" => addresses(question, &["127.0.0.2", "127.0.0.3"]),
-        "four.example" => addresses(
-            question,
-            &["127.0.0.2", "127.0.0.4", "127.0.0.5", "127.0.0.6"],
-        ),
+        "eight.example" => addresses(question, &EIGHT),
         _ => Reply::Never,
     });
     let listener = TcpListener::bind("127.0.0.3:0").unwrap();
@@ -144,16 +151,16 @@ fn names(of_loop: usize) {
     }
     wait_for(before + of_loop, "after lookups");
 
-    // Without a bound there are four attempts after 750 ms.
-    let holes = ["127.0.0.2", "127.0.0.4", "127.0.0.5", "127.0.0.6"];
+    // Without a bound there are eight attempts after 1750 ms, and the first is given up after 2000 ms.
+    let holes = EIGHT;
     let others: Vec<_> = holes[1..]
         .iter()
         .map(|host| stalled::tcp(format!("{host}:{port}").parse().unwrap()).unwrap())
         .collect();
     let resting = descriptors();
-    let asked = ask(&connector, request(&format!("tcp:four.example:{port}")));
-    std::thread::sleep(Duration::from_millis(1000));
-    wait_for(resting + ATTEMPTS_AT_ONCE, "with two attempts");
+    let asked = ask(&connector, request(&format!("tcp:eight.example:{port}")));
+    std::thread::sleep(Duration::from_millis(1800));
+    wait_for(resting + ATTEMPTS_AT_ONCE, "with six attempts");
     asked.pending.cancel();
     assert!(asked.answer().is_err());
     // It has a share in the event loop.

@@ -243,25 +243,80 @@ fn the_second_address_of_a_family_wins_if_the_first_is_black_holed() {
     exchange(connected, &listener);
 }
 
-/// Only two attempts run at once: the first makes room for the third address after 2 s.
+/// Six attempts run at once: the last starts after 1.25 s. With two at once it would start after 4 s.
 #[test]
-fn an_address_behind_more_black_holes_than_attempts_at_once_is_reached() {
-    let all = ["127.0.0.4", "127.0.0.5", "127.0.0.6"];
-    let (port, holes, listener) = loop {
-        let listener = TcpListener::bind((all[2], 0)).unwrap();
+fn an_address_behind_five_black_holes_is_reached_and_then_remembered() {
+    let all = [
+        "127.0.0.4",
+        "127.0.0.5",
+        "127.0.0.6",
+        "127.0.0.7",
+        "127.0.0.8",
+        "127.0.0.9",
+    ];
+    let (port, mut holes, listener) = loop {
+        let listener = TcpListener::bind((all[5], 0)).unwrap();
         let port = listener.local_addr().unwrap().port();
-        let hole = |host: &str| stalled::tcp(SocketAddr::new(host.parse().unwrap(), port));
-        if let (Ok(one), Ok(two)) = (hole(all[0]), hole(all[1])) {
-            break (port, [one, two], listener);
+        let hole = |host: &&str| stalled::tcp(SocketAddr::new(host.parse().unwrap(), port));
+        let holes: Vec<_> = all[..5].iter().flat_map(hole).collect();
+        if holes.len() == 5 {
+            break (port, holes, listener);
         }
     };
     let (connector, _server) = asking(move |question| addresses(question, &all));
+    let target = format!("tcp:six.example:{port}");
     let began = Instant::now();
-    let connected = connect(&connector, request(&format!("tcp:three.example:{port}"))).unwrap();
-    assert!(began.elapsed() >= Duration::from_secs(2));
-    assert_eq!(connected.address.unwrap().ip().to_string(), all[2]);
+    let mut asked = request(&target);
+    asked.timeout = Duration::from_secs(4);
+    let connected = connect(&connector, asked).unwrap();
+    assert!(began.elapsed() >= Duration::from_millis(1250));
+    assert_eq!(connected.address.unwrap().ip().to_string(), all[5]);
     exchange(connected, &listener);
-    drop(holes);
+
+    // The first address accepts from now on, and would be taken if nothing were remembered.
+    drop(holes.remove(0));
+    let revived = TcpListener::bind((all[0], port)).unwrap();
+    let answer = connect(&connector, request(&target));
+    assert_eq!(address(answer).to_string(), all[5]);
+    // The one that is remembered has gone: the next is tried at once, and remembered.
+    drop(listener);
+    for _ in 0..2 {
+        let answer = connect(&connector, request(&target));
+        assert_eq!(address(answer).to_string(), all[0]);
+    }
+    drop((revived, holes));
+}
+
+#[test]
+fn a_request_for_one_attempt_at_once_makes_one() {
+    let (port, _stalled, listener) = black_hole_and_listener("127.0.0.2", "127.0.0.3");
+    let (connector, _server) = asking(|question| addresses(question, &["127.0.0.2", "127.0.0.3"]));
+    let mut asked = request(&format!("tcp:two.example:{port}"));
+    asked.attempts = 1;
+    let began = Instant::now();
+    let connected = connect(&connector, asked).unwrap();
+    assert!(
+        began.elapsed() >= Duration::from_secs(2),
+        "not after 250 ms"
+    );
+    exchange(connected, &listener);
+}
+
+#[test]
+fn an_address_that_refused_datagrams_is_followed_by_the_next() {
+    let (connector, _server) = asking(|question| addresses(question, &["127.0.0.2", "127.0.0.3"]));
+    let asked = request("udp:dns.example:53");
+    let mut used = Vec::new();
+    for has_alternative in [true, false, false] {
+        let connected = connect(&connector, asked.clone()).unwrap();
+        let at = connected.address.unwrap();
+        // Whether IPv6 has an answer may not be known yet.
+        assert!(connected.has_alternative || !has_alternative);
+        connector.refused(&asked.target, at);
+        used.push(at.ip().to_string());
+    }
+    // All have refused: the one whose refusal is oldest.
+    assert_eq!(used, ["127.0.0.2", "127.0.0.3", "127.0.0.2"]);
 }
 
 #[test]

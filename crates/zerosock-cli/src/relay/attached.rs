@@ -286,6 +286,7 @@ impl Targets {
             timeout: kernel.timeout,
             keepalive: kernel.keepalive,
             first_bytes: Vec::new(),
+            attempts: zerosock_relay::connector::ATTEMPTS_AT_ONCE,
         };
         let done = Box::new(move |result| {
             let _ = answer.send(result);

@@ -2,7 +2,8 @@
 //!
 //! # Invariants
 //! - No packet goes to an address that the policy has not permitted.
-//! - At most [`ATTEMPTS_AT_ONCE`] sockets exist at once.
+//! - At most [`ATTEMPTS_AT_ONCE`] sockets exist at once, and those of all requests beyond their first ones are
+//!   bounded by [`Extra`].
 //! - One attempt wins; the sockets of the others are closed before the winner is returned.
 
 use std::future::{Future, pending, poll_fn};
@@ -10,26 +11,34 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
 use tokio::net::TcpStream;
-use tokio::sync::watch;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::{Instant, sleep_until};
 use tracing::debug;
 
 use super::error::{ConnectError, Stage};
-use super::schedule::Schedule;
+use super::schedule::{Order, Schedule};
 use crate::networks::AddressPolicy;
 use crate::resolve::{Answer, Family, Found, LookupError, Resolver};
 use crate::target::{DomainName, Host};
 
-/// Sockets that a request holds at once: the owner of the request is charged for so many.
-pub const ATTEMPTS_AT_ONCE: usize = 2;
+/// Sockets that a request holds at once, the most: see [`super::ConnectRequest::attempts`]. With 250 ms between
+/// attempts, the last starts 1.25 s after the first, within the usual time-outs.
+pub const ATTEMPTS_AT_ONCE: usize = 6;
 
-/// Time after which an attempt is given up for the next address, if there are [`ATTEMPTS_AT_ONCE`] others.
+/// Time after which an attempt is given up for the next address, if there may be no more at once.
 /// Linux sends a SYN again after 1 s, so that one may be lost.
 const ATTEMPT_LIMIT: Duration = Duration::from_secs(2);
+
+/// Sockets of all requests of a connector together, beyond the first of each.
+pub(super) const MAX_EXTRA: usize = 1024;
+
+/// Permits for attempts beyond the first of each request.
+pub(super) type Extra = Arc<Semaphore>;
 
 /// An attempt to connect to one address.
 pub(super) type Attempt = Pin<Box<dyn Future<Output = io::Result<OwnedFd>> + Send>>;
@@ -163,16 +172,41 @@ impl Failure {
     }
 }
 
+/// What a request says about its attempts.
+pub(super) struct Plan<'a> {
+    pub(super) port: u16,
+    pub(super) policy: &'a AddressPolicy,
+    pub(super) deadline: Instant,
+    pub(super) order: Order,
+    /// Most attempts at once, at least 1.
+    pub(super) at_once: usize,
+    pub(super) extra: &'a Extra,
+}
+
+/// An attempt that has succeeded.
+pub(super) struct Dialled {
+    pub(super) socket: OwnedFd,
+    pub(super) address: SocketAddr,
+    /// The host has, or may have, another address that was not tried.
+    pub(super) has_alternative: bool,
+}
+
 /// Connects by `attempt` to the first address that lets it.
 pub(super) async fn dial(
     mut addresses: Addresses,
-    port: u16,
-    policy: &AddressPolicy,
-    deadline: Instant,
+    plan: Plan<'_>,
     attempt: fn(SocketAddr) -> Attempt,
-) -> Result<(OwnedFd, SocketAddr), ConnectError> {
-    let mut schedule = Schedule::new();
-    let mut attempts = Attempts::default();
+) -> Result<Dialled, ConnectError> {
+    let Plan {
+        port,
+        policy,
+        deadline,
+        order,
+        at_once,
+        extra,
+    } = plan;
+    let mut schedule = Schedule::new(order);
+    let mut attempts = Attempts::new(at_once.clamp(1, ATTEMPTS_AT_ONCE), extra);
     let mut failure = Failure::default();
     loop {
         addresses.pass_on(&mut schedule, policy, &mut failure);
@@ -201,7 +235,11 @@ pub(super) async fn dial(
         tokio::select! {
             biased;
             (address, result) = attempts.finished() => match result {
-                Ok(socket) => return Ok((socket, address)),
+                Ok(socket) => return Ok(Dialled {
+                    socket,
+                    address,
+                    has_alternative: schedule.has_alternative(),
+                }),
                 Err(error) => {
                     debug!("cannot connect to {address}: {error}");
                     failure.add(refused_or(error, Some(address)));
@@ -215,45 +253,77 @@ pub(super) async fn dial(
 }
 
 /// The attempts of a request that are in flight, in the order of their start.
-#[derive(Default)]
-struct Attempts(Vec<(Instant, SocketAddr, Attempt)>);
+struct Attempts<'a> {
+    all: Vec<InFlight>,
+    at_once: usize,
+    extra: &'a Extra,
+}
 
-impl Attempts {
+struct InFlight {
+    started: Instant,
+    address: SocketAddr,
+    attempt: Attempt,
+    /// None for the only attempt.
+    _extra: Option<OwnedSemaphorePermit>,
+}
+
+impl<'a> Attempts<'a> {
+    fn new(at_once: usize, extra: &'a Extra) -> Self {
+        Attempts {
+            all: Vec::new(),
+            at_once,
+            extra,
+        }
+    }
+
     fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.all.is_empty()
+    }
+
+    /// Whether another attempt takes the place of the oldest one.
+    fn is_full(&self) -> bool {
+        let exhausted = || self.extra.available_permits() == 0;
+        self.all.len() >= self.at_once || !self.is_empty() && exhausted()
     }
 
     /// The earliest time, from `due` on, at which another attempt may start.
     fn room(&self, due: Instant) -> Instant {
-        match self.0.first() {
-            Some((started, ..)) if self.0.len() >= ATTEMPTS_AT_ONCE => {
-                due.max(*started + ATTEMPT_LIMIT)
-            }
+        match self.all.first() {
+            Some(oldest) if self.is_full() => due.max(oldest.started + ATTEMPT_LIMIT),
             _ => due,
         }
     }
 
     /// Closes the oldest attempt if there are as many as there may be. Returns whether it did.
     fn make_room(&mut self) -> bool {
-        let is_full = self.0.len() >= ATTEMPTS_AT_ONCE;
+        let is_full = self.is_full();
         if is_full {
-            let (_, address, _) = self.0.remove(0);
+            let address = self.all.remove(0).address;
             debug!("{address} does not answer: the next address is tried");
         }
         is_full
     }
 
     fn start(&mut self, now: Instant, address: SocketAddr, attempt: Attempt) {
-        self.0.push((now, address, attempt));
+        // All connects run on one thread: the permits that `is_full` has seen are there.
+        let extra = match self.all.is_empty() {
+            true => None,
+            false => Arc::clone(self.extra).try_acquire_owned().ok(),
+        };
+        self.all.push(InFlight {
+            started: now,
+            address,
+            attempt,
+            _extra: extra,
+        });
     }
 
     /// Waits for an attempt to end, and removes it.
     async fn finished(&mut self) -> (SocketAddr, io::Result<OwnedFd>) {
         poll_fn(|context| {
-            for (index, (_, address, attempt)) in self.0.iter_mut().enumerate() {
-                if let Poll::Ready(result) = attempt.as_mut().poll(context) {
-                    let address = *address;
-                    drop(self.0.remove(index));
+            for (index, one) in self.all.iter_mut().enumerate() {
+                if let Poll::Ready(result) = one.attempt.as_mut().poll(context) {
+                    let address = self.all.remove(index).address;
                     return Poll::Ready((address, result));
                 }
             }

@@ -19,11 +19,25 @@ pub(super) const ATTEMPT_DELAY: Duration = Duration::from_millis(250);
 /// Attempts of one request.
 pub(super) const MAX_ATTEMPTS: usize = 16;
 
+/// What is known about addresses before the first attempt.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct Order {
+    /// Tried before all others, without a delay.
+    pub(super) first: Option<IpAddr>,
+    /// Tried after all others, in this order.
+    pub(super) last: Vec<IpAddr>,
+}
+
 /// The addresses that are left to try, and when to try the next.
 #[derive(Debug)]
 pub(super) struct Schedule {
+    order: Order,
+    /// The first of `order`, if an answer has it.
+    first: Option<IpAddr>,
     v4: Queue,
     v6: Queue,
+    /// Those of the last in `order` that an answer has.
+    last: VecDeque<IpAddr>,
     /// The family of the next attempt, if it has an address.
     next: Family,
     /// The time before which no attempt starts.
@@ -38,8 +52,11 @@ struct Queue {
 }
 
 impl Schedule {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(order: Order) -> Self {
         Schedule {
+            order,
+            first: None,
+            last: VecDeque::new(),
             v4: Queue::default(),
             v6: Queue::default(),
             next: Family::V6,
@@ -49,11 +66,22 @@ impl Schedule {
     }
 
     /// The permitted addresses of a family are known; none, if the lookup failed.
-    pub(super) fn on_answer(&mut self, now: Instant, family: Family, addresses: Vec<IpAddr>) {
+    pub(super) fn on_answer(&mut self, now: Instant, family: Family, mut addresses: Vec<IpAddr>) {
+        let known = |address: &IpAddr| addresses.contains(address);
+        let first = self.order.first.filter(known);
+        let of_last = self.order.last.iter().copied();
+        self.last.extend(of_last.filter(known));
+        // Again in the given order, whichever family was answered first.
+        let rank = |address: &IpAddr| self.order.last.iter().position(|other| other == address);
+        self.last.make_contiguous().sort_by_key(rank);
+        addresses.retain(|address| Some(*address) != first && rank(address).is_none());
+        self.first = self.first.or(first);
         let queue = self.queue(family);
         queue.answered = true;
         queue.addresses.extend(addresses);
-        if self.started == 0 {
+        if first.is_some() {
+            self.not_before = None;
+        } else if self.started == 0 && self.first.is_none() {
             self.not_before = match family {
                 Family::V4 if !self.v6.answered => Some(now + RESOLUTION_DELAY),
                 _ => None,
@@ -68,22 +96,27 @@ impl Schedule {
 
     /// When to start the next attempt: `now` or later. None if there is no address to try now.
     pub(super) fn next_attempt(&self, now: Instant) -> Option<Instant> {
-        let any = !self.v4.addresses.is_empty() || !self.v6.addresses.is_empty();
+        let any = self.has_untried() || !self.last.is_empty() && self.is_answered();
         let more = any && self.started < MAX_ATTEMPTS;
         more.then(|| self.not_before.map_or(now, |time| time.max(now)))
     }
 
     /// Takes the address of the next attempt; the families take turns, IPv6 first.
     pub(super) fn start(&mut self, now: Instant) -> Option<IpAddr> {
-        let (first, second) = match self.next {
+        let (next, then) = match self.next {
             Family::V6 => (&mut self.v6, &mut self.v4),
             Family::V4 => (&mut self.v4, &mut self.v6),
         };
-        let (address, next) = match first.addresses.pop_front() {
-            Some(address) => (address, other(self.next)),
-            None => (second.addresses.pop_front()?, self.next),
+        let address = if let Some(address) = self.first.take() {
+            self.next = other(Family::of(address));
+            address
+        } else if let Some(address) = next.addresses.pop_front() {
+            self.next = other(self.next);
+            address
+        } else {
+            let address = then.addresses.pop_front();
+            address.or_else(|| self.last.pop_front())?
         };
-        self.next = next;
         self.started += 1;
         self.not_before = Some(now + ATTEMPT_DELAY);
         Some(address)
@@ -104,8 +137,18 @@ impl Schedule {
 
     /// Whether no attempt is left to start.
     pub(super) fn is_exhausted(&self) -> bool {
-        let empty = self.v4.addresses.is_empty() && self.v6.addresses.is_empty();
+        let empty = !self.has_untried() && self.last.is_empty();
         self.started >= MAX_ATTEMPTS || empty && self.is_answered()
+    }
+
+    /// Whether an address is left that is none of the last.
+    fn has_untried(&self) -> bool {
+        self.first.is_some() || !self.v4.addresses.is_empty() || !self.v6.addresses.is_empty()
+    }
+
+    /// Whether there is, or may be, an address to prefer to those that were tried.
+    pub(super) fn has_alternative(&self) -> bool {
+        self.has_untried() || !self.is_answered()
     }
 
     /// Whether an attempt was started.

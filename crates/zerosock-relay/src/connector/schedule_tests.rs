@@ -25,7 +25,7 @@ fn run(schedule: &mut Schedule, start: Instant, mut now: Instant) -> Vec<(u128, 
 #[test]
 fn families_take_turns_every_250_ms_beginning_with_ipv6() {
     let start = Instant::now();
-    let mut schedule = Schedule::new();
+    let mut schedule = Schedule::new(Order::default());
     schedule.on_answer(start, Family::V6, vec![v6(1), v6(2)]);
     schedule.on_answer(start, Family::V4, vec![v4(1), v4(2), v4(3)]);
     let attempts = run(&mut schedule, start, start);
@@ -45,7 +45,7 @@ fn families_take_turns_every_250_ms_beginning_with_ipv6() {
 #[test]
 fn an_ipv4_answer_waits_50_ms_for_ipv6() {
     let start = Instant::now();
-    let mut schedule = Schedule::new();
+    let mut schedule = Schedule::new(Order::default());
     schedule.on_answer(start, Family::V4, vec![v4(1), v4(2)]);
     assert_eq!(schedule.next_attempt(start), Some(start + RESOLUTION_DELAY));
     assert!(!schedule.is_exhausted());
@@ -62,7 +62,7 @@ fn an_ipv4_answer_waits_50_ms_for_ipv6() {
 #[test]
 fn an_ipv6_answer_that_is_late_has_the_next_turn() {
     let start = Instant::now();
-    let mut schedule = Schedule::new();
+    let mut schedule = Schedule::new(Order::default());
     schedule.on_answer(start, Family::V4, vec![v4(1), v4(2)]);
     let now = start + RESOLUTION_DELAY;
     assert_eq!(schedule.start(now), Some(v4(1)));
@@ -74,17 +74,17 @@ fn an_ipv6_answer_that_is_late_has_the_next_turn() {
 #[test]
 fn ipv6_does_not_wait_for_ipv4_and_a_missing_family_holds_nothing_up() {
     let start = Instant::now();
-    let mut schedule = Schedule::new();
+    let mut schedule = Schedule::new(Order::default());
     schedule.on_answer(start, Family::V6, vec![v6(1)]);
     assert_eq!(schedule.next_attempt(start), Some(start));
 
-    let mut schedule = Schedule::new();
+    let mut schedule = Schedule::new(Order::default());
     schedule.on_answer(start, Family::V6, Vec::new());
     assert_eq!(schedule.next_attempt(start), None);
     schedule.on_answer(start, Family::V4, vec![v4(1)]);
     assert_eq!(schedule.next_attempt(start), Some(start));
 
-    let mut schedule = Schedule::new();
+    let mut schedule = Schedule::new(Order::default());
     schedule.on_answer(start, Family::V4, vec![v4(1)]);
     schedule.on_answer(start, Family::V6, Vec::new());
     assert_eq!(schedule.next_attempt(start), Some(start));
@@ -93,7 +93,7 @@ fn ipv6_does_not_wait_for_ipv4_and_a_missing_family_holds_nothing_up() {
 #[test]
 fn a_failed_attempt_starts_the_next_at_once() {
     let start = Instant::now();
-    let mut schedule = Schedule::new();
+    let mut schedule = Schedule::new(Order::default());
     schedule.on_answer(start, Family::V6, vec![v6(1)]);
     schedule.on_answer(start, Family::V4, vec![v4(1)]);
     assert_eq!(schedule.start(start), Some(v6(1)));
@@ -110,7 +110,7 @@ fn a_failed_attempt_starts_the_next_at_once() {
 #[test]
 fn a_request_makes_at_most_16_attempts() {
     let start = Instant::now();
-    let mut schedule = Schedule::new();
+    let mut schedule = Schedule::new(Order::default());
     schedule.on_answer(start, Family::V6, (0..16).map(v6).collect());
     schedule.on_answer(start, Family::V4, (0..16).map(v4).collect());
     let attempts = run(&mut schedule, start, start);
@@ -122,10 +122,63 @@ fn a_request_makes_at_most_16_attempts() {
 #[test]
 fn nothing_is_exhausted_while_an_answer_is_missing() {
     let start = Instant::now();
-    let mut schedule = Schedule::new();
+    let mut schedule = Schedule::new(Order::default());
     assert!(!schedule.is_exhausted());
     schedule.on_answer(start, Family::V4, Vec::new());
     assert!(!schedule.is_exhausted() && !schedule.is_answered());
     schedule.on_answer(start, Family::V6, Vec::new());
     assert!(schedule.is_exhausted() && schedule.is_answered());
+}
+
+#[test]
+fn the_address_that_accepted_last_is_tried_first_and_at_once() {
+    let start = Instant::now();
+    let order = |first| Order {
+        first: Some(first),
+        last: Vec::new(),
+    };
+    // It does not wait for the other family, and the others follow as they would without it.
+    let mut schedule = Schedule::new(order(v4(3)));
+    schedule.on_answer(start, Family::V4, (1..=4).map(v4).collect());
+    assert_eq!(schedule.start(start), Some(v4(3)));
+    schedule.on_answer(start, Family::V6, vec![v6(1)]);
+    let attempts = run(&mut schedule, start, start);
+    assert_eq!(
+        attempts,
+        [(250, v6(1)), (500, v4(1)), (750, v4(2)), (1000, v4(4))]
+    );
+    // In the family that is answered later.
+    let mut schedule = Schedule::new(order(v4(1)));
+    schedule.on_answer(start, Family::V6, vec![v6(1)]);
+    assert_eq!(schedule.start(start), Some(v6(1)));
+    let now = start + Duration::from_millis(10);
+    schedule.on_answer(now, Family::V4, vec![v4(2), v4(1)]);
+    assert_eq!(run(&mut schedule, start, now), [(10, v4(1)), (260, v4(2))]);
+    // The name has lost it.
+    let mut schedule = Schedule::new(order(v4(9)));
+    schedule.on_answer(start, Family::V4, vec![v4(1)]);
+    assert_eq!(schedule.next_attempt(start), Some(start + RESOLUTION_DELAY));
+    assert_eq!(run(&mut schedule, start, start), [(50, v4(1))]);
+}
+
+#[test]
+fn addresses_that_refused_are_tried_last_in_their_order() {
+    let start = Instant::now();
+    let mut schedule = Schedule::new(Order {
+        first: None,
+        last: vec![v4(2), v6(1)],
+    });
+    schedule.on_answer(start, Family::V6, vec![v6(1)]);
+    assert_eq!(
+        schedule.next_attempt(start),
+        None,
+        "IPv4 may have a better one"
+    );
+    schedule.on_answer(start, Family::V4, vec![v4(1), v4(2)]);
+    assert!(schedule.has_alternative());
+    assert_eq!(schedule.start(start), Some(v4(1)));
+    assert!(!schedule.has_alternative() && !schedule.is_exhausted());
+    let attempts = run(&mut schedule, start, start);
+    assert_eq!(attempts, [(250, v4(2)), (500, v6(1))]);
+    assert!(schedule.is_exhausted());
 }

@@ -13,7 +13,7 @@ use super::endpoint::Endpoint;
 use super::open::Destination;
 use super::socket::SocketKind;
 use super::way::{Mode, Way};
-use crate::connector::{ConnectRequest, Connector, Done, PendingConnect};
+use crate::connector::{ATTEMPTS_AT_ONCE, ConnectRequest, Connector, Done, PendingConnect};
 use crate::networks::AddressPolicy;
 use crate::sockmap::{Refusal, RelayMap};
 use crate::target::Target;
@@ -242,6 +242,7 @@ impl Plan {
             timeout: self.config.connect_timeout,
             keepalive: self.config.keepalive,
             first_bytes: Vec::new(),
+            attempts: ATTEMPTS_AT_ONCE,
         };
         Some(connector.connect(request, done))
     }

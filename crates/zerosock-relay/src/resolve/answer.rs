@@ -9,6 +9,15 @@ pub(crate) enum Family {
     V6,
 }
 
+impl Family {
+    pub(crate) fn of(address: IpAddr) -> Family {
+        match address {
+            IpAddr::V4(_) => Family::V4,
+            IpAddr::V6(_) => Family::V6,
+        }
+    }
+}
+
 /// The addresses of one family.
 pub(crate) type Answer = Result<Vec<IpAddr>, LookupError>;
 

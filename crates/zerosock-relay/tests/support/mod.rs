@@ -65,6 +65,7 @@ pub fn request(target: &str) -> ConnectRequest {
         timeout: HANG / 2,
         keepalive: None,
         first_bytes: Vec::new(),
+        attempts: zerosock_relay::connector::ATTEMPTS_AT_ONCE,
     }
 }
 

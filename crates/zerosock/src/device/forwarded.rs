@@ -117,6 +117,7 @@ impl Device {
                     timeout,
                     keepalive: rule.rule.keepalive,
                     first_bytes,
+                    attempts: ATTEMPTS_AT_ONCE,
                 };
                 self.dial(key, flow, request, cx);
             }
@@ -145,7 +146,7 @@ impl Device {
     pub(super) fn ask_connector(
         &self,
         to: DialedFor,
-        request: ConnectRequest,
+        mut request: ConnectRequest,
         cx: &mut Context<'_>,
     ) -> Result<PendingConnect, String> {
         let Some(request_permit) = self.account.take_request(dials(self.account.expected())) else {
@@ -154,6 +155,7 @@ impl Device {
         };
         let charge = Charge::new(&self.account, &request.target);
         let charge = charge.map_err(|exceeded| exceeded.to_string())?;
+        request.attempts = charge.attempts;
         let shared = &mut *cx.shared;
         if shared.connector.is_none() {
             shared.connector = start_connector(&self.account);
@@ -425,6 +427,8 @@ struct Charge {
     socket: Permit,
     /// For the attempts that lose.
     racing: Option<Permit>,
+    /// Addresses that may be tried at once.
+    attempts: usize,
 }
 
 impl Charge {
@@ -440,13 +444,21 @@ impl Charge {
                 ..
             }
         );
-        let others = ATTEMPTS_AT_ONCE as u64 - 1;
+        let socket = account.take_descriptors(1)?;
+        // A guest that has nearly used up its share tries fewer addresses at once.
+        let most = ATTEMPTS_AT_ONCE - 1;
+        let racing = [most, 1]
+            .into_iter()
+            .filter(|_| has_name)
+            .find_map(|others| {
+                let permit = account.take_descriptors(others as u64).ok()?;
+                Some((permit, others))
+            });
+        let (racing, others) = racing.unzip();
         Ok(Charge {
-            socket: account.take_descriptors(1)?,
-            racing: match has_name {
-                true => Some(account.take_descriptors(others)?),
-                false => None,
-            },
+            socket,
+            racing,
+            attempts: 1 + others.unwrap_or(0),
         })
     }
 
@@ -483,7 +495,11 @@ impl Answer {
         };
         let permit = charge.connected();
         let dialed = |connected: Connected| {
-            let Connected { socket, address } = connected;
+            let Connected {
+                socket,
+                address,
+                has_alternative,
+            } = connected;
             use rustix::net::SocketType;
             let socket = socket.into_trusted();
             let socket = match &self.target {
@@ -502,7 +518,11 @@ impl Answer {
                     socket
                 }
             };
-            Ok(Box::new(Dialed { socket, address }))
+            Ok(Box::new(Dialed {
+                socket,
+                address,
+                has_alternative,
+            }))
         };
         self.pass(match result {
             Ok(connected) => dialed(connected),
@@ -534,7 +554,7 @@ impl Drop for Answer {
 
 #[cfg(test)]
 mod tests {
-    use zerosock_sys::account::Budget;
+    use zerosock_sys::account::{Budget, Limits};
 
     use super::*;
 
@@ -550,6 +570,22 @@ mod tests {
         ] {
             assert_eq!(dials(peers), each);
             assert!(all_dials(peers) >= each * peers.max(1));
+        }
+    }
+
+    #[test]
+    fn a_guest_whose_share_is_nearly_used_up_tries_fewer_addresses_at_once() {
+        let target = "tcp:example.com:80".parse().unwrap();
+        for (left, attempts) in [(9, 6), (6, 6), (5, 2), (2, 2), (1, 1)] {
+            let limits = Limits {
+                descriptors: left,
+                numbers: u64::MAX,
+                mapped: 0,
+                mapped_each: 0,
+            };
+            let account = Budget::new(limits, 1).account();
+            let charge = Charge::new(&account, &target).unwrap();
+            assert_eq!(charge.attempts, attempts, "{left} left");
         }
     }
 

@@ -445,6 +445,8 @@ impl Device {
             timeout: deadline.saturating_duration_since(cx.now),
             keepalive: None,
             first_bytes: Vec::new(),
+            // A path is one address.
+            attempts: 1,
         };
         if let Some(bridge) = self.bridges.get_mut(key) {
             bridge.peer = BridgePeer::Resolving(None);

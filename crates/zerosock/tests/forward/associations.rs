@@ -105,6 +105,36 @@ fn small_buffers_of_the_guest_keep_the_bounds() {
     }
 }
 
+/// `localhost` has ::1 first, where nothing listens: the ICMP error moves the guest's next datagram to
+/// 127.0.0.1. (Without IPv6 that is the first address.)
+#[test]
+fn an_address_of_a_name_that_refuses_datagrams_is_replaced_by_the_next() {
+    let (server, target) = udp_server();
+    let port = target.rsplit(':').next().unwrap();
+    let lab = Lab::new(vec![rule(53, format!("udp:localhost:{port}"))]);
+    let guest = lab.endpoint();
+    let socket = bound(&guest, 1000);
+    server.set_nonblocking(true).unwrap();
+    let mut out = [0; 16];
+    let mut arrived = None;
+    eventually("a datagram at 127.0.0.1", || {
+        socket.send_to(b"query", host(53)).unwrap();
+        arrived = server.recv_from(&mut out).ok();
+        arrived.is_some()
+    });
+    let (len, from) = arrived.unwrap();
+    assert_eq!(&out[..len], b"query");
+    server.send_to(b"answer", from).unwrap();
+    assert_eq!(answer(&socket, 53), b"answer");
+    // Remembered: another source goes there at once.
+    let other = bound(&guest, 1001);
+    other.send_to(b"other", host(53)).unwrap();
+    eventually(
+        "the other source",
+        || matches!(server.recv_from(&mut out), Ok((5, _)) if out.starts_with(b"other")),
+    );
+}
+
 #[test]
 fn each_source_has_a_socket_of_its_own() {
     let (server, target) = udp_server();

@@ -3,7 +3,8 @@
 //! # Invariants
 //! - Each pair of a port of the guest and a port of CID 2 has a socket of its own, which is connected:
 //!   answers of others than the target do not reach the guest.
-//! - No report about a datagram (ICMP) ends an association.
+//! - No report about a datagram (ICMP) ends an association, unless its target is a name with another address:
+//!   the next datagram goes there.
 //! - Answers that the guest does not take wait in their sockets, which the kernel bounds.
 //!
 //! # Operation
@@ -14,10 +15,12 @@
 
 use std::sync::Arc;
 
+use rustix::io::Errno;
+use rustix::net::sockopt::socket_error;
 use zerosock_proto::vsock::datagram::{Control, MAX_DATAGRAM, PauseReason};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Instant};
-use zerosock_relay::connector::ConnectRequest;
+use zerosock_relay::connector::{ATTEMPTS_AT_ONCE, ConnectRequest};
 use zerosock_relay::target::Target;
 use zerosock_ring::{Chain, Memory, SliceBuf};
 use zerosock_virtio::poller::{Interest, Readiness};
@@ -219,6 +222,7 @@ impl Device {
                 true => forwarded::header(from, to.port),
                 false => Vec::new(),
             },
+            attempts: ATTEMPTS_AT_ONCE,
         };
         match self.ask_connector(DialedFor::Association(id), request, cx) {
             Ok(pending) => {
@@ -246,6 +250,7 @@ impl Device {
                 if let Some(association) = self.datagrams.associations.get_mut(key) {
                     association.pending = None;
                     association.forwarded.set_address(dialed.address);
+                    association.replaceable = dialed.address.filter(|_| dialed.has_alternative);
                 }
                 self.association_opened(key, dialed.socket, cx);
                 self.flush_association(key, cx);
@@ -334,6 +339,17 @@ impl Device {
         let Some(association) = self.datagrams.associations.get_mut(key) else {
             return;
         };
+        if readiness.has_error()
+            && let (Some(address), Some(socket)) = (association.replaceable, &association.socket)
+            && socket_error(socket) == Ok(Err(Errno::CONNREFUSED))
+            && hybrid::look_ahead(socket) == Ahead::Nothing
+        {
+            let target = association.rule.rule.to.resolve(self.cid, association.to);
+            if let (Some(connector), Some(target)) = (&cx.shared.connector, target) {
+                connector.refused(&target, address);
+            }
+            return self.end_association(key, "refused by the remote side", cx);
+        }
         if readiness.readable() {
             association.readable = true;
             self.datagrams.associations.enqueue(key, self.cid, cx.now);

@@ -7,6 +7,7 @@
 //!   and for the device ([`MAX_WAITING_BYTES`]).
 
 use std::collections::{HashMap, VecDeque};
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use slab::Slab;
@@ -44,6 +45,8 @@ pub(in crate::device) struct Association {
     /// `None` until the connector has answered.
     pub(in crate::device) socket: Option<HostSocket>,
     pub(in crate::device) pending: Option<PendingConnect>,
+    /// The address of the socket, if its target is a name that may have a better one.
+    pub(in crate::device) replaceable: Option<SocketAddr>,
     /// Datagrams of the guest, copied, that the socket could not take.
     pub(in crate::device) waiting: VecDeque<Vec<u8>>,
     /// When a datagram last passed.
@@ -111,6 +114,7 @@ impl Associations {
             to,
             socket: None,
             pending: None,
+            replaceable: None,
             waiting: VecDeque::new(),
             used: now,
             readable: false,

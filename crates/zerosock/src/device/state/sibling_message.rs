@@ -134,6 +134,8 @@ pub(crate) struct Dialed {
     pub(in crate::device) socket: HostSocket,
     /// The address that a name was resolved to.
     pub(in crate::device) address: Option<SocketAddr>,
+    /// See [`zerosock_relay::Connected::has_alternative`].
+    pub(in crate::device) has_alternative: bool,
 }
 
 /// A connection on its way from one queue pair to another.
